@@ -49,7 +49,7 @@ EXEMPT = {
     "picompile bench build/bench/reglu-1.3b-10.q4.learned -p 128 -n 32 -r 3": "needs an artifact of 800 MB",
     "python benchmarks/threads.py build/bench/reglu-1.3b-10.q4.learned --rounds 5": "needs an artifact of 800 MB",
     "pip install 'picompile[gguf]'": "downloads packages",
-    "pip install 'picompile[serve]'": "downloads packages",
+    "pip install './runtime[serve]'": "downloads packages",
     "pip install 'lm-eval[api]==0.4.13' transformers": "downloads packages",
     "pip install 'picompile[gguf,report]'": "downloads packages",
     "picompile compile SmolLM2-135M-Instruct.Q4_1.gguf -o build/smollm2 --quant q8": "needs a file of 93 MB",

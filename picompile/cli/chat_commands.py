@@ -112,6 +112,8 @@ def loaded_text(session: ChatSession, path: Path) -> str:
 def _path(text: str, command: str) -> Path:
     if not text:
         raise UsageError(f"{command} needs the name of a file")
+    if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'":
+        text = text[1:-1]
     try:
         return Path(text).expanduser()
     except RuntimeError as error:  # a user that does not exist

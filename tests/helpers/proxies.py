@@ -36,7 +36,7 @@ def nginx(folder: Path, replicas: Sequence[str]) -> Iterator[str]:
     port, text = free_port(), (DEPLOY / "nginx.conf").read_text(encoding="utf-8")
     kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
     folders = "".join(f"{kind}_temp_path {folder};\n" for kind in kinds)  # the usual ones are root's
-    changes = {"listen 8080;": f"listen 127.0.0.1:{port};", "/dev/stdout;": f"{folder}/access.log;\n{folders}"}
+    changes = {"listen 8080;": f"listen 127.0.0.1:{port};", "http {": f"http {{\naccess_log {folder}/log;\n{folders}"}
     config = folder / "nginx.conf"
     config.write_text(_at_ports(text, replicas, changes), encoding="utf-8")
     options = f"daemon off; pid {folder}/pid; error_log {folder}/error.log;"
@@ -65,14 +65,11 @@ def caddy(folder: Path, replicas: Sequence[str], is_secure: bool = False) -> Ite
 
 
 def caddyfile() -> str:
-    """Return the text of deploy/Caddyfile, for the version of Caddy that is installed."""
-    text = (DEPLOY / "Caddyfile").read_text(encoding="utf-8")
+    """Return the text of deploy/Caddyfile. Skip the test where the installed Caddy is too old for it."""
     version = subprocess.run([program("caddy"), "version"], capture_output=True, text=True, check=True).stdout
-    numbers = tuple(map(int, re.findall(r"\d+", version)[:3]))
-    if numbers >= (2, 6, 3):
-        return text
-    assert "request_buffers 16MiB" in text
-    return text.replace("request_buffers 16MiB", "buffer_requests")
+    if tuple(map(int, re.findall(r"\d+", version)[:3])) < (2, 6, 3):
+        pytest.skip(f"needs Caddy 2.6.3 or later, and this is {version.split()[0]}")
+    return (DEPLOY / "Caddyfile").read_text(encoding="utf-8")
 
 
 def free_port() -> int:

@@ -87,6 +87,10 @@ def read_manifest(folder: Path) -> Manifest:
     where = str(folder / "manifest.json")
     if not folder.is_dir():
         raise ArtifactError(f"{folder}: is not a folder; give the folder that `picompile compile -o` wrote")
+    if not (folder / "manifest.json").exists() and (folder / "config.json").exists():
+        raise ArtifactError(
+            f"{folder}: is a checkpoint and no artifact; `picompile compile {folder} -o ARTIFACT` makes one"
+        )
     with ExitStack() as stack:
         text = read_small_file(open_file(folder, "manifest.json", stack), where)
     root = parse_object(text, where)

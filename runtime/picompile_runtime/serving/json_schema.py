@@ -1,12 +1,13 @@
 """JSON schemas as llguidance takes them, with JSON that small models can neither stretch nor spoil.
 
-llguidance refuses keywords that it does not implement, so what it accepts it enforces; four things are left to us:
+llguidance refuses keywords that it does not implement, so what it accepts it enforces; five things are left to us:
 
 1. Formats that it does not know are dropped, since a format is an annotation unless a validator says otherwise (JSON
    Schema 2020-12, validation, 7.2.1), and so are keywords that ask for nothing, such as `"uniqueItems": false`.
 2. A key can occur twice where the schema does not name it. `minProperties` would count it twice, so it is refused.
 3. `oneOf` whose alternatives exclude each other is `anyOf` (json_disjoint.py).
 4. Characters cannot be written as `\\u0061`: a key could pass for another one.
+5. Numbers, texts and patterns that it would change (json_values.py).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 from picompile_runtime.errors import RequestError
 from picompile_runtime.request_checks import shown
 from picompile_runtime.serving.json_disjoint import Exclusion
+from picompile_runtime.serving.json_values import check_keyword, check_value, safe_pattern
 
 # Between two parts of JSON there may be a space, or a line break and an indentation. Models write both, compact and
 # indented JSON; but nothing that could be repeated, since small models then write spaces until they run out of tokens.
@@ -45,6 +47,7 @@ _NOTHING: Mapping[str, tuple[object, ...]] = {
     "minContains": (0,),
 }
 _MOST_NESTED = 100
+_LONGEST_HOST = 253  # RFC 1035
 
 
 def json_rule(schema: object) -> str:
@@ -88,12 +91,21 @@ class _Rewriter:
         found: dict[str, Any] = {}
         for key, value in schema.items():
             if key in _NAMED and isinstance(value, Mapping):
-                named = {name: self._inner(part, depth + 1) for name, part in value.items()}
+                name = safe_pattern if key == "patternProperties" else str
+                named = {name(key): self._inner(part, depth + 1) for key, part in value.items()}
                 found |= {key: named} if named or key not in _NOTHING else {}
             elif key in _VALUES:
+                if key in ("const", "enum"):
+                    check_value(value)
                 found[key] = value
+            elif key == "pattern" and isinstance(value, str):
+                found[key] = safe_pattern(value)
             elif not _asks_for_nothing(key, value, schema):
+                check_keyword(key, value)
                 found[self._name(key, schema)] = self._inner(value, depth + 1)
+        if found.get("format") == "hostname":  # whose length llguidance does not count
+            given = found.get("maxLength")
+            found["maxLength"] = min(given, _LONGEST_HOST) if isinstance(given, int) else _LONGEST_HOST
         return found
 
     def _inner(self, value: Any, depth: int) -> Any:

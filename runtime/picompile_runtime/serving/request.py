@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -81,12 +82,13 @@ class TokenChosen:
     token before it, from 0 to 1, over all sequences of the step; None if it is not known: for the first token of an
     answer, and with an accelerator but in each 16th step, which has the mean of the latest 16.
 
-    An end token of the model is the last token of an answer. It has no text.
+    An end token of the model is the last token of an answer. It has no text. `chosen_s` is of `time.monotonic`.
     """
 
     token: int
     log_probability: TokenLogProbability | None = None
     fired_share: float | None = None
+    chosen_s: float = field(default_factory=time.monotonic, compare=False)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.toys.toy_tokenizers import EOS, TEXT, byte_level, metaspace
-from picompile_runtime import RequestError, Tokenizer
+from picompile_runtime import RequestError, StreamDecoder, Tokenizer
 from picompile_runtime.serving.text import TextAssembler, TokenTexts
 
 TOKENIZERS = {"byte level": byte_level(), "metaspace": metaspace(), "strip": metaspace(bos=False, strip=True)}
@@ -51,6 +51,49 @@ def test_a_continued_text_keeps_the_space_between_two_tokens() -> None:
     )
     assert assembled(TextAssembler(tokenizer), [token]) == "he"
     assert assembled(TextAssembler(tokenizer, (), before), [token]) == " he"
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("before", ["Hello\n", "caf\u00e9", "\u4e2d\U0001f600", "a"])
+def test_a_prompts_last_characters_are_not_the_answers(name: str, before: str) -> None:
+    """Bytes of characters are held back, but those of the prompt are known."""
+    tokenizer = TOKENIZERS[name]
+    prompt = tokenizer.encode(before, special_tokens=False)
+    tokens = tokenizer.encode(f"{before}hello", special_tokens=False)[len(prompt) :]
+    whole = tokenizer.decode(prompt + tokens)
+    expected = whole[len(tokenizer.decode(prompt)) :]
+    assert assembled(TextAssembler(tokenizer, (), prompt), tokens) == expected
+    assert assembled(TextAssembler(tokenizer, (), prompt), []) == ""
+    stopped = TextAssembler(tokenizer, ["\n"], prompt)
+    assert assembled(stopped, tokens) == expected and not stopped.is_stopped
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_an_answer_completes_the_character_in_which_a_prompt_ends(name: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    tokens = tokenizer.encode("a\u4e2d", special_tokens=False)
+    plain = tokenizer.encode("b", special_tokens=False)[-1:]
+    assert assembled(TextAssembler(tokenizer, (), tokens[:-1]), [*tokens[-1:], *plain]).startswith("\u4e2d")
+
+
+@given(count=st.integers(1, 200), rest=TEXT)
+def test_bytes_that_are_no_text_come_before_the_end(count: int, rest: str) -> None:
+    """And joined the pieces are the text of all tokens: a first byte of a character, again and again."""
+    tokenizer = byte_level()
+    lead = tokenizer.encode("\u4e2d", special_tokens=False)[:1]
+    tokens = lead * count + tokenizer.encode(rest, special_tokens=False)
+    assembler = TextAssembler(tokenizer)
+    pieces = [assembler.push(token) for token in lead * count]
+    assert len("".join(pieces)) >= count - 32
+    assert assembled(TextAssembler(tokenizer), tokens) == tokenizer.decode(tokens)
+
+
+def test_special_tokens_without_a_text_are_not_kept() -> None:
+    tokenizer = byte_level()
+    decoder = StreamDecoder(tokenizer)
+    special = next(iter(tokenizer.special_tokens.values()))
+    assert [decoder.push(special) for _ in range(1000)] == [""] * 1000
+    assert not decoder._ids
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)

@@ -54,7 +54,8 @@ def check_prompt(ids: Sequence[int], model: ServedModel, generates: bool = True)
         )
     context = model.engine.context
     if len(ids) > context - generates:
-        raise _does_not_fit(f"a prompt of {len(ids)} tokens", len(ids), model)
+        what = f"a prompt of {len(ids)} tokens" + (" and an answer" if len(ids) == context else "")
+        raise _does_not_fit(what, len(ids), model)
     if max(ids) >= model.engine.vocab or min(ids) < 0:
         raise ApiError(400, f"tokens must be integers from 0 to {model.engine.vocab - 1}", param="prompt")
 
@@ -63,7 +64,7 @@ def _does_not_fit(what: str, tokens: int, model: ServedModel) -> ApiError:
     context = model.engine.context
     return ApiError(
         400,
-        f"{what} does not fit the model's context of {context} tokens; shorten it",
+        f"{what} {'do' if ' and ' in what else 'does'} not fit the model's context of {context} tokens; shorten it",
         code="context_length_exceeded",
         details={"n_prompt_tokens": tokens, "n_ctx": context},
     )

@@ -104,8 +104,8 @@ class _ChatWriter:
         first = {"role": "assistant", "content": None}
         return b"".join(self._chunk(index, first, None) for index in range(len(self._builders)))
 
-    def take(self, index: int, event: Event, now_s: float) -> bytes:
-        found = self._added(index, event, now_s)
+    def take(self, index: int, event: Event) -> bytes:
+        found = self._added(index, event)
         if found is None:
             return b""
         delta, added = found
@@ -131,15 +131,15 @@ class _ChatWriter:
         choice = {"index": index, "delta": added, "logprobs": named, "finish_reason": finish}
         return sse(self._reply.chunk(choice, self._reply.answers[index], delta))
 
-    def note(self, index: int, event: Event, now_s: float) -> None:
+    def note(self, index: int, event: Event) -> None:
         """Take an event of an answer that is not streamed."""
-        found = self._added(index, event, now_s)
+        found = self._added(index, event)
         if found is not None:
             self._tokens[index] += found[0].tokens
 
-    def _added(self, index: int, event: Event, now_s: float) -> tuple[Delta, MessageDelta] | None:
+    def _added(self, index: int, event: Event) -> tuple[Delta, MessageDelta] | None:
         """Return what an event adds to the answer and to its message; None if it is nothing."""
-        delta = self._reply.take(index, event, now_s)
+        delta = self._reply.take(index, event)
         return None if delta is None else (delta, self._builders[index].take(delta.text, delta.finish))
 
     def whole(self) -> Any:

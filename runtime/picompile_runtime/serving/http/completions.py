@@ -112,8 +112,8 @@ class _CompletionWriter:
     def begin(self) -> bytes:
         return b""
 
-    def take(self, index: int, event: Event, now_s: float) -> bytes:
-        found = self._added(index, event, now_s)
+    def take(self, index: int, event: Event) -> bytes:
+        found = self._added(index, event)
         if found is None:
             return b""
         delta, places = found
@@ -121,9 +121,9 @@ class _CompletionWriter:
         choice = self._choice(index, delta.text, places, delta.finish)
         return sse(self._reply.chunk(choice, answer, delta))
 
-    def note(self, index: int, event: Event, now_s: float) -> None:
+    def note(self, index: int, event: Event) -> None:
         """Take an event of an answer that is not streamed."""
-        found = self._added(index, event, now_s)
+        found = self._added(index, event)
         if found is not None:
             delta, places = found
             written = self._written[index]
@@ -131,9 +131,9 @@ class _CompletionWriter:
             written.places += places
             written.finish = delta.finish
 
-    def _added(self, index: int, event: Event, now_s: float) -> tuple[Delta, list[_Place]] | None:
+    def _added(self, index: int, event: Event) -> tuple[Delta, list[_Place]] | None:
         """Return what an event adds, the echoed prompt included; None if it is nothing."""
-        delta, prompt = self._reply.take(index, event, now_s), self._prompts[index]
+        delta, prompt = self._reply.take(index, event), self._prompts[index]
         if isinstance(event, PromptRead) and self._body.echo:
             answer = self._reply.answers[index]
             named = answer.prompt if self._body.logprobs is not None else ()

@@ -122,9 +122,10 @@ def is_loopback(host: str) -> bool:
 def allowed_hosts(host: str, more: Sequence[str]) -> tuple[str, ...] | None:
     """Return the names that requests may have as Host, None for any.
 
-    A page of a browser can have its own name point to this machine, and then read what is served for local use. A
-    server that others reach has names that it does not know, and should have a key.
+    A page of a browser can have its own name point to this machine, and then read what is served for local use. Its
+    requests never have a name of the machine itself, so those are always allowed. A server that others reach has names
+    that it does not know, and should have a key.
     """
     if is_loopback(host):
         return (*_LOOPBACK_NAMES, host, *more)
-    return tuple(more) if more else None
+    return (*_LOOPBACK_NAMES, *more) if more else None

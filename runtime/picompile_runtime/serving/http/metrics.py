@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from picompile_runtime.serving.model import ServedModel
 from picompile_runtime.serving.request import AnswerTimes
 from picompile_runtime.serving.stats import SchedulerStats
+from picompile_runtime.version import __version__
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _FIRST_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -25,7 +26,7 @@ _GAUGES: tuple[tuple[str, str, _Value], ...] = (
     ("kv_tokens", "Tokens in the KV cache", lambda stats: stats.held_tokens),
     ("kv_reserved_tokens", "Tokens that running answers may come to hold", lambda stats: stats.reserved_tokens),
     ("kv_capacity_tokens", "Tokens that the KV cache has room for", lambda stats: stats.capacity_tokens),
-    ("fired_share", "Share of the neurons that fired in the latest steps", lambda stats: stats.fired_share),
+    ("fired_ratio", "Share of the neurons that fired in the latest steps", lambda stats: stats.fired_share),
 )
 _COUNTERS: tuple[tuple[str, str, _Value], ...] = (
     ("prompt_tokens", "Tokens of prompts, cached ones included", lambda stats: stats.prompt_tokens),
@@ -44,6 +45,9 @@ class Metrics:
         """Make metrics that ask the schedulers of `models` when they are read; models may be added later."""
         self._registry = CollectorRegistry()
         self._registry.register(_SchedulerCollector(models))
+        ProcessCollector(registry=self._registry)
+        build = Gauge("picompile_build_info", "The version that runs; always 1", ["version"], registry=self._registry)
+        build.labels(__version__).set(1)
         self._first = Histogram(
             "picompile_time_to_first_token_seconds",
             "Time from a request to the first token of its answer",

@@ -97,25 +97,25 @@ class AnswerProgress:
         total, steps = self._fired
         return total / steps if steps else None
 
-    def take(self, event: Event, now_s: float) -> Delta | None:
-        """Take an event that came at `now_s`, and return what it adds; None if that is nothing.
+    def take(self, event: Event) -> Delta | None:
+        """Take an event, and return what it adds; None if that is nothing.
 
         Raises ApiError if the answer has failed. When the assembler has found a stop text, cancel the answer.
         """
         if isinstance(event, TokenChosen):
-            return self._take_token(event, now_s)
+            return self._take_token(event)
         if isinstance(event, PromptRead):
             self.cached_tokens = event.cached_tokens
             self.prompt = event.log_probabilities or ()
             return None
         return self._finish(event)
 
-    def _take_token(self, event: TokenChosen, now_s: float) -> Delta | None:
+    def _take_token(self, event: TokenChosen) -> Delta | None:
         if self.assembler.is_stopped:  # chosen before the engine knew
             return None
         self.tokens.append(event.token)
-        self.first_token_s = self.first_token_s or now_s
-        self.last_token_s = now_s
+        self.first_token_s = self.first_token_s or event.chosen_s
+        self.last_token_s = event.chosen_s
         self._last_share = event.fired_share
         if event.fired_share is not None:
             self._fired = self._fired[0] + event.fired_share, self._fired[1] + 1

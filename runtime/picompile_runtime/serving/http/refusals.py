@@ -1,6 +1,6 @@
 """Fields of other servers, or of OpenAI's, that would change an answer and that this server does not have.
 
-Fields that no server has are ignored, as OpenAI's does; to ignore one of these would be to answer another question.
+Fields that nobody has are ignored, as other servers do; to ignore one of these would be to answer another question.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ class Refusal:
     name: str
     neutral: tuple[Any, ...] = ()
     hint: str = "leave it out"
+    is_false_neutral: bool = True
 
 
 _ALWAYS_NEUTRAL: tuple[Any, ...] = (None, False, [], {})
@@ -37,7 +38,8 @@ SAMPLING = (
     Refusal("allowed_token_ids", hint="use structured_outputs or logit_bias"),
     Refusal("logits_processors"),
     Refusal("include_stop_str_in_output"),
-    Refusal("skip_special_tokens", (True,)),
+    # False asks for something, so it is not neutral.
+    Refusal("skip_special_tokens", (True,), is_false_neutral=False),
     Refusal("return_tokens_as_token_ids"),
     Refusal("vllm_xargs"),
     Refusal("n_predict", hint="use max_tokens"),
@@ -52,6 +54,19 @@ SAMPLING = (
     Refusal("lora"),
     Refusal("return_progress"),
     Refusal("response_fields"),
+    Refusal("repeat_last_n", (-1,)),
+    Refusal("top_n_sigma", (-1, 0)),
+    Refusal("min_keep", (0, 1)),
+    Refusal("n_keep", (0,), "a full context ends the answer"),
+    Refusal("n_indent", (0,)),
+    Refusal("t_max_predict_ms", (0,), "use max_tokens"),
+    # Ollama's and those of Hugging Face's `generate`.
+    Refusal("num_predict", hint="use max_tokens"),
+    Refusal("options", hint="give its members by OpenAI's names"),
+    Refusal("format", ("",), "use response_format"),
+    Refusal("system", ("",), "use a message of the role system"),
+    Refusal("max_new_tokens", hint="use max_tokens"),
+    Refusal("do_sample", (True,), "use temperature"),
 )
 COMPLETION = (
     *SAMPLING,
@@ -86,12 +101,13 @@ CHAT = (
 _CHAT_ONLY = (
     *("messages", "response_format", "json_schema", "grammar", "structured_outputs", "logprobs", "logit_bias", "seed"),
     *("stop", "top_k", "min_p", "repetition_penalty", "repeat_penalty", "presence_penalty", "frequency_penalty"),
-    *("max_tokens", "max_completion_tokens", "ignore_eos", "timings_per_token"),
+    *("ignore_eos", "timings_per_token"),
 )
 _STATELESS = "the server keeps no responses; send the whole conversation as input"
 RESPONSES = (
     *_TOKENS,
     *(Refusal(name, hint="use /v1/chat/completions") for name in _CHAT_ONLY),
+    *(Refusal(name, hint="use max_output_tokens") for name in ("max_tokens", "max_completion_tokens")),
     Refusal("n", (1,), "use /v1/chat/completions"),
     Refusal("store", hint=_STATELESS),
     Refusal("previous_response_id", hint=_STATELESS),
@@ -114,7 +130,8 @@ def refused_field(data: Mapping[str, Any], refusals: Iterable[Refusal]) -> Refus
         if refusal.name not in data:
             continue
         value = data[refusal.name]
-        if not any(_is_same(value, neutral) for neutral in (*_ALWAYS_NEUTRAL, *refusal.neutral)):
+        neutral = (*_ALWAYS_NEUTRAL, *refusal.neutral)
+        if (value is False and not refusal.is_false_neutral) or not any(_is_same(value, each) for each in neutral):
             return refusal
     return None
 

@@ -59,13 +59,13 @@ class Reply:
         self._started = self.model.start([answer.request for answer in self.answers])
         return self._started
 
-    def take(self, index: int, event: Event, now_s: float) -> Delta | None:
+    def take(self, index: int, event: Event) -> Delta | None:
         """Return what an event adds to an answer, None if it is nothing. Raises ApiError if the answer has failed."""
         answer = self.answers[index]
         before_s, before = answer.last_token_s, answer.generated
-        delta = answer.take(event, now_s)
+        delta = answer.take(event)
         if before and answer.generated > before:
-            self._note_token(now_s - before_s)
+            self._note_token(answer.last_token_s - before_s)
         if answer.assembler.is_stopped and not answer.outcome and self._started is not None:
             self._started.cancel(index)
         return delta

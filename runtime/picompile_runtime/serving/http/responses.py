@@ -66,16 +66,16 @@ class _ResponseWriter:
             + self._event("response.content_part.added", **self._place(), part=_part(""))
         )
 
-    def take(self, index: int, event: Event, now_s: float) -> bytes:
+    def take(self, index: int, event: Event) -> bytes:
         before = len(self._text)
-        self.note(index, event, now_s)
+        self.note(index, event)
         if len(self._text) == before:
             return b""
         return self._event("response.output_text.delta", **self._place(), delta=self._text[before:], logprobs=[])
 
-    def note(self, index: int, event: Event, now_s: float) -> None:
+    def note(self, index: int, event: Event) -> None:
         """Take an event of the answer."""
-        delta = self._reply.take(index, event, now_s)
+        delta = self._reply.take(index, event)
         if delta is not None:
             self._text += delta.text
             self._finish = delta.finish

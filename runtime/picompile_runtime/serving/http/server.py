@@ -118,7 +118,10 @@ class _Server(uvicorn.Server):
             return
 
         def end(number: int, frame: FrameType | None) -> None:
-            self.handle_exit(number, frame)
+            if self.should_exit:  # asked for a second time: do not wait for answers
+                self._cancel_answers()
+            else:
+                self.handle_exit(number, frame)
 
         before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -136,6 +139,9 @@ class _Server(uvicorn.Server):
 
     async def _cancel_later(self) -> None:
         await asyncio.sleep(self._drain_s)
+        self._cancel_answers()
+
+    def _cancel_answers(self) -> None:
         for model in self._models.loaded.values():
             threading.Thread(target=model.scheduler.close, args=(False,), name="cancel", daemon=True).start()
 

@@ -40,8 +40,8 @@ class Writer(Protocol):
     def begin(self) -> bytes:
         """Return what comes before the first event."""
 
-    def take(self, index: int, event: Event, now_s: float) -> bytes:
-        """Return what an event of the answer at `index` adds, often nothing. It came at `now_s`."""
+    def take(self, index: int, event: Event) -> bytes:
+        """Return what an event of the answer at `index` adds, often nothing."""
 
     def end(self) -> bytes:
         """Return what comes after the last event."""
@@ -93,12 +93,12 @@ class EventStream(Response):
 
     def _written(self, batch: list[tuple[int, Event]]) -> bytes:
         """Return what to send for some events. If one is an error, the stream ends with it."""
-        now_s, parts = time.monotonic(), []
+        parts = []
         for index, event in batch:
             if self._has_failed:
                 break
             try:
-                parts.append(self._writer.take(index, event, now_s))
+                parts.append(self._writer.take(index, event))
             except Exception as error:
                 parts.append(self._writer.fail(_told(error)))
                 self._has_failed = True
@@ -110,8 +110,8 @@ class ClientGoneError(Exception):
     """The client has gone away before it was answered."""
 
 
-async def collect(request: Request, answers: Answers, take: Callable[[int, Event, float], object]) -> None:
-    """Have `take` called with each event of the answers: its answer's index, the event, and when it came.
+async def collect(request: Request, answers: Answers, take: Callable[[int, Event], object]) -> None:
+    """Have `take` called with each event of the answers: its answer's index, and the event.
 
     Raises:
         ApiError: an answer has failed.
@@ -122,9 +122,8 @@ async def collect(request: Request, answers: Answers, take: Callable[[int, Event
             batch = await answers.batch()
             if is_gone():
                 raise ClientGoneError
-            now_s = time.monotonic()
             for index, event in batch:
-                take(index, event, now_s)
+                take(index, event)
 
 
 @asynccontextmanager

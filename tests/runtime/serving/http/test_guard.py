@@ -64,7 +64,7 @@ def test_only_names_of_this_machine_reach_a_local_server(host: str, status: int)
 
 def test_names_that_are_allowed() -> None:
     assert allowed_hosts("0.0.0.0", ()) is None
-    assert allowed_hosts("0.0.0.0", ("me.example",)) == ("me.example",)
+    assert allowed_hosts("0.0.0.0", ("me.example",)) == ("localhost", "127.0.0.1", "::1", "me.example")
     assert set(allowed_hosts("localhost", ("me.example",)) or ()) == {"localhost", "127.0.0.1", "::1", "me.example"}
 
 

@@ -101,7 +101,7 @@ def test_metrics_count_answers_and_tokens(client: TestClient, scheduler: FakeSch
     assert found["picompile_slots", "fake"] == SLOTS and found["picompile_kv_tokens", "fake"] == 11
     assert found["picompile_generated_tokens_total", "fake"] == 7
     # What is not known is left out.
-    assert ("picompile_fired_share", "fake") not in found
+    assert ("picompile_fired_ratio", "fake") not in found
 
 
 def test_the_page_runs_its_own_script_and_no_other(client: TestClient) -> None:
