@@ -26,7 +26,9 @@ PATIENCE_S = 120
 EXEMPT = {
     "picompile-serve /srv/artifact --port 8081": "test_proxies.py starts the replicas",
     "picompile-serve /srv/artifact --port 8082": "test_proxies.py starts the replicas",
-    "cp deploy/nginx.conf /srv/picompile/ && nginx -c /srv/picompile/nginx.conf": "test_proxies.py runs nginx, where it is installed",
+    "cp deploy/nginx.conf /srv/picompile/ && nginx -c /srv/picompile/nginx.conf": (
+        "test_proxies.py runs nginx, where it is installed"
+    ),
     "SITE=chat.example.com caddy run --config deploy/Caddyfile": "test_proxies.py runs Caddy, where it is installed",
     "cd examples/ray_serve && serve run app:application artifact=/srv/artifact replicas=2 threads=4": (
         "test_ray_serve.py runs it, where Ray Serve is installed"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from typing import Any
 
@@ -175,3 +176,17 @@ def test_listeners_and_engines_that_fail_do_not_end_the_thread() -> None:
     assert broken.reason == "error"
     assert told.answer() == answer_alone(FakeEngine(), request(20))
     assert whole.answer() == answer_alone(FakeEngine(), request(22))
+
+
+@pytest.mark.parametrize("kind", [asyncio.CancelledError, SystemExit, GeneratorExit, RuntimeError])
+def test_whatever_a_listener_raises_the_others_are_answered(kind: type[BaseException]) -> None:
+    scheduler = Scheduler(FakeEngine(2))  # type: ignore[arg-type]
+
+    def broken(event: Event) -> None:
+        raise kind
+
+    scheduler.submit(request(1), broken)
+    told = Told()
+    scheduler.submit(request(2), told)
+    scheduler.close()
+    assert told.answer() == answer_alone(FakeEngine(), request(2))

@@ -58,6 +58,21 @@ def test_answers_that_take_too_long_are_cancelled_at_the_end(serving_artifact: P
         assert server.lines[0].startswith("loading serving-artifact; ")
 
 
+def test_a_second_signal_cancels_what_still_runs(serving_artifact: Path) -> None:
+    with serving(serving_artifact) as server:
+        body = {**LONG, "n": 128, "max_tokens": 900}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGINT)
+            time.sleep(0.2)  # two at a time may be one
+            server.process.send_signal(signal.SIGINT)
+            rest = list(lines)
+        assert server.ended() == 0
+        assert any('"code":"shutting_down"' in line for line in rest)
+        assert not any("Traceback" in line for line in server.lines)
+
+
 def test_what_is_said_at_the_beginning(server: ServingProcess) -> None:
     assert server.lines[-1] == f"serving tiny at {server.url}"
     assert server.lines[-2] == "tiny has no chat template: chats are written as a plain dialogue"
