@@ -10,6 +10,7 @@ import json
 import platform
 import re
 import resource
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -46,6 +47,8 @@ _USUAL_ROWS = 1000
 # which takes the names of special tokens in a text for the tokens, and may put spaces in front.
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 
+# An escaped backslash, or a character by its number.
+_GBNF_ESCAPE = re.compile(r"\\(?:\\|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8}))")
 _PLACE = re.compile(r"^(at )?(?P<line>\d+)\(\d+\): ")
 # Attributes of rules in Lark's syntax that a mask of tokens cannot have an effect on.
 _NO_MASK = re.compile(r"^[ \t]*[?!]?\w[\w-]*[ \t]*\[[^\]\n]*\b(?P<name>temperature|stop)[ \t]*=", re.MULTILINE)
@@ -126,7 +129,7 @@ class GrammarCompiler:
         """Return what makes a grammar that is written in llama.cpp's GBNF. Raises RequestError."""
         if not isinstance(text, str) or not text.strip():
             raise RequestError(f"a grammar is a text in GBNF, not {shown(text)}")
-        return self.grammar("grammar", text, "gbnf")
+        return self.grammar("grammar", _GBNF_ESCAPE.sub(_unescaped, text), "gbnf")
 
     def grammar(self, what: str, text: str, kind: str = "lark") -> Callable[[], Grammar]:
         """Return what makes a grammar that errors call `what`, of a text in the syntax `kind`. Raises RequestError.
@@ -151,6 +154,14 @@ class GrammarCompiler:
             while len(self._tried) > _MOST_TRIED:
                 self._tried.popitem(last=False)
         return partial(_copied, matcher, self._vocab, self.has_end)
+
+
+def _unescaped(escape: re.Match[str]) -> str:
+    """Return what `\\u00e9` or `\\U0001F600` stands for in GBNF, which llguidance does not read."""
+    code = int(escape[1] or escape[2] or "0", 16)
+    if not code or code > sys.maxunicode or 0xD800 <= code < 0xE000:
+        return escape[0]
+    return f"\\x{code:02X}" if code < 0x80 else chr(code)  # where a letter may mean something else
 
 
 def _check_size(what: str, text: str) -> None:

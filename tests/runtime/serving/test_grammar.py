@@ -181,6 +181,13 @@ def test_a_grammar_in_larks_syntax(compiler: GrammarCompiler) -> None:
     assert fits(maker, "1,(22,(3)),4") and not fits(maker, "1,(2") and not fits(maker, "a")
 
 
+def test_characters_by_their_numbers_in_gbnf(compiler: GrammarCompiler) -> None:
+    maker = compiler.gbnf(r'root ::= "\u00e9\U0001F600\u0041\\u0042" [\u4e00-\u4e10]')
+    assert fits(maker, "é😀A\\u0042上") and not fits(maker, "é😀AB上")
+    with pytest.raises(RequestError, match="cannot be used"):
+        compiler.gbnf(r'root ::= "\ud800"')
+
+
 def test_a_grammar_in_gbnf(compiler: GrammarCompiler) -> None:
     maker = compiler.gbnf('root ::= "list:" item+\nitem ::= " " [a-z]+ | " -"\n')
     assert fits(maker, "list: a - hello") and not fits(maker, "list:")
