@@ -31,7 +31,7 @@ FORBIDDEN = {
 RUNTIME_DEPENDENCIES = {"numpy", "tokenizers", "jinja2"}
 # Those of the runtime's extra `serve`, for its folder serving/ alone.
 SERVING = SOURCES["picompile_runtime"] / "serving"
-SERVING_DEPENDENCIES = {"starlette", "uvicorn", "pydantic", "pydantic_core", "prometheus_client", "llguidance"}
+SERVING_DEPENDENCIES = {"starlette", "uvicorn", "pydantic", "pydantic_core", "prometheus_client", "llguidance", "h11"}
 HEAVY = ("torch", "tvm", "tvm_ffi", "transformers", "picompile_passes", "picompile_codegen")
 
 

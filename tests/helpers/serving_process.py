@@ -16,6 +16,7 @@ from typing import IO, Any
 
 import uvicorn
 
+from picompile_runtime.serving.http.protocol import WatchfulProtocol
 from picompile_runtime.serving.http.server import bind
 
 _PATIENCE_S = 60.0
@@ -95,7 +96,9 @@ def serving(*arguments: object, wait: bool = True, **environment: str) -> Iterat
 def serving_thread(app: Any) -> Iterator[str]:
     """Serve an application in this process, for tests in which clients go away; yields its address."""
     listener = bind("127.0.0.1", 0)
-    config = uvicorn.Config(app, log_config=None, log_level="error", ws="none", lifespan="off", loop="asyncio")
+    config = uvicorn.Config(
+        app, log_config=None, log_level="error", http=WatchfulProtocol, ws="none", lifespan="off", loop="asyncio"
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()

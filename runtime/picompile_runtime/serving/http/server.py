@@ -17,6 +17,7 @@ from picompile_runtime.errors import RequestError
 from picompile_runtime.serving.http.app import AppSettings, make_app
 from picompile_runtime.serving.http.guard import allowed_hosts, is_loopback
 from picompile_runtime.serving.http.models import ModelSet
+from picompile_runtime.serving.http.protocol import WatchfulProtocol
 from picompile_runtime.serving.model import ServedModel, load_model
 from picompile_runtime.serving.options import ServeOptions
 from picompile_runtime.serving.scheduler import SchedulerOptions
@@ -43,7 +44,7 @@ def serve(options: ServeOptions) -> None:
         app,
         # Not what happens to be installed: a server behaves alike everywhere.
         loop="asyncio",
-        http="h11",
+        http=WatchfulProtocol,
         ws="none",
         lifespan="off",
         access_log=False,

@@ -64,6 +64,33 @@ def test_a_client_that_goes_away_ends_its_answers(
     assert all(answer.cancelled.is_set() for answer in scheduler.asked)
 
 
+@pytest.mark.parametrize("behind", [b"\r\n", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"])
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_client_goes_away_that_has_sent_more_than_its_request(
+    url: str, scheduler: FakeScheduler, is_streamed: bool, behind: bytes
+) -> None:
+    scheduler.gate.clear()
+    connection = ask(url, "/v1/completions", {"stream": is_streamed, "prompt": "Hi"})
+    wait_until(lambda: scheduler.asked)
+    connection.sendall(behind)
+    time.sleep(0.1)
+    connection.close()
+    wait_until(lambda: not scheduler.running)
+
+
+def test_a_second_request_is_answered_after_the_first(url: str, scheduler: FakeScheduler) -> None:
+    scheduler.gate.clear()
+    connection = ask(url, "/v1/completions", {"prompt": "Hi"})
+    connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+    wait_until(lambda: scheduler.asked)
+    scheduler.gate.set()
+    received = b""
+    while part := connection.recv(2**16):
+        received += part
+    connection.close()
+    assert received.count(b"HTTP/1.1 200 OK") == 2 and received.endswith(b'{"status":"ok"}')
+
+
 def test_a_client_that_goes_away_before_the_first_token(url: str, scheduler: FakeScheduler) -> None:
     scheduler.gate.clear()
     connection = ask(url, "/v1/completions", {"prompt": "Hi", "stream": True})
