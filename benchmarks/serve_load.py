@@ -117,7 +117,7 @@ async def watch(server: ServedArtifact, end: float) -> list[tuple[float, int]]:
     samples, start = [], time.monotonic()
     while time.monotonic() < end:
         samples.append((time.monotonic() - start, server.resident_bytes()))
-        await asyncio.sleep(1)
+        await asyncio.sleep(min(1.0, (end - start) / 100))
     return samples
 
 

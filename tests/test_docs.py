@@ -61,6 +61,16 @@ EXEMPT = {
     "python benchmarks/sparsity.py --rounds 25 --plot docs/images/sparsity.png": "takes minutes, and a quiet machine",
     "python benchmarks/batch.py --tokens 4 8 32 --rounds 6": "takes minutes, and a quiet machine",
     "python benchmarks/kernels.py": "takes a minute, and a quiet machine",
+    "python benchmarks/serve_peers.py build/bench/reglu-1.3b-10.q4.learned --llama-server llama-server --gguf "
+    "reglu-1.3b.q4_0.gguf": "needs llama.cpp's server",
+    "python benchmarks/serve_load.py build/smollm2 --streams 64 --minutes 10": (
+        "takes ten minutes; deploy/test_serve_benchmarks.py takes seconds"
+    ),
+    "python benchmarks/serve_prefix.py build/bench/reglu-1.3b-10.q4.learned": (
+        "needs an artifact of 800 MB; deploy/test_serve_benchmarks.py has a small one"
+    ),
+    "python benchmarks/json_schemas.py --count 400": "takes two minutes; deploy/test_serve_benchmarks.py has fewer",
+    "python benchmarks/json_schemas.py --count 300 --schemas jsonschemabench/maskbench/data": "needs their schemas",
     "python benchmarks/gpu_pack.py -o build/gpu --sm 90": "takes half an hour; test_benchmarks_gpu.py packs less",
     "python benchmarks/gpu.py build/gpu --json build/gpu.json": "needs a GPU",
     "pip download --no-deps --no-binary llama-cpp-python llama-cpp-python==0.3.36": "downloads 77 MB",

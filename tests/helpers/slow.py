@@ -44,7 +44,7 @@ SLOW: tuple[SlowTests, ...] = (
             "deploy/test_lm_eval.py::",
             "deploy/test_proxies.py::",
             "deploy/test_ray_serve.py::",
-            "deploy/test_serve_start.py::",
+            "deploy/test_serve_benchmarks.py::",
             "deploy/test_serving_guide.py::test_the_guide",
             "runtime/sampling/test_runtime_chat.py::test_an_answer_is_that_of_a_chat_that_was_never_read_in_parts",
             "runtime/serving/http/test_page",

@@ -1,0 +1,53 @@
+"""The benchmarks of serving run, on a small model and for a moment, and find what they are to find."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from helpers.support import ROOT
+
+
+def run(name: str, *arguments: object) -> Any:
+    """Run a benchmark, which must succeed; return the JSON that it prints."""
+    command = [sys.executable, str(ROOT / "benchmarks" / name), *map(str, arguments), "--threads", "1"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, f"{ran.stdout}{ran.stderr}"
+    return json.loads(ran.stdout)
+
+
+def test_how_long_a_server_takes_to_start(artifact: Path) -> None:
+    found = run("serve_start.py", artifact, "--rounds", 1, "--streams", 3)
+    assert found["drained"] | {"s": 0} == {"streams": 3, "complete": 3, "exit_code": 0, "s": 0}
+    for start in ("first_s", "warm_s", "cold_s", "restart_s"):
+        assert 0 < found[start]["median"] <= found[start]["worst"]
+
+
+def test_a_prefix_is_found(artifact: Path) -> None:
+    sizes = ("--tokens", 600, "--answer", 32, "--question", 16, "--vocab", 200, "--pause", 1, "--rounds", 1)
+    found = run("serve_prefix.py", artifact, *sizes)
+    assert found["prompt_tokens"] == {"first": 600, "second": 648}
+    assert found["first"]["cached_tokens"] == [0, 0] and found["without"]["cached_tokens"] == [0]
+    assert found["next"]["cached_tokens"][0] >= 600 <= found["at once"]["cached_tokens"][0]
+
+
+def test_texts_under_load_are_those_of_requests_alone(artifact: Path) -> None:
+    """Memory is told by a longer run alone: here it may grow, and then the benchmark ends with 1."""
+    script = ROOT / "benchmarks" / "serve_load.py"
+    command = [sys.executable, str(script), str(artifact), "--streams", "8", "--minutes", "0.2", "--requests", "6"]
+    ran = subprocess.run([*command, "--threads", "1"], capture_output=True, text=True, timeout=300)
+    found = json.loads(ran.stdout)
+    assert (found["wrong"], found["slots_in_use_at_the_end"]) == ([], 0)
+    assert found["finished"] > 20 and found["aborted"] > 0
+    assert len(found["resident_bytes"]["mean_of_each_tenth"]) == 10
+
+
+def test_answers_of_schemas_are_valid(artifact: Path) -> None:
+    script, tokenizer = ROOT / "benchmarks" / "json_schemas.py", artifact / "tokenizer.json"
+    command = [sys.executable, script, "--count", "6", "--model", artifact, "--tokenizer", tokenizer]
+    ran = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, f"{ran.stdout}{ran.stderr}"
+    assert "6 schemas" in ran.stdout and "| model, greedy |" in ran.stdout
