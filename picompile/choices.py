@@ -2,7 +2,13 @@
 
 from picompile.errors import UsageError
 
-QUANTIZATIONS = ("f16", "q8", "q4")
+# The formats of matrices. With those of 4 bits the output head and embeddings are in q6.
+QUANTIZATIONS = ("f16", "q8", "q6", "q4m", "q4")
+# How weights are rounded: so that errors on calibration text make up for each other, or each to the nearest value.
+ROUNDINGS = ("calibrated", "nearest")
+# The formats that round so coarsely that calibration is worth its time.
+CALIBRATED = ("q6", "q4m", "q4")
+DEFAULT_ROUNDING_TOKENS = 32_768
 PREDICTORS = ("exact", "learned", "sign", "none")
 # Predictors that leave out no neuron that fires. They need neither training nor an accuracy check.
 LOSSLESS = ("exact", "none")

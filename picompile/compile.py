@@ -5,6 +5,7 @@
 | capture | `Captured`: the model as an FX graph, without weights | `steps` |
 | resolve options | `CompileConfig`: every default filled in | `config` |
 | predictors | `PredictorSet`, None where they are lossless: given, or trained on a profile | `predictors` |
+| rounding | `WeightSource`: the weights, and how they are rounded where that takes text | `round_weights` |
 | plan | `Plan`, None where nothing is placed: which neurons are hot, and where the rest lies | `place_neurons` |
 | passes | `GraphModule`: canonical → predicted → partitioned → quantized | `compilation_passes` |
 | lower | `Lowered`: kernel calls, planned buffers, packed tensors that are not read yet | `lower_for` |
@@ -36,6 +37,7 @@ from picompile.compile_steps import (
     pipeline_passes,
     place_neurons,
     require_checkable,
+    round_weights,
     warn_if_large,
     warn_of_rounding,
 )
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
     from picompile.predictors.accuracy import AccuracyReport
     from picompile.predictors.predictor_set import PredictorSet
     from picompile_codegen.lowering.lower import Lowered
+    from picompile_passes.graph.materialize import WeightSource
 
 __all__ = ["CompileOptions", "compile_model", "pipeline_passes", "run_passes"]
 
@@ -133,6 +136,8 @@ def _compile(
 
     captured, config = source.captured, source.config
     predictors = obtain_predictors(source.checkpoint, captured, scratch, config.predictor, progress)
+    # Once: larger predictors, if these fall short, hardly change what the weights are rounded for.
+    weights = round_weights(source.checkpoint, captured, config, predictors, scratch, progress)
     previous: WrittenArtifact | None = None
     for attempt in count():
         plan = place_neurons(config, captured, source.checkpoint, predictors, progress)
@@ -140,7 +145,7 @@ def _compile(
         graph_module = run_passes(captured, passes, progress, config.debug.dump_ir, verify=config.debug.verify)
         lowered = lower_for(graph_module, captured.facts, plan, config, source.accelerator, progress)
         warn_if_large(lowered.program, progress)
-        contents = _contents(source, graph_module, lowered, predictors, plan)
+        contents = _contents(source, graph_module, lowered, weights, predictors, plan)
         previous = make_room(output, lowered, previous)
         artifact = write_artifact(contents, scratch / f"artifact-{attempt}", progress, previous)
         if previous is not None:
@@ -193,10 +198,10 @@ def _contents(
     source: _Source,
     graph_module: "GraphModule",
     lowered: "Lowered",
+    base: "WeightSource",
     predictors: "PredictorSet | None",
     plan: "Plan | None",
 ) -> ArtifactContents:
-    base = source.captured.weights
     return ArtifactContents(
         source.captured,
         source.checkpoint,

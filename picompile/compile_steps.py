@@ -11,7 +11,7 @@ from picompile.choices import KV_DTYPES
 from picompile.config import CompileConfig, CompileOptions, cache_text
 from picompile.errors import UsageError
 from picompile.progress import Progress
-from picompile.steps import lower_graph
+from picompile.steps import lower_graph, run_passes
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from picompile_codegen.lowering.placement import Placement
     from picompile_codegen.lowering.program import LoweredProgram
     from picompile_passes.base import Pass, Stage
+    from picompile_passes.graph.materialize import WeightSource
 
 
 # Lowering: the program that a config asks for, and a warning where it is too large for this machine.
@@ -100,10 +101,47 @@ def warn_of_rounding(captured: "Captured", quant: str, progress: Progress) -> No
     rounds_again: Callable[[str], str | None] | None = getattr(captured.weights, "rounds_again", None)
     stored = None if rounds_again is None else rounds_again(quant)
     if stored is not None:
-        progress.say(
-            f"most weights of the model are {stored}, which {quant} rounds a second time; --quant q8 keeps them almost "
-            "as they are"
-        )
+        better = "--quant q4m or q8 keeps them closer to what they are"
+        progress.say(f"most weights of the model are {stored}, which {quant} rounds a second time; {better}")
+
+
+# Rounding: weights are rounded once, before a plan tells which neurons are where.
+
+
+def round_weights(
+    checkpoint: Path | None,
+    captured: "Captured",
+    config: CompileConfig,
+    predictors: "PredictorSet | None",
+    scratch: Path,
+    progress: Progress,
+) -> "WeightSource":
+    """Return the weights of the model, with matrices rounded for the calibration text where `config` asks for that.
+
+    Args:
+        checkpoint: the model's folder or file, None for a module in memory, which has no tokenizer for a text.
+        captured: the model.
+        config: what the model is compiled for.
+        predictors: its lossy predictors, which decide what down gets; None where the predictor is lossless.
+        scratch: a folder for what is not kept.
+        progress: is told of each step.
+
+    Raises:
+        UsageError: the text cannot be used.
+        UnsupportedModelError: the model's values are not finite numbers.
+    """
+    base = captured.weights
+    if config.rounding is None or checkpoint is None:
+        return base
+    from picompile.rounding import RoundingOptions, round_checkpoint
+
+    passes = _all_passes(_insert_pass(config, predictors), {}, config.quant, config.debug.passes)
+    graph_module = run_passes(captured, passes, progress, verify=config.debug.verify)
+    weights = base if predictors is None else predictors.weights(base)
+    rounding = config.rounding
+    options = RoundingOptions(rounding.calibration, rounding.tokens, activation=rounding.activation)
+    folder = (rounding.work or scratch / "work") / "rounding"
+    return round_checkpoint(checkpoint, graph_module, weights, folder, options, progress).onto(base)
 
 
 # Passes: the ones from captured to quantized, with the extra ones that the user asks for.
@@ -140,10 +178,15 @@ def compilation_passes(
         plan: says which neurons are hot. Without one, `config` names them, and if there is an accelerator, all neurons
             of layers that it does not name are hot.
     """
+    insert = _insert_pass(config, predictors)
+    return _all_passes(insert, _hot_neurons(config, facts, plan), config.quant, config.debug.passes)
+
+
+def _insert_pass(config: CompileConfig, predictors: "PredictorSet | None") -> "Pass":
+    """Return the pass that inserts predictors: the lossy ones, or those of the config's lossless kind."""
     from picompile_passes.passes.insert_predictors import InsertPredictors
 
-    insert = InsertPredictors(config.predictor.insert_kind) if predictors is None else predictors.insert_pass()
-    return _all_passes(insert, _hot_neurons(config, facts, plan), config.quant, config.debug.passes)
+    return InsertPredictors(config.predictor.insert_kind) if predictors is None else predictors.insert_pass()
 
 
 def _all_passes(insert: "Pass", hot: Mapping[int, Sequence[int]], quant: str, extra: Sequence[str]) -> "list[Pass]":

@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from picompile.choices import (
+    CALIBRATED,
     CHUNK,
     DEFAULT_ACCURACY_BOUND,
+    DEFAULT_ROUNDING_TOKENS,
     KV_DTYPES,
     LOSSLESS,
     MOST_SEQUENCES,
     PREDICTORS,
     QUANTIZATIONS,
+    ROUNDINGS,
     default_kv_dtype,
     default_predictor,
     resolve_context,
@@ -45,7 +48,11 @@ class CompileOptions:
 
     Attributes:
         target: rows of the table of targets, separated by commas; the artifact has code for each.
-        quant: weight format: f16, q8 or q4.
+        quant: weight format: f16, q8, q6, q4m or q4. With the last two the output head and embeddings are in q6.
+        rounding: `calibrated` rounds weights so that their errors on the calibration text make up for each other;
+            `nearest` rounds each by itself. None is `calibrated` where there is calibration text or a work folder, the
+            model is a folder or file, and the format has fewer than 8 bits.
+        rounding_tokens: how many tokens of the text weights are rounded for, at most.
         predictor: None is `exact` if the activation leaves neurons silent, otherwise `none`. `learned`, `sign` and the
             kinds of plug-ins leave out neurons, so the accuracy check applies to them.
         context: longest sequence, in tokens; None is the model's own limit, at most 4096.
@@ -69,16 +76,18 @@ class CompileOptions:
         predictors: the folder with learned predictors. Without it they, or the thresholds of `sign`, are trained.
         profile: the folder with the profile to train and plan with; without it one is made. A plan needs a profile only
             if the GPU cannot hold the whole model.
-        calibration: the text files to make a profile from.
+        calibration: the text files to make a profile from, and to round weights for.
         gate: the accuracy bound: the share by which predictors may raise the perplexity; None for any.
         gate_tokens: how many tokens of held-out text the accuracy check reads at most.
-        work: a folder that keeps the profile and the predictors for the next time.
+        work: a folder that keeps the profile, the predictors and rounded weights for the next time.
         activation: the activation of the feed-forward blocks, where config.json names another than the model was
             trained with, as `load_model` takes it; None takes what config.json says.
     """
 
     target: str = "cpu"
     quant: str = "q4"
+    rounding: str | None = None
+    rounding_tokens: int = DEFAULT_ROUNDING_TOKENS
     predictor: str | None = None
     context: int | None = None
     sequences: int = 1
@@ -108,6 +117,7 @@ class CompileOptions:
         gpu = gpu_of(self.target)
         for value, known, name in (
             (self.quant, QUANTIZATIONS, "quantization"),
+            (self.rounding, (None, *ROUNDINGS), "rounding"),
             (self.predictor, (None, *_predictors(self.predictor)), "predictor"),
             (self.kv_dtype, (None, *KV_DTYPES), "KV cache type"),
             (self.hot_device, (None, *HOT_DEVICES), "hot device"),
@@ -116,8 +126,16 @@ class CompileOptions:
                 raise UsageError(f"unknown {name} {value!r}; known are {', '.join(k for k in known if k)}")
         self._require_use()
         require_whole(
-            context=self.context, sequences=self.sequences, prefill_chunk=self.chunk, gate_tokens=self.gate_tokens
+            context=self.context,
+            sequences=self.sequences,
+            prefill_chunk=self.chunk,
+            gate_tokens=self.gate_tokens,
+            rounding_tokens=self.rounding_tokens,
         )
+        if self.rounding_tokens < 1:
+            raise UsageError(f"weights must be rounded for at least 1 token, not {self.rounding_tokens}")
+        if self.rounding == "calibrated" and self.quant not in CALIBRATED:
+            raise UsageError(f"rounding calibrated is for formats of fewer than 8 bits, not {self.quant}; leave it out")
         if self.gate_tokens < 2:
             raise UsageError(f"the accuracy check must read at least 2 tokens, not {self.gate_tokens}")
         if self.context is not None and self.context < 1:
@@ -137,7 +155,8 @@ class CompileOptions:
         given = {"predictors": self.predictors, "profile": self.profile, "calibration text": self.calibration}
         for what, wanted in given.items():
             planned = self.makes_plan and what != "predictors"
-            if wanted and not planned and self.predictor not in _TRAINED:
+            rounds = self.calibrates and what == "calibration text"
+            if wanted and not planned and not rounds and self.predictor not in _TRAINED:
                 raise UsageError(f"{what} given, but predictor {self.predictor or 'auto'} needs none; choose learned")
 
     def _require_machine(self, gpu: "Target | None") -> None:
@@ -175,6 +194,13 @@ class CompileOptions:
     def accelerator(self) -> str | None:
         """Where hot neurons run: `hot_device` if given, else `cuda` for a target with a GPU, else None."""
         return self.hot_device or ("cuda" if gpu_of(self.target) is not None else None)
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether weights are rounded for calibration text, if the model is a folder or file."""
+        if self.rounding is not None:
+            return self.rounding == "calibrated"
+        return self.quant in CALIBRATED and (self.work is not None or bool(self.calibration))
 
     @property
     def is_lossless(self) -> bool:
@@ -216,6 +242,19 @@ class PlacementConfig:
 
 
 @dataclass(frozen=True)
+class RoundingConfig:
+    """The text that weights are rounded for: files, or a default if there are none, and the most tokens of it.
+
+    `work` is the folder that keeps the result, None where it is not kept. `activation` is as in `CompileOptions`.
+    """
+
+    calibration: tuple[Path, ...]
+    tokens: int
+    work: Path | None
+    activation: str | None
+
+
+@dataclass(frozen=True)
 class DebugConfig:
     """Extra passes as text, the folder for dumps of the graph (None: no dumps), and whether graphs are verified."""
 
@@ -239,6 +278,7 @@ class CompileConfig:
     kv_dtype: str
     chunk: int
     predictor: "PredictorConfig"
+    rounding: RoundingConfig | None
     placement: PlacementConfig
     debug: DebugConfig
 
@@ -271,6 +311,9 @@ def resolve(options: CompileOptions, facts: "ModelFacts") -> CompileConfig:
             check_tokens=options.gate_tokens,
             activation=options.activation,
         ),
+        rounding=RoundingConfig(options.calibration, options.rounding_tokens, options.work, options.activation)
+        if options.calibrates
+        else None,
         placement=PlacementConfig(
             hot=options.hot,
             plan=options.plan,

@@ -208,6 +208,47 @@ def run_segment(
             advance(_tokens(states[index]))
 
 
+def observe_segment(
+    segment: Segment,
+    weights: WeightSource,
+    states: Sequence[State],
+    nodes: Collection[Node],
+    observe: Observe | None,
+    replace: Mapping[Node, Callable[..., Tensor]] | None = None,
+    unread: Collection[Node] = (),
+) -> None:
+    """Compute no more of a segment than `nodes` need, and leave `states`, the live values before it, as they are.
+
+    `observe` receives the values of `nodes`, window after window, and `replace` is as in `run_segment`. The constants
+    `unread`, which only replaced calls have for arguments, are not computed: they get None.
+    """
+    part = _part(segment, nodes)
+    constants: dict[Node, Any] = {
+        node: None if node in unread else evaluate_constant(segment.graph_module, node, weights)
+        for node in part.constants
+    }
+    computed, live = frozenset(nodes).intersection(part.nodes), [node for node in nodes if node not in part.nodes]
+    with torch.no_grad():
+        for state in states:
+            if observe is not None:
+                for node in live:
+                    observe(node, state[node])
+            _run_window(part, constants | state, observe, computed, replace or {})
+
+
+def _part(segment: Segment, nodes: Collection[Node]) -> Segment:
+    """Return the calls of a segment that `nodes` depend on, these included, as a segment without outputs."""
+    own, needed = set(segment.nodes), set[Node]()
+    waiting = [node for node in nodes if node in own]
+    while waiting:
+        node = waiting.pop()
+        if node not in needed:
+            needed.add(node)
+            waiting += [argument for argument in node.all_input_nodes if argument in own]
+    chosen = [node for node in segment.nodes if node in needed]
+    return _segment(segment.graph_module, chosen, segment.inputs, (), frozenset(segment.constants))
+
+
 def _run_window(
     segment: Segment,
     values: dict[Node, Any],

@@ -81,3 +81,19 @@ FORMATS: dict[str, WeightFormat] = {
         WeightFormat("q4", 4, 2, highest=15, zero=8.0),
     )
 }
+
+
+def head_format(format_name: str) -> str:
+    """Return the format of the output head and of embeddings in a model whose other matrices are in `format_name`.
+
+    Where these have 4 bits it is q6: rounding the head to 4 costs more perplexity than all other matrices together.
+    """
+    return "q6" if FORMATS[format_name].data_bits == 4 else format_name
+
+
+def predictor_format(format_name: str) -> str:
+    """Return the format of predictors' own matrices in a model whose other matrices are in `format_name`.
+
+    Where these have fewer than 8 bits it is q8: errors of 4 bits move scores across the threshold.
+    """
+    return "q8" if FORMATS[format_name].data_bits < 8 else format_name

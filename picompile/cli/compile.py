@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from picompile.choices import DEFAULT_ROUNDING_TOKENS
 from picompile.cli.checks import (
     checkpoint_weights,
     format_bytes,
@@ -26,6 +27,7 @@ from picompile.cli.options import (
     KvDtype,
     ModelArgument,
     Quant,
+    Rounding,
     VramBudgetOption,
 )
 from picompile.cli.progress import progress
@@ -34,9 +36,6 @@ from picompile.machine import gpu_of
 from picompile.output import parents_of
 from picompile.output.place import require_disk_space
 from picompile.quantities import parse_accuracy_bound, parse_count, shortened
-
-# Bits a weight with its scale; rows are padded, so an artifact is never smaller than this.
-_WEIGHT_BITS = {Quant.F16: 16.0, Quant.Q8: 8.5, Quant.Q4: 4.5}
 
 
 def compile_command(
@@ -51,7 +50,24 @@ def compile_command(
             "native: this machine's processor and no other.",
         ),
     ] = "cpu",
-    quant: Annotated[Quant, typer.Option(help="Weight format.")] = Quant.Q4,
+    quant: Annotated[
+        Quant,
+        typer.Option(
+            help="Weight format. q4m has a zero for each group of weights beside its scale. With q4 and q4m the output "
+            "head and embeddings are in q6."
+        ),
+    ] = Quant.Q4,
+    rounding: Annotated[
+        Rounding | None,
+        typer.Option(
+            help="How weights are rounded. calibrated: so that errors on calibration text make up for each other. "
+            "nearest: each by itself. Default: calibrated with --calibration or --work, for formats below 8 bits.",
+            show_default=False,
+        ),
+    ] = None,
+    rounding_tokens: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Tokens that weights are rounded for, at most.")
+    ] = DEFAULT_ROUNDING_TOKENS,
     activation: ActivationOption = None,
     predictor: Annotated[
         str | None,
@@ -80,7 +96,10 @@ def compile_command(
     ] = 4096,
     work: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Keep the profile and the predictors here, and continue from what is there."),
+        typer.Option(
+            metavar="DIR",
+            help="Keep the profile, the predictors and rounded weights here, and continue from what is there.",
+        ),
     ] = None,
     context: Annotated[
         int | None,
@@ -155,7 +174,10 @@ def compile_command(
     require_model_folder(model)
     require_context(model, context)
     require_output(output, overwrite=force, marker="manifest.json")
-    needed_bytes = int(checkpoint_weights(model) * _WEIGHT_BITS[quant] / 8)
+    from picompile_passes.weight_formats import FORMATS
+
+    # Rows are padded, so an artifact is never smaller than this.
+    needed_bytes = int(checkpoint_weights(model) * FORMATS[quant.value].bits / 8)
     require_disk_space(output, needed_bytes, "{output}: needs about {needed} on disk, {free} are free")
     if plan is not None and hot is not None:
         raise UsageError("--plan and --hot both say which neurons are hot; give one of them")
@@ -169,6 +191,8 @@ def compile_command(
     options = CompileOptions(
         target=target,
         quant=quant.value,
+        rounding=None if rounding is None else rounding.value,
+        rounding_tokens=rounding_tokens,
         predictor=predictor,
         context=context,
         sequences=sequences,

@@ -106,7 +106,16 @@ class Quant(str, Enum):
 
     F16 = "f16"
     Q8 = "q8"
+    Q6 = "q6"
+    Q4M = "q4m"
     Q4 = "q4"
+
+
+class Rounding(str, Enum):
+    """How weights are rounded, as `picompile.choices.ROUNDINGS` has it."""
+
+    CALIBRATED = "calibrated"
+    NEAREST = "nearest"
 
 
 class HotDeviceOption(str, Enum):

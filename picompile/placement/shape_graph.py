@@ -6,7 +6,7 @@ from math import prod
 
 from picompile.placement.shape_outline import ModelOutline
 from picompile_codegen.lowering.arena import align
-from picompile_passes.weight_formats import FORMATS, GROUP
+from picompile_passes.weight_formats import FORMATS, GROUP, head_format, predictor_format
 
 # Predictors that a kernel of their own makes a mask by.
 LEARNED = ("learned", "learned-relu")
@@ -33,7 +33,12 @@ class ShapePacking:
     @property
     def predictor_format(self) -> str:
         """The format of a predictor's own matrices, as `Quantize` chooses it."""
-        return "q8" if self.quant == "q4" else self.quant
+        return predictor_format(self.quant)
+
+    @property
+    def head_format(self) -> str:
+        """The format of the output head and of embeddings, as `Quantize` chooses it."""
+        return head_format(self.quant)
 
     @property
     def makes_mask(self) -> bool:
@@ -124,7 +129,11 @@ def shape_graph(outline: ModelOutline, packing: ShapePacking, layers: int) -> Sh
         stream = _norm(graph, "final_norm", stream)
     if outline.embedding_width != outline.hidden:
         stream = _linear(graph, "project_out", stream, outline.hidden, outline.embedding_width, bias=False)
-    head = "embedding" if outline.tied else graph.matrix("head", outline.vocab, outline.embedding_width)
+    head = (
+        "embedding"
+        if outline.tied
+        else graph.matrix("head", outline.vocab, outline.embedding_width, graph.packing.head_format)
+    )
     graph.add("head", "head", [stream], outline.vocab, {"w": head})
     graph.require(packing.chunk, outline.vocab)
     return graph
@@ -133,10 +142,10 @@ def shape_graph(outline: ModelOutline, packing: ShapePacking, layers: int) -> Sh
 def _embedding(graph: ShapeGraph) -> str:
     """Add the input of the first layer: token embeddings, plus those of positions if there is a table of them."""
     outline = graph.outline
-    table = graph.matrix("embedding", outline.vocab, outline.embedding_width)
+    table = graph.matrix("embedding", outline.vocab, outline.embedding_width, graph.packing.head_format)
     stream = graph.add("embedding", "embedding", [], outline.embedding_width, {"w": table})
     if outline.positions:
-        rows = graph.matrix("positions", outline.positions, outline.hidden)
+        rows = graph.matrix("positions", outline.positions, outline.hidden, graph.packing.head_format)
         graph.add("positions", "embedding", [], outline.hidden, {"w": rows})
     if outline.embedding_width != outline.hidden:
         stream = _linear(graph, "project_in", stream, outline.embedding_width, outline.hidden, bias=False)

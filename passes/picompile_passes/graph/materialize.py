@@ -69,15 +69,19 @@ def evaluate_constant(graph_module: GraphModule, node: Node, weights: WeightSour
     on and frees each value after its last use. The result must not be written to: it may be the weight source's own
     memory.
     """
-    packed = _packed(graph_module, node, weights)
-    if packed is not None:
-        return packed
-    order = list(_dependencies(node))
-    uses = dict.fromkeys(order, 0)
+    values: dict[Node, Tensor] = {}
+
+    def is_known(dependency: Node) -> bool:
+        packed = _packed(graph_module, dependency, weights)
+        if packed is not None:
+            values[dependency] = packed
+        return packed is not None
+
+    order = list(_dependencies(node, is_known))
+    uses = dict.fromkeys([*order, *values], 0)
     for dependency in order:
         for argument in dependency.all_input_nodes:
             uses[argument] += 1
-    values: dict[Node, Tensor] = {}
     for dependency in order:
         values[dependency] = _evaluate(graph_module, dependency, values, weights)
         for argument in dependency.all_input_nodes:
@@ -113,8 +117,11 @@ def _packed(graph_module: GraphModule, node: Node, weights: WeightSource) -> Ten
     return found if found is None or table is None else found[table].contiguous()
 
 
-def _dependencies(node: Node) -> Iterator[Node]:
-    """`node` and what it depends on, arguments first, each as late as it can be so that little is alive at once."""
+def _dependencies(node: Node, is_known: Callable[[Node], bool]) -> Iterator[Node]:
+    """`node` and what it depends on, arguments first, each as late as it can be so that little is alive at once.
+
+    What is known, and what only that depends on, is left out.
+    """
     seen: set[Node] = set()
     stack = [(node, False)]
     while stack:
@@ -123,8 +130,9 @@ def _dependencies(node: Node) -> Iterator[Node]:
             yield current
         elif current not in seen:
             seen.add(current)
-            stack.append((current, True))
-            stack.extend((argument, False) for argument in reversed(current.all_input_nodes))
+            if not is_known(current):
+                stack.append((current, True))
+                stack.extend((argument, False) for argument in reversed(current.all_input_nodes))
 
 
 def _evaluate(graph_module: GraphModule, node: Node, values: dict[Node, Tensor], weights: WeightSource) -> Tensor:

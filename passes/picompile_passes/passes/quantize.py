@@ -4,27 +4,40 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from picompile_passes.base import Effect, Pass, Stage
 from picompile_passes.dialect import FORMATS
 from picompile_passes.errors import PassOptionError, UnsupportedGraphError
 from picompile_passes.graph.nodes import arguments, constant_nodes, is_call
-from picompile_passes.graph.operands import DEQUANTIZE, MATRICES, PREDICT, QUANTIZE, matrix_operands
+from picompile_passes.graph.operands import (
+    DEQUANTIZE,
+    ELEMENTWISE,
+    EMBEDDING,
+    LINEAR,
+    MATRICES,
+    PREDICT,
+    QUANTIZE,
+    matrix_operands,
+)
 from picompile_passes.graph.rewriter import Rewriter
 from picompile_passes.predictors import predictor_kind
+from picompile_passes.weight_formats import head_format, predictor_format
 
 
 @dataclass(frozen=True)
 class Quantize(Pass):
-    """Packs every matrix in the weight format `format` (f16, q8, q4), which rounds it.
+    """Packs every matrix in the weight format `format`, which rounds it.
 
     1. Every matrix `w` that an embedding, linear, predict or sparse_ffn uses becomes
        `dequantize(quantize(w, format), format, columns)`. Biases, norm weights and tables stay float32.
     2. A matrix that several nodes use (a tied embedding, a gate that also predicts) is packed once.
     3. A matrix that is packed already stays as it is.
-    4. Matrices of a predictor's own are packed in the format `predictors`. `auto` is `format`, but q8 where that is q4:
-       4-bit errors move scores across the threshold, which lost 3 to 4 % of the firing neurons where it was measured.
+    4. Matrices of a predictor's own are packed in the format `predictors`. `auto` is `format`, but q8 where that has
+       fewer bits: 4-bit errors move scores across the threshold, which lost 3 to 4 % of the firing neurons where it was
+       measured.
+    5. The matrix of the output head and those of embeddings are packed in the format `head`. `auto` is `format`, but
+       q6 where that has 4 bits: in small models the head's errors cost more than those of all other matrices.
     """
 
     name: ClassVar[str] = "quantize"
@@ -33,12 +46,18 @@ class Quantize(Pass):
 
     default_effect: ClassVar[Effect] = Effect.ROUNDS
 
-    format: str = field(default="q4", metadata={"help": "weight format: f16, q8 or q4"})
+    format: str = field(default="q4", metadata={"help": f"weight format: {', '.join(FORMATS)}"})
 
-    predictors: str = field(default="auto", metadata={"help": "format of predictors' own weights: auto, f16, q8 or q4"})
+    predictors: str = field(default="auto", metadata={"help": "format of predictors' own weights: auto, or a format"})
+
+    head: str = field(default="auto", metadata={"help": "format of head and embeddings: auto, or a format"})
 
     def __post_init__(self) -> None:
-        for option, known in (("format", (*FORMATS,)), ("predictors", ("auto", *FORMATS))):
+        for option, known in (
+            ("format", (*FORMATS,)),
+            ("predictors", ("auto", *FORMATS)),
+            ("head", ("auto", *FORMATS)),
+        ):
             value = getattr(self, option)
             if value not in known:
                 raise PassOptionError(
@@ -48,6 +67,7 @@ class Quantize(Pass):
     def rewrite(self, rewriter: Rewriter) -> None:
         """Apply the rules. Raises `UnsupportedGraphError` for a matrix that depends on the tokens."""
         constants = constant_nodes(rewriter.graph)
+        in_head = _head_matrices(rewriter.graph)
         packed: dict[Hashable, Node] = {}
         for user in list(rewriter.graph.nodes):
             for weight in dict.fromkeys(matrix_operands(user)):
@@ -57,16 +77,16 @@ class Quantize(Pass):
                     raise UnsupportedGraphError(f"{user.name} multiplies by {weight.name}, which is not a constant")
                 key = _constant_key(weight)
                 if key not in packed:
-                    packed[key] = self._pack(rewriter, weight, self._format_for(user))
+                    packed[key] = self._pack(rewriter, weight, self._format_for(user, key in in_head))
                 _substitute(rewriter, user, weight, packed[key])
 
-    def _format_for(self, user: Node) -> str:
-        """Return the format that the matrices of `user` are packed in."""
+    def _format_for(self, user: Node, in_head: bool) -> str:
+        """Return the format that a matrix of `user` is packed in."""
+        if in_head:
+            return head_format(self.format) if self.head == "auto" else self.head
         if not is_call(user, PREDICT) or predictor_kind(arguments(user)["kind"]).parameters is None:
             return self.format
-        if self.predictors == "auto":
-            return "q8" if self.format == "q4" else self.format
-        return self.predictors
+        return predictor_format(self.format) if self.predictors == "auto" else self.predictors
 
     def _pack(self, rewriter: Rewriter, weight: Node, form: str) -> Node:
         columns = int(weight.meta["val"].shape[1])
@@ -74,6 +94,20 @@ class Quantize(Pass):
         place = weight.next
         data = rewriter.call(QUANTIZE, (weight, form), before=place, sources=(weight,))
         return rewriter.call(DEQUANTIZE, (data, form, columns), before=place, sources=(weight,))
+
+
+def _head_matrices(graph: Graph) -> set[Hashable]:
+    """Return the keys of the matrices that embeddings look up, or that the graph's result is computed with."""
+    found: set[Hashable] = set()
+    for node in graph.nodes:
+        if is_call(node, EMBEDDING) or (is_call(node, LINEAR) and _makes_logits(node)):
+            found |= {_constant_key(weight) for weight in matrix_operands(node)}
+    return found
+
+
+def _makes_logits(node: Node) -> bool:
+    """Return whether the graph returns the value of `node`, or pointwise arithmetic on it."""
+    return any(user.op == "output" or (is_call(user, ELEMENTWISE) and _makes_logits(user)) for user in node.users)
 
 
 def _substitute(rewriter: Rewriter, user: Node, old: Node, new: Node) -> None:

@@ -172,7 +172,7 @@ def run_pass(
     """
     chosen = model.segments[:segments]
     logits = model.graph_module.graph.output_node().all_input_nodes if loss is not None else ()
-    first, states, extra = directory.load_state(name, model.graph_module, chosen, windows)
+    first, states, extra = directory.state.load(name, model.graph_module, chosen, windows)
     total = sum(map(len, windows)) * (len(chosen) - first)
     with progress.step(name, total) as advance:
         for number, segment in enumerate(chosen[first:], start=first):
@@ -180,5 +180,5 @@ def run_pass(
             run_segment(segment, model.weights, states, loss, logits, advance, replace)
             finish()
             if number + 1 < len(chosen):
-                directory.save_state(name, number + 1, states, extra)
+                directory.state.save(name, number + 1, states, extra)
     return extra

@@ -6,18 +6,14 @@ comes next, and holds the live values of every window there; a layer's own file 
 process ends, the next one can resume, and repeats at most one segment.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
-from torch import Tensor
-from torch.fx import GraphModule
-
-from picompile.errors import UsageError
-from picompile.predictors.profile.files import read_notes, read_tensors, write_json, write_tensors
+from picompile.predictors.profile.files import read_notes, write_json
 from picompile.predictors.profile.profile import FORMAT, PROFILE_FILE, SCHEMA, TOKENS_FILE, read_description
-from picompile.streaming import Segment, State, new_states
+from picompile.predictors.profile.state import StateFile
 
 _STATE_FILE = "state.safetensors"
 _SEARCH_FILE = "search.json"
@@ -70,34 +66,10 @@ class ProfileDirectory:
         """Save the state of the threshold search."""
         write_json(self.folder / _SEARCH_FILE, found)
 
-    def save_state(self, pass_name: str, segment: int, states: Sequence[State], extra: Mapping[str, Tensor]) -> None:
-        """Save the live values of each window before segment number `segment` of a pass."""
-        tensors = dict(extra)
-        for index, state in enumerate(states):
-            # Tokens and positions are placeholders, and known anyway.
-            alive = [value for node, value in state.items() if node.op != "placeholder"]
-            tensors |= {f"windows.{index}.{number}": value for number, value in enumerate(alive)}
-        write_tensors(self.folder / _STATE_FILE, tensors, {"pass": pass_name, "segment": str(segment)})
-
-    def load_state(
-        self, pass_name: str, graph_module: GraphModule, segments: Sequence[Segment], windows: Sequence[Sequence[int]]
-    ) -> tuple[int, list[State], dict[str, Tensor]]:
-        """Return the number of the next segment of a pass, the states before it, and the extra tensors."""
-        states = new_states(graph_module, windows)
-        try:
-            tensors, metadata = read_tensors(self.folder / _STATE_FILE)
-            if metadata.get("pass") != pass_name:
-                return 0, states, {}
-            following = int(metadata["segment"])
-            outputs = segments[following - 1].outputs
-            alive = [
-                {node: tensors.pop(f"windows.{index}.{number}") for number, node in enumerate(outputs)}
-                for index in range(len(states))
-            ]
-        except (UsageError, KeyError, ValueError, IndexError):
-            # There is no state, or the disk lost a part of it.
-            return 0, states, {}
-        return following, [state | values for state, values in zip(states, alive, strict=True)], tensors
+    @property
+    def state(self) -> StateFile:
+        """The state of the pass that is under way."""
+        return StateFile(self.folder / _STATE_FILE)
 
     def finish(self, description: Mapping[str, Any]) -> None:
         """Write the description of the complete profile, and remove the files that were only needed to resume."""

@@ -19,6 +19,7 @@ _DTYPES = {
     torch.float16: "F16",
     torch.int64: "I64",
     torch.int32: "I32",
+    torch.uint8: "U8",
     torch.bool: "BOOL",
 }
 

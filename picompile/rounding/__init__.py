@@ -1,0 +1,20 @@
+"""Calibrated rounding: weights are rounded layer by layer, so that errors on calibration text make up for each other.
+
+`compensate.py` rounds one matrix, given the second moments of its inputs. `matrices.py` finds the matrices of a graph
+and gathers these moments, `run.py` goes through the layers of a model, `store.py` keeps what comes of them, and
+`calibration.py` does all of this for one compilation.
+"""
+
+from picompile.rounding.calibration import calibration_text, round_checkpoint
+from picompile.rounding.options import RoundingOptions
+from picompile.rounding.run import round_model
+from picompile.rounding.store import RoundedWeights, RoundingDirectory
+
+__all__ = [
+    "RoundedWeights",
+    "RoundingDirectory",
+    "RoundingOptions",
+    "calibration_text",
+    "round_checkpoint",
+    "round_model",
+]

@@ -1,0 +1,70 @@
+"""Rounding the weights of one compilation: the text that is read, and the folder that the result is kept in."""
+
+import hashlib
+from pathlib import Path
+
+from torch.fx import GraphModule
+
+from picompile.frontend.checkpoint import fingerprint
+from picompile.frontend.hf import open_checkpoint
+from picompile.output import reserve
+from picompile.predictors.profile.options import ProfileOptions
+from picompile.predictors.profile.windows import TextWindows, checkpoint_tokenizer, text_windows, window_size
+from picompile.progress import Progress
+from picompile.rounding.options import RoundingOptions
+from picompile.rounding.run import round_model, rounding_inputs
+from picompile.rounding.store import RoundedWeights, RoundingDirectory
+from picompile_passes.graph.materialize import WeightSource
+from picompile_passes.graph.operands import PREDICTORS
+from picompile_runtime.version import __version__
+
+
+def calibration_text(checkpoint: Path, options: RoundingOptions) -> TextWindows:
+    """Return the windows of tokens that weights are rounded for.
+
+    Raises:
+        UsageError: the texts cannot be read or are too short, or the model has no tokenizer.
+    """
+    facts = open_checkpoint(checkpoint, options.activation).facts
+    wanted = ProfileOptions(calibration=options.calibration, tokens=options.tokens, seed=options.seed)
+    return text_windows(checkpoint_tokenizer(checkpoint, facts.vocab), window_size(wanted, facts.max_positions), wanted)
+
+
+def round_checkpoint(
+    checkpoint: Path,
+    graph_module: GraphModule,
+    weights: WeightSource,
+    folder: Path,
+    options: RoundingOptions,
+    progress: Progress,
+) -> RoundedWeights:
+    """Round the matrices of a model; return a source that has them.
+
+    Args:
+        checkpoint: the model's folder or file.
+        graph_module: its quantized graph, with predictors where it has any, and not partitioned.
+        weights: the values of its parameters and of its predictors.
+        folder: where the result is kept. A complete one of the same inputs is read, and an unfinished one gone on with.
+        options: what to round for.
+        progress: is told of each step.
+
+    Raises:
+        UsageError: the text cannot be used, or another process is at work in `folder`.
+        UnsupportedModelError: the model's values are not finite numbers.
+        DoesNotFitError: the disk is too small.
+    """
+    text = calibration_text(checkpoint, options)
+    mark = fingerprint(checkpoint, options.activation)
+    inputs = rounding_inputs(graph_module, __version__, mark, text.sha256, _predictors_sha256(graph_module, weights))
+    with reserve(folder.resolve(), overwrite=True, parents=True):
+        directory = RoundingDirectory(folder, inputs)
+        return round_model(graph_module, weights, text.calibration.tolist(), directory, progress)
+
+
+def _predictors_sha256(graph_module: GraphModule, weights: WeightSource) -> str:
+    """Return a hash of the predictors' own parameters, by which inputs of down differ."""
+    digest = hashlib.sha256()
+    read = {str(node.target) for node in graph_module.graph.nodes if node.op == "get_attr"}
+    for name in sorted(name for name in read if name.startswith(PREDICTORS)):
+        digest.update(name.encode() + weights.load(name).contiguous().numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,150 @@
+"""The matrices of a quantized graph that can be rounded with compensation, and the inputs that they share."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from picompile.streaming import Segment
+from picompile_passes.dialect.ops import neuron_outputs, neuron_rms
+from picompile_passes.graph.nodes import arguments, is_call
+from picompile_passes.graph.operands import (
+    DEQUANTIZE,
+    EMBEDDING,
+    LINEAR,
+    PREDICTORS,
+    QUANTIZE,
+    SPARSE_FFN,
+    TRANSPOSE,
+)
+from picompile_passes.weight_formats import FORMATS
+
+
+class MatrixKey(NamedTuple):
+    """A packed matrix: the parameter that it is made of, and whether it is the parameter's transpose."""
+
+    parameter: str
+    transposed: bool
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix that a graph packs in the format `form`; `value` is the node whose value is packed.
+
+    Its rows are outputs or, with `rows_are_inputs`, inputs: neurons, in a down matrix.
+    """
+
+    key: MatrixKey
+    form: str
+    value: Node
+    rows_are_inputs: bool
+
+    @property
+    def inputs(self) -> int:
+        """The number of its inputs."""
+        rows, columns = self.value.meta["val"].shape
+        return int(rows if self.rows_are_inputs else columns)
+
+
+@dataclass
+class InputGroup:
+    """Matrices that have the same inputs, in the order in which the graph uses them.
+
+    `node` has the inputs as its value or, with `of_neurons`, is the block whose neurons' outputs they are.
+    """
+
+    node: Node
+    of_neurons: bool
+    matrices: list[Matrix]
+
+
+def input_groups(segment: Segment) -> Sequence[InputGroup]:
+    """Return the matrices of a segment to round, by the inputs that they share, in the order of the graph.
+
+    Left out are floating-point matrices, those that an embedding looks up too, those of predictors, and those that are
+    computed from several parameters.
+    """
+    groups: dict[tuple[Node, bool], InputGroup] = {}
+    taken: set[MatrixKey] = set()
+    for node in segment.nodes:
+        for operand, source, of_neurons in _operands(node):
+            matrix = _matrix(operand, of_neurons)
+            if matrix is None or matrix.key in taken:
+                continue
+            taken.add(matrix.key)
+            group = groups.setdefault((source, of_neurons), InputGroup(source, of_neurons, []))
+            group.matrices.append(matrix)
+    return list(groups.values())
+
+
+def _operands(node: Node) -> Sequence[tuple[Node, Node, bool]]:
+    """Return each matrix of a call, the node of its inputs, and whether they are the outputs of the call's neurons."""
+    if is_call(node, LINEAR):
+        values = arguments(node)
+        return [(values["weight"], values["x"], False)]
+    if is_call(node, SPARSE_FFN):
+        values = arguments(node)
+        before = [(values[name], values["x"], False) for name in ("gate", "up") if values[name] is not None]
+        return [*before, (values["down"], node, True)]
+    return []
+
+
+def _matrix(operand: Node, rows_are_inputs: bool) -> Matrix | None:
+    if not is_call(operand, DEQUANTIZE):
+        return None
+    quantized = arguments(operand)["packed"]
+    if not is_call(quantized, QUANTIZE):
+        return None
+    value, form = arguments(quantized)["weight"], arguments(quantized)["format"]
+    transposed = is_call(value, TRANSPOSE)
+    parameter = value.all_input_nodes[0] if transposed else value
+    looked_up = any(is_call(user, EMBEDDING) for user in operand.users)
+    if parameter.op != "get_attr" or looked_up or not FORMATS[form].scale_bytes:
+        return None
+    if str(parameter.target).startswith(PREDICTORS):
+        return None
+    return Matrix(MatrixKey(str(parameter.target), transposed), form, value, rows_are_inputs)
+
+
+class Moments:
+    """The second moments of inputs: Σ x · xᵀ over all tokens, float32 [inputs, inputs]."""
+
+    def __init__(self, inputs: int) -> None:
+        """Begin with no token."""
+        self.sum = torch.zeros(inputs, inputs)
+
+    def add(self, x: Tensor) -> None:
+        """Add the inputs x [tokens, inputs]."""
+        self.sum.addmm_(x.T, x)
+
+    def add_neurons(
+        self,
+        x: Tensor,
+        mask: Tensor,
+        neurons: Tensor | None,
+        gate: Tensor | None,
+        up: Tensor,
+        down: Tensor | None,
+        gate_bias: Tensor | None,
+        up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        activation: str,
+        up_activation: str,
+        squares: bool = False,
+    ) -> Tensor:
+        """Add the outputs of a block's neurons, those of `mask` alone; takes what `sparse_ffn` takes, returns nothing.
+
+        A norm across the neurons, which comes behind down, divides each token's outputs as the block's own would.
+        """
+        hidden = neuron_outputs(x, gate, up, gate_bias, up_bias, activation, up_activation)
+        rows = mask if neurons is None else mask.index_select(-1, neurons)
+        kept = torch.where(rows, hidden, torch.zeros_like(hidden))
+        self.add(kept / neuron_rms(kept, _NORM_EPS) if squares else kept)
+        return x.new_empty(0)
+
+
+# Keeps silent tokens from dividing by zero; what a norm's own epsilon would change is far below a rounding.
+_NORM_EPS = 1e-6
