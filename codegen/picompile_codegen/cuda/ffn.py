@@ -64,12 +64,15 @@ def ffn_tokens(function: CudaFunction, block: CudaFfn) -> None:
 def _resident(block: CudaFfn) -> int:
     """Return how many blocks of `compute_hidden` shall fit a multiprocessor; 0 leaves it to the compiler.
 
-    In `exact` with q4 ptxas takes up to 71 registers, where 64 need no spilling and leave room for a fourth block.
-    Where x is in several parts, ptxas spills up to 24 bytes to get from 95 registers to 80, hence two blocks there.
+    In `exact` with q4 ptxas takes up to 71 registers, where 64 need no spilling and leave room for a fourth block; with
+    q4m they would need some. Where x is in several parts, ptxas spills up to 24 bytes of either to get from 95
+    registers to 80, hence two blocks there.
     """
-    if not block.spec.is_exact or block.bundle.format != "q4":
+    if not block.spec.is_exact or not block.bundle.has_nibbles:
         return 0
-    return 2 if in_parts(block.spec.dim) else 4
+    if in_parts(block.spec.dim):
+        return 2
+    return 0 if block.bundle.has_zeros else 4
 
 
 _CHUNK_SUM_THREADS = 256

@@ -1,8 +1,9 @@
 """Rows of activations and packed matrices, as the threads of a GPU read and write them.
 
 The weight formats are those of `picompile_passes.dialect.formats`. Weights are read 16 bytes at a time, a unit: 8
-weights in f16, 16 in q8, and a group of 32 in q4, in the order of the columns. Rows begin at multiples of 64 bytes and
-are padded with zeros, so that every unit is aligned, and units past the last column may be read.
+weights in f16, 16 in q8, and a group of 32 in q4 and q4m, in the order of the columns. In q6 a unit is a group as well:
+16 bytes of low bits, and the 16 bytes that have its high ones. Rows begin at multiples of 64 bytes and are padded with
+zeros, so that every unit is aligned, and units past the last column may be read.
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, when
 from picompile_codegen.cpu.vector import at, splat
 from picompile_codegen.cuda.function import WARP, blocks_for
 from picompile_codegen.cuda.memory import extern
-from picompile_passes.weight_formats import FORMATS, GROUP
+from picompile_passes.weight_formats import FORMATS, GROUP, HIGH_BLOCK, LOW_BITS, ZERO_STEPS, WeightFormat
 
 _MOST_LANES = 4
 _MOST_THREADS = 1024
@@ -83,6 +84,7 @@ class ColumnLanes:
 UNIT_BYTES = 16
 # `pi_nibble` returns weights times 2^-22; their scale makes up for it. Powers of two multiply without rounding.
 _NIBBLE_SCALE = 2.0**22
+_HIGH_GROUPS = HIGH_BLOCK // GROUP
 
 
 @dataclass(frozen=True)
@@ -103,27 +105,63 @@ class CudaMatrix(MatrixTensors):
     """A packed matrix as a GPU reads it: 16 bytes at a time."""
 
     @property
+    def form(self) -> WeightFormat:
+        """The sizes of its format."""
+        return FORMATS[self.format]
+
+    @property
+    def has_nibbles(self) -> bool:
+        """Whether its data is nibbles alone."""
+        return self.form.data_bits == LOW_BITS
+
+    @property
+    def has_zeros(self) -> bool:
+        """Whether each group has a zero of its own."""
+        return self.form.zero is None
+
+    @property
     def unit_weights(self) -> int:
         """Weights in a unit."""
-        return UNIT_BYTES * 8 // FORMATS[self.format].data_bits
+        return UNIT_BYTES * 8 // (LOW_BITS if self.form.has_planes else self.form.data_bits)
 
     @property
     def units(self) -> int:
         """Units in a row; the last may be partly padding."""
-        return FORMATS[self.format].padded_columns(self.columns) // self.unit_weights
+        return self.form.padded_columns(self.columns) // self.unit_weights
 
     def unit(self, row: Expr, number: Expr) -> Unit:
         """Load unit `number` of a row."""
-        first = number * self.unit_weights
-        if self.format == "f16":
+        form, first = self.form, number * self.unit_weights
+        if not form.scale_bytes:
             return Unit(first, _halves(self.data, row, number), None)
         words = _words(self.data, row, number)
-        group = number if self.format == "q4" else number // 2
-        start = FORMATS[self.format].scale_offset_bytes(self.columns) // 2
+        units_a_group = GROUP // self.unit_weights
+        group = number if units_a_group == 1 else number // units_a_group
+        start = form.scale_offset_bytes(self.columns) // form.scale_bytes
         scale = bind(tirx.Cast("float32", self.scale[row, start + group]))  # type: ignore[index]
-        if self.format == "q4":
-            return Unit(first, _nibbles(words), bind(scale * _NIBBLE_SCALE))
+        if form.has_planes:
+            return Unit(first, _six_bits(words, self._high_bits(row, group)), scale)
+        if self.has_nibbles:
+            zero = (self._zero(row, group),) if self.has_zeros else ()
+            return Unit(first, _nibbles(words, *zero), bind(scale * _NIBBLE_SCALE))
         return Unit(first, _bytes(words), scale)
+
+    def _zero(self, row: Expr, group: Expr) -> Expr:
+        """Load the zero of a group, of a matrix that has one for each, as `pi_nibble` takes it."""
+        byte = self.data[row, self.form.zero_offset_bytes(self.columns) + group]
+        return bind(tirx.Cast("float32", byte) * (1 / (ZERO_STEPS * _NIBBLE_SCALE)))
+
+    def _high_bits(self, row: Expr, group: Expr) -> tuple[Expr, ...]:
+        """Load the high bits of a group: four words, each byte of which has those of element i from bit 4 on and those
+        of element i + 16 from bit 6 on.
+        """
+        first = self.form.high_offset_bytes(self.columns) // UNIT_BYTES
+        words = _words(self.data, row, first + group // _HIGH_GROUPS * 2 + group % 2)
+        # Groups 0 and 1 of four have them four bits lower, groups 2 and 3 not. TVM folds a difference into negative
+        # numbers, which unsigned ones are not.
+        one, four = tirx.const(1, "uint32"), tirx.const(4, "uint32")
+        shift = bind(((tirx.Cast("uint32", group) << one) & four) ^ four)
+        return tuple(bind(word << shift) for word in words)
 
 
 def _halves(data: KernelTensor, row: Expr, number: Expr) -> tuple[Expr, ...]:
@@ -137,12 +175,22 @@ def _words(data: KernelTensor, row: Expr, number: Expr) -> tuple[Expr, ...]:
     return tuple(bind(tirx.Shuffle([words], [i])) for i in range(4))
 
 
-def _nibbles(words: tuple[Expr, ...]) -> tuple[Expr, ...]:
+def _nibbles(words: tuple[Expr, ...], *zero: Expr) -> tuple[Expr, ...]:
     """Return 32 weights / _NIBBLE_SCALE. Byte i holds weight i in its low and weight i + 16 in its high four bits."""
     half = GROUP // 2
-    low = [extern("pi_nibble", words[i // 4], 8 * (i % 4)) for i in range(half)]
-    high = [extern("pi_nibble", words[i // 4], 8 * (i % 4) + 4) for i in range(half)]
+    low = [extern("pi_nibble", words[i // 4], 8 * (i % 4), *zero) for i in range(half)]
+    high = [extern("pi_nibble", words[i // 4], 8 * (i % 4) + 4, *zero) for i in range(half)]
     return tuple(bind(value) for value in low + high)
+
+
+def _six_bits(low: tuple[Expr, ...], high: tuple[Expr, ...]) -> tuple[Expr, ...]:
+    """Return 32 weights of codes whose low bits are as in `_nibbles`, and the high ones as `_high_bits` has them."""
+    two, four, mask, rest = (tirx.const(value, "uint32") for value in (2, 4, 0x0F0F0F0F, 0xF0F0F0F0))
+    # One instruction takes from two words what a mask says: bits that belong to neither code come along.
+    first = [bind((a & mask) | (b & rest)) for a, b in zip(low, high, strict=True)]
+    second = [bind(((a >> four) & mask) | ((b >> two) & rest)) for a, b in zip(low, high, strict=True)]
+    half = GROUP // 2
+    return tuple(bind(extern("pi_six_bits", of[i // 4], i % 4)) for of in (first, second) for i in range(half))
 
 
 def _bytes(words: tuple[Expr, ...]) -> tuple[Expr, ...]:

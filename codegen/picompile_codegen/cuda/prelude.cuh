@@ -16,16 +16,22 @@ struct alignas(8) half4 {
   half x, y, z, w;
 };
 
-// Returns the four bits of `word` from `shift` on, less 8, times 2^-22, exactly.
+// Returns the four bits of `word` from `shift` on times 2^-22, less `zero`, which is 8 times that unless given. Exact where
+// the difference is a float.
 //
 // The bits stay in their place, so that one instruction of the integer pipe masks them. A word n * 2^shift below 2^24,
 // read as a float, is the subnormal number n * 2^(shift - 149) (or the least normal ones, which have the same step). One
 // fma scales it and subtracts the offset. GPUs compute with subnormal numbers at full speed, and NVRTC keeps them
 // (--ftz=false). No float is larger than 2^128, so the lowest place cannot be scaled by 2^149: hence the 2^-22.
-static __device__ __forceinline__ float pi_nibble(uint word, int shift) {
+static __device__ __forceinline__ float pi_nibble(uint word, int shift, float zero = 8.0f / 4194304.0f) {
   int moved = shift < 24 ? 0 : shift < 28 ? 4 : 28;
   return __uint_as_float((word >> moved) & (15u << (shift - moved))) * __uint_as_float((254u - (shift - moved)) << 23) -
-         8.0f / 4194304.0f;
+         zero;
+}
+
+// Returns the low six bits of byte `index` of `word`, less 32.
+static __device__ __forceinline__ float pi_six_bits(uint word, int index) {
+  return __uint_as_float(__byte_perm(word & 0x3F3F3F3Fu, 0x4B000000u, 0x7440 | index)) - 8388640.0f;
 }
 
 // Byte `index` of `word`, signed.
