@@ -10,6 +10,8 @@ ROW_ALIGNMENT_BYTES = 64
 # Codes of 6 bits lie in two planes: the low four bits of a row, and then the high two, in blocks of so many columns.
 LOW_BITS = 4
 HIGH_BLOCK = 4 * GROUP
+# A zero of a group's own is a byte, so many of which are one step of the codes.
+ZERO_STEPS = 16.0
 # Scales begin at a multiple of this, so that eight of them are one aligned load.
 _SCALE_ALIGNMENT_BYTES = 16
 

@@ -36,7 +36,7 @@ from picompile_codegen.specs import (
     WaitSpec,
 )
 
-FORMATS = ("f16", "q8", "q4")
+FORMATS = ("f16", "q8", "q6", "q4m", "q4")
 KV_DTYPES = ("float16", "float32", "q8")
 MODES = (("one", 1), ("chunk", 13), ("sequences", 3))
 ROWS = (1, 13)

@@ -12,11 +12,11 @@ tells which.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import cycle, zip_longest
 
 from tvm import tirx
 
-from picompile_codegen.cpu.matrix import KernelMatrix, each_group
+from picompile_codegen.cpu.matrix import HIGH_GROUPS, KernelMatrix, each_group
 from picompile_codegen.cpu.quantized import (
     BYTES,
     SCALES_TOGETHER,
@@ -25,7 +25,7 @@ from picompile_codegen.cpu.quantized import (
     dot_signed,
     dot_unsigned,
     pack_bytes,
-    split_nibbles,
+    split_codes,
 )
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, maximum
 from picompile_codegen.cpu.vector import LANES, at, fma, load, splat, splat_int, store, to_floats
@@ -54,10 +54,10 @@ class SumOrder:
         """Return the order of sums of rows of `matrix`."""
         if matrix.scale is None:
             return cls(LANES, ((0,),))
-        # A vector holds 32 bytes of a row. They are the columns of a group; in q4 each is a column of a group's first
-        # half and one of its second, and there are two groups.
-        distance = GROUP if matrix.format == "q4" else BYTES // 2
-        starts = [half + i for half in ((0, GROUP // 2) if matrix.format == "q4" else (0,)) for i in range(0, 16, 4)]
+        # A vector holds 32 bytes of a row. They are the columns of a group; of nibbles each is a column of a group's
+        # first half and one of its second, and there are two groups.
+        distance = GROUP if matrix.has_nibbles else BYTES // 2
+        starts = [half + i for half in ((0, GROUP // 2) if matrix.has_nibbles else (0,)) for i in range(0, 16, 4)]
         return cls(2 * distance, tuple((start, start + distance) for start in starts))
 
     def width(self, columns: int) -> int:
@@ -169,42 +169,68 @@ def _add_bytes(rows: SomeRows) -> None:
 
 def _add_eight(rows: SomeRows, first: Expr, count: int, witnesses: list[Expr]) -> None:
     """Add `count` groups, at most eight."""
-    for i in range(0, count, rows.matrix.groups_per_line):
-        rows.fetch((first + i) // rows.matrix.groups_per_line)
-    scales = [rows.matrix.eight_scales(number, first) for number in rows.numbers]
+    matrix = rows.matrix
+    matrix.fetch_eight(rows.ahead, first, count)
+    scales = [matrix.eight_scales(number, first) for number in rows.numbers]
+    zeros = [matrix.eight_zeros(number, first) for number in rows.numbers] if matrix.has_zeros else None
     factors = [
         _factor_bytes(
-            rows.matrix, [bind(s * splat(factor)) for s, factor in zip(scales, of_index, strict=True)], witness
+            matrix, [bind(s * splat(factor)) for s, factor in zip(scales, of_index, strict=True)], zeros, witness
         )
         for of_index, witness in zip(rows.factors, witnesses, strict=True)
     ]
-    for i in range(0, count, BYTES // rows.matrix.group_elements):
-        _add_block(rows, first + i, i, factors)
+    planes: list[list[Expr]] = []
+    for i in range(0, count, BYTES // matrix.group_elements):
+        if matrix.form.has_planes and i % HIGH_GROUPS == 0:
+            planes = [_interleave([matrix.high_bits(n, first + i) for n in four]) for four in _fours(rows.numbers)]
+        _add_block(rows, first + i, i, factors, planes)
 
 
-def _factor_bytes(matrix: KernelMatrix, products: list[Expr], witness: Expr) -> _Factors:
-    """Return the factors of eight groups, given the `products` of each row's scales with its factor."""
+def _fours(rows: list[Expr]) -> list[list[Expr]]:
+    return [rows[i : i + _QUAD] for i in range(0, len(rows), _QUAD)]
+
+
+def _factor_bytes(matrix: KernelMatrix, products: list[Expr], zeros: list[Expr] | None, witness: Expr) -> _Factors:
+    """Return the factors of eight groups, given the `products` of each row's scales with its factor.
+
+    `zeros` are those of each row's groups where they have their own.
+    """
     largest = tirx.abs(products[0])
     for product in products[1:]:
         largest = bind(maximum(largest, tirx.abs(product)))
     inverse = bind(byte_inverse(largest))
     rounded = [bind(tirx.Cast(f"int32x{LANES}", tirx.nearbyint(product * inverse))) for product in products]
-    words = [pack_bytes(rounded[i : i + _QUAD]) for i in range(0, len(rounded), _QUAD)]
+    words = [pack_bytes(four) for four in _fours(rounded)]
     scales = bind(byte_scale(largest, witness))
+    if zeros is not None:
+        return _Factors(words, scales, _offsets_of_zeros(matrix, rounded, zeros))
     if not matrix.offset:
         return _Factors(words, scales, None)
     return _Factors(words, scales, bind(sum(rounded[1:], rounded[0]) * splat_int(int(matrix.offset))))
 
 
-def _add_block(rows: SomeRows, group: Expr, number: int, factors: list[_Factors]) -> None:
-    """Add 32 bytes of each row from group `group` on, which is number `number` of the factors' eight."""
+def _offsets_of_zeros(matrix: KernelMatrix, factors: list[Expr], zeros: list[Expr]) -> Expr:
+    """Return Σ offset · factor of each group, int32: rounded, by less than half of what a factor's last bit makes."""
+    total = to_floats(factors[0]) * zeros[0]
+    for factor, zero in zip(factors[1:], zeros[1:], strict=True):
+        total = bind(fma(to_floats(factor), zero, total))
+    return bind(tirx.Cast(f"int32x{LANES}", tirx.nearbyint(total * splat(matrix.offset))))
+
+
+def _add_block(rows: SomeRows, group: Expr, number: int, factors: list[_Factors], planes: list[list[Expr]]) -> None:
+    """Add 32 bytes of each row from group `group` on, which is number `number` of the factors' eight.
+
+    `planes` has the high bits of each four rows, interleaved, where they are in a plane of their own.
+    """
     matrix = rows.matrix
     groups = BYTES // matrix.group_elements
     lanes = [number + i * groups // LANES for i in range(LANES)]
-    fours = [rows.numbers[i : i + _QUAD] for i in range(0, len(rows.numbers), _QUAD)]
-    columns = at(group * matrix.group_elements, BYTES)
-    bytes_of_fours = [_bytes_of_four(matrix.format, [matrix.data[n, columns] for n in four]) for four in fours]
-    dot = dot_unsigned if matrix.format == "q4" else dot_signed
+    columns, bit = at(group * matrix.group_elements, BYTES), number % HIGH_GROUPS * 2
+    bytes_of_fours = [
+        _bytes_of_four(matrix, [matrix.data[n, columns] for n in four], plane, bit)
+        for four, plane in zip_longest(_fours(rows.numbers), planes)
+    ]
+    dot = dot_unsigned if matrix.has_nibbles else dot_signed
     for index, own in zip(rows.indices, factors, strict=True):
         scale = bind(tirx.Shuffle([own.scales], lanes))
         offset = None if own.offsets is None else bind(tirx.Shuffle([own.offsets], lanes))
@@ -217,12 +243,15 @@ def _add_block(rows: SomeRows, group: Expr, number: int, factors: list[_Factors]
             rows.out[place] = fma(to_floats(value), scale, rows.out[place])
 
 
-def _bytes_of_four(format_name: str, rows: list[Expr]) -> list[Expr]:
-    """Return 32 bytes of each of four rows as vectors of bytes side by side, one for each vector of sums."""
+def _bytes_of_four(matrix: KernelMatrix, rows: list[Expr], plane: list[Expr] | None, bit: int) -> list[Expr]:
+    """Return 32 bytes of each of four rows as vectors of bytes side by side, one for each vector of sums.
+
+    Bits of `plane`, interleaved like them, are put above nibbles as `split_codes` does.
+    """
     quads = _interleave(rows)
-    if format_name != "q4":
+    if not matrix.has_nibbles:
         return [bind(tirx.reinterpret(f"int8x{BYTES}", quad)) for quad in quads]
-    low, high = zip(*(split_nibbles(quad) for quad in quads), strict=True)
+    low, high = zip(*(split_codes(quad, above, bit) for quad, above in zip_longest(quads, plane or ())), strict=True)
     return [*low, *high]
 
 

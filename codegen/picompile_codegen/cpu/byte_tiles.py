@@ -1,4 +1,4 @@
-"""Products of rows of a q8 or q4 matrix with the quantized activations of many tokens.
+"""Products of rows of a matrix of bytes, or parts of bytes, with the quantized activations of many tokens.
 
 A task takes a block of rows and lays their bytes out anew, once for all tokens: four consecutive columns of eight rows
 side by side. A vector of these, times four bytes of a token in every lane, adds four columns to eight outputs with one
@@ -8,6 +8,7 @@ more instructions for eight of those that multiply.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from tvm import tirx
 
@@ -22,7 +23,7 @@ from picompile_codegen.cpu.quantized import (
     dot_unsigned,
     padded_groups,
     quantize_row,
-    split_nibbles,
+    split_codes,
 )
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, parallel, token_tiles
 from picompile_codegen.cpu.vector import LANES, at, fma, splat, to_floats, transpose, zero_vectors
@@ -38,9 +39,10 @@ def block_rows() -> int:
     return 2 * LANES if isa.current().registers >= 32 else LANES
 
 
-def raw_offset(matrix: KernelMatrix) -> int:
-    """Return the offset that makes a byte of a block the weight over its scale."""
-    return signed_offset() if matrix.format == "q8" else int(matrix.offset)
+def raw_offset(matrix: KernelMatrix) -> float:
+    """Return the offset that makes a byte of a block the weight over its scale; times the byte of its group's zero
+    where groups have zeros."""
+    return signed_offset() if matrix.form.lowest < 0 else matrix.offset
 
 
 def signed_offset() -> int:
@@ -49,18 +51,21 @@ def signed_offset() -> int:
     return -128 if isa.current().bytes_dot == "vnni" else 0
 
 
-def declare_rows(function: KernelFunction, name: str, rows: int, columns: int) -> QuantizedRows:
-    """Declare memory for the activations of a chunk of `rows` tokens."""
+def declare_rows(
+    function: KernelFunction, name: str, rows: int, columns: int, matrix: KernelMatrix | None = None
+) -> QuantizedRows:
+    """Declare memory for the activations of a chunk of `rows` tokens, for products with `matrix` or a block of int8."""
+    has_zeros = matrix is not None and matrix.has_zeros
     groups = -(-columns // GROUP)
     padded = padded_groups(groups)
     return QuantizedRows(
         function.scratch(f"{name}_bytes", "int8", rows, groups * GROUP),
         function.scratch(f"{name}_scales", "float32", rows, padded),
-        function.scratch(f"{name}_offsets", "int32", rows, padded),
+        function.scratch(f"{name}_offsets", "float32" if has_zeros else "int32", rows, padded),
     )
 
 
-def quantize_rows(x: KernelTensor, tokens: Expr, columns: int, offset: int, out: QuantizedRows) -> None:
+def quantize_rows(x: KernelTensor, tokens: Expr, columns: int, offset: float, out: QuantizedRows) -> None:
     """Quantize `tokens` rows of x for products with bytes that `offset` is added to."""
     with parallel(tokens) as token:
         quantize_row(x, token, columns, out, offset)
@@ -71,19 +76,22 @@ class ByteBlock:
     """Rows laid out for products: `weights` [groups · 8 · parts, 32] bytes and `scales` float32 [groups · parts, 8].
 
     A part is eight rows. Vector (group · 8 + i) · parts + p of `weights` has columns 4 · i … of a group of part p.
-    Bytes are uint8 where an offset makes up for that (`QuantizedRows.offsets`), else int8.
+    Bytes are uint8 where an offset makes up for that (`QuantizedRows.offsets`), else int8. `zeros`, like `scales`, are
+    those of groups that have their own, times the scales.
     """
 
     weights: KernelTensor
     scales: KernelTensor
+    zeros: KernelTensor | None
     parts: int
     groups: int
 
     @classmethod
-    def declare(cls, parts: int, groups: int, is_unsigned: bool) -> "ByteBlock":
+    def declare(cls, parts: int, groups: int, is_unsigned: bool, has_zeros: bool = False) -> "ByteBlock":
         """Memory for a block, on the stack."""
-        dtype = "uint8" if is_unsigned else "int8"
-        return cls(local(groups * QUADS * parts, BYTES, dtype=dtype), local(groups * parts, LANES), parts, groups)
+        weights = local(groups * QUADS * parts, BYTES, dtype="uint8" if is_unsigned else "int8")
+        scales = local(groups * parts, LANES)
+        return cls(weights, scales, local(groups * parts, LANES) if has_zeros else None, parts, groups)
 
     @property
     def is_unsigned(self) -> bool:
@@ -105,7 +113,7 @@ def multiply_block(
     `emit(token, i, sums)` is written for each: `sums` are those of rows 8 · i … 8 · i + 7, a lane each.
     """
     parts = block_rows() // LANES
-    block = ByteBlock.declare(parts, padded_groups(matrix.groups), raw_offset(matrix) != 0)
+    block = ByteBlock.declare(parts, padded_groups(matrix.groups), raw_offset(matrix) != 0, matrix.has_zeros)
     with loop(0, parts) as part:
         _lay_out(matrix, [bind(row_of(part * LANES + i)) for i in range(LANES)], block, part)
     with loop(block_rows(), 2 * block_rows()) as i:
@@ -116,7 +124,8 @@ def multiply_block(
 
 
 def _lay_out(matrix: KernelMatrix, numbers: list[Expr], block: ByteBlock, part: Expr) -> None:
-    """Lay out part `part` of a block: eight rows' bytes, four columns a vector, and their scales, a group a vector."""
+    """Lay out part `part` of a block: eight rows' bytes, four columns a vector, and their scales and zeros, a group a
+    vector."""
     with loop(0, matrix.groups) as group:
         for quad, value in enumerate(_quads(matrix, numbers, group)):
             block.weights[(group * QUADS + quad) * block.parts + part, at(0, BYTES)] = value
@@ -124,6 +133,10 @@ def _lay_out(matrix: KernelMatrix, numbers: list[Expr], block: ByteBlock, part: 
         columns = transpose([matrix.eight_scales(number, eight * SCALES_TOGETHER) for number in numbers])
         for i, value in enumerate(columns):
             block.scales[(eight * SCALES_TOGETHER + i) * block.parts + part, at(0)] = value
+        if block.zeros is not None:
+            zeros = transpose([matrix.eight_zeros(number, eight * SCALES_TOGETHER) for number in numbers])
+            for i, (value, scale) in enumerate(zip(zeros, columns, strict=True)):
+                block.zeros[(eight * SCALES_TOGETHER + i) * block.parts + part, at(0)] = value * scale
 
 
 def _quads(matrix: KernelMatrix, numbers: list[Expr], group: Expr) -> list[Expr]:
@@ -133,8 +146,13 @@ def _quads(matrix: KernelMatrix, numbers: list[Expr], group: Expr) -> list[Expr]
         _words([matrix.data[number, at(start + offset, 16)] for number in numbers])
         for offset in range(0, matrix.group_elements, 16)
     ]
-    if matrix.format == "q4":
-        low, high = zip(*(split_nibbles(words) for words in halves[0]), strict=True)
+    if matrix.has_nibbles:
+        planes: list[Expr] = []
+        if matrix.form.has_planes:
+            place, bit = matrix.high_place(group)
+            words = _words([matrix.data[number, at(place, 16)] for number in numbers])
+            planes = [bind(word >> tirx.Broadcast(tirx.Cast("uint32", bit), LANES)) for word in words]
+        low, high = zip(*(split_codes(words, plane) for words, plane in zip_longest(halves[0], planes)), strict=True)
         return [*low, *high]
     if raw_offset(matrix):
         flipped = tirx.Broadcast(tirx.IntImm("uint32", 0x80808080), LANES)
@@ -172,8 +190,9 @@ def multiply_tile(
     sums = zero_vectors(len(places))
     with loop(0, groups) as group:
         of_x = bind(first_group + group)
-        starts = [bind(tirx.Broadcast(x.offsets[token, of_x], LANES)) for token in tokens]
-        products = [starts[token] for token, _ in places]
+        # What begins the integer sums or, where groups have zeros, is multiplied with these.
+        offsets = [bind(tirx.Broadcast(x.offsets[token, of_x], LANES)) for token in tokens]
+        products: list[Expr | None] = [offsets[token] if block.zeros is None else None for token, _ in places]
         for quad in range(QUADS):
             first = bind((group * QUADS + quad) * block.parts + first_part)
             rows = [bind(block.weights[first + part, at(0, BYTES)]) for part in range(parts)]
@@ -186,6 +205,9 @@ def multiply_tile(
         for place, (token, part) in enumerate(places):
             scale = bind(in_group[part] * splat(x.scales[tokens[token], of_x]))
             sums[place, at(0)] = fma(to_floats(products[place]), scale, sums[place, at(0)])
+            if block.zeros is not None:
+                zeros = block.zeros[group * block.parts + first_part + part, at(0)]
+                sums[place, at(0)] = fma(zeros, offsets[token], sums[place, at(0)])
     return [(tokens[token], part, bind(sums[place, at(0)])) for place, (token, part) in enumerate(places)]
 
 
@@ -195,5 +217,5 @@ def _four_bytes(x: QuantizedRows, token: Expr, group: Expr, quad: int) -> Expr:
     return bind(tirx.reinterpret(f"int8x{BYTES}", bind(tirx.Broadcast(four, LANES))))
 
 
-def _dot(block: ByteBlock, weights: Expr, values: Expr, start: Expr) -> Expr:
+def _dot(block: ByteBlock, weights: Expr, values: Expr, start: Expr | None) -> Expr:
     return (dot_unsigned if block.is_unsigned else dot_signed)(weights, values, start)

@@ -14,7 +14,7 @@ from itertools import cycle
 
 from tvm import tirx
 
-from picompile_codegen.cpu.matrix import KernelMatrix, each_group
+from picompile_codegen.cpu.matrix import HIGH_GROUPS, KernelMatrix, each_group
 from picompile_codegen.cpu.quantized import (
     BYTES,
     SCALES_TOGETHER,
@@ -22,7 +22,7 @@ from picompile_codegen.cpu.quantized import (
     dot_pair,
     dot_signed,
     quantize_vector,
-    split_nibbles,
+    split_codes,
 )
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop
 from picompile_codegen.cpu.vector import LANES, at, fma, lane, load, to_floats, total, zero_vectors
@@ -119,15 +119,14 @@ class _ByteProducts:
     def _add_eight(self, first: Expr, count: int, ahead: Sequence[Expr]) -> None:
         matrix = self.matrix
         of_row = matrix.eight_scales(self.number, first)
+        of_offsets = bind(of_row * matrix.eight_zeros(self.number, first)) if matrix.has_zeros else of_row
         scales = []
         for place, vector in enumerate(self.vectors):
             if vector.offsets is not None:
-                _add(self.sums, place * _CHAINS, of_row, vector.offsets[vector.row, at(first)])
+                _add(self.sums, place * _CHAINS, of_offsets, vector.offsets[vector.row, at(first)])
             scales.append(bind(of_row * vector.scales[vector.row, at(first)]))
-        for i in range(0, count, matrix.groups_per_line):
-            for other in ahead:
-                matrix.fetch(other, (first + i) // matrix.groups_per_line)
-        add = self._add_pairs if matrix.format == "q4" else self._add_groups
+        matrix.fetch_eight(ahead, first, count)
+        add = self._add_pairs if matrix.has_nibbles else self._add_groups
         add(first, count, scales)
 
     def _add_groups(self, first: Expr, count: int, scales: list[Expr]) -> None:
@@ -142,14 +141,22 @@ class _ByteProducts:
     def _add_pairs(self, first: Expr, count: int, scales: list[Expr]) -> None:
         """Add `count` groups of halves of bytes, two at a time: one of each pair in each half of a vector.
 
-        Where the second does not exist, the row's scales are in its place, and zeros in that of the activations.
+        Where the second does not exist, what follows in the row is in its place, and zeros in that of the activations.
         """
+        matrix, plane = self.matrix, None
         for i in range(0, count, 2):
             start = (first + i) * GROUP
-            raw = bind(self.matrix.data[self.number, at((first + i) * self.matrix.group_elements, BYTES)])
-            low, high = split_nibbles(bind(tirx.reinterpret(f"uint32x{LANES}", raw)))
+            raw = matrix.data[self.number, at((first + i) * matrix.group_elements, BYTES)]
+            if matrix.form.has_planes and i % HIGH_GROUPS == 0:
+                plane = _words(matrix.high_bits(self.number, first + i))
+            low, high = split_codes(_words(raw), plane, i % HIGH_GROUPS * 2)
             lanes = [i + lane // (LANES // 2) for lane in range(LANES)]
             for place, vector in enumerate(self.vectors):
                 values = [bind(vector.bytes[vector.row, at(start + half, BYTES)]) for half in (0, BYTES)]
                 both = bind(tirx.Shuffle([scales[place]], lanes))
                 _add(self.sums, place * _CHAINS + i // 2 % _CHAINS, to_floats(dot_pair(low, high, values)), both)
+
+
+def _words(values: Expr) -> Expr:
+    """uint8x32 as uint32x8."""
+    return bind(tirx.reinterpret(f"uint32x{LANES}", bind(values)))

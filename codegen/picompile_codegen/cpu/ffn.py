@@ -157,13 +157,13 @@ class ChunkMemory:
     down_bytes: QuantizedRows | None
 
     @classmethod
-    def declare(cls, function: KernelFunction, spec: FfnSpec, has_bytes: bool) -> "ChunkMemory":
+    def declare(cls, function: KernelFunction, spec: FfnSpec, bundle: KernelMatrix) -> "ChunkMemory":
         """Declare the memory. This must come before any statement of the kernel."""
         gate = function.scratch("gate", "float32", spec.rows, spec.neurons) if spec.gated else None
         hidden = function.scratch("hidden", "float32", spec.rows, spec.neurons)
-        if not has_bytes:
+        if bundle.scale is None:
             return cls(gate, hidden, None, None)
-        x_bytes = declare_rows(function, "x", spec.rows, spec.dim)
+        x_bytes = declare_rows(function, "x", spec.rows, spec.dim, bundle)
         down_bytes = declare_rows(function, "hidden", spec.rows, spec.neurons)
         # Without an instruction for dot products of int8, float32 is faster than converting columns to int8.
         return cls(gate, hidden, x_bytes, None if isa.current().bytes_dot == "maddubs" else down_bytes)
@@ -172,7 +172,7 @@ class ChunkMemory:
 def ffn_chunk(function: KernelFunction, arguments: FfnArguments) -> None:
     """Write the body of a block that computes every neuron of several tokens."""
     spec = arguments.spec
-    memory = ChunkMemory.declare(function, spec, arguments.bundle.scale is not None)
+    memory = ChunkMemory.declare(function, spec, arguments.bundle)
     compute_chunk(arguments, memory, function.tokens(spec.rows))
 
 

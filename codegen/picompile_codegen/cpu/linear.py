@@ -191,7 +191,7 @@ def linear(spec: LinearSpec, function: KernelFunction) -> None:
     if spec.rowwise:
         _linear_rowwise(function, x, w, bias, y)
         return
-    quantized = None if w.scale is None else declare_rows(function, "x", spec.rows, spec.k)
+    quantized = None if w.scale is None else declare_rows(function, "x", spec.rows, spec.k, w)
     project(TileProjection(w, spec.n, lambda row: row, bias), x, quantized, function.tokens(spec.rows), y)
 
 

@@ -1,13 +1,13 @@
 """Packed matrices as kernels read them: a row's weights, a group of 32 at a time, as vectors of float32.
 
-The formats are those of `picompile_passes.dialect.formats`. A weight is (raw + offset) · scale: `raw` is what its bits
-say, `offset` is -8 in q4 and 0 elsewhere, `scale` belongs to the group and is 1 in f16. The three come apart here: a
-kernel that adds up a row need not spend an instruction on each of them for each weight.
+The formats are those of `picompile_passes.dialect.formats`. A weight is (raw + offset) · scale: `raw` is its code,
+`offset` the zero of the codes, negated, and `scale` that of the group, 1 in f16. The three come apart here: a kernel
+that adds up a row need not spend an instruction on each of them for each weight.
 
-A new format is a function in `_RAW` and an offset in `_OFFSETS`; its data type is in `specs.arguments`.
+What a format is comes from its row in `picompile_passes.weight_formats`, and its data type from `specs.arguments`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -15,11 +15,15 @@ from tvm import tirx
 
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, prefetch
-from picompile_codegen.cpu.vector import FLOATS, LANES, at, splat, to_floats
+from picompile_codegen.cpu.vector import FLOATS, LANES, at, splat, splat_int, to_floats
 from picompile_codegen.errors import CodegenError
-from picompile_passes.weight_formats import FORMATS, GROUP
+from picompile_passes.weight_formats import FORMATS, GROUP, HIGH_BLOCK, ZERO_STEPS, WeightFormat
 
 CACHE_LINE_BYTES = 64
+
+# Groups whose high bits share 32 bytes, where codes lie in two planes.
+HIGH_GROUPS = HIGH_BLOCK // GROUP
+_HIGH_BYTES = HIGH_BLOCK // 4
 
 # How far ahead lines are prefetched: as much as a core reads in the 300 ns or so that busy memory takes.
 _BYTES_AHEAD = 8 * 1024
@@ -27,15 +31,15 @@ _BYTES_AHEAD = 8 * 1024
 
 @dataclass(frozen=True)
 class Group:
-    """32 consecutive weights of a row: `raw` vectors, their `offset`, and the `scale` in every lane (None for 1)."""
+    """32 consecutive weights of a row: vectors `raw`, and, in every lane, `offset` and `scale`, None for 0 and 1."""
 
     raw: tuple[Expr, ...]
-    offset: float
+    offset: Expr | None
     scale: Expr | None
 
     def unscaled(self) -> tuple[Expr, ...]:
         """raw + offset."""
-        return tuple(bind(raw + splat(self.offset)) if self.offset else raw for raw in self.raw)
+        return self.raw if self.offset is None else tuple(bind(raw + self.offset) for raw in self.raw)
 
     def weights(self) -> tuple[Expr, ...]:
         """The weights themselves."""
@@ -44,20 +48,26 @@ class Group:
 
 @dataclass(frozen=True)
 class MatrixRow:
-    """A row of a matrix that is being read, from group `first` on. `scales` float32 belong to its groups in order."""
+    """A row of a matrix that is being read, from group `first` on.
+
+    `scales` and `offsets` float32 belong to its groups in order; `offsets` is None where all groups have the same one.
+    """
 
     matrix: "KernelMatrix"
     number: Expr
     first: Expr
     factor: Expr | None
     scales: KernelTensor | None
+    offsets: KernelTensor | None
 
     def group(self, group: Expr) -> Group:
         """Load group `first` + `group`. Columns that are padding have zero weights."""
-        column = (self.first + group) * self.matrix.group_elements
-        raw = tuple(bind(vector) for vector in _RAW[self.matrix.format](self.matrix.data, self.number, column))
+        unpack = _raw_nibbles if self.matrix.has_nibbles else _raw_bytes_or_halves
+        raw = tuple(bind(vector) for vector in unpack(self.matrix, self.number, self.first + group))
         scale = self.factor if self.scales is None else bind(splat(self.scales[group]))
-        return Group(raw, self.matrix.offset, scale)
+        if self.offsets is not None:
+            return Group(raw, bind(splat(self.offsets[group])), scale)
+        return Group(raw, splat(self.matrix.offset) if self.matrix.offset else None, scale)
 
 
 M = TypeVar("M", bound="MatrixTensors")
@@ -100,24 +110,39 @@ class KernelMatrix(MatrixTensors):
     """A packed matrix as the CPU reads it: a row at a time, in groups of 32 weights."""
 
     @property
+    def form(self) -> WeightFormat:
+        """The weight format."""
+        return FORMATS[self.format]
+
+    @property
+    def has_nibbles(self) -> bool:
+        """Whether a byte of `data` has the low four bits of two weights: elements i and i + 16 of a group."""
+        return self.form.data_bits < 8
+
+    @property
+    def has_zeros(self) -> bool:
+        """Whether each group has a zero of its own."""
+        return self.form.zero is None
+
+    @property
     def groups(self) -> int:
         """Groups in a row; the last may be partly padding."""
         return groups_of(self.columns)
 
     @property
     def group_elements(self) -> int:
-        """Elements of `data` in a group."""
-        return GROUP // 2 if self.format == "q4" else GROUP
+        """Elements of `data` in a group, of those in the first plane if there are two."""
+        return GROUP // 2 if self.has_nibbles else GROUP
 
     @property
     def groups_per_line(self) -> int:
-        """Groups in a cache line."""
-        return CACHE_LINE_BYTES * 8 // (FORMATS[self.format].data_bits * GROUP)
+        """Whole groups in a cache line."""
+        return CACHE_LINE_BYTES * 8 // (self.form.data_bits * GROUP)
 
     @property
     def offset(self) -> float:
-        """Added to the raw value of each weight, before scaling."""
-        return _OFFSETS[self.format]
+        """Added to the raw value of each weight, before scaling; times the byte of its group's zero if it has one."""
+        return -1.0 / ZERO_STEPS if self.form.zero is None else 0.0 - self.form.zero
 
     @property
     def data_line_elements(self) -> int:
@@ -127,7 +152,7 @@ class KernelMatrix(MatrixTensors):
     @property
     def row_bytes(self) -> int:
         """Bytes of a row, a whole number of cache lines."""
-        return FORMATS[self.format].row_bytes(self.columns)
+        return self.form.row_bytes(self.columns)
 
     @property
     def bytes(self) -> int:
@@ -144,8 +169,22 @@ class KernelMatrix(MatrixTensors):
 
     def eight_scales(self, number: Expr, first: Expr) -> Expr:
         """Return the scales of groups `first` … `first` + 7 of a row, as float32; zeros past the last group."""
-        start = first + FORMATS[self.format].scale_offset_bytes(self.columns) // 2
+        start = first + self.form.scale_offset_bytes(self.columns) // 2
         return bind(to_floats(self.scale[number, at(start)]))  # type: ignore[index]
+
+    def eight_zeros(self, number: Expr, first: Expr) -> Expr:
+        """Return the bytes of the zeros of groups `first` … `first` + 7 of a row, as float32."""
+        return bind(self._zeros(number, first, LANES))
+
+    def high_bits(self, number: Expr, group: Expr) -> Expr:
+        """Return the high bits of group `group`, a multiple of HIGH_GROUPS, and of those behind it: uint8x32."""
+        start = group * (_HIGH_BYTES // HIGH_GROUPS) + self.form.high_offset_bytes(self.columns)
+        return self.data[number, at(start, _HIGH_BYTES)]
+
+    def high_place(self, group: Expr) -> tuple[Expr, Expr]:
+        """Return where any group's high bits are: the first of 16 bytes of `data`, and the bit in each of them."""
+        start = group // HIGH_GROUPS * _HIGH_BYTES + group % 2 * (_HIGH_BYTES // 2)
+        return start + self.form.high_offset_bytes(self.columns), group // 2 % 2 * 4
 
     @property
     def rows_ahead(self) -> int:
@@ -156,10 +195,23 @@ class KernelMatrix(MatrixTensors):
         """Prefetch cache line `line` of a row."""
         prefetch(self.data, number, line * (self.data_line_elements))
 
+    def fetch_eight(self, numbers: Sequence[Expr], first: Expr, count: int) -> None:
+        """Prefetch of each row as many lines as begin in the data of `count` groups from `first`, a multiple of 8.
+
+        Of data in two planes they are not those of these groups, but all lines are fetched in their order.
+        """
+        for i in range(self._lines_of(count)):
+            for number in numbers:
+                self.fetch(number, first * self._lines_of(LANES) // LANES + i)
+
     @property
     def scale_lines(self) -> range:
-        """The cache lines of a row behind those that begin with data: the scales follow the data."""
-        return range(-(-self.groups // self.groups_per_line), self.row_bytes // CACHE_LINE_BYTES)
+        """The cache lines of a row behind those that begin with data: zeros and scales follow the data."""
+        return range(self._lines_of(self.groups), self.row_bytes // CACHE_LINE_BYTES)
+
+    def _lines_of(self, groups: int) -> int:
+        """Return how many lines begin in the data of so many groups."""
+        return -(-groups * self.form.data_bits * GROUP // (8 * CACHE_LINE_BYTES))
 
     def fetch_row(self, number: Expr) -> None:
         """Prefetch a whole row."""
@@ -169,7 +221,7 @@ class KernelMatrix(MatrixTensors):
     def _row(self, number: Expr, first: Expr, groups: int, factor: Expr | None) -> MatrixRow:
         scales = self._unpack_scales(number, first, groups, factor)
         in_lanes = None if factor is None or scales is not None else bind(splat(factor))
-        return MatrixRow(self, number, first, in_lanes, scales)
+        return MatrixRow(self, number, first, in_lanes, scales, self._unpack_offsets(number, first, groups))
 
     def _unpack_scales(self, number: Expr, first: Expr, groups: int, factor: Expr | None) -> KernelTensor | None:
         """Return the scales as float32, side by side. Converted singly, each would cost as much as a vector of weights.
@@ -178,32 +230,59 @@ class KernelMatrix(MatrixTensors):
         """
         if self.scale is None:
             return None
-        lanes = LANES if groups > LANES // 2 else LANES // 2
-        count = -(-groups // lanes)
-        scales = local(count * lanes)
-        start = first + FORMATS[self.format].scale_offset_bytes(self.columns) // 2
-        with loop(0, count) as index:
-            value = to_floats(self.scale[number, at(start + index * lanes, lanes)], lanes)
-            scales[at(index * lanes, lanes)] = value if factor is None else value * splat(factor, lanes)
-        return scales
+        scale, start = self.scale, first + self.form.scale_offset_bytes(self.columns) // 2
+
+        def scales(index: Expr, lanes: int) -> Expr:
+            value = to_floats(scale[number, at(start + index, lanes)], lanes)
+            return value if factor is None else value * splat(factor, lanes)
+
+        return _side_by_side(groups, scales)
+
+    def _unpack_offsets(self, number: Expr, first: Expr, groups: int) -> KernelTensor | None:
+        """Return the offsets of groups as float32, side by side, or None where all have the same one.
+
+        A load may pass the last zero, but not the scales: zeros are padded to 16 bytes.
+        """
+        if not self.has_zeros:
+            return None
+        return _side_by_side(
+            groups, lambda index, lanes: self._zeros(number, first + index, lanes) * splat(self.offset, lanes)
+        )
+
+    def _zeros(self, number: Expr, first: Expr, lanes: int) -> Expr:
+        zeros = self.data[number, at(first + self.form.zero_offset_bytes(self.columns), lanes)]
+        return to_floats(tirx.Cast(f"int32x{lanes}", zeros), lanes)
 
 
-def _raw_bytes_or_halves(data: KernelTensor, row: Expr, column: Expr) -> list[Expr]:
-    return [to_floats(data[row, at(column + start)]) for start in range(0, GROUP, LANES)]
+def _side_by_side(groups: int, read: Callable[[Expr, int], Expr]) -> KernelTensor:
+    """Return float32 numbers of `groups` groups; `read(index, lanes)` reads several, from number `index` on."""
+    lanes = LANES if groups > LANES // 2 else LANES // 2
+    count = -(-groups // lanes)
+    values = local(count * lanes)
+    with loop(0, count) as index:
+        values[at(index * lanes, lanes)] = read(index * lanes, lanes)
+    return values
 
 
-def _raw_nibbles(data: KernelTensor, row: Expr, column: Expr) -> list[Expr]:
-    """Byte i of a group holds element i in its low and element i + 16 in its high four bits."""
+def _raw_bytes_or_halves(matrix: KernelMatrix, row: Expr, group: Expr) -> list[Expr]:
+    return [to_floats(matrix.data[row, at(group * matrix.group_elements + i)]) for i in range(0, GROUP, LANES)]
+
+
+def _raw_nibbles(matrix: KernelMatrix, row: Expr, group: Expr) -> list[Expr]:
+    """Byte i of a group holds the low bits of element i in its low and of element i + 16 in its high four bits."""
     low, high = [], []
     for start in range(0, GROUP // 2, LANES):
-        pairs = bind(tirx.Cast(f"int32x{LANES}", data[row, at(column + start)]))
-        low.append(tirx.Cast(FLOATS, pairs & tirx.Broadcast(tirx.IntImm("int32", 15), LANES)))
-        high.append(tirx.Cast(FLOATS, pairs >> tirx.Broadcast(tirx.IntImm("int32", 4), LANES)))
+        pairs = bind(tirx.Cast(f"int32x{LANES}", matrix.data[row, at(group * matrix.group_elements + start)]))
+        first, second = pairs & splat_int(15), pairs >> splat_int(4)
+        if matrix.form.has_planes:
+            place, bit = matrix.high_place(group)
+            four = tirx.Cast(f"int32x{LANES}", matrix.data[row, at(place + start)])
+            four = bind(four >> tirx.Broadcast(bit, LANES))
+            first |= (four & splat_int(3)) << splat_int(4)
+            second |= ((four >> splat_int(2)) & splat_int(3)) << splat_int(4)
+        low.append(tirx.Cast(FLOATS, first))
+        high.append(tirx.Cast(FLOATS, second))
     return low + high
-
-
-_RAW = {"f16": _raw_bytes_or_halves, "q8": _raw_bytes_or_halves, "q4": _raw_nibbles}
-_OFFSETS = {"f16": 0.0, "q8": 0.0, "q4": -8.0}
 
 
 def groups_of(columns: int) -> int:

@@ -67,7 +67,10 @@ def _sdot(a: Expr, b: Expr, start: Expr | None = None) -> Expr:
 
 
 def dot_pair(low: Expr, high: Expr, signed: list[Expr]) -> Expr:
-    """Σ of fours of low · signed[0] + high · signed[1], for uint8x32 below 16: int32x8."""
+    """Σ of fours of low · signed[0] + high · signed[1], for uint8x32 below 64: int32x8.
+
+    Four products together must fit 16 bits, hence the limit: 4 · 63 · 127 does.
+    """
     if isa.current().bytes_dot != "maddubs":
         return dot_unsigned(high, signed[1], dot_unsigned(low, signed[0]))
     pairs = [
@@ -82,11 +85,28 @@ def _add_neighbours(pairs: Expr) -> Expr:
     return bind(intrinsic(SUMS, "llvm.x86.avx2.pmadd.wd", pairs, ones))
 
 
-def split_nibbles(words: Expr) -> tuple[Expr, Expr]:
-    """The low and the high four bits of each byte of uint32x8, each as uint8x32."""
-    mask, four = (tirx.Broadcast(tirx.IntImm("uint32", value), LANES) for value in (0x0F0F0F0F, 4))
+def split_codes(words: Expr, plane: Expr | None = None, bit: int = 0) -> tuple[Expr, Expr]:
+    """The low and the high four bits of each byte of uint32x8, each as uint8x32.
+
+    Above them come two bits each of `plane`, uint32x8, if there is one: in each byte those from `bit` on belong to the
+    low four, the two behind to the high four.
+    """
+    mask, four = _words(0x0F0F0F0F), _words(4)
     low, high = bind(words & mask), bind((words >> four) & mask)
+    if plane is not None:
+        low, high = bind(low | _fifth_and_sixth(plane, bit)), bind(high | _fifth_and_sixth(plane, bit + 2))
     return bind(tirx.reinterpret(f"uint8x{BYTES}", low)), bind(tirx.reinterpret(f"uint8x{BYTES}", high))
+
+
+def _fifth_and_sixth(words: Expr, bit: int) -> Expr:
+    """Two bits of each byte of uint32x8, from `bit` on, as the fifth and the sixth bit of each, and zeros besides."""
+    left = 4 - bit
+    moved = words << _words(left) if left > 0 else words >> _words(-left) if left else words
+    return moved & _words(0x30303030)
+
+
+def _words(value: int) -> Expr:
+    return tirx.Broadcast(tirx.IntImm("uint32", value), LANES)
 
 
 def pack_bytes(values: list[Expr]) -> Expr:
@@ -167,7 +187,10 @@ SCALES_TOGETHER = LANES
 
 @dataclass(frozen=True)
 class QuantizedRows:
-    """Activations of a chunk: `bytes` int8 [rows, groups · 32], `scales` float32 and `offsets` int32 [rows, padded]."""
+    """Activations of a chunk: `bytes` int8 [rows, groups · 32], `scales` float32 and `offsets` [rows, padded].
+
+    Offsets are int32, multiples of the scales; or float32, where they are to be multiplied with zeros of weights.
+    """
 
     bytes: KernelTensor
     scales: KernelTensor
@@ -180,8 +203,9 @@ class QuantizedVector:
 
     Of scales and offsets there is one a group, and zeros up to a multiple of 8.
 
-    For q4, two groups share 64 bytes, since two groups' low halves lie in the same 32 bytes of a row: columns 0 to 15
-    of the first and of the second, then 16 to 31 of both. After an odd number of groups there is one of zeros.
+    For matrices of nibbles, two groups share 64 bytes, since two groups' low halves lie in the same 32 bytes of a row:
+    columns 0 to 15 of the first and of the second, then 16 to 31 of both. After an odd number of groups there is one of
+    zeros.
     """
 
     bytes: KernelTensor
@@ -197,7 +221,7 @@ def padded_groups(groups: int) -> int:
 
 def vector_sizes(matrix: KernelMatrix) -> tuple[int, int]:
     """Return how many bytes and scales a vector needs for products with rows of `matrix`."""
-    in_pairs = matrix.format == "q4"
+    in_pairs = matrix.has_nibbles
     return (matrix.groups + in_pairs * matrix.groups % 2) * GROUP, padded_groups(matrix.groups)
 
 
@@ -212,7 +236,7 @@ def quantize_vector(x: KernelTensor, row: Expr, matrix: KernelMatrix) -> Quantiz
 
 def quantize_to(x: KernelTensor, row: Expr, matrix: KernelMatrix, vector: QuantizedVector) -> None:
     """Quantize row `row` of x as `quantize_vector` does, into memory of `vector_sizes`."""
-    in_pairs, padded = matrix.format == "q4", padded_groups(matrix.groups)
+    in_pairs, padded = matrix.has_nibbles, padded_groups(matrix.groups)
     for start in range(matrix.groups // LANES * LANES, padded, LANES):
         for tensor in (vector.scales, vector.offsets):
             if tensor is not None:
@@ -235,7 +259,7 @@ def quantize_to(x: KernelTensor, row: Expr, matrix: KernelMatrix, vector: Quanti
             vector.bytes[vector.row, at(start, 16)] = tirx.Broadcast(tirx.IntImm("int8", 0), 16)
 
 
-def quantize_row(x: KernelTensor, row: Expr, columns: int, out: QuantizedRows, offset: int) -> None:
+def quantize_row(x: KernelTensor, row: Expr, columns: int, out: QuantizedRows, offset: float) -> None:
     """Quantize row `row` of x float32 [rows, columns] to the same row of `out`, with offset · Σ bytes by group."""
 
     def quantize(group: Expr, inputs: list[Expr]) -> None:
@@ -244,7 +268,8 @@ def quantize_row(x: KernelTensor, row: Expr, columns: int, out: QuantizedRows, o
 
         scale, summed = quantize_group(inputs, put)
         out.scales[row, group] = scale
-        out.offsets[row, group] = tirx.Cast("int32", summed) * offset
+        is_whole = out.offsets.dtype == "int32"
+        out.offsets[row, group] = tirx.Cast("int32", summed) * int(offset) if is_whole else summed * scale * offset
 
     _each_group(x, row, columns, quantize)
 

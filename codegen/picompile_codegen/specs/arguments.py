@@ -26,7 +26,7 @@ Access = Literal["in", "out", "scratch", "adds", "cache", "sets", "awaits", "aba
 Mode = Literal["one", "chunk", "sequences"]
 
 # The dtype of the data of a packed matrix, by weight format.
-DATA_DTYPES = {"f16": "float16", "q8": "int8", "q4": "uint8"}
+DATA_DTYPES = {"f16": "float16", "q8": "int8", "q6": "uint8", "q4m": "uint8", "q4": "uint8"}
 
 
 @dataclass(frozen=True)

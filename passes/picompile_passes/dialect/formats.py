@@ -28,7 +28,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from picompile_passes.weight_formats import FORMATS, GROUP, HIGH_BLOCK, ROW_ALIGNMENT_BYTES, WeightFormat
+from picompile_passes.weight_formats import (
+    FORMATS,
+    GROUP,
+    HIGH_BLOCK,
+    ROW_ALIGNMENT_BYTES,
+    ZERO_STEPS,
+    WeightFormat,
+)
 
 __all__ = [
     "FORMATS",
@@ -44,8 +51,6 @@ __all__ = [
 
 # float16 reaches 65504; a bfloat16 checkpoint can hold more, and infinity would spread through every later layer.
 _F16_MAX = 65504.0
-# A byte of q4m's zeros is so many of these to a step.
-_ZERO_STEPS = 16.0
 _HALF = GROUP // 2
 _HIGH_GROUPS = HIGH_BLOCK // GROUP
 
@@ -88,7 +93,7 @@ def group_grid(groups: Tensor, form: WeightFormat, shrink: float = 1.0) -> Group
         low = groups.amin(dim=-1).clamp_(max=0.0) * shrink
         high = groups.amax(dim=-1).clamp_(min=0.0) * shrink
         scale = _as_f16((high - low) / (form.highest - form.lowest))
-        zero = (-low * _inverse(scale) * _ZERO_STEPS).round_().clamp_(0.0, 255.0) / _ZERO_STEPS
+        zero = (-low * _inverse(scale) * ZERO_STEPS).round_().clamp_(0.0, 255.0) / ZERO_STEPS
         return GroupGrid(form, scale, zero)
     if form.zero == 0.0:
         scale = _as_f16(groups.abs().amax(dim=-1) * shrink / form.highest)
@@ -145,7 +150,7 @@ def pack_codes(codes: Tensor, grid: GroupGrid, columns: int, packed: Tensor) -> 
     packed[:, : data.shape[1]] = data
     if form.zero is None:
         start = form.zero_offset_bytes(columns)
-        packed[:, start : start + grid.zero.shape[1]] = (grid.zero * _ZERO_STEPS).to(torch.uint8)
+        packed[:, start : start + grid.zero.shape[1]] = (grid.zero * ZERO_STEPS).to(torch.uint8)
     start = form.scale_offset_bytes(columns)
     scale = grid.scale.to(torch.float16).contiguous().view(torch.uint8)
     packed[:, start : start + scale.shape[1]] = scale
@@ -183,7 +188,7 @@ def dequantize_rows(packed: Tensor, format_name: str, columns: int) -> Tensor:
     scale = packed[:, start : start + groups * form.scale_bytes].contiguous().view(torch.float16).to(torch.float32)
     if form.zero is None:
         start = form.zero_offset_bytes(columns)
-        zero = packed[:, start : start + groups].to(torch.float32) / _ZERO_STEPS
+        zero = packed[:, start : start + groups].to(torch.float32) / ZERO_STEPS
     else:
         zero = torch.full_like(scale, form.zero)
     values = GroupGrid(form, scale, zero).values(_codes(data, form, groups))

@@ -41,7 +41,7 @@ BLOCKS = {
     "bitnet": Block(203, 101, gated=True, activation="relu2", squares=True),
     "normed": Block(77, 72, gated=False, activation="relu2", biases="ud", squares=True),
 }
-FORMATS = ("f16", "q8", "q4")
+FORMATS = ("f16", "q8", "q6", "q4m", "q4")
 CASES = [
     (name, kind, form, rows)
     for name, kind, form, rows in product(BLOCKS, ("dense", "exact", "masked", "part"), FORMATS, (1, CHUNK))

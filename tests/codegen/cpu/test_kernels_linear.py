@@ -10,7 +10,7 @@ from picompile_codegen import cpu
 from picompile_codegen.cpu import Kernel
 from picompile_codegen.specs import EmbeddingSpec, LinearSpec
 
-FORMATS = ("f16", "q8", "q4")
+FORMATS = ("f16", "q8", "q6", "q4m", "q4")
 # (n, k): a model's size; neither a multiple of a vector, a group or a block; a vocabulary and a width of many blocks.
 SHAPES = ((64, 96), (251, 72), (10, 100), (1009, 1100))
 CHUNK = 13

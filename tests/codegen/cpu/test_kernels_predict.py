@@ -13,7 +13,7 @@ from picompile_codegen.signs import pack_signs, sign_row_bytes
 from picompile_codegen.specs import PredictLowRankSpec, PredictSignsSpec
 from picompile_passes.dialect import dequantize_rows, quantize_rows
 
-FORMATS = ("f16", "q8", "q4")
+FORMATS = ("f16", "q8", "q6", "q4m", "q4")
 # (neurons, rank, dim): one of everything; odd sizes; a rank wider than a group; sizes that are worth several threads.
 SHAPES = ((1, 1, 1), (77, 5, 72), (200, 40, 100), (1100, 96, 1100))
 # What ReLU changes is the same in every format and shape.
