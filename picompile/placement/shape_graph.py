@@ -6,7 +6,7 @@ from math import prod
 
 from picompile.placement.shape_outline import ModelOutline
 from picompile_codegen.lowering.arena import align
-from picompile_passes.weight_formats import FORMATS, GROUP
+from picompile_passes.weight_formats import FORMATS, GROUP, predictor_format
 
 # Predictors that a kernel of their own makes a mask by.
 LEARNED = ("learned", "learned-relu")
@@ -33,7 +33,7 @@ class ShapePacking:
     @property
     def predictor_format(self) -> str:
         """The format of a predictor's own matrices, as `Quantize` chooses it."""
-        return "q8" if self.quant == "q4" else self.quant
+        return predictor_format(self.quant)
 
     @property
     def makes_mask(self) -> bool:

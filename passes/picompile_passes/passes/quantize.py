@@ -13,18 +13,22 @@ from picompile_passes.graph.nodes import arguments, constant_nodes, is_call
 from picompile_passes.graph.operands import DEQUANTIZE, MATRICES, PREDICT, QUANTIZE, matrix_operands
 from picompile_passes.graph.rewriter import Rewriter
 from picompile_passes.predictors import predictor_kind
+from picompile_passes.weight_formats import predictor_format
+
+_KNOWN = " or ".join(", ".join(FORMATS).rsplit(", ", 1))
 
 
 @dataclass(frozen=True)
 class Quantize(Pass):
-    """Packs every matrix in the weight format `format` (f16, q8, q4), which rounds it.
+    """Packs every matrix in the weight format `format` (f16, q8, q6, q4m, q4), which rounds it.
 
     1. Every matrix `w` that an embedding, linear, predict or sparse_ffn uses becomes
        `dequantize(quantize(w, format), format, columns)`. Biases, norm weights and tables stay float32.
     2. A matrix that several nodes use (a tied embedding, a gate that also predicts) is packed once.
     3. A matrix that is packed already stays as it is.
-    4. Matrices of a predictor's own are packed in the format `predictors`. `auto` is `format`, but q8 where that is q4:
-       4-bit errors move scores across the threshold, which lost 3 to 4 % of the firing neurons where it was measured.
+    4. Matrices of a predictor's own are packed in the format `predictors`. `auto` is `format`, but q8 where that has
+       fewer than 8 bits: errors of 4 bits move scores across the threshold, which lost 3 to 4 % of the firing neurons
+       where it was measured.
     """
 
     name: ClassVar[str] = "quantize"
@@ -33,9 +37,9 @@ class Quantize(Pass):
 
     default_effect: ClassVar[Effect] = Effect.ROUNDS
 
-    format: str = field(default="q4", metadata={"help": "weight format: f16, q8 or q4"})
+    format: str = field(default="q4", metadata={"help": f"weight format: {_KNOWN}"})
 
-    predictors: str = field(default="auto", metadata={"help": "format of predictors' own weights: auto, f16, q8 or q4"})
+    predictors: str = field(default="auto", metadata={"help": f"format of predictors' own weights: auto, {_KNOWN}"})
 
     def __post_init__(self) -> None:
         for option, known in (("format", (*FORMATS,)), ("predictors", ("auto", *FORMATS))):
@@ -65,7 +69,7 @@ class Quantize(Pass):
         if not is_call(user, PREDICT) or predictor_kind(arguments(user)["kind"]).parameters is None:
             return self.format
         if self.predictors == "auto":
-            return "q8" if self.format == "q4" else self.format
+            return predictor_format(self.format)
         return self.predictors
 
     def _pack(self, rewriter: Rewriter, weight: Node, form: str) -> Node:
