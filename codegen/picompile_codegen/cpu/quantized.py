@@ -203,8 +203,9 @@ class QuantizedVector:
 
     Of scales and offsets there is one a group, and zeros up to a multiple of 8.
 
-    For matrices of nibbles, two groups share 64 bytes, since two groups' low halves lie in the same 32 bytes of a row: columns 0 to 15
-    of the first and of the second, then 16 to 31 of both. After an odd number of groups there is one of zeros.
+    For matrices of nibbles, two groups share 64 bytes, since two groups' low halves lie in the same 32 bytes of a row:
+    columns 0 to 15 of the first and of the second, then 16 to 31 of both. After an odd number of groups there is one of
+    zeros.
     """
 
     bytes: KernelTensor
