@@ -83,3 +83,8 @@ FORMATS: dict[str, WeightFormat] = {
         WeightFormat("q4", 4, 2, highest=15, zero=8.0),
     )
 }
+
+
+def predictor_format(format_name: str) -> str:
+    """Return the format of predictors' own matrices where others are of `format_name`: one of at least 8 bits."""
+    return "q8" if FORMATS[format_name].data_bits < FORMATS["q8"].data_bits else format_name
