@@ -327,6 +327,7 @@ SLOW: tuple[SlowTests, ...] = (
             f"{_ATTENTION[1]}::test_a_chunk_whose_positions_are_shared_by_blocks[1155-all options, parts]",
             "codegen/cuda/test_cuda_attention_extend.py::test_extends_and_attends[0-multi-head-one-1-True]",
             *(f"codegen/cuda/test_cuda_ffn.py::test_ffn[{case}]" for case in ("reglu-masked-f16-1", "opt-exact-q4-1")),
+            *(f"codegen/cuda/test_cuda_ffn.py::test_ffn[{case}]" for case in ("opt-exact-q6-1", "opt-exact-q4m-1")),
             *(
                 f"codegen/cuda/test_cuda_ffn.py::test_ffn[{case}]"
                 for case in ("sliced-dense-q8-13", "bitnet-exact-f16-1")
