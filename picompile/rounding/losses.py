@@ -9,7 +9,7 @@ from the weights alone.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch.nn.functional as F
@@ -19,11 +19,12 @@ from torch.fx import GraphModule, Node
 from picompile.predictors.profile.files import read_notes, write_json
 from picompile.progress import Progress
 from picompile.rounding.budget import CHOICES, Unit
+from picompile.rounding.matrices import source_of
 from picompile.streaming import Segment, State, new_states, run_window, segment_constants, split_layers
 from picompile_passes.dialect.formats import dequantize_rows, quantize_rows
-from picompile_passes.graph.materialize import WeightSource
+from picompile_passes.graph.materialize import WeightSource, evaluate_constant
 from picompile_passes.graph.nodes import arguments, is_call
-from picompile_passes.graph.operands import LINEAR, SPARSE_FFN, TRANSPOSE
+from picompile_passes.graph.operands import LINEAR, SPARSE_FFN
 
 # The format that is tried.
 _TRIED = "q4"
@@ -34,8 +35,9 @@ def measure_losses(
 ) -> list[Unit]:
     """Return the matrices of a predicted graph as units, with what each loses in each format.
 
-    A feed-forward block is one unit, since its matrices are read together; every other matrix is one of its own.
-    Matrices that are computed from several parameters are left out.
+    The matrices of a feed-forward block are one unit, since they are read together, and so are those that are made of
+    one parameter: fused projections, or a head with the table of embeddings. Matrices that are computed from several
+    parameters are left out.
 
     Args:
         graph_module: the graph, not quantized.
@@ -44,15 +46,19 @@ def measure_losses(
         progress: is told of the step.
     """
     segments = split_layers(graph_module)
-    sites = [_sites(segment) for segment in segments]
+    sites = _sites(segments)
+    begins = [min(n for n, segment in enumerate(segments) if site.matrices_in(segment)) for site in sites]
     logits: Node = graph_module.graph.output_node().all_input_nodes[0]
     tokens, states = sum(map(len, windows)), new_states(graph_module, windows)
     variants: list[_Variant] = []
-    with progress.step("bits", tokens * sum(1 + sum(map(len, sites[: n + 1])) for n in range(len(sites)))) as advance:
-        for segment, own in zip(segments, sites, strict=True):
+    with progress.step("bits", tokens * sum(1 + sum(b <= n for b in begins) for n in range(len(segments)))) as advance:
+        for number, segment in enumerate(segments):
             constants = segment_constants(segment, weights)
-            rounded = [_rounded(site, constants) for site in own]
-            variants += [_Variant(site, states, found) for site, found in zip(own, rounded, strict=True)]
+            variants += [
+                _Variant(site, states, _errors(site, graph_module, weights))
+                for site, begin in zip(sites, begins, strict=True)
+                if begin == number
+            ]
             states = [run_window(segment, constants, state) for state in states]
             advance(tokens)
             for variant in variants:
@@ -63,66 +69,59 @@ def measure_losses(
     return [variant.unit() for variant in variants]
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Site:
-    """A call, and the matrices that it multiplies with in one format: they are rounded together."""
+    """Matrices that are rounded together, and the parameters that they are made of."""
 
-    call: Node
-    matrices: tuple[Node, ...]
+    name: str
+    parameters: list[str]
+    matrices: list[Node]
 
-    @property
-    def parameters(self) -> tuple[str, ...]:
-        """The names of the parameters that the matrices are made of."""
-        return tuple(str(_parameter(matrix).target) for matrix in self.matrices)
-
-    @property
-    def name(self) -> str:
-        """The unit's name: its parameter's, or its layer's where it is a feed-forward block."""
-        if is_call(self.call, SPARSE_FFN):
-            return f"feed-forward block {self.call.meta['layer']}"
-        return self.parameters[0]
+    def matrices_in(self, segment: Segment) -> list[Node]:
+        """Return the constants of a segment that are made of these parameters; an embedding's table may be one."""
+        return [node for node in segment.constants if (source := source_of(node)) and source.target in self.parameters]
 
 
-def _sites(segment: Segment) -> list[_Site]:
-    """Return the units of a segment; a matrix that an earlier call has already is left out."""
-    found, taken = [], set[str]()
-    for node in segment.nodes:
-        values = arguments(node) if is_call(node, LINEAR, SPARSE_FFN) else {}
-        names = ("weight",) if is_call(node, LINEAR) else ("gate", "up", "down")
-        matrices = tuple(values[name] for name in names if isinstance(values.get(name), Node))
-        if not matrices or any(_parameter(matrix).op != "get_attr" for matrix in matrices):
+def _sites(segments: Sequence[Segment]) -> list[_Site]:
+    """Return the units of a graph."""
+    found: dict[str, _Site] = {}
+    for node in (node for segment in segments for node in segment.nodes if is_call(node, LINEAR, SPARSE_FFN)):
+        values, is_block = arguments(node), is_call(node, SPARSE_FFN)
+        operands = [values[name] for name in (("gate", "up", "down") if is_block else ("weight",))]
+        matrices = [matrix for matrix in operands if matrix is not None]
+        sources = [source_of(matrix) for matrix in matrices]
+        if not all(sources):
             continue
-        site = _Site(node, matrices)
-        if taken.isdisjoint(site.parameters):
-            taken.update(site.parameters)
-            found.append(site)
-    return found
-
-
-def _parameter(matrix: Node) -> Node:
-    """Return the node that a matrix or its transpose is made of."""
-    return matrix.all_input_nodes[0] if is_call(matrix, TRANSPOSE) else matrix
+        parameters = [str(source.target) for source in sources if source is not None]
+        known = next((found[name] for name in parameters if name in found), None)
+        name = f"feed-forward block {node.meta['layer']}" if is_block else parameters[0]
+        site = known or _Site(name, [], [])
+        site.parameters += [each for each in dict.fromkeys(parameters) if each not in site.parameters]
+        site.matrices += [matrix for matrix in matrices if matrix not in site.matrices]
+        found |= dict.fromkeys(parameters, site)
+    return list({id(site): site for site in found.values()}.values())
 
 
 @dataclass(frozen=True)
-class _Rounded:
-    """A unit's matrices in the format that is tried, its weights, and the squared error of each format."""
+class _Errors:
+    """The weights of a unit, and the squared error of rounding them, by format."""
 
-    matrices: Mapping[Node, Tensor]
     weights: int
     squares: Mapping[str, float]
 
 
-def _rounded(site: _Site, constants: Mapping[Node, Tensor]) -> _Rounded:
-    squares, rounded = dict.fromkeys(CHOICES, 0.0), {}
+def _errors(site: _Site, graph_module: GraphModule, weights: WeightSource) -> _Errors:
+    squares, count = dict.fromkeys(CHOICES, 0.0), 0
     for matrix in site.matrices:
-        value = constants[matrix]
+        value = evaluate_constant(graph_module, matrix, weights)
+        count += value.numel()
         for form in CHOICES:
-            near = dequantize_rows(quantize_rows(value, form), form, value.shape[1])
-            squares[form] += float((near - value).square().sum())
-            if form == _TRIED:
-                rounded[matrix] = near
-    return _Rounded(rounded, sum(constants[matrix].numel() for matrix in site.matrices), squares)
+            squares[form] += float((_nearest(value, form) - value).square().sum())
+    return _Errors(count, squares)
+
+
+def _nearest(value: Tensor, form: str) -> Tensor:
+    return dequantize_rows(quantize_rows(value, form), form, value.shape[1])
 
 
 @dataclass
@@ -131,17 +130,13 @@ class _Variant:
 
     site: _Site
     states: list[State]
-    rounded: _Rounded
+    errors: _Errors
     loss: float = 0.0
-    _is_rounded: bool = field(default=False)
 
     def run(self, segment: Segment, constants: Mapping[Node, Tensor]) -> None:
-        """Run the windows through a segment: the first has the unit in it."""
-        if not self._is_rounded:
-            constants = {**constants, **self.rounded.matrices}
-            # Needed no more.
-            self.rounded, self._is_rounded = _Rounded({}, self.rounded.weights, self.rounded.squares), True
-        self.states = [run_window(segment, constants, state) for state in self.states]
+        """Run the windows through a segment, with those of its constants rounded that are of the unit."""
+        rounded = {node: _nearest(constants[node], _TRIED) for node in self.site.matrices_in(segment)}
+        self.states = [run_window(segment, {**constants, **rounded}, state) for state in self.states]
 
     def compare(self, exact: Sequence[Tensor], logits: Node) -> None:
         """Take the loss against the `exact` logits of each window, and drop the states."""
@@ -151,9 +146,9 @@ class _Variant:
 
     def unit(self) -> Unit:
         """Return the unit with its loss in every format."""
-        squares = self.rounded.squares
+        squares = self.errors.squares
         losses = {form: self.loss * squares[form] / (squares[_TRIED] or 1.0) for form in CHOICES}
-        return Unit(self.site.name, self.site.parameters, self.rounded.weights, losses)
+        return Unit(self.site.name, tuple(self.site.parameters), self.errors.weights, losses)
 
 
 def divergence(exact: Tensor, other: Tensor) -> float:

@@ -53,7 +53,7 @@ def test_logits_are_closer_than_with_the_nearest_weights(name, quantized, tmp_pa
     assert _distance(graph, rounded, exact) < 0.9 * _distance(graph, weights, exact)
 
 
-@pytest.mark.parametrize("name", ["llama-relu", "opt-post-norm"])
+@pytest.mark.parametrize("name", ["llama-relu", "opt-post-norm", "falcon-7b"])
 def test_all_matrices_are_rounded_but_tables(name, quantized, tmp_path):
     graph = quantized(name, "q4m")
     weights = random_weights(graph, seed=1)
