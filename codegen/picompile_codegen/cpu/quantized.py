@@ -18,8 +18,8 @@ from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, intrinsic, lo
 from picompile_codegen.cpu.vector import LANES, at, highest, load, splat, splat_int, store, total
 from picompile_passes.weight_formats import GROUP
 
-# Products of bytes, for q8 and q4 weights: thirty-two pairs are multiplied and added up in fours, to eight exact sums
-# of 32 bits. Instruction sets differ most in the instruction for that, see `isa.Isa.bytes_dot`.
+# Products of bytes, for weights of 8 bits or fewer: thirty-two pairs are multiplied and added up in fours, to eight
+# exact sums of 32 bits. Instruction sets differ most in the instruction for that, see `isa.Isa.bytes_dot`.
 
 
 BYTES = 4 * LANES
