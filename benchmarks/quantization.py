@@ -177,8 +177,8 @@ def _llama_quantize(library: Path, source: Path, output: Path, number: int) -> N
 def show(row: Row) -> None:
     """Print a row."""
     print(
-        f"{row.name:8} {row.rounding:10} {row.bits:6.3f} bits {row.perplexity:9.4f} {100 * row.relative_change:+8.3f} % "
-        f"KL {row.kl_nats:.5f}",
+        f"{row.name:8} {row.rounding:10} {row.bits:6.3f} bits {row.perplexity:9.4f} "
+        f"{100 * row.relative_change:+8.3f} % KL {row.kl_nats:.5f}",
         flush=True,
     )
 
