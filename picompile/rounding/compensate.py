@@ -46,7 +46,7 @@ def round_rows(weight: Tensor, moments: Tensor, form: WeightFormat) -> Tensor:
     """
     outputs, inputs = weight.shape
     order = _order_of_groups(moments.diagonal(), form.padded_columns(inputs))
-    factor = inverse_factor(_permuted(moments, order))
+    factor = inverse_factor(moments, order)
     packed = torch.zeros(outputs, form.row_bytes(inputs), dtype=torch.uint8)
     for start in range(0, outputs, _OUTPUTS):
         part = slice(start, start + _OUTPUTS)
@@ -74,7 +74,7 @@ def round_neurons(weight: Tensor, moments: Tensor, form: WeightFormat) -> Tensor
     """
     neurons, outputs = weight.shape
     order = moments.diagonal().argsort(descending=True, stable=True)
-    factor = inverse_factor(_permuted(moments, order))
+    factor = inverse_factor(moments, order)
     work = torch.zeros(neurons, form.padded_columns(outputs))
     work[:, :outputs] = weight
     rounding = _GroupsOfOutputs(form, neurons, work.shape[1] // GROUP)
@@ -84,28 +84,31 @@ def round_neurons(weight: Tensor, moments: Tensor, form: WeightFormat) -> Tensor
     return packed[order.argsort()].contiguous()
 
 
-def inverse_factor(moments: Tensor) -> Tensor:
-    """Return U, upper triangular, with Uᵀ · U = (H + damping)⁻¹, float32 like the moments H.
+def inverse_factor(moments: Tensor, order: Tensor) -> Tensor:
+    """Return U, upper triangular, with Uᵀ · U = (H + damping)⁻¹, float32: H are the moments of inputs in this order.
 
     With J · H · J = L · Lᵀ, where J reverses the order, H = M · Mᵀ for the upper triangular M = J · L · J, and U = M⁻¹:
-    one factorization, where that of the inverse would take two.
+    one factorization, where that of the inverse would take two. An order may be longer than there are inputs: those
+    that do not exist have moments of 0.
 
     Raises `UnsupportedModelError` where the moments are not finite numbers.
     """
-    diagonal = moments.diagonal()
-    mean = float(diagonal.mean())
+    mean = float(moments.diagonal().mean())
     if not mean < float("inf"):
         raise UnsupportedModelError("inputs of a layer are not finite numbers: the model's weights are damaged")
     damping = _DAMPING
     while True:
-        damped = moments.flip(0, 1)
+        damped = _permuted(moments, order.flip(0))
         damped.diagonal().add_(damping * mean if mean > 0 else 1.0)
         lower, info = torch.linalg.cholesky_ex(damped)
         if int(info) == 0 or damping >= _MOST_DAMPING:
             break
         damping *= 10.0
+    # A block of many neurons has large moments: none is kept longer than it is needed.
     del damped
-    inverse: Tensor = torch.linalg.solve_triangular(lower.flip(0, 1), torch.eye(len(lower)), upper=True)
+    upper = lower.flip(0, 1)
+    del lower
+    inverse: Tensor = torch.linalg.solve_triangular(upper, torch.eye(len(upper)), upper=True)
     return inverse
 
 

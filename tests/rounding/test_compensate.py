@@ -78,7 +78,7 @@ def test_each_input_is_compensated_as_the_inverse_of_the_moments_says(form):
 def test_inputs_that_are_independent_are_rounded_to_the_nearest(form):
     weight = _weights(24, 64, seed=3)
     moments = torch.diag(torch.rand(64) + 0.1)
-    factor = inverse_factor(moments)
+    factor = inverse_factor(moments, torch.arange(64))
     sizes = factor.diagonal().reciprocal().square()
     grids = [best_grid(weight[:, i : i + 32].contiguous(), FORMATS[form], sizes[i : i + 32]) for i in (0, 32)]
     expected = torch.cat([grid.nearest(weight[:, i : i + 32]) for grid, i in zip(grids, (0, 32), strict=True)], dim=1)
@@ -88,7 +88,7 @@ def test_inputs_that_are_independent_are_rounded_to_the_nearest(form):
 def test_factor_of_the_inverse():
     x = _inputs(300, 50, seed=4)
     moments = x.T @ x
-    factor = inverse_factor(moments).double()
+    factor = inverse_factor(moments, torch.arange(50)).double()
     damped = moments.double() + 0.01 * moments.diagonal().double().mean() * torch.eye(50)
     assert torch.equal(factor, factor.triu())
     torch.testing.assert_close(factor.T @ factor @ damped, torch.eye(50, dtype=torch.float64), atol=2e-3, rtol=0)
