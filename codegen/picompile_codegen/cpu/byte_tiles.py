@@ -190,9 +190,10 @@ def multiply_tile(
     sums = zero_vectors(len(places))
     with loop(0, groups) as group:
         of_x = bind(first_group + group)
-        # What begins the integer sums or, where groups have zeros, is multiplied with these.
-        offsets = [bind(tirx.Broadcast(x.offsets[token, of_x], LANES)) for token in tokens]
-        products: list[Expr | None] = [offsets[token] if block.zeros is None else None for token, _ in places]
+        products: list[Expr | None] = [None] * len(places)
+        if block.zeros is None:
+            starts = [bind(tirx.Broadcast(x.offsets[token, of_x], LANES)) for token in tokens]
+            products = [starts[token] for token, _ in places]
         for quad in range(QUADS):
             first = bind((group * QUADS + quad) * block.parts + first_part)
             rows = [bind(block.weights[first + part, at(0, BYTES)]) for part in range(parts)]
@@ -207,7 +208,7 @@ def multiply_tile(
             sums[place, at(0)] = fma(to_floats(products[place]), scale, sums[place, at(0)])
             if block.zeros is not None:
                 zeros = block.zeros[group * block.parts + first_part + part, at(0)]
-                sums[place, at(0)] = fma(zeros, offsets[token], sums[place, at(0)])
+                sums[place, at(0)] = fma(zeros, splat(x.offsets[tokens[token], of_x]), sums[place, at(0)])
     return [(tokens[token], part, bind(sums[place, at(0)])) for place, (token, part) in enumerate(places)]
 
 
