@@ -66,13 +66,18 @@ def _resident(block: CudaFfn) -> int:
 
     In `exact` with q4 ptxas takes up to 71 registers, where 64 need no spilling and leave room for a fourth block; with
     q4m they would need some. Where x is in several parts, ptxas spills up to 24 bytes of either to get from 95
-    registers to 80, hence two blocks there.
+    registers to 80, hence two blocks there. With q6 it spills up to 40 bytes there in all kinds, and up to 8 in `dense`
+    with less of x.
     """
-    if not block.spec.is_exact or not block.bundle.has_nibbles:
+    spec, bundle = block.spec, block.bundle
+    is_dense, is_in_parts = not (spec.is_exact or spec.is_masked), in_parts(spec.dim)
+    if bundle.form.has_planes:
+        return 2 if is_dense or is_in_parts else 0
+    if not spec.is_exact or not bundle.has_nibbles:
         return 0
-    if in_parts(block.spec.dim):
+    if is_in_parts:
         return 2
-    return 0 if block.bundle.has_zeros else 4
+    return 0 if bundle.has_zeros else 4
 
 
 _CHUNK_SUM_THREADS = 256
