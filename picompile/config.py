@@ -4,6 +4,7 @@ Options are checked as far as possible before anything is read. Once the model i
 which all later steps take.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,7 +79,10 @@ class CompileOptions:
             if the GPU cannot hold the whole model.
         calibration: the text files to make a profile from, and to round weights for.
         gate: the accuracy bound: the share by which predictors may raise the perplexity; None for any.
-        gate_tokens: how many tokens of held-out text the accuracy check reads at most.
+        gate_tokens: how many tokens of held-out text the accuracy check reads at most, and so the comparison with the
+            checkpoint.
+        accuracy: the share by which the perplexity of the whole artifact may exceed the checkpoint's; `math.inf` for
+            any. None does not compare with the checkpoint.
         work: a folder that keeps the profile, the predictors and rounded weights for the next time.
         activation: the activation of the feed-forward blocks, where config.json names another than the model was
             trained with, as `load_model` takes it; None takes what config.json says.
@@ -108,6 +112,7 @@ class CompileOptions:
     calibration: tuple[Path, ...] = ()
     gate: float | None = DEFAULT_ACCURACY_BOUND
     gate_tokens: int = 4096
+    accuracy: float | None = None
     work: Path | None = None
     activation: str | None = None
 
@@ -138,6 +143,10 @@ class CompileOptions:
             raise UsageError(f"rounding calibrated is for formats of fewer than 8 bits, not {self.quant}; leave it out")
         if self.gate_tokens < 2:
             raise UsageError(f"the accuracy check must read at least 2 tokens, not {self.gate_tokens}")
+        if self.accuracy is not None and not self.accuracy >= 0:
+            raise UsageError(f"the bound on accuracy must be a share from 0 on, not {self.accuracy}")
+        if self.accuracy is not None and Path("-") in self.calibration:
+            raise UsageError("the comparison with the checkpoint reads the text once more; give a file, not -")
         if self.context is not None and self.context < 1:
             raise UsageError(f"the context must be at least 1 token, not {self.context}")
         if not 1 <= self.sequences <= MOST_SEQUENCES:
@@ -156,7 +165,8 @@ class CompileOptions:
         for what, wanted in given.items():
             planned = self.makes_plan and what != "predictors"
             rounds = self.calibrates and what == "calibration text"
-            if wanted and not planned and not rounds and self.predictor not in _TRAINED:
+            read = self.accuracy is not None and what != "predictors"
+            if wanted and not (planned or rounds or read) and self.predictor not in _TRAINED:
                 raise UsageError(f"{what} given, but predictor {self.predictor or 'auto'} needs none; choose learned")
 
     def _require_machine(self, gpu: "Target | None") -> None:
@@ -255,6 +265,14 @@ class RoundingConfig:
 
 
 @dataclass(frozen=True)
+class ComparisonConfig:
+    """The comparison with the checkpoint: the share by which perplexity may rise, None for any; the most tokens."""
+
+    bound: float | None
+    tokens: int
+
+
+@dataclass(frozen=True)
 class DebugConfig:
     """Extra passes as text, the folder for dumps of the graph (None: no dumps), and whether graphs are verified."""
 
@@ -279,6 +297,7 @@ class CompileConfig:
     chunk: int
     predictor: "PredictorConfig"
     rounding: RoundingConfig | None
+    comparison: ComparisonConfig | None
     placement: PlacementConfig
     debug: DebugConfig
 
@@ -314,6 +333,9 @@ def resolve(options: CompileOptions, facts: "ModelFacts") -> CompileConfig:
         rounding=RoundingConfig(options.calibration, options.rounding_tokens, options.work, options.activation)
         if options.calibrates
         else None,
+        comparison=None
+        if options.accuracy is None
+        else ComparisonConfig(options.accuracy if math.isfinite(options.accuracy) else None, options.gate_tokens),
         placement=PlacementConfig(
             hot=options.hot,
             plan=options.plan,
