@@ -85,7 +85,7 @@ def _percent(share: float | None) -> str:
 
 
 def _nats(value: float | None, sign: str = "") -> str:
-    return "–" if value is None else f"{value:{sign}.5f}"
+    return "–" if value is None else f"{value:{sign}.6f}"
 
 
 def _interval(ends: Any, text: Any) -> str:
