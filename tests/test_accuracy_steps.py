@@ -84,9 +84,15 @@ def test_weights_are_to_blame(cli: Cli, tmp_path: Path) -> None:
 def test_predictors_are_to_blame(held_out: Path, tmp_path: Path) -> None:
     predictors = write_predictors(BUNDLED_MODEL, tmp_path / "predictors", bias=0.0)
     options = CompileOptions(
-        **{**SMALL, "gate_tokens": 300}, quant="q8", predictor="learned", predictors=predictors, calibration=(held_out,),
-        gate=None, accuracy=0.02,
-    )  # fmt: skip
+        context=128,
+        gate_tokens=300,
+        quant="q8",
+        predictor="learned",
+        predictors=predictors,
+        calibration=(held_out,),
+        gate=None,
+        accuracy=0.02,
+    )
     with pytest.raises(
         AccuracyError, match=r"most is lost by predictors \(weights in q8 .*or larger predict"
     ) as refused:
