@@ -37,7 +37,7 @@ from picompile_codegen.specs import (
     TopLogitsSpec,
 )
 
-FORMATS = ("f16", "q8", "q4")
+FORMATS = ("f16", "q8", "q6", "q4m", "q4")
 # The kernels that cases name. The names are in packs, which other machines read.
 _SPECS: Mapping[str, type[KernelSpec]] = {
     "add": AddSpec,
@@ -159,6 +159,10 @@ def speed_cases() -> Iterator[Case]:
         yield Case(f"ffn dense 28672x8192 {form}", "ffn", ffn(form, "dense", *shape), True)
         sparse = (1.0, 0.7, 0.5, 0.3, 0.1, 0.05, 0.01)
         yield Case(f"ffn masked 4096x4096 {form}", "ffn", ffn(form, "masked", 4096, 4096), True, sparse)
+    for form in ("q6", "q4m"):
+        linear = {"format": form, "n": 8192, "k": 8192, "rows": 1, "bias": False}
+        yield Case(f"linear 8192x8192 {form}", "linear", linear, True)
+        yield Case(f"ffn masked 28672x8192 {form}", "ffn", ffn(form, "masked", 28672, 8192), True, (0.1,))
     plain = ffn("f16", "masked", 4096, 4096, gated=False)
     yield Case("ffn without gate 4096x4096 f16", "ffn", plain, True, (1.0, 0.7, 0.5, 0.3, 0.1))
     low_rank = {"neurons": 28672, "rank": 1024, "dim": 8192, "relu": False, "rows": 1}

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from picompile_passes.dialect import dequantize_rows
+from picompile_passes.weight_formats import predictor_format
 from picompile_runtime.artifact.reader import Artifact
 
 
@@ -68,9 +69,9 @@ class EagerModel:
         return functional.rms_norm(x, x.shape[-1:], self._vector(name)[: x.shape[-1]], self._shape["eps"])
 
     def _matrix(self, name: str, columns: int) -> Tensor:
-        """Predictors of a model in q4 are in q8."""
+        """Predictors have a format of their own."""
         packed = torch.from_numpy(self._bytes(name).reshape(self._artifact.tensors[name].shape).copy())
-        form = "q8" if self._quant == "q4" and name.startswith("predictors.") else self._quant
+        form = predictor_format(self._quant) if name.startswith("predictors.") else self._quant
         return dequantize_rows(packed, form, columns).to(torch.float64)
 
     def _vector(self, name: str) -> Tensor:

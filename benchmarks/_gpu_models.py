@@ -41,6 +41,8 @@ from picompile_codegen.lowering.function import LowerOptions
 from picompile_codegen.lowering.lower import Lowered, lower
 from picompile_passes.errors import PassesError
 from picompile_passes.graph.materialize import evaluate_constant
+from picompile_passes.graph.nodes import arguments, is_call
+from picompile_passes.graph.operands import QUANTIZE
 from picompile_passes.passes.canonicalize import CANONICALIZE
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
@@ -49,8 +51,6 @@ from picompile_passes.pipeline import Pipeline
 
 VARIANTS = ("hybrid", "layers", "layers_dense", "cpu", "gpu")
 _CHUNK = 64
-# By what a kernel takes the data of a matrix for.
-_FORMATS = {"float16": "f16", "int8": "q8", "uint8": "q4"}
 
 
 @dataclass(frozen=True)
@@ -168,6 +168,7 @@ def _uses(lowered: Lowered) -> dict[str, dict[str, Any]]:
     # Kernels of the two devices have the same names where they do the same, and not the same arguments.
     kernels = {("host", each.name): each for each in lowered.built.values()}
     kernels |= {("device", each.name): each for each in lowered.accelerator_built.values()}
+    formats = _formats(lowered)
     found: dict[str, dict[str, Any]] = {}
     for calls in lowered.program.functions.values():
         for call in calls:
@@ -178,8 +179,18 @@ def _uses(lowered: Lowered) -> dict[str, dict[str, Any]]:
                     name = parameter.partition(".")[0]
                     columns = _columns(name, shapes)
                     found[arg.name] = {"op": call.op, "parameter": name, "columns": columns, "layer": call.layer}
-                    found[arg.name]["format"] = _FORMATS.get(arg.dtype or "", "")
+                    # Signs are made of a packed matrix, and are none.
+                    found[arg.name]["format"] = formats[arg.name] if parameter.endswith(".data") else ""
     return found
+
+
+def _formats(lowered: Lowered) -> dict[str, str]:
+    """Return the weight format of each tensor that is made of packed matrices."""
+    return {
+        name: arguments(tensor.nodes[0])["format"]
+        for name, tensor in lowered.weights.tensors.items()
+        if tensor.nodes and is_call(tensor.nodes[0], QUANTIZE)
+    }
 
 
 def _columns(parameter: str, shapes: Mapping[str, tuple[int, ...]]) -> int:

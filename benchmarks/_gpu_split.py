@@ -10,7 +10,7 @@ from picompile.placement.sources import ModelOptions, find_model
 from picompile.progress import NoProgress
 from picompile.synth.shapes import ModelShape
 from picompile_codegen.lowering.placement import ON_HOST, Placement
-from picompile_passes.dialect import FORMATS
+from picompile_passes.weight_formats import FORMATS, predictor_format
 
 # Neurons of a layer that the GPU gets are a multiple of this, as in a plan.
 _GROUP = 64
@@ -90,7 +90,7 @@ def sizes_of(shape: ModelShape, options: Options) -> Sizes:
     output = shape.hidden * form.row_bytes(shape.heads * shape.head_dim)
     cache = 2 * shape.kv_heads * options.context * shape.head_dim * 2
     # As the pass `quantize` packs them.
-    of_predictor = FORMATS["q8" if options.quant == "q4" else options.quant]
+    of_predictor = FORMATS[predictor_format(options.quant)]
     first = options.rank * of_predictor.row_bytes(shape.hidden)
     predictor = first + shape.ffn * (of_predictor.row_bytes(options.rank) + 4)
     return Sizes(projections + output, cache, predictor, 3 * row, shape.vocab * row, shape.ffn, shape.layers)

@@ -20,7 +20,7 @@ from picompile_codegen import cuda
 from picompile_codegen.cuda.build import build_cuda
 from picompile_codegen.cuda.function import CudaKernel
 from picompile_codegen.specs import FfnSpec, LinearSpec
-from picompile_passes.weight_formats import FORMATS
+from picompile_passes.weight_formats import FORMATS, LOW_BITS
 
 WEIGHTS = 128
 COLUMNS = ("kernel", "registers", "all", "integer")
@@ -53,9 +53,16 @@ def longest_loops(format_name: str, sm: int, folder: Path) -> dict[str, tuple[Co
     found = {}
     for name, (kernel, number) in asked.items():
         launch = launches[kernel.name][number]
-        loops = weight_loops(functions[launch["symbol"]], FORMATS[format_name].data_bits)
+        loops = weight_loops(functions[launch["symbol"]], _read_bits(format_name))
         found[name] = max(loops, key=lambda loop: (loop.weights, sum(loop.operations.values()))), launch
     return found
+
+
+def _read_bits(format_name: str) -> int:
+    """Return how many bits a lane reads for each weight."""
+    form = FORMATS[format_name]
+    # The 16 bytes that have the high bits of a group have those of another, which another lane computes.
+    return 2 * LOW_BITS if form.has_planes else form.data_bits
 
 
 def main() -> None:

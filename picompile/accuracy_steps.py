@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from picompile.artifact.writer import WrittenArtifact
-from picompile.choices import CALIBRATED
+from picompile.choices import AUTO_BITS, CALIBRATED, is_budget
 from picompile.compile_steps import compilation_passes, runnable_here
 from picompile.config import CompileConfig, CompileOptions, PlacementConfig
 from picompile.errors import UsageError
@@ -96,7 +96,8 @@ def _held_out(checkpoint: Path, predictors: "PredictorSet | None", config: Compi
     from picompile.predictors.predictor_set import HeldOut, find_held_out
 
     rounding = config.rounding
-    if rounding is not None and (predictors is None or predictors.profile is None):
+    learns_from_text = rounding.compensates or is_budget(config.quant)
+    if learns_from_text and (predictors is None or predictors.profile is None):
         from picompile.rounding import RoundingOptions, calibration_text
 
         options = RoundingOptions(rounding.calibration, rounding.tokens, activation=rounding.activation)
@@ -117,14 +118,14 @@ def _variants(
     contents = artifact.contents
     graph_module, weights = contents.graph_module, contents.weights
     extra = " and extra passes" if config.debug.passes else ""
+    thresholds = {} if predictors is None else predictors.firing_thresholds
+    whole = graph_module if predictors is None else _whole_graph(artifact, config, progress)
     if config.quant != "f16" or extra:
-        title = f"weights in {config.quant}{extra}"
-        whole = graph_module if predictors is None else _whole_graph(artifact, config, progress)
+        title = f"weights in {'chosen formats' if config.quant == AUTO_BITS else config.quant}{extra}"
         yield Variant("weights", title, _weights_remedy(config), whole, weights)
-        thresholds = {} if predictors is None else predictors.firing_thresholds
-        if silenced := silence_below(whole, thresholds):
-            remedy = "a profile with thresholds of a smaller --gate"
-            yield Variant("thresholds", "thresholds", remedy, whole, weights, silenced)
+    if silenced := silence_below(whole, thresholds):
+        remedy = "a profile with thresholds of a smaller --gate"
+        yield Variant("thresholds", "thresholds", remedy, whole, weights, silenced)
     if predictors is not None:
         yield Variant(
             "predictors", "predictors", "--predictor exact or none, or larger predictors", graph_module, weights
@@ -145,7 +146,10 @@ def _whole_graph(artifact: WrittenArtifact, config: CompileConfig, progress: Pro
 
 
 def _weights_remedy(config: CompileConfig) -> str:
-    finer = f"--quant {_FINER[config.quant]}" if config.quant in _FINER else ""
-    if config.quant in CALIBRATED and config.rounding is None:
+    if is_budget(config.quant):
+        finer = "a larger budget of bits, or --quant q8"
+    else:
+        finer = f"--quant {_FINER[config.quant]}" if config.quant in _FINER else ""
+    if (config.quant in CALIBRATED or is_budget(config.quant)) and not config.rounding.compensates:
         return f"{finer}, or calibrated rounding (--work DIR)"
     return finer

@@ -1,5 +1,7 @@
 """The choices that compiling and planning share, with their limits and defaults."""
 
+import re
+
 from picompile.errors import UsageError
 
 # The formats of matrices. With those of 4 bits the output head and embeddings are in q6.
@@ -29,6 +31,37 @@ def default_kv_dtype(activation: str) -> str:
     FATReLU jumps at its threshold: what a float16 cache rounds off moves neurons across and changes the logits.
     """
     return "f32" if activation.startswith("fatrelu") else "f16"
+
+
+# A budget of bits a weight, for which each matrix gets a format of its own; `auto` takes as few as keep the model's
+# predictions.
+AUTO_BITS = "auto"
+_BITS = re.compile(r"(\d{1,2}(?:\.\d{1,4})?)bpw")
+# Those of q4 and q8, with a weight's share of a scale.
+_LEAST_BITS, _MOST_BITS = 4.5, 8.5
+
+
+def parse_bits(quant: str) -> float | None:
+    """Return the budget that a text like `4.6bpw` names, in bits a weight; None for every other text.
+
+    Raises `UsageError` for a budget that no choice of formats keeps to or uses up.
+    """
+    found = _BITS.fullmatch(quant)
+    if found is None:
+        return None
+    if not _LEAST_BITS <= float(found[1]) <= _MOST_BITS:
+        raise UsageError(f"{quant}: matrices take from {_LEAST_BITS} to {_MOST_BITS} bits a weight, with their scales")
+    return float(found[1])
+
+
+def is_budget(quant: str) -> bool:
+    """Return whether each matrix gets a format of its own, by a budget or by what it loses."""
+    return quant == AUTO_BITS or parse_bits(quant) is not None
+
+
+def base_format(quant: str) -> str:
+    """Return the format of matrices that are given none of their own: q6 where `quant` is a budget, else `quant`."""
+    return "q6" if is_budget(quant) else quant
 
 
 def default_predictor(activation: str) -> str:

@@ -5,6 +5,7 @@
 | capture | `Captured`: the model as an FX graph, without weights | `steps` |
 | resolve options | `CompileConfig`: every default filled in | `config` |
 | predictors | `PredictorSet`, None where they are lossless: given, or trained on a profile | `predictors` |
+| formats | `CompileConfig` with a format for each matrix, where it has a budget of bits | `choose_formats` |
 | rounding | `WeightSource`: the weights, and how they are rounded where that takes text | `round_weights` |
 | plan | `Plan`, None where nothing is placed: which neurons are hot, and where the rest lies | `place_neurons` |
 | passes | `GraphModule`: canonical → predicted → partitioned → quantized | `compilation_passes` |
@@ -37,10 +38,12 @@ from picompile.artifact.writer import (
     record_accuracy,
     write_artifact,
 )
+from picompile.choices import base_format
 from picompile.compile_steps import (
     check_accuracy,
     check_checkpoint,
     check_given_plan,
+    choose_formats,
     compilation_passes,
     lower_for,
     pipeline_passes,
@@ -115,7 +118,7 @@ def compile_model(
             with progress.step("prove"):
                 captured.prove()
         config = resolve(options, captured.facts)
-        warn_of_rounding(captured, config.quant, progress)
+        warn_of_rounding(captured, base_format(config.quant), progress)
         check_given_plan(config, captured.facts, progress)
         source = _Source(checkpoint, captured, tokenizer, config, code, accelerator)
         with place.scratch() as scratch:
@@ -148,6 +151,7 @@ def _compile(
 
     captured, config = source.captured, source.config
     predictors = obtain_predictors(source.checkpoint, captured, scratch, config.predictor, progress)
+    config = choose_formats(source.checkpoint, captured, config, predictors, scratch, progress)
     # Once: larger predictors, if these fall short, hardly change what the weights are rounded for.
     weights = round_weights(source.checkpoint, captured, config, predictors, scratch, progress)
     previous: WrittenArtifact | None = None

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from picompile.artifact.code import Code, build_code, native_code, runs_here
 from picompile.artifact.writer import WrittenArtifact, write_program
-from picompile.choices import KV_DTYPES
+from picompile.choices import KV_DTYPES, base_format, is_budget, parse_bits
 from picompile.config import CompileConfig, CompileOptions, cache_text
 from picompile.errors import UsageError
 from picompile.progress import Progress
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from picompile.predictors import Predictors
     from picompile.predictors.accuracy import AccuracyReport
     from picompile.predictors.predictor_set import PredictorSet
+    from picompile.rounding import RoundingOptions
     from picompile_codegen.lowering.lower import Lowered
     from picompile_codegen.lowering.placement import Placement
     from picompile_codegen.lowering.program import LoweredProgram
@@ -131,17 +133,54 @@ def round_weights(
         UnsupportedModelError: the model's values are not finite numbers.
     """
     base = captured.weights
-    if config.rounding is None or checkpoint is None:
+    if not config.rounding.compensates or checkpoint is None:
         return base
-    from picompile.rounding import RoundingOptions, round_checkpoint
+    from picompile.rounding import round_checkpoint
 
-    passes = _all_passes(_insert_pass(config, predictors), {}, config.quant, config.debug.passes)
+    passes = _all_passes(_insert_pass(config, predictors), {}, _quantize_pass(config), config.debug.passes)
     graph_module = run_passes(captured, passes, progress, verify=config.debug.verify)
     weights = base if predictors is None else predictors.weights(base)
+    folder = (config.rounding.work or scratch / "work") / "rounding"
+    return round_checkpoint(checkpoint, graph_module, weights, folder, _rounding_options(config), progress).onto(base)
+
+
+def _rounding_options(config: CompileConfig) -> "RoundingOptions":
+    from picompile.rounding import RoundingOptions
+
     rounding = config.rounding
-    options = RoundingOptions(rounding.calibration, rounding.tokens, activation=rounding.activation)
-    folder = (rounding.work or scratch / "work") / "rounding"
-    return round_checkpoint(checkpoint, graph_module, weights, folder, options, progress).onto(base)
+    return RoundingOptions(rounding.calibration, rounding.tokens, activation=rounding.activation)
+
+
+def choose_formats(
+    checkpoint: Path | None,
+    captured: "Captured",
+    config: CompileConfig,
+    predictors: "PredictorSet | None",
+    scratch: Path,
+    progress: Progress,
+) -> CompileConfig:
+    """Return `config` with a format for each matrix, where it has a budget of bits for them.
+
+    The arguments are those of `round_weights`.
+
+    Raises:
+        UsageError: the text cannot be used, or the model is a module in memory, which has no tokenizer for one.
+    """
+    if not is_budget(config.quant):
+        return config
+    if checkpoint is None:
+        raise UsageError(f"quant {config.quant} needs a model folder, whose tokenizer reads text; choose a format")
+    from picompile.rounding import checkpoint_formats
+
+    passes = _all_passes(_insert_pass(config, predictors), {}, _quantize_pass(config), config.debug.passes)[:-1]
+    graph_module = run_passes(captured, passes, progress, verify=config.debug.verify)
+    weights = captured.weights if predictors is None else predictors.weights(captured.weights)
+    folder = (config.rounding.work or scratch / "work") / "bits"
+    chosen = checkpoint_formats(
+        checkpoint, graph_module, weights, folder, _rounding_options(config), parse_bits(config.quant), progress
+    )
+    progress.say(chosen.summary)
+    return replace(config, tensors=chosen.formats)
 
 
 # Passes: the ones from captured to quantized, with the extra ones that the user asks for.
@@ -160,10 +199,11 @@ def pipeline_passes(options: CompileOptions, insert: "Pass | None" = None) -> "l
         RegistryError, PassOptionError, UsageError: an extra pass, one of its options or its stage is not known.
     """
     from picompile_passes.passes.insert_predictors import InsertPredictors
+    from picompile_passes.passes.quantize import Quantize
 
     kind = str(options.predictor) if options.predictor is not None and options.is_lossless else "auto"
     hot = options.plan.hot_neurons() if options.plan is not None else dict(options.hot or {})
-    return _all_passes(insert or InsertPredictors(kind), hot, options.quant, options.passes)
+    return _all_passes(insert or InsertPredictors(kind), hot, Quantize(base_format(options.quant)), options.passes)
 
 
 def compilation_passes(
@@ -179,7 +219,14 @@ def compilation_passes(
             of layers that it does not name are hot.
     """
     insert = _insert_pass(config, predictors)
-    return _all_passes(insert, _hot_neurons(config, facts, plan), config.quant, config.debug.passes)
+    return _all_passes(insert, _hot_neurons(config, facts, plan), _quantize_pass(config), config.debug.passes)
+
+
+def _quantize_pass(config: CompileConfig) -> "Pass":
+    """Return the pass that packs matrices in the formats of `config`."""
+    from picompile_passes.passes.quantize import Quantize
+
+    return Quantize(base_format(config.quant), tensors=config.tensors)
 
 
 def _insert_pass(config: CompileConfig, predictors: "PredictorSet | None") -> "Pass":
@@ -189,15 +236,16 @@ def _insert_pass(config: CompileConfig, predictors: "PredictorSet | None") -> "P
     return InsertPredictors(config.predictor.insert_kind) if predictors is None else predictors.insert_pass()
 
 
-def _all_passes(insert: "Pass", hot: Mapping[int, Sequence[int]], quant: str, extra: Sequence[str]) -> "list[Pass]":
+def _all_passes(
+    insert: "Pass", hot: Mapping[int, Sequence[int]], quantize: "Pass", extra: Sequence[str]
+) -> "list[Pass]":
     from picompile_passes.passes.canonicalize import CANONICALIZE
     from picompile_passes.passes.partition import Partition
-    from picompile_passes.passes.quantize import Quantize
     from picompile_passes.registry import make_pass
 
     named = [_parse_pass(text) for text in extra]
     return _insert_extra(
-        [*CANONICALIZE, insert, Partition(hot), Quantize(quant)], [(make_pass(name), stage) for name, stage in named]
+        [*CANONICALIZE, insert, Partition(hot), quantize], [(make_pass(name), stage) for name, stage in named]
     )
 
 
@@ -333,7 +381,13 @@ def _count_model(config: CompileConfig, captured: "Captured", predictors: "Predi
     from picompile.placement.model_bytes import Packing
 
     packing = Packing(
-        config.quant, config.predictor.kind, config.context, config.sequences, config.kv_dtype, config.chunk
+        base_format(config.quant),
+        config.predictor.kind,
+        config.context,
+        config.sequences,
+        config.kv_dtype,
+        config.chunk,
+        config.tensors,
     )
     return count_bytes(captured.facts.name, captured.graph_module, packing, predictors)
 

@@ -6,7 +6,7 @@ which all later steps take.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ from picompile.choices import (
     ROUNDINGS,
     default_kv_dtype,
     default_predictor,
+    is_budget,
     resolve_context,
 )
 from picompile.errors import UsageError
@@ -49,7 +50,10 @@ class CompileOptions:
 
     Attributes:
         target: rows of the table of targets, separated by commas; the artifact has code for each.
-        quant: weight format: f16, q8, q6, q4m or q4. With the last two the output head and embeddings are in q6.
+        quant: weight format: f16, q8, q6, q4m or q4. With the last two the output head and embeddings are in q6. Or a
+            budget such as `5.2bpw`, bits a weight on average: each matrix gets the format, from q4 to q8, with which
+            they all lose least together. `auto` is the smallest budget with which predictions stay as they are, but for
+            a divergence of 0.01 nats.
         rounding: `calibrated` rounds weights so that their errors on the calibration text make up for each other;
             `nearest` rounds each by itself. None is `calibrated` where there is calibration text or a work folder, the
             model is a folder or file, and the format has fewer than 8 bits.
@@ -121,7 +125,6 @@ class CompileOptions:
         check_activation(self.activation)
         gpu = gpu_of(self.target)
         for value, known, name in (
-            (self.quant, QUANTIZATIONS, "quantization"),
             (self.rounding, (None, *ROUNDINGS), "rounding"),
             (self.predictor, (None, *_predictors(self.predictor)), "predictor"),
             (self.kv_dtype, (None, *KV_DTYPES), "KV cache type"),
@@ -129,6 +132,9 @@ class CompileOptions:
         ):
             if value not in known:
                 raise UsageError(f"unknown {name} {value!r}; known are {', '.join(k for k in known if k)}")
+        if self.quant not in QUANTIZATIONS and not is_budget(self.quant):
+            formats = ", ".join(QUANTIZATIONS)
+            raise UsageError(f"unknown quantization {self.quant!r}; known are {formats}, auto, and budgets like 5.2bpw")
         self._require_use()
         require_whole(
             context=self.context,
@@ -139,7 +145,7 @@ class CompileOptions:
         )
         if self.rounding_tokens < 1:
             raise UsageError(f"weights must be rounded for at least 1 token, not {self.rounding_tokens}")
-        if self.rounding == "calibrated" and self.quant not in CALIBRATED:
+        if self.rounding == "calibrated" and not self._can_calibrate:
             raise UsageError(f"rounding calibrated is for formats of fewer than 8 bits, not {self.quant}; leave it out")
         if self.gate_tokens < 2:
             raise UsageError(f"the accuracy check must read at least 2 tokens, not {self.gate_tokens}")
@@ -164,7 +170,7 @@ class CompileOptions:
         given = {"predictors": self.predictors, "profile": self.profile, "calibration text": self.calibration}
         for what, wanted in given.items():
             planned = self.makes_plan and what != "predictors"
-            rounds = self.calibrates and what == "calibration text"
+            rounds = (self.calibrates or is_budget(self.quant)) and what == "calibration text"
             read = self.accuracy is not None and what != "predictors"
             if wanted and not (planned or rounds or read) and self.predictor not in _TRAINED:
                 raise UsageError(f"{what} given, but predictor {self.predictor or 'auto'} needs none; choose learned")
@@ -206,11 +212,15 @@ class CompileOptions:
         return self.hot_device or ("cuda" if gpu_of(self.target) is not None else None)
 
     @property
+    def _can_calibrate(self) -> bool:
+        return self.quant in CALIBRATED or is_budget(self.quant)
+
+    @property
     def calibrates(self) -> bool:
         """Whether weights are rounded for calibration text, if the model is a folder or file."""
         if self.rounding is not None:
             return self.rounding == "calibrated"
-        return self.quant in CALIBRATED and (self.work is not None or bool(self.calibration))
+        return self._can_calibrate and (self.work is not None or bool(self.calibration))
 
     @property
     def is_lossless(self) -> bool:
@@ -255,8 +265,11 @@ class PlacementConfig:
 class RoundingConfig:
     """The text that weights are rounded for: files, or a default if there are none, and the most tokens of it.
 
-    `work` is the folder that keeps the result, None where it is not kept. `activation` is as in `CompileOptions`.
+    `compensates` says whether weights are rounded for it, and not each to the nearest value. `work` is the folder that
+    keeps the result, None where it is not kept. `activation` is as in `CompileOptions`.
     """
+
+    compensates: bool
 
     calibration: tuple[Path, ...]
     tokens: int
@@ -286,7 +299,8 @@ class CompileConfig:
     """The configuration of one compilation: `CompileOptions` with every default filled in.
 
     None means that there is no such thing, a plan for example; it never means a default. `targets` are names separated
-    by commas; `kv_dtype` is a key of `KV_DTYPES`; `context` and `chunk` are in tokens.
+    by commas; `kv_dtype` is a key of `KV_DTYPES`; `context` and `chunk` are in tokens. `tensors` has the formats of
+    matrices by the names of their parameters, once they are chosen, where `quant` is a budget of bits.
     """
 
     targets: str
@@ -296,10 +310,11 @@ class CompileConfig:
     kv_dtype: str
     chunk: int
     predictor: "PredictorConfig"
-    rounding: RoundingConfig | None
+    rounding: RoundingConfig
     comparison: ComparisonConfig | None
     placement: PlacementConfig
     debug: DebugConfig
+    tensors: Mapping[str, str] = field(default_factory=dict)
 
 
 def resolve(options: CompileOptions, facts: "ModelFacts") -> CompileConfig:
@@ -330,9 +345,9 @@ def resolve(options: CompileOptions, facts: "ModelFacts") -> CompileConfig:
             check_tokens=options.gate_tokens,
             activation=options.activation,
         ),
-        rounding=RoundingConfig(options.calibration, options.rounding_tokens, options.work, options.activation)
-        if options.calibrates
-        else None,
+        rounding=RoundingConfig(
+            options.calibrates, options.calibration, options.rounding_tokens, options.work, options.activation
+        ),
         comparison=None
         if options.accuracy is None
         else ComparisonConfig(options.accuracy if math.isfinite(options.accuracy) else None, options.gate_tokens),

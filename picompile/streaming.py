@@ -197,7 +197,7 @@ def run_segment(
     Each window's state is replaced as soon as the window has run, so that old and new are never both held for all
     windows. `replace` maps calls to functions that compute them in another way, from the same arguments.
     """
-    constants = {node: evaluate_constant(segment.graph_module, node, weights) for node in segment.constants}
+    constants = segment_constants(segment, weights)
     wanted, other = frozenset(nodes), replace or {}
     with torch.no_grad():
         for index, state in enumerate(states):
@@ -206,6 +206,17 @@ def run_segment(
             state.clear()
             states[index] = _run_window(segment, values, observe, wanted, other)
             advance(_tokens(states[index]))
+
+
+def segment_constants(segment: Segment, weights: WeightSource) -> dict[Node, Tensor]:
+    """Return the constants that a segment reads, float32."""
+    return {node: evaluate_constant(segment.graph_module, node, weights) for node in segment.constants}
+
+
+def run_window(segment: Segment, constants: Mapping[Node, Tensor], state: State) -> State:
+    """Return the live values of one window after a segment; `state` has those before it, and stays as it is."""
+    with torch.no_grad():
+        return _run_window(segment, {**constants, **state}, None, frozenset(), {})
 
 
 def observe_segment(

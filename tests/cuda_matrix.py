@@ -40,7 +40,7 @@ class Model(NamedTuple):
 MODELS = (
     *(
         Model("llama-relu", quant, predictor, sequences=1 if predictor == "none" else 3)
-        for quant in ("f16", "q8", "q4")
+        for quant in ("f16", "q8", "q6", "q4m", "q4")
         for predictor in ("exact", "none", "learned", "sign")
     ),
     Model("llama-relu", "f16", "exact", "float32"),

@@ -26,6 +26,10 @@ CASES = [
     ("bamboo", "f16", "exact"),
     ("qwen2", "q4", "none"),
     ("bitnet", "q4", "exact"),
+    ("llama-relu", "q4m", "exact"),
+    ("qwen2", "q4m", "none"),
+    ("llama-relu", "q6", "exact"),
+    ("opt-pre-norm", "q6", "none"),
 ]
 
 

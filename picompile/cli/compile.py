@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from picompile.choices import DEFAULT_ROUNDING_TOKENS
+from picompile.choices import DEFAULT_ROUNDING_TOKENS, parse_bits
 from picompile.cli.accuracy_show import reported_comparison, show_comparison
 from picompile.cli.checks import (
     checkpoint_weights,
@@ -28,7 +28,6 @@ from picompile.cli.options import (
     HotDeviceOption,
     KvDtype,
     ModelArgument,
-    Quant,
     Rounding,
     VramBudgetOption,
 )
@@ -53,12 +52,14 @@ def compile_command(
         ),
     ] = "cpu",
     quant: Annotated[
-        Quant,
+        str,
         typer.Option(
-            help="Weight format. q4m has a zero for each group of weights beside its scale. With q4 and q4m the output "
-            "head and embeddings are in q6."
+            metavar="FORMAT",
+            help="Weight format: f16, q8, q6, q4m or q4. q4m has a zero for each group of weights beside its scale. "
+            "With q4 and q4m the output head and embeddings are in q6. Or a budget, as in 5.2bpw: bits a weight on "
+            "average, spent where they keep most; auto: as few as keep the model's predictions.",
         ),
-    ] = Quant.Q4,
+    ] = "q4",
     rounding: Annotated[
         Rounding | None,
         typer.Option(
@@ -178,10 +179,8 @@ def compile_command(
     require_model_folder(model)
     require_context(model, context)
     require_output(output, overwrite=force, marker="manifest.json")
-    from picompile_passes.weight_formats import FORMATS
-
     # Rows are padded, so an artifact is never smaller than this.
-    needed_bytes = int(checkpoint_weights(model) * FORMATS[quant.value].bits / 8)
+    needed_bytes = int(checkpoint_weights(model) * _least_bits(quant) / 8)
     require_disk_space(output, needed_bytes, "{output}: needs about {needed} on disk, {free} are free")
     if plan is not None and hot is not None:
         raise UsageError("--plan and --hot both say which neurons are hot; give one of them")
@@ -194,7 +193,7 @@ def compile_command(
 
     options = CompileOptions(
         target=target,
-        quant=quant.value,
+        quant=quant,
         rounding=None if rounding is None else rounding.value,
         rounding_tokens=rounding_tokens,
         predictor=predictor,
@@ -225,6 +224,14 @@ def compile_command(
     print(_summary(output))
     if (comparison := reported_comparison(output)) is not None:
         show_comparison(comparison)
+
+
+def _least_bits(quant: str) -> float:
+    """Return how many bits a weight takes at least; 0 for what is no quantization, which is refused later."""
+    from picompile_passes.weight_formats import FORMATS
+
+    least = FORMATS["q4"].bits
+    return (parse_bits(quant) or least) if quant not in FORMATS else FORMATS[quant].bits
 
 
 def read_hot(path: Path) -> Mapping[int, Sequence[int]]:

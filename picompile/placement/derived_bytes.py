@@ -35,8 +35,6 @@ _STATISTICS_BYTES = 16
 # `cpu/ffn.py`: runs of neurons that a token's block is cut into.
 _SLICES = 16
 _CACHE_LINE_FLOATS = 16
-# `cpu/add_rows.py`: columns whose sums lie together.
-_SUM_COLUMNS = {"f16": 8, "q8": 32, "q4": 64}
 # `cpu/quantized.py`: scales that are read at a time; also the floats of a vector.
 _LANES = 8
 # `cpu/attention_work.py`: where few heads have keys, tasks share the positions as well.
@@ -199,9 +197,17 @@ def _predictor_scratch(graph: ShapeGraph) -> list[int]:
     return [sign_row_bytes(graph.outline.hidden)]
 
 
+def _sum_columns(quant: str) -> int:
+    """Return how many columns' sums lie together (`cpu/add_rows.py`): those of 32 bytes, or of a vector of floats."""
+    form = FORMATS[quant]
+    if not form.scale_bytes:
+        return _LANES
+    return GROUP if form.data_bits == 8 else 2 * GROUP
+
+
 def _token_block(graph: ShapeGraph, is_masked: bool) -> list[int]:
     """Return the sizes for one token: gating products, list of neurons, sums of the slices and their counts."""
-    outline, columns = graph.outline, _SUM_COLUMNS[graph.packing.quant]
+    outline, columns = graph.outline, _sum_columns(graph.packing.quant)
     is_exact = graph.packing.predictor == "exact"
     listed = [outline.neurons * _FLOAT_BYTES] * is_exact + [outline.neurons * _INT_BYTES] * (is_exact or is_masked)
     width = -(-outline.hidden // columns) * columns + _CACHE_LINE_FLOATS

@@ -1,6 +1,7 @@
 """How a model is packed, and its bytes and launches then, by the part of the model that needs them."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from picompile.choices import CHUNK, DEFAULT_CONTEXT, KV_DTYPES, PREDICTORS, QUANTIZATIONS
 from picompile.errors import UsageError
@@ -11,7 +12,8 @@ class Packing:
     """How a model is packed and run. Raises `UsageError` for values that no model can be packed with.
 
     `quant`, `predictor`, `context`, `kv_dtype` and `chunk` are as in `CompileOptions`, with `auto` for a predictor of
-    None. `batch` sequences are decoded together, each with a cache of its own.
+    None. `batch` sequences are decoded together, each with a cache of its own. `tensors` has the formats of single
+    matrices, by the names of their parameters.
     """
 
     quant: str = "q4"
@@ -20,6 +22,7 @@ class Packing:
     batch: int = 1
     kv_dtype: str | None = None
     chunk: int = CHUNK
+    tensors: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         for value, known, name in (

@@ -1,11 +1,13 @@
 """Calibrated rounding: weights are rounded layer by layer, so that errors on calibration text make up for each other.
 
 `compensate.py` rounds one matrix, given the second moments of its inputs. `matrices.py` finds the matrices of a graph
-and gathers these moments, `run.py` goes through the layers of a model, `store.py` keeps what comes of them, and
-`calibration.py` does all of this for one compilation.
+and gathers these moments, `run.py` goes through the layers of a model, and `store.py` keeps what comes of them.
+
+The format of each matrix may be chosen for a budget of bits: `losses.py` measures what each loses, and `budget.py`
+spends the bits. `calibration.py` does all of this for one compilation.
 """
 
-from picompile.rounding.calibration import calibration_text, round_checkpoint
+from picompile.rounding.calibration import calibration_text, checkpoint_formats, round_checkpoint
 from picompile.rounding.options import RoundingOptions
 from picompile.rounding.run import round_model
 from picompile.rounding.store import RoundedWeights, RoundingDirectory
@@ -15,6 +17,7 @@ __all__ = [
     "RoundingDirectory",
     "RoundingOptions",
     "calibration_text",
+    "checkpoint_formats",
     "round_checkpoint",
     "round_model",
 ]

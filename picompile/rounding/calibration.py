@@ -1,6 +1,8 @@
 """Rounding the weights of one compilation: the text that is read, and the folder that the result is kept in."""
 
 import hashlib
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch.fx import GraphModule
@@ -11,6 +13,8 @@ from picompile.output import reserve
 from picompile.predictors.profile.options import ProfileOptions
 from picompile.predictors.profile.windows import TextWindows, checkpoint_tokenizer, text_windows, window_size
 from picompile.progress import Progress
+from picompile.rounding.budget import fit_budget, fit_loss, mean_bits
+from picompile.rounding.losses import measure_losses, read_losses, write_losses
 from picompile.rounding.options import RoundingOptions
 from picompile.rounding.run import round_model, rounding_inputs
 from picompile.rounding.store import RoundedWeights, RoundingDirectory
@@ -68,3 +72,61 @@ def _predictors_sha256(graph_module: GraphModule, weights: WeightSource) -> str:
     for name in sorted(name for name in read if name.startswith(PREDICTORS)):
         digest.update(name.encode() + weights.load(name).contiguous().numpy().tobytes())
     return digest.hexdigest()
+
+
+# Text that losses are measured on. Every matrix is tried on all of it, each time from its layer on.
+_LOSS_WINDOW, _LOSS_WINDOWS = 256, 4
+# The loss that `auto` allows, in nats a token: about as large is the relative rise of perplexity.
+_AUTO_LOSS = 0.01
+
+
+@dataclass(frozen=True)
+class ChosenFormats:
+    """The format of each matrix, by the name of its parameter, and a sentence on what was chosen."""
+
+    formats: dict[str, str]
+    summary: str
+
+
+def checkpoint_formats(
+    checkpoint: Path,
+    graph_module: GraphModule,
+    weights: WeightSource,
+    folder: Path,
+    options: RoundingOptions,
+    bits: float | None,
+    progress: Progress,
+) -> ChosenFormats:
+    """Choose a format for each matrix of a model.
+
+    Args:
+        checkpoint: the model's folder or file.
+        graph_module: its predicted graph.
+        weights: the values of its parameters and of its predictors.
+        folder: keeps the losses that were measured. Those of the same inputs are read.
+        options: the text to measure on.
+        bits: the budget, in bits a weight on average; None takes as few as lose 0.01 nats together.
+        progress: is told of each step.
+
+    Raises:
+        UsageError: the text cannot be used, or another process is at work in `folder`.
+    """
+    text = calibration_text(checkpoint, options)
+    windows = text.calibration[:, :_LOSS_WINDOW].tolist()[:_LOSS_WINDOWS]
+    mark = fingerprint(checkpoint, options.activation)
+    inputs = rounding_inputs(graph_module, __version__, mark, str(windows), _predictors_sha256(graph_module, weights))
+    with reserve(folder.resolve(), overwrite=True, parents=True):
+        folder.mkdir(parents=True, exist_ok=True)
+        units = read_losses(folder / "losses.json", inputs)
+        if units is None:
+            units = measure_losses(graph_module, weights, windows, progress)
+            write_losses(folder / "losses.json", inputs, units)
+    chosen = fit_loss(units, _AUTO_LOSS) if bits is None else fit_budget(units, bits)
+    counts = Counter(chosen[unit.name] for unit in units for _ in unit.parameters)
+    loss = sum(unit.losses[chosen[unit.name]] for unit in units)
+    summary = (
+        f"{mean_bits(units, chosen):.2f} bits a weight: "
+        f"{', '.join(f'{count} matrices in {form}' for form, count in sorted(counts.items()))}; rounded to the nearest "
+        f"they would lose {loss:.4f} nats a token"
+    )
+    return ChosenFormats({name: chosen[unit.name] for unit in units for name in unit.parameters}, summary)

@@ -10,10 +10,11 @@ from torch.fx import Node
 
 from picompile.streaming import Segment
 from picompile_passes.dialect.ops import neuron_outputs, neuron_rms
-from picompile_passes.graph.nodes import arguments, is_call
+from picompile_passes.graph.nodes import arguments, attribute, has_real_data, is_call
 from picompile_passes.graph.operands import (
     DEQUANTIZE,
     EMBEDDING,
+    INDEX_SELECT,
     LINEAR,
     PREDICTORS,
     QUANTIZE,
@@ -32,7 +33,7 @@ class MatrixKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix that a graph packs in the format `form`; `value` is the node whose value is packed.
+    """A matrix of which a graph packs all or some rows in the format `form`; it is the value of the node `value`.
 
     Its rows are outputs or, with `rows_are_inputs`, inputs: neurons, in a down matrix.
     """
@@ -98,15 +99,27 @@ def _matrix(operand: Node, rows_are_inputs: bool) -> Matrix | None:
     quantized = arguments(operand)["packed"]
     if not is_call(quantized, QUANTIZE):
         return None
-    value, form = arguments(quantized)["weight"], arguments(quantized)["format"]
-    transposed = is_call(value, TRANSPOSE)
-    parameter = value.all_input_nodes[0] if transposed else value
+    form, source = arguments(quantized)["format"], source_of(arguments(quantized)["weight"])
     looked_up = any(is_call(user, EMBEDDING) for user in operand.users)
-    if parameter.op != "get_attr" or looked_up or not FORMATS[form].scale_bytes:
+    if source is None or looked_up or not FORMATS[form].scale_bytes or str(source.target).startswith(PREDICTORS):
         return None
-    if str(parameter.target).startswith(PREDICTORS):
-        return None
-    return Matrix(MatrixKey(str(parameter.target), transposed), form, value, rows_are_inputs)
+    value = _whole(arguments(quantized)["weight"])
+    return Matrix(MatrixKey(str(source.target), is_call(value, TRANSPOSE)), form, value, rows_are_inputs)
+
+
+def source_of(matrix: Node) -> Node | None:
+    """Return the parameter that a matrix is, or of which it is the transpose or rows; None where it is computed."""
+    whole = _whole(matrix)
+    source = whole.all_input_nodes[0] if is_call(whole, TRANSPOSE) else whole
+    is_parameter = source.op == "get_attr" and not has_real_data(attribute(source.graph.owning_module, source.target))  # type: ignore[arg-type]
+    return source if is_parameter else None
+
+
+def _whole(matrix: Node) -> Node:
+    """Return the matrix of which `matrix` has rows, which are each rounded by themselves, or `matrix`."""
+    if is_call(matrix, INDEX_SELECT) and matrix.args[1] == 0:
+        return matrix.all_input_nodes[0]
+    return matrix
 
 
 class Moments:

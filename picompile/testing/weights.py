@@ -17,6 +17,7 @@ from picompile_passes.graph.operands import FFN, NEURON_ROWS, PREDICT, PREDICTOR
 from picompile_passes.graph.rewriter import Rewriter
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.predictors import PredictorKind, add_predictor_kind, predictor_kind
+from picompile_passes.weight_formats import predictor_format
 
 # Random weights for graphs: `random_weights`; and the neurons of blocks by their weights: `neuron_rows`.
 
@@ -155,8 +156,7 @@ def random_weights(
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         if parameter.dim() == 2:
             scale = embedding_scale if name in embeddings else other_scale * parameter.shape[1] ** -0.5
-            # Predictors' own matrices are packed in q8 where others are in q4.
-            form = "q8" if representable == "q4" and name in own else representable
+            form = predictor_format(representable) if representable and name in own else representable
             value = _DRAW[form](parameter.shape, scale, generator)
         else:
             value = _vector(name, parameter.shape, other_scale, generator)
@@ -197,11 +197,28 @@ def _of_q4(shape: torch.Size, scale: float, generator: torch.Generator) -> Tenso
     """-8, 4, -2, 1 and 0 units: whichever of them is the largest of a group of 32, it is -8 of the group's scale, and
     the others are then integers of -7 to 7. No size has both signs, for q4 has no +8. Their mean is 0.
     """
-    units = torch.tensor([-8.0, 4.0, -2.0, 1.0, 0.0])
-    shares = torch.tensor([0.1, 0.2, 0.2, 0.4, 0.1])
+    return _drawn({-8.0: 0.1, 4.0: 0.2, -2.0: 0.2, 1.0: 0.4, 0.0: 0.1}, shape, scale, generator)
+
+
+def _of_q6(shape: torch.Size, scale: float, generator: torch.Generator) -> Tensor:
+    """-32, 16, -8, 4, -2, 1 and 0 units: the largest of a group is -32 of its scale, as in q4. Their mean is 0."""
+    shares = {-32.0: 0.05, 16.0: 0.1, -8.0: 0.1, 4.0: 0.2, -2.0: 0.1, 1.0: 0.2, 0.0: 0.25}
+    return _drawn(shares, shape, scale, generator)
+
+
+def _of_q4m(shape: torch.Size, scale: float, generator: torch.Generator) -> Tensor:
+    """-30, 15 and 0 units: the 15 steps of a group's span are of 1, 2 or 3 units, and 0 is one of its codes. Their mean
+    is 0.
+    """
+    return _drawn({-30.0: 0.25, 15.0: 0.5, 0.0: 0.25}, shape, scale, generator)
+
+
+def _drawn(shares: dict[float, float], shape: torch.Size, scale: float, generator: torch.Generator) -> Tensor:
+    """Numbers of units that are drawn with these shares, of standard deviation near `scale`."""
+    units, chances = torch.tensor([*shares]), torch.tensor([*shares.values()])
     count = max(1, shape.numel())
-    values = units[torch.multinomial(shares, count, replacement=True, generator=generator)][: shape.numel()]
-    deviation = float((shares * units**2).sum()) ** 0.5
+    values = units[torch.multinomial(chances, count, replacement=True, generator=generator)][: shape.numel()]
+    deviation = float((chances * units**2).sum()) ** 0.5
     return values.reshape(shape) * _power_of_two(scale / deviation)
 
 
@@ -214,6 +231,8 @@ _DRAW: dict[str | None, Callable[[torch.Size, float, torch.Generator], Tensor]] 
     None: _normal,
     "f16": _half,
     "q8": _of_q8,
+    "q6": _of_q6,
+    "q4m": _of_q4m,
     "q4": _of_q4,
 }
 

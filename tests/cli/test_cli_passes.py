@@ -58,7 +58,7 @@ def test_numbered_rules_keep_their_form(cli: Cli) -> None:
     assert "\n3. A matrix that is packed already stays as it is.\n" in found
     assert "needs       a graph of stage predicted to quantized\n" in found
     assert "gives       one of stage quantized\n" in found
-    assert "options\n  format      str  default q4    weight format: f16, q8 or q4\n" in found
+    assert "options\n  format      str  default q4    weight format: f16, q8, q6, q4m or q4\n" in found
     assert "--pass 'quantize{format=q4,predictors=auto}'" in found
 
 

@@ -128,7 +128,7 @@ VARIANTS: dict[type[KernelSpec], list[Parameters]] = {
     TopLogitsSpec: grid(vocab=(37, 300, 3000), rows=ROWS),
     LinearSpec: grid(format=FORMATS, n=(64, 251), k=(72, 100), rows=ROWS, bias=(False, True)),
     PredictLowRankSpec: grid(
-        formats=(("f16", "f16"), ("q8", "q4"), ("q4", "q8")),
+        formats=(("f16", "f16"), ("q8", "q4"), ("q4", "q8"), ("q6", "q4m")),
         neurons=(77,), rank=(5, 40), dim=(72,), relu=(False, True), rows=(1, 7),
     ),
     PredictSignsSpec: [

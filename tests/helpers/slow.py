@@ -28,7 +28,7 @@ _BLOCKS = "codegen/cpu/test_kernels_ffn.py::test_"
 _BLOCK_CASES = (
     *("reglu-dense-f16-1", "reglu-exact-f16-1", "reglu-exact-q4-13", "reglu-masked-f16-1", "reglu-part-f16-1"),
     *("drelu-masked-f16-1", "fatrelu-exact-f16-1", "opt-exact-q8-1", "opt-masked-q4-1", "swiglu-dense-f16-13"),
-    *("bitnet-exact-q8-1", "normed-dense-q4-13"),
+    *("bitnet-exact-q8-1", "normed-dense-q4-13", "drelu-exact-q4m-1", "opt-exact-q6-1"),
 )
 _ATTENTION = ("codegen/cpu/test_kernels_attention.py", "codegen/cuda/test_cuda_attention.py")
 _NAN_KEYS = "codegen/cuda/test_cuda_attention.py::test_nan_keys_reach_exactly_the_queries_that_see_them["
@@ -327,6 +327,7 @@ SLOW: tuple[SlowTests, ...] = (
             f"{_ATTENTION[1]}::test_a_chunk_whose_positions_are_shared_by_blocks[1155-all options, parts]",
             "codegen/cuda/test_cuda_attention_extend.py::test_extends_and_attends[0-multi-head-one-1-True]",
             *(f"codegen/cuda/test_cuda_ffn.py::test_ffn[{case}]" for case in ("reglu-masked-f16-1", "opt-exact-q4-1")),
+            *(f"codegen/cuda/test_cuda_ffn.py::test_ffn[{case}]" for case in ("opt-exact-q6-1", "opt-exact-q4m-1")),
             *(
                 f"codegen/cuda/test_cuda_ffn.py::test_ffn[{case}]"
                 for case in ("sliced-dense-q8-13", "bitnet-exact-f16-1")

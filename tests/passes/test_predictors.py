@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from picompile_passes import predictors
-from picompile_passes.dialect import dequantize_rows, quantize_rows
+from picompile_passes.dialect import FORMATS, dequantize_rows, quantize_rows
 from picompile_passes.errors import PassOptionError, RegistryError
 from picompile_passes.graph.operands import PREDICT
 from picompile_passes.passes.insert_predictors import InsertPredictors
@@ -92,7 +92,7 @@ def test_a_share_of_just_the_threshold_is_silent():
     assert [sign_limit(10, threshold) for threshold in (0.7, 0.5, 0.55, -1.0, 1.0)] == [7, 5, 5, -10, 10]
 
 
-@pytest.mark.parametrize("form", ["f16", "q8", "q4"])
+@pytest.mark.parametrize("form", [*FORMATS])
 def test_signs_of_a_packed_matrix_are_those_of_what_it_holds(form):
     """A small weight becomes 0, or -0 where the scale is negative, and counts as positive."""
     w = values(7, 64, seed=0) * torch.tensor([1.0, 1e-9]).repeat(32)

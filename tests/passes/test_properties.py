@@ -26,6 +26,7 @@ from picompile.testing import (
     skipping_predictors,
 )
 from picompile_passes.base import Pass, Stage, stage_of
+from picompile_passes.dialect import FORMATS
 from picompile_passes.errors import PassesError, StageError, UnsupportedGraphError
 from picompile_passes.graph.dump import graph_text
 from picompile_passes.graph.nodes import arguments, attribute, calls, is_call
@@ -80,7 +81,7 @@ def test_partition():
     check(partitions, graphs=graphs(Stage.PREDICTED), may_refuse=False, max_examples=2 * EXAMPLES)
 
 
-@pytest.mark.parametrize("form", ["f16", "q8", "q4"])
+@pytest.mark.parametrize("form", [*FORMATS])
 def test_quantize(form):
     weights = partial(random_weights, representable=form)
     stages = st.sampled_from([Stage.PREDICTED, Stage.PARTITIONED, Stage.PARTITIONED])
@@ -93,7 +94,7 @@ def test_quantize(form):
     )
 
 
-@pytest.mark.parametrize("form", ["f16", "q8", "q4"])
+@pytest.mark.parametrize("form", [*FORMATS])
 def test_quantize_leaves_what_is_packed(form):
     check(
         Quantize(form),

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from helpers.graphs import PROFILE
 from picompile.testing import LLAMA, OPT, TOLERANCES, GraphShape, RandomWeights, build, random_weights, run, shapes
 from picompile_passes.base import Stage, stage_of
-from picompile_passes.dialect import dequantize_rows, quantize_rows
+from picompile_passes.dialect import FORMATS, dequantize_rows, quantize_rows
 from picompile_passes.errors import PassOptionError
 from picompile_passes.graph.nodes import arguments, calls
 from picompile_passes.graph.operands import DEQUANTIZE, PREDICT, QUANTIZE, SPARSE_FFN, matrix_operands
@@ -48,7 +48,7 @@ def rounded(weights, form, predictors=None):
 @PROFILE
 @example(shape=OPT, form="q4", split=True, seed=0)
 @example(shape=LLAMA, form="q8", split=True, seed=0)
-@given(shape=shapes(), form=st.sampled_from(["f16", "q8", "q4"]), split=st.booleans(), seed=st.integers(0, 100))
+@given(shape=shapes(), form=st.sampled_from([*FORMATS]), split=st.booleans(), seed=st.integers(0, 100))
 def test_quantized_graph_computes_what_the_rounded_weights_do(shape, form, split, seed):
     before = partitioned(shape, {0: range(0, shape.ffn, 3)} if split else {})
     after = Quantize(form)(before).graph_module
@@ -63,10 +63,11 @@ def test_errors_of_formats_are_within_their_bounds():
     weights = random_weights(before)
     expected = run(before, weights)
     errors = {}
-    for form in ("f16", "q8", "q4"):
+    for form in FORMATS:
         actual = run(Quantize(form)(before).graph_module, weights)
-        errors[form] = float((actual - expected).abs().max() / expected.abs().max())
-    assert 0 < errors["f16"] < errors["q8"] < errors["q4"] < 0.5
+        errors[form] = float((actual - expected).norm() / expected.norm())
+    assert 0 < errors["f16"] < errors["q8"] < errors["q6"] < min(errors["q4m"], errors["q4"])
+    assert max(errors.values()) < 0.5
 
 
 def test_matrices_are_packed_and_vectors_are_not():
@@ -81,7 +82,10 @@ def test_matrices_are_packed_and_vectors_are_not():
 
 @pytest.mark.parametrize(
     ("form", "predictors", "own"),
-    [("f16", "auto", "f16"), ("q8", "auto", "q8"), ("q4", "auto", "q8"), ("q4", "q4", "q4"), ("q4", "f16", "f16")],
+    [
+        *[("f16", "auto", "f16"), ("q8", "auto", "q8"), ("q6", "auto", "q8"), ("q4m", "auto", "q8")],
+        *[("q4", "auto", "q8"), ("q4", "q4", "q4"), ("q4", "f16", "f16"), ("q4m", "q6", "q6")],
+    ],
 )
 def test_matrices_of_a_learned_predictor_are_packed_and_its_bias_is_not(form, predictors, own):
     before = InsertPredictors("learned", ranks={0: 3, 1: 5}, inputs={1: "previous"})(build(OPT)).graph_module
@@ -150,7 +154,9 @@ def test_second_run_changes_nothing():
 
 
 def test_unknown_format_is_refused():
-    with pytest.raises(PassOptionError, match="option format of pass quantize: 'q5' is not one of f16, q8, q4"):
+    with pytest.raises(
+        PassOptionError, match="option format of pass quantize: 'q5' is not one of f16, q8, q6, q4m, q4"
+    ):
         Quantize("q5")
 
 

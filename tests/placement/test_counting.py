@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 from helpers.families import SQUARED, VARIANTS, config_of
 from helpers.support import BUNDLED_MODEL, BuildOnce, compile_for_test
 from picompile.artifact.files import weights_bytes
-from picompile.choices import KV_DTYPES
+from picompile.choices import KV_DTYPES, QUANTIZATIONS
 from picompile.errors import UnsupportedModelError, UsageError
 from picompile.frontend.hf import capture_config, load_model
 from picompile.placement.counting import SPLIT_BYTES, count_bytes, shape_bytes
@@ -86,7 +86,7 @@ def layer_bytes(layer: LayerBytes) -> int:
 def test_counted_bytes_add_up_to_the_artifact(name: str) -> None:
     config = config_of(name, 2)
     for predictor in random.sample(PREDICTORS[0 if silent(config) else 1 :], 2):
-        packing = Packing(random.choice(("f16", "q8", "q4")), predictor, random.randint(1, 200), kv_dtype="f16")
+        packing = Packing(random.choice(QUANTIZATIONS), predictor, random.randint(1, 200), kv_dtype="f16")
         given = learned(random.randint(1, 50), 2) if predictor == "learned" else None
         counted = count_bytes(name, captured(config), packing, given)
         of = lowered(config, packing, given.insert_pass() if given else InsertPredictors(predictor))
@@ -104,7 +104,7 @@ def test_a_shape_has_the_bytes_of_its_model(name: str) -> None:
     """Their first layers differ: what is before and behind the layers is elsewhere in each."""
     config = config_of(name, random.choice((1, 3, 4)))
     predictor = random.choice(("auto", *PREDICTORS[1:]))
-    packing = Packing(random.choice(("f16", "q8", "q4")), predictor, random.randint(1, 200), random.randint(1, 5))
+    packing = Packing(random.choice(QUANTIZATIONS), predictor, random.randint(1, 200), random.randint(1, 5))
     assert shape_bytes(name, config, packing) == count_bytes(name, captured(config), packing)
 
 
@@ -191,7 +191,7 @@ def test_fatrelu_has_a_wide_cache() -> None:
 def test_parts_of_a_split_layer_take_no_more_than_counted(data: st.DataObject) -> None:
     config = config_of(data.draw(st.sampled_from(("llama-relu", "opt-post-norm", "falcon-serial", "bamboo"))), 2)
     predictor = data.draw(st.sampled_from(PREDICTORS))
-    packing = Packing(data.draw(st.sampled_from(("f16", "q8", "q4"))), predictor, 16, kv_dtype="f16")
+    packing = Packing(data.draw(st.sampled_from(QUANTIZATIONS)), predictor, 16, kv_dtype="f16")
     given = learned(24, 2) if predictor == "learned" else None
     layer = count_bytes("model", captured(config), packing, given).layers[1]
     hot = data.draw(st.sets(st.integers(0, layer.neurons - 1)) | st.just(set(range(layer.neurons))))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from helpers.families import SQUARED, VARIANTS, config_of
+from picompile.choices import QUANTIZATIONS
 from picompile.frontend.hf import capture_config
 from picompile.placement.counting import lowered_shape_bytes, shape_bytes
 from picompile.placement.derived_bytes import derive_bytes
@@ -53,7 +54,7 @@ def drawn_packing(quant: str, predictor: str) -> Packing:
     )
 
 
-@pytest.mark.parametrize("quant", ["f16", "q8", "q4"])
+@pytest.mark.parametrize("quant", QUANTIZATIONS)
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name not in SQUARED])
 def test_every_family_is_derived_as_it_is_lowered(name: str, quant: str) -> None:
     config = config_of(name, random.choice((2, 5)))
@@ -64,7 +65,7 @@ def test_every_family_is_derived_as_it_is_lowered(name: str, quant: str) -> None
 @pytest.mark.parametrize("predictor", ["exact", *PREDICTORS])
 def test_every_predictor_is_derived_as_it_is_lowered(predictor: str) -> None:
     for name in ("llama-relu", "opt-post-norm"):
-        config, packing = config_of(name, random.choice((1, 3))), drawn_packing(random.choice(("f16", "q4")), predictor)
+        config, packing = config_of(name, random.choice((1, 3))), drawn_packing(random.choice(QUANTIZATIONS), predictor)
         firing = random.choice((None, firing_of_curve("10%", 3, 1000)))
         assert derived(config, packing, firing=firing) == lowered_shape_bytes("model", config, packing, firing)
 

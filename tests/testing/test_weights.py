@@ -125,11 +125,11 @@ def test_quantizing_a_graph_changes_nothing(data, seed, form):
 
 
 def test_a_format_that_is_not_known_is_refused():
-    with pytest.raises(ValueError, match="there is no weight format 'q5'; there are f16, q8, q4"):
+    with pytest.raises(ValueError, match="there is no weight format 'q5'; there are f16, q8, q6, q4m, q4"):
         random_weights(build(LLAMA), representable="q5")
 
 
-@pytest.mark.parametrize("form", ["q8", "q4"])
+@pytest.mark.parametrize("form", ["q8", "q6", "q4m", "q4"])
 def test_packing_changes_weights_unless_representable_ones_are_asked_for(form):
     matrix = random_weights(build(LLAMA)).tensors["lm_head.weight"]
     assert not torch.equal(packed_again(matrix, form), matrix)

@@ -1,9 +1,9 @@
 """Rows of a packed matrix, each times a number, added to a vector: a feed-forward block's way down, for a few tokens.
 
 Several rows are added at a time, so that the vector is loaded and stored once for all of them. In f16 the weights are
-converted and multiplied in float32. In q8 and q4 the factors are bytes, as activations are in `quantized.py`: for each
-group of 32 columns, a row's factor times its scale is rounded to a multiple of the largest such product over 127. The
-products with the rows' bytes, four for each column, are then added up by one instruction.
+converted and multiplied in float32. In the other formats the factors are bytes, as activations are in `quantized.py`:
+for each group of 32 columns, a row's factor times its scale is rounded to a multiple of the largest such product over
+127. The products with the rows' bytes, four for each column, are then added up by one instruction.
 
 For that instruction the bytes of four rows must lie side by side. That takes the fewest instructions where none of them
 moves anything from one half of a vector to the other, and leaves the sums in another order than the columns: `SumOrder`

@@ -40,7 +40,8 @@ def block_rows() -> int:
 
 
 def raw_offset(matrix: KernelMatrix) -> float:
-    """Return the offset that makes a byte of a block the weight over its scale; times its group's zero if it has one."""
+    """Return the offset that makes a byte of a block the weight over its scale; times the byte of its group's zero
+    where groups have zeros."""
     return signed_offset() if matrix.form.lowest < 0 else matrix.offset
 
 

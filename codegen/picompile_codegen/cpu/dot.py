@@ -2,7 +2,7 @@
 
 A matrix is read once, front to back; all else stays in the first-level cache. So these are bound by memory, as long as
 a group of weights costs no more cycles than its bytes take to arrive. In f16 a group takes four conversions and four
-multiply-adds. In q8 and q4, where the vector is bytes too, 32 bytes of weights take some eight instructions.
+multiply-adds. In the other formats, where the vector is bytes too, 32 bytes of weights take some eight instructions.
 
 Several vectors share the work on the weights: reading them, converting them or splitting their bits. Each vector has
 sums of its own, added up in the same order as for one vector: its product has the same bits, whoever shares the row.

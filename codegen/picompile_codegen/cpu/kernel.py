@@ -82,8 +82,8 @@ class WrittenKernel:
 class Kernel(WrittenKernel):
     """One compiled function of an artifact, under the symbol `__tvm_ffi_<name>`.
 
-    A packed matrix `w` is one argument `w.data` in f16 and two, `w.data` and `w.scale`, in q8 and q4: views of the same
-    bytes, typed as the data and as the scales. `isa` names the instruction set that it was written for.
+    A packed matrix `w` is one argument `w.data` in f16 and two in other formats, `w.data` and `w.scale`: views of the
+    same bytes, typed as the data and as the scales. `isa` names the instruction set that it was written for.
     """
 
     isa: str = DEFAULT_ISA

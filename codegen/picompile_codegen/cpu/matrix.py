@@ -31,7 +31,7 @@ _BYTES_AHEAD = 8 * 1024
 
 @dataclass(frozen=True)
 class Group:
-    """32 consecutive weights of a row: `raw` vectors, and in every lane `offset` (None for 0) and `scale` (None for 1)."""
+    """32 consecutive weights of a row: vectors `raw`, and, in every lane, `offset` and `scale`, None for 0 and 1."""
 
     raw: tuple[Expr, ...]
     offset: Expr | None

@@ -18,8 +18,8 @@ from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, intrinsic, lo
 from picompile_codegen.cpu.vector import LANES, at, highest, load, splat, splat_int, store, total
 from picompile_passes.weight_formats import GROUP
 
-# Products of bytes, for q8 and q4 weights: thirty-two pairs are multiplied and added up in fours, to eight exact sums
-# of 32 bits. Instruction sets differ most in the instruction for that, see `isa.Isa.bytes_dot`.
+# Products of bytes, for weights of 8 bits or fewer: thirty-two pairs are multiplied and added up in fours, to eight
+# exact sums of 32 bits. Instruction sets differ most in the instruction for that, see `isa.Isa.bytes_dot`.
 
 
 BYTES = 4 * LANES
@@ -203,8 +203,9 @@ class QuantizedVector:
 
     Of scales and offsets there is one a group, and zeros up to a multiple of 8.
 
-    For matrices of nibbles, two groups share 64 bytes, since two groups' low halves lie in the same 32 bytes of a row: columns 0 to 15
-    of the first and of the second, then 16 to 31 of both. After an odd number of groups there is one of zeros.
+    For matrices of nibbles, two groups share 64 bytes, since two groups' low halves lie in the same 32 bytes of a row:
+    columns 0 to 15 of the first and of the second, then 16 to 31 of both. After an odd number of groups there is one of
+    zeros.
     """
 
     bytes: KernelTensor

@@ -1,6 +1,6 @@
 """Packs every matrix in a weight format."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -9,7 +9,7 @@ from torch.fx import Graph, Node
 from picompile_passes.base import Effect, Pass, Stage
 from picompile_passes.dialect import FORMATS
 from picompile_passes.errors import PassOptionError, UnsupportedGraphError
-from picompile_passes.graph.nodes import arguments, constant_nodes, is_call
+from picompile_passes.graph.nodes import arguments, attribute, constant_nodes, has_real_data, is_call
 from picompile_passes.graph.operands import (
     DEQUANTIZE,
     ELEMENTWISE,
@@ -36,7 +36,8 @@ class Quantize(Pass):
     4. Matrices of a predictor's own are packed in the format `predictors`. `auto` is `format`, but q8 where that has
        fewer bits: 4-bit errors move scores across the threshold, which lost 3 to 4 % of the firing neurons where it was
        measured.
-    5. The matrix of the output head and those of embeddings are packed in the format `head`. `auto` is `format`, but
+    5. A matrix that is made of one parameter in `tensors` is packed in the format that is given there.
+    6. The matrix of the output head and those of embeddings are packed in the format `head`. `auto` is `format`, but
        q6 where that has 4 bits: in small models the head's errors cost more than those of all other matrices.
     """
 
@@ -52,7 +53,14 @@ class Quantize(Pass):
 
     head: str = field(default="auto", metadata={"help": "format of head and embeddings: auto, or a format"})
 
+    tensors: Mapping[str, str] = field(
+        default_factory=dict, metadata={"help": "formats of single matrices, as in (lm_head.weight:q8)"}
+    )
+
     def __post_init__(self) -> None:
+        for name, form in self.tensors.items():
+            if form not in FORMATS:
+                raise PassOptionError(f"option tensors of pass {self.name}: {name} in {form!r}, which is no format")
         for option, known in (
             ("format", (*FORMATS,)),
             ("predictors", ("auto", *FORMATS)),
@@ -77,11 +85,14 @@ class Quantize(Pass):
                     raise UnsupportedGraphError(f"{user.name} multiplies by {weight.name}, which is not a constant")
                 key = _constant_key(weight)
                 if key not in packed:
-                    packed[key] = self._pack(rewriter, weight, self._format_for(user, key in in_head))
+                    packed[key] = self._pack(rewriter, weight, self._format_for(user, weight, key in in_head))
                 _substitute(rewriter, user, weight, packed[key])
 
-    def _format_for(self, user: Node, in_head: bool) -> str:
-        """Return the format that a matrix of `user` is packed in."""
+    def _format_for(self, user: Node, weight: Node, in_head: bool) -> str:
+        """Return the format that the matrix `weight` of `user` is packed in."""
+        made_of = _parameters(weight)
+        if len(made_of) == 1 and (chosen := self.tensors.get(next(iter(made_of)))) is not None:
+            return chosen
         if in_head:
             return head_format(self.format) if self.head == "auto" else self.head
         if not is_call(user, PREDICT) or predictor_kind(arguments(user)["kind"]).parameters is None:
@@ -103,6 +114,13 @@ def _head_matrices(graph: Graph) -> set[Hashable]:
         if is_call(node, EMBEDDING) or (is_call(node, LINEAR) and _makes_logits(node)):
             found |= {_constant_key(weight) for weight in matrix_operands(node)}
     return found
+
+
+def _parameters(node: Node) -> set[str]:
+    """Return the names of the parameters that a constant is made of; tables of rows are none."""
+    if node.op == "get_attr":
+        return set() if has_real_data(attribute(node.graph.owning_module, str(node.target))) else {str(node.target)}  # type: ignore[arg-type]
+    return set[str]().union(*map(_parameters, node.all_input_nodes))
 
 
 def _makes_logits(node: Node) -> bool:

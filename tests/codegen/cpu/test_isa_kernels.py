@@ -23,6 +23,8 @@ from picompile_codegen.cpu import Kernel
 from picompile_runtime.devices.machine import is_machine, missing_features
 
 SHAPE, WIDE = (251, 72), (10, 100)
+# Rows of more than eight groups, and of an odd number of them.
+ODD = (10, 330)
 
 
 @dataclass(frozen=True)
@@ -41,14 +43,36 @@ CASES = {
         lambda: linear.linear("q8", SHAPE, 1), lambda bench: linear.test_linear(bench, "q8", SHAPE, None)
     ),
     "linear-q4": Case(lambda: linear.linear("q4", WIDE, 1), lambda bench: linear.test_linear(bench, "q4", WIDE, None)),
+    "linear-q4m": Case(lambda: linear.linear("q4m", ODD, 1), lambda bench: linear.test_linear(bench, "q4m", ODD, None)),
+    "linear-q6": Case(lambda: linear.linear("q6", ODD, 1), lambda bench: linear.test_linear(bench, "q6", ODD, None)),
     "linear-f16-chunk": Case(
         lambda: linear.linear("f16", WIDE, linear.CHUNK), lambda bench: linear.test_linear(bench, "f16", WIDE, 7)
     ),
     "linear-q4-chunk": Case(
         lambda: linear.linear("q4", SHAPE, linear.CHUNK), lambda bench: linear.test_linear(bench, "q4", SHAPE, 7)
     ),
+    "linear-q4m-chunk": Case(
+        lambda: linear.linear("q4m", SHAPE, linear.CHUNK), lambda bench: linear.test_linear(bench, "q4m", SHAPE, 7)
+    ),
+    "linear-q6-chunk": Case(
+        lambda: linear.linear("q6", SHAPE, linear.CHUNK), lambda bench: linear.test_linear(bench, "q6", SHAPE, 7)
+    ),
     "ffn-q4": Case(
         lambda: ffn.kernel_of("reglu", "exact", "q4", 1), lambda bench: ffn.test_ffn(bench, "reglu", "exact", "q4", 1)
+    ),
+    "ffn-q4m": Case(
+        lambda: ffn.kernel_of("opt", "exact", "q4m", 1), lambda bench: ffn.test_ffn(bench, "opt", "exact", "q4m", 1)
+    ),
+    "ffn-q6": Case(
+        lambda: ffn.kernel_of("opt", "exact", "q6", 1), lambda bench: ffn.test_ffn(bench, "opt", "exact", "q6", 1)
+    ),
+    "ffn-q4m-chunk": Case(
+        lambda: ffn.kernel_of("opt", "dense", "q4m", ffn.CHUNK),
+        lambda bench: ffn.test_ffn(bench, "opt", "dense", "q4m", ffn.CHUNK),
+    ),
+    "ffn-q6-chunk": Case(
+        lambda: ffn.kernel_of("opt", "dense", "q6", ffn.CHUNK),
+        lambda bench: ffn.test_ffn(bench, "opt", "dense", "q6", ffn.CHUNK),
     ),
     "ffn-f16-chunk": Case(
         lambda: ffn.kernel_of("reglu", "dense", "f16", ffn.CHUNK),
@@ -72,7 +96,7 @@ CASES = {
     ),
 }
 # All other tests of kernels are of x86-64-v3; x86-64-v4 is the same with more registers.
-FEW = ("linear-f16", "linear-q8", "linear-q4", "linear-f16-chunk")
+FEW = ("linear-f16", "linear-q8", "linear-q4", "linear-q4m", "linear-q6", "linear-f16-chunk")
 TESTED: Mapping[str, tuple[str, ...]] = {
     "x86-64-v3": FEW,
     "x86-64-v4": FEW,

@@ -63,6 +63,9 @@ CASES += [
     ("bitnet", "dense", "q4", 1),
     ("normed", "exact", "f16", 1),
     ("normed", "dense", "q4", CHUNK),
+    # Rows of more than eight groups.
+    *(("drelu", "exact", form, 1) for form in ("q6", "q4m")),
+    *(("drelu", "dense", form, CHUNK) for form in ("q6", "q4m")),
 ]
 # What a part of a block has a mask of: more columns than the part has neurons.
 MASK_COLUMNS = 1000
@@ -171,7 +174,7 @@ class Example:
         return total if self.block.squares else total[:, :0]
 
     def assert_output(self, measured: Array) -> None:
-        """y, and in q8 and q4 within what rounding on the way down may change.
+        """y, and in all formats but f16 within what rounding on the way down may change.
 
         There an output times a weight's scale is rounded to a 127th of the largest such product beside it, and with
         many tokens a weight to a 127th of the largest beside it: by half a 127th of that, for each neuron.
@@ -202,7 +205,7 @@ def test_ffn(workbench: Workbench, name: str, kind: str, format_name: str, rows:
         example.assert_output(result["y"][:tokens])
 
 
-@pytest.mark.parametrize("format_name", ["q8", "q4"])
+@pytest.mark.parametrize("format_name", FORMATS[1:])
 @pytest.mark.parametrize(
     ("kind", "rows"), [("dense", 1), ("masked", 1), ("exact", 1), ("dense", CHUNK), ("exact", CHUNK)]
 )
@@ -226,6 +229,10 @@ OF_SEQUENCES = [
     ("fatrelu", "f16", "dense"),
     ("swiglu", "q4", "dense"),
     ("normed", "q8", "dense"),
+    ("drelu", "q6", "exact"),
+    ("opt", "q6", "dense"),
+    ("drelu", "q4m", "masked"),
+    ("opt", "q4m", "dense"),
 ]
 
 

@@ -28,7 +28,7 @@ def linear(format_name: str, shape: tuple[int, int], rows: int, rowwise: bool = 
 def workbench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
     built = [linear(*case) for case in itertools.product(FORMATS, SHAPES, (1, CHUNK))]
     built += [linear(*case, CHUNK, rowwise=True) for case in itertools.product(FORMATS, SHAPES)]
-    built += [embedding(*case) for case in itertools.product(FORMATS, (96, 100), (1, CHUNK))]
+    built += [embedding(*case) for case in itertools.product(FORMATS, (96, 100, 330), (1, CHUNK))]
     return Workbench(tmp_path_factory.mktemp("linear") / "host.so", built)
 
 
@@ -79,7 +79,7 @@ def test_same_bits_for_any_number_of_threads(workbench: Workbench, format_name: 
 
 
 @pytest.mark.parametrize("format_name", FORMATS)
-@pytest.mark.parametrize(("dim", "rows", "tokens"), [(96, 1, 1), (100, CHUNK, CHUNK), (100, CHUNK, 3), (96, CHUNK, 1)])
+@pytest.mark.parametrize(("dim", "rows", "tokens"), [(96, 1, 1), (100, CHUNK, CHUNK), (330, CHUNK, 3), (96, CHUNK, 1)])
 def test_embedding(workbench: Workbench, format_name: str, dim: int, rows: int, tokens: int) -> None:
     rng = np.random.default_rng([dim, tokens])
     data, weights = packed(rng, format_name, 50, dim)

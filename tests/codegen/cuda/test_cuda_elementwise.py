@@ -12,7 +12,7 @@ from picompile_codegen.cuda import CudaKernel
 from picompile_codegen.specs import AddSpec, DivideByRmsSpec, EmbeddingSpec, TakeLastSpec
 
 CHUNK = 5
-FORMATS = ("f16", "q8", "q4")
+FORMATS = ("f16", "q8", "q6", "q4m", "q4")
 # Part of a block, one that is no multiple of four, and several blocks with a rest.
 DIMS = (96, 99, 700)
 ROWS = [(1, 1), (CHUNK, CHUNK), (CHUNK, 3)]

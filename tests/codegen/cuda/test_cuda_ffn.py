@@ -49,6 +49,16 @@ CASES = [
     ("bitnet", "exact", "f16", 1),
     ("bitnet", "dense", "q8", CHUNK),
     ("normed", "exact", "f16", CHUNK),
+    *(
+        (name, kind, format_name, rows)
+        for format_name in ("q6", "q4m")
+        for name, kind, rows in (
+            ("wide", "masked", 1),
+            ("opt", "exact", 1),
+            ("swiglu", "dense", 1),
+            ("sliced", "dense", CHUNK),
+        )
+    ),
 ]
 OF_SEQUENCES = [("opt", "part", "f16"), ("swiglu", "masked", "q8"), ("bitnet", "part", "f16")]
 

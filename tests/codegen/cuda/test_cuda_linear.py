@@ -10,7 +10,7 @@ from helpers.kernels.workbench import assert_close, packed, uniform
 from picompile_codegen import cuda
 from picompile_codegen.specs import LinearSpec
 
-FORMATS = ("f16", "q8", "q4")
+FORMATS = ("f16", "q8", "q6", "q4m", "q4")
 # The last has more columns than shared memory takes at a time.
 SIZES = ((70, 45), (33, 96), (5, 4133))
 CHUNK = 67

@@ -23,6 +23,8 @@ CASES = [
     ("f16", (200, 40, 100), False),
     ("f16", (70, 300, 1100), False),
     ("q4", (300, 96, 4200), False),
+    ("q4m", (200, 40, 100), False),
+    ("q6", (70, 300, 1100), True),
 ]
 BATCH = 7
 # Less than a word of bits, one column more than a block of them, and more words than a warp reads at once.

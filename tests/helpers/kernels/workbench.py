@@ -101,7 +101,7 @@ def packed(rng: np.random.Generator, format_name: str, rows: int, columns: int) 
 def as_seen(x: Array, format_name: str) -> NDArray[np.float64]:
     """Activations float32 [tokens, columns] as products with a matrix of this format see them.
 
-    q8 and q4 see bytes: each 32 columns' largest magnitude is 127 of them, the rest is rounded.
+    All but f16 see bytes: each 32 columns' largest magnitude is 127 of them, the rest is rounded.
     """
     if format_name == "f16":
         return x.astype(np.float64)

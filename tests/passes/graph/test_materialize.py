@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from picompile.testing import LLAMA, OPT, RandomWeights, build, random_weights, run
-from picompile_passes.dialect import formats, quantize_rows
+from picompile_passes.dialect import FORMATS, formats, quantize_rows
 from picompile_passes.errors import PassesError
 from picompile_passes.graph.materialize import evaluate_constant, materialize
 from picompile_passes.graph.nodes import arguments, calls
@@ -85,7 +85,7 @@ def test_a_missing_weight_and_one_of_another_shape_are_named():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("form", ["f16", "q8", "q4"])
+@pytest.mark.parametrize("form", [*FORMATS])
 def test_constants_are_what_the_eager_graph_computes(dtype, form):
     graph_module = compiled(form=form)
     weights = random_weights(graph_module, dtype=dtype)
@@ -134,7 +134,7 @@ def test_rows_are_selected_before_they_become_float32():
 def test_packing_goes_by_blocks_of_rows(monkeypatch):
     """Blocks that do not divide the rows give the bytes that one block gives."""
     weight = torch.randn(50, 40, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    whole = {form: quantize_rows(weight, form) for form in ("f16", "q8", "q4")}
+    whole = {form: quantize_rows(weight, form) for form in FORMATS}
     monkeypatch.setattr(formats, "_BLOCK_ELEMENTS", 7 * 40 + 1)
     for form, expected in whole.items():
         assert torch.equal(quantize_rows(weight, form), expected)

@@ -1,0 +1,85 @@
+"""A budget of bits: which format each matrix gets, so that together they lose least and take no more than that.
+
+Choose a format f(u) for each unit u to
+
+    minimize Σ loss[u, f(u)]   subject to   Σ weights[u] · bits[f(u)] ≤ budget · Σ weights[u],
+
+or, for a bound on the loss, the other way about. HiGHS solves both.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import highspy
+
+from picompile_passes.weight_formats import FORMATS
+
+# The formats to choose from.
+CHOICES = ("q4", "q4m", "q6", "q8")
+# Losses are far below 1, where HiGHS works with tolerances of 1e-6.
+_LARGEST_LOSS = 1e4
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Matrices that have one format: `parameters` are what they are made of, `weights` how many they are.
+
+    `losses` has the loss of each format of `CHOICES` alone, all else as it is in the checkpoint.
+    """
+
+    name: str
+    parameters: tuple[str, ...]
+    weights: int
+    losses: Mapping[str, float]
+
+
+def fit_budget(units: Sequence[Unit], bits: float) -> dict[str, str]:
+    """Return the format of each unit, by its name, that loses least within `bits` bits a weight on average."""
+    total = sum(unit.weights for unit in units)
+    sizes = [{form: unit.weights / total * FORMATS[form].bits for form in CHOICES} for unit in units]
+    return _solve(units, [unit.losses for unit in units], sizes, bits)
+
+
+def fit_loss(units: Sequence[Unit], bound: float) -> dict[str, str]:
+    """Return the format of each unit, by its name, that takes the fewest bits and loses at most `bound` altogether.
+
+    Where no choice does, each unit gets the format of its least loss.
+    """
+    least = sum(min(unit.losses.values()) for unit in units)
+    if least >= bound:
+        return {unit.name: min(CHOICES, key=lambda form: unit.losses[form]) for unit in units}
+    total = sum(unit.weights for unit in units)
+    sizes = [{form: unit.weights / total * FORMATS[form].bits for form in CHOICES} for unit in units]
+    return _solve(units, sizes, [unit.losses for unit in units], bound)
+
+
+def mean_bits(units: Sequence[Unit], forms: Mapping[str, str]) -> float:
+    """Return the bits of a weight on average, with the formats `forms` of units by their names."""
+    return sum(unit.weights * FORMATS[forms[unit.name]].bits for unit in units) / sum(unit.weights for unit in units)
+
+
+def _solve(
+    units: Sequence[Unit],
+    costs: Sequence[Mapping[str, float]],
+    sizes: Sequence[Mapping[str, float]],
+    limit: float,
+) -> dict[str, str]:
+    """Return the choices of the least cost whose sizes add up to at most `limit`."""
+    # highspy has no type annotations.
+    make: Any = highspy.Highs
+    solver = make()
+    solver.setOptionValue("output_flag", False)
+    solver.setOptionValue("threads", 1)
+    solver.setOptionValue("mip_rel_gap", 1e-6)
+    scale = _LARGEST_LOSS / max(max(cost.values()) for cost in costs)
+    chosen = [{form: solver.addBinary() for form in CHOICES} for _ in units]
+    for of_unit in chosen:
+        solver.addConstr(solver.qsum(of_unit.values()) == 1)
+    pairs = [(place, form) for place in range(len(units)) for form in CHOICES]
+    solver.addConstr(solver.qsum(chosen[u][form] * (sizes[u][form] / limit) for u, form in pairs) <= 1.0)
+    solver.minimize(solver.qsum(chosen[u][form] * (costs[u][form] * scale) for u, form in pairs))
+    values = [{form: solver.val(of_unit[form]) for form in CHOICES} for of_unit in chosen]
+    return {
+        unit.name: max(CHOICES, key=lambda form: of_unit[form]) for unit, of_unit in zip(units, values, strict=True)
+    }

@@ -1,0 +1,178 @@
+"""Weight formats: what packing and unpacking leave of a matrix, where the bytes of a row lie, and grids of groups."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from helpers.graphs import PROFILE
+from picompile_passes.dialect import dequantize_rows, formats, quantize_rows
+from picompile_passes.weight_formats import FORMATS, GROUP, predictor_format
+
+QUANTIZED = [name for name, form in FORMATS.items() if form.scale_bytes]
+
+
+def matrix(rows: int, columns: int, seed: int, mean: float = 0.0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, columns, generator=generator) + mean
+
+
+def in_groups(weight: Tensor) -> Tensor:
+    """Return the weights in groups, with zeros behind the last column: [rows, groups, 32]."""
+    rows, columns = weight.shape
+    padded = torch.zeros(rows, -(-columns // GROUP) * GROUP)
+    padded[:, :columns] = weight
+    return padded.view(rows, -1, GROUP)
+
+
+@PROFILE
+@given(
+    rows=st.integers(1, 9),
+    columns=st.integers(1, 300),
+    seed=st.integers(0, 100),
+    mean=st.sampled_from((0.0, 3.0, -3.0)),
+    name=st.sampled_from([*FORMATS]),
+)
+def test_weights_are_off_by_half_a_step_at_most(rows: int, columns: int, seed: int, mean: float, name: str) -> None:
+    form, weight = FORMATS[name], matrix(rows, columns, seed, mean)
+    packed = quantize_rows(weight, name)
+    assert (packed.shape, packed.dtype) == ((rows, form.row_bytes(columns)), torch.uint8)
+    found = dequantize_rows(packed, name, columns)
+    assert (found.shape, found.dtype) == (weight.shape, torch.float32)
+    error = in_groups(found - weight).abs()
+    if not form.scale_bytes:
+        assert (error <= 2**-11 * in_groups(weight).abs()).all()
+        return
+    groups = in_groups(weight)
+    step = groups.abs().amax(-1) / {"q8": 127, "q6": 32, "q4": 8}.get(name, 1)
+    # What is as far from zero as the extreme, on the other side, is a whole step off.
+    most = {"q8": 0.5, "q6": 1.0, "q4": 1.0, "q4m": 0.5 + 1 / 32}[name]
+    if name == "q4m":
+        step = (groups.amax(-1).clamp(min=0) - groups.amin(-1).clamp(max=0)) / 15
+    # Scales are rounded to float16, which counts as often as a code has steps.
+    rounding = 2**-11 * max(form.highest, 16)
+    assert (error.amax(-1) <= step * (most + rounding)).all()
+
+
+@pytest.mark.parametrize("columns", [24, 330])
+def test_the_more_bits_the_smaller_the_error(columns: int) -> None:
+    weight = matrix(100, columns, 0)
+    bits = sorted(FORMATS, key=lambda name: FORMATS[name].bits)
+    errors = [float((dequantize_rows(quantize_rows(weight, name), name, columns) - weight).norm()) for name in bits]
+    assert bits == ["q4", "q4m", "q6", "q8", "f16"]
+    assert errors == sorted(errors, reverse=True)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("columns", [1, 31, 32, 33, 160, 330])
+def test_zeros_stay_zeros_and_padding_is_no_weight(name: str, columns: int) -> None:
+    zeros = torch.zeros(2, columns)
+    assert torch.equal(dequantize_rows(quantize_rows(zeros, name), name, columns), zeros)
+    weight = matrix(3, columns, 0)
+    one_by_one = torch.cat([quantize_rows(row[None], name) for row in weight])
+    assert torch.equal(quantize_rows(weight, name), one_by_one)
+
+
+@PROFILE
+@given(columns=st.integers(1, 2000), name=st.sampled_from([*FORMATS]))
+def test_parts_of_a_row_follow_one_another(columns: int, name: str) -> None:
+    form = FORMATS[name]
+    groups = form.padded_columns(columns) // GROUP
+    high, zero, scale, end = (
+        form.high_offset_bytes(columns),
+        form.zero_offset_bytes(columns),
+        form.scale_offset_bytes(columns),
+        form.row_bytes(columns),
+    )
+    assert groups * GROUP * form.data_bits <= 8 * zero < groups * GROUP * form.data_bits + 8 * 32
+    assert high <= zero
+    assert high == groups * 16 or form.data_bits >= 8
+    assert zero + groups * form.zero_bytes <= scale < zero + groups * form.zero_bytes + 16
+    assert scale + groups * form.scale_bytes <= end < scale + groups * form.scale_bytes + 64
+    # Eight scales are one aligned load, and eight zeros end before the scales do.
+    assert end % 64 == 0
+    assert not form.scale_bytes or scale % 16 == 0
+    assert not form.zero_bytes or zero + -(-groups // 8) * 8 <= scale
+
+
+def codes_of(name: str, columns: int) -> tuple[Tensor, formats.GroupGrid]:
+    """Return random codes of one row [1, groups, 32] and a grid for them: scales 2, 4, 8, … and odd zeros."""
+    form, groups = FORMATS[name], -(-columns // GROUP)
+    generator = torch.Generator().manual_seed(columns)
+    codes = torch.randint(form.lowest, form.highest + 1, (1, groups, GROUP), generator=generator)
+    scale = 2.0 ** (torch.arange(groups) % 9 + 1).unsqueeze(0)
+    zero = torch.full_like(scale, form.zero) if form.zero is not None else (torch.arange(groups) * 7 % 241) / 16
+    return codes, formats.GroupGrid(form, scale, zero.view(1, groups))
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("columns", [32, 96, 128, 160, 352])
+def test_packed_codes_are_unpacked(name: str, columns: int) -> None:
+    codes, grid = codes_of(name, columns)
+    packed = torch.zeros(1, FORMATS[name].row_bytes(columns), dtype=torch.uint8)
+    formats.pack_codes(codes.to(torch.float32), grid, columns, packed)
+    assert torch.equal(dequantize_rows(packed, name, columns), grid.values(codes).view(1, columns))
+
+
+@pytest.mark.parametrize("name", ["q4", "q4m", "q6"])
+@pytest.mark.parametrize("columns", [32, 160, 352])
+def test_layout_of_codes(name: str, columns: int) -> None:
+    """Every code is found by arithmetic on the bytes of the row, as are zeros and scales."""
+    codes, grid = codes_of(name, columns)
+    form, groups = FORMATS[name], columns // GROUP
+    packed = torch.zeros(1, form.row_bytes(columns), dtype=torch.uint8)
+    formats.pack_codes(codes.to(torch.float32), grid, columns, packed)
+    row = packed[0].numpy()
+    for g in range(groups):
+        for i in range(GROUP):
+            code = int(row[g * 16 + i % 16]) >> 4 * (i // 16) & 15
+            if form.has_planes:
+                high = row[groups * 16 + g // 4 * 32 + g % 2 * 16 + i % 16]
+                code |= (int(high) >> (g // 2 % 2 * 4 + i // 16 * 2) & 3) << 4
+            assert code == int(codes[0, g, i])
+    data = groups * 16 + (-(-groups // 4) * 32 if form.has_planes else 0)
+    assert form.zero_offset_bytes(columns) == data
+    zeros = groups if form.zero is None else 0
+    assert row[data : data + zeros].tolist() == [g * 7 % 241 for g in range(zeros)]
+    start = data + -(-zeros // 16) * 16
+    assert row[start : start + 2 * groups].view(np.float16).tolist() == grid.scale[0].tolist()
+    assert not row[data + zeros : start].any()
+    assert not row[start + 2 * groups :].any()
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_a_grid_spans_its_group(name: str) -> None:
+    groups = torch.stack([matrix(1, GROUP, seed, mean)[0] for seed, mean in ((0, 0.0), (1, 5.0), (2, -5.0))])
+    grid = formats.group_grid(groups, FORMATS[name])
+    extremes = groups.gather(1, groups.abs().argmax(1, keepdim=True))[:, 0]
+    nearest = grid.nearest(groups)
+    found = nearest.gather(1, groups.abs().argmax(1, keepdim=True))[:, 0]
+    assert torch.allclose(found, extremes, rtol=5e-3 if name != "q4m" else 2e-2)
+    assert torch.equal(nearest, grid.values(grid.codes(groups)))
+    assert torch.equal(grid.nearest(nearest), nearest)
+    # Half of the span: values inside are nearer, and those outside are at its end.
+    half = formats.group_grid(groups, FORMATS[name], shrink=0.5)
+    assert torch.allclose(half.scale, grid.scale / 2, rtol=1e-3)
+    assert half.nearest(groups).abs().max() < 0.6 * nearest.abs().max()
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_zeros_of_one_sided_groups_are_at_an_end(sign: float) -> None:
+    groups = sign * torch.linspace(0.5, 1.5, GROUP).unsqueeze(0)
+    grid = formats.group_grid(groups, FORMATS["q4m"])
+    assert grid.zero.tolist() == [0.0 if sign > 0 else 15.0]
+    assert torch.allclose(grid.scale, torch.tensor([1.5 / 15]), rtol=1e-3)
+    assert (grid.nearest(torch.zeros(1, GROUP)) == 0).all()
+
+
+def test_what_float16_cannot_hold_stays_finite() -> None:
+    huge = torch.full((1, 40), 1e30) * torch.tensor([1.0, -1.0]).repeat(20)
+    for name in FORMATS:
+        assert dequantize_rows(quantize_rows(huge, name), name, 40).isfinite().all()
+
+
+def test_predictors_have_eight_bits_at_least() -> None:
+    expected = {"f16": "f16", "q8": "q8", "q6": "q8", "q4m": "q8", "q4": "q8"}
+    assert {name: predictor_format(name) for name in FORMATS} == expected
