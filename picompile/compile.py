@@ -12,6 +12,7 @@
 | lower | `Lowered`: kernel calls, planned buffers, packed tensors that are not read yet | `lower_for` |
 | write | `WrittenArtifact`: kernels compiled and linked, each tensor read, packed and written | `artifact` |
 | accuracy check | `AccuracyReport`: perplexity with the predictors against every neuron | `check_accuracy` |
+| comparison | `CheckpointComparison`, where asked for: what each part costs against the checkpoint | `accuracy_steps` |
 
 The last column names modules, and functions of `compile_steps`.
 
@@ -27,8 +28,16 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from picompile.accuracy_steps import compare_artifact, require_comparable
 from picompile.artifact.code import accelerator_target, planned_code
-from picompile.artifact.writer import ArtifactContents, WrittenArtifact, make_room, record_accuracy, write_artifact
+from picompile.artifact.writer import (
+    ArtifactContents,
+    MeasuredAccuracy,
+    WrittenArtifact,
+    make_room,
+    record_accuracy,
+    write_artifact,
+)
 from picompile.choices import base_format
 from picompile.compile_steps import (
     check_accuracy,
@@ -82,14 +91,15 @@ def compile_model(
         progress: is told of each step.
 
     Returns:
-        What the predictors cost; None where they are lossless, so that nothing was checked.
+        What the predictors cost; None where they are lossless, so that nothing was checked. The comparison with the
+        checkpoint, if `options.accuracy` asks for one, is in the artifact's report.json.
 
     Raises:
         UsageError: the options do not fit the model, or `output` is in the way (exit code 2).
         UnsupportedModelError: the model cannot be compiled (3).
         DoesNotFitError: it does not fit the machine it is planned for, or the disk (5).
         MachineError, ToolchainError: the code cannot be made on this machine (6).
-        AccuracyError: the accuracy bound is not met, and there are no larger predictors (7).
+        AccuracyError: an accuracy bound is not met, and there are no larger predictors (7).
     """
     options, progress, output = options or CompileOptions(), progress or NoProgress(), Path(output)
     from picompile.artifact.files import check_output
@@ -103,6 +113,7 @@ def compile_model(
         checkpoint, captured = _capture(model, options, progress)
         # A model without its tokenizer is refused before anything takes long.
         tokenizer = read_tokenizer(checkpoint, captured.facts.vocab)
+        require_comparable(options, tokenizer)
         if checkpoint is not None and captured.prove is not None:
             with progress.step("prove"):
                 captured.prove()
@@ -131,9 +142,10 @@ class _Source:
 def _compile(
     source: _Source, output: Path, scratch: Path, progress: Progress
 ) -> "tuple[WrittenArtifact, AccuracyReport | None]":
-    """Return an artifact in the folder `scratch` that meets its accuracy bound, and its report if it was checked.
+    """Return an artifact in the folder `scratch` that meets its accuracy bounds, and its report if it was checked.
 
-    Raises `AccuracyError` where it does not meet the bound, and there are no larger predictors to try.
+    Raises `AccuracyError` where it does not meet that on its predictors, and there are no larger ones to try, or where
+    it does not meet that on its distance from the checkpoint.
     """
     from picompile.predictors.predictor_set import obtain_predictors
 
@@ -154,18 +166,21 @@ def _compile(
         artifact = write_artifact(contents, scratch / f"artifact-{attempt}", progress, previous)
         if previous is not None:
             shutil.rmtree(previous.folder)
-        if predictors is None:
+        report = None if predictors is None else check_accuracy(artifact, predictors, plan, config, progress)
+        if predictors is None or report is None or report.met:
             break
-        report = check_accuracy(artifact, predictors, plan, config, progress)
-        if report.met:
-            record_accuracy(artifact, report.to_json())
-            return artifact, report
         larger = predictors.choose_larger(report.worst_layers)
         if larger is None:
             raise AccuracyError(report.refusal, report.worst_layers)
         progress.say(f"{report.refusal}; trying larger predictors there")
         predictors, previous = larger, artifact
-    return artifact, None
+    comparison = compare_artifact(artifact, predictors, plan, config, progress)
+    if comparison is not None and not comparison.met:
+        raise AccuracyError(comparison.refusal)
+    if report is not None or comparison is not None:
+        measured = (None if each is None else each.to_json() for each in (report, comparison))
+        record_accuracy(artifact, MeasuredAccuracy(*measured))
+    return artifact, report
 
 
 def _check_before_capture(
@@ -178,6 +193,10 @@ def _check_before_capture(
         )
     pipeline_passes(options)
     code, accelerator = planned_code(options.target), accelerator_target(options.accelerator, options.target)
+    if options.accuracy is not None and not isinstance(model, str | os.PathLike):
+        raise UsageError(
+            "accuracy compares with a model folder or a GGUF file, not with a module in memory; leave it out"
+        )
     require_checkable(options, code)
     if isinstance(model, str | os.PathLike):
         check_checkpoint(options, Path(model))

@@ -427,7 +427,7 @@ _STAND_IN_FILE = "kernels/gate.so"
 
 def require_checkable(options: CompileOptions, code: "Sequence[Code]") -> None:
     """Raise `MachineError` where an accuracy check is due, and no code for it can be made for this machine."""
-    if not options.is_lossless and not runs_here(code):
+    if (not options.is_lossless or options.accuracy is not None) and not runs_here(code):
         native_code(_STAND_IN_FILE)
 
 
@@ -450,15 +450,18 @@ def check_accuracy(
     a stand-in even if that GPU is there, so that the same inputs give the same figures and bytes on every machine.
     """
     captured = artifact.contents.captured
-    with _runnable_here(artifact, plan, config, progress) as folder:
+    with runnable_here(artifact, plan, config, progress) as folder:
         return predictors.check_accuracy(folder, captured, config.context, config.predictor, progress)
 
 
 @contextmanager
-def _runnable_here(
+def runnable_here(
     artifact: WrittenArtifact, plan: "Plan | None", config: CompileConfig, progress: Progress
 ) -> Iterator[Path]:
-    """Give the artifact's folder, with a program in it that runs on this machine without a GPU."""
+    """Give the artifact's folder, with a program in it that runs on this machine without a GPU.
+
+    As after `check_accuracy`, program, report and manifest may be those of a stand-in then.
+    """
     contents, folder = artifact.contents, artifact.folder
     accelerator = contents.accelerator
     has_gpu = accelerator is not None and accelerator.kind == "cuda"

@@ -4,6 +4,7 @@ Options are checked as far as possible before anything is read. Once the model i
 which all later steps take.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,7 +83,10 @@ class CompileOptions:
             if the GPU cannot hold the whole model.
         calibration: the text files to make a profile from, and to round weights for.
         gate: the accuracy bound: the share by which predictors may raise the perplexity; None for any.
-        gate_tokens: how many tokens of held-out text the accuracy check reads at most.
+        gate_tokens: how many tokens of held-out text the accuracy check reads at most, and so the comparison with the
+            checkpoint.
+        accuracy: the share by which the perplexity of the whole artifact may exceed the checkpoint's; `math.inf` for
+            any. None does not compare with the checkpoint.
         work: a folder that keeps the profile, the predictors and rounded weights for the next time.
         activation: the activation of the feed-forward blocks, where config.json names another than the model was
             trained with, as `load_model` takes it; None takes what config.json says.
@@ -112,6 +116,7 @@ class CompileOptions:
     calibration: tuple[Path, ...] = ()
     gate: float | None = DEFAULT_ACCURACY_BOUND
     gate_tokens: int = 4096
+    accuracy: float | None = None
     work: Path | None = None
     activation: str | None = None
 
@@ -144,6 +149,10 @@ class CompileOptions:
             raise UsageError(f"rounding calibrated is for formats of fewer than 8 bits, not {self.quant}; leave it out")
         if self.gate_tokens < 2:
             raise UsageError(f"the accuracy check must read at least 2 tokens, not {self.gate_tokens}")
+        if self.accuracy is not None and not self.accuracy >= 0:
+            raise UsageError(f"the bound on accuracy must be a share from 0 on, not {self.accuracy}")
+        if self.accuracy is not None and Path("-") in self.calibration:
+            raise UsageError("the comparison with the checkpoint reads the text once more; give a file, not -")
         if self.context is not None and self.context < 1:
             raise UsageError(f"the context must be at least 1 token, not {self.context}")
         if not 1 <= self.sequences <= MOST_SEQUENCES:
@@ -162,7 +171,8 @@ class CompileOptions:
         for what, wanted in given.items():
             planned = self.makes_plan and what != "predictors"
             rounds = (self.calibrates or is_budget(self.quant)) and what == "calibration text"
-            if wanted and not planned and not rounds and self.predictor not in _TRAINED:
+            read = self.accuracy is not None and what != "predictors"
+            if wanted and not (planned or rounds or read) and self.predictor not in _TRAINED:
                 raise UsageError(f"{what} given, but predictor {self.predictor or 'auto'} needs none; choose learned")
 
     def _require_machine(self, gpu: "Target | None") -> None:
@@ -268,6 +278,14 @@ class RoundingConfig:
 
 
 @dataclass(frozen=True)
+class ComparisonConfig:
+    """The comparison with the checkpoint: the share by which perplexity may rise, None for any; the most tokens."""
+
+    bound: float | None
+    tokens: int
+
+
+@dataclass(frozen=True)
 class DebugConfig:
     """Extra passes as text, the folder for dumps of the graph (None: no dumps), and whether graphs are verified."""
 
@@ -293,6 +311,7 @@ class CompileConfig:
     chunk: int
     predictor: "PredictorConfig"
     rounding: RoundingConfig
+    comparison: ComparisonConfig | None
     placement: PlacementConfig
     debug: DebugConfig
     tensors: Mapping[str, str] = field(default_factory=dict)
@@ -329,6 +348,9 @@ def resolve(options: CompileOptions, facts: "ModelFacts") -> CompileConfig:
         rounding=RoundingConfig(
             options.calibrates, options.calibration, options.rounding_tokens, options.work, options.activation
         ),
+        comparison=None
+        if options.accuracy is None
+        else ComparisonConfig(options.accuracy if math.isfinite(options.accuracy) else None, options.gate_tokens),
         placement=PlacementConfig(
             hot=options.hot,
             plan=options.plan,

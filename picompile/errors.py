@@ -48,9 +48,9 @@ class DoesNotFitError(PicompileError):
 
 
 class AccuracyError(PicompileError):
-    """The predictors raise the compiled model's perplexity by more than the accuracy bound.
+    """The compiled model's perplexity is further above what it is compared with than the accuracy bound allows.
 
-    `layers` are the layers that lose most, the worst first.
+    `layers` are the layers whose predictors lose most, the worst first; none where the bound is that on the whole.
     """
 
     exit_code: ClassVar[int] = 7

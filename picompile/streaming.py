@@ -247,6 +247,28 @@ def observe_segment(
             _run_window(part, constants | state, observe, computed, replace or {})
 
 
+def window_values(
+    segment: Segment,
+    weights: WeightSource,
+    states: Sequence[State],
+    node: Node,
+    replace: Mapping[Node, Callable[..., Tensor]] | None = None,
+) -> Iterator[Tensor]:
+    """Yield the value of `node`, a call of the segment, for one window after another; `states` stay as they are.
+
+    So two graphs can be read side by side, with one window's values in memory. `replace` is as in `run_segment`.
+    """
+    part, wanted = _part(segment, (node,)), frozenset((node,))
+    constants: dict[Node, Any] = {
+        each: evaluate_constant(segment.graph_module, each, weights) for each in part.constants
+    }
+    found: list[Tensor] = []
+    for state in states:
+        with torch.no_grad():
+            _run_window(part, constants | state, lambda _, value: found.append(value), wanted, replace or {})
+        yield found.pop()
+
+
 def _part(segment: Segment, nodes: Collection[Node]) -> Segment:
     """Return the calls of a segment that `nodes` depend on, these included, as a segment without outputs."""
     own, needed = set(segment.nodes), set[Node]()

@@ -105,8 +105,32 @@ def write_artifact(
     return WrittenArtifact(contents, folder, sha256, accelerator)
 
 
-def record_accuracy(artifact: WrittenArtifact, accuracy: Mapping[str, Any]) -> None:
-    """Write the program, report and manifest of `artifact` anew, with the result of its accuracy check."""
+@dataclass(frozen=True)
+class MeasuredAccuracy:
+    """The measured accuracy of an artifact, for its report and its manifest.
+
+    `predictors` is the result of the accuracy check and `checkpoint` that of the comparison with the checkpoint, None
+    where there was none.
+    """
+
+    predictors: Mapping[str, Any] | None = None
+    checkpoint: Mapping[str, Any] | None = None
+
+    def of_report(self) -> dict[str, Any]:
+        """Return the report's keys."""
+        found = {"accuracy": self.predictors, "checkpoint_accuracy": self.checkpoint}
+        return {name: figures for name, figures in found.items() if figures is not None}
+
+    def of_manifest(self) -> dict[str, Any]:
+        """Return the manifest's keys, without figures of single layers and parts."""
+        return {
+            name: {key: value for key, value in figures.items() if key not in ("layers", "lines")}
+            for name, figures in self.of_report().items()
+        }
+
+
+def record_accuracy(artifact: WrittenArtifact, accuracy: MeasuredAccuracy) -> None:
+    """Write the program, report and manifest of `artifact` anew, with what was measured of its accuracy."""
     contents, lowered = artifact.contents, artifact.contents.lowered
     write_program(
         contents, lowered, artifact.folder, contents.code, artifact.weights_sha256, artifact.accelerator, accuracy
@@ -144,7 +168,7 @@ def write_program(
     code: "Sequence[Code]",
     weights_sha256: str,
     accelerator: Mapping[str, Any] | None = None,
-    accuracy: Mapping[str, Any] | None = None,
+    accuracy: MeasuredAccuracy | None = None,
 ) -> None:
     """Write the program of `lowered`, the report and the manifest.
 
@@ -157,8 +181,9 @@ def write_program(
         code: the host's code in `folder`.
         weights_sha256: the hash of the weights' file.
         accelerator: the manifest's entry of the accelerator, None without one.
-        accuracy: the result of the accuracy check, None where there was none.
+        accuracy: what was measured of its accuracy; None where nothing was.
     """
+    accuracy = accuracy or MeasuredAccuracy()
     (folder / PROGRAM).write_bytes(json_bytes(lowered.program.to_json()))
     (folder / "report.json").write_bytes(json_bytes(_report(lowered, contents.plan, accuracy)))
     manifest = _manifest(contents, lowered, code, accelerator, accuracy)
@@ -166,15 +191,15 @@ def write_program(
     (folder / "manifest.json").write_bytes(sealed(manifest))
 
 
-def _report(lowered: "Lowered", plan: Mapping[str, Any] | None, accuracy: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return what is known of each feed-forward block, of the plan that split them, and what the predictors cost."""
+def _report(lowered: "Lowered", plan: Mapping[str, Any] | None, accuracy: MeasuredAccuracy) -> dict[str, Any]:
+    """Return what is known of each feed-forward block, of the plan that split them, and of the accuracy."""
     from picompile_codegen.lowering.program import tensor_bytes
 
     sizes = {name: tensor_bytes(tensor.dtype, tensor.shape) for name, tensor in lowered.weights.tensors.items()}
     report = {"schema": 1, "ffn": [vars(part) for part in lowered.program.ffn], "weight_bytes": sizes}
     if plan is not None:
         report["plan"] = _without_neurons(plan)
-    return report if accuracy is None else report | {"accuracy": accuracy}
+    return report | accuracy.of_report()
 
 
 def _without_neurons(plan: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,14 +213,13 @@ def _manifest(
     lowered: "Lowered",
     code: "Sequence[Code]",
     accelerator: Mapping[str, Any] | None,
-    accuracy: Mapping[str, Any] | None,
+    accuracy: MeasuredAccuracy,
 ) -> dict[str, Any]:
     """Return the manifest without the records of its files."""
     from picompile.frontend.tokenizer_files import generation_eos
 
     program, model = lowered.program, asdict(contents.captured.facts)
     model["eos_token_ids"] = sorted({*model["eos_token_ids"], *generation_eos(contents.checkpoint)})
-    checked = {} if accuracy is None else {"accuracy": {key: accuracy[key] for key in accuracy if key != "layers"}}
     return {
         "format": FORMAT,
         "schema": SCHEMA,
@@ -212,7 +236,7 @@ def _manifest(
         "context": program.context,
         "chunk": program.chunk,
         "sequences": program.sequences,
-        **checked,
+        **accuracy.of_manifest(),
     }
 
 

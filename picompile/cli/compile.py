@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from picompile.choices import DEFAULT_ROUNDING_TOKENS, parse_bits
+from picompile.cli.accuracy_show import reported_comparison, show_comparison
 from picompile.cli.checks import (
     checkpoint_weights,
     format_bytes,
@@ -18,6 +19,7 @@ from picompile.cli.checks import (
 )
 from picompile.cli.options import (
     AccuracyBoundOption,
+    AccuracyOption,
     ActivationOption,
     CalibrationOption,
     DebugOption,
@@ -34,7 +36,7 @@ from picompile.errors import UsageError
 from picompile.machine import gpu_of
 from picompile.output import parents_of
 from picompile.output.place import require_disk_space
-from picompile.quantities import parse_accuracy_bound, parse_count, shortened
+from picompile.quantities import parse_accuracy, parse_accuracy_bound, parse_count, shortened
 
 
 def compile_command(
@@ -95,6 +97,7 @@ def compile_command(
     gate_tokens: Annotated[
         int, typer.Option(metavar="N", min=2, help="Tokens of held-out text that the accuracy check reads, at most.")
     ] = 4096,
+    accuracy: AccuracyOption = None,
     work: Annotated[
         Path | None,
         typer.Option(
@@ -169,6 +172,7 @@ def compile_command(
       picompile compile models/tiny-reglu -o build/tiny
       picompile compile models/tiny-reglu -o build/f16 --quant f16 --context 512
       picompile compile models/tiny-reglu -o build/learned --predictor learned --work build/work
+      picompile compile models/tiny-reglu -o build/checked --accuracy 5%
       picompile compile models/tiny-reglu -o build/4090 --target 4090 --vram-budget 8GiB
     """
     gpu_of(target)  # for its checks alone
@@ -181,7 +185,7 @@ def compile_command(
     if plan is not None and hot is not None:
         raise UsageError("--plan and --hot both say which neurons are hot; give one of them")
     hot_neurons = None if hot is None else read_hot(hot)
-    bound = parse_accuracy_bound(gate)
+    bound, accuracy_bound = parse_accuracy_bound(gate), None if accuracy is None else parse_accuracy(accuracy)
 
     from picompile.compile import compile_model
     from picompile.config import CompileOptions
@@ -211,12 +215,15 @@ def compile_command(
         calibration=tuple(calibration or ()),
         gate=bound,
         gate_tokens=gate_tokens,
+        accuracy=accuracy_bound,
         work=work,
         activation=activation,
     )
     with parents_of(output), progress() as shown:
         compile_model(model, output, options, shown)
     print(_summary(output))
+    if (comparison := reported_comparison(output)) is not None:
+        show_comparison(comparison)
 
 
 def _least_bits(quant: str) -> float:

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from picompile.cli.accuracy_show import comparison_text, show_comparison
 from picompile.cli.checks import format_bytes
 from picompile.cli.options import ArtifactArgument, DebugOption, JsonOption
 from picompile.cli.plan_show import size, tokens
@@ -161,6 +162,7 @@ def collect(folder: Path) -> dict[str, Any]:
         ],
         "parts": _parts(program, str(folder / "program.json")),
         "accuracy": _reported(folder, "accuracy"),
+        "checkpoint_accuracy": _reported(folder, "checkpoint_accuracy"),
         "plan": _reported(folder, "plan"),
     }
 
@@ -227,6 +229,9 @@ def _show(facts: Mapping[str, Any]) -> None:
     for name, value in _rows(facts):
         table.add_row(name, value)
     Console().print(table)
+    if facts["checkpoint_accuracy"] is not None:
+        print()
+        show_comparison(facts["checkpoint_accuracy"])
     if facts["hot_device"] is not None and facts["hot_device"]["kernels"]:
         print()
         show_kernels(facts["hot_device"]["kernels"])
@@ -242,6 +247,8 @@ def _rows(facts: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     yield "weights", f"{facts['quant']}, {format_bytes(memory['weights'])}"
     yield "predictor", _predictor_text(facts)
     several = "" if facts["sequences"] == 1 else f"{facts['sequences']} sequences of "
+    if facts["checkpoint_accuracy"] is not None:
+        yield "accuracy", comparison_text(facts["checkpoint_accuracy"])
     yield "context", f"{several}{facts['context']} tokens, prompts in chunks of {facts['chunk']}"
     yield "kv cache", f"{facts['kv_dtype']}, {format_bytes(memory['kv_cache'])} when full"
     yield "workspace", format_bytes(memory["workspace"])
@@ -257,7 +264,7 @@ def _rows(facts: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
 
 
 def _reported(folder: Path, what: str) -> dict[str, Any] | None:
-    """Return the `accuracy` or the `plan` in the artifact's report; None if it has none, or cannot be read."""
+    """Return an object of the artifact's report; None if it has none of this name, or cannot be read."""
     try:
         report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

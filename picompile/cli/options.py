@@ -77,6 +77,16 @@ AccuracyBoundOption = Annotated[
         help="Accuracy bound: how far predictors may raise the perplexity on held-out text; off sets none.",
     ),
 ]
+AccuracyOption = Annotated[
+    str | None,
+    typer.Option(
+        "--accuracy",
+        metavar="SHARE",
+        help="Compare the artifact with MODEL in float32 on held-out text, part by part, and refuse it if its "
+        "perplexity is further above; report sets no bound. Default: do not compare.",
+        show_default=False,
+    ),
+]
 # Options on the machine to plan for.
 VramBudgetOption = Annotated[
     str | None,

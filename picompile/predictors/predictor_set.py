@@ -122,7 +122,7 @@ def obtain_predictors(
     if checkpoint is None:
         raise UsageError("lossy predictors need a model folder; a module in memory can be compiled with exact or none")
     if config.kind not in ("learned", "sign"):
-        return PredictorSet(config.kind, None, _held_out(checkpoint, config))
+        return PredictorSet(config.kind, None, find_held_out(checkpoint, config))
     found = config.predictors or _beside(checkpoint, config) or _within(checkpoint, scratch, config, progress)
     if found is not None:
         return _given(checkpoint, captured, found, config)
@@ -157,10 +157,15 @@ def _takes_found(config: PredictorConfig) -> bool:
 def _given(model: Path, captured: "Captured", path: Path, config: PredictorConfig) -> PredictorSet:
     predictors = load_predictors(path)
     predictors.require_model(fingerprint(model, config.activation), block_shapes(canonicalize(captured.graph_module)))
-    return PredictorSet(config.kind, predictors, _held_out(model, config))
+    return PredictorSet(config.kind, predictors, find_held_out(model, config))
 
 
-def _held_out(model: Path, config: PredictorConfig) -> HeldOut:
+def find_held_out(model: Path, config: PredictorConfig) -> HeldOut:
+    """Return text that nothing is trained on: that of the profile that `config` names, or else its calibration text.
+
+    Raises:
+        UsageError: the text is too short, the model has no tokenizer, or the profile is of another model.
+    """
     from picompile.predictors.profile import held_out_windows, load_profile
 
     if config.profile is not None:

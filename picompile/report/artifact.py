@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from picompile.report import numbers
 from picompile.report.artifact_facts import ArtifactFacts, accuracy_table
+from picompile.report.comparison import comparison_table
 from picompile.report.drawing import INK, SERIES, WIDTH, Canvas, drawable, picture
 from picompile.report.numbers import NOTHING, UNFOLDED, PagePicture, PageSection, Part, Pictures, Table, size
 from picompile.report.plan import plan_parts
@@ -65,7 +66,7 @@ _WORDS = "Measured on held-out text, with the predictors of all layers in place.
 
 
 def artifact_section(anchor: str, artifact: ArtifactFacts) -> PageSection:
-    """Return an artifact's section: accuracy check, accuracy per layer, bytes and parts."""
+    """Return an artifact's section: distance from the checkpoint, accuracy check and per layer, bytes and parts."""
     manifest, accuracy = artifact.manifest, artifact.accuracy
     model = {name: manifest.model.get(name, NOTHING) for name in ("name", "layers", "hidden", "ffn", "activation")}
     facts = [
@@ -82,6 +83,8 @@ def artifact_section(anchor: str, artifact: ArtifactFacts) -> PageSection:
     parts: list[Part] = [Pictures(pictures), _parts_table(artifact)]
     if accuracy is not None and (costs := accuracy_table({**accuracy.figures, "text": accuracy.text}, layers)):
         parts.insert(0, costs)
+    if artifact.comparison is not None and (compared := comparison_table(artifact.comparison)):
+        parts.insert(0, compared)
     if layers:
         parts.append(layers_table(layers, _WORDS))
     if artifact.plan is not None:

@@ -47,7 +47,8 @@ class ArtifactFacts:
     """The facts in manifest.json, program.json and report.json.
 
     `operator_bytes` are the bytes of weights by the operator that reads them, most first; `predictor_bytes` by layer.
-    `plan` is what the artifact was split by, if by any.
+    `plan` is what the artifact was split by, if by any, and `comparison` what the report says of its distance from the
+    checkpoint, if that was measured.
     """
 
     path: Path
@@ -57,6 +58,7 @@ class ArtifactFacts:
     predictor_bytes: Mapping[int, int]
     accuracy: Accuracy | None
     plan: Plan | None
+    comparison: Mapping[str, Any] | None = None
 
 
 class _Reader(NamedTuple):
@@ -94,7 +96,10 @@ def read_artifact(folder: Path) -> ArtifactFacts:
     parts = tuple(_part(entry, rows) for entry in report.objects("ffn"))
     accuracy = _accuracy(report.object("accuracy")) if report.data.get("accuracy") else None
     operator_bytes = dict(operators.most_common())
-    return ArtifactFacts(folder, manifest, parts, operator_bytes, predictors, accuracy, plan_of_report(report))
+    compared = report.object("checkpoint_accuracy").data if report.data.get("checkpoint_accuracy") else None
+    return ArtifactFacts(
+        folder, manifest, parts, operator_bytes, predictors, accuracy, plan_of_report(report), compared
+    )
 
 
 def _readers(program: "Fields") -> dict[str, _Reader]:

@@ -378,6 +378,20 @@ SLOW: tuple[SlowTests, ...] = (
         ),
     ),
     SlowTests(
+        "comparisons with the checkpoint, each of which compiles a model and reads a text several times: one is fast",
+        tuple(
+            f"test_accuracy_steps.py::test_{name}"
+            for name in (
+                "more_bits_are_nearer_to_the_checkpoint",
+                "the_cache_is_rounded_as_the_artifact_rounds_it",
+                "nothing_lossy_leaves_the_runtime",
+                "predictors_are_to_blame",
+                "an_artifact_with_predictors_has_both_figures",
+                "thresholds_have_a_line",
+            )
+        ),
+    ),
+    SlowTests(
         "graphs drawn for what the properties of passes hold anyway: passes in another order, styles one by one",
         (
             "passes/test_predictors.py::test_a_kind_of_a_package_goes_through_all_stages",

@@ -71,7 +71,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     write_profile(base / "profile", seed=1)
     write_predictors(base / "predictors", rows, gate=gate, model=model, curves=[curve(1, 4), curve(1, 8), curve(2, 8)])
     accuracy = {"dense_perplexity": 30.0, "perplexity": 30.3, "bound": 0.001, "tokens": 99, "layers": rows[1:]}
-    write_artifact(base / "artifact", accuracy=accuracy)
+    line = {"title": "weights in q4", "perplexity": 30.2, "relative_change": 0.0067, "added_change": 0.0067}
+    line |= {"relative_change_interval": [0.005, 0.0081], "kl_nats": 0.0123, "same_top_share": 0.9}
+    compared = {"checkpoint_perplexity": 29.99, "tokens": 4321, "text": "some prose", "lines": [line]}
+    write_artifact(base / "artifact", accuracy=accuracy, checkpoint_accuracy=compared)
     return [base / "profile", base / "predictors", base / "artifact"]
 
 
@@ -162,6 +165,15 @@ def test_pictures_point_out_what_they_show(html: str) -> None:
     assert any(title.startswith(f"taken: learned, rank {rank}: ") for title in titles)
 
 
+def test_the_comparison_with_the_checkpoint_is_a_table(html: str) -> None:
+    text = " ".join(Page(html).text.replace("\u00a0", " ").split())
+    assert "What it costs against the checkpoint" in text
+    assert "on 4,321 tokens of some prose" in text
+    assert "checkpoint in float32 29.9900" in text
+    assert "+ weights in q4 30.2000 +0.670 % +0.500 % to +0.810 % +0.670 % 0.012300 – 90.00 %" not in text
+    assert "+ weights in q4 30.2000 +0.670 % +0.500 % to +0.810 % +0.670 % 0.012300 90.00 %" in text
+
+
 EVIL = '</title></svg><script>alert("x")</script>&<b>\'$a_1$'
 
 
@@ -172,7 +184,11 @@ def test_names_are_escaped(tmp_path: Path) -> None:
     folder = tmp_path / "<i>\"quoted\" & 'odd'"
     write_predictors(folder, rows, curves=curves, gate=gate, model={"fingerprint": EVIL, "name": EVIL})
     write_profile(tmp_path / "profile", seed=1, model={"fingerprint": EVIL, "name": EVIL, "hidden": 5})
-    write_artifact(tmp_path / "artifact", accuracy={"text": EVIL, "layers": [], "perplexity": 2.0})
+    write_artifact(
+        tmp_path / "artifact",
+        accuracy={"text": EVIL, "layers": [], "perplexity": 2.0},
+        checkpoint_accuracy={"text": EVIL, "tokens": EVIL, "lines": [EVIL, {"title": EVIL, "kl_nats_interval": EVIL}]},
+    )
     program = (tmp_path / "artifact" / "program.json").read_text().replace('"head"', '"<b>\\ud800\\u0000$x$"')
     (tmp_path / "artifact" / "program.json").write_text(program.replace('"embedding"', '"\\u4e2d<u>"'))
     html = render_report(read_sources([folder, tmp_path / "profile", tmp_path / "artifact"]))

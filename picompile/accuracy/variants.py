@@ -1,0 +1,99 @@
+"""The model with one lossy part after another: a graph, its weights, and calls that are computed in another way."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from picompile_passes.dialect.formats import dequantize_rows, quantize_rows
+from picompile_passes.dialect.ops import neuron_outputs
+from picompile_passes.graph.materialize import WeightSource
+from picompile_passes.graph.nodes import calls
+from picompile_passes.graph.operands import ATTENTION, SPARSE_FFN
+
+Replaced = Mapping[Node, Callable[..., Tensor]]
+"""Calls of a graph that are computed in another way, from the same arguments."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The model with all lossy parts up to one, to run in float32.
+
+    Attributes:
+        part: the key of the part that it has more than the variant before.
+        title: that part in words.
+        remedy: what loses less there, for an error message; empty where there is nothing.
+        graph_module: the graph, canonical or later.
+        weights: the values of its parameters.
+        replaced: calls that are computed in another way.
+    """
+
+    part: str
+    title: str
+    remedy: str
+    graph_module: GraphModule
+    weights: WeightSource
+    replaced: Replaced = field(default_factory=dict)
+
+
+def silence_below(graph_module: GraphModule, thresholds: Mapping[int, float]) -> Replaced:
+    """Return feed-forward blocks without the neurons whose magnitude is at most their layer's threshold.
+
+    `graph_module` is a predicted graph, or a later one, whose blocks compute every neuron.
+    """
+    blocks = {node: thresholds.get(node.meta["layer"], 0.0) for node in calls(graph_module.graph, SPARSE_FFN)}
+    return {node: _silenced(node, threshold) for node, threshold in blocks.items() if threshold > 0}
+
+
+def _silenced(node: Node, threshold: float) -> Callable[..., Tensor]:
+    compute: Any = node.target
+
+    def silenced(
+        x: Tensor,
+        mask: Tensor,
+        neurons: Tensor | None,
+        gate: Tensor | None,
+        up: Tensor,
+        down: Tensor,
+        gate_bias: Tensor | None,
+        up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        activation: str,
+        up_activation: str,
+        squares: bool = False,
+    ) -> Tensor:
+        hidden = neuron_outputs(x, gate, up, gate_bias, up_bias, activation, up_activation)
+        biases = (gate_bias, up_bias, down_bias)
+        fires = hidden.abs() > threshold
+        result: Tensor = compute(x, fires, None, gate, up, down, *biases, activation, up_activation, squares)
+        return result
+
+    return silenced
+
+
+def round_cache(graph_module: GraphModule, kv_dtype: str) -> Replaced:
+    """Return the attention calls with keys and values as a cache of `kv_dtype`, `f16` or `q8`, gives them back."""
+    return {node: _with_rounded_cache(node, kv_dtype) for node in calls(graph_module.graph, ATTENTION)}
+
+
+def _with_rounded_cache(node: Node, kv_dtype: str) -> Callable[..., Tensor]:
+    compute: Any = node.target
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, heads: int, kv_heads: int, *others: Any, **named: Any) -> Tensor:
+        k, v = (_rounded(rows, kv_heads, kv_dtype) for rows in (k, v))
+        result: Tensor = compute(q, k, v, heads, kv_heads, *others, **named)
+        return result
+
+    return attend
+
+
+def _rounded(rows: Tensor, kv_heads: int, kv_dtype: str) -> Tensor:
+    """Return keys or values [tokens, kv_heads · width] as the cache gives them back."""
+    if kv_dtype == "f16":
+        return rows.to(torch.float16).to(torch.float32)
+    width = rows.shape[-1] // kv_heads
+    packed = quantize_rows(rows.reshape(-1, width), "q8")
+    return dequantize_rows(packed, "q8", width).reshape(rows.shape)

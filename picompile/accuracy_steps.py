@@ -1,0 +1,155 @@
+"""The driver's step that compares an artifact with its checkpoint: on which text, and with which lossy parts."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from picompile.artifact.writer import WrittenArtifact
+from picompile.choices import AUTO_BITS, CALIBRATED, is_budget
+from picompile.compile_steps import compilation_passes, runnable_here
+from picompile.config import CompileConfig, CompileOptions, PlacementConfig
+from picompile.errors import UsageError
+from picompile.progress import Progress
+from picompile.steps import run_passes
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule
+
+    from picompile.accuracy import CheckpointComparison, Variant
+    from picompile.accuracy.measure import ComparedText
+    from picompile.frontend.tokenizer_files import TokenizerFiles
+    from picompile.placement.plan import Plan
+    from picompile.predictors.predictor_set import HeldOut, PredictorSet
+
+# Formats that lose less than another, the smallest first.
+_FINER = {"q4": "q4m or q6", "q4m": "q6", "q6": "q8", "q8": "f16"}
+
+
+def require_comparable(options: CompileOptions, tokenizer: "TokenizerFiles") -> None:
+    """Raise `UsageError` where a model without a tokenizer is to be compared with its checkpoint."""
+    if options.accuracy is not None and tokenizer.tokenizer_json is None:
+        raise UsageError("--accuracy reads text, and the model has no tokenizer.json; add the model's own")
+
+
+def compare_artifact(
+    artifact: WrittenArtifact,
+    predictors: "PredictorSet | None",
+    plan: "Plan | None",
+    config: CompileConfig,
+    progress: Progress,
+) -> "CheckpointComparison | None":
+    """Return how far `artifact` is from its checkpoint; None where `config` asks for no comparison.
+
+    The artifact's program, report and manifest may be those of a stand-in then, as after `check_accuracy`.
+
+    Args:
+        artifact: the artifact.
+        predictors: its lossy predictors; None where the predictor is lossless.
+        plan: what it was split by.
+        config: what the model is compiled for.
+        progress: is told of each step.
+
+    Raises:
+        UsageError: the text is too short, or the model is a module in memory.
+        UnsupportedModelError: logits are not numbers.
+    """
+    if config.comparison is None:
+        return None
+    from picompile.accuracy import ComparedArtifact, compare_variants
+    from picompile_passes.passes.canonicalize import canonicalize
+
+    contents = artifact.contents
+    if contents.checkpoint is None:
+        raise UsageError("only a model folder or a GGUF file can be compared with; leave out accuracy")
+    text = _text(contents.checkpoint, predictors, config)
+    reference = (canonicalize(contents.captured.graph_module), contents.captured.weights)
+    variants = list(_variants(artifact, predictors, config, progress))
+    with runnable_here(artifact, plan, config, progress) as folder:
+        compared = ComparedArtifact(
+            folder,
+            # Prompts are read with every neuron.
+            by_decode=predictors is not None,
+            title="runtime arithmetic",
+            remedy="" if config.quant == "f16" else "--quant f16, which computes with floats",
+        )
+        return compare_variants(reference, variants, compared, text, config.comparison.bound, progress)
+
+
+def _text(checkpoint: Path, predictors: "PredictorSet | None", config: CompileConfig) -> "ComparedText":
+    from picompile.accuracy.measure import ComparedText
+    from picompile.predictors.accuracy import first_windows
+
+    assert config.comparison is not None
+    found = _held_out(checkpoint, predictors, config)
+    # The last id of a window is only predicted.
+    windows = first_windows(found.windows, config.comparison.tokens, config.context + 1)
+    return ComparedText(windows, found.source)
+
+
+def _held_out(checkpoint: Path, predictors: "PredictorSet | None", config: CompileConfig) -> "HeldOut":
+    """Return text that neither weights were rounded for nor predictors trained on.
+
+    A profile reads as much of a text as rounding does, or more, and holds out what comes behind; predictors that were
+    given come with no such text, but rounding holds out some.
+    """
+    from picompile.predictors.predictor_set import HeldOut, find_held_out
+
+    rounding = config.rounding
+    learns_from_text = rounding.compensates or is_budget(config.quant)
+    if learns_from_text and (predictors is None or predictors.profile is None):
+        from picompile.rounding import RoundingOptions, calibration_text
+
+        options = RoundingOptions(rounding.calibration, rounding.tokens, activation=rounding.activation)
+        text = calibration_text(checkpoint, options)
+        return HeldOut(text.held_out.tolist(), text.held_out_source)
+    return predictors.held_out if predictors is not None else find_held_out(checkpoint, config.predictor)
+
+
+def _variants(
+    artifact: WrittenArtifact, predictors: "PredictorSet | None", config: CompileConfig, progress: Progress
+) -> "Iterator[Variant]":
+    """Yield the model with one lossy part after another, those that this artifact has.
+
+    The last graph is the artifact's own, and so are its weights.
+    """
+    from picompile.accuracy.variants import Variant, round_cache, silence_below
+
+    contents = artifact.contents
+    graph_module, weights = contents.graph_module, contents.weights
+    extra = " and extra passes" if config.debug.passes else ""
+    thresholds = {} if predictors is None else predictors.firing_thresholds
+    whole = graph_module if predictors is None else _whole_graph(artifact, config, progress)
+    if config.quant != "f16" or extra:
+        title = f"weights in {'chosen formats' if config.quant == AUTO_BITS else config.quant}{extra}"
+        yield Variant("weights", title, _weights_remedy(config), whole, weights)
+    if silenced := silence_below(whole, thresholds):
+        remedy = "a profile with thresholds of a smaller --gate"
+        yield Variant("thresholds", "thresholds", remedy, whole, weights, silenced)
+    if predictors is not None:
+        yield Variant(
+            "predictors", "predictors", "--predictor exact or none, or larger predictors", graph_module, weights
+        )
+    if config.kv_dtype != "f32":
+        remedy = f"--kv-dtype {'f16' if config.kv_dtype == 'q8' else 'f32'}"
+        rounded = round_cache(graph_module, config.kv_dtype)
+        yield Variant("kv_cache", f"KV cache in {config.kv_dtype}", remedy, graph_module, weights, rounded)
+
+
+def _whole_graph(artifact: WrittenArtifact, config: CompileConfig, progress: Progress) -> "GraphModule":
+    """Return the quantized graph of the artifact's model, with every neuron computed and no block split."""
+    every = replace(config.predictor, insert_kind="none")
+    config = replace(config, predictor=every, placement=PlacementConfig(None, None, None, None))
+    captured = artifact.contents.captured
+    passes = compilation_passes(config, captured.facts, None, None)
+    return run_passes(captured, passes, progress, verify=config.debug.verify)
+
+
+def _weights_remedy(config: CompileConfig) -> str:
+    if is_budget(config.quant):
+        finer = "a larger budget of bits, or --quant q8"
+    else:
+        finer = f"--quant {_FINER[config.quant]}" if config.quant in _FINER else ""
+    if (config.quant in CALIBRATED or is_budget(config.quant)) and not config.rounding.compensates:
+        return f"{finer}, or calibrated rounding (--work DIR)"
+    return finer

@@ -1,0 +1,67 @@
+"""The table of an artifact against its checkpoint: what each lossy part costs."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from picompile.report import numbers
+from picompile.report.numbers import NOTHING, Table, measured
+
+_COLUMNS = (
+    "with",
+    "perplexity",
+    "change",
+    "95 %",
+    "adds",
+    "KL, nats",
+    "95 % of KL",
+    "adds to KL",
+    "same top token",
+)
+
+_WORDS = (
+    "The checkpoint in float32, and then with one lossy part after another, on {tokens} tokens of {text}. KL is the "
+    "mean divergence of the next-token distributions from the checkpoint's. Intervals are of 95 % confidence, from "
+    "paired differences in blocks of neighbouring tokens."
+)
+
+
+def comparison_table(comparison: Mapping[str, Any]) -> Table | None:
+    """Return the table of a report's comparison with the checkpoint; None where it has no lines."""
+    lines = comparison.get("lines")
+    known = [line for line in lines if isinstance(line, dict)] if isinstance(lines, list) else []
+    if not known:
+        return None
+    reference = numbers.perplexity(measured(comparison.get("checkpoint_perplexity")))
+    tokens = numbers.count(numbers.whole(comparison.get("tokens")))
+    return Table(
+        "What it costs against the checkpoint",
+        _COLUMNS,
+        [("checkpoint in float32", reference, *[NOTHING] * (len(_COLUMNS) - 2)), *map(_row, known)],
+        texts=frozenset({"with"}),
+        words=_WORDS.format(tokens=tokens, text=str(comparison.get("text") or "held-out text")),
+    ).without_empty()
+
+
+def _row(line: Mapping[str, Any]) -> tuple[str, ...]:
+    return (
+        f"+ {line.get('title') or line.get('part') or NOTHING}",
+        numbers.perplexity(measured(line.get("perplexity"))),
+        numbers.change(measured(line.get("relative_change"))),
+        _interval(line.get("relative_change_interval"), numbers.change),
+        numbers.change(measured(line.get("added_change"))),
+        _nats(measured(line.get("kl_nats"))),
+        _interval(line.get("kl_nats_interval"), _nats),
+        _nats(measured(line.get("added_kl_nats"))),
+        numbers.percent(numbers.share(line.get("same_top_share")), 2),
+    )
+
+
+def _nats(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:.6f}".replace("-", "−")
+
+
+def _interval(ends: object, text: Any) -> str:
+    if not isinstance(ends, Sequence) or len(ends) != 2 or None in (low_high := tuple(map(measured, ends))):
+        return NOTHING
+    low, high = low_high
+    return f"{text(low)} to {text(high)}"
