@@ -165,8 +165,8 @@ def linear(spec: LinearSpec, function: CudaFunction) -> None:
     """Write the launch of a `LinearSpec`."""
     x, w, bias, y = function["x"], CudaMatrix.argument(function, "w"), function.get("bias"), function["y"]
     if spec.rows == 1:
-        # Where x is in several parts ptxas takes up to 74 registers for q4, where 64 do and a fourth block fits. With
-        # zeros it would spill up to 16 bytes, and with more bits more.
+        # Where x is in several parts ptxas takes up to 74 registers for q4, where 64 do and a fourth block fits. For
+        # q4m it would spill up to 16 bytes.
         resident = 4 if w.has_nibbles and not w.has_zeros and in_parts(spec.k) else 0
         with function.launch(grid=blocks_for(spec.n, _ROWS_A_BLOCK), block=_ONE_THREADS, resident=resident) as place:
             _one(x, w, bias, y, place)
