@@ -59,6 +59,13 @@ def is_budget(quant: str) -> bool:
     return quant == AUTO_BITS or parse_bits(quant) is not None
 
 
+def check_quant(quant: str) -> None:
+    """Raise `UsageError` unless `quant` is a format, a budget, or `auto`."""
+    if quant not in QUANTIZATIONS and not is_budget(quant):
+        formats = ", ".join(QUANTIZATIONS)
+        raise UsageError(f"unknown quantization {quant!r}; known are {formats}, auto, and budgets like 5.2bpw")
+
+
 def base_format(quant: str) -> str:
     """Return the format of matrices that are given none of their own: q6 where `quant` is a budget, else `quant`."""
     return "q6" if is_budget(quant) else quant

@@ -19,8 +19,8 @@ from picompile.choices import (
     LOSSLESS,
     MOST_SEQUENCES,
     PREDICTORS,
-    QUANTIZATIONS,
     ROUNDINGS,
+    check_quant,
     default_kv_dtype,
     default_predictor,
     is_budget,
@@ -132,9 +132,7 @@ class CompileOptions:
         ):
             if value not in known:
                 raise UsageError(f"unknown {name} {value!r}; known are {', '.join(k for k in known if k)}")
-        if self.quant not in QUANTIZATIONS and not is_budget(self.quant):
-            formats = ", ".join(QUANTIZATIONS)
-            raise UsageError(f"unknown quantization {self.quant!r}; known are {formats}, auto, and budgets like 5.2bpw")
+        check_quant(self.quant)
         self._require_use()
         require_whole(
             context=self.context,

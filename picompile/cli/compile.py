@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from picompile.choices import DEFAULT_ROUNDING_TOKENS, parse_bits
+from picompile.choices import DEFAULT_ROUNDING_TOKENS, check_quant, parse_bits
 from picompile.cli.accuracy_show import reported_comparison, show_comparison
 from picompile.cli.checks import (
     checkpoint_weights,
@@ -176,6 +176,7 @@ def compile_command(
       picompile compile models/tiny-reglu -o build/4090 --target 4090 --vram-budget 8GiB
     """
     gpu_of(target)  # for its checks alone
+    check_quant(quant)
     require_model_folder(model)
     require_context(model, context)
     require_output(output, overwrite=force, marker="manifest.json")
@@ -227,7 +228,7 @@ def compile_command(
 
 
 def _least_bits(quant: str) -> float:
-    """Return how many bits a weight takes at least; 0 for what is no quantization, which is refused later."""
+    """Return how many bits a weight takes at least."""
     from picompile_passes.weight_formats import FORMATS
 
     least = FORMATS["q4"].bits

@@ -16,14 +16,20 @@ def rounded(weight: Tensor, format_name: str) -> Tensor:
 
 @torch.no_grad()
 def round_weights(model: nn.Module, format_name: str) -> None:
-    """Replaces every matrix of a transformers model, in place, by what the format leaves of it. Vectors stay."""
+    """Replaces every matrix of a transformers model, in place, by what the format leaves of it. Vectors stay.
+
+    With a format of four bits the head and embeddings are in q6.
+    """
     seen: set[int] = set()
+    get_head = getattr(model, "get_output_embeddings", lambda: None)
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
         if not isinstance(weight, nn.Parameter) or weight.ndim != 2 or id(weight) in seen:
             continue
         seen.add(id(weight))
-        if name.endswith(_DOWN):
+        if isinstance(module, nn.Embedding) or module is get_head():
+            weight.copy_(rounded(weight, "q6" if format_name in ("q4", "q4m") else format_name))
+        elif name.endswith(_DOWN):
             weight.copy_(rounded(weight.T, format_name).T)
         else:
             weight.copy_(rounded(weight, format_name))

@@ -77,7 +77,7 @@ def test_names_are_sorted_and_say_who_offers_them():
 def test_options_reach_the_pass():
     assert make_pass("quantize{format=q8}") == Quantize("q8")
     assert make_pass("insert-predictors{kind=none}") == InsertPredictors("none")
-    with pytest.raises(PassOptionError, match="'q9' is not one of f16, q8, q4"):
+    with pytest.raises(PassOptionError, match="'q9' is not one of f16, q8, q6, q4m, q4"):
         make_pass("quantize{format=q9}")
     assert make_pass("partition{hot=(0:(17,5),2:())}") == Partition({2: (), 0: (5, 17)})
     with pytest.raises(PassOptionError, match="option hot of pass partition: '1' is not written key:value"):

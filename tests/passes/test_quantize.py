@@ -31,7 +31,8 @@ def partitioned(shape=LLAMA, hot=None):
 def rounded(weights, form, predictors=None):
     """Return the weights after `form` and back; predictors' own matrices use `predictors`, which defaults to `form`.
 
-    A down projection holds a neuron in each column, and is packed by neuron.
+    The head and embeddings use q6 where `form` has four bits. A down projection holds a neuron in each column, and is
+    packed by neuron.
     """
 
     def keep(name, weight):
@@ -39,6 +40,8 @@ def rounded(weights, form, predictors=None):
             return weight
         rows = weight.T if name.endswith(DOWN) else weight
         stored = (predictors or form) if name.startswith("predictors.") else form
+        if "embed" in name or "lm_head" in name:
+            stored = "q6" if form in ("q4", "q4m") else form
         left = dequantize_rows(quantize_rows(rows, stored), stored, rows.shape[1])
         return left.T if name.endswith(DOWN) else left
 
