@@ -7,8 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-# Tokens of a window are taken together in blocks of so many. Within a block they may depend on each other in any way.
-BLOCK_TOKENS = 64
+# Neighbouring tokens are taken together in blocks, within which they may depend on each other in any way. Longer is
+# better, for texts differ from page to page; but fewer blocks than these say too little of how much they differ.
+_LEAST_BLOCKS = 16
+_LEAST_BLOCK_TOKENS = 64
 # The 97.5 % quantile of the normal distribution.
 _NORMAL_QUANTILE = 1.959963984540054
 
@@ -27,16 +29,22 @@ class Estimate:
         return Estimate(function(self.value), low, high)
 
 
-def token_blocks(window_tokens: Sequence[int], block_tokens: int = BLOCK_TOKENS) -> NDArray[np.int64]:
-    """Return the number of each token's block, int64 [tokens], for windows of `window_tokens` tokens; none spans two.
+def block_size(window_tokens: Sequence[int]) -> int:
+    """Return the tokens of a block: as many as leave 16 blocks, but 64 at least, and a whole window at most."""
+    return min(max(sum(window_tokens) // _LEAST_BLOCKS, _LEAST_BLOCK_TOKENS), max(window_tokens, default=1))
 
-    The windows' last blocks may be shorter than the others.
+
+def token_blocks(window_tokens: Sequence[int], size: int) -> NDArray[np.int64]:
+    """Return the number of each token's block, int64 [tokens], for windows of so many tokens; no block spans two.
+
+    Each window is cut into equal blocks of about `size` tokens, or is one, if it is shorter.
     """
     blocks: list[NDArray[np.int64]] = []
     first = 0
     for tokens in window_tokens:
-        blocks.append(first + np.arange(tokens, dtype=np.int64) // block_tokens)
-        first += -(-tokens // block_tokens)
+        count = max(1, round(tokens / size))
+        blocks.append(first + np.arange(tokens, dtype=np.int64) * count // max(tokens, 1))
+        first += count if tokens else 0
     return np.concatenate(blocks) if blocks else np.zeros(0, np.int64)
 
 

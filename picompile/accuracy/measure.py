@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 
 from picompile.accuracy.comparison import CheckpointComparison, VariantAccuracy, perplexity_of
 from picompile.accuracy.distances import TokenDistances, join_tokens, measure_tokens
-from picompile.accuracy.intervals import estimate_mean, token_blocks
+from picompile.accuracy.intervals import block_size, estimate_mean, token_blocks
 from picompile.accuracy.variants import Replaced, Variant
 from picompile.errors import UnsupportedModelError
 from picompile.progress import Advance, Progress
@@ -97,7 +97,8 @@ def compare_variants(
         KernelError: those of the artifact do.
     """
     reference = _run_to_head("the checkpoint", *checkpoint, {}, text, progress)
-    blocks = token_blocks([len(window) - 1 for window in text.windows])
+    predicted = [len(window) - 1 for window in text.windows]
+    blocks = token_blocks(predicted, block_size(predicted))
     lines: list[VariantAccuracy] = []
     found: TokenDistances | None = None
     for variant in variants:

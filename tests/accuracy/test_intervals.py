@@ -7,12 +7,24 @@ import numpy as np
 import pytest
 
 from picompile.accuracy import Estimate
-from picompile.accuracy.intervals import estimate_mean, student_quantile, token_blocks
+from picompile.accuracy.intervals import block_size, estimate_mean, student_quantile, token_blocks
 
 
-def test_blocks_do_not_span_windows() -> None:
-    assert token_blocks([5, 0, 3, 1], block_tokens=2).tolist() == [0, 0, 1, 1, 2, 3, 3, 4, 5]
-    assert token_blocks([]).tolist() == []
+def test_blocks_are_equal_parts_of_windows() -> None:
+    assert token_blocks([5, 0, 3, 1], 2).tolist() == [0, 0, 0, 1, 1, 2, 2, 3, 4]
+    assert token_blocks([], 2).tolist() == []
+    for windows, size in (([511] * 8, 255), ([511] * 3, 64), ([7, 100, 129], 64), ([3], 64)):
+        counts = np.bincount(token_blocks(windows, size))
+        assert counts.sum() == sum(windows) and counts.min() > 0
+        assert counts.max() <= 1.5 * size
+
+
+def test_blocks_are_long_where_the_text_is() -> None:
+    assert block_size([511] * 2) == 64
+    assert block_size([511] * 8) == 255
+    assert block_size([511] * 32) == 511
+    assert block_size([127] * 400) == 127
+    assert block_size([9]) == 9
 
 
 @pytest.mark.parametrize(
@@ -26,7 +38,7 @@ def test_quantiles(freedom: int, expected: float) -> None:
 
 def test_an_interval_is_that_of_a_loop_over_blocks() -> None:
     random = np.random.default_rng(0)
-    windows, size = (150, 64, 1, 40), 64
+    windows, size = (128, 64, 1, 40), 64
     values = random.normal(0.3, 2, sum(windows))
     found = estimate_mean(values, token_blocks(windows, size))
     pieces, start = [], 0
@@ -37,10 +49,10 @@ def test_an_interval_is_that_of_a_loop_over_blocks() -> None:
     mean = math.fsum(x for piece in pieces for x in piece) / len(values)
     spread = math.fsum((math.fsum(piece) - mean * len(piece)) ** 2 for piece in pieces)
     error = math.sqrt(len(pieces) / (len(pieces) - 1) * spread) / len(values)
-    assert len(pieces) == 6
+    assert len(pieces) == 5
     assert found.value == pytest.approx(mean)
     assert found.high is not None and found.low is not None
-    assert found.high - found.value == pytest.approx(2.5706 * error, rel=2e-3)
+    assert found.high - found.value == pytest.approx(2.77645 * error, rel=2e-3)
     assert found.value - found.low == pytest.approx(found.high - found.value)
 
 
@@ -56,7 +68,7 @@ def _alike(random: np.random.Generator, tokens: int) -> np.ndarray:
 @pytest.mark.parametrize("draw", [_independent, _alike])
 def test_intervals_hold_the_mean_as_often_as_they_say(draw: Callable[..., np.ndarray]) -> None:
     random = np.random.default_rng(1)
-    blocks = token_blocks([511] * 4)
+    blocks = token_blocks([511] * 4, 64)
     held = 0
     for _ in range(600):
         found = estimate_mean(draw(random, 4 * 511), blocks)
@@ -70,7 +82,7 @@ def test_intervals_hold_the_mean_as_often_as_they_say(draw: Callable[..., np.nda
 
 
 def test_a_short_text_has_no_interval() -> None:
-    assert estimate_mean(np.array([1.0, 3.0]), token_blocks([2])) == Estimate(2.0)
-    assert estimate_mean(np.array([1.0, math.inf]), token_blocks([1, 1])) == Estimate(math.inf)
+    assert estimate_mean(np.array([1.0, 3.0]), token_blocks([2], 2)) == Estimate(2.0)
+    assert estimate_mean(np.array([1.0, math.inf]), token_blocks([1, 1], 1)) == Estimate(math.inf)
     assert Estimate(2.0).map(lambda value: -1 / value) == Estimate(-0.5)
     assert Estimate(1.0, 0.5, 2.0).map(math.exp) == Estimate(math.e, math.exp(0.5), math.exp(2))
