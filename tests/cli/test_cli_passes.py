@@ -58,8 +58,8 @@ def test_numbered_rules_keep_their_form(cli: Cli) -> None:
     assert "\n3. A matrix that is packed already stays as it is.\n" in found
     assert "needs       a graph of stage predicted to quantized\n" in found
     assert "gives       one of stage quantized\n" in found
-    assert "options\n  format      str  default q4    weight format: f16, q8, q6, q4m or q4\n" in found
-    assert "--pass 'quantize{format=q4,predictors=auto}'" in found
+    assert "options\n  format      str                default q4    weight format: f16, q8, q6, q4m or q4\n" in found
+    assert "--pass 'quantize{format=q4,predictors=auto,head=auto,tensors=(lm_head.weight:q8)}'" in found
 
 
 def test_explain_of_a_pass_without_options_has_no_options(cli: Cli) -> None:

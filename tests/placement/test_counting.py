@@ -273,7 +273,7 @@ def test_wrong_numbers_of_layers_are_refused(layers: object) -> None:
 @pytest.mark.parametrize(
     ("packing", "message"),
     [
-        ({"quant": "q5"}, "unknown quantization 'q5'; known are f16, q8, q4"),
+        ({"quant": "q5"}, "unknown quantization 'q5'; known are f16, q8, q6, q4m, q4"),
         ({"predictor": "oracle"}, "unknown predictor 'oracle'; known are auto, exact"),
         ({"kv_dtype": "f8"}, "unknown KV cache type 'f8'"),
         ({"context": 0}, "the context must be at least 1, not 0"),

@@ -24,6 +24,8 @@ from picompile_passes.graph.rewriter import Rewriter
 from picompile_passes.predictors import predictor_kind
 from picompile_passes.weight_formats import head_format, predictor_format
 
+_KNOWN = " or ".join(", ".join(FORMATS).rsplit(", ", 1))
+
 
 @dataclass(frozen=True)
 class Quantize(Pass):
@@ -47,14 +49,15 @@ class Quantize(Pass):
 
     default_effect: ClassVar[Effect] = Effect.ROUNDS
 
-    format: str = field(default="q4", metadata={"help": f"weight format: {', '.join(FORMATS)}"})
+    format: str = field(default="q4", metadata={"help": f"weight format: {_KNOWN}"})
 
     predictors: str = field(default="auto", metadata={"help": "format of predictors' own weights: auto, or a format"})
 
     head: str = field(default="auto", metadata={"help": "format of head and embeddings: auto, or a format"})
 
     tensors: Mapping[str, str] = field(
-        default_factory=dict, metadata={"help": "formats of single matrices, as in (lm_head.weight:q8)"}
+        default_factory=dict,
+        metadata={"help": "formats of single matrices, by their parameters", "example": "(lm_head.weight:q8)"},
     )
 
     def __post_init__(self) -> None:
