@@ -119,7 +119,7 @@ def test_notes_that_cannot_be_read_are_made_again(
             raise Ended
 
     with monkeypatch.context() as patch, pytest.raises(Ended):
-        patch.setattr("picompile.predictors.profile.directory.write_tensors", write)
+        patch.setattr("picompile.predictors.profile.state.write_tensors", write)
         profile_model(model, tmp_path / "profile", options(prose))
     state = tmp_path / "profile" / "state.safetensors"
     if damage is None:
