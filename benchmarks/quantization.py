@@ -1,4 +1,4 @@
-"""What weight formats keep of a model, for the bits that they take, beside llama.cpp's formats of the same model.
+"""Measure what weight formats keep of a model for the bits that they take, beside llama.cpp's formats of the model.
 
 python benchmarks/quantization.py MODEL [--work DIR] [--tokens 16384] [--llama LIBRARY] [--json FILE] [--plot FILE]
 

@@ -54,10 +54,6 @@ class CompileOptions:
             budget such as `5.2bpw`, bits a weight on average: each matrix gets the format, from q4 to q8, with which
             they all lose least together. `auto` is the smallest budget with which predictions stay as they are, but for
             a divergence of 0.01 nats.
-        rounding: `calibrated` rounds weights so that their errors on the calibration text make up for each other;
-            `nearest` rounds each by itself. None is `calibrated` where there is calibration text or a work folder, the
-            model is a folder or file, and the format has fewer than 8 bits.
-        rounding_tokens: how many tokens of the text weights are rounded for, at most.
         predictor: None is `exact` if the activation leaves neurons silent, otherwise `none`. `learned`, `sign` and the
             kinds of plug-ins leave out neurons, so the accuracy check applies to them.
         context: longest sequence, in tokens; None is the model's own limit, at most 4096.
@@ -90,12 +86,14 @@ class CompileOptions:
         work: a folder that keeps the profile, the predictors and rounded weights for the next time.
         activation: the activation of the feed-forward blocks, where config.json names another than the model was
             trained with, as `load_model` takes it; None takes what config.json says.
+        rounding: `calibrated` rounds weights so that their errors on the calibration text make up for each other;
+            `nearest` rounds each by itself. None is `calibrated` where there is calibration text or a work folder, the
+            model is a folder or file, and the format has fewer than 8 bits.
+        rounding_tokens: how many tokens of the text weights are rounded for, at most.
     """
 
     target: str = "cpu"
     quant: str = "q4"
-    rounding: str | None = None
-    rounding_tokens: int = DEFAULT_ROUNDING_TOKENS
     predictor: str | None = None
     context: int | None = None
     sequences: int = 1
@@ -119,6 +117,8 @@ class CompileOptions:
     accuracy: float | None = None
     work: Path | None = None
     activation: str | None = None
+    rounding: str | None = None
+    rounding_tokens: int = DEFAULT_ROUNDING_TOKENS
 
     def __post_init__(self) -> None:
         """Raise `UsageError` for options that fit no model."""

@@ -98,7 +98,13 @@ def test_an_accuracy_bound_that_is_not_met(cli: Cli, held_out: Path, tmp_path: P
 def test_predictors_that_compute_every_neuron_pass_any_bound(tiny_model: Path, held_out: Path, tmp_path: Path) -> None:
     predictors = write_predictors(tiny_model, tmp_path / "predictors", bias=1e4)
     options = CompileOptions(
-        context=64, predictor="learned", predictors=predictors, calibration=(held_out,), gate=1e-4, gate_tokens=100
+        quant="f16",
+        context=64,
+        predictor="learned",
+        predictors=predictors,
+        calibration=(held_out,),
+        gate=1e-4,
+        gate_tokens=100,
     )
     compile_model(tiny_model, tmp_path / "artifact", options)
     accuracy = json.loads((tmp_path / "artifact" / "report.json").read_text())["accuracy"]
@@ -144,7 +150,7 @@ def test_predictors_of_another_model(cli: Cli, tiny_model: Path, tmp_path: Path)
 
 def test_lossless_predictors_refuse_options_for_learned_ones(cli: Cli, tiny_model: Path, tmp_path: Path) -> None:
     for option, value in (("--predictors", tmp_path), ("--profile", tmp_path), ("--calibration", tmp_path / "text")):
-        ended = cli("compile", tiny_model, "-o", tmp_path / "out", option, value)
+        ended = cli("compile", tiny_model, "-o", tmp_path / "out", "--quant", "f16", option, value)
         assert (ended.code, ended.err.count("\n")) == (2, 1), ended.err
         assert "choose learned" in ended.err
 

@@ -74,6 +74,8 @@ def contents(folder: Path) -> Mapping[str, bytes]:
 
 def options(predictors: Path, text: Path, bound: float = 1e-4) -> CompileOptions:
     return CompileOptions(
+        # In q4 the arithmetic of prompts and of decoding differs by more than the bound.
+        quant="f16",
         context=64,
         predictor="learned",
         predictors=predictors,

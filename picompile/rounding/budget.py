@@ -22,7 +22,7 @@ _LARGEST_LOSS = 1e4
 
 
 @dataclass(frozen=True)
-class Unit:
+class MatrixUnit:
     """Matrices that have one format: `parameters` are what they are made of, `weights` how many they are.
 
     `losses` has the loss of each format of `CHOICES` alone, all else as it is in the checkpoint.
@@ -34,14 +34,14 @@ class Unit:
     losses: Mapping[str, float]
 
 
-def fit_budget(units: Sequence[Unit], bits: float) -> dict[str, str]:
+def fit_budget(units: Sequence[MatrixUnit], bits: float) -> dict[str, str]:
     """Return the format of each unit, by its name, that loses least within `bits` bits a weight on average."""
     total = sum(unit.weights for unit in units)
     sizes = [{form: unit.weights / total * FORMATS[form].bits for form in CHOICES} for unit in units]
     return _solve(units, [unit.losses for unit in units], sizes, bits)
 
 
-def fit_loss(units: Sequence[Unit], bound: float) -> dict[str, str]:
+def fit_loss(units: Sequence[MatrixUnit], bound: float) -> dict[str, str]:
     """Return the format of each unit, by its name, that takes the fewest bits and loses at most `bound` altogether.
 
     Where no choice does, each unit gets the format of its least loss.
@@ -54,13 +54,13 @@ def fit_loss(units: Sequence[Unit], bound: float) -> dict[str, str]:
     return _solve(units, sizes, [unit.losses for unit in units], bound)
 
 
-def mean_bits(units: Sequence[Unit], forms: Mapping[str, str]) -> float:
+def mean_bits(units: Sequence[MatrixUnit], forms: Mapping[str, str]) -> float:
     """Return the bits of a weight on average, with the formats `forms` of units by their names."""
     return sum(unit.weights * FORMATS[forms[unit.name]].bits for unit in units) / sum(unit.weights for unit in units)
 
 
 def _solve(
-    units: Sequence[Unit],
+    units: Sequence[MatrixUnit],
     costs: Sequence[Mapping[str, float]],
     sizes: Sequence[Mapping[str, float]],
     limit: float,

@@ -1,4 +1,4 @@
-"""What each matrix loses in a format: the divergence of the model's predictions when it alone is rounded.
+"""Losses of matrices in a format: the divergence of the model's predictions when it alone is rounded.
 
 Windows of text run through the layers once for the model as it is, and once more for each unit of matrices, from the
 layer on in which the unit is rounded. Behind the head, the mean of KL(model ‖ model with the unit rounded) over all
@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 
 from picompile.predictors.profile.files import read_notes, write_json
 from picompile.progress import Progress
-from picompile.rounding.budget import CHOICES, Unit
+from picompile.rounding.budget import CHOICES, MatrixUnit
 from picompile.rounding.matrices import source_of
 from picompile.streaming import Segment, State, new_states, run_window, segment_constants, split_layers
 from picompile_passes.dialect.formats import dequantize_rows, quantize_rows
@@ -32,7 +32,7 @@ _TRIED = "q4"
 
 def measure_losses(
     graph_module: GraphModule, weights: WeightSource, windows: Sequence[Sequence[int]], progress: Progress
-) -> list[Unit]:
+) -> list[MatrixUnit]:
     """Return the matrices of a predicted graph as units, with what each loses in each format.
 
     The matrices of a feed-forward block are one unit, since they are read together, and so are those that are made of
@@ -144,11 +144,11 @@ class _Variant:
         self.loss = sum(divergence(a, b[logits]) for a, b in pairs) / sum(map(len, exact))
         self.states = []
 
-    def unit(self) -> Unit:
+    def unit(self) -> MatrixUnit:
         """Return the unit with its loss in every format."""
         squares = self.errors.squares
         losses = {form: self.loss * squares[form] / (squares[_TRIED] or 1.0) for form in CHOICES}
-        return Unit(self.site.name, tuple(self.site.parameters), self.errors.weights, losses)
+        return MatrixUnit(self.site.name, tuple(self.site.parameters), self.errors.weights, losses)
 
 
 def divergence(exact: Tensor, other: Tensor) -> float:
@@ -157,14 +157,16 @@ def divergence(exact: Tensor, other: Tensor) -> float:
     return max(float(F.kl_div(q, p, reduction="sum", log_target=True)), 0.0)
 
 
-def write_losses(path: Path, inputs: str, units: Sequence[Unit]) -> None:
+def write_losses(path: Path, inputs: str, units: Sequence[MatrixUnit]) -> None:
     """Keep the losses of units, measured for a hash `inputs` of all that they depend on."""
     write_json(path, {"inputs": inputs, "units": [asdict(unit) for unit in units]})
 
 
-def read_losses(path: Path, inputs: str) -> list[Unit] | None:
+def read_losses(path: Path, inputs: str) -> list[MatrixUnit] | None:
     """Return the units in a file that `write_losses` wrote for the same inputs, or None."""
     notes = read_notes(path)
     if notes.get("inputs") != inputs:
         return None
-    return [Unit(each["name"], tuple(each["parameters"]), each["weights"], each["losses"]) for each in notes["units"]]
+    return [
+        MatrixUnit(each["name"], tuple(each["parameters"]), each["weights"], each["losses"]) for each in notes["units"]
+    ]

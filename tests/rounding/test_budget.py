@@ -9,27 +9,27 @@ from hypothesis import strategies as st
 
 from picompile.choices import is_budget, parse_bits
 from picompile.errors import UsageError
-from picompile.rounding.budget import CHOICES, Unit, fit_budget, fit_loss, mean_bits
+from picompile.rounding.budget import CHOICES, MatrixUnit, fit_budget, fit_loss, mean_bits
 
 _LOSSES = st.floats(1e-9, 0.1)
 
 
 @st.composite
-def _units(draw: st.DrawFn) -> list[Unit]:
+def _units(draw: st.DrawFn) -> list[MatrixUnit]:
     """A few units; more bits lose less, but not always, since losses are measured."""
     count = draw(st.integers(1, 4))
     return [
-        Unit(f"u{i}", (f"p{i}",), draw(st.integers(32, 10**6)), {form: draw(_LOSSES) for form in CHOICES})
+        MatrixUnit(f"u{i}", (f"p{i}",), draw(st.integers(32, 10**6)), {form: draw(_LOSSES) for form in CHOICES})
         for i in range(count)
     ]
 
 
-def _all_choices(units: list[Unit]) -> list[dict[str, str]]:
+def _all_choices(units: list[MatrixUnit]) -> list[dict[str, str]]:
     names = [unit.name for unit in units]
     return [dict(zip(names, forms, strict=True)) for forms in itertools.product(CHOICES, repeat=len(units))]
 
 
-def _loss(units: list[Unit], forms: dict[str, str]) -> float:
+def _loss(units: list[MatrixUnit], forms: dict[str, str]) -> float:
     return sum(unit.losses[forms[unit.name]] for unit in units)
 
 
@@ -57,7 +57,7 @@ def test_a_bound_on_the_loss_takes_the_fewest_bits(units, bound):
 def test_two_hundred_units_are_chosen_in_a_moment_and_always_alike():
     draw = torch.Generator().manual_seed(0)
     units = [
-        Unit(
+        MatrixUnit(
             f"u{i}",
             (f"p{i}",),
             4096 * 4096,

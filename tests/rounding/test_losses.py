@@ -1,4 +1,4 @@
-"""What a matrix loses when it alone is rounded, against a run of the whole model with that matrix rounded."""
+"""Losses of matrices that are rounded alone, against a run of the whole model with that matrix rounded."""
 
 import pytest
 import torch
