@@ -151,6 +151,18 @@ def _rounding_options(config: CompileConfig) -> "RoundingOptions":
     return RoundingOptions(rounding.calibration, rounding.tokens, activation=rounding.activation)
 
 
+def _exact_tables(captured: "Captured", quant: str) -> dict[str, str]:
+    """Return `quant` by the name of each matrix with a row for each token that the weights have in this format."""
+    from picompile_passes.weight_formats import head_format
+
+    weights, vocab = captured.weights, captured.facts.vocab
+    packed: Callable[[str, str], object] | None = getattr(weights, "packed", None)
+    if packed is None or head_format(quant) == quant:
+        return {}
+    tables = [name for name in weights.names() if len(weights.shape(name)) == 2 and weights.shape(name)[0] == vocab]
+    return {name: quant for name in tables if packed(name, quant) is not None}
+
+
 def choose_formats(
     checkpoint: Path | None,
     captured: "Captured",
@@ -161,13 +173,14 @@ def choose_formats(
 ) -> CompileConfig:
     """Return `config` with a format for each matrix, where it has a budget of bits for them.
 
-    The arguments are those of `round_weights`.
+    Where it has none, a head or a table that the checkpoint holds in the model's format already keeps it, and is not
+    rounded to the format of heads. The arguments are those of `round_weights`.
 
     Raises:
         UsageError: the text cannot be used, or the model is a module in memory, which has no tokenizer for one.
     """
     if not is_budget(config.quant):
-        return config
+        return replace(config, tensors=_exact_tables(captured, config.quant))
     if checkpoint is None:
         raise UsageError(f"quant {config.quant} needs a model folder, whose tokenizer reads text; choose a format")
     from picompile.rounding import checkpoint_formats
