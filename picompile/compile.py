@@ -22,7 +22,7 @@ on are taken again with larger predictors for the layers that lose most, if ther
 
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -108,6 +108,7 @@ def compile_model(
     check = partial(check_output, output, options.overwrite)
     # Before anything is made beside it.
     check()
+    options = _with_texts(options)
     with reserve(output, overwrite=options.overwrite, check=check) as place:
         code, accelerator = _check_before_capture(model, options)
         checkpoint, captured = _capture(model, options, progress)
@@ -125,6 +126,15 @@ def compile_model(
             artifact, report = _compile(source, place.path, scratch, progress)
             place.publish(artifact.folder)
     return report
+
+
+def _with_texts(options: CompileOptions) -> CompileOptions:
+    """Return the options with standard input read, where it is a text: several steps read texts, and it only once."""
+    if Path("-") not in options.calibration:
+        return options
+    from picompile.predictors.profile.text import read_calibration
+
+    return replace(options, calibration=read_calibration(options.calibration))
 
 
 @dataclass(frozen=True)

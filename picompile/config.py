@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from picompile.placement.machine import MachineOptions
     from picompile.placement.plan import Plan
     from picompile.predictors.config import PredictorConfig
+    from picompile.predictors.profile.text import CalibrationText
 
 HOT_DEVICES = ("cuda", "cpu")
 _TRAINED = ("learned", "sign")
@@ -77,7 +78,7 @@ class CompileOptions:
         predictors: the folder with learned predictors. Without it they, or the thresholds of `sign`, are trained.
         profile: the folder with the profile to train and plan with; without it one is made. A plan needs a profile only
             if the GPU cannot hold the whole model.
-        calibration: the text files to make a profile from, and to round weights for.
+        calibration: the text files, or texts, to make a profile from and to round weights for; `-` is standard input.
         gate: the accuracy bound: the share by which predictors may raise the perplexity; None for any.
         gate_tokens: how many tokens of held-out text the accuracy check reads at most, and so the comparison with the
             checkpoint.
@@ -111,7 +112,7 @@ class CompileOptions:
     overwrite: bool = False
     predictors: Path | None = None
     profile: Path | None = None
-    calibration: tuple[Path, ...] = ()
+    calibration: "tuple[Path | CalibrationText, ...]" = ()
     gate: float | None = DEFAULT_ACCURACY_BOUND
     gate_tokens: int = 4096
     accuracy: float | None = None
@@ -149,8 +150,6 @@ class CompileOptions:
             raise UsageError(f"the accuracy check must read at least 2 tokens, not {self.gate_tokens}")
         if self.accuracy is not None and not self.accuracy >= 0:
             raise UsageError(f"the bound on accuracy must be a share from 0 on, not {self.accuracy}")
-        if self.accuracy is not None and Path("-") in self.calibration:
-            raise UsageError("the comparison with the checkpoint reads the text once more; give a file, not -")
         if self.context is not None and self.context < 1:
             raise UsageError(f"the context must be at least 1 token, not {self.context}")
         if not 1 <= self.sequences <= MOST_SEQUENCES:
@@ -269,7 +268,7 @@ class RoundingConfig:
 
     compensates: bool
 
-    calibration: tuple[Path, ...]
+    calibration: "tuple[Path | CalibrationText, ...]"
     tokens: int
     work: Path | None
     activation: str | None

@@ -2,8 +2,12 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from picompile.choices import LOSSLESS
+
+if TYPE_CHECKING:
+    from picompile.predictors.profile.text import CalibrationText
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,7 @@ class PredictorConfig:
     insert_kind: str
     predictors: Path | None
     profile: Path | None
-    calibration: tuple[Path, ...]
+    calibration: "tuple[Path | CalibrationText, ...]"
     work: Path | None
     accuracy_bound: float | None
     check_tokens: int
