@@ -196,7 +196,12 @@ def _report(lowered: "Lowered", plan: Mapping[str, Any] | None, accuracy: Measur
     from picompile_codegen.lowering.program import tensor_bytes
 
     sizes = {name: tensor_bytes(tensor.dtype, tensor.shape) for name, tensor in lowered.weights.tensors.items()}
-    report = {"schema": 1, "ffn": [vars(part) for part in lowered.program.ffn], "weight_bytes": sizes}
+    report = {
+        "schema": 1,
+        "ffn": [vars(part) for part in lowered.program.ffn],
+        "weight_bytes": sizes,
+        "weight_formats": lowered.weights.formats(),
+    }
     if plan is not None:
         report["plan"] = _without_neurons(plan)
     return report | accuracy.of_report()

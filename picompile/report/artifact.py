@@ -73,6 +73,7 @@ def artifact_section(anchor: str, artifact: ArtifactFacts) -> PageSection:
         ("model", str(model["name"])),
         ("shape", f"layers {model['layers']}, hidden {model['hidden']}, ffn {model['ffn']} ({model['activation']})"),
         ("weights", f"{manifest.quant}, {numbers.size(sum(artifact.operator_bytes.values()))}"),
+        ("matrices", ", ".join(f"{count} in {drawable(form)}" for form, count in artifact.format_counts.items())),
         ("predictor", kinds_text([part.predictor for part in artifact.parts])),
         ("context", f"{manifest.context:,} tokens, cache in {manifest.kv_dtype}"),
         ("code", ", ".join(variant.isa for variant in manifest.code)),

@@ -47,6 +47,7 @@ class ArtifactFacts:
     """The facts in manifest.json, program.json and report.json.
 
     `operator_bytes` are the bytes of weights by the operator that reads them, most first; `predictor_bytes` by layer.
+    `format_counts` are how many matrices are in each weight format.
     `plan` is what the artifact was split by, if by any, and `comparison` what the report says of its distance from the
     checkpoint, if that was measured.
     """
@@ -55,6 +56,7 @@ class ArtifactFacts:
     manifest: "Manifest"
     parts: tuple[ReportedFfn, ...]
     operator_bytes: Mapping[str, int]
+    format_counts: Mapping[str, int]
     predictor_bytes: Mapping[int, int]
     accuracy: Accuracy | None
     plan: Plan | None
@@ -97,8 +99,11 @@ def read_artifact(folder: Path) -> ArtifactFacts:
     accuracy = _accuracy(report.object("accuracy")) if report.data.get("accuracy") else None
     operator_bytes = dict(operators.most_common())
     compared = report.object("checkpoint_accuracy").data if report.data.get("checkpoint_accuracy") else None
+    # Artifacts of earlier versions have no formats of their own matrices.
+    forms = report.object("weight_formats") if report.data.get("weight_formats") else None
+    counts = {} if forms is None else dict(Counter(forms.text(name) for name in forms.data).most_common())
     return ArtifactFacts(
-        folder, manifest, parts, operator_bytes, predictors, accuracy, plan_of_report(report), compared
+        folder, manifest, parts, operator_bytes, counts, predictors, accuracy, plan_of_report(report), compared
     )
 
 

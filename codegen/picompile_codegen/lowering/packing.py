@@ -23,6 +23,7 @@ from picompile_passes.graph.operands import DEQUANTIZE, INDEX_SELECT, QUANTIZE, 
 # evaluate(node) → the value of one constant subgraph
 Evaluate = Callable[[Node], Tensor]
 
+_SIGNS = ".signs"
 VECTOR_MULTIPLE = 16  # 16 float32 are 64 bytes: a tensor's size stays a multiple of the alignment
 
 
@@ -103,6 +104,14 @@ class WeightTable:
     def _add(self, tensor: PackedTensor) -> None:
         self.tensors.setdefault(tensor.name, tensor)
 
+    def formats(self) -> dict[str, str]:
+        """Return the format of each packed matrix, by the name of its tensor."""
+        return {
+            name: arguments(tensor.nodes[0])["format"]
+            for name, tensor in self.tensors.items()
+            if tensor.nodes and is_call(tensor.nodes[0], QUANTIZE) and not name.endswith(_SIGNS)
+        }
+
     def matrix(self, operand: Node) -> PackedMatrix:
         """Add a matrix on its own."""
         return self.bundle(_parameter_name(_quantized(operand)[0]), [operand])
@@ -135,7 +144,7 @@ class WeightTable:
     def signs(self, operand: Node) -> Arg:
         """Add a bit for each weight of a matrix: whether it is below zero, once rounded (see `signs.py`)."""
         packed, format_name, columns = _quantized(operand)
-        name = f"{_parameter_name(packed)}.signs"
+        name = f"{_parameter_name(packed)}{_SIGNS}"
         rows, row_bytes = int(operand.meta["val"].shape[0]), sign_row_bytes(columns)
 
         def produce(evaluate: Evaluate) -> Tensor:
