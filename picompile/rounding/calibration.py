@@ -10,6 +10,7 @@ from torch.fx import GraphModule
 from picompile.frontend.checkpoint import fingerprint
 from picompile.frontend.hf import open_checkpoint
 from picompile.output import reserve
+from picompile.output.place import require_disk_space
 from picompile.predictors.profile.options import ProfileOptions
 from picompile.predictors.profile.windows import TextWindows, checkpoint_tokenizer, text_windows, window_size
 from picompile.progress import Progress
@@ -20,6 +21,7 @@ from picompile.rounding.run import round_model, rounding_inputs
 from picompile.rounding.store import RoundedWeights, RoundingDirectory
 from picompile_passes.graph.materialize import WeightSource
 from picompile_passes.graph.operands import PREDICTORS
+from picompile_passes.weight_formats import FORMATS
 from picompile_runtime.version import __version__
 
 
@@ -62,7 +64,18 @@ def round_checkpoint(
     inputs = rounding_inputs(graph_module, __version__, mark, text.sha256, _predictors_sha256(graph_module, weights))
     with reserve(folder.resolve(), overwrite=True, parents=True):
         directory = RoundingDirectory(folder, inputs)
+        if not directory.complete:
+            _require_disk(checkpoint, folder, options, text.calibration.numel())
         return round_model(graph_module, weights, text.calibration.tolist(), directory, progress)
+
+
+def _require_disk(checkpoint: Path, folder: Path, options: RoundingOptions, tokens: int) -> None:
+    """Raise `DoesNotFitError` where the disk of `folder` cannot hold the rounded matrices and the states of windows."""
+    facts = open_checkpoint(checkpoint, options.activation).facts
+    # The live values of all tokens in float32, old and new.
+    needed = int(facts.parameters * FORMATS["q6"].bits / 8) + 2 * tokens * facts.hidden * 4
+    message = "{output}: needs about {needed} on disk, {free} are free; take fewer --rounding-tokens"
+    require_disk_space(folder, needed, message)
 
 
 def _predictors_sha256(graph_module: GraphModule, weights: WeightSource) -> str:
