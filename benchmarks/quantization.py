@@ -90,7 +90,7 @@ class Bench:
         options, tensors = RoundingOptions(tokens=self.rounding_tokens), {}
         predicted = InsertPredictors()(canonicalize(self.captured.graph_module)).graph_module
         if parse_bits(quant) is not None:
-            chosen = checkpoint_formats(
+            tensors = checkpoint_formats(
                 self.model,
                 predicted,
                 self.captured.weights,
@@ -99,7 +99,6 @@ class Bench:
                 parse_bits(quant),
                 NoProgress(),
             )
-            tensors = chosen.formats
         graph = Quantize(base_format(quant), tensors=tensors)(predicted).graph_module
         weights: WeightSource = self.captured.weights
         if calibrated:

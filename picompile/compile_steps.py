@@ -192,8 +192,7 @@ def choose_formats(
     chosen = checkpoint_formats(
         checkpoint, graph_module, weights, folder, _rounding_options(config), parse_bits(config.quant), progress
     )
-    progress.say(chosen.summary)
-    return replace(config, tensors=chosen.formats)
+    return replace(config, tensors=chosen)
 
 
 # Passes: the ones from captured to quantized, with the extra ones that the user asks for.

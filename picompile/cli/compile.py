@@ -1,13 +1,14 @@
 """`picompile compile`: from a Hugging Face folder to an artifact."""
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from picompile.choices import DEFAULT_ROUNDING_TOKENS, check_quant, parse_bits
+from picompile.choices import DEFAULT_ROUNDING_TOKENS, check_quant, is_budget, parse_bits
 from picompile.cli.accuracy_show import reported_comparison, show_comparison
 from picompile.cli.checks import (
     checkpoint_weights,
@@ -267,6 +268,9 @@ def _summary(artifact: Path) -> str:
     size = sum(record["bytes"] for record in manifest["files"].values())
     facts = f"{manifest['quant']}, {manifest['predictor']}, context {manifest['context']}"
     text = f"{artifact}: {manifest['model']['name']}, {facts}, {format_bytes(size)}"
+    forms = Counter(json.loads((artifact / "report.json").read_text(encoding="utf-8"))["weight_formats"].values())
+    if is_budget(manifest["quant"]):
+        text += f"\nmatrices: {', '.join(f'{count} in {form}' for form, count in forms.most_common())}"
     if accuracy := manifest.get("accuracy"):
         change, tokens = accuracy["relative_change"], accuracy["tokens"]
         text += f"\nperplexity {change:+.3%} by its predictors, on {tokens:,} tokens of {accuracy['text']}"

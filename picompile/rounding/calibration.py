@@ -1,8 +1,6 @@
 """Rounding the weights of one compilation: the text that is read, and the folder that the result is kept in."""
 
 import hashlib
-from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 
 from torch.fx import GraphModule
@@ -14,7 +12,7 @@ from picompile.output.place import require_disk_space
 from picompile.predictors.profile.options import ProfileOptions
 from picompile.predictors.profile.windows import TextWindows, checkpoint_tokenizer, text_windows, window_size
 from picompile.progress import Progress
-from picompile.rounding.budget import fit_budget, fit_loss, mean_bits
+from picompile.rounding.budget import fit_budget, fit_loss
 from picompile.rounding.losses import measure_losses, read_losses, write_losses
 from picompile.rounding.options import RoundingOptions
 from picompile.rounding.run import round_model, rounding_inputs
@@ -93,14 +91,6 @@ _LOSS_WINDOW, _LOSS_WINDOWS = 256, 4
 _AUTO_LOSS = 0.01
 
 
-@dataclass(frozen=True)
-class ChosenFormats:
-    """The format of each matrix, by the name of its parameter, and a sentence on what was chosen."""
-
-    formats: dict[str, str]
-    summary: str
-
-
 def checkpoint_formats(
     checkpoint: Path,
     graph_module: GraphModule,
@@ -109,8 +99,8 @@ def checkpoint_formats(
     options: RoundingOptions,
     bits: float | None,
     progress: Progress,
-) -> ChosenFormats:
-    """Choose a format for each matrix of a model.
+) -> dict[str, str]:
+    """Choose a format for each matrix of a model; return them by the names of their parameters.
 
     Args:
         checkpoint: the model's folder or file.
@@ -135,11 +125,4 @@ def checkpoint_formats(
             units = measure_losses(graph_module, weights, windows, progress)
             write_losses(folder / "losses.json", inputs, units)
     chosen = fit_loss(units, _AUTO_LOSS) if bits is None else fit_budget(units, bits)
-    counts = Counter(chosen[unit.name] for unit in units for _ in unit.parameters)
-    loss = sum(unit.losses[chosen[unit.name]] for unit in units)
-    summary = (
-        f"{mean_bits(units, chosen):.2f} bits a weight: "
-        f"{', '.join(f'{count} matrices in {form}' for form, count in sorted(counts.items()))}; rounded to the nearest "
-        f"they would lose {loss:.4f} nats a token"
-    )
-    return ChosenFormats({name: chosen[unit.name] for unit in units for name in unit.parameters}, summary)
+    return {name: chosen[unit.name] for unit in units for name in unit.parameters}

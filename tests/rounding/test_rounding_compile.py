@@ -88,6 +88,7 @@ def test_standard_input_is_read_once_for_all_steps(cli: Cli, tiny_model: Path, t
         )
         assert ended.code == 0, ended.err
         assert "the end of standard input" in ended.out
+        assert ("matrices: " in ended.out) == (quant == "5bpw")
 
 
 @pytest.mark.parametrize(
