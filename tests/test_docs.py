@@ -106,6 +106,8 @@ EXEMPT = {
     "python benchmarks/placement.py times --direct --direct-limit 30 --plot docs/images/solver_time.png": (
         "takes minutes, and a quiet machine"
     ),
+    "python benchmarks/quantization.py models/tiny-reglu --plot build/quantization.png": "takes ten minutes",
+    "python benchmarks/rounding_memory.py --kill": "takes 5 GB of disk and most of an hour",
     "python benchmarks/placement.py prefixes": "takes half a minute",
     "python benchmarks/placement.py policies": "takes ten minutes",
     "python benchmarks/placement_paper.py": "takes a minute",
