@@ -11,6 +11,8 @@ from typing import Any
 
 import psutil
 
+from picompile.synth import SHAPES
+
 
 def picompile(*arguments: object) -> str:
     """Runs the command line; returns its standard output. Stops the benchmark when it fails."""
@@ -25,6 +27,17 @@ def picompile_json(*arguments: object) -> dict[str, Any]:
     """Run picompile with `--json`, and return its output."""
     result: dict[str, Any] = json.loads(picompile(*arguments, "--json"))
     return result
+
+
+def few_layers(shape: str, layers: int, work: Path) -> Path:
+    """Return a checkpoint in `work` of the first `layers` layers of a shape, 10 % of whose neurons fire."""
+    folder = work / f"{shape}-{layers}-layers"
+    if not folder.exists():
+        work.mkdir(parents=True, exist_ok=True)
+        config = work / "config.json"
+        config.write_text(json.dumps({**SHAPES[shape].config, "num_hidden_layers": layers}))
+        picompile("synth", "--shape", config, "--active", 0.1, "-o", folder)
+    return folder
 
 
 def _descendants(pid: int) -> list[int]:

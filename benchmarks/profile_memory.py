@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from _tools import picompile, watch
+from _tools import few_layers, watch
 
 from picompile.synth import SHAPES
 
@@ -32,19 +32,9 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _checkpoint(options: argparse.Namespace) -> Path:
-    folder: Path = options.work / f"{options.shape}-{options.layers}-layers"
-    if not folder.exists():
-        options.work.mkdir(parents=True, exist_ok=True)
-        config = options.work / "config.json"
-        config.write_text(json.dumps({**SHAPES[options.shape].config, "num_hidden_layers": options.layers}))
-        picompile("synth", "--shape", config, "--active", 0.1, "-o", folder)
-    return folder
-
-
 def main() -> None:
     options = _arguments()
-    model, output = _checkpoint(options), options.work / "profile"
+    model, output = few_layers(options.shape, options.layers, options.work), options.work / "profile"
     size = ["--tokens", str(options.tokens), "--samples", str(options.samples)]
     found = {"tokens": options.tokens, "samples": options.samples}
     found["profile"] = _run(options, ["profile", str(model), "-o", str(output), *size], output, output / "layers")

@@ -20,9 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from _tools import picompile, watch
-
-from picompile.synth import SHAPES
+from _tools import few_layers, watch
 
 
 def _arguments() -> argparse.Namespace:
@@ -34,16 +32,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--kill", action="store_true", help="kill a second run, and go on")
     parser.add_argument("--work", type=Path, default=Path("build/rounding-memory"))
     return parser.parse_args()
-
-
-def _checkpoint(options: argparse.Namespace) -> Path:
-    folder: Path = options.work / f"{options.shape}-{options.layers}-layers"
-    if not folder.exists():
-        options.work.mkdir(parents=True, exist_ok=True)
-        config = options.work / "config.json"
-        config.write_text(json.dumps({**SHAPES[options.shape].config, "num_hidden_layers": options.layers}))
-        picompile("synth", "--shape", config, "--active", 0.1, "-o", folder)
-    return folder
 
 
 def _command(options: argparse.Namespace, model: Path, work: Path) -> list[str]:
@@ -59,7 +47,7 @@ def _hashes(work: Path) -> dict[str, str]:
 
 def main() -> None:
     options = _arguments()
-    model, work = _checkpoint(options), options.work / "whole"
+    model, work = few_layers(options.shape, options.layers, options.work), options.work / "whole"
     shutil.rmtree(work, ignore_errors=True)
     result = watch(_command(options, model, work))
     if result.returncode:

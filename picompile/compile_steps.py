@@ -185,7 +185,10 @@ def choose_formats(
         raise UsageError(f"quant {config.quant} needs a model folder, whose tokenizer reads text; choose a format")
     from picompile.rounding import checkpoint_formats
 
-    passes = _all_passes(_insert_pass(config, predictors), {}, _quantize_pass(config), config.debug.passes)[:-1]
+    quantize = _quantize_pass(config)
+    passes = _all_passes(_insert_pass(config, predictors), {}, quantize, config.debug.passes)
+    # Extra passes may come behind quantization: losses are measured on the graph before it.
+    passes = passes[: passes.index(quantize)]
     graph_module = run_passes(captured, passes, progress, verify=config.debug.verify)
     weights = captured.weights if predictors is None else predictors.weights(captured.weights)
     folder = (config.rounding.work or scratch / "work") / "bits"

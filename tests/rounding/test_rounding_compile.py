@@ -128,3 +128,9 @@ def test_a_disk_that_is_too_small_is_said_before_anything_is_read(
     assert ended.code == 5
     assert "take fewer --rounding-tokens" in ended.err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_budget_with_a_pass_behind_quantization(tiny_model: Path, text: Path, tmp_path: Path) -> None:
+    behind = {"passes": ("quantize@quantized",), "rounding": "nearest"}
+    report = _compile(tiny_model, tmp_path / "a", quant="5bpw", calibration=(text,), **behind)
+    assert len(set(report["weight_formats"].values())) > 1  # type: ignore[attr-defined]
