@@ -64,11 +64,14 @@ def _silenced(node: Node, threshold: float) -> Callable[..., Tensor]:
         activation: str,
         up_activation: str,
         squares: bool = False,
+        gate_limits: Tensor | None = None,
+        output_limits: Tensor | None = None,
     ) -> Tensor:
         hidden = neuron_outputs(x, gate, up, gate_bias, up_bias, activation, up_activation)
         biases = (gate_bias, up_bias, down_bias)
+        limits = (gate_limits, output_limits)
         fires = hidden.abs() > threshold
-        result: Tensor = compute(x, fires, None, gate, up, down, *biases, activation, up_activation, squares)
+        result: Tensor = compute(x, fires, None, gate, up, down, *biases, activation, up_activation, squares, *limits)
         return result
 
     return silenced

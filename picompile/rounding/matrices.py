@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from picompile.streaming import Segment
-from picompile_passes.dialect.ops import neuron_outputs, neuron_rms
+from picompile_passes.dialect.ops import kept_outputs, neuron_rms
 from picompile_passes.graph.nodes import arguments, attribute, has_real_data, is_call
 from picompile_passes.graph.operands import (
     DEQUANTIZE,
@@ -147,14 +147,17 @@ class Moments:
         activation: str,
         up_activation: str,
         squares: bool = False,
+        gate_limits: Tensor | None = None,
+        output_limits: Tensor | None = None,
     ) -> Tensor:
-        """Add the outputs of a block's neurons, those of `mask` alone; takes what `sparse_ffn` takes, returns nothing.
+        """Add the outputs of a block's neurons, those that it keeps alone.
 
-        A norm across the neurons, which comes behind down, divides each token's outputs as the block's own would.
+        Takes what `sparse_ffn` takes, and returns nothing. A norm across the neurons, which comes behind down, divides
+        each token's outputs as the block's own would.
         """
-        hidden = neuron_outputs(x, gate, up, gate_bias, up_bias, activation, up_activation)
-        rows = mask if neurons is None else mask.index_select(-1, neurons)
-        kept = torch.where(rows, hidden, torch.zeros_like(hidden))
+        kept = kept_outputs(
+            *(x, mask, neurons, gate, up, gate_bias, up_bias, activation, up_activation, gate_limits, output_limits)
+        )
         self.add(kept / neuron_rms(kept, _NORM_EPS) if squares else kept)
         return x.new_empty(0)
 

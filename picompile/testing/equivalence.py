@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from picompile.testing.weights import RandomWeights, random_weights, vocabulary
 from picompile_passes.dialect import parse_activation
+from picompile_passes.dialect.ops import neuron_outputs
 from picompile_passes.graph.materialize import WeightSource, materialize, node_values
 from picompile_passes.graph.nodes import arguments, is_call
 from picompile_passes.graph.operands import FFN, PREDICT, SPARSE_FFN
@@ -74,7 +75,19 @@ def _is_near_jump(node: Node, values: dict[str, Any]) -> bool:
 def _block_is_near(values: dict[str, Any]) -> bool:
     side = "up" if values["gate"] is None else "gate"
     threshold = parse_activation(values["activation"]).threshold
-    return _compares_near(F.linear(values["x"], values[side], values[f"{side}_bias"]), threshold)
+    first = F.linear(values["x"], values[side], values[f"{side}_bias"])
+    if _compares_near(first, threshold):
+        return True
+    # A block of `ffn` has no limits.
+    gate_limits, output_limits = values.get("gate_limits"), values.get("output_limits")
+    if gate_limits is not None and _compares_near(
+        parse_activation(values["activation"]).function(first).abs(), gate_limits
+    ):
+        return True
+    if output_limits is None:
+        return False
+    names = ("x", "gate", "up", "gate_bias", "up_bias", "activation", "up_activation")
+    return _compares_near(neuron_outputs(*(values[name] for name in names)).abs(), output_limits)
 
 
 def _predictor_is_near(values: dict[str, Any]) -> bool:

@@ -13,7 +13,15 @@ from picompile_passes.base import copy_graph_module, without_unused
 from picompile_passes.dialect import FORMATS
 from picompile_passes.graph.materialize import WeightSource, evaluate_constant
 from picompile_passes.graph.nodes import arguments, attribute, calls, constant_nodes, has_real_data
-from picompile_passes.graph.operands import FFN, NEURON_ROWS, PREDICT, PREDICTORS, SPARSE_FFN, stream_of
+from picompile_passes.graph.operands import (
+    FFN,
+    NEURON_LIMITS,
+    NEURON_ROWS,
+    PREDICT,
+    PREDICTORS,
+    SPARSE_FFN,
+    stream_of,
+)
 from picompile_passes.graph.rewriter import Rewriter
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.predictors import PredictorKind, add_predictor_kind, predictor_kind
@@ -23,7 +31,7 @@ from picompile_passes.weight_formats import predictor_format
 
 
 def neuron_rows(graph_module: GraphModule, weights: WeightSource) -> dict[int, Tensor]:
-    """Return for each layer one row a neuron, of all its weights: float32 [neurons, gate + up + down + biases].
+    """Return for each layer one row a neuron, of all its weights: float32 [neurons, their numbers].
 
     The rows are sorted, and those of a layer's parts are together, so that the order of neurons makes no difference:
     two graphs have the same neurons where these are equal.
@@ -36,7 +44,8 @@ def neuron_rows(graph_module: GraphModule, weights: WeightSource) -> dict[int, T
 
 def _rows(graph_module: GraphModule, block: Node, weights: WeightSource) -> Tensor:
     values = arguments(block)
-    constants = [evaluate_constant(graph_module, values[n], weights) for n in NEURON_ROWS if values[n] is not None]
+    of_neurons = [values[name] for name in (*NEURON_ROWS, *NEURON_LIMITS) if values.get(name) is not None]
+    constants = [evaluate_constant(graph_module, value, weights) for value in of_neurons]
     return torch.cat([constant if constant.dim() == 2 else constant.unsqueeze(1) for constant in constants], dim=1)
 
 
@@ -172,8 +181,10 @@ def _parameters(graph_module: GraphModule) -> dict[str, Tensor]:
 
 
 def _vector(name: str, shape: torch.Size, scale: float, generator: torch.Generator) -> Tensor:
-    """Biases spread around 0; all other vectors are gains of norms, which spread around 1."""
+    """Biases spread around 0, limits above; all other vectors are gains of norms, which spread around 1."""
     value = torch.randn(shape, generator=generator) * 0.2
+    if name.endswith(NEURON_LIMITS):
+        return value.abs() * scale
     return value * scale if name.rpartition(".")[2].endswith("bias") else value + 1.0
 
 

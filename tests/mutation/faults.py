@@ -412,8 +412,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "forgets the layer of a part",
         "passes/partition.py",
-        "(SPARSE_FFN, list(args.values()), before=block, sources=(block,), layer=layer, device=device)",
-        "(SPARSE_FFN, list(args.values()), before=block, sources=(block,), device=device)",
+        "(SPARSE_FFN, operands, before=block, sources=(block,), layer=layer, device=device)",
+        "(SPARSE_FFN, operands, before=block, sources=(block,), device=device)",
     ),
     # Quantization.
     Fault(

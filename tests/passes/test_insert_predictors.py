@@ -298,3 +298,70 @@ def test_second_run_changes_nothing():
     twice = InsertPredictors()(once)
     assert not twice.modified
     assert twice.graph_module is once
+
+
+SWIGLU = GraphShape(activation="silu", layers=3)
+LIMITS = {"gate_limits": (1, 0), "output_limits": (1,)}
+
+
+def test_limits_are_new_parameters_of_the_weight_source():
+    before = build(SWIGLU)
+    after = InsertPredictors("none", **LIMITS)(before).graph_module
+    verify(after, Stage.PREDICTED)
+    read = [[arguments(block)[name] for name in LIMITS] for block in calls(after.graph, SPARSE_FFN)]
+    assert [[limits and limits.target for limits in of_block] for of_block in read] == [
+        ["predictors.layers.0.gate_limits", None],
+        ["predictors.layers.1.gate_limits", "predictors.layers.1.output_limits"],
+        [None, None],
+    ]
+    assert all(tuple(limits.meta["val"].shape) == (SWIGLU.ffn,) for of_block in read for limits in of_block if limits)
+    assert len(next(iter(reversed(list(calls(after.graph, SPARSE_FFN))))).args) == 11
+    weights = random_weights(after)
+    missing = RandomWeights(
+        {name: value for name, value in weights.tensors.items() if not name.endswith("0.gate_limits")}
+    )
+    with pytest.raises(PassOptionError) as error:
+        materialize(after, missing)
+    assert str(error.value) == (
+        "the weights hold no predictors.layers.0.gate_limits: limits of neurons need values of their own"
+    )
+
+
+def test_limits_change_what_is_computed_unless_they_are_zero():
+    before = build(SWIGLU)
+    after = InsertPredictors("none", **LIMITS)(before).graph_module
+    weights = random_weights(after)
+    zeros = {name: value * 0 for name, value in weights.tensors.items() if name.endswith("limits")}
+    ids = torch.arange(1, 6)
+    assert_equivalent(before, after, weights=RandomWeights(weights.tensors | zeros))
+    assert not torch.allclose(run(before, weights, ids), run(after, weights, ids), atol=1e-3)
+
+
+@pytest.mark.parametrize("option", LIMITS)
+def test_limits_skip_neurons(option):
+    assert InsertPredictors("none", **{option: (0,)}).effect is Effect.SKIPS
+    assert make_pass(f"insert-predictors{{kind=none,{option}=(1,0)}}") == InsertPredictors("none", **{option: (0, 1)})
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "message"),
+    [
+        (
+            OPT,
+            {"gate_limits": (1,)},
+            "gate_limits .*: layer 1: the block has no gate; give its limits in output_limits",
+        ),
+        (SWIGLU, {"gate_limits": (3,)}, "gate_limits .*: layer 3: the graph has no feed-forward block of that number"),
+        (SWIGLU, {"output_limits": (-1,)}, "output_limits .*: layer -1: the graph has no feed-forward block"),
+        (
+            GraphShape(ffn_norm=True),
+            {"output_limits": (0,)},
+            "option output_limits of pass insert-predictors: layer 0: the block normalizes its neurons, which cannot",
+        ),
+        (GraphShape(ffn_norm=True), {"gate_limits": (0,)}, "gate_limits .*: layer 0: the block normalizes its neurons"),
+    ],
+)
+def test_limits_that_a_block_cannot_have_are_refused(shape, options, message):
+    with pytest.raises(PassOptionError, match=message) as error:
+        InsertPredictors("none", **options)(build(shape))
+    assert "\n" not in str(error.value)

@@ -199,3 +199,19 @@ def test_fused_gate_and_up_are_split_by_neuron():
     after = Partition({0: (39, 0)})(before).graph_module
     verify(after, Stage.PARTITIONED)
     assert_equivalent(before, after)
+
+
+@pytest.mark.parametrize("kind", ["none", "learned", "sign"])
+def test_limits_are_split_with_the_rows(kind):
+    options = {"ranks": {0: 2, 1: 3}} if kind == "learned" else {}
+    shape = GraphShape(activation="silu")
+    before = InsertPredictors(kind, gate_limits=(0,), output_limits=(0, 1), **options)(build(shape)).graph_module
+    after = Partition({0: (3, 0, 17), 1: (5,)})(before).graph_module
+    verify(after, Stage.PARTITIONED)
+    for part in parts(after, 0):
+        values = arguments(part)
+        for name in ("gate_limits", "output_limits"):
+            assert arguments(values[name])["index"] is arguments(values["up"])["index"]
+            assert arguments(values[name])["self"].target == f"predictors.layers.0.{name}"
+    assert all(arguments(part)["gate_limits"] is None for part in parts(after, 1))
+    assert_equivalent(before, after)

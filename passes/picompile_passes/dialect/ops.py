@@ -192,6 +192,30 @@ def neuron_outputs(
     return act(F.linear(x, gate, gate_bias)) * parse_activation(up_activation).function(raised)
 
 
+def kept_outputs(
+    x: Tensor,
+    mask: Tensor,
+    neurons: Tensor | None,
+    gate: Tensor | None,
+    up: Tensor,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    activation: str,
+    up_activation: str,
+    gate_limits: Tensor | None = None,
+    output_limits: Tensor | None = None,
+) -> Tensor:
+    """Return the factor of each neuron's down row in a `sparse_ffn`, 0 for a neuron that is left out: [T, F]."""
+    hidden = neuron_outputs(x, gate, up, gate_bias, up_bias, activation, up_activation)
+    kept = mask if neurons is None else mask.index_select(-1, neurons)
+    if gate_limits is not None and gate is not None:
+        kept = kept & (parse_activation(activation).function(F.linear(x, gate, gate_bias)).abs() > gate_limits)
+    if output_limits is not None:
+        kept = kept & ~(hidden.abs() <= output_limits)
+    # `where`, not a product: a skipped neuron that overflowed to infinity must not turn into NaN.
+    return torch.where(kept, hidden, torch.zeros_like(hidden))
+
+
 def neuron_rms(hidden: Tensor, eps: float) -> Tensor:
     """Return sqrt(mean(h²) + eps) over the neurons of each token: hidden [T, F] → [T, 1]."""
     return (hidden.square().mean(-1, keepdim=True) + eps).sqrt()
@@ -257,19 +281,26 @@ def sparse_ffn(
     activation: str,
     up_activation: str,
     squares: bool = False,
+    gate_limits: Tensor | None = None,
+    output_limits: Tensor | None = None,
 ) -> Tensor:
-    """`ffn` over the neurons of `mask` only: a neuron that the mask leaves out contributes nothing.
+    """`ffn` over the neurons that are kept: y = Σ kept[r] · h[r] · down[r] + down_bias.
+
+    Neuron r is kept if the mask names it, and if it is above its limits, float32 [F], where these are given:
+
+        kept[r] = mask[r] ∧ |activation(x · gate[r] + gate_bias[r])| > gate_limits[r] ∧ ¬(|h[r]| ≤ output_limits[r])
+
+    A neuron that is left out contributes nothing, whatever its h. Only a block with a gate has `gate_limits`.
 
     mask bool [T, F of the mask]. The rows may be a part of the block: then row r is neuron `neurons[r]` of the mask
     (int64 [F]); without a table row r is neuron r. Otherwise as `ffn` without a norm.
 
-    With `squares` the result is [T, D + 1]: its last column is Σ h² over the neurons of the mask, by which
+    With `squares` the result is [T, D + 1]: its last column is Σ h² over the neurons that are kept, by which
     `divide_by_rms` normalizes the others. Sums of parts of a block are then those of the whole block.
     """
-    hidden = neuron_outputs(x, gate, up, gate_bias, up_bias, activation, up_activation)
-    rows = mask if neurons is None else mask.index_select(-1, neurons)
-    # `where`, not a product: a skipped neuron that overflowed to infinity must not turn into NaN.
-    kept = torch.where(rows, hidden, torch.zeros_like(hidden))
+    kept = kept_outputs(
+        *(x, mask, neurons, gate, up, gate_bias, up_bias, activation, up_activation, gate_limits, output_limits)
+    )
     y = F.linear(kept, down.transpose(0, 1), down_bias)
     return torch.cat([y, kept.square().sum(-1, keepdim=True)], dim=-1) if squares else y
 
@@ -288,6 +319,8 @@ def _(
     activation: str,
     up_activation: str,
     squares: bool = False,
+    gate_limits: Tensor | None = None,
+    output_limits: Tensor | None = None,
 ) -> Tensor:
     return x.new_empty((*x.shape[:-1], down.shape[1] + squares))
 

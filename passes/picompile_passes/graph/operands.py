@@ -93,7 +93,7 @@ DIMENSIONS: dict[OpOverload, dict[str, str]] = {
     ROTARY: {"x": "TD", "positions": "T", "inverse_frequency": "H"},
     ATTENTION: {"q": "TQ", "k": "TK", "v": "TV", "slopes": "S", "sinks": "S"},
     FFN: _FFN_DIMENSIONS,
-    SPARSE_FFN: _FFN_DIMENSIONS | {"mask": "TM", "neurons": "F"},
+    SPARSE_FFN: _FFN_DIMENSIONS | {"mask": "TM", "neurons": "F", "gate_limits": "F", "output_limits": "F"},
     ADD: {"self": "TD", "other": "TD"},
     DIVIDE_BY_RMS: {"x": "TE", "bias": "D"},
 }
@@ -109,6 +109,9 @@ MATRICES: dict[OpOverload, tuple[str, ...]] = {
 
 # The arguments of a feed-forward block that have one row for each neuron.
 NEURON_ROWS = ("gate", "up", "down", "gate_bias", "up_bias")
+
+# Those of a `sparse_ffn` that have one number for each neuron, below which the neuron is left out.
+NEURON_LIMITS = ("gate_limits", "output_limits")
 
 
 def matrix_operands(node: Node) -> list[Node]:
@@ -173,6 +176,16 @@ def gating_weights(block: Mapping[str, Any], *, with_bias: bool) -> list[Node]:
 def gating_side(block: Mapping[str, Any]) -> str:
     """Return the name of the gating matrix among the arguments of a block: `gate`, or `up` where there is no gate."""
     return "up" if block["gate"] is None else "gate"
+
+
+def sparse_ffn_args(values: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments `values` of a `sparse_ffn`, by name and in order, without defaults at the end."""
+    args = list(values.values())
+    for default in (None, None, False):
+        if args[-1] is not default:
+            break
+        args.pop()
+    return args
 
 
 def stream_of(x: Node) -> Node | None:

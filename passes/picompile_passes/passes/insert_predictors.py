@@ -15,10 +15,12 @@ from picompile_passes.graph.operands import (
     DIVIDE_BY_RMS,
     FFN,
     INPUTS,
+    NEURON_LIMITS,
     PREDICT,
     PREDICTORS,
     SPARSE_FFN,
     gating_weights,
+    sparse_ffn_args,
     stream_of,
 )
 from picompile_passes.graph.rewriter import Rewriter
@@ -42,9 +44,12 @@ class InsertPredictors(Pass):
        what the norm that makes x reads (`stream`), or the x of the layer before (`previous`).
     7. `ffn(x, ..., norm_eps)` becomes `divide_by_rms(sparse_ffn(x, ..., squares), down_bias, neurons, norm_eps)`:
        silent neurons add nothing to the sum of squares.
+    8. A layer in `gate_limits` or `output_limits` gets these operands, float32 [F]: new parameters
+       `predictors.layers.LAYER.gate_limits` and `output_limits`, whose values come from the weight source. The block
+       then leaves out neurons whose activated gate, or whose output, is at most its limit in magnitude.
 
     `kinds`, `ranks`, `inputs` and `thresholds` are by layer; a layer that is not in `kinds` has `kind`. The kinds other
-    than `auto`, `exact` and `none` may skip neurons that fire, which changes the logits.
+    than `auto`, `exact` and `none`, and limits, may skip neurons that fire, which changes the logits.
 
     The mask that a `predict` makes becomes kernel arguments in picompile_codegen's `lowering/ffn.py`: `lower_predict`
     writes it to a buffer, and `lower_sparse_ffn` passes that to the block's kernel. With kind `exact` there is no
@@ -80,6 +85,13 @@ class InsertPredictors(Pass):
             "example": "(1:-0.5,2:0.55)",
         },
     )
+    gate_limits: tuple[int, ...] = field(
+        default=(),
+        metadata={"help": "layers that leave out neurons of a small activated gate", "example": "(0,1)"},
+    )
+    output_limits: tuple[int, ...] = field(
+        default=(), metadata={"help": "layers that leave out neurons of a small output", "example": "(0,1)"}
+    )
 
     def __post_init__(self) -> None:
         """Raise `PassOptionError` for options that fit no graph, `RegistryError` where two kinds share a name."""
@@ -87,6 +99,8 @@ class InsertPredictors(Pass):
             # Sorted, so that equal options make equal passes whatever order they came in.
             given = {layer: kind(value) for layer, value in sorted(getattr(self, option).items())}
             object.__setattr__(self, option, given)
+        for option in NEURON_LIMITS:
+            object.__setattr__(self, option, tuple(sorted({int(layer) for layer in getattr(self, option)})))
         known = ("auto", *predictor_kinds())
         self._check_choice("kind", {None: self.kind}, known)
         self._check_choice("kinds", self.kinds, known)
@@ -100,20 +114,22 @@ class InsertPredictors(Pass):
 
     @property
     def effect(self) -> Effect:
-        """Exact where all kinds are lossless; else neurons that fire may be skipped."""
-        lossless = {self.kind, *self.kinds.values()} <= set(_LOSSLESS)
+        """Exact where all kinds are lossless and there are no limits; else neurons that fire may be skipped."""
+        has_limits = bool(self.gate_limits or self.output_limits)
+        lossless = not has_limits and {self.kind, *self.kinds.values()} <= set(_LOSSLESS)
         return Effect.EXACT if lossless else Effect.SKIPS
 
     def rewrite(self, rewriter: Rewriter) -> None:
         """Apply the rules.
 
         Raises `UnsupportedGraphError` where `exact` is asked for and the activation is never silent, `PassOptionError`
-        for an option of a missing layer, one that the layer's predictor does not take, or one that it lacks.
+        for an option of a missing layer, one that the layer's predictor does not take, or one that it lacks, and for
+        limits that the layer's block cannot have.
         """
         blocks = list(calls(rewriter.graph, FFN))
         inputs = {_layer(block): arguments(block)["x"] for block in blocks}
-        for option in ("kinds", "ranks", "inputs", "thresholds") if blocks else ():
-            for layer in sorted(getattr(self, option).keys() - inputs.keys()):
+        for option in ("kinds", "ranks", "inputs", "thresholds", *NEURON_LIMITS) if blocks else ():
+            for layer in sorted(set(getattr(self, option)) - inputs.keys()):
                 raise self._wrong(option, "the graph has no feed-forward block of that number", layer)
         for block in blocks:
             self._insert(rewriter, block, inputs)
@@ -128,11 +144,10 @@ class InsertPredictors(Pass):
         mask = rewriter.call(PREDICT, args, before=block, sources=(block,), layer=layer)
         x, eps = values.pop("x"), values.pop("norm_eps")
         bias = values["down_bias"]
-        squares = () if eps is None else (True,)
         operands = values if eps is None else values | {"down_bias": None}
-        sparse = rewriter.call(
-            SPARSE_FFN, (x, mask, None, *operands.values(), *squares), before=block, sources=(block,), layer=layer
-        )
+        limits = self._limits(rewriter, block)
+        operands = {"x": x, "mask": mask, "neurons": None, **operands, "squares": eps is not None, **limits}
+        sparse = rewriter.call(SPARSE_FFN, sparse_ffn_args(operands), before=block, sources=(block,), layer=layer)
         if eps is not None:
             division = (sparse, bias, int(values["up"].meta["val"].shape[0]), eps)
             sparse = rewriter.call(DIVIDE_BY_RMS, division, before=block, sources=(block,), layer=layer)
@@ -172,6 +187,20 @@ class InsertPredictors(Pass):
             )
             raise self._wrong("inputs", f"{asked} is not available: {why}", layer)
         return found
+
+    def _limits(self, rewriter: Rewriter, block: Node) -> dict[str, Node | None]:
+        """Return the limits of the block's neurons, new parameters. Raises for a block that cannot have them."""
+        values, layer = arguments(block), _layer(block)
+        asked = [option for option in NEURON_LIMITS if layer in getattr(self, option)]
+        if "gate_limits" in asked and values["gate"] is None:
+            raise self._wrong("gate_limits", "the block has no gate; give its limits in output_limits", layer)
+        if asked and values["norm_eps"] is not None:
+            # A limit would be of outputs before the norm, which divides them by what all of them are.
+            raise self._wrong(asked[0], "the block normalizes its neurons, which cannot have limits", layer)
+        shape = [int(values["up"].meta["val"].shape[0])]
+        prefix = f"{PREDICTORS}{layer}."
+        made = {name: rewriter.parameter(prefix + name, shape, sources=(block,)) for name in asked}
+        return {name: made.get(name) for name in NEURON_LIMITS}
 
     def _weights(self, rewriter: Rewriter, block: Node, kind: PredictorKind, source: Node) -> list[Node]:
         values, layer = arguments(block), _layer(block)

@@ -11,7 +11,15 @@ from torch.fx import Node
 from picompile_passes.base import Pass, Stage
 from picompile_passes.errors import PassOptionError
 from picompile_passes.graph.nodes import arguments, calls
-from picompile_passes.graph.operands import ADD, INDEX_SELECT, NEURON_ROWS, PREDICT, SPARSE_FFN
+from picompile_passes.graph.operands import (
+    ADD,
+    INDEX_SELECT,
+    NEURON_LIMITS,
+    NEURON_ROWS,
+    PREDICT,
+    SPARSE_FFN,
+    sparse_ffn_args,
+)
 from picompile_passes.graph.rewriter import Rewriter
 from picompile_passes.predictors import predictor_kind
 
@@ -20,8 +28,9 @@ from picompile_passes.predictors import predictor_kind
 class Partition(Pass):
     """Splits the blocks of the layers in `hot` (layer → its hot neurons) into a hot and a cold part.
 
-    1. A `sparse_ffn` becomes two and an add. A part's gate, up, down and their biases are `index_select`s of the whole
-       by the part's neuron table; `down_bias` goes to the hot part. With `squares`, the add adds these up as well.
+    1. A `sparse_ffn` becomes two and an add. A part's gate, up, down, their biases and the neurons' limits are
+       `index_select`s of the whole by the part's neuron table; `down_bias` goes to the hot part. With `squares`, the
+       add adds these up as well.
     2. A row-local predictor is split in the same way. Any other stays whole, and the parts name their rows of its mask
        by `neurons`.
     3. Where one part would have no neuron, the block stays as it is and gets the other part's device.
@@ -90,11 +99,10 @@ def _part(rewriter: Rewriter, block: Node, device: str, rows: torch.Tensor, valu
         sources = (values["mask"],)
         mask = rewriter.call(PREDICT, list(args.values()), before=block, sources=sources, layer=layer, device=device)
         masked = {"mask": mask, "neurons": None}
-    selected = {name: select(values[name]) for name in NEURON_ROWS if values[name] is not None}
-    args = values | selected | masked
-    if not args["squares"]:
-        del args["squares"]
-    return rewriter.call(SPARSE_FFN, list(args.values()), before=block, sources=(block,), layer=layer, device=device)
+    of_neurons = (*NEURON_ROWS, *NEURON_LIMITS)
+    selected = {name: select(values[name]) for name in of_neurons if values[name] is not None}
+    operands = sparse_ffn_args(values | selected | masked)
+    return rewriter.call(SPARSE_FFN, operands, before=block, sources=(block,), layer=layer, device=device)
 
 
 def _selector(rewriter: Rewriter, block: Node, table: Node) -> Callable[[Node], Node]:

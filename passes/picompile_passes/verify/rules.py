@@ -33,6 +33,7 @@ _COMMON = (
 _PREDICTED = (
     Rule("masks", masks.check_masks),
     Rule("predictors", masks.check_predictors),
+    Rule("limits", masks.check_limits),
     Rule("squares", squares.check_squares),
 )
 _PARTITIONED = (*_PREDICTED, Rule("parts", masks.check_parts))

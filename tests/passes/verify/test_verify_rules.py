@@ -193,7 +193,7 @@ def sparse_block_before_predictors(g: GraphModule) -> None:
 
 def dense_block_is_left(g: GraphModule) -> None:
     block = first(g, SPARSE_FFN)
-    x, _, _, *rest = arguments(block).values()
+    x, _, _, *rest = list(arguments(block).values())[:11]
     block.replace_all_uses_with(make(g, FFN, x, *rest, before=block, layer=0))
     sweep(g)
 
@@ -589,6 +589,29 @@ def one_side_is_not_selected(g: GraphModule) -> None:
     sweep(g)
 
 
+def limited(g: GraphModule, name: str, dtype: torch.dtype = torch.float32) -> None:
+    """Gives the first block limits."""
+    put(first(g, SPARSE_FFN), name, Rewriter(g, "breaker").constant("breaker", torch.zeros(OPT.ffn, dtype=dtype)))
+
+
+def limits_of_no_gate(g: GraphModule) -> None:
+    limited(g, "gate_limits")
+
+
+def limits_are_of_double_precision(g: GraphModule) -> None:
+    limited(g, "output_limits", torch.float64)
+
+
+def limits_are_too_few(g: GraphModule) -> None:
+    put(first(g, SPARSE_FFN), "output_limits", constant(g, [0.0, 1.0]))
+
+
+def one_part_has_limits(g: GraphModule) -> None:
+    table = arguments(arguments(parts(g)[1])["up"])["index"]
+    whole = Rewriter(g, "breaker").constant("breaker", torch.zeros(OPT.ffn))
+    put(parts(g)[1], "output_limits", make(g, INDEX_SELECT, whole, 0, table, before=parts(g)[1]))
+
+
 # --- quantized
 
 
@@ -708,6 +731,10 @@ CASES = [
     Case(C2, "squares", bias_is_divided, "has squares, so that its down_bias would be divided", NORMED),
     Case(C2, "squares", squares_are_doubled, "has squares, but what reads it is no divide_by_rms", NORMED),
     Case(C2, "squares", bias_of_a_division_is_too_long, "its bias has 1 elements, not 24", NORMED),
+    Case(C2, "limits", limits_of_no_gate, "has gate_limits, but no gate"),
+    Case(C2, "limits", limits_are_of_double_precision, "its output_limits are float64[40], not float32"),
+    Case(C2, "arguments", limits_are_too_few, "output_limits is float32[2], but"),
+    Case(C3, "parts", one_part_has_limits, "output_limits is not selected from the same weight as in"),
     Case(C3, "parts", neuron_is_in_both_parts, "neuron 2 is in the layer's parts more than once"),
     Case(C3, "parts", neuron_is_in_a_part_twice, "neuron 1 is in the layer's parts more than once"),
     Case(C3, "parts", neuron_is_outside, "a table names a neuron outside 0 to 39"),
