@@ -118,14 +118,19 @@ def _variants(
     contents = artifact.contents
     graph_module, weights = contents.graph_module, contents.weights
     extra = " and extra passes" if config.debug.passes else ""
+    limits = contents.skipping
     thresholds = {} if predictors is None else predictors.firing_thresholds
-    whole = graph_module if predictors is None else _whole_graph(artifact, config, progress)
+    whole = graph_module if predictors is None and limits is None else _whole_graph(artifact, config, progress)
     if config.quant != "f16" or extra:
         title = f"weights in {'chosen formats' if config.quant == AUTO_BITS else config.quant}{extra}"
         yield Variant("weights", title, _weights_remedy(config), whole, weights)
     if silenced := silence_below(whole, thresholds):
         remedy = "a profile with thresholds of a smaller --gate"
         yield Variant("thresholds", "thresholds", remedy, whole, weights, silenced)
+    if limits is not None:
+        remedy = "a smaller --skip"
+        limited = graph_module if predictors is None else _whole_graph(artifact, config, progress, limits=True)
+        yield Variant("skipping", "neurons below limits", remedy, limited, weights)
     if predictors is not None:
         yield Variant(
             "predictors", "predictors", "--predictor exact or none, or larger predictors", graph_module, weights
@@ -136,8 +141,14 @@ def _variants(
         yield Variant("kv_cache", f"KV cache in {config.kv_dtype}", remedy, graph_module, weights, rounded)
 
 
-def _whole_graph(artifact: WrittenArtifact, config: CompileConfig, progress: Progress) -> "GraphModule":
-    """Return the quantized graph of the artifact's model, with every neuron computed and no block split."""
+def _whole_graph(
+    artifact: WrittenArtifact, config: CompileConfig, progress: Progress, *, limits: bool = False
+) -> "GraphModule":
+    """Return the quantized graph of the artifact's model, with every neuron computed and no block split.
+
+    With `limits` those below them are left out.
+    """
+    config = config if limits else replace(config, limits=None)
     every = replace(config.predictor, insert_kind="none")
     config = replace(config, predictor=every, placement=PlacementConfig(None, None, None, None))
     captured = artifact.contents.captured

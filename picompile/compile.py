@@ -44,6 +44,7 @@ from picompile.compile_steps import (
     check_checkpoint,
     check_given_plan,
     choose_formats,
+    choose_limits,
     compilation_passes,
     lower_for,
     pipeline_passes,
@@ -161,6 +162,8 @@ def _compile(
 
     captured, config = source.captured, source.config
     predictors = obtain_predictors(source.checkpoint, captured, scratch, config.predictor, progress)
+    config, captured = choose_limits(source.checkpoint, captured, config, predictors, scratch, progress)
+    source = replace(source, captured=captured, config=config)
     config = choose_formats(source.checkpoint, captured, config, predictors, scratch, progress)
     # Once: larger predictors, if these fall short, hardly change what the weights are rounded for.
     weights = round_weights(source.checkpoint, captured, config, predictors, scratch, progress)
@@ -247,4 +250,5 @@ def _contents(
         lowered,
         base if predictors is None else predictors.weights(base),
         None if plan is None else plan.to_json(),
+        None if source.config.limits is None else source.config.limits.to_json(),
     )

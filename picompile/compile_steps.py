@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from picompile_codegen.lowering.program import LoweredProgram
     from picompile_passes.base import Pass, Stage
     from picompile_passes.graph.materialize import WeightSource
+    from picompile_passes.passes.insert_predictors import InsertPredictors
 
 
 # Lowering: the program that a config asks for, and a warning where it is too large for this machine.
@@ -163,6 +164,42 @@ def _exact_tables(captured: "Captured", quant: str) -> dict[str, str]:
     return {name: quant for name in tables if packed(name, quant) is not None}
 
 
+def choose_limits(
+    checkpoint: Path | None,
+    captured: "Captured",
+    config: CompileConfig,
+    predictors: "PredictorSet | None",
+    scratch: Path,
+    progress: Progress,
+) -> "tuple[CompileConfig, Captured]":
+    """Return `config` and the model with the limits below which it leaves out neurons, where `config` asks for them.
+
+    The arguments are those of `round_weights`.
+
+    Raises:
+        UsageError: the text cannot be used, the model is a module in memory, or nothing of it can be skipped.
+        UnsupportedModelError: the model's logits are not finite numbers.
+    """
+    skipping = config.skipping
+    if skipping is None:
+        return config, captured
+    if checkpoint is None:
+        raise UsageError("skip needs a model folder, whose tokenizer reads text; leave it out")
+    from picompile.skipping import SkippingOptions, checkpoint_limits, skipping_sites
+    from picompile_passes.passes.canonicalize import CANONICALIZE
+
+    canonical = run_passes(captured, CANONICALIZE, progress, verify=config.debug.verify)
+    sites = skipping_sites(canonical, skipping.sites)
+    insert = _with_limits(_insert_pass(config, predictors), sites)
+    graph_module = run_passes(captured, [*CANONICALIZE, insert], progress, verify=config.debug.verify)
+    options = SkippingOptions(skipping.bound, skipping.calibration, skipping.tokens, activation=skipping.activation)
+    weights = captured.weights if predictors is None else predictors.weights(captured.weights)
+    folder = (skipping.work or scratch / "work") / "skipping"
+    found = checkpoint_limits(checkpoint, graph_module, weights, folder, options, progress)
+    limited = replace(captured, weights=found.limits.weights(captured.weights))
+    return replace(config, limits=found), limited
+
+
 def choose_formats(
     checkpoint: Path | None,
     captured: "Captured",
@@ -244,11 +281,17 @@ def _quantize_pass(config: CompileConfig) -> "Pass":
     return Quantize(base_format(config.quant), tensors=config.tensors)
 
 
-def _insert_pass(config: CompileConfig, predictors: "PredictorSet | None") -> "Pass":
-    """Return the pass that inserts predictors: the lossy ones, or those of the config's lossless kind."""
+def _insert_pass(config: CompileConfig, predictors: "PredictorSet | None") -> "InsertPredictors":
+    """Return the pass that inserts predictors, the lossy ones or those of the config's lossless kind, and limits."""
     from picompile_passes.passes.insert_predictors import InsertPredictors
 
-    return InsertPredictors(config.predictor.insert_kind) if predictors is None else predictors.insert_pass()
+    insert = InsertPredictors(config.predictor.insert_kind) if predictors is None else predictors.insert_pass()
+    return insert if config.limits is None else _with_limits(insert, config.limits.limits.options)
+
+
+def _with_limits(insert: "InsertPredictors", layers: Mapping[str, tuple[int, ...]]) -> "InsertPredictors":
+    """Return the pass with limits for neurons in these layers, by the name of its option."""
+    return replace(insert, gate_limits=layers["gate_limits"], output_limits=layers["output_limits"])
 
 
 def _all_passes(

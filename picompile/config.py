@@ -15,6 +15,7 @@ from picompile.choices import (
     CHUNK,
     DEFAULT_ACCURACY_BOUND,
     DEFAULT_ROUNDING_TOKENS,
+    DEFAULT_SKIP_TOKENS,
     KV_DTYPES,
     LOSSLESS,
     MOST_SEQUENCES,
@@ -30,6 +31,7 @@ from picompile.errors import UsageError
 from picompile.frontend.activation import check_activation
 from picompile.machine import gpu_of
 from picompile.quantities import require_whole
+from picompile.skipping.options import SITES, check_bound, check_sites
 
 if TYPE_CHECKING:
     from picompile.frontend.captured import ModelFacts
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from picompile.placement.plan import Plan
     from picompile.predictors.config import PredictorConfig
     from picompile.predictors.profile.text import CalibrationText
+    from picompile.skipping.search import FoundLimits
 
 HOT_DEVICES = ("cuda", "cpu")
 _TRAINED = ("learned", "sign")
@@ -91,6 +94,10 @@ class CompileOptions:
             `nearest` rounds each by itself. None is `calibrated` where there is calibration text or a work folder, the
             model is a folder or file, and the format has fewer than 8 bits.
         rounding_tokens: how many tokens of the text weights are rounded for, at most.
+        skip: leave out neurons that contribute little, as many as raise the perplexity by no more than this share; None
+            leaves out none but by predictors. It takes any activation, and no training.
+        skip_at: where to skip, of `picompile.skipping.options.SITES`; empty for all places that the model has.
+        skip_tokens: how many tokens of the text perplexity is measured on for that, at most.
     """
 
     target: str = "cpu"
@@ -120,6 +127,9 @@ class CompileOptions:
     activation: str | None = None
     rounding: str | None = None
     rounding_tokens: int = DEFAULT_ROUNDING_TOKENS
+    skip: float | None = None
+    skip_at: tuple[str, ...] = ()
+    skip_tokens: int = DEFAULT_SKIP_TOKENS
 
     def __post_init__(self) -> None:
         """Raise `UsageError` for options that fit no model."""
@@ -134,6 +144,7 @@ class CompileOptions:
             if value not in known:
                 raise UsageError(f"unknown {name} {value!r}; known are {', '.join(k for k in known if k)}")
         check_quant(self.quant)
+        self._require_skipping()
         self._require_use()
         require_whole(
             context=self.context,
@@ -141,6 +152,7 @@ class CompileOptions:
             prefill_chunk=self.chunk,
             gate_tokens=self.gate_tokens,
             rounding_tokens=self.rounding_tokens,
+            skip_tokens=self.skip_tokens,
         )
         if self.rounding_tokens < 1:
             raise UsageError(f"weights must be rounded for at least 1 token, not {self.rounding_tokens}")
@@ -162,13 +174,24 @@ class CompileOptions:
             self._require_neurons(self.plan)
         self._require_machine(gpu)
 
+    def _require_skipping(self) -> None:
+        """Raise `UsageError` for options of skipping that make no sense, or that another one forbids."""
+        if self.skip is None:
+            if self.skip_at:
+                raise UsageError("places to skip at given, but not how much skipping may cost; give skip")
+            return
+        check_bound(self.skip)
+        check_sites(self.skip_at or SITES)
+        if self.predictor == "exact":
+            raise UsageError("skip leaves out silent neurons too, and predictor exact no others; leave one of them out")
+
     def _require_use(self) -> None:
         """Raise `UsageError` for a folder or text that no step would read."""
         given = {"predictors": self.predictors, "profile": self.profile, "calibration text": self.calibration}
         for what, wanted in given.items():
             planned = self.makes_plan and what != "predictors"
             rounds = (self.calibrates or is_budget(self.quant)) and what == "calibration text"
-            read = self.accuracy is not None and what != "predictors"
+            read = (self.accuracy is not None or self.skip is not None) and what != "predictors"
             if wanted and not (planned or rounds or read) and self.predictor not in _TRAINED:
                 raise UsageError(f"{what} given, but predictor {self.predictor or 'auto'} needs none; choose learned")
 
@@ -283,6 +306,21 @@ class ComparisonConfig:
 
 
 @dataclass(frozen=True)
+class SkippingConfig:
+    """The share by which skipping may raise perplexity, where to skip, and the text: as in `SkippingOptions`.
+
+    `work` is the folder that keeps what was measured, None where it is not kept.
+    """
+
+    bound: float
+    sites: tuple[str, ...]
+    calibration: "tuple[Path | CalibrationText, ...]"
+    tokens: int
+    work: Path | None
+    activation: str | None
+
+
+@dataclass(frozen=True)
 class DebugConfig:
     """Extra passes as text, the folder for dumps of the graph (None: no dumps), and whether graphs are verified."""
 
@@ -297,7 +335,8 @@ class CompileConfig:
 
     None means that there is no such thing, a plan for example; it never means a default. `targets` are names separated
     by commas; `kv_dtype` is a key of `KV_DTYPES`; `context` and `chunk` are in tokens. `tensors` has the formats of
-    matrices by the names of their parameters, once they are chosen, where `quant` is a budget of bits.
+    matrices by the names of their parameters, once they are chosen, where `quant` is a budget of bits, and `limits`
+    has those of neurons, once they are found, where `skipping` asks for them.
     """
 
     targets: str
@@ -309,9 +348,11 @@ class CompileConfig:
     predictor: "PredictorConfig"
     rounding: RoundingConfig
     comparison: ComparisonConfig | None
+    skipping: SkippingConfig | None
     placement: PlacementConfig
     debug: DebugConfig
     tensors: Mapping[str, str] = field(default_factory=dict)
+    limits: "FoundLimits | None" = None
 
 
 def resolve(options: CompileOptions, facts: "ModelFacts") -> CompileConfig:
@@ -323,7 +364,7 @@ def resolve(options: CompileOptions, facts: "ModelFacts") -> CompileConfig:
     """
     from picompile.predictors.config import PredictorConfig
 
-    gpu = gpu_of(options.target)
+    gpu, skips = gpu_of(options.target), options.skip is not None
     return CompileConfig(
         targets=options.target,
         quant=options.quant,
@@ -332,8 +373,9 @@ def resolve(options: CompileOptions, facts: "ModelFacts") -> CompileConfig:
         kv_dtype=options.kv_dtype or default_kv_dtype(facts.activation),
         chunk=options.chunk,
         predictor=PredictorConfig(
-            kind=options.predictor or default_predictor(facts.activation),
-            insert_kind=options.predictor or "auto",
+            kind=options.predictor or ("none" if skips else default_predictor(facts.activation)),
+            # Limits leave out silent neurons as `exact` does, and others.
+            insert_kind=options.predictor or ("none" if skips else "auto"),
             predictors=options.predictors,
             profile=options.profile,
             calibration=options.calibration,
@@ -348,6 +390,16 @@ def resolve(options: CompileOptions, facts: "ModelFacts") -> CompileConfig:
         comparison=None
         if options.accuracy is None
         else ComparisonConfig(options.accuracy if math.isfinite(options.accuracy) else None, options.gate_tokens),
+        skipping=None
+        if options.skip is None
+        else SkippingConfig(
+            options.skip,
+            options.skip_at,
+            options.calibration,
+            options.skip_tokens,
+            options.work,
+            options.activation,
+        ),
         placement=PlacementConfig(
             hot=options.hot,
             plan=options.plan,

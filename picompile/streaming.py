@@ -219,6 +219,17 @@ def run_window(segment: Segment, constants: Mapping[Node, Tensor], state: State)
         return _run_window(segment, {**constants, **state}, None, frozenset(), {})
 
 
+def trace_window(
+    segment: Segment,
+    constants: Mapping[Node, Tensor],
+    state: State,
+    replace: Mapping[Node, Callable[..., Tensor]],
+) -> State:
+    """Return the same so that gradients flow back to `state`; `replace` has a function for each call without any."""
+    with torch.enable_grad():
+        return _run_window(segment, {**constants, **state}, None, frozenset(), replace)
+
+
 def observe_segment(
     segment: Segment,
     weights: WeightSource,

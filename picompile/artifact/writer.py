@@ -29,7 +29,7 @@ class ArtifactContents:
 
     `checkpoint` is the model's folder or file, None for a module in memory, and `tokenizer` the one in it. `targets`
     and `quant` are as the manifest repeats them. `weights` has the values of the model's parameters and of its
-    predictors. `plan` is the plan's JSON, None where there is no plan.
+    predictors. `plan` is the plan's JSON, None where there is no plan, and `skipping` what limits leave out.
     """
 
     captured: "Captured"
@@ -43,6 +43,7 @@ class ArtifactContents:
     lowered: "Lowered"
     weights: "WeightSource"
     plan: Mapping[str, Any] | None = None
+    skipping: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -185,14 +186,14 @@ def write_program(
     """
     accuracy = accuracy or MeasuredAccuracy()
     (folder / PROGRAM).write_bytes(json_bytes(lowered.program.to_json()))
-    (folder / "report.json").write_bytes(json_bytes(_report(lowered, contents.plan, accuracy)))
+    (folder / "report.json").write_bytes(json_bytes(_report(lowered, contents, accuracy)))
     manifest = _manifest(contents, lowered, code, accelerator, accuracy)
     manifest["files"] = _file_records(folder, weights_sha256)
     (folder / "manifest.json").write_bytes(sealed(manifest))
 
 
-def _report(lowered: "Lowered", plan: Mapping[str, Any] | None, accuracy: MeasuredAccuracy) -> dict[str, Any]:
-    """Return what is known of each feed-forward block, of the plan that split them, and of the accuracy."""
+def _report(lowered: "Lowered", contents: ArtifactContents, accuracy: MeasuredAccuracy) -> dict[str, Any]:
+    """Return what is known of each feed-forward block, of its plan, of what is skipped, and of the accuracy."""
     from picompile_codegen.lowering.program import tensor_bytes
 
     sizes = {name: tensor_bytes(tensor.dtype, tensor.shape) for name, tensor in lowered.weights.tensors.items()}
@@ -202,8 +203,10 @@ def _report(lowered: "Lowered", plan: Mapping[str, Any] | None, accuracy: Measur
         "weight_bytes": sizes,
         "weight_formats": lowered.weights.formats(),
     }
-    if plan is not None:
-        report["plan"] = _without_neurons(plan)
+    if contents.plan is not None:
+        report["plan"] = _without_neurons(contents.plan)
+    if contents.skipping is not None:
+        report["skipping"] = contents.skipping
     return report | accuracy.of_report()
 
 

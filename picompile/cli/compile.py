@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from picompile.choices import DEFAULT_ROUNDING_TOKENS, check_quant, is_budget, parse_bits
+from picompile.choices import DEFAULT_ROUNDING_TOKENS, DEFAULT_SKIP_TOKENS, check_quant, is_budget, parse_bits
 from picompile.cli.accuracy_show import reported_comparison, show_comparison
 from picompile.cli.checks import (
     checkpoint_weights,
@@ -37,7 +37,7 @@ from picompile.errors import UsageError
 from picompile.machine import gpu_of
 from picompile.output import parents_of
 from picompile.output.place import require_disk_space
-from picompile.quantities import parse_accuracy, parse_accuracy_bound, parse_count, shortened
+from picompile.quantities import parse_accuracy, parse_accuracy_bound, parse_count, parse_share, shortened
 
 
 def compile_command(
@@ -99,6 +99,27 @@ def compile_command(
         int, typer.Option(metavar="N", min=2, help="Tokens of held-out text that the accuracy check reads, at most.")
     ] = 4096,
     accuracy: AccuracyOption = None,
+    skip: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SHARE",
+            help="Leave out neurons that contribute little, known from gate and output, as many as raise the "
+            "perplexity by no more than this; for any activation, without training. Default: none.",
+            show_default=False,
+        ),
+    ] = None,
+    skip_at: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PLACE",
+            help="Where to skip. gate: before up and down are read. output: before down is read. Repeatable. "
+            "Default: everywhere.",
+            show_default=False,
+        ),
+    ] = None,
+    skip_tokens: Annotated[
+        int, typer.Option(metavar="N", min=2, help="Tokens that perplexity is measured on for --skip, at most.")
+    ] = DEFAULT_SKIP_TOKENS,
     work: Annotated[
         Path | None,
         typer.Option(
@@ -220,6 +241,9 @@ def compile_command(
         accuracy=accuracy_bound,
         work=work,
         activation=activation,
+        skip=None if skip is None else parse_share(skip, "--skip"),
+        skip_at=tuple(skip_at or ()),
+        skip_tokens=skip_tokens,
     )
     with parents_of(output), progress() as shown:
         compile_model(model, output, options, shown)
@@ -268,10 +292,21 @@ def _summary(artifact: Path) -> str:
     size = sum(record["bytes"] for record in manifest["files"].values())
     facts = f"{manifest['quant']}, {manifest['predictor']}, context {manifest['context']}"
     text = f"{artifact}: {manifest['model']['name']}, {facts}, {format_bytes(size)}"
-    forms = Counter(json.loads((artifact / "report.json").read_text(encoding="utf-8"))["weight_formats"].values())
+    report = json.loads((artifact / "report.json").read_text(encoding="utf-8"))
+    forms = Counter(report["weight_formats"].values())
+    if skipping := report.get("skipping"):
+        shares = {place: _mean_share(skipping["left_out"], place) for place in ("gate", "output")}
+        said = ", ".join(f"{share:.0%} by {place}" for place, share in shares.items() if share is not None)
+        change, tokens = skipping["relative_change"], skipping["tokens"]
+        text += f"\nneurons left out: {said}; perplexity {change:+.3%} on {tokens:,} tokens of the calibration text"
     if is_budget(manifest["quant"]):
         text += f"\nmatrices: {', '.join(f'{count} in {form}' for form, count in forms.most_common())}"
     if accuracy := manifest.get("accuracy"):
         change, tokens = accuracy["relative_change"], accuracy["tokens"]
         text += f"\nperplexity {change:+.3%} by its predictors, on {tokens:,} tokens of {accuracy['text']}"
     return text
+
+
+def _mean_share(left_out: Mapping[str, float], place: str) -> float | None:
+    shares = [share for name, share in left_out.items() if name.endswith(f".{place}_limits")]
+    return sum(shares) / len(shares) if shares else None

@@ -59,7 +59,7 @@ def round_checkpoint(
     """
     text = calibration_text(checkpoint, options)
     mark = fingerprint(checkpoint, options.activation)
-    inputs = rounding_inputs(graph_module, __version__, mark, text.sha256, _predictors_sha256(graph_module, weights))
+    inputs = rounding_inputs(graph_module, __version__, mark, text.sha256, predictors_sha256(graph_module, weights))
     with reserve(folder.resolve(), overwrite=True, parents=True):
         directory = RoundingDirectory(folder, inputs)
         if not directory.complete:
@@ -76,7 +76,7 @@ def _require_disk(checkpoint: Path, folder: Path, options: RoundingOptions, toke
     require_disk_space(folder, needed, message)
 
 
-def _predictors_sha256(graph_module: GraphModule, weights: WeightSource) -> str:
+def predictors_sha256(graph_module: GraphModule, weights: WeightSource) -> str:
     """Return a hash of the predictors' own parameters, by which inputs of down differ."""
     digest = hashlib.sha256()
     read = {str(node.target) for node in graph_module.graph.nodes if node.op == "get_attr"}
@@ -117,7 +117,7 @@ def checkpoint_formats(
     text = calibration_text(checkpoint, options)
     windows = text.calibration[:, :_LOSS_WINDOW].tolist()[:_LOSS_WINDOWS]
     mark = fingerprint(checkpoint, options.activation)
-    inputs = rounding_inputs(graph_module, __version__, mark, str(windows), _predictors_sha256(graph_module, weights))
+    inputs = rounding_inputs(graph_module, __version__, mark, str(windows), predictors_sha256(graph_module, weights))
     with reserve(folder.resolve(), overwrite=True, parents=True):
         folder.mkdir(parents=True, exist_ok=True)
         units = read_losses(folder / "losses.json", inputs)

@@ -5,6 +5,7 @@ one row for each output (`linear`) or for each neuron (`ffn`: gate, up *and* dow
 checkpoint's down projection), because a row is what is stored, moved and skipped.
 """
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -361,3 +362,18 @@ def dequantize(packed: Tensor, format: str, columns: int) -> Tensor:
 @dequantize.register_fake
 def _(packed: Tensor, format: str, columns: int) -> Tensor:
     return packed.new_empty((packed.shape[0], columns), dtype=torch.float32)
+
+
+def eager_function(target: object) -> Callable[..., Tensor] | None:
+    """Return the eager reference of an operator of the dialect, through which gradients flow; None for any other.
+
+    The operators themselves, as a graph calls them, have no gradients.
+    """
+    return _EAGER.get(target)
+
+
+_EAGER: Mapping[object, Callable[..., Tensor]] = {
+    getattr(torch.ops.picompile, each._name).default: each._init_fn
+    for each in list(globals().values())
+    if isinstance(each, type(linear))
+}

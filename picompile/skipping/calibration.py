@@ -1,0 +1,116 @@
+"""The limits of one compilation: the text that they are measured on, and the folder that keeps them.
+
+| file | is |
+| --- | --- |
+| `skipping.json` | a hash of the inputs, the losses that were tried, and what was found |
+| `sensitivities.safetensors` | what `measure_sensitivities` returned |
+
+Sensitivities are measured on other windows of the text than perplexity is.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from picompile.errors import UsageError
+from picompile.frontend.checkpoint import fingerprint
+from picompile.frontend.hf import open_checkpoint
+from picompile.output import reserve
+from picompile.predictors.profile.files import read_notes, read_tensors, write_json, write_tensors
+from picompile.predictors.profile.options import ProfileOptions
+from picompile.predictors.profile.windows import checkpoint_tokenizer, text_windows, window_size
+from picompile.progress import Progress
+from picompile.rounding.calibration import predictors_sha256
+from picompile.rounding.run import rounding_inputs
+from picompile.skipping.limits import no_limits
+from picompile.skipping.options import SkippingOptions
+from picompile.skipping.search import FoundLimits, Rise, SkippingSearch
+from picompile.skipping.sensitivities import measure_sensitivities
+from picompile_passes.graph.materialize import WeightSource
+from picompile_runtime.version import __version__
+
+_NOTES, _SENSITIVITIES = "skipping.json", "sensitivities.safetensors"
+
+
+def checkpoint_limits(
+    checkpoint: Path,
+    graph_module: GraphModule,
+    weights: WeightSource,
+    folder: Path,
+    options: SkippingOptions,
+    progress: Progress,
+) -> FoundLimits:
+    """Find the limits of a model.
+
+    Args:
+        checkpoint: the model's folder or file.
+        graph_module: its predicted graph, with limits, and not quantized.
+        weights: the values of its parameters and of its predictors.
+        folder: keeps what was measured. What was measured of the same inputs is read.
+        options: how far, and on which text.
+        progress: is told of each step.
+
+    Raises:
+        UsageError: the text cannot be used, or another process is at work in `folder`.
+        UnsupportedModelError: the model's logits are not finite numbers.
+    """
+    learning, measuring, text_mark = _windows(checkpoint, options)
+    mark = f"{fingerprint(checkpoint, options.activation)} {text_mark} {options}"
+    inputs = rounding_inputs(graph_module, __version__, mark, text_mark, _own_sha256(graph_module, weights))
+    with reserve(folder.resolve(), overwrite=True, parents=True):
+        folder.mkdir(parents=True, exist_ok=True)
+        notes = read_notes(folder / _NOTES)
+        if notes.get("inputs") != inputs:
+            notes = {"format": "picompile-skipping", "schema": 1, "inputs": inputs, "tried": {}}
+            sensitivities = measure_sensitivities(graph_module, weights, learning, options.seed, progress)
+            write_tensors(folder / _SENSITIVITIES, sensitivities)
+            write_json(folder / _NOTES, notes)
+        sensitivities, _ = read_tensors(folder / _SENSITIVITIES)
+        search = SkippingSearch(
+            graph_module=graph_module,
+            weights=weights,
+            sensitivities=sensitivities,
+            windows=measuring,
+            bound=options.bound,
+            progress=progress,
+            tried=_tried(notes),
+            save=lambda tried: write_json(
+                folder / _NOTES, notes | {"tried": {str(k): asdict(v) for k, v in tried.items()}}
+            ),
+        )
+        return search.run()
+
+
+def _tried(notes: Mapping[str, Any]) -> dict[int, Rise]:
+    """Return what was tried, by its step; nothing where the file was written by somebody else."""
+    try:
+        return {int(step): Rise(float(rise["nats"]), float(rise["error"])) for step, rise in notes["tried"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return {}
+
+
+def _own_sha256(graph_module: GraphModule, weights: WeightSource) -> str:
+    """Return a hash of the predictors' parameters; the limits are not known yet."""
+    return predictors_sha256(graph_module, no_limits(graph_module).weights(weights))
+
+
+def _windows(checkpoint: Path, options: SkippingOptions) -> tuple[list[list[int]], list[list[int]], str]:
+    """Return the windows for sensitivities, those for perplexity, and a hash of the text."""
+    facts = open_checkpoint(checkpoint, options.activation).facts
+    wanted = ProfileOptions(
+        calibration=options.calibration, tokens=options.tokens + options.sensitivity_tokens, seed=options.seed
+    )
+    size = window_size(wanted, facts.max_positions)
+    text = text_windows(checkpoint_tokenizer(checkpoint, facts.vocab), size, wanted)
+    windows: torch.Tensor = text.calibration
+    # Drawn at random: windows of one file follow each other.
+    order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(options.seed)).tolist()
+    learning = max(1, min(len(windows) - 1, options.sensitivity_tokens // size))
+    if len(windows) < 2 or size < 2:
+        raise UsageError(f"limits need a text of at least 2 windows of {size} tokens; give a longer one")
+    rows = windows[torch.tensor(order)].tolist()
+    return rows[:learning], rows[learning:], text.sha256

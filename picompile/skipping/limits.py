@@ -1,0 +1,111 @@
+"""Limits from sensitivities: one number, the price of a byte, sets the limits of all layers together.
+
+Left-out values change the predictions by about ½ Σ (v · s)² nats, where s is a value's sensitivity, and save the bytes
+of the rows that they would be multiplied with. Most bytes are saved for a change where each value is left out whose
+change for a byte is below one price λ: |v| · s ≤ √(2 λ · bytes). So a place's limit is τ · √bytes / s, and τ is all
+that is to be found.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from picompile.errors import UsageError
+from picompile.predictors.store import OverlayWeights
+from picompile.skipping.options import SITES
+from picompile_passes.graph.materialize import WeightSource
+from picompile_passes.graph.nodes import arguments, calls
+from picompile_passes.graph.operands import FFN, NEURON_LIMITS, PREDICTORS, SPARSE_FFN
+
+# Below this share of its parameter's median a sensitivity counts as that: text may not have shown what a neuron does.
+_LEAST_SENSITIVITY = 1e-2
+
+
+def is_limit(name: str) -> bool:
+    """Return whether a parameter of a graph holds limits."""
+    return name.startswith(PREDICTORS) and name.endswith("_limits")
+
+
+def limit_options(names: Iterable[str]) -> dict[str, tuple[int, ...]]:
+    """Return the layers that each option of `InsertPredictors` names to make the parameters `names`."""
+    found: dict[str, tuple[int, ...]] = dict.fromkeys(NEURON_LIMITS, ())
+    for name in names:
+        layer, option = name.removeprefix(PREDICTORS).split(".")
+        found[option] = (*found[option], int(layer))
+    return found
+
+
+def skipping_sites(graph_module: GraphModule, asked: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """Return the options of `InsertPredictors` that give a canonical graph limits.
+
+    Args:
+        graph_module: the graph.
+        asked: the places, of `SITES`; empty for all that the graph has.
+
+    Raises:
+        UsageError: the graph has none of them.
+    """
+    found: dict[str, tuple[int, ...]] = dict.fromkeys(NEURON_LIMITS, ())
+    for node in calls(graph_module.graph, FFN):
+        values = arguments(node)
+        # A norm across the neurons makes what each of them adds depend on all others.
+        if values["norm_eps"] is None:
+            can = ("gate", "output") if values["gate"] is not None else ("output",)
+            for site in set(can).intersection(asked or SITES):
+                found[f"{site}_limits"] = (*found[f"{site}_limits"], int(node.meta["layer"]))
+    if not any(found.values()):
+        raise UsageError(f"nothing of this model can be skipped at {', '.join(asked or SITES)}; leave out --skip")
+    return found
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The limits of a model: float32 [values] by the name of their parameter in a graph."""
+
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def options(self) -> dict[str, tuple[int, ...]]:
+        """The options of `InsertPredictors` that make these parameters."""
+        return limit_options(self.tensors)
+
+    def weights(self, base: WeightSource) -> OverlayWeights:
+        """Return a source of the model's weights, `base`, and the limits."""
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+        return OverlayWeights(base, shapes, self.tensors.__getitem__)
+
+
+def no_limits(graph_module: GraphModule) -> Limits:
+    """Return limits of 0 for all that a graph has limits for."""
+    parameters = [node for node in graph_module.graph.nodes if node.op == "get_attr" and is_limit(str(node.target))]
+    return Limits({str(node.target): torch.zeros(node.meta["val"].shape) for node in parameters})
+
+
+def limits_at(sensitivities: Mapping[str, Tensor], saved: Mapping[str, int], price: float) -> Limits:
+    """Return the limits of a price: τ · √saved / sensitivity for each value.
+
+    Args:
+        sensitivities: in nats for a unit, float32 [values], by the limits' parameter.
+        saved: how many weights are not read for a value that is left out, by the same.
+        price: τ, in nats for the root of a weight; 0 leaves out only zeros.
+    """
+    return Limits({name: _limits(values, price * saved[name] ** 0.5) for name, values in sensitivities.items()})
+
+
+def _limits(sensitivity: Tensor, change: float) -> Tensor:
+    least = float(sensitivity.median()) * _LEAST_SENSITIVITY
+    return change / sensitivity.clamp_min(max(least, 1e-30))
+
+
+def saved_weights(graph_module: GraphModule) -> dict[str, int]:
+    """Return how many weights of a predicted graph a left-out value saves, by its limits' parameter."""
+    found: dict[str, int] = {}
+    for node in calls(graph_module.graph, SPARSE_FFN):
+        values = arguments(node)
+        for name, rows in zip(NEURON_LIMITS, (2, 1), strict=True):
+            if values[name] is not None:
+                found[str(values[name].target)] = rows * int(values["down"].meta["val"].shape[1])
+    return found
