@@ -21,6 +21,7 @@ from picompile_codegen.signs import sign_row_bytes
 from picompile_codegen.specs import FfnSpec, PredictLowRankSpec, PredictSignsSpec
 from picompile_passes.errors import RegistryError, UnsupportedGraphError
 from picompile_passes.graph.nodes import arguments
+from picompile_passes.graph.operands import NEURON_LIMITS
 from picompile_passes.predictors import sign_limit
 
 ENTRY_POINT_GROUP = "picompile.predictor_kernels"
@@ -136,7 +137,8 @@ def lower_sparse_ffn(node: Node, function: Function) -> None:
     With `exact` the gating matrix is a tensor of its own, because it is read in full. Matrices whose rows are skipped
     are interleaved in a bundle.
 
-    Where the kernel of a predictor has made a mask, the block computes the neurons of that mask; elsewhere all.
+    Where the kernel of a predictor has made a mask, the block computes the neurons of that mask; elsewhere all. Without
+    one, a block with limits of its gates is lowered as with `exact`: the gates decide.
     """
     values, weights = arguments(node), function.shared.weights
     kind = arguments(values["mask"])["kind"]
@@ -146,7 +148,8 @@ def lower_sparse_ffn(node: Node, function: Function) -> None:
     # The mask is fetched before x, because the other side may send both in one transfer.
     masked = _mask(values["mask"], values["neurons"], function)
     bindings: Bindings = {"x": function.value(values["x"]), "y": function.result(node)}
-    decide = weights.matrix(parts.pop(0)) if kind == "exact" else None
+    gates_decide = kind == "exact" or (values["gate_limits"] is not None and kind in _WITHOUT_KERNEL)
+    decide = weights.matrix(parts.pop(0)) if gates_decide else None
     bundle = weights.bundle(f"layers.{layer}.ffn.neurons" + ("" if part == "all" else f".{part}"), parts)
     if decide is not None:
         bindings["decide_w"] = decide
@@ -158,7 +161,7 @@ def lower_sparse_ffn(node: Node, function: Function) -> None:
     bindings |= masked | {"neuron_w": bundle, "stats": _statistics(function, layer, part, neurons, kind)}
     kernel = function.kernel(
         FfnSpec(
-            kind="exact" if kind == "exact" else "masked" if masked else "dense",
+            kind="exact" if gates_decide else "masked" if masked else "dense",
             format=bundle.format,
             neurons=neurons,
             dim=dimension(node) - values["squares"],
@@ -172,9 +175,11 @@ def lower_sparse_ffn(node: Node, function: Function) -> None:
             mask_columns=dimension(values["mask"]) if "table" in masked else None,
             squares=values["squares"],
             rowwise=function.mode == "sequences" and not masked,
+            gate_limits=values["gate_limits"] is not None,
+            output_limits=values["output_limits"] is not None,
         )
     )
-    bindings |= function.vectors(values, "gate_bias", "up_bias", "down_bias")
+    bindings |= function.vectors(values, "gate_bias", "up_bias", "down_bias", *NEURON_LIMITS)
     function.call(kernel, bindings, op="ffn", layer=layer)
 
 
