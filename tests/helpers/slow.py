@@ -349,6 +349,25 @@ SLOW: tuple[SlowTests, ...] = (
         ),
     ),
     SlowTests(
+        "programs with limits, each of which takes seconds to compile: fast is a SwiGLU model without predictors",
+        (
+            "codegen/lowering/test_lower_limits.py::",
+            "runtime/engine/test_runtime_limits.py::test_bytes_per_token",
+            "runtime/engine/test_runtime_limits.py::test_decoding_several_threads",
+        ),
+        (
+            *(
+                f"codegen/lowering/test_lower_limits.py::test_{name}[swiglu]"
+                for name in (
+                    *("decoding_equals_the_eager_graph", "prompts_equal_the_eager_graph"),
+                    *("several_sequences_have_the_bits_of_decoding", "no_two_tasks_of_a_region_meet"),
+                    "counts_are_those_of_the_eager_graph",
+                )
+            ),
+            "codegen/lowering/test_lower_limits.py::test_parts_without_limits_are_written_as_before",
+        ),
+    ),
+    SlowTests(
         "cases of the command line that compile a model each: one of each kind is fast",
         (
             "artifact/test_hot_device.py::test_the_accuracy_check_reads_without_the_gpu",

@@ -9,8 +9,10 @@ buffer that `mask_buffer` returned. `_low_rank` below is one. The kernels of a p
 bring their bodies. The feed-forward block then computes the neurons that the mask names.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from importlib.metadata import entry_points
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -158,7 +160,10 @@ def lower_sparse_ffn(node: Node, function: Function) -> None:
     if function.device == "device" and part == "cold":
         function.shared.streamed |= dict.fromkeys(each.name for each in (decide, bundle) if each is not None)
     neurons = bundle.rows // len(parts)
-    bindings |= masked | {"neuron_w": bundle, "stats": _statistics(function, layer, part, neurons, kind)}
+    stats = _statistics(
+        function, FfnPart(layer, part, neurons, kind, 0, len(parts), _kept_rows(values, len(parts), gates_decide))
+    )
+    bindings |= masked | {"neuron_w": bundle, "stats": stats}
     kernel = function.kernel(
         FfnSpec(
             kind="exact" if gates_decide else "masked" if masked else "dense",
@@ -197,14 +202,26 @@ def _mask(mask: Node, neurons: Node | None, function: Function) -> Bindings:
     return bindings | {"table": function.shared.weights.numbers(neurons)}
 
 
-def _statistics(function: Function, layer: int, part: str, neurons: int, kind: str) -> Arg:
+def _kept_rows(values: Mapping[str, Any], rows: int, gates_decide: bool) -> int:
+    """Return how many of a neuron's `rows` rows in the bundle are read only if it is above its limits.
+
+    They are the last ones: down and, where a mask names the neurons, also up. With both limits up counts for every
+    neuron of the mask: nothing counts those that only the limit of the output leaves out.
+    """
+    if values["output_limits"] is not None:
+        return 1
+    return rows - 1 if values["gate_limits"] is not None and not gates_decide else 0
+
+
+def _statistics(function: Function, counted: FfnPart) -> Arg:
     """Return the counter row for `stats`. All functions that read prompts share one row, which is never read."""
     if function.name not in DECODING:
         return Arg("buffer", function.own("stats.unused"))
     if function.name == "batch":
-        (row,) = (each.stats_row for each in function.shared.ffn if (each.layer, each.part) == (layer, part))
+        place = (counted.layer, counted.part)
+        (row,) = (each.stats_row for each in function.shared.ffn if (each.layer, each.part) == place)
     else:
         row = len(function.shared.ffn)
-        function.shared.ffn.append(FfnPart(layer, part, neurons, kind, row))
+        function.shared.ffn.append(replace(counted, stats_row=row))
     name = function.own("stats.batch" if function.name == "batch" else "stats")
     return Arg("buffer", name, shape=(2,), offset=row * STATS_ROW_BYTES)
