@@ -337,8 +337,15 @@ SLOW: tuple[SlowTests, ...] = (
     ),
     SlowTests(
         "blocks with limits, kernel by kernel: fast are one with each list, and one without",
-        tuple(f"{_LIMITS}{name}[" for name in ("limits", "several_sequences", "limits_of_zero_and_infinite_ones")),
         (
+            *(f"{_LIMITS}{name}[" for name in ("limits", "several_sequences", "limits_of_zero_and_infinite_ones")),
+            *(f"codegen/cuda/test_cuda_ffn_limits.py::test_{name}[" for name in ("limits", "several_sequences")),
+        ),
+        (
+            *(
+                f"codegen/cuda/test_cuda_ffn_limits.py::test_limits[('odd', '{case})]"
+                for case in ("exact', 'go', 'f16', 1", "masked', 'go', 'f16', 1", "exact', 'go', 'f16', 13")
+            ),
             *(
                 f"{_LIMITS}limits[{case}]"
                 for case in ("odd-exact-go-q8-1", "fatrelu-masked-g-f16-1", "gelu-dense-o-f16-1")
