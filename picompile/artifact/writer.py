@@ -199,7 +199,7 @@ def _report(lowered: "Lowered", contents: ArtifactContents, accuracy: MeasuredAc
     sizes = {name: tensor_bytes(tensor.dtype, tensor.shape) for name, tensor in lowered.weights.tensors.items()}
     report = {
         "schema": 1,
-        "ffn": [vars(part) for part in lowered.program.ffn],
+        "ffn": [part.to_json() for part in lowered.program.ffn],
         "weight_bytes": sizes,
         "weight_formats": lowered.weights.formats(),
     }

@@ -103,7 +103,21 @@ def ffns() -> list[Parameters]:
         present = {f"{name}_bias": name[0] in block["biases"] for name in ("gate", "up", "down")}
         rest = {name: value for name, value in block.items() if name != "biases"}
         found.append({**sizes, **rest, **kind, **layout, **present})
-    return found
+    return [*found, *with_limits(found)]
+
+
+def with_limits(variants: list[Parameters]) -> list[Parameters]:
+    """Limits of each kind, of both, and of gates that decide in place of a threshold; in one format."""
+    found = []
+    for each, (gate, output) in product(variants, ((True, False), (False, True), (True, True))):
+        if (
+            each["activation"] in ("silu", "gelu", "fatrelu(0.25)")
+            and each["format"] == "f16"
+            and each["gated"] >= gate
+        ):
+            found.append({**each, "gate_limits": gate, "output_limits": output})
+    silu = [each for each in found if each["activation"] == "silu" and each["kind"] == "dense" and each["gate_limits"]]
+    return [*found, *({**each, "kind": "exact"} for each in silu)]
 
 
 VARIANTS: dict[type[KernelSpec], list[Parameters]] = {

@@ -30,6 +30,7 @@ _BLOCK_CASES = (
     *("drelu-masked-f16-1", "fatrelu-exact-f16-1", "opt-exact-q8-1", "opt-masked-q4-1", "swiglu-dense-f16-13"),
     *("bitnet-exact-q8-1", "normed-dense-q4-13", "drelu-exact-q4m-1", "opt-exact-q6-1"),
 )
+_LIMITS = "codegen/cpu/test_kernels_ffn_limits.py::test_"
 _ATTENTION = ("codegen/cpu/test_kernels_attention.py", "codegen/cuda/test_cuda_attention.py")
 _NAN_KEYS = "codegen/cuda/test_cuda_attention.py::test_nan_keys_reach_exactly_the_queries_that_see_them["
 _SHAPES = ("groups of 2", "q8, odd widths", "window", "soft cap")
@@ -332,6 +333,45 @@ SLOW: tuple[SlowTests, ...] = (
                 f"codegen/cuda/test_cuda_ffn.py::test_ffn[{case}]"
                 for case in ("sliced-dense-q8-13", "bitnet-exact-f16-1")
             ),
+        ),
+    ),
+    SlowTests(
+        "blocks with limits, kernel by kernel: fast are one with each list, and one without",
+        (
+            *(f"{_LIMITS}{name}[" for name in ("limits", "several_sequences", "limits_of_zero_and_infinite_ones")),
+            *(f"codegen/cuda/test_cuda_ffn_limits.py::test_{name}[" for name in ("limits", "several_sequences")),
+        ),
+        (
+            *(
+                f"codegen/cuda/test_cuda_ffn_limits.py::test_limits[('odd', '{case})]"
+                for case in ("exact', 'go', 'f16', 1", "masked', 'go', 'f16', 1", "exact', 'go', 'f16', 13")
+            ),
+            *(
+                f"{_LIMITS}limits[{case}]"
+                for case in ("odd-exact-go-q8-1", "fatrelu-masked-g-f16-1", "gelu-dense-o-f16-1")
+            ),
+            f"{_LIMITS}limits[odd-exact-go-f16-13]",
+            f"{_LIMITS}several_sequences[swiglu-exact-go-f16]",
+            f"{_LIMITS}limits_of_zero_and_infinite_ones[('odd', ",
+        ),
+    ),
+    SlowTests(
+        "programs with limits, each of which takes seconds to compile: fast is a SwiGLU model without predictors",
+        (
+            "codegen/lowering/test_lower_limits.py::",
+            "runtime/engine/test_runtime_limits.py::test_bytes_per_token",
+            "runtime/engine/test_runtime_limits.py::test_decoding_several_threads",
+        ),
+        (
+            *(
+                f"codegen/lowering/test_lower_limits.py::test_{name}[swiglu]"
+                for name in (
+                    *("decoding_equals_the_eager_graph", "prompts_equal_the_eager_graph"),
+                    *("several_sequences_have_the_bits_of_decoding", "no_two_tasks_of_a_region_meet"),
+                    "counts_are_those_of_the_eager_graph",
+                )
+            ),
+            "codegen/lowering/test_lower_limits.py::test_parts_without_limits_are_written_as_before",
         ),
     ),
     SlowTests(

@@ -2,7 +2,7 @@
 
 The kernel for one token has three steps:
 1. List the indices of the neurons to compute, in order (`ffn_neurons.py`): in `exact` by each neuron's product with the
-   gating matrix, in `masked` by the mask.
+   gating matrix, which is above a threshold or, activated, above the neuron's limit; in `masked` by the mask.
 2. Cut the list into SLICES equal runs (`ffn_slices.py`), each with a partial y.
 3. Add up the partial y in order.
 The number of slices is fixed, and so is the order of all additions: every bit of y is the same for any number of
@@ -14,6 +14,8 @@ in the CPU's cache for the next. Where every neuron is computed, a few tokens sh
 
 from dataclasses import dataclass
 
+from tvm import tirx
+
 from picompile_codegen.build import isa
 from picompile_codegen.cpu.accumulate import Reduction, accumulate_columns, column_blocks
 from picompile_codegen.cpu.byte_tiles import declare_rows, quantize_rows, raw_offset, signed_offset
@@ -22,6 +24,7 @@ from picompile_codegen.cpu.ffn_neurons import (
     FfnArguments,
     ListMemory,
     NeuronList,
+    compare_with_limit,
     declare_list,
     list_neurons,
     make_list,
@@ -45,7 +48,7 @@ from picompile_codegen.cpu.tensor import (
 )
 from picompile_codegen.cpu.token_ops import sum_row
 from picompile_codegen.cpu.token_vectors import TokenVectors, multiply_rows
-from picompile_codegen.cpu.vector import blocks, load, splat, store
+from picompile_codegen.cpu.vector import activate, blocks, load, splat, store
 from picompile_codegen.specs import FfnSpec
 
 # The number of slices. Each has a partial y, and adding these takes time; with too few slices, threads are idle.
@@ -84,7 +87,8 @@ def ffn_rowwise(function: KernelFunction, arguments: FfnArguments) -> None:
 
     vectors.prepare(tokens)
     if listed is None or counts is None:
-        _compute_all(arguments, vectors, slices, tokens)
+        compute = _compute_above_limits if spec.has_limits else _compute_all
+        compute(arguments, vectors, slices, tokens)
         computed = tokens * spec.neurons
     else:
         _compute_listed(arguments, vectors, listed, counts, slices, tokens)
@@ -106,6 +110,17 @@ def _compute_all(arguments: FfnArguments, vectors: TokenVectors, slices: Slices,
         compute_dense_slice(arguments, vectors, first, stop, slices, bind(index - group * SLICES))
 
 
+def _compute_above_limits(arguments: FfnArguments, vectors: TokenVectors, slices: Slices, tokens: Expr) -> None:
+    """Compute every neuron of each token by itself: each adds rows of down of its own, in the groups that it has alone.
+
+    A slice of one token is followed by the same slice of the next, which finds its rows in the cache.
+    """
+    with parallel(tokens * SLICES) as index:
+        number = bind(index // tokens)
+        token = bind(index - number * tokens)
+        compute_slice(arguments, vectors[token], None, slices, bind(token * SLICES + number), number)
+
+
 def _compute_listed(
     arguments: FfnArguments,
     vectors: TokenVectors,
@@ -120,6 +135,7 @@ def _compute_listed(
 
         def store(token: Expr, neuron: Expr, product: Expr) -> None:
             products[token, neuron] = biased(product, arguments.first_bias, neuron)
+            compare_with_limit(arguments, listed, token, neuron)
 
         matrix = arguments.first_matrix
         multiply_rows(matrix, arguments.first_row, arguments.spec.neurons, vectors, tokens, store)
@@ -220,18 +236,24 @@ def _activate(
     arguments: FfnArguments, block: Expr, size: int, t: Expr, gate: KernelTensor | None, hidden: KernelTensor
 ) -> None:
     """hidden = activation(gate) ∘ up_activation(hidden), or activation(hidden), for a block of neurons of one token."""
-    neurons = arguments.spec.neurons
+    spec = arguments.spec
 
     def output(c: Expr, valid: int) -> None:
         raised = bind(load(hidden, t, c, valid=valid))
         first = raised if gate is None else bind(load(gate, t, c, valid=valid))
         value = arguments.output(first, None if gate is None else raised)
-        if arguments.spec.is_exact:
-            # Not a product: a silent neuron whose up is infinite must not turn into NaN.
-            value = select(first > splat(arguments.spec.threshold), value, splat(0.0))
+        # Not a product: a silent neuron whose up is infinite must not turn into NaN.
+        if spec.is_exact and spec.is_sparse:
+            value = select(first > splat(spec.threshold), value, splat(0.0))
+        if arguments.gate_limits is not None:
+            activated = bind(tirx.abs(activate(spec.activation, first)))
+            value = select(activated > load(arguments.gate_limits, c, valid=valid), value, splat(0.0))
+        if arguments.output_limits is not None:
+            value = bind(value)
+            value = select(tirx.abs(value) <= load(arguments.output_limits, c, valid=valid), splat(0.0), value)
         store(hidden, t, c, value=value, valid=valid)
 
-    full, rest = divmod(neurons, size)
+    full, rest = divmod(spec.neurons, size)
     with when(block < full):
         blocks(size, lambda c, valid: output(block * size + c, valid))
     if rest:

@@ -20,7 +20,7 @@ from picompile_codegen.cpu.tensor import (
     parallel,
     worth_a_region,
 )
-from picompile_codegen.cpu.vector import activate, at
+from picompile_codegen.cpu.vector import activate, at, splat
 from picompile_codegen.specs import FfnSpec
 
 F = TypeVar("F", bound="FfnTensors[Any]")
@@ -39,6 +39,8 @@ class FfnTensors(Generic[M]):
     gate_bias: KernelTensor | None
     up_bias: KernelTensor | None
     down_bias: KernelTensor | None
+    gate_limits: KernelTensor | None
+    output_limits: KernelTensor | None
     stats: KernelTensor
     y: KernelTensor
 
@@ -55,6 +57,8 @@ class FfnTensors(Generic[M]):
             gate_bias=function.get("gate_bias"),
             up_bias=function.get("up_bias"),
             down_bias=function.get("down_bias"),
+            gate_limits=function.get("gate_limits"),
+            output_limits=function.get("output_limits"),
             stats=function["stats"],
             y=function["y"],
         )
@@ -95,6 +99,12 @@ class FfnArguments(FfnTensors[KernelMatrix]):
         value = activate(self.spec.activation, first)
         return value if up is None else bind(value * activate(self.spec.up_activation, up))
 
+    def is_above_gate_limit(self, first: Expr, limits: KernelTensor, neuron: Expr) -> Expr:
+        """Return whether a neuron, with the product `first` with gate, is above the limit of its activated gate."""
+        activated = bind(tirx.abs(activate(self.spec.activation, splat(first))))
+        is_above = bind(tirx.Shuffle([activated], [0])) > limits[neuron]
+        return tirx.And(first > self.spec.threshold, is_above) if self.spec.is_sparse else is_above
+
 
 # The list of neurons to compute holds their numbers in order, side by side.
 
@@ -129,10 +139,11 @@ class NeuronList:
 
 @dataclass(frozen=True)
 class ListMemory:
-    """Memory for a list of neurons."""
+    """Memory for a list of neurons. `above` uint8 [tokens, F]: whether each is above the limit of its gate."""
 
     neurons: KernelTensor
     products: KernelTensor | None
+    above: KernelTensor | None = None
 
 
 def declare_list(function: KernelFunction, arguments: FfnArguments) -> ListMemory | None:
@@ -141,13 +152,16 @@ def declare_list(function: KernelFunction, arguments: FfnArguments) -> ListMemor
     if not (spec.is_exact or spec.is_masked):
         return None
     products = function.scratch("products", "float32", spec.rows, spec.neurons) if spec.is_exact else None
-    return ListMemory(function.scratch("fired", "int32", spec.rows, spec.neurons), products)
+    fired = function.scratch("fired", "int32", spec.rows, spec.neurons)
+    decides = spec.is_exact and spec.gate_limits
+    above = function.scratch("above", "uint8", spec.rows, spec.neurons) if decides else None
+    return ListMemory(fired, products, above)
 
 
 def make_list(arguments: FfnArguments, vector: Vector, memory: ListMemory) -> NeuronList:
-    """List the neurons that the mask names or, in `exact`, whose gate product is above the threshold."""
+    """List the neurons that the mask names or, in `exact`, whose gate product is above the threshold or limit."""
     if memory.products is not None:
-        _decide(arguments, vector, memory.products)
+        _decide(arguments, vector, memory, memory.products)
     return list_neurons(arguments, memory, 0)
 
 
@@ -155,13 +169,16 @@ def list_neurons(arguments: FfnArguments, memory: ListMemory, token: Expr) -> Ne
     """List the neurons of token `token`; in `exact` the products must be known."""
     count = counter()
     neurons, start = arguments.spec.neurons, 0
-    if memory.products is None and arguments.table is None and arguments.mask is not None:
+    flags = memory.above
+    if memory.products is None and arguments.table is None:
+        flags = arguments.mask
+    if flags is not None:
         start = neurons // _EIGHT * _EIGHT
-        _list_by_eights(arguments.mask, memory.neurons, token, start // _EIGHT, count)
+        _list_by_eights(flags, memory.neurons, token, start // _EIGHT, count)
     with loop(start, neurons) as neuron:
         # Written whether it is computed or not, and then kept or overwritten: a branch could not be predicted.
         memory.neurons[token, count[0]] = neuron
-        count[0] = count[0] + tirx.Cast("int32", _is_computed(arguments, memory.products, token, neuron))
+        count[0] = count[0] + tirx.Cast("int32", _is_computed(arguments, memory, token, neuron))
     return NeuronList(memory.neurons, token, bind(count[0]), memory.products)
 
 
@@ -192,16 +209,27 @@ def _take_lowest(rest: KernelTensor) -> Expr:
     return bind(tirx.Cast("int32", below >> tirx.IntImm("uint64", 3)))
 
 
-def _decide(arguments: FfnArguments, vector: Vector, products: KernelTensor) -> None:
-    """products[j] = x · decide[j] + bias[j] for all neurons."""
+def _decide(arguments: FfnArguments, vector: Vector, memory: ListMemory, products: KernelTensor) -> None:
+    """products[j] = x · decide[j] + bias[j] for all neurons, and which of them are above their limits."""
     is_worth = worth_a_region(arguments.bundle.bytes)
     with parallel(arguments.spec.neurons, when_worth=is_worth) as neuron:
         matrix, row = arguments.first_matrix, arguments.first_row(neuron)
         products[0, neuron] = biased(dot(matrix, row, vector, [row + matrix.rows_ahead]), arguments.first_bias, neuron)
+        compare_with_limit(arguments, memory, 0, neuron)
 
 
-def _is_computed(arguments: FfnArguments, products: KernelTensor | None, token: Expr, neuron: Expr) -> Expr:
-    if products is not None:
-        return products[token, neuron] > arguments.spec.threshold
+def compare_with_limit(arguments: FfnArguments, memory: ListMemory, token: Expr, neuron: Expr) -> None:
+    """Note whether a neuron whose product is known is above the limit of its gate, where there are such limits."""
+    if memory.products is None or memory.above is None or arguments.gate_limits is None:
+        return
+    is_above = arguments.is_above_gate_limit(bind(memory.products[token, neuron]), arguments.gate_limits, neuron)
+    memory.above[token, neuron] = tirx.Cast("uint8", is_above)
+
+
+def _is_computed(arguments: FfnArguments, memory: ListMemory, token: Expr, neuron: Expr) -> Expr:
+    if memory.above is not None:
+        return memory.above[token, neuron]
+    if memory.products is not None:
+        return memory.products[token, neuron] > arguments.spec.threshold
     column = neuron if arguments.table is None else arguments.table[neuron]
     return arguments.mask[token, column]  # type: ignore[index]

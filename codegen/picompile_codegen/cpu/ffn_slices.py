@@ -2,7 +2,8 @@
 
 A slice goes through its neurons a few at a time: products with gate and up, and the activation; then the rows of down
 of those whose output is not zero, four at a time, times their outputs, are added to the slice's own y (`add_rows.py`).
-While rows are read, as many of neurons further on are fetched.
+While rows are read, as many of neurons further on are fetched. Where a limit may leave a neuron out, its row of down is
+fetched once its output is known to be above: until the neurons beside it are computed, the row arrives.
 """
 
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from picompile_codegen.cpu.tensor import (
     loop,
     minimum,
     parallel,
+    select,
     when,
     worth_a_region,
 )
@@ -167,7 +169,7 @@ def compute_slice(
     start, stop = bind(count * number // of), bind(count * (number + 1) // of)
     distance = -(-arguments.bundle.rows_ahead // arguments.spec.bundle_parts)
     with loop(start, minimum(start + distance, stop)) as position:
-        for row in arguments.bundle_rows(_neuron(listed, position)):
+        for row in arguments.bundle_rows(_neuron(listed, position))[: _rows_for_sure(arguments, listed)]:
             arguments.bundle.fetch_row(row)
     parts = bind((stop - start + (_NEURONS_TOGETHER - 1)) // _NEURONS_TOGETHER)
     with loop(0, parts) as part:
@@ -178,8 +180,12 @@ def compute_slice(
         with when(part == parts - 1):
             _fill_up(waiting, rows_together(arguments.bundle)[-1])
         following = bind(first + _NEURONS_TOGETHER)
+
+        def next_neuron(i: Expr) -> Expr:
+            return _neuron(listed, minimum(following + i, count - 1))
+
         _add_waiting(
-            arguments, waiting, slices.y, [index], lambda i: _neuron(listed, minimum(following + i, count - 1))
+            arguments, waiting, slices.y, [index], None if _adds_some(arguments, listed) else next_neuron
         )  # fmt: skip
 
 
@@ -235,7 +241,7 @@ def _compute(
     else:
         products = dots(arguments.first_matrix, arguments.first_row(neuron), vectors, [arguments.first_row(ahead)])
         firsts = [biased(product, arguments.first_bias, neuron) for product in products]
-    with _unless_silent(arguments, listed, firsts[0]):
+    with _unless_silent(arguments, listed, neuron, firsts[0]):
         ups: list[Expr | None] = [None] * len(vectors)
         if spec.gated:
             products = dots(arguments.bundle, arguments.up_row(neuron), vectors, [arguments.up_row(ahead)])
@@ -243,22 +249,57 @@ def _compute(
         place, fired = bind(waiting.count[0]), 1
         for i, (first, up, index) in enumerate(zip(firsts, ups, indices, strict=True)):
             h = _output(arguments, first, up)
-            fired = bind(tirx.Cast("int32", h != 0.0))
+            fired = bind(_is_kept(arguments, neuron, h))
             slices.nonzero[index] = slices.nonzero[index] + fired
             if slices.squares is not None:
-                slices.squares[index] = slices.squares[index] + h * h
+                square = (
+                    h * h if arguments.output_limits is None else select(fired != 0, h * h, tirx.const(0.0, "float32"))
+                )
+                slices.squares[index] = slices.squares[index] + square
             waiting.outputs[i, place] = h
         waiting.numbers[place] = down
         # Without a list rows are added even where h is zero: leaving out a few would break the stream of reads.
-        waiting.count[0] = place + (1 if listed is None else fired)
+        waiting.count[0] = place + (1 if listed is None and not spec.has_limits else fired)
+        if _adds_some(arguments, listed):
+            with when(fired != 0):
+                arguments.bundle.fetch_row(down)
 
 
 def _neuron(listed: NeuronList | None, position: Expr) -> Expr:
     return bind(position if listed is None else listed.number(position))
 
 
-def _unless_silent(arguments: FfnArguments, listed: NeuronList | None, first: Expr) -> AbstractContextManager[None]:
-    """Skip the rest of a neuron that a mask names and that is silent all the same."""
+def _adds_some(arguments: FfnArguments, listed: NeuronList | None) -> bool:
+    """Return whether limits may keep the down row of a neuron, listed or any, from being added."""
+    return arguments.spec.output_limits or _leaves_early(arguments, listed)
+
+
+def _leaves_early(arguments: FfnArguments, listed: NeuronList | None) -> bool:
+    """Return whether a neuron may turn out to be below the limit of its gate, which no list has told before."""
+    return arguments.spec.gate_limits and (listed is None or listed.products is None)
+
+
+def _rows_for_sure(arguments: FfnArguments, listed: NeuronList | None) -> int:
+    """Return how many of a neuron's rows in the bundle, its first ones, are read whatever its limits leave out."""
+    if _leaves_early(arguments, listed):
+        return 1
+    return arguments.spec.bundle_parts - arguments.spec.output_limits
+
+
+def _is_kept(arguments: FfnArguments, neuron: Expr, h: Expr) -> Expr:
+    """Return 1 if an output is not zero or, where it has a limit, not within that; else 0."""
+    if arguments.output_limits is None:
+        return tirx.Cast("int32", h != 0.0)
+    # What is not a number is kept, so that it shows. TVM would make `not h <= limit` to `limit < h`.
+    return select(tirx.abs(h) <= arguments.output_limits[neuron], 0, 1)
+
+
+def _unless_silent(
+    arguments: FfnArguments, listed: NeuronList | None, neuron: Expr, first: Expr
+) -> AbstractContextManager[None]:
+    """Skip the rest of a neuron below the limit of its gate, and of one that a mask names and that is silent."""
+    if arguments.gate_limits is not None and _leaves_early(arguments, listed):
+        return when(arguments.is_above_gate_limit(first, arguments.gate_limits, neuron))
     if listed is None or listed.products is not None or not arguments.spec.is_sparse:
         return nullcontext()
     return when(first > arguments.spec.threshold)
@@ -284,11 +325,11 @@ def _add_waiting(
     waiting: _Waiting,
     out: KernelTensor,
     indices: list[Expr],
-    following: Callable[[Expr], Expr],
+    following: Callable[[Expr], Expr] | None,
 ) -> None:
     """Add the rows of down that wait, as many at a time as possible; a few remain, and move to the front.
 
-    Meanwhile the rows of down of the neurons `following(0)`, `following(1)`, … are fetched.
+    Meanwhile the rows of down of the neurons `following(0)`, `following(1)`, … are fetched, if they are known.
     """
     done, numbers_of_rows = counter(), rows_together(arguments.bundle)
     for together in numbers_of_rows:
@@ -298,7 +339,7 @@ def _add_waiting(
             places = [bind(first + time * together + i) for i in range(together)]
             numbers = [bind(waiting.numbers[place]) for place in places]
             outputs = [[bind(waiting.outputs[i, place]) for place in places] for i in range(len(indices))]
-            ahead = [bind(arguments.down_row(following(place))) for place in places]
+            ahead = [] if following is None else [bind(arguments.down_row(following(place))) for place in places]
             add_rows(SomeRows(arguments.bundle, numbers, outputs, out, indices, ahead))
         done[0] = first + times * together
     left = bind(done[0])

@@ -146,10 +146,10 @@ def _compute_hidden(
         up = biased(value, block.up_bias, neuron)
         first = up if gate is None else bind(gate[token, neuron])
         output = block.output(first, None if gate is None else up)
-        if spec.is_exact:
+        if spec.is_exact or spec.gate_limits:
             # Not a product: a silent neuron whose up is infinite must not turn into NaN.
-            output = select(block.fires(first), output, 0.0)
-        hidden[token, neuron] = output
+            output = select(block.fires(first, neuron), output, 0.0)
+        hidden[token, neuron] = block.above_limit(output, neuron)
 
     matrix, row = (block.first_matrix, block.first_row) if gate is None else (block.bundle, block.up_row)
     tile_products(block.x, matrix, row, spec.neurons, tokens, place, store)

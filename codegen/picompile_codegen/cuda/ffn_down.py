@@ -129,7 +129,7 @@ def _list(
 
     Where there are `squares`, this thread's register for them, its outputs' squares are added to it.
     """
-    is_dense = not (block.spec.is_masked or block.spec.is_exact)
+    is_dense = not (block.spec.is_masked or block.spec.is_exact or block.spec.has_limits)
     listed = zero_registers(1, "int32")
     for turn in range(turns):
         at = bind(start + turn * DOWN_THREADS + place.thread)

@@ -1,8 +1,8 @@
 """Hidden values of a feed-forward block for one token, on a GPU: gate, up and the activation.
 
-A block of threads has a group of neurons. In `exact`, and where a mask names neurons of a gate that can be silent, gate
-comes first, and up is read only for those that it does not silence. Elsewhere a warp reads both rows of a neuron at
-once.
+A block of threads has a group of neurons. In `exact`, where gates have limits, and where a mask names neurons of a gate
+that can be silent, gate comes first, and up is read only for those that it does not leave out. Elsewhere a warp reads
+both rows of a neuron at once.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tvm import tirx
 
 from picompile_codegen.cpu.ffn_neurons import FfnTensors
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, minimum, when
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, minimum, select, when
 from picompile_codegen.cuda.dot import BlockInput, product, row_products
 from picompile_codegen.cuda.function import WARP, ThreadIndex, blocks_for
 from picompile_codegen.cuda.matrix import CudaMatrix
@@ -27,9 +27,26 @@ class CudaFfn(FfnTensors[CudaMatrix]):
         column = neuron if self.table is None else self.table[neuron]
         return self.mask[token, column] != tirx.const(0, "uint8")  # type: ignore[index]
 
-    def fires(self, first: Expr) -> Expr:
-        """Return whether a neuron with the product `first` with `first_matrix` may fire."""
-        return first > self.spec.threshold
+    def fires(self, first: Expr, neuron: Expr) -> Expr:
+        """Return whether a neuron with the product `first` with `first_matrix` may fire.
+
+        It is above the activation's threshold and, activated, above the limit of its gate, where there are these.
+        """
+        if self.gate_limits is None:
+            return first > self.spec.threshold
+        is_above = bind(tirx.abs(activate(self.spec.activation, first))) > self.gate_limits[neuron]
+        return tirx.And(first > self.spec.threshold, is_above) if self.spec.is_sparse else is_above
+
+    def sent(self, first: Expr, up: Expr | None, neuron: Expr) -> Expr:
+        """Return what a neuron sends down: h, or 0 if that is within the limit of its output."""
+        return self.above_limit(self.output(first, up), neuron)
+
+    def above_limit(self, value: Expr, neuron: Expr) -> Expr:
+        """Return h, or 0 if it is within the limit of the neuron's output; what is not a number shows."""
+        if self.output_limits is None:
+            return value
+        value = bind(value)
+        return select(tirx.abs(value) <= self.output_limits[neuron], tirx.const(0.0, "float32"), value)
 
     def output(self, first: Expr, up: Expr | None) -> Expr:
         """Return h from the products with gate and up, biases included (`up` None where there is no gate)."""
@@ -140,8 +157,9 @@ def compute_hidden(block: CudaFfn, groups: NeuronGroups, hidden: KernelTensor, p
 def _compute(group: _Group, listed: _Listed) -> Expr:
     """Compute the hidden values of listed neurons; return for how many of them all products were computed."""
     spec = group.block.spec
-    if spec.is_exact or (spec.is_masked and spec.gated and spec.is_sparse):
-        return _one_after_the_other(group, listed)
+    if spec.is_exact or spec.gate_limits or (spec.is_masked and spec.gated and spec.is_sparse):
+        firing = _one_after_the_other(group, listed)
+        return firing if spec.is_exact else listed.count
     _at_once(group, listed)
     return listed.count
 
@@ -190,7 +208,7 @@ def _at_once(group: _Group, listed: _Listed) -> None:
         neuron = bind(group.neuron(member))
         first = biased(product(group.products, thread * parts), block.first_bias, neuron)
         up = biased(product(group.products, thread * parts + 1), block.up_bias, neuron) if parts == 2 else None
-        group.outputs[member] = block.output(first, up)
+        group.outputs[member] = block.sent(first, up, neuron)
 
 
 def _one_after_the_other(group: _Group, listed: _Listed) -> Expr:
@@ -212,7 +230,7 @@ def _one_after_the_other(group: _Group, listed: _Listed) -> Expr:
     member = bind(tirx.if_then_else(is_listed, listed.member(position), 0))
     first = biased(decided, block.first_bias, group.neuron(member))
     firsts = shared(group.groups.size)
-    flag = bind(tirx.And(is_listed, block.fires(first)))
+    flag = bind(tirx.And(is_listed, block.fires(first, group.neuron(member))))
     firing = _those(group, flag, lambda _: member, [(firsts, first)])
     if block.spec.gated:
         row_products(
@@ -227,7 +245,7 @@ def _one_after_the_other(group: _Group, listed: _Listed) -> Expr:
     with when(thread < firing.count):
         member = bind(firing.member(thread))
         up = biased(product(group.products, thread), block.up_bias, group.neuron(member)) if block.spec.gated else None
-        group.outputs[member] = block.output(firsts[thread], up)
+        group.outputs[member] = block.sent(firsts[thread], up, group.neuron(member))
     return firing.count
 
 

@@ -9,8 +9,10 @@ buffer that `mask_buffer` returned. `_low_rank` below is one. The kernels of a p
 bring their bodies. The feed-forward block then computes the neurons that the mask names.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from importlib.metadata import entry_points
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -21,6 +23,7 @@ from picompile_codegen.signs import sign_row_bytes
 from picompile_codegen.specs import FfnSpec, PredictLowRankSpec, PredictSignsSpec
 from picompile_passes.errors import RegistryError, UnsupportedGraphError
 from picompile_passes.graph.nodes import arguments
+from picompile_passes.graph.operands import NEURON_LIMITS
 from picompile_passes.predictors import sign_limit
 
 ENTRY_POINT_GROUP = "picompile.predictor_kernels"
@@ -136,7 +139,8 @@ def lower_sparse_ffn(node: Node, function: Function) -> None:
     With `exact` the gating matrix is a tensor of its own, because it is read in full. Matrices whose rows are skipped
     are interleaved in a bundle.
 
-    Where the kernel of a predictor has made a mask, the block computes the neurons of that mask; elsewhere all.
+    Where the kernel of a predictor has made a mask, the block computes the neurons of that mask; elsewhere all. Without
+    one, a block with limits of its gates is lowered as with `exact`: the gates decide.
     """
     values, weights = arguments(node), function.shared.weights
     kind = arguments(values["mask"])["kind"]
@@ -146,7 +150,8 @@ def lower_sparse_ffn(node: Node, function: Function) -> None:
     # The mask is fetched before x, because the other side may send both in one transfer.
     masked = _mask(values["mask"], values["neurons"], function)
     bindings: Bindings = {"x": function.value(values["x"]), "y": function.result(node)}
-    decide = weights.matrix(parts.pop(0)) if kind == "exact" else None
+    gates_decide = kind == "exact" or (values["gate_limits"] is not None and kind in _WITHOUT_KERNEL)
+    decide = weights.matrix(parts.pop(0)) if gates_decide else None
     bundle = weights.bundle(f"layers.{layer}.ffn.neurons" + ("" if part == "all" else f".{part}"), parts)
     if decide is not None:
         bindings["decide_w"] = decide
@@ -155,10 +160,13 @@ def lower_sparse_ffn(node: Node, function: Function) -> None:
     if function.device == "device" and part == "cold":
         function.shared.streamed |= dict.fromkeys(each.name for each in (decide, bundle) if each is not None)
     neurons = bundle.rows // len(parts)
-    bindings |= masked | {"neuron_w": bundle, "stats": _statistics(function, layer, part, neurons, kind)}
+    stats = _statistics(
+        function, FfnPart(layer, part, neurons, kind, 0, len(parts), _kept_rows(values, len(parts), gates_decide))
+    )
+    bindings |= masked | {"neuron_w": bundle, "stats": stats}
     kernel = function.kernel(
         FfnSpec(
-            kind="exact" if kind == "exact" else "masked" if masked else "dense",
+            kind="exact" if gates_decide else "masked" if masked else "dense",
             format=bundle.format,
             neurons=neurons,
             dim=dimension(node) - values["squares"],
@@ -172,9 +180,11 @@ def lower_sparse_ffn(node: Node, function: Function) -> None:
             mask_columns=dimension(values["mask"]) if "table" in masked else None,
             squares=values["squares"],
             rowwise=function.mode == "sequences" and not masked,
+            gate_limits=values["gate_limits"] is not None,
+            output_limits=values["output_limits"] is not None,
         )
     )
-    bindings |= function.vectors(values, "gate_bias", "up_bias", "down_bias")
+    bindings |= function.vectors(values, "gate_bias", "up_bias", "down_bias", *NEURON_LIMITS)
     function.call(kernel, bindings, op="ffn", layer=layer)
 
 
@@ -192,14 +202,26 @@ def _mask(mask: Node, neurons: Node | None, function: Function) -> Bindings:
     return bindings | {"table": function.shared.weights.numbers(neurons)}
 
 
-def _statistics(function: Function, layer: int, part: str, neurons: int, kind: str) -> Arg:
+def _kept_rows(values: Mapping[str, Any], rows: int, gates_decide: bool) -> int:
+    """Return how many of a neuron's `rows` rows in the bundle are read only if it is above its limits.
+
+    They are the last ones: down and, where a mask names the neurons, also up. With both limits up counts for every
+    neuron of the mask: nothing counts those that only the limit of the output leaves out.
+    """
+    if values["output_limits"] is not None:
+        return 1
+    return rows - 1 if values["gate_limits"] is not None and not gates_decide else 0
+
+
+def _statistics(function: Function, counted: FfnPart) -> Arg:
     """Return the counter row for `stats`. All functions that read prompts share one row, which is never read."""
     if function.name not in DECODING:
         return Arg("buffer", function.own("stats.unused"))
     if function.name == "batch":
-        (row,) = (each.stats_row for each in function.shared.ffn if (each.layer, each.part) == (layer, part))
+        place = (counted.layer, counted.part)
+        (row,) = (each.stats_row for each in function.shared.ffn if (each.layer, each.part) == place)
     else:
         row = len(function.shared.ffn)
-        function.shared.ffn.append(FfnPart(layer, part, neurons, kind, row))
+        function.shared.ffn.append(replace(counted, stats_row=row))
     name = function.own("stats.batch" if function.name == "batch" else "stats")
     return Arg("buffer", name, shape=(2,), offset=row * STATS_ROW_BYTES)

@@ -102,13 +102,26 @@ class ProgramCall:
 
 @dataclass(frozen=True)
 class FfnPart:
-    """One feed-forward kernel of the decode function and the row of the statistics buffer that it counts into."""
+    """One feed-forward kernel of the decode function and the row of the statistics buffer that it counts into.
+
+    A neuron has `rows` rows in the bundle, which are read if it is computed. The last `kept_rows` of them are read only
+    if it is above its limits as well.
+    """
 
     layer: int
     part: str
     neurons: int
     predictor: str
     stats_row: int
+    rows: int = 1
+    kept_rows: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the form in program.json: rows are written where not all of them count alike."""
+        fields = vars(self)
+        return (
+            fields if self.kept_rows else {name: fields[name] for name in fields if name not in ("rows", "kept_rows")}
+        )
 
 
 @dataclass(frozen=True)
@@ -164,7 +177,7 @@ class LoweredProgram:
             "functions": {name: [call.to_json() for call in calls] for name, calls in self.functions.items()},
             "logits": self.logits,
             **({"leading": {name: vars(each) for name, each in self.top_logits.items()}} if self.top_logits else {}),
-            "ffn": [vars(part) for part in self.ffn],
+            "ffn": [part.to_json() for part in self.ffn],
             "streamed": self.streamed,
         }
 

@@ -33,15 +33,20 @@ class FfnSpec(KernelSpec):
     | `exact`, not gated | up | down | down of neurons whose up is above it |
     | `masked` | | gate, up, down or up, down | the neurons of `mask` |
 
-    With `squares`, y has one more column, Σ h² over the computed neurons.
+    A neuron adds nothing to y if |activation(x · gateᵀ + gate_bias)| is not above its number in `gate_limits`, or if
+    |h| is at most that in `output_limits`, float32 [neurons], where there are limits. With `gate_limits`, which only
+    gated blocks have, `exact` lists the neurons above them. Rows of a neuron that is left out are not read further.
+
+    With `squares`, y has one more column, Σ h² over the neurons that are computed and above their limits.
 
     `mask` uint8 [rows, neurons] holds 0 or 1. With `mask_columns` it has that many columns instead, and neuron r is
     column `table`[r], int32 [neurons]. With several rows, `masked` computes each row's own
     neurons. The other kinds compute all, unless they are `rowwise`: then the CPU's kernel gives each row the bits that
     a kernel with rows = 1 gives it, as the CPU's `masked` kernels do.
 
-    `stats` int64 [2] is the number of computed neurons and the number of those with h ≠ 0, summed over rows. Only
-    kernels with rows = 1 count, `masked` ones and the CPU's `rowwise` ones. A kernel adds to it and does not set it.
+    `stats` int64 [2] is the number of computed neurons and the number of those with h ≠ 0, or of those above their
+    limits, summed over rows. Only kernels with rows = 1 count, `masked` ones and the CPU's `rowwise` ones. A kernel
+    adds to it and does not set it.
     """
 
     kind: str
@@ -58,12 +63,15 @@ class FfnSpec(KernelSpec):
     mask_columns: int | None = None
     squares: bool = False
     rowwise: bool = False
+    gate_limits: bool = False
+    output_limits: bool = False
 
     @property
     def name(self) -> str:
         """The kernel's symbol."""
         up = "" if self.up_activation == "identity" else f"up_{self.up_activation}"
         biases = "g" * self.gate_bias + "u" * self.up_bias + "d" * self.down_bias
+        limits = "g" * self.gate_limits + "o" * self.output_limits
         return symbol(
             "ffn",
             self.kind,
@@ -76,6 +84,7 @@ class FfnSpec(KernelSpec):
             biases and f"b{biases}",
             "" if self.mask_columns is None else f"of{self.mask_columns}",
             "squares" if self.squares else "",
+            limits and f"limits{limits}",
         )
 
     @property
@@ -99,6 +108,11 @@ class FfnSpec(KernelSpec):
         return parse_activation(self.activation).sparse
 
     @property
+    def has_limits(self) -> bool:
+        """Whether neurons that add little are left out."""
+        return self.gate_limits or self.output_limits
+
+    @property
     def bundle_parts(self) -> int:
         """Rows of a neuron in the bundle."""
         return 2 + self.gated - self.is_exact
@@ -119,6 +133,8 @@ class FfnSpec(KernelSpec):
                 ("gate_bias", self.neurons, self.gate_bias),
                 ("up_bias", self.neurons, self.up_bias),
                 ("down_bias", self.dim, self.down_bias),
+                ("gate_limits", self.neurons, self.gate_limits),
+                ("output_limits", self.neurons, self.output_limits),
             ]
         )
         yield KernelArgument("stats", "int64", (2,), "adds")

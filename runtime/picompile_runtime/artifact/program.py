@@ -59,7 +59,8 @@ class FeedForward:
     """One feed-forward part of `decode`, or of `batch`.
 
     `predictor` decides which of its `neurons` it computes. It counts how many it computed and how many fired in row
-    `stats_row` of the buffer `stats`, or of `stats.batch` for a step that reads several sequences.
+    `stats_row` of the buffer `stats`, or of `stats.batch` for a step that reads several sequences. A neuron has `rows`
+    rows in the part's last matrix; `kept_rows` of them are read only if it fires, the others if it is computed.
     """
 
     layer: int
@@ -67,6 +68,8 @@ class FeedForward:
     neurons: int
     predictor: str
     stats_row: int
+    rows: int = 1
+    kept_rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -229,10 +232,13 @@ def _top_logits(root: Fields) -> dict[str, TopLogits]:
 
 
 def _feed_forward(entry: Fields) -> FeedForward:
+    rows = entry.optional_integer("rows", 1) or 1
     return FeedForward(
         layer=entry.integer("layer"),
         part=entry.text("part"),
         neurons=entry.integer("neurons", 1),
         predictor=entry.text("predictor"),
         stats_row=entry.integer("stats_row"),
+        rows=rows,
+        kept_rows=entry.optional_integer("kept_rows", most=rows) or 0,
     )

@@ -152,11 +152,11 @@ def step_bytes(
     Args:
         artifact: the artifact.
         function: a function of its program.
-        firing: the share of neurons that each feed-forward part computes.
+        firing: the shares of neurons that each feed-forward part computes, and that fire.
         cached: number of positions in the KV cache of each sequence.
         rows: number of sequences.
     """
-    shares = {row.part.stats_row: row.computed_share for row in firing}
+    shares = {row.part.stats_row: row.read_share for row in firing}
     return [
         call.weight_bytes - _idle_bytes(artifact, call, shares) + rows * _cache_bytes(artifact, call, cached)
         for call in artifact.program.functions[function]

@@ -276,10 +276,14 @@ def _decode(measured: _Measurement) -> dict[str, Any]:
     lengths, rounds, bandwidths = measured.lengths, measured.rounds, measured.bandwidths
     # In steps for several sequences, kernels that compute every neuron do not count them.
     is_counted = lengths.sequences == 1 or any(row.computed_share for row in measured.firing)
-    firing = measured.firing if is_counted else [replace(row, computed_share=1.0) for row in measured.firing]
+    firing = (
+        measured.firing
+        if is_counted
+        else [replace(row, computed_share=1.0, fired_share=1.0) for row in measured.firing]
+    )
     computed_share, firing_share = mean_shares(firing)
     # Several sequences read at most the sum of what each of them reads of a block, and no more than all of it.
-    read = [replace(row, computed_share=min(1.0, row.computed_share * lengths.sequences)) for row in firing]
+    read = [_by_all(row, lengths.sequences) for row in firing]
     cached = lengths.decode_depth + (lengths.decode + 1) / 2
     of_calls = (
         np.array(step_bytes(measured.artifact, lengths.function, read, cached, lengths.sequences)) / lengths.sequences
@@ -297,6 +301,12 @@ def _decode(measured: _Measurement) -> dict[str, Any]:
         "computed_share": computed_share,
         "kernels": [kernel.to_json() for kernel in _kernels(measured, of_calls)],
     }
+
+
+def _by_all(row: FiringCounts, sequences: int) -> FiringCounts:
+    """Return the shares that so many sequences read together at most."""
+    computed, fired = (min(1.0, share * sequences) for share in (row.computed_share, row.fired_share))
+    return replace(row, computed_share=computed, fired_share=fired)
 
 
 def _kernels(measured: _Measurement, of_calls: NDArray[np.float64]) -> Iterator[KernelTime]:

@@ -80,6 +80,12 @@ class FiringCounts:
     computed_share: float
     fired_share: float
 
+    @property
+    def read_share(self) -> float:
+        """The share of the bytes of the part's rows that steps read, from 0 to 1."""
+        kept = self.part.kept_rows / self.part.rows
+        return (1 - kept) * self.computed_share + kept * self.fired_share
+
 
 def firing_counts(parts: Sequence[FeedForward], counts: NDArray[Any] | None, steps: int) -> list[FiringCounts]:
     """Return each part's shares. `counts`, int64 [parts, 2], are the neurons computed and fired in `steps` steps."""

@@ -71,26 +71,27 @@ CASES += [
 MASK_COLUMNS = 1000
 
 
-def kernel_of(name: str, kind: str, format_name: str, rows: int, rowwise: bool = False) -> Kernel:
-    block = BLOCKS[name]
-    return cpu.write_kernel(
-        FfnSpec(
-            kind="masked" if kind == "part" else kind,
-            format=format_name,
-            neurons=block.neurons,
-            dim=block.dim,
-            rows=rows,
-            gated=block.gated,
-            activation=block.activation,
-            up_activation=block.up_activation,
-            gate_bias="g" in block.biases,
-            up_bias="u" in block.biases,
-            down_bias="d" in block.biases,
-            mask_columns=MASK_COLUMNS if kind == "part" else None,
-            squares=block.squares,
-            rowwise=rowwise,
-        )
+def spec_of(block: Block, kind: str, format_name: str, rows: int, rowwise: bool = False) -> FfnSpec:
+    return FfnSpec(
+        kind="masked" if kind == "part" else kind,
+        format=format_name,
+        neurons=block.neurons,
+        dim=block.dim,
+        rows=rows,
+        gated=block.gated,
+        activation=block.activation,
+        up_activation=block.up_activation,
+        gate_bias="g" in block.biases,
+        up_bias="u" in block.biases,
+        down_bias="d" in block.biases,
+        mask_columns=MASK_COLUMNS if kind == "part" else None,
+        squares=block.squares,
+        rowwise=rowwise,
     )
+
+
+def kernel_of(name: str, kind: str, format_name: str, rows: int, rowwise: bool = False) -> Kernel:
+    return cpu.write_kernel(spec_of(BLOCKS[name], kind, format_name, rows, rowwise))
 
 
 @pytest.fixture(scope="module")

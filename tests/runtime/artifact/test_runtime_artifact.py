@@ -229,6 +229,7 @@ DECODE = ("functions", "decode", 0, "args")
         (set_at("buffers", "tokens", "dtype", "float32"), r"tokens must be int32 \[8\]"),
         (set_at("buffers", "logits", "shape", [1, 49]), r"logits must be float32 \[1, 50\]"),
         (set_at("ffn", 0, "stats_row", 2), "stats_row lies outside"),
+        (set_at("ffn", 0, "kept_rows", 2), "kept_rows must be an integer from 0 to 1"),
         (lambda program: program["buffers"].pop("logits.score"), "'logits.score'"),
         (lambda program: program["buffers"].pop("step"), "'step'"),
         (set_at("buffers", "positions", "shape", [9]), r"positions must be int32 \[8\]"),

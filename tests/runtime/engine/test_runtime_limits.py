@@ -1,118 +1,106 @@
-"""Errors of the system while an artifact is loaded name their cause, and do not blame the artifact."""
+"""An artifact whose blocks leave out neurons below limits, in the engine: its perplexity, counts and bytes."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from collections.abc import Callable
+import dataclasses
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
-from helpers.toys.toy_artifact import make_toy
-from picompile_runtime import ArtifactError, DoesNotFitError, PicompileRuntimeError, RequestError, load
-from picompile_runtime.artifact.files import system_error, translate_system_errors
-from picompile_runtime.devices.memory import in_units
+from picompile_runtime import load, perplexity
+from picompile_runtime.artifact.program import FeedForward
+from picompile_runtime.bench.bandwidth import bytes_per_token
+from picompile_runtime.engine.timing import FiringCounts
 
-LIMITED = """
-import os, resource, sys
-from picompile_runtime import PicompileRuntimeError, load
-load(sys.argv[1], threads=2).close()
-what, limits = sys.argv[2], range(int(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]))
-used = {"NOFILE": len(os.listdir("/proc/self/fd")), "AS": int(open("/proc/self/statm").read().split()[0]) * 4096}[what]
-hard = resource.getrlimit(getattr(resource, f"RLIMIT_{what}"))[1]
-seen = set()
-for limit in limits:
-    resource.setrlimit(getattr(resource, f"RLIMIT_{what}"), (used + limit, hard))
-    try:
-        load(sys.argv[1], threads=2).close()
-    except PicompileRuntimeError as error:
-        resource.setrlimit(getattr(resource, f"RLIMIT_{what}"), (hard, hard))
-        assert "compile" not in str(error), str(error)
-        seen.add(type(error).__name__)
-        seen.add(str(error).partition("(")[2].partition(")")[0])
-    else:
-        seen.add("loaded")
-resource.setrlimit(getattr(resource, f"RLIMIT_{what}"), (hard, hard))
-print(sorted(seen))
-load(sys.argv[1], threads=2).close()
-"""
+if TYPE_CHECKING:
+    from picompile.frontend import Captured
+
+PASSES = ("insert-predictors{kind=none,kinds=(1:sign),thresholds=(1:0.49),gate_limits=(0),output_limits=(0,1)}",)
+IDS = np.random.default_rng(4).integers(0, 300, 20).tolist()
+LIMIT = 0.1
+NEURONS, ROW_BYTES = 200, 192  # rows of 96 columns in f16
 
 
-def limited(folder: Path, *arguments: str) -> str:
-    run = subprocess.run(
-        [sys.executable, "-c", LIMITED, str(folder), *arguments], capture_output=True, text=True, timeout=100
-    )
-    assert run.returncode == 0, run.stderr
-    return run.stdout.strip()
+@pytest.fixture(scope="module")
+def captured(tiny_model: Path) -> Captured:
+    """The tiny model, and limits beside its own weights."""
+    import torch
+
+    from picompile.frontend import load_model
+    from picompile.testing import RandomWeights
+
+    model = load_model(tiny_model)
+    tensors = {name: model.weights.load(name) for name in model.weights.names()}
+    for name in ("0.gate_limits", "0.output_limits", "1.output_limits"):
+        tensors[f"predictors.layers.{name}"] = torch.full((NEURONS,), LIMIT)
+    return dataclasses.replace(model, weights=RandomWeights(tensors))
 
 
-def test_too_few_descriptors_are_named_as_the_cause(make_artifact: Callable[..., Path]) -> None:
-    """With each number of them there is one line that names the cause, until there are enough."""
-    found = limited(make_artifact(toy=make_toy()), "NOFILE", "0", "20", "1")
-    assert found == "['DoesNotFitError', 'Too many open files', 'loaded']"
+@pytest.fixture(scope="module")
+def artifact(captured: Captured, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from picompile.compile import compile_model
+    from picompile.config import CompileOptions
+
+    folder = tmp_path_factory.mktemp("limits") / "artifact"
+    compile_model(captured, folder, CompileOptions(quant="f16", kv_dtype="f32", context=64, passes=PASSES))
+    return folder
 
 
-def test_too_little_address_space_is_named_as_the_cause(make_artifact: Callable[..., Path]) -> None:
-    found = limited(make_artifact(toy=make_toy()), "AS", "0", "40000000", "1000000")
-    assert "'DoesNotFitError'" in found and "'loaded'" in found and "ArtifactError" not in found
+def counted_by_hand(captured: Captured) -> list[dict[str, int]]:
+    """For each layer the rows of gate, up and down that the tokens of IDS read, from the magnitudes of its neurons."""
+    import torch
+    from torch.nn.functional import linear, relu
+
+    from picompile.compile_steps import pipeline_passes
+    from picompile.config import CompileOptions
+    from picompile.progress import NoProgress
+    from picompile.steps import run_passes
+    from picompile_passes.graph.materialize import materialize, node_values
+    from picompile_passes.graph.nodes import arguments, calls
+    from picompile_passes.graph.operands import SPARSE_FFN
+
+    options = CompileOptions(quant="f16", kv_dtype="f32", context=64, passes=PASSES)
+    module = materialize(run_passes(captured, pipeline_passes(options), NoProgress()), captured.weights)
+    values, found = node_values(module, torch.tensor(IDS)), []
+    for layer, block in enumerate(calls(module.graph, SPARSE_FFN)):
+        x, mask, gate, up = (values[arguments(block)[name].name] for name in ("x", "mask", "gate", "up"))
+        activated = relu(linear(x, gate))
+        listed = activated.abs() > LIMIT if layer == 0 else mask
+        kept = (listed & ((activated * linear(x, up)).abs() > LIMIT)).sum()
+        gates = listed.numel() if layer == 0 else listed.sum()
+        found.append({"gate": int(gates), "up": int(listed.sum()), "down": int(kept)})
+    return found
+
+
+def test_bytes_per_token_are_those_of_the_rows_that_are_read(captured: Captured, artifact: Path) -> None:
+    with load(artifact, threads=1) as engine:
+        for token in IDS:
+            engine.decode(token)
+        firing, program = engine.firing(), engine.artifact.program
+        others = sum(call.weight_bytes for call in program.functions["decode"] if call.op != "ffn")
+        cache = 2 * 2 * 2 * 24 * 4 * 10  # layers, keys and values, heads, columns, bytes, tokens
+        measured = bytes_per_token(engine.artifact, firing, cached=10)
+    counted = counted_by_hand(captured)
+    assert all(0 < rows["down"] < rows["up"] < rows["gate"] or layer == 1 for layer, rows in enumerate(counted))
+    assert 0 < counted[1]["down"] < counted[1]["up"] == counted[1]["gate"]
+    blocks = sum(sum(rows.values()) for rows in counted) * ROW_BYTES / len(IDS)
+    assert measured == pytest.approx(others + cache + blocks)
+    assert [(row.part.rows, row.part.kept_rows) for row in firing] == [(2, 1), (3, 1)]
+
+
+def test_decoding_several_threads_and_prompts_agree(artifact: Path) -> None:
+    with load(artifact, threads=1) as one, load(artifact, threads=3) as three:
+        assert all(np.array_equal(one.decode(token), three.decode(token)) for token in IDS)
+    with load(artifact, threads=2) as engine:
+        by_decode, by_prompt = (perplexity(engine, IDS, 8, by) for by in (True, False))
+    assert np.isfinite([by_decode.nll, by_prompt.nll]).all()
 
 
 @pytest.mark.parametrize(
-    ("code", "kind", "says"),
-    [
-        ("EMFILE", DoesNotFitError, "ulimit -n"),
-        ("ENFILE", DoesNotFitError, "this system cannot open more"),
-        ("ENOMEM", DoesNotFitError, "too little memory"),
-        ("EACCES", ArtifactError, "permissions"),
-        ("EIO", ArtifactError, "disk may be failing"),
-        ("ENOENT", ArtifactError, "copy or compile"),
-        ("EBADF", ArtifactError, "copy or compile"),
-    ],
+    ("rows", "kept_rows", "read"), [(3, 0, 0.5), (3, 1, 0.4), (2, 1, 0.35), (3, 2, 0.3), (1, 1, 0.2)]
 )
-def test_each_cause_has_its_own_message(code: str, kind: type[PicompileRuntimeError], says: str) -> None:
-    import errno
-
-    number = getattr(errno, code)
-    with pytest.raises(kind, match=says) as caught, translate_system_errors("some/file"):
-        raise OSError(number, os.strerror(number))
-    assert str(caught.value).startswith(f"some/file: cannot be opened ({os.strerror(number)}); ")
-    assert type(system_error("f", OSError(f"libx.so: {os.strerror(number)}"))) in (kind, ArtifactError)
-
-
-def test_lack_of_memory_is_translated_and_other_errors_are_not() -> None:
-    for error in (MemoryError(), RuntimeError("can't start new thread")):
-        with pytest.raises(DoesNotFitError, match="cannot be loaded"), translate_system_errors("x"):
-            raise error
-    with pytest.raises(RuntimeError, match="other"), translate_system_errors("x"):
-        raise RuntimeError("other")
-
-
-def test_unreadable_folders_raise(make_artifact: Callable[..., Path]) -> None:
-    if os.geteuid() == 0:
-        pytest.skip("needs a user who is not root")
-    folder = make_artifact()
-    (folder / "program.json").chmod(0)
-    with pytest.raises(ArtifactError, match=r"program.json: cannot be opened \(Permission denied\); change its perm"):
-        load(folder)
-
-
-def test_values_that_are_no_paths_raise() -> None:
-    for path in (None, 5, ["a"], object(), "a\0b", b"a\0b"):
-        with pytest.raises(RequestError, match="path"):
-            load(path)  # type: ignore[arg-type]
-    with pytest.raises(ArtifactError, match=r"File name too long\); give the folder") as caught:
-        load("a" * 5000)
-    assert len(str(caught.value)) < 2100
-    for text in ("", "\ud800", "\udc80"):
-        with pytest.raises(ArtifactError):
-            load(text)
-
-
-def test_different_sizes_have_different_texts() -> None:
-    assert in_units(2**30, 3 * 2**30) == ("1.00 GiB", "3.00 GiB")
-    assert in_units(75 * 2**20, 74 * 2**20) == ("75.0 MiB", "74.0 MiB")
-    assert in_units(2**31, 2**31 + 2**20) == ("2.000 GiB", "2.001 GiB")
-    assert in_units(2**20, 2**20 + 1) == ("1.000000 MiB", "1.000001 MiB")
-    assert in_units(5, 5) == ("0.0 MiB", "0.0 MiB")
+def test_share_of_rows_that_are_read(rows: int, kept_rows: int, read: float) -> None:
+    part = FeedForward(0, "all", 10, "none", 0, rows, kept_rows)
+    assert FiringCounts(part, 0.5, 0.2).read_share == pytest.approx(read)

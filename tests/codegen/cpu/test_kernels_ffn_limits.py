@@ -1,0 +1,216 @@
+"""Feed-forward blocks that leave out neurons below limits of their own, against the same block in float64."""
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from test_kernels_ffn import CHUNK, Block, spec_of
+from test_kernels_ffn import Example as WithoutLimits
+
+from helpers.kernels.workbench import Array, Workbench
+from picompile_codegen import cpu
+from picompile_codegen.cpu import Kernel
+from picompile_passes.dialect import parse_activation
+
+BLOCKS = {
+    "swiglu": Block(200, 96, gated=True, activation="silu"),
+    "odd": Block(77, 72, gated=True, activation="gelu_tanh", biases="gud"),
+    "fatrelu": Block(203, 101, gated=True, activation="fatrelu(0.25)", squares=True),
+    "gelu": Block(131, 136, gated=False, activation="gelu", biases="ud", squares=True),
+}
+NAMES = {"g": "gate_limits", "o": "output_limits"}
+# Every kind of block, of limits and of formats, and every way through a kernel.
+CASES = [
+    (name, kind, limits, form, rows)
+    for name, kind, limits, form, rows in product(
+        BLOCKS, ("exact", "dense", "masked", "part"), ("g", "o", "go"), ("f16", "q8", "q4"), (1, CHUNK)
+    )
+    if (BLOCKS[name].gated or limits == "o")
+    and (kind != "exact" or limits != "o" or parse_activation(BLOCKS[name].activation).sparse)
+    and (kind in ("dense", "exact") or rows == 1)
+    and (kind != "part" or (name == "odd" and limits == "go"))
+]
+
+
+def kernel_of(name: str, kind: str, limits: str, format_name: str, rows: int, rowwise: bool = False) -> Kernel:
+    spec = spec_of(BLOCKS[name], kind, format_name, rows, rowwise)
+    return cpu.write_kernel(replace(spec, gate_limits="g" in limits, output_limits="o" in limits))
+
+
+@pytest.fixture(scope="module")
+def workbench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
+    return Workbench(tmp_path_factory.mktemp("limits") / "host.so")
+
+
+class Example(WithoutLimits):
+    """Random weights, and limits that lie well between the magnitudes that the tokens of the example have."""
+
+    def __init__(self, block: Block, kind: str, limits: str, format_name: str, tokens: int, seed: int) -> None:
+        super().__init__(block, kind, format_name, tokens, seed)
+        rng = np.random.default_rng([seed, 1])
+        self.kind, self.limits = kind, limits
+        if "g" in limits:
+            self.inputs["gate_limits"] = between(np.abs(self.activated()), rng)
+        if "o" in limits:
+            self.inputs["output_limits"] = between(np.abs(self._hidden()), rng)
+
+    def activated(self) -> NDArray[np.float64]:
+        """The gate of each neuron, activated: [tokens, neurons]."""
+        activation = parse_activation(self.block.activation).function
+        return activation(torch.from_numpy(self.products("gate"))).numpy()
+
+    def computed(self) -> NDArray[np.bool_]:
+        """Whether a kernel for one token computes the neuron, by its list."""
+        found = np.broadcast_to(self.kept, self._hidden().shape)
+        if self.kind != "exact":
+            return found
+        if "g" in self.limits:
+            return self.activated_above()
+        return self.products("gate" if self.block.gated else "up") > parse_activation(self.block.activation).threshold
+
+    def activated_above(self) -> NDArray[np.bool_]:
+        return np.abs(self.activated()) > self.inputs["gate_limits"]
+
+    def above(self) -> NDArray[np.bool_]:
+        """Whether the neuron is in the mask and above its limits."""
+        kept = np.broadcast_to(self.kept, self._hidden().shape)
+        if "g" in self.limits:
+            kept = kept & self.activated_above()
+        return kept & (np.abs(self._hidden()) > self.inputs["output_limits"]) if "o" in self.limits else kept
+
+    def hidden(self) -> NDArray[np.float64]:
+        return np.where(self.above(), self._hidden(), 0.0)
+
+    def counts(self) -> list[int]:
+        """Neurons computed, and those that send something down, added to what was counted before."""
+        return [1000 + int(self.computed().sum()), 2000 + np.count_nonzero(self.hidden())]
+
+
+def between(values: NDArray[np.float64], rng: np.random.Generator) -> Array:
+    """Return for each column a number that is far from all of `values` [tokens, neurons]: float32 [neurons]."""
+    ordered = np.sort(np.concatenate([0 * values[:1], values, 2 * values.max(axis=0, keepdims=True) + 1e-3]), axis=0)
+    gaps = np.diff(ordered, axis=0)
+    wide = np.where(gaps > 1e-3 * gaps.sum(axis=0), rng.random(gaps.shape), 0).argmax(axis=0)
+    columns = np.arange(values.shape[1])
+    return (ordered[wide, columns] + gaps[wide, columns] / 2).astype(np.float32)
+
+
+@pytest.mark.parametrize(("name", "kind", "limits", "format_name", "rows"), CASES)
+def test_limits(workbench: Workbench, name: str, kind: str, limits: str, format_name: str, rows: int) -> None:
+    kernel = kernel_of(name, kind, limits, format_name, rows)
+    for tokens in (1,) if rows == 1 else (2, CHUNK):
+        example = Example(BLOCKS[name], kind, limits, format_name, tokens, seed=rows + tokens)
+        assert 0.05 < example.above().mean() < 0.95
+        results = [
+            workbench.run(kernel, example.inputs, tokens=tokens if rows > 1 else -1, threads=threads)
+            for threads in (1, 3)
+        ]
+        example.assert_output(results[0]["y"][:tokens])
+        assert np.isnan(results[0]["y"][tokens:]).all()
+        assert len({result["y"].tobytes() + result["stats"].tobytes() for result in results}) == 1
+        assert results[0]["stats"].tolist() == (example.counts() if rows == 1 else [1000, 2000])
+
+
+OF_SEQUENCES = [
+    (name, kind, limits, form)
+    for name, kind, limits, form, rows in CASES
+    if rows == 1 and kind != "part" and (form == "q4" or name in ("swiglu", "gelu"))
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "limits", "format_name"), OF_SEQUENCES)
+def test_several_sequences(workbench: Workbench, name: str, kind: str, limits: str, format_name: str) -> None:
+    """Each token has the output that it has alone, bit for bit."""
+    kernel = kernel_of(name, kind, limits, format_name, CHUNK, rowwise=kind != "masked")
+    alone = kernel_of(name, kind, limits, format_name, 1)
+    for tokens in (1, 4, CHUNK):
+        example = Example(BLOCKS[name], kind, limits, format_name, tokens, seed=tokens)
+        if kind == "masked":
+            example.kept = np.random.default_rng(tokens).random((tokens, BLOCKS[name].neurons)) < 0.6
+            example.inputs["mask"] = example.kept.astype(np.uint8)
+        results = [workbench.run(kernel, example.inputs, tokens=tokens, threads=threads) for threads in (1, 3)]
+        example.assert_output(results[0]["y"][:tokens])
+        assert results[0]["y"].tobytes() == results[1]["y"].tobytes()
+        own = [
+            {key: value[t : t + 1] if key in ("x", "mask") else value for key, value in example.inputs.items()}
+            for t in range(tokens)
+        ]
+        singles = [workbench.run(alone, inputs)["y"].tobytes() for inputs in own]
+        assert results[0]["y"][:tokens].tobytes() == b"".join(singles)
+        assert results[0]["stats"].tolist() == example.counts()
+
+
+# A list of the gates' products, and blocks without a list; one token, and a chunk.
+OF_EDGES = [
+    ("swiglu", "exact", "go", "q4", 1),
+    ("odd", "masked", "go", "f16", 1),
+    ("gelu", "dense", "o", "q8", 1),
+    ("swiglu", "exact", "go", "f16", CHUNK),
+]
+
+
+@pytest.mark.parametrize("case", OF_EDGES, ids=str)
+def test_limits_of_zero_and_infinite_ones(workbench: Workbench, case: tuple[str, str, str, str, int]) -> None:
+    name, kind, limits, form, rows = case
+    example, kernel = Example(BLOCKS[name], kind, limits, form, rows, seed=3), kernel_of(*case)
+    given = [NAMES[letter] for letter in limits]
+    example.inputs |= {limit: np.zeros(BLOCKS[name].neurons, np.float32) for limit in given}
+    example.assert_output(workbench.run(kernel, example.inputs, tokens=rows)["y"])
+    # GELU of a number far below zero is zero.
+    assert example.above().sum() >= 0.95 * rows * np.count_nonzero(example.kept)
+    for limit in given:
+        infinite = np.full(BLOCKS[name].neurons, np.inf, np.float32)
+        result = workbench.run(kernel, example.inputs | {limit: infinite}, tokens=rows)
+        expected = np.zeros((rows, BLOCKS[name].dim)) + example.biases.get("down_bias", 0)
+        assert np.array_equal(result["y"][:, : BLOCKS[name].dim], expected)
+        assert not result["y"][:, BLOCKS[name].dim :].any()
+        assert result["stats"][1] == 2000
+
+
+@pytest.mark.parametrize(
+    "case", [("odd", "exact", "g", "f16", 1), *OF_EDGES[1:2], ("odd", "exact", "g", "f16", CHUNK)], ids=str
+)
+def test_a_neuron_below_the_limit_of_its_gate_may_overflow(
+    workbench: Workbench, case: tuple[str, str, str, str, int]
+) -> None:
+    """A product with up that is infinite or not a number does not count there."""
+    name, kind, limits, form, rows = case
+    example, kernel = Example(BLOCKS[name], kind, limits, form, rows, seed=4), kernel_of(*case)
+    example.inputs["gate_limits"][5] = 1e9
+    expected = workbench.run(kernel, example.inputs, tokens=rows)["y"]
+    for value in (np.inf, np.nan):
+        example.inputs["up_bias"][5] = value
+        assert np.array_equal(workbench.run(kernel, example.inputs, tokens=rows)["y"], expected)
+
+
+@pytest.mark.parametrize(
+    "case", [("gelu", "dense", "o", "f16", 1), OF_EDGES[1], ("gelu", "dense", "o", "f16", CHUNK)], ids=str
+)
+def test_an_output_that_is_not_a_number_shows(workbench: Workbench, case: tuple[str, str, str, str, int]) -> None:
+    name, kind, limits, form, rows = case
+    example, kernel = Example(BLOCKS[name], kind, limits, form, rows, seed=4), kernel_of(*case)
+    example.kept[5] = True
+    if kind == "masked":
+        example.inputs["mask"] = example.kept[None].astype(np.uint8)
+        example.inputs["gate_limits"][5] = 0
+    example.inputs["up_bias"][5] = np.nan
+    assert np.isnan(workbench.run(kernel, example.inputs, tokens=rows)["y"]).all()
+
+
+def test_rows_of_down_of_neurons_below_their_limits_are_not_read(workbench: Workbench) -> None:
+    """Weights there that are not numbers do not show. Nor do those of up where the gate leaves a neuron out."""
+    for name, kind, limits in (("odd", "exact", "go"), ("odd", "masked", "go"), ("gelu", "dense", "o")):
+        example = Example(BLOCKS[name], kind, limits, "f16", tokens=1, seed=5)
+        kernel = kernel_of(name, kind, limits, "f16", 1)
+        expected = workbench.run(kernel, example.inputs)["y"]
+        out = ~example.above()[0]
+        parts = example.inputs["neuron_w"].shape[0] // BLOCKS[name].neurons
+        rows_of = example.inputs["neuron_w"].reshape(BLOCKS[name].neurons, parts, -1).copy()
+        rows_of.view(np.uint8)[out, -1] = 255
+        if "g" in limits and kind == "exact":
+            rows_of.view(np.uint8)[~example.activated_above()[0], -2] = 255
+        poisoned = example.inputs | {"neuron_w": rows_of.reshape(example.inputs["neuron_w"].shape)}
+        assert np.array_equal(workbench.run(kernel, poisoned)["y"], expected)
