@@ -115,7 +115,7 @@ class SkippingSearch:
         weights, found = limits.weights(self.weights), list[Tensor]()
         targets = (torch.tensor(list(window)[1:]) for window in self.windows)
         tokens, counts = sum(map(len, self.windows)), dict[str, int]()
-        replace = {} if left_out is None else _counting(self.graph_module, counts)
+        replace = {} if left_out is None else count_left_out(self.graph_module, counts)
 
         def score(node: Node, rows: Tensor) -> None:
             found.append(F.cross_entropy(rows[:-1].double(), next(targets), reduction="none"))
@@ -163,7 +163,7 @@ def _price(step: int) -> float:
     return float(2.0 ** (_LOWEST + step / _STEPS))
 
 
-def _counting(graph_module: GraphModule, counts: dict[str, int]) -> dict[Node, Callable[..., Tensor]]:
+def count_left_out(graph_module: GraphModule, counts: dict[str, int]) -> dict[Node, Callable[..., Tensor]]:
     """Return functions for the calls with limits that count in `counts` what these leave out."""
     return {node: _counted(node, counts) for node in calls(graph_module.graph, SPARSE_FFN)}
 
