@@ -18,6 +18,7 @@ from picompile.placement.model_bytes import LayerBytes, LayerLaunches, ModelByte
 _ELEMENT_BYTES = 4
 _MATRICES = ("decide_w", "neuron_w", "signs")
 _BIASES = ("gate_bias", "up_bias")
+_LIMITS = ("gate_limits", "output_limits")
 # Tables of angles and thresholds of predictors are numbers that layers share.
 _TABLES = ("cos", "sin", "threshold", "most")
 
@@ -151,10 +152,12 @@ class _Tally:
             self._readers[tensor].parameter: sizes[tensor] // block.neurons
             for tensor in self._rows(of_ffn | of_predictor)
         }
-        biases = sum(_ELEMENT_BYTES for tensor in of_ffn if self._readers[tensor].parameter in _BIASES)
-        neuron_bytes = sum(rows.values()) + biases
+        numbers = [self._readers[tensor].parameter for tensor in of_ffn]
+        biases = _ELEMENT_BYTES * sum(parameter in _BIASES for parameter in numbers)
+        neuron_bytes = sum(rows.values()) + biases + _ELEMENT_BYTES * sum(parameter in _LIMITS for parameter in numbers)
+        of_gate = min(biases, _ELEMENT_BYTES) + _ELEMENT_BYTES * ("gate_limits" in numbers)
         gating_bytes = {
-            "exact": rows.get("decide_w", 0) + min(biases, _ELEMENT_BYTES),
+            "exact": rows.get("decide_w", 0) + of_gate,
             "sign": rows.get("signs", 0),
             "none": neuron_bytes,
         }
@@ -165,7 +168,8 @@ class _Tally:
             predictor_bytes=sum(sizes[tensor] for tensor in of_predictor - of_neurons),
             neurons=block.neurons,
             neuron_bytes=neuron_bytes,
-            gating_bytes=gating_bytes.get(block.predictor, 0),
+            # A gate with limits decides as `exact` does, whatever the predictor is called.
+            gating_bytes=gating_bytes.get("exact" if "decide_w" in rows else block.predictor, 0),
             shared_bytes=sum(sizes[tensor] for tensor in of_neurons) - block.neurons * neuron_bytes,
             kv_cache_bytes=self._packing.batch * sum(caches),
             launches=launches,

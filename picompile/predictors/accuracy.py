@@ -11,10 +11,10 @@ from torch.fx import GraphModule, Node
 
 from picompile.progress import NoProgress, Progress
 from picompile.streaming import stream_windows
-from picompile_passes.dialect.ops import neuron_outputs, neuron_rms
+from picompile_passes.dialect.ops import kept_outputs, neuron_outputs, neuron_rms
 from picompile_passes.graph.materialize import WeightSource, evaluate_constant
 from picompile_passes.graph.nodes import arguments, calls, is_call
-from picompile_passes.graph.operands import DIVIDE_BY_RMS, SPARSE_FFN
+from picompile_passes.graph.operands import DIVIDE_BY_RMS, NEURON_LIMITS, SPARSE_FFN
 
 # The layers that are named make this share of the missed energy.
 _WORST_SHARE = 0.8
@@ -61,14 +61,15 @@ def first_windows(windows: Sequence[Sequence[int]], tokens: int, longest: int | 
 # | missed energy | squared length of what the left-out neurons would have added / that of the whole block's output |
 
 
-_WEIGHTS = ("gate", "up", "down", "gate_bias", "up_bias")
+_WEIGHTS = ("gate", "up", "down", "gate_bias", "up_bias", *NEURON_LIMITS)
 
 
 @dataclass(frozen=True)
 class LayerAccuracy:
     """How well one layer's predictor knows which neurons fire.
 
-    Shares are of the layer's neurons, per token; `rank` is None but for learned kinds.
+    Shares are of the layer's neurons, per token; `rank` is None but for learned kinds. A neuron that its limits leave
+    out does not count as computed.
     """
 
     layer: int
@@ -140,6 +141,10 @@ class _Block:
         values = arguments(self.node)
         gate, up, gate_bias, up_bias = (self._weights[name] for name in ("gate", "up", "gate_bias", "up_bias"))
         hidden = neuron_outputs(x, gate, up, gate_bias, up_bias, values["activation"], values["up_activation"])
+        limits = [self._weights[name] for name in NEURON_LIMITS]
+        if any(each is not None for each in limits):
+            names = (values["activation"], values["up_activation"])
+            mask = mask & (kept_outputs(x, mask, None, gate, up, gate_bias, up_bias, *names, *limits) != 0)
         fired, down = hidden.abs() > self.threshold, self._weights["down"]
         if self._norm_eps is not None:
             hidden = hidden / neuron_rms(hidden, self._norm_eps)

@@ -31,7 +31,7 @@ from picompile_passes.weight_formats import predictor_format
 
 
 def neuron_rows(graph_module: GraphModule, weights: WeightSource) -> dict[int, Tensor]:
-    """Return for each layer one row a neuron, of all its weights: float32 [neurons, their numbers].
+    """Return for each layer one row a neuron, of all its weights: float32 [neurons, gate + up + down + biases].
 
     The rows are sorted, and those of a layer's parts are together, so that the order of neurons makes no difference:
     two graphs have the same neurons where these are equal.
@@ -44,8 +44,7 @@ def neuron_rows(graph_module: GraphModule, weights: WeightSource) -> dict[int, T
 
 def _rows(graph_module: GraphModule, block: Node, weights: WeightSource) -> Tensor:
     values = arguments(block)
-    of_neurons = [values[name] for name in (*NEURON_ROWS, *NEURON_LIMITS) if values.get(name) is not None]
-    constants = [evaluate_constant(graph_module, value, weights) for value in of_neurons]
+    constants = [evaluate_constant(graph_module, values[n], weights) for n in NEURON_ROWS if values[n] is not None]
     return torch.cat([constant if constant.dim() == 2 else constant.unsqueeze(1) for constant in constants], dim=1)
 
 
@@ -314,7 +313,10 @@ def with_predictors(graph_module: GraphModule, kind: str, threshold: float, rank
 
 @st.composite
 def skipping_predictors(draw: st.DrawFn, graph_module: GraphModule) -> InsertPredictors:
-    """Passes that put predictors of `SKIPPING_KINDS` into a canonical graph: one kind mostly, any in some layers."""
+    """Passes that put predictors of `SKIPPING_KINDS` into a canonical graph: one kind mostly, any in some layers.
+
+    Blocks of some layers get limits as well.
+    """
     inputs = {block.meta["layer"]: arguments(block)["x"] for block in calls(graph_module.graph, FFN)}
     kind = draw(st.sampled_from(SKIPPING_KINDS))
     others = st.sampled_from([None, None, *SKIPPING_KINDS, "none"])
@@ -329,11 +331,17 @@ def skipping_predictors(draw: st.DrawFn, graph_module: GraphModule) -> InsertPre
             sources[layer] = draw(st.sampled_from(known))
         if chosen.name != "none":
             thresholds[layer] = draw(st.sampled_from(_SHARES if chosen.name == "sign" else _LOGITS))
-    return InsertPredictors(kind, kinds, ranks, sources, thresholds)
+    with_limits = []
+    for block in calls(graph_module.graph, FFN):
+        if arguments(block)["norm_eps"] is None and draw(st.integers(0, 3)) == 0:
+            with_limits.append(block)
+    gated = [block for block in with_limits if arguments(block)["gate"] is not None and draw(st.booleans())]
+    limits = (tuple(block.meta["layer"] for block in blocks) for blocks in (gated, with_limits))
+    return InsertPredictors(kind, kinds, ranks, sources, thresholds, *limits)
 
 
 def every_neuron(graph_module: GraphModule) -> GraphModule:
-    """A copy of a graph in which every neuron is computed, whatever its predictors say."""
+    """A copy of a graph in which every neuron is computed, whatever its predictors and its limits say."""
     result = copy_graph_module(graph_module)
     rewriter = Rewriter(result, "testing")
     for block in calls(result.graph, SPARSE_FFN):
@@ -342,4 +350,7 @@ def every_neuron(graph_module: GraphModule) -> GraphModule:
         rows = rewriter.constant("rows", torch.zeros(int(mask.meta["val"].shape[1]), 1))
         everything = rewriter.call(PREDICT, (x, [rows], "none", 0.0), before=block, sources=(mask,), layer=layer)
         rewriter.set_argument(block, "mask", everything)
+        for name in NEURON_LIMITS:
+            if arguments(block)[name] is not None:
+                rewriter.set_argument(block, name, None)
     return without_unused(result)

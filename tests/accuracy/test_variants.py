@@ -60,6 +60,17 @@ def test_neurons_below_the_threshold_are_silent(shape: GraphShape) -> None:
     assert not torch.allclose(found, plain[block.name])
 
 
+def test_limits_hold_beside_a_threshold() -> None:
+    graph_module = InsertPredictors("none", output_limits=(1,))(build(GraphShape(activation="silu"))).graph_module
+    weights = random_weights(graph_module, seed=1)
+    block = next(node for node in calls(graph_module.graph, SPARSE_FFN) if node.meta["layer"] == 1)
+    below, above = (
+        _values(graph_module, weights, silence_below(graph_module, {1: t}))[block.name] for t in (1e-9, 9.0)
+    )
+    assert torch.equal(below, _values(graph_module, weights)[block.name])
+    assert not torch.allclose(above, below)
+
+
 @pytest.mark.parametrize("kv_dtype", ["f16", "q8"])
 def test_a_cache_rounds_keys_and_values_of_each_head(kv_dtype: str) -> None:
     graph_module = build(GraphShape(heads=4, hidden=80, kv_heads=2))

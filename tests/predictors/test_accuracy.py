@@ -107,3 +107,13 @@ def test_a_threshold_says_which_neurons_count_as_firing() -> None:
     low, high = _of("none"), _of("none", threshold=1e9)
     assert high[0].firing_share == 0 and high[0].recall == 1
     assert low[1] == high[1]
+
+
+def test_neurons_below_their_limits_are_missed() -> None:
+    graph_module = InsertPredictors("none", output_limits=(1,))(build(SHAPES["gated"])).graph_module
+    weights, windows = random_weights(graph_module), [list(range(1, 12))]
+    limited = measure_layers(graph_module, weights, windows)
+    assert [layer.computed_share == 1.0 and layer.missed_energy == 0.0 for layer in limited] == [True, False, True]
+    assert 0 < limited[1].computed_share < limited[1].firing_share
+    assert limited[1].recall < limited[1].weighted_recall < 1.0 == limited[1].precision
+    assert limited[1].missed_energy > 0

@@ -102,11 +102,17 @@ def test_inputs_are_those_of_the_layers_as_they_are_rounded(quantized, tmp_path,
             torch.testing.assert_close(moments, sums[group.node], rtol=1e-4, atol=1e-3)
 
 
-def test_a_mask_decides_what_down_is_rounded_for(quantized, tmp_path, monkeypatch):
-    """Neurons that the predictor leaves out count for nothing, though they fire."""
-    insert = (InsertPredictors("sign", thresholds={0: 30.0, 1: 30.0}),)
-    graph = quantized("llama-relu", "q4", insert)
+@pytest.mark.parametrize(
+    "insert",
+    [InsertPredictors("sign", thresholds={0: 30.0, 1: 30.0}), InsertPredictors("none", output_limits=(0, 1))],
+    ids=["mask", "limits"],
+)
+def test_neurons_that_are_kept_decide_what_down_is_rounded_for(insert, quantized, tmp_path, monkeypatch):
+    """Neurons that the predictor or a limit leaves out count for nothing, though they fire."""
+    graph = quantized("llama-relu", "q4", (insert,))
     weights = random_weights(graph, seed=2)
+    limits = {name: 100 * value for name, value in weights.tensors.items() if name.endswith("_limits")}
+    weights = RandomWeights(weights.tensors | limits)
     seen: list[Tensor] = []
     real = rounding_run.round_neurons
 

@@ -77,6 +77,8 @@ def test_every_neuron_is_computed_where_a_predictor_would_skip_it():
         assert_equivalent(before, after, weights=weights)
     assert_equivalent(before, every_neuron(after), weights=weights)
     verify(after, Stage.PREDICTED)
+    limited = InsertPredictors("none", gate_limits=(0,), output_limits=(0, 1))(before).graph_module
+    assert_equivalent(before, every_neuron(limited), weights=weights)
 
 
 def test_shapes_can_be_fixed():

@@ -82,6 +82,12 @@ CASES = {
         InsertPredictors("learned", kinds={2: "none"}, ranks={0: 5, 1: 5}, inputs={1: "previous"}),
         {0: _SOME, 1: _OTHER, 2: _OTHER},
     ),
+    # With limits, where gates decide and where masks name the neurons.
+    "limited": Case(
+        GraphShape(hidden=72, heads=3, ffn=77, vocab=50, layers=3, activation="silu"),
+        InsertPredictors("none", kinds={1: "learned"}, ranks={1: 5}, gate_limits=(0, 1), output_limits=(0, 1, 2)),
+        {0: _SOME, 1: _OTHER, 2: _OTHER},
+    ),
 }
 
 
