@@ -13,7 +13,7 @@ from picompile_passes.base import copy_graph_module, without_unused
 from picompile_passes.dialect import FORMATS
 from picompile_passes.graph.materialize import WeightSource, evaluate_constant
 from picompile_passes.graph.nodes import arguments, attribute, calls, constant_nodes, has_real_data
-from picompile_passes.graph.operands import FFN, NEURON_ROWS, PREDICT, PREDICTORS, SPARSE_FFN, stream_of
+from picompile_passes.graph.operands import FFN, NEURON_ROWS, PREDICT, PREDICTORS, SPARSE_FFN, SPARSE_LINEAR, stream_of
 from picompile_passes.graph.rewriter import Rewriter
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.predictors import PredictorKind, add_predictor_kind, predictor_kind
@@ -322,7 +322,7 @@ def skipping_predictors(draw: st.DrawFn, graph_module: GraphModule) -> InsertPre
 
 
 def every_neuron(graph_module: GraphModule) -> GraphModule:
-    """A copy of a graph in which every neuron is computed, whatever its predictors say."""
+    """A copy of a graph in which every neuron is computed and every input read, whatever predictors and limits say."""
     result = copy_graph_module(graph_module)
     rewriter = Rewriter(result, "testing")
     for block in calls(result.graph, SPARSE_FFN):
@@ -331,4 +331,7 @@ def every_neuron(graph_module: GraphModule) -> GraphModule:
         rows = rewriter.constant("rows", torch.zeros(int(mask.meta["val"].shape[1]), 1))
         everything = rewriter.call(PREDICT, (x, [rows], "none", 0.0), before=block, sources=(mask,), layer=layer)
         rewriter.set_argument(block, "mask", everything)
+    for node in calls(result.graph, SPARSE_LINEAR):
+        below_all = torch.full(tuple(arguments(node)["limits"].meta["val"].shape), -1.0)
+        rewriter.set_argument(node, "limits", rewriter.constant("limits", below_all))
     return without_unused(result)

@@ -156,9 +156,8 @@ def _load(weights: WeightSource, name: str, expected: Tensor) -> Tensor:
         tensor = weights.load(name)
     except KeyError as error:
         if name.startswith(PREDICTORS):
-            raise PassOptionError(
-                f"the weights hold no {name}: a learned predictor needs weights of its own"
-            ) from error
+            what = "a projection with limits needs" if name.endswith("_limits") else "a learned predictor needs"
+            raise PassOptionError(f"the weights hold no {name}: {what} weights of its own") from error
         raise PassesError(f"the weights hold no tensor {name!r}, which the graph reads") from error
     if tensor.shape != expected.shape:
         raise PassesError(f"{name} is {list(tensor.shape)} in the weights but {list(expected.shape)} in the graph")
