@@ -15,7 +15,7 @@ from importlib.metadata import entry_points
 import torch
 from torch.fx import Node
 
-from picompile_codegen.lowering.function import DECODING, STATS_ROW_BYTES, Bindings, Function, dimension
+from picompile_codegen.lowering.function import DECODING, Bindings, Function, dimension
 from picompile_codegen.lowering.program import Arg, FfnPart, tensor_bytes
 from picompile_codegen.signs import sign_row_bytes
 from picompile_codegen.specs import FfnSpec, PredictLowRankSpec, PredictSignsSpec
@@ -193,13 +193,12 @@ def _mask(mask: Node, neurons: Node | None, function: Function) -> Bindings:
 
 
 def _statistics(function: Function, layer: int, part: str, neurons: int, kind: str) -> Arg:
-    """Return the counter row for `stats`. All functions that read prompts share one row, which is never read."""
+    """Return the counter row for `stats`."""
     if function.name not in DECODING:
-        return Arg("buffer", function.own("stats.unused"))
+        return function.unused_counters
     if function.name == "batch":
         (row,) = (each.stats_row for each in function.shared.ffn if (each.layer, each.part) == (layer, part))
     else:
-        row = len(function.shared.ffn)
+        row = function.shared.stats_rows
         function.shared.ffn.append(FfnPart(layer, part, neurons, kind, row))
-    name = function.own("stats.batch" if function.name == "batch" else "stats")
-    return Arg("buffer", name, shape=(2,), offset=row * STATS_ROW_BYTES)
+    return function.counters(row)
