@@ -64,11 +64,11 @@ def _interface(program: Program) -> Iterator[tuple[str, str, tuple[int, ...]]]:
 
 
 def _check_statistics(program: Program, where: str) -> None:
-    counting = [*program.ffn, *program.projections]
-    if not counting:
+    rows = [part.stats_row for part in program.ffn] + [each.stats_row for each in program.projections]
+    if not rows:
         return
     parts = program.buffers["stats"].shape[0]
-    if any(part.stats_row >= parts for part in counting):
+    if max(rows) >= parts:
         raise ArtifactError(
             f"{where}: ffn or projections: a stats_row lies outside of the buffer stats, which has {parts}"
         )
