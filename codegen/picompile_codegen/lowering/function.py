@@ -15,12 +15,12 @@ from picompile_codegen.lowering.packing import PackedMatrix, WeightTable
 from picompile_codegen.lowering.placement import ON_HOST, Placement
 from picompile_codegen.lowering.program import (
     Arg,
+    CountedProjection,
     Device,
     FfnPart,
     Memory,
     ProgramCall,
     ProgramTensor,
-    SparseProjection,
     TopLogitsBuffers,
     cuda_kernel_of,
     kernel_of,
@@ -87,7 +87,7 @@ class Shared:
     weights: WeightTable = field(default_factory=WeightTable)
     state: dict[str, ProgramTensor] = field(default_factory=dict)
     ffn: list[FfnPart] = field(default_factory=list)
-    projections: list[SparseProjection] = field(default_factory=list)
+    projections: list[CountedProjection] = field(default_factory=list)
     kernels: dict[KernelSpec, Kernel] = field(default_factory=dict)
     accelerator_kernels: dict[KernelSpec, AnyKernel] = field(default_factory=dict)
     transfers: int = 0

@@ -15,7 +15,7 @@ from picompile_codegen.lowering.attention import lower_attention, lower_rotary
 from picompile_codegen.lowering.ffn import lower_predict, lower_sparse_ffn
 from picompile_codegen.lowering.function import DECODING, Bindings, Function, dimension
 from picompile_codegen.lowering.packing import PackedMatrix
-from picompile_codegen.lowering.program import Arg, SparseProjection, TopLogitsBuffers
+from picompile_codegen.lowering.program import Arg, CountedProjection, TopLogitsBuffers
 from picompile_codegen.specs import (
     MOST_TOP_LOGITS,
     AddSpec,
@@ -128,7 +128,7 @@ def _statistics(function: Function, layer: int, matrix: PackedMatrix) -> Arg:
         row = next(each.stats_row for each in known if (each.layer, each.weight) == (layer, matrix.name))
     else:
         row = function.shared.stats_rows
-        known.append(SparseProjection(layer, matrix.name, matrix.rows, row))
+        known.append(CountedProjection(layer, matrix.name, matrix.rows, row))
     return function.counters(row)
 
 

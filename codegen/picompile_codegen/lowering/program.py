@@ -112,7 +112,7 @@ class FfnPart:
 
 
 @dataclass(frozen=True)
-class SparseProjection:
+class CountedProjection:
     """One projection of the decode function that leaves out small ones of its `inputs`.
 
     `weight` is the tensor that it reads rows of, and `stats_row` the row of the statistics buffer that it counts into.
@@ -158,7 +158,7 @@ class LoweredProgram:
     logits: dict[str, str] = field(default_factory=dict)
     top_logits: dict[str, TopLogitsBuffers] = field(default_factory=dict)
     ffn: list[FfnPart] = field(default_factory=list)
-    projections: list[SparseProjection] = field(default_factory=list)
+    projections: list[CountedProjection] = field(default_factory=list)
     streamed: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
