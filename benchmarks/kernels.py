@@ -1,6 +1,6 @@
 """Measures the kernels of decode alone, in bytes of weights per second, next to the machine's memory bandwidth.
 
-    python benchmarks/kernels.py [--threads N] [--formats f16 q8 q4] [--seconds S] [--isa NAME]
+    python benchmarks/kernels.py [--threads N] [--formats f16 q8 q4] [--only TEXT] [--seconds S] [--isa NAME]
 
 Weights exist in so many copies that together they are larger than any cache, and the copies take turns. So every byte
 comes from memory, as it does when a model decodes. A time is the least of many calls. The bandwidth is that of the best
@@ -24,7 +24,7 @@ from picompile_codegen import cpu
 from picompile_codegen.build.host_library import build_host_library
 from picompile_codegen.build.isa import ISAS, targeting
 from picompile_codegen.cpu import Kernel
-from picompile_codegen.specs import FfnSpec, LinearSpec
+from picompile_codegen.specs import FfnSpec, LinearSpec, SparseLinearSpec
 from picompile_runtime.bench.bandwidth import MemoryReader
 from picompile_runtime.devices.cpu.native import HostLibrary, seconds_of
 from picompile_runtime.devices.memory import aligned_zeros
@@ -34,6 +34,8 @@ Arguments = dict[str, NDArray[Any]]
 # Several times the third-level cache of a desktop processor.
 _WORKING_SET_BYTES = 192 * 2**20
 _FIRING = 0.10
+# The share of inputs that projections read which leave out some, besides all of them.
+_READ = 0.70
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,13 @@ class Case:
 
 def decoding(format_name: str) -> Iterator[Case]:
     """Yield the kernels that a model of hidden size 2048 with 5632 neurons a layer runs for each token."""
-    for n, k in ((2048, 2048), (5632, 2048), (32000, 2048)):
+    for n, k in ((576, 576), (2048, 2048), (5632, 2048), (32000, 2048)):
         kernel = cpu.write_kernel(LinearSpec(format=format_name, n=n, k=k, rows=1, bias=False))
         yield Case(f"linear {n}x{k}", kernel)
+    for side in (576, 2048):
+        spec = SparseLinearSpec(format=format_name, n=side, k=side, rows=1, bias=False)
+        for share in (1.0, _READ):
+            yield Case(f"sparse_linear {side}x{side} {share:.0%}", cpu.write_kernel(spec), share)
     for kind in ("exact", "masked", "dense"):
         kernel = cpu.write_kernel(FfnSpec(
             kind=kind, format=format_name, neurons=5632, dim=2048, rows=1, gated=True, activation="relu",
@@ -81,13 +87,16 @@ def arguments_of(case: Case, rng: np.random.Generator) -> Iterator[Arguments]:
 
 
 def _fill(case: Case, name: str, rng: np.random.Generator) -> NDArray[Any]:
-    """x is zero, so that the biases alone decide which neurons fire: a tenth of them."""
+    """x is zero, so that the biases alone decide which neurons fire: a tenth of them; and the limits which are read."""
     argument = next(argument for argument in case.kernel.arguments if argument.name == name)
     array = aligned_zeros(argument.shape, np.dtype(argument.dtype))
     if name in case.matrices:
         # Bytes below 0x3c make numbers below 1.06 in every format: nothing is infinite.
         some = rng.integers(0, 0x3C, 2**20, np.uint8)
         array.view(np.uint8).reshape(-1)[:] = np.resize(some, array.nbytes)
+    elif name == "limits":
+        # An exact share: a few hundred inputs at random would be off by percents.
+        array[rng.permutation(len(array))[: round(case.share * len(array))]] = -1.0
     elif name == "mask":
         array[:] = rng.random(argument.shape) < _FIRING
     elif name == "gate_bias" and "mask" in case.kernel.params:
@@ -124,24 +133,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--formats", nargs="+", default=["f16", "q8", "q4"])
+    parser.add_argument("--only", default="", help="measure the kernels whose name in the table has this text")
     parser.add_argument("--seconds", type=float, default=0.5, help="for each kernel")
     parser.add_argument("--isa", choices=ISAS, default=best_isa(), help="what is compiled for; default: the best here")
     options = parser.parse_args()
     isa = ISAS[options.isa]
     with targeting(isa):
-        table = [(name, case) for name in options.formats for case in decoding(name)]
+        table = [(name, case) for name in options.formats for case in decoding(name) if options.only in case.label]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "host.so"
-        build_host_library([case.kernel for _, case in table], path, isa)
+        # Two shares of inputs are two cases of one kernel.
+        build_host_library(list({case.kernel.name: case.kernel for _, case in table}.values()), path, isa)
         library = HostLibrary(path)
         reader = MemoryReader(library, options.threads)
-        print(f"{options.threads} threads, {isa.name}\n{'':4} {'kernel':20} {'GB/s':>6} {'reading':>8} {'share':>6}")
+        print(f"{options.threads} threads, {isa.name}\n{'':4} {'kernel':28} {'GB/s':>6} {'reading':>8} {'share':>6}")
         before = reader.read().max()
         for name, case in table:
             speed = bytes_per_s(library, case, options.threads, options.seconds)
             after = reader.read().max()
             bandwidth = float(max(before, after))
-            print(f"{name:4} {case.label:20} {speed / 1e9:6.1f} {bandwidth / 1e9:8.1f} {speed / bandwidth:6.0%}")
+            print(f"{name:4} {case.label:28} {speed / 1e9:6.1f} {bandwidth / 1e9:8.1f} {speed / bandwidth:6.0%}")
             before = after
 
 

@@ -15,6 +15,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from picompile.streaming import negative_log_likelihood, new_states, run_segment
 from picompile_passes.dialect.ops import neuron_outputs
 from picompile_passes.graph.materialize import WeightSource, evaluate_constant
 from picompile_passes.graph.nodes import arguments, calls
-from picompile_passes.graph.operands import LINEAR, SPARSE_FFN
+from picompile_passes.graph.operands import LINEAR, SPARSE_FFN, SPARSE_LINEAR
 from picompile_passes.passes.canonicalize import canonicalize
 from picompile_passes.passes.insert_predictors import InsertPredictors
 
@@ -97,7 +98,7 @@ class Bench:
     def _all_weights(self) -> int:
         """The weights of the matrices that a token is multiplied with."""
         count = 0
-        for node in calls(self.graph_module.graph, LINEAR, SPARSE_FFN):
+        for node in calls(self.graph_module.graph, LINEAR, SPARSE_LINEAR, SPARSE_FFN):
             operands = [arguments(node).get(name) for name in ("weight", "gate", "up", "down")]
             count += sum(each.meta["val"].numel() for each in operands if each is not None)
         return count
@@ -115,20 +116,27 @@ class Bench:
                 skipped += (counts[str(output.target)] - by_gate) / tokens * saved[str(output.target)]
             if gate is not None:
                 skipped += by_gate / tokens * saved[str(gate.target)]
+        projections = {str(arguments(node)["limits"].target) for node in calls(self.graph_module.graph, SPARSE_LINEAR)}
+        skipped += sum(counts[name] / tokens * saved[name] for name in projections)
         return replace(row, skipped=skipped / self._all_weights)
 
     def oracle(self, share: float) -> Row:
-        """Judge what an oracle leaves out: its up and down rows, or down alone where there is no gate."""
+        """Judge what an oracle leaves out: up and down rows of neurons, or down alone where there is no gate.
+
+        Where projections leave out inputs, it leaves out as large a share of theirs.
+        """
         replaced, skipped = {}, 0.0
         for node in calls(self.graph_module.graph, SPARSE_FFN):
             down = evaluate_constant(self.graph_module, arguments(node)["down"], self.weights)
             replaced[node] = _smallest_left_out(down.norm(dim=1), share)
             rows = 1 if arguments(node)["gate"] is None else 2
             skipped += int(share * len(down)) * rows * down.shape[1]
+        for node in calls(self.graph_module.graph, SPARSE_LINEAR):
+            rows = evaluate_constant(self.graph_module, arguments(node)["weight"], self.weights)
+            replaced[node] = _smallest_inputs_left_out(rows.norm(dim=1), share)
+            skipped += int(share * rows.shape[0]) * rows.shape[1]
         whole = no_limits(self.graph_module).weights(self.weights)
-        return replace(
-            self.row(f"oracle {share:.0%}", whole, replaced), skipped=skipped / self._all_weights
-        )
+        return replace(self.row(f"oracle {share:.0%}", whole, replaced), skipped=skipped / self._all_weights)
 
 
 def _smallest_left_out(norms: Tensor, share: float) -> Callable[..., Tensor]:
@@ -153,10 +161,18 @@ def _smallest_left_out(norms: Tensor, share: float) -> Callable[..., Tensor]:
     return block
 
 
+def _smallest_inputs_left_out(norms: Tensor, share: float) -> Callable[..., Tensor]:
+    def projection(x: Tensor, weight: Tensor, limits: Tensor, bias: Tensor | None) -> Tensor:
+        smallest = (x.abs() * norms).topk(int(share * len(norms)), dim=-1, largest=False).indices
+        return torch.nn.functional.linear(x.scatter(-1, smallest, 0.0), weight.transpose(0, 1), bias)
+
+    return projection
+
+
 def oracle_share(row: Row, oracle: Sequence[Row]) -> float:
     """Return what a row skips as a share of what the oracle skips for the same KL divergence, interpolated."""
     known = [Row("nothing", 0.0, 0.0, 0.0, 0.0), *oracle]
-    for low, high in zip(known, known[1:], strict=False):
+    for low, high in pairwise(known):
         if low.kl_nats <= row.kl_nats <= high.kl_nats:
             part = (row.kl_nats - low.kl_nats) / (high.kl_nats - low.kl_nats)
             return row.skipped / (low.skipped + part * (high.skipped - low.skipped))
@@ -222,7 +238,9 @@ def main() -> None:
     given = parser.parse_args()
     captured = load_model(given.model)
     canonical = canonicalize(captured.graph_module)
-    graph = InsertPredictors("none", **skipping_sites(canonical, given.at))(canonical).graph_module
+    graph = canonical
+    for pass_ in skipping_sites(canonical, given.at).passes(InsertPredictors("none")):
+        graph = pass_(graph).graph_module
     windows, source = held_out_windows(given.model, tokens=given.tokens)
     print(f"{given.model}, {sum(map(len, windows))} tokens of {source}")
     bench = Bench(graph, captured.weights, windows)

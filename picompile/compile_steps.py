@@ -138,7 +138,7 @@ def round_weights(
         return base
     from picompile.rounding import round_checkpoint
 
-    passes = _all_passes(_insert_pass(config, predictors), {}, _quantize_pass(config), config.debug.passes)
+    passes = _all_passes(_insert_passes(config, predictors), {}, _quantize_pass(config), config.debug.passes)
     graph_module = run_passes(captured, passes, progress, verify=config.debug.verify)
     weights = base if predictors is None else predictors.weights(base)
     folder = (config.rounding.work or scratch / "work") / "rounding"
@@ -190,8 +190,8 @@ def choose_limits(
 
     canonical = run_passes(captured, CANONICALIZE, progress, verify=config.debug.verify)
     sites = skipping_sites(canonical, skipping.sites)
-    insert = _with_limits(_insert_pass(config, predictors), sites)
-    graph_module = run_passes(captured, [*CANONICALIZE, insert], progress, verify=config.debug.verify)
+    insert = sites.passes(_insert_pass(config, predictors))
+    graph_module = run_passes(captured, [*CANONICALIZE, *insert], progress, verify=config.debug.verify)
     options = SkippingOptions(skipping.bound, skipping.calibration, skipping.tokens, activation=skipping.activation)
     weights = captured.weights if predictors is None else predictors.weights(captured.weights)
     folder = (skipping.work or scratch / "work") / "skipping"
@@ -223,7 +223,7 @@ def choose_formats(
     from picompile.rounding import checkpoint_formats
 
     quantize = _quantize_pass(config)
-    passes = _all_passes(_insert_pass(config, predictors), {}, quantize, config.debug.passes)
+    passes = _all_passes(_insert_passes(config, predictors), {}, quantize, config.debug.passes)
     # Extra passes may come behind quantization: losses are measured on the graph before it.
     passes = passes[: passes.index(quantize)]
     graph_module = run_passes(captured, passes, progress, verify=config.debug.verify)
@@ -255,7 +255,7 @@ def pipeline_passes(options: CompileOptions, insert: "Pass | None" = None) -> "l
 
     kind = str(options.predictor) if options.predictor is not None and options.is_lossless else "auto"
     hot = options.plan.hot_neurons() if options.plan is not None else dict(options.hot or {})
-    return _all_passes(insert or InsertPredictors(kind), hot, Quantize(base_format(options.quant)), options.passes)
+    return _all_passes([insert or InsertPredictors(kind)], hot, Quantize(base_format(options.quant)), options.passes)
 
 
 def compilation_passes(
@@ -270,7 +270,7 @@ def compilation_passes(
         plan: says which neurons are hot. Without one, `config` names them, and if there is an accelerator, all neurons
             of layers that it does not name are hot.
     """
-    insert = _insert_pass(config, predictors)
+    insert = _insert_passes(config, predictors)
     return _all_passes(insert, _hot_neurons(config, facts, plan), _quantize_pass(config), config.debug.passes)
 
 
@@ -282,20 +282,20 @@ def _quantize_pass(config: CompileConfig) -> "Pass":
 
 
 def _insert_pass(config: CompileConfig, predictors: "PredictorSet | None") -> "InsertPredictors":
-    """Return the pass that inserts predictors, the lossy ones or those of the config's lossless kind, and limits."""
+    """Return the pass that inserts predictors: the lossy ones, or those of the config's lossless kind."""
     from picompile_passes.passes.insert_predictors import InsertPredictors
 
-    insert = InsertPredictors(config.predictor.insert_kind) if predictors is None else predictors.insert_pass()
-    return insert if config.limits is None else _with_limits(insert, config.limits.limits.options)
+    return InsertPredictors(config.predictor.insert_kind) if predictors is None else predictors.insert_pass()
 
 
-def _with_limits(insert: "InsertPredictors", layers: Mapping[str, tuple[int, ...]]) -> "InsertPredictors":
-    """Return the pass with limits for neurons in these layers, by the name of its option."""
-    return replace(insert, gate_limits=layers["gate_limits"], output_limits=layers["output_limits"])
+def _insert_passes(config: CompileConfig, predictors: "PredictorSet | None") -> "list[Pass]":
+    """Return the passes that insert predictors, and limits where these are known."""
+    insert = _insert_pass(config, predictors)
+    return [insert] if config.limits is None else config.limits.limits.sites.passes(insert)
 
 
 def _all_passes(
-    insert: "Pass", hot: Mapping[int, Sequence[int]], quantize: "Pass", extra: Sequence[str]
+    insert: "Sequence[Pass]", hot: Mapping[int, Sequence[int]], quantize: "Pass", extra: Sequence[str]
 ) -> "list[Pass]":
     from picompile_passes.passes.canonicalize import CANONICALIZE
     from picompile_passes.passes.partition import Partition
@@ -303,7 +303,7 @@ def _all_passes(
 
     named = [_parse_pass(text) for text in extra]
     return _insert_extra(
-        [*CANONICALIZE, insert, Partition(hot), quantize], [(make_pass(name), stage) for name, stage in named]
+        [*CANONICALIZE, *insert, Partition(hot), quantize], [(make_pass(name), stage) for name, stage in named]
     )
 
 

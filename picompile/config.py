@@ -31,7 +31,7 @@ from picompile.errors import UsageError
 from picompile.frontend.activation import check_activation
 from picompile.machine import gpu_of
 from picompile.quantities import require_whole
-from picompile.skipping.options import SITES, check_bound, check_sites
+from picompile.skipping.options import DEFAULT_SITES, check_bound, check_sites
 
 if TYPE_CHECKING:
     from picompile.frontend.captured import ModelFacts
@@ -96,7 +96,7 @@ class CompileOptions:
         rounding_tokens: how many tokens of the text weights are rounded for, at most.
         skip: leave out neurons that contribute little, as many as raise the perplexity by no more than this share; None
             leaves out none but by predictors. It takes any activation, and no training.
-        skip_at: where to skip, of `picompile.skipping.options.SITES`; empty for all places that the model has.
+        skip_at: where to skip, of `picompile.skipping.options.SITES`; empty for `DEFAULT_SITES`.
         skip_tokens: how many tokens of the text perplexity is measured on for that, at most.
     """
 
@@ -181,7 +181,7 @@ class CompileOptions:
                 raise UsageError("places to skip at given, but not how much skipping may cost; give skip")
             return
         check_bound(self.skip)
-        check_sites(self.skip_at or SITES)
+        check_sites(self.skip_at or DEFAULT_SITES)
         if self.predictor == "exact":
             raise UsageError("skip leaves out silent neurons too, and predictor exact no others; leave one of them out")
 

@@ -7,7 +7,8 @@
 | name an operator | `ADD`, `TRANSPOSE`, `INDEX_SELECT` of aten, and `EMBEDDING` to `DEQUANTIZE` of the dialect |
 | find the weights of a node | `NEURON_ROWS`, `matrix_operands`, `gating_side`, `gating_weights` |
 | run a graph with weights | `materialize`, `evaluate_constant`, `WeightSource` |
-| run passes | `canonicalize`, `Pipeline`, `make_pass`; `CANONICALIZE`, `InsertPredictors`, `Partition`, `Quantize` |
+| run passes | `canonicalize`, `Pipeline`, `make_pass`, `CANONICALIZE` |
+| name our passes | `InsertPredictors`, `SkipInputs`, `Partition`, `Quantize` |
 | watch passes run | the hooks `verifying`, `Dump` and `Timings`; `each` joins several |
 | test a pass | `GraphBuilder`, `verify` and `picompile.testing` |
 | add a predictor kind | `PredictorKind`, `add_predictor_kind` |
@@ -47,6 +48,7 @@ from picompile_passes.graph.operands import (
     RMS_NORM,
     ROTARY,
     SPARSE_FFN,
+    SPARSE_LINEAR,
     TRANSPOSE,
     gating_side,
     gating_weights,
@@ -57,6 +59,7 @@ from picompile_passes.passes.canonicalize import CANONICALIZE, canonicalize
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
 from picompile_passes.passes.quantize import Quantize
+from picompile_passes.passes.skip_inputs import SkipInputs
 from picompile_passes.pipeline import Dump, Pipeline, Timings, each, verifying
 from picompile_passes.predictors import PredictorKind, add_predictor_kind
 from picompile_passes.registry import find_pass, make_pass, registrations
@@ -80,6 +83,7 @@ __all__ = [
     "RMS_NORM",
     "ROTARY",
     "SPARSE_FFN",
+    "SPARSE_LINEAR",
     "TRANSPOSE",
     "Dump",
     "Effect",
@@ -99,6 +103,7 @@ __all__ = [
     "RegistryError",
     "RewriteError",
     "Rewriter",
+    "SkipInputs",
     "Stage",
     "StageError",
     "Timings",

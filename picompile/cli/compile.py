@@ -38,6 +38,7 @@ from picompile.machine import gpu_of
 from picompile.output import parents_of
 from picompile.output.place import require_disk_space
 from picompile.quantities import parse_accuracy, parse_accuracy_bound, parse_count, parse_share, shortened
+from picompile.skipping.options import SITES
 
 
 def compile_command(
@@ -112,8 +113,8 @@ def compile_command(
         list[str] | None,
         typer.Option(
             metavar="PLACE",
-            help="Where to skip. gate: before up and down are read. output: before down is read. Repeatable. "
-            "Default: everywhere.",
+            help="Where to skip. gate: neurons, before up and down are read. output: neurons, before down is read. "
+            "qkv, attention_output: small inputs of these projections. Repeatable. Default: gate and output.",
             show_default=False,
         ),
     ] = None,
@@ -295,10 +296,10 @@ def _summary(artifact: Path) -> str:
     report = json.loads((artifact / "report.json").read_text(encoding="utf-8"))
     forms = Counter(report["weight_formats"].values())
     if skipping := report.get("skipping"):
-        shares = {place: _mean_share(skipping["left_out"], place) for place in ("gate", "output")}
+        shares = {place: _mean_share(skipping["left_out"], place) for place in SITES}
         said = ", ".join(f"{share:.0%} by {place}" for place, share in shares.items() if share is not None)
         change, tokens = skipping["relative_change"], skipping["tokens"]
-        text += f"\nneurons left out: {said}; perplexity {change:+.3%} on {tokens:,} tokens of the calibration text"
+        text += f"\nleft out: {said}; perplexity {change:+.3%} on {tokens:,} tokens of the calibration text"
     if is_budget(manifest["quant"]):
         text += f"\nmatrices: {', '.join(f'{count} in {form}' for form, count in forms.most_common())}"
     if accuracy := manifest.get("accuracy"):

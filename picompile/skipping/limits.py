@@ -7,7 +7,7 @@ that is to be found.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -15,10 +15,13 @@ from torch.fx import GraphModule
 
 from picompile.errors import UsageError
 from picompile.predictors.store import OverlayWeights
-from picompile.skipping.options import SITES
+from picompile.skipping.options import DEFAULT_SITES
+from picompile_passes.base import Pass
 from picompile_passes.graph.materialize import WeightSource
 from picompile_passes.graph.nodes import arguments, calls
-from picompile_passes.graph.operands import FFN, NEURON_LIMITS, PREDICTORS, SPARSE_FFN
+from picompile_passes.graph.operands import ATTENTION, FFN, NEURON_LIMITS, PREDICTORS, SPARSE_FFN, SPARSE_LINEAR
+from picompile_passes.passes.insert_predictors import InsertPredictors
+from picompile_passes.passes.skip_inputs import SkipInputs
 
 # Below this share of its parameter's median a sensitivity counts as that: text may not have shown what a neuron does.
 _LEAST_SENSITIVITY = 1e-2
@@ -29,35 +32,59 @@ def is_limit(name: str) -> bool:
     return name.startswith(PREDICTORS) and name.endswith("_limits")
 
 
-def limit_options(names: Iterable[str]) -> dict[str, tuple[int, ...]]:
-    """Return the layers that each option of `InsertPredictors` names to make the parameters `names`."""
-    found: dict[str, tuple[int, ...]] = dict.fromkeys(NEURON_LIMITS, ())
-    for name in names:
-        layer, option = name.removeprefix(PREDICTORS).split(".")
-        found[option] = (*found[option], int(layer))
-    return found
+@dataclass(frozen=True)
+class SkippingSites:
+    """Where a model skips: the layers that leave out neurons, and the projections by layer that leave out inputs."""
+
+    gate: tuple[int, ...] = ()
+    output: tuple[int, ...] = ()
+    inputs: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, names: Iterable[str]) -> "SkippingSites":
+        """Return the sites whose limits are the parameters `names`."""
+        gate, output, inputs = [], [], dict[int, tuple[str, ...]]()
+        for name in names:
+            layer, _, site = name.removeprefix(PREDICTORS).removesuffix("_limits").partition(".")
+            if site == "gate":
+                gate.append(int(layer))
+            elif site == "output":
+                output.append(int(layer))
+            else:
+                inputs[int(layer)] = (*inputs.get(int(layer), ()), site)
+        return cls(tuple(gate), tuple(output), inputs)
+
+    def passes(self, insert: InsertPredictors) -> list[Pass]:
+        """Return the passes that insert predictors, as `insert` does, and limits, into a canonical graph."""
+        with_limits = replace(insert, gate_limits=self.gate, output_limits=self.output)
+        return [SkipInputs(self.inputs), with_limits] if self.inputs else [with_limits]
 
 
-def skipping_sites(graph_module: GraphModule, asked: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """Return the options of `InsertPredictors` that give a canonical graph limits.
+def skipping_sites(graph_module: GraphModule, asked: Sequence[str]) -> SkippingSites:
+    """Return where a canonical graph can have limits.
 
     Args:
         graph_module: the graph.
-        asked: the places, of `SITES`; empty for all that the graph has.
+        asked: the places, of `SITES`; empty for `DEFAULT_SITES`.
 
     Raises:
         UsageError: the graph has none of them.
     """
-    found: dict[str, tuple[int, ...]] = dict.fromkeys(NEURON_LIMITS, ())
-    for node in calls(graph_module.graph, FFN):
-        values = arguments(node)
-        # A norm across the neurons makes what each of them adds depend on all others.
-        if values["norm_eps"] is None:
-            can = ("gate", "output") if values["gate"] is not None else ("output",)
-            for site in set(can).intersection(asked or SITES):
-                found[f"{site}_limits"] = (*found[f"{site}_limits"], int(node.meta["layer"]))
-    if not any(found.values()):
-        raise UsageError(f"nothing of this model can be skipped at {', '.join(asked or SITES)}; leave out --skip")
+    asked = asked or DEFAULT_SITES
+    # A norm across the neurons makes what each of them adds depend on all others.
+    blocks = [node for node in calls(graph_module.graph, FFN) if arguments(node)["norm_eps"] is None]
+    layers = [int(node.meta["layer"]) for node in blocks]
+    gated = [layer for layer, node in zip(layers, blocks, strict=True) if arguments(node)["gate"] is not None]
+    projections = tuple(site for site in asked if site not in ("gate", "output"))
+    found = SkippingSites(
+        gate=tuple(gated) if "gate" in asked else (),
+        output=tuple(layers) if "output" in asked else (),
+        inputs={int(arguments(node)["layer"]): projections for node in calls(graph_module.graph, ATTENTION)}
+        if projections
+        else {},
+    )
+    if found == SkippingSites():
+        raise UsageError(f"nothing of this model can be skipped at {', '.join(asked)}; leave out --skip")
     return found
 
 
@@ -68,9 +95,9 @@ class Limits:
     tensors: Mapping[str, Tensor]
 
     @property
-    def options(self) -> dict[str, tuple[int, ...]]:
-        """The options of `InsertPredictors` that make these parameters."""
-        return limit_options(self.tensors)
+    def sites(self) -> SkippingSites:
+        """Where they are."""
+        return SkippingSites.of(self.tensors)
 
     def weights(self, base: WeightSource) -> OverlayWeights:
         """Return a source of the model's weights, `base`, and the limits."""
@@ -108,4 +135,7 @@ def saved_weights(graph_module: GraphModule) -> dict[str, int]:
         for name, rows in zip(NEURON_LIMITS, (2, 1), strict=True):
             if values[name] is not None:
                 found[str(values[name].target)] = rows * int(values["down"].meta["val"].shape[1])
+    for node in calls(graph_module.graph, SPARSE_LINEAR):
+        name = str(arguments(node)["limits"].target)
+        found[name] = found.get(name, 0) + int(node.meta["val"].shape[1])
     return found

@@ -25,7 +25,7 @@ from picompile.streaming import Segment, new_states, run_segment, segment_consta
 from picompile_passes.dialect import eager_function, parse_activation
 from picompile_passes.graph.materialize import WeightSource
 from picompile_passes.graph.nodes import arguments, is_call
-from picompile_passes.graph.operands import NEURON_LIMITS, SPARSE_FFN
+from picompile_passes.graph.operands import NEURON_LIMITS, SPARSE_FFN, SPARSE_LINEAR
 
 # The most bytes that values between layers may take.
 _MOST_BYTES = 1 << 30
@@ -129,7 +129,11 @@ class _Probe:
         for node in self.segment.nodes:
             own = eager_function(node.target)
             if own is not None:
-                found[node] = self._block(node) if is_call(node, SPARSE_FFN) else own
+                found[node] = own
+            if is_call(node, SPARSE_FFN):
+                found[node] = self._block(node)
+            elif is_call(node, SPARSE_LINEAR):
+                found[node] = self._projection(node)
         return found
 
     def gradients(self) -> dict[str, Tensor]:
@@ -176,6 +180,19 @@ class _Probe:
             return torch.cat([y, hidden.square().sum(-1, keepdim=True)], dim=-1) if squares else y
 
         return block
+
+    def _projection(self, node: Node) -> Callable[..., Tensor]:
+        name = str(arguments(node)["limits"].target)
+
+        def projection(x: Tensor, weight: Tensor, limits: Tensor, bias: Tensor | None) -> Tensor:
+            # A value of its own: others may read x too.
+            own = x * 1.0
+            if own.requires_grad:
+                own.retain_grad()
+                self._keep(name, lambda: _grad(own))
+            return F.linear(own, weight.transpose(0, 1), bias)
+
+        return projection
 
     def _keep(self, name: str | None, gradient: Callable[[], Tensor]) -> None:
         if name is not None:

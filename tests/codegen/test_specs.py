@@ -31,6 +31,7 @@ from picompile_codegen.specs import (
     SendMaskSpec,
     SendSpec,
     SignalSpec,
+    SparseLinearSpec,
     TakeLastSpec,
     TopLogitsSpec,
     WaitSpec,
@@ -141,6 +142,11 @@ VARIANTS: dict[type[KernelSpec], list[Parameters]] = {
     LayerNormSpec: grid(dim=(96, 99), rows=ROWS, eps=(1e-5,), weight=(False, True), bias=(False, True), groups=(1, 3)),
     TopLogitsSpec: grid(vocab=(37, 300, 3000), rows=ROWS),
     LinearSpec: grid(format=FORMATS, n=(64, 251), k=(72, 100), rows=ROWS, bias=(False, True)),
+    SparseLinearSpec: [
+        {**each, "rows": rows, "rowwise": rowwise}
+        for each in grid(format=FORMATS, n=(64, 251), k=(72,), bias=(False, True))
+        for rows, rowwise in ((1, False), (13, False), (13, True))
+    ],
     PredictLowRankSpec: grid(
         formats=(("f16", "f16"), ("q8", "q4"), ("q4", "q8"), ("q6", "q4m")),
         neurons=(77,), rank=(5, 40), dim=(72,), relu=(False, True), rows=(1, 7),

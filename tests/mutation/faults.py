@@ -257,6 +257,19 @@ FAULTS: tuple[Fault, ...] = (
         'return node.meta.get("layer")',
         "return None",
     ),
+    # Inputs that are left out.
+    Fault(
+        "drops the bias of a projection that leaves out inputs",
+        "passes/skip_inputs.py",
+        "call = (x, rows, limits, bias)",
+        "call = (x, rows, limits, None)",
+    ),
+    Fault(
+        "forgets the layer of a projection that leaves out inputs",
+        "passes/skip_inputs.py",
+        "call, before=node, sources=(node,), layer=layer)",
+        "call, before=node, sources=(node,))",
+    ),
     # Predictors.
     Fault(
         "gives the threshold the wrong sign",

@@ -64,7 +64,7 @@ def test_every_pass_of_the_table_is_there_under_its_own_name():
         pass_class = find_pass(name)
         assert issubclass(pass_class, Pass)
         assert pass_class.name == name
-        assert pass_class.requires <= pass_class.ensures
+        assert pass_class.ensures is None or pass_class.requires <= pass_class.ensures
         assert make_pass(name) == pass_class()
 
 

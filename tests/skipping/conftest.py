@@ -19,6 +19,7 @@ def limited() -> Limited:
 
     from picompile.frontend import capture_config
     from picompile.skipping import skipping_sites
+    from picompile.skipping.options import SITES
 
     made: dict[str, GraphModule] = {}
 
@@ -28,7 +29,10 @@ def limited() -> Limited:
             config = getattr(transformers, variant.model_class).config_class(**variant.config).to_dict()
             config |= {"architectures": [variant.model_class]} | dict(variant.rename)
             canonical = canonicalize(capture_config(config))
-            made[name] = InsertPredictors("none", **skipping_sites(canonical, ()))(canonical).graph_module
+            graph = canonical
+            for pass_ in skipping_sites(canonical, SITES).passes(InsertPredictors("none")):
+                graph = pass_(graph).graph_module
+            made[name] = graph
         return made[name]
 
     return make

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from picompile_codegen import specs
-from picompile_codegen.cpu import attention, cache, ffn, linear, predict, token_ops, transfer
+from picompile_codegen.cpu import attention, cache, ffn, linear, predict, sparse_linear, token_ops, transfer
 from picompile_codegen.cpu.kernel import Kernel, KernelFunction
 from picompile_codegen.errors import CodegenError
 from picompile_codegen.specs import KernelSpec, PackageSpec
@@ -32,6 +32,7 @@ BODIES: Mapping[type[KernelSpec], Callable[[Any, KernelFunction], None]] = {
     specs.SendMaskSpec: transfer.send_mask,
     specs.SendSpec: transfer.send,
     specs.SignalSpec: transfer.signal,
+    specs.SparseLinearSpec: sparse_linear.sparse_linear,
     specs.TakeLastSpec: token_ops.take_last,
     specs.TopLogitsSpec: token_ops.top_logits,
     specs.WaitSpec: transfer.wait,

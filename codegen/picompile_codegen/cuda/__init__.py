@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from picompile_codegen import specs
-from picompile_codegen.cuda import attention, ffn, linear, predict, token_ops, top_logits, transfer
+from picompile_codegen.cuda import attention, ffn, linear, predict, sparse_linear, token_ops, top_logits, transfer
 from picompile_codegen.cuda.build import CudaSource, cuda_source
 from picompile_codegen.cuda.function import CudaFunction, CudaKernel
 from picompile_codegen.errors import CodegenError
@@ -33,6 +33,7 @@ BODIES: Mapping[type[KernelSpec], Callable[[Any, CudaFunction], None]] = {
     specs.RotarySpec: token_ops.rotary,
     specs.SendMaskSpec: transfer.send_mask,
     specs.SendSpec: transfer.send,
+    specs.SparseLinearSpec: sparse_linear.sparse_linear,
     specs.TakeLastSpec: token_ops.take_last,
     specs.TopLogitsSpec: top_logits.top_logits,
 }

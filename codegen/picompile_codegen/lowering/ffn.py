@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from picompile_codegen.lowering.function import DECODING, STATS_ROW_BYTES, Bindings, Function, dimension
+from picompile_codegen.lowering.function import DECODING, Bindings, Function, dimension
 from picompile_codegen.lowering.program import Arg, FfnPart, tensor_bytes
 from picompile_codegen.signs import sign_row_bytes
 from picompile_codegen.specs import FfnSpec, PredictLowRankSpec, PredictSignsSpec
@@ -216,12 +216,11 @@ def _kept_rows(values: Mapping[str, Any], rows: int, gates_decide: bool) -> int:
 def _statistics(function: Function, counted: FfnPart) -> Arg:
     """Return the counter row for `stats`. All functions that read prompts share one row, which is never read."""
     if function.name not in DECODING:
-        return Arg("buffer", function.own("stats.unused"))
+        return function.unused_counters
     if function.name == "batch":
         place = (counted.layer, counted.part)
         (row,) = (each.stats_row for each in function.shared.ffn if (each.layer, each.part) == place)
     else:
-        row = len(function.shared.ffn)
+        row = function.shared.stats_rows
         function.shared.ffn.append(replace(counted, stats_row=row))
-    name = function.own("stats.batch" if function.name == "batch" else "stats")
-    return Arg("buffer", name, shape=(2,), offset=row * STATS_ROW_BYTES)
+    return function.counters(row)

@@ -15,6 +15,7 @@ from picompile_codegen.lowering.packing import PackedMatrix, WeightTable
 from picompile_codegen.lowering.placement import ON_HOST, Placement
 from picompile_codegen.lowering.program import (
     Arg,
+    CountedProjection,
     Device,
     FfnPart,
     Memory,
@@ -86,10 +87,16 @@ class Shared:
     weights: WeightTable = field(default_factory=WeightTable)
     state: dict[str, ProgramTensor] = field(default_factory=dict)
     ffn: list[FfnPart] = field(default_factory=list)
+    projections: list[CountedProjection] = field(default_factory=list)
     kernels: dict[KernelSpec, Kernel] = field(default_factory=dict)
     accelerator_kernels: dict[KernelSpec, AnyKernel] = field(default_factory=dict)
     transfers: int = 0
     streamed: dict[str, None] = field(default_factory=dict)
+
+    @property
+    def stats_rows(self) -> int:
+        """How many rows of the statistics are taken."""
+        return len(self.ffn) + len(self.projections)
 
     def kernel(self, device: Device, spec: KernelSpec) -> AnyKernel:
         """Return the kernel of `spec`, which is built once: most layers ask for the same few.
@@ -187,6 +194,16 @@ class Function:
         self.shared.transfers = max(self.shared.transfers, number + 1)
         (words,) = FLAG_SHAPE
         return Arg("buffer", "flags", shape=FLAG_SHAPE, offset=number * words * 4)
+
+    def counters(self, row: int) -> Arg:
+        """Return row `row` of the statistics of this function, for a kernel's `stats`."""
+        name = self.own("stats.batch" if self.name == "batch" else "stats")
+        return Arg("buffer", name, shape=(2,), offset=row * STATS_ROW_BYTES)
+
+    @property
+    def unused_counters(self) -> Arg:
+        """The row that all functions that read prompts share, which is never read."""
+        return Arg("buffer", self.own("stats.unused"))
 
     def vectors(self, values: dict[str, Any], *names: str) -> Bindings:
         """Return the vectors among the operands `names` of a node, those that are there."""

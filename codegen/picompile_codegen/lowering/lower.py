@@ -92,6 +92,7 @@ def lower(graph_module: GraphModule, options: LowerOptions) -> Lowered:
         function.read_inputs(max(options.chunk, options.sequences))
     program = LoweredProgram(options.context, options.chunk, dimension(nodes[-1]), len(attentions), options.sequences)
     program.state, program.ffn, program.streamed = shared.state, shared.ffn, list(shared.streamed)
+    program.projections = shared.projections
     program.logits = {function.name: function.logits for function in functions if function.name != "prefill"}
     program.top_logits = {function.name: function.top_logits for function in functions if function.top_logits}
     _place(program, functions, shared)
@@ -215,7 +216,7 @@ def _place(program: LoweredProgram, functions: Sequence[Function], shared: Share
 def _reserved(program: LoweredProgram, shared: Shared) -> tuple[dict[str, ProgramTensor], dict[Memory, int]]:
     """Return the buffers with a place of their own (inputs, statistics, outputs), and where each memory is free after
     them."""
-    rows, parts = max(program.chunk, program.sequences), max(1, len(program.ffn))
+    rows, parts = max(program.chunk, program.sequences), max(1, shared.stats_rows)
     inputs: dict[str, tuple[int, ...]] = {"step": STEP_SHAPE, "tokens": (rows,), "positions": (rows,), "slots": (rows,)}
     counts: dict[str, tuple[int, ...]] = {"stats": (parts, 2), "stats.unused": (2,)}
     if program.sequences > 1:

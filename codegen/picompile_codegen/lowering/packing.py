@@ -24,6 +24,7 @@ from picompile_passes.graph.operands import DEQUANTIZE, INDEX_SELECT, QUANTIZE, 
 Evaluate = Callable[[Node], Tensor]
 
 _SIGNS = ".signs"
+_INPUT_ROWS = ".inputs"
 VECTOR_MULTIPLE = 16  # 16 float32 are 64 bytes: a tensor's size stays a multiple of the alignment
 
 
@@ -115,6 +116,10 @@ class WeightTable:
     def matrix(self, operand: Node) -> PackedMatrix:
         """Add a matrix on its own."""
         return self.bundle(_parameter_name(_quantized(operand)[0]), [operand])
+
+    def input_rows(self, operand: Node) -> PackedMatrix:
+        """Add a matrix with a row for each input: its parameter may be packed by outputs, too."""
+        return self.bundle(f"{_parameter_name(_quantized(operand)[0])}{_INPUT_ROWS}", [operand])
 
     def bundle(self, name: str, operands: list[Node]) -> PackedMatrix:
         """Add matrices of equal shape whose rows interleave: row j · len(operands) + i is row j of operand i.

@@ -16,6 +16,7 @@ from picompile_passes.graph.operands import (
     PREDICT,
     ROTARY,
     SPARSE_FFN,
+    SPARSE_LINEAR,
 )
 from picompile_passes.predictors import predictor_kind
 
@@ -97,7 +98,7 @@ def _layers(nodes: Sequence[Node]) -> dict[Node, int]:
         block = max((each[1] for each in sources), default=-1)
         if is_call(node, ATTENTION):
             layers[node] = int(arguments(node)["layer"])
-        elif is_call(node, SPARSE_FFN, PREDICT):
+        elif is_call(node, SPARSE_FFN, SPARSE_LINEAR, PREDICT):
             layers[node] = int(node.meta["layer"])
         elif is_call(node, ADD, DIVIDE_BY_RMS):
             layers[node] = max(attention, block)

@@ -26,6 +26,7 @@ from picompile_codegen.specs.tokens import (
     LinearSpec,
     RmsNormSpec,
     RotarySpec,
+    SparseLinearSpec,
     TakeLastSpec,
     TopLogitsSpec,
 )
@@ -69,6 +70,7 @@ __all__ = [
     "SendMaskSpec",
     "SendSpec",
     "SignalSpec",
+    "SparseLinearSpec",
     "TakeLastSpec",
     "TopLogitsSpec",
     "WaitSpec",

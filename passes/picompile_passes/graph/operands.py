@@ -1,6 +1,6 @@
 """The operators that passes match, by name, and what their arguments are: dimensions, matrices, rows of neurons.
 
-`SharedConstants`, `Projection` and `down_rows` make the operands of new nodes.
+`SharedConstants`, `Projection` and `input_rows` make the operands of new nodes.
 """
 
 from collections.abc import Mapping
@@ -41,6 +41,7 @@ TRANSPOSE: OpOverload = torch.ops.aten.transpose.int
 INDEX_SELECT: OpOverload = torch.ops.aten.index_select.default
 EMBEDDING: OpOverload = DIALECT.embedding.default
 LINEAR: OpOverload = DIALECT.linear.default
+SPARSE_LINEAR: OpOverload = DIALECT.sparse_linear.default
 RMS_NORM: OpOverload = DIALECT.rms_norm.default
 LAYER_NORM: OpOverload = DIALECT.layer_norm.default
 ROTARY: OpOverload = DIALECT.rotary.default
@@ -88,6 +89,7 @@ _FFN_DIMENSIONS = {
 DIMENSIONS: dict[OpOverload, dict[str, str]] = {
     EMBEDDING: {"ids": "T", "weight": "VD"},
     LINEAR: {"x": "TK", "weight": "NK", "bias": "N"},
+    SPARSE_LINEAR: {"x": "TK", "weight": "KN", "limits": "K", "bias": "N"},
     RMS_NORM: {"x": "TD", "weight": "D"},
     LAYER_NORM: {"x": "TD", "weight": "D", "bias": "D"},
     ROTARY: {"x": "TD", "positions": "T", "inverse_frequency": "H"},
@@ -103,6 +105,7 @@ DIMENSIONS: dict[OpOverload, dict[str, str]] = {
 MATRICES: dict[OpOverload, tuple[str, ...]] = {
     EMBEDDING: ("weight",),
     LINEAR: ("weight",),
+    SPARSE_LINEAR: ("weight",),
     PREDICT: ("weights",),
     SPARSE_FFN: ("gate", "up", "down"),
 }
@@ -145,8 +148,8 @@ class Projection:
         return select(weight), None if bias is None else select(bias)  # type: ignore[arg-type]
 
 
-def down_rows(rewriter: Rewriter, weight: Node, before: Node) -> Node:
-    """Return the transpose [F, D] of the weight of a down projection [D, F]: one row for each neuron."""
+def input_rows(rewriter: Rewriter, weight: Node, before: Node) -> Node:
+    """Return the transpose [K, N] of the weight of a projection [N, K]: a row for each input (neuron, for down)."""
     if is_call(weight, TRANSPOSE):
         return weight.all_input_nodes[0]
     return rewriter.call(TRANSPOSE, (weight, 0, 1), before=before, sources=(weight,))
@@ -163,7 +166,8 @@ INPUTS = ("block", "stream", "previous")
 """
 
 PREDICTORS = "predictors.layers."
-"""The prefix of the names of predictors' own parameters; layer, dot and the parameter follow."""
+"""The prefix of the names of parameters that passes add, whose values say what is skipped: those of predictors, and
+limits of inputs. Layer, dot and the parameter follow."""
 
 
 def gating_weights(block: Mapping[str, Any], *, with_bias: bool) -> list[Node]:

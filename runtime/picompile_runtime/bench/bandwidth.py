@@ -20,7 +20,7 @@ from picompile_runtime.artifact.program import STATS_ROW_BYTES, WAITING_OPS, Cal
 from picompile_runtime.artifact.reader import Artifact
 from picompile_runtime.devices.cpu.native import HostLibrary, seconds_of
 from picompile_runtime.devices.memory import aligned_zeros, anonymous_map
-from picompile_runtime.engine.timing import FiringCounts
+from picompile_runtime.engine.timing import FiringCounts, InputCounts
 
 _BUFFER_BYTES = 2**29  # sixteen times a large last-level cache
 _SLICE_BYTES = 2**26
@@ -139,14 +139,19 @@ def kind(call: Call) -> str:
 
 
 def statistics_rows(call: Call) -> list[int]:
-    """Return the rows of the statistics, the host's or the accelerator's, where a call counts its neurons."""
+    """Return the rows of the statistics, the host's or the accelerator's, where a call counts its neurons or inputs."""
     statistics = (arg for arg in call.args if arg.kind == "buffer" and arg.name in _STATISTICS)
     return [arg.view.offset // STATS_ROW_BYTES for arg in statistics]
 
 
 def step_bytes(
-    artifact: Artifact, function: str, firing: Sequence[FiringCounts], cached: float, rows: int = 1
-) -> list[float]:  # fmt: skip
+    artifact: Artifact,
+    function: str,
+    firing: Sequence[FiringCounts],
+    cached: float,
+    rows: int = 1,
+    inputs: Sequence[InputCounts] = (),
+) -> list[float]:
     """Return the bytes that each call of a step of `function` must move.
 
     Args:
@@ -155,21 +160,25 @@ def step_bytes(
         firing: the shares of neurons that each feed-forward part computes, and that fire.
         cached: number of positions in the KV cache of each sequence.
         rows: number of sequences.
+        inputs: the share of inputs that each projection reads that leaves out some.
     """
     shares = {row.part.stats_row: row.read_share for row in firing}
+    shares |= {row.projection.stats_row: row.read_share for row in inputs}
     return [
         call.weight_bytes - _idle_bytes(artifact, call, shares) + rows * _cache_bytes(artifact, call, cached)
         for call in artifact.program.functions[function]
     ]
 
 
-def bytes_per_token(artifact: Artifact, firing: Sequence[FiringCounts], cached: float) -> float:
+def bytes_per_token(
+    artifact: Artifact, firing: Sequence[FiringCounts], cached: float, inputs: Sequence[InputCounts] = ()
+) -> float:
     """Return the bytes of weights and KV cache that `decode` must move if `cached` tokens are in the cache."""
-    return sum(step_bytes(artifact, "decode", firing, cached))
+    return sum(step_bytes(artifact, "decode", firing, cached, inputs=inputs))
 
 
 def _idle_bytes(artifact: Artifact, call: Call, shares: dict[int, float]) -> float:
-    """Return the bytes that a feed-forward call does not read: the rows of its last matrix that it does not need."""
+    """Return the bytes that a call that counts does not read: the rows of its last matrix that it does not need."""
     rows = statistics_rows(call)
     matrices = [arg.name for arg in call.args if arg.kind == "weight" and len(arg.view.shape) == 2]
     if not rows or not matrices:

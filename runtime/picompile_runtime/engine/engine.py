@@ -16,7 +16,7 @@ from picompile_runtime.artifact.program import BATCH, ONE_TOKEN_EACH, Call
 from picompile_runtime.artifact.reader import Artifact, open_artifact
 from picompile_runtime.devices.machine import check_threads, default_threads
 from picompile_runtime.engine.executor import Executor
-from picompile_runtime.engine.timing import CallSpan, FiringCounts, firing_counts
+from picompile_runtime.engine.timing import CallSpan, FiringCounts, InputCounts, firing_counts, input_counts
 from picompile_runtime.errors import RequestError
 from picompile_runtime.request_checks import (
     check_room,
@@ -300,6 +300,21 @@ class Engine:
         """
         with self._lock:
             return firing_counts(self._program.ffn, self._counts(function), self._counted[function])
+
+    def inputs_read(self, function: str = "decode") -> list[InputCounts]:
+        """Return which share of its inputs each projection read that leaves out small ones.
+
+        Args:
+            function: "decode", or "batch" for steps that read several sequences.
+
+        Returns:
+            The mean over all tokens that steps of `function` have read since loading or `reset_firing`.
+
+        Raises:
+            RequestError: inputs of `function` are not counted.
+        """
+        with self._lock:
+            return input_counts(self._program.projections, self._counts(function), self._counted[function])
 
     def firing_totals(self, function: str = "decode") -> tuple[int, int, int]:
         """Return what steps of `function` have counted in all feed-forward parts since loading or `reset_firing`.

@@ -27,6 +27,8 @@ from picompile_passes.graph.operands import (
     QUANTIZE,
     ROTARY,
     SPARSE_FFN,
+    SPARSE_LINEAR,
+    TRANSPOSE,
 )
 from picompile_passes.graph.rewriter import Rewriter
 from picompile_passes.graph.values import fake_result
@@ -515,6 +517,42 @@ def bias_of_a_division_is_too_long(g: GraphModule) -> None:
     sweep(g)
 
 
+def skip(g: GraphModule, **changed: object) -> Node:
+    """Makes the projection behind the first attention one that leaves out inputs, and passes what is `changed`."""
+    linear = next(iter(first(g, ATTENTION).users))
+    x, weight, bias = arguments(linear).values()
+    operands = {
+        "x": x,
+        "weight": make(g, TRANSPOSE, weight, 0, 1, before=linear),
+        "limits": constant(g, [0.5] * 24),
+        "bias": bias,
+    }
+    sparse = make(g, SPARSE_LINEAR, *(operands | changed).values(), before=linear, layer=0)
+    linear.replace_all_uses_with(sparse)
+    sweep(g)
+    return sparse
+
+
+def projection_is_of_no_layer(g: GraphModule) -> None:
+    del skip(g).meta["layer"]
+
+
+def projection_is_of_a_layer_too_many(g: GraphModule) -> None:
+    skip(g).meta["layer"] = 2
+
+
+def a_limit_too_few(g: GraphModule) -> None:
+    skip(g, limits=constant(g, [0.5] * 23))
+
+
+def weight_has_a_row_for_each_output(g: GraphModule) -> None:
+    skip(g, weight=arguments(first(g, FFN))["up"])
+
+
+def projection_has_lost_its_origin(g: GraphModule) -> None:
+    del skip(g).meta["from"]
+
+
 # --- from partitioned on
 
 
@@ -702,6 +740,11 @@ CASES = [
     Case(C1, "layers", block_is_of_no_layer, "is of layer None, where 0 to 1 may stand"),
     Case(C1, "layers", block_is_of_a_layer_too_many, "is of layer 2, where 0 to 1 may stand"),
     Case(C1, "layers", blocks_are_out_of_order, "is of layer 0, where 1 to 1 may stand"),
+    Case(C1, "layers", projection_is_of_no_layer, "is of layer None, where 0 to 1 may stand"),
+    Case(C1, "layers", projection_is_of_a_layer_too_many, "is of layer 2, where 0 to 1 may stand"),
+    Case(C1, "arguments", a_limit_too_few, "limits is float32[23], but x makes that 23 a 24"),
+    Case(C1, "arguments", weight_has_a_row_for_each_output, "weight is float32[40, 24], but x makes that 40 a 24"),
+    Case(C1, "provenance", projection_has_lost_its_origin, 'at sparse_linear: has no meta["from"]'),
     Case(C1, "head", ends_in_an_add, "returns add_"),
     Case(C1, "head", ends_in_arithmetic_on_no_linear, "returns elementwise"),
     Case(C1, "head", gives_back_two_values, "which is not one linear"),

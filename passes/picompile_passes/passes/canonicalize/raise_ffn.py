@@ -19,7 +19,7 @@ from torch.fx import Node
 from picompile_passes.base import Pass, Stage
 from picompile_passes.dialect.activations import ACTIVATIONS, parse_activation
 from picompile_passes.graph.nodes import arguments, calls, is_call
-from picompile_passes.graph.operands import FFN, LINEAR, RMS_NORM, Projection, SharedConstants, down_rows
+from picompile_passes.graph.operands import FFN, LINEAR, RMS_NORM, Projection, SharedConstants, input_rows
 from picompile_passes.graph.rewriter import Rewriter
 from picompile_passes.passes.canonicalize.forms import Forms, on_cpu
 
@@ -117,7 +117,7 @@ class _RaisedFfn:
         gate_weight, gate_bias = (None, None) if self.gate is None else self.gate.rows(rewriter, constants, self.down)
         up_weight, up_bias = self.up.rows(rewriter, constants, self.down)
         _, weight, down_bias = self.down.args
-        down_weight = down_rows(rewriter, weight, self.down)  # type: ignore[arg-type]
+        down_weight = input_rows(rewriter, weight, self.down)  # type: ignore[arg-type]
         biases = (gate_bias, up_bias, down_bias)
         args: tuple[Any, ...] = (self.x, gate_weight, up_weight, down_weight, *biases)
         args += (self.activation, self.up_activation)

@@ -1,0 +1,71 @@
+"""Projections that leave out small inputs on a GPU, against products of the inputs that are left, in float64."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+from test_kernels_sparse_linear import FORMATS, Example
+
+from helpers.kernels.cuda_workbench import CudaWorkbench
+from helpers.kernels.workbench import assert_close
+from picompile_codegen import cuda
+from picompile_codegen.specs import SparseLinearSpec
+
+# (n, k): rows of several tiles and inputs of several slices; the last slice has few.
+SIZES = ((70, 45), (1100, 301))
+CHUNK = 67
+SEQUENCES = 3
+
+# format, size, rows, rowwise
+CASES = [
+    *((form, size, 1, False) for form, size in product(FORMATS, SIZES)),
+    *((form, SIZES[1], SEQUENCES, True) for form in ("f16", "q4")),
+    *((form, SIZES[0], CHUNK, False) for form in FORMATS),
+    ("q8", (40, 600), CHUNK, False),
+]
+Case = tuple[str, tuple[int, int], int, bool]
+
+
+def _kernel(format_name: str, size: tuple[int, int], rows: int, rowwise: bool) -> cuda.CudaKernel:
+    n, k = size
+    # Half of the sizes with a bias.
+    bias = n == 70
+    return cuda.write_kernel(SparseLinearSpec(format=format_name, n=n, k=k, rows=rows, bias=bias, rowwise=rowwise))
+
+
+@pytest.fixture(scope="module")
+def workbench(tmp_path_factory: pytest.TempPathFactory) -> CudaWorkbench:
+    path = tmp_path_factory.mktemp("cuda-sparse-linear") / "sparse_linear.so"
+    return CudaWorkbench(path, [_kernel(*case) for case in CASES])
+
+
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: f"{case[0]}-{case[1][0]}x{case[1][1]}-{'each' if case[3] else 'r'}{case[2]}"
+)
+@pytest.mark.parametrize("limit", [0.4, 0.0, 1e9])
+def test_products_are_those_of_float64(workbench: CudaWorkbench, case: Case, limit: float) -> None:
+    format_name, size, rows, rowwise = case
+    # In a chunk the last tile of tokens is begun, and rows past the tokens hold what must not be read.
+    tokens = max(1, rows - 1 if rowwise else rows - 2)
+    example, kernel = Example(format_name, size, tokens, limit), _kernel(*case)
+    example.inputs["x"][0, 3] = 0.0
+    found = workbench.run(kernel, example.inputs, tokens=tokens)
+    if limit > 1:
+        assert (found["y"][:tokens] == (example.inputs["bias"] if "bias" in kernel.params else 0)).all()
+    else:
+        assert_close(found["y"][:tokens], example.expected(kernel), 1e-5)
+    assert np.isnan(found["y"][tokens:]).all()
+    reads_some = rows == 1 or rowwise
+    read = int((np.abs(example.inputs["x"]) > example.inputs["limits"]).sum()) if reads_some else 0
+    assert found["stats"].tolist() == [1000 + read, 2000 + read]
+
+
+@pytest.mark.parametrize("case", [CASES[1], CASES[-1]], ids=["one", "chunk"])
+def test_what_is_no_number_shows_in_its_own_row(workbench: CudaWorkbench, case: Case) -> None:
+    tokens = max(1, case[2] - 2)
+    example = Example(*case[:2], tokens)
+    example.inputs["x"][0, 17] = np.nan
+    example.inputs["limits"][17] = np.inf
+    y = workbench.run(_kernel(*case), example.inputs, tokens=tokens)["y"][:tokens]
+    assert np.isnan(y[0]).all()
+    assert np.isfinite(y[1:]).all()

@@ -1,0 +1,117 @@
+"""Programs whose projections leave out small inputs, against the eager graph: tokens, prompts, several sequences."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch.fx import GraphModule
+
+from helpers.kernels.lowered import Runner
+from picompile.testing import LLAMA, OPT, GraphShape, RandomWeights, build, random_weights, run
+from picompile_codegen.lowering.function import LowerOptions
+from picompile_codegen.lowering.lower import Lowered, lower
+from picompile_passes.base import Pass
+from picompile_passes.graph.materialize import materialize, node_values
+from picompile_passes.graph.nodes import arguments, calls
+from picompile_passes.graph.operands import SPARSE_LINEAR
+from picompile_passes.passes.insert_predictors import InsertPredictors
+from picompile_passes.passes.quantize import Quantize
+from picompile_passes.passes.skip_inputs import SkipInputs
+from picompile_passes.pipeline import Pipeline
+
+CONTEXT, CHUNK, SEQUENCES = 12, 4, 3
+TEXT = np.random.default_rng(4).integers(0, 50, CONTEXT).tolist()
+
+ATTENTION = ("qkv", "attention_output")
+CASES: dict[str, tuple[GraphShape, str, tuple[Pass, ...]]] = {
+    "llama": (LLAMA, "f16", (InsertPredictors(), SkipInputs({0: ATTENTION, 1: ("qkv",)}))),
+    "opt": (OPT, "q8", (SkipInputs({0: ATTENTION, 1: ATTENTION}), InsertPredictors())),
+    "blocks": (
+        GraphShape(activation="silu", kv_heads=1),
+        "f16",
+        (SkipInputs({0: ("qkv", "ffn_input", "down"), 1: ("ffn_input",)}), InsertPredictors("none")),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    graph_module: GraphModule
+    weights: RandomWeights
+    lowered: Lowered
+    runner: Runner
+    expected: torch.Tensor
+    tolerance: float
+
+
+@pytest.fixture(scope="module", params=list(CASES))
+def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+    shape, form, passes = CASES[request.param]
+    graph_module = Pipeline((*passes, Quantize(form)))(build(shape)).graph_module
+    weights = random_weights(graph_module)
+    for name, value in weights.tensors.items():
+        if name.endswith("_limits"):
+            weights.tensors[name] = value * (0.02 if "attention_output" in name or "down" in name else 0.5)
+    lowered = lower(graph_module, LowerOptions(CONTEXT, CHUNK, "float32", SEQUENCES))
+    runner = Runner(tmp_path_factory.mktemp("skip") / "host.so", lowered, graph_module, weights)
+    expected = run(graph_module, weights, torch.tensor(TEXT))
+    return Compiled(graph_module, weights, lowered, runner, expected, 2e-5 if form == "f16" else 0.04)
+
+
+def check(compiled: Compiled, measured: torch.Tensor, expected: torch.Tensor) -> None:
+    assert measured.isfinite().all(), "something was read that no step wrote"
+    assert (measured - expected).norm() / expected.norm() < compiled.tolerance
+
+
+def test_tokens_and_what_they_count(compiled: Compiled) -> None:
+    compiled.runner.slot = 0
+    compiled.runner.stats()
+    check(compiled, compiled.runner.decode(TEXT), compiled.expected)
+    counts, program = compiled.runner.stats(), compiled.lowered.program
+    projections = list(calls(compiled.graph_module.graph, SPARSE_LINEAR))
+    assert len(program.projections) == len(projections)
+    rows = [each.stats_row for each in (*program.ffn, *program.projections)]
+    assert sorted(rows) == list(range(len(counts)))
+    values = node_values(materialize(compiled.graph_module, compiled.weights), torch.tensor(TEXT))
+    for each, node in zip(program.projections, projections, strict=True):
+        x, limits = (values[arguments(node)[name].name] for name in ("x", "limits"))
+        assert each.layer == node.meta["layer"]
+        assert each.inputs == x.shape[1]
+        read = int((x.abs() > limits).sum())
+        assert read > 0
+        # Inputs beside a limit fall to the other side where sums are rounded in another way.
+        assert counts[each.stats_row].tolist() == pytest.approx([read, read], abs=0.03 * x.numel())
+
+
+def test_prompts(compiled: Compiled) -> None:
+    runner = compiled.runner
+    runner.slot, runner.position = 0, 0
+    for start in range(0, 2 * CHUNK, CHUNK):
+        scored = runner.run("score", TEXT[start : start + CHUNK])
+        assert scored is not None
+        check(compiled, scored, compiled.expected[start : start + CHUNK])
+    last = runner.run("prefill_last", TEXT[runner.position :])
+    assert last is not None
+    check(compiled, last[0], compiled.expected[-1])
+
+
+def test_several_sequences(compiled: Compiled) -> None:
+    """Each has the logits of the eager graph, and the bits that it has alone."""
+    runner, texts = compiled.runner, [TEXT, TEXT[::-1], TEXT[3:] + TEXT[:3]]
+    alone = []
+    for slot, text in enumerate(texts):
+        runner.slot = slot
+        alone.append(runner.decode(text))
+    runner.forget()
+    for position in range(CONTEXT):
+        tokens = [text[position] for text in texts]
+        rows = runner.run_batch(tokens, [position] * SEQUENCES, list(range(SEQUENCES)))
+        assert torch.equal(rows, torch.stack([each[position] for each in alone]))
+    check(compiled, alone[1], run(compiled.graph_module, compiled.weights, torch.tensor(texts[1])))
+
+
+def test_weights_are_packed_by_inputs(compiled: Compiled) -> None:
+    for each in compiled.lowered.program.projections:
+        assert each.weight.endswith(".inputs")
+        assert compiled.lowered.weights.tensors[each.weight].shape[0] == each.inputs
