@@ -167,9 +167,10 @@ def compute_slice(
     of, waiting = slices.per_token, _Waiting.declare(arguments, 1)
     count = arguments.spec.neurons if listed is None else listed.count
     start, stop = bind(count * number // of), bind(count * (number + 1) // of)
-    distance = -(-arguments.bundle.rows_ahead // arguments.spec.bundle_parts)
+    rows_for_sure = _rows_for_sure(arguments, listed)
+    distance = -(-arguments.bundle.rows_ahead // max(rows_for_sure, 1))
     with loop(start, minimum(start + distance, stop)) as position:
-        for row in arguments.bundle_rows(_neuron(listed, position))[: _rows_for_sure(arguments, listed)]:
+        for row in arguments.bundle_rows(_neuron(listed, position))[:rows_for_sure]:
             arguments.bundle.fetch_row(row)
     parts = bind((stop - start + (_NEURONS_TOGETHER - 1)) // _NEURONS_TOGETHER)
     with loop(0, parts) as part:
