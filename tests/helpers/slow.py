@@ -62,6 +62,28 @@ SLOW: tuple[SlowTests, ...] = (
         ),
     ),
     SlowTests(
+        "projections that leave out inputs in every format, size and model: one way through each kernel is fast",
+        (
+            "codegen/cpu/test_kernels_sparse_linear.py::",
+            "codegen/cuda/test_cuda_sparse_linear.py::",
+            "codegen/lowering/test_lower_skip_inputs.py::",
+            "passes/test_skip_inputs.py::test_models_of_transformers[",
+        ),
+        (
+            *(f"codegen/cpu/test_kernels_sparse_linear.py::test_sparse_linear[{n}-(72, 96)-q4]" for n in (None, 13)),
+            "codegen/cpu/test_kernels_sparse_linear.py::test_sparse_linear[None-(331, 203)-f16]",
+            "codegen/cpu/test_kernels_sparse_linear.py::test_each_row_has_the_bits_that_it_has_alone[(72, 96)-f16]",
+            "codegen/cpu/test_kernels_sparse_linear.py::test_limits_that_leave_out_nothing_or_all[inf-f16-1]",
+            "codegen/cpu/test_kernels_sparse_linear.py::test_what_is_no_number_shows_in_its_own_row[1-f16]",
+            "codegen/cuda/test_cuda_sparse_linear.py::test_products_are_those_of_float64[0.4-q4-1100x301-each3]",
+            "codegen/cuda/test_cuda_sparse_linear.py::test_products_are_those_of_float64[0.4-f16-70x45-r67]",
+            *(
+                f"codegen/lowering/test_lower_skip_inputs.py::test_{name}[blocks]"
+                for name in ("tokens_and_what_they_count", "prompts", "several_sequences")
+            ),
+        ),
+    ),
+    SlowTests(
         "random damage, kills and full disks: single cases of each stand in the tests of what is attacked",
         (
             "attack/test_api.py::",

@@ -4,10 +4,13 @@ import math
 
 import pytest
 import torch
-from hypothesis import example, given
+import transformers
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from helpers.families import VARIANTS
 from helpers.graphs import PROFILE
+from picompile.frontend import capture_config
 from picompile.testing import (
     LLAMA,
     OPT,
@@ -36,6 +39,7 @@ from picompile_passes.graph.operands import (
     SPARSE_LINEAR,
     TRANSPOSE,
 )
+from picompile_passes.passes.canonicalize import canonicalize
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.quantize import Quantize
 from picompile_passes.passes.skip_inputs import SITES, SkipInputs
@@ -96,7 +100,7 @@ def test_the_operator_keeps_the_contract_of_custom_operators():
 # --- the pass
 
 
-@PROFILE
+@settings(PROFILE, max_examples=PROFILE.max_examples // 2)
 @example(shape=OPT, seed=0, predicts=True)
 @example(shape=LLAMA, seed=0, predicts=False)
 @given(shape=shapes(), seed=st.integers(0, 100), predicts=st.booleans())
@@ -166,7 +170,7 @@ def test_quantize_packs_rows_of_inputs():
         everywhere(before)(Quantize("q8")(before).graph_module)
 
 
-@PROFILE
+@settings(PROFILE, max_examples=PROFILE.max_examples // 4)
 @example(shape=GraphShape(activation="fatrelu(0.02)", up_activation="relu"), seed=0, names=("ffn_input",))
 @example(shape=GraphShape(activation="silu"), seed=0, names=("ffn_input", "down"))
 @example(shape=OPT, seed=0, names=("ffn_input", "down"))
@@ -211,6 +215,23 @@ def test_limits_need_values():
         PassOptionError, match=r"hold no predictors.layers.0.qkv_limits: a projection with limits needs"
     ):
         run(after, weights, torch.arange(3))
+
+
+@pytest.mark.parametrize("name", ["falcon-40b", "falcon-serial", "persimmon", "qwen2", "nanochat", "bitnet"])
+def test_models_of_transformers(name):
+    """Projections that a model has fused, biases, norms of heads, and a norm behind attention."""
+    variant = VARIANTS[name]
+    config = getattr(transformers, variant.model_class).config_class(**variant.config).to_dict()
+    captured = capture_config(config | {"architectures": [variant.model_class]} | dict(variant.rename))
+    before = canonicalize(captured)
+    after = everywhere(before)(before).graph_module
+    verify(after, Stage.CANONICAL)
+    assert len(projections(after)) == 8
+    weights = random_weights(after)
+    assert_equivalent(before, after, weights=with_limits(weights, 0.0))
+    # Fused projections are rows of one parameter, selected before they are transposed.
+    quantized = Quantize("q8")(InsertPredictors()(after).graph_module).graph_module
+    verify(quantized, Stage.QUANTIZED)
 
 
 def attending(write_key):

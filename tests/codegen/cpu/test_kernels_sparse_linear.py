@@ -98,7 +98,7 @@ def test_same_bits_for_any_number_of_threads(workbench: Workbench, format_name: 
     assert len(set(results)) == 1
 
 
-@pytest.mark.parametrize(("format_name", "rows"), itertools.product(("f16", "q4"), (1, CHUNK)))
+@pytest.mark.parametrize(("format_name", "rows"), list(itertools.product(("f16", "q4"), (1, CHUNK))))
 @pytest.mark.parametrize("limit", [-1.0, 0.0, np.inf])
 def test_limits_that_leave_out_nothing_or_all(workbench: Workbench, format_name: str, rows: int, limit: float) -> None:
     kernel, example = sparse_linear(format_name, SHAPES[-1], rows), Example(format_name, SHAPES[-1], rows)

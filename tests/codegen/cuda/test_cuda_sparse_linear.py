@@ -1,13 +1,14 @@
 """Projections that leave out small inputs on a GPU, against products of the inputs that are left, in float64."""
 
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
 from test_kernels_sparse_linear import FORMATS, Example
 
 from helpers.kernels.cuda_workbench import CudaWorkbench
-from helpers.kernels.workbench import assert_close
+from helpers.kernels.workbench import Array, Inputs, assert_close
 from picompile_codegen import cuda
 from picompile_codegen.specs import SparseLinearSpec
 
@@ -33,17 +34,28 @@ def _kernel(format_name: str, size: tuple[int, int], rows: int, rowwise: bool) -
     return cuda.write_kernel(SparseLinearSpec(format=format_name, n=n, k=k, rows=rows, bias=bias, rowwise=rowwise))
 
 
+class Workbenches:
+    """A workbench for each kernel, made when it is first asked for: most cases are slow tests."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._made = folder, dict[str, CudaWorkbench]()
+
+    def run(self, kernel: cuda.CudaKernel, inputs: Inputs, tokens: int) -> dict[str, Array]:
+        if kernel.name not in self._made:
+            self._made[kernel.name] = CudaWorkbench(self._folder / f"{kernel.name}.so", [kernel])
+        return self._made[kernel.name].run(kernel, inputs, tokens=tokens)
+
+
 @pytest.fixture(scope="module")
-def workbench(tmp_path_factory: pytest.TempPathFactory) -> CudaWorkbench:
-    path = tmp_path_factory.mktemp("cuda-sparse-linear") / "sparse_linear.so"
-    return CudaWorkbench(path, [_kernel(*case) for case in CASES])
+def workbench(tmp_path_factory: pytest.TempPathFactory) -> Workbenches:
+    return Workbenches(tmp_path_factory.mktemp("cuda-sparse-linear"))
 
 
 @pytest.mark.parametrize(
     "case", CASES, ids=lambda case: f"{case[0]}-{case[1][0]}x{case[1][1]}-{'each' if case[3] else 'r'}{case[2]}"
 )
 @pytest.mark.parametrize("limit", [0.4, 0.0, 1e9])
-def test_products_are_those_of_float64(workbench: CudaWorkbench, case: Case, limit: float) -> None:
+def test_products_are_those_of_float64(workbench: Workbenches, case: Case, limit: float) -> None:
     format_name, size, rows, rowwise = case
     # In a chunk the last tile of tokens is begun, and rows past the tokens hold what must not be read.
     tokens = max(1, rows - 1 if rowwise else rows - 2)
@@ -61,7 +73,7 @@ def test_products_are_those_of_float64(workbench: CudaWorkbench, case: Case, lim
 
 
 @pytest.mark.parametrize("case", [CASES[1], CASES[-1]], ids=["one", "chunk"])
-def test_what_is_no_number_shows_in_its_own_row(workbench: CudaWorkbench, case: Case) -> None:
+def test_what_is_no_number_shows_in_its_own_row(workbench: Workbenches, case: Case) -> None:
     tokens = max(1, case[2] - 2)
     example = Example(*case[:2], tokens)
     example.inputs["x"][0, 17] = np.nan

@@ -30,7 +30,7 @@ CASES: dict[str, tuple[GraphShape, str, tuple[Pass, ...]]] = {
     "blocks": (
         GraphShape(activation="silu", kv_heads=1),
         "f16",
-        (SkipInputs({0: ("qkv", "ffn_input", "down"), 1: ("ffn_input",)}), InsertPredictors("none")),
+        (SkipInputs({0: (*ATTENTION, "ffn_input", "down"), 1: ("ffn_input",)}), InsertPredictors("none")),
     ),
 }
 
