@@ -176,6 +176,8 @@ class CompileOptions:
 
     def _require_skipping(self) -> None:
         """Raise `UsageError` for options of skipping that make no sense, or that another one forbids."""
+        if self.skip_tokens < 2:
+            raise UsageError(f"skipping is measured on at least 2 tokens, not {self.skip_tokens}")
         if self.skip is None:
             if self.skip_at:
                 raise UsageError("places to skip at given, but not how much skipping may cost; give skip")
