@@ -1,4 +1,4 @@
-"""What both models read: Python's standard library, and text that the original writes itself. Parts are held out."""
+"""The text that both models read: Python's standard library, and what the original writes itself; parts held out."""
 
 from __future__ import annotations
 

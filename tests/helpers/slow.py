@@ -53,7 +53,7 @@ SLOW: tuple[SlowTests, ...] = (
         ("runtime/serving/http/test_page.py::test_a_chat_with_the_real_server",),
     ),
     SlowTests(
-        "trainings that are stopped, or whose model is compiled: single steps and the files of a whole training are fast",
+        "trainings that are stopped, or whose model is compiled: single steps and one whole training are fast",
         (
             "examples/test_relufication.py::test_a_resumed_training",
             "examples/test_relufication.py::test_firing_is_what_a_profile_counts[drelu]",
