@@ -41,9 +41,9 @@ def main(
     seed: Annotated[int, typer.Option(help="Of the order of the text, and of the model's own.", min=0)] = 0,
     threads: Annotated[int, typer.Option(help="CPU threads.", min=1)] = 2,
     solve_tokens: Annotated[int, typer.Option(help="Read for the least squares; 0 for none.", min=0)] = 32_768,
-    blocks: Annotated[float, typer.Option(help="Share of the training block by block.", min=0, max=1)] = 0.2,
+    blocks: Annotated[float, typer.Option(help="Share of the training block by block.", min=0, max=1)] = 0.1,
     l1: Annotated[float, typer.Option(help="Penalty on what neurons add, for sparsity.", min=0)] = 0.0,
-    block_learning_rate: Annotated[float, typer.Option(help="At its peak, block by block.")] = 1e-3,
+    block_learning_rate: Annotated[float, typer.Option(help="At its peak, block by block.")] = 3e-4,
     learning_rate: Annotated[float, typer.Option(help="At its peak, of the whole model.")] = 3e-4,
     window: Annotated[int, typer.Option(help="Tokens in a row of text.", min=2)] = 256,
     rows: Annotated[int, typer.Option(help="Rows in one update.", min=1)] = 2,
@@ -77,7 +77,7 @@ def main(
         with atomic_file(work / MEASUREMENTS) as file:
             file.write(json_bytes(_measurements(facts, pair, state)))
 
-    inputs = json.dumps([fingerprint(model), activation, vars(options), rows])
+    inputs = json.dumps([fingerprint(model), activation, vars(options), rows, solve_tokens])
     trainer = Trainer(pair, texts, recipe, work, inputs, note)
     stopped = trainer.run()
     if stopped is not None:

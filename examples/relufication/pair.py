@@ -81,6 +81,12 @@ def feed_forward_blocks(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if all(hasattr(module, name) for name in _PROJECTIONS)]
 
 
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers that have a feed-forward block with a gate, in order."""
+    blocks = {id(block) for block in feed_forward_blocks(model)}
+    return [module for module in model.modules() if any(id(child) in blocks for child in module.children())]
+
+
 def _build(config: Mapping[str, Any], weights: Mapping[str, Tensor], train: bool) -> nn.Module:
     """Build a model of transformers. Those weights that are trained are copies of its own."""
     family = find_family(config)
