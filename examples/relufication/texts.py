@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from relu_lm.training import say
 from torch import Tensor
 
 from picompile.errors import UsageError
@@ -131,6 +134,21 @@ def _own(model: Path, tokenizer: Tokenizer, options: TextOptions, library: Tenso
         else:
             starts = [row[:8].tolist() for row in library]
         starts = [start[: options.window // 2] for start in starts]
-        windows = own_windows(model, options.own, options.window, starts, options.seed, NoProgress())
+        say(f"the original writes {options.own:,} tokens")
+        with _threads_of_torch():
+            windows = own_windows(model, options.own, options.window, starts, options.seed, NoProgress())
     write_tensors(path, {"own": windows}, named)
     return windows
+
+
+@contextmanager
+def _threads_of_torch() -> Iterator[None]:
+    """Have compiled models run on as many threads as torch does, whatever the machine has."""
+    before = os.environ.get("PICOMPILE_THREADS")
+    os.environ["PICOMPILE_THREADS"] = str(torch.get_num_threads())
+    try:
+        yield
+    finally:
+        del os.environ["PICOMPILE_THREADS"]
+        if before is not None:
+            os.environ["PICOMPILE_THREADS"] = before

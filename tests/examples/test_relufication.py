@@ -21,10 +21,10 @@ EXAMPLES = ROOT / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import relufy  # noqa: E402
-from relufication import training  # noqa: E402
+from relufication import texts, training  # noqa: E402
 from relufication.measure import count_firings, measure  # noqa: E402
 from relufication.pair import decoder_layers, feed_forward_blocks, open_pair  # noqa: E402
-from relufication.solving import solve_down  # noqa: E402
+from relufication.solving import check_added, solve_down  # noqa: E402
 from relufication.texts import OWN_EVERY, Texts  # noqa: E402
 from relufication.training import Recipe, contributions, learn_blocks  # noqa: E402
 
@@ -269,8 +269,8 @@ def test_the_penalty_is_not_lessened_by_scaling() -> None:
 
 def test_text_is_read_once_before_it_is_read_again() -> None:
     library, own = (torch.arange(start, start + 14)[:, None] for start in (0, 100))
-    texts = Texts(library, own, {}, seed=3)
-    rows = torch.cat([texts.batch(step, 2) for step in range(56)]).flatten().tolist()
+    both = Texts(library, own, {}, seed=3)
+    rows = torch.cat([both.batch(step, 2) for step in range(56)]).flatten().tolist()
     assert [row >= 100 for row in rows[:16]] == 2 * ([False] * (OWN_EVERY - 1) + [True])
     read = [row for row in rows if row < 100]
     assert sorted(read[:14]) == sorted(read[14:28]) == list(range(14)) and read[:14] != read[14:28]
@@ -307,6 +307,17 @@ def test_a_model_without_a_gate_is_refused(tmp_path: Path) -> None:
         open_pair(tmp_path, "relu")
 
 
+def test_blocks_whose_output_is_normed_cannot_learn_alone(tmp_path: Path) -> None:
+    from transformers import Olmo2Config, Olmo2ForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    save_tiny_llama(tmp_path)
+    Olmo2ForCausalLM(Olmo2Config(vocab_size=300, hidden_act="silu", **sizes)).save_pretrained(tmp_path)
+    pair = open_pair(tmp_path, "relu")
+    with pytest.raises(UnsupportedModelError, match=r"Olmo2ForCausalLM.* give --solve-tokens 0 --blocks 0"):
+        check_added(pair, torch.arange(WINDOW)[None])
+
+
 def test_options_that_make_no_sense(swiglu: Path, tmp_path: Path) -> None:
     for options, message in (
         ({"activation": "gelu"}, "unknown activation 'gelu'"),
@@ -318,13 +329,19 @@ def test_options_that_make_no_sense(swiglu: Path, tmp_path: Path) -> None:
             train(swiglu, tmp_path / "copy", **options)
 
 
-def test_text_of_the_models_own(swiglu: Path, tmp_path: Path) -> None:
+def test_text_of_the_models_own(swiglu: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str | None] = []
+    own_windows = texts.own_windows
+    monkeypatch.setattr(
+        texts, "own_windows", lambda *given: (asked.append(os.environ.get("PICOMPILE_THREADS")), own_windows(*given))[1]
+    )
     found = train(swiglu, tmp_path / "copy", own_tokens=1024)
     assert found["records"][0]["text"]["own"]["tokens"] >= 3 * WINDOW
     own = tmp_path / "copy-work" / "own.safetensors"
     before = own.stat().st_mtime_ns
     train(swiglu, tmp_path / "copy", own_tokens=1024)
     assert own.stat().st_mtime_ns == before
+    assert asked == ["1"] and "PICOMPILE_THREADS" not in os.environ
 
 
 def test_the_command_ends_with_one_line(tmp_path: Path) -> None:
