@@ -54,6 +54,16 @@ SLOW: tuple[SlowTests, ...] = (
         ("runtime/serving/http/test_page.py::test_a_chat_with_the_real_server",),
     ),
     SlowTests(
+        "trainings that are stopped, or whose model is compiled: single steps and one whole training are fast",
+        (
+            "examples/test_relufication.py::test_a_resumed_training",
+            "examples/test_relufication.py::test_firing_is_what_a_profile_counts[drelu]",
+            "examples/test_relufication.py::test_text_of_the_models_own",
+            "examples/test_relufication.py::test_the_command_ends_with_one_line",
+            "examples/test_relufication.py::test_the_compiled_copy_equals_eager_transformers[",
+        ),
+    ),
+    SlowTests(
         "models compiled for several sequences, one for each kind of block: one of them is fast, as are the kernels",
         ("test_batch_rows.py::",),
         (
