@@ -193,7 +193,7 @@ def _launches_of(spec: "KernelSpec", batch: int) -> int:
     batch = min(batch, MOST_SEQUENCES)
     if batch > 1:
         # The function for several sequences asks for these values instead.
-        changed: dict[str, Any] = {"rows": batch, "sequences": batch, "mode": "sequences"}
+        changed: dict[str, Any] = {"rows": batch, "sequences": batch, "mode": "sequences", "rowwise": True}
         names = {field.name for field in fields(spec)}
         spec = replace(spec, **{name: value for name, value in changed.items() if name in names})
     return len(cuda_kernel_of(spec).grids)

@@ -45,8 +45,7 @@ def test_explain_shows_every_fact(cli: Cli, name: str) -> None:
     assert (pass_class.__doc__ or "").splitlines()[0] in found
     assert f"effect      {pass_class.default_effect.value}: the logits" in found
     assert f"idempotent  {'yes' if pass_class.idempotent else 'no'}: " in found
-    assert pass_class.ensures is not None
-    for rule in RULES[pass_class.ensures]:
+    for rule in RULES[pass_class.requires if pass_class.ensures is None else pass_class.ensures]:
         assert f"  {rule.name}  " in found
     for option in dataclasses.fields(pass_class):
         assert option.metadata["help"] in found

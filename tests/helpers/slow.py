@@ -78,6 +78,7 @@ SLOW: tuple[SlowTests, ...] = (
             "codegen/cuda/test_cuda_sparse_linear.py::",
             "codegen/lowering/test_lower_skip_inputs.py::",
             "passes/test_skip_inputs.py::test_models_of_transformers[",
+            "test_skipping_artifact.py::",
         ),
         (
             *(f"codegen/cpu/test_kernels_sparse_linear.py::test_sparse_linear[{n}-(72, 96)-q4]" for n in (None, 13)),

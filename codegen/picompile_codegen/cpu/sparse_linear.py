@@ -177,9 +177,11 @@ def _settled(value: Expr, dtype: str = "int32") -> Expr:
 def _chunk(projection: _Projection, function: KernelFunction) -> None:
     spec, w = projection.spec, projection.w
     kept = function.scratch("kept", "float32", spec.rows, spec.k)
-    # Without an instruction for dot products of int8, float32 is faster than converting columns to int8.
-    has_bytes = w.scale is not None and isa.current().bytes_dot != "maddubs"
-    quantized = declare_rows(function, "kept", spec.rows, spec.k) if has_bytes else None
+    # Declared for all instruction sets, whose kernels have the same arguments.
+    quantized = None if w.scale is None else declare_rows(function, "kept", spec.rows, spec.k)
+    if isa.current().bytes_dot == "maddubs":
+        # Without an instruction for dot products of int8, float32 is faster than converting columns to int8.
+        quantized = None
     tokens = function.tokens(spec.rows)
 
     def keep(token: Expr, column: Expr, valid: int) -> None:

@@ -15,6 +15,7 @@ import test_kernels_attention as attention
 import test_kernels_elementwise as elementwise
 import test_kernels_ffn as ffn
 import test_kernels_linear as linear
+import test_kernels_sparse_linear as sparse
 
 from helpers.kernels.emulated import EmulatedWorkbench, require
 from helpers.kernels.workbench import Workbench
@@ -56,6 +57,14 @@ CASES = {
     ),
     "linear-q6-chunk": Case(
         lambda: linear.linear("q6", SHAPE, linear.CHUNK), lambda bench: linear.test_linear(bench, "q6", SHAPE, 7)
+    ),
+    "sparse-linear-q4": Case(
+        lambda: sparse.sparse_linear("q4", sparse.SHAPES[0], 1),
+        lambda bench: sparse.test_sparse_linear(bench, "q4", sparse.SHAPES[0], None),
+    ),
+    "sparse-linear-q4-chunk": Case(
+        lambda: sparse.sparse_linear("q4", sparse.SHAPES[1], sparse.CHUNK),
+        lambda bench: sparse.test_sparse_linear(bench, "q4", sparse.SHAPES[1], sparse.CHUNK),
     ),
     "ffn-q4": Case(
         lambda: ffn.kernel_of("reglu", "exact", "q4", 1), lambda bench: ffn.test_ffn(bench, "reglu", "exact", "q4", 1)
