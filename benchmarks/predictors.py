@@ -28,6 +28,7 @@ from typing import Any
 from picompile.frontend import load_model
 from picompile.predictors import Predictors
 from picompile.predictors.accuracy import measure_layers
+from picompile.predictors.firing import FiringRule
 from picompile.predictors.profile import Profile, ProfileOptions, profile_model
 from picompile.predictors.profile.text import CalibrationText, library_texts
 from picompile.predictors.train import TrainOptions, train_predictors
@@ -57,7 +58,7 @@ class Bench:
         predictors = train_predictors(self.model, profile, folder, dataclasses.replace(options, overwrite=True))
         return predictors, time.perf_counter() - started
 
-    def measure(self, predictors: Predictors, windows: Windows, thresholds: Mapping[int, float]) -> dict[str, Any]:
+    def measure(self, predictors: Predictors, windows: Windows, rules: Mapping[int, FiringRule]) -> dict[str, Any]:
         """Perplexity of the graph in eager PyTorch, float32, with every neuron and with those of the masks."""
         captured = load_model(self.model)
         dense = canonicalize(captured.graph_module)
@@ -65,7 +66,7 @@ class Bench:
         weights = predictors.weights(captured.weights)
         before = streamed_perplexity(dense, captured.weights, windows)
         after = streamed_perplexity(predicted, weights, windows)
-        layers = measure_layers(predicted, weights, windows, thresholds)
+        layers = measure_layers(predicted, weights, windows, rules)
         fired = sum(layer.firing_share for layer in layers)
         return {
             "parameters_share": predictors.parameters / captured.facts.parameters,
@@ -102,13 +103,13 @@ def main() -> None:
 def main_table(bench: Bench, ranks: Sequence[int]) -> dict[str, Any]:
     profile, profile_s = bench.profile("both", ProfileOptions())
     windows = held_out(profile, bench.tokens)
-    thresholds = {layer.layer: layer.threshold for layer in profile.layers}
+    rules = profile.firing_rules
     rows: dict[str, dict[str, Any]] = {}
     show_heading()
 
     def row(name: str, options: TrainOptions, candidates: str) -> Predictors:
         predictors, train_s = bench.train(candidates, profile, options)
-        rows[name] = bench.measure(predictors, windows, thresholds) | {"train_s": train_s}
+        rows[name] = bench.measure(predictors, windows, rules) | {"train_s": train_s}
         show(name, rows[name])
         return predictors
 
@@ -136,14 +137,14 @@ def other_text(bench: Bench) -> list[dict[str, Any]]:
         profiles[kind] = bench.profile(kind, options)[0]
     found = []
     for made_from, profile in profiles.items():
-        thresholds = {layer.layer: layer.threshold for layer in profile.layers}
+        rules = profile.firing_rules
         for name, options in (
             ("adaptive", TrainOptions(gate=None)),
             ("adaptive, learned only", TrainOptions(exact=False, gate=None)),
         ):
             predictors, _ = bench.train(made_from, profile, options)
             for read, other in profiles.items():
-                measured = bench.measure(predictors, held_out(other, bench.tokens), thresholds)
+                measured = bench.measure(predictors, held_out(other, bench.tokens), rules)
                 show(f"{name}, from {made_from}, on {read}", measured)
                 found.append({"kind": name, "made_from": made_from, "read": read, **measured})
     return found

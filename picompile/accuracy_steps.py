@@ -119,12 +119,12 @@ def _variants(
     graph_module, weights = contents.graph_module, contents.weights
     extra = " and extra passes" if config.debug.passes else ""
     limits = contents.skipping
-    thresholds = {} if predictors is None else predictors.firing_thresholds
+    rules = {} if predictors is None else predictors.firing_rules
     whole = graph_module if predictors is None and limits is None else _whole_graph(artifact, config, progress)
     if config.quant != "f16" or extra:
         title = f"weights in {'chosen formats' if config.quant == AUTO_BITS else config.quant}{extra}"
         yield Variant("weights", title, _weights_remedy(config), whole, weights)
-    if silenced := silence_below(whole, thresholds):
+    if silenced := silence_below(whole, rules):
         remedy = "a profile with thresholds of a smaller --gate"
         yield Variant("thresholds", "thresholds", remedy, whole, weights, silenced)
     if limits is not None:

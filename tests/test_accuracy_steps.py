@@ -14,6 +14,7 @@ from picompile.compile import compile_model
 from picompile.config import CompileOptions, resolve
 from picompile.errors import AccuracyError, UsageError
 from picompile.frontend import load_model
+from picompile.predictors.firing import FiringRule
 from picompile.predictors.profile.windows import checkpoint_tokenizer
 from picompile.rounding import RoundingOptions, calibration_text
 from test_prediction import held_out, write_predictors
@@ -140,7 +141,7 @@ def test_thresholds_have_a_line(
     variants = accuracy_steps._variants
 
     def with_thresholds(artifact: Any, predictors: Any, *others: Any) -> Iterator[Variant]:
-        predictors.firing_thresholds.update({0: 0.3, 1: 0.0})
+        predictors.firing_rules.update({0: FiringRule(0.3), 1: FiringRule()})
         for variant in variants(artifact, predictors, *others):
             seen.append(variant)
             yield variant

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from picompile.predictors.firing import FiringRule
 from picompile_passes.dialect.formats import dequantize_rows, quantize_rows
 from picompile_passes.dialect.ops import neuron_outputs
 from picompile_passes.graph.materialize import WeightSource
@@ -39,16 +40,16 @@ class Variant:
     replaced: Replaced = field(default_factory=dict)
 
 
-def silence_below(graph_module: GraphModule, thresholds: Mapping[int, float]) -> Replaced:
-    """Return feed-forward blocks without the neurons whose magnitude is at most their layer's threshold.
+def silence_below(graph_module: GraphModule, rules: Mapping[int, FiringRule]) -> Replaced:
+    """Return feed-forward blocks without the neurons that do not fire, for layers whose rule has a threshold.
 
     `graph_module` is a predicted graph, or a later one, whose blocks compute every neuron.
     """
-    blocks = {node: thresholds.get(node.meta["layer"], 0.0) for node in calls(graph_module.graph, SPARSE_FFN)}
-    return {node: _silenced(node, threshold) for node, threshold in blocks.items() if threshold > 0}
+    blocks = {node: rules.get(node.meta["layer"], FiringRule()) for node in calls(graph_module.graph, SPARSE_FFN)}
+    return {node: _silenced(node, rule) for node, rule in blocks.items() if rule.threshold > 0}
 
 
-def _silenced(node: Node, threshold: float) -> Callable[..., Tensor]:
+def _silenced(node: Node, rule: FiringRule) -> Callable[..., Tensor]:
     compute: Any = node.target
 
     def silenced(
@@ -70,7 +71,7 @@ def _silenced(node: Node, threshold: float) -> Callable[..., Tensor]:
         hidden = neuron_outputs(x, gate, up, gate_bias, up_bias, activation, up_activation)
         biases = (gate_bias, up_bias, down_bias)
         limits = (gate_limits, output_limits)
-        fires = hidden.abs() > threshold
+        fires = rule.fires(hidden.abs(), down.norm(dim=1))
         result: Tensor = compute(x, fires, None, gate, up, down, *biases, activation, up_activation, squares, *limits)
         return result
 

@@ -1,6 +1,7 @@
 """`picompile profile`: how a model's neurons fire on text."""
 
 import json
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,11 +18,19 @@ from picompile.cli.options import (
 )
 from picompile.cli.progress import progress
 from picompile.output import parents_of
+from picompile.predictors.firing import CONTRIBUTION
 from picompile.predictors.profile.text import read_calibration
 from picompile.quantities import parse_accuracy_bound
 
 if TYPE_CHECKING:
     from picompile.predictors.profile import Profile
+
+
+class Measure(str, Enum):
+    """Measures of a neuron's output, as `picompile.predictors.firing.MEASURES` has them."""
+
+    MAGNITUDE = "magnitude"
+    CONTRIBUTION = "contribution"
 
 
 def profile_command(
@@ -59,6 +68,13 @@ def profile_command(
             "thresholds of zero.",
         ),
     ] = "0.1%",
+    by: Annotated[
+        Measure,
+        typer.Option(
+            help="SiLU and GELU models: what thresholds are of: the magnitude of a neuron's output, or its "
+            "contribution, which is that times the length of the neuron's row of the down matrix.",
+        ),
+    ] = Measure.MAGNITUDE,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed for drawing samples and text.")] = 0,
     force: Annotated[bool, typer.Option("--force", help="Replace a profile that is at this path.")] = False,
     json_output: JsonOption = False,
@@ -88,6 +104,7 @@ def profile_command(
         samples=samples,
         window=window,
         gate=allowed,
+        by=by.value,
         seed=seed,
         overwrite=force,
         activation=activation,
@@ -106,9 +123,10 @@ def _show(profile: "Profile") -> None:
     print(f"held out  {profile.held_out_tokens} tokens: {profile.held_out_source}")
     if profile.thresholds is not None:
         change = profile.thresholds["perplexity"] / profile.thresholds["dense_perplexity"] - 1
-        print(f"silenced  {profile.thresholds['silenced_share']:.1%} of the magnitudes; perplexity {change:+.3%}")
+        print(f"silenced  {profile.thresholds['silenced_share']:.1%} of the {profile.by}s; perplexity {change:+.3%}")
+    measured = "contribution" if profile.by == CONTRIBUTION else "|h|"
     for layer in profile.layers:
-        threshold = f", |h| above {layer.threshold:.3g}" if layer.threshold else ""
+        threshold = f", {measured} above {layer.threshold:.3g}" if layer.threshold else ""
         most = f"{layer.neurons_for_80_percent:5.1%} of the neurons make 80 % of the firings"
         never = f"{layer.never_fired} of {layer.neurons} never fired"
         print(f"layer {layer.layer:3d}  {layer.firing_share:6.1%} fire{threshold}, {most}, {never}")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from picompile.predictors.firing import FiringRule
 from picompile.progress import NoProgress, Progress
 from picompile.streaming import stream_windows
 from picompile_passes.dialect.ops import kept_outputs, neuron_outputs, neuron_rms
@@ -87,17 +88,17 @@ def measure_layers(
     graph_module: GraphModule,
     weights: WeightSource,
     windows: Sequence[Sequence[int]],
-    thresholds: Mapping[int, float] | None = None,
+    rules: Mapping[int, FiringRule] | None = None,
     progress: Progress | None = None,
 ) -> list[LayerAccuracy]:
     """Return how well each layer's mask knows its neurons, on `windows` of token ids.
 
     `graph_module` is of the predicted stage.
 
-    `thresholds` gives the magnitude above which a neuron of a layer counts as firing; 0 where it names none. Every
-    layer sees what the predictors before it have left, as it does when the artifact generates.
+    `rules` says which neurons of a layer fire; where it names none, those whose output is not zero. Every layer sees
+    what the predictors before it have left, as it does when the artifact generates.
     """
-    blocks = [_Block(node, (thresholds or {}).get(node.meta["layer"], 0.0)) for node in _blocks(graph_module)]
+    blocks = [_Block(node, (rules or {}).get(node.meta["layer"], FiringRule())) for node in _blocks(graph_module)]
     waiting = {node: block for block in blocks for node in (block.x, block.mask, block.node)}
 
     def observe(node: Node, value: Tensor) -> None:
@@ -115,9 +116,9 @@ def _blocks(graph_module: GraphModule) -> list[Node]:
 class _Block:
     """Gather one block's sums over the windows. Its weights are there from its first window to its last."""
 
-    def __init__(self, node: Node, threshold: float) -> None:
+    def __init__(self, node: Node, rule: FiringRule) -> None:
         values = arguments(node)
-        self.node, self.x, self.mask, self.threshold = node, values["x"], values["mask"], threshold
+        self.node, self.x, self.mask, self.rule = node, values["x"], values["mask"], rule
         self._predictor = arguments(self.mask)
         division = next((user for user in node.users if is_call(user, DIVIDE_BY_RMS)), None)
         self._norm_eps = None if division is None else float(arguments(division)["eps"])
@@ -145,10 +146,12 @@ class _Block:
         if any(each is not None for each in limits):
             names = (values["activation"], values["up_activation"])
             mask = mask & (kept_outputs(x, mask, None, gate, up, gate_bias, up_bias, *names, *limits) != 0)
-        fired, down = hidden.abs() > self.threshold, self._weights["down"]
+        down = self._weights["down"]
+        lengths = down.norm(dim=1)
+        fired = self.rule.fires(hidden.abs(), lengths)
         if self._norm_eps is not None:
             hidden = hidden / neuron_rms(hidden, self._norm_eps)
-        contribution = hidden.abs() * fired * down.norm(dim=1)
+        contribution = hidden.abs() * fired * lengths
         missed = torch.where(mask, 0.0, hidden) @ down
         self._sums += torch.stack(
             [

@@ -20,6 +20,7 @@ from picompile.frontend.checkpoint import fingerprint
 from picompile.frontend.model_file import is_gguf, opened_gguf
 from picompile.predictors import Predictors, block_shapes, load_predictors
 from picompile.predictors.config import PredictorConfig
+from picompile.predictors.firing import FiringRule
 from picompile.progress import Progress
 from picompile_passes.passes.canonicalize import canonicalize
 
@@ -54,7 +55,7 @@ class PredictorSet:
     kind: str
     predictors: Predictors | None
     held_out: HeldOut
-    firing_thresholds: dict[int, float] = field(default_factory=dict)
+    firing_rules: dict[int, FiringRule] = field(default_factory=dict)
     trained: Path | None = None
     profile: "Profile | None" = None
 
@@ -96,9 +97,7 @@ class PredictorSet:
         result = check_artifact(artifact, windows, progress=progress)
         predicted = self.insert_pass()(canonicalize(captured.graph_module)).graph_module
         layer_windows = first_windows(self.held_out.windows, _LAYER_TOKENS, context)
-        layers = measure_layers(
-            predicted, self.weights(captured.weights), layer_windows, self.firing_thresholds, progress
-        )
+        layers = measure_layers(predicted, self.weights(captured.weights), layer_windows, self.firing_rules, progress)
         return AccuracyReport(config.accuracy_bound, result, self.held_out.source, tuple(layers))
 
 
@@ -193,5 +192,4 @@ def _trained(model: Path, work: Path, config: PredictorConfig, progress: Progres
     folder = work / "predictors"
     training = TrainOptions(kind=config.kind, gate=config.accuracy_bound, activation=config.activation)
     predictors = train_predictors(model, profile, folder, training, progress)
-    thresholds = {layer.layer: layer.threshold for layer in profile.layers}
-    return PredictorSet(training.kind, predictors, _held_out_of(profile), thresholds, folder, profile)
+    return PredictorSet(training.kind, predictors, _held_out_of(profile), profile.firing_rules, folder, profile)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from picompile.errors import UsageError
 from picompile.predictors import Predictors
+from picompile.predictors.firing import CONTRIBUTION, MAGNITUDE
 from picompile.predictors.profile.files import read_tensors
 from picompile.predictors.profile.profile import layer_file
 from picompile.report import numbers
@@ -109,7 +110,7 @@ def _counts(file: Path) -> NDArray[np.int64]:
 class ProfiledLayer:
     """One layer: how often each neuron fired `[neurons]`, and what its firings contributed `[neurons]`.
 
-    A neuron fires where the magnitude of what it sends to the down matrix is above `threshold`.
+    A neuron fires where what it sends to the down matrix is, by the profile's measure, above `threshold`.
     """
 
     layer: int
@@ -257,11 +258,15 @@ _COLUMNS = (
     "skewness",
     "never fired",
 )
-_WORDS = (
-    "A neuron fires on a token when the magnitude of what it sends to the down matrix is above the threshold. Its "
-    "contribution is that magnitude times the length of its row of the down matrix. Skewness is the share of the "
-    "firings that the most active fifth of the neurons makes."
-)
+_SKEWNESS = "Skewness is the share of the firings that the most active fifth of the neurons makes."
+_LENGTH = "the length of its row of the down matrix"
+# By the profile's measure.
+_WORDS = {
+    MAGNITUDE: "A neuron fires on a token when the magnitude of what it sends to the down matrix is above the "
+    f"threshold. Its contribution is that magnitude times {_LENGTH}. {_SKEWNESS}",
+    CONTRIBUTION: "A neuron fires on a token when its contribution is above the threshold: the magnitude of what it "
+    f"sends to the down matrix times {_LENGTH}. {_SKEWNESS}",
+}
 
 
 def profile_section(anchor: str, profile: FiringProfile) -> PageSection:
@@ -276,11 +281,13 @@ def profile_section(anchor: str, profile: FiringProfile) -> PageSection:
         ("make 80 % of the firings", numbers.percent(model.neurons_for_80_percent, 2)),
         ("never fired", numbers.counted(model.never_fired, "neuron")),
     ]
+    if of.thresholds is not None:
+        facts.append(("thresholds are of", of.by))
     pictures = [
         curves_picture(f"{anchor}-curves", {layer.layer: layer.counts for layer in profile.layers}),
         layers_picture(f"{anchor}-layers", figures),
     ]
-    tables = [_layers_table(profile, figures), *_search_tables(of.thresholds)]
+    tables = [_layers_table(profile, figures), *_search_tables(of.thresholds, of.by)]
     parts: list[Part] = [Pictures(pictures), *tables]
     return PageSection(anchor, "profile", str(profile.path), facts, parts)
 
@@ -301,10 +308,10 @@ def _layers_table(profile: FiringProfile, figures: Mapping[int, FiringSummary]) 
                 f"{firing.never_fired:,}",
             )
         )
-    return Table("Each layer", _COLUMNS, rows, words=_WORDS, folded=len(rows) > UNFOLDED)
+    return Table("Each layer", _COLUMNS, rows, words=_WORDS[profile.of.by], folded=len(rows) > UNFOLDED)
 
 
-def _search_tables(search: Mapping[str, Any] | None) -> list[Table]:
+def _search_tables(search: Mapping[str, Any] | None, by: str) -> list[Table]:
     """Return how the thresholds of neurons that are never quite silent were found; nothing where they need none."""
     if search is None or not isinstance(tried := search.get("tried"), Mapping):
         return []
@@ -325,7 +332,7 @@ def _search_tables(search: Mapping[str, Any] | None) -> list[Table]:
     ]
     gate = numbers.percent(numbers.measured(search.get("gate")), 2)
     words = (
-        "Each layer's threshold is the same quantile of its magnitudes: the largest with which the perplexity of "
+        f"Each layer's threshold is the same quantile of its {by}s: the largest with which the perplexity of "
         f"held-out text stays within {gate} of that with every neuron, {numbers.perplexity(dense)}."
     )
     return [Table("Search for thresholds", ("silenced", "perplexity", "change", "taken"), rows, words=words)]

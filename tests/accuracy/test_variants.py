@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from picompile.accuracy.variants import round_cache, silence_below
+from picompile.predictors.firing import MEASURES, FiringRule
 from picompile.streaming import new_states, run_segment, split_layers
 from picompile.testing import GraphShape, build, random_weights
 from picompile_passes.dialect.formats import dequantize_rows, quantize_rows
@@ -34,13 +35,14 @@ def _values(graph_module: GraphModule, weights: WeightSource, replaced: object =
     return found
 
 
+@pytest.mark.parametrize("by", MEASURES)
 @pytest.mark.parametrize("shape", [GraphShape(activation="silu"), GraphShape(gated=False, ffn_norm=True)])
-def test_neurons_below_the_threshold_are_silent(shape: GraphShape) -> None:
+def test_neurons_below_the_threshold_are_silent(shape: GraphShape, by: str) -> None:
     graph_module = InsertPredictors("none")(build(shape)).graph_module
     weights = random_weights(graph_module, seed=1)
     blocks = {node.meta["layer"]: node for node in calls(graph_module.graph, SPARSE_FFN)}
     plain = _values(graph_module, weights)
-    assert silence_below(graph_module, {}) == {} == silence_below(graph_module, {0: 0.0, 1: 0.0})
+    assert silence_below(graph_module, {}) == {} == silence_below(graph_module, {0: FiringRule(by=by)})
     block = blocks[1]
     values = {
         name: evaluate_constant(graph_module, value, weights) if name in CONSTANTS and value else value
@@ -48,11 +50,12 @@ def test_neurons_below_the_threshold_are_silent(shape: GraphShape) -> None:
     }
     x = plain[values["x"].name]
     hidden = neuron_outputs(x, values["gate"], values["up"], *(values[name] for name in NAMES))
-    threshold = float(hidden.abs().median())
-    replaced = silence_below(graph_module, {1: threshold})
+    measured = hidden.abs() * (values["down"].norm(dim=1) if by == "contribution" else 1)
+    threshold = float(measured.median())
+    replaced = silence_below(graph_module, {1: FiringRule(threshold, by)})
     assert list(replaced) == [block]
     found = _values(graph_module, weights, replaced)[block.name]
-    kept = torch.where(hidden.abs() > threshold, hidden, 0)
+    kept = torch.where(measured > threshold, hidden, 0)
     expected = kept @ values["down"]
     if values["down_bias"] is not None:
         expected = expected + values["down_bias"]
@@ -65,7 +68,7 @@ def test_limits_hold_beside_a_threshold() -> None:
     weights = random_weights(graph_module, seed=1)
     block = next(node for node in calls(graph_module.graph, SPARSE_FFN) if node.meta["layer"] == 1)
     below, above = (
-        _values(graph_module, weights, silence_below(graph_module, {1: t}))[block.name] for t in (1e-9, 9.0)
+        _values(graph_module, weights, silence_below(graph_module, {1: FiringRule(t)}))[block.name] for t in (1e-9, 9.0)
     )
     assert torch.equal(below, _values(graph_module, weights)[block.name])
     assert not torch.allclose(above, below)

@@ -40,9 +40,10 @@ def test_profile(cli: Cli, tiny_model: Path, text: Path, tmp_path: Path) -> None
         "never_fired",
         "place",
     }
-    other = cli(*words, "--seed", "3", stdin=text.read_text())
-    assert (other.code, other.out) == (2, "")
-    assert other.err == f"error: {folder}: holds a profile of other inputs; give --force to overwrite it\n"
+    for option in (("--seed", "3"), ("--by", "contribution")):
+        other = cli(*words, *option, stdin=text.read_text())
+        assert (other.code, other.out) == (2, "")
+        assert other.err == f"error: {folder}: holds a profile of other inputs; give --force to overwrite it\n"
 
 
 def test_bad_input(cli: Cli, tiny_model: Path, text: Path, tmp_path: Path) -> None:
@@ -67,6 +68,7 @@ def test_bad_input(cli: Cli, tiny_model: Path, text: Path, tmp_path: Path) -> No
         ((tiny_model, "--calibration", text, "--window", "257"), "more than the model's 256 positions"),
         ((tiny_model, "--calibration", text, "--gate", "much"), "--gate: 'much' is no share"),
         ((tmp_path / "no",), "no such file or folder"),
+        ((tiny_model, "--calibration", text, "--by", "energy"), "'energy' is not one of 'magnitude', 'contribution'"),
         ((tiny_model, "--calibration", text, "-o", taken), "has no profile.json"),
         ((tiny_model, "--calibration", text, "-o", link), "a link to nowhere"),
     ):

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from picompile.predictors.firing import FiringRule
 from picompile.predictors.train.data import LayerData, Norm, Samples
 
 
@@ -18,6 +19,7 @@ def random_layer(
     biased: bool = False,
     norm: str | None = "rms_norm",
     threshold: float = 0.0,
+    by: str = "magnitude",
     previous: bool = False,
     spread: float = 0.9,
     norm_eps: float | None = None,
@@ -47,6 +49,6 @@ def random_layer(
         up_bias=biases["up_bias"],
         activation=activation,
         up_activation=up_activation,
-        threshold=threshold,
+        rule=FiringRule(threshold, by),
         norm_eps=norm_eps,
     )

@@ -438,6 +438,7 @@ SLOW: tuple[SlowTests, ...] = (
             "frontend/gguf/test_gguf_compile.py::test_every_matrix_keeps_its_numbers[",
             "frontend/test_activation.py::test_a_class_that_only_transformers_knows",
             "frontend/test_config.py::test_windows_of_single_layers",
+            "predictors/test_contribution_compiled.py::",
             "test_prediction.py::test_predictors_that_compute_every_neuron_pass_any_bound",
             "test_prediction.py::test_the_artifact_says_what_its_predictors_cost",
             "test_retry.py::test_without_room_for_two_a_retry_computes_everything",

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
 from picompile.predictors.accuracy import LayerAccuracy, measure_layers
+from picompile.predictors.firing import FiringRule
 from picompile.testing import GraphShape, build, random_weights
 from picompile_passes.dialect import parse_activation
 from picompile_passes.graph.materialize import materialize
@@ -93,7 +94,7 @@ def test_figures_are_those_of_the_whole_graph(name: str, kind: str) -> None:
 def _of(kind: str, threshold: float = 0.0) -> list[LayerAccuracy]:
     graph_module = InsertPredictors(kind=kind)(build(GraphShape())).graph_module
     windows = [[7, 3, 49, 0, 12]]
-    return measure_layers(graph_module, random_weights(graph_module), windows, {0: threshold})
+    return measure_layers(graph_module, random_weights(graph_module), windows, {0: FiringRule(threshold)})
 
 
 @pytest.mark.parametrize("kind", ["exact", "none"])
@@ -107,6 +108,24 @@ def test_a_threshold_says_which_neurons_count_as_firing() -> None:
     low, high = _of("none"), _of("none", threshold=1e9)
     assert high[0].firing_share == 0 and high[0].recall == 1
     assert low[1] == high[1]
+
+
+def test_a_rule_by_contribution_decides_what_counts_as_firing() -> None:
+    shape = GraphShape(hidden=30, heads=3, ffn=200, layers=1, activation="silu")
+    graph_module = _insert("learned", 1)(build(shape)).graph_module
+    weights, window = random_weights(graph_module), [7, 3, 49, 0, 12, 30, 41]
+    recorder = _Recorder(whole := materialize(graph_module, weights))
+    with torch.no_grad():
+        recorder.run(torch.tensor(window), torch.arange(len(window)))
+    hidden, mask, length = _neurons(next(calls(whole.graph, SPARSE_FFN)), recorder)
+    weight = hidden.abs() * length
+    threshold = float(weight.median())
+    (layer,) = measure_layers(graph_module, weights, [window], {0: FiringRule(threshold, "contribution")})
+    fired = weight > threshold
+    assert not torch.equal(fired, hidden.abs() > hidden.abs().median()), "the case says nothing"
+    assert layer.firing_share == pytest.approx(float(fired.double().mean()), abs=2 / fired.numel())
+    assert layer.recall == pytest.approx(float((fired & mask).sum() / fired.sum()), abs=2 / float(fired.sum()))
+    assert layer.weighted_recall == pytest.approx(float(weight[fired & mask].sum() / weight[fired].sum()), abs=0.01)
 
 
 def test_neurons_below_their_limits_are_missed() -> None:

@@ -316,6 +316,19 @@ def test_a_model_of_one_layer(tmp_path: Path) -> None:
     assert not any(text in page.of("text") for text in ("0.1", "−0.1"))
 
 
+def test_the_measure_of_thresholds_is_told(tmp_path: Path) -> None:
+    search = {"gate": 0.01, "silenced_share": 0.5, "dense_perplexity": 9.0, "perplexity": 9.01, "tried": {"0.5": 9.01}}
+    texts = {}
+    for by in ("magnitude", "contribution"):
+        write_profile(tmp_path / by, seed=1, layers=1, thresholds=search | {"by": by})
+        page = Page(render_report(read_sources([tmp_path / by])))
+        assert by in page.of("dd")
+        assert f"the same quantile of its {by}s" in page.text
+        texts[by] = page.text
+    assert "fires on a token when the magnitude" in texts["magnitude"]
+    assert "fires on a token when its contribution" in texts["contribution"]
+
+
 def test_the_worst_of_many_layers_are_named(tmp_path: Path) -> None:
     gate = {"perplexity": 3.0, "layers": [{"layer": layer, "missed_energy": 2**-7} for layer in range(40)]}
     page = Page(made(tmp_path / "predictors", [predictor_row(layer, 9) for layer in range(40)], gate=gate))

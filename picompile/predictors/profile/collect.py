@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from picompile.errors import UnsupportedModelError
+from picompile.predictors.firing import FiringRule
 from picompile.predictors.profile.directory import ProfileDirectory
 from picompile.progress import Progress
 from picompile.streaming import Segment, WindowLoss, run_segment
@@ -44,24 +45,24 @@ def can_be_silent(block: Node) -> bool:
 
 
 See = Callable[[Tensor, Tensor, Tensor, Tensor | None], None]
-"""Receives the outputs of a block's neurons: magnitudes [tokens, neurons], which of them fire, the down rows
-[neurons, hidden], and what a norm across the neurons divides each token by, [tokens, 1], or None without one."""
+"""Receives the outputs of a block's neurons: magnitudes [tokens, neurons], which of them fire, the lengths of the down
+rows [neurons], and what a norm across the neurons divides each token by, [tokens, 1], or None without one."""
 
 
-def thresholded_ffn(threshold: float, see: See) -> Callable[..., Tensor]:
-    """Return a function like `ffn` that skips neurons whose outputs are at most `threshold` in magnitude.
+def thresholded_ffn(rule: FiringRule, see: See) -> Callable[..., Tensor]:
+    """Return a function like `ffn` that skips neurons that do not fire by `rule`.
 
-    The magnitude is that before a norm across the neurons, as predictors see it.
+    Magnitudes are those before a norm across the neurons, as predictors see them.
     """
 
     def ffn(x: Tensor, *operands: Any) -> Tensor:
         gate, up, down, gate_bias, up_bias, down_bias, activation, up_activation, *norm_eps = operands
         hidden = neuron_outputs(x, gate, up, gate_bias, up_bias, activation, up_activation)
-        magnitude = hidden.abs()
-        fires = magnitude > threshold
-        kept = hidden if threshold == 0 else torch.where(fires, hidden, torch.zeros_like(hidden))
+        magnitude, lengths = hidden.abs(), down.norm(dim=1)
+        fires = rule.fires(magnitude, lengths)
+        kept = hidden if rule.threshold == 0 else torch.where(fires, hidden, torch.zeros_like(hidden))
         rms = neuron_rms(kept, norm_eps[0]) if norm_eps and norm_eps[0] is not None else None
-        see(magnitude, fires, down, rms)
+        see(magnitude, fires, lengths, rms)
         return F.linear(kept if rms is None else kept / rms, down.transpose(0, 1), down_bias)
 
     return ffn
@@ -70,8 +71,8 @@ def thresholded_ffn(threshold: float, see: See) -> Callable[..., Tensor]:
 class LayerCollector:
     """Counts the firings of one layer's neurons, and keeps the block's inputs at `positions`."""
 
-    def __init__(self, segment: Segment, block: Node, threshold: float, positions: Tensor) -> None:
-        self.block, self.norm, self.threshold = block, norm_of(segment, block), threshold
+    def __init__(self, segment: Segment, block: Node, rule: FiringRule, positions: Tensor) -> None:
+        self.block, self.norm, self.rule = block, norm_of(segment, block), rule
         neurons, hidden = (int(size) for size in arguments(block)["up"].meta["val"].shape)
         self.counts = torch.zeros(neurons, dtype=torch.int64)
         self._magnitude = torch.zeros(neurons, dtype=torch.float64)
@@ -82,7 +83,7 @@ class LayerCollector:
 
     def replace(self) -> Replace:
         """Return the functions to call instead of the graph's."""
-        ffn = thresholded_ffn(self.threshold, self._count)
+        ffn = thresholded_ffn(self.rule, self._count)
         if self.norm is None:
             return {self.block: lambda x, *operands: ffn(self._sample(x), *operands)}
         normalize: Any = self.norm.target
@@ -112,12 +113,12 @@ class LayerCollector:
         self._tokens, self._taken = end, stop
         return x
 
-    def _count(self, magnitude: Tensor, fires: Tensor, down: Tensor, rms: Tensor | None) -> None:
+    def _count(self, magnitude: Tensor, fires: Tensor, lengths: Tensor, rms: Tensor | None) -> None:
         self.counts += fires.sum(dim=0)
-        kept = magnitude if self.threshold == 0 else magnitude * fires
+        kept = magnitude if self.rule.threshold == 0 else magnitude * fires
         kept = kept if rms is None else kept / rms
         self._magnitude += kept.sum(dim=0)
-        self._lengths = down.norm(dim=1)
+        self._lengths = lengths
 
 
 def summarize(counts: Tensor, tokens: int) -> dict[str, Any]:

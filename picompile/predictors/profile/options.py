@@ -5,6 +5,7 @@ from pathlib import Path
 
 from picompile.errors import UsageError
 from picompile.frontend.activation import check_activation
+from picompile.predictors.firing import MAGNITUDE, check_measure
 from picompile.predictors.profile.text import CalibrationText
 from picompile.quantities import require_whole
 
@@ -29,6 +30,8 @@ class ProfileOptions:
         overwrite: Replace a complete profile of other inputs.
         activation: The activation of the feed-forward blocks, where config.json names another than the model was
             trained with, as `load_model` takes it; None takes what config.json says.
+        by: The measure of a neuron's output that thresholds are of: `magnitude`, or `contribution`, which is magnitude
+            times the length of the neuron's row of the down matrix.
     """
 
     calibration: tuple[Path | CalibrationText, ...] = ()
@@ -42,10 +45,13 @@ class ProfileOptions:
     overwrite: bool = False
     # Left out of the text that a profile's inputs are told apart by: the model's fingerprint, beside it, depends on it.
     activation: str | None = field(default=None, repr=False)
+    # Left out of that text too, for profiles of earlier versions: see `ProfileTask.inputs`.
+    by: str = field(default=MAGNITUDE, repr=False)
 
     def __post_init__(self) -> None:
-        """Raise `UsageError` for counts that make no sense, and for an activation that is not known."""
+        """Raise `UsageError` for counts that make no sense, and for an activation or a measure that is not known."""
         check_activation(self.activation)
+        check_measure(self.by)
         require_whole(
             tokens=self.tokens,
             samples=self.samples,

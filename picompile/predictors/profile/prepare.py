@@ -13,6 +13,7 @@ from picompile.errors import UsageError
 from picompile.frontend.checkpoint import fingerprint
 from picompile.frontend.hf import open_checkpoint
 from picompile.output.place import require_disk_space, require_folder_or_nothing
+from picompile.predictors.firing import MAGNITUDE
 from picompile.predictors.profile.options import ProfileOptions
 from picompile.predictors.profile.profile import PROFILE_FILE, read_description
 from picompile.predictors.profile.text import read_calibration
@@ -112,6 +113,8 @@ class ProfileTask:
         """Return a hash of everything that the profile depends on."""
         options = replace(self.options, calibration=(), held_out=(), overwrite=False)
         parts = [__version__, self.fingerprint, self.text.sha256, self.own_tokens, repr(options)]
+        # Magnitude adds nothing, so that profiles from before there was a choice are known again.
+        parts += [] if options.by == MAGNITUDE else [options.by]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 

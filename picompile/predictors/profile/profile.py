@@ -18,6 +18,7 @@ from picompile.predictors.description import (
     number,
     read_object,
 )
+from picompile.predictors.firing import MAGNITUDE, MEASURES, FiringRule
 from picompile.predictors.profile.files import read_kinds, read_tensors
 from picompile.predictors.profile.windows import windows_sha256
 from picompile_runtime.artifact.fields import Fields
@@ -40,7 +41,7 @@ def layer_file(layer: int) -> str:
 class LayerProfile:
     """How the neurons of one layer fire.
 
-    A neuron fires on a token if the magnitude of its output, before the down projection, is above `threshold`.
+    A neuron fires on a token if its output, by the profile's measure, is above `threshold`.
     `firing_share` is the mean share of neurons that fire on a token; the share `neurons_for_80_percent` of the neurons
     makes 80 % of the firings; `never_fired` counts neurons that fired on no token. `place` says what the samples are
     inputs of: `stream` (the norm before the block) or `block` (the block itself).
@@ -79,6 +80,16 @@ class Profile:
     thresholds: Mapping[str, Any] | None = field(default=None, repr=False)
     tokens_sha256: str = field(default="", repr=False)
     config: Mapping[str, Any] | None = field(default=None, repr=False)
+
+    @property
+    def by(self) -> str:
+        """The measure of a neuron's output that thresholds are of: one of `MEASURES`, by default `magnitude`."""
+        return str((self.thresholds or {}).get("by", MAGNITUDE))
+
+    @property
+    def firing_rules(self) -> dict[int, FiringRule]:
+        """The rule by which the neurons of each layer fire."""
+        return {layer.layer: FiringRule(layer.threshold, self.by) for layer in self.layers}
 
     def counts(self, layer: int) -> Tensor:
         """Return on how many of the tokens each neuron fired: int64 [neurons]."""
@@ -255,7 +266,9 @@ def _windowed(text: Fields, key: str, window: int) -> int:
 
 
 def _search(search: Fields) -> Mapping[str, Any]:
-    """Return the facts of the threshold search unchanged, after a check of their numbers."""
+    """Return the facts of the threshold search unchanged, after a check of their measure and numbers."""
+    if "by" in search.data:
+        choice(search, "by", MEASURES)
     number(search, "silenced_share", 0, 1)
     for key in ("dense_perplexity", "perplexity"):
         number(search, key, _LEAST_PERPLEXITY)

@@ -1,7 +1,7 @@
 """Profiling: from a checkpoint and texts to a profile, layer by layer.
 
 1. tokens      texts become windows of tokens; a small model adds some of its own
-2. thresholds  SiLU and GELU models only: the magnitude below which a neuron counts as silent
+2. thresholds  SiLU and GELU models only: the magnitude or contribution below which a neuron counts as silent
 3. layers      all windows go through one layer, whose firings are counted, before the next is read
 """
 
@@ -19,6 +19,7 @@ from picompile.frontend import load_model
 from picompile.frontend.model_file import read_config
 from picompile.output import OutputPath, discard, link_tree, reserve
 from picompile.output.place import require_folder_or_nothing
+from picompile.predictors.firing import FiringRule
 from picompile.predictors.profile.collect import (
     Extra,
     LayerCollector,
@@ -153,9 +154,9 @@ class _ProfileRun:
 
     def run(self) -> None:
         tokens = self._tokens()
-        thresholds, search = self._thresholds(tokens)
-        self._layers(tokens, thresholds)
-        self._finish(tokens, thresholds, search)
+        rules, search = self._rules(tokens)
+        self._layers(tokens, rules)
+        self._finish(tokens, rules, search)
 
     def _tokens(self) -> _TokenWindows:
         """Return the windows. They are written to disk first, so that a resumed run has the same ones."""
@@ -188,20 +189,20 @@ class _ProfileRun:
             self.progress.say(f"without text of the model's own: {error}")
             return nothing
 
-    def _thresholds(self, tokens: _TokenWindows) -> tuple[dict[int, float], dict[str, Any] | None]:
+    def _rules(self, tokens: _TokenWindows) -> tuple[dict[int, FiringRule], dict[str, Any] | None]:
         blocks = [block for segment in self.model.segments for block in segment.blocks]
-        bound = self.task.options.gate
+        by, bound = self.task.options.by, self.task.options.gate
         if bound is None or all(map(can_be_silent, blocks)):
             return {}, None
-        return ThresholdSearch(self.model, tokens.held_out.tolist(), bound, self.directory, self.progress).run()
+        return ThresholdSearch(self.model, tokens.held_out.tolist(), by, bound, self.directory, self.progress).run()
 
-    def _layers(self, tokens: _TokenWindows, thresholds: Mapping[int, float]) -> None:
+    def _layers(self, tokens: _TokenWindows, rules: Mapping[int, FiringRule]) -> None:
         options = self.task.options
         positions = draw_positions(options.samples, tokens.calibration.numel(), options.seed)
 
         def begin(segment: Segment, extra: Extra) -> tuple[Replace, Callable[[], None]]:
             found = [
-                LayerCollector(segment, block, thresholds.get(layer_of(block), 0.0), positions)
+                LayerCollector(segment, block, rules.get(layer_of(block), FiringRule()), positions)
                 for block in segment.blocks
             ]
             replace = {node: call for collector in found for node, call in collector.replace().items()}
@@ -215,9 +216,9 @@ class _ProfileRun:
         for collector in found:
             write_tensors(self.directory.folder / layer_file(layer_of(collector.block)), collector.tensors())
 
-    def _finish(self, tokens: _TokenWindows, thresholds: Mapping[int, float], search: Mapping[str, Any] | None) -> None:
+    def _finish(self, tokens: _TokenWindows, rules: Mapping[int, FiringRule], search: Mapping[str, Any] | None) -> None:
         layers = tuple(
-            self._summary(layer_of(block), thresholds, "block" if norm_of(segment, block) is None else "stream", tokens)
+            self._summary(layer_of(block), rules, "block" if norm_of(segment, block) is None else "stream", tokens)
             for segment in self.model.segments
             for block in segment.blocks
         )
@@ -239,8 +240,7 @@ class _ProfileRun:
         )
         self.directory.finish(describe(profile, self.task.inputs, __version__, tokens.sha256))
 
-    def _summary(self, layer: int, thresholds: Mapping[int, float], place: str, tokens: _TokenWindows) -> LayerProfile:
+    def _summary(self, layer: int, rules: Mapping[int, FiringRule], place: str, tokens: _TokenWindows) -> LayerProfile:
         counts = read_tensors(self.directory.folder / layer_file(layer), only="counts")[0]["counts"]
-        return LayerProfile(
-            layer, len(counts), thresholds.get(layer, 0.0), place=place, **summarize(counts, tokens.calibration.numel())
-        )
+        threshold = rules.get(layer, FiringRule()).threshold
+        return LayerProfile(layer, len(counts), threshold, place=place, **summarize(counts, tokens.calibration.numel()))

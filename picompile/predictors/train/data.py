@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from picompile.predictors.firing import FiringRule
 from picompile.predictors.profile.files import read_tensors, write_tensors
 from picompile_passes.dialect.activations import parse_activation
 from picompile_passes.dialect.ops import neuron_outputs, neuron_rms
@@ -67,8 +68,8 @@ class LayerData:
     """The weights and samples of one layer.
 
     `previous` are the samples of the layer before on the same tokens, or None if they are not wanted. gate, up and down
-    are float32 [neurons, hidden], biases [neurons]. A neuron fires where the magnitude of its output, before the down
-    projection, is above `threshold`. `norm_eps` is that of a norm across the neurons, if there is one.
+    are float32 [neurons, hidden], biases [neurons]. `rule` says which neurons fire. `norm_eps` is that of a norm across
+    the neurons, if there is one.
     """
 
     layer: int
@@ -81,7 +82,7 @@ class LayerData:
     up_bias: Tensor | None
     activation: str
     up_activation: str
-    threshold: float
+    rule: FiringRule
     norm_eps: float | None = None
 
     @property
@@ -114,7 +115,7 @@ class LayerData:
     def one_sided(self) -> bool:
         """Whether the gating matrix alone determines which neurons fire."""
         other = self.gate is not None and parse_activation(self.up_activation).sparse
-        return self.silent_at is not None and not other and self.threshold == 0
+        return self.silent_at is not None and not other and self.rule.threshold == 0
 
     def inputs(self, name: str, rows: slice | Tensor) -> Tensor:
         """Return the inputs of a predictor that reads `name`: float32 [rows, hidden]."""
@@ -146,7 +147,7 @@ def layer_data(
     weights: WeightSource,
     layer: int,
     samples: Mapping[int, tuple[Tensor, str]],
-    threshold: float,
+    rule: FiringRule,
 ) -> LayerData:
     """Gather the data of a layer.
 
@@ -175,7 +176,7 @@ def layer_data(
         previous=samples_of(layer - 1),
         activation=str(values["activation"]),
         up_activation=str(values["up_activation"]),
-        threshold=threshold,
+        rule=rule,
         norm_eps=values["norm_eps"],
         **tensors,
     )
@@ -198,9 +199,8 @@ def _norm(block: Node, constant: Any) -> Norm:
 def save_layer_data(path: Path, data: LayerData) -> None:
     """Write the data for a worker process."""
     tensors = {name: getattr(data, name) for name in _WEIGHTS if getattr(data, name) is not None}
-    facts: dict[str, Any] = {
-        name: getattr(data, name) for name in ("layer", "activation", "up_activation", "threshold", "norm_eps")
-    }
+    facts: dict[str, Any] = {name: getattr(data, name) for name in ("layer", "activation", "up_activation", "norm_eps")}
+    facts["rule"] = asdict(data.rule)
     for name, samples in (("samples", data.samples), ("previous", data.previous)):
         if samples is None:
             continue
@@ -226,7 +226,7 @@ def load_layer_data(path: Path) -> LayerData:
 
     read = {"samples": samples("samples"), "previous": samples("previous")}
     weights = {name: tensors.get(name) for name in _WEIGHTS}
-    given: dict[str, Any] = {**facts, **read, **weights}
+    given: dict[str, Any] = {**facts, **read, **weights, "rule": FiringRule(**facts["rule"])}
     return LayerData(**{field.name: given[field.name] for field in fields(LayerData)})
 
 
@@ -260,7 +260,7 @@ def measure_firing(data: LayerData, test: slice) -> FiringLabels:
     for start in range(0, len(contribution), ROWS):
         x = data.samples.block(slice(start, start + ROWS))
         magnitude = data.outputs(x).abs_()
-        fires = magnitude > data.threshold
+        fires = data.rule.fires(magnitude, lengths)
         if data.norm_eps is not None:
             magnitude /= neuron_rms(magnitude, data.norm_eps)
         magnitude *= lengths

@@ -17,6 +17,7 @@ from picompile.frontend.checkpoint import fingerprint
 from picompile.output import OutputPath, reserve
 from picompile.predictors import BlockShape, Predictors, block_shapes, load_predictors
 from picompile.predictors.accuracy import LayerAccuracy, first_windows, measure_layers, rank_layers_by_error
+from picompile.predictors.firing import FiringRule
 from picompile.predictors.profile import Profile
 from picompile.predictors.train.candidates import JobSettings, LayerResult, load_result
 from picompile.predictors.train.choose import ChoiceLimits, Selection, assemble, choice_key
@@ -38,13 +39,13 @@ _RANKING_TOKENS = 2048
 class AccuracyCheck:
     """Measures perplexity with and without predictors: of the canonical `graph_module`, on held-out `windows`.
 
-    `thresholds` are the layers' firing thresholds. `known` holds the perplexities measured so far, by `choice_key`.
+    `rules` says which neurons of each layer fire. `known` holds the perplexities measured so far, by `choice_key`.
     """
 
     graph_module: GraphModule
     weights: WeightSource
     windows: Sequence[Sequence[int]]
-    thresholds: Mapping[int, float]
+    rules: Mapping[int, FiringRule]
     progress: Progress
     known: dict[str, float] = field(default_factory=dict)
 
@@ -67,7 +68,7 @@ class AccuracyCheck:
         graph_module = predictors.insert_pass()(self.graph_module).graph_module
         windows = first_windows(self.windows, _RANKING_TOKENS)
         weights = predictors.weights(self.weights)
-        return measure_layers(graph_module, weights, windows, self.thresholds, self.progress)
+        return measure_layers(graph_module, weights, windows, self.rules, self.progress)
 
 
 def layer_figures(layer: LayerAccuracy) -> dict[str, Any]:
@@ -226,8 +227,8 @@ class _TrainingRun:
             wanted.append(layer - 1)
         profiles = {each.layer: each for each in self.profile.layers}
         samples = {number: (self.profile.samples(number), profiles[number].place) for number in wanted}
-        threshold = profiles[layer].threshold
-        data = layer_data(self.graph_module, self.captured.weights, layer, samples, threshold)
+        rule = self.profile.firing_rules[layer]
+        data = layer_data(self.graph_module, self.captured.weights, layer, samples, rule)
         o = self.options
         trained = (o.weighting, o.epochs, o.recall, o.seed, self.device)
         return data, JobSettings(o.kind, o.input, o.rank_of(layer), *trained, self._skewness(layer))
@@ -280,9 +281,8 @@ class _TrainingRun:
 
     def _accuracy_check(self, selection: Selection) -> AccuracyCheck:
         windows = first_windows(self.profile.held_out(), self.options.gate_tokens)
-        thresholds = {layer.layer: layer.threshold for layer in self.profile.layers}
-        weights = self.captured.weights
-        return AccuracyCheck(self.graph_module, weights, windows, thresholds, self.progress, selection.measured)
+        weights, rules = self.captured.weights, self.profile.firing_rules
+        return AccuracyCheck(self.graph_module, weights, windows, rules, self.progress, selection.measured)
 
     def _assemble(
         self, folder: Path, results: list[LayerResult], selection: Selection, facts: dict[str, Any]

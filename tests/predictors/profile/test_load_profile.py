@@ -18,6 +18,7 @@ from helpers.support import BuildOnce
 from picompile.cli.profile import _show as show_profile
 from picompile.errors import DoesNotFitError, UnsupportedModelError, UsageError
 from picompile.frontend.checkpoint import fingerprint
+from picompile.predictors.firing import FiringRule
 from picompile.predictors.profile import ProfileOptions, load_profile, profile_model
 from picompile.predictors.profile.text import CalibrationText
 
@@ -59,6 +60,8 @@ def swap_layer(folder: Path) -> None:
     shutil.copy(folder / "tokens.safetensors", folder / "layers" / "001.safetensors")
 
 
+FOUND = {"gate": 0.01, "silenced_share": 0.5, "dense_perplexity": 9.0, "perplexity": 9.01}
+
 DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (lambda f: (f / "profile.json").unlink(), "is no profile: it has no profile.json"),
     (lambda f: (f / "profile.json").write_text("{"), "not readable as JSON"),
@@ -75,6 +78,8 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (lambda f: change(f, samples=9.0), r"samples must be an integer from 1 to \d+, but is 9\.0"),
     (lambda f: change(f, thresholds=7), "thresholds must be an object, but is 7"),
     (lambda f: change(f, thresholds={}), "thresholds: silenced_share must be a number from 0 to 1, but is missing"),
+    (lambda f: change(f, thresholds=FOUND | {"by": "energy"}), "thresholds: by must be one of magnitude, contribution"),
+    (lambda f: change(f, thresholds=FOUND | {"by": None}), "thresholds: by must be one of magnitude, .* is None"),
     (lambda f: change(f, layers=[]), "layers must be a list of layers in order, each once"),
     (lambda f: put(f, "model", "hidden", value=96.0), "model: hidden must be"),
     (lambda f: put(f, "model", "config", value=["relu"]), "model: config must be an object"),
@@ -109,6 +114,21 @@ def holding(place: int, value: float) -> Callable[[Tensor], Tensor]:
         return damaged
 
     return damage
+
+
+@pytest.mark.parametrize("by", [{}, {"by": "magnitude"}, {"by": "contribution"}])
+def test_a_profile_says_what_its_thresholds_are_of(
+    folder: Path, by: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    change(folder, thresholds=FOUND | by)
+    put(folder, "layers", 1, "threshold", value=0.25)
+    profile = load_profile(folder)
+    assert profile.by == by.get("by", "magnitude")
+    assert profile.firing_rules == {0: FiringRule(0.0, profile.by), 1: FiringRule(0.25, profile.by)}
+    show_profile(profile)
+    shown = capsys.readouterr().out
+    assert f"silenced  50.0% of the {profile.by}s; perplexity +0.111%" in shown
+    assert f", {'contribution' if 'contribution' in by.values() else '|h|'} above 0.25, " in shown
 
 
 # A tensor of the second layer, what becomes of it, and what is said of it.

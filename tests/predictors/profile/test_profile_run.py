@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from helpers.families import build, save
 from helpers.support import BuildOnce, save_byte_tokenizer, save_tiny_llama
 from picompile.errors import UsageError
+from picompile.predictors.firing import MEASURES, FiringRule
 from picompile.predictors.profile import Profile, ProfileOptions, held_out_windows, load_profile, profile_model
 from picompile.predictors.profile.text import CalibrationText
 from picompile.progress import NoProgress
@@ -59,12 +61,17 @@ def recorded(model: nn.Module, windows: list[list[int]], modules: dict[str, nn.M
     return seen
 
 
+def measured(hidden: Tensor, down: nn.Linear, by: str) -> Tensor:
+    """Return what is compared with a threshold, from the input of `down`."""
+    return hidden.abs() * down.weight.detach().norm(dim=0) if by == "contribution" else hidden.abs()
+
+
 def assert_counted(profile: Profile, layer: int, hidden: Tensor, down: nn.Linear, read: Tensor) -> None:
     """`hidden` [tokens, neurons] went to `down`; `read` [tokens, hidden] is what the samples are of."""
-    threshold = profile.layers[layer].threshold
-    fires = hidden.abs() > threshold
+    threshold, compared = profile.layers[layer].threshold, measured(hidden, down, profile.by)
+    fires = compared > threshold
     # Values next to the threshold may fall to either side.
-    unsure = ((hidden.abs() - threshold).abs() < 1e-6).sum(0) if threshold else torch.zeros(hidden.shape[1])
+    unsure = ((compared - threshold).abs() < 1e-6).sum(0) if threshold else torch.zeros(hidden.shape[1])
     assert ((profile.counts(layer) - fires.sum(0)).abs() <= unsure + 1).all()
     assert (profile.counts(layer) - fires.sum(0)).abs().sum() <= unsure.sum() + 2
     expected = (hidden.abs() * fires).sum(0) * down.weight.norm(dim=0)
@@ -129,23 +136,28 @@ def test_post_norm_with_biases(build_once: BuildOnce, prose: Path, tmp_path: Pat
     assert torch.equal(profile.positions(1), torch.arange(1024))
 
 
-def test_silu_gets_thresholds_within_the_accuracy_bound(build_once: BuildOnce, prose: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("by", MEASURES)
+def test_silu_gets_thresholds_within_the_accuracy_bound(
+    build_once: BuildOnce, prose: Path, tmp_path: Path, by: str
+) -> None:
     folder = build_once("tiny-silu", lambda folder: save_tiny_llama(folder, hidden_act="silu"))
-    profile = profiled(folder, tmp_path / "profile", prose, tokens=1024, gate=0.01)
+    profile = profiled(folder, tmp_path / "profile", prose, tokens=1024, gate=0.01, by=by)
     found = profile.thresholds
-    assert found is not None
+    assert found is not None and found["by"] == profile.by == by
+    assert profile.firing_rules == {row.layer: FiringRule(row.threshold, by) for row in profile.layers}
     model = eager(folder)
     layers = model.model.layers
     dense = recorded(model, profile.held_out(), {f"down{i}": layer.mlp.down_proj for i, layer in enumerate(layers)})
     assert found["dense_perplexity"] == pytest.approx(math.exp(torch.cat(dense["loss"]).mean()), rel=1e-5)
-    # As much of each layer's magnitudes is silenced, to the width of a bin.
+    # As much of each layer is silenced, to the width of a bin.
     for i, row in enumerate(profile.layers):
-        silenced = float((torch.cat(dense[f"down{i}"]).abs() <= row.threshold).double().mean())
+        compared = measured(torch.cat(dense[f"down{i}"]), layers[i].mlp.down_proj, by)
+        silenced = float((compared <= row.threshold).double().mean())
         assert found["silenced_share"] - 0.04 < silenced <= found["silenced_share"] + 1e-3
         assert row.threshold > 0
 
-    def silence(threshold: float) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor, ...]]:
-        return lambda _, inputs: (torch.where(inputs[0].abs() > threshold, inputs[0], 0.0),)
+    def silence(threshold: float) -> Callable[[nn.Linear, tuple[Tensor, ...]], tuple[Tensor, ...]]:
+        return lambda down, inputs: (torch.where(measured(inputs[0], down, by) > threshold, inputs[0], 0.0),)
 
     modules = {f"norm{i}": layer.post_attention_layernorm for i, layer in enumerate(layers)}
     modules |= {f"down{i}": layer.mlp.down_proj for i, layer in enumerate(layers)}
@@ -165,6 +177,42 @@ def test_silu_gets_thresholds_within_the_accuracy_bound(build_once: BuildOnce, p
 def _reads(model: nn.Module, profile: Profile, modules: dict[str, nn.Module], layer: int) -> Tensor:
     name = f"norm{layer}"
     return torch.cat(recorded(model, profile.calibration(), {name: modules[name]})[name])
+
+
+@pytest.fixture
+def uneven(build_once: BuildOnce) -> Path:
+    """A SiLU model in which half of the rows of down are a hundredth as long as the others."""
+
+    def make(folder: Path) -> None:
+        save_tiny_llama(folder, hidden_act="silu", num_hidden_layers=1)
+        file = folder / "model.safetensors"
+        weights = load_file(file)
+        weights["model.layers.0.mlp.down_proj.weight"][:, ::2] *= 0.01
+        save_file(weights, file, {"format": "pt"})
+
+    return build_once("tiny-silu-uneven", make)
+
+
+def test_contribution_silences_more_than_magnitude(uneven: Path, prose: Path, tmp_path: Path) -> None:
+    profiles = {by: profiled(uneven, tmp_path / by, prose, tokens=1024, gate=0.001, by=by) for by in MEASURES}
+    shares = {by: (profile.thresholds or {})["silenced_share"] for by, profile in profiles.items()}
+    assert shares["contribution"] > max(0.45, shares["magnitude"] + 0.1)
+    for by, profile in profiles.items():
+        assert load_profile(profile.folder) == profile
+        assert profile.layers[0].firing_share == pytest.approx(1 - shares[by], abs=0.06)
+    # The long rows fire more often, and the short ones hardly ever.
+    long, short = (profiles["contribution"].counts(0)[start::2].double().mean() / 1024 for start in (1, 0))
+    assert short < 0.1 * long
+
+
+def test_a_measure_changes_nothing_where_neurons_can_be_silent(tiny_model: Path, prose: Path, tmp_path: Path) -> None:
+    profiles = {by: profiled(tiny_model, tmp_path / by, prose, tokens=1024, by=by) for by in MEASURES}
+    files = {by: sorted((tmp_path / by / "layers").iterdir()) for by in MEASURES}
+    assert [file.read_bytes() for file in files["magnitude"]] == [file.read_bytes() for file in files["contribution"]]
+    assert profiles["magnitude"].layers == profiles["contribution"].layers
+    assert [profile.by for profile in profiles.values()] == ["magnitude", "magnitude"]
+    with pytest.raises(UsageError, match="profile of other inputs"):
+        profiled(tiny_model, tmp_path / "magnitude", prose, tokens=1024, by="contribution")
 
 
 def test_without_an_accuracy_bound_there_are_no_thresholds(build_once: BuildOnce, prose: Path, tmp_path: Path) -> None:

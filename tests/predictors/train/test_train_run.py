@@ -17,8 +17,12 @@ import pytest
 from helpers.support import BuildOnce, save_tiny_llama
 from picompile.errors import AccuracyError, UsageError
 from picompile.predictors import Predictors, block_shapes, load_predictors
+from picompile.predictors.firing import FiringRule
 from picompile.predictors.profile import Profile, load_profile
 from picompile.predictors.train import TrainOptions, tighten, train_predictors
+from picompile.predictors.train.choose import ChoiceLimits, Selection
+from picompile.predictors.train.directory import TrainingDirectory
+from picompile.predictors.train.run import _TrainingRun
 from picompile.progress import Advance
 
 OPTIONS = TrainOptions(gate=None, budget=1.0, recall=0.9, exact=False, epochs=1, gate_tokens=128, jobs=1)
@@ -198,6 +202,16 @@ def test_predictors_stay_until_others_take_their_place(
     assert [layer.rank for layer in train_predictors(tiny_model, profile, folder, fixed).layers] == [8, 8]
     assert (folder / "notes.txt").read_text() == "mine"
     assert [path.name for path in tmp_path.iterdir()] == ["p"]
+
+
+def test_the_profile_says_which_neurons_fire(tiny_model: Path, profile: Profile, tmp_path: Path) -> None:
+    layers = tuple(dataclasses.replace(layer, threshold=0.1 + layer.layer) for layer in profile.layers)
+    changed = dataclasses.replace(profile, layers=layers, thresholds={"by": "contribution"})
+    run = _TrainingRun(tiny_model, changed, OPTIONS, Told(), TrainingDirectory(tmp_path), "")
+    expected = {0: FiringRule(0.1, "contribution"), 1: FiringRule(1.1, "contribution")}
+    assert run.prepare(1)[0].rule == expected[1]
+    selection = Selection.first([0, 1], 0.9, ChoiceLimits(1, 1.0, True), {})
+    assert run._accuracy_check(selection).rules == expected
 
 
 def test_signs_are_only_searched_for_a_threshold(tiny_model: Path, profile: Profile, tmp_path: Path) -> None:

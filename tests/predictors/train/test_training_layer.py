@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from helpers.layers import random_layer
+from picompile.predictors.firing import FiringRule
 from picompile.predictors.train.candidates import (
     JobSettings,
     LayerResult,
@@ -39,9 +40,13 @@ SHAPES = {
     "drelu": {"up_activation": "relu"},
     "silu": {"activation": "silu", "threshold": 1.5},
     "gelu": {"gated": False, "activation": "gelu", "threshold": 0.6},
+    "silu by contribution": {"activation": "silu", "threshold": 9.0, "by": "contribution"},
 }
 # A norm across neurons changes what a neuron contributes, and not whether it fires.
-NORMED = {"normed": {"activation": "relu2", "norm_eps": 1e-5}}
+NORMED = {
+    "normed": {"activation": "relu2", "norm_eps": 1e-5},
+    "normed by contribution": {"activation": "silu", "norm_eps": 1e-5, "threshold": 9.0, "by": "contribution"},
+}
 
 
 def _curve(data: LayerData, weights: InitialPredictor, name: str = "block") -> RecallCurve:
@@ -57,7 +62,9 @@ def test_labels_are_what_the_block_computes(shape: str) -> None:
     firing = measure_firing(data, test)
     hidden = data.outputs(data.samples.block(slice(None))).abs()
     normed = hidden if data.norm_eps is None else hidden / (hidden.square().mean(1, keepdim=True) + 1e-5).sqrt()
-    expected = torch.where(hidden > data.threshold, normed * data.down.norm(dim=1), 0.0)
+    lengths = data.down.norm(dim=1)
+    compared = hidden * lengths if data.rule.by == "contribution" else hidden
+    expected = torch.where(compared > data.rule.threshold, normed * lengths, 0.0)
     assert torch.equal(firing.contribution > 0, expected > 0)
     assert 0.01 < float((expected > 0).float().mean()) < 0.9
     scale = float(expected.sum() / firing.contribution.float().sum())
@@ -175,7 +182,7 @@ def test_signs_need_no_training() -> None:
 
 
 def test_a_layer_that_never_fires_computes_nothing() -> None:
-    data = dataclasses.replace(random_layer(3), threshold=1e9)
+    data = dataclasses.replace(random_layer(3), rule=FiringRule(1e9))
     for candidate in fit_layer(data, SETTINGS).candidates:
         point = candidate.curve.at(0.995)
         assert (point.computed_share, point.weighted_recall, point.recall) == (0.0, 1.0, 1.0)
@@ -195,7 +202,7 @@ def test_data_travel_through_a_file(tmp_path: Path, shape: str) -> None:
     save_layer_data(tmp_path / "x.data", data)
     read = load_layer_data(tmp_path / "x.data")
     rows = slice(0, 50)
-    for name in ("layer", "threshold", "activation", "norm_eps"):
+    for name in ("layer", "rule", "activation", "norm_eps"):
         assert getattr(read, name) == getattr(data, name)
     assert torch.equal(read.outputs(read.samples.block(rows)), data.outputs(data.samples.block(rows)))
     assert all(torch.equal(read.inputs(name, rows), data.inputs(name, rows)) for name in data.input_choices)
