@@ -48,7 +48,7 @@ _TOGETHER = 4
 
 @dataclass(frozen=True)
 class Row:
-    """What is left out, and what that costs on held-out text.
+    """A measurement: what is left out, and what that costs on held-out text.
 
     `skipped` is the share of the weights of a token's matrices, the head's included, that are not read.
     """

@@ -1,6 +1,5 @@
 """Rounding the weights of one compilation: the text that is read, and the folder that the result is kept in."""
 
-import hashlib
 from pathlib import Path
 
 from torch.fx import GraphModule
@@ -9,18 +8,17 @@ from picompile.frontend.checkpoint import fingerprint
 from picompile.frontend.hf import open_checkpoint
 from picompile.output import reserve
 from picompile.output.place import require_disk_space
+from picompile.predictors.measured_inputs import inputs_sha256
 from picompile.predictors.profile.options import ProfileOptions
 from picompile.predictors.profile.windows import TextWindows, checkpoint_tokenizer, text_windows, window_size
 from picompile.progress import Progress
 from picompile.rounding.budget import fit_budget, fit_loss
 from picompile.rounding.losses import measure_losses, read_losses, write_losses
 from picompile.rounding.options import RoundingOptions
-from picompile.rounding.run import round_model, rounding_inputs
+from picompile.rounding.run import round_model
 from picompile.rounding.store import RoundedWeights, RoundingDirectory
 from picompile_passes.graph.materialize import WeightSource
-from picompile_passes.graph.operands import PREDICTORS
 from picompile_passes.weight_formats import FORMATS
-from picompile_runtime.version import __version__
 
 
 def calibration_text(checkpoint: Path, options: RoundingOptions) -> TextWindows:
@@ -59,7 +57,7 @@ def round_checkpoint(
     """
     text = calibration_text(checkpoint, options)
     mark = fingerprint(checkpoint, options.activation)
-    inputs = rounding_inputs(graph_module, __version__, mark, text.sha256, predictors_sha256(graph_module, weights))
+    inputs = inputs_sha256(graph_module, weights, mark, text.sha256)
     with reserve(folder.resolve(), overwrite=True, parents=True):
         directory = RoundingDirectory(folder, inputs)
         if not directory.complete:
@@ -74,15 +72,6 @@ def _require_disk(checkpoint: Path, folder: Path, options: RoundingOptions, toke
     needed = int(facts.parameters * FORMATS["q6"].bits / 8) + 2 * tokens * facts.hidden * 4
     message = "{output}: needs about {needed} on disk, {free} are free; take fewer --rounding-tokens"
     require_disk_space(folder, needed, message)
-
-
-def predictors_sha256(graph_module: GraphModule, weights: WeightSource) -> str:
-    """Return a hash of the predictors' own parameters, by which inputs of down differ."""
-    digest = hashlib.sha256()
-    read = {str(node.target) for node in graph_module.graph.nodes if node.op == "get_attr"}
-    for name in sorted(name for name in read if name.startswith(PREDICTORS)):
-        digest.update(name.encode() + weights.load(name).contiguous().numpy().tobytes())
-    return digest.hexdigest()
 
 
 # Text that losses are measured on. Every matrix is tried on all of it, each time from its layer on.
@@ -117,7 +106,7 @@ def checkpoint_formats(
     text = calibration_text(checkpoint, options)
     windows = text.calibration[:, :_LOSS_WINDOW].tolist()[:_LOSS_WINDOWS]
     mark = fingerprint(checkpoint, options.activation)
-    inputs = rounding_inputs(graph_module, __version__, mark, str(windows), predictors_sha256(graph_module, weights))
+    inputs = inputs_sha256(graph_module, weights, mark, str(windows))
     with reserve(folder.resolve(), overwrite=True, parents=True):
         folder.mkdir(parents=True, exist_ok=True)
         units = read_losses(folder / "losses.json", inputs)

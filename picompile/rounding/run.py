@@ -5,8 +5,6 @@ a layer are rounded, the windows run up to its attention output, and so on. So e
 get, and memory holds one layer with the moments of one group.
 """
 
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,17 +16,11 @@ from picompile.rounding.compensate import round_neurons, round_rows
 from picompile.rounding.matrices import InputGroup, Matrix, MatrixKey, Moments, input_groups
 from picompile.rounding.store import RoundedWeights, RoundingDirectory
 from picompile.streaming import Segment, State, observe_segment, run_segment, split_layers
-from picompile_passes.graph.dump import graph_text
 from picompile_passes.graph.materialize import WeightSource, evaluate_constant
 from picompile_passes.graph.nodes import arguments
 from picompile_passes.weight_formats import FORMATS
 
 _PASS = "rounding"
-
-
-def rounding_inputs(graph_module: GraphModule, *parts: str) -> str:
-    """Return a hash of a quantized graph and of `parts`, which name all else that rounding depends on."""
-    return hashlib.sha256(json.dumps([graph_text(graph_module), *parts]).encode()).hexdigest()
 
 
 def round_model(

@@ -20,18 +20,16 @@ from picompile.errors import UsageError
 from picompile.frontend.checkpoint import fingerprint
 from picompile.frontend.hf import open_checkpoint
 from picompile.output import reserve
+from picompile.predictors.measured_inputs import inputs_sha256
 from picompile.predictors.profile.files import read_notes, read_tensors, write_json, write_tensors
 from picompile.predictors.profile.options import ProfileOptions
 from picompile.predictors.profile.windows import checkpoint_tokenizer, text_windows, window_size
 from picompile.progress import Progress
-from picompile.rounding.calibration import predictors_sha256
-from picompile.rounding.run import rounding_inputs
 from picompile.skipping.limits import no_limits
 from picompile.skipping.options import SkippingOptions
 from picompile.skipping.search import FoundLimits, Rise, SkippingSearch
 from picompile.skipping.sensitivities import measure_sensitivities
 from picompile_passes.graph.materialize import WeightSource
-from picompile_runtime.version import __version__
 
 _NOTES, _SENSITIVITIES = "skipping.json", "sensitivities.safetensors"
 
@@ -60,7 +58,8 @@ def checkpoint_limits(
     """
     learning, measuring, text_mark = _windows(checkpoint, options)
     mark = f"{fingerprint(checkpoint, options.activation)} {text_mark} {options}"
-    inputs = rounding_inputs(graph_module, __version__, mark, text_mark, _own_sha256(graph_module, weights))
+    # The limits are not known yet.
+    inputs = inputs_sha256(graph_module, no_limits(graph_module).weights(weights), mark)
     with reserve(folder.resolve(), overwrite=True, parents=True):
         folder.mkdir(parents=True, exist_ok=True)
         notes = read_notes(folder / _NOTES)
@@ -91,11 +90,6 @@ def _tried(notes: Mapping[str, Any]) -> dict[int, Rise]:
         return {int(step): Rise(float(rise["nats"]), float(rise["error"])) for step, rise in notes["tried"].items()}
     except (KeyError, TypeError, ValueError, AttributeError):
         return {}
-
-
-def _own_sha256(graph_module: GraphModule, weights: WeightSource) -> str:
-    """Return a hash of the predictors' parameters; the limits are not known yet."""
-    return predictors_sha256(graph_module, no_limits(graph_module).weights(weights))
 
 
 def _windows(checkpoint: Path, options: SkippingOptions) -> tuple[list[list[int]], list[list[int]], str]:

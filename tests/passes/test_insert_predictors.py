@@ -322,9 +322,7 @@ def test_limits_are_new_parameters_of_the_weight_source():
     )
     with pytest.raises(PassOptionError) as error:
         materialize(after, missing)
-    assert str(error.value) == (
-        "the weights hold no predictors.layers.0.gate_limits: limits of neurons need values of their own"
-    )
+    assert str(error.value) == ("the weights hold no predictors.layers.0.gate_limits: limits need values of their own")
 
 
 def test_limits_change_what_is_computed_unless_they_are_zero():

@@ -211,9 +211,7 @@ def test_limits_need_values():
     after = SkipInputs({0: ("qkv",)})(build(LLAMA)).graph_module
     weights = random_weights(after)
     del weights.tensors["predictors.layers.0.qkv_limits"]
-    with pytest.raises(
-        PassOptionError, match=r"hold no predictors.layers.0.qkv_limits: a projection with limits needs"
-    ):
+    with pytest.raises(PassOptionError, match=r"hold no predictors.layers.0.qkv_limits: limits need values"):
         run(after, weights, torch.arange(3))
 
 

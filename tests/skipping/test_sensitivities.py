@@ -1,5 +1,7 @@
 """Sensitivities against the Fisher information that finite differences give."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch.fx import GraphModule, Node
@@ -13,7 +15,6 @@ from picompile.testing import random_weights
 from picompile_passes.dialect.ops import neuron_outputs
 from picompile_passes.graph.nodes import arguments, calls
 from picompile_passes.graph.operands import SPARSE_FFN
-from skipping.conftest import Limited
 
 _TOKEN, _DRAWS = 7, 400
 
@@ -42,7 +43,7 @@ def _logits(graph: GraphModule, weights, shifts: dict[Node, tuple[int, float]], 
 
 
 @pytest.mark.parametrize("name", ["llama-relu", "qwen2", "opt-pre-norm"])
-def test_the_diagonal_of_the_fisher_information(name: str, limited: Limited) -> None:
+def test_the_diagonal_of_the_fisher_information(name: str, limited: Callable[[str], GraphModule]) -> None:
     graph = limited(name)
     weights = no_limits(graph).weights(random_weights(graph, seed=3))
     found = measure_sensitivities(graph, weights, [[_TOKEN]] * _DRAWS, 0, NoProgress())
@@ -69,7 +70,9 @@ def test_the_diagonal_of_the_fisher_information(name: str, limited: Limited) -> 
         torch.testing.assert_close(gates, own.sqrt() * factor, rtol=1e-4, atol=1e-7)
 
 
-def test_windows_that_memory_holds_one_at_a_time(limited: Limited, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_that_memory_holds_one_at_a_time(
+    limited: Callable[[str], GraphModule], monkeypatch: pytest.MonkeyPatch
+) -> None:
     graph = limited("qwen2")
     weights = random_weights(graph, seed=3)
     windows = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8]]
@@ -82,7 +85,7 @@ def test_windows_that_memory_holds_one_at_a_time(limited: Limited, monkeypatch: 
         torch.testing.assert_close(alone[name], values, rtol=1e-4, atol=1e-8)
 
 
-def test_every_value_with_a_limit_has_a_sensitivity(limited: Limited) -> None:
+def test_every_value_with_a_limit_has_a_sensitivity(limited: Callable[[str], GraphModule]) -> None:
     for name in ("llama-relu", "opt-pre-norm", "falcon-7b"):
         graph = limited(name)
         found = measure_sensitivities(graph, random_weights(graph, seed=3), [[3, 1, 4]], 0, NoProgress())

@@ -1,9 +1,11 @@
 """Limits of one price, and the search for it."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch.fx import GraphModule
 
 from picompile.errors import UnsupportedModelError, UsageError
 from picompile.progress import NoProgress
@@ -16,7 +18,6 @@ from picompile.testing import RandomWeights, random_weights
 from picompile_passes.graph.nodes import arguments, calls
 from picompile_passes.graph.operands import SPARSE_FFN
 from picompile_passes.passes.canonicalize import canonicalize
-from skipping.conftest import Limited
 
 _WINDOWS = [torch.randint(0, 97, (24,), generator=torch.Generator().manual_seed(n)).tolist() for n in range(6)]
 
@@ -29,7 +30,7 @@ def test_a_limit_is_where_a_byte_costs_its_price() -> None:
     torch.testing.assert_close(limits["predictors.layers.0.gate_limits"], expected)
 
 
-def test_what_a_value_saves(limited: Limited) -> None:
+def test_what_a_value_saves(limited: Callable[[str], GraphModule]) -> None:
     graph = limited("qwen2")
     for node in calls(graph.graph, SPARSE_FFN):
         hidden = arguments(node)["down"].meta["val"].shape[1]
@@ -43,7 +44,7 @@ def _search(graph, weights, bound: float, **more) -> SkippingSearch:
     return SkippingSearch(graph, weights, sensitivities, _WINDOWS[2:], bound, NoProgress(), **more)
 
 
-def test_the_largest_limits_within_the_bound(limited: Limited) -> None:
+def test_the_largest_limits_within_the_bound(limited: Callable[[str], GraphModule]) -> None:
     graph = limited("qwen2")
     weights = random_weights(graph, seed=2)
     found = {bound: _search(graph, weights, bound).run() for bound in (0.001, 0.05)}
@@ -58,7 +59,7 @@ def test_the_largest_limits_within_the_bound(limited: Limited) -> None:
         assert each.rise.within(bound)
 
 
-def test_what_was_tried_is_not_tried_again(limited: Limited) -> None:
+def test_what_was_tried_is_not_tried_again(limited: Callable[[str], GraphModule]) -> None:
     graph = limited("qwen2")
     weights = random_weights(graph, seed=2)
     kept: list[dict[int, Rise]] = []
@@ -73,7 +74,7 @@ def test_what_was_tried_is_not_tried_again(limited: Limited) -> None:
     assert not min(rise.within(0.05) for rise in kept[-1].values())
 
 
-def test_damaged_weights(limited: Limited) -> None:
+def test_damaged_weights(limited: Callable[[str], GraphModule]) -> None:
     graph = limited("qwen2")
     weights = random_weights(graph, seed=2)
     search = _search(graph, weights, 0.05)
@@ -84,7 +85,7 @@ def test_damaged_weights(limited: Limited) -> None:
         search.run()
 
 
-def test_places_that_a_model_has(limited: Limited) -> None:
+def test_places_that_a_model_has(limited: Callable[[str], GraphModule]) -> None:
     graph = limited("opt-pre-norm")
     assert all(arguments(node)["gate_limits"] is None for node in calls(graph.graph, SPARSE_FFN))
     assert all(arguments(node)["output_limits"] is not None for node in calls(graph.graph, SPARSE_FFN))
