@@ -120,7 +120,8 @@ def _describe_llama(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_dimension_count(config["head_dim"])
-    writer.add_rope_freq_base(config["rope_theta"])
+    rotary = config.get("rope_parameters") or config
+    writer.add_rope_freq_base(rotary["rope_theta"])
     _describe(writer, config)
 
 

@@ -120,7 +120,8 @@ class Bench:
             path = folder / f"{name}.gguf"
             if not path.exists():
                 _llama_quantize(library, whole, path, number)
-            captured = load_model(path)
+            # llama.cpp's architecture has another activation, which changes no weight.
+            captured = load_model(path, self.captured.facts.activation)
             yield self.row(name, "llama.cpp", _gguf_bits(path), canonicalize(captured.graph_module), captured.weights)
 
 
@@ -200,6 +201,7 @@ def plot(rows: Sequence[Row], model: str, output: Path) -> None:
         for row in own:
             axes.annotate(row.name, (row.bits, row.kl_nats), textcoords="offset points", xytext=(5, 5), fontsize=8)
     axes.set_yscale("log")
+    axes.margins(x=0.1, y=0.1)
     axes.set_xlabel("bits a weight that a token reads")
     axes.set_ylabel("mean KL divergence, nats a token")
     axes.set_title(f"{model}: what formats lose")
