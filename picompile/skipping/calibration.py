@@ -9,7 +9,7 @@ Sensitivities are measured on other windows of the text than perplexity is.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,8 @@ def checkpoint_limits(
         UnsupportedModelError: the model's logits are not finite numbers.
     """
     learning, measuring, text_mark = _windows(checkpoint, options)
-    mark = f"{fingerprint(checkpoint, options.activation)} {text_mark} {options}"
+    # What was measured for one bound serves for every other.
+    mark = f"{fingerprint(checkpoint, options.activation)} {text_mark} {replace(options, bound=1.0)}"
     # The limits are not known yet.
     inputs = inputs_sha256(graph_module, no_limits(graph_module).weights(weights), mark)
     with reserve(folder.resolve(), overwrite=True, parents=True):
