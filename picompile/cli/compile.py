@@ -33,12 +33,12 @@ from picompile.cli.options import (
     VramBudgetOption,
 )
 from picompile.cli.progress import progress
+from picompile.cli.skipping_show import skipping_text
 from picompile.errors import UsageError
 from picompile.machine import gpu_of
 from picompile.output import parents_of
 from picompile.output.place import require_disk_space
 from picompile.quantities import parse_accuracy, parse_accuracy_bound, parse_count, parse_share, shortened
-from picompile.skipping.options import SITES
 
 
 def compile_command(
@@ -296,18 +296,10 @@ def _summary(artifact: Path) -> str:
     report = json.loads((artifact / "report.json").read_text(encoding="utf-8"))
     forms = Counter(report["weight_formats"].values())
     if skipping := report.get("skipping"):
-        shares = {place: _mean_share(skipping["left_out"], place) for place in SITES}
-        said = ", ".join(f"{share:.0%} by {place}" for place, share in shares.items() if share is not None)
-        change, tokens = skipping["relative_change"], skipping["tokens"]
-        text += f"\nleft out: {said}; perplexity {change:+.3%} on {tokens:,} tokens of the calibration text"
+        text += f"\nleft out: {skipping_text(skipping)}"
     if is_budget(manifest["quant"]):
         text += f"\nmatrices: {', '.join(f'{count} in {form}' for form, count in forms.most_common())}"
     if accuracy := manifest.get("accuracy"):
         change, tokens = accuracy["relative_change"], accuracy["tokens"]
         text += f"\nperplexity {change:+.3%} by its predictors, on {tokens:,} tokens of {accuracy['text']}"
     return text
-
-
-def _mean_share(left_out: Mapping[str, float], place: str) -> float | None:
-    shares = [share for name, share in left_out.items() if name.endswith(f".{place}_limits")]
-    return sum(shares) / len(shares) if shares else None

@@ -12,6 +12,7 @@ from picompile.cli.accuracy_show import comparison_text, show_comparison
 from picompile.cli.checks import format_bytes
 from picompile.cli.options import ArtifactArgument, DebugOption, JsonOption
 from picompile.cli.plan_show import size, tokens
+from picompile.cli.skipping_show import skipping_text
 
 if TYPE_CHECKING:
     from picompile_runtime.artifact.manifest import AcceleratorCode, Manifest
@@ -163,6 +164,7 @@ def collect(folder: Path) -> dict[str, Any]:
         "parts": _parts(program, str(folder / "program.json")),
         "accuracy": _reported(folder, "accuracy"),
         "checkpoint_accuracy": _reported(folder, "checkpoint_accuracy"),
+        "skipping": _reported(folder, "skipping"),
         "plan": _reported(folder, "plan"),
     }
 
@@ -249,6 +251,8 @@ def _rows(facts: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     several = "" if facts["sequences"] == 1 else f"{facts['sequences']} sequences of "
     if facts["checkpoint_accuracy"] is not None:
         yield "accuracy", comparison_text(facts["checkpoint_accuracy"])
+    if facts["skipping"] is not None:
+        yield "left out", skipping_text(facts["skipping"])
     yield "context", f"{several}{facts['context']} tokens, prompts in chunks of {facts['chunk']}"
     yield "kv cache", f"{facts['kv_dtype']}, {format_bytes(memory['kv_cache'])} when full"
     yield "workspace", format_bytes(memory["workspace"])

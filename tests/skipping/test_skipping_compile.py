@@ -9,6 +9,7 @@ import pytest
 from helpers.decoders import Llama
 from helpers.support import BuildOnce, Cli, save_tiny_llama
 from picompile import CompileOptions, capture_module
+from picompile.cli.skipping_show import skipping_text
 from picompile.compile import compile_model
 from picompile.errors import UsageError
 from picompile_runtime import load
@@ -77,6 +78,14 @@ def test_the_command_says_what_is_left_out(cli: Cli, silu_model: Path, text: Pat
     ended = cli(*words, "--skip-at", "output", "--skip-tokens", 2048, "--calibration", text)
     assert ended.code == 0, ended.err
     assert "left out: " in ended.out and "% by output" in ended.out and "by gate" not in ended.out
+    skipping = json.loads((tmp_path / "artifact" / "report.json").read_text())["skipping"]
+    assert json.loads(cli("inspect", tmp_path / "artifact", "--json").out)["skipping"] == skipping
+    assert "% by output" in cli("inspect", tmp_path / "artifact").out
+
+
+def test_a_damaged_report_is_told() -> None:
+    for damaged in ({}, {"left_out": None}, {"left_out": {}, "relative_change": "x", "tokens": 1}):
+        assert skipping_text(damaged) == "cannot be read"
 
 
 @pytest.mark.parametrize(
