@@ -34,7 +34,7 @@ from picompile.skipping import SkippingOptions, checkpoint_limits, skipping_site
 from picompile.skipping.limits import no_limits, saved_weights
 from picompile.skipping.search import count_left_out
 from picompile.streaming import negative_log_likelihood, new_states, run_segment, split_layers
-from picompile_passes.dialect.ops import neuron_outputs
+from picompile_passes.dialect.ops import SparseFfnOperands
 from picompile_passes.graph.materialize import WeightSource, evaluate_constant
 from picompile_passes.graph.nodes import arguments, calls
 from picompile_passes.graph.operands import LINEAR, SPARSE_FFN, SPARSE_LINEAR
@@ -146,23 +146,13 @@ class Bench:
 
 
 def _smallest_left_out(norms: Tensor, share: float) -> Callable[..., Tensor]:
-    def block(
-        x: Tensor,
-        mask: Tensor,
-        neurons: Tensor | None,
-        gate: Tensor | None,
-        up: Tensor,
-        down: Tensor,
-        gate_bias: Tensor | None,
-        up_bias: Tensor | None,
-        down_bias: Tensor | None,
-        activation: str,
-        up_activation: str,
-        *_: Any,
-    ) -> Tensor:
-        hidden = neuron_outputs(x, gate, up, gate_bias, up_bias, activation, up_activation)
+    def block(*operands: Any, **named: Any) -> Tensor:
+        values = SparseFfnOperands(*operands, **named)
+        hidden = values.outputs()
         smallest = (hidden.abs() * norms).topk(int(share * len(norms)), dim=-1, largest=False).indices
-        return torch.nn.functional.linear(hidden.scatter(-1, smallest, 0.0), down.transpose(0, 1), down_bias)
+        return torch.nn.functional.linear(
+            hidden.scatter(-1, smallest, 0.0), values.down.transpose(0, 1), values.down_bias
+        )
 
     return block
 

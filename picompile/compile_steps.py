@@ -185,17 +185,16 @@ def choose_limits(
         return config, captured
     if checkpoint is None:
         raise UsageError("skip needs a model folder, whose tokenizer reads text; leave it out")
-    from picompile.skipping import SkippingOptions, checkpoint_limits, skipping_sites
+    from picompile.skipping import checkpoint_limits, skipping_sites
     from picompile_passes.passes.canonicalize import CANONICALIZE
 
     canonical = run_passes(captured, CANONICALIZE, progress, verify=config.debug.verify)
     sites = skipping_sites(canonical, skipping.sites)
     insert = sites.passes(_insert_pass(config, predictors))
-    graph_module = run_passes(captured, [*CANONICALIZE, *insert], progress, verify=config.debug.verify)
-    options = SkippingOptions(skipping.bound, skipping.calibration, skipping.tokens, activation=skipping.activation)
+    graph_module = run_passes(replace(captured, graph_module=canonical), insert, progress, verify=config.debug.verify)
     weights = captured.weights if predictors is None else predictors.weights(captured.weights)
     folder = (skipping.work or scratch / "work") / "skipping"
-    found = checkpoint_limits(checkpoint, graph_module, weights, folder, options, progress)
+    found = checkpoint_limits(checkpoint, graph_module, weights, folder, skipping.options, progress)
     limited = replace(captured, weights=found.limits.weights(captured.weights))
     return replace(config, limits=found), limited
 

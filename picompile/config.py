@@ -31,7 +31,7 @@ from picompile.errors import UsageError
 from picompile.frontend.activation import check_activation
 from picompile.machine import gpu_of
 from picompile.quantities import require_whole
-from picompile.skipping.options import DEFAULT_SITES, check_bound, check_sites
+from picompile.skipping.options import DEFAULT_SITES, SkippingOptions, check_bound, check_sites
 
 if TYPE_CHECKING:
     from picompile.frontend.captured import ModelFacts
@@ -309,17 +309,14 @@ class ComparisonConfig:
 
 @dataclass(frozen=True)
 class SkippingConfig:
-    """The share by which skipping may raise perplexity, where to skip, and the text: as in `SkippingOptions`.
+    """How much of a model is skipped, and at which sites; none means `DEFAULT_SITES`.
 
     `work` is the folder that keeps what was measured, None where it is not kept.
     """
 
-    bound: float
+    options: SkippingOptions
     sites: tuple[str, ...]
-    calibration: "tuple[Path | CalibrationText, ...]"
-    tokens: int
     work: Path | None
-    activation: str | None
 
 
 @dataclass(frozen=True)
@@ -395,12 +392,11 @@ def resolve(options: CompileOptions, facts: "ModelFacts") -> CompileConfig:
         skipping=None
         if options.skip is None
         else SkippingConfig(
-            options.skip,
+            SkippingOptions(
+                options.skip, options.calibration, tokens=options.skip_tokens, activation=options.activation
+            ),
             options.skip_at,
-            options.calibration,
-            options.skip_tokens,
             options.work,
-            options.activation,
         ),
         placement=PlacementConfig(
             hot=options.hot,

@@ -225,7 +225,10 @@ def trace_window(
     state: State,
     replace: Mapping[Node, Callable[..., Tensor]],
 ) -> State:
-    """Return the same so that gradients flow back to `state`; `replace` has a function for each call without any."""
+    """Return what `run_window` does, so that gradients flow back to `state`.
+
+    `replace` has a function with gradients for each call that has none.
+    """
     with torch.enable_grad():
         return _run_window(segment, {**constants, **state}, None, frozenset(), replace)
 

@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 
 from picompile.predictors.firing import FiringRule
 from picompile_passes.dialect.formats import dequantize_rows, quantize_rows
-from picompile_passes.dialect.ops import neuron_outputs
+from picompile_passes.dialect.ops import SparseFfnOperands
 from picompile_passes.graph.materialize import WeightSource
 from picompile_passes.graph.nodes import calls
 from picompile_passes.graph.operands import ATTENTION, SPARSE_FFN
@@ -52,27 +52,10 @@ def silence_below(graph_module: GraphModule, rules: Mapping[int, FiringRule]) ->
 def _silenced(node: Node, rule: FiringRule) -> Callable[..., Tensor]:
     compute: Any = node.target
 
-    def silenced(
-        x: Tensor,
-        mask: Tensor,
-        neurons: Tensor | None,
-        gate: Tensor | None,
-        up: Tensor,
-        down: Tensor,
-        gate_bias: Tensor | None,
-        up_bias: Tensor | None,
-        down_bias: Tensor | None,
-        activation: str,
-        up_activation: str,
-        squares: bool = False,
-        gate_limits: Tensor | None = None,
-        output_limits: Tensor | None = None,
-    ) -> Tensor:
-        hidden = neuron_outputs(x, gate, up, gate_bias, up_bias, activation, up_activation)
-        biases = (gate_bias, up_bias, down_bias)
-        limits = (gate_limits, output_limits)
-        fires = rule.fires(hidden.abs(), down.norm(dim=1))
-        result: Tensor = compute(x, fires, None, gate, up, down, *biases, activation, up_activation, squares, *limits)
+    def silenced(*operands: Any, **named: Any) -> Tensor:
+        block = SparseFfnOperands(*operands, **named)
+        fires = rule.fires(block.outputs().abs(), block.down.norm(dim=1))
+        result: Tensor = compute(*block._replace(mask=fires, neurons=None))
         return result
 
     return silenced

@@ -10,7 +10,7 @@ from picompile.output import reserve
 from picompile.output.place import require_disk_space
 from picompile.predictors.measured_inputs import inputs_sha256
 from picompile.predictors.profile.options import ProfileOptions
-from picompile.predictors.profile.windows import TextWindows, checkpoint_tokenizer, text_windows, window_size
+from picompile.predictors.profile.windows import TextWindows, checkpoint_windows
 from picompile.progress import Progress
 from picompile.rounding.budget import fit_budget, fit_loss
 from picompile.rounding.losses import measure_losses, read_losses, write_losses
@@ -27,9 +27,10 @@ def calibration_text(checkpoint: Path, options: RoundingOptions) -> TextWindows:
     Raises:
         UsageError: the texts cannot be read or are too short, or the model has no tokenizer.
     """
-    facts = open_checkpoint(checkpoint, options.activation).facts
-    wanted = ProfileOptions(calibration=options.calibration, tokens=options.tokens, seed=options.seed)
-    return text_windows(checkpoint_tokenizer(checkpoint, facts.vocab), window_size(wanted, facts.max_positions), wanted)
+    wanted = ProfileOptions(
+        calibration=options.calibration, tokens=options.tokens, seed=options.seed, activation=options.activation
+    )
+    return checkpoint_windows(checkpoint, wanted)
 
 
 def round_checkpoint(

@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
 from picompile.streaming import Segment
-from picompile_passes.dialect.ops import kept_outputs, neuron_rms
+from picompile_passes.dialect.ops import SparseFfnOperands, neuron_rms
 from picompile_passes.graph.nodes import arguments, attribute, has_real_data, is_call
 from picompile_passes.graph.operands import (
     DEQUANTIZE,
@@ -136,33 +136,16 @@ class Moments:
         """Add the inputs x [tokens, inputs]."""
         self.sum.addmm_(x.T, x)
 
-    def add_neurons(
-        self,
-        x: Tensor,
-        mask: Tensor,
-        neurons: Tensor | None,
-        gate: Tensor | None,
-        up: Tensor,
-        down: Tensor | None,
-        gate_bias: Tensor | None,
-        up_bias: Tensor | None,
-        down_bias: Tensor | None,
-        activation: str,
-        up_activation: str,
-        squares: bool = False,
-        gate_limits: Tensor | None = None,
-        output_limits: Tensor | None = None,
-    ) -> Tensor:
+    def add_neurons(self, *operands: Any, **named: Any) -> Tensor:
         """Add the outputs of a block's neurons, those that it keeps alone.
 
         Takes what `sparse_ffn` takes, and returns nothing. A norm across the neurons, which comes behind down, divides
         each token's outputs as the block's own would.
         """
-        kept = kept_outputs(
-            *(x, mask, neurons, gate, up, gate_bias, up_bias, activation, up_activation, gate_limits, output_limits)
-        )
-        self.add(kept / neuron_rms(kept, _NORM_EPS) if squares else kept)
-        return x.new_empty(0)
+        block = SparseFfnOperands(*operands, **named)
+        kept = block.kept_outputs()
+        self.add(kept / neuron_rms(kept, _NORM_EPS) if block.squares else kept)
+        return block.x.new_empty(0)
 
 
 # Keeps silent tokens from dividing by zero; what a norm's own epsilon would change is far below a rounding.

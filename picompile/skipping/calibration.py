@@ -2,7 +2,7 @@
 
 | file | is |
 | --- | --- |
-| `skipping.json` | a hash of the inputs, the losses that were tried, and what was found |
+| `skipping.json` | a hash of the inputs, and the rise of the loss at each price that was tried |
 | `sensitivities.safetensors` | what `measure_sensitivities` returned |
 
 Sensitivities are measured on other windows of the text than perplexity is.
@@ -18,12 +18,11 @@ from torch.fx import GraphModule
 
 from picompile.errors import UsageError
 from picompile.frontend.checkpoint import fingerprint
-from picompile.frontend.hf import open_checkpoint
 from picompile.output import reserve
 from picompile.predictors.measured_inputs import inputs_sha256
 from picompile.predictors.profile.files import read_notes, read_tensors, write_json, write_tensors
 from picompile.predictors.profile.options import ProfileOptions
-from picompile.predictors.profile.windows import checkpoint_tokenizer, text_windows, window_size
+from picompile.predictors.profile.windows import checkpoint_windows
 from picompile.progress import Progress
 from picompile.skipping.limits import no_limits
 from picompile.skipping.options import SkippingOptions
@@ -95,17 +94,18 @@ def _tried(notes: Mapping[str, Any]) -> dict[int, Rise]:
 
 def _windows(checkpoint: Path, options: SkippingOptions) -> tuple[list[list[int]], list[list[int]], str]:
     """Return the windows for sensitivities, those for perplexity, and a hash of the text."""
-    facts = open_checkpoint(checkpoint, options.activation).facts
     wanted = ProfileOptions(
-        calibration=options.calibration, tokens=options.tokens + options.sensitivity_tokens, seed=options.seed
+        calibration=options.calibration,
+        tokens=options.text_tokens,
+        seed=options.seed,
+        activation=options.activation,
     )
-    size = window_size(wanted, facts.max_positions)
-    text = text_windows(checkpoint_tokenizer(checkpoint, facts.vocab), size, wanted)
-    windows: torch.Tensor = text.calibration
-    # Drawn at random: windows of one file follow each other.
-    order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(options.seed)).tolist()
-    learning = max(1, min(len(windows) - 1, options.sensitivity_tokens // size))
-    if len(windows) < 2 or size < 2:
+    text = checkpoint_windows(checkpoint, wanted)
+    count, size = text.calibration.shape
+    if count < 2 or size < 2:
         raise UsageError(f"limits need a text of at least 2 windows of {size} tokens; give a longer one")
-    rows = windows[torch.tensor(order)].tolist()
+    # The windows are drawn at random, since those of one file follow each other.
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(options.seed))
+    rows: list[list[int]] = text.calibration[order].tolist()
+    learning = max(1, min(count - 1, options.sensitivity_tokens // size))
     return rows[:learning], rows[learning:], text.sha256

@@ -19,7 +19,15 @@ from picompile.skipping.options import DEFAULT_SITES
 from picompile_passes.base import Pass
 from picompile_passes.graph.materialize import WeightSource
 from picompile_passes.graph.nodes import arguments, calls
-from picompile_passes.graph.operands import ATTENTION, FFN, NEURON_LIMITS, PREDICTORS, SPARSE_FFN, SPARSE_LINEAR
+from picompile_passes.graph.operands import (
+    ATTENTION,
+    FFN,
+    NEURON_LIMITS,
+    PREDICTORS,
+    SPARSE_FFN,
+    SPARSE_LINEAR,
+    is_limit,
+)
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.skip_inputs import SkipInputs
 
@@ -27,14 +35,9 @@ from picompile_passes.passes.skip_inputs import SkipInputs
 _LEAST_SENSITIVITY = 1e-2
 
 
-def is_limit(name: str) -> bool:
-    """Return whether a parameter of a graph holds limits."""
-    return name.startswith(PREDICTORS) and name.endswith("_limits")
-
-
 @dataclass(frozen=True)
 class SkippingSites:
-    """Where a model skips: the layers that leave out neurons, and the projections by layer that leave out inputs."""
+    """The places where a model skips: layers that leave out neurons, and by layer projections that leave out inputs."""
 
     gate: tuple[int, ...] = ()
     output: tuple[int, ...] = ()
@@ -96,7 +99,7 @@ class Limits:
 
     @property
     def sites(self) -> SkippingSites:
-        """Where they are."""
+        """The places that they are for."""
         return SkippingSites.of(self.tensors)
 
     def weights(self, base: WeightSource) -> OverlayWeights:

@@ -7,9 +7,9 @@ from picompile.errors import UsageError
 from picompile.predictors.profile.text import CalibrationText
 from picompile.quantities import require_whole
 
-# Where a model can skip. `gate` leaves out neurons by their activated gate, before up and down are read, and `output`
-# by their output, before down is read. `qkv` leaves out inputs of the projections that make queries, keys and values,
-# and `attention_output` those of the one behind attention.
+# The places where a model can skip. `gate` leaves out neurons by their activated gate, before up and down are read, and
+# `output` by their output, before down is read. `qkv` leaves out inputs of the projections that make queries, keys and
+# values, and `attention_output` those of the one behind attention.
 SITES = ("gate", "output", "qkv", "attention_output")
 # Those that a compilation skips at if it is told none.
 DEFAULT_SITES = ("gate", "output")
@@ -36,6 +36,11 @@ class SkippingOptions:
     seed: int = 0
     # Left out of what a run's inputs are told apart by: the model's fingerprint, beside it, depends on it.
     activation: str | None = field(default=None, repr=False)
+
+    @property
+    def text_tokens(self) -> int:
+        """The most tokens of the text that are read."""
+        return self.tokens + self.sensitivity_tokens
 
     def __post_init__(self) -> None:
         """Raise `UsageError` for values that make no sense."""

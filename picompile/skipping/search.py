@@ -19,7 +19,7 @@ from picompile.errors import UnsupportedModelError
 from picompile.progress import Progress
 from picompile.skipping.limits import Limits, limits_at, no_limits, saved_weights
 from picompile.streaming import new_states, run_segment, split_layers
-from picompile_passes.dialect.ops import kept_outputs
+from picompile_passes.dialect.ops import SparseFfnOperands
 from picompile_passes.graph.materialize import WeightSource
 from picompile_passes.graph.nodes import arguments, calls
 from picompile_passes.graph.operands import NEURON_LIMITS, SPARSE_FFN, SPARSE_LINEAR
@@ -186,17 +186,13 @@ def _counted(node: Node, counts: dict[str, int]) -> Callable[..., Tensor]:
     compute: Any = node.target
     names = [arguments(node)[name] for name in NEURON_LIMITS]
 
-    def block(*operands: Any) -> Tensor:
-        x, mask, neurons, gate, up, _, gate_bias, up_bias, _, activation, up_activation, *others = operands
-        others += [False, None, None][len(others) :]
-        limits = [others[1], others[2]]
-        for name, only in zip(names, ((limits[0], None), limits), strict=True):
+    def block(*operands: Any, **named: Any) -> Tensor:
+        whole = SparseFfnOperands(*operands, **named)
+        for name, limited in zip(names, (whole._replace(output_limits=None), whole), strict=True):
             if name is not None:
-                kept = kept_outputs(
-                    x, mask, neurons, gate, up, gate_bias, up_bias, activation, up_activation, *only
-                )  # fmt: skip
-                counts[str(name.target)] = counts.get(str(name.target), 0) + int((kept == 0).sum())
-        y: Tensor = compute(*operands)
+                left_out = int((limited.kept_outputs() == 0).sum())
+                counts[str(name.target)] = counts.get(str(name.target), 0) + left_out
+        y: Tensor = compute(*whole)
         return y
 
     return block

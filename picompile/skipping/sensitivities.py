@@ -13,6 +13,7 @@ memory holds the weights of one layer, and the values between layers of a few wi
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,8 @@ from torch.fx import GraphModule, Node
 from picompile.progress import Advance, Progress
 from picompile.skipping.limits import no_limits
 from picompile.streaming import Segment, new_states, run_segment, segment_constants, split_layers, trace_window
-from picompile_passes.dialect import eager_function, parse_activation
+from picompile_passes.dialect import eager_function
+from picompile_passes.dialect.ops import SparseFfnOperands
 from picompile_passes.graph.materialize import WeightSource
 from picompile_passes.graph.nodes import arguments, is_call
 from picompile_passes.graph.operands import NEURON_LIMITS, SPARSE_FFN, SPARSE_LINEAR
@@ -147,37 +149,20 @@ class _Probe:
         limits = [arguments(node)[name] for name in NEURON_LIMITS]
         gate_limits, output_limits = (None if each is None else str(each.target) for each in limits)
 
-        def block(
-            x: Tensor,
-            mask: Tensor,
-            neurons: Tensor | None,
-            gate: Tensor | None,
-            up: Tensor,
-            down: Tensor,
-            gate_bias: Tensor | None,
-            up_bias: Tensor | None,
-            down_bias: Tensor | None,
-            activation: str,
-            up_activation: str,
-            squares: bool = False,
-            *_: Tensor | None,
-        ) -> Tensor:
-            raised = F.linear(x, up, up_bias)
-            first = raised if gate is None else F.linear(x, gate, gate_bias)
-            hidden = parse_activation(activation).function(first)
-            factor = torch.ones_like(hidden)
-            if gate is not None:
-                factor = parse_activation(up_activation).function(raised)
-                hidden = hidden * factor
-            columns = mask if neurons is None else mask.index_select(-1, neurons)
+        def block(*operands: Any, **named: Any) -> Tensor:
+            values = SparseFfnOperands(*operands, **named)
+            activated, raised = values.factors()
+            hidden = activated if raised is None else activated * raised
+            columns = values.mask if values.neurons is None else values.mask.index_select(-1, values.neurons)
             hidden = torch.where(columns, hidden, torch.zeros_like(hidden))
             if hidden.requires_grad:
                 hidden.retain_grad()
-                # The gate's gradient is its neuron's, times what multiplies it.
-                self._keep(gate_limits, lambda: _grad(hidden) * factor.detach())
                 self._keep(output_limits, lambda: _grad(hidden))
-            y = F.linear(hidden, down.transpose(0, 1), down_bias)
-            return torch.cat([y, hidden.square().sum(-1, keepdim=True)], dim=-1) if squares else y
+                if raised is not None:
+                    # The gate's gradient is its neuron's, times what multiplies it.
+                    self._keep(gate_limits, lambda: _grad(hidden) * raised.detach())
+            y = F.linear(hidden, values.down.transpose(0, 1), values.down_bias)
+            return torch.cat([y, hidden.square().sum(-1, keepdim=True)], dim=-1) if values.squares else y
 
         return block
 

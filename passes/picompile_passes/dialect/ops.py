@@ -6,7 +6,7 @@ which is the transpose of a checkpoint's down projection), because a row is what
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -205,11 +205,28 @@ def neuron_outputs(
     up_activation: str,
 ) -> Tensor:
     """Return the factor of each neuron's down row: [T, F]. Without a gate, `activation` applies to up itself."""
+    activated, raised = neuron_factors(x, gate, up, gate_bias, up_bias, activation, up_activation)
+    return activated if raised is None else activated * raised
+
+
+def neuron_factors(
+    x: Tensor,
+    gate: Tensor | None,
+    up: Tensor,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    activation: str,
+    up_activation: str,
+) -> tuple[Tensor, Tensor | None]:
+    """Return what `neuron_outputs` multiplies, [T, F] each: the activated gate, and what comes of up.
+
+    Without a gate the first is the output itself, and the second None.
+    """
     raised = F.linear(x, up, up_bias)
     act = parse_activation(activation).function
     if gate is None:
-        return act(raised)
-    return act(F.linear(x, gate, gate_bias)) * parse_activation(up_activation).function(raised)
+        return act(raised), None
+    return act(F.linear(x, gate, gate_bias)), parse_activation(up_activation).function(raised)
 
 
 def kept_outputs(
@@ -226,10 +243,11 @@ def kept_outputs(
     output_limits: Tensor | None = None,
 ) -> Tensor:
     """Return the factor of each neuron's down row in a `sparse_ffn`, 0 for a neuron that is left out: [T, F]."""
-    hidden = neuron_outputs(x, gate, up, gate_bias, up_bias, activation, up_activation)
+    activated, raised = neuron_factors(x, gate, up, gate_bias, up_bias, activation, up_activation)
+    hidden = activated if raised is None else activated * raised
     kept = mask if neurons is None else mask.index_select(-1, neurons)
-    if gate_limits is not None and gate is not None:
-        kept = kept & (parse_activation(activation).function(F.linear(x, gate, gate_bias)).abs() > gate_limits)
+    if gate_limits is not None and raised is not None:
+        kept = kept & (activated.abs() > gate_limits)
     if output_limits is not None:
         kept = kept & ~(hidden.abs() <= output_limits)
     # `where`, not a product: a skipped neuron that overflowed to infinity must not turn into NaN.
@@ -343,6 +361,44 @@ def _(
     output_limits: Tensor | None = None,
 ) -> Tensor:
     return x.new_empty((*x.shape[:-1], down.shape[1] + squares))
+
+
+class SparseFfnOperands(NamedTuple):
+    """The operands of a `sparse_ffn`, in its order, for functions that compute a block in its place."""
+
+    x: Tensor
+    mask: Tensor
+    neurons: Tensor | None
+    gate: Tensor | None
+    up: Tensor
+    down: Tensor
+    gate_bias: Tensor | None
+    up_bias: Tensor | None
+    down_bias: Tensor | None
+    activation: str
+    up_activation: str
+    squares: bool = False
+    gate_limits: Tensor | None = None
+    output_limits: Tensor | None = None
+
+    @property
+    def _of_neurons(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None, str, str]:
+        return self.x, self.gate, self.up, self.gate_bias, self.up_bias, self.activation, self.up_activation
+
+    def factors(self) -> tuple[Tensor, Tensor | None]:
+        """Return the `neuron_factors`."""
+        return neuron_factors(*self._of_neurons)
+
+    def outputs(self) -> Tensor:
+        """Return the `neuron_outputs`, of every neuron: [T, F]."""
+        return neuron_outputs(*self._of_neurons)
+
+    def kept_outputs(self) -> Tensor:
+        """Return the `kept_outputs`: [T, F], 0 for a neuron that is left out."""
+        limits = (self.gate_limits, self.output_limits)
+        names = (self.activation, self.up_activation)
+        biases = (self.gate_bias, self.up_bias)
+        return kept_outputs(self.x, self.mask, self.neurons, self.gate, self.up, *biases, *names, *limits)
 
 
 @torch.library.custom_op("picompile::divide_by_rms", mutates_args=())

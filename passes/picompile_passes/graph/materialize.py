@@ -11,7 +11,7 @@ from torch.fx.node import map_arg
 from picompile_passes.base import copy_graph_module
 from picompile_passes.errors import PassesError, PassOptionError
 from picompile_passes.graph.nodes import attribute, has_real_data, is_call
-from picompile_passes.graph.operands import INDEX_SELECT, PREDICTORS, QUANTIZE, TRANSPOSE
+from picompile_passes.graph.operands import INDEX_SELECT, PREDICTORS, QUANTIZE, TRANSPOSE, is_limit
 
 # These take the checkpoint's own dtype, so that no float32 copy of a whole matrix is made: operators that only move
 # elements, and quantization, which converts a block of rows at a time.
@@ -157,9 +157,7 @@ def _load(weights: WeightSource, name: str, expected: Tensor) -> Tensor:
     except KeyError as error:
         if name.startswith(PREDICTORS):
             why = (
-                "limits need values of their own"
-                if name.endswith("_limits")
-                else "a learned predictor needs weights of its own"
+                "limits need values of their own" if is_limit(name) else "a learned predictor needs weights of its own"
             )
             raise PassOptionError(f"the weights hold no {name}: {why}") from error
         raise PassesError(f"the weights hold no tensor {name!r}, which the graph reads") from error

@@ -170,6 +170,11 @@ PREDICTORS = "predictors.layers."
 limits of inputs. Layer, dot and the parameter follow."""
 
 
+def is_limit(name: str) -> bool:
+    """Return whether the parameter `name` of a graph holds limits, of neurons or of inputs."""
+    return name.startswith(PREDICTORS) and name.endswith("_limits")
+
+
 def gating_weights(block: Mapping[str, Any], *, with_bias: bool) -> list[Node]:
     """Return the gating matrix among the arguments `block` of an `ffn` or `sparse_ffn`; and its bias, if asked for."""
     side = gating_side(block)

@@ -69,6 +69,20 @@ def window_size(options: ProfileOptions, positions: int) -> int:
     return options.window or min(WINDOW, positions)
 
 
+def checkpoint_windows(checkpoint: Path, options: ProfileOptions) -> TextWindows:
+    """Return the windows of the texts that `options` name, for a model's tokenizer and as long as it has positions.
+
+    Raises:
+        UsageError: the texts cannot be read or are too short, or the model has no tokenizer.
+        UnsupportedModelError: the model is not supported.
+    """
+    from picompile.frontend.hf import open_checkpoint
+
+    facts = open_checkpoint(checkpoint, options.activation).facts
+    tokenizer = checkpoint_tokenizer(checkpoint, facts.vocab)
+    return text_windows(tokenizer, window_size(options, facts.max_positions), options)
+
+
 def text_windows(tokenizer: Tokenizer, window: int, options: ProfileOptions) -> TextWindows:
     """Return the windows of the texts that `options` name. Raise `UsageError` if these are too short."""
     separate = _separate_held_out(tokenizer, window, options)
