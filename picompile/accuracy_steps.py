@@ -88,20 +88,24 @@ def _text(checkpoint: Path, predictors: "PredictorSet | None", config: CompileCo
 
 
 def _held_out(checkpoint: Path, predictors: "PredictorSet | None", config: CompileConfig) -> "HeldOut":
-    """Return text that neither weights were rounded for nor predictors trained on.
+    """Return text that weights were not rounded for, limits not searched on, and predictors not trained on.
 
-    A profile reads as much of a text as rounding does, or more, and holds out what comes behind; predictors that were
-    given come with no such text, but rounding holds out some.
+    A profile reads as much of a text as these do, or more, and holds out what comes behind; predictors that were given
+    come with no such text, but what is behind the text of the others is held out.
     """
     from picompile.predictors.predictor_set import HeldOut, find_held_out
 
-    rounding = config.rounding
-    learns_from_text = rounding.compensates or is_budget(config.quant)
-    if learns_from_text and (predictors is None or predictors.profile is None):
-        from picompile.rounding import RoundingOptions, calibration_text
+    rounding, learned = config.rounding, list[int]()
+    if rounding.compensates or is_budget(config.quant):
+        learned.append(rounding.tokens)
+    if config.skipping is not None:
+        learned.append(config.skipping.options.text_tokens)
+    if learned and (predictors is None or predictors.profile is None):
+        from picompile.predictors.profile import ProfileOptions
+        from picompile.predictors.profile.windows import checkpoint_windows
 
-        options = RoundingOptions(rounding.calibration, rounding.tokens, activation=rounding.activation)
-        text = calibration_text(checkpoint, options)
+        options = ProfileOptions(calibration=rounding.calibration, tokens=max(learned), activation=rounding.activation)
+        text = checkpoint_windows(checkpoint, options)
         return HeldOut(text.held_out.tolist(), text.held_out_source)
     return predictors.held_out if predictors is not None else find_held_out(checkpoint, config.predictor)
 

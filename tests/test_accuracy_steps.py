@@ -17,6 +17,7 @@ from picompile.frontend import load_model
 from picompile.predictors.firing import FiringRule
 from picompile.predictors.profile.windows import checkpoint_tokenizer
 from picompile.rounding import RoundingOptions, calibration_text
+from picompile.skipping.calibration import _windows
 from test_prediction import held_out, write_predictors
 
 __all__ = ["held_out"]
@@ -131,6 +132,22 @@ def test_what_weights_are_rounded_for_is_not_read(tmp_path: Path) -> None:
     assert len(rounded_for) > 1000
     for window in found.windows:
         assert not rounded_for.intersection(decode(window).split("\n")[1:-1])
+
+
+def test_what_limits_are_searched_on_is_not_read(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"value_{number} = compute({number}) # {number * number}\n" for number in range(9000)))
+    options = CompileOptions(quant="q8", calibration=(text,), accuracy=0.01, skip=0.01, skip_tokens=30_000)
+    config = resolve(options, load_model(BUNDLED_MODEL).facts)
+    assert config.skipping is not None
+    found = accuracy_steps._held_out(BUNDLED_MODEL, None, config)
+    assert found.source == f"the end of {text}"
+    learning, measuring, _ = _windows(BUNDLED_MODEL, config.skipping.options)
+    decode = checkpoint_tokenizer(BUNDLED_MODEL, 4096).decode
+    searched_on = {line for window in (*learning, *measuring) for line in decode(window).split("\n")[1:-1]}
+    assert len(searched_on) > 1000
+    for window in found.windows:
+        assert not searched_on.intersection(decode(window).split("\n")[1:-1])
 
 
 def test_thresholds_have_a_line(
