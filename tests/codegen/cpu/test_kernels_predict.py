@@ -47,9 +47,7 @@ def signs(shape: tuple[int, int], rows: int = 1) -> Kernel:
 
 @pytest.fixture(scope="module")
 def workbench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
-    built = [low_rank(*case) for case in CASES]
-    built += [low_rank(form, SHAPES[2], False, BATCH) for form in FORMATS] + [signs(SIGN_SHAPES[3], BATCH)]
-    return Workbench(tmp_path_factory.mktemp("predict") / "host.so", [*built, *map(signs, SIGN_SHAPES)])
+    return Workbench(tmp_path_factory.mktemp("predict") / "host.so")
 
 
 class Learned:
