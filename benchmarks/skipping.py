@@ -166,22 +166,30 @@ def _smallest_inputs_left_out(norms: Tensor, share: float) -> Callable[..., Tens
 
 
 def oracle_share(row: Row, oracle: Sequence[Row]) -> float:
-    """Return what a row skips as a share of what the oracle skips for the same KL divergence, interpolated."""
-    known = [Row("nothing", 0.0, 0.0, 0.0, 0.0), *oracle]
-    for low, high in pairwise(known):
+    """Return what a row skips as a share of what the oracle skips for the same KL divergence.
+
+    Between two of the oracle's rows, what is skipped grows with the logarithm of the divergence: the divergence itself
+    grows with a power of it.
+    """
+    for low, high in pairwise(oracle):
         if low.kl_nats <= row.kl_nats <= high.kl_nats:
-            part = (row.kl_nats - low.kl_nats) / (high.kl_nats - low.kl_nats)
+            part = math.log(row.kl_nats / low.kl_nats) / math.log(high.kl_nats / low.kl_nats)
             return row.skipped / (low.skipped + part * (high.skipped - low.skipped))
     return math.nan
 
 
-def measure_speed(model: Path, bounds: Sequence[str], quant: str, work: Path, rounds: int) -> dict[str, Any]:
-    """Compile with each bound and with none, and measure all artifacts in turn; medians by the bound."""
+def measure_speed(
+    model: Path, bounds: Sequence[str], skipping: Sequence[Any], quant: str, work: Path, rounds: int
+) -> dict[str, Any]:
+    """Compile with each bound and with none, and measure all artifacts in turn; medians by the bound.
+
+    `skipping` has more options of `compile` for artifacts with a bound.
+    """
     artifacts = {}
     for bound in ("none", *bounds):
         artifacts[bound] = work / f"artifact-{quant}-{bound.rstrip('%')}"
         if not artifacts[bound].exists():
-            skip = () if bound == "none" else ("--skip", bound, "--work", work)
+            skip = () if bound == "none" else ("--skip", bound, "--work", work, *skipping)
             words = ("compile", model, "-o", artifacts[bound], "--quant", quant, "--rounding", "nearest")
             picompile(*words, "--context", 1024, *skip)
     results: dict[str, list[dict[str, Any]]] = {bound: [] for bound in artifacts}
@@ -251,7 +259,10 @@ def main() -> None:
         row = bench.limited(bound, found.limits.weights(captured.weights))
         rows.append(row)
         show(row, f"{oracle_share(row, oracle):.0%} of the oracle's")
-    speeds = measure_speed(given.model, given.bounds, given.quant, given.work, given.rounds) if given.speed else {}
+    skipping = ["--skip-tokens", given.skip_tokens, *(word for place in given.at for word in ("--skip-at", place))]
+    speeds = (
+        measure_speed(given.model, given.bounds, skipping, given.quant, given.work, given.rounds) if given.speed else {}
+    )
     rows = [replace(row, **speeds.get(row.name, {})) for row in rows]
     for bound, speed in speeds.items():
         whole = speeds["none"]
