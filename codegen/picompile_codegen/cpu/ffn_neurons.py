@@ -18,9 +18,10 @@ from picompile_codegen.cpu.tensor import (
     loop,
     maximum,
     parallel,
+    select,
     worth_a_region,
 )
-from picompile_codegen.cpu.vector import activate, at, splat
+from picompile_codegen.cpu.vector import LANES, activate, at, load, splat, store
 from picompile_codegen.specs import FfnSpec
 
 F = TypeVar("F", bound="FfnTensors[Any]")
@@ -101,9 +102,15 @@ class FfnArguments(FfnTensors[KernelMatrix]):
 
     def is_above_gate_limit(self, first: Expr, limits: KernelTensor, neuron: Expr) -> Expr:
         """Return whether a neuron, with the product `first` with gate, is above the limit of its activated gate."""
-        activated = bind(tirx.abs(activate(self.spec.activation, splat(first))))
-        is_above = bind(tirx.Shuffle([activated], [0])) > limits[neuron]
+        is_above = bind(tirx.Shuffle([self._activated(splat(first))], [0])) > limits[neuron]
         return tirx.And(first > self.spec.threshold, is_above) if self.spec.is_sparse else is_above
+
+    def are_above_gate_limits(self, first: Expr, limits: Expr) -> Expr:
+        """Return the same of eight neurons, as ones and zeros in float32. The activation silences no neuron."""
+        return select(self._activated(first) > limits, splat(1.0), splat(0.0))
+
+    def _activated(self, first: Expr) -> Expr:
+        return bind(tirx.abs(activate(self.spec.activation, first)))
 
 
 # The list of neurons to compute holds their numbers in order, side by side.
@@ -169,7 +176,8 @@ def list_neurons(arguments: FfnArguments, memory: ListMemory, token: Expr) -> Ne
     """List the neurons of token `token`; in `exact` the products must be known."""
     count = counter()
     neurons, start = arguments.spec.neurons, 0
-    flags = memory.above
+    # Most neurons of an activation that silences none are above their limits, and go into the list one by one.
+    flags = memory.above if arguments.spec.is_sparse else None
     if memory.products is None and arguments.table is None:
         flags = arguments.mask
     if flags is not None:
@@ -211,11 +219,36 @@ def _take_lowest(rest: KernelTensor) -> Expr:
 
 def _decide(arguments: FfnArguments, vector: Vector, memory: ListMemory, products: KernelTensor) -> None:
     """products[j] = x · decide[j] + bias[j] for all neurons, and which of them are above their limits."""
-    is_worth = worth_a_region(arguments.bundle.bytes)
-    with parallel(arguments.spec.neurons, when_worth=is_worth) as neuron:
-        matrix, row = arguments.first_matrix, arguments.first_row(neuron)
-        products[0, neuron] = biased(dot(matrix, row, vector, [row + matrix.rows_ahead]), arguments.first_bias, neuron)
-        compare_with_limit(arguments, memory, 0, neuron)
+    neurons, is_worth = arguments.spec.neurons, worth_a_region(arguments.bundle.bytes)
+    if arguments.gate_limits is None or arguments.spec.is_sparse:
+        with parallel(neurons, when_worth=is_worth) as neuron:
+            _multiply(arguments, vector, products, neuron)
+            compare_with_limit(arguments, memory, 0, neuron)
+        return
+    # An activation with an exponential takes as long for one neuron as for a vector of them.
+    full, rest = divmod(neurons, LANES)
+    if full:
+        with parallel(full, when_worth=is_worth) as block:
+            _decide_together(arguments, vector, memory, bind(block * LANES), LANES)
+    if rest:
+        _decide_together(arguments, vector, memory, full * LANES, rest)
+
+
+def _decide_together(arguments: FfnArguments, vector: Vector, memory: ListMemory, first: Expr, count: int) -> None:
+    """Do it for the `count` neurons from `first` on, at most a vector of them."""
+    products, above, limits = memory.products, memory.above, arguments.gate_limits
+    assert products is not None
+    assert above is not None
+    assert limits is not None
+    with loop(0, count) as i:
+        _multiply(arguments, vector, products, bind(first + i))
+    product, limit = bind(load(products, 0, first, valid=count)), bind(load(limits, first, valid=count))
+    store(above, 0, first, value=arguments.are_above_gate_limits(product, limit), valid=count)
+
+
+def _multiply(arguments: FfnArguments, vector: Vector, products: KernelTensor, neuron: Expr) -> None:
+    matrix, row = arguments.first_matrix, arguments.first_row(neuron)
+    products[0, neuron] = biased(dot(matrix, row, vector, [row + matrix.rows_ahead]), arguments.first_bias, neuron)
 
 
 def compare_with_limit(arguments: FfnArguments, memory: ListMemory, token: Expr, neuron: Expr) -> None:
