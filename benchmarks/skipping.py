@@ -5,8 +5,10 @@ python benchmarks/skipping.py MODEL [--bounds 0.1% 1% 5%] [--work DIR] [--json F
 For each bound the limits are found as `compile --skip` finds them, on calibration text, and then judged on held-out
 text: its perplexity, the mean KL divergence from the model as it is, and the share of the weights of a token's
 matrices that are not read. Beside it stands the oracle of the same methods: for each token it leaves out the share of
-neurons whose outputs times the norms of their down rows are smallest, as if it knew them before it read up. With
-`--speed` the model is compiled with each bound and without any, and all artifacts are measured in turn.
+neurons whose outputs times the norms of their down rows are smallest, as if it knew them before it read up. `--ranked
+0.1:0.25` sees no more than limits do: of each token it leaves out the tenth with the smallest gates, times the norms of
+their rows of up and down, and then as many by their outputs as make a quarter. With `--speed` the model is compiled
+with each bound and without any, and all artifacts are measured in turn.
 """
 
 import argparse
@@ -144,6 +146,34 @@ class Bench:
         whole = no_limits(self.graph_module).weights(self.weights)
         return replace(self.row(f"oracle {share:.0%}", whole, replaced), skipped=skipped / self._all_weights)
 
+    def ranked(self, by_gate: float, at_all: float) -> Row:
+        """Judge what ranking each token's gates, and then outputs, leaves out of gated blocks."""
+        replaced, skipped = {}, 0.0
+        for node in calls(self.graph_module.graph, SPARSE_FFN):
+            up, down = (
+                evaluate_constant(self.graph_module, arguments(node)[name], self.weights) for name in ("up", "down")
+            )
+            replaced[node] = _ranked_left_out(down.norm(dim=1), up.norm(dim=1), by_gate, at_all)
+            skipped += (int(by_gate * len(down)) + int(at_all * len(down))) * down.shape[1]
+        whole = no_limits(self.graph_module).weights(self.weights)
+        name = f"ranked {by_gate:.0%} {at_all:.0%}"
+        return replace(self.row(name, whole, replaced), skipped=skipped / self._all_weights)
+
+
+def _ranked_left_out(down: Tensor, up: Tensor, by_gate: float, at_all: float) -> Callable[..., Tensor]:
+    def block(*operands: Any, **named: Any) -> Tensor:
+        values = SparseFfnOperands(*operands, **named)
+        activated, _ = values.factors()
+        hidden = values.outputs()
+        for sizes, share in ((activated.abs() * up * down, by_gate), (hidden.abs() * down, at_all)):
+            # What the gates leave out stays out: it is zero, and so among the smallest.
+            left = sizes.masked_fill(hidden == 0, 0.0)
+            smallest = left.topk(int(share * len(down)), dim=-1, largest=False).indices
+            hidden = hidden.scatter(-1, smallest, 0.0)
+        return torch.nn.functional.linear(hidden, values.down.transpose(0, 1), values.down_bias)
+
+    return block
+
 
 def _smallest_left_out(norms: Tensor, share: float) -> Callable[..., Tensor]:
     def block(*operands: Any, **named: Any) -> Tensor:
@@ -228,8 +258,9 @@ def main() -> None:
     """Measure every row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
-    parser.add_argument("--bounds", nargs="+", default=["0.1%", "1%", "5%"])
+    parser.add_argument("--bounds", nargs="*", default=["0.1%", "1%", "5%"])
     parser.add_argument("--oracle", nargs="*", type=float, default=list(ORACLE), help="shares that the oracle skips")
+    parser.add_argument("--ranked", nargs="*", default=[], metavar="GATE:ALL", help="shares that ranking leaves out")
     parser.add_argument("--work", type=Path, default=Path("build/bench-skipping"))
     parser.add_argument("--tokens", type=int, default=8_192, help="of held-out text")
     parser.add_argument("--skip-tokens", type=int, default=16_384, help="of calibration text")
@@ -249,7 +280,8 @@ def main() -> None:
     print(f"{given.model}, {sum(map(len, windows))} tokens of {source}")
     bench = Bench(graph, captured.weights, windows)
     oracle = [bench.oracle(share) for share in given.oracle]
-    for row in oracle:
+    ranked = [bench.ranked(*map(float, shares.split(":"))) for shares in given.ranked]
+    for row in (*oracle, *ranked):
         show(row)
     rows = []
     for bound in given.bounds:
@@ -272,7 +304,7 @@ def main() -> None:
             f"{speed['tokens_per_s'] / whole['tokens_per_s']:.3f} times as fast for {bytes_share:.3f} of the bytes"
         )
     if given.json:
-        content = {"model": str(given.model), "rows": rows, "oracle": oracle}
+        content = {"model": str(given.model), "rows": rows, "oracle": oracle, "ranked": ranked}
         given.json.write_text(json.dumps(content, indent=1, default=asdict) + "\n")
     if given.plot:
         plot(rows, oracle, given.model.name, given.plot)
