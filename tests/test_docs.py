@@ -111,8 +111,8 @@ EXEMPT = {
         "takes minutes, and a quiet machine"
     ),
     "python benchmarks/quantization.py models/tiny-reglu --plot build/quantization.png": "takes ten minutes",
-    "python benchmarks/skipping.py SmolLM2-135M --tokens 4096 --skip-tokens 8192 --oracle 0.1 0.2 0.3 0.4 0.5 "
-    "--ranked 0.1:0.25 --speed": "takes half an hour",
+    "python benchmarks/skipping.py SmolLM2-135M --tokens 4096 --skip-tokens 8192 --oracle 0.1 0.15 0.2 0.3 0.35 "
+    "0.4 0.5 --speed --rounds 7": "takes an hour",
     "python benchmarks/rounding_memory.py --kill": "takes 5 GB of disk and most of an hour",
     "python benchmarks/placement.py prefixes": "takes half a minute",
     "python benchmarks/placement.py policies": "takes ten minutes",

@@ -41,7 +41,7 @@ from picompile_passes.verify import verify
 
 # The same few in every run of `make test`, more where `tests/mutation/check.py` plants faults, and as many as asked for
 # in `make fuzz`.
-EXAMPLES = {"ci": 4, "mutation": 20}.get(PROFILE, settings.default.max_examples)
+EXAMPLES = {"ci": 6, "mutation": 20}.get(PROFILE, settings.default.max_examples)
 check = partial(check_pass, shrink=not settings.default.derandomize)
 pytestmark = pytest.mark.hypothesis
 

@@ -235,7 +235,7 @@ def _decide(arguments: FfnArguments, vector: Vector, memory: ListMemory, product
 
 
 def _decide_together(arguments: FfnArguments, vector: Vector, memory: ListMemory, first: Expr, count: int) -> None:
-    """Do it for the `count` neurons from `first` on, at most a vector of them."""
+    """Multiply, and then compare, the `count` neurons from `first` on: at most a vector of them."""
     products, above, limits = memory.products, memory.above, arguments.gate_limits
     assert products is not None
     assert above is not None
