@@ -1,6 +1,7 @@
 """Settings of all tests, and models and artifacts that are too expensive to make more than once a run."""
 
 import fcntl
+import gc
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -86,6 +87,12 @@ def every_isa(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name, row in ALL_TARGETS.items():
         monkeypatch.setitem(TARGETS, name, row)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what the modules of tests hold, millions of objects, out of every later search for garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 # Before pytest chooses tests by marker.

@@ -26,16 +26,21 @@ RIDDLES = ("Of ", "The same", "What ", "Says ")
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
-def definitions(source: str) -> Iterator[Definition]:
-    """Yield each function and class of a module."""
-    yield from (node for node in ast.walk(ast.parse(source)) if isinstance(node, Definition))
+def definitions(module: ast.Module) -> Iterator[Definition]:
+    """Yield each function and class of a module. They are statements, so expressions are not searched."""
+    found: list[ast.AST] = [module]
+    while found:
+        node = found.pop()
+        if isinstance(node, Definition):
+            yield node
+        found.extend(child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr))
 
 
 def long_functions(source: str) -> dict[str, int]:
     """Return the functions of a module that are too long, and their lines."""
     lines = {
         node.name: (node.end_lineno or 0) - node.lineno + 1
-        for node in definitions(source)
+        for node in definitions(ast.parse(source))
         if not isinstance(node, ast.ClassDef)
     }
     return {name: count for name, count in lines.items() if count > MOST_LINES}
@@ -82,7 +87,8 @@ def test_docstrings_have_a_subject(sources: dict[Path, str]) -> None:
     found = [
         f"{path}: {text}"
         for path, source in (sources | read_modules(OTHER_FOLDERS)).items()
-        for node in (ast.parse(source), *definitions(source))
+        for module in [ast.parse(source)]
+        for node in (module, *definitions(module))
         if (text := ast.get_docstring(node)) and text.startswith(RIDDLES)
     ]
     assert not found, "\n".join(found)

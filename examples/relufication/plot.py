@@ -15,6 +15,7 @@ _NAMES = {"library": "held-out library", "own": "text of the model's own"}
 def plot(measurements: Mapping[str, Any], image: Path) -> None:
     """Draw divergence, perplexity and firing over the tokens that were read, and firing by layer."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     records = measurements["records"]
     figure = Figure(figsize=(11, 7.5), layout="constrained")
@@ -29,12 +30,15 @@ def plot(measurements: Mapping[str, Any], image: Path) -> None:
         firing.plot(tokens, [100 * sum(one["firing"]) / len(one["firing"]) for one in found], **style)
     for axes, label in ((kl, "KL to the original, nats a token"), (perplexity, "perplexity (dashed: the original's)")):
         axes.set(yscale="log", ylabel=label)
-    firing.set(ylim=(0, None), ylabel="neurons firing per token (%)")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    firing.set(ylim=(0, 1.05 * firing.get_ylim()[1]), ylabel="neurons firing per token (%)")
     for axes in (kl, perplexity, firing):
         axes.set_xlabel("thousand tokens read")
         axes.grid(alpha=0.3, which="both")
         for before, record in pairwise(records):
-            if before["stage"] != "blocks" and record["stage"] == "model":
+            if before["stage"] != "model" and record["stage"] == "model":
                 axes.axvline(before["tokens"] / 1000, color="grey", linewidth=1)
     kl.legend(frameon=False)
     _draw_layers(layers, records)

@@ -114,7 +114,7 @@ class Pass(abc.ABC):
         """
         stage = stage_of(graph_module)
         check_stage(self.name, self.requires, self.ensures, stage)
-        result = copy_graph_module(graph_module)
+        result = _copy(graph_module, _WorkingCopy)
         rewriter = Rewriter(result, self.name, f"{type(self).__name__}.rewrite")
         try:
             self.rewrite(rewriter)
@@ -178,7 +178,22 @@ def check_stage(name: str, requires: Stage, ensures: Stage | None, stage: Stage)
 
 def copy_graph_module(graph_module: GraphModule) -> GraphModule:
     """Return a graph module with nodes and metadata of its own, and with the same tensors and fake values."""
-    result = GraphModule(graph_module, copy.deepcopy(graph_module.graph))
+    return _copy(graph_module, GraphModule)
+
+
+class _WorkingCopy(GraphModule):
+    """A graph module that a pass changes. Its code is generated when it is called, which most passes never do."""
+
+    def recompile(self) -> None:  # type: ignore[override]
+        """Generate nothing."""
+
+    def forward(self, *args: object) -> object:
+        """Compute what the graph says at this moment."""
+        return GraphModule(self, self.graph)(*args)
+
+
+def _copy(graph_module: GraphModule, kind: type[GraphModule]) -> GraphModule:
+    result = kind(graph_module, copy.deepcopy(graph_module.graph))
     result.meta = dict(graph_module.meta)
     return result
 

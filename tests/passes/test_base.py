@@ -106,6 +106,26 @@ def test_the_result_runs_as_its_graph_says():
     assert not torch.allclose(run(DropFinalNorm()(before).graph_module, weights), run(before, weights))
 
 
+def test_a_pass_can_run_what_it_has_made_so_far():
+    @dataclass(frozen=True)
+    class Compare(Pass):
+        name: ClassVar[str] = "compare"
+        requires: ClassVar[Stage] = Stage.CANONICAL
+        ensures: ClassVar[Stage] = Stage.CANONICAL
+
+        def rewrite(self, rewriter: Rewriter) -> None:
+            found.append(rewriter.graph_module(*inputs))
+            DropFinalNorm().rewrite(rewriter)
+            found.append(rewriter.graph_module(*inputs))
+
+    found: list[torch.Tensor] = []
+    before, inputs = materialize(build(LLAMA), random_weights(build(LLAMA))), (torch.arange(5), torch.arange(5))
+    after = Compare()(before).graph_module
+    assert torch.equal(found[0], before(*inputs))
+    assert torch.equal(found[1], after(*inputs))
+    assert not torch.equal(*found)
+
+
 def test_a_change_without_the_rewriter_is_an_error():
     with pytest.raises(
         PassesError,
