@@ -110,8 +110,11 @@ def test_a_signal_to_stop_ends_it_quietly(tiny_artifact: Path, number: signal.Si
     with subprocess.Popen(command, stdout=pipe, stderr=pipe) as process:
         signal.signal(number, handler)
         try:
-            # Long enough to be past imports on a busy machine; earlier would be Python's own traceback.
-            time.sleep(5)
+            # When the artifact is mapped, imports are through; earlier would be Python's own traceback.
+            maps = Path(f"/proc/{process.pid}/maps")
+            while process.poll() is None and str(tiny_artifact) not in maps.read_text():
+                time.sleep(0.05)
+            time.sleep(0.5)
             process.send_signal(number)
             out, errors = process.communicate(timeout=60)
         finally:
