@@ -28,8 +28,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def workbench(tmp_path_factory: pytest.TempPathFactory) -> CudaWorkbench:
-    path = tmp_path_factory.mktemp("cuda-linear") / "linear.so"
-    return CudaWorkbench(path, [_kernel(*case) for case in CASES])
+    return CudaWorkbench(tmp_path_factory.mktemp("linear") / "device.so")
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1][0]}x{case[1][1]}-r{case[2]}")
