@@ -187,9 +187,9 @@ class _WorkingCopy(GraphModule):
     def recompile(self) -> None:  # type: ignore[override]
         """Generate nothing."""
 
-    def forward(self, *args: object) -> object:
+    def forward(self, *args: object, **kwargs: object) -> object:
         """Compute what the graph says at this moment."""
-        return GraphModule(self, self.graph)(*args)
+        return copy_graph_module(self)(*args, **kwargs)
 
 
 def _copy(graph_module: GraphModule, kind: type[GraphModule]) -> GraphModule:

@@ -112,7 +112,7 @@ def test_a_signal_to_stop_ends_it_quietly(tiny_artifact: Path, number: signal.Si
         try:
             # When the artifact is mapped, imports are through; earlier would be Python's own traceback.
             maps = Path(f"/proc/{process.pid}/maps")
-            while process.poll() is None and str(tiny_artifact) not in maps.read_text():
+            while process.poll() is None and str(tiny_artifact.resolve()) not in maps.read_text():
                 time.sleep(0.05)
             time.sleep(0.5)
             process.send_signal(number)
