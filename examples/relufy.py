@@ -11,7 +11,6 @@ command with `--resume` goes on from it.
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,7 +22,7 @@ from relufication.folder import MEASUREMENTS, check_output, save_folder, table
 from relufication.pair import ACTIVATIONS, Pair, open_pair
 from relufication.plot import plot
 from relufication.texts import TextOptions, open_tokenizer, read_texts
-from relufication.training import Recipe, State, Trainer
+from relufication.training import CHECKPOINT, Recipe, State, Trainer, require_checkpoint
 
 from picompile.errors import PicompileError, UsageError
 from picompile.frontend.checkpoint import fingerprint
@@ -64,20 +63,22 @@ def main(
     pair = open_pair(model, activation)
     if window > pair.positions:
         raise UsageError(f"a window of {window} tokens is more than the model's {pair.positions} positions")
+    options = TextOptions(window, tokens, own_tokens, probe_tokens, seed)
+    recipe = Recipe(steps, minutes, blocks, solve_tokens, rows, l1, block_learning_rate, learning_rate)
+    inputs = _inputs(model, activation, options, recipe)
+    if resume:
+        require_checkpoint(work, inputs)
     work.mkdir(parents=True, exist_ok=True)
     if not resume:
-        (work / "checkpoint.pt").unlink(missing_ok=True)
-    options = TextOptions(window, tokens, own_tokens, probe_tokens, seed)
+        (work / CHECKPOINT).unlink(missing_ok=True)
     texts = read_texts(model, open_tokenizer(model, pair.vocabulary), options, work)
     say(f"{texts.library.numel():,} tokens of the library, {texts.own.numel():,} of the model's own")
-    recipe = Recipe(steps, minutes, blocks, solve_tokens, rows, l1, block_learning_rate, learning_rate)
     facts = {"activation": activation, "threads": threads, "l1": l1, "text": vars(options), "recipe": vars(recipe)}
 
     def note(state: State) -> None:
         with atomic_file(work / MEASUREMENTS) as file:
             file.write(json_bytes(_measurements(facts, pair, state)))
 
-    inputs = json.dumps([fingerprint(model), activation, vars(options), rows, solve_tokens])
     trainer = Trainer(pair, texts, recipe, work, inputs, note)
     stopped = trainer.run()
     if stopped is not None:
@@ -90,10 +91,30 @@ def main(
     print(table(trainer.state.records, "library"))
 
 
+def _inputs(model: Path, activation: str, options: TextOptions, recipe: Recipe) -> dict[str, Any]:
+    """Return what a training depends on, besides how long it lasts, by the names of the options."""
+    return {
+        "MODEL": fingerprint(model),
+        "--activation": activation,
+        "--window": options.window,
+        "--tokens": options.tokens,
+        "--own-tokens": options.own,
+        "--probe-tokens": options.probe,
+        "--seed": options.seed,
+        "--rows": recipe.rows,
+        "--solve-tokens": recipe.solve_tokens,
+        "--blocks": recipe.blocks,
+        "--l1": recipe.l1,
+        "--block-learning-rate": recipe.block_learning_rate,
+        "--learning-rate": recipe.learning_rate,
+    }
+
+
 def _measurements(facts: dict[str, Any], pair: Pair, state: State) -> dict[str, Any]:
     trained = sum(parameter.numel() for parameter in pair.trained().values())
     whole = sum(parameter.numel() for parameter in pair.copy.parameters())
-    return {**facts, "parameters": whole, "trained_parameters": trained, "records": state.records}
+    counts = {"steps": state.step, "parameters": whole, "trained_parameters": trained}
+    return {**facts, **counts, "records": state.records}
 
 
 if __name__ == "__main__":

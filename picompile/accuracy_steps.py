@@ -162,7 +162,8 @@ def _whole_graph(
 
 def _weights_remedy(config: CompileConfig) -> str:
     if is_budget(config.quant):
-        finer = "a larger budget of bits, or --quant q8"
+        bits = config.rounding.bits_per_weight
+        finer = f"a larger budget than {bits:.2f} bits a weight, or --quant q8"
     else:
         finer = f"--quant {_FINER[config.quant]}" if config.quant in _FINER else ""
     if (config.quant in CALIBRATED or is_budget(config.quant)) and not config.rounding.compensates:

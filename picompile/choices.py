@@ -11,8 +11,10 @@ ROUNDINGS = ("calibrated", "nearest")
 # The formats that round so coarsely that calibration is worth its time.
 CALIBRATED = ("q6", "q4m", "q4")
 DEFAULT_ROUNDING_TOKENS = 32_768
-# Tokens that perplexity is measured on while limits for skipping are searched.
+LEAST_ROUNDING_TOKENS = 1024
+# Tokens that perplexity is measured on while limits for skipping are searched; they are read in windows of 512.
 DEFAULT_SKIP_TOKENS = 16_384
+LEAST_SKIP_TOKENS = 512
 PREDICTORS = ("exact", "learned", "sign", "none")
 # Predictors that leave out no neuron that fires. They need neither training nor an accuracy check.
 LOSSLESS = ("exact", "none")

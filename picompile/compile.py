@@ -163,8 +163,8 @@ def _compile(
     captured, config = source.captured, source.config
     predictors = obtain_predictors(source.checkpoint, captured, scratch, config.predictor, progress)
     config, captured = choose_limits(source.checkpoint, captured, config, predictors, scratch, progress)
-    source = replace(source, captured=captured, config=config)
     config = choose_formats(source.checkpoint, captured, config, predictors, scratch, progress)
+    source = replace(source, captured=captured, config=config)
     # Once: larger predictors, if these fall short, hardly change what the weights are rounded for.
     weights = round_weights(source.checkpoint, captured, config, predictors, scratch, progress)
     previous: WrittenArtifact | None = None
@@ -251,4 +251,5 @@ def _contents(
         base if predictors is None else predictors.weights(base),
         None if plan is None else plan.to_json(),
         None if source.config.limits is None else source.config.limits.to_json(),
+        source.config.rounding.to_json(),
     )

@@ -231,7 +231,8 @@ def choose_formats(
     chosen = checkpoint_formats(
         checkpoint, graph_module, weights, folder, _rounding_options(config), parse_bits(config.quant), progress
     )
-    return replace(config, tensors=chosen)
+    rounding = replace(config.rounding, bits_per_weight=chosen.bits_per_weight, loss_nats=chosen.loss_nats)
+    return replace(config, tensors=chosen.formats, rounding=rounding)
 
 
 # Passes: the ones from captured to quantized, with the extra ones that the user asks for.

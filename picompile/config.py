@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from picompile.choices import (
     CALIBRATED,
@@ -17,6 +17,8 @@ from picompile.choices import (
     DEFAULT_ROUNDING_TOKENS,
     DEFAULT_SKIP_TOKENS,
     KV_DTYPES,
+    LEAST_ROUNDING_TOKENS,
+    LEAST_SKIP_TOKENS,
     LOSSLESS,
     MOST_SEQUENCES,
     PREDICTORS,
@@ -154,10 +156,7 @@ class CompileOptions:
             rounding_tokens=self.rounding_tokens,
             skip_tokens=self.skip_tokens,
         )
-        if self.rounding_tokens < 1:
-            raise UsageError(f"weights must be rounded for at least 1 token, not {self.rounding_tokens}")
-        if self.rounding == "calibrated" and not self._can_calibrate:
-            raise UsageError(f"rounding calibrated is for formats of fewer than 8 bits, not {self.quant}; leave it out")
+        self._require_rounding()
         if self.gate_tokens < 2:
             raise UsageError(f"the accuracy check must read at least 2 tokens, not {self.gate_tokens}")
         if self.accuracy is not None and not self.accuracy >= 0:
@@ -174,13 +173,26 @@ class CompileOptions:
             self._require_neurons(self.plan)
         self._require_machine(gpu)
 
+    def _require_rounding(self) -> None:
+        """Raise `UsageError` for options of rounding that make no sense, or that nothing reads."""
+        if self.rounding_tokens < LEAST_ROUNDING_TOKENS:
+            raise UsageError(
+                f"weights must be rounded for at least {LEAST_ROUNDING_TOKENS} tokens, not {self.rounding_tokens}"
+            )
+        if self.rounding == "calibrated" and not self._can_calibrate:
+            raise UsageError(f"rounding calibrated is for formats of fewer than 8 bits, not {self.quant}; leave it out")
+        reads_text = self.calibrates or is_budget(self.quant)
+        if self.rounding_tokens != DEFAULT_ROUNDING_TOKENS and not reads_text:
+            raise UsageError("rounding tokens given, but each weight is rounded to the nearest; leave them out")
+
     def _require_skipping(self) -> None:
         """Raise `UsageError` for options of skipping that make no sense, or that another one forbids."""
-        if self.skip_tokens < 2:
-            raise UsageError(f"skipping is measured on at least 2 tokens, not {self.skip_tokens}")
+        if self.skip_tokens < LEAST_SKIP_TOKENS:
+            raise UsageError(f"skipping is measured on at least {LEAST_SKIP_TOKENS} tokens, not {self.skip_tokens}")
         if self.skip is None:
-            if self.skip_at:
-                raise UsageError("places to skip at given, but not how much skipping may cost; give skip")
+            if self.skip_at or self.skip_tokens != DEFAULT_SKIP_TOKENS:
+                what = "places to skip at" if self.skip_at else "tokens to measure skipping on"
+                raise UsageError(f"{what} given, but not how much skipping may cost; give it, as --skip 1%")
             return
         check_bound(self.skip)
         check_sites(self.skip_at or DEFAULT_SITES)
@@ -195,7 +207,11 @@ class CompileOptions:
             rounds = (self.calibrates or is_budget(self.quant)) and what == "calibration text"
             read = (self.accuracy is not None or self.skip is not None) and what != "predictors"
             if wanted and not (planned or rounds or read) and self.predictor not in _TRAINED:
-                raise UsageError(f"{what} given, but predictor {self.predictor or 'auto'} needs none; choose learned")
+                nearest = what == "calibration text" and self.rounding == "nearest"
+                also = ", and rounding to the nearest reads none" if nearest else ""
+                raise UsageError(
+                    f"{what} given, but predictor {self.predictor or 'auto'} needs none{also}; choose learned"
+                )
 
     def _require_machine(self, gpu: "Target | None") -> None:
         """Raise `UsageError` for wrong sizes of a machine, and for any if no plan is made."""
@@ -288,7 +304,8 @@ class RoundingConfig:
     """The text that weights are rounded for: files, or a default if there are none, and the most tokens of it.
 
     `compensates` says whether weights are rounded for it, and not each to the nearest value. `work` is the folder that
-    keeps the result, None where it is not kept. `activation` is as in `CompileOptions`.
+    keeps the result, None where it is not kept. `activation` is as in `CompileOptions`. `bits_per_weight` and
+    `loss_nats` are what formats that were chosen for a budget take and are estimated to lose, None where none were.
     """
 
     compensates: bool
@@ -297,6 +314,17 @@ class RoundingConfig:
     tokens: int
     work: Path | None
     activation: str | None
+    bits_per_weight: float | None = None
+    loss_nats: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return how weights are rounded, as report.json says it."""
+        found: dict[str, Any] = {"method": "calibrated" if self.compensates else "nearest"}
+        if self.compensates:
+            found["tokens"] = self.tokens
+        if self.bits_per_weight is not None:
+            found |= {"bits_per_weight": self.bits_per_weight, "loss_nats": self.loss_nats}
+        return found
 
 
 @dataclass(frozen=True)

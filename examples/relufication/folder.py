@@ -35,7 +35,10 @@ def save_folder(model: Path, pair: Pair, measurements: Mapping[str, Any], out: P
         logging.disable_progress_bar()
         pair.copy.half().save_pretrained(folder)  # type: ignore[operator]
         read_tokenizer(model, pair.vocabulary).write(folder)
-        (folder / MEASUREMENTS).write_bytes(json_bytes(measurements))
+        measured = folder / MEASUREMENTS
+        measured.write_bytes(json_bytes(measurements))
+        # safetensors writes weights that only their owner can read.
+        (folder / "model.safetensors").chmod(measured.stat().st_mode)
 
 
 def table(records: list[dict[str, Any]], text: str) -> str:

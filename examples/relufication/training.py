@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from relufication.texts import Texts
 CHECKPOINT_EVERY_S = 600.0
 # Shares of the training after which the copy is measured: more often where it changes fast.
 MEASURED_AT = (0.0, 0.01, 0.02, 0.05, *(tenths / 10 for tenths in range(1, 10)))
+CHECKPOINT = "checkpoint.pt"
 _WARMUP_STEPS = 20
 
 
@@ -170,6 +171,18 @@ def take_step(pair: Pair, optimizer: torch.optim.AdamW, stage: str, batch: Tenso
     return loss
 
 
+def require_checkpoint(work: Path, inputs: Mapping[str, Any]) -> None:
+    """Raise `UsageError` unless the work folder has a checkpoint of a training with the options `inputs`."""
+    path = work / CHECKPOINT
+    if not path.is_file():
+        raise UsageError(f"{path}: is not there, so nothing can be resumed; leave --resume out, or name its --work")
+    found = torch.load(path, weights_only=True, mmap=True)["inputs"]
+    differ = [name for name, value in inputs.items() if found.get(name) != value]
+    if differ:
+        was, now = (", ".join(f"{name} {of.get(name)}" for name in differ) for of in (found, inputs))
+        raise UsageError(f"{path}: is of a training with {was}, not {now}; give another --work")
+
+
 class _Stop:
     """Whether Ctrl-C or SIGTERM came. They end the training after the step that is at work."""
 
@@ -191,14 +204,22 @@ class _Stop:
 class Trainer:
     """A training that goes on from the checkpoint in the work folder where there is one.
 
-    `inputs` says what the checkpoint depends on; `note(records)` is called after each measurement.
+    `inputs` are the options that the checkpoint depends on, as `require_checkpoint` compares them. `note(state)` is
+    called after each measurement.
     """
 
     def __init__(
-        self, pair: Pair, texts: Texts, recipe: Recipe, work: Path, inputs: str, note: Callable[[State], None]
+        self,
+        pair: Pair,
+        texts: Texts,
+        recipe: Recipe,
+        work: Path,
+        inputs: Mapping[str, Any],
+        note: Callable[[State], None],
     ) -> None:
-        self.pair, self.texts, self.recipe, self.inputs, self.note = pair, texts, recipe, inputs, note
-        self.checkpoint = work / "checkpoint.pt"
+        self.pair, self.texts, self.recipe, self.note = pair, texts, recipe, note
+        self.inputs = dict(inputs)
+        self.checkpoint = work / CHECKPOINT
         self.optimizer = new_optimizer(pair)
         self.state = State()
         if self.checkpoint.exists():
@@ -278,7 +299,7 @@ class Trainer:
         for name, found in probes.items():
             firing = sum(found["firing"]) / len(found["firing"])
             say(
-                f"{stage} step {state.step}  {name}: loss {found['loss']:.4f} ({found['original_loss']:.4f} before)  "
+                f"{stage} step {state.step}  {name}: loss {found['loss']:.4f} (original {found['original_loss']:.4f})  "
                 f"KL {found['kl']:.4f}  firing {firing:.1%}"
             )
         self.note(state)
@@ -300,10 +321,6 @@ class Trainer:
 
     def _load(self) -> None:
         content = torch.load(self.checkpoint, weights_only=True)
-        if content["inputs"] != self.inputs:
-            raise UsageError(
-                f"{self.checkpoint}: is of a training with {content['inputs']}, not {self.inputs}; give another --work"
-            )
         self.state = State(**content["state"])
         with torch.no_grad():
             for name, parameter in self.pair.trained().items():

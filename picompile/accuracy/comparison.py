@@ -84,7 +84,10 @@ class CheckpointComparison:
     def refusal(self) -> str:
         """The message for an artifact that does not meet its bound."""
         change, worst = self.lines[-1].relative_change, self.worst
-        interval = "" if change.low is None or change.high is None else f" (95 %: {_range(change.low, change.high)})"
+        if change.low is None or change.high is None:
+            interval = f" ({self.tokens:,} tokens, too few for an interval: read more with --gate-tokens)"
+        else:
+            interval = f" (95 %: {_range(change.low, change.high)})"
         parts = ", ".join(f"{line.title} {signed(line.added_change)}" for line in self.lines)
         remedy = f"choose {worst.remedy}, or allow" if worst.remedy else "allow"
         return (

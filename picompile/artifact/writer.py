@@ -29,7 +29,8 @@ class ArtifactContents:
 
     `checkpoint` is the model's folder or file, None for a module in memory, and `tokenizer` the one in it. `targets`
     and `quant` are as the manifest repeats them. `weights` has the values of the model's parameters and of its
-    predictors. `plan` is the plan's JSON, None where there is no plan, and `skipping` what limits leave out.
+    predictors. `plan` is the plan's JSON, None where there is no plan, `skipping` what limits leave out, and
+    `rounding` how weights were rounded.
     """
 
     captured: "Captured"
@@ -44,6 +45,7 @@ class ArtifactContents:
     weights: "WeightSource"
     plan: Mapping[str, Any] | None = None
     skipping: Mapping[str, Any] | None = None
+    rounding: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -205,8 +207,9 @@ def _report(lowered: "Lowered", contents: ArtifactContents, accuracy: MeasuredAc
     }
     if contents.plan is not None:
         report["plan"] = _without_neurons(contents.plan)
-    if contents.skipping is not None:
-        report["skipping"] = contents.skipping
+    for name, value in (("skipping", contents.skipping), ("rounding", contents.rounding)):
+        if value is not None:
+            report[name] = value
     return report | accuracy.of_report()
 
 

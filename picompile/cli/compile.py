@@ -1,7 +1,6 @@
 """`picompile compile`: from a Hugging Face folder to an artifact."""
 
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,6 +33,7 @@ from picompile.cli.options import (
 )
 from picompile.cli.progress import progress
 from picompile.cli.skipping_show import skipping_text
+from picompile.cli.weights_show import weights_text
 from picompile.errors import UsageError
 from picompile.machine import gpu_of
 from picompile.output import parents_of
@@ -294,11 +294,10 @@ def _summary(artifact: Path) -> str:
     facts = f"{manifest['quant']}, {manifest['predictor']}, context {manifest['context']}"
     text = f"{artifact}: {manifest['model']['name']}, {facts}, {format_bytes(size)}"
     report = json.loads((artifact / "report.json").read_text(encoding="utf-8"))
-    forms = Counter(report["weight_formats"].values())
     if skipping := report.get("skipping"):
         text += f"\nleft out: {skipping_text(skipping)}"
-    if is_budget(manifest["quant"]):
-        text += f"\nmatrices: {', '.join(f'{count} in {form}' for form, count in forms.most_common())}"
+    if is_budget(manifest["quant"]) or report["rounding"]["method"] == "calibrated":
+        text += f"\nmatrices: {weights_text(report['weight_formats'], report['rounding'])}"
     if accuracy := manifest.get("accuracy"):
         change, tokens = accuracy["relative_change"], accuracy["tokens"]
         text += f"\nperplexity {change:+.3%} by its predictors, on {tokens:,} tokens of {accuracy['text']}"

@@ -13,6 +13,7 @@ from picompile.cli.checks import format_bytes
 from picompile.cli.options import ArtifactArgument, DebugOption, JsonOption
 from picompile.cli.plan_show import size, tokens
 from picompile.cli.skipping_show import skipping_text
+from picompile.cli.weights_show import weights_text
 
 if TYPE_CHECKING:
     from picompile_runtime.artifact.manifest import AcceleratorCode, Manifest
@@ -165,6 +166,8 @@ def collect(folder: Path) -> dict[str, Any]:
         "accuracy": _reported(folder, "accuracy"),
         "checkpoint_accuracy": _reported(folder, "checkpoint_accuracy"),
         "skipping": _reported(folder, "skipping"),
+        "rounding": _reported(folder, "rounding"),
+        "weight_formats": _reported(folder, "weight_formats"),
         "plan": _reported(folder, "plan"),
     }
 
@@ -247,6 +250,8 @@ def _rows(facts: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     yield "attention", f"{model['heads']} heads of {model['head_dim']}, {model['kv_heads']} key/value heads"
     yield "vocabulary", f"{model['vocab']:,}"
     yield "weights", f"{facts['quant']}, {format_bytes(memory['weights'])}"
+    if facts["weight_formats"]:
+        yield "matrices", weights_text(facts["weight_formats"], facts["rounding"])
     yield "predictor", _predictor_text(facts)
     several = "" if facts["sequences"] == 1 else f"{facts['sequences']} sequences of "
     if facts["checkpoint_accuracy"] is not None:

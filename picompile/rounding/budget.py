@@ -54,6 +54,25 @@ def fit_loss(units: Sequence[MatrixUnit], bound: float) -> dict[str, str]:
     return _solve(units, sizes, [unit.losses for unit in units], bound)
 
 
+@dataclass(frozen=True)
+class ChosenFormats:
+    """A format for each matrix, by the name of its parameter; what they take and lose altogether."""
+
+    formats: Mapping[str, str]
+    bits_per_weight: float
+    loss_nats: float
+    """Estimated: the sum of what each matrix loses alone, a token."""
+
+
+def chosen_formats(units: Sequence[MatrixUnit], forms: Mapping[str, str]) -> ChosenFormats:
+    """Return the formats `forms` of units as those of their parameters."""
+    return ChosenFormats(
+        {name: forms[unit.name] for unit in units for name in unit.parameters},
+        mean_bits(units, forms),
+        sum(unit.losses[forms[unit.name]] for unit in units),
+    )
+
+
 def mean_bits(units: Sequence[MatrixUnit], forms: Mapping[str, str]) -> float:
     """Return the bits of a weight on average, with the formats `forms` of units by their names."""
     return sum(unit.weights * FORMATS[forms[unit.name]].bits for unit in units) / sum(unit.weights for unit in units)

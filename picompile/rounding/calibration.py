@@ -12,7 +12,7 @@ from picompile.predictors.measured_inputs import inputs_sha256
 from picompile.predictors.profile.options import ProfileOptions
 from picompile.predictors.profile.windows import TextWindows, checkpoint_windows
 from picompile.progress import Progress
-from picompile.rounding.budget import fit_budget, fit_loss
+from picompile.rounding.budget import ChosenFormats, chosen_formats, fit_budget, fit_loss
 from picompile.rounding.losses import measure_losses, read_losses, write_losses
 from picompile.rounding.options import RoundingOptions
 from picompile.rounding.run import round_model
@@ -89,8 +89,8 @@ def checkpoint_formats(
     options: RoundingOptions,
     bits: float | None,
     progress: Progress,
-) -> dict[str, str]:
-    """Choose a format for each matrix of a model; return them by the names of their parameters.
+) -> ChosenFormats:
+    """Choose a format for each matrix of a model.
 
     Args:
         checkpoint: the model's folder or file.
@@ -115,4 +115,4 @@ def checkpoint_formats(
             units = measure_losses(graph_module, weights, windows, progress)
             write_losses(folder / "losses.json", inputs, units)
     chosen = fit_loss(units, _AUTO_LOSS) if bits is None else fit_budget(units, bits)
-    return {name: chosen[unit.name] for unit in units for name in unit.parameters}
+    return chosen_formats(units, chosen)

@@ -111,9 +111,9 @@ def test_a_resumed_training_ends_with_the_same_bytes(
         return take_step(*arguments)
 
     monkeypatch.setattr(training, "take_step", stopping)
-    for _ in range(2):
+    for resume in (False, True):
         with pytest.raises(typer.Exit) as stopped:
-            train(swiglu, tmp_path / "parts", l1=0.01, resume=True)
+            train(swiglu, tmp_path / "parts", l1=0.01, resume=resume)
         assert stopped.value.exit_code == 128 + signal.SIGTERM
         assert not (tmp_path / "parts").exists()
     parts = train(swiglu, tmp_path / "parts", l1=0.01, resume=True)
@@ -129,8 +129,31 @@ def test_a_resumed_training_ends_with_the_same_bytes(
 
 def test_a_checkpoint_of_another_training_is_refused(swiglu: Path, tmp_path: Path) -> None:
     train(swiglu, tmp_path / "copy", steps=1)
-    with pytest.raises(UsageError, match="is of a training with"):
-        train(swiglu, tmp_path / "copy", steps=2, activation="drelu", resume=True)
+    before = {path: path.read_bytes() for path in (tmp_path / "copy-work").iterdir()}
+    for option, value, words in (
+        ("activation", "drelu", "--activation relu, not --activation drelu"),
+        ("l1", 0.5, "--l1 0.0, not --l1 0.5"),
+        ("own_tokens", 64, "--own-tokens 0, not --own-tokens 64"),
+    ):
+        with pytest.raises(UsageError, match=f"is of a training with {words}; give another --work"):
+            train(swiglu, tmp_path / "copy", steps=2, **{option: value}, resume=True)
+    assert {path: path.read_bytes() for path in (tmp_path / "copy-work").iterdir()} == before
+
+
+def test_nothing_to_resume(swiglu: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"checkpoint\.pt: is not there, so nothing can be resumed"):
+        train(swiglu, tmp_path / "copy", steps=1, resume=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_others_can_read_the_copy(swiglu: Path, tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        train(swiglu, tmp_path / "copy", steps=1)
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "copy").iterdir()}
+    assert set(modes.values()) == {0o644}, modes
 
 
 def test_what_is_not_ours_is_not_replaced(swiglu: Path, tmp_path: Path) -> None:

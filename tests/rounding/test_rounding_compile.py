@@ -88,7 +88,11 @@ def test_standard_input_is_read_once_for_all_steps(cli: Cli, tiny_model: Path, t
         )
         assert ended.code == 0, ended.err
         assert "the end of standard input" in ended.out
-        assert ("matrices: " in ended.out) == (quant == "5bpw")
+        assert "rounded for 1,024 tokens of calibration text at most" in ended.out
+        assert ("bits a weight, estimated to lose " in ended.out) == (quant == "5bpw")
+        shown = cli("inspect", tmp_path / quant, "--json")
+        assert json.loads(shown.out)["rounding"].keys() >= {"method", "tokens"}
+        assert set(json.loads(shown.out)["weight_formats"].values()) >= {"q4"}
 
 
 @pytest.mark.parametrize(
@@ -101,6 +105,11 @@ def test_standard_input_is_read_once_for_all_steps(cli: Cli, tiny_model: Path, t
         (("--rounding", "calibrated", "--calibration", "nowhere.txt"), "nowhere.txt: no such file"),
         (("--rounding", "other"), "other"),
         (("--rounding-tokens", "0"), "greater than or equal to 1"),
+        (("--rounding", "calibrated", "--rounding-tokens", "1023"), "for at least 1024 tokens, not 1023"),
+        (("--rounding-tokens", "2048"), "each weight is rounded to the nearest; leave them out"),
+        (("--skip-tokens", "4096"), "but not how much skipping may cost; give it, as --skip 1%"),
+        (("--skip", "1%", "--skip-tokens", "511"), "on at least 512 tokens, not 511"),
+        (("--rounding", "nearest", "--calibration", "x"), "auto needs none, and rounding to the nearest reads none"),
     ],
 )
 def test_wrong_options_are_one_line(

@@ -77,10 +77,10 @@ def test_the_command_says_what_is_left_out(cli: Cli, silu_model: Path, text: Pat
     words = ("compile", silu_model, "-o", tmp_path / "artifact", "--context", 64, "--quant", "f16", "--skip", "5%")
     ended = cli(*words, "--skip-at", "output", "--skip-tokens", 2048, "--calibration", text)
     assert ended.code == 0, ended.err
-    assert "left out: " in ended.out and "% by output" in ended.out and "by gate" not in ended.out
+    assert "left out: " in ended.out and "% of neurons by output" in ended.out and "by gate" not in ended.out
     skipping = json.loads((tmp_path / "artifact" / "report.json").read_text())["skipping"]
     assert json.loads(cli("inspect", tmp_path / "artifact", "--json").out)["skipping"] == skipping
-    assert "% by output" in cli("inspect", tmp_path / "artifact").out
+    assert "% of neurons by output" in cli("inspect", tmp_path / "artifact").out
 
 
 def test_a_damaged_report_is_told() -> None:
