@@ -8,11 +8,13 @@ import pytest
 from picompile.accuracy import CheckpointComparison, Estimate, VariantAccuracy
 
 
-def _comparison(*added: float, bound: float | None = 0.01, remedies: tuple[str, ...] = ()) -> CheckpointComparison:
+def _comparison(
+    *added: float, bound: float | None = 0.01, remedies: tuple[str, ...] = (), intervals: bool = True
+) -> CheckpointComparison:
     lines, change = [], 0.0
     for number, more in enumerate(added):
         change += more
-        around = Estimate(change, change - 0.001, change + 0.002)
+        around = Estimate(change, *((change - 0.001, change + 0.002) if intervals else (None, None)))
         remedy = remedies[number] if number < len(remedies) else ""
         kl = Estimate(0.1, 0.09, 0.11)
         lines.append(VariantAccuracy(f"part-{number}", f"part {number}", remedy, 9.0, around, kl, 0.9, more, 0.0))
@@ -35,6 +37,14 @@ def test_the_refusal_names_the_part_that_adds_most() -> None:
         "part 1 (part 0 +0.50 %, part 1 +1.23 %, part 2 -0.10 %); choose --quant q8, or allow more with --accuracy"
     )
     assert _comparison(0.02).refusal.endswith("(part 0 +2.00 %); allow more with --accuracy")
+
+
+def test_the_refusal_says_where_a_text_was_too_short_for_an_interval() -> None:
+    refused = _comparison(0.02, intervals=False).refusal
+    assert (
+        "+2.00 % against the checkpoint's (123 tokens, too few for an interval: read more with --gate-tokens)"
+        in refused
+    )
 
 
 @pytest.mark.parametrize("change", [0.02, math.inf, math.nan])

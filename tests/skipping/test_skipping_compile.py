@@ -97,7 +97,7 @@ def test_a_damaged_report_is_told() -> None:
         ({"skip": 0.01, "skip_at": ("gate", "gate")}, "each place to skip once"),
         ({"skip_at": ("gate",)}, "not how much skipping may cost"),
         ({"skip": 0.01, "predictor": "exact"}, "leave one of them out"),
-        ({"skip": 0.01, "skip_tokens": 1}, "at least 2 tokens"),
+        ({"skip": 0.01, "skip_tokens": 1}, "at least 512 tokens"),
     ],
 )
 def test_options_that_make_no_sense(wrong: dict[str, Any], why: str) -> None:
