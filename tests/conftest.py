@@ -90,10 +90,12 @@ def every_isa(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave what the modules of tests hold, millions of objects, out of searches for garbage; search less often."""
+    """Leave what the modules of tests hold, millions of objects, out of every later search for garbage.
+
+    Searching less often as well would let engines pile up that only garbage refers to, until no code can be mapped.
+    """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 20)
 
 
 # Before pytest chooses tests by marker.
