@@ -1,4 +1,4 @@
-"""What is said of formats and rounding, of reports that are whole and damaged."""
+"""The line about formats and rounding, of reports that are whole and damaged."""
 
 from typing import Any
 
