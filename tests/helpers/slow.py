@@ -579,6 +579,7 @@ SLOW: tuple[SlowTests, ...] = (
             "frontend/test_capture_families.py::test_window_and_grouped_heads",
             "frontend/test_proof.py::test_what_changes_with_the_position_alone_is_found",
             "placement/test_planning.py::test_hot_neurons_are_those_that_fire_most",
+            "rounding/test_rounding_compile.py::test_a_budget_gives_each_matrix_a_format",
             "rounding/test_rounding_compile.py::test_a_budget_with_a_pass_behind_quantization",
             "rounding/test_rounding_compile.py::test_another_budget_measures_nothing_again",
             "rounding/test_rounding_compile.py::test_standard_input_is_read_once_for_all_steps",
