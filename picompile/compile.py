@@ -120,6 +120,9 @@ def compile_model(
             with progress.step("prove"):
                 captured.prove()
         config = resolve(options, captured.facts)
+        if checkpoint is None:
+            # A module has no tokenizer, so its weights are not rounded for a text, and the report must not say so.
+            config = replace(config, rounding=replace(config.rounding, compensates=False))
         warn_of_rounding(captured, base_format(config.quant), progress)
         check_given_plan(config, captured.facts, progress)
         source = _Source(checkpoint, captured, tokenizer, config, code, accelerator)

@@ -128,6 +128,9 @@ def test_a_module_in_memory_reads_no_text(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="needs a model folder"):
         compile_model(captured, tmp_path / "artifact", CompileOptions(quant="5bpw", context=32))
     assert list(tmp_path.iterdir()) == []
+    compile_model(captured, tmp_path / "artifact", CompileOptions(quant="q4", context=32, work=tmp_path / "work"))
+    report = json.loads((tmp_path / "artifact" / "report.json").read_text())
+    assert report["rounding"] == {"method": "nearest"}
 
 
 def test_a_disk_that_is_too_small_is_said_before_anything_is_read(
