@@ -11,7 +11,8 @@ ROUNDINGS = ("calibrated", "nearest")
 # The formats that round so coarsely that calibration is worth its time.
 CALIBRATED = ("q6", "q4m", "q4")
 DEFAULT_ROUNDING_TOKENS = 32_768
-LEAST_ROUNDING_TOKENS = 1024
+# Fewer tokens say nothing about neurons that fire on one token in a hundred.
+LEAST_CALIBRATION_TOKENS = 1024
 # Tokens that perplexity is measured on while limits for skipping are searched; they are read in windows of 512.
 DEFAULT_SKIP_TOKENS = 16_384
 LEAST_SKIP_TOKENS = 512

@@ -17,7 +17,7 @@ from picompile.choices import (
     DEFAULT_ROUNDING_TOKENS,
     DEFAULT_SKIP_TOKENS,
     KV_DTYPES,
-    LEAST_ROUNDING_TOKENS,
+    LEAST_CALIBRATION_TOKENS,
     LEAST_SKIP_TOKENS,
     LOSSLESS,
     MOST_SEQUENCES,
@@ -175,14 +175,13 @@ class CompileOptions:
 
     def _require_rounding(self) -> None:
         """Raise `UsageError` for options of rounding that make no sense, or that nothing reads."""
-        if self.rounding_tokens < LEAST_ROUNDING_TOKENS:
+        if self.rounding_tokens < LEAST_CALIBRATION_TOKENS:
             raise UsageError(
-                f"weights must be rounded for at least {LEAST_ROUNDING_TOKENS} tokens, not {self.rounding_tokens}"
+                f"weights must be rounded for at least {LEAST_CALIBRATION_TOKENS} tokens, not {self.rounding_tokens}"
             )
         if self.rounding == "calibrated" and not self._can_calibrate:
             raise UsageError(f"rounding calibrated is for formats of fewer than 8 bits, not {self.quant}; leave it out")
-        reads_text = self.calibrates or is_budget(self.quant)
-        if self.rounding_tokens != DEFAULT_ROUNDING_TOKENS and not reads_text:
+        if self.rounding_tokens != DEFAULT_ROUNDING_TOKENS and not self._rounds_by_text:
             raise UsageError("rounding tokens given, but each weight is rounded to the nearest; leave them out")
 
     def _require_skipping(self) -> None:
@@ -204,7 +203,7 @@ class CompileOptions:
         given = {"predictors": self.predictors, "profile": self.profile, "calibration text": self.calibration}
         for what, wanted in given.items():
             planned = self.makes_plan and what != "predictors"
-            rounds = (self.calibrates or is_budget(self.quant)) and what == "calibration text"
+            rounds = self._rounds_by_text and what == "calibration text"
             read = (self.accuracy is not None or self.skip is not None) and what != "predictors"
             if wanted and not (planned or rounds or read) and self.predictor not in _TRAINED:
                 nearest = what == "calibration text" and self.rounding == "nearest"
@@ -259,6 +258,11 @@ class CompileOptions:
         if self.rounding is not None:
             return self.rounding == "calibrated"
         return self._can_calibrate and (self.work is not None or bool(self.calibration))
+
+    @property
+    def _rounds_by_text(self) -> bool:
+        """Whether calibration text decides the formats of weights, or how they are rounded."""
+        return self.calibrates or is_budget(self.quant)
 
     @property
     def is_lossless(self) -> bool:

@@ -37,8 +37,9 @@ def save_folder(model: Path, pair: Pair, measurements: Mapping[str, Any], out: P
         read_tokenizer(model, pair.vocabulary).write(folder)
         measured = folder / MEASUREMENTS
         measured.write_bytes(json_bytes(measurements))
-        # safetensors writes weights that only their owner can read.
-        (folder / "model.safetensors").chmod(measured.stat().st_mode)
+        # safetensors writes weights that only their owner can read; large ones to several files.
+        for weights in folder.glob("*.safetensors"):
+            weights.chmod(measured.stat().st_mode)
 
 
 def table(records: list[dict[str, Any]], text: str) -> str:

@@ -9,14 +9,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from picompile.choices import LEAST_CALIBRATION_TOKENS
 from picompile.errors import UsageError
 from picompile.frontend.tokenizer_files import read_tokenizer
 from picompile.predictors.profile.options import WINDOW, ProfileOptions
 from picompile.predictors.profile.text import CalibrationText, library_name, library_texts, read_calibration
 from picompile_runtime import Tokenizer
 
-# Fewer tokens say nothing about neurons that fire on one token in a hundred.
-_LEAST_TOKENS = 1024
 _LEAST_WINDOWS = 2
 
 # Upper bound of a text's mean characters per token; a text that exceeds it is encoded again with twice as many.
@@ -221,4 +220,4 @@ def _checked(
 
 
 def _least_tokens(window: int) -> int:
-    return max(_LEAST_TOKENS, _LEAST_WINDOWS * window)
+    return max(LEAST_CALIBRATION_TOKENS, _LEAST_WINDOWS * window)
