@@ -7,8 +7,9 @@ differ, so that the kernels of several instruction sets can serve one program.
     with targeting(ISAS["x86-64-v4-vnni"]):
         kernel = cpu.write_kernel(LinearSpec(format="q4", n=4096, k=4096, rows=1, bias=False))
 
-Vectors have eight lanes of 32 bits everywhere: AVX-512 brings these more registers and better instructions, and
-processors that carry out 512 bits in two halves lose nothing; on NEON, LLVM makes two instructions of each.
+Decoding, which memory limits, uses vectors of eight lanes of 32 bits everywhere: AVX-512 brings these more registers
+and better instructions, and processors that carry out 512 bits in two halves lose nothing; on NEON, LLVM makes two
+instructions of each. Prompts, which arithmetic limits, use vectors of `Isa.wide_lanes`.
 """
 
 from collections.abc import Iterator
@@ -26,7 +27,8 @@ class Isa:
     every processor with AVX2 has, SSE4 for instance, is not named.) `llvm` are the fields of TVM's target.
     `bytes_dot` says how products of bytes are added up in fours: `maddubs` (AVX2: pairs in 16 bits, then fours),
     `vnni` (unsigned times signed, one instruction), `sdot` (signed times signed, one instruction). `registers` counts
-    vectors of eight float32.
+    vectors of eight float32, and of `wide_lanes` too. `wide_lanes` are the float32 lanes of the vectors that prompts
+    are computed with.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Isa:
     triple: str
     bytes_dot: Literal["maddubs", "vnni", "sdot"]
     registers: int
+    wide_lanes: int
 
     @property
     def llvm(self) -> dict[str, Any]:
@@ -55,15 +58,15 @@ _LINUX_X86, _LINUX_ARM = "x86_64-linux-gnu", "aarch64-linux-gnu"
 ISAS: dict[str, Isa] = {
     isa.name: isa
     for isa in (
-        Isa("x86-64-v3", "AVX2, FMA and F16C", "x86_64", _AVX2, "x86-64-v3", (), _LINUX_X86, "maddubs", 16),
-        Isa("x86-64-v4", "AVX-512", "x86_64", _AVX512, "x86-64-v4", (), _LINUX_X86, "maddubs", 32),
+        Isa("x86-64-v3", "AVX2, FMA and F16C", "x86_64", _AVX2, "x86-64-v3", (), _LINUX_X86, "maddubs", 16, 8),
+        Isa("x86-64-v4", "AVX-512", "x86_64", _AVX512, "x86-64-v4", (), _LINUX_X86, "maddubs", 32, 16),
         Isa(
             "x86-64-v4-vnni", "AVX-512 with VNNI", "x86_64", (*_AVX512, "avx512_vnni"), "x86-64-v4", ("+avx512vnni",),
-            _LINUX_X86, "vnni", 32,
+            _LINUX_X86, "vnni", 32, 16,
         ),
         Isa(
             "aarch64-dotprod", "NEON with dot products", "aarch64", ("asimd", "asimddp", "asimdhp", "fphp"), "generic",
-            ("+neon", "+dotprod", "+fullfp16"), _LINUX_ARM, "sdot", 16,
+            ("+neon", "+dotprod", "+fullfp16"), _LINUX_ARM, "sdot", 16, 8,
         ),
     )
 }  # fmt: skip

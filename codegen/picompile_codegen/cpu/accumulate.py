@@ -9,203 +9,145 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
-from picompile_codegen.cpu.byte_tiles import (
-    BYTE_TILE_TOKENS,
-    QUADS,
-    ByteBlock,
-    block_rows,
-    multiply_tile,
-    signed_offset,
-)
-from picompile_codegen.cpu.linear import TILE_TOKENS
+from picompile_codegen.build import isa
+from picompile_codegen.cpu.byte_tiles import QUADS, ByteBlock, ByteInputs, byte_tile, multiply_tile, signed_offset
+from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.matrix import KernelMatrix, groups_of, lane_counts
-from picompile_codegen.cpu.quantized import BYTES, QuantizedRows, byte_inverse, byte_scale, pack_bytes
-from picompile_codegen.cpu.tensor import (
-    Expr,
-    KernelTensor,
-    bind,
-    in_slices,
-    local,
-    loop,
-    maximum,
-    minimum,
-    select,
-    token_tiles,
-    when,
-)
-from picompile_codegen.cpu.vector import LANES, at, fma, load, splat, splat_int, store
+from picompile_codegen.cpu.panels import ChunkSums, TokenPanels, float_tile, multiply_panels
+from picompile_codegen.cpu.quantized import byte_inverse, byte_scale, pack_bytes
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, maximum, minimum, parallel, when
+from picompile_codegen.cpu.vector import LANES, at, splat, splat_int, store
 from picompile_passes.weight_formats import GROUP
 
-# 128 columns are at least one whole cache line of a row in every format; by 32 rows they are 16 KiB of float32.
-_BLOCK_GROUPS = 4
-_BLOCK_ROWS = 32
-# Groups of 32 rows that are kept as bytes at a time: 16 KiB of them.
-_SLICE_GROUPS = 4
+# 96 columns are a whole number of every tile's outputs, and of cache lines of float16. By 256 rows they are 96 KiB of
+# float32: a panel, which shares the second-level cache with the inputs.
+_BLOCK_GROUPS = 3
+_BLOCK_COLUMNS = _BLOCK_GROUPS * GROUP
+_SLICE_ROWS = 256
+# Groups of 32 rows that are kept as bytes at a time: as much memory as float32 takes for a quarter of them.
+_SLICE_GROUPS = 32
+
+
+@dataclass(frozen=True)
+class ReductionInputs:
+    """h of a chunk, packed: float32, and bytes where the matrix has bytes as well. A kernel uses one of them.
+
+    Both are declared for all instruction sets, whose kernels have the same arguments.
+    """
+
+    panels: TokenPanels
+    quantized: ByteInputs | None
+
+    @classmethod
+    def declare(
+        cls, function: KernelFunction, name: str, rows: int, count: int, matrix: KernelMatrix
+    ) -> "ReductionInputs":
+        """Declare memory for `count` activations of at most `rows` tokens."""
+        panels = TokenPanels.declare(function, name, rows, count)
+        quantized = None if matrix.scale is None else ByteInputs.declare(function, name, rows, count)
+        # Without an instruction for dot products of int8, float32 is faster than converting columns to int8.
+        return cls(panels, None if isa.current().bytes_dot == "maddubs" else quantized)
+
+    def pack(self, h: KernelTensor, tokens: Expr, count: int) -> None:
+        """Take in `tokens` rows of h float32 [rows, count]."""
+        (self.panels if self.quantized is None else self.quantized).pack(h, tokens, count)
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """y[t] = Σ h[t, i] · w[row_of(i)] + bias for i below `count`. h [rows, count] and y [rows, columns] are float32."""
+    """y[t] = Σ h[t, i] · w[row_of(i)] + bias for i below `count`. y [rows, columns] is float32."""
 
     matrix: KernelMatrix
     count: int
     row_of: Callable[[Expr], Expr]
-    h: KernelTensor
     bias: KernelTensor | None
     y: KernelTensor
 
+    @property
+    def tasks(self) -> int:
+        """How many tasks there are, each with its columns of y."""
+        return -(-self.matrix.groups // _BLOCK_GROUPS)
 
-@dataclass(frozen=True)
-class _ColumnBlock:
-    """Some rows and groups of columns, unpacked: `weights` float32 [_BLOCK_ROWS, _BLOCK_GROUPS · GROUP]."""
 
-    reduction: Reduction
-    weights: KernelTensor
-    first_row: Expr
-    rows: int
-    first_group: Expr
-    is_first: bool
+def accumulate(reduction: Reduction, h: ReductionInputs, tokens: Expr, *, when_worth: bool) -> None:
+    """Compute y of all tokens, given inputs that are packed."""
+    with parallel(reduction.tasks, when_worth=when_worth) as task:
+        first_group = bind(task * _BLOCK_GROUPS)
+        sums = ChunkSums.zeros(reduction.y.rows, tokens, _BLOCK_COLUMNS)
+        if h.quantized is None:
+            _accumulate_floats(reduction, first_group, h.panels, tokens, sums)
+        else:
+            _accumulate_bytes(reduction, first_group, h.quantized, tokens, sums)
+        sums.emit(tokens, first_group * GROUP, reduction.matrix.columns, reduction.bias, reduction.y)
 
-    def each_group(self, body: Callable[[Expr, tuple[int, ...]], None]) -> None:
-        """Runs `body(group within the block, lane counts)` for the groups that the matrix has."""
-        full, rest = divmod(self.reduction.matrix.columns, GROUP)
-        with loop(0, minimum(_BLOCK_GROUPS, full - self.first_group)) as group:
-            body(group, lane_counts(GROUP))
+
+def _accumulate_floats(reduction: Reduction, first_group: Expr, h: TokenPanels, tokens: Expr, sums: ChunkSums) -> None:
+    """Unpack a slice of rows at a time, and multiply."""
+    tile, tiles = float_tile(), bind(float_tile().count(tokens))
+    weights = local(min(_SLICE_ROWS, h.columns), _BLOCK_COLUMNS)
+    with loop(0, -(-h.columns // _SLICE_ROWS)) as index:
+        start = bind(index * _SLICE_ROWS)
+        rows = bind(minimum(_SLICE_ROWS, h.columns - start))
+        _unpack(reduction, start, rows, first_group, weights)
+        with loop(0, tiles) as number, loop(0, _BLOCK_COLUMNS // tile.outputs) as part:
+            multiply_panels(weights, h, (start, rows), number, sums, bind(part * tile.outputs), lambda _: None)
+
+
+def _unpack(reduction: Reduction, first_row: Expr, rows: Expr, first_group: Expr, weights: KernelTensor) -> None:
+    """Unpack a block's columns of some rows to float32. Rows past the last one repeat it: their inputs are zero."""
+    matrix = reduction.matrix
+    full, rest = divmod(matrix.columns, GROUP)
+    with loop(0, rows) as i:
+        number = bind(reduction.row_of(minimum(first_row + i, reduction.count - 1)))
+        row = matrix.part_of_row(number, first_group, _BLOCK_GROUPS)
+
+        def unpack(group: Expr, counts: tuple[int, ...]) -> None:
+            for v, value in zip(range(len(counts)), row.group(group).weights(), strict=False):
+                store(weights, i, group * GROUP + v * LANES, value=value)
+
+        with loop(0, minimum(_BLOCK_GROUPS, full - first_group)) as group:
+            unpack(group, lane_counts(GROUP))
         if rest:
-            with when(full < self.first_group + _BLOCK_GROUPS):
-                body(full - self.first_group, lane_counts(rest))
+            with when(full < first_group + _BLOCK_GROUPS):
+                unpack(full - first_group, lane_counts(rest))
 
 
-def column_blocks(reduction: Reduction) -> int:
-    """Return how many blocks of columns there are."""
-    return -(-reduction.matrix.groups // _BLOCK_GROUPS)
-
-
-def accumulate_columns(reduction: Reduction, block: Expr, quantized: QuantizedRows | None, tokens: Expr) -> None:
-    """Compute block number `block` of y's columns, for all tokens. `quantized` is h in bytes, where they are used."""
-    if quantized is None:
-        _accumulate_floats(reduction, block, tokens)
-    else:
-        _accumulate_bytes(reduction, block, quantized, tokens)
-
-
-def _accumulate_bytes(reduction: Reduction, block: Expr, quantized: QuantizedRows, tokens: Expr) -> None:
-    """Unpack a few groups of rows at a time, turn them into bytes by columns, multiply, and add to y."""
-    weights = local(_BLOCK_ROWS, _BLOCK_GROUPS * GROUP)
-    first_group, total = bind(block * _BLOCK_GROUPS), groups_of(reduction.count)
-    parts, together = _BLOCK_GROUPS * GROUP // LANES, block_rows() // LANES
-    target = ByteBlock.declare(parts, _SLICE_GROUPS, signed_offset() != 0)
+def _accumulate_bytes(reduction: Reduction, first_group: Expr, h: ByteInputs, tokens: Expr, sums: ChunkSums) -> None:
+    """Unpack a few groups of rows at a time, turn them into bytes by columns, and multiply."""
+    tile, tiles = byte_tile(), bind(byte_tile().count(tokens))
+    vectors, total = _BLOCK_COLUMNS // tile.lanes, groups_of(reduction.count)
+    weights = local(GROUP, _BLOCK_COLUMNS)
+    block = ByteBlock.declare(vectors, min(_SLICE_GROUPS, total), signed_offset() != 0, 127)
     with loop(0, -(-total // _SLICE_GROUPS)) as index:
         start = bind(index * _SLICE_GROUPS)
         groups = bind(minimum(_SLICE_GROUPS, total - start))
         with loop(0, groups) as group:
-            _unpack(_ColumnBlock(reduction, weights, bind((start + group) * GROUP), GROUP, first_group, False))
-            with loop(0, parts) as part:
-                _requantize(weights, target, group, part)
-        with token_tiles(tokens, BYTE_TILE_TOKENS) as chosen, loop(0, parts // together) as number:
-            column = bind(first_group * GROUP + number * together * LANES)
-            sums = multiply_tile(target, number * together, together, groups, start, quantized, chosen)
-            _add_columns(reduction, column, sums, start)
+            _unpack(reduction, bind((start + group) * GROUP), GROUP, first_group, weights)
+            with loop(0, vectors) as vector:
+                _requantize(weights, block, group, vector)
+        with loop(0, tiles) as number, loop(0, vectors // tile.vectors) as part:
+            first = bind(part * tile.vectors)
+            multiply_tile(block, first, (start, groups), h.rows, tokens, number, sums, bind(first * tile.lanes))
 
 
-def _requantize(weights: KernelTensor, block: ByteBlock, group: Expr, part: Expr) -> None:
-    """Turn eight columns of 32 unpacked rows into bytes; a column's scale is its largest magnitude over 127."""
-    column = bind(part * LANES)
-    largest, visible = local(LANES), local(LANES)
-    largest[at(0)] = splat(0.0)
-    visible[at(0)] = splat(0.0)
+def _requantize(weights: KernelTensor, block: ByteBlock, group: Expr, vector: Expr) -> None:
+    """Turn a vector of columns of 32 unpacked rows into bytes; a column's scale is its largest magnitude over 127."""
+    lanes = byte_tile().lanes
+    place, whole = at(vector * lanes, lanes), at(0, lanes)
+    largest, visible = local(lanes), local(lanes)
+    largest[whole] = splat(0.0, lanes)
+    visible[whole] = splat(0.0, lanes)
     with loop(0, GROUP) as i:
-        largest[at(0)] = maximum(largest[at(0)], tirx.abs(weights[i, at(column)]))
-    top = bind(largest[at(0)])
-    inverse = bind(byte_inverse(top))
+        largest[whole] = maximum(largest[whole], tirx.abs(weights[i, place]))
+    top = bind(largest[whole])
+    inverse = bind(byte_inverse(top, lanes))
     with loop(0, QUADS) as quad:
-        values = [bind(weights[4 * quad + i, at(column)] * inverse) for i in range(4)]
-        visible[at(0)] = visible[at(0)] + ((values[0] + values[1]) + (values[2] + values[3]))
-        word = pack_bytes([bind(tirx.Cast(f"int32x{LANES}", tirx.nearbyint(value))) for value in values])
+        values = [bind(weights[4 * quad + i, place] * inverse) for i in range(4)]
+        visible[whole] = visible[whole] + ((values[0] + values[1]) + (values[2] + values[3]))
+        word = pack_bytes([bind(tirx.Cast(f"int32x{lanes}", tirx.nearbyint(value))) for value in values], lanes)
         if block.is_unsigned:
-            word = bind(word ^ splat_int(-0x7F7F7F80))
-        quads = tirx.reinterpret(f"{block.weights.dtype}x{BYTES}", word)
-        block.weights[(group * QUADS + quad) * block.parts + part, at(0, BYTES)] = quads
+            word = bind(word ^ splat_int(-0x7F7F7F80, lanes))
+        quads = tirx.reinterpret(f"{block.weights.dtype}x{4 * lanes}", word)
+        block.weights[(group * QUADS + quad) * block.vectors + vector, at(0, 4 * lanes)] = quads
     # What is not a number or infinite must show: times zero it makes the scale NaN.
-    block.scales[group * block.parts + part, at(0)] = byte_scale(top, visible[at(0)])
-
-
-def _add_columns(reduction: Reduction, column: Expr, sums: list[tuple[Expr, int, Expr]], start: Expr) -> None:
-    """Add the sums of eight columns of each token and part to y, those that exist; `start` 0 begins with the bias."""
-    full, rest = divmod(reduction.matrix.columns, LANES)
-
-    def add(part: int, valid: int) -> None:
-        first = column + part * LANES
-        of_part = [(token, value) for token, other, value in sums if other == part]
-        # All have been read before any is written: the tokens of a tile may be the same.
-        begin = _beginning(reduction, first, valid)
-        totals = [
-            bind(select(start > 0, load(reduction.y, token, first, valid=valid), begin) + value)
-            for token, value in of_part
-        ]
-        for (token, _), value in zip(of_part, totals, strict=True):
-            store(reduction.y, token, first, value=value, valid=valid)
-
-    for part in range(block_rows() // LANES):
-        if not reduction.matrix.columns % (_BLOCK_GROUPS * GROUP):
-            add(part, LANES)
-            continue
-        with when(column + part * LANES < full * LANES):
-            add(part, LANES)
-        if rest:
-            with when(column + part * LANES == full * LANES):
-                add(part, rest)
-
-
-def _beginning(reduction: Reduction, column: Expr, valid: int) -> Expr:
-    """Return the first value of eight columns of y: the bias or 0."""
-    return splat(0.0) if reduction.bias is None else load(reduction.bias, column, valid=valid)
-
-
-def _accumulate_floats(reduction: Reduction, block: Expr, tokens: Expr) -> None:
-    weights = local(_BLOCK_ROWS, _BLOCK_GROUPS * GROUP)
-    first_group = bind(block * _BLOCK_GROUPS)
-
-    def one_slice(first_row: Expr, rows: int, is_first: bool) -> None:
-        unpacked = _ColumnBlock(reduction, weights, first_row, rows, first_group, is_first)
-        _unpack(unpacked)
-        with token_tiles(tokens, TILE_TOKENS) as chosen:
-            unpacked.each_group(lambda group, counts: _add_tile(unpacked, chosen, group, counts))
-
-    in_slices(reduction.count, _BLOCK_ROWS, one_slice)
-
-
-def _unpack(block: _ColumnBlock) -> None:
-    with loop(0, block.rows) as i:
-        number = bind(block.reduction.row_of(minimum(block.first_row + i, block.reduction.count - 1)))
-        row = block.reduction.matrix.part_of_row(number, block.first_group, _BLOCK_GROUPS)
-
-        def unpack(group: Expr, counts: tuple[int, ...]) -> None:
-            for v, value in zip(range(len(counts)), row.group(group).weights(), strict=False):
-                store(block.weights, i, group * GROUP + v * LANES, value=value)
-
-        block.each_group(unpack)
-
-
-def _add_tile(block: _ColumnBlock, tokens: list[Expr], group: Expr, counts: tuple[int, ...]) -> None:
-    """Add a block's products to TILE_TOKENS tokens of one group of y's columns."""
-    y, count = block.reduction.y, len(counts)
-    column = bind((block.first_group + group) * GROUP)
-    places = [(t * count + v, token, v) for t, token in enumerate(tokens) for v in range(count)]
-    sums = local(len(places), LANES)
-    for place, token, v in places:
-        first = column + v * LANES
-        sums[place, at(0)] = (
-            _beginning(block.reduction, first, counts[v]) if block.is_first else load(y, token, first, valid=counts[v])
-        )
-    with loop(0, block.rows) as i:
-        factors = [bind(splat(block.reduction.h[token, block.first_row + i])) for token in tokens]
-        # Vector by vector, so that a single register of weights is needed beside the sums and the factors.
-        for v in range(count):
-            weight = bind(load(block.weights, i, group * GROUP + v * LANES))
-            for t, factor in enumerate(factors):
-                place = t * count + v
-                sums[place, at(0)] = fma(factor, weight, sums[place, at(0)])
-    # All have been read before any is written: the tokens of a tile may be the same.
-    for place, token, v in places:
-        store(y, token, column + v * LANES, value=sums[place, at(0)], valid=counts[v])
+    block.scales[group, place] = byte_scale(top, visible[whole])

@@ -1,42 +1,47 @@
 """Products of rows of a matrix of bytes, or parts of bytes, with the quantized activations of many tokens.
 
-A task takes a block of rows and lays their bytes out anew, once for all tokens: four consecutive columns of eight rows
-side by side. A vector of these, times four bytes of a token in every lane, adds four columns to eight outputs with one
-instruction. The sums of a group of 32 columns are integers; then they are scaled and added up in float32, which is two
-more instructions for eight of those that multiply.
+A task takes a block of rows and lays their bytes out anew, once for all tokens: four consecutive columns of each row
+side by side. A vector of these, times four bytes of a token in every lane, adds four columns to as many outputs as it
+has lanes with one instruction. The sums of a group of 32 columns are integers; then they are scaled and added up in
+float32.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import zip_longest
 
 from tvm import tirx
 
 from picompile_codegen.build import isa
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.matrix import KernelMatrix
+from picompile_codegen.cpu.panels import ChunkSums, Tile
 from picompile_codegen.cpu.quantized import (
-    BYTES,
     SCALES_TOGETHER,
     QuantizedRows,
+    add_neighbours,
     dot_signed,
     dot_unsigned,
+    multiply_pairs,
     padded_groups,
     quantize_row,
     split_codes,
 )
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, parallel, token_tiles
-from picompile_codegen.cpu.vector import LANES, at, fma, splat, to_floats, transpose, zero_vectors
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, minimum, parallel
+from picompile_codegen.cpu.vector import LANES, at, fma, splat, to_floats, transpose
 from picompile_passes.weight_formats import GROUP
 
-BYTE_TILE_TOKENS = 4
 # Four columns of a group in each of its vectors.
 QUADS = GROUP // 4
 
 
-def block_rows() -> int:
-    """Return the rows of a block: as many as there are registers for, with BYTE_TILE_TOKENS tokens."""
-    return 2 * LANES if isa.current().registers >= 32 else LANES
+def byte_lanes() -> int:
+    """Return the lanes of vectors of sums of bytes."""
+    return isa.current().wide_lanes if isa.current().bytes_dot == "vnni" else LANES
+
+
+def byte_tile() -> Tile:
+    """Return the tile of products of bytes: the sums of a group, and those in float32, are in registers."""
+    return Tile(4, 3 if isa.current().bytes_dot == "vnni" else 2, byte_lanes())
 
 
 def raw_offset(matrix: KernelMatrix) -> float:
@@ -51,172 +56,235 @@ def signed_offset() -> int:
     return -128 if isa.current().bytes_dot == "vnni" else 0
 
 
-def declare_rows(
-    function: KernelFunction, name: str, rows: int, columns: int, matrix: KernelMatrix | None = None
-) -> QuantizedRows:
-    """Declare memory for the activations of a chunk of `rows` tokens, for products with `matrix` or a block of int8."""
-    has_zeros = matrix is not None and matrix.has_zeros
-    groups = -(-columns // GROUP)
-    padded = padded_groups(groups)
-    return QuantizedRows(
-        function.scratch(f"{name}_bytes", "int8", rows, groups * GROUP),
-        function.scratch(f"{name}_scales", "float32", rows, padded),
-        function.scratch(f"{name}_offsets", "float32" if has_zeros else "int32", rows, padded),
-    )
+@dataclass(frozen=True)
+class ByteInputs:
+    """Inputs of a chunk as bytes, for products with weights that `offset` is added to."""
 
+    rows: QuantizedRows
+    offset: float
 
-def quantize_rows(x: KernelTensor, tokens: Expr, columns: int, offset: float, out: QuantizedRows) -> None:
-    """Quantize `tokens` rows of x for products with bytes that `offset` is added to."""
-    with parallel(tokens) as token:
-        quantize_row(x, token, columns, out, offset)
+    @classmethod
+    def declare(
+        cls, function: KernelFunction, name: str, rows: int, columns: int, matrix: KernelMatrix | None = None
+    ) -> "ByteInputs":
+        """Declare memory for `rows` tokens, for products with `matrix`, any like it, or a block of int8."""
+        groups = -(-columns // GROUP)
+        has_zeros, padded = matrix is not None and matrix.has_zeros, padded_groups(groups)
+        quantized = QuantizedRows(
+            function.scratch(f"{name}_bytes", "int8", rows, groups * GROUP),
+            function.scratch(f"{name}_scales", "float32", rows, padded),
+            function.scratch(f"{name}_offsets", "float32" if has_zeros else "int32", rows, padded),
+        )
+        return cls(quantized, signed_offset() if matrix is None else raw_offset(matrix))
+
+    def pack(self, x: KernelTensor, tokens: Expr, columns: int) -> None:
+        """Quantize `tokens` rows of x float32 [rows, columns]."""
+        with parallel(tokens) as token:
+            quantize_row(x, token, columns, self.rows, self.offset)
 
 
 @dataclass(frozen=True)
 class ByteBlock:
-    """Rows laid out for products: `weights` [groups · 8 · parts, 32] bytes and `scales` float32 [groups · parts, 8].
+    """Rows laid out for products: bytes `weights` [groups · 8 · vectors, 4 · lanes], float32 `scales` [groups, rows].
 
-    A part is eight rows. Vector (group · 8 + i) · parts + p of `weights` has columns 4 · i … of a group of part p.
-    Bytes are uint8 where an offset makes up for that (`QuantizedRows.offsets`), else int8. `zeros`, like `scales`, are
-    those of groups that have their own, times the scales.
+    Row (group · 8 + i) · vectors + v of `weights` has columns 4 · i … of a group, of the rows of vector v. Bytes are
+    uint8 where an offset makes up for that (`ByteInputs.offset`), else int8. `largest` is the largest magnitude of a
+    byte. `zeros`, like `scales`, are those of groups that have their own, times the scales.
     """
 
     weights: KernelTensor
     scales: KernelTensor
     zeros: KernelTensor | None
-    parts: int
-    groups: int
+    vectors: int
+    largest: int
 
     @classmethod
-    def declare(cls, parts: int, groups: int, is_unsigned: bool, has_zeros: bool = False) -> "ByteBlock":
+    def declare(
+        cls, vectors: int, groups: int, is_unsigned: bool, largest: int, has_zeros: bool = False
+    ) -> "ByteBlock":
         """Memory for a block, on the stack."""
-        weights = local(groups * QUADS * parts, BYTES, dtype="uint8" if is_unsigned else "int8")
-        scales = local(groups * parts, LANES)
-        return cls(weights, scales, local(groups * parts, LANES) if has_zeros else None, parts, groups)
+        rows, size = vectors * byte_lanes(), 4 * byte_lanes()
+        weights = local(groups * QUADS * vectors, size, dtype="uint8" if is_unsigned else "int8")
+        return cls(weights, local(groups, rows), local(groups, rows) if has_zeros else None, vectors, largest)
 
     @property
     def is_unsigned(self) -> bool:
         """Whether the bytes have no sign."""
         return self.weights.dtype == "uint8"
 
+    @property
+    def quads_in_words(self) -> int:
+        """How many products of quads can be added up in 16 bits, where pairs are multiplied to 16 bits; 0 for none."""
+        if isa.current().bytes_dot != "maddubs" or not self.is_unsigned:
+            return 0
+        return min(QUADS, 32767 // (2 * 127 * self.largest))
 
-def multiply_block(
-    matrix: KernelMatrix,
-    row_of: Callable[[Expr], Expr],
-    x: QuantizedRows,
-    tokens: Expr,
-    emit: Callable[[Expr, int, Expr], None],
+
+def multiply_rows_of_bytes(
+    matrix: KernelMatrix, row: Callable[[Expr], Expr], x: ByteInputs, tokens: Expr, sums: ChunkSums
 ) -> None:
-    """Multiply the `block_rows()` rows `row_of(0)`, `row_of(1)`, … with all tokens.
+    """Add to `sums` the products of the rows `row(0)`, `row(1)`, … of a block with all tokens.
 
     As many rows behind them, those of the next block, are fetched meanwhile.
-
-    `emit(token, i, sums)` is written for each: `sums` are those of rows 8 · i … 8 · i + 7, a lane each.
     """
-    parts = block_rows() // LANES
-    block = ByteBlock.declare(parts, padded_groups(matrix.groups), raw_offset(matrix) != 0, matrix.has_zeros)
-    with loop(0, parts) as part:
-        _lay_out(matrix, [bind(row_of(part * LANES + i)) for i in range(LANES)], block, part)
-    with loop(block_rows(), 2 * block_rows()) as i:
-        matrix.fetch_row(bind(row_of(i)))
-    with token_tiles(tokens, BYTE_TILE_TOKENS) as tile:
-        for token, number, sums in multiply_tile(block, 0, parts, matrix.groups, 0, x, tile):
-            emit(token, number, sums)
+    tile, is_unsigned = byte_tile(), raw_offset(matrix) != 0
+    block = ByteBlock.declare(
+        tile.vectors, padded_groups(matrix.groups), is_unsigned, matrix.form.highest, matrix.has_zeros
+    )
+    with loop(0, tile.vectors) as vector:
+        _lay_out(matrix, [bind(row(vector * tile.lanes + i)) for i in range(tile.lanes)], block, vector)
+    tiles = bind(tile.count(tokens))
+    with loop(0, tiles) as number:
+        with loop(tile.outputs * number // tiles, tile.outputs * (number + 1) // tiles) as i:
+            matrix.fetch_row(bind(row(tile.outputs + i)))
+        multiply_tile(block, 0, (0, matrix.groups), x.rows, tokens, number, sums, 0)
 
 
-def _lay_out(matrix: KernelMatrix, numbers: list[Expr], block: ByteBlock, part: Expr) -> None:
-    """Lay out part `part` of a block: eight rows' bytes, four columns a vector, and their scales and zeros, a group a
-    vector."""
-    with loop(0, matrix.groups) as group:
-        for quad, value in enumerate(_quads(matrix, numbers, group)):
-            block.weights[(group * QUADS + quad) * block.parts + part, at(0, BYTES)] = value
+def _lay_out(matrix: KernelMatrix, numbers: list[Expr], block: ByteBlock, vector: Expr) -> None:
+    """Lay out the rows of a vector: their bytes, four columns at a time, and the scales and zeros of each group."""
+    lanes = len(numbers)
+    together = 4 * lanes // matrix.group_elements
+    with loop(0, -(-matrix.groups // together)) as index:
+        first = bind(index * together)
+        for number, quads in enumerate(_quads(matrix, numbers, first)):
+            for i, value in enumerate(quads):
+                block.weights[((first + number) * QUADS + i) * block.vectors + vector, at(0, 4 * lanes)] = value
     with loop(0, padded_groups(matrix.groups) // SCALES_TOGETHER) as eight:
-        columns = transpose([matrix.eight_scales(number, eight * SCALES_TOGETHER) for number in numbers])
-        for i, value in enumerate(columns):
-            block.scales[(eight * SCALES_TOGETHER + i) * block.parts + part, at(0)] = value
-        if block.zeros is not None:
-            zeros = transpose([matrix.eight_zeros(number, eight * SCALES_TOGETHER) for number in numbers])
-            for i, (value, scale) in enumerate(zip(zeros, columns, strict=True)):
-                block.zeros[(eight * SCALES_TOGETHER + i) * block.parts + part, at(0)] = value * scale
+        for start in range(0, lanes, LANES):
+            rows, first = numbers[start : start + LANES], eight * SCALES_TOGETHER
+            place = bind(vector * lanes + start)
+            scales = transpose([matrix.eight_scales(number, first) for number in rows])
+            for i, scale in enumerate(scales):
+                block.scales[first + i, at(place)] = scale
+            if block.zeros is not None:
+                zeros = transpose([matrix.eight_zeros(number, first) for number in rows])
+                for i, (zero, scale) in enumerate(zip(zeros, scales, strict=True)):
+                    block.zeros[first + i, at(place)] = zero * scale
 
 
-def _quads(matrix: KernelMatrix, numbers: list[Expr], group: Expr) -> list[Expr]:
-    """Return the bytes of a group of eight rows: eight vectors of four columns."""
-    start = group * matrix.group_elements
-    halves = [
-        _words([matrix.data[number, at(start + offset, 16)] for number in numbers])
-        for offset in range(0, matrix.group_elements, 16)
-    ]
-    if matrix.has_nibbles:
-        planes: list[Expr] = []
+def _quads(matrix: KernelMatrix, numbers: list[Expr], first: Expr) -> list[list[Expr]]:
+    """Return, for each of the groups from `first` on that fill a vector, eight vectors of four columns of all rows.
+
+    Groups past the last one are whatever lies behind the data; nothing reads them.
+    """
+    lanes = len(numbers)
+    size = 4 * lanes
+    words = _words([matrix.data[number, at(first * matrix.group_elements, size)] for number in numbers])
+    if not matrix.has_nibbles:
+        if raw_offset(matrix):
+            words = [bind(word ^ tirx.Broadcast(tirx.IntImm("uint32", 0x80808080), lanes)) for word in words]
+        dtype = "uint8" if raw_offset(matrix) else "int8"
+        quads = [bind(tirx.reinterpret(f"{dtype}x{size}", word)) for word in words]
+        return [quads[i : i + QUADS] for i in range(0, len(quads), QUADS)]
+    groups = []
+    for i in range(0, len(words), QUADS // 2):
+        planes: list[Expr | None] = [None] * (QUADS // 2)
         if matrix.form.has_planes:
-            place, bit = matrix.high_place(group)
-            words = _words([matrix.data[number, at(place, 16)] for number in numbers])
-            planes = [bind(word >> tirx.Broadcast(tirx.Cast("uint32", bit), LANES)) for word in words]
-        low, high = zip(*(split_codes(words, plane) for words, plane in zip_longest(halves[0], planes)), strict=True)
-        return [*low, *high]
-    if raw_offset(matrix):
-        flipped = tirx.Broadcast(tirx.IntImm("uint32", 0x80808080), LANES)
-        return [bind(tirx.reinterpret(f"uint8x{BYTES}", bind(words ^ flipped))) for half in halves for words in half]
-    return [bind(tirx.reinterpret(f"int8x{BYTES}", words)) for half in halves for words in half]
+            planes = _planes(matrix, numbers, first, i // (QUADS // 2))
+        pairs = [split_codes(word, plane, 0, lanes) for word, plane in zip(words[i:], planes, strict=False)]
+        groups.append([low for low, _ in pairs] + [high for _, high in pairs])
+    return groups
+
+
+def _planes(matrix: KernelMatrix, numbers: list[Expr], first: Expr, number: int) -> list[Expr | None]:
+    """Return the high bits of group `first` + `number` of all rows, from bit 0 on: a vector for each four columns."""
+    place, bit = matrix.high_place(first + number)
+    # 16 bytes of each row are four words: nothing is made of the other words.
+    size = 4 * len(numbers)
+    rows = [tirx.Shuffle([bind(matrix.data[n, at(place, 16)])] * (size // 16), list(range(size))) for n in numbers]
+    shift = tirx.Broadcast(tirx.Cast("uint32", bit), len(numbers))
+    return [bind(word >> shift) for word in _words(rows)[: QUADS // 2]]
 
 
 def _words(rows: list[Expr]) -> list[Expr]:
-    """Transpose eight vectors of 16 bytes to four of eight words: vector i has word i of each row."""
-    rows = [bind(row) for row in rows]
-    pairs = [bind(tirx.Shuffle([rows[i], rows[i + 4]], list(range(32)))) for i in range(4)]
-    a, b, c, d = (bind(tirx.reinterpret(f"uint32x{LANES}", pair)) for pair in pairs)
-    low, high = [0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15]
-    firsts, lasts = [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15]
-    halves = [(bind(tirx.Shuffle([a, b], half)), bind(tirx.Shuffle([c, d], half))) for half in (low, high)]
-    return [bind(tirx.Shuffle(list(half), part)) for half in halves for part in (firsts, lasts)]
+    """Transpose vectors of bytes, as many as they have words of four: vector i has word i of each row."""
+    lanes = len(rows)
+    return transpose([bind(tirx.reinterpret(f"uint32x{lanes}", bind(row))) for row in rows])
 
 
 def multiply_tile(
     block: ByteBlock,
-    first_part: Expr,
-    parts: int,
-    groups: Expr,
-    first_group: Expr,
+    first_vector: Expr,
+    groups: tuple[Expr, Expr],
     x: QuantizedRows,
-    tokens: list[Expr],
-) -> list[tuple[Expr, int, Expr]]:
-    """Multiply `groups` groups of some parts of a block with the groups of the tokens from `first_group` on.
+    tokens: Expr,
+    number: Expr,
+    sums: ChunkSums,
+    first_output: Expr,
+) -> None:
+    """Add products of a tile to `sums`, from `first_output` on: those of some vectors of a block's rows.
 
-    Returns:
-        For each token and part: the token, the number of the part among these, and the sums of its eight rows, a lane
-        each.
+    Args:
+        block: the weights.
+        first_vector: the first of the tile's vectors in `block`.
+        groups: the first group of the inputs, and how many there are; those of `block` begin with 0.
+        x: the inputs of `tokens` tokens; the last one stands in for those past the end.
+        number: which tile of tokens.
+        sums: what the products are added to.
+        first_output: the place of the first vector in `sums`.
     """
-    places = [(token, part) for token in range(len(tokens)) for part in range(parts)]
-    sums = zero_vectors(len(places))
-    with loop(0, groups) as group:
-        of_x = bind(first_group + group)
-        products: list[Expr | None] = [None] * len(places)
-        if block.zeros is None:
-            starts = [bind(tirx.Broadcast(x.offsets[token, of_x], LANES)) for token in tokens]
-            products = [starts[token] for token, _ in places]
-        for quad in range(QUADS):
-            first = bind((group * QUADS + quad) * block.parts + first_part)
-            rows = [bind(block.weights[first + part, at(0, BYTES)]) for part in range(parts)]
-            for token in range(len(tokens)):
-                value = _four_bytes(x, tokens[token], of_x, quad)
-                for part in range(parts):
-                    place = token * parts + part
-                    products[place] = _dot(block, rows[part], value, products[place])
-        in_group = [bind(block.scales[group * block.parts + first_part + part, at(0)]) for part in range(parts)]
-        for place, (token, part) in enumerate(places):
-            scale = bind(in_group[part] * splat(x.scales[tokens[token], of_x]))
-            sums[place, at(0)] = fma(to_floats(products[place]), scale, sums[place, at(0)])
+    shape, (start, count) = byte_tile(), groups
+    lanes = shape.lanes
+    token = bind(number * shape.tokens)
+    chosen = [bind(minimum(token + t, tokens - 1)) for t in range(shape.tokens)]
+    places = [(t, v, t * shape.vectors + v) for t in range(shape.tokens) for v in range(shape.vectors)]
+    registers = local(len(places), lanes)
+    for t, v, i in places:
+        registers[i, at(0, lanes)] = sums.values[token + t, at(first_output + v * lanes, lanes)]
+    with loop(0, count) as group:
+        of_x = bind(start + group)
+        products = _multiply_group(block, bind(group * QUADS * block.vectors + first_vector), x, chosen, of_x)
+        column = first_vector * lanes
+        scales = [bind(block.scales[group, at(column + v * lanes, lanes)]) for v in range(shape.vectors)]
+        for t, v, i in places:
+            scale = bind(scales[v] * splat(x.scales[chosen[t], of_x], lanes))
+            registers[i, at(0, lanes)] = fma(to_floats(products[i], lanes), scale, registers[i, at(0, lanes)], lanes)
             if block.zeros is not None:
-                zeros = block.zeros[group * block.parts + first_part + part, at(0)]
-                sums[place, at(0)] = fma(zeros, splat(x.offsets[tokens[token], of_x]), sums[place, at(0)])
-    return [(tokens[token], part, bind(sums[place, at(0)])) for place, (token, part) in enumerate(places)]
+                zeros = block.zeros[group, at(column + v * lanes, lanes)]
+                offset = splat(x.offsets[chosen[t], of_x], lanes)
+                registers[i, at(0, lanes)] = fma(zeros, offset, registers[i, at(0, lanes)], lanes)
+    for t, v, i in places:
+        sums.values[token + t, at(first_output + v * lanes, lanes)] = registers[i, at(0, lanes)]
 
 
-def _four_bytes(x: QuantizedRows, token: Expr, group: Expr, quad: int) -> Expr:
-    """Bytes 4 · `quad` … of a group, in every four lanes of an int8x32."""
+def _multiply_group(block: ByteBlock, first: Expr, x: QuantizedRows, tokens: list[Expr], group: Expr) -> list[Expr]:
+    """Return the products of a group, with their offsets where these are integers: int32, by token and vector.
+
+    `first` is the row of the group's first vector in the block's weights.
+    """
+    shape = byte_tile()
+    products: list[Expr | None] = [None] * (shape.tokens * shape.vectors)
+    if block.zeros is None:
+        starts = [bind(tirx.Broadcast(x.offsets[token, group], shape.lanes)) for token in tokens]
+        products = [start for start in starts for _ in range(shape.vectors)]
+    words: list[Expr | None] = [None] * len(products)
+    for quad in range(QUADS):
+        weights = [
+            bind(block.weights[first + (quad * block.vectors + v), at(0, 4 * shape.lanes)])
+            for v in range(shape.vectors)
+        ]
+        is_end = block.quads_in_words and (quad + 1 == QUADS or (quad + 1) % block.quads_in_words == 0)
+        for t, token in enumerate(tokens):
+            value = _four_bytes(x, token, group, quad, shape.lanes)
+            for v, weight in enumerate(weights):
+                i = t * shape.vectors + v
+                if not block.quads_in_words:
+                    products[i] = _dot(block, weight, value, products[i], shape.lanes)
+                    continue
+                pairs = multiply_pairs(weight, value)
+                words[i] = pairs if words[i] is None else bind(words[i] + pairs)
+                if is_end:
+                    summed = add_neighbours(words[i])
+                    products[i] = summed if products[i] is None else bind(products[i] + summed)
+                    words[i] = None
+    return products
+
+
+def _four_bytes(x: QuantizedRows, token: Expr, group: Expr, quad: int, lanes: int) -> Expr:
+    """Bytes 4 · `quad` … of a group, again and again."""
     four = bind(tirx.reinterpret("int32", x.bytes[token, at(group * GROUP + 4 * quad, 4)]))
-    return bind(tirx.reinterpret(f"int8x{BYTES}", bind(tirx.Broadcast(four, LANES))))
+    return bind(tirx.reinterpret(f"int8x{4 * lanes}", bind(tirx.Broadcast(four, lanes))))
 
 
-def _dot(block: ByteBlock, weights: Expr, values: Expr, start: Expr | None) -> Expr:
-    return (dot_unsigned if block.is_unsigned else dot_signed)(weights, values, start)
+def _dot(block: ByteBlock, weights: Expr, values: Expr, start: Expr | None, lanes: int) -> Expr:
+    return dot_unsigned(weights, values, start, lanes) if block.is_unsigned else dot_signed(weights, values, start)

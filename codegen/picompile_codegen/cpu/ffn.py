@@ -16,9 +16,7 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
-from picompile_codegen.build import isa
-from picompile_codegen.cpu.accumulate import Reduction, accumulate_columns, column_blocks
-from picompile_codegen.cpu.byte_tiles import declare_rows, quantize_rows, raw_offset, signed_offset
+from picompile_codegen.cpu.accumulate import Reduction, ReductionInputs, accumulate
 from picompile_codegen.cpu.dot import biased, prepare_vector
 from picompile_codegen.cpu.ffn_neurons import (
     FfnArguments,
@@ -31,9 +29,8 @@ from picompile_codegen.cpu.ffn_neurons import (
 )
 from picompile_codegen.cpu.ffn_slices import Slices, compute_dense_slice, compute_slice
 from picompile_codegen.cpu.kernel import KernelFunction
-from picompile_codegen.cpu.linear import TileProjection, project_rows, row_block
+from picompile_codegen.cpu.linear import ChunkInputs, TileProjection, project_rows
 from picompile_codegen.cpu.matrix import KernelMatrix
-from picompile_codegen.cpu.quantized import QuantizedRows
 from picompile_codegen.cpu.tensor import (
     Expr,
     KernelTensor,
@@ -165,24 +162,22 @@ def ffn(spec: FfnSpec, function: KernelFunction) -> None:
 
 @dataclass(frozen=True)
 class ChunkMemory:
-    """Memory for a chunk: products with gate, hidden values, and the bytes of x and of the hidden values."""
+    """Memory for a chunk: products with gate, hidden values, and x and the hidden values as they are multiplied."""
 
     gate: KernelTensor | None
     hidden: KernelTensor
-    x_bytes: QuantizedRows | None
-    down_bytes: QuantizedRows | None
+    inputs: ChunkInputs
+    packed_hidden: ReductionInputs
 
     @classmethod
     def declare(cls, function: KernelFunction, spec: FfnSpec, bundle: KernelMatrix) -> "ChunkMemory":
         """Declare the memory. This must come before any statement of the kernel."""
-        gate = function.scratch("gate", "float32", spec.rows, spec.neurons) if spec.gated else None
-        hidden = function.scratch("hidden", "float32", spec.rows, spec.neurons)
-        if bundle.scale is None:
-            return cls(gate, hidden, None, None)
-        x_bytes = declare_rows(function, "x", spec.rows, spec.dim, bundle)
-        down_bytes = declare_rows(function, "hidden", spec.rows, spec.neurons)
-        # Without an instruction for dot products of int8, float32 is faster than converting columns to int8.
-        return cls(gate, hidden, x_bytes, None if isa.current().bytes_dot == "maddubs" else down_bytes)
+        return cls(
+            gate=function.scratch("gate", "float32", spec.rows, spec.neurons) if spec.gated else None,
+            hidden=function.scratch("hidden", "float32", spec.rows, spec.neurons),
+            inputs=ChunkInputs.declare(function, "x", spec.rows, spec.dim, bundle),
+            packed_hidden=ReductionInputs.declare(function, "hidden", spec.rows, spec.neurons, bundle),
+        )
 
 
 def ffn_chunk(function: KernelFunction, arguments: FfnArguments) -> None:
@@ -194,42 +189,23 @@ def ffn_chunk(function: KernelFunction, arguments: FfnArguments) -> None:
 
 def compute_chunk(arguments: FfnArguments, memory: ChunkMemory, tokens: Expr) -> None:
     """Compute y of the first `tokens` tokens over all neurons."""
-    spec, gate, hidden = arguments.spec, memory.gate, memory.hidden
-    quantized, down_bytes = memory.x_bytes, memory.down_bytes
+    spec, hidden = arguments.spec, memory.hidden
     is_worth = worth_a_region(arguments.bundle.bytes)
-
-    if quantized is not None:
-        quantize_rows(arguments.x, tokens, spec.dim, raw_offset(arguments.bundle), quantized)
-    size = row_block(arguments.bundle)
-    with parallel(-(-spec.neurons // size), when_worth=is_worth) as block:
-        _project(arguments, block, tokens, quantized, gate, hidden)
+    memory.inputs.pack(arguments.x, tokens, spec.dim)
+    first = TileProjection(arguments.first_matrix, spec.neurons, arguments.first_row, arguments.first_bias)
+    up = TileProjection(arguments.bundle, spec.neurons, arguments.up_row, arguments.up_bias)
+    with parallel(first.tasks, when_worth=is_worth) as task:
+        project_rows(first, task, memory.inputs, tokens, hidden if memory.gate is None else memory.gate)
+        if memory.gate is not None:
+            project_rows(up, task, memory.inputs, tokens, hidden)
         with loop(0, tokens) as t:
-            _activate(arguments, block, size, t, gate, hidden)
-    down = Reduction(arguments.bundle, spec.neurons, arguments.down_row, hidden, arguments.down_bias, arguments.y)
-    if down_bytes is not None:
-        quantize_rows(hidden, tokens, spec.neurons, signed_offset(), down_bytes)
-    with parallel(column_blocks(down), when_worth=is_worth) as block:
-        accumulate_columns(down, block, down_bytes, tokens)
+            _activate(arguments, task, first.tile.outputs, t, memory.gate, hidden)
+    memory.packed_hidden.pack(hidden, tokens, spec.neurons)
+    down = Reduction(arguments.bundle, spec.neurons, arguments.down_row, arguments.down_bias, arguments.y)
+    accumulate(down, memory.packed_hidden, tokens, when_worth=is_worth)
     if spec.squares:
         with parallel(tokens, when_worth=is_worth) as t:
             arguments.y[t, spec.dim] = sum_row(hidden, t, 0, spec.neurons, lambda value: value * value)
-
-
-def _project(
-    arguments: FfnArguments,
-    block: Expr,
-    tokens: Expr,
-    quantized: QuantizedRows | None,
-    gate: KernelTensor | None,
-    hidden: KernelTensor,
-) -> None:
-    """Compute the products of a block of neurons with gate and up, before their activations."""
-    neurons = arguments.spec.neurons
-    projection = TileProjection(arguments.first_matrix, neurons, arguments.first_row, arguments.first_bias)
-    project_rows(projection, block, arguments.x, quantized, tokens, hidden if gate is None else gate)
-    if gate is not None:
-        projection = TileProjection(arguments.bundle, neurons, arguments.up_row, arguments.up_bias)
-        project_rows(projection, block, arguments.x, quantized, tokens, hidden)
 
 
 def _activate(

@@ -26,21 +26,31 @@ BYTES = 4 * LANES
 SUMS = f"int32x{LANES}"
 
 
-def dot_unsigned(small: Expr, signed: Expr, start: Expr | None = None) -> Expr:
-    """start + Σ of fours of small · signed: uint8x32 up to 128 times int8x32 gives int32x8.
+def dot_unsigned(small: Expr, signed: Expr, start: Expr | None = None, lanes: int = LANES) -> Expr:
+    """start + Σ of fours of small · signed: uint8 up to 128 times int8, four for each lane, give int32 of each lane.
 
-    Two products together must fit 16 bits, hence the limit: 2 · 128 · 127 does.
+    Two products together must fit 16 bits, hence the limit: 2 · 128 · 127 does. Only VNNI has more than eight lanes.
     """
     match isa.current().bytes_dot:
         case "vnni":
-            start = splat_int(0) if start is None else start
-            return bind(intrinsic(SUMS, "llvm.x86.avx512.vpdpbusd.256", start, small, signed))
+            start = splat_int(0, lanes) if start is None else start
+            return bind(intrinsic(f"int32x{lanes}", f"llvm.x86.avx512.vpdpbusd.{32 * lanes}", start, small, signed))
         case "maddubs":
-            pairs = bind(intrinsic("int16x16", "llvm.x86.avx2.pmadd.ub.sw", small, signed))
-            sums = _add_neighbours(pairs)
+            sums = add_neighbours(multiply_pairs(small, signed))
             return bind(sums if start is None else sums + start)
         case _:
             return _sdot(tirx.reinterpret(f"int8x{BYTES}", small), signed, start)
+
+
+def multiply_pairs(small: Expr, signed: Expr) -> Expr:
+    """Σ of pairs of small · signed, as AVX2 multiplies: uint8x32 times int8x32 gives int16x16."""
+    return bind(intrinsic("int16x16", "llvm.x86.avx2.pmadd.ub.sw", small, signed))
+
+
+def add_neighbours(pairs: Expr) -> Expr:
+    """Σ of pairs: int16x16 gives int32x8."""
+    ones = tirx.Broadcast(tirx.IntImm("int16", 1), 2 * LANES)
+    return bind(intrinsic(SUMS, "llvm.x86.avx2.pmadd.wd", pairs, ones))
 
 
 def dot_signed(a: Expr, b: Expr, start: Expr | None = None) -> Expr:
@@ -73,51 +83,46 @@ def dot_pair(low: Expr, high: Expr, signed: list[Expr]) -> Expr:
     """
     if isa.current().bytes_dot != "maddubs":
         return dot_unsigned(high, signed[1], dot_unsigned(low, signed[0]))
-    pairs = [
-        bind(intrinsic("int16x16", "llvm.x86.avx2.pmadd.ub.sw", small, values))
-        for small, values in zip((low, high), signed, strict=True)
-    ]
-    return _add_neighbours(bind(pairs[0] + pairs[1]))
+    pairs = [multiply_pairs(small, values) for small, values in zip((low, high), signed, strict=True)]
+    return add_neighbours(bind(pairs[0] + pairs[1]))
 
 
-def _add_neighbours(pairs: Expr) -> Expr:
-    ones = tirx.Broadcast(tirx.IntImm("int16", 1), 2 * LANES)
-    return bind(intrinsic(SUMS, "llvm.x86.avx2.pmadd.wd", pairs, ones))
+def split_codes(words: Expr, plane: Expr | None = None, bit: int = 0, lanes: int = LANES) -> tuple[Expr, Expr]:
+    """The low and the high four bits of each byte of uint32 words, each as four uint8 a word.
 
-
-def split_codes(words: Expr, plane: Expr | None = None, bit: int = 0) -> tuple[Expr, Expr]:
-    """The low and the high four bits of each byte of uint32x8, each as uint8x32.
-
-    Above them come two bits each of `plane`, uint32x8, if there is one: in each byte those from `bit` on belong to the
-    low four, the two behind to the high four.
+    Above them come two bits each of `plane`, words as well, if there is one: in each byte those from `bit` on belong to
+    the low four, the two behind to the high four.
     """
-    mask, four = _words(0x0F0F0F0F), _words(4)
+    mask, four = _words(0x0F0F0F0F, lanes), _words(4, lanes)
     low, high = bind(words & mask), bind((words >> four) & mask)
     if plane is not None:
-        low, high = bind(low | _fifth_and_sixth(plane, bit)), bind(high | _fifth_and_sixth(plane, bit + 2))
-    return bind(tirx.reinterpret(f"uint8x{BYTES}", low)), bind(tirx.reinterpret(f"uint8x{BYTES}", high))
+        low = bind(low | _fifth_and_sixth(plane, bit, lanes))
+        high = bind(high | _fifth_and_sixth(plane, bit + 2, lanes))
+    return bind(tirx.reinterpret(f"uint8x{4 * lanes}", low)), bind(tirx.reinterpret(f"uint8x{4 * lanes}", high))
 
 
-def _fifth_and_sixth(words: Expr, bit: int) -> Expr:
-    """Two bits of each byte of uint32x8, from `bit` on, as the fifth and the sixth bit of each, and zeros besides."""
+def _fifth_and_sixth(words: Expr, bit: int, lanes: int) -> Expr:
+    """Two bits of each byte of words, from `bit` on, as the fifth and the sixth bit of each, and zeros besides."""
     left = 4 - bit
-    moved = words << _words(left) if left > 0 else words >> _words(-left) if left else words
-    return moved & _words(0x30303030)
+    if left:
+        words = words << _words(left, lanes) if left > 0 else words >> _words(-left, lanes)
+    return words & _words(0x30303030, lanes)
 
 
-def _words(value: int) -> Expr:
-    return tirx.Broadcast(tirx.IntImm("uint32", value), LANES)
+def _words(value: int, lanes: int) -> Expr:
+    return tirx.Broadcast(tirx.IntImm("uint32", value), lanes)
 
 
-def pack_bytes(values: list[Expr]) -> Expr:
-    """The low bytes of four int32x8 as the four bytes of an int32x8, the first one lowest."""
-    low = [bind(value & splat_int(255)) for value in values[:3]]
-    return bind(low[0] | (low[1] << splat_int(8)) | (low[2] << splat_int(16)) | (values[3] << splat_int(24)))
+def pack_bytes(values: list[Expr], lanes: int = LANES) -> Expr:
+    """The low bytes of four vectors of int32 as the four bytes of each int32 of one, the first one lowest."""
+    low = [bind(value & splat_int(255, lanes)) for value in values[:3]]
+    high = values[3] << splat_int(24, lanes)
+    return bind(low[0] | (low[1] << splat_int(8, lanes)) | (low[2] << splat_int(16, lanes)) | high)
 
 
-def byte_inverse(largest: Expr) -> Expr:
-    """Return the factors that make numbers of at most these magnitudes bytes: 127 over each, eight of them."""
-    return select(largest > splat(0.0), splat(127.0) / largest, splat(0.0))
+def byte_inverse(largest: Expr, lanes: int = LANES) -> Expr:
+    """Return the factors that make numbers of at most these magnitudes bytes: 127 over each."""
+    return select(largest > splat(0.0, lanes), splat(127.0, lanes) / largest, splat(0.0, lanes))
 
 
 def byte_scale(largest: Expr, witness: Expr) -> Expr:

@@ -15,10 +15,8 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
-from picompile_codegen.build import isa
-from picompile_codegen.cpu.accumulate import Reduction, accumulate_columns, column_blocks
+from picompile_codegen.cpu.accumulate import Reduction, ReductionInputs, accumulate
 from picompile_codegen.cpu.add_rows import SomeRows, SumOrder, add_rows, rows_together
-from picompile_codegen.cpu.byte_tiles import declare_rows, quantize_rows, signed_offset
 from picompile_codegen.cpu.ffn_slices import Slices
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.matrix import CACHE_LINE_BYTES, KernelMatrix
@@ -177,11 +175,7 @@ def _settled(value: Expr, dtype: str = "int32") -> Expr:
 def _chunk(projection: _Projection, function: KernelFunction) -> None:
     spec, w = projection.spec, projection.w
     kept = function.scratch("kept", "float32", spec.rows, spec.k)
-    # Declared for all instruction sets, whose kernels have the same arguments.
-    quantized = None if w.scale is None else declare_rows(function, "kept", spec.rows, spec.k)
-    if isa.current().bytes_dot == "maddubs":
-        # Without an instruction for dot products of int8, float32 is faster than converting columns to int8.
-        quantized = None
+    inputs = ReductionInputs.declare(function, "kept", spec.rows, spec.k, w)
     tokens = function.tokens(spec.rows)
 
     def keep(token: Expr, column: Expr, valid: int) -> None:
@@ -191,8 +185,6 @@ def _chunk(projection: _Projection, function: KernelFunction) -> None:
 
     with parallel(tokens) as token:
         blocks(spec.k, lambda column, valid: keep(token, column, valid))
-    if quantized is not None:
-        quantize_rows(kept, tokens, spec.k, signed_offset(), quantized)
-    reduction = Reduction(w, spec.k, lambda row: row, kept, projection.bias, projection.y)
-    with parallel(column_blocks(reduction), when_worth=worth_a_region(w.bytes)) as block:
-        accumulate_columns(reduction, block, quantized, tokens)
+    inputs.pack(kept, tokens, spec.k)
+    reduction = Reduction(w, spec.k, lambda row: row, projection.bias, projection.y)
+    accumulate(reduction, inputs, tokens, when_worth=worth_a_region(w.bytes))

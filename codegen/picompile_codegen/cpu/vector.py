@@ -1,6 +1,6 @@
 """Vectors of float32: how many lanes, how to load, store and combine them, and elementary functions of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import reduce
 
 from tvm import tirx
@@ -26,9 +26,9 @@ def splat(value: Expr, lanes: int = LANES) -> Expr:
     return tirx.Broadcast(tirx.FloatImm("float32", value) if isinstance(value, int | float) else value, lanes)
 
 
-def splat_int(value: int) -> Expr:
+def splat_int(value: int, lanes: int = LANES) -> Expr:
     """An int32 in every lane."""
-    return tirx.Broadcast(tirx.IntImm("int32", value), LANES)
+    return tirx.Broadcast(tirx.IntImm("int32", value), lanes)
 
 
 def lane(value: Expr, index: int) -> Expr:
@@ -41,9 +41,9 @@ def to_floats(value: Expr, lanes: int = LANES) -> Expr:
     return tirx.Cast(f"float32x{lanes}" if lanes > 1 else "float32", value)
 
 
-def fma(a: Expr, b: Expr, c: Expr) -> Expr:
+def fma(a: Expr, b: Expr, c: Expr, lanes: int = LANES) -> Expr:
     """a · b + c of vectors of float32, with one rounding."""
-    return intrinsic(FLOATS, "llvm.fma", a, b, c)
+    return intrinsic(f"float32x{lanes}", "llvm.fma", a, b, c)
 
 
 def total(value: Expr) -> Expr:
@@ -141,18 +141,36 @@ def store(tensor: KernelTensor, *index: Expr, value: Expr, valid: int = LANES) -
         tensor[(*outer, start + i)] = tirx.Shuffle([value], [i])
 
 
-# The lanes that `transpose` shuffles in its three rounds.
-_PAIRS = ([0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15])
-_FOURS = ([0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15])
-_HALVES = ([0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15])
-
-
 def transpose(rows: list[Expr]) -> list[Expr]:
-    """Transpose eight vectors of eight: vector i of the result has element i of each. It takes 24 instructions."""
-    rows = [bind(row) for row in rows]
-    pairs = [_shuffle(rows[i], rows[i + 1], lanes) for i in range(0, LANES, 2) for lanes in _PAIRS]
-    fours = [_shuffle(pairs[i + k], pairs[i + 2 + k], lanes) for i in (0, 4) for k in range(2) for lanes in _FOURS]
-    return [_shuffle(fours[i], fours[4 + i], lanes) for lanes in _HALVES for i in range(4)]
+    """Transpose as many vectors of 32-bit elements as they have lanes, 8 or 16: vector i of the result has element i of
+    each. It takes 24 or 64 instructions.
+    """
+    count, rows = len(rows), [bind(row) for row in rows]
+    quarters = count // 4
+    # Within quarters of vectors: vector 4 · a + j has, in its quarter q, element 4 · q + j of rows 4 · a … 4 · a + 3.
+    fours = []
+    for first in range(0, count, 4):
+        a, b, c, d = rows[first : first + 4]
+        low, high = _in_quarters((0, count, 1, count + 1), count), _in_quarters((2, count + 2, 3, count + 3), count)
+        pairs = [(_shuffle(a, b, lanes), _shuffle(c, d, lanes)) for lanes in (low, high)]
+        low, high = _in_quarters((0, 1, count, count + 1), count), _in_quarters((2, 3, count + 2, count + 3), count)
+        fours += [_shuffle(*pair, lanes) for pair in pairs for lanes in (low, high)]
+    columns = [fours[j::4] for j in range(4)]
+    if quarters == 2:
+        return [_shuffle(*columns[j], _quarters_of((q, 2 + q))) for q in range(2) for j in range(4)]
+    evens, odds = _quarters_of((0, 2, 4, 6)), _quarters_of((1, 3, 5, 7))
+    halves = [[_shuffle(c[i], c[i + 1], lanes) for lanes in (evens, odds) for i in (0, 2)] for c in columns]
+    return [_shuffle(*halves[j][2 * (q % 2) :][:2], (evens, odds)[q // 2]) for q in range(4) for j in range(4)]
+
+
+def _in_quarters(lanes: Sequence[int], count: int) -> list[int]:
+    """Return the lanes that a shuffle of four lanes takes in each four of two vectors of `count`."""
+    return [start + lane for start in range(0, count, 4) for lane in lanes]
+
+
+def _quarters_of(numbers: Sequence[int]) -> list[int]:
+    """Return the lanes of fours of two vectors, counted through."""
+    return [4 * number + lane for number in numbers for lane in range(4)]
 
 
 def _shuffle(a: Expr, b: Expr, lanes: list[int]) -> Expr:
