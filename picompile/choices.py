@@ -16,6 +16,8 @@ LEAST_CALIBRATION_TOKENS = 1024
 # Tokens that perplexity is measured on while limits for skipping are searched; they are read in windows of 512.
 DEFAULT_SKIP_TOKENS = 16_384
 LEAST_SKIP_TOKENS = 512
+# Whether prompts of float16 weights are multiplied in bfloat16, where processors can: if it costs little, or as asked.
+BF16_CHOICES = ("auto", "on", "off")
 PREDICTORS = ("exact", "learned", "sign", "none")
 # Predictors that leave out no neuron that fires. They need neither training nor an accuracy check.
 LOSSLESS = ("exact", "none")
@@ -23,7 +25,9 @@ LOSSLESS = ("exact", "none")
 KV_DTYPES = {"f16": "float16", "f32": "float32", "q8": "q8"}
 DEFAULT_CONTEXT = 4096
 MOST_SEQUENCES = 256
-CHUNK = 64
+# Tokens of a prompt that are read together: weights are unpacked once for all of them. More would gain a few percent,
+# but whoever stops a prompt, or waits for another answer, would wait longer.
+CHUNK = 128
 # The accuracy bound: by which share the predictors may raise the perplexity.
 DEFAULT_ACCURACY_BOUND = 0.001
 # No model has so many layers; files and pictures of layers beyond it are neither looked for nor drawn.

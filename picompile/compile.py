@@ -38,6 +38,7 @@ from picompile.artifact.writer import (
     record_accuracy,
     write_artifact,
 )
+from picompile.bf16_steps import choose_bf16
 from picompile.choices import base_format
 from picompile.compile_steps import (
     check_accuracy,
@@ -190,11 +191,12 @@ def _compile(
             raise AccuracyError(report.refusal, report.worst_layers)
         progress.say(f"{report.refusal}; trying larger predictors there")
         predictors, previous = larger, artifact
+    artifact, bf16 = choose_bf16(artifact, predictors, config, progress)
     comparison = compare_artifact(artifact, predictors, plan, config, progress)
     if comparison is not None and not comparison.met:
         raise AccuracyError(comparison.refusal)
-    if report is not None or comparison is not None:
-        measured = (None if each is None else each.to_json() for each in (report, comparison))
+    measured = [None if each is None else each.to_json() for each in (report, comparison, bf16)]
+    if any(each is not None for each in measured) or artifact.contents.code is not source.code:
         record_accuracy(artifact, MeasuredAccuracy(*measured))
     return artifact, report
 
@@ -208,7 +210,10 @@ def _check_before_capture(
             "activation applies to a model folder or a GGUF file; a module in memory computes its own; leave it out"
         )
     pipeline_passes(options)
-    code, accelerator = planned_code(options.target), accelerator_target(options.accelerator, options.target)
+    # The code of an accelerator on the CPU has the instruction sets of the host's, which the check may not change.
+    bf16 = options.bf16 != "off" and options.quant == "f16" and options.accelerator is None
+    code = planned_code(options.target, bf16=bf16)
+    accelerator = accelerator_target(options.accelerator, options.target)
     if options.accuracy is not None and not isinstance(model, str | os.PathLike):
         raise UsageError(
             "accuracy compares with a model folder or a GGUF file, not with a module in memory; leave it out"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from picompile.choices import (
+    BF16_CHOICES,
     CALIBRATED,
     CHUNK,
     DEFAULT_ACCURACY_BOUND,
@@ -67,6 +68,8 @@ class CompileOptions:
         kv_dtype: f16, f32 or q8; None is f16, but f32 if rounding would move neurons across a jump of the activation
             (FATReLU).
         chunk: tokens of a prompt that are read together.
+        bf16: whether prompts are computed in bfloat16, where the weights are f16 and the target has it: `on`, `off`, or
+            `auto`, where that keeps to the accuracy bound `gate`.
         hot: the hot neurons by layer.
         plan: a plan of this model's neurons, which says which are hot. It is given instead of `hot`. With neither, a
             plan is made if the target has a GPU.
@@ -109,6 +112,7 @@ class CompileOptions:
     sequences: int = 1
     kv_dtype: str | None = None
     chunk: int = CHUNK
+    bf16: str = "auto"
     hot: Mapping[int, Sequence[int]] | None = None
     plan: "Plan | None" = None
     vram_budget: str | None = None
@@ -165,6 +169,8 @@ class CompileOptions:
             raise UsageError(f"the context must be at least 1 token, not {self.context}")
         if not 1 <= self.sequences <= MOST_SEQUENCES:
             raise UsageError(f"the cache can hold from 1 to {MOST_SEQUENCES} sequences, not {self.sequences}")
+        if self.bf16 not in BF16_CHOICES:
+            raise UsageError(f"bf16 is {', '.join(BF16_CHOICES[:-1])} or {BF16_CHOICES[-1]}, not {self.bf16!r}")
         if self.chunk < 2:
             raise UsageError(f"the prefill chunk must be at least 2 tokens, not {self.chunk}")
         if self.hot_device == "cuda" and gpu is None:
@@ -376,6 +382,7 @@ class CompileConfig:
     sequences: int
     kv_dtype: str
     chunk: int
+    bf16: str
     predictor: "PredictorConfig"
     rounding: RoundingConfig
     comparison: ComparisonConfig | None
@@ -403,6 +410,7 @@ def resolve(options: CompileOptions, facts: "ModelFacts") -> CompileConfig:
         sequences=options.sequences,
         kv_dtype=options.kv_dtype or default_kv_dtype(facts.activation),
         chunk=options.chunk,
+        bf16=options.bf16,
         predictor=PredictorConfig(
             kind=options.predictor or ("none" if skips else default_predictor(facts.activation)),
             # Limits leave out silent neurons as `exact` does, and others.

@@ -29,8 +29,11 @@ class Code:
         return {"isa": isa.name, "machine": isa.machine, "features": list(isa.features), "file": self.file}
 
 
-def planned_code(targets: str) -> list[Code]:
+def planned_code(targets: str, *, bf16: bool = False) -> list[Code]:
     """Return the code that an artifact for `targets` (names with commas between) has, best first.
+
+    With `bf16`, for a target that has bfloat16, prompts are computed in it, and there is code without it beside that.
+    Without, that code is all: the others are the same but for their products of float16 weights.
 
     Raises:
         TargetError: a name is unknown, or nothing is compiled for it.
@@ -38,9 +41,11 @@ def planned_code(targets: str) -> list[Code]:
         ToolchainError: this machine cannot link the code.
     """
     from picompile_codegen.build.host_library import require_c_compilers
-    from picompile_codegen.build.isa import ISAS
+    from picompile_codegen.build.isa import BF16_BASE, ISAS
 
     wanted = {isa for target in find_compiled_targets(targets) for isa in target.isas}
+    if any(ISAS[name].prompts_in_bf16 for name in wanted):
+        wanted = {name for name in wanted if bf16 or not ISAS[name].prompts_in_bf16} | {BF16_BASE}
     # Of two instruction sets for one machine, the table has the better one last.
     isas = [isa for isa in reversed(ISAS.values()) if isa.name in wanted]
     require_c_compilers(isas)
@@ -57,10 +62,12 @@ def runs_here(code: Sequence[Code]) -> bool:
 
 
 def native_code(file: str) -> Code:
-    """Return the best code for this machine, to be put into `file`. Raise `MachineError` if there is none."""
-    from picompile_codegen.build.isa import ISAS
+    """Return the best code for this machine, without bfloat16, to be put into `file`. Raise `MachineError` if there is
+    none."""
+    from picompile_codegen.build.isa import BF16_BASE, ISAS
 
-    return Code(ISAS[native_target().isas[0]], file)
+    isa = ISAS[native_target().isas[0]]
+    return Code(ISAS[BF16_BASE] if isa.prompts_in_bf16 else isa, file)
 
 
 def _apart(isa: "Isa") -> Code:

@@ -112,16 +112,17 @@ def write_artifact(
 class MeasuredAccuracy:
     """The measured accuracy of an artifact, for its report and its manifest.
 
-    `predictors` is the result of the accuracy check and `checkpoint` that of the comparison with the checkpoint, None
-    where there was none.
+    `predictors` is the result of the accuracy check, `bf16` that of prompts in bfloat16 and `checkpoint` that of the
+    comparison with the checkpoint, None where there was none.
     """
 
     predictors: Mapping[str, Any] | None = None
     checkpoint: Mapping[str, Any] | None = None
+    bf16: Mapping[str, Any] | None = None
 
     def of_report(self) -> dict[str, Any]:
         """Return the report's keys."""
-        found = {"accuracy": self.predictors, "checkpoint_accuracy": self.checkpoint}
+        found = {"accuracy": self.predictors, "bf16_accuracy": self.bf16, "checkpoint_accuracy": self.checkpoint}
         return {name: figures for name, figures in found.items() if figures is not None}
 
     def of_manifest(self) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from picompile.cli.options import (
     AccuracyBoundOption,
     AccuracyOption,
     ActivationOption,
+    Bf16,
     CalibrationOption,
     DebugOption,
     HostBandwidthOption,
@@ -140,6 +141,13 @@ def compile_command(
             metavar="N", min=1, max=256, help="Sequences that the KV cache holds; they can be decoded together."
         ),
     ] = 1,
+    bf16: Annotated[
+        Bf16,
+        typer.Option(
+            help="Whether prompts are computed in bfloat16 where weights are f16 and the target has it (native, "
+            "cpu-avx512-bf16). auto: where that keeps the perplexity within --gate, which is measured.",
+        ),
+    ] = Bf16.AUTO,
     kv_dtype: Annotated[
         KvDtype | None,
         typer.Option(help="Element type of the KV cache. Default: f16, but f32 for FATReLU models."),
@@ -224,6 +232,7 @@ def compile_command(
         context=context,
         sequences=sequences,
         kv_dtype=kv_dtype.value if kv_dtype is not None else None,
+        bf16=bf16.value,
         hot=hot_neurons,
         plan=None if plan is None else read_plan(plan),
         vram_budget=vram_budget,

@@ -128,6 +128,14 @@ class Rounding(str, Enum):
     NEAREST = "nearest"
 
 
+class Bf16(str, Enum):
+    """Whether prompts are computed in bfloat16, as `picompile.choices.BF16_CHOICES` has it."""
+
+    AUTO = "auto"
+    ON = "on"
+    OFF = "off"
+
+
 class HotDeviceOption(str, Enum):
     """Where hot neurons run, as `picompile.compile` has it."""
 

@@ -109,6 +109,12 @@ _ROWS = (
     _cpu("cpu-avx2", "x86-64-v3: AVX2", _CPU_FEATURES, "x86-64-v3"),
     _cpu("cpu-avx512", "x86-64-v4: AVX-512", _AVX512_FEATURES, "x86-64-v4"),
     _cpu("cpu-avx512-vnni", "x86-64-v4 and VNNI", (*_AVX512_FEATURES, "avx512_vnni"), "x86-64-v4-vnni"),
+    _cpu(
+        "cpu-avx512-bf16",
+        "x86-64-v4, VNNI and bfloat16",
+        (*_AVX512_FEATURES, "avx512_vnni", "avx512_bf16"),
+        "x86-64-v4-bf16",
+    ),
     Target(
         "cpu-arm64",
         "AArch64, dot products",

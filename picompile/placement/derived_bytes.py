@@ -37,6 +37,8 @@ _SLICES = 16
 _CACHE_LINE_FLOATS = 16
 # `cpu/quantized.py`: scales that are read at a time; also the floats of a vector.
 _LANES = 8
+# `cpu/panels.py`: tokens of a panel.
+_PANEL_TOKENS = 8
 # `cpu/attention_work.py`: where few heads have keys, tasks share the positions as well.
 _ENOUGH_HEADS, _PART_POSITIONS, _MOST_PARTS = 16, 512, 32
 
@@ -113,7 +115,7 @@ class _Function:
     def _scratch(self, node: ShapeNode) -> list[int]:
         """Return the bytes of each scratch buffer that a node's kernel asks for, in the kernel's order."""
         if node.op in ("linear", "head"):
-            return [] if self.rows == 1 else _quantized_rows(self.graph, self.rows, self._widths[node.inputs[0]])
+            return [] if self.rows == 1 else _packed_rows(self.graph, self.rows, self._widths[node.inputs[0]])
         if node.op == "attention":
             return _attention_scratch(self.graph) if self.rows == 1 else []
         if node.op == "predict":
@@ -171,6 +173,16 @@ def _ancestors(graph: ShapeGraph, names: Collection[str]) -> set[str]:
     return found
 
 
+def _packed_rows(graph: ShapeGraph, rows: int, columns: int) -> list[int]:
+    """Return the sizes of a chunk's inputs as they are multiplied: panels, or bytes with their scales and offsets."""
+    return _quantized_rows(graph, rows, columns) or _panels(rows, columns)
+
+
+def _panels(rows: int, columns: int) -> list[int]:
+    """Return the size of inputs as panels of float32 (`cpu/panels.py`): of eight tokens each, and whole groups."""
+    return [-(-rows // _PANEL_TOKENS) * _PANEL_TOKENS * -(-columns // GROUP) * GROUP * _FLOAT_BYTES]
+
+
 def _quantized_rows(graph: ShapeGraph, rows: int, columns: int) -> list[int]:
     """Return the sizes of a chunk's activations as bytes, their scales and offsets; none if weights have no scales."""
     if not FORMATS[graph.packing.quant].scale_bytes:
@@ -215,11 +227,14 @@ def _token_block(graph: ShapeGraph, is_masked: bool) -> list[int]:
 
 
 def _chunk_block(graph: ShapeGraph, rows: int) -> list[int]:
-    """Return the sizes for a chunk: products with gate and up, and the inputs of both products as bytes."""
+    """Return the sizes for a chunk: products with gate and up, and the inputs of both products as they are multiplied.
+
+    Hidden values are in panels or bytes, as an instruction set has it, and there is memory for both.
+    """
     outline = graph.outline
     products = [rows * outline.neurons * _FLOAT_BYTES] * (1 + outline.form.gated)
-    x, hidden = (_quantized_rows(graph, rows, columns) for columns in (outline.hidden, outline.neurons))
-    return [*products, *x, *hidden]
+    x, hidden = _packed_rows(graph, rows, outline.hidden), _quantized_rows(graph, rows, outline.neurons)
+    return [*products, *x, *_panels(rows, outline.neurons), *hidden]
 
 
 # The launches follow the rules of `picompile_codegen.cuda`; `tests/placement/test_shapes.py` compares their number with

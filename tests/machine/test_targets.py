@@ -75,6 +75,7 @@ def test_rows_are_found() -> None:
     ("machine_name", "features", "name"),
     [
         ("x86_64", TARGETS["cpu-avx512-vnni"].features, "cpu-avx512-vnni"),
+        ("x86_64", TARGETS["cpu-avx512-bf16"].features, "cpu-avx512-bf16"),
         ("x86_64", [*TARGETS["cpu-avx512"].features, "avx_vnni"], "cpu-avx512"),
         ("x86_64", [*TARGETS["cpu-avx2"].features, "avx512f"], "cpu-avx2"),
         ("aarch64", ["fp", *TARGETS["cpu-arm64"].features], "cpu-arm64"),

@@ -28,7 +28,7 @@ class Isa:
     `bytes_dot` says how products of bytes are added up in fours: `maddubs` (AVX2: pairs in 16 bits, then fours),
     `vnni` (unsigned times signed, one instruction), `sdot` (signed times signed, one instruction). `registers` counts
     vectors of eight float32, and of `wide_lanes` too. `wide_lanes` are the float32 lanes of the vectors that prompts
-    are computed with.
+    are computed with. With `prompts_in_bf16` a prompt's inputs and weights of float16 are rounded to bfloat16.
     """
 
     name: str
@@ -41,6 +41,7 @@ class Isa:
     bytes_dot: Literal["maddubs", "vnni", "sdot"]
     registers: int
     wide_lanes: int
+    prompts_in_bf16: bool = False
 
     @property
     def llvm(self) -> dict[str, Any]:
@@ -65,12 +66,18 @@ ISAS: dict[str, Isa] = {
             _LINUX_X86, "vnni", 32, 16,
         ),
         Isa(
+            "x86-64-v4-bf16", "AVX-512 with VNNI and bfloat16", "x86_64", (*_AVX512, "avx512_vnni", "avx512_bf16"),
+            "x86-64-v4", ("+avx512vnni", "+avx512bf16"), _LINUX_X86, "vnni", 32, 16, prompts_in_bf16=True,
+        ),
+        Isa(
             "aarch64-dotprod", "NEON with dot products", "aarch64", ("asimd", "asimddp", "asimdhp", "fphp"), "generic",
             ("+neon", "+dotprod", "+fullfp16"), _LINUX_ARM, "sdot", 16, 8,
         ),
     )
 }  # fmt: skip
 DEFAULT_ISA = "x86-64-v3"
+# What has all of x86-64-v4-bf16 but its bfloat16.
+BF16_BASE = "x86-64-v4-vnni"
 
 _current: ContextVar[Isa] = ContextVar("isa", default=ISAS[DEFAULT_ISA])
 

@@ -10,13 +10,32 @@ from dataclasses import dataclass
 from tvm import tirx
 
 from picompile_codegen.build import isa
+from picompile_codegen.cpu.bfloat16 import pair_words
 from picompile_codegen.cpu.byte_tiles import QUADS, ByteBlock, ByteInputs, byte_tile, multiply_tile, signed_offset
 from picompile_codegen.cpu.kernel import KernelFunction
-from picompile_codegen.cpu.matrix import KernelMatrix, groups_of, lane_counts
-from picompile_codegen.cpu.panels import ChunkSums, TokenPanels, float_tile, multiply_panels
+from picompile_codegen.cpu.matrix import KernelMatrix, MatrixRow, groups_of
+from picompile_codegen.cpu.panels import (
+    ChunkSums,
+    TokenPanels,
+    float_tile,
+    multiply_panels,
+    wide,
+    word_columns,
+    words_of,
+)
 from picompile_codegen.cpu.quantized import byte_inverse, byte_scale, pack_bytes
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, maximum, minimum, parallel, when
-from picompile_codegen.cpu.vector import LANES, at, splat, splat_int, store
+from picompile_codegen.cpu.tensor import (
+    Expr,
+    KernelTensor,
+    bind,
+    local,
+    local_vectors,
+    loop,
+    maximum,
+    minimum,
+    parallel,
+)
+from picompile_codegen.cpu.vector import at, splat, splat_int
 from picompile_passes.weight_formats import GROUP
 
 # 96 columns are a whole number of every tile's outputs, and of cache lines of float16. By 256 rows they are 96 KiB of
@@ -73,7 +92,8 @@ def accumulate(reduction: Reduction, h: ReductionInputs, tokens: Expr, *, when_w
     """Compute y of all tokens, given inputs that are packed."""
     with parallel(reduction.tasks, when_worth=when_worth) as task:
         first_group = bind(task * _BLOCK_GROUPS)
-        sums = ChunkSums.zeros(reduction.y.rows, tokens, _BLOCK_COLUMNS)
+        tile = float_tile() if h.quantized is None else byte_tile()
+        sums = ChunkSums.zeros(reduction.y.rows, tokens, _BLOCK_COLUMNS, tile.lanes)
         if h.quantized is None:
             _accumulate_floats(reduction, first_group, h.panels, tokens, sums)
         else:
@@ -84,39 +104,48 @@ def accumulate(reduction: Reduction, h: ReductionInputs, tokens: Expr, *, when_w
 def _accumulate_floats(reduction: Reduction, first_group: Expr, h: TokenPanels, tokens: Expr, sums: ChunkSums) -> None:
     """Unpack a slice of rows at a time, and multiply."""
     tile, tiles = float_tile(), bind(float_tile().count(tokens))
-    weights = local(min(_SLICE_ROWS, h.columns), _BLOCK_COLUMNS)
+    rows_kept, lanes = words_of(min(_SLICE_ROWS, h.columns)), tile.lanes
+    weights = local_vectors(rows_kept, _BLOCK_COLUMNS // lanes, lanes=lanes)
     with loop(0, -(-h.columns // _SLICE_ROWS)) as index:
         start = bind(index * _SLICE_ROWS)
         rows = bind(minimum(_SLICE_ROWS, h.columns - start))
-        _unpack(reduction, start, rows, first_group, weights)
+        unpack = _unpack if word_columns() == 1 else _unpack_pairs
+        unpack(reduction, start, rows, first_group, weights)
         with loop(0, tiles) as number, loop(0, _BLOCK_COLUMNS // tile.outputs) as part:
-            multiply_panels(weights, h, (start, rows), number, sums, bind(part * tile.outputs), lambda _: None)
+            multiply_panels(weights, h, (start, rows), number, sums, bind(part * tile.vectors), lambda _: None)
 
 
 def _unpack(reduction: Reduction, first_row: Expr, rows: Expr, first_group: Expr, weights: KernelTensor) -> None:
     """Unpack a block's columns of some rows to float32. Rows past the last one repeat it: their inputs are zero."""
-    matrix = reduction.matrix
-    full, rest = divmod(matrix.columns, GROUP)
+    lanes = isa.current().wide_lanes
     with loop(0, rows) as i:
-        number = bind(reduction.row_of(minimum(first_row + i, reduction.count - 1)))
-        row = matrix.part_of_row(number, first_group, _BLOCK_GROUPS)
+        row = _part_of_row(reduction, first_row + i, first_group)
+        with loop(0, minimum(_BLOCK_GROUPS, reduction.matrix.groups - first_group)) as group:
+            for v, value in enumerate(wide(list(row.group(group).weights()), lanes)):
+                weights[i, group * (GROUP // lanes) + v] = value
 
-        def unpack(group: Expr, counts: tuple[int, ...]) -> None:
-            for v, value in zip(range(len(counts)), row.group(group).weights(), strict=False):
-                store(weights, i, group * GROUP + v * LANES, value=value)
 
-        with loop(0, minimum(_BLOCK_GROUPS, full - first_group)) as group:
-            unpack(group, lane_counts(GROUP))
-        if rest:
-            with when(full < first_group + _BLOCK_GROUPS):
-                unpack(full - first_group, lane_counts(rest))
+def _unpack_pairs(reduction: Reduction, first_row: Expr, rows: Expr, first_group: Expr, weights: KernelTensor) -> None:
+    """Unpack as `_unpack` does, to words of two rows in bfloat16."""
+    lanes = float_tile().lanes
+    with loop(0, rows // 2) as i:
+        pair = [_part_of_row(reduction, first_row + 2 * i + k, first_group) for k in range(2)]
+        with loop(0, minimum(_BLOCK_GROUPS, reduction.matrix.groups - first_group)) as group:
+            values = [wide(list(row.group(group).weights()), lanes) for row in pair]
+            for v, (first, second) in enumerate(zip(*values, strict=True)):
+                weights[i, group * (GROUP // lanes) + v] = pair_words(first, second)
+
+
+def _part_of_row(reduction: Reduction, number: Expr, first_group: Expr) -> MatrixRow:
+    row = bind(reduction.row_of(minimum(number, reduction.count - 1)))
+    return reduction.matrix.part_of_row(row, first_group, _BLOCK_GROUPS)
 
 
 def _accumulate_bytes(reduction: Reduction, first_group: Expr, h: ByteInputs, tokens: Expr, sums: ChunkSums) -> None:
     """Unpack a few groups of rows at a time, turn them into bytes by columns, and multiply."""
     tile, tiles = byte_tile(), bind(byte_tile().count(tokens))
     vectors, total = _BLOCK_COLUMNS // tile.lanes, groups_of(reduction.count)
-    weights = local(GROUP, _BLOCK_COLUMNS)
+    weights = local_vectors(GROUP, vectors, lanes=tile.lanes)
     block = ByteBlock.declare(vectors, min(_SLICE_GROUPS, total), signed_offset() != 0, 127)
     with loop(0, -(-total // _SLICE_GROUPS)) as index:
         start = bind(index * _SLICE_GROUPS)
@@ -127,27 +156,27 @@ def _accumulate_bytes(reduction: Reduction, first_group: Expr, h: ByteInputs, to
                 _requantize(weights, block, group, vector)
         with loop(0, tiles) as number, loop(0, vectors // tile.vectors) as part:
             first = bind(part * tile.vectors)
-            multiply_tile(block, first, (start, groups), h.rows, tokens, number, sums, bind(first * tile.lanes))
+            multiply_tile(block, first, (start, groups), h.rows, tokens, number, sums, first)
 
 
 def _requantize(weights: KernelTensor, block: ByteBlock, group: Expr, vector: Expr) -> None:
     """Turn a vector of columns of 32 unpacked rows into bytes; a column's scale is its largest magnitude over 127."""
     lanes = byte_tile().lanes
-    place, whole = at(vector * lanes, lanes), at(0, lanes)
+    whole = at(0, lanes)
     largest, visible = local(lanes), local(lanes)
     largest[whole] = splat(0.0, lanes)
     visible[whole] = splat(0.0, lanes)
     with loop(0, GROUP) as i:
-        largest[whole] = maximum(largest[whole], tirx.abs(weights[i, place]))
+        largest[whole] = maximum(largest[whole], tirx.abs(weights[i, vector]))
     top = bind(largest[whole])
     inverse = bind(byte_inverse(top, lanes))
     with loop(0, QUADS) as quad:
-        values = [bind(weights[4 * quad + i, place] * inverse) for i in range(4)]
+        values = [bind(weights[4 * quad + i, vector] * inverse) for i in range(4)]
         visible[whole] = visible[whole] + ((values[0] + values[1]) + (values[2] + values[3]))
         word = pack_bytes([bind(tirx.Cast(f"int32x{lanes}", tirx.nearbyint(value))) for value in values], lanes)
         if block.is_unsigned:
             word = bind(word ^ splat_int(-0x7F7F7F80, lanes))
-        quads = tirx.reinterpret(f"{block.weights.dtype}x{4 * lanes}", word)
-        block.weights[(group * QUADS + quad) * block.vectors + vector, at(0, 4 * lanes)] = quads
+        quads = tirx.reinterpret(f"{block.dtype}x{4 * lanes}", word)
+        block.weights[group * QUADS + quad, vector] = quads
     # What is not a number or infinite must show: times zero it makes the scale NaN.
-    block.scales[group, place] = byte_scale(top, visible[whole])
+    block.scales[group, vector] = byte_scale(top, visible[whole])

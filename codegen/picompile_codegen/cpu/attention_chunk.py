@@ -31,13 +31,16 @@ from picompile_codegen.specs import AttentionSpec
 
 _MOST_QUERIES = 64
 _KEYS = 48
-# Tiles of 4 queries by 3 vectors keep 12 sums, 3 vectors and a factor in AVX2's 16 registers.
-_TILE_QUERIES = 4
+
+
+def _tile_queries() -> int:
+    """Return the queries of a tile: with 3 vectors of sums for each, these take three quarters of the registers."""
+    return 8 if isa.current().registers >= 32 else 4
 
 
 def queries_of_task(rows: int, group: int) -> int:
     """Return how many queries a task takes of a chunk of `rows` tokens: a multiple of a tile."""
-    return min(_MOST_QUERIES, -(-rows * group // _TILE_QUERIES) * _TILE_QUERIES)
+    return min(_MOST_QUERIES, -(-rows * group // _tile_queries()) * _tile_queries())
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ class ChunkQueries:
     @property
     def tiles(self) -> Expr:
         """Tiles that hold all queries that count."""
-        return bind((self.count + (_TILE_QUERIES - 1)) // _TILE_QUERIES)
+        return bind((self.count + (_tile_queries() - 1)) // _tile_queries())
 
 
 def attend_queries(queries: ChunkQueries, keys: CachedHead, values: CachedHead, group: int) -> None:
@@ -104,10 +107,10 @@ def attend_queries(queries: ChunkQueries, keys: CachedHead, values: CachedHead, 
         _read_keys(keys, begin, count, key_columns)
         _read_values(values, begin, count, value_rows)
         # Queries of tokens before this block see nothing of it.
-        blind = bind(maximum((begin - queries.lasts[0] - 1) * group + 1, 0) // _TILE_QUERIES)
+        blind = bind(maximum((begin - queries.lasts[0] - 1) * group + 1, 0) // _tile_queries())
         tiles = (blind, queries.tiles)
         _multiply(_Product(queries.q, key_columns, scores, None), tiles, head_dim, _KEYS)
-        with loop(blind * _TILE_QUERIES, queries.count) as i:
+        with loop(blind * _tile_queries(), queries.count) as i:
             _update_softmax(queries, scores, i, begin)
         _multiply(_Product(scores, value_rows, queries.outputs, queries.rescale), tiles, count, width)
 
@@ -144,35 +147,36 @@ class _Product:
 
 
 def _multiply(product: _Product, tiles: tuple[Expr, Expr], depth: Expr, width: int) -> None:
-    """Four rows by a few vectors at a time, for the fours of rows from the first of `tiles` up to the second."""
-    vectors = 3 if isa.current().registers < 32 else 6
+    """A few rows by three vectors at a time, for the tiles of rows from the first of `tiles` up to the second."""
+    count, widest = _tile_queries(), isa.current().wide_lanes
 
-    def columns(first: Expr, size: int) -> None:
+    def columns(first: Expr, size: int, lanes: int) -> None:
         with loop(*tiles) as tile:
-            rows = [bind(tile * _TILE_QUERIES + i) for i in range(_TILE_QUERIES)]
-            places = [
-                (i, c, i * (size // LANES) + c // LANES) for i in range(_TILE_QUERIES) for c in range(0, size, LANES)
-            ]
-            sums = local(len(places), LANES)
+            rows = [bind(tile * count + i) for i in range(count)]
+            places = [(i, c, i * (size // lanes) + c // lanes) for i in range(count) for c in range(0, size, lanes)]
+            sums, whole = local(len(places), lanes), at(0, lanes)
             for i, c, place in places:
                 if product.factors is None:
-                    sums[place, at(0)] = splat(0.0)
+                    sums[place, whole] = splat(0.0, lanes)
                 else:
-                    sums[place, at(0)] = load(product.out, rows[i], first + c) * splat(product.factors[rows[i]])
+                    earlier = product.out[rows[i], at(first + c, lanes)]
+                    sums[place, whole] = earlier * splat(product.factors[rows[i]], lanes)
             with loop(0, depth) as k:
-                read = {c: bind(load(product.b, k, first + c)) for c in range(0, size, LANES)}
-                factors = [bind(splat(product.a[row, k])) for row in rows]
+                read = {c: bind(product.b[k, at(first + c, lanes)]) for c in range(0, size, lanes)}
+                factors = [bind(splat(product.a[row, k], lanes)) for row in rows]
                 for i, c, place in places:
-                    sums[place, at(0)] = fma(factors[i], read[c], sums[place, at(0)])
+                    sums[place, whole] = fma(factors[i], read[c], sums[place, whole], lanes)
             for i, c, place in places:
-                store(product.out, rows[i], first + c, value=sums[place, at(0)])
+                product.out[rows[i], at(first + c, lanes)] = sums[place, whole]
 
-    full, rest = divmod(width, vectors * LANES)
+    full, rest = divmod(width, 3 * widest)
     if full:
         with loop(0, full) as index:
-            columns(index * vectors * LANES, vectors * LANES)
-    if rest:
-        columns(full * vectors * LANES, rest)
+            columns(index * 3 * widest, 3 * widest, widest)
+    if rest >= widest:
+        columns(full * 3 * widest, rest // widest * widest, widest)
+    if rest % widest:
+        columns(width - rest % widest, rest % widest, LANES)
 
 
 def _update_softmax(queries: ChunkQueries, scores: KernelTensor, i: Expr, begin: Expr) -> None:

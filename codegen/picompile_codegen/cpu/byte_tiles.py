@@ -14,7 +14,7 @@ from tvm import tirx
 from picompile_codegen.build import isa
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.matrix import KernelMatrix
-from picompile_codegen.cpu.panels import ChunkSums, Tile
+from picompile_codegen.cpu.panels import ChunkSums, Tile, wide
 from picompile_codegen.cpu.quantized import (
     SCALES_TOGETHER,
     QuantizedRows,
@@ -26,7 +26,7 @@ from picompile_codegen.cpu.quantized import (
     quantize_row,
     split_codes,
 )
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, minimum, parallel
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, local_vectors, loop, minimum, parallel
 from picompile_codegen.cpu.vector import LANES, at, fma, splat, to_floats, transpose
 from picompile_passes.weight_formats import GROUP
 
@@ -85,17 +85,18 @@ class ByteInputs:
 
 @dataclass(frozen=True)
 class ByteBlock:
-    """Rows laid out for products: bytes `weights` [groups · 8 · vectors, 4 · lanes], float32 `scales` [groups, rows].
+    """Rows laid out for products: vectors of bytes `weights` [groups · 8, vectors], and `scales` [groups, vectors].
 
-    Row (group · 8 + i) · vectors + v of `weights` has columns 4 · i … of a group, of the rows of vector v. Bytes are
-    uint8 where an offset makes up for that (`ByteInputs.offset`), else int8. `largest` is the largest magnitude of a
-    byte. `zeros`, like `scales`, are those of groups that have their own, times the scales.
+    Row group · 8 + i of `weights` has columns 4 · i … of a group. Bytes are `dtype`, uint8 where an offset makes up for
+    that (`ByteInputs.offset`), else int8, and `largest` is the largest magnitude of one. `zeros`, like `scales`, are
+    those of groups that have their own, times the scales.
     """
 
     weights: KernelTensor
     scales: KernelTensor
     zeros: KernelTensor | None
     vectors: int
+    dtype: str
     largest: int
 
     @classmethod
@@ -103,14 +104,16 @@ class ByteBlock:
         cls, vectors: int, groups: int, is_unsigned: bool, largest: int, has_zeros: bool = False
     ) -> "ByteBlock":
         """Memory for a block, on the stack."""
-        rows, size = vectors * byte_lanes(), 4 * byte_lanes()
-        weights = local(groups * QUADS * vectors, size, dtype="uint8" if is_unsigned else "int8")
-        return cls(weights, local(groups, rows), local(groups, rows) if has_zeros else None, vectors, largest)
+        lanes, dtype = byte_lanes(), "uint8" if is_unsigned else "int8"
+        weights = local_vectors(groups * QUADS, vectors, lanes=4 * lanes, dtype=dtype)
+        scales = local_vectors(groups, vectors, lanes=lanes)
+        zeros = local_vectors(groups, vectors, lanes=lanes) if has_zeros else None
+        return cls(weights, scales, zeros, vectors, dtype, largest)
 
     @property
     def is_unsigned(self) -> bool:
         """Whether the bytes have no sign."""
-        return self.weights.dtype == "uint8"
+        return self.dtype == "uint8"
 
     @property
     def quads_in_words(self) -> int:
@@ -148,18 +151,25 @@ def _lay_out(matrix: KernelMatrix, numbers: list[Expr], block: ByteBlock, vector
         first = bind(index * together)
         for number, quads in enumerate(_quads(matrix, numbers, first)):
             for i, value in enumerate(quads):
-                block.weights[((first + number) * QUADS + i) * block.vectors + vector, at(0, 4 * lanes)] = value
+                block.weights[(first + number) * QUADS + i, vector] = value
     with loop(0, padded_groups(matrix.groups) // SCALES_TOGETHER) as eight:
-        for start in range(0, lanes, LANES):
-            rows, first = numbers[start : start + LANES], eight * SCALES_TOGETHER
-            place = bind(vector * lanes + start)
-            scales = transpose([matrix.eight_scales(number, first) for number in rows])
-            for i, scale in enumerate(scales):
-                block.scales[first + i, at(place)] = scale
-            if block.zeros is not None:
-                zeros = transpose([matrix.eight_zeros(number, first) for number in rows])
-                for i, (zero, scale) in enumerate(zip(zeros, scales, strict=True)):
-                    block.zeros[first + i, at(place)] = zero * scale
+        first = bind(eight * SCALES_TOGETHER)
+        scales = _by_group(lambda number: matrix.eight_scales(number, first), numbers)
+        for i, scale in enumerate(scales):
+            block.scales[first + i, vector] = scale
+        if block.zeros is not None:
+            zeros = _by_group(lambda number: matrix.eight_zeros(number, first), numbers)
+            for i, (zero, scale) in enumerate(zip(zeros, scales, strict=True)):
+                block.zeros[first + i, vector] = zero * scale
+
+
+def _by_group(eight: Callable[[Expr], Expr], numbers: list[Expr]) -> list[Expr]:
+    """Turn eight numbers of each row, one for each of eight groups, into vectors of all rows, one for each group."""
+    turned = [
+        transpose([eight(number) for number in numbers[start : start + LANES]])
+        for start in range(0, len(numbers), LANES)
+    ]
+    return [wide(list(parts), len(numbers))[0] for parts in zip(*turned, strict=True)]
 
 
 def _quads(matrix: KernelMatrix, numbers: list[Expr], first: Expr) -> list[list[Expr]]:
@@ -221,7 +231,7 @@ def multiply_tile(
         x: the inputs of `tokens` tokens; the last one stands in for those past the end.
         number: which tile of tokens.
         sums: what the products are added to.
-        first_output: the place of the first vector in `sums`.
+        first_output: the first vector in `sums`.
     """
     shape, (start, count) = byte_tile(), groups
     lanes = shape.lanes
@@ -230,27 +240,27 @@ def multiply_tile(
     places = [(t, v, t * shape.vectors + v) for t in range(shape.tokens) for v in range(shape.vectors)]
     registers = local(len(places), lanes)
     for t, v, i in places:
-        registers[i, at(0, lanes)] = sums.values[token + t, at(first_output + v * lanes, lanes)]
+        registers[i, at(0, lanes)] = sums.values[token + t, first_output + v]
     with loop(0, count) as group:
         of_x = bind(start + group)
-        products = _multiply_group(block, bind(group * QUADS * block.vectors + first_vector), x, chosen, of_x)
-        column = first_vector * lanes
-        scales = [bind(block.scales[group, at(column + v * lanes, lanes)]) for v in range(shape.vectors)]
+        products = _multiply_group(block, group, first_vector, x, chosen, of_x)
+        scales = [bind(block.scales[group, first_vector + v]) for v in range(shape.vectors)]
         for t, v, i in places:
             scale = bind(scales[v] * splat(x.scales[chosen[t], of_x], lanes))
             registers[i, at(0, lanes)] = fma(to_floats(products[i], lanes), scale, registers[i, at(0, lanes)], lanes)
             if block.zeros is not None:
-                zeros = block.zeros[group, at(column + v * lanes, lanes)]
-                offset = splat(x.offsets[chosen[t], of_x], lanes)
+                zeros, offset = block.zeros[group, first_vector + v], splat(x.offsets[chosen[t], of_x], lanes)
                 registers[i, at(0, lanes)] = fma(zeros, offset, registers[i, at(0, lanes)], lanes)
     for t, v, i in places:
-        sums.values[token + t, at(first_output + v * lanes, lanes)] = registers[i, at(0, lanes)]
+        sums.values[token + t, first_output + v] = registers[i, at(0, lanes)]
 
 
-def _multiply_group(block: ByteBlock, first: Expr, x: QuantizedRows, tokens: list[Expr], group: Expr) -> list[Expr]:
-    """Return the products of a group, with their offsets where these are integers: int32, by token and vector.
+def _multiply_group(
+    block: ByteBlock, number: Expr, first_vector: Expr, x: QuantizedRows, tokens: list[Expr], group: Expr
+) -> list[Expr]:
+    """Return the products of group `number` of some vectors of a block with group `group` of the tokens' inputs.
 
-    `first` is the row of the group's first vector in the block's weights.
+    They are int32, by token and vector, with their offsets where these are integers.
     """
     shape = byte_tile()
     products: list[Expr | None] = [None] * (shape.tokens * shape.vectors)
@@ -259,10 +269,7 @@ def _multiply_group(block: ByteBlock, first: Expr, x: QuantizedRows, tokens: lis
         products = [start for start in starts for _ in range(shape.vectors)]
     words: list[Expr | None] = [None] * len(products)
     for quad in range(QUADS):
-        weights = [
-            bind(block.weights[first + (quad * block.vectors + v), at(0, 4 * shape.lanes)])
-            for v in range(shape.vectors)
-        ]
+        weights = [bind(block.weights[number * QUADS + quad, first_vector + v]) for v in range(shape.vectors)]
         is_end = block.quads_in_words and (quad + 1 == QUADS or (quad + 1) % block.quads_in_words == 0)
         for t, token in enumerate(tokens):
             value = _four_bytes(x, token, group, quad, shape.lanes)

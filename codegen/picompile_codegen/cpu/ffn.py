@@ -31,6 +31,7 @@ from picompile_codegen.cpu.ffn_slices import Slices, compute_dense_slice, comput
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.linear import ChunkInputs, TileProjection, project_rows
 from picompile_codegen.cpu.matrix import KernelMatrix
+from picompile_codegen.cpu.panels import import_functions
 from picompile_codegen.cpu.tensor import (
     Expr,
     KernelTensor,
@@ -184,6 +185,7 @@ def ffn_chunk(function: KernelFunction, arguments: FfnArguments) -> None:
     """Write the body of a block that computes every neuron of several tokens."""
     spec = arguments.spec
     memory = ChunkMemory.declare(function, spec, arguments.bundle)
+    import_functions(function)
     compute_chunk(arguments, memory, function.tokens(spec.rows))
 
 

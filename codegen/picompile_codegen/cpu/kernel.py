@@ -64,8 +64,8 @@ class WrittenKernel:
 
     @cached_property
     def digest(self) -> str:
-        """A hash of the function, the same for all that are written alike: the sha256 of TVM's text."""
-        return sha256(self.prim_func.script().encode()).hexdigest()
+        """A hash of the function, the same for all that are written alike: sha256 of TVM's text with its metadata."""
+        return sha256(self.prim_func.script(show_meta=True).encode()).hexdigest()
 
     @property
     def params(self) -> tuple[str, ...]:
@@ -115,6 +115,7 @@ class KernelFunction:
         self._bounds = {"tokens": 0, "positions": 0, "slots": 0}
         self._builder = IRBuilder()
         self._frame = T.prim_func()
+        self._imports: list[Any] = []
 
     def __enter__(self) -> None:
         self._builder.__enter__()
@@ -133,6 +134,8 @@ class KernelFunction:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        for frame in reversed(self._imports):
+            frame.__exit__(kind, error, trace)
         self._frame.__exit__(kind, error, trace)
         self._builder.__exit__(kind, error, trace)
 
@@ -197,6 +200,15 @@ class KernelFunction:
         self._parameters.insert(len(self._parameters) if place is None else place, parameter)
         self._tensors[name] = tensor
         return tensor
+
+    def import_llvm(self, functions: str) -> None:
+        """Make functions in LLVM's language known to the statements that follow, and inline them where they are called.
+
+        All arguments and scratch memory must be declared by then.
+        """
+        frame = T.attr(tirx.IntImm("int32", 0), "pragma_import_llvm", functions)
+        frame.__enter__()
+        self._imports.append(frame)
 
     def tokens(self, rows: int) -> Expr:
         """How many of `rows` rows count in this step. With one row there is no choice, and nothing is read."""

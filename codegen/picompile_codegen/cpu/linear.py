@@ -6,16 +6,26 @@ A prompt's tokens are multiplied in tiles, by packed panels of float32 (`panels.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from picompile_codegen.cpu.bfloat16 import to_bfloat16
 from picompile_codegen.cpu.byte_tiles import ByteInputs, byte_tile, multiply_rows_of_bytes
 from picompile_codegen.cpu.dot import biased, dot, prepare_vector
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.matrix import KernelMatrix
-from picompile_codegen.cpu.panels import ChunkSums, Tile, TokenPanels, float_tile, multiply_panels
+from picompile_codegen.cpu.panels import (
+    ChunkSums,
+    Tile,
+    TokenPanels,
+    float_tile,
+    import_functions,
+    multiply_panels,
+    word_columns,
+    words_of,
+)
 from picompile_codegen.cpu.tensor import (
     Expr,
     KernelTensor,
     bind,
-    local,
+    local_vectors,
     loop,
     minimum,
     parallel,
@@ -84,8 +94,8 @@ def project(projection: TileProjection, x: ChunkInputs, tokens: Expr, out: Kerne
 
 def project_rows(projection: TileProjection, task: Expr, x: ChunkInputs, tokens: Expr, out: KernelTensor) -> None:
     """out[t, i] = x[t] · w[row_of(i)] + bias[i] for the outputs i of `task` and all tokens t."""
-    outputs = projection.tile.outputs
-    first, sums = bind(task * outputs), ChunkSums.zeros(out.rows, tokens, outputs)
+    tile = projection.tile
+    first, sums = bind(task * tile.outputs), ChunkSums.zeros(out.rows, tokens, tile.outputs, tile.lanes)
 
     def row(i: Expr) -> Expr:
         return projection.row_of(minimum(first + i, projection.count - 1))
@@ -105,7 +115,7 @@ def _multiply_floats(
     While a slice is multiplied the next one is fetched: these rows' next columns, or the first of as many rows behind.
     """
     tile, tiles = float_tile(), bind(float_tile().count(tokens))
-    weights = local(min(_SLICE_COLUMNS, x.columns), tile.outputs)
+    weights = local_vectors(words_of(min(_SLICE_COLUMNS, x.columns)), tile.vectors, lanes=tile.lanes)
     with loop(0, -(-x.columns // _SLICE_COLUMNS)) as index:
         start = bind(index * _SLICE_COLUMNS)
         count = bind(minimum(_SLICE_COLUMNS, x.columns - start))
@@ -127,12 +137,17 @@ def _pack_rows(
 ) -> None:
     """Pack columns `start` … of rows of float16: columns become rows."""
     lanes = float_tile().lanes
+    columns = lanes * word_columns()
+
+    def words(number: Expr, column: Expr) -> Expr:
+        parts = [to_floats(matrix.data[number, at(column + i, lanes)], lanes) for i in range(0, columns, lanes)]
+        return parts[0] if len(parts) == 1 else to_bfloat16(bind(parts[0]), bind(parts[1]))
+
     with loop(0, float_tile().vectors) as vector:
         numbers = [bind(row(vector * lanes + i)) for i in range(lanes)]
-        with loop(0, count // lanes) as index:
-            rows = [to_floats(matrix.data[number, at(start + index * lanes, lanes)], lanes) for number in numbers]
-            for i, value in enumerate(transpose(rows)):
-                weights[index * lanes + i, at(vector * lanes, lanes)] = value
+        with loop(0, count // columns) as index:
+            for i, word in enumerate(transpose([words(number, start + index * columns) for number in numbers])):
+                weights[index * lanes + i, vector] = word
 
 
 def linear(spec: LinearSpec, function: KernelFunction) -> None:
@@ -144,7 +159,9 @@ def linear(spec: LinearSpec, function: KernelFunction) -> None:
     if spec.rowwise:
         _linear_rowwise(function, x, w, bias, y)
         return
-    inputs, tokens = ChunkInputs.declare(function, "x", spec.rows, spec.k, w), function.tokens(spec.rows)
+    inputs = ChunkInputs.declare(function, "x", spec.rows, spec.k, w)
+    import_functions(function)
+    tokens = function.tokens(spec.rows)
     inputs.pack(x, tokens, spec.k)
     project(TileProjection(w, spec.n, lambda row: row, bias), inputs, tokens, y)
 

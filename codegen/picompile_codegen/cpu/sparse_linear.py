@@ -20,6 +20,7 @@ from picompile_codegen.cpu.add_rows import SomeRows, SumOrder, add_rows, rows_to
 from picompile_codegen.cpu.ffn_slices import Slices
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.matrix import CACHE_LINE_BYTES, KernelMatrix
+from picompile_codegen.cpu.panels import import_functions
 from picompile_codegen.cpu.tensor import (
     Expr,
     KernelTensor,
@@ -176,6 +177,7 @@ def _chunk(projection: _Projection, function: KernelFunction) -> None:
     spec, w = projection.spec, projection.w
     kept = function.scratch("kept", "float32", spec.rows, spec.k)
     inputs = ReductionInputs.declare(function, "kept", spec.rows, spec.k, w)
+    import_functions(function)
     tokens = function.tokens(spec.rows)
 
     def keep(token: Expr, column: Expr, valid: int) -> None:

@@ -60,6 +60,11 @@ def local(*shape: int, dtype: str = "float32") -> KernelTensor:
     return KernelTensor(T.alloc_buffer(shape, dtype, scope="global", annotations={"disable_lower_builtin": True}))
 
 
+def local_vectors(*shape: int, lanes: int, dtype: str = "float32") -> KernelTensor:
+    """A tensor on the stack whose elements are whole vectors, aligned to their size. `local` is aligned to 16 bytes."""
+    return local(*shape, dtype=f"{dtype}x{lanes}")
+
+
 def counter() -> KernelTensor:
     """An int32 of the task that is running, which begins at 0: a tensor of one element."""
     count = local(1, dtype="int32")

@@ -155,12 +155,18 @@ def transpose(rows: list[Expr]) -> list[Expr]:
         pairs = [(_shuffle(a, b, lanes), _shuffle(c, d, lanes)) for lanes in (low, high)]
         low, high = _in_quarters((0, 1, count, count + 1), count), _in_quarters((2, 3, count + 2, count + 3), count)
         fours += [_shuffle(*pair, lanes) for pair in pairs for lanes in (low, high)]
-    columns = [fours[j::4] for j in range(4)]
+    # For each j the quarters of all vectors with j are transposed.
     if quarters == 2:
-        return [_shuffle(*columns[j], _quarters_of((q, 2 + q))) for q in range(2) for j in range(4)]
+        return [_shuffle(fours[j], fours[4 + j], _quarters_of((q, 2 + q))) for q in range(2) for j in range(4)]
     evens, odds = _quarters_of((0, 2, 4, 6)), _quarters_of((1, 3, 5, 7))
-    halves = [[_shuffle(c[i], c[i + 1], lanes) for lanes in (evens, odds) for i in (0, 2)] for c in columns]
-    return [_shuffle(*halves[j][2 * (q % 2) :][:2], (evens, odds)[q // 2]) for q in range(4) for j in range(4)]
+    halves = [
+        [_shuffle(fours[i + j], fours[i + 4 + j], lanes) for lanes in (evens, odds) for i in (0, 8)] for j in range(4)
+    ]
+    return [
+        _shuffle(halves[j][q % 2 * 2], halves[j][q % 2 * 2 + 1], (evens, odds)[q // 2])
+        for q in range(4)
+        for j in range(4)
+    ]
 
 
 def _in_quarters(lanes: Sequence[int], count: int) -> list[int]:

@@ -99,16 +99,17 @@ class CodeVariant:
         return is_machine(self.machine) and not missing_features(self.features)
 
 
-def choose_variant(variants: Sequence[CodeVariant]) -> CodeVariant:
-    """Return the variant to use here: the one that PICOMPILE_ISA names, else the first of `variants` that runs here.
+def choose_variant(variants: Sequence[CodeVariant], isa: str | None = None) -> CodeVariant:
+    """Return the variant to use here: that of `isa`, or that which PICOMPILE_ISA names, else the first that runs here.
 
     Raises MachineError if none runs here, or not the one asked for, and RequestError if that one does not exist.
     """
-    if asked := os.environ.get(ISA_VARIABLE):
+    if asked := isa or os.environ.get(ISA_VARIABLE):
         known = ", ".join(variant.isa for variant in variants)
         variants = [variant for variant in variants if variant.isa == asked]
         if not variants:
-            raise RequestError(f"{ISA_VARIABLE} is {shown(asked)}, but the artifact has code for: {known}")
+            name = "isa" if isa else ISA_VARIABLE
+            raise RequestError(f"{name} is {shown(asked)}, but the artifact has code for: {known}")
     found = next((variant for variant in variants if variant.runs_here), None)
     if found is None:
         raise _none_runs(variants)

@@ -48,7 +48,8 @@ class Artifact:
     """An opened artifact.
 
     `texts` has its small files by name. `weights` is mapped; code is mapped only by `load_code`. `descriptors` are
-    those of weights and code by file name, `weights_facts` the weights file's size and time when it was checked.
+    those of weights and code by file name, `weights_facts` the weights file's size and time when it was checked. `isa`
+    is the instruction set that was asked for.
     """
 
     folder: Path
@@ -59,6 +60,7 @@ class Artifact:
     texts: Mapping[str, bytes]
     descriptors: Mapping[str, int]
     weights_facts: tuple[int, int]
+    isa: str | None = None
     _close_files: Callable[[], object] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -69,7 +71,7 @@ class Artifact:
     @property
     def variant(self) -> CodeVariant:
         """The code to use here. Raises MachineError if none runs here, RequestError for a wrong PICOMPILE_ISA."""
-        return choose_variant(self.manifest.code)
+        return choose_variant(self.manifest.code, self.isa)
 
     def load_code(self, variant: CodeVariant | None = None) -> HostLibrary:
         """Map and return the code of `variant`, by default the one to use here.
@@ -81,7 +83,7 @@ class Artifact:
     def load_accelerator_code(self, variant: CodeVariant | None = None) -> HostLibrary:
         """Map and return the code for an accelerator that is a partition of the CPU, as `load_code` does."""
         code = self.manifest.accelerator
-        return self._load((variant or choose_variant(() if code is None else code.variants)).file, "device")
+        return self._load((variant or choose_variant(() if code is None else code.variants, self.isa)).file, "device")
 
     def _load(self, file: str, device: str) -> HostLibrary:
         sha256 = self.manifest.files[file].sha256
@@ -117,8 +119,8 @@ class Artifact:
         self._close_files()
 
 
-def open_artifact(path: str | os.PathLike[str]) -> Artifact:
-    """Open and check the artifact in the folder `path`, and return it.
+def open_artifact(path: str | os.PathLike[str], isa: str | None = None) -> Artifact:
+    """Open and check the artifact in the folder `path`, and return it, to be run with the code for `isa`.
 
     Weights that were hashed before, and have not changed since, are not hashed again.
 
@@ -126,14 +128,14 @@ def open_artifact(path: str | os.PathLike[str]) -> Artifact:
         ArtifactError: the artifact is not whole or not valid.
         MachineError: it was made for another kind of machine.
         DoesNotFitError: this process has too little memory, or may not open more files.
-        RequestError: `path` cannot be a path.
+        RequestError: `path` cannot be a path, or the artifact has no code for `isa`.
     """
     folder = artifact_folder(path)
 
     def read() -> Artifact:
         manifest = read_manifest(folder)
-        choose_variant(manifest.code)  # before any weights are hashed
-        return _open(folder, manifest, None, trust_stamps=True)
+        choose_variant(manifest.code, isa)  # before any weights are hashed
+        return _open(folder, manifest, None, trust_stamps=True, isa=isa)
 
     with translate_system_errors(folder):
         return _of_one_folder(folder, read)
@@ -208,7 +210,9 @@ def _verify_accelerator(artifact: Artifact) -> None:
             artifact.load_accelerator_code(variant)
 
 
-def _open(folder: Path, manifest: Manifest, progress: Progress | None, trust_stamps: bool) -> Artifact:
+def _open(
+    folder: Path, manifest: Manifest, progress: Progress | None, trust_stamps: bool, isa: str | None = None
+) -> Artifact:
     texts: dict[str, bytes] = {}
     of_device = () if manifest.accelerator is None else manifest.accelerator.variants
     code = {variant.file for variant in (*manifest.code, *of_device)}
@@ -239,4 +243,4 @@ def _open(folder: Path, manifest: Manifest, progress: Progress | None, trust_sta
         if sizes != (manifest.context, manifest.chunk, manifest.sequences):
             raise ArtifactError(f"{folder}: manifest.json and program.json disagree on context, chunk or sequences")
         descriptors = duplicate_descriptors({name: kept[name] for name in sorted({*code, WEIGHTS})})
-        return Artifact(folder, manifest, program, tensors, weights, texts, descriptors, weights_facts)
+        return Artifact(folder, manifest, program, tensors, weights, texts, descriptors, weights_facts, isa)

@@ -31,7 +31,11 @@ from picompile_runtime.sampling.sampler import Logits, Scores
 
 
 def load(
-    path: str | os.PathLike[str], threads: int | None = None, replan: bool = False, cache_tokens: int | None = None
+    path: str | os.PathLike[str],
+    threads: int | None = None,
+    replan: bool = False,
+    cache_tokens: int | None = None,
+    isa: str | None = None,
 ) -> Engine:
     """Open, check and load the artifact in the folder `path`, and return an engine for it.
 
@@ -43,6 +47,8 @@ def load(
         cache_tokens: how many tokens all slots of the KV cache will hold together at most, which the caller sees to;
             this machine's memory must hold so many. By default each slot may hold a whole context. Memory of the host
             is taken page by page, as tokens come; `Engine.release` gives it back.
+        isa: the instruction set whose code to run, one of those that `inspect` lists; by default PICOMPILE_ISA, else
+            the first that this machine has.
 
     Raises:
         ArtifactError: the artifact is not whole or not valid.
@@ -52,7 +58,7 @@ def load(
     """
     if threads is not None:
         check_threads(threads)  # before any weights are hashed
-    artifact = open_artifact(path)
+    artifact = open_artifact(path, isa)
     try:
         return Engine(artifact, threads, replan, cache_tokens)
     except BaseException:

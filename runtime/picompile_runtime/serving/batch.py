@@ -14,6 +14,9 @@ from picompile_runtime.serving.request import Event, FinishReason
 from picompile_runtime.serving.slots import SlotTable
 from picompile_runtime.serving.stats import Counters
 
+# Tokens of a prompt that are read in a turn while other answers wait for their next tokens.
+_SHARED_TURN_TOKENS = 64
+
 
 class Batch:
     """Does the engine's steps, on one thread. At most one prompt is being read; all others wait in the queue.
@@ -99,7 +102,7 @@ class Batch:
         first, prompt = self.slots.position(answer.slot), len(answer.prompt)
         # The last token is read by a step that leaves its scores; all before it by steps that score what follows.
         is_scored = answer.request.with_prompt and first < prompt - 1
-        last = min(first + self._engine.chunk, prompt - is_scored)
+        last = min(first + self._turn_tokens(), prompt - is_scored)
         scores = self._read(answer, first, last, is_scored)
         if last < prompt:
             return True
@@ -114,6 +117,10 @@ class Batch:
         else:
             self._choose(answer, scores, None)
         return True
+
+    def _turn_tokens(self) -> int:
+        """Return how many tokens of a prompt are read in a turn: fewer where other answers wait for it to end."""
+        return min(self._engine.chunk, _SHARED_TURN_TOKENS) if self.decoding else self._engine.chunk
 
     def _read(self, answer: AnswerState, first: int, last: int, is_scored: bool) -> Scores | None:
         """Read tokens of a prompt in one step, and return the scores behind the prompt if they are needed."""

@@ -25,7 +25,8 @@ from picompile_codegen.specs.arguments import Declaration
 
 # LLVM's names that are not those of /proc/cpuinfo. The last line is what every processor with AVX2 has.
 LINUX_NAMES = {
-    "lzcnt": "abm", "bmi": "bmi1", "avx512vnni": "avx512_vnni", "neon": "asimd", "dotprod": "asimddp",
+    "lzcnt": "abm", "bmi": "bmi1", "avx512vnni": "avx512_vnni", "avx512bf16": "avx512_bf16",
+    "neon": "asimd", "dotprod": "asimddp",
     "avx": "avx2", "sse3": "avx2", "ssse3": "avx2", "sse4.1": "avx2", "sse4.2": "avx2", "popcnt": "avx2",
     "crc32": "avx2", "xsave": "avx2", "cx16": "avx2", "sahf": "avx2",
 }  # fmt: skip

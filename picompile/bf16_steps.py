@@ -1,0 +1,146 @@
+"""The driver's step that decides whether prompts are computed in bfloat16: by what it costs in perplexity."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from picompile.artifact.code import runs_here
+from picompile.artifact.writer import WrittenArtifact
+from picompile.config import CompileConfig
+from picompile.errors import UsageError
+from picompile.progress import Progress
+
+if TYPE_CHECKING:
+    from picompile.accuracy.intervals import Estimate
+    from picompile.predictors.predictor_set import HeldOut, PredictorSet
+
+# Both ways read the same text, so that few tokens tell their distance well.
+_MOST_TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class Bf16Accuracy:
+    """What prompts in bfloat16 cost: by which share they raise the perplexity of `tokens` tokens, from `text`.
+
+    `bound` is the share by which they may.
+    """
+
+    change: "Estimate"
+    perplexity: float
+    float32_perplexity: float
+    tokens: int
+    text: str
+    bound: float
+
+    @property
+    def met(self) -> bool:
+        """Whether the change is within the bound."""
+        return self.change.value <= self.bound
+
+    @property
+    def summary(self) -> str:
+        """One line that says what was measured."""
+        interval = ""
+        if self.change.low is not None and self.change.high is not None:
+            interval = f" ({100 * self.change.low:+.3f} to {100 * self.change.high:+.3f} %)"
+        return f"prompts in bfloat16: perplexity {100 * self.change.value:+.3f} %{interval}, on {self.tokens} tokens"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what the artifact's report says."""
+        return {
+            "bound": self.bound,
+            "relative_change": self.change.value,
+            "interval": [self.change.low, self.change.high],
+            "perplexity": self.perplexity,
+            "float32_perplexity": self.float32_perplexity,
+            "tokens": self.tokens,
+            "text": self.text,
+        }
+
+
+def choose_bf16(
+    artifact: WrittenArtifact, predictors: "PredictorSet | None", config: CompileConfig, progress: Progress
+) -> tuple[WrittenArtifact, Bf16Accuracy | None]:
+    """Return the artifact, without its code for bfloat16 if that costs too much or nobody can tell, and what it costs.
+
+    Nothing is measured where `config` asks for that code in any case, or allows any loss.
+    """
+    code = artifact.contents.code
+    with_bf16 = [each for each in code if each.isa.prompts_in_bf16]
+    bound = config.predictor.accuracy_bound
+    if not with_bf16 or config.bf16 != "auto" or bound is None:
+        return artifact, None
+    if not runs_here(with_bf16):
+        progress.say("this machine cannot check prompts in bfloat16, so they are in float32; --bf16 on does not check")
+        return _without_bf16(artifact), None
+    try:
+        found = _held_out(artifact, predictors, config)
+    except UsageError as error:
+        progress.say(f"prompts in bfloat16 cannot be checked, so they are in float32: {error}")
+        return _without_bf16(artifact), None
+    measured = _measure(artifact, found, bound, config, progress)
+    progress.say(measured.summary)
+    if measured.met:
+        return artifact, measured
+    progress.say(f"that is more than {100 * bound:.3g} %, so prompts are in float32; --bf16 on takes it all the same")
+    return _without_bf16(artifact), measured
+
+
+def _held_out(artifact: WrittenArtifact, predictors: "PredictorSet | None", config: CompileConfig) -> "HeldOut":
+    from picompile.predictors.predictor_set import find_held_out
+
+    checkpoint = artifact.contents.checkpoint
+    if checkpoint is None or artifact.contents.tokenizer.tokenizer_json is None:
+        raise UsageError("the model has no tokenizer")
+    return predictors.held_out if predictors is not None else find_held_out(checkpoint, config.predictor)
+
+
+def _measure(
+    artifact: WrittenArtifact, found: "HeldOut", bound: float, config: CompileConfig, progress: Progress
+) -> Bf16Accuracy:
+    from picompile.accuracy.intervals import block_size, estimate_mean, token_blocks
+    from picompile.predictors.accuracy import first_windows
+
+    tokens = min(config.predictor.check_tokens, _MOST_TOKENS)
+    windows = first_windows(found.windows, tokens, config.context + 1)
+    names = [
+        next(each.isa.name for each in artifact.contents.code if each.isa.prompts_in_bf16 == is_bf16)
+        for is_bf16 in (True, False)
+    ]
+    lengths = [len(window) - 1 for window in windows]
+    total = sum(lengths)
+    with progress.step("prompts in bfloat16", 2 * total) as advance:
+        losses = [_losses(artifact, name, windows, advance) for name in names]
+    blocks = token_blocks(lengths, block_size(lengths))
+    change = estimate_mean(losses[0] - losses[1], blocks).map(math.expm1)
+    perplexities = [float(np.exp(each.mean())) for each in losses]
+    return Bf16Accuracy(change, perplexities[0], perplexities[1], total, found.source, bound)
+
+
+def _losses(artifact: WrittenArtifact, isa: str, windows: Sequence[Sequence[int]], advance: Any) -> Any:
+    """Return the negative log-likelihood of each predicted token, float64 [tokens], as read with the code for `isa`."""
+    from picompile_runtime import load
+    from picompile_runtime.bench.perplexity import negative_log_likelihood
+
+    found = []
+    with load(artifact.folder, isa=isa) as engine:
+        for window in windows:
+            engine.reset()
+            targets = np.asarray(window[1:], np.int64)
+            for logits in engine.score(list(window[:-1])):
+                found.append(negative_log_likelihood(logits, targets[: len(logits)]))
+                targets = targets[len(logits) :]
+                advance(len(logits))
+    return np.concatenate(found)
+
+
+def _without_bf16(artifact: WrittenArtifact) -> WrittenArtifact:
+    """Return the artifact without its code for bfloat16. Program and manifest are to be written anew."""
+    kept = [each for each in artifact.contents.code if not each.isa.prompts_in_bf16]
+    for each in artifact.contents.code:
+        if each not in kept:
+            (artifact.folder / each.file).unlink()
+    return replace(artifact, contents=replace(artifact.contents, code=kept))
