@@ -328,8 +328,13 @@ SLOW: tuple[SlowTests, ...] = (
             "codegen/cpu/test_isa_kernels.py::test_kernels[",
             "codegen/cpu/test_isa_kernels.py::test_instructions_of_aarch64",
             "codegen/cpu/test_isa_kernels.py::test_instructions_of_x86[x86-64-v4-vnni]",
+            "codegen/cpu/test_isa_kernels.py::test_instructions_of_x86[x86-64-v4-bf16]",
+            "codegen/cpu/test_kernels_bf16.py::",
         ),
-        ("codegen/cpu/test_isa_kernels.py::test_kernels[x86-64-v3-linear-q4]",),
+        (
+            "codegen/cpu/test_isa_kernels.py::test_kernels[x86-64-v3-linear-q4]",
+            "codegen/cpu/test_kernels_bf16.py::test_linear[(251, 72)]",
+        ),
     ),
     SlowTests(
         "blocks and attention kernel by kernel, each of which takes a second to compile: fast are all ways, once each",

@@ -26,6 +26,8 @@ from picompile_runtime.devices.machine import is_machine, missing_features
 SHAPE, WIDE = (251, 72), (10, 100)
 # Rows of more than eight groups, and of an odd number of them.
 ODD = (10, 330)
+# More columns than a panel has, and many blocks of rows, the last of which is not whole.
+LONG = (1009, 1100)
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,20 @@ CASES = {
         lambda: ffn.kernel_of("reglu", "dense", "q8", ffn.CHUNK),
         lambda bench: ffn.test_ffn(bench, "reglu", "dense", "q8", ffn.CHUNK),
     ),
+    **{
+        f"linear-{form}-long-chunk": Case(
+            lambda form=form: linear.linear(form, LONG, linear.CHUNK),  # type: ignore[misc]
+            lambda bench, form=form: linear.test_linear(bench, form, LONG, linear.CHUNK),  # type: ignore[misc]
+        )
+        for form in ("f16", "q8", "q6")
+    },
+    **{
+        f"ffn-{form}-long-chunk": Case(
+            lambda form=form: ffn.kernel_of("long", "dense", form, ffn.CHUNK),  # type: ignore[misc]
+            lambda bench, form=form: ffn.test_ffn(bench, "long", "dense", form, ffn.CHUNK),  # type: ignore[misc]
+        )
+        for form in ("f16", "q8")
+    },
     "rms-norm": Case(lambda: elementwise.rms_norm(100, 1), lambda bench: elementwise.test_rms_norm(bench, 100, 1, 1)),
     "attention": Case(
         lambda: attention.SHAPES["groups of 2"].kernel("one", 1),
@@ -110,10 +126,10 @@ TESTED: Mapping[str, tuple[str, ...]] = {
     "x86-64-v3": FEW,
     "x86-64-v4": FEW,
     "x86-64-v4-vnni": (*CASES,),
-    # The code differs from that of VNNI in these alone.
-    "x86-64-v4-bf16": tuple(name for name in CASES if name.endswith("-chunk") and "f16" in name),
-    # What is left out takes a second, and differs from ffn-q8-chunk in how its bytes are unpacked.
-    "aarch64-dotprod": tuple(name for name in CASES if name != "linear-q4-chunk"),
+    # The code differs from that of VNNI in products of float16 weights alone: test_kernels_bf16.py.
+    "x86-64-v4-bf16": ("linear-q4-chunk", "attention-chunk"),
+    # What is left out takes seconds, and differs from ffn-q8-chunk in how its bytes are unpacked, or in its size.
+    "aarch64-dotprod": tuple(name for name in CASES if name != "linear-q4-chunk" and "-long-" not in name),
 }
 # What qemu runs, and as which processor.
 EMULATED = {"x86-64-v3": "Haswell", "aarch64-dotprod": "max"}
