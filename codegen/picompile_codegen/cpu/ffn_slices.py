@@ -168,7 +168,9 @@ def compute_slice(
     count = arguments.spec.neurons if listed is None else listed.count
     start, stop = bind(count * number // of), bind(count * (number + 1) // of)
     rows_for_sure = _rows_for_sure(arguments, listed)
-    distance = -(-arguments.bundle.rows_ahead // max(rows_for_sure, 1))
+    bundle = arguments.bundle
+    rows_ahead = bundle.rows_ahead if listed is None else bundle.scattered_rows_ahead
+    distance = -(-rows_ahead // max(rows_for_sure, 1))
     with loop(start, minimum(start + distance, stop)) as position:
         for row in arguments.bundle_rows(_neuron(listed, position))[:rows_for_sure]:
             arguments.bundle.fetch_row(row)
