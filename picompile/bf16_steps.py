@@ -6,15 +6,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from picompile.artifact.code import runs_here
 from picompile.artifact.writer import WrittenArtifact
 from picompile.config import CompileConfig
 from picompile.errors import UsageError
-from picompile.progress import Progress
+from picompile.progress import Advance, Progress
 
 if TYPE_CHECKING:
-    from picompile.accuracy.intervals import Estimate
+    from picompile.intervals import Estimate
     from picompile.predictors.predictor_set import HeldOut, PredictorSet
 
 # Both ways read the same text, so that few tokens tell their distance well.
@@ -25,7 +26,7 @@ _MOST_TOKENS = 2048
 class Bf16Accuracy:
     """What prompts in bfloat16 cost: by which share they raise the perplexity of `tokens` tokens, from `text`.
 
-    `bound` is the share by which they may.
+    `bound` is the share by which they may, None for any.
     """
 
     change: "Estimate"
@@ -33,12 +34,12 @@ class Bf16Accuracy:
     float32_perplexity: float
     tokens: int
     text: str
-    bound: float
+    bound: float | None
 
     @property
     def met(self) -> bool:
         """Whether the change is within the bound."""
-        return self.change.value <= self.bound
+        return self.bound is None or self.change.value <= self.bound
 
     @property
     def summary(self) -> str:
@@ -66,12 +67,12 @@ def choose_bf16(
 ) -> tuple[WrittenArtifact, Bf16Accuracy | None]:
     """Return the artifact, without its code for bfloat16 if that costs too much or nobody can tell, and what it costs.
 
-    Nothing is measured where `config` asks for that code in any case, or allows any loss.
+    Nothing is measured where `config` asks for that code in any case, or for no check.
     """
     code = artifact.contents.code
     with_bf16 = [each for each in code if each.isa.prompts_in_bf16]
     bound = config.predictor.accuracy_bound
-    if not with_bf16 or config.bf16 != "auto" or bound is None:
+    if not with_bf16 or config.bf16 != "auto" or not config.predictor.is_checked:
         return artifact, None
     if not runs_here(with_bf16):
         progress.say("this machine cannot check prompts in bfloat16, so they are in float32; --bf16 on does not check")
@@ -85,7 +86,7 @@ def choose_bf16(
     progress.say(measured.summary)
     if measured.met:
         return artifact, measured
-    progress.say(f"that is more than {100 * bound:.3g} %, so prompts are in float32; --bf16 on takes it all the same")
+    progress.say(f"prompts are in float32, for that is more than {100 * (bound or 0):.3g} %; --bf16 on takes it anyway")
     return _without_bf16(artifact), measured
 
 
@@ -99,9 +100,9 @@ def _held_out(artifact: WrittenArtifact, predictors: "PredictorSet | None", conf
 
 
 def _measure(
-    artifact: WrittenArtifact, found: "HeldOut", bound: float, config: CompileConfig, progress: Progress
+    artifact: WrittenArtifact, found: "HeldOut", bound: float | None, config: CompileConfig, progress: Progress
 ) -> Bf16Accuracy:
-    from picompile.accuracy.intervals import block_size, estimate_mean, token_blocks
+    from picompile.intervals import block_size, estimate_mean, token_blocks
     from picompile.predictors.accuracy import first_windows
 
     tokens = min(config.predictor.check_tokens, _MOST_TOKENS)
@@ -120,20 +121,18 @@ def _measure(
     return Bf16Accuracy(change, perplexities[0], perplexities[1], total, found.source, bound)
 
 
-def _losses(artifact: WrittenArtifact, isa: str, windows: Sequence[Sequence[int]], advance: Any) -> Any:
+def _losses(
+    artifact: WrittenArtifact, isa: str, windows: Sequence[Sequence[int]], advance: Advance
+) -> NDArray[np.float64]:
     """Return the negative log-likelihood of each predicted token, float64 [tokens], as read with the code for `isa`."""
     from picompile_runtime import load
-    from picompile_runtime.bench.perplexity import negative_log_likelihood
+    from picompile_runtime.bench.perplexity import token_losses
 
     found = []
     with load(artifact.folder, isa=isa) as engine:
         for window in windows:
-            engine.reset()
-            targets = np.asarray(window[1:], np.int64)
-            for logits in engine.score(list(window[:-1])):
-                found.append(negative_log_likelihood(logits, targets[: len(logits)]))
-                targets = targets[len(logits) :]
-                advance(len(logits))
+            found.append(token_losses(engine, window))
+            advance(len(window) - 1)
     return np.concatenate(found)
 
 

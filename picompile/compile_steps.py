@@ -67,6 +67,7 @@ def lower_for(
         config.sequences,
         None if accelerator is None else accelerator.kind,
         _placement(plan, facts.layers),
+        scores_masks=True,
     )
     return lower_graph(graph_module, options, progress)
 
@@ -485,7 +486,8 @@ _STAND_IN_FILE = "kernels/gate.so"
 
 def require_checkable(options: CompileOptions, code: "Sequence[Code]") -> None:
     """Raise `MachineError` where an accuracy check is due, and no code for it can be made for this machine."""
-    if (not options.is_lossless or options.accuracy is not None) and not runs_here(code):
+    is_due = (not options.is_lossless and options.gate is not None) or options.accuracy is not None
+    if is_due and not runs_here(code):
         native_code(_STAND_IN_FILE)
 
 

@@ -87,7 +87,8 @@ class CompileOptions:
         profile: the folder with the profile to train and plan with; without it one is made. A plan needs a profile only
             if the GPU cannot hold the whole model.
         calibration: the text files, or texts, to make a profile from and to round weights for; `-` is standard input.
-        gate: the accuracy bound: the share by which predictors may raise the perplexity; None for any.
+        gate: the accuracy bound: the share by which predictors may raise the perplexity; `math.inf` measures it and
+            allows any. None measures nothing.
         gate_tokens: how many tokens of held-out text the accuracy check reads at most, and so the comparison with the
             checkpoint.
         accuracy: the share by which the perplexity of the whole artifact may exceed the checkpoint's; `math.inf` for
@@ -419,7 +420,8 @@ def resolve(options: CompileOptions, facts: "ModelFacts") -> CompileConfig:
             profile=options.profile,
             calibration=options.calibration,
             work=options.work,
-            accuracy_bound=options.gate,
+            accuracy_bound=None if options.gate is None or math.isinf(options.gate) else options.gate,
+            is_checked=options.gate is not None,
             check_tokens=options.gate_tokens,
             activation=options.activation,
         ),

@@ -56,6 +56,11 @@ def parse_accuracy_bound(text: str, option: str = "--gate") -> float | None:
     return None if text.strip().lower() == "off" else parse_share(text, option)
 
 
+def parse_checked_bound(text: str, option: str = "--gate") -> float | None:
+    """Return the bound as `parse_accuracy_bound` does, and infinity for `report`. Raise `UsageError`."""
+    return math.inf if text.strip().lower() == "report" else parse_accuracy_bound(text, option)
+
+
 def parse_accuracy(text: str, option: str = "--accuracy") -> float:
     """Return the bound on the relative rise of perplexity, infinite for `report`. Raise `UsageError`."""
     return math.inf if text.strip().lower() == "report" else parse_share(text, option)

@@ -10,9 +10,9 @@ from picompile.lazy import lazy
 
 if TYPE_CHECKING:
     from picompile.accuracy.comparison import CheckpointComparison, VariantAccuracy
-    from picompile.accuracy.intervals import Estimate
     from picompile.accuracy.measure import ComparedArtifact, compare_variants
     from picompile.accuracy.variants import Variant
+    from picompile.intervals import Estimate
 
 __all__ = [
     "CheckpointComparison",
@@ -27,7 +27,7 @@ __all__ = [
 _HOME = {
     "CheckpointComparison": "picompile.accuracy.comparison",
     "ComparedArtifact": "picompile.accuracy.measure",
-    "Estimate": "picompile.accuracy.intervals",
+    "Estimate": "picompile.intervals",
     "Variant": "picompile.accuracy.variants",
     "VariantAccuracy": "picompile.accuracy.comparison",
     "compare_variants": "picompile.accuracy.measure",

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from picompile.accuracy.intervals import Estimate
+from picompile.intervals import Estimate
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from torch.fx import GraphModule
 
 from picompile.accuracy.comparison import CheckpointComparison, VariantAccuracy, perplexity_of
 from picompile.accuracy.distances import TokenDistances, join_tokens, measure_tokens
-from picompile.accuracy.intervals import block_size, estimate_mean, token_blocks
 from picompile.accuracy.variants import Replaced, Variant
 from picompile.errors import UnsupportedModelError
+from picompile.intervals import block_size, estimate_mean, token_blocks
 from picompile.progress import Advance, Progress
 from picompile.streaming import Segment, State, new_states, run_segment, split_layers, window_values
 from picompile_passes.graph.materialize import WeightSource

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from picompile.choices import DEFAULT_ROUNDING_TOKENS, DEFAULT_SKIP_TOKENS, check_quant, is_budget, parse_bits
+from picompile.choices import DEFAULT_ROUNDING_TOKENS, DEFAULT_SKIP_TOKENS, LOSSLESS, check_quant, is_budget, parse_bits
 from picompile.cli.accuracy_show import reported_comparison, show_comparison
 from picompile.cli.checks import (
     checkpoint_weights,
@@ -18,7 +18,6 @@ from picompile.cli.checks import (
     require_text_file,
 )
 from picompile.cli.options import (
-    AccuracyBoundOption,
     AccuracyOption,
     ActivationOption,
     Bf16,
@@ -39,7 +38,7 @@ from picompile.errors import UsageError
 from picompile.machine import gpu_of
 from picompile.output import parents_of
 from picompile.output.place import require_disk_space
-from picompile.quantities import parse_accuracy, parse_accuracy_bound, parse_count, parse_share, shortened
+from picompile.quantities import parse_accuracy, parse_checked_bound, parse_count, parse_share, shortened
 
 
 def compile_command(
@@ -96,7 +95,14 @@ def compile_command(
         typer.Option(metavar="FOLDER", help="Train predictors and plan with this profile. Default: make one."),
     ] = None,
     calibration: CalibrationOption = None,
-    gate: AccuracyBoundOption = "0.1%",
+    gate: Annotated[
+        str,
+        typer.Option(
+            metavar="SHARE",
+            help="Accuracy bound: how far predictors may raise the perplexity on held-out text. report: measure, and "
+            "allow any. off: measure nothing.",
+        ),
+    ] = "0.1%",
     gate_tokens: Annotated[
         int, typer.Option(metavar="N", min=2, help="Tokens of held-out text that the accuracy check reads, at most.")
     ] = 4096,
@@ -217,7 +223,7 @@ def compile_command(
     if plan is not None and hot is not None:
         raise UsageError("--plan and --hot both say which neurons are hot; give one of them")
     hot_neurons = None if hot is None else read_hot(hot)
-    bound, accuracy_bound = parse_accuracy_bound(gate), None if accuracy is None else parse_accuracy(accuracy)
+    bound, accuracy_bound = parse_checked_bound(gate), None if accuracy is None else parse_accuracy(accuracy)
 
     from picompile.compile import compile_model
     from picompile.config import CompileOptions
@@ -308,6 +314,9 @@ def _summary(artifact: Path) -> str:
     if is_budget(manifest["quant"]) or report["rounding"]["method"] == "calibrated":
         text += f"\nmatrices: {weights_text(report['weight_formats'], report['rounding'])}"
     if accuracy := manifest.get("accuracy"):
-        change, tokens = accuracy["relative_change"], accuracy["tokens"]
-        text += f"\nperplexity {change:+.3%} by its predictors, on {tokens:,} tokens of {accuracy['text']}"
+        change, tokens, interval = accuracy["relative_change"], accuracy["tokens"], accuracy["interval"]
+        within = "" if None in (interval or [None]) else f" ({interval[0]:+.3%} to {interval[1]:+.3%})"
+        text += f"\nperplexity {change:+.3%}{within} by its predictors, on {tokens:,} tokens of {accuracy['text']}"
+    elif not set(manifest["predictor"].split("+")) <= set(LOSSLESS):
+        text += "\nwhat its predictors cost was not measured (--gate off)"
     return text

@@ -21,7 +21,7 @@ class PredictorConfig:
     `work` keeps what is made. `calibration` are text files to profile on.
 
     `accuracy_bound` is the share by which perplexity may rise, None where it may rise by any; the accuracy check reads
-    at most `check_tokens` tokens.
+    at most `check_tokens` tokens, if `is_checked`.
 
     `activation` is the one that the user gave for the model, None where config.json has it: profile and predictors must
     be of the model with it.
@@ -34,6 +34,7 @@ class PredictorConfig:
     calibration: "tuple[Path | CalibrationText, ...]"
     work: Path | None
     accuracy_bound: float | None
+    is_checked: bool
     check_tokens: int
     activation: str | None = None
 

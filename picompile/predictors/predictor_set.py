@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 # How much text each layer's mask is judged on; the accuracy check of the whole model reads more.
-_LAYER_TOKENS = 1024
+_LAYER_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class PredictorSet:
 
         # The last id of a window is only predicted.
         windows = first_windows(self.held_out.windows, config.check_tokens, context + 1)
-        result = check_artifact(artifact, windows, progress=progress)
+        result = check_artifact(artifact, windows, progress=progress, bound=config.accuracy_bound)
         predicted = self.insert_pass()(canonicalize(captured.graph_module)).graph_module
         layer_windows = first_windows(self.held_out.windows, _LAYER_TOKENS, context)
         layers = measure_layers(predicted, self.weights(captured.weights), layer_windows, self.firing_rules, progress)

@@ -46,7 +46,7 @@ from picompile_codegen.cpu.tensor import (
 )
 from picompile_codegen.cpu.token_ops import sum_row
 from picompile_codegen.cpu.token_vectors import TokenVectors, multiply_rows
-from picompile_codegen.cpu.vector import activate, blocks, load, splat, store
+from picompile_codegen.cpu.vector import LANES, activate, blocks, load, splat, store
 from picompile_codegen.specs import FfnSpec
 
 # The number of slices. Each has a partial y, and adding these takes time; with too few slices, threads are idle.
@@ -152,7 +152,7 @@ def ffn(spec: FfnSpec, function: KernelFunction) -> None:
     arguments = FfnArguments.of(spec, function, KernelMatrix)
     if spec.rows == 1:
         ffn_one(function, arguments)
-    elif spec.is_masked or spec.rowwise:
+    elif (spec.is_masked and not spec.in_tiles) or spec.rowwise:
         ffn_rowwise(function, arguments)
     else:
         ffn_chunk(function, arguments)
@@ -229,6 +229,8 @@ def _activate(
         if arguments.output_limits is not None:
             value = bind(value)
             value = select(tirx.abs(value) <= load(arguments.output_limits, c, valid=valid), splat(0.0), value)
+        if arguments.mask is not None:
+            value = select(_named(arguments, arguments.mask, t, c, valid) > splat(0.0), value, splat(0.0))
         store(hidden, t, c, value=value, valid=valid)
 
     full, rest = divmod(spec.neurons, size)
@@ -237,3 +239,12 @@ def _activate(
     if rest:
         with when(block == full):
             blocks(rest, lambda c, valid: output(full * size + c, valid))
+
+
+def _named(arguments: FfnArguments, mask: KernelTensor, t: Expr, first: Expr, valid: int) -> Expr:
+    """Return what the mask of token t has for neurons `first` …, float32x8: 1 for those that it names."""
+    if arguments.table is None:
+        return load(mask, t, first, valid=valid)
+    columns = [arguments.table[first + i] for i in range(valid)]
+    values = [tirx.Cast("float32", mask[t, column]) for column in columns]
+    return tirx.Shuffle(values + [tirx.FloatImm("float32", 0.0)] * (LANES - valid), list(range(LANES)))

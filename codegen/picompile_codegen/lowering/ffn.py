@@ -1,7 +1,8 @@
 """Predictors and feed-forward blocks as kernel calls.
 
 Only `decode` and `batch` use masks. The functions that read prompts compute every neuron, because the tokens of a chunk
-together need almost every one; `lower` gives these functions no predictors.
+together need almost every one; `lower` gives these functions no predictors. Only `score_masked`, which tells what masks
+cost, has some: it computes every neuron, and drops those that the masks leave out.
 
 A package that offers a predictor kind offers its kernel, too: an entry point of the group `picompile.predictor_kernels`
 has the kind's name and leads to a `PredictorLowering`. It appends calls to the function; the last call writes the
@@ -180,6 +181,7 @@ def lower_sparse_ffn(node: Node, function: Function) -> None:
             mask_columns=dimension(values["mask"]) if "table" in masked else None,
             squares=values["squares"],
             rowwise=function.mode == "sequences" and not masked,
+            in_tiles=function.mode == "chunk" and bool(masked),
             gate_limits=values["gate_limits"] is not None,
             output_limits=values["output_limits"] is not None,
         )

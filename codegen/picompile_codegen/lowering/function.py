@@ -68,7 +68,8 @@ class LowerOptions:
 
     `context` and `chunk` in tokens; `kv_dtype` float16, float32 or q8; `sequences` have a place in the KV cache.
     `accelerator` is a GPU (`cuda`) or a second partition of the CPU (`cpu`), None for a program that has none, and
-    `placement` says what runs there.
+    `placement` says what runs there. With `scores_masks` a program without an accelerator has the function
+    `score_masked` as well, if its predictors have kernels for chunks.
     """
 
     context: int
@@ -77,6 +78,7 @@ class LowerOptions:
     sequences: int = 1
     accelerator: Literal["cpu", "cuda"] | None = None
     placement: Placement = ON_HOST
+    scores_masks: bool = False
 
 
 @dataclass

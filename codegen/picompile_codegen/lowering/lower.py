@@ -6,6 +6,7 @@
    `prefill`       a chunk of the prompt, only as far as the KV cache needs it
    `prefill_last`  the last chunk: everything after the last attention runs for the last token alone
    `score`         a chunk with logits for every token, for perplexity
+   `score_masked`  the same with the neurons that predictors name, if it is asked for
    `batch`         one token each of several sequences, where the KV cache holds several
    `decode` and `batch` have masks of neurons made; the others compute every neuron, and leave out what predictors
    alone need.
@@ -24,6 +25,7 @@ from picompile_codegen.build.isa import Isa
 from picompile_codegen.cpu import Kernel
 from picompile_codegen.lowering.arena import align
 from picompile_codegen.lowering.attention import extend_cache
+from picompile_codegen.lowering.ffn import makes_mask
 from picompile_codegen.lowering.function import (
     DECODING,
     AnyKernel,
@@ -86,6 +88,8 @@ def lower(graph_module: GraphModule, options: LowerOptions) -> Lowered:
         _prefill_last(unmasked, last, shared),
         _whole("score", options.chunk, unmasked, shared, "logits.score"),
     ]
+    if options.scores_masks and options.accelerator is None and _has_chunk_masks(nodes, options.chunk):
+        functions.append(_whole("score_masked", options.chunk, nodes, shared, "logits.score"))
     if options.sequences > 1:
         functions.append(_whole("batch", options.sequences, nodes, shared, "logits.batch"))
     for function in functions:
@@ -97,6 +101,12 @@ def lower(graph_module: GraphModule, options: LowerOptions) -> Lowered:
     program.top_logits = {function.name: function.top_logits for function in functions if function.top_logits}
     _place(program, functions, shared)
     return Lowered(program, shared.kernels, shared.accelerator_kernels, shared.weights)
+
+
+def _has_chunk_masks(nodes: Sequence[Node], chunk: int) -> bool:
+    """Return whether there are predictors, and a kernel of each for chunks."""
+    predictors = [node for node in nodes if is_call(node, PREDICT)]
+    return bool(predictors) and all(makes_mask(node, chunk) for node in predictors)
 
 
 def _whole(name: str, rows: int, nodes: Sequence[Node], shared: Shared, logits: str) -> Function:

@@ -42,7 +42,8 @@ class FfnSpec(KernelSpec):
     `mask` uint8 [rows, neurons] holds 0 or 1. With `mask_columns` it has that many columns instead, and neuron r is
     column `table`[r], int32 [neurons]. With several rows, `masked` computes each row's own
     neurons. The other kinds compute all, unless they are `rowwise`: then the CPU's kernel gives each row the bits that
-    a kernel with rows = 1 gives it, as the CPU's `masked` kernels do.
+    a kernel with rows = 1 gives it, as the CPU's `masked` kernels do. With `in_tiles`, which the CPU alone has, a
+    `masked` kernel computes all neurons as `dense` does, and sets the h of those that a row's mask leaves out to 0.
 
     `stats` int64 [2] is the number of computed neurons and the number of those with h ≠ 0, or of those above their
     limits, summed over rows. Only kernels with rows = 1 count, `masked` ones and the CPU's `rowwise` ones. A kernel
@@ -65,6 +66,7 @@ class FfnSpec(KernelSpec):
     rowwise: bool = False
     gate_limits: bool = False
     output_limits: bool = False
+    in_tiles: bool = False
 
     @property
     def name(self) -> str:
@@ -77,7 +79,7 @@ class FfnSpec(KernelSpec):
             self.kind,
             self.format,
             f"{self.neurons}x{self.dim}",
-            ("each" if self.rowwise else "r") + str(self.rows),
+            ("each" if self.rowwise else "tiles" if self.in_tiles else "r") + str(self.rows),
             "gated" if self.gated else "plain",
             self.activation,
             up,

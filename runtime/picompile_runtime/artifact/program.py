@@ -18,6 +18,7 @@ from picompile_runtime.errors import ArtifactError
 
 SCHEMA = 3
 FUNCTIONS = ("decode", "prefill", "prefill_last", "score")
+SCORE_MASKED = "score_masked"  # `score` with the neurons that predictors name; some programs have it
 BATCH = "batch"  # the function that reads a token each of several sequences; only programs for several have it
 ONE_TOKEN_EACH = ("decode", BATCH)  # functions that read one token of each sequence
 MOST_SEQUENCES = 256
@@ -106,7 +107,8 @@ class Program:
         state: the KV caches, with a slot for each of `sequences`.
         memories: the memory of each buffer and cache (by kind and name): host, device (the accelerator's) or shared.
         streamed: names of the weights that the accelerator uses and that stay with the host.
-        functions: the calls of each of FUNCTIONS, and of BATCH if there are several sequences.
+        functions: the calls of each of FUNCTIONS, of SCORE_MASKED in some programs, and of BATCH if there are several
+            sequences.
         logits: the buffer with the logits of each function that computes them.
         top_logits: the buffers with the top logits of each function whose logits are in the accelerator's memory.
         ffn: the feed-forward parts.
@@ -167,7 +169,8 @@ def read_program(text: bytes, weights: Mapping[str, Tensor], where: str) -> Prog
     sources: dict[str, Mapping[str, Tensor]] = {"buffer": buffers, "state": state, "weight": weights}
     functions = root.object("functions")
     sequences = root.integer("sequences", 1, MOST_SEQUENCES)
-    names = (*FUNCTIONS, BATCH) if sequences > 1 else FUNCTIONS
+    optional = (SCORE_MASKED,) if SCORE_MASKED in functions.data else ()
+    names = (*FUNCTIONS, *optional, *((BATCH,) if sequences > 1 else ()))
     program = Program(
         context=root.integer("context", 1, 2**31 - 1),
         chunk=root.integer("chunk", 1, 2**20),

@@ -44,7 +44,7 @@ def _interface(program: Program) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     yield "step", "int32", (_STEP_FIELDS,)
     for name in ("tokens", "positions", "slots"):
         yield name, "int32", (max(program.chunk, program.sequences),)
-    rows = {"score": program.chunk, "batch": program.sequences}
+    rows = {"score": program.chunk, "score_masked": program.chunk, "batch": program.sequences}
     for function, name in program.logits.items():
         yield name, "float32", (rows.get(function, 1), program.vocab)
     for function, top in program.top_logits.items():

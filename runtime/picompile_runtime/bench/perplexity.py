@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,9 @@ from picompile_runtime.engine.engine import Engine
 from picompile_runtime.errors import KernelError, RequestError
 from picompile_runtime.request_checks import shown, token_ids
 from picompile_runtime.sampling.sampler import Logits
+
+# How a text is read: see `token_losses`.
+Reading = Literal["chunks", "masked chunks", "tokens"]
 
 
 @dataclass(frozen=True)
@@ -58,24 +62,38 @@ def perplexity(
     if len(tokens) < 2:
         raise RequestError(f"perplexity needs at least 2 tokens, not {len(tokens)}; give a longer text")
     for start in range(0, len(tokens) - 1, window):
-        engine.reset()
-        targets = tokens[start + 1 : start + window + 1]
-        inputs = tokens[start : start + len(targets)]
-        chunks = (
-            (engine.decode(token)[None] for token in inputs.tolist()) if by_decode else engine.score(inputs.tolist())
-        )
-        nll += sum(_window_nll(chunks, targets))
+        losses = token_losses(engine, tokens[start : start + window + 1].tolist(), "tokens" if by_decode else "chunks")
+        nll += float(losses.sum())
         if progress:
-            progress(start + len(targets), len(tokens) - 1)
-    if math.isnan(nll):
-        raise KernelError("the model's logits contain NaN: its weights or the artifact's code are broken; try `verify`")
+            progress(start + len(losses), len(tokens) - 1)
     return Perplexity(nll, len(tokens) - 1)
 
 
-def _window_nll(chunks: Iterator[Logits], targets: NDArray[np.int64]) -> Iterator[float]:
+def token_losses(engine: Engine, ids: Sequence[int], reading: Reading = "chunks") -> NDArray[np.float64]:
+    """Return the negative log-likelihood of each token of `ids` but the first, in nats, float64 [tokens - 1].
+
+    They are read with nothing before them, in slot 0: in chunks with every neuron, in chunks with the neurons that
+    predictors name (`Engine.scores_masked`), or token by token, as text is generated.
+
+    Raises:
+        RequestError: they do not fit the context, or the artifact cannot be read so.
+        KernelError: a kernel failed, or logits contain NaN.
+    """
+    engine.reset()
+    inputs, targets = [int(token) for token in ids[:-1]], np.asarray(ids[1:], np.int64)
+    chunks: Iterator[Logits]
+    if reading == "tokens":
+        chunks = (engine.decode(token)[None] for token in inputs)
+    else:
+        chunks = engine.score(inputs, masked=reading == "masked chunks")
+    losses, start = np.empty(len(targets)), 0
     for logits in chunks:
-        yield float(negative_log_likelihood(logits, targets[: len(logits)]).sum())
-        targets = targets[len(logits) :]
+        stop = start + len(logits)
+        losses[start:stop] = negative_log_likelihood(logits, targets[start:stop])
+        start = stop
+    if np.isnan(losses).any():
+        raise KernelError("the model's logits contain NaN: its weights or the artifact's code are broken; try `verify`")
+    return losses
 
 
 def negative_log_likelihood(logits: Logits, targets: NDArray[np.int64]) -> NDArray[np.float64]:

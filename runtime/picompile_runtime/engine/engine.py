@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from picompile_runtime.artifact.files import translate_system_errors
-from picompile_runtime.artifact.program import BATCH, ONE_TOKEN_EACH, Call
+from picompile_runtime.artifact.program import BATCH, ONE_TOKEN_EACH, SCORE_MASKED, Call
 from picompile_runtime.artifact.reader import Artifact, open_artifact
 from picompile_runtime.devices.machine import check_threads, default_threads
 from picompile_runtime.engine.executor import Executor
@@ -268,28 +268,40 @@ class Engine:
             function, rows = self._run_sequences(tokens, slots)
             return [self._scores(function, row) for row in range(rows)]
 
-    def score(self, ids: Sequence[int], slot: int = 0) -> Iterator[Logits]:
+    @property
+    def scores_masked(self) -> bool:
+        """Whether `score` can leave out the neurons that predictors leave out."""
+        return SCORE_MASKED in self._program.functions
+
+    def score(self, ids: Sequence[int], slot: int = 0, masked: bool = False) -> Iterator[Logits]:
         """Read the tokens `ids` in chunks, and yield the logits after every token of each chunk.
 
         A chunk is read when the iterator is asked for it; read nothing else in between.
+
+        Args:
+            ids: token ids, which follow those already read in the slot.
+            slot: the slot.
+            masked: leave out the neurons that predictors leave out, as decoding does, in the arithmetic of prompts.
 
         Yields:
             Logits float32 [tokens of the chunk, vocab]; a row has the logits of the token that follows its token.
 
         Raises:
-            RequestError: as for `prefill`, at once.
+            RequestError: as for `prefill`, or the program cannot leave out neurons of a chunk, at once.
         """
+        if masked and not self.scores_masked:
+            raise RequestError("this artifact has no function that scores chunks with masks; read token by token")
         with self._lock:
             tokens = self._checked(ids, slot)
-        return self._score(tokens, slot)
+        return self._score(SCORE_MASKED if masked else "score", tokens, slot)
 
-    def _score(self, tokens: NDArray[np.int32], slot: int) -> Iterator[Logits]:
+    def _score(self, function: str, tokens: NDArray[np.int32], slot: int) -> Iterator[Logits]:
         for start in range(0, len(tokens), self.chunk):
             with self._lock:
                 part = self._checked(tokens[start : start + self.chunk], slot)
                 self._executor.check_weights()
-                self._read("score", part, slot)
-                logits = self._executor.logits("score", len(part))
+                self._read(function, part, slot)
+                logits = self._executor.logits(function, len(part))
             yield logits
 
     def firing(self, function: str = "decode") -> list[FiringCounts]:
