@@ -68,7 +68,7 @@ class Files:
         options = ["--context", _BATCH_CONTEXT, "--sequences", contender.sequences] if several else []
         _picompile(
             "compile", self.checkpoint(model), "-o", folder, "--target", self.target, "--quant", contender.format,
-            "--predictor", contender.predictor, "--gate", "off", "--gate-tokens", 64, "--force", *options,
+            "--predictor", contender.predictor, "--gate", "off", "--force", *options,
         )  # fmt: skip
         stamp.write_text(sources)
         return folder

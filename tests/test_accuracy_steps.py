@@ -1,6 +1,7 @@
 """Compilation with a bound on the distance from the checkpoint: what is measured, on what, and what is refused."""
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,7 @@ def test_predictors_are_to_blame(held_out: Path, tmp_path: Path) -> None:
 def test_an_artifact_with_predictors_has_both_figures(tiny_model: Path, held_out: Path, tmp_path: Path) -> None:
     """Its last streamed graph has the same masks as the artifact."""
     predictors = write_predictors(tiny_model, tmp_path / "predictors", bias=0.0)
-    options = {"predictor": "learned", "predictors": predictors, "calibration": (held_out,), "gate": None}
+    options = {"predictor": "learned", "predictors": predictors, "calibration": (held_out,), "gate": math.inf}
     hot = {0: range(0, 200, 3)}
     found = _compared(tmp_path / "artifact", tiny_model, context=64, gate_tokens=200, quant="q8", hot=hot, **options)
     weights, chosen, cache, runtime = found["lines"]
@@ -165,7 +166,7 @@ def test_thresholds_have_a_line(
 
     monkeypatch.setattr(accuracy_steps, "_variants", with_thresholds)
     predictors = write_predictors(tiny_model, tmp_path / "predictors", bias=1e4)
-    options = {"predictor": "learned", "predictors": predictors, "calibration": (held_out,), "gate": None}
+    options = {"predictor": "learned", "predictors": predictors, "calibration": (held_out,), "gate": math.inf}
     found = _compared(tmp_path / "artifact", tiny_model, context=64, gate_tokens=200, quant="q8", **options)
     weights, thresholds, chosen, *_ = found["lines"]
     assert [variant.part for variant in seen] == ["weights", "thresholds", "predictors", "kv_cache"]

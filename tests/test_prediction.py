@@ -1,9 +1,12 @@
 """Compilation with lossy predictors: where they come from, what the artifact says of them, what the gate refuses."""
 
 import json
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,12 +18,15 @@ from picompile.errors import AccuracyError, UsageError
 from picompile.frontend.checkpoint import fingerprint
 from picompile.machine import TARGETS
 from picompile.predictors import LayerPredictor, save_predictors
+from picompile.predictors.accuracy import check_artifact
+from picompile.progress import Advance, NoProgress
 from picompile_codegen.build import host_library as build
 from picompile_codegen.build import host_library as toolchain
 from picompile_codegen.build.isa import Isa
 from picompile_codegen.cpu import Kernel
 from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.predictors import PredictorKind, add_predictor_kind
+from picompile_runtime.bench.perplexity import token_losses
 from picompile_runtime.devices.machine import is_machine
 
 RANK = 7
@@ -62,7 +68,7 @@ def test_the_artifact_says_what_its_predictors_cost(tiny_model: Path, held_out: 
         predictor="learned",
         predictors=predictors,
         calibration=(held_out,),
-        gate=None,
+        gate=math.inf,
         gate_tokens=300,
     )
     compile_model(tiny_model, tmp_path / "artifact", options)
@@ -75,11 +81,56 @@ def test_the_artifact_says_what_its_predictors_cost(tiny_model: Path, held_out: 
     manifest = json.loads((tmp_path / "artifact" / "manifest.json").read_text())
     assert manifest["predictor"] == "learned"
     assert manifest["accuracy"]["relative_change"] == accuracy["relative_change"]
+    low, high = accuracy["interval"]
+    assert low < accuracy["relative_change"] < high
     with picompile_runtime.load(tmp_path / "artifact") as engine:
-        for token in (1, 2, 3):
-            engine.decode(token)
+        ids = [5, 80, 3, 41, 7]
+        masked = np.concatenate(list(engine.score(ids, masked=True)))
+        engine.reset()
+        dense = np.concatenate(list(engine.score(ids)))
+        engine.reset()
+        single = np.stack([engine.decode(token) for token in ids])
+        size = np.abs(single).max()
+        assert np.abs(masked - single).max() < 1e-4 * size, "chunks with masks leave out what decoding leaves out"
+        assert np.abs(dense - single).max() > 1e-2 * size
         assert all(0.2 < part.computed_share < 0.8 for part in engine.firing())
     assert picompile_runtime.verify(tmp_path / "artifact").predictor == "learned"
+
+
+def test_a_check_that_is_off_measures_nothing(cli: Cli, tiny_model: Path, held_out: Path, tmp_path: Path) -> None:
+    predictors = write_predictors(tiny_model, tmp_path / "predictors", bias=0.0)
+    ended = cli(
+        "compile", tiny_model, "-o", tmp_path / "artifact", "--predictor", "learned", "--predictors", predictors,
+        "--calibration", held_out, "--context", 64, "--gate", "off",
+    )  # fmt: skip
+    assert ended.code == 0
+    assert "was not measured (--gate off)" in ended.out
+    assert "accuracy" not in json.loads((tmp_path / "artifact" / "report.json").read_text())
+
+
+def test_what_would_be_refused_is_read_as_it_is_generated(tiny_model: Path, held_out: Path, tmp_path: Path) -> None:
+    predictors, titles = write_predictors(tiny_model, tmp_path / "predictors", bias=0.0), []
+
+    class Titles(NoProgress):
+        @contextmanager
+        def step(self, title: str, total: int | None = None) -> Iterator[Advance]:
+            titles.append(title)
+            yield lambda _: None
+
+    options = CompileOptions(
+        context=64, predictor="learned", predictors=predictors, calibration=(held_out,), gate=math.inf, gate_tokens=100
+    )
+    compile_model(tiny_model, tmp_path / "artifact", options, Titles())
+    whole, masked = "accuracy check, every neuron", "accuracy check, predicted neurons"
+    assert [title for title in titles if title.startswith("accuracy check")] == [whole, masked]
+    titles.clear()
+    windows = [list(range(3, 40)), list(range(50, 70))]
+    single = check_artifact(tmp_path / "artifact", windows, progress=Titles(), bound=-0.9)
+    assert titles == [whole, masked, f"{masked}, as generated"]
+    assert single.tokens == 36 + 19
+    with picompile_runtime.load(tmp_path / "artifact") as engine:
+        losses = np.concatenate([token_losses(engine, window, "tokens") for window in windows])
+    assert single.perplexity == pytest.approx(math.exp(losses.mean()))
 
 
 def test_an_accuracy_bound_that_is_not_met(cli: Cli, held_out: Path, tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
+import math
+
 import pytest
 
 from picompile.errors import UsageError
-from picompile.quantities import parse_accuracy_bound, parse_share
+from picompile.quantities import parse_accuracy_bound, parse_checked_bound, parse_share
 
 
 @pytest.mark.parametrize(
@@ -21,3 +23,8 @@ def test_the_accuracy_check_can_be_off() -> None:
     assert parse_accuracy_bound("off") is None
     assert parse_accuracy_bound("Off ") is None
     assert parse_accuracy_bound("0.5%") == pytest.approx(0.005)
+    assert parse_checked_bound("off") is None
+    assert parse_checked_bound("Report") == math.inf
+    assert parse_checked_bound("0.5%") == pytest.approx(0.005)
+    with pytest.raises(UsageError, match="--gate"):
+        parse_checked_bound("reports")

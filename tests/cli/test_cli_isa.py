@@ -9,7 +9,7 @@ import pytest
 from helpers.support import CPU_TARGET, BuildOnce, Cli, compile_for_test
 from picompile.machine import find_native_target
 from picompile_codegen.build.host_library import c_compiler
-from picompile_codegen.build.isa import ISAS
+from picompile_codegen.build.isa import BF16_BASE, ISAS
 from picompile_codegen.errors import ToolchainError
 from picompile_runtime.artifact.manifest import sealed
 
@@ -54,7 +54,8 @@ def test_files_and_manifest(cli: Cli, manifold: Path) -> None:
     assert sorted(path.name for path in (manifold / "kernels").iterdir()) == sorted(f"host.{name}.so" for name in names)
     facts = json.loads(cli("inspect", manifold, "--json").out)["code"]
     native = find_native_target()
-    used = native.isas[0] if native and native.isas[0] in names else "x86-64-v3"
+    best = BF16_BASE if native and ISAS[native.isas[0]].prompts_in_bf16 else native.isas[0] if native else ""
+    used = best if best in names else "x86-64-v3"
     assert [entry["isa"] for entry in facts if entry["used_here"]] == [used]
     text = cli("inspect", manifold).out
     assert f"{used} (used here): " in text and "aarch64-dotprod: aarch64 with asimd" in " ".join(text.split())

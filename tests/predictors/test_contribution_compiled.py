@@ -1,6 +1,7 @@
 """A compilation takes over the measure of the profile that its predictors are trained on."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ def test_recall_and_thresholds_are_by_the_measure_of_the_profile(tmp_path: Path)
     text.write_text(" ".join(f"value {n} = {n * n % 97}" for n in range(400)))
     profiling = ProfileOptions((text,), tokens=1500, samples=1500, window=64, gate=0.001, by="contribution")
     profile = profile_model(model, tmp_path / "profile", profiling)
-    options = {"predictor": "learned", "profile": profile.folder, "gate": None, "gate_tokens": 256, "context": 64}
+    options = {"predictor": "learned", "profile": profile.folder, "gate": math.inf, "gate_tokens": 256, "context": 64}
     compile_for_test(model, tmp_path / "artifact", accuracy=1.0, **options)
     report = json.loads((tmp_path / "artifact" / "report.json").read_text())
     (layer,) = report["accuracy"]["layers"]

@@ -1,6 +1,6 @@
 """Feed-forward blocks against the same block in float64, and what they count."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
@@ -207,6 +207,25 @@ def test_ffn(workbench: Workbench, name: str, kind: str, format_name: str, rows:
         example = Example(BLOCKS[name], kind, format_name, tokens, seed=rows + tokens)
         result = workbench.run(kernel, example.inputs, tokens=tokens if rows > 1 else -1)
         example.assert_output(result["y"][:tokens])
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "format_name"),
+    [("reglu", "masked", "f16"), ("opt", "part", "f16"), ("bitnet", "masked", "f16"), ("opt", "masked", "q4")],
+)
+def test_masks_of_a_chunk_in_tiles(workbench: Workbench, name: str, kind: str, format_name: str) -> None:
+    """Each token has a mask of its own."""
+    block = BLOCKS[name]
+    kernel = cpu.write_kernel(replace(spec_of(block, kind, format_name, CHUNK), in_tiles=True))
+    for tokens in (1, 8, CHUNK):
+        example, rng = Example(block, kind, format_name, tokens, seed=tokens), np.random.default_rng(tokens)
+        columns = MASK_COLUMNS if kind == "part" else block.neurons
+        mask = (rng.random((tokens, columns)) < 0.4).astype(np.uint8)
+        example.inputs["mask"] = mask
+        example.kept = mask[:, example.inputs["table"]] == 1 if kind == "part" else mask == 1
+        results = [workbench.run(kernel, example.inputs, tokens=tokens, threads=threads)["y"] for threads in (1, 3)]
+        example.assert_output(results[0][:tokens])
+        assert results[0].tobytes() == results[1].tobytes()
 
 
 @pytest.mark.parametrize("format_name", FORMATS[1:])
