@@ -24,7 +24,7 @@ _MOST_TOKENS = 2048
 
 @dataclass(frozen=True)
 class Bf16Accuracy:
-    """What prompts in bfloat16 cost: by which share they raise the perplexity of `tokens` tokens, from `text`.
+    """The cost of prompts in bfloat16: the share by which they raise the perplexity of `tokens` tokens, from `text`.
 
     `bound` is the share by which they may, None for any.
     """

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -197,7 +198,7 @@ def lossy(model: Path, folder: Path, text: Path, **changes: object) -> CompileOp
         "predictors": write_predictors(model, folder / "predictors", bias=0.0),
         "calibration": (text,),
         "hot": {0: range(1, 200, 3)},
-        "gate": None,
+        "gate": math.inf,
         "gate_tokens": 60,
     }
     return CompileOptions(**{**options, **changes})
@@ -266,8 +267,10 @@ def test_a_partition_of_the_cpu_is_judged_by_itself(
     compile_model(gpu_model, tmp_path / "both", lossy(gpu_model, tmp_path, held_out, hot_device="cpu"))
     compile_model(gpu_model, tmp_path / "host", lossy(gpu_model, tmp_path, held_out))
     found, expected = accuracy_of(tmp_path / "both"), accuracy_of(tmp_path / "host")
-    # Hot and cold parts are added in the same order on both.
-    assert found == expected
+    # Programs with an accelerator read token by token, others in chunks with masks: sums come in another order.
+    for name in ("perplexity", "dense_perplexity"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-5)
+    assert found["layers"] == expected["layers"]
 
 
 def test_a_machine_that_no_code_runs_on_is_told_first(

@@ -14,7 +14,7 @@ from tvm import tirx
 from picompile_codegen.build import isa
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.matrix import KernelMatrix
-from picompile_codegen.cpu.panels import ChunkSums, Tile, wide
+from picompile_codegen.cpu.panels import ChunkSums, RegisterTile, wide
 from picompile_codegen.cpu.quantized import (
     SCALES_TOGETHER,
     QuantizedRows,
@@ -39,9 +39,9 @@ def byte_lanes() -> int:
     return isa.current().wide_lanes if isa.current().bytes_dot == "vnni" else LANES
 
 
-def byte_tile() -> Tile:
+def byte_tile() -> RegisterTile:
     """Return the tile of products of bytes: the sums of a group, and those in float32, are in registers."""
-    return Tile(4, 3 if isa.current().bytes_dot == "vnni" else 2, byte_lanes())
+    return RegisterTile(4, 3 if isa.current().bytes_dot == "vnni" else 2, byte_lanes())
 
 
 def raw_offset(matrix: KernelMatrix) -> float:

@@ -13,7 +13,7 @@ from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.matrix import KernelMatrix
 from picompile_codegen.cpu.panels import (
     ChunkSums,
-    Tile,
+    RegisterTile,
     TokenPanels,
     float_tile,
     import_functions,
@@ -52,7 +52,7 @@ class TileProjection:
     bias: KernelTensor | None
 
     @property
-    def tile(self) -> Tile:
+    def tile(self) -> RegisterTile:
         """The outputs that a task computes for all tokens, and the tokens of a tile."""
         return float_tile() if self.matrix.scale is None else byte_tile()
 

@@ -39,7 +39,7 @@ PANEL_TOKENS = 8
 
 
 @dataclass(frozen=True)
-class Tile:
+class RegisterTile:
     """The outputs that are computed in registers at a time: `tokens` by `vectors` of `lanes`."""
 
     tokens: int
@@ -56,10 +56,10 @@ class Tile:
         return (tokens + (self.tokens - 1)) // self.tokens
 
 
-def float_tile() -> Tile:
+def float_tile() -> RegisterTile:
     """Return the tile of products of float32: its sums take three quarters of the registers."""
     chosen = isa.current()
-    return Tile(8 if chosen.registers >= 32 else 4, 3, chosen.wide_lanes)
+    return RegisterTile(8 if chosen.registers >= 32 else 4, 3, chosen.wide_lanes)
 
 
 def word_columns() -> int:
