@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from picompile.predictors.predictor_set import HeldOut, PredictorSet
 
 # Both ways read the same text, so that few tokens tell their distance well.
-_MOST_TOKENS = 2048
+_MOST_TOKENS = 1024
 
 
 @dataclass(frozen=True)

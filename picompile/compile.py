@@ -183,8 +183,9 @@ def _compile(
         artifact = write_artifact(contents, scratch / f"artifact-{attempt}", progress, previous)
         if previous is not None:
             shutil.rmtree(previous.folder)
-        is_checked = predictors is not None and config.predictor.is_checked
-        report = check_accuracy(artifact, predictors, plan, config, progress) if predictors and is_checked else None
+        report = None
+        if predictors is not None and config.predictor.is_checked:
+            report = check_accuracy(artifact, predictors, plan, config, progress)
         if predictors is None or report is None or report.met:
             break
         larger = predictors.choose_larger(report.worst_layers)
