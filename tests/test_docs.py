@@ -294,7 +294,7 @@ def test_the_site_is_built(tmp_path: Path) -> None:
     assert (tmp_path / "site" / "index.html").exists()
 
 
-OPTION = re.compile(r"(?<![\w-])(--[a-z][a-z-]+)")
+OPTION = re.compile(r"(?<![\w-])(--[a-z][a-z0-9-]+)")
 
 
 def test_options_in_the_documentation_exist() -> None:
