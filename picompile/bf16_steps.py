@@ -44,10 +44,7 @@ class Bf16Accuracy:
     @property
     def summary(self) -> str:
         """One line that says what was measured."""
-        interval = ""
-        if self.change.low is not None and self.change.high is not None:
-            interval = f" ({100 * self.change.low:+.3f} to {100 * self.change.high:+.3f} %)"
-        return f"prompts in bfloat16: perplexity {100 * self.change.value:+.3f} %{interval}, on {self.tokens} tokens"
+        return f"prompts in bfloat16: perplexity {self.change.value:+.3%}, on {self.tokens:,} tokens"
 
     def to_json(self) -> dict[str, Any]:
         """Return what the artifact's report says."""
@@ -83,10 +80,10 @@ def choose_bf16(
         progress.say(f"prompts in bfloat16 cannot be checked, so they are in float32: {error}")
         return _without_bf16(artifact), None
     measured = _measure(artifact, found, bound, config, progress)
-    progress.say(measured.summary)
     if measured.met:
         return artifact, measured
-    progress.say(f"prompts are in float32, for that is more than {100 * (bound or 0):.3g} %; --bf16 on takes it anyway")
+    most = f"more than {100 * (bound or 0):.3g} %"
+    progress.say(f"{measured.summary}; that is {most}, so they are in float32; --bf16 on takes it anyway")
     return _without_bf16(artifact), measured
 
 

@@ -55,6 +55,14 @@ EXEMPT = {
     "picompile compile SmolLM2-135M-Instruct.Q4_1.gguf -o build/smollm2 --quant q8": "needs a file of 93 MB",
     "picompile eval build/smollm2 --text tests/data/heldout.txt --window 512 -n 8192": "needs a file of 93 MB",
     "pip install 'picompile[cuda]'": "downloads packages",
+    **dict.fromkeys(
+        (
+            "python benchmarks/peers.py --work build/bench --peer-python ~/peers/bin/python --sweeps prefill --quick",
+            "python benchmarks/peers.py --work build/bench --peer-python ~/peers/bin/python --sweeps context batch --quick "
+            "--rounds 2",
+        ),
+        "needs llama.cpp and OpenVINO; tests/benchmarks/ has all of its parts",
+    ),
     "python benchmarks/peers.py --work build/bench --peer-python ~/peers/bin/python --sweeps decode prefill": (
         "takes 20 GB, the peers, and a quiet machine"
     ),

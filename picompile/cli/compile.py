@@ -314,9 +314,20 @@ def _summary(artifact: Path) -> str:
     if is_budget(manifest["quant"]) or report["rounding"]["method"] == "calibrated":
         text += f"\nmatrices: {weights_text(report['weight_formats'], report['rounding'])}"
     if accuracy := manifest.get("accuracy"):
-        change, tokens, interval = accuracy["relative_change"], accuracy["tokens"], accuracy["interval"]
-        within = "" if None in (interval or [None]) else f" ({interval[0]:+.3%} to {interval[1]:+.3%})"
-        text += f"\nperplexity {change:+.3%}{within} by its predictors, on {tokens:,} tokens of {accuracy['text']}"
+        text += f"\nperplexity {_change_text(accuracy)} by its predictors, on {_text_of(accuracy)}"
     elif not set(manifest["predictor"].split("+")) <= set(LOSSLESS):
         text += "\nwhat its predictors cost was not measured (--gate off)"
+    if (bf16 := manifest.get("bf16_accuracy")) and any("bf16" in entry["isa"] for entry in manifest["code"]):
+        text += f"\nperplexity {_change_text(bf16)} by prompts in bfloat16, on {_text_of(bf16)}"
     return text
+
+
+def _change_text(accuracy: dict[str, Any]) -> str:
+    """Return a measured change of the perplexity, with its confidence interval where there is one."""
+    interval = accuracy["interval"] or [None, None]
+    within = "" if None in interval else f" ({interval[0]:+.3%} to {interval[1]:+.3%})"
+    return f"{accuracy['relative_change']:+.3%}{within}"
+
+
+def _text_of(accuracy: dict[str, Any]) -> str:
+    return f"{accuracy['tokens']:,} tokens of {accuracy['text']}"
