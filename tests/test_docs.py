@@ -58,8 +58,8 @@ EXEMPT = {
     **dict.fromkeys(
         (
             "python benchmarks/peers.py --work build/bench --peer-python ~/peers/bin/python --sweeps prefill --quick",
-            "python benchmarks/peers.py --work build/bench --peer-python ~/peers/bin/python --sweeps context batch --quick "
-            "--rounds 2",
+            "python benchmarks/peers.py --work build/bench --peer-python ~/peers/bin/python --sweeps context batch "
+            "--quick --rounds 2",
         ),
         "needs llama.cpp and OpenVINO; tests/benchmarks/ has all of its parts",
     ),
