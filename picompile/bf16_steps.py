@@ -1,21 +1,19 @@
 """The driver's step that decides whether prompts are computed in bfloat16: by what it costs in perplexity."""
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from picompile.artifact.code import runs_here
 from picompile.artifact.writer import WrittenArtifact
 from picompile.config import CompileConfig
 from picompile.errors import UsageError
-from picompile.progress import Advance, Progress
+from picompile.progress import Progress
 
 if TYPE_CHECKING:
-    from picompile.intervals import Estimate
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from picompile.predictors.accuracy import AccuracyResult
     from picompile.predictors.predictor_set import HeldOut, PredictorSet
 
 # Both ways read the same text, so that few tokens tell their distance well.
@@ -24,37 +22,34 @@ _MOST_TOKENS = 1024
 
 @dataclass(frozen=True)
 class Bf16Accuracy:
-    """The cost of prompts in bfloat16: the share by which they raise the perplexity of `tokens` tokens, from `text`.
+    """The cost of prompts in bfloat16: `result`, whose dense perplexity is that in float32, on text from `text`.
 
-    `bound` is the share by which they may, None for any.
+    `bound` is the share by which they may raise the perplexity, None for any.
     """
 
-    change: "Estimate"
-    perplexity: float
-    float32_perplexity: float
-    tokens: int
+    result: "AccuracyResult"
     text: str
     bound: float | None
 
     @property
     def met(self) -> bool:
         """Whether the change is within the bound."""
-        return self.bound is None or self.change.value <= self.bound
+        return self.bound is None or self.result.relative_change <= self.bound
 
     @property
     def summary(self) -> str:
         """One line that says what was measured."""
-        return f"prompts in bfloat16: perplexity {self.change.value:+.3%}, on {self.tokens:,} tokens"
+        return f"prompts in bfloat16: perplexity {self.result.relative_change:+.3%}, on {self.result.tokens:,} tokens"
 
     def to_json(self) -> dict[str, Any]:
         """Return what the artifact's report says."""
         return {
             "bound": self.bound,
-            "relative_change": self.change.value,
-            "interval": [self.change.low, self.change.high],
-            "perplexity": self.perplexity,
-            "float32_perplexity": self.float32_perplexity,
-            "tokens": self.tokens,
+            "relative_change": self.result.relative_change,
+            "interval": self.result.interval,
+            "perplexity": self.result.perplexity,
+            "float32_perplexity": self.result.dense_perplexity,
+            "tokens": self.result.tokens,
             "text": self.text,
         }
 
@@ -99,38 +94,21 @@ def _held_out(artifact: WrittenArtifact, predictors: "PredictorSet | None", conf
 def _measure(
     artifact: WrittenArtifact, found: "HeldOut", bound: float | None, config: CompileConfig, progress: Progress
 ) -> Bf16Accuracy:
-    from picompile.intervals import block_size, estimate_mean, token_blocks
-    from picompile.predictors.accuracy import first_windows
+    from picompile.predictors.accuracy import compare_readings, first_windows, read_windows
+    from picompile_runtime import load
 
     tokens = min(config.predictor.check_tokens, _MOST_TOKENS)
     windows = first_windows(found.windows, tokens, config.context + 1)
-    names = [
-        next(each.isa.name for each in artifact.contents.code if each.isa.prompts_in_bf16 == is_bf16)
-        for is_bf16 in (True, False)
-    ]
     lengths = [len(window) - 1 for window in windows]
-    total = sum(lengths)
-    with progress.step("prompts in bfloat16", 2 * total) as advance:
-        losses = [_losses(artifact, name, windows, advance) for name in names]
-    blocks = token_blocks(lengths, block_size(lengths))
-    change = estimate_mean(losses[0] - losses[1], blocks).map(math.expm1)
-    perplexities = [float(np.exp(each.mean())) for each in losses]
-    return Bf16Accuracy(change, perplexities[0], perplexities[1], total, found.source, bound)
+    with progress.step("prompts in bfloat16", 2 * sum(lengths)) as advance:
 
+        def read(in_bf16: bool) -> "NDArray[np.float64]":
+            code = next(each for each in artifact.contents.code if each.isa.prompts_in_bf16 == in_bf16)
+            with load(artifact.folder, isa=code.isa.name) as engine:
+                return read_windows(engine, windows, "chunks", advance)
 
-def _losses(
-    artifact: WrittenArtifact, isa: str, windows: Sequence[Sequence[int]], advance: Advance
-) -> NDArray[np.float64]:
-    """Return the negative log-likelihood of each predicted token, float64 [tokens], as read with the code for `isa`."""
-    from picompile_runtime import load
-    from picompile_runtime.bench.perplexity import token_losses
-
-    found = []
-    with load(artifact.folder, isa=isa) as engine:
-        for window in windows:
-            found.append(token_losses(engine, window))
-            advance(len(window) - 1)
-    return np.concatenate(found)
+        result = compare_readings(read(in_bf16=False), read(in_bf16=True), lengths)
+    return Bf16Accuracy(result, found.source, bound)
 
 
 def _without_bf16(artifact: WrittenArtifact) -> WrittenArtifact:

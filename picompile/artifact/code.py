@@ -62,8 +62,7 @@ def runs_here(code: Sequence[Code]) -> bool:
 
 
 def native_code(file: str) -> Code:
-    """Return the best code for this machine, without bfloat16, to be put into `file`. Raise `MachineError` if there is
-    none."""
+    """Return the best code for this machine but for bfloat16, to be put into `file`. Raise `MachineError` for none."""
     from picompile_codegen.build.isa import BF16_BASE, ISAS
 
     isa = ISAS[native_target().isas[0]]

@@ -14,12 +14,13 @@ from torch.fx import GraphModule, Node
 
 from picompile.intervals import Estimate, block_size, estimate_mean, token_blocks
 from picompile.predictors.firing import FiringRule
-from picompile.progress import NoProgress, Progress
+from picompile.progress import Advance, NoProgress, Progress
 from picompile.streaming import stream_windows
 from picompile_passes.dialect.ops import kept_outputs, neuron_outputs, neuron_rms
 from picompile_passes.graph.materialize import WeightSource, evaluate_constant
 from picompile_passes.graph.nodes import arguments, calls, is_call
 from picompile_passes.graph.operands import DIVIDE_BY_RMS, NEURON_LIMITS, SPARSE_FFN
+from picompile_runtime import Engine
 from picompile_runtime.bench.perplexity import Perplexity, Reading, token_losses
 
 # The layers that are named make this share of the missed energy.
@@ -213,6 +214,11 @@ class AccuracyResult:
     change: Estimate | None = None
 
     @property
+    def interval(self) -> list[float | None] | None:
+        """The two ends of the change's 95 % confidence interval, None where there is none."""
+        return None if self.change is None else [self.change.low, self.change.high]
+
+    @property
     def relative_change(self) -> float:
         """How far the predictors raise the perplexity; negative where they lower it."""
         return self.perplexity / self.dense_perplexity - 1
@@ -259,7 +265,7 @@ class AccuracyReport:
             "dense_perplexity": self.result.dense_perplexity,
             "perplexity": self.result.perplexity,
             "relative_change": self.result.relative_change,
-            "interval": None if self.result.change is None else [self.result.change.low, self.result.change.high],
+            "interval": self.result.interval,
             "tokens": self.result.tokens,
             "text": self.text,
             "layers": [asdict(layer) for layer in self.layers],
@@ -285,27 +291,33 @@ def check_artifact(
 
     progress = progress or NoProgress()
     lengths = [len(window) - 1 for window in windows]
-    blocks = token_blocks(lengths, block_size(lengths))
     with load(artifact, threads) as engine:
 
         def read(title: str, reading: Reading) -> NDArray[np.float64]:
-            losses = []
             with progress.step(f"accuracy check, {title}", sum(lengths)) as advance:
-                for window in windows:
-                    losses.append(token_losses(engine, window, reading))
-                    advance(len(window) - 1)
-            return np.concatenate(losses)
+                return read_windows(engine, windows, reading, advance)
 
         dense = read("every neuron", "chunks")
         if engine.scores_masked:
-            result = _compare(dense, read("predicted neurons", "masked chunks"), blocks)
+            result = compare_readings(dense, read("predicted neurons", "masked chunks"), lengths)
             if bound is None or result.relative_change <= bound:
                 return result
-        return _compare(dense, read("predicted neurons, as generated", "tokens"), blocks)
+        return compare_readings(dense, read("predicted neurons, as generated", "tokens"), lengths)
 
 
-def _compare(dense: NDArray[np.float64], predicted: NDArray[np.float64], blocks: NDArray[np.int64]) -> AccuracyResult:
-    """Return the result of a check, given each token's loss both ways."""
-    perplexities = [Perplexity(float(losses.sum()), len(losses)).perplexity for losses in (dense, predicted)]
-    change = estimate_mean(predicted - dense, blocks).map(math.expm1)
+def read_windows(
+    engine: Engine, windows: Sequence[Sequence[int]], reading: Reading, advance: Advance
+) -> NDArray[np.float64]:
+    """Return each predicted token's loss in nats, float64 [tokens of all windows]; `advance` counts them."""
+    losses = []
+    for window in windows:
+        losses.append(token_losses(engine, window, reading))
+        advance(len(window) - 1)
+    return np.concatenate(losses)
+
+
+def compare_readings(dense: NDArray[np.float64], other: NDArray[np.float64], lengths: Sequence[int]) -> AccuracyResult:
+    """Return the perplexities of two readings of windows of so many predicted tokens, given each token's loss."""
+    perplexities = [Perplexity(float(losses.sum()), len(losses)).perplexity for losses in (dense, other)]
+    change = estimate_mean(other - dense, token_blocks(lengths, block_size(lengths))).map(math.expm1)
     return AccuracyResult(perplexities[0], perplexities[1], len(dense), change)

@@ -76,7 +76,7 @@ ISAS: dict[str, Isa] = {
     )
 }  # fmt: skip
 DEFAULT_ISA = "x86-64-v3"
-# What has all of x86-64-v4-bf16 but its bfloat16.
+# The instruction set that has all of x86-64-v4-bf16 but its bfloat16.
 BF16_BASE = "x86-64-v4-vnni"
 
 _current: ContextVar[Isa] = ContextVar("isa", default=ISAS[DEFAULT_ISA])

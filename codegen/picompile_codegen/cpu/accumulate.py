@@ -43,7 +43,7 @@ from picompile_passes.weight_formats import GROUP
 _BLOCK_GROUPS = 3
 _BLOCK_COLUMNS = _BLOCK_GROUPS * GROUP
 _SLICE_ROWS = 256
-# Groups of 32 rows that are kept as bytes at a time: as much memory as float32 takes for a quarter of them.
+# Groups of 32 rows that are kept as bytes at a time: 96 KiB as well.
 _SLICE_GROUPS = 32
 
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
-from picompile_codegen.build import isa
 from picompile_codegen.cpu.attention_work import LOWEST, adjusted, lanes_below
 from picompile_codegen.cpu.cache import CachedHead
+from picompile_codegen.cpu.panels import float_tile
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, maximum, minimum, select
 from picompile_codegen.cpu.vector import (
     LANES,
@@ -33,14 +33,9 @@ _MOST_QUERIES = 64
 _KEYS = 48
 
 
-def _tile_queries() -> int:
-    """Return the queries of a tile: with 3 vectors of sums for each, these take three quarters of the registers."""
-    return 8 if isa.current().registers >= 32 else 4
-
-
 def queries_of_task(rows: int, group: int) -> int:
     """Return how many queries a task takes of a chunk of `rows` tokens: a multiple of a tile."""
-    return min(_MOST_QUERIES, -(-rows * group // _tile_queries()) * _tile_queries())
+    return min(_MOST_QUERIES, -(-rows * group // float_tile().tokens) * float_tile().tokens)
 
 
 @dataclass(frozen=True)
@@ -92,7 +87,7 @@ class ChunkQueries:
     @property
     def tiles(self) -> Expr:
         """Tiles that hold all queries that count."""
-        return bind((self.count + (_tile_queries() - 1)) // _tile_queries())
+        return bind((self.count + (float_tile().tokens - 1)) // float_tile().tokens)
 
 
 def attend_queries(queries: ChunkQueries, keys: CachedHead, values: CachedHead, group: int) -> None:
@@ -107,10 +102,10 @@ def attend_queries(queries: ChunkQueries, keys: CachedHead, values: CachedHead, 
         _read_keys(keys, begin, count, key_columns)
         _read_values(values, begin, count, value_rows)
         # Queries of tokens before this block see nothing of it.
-        blind = bind(maximum((begin - queries.lasts[0] - 1) * group + 1, 0) // _tile_queries())
+        blind = bind(maximum((begin - queries.lasts[0] - 1) * group + 1, 0) // float_tile().tokens)
         tiles = (blind, queries.tiles)
         _multiply(_Product(queries.q, key_columns, scores, None), tiles, head_dim, _KEYS)
-        with loop(blind * _tile_queries(), queries.count) as i:
+        with loop(blind * float_tile().tokens, queries.count) as i:
             _update_softmax(queries, scores, i, begin)
         _multiply(_Product(scores, value_rows, queries.outputs, queries.rescale), tiles, count, width)
 
@@ -148,7 +143,8 @@ class _Product:
 
 def _multiply(product: _Product, tiles: tuple[Expr, Expr], depth: Expr, width: int) -> None:
     """A few rows by three vectors at a time, for the tiles of rows from the first of `tiles` up to the second."""
-    count, widest = _tile_queries(), isa.current().wide_lanes
+    shape = float_tile()
+    count, widest = shape.tokens, shape.lanes
 
     def columns(first: Expr, size: int, lanes: int) -> None:
         with loop(*tiles) as tile:
@@ -169,12 +165,12 @@ def _multiply(product: _Product, tiles: tuple[Expr, Expr], depth: Expr, width: i
             for i, c, place in places:
                 product.out[rows[i], at(first + c, lanes)] = sums[place, whole]
 
-    full, rest = divmod(width, 3 * widest)
+    full, rest = divmod(width, shape.outputs)
     if full:
         with loop(0, full) as index:
-            columns(index * 3 * widest, 3 * widest, widest)
+            columns(index * shape.outputs, shape.outputs, widest)
     if rest >= widest:
-        columns(full * 3 * widest, rest // widest * widest, widest)
+        columns(full * shape.outputs, rest // widest * widest, widest)
     if rest % widest:
         columns(width - rest % widest, rest % widest, LANES)
 

@@ -11,7 +11,7 @@ from picompile_codegen.cpu.tensor import Expr, bind
 
 LANES = 16
 
-# What `KernelFunction.import_llvm` takes.
+# LLVM functions for `KernelFunction.import_llvm`.
 FUNCTIONS = """
 declare <16 x float> @llvm.x86.avx512bf16.dpbf16ps.512(<16 x float>, <32 x bfloat>, <32 x bfloat>)
 declare <32 x bfloat> @llvm.x86.avx512bf16.cvtne2ps2bf16.512(<16 x float>, <16 x float>)

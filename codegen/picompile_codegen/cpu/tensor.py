@@ -155,13 +155,3 @@ def maximum(a: Expr, b: Expr) -> Expr:
 def select(condition: Expr, if_true: Expr, if_false: Expr) -> Expr:
     """One of two values, lane by lane. Both are computed: there is no branch."""
     return tirx.Select(condition, if_true, if_false)
-
-
-@contextmanager
-def token_tiles(tokens: Expr, together: int) -> Iterator[list[Expr]]:
-    """`with token_tiles(n, 4) as tile:` for every four of n tokens.
-
-    In the last tile the last token stands in for those past the end, and is computed again.
-    """
-    with loop(0, (tokens + (together - 1)) // together) as tile:
-        yield [bind(minimum(tile * together + i, tokens - 1)) for i in range(together)]

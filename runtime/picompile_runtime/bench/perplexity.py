@@ -15,7 +15,7 @@ from picompile_runtime.errors import KernelError, RequestError
 from picompile_runtime.request_checks import shown, token_ids
 from picompile_runtime.sampling.sampler import Logits
 
-# How a text is read: see `token_losses`.
+# The ways to read a text: see `token_losses`.
 Reading = Literal["chunks", "masked chunks", "tokens"]
 
 
