@@ -221,7 +221,7 @@ def test_processes_that_crash_or_hang(gpu_pack: Path, tmp_path: Path, monkeypatc
     ]
     assert all("Fatal Python error: Aborted" in row["traceback"] for row in rows)
     # Those that have no time left say nothing.
-    assert _rows(gpu_pack, libraries["pause"], tmp_path, ["norm", "leading"], seconds=0.5) == []
+    assert _rows(gpu_pack, libraries["pause"], tmp_path, ["norm", "leading"], seconds=0.1) == []
     monkeypatch.setattr(_gpu_units, "_START_S", -59.5)
     (row,) = _rows(gpu_pack, libraries["pause"], tmp_path, ["norm"])
     assert (row["is_right"], row["reason"]) == (False, "nothing came within 0 s")

@@ -23,7 +23,7 @@ __all__ = ["fake_cuda", "fake_library", "gpu", "gpu_artifact", "gpu_kernels", "g
 # The same schedule on two partitions of the CPU: the plan is the GPU's, and what it comes to can be run.
 FOR_4090 = ("--target", "4090", "--hot-device", "cpu", "--quant", "f16", "--context", "32")
 # A host so slow that the GPU is worth it for a tiny model, and a GPU so small that not all of it fits.
-SMALL = ("--vram-budget", "600kB", "--host-bandwidth", "0.02")
+SMALL = ("--vram-budget", "800kB", "--host-bandwidth", "0.02")
 IDS = "1,15,7,200,31"
 
 
