@@ -171,8 +171,8 @@ def _add_eight(rows: SomeRows, first: Expr, count: int, witnesses: list[Expr]) -
     """Add `count` groups, at most eight."""
     matrix = rows.matrix
     matrix.fetch_eight(rows.ahead, first, count)
-    scales = [matrix.eight_scales(number, first) for number in rows.numbers]
-    zeros = [matrix.eight_zeros(number, first) for number in rows.numbers] if matrix.has_zeros else None
+    scales = [matrix.scales_from(number, first) for number in rows.numbers]
+    zeros = [matrix.zeros_from(number, first) for number in rows.numbers] if matrix.has_zeros else None
     factors = [
         _factor_bytes(
             matrix, [bind(s * splat(factor)) for s, factor in zip(scales, of_index, strict=True)], zeros, witness

@@ -154,11 +154,11 @@ def _lay_out(matrix: KernelMatrix, numbers: list[Expr], block: ByteBlock, vector
                 block.weights[(first + number) * QUADS + i, vector] = value
     with loop(0, padded_groups(matrix.groups) // SCALES_TOGETHER) as eight:
         first = bind(eight * SCALES_TOGETHER)
-        scales = _by_group(lambda number: matrix.eight_scales(number, first), numbers)
+        scales = _by_group(lambda number: matrix.scales_from(number, first), numbers)
         for i, scale in enumerate(scales):
             block.scales[first + i, vector] = scale
         if block.zeros is not None:
-            zeros = _by_group(lambda number: matrix.eight_zeros(number, first), numbers)
+            zeros = _by_group(lambda number: matrix.zeros_from(number, first), numbers)
             for i, (zero, scale) in enumerate(zip(zeros, scales, strict=True)):
                 block.zeros[first + i, vector] = zero * scale
 

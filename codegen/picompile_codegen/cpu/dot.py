@@ -14,18 +14,19 @@ from itertools import cycle
 
 from tvm import tirx
 
+from picompile_codegen.build import isa
 from picompile_codegen.cpu.matrix import HIGH_GROUPS, KernelMatrix, each_group
 from picompile_codegen.cpu.quantized import (
-    BYTES,
-    SCALES_TOGETHER,
+    BYTES_OF_LANE,
     QuantizedVector,
     dot_pair,
     dot_signed,
     quantize_vector,
     split_codes,
+    wide_groups,
 )
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop
-from picompile_codegen.cpu.vector import LANES, at, fma, lane, load, to_floats, total, zero_vectors
+from picompile_codegen.cpu.vector import LANES, add_halves, at, fma, load, repeat, to_floats, total, zero_vectors
 from picompile_passes.weight_formats import GROUP
 
 # A multiply-add takes four cycles and two can start in each; four chains are enough while memory is what is waited for.
@@ -53,18 +54,46 @@ def dot(matrix: KernelMatrix, number: Expr, vector: Vector, ahead: Sequence[Expr
 
 def dots(matrix: KernelMatrix, number: Expr, vectors: Sequence[Vector], ahead: Sequence[Expr] = ()) -> list[Expr]:
     """Return the product of row `number` of `matrix` with each of `vectors`, as `dot` does, to the same bits."""
-    sums = zero_vectors(_CHAINS * len(vectors))
+    sums = _Sums.zeros(matrix.groups, len(vectors))
     quantized = [vector.quantized for vector in vectors if vector.quantized is not None]
     if quantized:
         _ByteProducts(sums, matrix, number, quantized).add(ahead)
     else:
         _add_floats(sums, matrix, number, vectors, ahead)
-    return [_total(sums, _CHAINS * i) for i in range(len(vectors))]
+    return [sums.total(i) for i in range(len(vectors))]
 
 
-def _total(sums: KernelTensor, first: int) -> Expr:
-    a, b, c, d = (sums[first + chain, at(0)] for chain in range(_CHAINS))
-    return total((a + b) + (c + d))
+@dataclass(frozen=True)
+class _Sums:
+    """Sums of products with some vectors, `_CHAINS` for each, in vectors of so many lanes: float32 [sums, lanes].
+
+    A row's first groups are added up in the widest vectors, if these have more than eight lanes, and the rest in eight.
+    """
+
+    by_lanes: dict[int, KernelTensor]
+
+    @classmethod
+    def zeros(cls, groups: int, vectors: int) -> "_Sums":
+        """Return sums of 0 for a row of so many groups."""
+        wide = wide_groups(groups)
+        lanes = ([isa.current().wide_lanes] if wide else []) + ([LANES] if wide < groups else [])
+        return cls({count: zero_vectors(_CHAINS * vectors, count) for count in lanes})
+
+    def add(self, vector: int, chain: int, a: Expr, b: Expr, lanes: int) -> None:
+        """Add a · b, lane by lane, to a chain of sums of a vector."""
+        sums, index = self.by_lanes[lanes], vector * _CHAINS + chain % _CHAINS
+        sums[index, at(0, lanes)] = fma(a, b, sums[index, at(0, lanes)], lanes)
+
+    def total(self, vector: int) -> Expr:
+        """Add up the sums of a vector."""
+        parts = []
+        for lanes, sums in self.by_lanes.items():
+            a, b, c, d = (sums[vector * _CHAINS + chain, at(0, lanes)] for chain in range(_CHAINS))
+            parts.append(((a + b) + (c + d), lanes))
+        (value, lanes), *rest = parts
+        while lanes > LANES:
+            value, lanes = add_halves(value, lanes), lanes // 2
+        return total(sum((part for part, _ in rest), value))
 
 
 def biased(product: Expr, bias: KernelTensor | None, row: Expr) -> Expr:
@@ -73,90 +102,109 @@ def biased(product: Expr, bias: KernelTensor | None, row: Expr) -> Expr:
 
 
 def _add_floats(
-    sums: KernelTensor, matrix: KernelMatrix, number: Expr, vectors: Sequence[Vector], ahead: Sequence[Expr]
+    sums: _Sums, matrix: KernelMatrix, number: Expr, vectors: Sequence[Vector], ahead: Sequence[Expr]
 ) -> None:
-    row, chains, lines = matrix.row(number), cycle(range(_CHAINS)), cycle(range(matrix.groups_per_line))
+    chains, lines = cycle(range(_CHAINS)), cycle(range(matrix.groups_per_line))
 
-    def add_group(group: Expr, lane_counts: tuple[int, ...]) -> None:
+    def add_vector(start: Expr, valid: int, lanes: int) -> None:
+        raw, chain = bind(to_floats(matrix.data[number, at(start, lanes)], lanes)), next(chains)
+        for place, vector in enumerate(vectors):
+            whole = valid == lanes
+            columns = at(start, lanes)
+            value = vector.x[vector.row, columns] if whole else load(vector.x, vector.row, start, valid=valid)
+            sums.add(place, chain, raw, bind(value), lanes)
+
+    def add_group(group: Expr, lane_counts: tuple[int, ...], lanes: int) -> None:
         if next(lines) == 0:
             for other in ahead:
                 matrix.fetch(other, group // matrix.groups_per_line)
-        for i, (raw, valid) in enumerate(zip(row.group(group).raw, lane_counts, strict=False)):
-            chain = next(chains)
-            for place, vector in enumerate(vectors):
-                value = bind(load(vector.x, vector.row, group * GROUP + i * LANES, valid=valid))
-                _add(sums, place * _CHAINS + chain, raw, value)
+        valid = (min(lanes, sum(lane_counts) - i) for i in range(0, sum(lane_counts), lanes))
+        for i, count in enumerate(valid):
+            add_vector(group * GROUP + i * lanes, count, lanes)
 
-    each_group(matrix.columns, add_group, unroll=matrix.groups_per_line)
-
-
-def _add(sums: KernelTensor, chain: int, a: Expr, b: Expr) -> None:
-    sums[chain, at(0)] = fma(a, b, sums[chain, at(0)])
+    wide = wide_groups(matrix.groups)
+    # As many groups as give each chain something, and begin with a line.
+    unroll = max(matrix.groups_per_line, _CHAINS * isa.current().wide_lanes // GROUP)
+    if wide:
+        each_group(wide * GROUP, lambda group, counts: add_group(group, counts, isa.current().wide_lanes), unroll)
+    each_group(matrix.columns, lambda group, counts: add_group(group, counts, LANES), matrix.groups_per_line, wide)
 
 
 @dataclass(frozen=True)
 class _ByteProducts:
-    """The products of row `number` of `matrix` with `vectors` in bytes, which are added to `sums`, _CHAINS for each."""
+    """The products of row `number` of `matrix` with `vectors` in bytes, which are added to `sums`."""
 
-    sums: KernelTensor
+    sums: _Sums
     matrix: KernelMatrix
     number: Expr
     vectors: Sequence[QuantizedVector]
 
     def add(self, ahead: Sequence[Expr]) -> None:
-        """Add the whole row, eight groups at a time, so that eight scales are converted and multiplied at once."""
-        matrix = self.matrix
-        full, rest = divmod(matrix.groups, SCALES_TOGETHER)
-        if full:
-            with loop(0, full) as index:
-                self._add_eight(bind(index * SCALES_TOGETHER), SCALES_TOGETHER, ahead)
-        if rest:
-            self._add_eight(full * SCALES_TOGETHER, rest, ahead)
+        """Add the whole row, as many groups at a time as a vector has lanes: their scales are multiplied at once."""
+        matrix, first = self.matrix, 0
+        for lanes in self.sums.by_lanes:
+            full = (matrix.groups - first) // lanes
+            if full:
+                with loop(first // lanes, first // lanes + full) as index:
+                    self._add_groups(bind(index * lanes), lanes, lanes, ahead)
+            first += full * lanes
+        if first < matrix.groups:
+            self._add_groups(first, matrix.groups - first, LANES, ahead)
         for line in matrix.scale_lines:
             for other in ahead:
                 matrix.fetch(other, line)
 
-    def _add_eight(self, first: Expr, count: int, ahead: Sequence[Expr]) -> None:
+    def _add_groups(self, first: Expr, count: int, lanes: int, ahead: Sequence[Expr]) -> None:
+        """Add `count` groups from `first` on, at most `lanes`."""
         matrix = self.matrix
-        of_row = matrix.eight_scales(self.number, first)
-        of_offsets = bind(of_row * matrix.eight_zeros(self.number, first)) if matrix.has_zeros else of_row
+        of_row = matrix.scales_from(self.number, first, lanes)
+        of_offsets = bind(of_row * matrix.zeros_from(self.number, first, lanes)) if matrix.has_zeros else of_row
         scales = []
         for place, vector in enumerate(self.vectors):
             if vector.offsets is not None:
-                _add(self.sums, place * _CHAINS, of_offsets, vector.offsets[vector.row, at(first)])
-            scales.append(bind(of_row * vector.scales[vector.row, at(first)]))
+                self.sums.add(place, 0, of_offsets, vector.offsets[vector.row, at(first, lanes)], lanes)
+            scales.append(bind(of_row * vector.scales[vector.row, at(first, lanes)]))
         matrix.fetch_eight(ahead, first, count)
-        add = self._add_pairs if matrix.has_nibbles else self._add_groups
-        add(first, count, scales)
+        add = self._add_nibbles if matrix.has_nibbles else self._add_bytes
+        add(first, count, scales, lanes)
 
-    def _add_groups(self, first: Expr, count: int, scales: list[Expr]) -> None:
+    def _add_bytes(self, first: Expr, count: int, scales: list[Expr], lanes: int) -> None:
         """Add `count` groups of bytes, given each vector's scales."""
-        for i in range(count):
-            columns = at((first + i) * GROUP, GROUP)
+        together = BYTES_OF_LANE * lanes // GROUP
+        for chain, i in enumerate(range(0, count, together)):
+            columns = at((first + i) * GROUP, together * GROUP)
             weights = bind(self.matrix.data[self.number, columns])
             for place, vector in enumerate(self.vectors):
-                products = dot_signed(weights, bind(vector.bytes[vector.row, columns]))
-                _add(self.sums, place * _CHAINS + i % _CHAINS, to_floats(products), lane(scales[place], i))
+                products = dot_signed(weights, bind(vector.bytes[vector.row, columns]), lanes=lanes)
+                scale = _repeat_scales(scales[place], i, together, lanes)
+                self.sums.add(place, chain, to_floats(products, lanes), scale, lanes)
 
-    def _add_pairs(self, first: Expr, count: int, scales: list[Expr]) -> None:
-        """Add `count` groups of halves of bytes, two at a time: one of each pair in each half of a vector.
+    def _add_nibbles(self, first: Expr, count: int, scales: list[Expr], lanes: int) -> None:
+        """Add `count` groups of halves of bytes, two or four at a time: a part of a vector for each.
 
-        Where the second does not exist, what follows in the row is in its place, and zeros in that of the activations.
+        Where the last does not exist, what follows in the row is in its place, and zeros in that of the activations.
         """
-        matrix, plane = self.matrix, None
-        for i in range(0, count, 2):
-            start = (first + i) * GROUP
-            raw = matrix.data[self.number, at((first + i) * matrix.group_elements, BYTES)]
+        matrix, plane, together = self.matrix, None, 2 * BYTES_OF_LANE * lanes // GROUP
+        for chain, i in enumerate(range(0, count, together)):
+            start, width = (first + i) * GROUP, BYTES_OF_LANE * lanes
+            raw = matrix.data[self.number, at((first + i) * matrix.group_elements, width)]
             if matrix.form.has_planes and i % HIGH_GROUPS == 0:
-                plane = _words(matrix.high_bits(self.number, first + i))
-            low, high = split_codes(_words(raw), plane, i % HIGH_GROUPS * 2)
-            lanes = [i + lane // (LANES // 2) for lane in range(LANES)]
+                plane = _words(matrix.high_bits(self.number, first + i), LANES)
+                if together == HIGH_GROUPS:
+                    halves = [plane, bind(plane >> tirx.Broadcast(tirx.IntImm("uint32", 4), LANES))]
+                    plane = bind(tirx.Shuffle(halves, list(range(lanes))))
+            low, high = split_codes(_words(raw, lanes), plane, i % HIGH_GROUPS * 2, lanes)
             for place, vector in enumerate(self.vectors):
-                values = [bind(vector.bytes[vector.row, at(start + half, BYTES)]) for half in (0, BYTES)]
-                both = bind(tirx.Shuffle([scales[place]], lanes))
-                _add(self.sums, place * _CHAINS + i // 2 % _CHAINS, to_floats(dot_pair(low, high, values)), both)
+                values = [bind(vector.bytes[vector.row, at(start + half, width)]) for half in (0, width)]
+                products = to_floats(dot_pair(low, high, values, lanes), lanes)
+                self.sums.add(place, chain, products, _repeat_scales(scales[place], i, together, lanes), lanes)
 
 
-def _words(values: Expr) -> Expr:
-    """uint8x32 as uint32x8."""
-    return bind(tirx.reinterpret(f"uint32x{LANES}", bind(values)))
+def _repeat_scales(scales: Expr, first: int, groups: int, lanes: int) -> Expr:
+    """Return the scales of `groups` groups from number `first` on, each in as many lanes as the group's products."""
+    return bind(repeat(scales, [first + lane * groups // lanes for lane in range(lanes)]))
+
+
+def _words(values: Expr, lanes: int) -> Expr:
+    """Bytes, four for each lane, as uint32."""
+    return bind(tirx.reinterpret(f"uint32x{lanes}", bind(values)))

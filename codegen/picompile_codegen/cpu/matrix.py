@@ -170,14 +170,17 @@ class KernelMatrix(MatrixTensors):
         """Begin to read `groups` groups of a row; the first is a multiple of 8, or of 4 if `groups` is 4."""
         return self._row(number, first, groups, None)
 
-    def eight_scales(self, number: Expr, first: Expr) -> Expr:
-        """Return the scales of groups `first` … `first` + 7 of a row, as float32; zeros past the last group."""
-        start = first + self.form.scale_offset_bytes(self.columns) // 2
-        return bind(to_floats(self.scale[number, at(start)]))  # type: ignore[index]
+    def scales_from(self, number: Expr, first: Expr, lanes: int = LANES) -> Expr:
+        """Return the scales of `lanes` groups of a row from `first` on, as float32.
 
-    def eight_zeros(self, number: Expr, first: Expr) -> Expr:
-        """Return the bytes of the zeros of groups `first` … `first` + 7 of a row, as float32."""
-        return bind(self._zeros(number, first, LANES))
+        Of eight, a few may be past the last group: zeros.
+        """
+        start = first + self.form.scale_offset_bytes(self.columns) // 2
+        return bind(to_floats(self.scale[number, at(start, lanes)], lanes))  # type: ignore[index]
+
+    def zeros_from(self, number: Expr, first: Expr, lanes: int = LANES) -> Expr:
+        """Return the bytes of the zeros of `lanes` groups of a row from `first` on, as float32."""
+        return bind(self._zeros(number, first, lanes))
 
     def high_bits(self, number: Expr, group: Expr) -> Expr:
         """Return the high bits of group `group`, a multiple of HIGH_GROUPS, and of those behind it: uint8x32."""
@@ -303,14 +306,17 @@ def lane_counts(columns: int) -> tuple[int, ...]:
     return tuple(min(LANES, columns - start) for start in range(0, columns, LANES))
 
 
-def each_group(columns: int, body: Callable[[Expr, tuple[int, ...]], None], unroll: int = 1) -> None:
-    """Run `body(group, lane counts)` for each group of a row of `columns`; only the last can be less than full."""
+def each_group(columns: int, body: Callable[[Expr, tuple[int, ...]], None], unroll: int = 1, first: int = 0) -> None:
+    """Run `body(group, lane counts)` for each group of a row of `columns`, from `first` on, a multiple of `unroll`.
+
+    Only the last can be less than full.
+    """
     full, rest = divmod(columns, GROUP)
-    if full >= unroll:
-        with loop(0, full // unroll) as index:
+    if full - first >= unroll:
+        with loop(first // unroll, full // unroll) as index:
             for i in range(unroll):
                 body(index * unroll + i, lane_counts(GROUP))
-    for group in range(full - full % unroll, full):
+    for group in range(max(first, full - full % unroll), full):
         body(group, lane_counts(GROUP))
     if rest:
         body(full, lane_counts(rest))

@@ -22,41 +22,50 @@ from picompile_passes.weight_formats import GROUP
 # exact sums of 32 bits. Instruction sets differ most in the instruction for that, see `isa.Isa.bytes_dot`.
 
 
-BYTES = 4 * LANES
+BYTES_OF_LANE = 4
+BYTES = BYTES_OF_LANE * LANES
 SUMS = f"int32x{LANES}"
 
 
 def dot_unsigned(small: Expr, signed: Expr, start: Expr | None = None, lanes: int = LANES) -> Expr:
     """start + Σ of fours of small · signed: uint8 up to 128 times int8, four for each lane, give int32 of each lane.
 
-    Two products together must fit 16 bits, hence the limit: 2 · 128 · 127 does. Only VNNI has more than eight lanes.
+    Two products together must fit 16 bits, hence the limit: 2 · 128 · 127 does.
     """
     match isa.current().bytes_dot:
         case "vnni":
             start = splat_int(0, lanes) if start is None else start
             return bind(intrinsic(f"int32x{lanes}", f"llvm.x86.avx512.vpdpbusd.{32 * lanes}", start, small, signed))
         case "maddubs":
-            sums = add_neighbours(multiply_pairs(small, signed))
+            sums = add_neighbours(multiply_pairs(small, signed, lanes), lanes)
             return bind(sums if start is None else sums + start)
         case _:
             return _sdot(tirx.reinterpret(f"int8x{BYTES}", small), signed, start)
 
 
-def multiply_pairs(small: Expr, signed: Expr) -> Expr:
-    """Σ of pairs of small · signed, as AVX2 multiplies: uint8x32 times int8x32 gives int16x16."""
-    return bind(intrinsic("int16x16", "llvm.x86.avx2.pmadd.ub.sw", small, signed))
+def multiply_pairs(small: Expr, signed: Expr, lanes: int = LANES) -> Expr:
+    """Σ of pairs of small · signed, as AVX2 multiplies: four uint8 times four int8 a lane give two int16."""
+    name = "llvm.x86.avx2.pmadd.ub.sw" if lanes == LANES else "llvm.x86.avx512.pmaddubs.w.512"
+    return bind(intrinsic(f"int16x{2 * lanes}", name, small, signed))
 
 
-def add_neighbours(pairs: Expr) -> Expr:
-    """Σ of pairs: int16x16 gives int32x8."""
-    ones = tirx.Broadcast(tirx.IntImm("int16", 1), 2 * LANES)
-    return bind(intrinsic(SUMS, "llvm.x86.avx2.pmadd.wd", pairs, ones))
+def add_neighbours(pairs: Expr, lanes: int = LANES) -> Expr:
+    """Σ of pairs: two int16 give an int32 in each lane."""
+    ones = tirx.Broadcast(tirx.IntImm("int16", 1), 2 * lanes)
+    name = "llvm.x86.avx2.pmadd.wd" if lanes == LANES else "llvm.x86.avx512.pmaddw.d.512"
+    return bind(intrinsic(f"int32x{lanes}", name, pairs, ones))
 
 
-def dot_signed(a: Expr, b: Expr, start: Expr | None = None) -> Expr:
-    """start + Σ of fours of a · b: two int8x32, neither of which holds -128, give int32x8."""
+def dot_signed(a: Expr, b: Expr, start: Expr | None = None, lanes: int = LANES) -> Expr:
+    """start + Σ of fours of a · b, int32 of each lane: of int8, four for each lane, none of which is -128."""
     if isa.current().bytes_dot == "sdot":
         return _sdot(a, b, start)
+    if lanes > LANES:
+        # AVX-512 has no instruction that gives a number the sign of another.
+        a, b, zeros = bind(a), bind(b), tirx.Broadcast(tirx.IntImm("int8", 0), 4 * lanes)
+        is_negative = a < zeros
+        magnitude = tirx.reinterpret(f"uint8x{4 * lanes}", bind(select(is_negative, zeros - a, a)))
+        return dot_unsigned(bind(magnitude), bind(select(is_negative, zeros - b, b)), start, lanes)
     # |a| · (b with the sign of a)
     a, b = bind(a), bind(b)
     magnitude = intrinsic(f"int8x{BYTES}", "llvm.x86.avx2.psign.b", a, a)
@@ -76,15 +85,15 @@ def _sdot(a: Expr, b: Expr, start: Expr | None = None) -> Expr:
     return bind(tirx.Shuffle([half(0), half(1)], list(range(LANES))))
 
 
-def dot_pair(low: Expr, high: Expr, signed: list[Expr]) -> Expr:
-    """Σ of fours of low · signed[0] + high · signed[1], for uint8x32 below 64: int32x8.
+def dot_pair(low: Expr, high: Expr, signed: list[Expr], lanes: int = LANES) -> Expr:
+    """Σ of fours of low · signed[0] + high · signed[1], int32 of each lane, for uint8 below 64, four for each lane.
 
     Four products together must fit 16 bits, hence the limit: 4 · 63 · 127 does.
     """
     if isa.current().bytes_dot != "maddubs":
-        return dot_unsigned(high, signed[1], dot_unsigned(low, signed[0]))
-    pairs = [multiply_pairs(small, values) for small, values in zip((low, high), signed, strict=True)]
-    return add_neighbours(bind(pairs[0] + pairs[1]))
+        return dot_unsigned(high, signed[1], dot_unsigned(low, signed[0], lanes=lanes), lanes)
+    pairs = [multiply_pairs(small, values, lanes) for small, values in zip((low, high), signed, strict=True)]
+    return add_neighbours(bind(pairs[0] + pairs[1]), lanes)
 
 
 def split_codes(words: Expr, plane: Expr | None = None, bit: int = 0, lanes: int = LANES) -> tuple[Expr, Expr]:
@@ -210,7 +219,7 @@ class QuantizedVector:
 
     For matrices of nibbles, two groups share 64 bytes, since two groups' low halves lie in the same 32 bytes of a row:
     columns 0 to 15 of the first and of the second, then 16 to 31 of both. After an odd number of groups there is one of
-    zeros.
+    zeros. Of the first `wide_groups` four share 128 bytes in the same way.
     """
 
     bytes: KernelTensor
@@ -222,6 +231,12 @@ class QuantizedVector:
 def padded_groups(groups: int) -> int:
     """Return `groups` rounded up to a multiple of the scales that are read at a time."""
     return -(-groups // SCALES_TOGETHER) * SCALES_TOGETHER
+
+
+def wide_groups(groups: int) -> int:
+    """Return how many of a row's groups, its first ones, are multiplied in the instruction set's widest vectors."""
+    lanes = isa.current().wide_lanes
+    return groups // lanes * lanes if lanes > LANES else 0
 
 
 def vector_sizes(matrix: KernelMatrix) -> tuple[int, int]:
@@ -241,26 +256,29 @@ def quantize_vector(x: KernelTensor, row: Expr, matrix: KernelMatrix) -> Quantiz
 
 def quantize_to(x: KernelTensor, row: Expr, matrix: KernelMatrix, vector: QuantizedVector) -> None:
     """Quantize row `row` of x as `quantize_vector` does, into memory of `vector_sizes`."""
-    in_pairs, padded = matrix.has_nibbles, padded_groups(matrix.groups)
+    wide, padded = wide_groups(matrix.groups), padded_groups(matrix.groups)
     for start in range(matrix.groups // LANES * LANES, padded, LANES):
         for tensor in (vector.scales, vector.offsets):
             if tensor is not None:
                 store(tensor, vector.row, start, value=splat(0.0))
 
-    def put(group: Expr, i: int, value: Expr) -> None:
-        vector.bytes[vector.row, at(_place_in_pair(group, i) if in_pairs else group * GROUP + i)] = value
+    def quantize(group: Expr, inputs: list[Expr], together: int) -> None:
+        def put(i: int, value: Expr) -> None:
+            place = _place_of_nibble(group, i, together) if matrix.has_nibbles else group * GROUP + i
+            vector.bytes[vector.row, at(place)] = value
 
-    def quantize(group: Expr, inputs: list[Expr]) -> None:
-        scale, summed = quantize_group(inputs, lambda i, value: put(group, i, value))
+        scale, summed = quantize_group(inputs, put)
         vector.scales[vector.row, group] = scale
         if vector.offsets is not None:
             vector.offsets[vector.row, group] = summed * scale * matrix.offset
 
-    _each_group(x, row, matrix.columns, quantize)
+    if wide:
+        _each_group(x, row, wide * GROUP, lambda group, inputs: quantize(group, inputs, _QUAD))
+    _each_group(x, row, matrix.columns, lambda group, inputs: quantize(group, inputs, _PAIR), wide)
     # Last: LLVM 22 makes invalid code where a local array is filled by stores of which the first ones are constant.
-    if in_pairs and matrix.groups % 2:
+    if matrix.has_nibbles and matrix.groups % 2:
         for half in (0, 16):
-            start = _place_in_pair(matrix.groups, half)
+            start = _place_of_nibble(matrix.groups, half, _PAIR)
             vector.bytes[vector.row, at(start, 16)] = tirx.Broadcast(tirx.IntImm("int8", 0), 16)
 
 
@@ -291,18 +309,25 @@ def quantize_group(inputs: list[Expr], put: Callable[[int, Expr], None]) -> tupl
     return bind(byte_scale(largest, summed)), summed
 
 
-def _each_group(x: KernelTensor, row: Expr, columns: int, body: Callable[[Expr, list[Expr]], None]) -> None:
-    """Run `body(group, its four vectors)` for each group; elements past the end are zero."""
+def _each_group(
+    x: KernelTensor, row: Expr, columns: int, body: Callable[[Expr, list[Expr]], None], first: int = 0
+) -> None:
+    """Run `body(group, its four vectors)` for each group from `first` on; elements past the end are zero."""
 
     def load_group(group: Expr, lane_counts: tuple[int, ...]) -> None:
         inputs = [bind(load(x, row, group * GROUP + i * LANES, valid=n)) for i, n in enumerate(lane_counts)]
         body(group, inputs + [splat(0.0)] * (GROUP // LANES - len(inputs)))
 
-    each_group(columns, load_group)
+    each_group(columns, load_group, first=first)
 
 
-def _place_in_pair(group: Expr, column: int) -> Expr:
-    return group // 2 * (2 * GROUP) + column // 16 * GROUP + group % 2 * 16 + column % 16
+# Groups of nibbles whose halves fill a vector of eight and of sixteen lanes.
+_PAIR, _QUAD = 2, 4
+
+
+def _place_of_nibble(group: Expr, column: int, together: int) -> Expr:
+    half = together * GROUP // 2
+    return group // together * (2 * half) + column // 16 * half + group % together * 16 + column % 16
 
 
 def _largest(inputs: list[Expr]) -> Expr:

@@ -31,9 +31,9 @@ def splat_int(value: int, lanes: int = LANES) -> Expr:
     return tirx.Broadcast(tirx.IntImm("int32", value), lanes)
 
 
-def lane(value: Expr, index: int) -> Expr:
-    """Lane `index` of eight, in every lane."""
-    return tirx.Shuffle([value], [index] * LANES)
+def repeat(value: Expr, lanes: Sequence[int]) -> Expr:
+    """The lanes of `value` with these numbers, in their order."""
+    return tirx.Shuffle([value], list(lanes))
 
 
 def to_floats(value: Expr, lanes: int = LANES) -> Expr:
@@ -46,13 +46,17 @@ def fma(a: Expr, b: Expr, c: Expr, lanes: int = LANES) -> Expr:
     return intrinsic(f"float32x{lanes}", "llvm.fma", a, b, c)
 
 
-def total(value: Expr) -> Expr:
+def total(value: Expr, lanes: int = LANES) -> Expr:
     """The sum of all lanes: halves first, then quarters."""
-    lanes = LANES
     while lanes > 1:
-        value, lanes = bind(value), lanes // 2
-        value = tirx.Shuffle([value], list(range(lanes))) + tirx.Shuffle([value], list(range(lanes, 2 * lanes)))
+        value, lanes = add_halves(value, lanes), lanes // 2
     return bind(value)
+
+
+def add_halves(value: Expr, lanes: int) -> Expr:
+    """The first half of the lanes plus the second."""
+    value, half = bind(value), lanes // 2
+    return tirx.Shuffle([value], list(range(half))) + tirx.Shuffle([value], list(range(half, lanes)))
 
 
 def highest(value: Expr) -> Expr:
@@ -71,11 +75,11 @@ def zero_vector() -> KernelTensor:
     return vector
 
 
-def zero_vectors(count: int) -> KernelTensor:
-    """`count` vectors of float32 on the stack, all 0: a tensor [count, 8]."""
-    vectors = local(count, LANES)
+def zero_vectors(count: int, lanes: int = LANES) -> KernelTensor:
+    """`count` vectors of float32 on the stack, all 0: a tensor [count, lanes]."""
+    vectors = local(count, lanes)
     for i in range(count):
-        vectors[i, at(0)] = splat(0.0)
+        vectors[i, at(0, lanes)] = splat(0.0, lanes)
     return vectors
 
 
