@@ -10,25 +10,27 @@ moves anything from one half of a vector to the other, and leaves the sums in an
 tells which.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import cycle, zip_longest
 
 from tvm import tirx
 
+from picompile_codegen.build import isa
 from picompile_codegen.cpu.matrix import HIGH_GROUPS, KernelMatrix, each_group
 from picompile_codegen.cpu.quantized import (
-    BYTES,
-    SCALES_TOGETHER,
+    BYTES_OF_LANE,
     byte_inverse,
     byte_scale,
     dot_signed,
     dot_unsigned,
+    next_to_shifted,
     pack_bytes,
     split_codes,
+    wide_groups,
 )
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, maximum
-from picompile_codegen.cpu.vector import LANES, at, fma, load, splat, splat_int, store, to_floats
+from picompile_codegen.cpu.vector import LANES, at, fma, load, repeat, splat, splat_int, store, to_floats
 from picompile_passes.weight_formats import GROUP
 
 _QUAD = 4
@@ -40,8 +42,8 @@ def rows_together(matrix: KernelMatrix) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class SumOrder:
-    """The columns that the sums belong to. Sums come in blocks of `columns`; each block's `vectors` follow one another.
+class BlockOrder:
+    """The columns that sums belong to. Sums come in blocks of `columns`; each block's `vectors` follow one another.
 
     A vector's eight sums are those of one or two runs of columns, equally long: of each, its first within the block.
     """
@@ -50,19 +52,17 @@ class SumOrder:
     vectors: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, matrix: KernelMatrix) -> "SumOrder":
-        """Return the order of sums of rows of `matrix`."""
-        if matrix.scale is None:
-            return cls(LANES, ((0,),))
-        # A vector holds 32 bytes of a row. They are the columns of a group; of nibbles each is a column of a group's
-        # first half and one of its second, and there are two groups.
-        distance = GROUP if matrix.has_nibbles else BYTES // 2
-        starts = [half + i for half in ((0, GROUP // 2) if matrix.has_nibbles else (0,)) for i in range(0, 16, 4)]
-        return cls(2 * distance, tuple((start, start + distance) for start in starts))
+    def of_bytes(cls, matrix: KernelMatrix, lanes: int) -> "BlockOrder":
+        """Return the order of sums of rows of bytes that are read in vectors of four bytes for each of `lanes` lanes.
 
-    def width(self, columns: int) -> int:
-        """Return how many sums there are for so many columns."""
-        return -(-columns // self.columns) * self.columns
+        A quarter of 32 bytes or an eighth of 64 holds 16 columns side by side; of nibbles it holds a group: a column of
+        its first half and one of its second in each byte.
+        """
+        distance = GROUP if matrix.has_nibbles else 16
+        starts = [half + i for half in ((0, GROUP // 2) if matrix.has_nibbles else (0,)) for i in range(0, 16, 4)]
+        parts = range(0, lanes // 4, 2)
+        vectors = tuple((start + distance * i, start + distance * (i + 1)) for start in starts for i in parts)
+        return cls(distance * lanes // 4, vectors)
 
     def each(self, columns: int, body: Callable[[Expr, list[tuple[Expr, int, int]]], None]) -> None:
         """Run `body(position, runs)` for every vector of sums: a run is a column, a lane and a number of columns."""
@@ -85,6 +85,34 @@ class SumOrder:
             ]
             if runs:
                 body(first + number * LANES, runs)
+
+
+@dataclass(frozen=True)
+class SumOrder:
+    """The orders of the sums of rows: from each of these columns on, up to the next, one of them."""
+
+    parts: tuple[tuple[int, BlockOrder], ...]
+
+    @classmethod
+    def of(cls, matrix: KernelMatrix) -> "SumOrder":
+        """Return the order of sums of rows of `matrix`: of the first ones in the instruction set's widest vectors."""
+        if matrix.scale is None:
+            return cls(((0, BlockOrder(LANES, ((0,),))),))
+        wide = wide_groups(matrix.groups)
+        parts = ((0, isa.current().wide_lanes if wide else LANES), (wide * GROUP, LANES))
+        used = [(first, lanes) for first, lanes in dict(parts).items() if first < matrix.groups * GROUP]
+        return cls(tuple((first, BlockOrder.of_bytes(matrix, lanes)) for first, lanes in used))
+
+    def width(self, columns: int) -> int:
+        """Return how many sums there are for so many columns."""
+        last = self.parts[-1][1].columns
+        return -(-columns // last) * last
+
+    def each_part(self, columns: int) -> Iterator[tuple[int, int, BlockOrder]]:
+        """Yield the parts of so many columns: the first column, the end, and the order."""
+        ends = [first for first, _ in self.parts[1:]] + [columns]
+        for (first, order), end in zip(self.parts, ends, strict=True):
+            yield first, end, order
 
 
 @dataclass(frozen=True)
@@ -117,31 +145,39 @@ def add_rows(rows: SomeRows) -> None:
 
 
 def _add_floats(rows: SomeRows) -> None:
-    readers = [
-        rows.matrix.row(number, factor=factor) for number, factor in zip(rows.numbers, rows.factors[0], strict=True)
-    ]
-    # Rows of a matrix without scales have one factor, the same for all groups.
-    others = [[bind(splat(factor)) for factor in factors] for factors in rows.factors[1:]]
-    lines = cycle(range(rows.matrix.groups_per_line))
+    matrix, lines = rows.matrix, cycle(range(rows.matrix.groups_per_line))
 
-    def add(group: Expr, lane_counts: tuple[int, ...]) -> None:
+    def add(group: Expr, lane_counts: tuple[int, ...], lanes: int) -> None:
         if next(lines) == 0:
-            rows.fetch(group // rows.matrix.groups_per_line)
-        parts = [reader.group(group) for reader in readers]
-        for i, valid in enumerate(lane_counts):
-            column = group * GROUP + i * LANES
-            for index, scales in zip(rows.indices, [[part.scale for part in parts], *others], strict=True):
-                value = load(rows.out, index, column, valid=valid)
-                for part, scale in zip(parts, scales, strict=True):
-                    value = bind(fma(part.raw[i], scale, value))
-                store(rows.out, index, column, value=value, valid=valid)
+            rows.fetch(group // matrix.groups_per_line)
+        columns = sum(lane_counts)
+        for i in range(0, columns, lanes):
+            start, valid = group * GROUP + i, min(lanes, columns - i)
+            parts = [bind(to_floats(matrix.data[number, at(start, lanes)], lanes)) for number in rows.numbers]
+            for index, own in zip(rows.indices, factors[lanes], strict=True):
+                place = (index, at(start, lanes))
+                value = rows.out[place] if valid == lanes else load(rows.out, index, start, valid=valid)
+                for part, factor in zip(parts, own, strict=True):
+                    value = bind(fma(part, factor, value, lanes))
+                if valid == lanes:
+                    rows.out[place] = value
+                else:
+                    store(rows.out, index, start, value=value, valid=valid)
 
-    each_group(rows.matrix.columns, add, unroll=rows.matrix.groups_per_line)
+    wide, widest = wide_groups(matrix.groups), isa.current().wide_lanes
+    factors = {
+        lanes: [[bind(splat(factor, lanes)) for factor in of_index] for of_index in rows.factors]
+        for lanes in ((widest, LANES) if wide else (LANES,))
+    }
+    unroll = matrix.groups_per_line
+    if wide:
+        each_group(wide * GROUP, lambda group, counts: add(group, counts, widest), unroll)
+    each_group(matrix.columns, lambda group, counts: add(group, counts, LANES), unroll, wide)
 
 
 @dataclass(frozen=True)
 class _Factors:
-    """The factors of eight groups, a lane each, as `_factor_bytes` rounds them.
+    """The factors of a step's groups, a lane each, as `_factor_bytes` rounds them.
 
     `words` has an int32 vector for every four rows, whose bytes are the rows' factors. `scales` has their scale, and
     `offsets`, int32, the sum of the weights' offsets times the factors.
@@ -153,122 +189,146 @@ class _Factors:
 
 
 def _add_bytes(rows: SomeRows) -> None:
-    """Add all groups, eight at a time, so that factors are computed for eight groups at once."""
+    """Add all groups, as many at a time as a vector has lanes, so that factors are computed for all of these at once."""
     matrix = rows.matrix
     for line in matrix.scale_lines:
         rows.fetch(line)
     # What is not a number or infinite must show: times zero it makes the scale NaN.
-    witnesses = [bind(splat(sum(factors[1:], factors[0]))) for factors in rows.factors]
-    full, rest = divmod(matrix.groups, SCALES_TOGETHER)
+    witnesses = [sum(factors[1:], factors[0]) for factors in rows.factors]
+    wide, widest = wide_groups(matrix.groups), isa.current().wide_lanes
+    steps = wide // widest
+    if steps:
+        with loop(0, steps) as index:
+            _add_step(rows, bind(index * widest), widest, widest, witnesses)
+    full, rest = divmod(matrix.groups - wide, LANES)
     if full:
-        with loop(0, full) as index:
-            _add_eight(rows, bind(index * SCALES_TOGETHER), SCALES_TOGETHER, witnesses)
+        with loop(wide // LANES, wide // LANES + full) as index:
+            _add_step(rows, bind(index * LANES), LANES, LANES, witnesses)
     if rest:
-        _add_eight(rows, full * SCALES_TOGETHER, rest, witnesses)
+        _add_step(rows, wide + full * LANES, rest, LANES, witnesses)
 
 
-def _add_eight(rows: SomeRows, first: Expr, count: int, witnesses: list[Expr]) -> None:
-    """Add `count` groups, at most eight."""
+def _add_step(rows: SomeRows, first: Expr, count: int, lanes: int, witnesses: list[Expr]) -> None:
+    """Add `count` groups, at most as many as there are lanes."""
     matrix = rows.matrix
     matrix.fetch_eight(rows.ahead, first, count)
-    scales = [matrix.scales_from(number, first) for number in rows.numbers]
-    zeros = [matrix.zeros_from(number, first) for number in rows.numbers] if matrix.has_zeros else None
-    factors = [
-        _factor_bytes(
-            matrix, [bind(s * splat(factor)) for s, factor in zip(scales, of_index, strict=True)], zeros, witness
-        )
-        for of_index, witness in zip(rows.factors, witnesses, strict=True)
-    ]
+    scales = [matrix.scales_from(number, first, lanes) for number in rows.numbers]
+    zeros = [matrix.zeros_from(number, first, lanes) for number in rows.numbers] if matrix.has_zeros else None
+    factors = []
+    for of_index, witness in zip(rows.factors, witnesses, strict=True):
+        products = [bind(s * splat(factor, lanes)) for s, factor in zip(scales, of_index, strict=True)]
+        factors.append(_factor_bytes(matrix, products, zeros, bind(splat(witness, lanes)), lanes))
     planes: list[list[Expr]] = []
-    for i in range(0, count, BYTES // matrix.group_elements):
+    for i in range(0, count, BYTES_OF_LANE * lanes // matrix.group_elements):
         if matrix.form.has_planes and i % HIGH_GROUPS == 0:
-            planes = [_interleave([matrix.high_bits(n, first + i) for n in four]) for four in _fours(rows.numbers)]
-        _add_block(rows, first + i, i, factors, planes)
+            planes = [
+                _interleave([_high_bits(matrix, n, first + i, lanes) for n in four], lanes)
+                for four in _fours(rows.numbers)
+            ]
+        _add_block(rows, first + i, i, lanes, factors, planes)
+
+
+def _high_bits(matrix: KernelMatrix, number: Expr, group: Expr, lanes: int) -> Expr:
+    """Return the high bits of groups from `group` on beside the nibbles of as many as a vector holds."""
+    plane = matrix.high_bits(number, group)
+    if lanes == LANES:
+        return plane
+    words = bind(tirx.reinterpret(f"uint32x{LANES}", bind(plane)))
+    return bind(tirx.reinterpret(f"uint8x{BYTES_OF_LANE * lanes}", next_to_shifted(words)))
 
 
 def _fours(rows: list[Expr]) -> list[list[Expr]]:
     return [rows[i : i + _QUAD] for i in range(0, len(rows), _QUAD)]
 
 
-def _factor_bytes(matrix: KernelMatrix, products: list[Expr], zeros: list[Expr] | None, witness: Expr) -> _Factors:
-    """Return the factors of eight groups, given the `products` of each row's scales with its factor.
+def _factor_bytes(
+    matrix: KernelMatrix, products: list[Expr], zeros: list[Expr] | None, witness: Expr, lanes: int
+) -> _Factors:
+    """Return the factors of a step's groups, given the `products` of each row's scales with its factor.
 
     `zeros` are those of each row's groups where they have their own.
     """
     largest = tirx.abs(products[0])
     for product in products[1:]:
         largest = bind(maximum(largest, tirx.abs(product)))
-    inverse = bind(byte_inverse(largest))
-    rounded = [bind(tirx.Cast(f"int32x{LANES}", tirx.nearbyint(product * inverse))) for product in products]
-    words = [pack_bytes(four) for four in _fours(rounded)]
+    inverse = bind(byte_inverse(largest, lanes))
+    rounded = [bind(tirx.Cast(f"int32x{lanes}", tirx.nearbyint(product * inverse))) for product in products]
+    words = [pack_bytes(four, lanes) for four in _fours(rounded)]
     scales = bind(byte_scale(largest, witness))
     if zeros is not None:
-        return _Factors(words, scales, _offsets_of_zeros(matrix, rounded, zeros))
+        return _Factors(words, scales, _offsets_of_zeros(matrix, rounded, zeros, lanes))
     if not matrix.offset:
         return _Factors(words, scales, None)
-    return _Factors(words, scales, bind(sum(rounded[1:], rounded[0]) * splat_int(int(matrix.offset))))
+    return _Factors(words, scales, bind(sum(rounded[1:], rounded[0]) * splat_int(int(matrix.offset), lanes)))
 
 
-def _offsets_of_zeros(matrix: KernelMatrix, factors: list[Expr], zeros: list[Expr]) -> Expr:
+def _offsets_of_zeros(matrix: KernelMatrix, factors: list[Expr], zeros: list[Expr], lanes: int) -> Expr:
     """Return Σ offset · factor of each group, int32: rounded, by less than half of what a factor's last bit makes."""
-    total = to_floats(factors[0]) * zeros[0]
+    total = to_floats(factors[0], lanes) * zeros[0]
     for factor, zero in zip(factors[1:], zeros[1:], strict=True):
-        total = bind(fma(to_floats(factor), zero, total))
-    return bind(tirx.Cast(f"int32x{LANES}", tirx.nearbyint(total * splat(matrix.offset))))
+        total = bind(fma(to_floats(factor, lanes), zero, total, lanes))
+    return bind(tirx.Cast(f"int32x{lanes}", tirx.nearbyint(total * splat(matrix.offset, lanes))))
 
 
-def _add_block(rows: SomeRows, group: Expr, number: int, factors: list[_Factors], planes: list[list[Expr]]) -> None:
-    """Add 32 bytes of each row from group `group` on, which is number `number` of the factors' eight.
+def _add_block(
+    rows: SomeRows, group: Expr, number: int, lanes: int, factors: list[_Factors], planes: list[list[Expr]]
+) -> None:
+    """Add a vector of each row from group `group` on, which is number `number` of the step's.
 
     `planes` has the high bits of each four rows, interleaved, where they are in a plane of their own.
     """
-    matrix = rows.matrix
-    groups = BYTES // matrix.group_elements
-    lanes = [number + i * groups // LANES for i in range(LANES)]
-    columns, bit = at(group * matrix.group_elements, BYTES), number % HIGH_GROUPS * 2
+    matrix, count = rows.matrix, BYTES_OF_LANE * lanes
+    groups = count // matrix.group_elements
+    numbers = [number + i * groups // lanes for i in range(lanes)]
+    columns, bit = at(group * matrix.group_elements, count), number % HIGH_GROUPS * 2
     bytes_of_fours = [
-        _bytes_of_four(matrix, [matrix.data[n, columns] for n in four], plane, bit)
+        _bytes_of_four(matrix, [matrix.data[n, columns] for n in four], plane, bit, lanes)
         for four, plane in zip_longest(_fours(rows.numbers), planes)
     ]
     dot = dot_unsigned if matrix.has_nibbles else dot_signed
     for index, own in zip(rows.indices, factors, strict=True):
-        scale = bind(tirx.Shuffle([own.scales], lanes))
-        offset = None if own.offsets is None else bind(tirx.Shuffle([own.offsets], lanes))
-        sums: list[Expr | None] = [offset] * len(SumOrder.of(matrix).vectors)
+        scale = bind(repeat(own.scales, numbers))
+        offset = None if own.offsets is None else bind(repeat(own.offsets, numbers))
+        sums: list[Expr | None] = [offset] * len(bytes_of_fours[0])
         for values, word in zip(bytes_of_fours, own.words, strict=True):
-            of_four = bind(tirx.reinterpret(f"int8x{BYTES}", bind(tirx.Shuffle([word], lanes))))
-            sums = [dot(value, of_four, start) for value, start in zip(values, sums, strict=True)]
+            of_four = bind(tirx.reinterpret(f"int8x{count}", bind(repeat(word, numbers))))
+            sums = [dot(value, of_four, start, lanes) for value, start in zip(values, sums, strict=True)]
         for i, value in enumerate(sums):
-            place = (index, at(group * GROUP + i * LANES))
-            rows.out[place] = fma(to_floats(value), scale, rows.out[place])
+            place = (index, at(group * GROUP + i * lanes, lanes))
+            rows.out[place] = fma(to_floats(value, lanes), scale, rows.out[place], lanes)
 
 
-def _bytes_of_four(matrix: KernelMatrix, rows: list[Expr], plane: list[Expr] | None, bit: int) -> list[Expr]:
-    """Return 32 bytes of each of four rows as vectors of bytes side by side, one for each vector of sums.
+def _bytes_of_four(
+    matrix: KernelMatrix, rows: list[Expr], plane: list[Expr] | None, bit: int, lanes: int
+) -> list[Expr]:
+    """Return a vector of each of four rows as vectors of bytes side by side, one for each vector of sums.
 
     Bits of `plane`, interleaved like them, are put above nibbles as `split_codes` does.
     """
-    quads = _interleave(rows)
+    quads = _interleave(rows, lanes)
     if not matrix.has_nibbles:
-        return [bind(tirx.reinterpret(f"int8x{BYTES}", quad)) for quad in quads]
-    low, high = zip(*(split_codes(quad, above, bit) for quad, above in zip_longest(quads, plane or ())), strict=True)
+        return [bind(tirx.reinterpret(f"int8x{BYTES_OF_LANE * lanes}", quad)) for quad in quads]
+    pairs = [split_codes(quad, above, bit, lanes) for quad, above in zip_longest(quads, plane or ())]
+    low, high = zip(*pairs, strict=True)
     return [*low, *high]
 
 
-def _interleave(rows: list[Expr]) -> list[Expr]:
-    """Interleave four vectors of 32 bytes to four uint32x8, whose elements are a byte of each row.
+def _interleave(rows: list[Expr], lanes: int) -> list[Expr]:
+    """Interleave four vectors of bytes, four for each lane, to four of uint32, whose elements are a byte of each row.
 
-    Vector i has bytes 4 · i … 4 · i + 3 of both halves.
+    Vector i has bytes 4 · i … 4 · i + 3 of each 16.
     """
 
     def of_halves(a: Expr, b: Expr, bits: int, upper: int) -> Expr:
-        """Elements of a and b in turn, from the lower or upper half of each half."""
-        half = BYTES * 8 // bits // 2
-        indices = [h * half + upper * half // 2 + i // 2 + i % 2 * 2 * half for h in (0, 1) for i in range(half)]
+        """Elements of a and b in turn, from the lower or upper half of each 16 bytes."""
+        width, total = 128 // bits, 32 * lanes // bits
+        starts = range(upper * width // 2, total, width)
+        indices = [start + i // 2 + i % 2 * total for start in starts for i in range(width)]
         return bind(tirx.Shuffle([a, b], indices))
 
     a, b, c, d = (bind(row) for row in rows)
     pairs = [(of_halves(a, b, 8, upper), of_halves(c, d, 8, upper)) for upper in (0, 1)]
-    words = [(bind(tirx.reinterpret("uint16x16", x)), bind(tirx.reinterpret("uint16x16", y))) for x, y in pairs]
-    quads = [of_halves(*pair, 16, upper) for pair in words for upper in (0, 1)]
-    return [bind(tirx.reinterpret(f"uint32x{LANES}", quad)) for quad in quads]
+    words = f"uint16x{2 * lanes}"
+    halves = [(bind(tirx.reinterpret(words, x)), bind(tirx.reinterpret(words, y))) for x, y in pairs]
+    quads = [of_halves(*pair, 16, upper) for pair in halves for upper in (0, 1)]
+    return [bind(tirx.reinterpret(f"uint32x{lanes}", quad)) for quad in quads]

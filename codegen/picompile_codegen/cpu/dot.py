@@ -21,6 +21,7 @@ from picompile_codegen.cpu.quantized import (
     QuantizedVector,
     dot_pair,
     dot_signed,
+    next_to_shifted,
     quantize_vector,
     split_codes,
     wide_groups,
@@ -191,8 +192,7 @@ class _ByteProducts:
             if matrix.form.has_planes and i % HIGH_GROUPS == 0:
                 plane = _words(matrix.high_bits(self.number, first + i), LANES)
                 if together == HIGH_GROUPS:
-                    halves = [plane, bind(plane >> tirx.Broadcast(tirx.IntImm("uint32", 4), LANES))]
-                    plane = bind(tirx.Shuffle(halves, list(range(lanes))))
+                    plane = next_to_shifted(plane)
             low, high = split_codes(_words(raw, lanes), plane, i % HIGH_GROUPS * 2, lanes)
             for place, vector in enumerate(self.vectors):
                 values = [bind(vector.bytes[vector.row, at(start + half, width)]) for half in (0, width)]

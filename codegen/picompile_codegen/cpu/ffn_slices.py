@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
-from picompile_codegen.cpu.add_rows import SomeRows, SumOrder, add_rows, rows_together
+from picompile_codegen.cpu.add_rows import BlockOrder, SomeRows, SumOrder, add_rows, rows_together
 from picompile_codegen.cpu.dot import Vector, biased, dots
 from picompile_codegen.cpu.ffn_neurons import FfnArguments, NeuronList
 from picompile_codegen.cpu.kernel import KernelFunction
@@ -33,7 +33,7 @@ from picompile_codegen.cpu.tensor import (
 from picompile_codegen.cpu.token_vectors import TokenVectors, each_tile
 from picompile_codegen.cpu.vector import LANES, at, blocks, splat, store, zero_vector
 
-# Columns of y that a task adds up, a multiple of every `SumOrder.columns`.
+# Columns of y that a task adds up, a multiple of every `BlockOrder.columns`, and where its parts begin.
 _TASK_COLUMNS = 128
 
 
@@ -71,8 +71,7 @@ class Slices:
 
     def add_up(self, y: KernelTensor, bias: KernelTensor | None, dim: int, tokens: Expr) -> None:
         """Add up y [rows, dim] of each token: its slices, in order, and the bias."""
-        full, rest = divmod(dim, _TASK_COLUMNS)
-        tasks = full + (rest > 0)
+        tasks = -(-dim // _TASK_COLUMNS)
 
         def add_vector(token: Expr, first: Expr, runs: list[tuple[Expr, int, int]]) -> None:
             value = zero_vector()
@@ -82,8 +81,8 @@ class Slices:
             for column, lane, count in runs:
                 _store(y, token, column, summed, lane, count, bias)
 
-        def add_columns(token: Expr, start: Expr, columns: int) -> None:
-            self.order.each(
+        def add_columns(order: BlockOrder, token: Expr, start: Expr, columns: int) -> None:
+            order.each(
                 columns,
                 lambda position, runs: add_vector(
                     token, start + position, [(start + column, lane, count) for column, lane, count in runs]
@@ -93,12 +92,14 @@ class Slices:
         with parallel(tokens * tasks, when_worth=worth_a_region(self.per_token * dim * 4)) as index:
             token = bind(index // tasks)
             task = bind(index - token * tasks)
-            if full:
-                with when(task < full):
-                    add_columns(token, bind(task * _TASK_COLUMNS), _TASK_COLUMNS)
-            if rest:
-                with when(task == full):
-                    add_columns(token, full * _TASK_COLUMNS, rest)
+            for first, end, order in self.order.each_part(dim):
+                begin, (full, rest) = first // _TASK_COLUMNS, divmod(end, _TASK_COLUMNS)
+                if full > begin:
+                    with when(tirx.And(task >= begin, task < full)):
+                        add_columns(order, token, bind(task * _TASK_COLUMNS), _TASK_COLUMNS)
+                if rest:
+                    with when(task == full):
+                        add_columns(order, token, full * _TASK_COLUMNS, rest)
 
     def add_up_squares(self, y: KernelTensor, column: int, tokens: Expr) -> None:
         """Add up the sums of h² of each token's slices, in order, to a column of y, if they were asked for."""

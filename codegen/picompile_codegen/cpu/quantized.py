@@ -110,6 +110,15 @@ def split_codes(words: Expr, plane: Expr | None = None, bit: int = 0, lanes: int
     return bind(tirx.reinterpret(f"uint8x{4 * lanes}", low)), bind(tirx.reinterpret(f"uint8x{4 * lanes}", high))
 
 
+def next_to_shifted(words: Expr) -> Expr:
+    """uint32x16 of uint32x8: these, and behind them the same with the upper half of each byte in its lower half.
+
+    With the high bits of four groups, `split_codes` finds those of the last two behind those of the first two.
+    """
+    shifted = bind(words >> _words(4, LANES))
+    return bind(tirx.Shuffle([words, shifted], list(range(2 * LANES))))
+
+
 def _fifth_and_sixth(words: Expr, bit: int, lanes: int) -> Expr:
     """Two bits of each byte of words, from `bit` on, as the fifth and the sixth bit of each, and zeros besides."""
     left = 4 - bit
