@@ -76,7 +76,7 @@ def attend(span: PositionSpan, queries: Queries) -> None:
             work = Work(block, queries, tile, scores)
             _score(work, arithmetic)
             rescale = _update_softmax(work)
-            arithmetic.mix(work, [bind(splat(tirx.Shuffle([rescale], [i]))) for i in range(queries.tile)])
+            arithmetic.mix(work, [bind(tirx.Shuffle([rescale], [i])) for i in range(queries.tile)])
 
         queries.each_tile(one_tile)
 

@@ -11,11 +11,12 @@ from tvm import tirx
 
 from picompile_codegen.build import isa
 from picompile_codegen.cpu.attention_work import Block, PositionSpan, Queries, Work, lanes_below, query_lanes
-from picompile_codegen.cpu.cache import BYTES, CachedHead
+from picompile_codegen.cpu.cache import CachedHead
 from picompile_codegen.cpu.quantized import LARGEST_WORD, dot_pairs, in_order, interleave, splat_pair, to_words, zeros
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, in_slices, local, loop, maximum, minimum, select
 from picompile_codegen.cpu.vector import (
     LANES,
+    add_halves,
     at,
     blocks,
     eight_totals,
@@ -33,51 +34,90 @@ from picompile_passes.weight_formats import GROUP
 # The arithmetic for caches in float16 or float32.
 
 
+def _lanes(dim: int, multiple: int = 1) -> int:
+    """Return the lanes of vectors for rows of `dim` elements: the most of which all are used, `multiple` elements each.
+
+    Fewer instructions leave more time to ask for what is to be read next, also where memory is what is waited for.
+    """
+    wide = isa.current().wide_lanes
+    return wide if dim % (wide * multiple) == 0 else LANES
+
+
+def _totals(sums: KernelTensor, lanes: int) -> Expr:
+    """The sums of the lanes of each of eight vectors: eight lanes."""
+    values = [sums[lane, at(0, lanes)] for lane in range(LANES)]
+    while lanes > LANES:
+        values, lanes = [add_halves(value, lanes) for value in values], lanes // 2
+    return eight_totals(values)
+
+
 def float_products(work: Work, indices: list[Expr]) -> Expr:
     """Return a vector of q · k for the keys `indices` of the block.
 
     All keys are read side by side: so many lines are asked for before the first is there.
     """
     keys, queries = work.block.span.keys, work.queries
-    sums = zero_vectors(LANES)
+    lanes = _lanes(keys.cache.dim)
+    sums = zero_vectors(LANES, lanes)
 
     def add(c: Expr, valid: int) -> None:
-        vectors = [bind(load(queries.q, work.row(i), c)) for i in range(queries.tile)]
+        vectors = [bind(queries.q[work.row(i), at(c, lanes)]) for i in range(queries.tile)]
         for k, index in enumerate(indices):
-            key = bind(keys.raw(work.block.begin + index, c, valid))
+            key = bind(keys.raw(work.block.begin + index, c, valid, lanes))
             for i, vector in enumerate(vectors):
                 lane = k * queries.tile + i
-                sums[lane, at(0)] = fma(key, vector, sums[lane, at(0)])
+                sums[lane, at(0, lanes)] = fma(key, vector, sums[lane, at(0, lanes)], lanes)
 
-    blocks(keys.cache.dim, add)
-    return eight_totals([sums[lane, at(0)] for lane in range(LANES)])
+    blocks(keys.cache.dim, add, lanes=lanes)
+    return _totals(sums, lanes)
+
+
+# A multiply-add takes four cycles, and two can start in each.
+_CHAINS = 8
 
 
 def float_mix(work: Work, rescale: list[Expr]) -> None:
-    """outputs[i] = outputs[i] · rescale[i] + Σ weight[i, j] · v_j over a block, a few vectors at a time."""
+    """outputs[i] = outputs[i] · rescale[i] + Σ weight[i, j] · v_j over a block, a few vectors at a time.
+
+    Where these are less than `_CHAINS`, every second value has sums of its own.
+    """
     queries, block = work.queries, work.block
     values = block.span.values
+    lanes = _lanes(values.cache.dim)
     # Outputs that are held in registers, over all queries; the other half is for weights and values.
-    together = isa.current().registers // 2 // queries.tile * LANES
+    together = isa.current().registers // 2 // queries.tile * lanes
 
     def mix_columns(first: Expr, columns: int, is_first: bool) -> None:
-        starts = range(0, columns, LANES)
+        starts = range(0, columns, lanes)
         places = [(i, start, i * len(starts) + n) for i in range(queries.tile) for n, start in enumerate(starts)]
-        mixed = local(len(places), LANES)
+        chains = 2 if lanes > LANES and len(places) < _CHAINS else 1
+        mixed = zero_vectors(chains * len(places), lanes)
         for i, start, place in places:
-            mixed[place, at(0)] = load(queries.outputs, work.row(i), first + start) * rescale[i]
-        with loop(0, block.count) as index:
+            before = bind(queries.outputs[work.row(i), at(first + start, lanes)])
+            mixed[place, at(0, lanes)] = before * splat(rescale[i], lanes)
+
+        def add(index: Expr, chain: int) -> None:
             if is_first:
                 block.prefetch_following([index])
-            weights = [bind(splat(work.scores[index * queries.tile + i])) for i in range(queries.tile)]
+            weights = [bind(splat(work.scores[index * queries.tile + i], lanes)) for i in range(queries.tile)]
             read = {
-                start: bind(values.raw(block.begin + index, first + start, min(LANES, columns - start)))
+                start: bind(values.raw(block.begin + index, first + start, min(lanes, columns - start), lanes))
                 for start in starts
             }
             for i, start, place in places:
-                mixed[place, at(0)] = fma(weights[i], read[start], mixed[place, at(0)])
+                at_sum = (chain * len(places) + place, at(0, lanes))
+                mixed[at_sum] = fma(weights[i], read[start], mixed[at_sum], lanes)
+
+        full = bind(block.count // chains) if chains > 1 else block.count
+        with loop(0, full) as step:
+            for chain in range(chains):
+                add(bind(step * chains + chain), chain)
+        if chains > 1:
+            with loop(full * chains, block.count) as index:
+                add(index, 0)
         for i, start, place in places:
-            store(queries.outputs, work.row(i), first + start, value=mixed[place, at(0)])
+            parts = [mixed[chain * len(places) + place, at(0, lanes)] for chain in range(chains)]
+            queries.outputs[work.row(i), at(first + start, lanes)] = sum(parts[1:], parts[0])
 
     in_slices(values.cache.dim, together, mix_columns)
 
@@ -165,24 +205,24 @@ def _read_scales(head: CachedHead, block: Block, scales: KernelTensor) -> None:
 def byte_products(work: Work, indices: list[Expr], queries: ByteQueries, scales: BlockScales) -> Expr:
     """Return a vector of q · k for the keys `indices` of the block."""
     keys, tile = work.block.span.keys, work.queries.tile
-    sums = zero_vectors(LANES)
+    lanes = _lanes(keys.cache.dim, 2)
+    sums, words = zero_vectors(LANES, lanes), 2 * lanes
 
     def add_group(group: Expr, size: int) -> None:
-        starts = range(0, size, BYTES)
+        starts = range(0, size, words)
         vectors = [
-            [bind(queries.words[work.row(i), at(group * GROUP + start, BYTES)]) for start in starts]
+            [bind(queries.words[work.row(i), at(group * GROUP + start, words)]) for start in starts]
             for i in range(tile)
         ]
         for k, index in enumerate(indices):
-            parts = [
-                bind(keys.bytes(work.block.begin + index, group * GROUP + start, size - start)) for start in starts
-            ]
-            scale = bind(splat(scales.keys[group, index]))
+            position = work.block.begin + index
+            parts = [bind(keys.bytes(position, group * GROUP + start, size - start, words)) for start in starts]
+            scale = bind(splat(scales.keys[group, index], lanes))
             for i, vector in enumerate(vectors):
-                sums_of_pairs = [dot_pairs(part, words) for part, words in zip(parts, vector, strict=True)]
+                pairs = [dot_pairs(part, of_query, lanes) for part, of_query in zip(parts, vector, strict=True)]
                 lane = k * tile + i
-                both = to_floats(sum(sums_of_pairs[1:], sums_of_pairs[0]))
-                sums[lane, at(0)] = fma(both, scale, sums[lane, at(0)])
+                both = to_floats(sum(pairs[1:], pairs[0]), lanes)
+                sums[lane, at(0, lanes)] = fma(both, scale, sums[lane, at(0, lanes)], lanes)
 
     full, rest = divmod(keys.cache.dim, GROUP)
     if full:
@@ -190,44 +230,47 @@ def byte_products(work: Work, indices: list[Expr], queries: ByteQueries, scales:
             add_group(group, GROUP)
     if rest:
         add_group(full, rest)
-    return eight_totals([sums[lane, at(0)] for lane in range(LANES)]) * queries.scales[work.tile, at(0)]
+    return _totals(sums, lanes) * queries.scales[work.tile, at(0)]
 
 
 def byte_mix(work: Work, rescale: list[Expr], scales: BlockScales) -> None:
-    """outputs[i] = outputs[i] · rescale[i] + Σ weight[i, j] · v_j over a block, two values and 16 columns at a time."""
+    """outputs[i] = outputs[i] · rescale[i] + Σ weight[i, j] · v_j over a block, two values at a time."""
     queries, block = work.queries, work.block
     values = block.span.values
-    words, factors = _weights(work, scales)
-    together = isa.current().registers // 2 // queries.tile * LANES
+    lanes = _lanes(values.cache.dim, 2)
+    weights_of, factors = _weights(work, scales)
+    together = isa.current().registers // 2 // queries.tile * lanes
 
     def mix_columns(first: Expr, columns: int, is_first: bool) -> None:
-        starts = range(0, columns, BYTES)
+        starts = range(0, columns, 2 * lanes)
         places = [(i, start, 2 * (i * len(starts) + n)) for i in range(queries.tile) for n, start in enumerate(starts)]
-        sums = local(2 * len(places), LANES, dtype="int32")
+        sums = local(2 * len(places), lanes, dtype="int32")
         for place in range(2 * len(places)):
-            sums[place, at(0)] = zeros()
+            sums[place, at(0, lanes)] = zeros(lanes)
         with loop(0, (block.count + 1) // 2) as pair:
             a = bind(pair * 2)
             b = bind(minimum(a + 1, block.count - 1))
             if is_first:
                 block.prefetch_following([a, a + 1])
-            read = {
-                start: interleave(
-                    *(bind(values.bytes(block.begin + index, first + start, columns - start)) for index in (a, b))
+            read = {}
+            for start in starts:
+                rows = (
+                    bind(values.bytes(block.begin + index, first + start, columns - start, 2 * lanes))
+                    for index in (a, b)
                 )
-                for start in starts
-            }
+                read[start] = interleave(*rows, lanes)
             for i, start, place in places:
-                weights = splat_pair(words, i, (first + start) // GROUP, a)
+                weights = splat_pair(weights_of, i, (first + start) // GROUP, a, lanes=lanes)
                 for half in range(2):
-                    sums[place + half, at(0)] = sums[place + half, at(0)] + dot_pairs(read[start][half], weights)
+                    at_sum = (place + half, at(0, lanes))
+                    sums[at_sum] = sums[at_sum] + dot_pairs(read[start][half], weights, lanes)
         for i, start, place in places:
-            halves = in_order(*(bind(to_floats(sums[place + half, at(0)])) for half in range(2)))
+            halves = in_order(*(bind(to_floats(sums[place + half, at(0, lanes)], lanes)) for half in range(2)), lanes)
             for half, mixed in enumerate(halves):
-                if start + half * LANES < columns:
-                    column = first + start + half * LANES
-                    before = load(queries.outputs, work.row(i), column) * rescale[i]
-                    store(queries.outputs, work.row(i), column, value=fma(mixed, factors[i], before))
+                if start + half * lanes < columns:
+                    outputs = (work.row(i), at(first + start + half * lanes, lanes))
+                    before = bind(queries.outputs[outputs] * splat(rescale[i], lanes))
+                    queries.outputs[outputs] = fma(mixed, splat(factors[i], lanes), before, lanes)
 
     in_slices(values.cache.dim, together, mix_columns)
 
@@ -256,4 +299,4 @@ def _weights(work: Work, scales: BlockScales) -> tuple[KernelTensor, list[Expr]]
             for group in range(groups):
                 near = tirx.nearbyint(floats[i, group, at(index * LANES)] * inverses[i])
                 words[i, group, at(index * LANES)] = to_words(near)
-    return words, [bind(splat(value * (1.0 / LARGEST_WORD))) for value in found]
+    return words, [bind(value * (1.0 / LARGEST_WORD)) for value in found]

@@ -18,8 +18,6 @@ from picompile_codegen.specs import CacheWriteSpec
 from picompile_codegen.specs.arguments import scale_groups
 from picompile_passes.weight_formats import GROUP
 
-# Bytes of a row that are taken at once.
-BYTES = 16
 LARGEST_BYTE = 127.0
 F16_MAX = 65504.0
 _LINE_BYTES = 64
@@ -61,9 +59,9 @@ class CachedHead:
         """Bytes of a row without its scales."""
         return self.cache.dim * ELEMENT_BYTES[self.cache.data.dtype]
 
-    def raw(self, position: Expr, start: Expr, valid: int = LANES) -> Expr:
+    def raw(self, position: Expr, start: Expr, valid: int = LANES, lanes: int = LANES) -> Expr:
         """A vector of float32 from a row, to be multiplied by the row's scale where there is one."""
-        return load(self.cache.data, self.slot, self.number, position, start, valid=valid)
+        return load(self.cache.data, self.slot, self.number, position, start, valid=valid, lanes=lanes)
 
     def scale(self, position: Expr, group: Expr) -> Expr:
         """The scale of 32 elements of a row, float32."""
@@ -77,14 +75,14 @@ class CachedHead:
         read = [bind(load(self.cache.scales, self.slot, self.number, position, i * LANES)) for i in range(groups)]
         return [tirx.Shuffle(read, [row * groups + group for row in range(LANES)]) for group in range(groups)]
 
-    def bytes(self, position: Expr, start: Expr, valid: int) -> Expr:
-        """Sixteen bytes of a row in q8 as int16x16, of which the first `valid` are read and the others 0."""
+    def bytes(self, position: Expr, start: Expr, valid: int, count: int) -> Expr:
+        """`count` bytes of a row in q8 as int16, of which the first `valid` are read and the others 0."""
         data, row = self.cache.data, (self.slot, self.number, position)
-        if valid >= BYTES:
-            return tirx.Cast(f"int16x{BYTES}", data[(*row, at(start, BYTES))])
+        if valid >= count:
+            return tirx.Cast(f"int16x{count}", data[(*row, at(start, count))])
         zero = tirx.IntImm("int16", 0)
-        lanes = [tirx.Cast("int16", data[(*row, start + i)]) if i < valid else zero for i in range(BYTES)]
-        return tirx.Shuffle(lanes, list(range(BYTES)))
+        words = [tirx.Cast("int16", data[(*row, start + i)]) if i < valid else zero for i in range(count)]
+        return tirx.Shuffle(words, list(range(count)))
 
     def value(self, position: Expr, start: Expr, valid: int = LANES) -> Expr:
         """A vector of float32 from a row, which does not cross a multiple of 32."""

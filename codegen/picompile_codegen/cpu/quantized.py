@@ -152,53 +152,52 @@ def byte_scale(largest: Expr, witness: Expr) -> Expr:
 # instructions of converting bytes to float32, and the other factor keeps 15 bits, where bytes would leave it seven.
 
 
-WORDS = 2 * LANES
 LARGEST_WORD = 32767.0
-_SUMS = f"int32x{LANES}"
 
 
-def dot_pairs(a: Expr, b: Expr) -> Expr:
-    """a[2i] · b[2i] + a[2i + 1] · b[2i + 1]: two int16x16 give int32x8."""
+def dot_pairs(a: Expr, b: Expr, lanes: int = LANES) -> Expr:
+    """a[2i] · b[2i] + a[2i + 1] · b[2i + 1] of int16, two for each lane: int32 of each lane."""
     if isa.current().machine == "x86_64":
-        return intrinsic(_SUMS, "llvm.x86.avx2.pmadd.wd", a, b)
+        name = "llvm.x86.avx2.pmadd.wd" if lanes == LANES else "llvm.x86.avx512.pmaddw.d.512"
+        return intrinsic(f"int32x{lanes}", name, a, b)
     a, b = bind(a), bind(b)
-    return _products(a, b, 0) + _products(a, b, 1)
+    return _products(a, b, 0, lanes) + _products(a, b, 1, lanes)
 
 
-def _products(a: Expr, b: Expr, first: int) -> Expr:
-    lanes = list(range(first, WORDS, 2))
-    return tirx.Cast(_SUMS, tirx.Shuffle([a], lanes)) * tirx.Cast(_SUMS, tirx.Shuffle([b], lanes))
+def _products(a: Expr, b: Expr, first: int, lanes: int) -> Expr:
+    of_lanes, sums = list(range(first, 2 * lanes, 2)), f"int32x{lanes}"
+    return tirx.Cast(sums, tirx.Shuffle([a], of_lanes)) * tirx.Cast(sums, tirx.Shuffle([b], of_lanes))
 
 
 def to_words(value: Expr) -> Expr:
     """float32x8 of whole numbers as int16x8."""
-    return tirx.Cast(f"int16x{LANES}", tirx.Cast(_SUMS, value))
+    return tirx.Cast(f"int16x{LANES}", tirx.Cast(f"int32x{LANES}", value))
 
 
-def zeros() -> Expr:
-    """int32x8 of zeros."""
-    return tirx.Broadcast(tirx.IntImm("int32", 0), LANES)
+def zeros(lanes: int = LANES) -> Expr:
+    """int32 zeros."""
+    return tirx.Broadcast(tirx.IntImm("int32", 0), lanes)
 
 
-def splat_pair(words: KernelTensor, *index: Expr) -> Expr:
-    """words[index] and the next, again and again: int16x16."""
+def splat_pair(words: KernelTensor, *index: Expr, lanes: int) -> Expr:
+    """words[index] and the next, again and again: int16, two for each lane."""
     *outer, start = index
     pair = tirx.reinterpret("int32", words[(*outer, at(start, 2))])
-    return bind(tirx.reinterpret(f"int16x{WORDS}", tirx.Broadcast(pair, LANES)))
+    return bind(tirx.reinterpret(f"int16x{2 * lanes}", tirx.Broadcast(pair, lanes)))
 
 
-def interleave(a: Expr, b: Expr) -> tuple[Expr, Expr]:
-    """a[0], b[0], a[1], b[1] … of int16x16: elements 0-3 and 8-11, and the others, as one instruction each gives."""
-    low = [lane for i in (0, 1, 2, 3, 8, 9, 10, 11) for lane in (i, WORDS + i)]
+def interleave(a: Expr, b: Expr, lanes: int = LANES) -> tuple[Expr, Expr]:
+    """a[0], b[0], a[1], b[1] … of int16, two for each lane: the first four elements of each eight, and the others, as
+    one instruction each gives."""
+    words = 2 * lanes
+    low = [lane for start in range(0, words, 8) for i in range(start, start + 4) for lane in (i, words + i)]
     return bind(tirx.Shuffle([a, b], low)), bind(tirx.Shuffle([a, b], [lane + 4 for lane in low]))
 
 
-def in_order(low: Expr, high: Expr) -> tuple[Expr, Expr]:
-    """Two float32x8 whose elements are in the order of `interleave`: the first eight, and the last."""
-    return (
-        tirx.Shuffle([low, high], [0, 1, 2, 3, 8, 9, 10, 11]),
-        tirx.Shuffle([low, high], [4, 5, 6, 7, 12, 13, 14, 15]),
-    )
+def in_order(low: Expr, high: Expr, lanes: int = LANES) -> tuple[Expr, Expr]:
+    """Two float32 vectors whose elements are in the order of `interleave`: the first half, and the last."""
+    both = [start + i + of_high for start in range(0, lanes, 4) for of_high in (0, lanes) for i in range(4)]
+    return tirx.Shuffle([low, high], both[:lanes]), tirx.Shuffle([low, high], both[lanes:])
 
 
 # Quantization turns activations into bytes with a scale for every 32.

@@ -105,31 +105,31 @@ def whole_vectors(width: int) -> int:
     return -(-width // LANES) * LANES
 
 
-def blocks(width: int, body: Callable[[Expr, int], None], unroll: int = 1) -> None:
+def blocks(width: int, body: Callable[[Expr, int], None], unroll: int = 1, lanes: int = LANES) -> None:
     """Run `body(start, valid)` for each vector of a row of `width` elements.
 
-    `valid` is LANES in all but the last, which holds what is left over. The loop is not unrolled but `unroll` times, so
-    that a kernel stays small whatever the width.
+    `valid` is `lanes` in all but the last, which holds what is left over. The loop is not unrolled but `unroll` times,
+    so that a kernel stays small whatever the width.
     """
-    step = LANES * unroll
+    step = lanes * unroll
     full = width // step
     if full:
         with loop(0, full) as index:
             for i in range(unroll):
-                body(index * step + i * LANES, LANES)
-    for start in range(full * step, width, LANES):
-        body(start, min(LANES, width - start))
+                body(index * step + i * lanes, lanes)
+    for start in range(full * step, width, lanes):
+        body(start, min(lanes, width - start))
 
 
-def load(tensor: KernelTensor, *index: Expr, valid: int = LANES, fill: Expr = 0.0) -> Expr:
+def load(tensor: KernelTensor, *index: Expr, valid: int = LANES, fill: Expr = 0.0, lanes: int = LANES) -> Expr:
     """A vector of float32 from `tensor`, of which the first `valid` lanes are read and the others are `fill`."""
     *outer, start = index
-    if valid == LANES:
-        whole = tensor[(*outer, at(start))]
-        return whole if tensor.dtype == "float32" else to_floats(whole)
+    if valid == lanes:
+        whole = tensor[(*outer, at(start, lanes))]
+        return whole if tensor.dtype == "float32" else to_floats(whole, lanes)
     rest = tirx.FloatImm("float32", fill) if isinstance(fill, float) else fill
-    scalars = [tirx.Cast("float32", tensor[(*outer, start + i)]) if i < valid else rest for i in range(LANES)]
-    return tirx.Shuffle(scalars, list(range(LANES)))
+    scalars = [tirx.Cast("float32", tensor[(*outer, start + i)]) if i < valid else rest for i in range(lanes)]
+    return tirx.Shuffle(scalars, list(range(lanes)))
 
 
 def store(tensor: KernelTensor, *index: Expr, value: Expr, valid: int = LANES) -> None:
