@@ -211,7 +211,6 @@ def _add_bytes(rows: SomeRows) -> None:
 def _add_step(rows: SomeRows, first: Expr, count: int, lanes: int, witnesses: list[Expr]) -> None:
     """Add `count` groups, at most as many as there are lanes."""
     matrix = rows.matrix
-    matrix.fetch_eight(rows.ahead, first, count)
     scales = [matrix.scales_from(number, first, lanes) for number in rows.numbers]
     zeros = [matrix.zeros_from(number, first, lanes) for number in rows.numbers] if matrix.has_zeros else None
     factors = []
@@ -219,7 +218,9 @@ def _add_step(rows: SomeRows, first: Expr, count: int, lanes: int, witnesses: li
         products = [bind(s * splat(factor, lanes)) for s, factor in zip(scales, of_index, strict=True)]
         factors.append(_factor_bytes(matrix, products, zeros, bind(splat(witness, lanes)), lanes))
     planes: list[list[Expr]] = []
-    for i in range(0, count, BYTES_OF_LANE * lanes // matrix.group_elements):
+    together = BYTES_OF_LANE * lanes // matrix.group_elements
+    for i in range(0, count, together):
+        matrix.fetch_part(rows.ahead, first, count, range(i, i + together))
         if matrix.form.has_planes and i % HIGH_GROUPS == 0:
             planes = [
                 _interleave([_high_bits(matrix, n, first + i, lanes) for n in four], lanes)

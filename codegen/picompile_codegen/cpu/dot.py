@@ -8,7 +8,7 @@ Several vectors share the work on the weights: reading them, converting them or 
 sums of its own, added up in the same order as for one vector: its product has the same bits, whoever shares the row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 
@@ -165,44 +165,46 @@ class _ByteProducts:
             if vector.offsets is not None:
                 self.sums.add(place, 0, of_offsets, vector.offsets[vector.row, at(first, lanes)], lanes)
             scales.append(bind(of_row * vector.scales[vector.row, at(first, lanes)]))
-        matrix.fetch_eight(ahead, first, count)
-        add = self._add_nibbles if matrix.has_nibbles else self._add_bytes
-        add(first, count, scales, lanes)
-
-    def _add_bytes(self, first: Expr, count: int, scales: list[Expr], lanes: int) -> None:
-        """Add `count` groups of bytes, given each vector's scales."""
-        together = BYTES_OF_LANE * lanes // GROUP
+        together = BYTES_OF_LANE * lanes // matrix.group_elements
+        multiply = self._multiply_nibbles(first, lanes) if matrix.has_nibbles else self._multiply_bytes(first, lanes)
         for chain, i in enumerate(range(0, count, together)):
-            columns = at((first + i) * GROUP, together * GROUP)
-            weights = bind(self.matrix.data[self.number, columns])
-            for place, vector in enumerate(self.vectors):
-                products = dot_signed(weights, bind(vector.bytes[vector.row, columns]), lanes=lanes)
-                scale = _repeat_scales(scales[place], i, together, lanes)
-                self.sums.add(place, chain, to_floats(products, lanes), scale, lanes)
+            matrix.fetch_part(ahead, first, count, range(i, i + together))
+            for place, products in enumerate(multiply(i)):
+                numbers = [i + lane * together // lanes for lane in range(lanes)]
+                self.sums.add(place, chain, to_floats(products, lanes), bind(repeat(scales[place], numbers)), lanes)
 
-    def _add_nibbles(self, first: Expr, count: int, scales: list[Expr], lanes: int) -> None:
-        """Add `count` groups of halves of bytes, two or four at a time: a part of a vector for each.
+    def _multiply_bytes(self, first: Expr, lanes: int) -> Callable[[int], Iterator[Expr]]:
+        """Return what gives, for group `first` + i and those beside it, each vector's products with their bytes."""
+
+        def multiply(i: int) -> Iterator[Expr]:
+            columns = at((first + i) * GROUP, BYTES_OF_LANE * lanes)
+            weights = bind(self.matrix.data[self.number, columns])
+            for vector in self.vectors:
+                yield dot_signed(weights, bind(vector.bytes[vector.row, columns]), lanes=lanes)
+
+        return multiply
+
+    def _multiply_nibbles(self, first: Expr, lanes: int) -> Callable[[int], Iterator[Expr]]:
+        """Return the same for halves of bytes, two or four groups side by side.
 
         Where the last does not exist, what follows in the row is in its place, and zeros in that of the activations.
         """
-        matrix, plane, together = self.matrix, None, 2 * BYTES_OF_LANE * lanes // GROUP
-        for chain, i in enumerate(range(0, count, together)):
-            start, width = (first + i) * GROUP, BYTES_OF_LANE * lanes
+        matrix, width = self.matrix, BYTES_OF_LANE * lanes
+        planes: list[Expr] = []
+
+        def multiply(i: int) -> Iterator[Expr]:
             raw = matrix.data[self.number, at((first + i) * matrix.group_elements, width)]
             if matrix.form.has_planes and i % HIGH_GROUPS == 0:
                 plane = _words(matrix.high_bits(self.number, first + i), LANES)
-                if together == HIGH_GROUPS:
-                    plane = next_to_shifted(plane)
-            low, high = split_codes(_words(raw, lanes), plane, i % HIGH_GROUPS * 2, lanes)
-            for place, vector in enumerate(self.vectors):
-                values = [bind(vector.bytes[vector.row, at(start + half, width)]) for half in (0, width)]
-                products = to_floats(dot_pair(low, high, values, lanes), lanes)
-                self.sums.add(place, chain, products, _repeat_scales(scales[place], i, together, lanes), lanes)
+                planes[:] = [plane if lanes == LANES else next_to_shifted(plane)]
+            low, high = split_codes(_words(raw, lanes), *planes, bit=i % HIGH_GROUPS * 2, lanes=lanes)
+            for vector in self.vectors:
+                starts = ((first + i) * GROUP + half for half in (0, width))
+                yield dot_pair(
+                    low, high, [bind(vector.bytes[vector.row, at(at_half, width)]) for at_half in starts], lanes
+                )
 
-
-def _repeat_scales(scales: Expr, first: int, groups: int, lanes: int) -> Expr:
-    """Return the scales of `groups` groups from number `first` on, each in as many lanes as the group's products."""
-    return bind(repeat(scales, [first + lane * groups // lanes for lane in range(lanes)]))
+        return multiply
 
 
 def _words(values: Expr, lanes: int) -> Expr:

@@ -206,14 +206,17 @@ class KernelMatrix(MatrixTensors):
         """Prefetch cache line `line` of a row."""
         prefetch(self.data, number, line * (self.data_line_elements))
 
-    def fetch_eight(self, numbers: Sequence[Expr], first: Expr, count: int) -> None:
-        """Prefetch of each row as many lines as begin in the data of `count` groups from `first`, a multiple of 8.
+    def fetch_part(self, numbers: Sequence[Expr], first: Expr, count: int, part: range) -> None:
+        """Prefetch of each row its share of the lines that begin in the data of `count` groups from `first` on.
 
-        Of data in two planes they are not those of these groups, but all lines are fetched in their order.
+        `first` is a multiple of 8, and the share that of the groups `part` of these. Of data in two planes the lines
+        are not those of these groups, but all are fetched in their order. A few at a time leave room for other reads.
         """
-        for i in range(self._lines_of(count)):
+        lines = self._lines_of(count)
+        start, stop = (-(-lines * place // count) for place in (part.start, min(part.stop, count)))
+        for line in range(start, stop):
             for number in numbers:
-                self.fetch(number, first * self._lines_of(LANES) // LANES + i)
+                self.fetch(number, first * self._lines_of(LANES) // LANES + line)
 
     @property
     def scale_lines(self) -> range:
