@@ -25,6 +25,8 @@ LOSSLESS = ("exact", "none")
 KV_DTYPES = {"f16": "float16", "f32": "float32", "q8": "q8"}
 DEFAULT_CONTEXT = 4096
 MOST_SEQUENCES = 256
+# With these a step has eight tokens: two tiles of four that share what is read of a matrix.
+DRAFT_TOKENS = 7
 # Tokens of a prompt that are read together: weights are unpacked once for all of them. More would gain a few percent,
 # but whoever stops a prompt, or waits for another answer, would wait longer.
 CHUNK = 128

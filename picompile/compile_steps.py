@@ -68,6 +68,7 @@ def lower_for(
         None if accelerator is None else accelerator.kind,
         _placement(plan, facts.layers),
         scores_masks=True,
+        draft_tokens=config.draft_tokens,
     )
     return lower_graph(graph_module, options, progress)
 

@@ -17,6 +17,7 @@ from picompile.choices import (
     DEFAULT_ACCURACY_BOUND,
     DEFAULT_ROUNDING_TOKENS,
     DEFAULT_SKIP_TOKENS,
+    DRAFT_TOKENS,
     KV_DTYPES,
     LEAST_CALIBRATION_TOKENS,
     LEAST_SKIP_TOKENS,
@@ -65,6 +66,8 @@ class CompileOptions:
             kinds of plug-ins leave out neurons, so the accuracy check applies to them.
         context: longest sequence, in tokens; None is the model's own limit, at most 4096.
         sequences: how many sequences the cache holds, each with a context of its own; they can be decoded together.
+        draft_tokens: how many guessed tokens `run` and `chat` can check in one step beside the next one, from 0 on; a
+            program with a GPU checks none.
         kv_dtype: f16, f32 or q8; None is f16, but f32 if rounding would move neurons across a jump of the activation
             (FATReLU).
         chunk: tokens of a prompt that are read together.
@@ -111,6 +114,7 @@ class CompileOptions:
     predictor: str | None = None
     context: int | None = None
     sequences: int = 1
+    draft_tokens: int = DRAFT_TOKENS
     kv_dtype: str | None = None
     chunk: int = CHUNK
     bf16: str = "auto"
@@ -156,6 +160,7 @@ class CompileOptions:
         require_whole(
             context=self.context,
             sequences=self.sequences,
+            draft_tokens=self.draft_tokens,
             prefill_chunk=self.chunk,
             gate_tokens=self.gate_tokens,
             rounding_tokens=self.rounding_tokens,
@@ -170,6 +175,10 @@ class CompileOptions:
             raise UsageError(f"the context must be at least 1 token, not {self.context}")
         if not 1 <= self.sequences <= MOST_SEQUENCES:
             raise UsageError(f"the cache can hold from 1 to {MOST_SEQUENCES} sequences, not {self.sequences}")
+        if not 0 <= self.draft_tokens < MOST_SEQUENCES:
+            raise UsageError(
+                f"a step can check from 0 to {MOST_SEQUENCES - 1} tokens of a draft, not {self.draft_tokens}"
+            )
         if self.bf16 not in BF16_CHOICES:
             raise UsageError(f"bf16 is {', '.join(BF16_CHOICES[:-1])} or {BF16_CHOICES[-1]}, not {self.bf16!r}")
         if self.chunk < 2:
@@ -381,6 +390,7 @@ class CompileConfig:
     quant: str
     context: int
     sequences: int
+    draft_tokens: int
     kv_dtype: str
     chunk: int
     bf16: str
@@ -409,6 +419,7 @@ def resolve(options: CompileOptions, facts: "ModelFacts") -> CompileConfig:
         quant=options.quant,
         context=cache_context(options, facts),
         sequences=options.sequences,
+        draft_tokens=options.draft_tokens,
         kv_dtype=options.kv_dtype or default_kv_dtype(facts.activation),
         chunk=options.chunk,
         bf16=options.bf16,

@@ -75,6 +75,28 @@ def together(engine: Engine, all_texts: list[list[int]], seed: int) -> list[list
     return rows
 
 
+def check_guesses(engine: Engine) -> None:
+    """Tokens of one sequence in one step have the logits that they have one after another."""
+    rng = np.random.default_rng(3)
+    for slot, position in ((1, 2), (0, engine.chunk + 3), (2, engine.context - engine.most_checked)):
+        ids = rng.integers(0, engine.vocab, position + engine.most_checked).tolist()
+        found = []
+        for sizes in ([1] * engine.most_checked, [engine.most_checked], [2, 3, engine.most_checked - 5]):
+            engine.reset(slot)
+            engine.prefill(ids[:position], slot)
+            rows, place = list[bytes](), position
+            for size in sizes:
+                for scores in engine.read_each(ids[place : place + size], slot):
+                    rows.append(scores.logits().tobytes())
+                place += size
+                if size < engine.most_checked:  # a wrong guess leaves nothing behind
+                    left = min(engine.most_checked, engine.context - place)
+                    engine.read_each([0] * left, slot) if left else None
+                    engine.rewind(place, slot)
+            found.append(rows)
+        assert found[0] == found[1] == found[2]
+
+
 def check_rows(engine: Engine) -> None:
     all_texts = texts(engine)
     read_prompts(engine, all_texts)
@@ -92,6 +114,7 @@ def test_rows_do_not_depend_on_their_company(
     compile_model(models[name], tmp_path / "artifact", options)
     with picompile_runtime.load(tmp_path / "artifact", threads=2) as engine:
         check_rows(engine)
+        check_guesses(engine)
 
 
 @pytest.mark.parametrize("predictor", ["sign", "learned"])
@@ -100,6 +123,7 @@ def test_rows_with_masks_do_not_depend_on_their_company(tmp_path: Path, predicto
     compile_model(BUNDLED, tmp_path / "artifact", options)
     with picompile_runtime.load(tmp_path / "artifact", threads=2) as engine:
         check_rows(engine)
+        check_guesses(engine)
         computed, _, neurons = engine.firing_totals("batch")
         assert 0 < computed < neurons
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from picompile.cli.checks import format_bytes, require_text_file, require_trace_output, write_trace
-from picompile.cli.options import ArtifactArgument, DebugOption, JsonOption, ReplanOption, ThreadsOption
+from picompile.cli.options import ArtifactArgument, DebugOption, JsonOption, ReplanOption, ThreadsOption, run_option
 from picompile.cli.progress import progress
 from picompile.errors import UsageError
 
@@ -68,6 +68,7 @@ def bench_command(
             "is overwritten.",
         ),
     ] = None,
+    draft: Annotated[str, run_option("draft")] = "none",
     threads: ThreadsOption = None,
     replan: ReplanOption = False,
     json_output: JsonOption = False,
@@ -85,6 +86,7 @@ def bench_command(
       picompile bench build/tiny -p 128 -n 32 -r 3
       picompile bench build/tiny -p 1 -n 64 -d 64
       picompile bench build/tiny -t 2 --json
+      picompile bench build/tiny --text README.md --draft ngram
       picompile bench build/tiny --trace build/tiny.trace.json
     """
     if trace is not None:
@@ -111,6 +113,7 @@ def bench_command(
                 depth=depth,
                 sequences=batch,
                 trace=None if trace is None else partial(write_trace, trace),
+                draft=draft,
             )
     print(json.dumps(result, indent=2)) if json_output else _show(result)
 
@@ -144,6 +147,10 @@ def _show(result: Mapping[str, Any]) -> None:
     print(
         f"decode     {decode['tokens_per_s']:9.1f} tokens/s ± {decode['stdev']:.1f}, behind {decode['depth']}{several}"
     )
+    if (draft := result["draft"]) is not None:
+        ratio = draft["tokens_per_s"] / decode["tokens_per_s"]
+        right = f"{draft['right_share']:.0%} of the tokens guessed rightly, {draft['guessed_share']:.0%} guessed"
+        print(f"guessing   {draft['tokens_per_s']:9.1f} tokens/s ± {draft['stdev']:.1f}, {ratio:.2f} ×: {right}")
     print(f"floor      {_floor(decode)}")
     print(f"memory     {bandwidth}/s, at best {best}/s, read by {_threads(result['threads'])}")
     fired = "" if decode["firing_share"] is None else f"{decode['firing_share']:.1%} fired, "

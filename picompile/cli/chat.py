@@ -42,6 +42,7 @@ def chat_command(
     min_p: Annotated[float, run_option("min_p")] = _DEFAULTS["min_p"],
     repetition_penalty: Annotated[float, run_option("repetition_penalty")] = _DEFAULTS["repetition_penalty"],
     seed: Annotated[int | None, run_option("seed")] = None,
+    draft: Annotated[str, run_option("draft")] = _DEFAULTS["draft"],
     threads: ThreadsOption = None,
     replan: ReplanOption = False,
     debug: DebugOption = False,
@@ -72,7 +73,7 @@ def chat_command(
     with progress() as shown:
         engine = load_engine(artifact, threads, replan, shown)
     with engine:
-        session = _session(engine, ChatOptions(params, max_tokens), load, system)
+        session = _session(engine, ChatOptions(params, max_tokens, draft), load, system)
         _chat(session, prompt)
 
 

@@ -7,7 +7,15 @@ from typing import Annotated, Any
 
 import typer
 
-from picompile.choices import DEFAULT_ROUNDING_TOKENS, DEFAULT_SKIP_TOKENS, LOSSLESS, check_quant, is_budget, parse_bits
+from picompile.choices import (
+    DEFAULT_ROUNDING_TOKENS,
+    DEFAULT_SKIP_TOKENS,
+    DRAFT_TOKENS,
+    LOSSLESS,
+    check_quant,
+    is_budget,
+    parse_bits,
+)
 from picompile.cli.accuracy_show import reported_comparison, show_comparison
 from picompile.cli.checks import (
     checkpoint_weights,
@@ -147,6 +155,15 @@ def compile_command(
             metavar="N", min=1, max=256, help="Sequences that the KV cache holds; they can be decoded together."
         ),
     ] = 1,
+    draft_tokens: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            min=0,
+            max=255,
+            help="Guessed tokens that a step can check at once, see run --draft; without a GPU.",
+        ),
+    ] = DRAFT_TOKENS,
     bf16: Annotated[
         Bf16,
         typer.Option(
@@ -237,6 +254,7 @@ def compile_command(
         predictor=predictor,
         context=context,
         sequences=sequences,
+        draft_tokens=draft_tokens,
         kv_dtype=kv_dtype.value if kv_dtype is not None else None,
         bf16=bf16.value,
         hot=hot_neurons,

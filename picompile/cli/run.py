@@ -45,6 +45,7 @@ def run_command(
     repetition_penalty: Annotated[float, run_option("repetition_penalty")] = _DEFAULTS["repetition_penalty"],
     seed: Annotated[int | None, run_option("seed")] = None,
     stop: Annotated[list[str] | None, run_option("stop")] = None,
+    draft: Annotated[str, run_option("draft")] = _DEFAULTS["draft"],
     threads: ThreadsOption = None,
     replan: ReplanOption = False,
     echo: Annotated[bool, typer.Option("--echo", help="Print the prompt before the text.")] = False,
@@ -71,7 +72,7 @@ def run_command(
     with progress() as shown:
         engine = load_engine(artifact, threads, replan, shown)
     with engine:
-        generation = _start(engine, source, params, max_tokens, stop or ())
+        generation = _start(engine, source, params, max_tokens, stop or (), draft)
         if json_output:
             _print_json(generation, has_text=isinstance(source, str))
         else:
@@ -103,17 +104,22 @@ def _parse_ids(text: str) -> list[int]:
 
 
 def _start(
-    engine: "Engine", source: str | list[int], params: "SamplingParams", max_tokens: int, stop: Sequence[str]
+    engine: "Engine",
+    source: str | list[int],
+    params: "SamplingParams",
+    max_tokens: int,
+    stop: Sequence[str],
+    draft: str,
 ) -> "Generation":
     from picompile_runtime import Tokenizer, generate
 
     if isinstance(source, str):
-        return generate(engine, Tokenizer.of(engine.artifact), source, params, max_tokens, stop)
+        return generate(engine, Tokenizer.of(engine.artifact), source, params, max_tokens, stop, draft=draft)
     if stop:
         raise UsageError("--stop is a text; it cannot be given with --ids")
     from picompile.cli.token_ids import generate_ids
 
-    return generate_ids(engine, source, params, max_tokens)
+    return generate_ids(engine, source, params, max_tokens, draft)
 
 
 def _stream(generation: "Generation", before: str | list[int]) -> None:
@@ -140,8 +146,10 @@ def _report(stats: "GenerationStats") -> None:
     """Print the speed if stderr is a terminal."""
     if not sys.stderr.isatty():
         return
+    guessed = f", {stats.right_tokens} of {stats.guessed_tokens} guessed were right" if stats.guessed_tokens else ""
     print(
         f"[{stats.prompt_tokens} prompt tokens at {stats.prefill_tokens_per_s:.0f}/s, "
-        f"{stats.generated_tokens} generated at {stats.decode_tokens_per_s:.1f}/s, ended by {stats.stop_reason}]",
+        f"{stats.generated_tokens} generated at {stats.decode_tokens_per_s:.1f}/s{guessed}, "
+        f"ended by {stats.stop_reason}]",
         file=sys.stderr,
     )

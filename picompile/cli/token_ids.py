@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from picompile_runtime.engine.engine import Engine
 from picompile_runtime.sampling.generate import Generation, StopFinder
 from picompile_runtime.sampling.sampler import SamplingParams
+from picompile_runtime.sampling.speculation import speculate
 from picompile_runtime.sampling.tokenizer import StreamDecoder
 
 
@@ -24,8 +25,9 @@ class IdDecoder(StreamDecoder):
         return ""
 
 
-def generate_ids(engine: Engine, ids: Sequence[int], params: SamplingParams, max_tokens: int) -> Generation:
+def generate_ids(engine: Engine, ids: Sequence[int], params: SamplingParams, max_tokens: int, draft: str) -> Generation:
     """Return what `picompile_runtime.generate` returns, with numbers for text."""
+    speculation = speculate(draft, engine.most_checked)
     engine.reset()
     engine.check(ids)
-    return Generation(engine, IdDecoder(), list(ids), params, max_tokens, StopFinder(()))
+    return Generation(engine, IdDecoder(), list(ids), params, max_tokens, StopFinder(()), speculation=speculation)

@@ -53,7 +53,9 @@ def _run(options: argparse.Namespace) -> None:
     )
     with load(options.artifact, options.threads, options.replan) as engine:
         tokenizer = Tokenizer.of(engine.artifact)
-        generation = generate(engine, tokenizer, options.prompt, params, options.max_tokens, options.stop)
+        generation = generate(
+            engine, tokenizer, options.prompt, params, options.max_tokens, options.stop, draft=options.draft
+        )
         if options.json:
             print(json.dumps(_result(generation), ensure_ascii=False))
         else:

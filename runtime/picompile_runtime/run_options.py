@@ -67,6 +67,14 @@ RUN_OPTIONS = {
             ("--seed",), int, "Seed that makes drawing repeatable. Default: a new one every time.", None, "N", least=0
         ),
         RunOption(
+            ("--draft",),
+            str,
+            "Guess several tokens and check them in one step: ngram guesses what followed the same tokens before, none "
+            "guesses nothing. The text is the same.",
+            "ngram",
+            "KIND",
+        ),
+        RunOption(
             ("-t", "--threads"), int, "CPU threads. Default: one for each physical core.", None, "N", least=1, most=256
         ),
         RunOption(

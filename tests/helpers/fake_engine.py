@@ -36,12 +36,13 @@ class FakeEngine:
 
     def __init__(self, sequences: int = 3, context: int = CONTEXT, chunk: int = CHUNK, vocab: int = VOCAB) -> None:
         self.sequences, self.context, self.chunk, self.vocab = sequences, context, chunk, vocab
+        self.most_checked = 8
         self.artifact = SimpleNamespace(eos_token_ids=frozenset({END}), program=SimpleNamespace(has_accelerator=False))
         self.caches: list[list[tuple[int, str]]] = [[] for _ in range(sequences)]
         self.resident = [0] * sequences  # tokens that each slot has memory for
         self.calls: list[Call] = []
         self.failures = 0  # of how many steps are to come
-        self._memory = np.zeros((max(sequences, chunk), vocab), np.float32)
+        self._memory = np.zeros((max(sequences, chunk, self.most_checked), vocab), np.float32)
         self._decoded = {"decode": 0, "batch": 0}
 
     @property
@@ -94,6 +95,18 @@ class FakeEngine:
             self._memory[row] = self._logits(slot)
         self._decoded["batch"] += len(tokens)
         return [self._scores(row) for row in range(len(tokens))]
+
+    def read_each(self, ids: Sequence[int], slot: int = 0) -> list[Scores]:
+        """The marks are those of decode steps: bits are the same."""
+        assert 1 <= len(ids) <= self.most_checked
+        self._step("each", [slot], 1)
+        for row, token in enumerate(ids):
+            assert type(token) is int and 0 <= token < self.vocab
+            self.caches[slot].append((token, "d"))
+            self._take_memory(slot)
+            self._memory[row] = self._logits(slot)
+        self._decoded["batch"] += len(ids)
+        return [self._scores(row) for row in range(len(ids))]
 
     def firing_totals(self, function: str) -> tuple[int, int, int]:
         tokens = self._decoded[function]

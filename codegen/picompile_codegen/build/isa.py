@@ -7,9 +7,9 @@ differ, so that the kernels of several instruction sets can serve one program.
     with targeting(ISAS["x86-64-v4-vnni"]):
         kernel = cpu.write_kernel(LinearSpec(format="q4", n=4096, k=4096, rows=1, bias=False))
 
-Decoding, which memory limits, uses vectors of eight lanes of 32 bits everywhere: AVX-512 brings these more registers
-and better instructions, and processors that carry out 512 bits in two halves lose nothing; on NEON, LLVM makes two
-instructions of each. Prompts, which arithmetic limits, use vectors of `Isa.wide_lanes`.
+What goes through matrices and caches uses vectors of `Isa.wide_lanes` lanes of 32 bits, and eight lanes for the last
+columns of rows that are not a multiple of these. All else uses eight lanes everywhere: AVX-512 brings these more
+registers and better instructions; on NEON, LLVM makes two instructions of each.
 """
 
 from collections.abc import Iterator
@@ -27,8 +27,8 @@ class Isa:
     every processor with AVX2 has, SSE4 for instance, is not named.) `llvm` are the fields of TVM's target.
     `bytes_dot` says how products of bytes are added up in fours: `maddubs` (AVX2: pairs in 16 bits, then fours),
     `vnni` (unsigned times signed, one instruction), `sdot` (signed times signed, one instruction). `registers` counts
-    vectors of eight float32, and of `wide_lanes` too. `wide_lanes` are the float32 lanes of the vectors that prompts
-    are computed with. With `prompts_in_bf16` a prompt's inputs and weights of float16 are rounded to bfloat16.
+    vectors of eight float32, and of `wide_lanes` too, which are the float32 lanes of the widest vectors. With
+    `prompts_in_bf16` a prompt's inputs and weights of float16 are rounded to bfloat16.
     """
 
     name: str

@@ -189,7 +189,7 @@ class _Factors:
 
 
 def _add_bytes(rows: SomeRows) -> None:
-    """Add all groups, as many at a time as a vector has lanes, so that factors are computed for all of these at once."""
+    """Add all groups, as many at a time as a vector has lanes: factors are computed for all of these at once."""
     matrix = rows.matrix
     for line in matrix.scale_lines:
         rows.fetch(line)

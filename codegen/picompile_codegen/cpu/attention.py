@@ -148,6 +148,8 @@ def attend_parts(spec: AttentionSpec, tensors: AttentionTensors, tokens: StepRow
     with loop(0, tokens.count) as row:
         last[0] = maximum(last[0], tokens.position(row))
     parts = bind(last[0] // part_positions(spec) + 1)
+    if spec.rows > 1:
+        _extend_caches(spec, tensors, tokens)
     with parallel(tokens.count * spec.kv_heads * parts) as task:
         unit = bind(task // parts)
         row = bind(unit // spec.kv_heads) if spec.rows > 1 else 0
@@ -168,8 +170,9 @@ def _attend_part(
     # Other rows may be further than this one, and a window leaves out the first parts.
     with when(first < stop):
         keys, values = tensors.keys.head(slot, kv_head), tensors.values.head(slot, kv_head)
-        with when(stop == position + 1):
-            extend_cache(spec, tensors, row, position, keys, values)
+        if spec.rows == 1:
+            with when(stop == position + 1):
+                extend_cache(spec, tensors, row, position, keys, values)
         queries = ready_queries(spec, tensors, row, position, kv_head, begin <= first_seen)
         attend(PositionSpan(keys, values, first, stop, kv_head, stop), queries)
 
@@ -220,14 +223,28 @@ def attention(spec: AttentionSpec, function: KernelFunction) -> None:
         _attend_rows(spec, tensors, tokens)
 
 
+def _extend_caches(spec: AttentionSpec, tensors: AttentionTensors, tokens: StepRows) -> None:
+    """Write the keys and values of all rows before any row attends: rows may be of the same sequence."""
+    if not spec.extend:
+        return
+    with parallel(tokens.count * spec.kv_heads) as task:
+        row = bind(task // spec.kv_heads)
+        kv_head, slot = bind(task - row * spec.kv_heads), bind(tokens.slot(row))
+        keys, values = tensors.keys.head(slot, kv_head), tensors.values.head(slot, kv_head)
+        extend_cache(spec, tensors, row, bind(tokens.position(row)), keys, values)
+
+
 def _attend_rows(spec: AttentionSpec, tensors: AttentionTensors, tokens: StepRows) -> None:
     """Attend row by row: a task takes a head of keys and all queries of one row that share it."""
+    if spec.rows > 1:
+        _extend_caches(spec, tensors, tokens)
     with parallel(tokens.count * spec.kv_heads) as task:
         row = bind(task // spec.kv_heads) if spec.rows > 1 else 0
         kv_head = bind(task - row * spec.kv_heads)
         position, slot = bind(tokens.position(row)), bind(tokens.slot(row))
         keys, values = tensors.keys.head(slot, kv_head), tensors.values.head(slot, kv_head)
-        extend_cache(spec, tensors, row, position, keys, values)
+        if spec.rows == 1:
+            extend_cache(spec, tensors, row, position, keys, values)
         queries = ready_queries(spec, tensors, row, position, kv_head)
         first = first_position(spec, position)
         # The thread that is given this task is mostly given the next one, too.

@@ -24,7 +24,6 @@ from picompile_codegen.cpu.vector import (
     highest,
     load,
     splat,
-    store,
     to_floats,
     zero_vector,
     zero_vectors,
@@ -254,19 +253,19 @@ def byte_mix(work: Work, rescale: list[Expr], scales: BlockScales) -> None:
                 block.prefetch_following([a, a + 1])
             read = {}
             for start in starts:
-                rows = (
+                first_row, second_row = (
                     bind(values.bytes(block.begin + index, first + start, columns - start, 2 * lanes))
                     for index in (a, b)
                 )
-                read[start] = interleave(*rows, lanes)
+                read[start] = interleave(first_row, second_row, lanes)
             for i, start, place in places:
                 weights = splat_pair(weights_of, i, (first + start) // GROUP, a, lanes=lanes)
                 for half in range(2):
                     at_sum = (place + half, at(0, lanes))
                     sums[at_sum] = sums[at_sum] + dot_pairs(read[start][half], weights, lanes)
         for i, start, place in places:
-            halves = in_order(*(bind(to_floats(sums[place + half, at(0, lanes)], lanes)) for half in range(2)), lanes)
-            for half, mixed in enumerate(halves):
+            low, high = (bind(to_floats(sums[place + half, at(0, lanes)], lanes)) for half in range(2))
+            for half, mixed in enumerate(in_order(low, high, lanes)):
                 if start + half * lanes < columns:
                     outputs = (work.row(i), at(first + start + half * lanes, lanes))
                     before = bind(queries.outputs[outputs] * splat(rescale[i], lanes))

@@ -190,14 +190,15 @@ class _ByteProducts:
         Where the last does not exist, what follows in the row is in its place, and zeros in that of the activations.
         """
         matrix, width = self.matrix, BYTES_OF_LANE * lanes
-        planes: list[Expr] = []
+        plane: Expr | None = None
 
         def multiply(i: int) -> Iterator[Expr]:
+            nonlocal plane
             raw = matrix.data[self.number, at((first + i) * matrix.group_elements, width)]
             if matrix.form.has_planes and i % HIGH_GROUPS == 0:
                 plane = _words(matrix.high_bits(self.number, first + i), LANES)
-                planes[:] = [plane if lanes == LANES else next_to_shifted(plane)]
-            low, high = split_codes(_words(raw, lanes), *planes, bit=i % HIGH_GROUPS * 2, lanes=lanes)
+                plane = plane if lanes == LANES else next_to_shifted(plane)
+            low, high = split_codes(_words(raw, lanes), plane, i % HIGH_GROUPS * 2, lanes)
             for vector in self.vectors:
                 starts = ((first + i) * GROUP + half for half in (0, width))
                 yield dot_pair(

@@ -13,7 +13,7 @@ from tvm import tirx
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.matrix import KernelMatrix, each_group
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, parallel, select, when
-from picompile_codegen.cpu.vector import LANES, at, blocks, compute, load, splat, store, total
+from picompile_codegen.cpu.vector import LANES, at, blocks, compute, fma, load, splat, store, total
 from picompile_codegen.specs import (
     AddSpec,
     DivideByRmsSpec,
@@ -220,8 +220,9 @@ class Angles:
             b = bind(load(x, row, start + half + c, valid=valid))
             cosine = bind(load(self.cos, position, c, valid=valid))
             sine = bind(load(self.sin, position, c, valid=valid))
-            emit(c, a * cosine - b * sine, valid)
-            emit(c + half, b * cosine + a * sine, valid)
+            # Said outright: which product is rounded would else depend on the code around it.
+            emit(c, fma(a, cosine, splat(0.0) - b * sine), valid)
+            emit(c + half, fma(b, cosine, a * sine), valid)
 
         blocks(half, turn)
 

@@ -69,7 +69,8 @@ class LowerOptions:
     `context` and `chunk` in tokens; `kv_dtype` float16, float32 or q8; `sequences` have a place in the KV cache.
     `accelerator` is a GPU (`cuda`) or a second partition of the CPU (`cpu`), None for a program that has none, and
     `placement` says what runs there. With `scores_masks` a program without an accelerator has the function
-    `score_masked` as well, if its predictors have kernels for chunks.
+    `score_masked` as well, if its predictors have kernels for chunks. A step of `batch` can check `draft_tokens` tokens
+    of a draft beside the one that it reads anyway, on the CPU.
     """
 
     context: int
@@ -79,6 +80,12 @@ class LowerOptions:
     accelerator: Literal["cpu", "cuda"] | None = None
     placement: Placement = ON_HOST
     scores_masks: bool = False
+    draft_tokens: int = 0
+
+    @property
+    def batch_rows(self) -> int:
+        """How many tokens a step of `batch` reads at most; 1 if there is no such function."""
+        return self.sequences if self.accelerator is not None else max(self.sequences, self.draft_tokens + 1)
 
 
 @dataclass

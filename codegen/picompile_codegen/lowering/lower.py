@@ -7,7 +7,8 @@
    `prefill_last`  the last chunk: everything after the last attention runs for the last token alone
    `score`         a chunk with logits for every token, for perplexity
    `score_masked`  the same with the neurons that predictors name, if it is asked for
-   `batch`         one token each of several sequences, where the KV cache holds several
+   `batch`         several rows, each a token of some sequence, where the KV cache holds several sequences, or tokens
+                   of a draft are to be checked
    `decode` and `batch` have masks of neurons made; the others compute every neuron, and leave out what predictors
    alone need.
 3. The activations of each function get places in an arena, one for each memory.
@@ -90,11 +91,14 @@ def lower(graph_module: GraphModule, options: LowerOptions) -> Lowered:
     ]
     if options.scores_masks and options.accelerator is None and _has_chunk_masks(nodes, options.chunk):
         functions.append(_whole("score_masked", options.chunk, nodes, shared, "logits.score"))
-    if options.sequences > 1:
-        functions.append(_whole("batch", options.sequences, nodes, shared, "logits.batch"))
+    if options.batch_rows > 1:
+        functions.append(_whole("batch", options.batch_rows, nodes, shared, "logits.batch"))
     for function in functions:
-        function.read_inputs(max(options.chunk, options.sequences))
-    program = LoweredProgram(options.context, options.chunk, dimension(nodes[-1]), len(attentions), options.sequences)
+        function.read_inputs(max(options.chunk, options.batch_rows))
+    vocab = dimension(nodes[-1])
+    program = LoweredProgram(
+        options.context, options.chunk, vocab, len(attentions), options.sequences, options.batch_rows
+    )
     program.state, program.ffn, program.streamed = shared.state, shared.ffn, list(shared.streamed)
     program.projections = shared.projections
     program.logits = {function.name: function.logits for function in functions if function.name != "prefill"}
@@ -226,10 +230,10 @@ def _place(program: LoweredProgram, functions: Sequence[Function], shared: Share
 def _reserved(program: LoweredProgram, shared: Shared) -> tuple[dict[str, ProgramTensor], dict[Memory, int]]:
     """Return the buffers with a place of their own (inputs, statistics, outputs), and where each memory is free after
     them."""
-    rows, parts = max(program.chunk, program.sequences), max(1, shared.stats_rows)
+    rows, parts = max(program.chunk, program.batch_rows), max(1, shared.stats_rows)
     inputs: dict[str, tuple[int, ...]] = {"step": STEP_SHAPE, "tokens": (rows,), "positions": (rows,), "slots": (rows,)}
     counts: dict[str, tuple[int, ...]] = {"stats": (parts, 2), "stats.unused": (2,)}
-    if program.sequences > 1:
+    if program.batch_rows > 1:
         counts["stats.batch"] = (parts, 2)
     hybrid = bool(shared.accelerator_kernels)  # nothing may be left for the device
     place_of = _Offsets()
@@ -251,8 +255,8 @@ def _reserved(program: LoweredProgram, shared: Shared) -> tuple[dict[str, Progra
 def _reserve_logits(program: LoweredProgram, memory: Memory, place_of: "_Offsets") -> None:
     """Reserve logits in `memory`, where the head makes them, and shared memory for the highest of them."""
     rows = {"logits": 1, "logits.score": program.chunk}
-    if program.sequences > 1:
-        rows["logits.batch"] = program.sequences
+    if program.batch_rows > 1:
+        rows["logits.batch"] = program.batch_rows
     kept = {program.logits[function] for function in program.top_logits}
     for name, count in rows.items():
         place_of.add(name, "float32", (count, program.vocab), memory)

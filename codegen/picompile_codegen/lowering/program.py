@@ -151,7 +151,8 @@ class TopLogitsBuffers:
 class LoweredProgram:
     """Everything the runtime executes. All functions share the arenas, one KV cache and the weights.
 
-    The cache has a place, a slot, for each of `sequences`. An arena in each memory holds its buffers.
+    The cache has a place, a slot, for each of `sequences`. A step of `batch` reads `batch_rows` tokens at most, each of
+    any slot. An arena in each memory holds its buffers.
     `top_logits` has the functions whose logits are in the accelerator's memory, and where the highest of them are.
     `streamed` weights stay with the host: where the device uses them, for prompts, it reads them from there.
     The calls of a function are in order for each device; between devices, order is made by flags in shared memory.
@@ -162,6 +163,7 @@ class LoweredProgram:
     vocab: int
     layers: int
     sequences: int = 1
+    batch_rows: int = 1
     arena_bytes: int = 0
     device_arena_bytes: int = 0
     shared_arena_bytes: int = 0
@@ -183,6 +185,7 @@ class LoweredProgram:
             "vocab": self.vocab,
             "layers": self.layers,
             "sequences": self.sequences,
+            "batch_rows": self.batch_rows,
             "arena_bytes": self.arena_bytes,
             "device_arena_bytes": self.device_arena_bytes,
             "shared_arena_bytes": self.shared_arena_bytes,

@@ -107,8 +107,8 @@ class Program:
         state: the KV caches, with a slot for each of `sequences`.
         memories: the memory of each buffer and cache (by kind and name): host, device (the accelerator's) or shared.
         streamed: names of the weights that the accelerator uses and that stay with the host.
-        functions: the calls of each of FUNCTIONS, of SCORE_MASKED in some programs, and of BATCH if there are several
-            sequences.
+        batch_rows: how many tokens a step of BATCH reads at most; 1 if there is no such function.
+        functions: the calls of each of FUNCTIONS, of SCORE_MASKED in some programs, and of BATCH if there is one.
         logits: the buffer with the logits of each function that computes them.
         top_logits: the buffers with the top logits of each function whose logits are in the accelerator's memory.
         ffn: the feed-forward parts.
@@ -120,6 +120,7 @@ class Program:
     vocab: int
     layers: int
     sequences: int
+    batch_rows: int
     arena_bytes: int
     accelerator_arena_bytes: int
     shared_arena_bytes: int
@@ -145,7 +146,7 @@ class Program:
 
     def rows(self, function: str) -> int:
         """Return how many tokens a step of a function reads at most."""
-        return {"decode": 1, BATCH: self.sequences}.get(function, self.chunk)
+        return {"decode": 1, BATCH: self.batch_rows}.get(function, self.chunk)
 
     def calls(self, function: str, device: str) -> tuple[Call, ...]:
         """Return the calls of a function that run on `device`, in order."""
@@ -169,14 +170,17 @@ def read_program(text: bytes, weights: Mapping[str, Tensor], where: str) -> Prog
     sources: dict[str, Mapping[str, Tensor]] = {"buffer": buffers, "state": state, "weight": weights}
     functions = root.object("functions")
     sequences = root.integer("sequences", 1, MOST_SEQUENCES)
+    # An artifact of before drafts has a row for each sequence.
+    batch_rows = root.integer("batch_rows", sequences, MOST_SEQUENCES) if "batch_rows" in root.data else sequences
     optional = (SCORE_MASKED,) if SCORE_MASKED in functions.data else ()
-    names = (*FUNCTIONS, *optional, *((BATCH,) if sequences > 1 else ()))
+    names = (*FUNCTIONS, *optional, *((BATCH,) if batch_rows > 1 else ()))
     program = Program(
         context=root.integer("context", 1, 2**31 - 1),
         chunk=root.integer("chunk", 1, 2**20),
         vocab=root.integer("vocab", 1, 2**31 - 1),
         layers=root.integer("layers"),
         sequences=sequences,
+        batch_rows=batch_rows,
         arena_bytes=arenas["host"],
         accelerator_arena_bytes=arenas["device"],
         shared_arena_bytes=arenas["shared"],

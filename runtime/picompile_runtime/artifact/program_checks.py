@@ -43,8 +43,8 @@ def _interface(program: Program) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     """Yield name, dtype and shape of the buffers through which the runtime talks to the program."""
     yield "step", "int32", (_STEP_FIELDS,)
     for name in ("tokens", "positions", "slots"):
-        yield name, "int32", (max(program.chunk, program.sequences),)
-    rows = {"score": program.chunk, "score_masked": program.chunk, "batch": program.sequences}
+        yield name, "int32", (max(program.chunk, program.batch_rows),)
+    rows = {"score": program.chunk, "score_masked": program.chunk, "batch": program.batch_rows}
     for function, name in program.logits.items():
         yield name, "float32", (rows.get(function, 1), program.vocab)
     for function, top in program.top_logits.items():
@@ -59,7 +59,7 @@ def _interface(program: Program) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     if program.ffn or program.projections:
         parts = program.buffers["stats"].shape[0] if "stats" in program.buffers else 1
         yield "stats", "int64", (parts, 2)
-        if program.sequences > 1:
+        if program.batch_rows > 1:
             yield "stats.batch", "int64", (parts, 2)
 
 

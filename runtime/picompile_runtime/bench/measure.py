@@ -20,10 +20,13 @@ from numpy.typing import NDArray
 from picompile_runtime.artifact.program import DEVICES
 from picompile_runtime.artifact.reader import Artifact
 from picompile_runtime.bench.bandwidth import KINDS, KernelTime, MemoryReader, kind, step_bytes
+from picompile_runtime.bench.guessing import GuessedTokens, decode_guessing, guessing_figures
+from picompile_runtime.bench.speed import SpeedStatistics
 from picompile_runtime.bench.trace import TracedStep, hybrid_figures, recorded
 from picompile_runtime.engine.engine import Engine
 from picompile_runtime.engine.timing import FiringCounts, InputCounts, mean_shares
 from picompile_runtime.errors import RequestError
+from picompile_runtime.sampling.speculation import check_draft
 
 # A few steps are traced, since all steps are alike.
 _TRACED_STEPS = 8
@@ -74,26 +77,34 @@ class BenchmarkLengths:
 
 @dataclass(frozen=True)
 class BenchmarkRound:
-    """The times of one round: of the prompt, of all decode steps, and of each call in them; and the memory's speed."""
+    """The times of one round: of the prompt, of all decode steps, and of each call in them; and the memory's speed.
+
+    `guessing` has the times of reading the same tokens with guesses, if that was asked for.
+    """
 
     prefill_s: float
     decode_s: float
     call_s: NDArray[np.float64]
     bytes_per_s: NDArray[np.float64]
+    guessing: GuessedTokens | None = None
 
 
 class BenchmarkRunner:
     """Runs rounds that all do the same."""
 
-    def __init__(self, engine: Engine, lengths: BenchmarkLengths, ids: Sequence[int] | None) -> None:
-        """Prepare rounds; for `ids` see `measure`. Raises RequestError for lengths that do not fit."""
+    def __init__(self, engine: Engine, lengths: BenchmarkLengths, ids: Sequence[int] | None, draft: str) -> None:
+        """Prepare rounds; for `ids` and `draft` see `measure`. Raises RequestError for lengths that do not fit."""
         lengths.check(engine)
+        self._guesses = check_draft(draft) != "none"
+        if self._guesses and lengths.sequences > 1:
+            raise RequestError("tokens are guessed for one sequence; measure several without --draft")
         self._engine, self._lengths = engine, lengths
         self._reader = MemoryReader(engine.artifact.load_code(), engine.threads)
         random = np.random.Generator(np.random.PCG64(0))
         count = lengths.total + lengths.sequences * lengths.decode
         text = random.integers(0, engine.vocab, count) if ids is None else np.resize(np.asarray(ids), count)
         start = lengths.depth or 0
+        self._before: list[int] = text[: lengths.decode_depth].tolist()
         self._prompt = text[start : start + lengths.prompt].tolist()
         # All sequences begin with the same tokens and continue with different ones.
         steps = text[lengths.decode_depth :][: lengths.sequences * lengths.decode].reshape(
@@ -121,7 +132,12 @@ class BenchmarkRunner:
         decode_s = self._decode()
         call_s = np.array([seconds for _, seconds in engine.timing(lengths.function)])
         engine.stop_timing()
-        return BenchmarkRound(prefill_s, decode_s, call_s, np.concatenate([before, self._reader.read()]))
+        speeds = np.concatenate([before, self._reader.read()])
+        return BenchmarkRound(prefill_s, decode_s, call_s, speeds, self._guess() if self._guesses else None)
+
+    def _guess(self) -> GuessedTokens:
+        self._engine.rewind(self._lengths.decode_depth)
+        return decode_guessing(self._engine, self._before, [token for (token,) in self._steps])
 
     def trace(self) -> list[TracedStep]:
         """Run a few steps with times of each call, one of the prompt if it has several tokens, and return them."""
@@ -160,20 +176,6 @@ class BenchmarkRunner:
             self._engine.read_sequences(tokens, list(range(len(tokens))))
 
 
-@dataclass(frozen=True)
-class SpeedStatistics:
-    """Median speed of several rounds, and the standard deviation between them (0.0 for a single one)."""
-
-    tokens_per_s: float
-    stdev: float
-
-    @classmethod
-    def of(cls, tokens: int, seconds: Sequence[float]) -> SpeedStatistics:
-        """Return the speed of rounds of `tokens` tokens that took so many `seconds`."""
-        speeds = [tokens / second for second in seconds]
-        return cls(float(np.median(speeds)), float(np.std(speeds, ddof=1)) if len(speeds) > 1 else 0.0)
-
-
 def measure(
     engine: Engine,
     prompt_tokens: int = 512,
@@ -184,6 +186,7 @@ def measure(
     depth: int | None = None,
     sequences: int = 1,
     trace: Callable[[Sequence[TracedStep]], object] | None = None,
+    draft: str = "none",
 ) -> dict[str, Any]:
     """Prefill and decode `repeats` times after one round that does not count, and return the figures of `bench --json`.
 
@@ -199,6 +202,8 @@ def measure(
         depth: see `BenchmarkLengths`.
         sequences: how many sequences decode together.
         trace: called with a few steps after the last round, call by call: see `BenchmarkRunner.trace`.
+        draft: with `ngram` every round also reads its tokens with guesses, see `picompile_runtime.generate`; they are
+            right where the text has them.
 
     Raises:
         RequestError: an argument makes no sense, or the tokens do not fit the context.
@@ -206,7 +211,7 @@ def measure(
     lengths = BenchmarkLengths(prompt_tokens, decode_tokens, depth, sequences)
     if repeats < 1:
         raise RequestError("a benchmark needs at least one prompt token, one decoded token and one repetition")
-    runner, rounds = BenchmarkRunner(engine, lengths, ids), []
+    runner, rounds = BenchmarkRunner(engine, lengths, ids, draft), []
     for number in range(repeats + 1):
         if number == 1:
             engine.reset_firing()
@@ -263,9 +268,11 @@ def _result(measured: _Measurement, threads: int) -> dict[str, Any]:
     """Return the medians of the rounds."""
     lengths, rounds = measured.lengths, measured.rounds
     program = measured.artifact.program
+    guessing = [each.guessing for each in rounds if each.guessing is not None]
     return {
         "prefill": asdict(SpeedStatistics.of(lengths.prompt, [each.prefill_s for each in rounds])),
         "decode": _decode(measured),
+        "draft": guessing_figures(guessing, lengths.decode) if guessing else None,
         "hybrid": hybrid_figures(program, measured.steps, lengths.sequences) if program.has_accelerator else None,
         "bandwidth_bytes_per_s": float(np.median(measured.bandwidths)),
         "bandwidth_best_bytes_per_s": float(max(each.bytes_per_s.max() for each in rounds)),

@@ -90,6 +90,7 @@ class Engine:
         with translate_system_errors(artifact.folder):
             self._executor = Executor(artifact, self.threads, replan, cache_tokens)
         self._lock = threading.RLock()
+        self._most_checked = 1 if self._program.has_accelerator else self._program.batch_rows
         self._positions = [0] * self._program.sequences
         self._counted = dict.fromkeys(ONE_TOKEN_EACH, 0)
         self._refusal = ""  # why it cannot be used any more
@@ -269,6 +270,36 @@ class Engine:
             return [self._scores(function, row) for row in range(rows)]
 
     @property
+    def most_checked(self) -> int:
+        """How many tokens `read_each` reads in a step at most; 1 if the artifact was made to check no draft."""
+        return self._most_checked
+
+    def read_each(self, ids: Sequence[int], slot: int = 0) -> list[Scores]:
+        """Read tokens of one sequence in one step, and return the scores that follow each of them.
+
+        This is how tokens that were guessed are checked: scores and the KV cache have the bits that `read` gives one
+        token after another. `rewind` forgets those that were guessed wrong.
+
+        Args:
+            ids: 1 to `most_checked` token ids, which follow those already read in the slot.
+            slot: the sequence's slot.
+
+        Raises:
+            RequestError: as for `prefill`, or there are more than `most_checked` tokens.
+            KernelError: a kernel failed.
+        """
+        with self._lock:
+            tokens = self._checked(ids, slot)
+            count = whole_number("the tokens to read each", len(tokens), 1, self.most_checked)
+            if count == 1:
+                return [self._scores(self._decode(int(tokens[0]), slot), 0)]
+            first = self._positions[slot]
+            self._executor.run_sequences(tokens, range(first, first + count), [slot] * count)
+            self._counted[BATCH] += count
+            self._positions[slot] += count
+            return [self._scores(BATCH, row) for row in range(count)]
+
+    @property
     def scores_masked(self) -> bool:
         """Whether `score` can leave out the neurons that predictors leave out."""
         return SCORE_MASKED in self._program.functions
@@ -377,7 +408,7 @@ class Engine:
     def timing(self, function: str) -> list[tuple[Call, float]]:
         """Return the calls of a function of the program, each with the seconds it took in all since `start_timing`.
 
-        The functions are `decode`, `prefill`, `prefill_last`, `score` and, where there are several slots, `batch`.
+        The functions are `decode`, `prefill`, `prefill_last`, `score` and, where a step can have several rows, `batch`.
         Calls on an accelerator that is not measured have 0 seconds. Raises RequestError for another function.
         """
         with self._lock:

@@ -37,10 +37,12 @@ class ChatOptions:
     Attributes:
         params: how to choose tokens. With a seed, the n-th answer of a chat is drawn with the seed plus n - 1.
         max_tokens: how many tokens an answer may have; None goes on to the end of the context.
+        draft: how tokens are guessed, see `generate`.
     """
 
     params: SamplingParams = field(default_factory=SamplingParams)
     max_tokens: int | None = None
+    draft: str = "none"
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
@@ -103,7 +105,7 @@ class ChatAnswer(Iterator[str]):
         self._start_s, self._wait_s, self._read_s = start_s, 0.0, 0.0
         self._generation: Generation | None = None
         self._is_cancelled, self._place = False, len(messages)
-        self._fired_before = self._fired = engine.firing_totals()
+        self._fired_before = self._fired = _firing_totals(engine)
         self._pieces = self._run()
         engine.rewind(reused_tokens)
 
@@ -157,13 +159,14 @@ class ChatAnswer(Iterator[str]):
             self._options.max_tokens,
             self._tokenizer.chat_stops,
             reused_tokens=self.read_tokens,
+            draft=self._options.draft,
         )
         if self._is_cancelled:  # just now
             generation.cancel()
         for piece in generation:
             self._add(piece)
             yield piece
-        self._fired = self._engine.firing_totals()
+        self._fired = _firing_totals(self._engine)
         if generation.stats.stop_reason != "cancelled":
             self._add("")  # an answer without text is one, too
 
@@ -180,3 +183,12 @@ class ChatAnswer(Iterator[str]):
         self.text += piece
         message = ChatMessage("assistant", self.text)
         self._messages[self._place :] = [message]
+
+
+def _firing_totals(engine: Engine) -> tuple[int, int, int]:
+    """Return what `Engine.firing_totals` does, of steps for one token and of those that check several."""
+    totals = [engine.firing_totals()]
+    if engine.most_checked > 1:
+        totals.append(engine.firing_totals("batch"))
+    computed, fired, neurons = (sum(counts) for counts in zip(*totals, strict=True))
+    return computed, fired, neurons

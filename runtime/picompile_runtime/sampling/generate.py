@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from picompile_runtime.engine.engine import Engine
 from picompile_runtime.errors import RequestError
 from picompile_runtime.request_checks import check_room, shown, token_ids, whole_number
 from picompile_runtime.sampling.sampler import Sampler, SamplingParams
+from picompile_runtime.sampling.speculation import Speculation, speculate
 from picompile_runtime.sampling.tokenizer import StreamDecoder, Tokenizer
 
 
@@ -25,6 +27,8 @@ class GenerationStats:
             between two pieces does not count.
         time_to_first_token_s: time from the start to the first token.
         stop_reason: "eos", "stop", "max_tokens", "context", "cancelled", or "" while it goes on.
+        guessed_tokens: number of tokens that were guessed and checked; they are generated tokens if they were right.
+        right_tokens: number of those that were right.
     """
 
     prompt_tokens: int
@@ -33,6 +37,8 @@ class GenerationStats:
     decode_tokens_per_s: float
     time_to_first_token_s: float
     stop_reason: str
+    guessed_tokens: int = 0
+    right_tokens: int = 0
 
 
 def generate(
@@ -44,6 +50,7 @@ def generate(
     stop: str | Sequence[str] = (),
     keep_position: bool = False,
     reused_tokens: int = 0,
+    draft: str = "none",
 ) -> Generation:
     """Return a generation that continues `prompt`; iterate over it for the pieces of text.
 
@@ -58,6 +65,8 @@ def generate(
         reused_tokens: how many tokens of the prompt, from the first on, the engine has read already. They are not read
             again; what the engine has read behind them is forgotten. A single token that is left to read is decoded,
             which may compute fewer neurons than reading it in a prompt.
+        draft: one of DRAFTS: `ngram` guesses tokens that repeat what was before and checks several in one step, where
+            that promises to be faster and the artifact was made for it. Tokens are the same as with `none`.
 
     Raises:
         RequestError: the request cannot be met. It is raised at once, and the engine has not changed.
@@ -70,6 +79,7 @@ def generate(
         max_tokens = whole_number("max_tokens", max_tokens, 1, 2**63 - 1, "1 or more")
     if not isinstance(tokenizer, Tokenizer):
         raise RequestError(f"a text is made by a Tokenizer, not by {shown(tokenizer)}")
+    speculation = speculate(draft, engine.most_checked)
     check_room(len(tokens), engine.position if keep_position else 0, engine.context)
     reused_tokens = _reused(reused_tokens, len(tokens), engine, keep_position)
     made = Generation(
@@ -80,6 +90,7 @@ def generate(
         max_tokens,
         StopFinder(stop),
         reused_tokens,
+        speculation,
     )
     if not keep_position:  # last, so that a rejected request changes nothing
         engine.rewind(reused_tokens)
@@ -111,6 +122,7 @@ class Generation(Iterator[str]):
         max_tokens: int | None,
         stop: StopFinder,
         reused_tokens: int = 0,
+        speculation: Speculation | None = None,
     ) -> None:
         self.prompt_tokens = prompt_tokens
         self.tokens: list[int] = []
@@ -118,6 +130,7 @@ class Generation(Iterator[str]):
         self._end_tokens = engine.artifact.eos_token_ids
         self._sampler = Sampler(params, engine.vocab)
         self._max_tokens, self._reused_tokens = max_tokens, reused_tokens
+        self._speculation, self._guessed, self._right = speculation, 0, 0
         self._is_cancelled = False
         self._prefill_s = self._first_token_s = self._decode_s = 0.0
         self._reason = ""
@@ -146,6 +159,8 @@ class Generation(Iterator[str]):
             decode_tokens_per_s=(len(self.tokens) - 1) / self._decode_s if self._decode_s else 0.0,
             time_to_first_token_s=self._first_token_s,
             stop_reason=self._reason,
+            guessed_tokens=self._guessed,
+            right_tokens=self._right,
         )
 
     def _run(self) -> Iterator[str]:
@@ -170,20 +185,53 @@ class Generation(Iterator[str]):
             return
         start = time.perf_counter()
         scores = self._engine.read(self.prompt_tokens[self._reused_tokens :])
+        read = self._engine.position
         self._prefill_s = time.perf_counter() - start
         self._sampler.observe(self.prompt_tokens)
         self.tokens.append(self._sampler.sample(scores))
         self._first_token_s = time.perf_counter() - start
+        if self._speculation is not None:
+            self._speculation.add([*self.prompt_tokens, self.tokens[0]])
         yield self.tokens[-1]
         while len(self.tokens) != self._max_tokens and self._engine.position < self._engine.context:
             if self._is_cancelled:
                 self._reason = "cancelled"
                 return
             start = time.perf_counter()
-            self.tokens.append(self._sampler.sample(self._engine.read(self.tokens[-1:])))
+            made = self._step()
             self._decode_s += time.perf_counter() - start
-            yield self.tokens[-1]
+            try:
+                for token in made:
+                    self.tokens.append(token)
+                    yield token
+            finally:  # whoever asks for no more has not seen the rest
+                if len(made) > 1:
+                    with suppress(RequestError):  # the engine may be closed by then
+                        self._engine.rewind(read + len(self.tokens) - 1)
         self._reason = "max_tokens" if len(self.tokens) == self._max_tokens else "context"
+
+    def _step(self) -> list[int]:
+        """Read the last token and those that are guessed to follow, and return the tokens that do follow."""
+        last = self.tokens[-1:]
+        if self._speculation is None:
+            return [self._sampler.sample(self._engine.read(last))]
+        first, room = self._engine.position, self._engine.context - self._engine.position - 1
+        if self._max_tokens is not None:
+            room = min(room, self._max_tokens - len(self.tokens) - 1)
+        guessed = self._speculation.guess(room)
+        start = time.perf_counter()
+        rows = self._engine.read_each(last + guessed) if guessed else [self._engine.read(last)]
+        self._speculation.saw_step(len(rows), time.perf_counter() - start)
+        made: list[int] = []
+        for row, guess in zip(rows, [*guessed, None], strict=True):
+            made.append(self._sampler.sample(row))
+            if made[-1] != guess or guess in self._end_tokens:
+                break
+        if guessed:
+            self._engine.rewind(first + len(made))
+            self._guessed, self._right = self._guessed + len(guessed), self._right + len(made) - 1
+        self._speculation.add(made)
+        return made
 
 
 class StopFinder:

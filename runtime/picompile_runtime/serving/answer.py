@@ -8,6 +8,7 @@ from picompile_runtime.engine.engine import Engine
 from picompile_runtime.errors import PicompileRuntimeError, RequestError
 from picompile_runtime.request_checks import check_room, shown, token_ids, whole_number
 from picompile_runtime.sampling.sampler import Logits, Sampler, Scores
+from picompile_runtime.sampling.speculation import speculate
 from picompile_runtime.serving.log_probabilities import log_probabilities, log_probability
 from picompile_runtime.serving.request import (
     AnswerTimes,
@@ -41,8 +42,11 @@ class AnswerState:
         has_ended: whether its last event was made.
     """
 
-    def __init__(self, engine: Engine, request: ServingRequest, listener: Listener) -> None:
-        """Check a request. Raises RequestError if it makes no sense, or does not fit the model."""
+    def __init__(self, engine: Engine, request: ServingRequest, listener: Listener, draft: str = "none") -> None:
+        """Check a request. Raises RequestError if it makes no sense, or does not fit the model.
+
+        `draft` says how its tokens may be guessed, see `picompile_runtime.generate`.
+        """
         if not isinstance(request, ServingRequest):
             raise RequestError(f"a scheduler takes a ServingRequest, not {shown(request)}")
         self.prompt = token_ids(request.prompt, engine.vocab)
@@ -62,6 +66,7 @@ class AnswerState:
         self._sampler = Sampler(request.params, engine.vocab)
         self._end_tokens = frozenset() if request.ignore_end else engine.artifact.eos_token_ids
         self._context = engine.context
+        self._speculation = None if draft == "none" else speculate(draft, engine.most_checked)
         self._grammar: Grammar | None = None
         self._generated = 0
         self._of_prompt: list[TokenLogProbability | None] = [None]
@@ -83,6 +88,8 @@ class AnswerState:
         """Note that the answer was admitted, and make what chooses its tokens. Raises what its grammar raises."""
         self._admitted_s = time.monotonic()
         self._sampler.observe(self.prompt)
+        if self._speculation is not None:
+            self._speculation.add(self.prompt.tolist())
         if self.request.grammar is not None:
             self._grammar = self.request.grammar()
 
@@ -127,7 +134,23 @@ class AnswerState:
             self._first_token_s = time.monotonic()
         self._generated += 1
         self.next_token = token
+        if self._speculation is not None:
+            self._speculation.add([token])
         return TokenChosen(token, named, fired_share), self._end_reason(token, position)
+
+    def guess(self, position: int) -> list[int]:
+        """Return tokens that are guessed to follow the one that was chosen last, none if that should be read alone.
+
+        `position` is how many tokens were read.
+        """
+        if self._speculation is None:
+            return []
+        return self._speculation.guess(min(self.reserved_tokens - position - 1, self._most - self._generated - 1))
+
+    def saw_step(self, tokens: int, seconds: float) -> None:
+        """Take note of the time of a step for so many tokens of this answer alone."""
+        if self._speculation is not None:
+            self._speculation.saw_step(tokens, seconds)
 
     def finished(self, reason: FinishReason, error: str = "") -> Finished:
         """Return the event that the answer has ended."""

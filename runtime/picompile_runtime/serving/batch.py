@@ -146,27 +146,51 @@ class Batch:
     def decode(self) -> bool:
         """Read the last token of each answer in one step, choose the next ones, and return whether there are answers.
 
-        Raises RequestError or KernelError if the engine fails.
+        A single answer may have tokens guessed, which the step checks. Raises RequestError or KernelError if the engine
+        fails.
         """
         answers = list(self.decoding)
         if not answers:
             return False
+        only = answers[0] if len(answers) == 1 else None
+        guessed = [] if only is None else only.guess(self.slots.position(only.slot))
+        tokens, slots = [answer.next_token for answer in answers], [answer.slot for answer in answers]
         start = time.perf_counter()
-        rows = self._engine.read_sequences(
-            [answer.next_token for answer in answers], [answer.slot for answer in answers]
-        )
+        if guessed:
+            rows = self._engine.read_each(tokens + guessed, slots[0])
+        else:
+            rows = self._engine.read_sequences(tokens, slots)
         seconds = time.perf_counter() - start
+        if only is not None:
+            only.saw_step(len(rows), seconds)
         share = self._firing.after_step()
         with self._lock:
-            for answer in answers:
-                self.slots.decoded(answer.slot)
             self.counters.decode_steps += 1
-            self.counters.decoded_tokens += len(answers)
             self.counters.decode_s += seconds
             self.fired_share = self._firing.recent_share
+        if guessed:
+            self._choose_each(answers[0], rows, guessed, share)
+            return True
         for answer, scores in zip(answers, rows, strict=True):
+            self._decoded(answer.slot)
             self._choose(answer, scores, share)
         return True
+
+    def _choose_each(self, answer: AnswerState, rows: list[Scores], guessed: list[int], share: float | None) -> None:
+        """Choose the tokens of one answer as far as they are the guessed ones, and the one that follows these."""
+        slot = answer.slot
+        for scores, guess in zip(rows, [*guessed, None], strict=True):
+            self._decoded(slot)
+            self._choose(answer, scores, share)
+            if answer.has_ended or answer.next_token != guess:
+                break
+        self._engine.rewind(self.slots.position(slot), slot)
+
+    def _decoded(self, slot: int) -> None:
+        """Note that the last chosen token of the answer in `slot` was read."""
+        with self._lock:
+            self.slots.decoded(slot)
+            self.counters.decoded_tokens += 1
 
     def _choose(self, answer: AnswerState, scores: Scores, share: float | None) -> None:
         try:

@@ -12,6 +12,7 @@ from typing import Any
 from picompile_runtime.errors import RequestError
 from picompile_runtime.request_checks import shown
 from picompile_runtime.run_options import RUN_OPTIONS, RunOption
+from picompile_runtime.sampling.speculation import check_draft
 
 KEY_VARIABLE = "PICOMPILE_API_KEY"
 
@@ -48,6 +49,7 @@ SERVE_OPTIONS = {
             "Do not read answers again, while there is nothing else to do, for a chat's next question to reuse.",
             False,
         ),
+        RUN_OPTIONS["draft"],
         RunOption(("--max-body",), str, "Largest body of a request.", "16MiB", "SIZE"),
         RunOption(
             ("--cors",),
@@ -88,7 +90,7 @@ class ServeOptions:
         host, port: where to listen.
         keys: API keys; with none, every request is answered.
         threads, replan: as for `picompile_runtime.load`.
-        max_waiting, kv_bytes, reread: how requests are scheduled; see `SchedulerOptions`.
+        max_waiting, kv_bytes, reread, draft: how requests are scheduled; see `SchedulerOptions`.
         most_body_bytes: largest body of a request.
         origins: of pages that may ask.
         hosts: names that requests may have as Host, beyond those of localhost.
@@ -104,6 +106,7 @@ class ServeOptions:
     max_waiting: int = 256
     kv_bytes: int | None = None
     reread: bool = True
+    draft: str = "ngram"
     most_body_bytes: int = 2**24
     origins: Sequence[str] = ()
     hosts: Sequence[str] = ()
@@ -131,6 +134,7 @@ def serve_options(artifact: str | os.PathLike[str] | None, values: Mapping[str, 
         max_waiting=values["max_waiting"],
         kv_bytes=None if kv_memory is None else parse_size(kv_memory, "--kv-memory"),
         reread=not values["no_reread"],
+        draft=check_draft(values["draft"]),
         most_body_bytes=parse_size(values["max_body"], "--max-body"),
         origins=tuple(values["cors"] or ()),
         hosts=tuple(values["allowed_host"] or ()),

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from picompile_runtime.engine.engine import Engine
 from picompile_runtime.errors import RequestError
 from picompile_runtime.request_checks import whole_number
+from picompile_runtime.sampling.speculation import check_draft
 from picompile_runtime.serving.answer import AnswerState, is_failure
 from picompile_runtime.serving.batch import Batch
 from picompile_runtime.serving.request import Listener, ServingRequest
@@ -46,6 +47,8 @@ class SchedulerOptions:
             with reuse and without. False reuses decoded tokens as they are.
         reread: whether answers that have ended are read again as prompts while there is nothing else to do, so that
             they can be reused. It is not needed without `exact_reuse`.
+        draft: how tokens are guessed while a single answer is made, see `picompile_runtime.generate`. Where several are
+            made, a step for all of them reads matrices once already.
 
     Raises:
         RequestError: a value makes no sense.
@@ -56,9 +59,11 @@ class SchedulerOptions:
     prefix_reuse: bool = True
     exact_reuse: bool = True
     reread: bool = True
+    draft: str = "none"
 
     def __post_init__(self) -> None:
         whole_number("max_waiting", self.max_waiting, 0, _MOST, "0 or more")
+        check_draft(self.draft)
         if self.kv_tokens is not None:
             whole_number("kv_tokens", self.kv_tokens, 1, _MOST, "1 or more")
 
@@ -120,7 +125,7 @@ class Scheduler:
             QueueFullError: as many requests wait as may.
             ClosedError: the scheduler was closed.
         """
-        state = AnswerState(self._engine, request, listener)
+        state = AnswerState(self._engine, request, listener, self.options.draft)
         limit = self.options.kv_tokens
         if limit is not None and state.reserved_tokens > limit:
             raise RequestError(

@@ -52,6 +52,7 @@ def program() -> Program:
         vocab=1000,
         layers=2,
         sequences=1,
+        batch_rows=1,
         arena_bytes=77,
         accelerator_arena_bytes=640,
         shared_arena_bytes=99,

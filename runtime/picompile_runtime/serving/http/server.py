@@ -161,7 +161,7 @@ class _Loader:
 
     def _load_all(self, loop: asyncio.AbstractEventLoop) -> None:
         options = self._options
-        scheduling = SchedulerOptions(max_waiting=options.max_waiting, reread=options.reread)
+        scheduling = SchedulerOptions(max_waiting=options.max_waiting, reread=options.reread, draft=options.draft)
         try:
             for name, folder in options.models.items():
                 model = load_model(name, folder, options.threads, options.replan, scheduling, options.kv_bytes)

@@ -1,0 +1,177 @@
+"""Speculative decoding: tokens are guessed, and one step checks all of them.
+
+A step for a few tokens takes less time than as many steps for one, since matrices are read once. Every row of its
+scores has the bits that decoding gives, and the sampler chooses from the rows in order, until it chooses another token
+than was guessed. So the text is the one without guesses, token by token, whatever the temperature and the seed.
+
+Guesses come from the text itself (prompt lookup decoding): where its last tokens stood before, the tokens behind them
+are guessed to follow again. Whether that would have been right is seen at every token, also where nothing was guessed.
+So a guess costs time only where guesses have been right lately.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from picompile_runtime.errors import RequestError
+from picompile_runtime.request_checks import shown
+
+DRAFTS = ("ngram", "none")
+
+# Ends of the text by which an earlier occurrence is found, the longest first, and how much of it is compared then.
+_LENGTHS = (4, 3, 2)
+_LONGEST = 32
+# The more tokens before a place are those before the end of the text, the likelier the next one is as well: where ends
+# of so many tokens or more stood before, this share of guesses is expected to be right until it was seen.
+_EXPECTED = {2: 0.15, 3: 0.25, 4: 0.35, 6: 0.5, 9: 0.65, 16: 0.8}
+# What is expected counts as so many guesses, and one that was seen counts less with every other that is seen.
+_EXPECTED_WEIGHT, _KEPT = 4.0, 0.95
+# Steps of so many tokens take about as long as the last few did.
+_TIME_WEIGHT = 0.25
+# What a token more is expected to cost, as a share of a step for one, until it was measured.
+_FIRST_COST = 0.35
+# How much faster guessing must be expected to be.
+_LEAST_GAIN = 1.05
+
+
+class NgramGuesser:
+    """Guesses what follows a text from what followed its last tokens before."""
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        # For each end of the text, the place behind its latest occurrence.
+        self._places: dict[tuple[int, ...], int] = {}
+        self._found: tuple[int, int] | None = None
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Append tokens to the text."""
+        for token in tokens:
+            self._tokens.append(token)
+            self._found = None
+            end = len(self._tokens)
+            for length in _LENGTHS:
+                if end >= length:
+                    key = tuple(self._tokens[end - length :])
+                    if self._found is None and key in self._places:
+                        self._found = self._common(length, self._places[key]), self._places[key]
+                    self._places[key] = end
+
+    def _common(self, length: int, place: int) -> int:
+        """Return how many tokens before `place` are the last ones of the text: at least `length`."""
+        tokens, end = self._tokens, len(self._tokens)
+        while length < min(_LONGEST, place) and tokens[place - length - 1] == tokens[end - length - 1]:
+            length += 1
+        return length
+
+    @property
+    def length(self) -> int:
+        """How many last tokens of the text stood before, at most 32; 0 if not even two did."""
+        return 0 if self._found is None else self._found[0]
+
+    def guess(self, count: int) -> list[int]:
+        """Return `count` tokens that are guessed to follow the text, none if its last tokens are new.
+
+        Where the text has ended before there are so many, those that were guessed are taken for a part of it.
+        """
+        if self._found is None:
+            return []
+        place = self._found[1]
+        guessed = self._tokens[place : place + count]
+        for i in range(count - len(guessed)):
+            guessed.append(guessed[i])
+        return guessed
+
+
+@dataclass
+class GuessPolicy:
+    """Decides how many tokens to guess: as many as promise the most tokens in the least time.
+
+    `most_tokens` is how many tokens a step checks at most beside the one that is known.
+    """
+
+    most_tokens: int
+    _seen: dict[int, tuple[float, float]] = field(default_factory=dict)
+    _seconds: dict[int, float] = field(default_factory=dict)
+
+    def count(self, length: int) -> int:
+        """Return how many tokens to guess where so many last tokens of the text stood before."""
+        if not length or 1 not in self._seconds:
+            return 0
+        best, best_speed = 0, _LEAST_GAIN / self._seconds[1]
+        expected = chance = 1.0
+        for guessed in range(1, self.most_tokens + 1):
+            chance *= self._share(length + guessed - 1)
+            expected += chance
+            speed = expected / self._expected_seconds(guessed + 1)
+            if speed > best_speed:
+                best, best_speed = guessed, speed
+        return best
+
+    def saw_token(self, length: int, was_right: bool) -> None:
+        """Take note of whether the first guessed token was right where so many last tokens stood before."""
+        kind = _kind(length)
+        right, seen = self._seen.get(kind, (0.0, 0.0))
+        self._seen[kind] = right * _KEPT + was_right, seen * _KEPT + 1.0
+
+    def _share(self, length: int) -> float:
+        """Return the share of guesses that are expected to be right."""
+        kind = _kind(length)
+        right, seen = self._seen.get(kind, (0.0, 0.0))
+        return (right + _EXPECTED[kind] * _EXPECTED_WEIGHT) / (seen + _EXPECTED_WEIGHT)
+
+    def saw_step(self, tokens: int, seconds: float) -> None:
+        """Take note of the time of a step that read so many tokens."""
+        before = self._seconds.get(tokens)
+        # The first step of its kind also loads its code.
+        self._seconds[tokens] = seconds if before is None else before + (seconds - before) * _TIME_WEIGHT
+
+    def _expected_seconds(self, tokens: int) -> float:
+        """Return what a step for so many tokens takes: as measured, or as its tokens cost in the last one measured."""
+        if tokens in self._seconds:
+            return self._seconds[tokens]
+        one, known = self._seconds[1], max(count for count in self._seconds if count < tokens)
+        cost = _FIRST_COST * one if known == 1 else (self._seconds[known] - one) / (known - 1)
+        return one + max(cost, 0.0) * (tokens - 1)
+
+
+def _kind(length: int) -> int:
+    return max(kind for kind in _EXPECTED if kind <= length)
+
+
+class Speculation:
+    """The guesses for one text, and what their checks have taught."""
+
+    def __init__(self, most_tokens: int) -> None:
+        """Make guesses of at most so many tokens."""
+        self._guesser, self._policy = NgramGuesser(), GuessPolicy(most_tokens)
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Append tokens to the text, and compare each with what would have been guessed."""
+        for token in tokens:
+            if guess := self._guesser.guess(1):
+                self._policy.saw_token(self._guesser.length, guess[0] == token)
+            self._guesser.add([token])
+
+    def guess(self, room: int) -> list[int]:
+        """Return the tokens to check in the next step, at most `room`; none if it should read one token alone."""
+        return self._guesser.guess(min(self._policy.count(self._guesser.length), max(room, 0)))
+
+    def saw_step(self, tokens: int, seconds: float) -> None:
+        """Take note of the time of a step that read so many tokens."""
+        self._policy.saw_step(tokens, seconds)
+
+
+def speculate(draft: str, most_checked: int) -> Speculation | None:
+    """Return the guesses of a kind, one of DRAFTS, for steps that check so many tokens at most; None for no guesses.
+
+    Raises RequestError for another kind.
+    """
+    return Speculation(most_checked - 1) if check_draft(draft) == "ngram" and most_checked > 1 else None
+
+
+def check_draft(draft: str) -> str:
+    """Return a kind of guesses. Raises RequestError unless it is one of DRAFTS."""
+    if draft not in DRAFTS:
+        raise RequestError(f"draft must be {' or '.join(DRAFTS)}, not {shown(draft)}")
+    return draft

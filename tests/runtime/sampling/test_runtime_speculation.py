@@ -1,0 +1,174 @@
+"""Guessing tokens: what is guessed, when it is, and that the text stays the same."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helpers.speculation import WrongGuesses
+from picompile.compile import compile_model
+from picompile.config import CompileOptions
+from picompile_runtime import Engine, RequestError, SamplingParams, Tokenizer, generate, load
+from picompile_runtime.sampling.speculation import GuessPolicy, NgramGuesser, Speculation
+
+BUNDLED = Path(__file__).resolve().parents[3] / "models" / "tiny-reglu"
+DRAWS = [SamplingParams(temperature=0), SamplingParams(temperature=1.5, top_k=0, seed=7, repetition_penalty=1.2)]
+CODE = "def read(path):\n    with open(path) as file:\n        return file.read()\n\n" * 3
+COUNT = 40
+
+
+def naive_guess(text: Sequence[int], count: int) -> tuple[int, list[int]]:
+    """What followed the longest end of the text, of 2 to 4 tokens, where it stood last, and how many more agree."""
+    for end in (4, 3, 2):
+        for place in range(len(text) - 1, end - 1, -1):
+            if list(text[place - end : place]) == list(text[-end:]):
+                longer = list(text)
+                for i in range(count):
+                    longer.append(longer[place + i])
+                common = next((n for n in range(place) if text[place - n - 1] != text[len(text) - n - 1]), place)
+                return min(common, 32), longer[len(text) :]
+    return 0, []
+
+
+@given(st.lists(st.integers(0, 3), max_size=40), st.integers(1, 9))
+def test_the_latest_continuation_of_the_longest_end_is_guessed(text: list[int], count: int) -> None:
+    guesser = NgramGuesser()
+    guesser.add(text)
+    assert (guesser.length, guesser.guess(count)) == naive_guess(text, count)
+    assert guesser.guess(0) == []
+
+
+def test_nothing_is_guessed_before_it_would_have_been_right() -> None:
+    speculation = Speculation(7)
+    speculation.add([5, 6, 7, 8, 9])
+    assert speculation.guess(7) == []
+    speculation.saw_step(1, 0.01)
+    for _ in range(3):
+        speculation.add([5, 6, 7, 8, 9])
+    guessed = speculation.guess(7)
+    assert len(guessed) > 1 and guessed == [5, 6, 7, 8, 9, 5, 6][: len(guessed)]
+    assert speculation.guess(1) == [5]
+    assert speculation.guess(0) == speculation.guess(-3) == []
+
+
+def test_nothing_is_guessed_where_guesses_are_wrong() -> None:
+    speculation, rng = Speculation(7), np.random.default_rng(0)
+    speculation.saw_step(1, 0.01)
+    guessed = 0
+    for _ in range(500):
+        guessed += len(speculation.guess(7))
+        speculation.add([int(rng.integers(4))])
+    assert guessed < 50
+
+
+def test_as_many_are_guessed_as_steps_are_fast() -> None:
+    """With a share of right guesses of nearly one, what counts is the time of a step for each token."""
+
+    def count(step_s: dict[int, float]) -> int:
+        policy = GuessPolicy(7)
+        for _ in range(60):
+            for length in range(4, 12):
+                policy.saw_token(length, True)
+            for tokens, seconds in step_s.items():
+                policy.saw_step(tokens, seconds)
+        return policy.count(4)
+
+    assert count({}) == 0
+    assert count({1: 1.0, **{tokens: 1.1 for tokens in range(2, 9)}}) == 7
+    assert count({1: 1.0, **{tokens: 1.0 + 0.1 * tokens + 9.0 * (tokens > 4) for tokens in range(2, 9)}}) == 3
+    assert count({1: 1.0, **{tokens: float(tokens) for tokens in range(2, 9)}}) == 0
+    # Steps that were not measured are expected to cost as much more as others do.
+    assert count({1: 1.0, 2: 1.9}) == 0 and count({1: 1.0, 2: 1.1}) == 7
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    folder = tmp_path_factory.mktemp("draft") / "artifact"
+    compile_model(BUNDLED, folder, CompileOptions(context=256))
+    with load(folder, threads=2) as loaded:
+        yield loaded
+
+
+@pytest.mark.parametrize("params", DRAWS, ids=["greedy", "drawn"])
+def test_the_text_is_the_same(engine: Engine, params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = Tokenizer.of(engine.artifact)
+    plain = generate(engine, tokenizer, CODE, params, COUNT)
+    text = "".join(plain)
+    for patch in (False, True):
+        if patch:
+            WrongGuesses([*plain.prompt_tokens, *plain.tokens], seed=1).install(monkeypatch)
+        drafted = generate(engine, tokenizer, CODE, params, COUNT, draft="ngram")
+        assert ("".join(drafted), drafted.tokens) == (text, plain.tokens)
+        assert engine.position == len(plain.prompt_tokens) + COUNT - 1
+        assert drafted.stats.generated_tokens == COUNT
+    assert 0 < drafted.stats.right_tokens < drafted.stats.guessed_tokens
+    assert plain.stats.guessed_tokens == 0
+
+
+def test_repeated_text_is_guessed(engine: Engine) -> None:
+    drafted = generate(engine, Tokenizer.of(engine.artifact), CODE, DRAWS[0], COUNT, draft="ngram")
+    assert len("".join(drafted)) > COUNT
+    assert drafted.stats.right_tokens > 0
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 17])
+def test_limits_are_kept(engine: Engine, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tokens, and of the context; a text that is left in the middle leaves what it has shown in the cache."""
+    tokenizer = Tokenizer.of(engine.artifact)
+    plain = generate(engine, tokenizer, CODE, DRAWS[0], None)
+    for _ in plain:
+        pass
+    assert plain.stats.stop_reason in ("eos", "context")
+    WrongGuesses([*plain.prompt_tokens, *plain.tokens], seed=2).install(monkeypatch)
+    prompt = len(plain.prompt_tokens)
+    ended = generate(engine, tokenizer, CODE, DRAWS[0], None, draft="ngram")
+    for _ in ended:
+        pass
+    assert (ended.tokens, ended.stats.stop_reason) == (plain.tokens, plain.stats.stop_reason)
+    limited = generate(engine, tokenizer, CODE, DRAWS[0], most, draft="ngram")
+    for _ in limited:
+        pass
+    assert (limited.tokens, engine.position) == (plain.tokens[:most], prompt + most - 1)
+    cancelled = generate(engine, tokenizer, CODE, DRAWS[0], draft="ngram")
+    for _ in cancelled:
+        if len(cancelled.tokens) >= most:
+            cancelled.cancel()
+    assert cancelled.tokens == plain.tokens[: len(cancelled.tokens)]
+    assert engine.position == prompt + len(cancelled.tokens) - 1
+    stop = tokenizer.decode(plain.tokens[most : most + 1])
+    stopped = generate(engine, tokenizer, CODE, DRAWS[0], stop=stop, draft="ngram")
+    "".join(stopped)
+    assert engine.position == prompt + len(stopped.tokens) - 1
+
+
+def test_read_each_checks_its_tokens(engine: Engine) -> None:
+    engine.reset()
+    engine.prefill([1, 2, 3])
+    for ids, message in [
+        ([1] * 9, r"the tokens to read each must be a whole number from 1 to 8, not 9"),
+        ([], "there are no tokens"),
+        ([engine.vocab], "token"),
+    ]:
+        with pytest.raises(RequestError, match=message):
+            engine.read_each(ids)
+    with pytest.raises(RequestError, match="there is no slot 1"):
+        engine.read_each([1], slot=1)
+    assert engine.position == 3
+    with pytest.raises(RequestError, match="draft must be ngram or none, not 'magic'"):
+        generate(engine, Tokenizer.of(engine.artifact), "a", draft="magic")
+
+
+def test_an_artifact_that_checks_no_draft(tmp_path: Path) -> None:
+    compile_model(BUNDLED, tmp_path / "artifact", CompileOptions(context=64, draft_tokens=0))
+    with load(tmp_path / "artifact", threads=1) as engine:
+        assert engine.most_checked == 1
+        drafted = generate(engine, Tokenizer.of(engine.artifact), "def f(x):", DRAWS[0], 8, draft="ngram")
+        start = time.perf_counter()
+        "".join(drafted)
+        assert time.perf_counter() > start and drafted.stats.guessed_tokens == 0
