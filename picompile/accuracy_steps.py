@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 _FINER = {"q4": "q4m or q6", "q4m": "q6", "q6": "q8", "q8": "f16"}
 
 
+# What rounds less than a type of the KV cache.
+_FINER_CACHE = {"q4": "q8", "q8": "f16", "f16": "f32"}
+
+
 def require_comparable(options: CompileOptions, tokenizer: "TokenizerFiles") -> None:
     """Raise `UsageError` where a model without a tokenizer is to be compared with its checkpoint."""
     if options.accuracy is not None and tokenizer.tokenizer_json is None:
@@ -140,7 +144,7 @@ def _variants(
             "predictors", "predictors", "--predictor exact or none, or larger predictors", graph_module, weights
         )
     if config.kv_dtype != "f32":
-        remedy = f"--kv-dtype {'f16' if config.kv_dtype == 'q8' else 'f32'}"
+        remedy = f"--kv-dtype {_FINER_CACHE[config.kv_dtype]}"
         rounded = round_cache(graph_module, config.kv_dtype)
         yield Variant("kv_cache", f"KV cache in {config.kv_dtype}", remedy, graph_module, weights, rounded)
 

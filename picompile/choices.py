@@ -22,7 +22,7 @@ PREDICTORS = ("exact", "learned", "sign", "none")
 # Predictors that leave out no neuron that fires. They need neither training nor an accuracy check.
 LOSSLESS = ("exact", "none")
 # Element types of the key/value cache, and what the code generator calls them.
-KV_DTYPES = {"f16": "float16", "f32": "float32", "q8": "q8"}
+KV_DTYPES = {"f16": "float16", "f32": "float32", "q8": "q8", "q4": "q4"}
 DEFAULT_CONTEXT = 4096
 MOST_SEQUENCES = 256
 # With these a step has eight tokens: two tiles of four that share what is read of a matrix.

@@ -35,6 +35,7 @@ from picompile.errors import UsageError
 from picompile.frontend.activation import check_activation
 from picompile.machine import gpu_of
 from picompile.quantities import require_whole
+from picompile_passes.weight_formats import GROUP
 from picompile.skipping.options import DEFAULT_SITES, SkippingOptions, check_bound, check_sites
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class CompileOptions:
         sequences: how many sequences the cache holds, each with a context of its own; they can be decoded together.
         draft_tokens: how many guessed tokens `run` and `chat` can check in one step beside the next one, from 0 on; a
             program with a GPU checks none.
-        kv_dtype: f16, f32 or q8; None is f16, but f32 if rounding would move neurons across a jump of the activation
+        kv_dtype: f16, f32, q8 or q4, which has no kernels for a GPU; None is f16, but f32 if rounding would move neurons across a jump of the activation
             (FATReLU).
         chunk: tokens of a prompt that are read together.
         bf16: whether prompts are computed in bfloat16, where the weights are f16 and the target has it: `on`, `off`, or
@@ -179,6 +180,8 @@ class CompileOptions:
             raise UsageError(
                 f"a step can check from 0 to {MOST_SEQUENCES - 1} tokens of a draft, not {self.draft_tokens}"
             )
+        if self.kv_dtype == "q4" and gpu is not None:
+            raise UsageError("a KV cache in q4 has no kernels for a GPU; choose q8")
         if self.bf16 not in BF16_CHOICES:
             raise UsageError(f"bf16 is {', '.join(BF16_CHOICES[:-1])} or {BF16_CHOICES[-1]}, not {self.bf16!r}")
         if self.chunk < 2:
@@ -408,11 +411,16 @@ def resolve(options: CompileOptions, facts: "ModelFacts") -> CompileConfig:
     """Return the config of a compilation of the model that `facts` are about.
 
     Raises:
-        UsageError: the context exceeds the model's positions, or the cache has more elements than a 32-bit index can
-            address.
+        UsageError: the context exceeds the model's positions, the cache has more elements than a 32-bit index can
+            address, or there is no cache of that type for the model's heads.
     """
     from picompile.predictors.config import PredictorConfig
 
+    if options.kv_dtype == "q4" and facts.head_dim % GROUP:
+        raise UsageError(
+            f"a KV cache in q4 needs heads whose width is a multiple of {GROUP}, and this model's is {facts.head_dim}; "
+            "choose q8"
+        )
     gpu, skips = gpu_of(options.target), options.skip is not None
     return CompileConfig(
         targets=options.target,

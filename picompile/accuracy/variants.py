@@ -62,7 +62,7 @@ def _silenced(node: Node, rule: FiringRule) -> Callable[..., Tensor]:
 
 
 def round_cache(graph_module: GraphModule, kv_dtype: str) -> Replaced:
-    """Return the attention calls with keys and values as a cache of `kv_dtype`, `f16` or `q8`, gives them back."""
+    """Return the attention calls with keys and values as a cache of `kv_dtype`, `f16`, `q8` or `q4`, gives them back."""
     return {node: _with_rounded_cache(node, kv_dtype) for node in calls(graph_module.graph, ATTENTION)}
 
 
@@ -82,5 +82,5 @@ def _rounded(rows: Tensor, kv_heads: int, kv_dtype: str) -> Tensor:
     if kv_dtype == "f16":
         return rows.to(torch.float16).to(torch.float32)
     width = rows.shape[-1] // kv_heads
-    packed = quantize_rows(rows.reshape(-1, width), "q8")
-    return dequantize_rows(packed, "q8", width).reshape(rows.shape)
+    packed = quantize_rows(rows.reshape(-1, width), kv_dtype)
+    return dequantize_rows(packed, kv_dtype, width).reshape(rows.shape)

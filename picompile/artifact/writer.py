@@ -243,8 +243,10 @@ def _manifest(
         "model": model,
         "quant": contents.quant,
         "predictor": "+".join(sorted({part.predictor for part in program.ffn})) or "none",
-        # A q8 cache is made of bytes.
-        "kv_dtype": {"int8": KV_DTYPES["q8"]}.get(program.state["k.0"].dtype, program.state["k.0"].dtype),
+        # What the elements of a cache with scales are made of tells which it is.
+        "kv_dtype": {"int8": KV_DTYPES["q8"], "uint8": KV_DTYPES["q4"]}.get(
+            program.state["k.0"].dtype, program.state["k.0"].dtype
+        ),
         "context": program.context,
         "chunk": program.chunk,
         "sequences": program.sequences,

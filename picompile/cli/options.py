@@ -149,3 +149,4 @@ class KvDtype(str, Enum):
     F16 = "f16"
     F32 = "f32"
     Q8 = "q8"
+    Q4 = "q4"

@@ -290,7 +290,8 @@ def _weights(work: Work, scales: BlockScales) -> tuple[KernelTensor, list[Expr]]
             for group in range(groups):
                 weight = bind(select(exists, of_query * scales.values[group, at(start)], splat(0.0)))
                 floats[i, group, at(start)] = weight
-                largest[i, at(0)] = maximum(largest[i, at(0)], weight)
+                # Scales of q4 may be below zero.
+                largest[i, at(0)] = maximum(largest[i, at(0)], tirx.abs(weight))
     found = [highest(largest[i, at(0)]) for i in range(queries.tile)]
     inverses = [bind(splat(_inverse(value))) for value in found]
     with loop(0, (block.count + (LANES - 1)) // LANES) as index:

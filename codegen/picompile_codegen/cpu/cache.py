@@ -2,7 +2,9 @@
 
 float16 and float32 are stored as they are. In q8 each 32 consecutive elements of a row share a float16 scale, as
 weights do (`dialect/formats.py`): an element is off by at most half of it, 1/254 of the largest of the 32, and 4e-6
-more where that is so small that float16 holds its scale with few bits.
+more where that is so small that float16 holds its scale with few bits. In q4 they are the weights' of four bits: the
+element that is largest in magnitude has the code 0, zero has 8, and byte i of a group has those of elements i and
+i + 16.
 """
 
 from collections.abc import Callable
@@ -13,7 +15,7 @@ from tvm import tirx
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, maximum, minimum, parallel, prefetch, select
 from picompile_codegen.cpu.token_ops import step_rows
-from picompile_codegen.cpu.vector import LANES, at, blocks, highest, load, splat, store
+from picompile_codegen.cpu.vector import LANES, at, blocks, fma, highest, load, splat, splat_int, store, to_floats
 from picompile_codegen.specs import CacheWriteSpec
 from picompile_codegen.specs.arguments import scale_groups
 from picompile_passes.weight_formats import GROUP
@@ -21,7 +23,8 @@ from picompile_passes.weight_formats import GROUP
 LARGEST_BYTE = 127.0
 F16_MAX = 65504.0
 _LINE_BYTES = 64
-ELEMENT_BYTES = {"float32": 4, "float16": 2, "int8": 1}
+ELEMENT_BYTES = {"float32": 4, "float16": 2, "int8": 1, "uint8": 1}
+_ZERO_CODE, _LARGEST_CODE = 8, 15
 
 # A vector of a row: `source(start, valid)` gives lanes from `start` on, of which the first `valid` count.
 Source = Callable[[Expr, int], Expr]
@@ -29,12 +32,17 @@ Source = Callable[[Expr, int], Expr]
 
 @dataclass(frozen=True)
 class Cache:
-    """Keys or values of a layer: `data` kv_dtype [sequences, kv_heads, context, dim]; in q8 int8, and `scales` float16
-    [sequences, kv_heads, context, groups of 32]."""
+    """Keys or values of a layer: `data` kv_dtype [sequences, kv_heads, context, dim]; in q8 int8, in q4 uint8 with half
+    as many elements, and with either `scales` float16 [sequences, kv_heads, context, groups of 32]."""
 
     data: KernelTensor
     scales: KernelTensor | None
     dim: int
+
+    @property
+    def has_nibbles(self) -> bool:
+        """Whether a byte has two elements."""
+        return self.data.dtype == "uint8"
 
     def head(self, slot: Expr, head: Expr) -> "CachedHead":
         """The rows of one head of one sequence."""
@@ -57,10 +65,13 @@ class CachedHead:
     @property
     def row_bytes(self) -> int:
         """Bytes of a row without its scales."""
-        return self.cache.dim * ELEMENT_BYTES[self.cache.data.dtype]
+        return self.cache.data.columns * ELEMENT_BYTES[self.cache.data.dtype]
 
     def raw(self, position: Expr, start: Expr, valid: int = LANES, lanes: int = LANES) -> Expr:
         """A vector of float32 from a row, to be multiplied by the row's scale where there is one."""
+        if self.cache.has_nibbles:
+            codes = self._codes(position, start, lanes)
+            return to_floats(tirx.Cast(f"int32x{lanes}", codes) - splat_int(_ZERO_CODE, lanes), lanes)
         return load(self.cache.data, self.slot, self.number, position, start, valid=valid, lanes=lanes)
 
     def scale(self, position: Expr, group: Expr) -> Expr:
@@ -76,13 +87,37 @@ class CachedHead:
         return [tirx.Shuffle(read, [row * groups + group for row in range(LANES)]) for group in range(groups)]
 
     def bytes(self, position: Expr, start: Expr, valid: int, count: int) -> Expr:
-        """`count` bytes of a row in q8 as int16, of which the first `valid` are read and the others 0."""
+        """`count` elements of a row in q8 or q4 as int16 without scale: the first `valid`, and 0 for the others."""
+        if self.cache.has_nibbles:
+            return self._signed_codes(position, start, count)
         data, row = self.cache.data, (self.slot, self.number, position)
         if valid >= count:
             return tirx.Cast(f"int16x{count}", data[(*row, at(start, count))])
         zero = tirx.IntImm("int16", 0)
         words = [tirx.Cast("int16", data[(*row, start + i)]) if i < valid else zero for i in range(count)]
         return tirx.Shuffle(words, list(range(count)))
+
+    def _codes(self, position: Expr, start: Expr, count: int) -> Expr:
+        """The codes of `count` elements of half a group in q4, uint8."""
+        half = GROUP // 2
+        data, row = self.cache.data, (self.slot, self.number, position)
+        pairs = bind(data[(*row, at(start // GROUP * half + start % half, count))])
+        bits = tirx.Cast("uint8", start // half % 2 * 4)
+        return (pairs >> tirx.Broadcast(bits, count)) & tirx.Broadcast(tirx.IntImm("uint8", 15), count)
+
+    def _signed_codes(self, position: Expr, start: Expr, count: int) -> Expr:
+        """`count` elements of a row in q4 as int16: half a group or a whole one."""
+        zero = tirx.Broadcast(tirx.IntImm("int16", _ZERO_CODE), count)
+        if count <= GROUP // 2:
+            return tirx.Cast(f"int16x{count}", self._codes(position, start, count)) - zero
+        data, half = self.cache.data, count // 2
+        pairs = bind(data[self.slot, self.number, position, at(start // 2, half)])
+        words = bind(tirx.Cast(f"int16x{half}", pairs))
+        parts = (
+            words & tirx.Broadcast(tirx.IntImm("int16", 15), half),
+            words >> tirx.Broadcast(tirx.IntImm("int16", 4), half),
+        )
+        return tirx.Shuffle([bind(part) for part in parts], list(range(count))) - zero
 
     def value(self, position: Expr, start: Expr, valid: int = LANES) -> Expr:
         """A vector of float32 from a row, which does not cross a multiple of 32."""
@@ -97,7 +132,7 @@ class CachedHead:
 
     def prefetch(self, position: Expr, into_first_level: bool) -> None:
         """Prefetch a row, which need not exist."""
-        for start in range(0, self.cache.dim, _LINE_BYTES // ELEMENT_BYTES[self.cache.data.dtype]):
+        for start in range(0, self.cache.data.columns, _LINE_BYTES // ELEMENT_BYTES[self.cache.data.dtype]):
             place = (self.slot, self.number, position, start)
             prefetch(self.cache.data, *place, into_first_level=into_first_level)
 
@@ -122,6 +157,9 @@ class CachedHead:
         assert self.cache.scales is not None
         starts = [(bind(group * GROUP + i), min(LANES, size - i)) for i in range(0, size, LANES)]
         values = [bind(source(start, valid)) for start, valid in starts]
+        if self.cache.has_nibbles:
+            self._write_nibbles(position, group, values)
+            return
         largest = splat(0.0)
         for value in values:
             largest = maximum(largest, tirx.abs(value))
@@ -140,11 +178,33 @@ class CachedHead:
                 for i in range(valid):
                     data[(*row, start + i)] = tirx.Cast("int8", tirx.Shuffle([integers], [i]))
 
+    def _write_nibbles(self, position: Expr, group: Expr, values: list[Expr]) -> None:
+        """Write the scale of 32 elements and the nearest codes."""
+        assert self.cache.scales is not None
+        largest, least = values[0], values[0]
+        for value in values[1:]:
+            largest, least = bind(maximum(largest, value)), bind(minimum(least, value))
+        high, low = highest(largest), highest(splat(0.0) - least)
+        extreme = select(high >= low, high, 0.0 - low)
+        scale = bind(maximum(minimum(extreme * (-1.0 / _ZERO_CODE), F16_MAX), -F16_MAX))
+        self.cache.scales[self.slot, self.number, position, group] = tirx.Cast("float16", scale)
+        kept = bind(self.scale(position, group))
+        inverse = bind(splat(select(kept != 0.0, 1.0 / kept, 0.0)))
+        codes = []
+        for value in values:
+            near = tirx.nearbyint(fma(value, inverse, splat(float(_ZERO_CODE))))
+            near = maximum(minimum(near, splat(float(_LARGEST_CODE))), splat(0.0))
+            codes.append(bind(tirx.Cast(f"uint8x{LANES}", tirx.Cast(f"int32x{LANES}", near))))
+        four = tirx.Broadcast(tirx.IntImm("uint8", 4), LANES)
+        for i in range(2):
+            place = at(group * (GROUP // 2) + i * LANES)
+            self.cache.data[self.slot, self.number, position, place] = codes[i] | (codes[i + 2] << four)
+
 
 def cache_argument(function: KernelFunction, name: str) -> Cache:
-    """Return the cache of that name: argument `name` and, in q8, `name`_scales."""
+    """Return the cache of that name: argument `name` and, in q8 and q4, `name`_scales."""
     data = function[name]
-    return Cache(data, function.get(f"{name}_scales"), data.columns)
+    return Cache(data, function.get(f"{name}_scales"), data.columns * (2 if data.dtype == "uint8" else 1))
 
 
 def cache_write(spec: CacheWriteSpec, function: KernelFunction) -> None:

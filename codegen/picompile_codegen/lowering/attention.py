@@ -9,7 +9,7 @@ from picompile_codegen.lowering.function import Bindings, Function, dimension
 from picompile_codegen.lowering.packing import Evaluate
 from picompile_codegen.lowering.program import Arg, ProgramTensor
 from picompile_codegen.specs import AttentionSpec, CacheWriteSpec, RotarySpec
-from picompile_codegen.specs.arguments import Q8, scale_groups
+from picompile_codegen.specs.arguments import SCALED, cache_data, scale_groups
 from picompile_passes.graph.nodes import arguments, is_call
 from picompile_passes.graph.operands import ATTENTION, ROTARY
 
@@ -61,15 +61,15 @@ def _rotary_table(
 
 
 def _caches(node: Node, function: Function) -> dict[str, Arg]:
-    """Return the caches of attention `node` by name: k and v, and with q8 k_scales and v_scales."""
+    """Return the caches of attention `node` by name: k and v, and with q8 and q4 k_scales and v_scales."""
     values, options = arguments(node), function.shared.options
     kv_heads, found = values["kv_heads"], {}
     for side in ("k", "v"):
         dim, name = dimension(values[side]) // kv_heads, f"{side}.{values['layer']}"
         rows = (options.sequences, kv_heads, options.context)
-        tensors = {side: (name, options.kv_dtype, dim)}
-        if options.kv_dtype == Q8:
-            tensors = {side: (name, "int8", dim), f"{side}_scales": (f"{name}.scale", "float16", scale_groups(dim))}
+        tensors = {side: (name, *cache_data(options.kv_dtype, dim))}
+        if options.kv_dtype in SCALED:
+            tensors[f"{side}_scales"] = (f"{name}.scale", "float16", scale_groups(dim))
         for key, (state, dtype, width) in tensors.items():
             function.shared.state.setdefault(state, ProgramTensor(dtype, (*rows, width), memory=function.device))
             found[key] = Arg("state", state)
@@ -92,7 +92,7 @@ def extend_cache(node: Node, function: Function) -> None:
             )
         )
         bindings: Bindings = {"x": function.value(values[side]), "cache": caches[side]}
-        bindings |= {"cache_scales": caches[f"{side}_scales"]} if options.kv_dtype == Q8 else {}
+        bindings |= {"cache_scales": caches[f"{side}_scales"]} if options.kv_dtype in SCALED else {}
         function.call(kernel, bindings, op="cache", layer=values["layer"])
 
 

@@ -66,7 +66,7 @@ AnyKernel = Any  # a Kernel of the CPU, or a CudaKernel, which is not imported w
 class LowerOptions:
     """Options of lowering that the graph does not contain.
 
-    `context` and `chunk` in tokens; `kv_dtype` float16, float32 or q8; `sequences` have a place in the KV cache.
+    `context` and `chunk` in tokens; `kv_dtype` float16, float32, q8 or q4; `sequences` have a place in the KV cache.
     `accelerator` is a GPU (`cuda`) or a second partition of the CPU (`cpu`), None for a program that has none, and
     `placement` says what runs there. With `scores_masks` a program without an accelerator has the function
     `score_masked` as well, if its predictors have kernels for chunks. A step of `batch` can check `draft_tokens` tokens

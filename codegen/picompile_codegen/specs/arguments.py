@@ -6,13 +6,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from picompile_codegen.errors import CodegenError
 from picompile_passes.weight_formats import FORMATS, GROUP
 
 STEP_SHAPE = (8,)
 # A flag is a cache line, of which the first element counts.
 FLAG_SHAPE = (16,)
 # The KV cache's format with a scale for every 32 elements.
-Q8 = "q8"
+# Caches whose rows have a scale for every 32 elements.
+SCALED = ("q8", "q4")
 
 # A kernel reads `in`, fills `out`, uses `scratch`, adds to the counters of `adds`, reads and writes the KV `cache`,
 # `sets` a flag, `awaits` one, and writes to `abandons` when it gives up.
@@ -85,7 +87,7 @@ class MatrixArgument:
 
 @dataclass(frozen=True)
 class CacheArgument:
-    """Keys or values of a layer: `name` and, in q8, `name`_scales. `dim` is the width of a row."""
+    """Keys or values of a layer: `name` and, in q8 and q4, `name`_scales. `dim` is the width of a row."""
 
     name: str
     kv_dtype: str
@@ -98,10 +100,11 @@ class CacheArgument:
     def parts(self) -> tuple[KernelArgument, ...]:
         """The arguments that the cache is passed as."""
         rows = (self.sequences, self.kv_heads, self.context)
-        if self.kv_dtype != Q8:
-            return (KernelArgument(self.name, self.kv_dtype, (*rows, self.dim), "cache"),)
-        scales = KernelArgument(f"{self.name}_scales", "float16", (*rows, scale_groups(self.dim)), "cache")
-        return KernelArgument(self.name, "int8", (*rows, self.dim), "cache"), scales
+        dtype, width = cache_data(self.kv_dtype, self.dim)
+        data = KernelArgument(self.name, dtype, (*rows, width), "cache")
+        if self.kv_dtype not in SCALED:
+            return (data,)
+        return data, KernelArgument(f"{self.name}_scales", "float16", (*rows, scale_groups(self.dim)), "cache")
 
 
 @dataclass(frozen=True)
@@ -152,6 +155,23 @@ def symbol(*parts: object) -> str:
     """Return a C identifier that tells `parts` apart: `symbol("norm", 64, 1e-05)` is `norm_64_1em05`."""
     text = "_".join(str(part) for part in parts if part != "")
     return re.sub(r"[^0-9A-Za-z_]", "", text.replace(".", "p").replace("-", "m"))
+
+
+def cache_data(kv_dtype: str, dim: int) -> tuple[str, int]:
+    """Return the dtype of rows of a cache, and how many elements a row of `dim` numbers has.
+
+    Raises:
+        CodegenError: For q4 and rows that are not whole groups of 32.
+    """
+    match kv_dtype:
+        case "q8":
+            return "int8", dim
+        case "q4":
+            if dim % GROUP:
+                raise CodegenError(f"a cache in q4 needs heads whose width is a multiple of {GROUP}, not {dim}")
+            return "uint8", scale_groups(dim) * (GROUP // 2)
+        case _:
+            return kv_dtype, dim
 
 
 def scale_groups(dim: int) -> int:

@@ -26,14 +26,19 @@ SHAPES = {
     "q8, groups of 2": Heads(4, 2, 136, 136, kv_dtype="q8"),
     "q8, groups of 4": Heads(64, 16, 32, 32, kv_dtype="q8"),
     "q8, odd widths": Heads(3, 1, 12, 44, kv_dtype="q8", window=70),
+    "q4": Heads(5, 5, 64, 64, kv_dtype="q4", sequences=4),
+    "q4, groups of 2": Heads(4, 2, 160, 160, kv_dtype="q4"),
+    "q4, groups of 4": Heads(64, 16, 32, 32, kv_dtype="q4"),
     # Parts of 512 positions.
     "parts": Heads(6, 2, 64, 64, context=1400),
     "parts, q8": Heads(3, 3, 64, 64, context=1400, kv_dtype="q8"),
+    "parts, q4": Heads(3, 3, 96, 32, context=1400, kv_dtype="q4"),
     "parts, window": Heads(5, 1, 8, 8, context=1400, window=600, sequences=4),
     "soft cap": Heads(2, 2, 40, 40, softcap=3.0, kv_dtype="float32"),
     "slopes, narrow values": Heads(6, 2, 20, 12, slopes=True),
     "sinks, groups of 7": Heads(7, 1, 20, 20, sinks=True, sequences=4),
     "all options, q8": Heads(6, 3, 24, 44, softcap=5.0, slopes=True, sinks=True, window=70, kv_dtype="q8", sequences=4),
+    "all options, q4": Heads(6, 3, 32, 64, softcap=5.0, slopes=True, sinks=True, window=70, kv_dtype="q4", sequences=4),
     "all options, parts": Heads(3, 1, 8, 20, context=1400, window=600, softcap=5.0, slopes=True, sinks=True),
 }
 # What these test in single tokens is no matter in chunks, and kernels for these take long to compile.
@@ -42,13 +47,15 @@ NO_CHUNKS = (
     "float32",
     "window of one",
     "q8, groups of 4",
+    "q4, groups of 4",
     "parts",
     "parts, q8",
+    "parts, q4",
     "parts, window",
     "all options, parts",
 )
 # Queries have 16 bits there, and scores here reach 50.
-TOLERANCES = {"q8": 4e-4}
+TOLERANCES = {"q8": 4e-4, "q4": 4e-4}
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +129,7 @@ def test_several_sequences(workbench: Workbench, name: str, tokens: int) -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "rows"), [*product(("groups of 2", "q8"), (1, CHUNK)), ("parts", 1), ("parts, q8", 1)]
+    ("name", "rows"), [*product(("groups of 2", "q8", "q4"), (1, CHUNK)), ("parts", 1), ("parts, q8", 1), ("parts, q4", 1)]
 )
 def test_same_bits_for_any_number_of_threads(workbench: Workbench, name: str, rows: int) -> None:
     shape = SHAPES[name]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from helpers.kernels.caches import SCALE, Heads, expected_attention, in_q8, random_cache
+from helpers.kernels.caches import SCALE, Heads, expected_attention, in_q4, in_q8, random_cache
 from helpers.kernels.workbench import Array, Workbench, assert_close, uniform
 from picompile_codegen import cpu
 from picompile_codegen.cpu import Kernel
@@ -13,7 +13,8 @@ from picompile_codegen.specs import CacheWriteSpec, Mode, RotarySpec
 
 CHUNK = 13
 CONTEXT = 50
-DTYPES = ("float16", "float32", "q8")
+# Each with a width that it takes.
+DTYPES = {"float16": 72, "float32": 72, "q8": 72, "q4": 96}
 # Mode, rows, and how many of them count.
 ROWS: list[tuple[Mode, int, int]] = [("one", 1, 1), ("chunk", CHUNK, CHUNK), ("chunk", CHUNK, 4), ("sequences", 3, 3)]
 KERNELS: list[tuple[Mode, int]] = [("one", 1), ("chunk", CHUNK), ("sequences", 3)]
@@ -21,6 +22,7 @@ FUSED = {
     "multi-head": Heads(3, 3, 24, 24, context=CONTEXT, sequences=4),
     "groups": Heads(6, 2, 20, 12, context=CONTEXT, sequences=4, window=9),
     "q8": Heads(2, 2, 40, 40, context=CONTEXT, sequences=4, kv_dtype="q8"),
+    "q4": Heads(2, 2, 64, 32, context=CONTEXT, sequences=4, kv_dtype="q4"),
     "parts": Heads(4, 2, 16, 16, context=1100, sequences=4),
     "all options": Heads(6, 2, 20, 12, context=CONTEXT, sequences=4, softcap=5.0, slopes=True, sinks=True),
 }
@@ -29,6 +31,7 @@ EXTENDING: list[tuple[str, Mode, int, int, bool]] = [
     *((name, "one", 1, 1, True) for name in FUSED),
     ("groups", "sequences", 3, 2, True),
     ("q8", "sequences", 3, 3, True),
+    ("q4", "sequences", 3, 3, True),
     ("parts", "sequences", 3, 3, True),
 ]
 
@@ -37,7 +40,8 @@ def rotary(head_dim: int, mode: Mode, rows: int, heads: int = 3, context: int = 
     return cpu.write_kernel(RotarySpec(heads=heads, head_dim=head_dim, rows=rows, context=context, mode=mode))
 
 
-def cache_write(kv_dtype: str, mode: Mode, rows: int, head_dim: int = 72) -> Kernel:
+def cache_write(kv_dtype: str, mode: Mode, rows: int, head_dim: int | None = None) -> Kernel:
+    head_dim = head_dim or DTYPES[kv_dtype]
     return cpu.write_kernel(
         CacheWriteSpec(
             kv_heads=3, head_dim=head_dim, context=CONTEXT, rows=rows, kv_dtype=kv_dtype, mode=mode, sequences=4
@@ -91,14 +95,16 @@ def test_rotary(workbench: Workbench, head_dim: int, mode: Mode, rows: int, toke
 @pytest.mark.parametrize(("mode", "rows", "tokens"), ROWS)
 def test_cache_write(workbench: Workbench, kv_dtype: str, mode: Mode, rows: int, tokens: int) -> None:
     """As numpy rounds it, or as weights are packed; nothing else is touched."""
-    x = uniform(np.random.default_rng(tokens), tokens, 3 * 72)
+    width = DTYPES[kv_dtype]
+    x = uniform(np.random.default_rng(tokens), tokens, 3 * width)
     positions, slots, where = places(mode, tokens)
     kernel = cache_write(kv_dtype, mode, rows)
     result = workbench.run(kernel, {"x": x, **where}, tokens=tokens, position=30, slot=2)
-    heads = x.reshape(tokens, 3, 72)
-    expected = {"cache": heads.astype(kv_dtype)} if kv_dtype != "q8" else {}
-    if kv_dtype == "q8":
-        expected["cache"], expected["cache_scales"], _ = in_q8(heads)
+    heads, expected = x.reshape(tokens, 3, width), dict[str, np.ndarray]()
+    if kv_dtype in ("q8", "q4"):
+        expected["cache"], expected["cache_scales"], _ = {"q8": in_q8, "q4": in_q4}[kv_dtype](heads)
+    else:
+        expected["cache"] = heads.astype(kv_dtype)
     for name, values in expected.items():
         cache = result[name]
         assert np.array_equal(cache[slots, :, positions], values)
@@ -118,6 +124,21 @@ def test_q8_errors_are_within_their_bound(workbench: Workbench) -> None:
         heads = x.reshape(3, 20).astype(np.float64)
         bound = np.abs(heads).max(axis=-1, keepdims=True) / 254 * (1 + 2**-9) + 4e-6
         assert (np.abs(data * scales - heads) <= bound).all()
+
+
+def test_q4_errors_are_within_their_bound(workbench: Workbench) -> None:
+    """Each number is off by 1/16 of the largest of its 32 at most, or by 1/8 at the end of the grid that is nearer."""
+    rng = np.random.default_rng(0)
+    for size in (0.0, 1e-6, 1e-3, 1.0, 300.0, 5e4):
+        x = (size * uniform(rng, 1, 3 * 96)).reshape(1, -1)
+        result = workbench.run(cache_write("q4", "one", 1), {"x": x}, position=7, slot=1)
+        data, scales = result["cache"][1, :, 7].reshape(3, 3, 16), result["cache_scales"][1, :, 7].astype(np.float64)
+        codes = np.concatenate([data & 15, data >> 4], axis=-1).astype(np.float64) - 8
+        heads = x.reshape(3, 3, 32).astype(np.float64)
+        largest = np.abs(heads).max(axis=-1, keepdims=True)
+        error = np.abs(codes * scales[..., None] - heads)
+        assert (error <= largest / 8 * (1 + 2**-9) + 1e-6).all()
+        assert np.mean(error > largest / 16 * (1 + 2**-9) + 1e-6) < 0.1
 
 
 def extended(shape: Heads, mode: Mode, tokens: int, turn: bool) -> tuple[dict[str, Array], Array, list[int], list[int]]:
@@ -160,7 +181,7 @@ def test_attention_that_extends_the_cache(
     kernel = shape.kernel(mode, rows, extend=True, turn=turn)
     result = workbench.run(kernel, inputs, tokens=tokens, position=positions[0], slot=slots[0])
     # New keys and values are rounded to what the cache holds.
-    assert_close(result["y"][:tokens], expected, {"float16": 2e-3, "q8": 2e-2}[shape.kv_dtype])
+    assert_close(result["y"][:tokens], expected, {"float16": 2e-3, "q8": 2e-2, "q4": 0.3}[shape.kv_dtype])
     for argument in ("k_cache", "v_cache"):
         before, after = inputs[argument], result[argument].copy()
         assert (after[slots, :, positions] != before[slots, :, positions]).any()

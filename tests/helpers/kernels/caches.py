@@ -13,7 +13,7 @@ from picompile_codegen import cpu
 from picompile_codegen.cpu import Kernel
 from picompile_codegen.specs import AttentionSpec, Mode
 from picompile_passes.dialect.formats import dequantize_rows, quantize_rows
-from picompile_passes.weight_formats import GROUP
+from picompile_passes.weight_formats import FORMATS, GROUP
 
 SCALE = 0.3
 
@@ -78,6 +78,12 @@ def random_cache(rng: np.random.Generator, shape: Heads, side: str, filled: list
     exact = np.full((*size, width), np.nan)
     for slot, count in enumerate(filled):
         exact[slot, :, :count] = rng.uniform(-1, 1, (shape.kv_heads, count, width))
+    if shape.kv_dtype == "q4":
+        packed, scales, stands_for = in_q4(exact)
+        missing = np.isnan(exact[..., 0])
+        packed[missing], scales[missing] = 255, np.nan
+        stands_for[np.isnan(exact)] = np.nan
+        return Cached({f"{side}_cache": packed, f"{side}_cache_scales": scales}, stands_for)
     if shape.kv_dtype != "q8":
         stored = exact.astype(shape.kv_dtype)
         return Cached({f"{side}_cache": stored}, stored.astype(np.float64))
@@ -95,6 +101,17 @@ def in_q8(exact: Array) -> tuple[NDArray[np.int8], NDArray[np.float16], NDArray[
     values = dequantize_rows(packed, "q8", width).numpy().astype(np.float64).reshape(exact.shape)
     data = packed[:, :width].contiguous().numpy().view(np.int8).reshape(exact.shape)
     scales = packed[:, groups * GROUP : groups * (GROUP + 2)].contiguous().numpy().view(np.float16)
+    return data.copy(), scales.reshape(*exact.shape[:-1], groups).copy(), values
+
+
+def in_q4(exact: Array) -> tuple[NDArray[np.uint8], NDArray[np.float16], NDArray[np.float64]]:
+    """Rows as weights are packed in q4: pairs of codes, scales, and what these stand for. NaN is taken for 0."""
+    width, groups = exact.shape[-1], exact.shape[-1] // GROUP
+    packed = quantize_rows(torch.from_numpy(np.nan_to_num(exact).reshape(-1, width).astype(np.float32)), "q4")
+    values = dequantize_rows(packed, "q4", width).numpy().astype(np.float64).reshape(exact.shape)
+    data = packed[:, : width // 2].contiguous().numpy().reshape(*exact.shape[:-1], width // 2)
+    start = FORMATS["q4"].scale_offset_bytes(width)
+    scales = packed[:, start : start + 2 * groups].contiguous().numpy().view(np.float16)
     return data.copy(), scales.reshape(*exact.shape[:-1], groups).copy(), values
 
 
