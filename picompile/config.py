@@ -35,8 +35,8 @@ from picompile.errors import UsageError
 from picompile.frontend.activation import check_activation
 from picompile.machine import gpu_of
 from picompile.quantities import require_whole
-from picompile_passes.weight_formats import GROUP
 from picompile.skipping.options import DEFAULT_SITES, SkippingOptions, check_bound, check_sites
+from picompile_passes.weight_formats import GROUP
 
 if TYPE_CHECKING:
     from picompile.frontend.captured import ModelFacts
@@ -69,8 +69,8 @@ class CompileOptions:
         sequences: how many sequences the cache holds, each with a context of its own; they can be decoded together.
         draft_tokens: how many guessed tokens `run` and `chat` can check in one step beside the next one, from 0 on; a
             program with a GPU checks none.
-        kv_dtype: f16, f32, q8 or q4, which has no kernels for a GPU; None is f16, but f32 if rounding would move neurons across a jump of the activation
-            (FATReLU).
+        kv_dtype: f16, f32, q8 or q4, which has no kernels for a GPU; None is f16, but f32 if rounding would move
+            neurons across a jump of the activation (FATReLU).
         chunk: tokens of a prompt that are read together.
         bf16: whether prompts are computed in bfloat16, where the weights are f16 and the target has it: `on`, `off`, or
             `auto`, where that keeps to the accuracy bound `gate`.

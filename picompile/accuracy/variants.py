@@ -14,6 +14,7 @@ from picompile_passes.dialect.ops import SparseFfnOperands
 from picompile_passes.graph.materialize import WeightSource
 from picompile_passes.graph.nodes import calls
 from picompile_passes.graph.operands import ATTENTION, SPARSE_FFN
+from picompile_passes.weight_formats import GROUP
 
 Replaced = Mapping[Node, Callable[..., Tensor]]
 """Calls of a graph that are computed in another way, from the same arguments."""
@@ -62,7 +63,7 @@ def _silenced(node: Node, rule: FiringRule) -> Callable[..., Tensor]:
 
 
 def round_cache(graph_module: GraphModule, kv_dtype: str) -> Replaced:
-    """Return the attention calls with keys and values as a cache of `kv_dtype`, `f16`, `q8` or `q4`, gives them back."""
+    """Return the attention calls with keys and values as a cache of `kv_dtype`, not f32, gives them back."""
     return {node: _with_rounded_cache(node, kv_dtype) for node in calls(graph_module.graph, ATTENTION)}
 
 
@@ -82,5 +83,18 @@ def _rounded(rows: Tensor, kv_heads: int, kv_dtype: str) -> Tensor:
     if kv_dtype == "f16":
         return rows.to(torch.float16).to(torch.float32)
     width = rows.shape[-1] // kv_heads
+    if kv_dtype == "q4":
+        rows = _spread(rows)
     packed = quantize_rows(rows.reshape(-1, width), kv_dtype)
-    return dequantize_rows(packed, kv_dtype, width).reshape(rows.shape)
+    rounded = dequantize_rows(packed, kv_dtype, width).reshape(rows.shape)
+    return _spread(rounded) if kv_dtype == "q4" else rounded
+
+
+def _spread(rows: Tensor) -> Tensor:
+    """Return each 32 elements times the orthogonal Hadamard matrix, as q4 stores them; twice, as they were."""
+    values: Tensor = rows.reshape(-1, GROUP)
+    for distance in (1, 2, 4, 8, 16):
+        pairs = values.reshape(-1, GROUP // (2 * distance), 2, distance)
+        values = torch.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], 2).reshape(-1, GROUP)
+    spread: Tensor = (values * GROUP**-0.5).reshape(rows.shape)
+    return spread

@@ -35,6 +35,7 @@ from picompile_codegen.cpu.attention_work import (
     part_positions,
     ready_queries,
 )
+from picompile_codegen.cpu.cache import spread_rows
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, maximum, minimum, parallel, select, when
 from picompile_codegen.cpu.token_ops import StepRows, step_rows
@@ -65,6 +66,8 @@ def _arithmetic(span: PositionSpan, queries: Queries) -> _Arithmetic:
 
 def attend(span: PositionSpan, queries: Queries) -> None:
     """Attend to the positions of `span`: update the maxima, sums and outputs of `queries`."""
+    if span.keys.cache.has_nibbles:
+        spread_rows(queries.q, queries.padded, span.keys.cache.dim)
     arithmetic, size = _arithmetic(span, queries), span.block
     scores = local(size * queries.tile)
     with loop(0, (span.stop - span.first + (size - 1)) // size) as index:
@@ -79,6 +82,8 @@ def attend(span: PositionSpan, queries: Queries) -> None:
             arithmetic.mix(work, [bind(tirx.Shuffle([rescale], [i])) for i in range(queries.tile)])
 
         queries.each_tile(one_tile)
+    if span.values.cache.has_nibbles:
+        spread_rows(queries.outputs, queries.padded, span.values.cache.dim)
 
 
 def _score(work: Work, arithmetic: _Arithmetic) -> None:

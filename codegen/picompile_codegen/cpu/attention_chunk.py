@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tvm import tirx
 
 from picompile_codegen.cpu.attention_work import LOWEST, adjusted, lanes_below
-from picompile_codegen.cpu.cache import CachedHead
+from picompile_codegen.cpu.cache import CachedHead, spread_rows
 from picompile_codegen.cpu.panels import float_tile
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, maximum, minimum, select
 from picompile_codegen.cpu.vector import (
@@ -95,6 +95,8 @@ def attend_queries(queries: ChunkQueries, keys: CachedHead, values: CachedHead, 
     head_dim, width = keys.cache.dim, whole_vectors(values.cache.dim)
     key_columns, value_rows = local(head_dim, _KEYS), local(_KEYS, width)
     scores = local(queries.most, _KEYS)
+    if keys.cache.has_nibbles:
+        spread_rows(queries.q, queries.count, head_dim)
     stop = bind(queries.lasts[queries.count - 1] + 1)
     with loop(queries.firsts[0] // _KEYS, (stop + (_KEYS - 1)) // _KEYS) as index:
         begin = bind(index * _KEYS)
@@ -108,6 +110,8 @@ def attend_queries(queries: ChunkQueries, keys: CachedHead, values: CachedHead, 
         with loop(blind * float_tile().tokens, queries.count) as i:
             _update_softmax(queries, scores, i, begin)
         _multiply(_Product(scores, value_rows, queries.outputs, queries.rescale), tiles, count, width)
+    if values.cache.has_nibbles:
+        spread_rows(queries.outputs, queries.count, values.cache.dim)
 
 
 def _read_keys(keys: CachedHead, begin: Expr, count: Expr, columns: KernelTensor) -> None:

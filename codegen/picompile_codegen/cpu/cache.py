@@ -2,9 +2,10 @@
 
 float16 and float32 are stored as they are. In q8 each 32 consecutive elements of a row share a float16 scale, as
 weights do (`dialect/formats.py`): an element is off by at most half of it, 1/254 of the largest of the 32, and 4e-6
-more where that is so small that float16 holds its scale with few bits. In q4 they are the weights' of four bits: the
-element that is largest in magnitude has the code 0, zero has 8, and byte i of a group has those of elements i and
-i + 16.
+more where that is so small that float16 holds its scale with few bits. In q4 each 32 elements are first multiplied by
+the orthogonal Hadamard matrix, which spreads a large one over all of them (QuaRot, arXiv 2404.00456). What comes of it
+is stored as weights of four bits: the number that is largest in magnitude has the code 0, zero has 8, and byte i of a
+group has the codes of numbers i and i + 16. Queries are turned as keys are, and mixtures of values turned back.
 """
 
 from collections.abc import Callable
@@ -15,7 +16,19 @@ from tvm import tirx
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, maximum, minimum, parallel, prefetch, select
 from picompile_codegen.cpu.token_ops import step_rows
-from picompile_codegen.cpu.vector import LANES, at, blocks, fma, highest, load, splat, splat_int, store, to_floats
+from picompile_codegen.cpu.vector import (
+    LANES,
+    at,
+    blocks,
+    fma,
+    highest,
+    load,
+    repeat,
+    splat,
+    splat_int,
+    store,
+    to_floats,
+)
 from picompile_codegen.specs import CacheWriteSpec
 from picompile_codegen.specs.arguments import scale_groups
 from picompile_passes.weight_formats import GROUP
@@ -158,7 +171,7 @@ class CachedHead:
         starts = [(bind(group * GROUP + i), min(LANES, size - i)) for i in range(0, size, LANES)]
         values = [bind(source(start, valid)) for start, valid in starts]
         if self.cache.has_nibbles:
-            self._write_nibbles(position, group, values)
+            self._write_nibbles(position, group, spread(values))
             return
         largest = splat(0.0)
         for value in values:
@@ -199,6 +212,32 @@ class CachedHead:
         for i in range(2):
             place = at(group * (GROUP // 2) + i * LANES)
             self.cache.data[self.slot, self.number, position, place] = codes[i] | (codes[i + 2] << four)
+
+
+def spread(values: list[Expr]) -> list[Expr]:
+    """A group, four vectors, times the orthogonal Hadamard matrix of 32, which is its own inverse."""
+    for distance in (1, 2):
+        pairs = [(i, i + distance) for i in range(4) if not i & distance]
+        sums = {place: bind(value) for i, j in pairs for place, value in _sum_and_difference(values, i, j)}
+        values = [sums[i] for i in range(4)]
+    for distance in (4, 2, 1):
+        signs = [tirx.FloatImm("float32", -1.0 if lane & distance else 1.0) for lane in range(LANES)]
+        sign = tirx.Shuffle(signs, list(range(LANES)))
+        others = [repeat(value, [lane ^ distance for lane in range(LANES)]) for value in values]
+        values = [bind(fma(value, sign, other)) for value, other in zip(values, others, strict=True)]
+    return [bind(value * splat(GROUP**-0.5)) for value in values]
+
+
+def _sum_and_difference(values: list[Expr], i: int, j: int) -> list[tuple[int, Expr]]:
+    return [(i, values[i] + values[j]), (j, values[i] - values[j])]
+
+
+def spread_rows(rows: KernelTensor, count: Expr, width: int) -> None:
+    """Turn the first `count` rows of float32 [any, width], a multiple of 32, in place."""
+    with loop(0, count) as row, loop(0, width // GROUP) as group:
+        starts = [bind(group * GROUP + i) for i in range(0, GROUP, LANES)]
+        for start, value in zip(starts, spread([bind(load(rows, row, start)) for start in starts]), strict=True):
+            store(rows, row, start, value=value)
 
 
 def cache_argument(function: KernelFunction, name: str) -> Cache:

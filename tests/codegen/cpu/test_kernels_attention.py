@@ -129,7 +129,8 @@ def test_several_sequences(workbench: Workbench, name: str, tokens: int) -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "rows"), [*product(("groups of 2", "q8", "q4"), (1, CHUNK)), ("parts", 1), ("parts, q8", 1), ("parts, q4", 1)]
+    ("name", "rows"),
+    [*product(("groups of 2", "q8", "q4"), (1, CHUNK)), ("parts", 1), ("parts, q8", 1), ("parts, q4", 1)],
 )
 def test_same_bits_for_any_number_of_threads(workbench: Workbench, name: str, rows: int) -> None:
     shape = SHAPES[name]

@@ -105,14 +105,26 @@ def in_q8(exact: Array) -> tuple[NDArray[np.int8], NDArray[np.float16], NDArray[
 
 
 def in_q4(exact: Array) -> tuple[NDArray[np.uint8], NDArray[np.float16], NDArray[np.float64]]:
-    """Rows as weights are packed in q4: pairs of codes, scales, and what these stand for. NaN is taken for 0."""
+    """Rows as weights are packed in q4 behind a Hadamard matrix: pairs of codes, scales, and what these stand for.
+
+    NaN is taken for 0.
+    """
     width, groups = exact.shape[-1], exact.shape[-1] // GROUP
-    packed = quantize_rows(torch.from_numpy(np.nan_to_num(exact).reshape(-1, width).astype(np.float32)), "q4")
-    values = dequantize_rows(packed, "q4", width).numpy().astype(np.float64).reshape(exact.shape)
+    turned = spread(np.nan_to_num(exact)).reshape(-1, width).astype(np.float32)
+    packed = quantize_rows(torch.from_numpy(turned), "q4")
+    values = spread(dequantize_rows(packed, "q4", width).numpy().astype(np.float64).reshape(exact.shape))
     data = packed[:, : width // 2].contiguous().numpy().reshape(*exact.shape[:-1], width // 2)
     start = FORMATS["q4"].scale_offset_bytes(width)
     scales = packed[:, start : start + 2 * groups].contiguous().numpy().view(np.float16)
     return data.copy(), scales.reshape(*exact.shape[:-1], groups).copy(), values
+
+
+def spread(rows: Array) -> NDArray[np.float64]:
+    """Each 32 elements times the orthogonal Hadamard matrix."""
+    matrix = np.ones((1, 1))
+    while len(matrix) < GROUP:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return (rows.reshape(-1, GROUP).astype(np.float64) @ matrix / np.sqrt(GROUP)).reshape(rows.shape)
 
 
 def expected_attention(

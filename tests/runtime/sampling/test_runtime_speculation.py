@@ -80,7 +80,7 @@ def test_as_many_are_guessed_as_steps_are_fast() -> None:
         return policy.count(4)
 
     assert count({}) == 0
-    assert count({1: 1.0, **{tokens: 1.1 for tokens in range(2, 9)}}) == 7
+    assert count({1: 1.0, **dict.fromkeys(range(2, 9), 1.1)}) == 7
     assert count({1: 1.0, **{tokens: 1.0 + 0.1 * tokens + 9.0 * (tokens > 4) for tokens in range(2, 9)}}) == 3
     assert count({1: 1.0, **{tokens: float(tokens) for tokens in range(2, 9)}}) == 0
     # Steps that were not measured are expected to cost as much more as others do.
