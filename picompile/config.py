@@ -67,8 +67,8 @@ class CompileOptions:
             kinds of plug-ins leave out neurons, so the accuracy check applies to them.
         context: longest sequence, in tokens; None is the model's own limit, at most 4096.
         sequences: how many sequences the cache holds, each with a context of its own; they can be decoded together.
-        draft_tokens: how many guessed tokens `run` and `chat` can check in one step beside the next one, from 0 on; a
-            program with a GPU checks none.
+        draft_tokens: how many tokens of a draft a step can check beside the next one, from 0 on; a program with a GPU
+            checks none.
         kv_dtype: f16, f32, q8 or q4, which has no kernels for a GPU; None is f16, but f32 if rounding would move
             neurons across a jump of the activation (FATReLU).
         chunk: tokens of a prompt that are read together.

@@ -75,7 +75,7 @@ def together(engine: Engine, all_texts: list[list[int]], seed: int) -> list[list
     return rows
 
 
-def check_guesses(engine: Engine) -> None:
+def check_drafts(engine: Engine) -> None:
     """Tokens of one sequence in one step have the logits that they have one after another."""
     rng = np.random.default_rng(3)
     for slot, position in ((1, 2), (0, engine.chunk + 3), (2, engine.context - engine.most_checked)):
@@ -89,7 +89,7 @@ def check_guesses(engine: Engine) -> None:
                 for scores in engine.read_each(ids[place : place + size], slot):
                     rows.append(scores.logits().tobytes())
                 place += size
-                if size < engine.most_checked:  # a wrong guess leaves nothing behind
+                if size < engine.most_checked:  # a wrong draft leaves nothing behind
                     left = min(engine.most_checked, engine.context - place)
                     engine.read_each([0] * left, slot) if left else None
                     engine.rewind(place, slot)
@@ -114,7 +114,7 @@ def test_rows_do_not_depend_on_their_company(
     compile_model(models[name], tmp_path / "artifact", options)
     with picompile_runtime.load(tmp_path / "artifact", threads=2) as engine:
         check_rows(engine)
-        check_guesses(engine)
+        check_drafts(engine)
 
 
 @pytest.mark.parametrize("predictor", ["sign", "learned"])
@@ -123,7 +123,7 @@ def test_rows_with_masks_do_not_depend_on_their_company(tmp_path: Path, predicto
     compile_model(BUNDLED, tmp_path / "artifact", options)
     with picompile_runtime.load(tmp_path / "artifact", threads=2) as engine:
         check_rows(engine)
-        check_guesses(engine)
+        check_drafts(engine)
         computed, _, neurons = engine.firing_totals("batch")
         assert 0 < computed < neurons
 

@@ -149,8 +149,8 @@ def _show(result: Mapping[str, Any]) -> None:
     )
     if (draft := result["draft"]) is not None:
         ratio = draft["tokens_per_s"] / decode["tokens_per_s"]
-        right = f"{draft['right_share']:.0%} of the tokens guessed rightly, {draft['guessed_share']:.0%} guessed"
-        print(f"guessing   {draft['tokens_per_s']:9.1f} tokens/s ± {draft['stdev']:.1f}, {ratio:.2f} ×: {right}")
+        shares = f"{draft['draft_share']:.0%} of the tokens drafted, {draft['accepted_share']:.0%} accepted"
+        print(f"drafting   {draft['tokens_per_s']:9.1f} tokens/s ± {draft['stdev']:.1f}, {ratio:.2f} ×: {shares}")
     print(f"floor      {_floor(decode)}")
     print(f"memory     {bandwidth}/s, at best {best}/s, read by {_threads(result['threads'])}")
     fired = "" if decode["firing_share"] is None else f"{decode['firing_share']:.1%} fired, "

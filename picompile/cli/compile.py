@@ -161,7 +161,7 @@ def compile_command(
             metavar="N",
             min=0,
             max=255,
-            help="Guessed tokens that a step can check at once, see run --draft; without a GPU.",
+            help="Tokens of a draft that a step can check, see run --draft; without a GPU.",
         ),
     ] = DRAFT_TOKENS,
     bf16: Annotated[

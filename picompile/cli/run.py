@@ -146,10 +146,10 @@ def _report(stats: "GenerationStats") -> None:
     """Print the speed if stderr is a terminal."""
     if not sys.stderr.isatty():
         return
-    guessed = f", {stats.right_tokens} of {stats.guessed_tokens} guessed were right" if stats.guessed_tokens else ""
+    drafted = f", {stats.accepted_tokens} of {stats.draft_tokens} drafted accepted" if stats.draft_tokens else ""
     print(
         f"[{stats.prompt_tokens} prompt tokens at {stats.prefill_tokens_per_s:.0f}/s, "
-        f"{stats.generated_tokens} generated at {stats.decode_tokens_per_s:.1f}/s{guessed}, "
+        f"{stats.generated_tokens} generated at {stats.decode_tokens_per_s:.1f}/s{drafted}, "
         f"ended by {stats.stop_reason}]",
         file=sys.stderr,
     )

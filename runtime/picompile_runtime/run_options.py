@@ -69,8 +69,8 @@ RUN_OPTIONS = {
         RunOption(
             ("--draft",),
             str,
-            "Guess several tokens and check them in one step: ngram guesses what followed the same tokens before, none "
-            "guesses nothing. The text is the same.",
+            "Speculative decoding: ngram drafts what followed the same tokens before, and checks several tokens in one "
+            "step; none drafts nothing. The text is the same.",
             "ngram",
             "KIND",
         ),

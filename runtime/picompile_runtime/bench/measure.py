@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from picompile_runtime.artifact.program import DEVICES
 from picompile_runtime.artifact.reader import Artifact
 from picompile_runtime.bench.bandwidth import KINDS, KernelTime, MemoryReader, kind, step_bytes
-from picompile_runtime.bench.guessing import GuessedTokens, decode_guessing, guessing_figures
+from picompile_runtime.bench.drafting import DraftedTokens, decode_drafting, draft_figures
 from picompile_runtime.bench.speed import SpeedStatistics
 from picompile_runtime.bench.trace import TracedStep, hybrid_figures, recorded
 from picompile_runtime.engine.engine import Engine
@@ -79,14 +79,14 @@ class BenchmarkLengths:
 class BenchmarkRound:
     """The times of one round: of the prompt, of all decode steps, and of each call in them; and the memory's speed.
 
-    `guessing` has the times of reading the same tokens with guesses, if that was asked for.
+    `drafting` has the times of reading the same tokens with drafts, if that was asked for.
     """
 
     prefill_s: float
     decode_s: float
     call_s: NDArray[np.float64]
     bytes_per_s: NDArray[np.float64]
-    guessing: GuessedTokens | None = None
+    drafting: DraftedTokens | None = None
 
 
 class BenchmarkRunner:
@@ -95,9 +95,9 @@ class BenchmarkRunner:
     def __init__(self, engine: Engine, lengths: BenchmarkLengths, ids: Sequence[int] | None, draft: str) -> None:
         """Prepare rounds; for `ids` and `draft` see `measure`. Raises RequestError for lengths that do not fit."""
         lengths.check(engine)
-        self._guesses = check_draft(draft) != "none"
-        if self._guesses and lengths.sequences > 1:
-            raise RequestError("tokens are guessed for one sequence; measure several without --draft")
+        self._drafts = check_draft(draft) != "none"
+        if self._drafts and lengths.sequences > 1:
+            raise RequestError("drafts are for one sequence; measure several without --draft")
         self._engine, self._lengths = engine, lengths
         self._reader = MemoryReader(engine.artifact.load_code(), engine.threads)
         random = np.random.Generator(np.random.PCG64(0))
@@ -133,11 +133,11 @@ class BenchmarkRunner:
         call_s = np.array([seconds for _, seconds in engine.timing(lengths.function)])
         engine.stop_timing()
         speeds = np.concatenate([before, self._reader.read()])
-        return BenchmarkRound(prefill_s, decode_s, call_s, speeds, self._guess() if self._guesses else None)
+        return BenchmarkRound(prefill_s, decode_s, call_s, speeds, self._draft() if self._drafts else None)
 
-    def _guess(self) -> GuessedTokens:
+    def _draft(self) -> DraftedTokens:
         self._engine.rewind(self._lengths.decode_depth)
-        return decode_guessing(self._engine, self._before, [token for (token,) in self._steps])
+        return decode_drafting(self._engine, self._before, [token for (token,) in self._steps])
 
     def trace(self) -> list[TracedStep]:
         """Run a few steps with times of each call, one of the prompt if it has several tokens, and return them."""
@@ -202,8 +202,8 @@ def measure(
         depth: see `BenchmarkLengths`.
         sequences: how many sequences decode together.
         trace: called with a few steps after the last round, call by call: see `BenchmarkRunner.trace`.
-        draft: with `ngram` every round also reads its tokens with guesses, see `picompile_runtime.generate`; they are
-            right where the text has them.
+        draft: with `ngram` every round also reads its tokens with drafts, see `picompile_runtime.generate`; they are
+            accepted where the text has them.
 
     Raises:
         RequestError: an argument makes no sense, or the tokens do not fit the context.
@@ -268,11 +268,11 @@ def _result(measured: _Measurement, threads: int) -> dict[str, Any]:
     """Return the medians of the rounds."""
     lengths, rounds = measured.lengths, measured.rounds
     program = measured.artifact.program
-    guessing = [each.guessing for each in rounds if each.guessing is not None]
+    drafting = [each.drafting for each in rounds if each.drafting is not None]
     return {
         "prefill": asdict(SpeedStatistics.of(lengths.prompt, [each.prefill_s for each in rounds])),
         "decode": _decode(measured),
-        "draft": guessing_figures(guessing, lengths.decode) if guessing else None,
+        "draft": draft_figures(drafting) if drafting else None,
         "hybrid": hybrid_figures(program, measured.steps, lengths.sequences) if program.has_accelerator else None,
         "bandwidth_bytes_per_s": float(np.median(measured.bandwidths)),
         "bandwidth_best_bytes_per_s": float(max(each.bytes_per_s.max() for each in rounds)),

@@ -277,8 +277,8 @@ class Engine:
     def read_each(self, ids: Sequence[int], slot: int = 0) -> list[Scores]:
         """Read tokens of one sequence in one step, and return the scores that follow each of them.
 
-        This is how tokens that were guessed are checked: scores and the KV cache have the bits that `read` gives one
-        token after another. `rewind` forgets those that were guessed wrong.
+        This is how the tokens of a draft are checked: scores and the KV cache have the bits that `read` gives one
+        token after another. `rewind` forgets those that are not accepted.
 
         Args:
             ids: 1 to `most_checked` token ids, which follow those already read in the slot.

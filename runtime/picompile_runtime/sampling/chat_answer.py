@@ -37,7 +37,7 @@ class ChatOptions:
     Attributes:
         params: how to choose tokens. With a seed, the n-th answer of a chat is drawn with the seed plus n - 1.
         max_tokens: how many tokens an answer may have; None goes on to the end of the context.
-        draft: how tokens are guessed, see `generate`.
+        draft: how tokens are drafted, see `generate`.
     """
 
     params: SamplingParams = field(default_factory=SamplingParams)

@@ -27,8 +27,8 @@ class GenerationStats:
             between two pieces does not count.
         time_to_first_token_s: time from the start to the first token.
         stop_reason: "eos", "stop", "max_tokens", "context", "cancelled", or "" while it goes on.
-        guessed_tokens: number of tokens that were guessed and checked; they are generated tokens if they were right.
-        right_tokens: number of those that were right.
+        draft_tokens: number of tokens that were drafted and checked.
+        accepted_tokens: number of those that are among the generated tokens.
     """
 
     prompt_tokens: int
@@ -37,8 +37,8 @@ class GenerationStats:
     decode_tokens_per_s: float
     time_to_first_token_s: float
     stop_reason: str
-    guessed_tokens: int = 0
-    right_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 def generate(
@@ -65,7 +65,7 @@ def generate(
         reused_tokens: how many tokens of the prompt, from the first on, the engine has read already. They are not read
             again; what the engine has read behind them is forgotten. A single token that is left to read is decoded,
             which may compute fewer neurons than reading it in a prompt.
-        draft: one of DRAFTS: `ngram` guesses tokens that repeat what was before and checks several in one step, where
+        draft: one of DRAFTS: `ngram` drafts tokens that repeat what was before and checks several in one step, where
             that promises to be faster and the artifact was made for it. Tokens are the same as with `none`.
 
     Raises:
@@ -130,7 +130,7 @@ class Generation(Iterator[str]):
         self._end_tokens = engine.artifact.eos_token_ids
         self._sampler = Sampler(params, engine.vocab)
         self._max_tokens, self._reused_tokens = max_tokens, reused_tokens
-        self._speculation, self._guessed, self._right = speculation, 0, 0
+        self._speculation, self._drafted, self._accepted = speculation, 0, 0
         self._is_cancelled = False
         self._prefill_s = self._first_token_s = self._decode_s = 0.0
         self._reason = ""
@@ -159,8 +159,8 @@ class Generation(Iterator[str]):
             decode_tokens_per_s=(len(self.tokens) - 1) / self._decode_s if self._decode_s else 0.0,
             time_to_first_token_s=self._first_token_s,
             stop_reason=self._reason,
-            guessed_tokens=self._guessed,
-            right_tokens=self._right,
+            draft_tokens=self._drafted,
+            accepted_tokens=self._accepted,
         )
 
     def _run(self) -> Iterator[str]:
@@ -211,25 +211,25 @@ class Generation(Iterator[str]):
         self._reason = "max_tokens" if len(self.tokens) == self._max_tokens else "context"
 
     def _step(self) -> list[int]:
-        """Read the last token and those that are guessed to follow, and return the tokens that do follow."""
+        """Read the last token and a draft of what follows, and return the tokens that do follow."""
         last = self.tokens[-1:]
         if self._speculation is None:
             return [self._sampler.sample(self._engine.read(last))]
         first, room = self._engine.position, self._engine.context - self._engine.position - 1
         if self._max_tokens is not None:
             room = min(room, self._max_tokens - len(self.tokens) - 1)
-        guessed = self._speculation.guess(room)
+        drafted = self._speculation.draft(room)
         start = time.perf_counter()
-        rows = self._engine.read_each(last + guessed) if guessed else [self._engine.read(last)]
+        rows = self._engine.read_each(last + drafted) if drafted else [self._engine.read(last)]
         self._speculation.saw_step(len(rows), time.perf_counter() - start)
         made: list[int] = []
-        for row, guess in zip(rows, [*guessed, None], strict=True):
+        for row, draft in zip(rows, [*drafted, None], strict=True):
             made.append(self._sampler.sample(row))
-            if made[-1] != guess or guess in self._end_tokens:
+            if made[-1] != draft or draft in self._end_tokens:
                 break
-        if guessed:
+        if drafted:
             self._engine.rewind(first + len(made))
-            self._guessed, self._right = self._guessed + len(guessed), self._right + len(made) - 1
+            self._drafted, self._accepted = self._drafted + len(drafted), self._accepted + len(made) - 1
         self._speculation.add(made)
         return made
 

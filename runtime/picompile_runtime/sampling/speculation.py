@@ -1,12 +1,12 @@
-"""Speculative decoding: tokens are guessed, and one step checks all of them.
+"""Speculative decoding: tokens are drafted, and one step checks all of them.
 
 A step for a few tokens takes less time than as many steps for one, since matrices are read once. Every row of its
 scores has the bits that decoding gives, and the sampler chooses from the rows in order, until it chooses another token
-than was guessed. So the text is the one without guesses, token by token, whatever the temperature and the seed.
+than was drafted. So the text is the one without drafts, token by token, whatever the temperature and the seed.
 
-Guesses come from the text itself (prompt lookup decoding): where its last tokens stood before, the tokens behind them
-are guessed to follow again. Whether that would have been right is seen at every token, also where nothing was guessed.
-So a guess costs time only where guesses have been right lately.
+Drafts come from the text itself (n-grams, or prompt lookup decoding): where its last tokens stood before, the tokens
+behind them are expected to follow again. Whether they do is seen at every token, also where nothing was drafted. So a
+draft costs time only where drafts would have been accepted lately.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ DRAFTS = ("ngram", "none")
 _LENGTHS = (4, 3, 2)
 _LONGEST = 32
 # The more tokens before a place are those before the end of the text, the likelier the next one is as well: where ends
-# of so many tokens or more stood before, this share of guesses is expected to be right until it was seen.
+# of so many tokens or more stood before, this share of drafted tokens is expected to be accepted until it was seen.
 _EXPECTED = {2: 0.15, 3: 0.25, 4: 0.35, 6: 0.5, 9: 0.65, 16: 0.8}
-# What is expected counts as so many guesses, and one that was seen counts less with every other that is seen.
+# What is expected counts as so many tokens, and one that was seen counts less with every other that is seen.
 _EXPECTED_WEIGHT, _KEPT = 4.0, 0.95
 # Steps of so many tokens take about as long as the last few did.
 _TIME_WEIGHT = 0.25
 # What a token more is expected to cost, as a share of a step for one, until it was measured.
 _FIRST_COST = 0.35
-# How much faster guessing must be expected to be.
+# How much faster drafting must be expected to be.
 _LEAST_GAIN = 1.05
 
 
-class NgramGuesser:
-    """Guesses what follows a text from what followed its last tokens before."""
+class NgramDraft:
+    """Drafts what follows a text from what followed its last tokens before."""
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
@@ -69,23 +69,23 @@ class NgramGuesser:
         """How many last tokens of the text stood before, at most 32; 0 if not even two did."""
         return 0 if self._found is None else self._found[0]
 
-    def guess(self, count: int) -> list[int]:
-        """Return `count` tokens that are guessed to follow the text, none if its last tokens are new.
+    def draft(self, count: int) -> list[int]:
+        """Return a draft of `count` tokens that follow the text, empty if its last tokens are new.
 
-        Where the text has ended before there are so many, those that were guessed are taken for a part of it.
+        Where the text has ended before there are so many, those of the draft are taken for a part of it.
         """
         if self._found is None:
             return []
         place = self._found[1]
-        guessed = self._tokens[place : place + count]
-        for i in range(count - len(guessed)):
-            guessed.append(guessed[i])
-        return guessed
+        drafted = self._tokens[place : place + count]
+        for i in range(count - len(drafted)):
+            drafted.append(drafted[i])
+        return drafted
 
 
 @dataclass
-class GuessPolicy:
-    """Decides how many tokens to guess: as many as promise the most tokens in the least time.
+class DraftPolicy:
+    """Decides how many tokens to draft: as many as promise the most tokens in the least time.
 
     `most_tokens` is how many tokens a step checks at most beside the one that is known.
     """
@@ -95,27 +95,27 @@ class GuessPolicy:
     _seconds: dict[int, float] = field(default_factory=dict)
 
     def count(self, length: int) -> int:
-        """Return how many tokens to guess where so many last tokens of the text stood before."""
+        """Return how many tokens to draft where so many last tokens of the text stood before."""
         if not length or 1 not in self._seconds:
             return 0
         best, best_speed = 0, _LEAST_GAIN / self._seconds[1]
         expected = chance = 1.0
-        for guessed in range(1, self.most_tokens + 1):
-            chance *= self._share(length + guessed - 1)
+        for drafted in range(1, self.most_tokens + 1):
+            chance *= self._share(length + drafted - 1)
             expected += chance
-            speed = expected / self._expected_seconds(guessed + 1)
+            speed = expected / self._expected_seconds(drafted + 1)
             if speed > best_speed:
-                best, best_speed = guessed, speed
+                best, best_speed = drafted, speed
         return best
 
     def saw_token(self, length: int, was_right: bool) -> None:
-        """Take note of whether the first guessed token was right where so many last tokens stood before."""
+        """Take note of whether the first token of a draft was right where so many last tokens stood before."""
         kind = _kind(length)
         right, seen = self._seen.get(kind, (0.0, 0.0))
         self._seen[kind] = right * _KEPT + was_right, seen * _KEPT + 1.0
 
     def _share(self, length: int) -> float:
-        """Return the share of guesses that are expected to be right."""
+        """Return the share of drafted tokens that are expected to be accepted."""
         kind = _kind(length)
         right, seen = self._seen.get(kind, (0.0, 0.0))
         return (right + _EXPECTED[kind] * _EXPECTED_WEIGHT) / (seen + _EXPECTED_WEIGHT)
@@ -140,22 +140,22 @@ def _kind(length: int) -> int:
 
 
 class Speculation:
-    """The guesses for one text, and what their checks have taught."""
+    """The drafts for one text, and what their checks have taught."""
 
     def __init__(self, most_tokens: int) -> None:
-        """Make guesses of at most so many tokens."""
-        self._guesser, self._policy = NgramGuesser(), GuessPolicy(most_tokens)
+        """Make drafts of at most so many tokens."""
+        self._ngrams, self._policy = NgramDraft(), DraftPolicy(most_tokens)
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Append tokens to the text, and compare each with what would have been guessed."""
+        """Append tokens to the text, and compare each with what would have been drafted."""
         for token in tokens:
-            if guess := self._guesser.guess(1):
-                self._policy.saw_token(self._guesser.length, guess[0] == token)
-            self._guesser.add([token])
+            if first := self._ngrams.draft(1):
+                self._policy.saw_token(self._ngrams.length, first[0] == token)
+            self._ngrams.add([token])
 
-    def guess(self, room: int) -> list[int]:
+    def draft(self, room: int) -> list[int]:
         """Return the tokens to check in the next step, at most `room`; none if it should read one token alone."""
-        return self._guesser.guess(min(self._policy.count(self._guesser.length), max(room, 0)))
+        return self._ngrams.draft(min(self._policy.count(self._ngrams.length), max(room, 0)))
 
     def saw_step(self, tokens: int, seconds: float) -> None:
         """Take note of the time of a step that read so many tokens."""
@@ -163,7 +163,7 @@ class Speculation:
 
 
 def speculate(draft: str, most_checked: int) -> Speculation | None:
-    """Return the guesses of a kind, one of DRAFTS, for steps that check so many tokens at most; None for no guesses.
+    """Return drafts of a kind, one of DRAFTS, for steps that read so many tokens at most; None for no drafts.
 
     Raises RequestError for another kind.
     """
@@ -171,7 +171,7 @@ def speculate(draft: str, most_checked: int) -> Speculation | None:
 
 
 def check_draft(draft: str) -> str:
-    """Return a kind of guesses. Raises RequestError unless it is one of DRAFTS."""
+    """Return a kind of drafts. Raises RequestError unless it is one of DRAFTS."""
     if draft not in DRAFTS:
         raise RequestError(f"draft must be {' or '.join(DRAFTS)}, not {shown(draft)}")
     return draft

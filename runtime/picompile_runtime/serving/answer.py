@@ -45,7 +45,7 @@ class AnswerState:
     def __init__(self, engine: Engine, request: ServingRequest, listener: Listener, draft: str = "none") -> None:
         """Check a request. Raises RequestError if it makes no sense, or does not fit the model.
 
-        `draft` says how its tokens may be guessed, see `picompile_runtime.generate`.
+        `draft` says how its tokens may be drafted, see `picompile_runtime.generate`.
         """
         if not isinstance(request, ServingRequest):
             raise RequestError(f"a scheduler takes a ServingRequest, not {shown(request)}")
@@ -138,14 +138,14 @@ class AnswerState:
             self._speculation.add([token])
         return TokenChosen(token, named, fired_share), self._end_reason(token, position)
 
-    def guess(self, position: int) -> list[int]:
-        """Return tokens that are guessed to follow the one that was chosen last, none if that should be read alone.
+    def draft(self, position: int) -> list[int]:
+        """Return a draft of what follows the token that was chosen last, empty if that should be read alone.
 
         `position` is how many tokens were read.
         """
         if self._speculation is None:
             return []
-        return self._speculation.guess(min(self.reserved_tokens - position - 1, self._most - self._generated - 1))
+        return self._speculation.draft(min(self.reserved_tokens - position - 1, self._most - self._generated - 1))
 
     def saw_step(self, tokens: int, seconds: float) -> None:
         """Take note of the time of a step for so many tokens of this answer alone."""

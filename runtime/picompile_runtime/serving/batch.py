@@ -146,18 +146,18 @@ class Batch:
     def decode(self) -> bool:
         """Read the last token of each answer in one step, choose the next ones, and return whether there are answers.
 
-        A single answer may have tokens guessed, which the step checks. Raises RequestError or KernelError if the engine
+        A single answer may have a draft, which the step checks. Raises RequestError or KernelError if the engine
         fails.
         """
         answers = list(self.decoding)
         if not answers:
             return False
         only = answers[0] if len(answers) == 1 else None
-        guessed = [] if only is None else only.guess(self.slots.position(only.slot))
+        drafted = [] if only is None else only.draft(self.slots.position(only.slot))
         tokens, slots = [answer.next_token for answer in answers], [answer.slot for answer in answers]
         start = time.perf_counter()
-        if guessed:
-            rows = self._engine.read_each(tokens + guessed, slots[0])
+        if drafted:
+            rows = self._engine.read_each(tokens + drafted, slots[0])
         else:
             rows = self._engine.read_sequences(tokens, slots)
         seconds = time.perf_counter() - start
@@ -168,21 +168,21 @@ class Batch:
             self.counters.decode_steps += 1
             self.counters.decode_s += seconds
             self.fired_share = self._firing.recent_share
-        if guessed:
-            self._choose_each(answers[0], rows, guessed, share)
+        if drafted:
+            self._choose_each(answers[0], rows, drafted, share)
             return True
         for answer, scores in zip(answers, rows, strict=True):
             self._decoded(answer.slot)
             self._choose(answer, scores, share)
         return True
 
-    def _choose_each(self, answer: AnswerState, rows: list[Scores], guessed: list[int], share: float | None) -> None:
-        """Choose the tokens of one answer as far as they are the guessed ones, and the one that follows these."""
+    def _choose_each(self, answer: AnswerState, rows: list[Scores], drafted: list[int], share: float | None) -> None:
+        """Choose the tokens of one answer as far as they are those of the draft, and the one that follows these."""
         slot = answer.slot
-        for scores, guess in zip(rows, [*guessed, None], strict=True):
+        for scores, draft in zip(rows, [*drafted, None], strict=True):
             self._decoded(slot)
             self._choose(answer, scores, share)
-            if answer.has_ended or answer.next_token != guess:
+            if answer.has_ended or answer.next_token != draft:
                 break
         self._engine.rewind(self.slots.position(slot), slot)
 

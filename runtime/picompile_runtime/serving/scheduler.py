@@ -47,7 +47,7 @@ class SchedulerOptions:
             with reuse and without. False reuses decoded tokens as they are.
         reread: whether answers that have ended are read again as prompts while there is nothing else to do, so that
             they can be reused. It is not needed without `exact_reuse`.
-        draft: how tokens are guessed while a single answer is made, see `picompile_runtime.generate`. Where several are
+        draft: how tokens are drafted while a single answer is made, see `picompile_runtime.generate`. Where several are
             made, a step for all of them reads matrices once already.
 
     Raises:

@@ -1,8 +1,9 @@
-"""Guessing tokens: what is guessed, when it is, and that the text stays the same."""
+"""Drafting tokens: what is drafted, when it is, and that the text stays the same."""
 
 from __future__ import annotations
 
-import time
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -11,19 +12,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers.speculation import WrongGuesses
+from helpers.speculation import WrongDrafts
+from helpers.support import ROOT
 from picompile.compile import compile_model
 from picompile.config import CompileOptions
-from picompile_runtime import Engine, RequestError, SamplingParams, Tokenizer, generate, load
-from picompile_runtime.sampling.speculation import GuessPolicy, NgramGuesser, Speculation
+from picompile_runtime import Engine, RequestError, SamplingParams, Tokenizer, generate, load, measure
+from picompile_runtime.sampling.speculation import DraftPolicy, NgramDraft, Speculation
 
-BUNDLED = Path(__file__).resolve().parents[3] / "models" / "tiny-reglu"
+BUNDLED = ROOT / "models" / "tiny-reglu"
 DRAWS = [SamplingParams(temperature=0), SamplingParams(temperature=1.5, top_k=0, seed=7, repetition_penalty=1.2)]
 CODE = "def read(path):\n    with open(path) as file:\n        return file.read()\n\n" * 3
 COUNT = 40
 
 
-def naive_guess(text: Sequence[int], count: int) -> tuple[int, list[int]]:
+def naive_draft(text: Sequence[int], count: int) -> tuple[int, list[int]]:
     """What followed the longest end of the text, of 2 to 4 tokens, where it stood last, and how many more agree."""
     for end in (4, 3, 2):
         for place in range(len(text) - 1, end - 1, -1):
@@ -37,41 +39,41 @@ def naive_guess(text: Sequence[int], count: int) -> tuple[int, list[int]]:
 
 
 @given(st.lists(st.integers(0, 3), max_size=40), st.integers(1, 9))
-def test_the_latest_continuation_of_the_longest_end_is_guessed(text: list[int], count: int) -> None:
-    guesser = NgramGuesser()
-    guesser.add(text)
-    assert (guesser.length, guesser.guess(count)) == naive_guess(text, count)
-    assert guesser.guess(0) == []
+def test_the_latest_continuation_of_the_longest_end_is_drafted(text: list[int], count: int) -> None:
+    ngrams = NgramDraft()
+    ngrams.add(text)
+    assert (ngrams.length, ngrams.draft(count)) == naive_draft(text, count)
+    assert ngrams.draft(0) == []
 
 
-def test_nothing_is_guessed_before_it_would_have_been_right() -> None:
+def test_nothing_is_drafted_before_it_would_have_been_accepted() -> None:
     speculation = Speculation(7)
     speculation.add([5, 6, 7, 8, 9])
-    assert speculation.guess(7) == []
+    assert speculation.draft(7) == []
     speculation.saw_step(1, 0.01)
     for _ in range(3):
         speculation.add([5, 6, 7, 8, 9])
-    guessed = speculation.guess(7)
-    assert len(guessed) > 1 and guessed == [5, 6, 7, 8, 9, 5, 6][: len(guessed)]
-    assert speculation.guess(1) == [5]
-    assert speculation.guess(0) == speculation.guess(-3) == []
+    drafted = speculation.draft(7)
+    assert len(drafted) > 1 and drafted == [5, 6, 7, 8, 9, 5, 6][: len(drafted)]
+    assert speculation.draft(1) == [5]
+    assert speculation.draft(0) == speculation.draft(-3) == []
 
 
-def test_nothing_is_guessed_where_guesses_are_wrong() -> None:
+def test_nothing_is_drafted_where_drafts_are_wrong() -> None:
     speculation, rng = Speculation(7), np.random.default_rng(0)
     speculation.saw_step(1, 0.01)
-    guessed = 0
+    drafted = 0
     for _ in range(500):
-        guessed += len(speculation.guess(7))
+        drafted += len(speculation.draft(7))
         speculation.add([int(rng.integers(4))])
-    assert guessed < 50
+    assert drafted < 50
 
 
-def test_as_many_are_guessed_as_steps_are_fast() -> None:
-    """With a share of right guesses of nearly one, what counts is the time of a step for each token."""
+def test_as_many_are_drafted_as_steps_are_fast() -> None:
+    """With a share of accepted drafts of nearly one, what counts is the time of a step for each token."""
 
     def count(step_s: dict[int, float]) -> int:
-        policy = GuessPolicy(7)
+        policy = DraftPolicy(7)
         for _ in range(60):
             for length in range(4, 12):
                 policy.saw_token(length, True)
@@ -90,7 +92,7 @@ def test_as_many_are_guessed_as_steps_are_fast() -> None:
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     folder = tmp_path_factory.mktemp("draft") / "artifact"
-    compile_model(BUNDLED, folder, CompileOptions(context=256))
+    compile_model(BUNDLED, folder, CompileOptions(context=512))
     with load(folder, threads=2) as loaded:
         yield loaded
 
@@ -102,19 +104,19 @@ def test_the_text_is_the_same(engine: Engine, params: SamplingParams, monkeypatc
     text = "".join(plain)
     for patch in (False, True):
         if patch:
-            WrongGuesses([*plain.prompt_tokens, *plain.tokens], seed=1).install(monkeypatch)
+            WrongDrafts([*plain.prompt_tokens, *plain.tokens], seed=1).install(monkeypatch)
         drafted = generate(engine, tokenizer, CODE, params, COUNT, draft="ngram")
         assert ("".join(drafted), drafted.tokens) == (text, plain.tokens)
         assert engine.position == len(plain.prompt_tokens) + COUNT - 1
         assert drafted.stats.generated_tokens == COUNT
-    assert 0 < drafted.stats.right_tokens < drafted.stats.guessed_tokens
-    assert plain.stats.guessed_tokens == 0
+    assert 0 < drafted.stats.accepted_tokens < drafted.stats.draft_tokens
+    assert plain.stats.draft_tokens == 0
 
 
-def test_repeated_text_is_guessed(engine: Engine) -> None:
+def test_repeated_text_is_drafted(engine: Engine) -> None:
     drafted = generate(engine, Tokenizer.of(engine.artifact), CODE, DRAWS[0], COUNT, draft="ngram")
     assert len("".join(drafted)) > COUNT
-    assert drafted.stats.right_tokens > 0
+    assert drafted.stats.accepted_tokens > 0
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 17])
@@ -125,7 +127,7 @@ def test_limits_are_kept(engine: Engine, most: int, monkeypatch: pytest.MonkeyPa
     for _ in plain:
         pass
     assert plain.stats.stop_reason in ("eos", "context")
-    WrongGuesses([*plain.prompt_tokens, *plain.tokens], seed=2).install(monkeypatch)
+    WrongDrafts([*plain.prompt_tokens, *plain.tokens], seed=2).install(monkeypatch)
     prompt = len(plain.prompt_tokens)
     ended = generate(engine, tokenizer, CODE, DRAWS[0], None, draft="ngram")
     for _ in ended:
@@ -145,6 +147,30 @@ def test_limits_are_kept(engine: Engine, most: int, monkeypatch: pytest.MonkeyPa
     stopped = generate(engine, tokenizer, CODE, DRAWS[0], stop=stop, draft="ngram")
     "".join(stopped)
     assert engine.position == prompt + len(stopped.tokens) - 1
+
+
+def test_bench_reads_a_text_with_drafts(engine: Engine, tmp_path: Path) -> None:
+    ids = Tokenizer.of(engine.artifact).encode(CODE)
+    found = measure(engine, 100, 40, repeats=2, ids=ids, draft="ngram")["draft"]
+    assert found["tokens_per_s"] > 0 and found["stdev"] >= 0
+    assert 0 < found["accepted_share"] <= found["draft_share"]
+    assert measure(engine, 8, 8, repeats=1)["draft"] is None
+    with pytest.raises(RequestError, match="draft must be ngram or none"):
+        measure(engine, 8, 8, draft="all")
+    folder = engine.artifact.folder
+    script = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "speculation.py"),
+        str(folder),
+        "--rounds",
+        "1",
+        "--tokens",
+        "30",
+    ]
+    ran = subprocess.run([*script, "--threads", "1"], capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+    rows = [line.split("|") for line in ran.stdout.splitlines()[2:]]
+    assert len(rows) == 6 and all(float(row[2]) > 0 and float(row[3]) > 0 for row in rows)
 
 
 def test_read_each_checks_its_tokens(engine: Engine) -> None:
@@ -169,6 +195,6 @@ def test_an_artifact_that_checks_no_draft(tmp_path: Path) -> None:
     with load(tmp_path / "artifact", threads=1) as engine:
         assert engine.most_checked == 1
         drafted = generate(engine, Tokenizer.of(engine.artifact), "def f(x):", DRAWS[0], 8, draft="ngram")
-        start = time.perf_counter()
-        "".join(drafted)
-        assert time.perf_counter() > start and drafted.stats.guessed_tokens == 0
+        assert len("".join(drafted)) > 0 and drafted.stats.draft_tokens == 0
+        with pytest.raises(RequestError, match="can check no drafts: compile it with --draft-tokens"):
+            measure(engine, 8, 8, draft="ngram")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from helpers.fake_engine import CHUNK, CONTEXT, END, NEURONS, VOCAB, FakeEngine, answer_alone
-from helpers.speculation import WrongGuesses
+from helpers.speculation import WrongDrafts
 from helpers.told_answers import Told
 from picompile_runtime import RequestError, SamplingParams
 from picompile_runtime.serving.request import Event, Finished, PromptRead, ServingRequest, TokenChosen
@@ -65,12 +65,12 @@ def test_answers_are_those_of_each_request_alone(sequences: int) -> None:
 
 
 @pytest.mark.parametrize("sequences", [1, 3])
-def test_answers_with_guesses_are_those_without(sequences: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One answer alone has its tokens guessed, among others none; wrong guesses leave nothing behind."""
+def test_answers_with_drafts_are_those_without(sequences: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One answer alone has its tokens drafted, among others none; wrong drafts leave nothing behind."""
     alone = [answer_alone(FakeEngine(), each) for each in REQUESTS]
     texts = [[*each.prompt, *answer.tokens] for each, answer in zip(REQUESTS, alone, strict=True)]
-    guesses = WrongGuesses(*texts, seed=sequences)
-    guesses.install(monkeypatch)
+    drafts = WrongDrafts(*texts, seed=sequences)
+    drafts.install(monkeypatch)
     engine = FakeEngine(sequences)
     scheduler = make(engine, draft="ngram")
     told = [Told() for _ in REQUESTS]
@@ -78,7 +78,7 @@ def test_answers_with_guesses_are_those_without(sequences: int, monkeypatch: pyt
         scheduler.submit(each, listener)
     finish(scheduler)
     assert [listener.answer() for listener in told] == alone
-    assert guesses.guessed > 10 and any(call.name == "each" for call in engine.calls)
+    assert drafts.drafted > 10 and any(call.name == "each" for call in engine.calls)
     assert scheduler.stats().decoded_tokens == sum(max(len(each.tokens) - 1, 0) for each in alone)
     with pytest.raises(RequestError, match="draft must be ngram or none, not 'x'"):
         SchedulerOptions(draft="x")
