@@ -32,7 +32,7 @@ _TIME_WEIGHT = 0.25
 # What a token more is expected to cost, as a share of a step for one, until it was measured.
 _FIRST_COST = 0.35
 # How much faster drafting must be expected to be.
-_LEAST_GAIN = 1.05
+_LEAST_GAIN = 1.1
 
 
 class NgramDraft:
