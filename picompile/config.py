@@ -36,7 +36,6 @@ from picompile.frontend.activation import check_activation
 from picompile.machine import gpu_of
 from picompile.quantities import require_whole
 from picompile.skipping.options import DEFAULT_SITES, SkippingOptions, check_bound, check_sites
-from picompile_passes.weight_formats import GROUP
 
 if TYPE_CHECKING:
     from picompile.frontend.captured import ModelFacts
@@ -416,11 +415,7 @@ def resolve(options: CompileOptions, facts: "ModelFacts") -> CompileConfig:
     """
     from picompile.predictors.config import PredictorConfig
 
-    if options.kv_dtype == "q4" and facts.head_dim % GROUP:
-        raise UsageError(
-            f"a KV cache in q4 needs heads whose width is a multiple of {GROUP}, and this model's is {facts.head_dim}; "
-            "choose q8"
-        )
+    _check_heads(options, facts)
     gpu, skips = gpu_of(options.target), options.skip is not None
     return CompileConfig(
         targets=options.target,
@@ -467,6 +462,17 @@ def resolve(options: CompileOptions, facts: "ModelFacts") -> CompileConfig:
         ),
         debug=DebugConfig(options.passes, options.dump_ir, options.verify),
     )
+
+
+def _check_heads(options: CompileOptions, facts: "ModelFacts") -> None:
+    """Raise `UsageError` for a model whose heads do not fit the type of the KV cache."""
+    from picompile_passes.weight_formats import GROUP
+
+    if options.kv_dtype == "q4" and facts.head_dim % GROUP:
+        raise UsageError(
+            f"a KV cache in q4 needs heads whose width is a multiple of {GROUP}, and this model's is {facts.head_dim}; "
+            "choose q8"
+        )
 
 
 def cache_context(options: CompileOptions, facts: "ModelFacts") -> int:

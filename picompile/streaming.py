@@ -357,18 +357,19 @@ class WindowLoss:
 
     def __init__(self, windows: Sequence[Sequence[int]]) -> None:
         self._windows: Iterator[Sequence[int]] = iter(windows)
-        self._nll, self._tokens = 0.0, 0
+        self._tokens = 0
+        self.losses: list[float] = []  # of each window so far, in nats
 
     def __call__(self, node: Node, logits: Tensor) -> None:
         """Add the loss of the next window; logits [tokens, vocabulary]."""
         targets = torch.tensor(list(next(self._windows))[1:])
-        self._nll += negative_log_likelihood(logits[:-1], targets)
+        self.losses.append(negative_log_likelihood(logits[:-1], targets))
         self._tokens += len(targets)
 
     @property
     def perplexity(self) -> float:
         """The perplexity of all windows so far."""
-        return Perplexity(self._nll, self._tokens).perplexity
+        return Perplexity(sum(self.losses), self._tokens).perplexity
 
 
 def negative_log_likelihood(logits: Tensor, targets: Tensor) -> float:

@@ -102,6 +102,20 @@ def test_a_context_past_the_models_positions_is_refused(tiny_model: Path, tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_cache_in_q4_needs_heads_of_whole_groups_and_no_gpu(tiny_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="heads whose width is a multiple of 32, and this model's is 24; choose q8"):
+        compile_model(tiny_model, tmp_path / "artifact", CompileOptions(kv_dtype="q4"))
+    with pytest.raises(UsageError, match="a KV cache in q4 has no kernels for a GPU; choose q8"):
+        CompileOptions(kv_dtype="q4", target="4090")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("tokens", [-1, 256])
+def test_drafts_have_no_more_tokens_than_steps_have_rows(tokens: int) -> None:
+    with pytest.raises(UsageError, match=f"from 0 to 255 tokens of a draft, not {tokens}"):
+        CompileOptions(draft_tokens=tokens)
+
+
 def test_the_runtime_takes_as_many_sequences() -> None:
     assert MOST_SEQUENCES == program.MOST_SEQUENCES
 

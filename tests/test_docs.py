@@ -69,6 +69,10 @@ EXEMPT = {
     "python benchmarks/sparsity.py --rounds 25 --plot docs/images/sparsity.png": "takes minutes, and a quiet machine",
     "python benchmarks/batch.py --tokens 4 8 32 --rounds 6": "takes minutes, and a quiet machine",
     "python benchmarks/kernels.py": "takes a minute, and a quiet machine",
+    "python benchmarks/speculation.py build/smollm2": (
+        "needs a file of 93 MB; test_runtime_speculation.py has the bundled model"
+    ),
+    "picompile bench build/bench/reglu-1.3b-10.q4.learned -p 16 -n 64 -d 4000 -r 3": "needs an artifact of 800 MB",
     "python benchmarks/serve_peers.py build/bench/reglu-1.3b-10.q4.learned --llama-server llama-server --gguf "
     "reglu-1.3b.q4_0.gguf": "needs llama.cpp's server",
     "python benchmarks/serve_load.py build/smollm2 --streams 64 --minutes 10": (

@@ -123,7 +123,10 @@ def _show(profile: "Profile") -> None:
     print(f"held out  {profile.held_out_tokens} tokens: {profile.held_out_source}")
     if profile.thresholds is not None:
         change = profile.thresholds["perplexity"] / profile.thresholds["dense_perplexity"] - 1
-        print(f"silenced  {profile.thresholds['silenced_share']:.1%} of the {profile.by}s; perplexity {change:+.3%}")
+        between = profile.thresholds.get("change") or {}  # profiles of earlier versions lack it
+        interval = f" ({between['low']:+.3%} to {between['high']:+.3%})" if between.get("low") is not None else ""
+        silenced = f"{profile.thresholds['silenced_share']:.1%} of the {profile.by}s"
+        print(f"silenced  {silenced}; perplexity {change:+.3%}{interval}")
     measured = "contribution" if profile.by == CONTRIBUTION else "|h|"
     for layer in profile.layers:
         threshold = f", {measured} above {layer.threshold:.3g}" if layer.threshold else ""

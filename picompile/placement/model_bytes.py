@@ -28,7 +28,7 @@ class Packing:
         for value, known, name in (
             (self.quant, QUANTIZATIONS, "quantization"),
             (self.predictor, _known_predictors(self.predictor), "predictor"),
-            (self.kv_dtype or "f16", tuple(name for name in KV_DTYPES if name != "q4"), "KV cache type of plans"),
+            (self.kv_dtype or "f16", tuple(name for name in KV_DTYPES if name != "q4"), "KV cache type"),
         ):
             if value not in known:
                 raise UsageError(f"unknown {name} {value!r}; known are {', '.join(known)}")

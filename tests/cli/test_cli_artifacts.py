@@ -157,7 +157,7 @@ def test_bench_json_has_the_documented_shape(cli: Cli, tiny_artifact: Path) -> N
     assert (ended.code, ended.err) == (0, "")
     result = json.loads(ended.out)
     bandwidths = {"bandwidth_bytes_per_s", "bandwidth_best_bytes_per_s"}
-    assert set(result) == {"prefill", "decode", "hybrid", "threads"} | bandwidths
+    assert set(result) == {"prefill", "decode", "draft", "hybrid", "threads"} | bandwidths
     assert set(result["prefill"]) == {"tokens_per_s", "stdev"}
     decode = result["decode"]
     speeds = {"tokens_per_s", "stdev", "bytes_per_token", "floor_tokens_per_s", "bandwidth_share"}

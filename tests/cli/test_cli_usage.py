@@ -76,7 +76,7 @@ def test_version_is_that_of_the_distribution() -> None:
         (["compile", "x"], "-o"),
         (["compile", "x", "-o", "y", "--quant", "q5"], "q5"),
         (["compile", str(BUNDLED_MODEL), "-o", "y", "--predictor", "guessed"], "guessed"),
-        (["compile", "x", "-o", "y", "--kv-dtype", "q4"], "q4"),
+        (["compile", "x", "-o", "y", "--kv-dtype", "q5"], "q5"),
         (["compile", "x", "-o", "y", "--context", "-4"], "--context"),
         (["compile", "x", "-o", "y", "--context", "0"], "--context"),
         (["compile", "x", "-o", "y", "--target", "4090,4080"], "an artifact is for one GPU"),

@@ -21,7 +21,7 @@ _SEARCH_FILE = "search.json"
 _FILES = (_STATE_FILE, _SEARCH_FILE, TOKENS_FILE, PROFILE_FILE)
 _LAYER_FILES = "layers/[0-9]*.safetensors"
 BEGUN_FOLDER = ".begun"
-_SEARCHED = {"dense_perplexity", "perplexities", "histograms"}
+_SEARCHED = {"dense_perplexity", "dense_losses", "losses", "histograms"}
 
 
 @dataclass(frozen=True)

@@ -24,15 +24,15 @@ _LENGTHS = (4, 3, 2)
 _LONGEST = 32
 # The more tokens before a place are those before the end of the text, the likelier the next one is as well: where ends
 # of so many tokens or more stood before, this share of drafted tokens is expected to be accepted until it was seen.
-_EXPECTED = {2: 0.15, 3: 0.25, 4: 0.35, 6: 0.5, 9: 0.65, 16: 0.8}
+_EXPECTED = {2: 0.1, 3: 0.15, 4: 0.25, 6: 0.4, 9: 0.5, 16: 0.7}
 # What is expected counts as so many tokens, and one that was seen counts less with every other that is seen.
-_EXPECTED_WEIGHT, _KEPT = 4.0, 0.95
+_EXPECTED_WEIGHT, _KEPT = 8.0, 0.95
 # Steps of so many tokens take about as long as the last few did.
 _TIME_WEIGHT = 0.25
 # What a token more is expected to cost, as a share of a step for one, until it was measured.
 _FIRST_COST = 0.35
 # How much faster drafting must be expected to be.
-_LEAST_GAIN = 1.1
+_LEAST_GAIN = 1.05
 
 
 class NgramDraft:

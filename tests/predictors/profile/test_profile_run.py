@@ -15,7 +15,14 @@ from helpers.families import build, save
 from helpers.support import BuildOnce, save_byte_tokenizer, save_tiny_llama
 from picompile.errors import UsageError
 from picompile.predictors.firing import MEASURES, FiringRule
-from picompile.predictors.profile import Profile, ProfileOptions, held_out_windows, load_profile, profile_model
+from picompile.predictors.profile import (
+    Profile,
+    ProfileOptions,
+    held_out_windows,
+    load_profile,
+    profile_model,
+    thresholds,
+)
 from picompile.predictors.profile.text import CalibrationText
 from picompile.progress import NoProgress
 
@@ -172,6 +179,35 @@ def test_silu_gets_thresholds_within_the_accuracy_bound(
     torch.testing.assert_close(
         profile.samples(1).float(), _reads(model, profile, modules, 1)[profile.positions(1)], rtol=1e-3, atol=2e-3
     )
+
+
+@pytest.mark.parametrize("gate", [0.01, 5.0])
+def test_a_search_reads_as_much_as_makes_it_clear(
+    build_once: BuildOnce, prose: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: float
+) -> None:
+    """It finds what a search finds that always reads everything."""
+    folder = build_once("tiny-silu", lambda folder: save_tiny_llama(folder, hidden_act="silu"))
+    read: list[int] = []
+    losses = thresholds.ThresholdSearch._losses
+
+    def counted(search: thresholds.ThresholdSearch, rules: Any, step: int, part: range) -> list[float]:
+        read.append(len(part))
+        return losses(search, rules, step, part)
+
+    monkeypatch.setattr(thresholds.ThresholdSearch, "_losses", counted)
+    options = ProfileOptions((prose,), window=16, tokens=1024, gate=gate, held_out=(prose,), held_out_tokens=640)
+    some = profile_model(folder, tmp_path / "some", options)
+    windows, parts = len(some.held_out()), sum(read)
+    read.clear()
+    monkeypatch.setattr(thresholds, "_CLEAR", math.inf)
+    every = profile_model(folder, tmp_path / "every", options)
+    assert sum(read) == 6 * windows >= parts
+    assert gate < 1 or parts < 3 * windows
+    found, whole = some.thresholds, every.thresholds
+    assert found is not None and whole is not None
+    assert {name: found[name] for name in found if name != "tried"} == {n: whole[n] for n in whole if n != "tried"}
+    assert found["change"]["low"] < found["change"]["value"] < found["change"]["high"]
+    assert found["tried"].keys() == whole["tried"].keys()
 
 
 def _reads(model: nn.Module, profile: Profile, modules: dict[str, nn.Module], layer: int) -> Tensor:

@@ -36,7 +36,7 @@ def test_result_has_the_documented_shape_and_adds_up(folder: Path) -> None:
         result = measure(engine, 20, 10, 3, progress=lambda done, total: progress.append((done, total)))
     assert progress == [(1, 4), (2, 4), (3, 4), (4, 4)]
     assert set(result) == {
-        "prefill", "decode", "hybrid", "bandwidth_bytes_per_s", "bandwidth_best_bytes_per_s", "threads",
+        "prefill", "decode", "draft", "hybrid", "bandwidth_bytes_per_s", "bandwidth_best_bytes_per_s", "threads",
     }  # fmt: skip
     assert result["hybrid"] is None
     assert set(result["prefill"]) == {"tokens_per_s", "stdev"}

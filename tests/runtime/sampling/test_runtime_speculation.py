@@ -26,7 +26,7 @@ COUNT = 40
 
 
 def naive_draft(text: Sequence[int], count: int) -> tuple[int, list[int]]:
-    """What followed the longest end of the text, of 2 to 4 tokens, where it stood last, and how many more agree."""
+    """Return how much of the text's end stood before, by its last 2 to 4 tokens, and what followed it there."""
     for end in (4, 3, 2):
         for place in range(len(text) - 1, end - 1, -1):
             if list(text[place - end : place]) == list(text[-end:]):
@@ -121,7 +121,7 @@ def test_repeated_text_is_drafted(engine: Engine) -> None:
 
 @pytest.mark.parametrize("most", [1, 2, 3, 17])
 def test_limits_are_kept(engine: Engine, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of tokens, and of the context; a text that is left in the middle leaves what it has shown in the cache."""
+    """Those of tokens and of the context; a text that is left in the middle leaves what it has shown in the cache."""
     tokenizer = Tokenizer.of(engine.artifact)
     plain = generate(engine, tokenizer, CODE, DRAWS[0], None)
     for _ in plain:
