@@ -201,7 +201,9 @@ class Generation(Iterator[str]):
             made = self._step()
             self._decode_s += time.perf_counter() - start
             try:
-                for token in made:
+                for number, token in enumerate(made):
+                    if number and self._is_cancelled:
+                        break
                     self.tokens.append(token)
                     yield token
             finally:  # whoever asks for no more has not seen the rest

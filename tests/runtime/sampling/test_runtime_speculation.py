@@ -137,11 +137,12 @@ def test_limits_are_kept(engine: Engine, most: int, monkeypatch: pytest.MonkeyPa
     for _ in limited:
         pass
     assert (limited.tokens, engine.position) == (plain.tokens[:most], prompt + most - 1)
-    cancelled = generate(engine, tokenizer, CODE, DRAWS[0], draft="ngram")
+    cancelled, seen = generate(engine, tokenizer, CODE, DRAWS[0], draft="ngram"), 0
     for _ in cancelled:
-        if len(cancelled.tokens) >= most:
+        if not seen and len(cancelled.tokens) >= most:
             cancelled.cancel()
-    assert cancelled.tokens == plain.tokens[: len(cancelled.tokens)]
+            seen = len(cancelled.tokens)
+    assert (cancelled.tokens, cancelled.stats.stop_reason) == (plain.tokens[:seen], "cancelled")
     assert engine.position == prompt + len(cancelled.tokens) - 1
     stop = tokenizer.decode(plain.tokens[most : most + 1])
     stopped = generate(engine, tokenizer, CODE, DRAWS[0], stop=stop, draft="ngram")
