@@ -41,7 +41,7 @@ class NgramDraft:
     def __init__(self) -> None:
         self._tokens: list[int] = []
         # For each end of the text, the place behind its latest occurrence.
-        self._places: dict[tuple[int, ...], int] = {}
+        self._places: dict[int, int] = {}
         self._found: tuple[int, int] | None = None
 
     def add(self, tokens: Sequence[int]) -> None:
@@ -52,7 +52,7 @@ class NgramDraft:
             end = len(self._tokens)
             for length in _LENGTHS:
                 if end >= length:
-                    key = tuple(self._tokens[end - length :])
+                    key = _key(self._tokens[end - length :])
                     if self._found is None and key in self._places:
                         self._found = self._common(length, self._places[key]), self._places[key]
                     self._places[key] = end
@@ -81,6 +81,15 @@ class NgramDraft:
         for i in range(count - len(drafted)):
             drafted.append(drafted[i])
         return drafted
+
+
+def _key(tokens: list[int]) -> int:
+    """Return a number for some tokens, another one for each list of them: unlike a tuple it is no work for Python's
+    garbage collector."""
+    key = len(tokens)
+    for token in tokens:
+        key = key << 32 | token
+    return key
 
 
 @dataclass

@@ -113,6 +113,13 @@ def test_the_text_is_the_same(engine: Engine, params: SamplingParams, monkeypatc
     assert plain.stats.draft_tokens == 0
 
 
+@pytest.fixture
+def even_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of all sizes are taken for equally long, whatever they take here."""
+    monkeypatch.setattr(DraftPolicy, "saw_step", lambda policy, tokens, _: policy._seconds.update({tokens: 1.0}))
+
+
+@pytest.mark.usefixtures("even_steps")
 def test_repeated_text_is_drafted(engine: Engine) -> None:
     drafted = generate(engine, Tokenizer.of(engine.artifact), CODE, DRAWS[0], COUNT, draft="ngram")
     assert len("".join(drafted)) > COUNT
@@ -150,6 +157,7 @@ def test_limits_are_kept(engine: Engine, most: int, monkeypatch: pytest.MonkeyPa
     assert engine.position == prompt + len(stopped.tokens) - 1
 
 
+@pytest.mark.usefixtures("even_steps")
 def test_bench_reads_a_text_with_drafts(engine: Engine, tmp_path: Path) -> None:
     ids = Tokenizer.of(engine.artifact).encode(CODE)
     found = measure(engine, 100, 40, repeats=2, ids=ids, draft="ngram")["draft"]
