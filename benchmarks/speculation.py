@@ -13,10 +13,12 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from picompile_runtime import Engine, SamplingParams, Tokenizer, generate, load
 from picompile_runtime.bench.drafting import DraftedTokens, decode_drafting, decode_plainly
+from picompile_runtime.sampling.speculation import DRAFTS
 
 _ROOT = Path(__file__).resolve().parents[1]
 _CODE = """class Rectangle:
@@ -58,7 +60,7 @@ def _generations(engine: Engine, prompt: str, tokens: int) -> dict[str, _Way]:
             stats.accepted_tokens,
         )
 
-    return {draft: lambda draft=draft: run(draft) for draft in ("none", "ngram")}  # type: ignore[misc]
+    return {draft: partial(run, draft) for draft in DRAFTS[::-1]}
 
 
 def _readings(engine: Engine, text: str, tokens: int) -> dict[str, _Way]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _FINER = {"q4": "q4m or q6", "q4m": "q6", "q6": "q8", "q8": "f16"}
 
 
-# What rounds less than a type of the KV cache.
+# The type of a KV cache that rounds less, by type.
 _FINER_CACHE = {"q4": "q8", "q8": "f16", "f16": "f32"}
 
 

@@ -24,8 +24,10 @@ from picompile_codegen.cpu.quantized import (
     byte_scale,
     dot_signed,
     dot_unsigned,
-    next_to_shifted,
+    each_step,
+    high_words,
     pack_bytes,
+    row_lanes,
     split_codes,
     wide_groups,
 )
@@ -167,7 +169,7 @@ def _add_floats(rows: SomeRows) -> None:
     wide, widest = wide_groups(matrix.groups), isa.current().wide_lanes
     factors = {
         lanes: [[bind(splat(factor, lanes)) for factor in of_index] for of_index in rows.factors]
-        for lanes in ((widest, LANES) if wide else (LANES,))
+        for lanes in row_lanes(matrix.groups)
     }
     unroll = matrix.groups_per_line
     if wide:
@@ -195,17 +197,7 @@ def _add_bytes(rows: SomeRows) -> None:
         rows.fetch(line)
     # What is not a number or infinite must show: times zero it makes the scale NaN.
     witnesses = [sum(factors[1:], factors[0]) for factors in rows.factors]
-    wide, widest = wide_groups(matrix.groups), isa.current().wide_lanes
-    steps = wide // widest
-    if steps:
-        with loop(0, steps) as index:
-            _add_step(rows, bind(index * widest), widest, widest, witnesses)
-    full, rest = divmod(matrix.groups - wide, LANES)
-    if full:
-        with loop(wide // LANES, wide // LANES + full) as index:
-            _add_step(rows, bind(index * LANES), LANES, LANES, witnesses)
-    if rest:
-        _add_step(rows, wide + full * LANES, rest, LANES, witnesses)
+    each_step(matrix.groups, lambda first, count, lanes: _add_step(rows, first, count, lanes, witnesses))
 
 
 def _add_step(rows: SomeRows, first: Expr, count: int, lanes: int, witnesses: list[Expr]) -> None:
@@ -230,12 +222,8 @@ def _add_step(rows: SomeRows, first: Expr, count: int, lanes: int, witnesses: li
 
 
 def _high_bits(matrix: KernelMatrix, number: Expr, group: Expr, lanes: int) -> Expr:
-    """Return the high bits of groups from `group` on beside the nibbles of as many as a vector holds."""
-    plane = matrix.high_bits(number, group)
-    if lanes == LANES:
-        return plane
-    words = bind(tirx.reinterpret(f"uint32x{LANES}", bind(plane)))
-    return bind(tirx.reinterpret(f"uint8x{BYTES_OF_LANE * lanes}", next_to_shifted(words)))
+    """Return the high bits of groups from `group` on beside the nibbles of as many as a vector holds, uint8."""
+    return bind(tirx.reinterpret(f"uint8x{BYTES_OF_LANE * lanes}", high_words(matrix, number, group, lanes)))
 
 
 def _fours(rows: list[Expr]) -> list[list[Expr]]:

@@ -21,12 +21,14 @@ from picompile_codegen.cpu.quantized import (
     QuantizedVector,
     dot_pair,
     dot_signed,
-    next_to_shifted,
+    each_step,
+    high_words,
     quantize_vector,
+    row_lanes,
     split_codes,
     wide_groups,
 )
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind
 from picompile_codegen.cpu.vector import LANES, add_halves, at, fma, load, repeat, to_floats, total, zero_vectors
 from picompile_passes.weight_formats import GROUP
 
@@ -76,9 +78,7 @@ class _Sums:
     @classmethod
     def zeros(cls, groups: int, vectors: int) -> "_Sums":
         """Return sums of 0 for a row of so many groups."""
-        wide = wide_groups(groups)
-        lanes = ([isa.current().wide_lanes] if wide else []) + ([LANES] if wide < groups else [])
-        return cls({count: zero_vectors(_CHAINS * vectors, count) for count in lanes})
+        return cls({lanes: zero_vectors(_CHAINS * vectors, lanes) for lanes in row_lanes(groups)})
 
     def add(self, vector: int, chain: int, a: Expr, b: Expr, lanes: int) -> None:
         """Add a · b, lane by lane, to a chain of sums of a vector."""
@@ -124,7 +124,7 @@ def _add_floats(
             add_vector(group * GROUP + i * lanes, count, lanes)
 
     wide = wide_groups(matrix.groups)
-    # As many groups as give each chain something, and begin with a line.
+    # So many groups give each chain something, and begin with a line.
     unroll = max(matrix.groups_per_line, _CHAINS * isa.current().wide_lanes // GROUP)
     if wide:
         each_group(wide * GROUP, lambda group, counts: add_group(group, counts, isa.current().wide_lanes), unroll)
@@ -142,15 +142,8 @@ class _ByteProducts:
 
     def add(self, ahead: Sequence[Expr]) -> None:
         """Add the whole row, as many groups at a time as a vector has lanes: their scales are multiplied at once."""
-        matrix, first = self.matrix, 0
-        for lanes in self.sums.by_lanes:
-            full = (matrix.groups - first) // lanes
-            if full:
-                with loop(first // lanes, first // lanes + full) as index:
-                    self._add_groups(bind(index * lanes), lanes, lanes, ahead)
-            first += full * lanes
-        if first < matrix.groups:
-            self._add_groups(first, matrix.groups - first, LANES, ahead)
+        matrix = self.matrix
+        each_step(matrix.groups, lambda first, count, lanes: self._add_groups(first, count, lanes, ahead))
         for line in matrix.scale_lines:
             for other in ahead:
                 matrix.fetch(other, line)
@@ -196,8 +189,7 @@ class _ByteProducts:
             nonlocal plane
             raw = matrix.data[self.number, at((first + i) * matrix.group_elements, width)]
             if matrix.form.has_planes and i % HIGH_GROUPS == 0:
-                plane = _words(matrix.high_bits(self.number, first + i), LANES)
-                plane = plane if lanes == LANES else next_to_shifted(plane)
+                plane = high_words(matrix, self.number, first + i, lanes)
             low, high = split_codes(_words(raw, lanes), plane, i % HIGH_GROUPS * 2, lanes)
             for vector in self.vectors:
                 starts = ((first + i) * GROUP + half for half in (0, width))

@@ -14,7 +14,7 @@ from tvm import tirx
 
 from picompile_codegen.build import isa
 from picompile_codegen.cpu.matrix import KernelMatrix, each_group
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, intrinsic, local, maximum, select
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, intrinsic, local, loop, maximum, select
 from picompile_codegen.cpu.vector import LANES, at, highest, load, splat, splat_int, store, total
 from picompile_passes.weight_formats import GROUP
 
@@ -110,13 +110,17 @@ def split_codes(words: Expr, plane: Expr | None = None, bit: int = 0, lanes: int
     return bind(tirx.reinterpret(f"uint8x{4 * lanes}", low)), bind(tirx.reinterpret(f"uint8x{4 * lanes}", high))
 
 
-def next_to_shifted(words: Expr) -> Expr:
-    """uint32x16 of uint32x8: these, and behind them the same with the upper half of each byte in its lower half.
+def high_words(matrix: KernelMatrix, number: Expr, group: Expr, lanes: int) -> Expr:
+    """Return the high bits of group `group` of a row and of those beside it, uint32 of each lane, for `split_codes`.
 
-    With the high bits of four groups, `split_codes` finds those of the last two behind those of the first two.
+    Sixteen lanes have those of four groups at once: behind the words of the first two come the same with the upper half
+    of each byte in its lower half.
     """
+    words = bind(tirx.reinterpret(f"uint32x{LANES}", bind(matrix.high_bits(number, group))))
+    if lanes == LANES:
+        return words
     shifted = bind(words >> _words(4, LANES))
-    return bind(tirx.Shuffle([words, shifted], list(range(2 * LANES))))
+    return bind(tirx.Shuffle([words, shifted], list(range(lanes))))
 
 
 def _fifth_and_sixth(words: Expr, bit: int, lanes: int) -> Expr:
@@ -245,6 +249,25 @@ def wide_groups(groups: int) -> int:
     """Return how many of a row's groups, its first ones, are multiplied in the instruction set's widest vectors."""
     lanes = isa.current().wide_lanes
     return groups // lanes * lanes if lanes > LANES else 0
+
+
+def row_lanes(groups: int) -> tuple[int, ...]:
+    """Return the lanes of the vectors that a row of so many groups is read in: the widest, then eight for the rest."""
+    wide = wide_groups(groups)
+    return ((isa.current().wide_lanes,) if wide else ()) + ((LANES,) if wide < groups else ())
+
+
+def each_step(groups: int, body: Callable[[Expr, int, int], None]) -> None:
+    """Run `body(first, count, lanes)` for as many groups of a row at a time as a vector has lanes."""
+    first = 0
+    for lanes in row_lanes(groups):
+        full = (groups - first) // lanes
+        if full:
+            with loop(first // lanes, first // lanes + full) as index:
+                body(bind(index * lanes), lanes, lanes)
+        first += full * lanes
+    if first < groups:
+        body(first, groups - first, LANES)
 
 
 def vector_sizes(matrix: KernelMatrix) -> tuple[int, int]:

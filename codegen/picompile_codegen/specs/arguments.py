@@ -12,7 +12,6 @@ from picompile_passes.weight_formats import FORMATS, GROUP
 STEP_SHAPE = (8,)
 # A flag is a cache line, of which the first element counts.
 FLAG_SHAPE = (16,)
-# The KV cache's format with a scale for every 32 elements.
 # Caches whose rows have a scale for every 32 elements.
 SCALED = ("q8", "q4")
 
@@ -175,7 +174,7 @@ def cache_data(kv_dtype: str, dim: int) -> tuple[str, int]:
 
 
 def scale_groups(dim: int) -> int:
-    """Return how many scales a row of `dim` elements has in q8."""
+    """Return how many scales a row of `dim` elements has in q8 and q4."""
     return -(-dim // GROUP)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -134,7 +135,7 @@ class Program:
     streamed: frozenset[str]
     projections: tuple[SparseProjection, ...] = ()
 
-    @property
+    @cached_property
     def has_accelerator(self) -> bool:
         """Whether some calls run on an accelerator."""
         return any(call.device == "device" for calls in self.functions.values() for call in calls)

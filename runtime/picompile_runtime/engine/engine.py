@@ -90,7 +90,6 @@ class Engine:
         with translate_system_errors(artifact.folder):
             self._executor = Executor(artifact, self.threads, replan, cache_tokens)
         self._lock = threading.RLock()
-        self._most_checked = 1 if self._program.has_accelerator else self._program.batch_rows
         self._positions = [0] * self._program.sequences
         self._counted = dict.fromkeys(ONE_TOKEN_EACH, 0)
         self._refusal = ""  # why it cannot be used any more
@@ -272,7 +271,7 @@ class Engine:
     @property
     def most_checked(self) -> int:
         """How many tokens `read_each` reads in a step at most; 1 if the artifact was made to check no draft."""
-        return self._most_checked
+        return 1 if self._program.has_accelerator else self._program.batch_rows
 
     def read_each(self, ids: Sequence[int], slot: int = 0) -> list[Scores]:
         """Read tokens of one sequence in one step, and return the scores that follow each of them.

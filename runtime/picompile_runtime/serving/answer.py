@@ -66,7 +66,7 @@ class AnswerState:
         self._sampler = Sampler(request.params, engine.vocab)
         self._end_tokens = frozenset() if request.ignore_end else engine.artifact.eos_token_ids
         self._context = engine.context
-        self._speculation = None if draft == "none" else speculate(draft, engine.most_checked)
+        self._speculation = speculate(draft, engine.most_checked)
         self._grammar: Grammar | None = None
         self._generated = 0
         self._of_prompt: list[TokenLogProbability | None] = [None]

@@ -165,6 +165,8 @@ class Batch:
             only.saw_step(len(rows), seconds)
         share = self._firing.after_step()
         with self._lock:
+            if not drafted:
+                self._decoded(slots)
             self.counters.decode_steps += 1
             self.counters.decode_s += seconds
             self.fired_share = self._firing.recent_share
@@ -172,7 +174,6 @@ class Batch:
             self._choose_each(answers[0], rows, drafted, share)
             return True
         for answer, scores in zip(answers, rows, strict=True):
-            self._decoded(answer.slot)
             self._choose(answer, scores, share)
         return True
 
@@ -180,17 +181,18 @@ class Batch:
         """Choose the tokens of one answer as far as they are those of the draft, and the one that follows these."""
         slot = answer.slot
         for scores, draft in zip(rows, [*drafted, None], strict=True):
-            self._decoded(slot)
+            with self._lock:
+                self._decoded([slot])
             self._choose(answer, scores, share)
             if answer.has_ended or answer.next_token != draft:
                 break
         self._engine.rewind(self.slots.position(slot), slot)
 
-    def _decoded(self, slot: int) -> None:
-        """Note that the last chosen token of the answer in `slot` was read."""
-        with self._lock:
+    def _decoded(self, slots: list[int]) -> None:
+        """Note, under the lock, that the last chosen tokens of the answers in `slots` were read."""
+        for slot in slots:
             self.slots.decoded(slot)
-            self.counters.decoded_tokens += 1
+        self.counters.decoded_tokens += len(slots)
 
     def _choose(self, answer: AnswerState, scores: Scores, share: float | None) -> None:
         try:
