@@ -40,7 +40,7 @@ def evaluate(
         against: a checkpoint to compare with; None compares with nothing.
         max_tokens: how much of the text is read at most; None reads all.
         window: how many tokens are read together; None takes the artifact's context.
-        by_decode: whether tokens are read one by one, as when the model generates.
+        by_decode: whether tokens are read as when the model generates, with predicted neurons.
         threads: how many threads compute; None lets the runtime choose.
         replan: whether weights may be placed anew where the GPU has less memory than the plan needs.
         activation: the activation of `against`, as `load_model` takes it; None takes what its config.json says.

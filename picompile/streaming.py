@@ -161,11 +161,12 @@ def stream_windows(
     observe: Observe | None = None,
     progress: Progress | None = None,
     nodes: Collection[Node] | None = None,
+    replace: Mapping[Node, Callable[..., Tensor]] | None = None,
 ) -> None:
     """Run a canonical or predicted graph over `windows` of token ids, each by itself from position 0, in float32.
 
     `observe` receives the values of `nodes`, which may be any calls that depend on the tokens; the default is the
-    logits [tokens, vocabulary]. Segments after the last of these nodes are not run.
+    logits [tokens, vocabulary]. Segments after the last of these nodes are not run. `replace` is as in `run_segment`.
     """
     if nodes is None:
         nodes = graph_module.graph.output_node().all_input_nodes
@@ -174,7 +175,7 @@ def stream_windows(
     total = sum(map(len, windows)) * len(segments)
     with (progress or NoProgress()).step("layers", total) as advance:
         for segment in segments:
-            run_segment(segment, weights, states, observe, nodes, advance)
+            run_segment(segment, weights, states, observe, nodes, advance, replace)
 
 
 def new_states(graph_module: GraphModule, windows: Sequence[Sequence[int]]) -> list[State]:

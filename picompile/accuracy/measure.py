@@ -24,6 +24,7 @@ from picompile.progress import Advance, Progress
 from picompile.streaming import Segment, State, new_states, run_segment, split_layers, window_values
 from picompile_passes.graph.materialize import WeightSource
 from picompile_runtime import Engine, load
+from picompile_runtime.bench.perplexity import decoded
 from picompile_runtime.errors import KernelError
 
 
@@ -151,11 +152,7 @@ def _read(engine: Engine, ids: Sequence[int], by_decode: bool) -> Iterator[Tenso
     """Yield the logits of an artifact that reads one window, chunk by chunk or token by token."""
     engine.reset()
     tokens = [int(token) for token in ids]
-    if not by_decode:
-        yield from map(torch.from_numpy, engine.score(tokens))
-        return
-    for token in tokens:
-        yield torch.from_numpy(engine.decode(token)[None])
+    yield from map(torch.from_numpy, decoded(engine, tokens) if by_decode else engine.score(tokens))
 
 
 def _compare(

@@ -10,6 +10,8 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -109,6 +111,8 @@ def write_weights(
 ) -> str:
     """Write the packed tensors one at a time; return the file's sha256.
 
+    While a tensor is hashed and written, the next one is made.
+
     Args:
         path: the file to write.
         tensors: the tensors, in the order that they have in the file.
@@ -117,26 +121,34 @@ def write_weights(
         unchanged: where the bytes of some tensors lie already, by name; they are copied from there.
     """
     digest = hashlib.sha256()
-    with BlockFile(path) as file:
+    with BlockFile(path) as file, ThreadPoolExecutor(1) as behind:
 
         def write(data: bytes | memoryview) -> None:
             digest.update(data)
             file.write(data)
 
-        write(_safetensors_header(tensors))
+        written = behind.submit(write, _safetensors_header(tensors))
         for tensor in tensors:
             expected = tensor_bytes(tensor.dtype, tensor.shape)
             if unchanged is not None and tensor.name in unchanged:
-                _copy(unchanged[tensor.name], write)
-                advance(expected)
-                continue
-            value = tensor.produce(evaluate).contiguous()
-            if value.numel() * value.element_size() != expected:
-                raise ValueError(f"{tensor.name}: {value.numel() * value.element_size()} bytes, planned {expected}")
-            write(value.view(-1).view(torch.uint8).numpy().data)
-            del value
+                job = partial(_copy, unchanged[tensor.name], write)
+            else:
+                job = partial(write, _made(tensor, expected, evaluate))
+            # Memory holds two tensors: this one, and the one before until it is written.
+            written.result()
+            written = behind.submit(job)
+            del job
             advance(expected)
+        written.result()
     return digest.hexdigest()
+
+
+def _made(tensor: PackedTensor, expected: int, evaluate: Evaluate) -> memoryview:
+    """Return the bytes of a tensor, of which there must be `expected`."""
+    value = tensor.produce(evaluate).contiguous()
+    if value.numel() * value.element_size() != expected:
+        raise ValueError(f"{tensor.name}: {value.numel() * value.element_size()} bytes, planned {expected}")
+    return value.view(-1).view(torch.uint8).numpy().data
 
 
 def _copy(source: FileRange, write: Callable[[bytes], None]) -> None:

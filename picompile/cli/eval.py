@@ -36,7 +36,7 @@ def eval_command(
         int | None, typer.Option(metavar="N", min=1, help="Tokens that are read together. Default: the context.")
     ] = None,
     by_decode: Annotated[
-        bool, typer.Option("--by-decode", help="Read token by token, as text is generated; slower.")
+        bool, typer.Option("--by-decode", help="Read as text is generated, with predicted neurons; slower.")
     ] = False,
     threads: ThreadsOption = None,
     replan: ReplanOption = False,

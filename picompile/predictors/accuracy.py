@@ -16,10 +16,10 @@ from picompile.intervals import Estimate, block_size, estimate_mean, token_block
 from picompile.predictors.firing import FiringRule
 from picompile.progress import Advance, NoProgress, Progress
 from picompile.streaming import stream_windows
-from picompile_passes.dialect.ops import kept_outputs, neuron_outputs, neuron_rms
-from picompile_passes.graph.materialize import WeightSource, evaluate_constant
+from picompile_passes.dialect.ops import SparseFfnOperands, neuron_rms
+from picompile_passes.graph.materialize import WeightSource
 from picompile_passes.graph.nodes import arguments, calls, is_call
-from picompile_passes.graph.operands import DIVIDE_BY_RMS, NEURON_LIMITS, SPARSE_FFN
+from picompile_passes.graph.operands import DIVIDE_BY_RMS, SPARSE_FFN
 from picompile_runtime import Engine
 from picompile_runtime.bench.perplexity import Perplexity, Reading, token_losses
 
@@ -68,9 +68,6 @@ def first_windows(windows: Sequence[Sequence[int]], tokens: int, longest: int | 
 # | missed energy | squared length of what the left-out neurons would have added / that of the whole block's output |
 
 
-_WEIGHTS = ("gate", "up", "down", "gate_bias", "up_bias", *NEURON_LIMITS)
-
-
 @dataclass(frozen=True)
 class LayerAccuracy:
     """How well one layer's predictor knows which neurons fire.
@@ -105,13 +102,8 @@ def measure_layers(
     what the predictors before it have left, as it does when the artifact generates.
     """
     blocks = [_Block(node, (rules or {}).get(node.meta["layer"], FiringRule())) for node in _blocks(graph_module)]
-    waiting = {node: block for block in blocks for node in (block.x, block.mask, block.node)}
-
-    def observe(node: Node, value: Tensor) -> None:
-        for block in blocks:
-            block.receive(node, value, graph_module, weights)
-
-    stream_windows(graph_module, weights, windows, observe=observe, nodes=tuple(waiting), progress=progress)
+    measured = {block.node: block.compute for block in blocks}
+    stream_windows(graph_module, weights, windows, progress=progress, nodes=tuple(measured), replace=measured)
     return [block.accuracy() for block in blocks]
 
 
@@ -120,45 +112,33 @@ def _blocks(graph_module: GraphModule) -> list[Node]:
 
 
 class _Block:
-    """Gather one block's sums over the windows. Its weights are there from its first window to its last."""
+    """Computes a block in place of its operator, and gathers its sums over the windows."""
 
     def __init__(self, node: Node, rule: FiringRule) -> None:
-        values = arguments(node)
-        self.node, self.x, self.mask, self.rule = node, values["x"], values["mask"], rule
-        self._predictor = arguments(self.mask)
+        self.node, self.rule = node, rule
+        self._predictor = arguments(arguments(node)["mask"])
         division = next((user for user in node.users if is_call(user, DIVIDE_BY_RMS)), None)
         self._norm_eps = None if division is None else float(arguments(division)["eps"])
-        self._seen: dict[Node, Tensor] = {}
-        self._weights: dict[str, Any] = {}
         self._sums = torch.zeros(8, dtype=torch.float64)
 
-    def receive(self, node: Node, value: Tensor, graph_module: GraphModule, weights: WeightSource) -> None:
-        """Take the value of a node; count when block, input and mask of one window are there."""
-        if node in (self.x, self.mask):
-            self._seen[node] = value
-        elif node is self.node:
-            if not self._weights:
-                self._weights = _load(self.node, graph_module, weights)
-            self._count(self._seen[self.x], self._seen[self.mask])
-        elif self._weights and node.meta.get("layer") not in (None, self.node.meta["layer"]):
-            # The next layer has begun: memory holds one layer.
-            self._weights = {}
+    def compute(self, *operands: Any, **named: Any) -> Tensor:
+        """Return y of a window, given the operands of its `sparse_ffn`."""
+        block = SparseFfnOperands(*operands, **named)
+        activated, raised = block.factors()
+        kept = block.keep(activated, raised)
+        y = block.result(kept)
+        self._count(block, activated if raised is None else activated * raised, kept)
+        return y
 
-    def _count(self, x: Tensor, mask: Tensor) -> None:
-        values = arguments(self.node)
-        gate, up, gate_bias, up_bias = (self._weights[name] for name in ("gate", "up", "gate_bias", "up_bias"))
-        hidden = neuron_outputs(x, gate, up, gate_bias, up_bias, values["activation"], values["up_activation"])
-        limits = [self._weights[name] for name in NEURON_LIMITS]
-        if any(each is not None for each in limits):
-            names = (values["activation"], values["up_activation"])
-            mask = mask & (kept_outputs(x, mask, None, gate, up, gate_bias, up_bias, *names, *limits) != 0)
-        down = self._weights["down"]
-        lengths = down.norm(dim=1)
+    def _count(self, block: SparseFfnOperands, hidden: Tensor, kept: Tensor) -> None:
+        has_limits = block.gate_limits is not None or block.output_limits is not None
+        mask = block.mask & (kept != 0) if has_limits else block.mask
+        lengths = block.down.norm(dim=1)
         fired = self.rule.fires(hidden.abs(), lengths)
         if self._norm_eps is not None:
             hidden = hidden / neuron_rms(hidden, self._norm_eps)
         contribution = hidden.abs() * fired * lengths
-        missed = torch.where(mask, 0.0, hidden) @ down
+        missed = torch.where(mask, 0.0, hidden) @ block.down
         self._sums += torch.stack(
             [
                 fired.sum(),
@@ -167,7 +147,7 @@ class _Block:
                 contribution.sum(),
                 (contribution * mask).sum(),
                 missed.square().sum(),
-                (hidden @ down).square().sum(),
+                (hidden @ block.down).square().sum(),
                 torch.tensor(float(mask.numel())),
             ]
         ).double()
@@ -187,14 +167,6 @@ class _Block:
             computed_share=computed / neurons,
             missed_energy=missed / whole if whole else 0.0,
         )
-
-
-def _load(node: Node, graph_module: GraphModule, weights: WeightSource) -> dict[str, Tensor | None]:
-    values = arguments(node)
-    return {
-        name: None if values[name] is None else evaluate_constant(graph_module, values[name], weights)
-        for name in _WEIGHTS
-    }
 
 
 # The accuracy check: one artifact reads one text with every neuron, and again as it generates.

@@ -6,7 +6,8 @@ import platform
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
@@ -139,6 +140,8 @@ _LINK_FLAGS = (
     "-Wl,--build-id=none", "-s",
 )  # fmt: skip
 _LIBRARIES = ("-lpthread", "-lm")
+# Kernels that are compiled at a time. Each may take a few hundred MiB.
+_MOST_THREADS = 8
 
 
 def build_host_library(kernels: Iterable[Kernel], output: Path, isa: Isa = ISAS[DEFAULT_ISA]) -> None:
@@ -152,8 +155,8 @@ def build_host_library(kernels: Iterable[Kernel], output: Path, isa: Isa = ISAS[
     with temporary_folder() as folder:
         found = {f"{source.stem}.c.o": _compiled_source(compiler, source, folder) for source in _SOURCES}
         found["interfaces.o"] = _compiled_interfaces(compiler, functions.values(), folder)
-        names = sorted(functions)
-        found |= {f"{number}.o": _compiled(functions[name], isa, target) for number, name in enumerate(names)}
+        objects = _compile_all([functions[name] for name in sorted(functions)], isa, target)
+        found |= {f"{number}.o": content for number, content in enumerate(objects)}
         for name, content in found.items():
             _write(folder / name, content)
         linked = folder / "linked.so"
@@ -180,6 +183,19 @@ def _written_for(isa: Isa, kernel: Kernel) -> Kernel:
     if kernel.isa != isa.name:
         raise CodegenError(f"kernel {kernel.name} was written for {kernel.isa}, not for {isa.name}")
     return kernel
+
+
+def _compile_all(kernels: Sequence[Kernel], isa: Isa, target: Target) -> list[bytes]:
+    """Return each kernel's object. TVM and LLVM, which compile without Python's lock, do several side by side."""
+    with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), _MOST_THREADS)) as pool:
+        waiting = [pool.submit(_compiled, kernel, isa, target) for kernel in kernels]
+        try:
+            return [each.result() for each in waiting]
+        except BaseException:
+            # Those that have begun cannot be stopped; the others need not begin.
+            for each in waiting:
+                each.cancel()
+            raise
 
 
 def _compiled(kernel: Kernel, isa: Isa, target: Target) -> bytes:

@@ -243,7 +243,18 @@ def kept_outputs(
     output_limits: Tensor | None = None,
 ) -> Tensor:
     """Return the factor of each neuron's down row in a `sparse_ffn`, 0 for a neuron that is left out: [T, F]."""
-    activated, raised = neuron_factors(x, gate, up, gate_bias, up_bias, activation, up_activation)
+    factors = neuron_factors(x, gate, up, gate_bias, up_bias, activation, up_activation)
+    return _keep(*factors, mask, neurons, gate_limits, output_limits)
+
+
+def _keep(
+    activated: Tensor,
+    raised: Tensor | None,
+    mask: Tensor,
+    neurons: Tensor | None,
+    gate_limits: Tensor | None,
+    output_limits: Tensor | None,
+) -> Tensor:
     hidden = activated if raised is None else activated * raised
     kept = mask if neurons is None else mask.index_select(-1, neurons)
     if gate_limits is not None and raised is not None:
@@ -336,11 +347,9 @@ def sparse_ffn(
     With `squares` the result is [T, D + 1]: its last column is Σ h² over the neurons that are kept, by which
     `divide_by_rms` normalizes the others. Sums of parts of a block are then those of the whole block.
     """
-    kept = kept_outputs(
-        *(x, mask, neurons, gate, up, gate_bias, up_bias, activation, up_activation, gate_limits, output_limits)
-    )
-    y = F.linear(kept, down.transpose(0, 1), down_bias)
-    return torch.cat([y, kept.square().sum(-1, keepdim=True)], dim=-1) if squares else y
+    biases, names = (gate_bias, up_bias, down_bias), (activation, up_activation)
+    block = SparseFfnOperands(x, mask, neurons, gate, up, down, *biases, *names, squares, gate_limits, output_limits)
+    return block.result(block.kept_outputs())
 
 
 @sparse_ffn.register_fake
@@ -395,10 +404,16 @@ class SparseFfnOperands(NamedTuple):
 
     def kept_outputs(self) -> Tensor:
         """Return the `kept_outputs`: [T, F], 0 for a neuron that is left out."""
-        limits = (self.gate_limits, self.output_limits)
-        names = (self.activation, self.up_activation)
-        biases = (self.gate_bias, self.up_bias)
-        return kept_outputs(self.x, self.mask, self.neurons, self.gate, self.up, *biases, *names, *limits)
+        return self.keep(*self.factors())
+
+    def keep(self, activated: Tensor, raised: Tensor | None) -> Tensor:
+        """Return the `kept_outputs`, given the `factors`."""
+        return _keep(activated, raised, self.mask, self.neurons, self.gate_limits, self.output_limits)
+
+    def result(self, kept: Tensor) -> Tensor:
+        """Return y, given the `kept_outputs`."""
+        y = F.linear(kept, self.down.transpose(0, 1), self.down_bias)
+        return torch.cat([y, kept.square().sum(-1, keepdim=True)], dim=-1) if self.squares else y
 
 
 @torch.library.custom_op("picompile::divide_by_rms", mutates_args=())

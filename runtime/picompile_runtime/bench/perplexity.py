@@ -47,7 +47,7 @@ def perplexity(
         engine: the engine, whose slot 0 is used.
         ids: token ids of the text, at least 2.
         window: tokens in a window, by default the engine's context.
-        by_decode: whether to read token by token, as text is generated. That is slower, but shows the effect of
+        by_decode: whether to read as text is generated (`decoded`). That is slower, but shows the effect of
             predictors: reading a prompt computes every neuron.
         progress: called with the number of tokens done and the number of all tokens.
 
@@ -73,7 +73,7 @@ def token_losses(engine: Engine, ids: Sequence[int], reading: Reading = "chunks"
     """Return the negative log-likelihood of each token of `ids` but the first, in nats, float64 [tokens - 1].
 
     They are read with nothing before them, in slot 0: in chunks with every neuron, in chunks with the neurons that
-    predictors name (`Engine.scores_masked`), or token by token, as text is generated.
+    predictors name (`Engine.scores_masked`), or token by token, as text is generated (`decoded`).
 
     Raises:
         RequestError: they do not fit the context, or the artifact cannot be read so.
@@ -81,11 +81,8 @@ def token_losses(engine: Engine, ids: Sequence[int], reading: Reading = "chunks"
     """
     engine.reset()
     inputs, targets = [int(token) for token in ids[:-1]], np.asarray(ids[1:], np.int64)
-    chunks: Iterator[Logits]
-    if reading == "tokens":
-        chunks = (engine.decode(token)[None] for token in inputs)
-    else:
-        chunks = engine.score(inputs, masked=reading == "masked chunks")
+    masked = reading == "masked chunks"
+    chunks = decoded(engine, inputs) if reading == "tokens" else engine.score(inputs, masked=masked)
     losses, start = np.empty(len(targets)), 0
     for logits in chunks:
         stop = start + len(logits)
@@ -94,6 +91,23 @@ def token_losses(engine: Engine, ids: Sequence[int], reading: Reading = "chunks"
     if np.isnan(losses).any():
         raise KernelError("the model's logits contain NaN: its weights or the artifact's code are broken; try `verify`")
     return losses
+
+
+def decoded(engine: Engine, ids: Sequence[int]) -> Iterator[Logits]:
+    """Read the tokens `ids` in slot 0 as text is generated, and yield the logits after each of them.
+
+    As many are read in a step as the program can check of a draft, to the bits of one after another.
+
+    Yields:
+        Logits float32 [tokens of a step, vocab].
+
+    Raises:
+        RequestError: they do not fit the context.
+        KernelError: a kernel failed.
+    """
+    for start in range(0, len(ids), engine.most_checked):
+        scores = engine.read_each(ids[start : start + engine.most_checked])
+        yield np.stack([each.logits() for each in scores])
 
 
 def negative_log_likelihood(logits: Logits, targets: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -12,6 +12,7 @@ import pytest
 
 from picompile_runtime import load, perplexity
 from picompile_runtime.bench.bandwidth import bytes_per_token
+from picompile_runtime.bench.perplexity import negative_log_likelihood, token_losses
 
 if TYPE_CHECKING:
     from picompile.config import CompileOptions
@@ -81,6 +82,16 @@ def test_perplexity_by_decode_is_that_of_the_predicted_graph(captured: Captured,
     assert by_decode.perplexity == pytest.approx(math.exp(expected / (len(IDS) - 1)), rel=1e-4)
     # Prompts are read with every neuron.
     assert abs(by_prompt.nll - expected) > 1e-3 * expected
+
+
+def test_losses_as_generated_are_those_of_one_token_after_another(artifact: Path) -> None:
+    """Steps of several tokens are shorter, and have the same bits, also the last one of fewer."""
+    with load(artifact, threads=2) as engine:
+        assert engine.most_checked == 8
+        found = token_losses(engine, IDS[:22], "tokens")
+        engine.reset()
+        logits = np.stack([engine.decode(token).copy() for token in IDS[:21]])
+    np.testing.assert_array_equal(found, negative_log_likelihood(logits, np.asarray(IDS[1:22])))
 
 
 def test_firing(artifact: Path) -> None:
