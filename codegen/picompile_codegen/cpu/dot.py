@@ -29,7 +29,7 @@ from picompile_codegen.cpu.quantized import (
     wide_groups,
 )
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind
-from picompile_codegen.cpu.vector import LANES, add_halves, at, fma, load, repeat, to_floats, total, zero_vectors
+from picompile_codegen.cpu.vector import LANES, add_halves, at, fma, load, repeat, to_floats, totals, zero_vectors
 from picompile_passes.weight_formats import GROUP
 
 # A multiply-add takes four cycles and two can start in each; four chains are enough while memory is what is waited for.
@@ -63,7 +63,7 @@ def dots(matrix: KernelMatrix, number: Expr, vectors: Sequence[Vector], ahead: S
         _ByteProducts(sums, matrix, number, quantized).add(ahead)
     else:
         _add_floats(sums, matrix, number, vectors, ahead)
-    return [sums.total(i) for i in range(len(vectors))]
+    return sums.totals(len(vectors))
 
 
 @dataclass(frozen=True)
@@ -85,16 +85,21 @@ class _Sums:
         sums, index = self.by_lanes[lanes], vector * _CHAINS + chain % _CHAINS
         sums[index, at(0, lanes)] = fma(a, b, sums[index, at(0, lanes)], lanes)
 
-    def total(self, vector: int) -> Expr:
-        """Add up the sums of a vector."""
-        parts = []
-        for lanes, sums in self.by_lanes.items():
-            a, b, c, d = (sums[vector * _CHAINS + chain, at(0, lanes)] for chain in range(_CHAINS))
-            parts.append(((a + b) + (c + d), lanes))
-        (value, lanes), *rest = parts
-        while lanes > LANES:
-            value, lanes = add_halves(value, lanes), lanes // 2
-        return total(sum((part for part, _ in rest), value))
+    def totals(self, vectors: int) -> list[Expr]:
+        """Add up the sums of each vector."""
+        values, lanes = self._added(0, vectors)
+        for number, wide in enumerate(list(self.by_lanes)[1:], start=1):
+            while lanes > wide:
+                values, lanes = [add_halves(value, lanes) for value in values], lanes // 2
+            rest, _ = self._added(number, vectors)
+            values = [value + part for value, part in zip(values, rest, strict=True)]
+        return totals(values, lanes)
+
+    def _added(self, number: int, vectors: int) -> tuple[list[Expr], int]:
+        """Add up the chains of each vector in the widest lanes, or the next ones; return the lanes too."""
+        lanes, sums = list(self.by_lanes.items())[number]
+        chains = [[sums[i * _CHAINS + chain, at(0, lanes)] for chain in range(_CHAINS)] for i in range(vectors)]
+        return [(a + b) + (c + d) for a, b, c, d in chains], lanes
 
 
 def biased(product: Expr, bias: KernelTensor | None, row: Expr) -> Expr:

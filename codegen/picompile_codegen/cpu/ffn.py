@@ -8,8 +8,9 @@ The kernel for one token has three steps:
 The number of slices is fixed, and so is the order of all additions: every bit of y is the same for any number of
 threads.
 
-For several sequences, each token computes its own neurons as above, to the same bits: weights that one token read are
-in the CPU's cache for the next. Where every neuron is computed, a few tokens share the work on each weight.
+For several sequences, each token computes its own neurons as above, to the same bits: tokens that compute the same
+neuron share the work on its gate and up (`ffn_outputs.py`), and rows of down that one token read are in the CPU's cache
+for the next. Where every neuron is computed, a few tokens share the work on each weight.
 """
 
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from picompile_codegen.cpu.ffn_neurons import (
     list_neurons,
     make_list,
 )
+from picompile_codegen.cpu.ffn_outputs import TokenOutputs
 from picompile_codegen.cpu.ffn_slices import Slices, compute_dense_slice, compute_slice
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.linear import ChunkInputs, TileProjection, project_rows
@@ -79,6 +81,7 @@ def ffn_rowwise(function: KernelFunction, arguments: FfnArguments) -> None:
     spec = arguments.spec
     listed = declare_list(function, arguments)
     counts = None if listed is None else function.scratch("counts", "int32", spec.rows)
+    outputs = None if listed is None else TokenOutputs.declare(function, arguments)
     vectors = TokenVectors.declare(function, "vector", arguments.x, spec.rows, arguments.bundle)
     slices = Slices.declare(function, arguments, SLICES)
     tokens = function.tokens(spec.rows)
@@ -89,7 +92,7 @@ def ffn_rowwise(function: KernelFunction, arguments: FfnArguments) -> None:
         compute(arguments, vectors, slices, tokens)
         computed = tokens * spec.neurons
     else:
-        _compute_listed(arguments, vectors, listed, counts, slices, tokens)
+        _compute_listed(arguments, vectors, listed, counts, outputs, slices, tokens)
         total = counter()
         with loop(0, tokens) as token:
             total[0] = total[0] + counts[token]
@@ -124,6 +127,7 @@ def _compute_listed(
     vectors: TokenVectors,
     listed: ListMemory,
     counts: KernelTensor,
+    outputs: TokenOutputs | None,
     slices: Slices,
     tokens: Expr,
 ) -> None:
@@ -139,11 +143,14 @@ def _compute_listed(
         multiply_rows(matrix, arguments.first_row, arguments.spec.neurons, vectors, tokens, store)
     with parallel(tokens) as token:
         counts[token] = list_neurons(arguments, listed, token).count
+    if outputs is not None:
+        outputs.compute(arguments, listed, vectors, tokens)
     # A slice of one token is followed by the same slice of the next, which finds rows of the same neurons in the cache.
     with parallel(tokens * SLICES) as index:
         number = bind(index // tokens)
         token = bind(index - number * tokens)
-        neurons = NeuronList(listed.neurons, token, bind(counts[token]), products)
+        known = None if outputs is None else outputs.outputs
+        neurons = NeuronList(listed.neurons, token, bind(counts[token]), products, known)
         compute_slice(arguments, vectors[token], neurons, slices, bind(token * SLICES + number), number)
 
 

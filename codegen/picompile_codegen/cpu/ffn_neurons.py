@@ -100,6 +100,11 @@ class FfnArguments(FfnTensors[KernelMatrix]):
         value = activate(self.spec.activation, first)
         return value if up is None else bind(value * activate(self.spec.up_activation, up))
 
+    def output_of_one(self, first: Expr, up: Expr | None) -> Expr:
+        """h of one neuron. Activations are written for vectors; LLVM removes the lanes that are not used."""
+        output = bind(self.output(splat(first), None if up is None else splat(up)))
+        return bind(tirx.Shuffle([output], [0]))
+
     def is_above_gate_limit(self, first: Expr, limits: KernelTensor, neuron: Expr) -> Expr:
         """Return whether a neuron, with the product `first` with gate, is above the limit of its activated gate."""
         is_above = bind(tirx.Shuffle([self._activated(splat(first))], [0])) > limits[neuron]
@@ -127,13 +132,14 @@ class NeuronList:
     """Row `row` of `neurons` int32 [tokens, F], the first `count` of which are numbers of neurons.
 
     `products` float32 [tokens, F] holds the product with the gating matrix of every neuron where the list was made from
-    those.
+    those, and `outputs` float32 [tokens, F] those of the neurons listed where they have been computed.
     """
 
     neurons: KernelTensor
     row: Expr
     count: Expr
     products: KernelTensor | None
+    outputs: KernelTensor | None = None
 
     def number(self, position: Expr) -> Expr:
         """The number of a neuron by its position in the list."""
@@ -186,7 +192,7 @@ def list_neurons(arguments: FfnArguments, memory: ListMemory, token: Expr) -> Ne
     with loop(start, neurons) as neuron:
         # Written whether it is computed or not, and then kept or overwritten: a branch could not be predicted.
         memory.neurons[token, count[0]] = neuron
-        count[0] = count[0] + tirx.Cast("int32", _is_computed(arguments, memory, token, neuron))
+        count[0] = count[0] + tirx.Cast("int32", is_computed(arguments, memory, token, neuron))
     return NeuronList(memory.neurons, token, bind(count[0]), memory.products)
 
 
@@ -259,7 +265,8 @@ def compare_with_limit(arguments: FfnArguments, memory: ListMemory, token: Expr,
     memory.above[token, neuron] = tirx.Cast("uint8", is_above)
 
 
-def _is_computed(arguments: FfnArguments, memory: ListMemory, token: Expr, neuron: Expr) -> Expr:
+def is_computed(arguments: FfnArguments, memory: ListMemory, token: Expr, neuron: Expr) -> Expr:
+    """Return whether a neuron is to be computed for a token; in `exact` its product must be known."""
     if memory.above is not None:
         return memory.above[token, neuron]
     if memory.products is not None:

@@ -169,11 +169,12 @@ def compute_slice(
     count = arguments.spec.neurons if listed is None else listed.count
     start, stop = bind(count * number // of), bind(count * (number + 1) // of)
     rows_for_sure = _rows_for_sure(arguments, listed)
+    sure_rows = slice(rows_for_sure) if listed is None or listed.outputs is None else slice(-1, None)
     bundle = arguments.bundle
     rows_ahead = bundle.rows_ahead if listed is None else bundle.scattered_rows_ahead
     distance = -(-rows_ahead // max(rows_for_sure, 1))
     with loop(start, minimum(start + distance, stop)) as position:
-        for row in arguments.bundle_rows(_neuron(listed, position))[:rows_for_sure]:
+        for row in arguments.bundle_rows(_neuron(listed, position))[sure_rows]:
             arguments.bundle.fetch_row(row)
     parts = bind((stop - start + (_NEURONS_TOGETHER - 1)) // _NEURONS_TOGETHER)
     with loop(0, parts) as part:
@@ -238,7 +239,11 @@ def _compute(
 
     A listed neuron has one vector, and is added only if its output is not zero.
     """
-    spec, down = arguments.spec, bind(arguments.down_row(neuron))
+    spec = arguments.spec
+    if listed is not None and listed.outputs is not None:
+        output = bind(listed.outputs[listed.row, neuron])
+        _wait(arguments, listed, neuron, [output], waiting, slices, indices)
+        return
     known = None if listed is None else listed.product(neuron)
     if known is not None:
         firsts = [known]
@@ -250,23 +255,35 @@ def _compute(
         if spec.gated:
             products = dots(arguments.bundle, arguments.up_row(neuron), vectors, [arguments.up_row(ahead)])
             ups = [biased(product, arguments.up_bias, neuron) for product in products]
-        place, fired = bind(waiting.count[0]), 1
-        for i, (first, up, index) in enumerate(zip(firsts, ups, indices, strict=True)):
-            h = _output(arguments, first, up)
-            fired = bind(_is_kept(arguments, neuron, h))
-            slices.nonzero[index] = slices.nonzero[index] + fired
-            if slices.squares is not None:
-                square = (
-                    h * h if arguments.output_limits is None else select(fired != 0, h * h, tirx.const(0.0, "float32"))
-                )
-                slices.squares[index] = slices.squares[index] + square
-            waiting.outputs[i, place] = h
-        waiting.numbers[place] = down
-        # Without a list rows are added even where h is zero: leaving out a few would break the stream of reads.
-        waiting.count[0] = place + (1 if listed is None and not spec.has_limits else fired)
-        if _adds_some(arguments, listed):
-            with when(fired != 0):
-                arguments.bundle.fetch_row(down)
+        outputs = [arguments.output_of_one(first, up) for first, up in zip(firsts, ups, strict=True)]
+        _wait(arguments, listed, neuron, outputs, waiting, slices, indices)
+
+
+def _wait(
+    arguments: FfnArguments,
+    listed: NeuronList | None,
+    neuron: Expr,
+    outputs: list[Expr],
+    waiting: _Waiting,
+    slices: Slices,
+    indices: list[Expr],
+) -> None:
+    """Add a neuron's outputs to those that wait."""
+    spec, down = arguments.spec, bind(arguments.down_row(neuron))
+    place, fired = bind(waiting.count[0]), 1
+    for i, (h, index) in enumerate(zip(outputs, indices, strict=True)):
+        fired = bind(_is_kept(arguments, neuron, h))
+        slices.nonzero[index] = slices.nonzero[index] + fired
+        if slices.squares is not None:
+            square = h * h if arguments.output_limits is None else select(fired != 0, h * h, tirx.const(0.0, "float32"))
+            slices.squares[index] = slices.squares[index] + square
+        waiting.outputs[i, place] = h
+    waiting.numbers[place] = down
+    # Without a list rows are added even where h is zero: leaving out a few would break the stream of reads.
+    waiting.count[0] = place + (1 if listed is None and not spec.has_limits else fired)
+    if _adds_some(arguments, listed):
+        with when(fired != 0):
+            arguments.bundle.fetch_row(down)
 
 
 def _neuron(listed: NeuronList | None, position: Expr) -> Expr:
@@ -284,8 +301,11 @@ def _leaves_early(arguments: FfnArguments, listed: NeuronList | None) -> bool:
 
 
 def _rows_for_sure(arguments: FfnArguments, listed: NeuronList | None) -> int:
-    """Return how many of a neuron's rows in the bundle, its first ones, are read whatever its limits leave out."""
-    if _leaves_early(arguments, listed):
+    """Return how many of a neuron's rows in the bundle, its first ones, are read whatever its limits leave out.
+
+    Of neurons whose outputs are known it is the last one.
+    """
+    if _leaves_early(arguments, listed) or (listed is not None and listed.outputs is not None):
         return 1
     return arguments.spec.bundle_parts - arguments.spec.output_limits
 
@@ -307,11 +327,6 @@ def _unless_silent(
     if listed is None or listed.products is not None or not arguments.spec.is_sparse:
         return nullcontext()
     return when(first > arguments.spec.threshold)
-
-
-def _output(arguments: FfnArguments, first: Expr, up: Expr | None) -> Expr:
-    """Return h of one neuron. Activations are written for vectors; LLVM removes the lanes that are not used."""
-    return bind(tirx.Shuffle([bind(arguments.output(splat(first), None if up is None else splat(up)))], [0]))
 
 
 def _fill_up(waiting: _Waiting, together: int) -> None:

@@ -84,6 +84,18 @@ def each_tile(first: Expr, stop: Expr, body: Callable[[list[Expr]], None]) -> No
         body([bind(token)])
 
 
+def each_exact_tile(count: Expr, body: Callable[[list[Expr]], None]) -> None:
+    """Run `body(places)` for tiles of the places below `count`, then for a smaller tile of those left over."""
+    size = tile_tokens()
+    tiles = bind(count // size)
+    with loop(0, tiles) as tile:
+        body([bind(tile * size + i) for i in range(size)])
+    rest = bind(count - tiles * size)
+    for left in range(1, size):
+        with when(rest == left):
+            body([bind(tiles * size + i) for i in range(left)])
+
+
 def multiply_rows(
     matrix: KernelMatrix,
     row_of: Callable[[Expr], Expr],

@@ -1,0 +1,112 @@
+"""Outputs of the neurons that several tokens compute, each its own.
+
+A neuron's rows of gate and up are read once, for all tokens that compute it: they are multiplied with a few of these at
+a time, as `token_vectors.py` does where every token needs every row. So each output has the bits that it has alone.
+Rows of down are added token by token (`ffn_slices.py`): which ones share a scale depends on the token.
+"""
+
+from dataclasses import dataclass
+
+from tvm import tirx
+
+from picompile_codegen.cpu.dot import biased, dots
+from picompile_codegen.cpu.ffn_neurons import FfnArguments, ListMemory, is_computed
+from picompile_codegen.cpu.kernel import KernelFunction
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, counter, loop, minimum, parallel, select
+from picompile_codegen.cpu.token_vectors import TokenVectors, each_exact_tile
+
+
+def _rows_read(arguments: FfnArguments) -> int:
+    """Return how many rows of a neuron make its output."""
+    return arguments.spec.bundle_parts - 1
+
+
+# Neurons whose tokens a task gathers: of each token's mask it reads a cache line.
+_GATHERED = 64
+# Neurons that a task computes.
+_COMPUTED = 16
+
+
+@dataclass(frozen=True)
+class TokenOutputs:
+    """The neurons that some tokens compute, and their outputs.
+
+    `neurons` int32 [F] begins with those that any token computes, in order. `tokens` uint8 [F, rows] begins with the
+    tokens that compute a neuron, in order; `counts` int32 [F] tells how many do. `outputs` float32 [rows, F] is set for
+    the neurons of each token.
+    """
+
+    neurons: KernelTensor
+    tokens: KernelTensor
+    counts: KernelTensor
+    outputs: KernelTensor
+
+    @classmethod
+    def declare(cls, function: KernelFunction, arguments: FfnArguments) -> "TokenOutputs | None":
+        """Declare the memory; None where limits decide row by row, or no row but down's is read."""
+        if arguments.spec.has_limits or not _rows_read(arguments):
+            return None
+        rows, neurons = arguments.spec.rows, arguments.spec.neurons
+        return cls(
+            function.scratch("shared", "int32", neurons),
+            function.scratch("sharing", "uint8" if rows <= 256 else "int32", neurons, rows),
+            function.scratch("shares", "int32", neurons),
+            function.scratch("outputs", "float32", rows, neurons),
+        )
+
+    def compute(self, arguments: FfnArguments, memory: ListMemory, vectors: TokenVectors, tokens: Expr) -> None:
+        """Compute the outputs of the first `tokens` tokens; in `exact` their products must be known."""
+        count = self._gather(arguments, memory, tokens)
+        distance = -(-arguments.bundle.rows_ahead // _rows_read(arguments))
+        with parallel((count + (_COMPUTED - 1)) // _COMPUTED) as task:
+            first = bind(task * _COMPUTED)
+            with loop(first, minimum(first + _COMPUTED, count)) as position:
+                neuron, ahead = (
+                    bind(self.neurons[place]) for place in (position, minimum(position + distance, count - 1))
+                )
+                self._compute(arguments, memory, vectors, neuron, ahead)
+
+    def _gather(self, arguments: FfnArguments, memory: ListMemory, tokens: Expr) -> Expr:
+        """Find out which tokens compute each neuron. Return how many neurons any token computes."""
+        neurons = arguments.spec.neurons
+        with parallel(-(-neurons // _GATHERED)) as task:
+            first = bind(task * _GATHERED)
+            with loop(first, minimum(first + _GATHERED, neurons)) as neuron:
+                count = counter()
+                with loop(0, tokens) as token:
+                    # Written whether it computes the neuron or not, and then kept or overwritten.
+                    self.tokens[neuron, count[0]] = tirx.Cast(self.tokens.dtype, token)
+                    count[0] = count[0] + tirx.Cast("int32", is_computed(arguments, memory, token, neuron))
+                self.counts[neuron] = count[0]
+        count = counter()
+        with loop(0, neurons) as neuron:
+            self.neurons[count[0]] = neuron
+            count[0] = count[0] + tirx.Cast("int32", self.counts[neuron] > 0)
+        return bind(count[0])
+
+    def _compute(
+        self, arguments: FfnArguments, memory: ListMemory, vectors: TokenVectors, neuron: Expr, ahead: Expr
+    ) -> None:
+        """Compute a neuron's output for each of its tokens, while the rows of neuron `ahead` are fetched."""
+        spec, products = arguments.spec, memory.products
+        may_be_silent = spec.is_sparse and products is None
+
+        def multiply(places: list[Expr]) -> None:
+            tokens = [bind(tirx.Cast("int32", self.tokens[neuron, place])) for place in places]
+            inputs = [vectors[token] for token in tokens]
+            if products is not None:
+                firsts = [bind(products[token, neuron]) for token in tokens]
+            else:
+                matrix, row = arguments.first_matrix, arguments.first_row(neuron)
+                found = dots(matrix, row, inputs, [arguments.first_row(ahead)])
+                firsts = [biased(product, arguments.first_bias, neuron) for product in found]
+            ups: list[Expr | None] = [None] * len(tokens)
+            if spec.gated:
+                found = dots(arguments.bundle, arguments.up_row(neuron), inputs, [arguments.up_row(ahead)])
+                ups = [biased(product, arguments.up_bias, neuron) for product in found]
+            for token, first, up in zip(tokens, firsts, ups, strict=True):
+                output = arguments.output_of_one(first, up)
+                # Not a product: a silent neuron whose up is infinite must not turn into NaN.
+                self.outputs[token, neuron] = select(first > spec.threshold, output, 0.0) if may_be_silent else output
+
+        each_exact_tile(bind(self.counts[neuron]), multiply)
