@@ -2,11 +2,12 @@
 
     python benchmarks/speculation.py ARTIFACT [--rounds 3] [--tokens 300] [--threads N]
 
-The artifact generates what follows prompts, likeliest tokens first: code that is to be written again, and the beginning
-of prose. And it reads files of this repository as if it had generated them: their tokens are given, so that what the
-model would say does not matter, and drafts are accepted where the text has them. Both ways take turns. Prints a table:
-tokens/s of both, their ratio, and which share of the tokens was drafted and accepted. The tokens that are
-generated are compared; a difference ends the benchmark.
+The artifact generates what follows prompts: by the likeliest tokens, code that is to be written again and the beginning
+of prose, both of which repeat; and tokens that are drawn at a temperature of 1, which hardly repeat. And it reads files
+of this repository as if it had generated them: their tokens are given, so that what the model would say does not
+matter, and drafts are accepted where the text has them. Both ways take turns, and turns at being first. Prints a table:
+tokens/s of both, their ratio, and which share of the tokens was drafted and accepted. The tokens that are generated are
+compared; a difference ends the benchmark.
 """
 
 import argparse
@@ -36,6 +37,12 @@ _PROMPTS = {
     "code, written again": f"This class, then the same with docstrings:\n\n{_CODE}\nAgain:\n\nclass Rectangle:\n",
     "prose, from its beginning": "The history of the lighthouse begins with fires that were lit on hills. Later",
 }
+_DRAWN = (
+    "def parse(text):\n    ",
+    "Dear Sir or Madam,\n\nI am writing to",
+    "Once upon a time",
+    "The three branches of physics that",
+)
 _FILES = ("picompile/config.py", "runtime/picompile_runtime/sampling/sampler.py", "CONTRIBUTING.md", "docs/glossary.md")
 # Tokens of a file that are in the cache before the first one that counts.
 _BEFORE = 500
@@ -43,11 +50,11 @@ _BEFORE = 500
 _Way = Callable[[], DraftedTokens]
 
 
-def _generations(engine: Engine, prompt: str, tokens: int) -> dict[str, _Way]:
+def _generations(engine: Engine, prompt: str, tokens: int, params: SamplingParams) -> dict[str, _Way]:
     tokenizer, made = Tokenizer.of(engine.artifact), dict[str, list[int]]()
 
     def run(draft: str) -> DraftedTokens:
-        generation = generate(engine, tokenizer, prompt, SamplingParams(temperature=0), tokens, draft=draft)
+        generation = generate(engine, tokenizer, prompt, params, tokens, draft=draft)
         for _ in generation:
             pass
         if made.setdefault("tokens", generation.tokens) != generation.tokens:
@@ -83,8 +90,8 @@ def _readings(engine: Engine, text: str, tokens: int) -> dict[str, _Way]:
 def _row(title: str, ways: dict[str, _Way], rounds: int) -> str:
     found: dict[str, list[DraftedTokens]] = {name: [] for name in ways}
     for number in range(rounds + 1):
-        for name, way in ways.items():
-            each = way()
+        for name in list(ways)[:: 1 if number % 2 else -1]:
+            each = ways[name]()
             if number:  # the first round only warms up
                 found[name].append(each)
     plain, drafting = (statistics.median(each.tokens / each.seconds for each in found[name]) for name in found)
@@ -104,7 +111,11 @@ def main() -> None:
     print("| text | without | with drafts | ratio | drafted | accepted |\n| --- | --- | --- | --- | --- | --- |")
     with load(options.artifact, options.threads) as engine:
         for title, prompt in _PROMPTS.items():
-            print(_row(title, _generations(engine, prompt, options.tokens), options.rounds), flush=True)
+            likeliest = _generations(engine, prompt, options.tokens, SamplingParams(temperature=0))
+            print(_row(title, likeliest, options.rounds), flush=True)
+        for prompt in _DRAWN:
+            drawn = _generations(engine, prompt, options.tokens, SamplingParams(temperature=1, seed=1))
+            print(_row(f"`{prompt.split(chr(10))[0]}` …, drawn", drawn, options.rounds), flush=True)
         for name in _FILES:
             text = (_ROOT / name).read_text(encoding="utf-8")
             print(_row(f"{name}, read", _readings(engine, text, options.tokens), options.rounds), flush=True)
