@@ -116,7 +116,7 @@ def _layers(engine: "Engine", ids: Sequence[int], *, measure: bool) -> list[dict
             "firing_share": row.fired_share,
             **{name: checked.get(row.part.layer, {}).get(name) for name in _FROM_CHECK},
         }
-        for row in engine.firing()
+        for row in engine.firing("all")
     ]
 
 

@@ -28,7 +28,7 @@ from picompile_codegen.cpu.ffn_neurons import (
     list_neurons,
     make_list,
 )
-from picompile_codegen.cpu.ffn_outputs import TokenOutputs
+from picompile_codegen.cpu.ffn_outputs import TokenLists, TokenOutputs
 from picompile_codegen.cpu.ffn_slices import Slices, compute_dense_slice, compute_slice
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.linear import ChunkInputs, TileProjection, project_rows
@@ -144,7 +144,7 @@ def _compute_listed(
     with parallel(tokens) as token:
         counts[token] = list_neurons(arguments, listed, token).count
     if outputs is not None:
-        outputs.compute(arguments, listed, vectors, tokens)
+        outputs.compute(arguments, TokenLists(tokens, listed.neurons, counts, products), vectors)
     # A slice of one token is followed by the same slice of the next, which finds rows of the same neurons in the cache.
     with parallel(tokens * SLICES) as index:
         number = bind(index // tokens)

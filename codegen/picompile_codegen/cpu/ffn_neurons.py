@@ -192,7 +192,7 @@ def list_neurons(arguments: FfnArguments, memory: ListMemory, token: Expr) -> Ne
     with loop(start, neurons) as neuron:
         # Written whether it is computed or not, and then kept or overwritten: a branch could not be predicted.
         memory.neurons[token, count[0]] = neuron
-        count[0] = count[0] + tirx.Cast("int32", is_computed(arguments, memory, token, neuron))
+        count[0] = count[0] + tirx.Cast("int32", _is_computed(arguments, memory, token, neuron))
     return NeuronList(memory.neurons, token, bind(count[0]), memory.products)
 
 
@@ -265,8 +265,7 @@ def compare_with_limit(arguments: FfnArguments, memory: ListMemory, token: Expr,
     memory.above[token, neuron] = tirx.Cast("uint8", is_above)
 
 
-def is_computed(arguments: FfnArguments, memory: ListMemory, token: Expr, neuron: Expr) -> Expr:
-    """Return whether a neuron is to be computed for a token; in `exact` its product must be known."""
+def _is_computed(arguments: FfnArguments, memory: ListMemory, token: Expr, neuron: Expr) -> Expr:
     if memory.above is not None:
         return memory.above[token, neuron]
     if memory.products is not None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from tvm import tirx
 
 from picompile_codegen.cpu.dot import biased, dots
-from picompile_codegen.cpu.ffn_neurons import FfnArguments, ListMemory, is_computed
+from picompile_codegen.cpu.ffn_neurons import FfnArguments
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, counter, loop, minimum, parallel, select
 from picompile_codegen.cpu.token_vectors import TokenVectors, each_exact_tile
@@ -21,10 +21,34 @@ def _rows_read(arguments: FfnArguments) -> int:
     return arguments.spec.bundle_parts - 1
 
 
-# Neurons whose tokens a task gathers: of each token's mask it reads a cache line.
-_GATHERED = 64
+# Neurons whose tokens a task gathers.
+_GATHERED = 256
 # Neurons that a task computes.
 _COMPUTED = 16
+
+
+@dataclass(frozen=True)
+class TokenLists:
+    """The neurons that each of `tokens` tokens computes: the first `counts[t]` in row t of `neurons`, in order.
+
+    neurons int32 [any, F], counts int32 [any]; `products` float32 [any, F] holds the products with the gating matrix
+    where these decide.
+    """
+
+    tokens: Expr
+    neurons: KernelTensor
+    counts: KernelTensor
+    products: KernelTensor | None
+
+    def place(self, token: Expr, least: Expr) -> Expr:
+        """Return how many neurons of a token's list are below `least`."""
+        count, found, width = bind(self.counts[token]), counter(), self.neurons.columns
+        for step in reversed([2**i for i in range(width.bit_length())]):
+            after = bind(found[0] + step)
+            # What is behind the list is not read, but what is read in its place does not count.
+            last = bind(self.neurons[token, minimum(after, width) - 1])
+            found[0] = select(tirx.And(after <= count, last < least), after, found[0])
+        return bind(found[0])
 
 
 @dataclass(frozen=True)
@@ -54,9 +78,9 @@ class TokenOutputs:
             function.scratch("outputs", "float32", rows, neurons),
         )
 
-    def compute(self, arguments: FfnArguments, memory: ListMemory, vectors: TokenVectors, tokens: Expr) -> None:
-        """Compute the outputs of the first `tokens` tokens; in `exact` their products must be known."""
-        count = self._gather(arguments, memory, tokens)
+    def compute(self, arguments: FfnArguments, lists: TokenLists, vectors: TokenVectors) -> None:
+        """Compute the outputs of the neurons that each token lists."""
+        count = self._gather(lists)
         distance = -(-arguments.bundle.rows_ahead // _rows_read(arguments))
         with parallel((count + (_COMPUTED - 1)) // _COMPUTED) as task:
             first = bind(task * _COMPUTED)
@@ -64,31 +88,40 @@ class TokenOutputs:
                 neuron, ahead = (
                     bind(self.neurons[place]) for place in (position, minimum(position + distance, count - 1))
                 )
-                self._compute(arguments, memory, vectors, neuron, ahead)
+                self._compute(arguments, lists.products, vectors, neuron, ahead)
 
-    def _gather(self, arguments: FfnArguments, memory: ListMemory, tokens: Expr) -> Expr:
+    def _gather(self, lists: TokenLists) -> Expr:
         """Find out which tokens compute each neuron. Return how many neurons any token computes."""
-        neurons = arguments.spec.neurons
+        neurons = self.neurons.columns
         with parallel(-(-neurons // _GATHERED)) as task:
             first = bind(task * _GATHERED)
-            with loop(first, minimum(first + _GATHERED, neurons)) as neuron:
-                count = counter()
-                with loop(0, tokens) as token:
-                    # Written whether it computes the neuron or not, and then kept or overwritten.
-                    self.tokens[neuron, count[0]] = tirx.Cast(self.tokens.dtype, token)
-                    count[0] = count[0] + tirx.Cast("int32", is_computed(arguments, memory, token, neuron))
-                self.counts[neuron] = count[0]
+            end = bind(minimum(first + _GATHERED, neurons))
+            with loop(first, end) as neuron:
+                self.counts[neuron] = 0
+            with loop(0, lists.tokens) as token:
+                start, stop = (lists.place(token, least) for least in (first, end))
+                with loop(start, stop) as place:
+                    neuron = bind(lists.neurons[token, place])
+                    count = bind(self.counts[neuron])
+                    self.tokens[neuron, count] = tirx.Cast(self.tokens.dtype, token)
+                    self.counts[neuron] = count + 1
         count = counter()
         with loop(0, neurons) as neuron:
+            # Written whether any token computes it or not, and then kept or overwritten.
             self.neurons[count[0]] = neuron
             count[0] = count[0] + tirx.Cast("int32", self.counts[neuron] > 0)
         return bind(count[0])
 
     def _compute(
-        self, arguments: FfnArguments, memory: ListMemory, vectors: TokenVectors, neuron: Expr, ahead: Expr
+        self,
+        arguments: FfnArguments,
+        products: KernelTensor | None,
+        vectors: TokenVectors,
+        neuron: Expr,
+        ahead: Expr,
     ) -> None:
         """Compute a neuron's output for each of its tokens, while the rows of neuron `ahead` are fetched."""
-        spec, products = arguments.spec, memory.products
+        spec = arguments.spec
         may_be_silent = spec.is_sparse and products is None
 
         def multiply(places: list[Expr]) -> None:

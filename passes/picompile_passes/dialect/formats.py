@@ -55,8 +55,9 @@ _HALF = GROUP // 2
 _HIGH_GROUPS = HIGH_BLOCK // GROUP
 
 
-# Rows are packed a block at a time, so that packing needs a few MB beside its input and output, whatever their size.
-_BLOCK_ELEMENTS = 1 << 21
+# Rows are packed a block at a time, so that packing needs a few MB beside its input and output, whatever their size. A
+# block of 2 MiB in float32 stays in the cache from one step to the next: four times as much takes half as long again.
+_BLOCK_ELEMENTS = 1 << 19
 
 
 @dataclass(frozen=True)

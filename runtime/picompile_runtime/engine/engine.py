@@ -338,7 +338,7 @@ class Engine:
         """Return which share of its neurons each feed-forward part computed, and which share of them fired.
 
         Args:
-            function: "decode", or "batch" for steps that read several sequences.
+            function: "decode", "batch" for steps that read several tokens, or "all" for both.
 
         Returns:
             The mean over all tokens that steps of `function` have read since loading or `reset_firing`.
@@ -347,7 +347,13 @@ class Engine:
             RequestError: neurons of `function` are not counted.
         """
         with self._lock:
-            return firing_counts(self._program.ffn, self._counts(function), self._counted[function])
+            names = [function]
+            if function == "all":
+                names = [name for name in self._counted if name in self._program.functions]
+            counts = [self._counts(name) for name in names]
+            known = [each for each in counts if each is not None]
+            tokens = sum(self._counted[name] for name in names)
+            return firing_counts(self._program.ffn, sum(known[1:], known[0]) if known else None, tokens)
 
     def inputs_read(self, function: str = "decode") -> list[InputCounts]:
         """Return which share of its inputs each projection read that leaves out small ones.

@@ -88,9 +88,11 @@ def test_losses_as_generated_are_those_of_one_token_after_another(artifact: Path
     """Steps of several tokens are shorter, and have the same bits, also the last one of fewer."""
     with load(artifact, threads=2) as engine:
         assert engine.most_checked == 8
-        found = token_losses(engine, IDS[:22], "tokens")
+        found, firing = token_losses(engine, IDS[:22], "tokens"), engine.firing("all")
         engine.reset()
+        engine.reset_firing()
         logits = np.stack([engine.decode(token).copy() for token in IDS[:21]])
+        assert firing == engine.firing() == engine.firing("all")
     np.testing.assert_array_equal(found, negative_log_likelihood(logits, np.asarray(IDS[1:22])))
 
 
