@@ -161,7 +161,7 @@ def compile_command(
             metavar="N",
             min=0,
             max=255,
-            help="Tokens of a draft that a step can check, see run --draft; without a GPU.",
+            help="Tokens of a draft that one step can check (run --draft); 0 for none, as with a GPU.",
         ),
     ] = DRAFT_TOKENS,
     bf16: Annotated[
