@@ -61,9 +61,10 @@ class _Bound:
         self.library, rng = HostLibrary(path), np.random.default_rng(0)
         sets = list(arguments_of(case, rng))
         self.shared = sets[0]
+        # x is zero, so that biases alone decide: of `exact` half of the neurons fire, and all that a mask names.
         if "gate_bias" in self.shared:
-            # Half of the neurons fire in `exact`.
-            self.shared["gate_bias"][:] = 0.0
+            fires = rng.random(self.shared["gate_bias"].shape) < (1.0 if "mask" in self.shared else 0.5)
+            self.shared["gate_bias"][:] = np.where(fires, 1.0, -1.0)
         if "mask" in self.shared:
             self.shared["mask"][:] = rng.random(self.shared["mask"].shape) < rate
         names = [*case.kernel.params]

@@ -14,7 +14,7 @@ from picompile.config import CompileOptions
 from picompile_runtime import DoesNotFitError, Engine
 
 BUNDLED = Path(__file__).resolve().parents[1] / "models" / "tiny-reglu"
-SEQUENCES = 7
+SEQUENCES = 11  # more than FEW_TOKENS: so many share neurons
 STEPS = 4
 # Each kind of block and predictor, with and without a gate, biases and slopes, and each format.
 CASES = [
@@ -46,7 +46,8 @@ def texts(engine: Engine) -> list[list[int]]:
     """A text for each slot, of very different lengths; the last STEPS tokens are decoded."""
     rng = np.random.default_rng(0)
     longest = engine.context - STEPS
-    lengths = [1, 2, engine.chunk - 1, engine.chunk, engine.chunk + 1, longest // 2, longest]
+    around = [engine.chunk - 1, engine.chunk, engine.chunk + 1]
+    lengths = [1, 2, 3, *around, longest // 3, longest // 2, longest - 2, longest - 1, longest]
     return [rng.integers(0, engine.vocab, length + STEPS).tolist() for length in lengths]
 
 

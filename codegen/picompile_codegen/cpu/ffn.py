@@ -8,9 +8,9 @@ The kernel for one token has three steps:
 The number of slices is fixed, and so is the order of all additions: every bit of y is the same for any number of
 threads.
 
-For several sequences, each token computes its own neurons as above, to the same bits: tokens that compute the same
-neuron share the work on its gate and up (`ffn_outputs.py`), and rows of down that one token read are in the CPU's cache
-for the next. Where every neuron is computed, a few tokens share the work on each weight.
+For several sequences, each token computes its own neurons as above, to the same bits: rows that one token read are in
+the CPU's cache for the next, and many tokens share the work on the gate and up of a neuron (`ffn_outputs.py`). Where
+every neuron is computed, a few tokens share the work on each weight.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from picompile_codegen.cpu.ffn_neurons import (
     list_neurons,
     make_list,
 )
-from picompile_codegen.cpu.ffn_outputs import TokenLists, TokenOutputs
+from picompile_codegen.cpu.ffn_outputs import FEW_TOKENS, TokenLists, TokenOutputs
 from picompile_codegen.cpu.ffn_slices import Slices, compute_dense_slice, compute_slice
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.linear import ChunkInputs, TileProjection, project_rows
@@ -143,15 +143,23 @@ def _compute_listed(
         multiply_rows(matrix, arguments.first_row, arguments.spec.neurons, vectors, tokens, store)
     with parallel(tokens) as token:
         counts[token] = list_neurons(arguments, listed, token).count
-    if outputs is not None:
+
+    def compute_slices(known: KernelTensor | None) -> None:
+        # A slice of one token is followed by the same slice of the next, which finds its neurons' rows in the cache.
+        with parallel(tokens * SLICES) as index:
+            number = bind(index // tokens)
+            token = bind(index - number * tokens)
+            neurons = NeuronList(listed.neurons, token, bind(counts[token]), products, known)
+            compute_slice(arguments, vectors[token], neurons, slices, bind(token * SLICES + number), number)
+
+    if outputs is None:
+        compute_slices(None)
+        return
+    with when(tokens > FEW_TOKENS):
         outputs.compute(arguments, TokenLists(tokens, listed.neurons, counts, products), vectors)
-    # A slice of one token is followed by the same slice of the next, which finds rows of the same neurons in the cache.
-    with parallel(tokens * SLICES) as index:
-        number = bind(index // tokens)
-        token = bind(index - number * tokens)
-        known = None if outputs is None else outputs.outputs
-        neurons = NeuronList(listed.neurons, token, bind(counts[token]), products, known)
-        compute_slice(arguments, vectors[token], neurons, slices, bind(token * SLICES + number), number)
+        compute_slices(outputs.outputs)
+    with when(tokens <= FEW_TOKENS):
+        compute_slices(None)
 
 
 def ffn(spec: FfnSpec, function: KernelFunction) -> None:
