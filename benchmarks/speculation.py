@@ -60,6 +60,8 @@ def _generations(engine: Engine, prompt: str, tokens: int, params: SamplingParam
         if made.setdefault("tokens", generation.tokens) != generation.tokens:
             sys.exit("error: the tokens differ")
         stats = generation.stats
+        if stats.generated_tokens < 2:
+            sys.exit(f"error: the text behind {prompt!r} ends at once")
         return DraftedTokens(
             (stats.generated_tokens - 1) / stats.decode_tokens_per_s,
             stats.generated_tokens - 1,

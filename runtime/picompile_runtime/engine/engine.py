@@ -347,9 +347,8 @@ class Engine:
             RequestError: neurons of `function` are not counted.
         """
         with self._lock:
-            names = [function]
-            if function == "all":
-                names = [name for name in self._counted if name in self._program.functions]
+            is_all = isinstance(function, str) and function == "all"
+            names = [name for name in self._counted if name in self._program.functions] if is_all else [function]
             counts = [self._counts(name) for name in names]
             known = [each for each in counts if each is not None]
             tokens = sum(self._counted[name] for name in names)

@@ -179,7 +179,7 @@ def test_bench_reads_a_text_with_drafts(engine: Engine, tmp_path: Path) -> None:
     ran = subprocess.run([*script, "--threads", "1"], capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr
     rows = [line.split("|") for line in ran.stdout.splitlines()[2:]]
-    assert len(rows) == 6 and all(float(row[2]) > 0 and float(row[3]) > 0 for row in rows)
+    assert len(rows) == 10 and all(float(row[2]) > 0 and float(row[3]) > 0 for row in rows)
 
 
 def test_read_each_checks_its_tokens(engine: Engine) -> None:
