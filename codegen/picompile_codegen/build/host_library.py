@@ -140,7 +140,7 @@ _LINK_FLAGS = (
     "-Wl,--build-id=none", "-s",
 )  # fmt: skip
 _LIBRARIES = ("-lpthread", "-lm")
-# Kernels that are compiled at a time. Each may take a few hundred MiB.
+# Kernels that are compiled at a time, so that memory is bounded where there are many cores.
 _MOST_THREADS = 8
 
 
