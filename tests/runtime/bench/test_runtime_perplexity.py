@@ -49,6 +49,15 @@ def test_sums_are_safe_for_large_logits() -> None:
     assert Perplexity(nll=1e6, tokens=1).perplexity == math.inf
 
 
+def test_losses_are_those_of_float64() -> None:
+    rng = np.random.default_rng(0)
+    for scale in (0.01, 1.0, 8.0):
+        logits, targets = (scale * rng.standard_normal((20, 32_000))).astype(np.float32), rng.integers(0, 32_000, 20)
+        scores = logits.astype(np.float64)
+        expected = np.log(np.exp(scores).sum(axis=1)) - scores[np.arange(20), targets]
+        np.testing.assert_allclose(negative_log_likelihood(logits, targets), expected, rtol=0, atol=1e-7)
+
+
 def test_logits_that_are_nan_raise(make_artifact: Callable[..., Path]) -> None:
     toy = make_toy()
     toy.head[3] = np.nan
