@@ -120,6 +120,7 @@ class FakeScheduler:
 
     def stats(self) -> SchedulerStats:
         counts = dict.fromkeys(("prompt_tokens", "cached_tokens", "generated_tokens", "reread_tokens"), 7)
+        counts |= {"drafted_tokens": 6, "accepted_tokens": 5}
         steps = {"prompt_steps": 1, "decode_steps": 2, "decoded_tokens": 3, "prompt_s": 0.5, "decode_s": 0.25}
         now: dict[str, Any] = {"waiting": 0, "reading": 0, "decoding": len(self.running), "held_tokens": 11}
         return SchedulerStats(

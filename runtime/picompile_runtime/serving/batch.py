@@ -179,13 +179,18 @@ class Batch:
 
     def _choose_each(self, answer: AnswerState, rows: list[Scores], drafted: list[int], share: float | None) -> None:
         """Choose the tokens of one answer as far as they are those of the draft, and the one that follows these."""
-        slot = answer.slot
+        slot, accepted = answer.slot, 0
         for scores, draft in zip(rows, [*drafted, None], strict=True):
             with self._lock:
                 self._decoded([slot])
             self._choose(answer, scores, share)
-            if answer.has_ended or answer.next_token != draft:
+            is_right = answer.next_token == draft
+            accepted += is_right
+            if answer.has_ended or not is_right:
                 break
+        with self._lock:
+            self.counters.drafted_tokens += len(drafted)
+            self.counters.accepted_tokens += accepted
         self._engine.rewind(self.slots.position(slot), slot)
 
     def _decoded(self, slots: list[int]) -> None:

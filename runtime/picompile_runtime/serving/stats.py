@@ -20,8 +20,10 @@ class SchedulerStats:
         generated_tokens: tokens that were chosen.
         reread_tokens: tokens of answers that were read again as prompts, for later requests.
         prompt_steps: chunks of prompts that were read.
-        decode_steps: steps that read one token each of the answers that were being generated.
+        decode_steps: steps that read one token each of the answers that were being generated, and drafts.
         decoded_tokens: tokens that these steps have read.
+        drafted_tokens: tokens of drafts that these steps have checked beside those.
+        accepted_tokens: how many of them were chosen.
         prompt_s: time that the engine took for prompts.
         decode_s: time that it took for decode steps.
         waiting: requests that wait.
@@ -41,6 +43,8 @@ class SchedulerStats:
     prompt_steps: int
     decode_steps: int
     decoded_tokens: int
+    drafted_tokens: int
+    accepted_tokens: int
     prompt_s: float
     decode_s: float
     waiting: int
@@ -64,5 +68,7 @@ class Counters:
     prompt_steps: int = 0
     decode_steps: int = 0
     decoded_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     prompt_s: float = 0.0
     decode_s: float = 0.0

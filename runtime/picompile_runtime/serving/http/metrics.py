@@ -32,6 +32,8 @@ _COUNTERS: tuple[tuple[str, str, _Value], ...] = (
     ("prompt_tokens", "Tokens of prompts, cached ones included", lambda stats: stats.prompt_tokens),
     ("cached_tokens", "Tokens of prompts that were in the KV cache", lambda stats: stats.cached_tokens),
     ("generated_tokens", "Tokens of answers", lambda stats: stats.generated_tokens),
+    ("drafted_tokens", "Tokens of drafts that were checked", lambda stats: stats.drafted_tokens),
+    ("accepted_tokens", "Tokens of drafts that were right", lambda stats: stats.accepted_tokens),
     ("decode_steps", "Steps that read one token of each running answer", lambda stats: stats.decode_steps),
     ("prompt_seconds", "Time of the engine for prompts", lambda stats: stats.prompt_s),
     ("decode_seconds", "Time of the engine for steps of answers", lambda stats: stats.decode_s),

@@ -100,6 +100,7 @@ def test_metrics_count_answers_and_tokens(client: TestClient, scheduler: FakeSch
     assert found["picompile_http_responses_total", "other", "404"] == 2
     assert found["picompile_slots", "fake"] == SLOTS and found["picompile_kv_tokens", "fake"] == 11
     assert found["picompile_generated_tokens_total", "fake"] == 7
+    assert [found[f"picompile_{kind}_tokens_total", "fake"] for kind in ("drafted", "accepted")] == [6, 5]
     # What is not known is left out.
     assert ("picompile_fired_ratio", "fake") not in found
 
