@@ -59,7 +59,7 @@ EXEMPT = {
         (
             "python benchmarks/peers.py --work build/bench --peer-python ~/peers/bin/python --sweeps prefill --quick",
             "python benchmarks/peers.py --work build/bench --peer-python ~/peers/bin/python --sweeps context batch "
-            "--quick --rounds 2",
+            "--quick --rounds 3",
         ),
         "needs llama.cpp and OpenVINO; tests/benchmarks/ has all of its parts",
     ),
