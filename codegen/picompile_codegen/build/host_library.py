@@ -192,7 +192,7 @@ def _compile_all(kernels: Sequence[Kernel], isa: Isa, target: Target) -> list[by
         try:
             return [each.result() for each in waiting]
         except BaseException:
-            # Those that have begun cannot be stopped; the others need not begin.
+            # A compilation that has begun cannot be stopped; the others need not begin.
             for each in waiting:
                 each.cancel()
             raise

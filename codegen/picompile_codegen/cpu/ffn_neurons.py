@@ -1,12 +1,13 @@
 """Arguments of a feed-forward block, where each matrix of a neuron is, and the list of neurons that a token
 computes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from tvm import tirx
 
-from picompile_codegen.cpu.dot import Vector, biased, dot
+from picompile_codegen.cpu.dot import Vector, biased, dot, dots
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.matrix import KernelMatrix, M
 from picompile_codegen.cpu.tensor import (
@@ -94,6 +95,18 @@ class FfnArguments(FfnTensors[KernelMatrix]):
     def bundle_rows(self, neuron: Expr) -> list[Expr]:
         """All rows of a neuron in the bundle."""
         return [bind(neuron * self.spec.bundle_parts + part) for part in range(self.spec.bundle_parts)]
+
+    def first_products(self, neuron: Expr, vectors: Sequence[Vector], ahead: Expr) -> list[Expr]:
+        """Products of a neuron with gate, or up where there is no gate, biases included, while `ahead`'s is fetched."""
+        products = dots(self.first_matrix, self.first_row(neuron), vectors, [self.first_row(ahead)])
+        return [biased(product, self.first_bias, neuron) for product in products]
+
+    def up_products(self, neuron: Expr, vectors: Sequence[Vector], ahead: Expr) -> list[Expr | None]:
+        """Products with up of a gated block, as `first_products` makes them; None where there is no gate."""
+        if not self.spec.gated:
+            return [None] * len(vectors)
+        products = dots(self.bundle, self.up_row(neuron), vectors, [self.up_row(ahead)])
+        return [biased(product, self.up_bias, neuron) for product in products]
 
     def output(self, first: Expr, up: Expr | None) -> Expr:
         """h of eight lanes, from the products with gate and up, biases included (`up` None where there is no gate)."""

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
-from picompile_codegen.cpu.dot import biased, dots
 from picompile_codegen.cpu.ffn_neurons import FfnArguments
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, counter, loop, minimum, parallel, select
@@ -43,7 +42,7 @@ class TokenLists:
         count, found, width = bind(self.counts[token]), counter(), self.neurons.columns
         for step in reversed([2**i for i in range(width.bit_length())]):
             after = bind(found[0] + step)
-            # What is behind the list is not read, but what is read in its place does not count.
+            # A place behind the list counts as too far, whatever is read there.
             last = bind(self.neurons[token, minimum(after, width) - 1])
             found[0] = select(tirx.And(after <= count, last < least), after, found[0])
         return bind(found[0])
@@ -125,16 +124,11 @@ class TokenOutputs:
         def multiply(places: list[Expr]) -> None:
             tokens = [bind(tirx.Cast("int32", self.tokens[neuron, place])) for place in places]
             inputs = [vectors[token] for token in tokens]
-            if products is not None:
-                firsts = [bind(products[token, neuron]) for token in tokens]
+            if products is None:
+                firsts = arguments.first_products(neuron, inputs, ahead)
             else:
-                matrix, row = arguments.first_matrix, arguments.first_row(neuron)
-                found = dots(matrix, row, inputs, [arguments.first_row(ahead)])
-                firsts = [biased(product, arguments.first_bias, neuron) for product in found]
-            ups: list[Expr | None] = [None] * len(tokens)
-            if spec.gated:
-                found = dots(arguments.bundle, arguments.up_row(neuron), inputs, [arguments.up_row(ahead)])
-                ups = [biased(product, arguments.up_bias, neuron) for product in found]
+                firsts = [bind(products[token, neuron]) for token in tokens]
+            ups = arguments.up_products(neuron, inputs, ahead)
             for token, first, up in zip(tokens, firsts, ups, strict=True):
                 output = arguments.output_of_one(first, up)
                 # Not a product: a silent neuron whose up is infinite must not turn into NaN.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from tvm import tirx
 
 from picompile_codegen.cpu.add_rows import BlockOrder, SomeRows, SumOrder, add_rows, rows_together
-from picompile_codegen.cpu.dot import Vector, biased, dots
+from picompile_codegen.cpu.dot import Vector
 from picompile_codegen.cpu.ffn_neurons import FfnArguments, NeuronList
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.matrix import CACHE_LINE_BYTES
@@ -168,14 +168,14 @@ def compute_slice(
     of, waiting = slices.per_token, _Waiting.declare(arguments, 1)
     count = arguments.spec.neurons if listed is None else listed.count
     start, stop = bind(count * number // of), bind(count * (number + 1) // of)
-    rows_for_sure = _rows_for_sure(arguments, listed)
-    sure_rows = slice(rows_for_sure) if listed is None or listed.outputs is None else slice(-1, None)
+    sure_parts = _sure_parts(arguments, listed)
     bundle = arguments.bundle
     rows_ahead = bundle.rows_ahead if listed is None else bundle.scattered_rows_ahead
-    distance = -(-rows_ahead // max(rows_for_sure, 1))
+    distance = -(-rows_ahead // max(len(sure_parts), 1))
     with loop(start, minimum(start + distance, stop)) as position:
-        for row in arguments.bundle_rows(_neuron(listed, position))[sure_rows]:
-            arguments.bundle.fetch_row(row)
+        rows = arguments.bundle_rows(_neuron(listed, position))
+        for part in sure_parts:
+            arguments.bundle.fetch_row(rows[part])
     parts = bind((stop - start + (_NEURONS_TOGETHER - 1)) // _NEURONS_TOGETHER)
     with loop(0, parts) as part:
         first = bind(start + part * _NEURONS_TOGETHER)
@@ -239,22 +239,14 @@ def _compute(
 
     A listed neuron has one vector, and is added only if its output is not zero.
     """
-    spec = arguments.spec
     if listed is not None and listed.outputs is not None:
         output = bind(listed.outputs[listed.row, neuron])
         _wait(arguments, listed, neuron, [output], waiting, slices, indices)
         return
     known = None if listed is None else listed.product(neuron)
-    if known is not None:
-        firsts = [known]
-    else:
-        products = dots(arguments.first_matrix, arguments.first_row(neuron), vectors, [arguments.first_row(ahead)])
-        firsts = [biased(product, arguments.first_bias, neuron) for product in products]
+    firsts = arguments.first_products(neuron, vectors, ahead) if known is None else [known]
     with _unless_silent(arguments, listed, neuron, firsts[0]):
-        ups: list[Expr | None] = [None] * len(vectors)
-        if spec.gated:
-            products = dots(arguments.bundle, arguments.up_row(neuron), vectors, [arguments.up_row(ahead)])
-            ups = [biased(product, arguments.up_bias, neuron) for product in products]
+        ups = arguments.up_products(neuron, vectors, ahead)
         outputs = [arguments.output_of_one(first, up) for first, up in zip(firsts, ups, strict=True)]
         _wait(arguments, listed, neuron, outputs, waiting, slices, indices)
 
@@ -300,14 +292,12 @@ def _leaves_early(arguments: FfnArguments, listed: NeuronList | None) -> bool:
     return arguments.spec.gate_limits and (listed is None or listed.products is None)
 
 
-def _rows_for_sure(arguments: FfnArguments, listed: NeuronList | None) -> int:
-    """Return how many of a neuron's rows in the bundle, its first ones, are read whatever its limits leave out.
-
-    Of neurons whose outputs are known it is the last one.
-    """
-    if _leaves_early(arguments, listed) or (listed is not None and listed.outputs is not None):
-        return 1
-    return arguments.spec.bundle_parts - arguments.spec.output_limits
+def _sure_parts(arguments: FfnArguments, listed: NeuronList | None) -> range:
+    """Return which of a neuron's rows in the bundle are read whatever its limits leave out, or behind its output."""
+    parts = arguments.spec.bundle_parts
+    if listed is not None and listed.outputs is not None:
+        return range(parts - 1, parts)
+    return range(1 if _leaves_early(arguments, listed) else parts - arguments.spec.output_limits)
 
 
 def _is_kept(arguments: FfnArguments, neuron: Expr, h: Expr) -> Expr:

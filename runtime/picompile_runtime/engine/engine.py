@@ -347,18 +347,13 @@ class Engine:
             RequestError: neurons of `function` are not counted.
         """
         with self._lock:
-            is_all = isinstance(function, str) and function == "all"
-            names = [name for name in self._counted if name in self._program.functions] if is_all else [function]
-            counts = [self._counts(name) for name in names]
-            known = [each for each in counts if each is not None]
-            tokens = sum(self._counted[name] for name in names)
-            return firing_counts(self._program.ffn, sum(known[1:], known[0]) if known else None, tokens)
+            return firing_counts(self._program.ffn, *self._counts(function))
 
     def inputs_read(self, function: str = "decode") -> list[InputCounts]:
         """Return which share of its inputs each projection read that leaves out small ones.
 
         Args:
-            function: "decode", or "batch" for steps that read several sequences.
+            function: "decode", "batch" for steps that read several tokens, or "all" for both.
 
         Returns:
             The mean over all tokens that steps of `function` have read since loading or `reset_firing`.
@@ -367,10 +362,10 @@ class Engine:
             RequestError: inputs of `function` are not counted.
         """
         with self._lock:
-            return input_counts(self._program.projections, self._counts(function), self._counted[function])
+            return input_counts(self._program.projections, *self._counts(function))
 
     def firing_totals(self, function: str = "decode") -> tuple[int, int, int]:
-        """Return what steps of `function` have counted in all feed-forward parts since loading or `reset_firing`.
+        """Return what steps of `function`, as of `firing`, have counted in all parts since loading or `reset_firing`.
 
         Returns:
             The neurons computed, the neurons that fired, and those that computing every neuron would have computed.
@@ -379,12 +374,12 @@ class Engine:
             RequestError: neurons of `function` are not counted.
         """
         with self._lock:
-            counts = self._counts(function)
+            counts, tokens = self._counts(function)
             if counts is None:
                 return 0, 0, 0
             rows = [part.stats_row for part in self._program.ffn]
             computed, fired = counts[rows].sum(axis=0).tolist()
-            return computed, fired, self._counted[function] * sum(part.neurons for part in self._program.ffn)
+            return computed, fired, tokens * sum(part.neurons for part in self._program.ffn)
 
     def reset_firing(self) -> None:
         """Forget the neurons that were counted so far."""
@@ -443,12 +438,20 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _counts(self, function: str) -> NDArray[np.int64] | None:
-        """Return the counters of a function, int64 [parts, 2]. Raises RequestError if its neurons are not counted."""
+    def _counts(self, function: str) -> tuple[NDArray[np.int64] | None, int]:
+        """Return the counters of a function, int64 [parts, 2], and the tokens that were read.
+
+        Raises RequestError if its neurons are not counted.
+        """
         self._open()
-        if not isinstance(function, str) or function not in self._program.functions or function not in self._counted:
+        counted = [name for name in self._counted if name in self._program.functions]
+        if not isinstance(function, str) or function not in ("all", *counted):
             raise RequestError(f"neurons of {shown(function)} are not counted")
-        return self._executor.counts("stats" if function == "decode" else f"stats.{function}")
+        names = counted if function == "all" else [function]
+        counts = [self._executor.counts("stats" if name == "decode" else f"stats.{name}") for name in names]
+        known = [each for each in counts if each is not None]
+        tokens = sum(self._counted[name] for name in names)
+        return (sum(known[1:], known[0]) if known else None), tokens
 
     def _open(self) -> None:
         if self._refusal:

@@ -105,7 +105,7 @@ class ChatAnswer(Iterator[str]):
         self._start_s, self._wait_s, self._read_s = start_s, 0.0, 0.0
         self._generation: Generation | None = None
         self._is_cancelled, self._place = False, len(messages)
-        self._fired_before = self._fired = _firing_totals(engine)
+        self._fired_before = self._fired = engine.firing_totals("all")
         self._pieces = self._run()
         engine.rewind(reused_tokens)
 
@@ -166,7 +166,7 @@ class ChatAnswer(Iterator[str]):
         for piece in generation:
             self._add(piece)
             yield piece
-        self._fired = _firing_totals(self._engine)
+        self._fired = self._engine.firing_totals("all")
         if generation.stats.stop_reason != "cancelled":
             self._add("")  # an answer without text is one, too
 
@@ -183,12 +183,3 @@ class ChatAnswer(Iterator[str]):
         self.text += piece
         message = ChatMessage("assistant", self.text)
         self._messages[self._place :] = [message]
-
-
-def _firing_totals(engine: Engine) -> tuple[int, int, int]:
-    """Return what `Engine.firing_totals` does, of steps for one token and of those that check several."""
-    totals = [engine.firing_totals()]
-    if engine.most_checked > 1:
-        totals.append(engine.firing_totals("batch"))
-    computed, fired, neurons = (sum(counts) for counts in zip(*totals, strict=True))
-    return computed, fired, neurons

@@ -140,7 +140,7 @@ def test_counts_of_an_answer(engine: Engine) -> None:
 
 def test_neurons_of_other_answers_do_not_count(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     totals = iter([(10, 5, 100), (40, 15, 200)])
-    monkeypatch.setattr(Engine, "firing_totals", lambda self: next(totals))
+    monkeypatch.setattr(Engine, "firing_totals", lambda self, function: next(totals))
     answer = Conversation(engine, tokenizer_with(), GREEDY).ask("one")
     "".join(answer)
     assert (answer.stats.computed_share, answer.stats.fired_share) == (0.3, 0.1)
