@@ -57,7 +57,8 @@ from picompile.compile_steps import (
 )
 from picompile.config import CompileConfig, CompileOptions, cache_context, resolve
 from picompile.errors import AccuracyError, UsageError
-from picompile.output import reserve
+from picompile.output import OutputPath, reserve
+from picompile.products import fast_products
 from picompile.progress import NoProgress, Progress
 from picompile.steps import capture_model, run_passes
 
@@ -105,7 +106,6 @@ def compile_model(
     """
     options, progress, output = options or CompileOptions(), progress or NoProgress(), Path(output)
     from picompile.artifact.files import check_output
-    from picompile.frontend.tokenizer_files import read_tokenizer
 
     check = partial(check_output, output, options.overwrite)
     # Before anything is made beside it.
@@ -113,23 +113,39 @@ def compile_model(
     options = _with_texts(options)
     with reserve(output, overwrite=options.overwrite, check=check) as place:
         code, accelerator = _check_before_capture(model, options)
-        checkpoint, captured = _capture(model, options, progress)
-        # A model without its tokenizer is refused before anything takes long.
-        tokenizer = read_tokenizer(checkpoint, captured.facts.vocab)
-        require_comparable(options, tokenizer)
-        if checkpoint is not None and captured.prove is not None:
-            with progress.step("prove"):
-                captured.prove()
-        config = resolve(options, captured.facts)
-        if checkpoint is None:
-            # A module has no tokenizer, so its weights are not rounded for a text, and the report must not say so.
-            config = replace(config, rounding=replace(config.rounding, compensates=False))
-        warn_of_rounding(captured, base_format(config.quant), progress)
-        check_given_plan(config, captured.facts, progress)
-        source = _Source(checkpoint, captured, tokenizer, config, code, accelerator)
-        with place.scratch() as scratch:
-            artifact, report = _compile(source, place.path, scratch, progress)
-            place.publish(artifact.folder)
+        return _compile_into(place, model, options, code, accelerator, progress)
+
+
+# Not around the checks before it: to choose how to multiply takes PyTorch, which takes a second to import.
+@fast_products()
+def _compile_into(
+    place: OutputPath,
+    model: "str | os.PathLike[str] | Captured",
+    options: CompileOptions,
+    code: "Sequence[Code]",
+    accelerator: "AcceleratorTarget | None",
+    progress: Progress,
+) -> "AccuracyReport | None":
+    """Capture the model, compile it, and publish the artifact at `place`."""
+    from picompile.frontend.tokenizer_files import read_tokenizer
+
+    checkpoint, captured = _capture(model, options, progress)
+    # A model without its tokenizer is refused before anything takes long.
+    tokenizer = read_tokenizer(checkpoint, captured.facts.vocab)
+    require_comparable(options, tokenizer)
+    if checkpoint is not None and captured.prove is not None:
+        with progress.step("prove"):
+            captured.prove()
+    config = resolve(options, captured.facts)
+    if checkpoint is None:
+        # A module has no tokenizer, so its weights are not rounded for a text, and the report must not say so.
+        config = replace(config, rounding=replace(config.rounding, compensates=False))
+    warn_of_rounding(captured, base_format(config.quant), progress)
+    check_given_plan(config, captured.facts, progress)
+    source = _Source(checkpoint, captured, tokenizer, config, code, accelerator)
+    with place.scratch() as scratch:
+        artifact, report = _compile(source, place.path, scratch, progress)
+        place.publish(artifact.folder)
     return report
 
 

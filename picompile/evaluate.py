@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from picompile.errors import UsageError
 from picompile.frontend.activation import check_activation
+from picompile.products import fast_products
 from picompile.progress import NoProgress, Progress
 
 if TYPE_CHECKING:
@@ -120,6 +121,7 @@ def _layers(engine: "Engine", ids: Sequence[int], *, measure: bool) -> list[dict
     ]
 
 
+@fast_products()
 def dense_perplexity(
     model: Path,
     ids: Sequence[int],

@@ -75,6 +75,13 @@ def profile_command(
             "contribution, which is that times the length of the neuron's row of the down matrix.",
         ),
     ] = Measure.MAGNITUDE,
+    bf16: Annotated[
+        bool,
+        typer.Option(
+            "--bf16",
+            help="Multiply in bfloat16, which takes less time on processors that have it; counts change a little.",
+        ),
+    ] = False,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed for drawing samples and text.")] = 0,
     force: Annotated[bool, typer.Option("--force", help="Replace a profile that is at this path.")] = False,
     json_output: JsonOption = False,
@@ -105,6 +112,7 @@ def profile_command(
         window=window,
         gate=allowed,
         by=by.value,
+        bf16=bf16,
         seed=seed,
         overwrite=force,
         activation=activation,

@@ -32,6 +32,7 @@ class ProfileOptions:
             trained with, as `load_model` takes it; None takes what config.json says.
         by: The measure of a neuron's output that thresholds are of: `magnitude`, or `contribution`, which is magnitude
             times the length of the neuron's row of the down matrix.
+        bf16: Multiply matrices from values rounded to bfloat16. It takes less time, and counts a little differently.
     """
 
     calibration: tuple[Path | CalibrationText, ...] = ()
@@ -47,6 +48,7 @@ class ProfileOptions:
     activation: str | None = field(default=None, repr=False)
     # Left out of that text too, for profiles of earlier versions: see `ProfileTask.inputs`.
     by: str = field(default=MAGNITUDE, repr=False)
+    bf16: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
         """Raise `UsageError` for counts that make no sense, and for an activation or a measure that is not known."""

@@ -113,8 +113,9 @@ class ProfileTask:
         """Return a hash of everything that the profile depends on."""
         options = replace(self.options, calibration=(), held_out=(), overwrite=False)
         parts = [__version__, self.fingerprint, self.text.sha256, self.own_tokens, repr(options)]
-        # Magnitude adds nothing, so that profiles from before there was a choice are known again.
+        # Magnitude and float32 add nothing, so that profiles from before there was a choice are known again.
         parts += [] if options.by == MAGNITUDE else [options.by]
+        parts += ["bf16"] if options.bf16 else []
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 

@@ -48,12 +48,14 @@ from picompile.predictors.profile.profile import (
 )
 from picompile.predictors.profile.thresholds import ThresholdSearch
 from picompile.predictors.profile.windows import windows_sha256
+from picompile.products import fast_products, products_in_bf16, require_bf16
 from picompile.progress import NoProgress, Progress
 from picompile.streaming import Segment, split_layers
 from picompile_passes.passes.canonicalize import canonicalize
 from picompile_runtime.version import __version__
 
 
+@fast_products()
 def profile_model(
     model: Path, output: Path, options: ProfileOptions | None = None, progress: Progress | None = None
 ) -> Profile:
@@ -64,7 +66,7 @@ def profile_model(
     inputs is replaced; a complete one only with `options.overwrite`.
 
     Raises:
-        UsageError: A text cannot be used, or `output` must not be overwritten.
+        UsageError: A text cannot be used, `output` must not be overwritten, or the processor has no bfloat16.
         UnsupportedModelError: The model cannot be profiled.
         DoesNotFitError: The disk is too small.
 
@@ -72,6 +74,8 @@ def profile_model(
     """
     options, progress = options or ProfileOptions(), progress or NoProgress()
     require_folder_or_nothing(output)
+    if options.bf16:
+        require_bf16()
     if is_complete(output) and not options.overwrite:
         task = prepare(model, options, progress)
         check_profile_output(output, task)
@@ -154,8 +158,9 @@ class _ProfileRun:
 
     def run(self) -> None:
         tokens = self._tokens()
-        rules, search = self._rules(tokens)
-        self._layers(tokens, rules)
+        with products_in_bf16(self.task.options.bf16):
+            rules, search = self._rules(tokens)
+            self._layers(tokens, rules)
         self._finish(tokens, rules, search)
 
     def _tokens(self) -> _TokenWindows:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from picompile.predictors.train.data import (
 )
 from picompile.predictors.train.fit import FitSettings, InitialPredictor, ReducedRankStart, fit
 from picompile.predictors.train.options import round_rank, start_rank
+from picompile.products import fast_products
 
 # The share of the samples to train on. They are split in order, so that neighbours in the text stay on one side.
 _TRAIN_SHARE = 0.8
@@ -48,6 +49,7 @@ class JobSettings:
     seed: int
     device: str
     skewness: float
+    bf16: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings as they are sent to a worker."""
@@ -87,6 +89,7 @@ class LayerResult:
     candidates: tuple[Candidate, ...]
 
 
+@fast_products()
 def fit_layer(data: LayerData, settings: JobSettings) -> LayerResult:
     """Train the candidates of one layer. The same arguments give the same bytes on one kind of machine."""
     train, test = split(len(data.samples))
@@ -111,7 +114,13 @@ def _learned_candidates(
 ) -> tuple[tuple[Candidate, ...], dict[str, float]]:
     ranks = _ranks(data, firing, settings)
     how = FitSettings(
-        settings.epochs, settings.weighting, settings.recall, settings.seed * 1000 + data.layer, train, settings.device
+        epochs=settings.epochs,
+        weighting=settings.weighting,
+        recall=settings.recall,
+        seed=settings.seed * 1000 + data.layer,
+        train=train,
+        device=settings.device,
+        bf16=settings.bf16,
     )
     starts: dict[str, ReducedRankStart] = {}
 
@@ -127,7 +136,7 @@ def _learned_candidates(
     name = settings.input
     inputs: dict[str, float] = {}
     if name == "auto":
-        shorter = FitSettings(1, how.weighting, how.recall, how.seed, train, how.device)
+        shorter = replace(how, epochs=1)
         rank = ranks[len(ranks) // 2]
         for choice in data.input_choices:
             inputs[choice] = _read_weights(data, candidate(choice, rank, shorter), settings.recall)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from picompile.predictors.train.data import ROWS, LayerData
+from picompile.products import products_in_bf16
 
 # Steeper than 1.7: a loss that weighs firings more than silence pulls boundaries apart. 1.7, 2.5 and 4 gave 1.54, 1.52
 # and 1.52 computed neurons for one that fires, at a recall of 99.5 % and rank 64 of the bundled model's third layer.
@@ -145,7 +146,7 @@ _WARM_UP = 0.1
 
 @dataclass(frozen=True)
 class FitSettings:
-    """Settings of `fit`. `weighting` and `recall` are those of `TrainOptions`; `train` are the samples to train on."""
+    """Settings of `fit`. Those that `TrainOptions` has too mean the same; `train` are the samples to train on."""
 
     epochs: int
     weighting: str
@@ -153,6 +154,7 @@ class FitSettings:
     seed: int
     train: slice
     device: str = "cpu"
+    bf16: bool = False
 
     @property
     def silence(self) -> float | None:
@@ -192,7 +194,8 @@ def fit(
         rows, order = order[:batch], order[batch:]
         x = data.inputs(name, rows).to(how.device)
         weight = contribution[rows].to(how.device).float()
-        gradients = _gradients(parts, x, weight, unit, how.silence)
+        with products_in_bf16(how.bf16):
+            gradients = _gradients(parts, x, weight, unit, how.silence)
         optimizer.step(gradients, _schedule((step + 1) / steps))
     return InitialPredictor(*(part.cpu() for part in parts))
 

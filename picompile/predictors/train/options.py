@@ -60,6 +60,8 @@ class TrainOptions:
         gate_tokens: Held-out tokens of the accuracy check.
         seed: Seed of the order of the samples.
         device: Where PyTorch trains: `auto`, `cpu` or `cuda`.
+        bf16: Multiply matrices from values rounded to bfloat16 while predictors are fitted. What they find is measured
+            in float32.
         jobs: How many layers are trained at a time (None: one per core, as far as 5 GiB of memory allow). It does not
             change the result.
         ray: The address of a Ray cluster that trains instead. It does not change the result.
@@ -82,6 +84,7 @@ class TrainOptions:
     gate_tokens: int = 8192
     seed: int = 0
     device: str = "auto"
+    bf16: bool = False
     jobs: int | None = None
     ray: str | None = field(default=None, compare=False)
     overwrite: bool = field(default=False, compare=False)

@@ -25,6 +25,7 @@ from picompile.predictors.train.data import LayerData, find_blocks, layer_data, 
 from picompile.predictors.train.directory import TrainingDirectory, digest
 from picompile.predictors.train.options import TrainOptions
 from picompile.predictors.train.workers import count_jobs, require_ray, train_locally, train_on_cluster
+from picompile.products import fast_products, require_bf16
 from picompile.progress import NoProgress, Progress
 from picompile.streaming import streamed_perplexity
 from picompile_passes.graph.materialize import WeightSource
@@ -83,6 +84,7 @@ def layer_figures(layer: LayerAccuracy) -> dict[str, Any]:
 _MOST_ACTIVE = 0.2
 
 
+@fast_products()
 def train_predictors(
     model: Path, profile: Profile, output: Path, options: TrainOptions | None = None, progress: Progress | None = None
 ) -> Predictors:
@@ -93,7 +95,7 @@ def train_predictors(
     new training.
 
     Raises:
-        UsageError: The profile is of another model, or `output` must not be overwritten.
+        UsageError: The profile is of another model, `output` must not be overwritten, or the processor has no bfloat16.
         AccuracyError: The accuracy bound cannot be met; the error names the layers, and no predictors are written.
     """
     options, progress = options or TrainOptions(), progress or NoProgress()
@@ -103,6 +105,8 @@ def train_predictors(
     profile.require_model(mark)
     directory = TrainingDirectory(output)
     run = _TrainingRun(model, profile, options, progress, directory, mark)
+    if options.bf16:
+        run.require_bf16()
 
     def check() -> None:
         directory.check(run.inputs, overwrite=options.overwrite)
@@ -136,6 +140,13 @@ class _TrainingRun:
             raise UsageError("--device cuda: PyTorch finds no CUDA device; use --device cpu")
         return "cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu"
 
+    def require_bf16(self) -> None:
+        """Raise `UsageError` if predictors cannot be fitted in bfloat16."""
+        if self.device == "cuda":
+            raise UsageError("--bf16: predictors are fitted in bfloat16 on the CPU only; add --device cpu")
+        if self.options.ray is None:
+            require_bf16()
+
     @cached_property
     def candidate_inputs(self) -> str:
         """Return a hash of everything that the candidates depend on."""
@@ -143,7 +154,8 @@ class _TrainingRun:
         ranks = o.ranks if not isinstance(o.ranks, dict) else sorted(o.ranks.items())
         facts = json.loads((self.profile.folder / "profile.json").read_text(encoding="utf-8"))
         trained = (o.kind, o.input, ranks, o.weighting, o.epochs, o.recall, o.seed, self.device)
-        return digest(__version__, self.mark, facts, trained)
+        # float32 adds nothing, so that training begun before there was a choice is known again.
+        return digest(__version__, self.mark, facts, trained, *(["bf16"] if o.bf16 else []))
 
     @cached_property
     def inputs(self) -> str:
@@ -231,7 +243,7 @@ class _TrainingRun:
         data = layer_data(self.graph_module, self.captured.weights, layer, samples, rule)
         o = self.options
         trained = (o.weighting, o.epochs, o.recall, o.seed, self.device)
-        return data, JobSettings(o.kind, o.input, o.rank_of(layer), *trained, self._skewness(layer))
+        return data, JobSettings(o.kind, o.input, o.rank_of(layer), *trained, self._skewness(layer), o.bf16)
 
     def _skewness(self, layer: int) -> float:
         counts = self.profile.counts(layer).sort(descending=True).values.double()

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from helpers.support import BuildOnce, save_tiny_llama
+from picompile import products
 from picompile.errors import AccuracyError, UsageError
 from picompile.predictors import Predictors, block_shapes, load_predictors
 from picompile.predictors.firing import FiringRule
@@ -305,6 +306,26 @@ def test_damaged_notes_on_the_choice_are_made_again(
     train_predictors(tiny_model, profile, folder, OPTIONS)
     for name in ("predictors.json", "predictors.safetensors", "work/choice.json"):
         assert (folder / name).read_bytes() == (trained / name).read_bytes(), name
+
+
+def test_bfloat16_needs_a_processor_that_has_it(
+    tiny_model: Path, profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "missing_features", list)
+    with pytest.raises(UsageError, match=r"--bf16: .* leave the option out"):
+        train_predictors(tiny_model, profile, tmp_path / "predictors", dataclasses.replace(OPTIONS, bf16=True))
+    assert not any(tmp_path.iterdir())
+
+
+def test_candidates_in_bfloat16_are_others(tiny_model: Path, trained: Path, profile: Profile) -> None:
+    runs = [
+        _TrainingRun(
+            tiny_model, profile, dataclasses.replace(OPTIONS, bf16=bf16), Told(), TrainingDirectory(trained), ""
+        )
+        for bf16 in (False, True)
+    ]
+    assert runs[0].candidate_inputs != runs[1].candidate_inputs
+    assert [run.prepare(0)[1].bf16 for run in runs] == [False, True]
 
 
 def test_a_folder_of_something_else_is_left_alone(tiny_model: Path, profile: Profile, tmp_path: Path) -> None:
