@@ -10,10 +10,7 @@ from picompile.errors import UsageError
 from picompile.progress import Progress
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from picompile.predictors.accuracy import AccuracyResult
+    from picompile.predictors.accuracy import AccuracyResult, Losses
     from picompile.predictors.predictor_set import HeldOut, PredictorSet
 
 # Both ways read the same text, so that few tokens tell their distance well.
@@ -99,15 +96,14 @@ def _measure(
 
     tokens = min(config.predictor.check_tokens, _MOST_TOKENS)
     windows = first_windows(found.windows, tokens, config.context + 1)
-    lengths = [len(window) - 1 for window in windows]
-    with progress.step("prompts in bfloat16", 2 * sum(lengths)) as advance:
+    with progress.step("prompts in bfloat16", 2 * sum(len(window) - 1 for window in windows)) as advance:
 
-        def read(in_bf16: bool) -> "NDArray[np.float64]":
+        def read(in_bf16: bool) -> "list[Losses]":
             code = next(each for each in artifact.contents.code if each.isa.prompts_in_bf16 == in_bf16)
             with load(artifact.folder, isa=code.isa.name) as engine:
                 return read_windows(engine, windows, "chunks", advance)
 
-        result = compare_readings(read(in_bf16=False), read(in_bf16=True), lengths)
+        result = compare_readings(read(in_bf16=False), read(in_bf16=True))
     return Bf16Accuracy(result, found.source, bound)
 
 

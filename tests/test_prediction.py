@@ -109,25 +109,30 @@ def test_a_check_that_is_off_measures_nothing(cli: Cli, tiny_model: Path, held_o
 
 
 def test_what_would_be_refused_is_read_as_it_is_generated(tiny_model: Path, held_out: Path, tmp_path: Path) -> None:
-    predictors, titles = write_predictors(tiny_model, tmp_path / "predictors", bias=0.0), []
+    predictors, counted = write_predictors(tiny_model, tmp_path / "predictors", bias=0.0), dict[str, int]()
 
-    class Titles(NoProgress):
+    class Counted(NoProgress):
         @contextmanager
         def step(self, title: str, total: int | None = None) -> Iterator[Advance]:
-            titles.append(title)
-            yield lambda _: None
+            counted[title] = 0
+
+            def advance(count: int) -> None:
+                counted[title] += count
+
+            yield advance
 
     options = CompileOptions(
         context=64, predictor="learned", predictors=predictors, calibration=(held_out,), gate=math.inf, gate_tokens=100
     )
-    compile_model(tiny_model, tmp_path / "artifact", options, Titles())
+    compile_model(tiny_model, tmp_path / "artifact", options, Counted())
     whole, masked = "accuracy check, every neuron", "accuracy check, predicted neurons"
-    assert [title for title in titles if title.startswith("accuracy check")] == [whole, masked]
-    titles.clear()
-    windows = [list(range(3, 40)), list(range(50, 70))]
-    single = check_artifact(tmp_path / "artifact", windows, progress=Titles(), bound=-0.9)
-    assert titles == [whole, masked, f"{masked}, as generated"]
-    assert single.tokens == 36 + 19
+    assert [title for title in counted if title.startswith("accuracy check")] == [whole, masked]
+    counted.clear()
+    windows = [list(range(3, 40)), list(range(50, 70)), list(range(90, 110))]
+    single = check_artifact(tmp_path / "artifact", windows, progress=Counted(), bound=-0.9)
+    # Two windows are enough to be sure that chunks are beyond the bound.
+    assert counted == {whole: 36 + 19 + 19, masked: 36 + 19, f"{masked}, as generated": 36 + 19 + 19}
+    assert single.tokens == 36 + 19 + 19
     with picompile_runtime.load(tmp_path / "artifact") as engine:
         losses = np.concatenate([token_losses(engine, window, "tokens") for window in windows])
     assert single.perplexity == pytest.approx(math.exp(losses.mean()))

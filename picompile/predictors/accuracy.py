@@ -1,7 +1,7 @@
 """The accuracy check: what predictors cost a model in perplexity, and which layers lose most."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -171,6 +171,9 @@ class _Block:
 
 # The accuracy check: one artifact reads one text with every neuron, and again as it generates.
 
+Losses = NDArray[np.float64]
+IsClear = Callable[[Sequence[Losses]], bool]
+
 
 @dataclass(frozen=True)
 class AccuracyResult:
@@ -194,6 +197,10 @@ class AccuracyResult:
     def relative_change(self) -> float:
         """How far the predictors raise the perplexity; negative where they lower it."""
         return self.perplexity / self.dense_perplexity - 1
+
+    def is_above(self, bound: float) -> bool:
+        """Return whether the whole confidence interval lies above `bound`; False without an interval."""
+        return self.change is not None and self.change.low is not None and self.change.low > bound
 
 
 @dataclass(frozen=True)
@@ -255,7 +262,8 @@ def check_artifact(
 
     Every neuron is read in chunks. So are predicted ones where the program can: several times as fast as token by
     token, and in the same arithmetic, so that the difference is that of the neurons alone. Where that raises the
-    perplexity by more than `bound`, or the program cannot, they are read token by token, as text is generated.
+    perplexity by more than `bound`, or the program cannot, they are read token by token, as text is generated. Chunks
+    end where the interval of what is read so far lies above `bound`.
 
     No window may be longer than the context and one. Raises what the runtime raises.
     """
@@ -265,31 +273,46 @@ def check_artifact(
     lengths = [len(window) - 1 for window in windows]
     with load(artifact, threads) as engine:
 
-        def read(title: str, reading: Reading) -> NDArray[np.float64]:
+        def read(title: str, reading: Reading, is_clear: IsClear = lambda losses: False) -> list[Losses]:
             with progress.step(f"accuracy check, {title}", sum(lengths)) as advance:
-                return read_windows(engine, windows, reading, advance)
+                return read_windows(engine, windows, reading, advance, is_clear)
 
         dense = read("every neuron", "chunks")
+
+        def is_beyond(losses: Sequence[Losses]) -> bool:
+            return bound is not None and compare_readings(dense, losses).is_above(bound)
+
         if engine.scores_masked:
-            result = compare_readings(dense, read("predicted neurons", "masked chunks"), lengths)
+            result = compare_readings(dense, read("predicted neurons", "masked chunks", is_beyond))
             if bound is None or result.relative_change <= bound:
                 return result
-        return compare_readings(dense, read("predicted neurons, as generated", "tokens"), lengths)
+        return compare_readings(dense, read("predicted neurons, as generated", "tokens"))
 
 
 def read_windows(
-    engine: Engine, windows: Sequence[Sequence[int]], reading: Reading, advance: Advance
-) -> NDArray[np.float64]:
-    """Return each predicted token's loss in nats, float64 [tokens of all windows]; `advance` counts them."""
-    losses = []
+    engine: Engine,
+    windows: Sequence[Sequence[int]],
+    reading: Reading,
+    advance: Advance,
+    is_clear: IsClear = lambda losses: False,
+) -> list[Losses]:
+    """Return the losses of each window, in nats, float64 [predicted tokens]; `advance` counts these.
+
+    The last window is the first behind which `is_clear` returns True for the losses so far.
+    """
+    losses: list[Losses] = []
     for window in windows:
         losses.append(token_losses(engine, window, reading))
         advance(len(window) - 1)
-    return np.concatenate(losses)
+        if is_clear(losses):
+            break
+    return losses
 
 
-def compare_readings(dense: NDArray[np.float64], other: NDArray[np.float64], lengths: Sequence[int]) -> AccuracyResult:
-    """Return the perplexities of two readings of windows of so many predicted tokens, given each token's loss."""
-    perplexities = [Perplexity(float(losses.sum()), len(losses)).perplexity for losses in (dense, other)]
-    change = estimate_mean(other - dense, token_blocks(lengths, block_size(lengths))).map(math.expm1)
-    return AccuracyResult(perplexities[0], perplexities[1], len(dense), change)
+def compare_readings(dense: Sequence[Losses], other: Sequence[Losses]) -> AccuracyResult:
+    """Return the perplexities of two readings of the windows that `other` has, given each token's loss."""
+    lengths = [len(losses) for losses in other]
+    before, after = np.concatenate(dense[: len(other)]), np.concatenate(other)
+    perplexities = [Perplexity(float(losses.sum()), len(losses)).perplexity for losses in (before, after)]
+    change = estimate_mean(after - before, token_blocks(lengths, block_size(lengths))).map(math.expm1)
+    return AccuracyResult(perplexities[0], perplexities[1], len(after), change)
