@@ -61,13 +61,13 @@ def compare_artifact(
     if config.comparison is None:
         return None
     from picompile.accuracy import ComparedArtifact, compare_variants
-    from picompile_passes.passes.canonicalize import canonicalize
+    from picompile_passes.passes.canonicalize import canonical_form
 
     contents = artifact.contents
     if contents.checkpoint is None:
         raise UsageError("only a model folder or a GGUF file can be compared with; leave out accuracy")
     text = _text(contents.checkpoint, predictors, config)
-    reference = (canonicalize(contents.captured.graph_module), contents.captured.weights)
+    reference = (canonical_form(contents.captured.graph_module), contents.captured.weights)
     variants = list(_variants(artifact, predictors, config, progress))
     with runnable_here(artifact, plan, config, progress) as folder:
         compared = ComparedArtifact(

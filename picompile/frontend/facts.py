@@ -11,7 +11,7 @@ from picompile.frontend.captured import ModelFacts
 from picompile.frontend.families import rope_limit, text_config
 from picompile_passes.graph.nodes import arguments, calls
 from picompile_passes.graph.operands import ATTENTION, EMBEDDING, FFN
-from picompile_passes.passes.canonicalize import canonicalize
+from picompile_passes.passes.canonicalize import canonical_form
 
 # Fields of configs for the longest text, where it is not called max_position_embeddings.
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
@@ -43,7 +43,7 @@ def graph_facts(captured: GraphModule, what: str) -> GraphFacts:
     Raises `UnsupportedModelError`, which names `what` it is, for a graph without attention, and what the raising passes
     raise.
     """
-    graph = canonicalize(captured).graph
+    graph = canonical_form(captured).graph
     attentions, blocks = list(calls(graph, ATTENTION)), list(calls(graph, FFN))
     if not attentions:
         raise UnsupportedModelError(f"{what} is no decoder: it has no attention")
@@ -71,7 +71,7 @@ def block_activations(captured: GraphModule) -> list[str]:
 
     Raises what the raising passes raise.
     """
-    blocks = calls(canonicalize(captured).graph, FFN)
+    blocks = calls(canonical_form(captured).graph, FFN)
     return sorted({arguments(block)["activation"] for block in blocks})
 
 

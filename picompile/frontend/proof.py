@@ -26,7 +26,7 @@ from picompile_passes.errors import PassesError, UnsupportedGraphError
 from picompile_passes.graph.materialize import materialize, node_values
 from picompile_passes.graph.nodes import arguments, calls, constant_nodes, is_call
 from picompile_passes.graph.operands import ATTENTION
-from picompile_passes.passes.canonicalize import CANONICALIZE, canonicalize
+from picompile_passes.passes.canonicalize import CANONICALIZE, canonical_form, canonicalize
 from picompile_passes.passes.canonicalize.forms import most_tokens
 
 _aten = torch.ops.aten
@@ -80,7 +80,7 @@ def prove(raw: Mapping[str, Any], family: Family, activation: str | None, captur
     `UnsupportedModelError`, with the first operator that differs, where the logits are not equal within `TOLERANCE`,
     and what capturing and raising raise.
     """
-    whole = _layers(canonicalize(captured))
+    whole = _layers(canonical_form(captured))
     for seed in _SEEDS:
         try:
             difference = _difference(_subject(raw, family, activation, whole, seed), seed)

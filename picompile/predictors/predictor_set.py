@@ -22,7 +22,7 @@ from picompile.predictors import Predictors, block_shapes, load_predictors
 from picompile.predictors.config import PredictorConfig
 from picompile.predictors.firing import FiringRule
 from picompile.progress import Progress
-from picompile_passes.passes.canonicalize import canonicalize
+from picompile_passes.passes.canonicalize import canonical_form
 
 if TYPE_CHECKING:
     from picompile.frontend import Captured
@@ -95,7 +95,7 @@ class PredictorSet:
         # The last id of a window is only predicted.
         windows = first_windows(self.held_out.windows, config.check_tokens, context + 1)
         result = check_artifact(artifact, windows, progress=progress, bound=config.accuracy_bound)
-        predicted = self.insert_pass()(canonicalize(captured.graph_module)).graph_module
+        predicted = self.insert_pass()(canonical_form(captured.graph_module)).graph_module
         layer_windows = first_windows(self.held_out.windows, _LAYER_TOKENS, context)
         layers = measure_layers(predicted, self.weights(captured.weights), layer_windows, self.firing_rules, progress)
         return AccuracyReport(config.accuracy_bound, result, self.held_out.source, tuple(layers))
@@ -155,7 +155,7 @@ def _takes_found(config: PredictorConfig) -> bool:
 
 def _given(model: Path, captured: "Captured", path: Path, config: PredictorConfig) -> PredictorSet:
     predictors = load_predictors(path)
-    predictors.require_model(fingerprint(model, config.activation), block_shapes(canonicalize(captured.graph_module)))
+    predictors.require_model(fingerprint(model, config.activation), block_shapes(canonical_form(captured.graph_module)))
     return PredictorSet(config.kind, predictors, find_held_out(model, config))
 
 

@@ -1,5 +1,7 @@
 """From captured to canonical: the passes that raise a graph to the dialect, in order."""
 
+from weakref import WeakKeyDictionary
+
 from torch.fx import GraphModule
 
 from picompile_passes.base import Pass
@@ -30,3 +32,16 @@ CANONICALIZE: tuple[Pass, ...] = (
 def canonicalize(graph_module: GraphModule) -> GraphModule:
     """Return the canonical graph of a captured one: `CANONICALIZE` run on it, without checks between the passes."""
     return Pipeline(CANONICALIZE)(graph_module).graph_module
+
+
+_known: WeakKeyDictionary[GraphModule, GraphModule] = WeakKeyDictionary()
+
+
+def canonical_form(graph_module: GraphModule) -> GraphModule:
+    """Return what `canonicalize` does, the same module every time as long as `graph_module` lives: it takes a second.
+
+    Neither module may be changed. A pass may be run on them, since it changes a copy.
+    """
+    if graph_module not in _known:
+        _known[graph_module] = canonicalize(graph_module)
+    return _known[graph_module]
