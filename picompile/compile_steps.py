@@ -47,6 +47,8 @@ def lower_for(
     config: CompileConfig,
     accelerator: "AcceleratorTarget | None",
     progress: Progress,
+    *,
+    panels: bool = True,
 ) -> "Lowered":
     """Return the program of a quantized graph for the host and `accelerator`, or for the host alone where it is None.
 
@@ -57,6 +59,7 @@ def lower_for(
         config: what the model is compiled for.
         accelerator: the accelerator that kernels are made for.
         progress: is told of the step.
+        panels: whether the host's weights may lie in panels; not where it is to read those of an accelerator.
     """
     from picompile_codegen.lowering.function import LowerOptions
 
@@ -69,6 +72,7 @@ def lower_for(
         _placement(plan, facts.layers),
         scores_masks=True,
         draft_tokens=config.draft_tokens,
+        panels=panels,
     )
     return lower_graph(graph_module, options, progress)
 
@@ -531,7 +535,7 @@ def runnable_here(
         return
     lowered = contents.lowered
     if accelerator is not None:
-        lowered = lower_for(contents.graph_module, contents.captured.facts, plan, config, None, progress)
+        lowered = lower_for(contents.graph_module, contents.captured.facts, plan, config, None, progress, panels=False)
     code = [native_code(_STAND_IN_FILE)]
     build_code(code, lowered, folder, progress)
     try:

@@ -179,4 +179,4 @@ def _requantize(weights: KernelTensor, block: ByteBlock, group: Expr, vector: Ex
         quads = tirx.reinterpret(f"{block.dtype}x{4 * lanes}", word)
         block.weights[group * QUADS + quad, vector] = quads
     # What is not a number or infinite must show: times zero it makes the scale NaN.
-    block.scales[group, vector] = byte_scale(top, visible[whole])
+    block.scales[group, vector] = byte_scale(top, visible[whole], lanes)

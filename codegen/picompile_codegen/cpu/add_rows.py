@@ -243,7 +243,7 @@ def _factor_bytes(
     inverse = bind(byte_inverse(largest, lanes))
     rounded = [bind(tirx.Cast(f"int32x{lanes}", tirx.nearbyint(product * inverse))) for product in products]
     words = [pack_bytes(four, lanes) for four in _fours(rounded)]
-    scales = bind(byte_scale(largest, witness))
+    scales = bind(byte_scale(largest, witness, lanes))
     if zeros is not None:
         return _Factors(words, scales, _offsets_of_zeros(matrix, rounded, zeros, lanes))
     if not matrix.offset:

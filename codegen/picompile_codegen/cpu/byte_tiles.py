@@ -80,7 +80,11 @@ class ByteInputs:
     def pack(self, x: KernelTensor, tokens: Expr, columns: int) -> None:
         """Quantize `tokens` rows of x float32 [rows, columns]."""
         with parallel(tokens) as token:
-            quantize_row(x, token, columns, self.rows, self.offset)
+            self.quantize(x, token, columns)
+
+    def quantize(self, x: KernelTensor, token: Expr, columns: int) -> None:
+        """Quantize one row."""
+        quantize_row(x, token, columns, self.rows, self.offset)
 
 
 @dataclass(frozen=True)

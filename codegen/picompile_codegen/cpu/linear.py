@@ -11,6 +11,7 @@ from picompile_codegen.cpu.byte_tiles import ByteInputs, byte_tile, multiply_row
 from picompile_codegen.cpu.dot import biased, dot, prepare_vector
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.matrix import KernelMatrix
+from picompile_codegen.cpu.panel_products import multiply_panels_of_bytes, quantize_tokens
 from picompile_codegen.cpu.panels import (
     ChunkSums,
     RegisterTile,
@@ -153,6 +154,9 @@ def _pack_rows(
 def linear(spec: LinearSpec, function: KernelFunction) -> None:
     """Write the body of a `LinearSpec`."""
     x, w, bias, y = function["x"], KernelMatrix.argument(function, "w"), function.get("bias"), function["y"]
+    if spec.panels:
+        _linear_in_panels(function, x, w, bias, y)
+        return
     if spec.rows == 1:
         _linear_one(x, w, bias, y)
         return
@@ -178,6 +182,21 @@ def _linear_rowwise(
         y[token, row] = biased(product, bias, row)
 
     multiply_rows(w, lambda row: row, w.rows, vectors, tokens, store)
+
+
+def _linear_in_panels(
+    function: KernelFunction, x: KernelTensor, w: KernelMatrix, bias: KernelTensor | None, y: KernelTensor
+) -> None:
+    """Multiply any number of tokens, each to the same bits."""
+    inputs = ByteInputs.declare(function, "x", x.rows, w.columns, w)
+    tokens = function.tokens(x.rows)
+
+    def store(token: Expr, output: Expr, lanes: int, products: Expr) -> None:
+        outputs = at(output, lanes)
+        y[token, outputs] = products if bias is None else products + bias[outputs]
+
+    quantize_tokens(x, tokens, w.columns, inputs)
+    multiply_panels_of_bytes(w, inputs, tokens, store)
 
 
 def _linear_one(x: KernelTensor, w: KernelMatrix, bias: KernelTensor | None, y: KernelTensor) -> None:

@@ -8,9 +8,11 @@ moving anything between its lanes. Bits past the last column are 0 in both.
 
 from tvm import tirx
 
+from picompile_codegen.cpu.byte_tiles import ByteInputs
 from picompile_codegen.cpu.dot import dot, prepare_vector
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.matrix import KernelMatrix
+from picompile_codegen.cpu.panel_products import multiply_panels_of_bytes, quantize_tokens
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, maximum, parallel, worth_a_region
 from picompile_codegen.cpu.token_vectors import TokenVectors, multiply_rows
 from picompile_codegen.cpu.vector import LANES, at, blocks, load, splat, splat_int
@@ -22,8 +24,33 @@ def predict_low_rank(spec: PredictLowRankSpec, function: KernelFunction) -> None
     """Write the body of a `PredictLowRankSpec`."""
     matrices = KernelMatrix.argument(function, "fc1"), KernelMatrix.argument(function, "fc2")
     hidden = function.scratch("hidden", "float32", spec.rows, spec.rank)
+    if spec.panels:
+        _predict_in_panels(function, *matrices, hidden, spec.relu)
+        return
     predict = _predict_one if spec.rows == 1 else _predict_rows
     predict(function, *matrices, hidden, spec.relu)
+
+
+def _predict_in_panels(
+    function: KernelFunction, fc1: KernelMatrix, fc2: KernelMatrix, hidden: KernelTensor, relu: bool
+) -> None:
+    """Predict for any number of tokens, each to the same bits."""
+    rows, bias, threshold, mask = hidden.rows, function["bias"], function["threshold"], function["mask"]
+    inputs = ByteInputs.declare(function, "x", rows, fc1.columns, fc1)
+    inner = ByteInputs.declare(function, "hidden", rows, fc2.columns, fc2)
+    tokens = function.tokens(rows)
+
+    def keep(token: Expr, row: Expr, lanes: int, products: Expr) -> None:
+        hidden[token, at(row, lanes)] = maximum(products, splat(0.0, lanes)) if relu else products
+
+    def decide(token: Expr, neuron: Expr, lanes: int, products: Expr) -> None:
+        scores = products + bias[at(neuron, lanes)]
+        mask[token, at(neuron, lanes)] = tirx.Cast(f"uint8x{lanes}", scores > splat(threshold[0], lanes))
+
+    quantize_tokens(function["x"], tokens, fc1.columns, inputs)
+    multiply_panels_of_bytes(fc1, inputs, tokens, keep)
+    quantize_tokens(hidden, tokens, fc2.columns, inner)
+    multiply_panels_of_bytes(fc2, inner, tokens, decide)
 
 
 def _predict_one(

@@ -147,9 +147,14 @@ def byte_inverse(largest: Expr, lanes: int = LANES) -> Expr:
     return select(largest > splat(0.0, lanes), splat(127.0, lanes) / largest, splat(0.0, lanes))
 
 
-def byte_scale(largest: Expr, witness: Expr) -> Expr:
-    """Return the scale of such bytes: `largest` over 127, or NaN where `witness` is not a finite number."""
-    return largest / 127.0 + witness * 0.0
+def byte_scale(largest: Expr, witness: Expr, lanes: int = 1) -> Expr:
+    """Return the scale of such bytes: `largest` over 127, or NaN where `witness` is not a finite number.
+
+    As one of LLVM's functions: TVM makes 0 of a product with 0.
+    """
+    dtype = "float32" if lanes == 1 else f"float32x{lanes}"
+    zero = tirx.FloatImm("float32", 0.0) if lanes == 1 else splat(0.0, lanes)
+    return intrinsic(dtype, "llvm.fma", witness, zero, largest / 127.0)
 
 
 # Products of 16-bit integers, for a q8 cache: two products are added up to one sum of 32 bits. This takes half the

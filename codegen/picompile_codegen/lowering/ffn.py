@@ -81,7 +81,7 @@ def _low_rank(relu: bool) -> PredictorLowering:
     def lower(node: Node, function: Function) -> None:
         values, weights = arguments(node), function.shared.weights
         fc1, fc2, bias = values["weights"]
-        first, second = weights.matrix(fc1), weights.matrix(fc2)
+        first, second = weights.whole_matrices([fc1, fc2])
         kernel = function.kernel(
             PredictLowRankSpec(
                 formats=(first.format, second.format),
@@ -90,6 +90,7 @@ def _low_rank(relu: bool) -> PredictorLowering:
                 dim=dimension(values["x"]),
                 relu=relu,
                 rows=function.rows,
+                panels=first.panels,
             )
         )
         bindings: Bindings = {

@@ -79,7 +79,7 @@ def _embedding(node: Node, function: Function) -> None:
 
 def _linear(node: Node, function: Function) -> None:
     values = arguments(node)
-    matrix = function.shared.weights.matrix(values["weight"])
+    (matrix,) = function.shared.weights.whole_matrices([values["weight"]])
     kernel = function.kernel(
         LinearSpec(
             format=matrix.format,
@@ -87,7 +87,8 @@ def _linear(node: Node, function: Function) -> None:
             k=dimension(values["x"]),
             rows=function.rows,
             bias=values["bias"] is not None,
-            rowwise=function.mode == "sequences",
+            rowwise=function.mode == "sequences" and not matrix.panels,
+            panels=matrix.panels,
         )
     )
     is_output = makes_logits(node)

@@ -3,7 +3,7 @@
 Nothing is read while the table is built; `PackedTensor.produce` evaluates one tensor when its turn to be written comes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from math import prod
@@ -15,10 +15,11 @@ from torch.fx import Node
 from picompile_codegen.lowering.program import ITEM_BYTES, Arg
 from picompile_codegen.signs import pack_signs, sign_row_bytes
 from picompile_codegen.specs.arguments import DATA_DTYPES
+from picompile_codegen.weight_panels import PANEL_ROWS, has_panels, panel_bytes, to_panels
 from picompile_passes.dialect import FORMATS
 from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.graph.nodes import arguments, is_call
-from picompile_passes.graph.operands import DEQUANTIZE, INDEX_SELECT, QUANTIZE, TRANSPOSE
+from picompile_passes.graph.operands import DEQUANTIZE, INDEX_SELECT, LINEAR, PREDICT, QUANTIZE, TRANSPOSE
 
 # evaluate(node) → the value of one constant subgraph
 Evaluate = Callable[[Node], Tensor]
@@ -44,12 +45,13 @@ class PackedTensor:
 
 @dataclass(frozen=True)
 class PackedMatrix:
-    """A packed matrix as kernels see it: `rows` rows of `row_bytes` bytes in format `format`."""
+    """A packed matrix as kernels see it: `rows` rows of `row_bytes` bytes in format `format`, or panels of them."""
 
     name: str
     format: str
     rows: int
     row_bytes: int
+    panels: bool = False
 
     @property
     def bytes(self) -> int:
@@ -59,7 +61,8 @@ class PackedMatrix:
     def view(self, part: str) -> Arg:
         """Return the argument for kernel parameter `w.data` or `w.scale`: typed views of the same memory."""
         dtype = "float16" if part == "scale" else DATA_DTYPES[self.format]
-        return Arg("weight", self.name, dtype, (self.rows, self.row_bytes // ITEM_BYTES[dtype]))
+        rows = self.rows // PANEL_ROWS if self.panels else self.rows
+        return Arg("weight", self.name, dtype, (rows, self.bytes // rows // ITEM_BYTES[dtype]))
 
 
 # Constants that keep the name of what they are made of: a matrix is packed once, in one format and one direction.
@@ -98,12 +101,25 @@ def _quantized(operand: Node) -> tuple[Node, str, int]:
 
 @dataclass
 class WeightTable:
-    """All packed tensors of a program, each once, however many calls use it."""
+    """All packed tensors of a program, each once, however many calls use it.
 
+    With `panels`, those that are only multiplied with whole are stored in panels, where they can be; `in_rows` names
+    the others.
+    """
+
+    panels: bool = False
     tensors: dict[str, PackedTensor] = field(default_factory=dict)
+    in_rows: set[str] = field(default_factory=set)
 
     def _add(self, tensor: PackedTensor) -> None:
         self.tensors.setdefault(tensor.name, tensor)
+
+    def find_layouts(self, nodes: Iterable[Node]) -> None:
+        """Note which matrices some of `nodes` read by rows, before any is added."""
+        for node in nodes:
+            if not is_call(node, LINEAR, PREDICT):
+                matrices = (each for each in node.all_input_nodes if is_call(each, DEQUANTIZE))
+                self.in_rows.update(_parameter_name(_quantized(each)[0]) for each in matrices)
 
     def formats(self) -> dict[str, str]:
         """Return the format of each packed matrix, by the name of its tensor."""
@@ -116,6 +132,28 @@ class WeightTable:
     def matrix(self, operand: Node) -> PackedMatrix:
         """Add a matrix on its own."""
         return self.bundle(_parameter_name(_quantized(operand)[0]), [operand])
+
+    def whole_matrices(self, operands: Sequence[Node]) -> list[PackedMatrix]:
+        """Add matrices that a kernel multiplies with whole: all in panels, where all can be."""
+        in_panels = self.panels and all(map(self._has_panels, operands))
+        return [self._in_panels(operand) if in_panels else self.matrix(operand) for operand in operands]
+
+    def _has_panels(self, operand: Node) -> bool:
+        packed, format_name, _ = _quantized(operand)
+        return _parameter_name(packed) not in self.in_rows and has_panels(
+            format_name, int(operand.meta["val"].shape[0])
+        )
+
+    def _in_panels(self, operand: Node) -> PackedMatrix:
+        packed, format_name, columns = _quantized(operand)
+        name, rows, form = _parameter_name(packed), int(operand.meta["val"].shape[0]), FORMATS[format_name]
+
+        def produce(evaluate: Evaluate) -> Tensor:
+            return to_panels(evaluate(packed), format_name, columns)
+
+        shape = (rows // PANEL_ROWS, panel_bytes(form, columns))
+        self._add(PackedTensor(name, "uint8", shape, produce, (packed,)))
+        return PackedMatrix(name, format_name, rows, form.row_bytes(columns), panels=True)
 
     def input_rows(self, operand: Node) -> PackedMatrix:
         """Add a matrix with a row for each input: its parameter may be packed by outputs, too."""

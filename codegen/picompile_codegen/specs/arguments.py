@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from picompile_codegen.errors import CodegenError
+from picompile_codegen.weight_panels import PANEL_ROWS
 from picompile_passes.weight_formats import FORMATS, GROUP
 
 STEP_SHAPE = (8,)
@@ -63,25 +64,26 @@ STEP = KernelArgument("step", "int32", STEP_SHAPE)
 class MatrixArgument:
     """A packed matrix [rows, columns]: `name`.data and, where the format has scales, `name`.scale.
 
-    Both are views of the same bytes, typed as the data and as the scales.
+    Both are views of the same bytes, typed as the data and as the scales. In `panels`, sixteen rows are one.
     """
 
     name: str
     format: str
     rows: int
     columns: int
+    panels: bool = False
 
     @property
     def parts(self) -> tuple[KernelArgument, ...]:
         """The arguments that the matrix is passed as."""
-        form = FORMATS[self.format]
-        row_bytes = form.row_bytes(self.columns)
+        form, rows = FORMATS[self.format], self.rows // PANEL_ROWS if self.panels else self.rows
+        row_bytes = form.row_bytes(self.columns) * self.rows // rows
         dtype = DATA_DTYPES[self.format]
         columns = row_bytes // 2 if dtype == "float16" else row_bytes
-        data = KernelArgument(f"{self.name}.data", dtype, (self.rows, columns))
+        data = KernelArgument(f"{self.name}.data", dtype, (rows, columns))
         if not form.scale_bytes:
             return (data,)
-        return data, KernelArgument(f"{self.name}.scale", "float16", (self.rows, row_bytes // 2))
+        return data, KernelArgument(f"{self.name}.scale", "float16", (rows, row_bytes // 2))
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,7 @@ class PredictLowRankSpec(KernelSpec):
     """mask[t, j] = 1 where fc2[j] · h[t] + bias[j] > threshold, else 0; h = fc1 · x, or relu(fc1 · x) with `relu`.
 
     x float32 [rows, dim], fc1 packed [rank, dim], fc2 packed [neurons, rank], in `formats`, bias float32 [neurons],
-    threshold float32 [1] → mask uint8 [rows, neurons].
+    threshold float32 [1] → mask uint8 [rows, neurons]. With `panels` fc1 and fc2 are laid out in panels, on the CPU.
     """
 
     formats: tuple[str, str]
@@ -158,18 +158,20 @@ class PredictLowRankSpec(KernelSpec):
     dim: int
     relu: bool
     rows: int = 1
+    panels: bool = False
 
     @property
     def name(self) -> str:
         """The kernel's symbol."""
         shape = f"{self.neurons}x{self.rank}x{self.dim}"
-        return symbol("predict", "relu" if self.relu else "linear", *self.formats, shape, _rows(self.rows))
+        layout = "panels" if self.panels else ""
+        return symbol("predict", "relu" if self.relu else "linear", *self.formats, shape, _rows(self.rows), layout)
 
     def declare(self) -> Iterator[Declaration]:
         """Yield the arguments in order."""
         yield floats("x", self.rows, self.dim)
-        yield MatrixArgument("fc1", self.formats[0], self.rank, self.dim)
-        yield MatrixArgument("fc2", self.formats[1], self.neurons, self.rank)
+        yield MatrixArgument("fc1", self.formats[0], self.rank, self.dim, self.panels)
+        yield MatrixArgument("fc2", self.formats[1], self.neurons, self.rank, self.panels)
         yield floats("bias", self.neurons)
         yield floats("threshold", 1)
         yield SCRATCH

@@ -225,7 +225,8 @@ class RotarySpec(KernelSpec):
 class LinearSpec(KernelSpec):
     """y = x · wᵀ + bias. x float32 [rows, k], w packed [n, k], bias float32 [n] → y float32 [rows, n].
 
-    With `rowwise`, the CPU's kernel gives each row the bits that a kernel with rows = 1 gives it.
+    With `rowwise`, the CPU's kernel gives each row the bits that a kernel with rows = 1 gives it. So does any with
+    `panels`, whose w is laid out in panels (`weight_panels.py`); GPUs have none.
     """
 
     format: str
@@ -234,17 +235,18 @@ class LinearSpec(KernelSpec):
     rows: int
     bias: bool
     rowwise: bool = False
+    panels: bool = False
 
     @property
     def name(self) -> str:
         """The kernel's symbol."""
         biased, rows = "b" if self.bias else "", ("each" if self.rowwise else "r") + str(self.rows)
-        return symbol("linear", self.format, f"{self.n}x{self.k}", rows, biased)
+        return symbol("linear", self.format, f"{self.n}x{self.k}", rows, biased, "panels" if self.panels else "")
 
     def declare(self) -> Iterator[Declaration]:
         """Yield the arguments in order."""
         yield floats("x", self.rows, self.k)
-        yield MatrixArgument("w", self.format, self.n, self.k)
+        yield MatrixArgument("w", self.format, self.n, self.k, self.panels)
         yield from optional_floats([("bias", self.n, self.bias)])
         yield SCRATCH
         yield floats_out("y", self.rows, self.n)

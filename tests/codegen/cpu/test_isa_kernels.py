@@ -15,6 +15,7 @@ import test_kernels_attention as attention
 import test_kernels_elementwise as elementwise
 import test_kernels_ffn as ffn
 import test_kernels_linear as linear
+import test_kernels_panels as panels
 import test_kernels_sparse_linear as sparse
 
 from helpers.kernels.emulated import EmulatedWorkbench, require
@@ -26,6 +27,8 @@ from picompile_runtime.devices.machine import is_machine, missing_features
 SHAPE, WIDE = (251, 72), (10, 100)
 # Rows of more than eight groups, and of an odd number of them.
 ODD = (10, 330)
+# Whole panels, and an odd number of groups.
+PANELS = panels.SHAPES[-1]
 # More columns than a panel has, and many blocks of rows, the last of which is not whole.
 LONG = (1009, 1100)
 
@@ -94,6 +97,14 @@ CASES = {
         lambda bench: ffn.test_ffn(bench, "reglu", "dense", "q8", ffn.CHUNK),
     ),
     **{
+        f"linear-{form}-panels{'' if tokens is None else '-chunk'}": Case(
+            lambda form=form, tokens=tokens: panels.linear(form, PANELS, tokens or 1),  # type: ignore[misc]
+            lambda bench, form=form, tokens=tokens: panels.test_linear(bench, form, PANELS, tokens),  # type: ignore[misc]
+        )
+        for form in panels.IN_PANELS
+        for tokens in (None, panels.MANY)
+    },
+    **{
         f"linear-{form}-long-chunk": Case(
             lambda form=form: linear.linear(form, LONG, linear.CHUNK),  # type: ignore[misc]
             lambda bench, form=form: linear.test_linear(bench, form, LONG, linear.CHUNK),  # type: ignore[misc]
@@ -121,7 +132,10 @@ CASES = {
     ),
 }
 # All other tests of kernels are of x86-64-v3; x86-64-v4 is the same with more registers.
-FEW = ("linear-f16", "linear-q8", "linear-q4", "linear-q4m", "linear-q6", "linear-f16-chunk")
+FEW = (
+    *("linear-f16", "linear-q8", "linear-q4", "linear-q4m", "linear-q6", "linear-f16-chunk"),
+    *(name for name in CASES if "-panels" in name),
+)
 TESTED: Mapping[str, tuple[str, ...]] = {
     "x86-64-v3": FEW,
     "x86-64-v4": FEW,

@@ -1,0 +1,301 @@
+"""Products of a matrix in panels with the quantized activations of any number of tokens.
+
+A task takes a panel: sixteen rows, whose codes lie side by side (`weight_panels.py`). A vector has four codes of as
+many rows as it has lanes. Times four bytes of a token in every lane, it adds to as many sums; those of a group of 32
+columns are integers. Then they are scaled and added up in float32, group after group. So an output has the same bits
+whichever tokens are multiplied beside it, and whether it is one or a chunk of them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tvm import tirx
+
+from picompile_codegen.build import isa
+from picompile_codegen.cpu.byte_tiles import QUADS, ByteInputs, byte_lanes, raw_offset
+from picompile_codegen.cpu.matrix import HIGH_GROUPS, KernelMatrix
+from picompile_codegen.cpu.quantized import (
+    QuantizedRows,
+    add_neighbours,
+    dot_signed,
+    dot_unsigned,
+    multiply_pairs,
+    split_codes,
+)
+from picompile_codegen.cpu.tensor import (
+    Expr,
+    KernelTensor,
+    bind,
+    loop,
+    parallel,
+    prefetch,
+    when,
+    worth_a_region,
+)
+from picompile_codegen.cpu.vector import at, fma, splat, to_floats, zero_vectors
+from picompile_codegen.weight_panels import PANEL_ROWS
+from picompile_passes.weight_formats import GROUP
+
+# Bytes of four codes of each row of a panel.
+_QUAD_BYTES = 4 * PANEL_ROWS
+_LINE_BYTES = 64
+# Tokens that one thread quantizes in less time than it takes to start the others.
+_FEW = 2
+
+
+def tile_sizes(rows: int) -> tuple[int, ...]:
+    """Return how many tokens are multiplied with a vector of codes at a time: most at first, then what is left.
+
+    Their sums, one vector each, leave registers for the eight vectors of a group's codes.
+    """
+    if byte_lanes() == PANEL_ROWS:
+        sizes: tuple[int, ...] = (16, 4, 1)
+    else:
+        sizes = (8, 4, 1) if isa.current().registers >= 32 else (4, 1)
+    return tuple(size for size in sizes if size <= rows)
+
+
+@dataclass(frozen=True)
+class _Planes:
+    """High bits of codes: words for each vector of low ones, and the first of their bits that counts."""
+
+    words: tuple[Expr | None, ...]
+    bit: int
+
+
+@dataclass(frozen=True)
+class PanelMatrix:
+    """A packed matrix in panels: an argument of the kernel, whose rows are panels."""
+
+    matrix: KernelMatrix
+
+    @property
+    def panels(self) -> int:
+        """How many panels there are."""
+        return self.matrix.rows // PANEL_ROWS
+
+    @property
+    def lines(self) -> int:
+        """Cache lines of a panel."""
+        return PANEL_ROWS * self.matrix.row_bytes // _LINE_BYTES
+
+    @property
+    def is_unsigned(self) -> bool:
+        """Whether codes are multiplied as bytes without a sign."""
+        return raw_offset(self.matrix) != 0
+
+    def codes(self, panel: Expr, group: Expr, lane: int, planes: "_Planes | None" = None) -> list[Expr]:
+        """Return eight vectors of bytes of the rows from `lane` on: columns 0 to 3 of a group, 4 to 7, and so on.
+
+        `planes` are the high bits, where they have been read before.
+        """
+        lanes = byte_lanes()
+        if self.matrix.has_nibbles:
+            stored, high = QUADS // 2, planes or self._planes(panel, group, lane)
+            words = [self._words(panel, group * stored + quad, lane) for quad in range(stored)]
+            pairs = [split_codes(word, plane, high.bit, lanes) for word, plane in zip(words, high.words, strict=True)]
+            return [low for low, _ in pairs] + [high for _, high in pairs]
+        words = [self._words(panel, group * QUADS + quad, lane) for quad in range(QUADS)]
+        if self.is_unsigned:
+            words = [bind(word ^ tirx.Broadcast(tirx.IntImm("uint32", 0x80808080), lanes)) for word in words]
+        return [
+            bind(tirx.reinterpret(f"{'uint8' if self.is_unsigned else 'int8'}x{4 * lanes}", word)) for word in words
+        ]
+
+    def high_bits(self, panel: Expr, block: Expr, lane: int) -> "list[_Planes]":
+        """Return the high bits of each of the `HIGH_GROUPS` groups of a block: two groups share words."""
+        pairs = [
+            tuple(self._words(panel, self._high_quad(block * HIGH_GROUPS + i) + quad, lane) for quad in range(4))
+            for i in range(2)
+        ]
+        return [_Planes(pairs[i % 2], self.matrix.high_place(i)[1]) for i in range(HIGH_GROUPS)]
+
+    def _planes(self, panel: Expr, group: Expr, lane: int) -> "_Planes":
+        """Return the high bits of any group, from bit 0 on; nothing in formats that have none."""
+        if not self.matrix.form.has_planes:
+            return _Planes((None,) * (QUADS // 2), 0)
+        shift = tirx.Broadcast(tirx.Cast("uint32", self.matrix.high_place(group)[1]), byte_lanes())
+        first = self._high_quad(group)
+        return _Planes(tuple(bind(self._words(panel, first + i, lane) >> shift) for i in range(QUADS // 2)), 0)
+
+    def _high_quad(self, group: Expr) -> Expr:
+        """Return the number of the first four bytes that have high bits of a group."""
+        return self.matrix.high_place(group)[0] // 4
+
+    def _words(self, panel: Expr, quad: Expr, lane: int) -> Expr:
+        """Return the four bytes number `quad` of the rows from `lane` on, as uint32."""
+        data = self.matrix.data[panel, at(quad * _QUAD_BYTES + 4 * lane, 4 * byte_lanes())]
+        return bind(tirx.reinterpret(f"uint32x{byte_lanes()}", bind(data)))
+
+    def scales(self, panel: Expr, group: Expr, lane: int) -> Expr:
+        """Return the scales of a group of the rows from `lane` on, float32."""
+        start = PANEL_ROWS * self.matrix.form.scale_offset_bytes(self.matrix.columns) // 2
+        scales = self.matrix.scale[panel, at(start + group * PANEL_ROWS + lane, byte_lanes())]  # type: ignore[index]
+        return bind(to_floats(scales, byte_lanes()))
+
+    def zeros(self, panel: Expr, group: Expr, lane: int) -> Expr:
+        """Return the bytes of the zeros of a group of the rows from `lane` on, float32."""
+        start, lanes = PANEL_ROWS * self.matrix.form.zero_offset_bytes(self.matrix.columns), byte_lanes()
+        zeros = self.matrix.data[panel, at(start + group * PANEL_ROWS + lane, lanes)]
+        return bind(to_floats(tirx.Cast(f"int32x{lanes}", zeros), lanes))
+
+    def fetch_beside(self, panel: Expr, group: Expr) -> None:
+        """Prefetch of the panel behind `panel` its share of lines, one of as many as there are groups."""
+        groups, lines = self.matrix.groups, self.lines
+        each = -(-lines // groups)
+        for i in range(each):
+            prefetch(self.matrix.data, panel + 1, (group * each + i) * _LINE_BYTES, into_first_level=True)
+
+
+# Computes something of outputs `output` … `output` + lanes - 1 of a token, given their products: emit(token, output,
+# lanes, products).
+Emit = Callable[[Expr, Expr, int, Expr], None]
+
+
+def quantize_tokens(x: KernelTensor, tokens: Expr, columns: int, inputs: ByteInputs) -> None:
+    """Take in the first `tokens` rows of x float32 [rows, columns]."""
+    if x.rows == 1:
+        inputs.quantize(x, 0, columns)
+        return
+    with when(tokens <= _FEW), loop(0, tokens) as token:
+        inputs.quantize(x, token, columns)
+    with when(tokens > _FEW):
+        inputs.pack(x, tokens, columns)
+
+
+def multiply_panels_of_bytes(matrix: KernelMatrix, inputs: ByteInputs, tokens: Expr, emit: Emit) -> None:
+    """Multiply `tokens` tokens with a matrix in panels; `emit` takes the products, those of a vector at a time."""
+    panels = PanelMatrix(matrix)
+    with parallel(panels.panels, when_worth=worth_a_region(matrix.bytes)) as panel:
+
+        def multiply(first: Expr, count: int) -> None:
+            _multiply_tile(panels, panel, inputs.rows, (first, count), emit)
+
+        _each_tile(tokens, inputs.rows.bytes.rows, multiply)
+
+
+def _each_tile(tokens: Expr, rows: int, body: Callable[[Expr, int], None]) -> None:
+    """Run `body(first, count)` for tiles of the tokens."""
+    first: Expr = 0
+    for size in tile_sizes(rows):
+        if rows == size == 1:
+            body(0, 1)
+            return
+        tiles, start = bind((tokens - first) // size), first
+        with loop(0, tiles) as tile:
+            body(bind(start + tile * size), size)
+        first = bind(start + tiles * size)
+
+
+def _multiply_tile(
+    panels: PanelMatrix,
+    panel: Expr,
+    x: QuantizedRows,
+    tile: tuple[Expr, int],
+    emit: Emit,
+) -> None:
+    """Compute the outputs of a panel for `tile`, the first token and how many there are."""
+    lanes, (first, count) = byte_lanes(), tile
+    # One token leaves registers for the sums of all rows. So a panel is read front to back only once.
+    together = PANEL_ROWS // lanes if count == 1 else 1
+    for start in range(0, PANEL_ROWS, together * lanes):
+        parts = range(start, start + together * lanes, lanes)
+        sums = zero_vectors(count * together, lanes)
+
+        def add(group: Expr, planes: list[_Planes | None], start: int = start, sums: KernelTensor = sums) -> None:
+            if start == 0:
+                # The first tokens to be multiplied with a panel have the next one fetched.
+                _fetch(panels, panel, group, first)
+            for part, high in enumerate(planes):
+                codes = panels.codes(panel, group, start + part * lanes, high)
+                _add_group(panels, (panel, group, start + part * lanes), codes, x, tile, sums, part)
+
+        _each_group(panels, panel, parts, count, add)
+        for part, lane in enumerate(parts):
+            for t in range(count):
+                products = bind(sums[t * together + part, at(0, lanes)])
+                emit(first + t, bind(panel * PANEL_ROWS + lane), lanes, products)
+
+
+def _fetch(panels: PanelMatrix, panel: Expr, group: Expr, first: Expr) -> None:
+    if isinstance(first, int):
+        panels.fetch_beside(panel, group)
+        return
+    with when(first == 0):
+        panels.fetch_beside(panel, group)
+
+
+def _each_group(
+    panels: PanelMatrix,
+    panel: Expr,
+    parts: range,
+    tokens: int,
+    body: Callable[[Expr, list[_Planes | None]], None],
+) -> None:
+    """Run `body(group, the high bits of each part)` for all groups, in order.
+
+    High bits of a block of groups are read at once for one token, whose products take less than unpacking them.
+    """
+    groups, nothing = panels.matrix.groups, [None] * len(parts)
+    blocks = groups // HIGH_GROUPS if panels.matrix.form.has_planes and tokens == 1 else 0
+    if blocks:
+        with loop(0, blocks) as block:
+            planes = [panels.high_bits(panel, block, lane) for lane in parts]
+            for i in range(HIGH_GROUPS):
+                body(bind(block * HIGH_GROUPS + i), [each[i] for each in planes])
+    if blocks * HIGH_GROUPS < groups:
+        with loop(blocks * HIGH_GROUPS, groups) as group:
+            body(group, list(nothing))
+
+
+def _add_group(
+    panels: PanelMatrix,
+    place: tuple[Expr, Expr, int],
+    codes: list[Expr],
+    x: QuantizedRows,
+    tile: tuple[Expr, int],
+    sums: KernelTensor,
+    part: int,
+) -> None:
+    """Add the products of a group of columns, `place[1]`, to the sums of all tokens of a tile."""
+    (_, group, _), (first, count), lanes = place, tile, byte_lanes()
+    scales = panels.scales(*place)
+    zeros = bind(panels.zeros(*place) * scales) if panels.matrix.has_zeros else None
+    for t in range(count):
+        token, index = first + t, (t * (sums.rows // count) + part, at(0, lanes))
+        values = [_four_bytes(x, token, group, quad, lanes) for quad in range(QUADS)]
+        start = None if zeros is not None else tirx.Broadcast(x.offsets[token, group], lanes)
+        products = to_floats(_dot(panels, codes, values, start, lanes), lanes)
+        scale = bind(scales * splat(x.scales[token, group], lanes))
+        sums[index] = fma(products, scale, sums[index], lanes)
+        if zeros is not None:
+            sums[index] = fma(zeros, splat(x.offsets[token, group], lanes), sums[index], lanes)
+
+
+def _four_bytes(x: QuantizedRows, token: Expr, group: Expr, quad: int, lanes: int) -> Expr:
+    """Bytes 4 · `quad` … of a group, again and again."""
+    four = bind(tirx.reinterpret("int32", x.bytes[token, at(group * GROUP + 4 * quad, 4)]))
+    return bind(tirx.reinterpret(f"int8x{4 * lanes}", bind(tirx.Broadcast(four, lanes))))
+
+
+def _dot(panels: PanelMatrix, codes: list[Expr], values: list[Expr], start: Expr | None, lanes: int) -> Expr:
+    """Return start + Σ of codes · values of a group, int32 of each lane."""
+    if isa.current().bytes_dot == "maddubs" and panels.is_unsigned:
+        return _dot_in_words(panels, codes, values, start)
+    total = None if start is None else bind(start)
+    for code, value in zip(codes, values, strict=True):
+        total = dot_unsigned(code, value, total, lanes) if panels.is_unsigned else dot_signed(code, value, total, lanes)
+    return total
+
+
+def _dot_in_words(panels: PanelMatrix, codes: list[Expr], values: list[Expr], start: Expr | None) -> Expr:
+    """Add up as many products as fit 16 bits before they are added in 32."""
+    most = min(QUADS, 32767 // (2 * 127 * panels.matrix.form.highest))
+    total = None if start is None else bind(start)
+    for first in range(0, QUADS, most):
+        words = multiply_pairs(codes[first], values[first])
+        for i in range(first + 1, min(first + most, QUADS)):
+            words = bind(words + multiply_pairs(codes[i], values[i]))
+        summed = add_neighbours(words)
+        total = summed if total is None else bind(total + summed)
+    return total

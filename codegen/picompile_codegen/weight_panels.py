@@ -1,0 +1,47 @@
+"""Panels: the layout of a packed matrix that is only ever multiplied with whole, as `cpu/panel_products.py` reads it.
+
+A panel is sixteen rows of a matrix. Where a row has four bytes of codes, a panel has those of all its rows side by
+side; so it does with scales and zeros. One load gives as many rows as a vector has lanes, and the sums of each row stay
+in a lane of its own. A panel takes the bytes of its rows.
+"""
+
+from typing import TYPE_CHECKING
+
+from picompile_passes.weight_formats import FORMATS, WeightFormat
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PANEL_ROWS = 16
+
+# f16 has none: its products are not of bytes.
+_FORMATS = ("q8", "q6", "q4m", "q4")
+
+_CODE_BYTES, _SCALE_BYTES = 4, 2
+
+
+def has_panels(format_name: str, rows: int) -> bool:
+    """Return whether a matrix of `rows` rows can be stored in panels: whole ones, in a format that has them."""
+    return format_name in _FORMATS and rows % PANEL_ROWS == 0
+
+
+def panel_bytes(form: WeightFormat, columns: int) -> int:
+    """Return the bytes of a panel."""
+    return PANEL_ROWS * form.row_bytes(columns)
+
+
+def to_panels(packed: "Tensor", format_name: str, columns: int) -> "Tensor":
+    """Lay rows out as panels: uint8 [rows, row bytes] → uint8 [rows / 16, panel bytes]."""
+    import torch
+
+    form = FORMATS[format_name]
+    panels = torch.empty(len(packed) // PANEL_ROWS, panel_bytes(form, columns), dtype=torch.uint8)
+    start = 0
+    ends = (form.zero_offset_bytes(columns), form.scale_offset_bytes(columns), form.row_bytes(columns))
+    for end, unit in zip(ends, (_CODE_BYTES, 1, _SCALE_BYTES), strict=True):
+        if end > start:
+            rows = packed[:, start:end].reshape(len(panels), PANEL_ROWS, -1, unit)
+            part = panels[:, PANEL_ROWS * start : PANEL_ROWS * end]
+            part.view(len(panels), -1, PANEL_ROWS, unit).copy_(rows.transpose(1, 2))
+        start = end
+    return panels
