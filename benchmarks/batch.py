@@ -1,12 +1,13 @@
-"""The time of a step for several sequences, row by row, against tiles of a chunk.
+"""The time of a step for several sequences, against tiles of a chunk.
 
     python benchmarks/batch.py [--threads N] [--tokens 1 2 4 8 16 32] [--rate 0.1] [--rounds 12]
 
 A projection 2048 × 2048 and the gated block of 5632 × 2048 for some tokens, as `batch` computes them: each token gets
-the bits that it gets alone. The block is dense, `exact`, or follows masks that name random neurons at the rate. Beside
-them the kernels that read a chunk of a prompt, in tiles, whose sums come in another order. Prints a table for each
-format: µs a token, and the bandwidth of the memory that was measured in between. Each kernel goes through copies of its
-weights that are together larger than any cache.
+the bits that it gets alone. The projection's weights lie in panels, where their format has any, or in rows. The block
+is dense, `exact`, or follows masks that name random neurons at the rate. Beside them kernels of weights in rows that
+read a chunk of a prompt, in tiles, whose sums come in another order. Prints a table for each format: µs a token, and
+the bandwidth of the memory that was measured in between. Each kernel goes through copies of its weights that are
+together larger than any cache.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from picompile_codegen import cpu
 from picompile_codegen.build.host_library import build_host_library
 from picompile_codegen.build.isa import ISAS, targeting
 from picompile_codegen.specs import FfnSpec, LinearSpec
+from picompile_codegen.weight_panels import has_panels
 from picompile_runtime.bench.bandwidth import MemoryReader
 from picompile_runtime.devices.cpu.native import CallList, HostLibrary
 
@@ -32,8 +34,8 @@ _NEURONS, _DIM = 5632, 2048
 def _cases(format_name: str, rows: int) -> list[Case]:
     """Return the kernels, each with the title of its column."""
 
-    def linear(title: str, rowwise: bool) -> Case:
-        spec = LinearSpec(format=format_name, n=_DIM, k=_DIM, rows=rows, bias=False, rowwise=rowwise)
+    def linear(title: str, *, rowwise: bool = False, panels: bool = False) -> Case:
+        spec = LinearSpec(format=format_name, n=_DIM, k=_DIM, rows=rows, bias=False, rowwise=rowwise, panels=panels)
         return Case(title, cpu.write_kernel(spec))
 
     def block(title: str, kind: str, rowwise: bool) -> Case:
@@ -42,9 +44,11 @@ def _cases(format_name: str, rows: int) -> list[Case]:
             up_activation="identity", gate_bias=True, up_bias=True, down_bias=False, rowwise=rowwise,
         )))  # fmt: skip
 
+    in_panels = [linear("projection in panels", panels=True)] if has_panels(format_name, _DIM) else []
     return [
-        linear("projection", True),
-        linear("in tiles", False),
+        *in_panels,
+        linear("projection in rows", rowwise=True),
+        linear("projection in tiles"),
         block("dense block", "dense", True),
         block("block in tiles", "dense", False),
         block("exact block, half firing", "exact", True),

@@ -25,6 +25,7 @@ from picompile_codegen.build.host_library import build_host_library
 from picompile_codegen.build.isa import ISAS, targeting
 from picompile_codegen.cpu import Kernel
 from picompile_codegen.specs import FfnSpec, LinearSpec, SparseLinearSpec
+from picompile_codegen.weight_panels import has_panels
 from picompile_runtime.bench.bandwidth import MemoryReader
 from picompile_runtime.devices.cpu.native import HostLibrary, seconds_of
 from picompile_runtime.devices.memory import aligned_zeros
@@ -55,7 +56,8 @@ class Case:
 def decoding(format_name: str) -> Iterator[Case]:
     """Yield the kernels that a model of hidden size 2048 with 5632 neurons a layer runs for each token."""
     for n, k in ((576, 576), (2048, 2048), (5632, 2048), (32000, 2048)):
-        kernel = cpu.write_kernel(LinearSpec(format=format_name, n=n, k=k, rows=1, bias=False))
+        panels = has_panels(format_name, n)
+        kernel = cpu.write_kernel(LinearSpec(format=format_name, n=n, k=k, rows=1, bias=False, panels=panels))
         yield Case(f"linear {n}x{k}", kernel)
     for side in (576, 2048):
         spec = SparseLinearSpec(format=format_name, n=side, k=side, rows=1, bias=False)
