@@ -143,11 +143,11 @@ class CachedHead:
             for start in range(0, rows * self.groups, _LINE_BYTES // 2):
                 prefetch(self.cache.scales, self.slot, self.number, position, start)
 
-    def prefetch(self, position: Expr, into_first_level: bool) -> None:
-        """Prefetch a row, which need not exist."""
+    def prefetch(self, position: Expr) -> None:
+        """Prefetch a row, which need not exist, into the first-level cache."""
         for start in range(0, self.cache.data.columns, _LINE_BYTES // ELEMENT_BYTES[self.cache.data.dtype]):
             place = (self.slot, self.number, position, start)
-            prefetch(self.cache.data, *place, into_first_level=into_first_level)
+            prefetch(self.cache.data, *place, into_first_level=True)
 
     def write(self, position: Expr, source: Source) -> None:
         """Write a row."""
