@@ -67,7 +67,7 @@ EXEMPT = {
         "takes 20 GB, the peers, and a quiet machine"
     ),
     "python benchmarks/sparsity.py --rounds 25 --plot docs/images/sparsity.png": "takes minutes, and a quiet machine",
-    "python benchmarks/batch.py --tokens 4 8 32 --rounds 6": "takes minutes, and a quiet machine",
+    "python benchmarks/batch.py --tokens 1 4 8 32 --rounds 4": "takes minutes, and a quiet machine",
     "python benchmarks/kernels.py": "takes a minute, and a quiet machine",
     "python benchmarks/speculation.py build/smollm2": (
         "needs a file of 93 MB; test_runtime_speculation.py has the bundled model"
