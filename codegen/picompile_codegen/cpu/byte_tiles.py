@@ -276,7 +276,7 @@ def _multiply_group(
         weights = [bind(block.weights[number * QUADS + quad, first_vector + v]) for v in range(shape.vectors)]
         is_end = block.quads_in_words and (quad + 1 == QUADS or (quad + 1) % block.quads_in_words == 0)
         for t, token in enumerate(tokens):
-            value = _four_bytes(x, token, group, quad, shape.lanes)
+            value = four_bytes(x, token, group, quad, shape.lanes)
             for v, weight in enumerate(weights):
                 i = t * shape.vectors + v
                 if not block.quads_in_words:
@@ -291,7 +291,7 @@ def _multiply_group(
     return products
 
 
-def _four_bytes(x: QuantizedRows, token: Expr, group: Expr, quad: int, lanes: int) -> Expr:
+def four_bytes(x: QuantizedRows, token: Expr, group: Expr, quad: int, lanes: int) -> Expr:
     """Bytes 4 · `quad` … of a group, again and again."""
     four = bind(tirx.reinterpret("int32", x.bytes[token, at(group * GROUP + 4 * quad, 4)]))
     return bind(tirx.reinterpret(f"int8x{4 * lanes}", bind(tirx.Broadcast(four, lanes))))

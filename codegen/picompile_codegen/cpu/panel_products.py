@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tvm import tirx
 
 from picompile_codegen.build import isa
-from picompile_codegen.cpu.byte_tiles import QUADS, ByteInputs, byte_lanes, raw_offset
+from picompile_codegen.cpu.byte_tiles import QUADS, ByteInputs, byte_lanes, four_bytes, raw_offset
 from picompile_codegen.cpu.matrix import HIGH_GROUPS, KernelMatrix
 from picompile_codegen.cpu.quantized import (
     QuantizedRows,
@@ -34,7 +34,6 @@ from picompile_codegen.cpu.tensor import (
 )
 from picompile_codegen.cpu.vector import at, fma, splat, to_floats, zero_vectors
 from picompile_codegen.weight_panels import PANEL_ROWS
-from picompile_passes.weight_formats import GROUP
 
 # Bytes of four codes of each row of a panel.
 _QUAD_BYTES = 4 * PANEL_ROWS
@@ -98,9 +97,8 @@ class PanelMatrix:
         words = [self._words(panel, group * QUADS + quad, lane) for quad in range(QUADS)]
         if self.is_unsigned:
             words = [bind(word ^ tirx.Broadcast(tirx.IntImm("uint32", 0x80808080), lanes)) for word in words]
-        return [
-            bind(tirx.reinterpret(f"{'uint8' if self.is_unsigned else 'int8'}x{4 * lanes}", word)) for word in words
-        ]
+        dtype = "uint8" if self.is_unsigned else "int8"
+        return [bind(tirx.reinterpret(f"{dtype}x{4 * lanes}", word)) for word in words]
 
     def high_bits(self, panel: Expr, block: Expr, lane: int) -> "list[_Planes]":
         """Return the high bits of each of the `HIGH_GROUPS` groups of a block: two groups share words."""
@@ -187,34 +185,34 @@ def _each_tile(tokens: Expr, rows: int, body: Callable[[Expr, int], None]) -> No
         first = bind(start + tiles * size)
 
 
-def _multiply_tile(
-    panels: PanelMatrix,
-    panel: Expr,
-    x: QuantizedRows,
-    tile: tuple[Expr, int],
-    emit: Emit,
-) -> None:
+def _multiply_tile(panels: PanelMatrix, panel: Expr, x: QuantizedRows, tile: tuple[Expr, int], emit: Emit) -> None:
     """Compute the outputs of a panel for `tile`, the first token and how many there are."""
-    lanes, (first, count) = byte_lanes(), tile
     # One token leaves registers for the sums of all rows. So a panel is read front to back only once.
-    together = PANEL_ROWS // lanes if count == 1 else 1
-    for start in range(0, PANEL_ROWS, together * lanes):
-        parts = range(start, start + together * lanes, lanes)
-        sums = zero_vectors(count * together, lanes)
+    together = PANEL_ROWS if tile[1] == 1 else byte_lanes()
+    for start in range(0, PANEL_ROWS, together):
+        _multiply_rows(panels, panel, range(start, start + together, byte_lanes()), x, tile, emit)
 
-        def add(group: Expr, planes: list[_Planes | None], start: int = start, sums: KernelTensor = sums) -> None:
-            if start == 0:
-                # The first tokens to be multiplied with a panel have the next one fetched.
-                _fetch(panels, panel, group, first)
-            for part, high in enumerate(planes):
-                codes = panels.codes(panel, group, start + part * lanes, high)
-                _add_group(panels, (panel, group, start + part * lanes), codes, x, tile, sums, part)
 
-        _each_group(panels, panel, parts, count, add)
-        for part, lane in enumerate(parts):
-            for t in range(count):
-                products = bind(sums[t * together + part, at(0, lanes)])
-                emit(first + t, bind(panel * PANEL_ROWS + lane), lanes, products)
+def _multiply_rows(
+    panels: PanelMatrix, panel: Expr, parts: range, x: QuantizedRows, tile: tuple[Expr, int], emit: Emit
+) -> None:
+    """Compute the outputs of some rows of a panel for a tile; each of `parts` is the first row of a vector."""
+    lanes, (first, count) = byte_lanes(), tile
+    sums = zero_vectors(count * len(parts), lanes)
+
+    def add(group: Expr, planes: list[_Planes | None]) -> None:
+        if parts[0] == 0:
+            # The first tokens to be multiplied with a panel have the next one fetched.
+            _fetch(panels, panel, group, first)
+        for part, (lane, high) in enumerate(zip(parts, planes, strict=True)):
+            codes = panels.codes(panel, group, lane, high)
+            _add_group(panels, (panel, group, lane), codes, x, tile, sums, part)
+
+    _each_group(panels, panel, parts, count, add)
+    for part, lane in enumerate(parts):
+        for t in range(count):
+            products = bind(sums[t * len(parts) + part, at(0, lanes)])
+            emit(first + t, bind(panel * PANEL_ROWS + lane), lanes, products)
 
 
 def _fetch(panels: PanelMatrix, panel: Expr, group: Expr, first: Expr) -> None:
@@ -236,7 +234,7 @@ def _each_group(
 
     High bits of a block of groups are read at once for one token, whose products take less than unpacking them.
     """
-    groups, nothing = panels.matrix.groups, [None] * len(parts)
+    groups = panels.matrix.groups
     blocks = groups // HIGH_GROUPS if panels.matrix.form.has_planes and tokens == 1 else 0
     if blocks:
         with loop(0, blocks) as block:
@@ -245,7 +243,7 @@ def _each_group(
                 body(bind(block * HIGH_GROUPS + i), [each[i] for each in planes])
     if blocks * HIGH_GROUPS < groups:
         with loop(blocks * HIGH_GROUPS, groups) as group:
-            body(group, list(nothing))
+            body(group, [None] * len(parts))
 
 
 def _add_group(
@@ -263,19 +261,13 @@ def _add_group(
     zeros = bind(panels.zeros(*place) * scales) if panels.matrix.has_zeros else None
     for t in range(count):
         token, index = first + t, (t * (sums.rows // count) + part, at(0, lanes))
-        values = [_four_bytes(x, token, group, quad, lanes) for quad in range(QUADS)]
+        values = [four_bytes(x, token, group, quad, lanes) for quad in range(QUADS)]
         start = None if zeros is not None else tirx.Broadcast(x.offsets[token, group], lanes)
         products = to_floats(_dot(panels, codes, values, start, lanes), lanes)
         scale = bind(scales * splat(x.scales[token, group], lanes))
         sums[index] = fma(products, scale, sums[index], lanes)
         if zeros is not None:
             sums[index] = fma(zeros, splat(x.offsets[token, group], lanes), sums[index], lanes)
-
-
-def _four_bytes(x: QuantizedRows, token: Expr, group: Expr, quad: int, lanes: int) -> Expr:
-    """Bytes 4 · `quad` … of a group, again and again."""
-    four = bind(tirx.reinterpret("int32", x.bytes[token, at(group * GROUP + 4 * quad, 4)]))
-    return bind(tirx.reinterpret(f"int8x{4 * lanes}", bind(tirx.Broadcast(four, lanes))))
 
 
 def _dot(panels: PanelMatrix, codes: list[Expr], values: list[Expr], start: Expr | None, lanes: int) -> Expr:
