@@ -59,7 +59,7 @@ def lower_for(
         config: what the model is compiled for.
         accelerator: the accelerator that kernels are made for.
         progress: is told of the step.
-        panels: whether the host's weights may lie in panels; not where it is to read those of an accelerator.
+        panels: whether weights may lie in panels; not where the host is to read those of a GPU.
     """
     from picompile_codegen.lowering.function import LowerOptions
 
@@ -535,7 +535,9 @@ def runnable_here(
         return
     lowered = contents.lowered
     if accelerator is not None:
-        lowered = lower_for(contents.graph_module, contents.captured.facts, plan, config, None, progress, panels=False)
+        lowered = lower_for(
+            contents.graph_module, contents.captured.facts, plan, config, None, progress, panels=not has_gpu
+        )
     code = [native_code(_STAND_IN_FILE)]
     build_code(code, lowered, folder, progress)
     try:

@@ -70,8 +70,8 @@ class LowerOptions:
     `accelerator` is a GPU (`cuda`) or a second partition of the CPU (`cpu`), None for a program that has none, and
     `placement` says what runs there. With `scores_masks` a program without an accelerator has the function
     `score_masked` as well, if its predictors have kernels for chunks. A step of `batch` can check `draft_tokens` tokens
-    of a draft beside the one that it reads anyway, on the CPU. Without `panels` weights are laid out as an accelerator
-    reads them, though the program has none.
+    of a draft beside the one that it reads anyway, on the CPU. Without `panels` weights are laid out as a GPU reads
+    them, though the program has none.
     """
 
     context: int

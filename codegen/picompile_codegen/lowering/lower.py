@@ -82,7 +82,7 @@ def lower(graph_module: GraphModule, options: LowerOptions) -> Lowered:
     attentions = [position for position, node in enumerate(unmasked) if is_call(node, ATTENTION)]
     if not attentions:
         raise UnsupportedGraphError("the graph has no attention, so there is nothing to keep between tokens")
-    shared, last = Shared(options, WeightTable(options.panels and options.accelerator is None)), attentions[-1]
+    shared, last = Shared(options, WeightTable(options.panels and options.accelerator != "cuda")), attentions[-1]
     shared.weights.find_layouts(nodes)
     functions = [
         _whole("decode", 1, nodes, shared, "logits"),

@@ -38,7 +38,9 @@ def tied() -> GraphModule:
     return graph_module
 
 
-def lowered(graph_module: GraphModule, accelerator: Literal["cpu"] | None = None, *, panels: bool = True) -> Lowered:
+def lowered(
+    graph_module: GraphModule, accelerator: Literal["cpu", "cuda"] | None = None, *, panels: bool = True
+) -> Lowered:
     return lower(graph_module, LowerOptions(32, 8, "float32", 3, accelerator, panels=panels))
 
 
@@ -67,13 +69,17 @@ def test_what_is_multiplied_whole_lies_in_panels() -> None:
     "make",
     [
         lambda: lowered(quantized("f16")),
-        lambda: lowered(quantized(), "cpu"),
+        lambda: lowered(quantized(), "cuda"),
         lambda: lowered(quantized(), panels=False),
     ],
-    ids=["f16", "accelerator", "off"],
+    ids=["f16", "gpu", "off"],
 )
 def test_no_panels(make: "object") -> None:
     assert not any(in_panels(make()).values())  # type: ignore[operator]
+
+
+def test_a_second_partition_of_the_cpu_reads_panels_as_well() -> None:
+    assert in_panels(lowered(quantized(), "cpu")) == in_panels(lowered(quantized()))
 
 
 def test_a_table_that_is_also_the_head_stays_in_rows() -> None:
