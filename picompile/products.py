@@ -1,4 +1,4 @@
-"""How PyTorch multiplies matrices on the CPU: by which library, and from float32 or bfloat16.
+"""This chooses how PyTorch multiplies matrices on the CPU: by which library, and from float32 or bfloat16.
 
 PyTorch multiplies float32 matrices with MKL. Where a processor has AVX-512 and is not Intel's, MKL takes code for AVX2;
 oneDNN, which PyTorch has as well, is then twice as fast (455 against 210 GFLOP/s on two cores of Zen 5). PyTorch turns

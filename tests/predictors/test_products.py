@@ -72,7 +72,7 @@ def test_the_setting_is_put_back_whatever_happens(monkeypatch: pytest.MonkeyPatc
         raise ValueError("halfway")
     assert torch.backends.mkldnn.matmul.fp32_precision == before
     first, second = fast_products(), fast_products()
-    # As two threads would: the one that began first ends first.
+    # Two threads can do so: the one that began first ends first.
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)

@@ -50,6 +50,11 @@ def raw_offset(matrix: KernelMatrix) -> float:
     return signed_offset() if matrix.form.lowest < 0 else matrix.offset
 
 
+def quads_in_words(largest: int) -> int:
+    """Return how many products of quads of bytes up to `largest` with signed bytes can be added up in 16 bits."""
+    return min(QUADS, 32767 // (2 * 127 * largest))
+
+
 def signed_offset() -> int:
     """Return the offset of signed bytes: VNNI needs one unsigned operand, so they are biased by 128 at no extra
     cost."""
@@ -124,7 +129,7 @@ class ByteBlock:
         """How many products of quads can be added up in 16 bits, where pairs are multiplied to 16 bits; 0 for none."""
         if isa.current().bytes_dot != "maddubs" or not self.is_unsigned:
             return 0
-        return min(QUADS, 32767 // (2 * 127 * self.largest))
+        return quads_in_words(self.largest)
 
 
 def multiply_rows_of_bytes(

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from tvm import tirx
 
 from picompile_codegen.build import isa
-from picompile_codegen.cpu.byte_tiles import QUADS, ByteInputs, byte_lanes, four_bytes, raw_offset
-from picompile_codegen.cpu.matrix import HIGH_GROUPS, KernelMatrix
+from picompile_codegen.cpu.byte_tiles import QUADS, ByteInputs, byte_lanes, four_bytes, quads_in_words, raw_offset
+from picompile_codegen.cpu.matrix import CACHE_LINE_BYTES, HIGH_GROUPS, KernelMatrix
 from picompile_codegen.cpu.quantized import (
     QuantizedRows,
     add_neighbours,
@@ -32,14 +32,12 @@ from picompile_codegen.cpu.tensor import (
     when,
     worth_a_region,
 )
+from picompile_codegen.cpu.token_vectors import each_row
 from picompile_codegen.cpu.vector import at, fma, splat, to_floats, zero_vectors
 from picompile_codegen.weight_panels import PANEL_ROWS
 
 # Bytes of four codes of each row of a panel.
 _QUAD_BYTES = 4 * PANEL_ROWS
-_LINE_BYTES = 64
-# Tokens that one thread quantizes in less time than it takes to start the others.
-_FEW = 2
 
 
 def tile_sizes(rows: int) -> tuple[int, ...]:
@@ -70,13 +68,13 @@ class PanelMatrix:
 
     @property
     def panels(self) -> int:
-        """How many panels there are."""
+        """The number of panels."""
         return self.matrix.rows // PANEL_ROWS
 
     @property
     def lines(self) -> int:
         """Cache lines of a panel."""
-        return PANEL_ROWS * self.matrix.row_bytes // _LINE_BYTES
+        return PANEL_ROWS * self.matrix.row_bytes // CACHE_LINE_BYTES
 
     @property
     def is_unsigned(self) -> bool:
@@ -142,7 +140,7 @@ class PanelMatrix:
         groups, lines = self.matrix.groups, self.lines
         each = -(-lines // groups)
         for i in range(each):
-            prefetch(self.matrix.data, panel + 1, (group * each + i) * _LINE_BYTES, into_first_level=True)
+            prefetch(self.matrix.data, panel + 1, (group * each + i) * CACHE_LINE_BYTES, into_first_level=True)
 
 
 # Computes something of outputs `output` … `output` + lanes - 1 of a token, given their products: emit(token, output,
@@ -155,10 +153,7 @@ def quantize_tokens(x: KernelTensor, tokens: Expr, columns: int, inputs: ByteInp
     if x.rows == 1:
         inputs.quantize(x, 0, columns)
         return
-    with when(tokens <= _FEW), loop(0, tokens) as token:
-        inputs.quantize(x, token, columns)
-    with when(tokens > _FEW):
-        inputs.pack(x, tokens, columns)
+    each_row(tokens, lambda token: inputs.quantize(x, token, columns))
 
 
 def multiply_panels_of_bytes(matrix: KernelMatrix, inputs: ByteInputs, tokens: Expr, emit: Emit) -> None:
@@ -282,7 +277,7 @@ def _dot(panels: PanelMatrix, codes: list[Expr], values: list[Expr], start: Expr
 
 def _dot_in_words(panels: PanelMatrix, codes: list[Expr], values: list[Expr], start: Expr | None) -> Expr:
     """Add up as many products as fit 16 bits before they are added in 32."""
-    most = min(QUADS, 32767 // (2 * 127 * panels.matrix.form.highest))
+    most = quads_in_words(panels.matrix.form.highest)
     total = None if start is None else bind(start)
     for first in range(0, QUADS, most):
         words = multiply_pairs(codes[first], values[first])

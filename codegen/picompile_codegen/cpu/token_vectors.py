@@ -22,6 +22,14 @@ _ROWS = 8
 _FEW = 2
 
 
+def each_row(tokens: Expr, body: Callable[[Expr], None]) -> None:
+    """Run `body(token)` for the rows of a step: on all threads, where there are more than a few."""
+    with when(tokens <= _FEW), loop(0, tokens) as token:
+        body(token)
+    with when(tokens > _FEW), parallel(tokens) as token:
+        body(token)
+
+
 def tile_tokens() -> int:
     """Return how many tokens are multiplied with a row at once: as many as there are registers for their sums."""
     return 4 if isa.current().registers >= 32 else 2
@@ -57,10 +65,7 @@ class TokenVectors:
         """Quantize the first `tokens` rows, where matrices have bytes."""
         if self.bytes is None:
             return
-        with when(tokens <= _FEW), loop(0, tokens) as token:
-            self.quantize(token)
-        with when(tokens > _FEW), parallel(tokens) as token:
-            self.quantize(token)
+        each_row(tokens, self.quantize)
 
     def quantize(self, token: Expr) -> None:
         """Quantize one row, where matrices have bytes."""

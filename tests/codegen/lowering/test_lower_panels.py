@@ -1,6 +1,6 @@
 """Which matrices of a program lie in panels: those that are only multiplied with whole, by a CPU without a GPU."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -74,8 +74,8 @@ def test_what_is_multiplied_whole_lies_in_panels() -> None:
     ],
     ids=["f16", "gpu", "off"],
 )
-def test_no_panels(make: "object") -> None:
-    assert not any(in_panels(make()).values())  # type: ignore[operator]
+def test_no_panels(make: Callable[[], Lowered]) -> None:
+    assert not any(in_panels(make()).values())
 
 
 def test_a_second_partition_of_the_cpu_reads_panels_as_well() -> None:
@@ -101,7 +101,7 @@ def test_programs_of_both_layouts_compute_the_same(tmp_path: Path, quant: str) -
     assert float((logits[0] - logits[1]).norm() / logits[1].norm()) < 1e-5
 
 
-def test_a_prompt_has_the_bits_of_projections_in_decoding(tmp_path: Path) -> None:
+def test_a_batch_has_the_bits_of_decoding(tmp_path: Path) -> None:
     """A step for several sequences gives each the bits that it has alone, in panels as in rows."""
     graph_module = quantized("q4")
     runner = Runner(tmp_path / "host.so", lowered(graph_module), graph_module, random_weights(graph_module))
