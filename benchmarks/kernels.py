@@ -20,17 +20,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from picompile.machine import find_native_target
+from picompile.machine.kernel_calls import KernelCalls, copied_arguments, fill_with_bytes
 from picompile_codegen import cpu
 from picompile_codegen.build.host_library import build_host_library
 from picompile_codegen.build.isa import ISAS, targeting
 from picompile_codegen.cpu import Kernel
+from picompile_codegen.lowering.program import tensor_bytes
 from picompile_codegen.specs import FfnSpec, LinearSpec, SparseLinearSpec
 from picompile_codegen.weight_panels import has_panels
 from picompile_runtime.bench.bandwidth import MemoryReader
-from picompile_runtime.devices.cpu.native import HostLibrary, seconds_of
-from picompile_runtime.devices.memory import aligned_zeros
-
-Arguments = dict[str, NDArray[Any]]
+from picompile_runtime.devices.cpu.native import HostLibrary
 
 # Several times the third-level cache of a desktop processor.
 _WORKING_SET_BYTES = 192 * 2**20
@@ -52,6 +51,12 @@ class Case:
         """The arguments whose bytes are counted."""
         return [name for name in self.kernel.params if name.endswith(".data")]
 
+    @property
+    def matrix_bytes(self) -> int:
+        """The bytes of these."""
+        found = (argument for argument in self.kernel.arguments if argument.name in self.matrices)
+        return sum(tensor_bytes(argument.dtype, argument.shape) for argument in found)
+
 
 def decoding(format_name: str) -> Iterator[Case]:
     """Yield the kernels that a model of hidden size 2048 with 5632 neurons a layer runs for each token."""
@@ -72,54 +77,37 @@ def decoding(format_name: str) -> Iterator[Case]:
         yield Case(f"ffn {kind}" + (f" {_FIRING:.0%}" if share < 1 else ""), kernel, share)
 
 
-def arguments_of(case: Case, rng: np.random.Generator) -> Iterator[Arguments]:
-    """Arguments of a kernel, with as many copies of its weights as make the working set."""
-    shared = {name: _fill(case, name, rng) for name in case.kernel.params}
-    size = case.share * sum(shared[name].nbytes for name in case.matrices)
-    for _ in range(max(1, int(_WORKING_SET_BYTES / size))):
-        arrays = dict(shared)
-        for name in case.matrices:
-            copy = aligned_zeros(shared[name].shape, shared[name].dtype)
-            copy[:] = shared[name]
-            arrays[name] = copy
-            scale = name.replace(".data", ".scale")
-            if scale in shared:
-                arrays[scale] = copy.view(np.float16)
-        yield arrays
+def calls_of(case: Case, library: Path) -> KernelCalls:
+    """Calls of a kernel, with as many copies of its weights as make the working set.
+
+    x is zero, so that the biases alone decide which neurons fire: a tenth of them; and the limits which are read.
+    """
+    rng = np.random.default_rng(0)
+
+    def fill(name: str, array: NDArray[Any]) -> None:
+        if name in case.matrices:
+            fill_with_bytes(array, rng)
+        elif name == "limits":
+            # An exact share: a few hundred inputs at random would be off by percents.
+            array[rng.permutation(len(array))[: round(case.share * len(array))]] = -1.0
+        elif name == "mask":
+            array[:] = rng.random(array.shape) < _FIRING
+        elif name == "gate_bias" and "mask" not in case.kernel.params:
+            array[:] = np.where(rng.random(array.shape) < _FIRING, 1.0, -1.0)
+        elif name in ("gate_bias", "up_bias"):
+            array[:] = 1.0
+
+    copies = max(1, int(_WORKING_SET_BYTES / (case.share * case.matrix_bytes)))
+    return KernelCalls(library, case.kernel, list(copied_arguments(case.kernel, fill, case.matrices, copies)))
 
 
-def _fill(case: Case, name: str, rng: np.random.Generator) -> NDArray[Any]:
-    """x is zero, so that the biases alone decide which neurons fire: a tenth of them; and the limits which are read."""
-    argument = next(argument for argument in case.kernel.arguments if argument.name == name)
-    array = aligned_zeros(argument.shape, np.dtype(argument.dtype))
-    if name in case.matrices:
-        # Bytes below 0x3c make numbers below 1.06 in every format: nothing is infinite.
-        some = rng.integers(0, 0x3C, 2**20, np.uint8)
-        array.view(np.uint8).reshape(-1)[:] = np.resize(some, array.nbytes)
-    elif name == "limits":
-        # An exact share: a few hundred inputs at random would be off by percents.
-        array[rng.permutation(len(array))[: round(case.share * len(array))]] = -1.0
-    elif name == "mask":
-        array[:] = rng.random(argument.shape) < _FIRING
-    elif name == "gate_bias" and "mask" in case.kernel.params:
-        array[:] = 1.0
-    elif name == "gate_bias":
-        array[:] = np.where(rng.random(argument.shape) < _FIRING, 1.0, -1.0)
-    elif name == "up_bias":
-        array[:] = 1.0
-    return array
-
-
-def bytes_per_s(library: HostLibrary, case: Case, threads: int, limit_s: float) -> float:
+def bytes_per_s(library: Path, case: Case, threads: int, limit_s: float) -> float:
     """Bytes of weights that a call reads, over the least time of a call within `limit_s`."""
-    sets = list(arguments_of(case, np.random.default_rng(0)))
-    calls = library.bind([(case.kernel.name, [arrays[name] for name in case.kernel.params]) for arrays in sets])
+    calls = calls_of(case, library)
     best, end = float("inf"), time.perf_counter() + limit_s
     while time.perf_counter() < end:
-        stamps = np.zeros((len(calls), 2), np.int64)
-        library.run(calls, threads, stamps)
-        best = min(best, float(seconds_of(stamps).min()))
-    return case.share * sum(sets[0][name].nbytes for name in case.matrices) / best
+        best = min(best, float(calls.seconds(threads).min()))
+    return case.share * case.matrix_bytes / best
 
 
 def best_isa() -> str:
@@ -146,12 +134,11 @@ def main() -> None:
         path = Path(folder) / "host.so"
         # Two shares of inputs are two cases of one kernel.
         build_host_library(list({case.kernel.name: case.kernel for _, case in table}.values()), path, isa)
-        library = HostLibrary(path)
-        reader = MemoryReader(library, options.threads)
+        reader = MemoryReader(HostLibrary(path), options.threads)
         print(f"{options.threads} threads, {isa.name}\n{'':4} {'kernel':28} {'GB/s':>6} {'reading':>8} {'share':>6}")
         before = reader.read().max()
         for name, case in table:
-            speed = bytes_per_s(library, case, options.threads, options.seconds)
+            speed = bytes_per_s(path, case, options.threads, options.seconds)
             after = reader.read().max()
             bandwidth = float(max(before, after))
             print(f"{name:4} {case.label:28} {speed / 1e9:6.1f} {bandwidth / 1e9:8.1f} {speed / bandwidth:6.0%}")

@@ -1,9 +1,10 @@
-"""picompile against llama.cpp, PyTorch and OpenVINO on this machine's processor.
+"""picompile against llama.cpp, PowerInfer, PyTorch and OpenVINO on this machine's processor.
 
     pip install 'picompile[gguf,report]'                     # beside picompile
     pip install llama-cpp-python openvino safetensors        # into any Python; --peer-python names it
+    git clone https://github.com/SJTU-IPADS/PowerInfer       # anywhere; --powerinfer names it
     python benchmarks/peers.py --work build/bench --quick
-    python benchmarks/peers.py --work build/bench --peer-python ~/peers/bin/python --plot docs/images/peers.png
+    python benchmarks/peers.py --work build/bench --peer-python ~/peers/bin/python --powerinfer ~/PowerInfer
 
 All have the weights of one checkpoint of `synth`. Sweeps:
 
@@ -18,6 +19,7 @@ Contenders, and what each is:
 
 picompile   learned, exact and none are its predictors; `learned` are those that synth makes
 llama.cpp   llama-cpp-python's build; a GGUF file that is q4_0 or f16 in all matrices; SiLU or GELU in place of ReLU
+PowerInfer  built from its sources, on the CPU; q4_0 or f16 in all matrices, `learned`'s predictors in the same format
 OpenVINO    a stateful model as optimum-intel makes it, f16, int8 or int4 weights (q4_0's numbers), KV cache f16
 torch       transformers' model, weights bfloat16 or float16, sdpa, DynamicCache
 
@@ -59,7 +61,7 @@ def main() -> None:
     file = options.json or options.work / ("peers-quick.json" if options.quick else "peers.json")
     scale = Scale(options.shape, options.opt_shape, options.active, formats=options.formats, quick=options.quick)
     planned = groups(scale, options.sweeps or (_QUICK if options.quick else SWEEPS))
-    files = Files(options.work, options.target, options.peer_python, options.as_is)
+    files = Files(options.work, options.target, options.peer_python, options.as_is, options.powerinfer)
     stored = {} if options.anew else _stored(file, files)
     left = [group for group in planned if group.key not in stored]
     _prepare([group for group in left if group.model in scale.models], files)
@@ -99,6 +101,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--active", type=float, default=0.10)
     parser.add_argument("--target", default="native", help="what picompile compiles for")
     parser.add_argument("--peer-python", default=sys.executable, help="the Python of llama.cpp and OpenVINO")
+    parser.add_argument("--powerinfer", type=Path, help="the folder of PowerInfer's sources")
     parser.add_argument("--rounds", type=int, help="of each group; default 5 of decode and opt, 3 of the rest")
     parser.add_argument("--json", type=Path, help="default: peers.json, or peers-quick.json, in the work folder")
     parser.add_argument("--plot", type=Path, help="draw a picture")

@@ -5,6 +5,7 @@
 | `reglu-1.3b-10` | `picompile synth`: shape and firing rate in percent |
 | `reglu-1.3b-10.q4.learned` | `picompile compile`, again when the sources of the code generator have changed |
 | `reglu-1.3b-10.q4_0.gguf` | peers_gguf.py |
+| `reglu-1.3b-10.q4_0.powerinfer.gguf` | the same, with predictors |
 | `reglu-1.3b-10.q4.xml` | peers_openvino.py --export |
 """
 
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from peers_plan import Contender, Model
+from peers_powerinfer_build import build
 
 _HERE = Path(__file__).parent
 _CODEGEN = _HERE.parent / "codegen" / "picompile_codegen"
@@ -29,7 +31,8 @@ class LeftOutError(Exception):
 
 @dataclass(frozen=True)
 class Files:
-    """`target` is what picompile compiles for, `peer_python` where llama.cpp and OpenVINO are installed.
+    """`target` is what picompile compiles for, `peer_python` where llama.cpp and OpenVINO are installed, `powerinfer`
+    the folder of PowerInfer's sources.
 
     With `as_is`, artifacts that another state of the code generator made are taken.
     """
@@ -38,6 +41,7 @@ class Files:
     target: str
     peer_python: str
     as_is: bool = False
+    powerinfer: Path | None = None
     sources: str = field(default_factory=lambda: _sources())
 
     def command(self, contender: Contender, model: Model) -> list[str]:
@@ -46,6 +50,10 @@ class Files:
             return [sys.executable, str(_HERE / "peers_picompile.py"), str(self._artifact(contender, model))]
         if contender.engine == "llama.cpp":
             return [self.peer_python, str(_HERE / "peers_llama.py"), str(self._gguf(contender, model))]
+        if contender.engine == "PowerInfer":
+            # The library first: who has none need not wait for the file.
+            command = [self.peer_python, str(_HERE / "peers_powerinfer.py"), str(self._powerinfer_library())]
+            return [*command, str(self._gguf(contender, model, "powerinfer"))]
         if contender.engine == "OpenVINO":
             return [self.peer_python, str(_HERE / "peers_openvino.py"), str(self._openvino(contender, model))]
         return [sys.executable, str(_HERE / "peers_torch.py"), str(self.checkpoint(model)), contender.format]
@@ -73,14 +81,21 @@ class Files:
         stamp.write_text(sources)
         return folder
 
-    def _gguf(self, contender: Contender, model: Model) -> Path:
-        file = self.work / f"{model.name}.{contender.format}.gguf"
+    def _gguf(self, contender: Contender, model: Model, *kind: str) -> Path:
+        file = self.work / ".".join((model.name, contender.format, *kind, "gguf"))
         if not file.exists():
             _say(f"making {file}")
-            _run(
-                [sys.executable, str(_HERE / "peers_gguf.py"), str(self.checkpoint(model)), str(file), contender.format]
-            )
+            export = [sys.executable, str(_HERE / "peers_gguf.py"), str(self.checkpoint(model)), str(file)]
+            _run([*export, contender.format, *kind])
         return file
+
+    def _powerinfer_library(self) -> Path:
+        if self.powerinfer is None:
+            raise LeftOutError("name the folder of its sources with --powerinfer")
+        try:
+            return build(self.powerinfer)
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise LeftOutError(f"it cannot be built: {error}") from error
 
     def _openvino(self, contender: Contender, model: Model) -> Path:
         file = self.work / f"{model.name}.{contender.format}.xml"

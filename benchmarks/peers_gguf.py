@@ -11,12 +11,17 @@ So the files serve to measure speed; their text means nothing. Every matrix is i
 and head too (`llama-quantize --pure`), norms and biases in float32. There is no vocabulary but its size; with
 `vocabulary` each token gets a made-up text, without which llama.cpp's server does not start.
 
-    python benchmarks/peers_gguf.py MODEL OUTPUT.gguf q4_0|f16 [vocabulary]
+PowerInfer has LLaMA with ReLU: `powerinfer` writes a file for it, which is the checkpoint's own model, with the
+predictors that `synth` made. PowerInfer's have a ReLU between their two matrices, and read what a block's norm reads.
+So the checkpoint's, which are linear and read the norm's result, get each row of the first matrix twice, with either
+sign and multiplied by the norm's weights: relu(v) - relu(-v) = v, and a positive factor for a token changes no sign.
+
+    python benchmarks/peers_gguf.py MODEL OUTPUT.gguf q4_0|f16 [vocabulary] [powerinfer]
 """
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +36,8 @@ Array = NDArray[Any]
 _TYPES = {"q4_0": gguf.GGMLQuantizationType.Q4_0, "f16": gguf.GGMLQuantizationType.F16}
 _FILE_TYPES = {"q4_0": gguf.LlamaFileType.MOSTLY_Q4_0, "f16": gguf.LlamaFileType.MOSTLY_F16}
 _F32 = gguf.GGMLQuantizationType.F32
+# In place of "GGUF": a file with predictors, whose neurons PowerInfer skips.
+_POWERINFER_MAGIC = b"PWRI"
 
 
 @dataclass(frozen=True)
@@ -43,7 +50,7 @@ class _Tensor:
     is_matrix: bool
 
 
-def export(model: Path, output: Path, format: str, vocabulary: bool = False) -> None:
+def export(model: Path, output: Path, format: str, vocabulary: bool = False, powerinfer: bool = False) -> None:
     """Writes the checkpoint in the folder `model` to `output`, which appears whole or not at all."""
     config = json.loads((model / "config.json").read_text())
     unfinished = output.with_suffix(".unfinished")
@@ -53,20 +60,26 @@ def export(model: Path, output: Path, format: str, vocabulary: bool = False) -> 
         writer = gguf.GGUFWriter(unfinished, "llama" if is_llama else "gpt2")
         (_describe_llama if is_llama else _describe_opt)(writer, config)
         writer.add_file_type(_FILE_TYPES[format])
-        if vocabulary:
+        if vocabulary or powerinfer:
             _describe_vocabulary(writer, config["vocab_size"])
         else:
             writer.add_tokenizer_model("no_vocab")
         tensors = list((_llama_tensors if is_llama else _opt_tensors)(checkpoint, config))
+        if powerinfer:
+            writer.add_float32("powerinfer.sparse_threshold", 0.0)
+            predictors = _Tensors([model / "predictors.safetensors"], stack)
+            tensors = list(_powerinfer_tensors(tensors, checkpoint, predictors, config))
         _write(writer, tensors, _TYPES[format])
+    if powerinfer:
+        with open(unfinished, "r+b") as file:
+            file.write(_POWERINFER_MAGIC)
     unfinished.replace(output)
 
 
-class Checkpoint:
-    """Tensors of a folder's safetensors files by name, read one at a time."""
+class _Tensors:
+    """Tensors of safetensors files by name, read one at a time."""
 
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
-        files = [path for path in sorted(folder.glob("*.safetensors")) if path.name.startswith("model")]
+    def __init__(self, files: Sequence[Path], stack: ExitStack) -> None:
         opened = [stack.enter_context(safe_open(path, framework="numpy")) for path in files]
         self._files = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
 
@@ -76,6 +89,14 @@ class Checkpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._files[name].get_slice(name).get_shape())
+
+
+class Checkpoint(_Tensors):
+    """Tensors of a folder's model."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        files = [path for path in sorted(folder.glob("*.safetensors")) if path.name.startswith("model")]
+        super().__init__(files, stack)
 
 
 def _write(writer: gguf.GGUFWriter, tensors: list[_Tensor], matrix: gguf.GGMLQuantizationType) -> None:
@@ -166,6 +187,41 @@ def _interleaved(matrix: Array, heads: int) -> Array:
     return matrix.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
+def _powerinfer_tensors(
+    tensors: Sequence[_Tensor], checkpoint: Checkpoint, predictors: _Tensors, config: dict[str, Any]
+) -> Iterator[_Tensor]:
+    """The tensors of a LLaMA for PowerInfer: down has a row for each neuron, and there are predictors."""
+    for tensor in tensors:
+        if not tensor.name.endswith("ffn_down.weight"):
+            yield tensor
+            continue
+        name = tensor.name.replace("ffn_down", "ffn_down_t")
+        yield _Tensor(name, tensor.shape[::-1], lambda down=tensor: np.ascontiguousarray(down.read().T), True)  # type: ignore[misc]
+    for layer in range(config["num_hidden_layers"]):
+        if np.any(predictors[f"layers.{layer}.bias"]):
+            sys.exit("PowerInfer's predictors have no bias")
+        rank, hidden = predictors.shape(f"layers.{layer}.fc1")
+        neurons, _ = predictors.shape(f"layers.{layer}.fc2")
+        first, second = _signed_predictor(checkpoint, predictors, layer)
+        yield _Tensor(f"blk.{layer}.fc1.weight", (2 * rank, hidden), first, True)
+        yield _Tensor(f"blk.{layer}.fc2.weight", (neurons, 2 * rank), second, True)
+
+
+def _signed_predictor(
+    checkpoint: Checkpoint, predictors: _Tensors, layer: int
+) -> tuple[Callable[[], Array], Callable[[], Array]]:
+    def first() -> Array:
+        norm = checkpoint[f"model.layers.{layer}.post_attention_layernorm.weight"].astype(np.float32)
+        matrix = predictors[f"layers.{layer}.fc1"].astype(np.float32) * norm
+        return np.concatenate([matrix, -matrix])
+
+    def second() -> Array:
+        matrix = predictors[f"layers.{layer}.fc2"]
+        return np.concatenate([matrix, -matrix], axis=1)
+
+    return first, second
+
+
 def _opt_tensors(checkpoint: Checkpoint, config: dict[str, Any]) -> Iterator[_Tensor]:
     positions, hidden = config["max_position_embeddings"], config["hidden_size"]
 
@@ -198,4 +254,7 @@ def _opt_tensors(checkpoint: Checkpoint, config: dict[str, Any]) -> Iterator[_Te
 
 
 if __name__ == "__main__":
-    export(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], vocabulary="vocabulary" in sys.argv[4:])
+    export(
+        Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3],
+        vocabulary="vocabulary" in sys.argv[4:], powerinfer="powerinfer" in sys.argv[4:],
+    )  # fmt: skip

@@ -19,7 +19,7 @@ SWEEPS = ("decode", "prefill", "context", "batch", "opt", "firing")
 _Number = TypeVar("_Number", int, float)
 # What is left of a model's positions for the steps behind the longest context.
 _ROOM = 96
-# Of llama.cpp, the format that stands for one of ours.
+# Of llama.cpp and PowerInfer, the format that stands for one of ours.
 _GGUF = {"q4": "q4_0", "f16": "f16"}
 
 
@@ -81,7 +81,7 @@ class Group:
     dense: Model
 
     def model_of(self, contender: Contender) -> Model:
-        return self.model if contender.engine == "picompile" else self.dense
+        return self.model if contender.engine in ("picompile", "PowerInfer") else self.dense
 
     @property
     def key(self) -> str:
@@ -133,6 +133,10 @@ def _llama(format: str) -> Contender:
     return Contender("llama.cpp", _GGUF[format])
 
 
+def _powerinfer(format: str) -> Contender:
+    return Contender("PowerInfer", _GGUF[format])
+
+
 def _others(format: str) -> tuple[Contender, ...]:
     """Who has no format of these bytes is measured beside the nearest one."""
     if format == "q4":
@@ -143,7 +147,7 @@ def _others(format: str) -> tuple[Contender, ...]:
 def _decode(scale: Scale) -> Iterator[Group]:
     model = Model(scale.shape, scale.active)
     for format in scale.formats:
-        contenders = (*_ours(format, "learned", "exact", "none"), _llama(format), *_others(format))
+        contenders = (*_ours(format, "learned", "exact", "none"), _llama(format), _powerinfer(format), *_others(format))
         for threads in THREADS[:1] if scale.quick else THREADS:
             task = Task("decode", threads, 128, 32 if format == "f16" else 64)
             yield Group("decode", format, threads, model, task, contenders, model)
@@ -152,7 +156,7 @@ def _decode(scale: Scale) -> Iterator[Group]:
 def _prefill(scale: Scale) -> Iterator[Group]:
     model = Model(scale.shape, scale.active)
     for format in scale.formats:
-        contenders = (*_ours(format, "learned"), _llama(format), *_others(format))
+        contenders = (*_ours(format, "learned"), _llama(format), _powerinfer(format), *_others(format))
         yield Group("prefill", format, 2, model, Task("prefill", 2, PROMPT, 0), contenders, model)
 
 

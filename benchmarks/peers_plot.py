@@ -10,7 +10,7 @@ Results = Mapping[str, Any]
 # By what a label begins with.
 _COLORS = {
     "picompile q4": "#1f6fb4", "picompile f16": "#8ab8dd", "llama.cpp q4_0": "#c4541c", "llama.cpp f16": "#e8a87c",
-    "OpenVINO": "#3a8a4d", "torch": "#777777",
+    "PowerInfer": "#8a5fb0", "OpenVINO": "#3a8a4d", "torch": "#777777",
 }  # fmt: skip
 _SWEPT = {
     "firing": "neurons that fire, %",

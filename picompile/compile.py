@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from picompile.accuracy_steps import compare_artifact, require_comparable
-from picompile.artifact.code import accelerator_target, planned_code
+from picompile.artifact.code import accelerator_target, planned_code, runs_here, tuned_code
 from picompile.artifact.writer import (
     ArtifactContents,
     MeasuredAccuracy,
@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from picompile.artifact.code import AcceleratorTarget, Code
     from picompile.frontend import Captured
     from picompile.frontend.tokenizer_files import TokenizerFiles
+    from picompile.machine.tuning import Tuning
     from picompile.placement.plan import Plan
     from picompile.predictors.accuracy import AccuracyReport
     from picompile.predictors.predictor_set import PredictorSet
@@ -142,7 +143,8 @@ def _compile_into(
         config = replace(config, rounding=replace(config.rounding, compensates=False))
     warn_of_rounding(captured, base_format(config.quant), progress)
     check_given_plan(config, captured.facts, progress)
-    source = _Source(checkpoint, captured, tokenizer, config, code, accelerator)
+    code, tuning = tuned_code(code, progress) if options.tune else (code, None)
+    source = _Source(checkpoint, captured, tokenizer, config, code, accelerator, tuning)
     with place.scratch() as scratch:
         artifact, report = _compile(source, place.path, scratch, progress)
         place.publish(artifact.folder)
@@ -160,7 +162,8 @@ def _with_texts(options: CompileOptions) -> CompileOptions:
 
 @dataclass(frozen=True)
 class _Source:
-    """A model and what it is compiled for. `checkpoint` is the model's folder, None for a module in memory."""
+    """A model and what it is compiled for. `checkpoint` is the model's folder, None for a module in memory, and
+    `tuning` what was measured of this machine, None if nothing was."""
 
     checkpoint: Path | None
     captured: "Captured"
@@ -168,6 +171,7 @@ class _Source:
     config: CompileConfig
     code: "Sequence[Code]"
     accelerator: "AcceleratorTarget | None"
+    tuning: "Tuning | None"
 
 
 def _compile(
@@ -237,6 +241,8 @@ def _check_before_capture(
             "accuracy compares with a model folder or a GGUF file, not with a module in memory; leave it out"
         )
     require_checkable(options, code)
+    if options.tune and not runs_here(code):
+        raise UsageError(f"tune measures this machine, which cannot run code for {options.target}; leave it out")
     if isinstance(model, str | os.PathLike):
         check_checkpoint(options, Path(model))
         if options.context is not None:
@@ -278,4 +284,5 @@ def _contents(
         None if plan is None else plan.to_json(),
         None if source.config.limits is None else source.config.limits.to_json(),
         source.config.rounding.to_json(),
+        None if source.tuning is None else source.tuning.to_json(),
     )

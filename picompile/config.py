@@ -107,6 +107,8 @@ class CompileOptions:
             leaves out none but by predictors. It takes any activation, and no training.
         skip_at: where to skip, of `picompile.skipping.options.SITES`; empty for `DEFAULT_SITES`.
         skip_tokens: how many tokens of the text perplexity is measured on for that, at most.
+        tune: whether to measure, once for a machine, how early and into which cache kernels should ask for memory here,
+            in the code that this machine chooses.
     """
 
     target: str = "cpu"
@@ -141,6 +143,7 @@ class CompileOptions:
     skip: float | None = None
     skip_at: tuple[str, ...] = ()
     skip_tokens: int = DEFAULT_SKIP_TOKENS
+    tune: bool = False
 
     def __post_init__(self) -> None:
         """Raise `UsageError` for options that fit no model."""

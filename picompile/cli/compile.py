@@ -209,6 +209,14 @@ def compile_command(
             show_default=False,
         ),
     ] = None,
+    tune: Annotated[
+        bool,
+        typer.Option(
+            "--tune",
+            help="Measure on this machine how early and into which cache kernels should ask for memory; half a minute, "
+            "once for a machine. Results stay the same.",
+        ),
+    ] = False,
     dump_ir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write the graph after each pass to DIR/NNN_pass-name.txt.")
     ] = None,
@@ -278,6 +286,7 @@ def compile_command(
         skip=None if skip is None else parse_share(skip, "--skip"),
         skip_at=tuple(skip_at or ()),
         skip_tokens=skip_tokens,
+        tune=tune,
     )
     with parents_of(output), progress() as shown:
         compile_model(model, output, options, shown)

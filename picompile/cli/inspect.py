@@ -167,6 +167,7 @@ def collect(folder: Path) -> dict[str, Any]:
         "checkpoint_accuracy": _reported(folder, "checkpoint_accuracy"),
         "skipping": _reported(folder, "skipping"),
         "rounding": _reported(folder, "rounding"),
+        "tuning": _reported(folder, "tuning"),
         "weight_formats": _reported(folder, "weight_formats"),
         "plan": _reported(folder, "plan"),
     }
@@ -242,6 +243,13 @@ def _show(facts: Mapping[str, Any]) -> None:
         show_kernels(facts["hot_device"]["kernels"])
 
 
+def _tuning_text(tuning: Mapping[str, Any]) -> str:
+    """Return what was measured of a processor: what differs from the default prefetching."""
+    chosen = (f"{name.replace('_', ' ')} {value}" for name, value in tuning["choice"].items())
+    where = f"{tuning['isa']}, {tuning['threads']} threads of {tuning['processor']}"
+    return f"{where}: {', '.join(chosen) or 'the defaults are best'}"
+
+
 def _rows(facts: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     model, memory = facts["model"], facts["memory_bytes"]
     yield "artifact", facts["artifact"]
@@ -262,6 +270,8 @@ def _rows(facts: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     yield "kv cache", f"{facts['kv_dtype']}, {format_bytes(memory['kv_cache'])} when full"
     yield "workspace", format_bytes(memory["workspace"])
     yield "feed-forward", _ffn_text(facts["parts"])
+    if facts["tuning"] is not None:
+        yield "tuned", _tuning_text(facts["tuning"])
     if facts["plan"] is not None:
         yield "plan", _plan_text(facts["plan"])
     yield "read per token", ", ".join(f"{op} {format_bytes(read)}" for op, read in facts["token_bytes"].items())

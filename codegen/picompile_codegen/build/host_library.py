@@ -206,7 +206,7 @@ def _compiled(kernel: Kernel, isa: Isa, target: Target) -> bytes:
         except Exception as error:  # TVM raises many types, none of them its own
             raise BuildError(f"TVM cannot compile the kernel {kernel.name}: {error}") from error
 
-    return cached_object(object_key(kernel.digest, repr(isa), *_compiler()), compile_kernel)
+    return cached_object(object_key(kernel.digest, repr(isa.llvm), *_compiler()), compile_kernel)
 
 
 def _object_of(module: Any) -> bytes:

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from tvm import tirx
 
+from picompile_codegen.build import isa
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, prefetch
 from picompile_codegen.cpu.vector import FLOATS, LANES, at, splat, splat_int, to_floats
@@ -24,12 +25,6 @@ CACHE_LINE_BYTES = 64
 # Groups whose high bits share 32 bytes, where codes lie in two planes.
 HIGH_GROUPS = HIGH_BLOCK // GROUP
 _HIGH_BYTES = HIGH_BLOCK // 4
-
-# How far ahead lines are prefetched: as much as a core reads in the 300 ns or so that busy memory takes.
-_BYTES_AHEAD = 8 * 1024
-# The distance where rows are scattered, and the processor's own prefetching does not help: with 16 KiB the masked block
-# of q4 takes 7 to 15 % less time on two cores of a Zen 5, where memory gives 45 GB/s.
-_SCATTERED_BYTES_AHEAD = 16 * 1024
 
 
 @dataclass(frozen=True)
@@ -195,16 +190,17 @@ class KernelMatrix(MatrixTensors):
     @property
     def rows_ahead(self) -> int:
         """How many rows ahead of the row being read to prefetch."""
-        return -(-_BYTES_AHEAD // self.row_bytes)
+        return -(-isa.current().prefetching.row_bytes_ahead // self.row_bytes)
 
     @property
     def scattered_rows_ahead(self) -> int:
         """How many rows ahead to prefetch where the rows that are read do not follow one another."""
-        return -(-_SCATTERED_BYTES_AHEAD // self.row_bytes)
+        return -(-isa.current().prefetching.scattered_bytes_ahead // self.row_bytes)
 
     def fetch(self, number: Expr, line: Expr) -> None:
         """Prefetch cache line `line` of a row."""
-        prefetch(self.data, number, line * (self.data_line_elements))
+        into_first = isa.current().prefetching.rows_into_first_level
+        prefetch(self.data, number, line * self.data_line_elements, into_first_level=into_first)
 
     def fetch_part(self, numbers: Sequence[Expr], first: Expr, count: int, part: range) -> None:
         """Prefetch of each row its share of the lines that begin in the data of `count` groups from `first` on.

@@ -214,11 +214,11 @@ _KEPT_KERNELS = 256
 
 def kernel_of(spec: KernelSpec) -> Kernel:
     """Return the CPU kernel of `spec` for the current instruction set; the same object for equal specs."""
-    return _kernel_of(spec, current().name)
+    return _kernel_of(spec, current())
 
 
 @lru_cache(maxsize=_KEPT_KERNELS)
-def _kernel_of(spec: KernelSpec, isa: str) -> Kernel:
+def _kernel_of(spec: KernelSpec, isa: Isa) -> Kernel:
     return write_kernel(spec)
 
 

@@ -1,0 +1,337 @@
+"""How kernels should ask for memory on this machine: measured once, and kept in the user's cache folder as JSON.
+
+Processors differ in what they fetch by themselves and in how many lines they can wait for, so that a kernel may be
+twice as fast with another `Prefetching`, to the same bits. Each choice is measured by a kernel that depends on it, with
+weights that are in no cache; the kernels of all choices take turns, because a machine's memory is not equally fast at
+all times. A choice must be sure to be faster before it takes the place of the default.
+
+A file counts as missing if it is damaged, which the sha256 of its content shows, or if it is of another version or
+another machine. A file that cannot be written only costs the time to measure again.
+"""
+
+import hashlib
+import json
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from picompile.errors import PicompileError
+from picompile.machine.host import host_memory
+from picompile.machine.measured import cache_file
+from picompile.output import writing_file
+from picompile.progress import Progress
+from picompile_runtime import ArtifactError
+from picompile_runtime.artifact.fields import Fields, parse_object
+
+if TYPE_CHECKING:
+    from picompile.machine.kernel_calls import Arguments, KernelCalls
+    from picompile_codegen.build.isa import Isa
+    from picompile_codegen.cpu import Kernel
+    from picompile_codegen.specs import KernelSpec
+
+# Increased when kernels prefetch in another way, or it is measured in another way.
+_SCHEMA = 1
+# What all calls of a kernel read: several times the third-level cache of most processors, and a share of the memory.
+_WORKING_SET_BYTES = 192 * 2**20
+_WORKING_SET_SHARE = 8
+# Each question is measured for so long, and in so many rounds at least; by so much a choice must be faster.
+_SECONDS, _ROUNDS = 4.0, 15
+_LEAST_GAIN = 1.03
+# Neurons that a token computes, one of so many.
+_FIRING = 10
+
+# Fields of `Prefetching`.
+Choice = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A choice that was tried, and its speed as a multiple of the default's: the median of rounds, and the quarter of
+    rounds with the lowest is below `low`."""
+
+    choice: Choice
+    speed: float
+    low: float
+
+    @property
+    def is_faster(self) -> bool:
+        """Whether this is sure to be faster than the default."""
+        return self.low > 1 and self.speed > _LEAST_GAIN
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What was measured on a processor: `choice` has what differs from the default."""
+
+    isa: str
+    machine: Mapping[str, Any]
+    trials: tuple[Trial, ...]
+    choice: Choice = field(default_factory=dict)
+
+    def apply(self, isa: "Isa") -> "Isa":
+        """Return `isa` with the prefetching that was chosen."""
+        return replace(isa, prefetching=replace(isa.prefetching, **self.choice))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what the artifact's report says."""
+        return {
+            "isa": self.isa,
+            "processor": self.machine["processor"],
+            "threads": self.machine["threads"],
+            "choice": dict(self.choice),
+            "trials": [asdict(trial) for trial in self.trials],
+        }
+
+
+def tuned(isa: "Isa", threads: int, progress: Progress) -> Tuning:
+    """Return the tuning of `isa`, which this machine has, for `threads` threads here.
+
+    Measuring takes about half a minute, and is done once for a machine. Raises `BuildError` as compiling does.
+    """
+    machine = {"processor": processor(), "threads": threads}
+    tuning = load(isa, machine)
+    if tuning is None:
+        tuning = measure(isa, machine, progress)
+        store(tuning)
+    return tuning
+
+
+def processor() -> str:
+    """Return the processor's name, family, model and stepping: machines in a cloud often have the same name."""
+    wanted = ("model name", "cpu family", "model", "stepping", "CPU implementer", "CPU part", "CPU revision")
+    found: dict[str, str] = {}
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() in wanted:
+                found.setdefault(name.strip(), value.strip())
+    return ", ".join(found[name] for name in wanted if name in found) or "unknown"
+
+
+# The file.
+
+
+def tuning_file(isa: str) -> Path:
+    """Return the file with the tuning of `isa`. Raise `RuntimeError` if this user has no home folder."""
+    return cache_file().with_name(f"tuning-{isa}.json")
+
+
+def load(isa: "Isa", machine: Mapping[str, Any]) -> Tuning | None:
+    """Return the tuning kept of `isa` on `machine`, None without any."""
+    with suppress(OSError, RuntimeError, ArtifactError, TypeError):
+        path = tuning_file(isa.name)
+        fields = parse_object(path.read_bytes(), str(path))
+        content = dict(fields.data)
+        if content.pop("sha256", None) != _digest(content):
+            return None
+        if content.get("schema") != _SCHEMA or content.get("machine") != machine:
+            return None
+        trials = tuple(_trial(each) for each in fields.objects("trials"))
+        return Tuning(isa.name, machine, trials, _known(fields.object("choice").data, isa))
+    return None
+
+
+def _trial(fields: Fields) -> Trial:
+    return Trial(dict(fields.object("choice").data), float(fields.data["speed"]), float(fields.data["low"]))
+
+
+def _known(choice: Mapping[str, Any], isa: "Isa") -> Choice:
+    """Return `choice`. Raise `TypeError` unless it is one of a `Prefetching`."""
+    for name, value in choice.items():
+        if type(value) is not type(getattr(isa.prefetching, name, None)):
+            raise TypeError(name)
+    return dict(choice)
+
+
+def store(tuning: Tuning) -> None:
+    """Replace the file by `tuning`; another process that reads it meanwhile sees the old or the new content."""
+    content: dict[str, Any] = {
+        "schema": _SCHEMA,
+        "machine": dict(tuning.machine),
+        "choice": dict(tuning.choice),
+        "trials": [asdict(trial) for trial in tuning.trials],
+    }
+    content["sha256"] = _digest(content)
+    with suppress(OSError, RuntimeError, PicompileError):
+        path = tuning_file(tuning.isa)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with writing_file(path, overwrite=True) as file:
+            file.write((json.dumps(content, indent=1) + "\n").encode())
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+# Measuring.
+
+
+@dataclass(frozen=True)
+class _Question:
+    """A kernel that tells choices apart, the first of which is the default; `copied` are the arguments that it reads
+    from memory, and one of `share` of them is read by a call."""
+
+    name: str
+    spec: "KernelSpec"
+    choices: Sequence[Choice]
+    copied: tuple[str, ...]
+    share: int = 1
+
+
+def questions(isa: "Isa") -> list[_Question]:
+    """Return what is to be measured for `isa`, in order: what is chosen for one holds for those behind it."""
+    from picompile_codegen.specs import AttentionSpec, FfnSpec, LinearSpec
+
+    default = isa.prefetching
+    attention = AttentionSpec(
+        heads=32, kv_heads=32, head_dim=64, value_dim=64, context=1024, rows=1, kv_dtype="float16", scale=0.125,
+        window=0, mode="one", sequences=1, extend=True, turn=True,
+    )  # fmt: skip
+    block = FfnSpec(
+        kind="masked", format="q4", neurons=5632, dim=2048, rows=1, gated=True, activation="relu",
+        up_activation="identity", gate_bias=True, up_bias=False, down_bias=False,
+    )  # fmt: skip
+    levels = (default.rows_into_first_level, not default.rows_into_first_level)
+    return [
+        _Question(
+            "panels",
+            LinearSpec(format="q4", n=2048, k=2048, rows=1, bias=False, panels=True),
+            _choices(default, "panels_into_first_level", not default.panels_into_first_level),
+            ("w.data",),
+        ),
+        _Question(
+            "caches",
+            attention,
+            _choices(default, "caches_into_first_level", not default.caches_into_first_level),
+            ("k_cache", "v_cache"),
+        ),
+        _Question(
+            "scattered rows",
+            block,
+            [
+                {"rows_into_first_level": level, "scattered_bytes_ahead": ahead}
+                for level, ahead in product(levels, _distances(default.scattered_bytes_ahead))
+            ],
+            ("neuron_w.data",),
+            _FIRING,
+        ),
+        _Question(
+            "rows",
+            LinearSpec(format="f16", n=2048, k=2048, rows=1, bias=False),
+            [{"row_bytes_ahead": ahead} for ahead in _distances(default.row_bytes_ahead)],
+            ("w.data",),
+        ),
+    ]
+
+
+def _choices(default: Any, name: str, *others: bool | int) -> list[Choice]:
+    return [{name: value} for value in (getattr(default, name), *others)]
+
+
+def _distances(default: int) -> tuple[int, ...]:
+    return default, default // 2, default * 2
+
+
+def measure(isa: "Isa", machine: Mapping[str, Any], progress: Progress) -> Tuning:
+    """Measure all choices for `isa`, which this machine has. Raises `BuildError` as compiling does."""
+    asked, trials, choice = questions(isa), list[Trial](), dict[str, Any]()
+    steps = sum(len(question.choices) for question in asked)
+    with progress.step(f"tune {isa.name}", steps) as advance, tempfile.TemporaryDirectory() as folder:
+        for question in asked:
+            now = replace(isa, prefetching=replace(isa.prefetching, **choice))
+            found = _answer(question, now, machine["threads"], Path(folder), advance)
+            trials += found
+            if faster := [trial for trial in found if trial.is_faster]:
+                best = max(faster, key=lambda trial: trial.speed).choice
+                choice |= {name: value for name, value in best.items() if value != question.choices[0][name]}
+    return Tuning(isa.name, machine, tuple(trials), choice)
+
+
+def _answer(question: _Question, isa: "Isa", threads: int, folder: Path, advance: Callable[[int], None]) -> list[Trial]:
+    """Return how fast each choice but the first is, as a multiple of the first."""
+    from picompile.machine.kernel_calls import KernelCalls
+    from picompile_codegen import cpu
+    from picompile_codegen.build.host_library import build_host_library
+    from picompile_codegen.build.isa import targeting
+
+    calls: list[KernelCalls] = []
+    arguments: list[Arguments] = []
+    for number, choice in enumerate(question.choices):
+        chosen = replace(isa, prefetching=replace(isa.prefetching, **choice))
+        with targeting(chosen):
+            kernel = cpu.write_kernel(question.spec)
+        path = folder / f"{question.name.replace(' ', '-')}-{number}.so"
+        build_host_library([kernel], path, chosen)
+        arguments = arguments or _arguments(question, kernel)
+        calls.append(KernelCalls(path, kernel, arguments))
+        advance(1)
+    return trials_of(question.choices, _race(calls, threads))
+
+
+def trials_of(choices: Sequence[Choice], seconds: NDArray[np.float64]) -> list[Trial]:
+    """Return how fast each choice but the first is, given the time of each in each round [rounds, choices]."""
+    speeds = seconds[:, :1] / seconds[:, 1:]
+    return [
+        Trial(choice, float(np.median(column)), float(np.quantile(column, 0.25)))
+        for choice, column in zip(choices[1:], speeds.T, strict=True)
+    ]
+
+
+def _race(calls: "Sequence[KernelCalls]", threads: int) -> NDArray[np.float64]:
+    """Return the median time of a call in each round, float64 [rounds, kernels]; each round has all, in turns."""
+    rows: list[list[float]] = []
+    end = time.perf_counter() + _SECONDS
+    for each in calls:  # pages are mapped, and code is loaded
+        each.seconds(threads)
+    while len(rows) < _ROUNDS or time.perf_counter() < end:
+        order = [(len(rows) + number) % len(calls) for number in range(len(calls))]
+        times = {index: float(np.median(calls[index].seconds(threads))) for index in order}
+        rows.append([times[index] for index in range(len(calls))])
+    return np.array(rows)
+
+
+def _arguments(question: _Question, kernel: "Kernel") -> "list[Arguments]":
+    """Return the arguments of calls that together read the working set."""
+    from picompile.machine.kernel_calls import copied_arguments, fill_with_bytes
+    from picompile_codegen.lowering.program import tensor_bytes
+
+    rng = np.random.default_rng(0)
+    sizes = {each.name: tensor_bytes(each.dtype, each.shape) for each in kernel.arguments}
+    room = min(_WORKING_SET_BYTES, host_memory()[1] // _WORKING_SET_SHARE)
+    copies = max(1, room // sum(sizes[name] for name in question.copied))
+
+    def fill(name: str, array: Any) -> None:
+        if name in question.copied:
+            fill_with_bytes(array, rng)
+        elif name == "gate_bias":
+            array[:] = 1.0  # x is zero: every neuron that is computed fires
+        elif name == "step":
+            array[0] = 1
+        elif name == "positions":
+            array[:] = question.spec.context - 1  # type: ignore[attr-defined]
+
+    found = list(copied_arguments(kernel, fill, question.copied, copies))
+    if question.share == 1:
+        return found
+    masks = _masks(found[0]["mask"], question.share, rng)
+    return [arrays | {"mask": mask} for mask in masks for arrays in found]
+
+
+def _masks(mask: Any, share: int, rng: np.random.Generator) -> list[Any]:
+    """Return masks that each name one of `share` neurons, and together all."""
+    from picompile_runtime.devices.memory import aligned_zeros
+
+    owners = rng.integers(0, share, mask.shape)
+    masks = []
+    for number in range(share):
+        masks.append(aligned_zeros(mask.shape, mask.dtype))
+        masks[-1][:] = owners == number
+    return masks

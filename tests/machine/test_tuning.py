@@ -1,0 +1,240 @@
+"""How kernels prefetch on this machine: what is measured and chosen, the file that keeps it, and `compile --tune`."""
+
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helpers.kernels.workbench import Workbench
+from helpers.support import Cli
+from picompile.artifact.code import Code, tuned_code
+from picompile.machine import tuning
+from picompile.machine.kernel_calls import fill_with_bytes
+from picompile.machine.tuning import Trial, Tuning, measure, questions, tuned
+from picompile.progress import NoProgress
+from picompile_codegen import cpu
+from picompile_codegen.build.isa import ISAS, Isa, Prefetching, targeting
+from picompile_runtime import MachineError
+
+ISA = ISAS["x86-64-v3"]
+MACHINE = {"processor": "processor of nobody", "threads": 3}
+
+
+def chosen(choice: tuning.Choice) -> Isa:
+    return replace(ISA, prefetching=replace(ISA.prefetching, **choice))
+
+
+def test_every_choice_is_measured() -> None:
+    asked = {name for question in questions(ISA) for choice in question.choices for name in choice}
+    assert asked == {field.name for field in fields(Prefetching)}
+    for question in questions(ISA):
+        assert chosen(question.choices[0]) == ISA, "the first choice is the default"
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_choice_changes_a_kernel_and_no_bit_of_its_result(number: int, tmp_path: Path) -> None:
+    question = questions(ISA)[number]
+    codes, results = set(), set()
+    for index, choice in enumerate(question.choices):
+        with targeting(chosen(choice)):
+            kernel = cpu.write_kernel(question.spec)
+        codes.add(str(kernel.prim_func))
+        if index not in (0, 1, len(question.choices) - 1):
+            continue
+        bench, rng = Workbench(tmp_path / f"{index}" / "kernel.so", (), chosen(choice)), np.random.default_rng(number)
+        bench.path.parent.mkdir()
+        inputs = {}
+        for argument in kernel.arguments:
+            name, _, part = argument.name.partition(".")
+            if name in ("y", "stats", "step") or part == "scale":
+                continue
+            dtype = np.dtype(argument.dtype)
+            # A few bytes make finite numbers of every type, and masks of 0 and 1.
+            few = rng.integers(0, 2, argument.shape) if dtype.kind in "iu" else rng.uniform(-1, 1, argument.shape)
+            inputs[name] = few.astype(dtype)
+            if argument.name in question.copied:
+                fill_with_bytes(inputs[name], rng)
+        position = 700 if "positions" in inputs else 0
+        if position:
+            inputs["positions"][:] = position
+            inputs["slots"][:] = 0
+        inputs["stats"] = np.zeros(2, np.int64)
+        result = bench.run(kernel, inputs, tokens=1, position=position, slot=0)["y"]
+        assert result.any() and np.isfinite(result).all()
+        results.add(result.tobytes())
+    assert len(codes) == len(question.choices)
+    assert len(results) == 1
+
+
+def with_speeds(monkeypatch: pytest.MonkeyPatch, speeds: dict[str, list[list[float]]]) -> None:
+    """Have measurements find, of a question, these speeds of each choice in each round, 1 for the default's."""
+
+    def answer(question: Any, isa: Isa, *_: Any) -> list[Trial]:
+        seen.append((question.name, isa.prefetching))
+        rounds = np.array(speeds.get(question.name, [[0.5] * (len(question.choices) - 1)] * 4))
+        return tuning.trials_of(question.choices, np.hstack([np.ones((len(rounds), 1)), 1 / rounds]))
+
+    seen: list[tuple[str, Prefetching]] = []
+    monkeypatch.setattr(tuning, "_answer", answer)
+    monkeypatch.setattr(tuning, "asked_with", seen, raising=False)
+
+
+def test_the_default_stays_unless_another_is_surely_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_speeds(
+        monkeypatch,
+        {
+            "panels": [[1.02], [1.02], [1.02], [1.02]],  # hardly faster
+            "caches": [[0.7], [0.9], [1.5], [1.6]],  # faster in half of the rounds
+        },
+    )
+    found = measure(ISA, MACHINE, NoProgress())
+    assert found.choice == {}
+    assert len(found.trials) == sum(len(question.choices) - 1 for question in questions(ISA))
+
+
+def test_the_fastest_is_chosen_and_holds_for_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_speeds(
+        monkeypatch,
+        {
+            "caches": [[1.3]] * 4,
+            "scattered rows": [[1.1, 1.2, 1.0, 1.4, 1.3]] * 4,
+        },
+    )
+    found = measure(ISA, MACHINE, NoProgress())
+    best = questions(ISA)[2].choices[4]
+    assert found.choice == {"caches_into_first_level": False, **{
+        name: value for name, value in best.items() if value != getattr(ISA.prefetching, name)
+    }}  # fmt: skip
+    assert dict(tuning.asked_with)["rows"] == replace(ISA.prefetching, **found.choice)  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The processors that were measured; each finds another choice."""
+    times: list[str] = []
+
+    def measured(isa: Isa, machine: Any, progress: Any) -> Tuning:
+        times.append(machine["processor"])
+        choice = {"row_bytes_ahead": 1024 * len(times)}
+        return Tuning(isa.name, machine, (Trial(choice, 1.5, 1.25),), choice)
+
+    monkeypatch.setattr(tuning, "measure", measured)
+    return times
+
+
+def test_a_machine_is_measured_once(counted: list[str]) -> None:
+    first = tuned(ISA, 2, NoProgress())
+    assert tuned(ISA, 2, NoProgress()) == first
+    assert first.apply(ISA) == chosen({"row_bytes_ahead": 1024})
+    assert counted == [tuning.processor()]
+
+
+def test_another_machine_is_measured(counted: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned(ISA, 2, NoProgress())
+    tuned(ISA, 1, NoProgress())
+    monkeypatch.setattr(tuning, "processor", lambda: "another")
+    assert tuned(ISA, 1, NoProgress()).apply(ISA) == chosen({"row_bytes_ahead": 3 * 1024})
+    assert len(counted) == 3
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"schema": 1}', "changed", "unknown"])
+def test_a_damaged_file_counts_as_missing(counted: list[str], damage: str) -> None:
+    tuned(ISA, 2, NoProgress())
+    path = tuning.tuning_file(ISA.name)
+    text = path.read_text()
+    if damage in ("changed", "unknown"):
+        content = json.loads(text)
+        if damage == "changed":
+            content["choice"]["row_bytes_ahead"] = 4096
+        else:  # whole, but of a choice that there is not
+            content["choice"] = {"row_bytes_behind": 4096}
+            del content["sha256"]
+            content["sha256"] = tuning._digest(content)
+        damage = json.dumps(content)
+    path.write_text(damage)
+    assert tuned(ISA, 2, NoProgress()).apply(ISA) == chosen({"row_bytes_ahead": 2048})
+    assert len(counted) == 2
+
+
+def test_a_file_that_cannot_be_written_costs_only_time(
+    counted: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    tuned(ISA, 2, NoProgress())
+    tuned(ISA, 2, NoProgress())
+    assert len(counted) == 2
+
+
+def test_clouds_sell_different_processors_by_one_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def named(model: int) -> str:
+        text = f"processor : 0\nmodel name : AMD EPYC\ncpu family : 25\nmodel : {model}\n\nprocessor : 1\nmodel : 9\n"
+        monkeypatch.setattr(Path, "read_text", lambda *_, **__: text)
+        return tuning.processor()
+
+    assert named(17) == "AMD EPYC, 25, 17"
+    assert named(1) == "AMD EPYC, 25, 1"
+
+
+def test_compile_with_tune(cli: Cli, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_speeds(monkeypatch, {"caches": [[1.3]] * 4, "rows": [[1.3, 1.2]] * 4})
+    outputs = [tmp_path / "plain", tmp_path / "tuned"]
+    avx2 = ["--quant", "f16", "--context", "64", "--target", "cpu-avx2"]
+    for output, options in zip(outputs, ([], ["--tune"]), strict=True):
+        assert cli("compile", tiny_model, "-o", output, *avx2, *options).code == 0
+    whole, fast = (
+        json.loads(cli("run", output, "-p", "Once upon", "-n", 12, "--json").out)["tokens"] for output in outputs
+    )
+    assert whole == fast
+    report = json.loads((outputs[1] / "report.json").read_text())["tuning"]
+    assert (report["isa"], report["processor"]) == ("x86-64-v3", tuning.processor())
+    assert report["choice"] == {"caches_into_first_level": False, "row_bytes_ahead": 4096}
+    assert report["trials"][1] == {"choice": {"caches_into_first_level": False}, "speed": 1.3, "low": 1.3}
+    assert json.loads(cli("inspect", outputs[1], "--json").out)["tuning"] == report
+    assert "caches into first level False" in " ".join(cli("inspect", outputs[1]).out.split())
+    assert "tuning" not in json.loads((outputs[0] / "report.json").read_text())
+    code = [(output / "kernels" / "host.so").read_bytes() for output in outputs]
+    assert code[0] != code[1]
+
+
+def test_tune_is_refused_for_another_machine(cli: Cli, tiny_model: Path, tmp_path: Path) -> None:
+    output = tmp_path / "artifact"
+    ended = cli("compile", tiny_model, "-o", output, "--target", "cpu-arm64", "--tune")
+    assert (ended.code, ended.err.count("\n")) == (2, 1)
+    assert "which cannot run code for cpu-arm64" in ended.err
+    assert not output.exists()
+
+
+def test_this_machine(tmp_path: Path) -> None:
+    """Every kernel is measured, as few times as that allows."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuning, "_SECONDS", 0.0)
+        patch.setattr(tuning, "_ROUNDS", 2)
+        patch.setattr(tuning, "_WORKING_SET_BYTES", 2**24)
+        found = tuned(ISA, 2, NoProgress())
+        assert tuned(ISA, 2, NoProgress()) == found
+    assert all(0.01 < trial.low <= trial.speed < 100 for trial in found.trials)
+    assert len(found.trials) == 9
+
+
+def test_code_that_this_machine_would_not_choose_stays(monkeypatch: pytest.MonkeyPatch, counted: list[str]) -> None:
+    """And code with bfloat16 is tuned as that without it."""
+    names = ["x86-64-v4-bf16", "x86-64-v4-vnni", "x86-64-v3"]
+    code = [Code(ISAS[name], f"{name}.so") for name in names]
+    for first, changed in ((0, [True, True, False]), (1, [False, True, False]), (2, [False, False, True])):
+        monkeypatch.setattr("picompile.artifact.code.runs_here", lambda each, first=first: each[0].isa in able(first))
+        found, tuning_ = tuned_code(code, NoProgress())
+        assert tuning_.isa == ("x86-64-v3" if first == 2 else "x86-64-v4-vnni")
+        assert [each.isa != known.isa for each, known in zip(found, code, strict=True)] == changed
+        assert [each.file for each in found] == [each.file for each in code]
+
+    monkeypatch.setattr("picompile.artifact.code.runs_here", lambda each: False)
+    with pytest.raises(MachineError, match="cannot run code for x86-64-v4-bf16"):
+        tuned_code(code, NoProgress())
+
+
+def able(first: int) -> list[Isa]:
+    return [ISAS["x86-64-v4-bf16"], ISAS["x86-64-v4-vnni"], ISA][first:]
