@@ -93,7 +93,7 @@ class Files:
         if self.powerinfer is None:
             raise LeftOutError("name the folder of its sources with --powerinfer")
         try:
-            return build(self.powerinfer)
+            return build(self.powerinfer, "avx2" if self.target == "cpu-avx2" else "native")
         except (OSError, subprocess.CalledProcessError) as error:
             raise LeftOutError(f"it cannot be built: {error}") from error
 

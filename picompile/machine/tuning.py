@@ -197,7 +197,7 @@ def questions(isa: "Isa") -> list[_Question]:
     )  # fmt: skip
     block = FfnSpec(
         kind="masked", format="q4", neurons=5632, dim=2048, rows=1, gated=True, activation="relu",
-        up_activation="identity", gate_bias=True, up_bias=False, down_bias=False,
+        up_activation="identity", gate_bias=True, up_bias=True, down_bias=False,
     )  # fmt: skip
     levels = (default.rows_into_first_level, not default.rows_into_first_level)
     return [
@@ -311,8 +311,8 @@ def _arguments(question: _Question, kernel: "Kernel") -> "list[Arguments]":
     def fill(name: str, array: Any) -> None:
         if name in question.copied:
             fill_with_bytes(array, rng)
-        elif name == "gate_bias":
-            array[:] = 1.0  # x is zero: every neuron that is computed fires
+        elif name in ("gate_bias", "up_bias"):
+            array[:] = 1.0  # x is zero: all neurons that are computed fire, and rows of down are read
         elif name == "step":
             array[0] = 1
         elif name == "positions":
