@@ -53,9 +53,9 @@ Choice = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Trial:
-    """A choice that was tried, and its speed as a multiple of the default's: the median of rounds, and the quarter of
-    rounds with the lowest is below `low`."""
+class PrefetchTrial:
+    """A choice that was tried. `speed` is a multiple of the default's, in the median of rounds; in a quarter of the
+    rounds it was below `low`."""
 
     choice: Choice
     speed: float
@@ -69,11 +69,11 @@ class Trial:
 
 @dataclass(frozen=True)
 class Tuning:
-    """What was measured on a processor: `choice` has what differs from the default."""
+    """The measurements of a processor, and the `choice`: what differs from the default."""
 
     isa: str
     machine: Mapping[str, Any]
-    trials: tuple[Trial, ...]
+    trials: tuple[PrefetchTrial, ...]
     choice: Choice = field(default_factory=dict)
 
     def apply(self, isa: "Isa") -> "Isa":
@@ -139,8 +139,8 @@ def load(isa: "Isa", machine: Mapping[str, Any]) -> Tuning | None:
     return None
 
 
-def _trial(fields: Fields) -> Trial:
-    return Trial(dict(fields.object("choice").data), float(fields.data["speed"]), float(fields.data["low"]))
+def _trial(fields: Fields) -> PrefetchTrial:
+    return PrefetchTrial(dict(fields.object("choice").data), float(fields.data["speed"]), float(fields.data["low"]))
 
 
 def _known(choice: Mapping[str, Any], isa: "Isa") -> Choice:
@@ -242,7 +242,7 @@ def _distances(default: int) -> tuple[int, ...]:
 
 def measure(isa: "Isa", machine: Mapping[str, Any], progress: Progress) -> Tuning:
     """Measure all choices for `isa`, which this machine has. Raises `BuildError` as compiling does."""
-    asked, trials, choice = questions(isa), list[Trial](), dict[str, Any]()
+    asked, trials, choice = questions(isa), list[PrefetchTrial](), dict[str, Any]()
     steps = sum(len(question.choices) for question in asked)
     with progress.step(f"tune {isa.name}", steps) as advance, tempfile.TemporaryDirectory() as folder:
         for question in asked:
@@ -255,7 +255,9 @@ def measure(isa: "Isa", machine: Mapping[str, Any], progress: Progress) -> Tunin
     return Tuning(isa.name, machine, tuple(trials), choice)
 
 
-def _answer(question: _Question, isa: "Isa", threads: int, folder: Path, advance: Callable[[int], None]) -> list[Trial]:
+def _answer(
+    question: _Question, isa: "Isa", threads: int, folder: Path, advance: Callable[[int], None]
+) -> list[PrefetchTrial]:
     """Return how fast each choice but the first is, as a multiple of the first."""
     from picompile.machine.kernel_calls import KernelCalls
     from picompile_codegen import cpu
@@ -276,11 +278,11 @@ def _answer(question: _Question, isa: "Isa", threads: int, folder: Path, advance
     return trials_of(question.choices, _race(calls, threads))
 
 
-def trials_of(choices: Sequence[Choice], seconds: NDArray[np.float64]) -> list[Trial]:
+def trials_of(choices: Sequence[Choice], seconds: NDArray[np.float64]) -> list[PrefetchTrial]:
     """Return how fast each choice but the first is, given the time of each in each round [rounds, choices]."""
     speeds = seconds[:, :1] / seconds[:, 1:]
     return [
-        Trial(choice, float(np.median(column)), float(np.quantile(column, 0.25)))
+        PrefetchTrial(choice, float(np.median(column)), float(np.quantile(column, 0.25)))
         for choice, column in zip(choices[1:], speeds.T, strict=True)
     ]
 

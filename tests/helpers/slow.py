@@ -39,6 +39,14 @@ _SHAPES = ("groups of 2", "q8, odd widths", "window", "soft cap")
 
 SLOW: tuple[SlowTests, ...] = (
     SlowTests(
+        "benchmarks that make and compile models, and choices of prefetching whose kernels take seconds to compile",
+        (
+            "benchmarks/test_benchmarks_peers_powerinfer.py::",
+            "machine/test_tuning.py::test_a_choice_changes_a_kernel_and_no_bit_of_its_result[2]",
+            "machine/test_tuning.py::test_this_machine",
+        ),
+    ),
+    SlowTests(
         "servers, browsers and terminals in processes of their own, and many requests: what they call has other tests",
         (
             "cli/test_cli_chat.py::",

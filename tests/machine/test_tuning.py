@@ -13,7 +13,7 @@ from helpers.support import Cli
 from picompile.artifact.code import Code, tuned_code
 from picompile.machine import tuning
 from picompile.machine.kernel_calls import fill_with_bytes
-from picompile.machine.tuning import Trial, Tuning, measure, questions, tuned
+from picompile.machine.tuning import PrefetchTrial, Tuning, measure, questions, tuned
 from picompile.progress import NoProgress
 from picompile_codegen import cpu
 from picompile_codegen.build.isa import ISAS, Isa, Prefetching, targeting
@@ -72,7 +72,7 @@ def test_a_choice_changes_a_kernel_and_no_bit_of_its_result(number: int, tmp_pat
 def with_speeds(monkeypatch: pytest.MonkeyPatch, speeds: dict[str, list[list[float]]]) -> None:
     """Have measurements find, of a question, these speeds of each choice in each round, 1 for the default's."""
 
-    def answer(question: Any, isa: Isa, *_: Any) -> list[Trial]:
+    def answer(question: Any, isa: Isa, *_: Any) -> list[PrefetchTrial]:
         seen.append((question.name, isa.prefetching))
         rounds = np.array(speeds.get(question.name, [[0.5] * (len(question.choices) - 1)] * 4))
         return tuning.trials_of(question.choices, np.hstack([np.ones((len(rounds), 1)), 1 / rounds]))
@@ -119,7 +119,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def measured(isa: Isa, machine: Any, progress: Any) -> Tuning:
         times.append(machine["processor"])
         choice = {"row_bytes_ahead": 1024 * len(times)}
-        return Tuning(isa.name, machine, (Trial(choice, 1.5, 1.25),), choice)
+        return Tuning(isa.name, machine, (PrefetchTrial(choice, 1.5, 1.25),), choice)
 
     monkeypatch.setattr(tuning, "measure", measured)
     return times

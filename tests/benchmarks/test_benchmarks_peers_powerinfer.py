@@ -1,0 +1,62 @@
+"""The file that PowerInfer gets, read back as a model; and projections that leave out a share of their inputs."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from helpers.support import ROOT, Cli
+
+BENCHMARKS = ROOT / "benchmarks"
+CONFIG = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "vocab_size": 320,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "hidden_act": "relu",
+    "max_position_embeddings": 256, "rope_theta": 10000.0, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+}  # fmt: skip
+IDS = "5,77,300,42,42,9"
+
+
+@pytest.fixture
+def checkpoint(cli: Cli, tmp_path: Path) -> Path:
+    """A small model of `synth`, a fifth of whose neurons fire, with predictors."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(CONFIG))
+    ended = cli("synth", "--shape", config, "--active", 0.2, "-o", tmp_path / "model")
+    assert (ended.code, ended.err) == (0, "")
+    return tmp_path / "model"
+
+
+def run_script(name: str, *arguments: object) -> str:
+    command = [sys.executable, BENCHMARKS / name, *arguments]
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_powerinfers_file_is_the_checkpoint_with_its_predictors(cli: Cli, checkpoint: Path, tmp_path: Path) -> None:
+    file = tmp_path / "model.f16.powerinfer.gguf"
+    run_script("peers_gguf.py", checkpoint, file, "f16", "powerinfer")
+    assert file.read_bytes()[:4] == b"PWRI"
+    results = []
+    for model, output in ((checkpoint, tmp_path / "ours"), (file, tmp_path / "theirs")):
+        options = ["--quant", "f16", "--predictor", "learned", "--gate", "off", "--target", "cpu-avx2"]
+        assert cli("compile", model, "-o", output, "--context", 64, *options).code == 0
+        results.append(json.loads(cli("run", output, "--ids", IDS, "-n", 24, "--json").out)["tokens"])
+        bench = json.loads(cli("bench", output, "-p", 8, "-n", 16, "-r", 1, "-t", 1, "--json").out)["decode"]
+        results.append(round(bench["computed_share"], 2))
+    assert results[:2] == results[2:]
+    assert 0.1 < results[1] < 0.4
+    assert len(set(results[0])) > 3
+
+
+def test_a_share_of_inputs_is_left_out(checkpoint: Path, tmp_path: Path) -> None:
+    options = ["--share", 0, 0.4, "--quant", "f16", "--target", "cpu-avx2", "--rounds", 1]
+    table = run_script("sparse_projections.py", checkpoint, *options, "--work", tmp_path / "work")
+    assert re.search(r"^\| 0% \|.*\n\| 40% \|", table, re.MULTILINE)
+    report = json.loads((tmp_path / "work" / "model-f16-40%" / "report.json").read_text())["skipping"]
+    shares = list(report["left_out"].values())
+    assert len(shares) == 4
+    assert 0.4 <= sum(shares) / 4 < 0.5
