@@ -64,11 +64,13 @@ EXEMPT = {
         "needs llama.cpp and OpenVINO; tests/benchmarks/ has all of its parts",
     ),
     "python benchmarks/peers.py --work build/bench --peer-python ~/peers/bin/python --powerinfer PowerInfer "
-    "--sweeps decode prefill --quick": "needs the peers; test_benchmarks_peers_powerinfer.py writes PowerInfer's file",
+    "--sweeps decode prefill --quick": "needs the peers; test_benchmarks_models.py writes PowerInfer's file",
     "python benchmarks/peers.py --work build/bench --peer-python ~/peers-avx2/bin/python --powerinfer PowerInfer "
     "--target cpu-avx2 --sweeps prefill batch decode --quick": "needs the peers, and a quiet machine",
+    "python benchmarks/idle_heads.py SmolLM2-135M-Instruct.Q4_1.gguf": "needs a file of 93 MB",
+    "python benchmarks/idle_heads.py models/tiny-reglu": "run on fewer tokens by test_benchmarks_models.py",
     "python benchmarks/sparse_projections.py build/bench/reglu-1.3b-10 --share 0 0.4": (
-        "takes minutes; test_benchmarks_peers_powerinfer.py has a small model"
+        "takes minutes; test_benchmarks_models.py has a small model"
     ),
     "python benchmarks/peers.py --work build/bench --peer-python ~/peers/bin/python --sweeps decode prefill": (
         "takes 20 GB, the peers, and a quiet machine"

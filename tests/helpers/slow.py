@@ -41,7 +41,7 @@ SLOW: tuple[SlowTests, ...] = (
     SlowTests(
         "benchmarks that make and compile models, and choices of prefetching whose kernels take seconds to compile",
         (
-            "benchmarks/test_benchmarks_peers_powerinfer.py::",
+            "benchmarks/test_benchmarks_models.py::",
             "machine/test_tuning.py::test_a_choice_changes_a_kernel_and_no_bit_of_its_result[2]",
             "machine/test_tuning.py::test_this_machine",
         ),

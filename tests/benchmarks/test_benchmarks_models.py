@@ -1,4 +1,4 @@
-"""The file that PowerInfer gets, read back as a model; and projections that leave out a share of their inputs."""
+"""Benchmarks of whole models, on small ones: PowerInfer's file, inputs that are left out, and idle heads."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.support import ROOT, Cli
+from helpers.support import BUNDLED_MODEL, ROOT, Cli
 
 BENCHMARKS = ROOT / "benchmarks"
 CONFIG = {
@@ -60,3 +60,10 @@ def test_a_share_of_inputs_is_left_out(checkpoint: Path, tmp_path: Path) -> None
     shares = list(report["left_out"].values())
     assert len(shares) == 4
     assert 0.4 <= sum(shares) / 4 < 0.5
+
+
+def test_idle_heads() -> None:
+    lines = run_script("idle_heads.py", BUNDLED_MODEL, "--tokens", 400).splitlines()
+    assert re.fullmatch(r".*, 400 tokens: perplexity [0-9.]+ with all 6 heads of a layer", lines[0])
+    changes = [float(re.fullmatch(rf"{count} of 6 heads left out: (.*) %", lines[count])[1]) for count in (1, 2, 3)]
+    assert -1 < changes[0] < changes[1] < changes[2]
