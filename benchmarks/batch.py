@@ -63,7 +63,7 @@ class _Bound:
         path = folder / f"{case.kernel.name}.so"
         build_host_library([case.kernel], path, ISAS[isa])
         self.library, rng = HostLibrary(path), np.random.default_rng(0)
-        sets = list(arguments_of(case, rng))
+        sets = arguments_of(case, rng)
         self.shared = sets[0]
         # x is zero, so that biases alone decide: of `exact` half of the neurons fire, and all that a mask names.
         if "gate_bias" in self.shared:

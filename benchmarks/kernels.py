@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from picompile.machine import find_native_target
-from picompile.machine.kernel_calls import KernelCalls, copied_arguments, fill_with_bytes
+from picompile.machine.kernel_calls import Arguments, KernelCalls, copied_arguments, fill_with_bytes
 from picompile_codegen import cpu
 from picompile_codegen.build.host_library import build_host_library
 from picompile_codegen.build.isa import ISAS, targeting
@@ -77,12 +77,11 @@ def decoding(format_name: str) -> Iterator[Case]:
         yield Case(f"ffn {kind}" + (f" {_FIRING:.0%}" if share < 1 else ""), kernel, share)
 
 
-def calls_of(case: Case, library: Path) -> KernelCalls:
-    """Calls of a kernel, with as many copies of its weights as make the working set.
+def arguments_of(case: Case, rng: np.random.Generator) -> list[Arguments]:
+    """Arguments of a kernel, with as many copies of its weights as make the working set.
 
     x is zero, so that the biases alone decide which neurons fire: a tenth of them; and the limits which are read.
     """
-    rng = np.random.default_rng(0)
 
     def fill(name: str, array: NDArray[Any]) -> None:
         if name in case.matrices:
@@ -98,12 +97,12 @@ def calls_of(case: Case, library: Path) -> KernelCalls:
             array[:] = 1.0
 
     copies = max(1, int(_WORKING_SET_BYTES / (case.share * case.matrix_bytes)))
-    return KernelCalls(library, case.kernel, list(copied_arguments(case.kernel, fill, case.matrices, copies)))
+    return list(copied_arguments(case.kernel, fill, case.matrices, copies))
 
 
 def bytes_per_s(library: Path, case: Case, threads: int, limit_s: float) -> float:
     """Bytes of weights that a call reads, over the least time of a call within `limit_s`."""
-    calls = calls_of(case, library)
+    calls = KernelCalls(library, case.kernel, arguments_of(case, np.random.default_rng(0)))
     best, end = float("inf"), time.perf_counter() + limit_s
     while time.perf_counter() < end:
         best = min(best, float(calls.seconds(threads).min()))

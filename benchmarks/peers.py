@@ -28,9 +28,9 @@ loaded; behind each of picompile's turns the memory's bandwidth is measured, as 
 medians over the rounds. Who is not installed is left out, and the table says so.
 
 Every group goes into the JSON file when it is done. A run that was broken off goes on behind the last one, unless the
-code generator has changed since; `--anew` starts over. Measuring takes half an hour on two cores; the files that are
-missing are made before, some forty minutes and 50 GB of disk in all. Those of other firing rates are made when their
-turn comes and deleted after it, unless `--keep`: 5 minutes each.
+code generator has changed since, or the target or the peers are others; `--anew` starts over. Measuring takes half an
+hour on two cores; the files that are missing are made before, some forty minutes and 50 GB of disk in all. Those of
+other firing rates are made when their turn comes and deleted after it, unless `--keep`: 5 minutes each.
 """
 
 import argparse
@@ -127,6 +127,9 @@ def _stored(file: Path, files: Files) -> dict[str, Any]:
     if not file.exists():
         return {}
     content = json.loads(file.read_text())
+    if content.get("options") != files.options:
+        print(f"{file} is of another target or other peers: measuring all anew", file=sys.stderr)
+        return {}
     if content["sources"] != files.sources and not files.as_is:
         print(f"{file} is of another state of the code generator: measuring all anew", file=sys.stderr)
         return {}
@@ -137,7 +140,8 @@ def _stored(file: Path, files: Files) -> dict[str, Any]:
 def _store(file: Path, files: Files, stored: dict[str, Any]) -> None:
     machine = {"processor": cpu_name(), "cores": len(os.sched_getaffinity(0))}
     unfinished = file.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps({"machine": machine, "sources": files.sources, "groups": stored}, indent=1) + "\n")
+    content = {"machine": machine, "sources": files.sources, "options": files.options, "groups": stored}
+    unfinished.write_text(json.dumps(content, indent=1) + "\n")
     unfinished.replace(file)
 
 

@@ -44,6 +44,12 @@ class Files:
     powerinfer: Path | None = None
     sources: str = field(default_factory=lambda: _sources())
 
+    @property
+    def options(self) -> dict[str, str | None]:
+        """What figures depend on besides the sources."""
+        powerinfer = None if self.powerinfer is None else str(self.powerinfer.resolve())
+        return {"target": self.target, "peer_python": self.peer_python, "powerinfer": powerinfer}
+
     def command(self, contender: Contender, model: Model) -> list[str]:
         """The command of the contender's worker. Its files are there when this returns."""
         if contender.engine == "picompile":

@@ -66,6 +66,8 @@ def export(model: Path, output: Path, format: str, vocabulary: bool = False, pow
             writer.add_tokenizer_model("no_vocab")
         tensors = list((_llama_tensors if is_llama else _opt_tensors)(checkpoint, config))
         if powerinfer:
+            if not is_llama or (model / "predictors.json").exists():
+                sys.exit(f"{model}: PowerInfer's file is made of a LLaMA with the predictors of synth")
             writer.add_float32("powerinfer.sparse_threshold", 0.0)
             predictors = _Tensors([model / "predictors.safetensors"], stack)
             tensors = list(_powerinfer_tensors(tensors, checkpoint, predictors, config))

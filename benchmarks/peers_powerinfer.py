@@ -5,7 +5,9 @@ llama_decode.
 """
 
 import ctypes
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 from peers_worker import STEPS, Request, next_tokens, serve, text
@@ -76,6 +78,12 @@ class PowerInferSession:
         return self._library.pi_logits(self._session, len(tokens) - 1)
 
 
+def _commit(library: Path) -> str:
+    """Return the commit of the sources that `library` was built in, or nothing where they are no clone."""
+    command = ["git", "-C", str(library.parent.parent), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
 def main() -> None:
     library = open_library(sys.argv[1])
     model = library.pi_load(sys.argv[2].encode())
@@ -84,7 +92,7 @@ def main() -> None:
     if not library.pi_is_sparse(model):
         sys.exit(f"PowerInfer computes every neuron of {sys.argv[2]}")
     about = {
-        "version": "PowerInfer",
+        "version": f"PowerInfer {_commit(Path(sys.argv[1]))}".strip(),
         "system": library.pi_system().decode().strip(" |\n"),
         "weight_bytes": library.pi_bytes(model),
     }

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from kernels import Arguments, Case, arguments_of, best_isa
+from kernels import Case, arguments_of, best_isa
 from numpy.typing import NDArray
 
 from picompile_codegen import cpu
@@ -57,7 +57,7 @@ def feed_forward(kind: str, format: str, dim: int, neurons: int) -> Case:
 
 
 def bound(library: HostLibrary, case: Case) -> Bound:
-    sets: list[Arguments] = list(arguments_of(case, np.random.default_rng(0)))
+    sets = arguments_of(case, np.random.default_rng(0))
     for name in ("gate_bias", "up_bias"):
         sets[0][name][:] = 1.0
     calls = library.bind([(case.kernel.name, [arrays[name] for name in case.kernel.params]) for arrays in sets])

@@ -107,8 +107,8 @@ class CompileOptions:
             leaves out none but by predictors. It takes any activation, and no training.
         skip_at: where to skip, of `picompile.skipping.options.SITES`; empty for `DEFAULT_SITES`.
         skip_tokens: how many tokens of the text perplexity is measured on for that, at most.
-        tune: whether to measure, once for a machine, how early and into which cache kernels should ask for memory here,
-            in the code that this machine chooses.
+        tune: whether to measure, once, at which distance and into which cache kernels should prefetch on this machine,
+            for the code that it chooses.
     """
 
     target: str = "cpu"

@@ -213,8 +213,8 @@ def compile_command(
         bool,
         typer.Option(
             "--tune",
-            help="Measure on this machine how early and into which cache kernels should ask for memory; half a minute, "
-            "once for a machine. Results stay the same.",
+            help="Measure at which distance and into which cache kernels should prefetch on this machine; half a "
+            "minute, once. Results stay the same.",
         ),
     ] = False,
     dump_ir: Annotated[

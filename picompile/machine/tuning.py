@@ -1,9 +1,10 @@
-"""How kernels should ask for memory on this machine: measured once, and kept in the user's cache folder as JSON.
+"""The distance at which kernels should prefetch on this machine, and into which cache: measured once, and kept as JSON.
 
-Processors differ in what they fetch by themselves and in how many lines they can wait for, so that a kernel may be
+Processors differ in what they prefetch by themselves and in how many lines they can wait for, so that a kernel may be
 twice as fast with another `Prefetching`, to the same bits. Each choice is measured by a kernel that depends on it, with
 weights that are in no cache; the kernels of all choices take turns, because a machine's memory is not equally fast at
-all times. A choice must be sure to be faster before it takes the place of the default.
+all times. The fastest takes the place of the default if it is faster in three of four rounds, and again in new ones.
+The cache into which rows are prefetched is chosen where rows are scattered, and stays if it is not slower elsewhere.
 
 A file counts as missing if it is damaged, which the sha256 of its content shows, or if it is of another version or
 another machine. A file that cannot be written only costs the time to measure again.
@@ -13,9 +14,9 @@ import hashlib
 import json
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ from picompile_runtime import ArtifactError
 from picompile_runtime.artifact.fields import Fields, parse_object
 
 if TYPE_CHECKING:
-    from picompile.machine.kernel_calls import Arguments, KernelCalls
+    from picompile.machine.kernel_calls import Arguments
     from picompile_codegen.build.isa import Isa
     from picompile_codegen.cpu import Kernel
     from picompile_codegen.specs import KernelSpec
@@ -42,7 +43,7 @@ _SCHEMA = 1
 # What all calls of a kernel read: several times the third-level cache of most processors, and a share of the memory.
 _WORKING_SET_BYTES = 192 * 2**20
 _WORKING_SET_SHARE = 8
-# Each question is measured for so long, and in so many rounds at least; by so much a choice must be faster.
+# Each race takes so long, and has so many rounds at least; by so much a choice must be faster.
 _SECONDS, _ROUNDS = 4.0, 15
 _LEAST_GAIN = 1.03
 # Neurons that a token computes, one of so many.
@@ -50,20 +51,22 @@ _FIRING = 10
 
 # Fields of `Prefetching`.
 Choice = Mapping[str, Any]
+_ROWS_LEVEL = "rows_into_first_level"
 
 
 @dataclass(frozen=True)
 class PrefetchTrial:
-    """A choice that was tried. `speed` is a multiple of the default's, in the median of rounds; in a quarter of the
-    rounds it was below `low`."""
+    """A choice that was tried in a kernel. `speed` is a multiple of another choice's, in the median of rounds; in a
+    quarter of the rounds it was below `low`. The other is the default, but where `kernel` is `rows, chosen level`."""
 
+    kernel: str
     choice: Choice
     speed: float
     low: float
 
     @property
     def is_faster(self) -> bool:
-        """Whether this is sure to be faster than the default."""
+        """Whether this was faster than the other by enough, and in three of four rounds."""
         return self.low > 1 and self.speed > _LEAST_GAIN
 
 
@@ -74,7 +77,7 @@ class Tuning:
     isa: str
     machine: Mapping[str, Any]
     trials: tuple[PrefetchTrial, ...]
-    choice: Choice = field(default_factory=dict)
+    choice: Choice
 
     def apply(self, isa: "Isa") -> "Isa":
         """Return `isa` with the prefetching that was chosen."""
@@ -100,7 +103,7 @@ def tuned(isa: "Isa", threads: int, progress: Progress) -> Tuning:
     tuning = load(isa, machine)
     if tuning is None:
         tuning = measure(isa, machine, progress)
-        store(tuning)
+        store(tuning, isa)
     return tuning
 
 
@@ -119,20 +122,25 @@ def processor() -> str:
 # The file.
 
 
-def tuning_file(isa: str) -> Path:
-    """Return the file with the tuning of `isa`. Raise `RuntimeError` if this user has no home folder."""
-    return cache_file().with_name(f"tuning-{isa}.json")
+def tuning_file(isa: str, machine: Mapping[str, Any]) -> Path:
+    """Return the file with the tuning of `isa` on `machine`. Raise `RuntimeError` if this user has no home folder."""
+    return cache_file().with_name(f"tuning-{isa}-{_digest(dict(machine))[:12]}.json")
 
 
 def load(isa: "Isa", machine: Mapping[str, Any]) -> Tuning | None:
     """Return the tuning kept of `isa` on `machine`, None without any."""
-    with suppress(OSError, RuntimeError, ArtifactError, TypeError):
-        path = tuning_file(isa.name)
+    with suppress(OSError, RuntimeError, ArtifactError, KeyError, TypeError, ValueError):
+        path = tuning_file(isa.name, machine)
         fields = parse_object(path.read_bytes(), str(path))
         content = dict(fields.data)
         if content.pop("sha256", None) != _digest(content):
             return None
-        if content.get("schema") != _SCHEMA or content.get("machine") != machine:
+        # What was measured is a multiple of what the default was then.
+        if [content.get(key) for key in ("schema", "machine", "default")] != [
+            _SCHEMA,
+            machine,
+            asdict(isa.prefetching),
+        ]:
             return None
         trials = tuple(_trial(each) for each in fields.objects("trials"))
         return Tuning(isa.name, machine, trials, _known(fields.object("choice").data, isa))
@@ -140,28 +148,30 @@ def load(isa: "Isa", machine: Mapping[str, Any]) -> Tuning | None:
 
 
 def _trial(fields: Fields) -> PrefetchTrial:
-    return PrefetchTrial(dict(fields.object("choice").data), float(fields.data["speed"]), float(fields.data["low"]))
+    choice = dict(fields.object("choice").data)
+    return PrefetchTrial(fields.text("kernel"), choice, float(fields.data["speed"]), float(fields.data["low"]))
 
 
 def _known(choice: Mapping[str, Any], isa: "Isa") -> Choice:
-    """Return `choice`. Raise `TypeError` unless it is one of a `Prefetching`."""
+    """Return `choice`. Raise `ValueError` unless it is one of a `Prefetching`."""
     for name, value in choice.items():
-        if type(value) is not type(getattr(isa.prefetching, name, None)):
-            raise TypeError(name)
+        if type(value) is not type(getattr(isa.prefetching, name, None)) or (type(value) is int and value < 1):
+            raise ValueError(name)
     return dict(choice)
 
 
-def store(tuning: Tuning) -> None:
-    """Replace the file by `tuning`; another process that reads it meanwhile sees the old or the new content."""
+def store(tuning: Tuning, isa: "Isa") -> None:
+    """Replace the file by `tuning` of `isa`; another process that reads it sees the old or the new content."""
     content: dict[str, Any] = {
         "schema": _SCHEMA,
         "machine": dict(tuning.machine),
+        "default": asdict(isa.prefetching),
         "choice": dict(tuning.choice),
         "trials": [asdict(trial) for trial in tuning.trials],
     }
     content["sha256"] = _digest(content)
     with suppress(OSError, RuntimeError, PicompileError):
-        path = tuning_file(tuning.isa)
+        path = tuning_file(tuning.isa, tuning.machine)
         path.parent.mkdir(parents=True, exist_ok=True)
         with writing_file(path, overwrite=True) as file:
             file.write((json.dumps(content, indent=1) + "\n").encode())
@@ -187,7 +197,7 @@ class _Question:
 
 
 def questions(isa: "Isa") -> list[_Question]:
-    """Return what is to be measured for `isa`, in order: what is chosen for one holds for those behind it."""
+    """Return what is to be measured for `isa`."""
     from picompile_codegen.specs import AttentionSpec, FfnSpec, LinearSpec
 
     default = isa.prefetching
@@ -217,19 +227,22 @@ def questions(isa: "Isa") -> list[_Question]:
             "scattered rows",
             block,
             [
-                {"rows_into_first_level": level, "scattered_bytes_ahead": ahead}
+                {_ROWS_LEVEL: level, "scattered_bytes_ahead": ahead}
                 for level, ahead in product(levels, _distances(default.scattered_bytes_ahead))
             ],
             ("neuron_w.data",),
             _FIRING,
         ),
-        _Question(
-            "rows",
-            LinearSpec(format="f16", n=2048, k=2048, rows=1, bias=False),
-            [{"row_bytes_ahead": ahead} for ahead in _distances(default.row_bytes_ahead)],
-            ("w.data",),
-        ),
+        replace(_rows([{"row_bytes_ahead": ahead} for ahead in _distances(default.row_bytes_ahead)]), name="rows"),
     ]
+
+
+def _rows(choices: Sequence[Choice]) -> _Question:
+    """Return the question which of `choices` is best where rows follow one another."""
+    from picompile_codegen.specs import LinearSpec
+
+    spec = LinearSpec(format="f16", n=2048, k=2048, rows=1, bias=False)
+    return _Question("rows, chosen level", spec, choices, ("w.data",))
 
 
 def _choices(default: Any, name: str, *others: bool | int) -> list[Choice]:
@@ -246,58 +259,70 @@ def measure(isa: "Isa", machine: Mapping[str, Any], progress: Progress) -> Tunin
     steps = sum(len(question.choices) for question in asked)
     with progress.step(f"tune {isa.name}", steps) as advance, tempfile.TemporaryDirectory() as folder:
         for question in asked:
-            now = replace(isa, prefetching=replace(isa.prefetching, **choice))
-            found = _answer(question, now, machine["threads"], Path(folder), advance)
-            trials += found
-            if faster := [trial for trial in found if trial.is_faster]:
-                best = max(faster, key=lambda trial: trial.speed).choice
-                choice |= {name: value for name, value in best.items() if value != question.choices[0][name]}
+            race = _Race(question, isa, machine["threads"], Path(folder))
+            advance(len(question.choices))
+            found = race.run()
+            best = max(found, key=lambda trial: trial.speed)
+            # The fastest of several may have been lucky: it must win again, alone.
+            confirmed = race.run([best]) if best.is_faster else []
+            trials += [*found, *confirmed]
+            if not all(trial.is_faster for trial in (best, *confirmed)):
+                continue
+            first = question.choices[0]
+            changed = {name: value for name, value in best.choice.items() if value != first[name]}
+            if _ROWS_LEVEL in changed:
+                rows = _Race(_rows((best.choice, first)), isa, machine["threads"], Path(folder)).run()
+                trials += rows
+                if rows[0].is_faster:
+                    continue
+            choice |= changed
     return Tuning(isa.name, machine, tuple(trials), choice)
 
 
-def _answer(
-    question: _Question, isa: "Isa", threads: int, folder: Path, advance: Callable[[int], None]
-) -> list[PrefetchTrial]:
-    """Return how fast each choice but the first is, as a multiple of the first."""
-    from picompile.machine.kernel_calls import KernelCalls
-    from picompile_codegen import cpu
-    from picompile_codegen.build.host_library import build_host_library
-    from picompile_codegen.build.isa import targeting
+class _Race:
+    """The kernels of a question, one for each choice, which take turns."""
 
-    calls: list[KernelCalls] = []
-    arguments: list[Arguments] = []
-    for number, choice in enumerate(question.choices):
-        chosen = replace(isa, prefetching=replace(isa.prefetching, **choice))
-        with targeting(chosen):
-            kernel = cpu.write_kernel(question.spec)
-        path = folder / f"{question.name.replace(' ', '-')}-{number}.so"
-        build_host_library([kernel], path, chosen)
-        arguments = arguments or _arguments(question, kernel)
-        calls.append(KernelCalls(path, kernel, arguments))
-        advance(1)
-    return trials_of(question.choices, _race(calls, threads))
+    def __init__(self, question: _Question, isa: "Isa", threads: int, folder: Path) -> None:
+        from picompile.machine.kernel_calls import KernelCalls
+        from picompile_codegen import cpu
+        from picompile_codegen.build.host_library import build_host_library
+        from picompile_codegen.build.isa import targeting
+
+        self._question, self._threads = question, threads
+        self._calls: list[KernelCalls] = []
+        arguments: list[Arguments] = []
+        for number, choice in enumerate(question.choices):
+            chosen = replace(isa, prefetching=replace(isa.prefetching, **choice))
+            with targeting(chosen):
+                kernel = cpu.write_kernel(question.spec)
+            path = folder / f"{question.name.replace(' ', '-')}-{number}.so"
+            build_host_library([kernel], path, chosen)
+            arguments = arguments or _arguments(question, kernel)
+            self._calls.append(KernelCalls(path, kernel, arguments))
+
+    def run(self, trials: Sequence[PrefetchTrial] | None = None) -> list[PrefetchTrial]:
+        """Return how fast each choice but the first is, as a multiple of the first; or only those of `trials`."""
+        wanted = self._question.choices[1:] if trials is None else [trial.choice for trial in trials]
+        chosen = [self._question.choices[0], *wanted]
+        calls = [self._calls[self._question.choices.index(choice)] for choice in chosen]
+        rows: list[list[float]] = []
+        end = time.perf_counter() + _SECONDS
+        for each in calls:  # pages are mapped, and code is loaded
+            each.seconds(self._threads)
+        while len(rows) < _ROUNDS or time.perf_counter() < end:
+            order = [(len(rows) + number) % len(calls) for number in range(len(calls))]
+            times = {index: float(np.median(calls[index].seconds(self._threads))) for index in order}
+            rows.append([times[index] for index in range(len(calls))])
+        return trials_of(self._question.name, chosen, np.array(rows))
 
 
-def trials_of(choices: Sequence[Choice], seconds: NDArray[np.float64]) -> list[PrefetchTrial]:
+def trials_of(kernel: str, choices: Sequence[Choice], seconds: NDArray[np.float64]) -> list[PrefetchTrial]:
     """Return how fast each choice but the first is, given the time of each in each round [rounds, choices]."""
     speeds = seconds[:, :1] / seconds[:, 1:]
     return [
-        PrefetchTrial(choice, float(np.median(column)), float(np.quantile(column, 0.25)))
+        PrefetchTrial(kernel, choice, float(np.median(column)), float(np.quantile(column, 0.25)))
         for choice, column in zip(choices[1:], speeds.T, strict=True)
     ]
-
-
-def _race(calls: "Sequence[KernelCalls]", threads: int) -> NDArray[np.float64]:
-    """Return the median time of a call in each round, float64 [rounds, kernels]; each round has all, in turns."""
-    rows: list[list[float]] = []
-    end = time.perf_counter() + _SECONDS
-    for each in calls:  # pages are mapped, and code is loaded
-        each.seconds(threads)
-    while len(rows) < _ROUNDS or time.perf_counter() < end:
-        order = [(len(rows) + number) % len(calls) for number in range(len(calls))]
-        times = {index: float(np.median(calls[index].seconds(threads))) for index in order}
-        rows.append([times[index] for index in range(len(calls))])
-    return np.array(rows)
 
 
 def _arguments(question: _Question, kernel: "Kernel") -> "list[Arguments]":

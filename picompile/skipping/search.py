@@ -88,7 +88,7 @@ class SkippingSearch:
         losses = self._losses(limits, _title(low), left_out)
         return FoundLimits(
             limits=limits,
-            price=_price(low),
+            price=price_of(low),
             rise=self._rise(whole, losses),
             perplexity=float(np.exp(losses.mean())),
             tokens=len(losses),
@@ -96,7 +96,7 @@ class SkippingSearch:
         )
 
     def _limits(self, step: int) -> Limits:
-        return limits_at(self.sensitivities, saved_weights(self.graph_module), _price(step))
+        return limits_at(self.sensitivities, saved_weights(self.graph_module), price_of(step))
 
     def _rise(self, whole: NDArray[np.float64], losses: NDArray[np.float64]) -> Rise:
         """Return the mean rise of tokens' losses; the windows are as many samples of it."""
@@ -156,10 +156,11 @@ class FoundLimits:
 
 
 def _title(step: int) -> str:
-    return f"skipping at {_price(step):.2g}"
+    return f"skipping at {price_of(step):.2g}"
 
 
-def _price(step: int) -> float:
+def price_of(step: int) -> float:
+    """Return the price of a step of the search, as `limits_at` takes it."""
     return float(2.0 ** (_LOWEST + step / _STEPS))
 
 

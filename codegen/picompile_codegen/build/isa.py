@@ -21,19 +21,19 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Prefetching:
-    """How early kernels ask for lines of memory, and into which cache.
+    """The distance at which kernels prefetch, and the cache that they prefetch into.
 
-    Results do not depend on it, only their speed, and that by what the processor asks for itself. The defaults are the
-    best of a Zen 5; rows of weights go where they also do on a Zen 4. `picompile.machine.tuning` measures a machine.
+    Results do not depend on it, only their speed, and that by what the processor prefetches by itself. The defaults are
+    the best of a Zen 5; rows of weights go where they also do on a Zen 4. `picompile.machine.tuning` measures others.
 
     Attributes:
-        rows_into_first_level: whether rows of weights are asked for into the first-level cache; else, into the second.
-        panels_into_first_level: the same of panels of rows.
-        caches_into_first_level: the same of rows of KV caches.
-        row_bytes_ahead: how far ahead, where rows follow one another: as much as a core reads in the 300 ns or so that
-            busy memory takes.
-        scattered_bytes_ahead: the same where they do not, and the processor does not ask for them by itself. With 16
-            KiB the masked block of q4 takes 7 to 15 % less time than with 8 on a Zen 5 whose memory gives 45 GB/s.
+        rows_into_first_level: whether rows of weights are prefetched into the first-level cache, or into the second.
+        panels_into_first_level: whether panels of rows are prefetched into the first-level cache, or into the second.
+        caches_into_first_level: whether rows of KV caches are prefetched into the first-level cache, or the second.
+        row_bytes_ahead: the distance where rows follow one another, or leave out few: as much as a core reads in the
+            300 ns or so that busy memory takes.
+        scattered_bytes_ahead: the distance in the masked block of one token, whose rows the processor does not prefetch
+            by itself. With 16 KiB it takes 7 to 15 % less time in q4 than with 8, on a Zen 5 with memory at 45 GB/s.
     """
 
     rows_into_first_level: bool = False
