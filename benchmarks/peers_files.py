@@ -46,7 +46,7 @@ class Files:
 
     @property
     def options(self) -> dict[str, str | None]:
-        """What figures depend on besides the sources."""
+        """The options that figures depend on, besides the sources."""
         powerinfer = None if self.powerinfer is None else str(self.powerinfer.resolve())
         return {"target": self.target, "peer_python": self.peer_python, "powerinfer": powerinfer}
 

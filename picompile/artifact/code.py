@@ -63,7 +63,7 @@ def runs_here(code: Sequence[Code]) -> bool:
 
 
 def tuned_code(code: Sequence[Code], progress: Progress) -> "tuple[list[Code], Tuning]":
-    """Return `code`, with the prefetching measured here in the code that this machine would choose, and the measurements.
+    """Return `code`, with the prefetching measured here in what this machine would choose, and the measurements.
 
     Code with bfloat16 and without it is tuned alike: only prompts differ. Raises `BuildError` as compiling does, and
     `MachineError` if no code runs here.
