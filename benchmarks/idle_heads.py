@@ -56,6 +56,8 @@ def main() -> None:
     parser.add_argument("--text", type=Path, default=_TEXT)
     parser.add_argument("--tokens", type=int, default=3072)
     given = parser.parse_args()
+    if not given.model.exists() or not given.text.exists() or given.tokens < 2:
+        parser.error("MODEL and --text must exist, and --tokens be 2 or more")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     is_file = given.model.suffix == ".gguf"

@@ -142,9 +142,9 @@ def _describe_llama(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_rope_dimension_count(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
     rotary = config.get("rope_parameters") or config
-    writer.add_rope_freq_base(rotary["rope_theta"])
+    writer.add_rope_freq_base(rotary.get("rope_theta", 10000.0))
     _describe(writer, config)
 
 

@@ -51,7 +51,7 @@ class _Llama:
     def __init__(self, config: dict[str, Any], read: Any, format: str) -> None:
         self._config, self._read, self._format = config, read, format
         self._heads, self._kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-        self._head_dim = config["head_dim"]
+        self._head_dim = config.get("head_dim") or config["hidden_size"] // self._heads
         self._assigned: list[Node] = []
 
     def model(self) -> ov.Model:

@@ -5,6 +5,7 @@ A group has one model, one task and several contenders, of which at most one is 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 FIRING = (0.03, 0.05, 0.10, 0.20, 0.50, 1.00)
@@ -32,7 +33,8 @@ class Model:
 
     @property
     def name(self) -> str:
-        return f"{self.shape}-{round(self.active * 100)}"
+        # A shape may be a file.
+        return f"{Path(self.shape).name.removesuffix('.json')}-{round(self.active * 100)}"
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--target", default="native")
     parser.add_argument("--work", type=Path, default=Path("build/bench-projections"))
     parser.add_argument("--rounds", type=int, default=5)
-    return parser.parse_args()
+    given = parser.parse_args()
+    if not given.model.exists():
+        parser.error(f"there is no {given.model}")
+    return given
 
 
 def main() -> None:

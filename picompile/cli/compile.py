@@ -213,8 +213,8 @@ def compile_command(
         bool,
         typer.Option(
             "--tune",
-            help="Measure at which distance and into which cache kernels should prefetch on this machine; half a "
-            "minute, once. Results stay the same.",
+            help="Measure at which distance and into which cache kernels should prefetch on this machine; less "
+            "than a minute, once. Results stay the same.",
         ),
     ] = False,
     dump_ir: Annotated[

@@ -245,9 +245,10 @@ def _show(facts: Mapping[str, Any]) -> None:
 
 def _tuning_text(tuning: Mapping[str, Any]) -> str:
     """Return what was measured of a processor: what differs from the default prefetching."""
-    chosen = (f"{name.replace('_', ' ')} {value}" for name, value in tuning["choice"].items())
-    where = f"{tuning['isa']}, {tuning['threads']} threads of {tuning['processor']}"
-    return f"{where}: {', '.join(chosen) or 'the defaults are best'}"
+    from picompile.machine.tuning import choice_text
+
+    threads = "1 thread" if tuning["threads"] == 1 else f"{tuning['threads']} threads"
+    return f"{tuning['isa']} with {threads} on {tuning['processor']}: {choice_text(tuning['choice'])}"
 
 
 def _rows(facts: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
@@ -271,7 +272,7 @@ def _rows(facts: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     yield "workspace", format_bytes(memory["workspace"])
     yield "feed-forward", _ffn_text(facts["parts"])
     if facts["tuning"] is not None:
-        yield "tuned", _tuning_text(facts["tuning"])
+        yield "tuned for", _tuning_text(facts["tuning"])
     if facts["plan"] is not None:
         yield "plan", _plan_text(facts["plan"])
     yield "read per token", ", ".join(f"{op} {format_bytes(read)}" for op, read in facts["token_bytes"].items())

@@ -97,18 +97,19 @@ class Tuning:
 def tuned(isa: "Isa", threads: int, progress: Progress) -> Tuning:
     """Return the tuning of `isa`, which this machine has, for `threads` threads here.
 
-    Measuring takes about half a minute, and is done once for a machine. Raises `BuildError` as compiling does.
+    Measuring takes half a minute to a minute, and is done once for a machine. Raises `BuildError` as compiling does.
     """
     machine = {"processor": processor(), "threads": threads}
     tuning = load(isa, machine)
     if tuning is None:
         tuning = measure(isa, machine, progress)
+        progress.say(f"tuned {isa.name}: {choice_text(tuning.choice)}")
         store(tuning, isa)
     return tuning
 
 
 def processor() -> str:
-    """Return the processor's name, family, model and stepping: machines in a cloud often have the same name."""
+    """Return the processor's name, and family, model and stepping: machines in a cloud often have the same name."""
     wanted = ("model name", "cpu family", "model", "stepping", "CPU implementer", "CPU part", "CPU revision")
     found: dict[str, str] = {}
     with suppress(OSError):
@@ -116,7 +117,14 @@ def processor() -> str:
             name, _, value = line.partition(":")
             if name.strip() in wanted:
                 found.setdefault(name.strip(), value.strip())
-    return ", ".join(found[name] for name in wanted if name in found) or "unknown"
+    known = [(name, found[name]) for name in wanted if name in found]
+    return ", ".join(value if name == "model name" else f"{name} {value}" for name, value in known) or "unknown"
+
+
+def choice_text(choice: Choice) -> str:
+    """Return a choice in words."""
+    chosen = (f"{name.replace('_', ' ')} {value}" for name, value in choice.items())
+    return ", ".join(chosen) or "the defaults are best"
 
 
 # The file.

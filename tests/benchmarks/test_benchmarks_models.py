@@ -13,8 +13,8 @@ from helpers.support import BUNDLED_MODEL, ROOT, Cli
 BENCHMARKS = ROOT / "benchmarks"
 CONFIG = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "vocab_size": 320,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "hidden_act": "relu",
-    "max_position_embeddings": 256, "rope_theta": 10000.0, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_act": "relu",
+    "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
 }  # fmt: skip
 IDS = "5,77,300,42,42,9"
 

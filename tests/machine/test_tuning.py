@@ -195,8 +195,8 @@ def test_clouds_sell_different_processors_by_one_name(monkeypatch: pytest.Monkey
         monkeypatch.setattr(Path, "read_text", lambda *_, **__: text)
         return tuning.processor()
 
-    assert named(17) == "AMD EPYC, 25, 17"
-    assert named(1) == "AMD EPYC, 25, 1"
+    assert named(17) == "AMD EPYC, cpu family 25, model 17"
+    assert named(1) == "AMD EPYC, cpu family 25, model 1"
 
 
 def test_compile_with_tune(cli: Cli, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
