@@ -20,7 +20,7 @@ SWEEPS = ("decode", "prefill", "context", "batch", "opt", "firing")
 _Number = TypeVar("_Number", int, float)
 # What is left of a model's positions for the steps behind the longest context.
 _ROOM = 96
-# Of llama.cpp and PowerInfer, the format that stands for one of ours.
+# The format of llama.cpp and PowerInfer that stands for one of ours.
 _GGUF = {"q4": "q4_0", "f16": "f16"}
 
 

@@ -4,9 +4,6 @@ A file counts as missing if it is damaged, which the sha256 of its content shows
 another machine. A file that cannot be written only costs the time to measure again.
 """
 
-import hashlib
-import json
-import os
 import platform
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -14,13 +11,12 @@ from pathlib import Path
 from time import time
 from typing import Any
 
-from picompile.errors import PicompileError
 from picompile.machine.gpu import GpuName, GpuSpeed, find_gpu, measure_gpu
 from picompile.machine.host import Host, cpu_name, host_memory, measure_host
+from picompile.machine.kept import cache_folder, keep, read_kept
 from picompile.machine.targets import LAUNCH_S, LOCAL, TARGETS, Target, find_row
-from picompile.output import writing_file
 from picompile_runtime import ArtifactError
-from picompile_runtime.artifact.fields import Fields, parse_object
+from picompile_runtime.artifact.fields import Fields
 from picompile_runtime.devices.cuda.driver import CudaError
 
 # Increased when something is measured in another way.
@@ -28,21 +24,14 @@ _SCHEMA = 1
 
 
 def cache_file() -> Path:
-    """Return $XDG_CACHE_HOME/picompile/local.json. Raise `RuntimeError` if this user has no home folder."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "picompile" / "local.json"
+    """Return the file that keeps them. Raise `RuntimeError` if this user has no home folder."""
+    return cache_folder() / "local.json"
 
 
 def load(machine: "MeasuredMachine", no_gpu: str) -> "LocalMachine | None":
     """Return the measurements kept of `machine`, None without any; `no_gpu` says why it has no GPU now."""
     with suppress(OSError, RuntimeError, ArtifactError):
-        path = cache_file()
-        fields = parse_object(path.read_bytes(), str(path))
-        content = dict(fields.data)
-        if content.pop("sha256", None) != _digest(content):
-            return None
-        if fields.data.get("schema") != _SCHEMA or fields.data.get("machine") != asdict(machine):
-            return None
+        fields = read_kept(cache_file(), {"schema": _SCHEMA, "machine": asdict(machine)})
         host = fields.object("host")
         speed = None if machine.gpu is None else _speed(fields.object("speed"))
         memory = Host(host.integer("bytes", least=1), _positive(host, "bytes_per_s"))
@@ -77,16 +66,8 @@ def store(measured: "LocalMachine") -> None:
         "host": asdict(measured.host),
         "speed": None if measured.speed is None else asdict(measured.speed),
     }
-    content["sha256"] = _digest(content)
-    with suppress(OSError, RuntimeError, PicompileError):
-        path = cache_file()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with writing_file(path, overwrite=True) as file:
-            file.write((json.dumps(content, indent=1) + "\n").encode())
-
-
-def _digest(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    with suppress(RuntimeError):
+        keep(cache_file(), content)
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,6 @@ A file counts as missing if it is damaged, which the sha256 of its content shows
 another machine. A file that cannot be written only costs the time to measure again.
 """
 
-import hashlib
-import json
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -24,13 +22,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from picompile.errors import PicompileError
 from picompile.machine.host import host_memory
-from picompile.machine.measured import cache_file
-from picompile.output import writing_file
+from picompile.machine.kept import cache_folder, digest, keep, read_kept
 from picompile.progress import Progress
 from picompile_runtime import ArtifactError
-from picompile_runtime.artifact.fields import Fields, parse_object
+from picompile_runtime.artifact.fields import Fields
 
 if TYPE_CHECKING:
     from picompile.machine.kernel_calls import Arguments
@@ -40,7 +36,8 @@ if TYPE_CHECKING:
 
 # Increased when kernels prefetch in another way, or it is measured in another way.
 _SCHEMA = 1
-# What all calls of a kernel read: several times the third-level cache of most processors, and a share of the memory.
+# All calls of a kernel together read so much: several times the third-level cache of most processors, and at most one
+# part in so many of the memory.
 _WORKING_SET_BYTES = 192 * 2**20
 _WORKING_SET_SHARE = 8
 # Each race takes so long, and has so many rounds at least; by so much a choice must be faster.
@@ -132,24 +129,15 @@ def choice_text(choice: Choice) -> str:
 
 def tuning_file(isa: str, machine: Mapping[str, Any]) -> Path:
     """Return the file with the tuning of `isa` on `machine`. Raise `RuntimeError` if this user has no home folder."""
-    return cache_file().with_name(f"tuning-{isa}-{_digest(dict(machine))[:12]}.json")
+    return cache_folder() / f"tuning-{isa}-{digest(machine)[:12]}.json"
 
 
 def load(isa: "Isa", machine: Mapping[str, Any]) -> Tuning | None:
     """Return the tuning kept of `isa` on `machine`, None without any."""
     with suppress(OSError, RuntimeError, ArtifactError, KeyError, TypeError, ValueError):
-        path = tuning_file(isa.name, machine)
-        fields = parse_object(path.read_bytes(), str(path))
-        content = dict(fields.data)
-        if content.pop("sha256", None) != _digest(content):
-            return None
-        # What was measured is a multiple of what the default was then.
-        if [content.get(key) for key in ("schema", "machine", "default")] != [
-            _SCHEMA,
-            machine,
-            asdict(isa.prefetching),
-        ]:
-            return None
+        # Speeds are multiples of those of the default, and a choice differs from it.
+        expected = {"schema": _SCHEMA, "machine": machine, "default": asdict(isa.prefetching)}
+        fields = read_kept(tuning_file(isa.name, machine), expected)
         trials = tuple(_trial(each) for each in fields.objects("trials"))
         return Tuning(isa.name, machine, trials, _known(fields.object("choice").data, isa))
     return None
@@ -177,16 +165,8 @@ def store(tuning: Tuning, isa: "Isa") -> None:
         "choice": dict(tuning.choice),
         "trials": [asdict(trial) for trial in tuning.trials],
     }
-    content["sha256"] = _digest(content)
-    with suppress(OSError, RuntimeError, PicompileError):
-        path = tuning_file(tuning.isa, tuning.machine)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with writing_file(path, overwrite=True) as file:
-            file.write((json.dumps(content, indent=1) + "\n").encode())
-
-
-def _digest(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    with suppress(RuntimeError):
+        keep(tuning_file(tuning.isa, tuning.machine), content)
 
 
 # Measuring.

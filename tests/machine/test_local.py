@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from picompile.machine import LAUNCH_S, TARGETS, find_target, gpu
-from picompile.machine import measured as cache
 from picompile.machine import measured as local
 from picompile.machine.gpu import GpuName, GpuSpeed
 from picompile.machine.host import Host
@@ -183,7 +182,7 @@ def test_no_home_folder_costs_only_time(counted: Counted, monkeypatch: pytest.Mo
 
 def test_a_full_disk_leaves_the_old_file(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
     old = measure_local()
-    monkeypatch.setattr(cache.os, "replace", _full)
+    monkeypatch.setattr(os, "replace", _full)
     measure_local(anew=True)
     assert cached_local() == old
     assert os.listdir(cache_file().parent) == ["local.json"]

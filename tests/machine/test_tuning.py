@@ -1,4 +1,4 @@
-"""How kernels prefetch on this machine: what is measured and chosen, the file that keeps it, and `compile --tune`."""
+"""Tests of how kernels prefetch on this machine: measurements, choices, the file that keeps them, `compile --tune`."""
 
 import json
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ from helpers.kernels.workbench import Workbench
 from helpers.support import Cli
 from picompile.artifact.code import Code, tuned_code
 from picompile.machine import tuning
+from picompile.machine.kept import digest
 from picompile.machine.kernel_calls import fill_with_bytes
 from picompile.machine.tuning import PrefetchTrial, Tuning, measure, questions, tuned
 from picompile.progress import NoProgress
@@ -172,7 +173,7 @@ def test_a_damaged_file_counts_as_missing(counted: list[str], damage: str) -> No
         content = json.loads(path.read_text()) | DAMAGED[damage]
         if damage != "changed":
             del content["sha256"]
-            content["sha256"] = tuning._digest(content)
+            content["sha256"] = digest(content)
         damage = json.dumps(content)
     path.write_text(damage)
     assert tuned(ISA, 2, NoProgress()).apply(ISA) == chosen({"row_bytes_ahead": 2048})
