@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from picompile_codegen.specs import KernelSpec
 
 # Increased when kernels prefetch in another way, or it is measured in another way.
-_SCHEMA = 1
+_SCHEMA = 2
 # All calls of a kernel together read so much: several times the third-level cache of most processors, and at most one
 # part in so many of the memory.
 _WORKING_SET_BYTES = 192 * 2**20
@@ -175,13 +175,14 @@ def store(tuning: Tuning, isa: "Isa") -> None:
 @dataclass(frozen=True)
 class _Question:
     """A kernel that tells choices apart, the first of which is the default; `copied` are the arguments that it reads
-    from memory, and one of `share` of them is read by a call."""
+    from memory, and one of `share` of them is read by a call. Its token is at `position`."""
 
     name: str
     spec: "KernelSpec"
     choices: Sequence[Choice]
     copied: tuple[str, ...]
     share: int = 1
+    position: int = 0
 
 
 def questions(isa: "Isa") -> list[_Question]:
@@ -210,6 +211,7 @@ def questions(isa: "Isa") -> list[_Question]:
             attention,
             _choices(default, "caches_into_first_level", not default.caches_into_first_level),
             ("k_cache", "v_cache"),
+            position=attention.context - 1,
         ),
         _Question(
             "scattered rows",
@@ -329,9 +331,7 @@ def _arguments(question: _Question, kernel: "Kernel") -> "list[Arguments]":
         elif name in ("gate_bias", "up_bias"):
             array[:] = 1.0  # x is zero: all neurons that are computed fire, and rows of down are read
         elif name == "step":
-            array[0] = 1
-        elif name == "positions":
-            array[:] = question.spec.context - 1  # type: ignore[attr-defined]
+            array[:2] = 1, question.position
 
     found = list(copied_arguments(kernel, fill, question.copied, copies))
     if question.share == 1:

@@ -60,16 +60,22 @@ def test_a_choice_changes_a_kernel_and_no_bit_of_its_result(number: int, tmp_pat
             inputs[name] = few.astype(dtype)
             if argument.name in question.copied:
                 fill_with_bytes(inputs[name], rng)
-        position = 700 if "positions" in inputs else 0
-        if position:
-            inputs["positions"][:] = position
-            inputs["slots"][:] = 0
         inputs["stats"] = np.zeros(2, np.int64)
-        result = bench.run(kernel, inputs, tokens=1, position=position, slot=0)["y"]
+        result = bench.run(kernel, inputs, tokens=1, position=question.position, slot=0)["y"]
         assert result.any() and np.isfinite(result).all()
         results.add(result.tobytes())
     assert len(codes) == len(question.choices)
     assert len(results) == 1
+
+
+def test_attention_is_measured_over_whole_caches() -> None:
+    question = questions(ISA)[1]
+    with targeting(ISA):
+        arguments = tuning._arguments(question, cpu.write_kernel(question.spec))
+    assert len(arguments) > 1
+    for each in arguments:
+        assert each["k_cache"].shape[-2] == 1024
+        assert each["step"][:2].tolist() == [1, 1023]
 
 
 def with_speeds(monkeypatch: pytest.MonkeyPatch, speeds: dict[str, list[list[float]]]) -> None:
