@@ -256,12 +256,16 @@ def launches_of(graph: ShapeGraph, node: ShapeNode, sequences: int) -> int:
         return _attention_launches(graph.outline, graph.packing.context, graph.packing.kv_dtype)
     if node.op == "predict":
         return 2 if graph.packing.predictor in LEARNED else 1
+    if node.op in ("linear", "head"):
+        # Tensor cores take halves, to which a launch rounds what several sequences have.
+        return 1 + (sequences > 1)
     if node.op != "ffn":
         return 1
     if sequences == 1 or graph.packing.makes_mask:
         # Groups of neurons, the rows of down of those that fired, and the sum of the slices.
         return 3
-    return 2 + graph.outline.form.gated + _is_down_sliced(graph.outline, sequences)
+    # Halves, products with gate and up, halves of these, products with down.
+    return 4 + _is_down_sliced(graph.outline, sequences)
 
 
 def _attention_launches(outline: ModelOutline, context: int, kv_dtype: str) -> int:

@@ -33,6 +33,7 @@ from picompile_codegen.lowering.placement import Placement
 from picompile_codegen.specs import AttentionSpec, FfnSpec, LinearSpec
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
+from picompile_passes.weight_formats import FORMATS
 from test_prediction import held_out, write_predictors
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -110,7 +111,9 @@ def check_instructions(folder: Path) -> None:
         assert not re.search(r"\b(LDL|STL)\b", text), f"{symbol} spills"
         if any(name.endswith(WEIGHTS) for name in re.findall(r"(\w+)_ptr\b", parameters)):
             reading += 1
-            assert re.search(r"\bLDG\.E\.128\b", text), f"{symbol} reads its weights in small pieces"
+            # On tensor cores a thread has a piece of each tile: of q4 it is 8 bytes.
+            wide = r"\bLDG(STS\.E\.BYPASS\.128|\.E\.(64|128))\b" if "pi_mma(" in body else r"\bLDG\.E\.128\b"
+            assert re.search(wide, text), f"{symbol} reads its weights in small pieces"
         if "pi_loads_first()" in body:
             check_loads_come_first(symbol, text)
     # At the least: a product, and gate, up and down of a block.
@@ -145,6 +148,24 @@ def test_loads_of_long_rows_come_first(tmp_path: Path, sm: int) -> None:
     build_cuda([*ffns, *linears], tmp_path, sm)
     check_instructions(tmp_path)
     check_resources(json.loads((tmp_path / "device.json").read_text())["kernels"])
+
+
+@pytest.mark.parametrize("sm", [75, 80, 86, 89, 90, 120])
+def test_prompts_are_multiplied_on_tensor_cores(tmp_path: Path, sm: int) -> None:
+    """All of a step without a spill, and from sm_80 on copied to shared memory behind the multiplications' back."""
+    block = FfnSpec(
+        kind="exact", format="q8", neurons=2048, dim=1024, rows=256, gated=True, activation="relu",
+        up_activation="identity", gate_bias=False, up_bias=False, down_bias=False,
+    )  # fmt: skip
+    linears = [LinearSpec(format=form, n=8192, k=1024, rows=256, bias=False) for form in FORMATS]
+    build_cuda([cuda.write_kernel(spec) for spec in (block, *linears)], tmp_path, sm)
+    check_resources(json.loads((tmp_path / "device.json").read_text())["kernels"])
+    multiplying = {name: text for name, text in disassemble(tmp_path / "device.cubin").items() if "HMMA" in text}
+    assert len(multiplying) == len(linears) + 2
+    for name, text in multiplying.items():
+        assert not re.search(r"\b(LDL|STL)\b", text), f"{name} spills"
+        assert ("LDGSTS" in text) == (sm >= 80), name
+        assert "LDSM" in text, name
 
 
 def test_all_kernels_of_an_artifact_for_sm_89(gpu_artifact: Path) -> None:

@@ -194,7 +194,7 @@ def _cubin_text(texts: bytes, start: int) -> str:
 # All kernels are one CUDA C source, with a description of how each is launched.
 
 
-_PRELUDE = Path(__file__).with_name("prelude.cuh")
+_PRELUDE = [Path(__file__).with_name(name) for name in ("instructions.cuh", "prelude.cuh")]
 # TVM's source is the same for all of these kernels' architectures; the compiler of CUDA C is told the real one.
 _ARCH = "sm_75"
 _DEFINITION = re.compile(
@@ -223,7 +223,8 @@ class CudaSource:
 def cuda_source(kernels: Iterable[CudaKernel]) -> CudaSource:
     """Return the source of `kernels`, in the order of their names. Raises `BuildError` with TVM's message."""
     unique = {kernel.name: kernel for kernel in kernels}
-    texts, launches = [_PRELUDE.read_text(encoding="utf-8")], {}
+    texts: list[str] = [path.read_text(encoding="utf-8") for path in _PRELUDE]
+    launches = {}
     for name in sorted(unique):
         definitions, launches[name] = _generate(unique[name])
         texts += definitions

@@ -9,9 +9,9 @@ The sizes fix the order of all sums, and so every bit of y, whichever thread com
 neurons that fired: a launch that made one would take longer than it takes each block to make the list of its own.
 Blocks of all tokens for the same neurons run at about the same time: what one has read, the next finds in the cache.
 
-Of a chunk, which is dense, since some token needs almost every neuron: tiles of tokens and neurons are multiplied with
-gate, then with up, which is followed by the activation; then tiles of tokens and columns with down (`ffn_down.py`), in
-slices of the neurons where there are few tiles.
+Of a chunk, which is dense, since some token needs almost every neuron, on tensor cores (`mma.py`): tiles of tokens and
+neurons are multiplied with gate and up at once, which the activation follows; then tiles of tokens and columns with
+down (`ffn_down.py`), in slices of the neurons where there are few tiles. What is multiplied is rounded to halves first.
 """
 
 from tvm import tirx
@@ -23,17 +23,16 @@ from picompile_codegen.cuda.ffn_down import (
     SUM_COLUMNS,
     SUM_THREADS,
     DownPlan,
-    DownTiles,
     add_rows,
     add_slices,
-    add_tile_slices,
-    multiply_down_tile,
+    multiply_down,
 )
 from picompile_codegen.cuda.ffn_hidden import HIDDEN_THREADS, CudaFfn, NeuronGroups, biased, compute_hidden
 from picompile_codegen.cuda.function import CudaFunction, ThreadIndex, blocks_for
-from picompile_codegen.cuda.linear import TILE_ROWS, TILE_THREADS, TILE_TOKENS, tile_products
+from picompile_codegen.cuda.halves import Halves
 from picompile_codegen.cuda.matrix import CudaMatrix
 from picompile_codegen.cuda.memory import block_sum, registers
+from picompile_codegen.cuda.mma import WARP_OUTPUTS, ProductTile, RowWeights, multiply, tile_for
 from picompile_codegen.specs import FfnSpec
 
 
@@ -80,33 +79,21 @@ def _resident(block: CudaFfn) -> int:
     return 0 if bundle.has_zeros else 4
 
 
-_CHUNK_SUM_THREADS = 256
 _SQUARE_THREADS = 256
 
 
 def ffn_chunk(function: CudaFunction, block: CudaFfn) -> None:
     """Write the launches, and declare their scratch memory."""
     rows, neurons, dim = block.spec.rows, block.spec.neurons, block.spec.dim
-    tiles = DownTiles.of(neurons, dim, rows)
-    gate = function.scratch("gate", "float32", rows, neurons) if block.spec.gated else None
+    x = Halves.scratch(function, "halves", rows, dim)
     hidden = function.scratch("hidden", "float32", rows, neurons)
-    slices = function.scratch("slices", "float32", tiles.slices * rows, dim) if tiles.slices > 1 else None
-    grid = (blocks_for(neurons, TILE_ROWS), blocks_for(rows, TILE_TOKENS))
-    if gate is not None:
-        with function.launch(grid=grid, block=TILE_THREADS) as place:
-            _compute_gate(block, gate, function.tokens(rows), place)
-    with function.launch(grid=grid, block=TILE_THREADS) as place:
-        _compute_hidden(block, gate, hidden, function.tokens(rows), place)
-    with function.launch(grid=(tiles.columns, tiles.tokens * tiles.slices), block=TILE_THREADS) as place:
-        multiply_down_tile(block, tiles, hidden, block.y if slices is None else slices, function.tokens(rows), place)
-    if slices is not None:
-        with (
-            function.launch(grid=(blocks_for(dim, _CHUNK_SUM_THREADS), rows), block=_CHUNK_SUM_THREADS) as place,
-            when(place.block_y < function.tokens(rows)),
-        ):
-            add_tile_slices(
-                block, tiles, slices, block.y, place.block * _CHUNK_SUM_THREADS + place.thread, place.block_y
-            )
+    x.write(function, block.x)
+    matrices = 1 + block.spec.gated
+    tile = tile_for(rows, neurons * matrices)
+    grid = (blocks_for(neurons * matrices, tile.outputs), blocks_for(rows, tile.tokens))
+    with function.launch(grid=grid, block=tile.threads, resident=tile.resident) as place:
+        _multiply_hidden(block, tile, x, hidden, function.tokens(rows), place)
+    multiply_down(function, block, hidden)
     if block.spec.squares:
         with (
             function.launch(grid=rows, block=_SQUARE_THREADS) as place,
@@ -129,30 +116,53 @@ def _add_squares(block: CudaFfn, hidden: KernelTensor, place: ThreadIndex) -> No
         block.y[place.block, block.spec.dim] = summed
 
 
-def _compute_gate(block: CudaFfn, gate: KernelTensor, tokens: Expr, place: ThreadIndex) -> None:
-    def store(token: Expr, neuron: Expr, value: Expr) -> None:
-        gate[token, neuron] = biased(value, block.gate_bias, neuron)
-
-    tile_products(block.x, block.first_matrix, block.first_row, block.spec.neurons, tokens, place, store)
-
-
-def _compute_hidden(
-    block: CudaFfn, gate: KernelTensor | None, hidden: KernelTensor, tokens: Expr, place: ThreadIndex
+def _multiply_hidden(
+    block: CudaFfn, tile: ProductTile, x: Halves, hidden: KernelTensor, tokens: Expr, place: ThreadIndex
 ) -> None:
-    """hidden = activation(gate) ∘ up_activation(up), or activation(up)."""
+    """hidden = activation(gate) ∘ up_activation(up), or activation(up), for a tile.
+
+    Where there is a gate, a warp's first 16 outputs are products with gate, and the others those of the same neurons
+    with up, so that a lane has both of a neuron.
+    """
     spec = block.spec
+    matrices = 1 + spec.gated
+    first_token, first_neuron = bind(place.block_y * tile.tokens), bind(place.block * (tile.outputs // matrices))
+    last = spec.neurons - 1
 
-    def store(token: Expr, neuron: Expr, value: Expr) -> None:
-        up = biased(value, block.up_bias, neuron)
-        first = up if gate is None else bind(gate[token, neuron])
-        output = block.output(first, None if gate is None else up)
-        if spec.is_exact or spec.gate_limits:
-            # Not a product: a silent neuron whose up is infinite must not turn into NaN.
-            output = select(block.fires(first, neuron), output, 0.0)
-        hidden[token, neuron] = block.above_limit(output, neuron)
+    def of_one(output: Expr) -> list[tuple[Expr, CudaMatrix, Expr]]:
+        return [(True, block.first_matrix, block.first_row(minimum(first_neuron + output, last)))]
 
-    matrix, row = (block.first_matrix, block.first_row) if gate is None else (block.bundle, block.up_row)
-    tile_products(block.x, matrix, row, spec.neurons, tokens, place, store)
+    def of_two(output: Expr) -> list[tuple[Expr, CudaMatrix, Expr]]:
+        of_warp, half = output // WARP_OUTPUTS * (WARP_OUTPUTS // 2), WARP_OUTPUTS // 2
+        neuron = bind(minimum(first_neuron + of_warp + output % half, last))
+        is_up = bind(output % WARP_OUTPUTS // half)
+        gate_row, up_row = block.first_row(neuron), block.up_row(neuron)
+        if block.decide is None:
+            return [(True, block.bundle, gate_row + is_up * (up_row - gate_row))]
+        return [(is_up == 0, block.decide, gate_row), (is_up == 1, block.bundle, up_row)]
+
+    with when(first_token < tokens):
+        weights = RowWeights(tile, block.bundle, of_two if spec.gated else of_one, place)
+        products = multiply(tile, x, (first_token, tokens), (0, x.groups), weights, place)
+        fragments = tile.output_fragments // matrices
+        for token, value in products.each_token():
+            for fragment in range(fragments):
+                for i in range(2):
+                    neuron = bind(first_neuron + products.first_output // matrices + products.offset(fragment, i))
+                    with when(neuron <= last):
+                        up = value(fragment + fragments, i) if spec.gated else None
+                        hidden[token, neuron] = _sent(block, value(fragment, i), up, neuron)
+
+
+def _sent(block: CudaFfn, first: Expr, up: Expr | None, neuron: Expr) -> Expr:
+    """Return what a neuron sends down, from its products with `first_matrix` and, where there is a gate, with up."""
+    spec = block.spec
+    first = biased(first, block.first_bias, neuron)
+    output = block.output(first, None if up is None else biased(up, block.up_bias, neuron))
+    if spec.is_exact or spec.gate_limits:
+        # Not a product: a silent neuron whose up is infinite must not turn into NaN.
+        output = select(block.fires(first, neuron), output, 0.0)
+    return block.above_limit(output, neuron)
 
 
 def ffn(spec: FfnSpec, function: CudaFunction) -> None:

@@ -11,20 +11,11 @@ from tvm import tirx
 
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, minimum, select, when
 from picompile_codegen.cuda.ffn_hidden import CudaFfn, NeuronGroups
-from picompile_codegen.cuda.function import WARP, ThreadIndex, blocks_for
-from picompile_codegen.cuda.linear import (
-    DEPTH,
-    OWN,
-    SIDE,
-    TILE_TOKENS,
-    Padded,
-    add_products,
-    load_tokens,
-    own_place,
-    own_sums,
-)
+from picompile_codegen.cuda.function import WARP, CudaFunction, ThreadIndex, blocks_for
+from picompile_codegen.cuda.halves import Halves
 from picompile_codegen.cuda.matrix import CudaMatrix
 from picompile_codegen.cuda.memory import Numbering, barrier, block_sum, loads_first, shared, zero_registers
+from picompile_codegen.cuda.mma import LARGE, SMALL, STEP, ColumnWeights, ProductTile, multiply
 
 DOWN_THREADS = 256
 SUM_THREADS = 256
@@ -227,9 +218,10 @@ def add_slices(block: CudaFfn, plan: DownPlan, slices: KernelTensor, y: KernelTe
             y[token, block.spec.dim] = total_of_warps()
 
 
-# A block takes a tile of tokens and columns through shared memory, where there are many tokens.
+# Of many tokens a block has a tile of tokens and columns, on tensor cores.
 
 
+_CHUNK_SUM_THREADS = 256
 # The blocks that keep a GPU busy, the neurons worth a slice, and the most slices that cost little beside the product.
 _TILE_BLOCKS, _FEWEST_OF_SLICE, _MOST_SLICES = 256, 256, 8
 
@@ -238,6 +230,7 @@ _TILE_BLOCKS, _FEWEST_OF_SLICE, _MOST_SLICES = 256, 256, 8
 class DownTiles:
     """Tiles of `tokens` and of `columns`, each in `slices` of `neurons` neurons."""
 
+    tile: ProductTile
     tokens: int
     columns: int
     slices: int
@@ -246,73 +239,61 @@ class DownTiles:
     @classmethod
     def of(cls, neurons: int, dim: int, rows: int) -> "DownTiles":
         """Return the tiles of a feed-forward block."""
-        tokens, columns = blocks_for(rows, TILE_TOKENS), blocks_for(dim, SIDE)
+        # Slices make blocks enough of large tiles.
+        tile = LARGE if rows > SMALL.tokens else SMALL
+        tokens, columns = blocks_for(rows, tile.tokens), blocks_for(dim, tile.outputs)
         wanted = min(blocks_for(_TILE_BLOCKS, tokens * columns), blocks_for(neurons, _FEWEST_OF_SLICE), _MOST_SLICES)
-        each = blocks_for(blocks_for(neurons, wanted), DEPTH) * DEPTH
-        return cls(tokens, columns, blocks_for(neurons, each), each)
+        each = blocks_for(blocks_for(neurons, wanted), STEP) * STEP
+        return cls(tile, tokens, columns, blocks_for(neurons, each), each)
 
 
-@dataclass(frozen=True)
-class _Tile:
-    """The work of one block: its first token and column, and its neurons."""
+def multiply_down(function: CudaFunction, block: CudaFfn, hidden: KernelTensor) -> None:
+    """Write the launches of y = hidden · down + bias for hidden float32 [rows, neurons], and declare their memory."""
+    rows, neurons, dim = block.spec.rows, block.spec.neurons, block.spec.dim
+    tiles = DownTiles.of(neurons, dim, rows)
+    outputs = Halves.scratch(function, "outputs", rows, neurons)
+    slices = function.scratch("slices", "float32", tiles.slices * rows, dim) if tiles.slices > 1 else None
+    outputs.write(function, hidden)
+    grid, tile = (tiles.columns, tiles.tokens * tiles.slices), tiles.tile
+    with function.launch(grid=grid, block=tile.threads, resident=tile.resident) as place:
+        _multiply_tile(block, tiles, outputs, block.y if slices is None else slices, function.tokens(rows), place)
+    if slices is not None:
+        with (
+            function.launch(grid=(blocks_for(dim, _CHUNK_SUM_THREADS), rows), block=_CHUNK_SUM_THREADS) as place,
+            when(place.block_y < function.tokens(rows)),
+        ):
+            _add_tile_slices(block, tiles, slices, place)
 
-    token: Expr
-    column: Expr
-    start: Expr
-    stop: Expr
 
-
-def multiply_down_tile(
-    block: CudaFfn, tiles: DownTiles, hidden: KernelTensor, out: KernelTensor, tokens: Expr, place: ThreadIndex
+def _multiply_tile(
+    block: CudaFfn, tiles: DownTiles, outputs: Halves, out: KernelTensor, tokens: Expr, place: ThreadIndex
 ) -> None:
-    """out[slice · rows + t] = Σ hidden[t, j] · down[j] over the neurons of a slice; with one slice y, and its bias."""
-    rows, neurons = block.spec.rows, block.spec.neurons
-    slice_, start = bind(place.block_y // tiles.tokens), bind(place.block_y // tiles.tokens * tiles.neurons)
-    tile = _Tile(
-        token=bind(place.block_y % tiles.tokens * TILE_TOKENS),
-        column=bind(place.block * SIDE),
-        start=start,
-        stop=bind(minimum(start + tiles.neurons, neurons)),
-    )
+    """out[slice · rows + t] = Σ outputs[t, j] · down[j] over the neurons of a slice; with one slice y, and its bias."""
+    rows, last, tile = block.spec.rows, block.spec.neurons - 1, tiles.tile
+    number = bind(place.block_y // tiles.tokens)
+    first_token = bind(place.block_y % tiles.tokens * tile.tokens)
+    first_column = bind(place.block * tile.outputs)
+    begin = bind(number * (tiles.neurons // STEP))
+    stop = bind(minimum(begin + tiles.neurons // STEP, outputs.groups))
     bias = block.down_bias if tiles.slices == 1 else None
-    with when(tile.token < tokens):
-        outputs, weights, sums = Padded.of(DEPTH), Padded.of(DEPTH), own_sums()
-        with loop(0, tiles.neurons // DEPTH) as turn:
-            first = bind(start + turn * DEPTH)
-            barrier()
-            load_tokens(hidden, outputs, tile.token, tokens, first, tile.stop, place.thread)
-            _load_weights(block, weights, tile, first, place.thread)
-            barrier()
-            add_products(outputs, weights, DEPTH, sums, place)
-        own_token, own_column = own_place(place)
-        for i in range(OWN):
-            for j in range(OWN):
-                token, column = bind(tile.token + own_token + i), bind(tile.column + own_column + j)
-                with when(tirx.And(token < tokens, column < block.spec.dim)):
-                    value = sums[i * OWN + j]
-                    out[slice_ * rows + token, column] = value if bias is None else value + bias[column]
+    with when(first_token < tokens):
+        # Past the last neuron, where outputs are zero, its row is read again.
+        weights = ColumnWeights(tile, block.bundle, lambda j: block.down_row(minimum(j, last)), first_column, place)
+        products = multiply(tile, outputs, (first_token, tokens), (begin, stop), weights, place)
+        for token, value in products.each_token():
+            for fragment in range(tile.output_fragments):
+                for i in range(2):
+                    column = bind(first_column + products.first_output + products.offset(fragment, i))
+                    with when(column < block.spec.dim):
+                        total = value(fragment, i)
+                        out[number * rows + token, column] = total if bias is None else total + bias[column]
 
 
-def _load_weights(block: CudaFfn, weights: Padded, tile: _Tile, first: Expr, thread: Expr) -> None:
-    """weights[j, c] = column c of down of neuron first + j; past the last neuron its own again."""
-    bundle = block.bundle
-    units = SIDE // bundle.unit_weights
-    with when(thread < DEPTH * units):
-        j, part = bind(thread // units), bind(thread % units)
-        neuron = bind(minimum(first + j, block.spec.neurons - 1))
-        # Past the last column its unit is read again; nobody stores what comes of it.
-        number = bind(minimum(tile.column // bundle.unit_weights + part, bundle.units - 1))
-        unit = bundle.unit(bind(block.down_row(neuron)), number)
-        for i in range(0, bundle.unit_weights, 4):
-            weights.store(j, part * bundle.unit_weights + i, [bind(unit.weight(i + lane)) for lane in range(4)])
-
-
-def add_tile_slices(
-    block: CudaFfn, tiles: DownTiles, slices: KernelTensor, y: KernelTensor, column: Expr, token: Expr
-) -> None:
+def _add_tile_slices(block: CudaFfn, tiles: DownTiles, slices: KernelTensor, place: ThreadIndex) -> None:
     """y[token, column] = the sum of its slices, in order, and the bias."""
+    token, column = place.block_y, bind(place.block * _CHUNK_SUM_THREADS + place.thread)
     with when(column < block.spec.dim):
         total = slices[token, column]
         for number in range(1, tiles.slices):
             total = total + slices[number * block.spec.rows + token, column]
-        y[token, column] = total if block.down_bias is None else total + block.down_bias[column]
+        block.y[token, column] = total if block.down_bias is None else total + block.down_bias[column]

@@ -32,14 +32,15 @@ _MOST_BLOCKS_Y = 65535
 class Grid:
     """How many blocks of how many threads a launch has. Blocks are numbered in up to two dimensions.
 
-    `resident` blocks at least shall fit a multiprocessor together; 0 leaves that to the compiler, which may prefer more
-    of them to keeping everything in registers.
+    `resident` blocks at least shall fit a multiprocessor together: a number, or a constant of prelude.cuh where it
+    depends on the architecture. 0 leaves that to the compiler, which may prefer more of them to keeping everything in
+    registers.
     """
 
     x: int
     y: int
     threads: int
-    resident: int = 0
+    resident: int | str = 0
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class CudaFunction(KernelFunction):
         self._grids: list[Grid] = []
 
     @contextmanager
-    def launch(self, *, grid: int | tuple[int, int], block: int, resident: int = 0) -> Iterator[ThreadIndex]:
+    def launch(self, *, grid: int | tuple[int, int], block: int, resident: int | str = 0) -> Iterator[ThreadIndex]:
         """Write a launch of `grid` blocks of `block` threads, which are whole warps; the body is the program of a
         thread.
 

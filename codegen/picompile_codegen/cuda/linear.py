@@ -3,7 +3,7 @@
 A tile has 64 by 64 results, of which each of 256 threads has 4 by 4; both factors come through the memory of the block.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tvm import tirx
@@ -11,8 +11,10 @@ from tvm import tirx
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, minimum, when
 from picompile_codegen.cuda.dot import BlockInput, add_part, in_parts
 from picompile_codegen.cuda.function import WARP, CudaFunction, ThreadIndex, blocks_for
+from picompile_codegen.cuda.halves import Halves
 from picompile_codegen.cuda.matrix import CudaMatrix
-from picompile_codegen.cuda.memory import barrier, registers, shared, warp_sum, zero_registers
+from picompile_codegen.cuda.memory import registers, shared, warp_sum, zero_registers
+from picompile_codegen.cuda.mma import RowWeights, multiply, tile_for
 from picompile_codegen.specs import LinearSpec
 
 SIDE = 64
@@ -77,84 +79,6 @@ def add_products(
                 sums[i * OWN + j] = sums[i * OWN + j] + a[i] * b[j]
 
 
-# Tiles of tokens are multiplied with tiles of rows of a packed matrix.
-
-
-TILE_TOKENS = TILE_ROWS = SIDE
-TILE_THREADS = THREADS
-# Columns that are multiplied between two barriers: a group of the formats.
-DEPTH = 32
-
-
-def multiply_tile(
-    x: KernelTensor, w: CudaMatrix, bias: KernelTensor | None, y: KernelTensor, tokens: Expr, place: ThreadIndex
-) -> None:
-    """y[t, r] = x[t] · w[r] + bias[r] for the tile of this block; `tokens` of x count."""
-
-    def store(token: Expr, row: Expr, value: Expr) -> None:
-        y[token, row] = value if bias is None else value + bias[row]
-
-    tile_products(x, w, lambda row: row, w.rows, tokens, place, store)
-
-
-def tile_products(
-    x: KernelTensor,
-    w: CudaMatrix,
-    number: Callable[[Expr], Expr],
-    rows: int,
-    tokens: Expr,
-    place: ThreadIndex,
-    store: Callable[[Expr, Expr, Expr], None],
-) -> None:
-    """Call `store(token, row, x[token] · w[number(row)])` for the tokens and rows of this block's tile that there are.
-
-    Row `number(r)` of the matrix is the r-th of `rows`. A block without tokens ends at once.
-    """
-    first_row, first_token = bind(place.block * TILE_ROWS), bind(place.block_y * TILE_TOKENS)
-    with when(first_token < tokens):
-        xs, ws, sums = Padded.of(DEPTH), Padded.of(DEPTH), own_sums()
-        with loop(0, -(-w.columns // DEPTH)) as group:
-            barrier()
-            load_tokens(x, xs, first_token, tokens, bind(group * DEPTH), w.columns, place.thread)
-            _load_rows(w, ws, number, first_row, rows, group, place.thread)
-            barrier()
-            add_products(xs, ws, DEPTH, sums, place)
-        own_token, own_row = own_place(place)
-        for i in range(OWN):
-            for j in range(OWN):
-                token, row = bind(first_token + own_token + i), bind(first_row + own_row + j)
-                with when(tirx.And(token < tokens, row < rows)):
-                    store(token, row, sums[i * OWN + j])
-
-
-def load_tokens(
-    x: KernelTensor, xs: Padded, first: Expr, tokens: Expr, first_column: Expr, stop: Expr, thread: Expr
-) -> None:
-    """xs[c, t] = x[first + t, first_column + c], zeros where there is no such token or no such column before `stop`.
-
-    A warp takes four tokens of eight columns, whose places in shared memory are in different banks.
-    """
-    c = bind(thread % 8 + thread // WARP % 4 * 8)
-    column = bind(first_column + c)
-    for turn in range(TILE_TOKENS // 8):
-        t = bind(turn * 8 + thread // 128 * 4 + thread // 8 % 4)
-        inside = tirx.And(first + t < tokens, column < stop)
-        xs.store(c, t, [tirx.if_then_else(inside, x[first + t, column], 0.0)])
-
-
-def _load_rows(
-    w: CudaMatrix, ws: Padded, number: Callable[[Expr], Expr], first: Expr, rows: int, group: Expr, thread: Expr
-) -> None:
-    """ws[c, r] = the weight of row first + r in column group · 32 + c. Past the last row the last is read again."""
-    units_a_group = DEPTH // w.unit_weights
-    with when(thread < TILE_ROWS * units_a_group):
-        r, part = bind(thread // units_a_group), bind(thread % units_a_group)
-        row = bind(tirx.Min(first + r, rows - 1))
-        unit = w.unit(bind(number(row)), group * units_a_group + part)
-        for i in range(w.unit_weights):
-            ws.store(part * w.unit_weights + i, r, [unit.weight(i)])
-
-
 _ONE_THREADS = 256
 # A warp reads two rows at a time: what it has read of x serves both, and more reads are under way.
 _ROWS_A_WARP = 2
@@ -171,9 +95,7 @@ def linear(spec: LinearSpec, function: CudaFunction) -> None:
         with function.launch(grid=blocks_for(spec.n, _ROWS_A_BLOCK), block=_ONE_THREADS, resident=resident) as place:
             _one(x, w, bias, y, place)
         return
-    grid = (blocks_for(spec.n, TILE_ROWS), blocks_for(spec.rows, TILE_TOKENS))
-    with function.launch(grid=grid, block=TILE_THREADS) as place:
-        multiply_tile(x, w, bias, y, function.tokens(spec.rows), place)
+    _chunk(spec, function, w, bias)
 
 
 def _one(x: KernelTensor, w: CudaMatrix, bias: KernelTensor | None, y: KernelTensor, place: ThreadIndex) -> None:
@@ -191,3 +113,23 @@ def _one(x: KernelTensor, w: CudaMatrix, bias: KernelTensor | None, y: KernelTen
         product = warp_sum(sums[i])
         with when(tirx.And(place.lane == 0, first + i < w.rows)):
             y[0, first + i] = product if bias is None else product + bias[first + i]
+
+
+def _chunk(spec: LinearSpec, function: CudaFunction, w: CudaMatrix, bias: KernelTensor | None) -> None:
+    """Multiply several tokens, a tile of tokens and rows to a block."""
+    x, y, tile = function["x"], function["y"], tile_for(spec.rows, spec.n)
+    halves = Halves.scratch(function, "halves", spec.rows, spec.k)
+    halves.write(function, x)
+    grid = (blocks_for(spec.n, tile.outputs), blocks_for(spec.rows, tile.tokens))
+    with function.launch(grid=grid, block=tile.threads, resident=tile.resident) as place:
+        tokens = function.tokens(spec.rows)
+        first, first_row = bind(place.block_y * tile.tokens), bind(place.block * tile.outputs)
+        with when(first < tokens):
+            weights = RowWeights(tile, w, lambda r: [(True, w, minimum(first_row + r, spec.n - 1))], place)
+            products = multiply(tile, halves, (first, tokens), (0, halves.groups), weights, place)
+            for token, value in products.each_token():
+                for fragment in range(tile.output_fragments):
+                    for i in range(2):
+                        row = bind(first_row + products.first_output + products.offset(fragment, i))
+                        with when(row < spec.n):
+                            y[token, row] = value(fragment, i) if bias is None else value(fragment, i) + bias[row]

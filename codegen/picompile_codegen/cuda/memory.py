@@ -56,6 +56,14 @@ def address(tensor: KernelTensor, *index: Expr) -> Expr:
     return tirx.address_of(tensor[index])
 
 
+def place_in(memory: KernelTensor, index: Expr) -> Expr:
+    """Return the address of an element of one-dimensional memory, for a function that uses those behind it as well.
+
+    Of memory whose elements are known by `address` alone, TVM omits what lies behind the last of them.
+    """
+    return memory._buffer.access_ptr(0, offset=index)
+
+
 def from_lane(value: Expr, offset: int) -> Expr:
     """Return the value of the lane whose number is this one's XOR `offset`. All lanes of the warp must call this."""
     return T.tvm_warp_shuffle_xor(tirx.const(_ALL_LANES, "uint32"), value, offset, WARP, WARP)

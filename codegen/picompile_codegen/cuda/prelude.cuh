@@ -40,6 +40,76 @@ static __device__ __forceinline__ float pi_byte(uint word, int index) {
   return __uint_as_float(__byte_perm(shifted, 0x4B000000u, 0x7440 | index)) - 8388736.0f;
 }
 
+// D += A B, with A [16, 16], B [16, 8]; instructions.cuh says which lane has what.
+static __device__ __forceinline__ void pi_mma(float *d, const uint *a, const uint *b) {
+#if PI_SM >= 80
+  pi_mma_m16n8k16(d, a, b);
+#else
+  pi_mma_m16n8k8(d, a, b);
+  pi_mma_m16n8k8(d, a + 2, b + 1);
+#endif
+}
+
+// Blocks with a large tile of products that a multiprocessor holds; that of 7.5 has shared memory for one.
+#define PI_LARGE_TILES (PI_SM >= 80 ? 2 : 1)
+
+// Copies 16 bytes to shared memory, or writes zeros there unless `is_there`. The thread itself sees them behind
+// `pi_copies_arrived`, and others behind a barrier after that.
+static __device__ __forceinline__ void pi_copy_16(void *shared, const void *source, int is_there) {
+#if PI_SM >= 80
+  pi_cp_async_16(shared, source, is_there ? 16 : 0);
+#else
+  *(uint4 *)shared = is_there ? *(const uint4 *)source : make_uint4(0, 0, 0, 0);
+#endif
+}
+
+static __device__ __forceinline__ void pi_copies_arrived() {
+#if PI_SM >= 80
+  pi_cp_async_wait_all();
+#endif
+}
+
+// Pairs of halves are words: the first is in the low bits.
+static __device__ __forceinline__ uint pi_pair(half2 pair) { return *(uint *)&pair; }
+static __device__ __forceinline__ half2 pi_halves(uint pair) { return *(half2 *)&pair; }
+static __device__ __forceinline__ uint pi_both(half value) { return pi_pair(__half2half2(value)); }
+static __device__ __forceinline__ uint pi_pair_of(float first, float second) {
+  return pi_pair(__floats2half2_rn(first, second));
+}
+static __device__ __forceinline__ uint pi_less(uint pair, uint other) {
+  return pi_pair(__hsub2(pi_halves(pair), pi_halves(other)));
+}
+static __device__ __forceinline__ uint pi_times(uint pair, uint other) {
+  return pi_pair(__hmul2(pi_halves(pair), pi_halves(other)));
+}
+
+// Two codes as halves, less `zero`: of bytes 2 `part` and 2 `part` + 1 of `word` the low four bits, the high four, the low
+// six, or the whole, signed byte. Exact: with a byte 0x64 above it, a code n is the half 1024 + n, or 1024 + 16 n.
+static __device__ __forceinline__ uint pi_raised(uint word, int part) {
+  return __byte_perm(word, 0x64646464u, part ? 0x4342 : 0x4140);
+}
+static __device__ __forceinline__ uint pi_low_codes(uint word, int part, float zero) {
+  return pi_less(pi_raised(word, part) & 0xFF0FFF0Fu, pi_both(__float2half_rn(1024.0f + zero)));
+}
+static __device__ __forceinline__ uint pi_high_codes(uint word, int part, float zero) {
+  half2 raised = pi_halves(pi_raised(word, part) & 0xFFF0FFF0u);
+  return pi_pair(__hfma2(raised, __float2half2_rn(0.0625f), __float2half2_rn(-64.0f - zero)));
+}
+static __device__ __forceinline__ uint pi_six_bit_codes(uint word, int part, float zero) {
+  return pi_less(pi_raised(word & 0x3F3F3F3Fu, part), pi_both(__float2half_rn(1024.0f + zero)));
+}
+static __device__ __forceinline__ uint pi_byte_codes(uint word, int part) {
+  return pi_less(pi_raised(word ^ 0x80808080u, part), pi_both(__float2half_rn(1152.0f)));
+}
+
+// The power of two by which numbers up to `largest` become halves below 32768. It is 1 for what is not finite, so that it
+// stays what it is.
+static __device__ __forceinline__ float pi_power_for(float largest) {
+  int exponent = (int)(__float_as_uint(largest) >> 23);
+  if (exponent == 255) return 1.0f;
+  return __uint_as_float((uint)min(268 - exponent, 254) << 23);
+}
+
 // A bit for each lane of the warp, set where `flag` is not 0. All lanes must ask.
 static __device__ __forceinline__ uint pi_ballot(int flag) { return __ballot_sync(0xFFFFFFFFu, flag); }
 

@@ -4,7 +4,7 @@ They are added as rows of down are, of neurons whose outputs are the inputs (`ff
 is zero to it, and so its row is not read. Of one token, or of several sequences' next tokens:
 1. A block for each tile of columns and slice of the inputs lists the inputs of its slice and adds their rows.
 2. The slices are added up.
-Of a chunk all rows are read, by tiles of tokens and columns.
+Of a chunk all rows are read, by tiles of tokens and columns on tensor cores.
 """
 
 from typing import Any
@@ -17,20 +17,15 @@ from picompile_codegen.cuda.ffn_down import (
     SUM_COLUMNS,
     SUM_THREADS,
     DownPlan,
-    DownTiles,
     add_rows,
     add_slices,
-    add_tile_slices,
-    multiply_down_tile,
+    multiply_down,
 )
 from picompile_codegen.cuda.ffn_hidden import CudaFfn, NeuronGroups
 from picompile_codegen.cuda.function import CudaFunction, ThreadIndex, blocks_for
-from picompile_codegen.cuda.linear import TILE_THREADS
 from picompile_codegen.cuda.matrix import CudaMatrix
 from picompile_codegen.cuda.memory import address, run_extern, warp_sum, zero_registers
 from picompile_codegen.specs import FfnSpec, SparseLinearSpec
-
-_CHUNK_SUM_THREADS = 256
 
 
 class _KeptInputs(KernelTensor):
@@ -56,7 +51,7 @@ def sparse_linear(spec: SparseLinearSpec, function: CudaFunction) -> None:
     if spec.reads_some:
         _tokens(function, block, kept)
     else:
-        _chunk(function, block, kept)
+        multiply_down(function, block, kept)
 
 
 def _as_block(spec: SparseLinearSpec, function: CudaFunction) -> CudaFfn:
@@ -127,18 +122,3 @@ def _count(block: CudaFfn, kept: _KeptInputs, plan: DownPlan, place: ThreadIndex
     with when(tirx.And(place.block // rows == 0, place.lane == 0)):
         for index in (0, 1):
             run_extern("pi_add_int64", address(block.stats, index), bind(tirx.Cast("int32", total)))
-
-
-def _chunk(function: CudaFunction, block: CudaFfn, kept: _KeptInputs) -> None:
-    rows, inputs, dim = block.spec.rows, block.spec.neurons, block.spec.dim
-    tiles = DownTiles.of(inputs, dim, rows)
-    slices = function.scratch("slices", "float32", tiles.slices * rows, dim) if tiles.slices > 1 else None
-    with function.launch(grid=(tiles.columns, tiles.tokens * tiles.slices), block=TILE_THREADS) as place:
-        multiply_down_tile(block, tiles, kept, block.y if slices is None else slices, function.tokens(rows), place)
-    if slices is not None:
-        with (
-            function.launch(grid=(blocks_for(dim, _CHUNK_SUM_THREADS), rows), block=_CHUNK_SUM_THREADS) as place,
-            when(place.block_y < function.tokens(rows)),
-        ):
-            column = place.block * _CHUNK_SUM_THREADS + place.thread
-            add_tile_slices(block, tiles, slices, block.y, column, place.block_y)

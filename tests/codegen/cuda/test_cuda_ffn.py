@@ -10,9 +10,10 @@ from test_kernels_ffn import MASK_COLUMNS, Block
 from test_kernels_ffn import Example as CpuExample
 
 from helpers.kernels.cuda_workbench import CudaWorkbench
+from helpers.kernels.halves import BlockInHalves
 from helpers.kernels.workbench import assert_close
 from picompile_codegen import cuda
-from picompile_codegen.cuda import CudaKernel, dot, ffn_down
+from picompile_codegen.cuda import CudaKernel, dot, ffn_down, mma
 from picompile_codegen.cuda import ffn_hidden as ffn_groups
 from picompile_codegen.specs import FfnSpec
 from picompile_passes.dialect import parse_activation
@@ -84,11 +85,11 @@ def kernel_of(name: str, kind: str, format_name: str, rows: int) -> CudaKernel:
     )
 
 
-class Example(CpuExample):
-    """As on the CPU, but that activations are not rounded."""
+class Example(BlockInHalves, CpuExample):
+    """As on the CPU, but that activations are not rounded, or on tensor cores to halves."""
 
-    def products(self, name: str) -> NDArray[np.float64]:
-        return self.x.astype(np.float64) @ self.weights[name].T + self.biases.get(f"{name}_bias", 0)
+    def hidden(self) -> NDArray[np.float64]:
+        return CpuExample.hidden(self)
 
     def result(self) -> NDArray[np.float64]:
         """Return y, with the squares where there are any."""
@@ -126,8 +127,9 @@ def test_ffn(workbench: CudaWorkbench, name: str, kind: str, format_name: str, r
     kernel = kernel_of(name, kind, format_name, rows)
     for tokens in (1,) if rows == 1 else (2, CHUNK):
         example = Example(BLOCKS[name], kind, format_name, tokens, seed=rows + tokens)
+        example.on_tensor_cores = rows > 1
         result = workbench.run(kernel, example.inputs, tokens=tokens if rows > 1 else -1)
-        assert_close(result["y"][:tokens, : BLOCKS[name].dim], example.output())
+        assert_close(result["y"][:tokens, : BLOCKS[name].dim], example.output(), example.tolerance)
         assert np.allclose(result["y"][:tokens, BLOCKS[name].dim :], example.squares(), rtol=1e-5, atol=0)
         assert np.isnan(result["y"][tokens:]).all()
         # Chunks are not counted.
@@ -158,9 +160,10 @@ def test_no_neuron_fires_or_every_neuron(
     """A bias that silences every neuron, or wakes every neuron."""
     name, kind, format_name, rows = case
     example = Example(BLOCKS[name], kind, format_name, tokens=rows, seed=3)
+    example.on_tensor_cores = rows > 1
     example.biases["gate_bias" if BLOCKS[name].gated else "up_bias"][:] = value
     result = workbench.run(kernel_of(*case), example.inputs, tokens=rows)
-    assert_close(result["y"], example.output() + np.zeros((rows, 1)))
+    assert_close(result["y"], example.output() + np.zeros((rows, 1)), example.tolerance)
 
 
 @pytest.mark.parametrize("name", ["reglu", "opt"])
@@ -198,11 +201,12 @@ def test_neuron_that_is_left_out_may_overflow(workbench: CudaWorkbench) -> None:
 def test_silent_neuron_may_overflow(workbench: CudaWorkbench, rows: int) -> None:
     """A neuron that does not fire contributes nothing, not even where its up is infinite."""
     example = Example(BLOCKS["fatrelu"], "exact", "f16", tokens=rows, seed=4)
+    example.on_tensor_cores = rows > 1
     example.biases["gate_bias"][5] = -1000
     expected = example.output()
     example.biases["up_bias"][5] = np.inf
     result = workbench.run(kernel_of("fatrelu", "exact", "f16", rows), example.inputs, tokens=rows)
-    assert_close(result["y"], expected)
+    assert_close(result["y"], expected, example.tolerance)
 
 
 # What only large blocks meet, made small: parts of x, groups of several warps, and slices that are listed in turns.
@@ -228,14 +232,26 @@ def test_large_blocks(large: tuple[CudaWorkbench, dict[tuple[str, str], CudaKern
     assert result["stats"].tolist() == example.counts(case[1])
 
 
-def test_several_tiles_of_tokens(tmp_path: Path) -> None:
+# Name, kind, format: a gate that lies apart, one beside up, and none.
+OF_TILES = [("fatrelu", "exact", "q4"), ("reglu", "dense", "f16"), ("small", "dense", "q6")]
+
+
+@pytest.mark.parametrize("case", OF_TILES, ids="-".join)
+@pytest.mark.parametrize("tile", [mma.LARGE, mma.SMALL], ids=["large", "small"])
+@pytest.mark.parametrize("sm", [75, 80])
+def test_several_tiles_of_tokens(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: tuple[str, str, str], tile: mma.ProductTile, sm: int
+) -> None:
     """More tokens than a tile has, and fewer than the second one."""
-    kernel = kernel_of("small", "dense", "f16", 70)
-    workbench = CudaWorkbench(tmp_path / "device.so", [kernel])
-    for tokens in (3, 67):
-        example = Example(BLOCKS["small"], "dense", "f16", tokens, seed=tokens)
+    monkeypatch.setattr(mma, "_ENOUGH_BLOCKS", 1 if tile == mma.LARGE else 1000)
+    name, kind, format_name = case
+    kernel = kernel_of(name, kind, format_name, tile.tokens + 6)
+    workbench = CudaWorkbench(tmp_path / "device.so", [kernel], sm)
+    for tokens in (3, tile.tokens + 3):
+        example = Example(BLOCKS[name], kind, format_name, tokens, seed=tokens)
+        example.on_tensor_cores = True
         result = workbench.run(kernel, example.inputs, tokens=tokens)
-        assert_close(result["y"][:tokens], example.output())
+        assert_close(result["y"][:tokens], example.output(), example.tolerance)
         assert np.isnan(result["y"][tokens:]).all()
 
 

@@ -11,6 +11,7 @@ from test_kernels_ffn_limits import NAMES
 from test_kernels_ffn_limits import Example as CpuExample
 
 from helpers.kernels.cuda_workbench import CudaWorkbench
+from helpers.kernels.halves import BlockInHalves
 from helpers.kernels.workbench import assert_close
 from picompile_codegen import cuda
 from picompile_codegen.cuda import CudaKernel
@@ -49,20 +50,22 @@ def kernel_of(name: str, kind: str, limits: str, format_name: str, rows: int) ->
     return cuda.write_kernel(replace(spec, gate_limits="g" in limits, output_limits="o" in limits))
 
 
-class Example(CpuExample):
-    """As on the CPU, but that activations are not rounded."""
+class Example(BlockInHalves, CpuExample):
+    """As on the CPU, but that activations are not rounded, or on tensor cores to halves."""
 
-    def products(self, name: str) -> NDArray[np.float64]:
-        return self.x.astype(np.float64) @ self.weights[name].T + self.biases.get(f"{name}_bias", 0)
+    def hidden(self) -> NDArray[np.float64]:
+        return CpuExample.hidden(self)
 
     def assert_output(self, measured: NDArray[np.float32]) -> None:
-        assert_close(measured[:, : self.block.dim], self.output())
+        assert_close(measured[:, : self.block.dim], self.output(), self.tolerance)
         assert np.allclose(measured[:, self.block.dim :], self.squares(), rtol=1e-5, atol=0)
 
 
 def example_of(case: Case, tokens: int, seed: int) -> Example:
-    name, kind, limits, form, _ = case
-    return Example(BLOCKS[name], kind, limits, form, tokens, seed)
+    name, kind, limits, form, rows = case
+    example = Example(BLOCKS[name], kind, limits, form, tokens, seed)
+    example.on_tensor_cores = rows > 1 and kind in ("exact", "dense")
+    return example
 
 
 @pytest.fixture(scope="module")

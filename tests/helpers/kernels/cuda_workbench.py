@@ -16,17 +16,20 @@ from picompile_codegen.cuda.function import CudaKernel
 
 
 class CudaWorkbench(Workbench):
-    """Kernels: those of `kernels` in one emulated source, any other in its own when it is first run."""
+    """Kernels: those of `kernels` in one emulated source, any other in its own when it is first run.
 
-    def __init__(self, path: Path, kernels: Iterable[CudaKernel] = ()) -> None:
-        self.path = path
+    `sm` is the architecture of which the source is to be.
+    """
+
+    def __init__(self, path: Path, kernels: Iterable[CudaKernel] = (), sm: int = 80) -> None:
+        self.path, self.sm = path, sm
         self._built: dict[str, tuple[Sequence[KernelLaunch], Emulated]] = {}
         self._compile(path, list(kernels))
 
     def _compile(self, path: Path, kernels: Sequence[CudaKernel]) -> None:
         if kernels:
             source = cuda_source(kernels)
-            emulated = Emulated(source.text, path)
+            emulated = Emulated(f"#define PI_SM {self.sm}\n{source.text}", path)
             self._built |= {name: (launches, emulated) for name, launches in source.launches.items()}
 
     def _compiled(self, kernel: CudaKernel) -> tuple[Sequence[KernelLaunch], Emulated]:

@@ -7,11 +7,13 @@ the arguments, indices outside of declared arrays. Shared memory begins as NaN i
 Not seen: indices outside of a shared array through a pointer, and loops without end that do not call __nanosleep.
 """
 
+import _ctypes
 import ctypes
 import functools
 import re
 import subprocess
 import tempfile
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -157,6 +159,8 @@ class Emulated:
         self.path = path
         _build(source, path, defines)
         self._library = ctypes.CDLL(str(path))
+        # The stacks of its threads are hundreds of mappings, of which a process may have 65,530.
+        weakref.finalize(self, _ctypes.dlclose, self._library._handle)
         self._library.pi_emulate.restype = ctypes.c_char_p
 
     def launch(self, symbol: str, grid: Extents, block: Extents, arrays: Sequence[Array], order: int = 0) -> None:

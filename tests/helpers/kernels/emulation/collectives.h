@@ -2,7 +2,8 @@
 
 #pragma once
 
-#include "races.h"
+#include "copies.h"
+#include "matrix.h"
 
 static bool meets(const Thread *thread, const Meeting *meeting) {
     const Meeting *other = &thread->meeting;
@@ -105,6 +106,7 @@ static void complete_collective(Thread *warp, const Meeting *meeting) {
     bool is_shuffle = meeting->operation >= SHFL && meeting->operation <= SHFL_XOR;
     if (is_shuffle && !shuffle(warp, mask)) return;
     if (meeting->operation == SYNCWARP) order_warp((unsigned)(warp - threads), mask);
+    if (meeting->operation >= MMA_K8) complete_matrix(warp, meeting->operation);
     uint32_t result = is_shuffle ? 0 : common_result(warp, meeting->operation, mask);
     for (unsigned lane = 0; lane < 32; lane++)
         if (mask >> lane & 1) release(&warp[lane], is_shuffle ? warp[lane].result : result);

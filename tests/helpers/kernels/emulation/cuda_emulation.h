@@ -7,6 +7,7 @@
 #include "cuda_math.h"
 #include "cuda_threads.h"
 #include "cuda_vectors.h"
+#include "cuda_matrix.h"
 
 #include <utility>
 

@@ -25,6 +25,7 @@ static double now_s() { return 1e-9 * (double)emulated_now_ns(); }
 
 static void run_thread() {
     launch.kernel->call(launch.params);
+    if (copies[launch.last].count) note_failure(running(), "ends while copies to shared memory are under way");
     running()->state = ENDED;
     launch.ready--;
     launch.ended++;
@@ -41,6 +42,7 @@ static void prepare_block() {
     for (unsigned i = 0; i < launch.count; i++) {
         threads[i].index = {i % size.x, i / size.x % size.y, i / (size.x * size.y)};
         threads[i].state = READY;
+        copies[i].count = 0;
         make_context(&threads[i].context, stack_of(&stacks, i), STACK_BYTES, run_thread);
     }
 }
@@ -136,6 +138,12 @@ static bool prepare_launch(const char *symbol, const unsigned grid[3], const uns
     emulated_grid_size = dim3(grid[0], grid[1], grid[2]);
     emulated_block_size = dim3(block[0], block[1], block[2]);
     return true;
+}
+
+/* When the library is unloaded. */
+__attribute__((destructor)) static void release_memory() {
+    release_stacks(&stacks);
+    forget_pages();
 }
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))

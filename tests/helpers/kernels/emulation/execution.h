@@ -18,7 +18,12 @@ enum Operation : int {
     SYNCTHREADS, SYNCTHREADS_OR, SYNCTHREADS_AND, SYNCTHREADS_COUNT,
     SYNCWARP, SHFL, SHFL_UP, SHFL_DOWN, SHFL_XOR, BALLOT, ANY, ALL,
     REDUCE_ADD, REDUCE_MIN, REDUCE_MAX, REDUCE_MIN_SIGNED, REDUCE_MAX_SIGNED, REDUCE_AND, REDUCE_OR, REDUCE_XOR,
+    MMA_K8, MMA_K16, LDMATRIX, LDMATRIX_TRANS,
 };
+
+/* What a lane brings to an instruction for matrices, and takes from it. It lies on the stack of the thread. */
+struct MmaOperands { unsigned a[4], b[2]; float d[4]; };
+struct MatrixRow { unsigned row[4], loaded[4]; };
 
 struct Kernel {
     const char *name;
@@ -50,6 +55,12 @@ unsigned emulated_barrier(int operation, unsigned value, int line);
 
 /* `operation` with the threads of the warp that `mask` names. `operand` is a lane, a distance or a lane mask. */
 uint64_t emulated_collective(int operation, unsigned mask, uint64_t value, unsigned operand, int width, int line);
+
+/* A copy of 16 bytes to shared memory, `bytes` of them from `source` and zeros behind these, and the end of all such
+   copies of the thread. In orders 0, 2, 4 … they arrive at the end, and until then what was there before is gone; in
+   the others they arrive at once. */
+void emulated_copy_async(void *shared, const void *source, unsigned bytes);
+void emulated_copies_arrive(void);
 
 /* Other threads of the block run first, then other threads of the machine. */
 void emulated_sleep(void);

@@ -67,13 +67,18 @@ static inline char *stack_of(const Stacks *stacks, unsigned thread) {
 }
 
 static inline bool is_on_stack(const Stacks *stacks, const void *address) {
-    return (char *)address >= stacks->start && (char *)address < stack_of(stacks, stacks->count);
+    char *end = stacks->start + stacks->count * (STACK_BYTES + GUARD_BYTES);
+    return (char *)address >= stacks->start && (char *)address < end;
+}
+
+static void release_stacks(Stacks *stacks) {
+    if (stacks->count) munmap(stacks->start, stacks->count * (STACK_BYTES + GUARD_BYTES));
+    *stacks = {};
 }
 
 static bool reserve_stacks(Stacks *stacks, unsigned count) {
     if (count <= stacks->count) return true;
-    if (stacks->count) munmap(stacks->start, stacks->count * (STACK_BYTES + GUARD_BYTES));
-    *stacks = {};
+    release_stacks(stacks);
     size_t bytes = count * (STACK_BYTES + GUARD_BYTES);
     void *start = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (start == MAP_FAILED) return false;

@@ -55,6 +55,7 @@ static const char *const operation_names[] = {
     "__ballot_sync", "__any_sync", "__all_sync",
     "__reduce_add_sync", "__reduce_min_sync", "__reduce_max_sync", "__reduce_min_sync", "__reduce_max_sync",
     "__reduce_and_sync", "__reduce_or_sync", "__reduce_xor_sync",
+    "mma.m16n8k8", "mma.m16n8k16", "ldmatrix", "ldmatrix.trans",
 };
 
 #define INDEX "(%u, %u, %u)"

@@ -1,0 +1,122 @@
+"""Pieces of packed matrices on their way to the memory of a block, as halves for tensor cores.
+
+A piece is half of a group of a row: 16 weights. A thread has one piece of each tile. Those of f16 are copied while the
+tile before them is multiplied; others are read into registers meanwhile, and unpacked behind it. The rounding of
+code · scale to a half, 2^-11 of a weight, is the only one.
+"""
+
+from dataclasses import dataclass
+
+from tvm import tirx
+
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind
+from picompile_codegen.cpu.vector import at
+from picompile_codegen.cuda.matrix import UNIT_BYTES, CudaMatrix
+from picompile_codegen.cuda.memory import address, place_in, registers, run_extern
+from picompile_passes.weight_formats import GROUP, HIGH_BLOCK, ZERO_STEPS
+
+PIECE = GROUP // 2
+# Halves that are stored at once: 16 bytes. A piece is two such runs.
+RUN = 8
+_WORD_BYTES = 4
+_HIGH_GROUPS = HIGH_BLOCK // GROUP
+
+
+@dataclass(frozen=True)
+class WeightPiece:
+    """Half `half` of group `group` of a row."""
+
+    row: Expr
+    group: Expr
+    half: Expr
+
+
+def run_starts(matrix: CudaMatrix, half: Expr) -> tuple[Expr, Expr]:
+    """Return at which columns of its group the two runs of a piece begin.
+
+    A byte of four-bit codes has those of columns i and i + 16.
+    """
+    has_nibbles = matrix.has_nibbles or matrix.form.has_planes
+    return (half * RUN, half * RUN + PIECE) if has_nibbles else (half * PIECE, half * PIECE + RUN)
+
+
+class PieceRegisters:
+    """Registers for what a thread has read of its next piece."""
+
+    def __init__(self, matrix: CudaMatrix) -> None:
+        self._matrix = matrix
+        form = matrix.form
+        # Codes of four bits take two words, and so do the high bits of six; bytes take four.
+        self._words: KernelTensor = registers(4 if form.has_planes or not matrix.has_nibbles else 2, dtype="uint32")
+        self._scale: KernelTensor = registers(1, dtype="float16")
+        self._zero: KernelTensor = registers(1, dtype="float16")
+
+    def load(self, matrix: CudaMatrix, piece: WeightPiece) -> None:
+        """Read a piece of a matrix of the format for which the registers are."""
+        form = matrix.form
+        start = form.scale_offset_bytes(matrix.columns) // form.scale_bytes
+        self._scale[0] = matrix.scale[piece.row, start + piece.group]  # type: ignore[index]
+        if not (matrix.has_nibbles or form.has_planes):
+            self._read(matrix, piece.row, piece.group * GROUP + piece.half * PIECE, 0, 4)
+            return
+        self._read(matrix, piece.row, piece.group * UNIT_BYTES + piece.half * RUN, 0, 2)
+        if form.has_planes:
+            block = piece.group // _HIGH_GROUPS * (2 * UNIT_BYTES) + piece.group % 2 * UNIT_BYTES
+            self._read(matrix, piece.row, form.high_offset_bytes(matrix.columns) + block + piece.half * RUN, 2, 2)
+            # Groups 0 and 1 of four have their high bits four bits lower than groups 2 and 3.
+            shift = bind(tirx.Cast("uint32", (1 - piece.group // 2 % 2) * 4))
+            for i in (2, 3):
+                self._words[i] = self._words[i] << shift
+        elif matrix.has_zeros:
+            byte = matrix.data[piece.row, form.zero_offset_bytes(matrix.columns) + piece.group]
+            self._zero[0] = tirx.Cast("float16", tirx.Cast("float32", byte) * (1 / ZERO_STEPS))
+
+    def _read(self, matrix: CudaMatrix, row: Expr, start: Expr, first: int, count: int) -> None:
+        vector = bind(matrix.data[row, at(start, count * _WORD_BYTES)])
+        words = bind(tirx.reinterpret(f"uint32x{count}", vector))
+        for i in range(count):
+            self._words[first + i] = tirx.Shuffle([words], [i])
+
+    def unpacked(self) -> tuple[list[Expr], list[Expr]]:
+        """Return the weights of both runs, four words of two halves each."""
+        scale = _word("pi_both", self._scale[0])
+        first, second = self._codes()
+        return [_word("pi_times", pair, scale) for pair in first], [_word("pi_times", pair, scale) for pair in second]
+
+    def _codes(self) -> tuple[list[Expr], list[Expr]]:
+        matrix, words = self._matrix, self._words
+        if matrix.form.has_planes:
+            return self._six_bits()
+        if not matrix.has_nibbles:
+            pairs = [_word("pi_byte_codes", words[i // 2], i % 2) for i in range(RUN)]
+            return pairs[: RUN // 2], pairs[RUN // 2 :]
+        zero = 0.0 if matrix.has_zeros else matrix.form.zero
+        low, high = (
+            [_word(name, words[i // 2], i % 2, tirx.const(zero, "float32")) for i in range(RUN // 2)]
+            for name in ("pi_low_codes", "pi_high_codes")
+        )
+        if not matrix.has_zeros:
+            return low, high
+        own = _word("pi_both", self._zero[0])
+        return [_word("pi_less", pair, own) for pair in low], [_word("pi_less", pair, own) for pair in high]
+
+    def _six_bits(self) -> tuple[list[Expr], list[Expr]]:
+        two, four, mask, rest = (tirx.const(value, "uint32") for value in (2, 4, 0x0F0F0F0F, 0xF0F0F0F0))
+        low, high = [self._words[i] for i in (0, 1)], [self._words[i] for i in (2, 3)]
+        # Bits that belong to neither code come along, and are masked later.
+        first = [bind((a & mask) | (b & rest)) for a, b in zip(low, high, strict=True)]
+        second = [bind(((a >> four) & mask) | ((b >> two) & rest)) for a, b in zip(low, high, strict=True)]
+        zero = tirx.const(self._matrix.form.zero, "float32")
+        return tuple(  # type: ignore[return-value]
+            [_word("pi_six_bit_codes", of[i // 2], i % 2, zero) for i in range(RUN // 2)] for of in (first, second)
+        )
+
+
+def copy_run(to: KernelTensor, at_word: Expr, matrix: CudaMatrix, piece: WeightPiece, run: int) -> None:
+    """Start the copy of run `run` of a piece of f16 to `to` uint32, from word `at_word` on."""
+    column = piece.group * GROUP + piece.half * PIECE + run * RUN
+    run_extern("pi_copy_16", place_in(to, at_word), address(matrix.data, piece.row, column), 1)
+
+
+def _word(name: str, *arguments: Expr) -> Expr:
+    return bind(tirx.call_pure_extern("uint32", name, *arguments))
