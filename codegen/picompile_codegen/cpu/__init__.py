@@ -35,6 +35,7 @@ BODIES: Mapping[type[KernelSpec], Callable[[Any, KernelFunction], None]] = {
     specs.SparseLinearSpec: sparse_linear.sparse_linear,
     specs.TakeLastSpec: token_ops.take_last,
     specs.TopLogitsSpec: token_ops.top_logits,
+    specs.UploadSpec: transfer.upload,
     specs.WaitSpec: transfer.wait,
 }
 

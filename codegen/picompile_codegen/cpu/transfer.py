@@ -8,8 +8,8 @@ from tvm import tirx
 from tvm.tirx.script.builder import ir as T
 
 from picompile_codegen.cpu.kernel import KernelFunction
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, counter, loop, when
-from picompile_codegen.cpu.vector import blocks, load, splat, store
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, counter, loop, parallel, when, worth_a_region
+from picompile_codegen.cpu.vector import at, blocks, load, splat, store
 from picompile_codegen.specs import (
     CopyWordsSpec,
     ReceiveMaskSpec,
@@ -17,8 +17,12 @@ from picompile_codegen.specs import (
     SendMaskSpec,
     SendSpec,
     SignalSpec,
+    UploadSpec,
     WaitSpec,
 )
+
+# Bytes that are copied as one vector.
+_COPIED_BYTES = 64
 
 
 def send(spec: SendSpec, function: KernelFunction) -> None:
@@ -72,6 +76,16 @@ def copy_words(spec: CopyWordsSpec, function: KernelFunction) -> None:
     source, y = function["source"], function["y"]
     with loop(0, spec.words) as i:
         y[i] = source[i]
+
+
+def upload(spec: UploadSpec, function: KernelFunction) -> None:
+    """Write the body of an `UploadSpec`: for an accelerator that is part of the CPU, a copy."""
+    source, y = function["source"], function["y"]
+    full, rest = divmod(spec.size, _COPIED_BYTES)
+    with parallel(full, when_worth=worth_a_region(spec.size)) as part:
+        y[at(part * _COPIED_BYTES, _COPIED_BYTES)] = source[at(part * _COPIED_BYTES, _COPIED_BYTES)]
+    with loop(0, rest) as i:
+        y[full * _COPIED_BYTES + i] = source[full * _COPIED_BYTES + i]
 
 
 def wait(_: WaitSpec, function: KernelFunction) -> None:

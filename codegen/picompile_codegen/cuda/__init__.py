@@ -36,6 +36,7 @@ BODIES: Mapping[type[KernelSpec], Callable[[Any, CudaFunction], None]] = {
     specs.SparseLinearSpec: sparse_linear.sparse_linear,
     specs.TakeLastSpec: token_ops.take_last,
     specs.TopLogitsSpec: top_logits.top_logits,
+    specs.UploadSpec: transfer.upload,
 }
 
 

@@ -214,21 +214,30 @@ class KernelLaunch:
 
 @dataclass(frozen=True)
 class CudaSource:
-    """CUDA C, and the launches of each kernel in it by the kernel's name."""
+    """CUDA C, and the launches of each kernel in it by the kernel's name.
+
+    `copies` has, for those that the copy engine runs, which argument is copied to which one.
+    """
 
     text: str
     launches: Mapping[str, tuple[KernelLaunch, ...]]
+    copies: Mapping[str, tuple[int, int]]
 
 
 def cuda_source(kernels: Iterable[CudaKernel]) -> CudaSource:
     """Return the source of `kernels`, in the order of their names. Raises `BuildError` with TVM's message."""
     unique = {kernel.name: kernel for kernel in kernels}
     texts: list[str] = [path.read_text(encoding="utf-8") for path in _PRELUDE]
-    launches = {}
+    launches, copies = {}, {}
     for name in sorted(unique):
-        definitions, launches[name] = _generate(unique[name])
+        kernel = unique[name]
+        if kernel.copied is not None:
+            source, target = map(kernel.params.index, kernel.copied)
+            copies[name] = source, target
+            continue
+        definitions, launches[name] = _generate(kernel)
         texts += definitions
-    return CudaSource("\n".join(texts), launches)
+    return CudaSource("\n".join(texts), launches, copies)
 
 
 def _generate(kernel: CudaKernel) -> tuple[list[str], tuple[KernelLaunch, ...]]:
@@ -307,6 +316,7 @@ def launches_json(source: CudaSource, resources: Mapping[str, Resources], sm: in
             name: [_launch(launch, resources[launch.symbol]) for launch in launches]
             for name, launches in source.launches.items()
         },
+        "copies": {name: list(pair) for name, pair in source.copies.items()},
     }
 
 

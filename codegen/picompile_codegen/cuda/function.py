@@ -64,9 +64,14 @@ class ThreadIndex:
 
 @dataclass(frozen=True)
 class CudaKernel(WrittenKernel):
-    """One kernel: a TIR function with as many launches as `grids`, in order."""
+    """One kernel: a TIR function with as many launches as `grids`, in order.
+
+    Or none, where the copy engine does all: then `copied` has the names of the argument that it copies and of the one
+    to which it does.
+    """
 
     grids: tuple[Grid, ...] = ()
+    copied: tuple[str, str] | None = None
 
 
 class CudaFunction(KernelFunction):
@@ -75,6 +80,7 @@ class CudaFunction(KernelFunction):
     def __init__(self, *parts: object) -> None:
         super().__init__(*parts)
         self._grids: list[Grid] = []
+        self._copied: tuple[str, str] | None = None
 
     @contextmanager
     def launch(self, *, grid: int | tuple[int, int], block: int, resident: int | str = 0) -> Iterator[ThreadIndex]:
@@ -96,9 +102,15 @@ class CudaFunction(KernelFunction):
                 stack.enter_context(T.launch_thread(thread, extent))
             yield ThreadIndex(*threads)
 
+    def copy(self, source: str, target: str) -> None:
+        """Let the copy engine copy argument `source` to argument `target`, in the place of all launches."""
+        self._copied = source, target
+
     def cuda_kernel(self) -> CudaKernel:
         """Return the finished kernel, once its body has ended."""
-        return CudaKernel(self.name, self.prim_func(), self.arguments(), **self._bounds, grids=tuple(self._grids))
+        return CudaKernel(
+            self.name, self.prim_func(), self.arguments(), **self._bounds, grids=tuple(self._grids), copied=self._copied
+        )
 
 
 def blocks_for(count: int, each: int) -> int:

@@ -18,7 +18,15 @@ from picompile_codegen.cpu.vector import at
 from picompile_codegen.cuda.function import WARP, CudaFunction, ThreadIndex, blocks_for
 from picompile_codegen.cuda.matrix import lanes_for, load_lanes, store_lanes
 from picompile_codegen.cuda.memory import address, barrier, run_extern, shared, warp_sum, zero_registers
-from picompile_codegen.specs import CopyWordsSpec, PingPongSpec, ReceiveMaskSpec, ReceiveSpec, SendMaskSpec, SendSpec
+from picompile_codegen.specs import (
+    CopyWordsSpec,
+    PingPongSpec,
+    ReceiveMaskSpec,
+    ReceiveSpec,
+    SendMaskSpec,
+    SendSpec,
+    UploadSpec,
+)
 
 THREADS = 1024
 # Reads of a thread that are under way together.
@@ -174,6 +182,11 @@ def copy_words(spec: CopyWordsSpec, function: CudaFunction) -> None:
         i = bind(place.block * _COPY_THREADS + place.thread)
         with when(i < spec.words):
             y[i] = load_shared(source, i)
+
+
+def upload(_: UploadSpec, function: CudaFunction) -> None:
+    """Write the copy of an `UploadSpec`."""
+    function.copy("source", "y")
 
 
 def ping_pong(_: PingPongSpec, function: CudaFunction) -> None:

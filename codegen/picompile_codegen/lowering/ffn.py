@@ -20,6 +20,7 @@ from torch.fx import Node
 
 from picompile_codegen.lowering.function import DECODING, Bindings, Function, dimension
 from picompile_codegen.lowering.program import Arg, FfnPart, tensor_bytes
+from picompile_codegen.lowering.streaming import stream_block
 from picompile_codegen.signs import sign_row_bytes
 from picompile_codegen.specs import FfnSpec, PredictLowRankSpec, PredictSignsSpec
 from picompile_passes.errors import RegistryError, UnsupportedGraphError
@@ -159,36 +160,35 @@ def lower_sparse_ffn(node: Node, function: Function) -> None:
         bindings["decide_w"] = decide
         if decide.format != bundle.format:
             raise UnsupportedGraphError(f"{node.name}: its matrices are {decide.format} and {bundle.format}")
-    if function.device == "device" and part == "cold":
-        function.shared.streamed |= dict.fromkeys(each.name for each in (decide, bundle) if each is not None)
     neurons = bundle.rows // len(parts)
     stats = _statistics(
         function, FfnPart(layer, part, neurons, kind, 0, len(parts), _kept_rows(values, len(parts), gates_decide))
     )
     bindings |= masked | {"neuron_w": bundle, "stats": stats}
-    kernel = function.kernel(
-        FfnSpec(
-            kind="exact" if gates_decide else "masked" if masked else "dense",
-            format=bundle.format,
-            neurons=neurons,
-            dim=dimension(node) - values["squares"],
-            rows=function.rows,
-            gated=gated,
-            activation=values["activation"],
-            up_activation=values["up_activation"],
-            gate_bias=values["gate_bias"] is not None,
-            up_bias=values["up_bias"] is not None,
-            down_bias=values["down_bias"] is not None,
-            mask_columns=dimension(values["mask"]) if "table" in masked else None,
-            squares=values["squares"],
-            rowwise=function.mode == "sequences" and not masked,
-            in_tiles=function.mode == "chunk" and bool(masked),
-            gate_limits=values["gate_limits"] is not None,
-            output_limits=values["output_limits"] is not None,
-        )
+    spec = FfnSpec(
+        kind="exact" if gates_decide else "masked" if masked else "dense",
+        format=bundle.format,
+        neurons=neurons,
+        dim=dimension(node) - values["squares"],
+        rows=function.rows,
+        gated=gated,
+        activation=values["activation"],
+        up_activation=values["up_activation"],
+        gate_bias=values["gate_bias"] is not None,
+        up_bias=values["up_bias"] is not None,
+        down_bias=values["down_bias"] is not None,
+        mask_columns=dimension(values["mask"]) if "table" in masked else None,
+        squares=values["squares"],
+        rowwise=function.mode == "sequences" and not masked,
+        in_tiles=function.mode == "chunk" and bool(masked),
+        gate_limits=values["gate_limits"] is not None,
+        output_limits=values["output_limits"] is not None,
     )
     bindings |= function.vectors(values, "gate_bias", "up_bias", "down_bias", *NEURON_LIMITS)
-    function.call(kernel, bindings, op="ffn", layer=layer)
+    if function.device == "device" and part == "cold":
+        stream_block(spec, bindings, node, function)
+    else:
+        function.call(function.kernel(spec), bindings, op="ffn", layer=layer)
 
 
 def _mask(mask: Node, neurons: Node | None, function: Function) -> Bindings:

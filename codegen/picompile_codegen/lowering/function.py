@@ -55,6 +55,8 @@ def plan_buffers(
 
 
 STATS_ROW_BYTES = 16
+# Buffers of the device for weights that come from the host.
+STAGES = ("stage.0", "stage.1")
 # These functions compute the neurons of masks, and count them; the others compute every neuron.
 DECODING = ("decode", "batch")
 
@@ -103,6 +105,7 @@ class Shared:
     accelerator_kernels: dict[KernelSpec, AnyKernel] = field(default_factory=dict)
     transfers: int = 0
     streamed: dict[str, None] = field(default_factory=dict)
+    stage_bytes: int = 0
 
     @property
     def stats_rows(self) -> int:
@@ -147,6 +150,7 @@ class Function:
     inputs: dict[str, Arg] = field(default_factory=dict)
     counts: dict[Node, Arg] = field(default_factory=dict)
     top_logits: TopLogitsBuffers | None = None
+    staged: int = 0
 
     @property
     def mode(self) -> Mode:
@@ -205,6 +209,11 @@ class Function:
         self.shared.transfers = max(self.shared.transfers, number + 1)
         (words,) = FLAG_SHAPE
         return Arg("buffer", "flags", shape=FLAG_SHAPE, offset=number * words * 4)
+
+    def next_stage(self) -> str:
+        """Return the name of the stage for the next slice of weights (see `streaming.py`): there are two, in turns."""
+        self.staged += 1
+        return STAGES[self.staged % len(STAGES)]
 
     def counters(self, row: int) -> Arg:
         """Return row `row` of the statistics of this function, for a kernel's `stats`."""

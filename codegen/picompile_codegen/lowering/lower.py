@@ -29,6 +29,7 @@ from picompile_codegen.lowering.attention import extend_cache
 from picompile_codegen.lowering.ffn import makes_mask
 from picompile_codegen.lowering.function import (
     DECODING,
+    STAGES,
     AnyKernel,
     Bindings,
     Function,
@@ -250,6 +251,8 @@ def _reserved(program: LoweredProgram, shared: Shared) -> tuple[dict[str, Progra
             place_of.add(f"{name}.device", "int64", shape, "device")
         place_of.add("flags", "int32", (max(1, shared.transfers), *FLAG_SHAPE), "shared")
         place_of.add("abandoned", "int32", FLAG_SHAPE, "shared")
+    for stage in STAGES if shared.stage_bytes else ():
+        place_of.add(stage, "uint8", (shared.stage_bytes,), "device")
     return place_of.buffers, place_of.ends
 
 

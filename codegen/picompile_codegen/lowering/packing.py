@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from picompile_codegen.lowering.program import ITEM_BYTES, Arg
+from picompile_codegen.lowering.program import ITEM_BYTES, Arg, Space
 from picompile_codegen.signs import pack_signs, sign_row_bytes
 from picompile_codegen.specs.arguments import DATA_DTYPES
 from picompile_codegen.weight_panels import PANEL_ROWS, has_panels, panel_bytes, to_panels
@@ -45,13 +45,18 @@ class PackedTensor:
 
 @dataclass(frozen=True)
 class PackedMatrix:
-    """A packed matrix as kernels see it: `rows` rows of `row_bytes` bytes in format `format`, or panels of them."""
+    """A packed matrix as kernels see it: `rows` rows of `row_bytes` bytes in format `format`, or panels of them.
+
+    It is a weight called `name`, or lies in a buffer of that name, from byte `offset` on.
+    """
 
     name: str
     format: str
     rows: int
     row_bytes: int
     panels: bool = False
+    space: Space = "weight"
+    offset: int = 0
 
     @property
     def bytes(self) -> int:
@@ -62,7 +67,7 @@ class PackedMatrix:
         """Return the argument for kernel parameter `w.data` or `w.scale`: typed views of the same memory."""
         dtype = "float16" if part == "scale" else DATA_DTYPES[self.format]
         rows = self.rows // PANEL_ROWS if self.panels else self.rows
-        return Arg("weight", self.name, dtype, (rows, self.bytes // rows // ITEM_BYTES[dtype]))
+        return Arg(self.space, self.name, dtype, (rows, self.bytes // rows // ITEM_BYTES[dtype]), self.offset)
 
 
 # Constants that keep the name of what they are made of: a matrix is packed once, in one format and one direction.

@@ -38,6 +38,7 @@ from picompile_codegen.specs.transfer import (
     SendMaskSpec,
     SendSpec,
     SignalSpec,
+    UploadSpec,
     WaitSpec,
 )
 
@@ -73,6 +74,7 @@ __all__ = [
     "SparseLinearSpec",
     "TakeLastSpec",
     "TopLogitsSpec",
+    "UploadSpec",
     "WaitSpec",
     "symbol",
 ]

@@ -117,6 +117,26 @@ class ReceiveMaskSpec(KernelSpec):
 
 
 @dataclass(frozen=True)
+class UploadSpec(KernelSpec):
+    """y = source, weights on their way to the accelerator. source uint8 [size], of the host → y uint8 [size].
+
+    A GPU has no kernel for it: its copy engine moves the bytes, while kernels run that do not use `y`.
+    """
+
+    size: int
+
+    @property
+    def name(self) -> str:
+        """The kernel's symbol."""
+        return symbol("upload", self.size)
+
+    def declare(self) -> Iterator[Declaration]:
+        """Yield the arguments in order."""
+        yield KernelArgument("source", "uint8", (self.size,))
+        yield KernelArgument("y", "uint8", (self.size,), "out")
+
+
+@dataclass(frozen=True)
 class CopyWordsSpec(KernelSpec):
     """y = source, int32 [words]: what changes from step to step, from shared memory to the accelerator's."""
 

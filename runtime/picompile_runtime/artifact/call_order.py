@@ -16,7 +16,7 @@ import numpy as np
 from picompile_runtime.artifact.call_checks import INPUTS, arena_of, check_calls, span_of
 from picompile_runtime.artifact.interfaces import KernelInterface, KernelParameter
 from picompile_runtime.artifact.manifest import PROGRAM
-from picompile_runtime.artifact.program import BATCH, DEVICES, Argument, Call, Program
+from picompile_runtime.artifact.program import BATCH, DEVICES, UPLOAD_OP, Argument, Call, Program
 from picompile_runtime.artifact.program_checks import DEVICE_NAMES
 from picompile_runtime.artifact.reader import Artifact
 from picompile_runtime.devices.cpu.native import HostLibrary
@@ -37,7 +37,7 @@ class _BufferValue:
     """The bytes that call `number` of `device` wrote to the buffer `name`, from `start` to `end`.
 
     Call -1 is the runtime itself. `source` is the input that the value is, or is a copy of; integers in it are below
-    `below`.
+    `below`. `is_bytes` of weights that were copied, whatever their type.
     """
 
     name: str
@@ -48,6 +48,7 @@ class _BufferValue:
     dtype: str
     source: str | None = None
     below: int | None = None
+    is_bytes: bool = False
 
 
 @dataclass
@@ -147,14 +148,14 @@ class _OrderCheck:
         for argument, parameter in given:
             if parameter.access == "in" and argument.kind == "buffer":
                 value = self._value(device, argument)
-                if value is None or value.dtype != argument.view.dtype:
+                if value is None or not (value.is_bytes or value.dtype == argument.view.dtype):
                     return f"reads {parameter.name} in {argument.name}, where nothing whole has been written before"
                 if fault := self._content_fault(call, device, argument, parameter, value):
                     return fault
                 read[parameter.name] = value
         for argument, parameter in given:
             is_written = parameter.access in ("out", "scratch")
-            if is_written and (fault := self._write(device, number, argument, parameter, read)):
+            if is_written and (fault := self._write(device, number, call, argument, parameter, read)):
                 return fault
         for argument, parameter in given:
             if parameter.access == "sets":
@@ -191,7 +192,13 @@ class _OrderCheck:
         return ""
 
     def _write(
-        self, device: str, number: int, argument: Argument, parameter: KernelParameter, read: Mapping[str, _BufferValue]
+        self,
+        device: str,
+        number: int,
+        call: Call,
+        argument: Argument,
+        parameter: KernelParameter,
+        read: Mapping[str, _BufferValue],
     ) -> str:
         start, end = span_of(self._program, argument)
         memory = arena_of(self._program, argument)
@@ -201,7 +208,8 @@ class _OrderCheck:
         if parameter.access == "out":
             copied = read.get(parameter.copies or "")
             source, below = (None, parameter.below) if copied is None else (copied.source, copied.below)
-            value = _BufferValue(argument.name, start, end, device, number, parameter.dtype, source, below)
+            is_bytes = call.op == UPLOAD_OP
+            value = _BufferValue(argument.name, start, end, device, number, parameter.dtype, source, below, is_bytes)
         self._arenas[memory].write(start, end, value)
         return ""
 

@@ -25,6 +25,7 @@ ONE_TOKEN_EACH = ("decode", BATCH)  # functions that read one token of each sequ
 MOST_SEQUENCES = 256
 STATS_ROW_BYTES = 16  # int64 [computed, fired]
 DEVICES = ("host", "device")  # where calls run, as program.json says it; "device" is the accelerator
+UPLOAD_OP = "upload"  # the operator that copies weights, whose bytes other calls then read with their own types
 WAITING_OPS = ("wait", "receive")  # operators that wait for the other side
 MEMORIES = ("host", "device", "shared")
 _DTYPES = ("int8", "uint8", "int32", "int64", "float16", "float32")

@@ -2,9 +2,12 @@
 
    It checks that callers keep the rules of the driver API: initialize first, devices by number, a current context of
    the calling thread, handles that are alive, addresses and sizes inside allocated memory, nothing freed twice, and
-   only launches and external events while a thread captures a stream. Calls that break a rule return an error. Mistakes
-   that the driver would not notice, but that harm the program, are faults: memory freed while it is in use, or written
-   past its end (`fake_fault`).
+   only launches, copies to the GPU and events while a thread captures streams. Calls that break a rule return an error.
+   Mistakes that the driver would not notice, but that harm the program, are faults: memory freed while it is in use, or
+   written past its end (`fake_fault`).
+
+   A stream that waits for an event of a captured one is captured, too, and must be joined to the first one at the end.
+   The nodes of such a graph run one by one, in an order that its edges allow.
 
    A stream is a thread with a queue. Memory is poisoned when it is allocated. The GPU has its own addresses, so that
    the host cannot use them by mistake; they are translated for copies and for kernels. Kernels come from a library that
@@ -28,6 +31,7 @@
    FAKE_CUDA_DELAY_US   whatever a stream does is delayed by up to so many microseconds, at random.
    FAKE_CUDA_BLIND      1: kernels see what the host wrote to mapped memory before they began, and the host sees what
                         they wrote when they end, as on systems without concurrent access.
+   FAKE_CUDA_COPIES     when copies in a graph run: 1 as early as its edges allow, 2 as late as they do, else at random.
    FAKE_CUDA_QUEUE      how many tasks a stream takes; a launch of more waits, as the driver's do. No limit if not set.
    FAKE_CUDA_DRY        1: copies and poison take no real time, since they are left out.
    CUDA_LAUNCH_BLOCKING 1: launches return when all has run, as the driver's do. */
@@ -52,7 +56,7 @@ enum Result {
     SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEVICE = 100, INVALID_IMAGE = 200,
     INVALID_CONTEXT = 201, INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600, ILLEGAL_ADDRESS = 700,
     LAUNCH_FAILED = 719, CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901, CAPTURE_UNMATCHED = 903,
-    CAPTURE_WRONG_THREAD = 908, UNKNOWN = 999
+    CAPTURE_UNJOINED = 904, CAPTURE_ISOLATION = 905, CAPTURE_WRONG_THREAD = 908, UNKNOWN = 999
 };
 
 /* What a call needs; without IN_CAPTURE it fails in a thread that captures a stream. */
@@ -102,27 +106,40 @@ struct Event : Object {
     long recorded = 0, done = 0;
     bool timed = false;
     int64_t time_ns = 0; /* when it was last reached */
+    std::shared_ptr<struct Capture> capture; /* in which it was last recorded, and the nodes that were before it */
+    std::vector<size_t> nodes;
 };
 
-/* A node of a graph: it records `event`, or else is a launch. */
+struct Copy {
+    std::shared_ptr<Block> to_block, from_block;
+    char *to = nullptr, *from = nullptr;
+    size_t size = 0;
+};
+
+/* A node of a graph: it records `event`, or copies, or else is a launch. It runs after the nodes `after`. */
 struct Node {
     Launch launch;
     std::shared_ptr<Event> event;
+    Copy copy;
+    std::vector<size_t> after;
 };
 
 /* A graph, and one that is ready to run. */
 struct Graph : Object {
     std::vector<Node> nodes;
+    bool forked = false;
 };
 
 struct Exec : Object {
     std::vector<Node> nodes;
+    bool forked = false;
     int pending = 0;
 };
 
 struct Capture {
     std::thread::id thread;
     std::shared_ptr<Graph> graph;
+    struct Stream *origin;
     bool valid = true;
 };
 
@@ -133,7 +150,8 @@ struct Stream : Object {
     bool running = false, ending = false;
     long delay_us = 0;
     unsigned seed = 1;
-    std::unique_ptr<Capture> capture;
+    std::shared_ptr<Capture> capture;
+    std::vector<size_t> captured; /* the nodes after which its next one runs */
     std::thread worker;
     bool idle() const { return queue.empty() && !running; }
 };
@@ -198,6 +216,8 @@ void enqueue_record(Stream &stream, std::shared_ptr<Event> event);
 /* Let a stream finish, and end its thread. */
 void finish(Call &call, Stream &stream);
 Stream *captured_here();
+/* Add a node to the graph that the stream is captured into. */
+int capture(Stream &stream, Node node);
 int run(const Launch &launch);
 
 }  // namespace fake

@@ -73,6 +73,56 @@ int run(const Launch &launch) {
     return LAUNCH_FAILED;
 }
 
+/* Whether all of `nodes` are among `last` or run before them. */
+static bool all_before(const std::vector<Node> &graph, const std::vector<size_t> &nodes, std::vector<size_t> last) {
+    std::vector<bool> before(graph.size());
+    while (!last.empty()) {
+        size_t node = last.back();
+        last.pop_back();
+        if (before[node]) continue;
+        before[node] = true;
+        last.insert(last.end(), graph[node].after.begin(), graph[node].after.end());
+    }
+    for (size_t node : nodes)
+        if (!before[node]) return false;
+    return true;
+}
+
+static int copy_now(const Copy &copy) {
+    memmove(copy.to, copy.from, copy.size);
+    return SUCCESS;
+}
+
+static int run_node(const Node &node) {
+    if (node.copy.size) return copy_now(node.copy);
+    if (!node.event) return run(node.launch);
+    std::unique_lock<std::mutex> lock(state.mutex);
+    node.event->done = ++node.event->recorded;
+    state.changed.notify_all();
+    return SUCCESS;
+}
+
+/* Runs a graph of several streams, one node at a time, in an order that its edges allow. */
+static int run_forked(const Exec &exec) {
+    static unsigned seed = 1;
+    std::vector<bool> done(exec.nodes.size());
+    long copies = setting("FAKE_CUDA_COPIES", 0);
+    for (size_t ran = 0; ran < exec.nodes.size(); ran++) {
+        std::vector<size_t> ready, wanted;
+        for (size_t i = 0; i < exec.nodes.size(); i++) {
+            bool is_ready = !done[i];
+            for (size_t before : exec.nodes[i].after) is_ready = is_ready && done[before];
+            if (!is_ready) continue;
+            ready.push_back(i);
+            if ((copies == 1) == (exec.nodes[i].copy.size != 0)) wanted.push_back(i);
+        }
+        size_t next = copies && !wanted.empty() ? wanted[0] : copies ? ready[0] : ready[rand_r(&seed) % ready.size()];
+        if (int error = run_node(exec.nodes[next])) return error;
+        done[next] = true;
+    }
+    return SUCCESS;
+}
+
 static void log_line(unsigned count, const int *options, void **values, const char *line) {
     char *buffer = nullptr;
     size_t size = 0;
@@ -154,9 +204,8 @@ int cuLaunchKernel(void *handle, unsigned grid_x, unsigned grid_y, unsigned grid
     if (function->params && !params) return INVALID_VALUE;
     for (int i = 0; i < function->params; i++) launch.params.push_back(*(uint64_t *)params[i]);
     if (!stream->capture) enqueue(*stream, [=] { return run(launch); });
-    else if (!stream->capture->valid) return CAPTURE_INVALIDATED;
-    else stream->capture->graph->nodes.push_back({launch, nullptr});
-    if (!stream->capture) wait_if_launches_do(call, *stream);
+    else return capture(*stream, {launch, nullptr, {}, {}});
+    wait_if_launches_do(call, *stream);
     return SUCCESS;
 }
 
@@ -165,7 +214,8 @@ int cuStreamBeginCapture_v2(void *handle, int mode) {
     auto stream = find<Stream>(handle);
     if (!stream) return INVALID_HANDLE;
     if (stream->capture || mode < 0 || mode > 2) return INVALID_VALUE;
-    stream->capture.reset(new Capture{std::this_thread::get_id(), std::make_shared<Graph>()});
+    stream->capture.reset(new Capture{std::this_thread::get_id(), std::make_shared<Graph>(), stream.get()});
+    stream->captured.clear();
     return SUCCESS;
 }
 
@@ -176,8 +226,17 @@ int cuStreamEndCapture(void *handle, void **graph) {
     if (!stream) return INVALID_HANDLE;
     if (!stream->capture) return CAPTURE_UNMATCHED;
     if (stream->capture->thread != std::this_thread::get_id()) return CAPTURE_WRONG_THREAD;
-    auto capture = std::move(stream->capture);
+    auto capture = stream->capture;
+    if (capture->origin != stream.get()) return CAPTURE_UNMATCHED;
+    bool joined = true;
+    for (auto &entry : state.alive)
+        if (auto other = std::dynamic_pointer_cast<Stream>(entry.second))
+            if (other->capture == capture) {
+                joined = joined && all_before(capture->graph->nodes, other->captured, stream->captured);
+                other->capture.reset();
+            }
     if (!capture->valid) return CAPTURE_INVALIDATED;
+    if (!joined) return CAPTURE_UNJOINED;
     if (call.failed) return call.failed;
     *graph = own(capture->graph);
     return SUCCESS;
@@ -189,7 +248,7 @@ int cuGraphInstantiateWithFlags(void **handle, void *graph_handle, unsigned long
     if (!graph) return INVALID_HANDLE;
     if (flags) return INVALID_VALUE;
     auto exec = std::make_shared<Exec>();
-    exec->nodes = graph->nodes;
+    exec->nodes = graph->nodes, exec->forked = graph->forked;
     *handle = own(exec);
     return SUCCESS;
 }
@@ -204,9 +263,11 @@ int cuGraphLaunch(void *handle, void *stream_handle) {
     auto exec = find<Exec>(handle);
     auto stream = find<Stream>(stream_handle);
     if (!exec || !stream) return INVALID_HANDLE;
-    for (auto &node : exec->nodes) {
+    if (exec->forked) enqueue(*stream, [=] { return run_forked(*exec); });
+    else for (auto &node : exec->nodes) {
         wait_for_room(call, *stream);
-        if (node.event) enqueue_record(*stream, node.event);
+        if (node.copy.size) enqueue(*stream, [=] { return copy_now(node.copy); });
+        else if (node.event) enqueue_record(*stream, node.event);
         else enqueue(*stream, [=] { return run(node.launch); });
     }
     exec->pending++;

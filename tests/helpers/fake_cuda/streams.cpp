@@ -55,7 +55,16 @@ void enqueue(Stream &stream, Task task) {
     state.changed.notify_all();
 }
 
-/* The stream, unless it is captured: the stand-in captures nothing but launches. */
+int capture(Stream &stream, Node node) {
+    if (!stream.capture->valid) return CAPTURE_INVALIDATED;
+    auto &nodes = stream.capture->graph->nodes;
+    node.after = stream.captured;
+    nodes.push_back(std::move(node));
+    stream.captured = {nodes.size() - 1};
+    return SUCCESS;
+}
+
+/* The stream, unless it is captured: the stand-in captures launches, copies to the GPU, and events. */
 static int usable(void *handle, std::shared_ptr<Stream> &stream) {
     stream = find<Stream>(handle);
     if (!stream) return INVALID_HANDLE;
@@ -84,8 +93,13 @@ static Place device_place(uint64_t address, size_t size) {
 
 static Place host_place(const void *address, size_t size) { return {on_host(address, size), (char *)address}; }
 
-static int copy(Call &call, void *handle, Place to, Place from, size_t size, double bytes_per_s) {
-    std::shared_ptr<Stream> stream;
+static int copy(Call &call, void *handle, Place to, Place from, size_t size, double bytes_per_s, bool captures = false) {
+    std::shared_ptr<Stream> stream = find<Stream>(handle);
+    if (captures && stream && stream->capture) {
+        if (!to.block || !from.block || !size) return INVALID_VALUE;
+        if (call.failed) return call.failed;
+        return capture(*stream, {{}, nullptr, {to.block, from.block, to.bytes, from.bytes, size}, {}});
+    }
     if (int error = usable(handle, stream)) return error;
     if (call.failed) return call.failed;
     if (!to.block || !from.block || to.bytes == from.bytes) return INVALID_VALUE;
@@ -171,11 +185,16 @@ int cuEventDestroy_v2(void *handle) {
 }
 
 int cuEventRecord(void *handle, void *stream_handle) {
-    BEGIN(CONTEXT);
+    BEGIN(CONTEXT | IN_CAPTURE);
     auto event = find<Event>(handle);
-    std::shared_ptr<Stream> stream;
+    std::shared_ptr<Stream> stream = find<Stream>(stream_handle);
+    if (event && stream && stream->capture) {
+        event->capture = stream->capture, event->nodes = stream->captured;
+        return SUCCESS;
+    }
     if (int error = usable(stream_handle, stream)) return error;
     if (!event) return INVALID_HANDLE;
+    event->capture.reset();
     enqueue_record(*stream, event);
     return SUCCESS;
 }
@@ -190,8 +209,7 @@ int cuEventRecordWithFlags(void *handle, void *stream_handle, unsigned flags) {
     if (!stream->capture) return enqueue_record(*stream, event), SUCCESS;
     if (!stream->capture->valid) return CAPTURE_INVALIDATED;
     if (!flags) return stream->capture->valid = false, CAPTURE_UNSUPPORTED;
-    stream->capture->graph->nodes.push_back({{}, event});
-    return SUCCESS;
+    return capture(*stream, {{}, event, {}, {}});
 }
 
 int cuEventSynchronize(void *handle) {
@@ -214,12 +232,18 @@ int cuEventElapsedTime(float *elapsed_ms, void *first_handle, void *second_handl
 }
 
 int cuStreamWaitEvent(void *stream_handle, void *handle, unsigned flags) {
-    BEGIN(CONTEXT);
+    BEGIN(CONTEXT | IN_CAPTURE);
     auto event = find<Event>(handle);
-    std::shared_ptr<Stream> stream;
-    if (int error = usable(stream_handle, stream)) return error;
-    if (!event) return INVALID_HANDLE;
+    std::shared_ptr<Stream> stream = find<Stream>(stream_handle);
+    if (!event || !stream) return INVALID_HANDLE;
     if (flags) return INVALID_VALUE;
+    if (event->capture || stream->capture) {
+        if (!event->capture || (stream->capture && stream->capture != event->capture)) return CAPTURE_ISOLATION;
+        if (!stream->capture) stream->capture = event->capture, stream->captured.clear();
+        stream->captured.insert(stream->captured.end(), event->nodes.begin(), event->nodes.end());
+        stream->capture->graph->forked = true;
+        return SUCCESS;
+    }
     long ticket = event->recorded;
     enqueue(*stream, [=] {
         std::unique_lock<std::mutex> lock(state.mutex);
@@ -245,8 +269,8 @@ int cuMemcpyDtoDAsync_v2(uint64_t target, uint64_t source, size_t size, void *st
 }
 
 int cuMemcpyHtoDAsync_v2(uint64_t target, const void *source, size_t size, void *stream) {
-    BEGIN_END(CONTEXT);
-    return copy(call, stream, device_place(target, size), host_place(source, size), size, 25e9);
+    BEGIN_END(CONTEXT | IN_CAPTURE);
+    return copy(call, stream, device_place(target, size), host_place(source, size), size, 25e9, true);
 }
 
 int cuMemcpyDtoHAsync_v2(void *target, uint64_t source, size_t size, void *stream) {

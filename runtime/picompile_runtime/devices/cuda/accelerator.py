@@ -1,8 +1,8 @@
 """An NVIDIA GPU as the hot device; see `picompile_runtime.devices.accelerator`.
 
 Nothing is compiled when it is opened, unless the GPU is newer than the artifact's cubin: then the driver compiles the
-PTX. What runs is one graph or several in one stream; writes are copied in another, so that they do not wait for it.
-Calls that are stamped run as graphs of their own, which record events as well: see `stopwatch`.
+PTX. What runs is one graph or several in one stream; writes are copied in another, so that they do not wait for it. In
+a third one, copies of weights that the host keeps become parts of graphs while these are made. Calls that are stamped run as graphs of their own, which record events as well: see `stopwatch`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from picompile_runtime.devices.accelerator import ArgumentView
 from picompile_runtime.devices.cpu.native import Stamps
 from picompile_runtime.devices.cuda import driver
 from picompile_runtime.devices.cuda.driver import OUT_OF_MEMORY, CudaError, Driver, GpuCallError, GpuMemoryError
-from picompile_runtime.devices.cuda.graph import BoundLaunch, Node, runnable_graph
+from picompile_runtime.devices.cuda.graph import BoundCopy, BoundLaunch, Node, runnable_graph
 from picompile_runtime.devices.cuda.memory import (
     BUFFER_BYTES,
     GpuMemory,
@@ -50,10 +50,11 @@ _DRIVER_BYTES, _OLD_LAUNCH_BYTES, _LAUNCH_BYTES = 2**25, 2**16, 2**12
 class BoundGraphs:
     """The result of `bind`: for each graph, in order, the launches of its calls, and the graph itself.
 
-    `stamped` has the same graphs with events in them, after a step with stamps has started.
+    `stamped` has the same graphs with events in them, after a step with stamps has started. There copies wait for what
+    is before them, and what is behind them waits for them.
     """
 
-    parts: tuple[tuple[tuple[BoundLaunch, ...], ...], ...]
+    parts: tuple[tuple[tuple[BoundLaunch | BoundCopy, ...], ...], ...]
     graphs: tuple[c_void_p, ...]
     stamped: list[c_void_p] = field(default_factory=list)
 
@@ -99,7 +100,7 @@ class CudaAccelerator:
         try:
             with self._current():
                 self._module = self._owned.enter_context(load_module(self._driver, image))
-                self._compute, self._uploads = self._stream(), self._stream()
+                self._compute, self._uploads, self._copies = self._stream(), self._stream(), self._stream()
                 self._staging = self._pinned(staging_bytes)
                 self._stopwatch = GpuStopwatch(self._driver, self._compute, self._owned)
         except BaseException:
@@ -161,7 +162,7 @@ class CudaAccelerator:
                 raise _not_pinned(purpose, size_bytes, error) from error
             self._keep(stack)
             self._adopted.append(memory)
-        return GpuMemory(device_address, size_bytes)
+        return GpuMemory(device_address, size_bytes, address)
 
     def write(self, memory: GpuMemory, offset: int, data: NDArray[Any]) -> None:
         """Copy an array uint8 [n] to the GPU's memory, and return when `data` may change again.
@@ -198,7 +199,7 @@ class CudaAccelerator:
         with self._current(), ExitStack() as stack:
             launches = [tuple(self._launches(name, views)) for name, views in calls]
             parts = tuple(tuple(launches[start:stop]) for start, stop in bounds)
-            graphs = tuple(self._graph(list(chain(*part)), stack) for part in parts)
+            graphs = tuple(self._graph(list(chain(*part)), stack, self._copies) for part in parts)
             self._keep(stack)
         return BoundGraphs(parts, graphs)
 
@@ -325,8 +326,8 @@ class CudaAccelerator:
         except CudaError as error:
             raise _not_pinned("buffers for copies to the GPU", 2 * staging_bytes, error) from error
 
-    def _graph(self, nodes: Sequence[Node], stack: ExitStack) -> c_void_p:
-        return stack.enter_context(runnable_graph(self._driver, nodes, self._compute))
+    def _graph(self, nodes: Sequence[Node], stack: ExitStack, copies: c_void_p | None = None) -> c_void_p:
+        return stack.enter_context(runnable_graph(self._driver, nodes, self._compute, copies))
 
     def _stamped(self, calls: BoundGraphs) -> Sequence[c_void_p]:
         """Return the graphs of `calls` with events in them; the first time, make them."""
@@ -347,14 +348,28 @@ class CudaAccelerator:
         """Leave it to `close` to free what is in `stack`."""
         self._owned.push(stack.pop_all())
 
-    def _launches(self, name: str, views: Sequence[ArgumentView]) -> Iterator[BoundLaunch]:
+    def _launches(self, name: str, views: Sequence[ArgumentView]) -> Iterator[BoundLaunch | BoundCopy]:
+        if name in self._images.copies:
+            yield self._copy(name, views)
+            return
         if name not in self._images.kernels:
             raise ArtifactError(f"the artifact's GPU code has no kernel {name}; compile the model again")
         addresses = [view_address(name, view) for view in views]
         for launch in self._images.kernels[name]:
             check_arguments(launch, len(addresses), name)
             arguments = tuple(addresses[index] for index in launch.args)
-            yield BoundLaunch(name, launch, self._module.function(launch.symbol), arguments)
+            sizes = tuple(views[index].tensor.size_bytes for index in launch.args)
+            yield BoundLaunch(name, launch, self._module.function(launch.symbol), arguments, sizes)
+
+    def _copy(self, name: str, views: Sequence[ArgumentView]) -> BoundCopy:
+        source, target = self._images.copies[name]
+        if max(source, target) >= len(views):
+            raise ArtifactError(f"kernel {name} copies argument {max(source, target)} and the call has {len(views)}")
+        given, size = views[source], views[target].tensor.size_bytes
+        address, memory = view_address(name, given), given.memory
+        if memory.host_address is None or given.tensor.size_bytes != size:
+            raise ArtifactError(f"kernel {name}: it copies {size} bytes of the host's memory, and is given others")
+        return BoundCopy(name, memory.host_address + address - memory.address, view_address(name, views[target]), size)
 
     def _does_not_fit(self, size_bytes: int, purpose: str) -> DoesNotFitError:
         needed, free = in_units(size_bytes, self._driver.free_bytes())

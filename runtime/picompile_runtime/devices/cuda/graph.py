@@ -1,10 +1,14 @@
-"""Makes one CUDA graph of a list of launches; one call of the driver starts it, however many kernels it has."""
+"""Makes one CUDA graph of a list of launches and copies; one call of the driver starts it, however many they are.
+
+Launches run one after the other. Copies run in an order of their own beside them: each begins when the launches before
+it that use its target are over, and the next launch that does waits for it.
+"""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from ctypes import byref, c_uint64, c_void_p
 from dataclasses import dataclass
 
@@ -20,12 +24,32 @@ _RECORD_EXTERNAL = 1
 
 @dataclass(frozen=True)
 class BoundLaunch:
-    """A launch of `function` with the addresses of its parameters. Errors name the `kernel` that it is part of."""
+    """A launch of `function` with the addresses of its parameters, and the bytes from each on that it may use.
+
+    Errors name the `kernel` that it is part of.
+    """
 
     kernel: str
     launch: GpuLaunch
     function: c_void_p
     addresses: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def uses(self, copy: BoundCopy) -> bool:
+        """Return whether the launch may use bytes that a copy writes."""
+        end = copy.target + copy.size
+        spans = zip(self.addresses, self.sizes, strict=True)
+        return any(start < end and copy.target < start + size for start, size in spans)
+
+
+@dataclass(frozen=True)
+class BoundCopy:
+    """A copy of `size` bytes from the host's address `source` to the GPU's address `target`."""
+
+    kernel: str
+    source: int
+    target: int
+    size: int
 
 
 @dataclass(frozen=True)
@@ -36,15 +60,21 @@ class EventRecord:
 
 
 # The nodes of a graph.
-Node = BoundLaunch | EventRecord
+Node = BoundLaunch | BoundCopy | EventRecord
 
 
 @contextmanager
-def runnable_graph(driver: Driver, nodes: Sequence[Node], stream: c_void_p) -> Iterator[c_void_p]:
-    """Make a graph of the nodes, in order, and yield it, ready to run. Nothing else may use `stream` meanwhile."""
+def runnable_graph(
+    driver: Driver, nodes: Sequence[Node], stream: c_void_p, copies: c_void_p | None = None
+) -> Iterator[c_void_p]:
+    """Make a graph of the nodes, in order, and yield it, ready to run.
+
+    Copies run beside launches, as in the stream `copies`; without one they wait for each other. Nothing else may use
+    the streams meanwhile.
+    """
     runnable = c_void_p()
     try:
-        with _captured(driver, nodes, stream) as graph:
+        with _captured(driver, nodes, stream, copies) as graph:
             driver.call("cuGraphInstantiateWithFlags", byref(runnable), graph, 0)
         driver.call("cuGraphUpload", runnable, stream)
         yield runnable
@@ -54,30 +84,102 @@ def runnable_graph(driver: Driver, nodes: Sequence[Node], stream: c_void_p) -> I
 
 
 @contextmanager
-def _captured(driver: Driver, nodes: Sequence[Node], stream: c_void_p) -> Iterator[c_void_p]:
+def _captured(driver: Driver, nodes: Sequence[Node], stream: c_void_p, copies: c_void_p | None) -> Iterator[c_void_p]:
     graph = c_void_p()
-    driver.call("cuStreamBeginCapture_v2", stream, _CAPTURE_RELAXED)
-    try:
-        for node in nodes:
-            _enqueue(driver, node, stream)
-    except BaseException:
-        with suppress(CudaError):
-            driver.call("cuStreamEndCapture", stream, byref(graph))
-        if graph:
+    with ExitStack() as events:
+        fork = None if copies is None else _Fork(driver, nodes, (stream, copies), events)
+        driver.call("cuStreamBeginCapture_v2", stream, _CAPTURE_RELAXED)
+        try:
+            if fork is not None and fork.has_copies:
+                fork.enqueue()
+            else:
+                for node in nodes:
+                    _enqueue(driver, node, stream)
+        except BaseException:
             with suppress(CudaError):
-                driver.call("cuGraphDestroy", graph)
-        raise
-    driver.call("cuStreamEndCapture", stream, byref(graph))
+                driver.call("cuStreamEndCapture", stream, byref(graph))
+            if graph:
+                with suppress(CudaError):
+                    driver.call("cuGraphDestroy", graph)
+            raise
+        driver.call("cuStreamEndCapture", stream, byref(graph))
     try:
         yield graph
     finally:
         driver.call("cuGraphDestroy", graph)
 
 
+class _Fork:
+    """Launches in one stream and copies in another, captured together. Events between them become edges of the graph."""
+
+    def __init__(
+        self, driver: Driver, nodes: Sequence[Node], streams: tuple[c_void_p, c_void_p], events: ExitStack
+    ) -> None:
+        """Prepare to add `nodes` to the capture of the first stream; `events` frees what that takes."""
+        self._driver, self._nodes = driver, nodes
+        self._stream, self._copies = streams
+        copies = [(number, node) for number, node in enumerate(nodes) if isinstance(node, BoundCopy)]
+        # For each copy the last launch before it that uses its target; None for the beginning.
+        self._free_after = {number: self._last_user(number, copy) for number, copy in copies}
+        marks = [None, *copies, *(after for after in set(self._free_after.values()) if after is not None)]
+        # Where a thread captures, nothing can be made.
+        self._events = [events.enter_context(driver.event()) for _ in marks if copies]
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether there is anything for the second stream."""
+        return bool(self._free_after)
+
+    def enqueue(self) -> None:
+        """Add all nodes, and join the streams at the end."""
+        marks: dict[int | None, c_void_p] = {None: self._mark(self._stream)}
+        self._wait(self._copies, marks[None])
+        arriving: list[tuple[BoundCopy, c_void_p]] = []
+        for number, node in enumerate(self._nodes):
+            if isinstance(node, BoundCopy):
+                if (after := self._free_after[number]) is not None:
+                    self._wait(self._copies, marks[after])
+                _enqueue(self._driver, node, self._copies)
+                arriving.append((node, self._mark(self._copies)))
+                continue
+            if isinstance(node, BoundLaunch):
+                self._await(node, arriving)
+            _enqueue(self._driver, node, self._stream)
+            if number in self._free_after.values():
+                marks[number] = self._mark(self._stream)
+        if arriving:
+            self._wait(self._stream, arriving[-1][1])
+
+    def _await(self, launch: BoundLaunch, arriving: list[tuple[BoundCopy, c_void_p]]) -> None:
+        """Let a launch wait for the copies that it uses. They arrive in order: the last of them stands for the rest."""
+        used = [place for place, (copy, _) in enumerate(arriving) if launch.uses(copy)]
+        if used:
+            self._wait(self._stream, arriving[used[-1]][1])
+            del arriving[: used[-1] + 1]
+
+    def _last_user(self, number: int, copy: BoundCopy) -> int | None:
+        for before in range(number - 1, -1, -1):
+            node = self._nodes[before]
+            if isinstance(node, BoundLaunch) and node.uses(copy):
+                return before
+        return None
+
+    def _mark(self, stream: c_void_p) -> c_void_p:
+        event = self._events.pop()
+        self._driver.call("cuEventRecord", event, stream)
+        return event
+
+    def _wait(self, stream: c_void_p, event: c_void_p) -> None:
+        self._driver.call("cuStreamWaitEvent", stream, event, 0)
+
+
 def _enqueue(driver: Driver, node: Node, stream: c_void_p) -> None:
     """Add one node to the capture. The driver copies parameters during the call, so they need not outlive it."""
     if isinstance(node, EventRecord):
         driver.call("cuEventRecordWithFlags", node.event, stream, _RECORD_EXTERNAL)
+        return
+    if isinstance(node, BoundCopy):
+        driver.call("cuMemcpyHtoDAsync_v2", node.target, node.source, node.size, stream)
         return
     grid, block, count = node.launch.grid, node.launch.block, len(node.addresses)
     values = (c_uint64 * count)(*node.addresses)

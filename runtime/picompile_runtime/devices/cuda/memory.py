@@ -19,10 +19,11 @@ from picompile_runtime.errors import ArtifactError
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """Memory at `address` of the GPU: its own, or the host's that it sees."""
+    """Memory at `address` of the GPU: its own, or the host's that it sees, which is at `host_address` there."""
 
     address: int
     size_bytes: int
+    host_address: int | None = None
 
     def at(self, offset: int, size_bytes: int) -> int:
         """Return the address of the byte at `offset`. Raises ValueError unless `size_bytes` from there are inside."""

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from ctypes import byref, c_int, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from picompile_runtime.artifact.fields import Fields, parse_object
 from picompile_runtime.artifact.interfaces import KernelInterface, parse_interfaces
@@ -42,7 +42,8 @@ class CudaImages:
     """An artifact's GPU code.
 
     `cubin` is for compute capability `sm` / 10, `ptx` for `ptx_sm` / 10. `kernels` has the launches of each kernel,
-    `interfaces` what the kernels declare, None if the file does not say.
+    `interfaces` what the kernels declare, None if the file does not say. `copies` has the kernels that the copy engine
+    runs: the numbers of the argument that it copies, and of the one to which it does.
     """
 
     sm: int
@@ -51,12 +52,14 @@ class CudaImages:
     ptx: bytes
     kernels: Mapping[str, tuple[GpuLaunch, ...]]
     interfaces: Mapping[str, KernelInterface] | None = None
+    copies: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 def read_images(text: bytes, cubin: bytes, ptx: bytes, where: str) -> CudaImages:
     """Return the images, described by `text`, a device.json. Raises ArtifactError, naming `where`."""
     root = parse_object(text, where)
     kernels = root.object("kernels")
+    copies = root.object("copies") if "copies" in root.data else None
     return CudaImages(
         sm=root.integer("sm", _LEAST_SM, _MOST_SM),
         ptx_sm=root.integer("ptx_sm", _LEAST_SM, _MOST_SM),
@@ -64,6 +67,7 @@ def read_images(text: bytes, cubin: bytes, ptx: bytes, where: str) -> CudaImages
         ptx=ptx,
         kernels={name: _launches(kernels, name) for name in kernels.data},
         interfaces=parse_interfaces(root.object("interfaces")) if "interfaces" in root.data else None,
+        copies={} if copies is None else {name: _pair(copies, name) for name in copies.data},
     )
 
 
@@ -72,6 +76,13 @@ def _launches(kernels: Fields, name: str) -> tuple[GpuLaunch, ...]:
     if not launches:
         raise kernels.wrong(name, "a list of one launch or more")
     return launches
+
+
+def _pair(copies: Fields, name: str) -> tuple[int, int]:
+    value = copies.data[name]
+    if isinstance(value, list) and len(value) == 2 and all(type(i) is int and 0 <= i < _MOST_ARGS for i in value):
+        return value[0], value[1]
+    raise copies.wrong(name, "the numbers of two arguments")
 
 
 def _launch(fields: Fields) -> GpuLaunch:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from picompile_runtime.devices.cpu.native import Stamps
 from picompile_runtime.devices.cuda.driver import Driver
-from picompile_runtime.devices.cuda.graph import BoundLaunch, EventRecord, Node
+from picompile_runtime.devices.cuda.graph import BoundCopy, BoundLaunch, EventRecord, Node
 
 # The clocks are aligned this many times, and the shortest try counts.
 _TRIES = 5
@@ -44,7 +44,7 @@ class GpuStopwatch:
         self._origin, self._origin_ns = c_void_p(), 0
         self.error_ns = 0
 
-    def nodes(self, calls: Sequence[Sequence[BoundLaunch]], first: int) -> Iterator[Node]:
+    def nodes(self, calls: Sequence[Sequence[BoundLaunch | BoundCopy]], first: int) -> Iterator[Node]:
         """Yield the launches of `calls` between events; the first of them is call number `first` of the step."""
         self._make(self._events, 2 * (first + len(calls)))
         for number, launches in enumerate(calls, first):

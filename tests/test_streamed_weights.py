@@ -1,0 +1,149 @@
+"""Prompts on a GPU whose cold neurons come from the host slice by slice, in the emulation, with copies early and late.
+
+Stages are made so small that each block has several slices. The stand-in driver runs the nodes of a graph in orders
+that its edges allow: a copy as early as it can be, as late as it can be, and at random.
+"""
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+import picompile_runtime
+from helpers.fake_cuda.fixtures import fake_cuda, fake_library
+from helpers.families import build, save
+from helpers.kernels.emulator import Emulated
+from helpers.reference import eager_logits, relative_error, round_weights
+from helpers.support import compile_for_test
+from picompile_codegen.lowering import streaming
+from picompile_runtime.artifact.reader import open_artifact
+from picompile_runtime.devices.cuda import graph
+from picompile_runtime.devices.cuda.graph import BoundCopy
+from test_end_to_end import BYTES_TOLERANCE, TOLERANCE
+
+__all__ = ["fake_cuda", "fake_library"]
+
+CONTEXT, CHUNK = 48, 16
+IDS = 2 * CHUNK + 5
+EARLY, LATE = "1", "2"
+# A gate that lies apart, squares of neurons beside their sum, and biases without a gate.
+CASES = {"llama-relu": ("f16", "exact"), "bitnet": ("q4", "none"), "opt-post-norm": ("q8", "none")}
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """An artifact, its kernels in emulation, the prompt's tokens, and what eager PyTorch makes of them."""
+
+    artifact: Path
+    kernels: Path
+    ids: Sequence[int]
+    expected: torch.Tensor
+    tolerance: float
+
+    def logits(self) -> NDArray[np.float32]:
+        """Those of the prompt's last token, which three chunks lead to."""
+        with picompile_runtime.load(self.artifact, threads=1) as engine:
+            return engine.prefill(self.ids).copy()
+
+
+def make(name: str, folder: Path) -> Streamed:
+    quant, predictor = CASES[name]
+    reference = build(name)
+    save(name, reference, folder / "model")
+    config = reference.config
+    neurons = getattr(config, "intermediate_size", None) or config.ffn_dim
+    hot = {0: tuple(range(1, neurons, 9)), 1: tuple(range(0, neurons, 5))}
+    options = {"quant": quant, "predictor": predictor, "hot": hot, "kv_dtype": "f32"}
+    compile_for_test(folder / "model", folder / "artifact", target="4090", context=CONTEXT, chunk=CHUNK, **options)
+    Emulated((folder / "artifact" / "kernels" / "device.cu").read_text(), folder / "kernels.so")
+    round_weights(reference, quant)
+    ids = torch.randint(config.vocab_size, (IDS,), generator=torch.Generator().manual_seed(3)).tolist()
+    expected = eager_logits(reference, ids)[-1:]
+    return Streamed(
+        folder / "artifact", folder / "kernels.so", ids, expected, TOLERANCE if quant == "f16" else BYTES_TOLERANCE
+    )
+
+
+@pytest.fixture(scope="module", params=CASES)
+def streamed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Streamed]:
+    with pytest.MonkeyPatch.context() as patch:
+        # Less than 64 neurons take: slices have as many all the same.
+        patch.setattr(streaming, "STAGE_BYTES", 1)
+        yield make(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture
+def gpu(streamed: Streamed, fake_cuda: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Streamed:
+    monkeypatch.setenv("FAKE_CUDA_KERNELS", str(streamed.kernels))
+    return streamed
+
+
+def test_slices_are_copied_once_for_a_chunk(streamed: Streamed) -> None:
+    """Of each block there are several, and together they are its weights."""
+    artifact = open_artifact(streamed.artifact)
+    calls = artifact.program.calls("prefill_last", "device")
+    uploads = [call for call in calls if call.op == "upload"]
+    assert len(uploads) >= 3 * 2
+    sources, targets = zip(*[call.args[-2:] for call in uploads], strict=True)
+    spans = sorted((each.name, each.view.offset, each.view.size_bytes) for each in sources)
+    for name in artifact.program.streamed:
+        parts = [(offset, size) for each, offset, size in spans if each == name]
+        ends = np.cumsum([size for _, size in parts])
+        assert [offset for offset, _ in parts] == [0, *ends[:-1]]
+        assert ends[-1] == artifact.tensors[name].size_bytes
+    # Stages take turns.
+    stages = [stage.name for stage in targets if stage.view.offset == 0]
+    assert all({first, second} == {"stage.0", "stage.1"} for first, second in pairwise(stages))
+
+
+def test_whenever_copies_arrive_the_logits_have_the_same_bits(gpu: Streamed, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for copies in (EARLY, LATE, "0", "0"):
+        monkeypatch.setenv("FAKE_CUDA_COPIES", copies)
+        monkeypatch.setenv("FAKE_CUDA_DELAY_US", "200" if copies == "0" else "0")
+        found.append(gpu.logits())
+    assert relative_error(torch.from_numpy(found[0].reshape(1, -1)), gpu.expected) < gpu.tolerance
+    for other in found[1:]:
+        np.testing.assert_array_equal(other, found[0])
+
+
+def test_stamped_steps_have_the_same_bits(gpu: Streamed) -> None:
+    """In their graphs copies are in order with launches."""
+    expected = gpu.logits()
+    with picompile_runtime.load(gpu.artifact, threads=1) as engine:
+        engine.start_timing(slowly=True)
+        np.testing.assert_array_equal(engine.prefill(gpu.ids), expected)
+
+
+def wrong(expected: NDArray[np.float32], found: NDArray[np.float32]) -> bool:
+    return not np.array_equal(expected, found)
+
+
+@pytest.mark.parametrize("copies", [EARLY, LATE])
+def test_a_missing_wait_is_found(gpu: Streamed, monkeypatch: pytest.MonkeyPatch, copies: str) -> None:
+    """A launch that does not wait for a copy reads too early; a copy that does not wait for a launch comes too early."""
+    monkeypatch.setenv("FAKE_CUDA_COPIES", copies)
+    expected = gpu.logits()
+    if copies == LATE:
+        monkeypatch.setattr(graph._Fork, "_await", lambda *_: None)
+    else:
+        monkeypatch.setattr(graph._Fork, "_last_user", lambda *_: None)
+    assert wrong(expected, gpu.logits())
+
+
+def test_a_missing_copy_is_found(gpu: Streamed, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, seen, enqueue = gpu.logits(), [0], graph._enqueue
+
+    def all_but_the_third(driver: object, node: object, stream: object) -> None:
+        seen[0] += isinstance(node, BoundCopy)
+        if not isinstance(node, BoundCopy) or seen[0] != 3:
+            enqueue(driver, node, stream)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(graph, "_enqueue", all_but_the_third)
+    assert wrong(expected, gpu.logits())
