@@ -30,10 +30,17 @@ DRAFT_TOKENS = 7
 # Tokens of a prompt that are read together: weights are unpacked once for all of them. More would gain a few percent,
 # but whoever stops a prompt, or waits for another answer, would wait longer.
 CHUNK = 128
+# With a GPU: what a chunk costs over the bus does not grow with its tokens.
+GPU_CHUNK = 512
 # The accuracy bound: by which share the predictors may raise the perplexity.
 DEFAULT_ACCURACY_BOUND = 0.001
 # No model has so many layers; files and pictures of layers beyond it are neither looked for nor drawn.
 MOST_LAYERS = 10_000
+
+
+def default_chunk(context: int, *, on_gpu: bool) -> int:
+    """Return how many tokens of a prompt are read together by default; a context of `context` tokens has no more."""
+    return max(2, min(GPU_CHUNK if on_gpu else CHUNK, context))
 
 
 def default_kv_dtype(activation: str) -> str:

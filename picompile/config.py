@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from picompile.choices import (
     BF16_CHOICES,
     CALIBRATED,
-    CHUNK,
     DEFAULT_ACCURACY_BOUND,
     DEFAULT_ROUNDING_TOKENS,
     DEFAULT_SKIP_TOKENS,
@@ -26,6 +25,7 @@ from picompile.choices import (
     PREDICTORS,
     ROUNDINGS,
     check_quant,
+    default_chunk,
     default_kv_dtype,
     default_predictor,
     is_budget,
@@ -70,7 +70,7 @@ class CompileOptions:
             checks none.
         kv_dtype: f16, f32, q8 or q4, which has no kernels for a GPU; None is f16, but f32 if rounding would move
             neurons across a jump of the activation (FATReLU).
-        chunk: tokens of a prompt that are read together.
+        chunk: tokens of a prompt that are read together; None is `choices.default_chunk`.
         bf16: whether prompts are computed in bfloat16, where the weights are f16 and the target has it: `on`, `off`, or
             `auto`, where that keeps to the accuracy bound `gate`.
         hot: the hot neurons by layer.
@@ -118,7 +118,7 @@ class CompileOptions:
     sequences: int = 1
     draft_tokens: int = DRAFT_TOKENS
     kv_dtype: str | None = None
-    chunk: int = CHUNK
+    chunk: int | None = None
     bf16: str = "auto"
     hot: Mapping[int, Sequence[int]] | None = None
     plan: "Plan | None" = None
@@ -186,7 +186,7 @@ class CompileOptions:
             raise UsageError("a KV cache in q4 has no kernels for a GPU; choose q8")
         if self.bf16 not in BF16_CHOICES:
             raise UsageError(f"bf16 is {', '.join(BF16_CHOICES[:-1])} or {BF16_CHOICES[-1]}, not {self.bf16!r}")
-        if self.chunk < 2:
+        if self.chunk is not None and self.chunk < 2:
             raise UsageError(f"the prefill chunk must be at least 2 tokens, not {self.chunk}")
         if self.hot_device == "cuda" and gpu is None:
             raise UsageError(f"hot device cuda needs a target with a GPU, and {self.target} has none")
@@ -420,14 +420,15 @@ def resolve(options: CompileOptions, facts: "ModelFacts") -> CompileConfig:
 
     _check_heads(options, facts)
     gpu, skips = gpu_of(options.target), options.skip is not None
+    context = cache_context(options, facts)
     return CompileConfig(
         targets=options.target,
         quant=options.quant,
-        context=cache_context(options, facts),
+        context=context,
         sequences=options.sequences,
         draft_tokens=options.draft_tokens,
         kv_dtype=options.kv_dtype or default_kv_dtype(facts.activation),
-        chunk=options.chunk,
+        chunk=options.chunk or default_chunk(context, on_gpu=options.accelerator == "cuda"),
         bf16=options.bf16,
         predictor=PredictorConfig(
             kind=options.predictor or ("none" if skips else default_predictor(facts.activation)),

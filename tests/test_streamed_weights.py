@@ -85,7 +85,7 @@ def gpu(streamed: Streamed, fake_cuda: ctypes.CDLL, monkeypatch: pytest.MonkeyPa
 
 
 def test_slices_are_copied_once_for_a_chunk(streamed: Streamed) -> None:
-    """Of each block there are several, and together they are its weights."""
+    """Each block has several, which together are its weights."""
     artifact = open_artifact(streamed.artifact)
     calls = artifact.program.calls("prefill_last", "device")
     uploads = [call for call in calls if call.op == "upload"]
@@ -127,7 +127,7 @@ def wrong(expected: NDArray[np.float32], found: NDArray[np.float32]) -> bool:
 
 @pytest.mark.parametrize("copies", [EARLY, LATE])
 def test_a_missing_wait_is_found(gpu: Streamed, monkeypatch: pytest.MonkeyPatch, copies: str) -> None:
-    """A launch that does not wait for a copy reads too early; a copy that does not wait for a launch comes too early."""
+    """A launch that does not wait for a copy reads too early, a copy that does not wait for a launch writes early."""
     monkeypatch.setenv("FAKE_CUDA_COPIES", copies)
     expected = gpu.logits()
     if copies == LATE:

@@ -149,6 +149,15 @@ def compile_command(
             metavar="N", min=1, help="Longest sequence, in tokens. Default: the model's own limit, at most 4096."
         ),
     ] = None,
+    prefill_chunk: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=2,
+            help="Tokens of a prompt that are read together. Default: 128, or 512 with a GPU, to which the host's "
+            "weights are copied once for each chunk.",
+        ),
+    ] = None,
     sequences: Annotated[
         int,
         typer.Option(
@@ -261,6 +270,7 @@ def compile_command(
         rounding_tokens=rounding_tokens,
         predictor=predictor,
         context=context,
+        chunk=prefill_chunk,
         sequences=sequences,
         draft_tokens=draft_tokens,
         kv_dtype=kv_dtype.value if kv_dtype is not None else None,

@@ -22,6 +22,7 @@ from picompile.cli.options import (
 from picompile.cli.plan_show import show_plan
 from picompile.cli.progress import progress
 from picompile.errors import UsageError
+from picompile.machine import may_have_gpu
 from picompile.output import parents_of
 from picompile.placement.machine import MachineOptions, check_machine_options, find_machine
 from picompile.placement.sources import ModelOptions, find_model
@@ -135,6 +136,12 @@ def plan_command(
         int | None,
         typer.Option(metavar="N", min=1, help="Longest sequence, in tokens. Default: the model's own, 4096 at most."),
     ] = None,
+    prefill_chunk: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=2, help="Tokens of a prompt that are read together. Default: 128, or 512 with a GPU."
+        ),
+    ] = None,
     batch: Annotated[
         int, typer.Option(metavar="N", min=1, max=65_536, help="Sequences that are decoded at the same time.")
     ] = 1,
@@ -186,6 +193,8 @@ def plan_command(
         batch=batch,
         kv_dtype=None if kv_dtype is None else kv_dtype.value,
         activation=activation,
+        chunk=prefill_chunk,
+        on_gpu=may_have_gpu(target),
     )
     kept_free = parse_margin(margin)
     check_machine_options(machine_options)

@@ -91,7 +91,7 @@ def verdict(plan: "Plan") -> str:
 
 def dense_fits_gpu(plan: "Plan") -> bool:
     """Return whether the GPU could hold everything but the embedding, without predictors."""
-    counted = [row for row in plan.memory if row.what not in ("predictors", "embedding")]
+    counted = [row for row in plan.memory if row.what not in ("predictors", "embedding", "staging")]
     # GPU and host each have these, so they are counted twice.
     twice = [row for row in counted if row.what in ("workspace", "tables")]
     needed = sum(row.bytes for row in counted) - sum(row.bytes for row in twice if row.device == "gpu")

@@ -267,6 +267,11 @@ def gpu_of(names: str) -> Target | None:
     return rows[0] if rows else None
 
 
+def may_have_gpu(name: str) -> bool:
+    """Return whether the row called `name` has a GPU, or is this machine, of which that is found out later."""
+    return name == LOCAL or (name in TARGETS and TARGETS[name].sm is not None)
+
+
 def _find_compiled(name: str) -> Target:
     if name == NATIVE:
         return native_target()

@@ -122,6 +122,18 @@ class ModelBytes:
     workspace_bytes: int
     head_launches: int
 
+    @property
+    def stage_bytes(self) -> int:
+        """The most that both stages for cold neurons take of the accelerator's memory, when it reads prompts."""
+        slices = (
+            min(layer.neurons * layer.neuron_bytes, max(STAGE_BYTES, SLICE_NEURONS * layer.neuron_bytes))
+            for layer in self.layers
+        )
+        return STAGES * max(slices)
 
+
+# Two stages of the accelerator take turns for weights that come from the host (`picompile_codegen.lowering.streaming`):
+# slices of a block of so many bytes, and of so many neurons at least.
+STAGE_BYTES, STAGES, SLICE_NEURONS = 64 * 2**20, 2, 64
 # One kernel sends and one receives: both are in the time of a transfer (`Machine.crossing_s`).
 CROSSING_LAUNCHES = 2

@@ -149,8 +149,9 @@ def infeasible_placement_error(
     )
     host = least_host_bytes(problems(task)) + everywhere + model.embedding_bytes
     ways = [f"--host-memory {_budget(host / kept)}"]
-    if machine.gpu_bytes_per_s and (gpu := _least_gpu_bytes(task, problems, everywhere, kept * _MIB)) is not None:
-        ways.append(f"--vram-budget {_budget((gpu + everywhere) / kept)}")
+    of_gpu = everywhere + model.stage_bytes
+    if machine.gpu_bytes_per_s and (gpu := _least_gpu_bytes(task, problems, of_gpu, kept * _MIB)) is not None:
+        ways.append(f"--vram-budget {_budget((gpu + of_gpu) / kept)}")
     return DoesNotFitError(f"{text}; it would with {' or with '.join(ways)}")
 
 

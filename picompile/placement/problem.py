@@ -170,10 +170,14 @@ def group_bytes(layer: LayerBytes) -> int:
 
 
 def capacities(task: PlacementTask) -> tuple[int, int]:
-    """Return the (accelerator, host) bytes for stages: without workspace, tables and the embedding on the host."""
+    """Return the (accelerator, host) bytes for stages of the problem.
+
+    They are without workspace, tables, the embedding on the host, and memory for cold neurons on the accelerator.
+    """
     model, machine = task.model, task.machine
     everywhere = model.workspace_bytes + model.table_bytes
-    return max(0, machine.gpu_bytes - everywhere), machine.host_bytes - everywhere - model.embedding_bytes
+    gpu_bytes, host_bytes = machine.gpu_bytes - model.stage_bytes, machine.host_bytes - model.embedding_bytes
+    return max(0, gpu_bytes - everywhere), host_bytes - everywhere
 
 
 def latency_problem(task: PlacementTask) -> PlacementProblem:

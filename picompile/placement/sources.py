@@ -96,7 +96,8 @@ _SAMPLE = 1000
 class ModelOptions:
     """The user's options about the model. `source` is a checkpoint or a profile, None if there is a `shape`.
 
-    `activation` is that of a checkpoint, as `load_model` takes it, None where its config.json has it.
+    `activation` is that of a checkpoint, as `load_model` takes it, None where its config.json has it. `chunk` are the
+    tokens of a prompt that are read together, None for the default, which depends on whether there is a GPU (`on_gpu`).
     """
 
     source: Path | None
@@ -111,6 +112,8 @@ class ModelOptions:
     batch: int
     kv_dtype: str | None
     activation: str | None = None
+    chunk: int | None = None
+    on_gpu: bool = False
 
     @property
     def is_profile(self) -> bool:
@@ -233,7 +236,7 @@ def _given(options: ModelOptions, fingerprint: str) -> FiringSource | None:
 
 def _packing(options: ModelOptions, limit: object, activation: str) -> "Packing":
     """Return how the model is packed; `limit` is the number of positions in its config."""
-    from picompile.choices import resolve_context
+    from picompile.choices import default_chunk, resolve_context
     from picompile.placement.model_bytes import Packing
     from picompile_passes.silence import silences_neurons
 
@@ -242,7 +245,8 @@ def _packing(options: ModelOptions, limit: object, activation: str) -> "Packing"
     predictor = options.predictor
     if predictor is None:
         predictor = "learned" if options.predictors or silences_neurons(activation) else "none"
-    return Packing(options.quant, predictor, context, options.batch, options.kv_dtype)
+    chunk = options.chunk or default_chunk(context, on_gpu=options.on_gpu)
+    return Packing(options.quant, predictor, context, options.batch, options.kv_dtype, chunk)
 
 
 def _activation(config: Mapping[str, Any]) -> str:

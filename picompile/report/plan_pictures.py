@@ -44,6 +44,7 @@ _KINDS = {
     "embedding": ("embedding, output head", SERIES[5]),
     "workspace": ("workspace, tables", MUTED),
     "tables": ("workspace, tables", MUTED),
+    "staging": ("workspace, tables", MUTED),
 }
 
 

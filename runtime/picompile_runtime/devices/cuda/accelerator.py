@@ -2,7 +2,8 @@
 
 Nothing is compiled when it is opened, unless the GPU is newer than the artifact's cubin: then the driver compiles the
 PTX. What runs is one graph or several in one stream; writes are copied in another, so that they do not wait for it. In
-a third one, copies of weights that the host keeps become parts of graphs while these are made. Calls that are stamped run as graphs of their own, which record events as well: see `stopwatch`.
+a third one, copies of weights that the host keeps become parts of graphs. Calls that are stamped run as graphs of their
+own, which record events as well: see `stopwatch`.
 """
 
 from __future__ import annotations

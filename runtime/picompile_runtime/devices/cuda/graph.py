@@ -110,7 +110,7 @@ def _captured(driver: Driver, nodes: Sequence[Node], stream: c_void_p, copies: c
 
 
 class _Fork:
-    """Launches in one stream and copies in another, captured together. Events between them become edges of the graph."""
+    """Launches in one stream and copies in another, captured together: events become edges of the graph."""
 
     def __init__(
         self, driver: Driver, nodes: Sequence[Node], streams: tuple[c_void_p, c_void_p], events: ExitStack

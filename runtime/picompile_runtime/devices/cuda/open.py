@@ -159,9 +159,9 @@ def check_images(artifact: Artifact) -> None:
     """Raise ArtifactError if the GPU code lacks a kernel that the program calls. This needs no GPU."""
     images, program = read_cuda_images(artifact), artifact.program
     for call in (call for name in program.functions for call in program.calls(name, "device")):
-        if call.kernel not in images.kernels:
+        if call.kernel not in images.kernels and call.kernel not in images.copies:
             raise ArtifactError(f"{artifact.folder}: the GPU code has no kernel {call.kernel}; compile the model again")
-        for launch in images.kernels[call.kernel]:
+        for launch in images.kernels.get(call.kernel, ()):
             check_arguments(launch, len(call.args), call.kernel)
 
 
