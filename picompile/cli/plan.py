@@ -145,6 +145,15 @@ def plan_command(
     batch: Annotated[
         int, typer.Option(metavar="N", min=1, max=65_536, help="Sequences that are decoded at the same time.")
     ] = 1,
+    prompt: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Also predict how long a prompt of so many tokens takes, and judge the plan by that and 256 tokens of "
+            "an answer.",
+        ),
+    ] = None,
     at: Annotated[
         int | None,
         typer.Option(metavar="N", min=0, help="Tokens in the cache where speed counts. Default: half the context."),
@@ -204,6 +213,7 @@ def plan_command(
 
     from picompile.placement.plan_file import write_plan
     from picompile.placement.planning import PlanOptions, make_plan
+    from picompile.placement.prompts import prompt_estimate, unknown_about_prompts
 
     with progress() as shown:
         with shown.step("machine"):
@@ -221,14 +231,22 @@ def plan_command(
         )
         with shown.step("plan"):
             plan = make_plan(found.model, found.firing, options)
+            estimate, unknown = None, ""
+            if prompt is not None:
+                unknown = unknown_about_prompts(plan, machine.target)
+            if prompt is not None and not unknown:
+                estimate = prompt_estimate(found.model, plan, machine.target, prompt, found.model.chunk)
+        if unknown:
+            shown.say(f"the time of a prompt cannot be predicted: {unknown}")
     if output is not None:
         with parents_of(output):
             check = partial(require_plan_output, output, overwrite=force)
             write_plan(output, plan, overwrite=force, check=check)
     if json_output:
-        print(json.dumps(plan.to_json(), ensure_ascii=False))
+        of_prompt = {} if prompt is None else {"prompt": None if estimate is None else estimate.to_json()}
+        print(json.dumps(plan.to_json() | of_prompt, ensure_ascii=False))
     else:
-        show_plan(plan, machine.target.description, machine.host_source)
+        show_plan(plan, machine.target.description, machine.host_source, estimate)
 
 
 def parse_margin(text: str) -> float:

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from picompile.placement.plan import Plan, PlanLayer
+    from picompile.placement.prompts import PromptEstimate
 
 
 # A smaller gain is not worth the trouble, and the cost model is not exact enough to tell it from none.
@@ -28,13 +29,23 @@ _NOTES = (
 )
 
 
-def show_plan(plan: "Plan", target: str, host_source: str) -> None:
-    """Print a plan. `target` is the machine in words; `host_source` says where the figures of the host are from."""
+def show_plan(plan: "Plan", target: str, host_source: str, prompt: "PromptEstimate | None" = None) -> None:
+    """Print a plan, and what a prompt takes.
+
+    `target` is the machine in words; `host_source` says where the figures of the host are from.
+    """
     from rich.console import Console
 
     # No wrapping: a file or a pipe gets whole lines.
     console = Console(markup=False, highlight=False, soft_wrap=True)
-    for text in (*_header(plan, target, host_source), "", *_speed(plan), *_worth(plan), ""):
+    for text in (
+        *_header(plan, target, host_source),
+        "",
+        *_speed(plan),
+        *_prompt(plan, prompt),
+        *_worth(plan, prompt),
+        "",
+    ):
         console.print(text)
     console.print(_memory_table(plan))
     console.print()
@@ -62,7 +73,24 @@ def _speed(plan: "Plan") -> Iterator[str]:
     yield f"{tokens(plan.tokens_per_s)} tokens/s predicted, {plan.tokens} tokens in the cache ({how})"
 
 
-def _worth(plan: "Plan") -> Iterator[str]:
+def _prompt(plan: "Plan", prompt: "PromptEstimate | None") -> Iterator[str]:
+    """Yield the time of a prompt, and that of one with an answer."""
+    if prompt is None:
+        return
+    from picompile.placement.prompts import ANSWER_TOKENS, gain_with_answer
+
+    chunks = f"{prompt.chunks} chunk{'s' if prompt.chunks > 1 else ''}"
+    yield (
+        f"{prompt.total_s:6.2f} s to the first token of a prompt of {prompt.tokens} predicted ({chunks}, each copies "
+        f"{size(prompt.copied_bytes)}: {prompt.copy_s:.2f} s; arithmetic {prompt.arithmetic_s:.2f} s)"
+    )
+    gain = gain_with_answer(plan, prompt)
+    if gain is not None:
+        seconds = prompt.total_s + ANSWER_TOKENS * plan.token_s
+        yield f"{seconds:6.2f} s with an answer of {ANSWER_TOKENS}: {gain:.2f} times as fast as dense inference"
+
+
+def _worth(plan: "Plan", prompt: "PromptEstimate | None" = None) -> Iterator[str]:
     """Yield the plan's speed compared with dense inference, and what follows from that."""
     for name, title in _BASELINES.items():
         if name in plan.baselines:
@@ -70,14 +98,19 @@ def _worth(plan: "Plan") -> Iterator[str]:
             yield f"{tokens(plan.baselines[name])} tokens/s {title}: the plan is {gain:.2f} times as fast"
         elif name == "host" or plan.gpu_budget_bytes:
             yield f"{'-':>6} {title}: does not fit"
-    yield f"Is it worth it here? {verdict(plan)}"
+    yield f"Is it worth it here? {verdict(plan, prompt)}"
 
 
-def verdict(plan: "Plan") -> str:
-    """Return whether the plan is worth it, in one or two lines."""
+def verdict(plan: "Plan", prompt: "PromptEstimate | None" = None) -> str:
+    """Return whether the plan is worth it, in one or two lines; with a prompt, for that and an answer."""
     if not plan.baselines:
         return "Yes: dense, the model does not fit this machine."
-    gain = plan.tokens_per_s / max(plan.baselines.values())
+    both = None
+    if prompt is not None:
+        from picompile.placement.prompts import gain_with_answer
+
+        both = gain_with_answer(plan, prompt)
+    gain = plan.tokens_per_s / max(plan.baselines.values()) if both is None else both
     fits = "\nDense, all of it fits on the GPU." if dense_fits_gpu(plan) else ""
     if gain < WORTH:
         way = "" if plan.predictor == "none" else "; plan and compile with --predictor none"

@@ -41,8 +41,9 @@ class Target:
     that it is sold with, of which the driver keeps some percent. `gpu_bytes_per_s` is the highest bandwidth of its
     memory, `pcie_bytes_per_s` that of its slot in each direction; both are theoretical except for `local`. `sync_s` is
     one transfer of a vector to the GPU and back, with the kernels that send and receive. `launch_s` is the cost of a
-    launch in a CUDA graph, besides the bytes that it reads. `source` is where memory and slot were looked up. Host
-    memory is not here, since a GPU's name doesn't say it.
+    launch in a CUDA graph, besides the bytes that it reads. `tensor_flops_per_s` is the peak of its tensor cores with
+    dense float16 matrices and float32 sums, 0 where it is not known; a multiplication and an addition are two. `source`
+    is where memory and slot were looked up. Host memory is not here, since a GPU's name doesn't say it.
 
     `isas` are the instruction sets that code is made for, best first; machines without any can only be planned for.
     """
@@ -57,6 +58,7 @@ class Target:
     pcie_bytes_per_s: float = 0.0
     sync_s: float = 0.0
     launch_s: float = 0.0
+    tensor_flops_per_s: float = 0.0
     source: str = ""
     isas: tuple[str, ...] = ()
 
@@ -80,9 +82,14 @@ def _gpu(
     bus_bits: int,
     pin_bits_per_s: float,
     pcie: tuple[int, int],
+    tensor_tflops: float,
     source: str,
 ) -> Target:
-    """Return a row from a datasheet's figures: width of the memory bus, bits/s of a pin, PCIe generation and lanes."""
+    """Return a row from a datasheet's figures: width of the memory bus, bits/s of a pin, PCIe generation and lanes.
+
+    `tensor_tflops` are those of float16 with float32 sums, without sparsity, in NVIDIA's white papers of the
+    architectures. Consumer GPUs since Ampere have twice their float32 rate, and Turing's four times.
+    """
     return Target(
         name,
         description,
@@ -94,6 +101,7 @@ def _gpu(
         pcie_bytes_per_s=pcie_bytes_per_s(*pcie),
         sync_s=SYNC_S,
         launch_s=LAUNCH_S,
+        tensor_flops_per_s=tensor_tflops * 1e12,
         source=source,
         isas=_HOST_ISAS,
     )
@@ -130,6 +138,7 @@ _ROWS = (
         bus_bits=352,
         pin_bits_per_s=14e9,
         pcie=(3, 16),
+        tensor_tflops=53.8,
         source="https://gpu.spicedreamphone.com/ru/gpu/nvidia/geforce-rtx-2080-ti",
     ),
     _gpu(
@@ -140,6 +149,7 @@ _ROWS = (
         bus_bits=192,
         pin_bits_per_s=15e9,
         pcie=(4, 16),
+        tensor_tflops=25.5,
         source="https://cpu-gpu.alldbin.com/graphics-card-comparison/"
         "GeForce-RTX-4090-and-GeForce-RTX-3060-12-GB-GA104-comparison.html",
     ),
@@ -152,6 +162,7 @@ _ROWS = (
         pin_bits_per_s=19.5e9,
         pcie=(4, 16),
         # What the driver itself reports.
+        tensor_tflops=71.0,
         source="https://gist.github.com/FabricatiDiem/fe0667aff7dc529a9b439112194f34b6",
     ),
     _gpu(
@@ -165,6 +176,7 @@ _ROWS = (
         # https://hardwareluxx.de/index.php/artikel/hardware/grafikkarten/61026-geforce-rtx-4060-ti-mit-8-gb-im-
         # test.html
         pcie=(4, 8),
+        tensor_tflops=30.2,
         source="https://fpsbench.com/compare/gpu/nvidia-geforce-rtx-4060-vs-nvidia-t600",
     ),
     _gpu(
@@ -175,6 +187,7 @@ _ROWS = (
         bus_bits=192,
         pin_bits_per_s=21e9,
         pcie=(4, 16),
+        tensor_tflops=58.3,
         source="https://cpu-gpu.alldbin.com/graphics-card-comparison/"
         "GeForce-RTX-4070-and-UHD-Graphics-770-mobile-comparison.html",
     ),
@@ -187,6 +200,7 @@ _ROWS = (
         pin_bits_per_s=22.4e9,
         # The slot: https://cputronic.com/gpu/nvidia-geforce-rtx-4080
         pcie=(4, 16),
+        tensor_tflops=97.5,
         source="https://db.thegpu.guru/card/RTX%204080",
     ),
     _gpu(
@@ -197,6 +211,7 @@ _ROWS = (
         bus_bits=384,
         pin_bits_per_s=21e9,
         pcie=(4, 16),
+        tensor_tflops=165.2,
         source="https://cpu-gpu.alldbin.com/graphics-card-comparison/"
         "GeForce-RTX-4090-and-GeForce-RTX-3060-12-GB-GA104-comparison.html",
     ),
@@ -208,6 +223,7 @@ _ROWS = (
         bus_bits=512,
         pin_bits_per_s=28e9,
         pcie=(5, 16),
+        tensor_tflops=209.5,
         source="https://www.elprocus.com/nvidia-geforce-rtx-5090/",
     ),
     _gpu(
@@ -219,6 +235,7 @@ _ROWS = (
         # https://www.svethardware.cz/nvidia-predstavila-akcelerator-a100-s-80-gb-rychle-pameti/55366
         pin_bits_per_s=3.186e9,
         pcie=(4, 16),
+        tensor_tflops=312.0,
         source="https://glennklockwood.com/garden/processors/A100",
     ),
     _gpu(
@@ -230,6 +247,7 @@ _ROWS = (
         # No rate of a pin is published: that of the 3,350 GB/s which are.
         pin_bits_per_s=3350e9 * 8 / 5120,
         pcie=(5, 16),
+        tensor_tflops=989.4,
         source="https://archive-lib.hpctech.co.jp/gpuproduct/nvidia-h100.html",
     ),
 )

@@ -104,7 +104,8 @@ class ModelBytes:
     counts as the head's, and `embedding_bytes` has only tables of positions. `table_bytes` are small tables that both
     accelerator and host have (rotary angles, the final norm, thresholds of predictors). `workspace_bytes` are
     activations and logits, on each side that computes. `hidden` is in elements: a transfer carries float32 [hidden].
-    `head_launches` are those of the head on the accelerator, with the final norm.
+    `head_launches` are those of the head on the accelerator, with the final norm. `chunk` tokens of a prompt are read
+    together.
     """
 
     name: str
@@ -121,6 +122,7 @@ class ModelBytes:
     table_bytes: int
     workspace_bytes: int
     head_launches: int
+    chunk: int = CHUNK
 
     @property
     def stage_bytes(self) -> int:

@@ -126,6 +126,7 @@ class _Tally:
             table_bytes=apart["table"],
             workspace_bytes=self._program.workspace_bytes,
             head_launches=head_launches + self._program.top_logits_launches,
+            chunk=self._packing.chunk,
         )
 
     def _layer(self, tensor: str) -> int:

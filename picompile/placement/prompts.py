@@ -1,0 +1,114 @@
+"""How long a GPU takes to read a prompt by a plan, before the first token of the answer.
+
+A chunk of tokens goes through all layers. Cold neurons of a layer come over the bus meanwhile, once for each chunk,
+while the layers before are multiplied; so a chunk takes as long as the slower of both. Attention between tokens and
+the head, which only the last token needs, are left out: at 1,500 tokens they are a few percent.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from picompile.errors import UsageError
+from picompile.machine import Target
+from picompile.placement.model_bytes import STAGE_BYTES, ModelBytes
+from picompile.placement.plan import Plan
+
+# Tokens of the answer by which a plan is judged together with a prompt: PowerInfer's paper answers with up to 256.
+ANSWER_TOKENS = 256
+# Copies from pinned memory reach 25 of the 31.5 GB/s of PCIe 4.0 x16.
+PCIE_EFFICIENCY = 0.8
+# An assumption: of the tensor cores' peak. Kernels have the instructions for more (benchmarks/gpu_prompt.py).
+TENSOR_EFFICIENCY = 0.5
+# Layers of a graph of launches (`picompile_runtime`), whose first copy nothing hides.
+_GRAPH_LAYERS = 8
+# What dense inference copies of a layer that is not on the GPU, and how many tokens share it, as in llama.cpp.
+_DENSE_CHUNK = 512
+
+
+@dataclass(frozen=True)
+class PromptEstimate:
+    """The predicted time of a prompt of `tokens` tokens, in `chunks`.
+
+    `copied_bytes` come over the bus for each chunk; `copy_s` and `arithmetic_s` are of all chunks. `total_s` is the
+    time to the first token, `dense_s` that of dense inference with layers on the GPU as far as they fit.
+    """
+
+    tokens: int
+    chunks: int
+    copied_bytes: int
+    copy_s: float
+    arithmetic_s: float
+    total_s: float
+    dense_s: float
+
+    def to_json(self) -> Mapping[str, Any]:
+        """Return the form in the JSON of `picompile plan`."""
+        return vars(self)
+
+
+def unknown_about_prompts(plan: Plan, target: Target) -> str:
+    """Return why the time of a prompt cannot be predicted, an empty text if it can."""
+    on_host = [layer.layer for layer in plan.layers if layer.attention == "host"]
+    if on_host:
+        what = "all layers" if len(on_host) == len(plan.layers) else f"layer {on_host[0]}"
+        return f"{what} would be read on the host, whose speed at prompts is not known"
+    return "" if target.tensor_flops_per_s else f"the speed of the tensor cores of target {target.name} is not known"
+
+
+def prompt_estimate(model: ModelBytes, plan: Plan, target: Target, tokens: int, chunk: int) -> PromptEstimate:
+    """Return the estimate for a prompt of `tokens` tokens that are read `chunk` at a time.
+
+    Raises:
+        UsageError: the prompt is longer than the context, or `unknown_about_prompts` says something.
+    """
+    if tokens > plan.context:
+        raise UsageError(f"--prompt: {tokens} tokens are more than the context, {plan.context}")
+    if unknown := unknown_about_prompts(plan, target):
+        raise UsageError(f"--prompt: {unknown}")
+    sizes = [_cold_bytes(model, plan, number) for number in range(len(plan.layers))]
+    chunks = -(-tokens // chunk)
+    bus = plan.machine.pcie_bytes_per_s * PCIE_EFFICIENCY
+    copy_s = chunks * sum(sizes) / bus
+    # What nothing hides: the first slice of each graph.
+    graphs = range(0, len(sizes), _GRAPH_LAYERS)
+    first_s = chunks * sum(min(STAGE_BYTES, sizes[start]) for start in graphs) / bus
+    arithmetic_s = 2 * _layer_parameters(model) * tokens / (target.tensor_flops_per_s * TENSOR_EFFICIENCY)
+    dense_s = -(-tokens // _DENSE_CHUNK) * _dense_left_bytes(model, plan) / bus
+    total_s = max(copy_s, arithmetic_s) + first_s
+    return PromptEstimate(tokens, chunks, sum(sizes), copy_s, arithmetic_s, total_s, max(dense_s, arithmetic_s))
+
+
+def gain_with_answer(plan: Plan, prompt: PromptEstimate) -> float | None:
+    """Return how many times as fast as dense inference a prompt and an answer of `ANSWER_TOKENS` are; None if dense
+    inference does not fit."""
+    if not plan.baselines:
+        return None
+    dense_s = prompt.dense_s + ANSWER_TOKENS * plan.batch / max(plan.baselines.values())
+    return dense_s / (prompt.total_s + ANSWER_TOKENS * plan.token_s)
+
+
+def _cold_bytes(model: ModelBytes, plan: Plan, number: int) -> int:
+    """Return the bytes of a layer's neurons that are on the host."""
+    placed = plan.layers[number]
+    return (placed.neurons - placed.hot_neurons) * model.layers[number].neuron_bytes
+
+
+def _weight_bytes(model: ModelBytes) -> int:
+    """Return the bytes of all layers without predictors."""
+    return sum(
+        layer.attention_bytes + layer.shared_bytes + layer.neurons * layer.neuron_bytes for layer in model.layers
+    )
+
+
+def _layer_parameters(model: ModelBytes) -> float:
+    """Return the parameters of all layers: their share of all by bytes, since all matrices have one format."""
+    everything = _weight_bytes(model) + model.embedding_bytes + model.head_bytes
+    return model.parameters * _weight_bytes(model) / everything
+
+
+def _dense_left_bytes(model: ModelBytes, plan: Plan) -> int:
+    """Return the bytes of layers that the GPU cannot hold in dense inference."""
+    caches = sum(layer.kv_cache_bytes for layer in model.layers)
+    needed = _weight_bytes(model) + model.head_bytes + caches + model.workspace_bytes + model.table_bytes
+    return max(0, needed - plan.machine.gpu_bytes)

@@ -1,0 +1,92 @@
+"""The time of a prompt is that of its slower side, counted from the plan."""
+
+from dataclasses import replace
+
+import pytest
+
+from picompile.errors import UsageError
+from picompile.machine import TARGETS
+from picompile.placement import counting
+from picompile.placement.firing import Firing, LayerFiring
+from picompile.placement.machine import machine_of
+from picompile.placement.model_bytes import SLICE_NEURONS, STAGE_BYTES, ModelBytes, Packing
+from picompile.placement.plan import Plan
+from picompile.placement.planning import PlanOptions, make_plan
+from picompile.placement.prompts import (
+    ANSWER_TOKENS,
+    PCIE_EFFICIENCY,
+    TENSOR_EFFICIENCY,
+    gain_with_answer,
+    prompt_estimate,
+)
+from picompile.synth.shapes import find_shape
+from picompile_codegen.lowering import streaming
+
+TARGET = TARGETS["4090"]
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def model() -> ModelBytes:
+    config = find_shape("llama-13b").config
+    return counting.shape_bytes("llama-13b", config, Packing("q8", "learned", 4096, chunk=512))
+
+
+def plan_for(model: ModelBytes, gpu_bytes: int) -> Plan:
+    import numpy as np
+
+    layers = tuple(LayerFiring(np.full(layer.neurons, 0.1), np.arange(layer.neurons)) for layer in model.layers)
+    machine = machine_of(TARGET, gpu_bytes, 64 * GIB, 50e9)
+    return make_plan(model, Firing(layers, "a curve"), PlanOptions("4090", machine))
+
+
+def test_both_sides_are_counted(model: ModelBytes) -> None:
+    plan = plan_for(model, 8 * GIB)
+    found = prompt_estimate(model, plan, TARGET, 1100, 512)
+    cold = sum(
+        (placed.neurons - placed.hot_neurons) * layer.neuron_bytes
+        for placed, layer in zip(plan.layers, model.layers, strict=True)
+    )
+    assert (found.chunks, found.copied_bytes) == (3, cold)
+    assert found.copy_s == pytest.approx(3 * cold / (plan.machine.pcie_bytes_per_s * PCIE_EFFICIENCY))
+    # The embedding and the head have 2 of 100 weights.
+    flops = found.arithmetic_s * TARGET.tensor_flops_per_s * TENSOR_EFFICIENCY
+    assert flops == pytest.approx(2 * model.parameters * 1100, rel=0.04)
+    slower = max(found.copy_s, found.arithmetic_s)
+    assert slower < found.total_s < slower + found.copy_s / 8
+    gain = gain_with_answer(plan, found)
+    dense_s = found.dense_s + ANSWER_TOKENS / max(plan.baselines.values())
+    assert gain == pytest.approx(dense_s / (found.total_s + ANSWER_TOKENS / plan.tokens_per_s))
+
+
+def test_a_larger_chunk_copies_less(model: ModelBytes) -> None:
+    plan = plan_for(model, 8 * GIB)
+    small, large = (prompt_estimate(model, plan, TARGET, 1024, chunk) for chunk in (64, 512))
+    assert small.copy_s == pytest.approx(8 * large.copy_s)
+    assert small.arithmetic_s == large.arithmetic_s
+
+
+def test_nothing_is_copied_where_all_is_hot(model: ModelBytes) -> None:
+    found = prompt_estimate(model, plan_for(model, 40 * GIB), TARGET, 512, 512)
+    assert (found.copied_bytes, found.copy_s, found.dense_s) == (0, 0, found.arithmetic_s)
+    assert found.total_s == found.arithmetic_s
+
+
+def test_what_cannot_be_said(model: ModelBytes) -> None:
+    plan = plan_for(model, 8 * GIB)
+    with pytest.raises(UsageError, match="5000 tokens are more than the context, 4096"):
+        prompt_estimate(model, plan, TARGET, 5000, 512)
+    with pytest.raises(UsageError, match="tensor cores of target 4090 is not known"):
+        prompt_estimate(model, plan, replace(TARGET, tensor_flops_per_s=0.0), 500, 512)
+    with pytest.raises(UsageError, match="all layers would be read on the host"):
+        prompt_estimate(model, plan_for(model, 0), TARGET, 500, 512)
+
+
+def test_stages_are_those_of_the_lowered_program(model: ModelBytes) -> None:
+    assert (STAGE_BYTES, SLICE_NEURONS) == (streaming.STAGE_BYTES, streaming._MULTIPLE)
+    layer = model.layers[0]
+    for neurons in (1, 64, 1000, layer.neurons):
+        slices = list(streaming.slices_of(neurons, layer.neuron_bytes))
+        assert sum(count for _, count in slices) == neurons
+        assert [start for start, _ in slices] == [sum(count for _, count in slices[:i]) for i in range(len(slices))]
+        assert 2 * max(count for _, count in slices) * layer.neuron_bytes <= model.stage_bytes
