@@ -50,7 +50,7 @@ from picompile_passes.passes.quantize import Quantize
 from picompile_passes.pipeline import Pipeline
 
 VARIANTS = ("hybrid", "layers", "layers_dense", "cpu", "gpu")
-_CHUNK = 64
+_CHUNK = 512
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,12 @@ class ModelOptions:
 
 def pack_model(shape: ModelShape, options: ModelOptions, variant: str, folder: Path) -> dict[str, Any]:
     """Writes the zip file of one variant into `folder`; its entry in the pack's list."""
-    sizes, split = sizes_of(shape, options), _split(shape, options, variant)
-    graph = _graph(shape, options, split, dense=variant.startswith("layers_dense"))
+    sizes, split = sizes_of(shape, options), model_split(shape, options, variant)
+    graph = model_graph(shape, options, split, dense=variant.startswith("layers_dense"))
     device = None if variant == "cpu" else "cuda"
-    lowered = lower(graph, LowerOptions(options.context, _CHUNK, "float16", 1, device, split.placement))
+    lowered = lower(
+        graph, LowerOptions(options.context, min(_CHUNK, options.context), "float16", 1, device, split.placement)
+    )
     name = f"{shape.name}.{options.quant}.{variant}"
     with TemporaryDirectory() as work:
         _write(Path(work), graph, lowered, shape, options, split)
@@ -101,14 +103,16 @@ def pack_model(shape: ModelShape, options: ModelOptions, variant: str, folder: P
     }
 
 
-def _split(shape: ModelShape, options: ModelOptions, variant: str) -> Split:
+def model_split(shape: ModelShape, options: ModelOptions, variant: str) -> Split:
+    """Split a model as its variant says."""
     sizes, planned = sizes_of(shape, options), options.planned
     if planned is None or not variant.endswith(f"_{planned.target}"):
         return split_by_budget(sizes, options.budget, variant)
     return split_by_plan(shape, sizes, options, planned, variant.removesuffix(f"_{planned.target}"))
 
 
-def _graph(shape: ModelShape, options: ModelOptions, split: Split, dense: bool) -> GraphModule:
+def model_graph(shape: ModelShape, options: ModelOptions, split: Split, dense: bool) -> GraphModule:
+    """Return the quantized graph of a shape, without weights; with learned predictors unless it is `dense`."""
     ranks = dict.fromkeys(range(shape.layers), options.rank)
     insert = InsertPredictors("none") if dense else InsertPredictors("learned", ranks=ranks)
     hot = {layer: range(count) for layer, count in split.hot.items()}

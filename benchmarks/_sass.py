@@ -91,12 +91,19 @@ def weight_loops(text: str, bits: int) -> list[Count]:
     return found
 
 
+def loops_with(text: str, operation: str) -> list[Counter[str]]:
+    """Count the instructions of each innermost loop of a function that has an operation, by name."""
+    loops = (Counter(_operation(line).partition(".")[0] for line in loop) for loop in _innermost(text, operation))
+    return list(loops)
+
+
 def _operation(instruction: str) -> str:
     return _GUARD.sub("", instruction).partition(" ")[0]
 
 
-def _innermost(text: str) -> Iterator[list[str]]:
-    """The instructions from the target of each branch backwards to the branch, where weights are read in between."""
+def _innermost(text: str, operation: str = _READ) -> Iterator[list[str]]:
+    """The instructions from the target of each branch backwards to the branch, where there is `operation` in between:
+    weights are read, unless it is given."""
     places: dict[str, int] = {}
     code: list[str] = []
     for label, instruction in _LINE.findall(text):
@@ -108,7 +115,7 @@ def _innermost(text: str) -> Iterator[list[str]]:
     for at, instruction in enumerate(code):
         branch = _BRANCH.search(instruction)
         start = places.get(branch[1], at) if branch else at
-        if start < at and any(_operation(line).startswith(_READ) for line in code[start : at + 1]):
+        if start < at and any(_operation(line).startswith(operation) for line in code[start : at + 1]):
             loops.append((start, at))
     for start, stop in loops:
         if not any((a, b) != (start, stop) and start <= a and b <= stop for a, b in loops):
