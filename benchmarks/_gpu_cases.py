@@ -35,6 +35,7 @@ from picompile_codegen.specs import (
     SendSpec,
     TakeLastSpec,
     TopLogitsSpec,
+    UploadSpec,
 )
 
 FORMATS = ("f16", "q8", "q6", "q4m", "q4")
@@ -58,9 +59,10 @@ _SPECS: Mapping[str, type[KernelSpec]] = {
     "send": SendSpec,
     "send_mask": SendMaskSpec,
     "take_last": TakeLastSpec,
+    "upload": UploadSpec,
 }
 # Tokens of a chunk of a prompt.
-CHUNK = 64
+CHUNK = 512
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,8 @@ def _exchanges(dim: int, neurons: int, columns: int, rows: int, speed: bool = Fa
     yield Case("receive", "receive", {"dim": dim, "rows": rows, "counted": True}, speed)
     yield Case("receive mask", "receive_mask", {"neurons": neurons, "rows": rows}, speed)
     yield Case("copy words", "copy_words", {"words": 8}, speed)
+    # A stage of weights: the copy engine moves it, which is in the list as a kernel.
+    yield Case("upload", "upload", {"size": 2**26 if speed else 10_048}, speed)
 
 
 def speed_cases() -> Iterator[Case]:
@@ -183,13 +187,13 @@ def speed_cases() -> Iterator[Case]:
 
 
 def chunk_cases() -> Iterator[Case]:
-    """Return kernels that read prompts of a model of 70 billion parameters, with weights on the GPU and on the host."""
+    """Return kernels that read prompts of a model of 70 billion parameters."""
     for form in ("f16", "q4"):
         for n, k in ((8192, 8192), (28672, 8192)):
             linear = {"format": form, "n": n, "k": k, "rows": CHUNK, "bias": False}
-            yield Case(f"linear {CHUNK} rows {n}x{k} {form}", "linear", linear, True, streamed=True)
+            yield Case(f"linear {CHUNK} rows {n}x{k} {form}", "linear", linear, True)
         block = ffn(form, "dense", 28672, 8192, rows=CHUNK)
-        yield Case(f"ffn dense {CHUNK} rows 28672x8192 {form}", "ffn", block, True, streamed=True)
+        yield Case(f"ffn dense {CHUNK} rows 28672x8192 {form}", "ffn", block, True)
 
 
 def pack_kernels(cases: list[Case], output: Path, sm: int) -> list[dict[str, Any]]:

@@ -92,6 +92,12 @@ def copy_words(make: Maker) -> Example:
     return Example(make.inputs, {"y": source}, shared=("source",))
 
 
+def upload(make: Maker) -> Example:
+    source = make.rng.integers(0, 256, make.parameters["size"], np.uint8)
+    make.inputs["source"] = source
+    return Example(make.inputs, {"y": source}, len(source), ("source",), shared=("source",))
+
+
 def _flag(make: Maker, name: str, number: int) -> Array:
     """A flag that was set in step `number`; what it is after this one."""
     before, after = np.full(_FLAG_WORDS, -1, np.int32), np.full(_FLAG_WORDS, -1, np.int32)
@@ -225,4 +231,5 @@ _MAKERS: Mapping[str, Callable[[Maker], Example]] = {
     "receive": receive,
     "receive_mask": receive,
     "copy_words": copy_words,
+    "upload": upload,
 }

@@ -95,7 +95,7 @@ class LocalMachine:
 
     @property
     def target(self) -> Target:
-        """The row `local` of the targets. Its `launch_s` is that of the table, not measured, and so are tensor cores."""
+        """The row `local` of the targets. `launch_s` and the rate of tensor cores are the table's, not measured."""
         rows = [row for row in TARGETS.values() if row.vram_bytes]
         gpu, speed, cpu = self.machine.gpu, self.speed, TARGETS["cpu"]
         if gpu is None or speed is None:
@@ -113,7 +113,9 @@ class LocalMachine:
             pcie_bytes_per_s=min(speed.down_bytes_per_s, speed.up_bytes_per_s),
             sync_s=speed.exchange_s,
             launch_s=LAUNCH_S,
-            tensor_flops_per_s=next((row.tensor_flops_per_s for row in rows if gpu.name.endswith(row.description)), 0.0),
+            tensor_flops_per_s=next(
+                (row.tensor_flops_per_s for row in rows if gpu.name.endswith(row.description)), 0.0
+            ),
             source="measured",
         )
 

@@ -18,7 +18,7 @@ from picompile.placement.plan import Plan
 ANSWER_TOKENS = 256
 # Copies from pinned memory reach 25 of the 31.5 GB/s of PCIe 4.0 x16.
 PCIE_EFFICIENCY = 0.8
-# An assumption: of the tensor cores' peak. Kernels have the instructions for more (benchmarks/gpu_prompt.py).
+# An assumption: of the tensor cores' peak. Kernels have the instructions for more (benchmarks/prompt_counts.py).
 TENSOR_EFFICIENCY = 0.5
 # Layers of a graph of launches (`picompile_runtime`), whose first copy nothing hides.
 _GRAPH_LAYERS = 8

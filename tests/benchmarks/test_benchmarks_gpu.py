@@ -87,8 +87,12 @@ def test_the_first_documented_command(gpu_pack: Path, fake_library: Path, tmp_pa
     assert [row["label"] for row in small] == [case.label for case in CASES]
     assert [row["label"] for row in timed] == [case.label for case in TIMED for _ in range(2)]
     assert not any("seconds" in row for row in small) and all(row["seconds"] > 0 for row in timed)
-    # Float32 against float64: the few roundings of sums of up to a hundred products.
-    assert all(row["is_right"] and row["error"] < 1e-6 for row in results["kernels"])
+    # Float32 against float64: the few roundings of sums of up to a hundred products; several tokens are multiplied as
+    # halves.
+    in_halves = {case.label for case in (*CASES, *TIMED) if case.op == "linear" and case.parameters["rows"] > 1}
+    assert in_halves
+    for row in results["kernels"]:
+        assert row["is_right"] and row["error"] < (5e-4 if row["label"] in in_halves else 1e-6)
     model, bundled = results["checks"]
     # Of the cache's float16, and of float32.
     assert model["is_right"] and model["error"] < 1e-4

@@ -88,7 +88,7 @@ def test_kernels_of_both_devices_may_have_one_name() -> None:
     shape, options = shape_from_config("two", SHAPE | {"num_hidden_layers": 2}), ModelOptions("q4", 0.7, 32, 40, 90, ())
     split = split_by_budget(sizes_of(shape, options), 0.75, "layers")
     assert sorted(split.hot.values()) == [0, 384]
-    graph = _gpu_models._graph(shape, options, split, dense=False)
+    graph = _gpu_models.model_graph(shape, options, split, dense=False)
     lowered = lower(graph, LowerOptions(40, 64, "float16", 1, "cuda", split.placement))
     assert {each.name for each in lowered.built.values()} & {each.name for each in lowered.accelerator_built.values()}
     uses = _gpu_models._uses(lowered)

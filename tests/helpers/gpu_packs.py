@@ -43,6 +43,7 @@ CASES = [
     Case("attention", "attention", attention(20, "float16", heads=(4, 2, 16))),
     Case("send mask", "send_mask", {"dim": 33, "neurons": 77, "columns": 55, "rows": 3}),
     Case("norm", "rms_norm", {"dim": 100, "rows": 3, "eps": 1e-5}),
+    Case("upload", "upload", {"size": 5000}),
     Case("leading", "leading_logits", {"vocab": 2100, "rows": 3}),
 ]
 TIMED = [

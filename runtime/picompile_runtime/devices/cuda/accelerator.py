@@ -150,7 +150,7 @@ class CudaAccelerator:
                 raise _not_pinned(purpose, size_bytes, error) from error
             ctypes.memset(host_address, 0, size_bytes)
             self._keep(stack)
-        return GpuMemory(address, size_bytes), host_array(host_address, size_bytes)
+        return GpuMemory(address, size_bytes, host_address), host_array(host_address, size_bytes)
 
     def adopt(self, memory: mmap.mmap) -> GpuMemory:
         """Pin memory of the host so that kernels read it over the bus. It must not be unmapped before `close`."""

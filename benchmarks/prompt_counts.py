@@ -1,6 +1,6 @@
 """Counts what a prompt takes on a GPU: bytes over the bus, launches, instructions. It needs no GPU, and no weights.
 
-    python benchmarks/gpu_prompt.py [--shape llama-70b] [--target 4090] [--firing 5%] [--quant q4]
+    python benchmarks/prompt_counts.py [--shape llama-70b] [--target 4090] [--firing 5%] [--quant q4]
 
 The model is split as `picompile plan` splits it, and lowered as `picompile compile` lowers it. Counted are
 
