@@ -79,11 +79,9 @@ def _prompt(plan: "Plan", prompt: "PromptEstimate | None") -> Iterator[str]:
         return
     from picompile.placement.prompts import ANSWER_TOKENS, gain_with_answer
 
-    chunks = f"{prompt.chunks} chunk{'s' if prompt.chunks > 1 else ''}"
-    yield (
-        f"{prompt.total_s:6.2f} s to the first token of a prompt of {prompt.tokens} predicted ({chunks}, each copies "
-        f"{size(prompt.copied_bytes)}: {prompt.copy_s:.2f} s; arithmetic {prompt.arithmetic_s:.2f} s)"
-    )
+    chunks = f"{prompt.chunks} chunk{'s' if prompt.chunks > 1 else ''} of {size(prompt.copied_bytes)} from the host"
+    yield f"{prompt.total_s:6.2f} s predicted to the first token of a prompt of {prompt.tokens}"
+    yield f"       ({chunks}: {prompt.copy_s:.2f} s; arithmetic {prompt.arithmetic_s:.2f} s)"
     gain = gain_with_answer(plan, prompt)
     if gain is not None:
         seconds = prompt.total_s + ANSWER_TOKENS * plan.token_s

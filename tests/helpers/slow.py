@@ -158,6 +158,7 @@ SLOW: tuple[SlowTests, ...] = (
         "families on two devices, in all shares, placements and delays: one of each is fast",
         (
             "test_families_cuda.py::",
+            "test_streamed_weights.py::",
             "test_hybrid_sampling.py::",
             f"{_HYBRID}families[",
             f"{_HYBRID}every_share",
@@ -168,7 +169,11 @@ SLOW: tuple[SlowTests, ...] = (
             "codegen/lowering/test_lower_hybrid.py::test_some_layers_have_no_neuron_to_compute",
             "codegen/lowering/test_lower_hybrid.py::test_a_program_without_waits_gives_wrong_results",
         ),
-        (f"{_HYBRID}families[llama-relu-f16]",),
+        (
+            f"{_HYBRID}families[llama-relu-f16]",
+            "test_streamed_weights.py::test_whenever_copies_arrive_the_logits_have_the_same_bits[llama-relu",
+            "test_streamed_weights.py::test_a_missing_wait_is_found[llama-relu",
+        ),
     ),
     SlowTests(
         "what the planner counts, held against what is lowered for each family: one gated and one plain are fast",
