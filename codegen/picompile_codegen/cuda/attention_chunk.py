@@ -2,10 +2,11 @@
 
 A block takes queries of one head of keys: those of consecutive tokens, and of all the heads that share it. It goes
 through the keys with a running maximum, sum and output for each query (arXiv 1805.02867). Outputs stay in registers;
-what is multiplied comes through the memory of the block.
+what is multiplied comes through the memory of the block, as halves, and is multiplied on tensor cores with sums in
+float32, as in FlashAttention-2 (arXiv 2307.08691). Scores, maxima and sums are float32.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tvm import tirx
@@ -24,8 +25,7 @@ from picompile_codegen.cuda.attention_common import (
     weight_of,
 )
 from picompile_codegen.cuda.function import CudaFunction, ThreadIndex, blocks_for
-from picompile_codegen.cuda.linear import OWN, SIDE, THREADS, Padded, add_products, own_place
-from picompile_codegen.cuda.memory import barrier, from_lane, registers, shared
+from picompile_codegen.cuda.memory import barrier, from_lane, place_in, registers, run_extern, shared, zero_registers
 from picompile_codegen.specs import AttentionSpec
 
 
@@ -55,8 +55,101 @@ class ChunkTile:
         return first_position(self.spec, position), position
 
 
+# Queries and keys of a tile, and threads of a block: eight warps.
+SIDE = 64
+THREADS = 256
+# A warp has 16 queries, and 32 keys or 32 columns of values.
+_WARP_QUERIES, _WARP_COLUMNS = 16, 32
+_FRAGMENTS = _WARP_COLUMNS // 8
+
+
+@dataclass(frozen=True)
+class HalfRows:
+    """Rows of halves in the memory of a block, 16 bytes longer than their `width`.
+
+    So the 16 bytes of eight rows that `ldmatrix` reads lie in different banks.
+    """
+
+    memory: KernelTensor
+    width: int
+    first: int = 0
+
+    @classmethod
+    def of(cls, rows: int, width: int) -> "HalfRows":
+        """Return memory for `rows` rows."""
+        return cls(shared(rows * (width + 8), dtype="uint16"), width)
+
+    def behind(self, rows: int) -> "HalfRows":
+        """Return the rows behind the first `rows`."""
+        return HalfRows(self.memory, self.width, self.first + rows * (self.width + 8))
+
+    def at(self, row: Expr, column: Expr) -> Expr:
+        """Return the index of an element."""
+        return self.first + row * (self.width + 8) + column
+
+    def store(self, row: Expr, column: Expr, values: Sequence[Expr]) -> None:
+        """Round and store elements from `column` on, a multiple of their number, which is a power of two."""
+        for start in range(0, len(values), 8):
+            run = values[start : start + 8]
+            if len(run) == 1:
+                half = bind(tirx.Cast("float16", run[0]))
+                self.memory[self.at(row, column + start)] = tirx.reinterpret("uint16", half)
+            else:
+                run_extern("pi_store_halves", place_in(self.memory, self.at(row, column + start)), *run)
+
+    def load(self, row: Expr, column: Expr, to: KernelTensor, *, transposed: bool = False) -> None:
+        """Load four matrices [8, 8]; `row` and `column` are where the row that this lane loads begins."""
+        name = "pi_ldmatrix_x4_trans" if transposed else "pi_ldmatrix_x4"
+        run_extern(name, place_in(to, 0), place_in(self.memory, self.at(row, column)))
+
+
+@dataclass(frozen=True)
+class WarpTile:
+    """The part of a tile that a warp has: its first query, and its first key or column."""
+
+    query: Expr
+    column: Expr
+    lane: Expr
+
+    @classmethod
+    def of(cls, place: ThreadIndex) -> "WarpTile":
+        """Return the part of the warp at `place`."""
+        groups = SIDE // _WARP_QUERIES
+        return cls(
+            bind(place.warp % groups * _WARP_QUERIES), bind(place.warp // groups * _WARP_COLUMNS), bind(place.lane)
+        )
+
+    def query_of(self, half: int) -> Expr:
+        """Return the query of a lane's results i with i // 2 == `half`."""
+        return self.query + half * 8 + self.lane // 4
+
+    def column_of(self, fragment: int, i: int) -> Expr:
+        """Return the key or column of a lane's results i with i % 2 == `i`."""
+        return self.column + fragment * 8 + self.lane % 4 * 2 + i
+
+    def multiply(
+        self, left: HalfRows, right: HalfRows, depth: int, sums: KernelTensor, *, by_columns: bool = False
+    ) -> None:
+        """sums += left · rightᵀ over `depth` columns, or left · right over `depth` rows of right with `by_columns`."""
+        of_queries, of_columns = (registers(4, dtype="uint32") for _ in range(2))
+        for start in range(0, depth, 16):
+            left.load(self.query + self.lane % 16, start + self.lane // 16 * 8, of_queries)
+            for fragment in range(_FRAGMENTS):
+                if fragment % 2 == 0:
+                    output = self.column + fragment * 8 + self.lane // 16 * 8
+                    deep = start + self.lane // 8 % 2 * 8
+                    if by_columns:
+                        right.load(deep + self.lane % 8, output, of_columns, transposed=True)
+                    else:
+                        right.load(output + self.lane % 8, deep, of_columns)
+                factors = place_in(of_queries, 0), place_in(of_columns, fragment % 2 * 2)
+                run_extern("pi_mma", place_in(sums, fragment * 4), *factors)
+
+
 # Threads that turn the scores of a query into weights.
 _THREADS_A_QUERY = THREADS // SIDE
+# Scores in the memory of a block, [key, query] with four more between keys.
+_SCORE_PITCH = SIDE + 4
 
 
 @dataclass(frozen=True)
@@ -102,14 +195,14 @@ class ChunkSoftmax:
                 softmax.slopes[query] = tensors.slopes[tile.query(query)[1]]
         return softmax
 
-    def update(self, weights: Padded, begin: Expr) -> None:
+    def update(self, scores_of_tile: KernelTensor, weights: HalfRows, begin: Expr) -> None:
         """Turn the scores of the positions from `begin` on into weights relative to the new maximum."""
         # With steps of two, threads of a warp meet different banks of memory.
         steps = [i // 2 * (2 * _THREADS_A_QUERY) + i % 2 for i in range(SIDE // _THREADS_A_QUERY)]
         keys = [bind(step + self.part * 2) for step in steps]
         seen = [bind(self._sees(bind(begin + key))) for key in keys]
         scores = [
-            bind(tirx.Select(flag, weights.memory[weights.at(key, self.query)], LOWEST))
+            bind(tirx.Select(flag, scores_of_tile[key * _SCORE_PITCH + self.query], LOWEST))
             for key, flag in zip(keys, seen, strict=True)
         ]
         slope = None if self.slopes is None else bind(self.slopes[self.query])
@@ -125,11 +218,12 @@ class ChunkSoftmax:
         own: Expr = 0.0
         # TVM would compute a weight again wherever it is used, if it were not stored.
         found = registers(len(keys))
-        for i, (key, score, flag) in enumerate(zip(keys, scores, seen, strict=True)):
+        for i, (score, flag) in enumerate(zip(scores, seen, strict=True)):
             # Not for the score alone: a query that has seen nothing yet has LOWEST for its maximum.
             found[i] = weight_of(flag, score, now)
-            weights.memory[weights.at(key, self.query)] = found[i]
             own = bind(own + found[i])
+        for i in range(0, len(keys), 2):
+            weights.store(self.query, keys[i], [found[i], found[i + 1]])
         factor = bind(tirx.exp(before - now))
         total = bind(total * factor + self._over_four(own, lambda a, b: a + b))
         with when(self.part == 0):
@@ -145,11 +239,6 @@ class ChunkSoftmax:
             value = combine(value, from_lane(value, offset))
         return bind(value)
 
-    def rescale_of(self, query: Expr) -> list[Expr]:
-        """Return the factors of query `query`, a multiple of four, and the next three."""
-        four = bind(self.rescale[tirx.Ramp(query, 1, 4)])
-        return [bind(tirx.Shuffle([four], [i])) for i in range(4)]
-
 
 # Tiles of queries, keys and values are multiplied in the memory of a block.
 
@@ -158,17 +247,7 @@ class ChunkSoftmax:
 DEPTH = SIDE // 2
 
 
-def multiply_slices(slices: Padded, sums: KernelTensor, place: ThreadIndex) -> None:
-    """sums[i, j] += query i · key j in the columns of a slice: 32 rows with the queries', and behind them the keys'."""
-    add_products(slices, slices, DEPTH, sums, place, right_first=DEPTH)
-
-
-def multiply_weights(weights: Padded, values: Padded, sums: KernelTensor, place: ThreadIndex) -> None:
-    """sums[i, j] += Σ weights[key, query i] · values[key, column j]."""
-    add_products(weights, values, SIDE, sums, place)
-
-
-def load_queries(q: KernelTensor, queries: ChunkTile, depth: Expr, memory: Padded, place: ThreadIndex) -> None:
+def load_queries(q: KernelTensor, queries: ChunkTile, depth: Expr, memory: HalfRows, place: ThreadIndex) -> None:
     """Load the columns of slice `depth` of the queries, scaled; zeros past the last column."""
     spec = queries.spec
     size = unit_size("float32", spec.head_dim)
@@ -178,11 +257,11 @@ def load_queries(q: KernelTensor, queries: ChunkTile, depth: Expr, memory: Padde
         values = load_unit(q, (row,), head * spec.head_dim + _inside(unit, spec.head_dim, size) * size, size)
         return tuple(tirx.Select(unit * size < spec.head_dim, value * spec.query_scale, 0.0) for value in values)
 
-    _load_slice(load, size, depth, memory, 0, place)
+    _load_slice(load, size, depth, memory, place)
 
 
 def load_keys(
-    keys: Cache, rows: Callable[[Expr], tuple[Expr, ...]], depth: Expr, memory: Padded, place: ThreadIndex
+    keys: Cache, rows: Callable[[Expr], tuple[Expr, ...]], depth: Expr, memory: HalfRows, place: ThreadIndex
 ) -> None:
     """Load the columns of slice `depth` of the keys.
 
@@ -193,11 +272,11 @@ def load_keys(
     def load(index: Expr, unit: Expr) -> tuple[Expr, ...]:
         return _scaled(keys, rows(index), bind(_inside(unit, keys.dim, size)) * size, size)
 
-    _load_slice(load, size, depth, memory, DEPTH, place)
+    _load_slice(load, size, depth, memory, place)
 
 
 def load_values(
-    values: Cache, rows: Callable[[Expr], tuple[Expr, ...]], first: Expr, memory: Padded, place: ThreadIndex
+    values: Cache, rows: Callable[[Expr], tuple[Expr, ...]], first: Expr, memory: HalfRows, place: ThreadIndex
 ) -> None:
     """Load columns of the values from `first` on, a multiple of 64. Past the last column it loads anything."""
     size = unit_size(values.data.dtype, values.dim)
@@ -206,24 +285,20 @@ def load_values(
     def load(index: Expr) -> None:
         key, unit = bind(index // units), bind(index % units)
         start = bind(_inside(first // size + unit, values.dim, size)) * size
-        loaded = _scaled(values, rows(key), start, size)
-        for i in range(0, size, OWN):
-            memory.store(key, unit * size + i, loaded[i : i + OWN])
+        memory.store(key, unit * size, _scaled(values, rows(key), start, size))
 
     _each(SIDE * units, load, place)
 
 
 def _load_slice(
-    load: Callable[[Expr, Expr], tuple[Expr, ...]], size: int, depth: Expr, memory: Padded, top: int, place: ThreadIndex
+    load: Callable[[Expr, Expr], tuple[Expr, ...]], size: int, depth: Expr, memory: HalfRows, place: ThreadIndex
 ) -> None:
-    """Store element c of slice `depth` of row `index` at row top + c, column index; `load(index, unit)` gives a
-    unit."""
+    """Store slice `depth` of row `index`, 32 columns, as row `index`; `load(index, unit)` gives a unit."""
     units = DEPTH // size
 
     def one(number_of_unit: Expr) -> None:
         index, unit = bind(number_of_unit // units), bind(number_of_unit % units)
-        for i, value in enumerate(load(index, bind(depth * units + unit))):
-            memory.store(top + unit * size + i, index, (value,))
+        memory.store(index, unit * size, load(index, bind(depth * units + unit)))
 
     _each(SIDE * units, one, place)
 
@@ -250,8 +325,8 @@ def _scaled(cache: Cache, row: tuple[Expr, ...], start: Expr, size: int) -> tupl
 _SLICE = 256
 # This many blocks keep a GPU busy; where there are fewer, blocks share the positions.
 _ENOUGH_BLOCKS = 256
-# With three blocks a multiprocessor, registers would be spilled.
-_RESIDENT = 2
+# With two asked for, ptxas spills registers; with values of up to 80 columns two fit anyway.
+_RESIDENT = 1
 _PART_POSITIONS = 512
 
 
@@ -292,53 +367,48 @@ def _attend(
     tensors: CudaAttentionTensors, tile: ChunkTile, span: tuple[Expr, Expr], first_column: Expr, place: ThreadIndex
 ) -> None:
     """Attend to positions from `span`[0] up to `span`[1], with the columns of values from `first_column` on."""
-    spec = tile.spec
-    factors, weights = Padded.of(SIDE), Padded.of(SIDE)
+    spec, warp = tile.spec, WarpTile.of(place)
+    # Slices of queries and keys, and then slices of values, take turns in the same memory.
+    factors = shared(max(2 * SIDE * (DEPTH + 8), SIDE * (SIDE + 8)), dtype="uint16")
+    queries, values = HalfRows(factors, DEPTH), HalfRows(factors, SIDE)
+    keys, weights = queries.behind(SIDE), HalfRows.of(SIDE, SIDE)
+    scores_of_tile = shared(SIDE * _SCORE_PITCH)
     softmax = ChunkSoftmax.of(tensors, tile, span, place)
-    outputs = [registers(16) for _ in range(blocks_for(min(spec.value_dim, _SLICE), SIDE))]
-    for output in outputs:
-        _clear(output)
-    scores = registers(16)
+    slices = blocks_for(min(spec.value_dim, _SLICE), SIDE)
+    outputs = [zero_registers(_FRAGMENTS * 4) for _ in range(slices)]
+    scores = registers(_FRAGMENTS * 4)
     with loop(0, bind((span[1] - span[0] + (SIDE - 1)) // SIDE)) as turn:
         begin = bind(span[0] + turn * SIDE)
         key_rows = _rows(tile, begin, span[1])
-        _clear(scores)
+        for i in range(_FRAGMENTS * 4):
+            scores[i] = 0.0
         with loop(0, blocks_for(spec.head_dim, DEPTH)) as depth:
             barrier()
-            load_queries(tensors.q, tile, depth, factors, place)
-            load_keys(tensors.keys, key_rows, depth, factors, place)
+            load_queries(tensors.q, tile, depth, queries, place)
+            load_keys(tensors.keys, key_rows, depth, keys, place)
             barrier()
-            multiply_slices(factors, scores, place)
-        _store_scores(scores, weights, place)
+            warp.multiply(queries, keys, DEPTH, scores)
+        for fragment in range(_FRAGMENTS):
+            for i in range(4):
+                key = warp.column_of(fragment, i % 2)
+                scores_of_tile[key * _SCORE_PITCH + warp.query_of(i // 2)] = scores[fragment * 4 + i]
         barrier()
-        softmax.update(weights, begin)
+        softmax.update(scores_of_tile, weights, begin)
         barrier()
-        rescale = softmax.rescale_of(own_place(place)[0])
+        rescale = [bind(softmax.rescale[warp.query_of(half)]) for half in range(2)]
         for n, output in enumerate(outputs):
-            for i in range(16):
-                output[i] = output[i] * rescale[i // 4]
+            for i in range(_FRAGMENTS * 4):
+                output[i] = output[i] * rescale[i % 4 // 2]
             barrier()
-            load_values(tensors.values, key_rows, first_column + n * SIDE, factors, place)
+            load_values(tensors.values, key_rows, first_column + n * SIDE, values, place)
             barrier()
-            multiply_weights(weights, factors, output, place)
-    _give(tensors, tile, outputs, softmax, first_column, place)
+            warp.multiply(weights, values, SIDE, output, by_columns=True)
+    _give(tensors, tile, outputs, softmax, first_column, warp, place)
 
 
 def _rows(tile: ChunkTile, begin: Expr, stop: Expr) -> Callable[[Expr], tuple[Expr, Expr, Expr]]:
     """Return where the rows of keys and values from `begin` on are; past the last, the last is repeated."""
     return lambda index: (tile.slot, tile.kv_head, bind(minimum(begin + index, stop - 1)))
-
-
-def _clear(sums: KernelTensor) -> None:
-    for i in range(16):
-        sums[i] = 0.0
-
-
-def _store_scores(scores: KernelTensor, weights: Padded, place: ThreadIndex) -> None:
-    """weights[key, query] = score, of the 4 · 4 that this thread has."""
-    query, key = own_place(place)
-    for j in range(4):
-        weights.store(key + j, query, [scores[i * 4 + j] for i in range(4)])
 
 
 def _give(
@@ -347,17 +417,20 @@ def _give(
     outputs: list[KernelTensor],
     softmax: ChunkSoftmax,
     first_column: Expr,
+    warp: WarpTile,
     place: ThreadIndex,
 ) -> None:
-    query, column = own_place(place)
-    for i in range(4):
-        with when(tile.begin + query + i < tile.total):
-            row, head = tile.query(query + i)
-            total = bind(softmax.totals[query + i])
+    for half in range(2):
+        query = bind(warp.query_of(half))
+        with when(tile.begin + query < tile.total):
+            row, head = tile.query(query)
+            total = bind(softmax.totals[query])
             for n, output in enumerate(outputs):
-                for j in range(4):
-                    c = bind(first_column + n * SIDE + column + j)
-                    with when(c < tile.spec.value_dim):
-                        tensors.give(tile.spec, row, head, place.block_y, c, output[i * 4 + j], total)
-            with when(tirx.And(column == 0, first_column == 0)):
-                tensors.give_extremes(row, head, place.block_y, softmax.maxima[query + i], total)
+                for fragment in range(_FRAGMENTS):
+                    for i in range(2):
+                        c = bind(first_column + n * SIDE + warp.column_of(fragment, i))
+                        with when(c < tile.spec.value_dim):
+                            value = output[fragment * 4 + half * 2 + i]
+                            tensors.give(tile.spec, row, head, place.block_y, c, value, total)
+            with when(tirx.And(warp.column_of(0, 0) == 0, first_column == 0)):
+                tensors.give_extremes(row, head, place.block_y, softmax.maxima[query], total)

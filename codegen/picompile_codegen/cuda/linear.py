@@ -1,83 +1,18 @@
 """Products of packed matrices with activations on a GPU: for one token by warps, for several by tiles.
 
-A tile has 64 by 64 results, of which each of 256 threads has 4 by 4; both factors come through the memory of the block.
+Tiles are multiplied on tensor cores (`mma.py`).
 """
-
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 from tvm import tirx
 
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, minimum, when
+from picompile_codegen.cpu.tensor import KernelTensor, bind, minimum, when
 from picompile_codegen.cuda.dot import BlockInput, add_part, in_parts
 from picompile_codegen.cuda.function import WARP, CudaFunction, ThreadIndex, blocks_for
 from picompile_codegen.cuda.halves import Halves
 from picompile_codegen.cuda.matrix import CudaMatrix
-from picompile_codegen.cuda.memory import registers, shared, warp_sum, zero_registers
+from picompile_codegen.cuda.memory import registers, warp_sum
 from picompile_codegen.cuda.mma import RowWeights, multiply, tile_for
 from picompile_codegen.specs import LinearSpec
-
-SIDE = 64
-THREADS = 256
-OWN = 4
-_ACROSS = SIDE // OWN
-_PITCH = SIDE + 4
-
-
-@dataclass(frozen=True)
-class Padded:
-    """`memory` of rows of 64 float32, and four more between them: threads that store a column meet different banks.
-
-    It has one dimension: TVM would take the padding away from two.
-    """
-
-    memory: KernelTensor
-
-    @classmethod
-    def of(cls, rows: int) -> "Padded":
-        """Return memory for `rows` rows, 272 bytes each."""
-        return cls(shared(rows * _PITCH))
-
-    def at(self, row: Expr, column: Expr) -> Expr:
-        """Return the index of an element."""
-        return row * _PITCH + column
-
-    def load(self, row: Expr, column: Expr) -> Expr:
-        """Load four elements from `column` on, a multiple of four."""
-        return self.memory[tirx.Ramp(self.at(row, column), 1, OWN)]
-
-    def store(self, row: Expr, column: Expr, values: Sequence[Expr]) -> None:
-        """Store up to four elements from `column` on, a multiple of their number, which is a power of two."""
-        count = len(values)
-        if count == 1:
-            self.memory[self.at(row, column)] = values[0]
-        else:
-            self.memory[tirx.Ramp(self.at(row, column), 1, count)] = tirx.Shuffle(list(values), list(range(count)))
-
-
-def own_place(place: ThreadIndex) -> tuple[Expr, Expr]:
-    """Return the first row and the first column of the results that a thread has."""
-    return bind(place.thread // _ACROSS * OWN), bind(place.thread % _ACROSS * OWN)
-
-
-def own_sums() -> KernelTensor:
-    """Return registers for a thread's results, all zero."""
-    return zero_registers(OWN * OWN)
-
-
-def add_products(
-    left: Padded, right: Padded, depth: int, sums: KernelTensor, place: ThreadIndex, right_first: int = 0
-) -> None:
-    """sums[i, j] += Σ left[k, row + i] · right[right_first + k, column + j] over k below `depth`."""
-    row, column = own_place(place)
-    with loop(0, depth) as k:
-        of_rows, of_columns = bind(left.load(k, row)), bind(right.load(right_first + k, column))
-        a = [bind(tirx.Shuffle([of_rows], [i])) for i in range(OWN)]
-        b = [bind(tirx.Shuffle([of_columns], [j])) for j in range(OWN)]
-        for i in range(OWN):
-            for j in range(OWN):
-                sums[i * OWN + j] = sums[i * OWN + j] + a[i] * b[j]
-
 
 _ONE_THREADS = 256
 # A warp reads two rows at a time: what it has read of x serves both, and more reads are under way.

@@ -53,6 +53,24 @@ static __device__ __forceinline__ void pi_mma(float *d, const uint *a, const uin
 // Blocks with a large tile of products that a multiprocessor holds; that of 7.5 has shared memory for one.
 #define PI_LARGE_TILES (PI_SM >= 80 ? 2 : 1)
 
+// Pairs of halves are words: the first is in the low bits.
+static __device__ __forceinline__ uint pi_pair(half2 pair) { return *(uint *)&pair; }
+static __device__ __forceinline__ half2 pi_halves(uint pair) { return *(half2 *)&pair; }
+static __device__ __forceinline__ uint pi_both(half value) { return pi_pair(__half2half2(value)); }
+static __device__ __forceinline__ uint pi_pair_of(float first, float second) {
+  return pi_pair(__floats2half2_rn(first, second));
+}
+
+// Rounds two, four or eight floats to halves side by side, at an address that is a multiple of their size.
+static __device__ __forceinline__ void pi_store_halves(void *to, float a, float b) { *(uint *)to = pi_pair_of(a, b); }
+static __device__ __forceinline__ void pi_store_halves(void *to, float a, float b, float c, float d) {
+  *(uint2 *)to = make_uint2(pi_pair_of(a, b), pi_pair_of(c, d));
+}
+static __device__ __forceinline__ void pi_store_halves(void *to, float a, float b, float c, float d, float e, float f,
+                                                       float g, float h) {
+  *(uint4 *)to = make_uint4(pi_pair_of(a, b), pi_pair_of(c, d), pi_pair_of(e, f), pi_pair_of(g, h));
+}
+
 // Copies 16 bytes to shared memory, or writes zeros there unless `is_there`. The thread itself sees them behind
 // `pi_copies_arrived`, and others behind a barrier after that.
 static __device__ __forceinline__ void pi_copy_16(void *shared, const void *source, int is_there) {
@@ -69,13 +87,6 @@ static __device__ __forceinline__ void pi_copies_arrived() {
 #endif
 }
 
-// Pairs of halves are words: the first is in the low bits.
-static __device__ __forceinline__ uint pi_pair(half2 pair) { return *(uint *)&pair; }
-static __device__ __forceinline__ half2 pi_halves(uint pair) { return *(half2 *)&pair; }
-static __device__ __forceinline__ uint pi_both(half value) { return pi_pair(__half2half2(value)); }
-static __device__ __forceinline__ uint pi_pair_of(float first, float second) {
-  return pi_pair(__floats2half2_rn(first, second));
-}
 static __device__ __forceinline__ uint pi_less(uint pair, uint other) {
   return pi_pair(__hsub2(pi_halves(pair), pi_halves(other)));
 }

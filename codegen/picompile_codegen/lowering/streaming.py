@@ -25,10 +25,11 @@ _OF_NEURONS = ("gate_bias", "up_bias", "gate_limits", "output_limits")
 
 
 def slices_of(neurons: int, neuron_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield (first neuron, neurons) of each slice: all but the last have as many, and as few slices as stages allow."""
-    most = max(STAGE_BYTES // neuron_bytes // _MULTIPLE * _MULTIPLE, _MULTIPLE)
-    count = -(-neurons // most)
-    each = -(-neurons // (count * _MULTIPLE)) * _MULTIPLE
+    """Yield (first neuron, neurons) of each slice.
+
+    All but the last have as many as a stage takes, in whichever layer, so that layers share their kernels.
+    """
+    each = max(STAGE_BYTES // neuron_bytes // _MULTIPLE * _MULTIPLE, _MULTIPLE)
     for start in range(0, neurons, each):
         yield start, min(each, neurons - start)
 
