@@ -384,6 +384,7 @@ def check_given_plan(config: CompileConfig, facts: "ModelFacts", progress: Progr
         ("a context of", plan.context, config.context),
         ("predictor", plan.predictor, config.predictor.kind),
         ("a number of sequences of", plan.batch, config.sequences),
+        ("chunks of", plan.chunk, config.chunk if config.placement.accelerator == "cuda" else plan.chunk),
     ):
         if planned != compiled:
             progress.say(f"the plan is for {what} {planned}, but this compiles for {compiled}; its figures do not hold")

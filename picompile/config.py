@@ -70,7 +70,7 @@ class CompileOptions:
             checks none.
         kv_dtype: f16, f32, q8 or q4, which has no kernels for a GPU; None is f16, but f32 if rounding would move
             neurons across a jump of the activation (FATReLU).
-        chunk: tokens of a prompt that are read together; None is `choices.default_chunk`.
+        chunk: tokens of a prompt that are read together; None is what the plan has, or `choices.default_chunk`.
         bf16: whether prompts are computed in bfloat16, where the weights are f16 and the target has it: `on`, `off`, or
             `auto`, where that keeps to the accuracy bound `gate`.
         hot: the hot neurons by layer.
@@ -409,6 +409,15 @@ class CompileConfig:
     limits: "FoundLimits | None" = None
 
 
+def _chunk(options: CompileOptions, context: int) -> int:
+    """Return how many tokens of a prompt are read together: as given, as planned, or by default."""
+    if options.chunk is not None:
+        return options.chunk
+    if options.plan is not None and options.accelerator == "cuda":
+        return options.plan.chunk
+    return default_chunk(context, on_gpu=options.accelerator == "cuda")
+
+
 def resolve(options: CompileOptions, facts: "ModelFacts") -> CompileConfig:
     """Return the config of a compilation of the model that `facts` are about.
 
@@ -428,7 +437,7 @@ def resolve(options: CompileOptions, facts: "ModelFacts") -> CompileConfig:
         sequences=options.sequences,
         draft_tokens=options.draft_tokens,
         kv_dtype=options.kv_dtype or default_kv_dtype(facts.activation),
-        chunk=options.chunk or default_chunk(context, on_gpu=options.accelerator == "cuda"),
+        chunk=_chunk(options, context),
         bf16=options.bf16,
         predictor=PredictorConfig(
             kind=options.predictor or ("none" if skips else default_predictor(facts.activation)),

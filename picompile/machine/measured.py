@@ -113,11 +113,17 @@ class LocalMachine:
             pcie_bytes_per_s=min(speed.down_bytes_per_s, speed.up_bytes_per_s),
             sync_s=speed.exchange_s,
             launch_s=LAUNCH_S,
-            tensor_flops_per_s=next(
-                (row.tensor_flops_per_s for row in rows if gpu.name.endswith(row.description)), 0.0
-            ),
+            tensor_flops_per_s=next((row.tensor_flops_per_s for row in rows if _is_named(row, gpu.name)), 0.0),
             source="measured",
         )
+
+
+def _is_named(row: Target, name: str) -> bool:
+    """Return whether a driver calls the GPU of a row of the table by `name`, as `NVIDIA A100-SXM4-80GB`."""
+    kind, _, form = row.description.partition(" ")
+    if kind == "GeForce":
+        return name.endswith(row.description)
+    return bool(form) and kind in name.replace("-", " ").split()
 
 
 def find_target(name: str) -> Target:

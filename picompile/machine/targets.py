@@ -161,8 +161,8 @@ _ROWS = (
         bus_bits=384,
         pin_bits_per_s=19.5e9,
         pcie=(4, 16),
-        # What the driver itself reports.
         tensor_tflops=71.0,
+        # What the driver itself reports.
         source="https://gist.github.com/FabricatiDiem/fe0667aff7dc529a9b439112194f34b6",
     ),
     _gpu(

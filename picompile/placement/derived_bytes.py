@@ -246,7 +246,7 @@ def _chunk_block(graph: ShapeGraph, rows: int) -> list[int]:
 _ATTENTION_TILE, _CUDA_MOST_PARTS = 256, 64
 _QUERY_REGISTERS, _MOST_QUERIES, _UNIT_ELEMENTS, _UNIT_BYTES, _WARP = 64, 8, 8, 16, 32
 # `cuda/ffn_down.py`: tiles of a chunk's product with down, and slices of its neurons where tiles are few.
-_TILE_SIDE, _TILE_DEPTH = 64, 32
+_SMALL_TILE, _LARGE_TILE, _TILE_DEPTH = 64, 128, 32
 _ENOUGH_TILES, _FEWEST_NEURONS, _MOST_SLICES = 256, 256, 8
 
 
@@ -288,7 +288,8 @@ def _query_registers(head_dim: int, kv_dtype: str) -> int:
 
 def _is_down_sliced(outline: ModelOutline, rows: int) -> bool:
     """Return whether a chunk's product with down is cut into slices of neurons, which one more launch adds up."""
-    tiles = _ceil_div(rows, _TILE_SIDE) * _ceil_div(outline.hidden, _TILE_SIDE)
+    side = _LARGE_TILE if rows > _SMALL_TILE else _SMALL_TILE
+    tiles = _ceil_div(rows, side) * _ceil_div(outline.hidden, side)
     wanted = min(_ceil_div(_ENOUGH_TILES, tiles), _ceil_div(outline.neurons, _FEWEST_NEURONS), _MOST_SLICES)
     of_slice = _ceil_div(_ceil_div(outline.neurons, wanted), _TILE_DEPTH) * _TILE_DEPTH
     return outline.neurons > of_slice

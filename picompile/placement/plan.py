@@ -5,13 +5,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from picompile.choices import CHUNK
 from picompile.errors import SolverError
 from picompile.placement.machine import Machine
 from picompile.placement.problem import PlacementTask, StagePlace, fixed_bytes, group_bytes
 from picompile.placement.times import PartPlaces
 
 FORMAT = "picompile-plan"
-SCHEMA = 1
+SCHEMA = 2
 
 
 def device_name(on_accelerator: bool) -> str:
@@ -66,7 +67,7 @@ class Plan:
     has what remains. `tokens` is the number of tokens in the cache for which the speed is predicted. `token_s` is the
     time of one step, which gives `batch` tokens. `gap` is how much less any placement could cost by the same objective,
     as a share. `baselines` has the tokens/s of dense inference on the same machine, by name: `layers-first` and `host`,
-    each if it fits. `fingerprint` is the checkpoint's, None for a shape.
+    each if it fits. `fingerprint` is the checkpoint's, None for a shape. `chunk` tokens of a prompt are read together.
     """
 
     model: str
@@ -92,6 +93,7 @@ class Plan:
     token_s: float
     gap: float
     baselines: Mapping[str, float]
+    chunk: int = CHUNK
 
     @property
     def tokens_per_s(self) -> float:

@@ -81,6 +81,7 @@ def plan_of(content: Fields) -> Plan:
         token_s=number(content, "token_s", 1e-12, _LONGEST_S),
         gap=number(content, "gap", 0),
         baselines=_baselines(content.object("baselines")),
+        chunk=content.integer("chunk", 2),
     )
     _check_speed(content, plan)
     return plan

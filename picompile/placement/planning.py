@@ -113,6 +113,7 @@ def plan_of_places(
         token_s=token_s(graph),
         gap=gap,
         baselines=_baselines(task),
+        chunk=model.chunk,
     )
     check_budgets(plan)
     return plan

@@ -1,8 +1,9 @@
 """How long a GPU takes to read a prompt by a plan, before the first token of the answer.
 
 A chunk of tokens goes through all layers. Cold neurons of a layer come over the bus meanwhile, once for each chunk,
-while the layers before are multiplied; so a chunk takes as long as the slower of both. Attention between tokens and
-the head, which only the last token needs, are left out: at 1,500 tokens they are a few percent.
+while the layers before are multiplied; so a chunk takes about as long as the slower of both, and a few percent more,
+since two stages cannot hide everything. Attention between tokens and the head, which only the last token needs, are
+left out: at 1,500 tokens they are a few percent, too.
 """
 
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from picompile.errors import UsageError
-from picompile.machine import Target
+from picompile.machine import LOCAL, Target
 from picompile.placement.model_bytes import STAGE_BYTES, ModelBytes
 from picompile.placement.plan import Plan
 
@@ -18,8 +19,11 @@ from picompile.placement.plan import Plan
 ANSWER_TOKENS = 256
 # Copies from pinned memory reach 25 of the 31.5 GB/s of PCIe 4.0 x16.
 PCIE_EFFICIENCY = 0.8
-# An assumption: of the tensor cores' peak. Kernels have the instructions for more (benchmarks/prompt_counts.py).
+# An assumption: of the tensor cores' peak. Kernels have the instructions for more (benchmarks/prompt_counts.py), though
+# not where tensor cores are fast: an A100 takes a quarter of the time for a multiplication, an H100 an eighth, which
+# `mma` alone cannot reach.
 TENSOR_EFFICIENCY = 0.5
+_OF_FAST_ONES = {80: 0.4, 90: 0.25}
 # Layers of a graph of launches (`picompile_runtime`), whose first copy nothing hides.
 _GRAPH_LAYERS = 8
 # What dense inference copies of a layer that is not on the GPU, and how many tokens share it, as in llama.cpp.
@@ -68,12 +72,14 @@ def prompt_estimate(model: ModelBytes, plan: Plan, target: Target, tokens: int, 
         raise UsageError(f"--prompt: {unknown}")
     sizes = [_cold_bytes(model, plan, number) for number in range(len(plan.layers))]
     chunks = -(-tokens // chunk)
-    bus = plan.machine.pcie_bytes_per_s * PCIE_EFFICIENCY
+    # That of this machine was measured by such copies.
+    bus = plan.machine.pcie_bytes_per_s * (1.0 if target.name == LOCAL else PCIE_EFFICIENCY)
     copy_s = chunks * sum(sizes) / bus
-    # What nothing hides: the first slice of each graph.
+    # What little hides: the first slice of each graph.
     graphs = range(0, len(sizes), _GRAPH_LAYERS)
     first_s = chunks * sum(min(STAGE_BYTES, sizes[start]) for start in graphs) / bus
-    arithmetic_s = 2 * _layer_parameters(model) * tokens / (target.tensor_flops_per_s * TENSOR_EFFICIENCY)
+    reached = target.tensor_flops_per_s * _OF_FAST_ONES.get(target.sm or 0, TENSOR_EFFICIENCY)
+    arithmetic_s = 2 * _layer_parameters(model) * tokens / reached
     dense_s = -(-tokens // _DENSE_CHUNK) * _dense_left_bytes(model, plan) / bus
     total_s = max(copy_s, arithmetic_s) + first_s
     return PromptEstimate(tokens, chunks, sum(sizes), copy_s, arithmetic_s, total_s, max(dense_s, arithmetic_s))

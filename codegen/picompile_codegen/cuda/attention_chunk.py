@@ -25,7 +25,16 @@ from picompile_codegen.cuda.attention_common import (
     weight_of,
 )
 from picompile_codegen.cuda.function import CudaFunction, ThreadIndex, blocks_for
-from picompile_codegen.cuda.memory import barrier, from_lane, place_in, registers, run_extern, shared, zero_registers
+from picompile_codegen.cuda.memory import (
+    barrier,
+    extern,
+    from_lane,
+    place_in,
+    registers,
+    run_extern,
+    shared,
+    zero_registers,
+)
 from picompile_codegen.specs import AttentionSpec
 
 
@@ -255,7 +264,8 @@ def load_queries(q: KernelTensor, queries: ChunkTile, depth: Expr, memory: HalfR
     def load(index: Expr, unit: Expr) -> tuple[Expr, ...]:
         row, head = queries.query(index)
         values = load_unit(q, (row,), head * spec.head_dim + _inside(unit, spec.head_dim, size) * size, size)
-        return tuple(tirx.Select(unit * size < spec.head_dim, value * spec.query_scale, 0.0) for value in values)
+        inside = unit * size < spec.head_dim
+        return tuple(tirx.Select(inside, _in_range(value * spec.query_scale), 0.0) for value in values)
 
     _load_slice(load, size, depth, memory, place)
 
@@ -318,7 +328,14 @@ def _inside(unit: Expr, width: int, size: int) -> Expr:
 
 def _scaled(cache: Cache, row: tuple[Expr, ...], start: Expr, size: int) -> tuple[Expr, ...]:
     values, scale = load_unit(cache.data, row, start, size), unit_scale(cache, row, start)
-    return values if scale is None else tuple(bind(value * scale) for value in values)
+    if scale is not None:
+        values = tuple(bind(value * scale) for value in values)
+    return values if cache.data.dtype == "float16" else tuple(_in_range(value) for value in values)
+
+
+def _in_range(value: Expr) -> Expr:
+    """Return what a half can hold of a value: an infinite one would make NaN of keys with a weight of 0."""
+    return bind(extern("pi_in_range", value))
 
 
 # Columns of values of a block: its outputs take a register for each 16 of them. There may be several such slices.

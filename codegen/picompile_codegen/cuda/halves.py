@@ -40,7 +40,7 @@ class Halves:
     def write(self, function: CudaFunction, x: KernelTensor) -> None:
         """Write the launch that rounds x float32 [rows, columns]; a block has a row.
 
-        The largest of a row becomes 2^14 to 2^15, so that all above 2^-29 of it keep the bits of a normal half.
+        The largest of a row becomes 2^14 to 2^15, so that all above 2^-28 of it keep the bits of a normal half.
         """
         rows = self.values.rows
         with function.launch(grid=rows, block=_THREADS) as place, when(place.block < function.tokens(rows)):

@@ -11,7 +11,7 @@
 
 // D += A B, with A [16, 8], B [8, 8].
 static __device__ __forceinline__ void pi_mma_m16n8k8(float *d, const unsigned *a, const unsigned *b) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(b[0]));
 }
@@ -19,7 +19,7 @@ static __device__ __forceinline__ void pi_mma_m16n8k8(float *d, const unsigned *
 #if __CUDA_ARCH__ >= 800
 // D += A B, with A [16, 16], B [16, 8].
 static __device__ __forceinline__ void pi_mma_m16n8k16(float *d, const unsigned *a, const unsigned *b) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }

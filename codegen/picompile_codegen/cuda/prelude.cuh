@@ -61,6 +61,12 @@ static __device__ __forceinline__ uint pi_pair_of(float first, float second) {
   return pi_pair(__floats2half2_rn(first, second));
 }
 
+// The value, or the largest half if it is a larger number; what is no number, or infinite, stays what it is.
+static __device__ __forceinline__ float pi_in_range(float value) {
+  float magnitude = fabsf(value);
+  return magnitude > 65504.0f && magnitude <= 3.4028234e38f ? copysignf(65504.0f, value) : value;
+}
+
 // Rounds two, four or eight floats to halves side by side, at an address that is a multiple of their size.
 static __device__ __forceinline__ void pi_store_halves(void *to, float a, float b) { *(uint *)to = pi_pair_of(a, b); }
 static __device__ __forceinline__ void pi_store_halves(void *to, float a, float b, float c, float d) {

@@ -18,18 +18,23 @@ from picompile_codegen.specs import AddSpec, FfnSpec, UploadSpec
 
 # A slice takes 3 ms on a bus of 25 GB/s, a hundred times what it costs to add its result.
 STAGE_BYTES = 64 * 2**20
-# Neurons of a slice are a multiple of this, so that its last tile of them is full.
-_MULTIPLE = 64
+# A slice has a multiple of this many neurons: layers that have about as many then share their kernels.
+_MULTIPLE = 256
+# Slices of less are not worth a copy of their own.
+_LEAST = 64
 # Vectors that have an element for each neuron.
 _OF_NEURONS = ("gate_bias", "up_bias", "gate_limits", "output_limits")
 
 
 def slices_of(neurons: int, neuron_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield (first neuron, neurons) of each slice.
+    """Yield (first neuron, neurons) of each slice: as few as stages allow, and all about as large.
 
-    All but the last have as many as a stage takes, in whichever layer, so that layers share their kernels.
+    A copy waits for the multiplication of the slice before the last. Behind a small slice it would wait for a whole
+    large one, and the bus with it.
     """
-    each = max(STAGE_BYTES // neuron_bytes // _MULTIPLE * _MULTIPLE, _MULTIPLE)
+    most = max(STAGE_BYTES // neuron_bytes // _LEAST * _LEAST, _LEAST)
+    even = -(-neurons // -(-neurons // most))
+    each = min(-(-even // _MULTIPLE) * _MULTIPLE, most)
     for start in range(0, neurons, each):
         yield start, min(each, neurons - start)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from picompile_runtime.artifact.interfaces import KernelInterface, KernelParameter
-from picompile_runtime.artifact.program import BATCH, WAITING_OPS, Argument, Call, Program
+from picompile_runtime.artifact.program import BATCH, UPLOAD_OP, WAITING_OPS, Argument, Call, Program
 from picompile_runtime.artifact.program_checks import DEVICE_NAMES
 from picompile_runtime.devices.memory import ALIGNMENT
 from picompile_runtime.errors import ArtifactError
@@ -57,6 +57,11 @@ def _fault(program: Program, function: str, call: Call, interface: KernelInterfa
             return fault
     if any(parameter.access == "awaits" for parameter in interface.parameters) and call.op not in WAITING_OPS:
         return f"waits for a flag, which a call of {call.op!r} may not"
+    if call.op == UPLOAD_OP and any(
+        parameter.access == "in" and parameter.name != "step" and argument.kind != "weight"
+        for argument, parameter in zip(call.args, interface.parameters, strict=True)
+    ):
+        return "uploads something else than a weight, of which nothing says when it is complete"
     return _step_fault(program, function, interface) or _overlap_fault(program, call, interface)
 
 

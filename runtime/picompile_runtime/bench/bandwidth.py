@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from picompile_runtime.artifact.program import STATS_ROW_BYTES, WAITING_OPS, Call
+from picompile_runtime.artifact.program import STATS_ROW_BYTES, UPLOAD_OP, WAITING_OPS, Call
 from picompile_runtime.artifact.reader import Artifact
 from picompile_runtime.devices.cpu.native import HostLibrary, seconds_of
 from picompile_runtime.devices.memory import aligned_zeros, anonymous_map
@@ -87,6 +87,8 @@ _KINDS = {
     # also copies them.
     **dict.fromkeys(("inputs", "send", "signal"), "exchange"),
     **dict.fromkeys(WAITING_OPS, "waits"),
+    # Of cold weights, for prompts.
+    UPLOAD_OP: "exchange",
 }
 _STATISTICS = tuple(f"stats{function}{device}" for function in ("", ".batch") for device in ("", ".device"))
 REST = "norms and rest"

@@ -124,6 +124,25 @@ def test_chunk(workbench: CudaWorkbench, name: str, tokens: int, position: int) 
     check(workbench, CHUNKS[name], CHUNK, tokens, position)
 
 
+def test_values_beyond_halves_do_not_reach_queries_that_do_not_see_them(workbench: CudaWorkbench) -> None:
+    """In a cache of float32; the first 40 positions are small, and the next queries see them alone."""
+    shape, rng = CHUNKS["groups of 3, single elements"], np.random.default_rng(7)
+    q = queries(rng, shape, CHUNK)
+    keys, values = (random_cache(rng, shape, side, [CHUNK]) for side in "kv")
+    for array in (values.arguments["v_cache"], values.values):
+        array[0, :, 40:CHUNK] = 1e5
+    result = workbench.run(
+        attention(shape, "chunk", CHUNK),
+        {"q": q, **keys.arguments, **values.arguments, **shape.options(rng)},
+        tokens=CHUNK,
+        position=0,
+    )
+    expected = expected_attention(
+        shape, halves_of_queries(shape, q), in_half(keys.values[0]), values.values[0], 0, shape.options(rng)
+    )
+    assert_close(result["y"][:40], expected[:40], 2e-3)
+
+
 @pytest.mark.parametrize("name", ["window, many columns", "q8"])
 def test_a_chunk_for_sm_75(tmp_path: Path, name: str) -> None:
     """It multiplies 8 columns at a time."""

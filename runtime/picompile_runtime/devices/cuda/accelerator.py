@@ -115,12 +115,12 @@ class CudaAccelerator:
     def graph_bytes(self, kernels: Sequence[str]) -> int:
         """Return an estimate of the GPU memory in bytes that the driver keeps for graphs of calls of these kernels.
 
-        Drivers before CUDA 12.4 keep 64 KiB for each launch, according to PyTorch's documentation of its CUDA graphs;
-        for newer ones 2.7 KB were reported.
+        Drivers before CUDA 12.4 keep 64 KiB for each launch or copy, according to PyTorch's documentation of its CUDA
+        graphs; for newer ones 2.7 KB were reported.
         """
-        launches = sum(len(self._images.kernels.get(name, ())) for name in kernels)
+        nodes = sum(len(self._images.kernels.get(name, ())) + (name in self._images.copies) for name in kernels)
         version = tuple(map(int, self.driver_version.split(".")))
-        return _DRIVER_BYTES + launches * (_OLD_LAUNCH_BYTES if version < (12, 4) else _LAUNCH_BYTES)
+        return _DRIVER_BYTES + nodes * (_OLD_LAUNCH_BYTES if version < (12, 4) else _LAUNCH_BYTES)
 
     def free_bytes(self) -> int:
         """Return how many bytes of the GPU's memory are free now."""
