@@ -34,6 +34,7 @@ from picompile_codegen.specs import (
     SparseLinearSpec,
     TakeLastSpec,
     TopLogitsSpec,
+    UploadSpec,
     WaitSpec,
 )
 
@@ -132,6 +133,7 @@ VARIANTS: dict[type[KernelSpec], list[Parameters]] = {
         )
     ],
     CopyWordsSpec: grid(words=(8, 300)),
+    UploadSpec: grid(size=(64, 5000)),
     DivideByRmsSpec: grid(dim=(96, 99), rows=ROWS, neurons=(77,), eps=(1e-5, 1e-6), bias=(False, True)),
     ElementwiseSpec: [
         *grid(dim=(96, 99), rows=ROWS, inputs=("rtv",), expression=("t0 = mul(x0, x1); add(t0, x2)",)),

@@ -21,6 +21,7 @@ from picompile_codegen.specs import (
     SendMaskSpec,
     SendSpec,
     SignalSpec,
+    UploadSpec,
     WaitSpec,
 )
 from picompile_runtime.devices.cpu.native import HostLibrary
@@ -140,6 +141,16 @@ def test_receive_mask(rows: int, tokens: int, bench: Workbench) -> None:
 def test_copy_words(bench: Workbench) -> None:
     source = np.random.default_rng(1).integers(-(2**31), 2**31, WORDS).astype(np.int32)
     np.testing.assert_array_equal(bench.run(COPY, {"source": source})["y"], source)
+
+
+@pytest.mark.parametrize("size", [1, 64, 100, 64 * 1100 + 7])
+def test_upload(tmp_path: Path, size: int) -> None:
+    """Also what is no multiple of a vector, and so much that threads share it."""
+    kernel = cpu.write_kernel(UploadSpec(size))
+    source = np.random.default_rng(size).integers(0, 256, size, np.uint8)
+    np.testing.assert_array_equal(
+        Workbench(tmp_path / "host.so", [kernel]).run(kernel, {"source": source})["y"], source
+    )
 
 
 def test_signal(bench: Workbench) -> None:
