@@ -80,7 +80,8 @@ def main() -> None:
     lowered_s = time.monotonic() - started
     cold, copied = cold_bytes(lowered), copied_bytes(lowered, "prefill_last")
     print(f"{options.shape}, {options.quant}, {options.target}, {options.firing} firing")
-    print(f"cold weights {cold / 1e9:.2f} GB; a prompt of {CHUNK} copies {copied / 1e9:.2f} GB ({copied / cold:.3f} x)")
+    times = copied / max(cold, 1)
+    print(f"cold weights {cold / 1e9:.2f} GB; a prompt of {CHUNK} copies {copied / 1e9:.2f} GB ({times:.3f} x)")
     for function in ("decode", "prefill_last"):
         count = launches(lowered, function)
         print(f"{function}: {count} launches on the GPU, {count / layers:.1f} a layer")
