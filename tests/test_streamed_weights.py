@@ -47,7 +47,7 @@ class Streamed:
     tolerance: float
 
     def logits(self) -> NDArray[np.float32]:
-        """Those of the prompt's last token, which three chunks lead to."""
+        """Return those of the prompt's last token, which three chunks lead to."""
         with picompile_runtime.load(self.artifact, threads=1) as engine:
             return engine.prefill(self.ids).copy()
 

@@ -231,9 +231,7 @@ def plan_command(
         )
         with shown.step("plan"):
             plan = make_plan(found.model, found.firing, options)
-            estimate, unknown = None, ""
-            if prompt is not None:
-                unknown = unknown_about_prompts(plan, machine.target)
+            estimate, unknown = None, "" if prompt is None else unknown_about_prompts(plan, machine.target)
             if prompt is not None and not unknown:
                 estimate = prompt_estimate(found.model, plan, machine.target, prompt, found.model.chunk)
         if unknown:

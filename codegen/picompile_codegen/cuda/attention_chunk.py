@@ -35,6 +35,7 @@ from picompile_codegen.cuda.memory import (
     shared,
     zero_registers,
 )
+from picompile_codegen.cuda.mma import places_of_pair
 from picompile_codegen.specs import AttentionSpec
 
 
@@ -145,8 +146,8 @@ class WarpTile:
             left.load(self.query + self.lane % 16, start + self.lane // 16 * 8, of_queries)
             for fragment in range(_FRAGMENTS):
                 if fragment % 2 == 0:
-                    output = self.column + fragment * 8 + self.lane // 16 * 8
-                    deep = start + self.lane // 8 % 2 * 8
+                    output, deep = places_of_pair(self.lane, start // 16, fragment // 2)
+                    output = self.column + output
                     if by_columns:
                         right.load(deep + self.lane % 8, output, of_columns, transposed=True)
                     else:

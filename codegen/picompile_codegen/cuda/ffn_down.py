@@ -218,7 +218,7 @@ def add_slices(block: CudaFfn, plan: DownPlan, slices: KernelTensor, y: KernelTe
             y[token, block.spec.dim] = total_of_warps()
 
 
-# Of many tokens a block has a tile of tokens and columns, on tensor cores.
+# Where there are many tokens, a block multiplies a tile of tokens and columns on tensor cores.
 
 
 _CHUNK_SUM_THREADS = 256
@@ -280,13 +280,8 @@ def _multiply_tile(
         # Past the last neuron, where outputs are zero, its row is read again.
         weights = ColumnWeights(tile, block.bundle, lambda j: block.down_row(minimum(j, last)), first_column, place)
         products = multiply(tile, outputs, (first_token, tokens), (begin, stop), weights, place)
-        for token, value in products.each_token():
-            for fragment in range(tile.output_fragments):
-                for i in range(2):
-                    column = bind(first_column + products.first_output + products.offset(fragment, i))
-                    with when(column < block.spec.dim):
-                        total = value(fragment, i)
-                        out[number * rows + token, column] = total if bias is None else total + bias[column]
+        for token, column, total in products.each_result(first_column, block.spec.dim):
+            out[number * rows + token, column] = total if bias is None else total + bias[column]
 
 
 def _add_tile_slices(block: CudaFfn, tiles: DownTiles, slices: KernelTensor, place: ThreadIndex) -> None:

@@ -62,9 +62,5 @@ def _chunk(spec: LinearSpec, function: CudaFunction, w: CudaMatrix, bias: Kernel
         with when(first < tokens):
             weights = RowWeights(tile, w, lambda r: [(True, w, minimum(first_row + r, spec.n - 1))], place)
             products = multiply(tile, halves, (first, tokens), (0, halves.groups), weights, place)
-            for token, value in products.each_token():
-                for fragment in range(tile.output_fragments):
-                    for i in range(2):
-                        row = bind(first_row + products.first_output + products.offset(fragment, i))
-                        with when(row < spec.n):
-                            y[token, row] = value(fragment, i) if bias is None else value(fragment, i) + bias[row]
+            for token, row, value in products.each_result(first_row, spec.n):
+                y[token, row] = value if bias is None else value + bias[row]

@@ -6,6 +6,7 @@ weights in f16, 16 in q8, and a group of 32 in q4 and q4m, in the order of the c
 zeros, so that every unit is aligned, and units past the last column may be read.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tvm import tirx
@@ -185,12 +186,20 @@ def _nibbles(words: tuple[Expr, ...], *zero: Expr) -> tuple[Expr, ...]:
 
 def _six_bits(low: tuple[Expr, ...], high: tuple[Expr, ...]) -> tuple[Expr, ...]:
     """Return 32 weights of codes whose low bits are as in `_nibbles`, and the high ones as `_high_bits` has them."""
+    half = GROUP // 2
+    both = six_bit_words(low, high)
+    return tuple(bind(extern("pi_six_bits", of[i // 4], i % 4)) for of in both for i in range(half))
+
+
+def six_bit_words(low: Sequence[Expr], high: Sequence[Expr]) -> tuple[list[Expr], list[Expr]]:
+    """Return words that have a code in the low six bits of each byte: elements i of a group, and elements i + 16.
+
+    Bits that belong to neither code come along: one instruction takes from two words what a mask says.
+    """
     two, four, mask, rest = (tirx.const(value, "uint32") for value in (2, 4, 0x0F0F0F0F, 0xF0F0F0F0))
-    # One instruction takes from two words what a mask says: bits that belong to neither code come along.
     first = [bind((a & mask) | (b & rest)) for a, b in zip(low, high, strict=True)]
     second = [bind(((a >> four) & mask) | ((b >> two) & rest)) for a, b in zip(low, high, strict=True)]
-    half = GROUP // 2
-    return tuple(bind(extern("pi_six_bits", of[i // 4], i % 4)) for of in (first, second) for i in range(half))
+    return first, second
 
 
 def _bytes(words: tuple[Expr, ...]) -> tuple[Expr, ...]:

@@ -6,8 +6,8 @@ elements of a matrix each lane has is written down in `instructions.cuh`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from tvm import tirx
@@ -52,12 +52,12 @@ class ProductTile:
 
     @property
     def token_fragments(self) -> int:
-        """How often 16 tokens a warp has."""
+        """The number of fragments of 16 tokens that a warp has."""
         return self.warp_tokens // _TOKENS
 
     @property
     def output_fragments(self) -> int:
-        """How often 8 outputs a warp has."""
+        """The number of fragments of 8 outputs that a warp has."""
         return WARP_OUTPUTS // _OUTPUTS
 
     def warp_token(self, place: ThreadIndex) -> Expr:
@@ -129,7 +129,7 @@ class RowWeights:
 
     def load(self, stage: Expr, turn: int, pair: int, to: KernelTensor) -> None:
         """See `Weights`."""
-        output, column = _places_of_pair(self._place.lane, turn, pair)
+        output, column = places_of_pair(self._place.lane, turn, pair)
         row = self._tile.warp_output(self._place) + output + self._place.lane % 8
         word = stage * self._words + row * _ROW_WORDS + column // _HALVES_A_WORD
         run_extern("pi_ldmatrix_x4", place_in(to, 0), place_in(self._memory, word))
@@ -168,13 +168,13 @@ class ColumnWeights:
 
     def load(self, stage: Expr, turn: int, pair: int, to: KernelTensor) -> None:
         """See `Weights`."""
-        output, row = _places_of_pair(self._place.lane, turn, pair)
+        output, row = places_of_pair(self._place.lane, turn, pair)
         column = bind((self._tile.warp_output(self._place) + output) // _HALVES_A_WORD)
         word = stage * self._words + (row + self._place.lane % 8) * self._row_words + column
         run_extern("pi_ldmatrix_x4_trans", place_in(to, 0), place_in(self._memory, word))
 
 
-def _places_of_pair(lane: Expr, turn: int, pair: int) -> tuple[Expr, Expr]:
+def places_of_pair(lane: Expr, turn: int, pair: int) -> tuple[Expr, Expr]:
     """Return output and column of the first element of the matrix [8, 8] a row of which a lane loads.
 
     Matrices 0 and 1 are two of columns, of the first 8 outputs, and 2 and 3 those of the others.
@@ -244,17 +244,6 @@ class Products:
     sums: KernelTensor
     place: ThreadIndex
 
-    @contextmanager
-    def of_token(self, fragment: int, half: int) -> Iterator[tuple[Expr, Callable[[int, int], Expr]]]:
-        """Give a token that counts, and `value(output fragment, i)` of the two outputs that a lane has of each."""
-        token = bind(
-            self.first + self.tile.warp_token(self.place) + fragment * _TOKENS + half * 8 + self.place.lane // 4
-        )
-        with when(token < self.tokens):
-            factor = bind(self.x.factors[token])
-            first = fragment * self.tile.output_fragments * _RESULTS + half * 2
-            yield token, lambda output, i: self.sums[first + output * _RESULTS + i] * factor
-
     @property
     def first_output(self) -> Expr:
         """The first output of the warp in the tile."""
@@ -264,12 +253,33 @@ class Products:
         """Return which output of the warp `value(fragment, i)` is."""
         return fragment * _OUTPUTS + self.place.lane % 4 * 2 + i
 
+    def each_result(self, first: Expr, stop: int) -> Iterator[tuple[Expr, Expr, Expr]]:
+        """Iterate over (token, output, value) of a lane's results: the tile's first output is `first`, and those from
+        `stop` on do not exist. The body of a loop is written once for each.
+        """
+        for token, value in self.each_token():
+            for fragment in range(self.tile.output_fragments):
+                for i in range(2):
+                    output = bind(first + self.first_output + self.offset(fragment, i))
+                    with when(output < stop):
+                        yield token, output, value(fragment, i)
+
     def each_token(self) -> Iterator[tuple[Expr, Callable[[int, int], Expr]]]:
-        """Iterate over the tokens of a lane: the body of a loop is written once for each."""
+        """Iterate over the tokens of a lane that count: the body of a loop is written once for each.
+
+        With each comes `value(output fragment, i)` of the two outputs that the lane has of each fragment.
+        """
+        fragments = self.tile.output_fragments
         for fragment in range(self.tile.token_fragments):
             for half in range(2):
-                with self.of_token(fragment, half) as found:
-                    yield found
+                row = fragment * _TOKENS + half * (_TOKENS // 2) + self.place.lane // 4
+                token = bind(self.first + self.tile.warp_token(self.place) + row)
+                with when(token < self.tokens):
+                    factor = bind(self.x.factors[token])
+                    yield token, partial(self._value, fragment * fragments * _RESULTS + half * 2, factor)
+
+    def _value(self, first: int, factor: Expr, output: int, i: int) -> Expr:
+        return self.sums[first + output * _RESULTS + i] * factor
 
 
 def multiply(

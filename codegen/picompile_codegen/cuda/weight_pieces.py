@@ -11,7 +11,7 @@ from tvm import tirx
 
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind
 from picompile_codegen.cpu.vector import at
-from picompile_codegen.cuda.matrix import UNIT_BYTES, CudaMatrix
+from picompile_codegen.cuda.matrix import UNIT_BYTES, CudaMatrix, six_bit_words
 from picompile_codegen.cuda.memory import address, place_in, registers, run_extern
 from picompile_passes.weight_formats import GROUP, HIGH_BLOCK, ZERO_STEPS
 
@@ -101,15 +101,13 @@ class PieceRegisters:
         return [_word("pi_less", pair, own) for pair in low], [_word("pi_less", pair, own) for pair in high]
 
     def _six_bits(self) -> tuple[list[Expr], list[Expr]]:
-        two, four, mask, rest = (tirx.const(value, "uint32") for value in (2, 4, 0x0F0F0F0F, 0xF0F0F0F0))
-        low, high = [self._words[i] for i in (0, 1)], [self._words[i] for i in (2, 3)]
-        # Bits that belong to neither code come along, and are masked later.
-        first = [bind((a & mask) | (b & rest)) for a, b in zip(low, high, strict=True)]
-        second = [bind(((a >> four) & mask) | ((b >> two) & rest)) for a, b in zip(low, high, strict=True)]
+        words = [self._words[i] for i in range(4)]
         zero = tirx.const(self._matrix.form.zero, "float32")
-        return tuple(  # type: ignore[return-value]
-            [_word("pi_six_bit_codes", of[i // 2], i % 2, zero) for i in range(RUN // 2)] for of in (first, second)
+        first, second = (
+            [_word("pi_six_bit_codes", of[i // 2], i % 2, zero) for i in range(RUN // 2)]
+            for of in six_bit_words(words[:2], words[2:])
         )
+        return first, second
 
 
 def copy_run(to: KernelTensor, at_word: Expr, matrix: CudaMatrix, piece: WeightPiece, run: int) -> None:

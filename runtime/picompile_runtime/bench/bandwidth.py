@@ -87,7 +87,7 @@ _KINDS = {
     # also copies them.
     **dict.fromkeys(("inputs", "send", "signal"), "exchange"),
     **dict.fromkeys(WAITING_OPS, "waits"),
-    # Of cold weights, for prompts.
+    # Prompts copy cold weights.
     UPLOAD_OP: "exchange",
 }
 _STATISTICS = tuple(f"stats{function}{device}" for function in ("", ".batch") for device in ("", ".device"))

@@ -8,6 +8,7 @@ import pytest
 
 from helpers.kernels.caches import SCALE, Heads, expected_attention, random_cache
 from helpers.kernels.cuda_workbench import CudaWorkbench
+from helpers.kernels.halves import weights_in_halves
 from helpers.kernels.workbench import Array, assert_close, uniform
 from picompile_codegen import cuda
 from picompile_codegen.cuda import CudaKernel
@@ -86,18 +87,14 @@ def attend(
     )
     cached = keys.values[slot], values.values[slot]
     if rows > 1:
-        q, cached = halves_of_queries(shape, q), (in_half(cached[0]), in_half(cached[1]))
+        q, cached = halves_of_queries(shape, q), (weights_in_halves(cached[0]), weights_in_halves(cached[1]))
     return result["y"], expected_attention(shape, q, *cached, position, options)
-
-
-def in_half(x: Array) -> Array:
-    return x.astype(np.float16).astype(np.float64)
 
 
 def halves_of_queries(shape: Heads, q: Array) -> Array:
     """Queries, rounded once they are scaled."""
     scale = AttentionSpec(**asdict(shape), rows=1, scale=SCALE, mode="one").query_scale
-    return in_half(q * np.float32(scale)) / np.float32(scale)
+    return weights_in_halves(q * np.float32(scale)) / np.float32(scale)
 
 
 def tolerance(rows: int) -> float:
@@ -138,7 +135,7 @@ def test_values_beyond_halves_do_not_reach_queries_that_do_not_see_them(workbenc
         position=0,
     )
     expected = expected_attention(
-        shape, halves_of_queries(shape, q), in_half(keys.values[0]), values.values[0], 0, shape.options(rng)
+        shape, halves_of_queries(shape, q), weights_in_halves(keys.values[0]), values.values[0], 0, shape.options(rng)
     )
     assert_close(result["y"][:40], expected[:40], 2e-3)
 
