@@ -77,6 +77,11 @@ class WrittenKernel:
         """(dtype, shape) of each argument that the caller must allocate and nobody else reads."""
         return {argument.name: (argument.dtype, argument.shape) for argument in self.arguments if argument.scratch}
 
+    @property
+    def tickets(self) -> int:
+        """How many tickets it has, with which the blocks of a GPU count each other; they are shared by all calls."""
+        return sum(argument.shape[0] for argument in self.arguments if argument.access == "tickets")
+
 
 @dataclass(frozen=True)
 class Kernel(WrittenKernel):
@@ -183,12 +188,16 @@ class KernelFunction:
         Raises:
             CodegenError: If the kernel's spec has no place for it.
         """
+        return self._add_own(KernelArgument(name, dtype, shape, "scratch"))
+
+    def _add_own(self, argument: KernelArgument) -> KernelTensor:
+        """Declare memory that the spec does not declare, where it has a place for it."""
         if self._spec is None:
-            return self._add(KernelArgument(name, dtype, shape, "scratch"))
+            return self._add(argument)
         if self._scratch_at is None:
             raise CodegenError(f"kernel {self.name}: its spec has no place for scratch memory")
         self._scratch_at += 1
-        return self._add(KernelArgument(name, dtype, shape, "scratch"), self._scratch_at - 1)
+        return self._add(argument, self._scratch_at - 1)
 
     def _add(self, argument: KernelArgument, place: int | None = None) -> KernelTensor:
         """Declare an argument, the last one or the one at `place`."""

@@ -1,7 +1,7 @@
 """Attention on a GPU: which launches it is made of, and how parts of the positions are put together in order.
 
 Single tokens are in `attention_decode.py`, chunks of a prompt in `attention_chunk.py`. Where one block would have too
-many positions to go through, blocks share them, and the launch of `merge_parts` follows.
+many positions to go through, blocks share them; of a chunk, the launch of `merge_parts` follows.
 """
 
 from tvm import tirx
@@ -99,9 +99,12 @@ def _mix(
 
 def attention(spec: AttentionSpec, function: CudaFunction) -> None:
     """Write the launches of an `AttentionSpec`."""
-    parts = chunk_parts(spec) if spec.mode == "chunk" else decode_parts(spec)
+    is_chunk = spec.mode == "chunk"
+    parts = chunk_parts(spec) if is_chunk else decode_parts(spec)
     tensors = CudaAttentionTensors.of(spec, function, parts.count, padded_width(spec.value_dim))
-    attend = attend_chunk if spec.mode == "chunk" else attend_rows
-    attend(function, spec, parts, tensors)
+    if not is_chunk:
+        attend_rows(function, spec, parts, tensors)
+        return
+    attend_chunk(function, spec, parts, tensors)
     if parts.count > 1:
         merge_parts(function, spec, parts, tensors)

@@ -25,6 +25,7 @@ from picompile_codegen.cuda.attention_common import (
     extend_caches,
     head_element,
     load_unit,
+    padded_width,
     registers_of_query,
     unit_scale,
     unit_size,
@@ -32,7 +33,15 @@ from picompile_codegen.cuda.attention_common import (
     write_scores,
 )
 from picompile_codegen.cuda.function import WARP, CudaFunction, ThreadIndex, blocks_for
-from picompile_codegen.cuda.memory import barrier, registers, shared, warp_max, warp_sum, zero_registers
+from picompile_codegen.cuda.memory import (
+    barrier,
+    last_block,
+    registers,
+    shared,
+    warp_max,
+    warp_sum,
+    zero_registers,
+)
 from picompile_codegen.errors import CodegenError
 from picompile_codegen.specs import AttentionSpec
 
@@ -236,12 +245,16 @@ def _resident(spec: AttentionSpec, kv_dtype: str, parts: Parts) -> int:
 
 
 def attend_rows(function: CudaFunction, spec: AttentionSpec, parts: Parts, tensors: CudaAttentionTensors) -> None:
-    """Write one launch; two where several blocks must see a new key."""
+    """Write one launch; two where several blocks must see a new key.
+
+    Where there are several parts, the last block of them puts their outputs together.
+    """
     queries = queries_of_block(spec, tensors.keys.data.dtype)
     sets = blocks_for(spec.group, queries)
     units = spec.kv_heads * sets
     if sets > 1 and tensors.new_keys is not None:
         _extend(function, spec, tensors)
+    tickets = function.tickets(spec.rows * units) if parts.count > 1 else None
     resident = _resident(spec, tensors.keys.data.dtype, parts)
     with function.launch(grid=(units * parts.count, spec.rows), block=THREADS, resident=resident) as place:
         tokens, row = step_rows(function, spec.mode, spec.rows, spec.context, spec.sequences), place.block_y
@@ -249,7 +262,8 @@ def attend_rows(function: CudaFunction, spec: AttentionSpec, parts: Parts, tenso
         with when(row < tokens.count):
             position = bind(tokens.position(row))
             row_place = (bind(tokens.slot(row)), bind(unit // sets), position)
-            first, stop = parts.span(part, first_position(spec, position), bind(position + 1))
+            first_seen = first_position(spec, position)
+            first, stop = parts.span(part, first_seen, bind(position + 1))
             with when(first < stop):
                 if sets == 1 and tensors.new_keys is not None:
                     with when(stop == position + 1):
@@ -257,6 +271,10 @@ def attend_rows(function: CudaFunction, spec: AttentionSpec, parts: Parts, tenso
                 first_query = bind(unit % sets * queries)
                 held = _read_queries(spec, tensors, queries, row, row_place, first_query, place)
                 _attend(spec, tensors, held, (row, part), row_place, (first, stop), parts, place)
+                if tickets is not None:
+                    span = bind(first_seen // parts.positions), bind(position // parts.positions + 1)
+                    with when(last_block(tickets, row * units + unit, span[1] - span[0], place)):
+                        _merge(spec, tensors, held, (row, row_place[1]), span, parts, place)
 
 
 def _extend(function: CudaFunction, spec: AttentionSpec, tensors: CudaAttentionTensors) -> None:
@@ -322,6 +340,85 @@ def _attend(
     mixture.finish(give)
     if tensors.extremes is not None:
         _give_extremes(spec, tensors, queries, weights, (row, kv_head, part), place)
+
+
+def _merge(
+    spec: AttentionSpec, tensors: CudaAttentionTensors, queries: HeldQueries, of: tuple[Expr, Expr],
+    span: tuple[Expr, Expr], parts: Parts, place: ThreadIndex,
+) -> None:  # fmt: skip
+    """y = Σ exp(m_p - m) · outputs_p / Σ exp(m_p - m) · sum_p over parts p, with the largest m of their maxima m_p.
+
+    `span` has the first part and the one behind the last.
+    """
+    assert tensors.outputs is not None
+    row, kv_head = of
+    weights = shared(queries.count, parts.count)
+    _weigh_parts(spec, tensors, queries, of, span, weights, place)
+    barrier()
+    units = padded_width(spec.value_dim) // _POSITIONS
+    items = queries.count * units
+    # Where there are threads to spare, sets of them take different parts.
+    sets = max(1, THREADS // items)
+    mixed = shared(sets, items * _POSITIONS) if sets > 1 else None
+    for first in range(0, items * sets, THREADS):
+        number = bind(first + place.thread)
+        mine, item = bind(number // items), bind(number % items)
+        query, column = bind(item // units), bind(item % units * _POSITIONS)
+        head = bind(kv_head * spec.group + minimum(queries.first + query, spec.group - 1))
+        with when(mine < sets):
+            sums = zero_registers(_POSITIONS)
+            with loop(0, bind((span[1] - span[0] + (sets - 1) - mine) // sets)) as turn:
+                part = bind(span[0] + mine + turn * sets)
+                weight = bind(weights[query, part])
+                four = bind(tensors.outputs[row, head, part, tirx.Ramp(column, 1, _POSITIONS)])
+                for i in range(_POSITIONS):
+                    sums[i] = sums[i] + weight * tirx.Shuffle([four], [i])
+            for i in range(_POSITIONS):
+                if mixed is not None:
+                    mixed[mine, item * _POSITIONS + i] = sums[i]
+                    continue
+                with when(tirx.And(queries.first + query < spec.group, column + i < spec.value_dim)):
+                    tensors.y[row, head * spec.value_dim + column + i] = sums[i]
+    if mixed is None:
+        return
+    barrier()
+    for first in range(0, items * _POSITIONS, THREADS):
+        number = bind(first + place.thread)
+        query, column = bind(number // (units * _POSITIONS)), bind(number % (units * _POSITIONS))
+        is_there = tirx.And(number < items * _POSITIONS, queries.first + query < spec.group)
+        with when(tirx.And(is_there, column < spec.value_dim)):
+            total = mixed[0, number]
+            for each in range(1, sets):
+                total = total + mixed[each, number]
+            tensors.y[row, (kv_head * spec.group + queries.first + query) * spec.value_dim + column] = total
+
+
+def _weigh_parts(
+    spec: AttentionSpec, tensors: CudaAttentionTensors, queries: HeldQueries, of: tuple[Expr, Expr],
+    span: tuple[Expr, Expr], weights: KernelTensor, place: ThreadIndex,
+) -> None:  # fmt: skip
+    """weights[query, part] = exp(m_p - m) / Σ exp(m_p - m) · sum_p; warp i does so for query i."""
+    assert tensors.extremes is not None
+    row, kv_head = of
+    query = bind(minimum(place.warp, queries.count - 1))
+    head = bind(kv_head * spec.group + minimum(queries.first + query, spec.group - 1))
+    places = [bind(place.lane + first) for first in range(0, weights.columns, WARP)]
+    insides = [bind(tirx.And(part >= span[0], part < span[1])) for part in places]
+    extremes = [
+        [bind(tirx.if_then_else(inside, tensors.extremes[row, head, part, i], other)) for i, other in ((0, LOWEST), (1, 0.0))]
+        for part, inside in zip(places, insides, strict=True)
+    ]
+    highest: Expr = LOWEST
+    for of_part, _ in extremes:
+        highest = tirx.Max(highest, of_part)
+    of_all, found, own = warp_max(highest), registers(len(places)), 0.0
+    for i, ((of_part, total), inside) in enumerate(zip(extremes, insides, strict=True)):
+        found[i] = weight_of(inside, of_part, of_all)
+        own = bind(own + found[i] * total)
+    of_query = warp_sum(own)
+    for i, (part, inside) in enumerate(zip(places, insides, strict=True)):
+        with when(tirx.And(place.warp < queries.count, inside)):
+            weights[query, part] = found[i] / of_query
 
 
 def _give_extremes(

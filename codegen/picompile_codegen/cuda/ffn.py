@@ -2,9 +2,8 @@
 
 Of one token or several sequences:
 1. Groups of neurons are computed, a block for each, as far as they are asked for (`ffn_hidden.py`).
-2. The rows of down of those that fired are added up, a block for each tile of columns and slice of neurons
-   (`ffn_down.py`).
-3. The slices are added up.
+2. The rows of down of those that fired are added up, a block for each tile of columns and slice of neurons; the last
+   block of a tile adds up its slices (`ffn_down.py`).
 The sizes fix the order of all sums, and so every bit of y, whichever thread comes first. There is no list of all
 neurons that fired: a launch that made one would take longer than it takes each block to make the list of its own.
 Blocks of all tokens for the same neurons run at about the same time: what one has read, the next finds in the cache.
@@ -18,15 +17,7 @@ from tvm import tirx
 
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, minimum, select, when
 from picompile_codegen.cuda.dot import in_parts
-from picompile_codegen.cuda.ffn_down import (
-    DOWN_THREADS,
-    SUM_COLUMNS,
-    SUM_THREADS,
-    DownPlan,
-    add_rows,
-    add_slices,
-    multiply_down,
-)
+from picompile_codegen.cuda.ffn_down import DownPlan, add_down, multiply_down
 from picompile_codegen.cuda.ffn_hidden import HIDDEN_THREADS, CudaFfn, NeuronGroups, biased, compute_hidden
 from picompile_codegen.cuda.function import CudaFunction, ThreadIndex, blocks_for
 from picompile_codegen.cuda.halves import Halves
@@ -42,22 +33,12 @@ def ffn_tokens(function: CudaFunction, block: CudaFfn) -> None:
     groups = NeuronGroups.of(block.spec.neurons)
     plan = DownPlan.of(block.bundle, groups.places, rows, squares=block.spec.squares)
     hidden = function.scratch("hidden", "float32", rows, groups.places)
-    slices = function.scratch("slices", "float32", rows * plan.slices, plan.columns)
     with (
         function.launch(grid=(rows, groups.count), block=HIDDEN_THREADS, resident=_resident(block)) as place,
         when(place.block < function.tokens(rows)),
     ):
         compute_hidden(block, groups, hidden, place)
-    with (
-        function.launch(grid=(rows * plan.tiles, plan.slices), block=DOWN_THREADS) as place,
-        when(place.block % rows < function.tokens(rows)),
-    ):
-        add_rows(block, groups, plan, hidden, slices, place)
-    with (
-        function.launch(grid=(blocks_for(plan.columns, SUM_COLUMNS), rows), block=SUM_THREADS) as place,
-        when(place.block_y < function.tokens(rows)),
-    ):
-        add_slices(block, plan, slices, block.y, place)
+    add_down(function, block, groups, plan, hidden)
 
 
 def _resident(block: CudaFfn) -> int:

@@ -2,9 +2,10 @@
 
 For one token, a block has a tile of columns and a slice of the neurons. A lane has 16 bytes of each row, and its warp a
 few rows at a time, so that neighbouring lanes read neighbouring addresses and many reads are under way. Warps take rows
-in turns and are added up in shared memory, in a fixed order.
+in turns and are added up in shared memory, in a fixed order. The last block of a tile adds up its slices, in order.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tvm import tirx
@@ -13,13 +14,20 @@ from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, minimum
 from picompile_codegen.cuda.ffn_hidden import CudaFfn, NeuronGroups
 from picompile_codegen.cuda.function import WARP, CudaFunction, ThreadIndex, blocks_for
 from picompile_codegen.cuda.halves import Halves
-from picompile_codegen.cuda.matrix import CudaMatrix
-from picompile_codegen.cuda.memory import Numbering, barrier, block_sum, loads_first, shared, zero_registers
+from picompile_codegen.cuda.matrix import CudaMatrix, load_lanes
+from picompile_codegen.cuda.memory import (
+    Numbering,
+    barrier,
+    block_sum,
+    last_block,
+    loads_first,
+    registers,
+    shared,
+    zero_registers,
+)
 from picompile_codegen.cuda.mma import LARGE, SMALL, STEP, ColumnWeights, ProductTile, multiply
 
 DOWN_THREADS = 256
-SUM_THREADS = 256
-SUM_COLUMNS = 32
 _WARPS = DOWN_THREADS // WARP
 # Rows that a warp reads at a time.
 _TOGETHER = 4
@@ -29,6 +37,9 @@ _LISTED = 1024
 _BLOCKS, _FEWEST = 256, 128
 # With this many tokens each needs fewer blocks.
 _MANY_TOKENS = 4
+# Elements of a slice that a thread adds up together: 16 bytes.
+_LANES = 4
+_ALWAYS = tirx.IntImm("bool", 1)
 
 
 @dataclass(frozen=True)
@@ -59,7 +70,7 @@ class DownPlan:
     @property
     def columns(self) -> int:
         """Columns of a slice: those of all tiles, and that of the squares."""
-        return self.tiles * self.width + self.squares
+        return self.tiles * self.width + self.squares * _LANES
 
 
 @dataclass(frozen=True)
@@ -74,7 +85,30 @@ class _Slice:
     numbering: Numbering
 
 
-def add_rows(
+def add_down(
+    function: CudaFunction,
+    block: CudaFfn,
+    groups: NeuronGroups,
+    plan: DownPlan,
+    hidden: KernelTensor,
+    prepare: Callable[[ThreadIndex], None] | None = None,
+) -> None:
+    """Write the launch of y = hidden · down + bias, and declare its memory; blocks call `prepare` first."""
+    rows = block.spec.rows
+    slices = function.scratch("slices", "float32", rows * plan.slices, plan.columns)
+    tickets = function.tickets(rows * plan.tiles)
+    with (
+        function.launch(grid=(rows * plan.tiles, plan.slices), block=DOWN_THREADS) as place,
+        when(place.block % rows < function.tokens(rows)),
+    ):
+        if prepare is not None:
+            prepare(place)
+        _add_rows(block, groups, plan, hidden, slices, place)
+        with when(last_block(tickets, place.block, plan.slices, place)):
+            _add_slices(block, plan, slices, place)
+
+
+def _add_rows(
     block: CudaFfn, groups: NeuronGroups, plan: DownPlan, hidden: KernelTensor, slices: KernelTensor, place: ThreadIndex
 ) -> None:
     """slices[token · slices + slice, tile] = Σ hidden[place] · down[place] over the places of a slice."""
@@ -186,36 +220,33 @@ def _add_warps(
         slices[row, tile * width + column] = total
 
 
-def add_slices(block: CudaFfn, plan: DownPlan, slices: KernelTensor, y: KernelTensor, place: ThreadIndex) -> None:
-    """y[token] = the sum of its slices, and the bias. Warps take slices in turns, so that all are read at once."""
-    warps, token = SUM_THREADS // WARP, place.block_y
-    at = bind(place.block * SUM_COLUMNS + place.lane)
-    # The last block has the squares alone: its other lanes read them again.
-    stored = bind(minimum(at, plan.columns - 1)) if plan.squares else at
-    of_warps = shared(warps, SUM_COLUMNS)
-    total = 0.0
-    for turn in range(blocks_for(plan.slices, warps)):
-        number = bind(turn * warps + place.warp)
-        known = number < plan.slices
-        row = bind(token * plan.slices + minimum(number, plan.slices - 1))
-        total = total + bind(tirx.if_then_else(known, slices[row, stored], 0.0))
-    of_warps[place.warp, place.lane] = total
-    barrier()
-    lane_columns = plan.width // WARP
-    column = bind(at // plan.width * plan.width + at % WARP * lane_columns + at % plan.width // WARP)
+def _add_slices(block: CudaFfn, plan: DownPlan, slices: KernelTensor, place: ThreadIndex) -> None:
+    """y[token] = the sum of its slices in order, and the bias, in the columns of this block's tile."""
+    token, tile = bind(place.block % block.spec.rows), bind(place.block // block.spec.rows)
+    first_row, lane_columns = bind(token * plan.slices), plan.width // WARP
+    total = registers(_LANES)
 
-    def total_of_warps() -> Expr:
-        total = of_warps[0, place.lane]
-        for warp in range(1, warps):
-            total = total + of_warps[warp, place.lane]
-        return total
+    def add(at: Expr, lanes: int) -> list[Expr]:
+        """Return the sums of `lanes` neighbouring elements of a slice."""
+        for i in range(lanes):
+            total[i] = 0.0
+        with loop(0, plan.slices) as number:
+            found = load_lanes(slices, (first_row + number, at), lanes, _ALWAYS)
+            for i in range(lanes):
+                total[i] = total[i] + found[i]
+        return [total[i] for i in range(lanes)]
 
-    with when(tirx.And(place.warp == 0, column < block.spec.dim)):
-        total = total_of_warps()
-        y[token, column] = total if block.down_bias is None else total + block.down_bias[column]
+    for first in range(0, plan.width, DOWN_THREADS * _LANES):
+        start = bind(first + place.thread * _LANES)
+        with when(start < plan.width):
+            for i, value in enumerate(add(tile * plan.width + start, _LANES)):
+                at = start + i
+                column = bind(tile * plan.width + at % WARP * lane_columns + at // WARP)
+                with when(column < block.spec.dim):
+                    block.y[token, column] = value if block.down_bias is None else value + block.down_bias[column]
     if plan.squares:
-        with when(tirx.And(place.warp == 0, at == plan.columns - 1)):
-            y[token, block.spec.dim] = total_of_warps()
+        with when(tirx.And(tile == 0, place.thread == 0)):
+            block.y[token, block.spec.dim] = add(plan.tiles * plan.width, 1)[0]
 
 
 # Where there are many tokens, a block multiplies a tile of tokens and columns on tensor cores.

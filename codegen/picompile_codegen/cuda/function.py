@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from tvm.tirx.script.builder import ir as T
 
 from picompile_codegen.cpu.kernel import KernelFunction, WrittenKernel
-from picompile_codegen.cpu.tensor import Expr
+from picompile_codegen.cpu.tensor import Expr, KernelTensor
 from picompile_codegen.errors import CodegenError
+from picompile_codegen.specs.arguments import KernelArgument
 
 WARP = 32
 _MOST_THREADS = 1024
@@ -101,6 +102,13 @@ class CudaFunction(KernelFunction):
             for thread, (_, extent) in zip(threads, axes, strict=True):
                 stack.enter_context(T.launch_thread(thread, extent))
             yield ThreadIndex(*threads)
+
+    def tickets(self, count: int) -> KernelTensor:
+        """Declare int32 [count] that holds zeros before and after each launch, for `memory.last_block`.
+
+        Launches run one after the other, so all calls of a program share this memory.
+        """
+        return self._add_own(KernelArgument("tickets", "int32", (count,), "tickets"))
 
     def copy(self, source: str, target: str) -> None:
         """Let the copy engine copy argument `source` to argument `target`, in the place of all launches."""

@@ -121,6 +121,20 @@ def _over_block(value: Expr, thread: Expr, threads: int, over_warp: Any, neutral
     return over_warp(tirx.if_then_else(inside, sums[tirx.Select(inside, lane, 0)], neutral))
 
 
+def last_block(tickets: KernelTensor, number: Expr, blocks: Expr, place: ThreadIndex) -> Expr:
+    """Return, in all threads of the block, whether it is the last of `blocks` that share ticket `number` to come here.
+
+    The last block sees all that the others have written before. All threads of each of these blocks must come.
+    """
+    found = shared(1, dtype="int32")
+    # All of the block has written what it has to write.
+    barrier()
+    with when(place.thread == 0):
+        found[0] = tirx.call_extern("int32", "pi_is_last", address(tickets, number), blocks)
+    barrier()
+    return bind(found[0] != 0)
+
+
 class Numbering:
     """Numbers the threads of a block of `threads`, as often as it is asked to."""
 

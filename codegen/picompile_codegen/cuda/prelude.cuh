@@ -153,6 +153,15 @@ static __device__ __forceinline__ void pi_add_int64(int64_t *sum, int value) {
   atomicAdd((unsigned long long *)sum, (unsigned long long)(long long)value);
 }
 
+// Whether this block is the last of `blocks` to ask with this ticket, which is 0 before and after. What these blocks wrote
+// before, behind a barrier of their own, the last one sees behind its next barrier.
+static __device__ __forceinline__ int pi_is_last(int *ticket, int blocks) {
+  __threadfence();
+  uint before = atomicInc((uint *)ticket, (uint)blocks - 1u);
+  __threadfence();
+  return before == (uint)blocks - 1u;
+}
+
 // Host and device meet at flags in memory that both see. A flag holds the number of the step in which it was last set.
 // All that was written before is seen by whoever has seen the flag.
 static __device__ __forceinline__ void pi_signal(int *flag, int step) {

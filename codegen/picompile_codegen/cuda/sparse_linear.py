@@ -2,9 +2,8 @@
 
 They are added as rows of down are, of neurons whose outputs are the inputs (`ffn_down.py`). An input that is left out
 is zero to it, and so its row is not read. Of one token, or of several sequences' next tokens:
-1. A block for each tile of columns and slice of the inputs lists the inputs of its slice and adds their rows.
-2. The slices are added up.
-Of a chunk all rows are read, by tiles of tokens and columns on tensor cores.
+a block for each tile of columns and slice of the inputs lists the inputs of its slice and adds their rows; the last
+block of a tile adds up its slices. Of a chunk all rows are read, by tiles of tokens and columns on tensor cores.
 """
 
 from typing import Any
@@ -12,15 +11,7 @@ from typing import Any
 from tvm import tirx
 
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, minimum, select, when
-from picompile_codegen.cuda.ffn_down import (
-    DOWN_THREADS,
-    SUM_COLUMNS,
-    SUM_THREADS,
-    DownPlan,
-    add_rows,
-    add_slices,
-    multiply_down,
-)
+from picompile_codegen.cuda.ffn_down import DOWN_THREADS, DownPlan, add_down, multiply_down
 from picompile_codegen.cuda.ffn_hidden import CudaFfn, NeuronGroups
 from picompile_codegen.cuda.function import CudaFunction, ThreadIndex, blocks_for
 from picompile_codegen.cuda.matrix import CudaMatrix
@@ -94,18 +85,7 @@ def _tokens(function: CudaFunction, block: CudaFfn, kept: _KeptInputs) -> None:
     rows, inputs = block.spec.rows, block.spec.neurons
     # One group: places are inputs in order.
     groups, plan = NeuronGroups(inputs, inputs, 1), DownPlan.of(block.bundle, inputs, rows, squares=False)
-    slices = function.scratch("slices", "float32", rows * plan.slices, plan.columns)
-    with (
-        function.launch(grid=(plan.tiles * rows, plan.slices), block=DOWN_THREADS) as place,
-        when(place.block % rows < function.tokens(rows)),
-    ):
-        _count(block, kept, plan, place)
-        add_rows(block, groups, plan, kept, slices, place)
-    with (
-        function.launch(grid=(blocks_for(plan.columns, SUM_COLUMNS), rows), block=SUM_THREADS) as place,
-        when(place.block_y < function.tokens(rows)),
-    ):
-        add_slices(block, plan, slices, block.y, place)
+    add_down(function, block, groups, plan, kept, lambda place: _count(block, kept, plan, place))
 
 
 def _count(block: CudaFfn, kept: _KeptInputs, plan: DownPlan, place: ThreadIndex) -> None:

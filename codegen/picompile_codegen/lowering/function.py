@@ -249,6 +249,9 @@ class Function:
             if parameter in kernel.scratch:
                 args.append(self.buffer(parameter, *kernel.scratch[parameter]))
                 continue
+            if parameter == "tickets":
+                args.append(Arg("buffer", "tickets", shape=(kernel.tickets,)))
+                continue
             bound = bindings[name] if name in bindings else self._place(name)
             args.append(bound.view(part) if isinstance(bound, PackedMatrix) else bound)
         if weight_bytes is None:

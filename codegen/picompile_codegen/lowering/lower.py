@@ -251,6 +251,8 @@ def _reserved(program: LoweredProgram, shared: Shared) -> tuple[dict[str, Progra
             place_of.add(f"{name}.device", "int64", shape, "device")
         place_of.add("flags", "int32", (max(1, shared.transfers), *FLAG_SHAPE), "shared")
         place_of.add("abandoned", "int32", FLAG_SHAPE, "shared")
+        if tickets := max(kernel.tickets for kernel in shared.accelerator_kernels.values()):
+            place_of.add("tickets", "int32", (tickets,), "device")
     for stage in STAGES if shared.stage_bytes else ():
         place_of.add(stage, "uint8", (shared.stage_bytes,), "device")
     return place_of.buffers, place_of.ends

@@ -17,8 +17,8 @@ FLAG_SHAPE = (16,)
 SCALED = ("q8", "q4")
 
 # A kernel reads `in`, fills `out`, uses `scratch`, adds to the counters of `adds`, reads and writes the KV `cache`,
-# `sets` a flag, `awaits` one, and writes to `abandons` when it gives up.
-Access = Literal["in", "out", "scratch", "adds", "cache", "sets", "awaits", "abandons"]
+# `sets` a flag, `awaits` one, and writes to `abandons` when it gives up. It finds zeros in `tickets`, and leaves zeros.
+Access = Literal["in", "out", "scratch", "tickets", "adds", "cache", "sets", "awaits", "abandons"]
 
 # A mode tells where the rows of a step are; `cpu.token_ops.step_rows` reads them.
 # `one`        the next token of one sequence: position step[1], slot step[2]

@@ -22,6 +22,7 @@ Range = Callable[[Argument], tuple[int, int]]
 INPUTS = ("step", "tokens", "positions", "slots")
 _COUNTERS = ("stats", "stats.batch", "stats.unused")
 _FLAGS = {"sets": "flags", "awaits": "flags", "abandons": "abandoned"}
+_TICKETS = "tickets"
 _FLAG_BYTES = 64
 _COUNTER_BYTES = 16  # int64 [2]
 
@@ -75,9 +76,11 @@ def _place_fault(argument: Argument, parameter: KernelParameter) -> str:
         expected = access == "in"
     elif access == "adds":
         expected = name in _COUNTERS
+    elif access == "tickets":
+        expected = argument.name == _TICKETS
     elif access in _FLAGS:
         expected = argument.name == _FLAGS[access] and argument.view.offset % _FLAG_BYTES == 0
-    elif parameter.writes and (name in INPUTS or name in (*_COUNTERS, *_FLAGS.values())):
+    elif parameter.writes and (name in INPUTS or name in (*_COUNTERS, *_FLAGS.values(), _TICKETS)):
         # The accelerator has copies of the inputs, which each step makes anew.
         expected = parameter.copies is not None and name in INPUTS and argument.name != name
     else:

@@ -18,7 +18,7 @@ DEVICE_NAMES = {"host": "host", "device": "accelerator"}
 """What messages call the devices of program.json."""
 
 # A kernel that overwrote these would make others go wrong.
-_OWN_PLACE = ("step", "tokens", "positions", "slots", "stats", "stats.batch", "flags", "abandoned")
+_OWN_PLACE = ("step", "tokens", "positions", "slots", "stats", "stats.batch", "flags", "abandoned", "tickets")
 
 
 def check_program(program: Program, where: str) -> None:

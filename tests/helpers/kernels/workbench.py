@@ -73,12 +73,17 @@ class Workbench:
         given = {"step": step, **inputs}
         for argument in kernel.arguments:
             name, _, part = argument.name.partition(".")
-            if name in given:
+            if argument.access == "tickets":
+                arrays[name].array[:] = 0
+            elif name in given:
                 value = given[name].view(argument.dtype) if part else given[name]
                 arrays[argument.name].array[: len(value)] = value
         self.call(kernel, [arrays[name] for name in kernel.params], threads)
         damaged = [name for name, guarded in arrays.items() if not guarded.is_intact()]
         assert not damaged, f"{kernel.name} wrote outside of {damaged}"
+        for argument in kernel.arguments:
+            if argument.access == "tickets":
+                assert not arrays[argument.name].array.any(), f"{kernel.name} leaves tickets that are not zero"
         return {name: guarded.array for name, guarded in arrays.items()}
 
     def call(self, kernel: Kernel, arrays: Sequence[Guarded], threads: int) -> None:
