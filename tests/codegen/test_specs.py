@@ -19,6 +19,7 @@ from picompile_codegen.specs import (
     KernelArgument,
     KernelSpec,
     LayerNormSpec,
+    LinearAddSpec,
     LinearSpec,
     PackageSpec,
     PingPongSpec,
@@ -32,6 +33,7 @@ from picompile_codegen.specs import (
     SendSpec,
     SignalSpec,
     SparseLinearSpec,
+    SumNormSpec,
     TakeLastSpec,
     TopLogitsSpec,
     UploadSpec,
@@ -44,7 +46,7 @@ MODES = (("one", 1), ("chunk", 13), ("sequences", 3))
 ROWS = (1, 13)
 # Only the host calls these, and only a GPU that one.
 HOST_ONLY: set[type[KernelSpec]] = {SignalSpec, WaitSpec}
-GPU_ONLY: set[type[KernelSpec]] = {PingPongSpec}
+GPU_ONLY: set[type[KernelSpec]] = {LinearAddSpec, PingPongSpec, SumNormSpec}
 
 Parameters = dict[str, Any]
 
@@ -122,6 +124,12 @@ def with_limits(variants: list[Parameters]) -> list[Parameters]:
     return [*found, *({**each, "kind": "exact"} for each in silu)]
 
 
+def norms_behind(dim: int, rows: int) -> list[Any]:
+    """No norm, and each kind of one, with and without a bias."""
+    with_bias = [LayerNormSpec(dim, rows, 1e-5, weight=True, bias=bias) for bias in (False, True)]
+    return [None, RmsNormSpec(dim, rows, 1e-5), *with_bias]
+
+
 VARIANTS: dict[type[KernelSpec], list[Parameters]] = {
     AddSpec: grid(dim=(96, 99), rows=ROWS),
     AttentionSpec: attentions(),
@@ -143,6 +151,15 @@ VARIANTS: dict[type[KernelSpec], list[Parameters]] = {
     FfnSpec: ffns(),
     LayerNormSpec: grid(dim=(96, 99), rows=ROWS, eps=(1e-5,), weight=(False, True), bias=(False, True), groups=(1, 3)),
     TopLogitsSpec: grid(vocab=(37, 300, 3000), rows=ROWS),
+    LinearAddSpec: [
+        {"linear": LinearSpec(form, 64, 72, rows=1, bias=bias), "norm": norm}
+        for form, bias, norm in product(FORMATS, (False, True), norms_behind(64, 1))
+    ],
+    SumNormSpec: [
+        {"dim": 96, "rows": rows, "terms": terms, "norm": norm, "received": received, "counted": counted}
+        for rows, terms, (received, counted) in product(ROWS, (2, 4), ((False, False), (True, False), (True, True)))
+        for norm in norms_behind(96, rows)
+    ],
     LinearSpec: grid(format=FORMATS, n=(64, 251), k=(72, 100), rows=ROWS, bias=(False, True)),
     SparseLinearSpec: [
         {**each, "rows": rows, "rowwise": rowwise}
@@ -171,8 +188,8 @@ VARIANTS: dict[type[KernelSpec], list[Parameters]] = {
 
 
 def declared(arguments: tuple[KernelArgument, ...]) -> tuple[KernelArgument, ...]:
-    """Return the arguments that the caller passes: all but scratch memory."""
-    return tuple(argument for argument in arguments if not argument.scratch)
+    """Return the arguments that the caller passes: all but scratch memory and tickets."""
+    return tuple(argument for argument in arguments if argument.access not in ("scratch", "tickets"))
 
 
 def test_every_spec_has_its_bodies() -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from picompile_codegen import specs
-from picompile_codegen.cuda import attention, ffn, linear, predict, sparse_linear, token_ops, top_logits, transfer
+from picompile_codegen.cuda import attention, ffn, linear, predict, sparse_linear, sums, token_ops, top_logits, transfer
 from picompile_codegen.cuda.build import CudaSource, cuda_source
 from picompile_codegen.cuda.function import CudaFunction, CudaKernel
 from picompile_codegen.errors import CodegenError
@@ -23,6 +23,7 @@ BODIES: Mapping[type[KernelSpec], Callable[[Any, CudaFunction], None]] = {
     specs.EmbeddingSpec: token_ops.embedding,
     specs.FfnSpec: ffn.ffn,
     specs.LayerNormSpec: token_ops.layer_norm,
+    specs.LinearAddSpec: linear.linear_add,
     specs.LinearSpec: linear.linear,
     specs.PingPongSpec: transfer.ping_pong,
     specs.PredictLowRankSpec: predict.predict_low_rank,
@@ -34,6 +35,7 @@ BODIES: Mapping[type[KernelSpec], Callable[[Any, CudaFunction], None]] = {
     specs.SendMaskSpec: transfer.send_mask,
     specs.SendSpec: transfer.send,
     specs.SparseLinearSpec: sparse_linear.sparse_linear,
+    specs.SumNormSpec: sums.sum_norm,
     specs.TakeLastSpec: token_ops.take_last,
     specs.TopLogitsSpec: top_logits.top_logits,
     specs.UploadSpec: transfer.upload,

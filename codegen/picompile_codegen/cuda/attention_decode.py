@@ -405,7 +405,10 @@ def _weigh_parts(
     places = [bind(place.lane + first) for first in range(0, weights.columns, WARP)]
     insides = [bind(tirx.And(part >= span[0], part < span[1])) for part in places]
     extremes = [
-        [bind(tirx.if_then_else(inside, tensors.extremes[row, head, part, i], other)) for i, other in ((0, LOWEST), (1, 0.0))]
+        [
+            bind(tirx.if_then_else(inside, tensors.extremes[row, head, part, i], other))
+            for i, other in ((0, LOWEST), (1, 0.0))
+        ]
         for part, inside in zip(places, insides, strict=True)
     ]
     highest: Expr = LOWEST

@@ -9,10 +9,11 @@ from picompile_codegen.cpu.tensor import KernelTensor, bind, minimum, when
 from picompile_codegen.cuda.dot import BlockInput, add_part, in_parts
 from picompile_codegen.cuda.function import WARP, CudaFunction, ThreadIndex, blocks_for
 from picompile_codegen.cuda.halves import Halves
-from picompile_codegen.cuda.matrix import CudaMatrix
-from picompile_codegen.cuda.memory import registers, warp_sum
+from picompile_codegen.cuda.matrix import ColumnLanes, CudaMatrix
+from picompile_codegen.cuda.memory import last_block, registers, warp_sum
 from picompile_codegen.cuda.mma import RowWeights, multiply, tile_for
-from picompile_codegen.specs import LinearSpec
+from picompile_codegen.cuda.norms import NormVectors, write_norm
+from picompile_codegen.specs import LinearAddSpec, LinearSpec
 
 _ONE_THREADS = 256
 # A warp reads two rows at a time: what it has read of x serves both, and more reads are under way.
@@ -24,16 +25,47 @@ def linear(spec: LinearSpec, function: CudaFunction) -> None:
     """Write the launch of a `LinearSpec`."""
     x, w, bias, y = function["x"], CudaMatrix.argument(function, "w"), function.get("bias"), function["y"]
     if spec.rows == 1:
-        # Where x is in several parts ptxas takes up to 74 registers for q4, where 64 do and a fourth block fits. For
-        # q4m it would spill up to 16 bytes.
-        resident = 4 if w.has_nibbles and not w.has_zeros and in_parts(spec.k) else 0
-        with function.launch(grid=blocks_for(spec.n, _ROWS_A_BLOCK), block=_ONE_THREADS, resident=resident) as place:
+        grid, resident = blocks_for(spec.n, _ROWS_A_BLOCK), _resident(spec, w)
+        with function.launch(grid=grid, block=_ONE_THREADS, resident=resident) as place:
             _one(x, w, bias, y, place)
         return
     _chunk(spec, function, w, bias)
 
 
-def _one(x: KernelTensor, w: CudaMatrix, bias: KernelTensor | None, y: KernelTensor, place: ThreadIndex) -> None:
+def linear_add(spec: LinearAddSpec, function: CudaFunction) -> None:
+    """Write the launch of a `LinearAddSpec`: the last block to end writes the norm, if there is one."""
+    x, w, bias, y = function["x"], CudaMatrix.argument(function, "w"), function.get("bias"), function["y"]
+    dim, blocks = spec.linear.n, blocks_for(spec.linear.n, _ROWS_A_BLOCK)
+    tickets = None if spec.norm is None else function.tickets(1)
+    with function.launch(grid=blocks, block=_ONE_THREADS, resident=_resident(spec.linear, w)) as place:
+        _one(x, w, bias, y, place, function["added"])
+        if spec.norm is None or tickets is None:
+            return
+        with when(last_block(tickets, 0, blocks, place)):
+            columns = ColumnLanes.of(dim, place.thread, _ONE_THREADS)
+            # Read where they are used, and again: all of a thread's elements would not fit its registers.
+            vectors = NormVectors.of(columns, function.get("norm_weight"), function.get("norm_bias"), early=False)
+            out = function["normed"], 0, 0
+            write_norm(spec.norm, columns, lambda n: columns.load_run(n, y, 0), vectors, out, place.thread)
+
+
+def _resident(spec: LinearSpec, w: CudaMatrix) -> int:
+    """Return how many blocks of one token shall fit a multiprocessor; 0 leaves it to the compiler.
+
+    Where x is in several parts ptxas takes up to 74 registers for q4, where 64 do and a fourth block fits. For q4m it
+    would spill up to 16 bytes.
+    """
+    return 4 if w.has_nibbles and not w.has_zeros and in_parts(spec.k) else 0
+
+
+def _one(
+    x: KernelTensor,
+    w: CudaMatrix,
+    bias: KernelTensor | None,
+    y: KernelTensor,
+    place: ThreadIndex,
+    added: KernelTensor | None = None,
+) -> None:
     """Multiply one token: a warp takes two rows, and its lanes take the units of a row in turns."""
     inputs = BlockInput(x, 0, w.columns, _ONE_THREADS)
     sums = registers(_ROWS_A_WARP)
@@ -47,7 +79,8 @@ def _one(x: KernelTensor, w: CudaMatrix, bias: KernelTensor | None, y: KernelTen
     for i in range(_ROWS_A_WARP):
         product = warp_sum(sums[i])
         with when(tirx.And(place.lane == 0, first + i < w.rows)):
-            y[0, first + i] = product if bias is None else product + bias[first + i]
+            product = product if bias is None else product + bias[first + i]
+            y[0, first + i] = product if added is None else added[0, first + i] + product
 
 
 def _chunk(spec: LinearSpec, function: CudaFunction, w: CudaMatrix, bias: KernelTensor | None) -> None:

@@ -51,32 +51,35 @@ def block_threads(width: int) -> int:
 
 @dataclass(frozen=True)
 class ColumnLanes:
-    """The columns of a row that are one thread's, `lanes` side by side: where they begin, and whether they exist."""
+    """The columns of a row that are one thread's of `threads`: runs of `lanes` side by side.
+
+    `runs` has of each where it begins, and whether it exists.
+    """
 
     lanes: int
+    threads: int
     runs: tuple[tuple[Expr, Expr], ...]
 
     @classmethod
-    def of(cls, width: int, thread: Expr) -> "ColumnLanes":
-        """Return the columns of `thread`, where a block of `block_threads(width)` shares a row."""
-        lanes, threads = lanes_for(width), block_threads(width)
+    def of(cls, width: int, thread: Expr, threads: int = 0, lanes: int = 0) -> "ColumnLanes":
+        """Return the columns of `thread`, where a block shares a row: one of `block_threads(width)`, unless given."""
+        lanes, threads = lanes or lanes_for(width), threads or block_threads(width)
         numbers = [bind(turn * threads + thread) for turn in range(blocks_for(width // lanes, threads))]
-        return cls(lanes, tuple((number * lanes, number < width // lanes) for number in numbers))
+        return cls(lanes, threads, tuple((number * lanes, number < width // lanes) for number in numbers))
 
-    def load(self, x: KernelTensor, *row: Expr, first: Expr = 0) -> list[Expr]:
-        """Return the thread's elements of a row of x from column `first` on, zeros for those that do not exist."""
-        return [
-            value for start, inside in self.runs for value in load_lanes(x, (*row, first + start), self.lanes, inside)
-        ]
+    def load_run(self, number: int, x: KernelTensor, *row: Expr, first: Expr = 0) -> list[Expr]:
+        """Return elements of a row of x that begins at column `first`, zeros for those that do not exist."""
+        start, inside = self.runs[number]
+        return load_lanes(x, (*row, first + start), self.lanes, inside)
 
-    def store(self, y: KernelTensor, row: Expr, values: list[Expr], first: Expr = 0) -> None:
-        """Write the thread's elements to a row of y, from column `first` on."""
-        for number, (start, inside) in enumerate(self.runs):
-            store_lanes(y, (row, first + start), values[number * self.lanes : (number + 1) * self.lanes], inside)
+    def store_run(self, number: int, y: KernelTensor, row: Expr, values: list[Expr], first: Expr = 0) -> None:
+        """Write elements of a row of y that begins at column `first`."""
+        start, inside = self.runs[number]
+        store_lanes(y, (row, first + start), values, inside)
 
-    def or_zeros(self, values: list[Expr]) -> list[Expr]:
-        """Return `values`, with zeros for those that do not exist."""
-        return [bind(tirx.Select(self.runs[i // self.lanes][1], value, 0.0)) for i, value in enumerate(values)]
+    def or_zeros(self, number: int, values: list[Expr]) -> list[Expr]:
+        """Return `values` of a run, with zeros for those that do not exist."""
+        return [bind(tirx.Select(self.runs[number][1], value, 0.0)) for value in values]
 
 
 # Packed matrices are read in units of 16 bytes.

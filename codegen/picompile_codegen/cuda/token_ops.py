@@ -1,7 +1,6 @@
 """Kernels that treat each token by itself, on a GPU, and what writes the KV cache."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from tvm import tirx
 
@@ -10,7 +9,8 @@ from picompile_codegen.cpu.tensor import Expr, bind, maximum, minimum, when
 from picompile_codegen.cpu.token_ops import Angles, inverse_root, step_rows
 from picompile_codegen.cuda.function import WARP, CudaFunction, ThreadIndex, blocks_for
 from picompile_codegen.cuda.matrix import ColumnLanes, CudaMatrix, block_threads, lanes_for, load_lanes, store_lanes
-from picompile_codegen.cuda.memory import block_sum, compute, warp_max
+from picompile_codegen.cuda.memory import compute, warp_max
+from picompile_codegen.cuda.norms import NormVectors, write_norm
 from picompile_codegen.specs import (
     AddSpec,
     CacheWriteSpec,
@@ -18,6 +18,7 @@ from picompile_codegen.specs import (
     ElementwiseSpec,
     EmbeddingSpec,
     LayerNormSpec,
+    Norm,
     RmsNormSpec,
     RotarySpec,
     TakeLastSpec,
@@ -97,51 +98,29 @@ def embedding(spec: EmbeddingSpec, function: CudaFunction) -> None:
                 store_lanes(y, (token, column), weights[i : i + lanes], column < spec.dim)
 
 
-# In a norm a block takes a token, and reads it once.
-
-
 def rms_norm(spec: RmsNormSpec, function: CudaFunction) -> None:
     """Write the launch of an `RmsNormSpec`."""
-    x, weight, y, width = function["x"], function["weight"], function["y"], spec.dim // spec.groups
-    threads = block_threads(width)
-    with _norm_launch(spec, threads, function) as (place, start):
-        columns = ColumnLanes.of(width, place.thread)
-        # The weights are asked for before threads wait for each other, so that nobody waits for memory twice.
-        values, weights = columns.load(x, place.block, first=start), columns.load(weight, first=start)
-        squares = block_sum(_total([value * value for value in values]), place.thread, threads)
-        factor = inverse_root(squares / float(width), spec.eps)
-        scaled = [value * factor * scale for value, scale in zip(values, weights, strict=True)]
-        columns.store(y, place.block, scaled, first=start)
-
-
-@contextmanager
-def _norm_launch(
-    spec: RmsNormSpec | LayerNormSpec, threads: int, function: CudaFunction
-) -> Iterator[tuple[ThreadIndex, Expr]]:
-    """Launch a block for each group of each row; give a thread's place, and the column at which its group begins."""
-    grid = spec.rows if spec.groups == 1 else (spec.rows, spec.groups)
-    with function.launch(grid=grid, block=threads) as place, when(place.block < function.tokens(spec.rows)):
-        yield place, 0 if spec.groups == 1 else bind(place.block_y * (spec.dim // spec.groups))
+    _norm(spec, function)
 
 
 def layer_norm(spec: LayerNormSpec, function: CudaFunction) -> None:
     """Write the launch of a `LayerNormSpec`."""
-    x, y, width = function["x"], function["y"], spec.dim // spec.groups
-    weights, biases, threads = function.get("weight"), function.get("bias"), block_threads(width)
-    with _norm_launch(spec, threads, function) as (place, start):
+    _norm(spec, function)
+
+
+def _norm(spec: Norm, function: CudaFunction) -> None:
+    """A block takes a group of a token, and reads it once."""
+    x, width = function["x"], spec.dim // spec.groups
+    grid = spec.rows if spec.groups == 1 else (spec.rows, spec.groups)
+    with (
+        function.launch(grid=grid, block=block_threads(width)) as place,
+        when(place.block < function.tokens(spec.rows)),
+    ):
+        first = 0 if spec.groups == 1 else bind(place.block_y * width)
         columns = ColumnLanes.of(width, place.thread)
-        values = columns.load(x, place.block, first=start)
-        factors = [1.0] * len(values) if weights is None else columns.load(weights, first=start)
-        summands = [0.0] * len(values) if biases is None else columns.load(biases, first=start)
-        mean = bind(block_sum(_total(values), place.thread, threads) / float(width))
-        # Columns that do not exist were read as 0, which is not the mean.
-        deviations = columns.or_zeros([value - mean for value in values])
-        squares = block_sum(_total([value * value for value in deviations]), place.thread, threads)
-        root = inverse_root(squares / float(width), spec.eps)
-        affine = zip(deviations, factors, summands, strict=True)
-        columns.store(
-            y, place.block, [value * root * factor + summand for value, factor, summand in affine], first=start
-        )
+        values = [columns.load_run(number, x, place.block, first=first) for number in range(len(columns.runs))]
+        vectors = NormVectors.of(columns, function.get("weight"), function.get("bias"), first=first)
+        write_norm(spec, columns, values.__getitem__, vectors, (function["y"], place.block, first), place.thread)
 
 
 def divide_by_rms(spec: DivideByRmsSpec, function: CudaFunction) -> None:
@@ -153,15 +132,6 @@ def divide_by_rms(spec: DivideByRmsSpec, function: CudaFunction) -> None:
             factor = inverse_root(x[row, spec.dim] / float(spec.neurons), spec.eps)
             value = x[row, column] * factor
             y[row, column] = value if bias is None else value + bias[column]
-
-
-def _total(values: list[Expr]) -> Expr:
-    """Return the sum, by halves: less rounding than one after another, and additions that need not wait for each
-    other."""
-    while len(values) > 1:
-        rest = values[-1:] if len(values) % 2 else []
-        values = [bind(a + b) for a, b in zip(values[::2], values[1::2], strict=False)] + rest
-    return values[0]
 
 
 # In a rotary embedding a thread turns a pair of elements.

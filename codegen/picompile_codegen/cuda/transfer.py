@@ -164,14 +164,14 @@ def receive(spec: ReceiveSpec, function: CudaFunction) -> None:
     count = function.get("count")
     with function.launch(grid=blocks_for(spec.rows * spec.dim, BLOCK_ELEMENTS), block=THREADS) as place:
         wanted = _ALWAYS if count is None else bind(count[0] != 0)
-        _wait(function["flag"], function["abandoned"], function.step_number(), wanted, place)
+        wait_for_host(function, wanted, place)
         receive_rows(function["source"], function["y"], function.tokens(spec.rows), spec.dim, wanted, place)
 
 
 def receive_mask(spec: ReceiveMaskSpec, function: CudaFunction) -> None:
     """Write the launch of a `ReceiveMaskSpec`."""
     with function.launch(grid=blocks_for(spec.rows * spec.neurons, BLOCK_ELEMENTS), block=THREADS) as place:
-        _wait(function["flag"], function["abandoned"], function.step_number(), _ALWAYS, place)
+        wait_for_host(function, _ALWAYS, place)
         receive_rows(function["source"], function["y"], function.tokens(spec.rows), spec.neurons, _ALWAYS, place)
 
 
@@ -203,8 +203,9 @@ def _signal(flag: KernelTensor, step: Expr, place: ThreadIndex) -> None:
         run_extern("pi_signal", address(flag, 0), step)
 
 
-def _wait(flag: KernelTensor, abandoned: KernelTensor, step: Expr, wanted: Expr, place: ThreadIndex) -> None:
-    """Wait, in all threads of the block, until the flag is set; not at all unless the values are `wanted`."""
+def wait_for_host(function: CudaFunction, wanted: Expr, place: ThreadIndex) -> None:
+    """Wait, in all threads of the block, until the kernel's flag is set; not at all unless the values are `wanted`."""
+    step = function.step_number()
     with when(tirx.And(place.thread == 0, wanted)):
-        run_extern("pi_wait", address(flag, 0), address(abandoned, 0), step)
+        run_extern("pi_wait", address(function["flag"], 0), address(function["abandoned"], 0), step)
     barrier()

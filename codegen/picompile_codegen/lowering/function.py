@@ -94,7 +94,10 @@ class LowerOptions:
 
 @dataclass
 class Shared:
-    """State that the functions of a program share: among it kernels by spec, the host's and the accelerator's."""
+    """State that the functions of a program share: among it kernels by spec, the host's and the accelerator's.
+
+    `joined` are projections that are one where a step has one token (see `fusion.py`).
+    """
 
     options: LowerOptions
     weights: WeightTable = field(default_factory=WeightTable)
@@ -106,6 +109,7 @@ class Shared:
     transfers: int = 0
     streamed: dict[str, None] = field(default_factory=dict)
     stage_bytes: int = 0
+    joined: Mapping[Node, tuple[Node, ...]] = field(default_factory=dict)
 
     @property
     def stats_rows(self) -> int:

@@ -38,6 +38,7 @@ from picompile_codegen.lowering.function import (
     dimension,
     plan_buffers,
 )
+from picompile_codegen.lowering.fusion import Fusions, find_fusions, joined_linears
 from picompile_codegen.lowering.ops import lower_node, top_logits_shapes
 from picompile_codegen.lowering.packing import WeightTable
 from picompile_codegen.lowering.placement import place
@@ -85,6 +86,12 @@ def lower(graph_module: GraphModule, options: LowerOptions) -> Lowered:
         raise UnsupportedGraphError("the graph has no attention, so there is nothing to keep between tokens")
     shared, last = Shared(options, WeightTable(options.panels and options.accelerator != "cuda")), attentions[-1]
     shared.weights.find_layouts(nodes)
+    if options.accelerator == "cuda":
+        shared.joined = joined_linears(nodes, _devices("decode", nodes, shared))
+        for group in shared.joined.values():
+            shared.weights.join(
+                [arguments(node)["weight"] for node in group], [arguments(node)["bias"] for node in group]
+            )
     functions = [
         _whole("decode", 1, nodes, shared, "logits"),
         _prefill(unmasked, last, shared),
@@ -132,11 +139,19 @@ def _lower_all(nodes: Sequence[Node], function: Function) -> None:
 
     So what the host needs is sent before the device begins with what takes long, and its result is asked for after.
     """
-    for node in _host_first(nodes, function.devices):
+    ordered, fusions = _host_first(nodes, function.devices), Fusions()
+    if function.shared.options.accelerator == "cuda":
+        fusions = find_fusions(ordered, function.devices, function.shared.joined, function.rows)
+    for node in ordered:
+        if node in fusions.inside:
+            continue
         function.device = function.devices[node]
-        lower_node(node, function)
-        if function.has(node):
-            publish(node, function)
+        made = fusions.lower(node, function)
+        if made is None:
+            lower_node(node, function)
+        for each in made or [node]:
+            if function.has(each):
+                publish(each, function)
 
 
 def _host_first(nodes: Sequence[Node], devices: Mapping[Node, Device]) -> list[Node]:

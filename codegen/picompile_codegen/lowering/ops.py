@@ -14,6 +14,7 @@ from torch.fx import Node
 from picompile_codegen.lowering.attention import lower_attention, lower_rotary
 from picompile_codegen.lowering.ffn import lower_predict, lower_sparse_ffn
 from picompile_codegen.lowering.function import DECODING, Bindings, Function, dimension
+from picompile_codegen.lowering.linear import linear_call, makes_logits
 from picompile_codegen.lowering.packing import PackedMatrix
 from picompile_codegen.lowering.program import Arg, CountedProjection, TopLogitsBuffers
 from picompile_codegen.specs import (
@@ -23,7 +24,6 @@ from picompile_codegen.specs import (
     ElementwiseSpec,
     EmbeddingSpec,
     LayerNormSpec,
-    LinearSpec,
     RmsNormSpec,
     SparseLinearSpec,
     TopLogitsSpec,
@@ -78,24 +78,11 @@ def _embedding(node: Node, function: Function) -> None:
 
 
 def _linear(node: Node, function: Function) -> None:
-    values = arguments(node)
-    (matrix,) = function.shared.weights.whole_matrices([values["weight"]])
-    kernel = function.kernel(
-        LinearSpec(
-            format=matrix.format,
-            n=dimension(node),
-            k=dimension(values["x"]),
-            rows=function.rows,
-            bias=values["bias"] is not None,
-            rowwise=function.mode == "sequences" and not matrix.panels,
-            panels=matrix.panels,
-        )
-    )
+    spec, bindings = linear_call(node, function)
     is_output = makes_logits(node)
     is_head = is_output or any(is_call(user, op.ELEMENTWISE) and makes_logits(user) for user in node.users)
     y = Arg("buffer", function.logits) if is_output else function.result(node)
-    bindings: Bindings = {"x": function.value(values["x"]), "w": matrix, "y": y}
-    function.call(kernel, bindings | function.vectors(values, "bias"), op="head" if is_head else "linear")
+    function.call(function.kernel(spec), bindings | {"y": y}, op="head" if is_head else "linear")
     if is_output and function.device == "device":
         hand_over(node, y, function)
 
@@ -181,11 +168,6 @@ def _divide_by_rms(node: Node, function: Function) -> None:
     )
     bindings: Bindings = {"x": function.value(values["x"]), "y": function.result(node)}
     function.call(function.kernel(spec), bindings | function.vectors(values, "bias"), op="ffn_norm")
-
-
-def makes_logits(node: Node) -> bool:
-    """Return whether the value of `node` is what the graph returns."""
-    return any(user.op == "output" for user in node.users)
 
 
 def _add(node: Node, function: Function) -> None:

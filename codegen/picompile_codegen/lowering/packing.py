@@ -4,8 +4,9 @@ Nothing is read while the table is built; `PackedTensor.produce` evaluates one t
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
+from itertools import accumulate
 from math import prod
 
 import torch
@@ -26,6 +27,7 @@ Evaluate = Callable[[Node], Tensor]
 
 _SIGNS = ".signs"
 _INPUT_ROWS = ".inputs"
+_JOINED = ".joined"
 VECTOR_MULTIPLE = 16  # 16 float32 are 64 bytes: a tensor's size stays a multiple of the alignment
 
 
@@ -70,6 +72,20 @@ class PackedMatrix:
         return Arg(self.space, self.name, dtype, (rows, self.bytes // rows // ITEM_BYTES[dtype]), self.offset)
 
 
+@dataclass(frozen=True)
+class _Part:
+    """Where a tensor lies in the one called `name`: from row or element `start` on, of `length`."""
+
+    name: str
+    start: int
+    length: int
+    nodes: tuple[Node, ...]
+
+    def produce(self, evaluate: Evaluate) -> Tensor:
+        """Return the whole tensor."""
+        return torch.cat([evaluate(node) for node in self.nodes])
+
+
 # Constants that keep the name of what they are made of: a matrix is packed once, in one format and one direction.
 _SAME_NAME = (TRANSPOSE, QUANTIZE, DEQUANTIZE)
 
@@ -104,17 +120,24 @@ def _quantized(operand: Node) -> tuple[Node, str, int]:
     return values["packed"], values["format"], values["columns"]
 
 
+def name_and_format(operand: Node) -> tuple[str, str]:
+    """Return what a matrix operand is called when it is packed on its own, and its format."""
+    packed, format_name, _ = _quantized(operand)
+    return _parameter_name(packed), format_name
+
+
 @dataclass
 class WeightTable:
     """All packed tensors of a program, each once, however many calls use it.
 
     With `panels`, those that are only multiplied with whole are stored in panels, where they can be; `in_rows` names
-    the others.
+    the others. Matrices and vectors that were joined are `parts` of other tensors.
     """
 
     panels: bool = False
     tensors: dict[str, PackedTensor] = field(default_factory=dict)
     in_rows: set[str] = field(default_factory=set)
+    parts: dict[str, "_Part"] = field(default_factory=dict)
 
     def _add(self, tensor: PackedTensor) -> None:
         self.tensors.setdefault(tensor.name, tensor)
@@ -134,9 +157,40 @@ class WeightTable:
             if tensor.nodes and is_call(tensor.nodes[0], QUANTIZE) and not name.endswith(_SIGNS)
         }
 
+    def join(self, matrices: Sequence[Node], vectors: Sequence[Node | None]) -> None:
+        """Let matrices of one format and width, and their biases if they have any, lie one behind the other.
+
+        None of them may have been added by now.
+        """
+        packed = [_quantized(matrix)[0] for matrix in matrices]
+        for nodes in (packed, [vector for vector in vectors if vector is not None]):
+            names = [_parameter_name(node) for node in nodes]
+            lengths = [int(node.meta["val"].shape[0]) for node in nodes]
+            starts = [0, *accumulate(lengths)]
+            for name, start in zip(names, starts, strict=False):
+                self.parts[name] = _Part(f"{names[0]}{_JOINED}", start, starts[-1], tuple(nodes))
+
+    def joined_matrix(self, operand: Node) -> PackedMatrix:
+        """Return the whole matrix that `operand` was joined to."""
+        packed, format_name, columns = _quantized(operand)
+        part, row_bytes = self.parts[_parameter_name(packed)], FORMATS[format_name].row_bytes(columns)
+        self._add(PackedTensor(part.name, "uint8", (part.length, row_bytes), part.produce, part.nodes))
+        return PackedMatrix(part.name, format_name, part.length, row_bytes)
+
+    def joined_vector(self, node: Node) -> Arg:
+        """Return the whole vector that `node` was joined to."""
+        part = self.parts[_parameter_name(node)]
+        return self.computed(
+            part.name, (part.length,), lambda evaluate: part.produce(evaluate).to(torch.float32), part.nodes
+        )
+
     def matrix(self, operand: Node) -> PackedMatrix:
-        """Add a matrix on its own."""
-        return self.bundle(_parameter_name(_quantized(operand)[0]), [operand])
+        """Add a matrix on its own, or as a part of another."""
+        name = _parameter_name(_quantized(operand)[0])
+        if name not in self.parts:
+            return self.bundle(name, [operand])
+        whole, start = self.joined_matrix(operand), self.parts[name].start
+        return replace(whole, rows=int(operand.meta["val"].shape[0]), offset=start * whole.row_bytes)
 
     def whole_matrices(self, operands: Sequence[Node]) -> list[PackedMatrix]:
         """Add matrices that a kernel multiplies with whole: all in panels, where all can be."""
@@ -224,6 +278,8 @@ class WeightTable:
         """Add a float32 vector: a bias or the weight of a norm."""
         length = int(node.meta["val"].shape[0])
         name = _parameter_name(node)
+        if name in self.parts:
+            return replace(self.joined_vector(node), shape=(length,), offset=self.parts[name].start * 4)
         return self.computed(name, (length,), lambda evaluate: evaluate(node).to(torch.float32), (node,))
 
     def computed(

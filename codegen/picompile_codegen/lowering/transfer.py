@@ -56,7 +56,7 @@ def _send_value(node: Node, function: Function) -> None:
     flag = function.flag()
     function.call(function.kernel(SignalSpec()), {"flag": flag}, op="signal")
     dtype = function.buffers[value.name].dtype
-    function.arrivals[node] = _Receive(value, flag, (function.rows, columns), dtype, _count(node, function))
+    function.arrivals[node] = Receive(value, flag, (function.rows, columns), dtype, _count(node, function))
 
 
 def _count(node: Node, function: Function) -> Arg | None:
@@ -114,7 +114,7 @@ class _Wait:
 
 
 @dataclass(frozen=True)
-class _Receive:
+class Receive:
     """The arrival of a value on the device, which waits and copies it; where `count` is 0 it takes zeros at once."""
 
     shared: Arg
@@ -123,13 +123,27 @@ class _Receive:
     dtype: str
     count: Arg | None
 
+    @property
+    def bindings(self) -> Bindings:
+        """What a kernel that receives the value is given for it."""
+        found: Bindings = {"source": self.shared, "flag": self.flag, "abandoned": _ABANDONED}
+        return found if self.count is None else {**found, "count": self.count}
+
     def __call__(self, function: Function) -> Arg:
+        """Append the call that receives the value; return where it is then."""
         rows, columns = self.shape
         y = function.buffer("received", self.dtype, self.shape)
-        bindings: Bindings = {"source": self.shared, "flag": self.flag, "abandoned": _ABANDONED, "y": y}
         if self.dtype == "uint8":
             kernel = function.kernel(ReceiveMaskSpec(neurons=columns, rows=rows))
         else:
             kernel = function.kernel(ReceiveSpec(dim=columns, rows=rows, counted=self.count is not None))
-        function.call(kernel, bindings | ({} if self.count is None else {"count": self.count}), op="receive")
+        function.call(kernel, self.bindings | {"y": y}, op="receive")
         return y
+
+
+def pending_receive(node: Node, function: Function) -> Receive | None:
+    """Return the arrival of numbers that the current device has not received yet, None if it has them."""
+    arrival = function.arrivals.get(node)
+    if not isinstance(arrival, Receive) or (node, function.device) in function.values:
+        return None
+    return arrival if arrival.dtype == "float32" else None

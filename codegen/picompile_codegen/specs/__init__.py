@@ -16,6 +16,7 @@ from picompile_codegen.specs.arguments import (
 )
 from picompile_codegen.specs.attention import AttentionSpec, CacheWriteSpec
 from picompile_codegen.specs.ffn import FfnSpec, PredictLowRankSpec, PredictSignsSpec
+from picompile_codegen.specs.fused import LinearAddSpec, Norm, SumNormSpec
 from picompile_codegen.specs.tokens import (
     MOST_TOP_LOGITS,
     AddSpec,
@@ -58,8 +59,10 @@ __all__ = [
     "KernelArgument",
     "KernelSpec",
     "LayerNormSpec",
+    "LinearAddSpec",
     "LinearSpec",
     "Mode",
+    "Norm",
     "PackageSpec",
     "PingPongSpec",
     "PredictLowRankSpec",
@@ -72,6 +75,7 @@ __all__ = [
     "SendSpec",
     "SignalSpec",
     "SparseLinearSpec",
+    "SumNormSpec",
     "TakeLastSpec",
     "TopLogitsSpec",
     "UploadSpec",

@@ -37,7 +37,8 @@ class _BufferValue:
     """The bytes that call `number` of `device` wrote to the buffer `name`, from `start` to `end`.
 
     Call -1 is the runtime itself. `source` is the input that the value is, or is a copy of; integers in it are below
-    `below`. `is_bytes` of weights that were copied, whatever their type.
+    `below`. `is_bytes` of weights that were copied, whatever their type. A value `is_complete` if no rows of it are
+    undefined, because its kernel has one: then a call may read a part of it.
     """
 
     name: str
@@ -49,6 +50,7 @@ class _BufferValue:
     source: str | None = None
     below: int | None = None
     is_bytes: bool = False
+    is_complete: bool = False
 
 
 @dataclass
@@ -183,7 +185,8 @@ class _OrderCheck:
             return f"takes numbers below {parameter.below} for {parameter.name}, and {argument.name} may have others"
         # A call reads as many elements of an input as it has rows. In values that calls have written, rows beyond the
         # step's tokens are undefined: a kernel for as many rows leaves them out.
-        if value.start != start or (value.source is None and value.end != end):
+        is_part = value.start != start or (value.source is None and value.end != end)
+        if is_part and not value.is_complete:
             return f"reads a part of {argument.name}"
         interface, rows = self._kernels[device][call.kernel], self._program.rows(self._function)
         copies = any(each.copies == parameter.name for each in interface.parameters)
@@ -208,8 +211,10 @@ class _OrderCheck:
         if parameter.access == "out":
             copied = read.get(parameter.copies or "")
             source, below = (None, parameter.below) if copied is None else (copied.source, copied.below)
-            is_bytes = call.op == UPLOAD_OP
-            value = _BufferValue(argument.name, start, end, device, number, parameter.dtype, source, below, is_bytes)
+            is_bytes, is_complete = call.op == UPLOAD_OP, self._kernels[device][call.kernel].tokens <= 1
+            value = _BufferValue(
+                argument.name, start, end, device, number, parameter.dtype, source, below, is_bytes, is_complete
+            )
         self._arenas[memory].write(start, end, value)
         return ""
 
