@@ -74,7 +74,7 @@ def random_model(rng: np.random.Generator, most_layers: int = 100) -> ModelBytes
         shared_bytes=int(hidden * 2),
         kv_cache_bytes=int(4 * kv_share * hidden * context * batch),
         # Those of a Llama.
-        launches=LayerLaunches(8, 2, {"learned": 2, "exact": 0, "sign": 1}[kind], 3),
+        launches=LayerLaunches(3, 1, {"learned": 2, "exact": 0, "sign": 1}[kind], 2),
         number_bytes=4 if kind == "learned" else 0,
     )
     layers = int(rng.integers(2, most_layers + 1))
@@ -94,7 +94,7 @@ def random_model(rng: np.random.Generator, most_layers: int = 100) -> ModelBytes
         tied=tied,
         table_bytes=512 * context,
         workspace_bytes=100 * hidden * 4 * batch,
-        head_launches=4,
+        head_launches=3,
     )
 
 

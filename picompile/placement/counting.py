@@ -12,15 +12,17 @@ from picompile.choices import KV_DTYPES, MOST_LAYERS, MOST_SEQUENCES, default_kv
 from picompile.errors import UnsupportedModelError, UsageError
 from picompile.placement.derived_bytes import derive_bytes
 from picompile.placement.firing import Firing
+from picompile.placement.launches import TalliedCall
 from picompile.placement.model_bytes import ModelBytes, Packing
 from picompile.placement.shape_outline import outline_of_config
-from picompile.placement.tally import TalliedBlock, TalliedCall, TalliedProgram, tally
+from picompile.placement.tally import TalliedBlock, TalliedProgram, tally
 from picompile_codegen.lowering.arena import align
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
     from picompile.predictors import Predictors
+    from picompile_codegen.cpu import Kernel
     from picompile_codegen.lowering.lower import Lowered
     from picompile_codegen.lowering.program import LoweredProgram, ProgramCall
     from picompile_codegen.specs import KernelSpec
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 # A part of a split layer has at most three vectors of its own, one element a neuron: its neuron numbers and the biases
 # of gate and up. Each is padded to 64 bytes.
 SPLIT_BYTES = 3 * 64
+# Parameters that say where the rows of a step are.
+_PLACES = ("step", "tokens", "positions", "slots")
 
 
 def count_bytes(
@@ -148,12 +152,10 @@ def tallied_program(lowered: "Lowered", batch: int) -> TalliedProgram:
     from picompile_passes.predictors import predictor_kind
 
     program, calls = lowered.program, lowered.program.functions["decode"]
-    parameters = {kernel.name: kernel.params for kernel in lowered.kernels}
+    kernels = {kernel.name: kernel for kernel in lowered.kernels}
     launches = _launches_by_kernel(lowered, calls, batch)
     return TalliedProgram(
-        calls=tuple(
-            TalliedCall(call.op, _tensors_read(call, parameters[call.kernel]), launches[call.kernel]) for call in calls
-        ),
+        calls=tuple(_tallied_call(call, kernels[call.kernel], launches[call.kernel]) for call in calls),
         weight_bytes={name: tensor_bytes(each.dtype, each.shape) for name, each in lowered.weights.tensors.items()},
         cache_bytes={name: tensor_bytes(each.dtype, each.shape) for name, each in program.state.items()},
         blocks=tuple(
@@ -164,13 +166,17 @@ def tallied_program(lowered: "Lowered", batch: int) -> TalliedProgram:
     )
 
 
-def _tensors_read(call: "ProgramCall", parameters: Sequence[str]) -> dict[str, str]:
-    """Return the weights and caches that a call reads, by the kernel's parameter."""
-    read: dict[str, str] = {}
-    for parameter, argument in zip(parameters, call.args, strict=True):
+def _tallied_call(call: "ProgramCall", kernel: "Kernel", launches: int) -> TalliedCall:
+    tensors, reads, made = dict[str, str](), list[str](), None
+    for parameter, argument in zip(kernel.arguments, call.args, strict=True):
         if argument.space != "buffer":
-            read.setdefault(parameter.partition(".")[0], argument.name)
-    return read
+            tensors.setdefault(parameter.name.partition(".")[0], argument.name)
+        elif parameter.access == "in" and parameter.name not in _PLACES:
+            reads.append(argument.name)
+        elif parameter.access == "out" and made is None:
+            made = argument.name, parameter.shape[-1]
+    name, width = made or ("", 0)
+    return TalliedCall(call.op, tensors, launches, tuple(reads), name, width)
 
 
 def _launches_by_kernel(lowered: "Lowered", calls: "Sequence[ProgramCall]", batch: int) -> dict[str, int]:

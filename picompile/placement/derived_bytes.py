@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from picompile.choices import KV_DTYPES, MOST_SEQUENCES, default_kv_dtype
 from picompile.placement.firing import Firing, estimate_rank
+from picompile.placement.launches import TalliedCall
 from picompile.placement.model_bytes import ModelBytes, Packing
 from picompile.placement.shape_graph import (
     ITEM_BYTES,
@@ -16,7 +17,7 @@ from picompile.placement.shape_graph import (
     sign_row_bytes,
 )
 from picompile.placement.shape_outline import ModelOutline
-from picompile.placement.tally import TalliedBlock, TalliedCall, TalliedProgram, tally
+from picompile.placement.tally import TalliedBlock, TalliedProgram, tally
 from picompile_codegen.lowering.arena import Lifetime, align, place_buffers
 from picompile_passes.silence import silences_neurons
 from picompile_passes.weight_formats import FORMATS, GROUP
@@ -240,10 +241,8 @@ def _chunk_block(graph: ShapeGraph, rows: int) -> list[int]:
 # The launches follow the rules of `picompile_codegen.cuda`; `tests/placement/test_shapes.py` compares their number with
 # the kernels there.
 
-# `cuda/attention_decode.py`: positions of a part of the context, a tile each, or several in long contexts; registers
-# for the queries of a block, of which there are eight at most. `cuda/attention_common.py`: elements of a query that a
-# thread has at once.
-_ATTENTION_TILE, _CUDA_MOST_PARTS = 256, 64
+# `cuda/attention_decode.py`: registers for the queries of a block, of which there are eight at most.
+# `cuda/attention_common.py`: elements of a query that a thread has at once.
 _QUERY_REGISTERS, _MOST_QUERIES, _UNIT_ELEMENTS, _UNIT_BYTES, _WARP = 64, 8, 8, 16, 32
 # `cuda/ffn_down.py`: tiles of a chunk's product with down, and slices of its neurons where tiles are few.
 _SMALL_TILE, _LARGE_TILE, _TILE_DEPTH = 64, 128, 32
@@ -253,7 +252,7 @@ _ENOUGH_TILES, _FEWEST_NEURONS, _MOST_SLICES = 256, 256, 8
 def launches_of(graph: ShapeGraph, node: ShapeNode, sequences: int) -> int:
     """Return the launches of a node's kernel where `sequences` are decoded together."""
     if node.op == "attention":
-        return _attention_launches(graph.outline, graph.packing.context, graph.packing.kv_dtype)
+        return _attention_launches(graph.outline, graph.packing.kv_dtype)
     if node.op == "predict":
         return 2 if graph.packing.predictor in LEARNED else 1
     if node.op in ("linear", "head"):
@@ -262,19 +261,18 @@ def launches_of(graph: ShapeGraph, node: ShapeNode, sequences: int) -> int:
     if node.op != "ffn":
         return 1
     if sequences == 1 or graph.packing.makes_mask:
-        # Groups of neurons, the rows of down of those that fired, and the sum of the slices.
-        return 3
+        # Groups of neurons, and the rows of down of those that fired.
+        return 2
     # Halves, products with gate and up, halves of these, products with down.
     return 4 + _is_down_sliced(graph.outline, sequences)
 
 
-def _attention_launches(outline: ModelOutline, context: int, kv_dtype: str) -> int:
-    """Return 1, plus 1 to merge the parts of a long context, plus 1 if several blocks wait for the new key."""
-    part_positions = _ATTENTION_TILE * _ceil_div(context, _ATTENTION_TILE * _CUDA_MOST_PARTS)
+def _attention_launches(outline: ModelOutline, kv_dtype: str) -> int:
+    """Return 1, plus 1 if several blocks wait for the new key."""
     group = outline.heads // outline.kv_heads
     most = max(1, min(_MOST_QUERIES, group, _QUERY_REGISTERS // _query_registers(outline.head_dim, kv_dtype)))
     queries = _ceil_div(group, _ceil_div(group, most))
-    return 1 + (context > part_positions) + (group > queries)
+    return 1 + (group > queries)
 
 
 def _query_registers(head_dim: int, kv_dtype: str) -> int:
@@ -342,7 +340,9 @@ def _tallied(graph: ShapeGraph, sequences: int) -> TalliedProgram:
     block = TalliedBlock(neurons, predictor, row_local=predictor not in LEARNED)
     return TalliedProgram(
         calls=tuple(
-            TalliedCall(node.op, node.tensors, launches_of(graph, node, sequences_of_step))
+            TalliedCall(
+                node.op, node.tensors, launches_of(graph, node, sequences_of_step), node.inputs, node.name, node.width
+            )
             for node in graph.nodes
             # When a token is decoded, the attention kernel rotates queries and keys itself.
             if node.op != "rotary"

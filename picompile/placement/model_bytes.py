@@ -51,13 +51,15 @@ class LayerLaunches:
     """Launches for a token of a layer's parts, if they are on the accelerator.
 
     `attention` counts norms, projections and additions; `kv_cache` attention itself, with rotation and writing the
-    cache; `predictor` the kernels that make a mask; `hot` the block's kernel, if any neuron is hot.
+    cache; `predictor` the kernels that make a mask; `hot` the block's kernel, if any neuron is hot. `receive` counts
+    what receives the host's part of the block: where that is the whole block, and where it is not.
     """
 
     attention: int
     kv_cache: int
     predictor: int
     hot: int
+    receive: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,11 @@ numbers of a config.json alone (`shape_graph.py`).
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from picompile.placement.launches import TalliedCall, count_launches, layer_ends
 from picompile.placement.model_bytes import LayerBytes, LayerLaunches, ModelBytes, Packing
 
 _ELEMENT_BYTES = 4
@@ -21,32 +22,6 @@ _BIASES = ("gate_bias", "up_bias")
 _LIMITS = ("gate_limits", "output_limits")
 # Tables of angles and thresholds of predictors are numbers that layers share.
 _TABLES = ("cos", "sin", "threshold", "most")
-
-# The part of a layer that a call belongs to, as in `Placement` of `picompile_codegen`.
-_PARTS = {
-    "norm": "attention",
-    "ffn_norm": "attention",
-    "linear": "attention",
-    "add": "attention",
-    "elementwise": "attention",
-    "rotary": "kv_cache",
-    "attention": "kv_cache",
-    "predict": "predictor",
-    "ffn": "hot",
-}
-
-
-@dataclass(frozen=True)
-class TalliedCall:
-    """One call of a decoded token: its operator (`op`), the tensor that each parameter reads, and its launches.
-
-    `tensors` names packed weights and caches, not activations. `launches` are those of the call's kernel for an
-    accelerator.
-    """
-
-    op: str
-    tensors: Mapping[str, str]
-    launches: int
 
 
 @dataclass(frozen=True)
@@ -97,7 +72,7 @@ class _Tally:
         for place, call in enumerate(self._calls):
             for parameter, tensor in call.tensors.items():
                 self._readers.setdefault(tensor, _Reader(place, call.op, parameter))
-        self._ends = _layer_ends(self._calls)
+        self._ends = layer_ends(self._calls)
         self._head = {tensor for call in self._calls if call.op == "head" for tensor in call.tensors.values()}
 
     def model(self, name: str, hidden: int, parameters: int) -> ModelBytes:
@@ -110,7 +85,7 @@ class _Tally:
             else:
                 layers[self._layer(tensor)][tensor] = size
         embeddings = {tensor for tensor, reader in self._readers.items() if reader.op == "embedding"}
-        launches, head_launches = count_launches(self._calls)
+        launches, head_launches = count_launches(self._calls, self._program.weight_bytes, self._packing.batch)
         return ModelBytes(
             name=name,
             quant=self._packing.quant,
@@ -180,37 +155,3 @@ class _Tally:
     def _rows(self, tensors: set[str]) -> set[str]:
         """Return the tensors that have rows for each neuron."""
         return {tensor for tensor in tensors if self._readers[tensor].parameter in _MATRICES}
-
-
-def count_launches(calls: Sequence[TalliedCall]) -> tuple[tuple[LayerLaunches, ...], int]:
-    """Return the launches of each layer, and those of the output head without the search for the top logits.
-
-    Three things are left out: the two more transfers for OPT-350M's projection of embeddings; the further inputs of a
-    step of several sequences; and that the hot part of such a step, if no mask is made, may add up fewer slices than
-    the whole block.
-    """
-    ends = _layer_ends(calls)
-    first = next(place for place, call in enumerate(calls) if call.op == "attention")
-    counts = [Counter[str]() for _ in range(len(ends) + 1)]
-    for place, call in enumerate(calls):
-        # The embedding is on the host, with the addition of positions before the first layer.
-        if call.op == "embedding" or (call.op == "add" and place < first):
-            continue
-        layer = sum(place > end for end in ends)
-        counts[layer]["head" if layer == len(ends) else _PARTS[call.op]] += call.launches
-    layers = tuple(
-        LayerLaunches(count["attention"], count["kv_cache"], count["predictor"], count["hot"]) for count in counts[:-1]
-    )
-    return layers, counts[-1]["head"]
-
-
-def _layer_ends(calls: Sequence[TalliedCall]) -> list[int]:
-    """Return the place of the last call of each layer: its block or attention, with its norm and the additions behind
-    it."""
-    ends = [place for place, call in enumerate(calls) if call.op == "ffn"]
-    ends[-1] = max(place for place, call in enumerate(calls) if call.op in ("ffn", "attention"))
-    for number, end in enumerate(ends):
-        while end + 1 < len(calls) and calls[end + 1].op in ("add", "ffn_norm"):
-            end += 1
-        ends[number] = end
-    return ends

@@ -1,7 +1,7 @@
 """The cost model: how long each part of a layer takes, by where it is.
 
 Decoding is bound by reading: a part takes its bytes over the bandwidth of the memory that it is in. On the accelerator
-its launches take time too; they are counted on the kernels of the lowered model (`tally.count_launches`). A layer's
+its launches take time too; they are counted on the kernels of the lowered model (`launches.count_launches`). A layer's
 hybrid step:
 
     attention ─ predict ─┬─ hot neurons on the accelerator ─┬─ transfer ─ next layer
@@ -47,8 +47,8 @@ ALL_ON_HOST = PartPlaces(False, False, False)
 def transfer_launches(layer: LayerBytes, where: PartPlaces) -> tuple[int, int, int]:
     """Count the launches that a layer needs because it has parts on both sides, with no, some and all neurons hot.
 
-    These kernels are launched for every token, whether or not a cold neuron fires: they send, receive, and add the
-    parts of a block if that happens on the accelerator. A predictor is assumed to read what the block reads.
+    These kernels are launched for every token, whether or not a cold neuron fires: they send, and receive where no
+    other kernel does. A predictor is assumed to read what the block reads.
     """
     masked_by_host = int(layer.predictor_bytes > 0 and not where.predictor_on_accelerator)
     if not where.attention_on_accelerator:
@@ -56,8 +56,9 @@ def transfer_launches(layer: LayerBytes, where: PartPlaces) -> tuple[int, int, i
         there = 2 + masked_by_host
         return 0, there, there
     cache = 0 if where.kv_cache_on_accelerator else _CACHE_LAUNCHES
-    # Input and mask go together; the result comes back and is added to that of the hot neurons.
-    none, some, every = 2, 3, 0
+    # Input and mask go together; what adds the result receives it.
+    alone, beside_hot = layer.launches.receive
+    none, some, every = 1 + alone, 1 + beside_hot, 0
     if masked_by_host:
         # The predictor needs the input even if no neuron is cold, and the hot neurons need a mask.
         some, every = some + 1, 2

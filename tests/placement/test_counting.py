@@ -120,8 +120,8 @@ def test_bytes_of_a_gated_model() -> None:
         gating_bytes=192,
         shared_bytes=0,
         kv_cache_bytes=2 * 50 * 48 * 2,
-        # Two norms, four projections and two additions; 50 positions are one part of attention; three for the block.
-        launches=LayerLaunches(8, 1, 0, 3),
+        # Projections to q, k and v; that behind attention, with its addition and a norm; the other addition and norm.
+        launches=LayerLaunches(3, 1, 0, 2),
     )
     assert counted.embedding_bytes == counted.head_bytes == 503 * 192
     # Cosines and sines of 50 · 12 angles, padded to 64 bytes, and the final norm.

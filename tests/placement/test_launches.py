@@ -145,29 +145,25 @@ def expected(model: ModelBytes, layers: Sequence[Layer], head: bool) -> Counter[
     launches = Counter[str]()
     for counts, (where, hot) in zip(model.layers, layers, strict=True):
         of_layer = counts.launches
-        launches["dense"] += of_layer.attention * where.attention_on_accelerator
+        launches["stream"] += of_layer.attention * where.attention_on_accelerator
         launches["attention"] += of_layer.kv_cache * where.kv_cache_on_accelerator
         # One whose mask serves both parts of a block; another goes with the hot neurons.
         launches["block"] += of_layer.predictor * (where.predictor_on_accelerator and counts.predictor_bytes > 0)
         launches["block"] += counts.hot_launches * (hot != "none")
-        exchange = transfer_launches(counts, where)[("none", "some", "all").index(hot)]
-        # The addition of the two parts of a block.
-        added = int(where.attention_on_accelerator and hot == "some")
-        launches["dense"] += added
-        launches["crossing"] += exchange - added
+        launches["stream"] += transfer_launches(counts, where)[("none", "some", "all").index(hot)]
     sides = [False, *(layer.where.attention_on_accelerator for layer in layers), head]
-    launches["crossing"] += sum(before != after for before, after in pairwise(sides))
-    launches["dense"] += model.head_launches * head
+    # What is received from the layer before goes through a norm of its own.
+    launches["stream"] += sum((before != after) * (1 + after) for before, after in pairwise(sides))
+    launches["stream"] += model.head_launches * head
     return launches
 
 
 def in_sums(launched: Counter[str]) -> Counter[str]:
     """`launched` in the same sums."""
     sums = {
-        "dense": ("norm", "ffn_norm", "elementwise", "linear", "add", "head", "leading"),
+        "stream": ("norm", "ffn_norm", "elementwise", "linear", "add", "head", "leading", "send", "receive"),
         "attention": ("rotary", "attention", "cache"),
         "block": ("predict", "ffn"),
-        "crossing": ("send", "receive"),
     }
     # What brings the token's position, at the beginning.
     assert set(launched) <= {*(op for ops in sums.values() for op in ops), "inputs"}
@@ -204,10 +200,16 @@ def test_a_dense_model_has_no_launches_of_predictors(predictor: str) -> None:
 
 
 def test_launches_of_a_gated_layer() -> None:
-    """By hand: two norms, four projections, two additions; attention in parts and what merges them; the block's."""
+    """By hand: q, k and v; the projection with the addition and the norm; the other addition with the next norm."""
     model = counted(Model("llama-relu", "learned", "f16", 384, 1, "f32"))
-    assert {layer.launches for layer in model.layers} == {LayerLaunches(8, 2, 2, 3)}
-    # Mask and input, the result, and its addition.
-    assert transfer_launches(model.layers[0], ALL_ON_ACCELERATOR) == (2, 3, 0)
-    # The final norm, the matrix, and two for the highest logits.
-    assert model.head_launches == 4
+    assert {layer.launches for layer in model.layers} == {LayerLaunches(3, 1, 2, 2)}
+    # Mask and input; the addition receives the result.
+    assert transfer_launches(model.layers[0], ALL_ON_ACCELERATOR) == (1, 1, 0)
+    # The matrix, and two for the highest logits.
+    assert model.head_launches == 3
+
+
+def test_launches_of_a_layer_for_several_sequences() -> None:
+    """As before, but that projections are separate, and a launch makes halves for each of the four."""
+    model = counted(Model("llama-relu", "learned", "f16", 384, 3, "f32"))
+    assert {layer.launches for layer in model.layers} == {LayerLaunches(10, 1, 2, 2)}
