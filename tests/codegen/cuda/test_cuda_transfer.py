@@ -16,7 +16,17 @@ from helpers.kernels.workbench import Array, uniform
 from picompile_codegen import cuda
 from picompile_codegen.cuda import CudaKernel, cuda_source
 from picompile_codegen.cuda.build import KernelLaunch
-from picompile_codegen.specs import CopyWordsSpec, KernelArgument, ReceiveMaskSpec, ReceiveSpec, SendMaskSpec, SendSpec
+from picompile_codegen.specs import (
+    CopyWordsSpec,
+    KernelArgument,
+    KernelSpec,
+    ReceiveMaskSpec,
+    ReceiveSpec,
+    RmsNormSpec,
+    SendMaskSpec,
+    SendSpec,
+    SumNormSpec,
+)
 
 CHUNK = 5
 # A part of a block's turn; rows that are no multiple of four; more than a turn.
@@ -166,11 +176,19 @@ _SLEEP = "__nanosleep(100);"
 _TELL = "((volatile int *)flag)[1] = STEP, __nanosleep(100);".replace("STEP", str(STEP))
 
 
-@pytest.fixture(scope="module")
-def receiving(tmp_path_factory: pytest.TempPathFactory) -> Live:
-    """Two blocks, of which the second has little to do."""
-    kernel = cuda.write_kernel(ReceiveSpec(dim=4100, rows=1, counted=True))
-    return Live.of(kernel, tmp_path_factory.mktemp("receiving"), _SLEEP, _TELL)
+RECEIVERS: list[KernelSpec] = [
+    # Two blocks, of which the second has little to do.
+    ReceiveSpec(dim=4100, rows=1, counted=True),
+    SumNormSpec(dim=4100, rows=1, terms=2, norm=RmsNormSpec(4100, 1, 1e-5), received=True, counted=True),
+]
+
+
+@pytest.fixture(scope="module", params=RECEIVERS, ids=["receive", "sum"])
+def receiving(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Live:
+    live = Live.of(cuda.write_kernel(request.param), tmp_path_factory.mktemp("receiving"), _SLEEP, _TELL)
+    if "x0" in live.arrays:
+        live.arrays["x0"][:] = 0
+    return live
 
 
 def begin_to_wait(live: Live, act: Callable[[], None]) -> threading.Thread:
@@ -223,6 +241,7 @@ _PATIENCE_NS = 20_000_000
     [
         cuda.write_kernel(ReceiveSpec(dim=4100, rows=1, counted=False)),
         cuda.write_kernel(ReceiveMaskSpec(neurons=77, rows=1)),
+        cuda.write_kernel(SumNormSpec(dim=4100, rows=1, terms=2, norm=None, received=True)),
     ],
 )
 def test_a_wait_times_out(kernel: CudaKernel, tmp_path: Path) -> None:
