@@ -46,7 +46,8 @@ from picompile_codegen.errors import CodegenError
 from picompile_codegen.specs import AttentionSpec
 
 # Positions that a thread takes at once: one load brings their weights, and all of their values are loaded together.
-_POSITIONS = 4
+# With many sums their values would not fit the registers beside them.
+_POSITIONS, _FEW_POSITIONS, _MANY_SUMS = 4, 2, 56
 _UNIT = 8
 # The float32 of shared memory, 16 KiB, that add up the sets.
 _MEMORY = 4096
@@ -82,27 +83,32 @@ class Mixture:
         """Sets of threads. A few threads may be left over."""
         return THREADS // self.units
 
+    @property
+    def positions(self) -> int:
+        """Positions that a thread takes at once."""
+        return _FEW_POSITIONS if self.count * self.size >= _MANY_SUMS else _POSITIONS
+
     def add(self, values: Cache, tile: Tile, weights: KernelTensor, rescale: KernelTensor) -> None:
         """Multiply the sums by `rescale`, and add the values of a tile times `weights`."""
         for i in range(self.count):
             factor = bind(rescale[i])
             for e in range(self.size):
                 self.sums[i * self.size + e] = self.sums[i * self.size + e] * factor
-        at_once = self.sets * _POSITIONS
+        at_once = self.sets * self.positions
         with loop(0, bind((tile.count + (at_once - 1)) // at_once)) as turn:
-            first = bind(turn * at_once + self.set * _POSITIONS)
+            first = bind(turn * at_once + self.set * self.positions)
             with when(tirx.And(self.set < self.sets, first < tile.count)):
                 self._add_positions(values, tile, weights, first)
 
     def _add_positions(self, values: Cache, tile: Tile, weights: KernelTensor, first: Expr) -> None:
-        rows = [tile.row(first + j) for j in range(_POSITIONS)]
+        rows = [tile.row(first + j) for j in range(self.positions)]
         start = self.unit * self.size
         read = [load_unit(values.data, row, start, self.size) for row in rows]
         scales = [unit_scale(values, row, start) for row in rows]
         for i in range(self.count):
-            four = bind(weights[i, tirx.Ramp(first, 1, _POSITIONS)])
+            of_query = bind(weights[i, tirx.Ramp(first, 1, self.positions)])
             for j, (elements, scale) in enumerate(zip(read, scales, strict=True)):
-                weight = tirx.Shuffle([four], [j])
+                weight = tirx.Shuffle([of_query], [j])
                 weight = bind(weight if scale is None else weight * scale)
                 for e, element in enumerate(elements):
                     self.sums[i * self.size + e] = self.sums[i * self.size + e] + weight * element
@@ -219,7 +225,7 @@ class OnlineSoftmax:
 
 
 # The outputs of parts are read again, and a long list of them takes long to merge.
-_MOST_PARTS = 64
+_MOST_PARTS = 512
 _REGISTERS = 64
 
 
@@ -236,12 +242,10 @@ def queries_of_block(spec: AttentionSpec, kv_dtype: str) -> int:
 
 
 def _resident(spec: AttentionSpec, kv_dtype: str, parts: Parts) -> int:
-    """Return `Grid.resident`.
-
-    With few queries and one tile each, ptxas would spill two registers to fit a fourth block.
-    """
+    """Return `Grid.resident`: as many as do not make ptxas spill registers."""
     held = queries_of_block(spec, kv_dtype) * registers_of_query(kv_dtype, spec.head_dim)
-    return 3 if parts.positions == TILE and held <= _REGISTERS // 2 else 0
+    is_small = parts.positions == TILE and held <= _REGISTERS // 2 and kv_dtype != "float32"
+    return 3 if is_small else 2
 
 
 def attend_rows(function: CudaFunction, spec: AttentionSpec, parts: Parts, tensors: CudaAttentionTensors) -> None:
@@ -350,47 +354,100 @@ def _merge(
 
     `span` has the first part and the one behind the last.
     """
-    assert tensors.outputs is not None
-    row, kv_head = of
     weights = shared(queries.count, parts.count)
     _weigh_parts(spec, tensors, queries, of, span, weights, place)
     barrier()
-    units = padded_width(spec.value_dim) // _POSITIONS
-    items = queries.count * units
-    # Where there are threads to spare, sets of them take different parts.
-    sets = max(1, THREADS // items)
-    mixed = shared(sets, items * _POSITIONS) if sets > 1 else None
-    for first in range(0, items * sets, THREADS):
-        number = bind(first + place.thread)
-        mine, item = bind(number // items), bind(number % items)
-        query, column = bind(item // units), bind(item % units * _POSITIONS)
-        head = bind(kv_head * spec.group + minimum(queries.first + query, spec.group - 1))
-        with when(mine < sets):
-            sums = zero_registers(_POSITIONS)
-            with loop(0, bind((span[1] - span[0] + (sets - 1) - mine) // sets)) as turn:
-                part = bind(span[0] + mine + turn * sets)
-                weight = bind(weights[query, part])
-                four = bind(tensors.outputs[row, head, part, tirx.Ramp(column, 1, _POSITIONS)])
-                for i in range(_POSITIONS):
-                    sums[i] = sums[i] + weight * tirx.Shuffle([four], [i])
-            for i in range(_POSITIONS):
-                if mixed is not None:
-                    mixed[mine, item * _POSITIONS + i] = sums[i]
-                    continue
-                with when(tirx.And(queries.first + query < spec.group, column + i < spec.value_dim)):
-                    tensors.y[row, head * spec.value_dim + column + i] = sums[i]
-    if mixed is None:
-        return
-    barrier()
-    for first in range(0, items * _POSITIONS, THREADS):
-        number = bind(first + place.thread)
-        query, column = bind(number // (units * _POSITIONS)), bind(number % (units * _POSITIONS))
-        is_there = tirx.And(number < items * _POSITIONS, queries.first + query < spec.group)
-        with when(tirx.And(is_there, column < spec.value_dim)):
-            total = mixed[0, number]
-            for each in range(1, sets):
-                total = total + mixed[each, number]
-            tensors.y[row, (kv_head * spec.group + queries.first + query) * spec.value_dim + column] = total
+    merge = _Merge(spec, tensors, queries, of, span, weights, place)
+    if merge.sets > 1:
+        merge.in_sets()
+    else:
+        merge.in_turns()
+
+
+# Columns of an output that a thread puts together: 16 bytes.
+_COLUMNS = 4
+
+
+@dataclass(frozen=True)
+class _Merge:
+    """Sums of the outputs of parts times their weights: a thread has four columns of a query."""
+
+    spec: AttentionSpec
+    tensors: CudaAttentionTensors
+    queries: HeldQueries
+    of: tuple[Expr, Expr]
+    span: tuple[Expr, Expr]
+    weights: KernelTensor
+    place: ThreadIndex
+
+    @property
+    def units(self) -> int:
+        """Threads for the columns of a query."""
+        return padded_width(self.spec.value_dim) // _COLUMNS
+
+    @property
+    def items(self) -> int:
+        """Threads for all queries."""
+        return self.queries.count * self.units
+
+    @property
+    def sets(self) -> int:
+        """Sets of threads that take different parts, where there are threads to spare."""
+        return max(1, THREADS // self.items)
+
+    def in_turns(self) -> None:
+        """Write the result, `THREADS` items at a time."""
+        for first in range(0, self.items, THREADS):
+            item = bind(first + self.place.thread)
+            with when(item < self.items):
+                sums = self._sums(item, 0)
+                for i in range(_COLUMNS):
+                    self._give(item, i, sums[i])
+
+    def in_sets(self) -> None:
+        """Write the result, which sets of threads share; their sums are added in order."""
+        mine, item = bind(self.place.thread // self.items), bind(self.place.thread % self.items)
+        sums = zero_registers(_COLUMNS)
+        with when(mine < self.sets):
+            found = self._sums(item, mine)
+            for i in range(_COLUMNS):
+                sums[i] = found[i]
+        # TVM gives memory that nobody reads any more, here that of the weights, to what comes next.
+        barrier()
+        mixed = shared(self.sets, self.items * _COLUMNS)
+        with when(mine < self.sets):
+            for i in range(_COLUMNS):
+                mixed[mine, item * _COLUMNS + i] = sums[i]
+        barrier()
+        with when(self.place.thread < self.items):
+            for i in range(_COLUMNS):
+                total = mixed[0, self.place.thread * _COLUMNS + i]
+                for each in range(1, self.sets):
+                    total = total + mixed[each, self.place.thread * _COLUMNS + i]
+                self._give(self.place.thread, i, total)
+
+    def _head(self, item: Expr) -> Expr:
+        _, kv_head = self.of
+        return kv_head * self.spec.group + minimum(self.queries.first + item // self.units, self.spec.group - 1)
+
+    def _sums(self, item: Expr, mine: Expr) -> KernelTensor:
+        """Return the sums of an item over the parts of set `mine`."""
+        (begin, end), (row, _) = self.span, self.of
+        query, column, head = bind(item // self.units), bind(item % self.units * _COLUMNS), bind(self._head(item))
+        sums = zero_registers(_COLUMNS)
+        assert self.tensors.outputs is not None
+        with loop(0, bind((end - begin + (self.sets - 1) - mine) // self.sets)) as turn:
+            part = bind(begin + mine + turn * self.sets)
+            weight = bind(self.weights[query, part])
+            four = bind(self.tensors.outputs[row, head, part, tirx.Ramp(column, 1, _COLUMNS)])
+            for i in range(_COLUMNS):
+                sums[i] = sums[i] + weight * tirx.Shuffle([four], [i])
+        return sums
+
+    def _give(self, item: Expr, i: int, value: Expr) -> None:
+        query, column = item // self.units, bind(item % self.units * _COLUMNS + i)
+        with when(tirx.And(self.queries.first + query < self.spec.group, column < self.spec.value_dim)):
+            self.tensors.y[self.of[0], self._head(item) * self.spec.value_dim + column] = value
 
 
 def _weigh_parts(

@@ -250,7 +250,8 @@ def _generate(kernel: CudaKernel) -> tuple[list[str], tuple[KernelLaunch, ...]]:
         if int(match[1]) != grid.threads:
             raise CodegenError(f"kernel {kernel.name}: {match[2]} has {match[1]} threads instead of {grid.threads}")
         launches.append(KernelLaunch(match[2], grid, tuple(_arguments(kernel, match[3]))))
-    return [_bounded(match[0], grid) for match, grid in zip(found, kernel.grids, strict=True)], tuple(launches)
+    bounded = [_bounded(match[0], grid) for match, grid in zip(found, kernel.grids, strict=True)]
+    return [_written_by_others(definition, kernel) for definition in bounded], tuple(launches)
 
 
 def _source_of(kernel: CudaKernel) -> str:
@@ -266,6 +267,20 @@ def _bounded(definition: str, grid: Grid) -> str:
     """Add the number of resident blocks to the launch bounds, where TVM writes the number of threads alone."""
     bounds = f"__launch_bounds__({grid.threads}"
     return definition.replace(f"{bounds})", f"{bounds}, {grid.resident})", 1) if grid.resident else definition
+
+
+def _written_by_others(definition: str, kernel: CudaKernel) -> str:
+    """Return a launch whose written arguments are not `__restrict__`.
+
+    By that word the compiler may take it that only this thread writes there, and keep what it has read across a
+    barrier, behind which other threads' values are read. Arguments that are only read keep it: they are read by
+    instructions for memory that nobody changes.
+    """
+    for argument in kernel.arguments:
+        if argument.access != "in":
+            name = f"{argument.name.replace('.', '_')}_ptr"
+            definition = definition.replace(f"__restrict__ {name}", name, 1)
+    return definition
 
 
 def _arguments(kernel: CudaKernel, parameters: str) -> Iterable[int]:

@@ -37,8 +37,8 @@ _LISTED = 1024
 _BLOCKS, _FEWEST = 256, 128
 # With this many tokens each needs fewer blocks.
 _MANY_TOKENS = 4
-# Elements of a slice that a thread adds up together: 16 bytes.
-_LANES = 4
+# Elements of a slice that a thread adds up together, 16 bytes, and slices that it reads together.
+_LANES, _SLICES_TOGETHER = 4, 8
 _ALWAYS = tirx.IntImm("bool", 1)
 
 
@@ -230,10 +230,20 @@ def _add_slices(block: CudaFfn, plan: DownPlan, slices: KernelTensor, place: Thr
         """Return the sums of `lanes` neighbouring elements of a slice."""
         for i in range(lanes):
             total[i] = 0.0
-        with loop(0, plan.slices) as number:
-            found = load_lanes(slices, (first_row + number, at), lanes, _ALWAYS)
-            for i in range(lanes):
-                total[i] = total[i] + found[i]
+
+        def add_several(first: Expr, count: int) -> None:
+            rows = [bind(first_row + first + number) for number in range(count)]
+            found = [load_lanes(slices, (row, at), lanes, _ALWAYS) for row in rows]
+            loads_first()
+            for of_slice in found:
+                for i in range(lanes):
+                    total[i] = total[i] + of_slice[i]
+
+        full = plan.slices // _SLICES_TOGETHER
+        with loop(0, full) as turn:
+            add_several(turn * _SLICES_TOGETHER, _SLICES_TOGETHER)
+        if plan.slices % _SLICES_TOGETHER:
+            add_several(full * _SLICES_TOGETHER, plan.slices % _SLICES_TOGETHER)
         return [total[i] for i in range(lanes)]
 
     for first in range(0, plan.width, DOWN_THREADS * _LANES):

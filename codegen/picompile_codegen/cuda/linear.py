@@ -5,7 +5,7 @@ Tiles are multiplied on tensor cores (`mma.py`).
 
 from tvm import tirx
 
-from picompile_codegen.cpu.tensor import KernelTensor, bind, minimum, when
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, minimum, when
 from picompile_codegen.cuda.dot import BlockInput, add_part, in_parts
 from picompile_codegen.cuda.function import WARP, CudaFunction, ThreadIndex, blocks_for
 from picompile_codegen.cuda.halves import Halves
@@ -19,6 +19,8 @@ _ONE_THREADS = 256
 # A warp reads two rows at a time: what it has read of x serves both, and more reads are under way.
 _ROWS_A_WARP = 2
 _ROWS_A_BLOCK = _ONE_THREADS // WARP * _ROWS_A_WARP
+# Runs of columns that the last block loads together for the norm: more would not fit the registers everywhere.
+_RUNS_TOGETHER = 1
 
 
 def linear(spec: LinearSpec, function: CudaFunction) -> None:
@@ -43,10 +45,13 @@ def linear_add(spec: LinearAddSpec, function: CudaFunction) -> None:
             return
         with when(last_block(tickets, 0, blocks, place)):
             columns = ColumnLanes.of(dim, place.thread, _ONE_THREADS)
-            # Read where they are used, and again: all of a thread's elements would not fit its registers.
             vectors = NormVectors.of(columns, function.get("norm_weight"), function.get("norm_bias"), early=False)
             out = function["normed"], 0, 0
-            write_norm(spec.norm, columns, lambda n: columns.load_run(n, y, 0), vectors, out, place.thread)
+
+            def values(number: int) -> list[Expr]:
+                return columns.load_run(number, y, 0)
+
+            write_norm(spec.norm, columns, values, vectors, out, place.thread, _RUNS_TOGETHER)
 
 
 def _resident(spec: LinearSpec, w: CudaMatrix) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind
 from picompile_codegen.cpu.token_ops import inverse_root
 from picompile_codegen.cuda.matrix import ColumnLanes
-from picompile_codegen.cuda.memory import block_sum
+from picompile_codegen.cuda.memory import block_sum, loads_first
 from picompile_codegen.specs import Norm, RmsNormSpec
 
 # of_run(number) → this thread's elements in that run of its columns
@@ -55,34 +55,51 @@ def write_norm(
     vectors: NormVectors,
     out: tuple[KernelTensor, Expr, Expr],
     thread: Expr,
+    together: int = 0,
 ) -> None:
     """Write the norm of a row, whose elements `values` gives, zeros for columns that do not exist.
 
-    `out` is a tensor, the row there, and the column at which the row begins. All threads of the block must come.
+    `out` is a tensor, the row there, and the column at which the row begins. All threads of the block must come. With
+    `together` the elements are loaded whenever they are used, so many runs at a time: else ptxas would load them all,
+    and spill.
     """
     numbers, width = range(len(columns.runs)), float(norm.dim // norm.groups)
+    groups = [numbers[i : i + together] for i in numbers[::together]] if together else [numbers]
     y, row, first = out
 
-    def sum_of(of_run: OfRun) -> Expr:
-        return block_sum(_total([_total(of_run(number)) for number in numbers]), thread, columns.threads)
+    def read(of_run: OfRun | None, group: range) -> list[list[Expr]]:
+        return [] if of_run is None else [of_run(number) for number in group]
+
+    def come() -> None:
+        if together:
+            loads_first()
+
+    def sum_of(elements: Callable[[int, list[Expr]], list[Expr]]) -> Expr:
+        totals = []
+        for group in groups:
+            found = read(values, group)
+            come()
+            totals += [_total(elements(number, each)) for number, each in zip(group, found, strict=True)]
+        return block_sum(_total(totals), thread, columns.threads)
 
     # Columns that do not exist are 0, which is not the mean.
-    mean = None if isinstance(norm, RmsNormSpec) else bind(sum_of(values) / width)
+    mean = None if isinstance(norm, RmsNormSpec) else bind(sum_of(lambda _, found: found) / width)
 
-    def centered(number: int) -> list[Expr]:
-        if mean is None:
-            return values(number)
-        return columns.or_zeros(number, [value - mean for value in values(number)])
+    def centered(number: int, found: list[Expr]) -> list[Expr]:
+        return found if mean is None else columns.or_zeros(number, [value - mean for value in found])
 
-    squares = sum_of(lambda number: [value * value for value in centered(number)])
+    squares = sum_of(lambda number, found: [value * value for value in centered(number, found)])
     factor = bind(inverse_root(squares / width, norm.eps))
-    for number in numbers:
-        found = [value * factor for value in centered(number)]
-        if vectors.weight is not None:
-            found = [value * weight for value, weight in zip(found, vectors.weight(number), strict=True)]
-        if vectors.bias is not None:
-            found = [value + bias for value, bias in zip(found, vectors.bias(number), strict=True)]
-        columns.store_run(number, y, row, found, first=first)
+    for group in groups:
+        found, weights, biases = (read(each, group) for each in (values, vectors.weight, vectors.bias))
+        come()
+        for place, number in enumerate(group):
+            results = [value * factor for value in centered(number, found[place])]
+            if weights:
+                results = [value * weight for value, weight in zip(results, weights[place], strict=True)]
+            if biases:
+                results = [value + bias for value, bias in zip(results, biases[place], strict=True)]
+            columns.store_run(number, y, row, results, first=first)
 
 
 def _total(values: list[Expr]) -> Expr:

@@ -21,7 +21,10 @@ def sum_norm(spec: SumNormSpec, function: CudaFunction) -> None:
     # The bus carries what a warp reads together: there, threads side by side read columns side by side.
     lanes = 1 if spec.received else 0
     threads = min(_MOST_THREADS, blocks_for(spec.dim, WARP) * WARP) if spec.received else block_threads(spec.dim)
-    with function.launch(grid=spec.rows, block=threads) as place, when(place.block < function.tokens(spec.rows)):
+    with (
+        function.launch(grid=spec.rows, block=threads, resident=1) as place,
+        when(place.block < function.tokens(spec.rows)),
+    ):
         columns = ColumnLanes.of(spec.dim, place.thread, threads, lanes)
         values = _sums(spec, function, columns, place)
         if spec.norm is None:

@@ -74,14 +74,14 @@ class Fusions:
         return None
 
 
-def joined_linears(nodes: Sequence[Node], devices: Mapping[Node, Device]) -> dict[Node, tuple[Node, ...]]:
-    """Return projections on the accelerator that have the same input and format, by the first of them."""
+def joined_linears(nodes: Sequence[Node]) -> dict[Node, tuple[Node, ...]]:
+    """Return projections that have the same input and format, by the first of them."""
     groups: dict[tuple[Node, str, bool], list[Node]] = {}
     linears = [node for node in nodes if is_call(node, LINEAR)]
     matrices = [name_and_format(arguments(node)["weight"]) for node in linears]
     for node, matrix in zip(linears, matrices, strict=True):
         # A matrix that several projections share has one place.
-        if devices[node] == "device" and not makes_logits(node) and matrices.count(matrix) == 1:
+        if not makes_logits(node) and matrices.count(matrix) == 1:
             values = arguments(node)
             if dimension(node) % _ALIGNED_OUTPUTS == 0:
                 groups.setdefault((values["x"], matrix[1], values["bias"] is not None), []).append(node)
@@ -93,9 +93,7 @@ def find_fusions(
 ) -> Fusions:
     """Return what the accelerator computes together of `nodes`, which are in the order in which they are lowered."""
     finder = _Finder({node: place for place, node in enumerate(nodes)}, devices, rows)
-    here = {
-        first: group for first, group in joined.items() if rows == 1 and all(node in finder.places for node in group)
-    }
+    here = {first: group for first, group in joined.items() if rows == 1 and finder.has(group)}
     inside = {node for group in here.values() for node in group[1:]}
     finder.taken |= inside | set(here)
     sums: dict[Node, Sum] = {}
@@ -114,6 +112,10 @@ class _Finder:
     devices: Mapping[Node, Device]
     rows: int
     taken: set[Node] = field(default_factory=set)
+
+    def has(self, group: Sequence[Node]) -> bool:
+        """Return whether the accelerator computes all of a group."""
+        return all(node in self.places and self.devices[node] == "device" for node in group)
 
     def sum_at(self, node: Node) -> Sum | None:
         """Return the sum that `node` ends on the accelerator, None where an ordinary addition does."""

@@ -86,8 +86,8 @@ def lower(graph_module: GraphModule, options: LowerOptions) -> Lowered:
         raise UnsupportedGraphError("the graph has no attention, so there is nothing to keep between tokens")
     shared, last = Shared(options, WeightTable(options.panels and options.accelerator != "cuda")), attentions[-1]
     shared.weights.find_layouts(nodes)
-    if options.accelerator == "cuda":
-        shared.joined = joined_linears(nodes, _devices("decode", nodes, shared))
+    if options.accelerator == "cuda" or not options.panels:
+        shared.joined = joined_linears(nodes)
         for group in shared.joined.values():
             shared.weights.join(
                 [arguments(node)["weight"] for node in group], [arguments(node)["bias"] for node in group]
