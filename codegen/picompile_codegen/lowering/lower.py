@@ -157,12 +157,18 @@ def _lower_all(nodes: Sequence[Node], function: Function) -> None:
 def _host_first(nodes: Sequence[Node], devices: Mapping[Node, Device]) -> list[Node]:
     """Return `nodes` in an order that keeps dependencies.
 
-    Of the nodes that can come next, those of the host come first, and among equals the one that was first.
+    Of the nodes that can come next, those of the host come first. Of those of the device the ones come first that wait
+    for fewer values of the host, one after the other: so a prediction from the layer before is made while the host
+    still computes that layer. Among equals the one that was first comes first.
     """
     inside = set(nodes)
     waits_for = {node: sum(source in inside for source in node.all_input_nodes) for node in nodes}
-    places = {node: place for place, node in enumerate(nodes)}
-    ready = [(devices[node] != "host", places[node]) for node in nodes if not waits_for[node]]
+    places, arrivals = {node: place for place, node in enumerate(nodes)}, _arrivals(nodes, devices)
+
+    def key(node: Node) -> tuple[int, int]:
+        return (-1 if devices[node] == "host" else arrivals[node]), places[node]
+
+    ready = [key(node) for node in nodes if not waits_for[node]]
     heapify(ready)
     ordered = []
     while ready:
@@ -172,8 +178,18 @@ def _host_first(nodes: Sequence[Node], devices: Mapping[Node, Device]) -> list[N
             if user in inside:
                 waits_for[user] -= 1
                 if not waits_for[user]:
-                    heappush(ready, (devices[user] != "host", places[user]))
+                    heappush(ready, key(user))
     return ordered
+
+
+def _arrivals(nodes: Sequence[Node], devices: Mapping[Node, Device]) -> dict[Node, int]:
+    """Return how many values of the host each node waits for, one after the other."""
+    found: dict[Node, int] = {}
+    for node in nodes:
+        crosses = devices[node] == "device"
+        sources = (source for source in node.all_input_nodes if source in found)
+        found[node] = max((found[each] + (crosses and devices[each] == "host") for each in sources), default=0)
+    return found
 
 
 def _prefill(nodes: Sequence[Node], last: int, shared: Shared) -> Function:

@@ -24,9 +24,17 @@ def publish(node: Node, function: Function) -> None:
     """Append the calls that send the value of `node`, just made on the current device, to the other if it needs it."""
     users = [user for user in node.users if function.devices.get(user, function.device) != function.device]
     if is_call(node, PREDICT) and users and function.device == "device":
-        _send_mask(node, users[0], function)
-    elif any(not _comes_otherwise(user, function) for user in users):
+        x = arguments(users[0])["x"]
+        # A mask that the device makes before what its block reads is sent with that.
+        if function.devices[x] == "host" or function.has(x):
+            _send_mask(node, users[0], function)
+        return
+    if any(not _comes_otherwise(user, function) for user in users):
         _send_value(node, function)
+    for user in users:
+        mask = arguments(user)["mask"] if is_call(user, SPARSE_FFN) and function.device == "device" else None
+        if mask is not None and arguments(user)["x"] is node and (mask, "device") in function.values:
+            _send_mask(mask, user, function)
 
 
 def send(function: Function, x: Arg, out: Arg, dim: int) -> Arg:

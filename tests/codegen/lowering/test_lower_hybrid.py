@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ CONTEXT, CHUNK, SEQUENCES = 32, 5, 3
 IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9]
 # No neuron is above it.
 NONE = 1e9
+RANKS = {0: 5, 1: 5, 2: 5}
 
 
 @dataclass(frozen=True)
@@ -394,6 +396,22 @@ def test_the_host_is_asked_before_the_device_begins() -> None:
     of_layer = [call for call in calls if call.device == "device" and call.op in ("ffn", "send", "receive", "predict")]
     first = next(number for number, call in enumerate(of_layer) if call.op == "predict")
     assert [call.op for call in of_layer[first : first + 4]] == ["predict", "send", "ffn", "receive"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_prediction_from_the_layer_before_is_made_while_the_host_computes(device: Literal["cpu", "cuda"]) -> None:
+    """Its mask is sent with the input of its own block, once that is there."""
+    case = replace(CASES["parallel"], predictors=InsertPredictors("learned", ranks=RANKS, inputs={2: "previous"}))
+    case = replace(case, shape=replace(case.shape, parallel=False))
+    placement = Placement.all_of(case.shape.layers)
+    program = lower(case.graph(), replace(options(placement), accelerator=device)).program
+    calls = [call for call in program.functions["decode"] if call.device == "device"]
+    order = [(call.op, call.layer) for call in calls if call.op in ("predict", "ffn", "attention", "send", "receive")]
+    received = ("receive", None)
+    sent = ("send", None)
+    expected = [received, ("attention", 0), ("predict", 0), sent, ("ffn", 0), received]
+    expected += [("attention", 1), ("predict", 1), sent, ("ffn", 1), ("predict", 2), received]
+    assert order == [*expected, ("attention", 2), sent, ("ffn", 2), received]
 
 
 def test_a_block_with_a_bias_is_waited_for_even_if_no_neuron_fires() -> None:
