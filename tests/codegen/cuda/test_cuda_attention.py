@@ -27,7 +27,8 @@ ONE = {
     "float32, several units": Heads(2, 1, 264, 16, kv_dtype="float32", context=40),
     "window over a part": Heads(4, 2, 16, 16, window=300, context=1000, sequences=4),
     "single elements": Heads(3, 3, 10, 7),
-    "tiles in a part": Heads(1, 1, 8, 8, context=16500),
+    "many parts": Heads(3, 1, 16, 16, context=32768),
+    "tiles in a part": Heads(1, 1, 8, 8, context=131100),
     "q8, odd widths": Heads(3, 1, 12, 44, kv_dtype="q8", window=70, sequences=4),
     "q8, threads to spare": Heads(5, 1, 80, 80, kv_dtype="q8", context=270),
     "soft cap": Heads(2, 2, 12, 8, softcap=3.0, kv_dtype="float32"),
@@ -47,7 +48,7 @@ CHUNKS = {
     "sinks, q8": Heads(3, 1, 12, 44, sinks=True, kv_dtype="q8"),
     "all options, parts": Heads(3, 1, 8, 8, context=1200, window=530, softcap=5.0, slopes=True, sinks=True),
 }
-POSITIONS = (0, 63, 255, 256, 299, 999, 16499)
+POSITIONS = (0, 63, 255, 256, 299, 999, 16499, 32767)
 
 
 def attention(shape: Heads, mode: Mode, rows: int) -> CudaKernel:
