@@ -14,7 +14,10 @@ from artifact_mutations import copy_artifact, seal, write
 from artifacts import Base, use
 
 import picompile_runtime
+from helpers.gpu_artifacts import gpu_artifact, gpu_model
 from picompile_runtime import ArtifactError
+
+__all__ = ["gpu_artifact", "gpu_model"]
 
 Json = dict[str, Any]
 
@@ -148,6 +151,49 @@ def test_a_wrong_program_is_refused(
     folder = copies(name)
     change(folder, mutate)
     refuses(folder, reason)
+
+
+def _tickets_elsewhere(program: Json) -> None:
+    """The blocks of a kernel count each other in memory that other kernels write."""
+    call = next(call for call in program["functions"]["decode"] if _has(call, "tickets"))
+    tickets = next(arg for arg in call["args"] if arg.get("buffer") == "tickets")
+    program["buffers"]["other"] = {**program["buffers"]["tickets"], "offset": program["device_arena_bytes"]}
+    program["device_arena_bytes"] += 2**16
+    tickets["buffer"] = "other"
+
+
+def _result_in_tickets(program: Json) -> None:
+    program["buffers"]["tickets"] |= {"dtype": "float32", "shape": [2**12], "offset": program["device_arena_bytes"]}
+    program["device_arena_bytes"] += 2**16
+    call_of(program, "receive")["args"][-1] = {"buffer": "tickets", "dtype": "float32", "shape": [1, 96]}
+
+
+def _tickets_over_values(program: Json) -> None:
+    name = next(arg["buffer"] for arg in call_of(program, "receive")["args"] if "received" in arg.get("buffer", ""))
+    program["buffers"][name]["offset"] = program["buffers"]["tickets"]["offset"]
+
+
+def _has(call: Json, buffer: str) -> bool:
+    return any(arg.get("buffer") == buffer for arg in call["args"])
+
+
+@pytest.mark.parametrize(
+    ("mutate", "reason"),
+    [
+        (_tickets_elsewhere, r"may not be given buffer other for tickets \(tickets\)"),
+        (_result_in_tickets, r"may not be given buffer tickets for y \(out\)"),
+        (_tickets_over_values, "overlaps tickets"),
+    ],
+)
+def test_tickets_are_for_blocks_alone(
+    gpu_artifact: Path, tmp_path: Path, mutate: Callable[[Json], object], reason: str
+) -> None:
+    """What another kernel left there would make a block add up what is not there yet, or nothing at all."""
+    copy_artifact(gpu_artifact, tmp_path / "gpu")
+    picompile_runtime.verify(tmp_path / "gpu")
+    change(tmp_path / "gpu", mutate)
+    with pytest.raises(ArtifactError, match=reason):
+        picompile_runtime.verify(tmp_path / "gpu")
 
 
 @pytest.mark.parametrize("mapped", ["0", "1"])

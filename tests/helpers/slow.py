@@ -158,6 +158,7 @@ SLOW: tuple[SlowTests, ...] = (
         "families on two devices, in all shares, placements and delays: one of each is fast",
         (
             "test_families_cuda.py::",
+            "test_gpu_sequences.py::",
             "test_streamed_weights.py::",
             "test_hybrid_sampling.py::",
             f"{_HYBRID}families[",
