@@ -103,7 +103,7 @@ def _receives_alone(calls: Sequence[TalliedCall], end: int) -> tuple[int, int]:
 
 
 class _Fusion:
-    """What is computed together, all on the accelerator."""
+    """Finds calls that are computed together, where all are on the accelerator."""
 
     def __init__(self, calls: Sequence[TalliedCall], weight_bytes: Mapping[str, int], sequences: int) -> None:
         self._calls, self._weight_bytes, self._sequences = calls, weight_bytes, sequences

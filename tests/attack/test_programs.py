@@ -188,7 +188,7 @@ def _has(call: Json, buffer: str) -> bool:
 def test_tickets_are_for_blocks_alone(
     gpu_artifact: Path, tmp_path: Path, mutate: Callable[[Json], object], reason: str
 ) -> None:
-    """What another kernel left there would make a block add up what is not there yet, or nothing at all."""
+    """Another kernel's values there would make a block add up what is not there yet, or nothing at all."""
     copy_artifact(gpu_artifact, tmp_path / "gpu")
     picompile_runtime.verify(tmp_path / "gpu")
     change(tmp_path / "gpu", mutate)

@@ -1,4 +1,4 @@
-"""What a GPU computes in one launch where the CPU takes several calls.
+"""Fusions: calls of several nodes that are one launch of a GPU.
 
 A launch costs about a microsecond before it begins, and a step has hundreds of small ones. So on a GPU
 
@@ -33,7 +33,7 @@ _ALIGNED_OUTPUTS = 16
 
 @dataclass(frozen=True)
 class Sum:
-    """What the addition `last` ends: `terms` that are added from the left, and the norm of their sum, if any.
+    """A sum that the addition `last` ends: `terms` that are added from the left, and the norm of their sum, if any.
 
     With a `linear` the last term is its result. A term that is `received` is the last one as well.
     """

@@ -133,7 +133,7 @@ class Receive:
 
     @property
     def bindings(self) -> Bindings:
-        """What a kernel that receives the value is given for it."""
+        """The arguments of a kernel that receives the value."""
         found: Bindings = {"source": self.shared, "flag": self.flag, "abandoned": _ABANDONED}
         return found if self.count is None else {**found, "count": self.count}
 

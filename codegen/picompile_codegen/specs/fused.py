@@ -1,4 +1,4 @@
-"""What a GPU computes in one launch where the CPU takes several calls: sums of the residual stream, and their norms."""
+"""Kernels of a GPU that do the work of several: projections with additions and norms, and sums of several values."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -119,7 +119,7 @@ def test_terms_and_norms(workbench: CudaWorkbench, terms: int, norm: str, receiv
 
 
 def test_infinity_and_nan_stay(workbench: CudaWorkbench) -> None:
-    """What is no number is none in the sum, and makes the whole norm none."""
+    """NaN stays in its place of the sum, and makes the whole norm NaN."""
     case = ("q4", SIZES[1], False, "rms")
     rng = np.random.default_rng(1)
     data, _ = packed(rng, "q4", *SIZES[1])
