@@ -77,6 +77,13 @@ def is_budget(quant: str) -> bool:
     return quant == AUTO_BITS or parse_bits(quant) is not None
 
 
+def check_predictor_quant(quant: str) -> None:
+    """Raise `UsageError` unless `quant` is a format or `auto`."""
+    if quant not in ("auto", *QUANTIZATIONS):
+        known = ", ".join(QUANTIZATIONS)
+        raise UsageError(f"unknown quantization {quant!r} of predictors; known are auto, {known}")
+
+
 def check_quant(quant: str) -> None:
     """Raise `UsageError` unless `quant` is a format, a budget, or `auto`."""
     if quant not in QUANTIZATIONS and not is_budget(quant):

@@ -284,7 +284,7 @@ def _quantize_pass(config: CompileConfig) -> "Pass":
     """Return the pass that packs matrices in the formats of `config`."""
     from picompile_passes.passes.quantize import Quantize
 
-    return Quantize(base_format(config.quant), tensors=config.tensors)
+    return Quantize(base_format(config.quant), config.predictor_quant, tensors=config.tensors)
 
 
 def _insert_pass(config: CompileConfig, predictors: "PredictorSet | None") -> "InsertPredictors":
@@ -383,6 +383,7 @@ def check_given_plan(config: CompileConfig, facts: "ModelFacts", progress: Progr
         ("weights in", plan.quant, config.quant),
         ("a context of", plan.context, config.context),
         ("predictor", plan.predictor, config.predictor.kind),
+        ("predictors in", plan.predictor_quant, config.predictor_quant),
         ("a number of sequences of", plan.batch, config.sequences),
         ("chunks of", plan.chunk, config.chunk if config.placement.accelerator == "cuda" else plan.chunk),
     ):
@@ -453,6 +454,7 @@ def _count_model(config: CompileConfig, captured: "Captured", predictors: "Predi
         config.kv_dtype,
         config.chunk,
         config.tensors,
+        config.predictor_quant,
     )
     return count_bytes(captured.facts.name, captured.graph_module, packing, predictors)
 

@@ -24,6 +24,7 @@ from picompile.choices import (
     MOST_SEQUENCES,
     PREDICTORS,
     ROUNDINGS,
+    check_predictor_quant,
     check_quant,
     default_chunk,
     default_kv_dtype,
@@ -64,6 +65,8 @@ class CompileOptions:
             a divergence of 0.01 nats.
         predictor: None is `exact` if the activation leaves neurons silent, otherwise `none`. `learned`, `sign` and the
             kinds of plug-ins leave out neurons, so the accuracy check applies to them.
+        predictor_quant: weight format of predictors' own matrices; `auto` is `quant`, but q8 where that has fewer bits.
+            None is what the plan has, or `auto`.
         context: longest sequence, in tokens; None is the model's own limit, at most 4096.
         sequences: how many sequences the cache holds, each with a context of its own; they can be decoded together.
         draft_tokens: how many tokens of a draft a step can check beside the next one, from 0 on; a program with a GPU
@@ -114,6 +117,7 @@ class CompileOptions:
     target: str = "cpu"
     quant: str = "q4"
     predictor: str | None = None
+    predictor_quant: str | None = None
     context: int | None = None
     sequences: int = 1
     draft_tokens: int = DRAFT_TOKENS
@@ -158,6 +162,7 @@ class CompileOptions:
             if value not in known:
                 raise UsageError(f"unknown {name} {value!r}; known are {', '.join(k for k in known if k)}")
         check_quant(self.quant)
+        check_predictor_quant(self.predictor_quant or "auto")
         self._require_skipping()
         self._require_use()
         require_whole(
@@ -393,6 +398,7 @@ class CompileConfig:
 
     targets: str
     quant: str
+    predictor_quant: str
     context: int
     sequences: int
     draft_tokens: int
@@ -418,6 +424,12 @@ def _chunk(options: CompileOptions, context: int) -> int:
     return default_chunk(context, on_gpu=options.accelerator == "cuda")
 
 
+def _predictor_quant(options: CompileOptions) -> str:
+    """Return the format of predictors' own matrices: as given, as planned, or `auto`."""
+    planned = None if options.plan is None else options.plan.predictor_quant
+    return options.predictor_quant or planned or "auto"
+
+
 def resolve(options: CompileOptions, facts: "ModelFacts") -> CompileConfig:
     """Return the config of a compilation of the model that `facts` are about.
 
@@ -433,6 +445,7 @@ def resolve(options: CompileOptions, facts: "ModelFacts") -> CompileConfig:
     return CompileConfig(
         targets=options.target,
         quant=options.quant,
+        predictor_quant=_predictor_quant(options),
         context=context,
         sequences=options.sequences,
         draft_tokens=options.draft_tokens,

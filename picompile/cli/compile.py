@@ -36,6 +36,7 @@ from picompile.cli.options import (
     HotDeviceOption,
     KvDtype,
     ModelArgument,
+    PredictorQuantOption,
     Rounding,
     VramBudgetOption,
 )
@@ -92,6 +93,7 @@ def compile_command(
             show_default=False,
         ),
     ] = None,
+    predictor_quant: PredictorQuantOption = None,
     predictors: Annotated[
         Path | None,
         typer.Option(
@@ -269,6 +271,7 @@ def compile_command(
         rounding=None if rounding is None else rounding.value,
         rounding_tokens=rounding_tokens,
         predictor=predictor,
+        predictor_quant=predictor_quant,
         context=context,
         chunk=prefill_chunk,
         sequences=sequences,

@@ -57,6 +57,17 @@ ActivationOption = Annotated[
         show_default=False,
     ),
 ]
+PredictorQuantOption = Annotated[
+    str | None,
+    typer.Option(
+        "--predictor-quant",
+        metavar="FORMAT",
+        help="Weight format of predictors: auto, f16, q8, q6, q4m or q4. auto: that of the model, but q8 where it has "
+        "fewer bits. Fewer bits make smaller predictors, which name other neurons: the accuracy check says what that "
+        "costs.",
+        show_default=False,
+    ),
+]
 FolderOutputOption = Annotated[Path, typer.Option("-o", "--output", metavar="FOLDER", help="The folder to make.")]
 
 CalibrationOption = Annotated[

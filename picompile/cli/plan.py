@@ -16,6 +16,7 @@ from picompile.cli.options import (
     HostMemoryOption,
     JsonOption,
     KvDtype,
+    PredictorQuantOption,
     Quant,
     VramBudgetOption,
 )
@@ -57,7 +58,8 @@ def check_model_options(options: ModelOptions) -> None:
     from picompile.placement.model_bytes import Packing
 
     # Made for its checks alone. Values that are not known yet are replaced by valid ones.
-    Packing(options.quant, options.predictor or "auto", options.context or 1, options.batch, options.kv_dtype)
+    predictor, context = options.predictor or "auto", options.context or 1
+    Packing(options.quant, predictor, context, options.batch, options.kv_dtype, predictor_quant=options.predictor_quant)
 
 
 def _check_firing(options: ModelOptions) -> None:
@@ -132,6 +134,7 @@ def plan_command(
             show_default=False,
         ),
     ] = None,
+    predictor_quant: PredictorQuantOption = None,
     context: Annotated[
         int | None,
         typer.Option(metavar="N", min=1, help="Longest sequence, in tokens. Default: the model's own, 4096 at most."),
@@ -204,6 +207,7 @@ def plan_command(
         activation=activation,
         chunk=prefill_chunk,
         on_gpu=may_have_gpu(target),
+        predictor_quant=predictor_quant or "auto",
     )
     kept_free = parse_margin(margin)
     check_machine_options(machine_options)

@@ -134,7 +134,9 @@ def _count(
         insert = _insert_pass(blocks, packing.predictor, parameters, len(blocks) + more, firing)
     else:
         insert = predictors.insert_pass()
-    quantized = Pipeline((insert, Quantize(packing.quant, tensors=packing.tensors)))(canonical).graph_module
+    quantized = Pipeline((insert, Quantize(packing.quant, packing.predictor_quant, tensors=packing.tensors)))(
+        canonical
+    ).graph_module
     kv_dtype = KV_DTYPES[packing.kv_dtype or _kv_dtype(canonical)]
     try:
         lowered = lower(quantized, LowerOptions(packing.context, packing.chunk, kv_dtype))

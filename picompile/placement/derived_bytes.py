@@ -320,7 +320,9 @@ def derive_bytes(name: str, outline: ModelOutline, packing: Packing, firing: Fir
     if predictor not in DERIVED_PREDICTORS or (predictor == "exact" and not sparse):
         return None
     kv_dtype = packing.kv_dtype or default_kv_dtype(outline.activation)
-    shape_packing = ShapePacking(packing.quant, predictor, 1, packing.context, KV_DTYPES[kv_dtype], packing.chunk)
+    shape_packing = ShapePacking(
+        packing.quant, predictor, 1, packing.context, KV_DTYPES[kv_dtype], packing.chunk, packing.predictor_quant
+    )
     # Layers behind the second are like it.
     kept = min(outline.layers, 2)
     graph = shape_graph(outline, shape_packing, kept)

@@ -3,7 +3,14 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from picompile.choices import CHUNK, DEFAULT_CONTEXT, KV_DTYPES, PREDICTORS, QUANTIZATIONS
+from picompile.choices import (
+    CHUNK,
+    DEFAULT_CONTEXT,
+    KV_DTYPES,
+    PREDICTORS,
+    QUANTIZATIONS,
+    check_predictor_quant,
+)
 from picompile.errors import UsageError
 
 
@@ -13,7 +20,7 @@ class Packing:
 
     `quant`, `predictor`, `context`, `kv_dtype` and `chunk` are as in `CompileOptions`, with `auto` for a predictor of
     None. `batch` sequences are decoded together, each with a cache of its own. `tensors` has the formats of single
-    matrices, by the names of their parameters.
+    matrices, by the names of their parameters, and `predictor_quant` the format of predictors' own.
     """
 
     quant: str = "q4"
@@ -23,8 +30,10 @@ class Packing:
     kv_dtype: str | None = None
     chunk: int = CHUNK
     tensors: Mapping[str, str] = field(default_factory=dict, hash=False)
+    predictor_quant: str = "auto"
 
     def __post_init__(self) -> None:
+        check_predictor_quant(self.predictor_quant)
         for value, known, name in (
             (self.quant, QUANTIZATIONS, "quantization"),
             (self.predictor, _known_predictors(self.predictor), "predictor"),
@@ -107,7 +116,7 @@ class ModelBytes:
     accelerator and host have (rotary angles, the final norm, thresholds of predictors). `workspace_bytes` are
     activations and logits, on each side that computes. `hidden` is in elements: a transfer carries float32 [hidden].
     `head_launches` are those of the head on the accelerator, with the final norm. `chunk` tokens of a prompt are read
-    together.
+    together; predictors' own matrices are in `predictor_quant`.
     """
 
     name: str
@@ -125,6 +134,7 @@ class ModelBytes:
     workspace_bytes: int
     head_launches: int
     chunk: int = CHUNK
+    predictor_quant: str = "auto"
 
     @property
     def stage_bytes(self) -> int:

@@ -12,7 +12,7 @@ from picompile.placement.problem import PlacementTask, StagePlace, fixed_bytes, 
 from picompile.placement.times import PartPlaces
 
 FORMAT = "picompile-plan"
-SCHEMA = 2
+SCHEMA = 3
 
 
 def device_name(on_accelerator: bool) -> str:
@@ -68,6 +68,7 @@ class Plan:
     time of one step, which gives `batch` tokens. `gap` is how much less any placement could cost by the same objective,
     as a share. `baselines` has the tokens/s of dense inference on the same machine, by name: `layers-first` and `host`,
     each if it fits. `fingerprint` is the checkpoint's, None for a shape. `chunk` tokens of a prompt are read together.
+    Predictors' own matrices are in `predictor_quant`: a format, or `auto`.
     """
 
     model: str
@@ -94,6 +95,7 @@ class Plan:
     gap: float
     baselines: Mapping[str, float]
     chunk: int = CHUNK
+    predictor_quant: str = "auto"
 
     @property
     def tokens_per_s(self) -> float:

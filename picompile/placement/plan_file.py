@@ -82,6 +82,7 @@ def plan_of(content: Fields) -> Plan:
         gap=number(content, "gap", 0),
         baselines=_baselines(content.object("baselines")),
         chunk=content.integer("chunk", 2),
+        predictor_quant=content.text("predictor_quant"),
     )
     _check_speed(content, plan)
     return plan

@@ -114,6 +114,7 @@ def plan_of_places(
         gap=gap,
         baselines=_baselines(task),
         chunk=model.chunk,
+        predictor_quant=model.predictor_quant,
     )
     check_budgets(plan)
     return plan

@@ -29,11 +29,12 @@ class ShapePacking:
     context: int
     kv_dtype: str
     chunk: int
+    predictor_quant: str = "auto"
 
     @property
     def predictor_format(self) -> str:
         """The format of a predictor's own matrices, as `Quantize` chooses it."""
-        return predictor_format(self.quant)
+        return predictor_format(self.quant, self.predictor_quant)
 
     @property
     def head_format(self) -> str:

@@ -114,6 +114,7 @@ class ModelOptions:
     activation: str | None = None
     chunk: int | None = None
     on_gpu: bool = False
+    predictor_quant: str = "auto"
 
     @property
     def is_profile(self) -> bool:
@@ -246,7 +247,15 @@ def _packing(options: ModelOptions, limit: object, activation: str) -> "Packing"
     if predictor is None:
         predictor = "learned" if options.predictors or silences_neurons(activation) else "none"
     chunk = options.chunk or default_chunk(context, on_gpu=options.on_gpu)
-    return Packing(options.quant, predictor, context, options.batch, options.kv_dtype, chunk)
+    return Packing(
+        options.quant,
+        predictor,
+        context,
+        options.batch,
+        options.kv_dtype,
+        chunk,
+        predictor_quant=options.predictor_quant,
+    )
 
 
 def _activation(config: Mapping[str, Any]) -> str:

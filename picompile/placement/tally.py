@@ -102,6 +102,7 @@ class _Tally:
             workspace_bytes=self._program.workspace_bytes,
             head_launches=head_launches + self._program.top_logits_launches,
             chunk=self._packing.chunk,
+            predictor_quant=self._packing.predictor_quant,
         )
 
     def _layer(self, tensor: str) -> int:

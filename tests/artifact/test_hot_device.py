@@ -6,6 +6,7 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ import pytest
 
 import picompile_runtime
 from helpers.gpu_artifacts import gpu_artifact, gpu_model
+from helpers.report_plans import random_plan
 from helpers.support import ROOT
 from picompile.artifact import code as hot_device
 from picompile.artifact.code import AcceleratorTarget, accelerator_target
 from picompile.compile import compile_model
 from picompile.compile_steps import pipeline_passes
-from picompile.config import CompileOptions
+from picompile.config import CompileOptions, resolve
 from picompile.errors import AccuracyError, UsageError
 from picompile.frontend import load_model
 from picompile.machine import TARGETS
@@ -324,6 +326,31 @@ def test_learned_predictors_are_in_the_plan(gpu_model: Path, held_out: Path, tmp
     # Rank 7: rows of 96 and of 7 elements in f16, padded to 64 bytes; and the bias, float32.
     assert taken == 7 * 192 + 200 * 64 + 832
     assert [layer["hot_neurons"] for layer in plan["layers"]] == [200]
+
+
+def test_predictors_have_a_format_of_their_own(gpu_model: Path, held_out: Path, tmp_path: Path) -> None:
+    options = lossy(gpu_model, tmp_path, held_out, target="4090", hot_device="cpu", hot=None, predictor_quant="q4")
+    compile_model(gpu_model, tmp_path / "artifact", options)
+    report = json.loads((tmp_path / "artifact" / "report.json").read_text())
+    formats = report["weight_formats"]
+    assert {form for name, form in formats.items() if name.startswith("predictors.")} == {"q4"}
+    assert "f16" in formats.values() and report["plan"]["predictor_quant"] == "q4"
+    (taken,) = (row["bytes"] for row in report["plan"]["memory"] if row["what"] == "predictors")
+    # Rank 7: rows of 96 and of 7 elements in q4, padded to 64 bytes; and the bias, float32.
+    assert taken == (7 + 200) * 64 + 832
+
+
+@pytest.mark.parametrize(
+    ("planned", "given", "expected"), [("q4", None, "q4"), ("q4", "q6", "q6"), (None, None, "auto")]
+)
+def test_the_format_of_predictors_is_the_planned_one(
+    gpu_model: Path, planned: str | None, given: str | None, expected: str
+) -> None:
+    made = random_plan(3)
+    layers = tuple(replace(layer, hot=()) for layer in made.layers)
+    plan = None if planned is None else replace(made, layers=layers, predictor_quant=planned)
+    options = CompileOptions(target="4090", plan=plan, predictor_quant=given)
+    assert resolve(options, load_model(gpu_model).facts).predictor_quant == expected
 
 
 def test_a_module_in_memory_has_no_profile(gpu_model: Path, tmp_path: Path) -> None:

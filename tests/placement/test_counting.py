@@ -278,6 +278,7 @@ def test_wrong_numbers_of_layers_are_refused(layers: object) -> None:
         ({"quant": "q5"}, "unknown quantization 'q5'; known are f16, q8, q6, q4m, q4"),
         ({"predictor": "oracle"}, "unknown predictor 'oracle'; known are auto, exact"),
         ({"kv_dtype": "f8"}, "unknown KV cache type 'f8'"),
+        ({"predictor_quant": "q5"}, "unknown quantization 'q5' of predictors; known are auto, f16, q8"),
         ({"context": 0}, "the context must be at least 1, not 0"),
         ({"batch": 0}, "the batch must be at least 1, not 0"),
         ({"chunk": 1}, "the chunk must be at least 2, not 1"),

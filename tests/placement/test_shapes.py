@@ -51,6 +51,7 @@ def drawn_packing(quant: str, predictor: str) -> Packing:
         batch=random.choice((1, 1, 3, 70)),
         kv_dtype=random.choice((None, "f16", "f32", "q8")),
         chunk=random.choice((2, 16, 64)),
+        predictor_quant=random.choice(("auto", *QUANTIZATIONS)),
     )
 
 

@@ -102,6 +102,7 @@ def test_standard_input_is_read_once_for_all_steps(cli: Cli, tiny_model: Path, t
     [
         (("--quant", "3bpw"), "from 4.5 to 8.5 bits"),
         (("--quant", "q5"), "unknown quantization 'q5'; known are f16, q8, q6, q4m, q4, auto"),
+        (("--predictor-quant", "q5"), "unknown quantization 'q5' of predictors; known are auto, f16, q8, q6, q4m, q4"),
         (("--quant", "f16", "--rounding", "calibrated"), "formats of fewer than 8 bits, not f16"),
         (("--quant", "q8", "--rounding", "calibrated"), "formats of fewer than 8 bits, not q8"),
         (("--rounding", "calibrated", "--calibration", "nowhere.txt"), "nowhere.txt: no such file"),

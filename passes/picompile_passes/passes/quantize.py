@@ -101,7 +101,7 @@ class Quantize(Pass):
             return head_format(self.format) if self.head == "auto" else self.head
         if not is_call(user, PREDICT) or predictor_kind(arguments(user)["kind"]).parameters is None:
             return self.format
-        return predictor_format(self.format) if self.predictors == "auto" else self.predictors
+        return predictor_format(self.format, self.predictors)
 
     def _pack(self, rewriter: Rewriter, weight: Node, form: str) -> Node:
         columns = int(weight.meta["val"].shape[1])
