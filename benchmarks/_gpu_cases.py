@@ -5,7 +5,7 @@ same, and which bytes it moves, `gpu.py` finds from the builder's name and the p
 """
 
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,6 +23,7 @@ from picompile_codegen.specs import (
     FfnSpec,
     KernelSpec,
     LayerNormSpec,
+    LinearAddSpec,
     LinearSpec,
     PingPongSpec,
     PredictLowRankSpec,
@@ -33,14 +34,26 @@ from picompile_codegen.specs import (
     RotarySpec,
     SendMaskSpec,
     SendSpec,
+    SumNormSpec,
     TakeLastSpec,
     TopLogitsSpec,
     UploadSpec,
 )
 
 FORMATS = ("f16", "q8", "q6", "q4m", "q4")
+
+
+def _linear_add(eps: float, **linear: Any) -> LinearAddSpec:
+    """A projection of one token that adds, and whose last block writes the norm."""
+    return LinearAddSpec(LinearSpec(**linear, rows=1), RmsNormSpec(dim=linear["n"], rows=1, eps=eps))
+
+
+def _sum_norm(dim: int, rows: int, eps: float, **others: Any) -> SumNormSpec:
+    return SumNormSpec(dim=dim, rows=rows, norm=RmsNormSpec(dim=dim, rows=rows, eps=eps), **others)
+
+
 # The kernels that cases name. The names are in packs, which other machines read.
-_SPECS: Mapping[str, type[KernelSpec]] = {
+_SPECS: Mapping[str, Callable[..., KernelSpec]] = {
     "add": AddSpec,
     "attention": AttentionSpec,
     "cache_write": CacheWriteSpec,
@@ -50,6 +63,7 @@ _SPECS: Mapping[str, type[KernelSpec]] = {
     "layer_norm": LayerNormSpec,
     "leading_logits": TopLogitsSpec,
     "linear": LinearSpec,
+    "linear_add": _linear_add,
     "predict_low_rank": PredictLowRankSpec,
     "predict_signs": PredictSignsSpec,
     "receive": ReceiveSpec,
@@ -58,6 +72,7 @@ _SPECS: Mapping[str, type[KernelSpec]] = {
     "rotary": RotarySpec,
     "send": SendSpec,
     "send_mask": SendMaskSpec,
+    "sum_norm": _sum_norm,
     "take_last": TakeLastSpec,
     "upload": UploadSpec,
 }
@@ -82,7 +97,13 @@ class Case:
     def to_json(self, kernel: cuda.CudaKernel) -> dict[str, Any]:
         """The entry in the pack's list."""
         arguments = [
-            {"name": each.name, "dtype": each.dtype, "shape": list(each.shape), "scratch": each.scratch}
+            {
+                "name": each.name,
+                "dtype": each.dtype,
+                "shape": list(each.shape),
+                "scratch": each.scratch,
+                "tickets": each.access == "tickets",
+            }
             for each in kernel.arguments
         ]
         return {**vars(self), "parameters": dict(self.parameters), "kernel": kernel.name, "arguments": arguments}
@@ -112,6 +133,8 @@ def small_cases() -> Iterator[Case]:
     for form in FORMATS:
         yield Case(f"linear {form}", "linear", {"format": form, "n": 333, "k": 420, "rows": 1, "bias": True})
         yield Case(f"linear chunk {form}", "linear", {"format": form, "n": 130, "k": 200, "rows": 70, "bias": False})
+        linear = {"format": form, "n": 333, "k": 420, "bias": form == "q8", "eps": 1e-5}
+        yield Case(f"linear with norm {form}", "linear_add", linear)
         yield Case(f"ffn masked {form}", "ffn", ffn(form, "masked", 330, 200), shares=(0.3,))
         yield Case(f"ffn exact {form}", "ffn", ffn(form, "exact", 330, 200), shares=(0.3,))
         yield Case(f"ffn dense {form}", "ffn", ffn(form, "dense", 330, 200))
@@ -145,6 +168,9 @@ def _exchanges(dim: int, neurons: int, columns: int, rows: int, speed: bool = Fa
     mask = {"dim": dim, "neurons": neurons, "columns": columns, "rows": rows}
     yield Case("send mask", "send_mask", mask, speed)
     yield Case("receive", "receive", {"dim": dim, "rows": rows, "counted": True}, speed)
+    summed = {"dim": dim, "rows": rows, "terms": 3, "eps": 1e-5}
+    yield Case("sum with norm", "sum_norm", summed, speed)
+    yield Case("sum with norm, received", "sum_norm", {**summed, "received": True, "counted": True}, speed)
     yield Case("receive mask", "receive_mask", {"neurons": neurons, "rows": rows}, speed)
     yield Case("copy words", "copy_words", {"words": 8}, speed)
     # A stage of weights: the copy engine moves it, which is in the list as a kernel.
@@ -157,6 +183,8 @@ def speed_cases() -> Iterator[Case]:
         for n, k in ((4096, 4096), (8192, 8192), (32000, 8192)):
             linear = {"format": form, "n": n, "k": k, "rows": 1, "bias": False}
             yield Case(f"linear {n}x{k} {form}", "linear", linear, True)
+        fused = {"format": form, "n": 8192, "k": 8192, "bias": False, "eps": 1e-5}
+        yield Case(f"linear with norm 8192x8192 {form}", "linear_add", fused, True)
         shape = (28672, 8192)
         yield Case(f"ffn masked 28672x8192 {form}", "ffn", ffn(form, "masked", *shape), True, (0.05, 0.1, 0.2, 0.5))
         yield Case(f"ffn exact 28672x8192 {form}", "ffn", ffn(form, "exact", *shape), True, (0.1,))

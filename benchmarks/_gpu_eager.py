@@ -69,10 +69,20 @@ class EagerModel:
         return functional.rms_norm(x, x.shape[-1:], self._vector(name)[: x.shape[-1]], self._shape["eps"])
 
     def _matrix(self, name: str, columns: int) -> Tensor:
-        """Predictors have a format of their own."""
-        packed = torch.from_numpy(self._bytes(name).reshape(self._artifact.tensors[name].shape).copy())
+        """Predictors have a format of their own. Of q, k and v the rows lie one behind the other."""
+        start, stop, stored = 0, None, name
+        if name not in self._artifact.tensors:
+            start, stop, stored = self._rows_of_joined(name)
+        packed = torch.from_numpy(self._bytes(stored).reshape(self._artifact.tensors[stored].shape)[start:stop].copy())
         form = predictor_format(self._quant) if name.startswith("predictors.") else self._quant
         return dequantize_rows(packed, form, columns).to(torch.float64)
+
+    def _rows_of_joined(self, name: str) -> tuple[int, int, str]:
+        """Return the first row of a projection, the one behind the last, and the name of the tensor."""
+        layer, _, projection = name.rpartition(".self_attn.")
+        queries, keys = (self._shape[key] * self._shape["head_dim"] for key in ("heads", "kv_heads"))
+        starts = {"q": (0, queries), "k": (queries, queries + keys), "v": (queries + keys, queries + 2 * keys)}
+        return *starts[projection[0]], f"{layer}.self_attn.q_proj.weight.joined"
 
     def _vector(self, name: str) -> Tensor:
         return torch.from_numpy(self._bytes(name).view(np.float32).copy()).to(torch.float64)

@@ -43,6 +43,21 @@ def add(make: Maker) -> Example:
     return Example(make.inputs, {"y": numpy_of(y)}, tokens=make.tokens)
 
 
+def sum_norm(make: Maker) -> Example:
+    """Return an example of a sum with its norm. What the host adds is there already."""
+    p, received = make.parameters, make.parameters.get("received", False)
+    names = [*(f"x{number}" for number in range(p["terms"] - received)), *(["source"] if received else [])]
+    y = sum(make.floats(name, make.tokens, p["dim"]) for name in names)
+    shared: tuple[str, ...] = ()
+    if received:
+        _flag(make, "flag", STEP_NUMBER)
+        _flag(make, "abandoned", 0)
+        make.inputs["count"] = np.array([3], np.int32)
+        shared = ("source", "flag", "abandoned")
+    normed = functional.rms_norm(y, (p["dim"],), make.floats("norm_weight", p["dim"]), p["eps"])
+    return Example(make.inputs, {"y": numpy_of(y), "normed": numpy_of(normed)}, shared=shared, tokens=make.tokens)
+
+
 def take_last(make: Maker) -> Example:
     x = make.floats("x", make.tokens, make.parameters["dim"])
     return Example(make.inputs, {"y": numpy_of(x[-1:])}, tokens=make.tokens)
@@ -214,6 +229,7 @@ def _meaning(stored: dict[str, Array], name: str) -> Array:
 
 _MAKERS: Mapping[str, Callable[[Maker], Example]] = {
     "linear": matrix.linear,
+    "linear_add": matrix.linear_add,
     "ffn": matrix.ffn,
     "embedding": matrix.embedding,
     "predict_low_rank": matrix.low_rank,
@@ -230,6 +246,7 @@ _MAKERS: Mapping[str, Callable[[Maker], Example]] = {
     "send_mask": send,
     "receive": receive,
     "receive_mask": receive,
+    "sum_norm": sum_norm,
     "copy_words": copy_words,
     "upload": upload,
 }

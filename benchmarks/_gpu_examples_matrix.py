@@ -23,6 +23,16 @@ def linear(make: Maker) -> Example:
     return Example(make.inputs, {"y": numpy_of(y)}, make.inputs["w"].nbytes, ("w",), tokens=make.tokens)
 
 
+def linear_add(make: Maker) -> Example:
+    p = make.parameters
+    x, added = make.floats("x", 1, p["k"]), make.floats("added", 1, p["n"])
+    w = make.matrix("w", p["format"], p["n"], p["k"])
+    y = added + functional.linear(x, w.double(), make.floats("bias", p["n"]) if p["bias"] else None)
+    normed = functional.rms_norm(y, (p["n"],), make.floats("norm_weight", p["n"]), p["eps"])
+    expected = {"y": numpy_of(y), "normed": numpy_of(normed)}
+    return Example(make.inputs, expected, make.inputs["w"].nbytes, ("w",), tokens=1)
+
+
 def ffn(make: Maker) -> Example:
     """A bias wakes neurons: all in a masked block, in `exact` just those that are to fire, half of them in `dense`."""
     p, inputs = make.parameters, make.inputs

@@ -45,7 +45,12 @@ class Arguments:
         self._device, self._arguments = device, arguments
         step = np.full(8, -1, np.int32)
         step[:4] = example.tokens, example.position, 0, STEP_NUMBER
-        inputs = {"step": step, **example.inputs}
+        tickets = [each for each in arguments if each["tickets"]]
+        inputs = {
+            "step": step,
+            **{each["name"]: np.zeros(each["shape"], np.int32) for each in tickets},
+            **example.inputs,
+        }
         sizes: dict[str, int] = {}
         for argument in arguments:
             stem = argument["name"].partition(".")[0]

@@ -208,7 +208,8 @@ def _made(name: str, use: Mapping[str, Any], split: Split) -> dict[str, Any]:
     if use["parameter"] == "bias" and use["op"] == "predict":
         return {"kind": "rates", "hot": split.hot.get(use["layer"], 0)}
     if not use["format"]:
-        return {"kind": "ones" if use["op"] == "norm" and use["parameter"] == "weight" else "zeros"}
+        is_norm = use["parameter"] == "norm_weight" or (use["op"], use["parameter"]) == ("norm", "weight")
+        return {"kind": "ones" if is_norm else "zeros"}
     role = {"neuron_w": "bundle", "fc1": "fc1", "fc2": "fc2"}.get(use["parameter"], use["op"])
     if role == "linear" and "o_proj" in name:
         role = "output"

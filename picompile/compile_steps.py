@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from picompile.artifact.code import Code, build_code, native_code, runs_here
 from picompile.artifact.writer import WrittenArtifact, write_program
 from picompile.choices import KV_DTYPES, base_format, is_budget, parse_bits
-from picompile.config import CompileConfig, CompileOptions, cache_text
+from picompile.config import CompileConfig, CompileOptions, cache_text, predictor_quant
 from picompile.errors import UsageError
 from picompile.progress import Progress
 from picompile.steps import lower_graph, run_passes
@@ -261,7 +261,8 @@ def pipeline_passes(options: CompileOptions, insert: "Pass | None" = None) -> "l
 
     kind = str(options.predictor) if options.predictor is not None and options.is_lossless else "auto"
     hot = options.plan.hot_neurons() if options.plan is not None else dict(options.hot or {})
-    return _all_passes([insert or InsertPredictors(kind)], hot, Quantize(base_format(options.quant)), options.passes)
+    quantize = Quantize(base_format(options.quant), predictor_quant(options))
+    return _all_passes([insert or InsertPredictors(kind)], hot, quantize, options.passes)
 
 
 def compilation_passes(

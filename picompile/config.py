@@ -424,7 +424,7 @@ def _chunk(options: CompileOptions, context: int) -> int:
     return default_chunk(context, on_gpu=options.accelerator == "cuda")
 
 
-def _predictor_quant(options: CompileOptions) -> str:
+def predictor_quant(options: CompileOptions) -> str:
     """Return the format of predictors' own matrices: as given, as planned, or `auto`."""
     planned = None if options.plan is None else options.plan.predictor_quant
     return options.predictor_quant or planned or "auto"
@@ -445,7 +445,7 @@ def resolve(options: CompileOptions, facts: "ModelFacts") -> CompileConfig:
     return CompileConfig(
         targets=options.target,
         quant=options.quant,
-        predictor_quant=_predictor_quant(options),
+        predictor_quant=predictor_quant(options),
         context=context,
         sequences=options.sequences,
         draft_tokens=options.draft_tokens,

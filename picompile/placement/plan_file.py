@@ -6,6 +6,7 @@ from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any
 
+from picompile.choices import QUANTIZATIONS
 from picompile.errors import SolverError, UsageError
 from picompile.output import writing_file
 from picompile.placement.machine import Machine
@@ -82,7 +83,7 @@ def plan_of(content: Fields) -> Plan:
         gap=number(content, "gap", 0),
         baselines=_baselines(content.object("baselines")),
         chunk=content.integer("chunk", 2),
-        predictor_quant=content.text("predictor_quant"),
+        predictor_quant=choice(content, "predictor_quant", ("auto", *QUANTIZATIONS)),
     )
     _check_speed(content, plan)
     return plan

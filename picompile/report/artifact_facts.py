@@ -63,6 +63,9 @@ class ArtifactFacts:
     comparison: Mapping[str, Any] | None = None
 
 
+_SUMS = ("add", "receive")
+
+
 class _Reader(NamedTuple):
     """The first reader of a tensor when a token is decoded; `row` is its row of the statistics."""
 
@@ -112,6 +115,8 @@ def _readers(program: "Fields") -> dict[str, _Reader]:
     found: dict[str, _Reader] = {}
     for call in program.object("functions").objects("decode"):
         operator, arguments = call.text("op"), call.objects("args")
+        # The weights of a sum are those of the norm behind it.
+        operator = "norm" if operator in _SUMS else operator
         layer = None if call.data.get("layer") is None else call.integer("layer")
         rows = [
             argument.data.get("offset", 0) // _STATS_ROW_BYTES

@@ -79,9 +79,11 @@ def joined_linears(nodes: Sequence[Node]) -> dict[Node, tuple[Node, ...]]:
     groups: dict[tuple[Node, str, bool], list[Node]] = {}
     linears = [node for node in nodes if is_call(node, LINEAR)]
     matrices = [name_and_format(arguments(node)["weight"]) for node in linears]
-    for node, matrix in zip(linears, matrices, strict=True):
-        # A matrix that several projections share has one place.
-        if not makes_logits(node) and matrices.count(matrix) == 1:
+    biases = [arguments(node)["bias"] for node in linears]
+    for node, matrix, bias in zip(linears, matrices, biases, strict=True):
+        # A matrix or a bias that several projections share has one place.
+        is_alone = matrices.count(matrix) == 1 and (bias is None or biases.count(bias) == 1)
+        if is_alone and not makes_logits(node):
             values = arguments(node)
             if dimension(node) % _ALIGNED_OUTPUTS == 0:
                 groups.setdefault((values["x"], matrix[1], values["bias"] is not None), []).append(node)
@@ -139,7 +141,8 @@ class _Finder:
         first_and_second = _operands(node) if is_call(node, ADD) and node in self.places else None
         if first_and_second is None or self.devices[node] != "device":
             return False
-        return all(dimension(each) == dimension(node) for each in first_and_second)
+        first, second = first_and_second
+        return first is not second and dimension(first) == dimension(second) == dimension(node)
 
     def _norm_of(self, node: Node) -> Node | None:
         """Return the norm of whole rows that reads `node` on the accelerator."""

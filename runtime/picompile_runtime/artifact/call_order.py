@@ -186,7 +186,7 @@ class _OrderCheck:
         # A call reads as many elements of an input as it has rows. In values that calls have written, rows beyond the
         # step's tokens are undefined: a kernel for as many rows leaves them out.
         is_part = value.start != start or (value.source is None and value.end != end)
-        if is_part and not value.is_complete:
+        if is_part and (value.source is not None or value.is_bytes or not value.is_complete):
             return f"reads a part of {argument.name}"
         interface, rows = self._kernels[device][call.kernel], self._program.rows(self._function)
         copies = any(each.copies == parameter.name for each in interface.parameters)

@@ -84,7 +84,7 @@ _KINDS = {
     "ffn": "feed-forward",
     **dict.fromkeys(("head", "leading"), "head"),
     # With an accelerator: transfers between host and accelerator, and waits for them. The kernel that waits for values
-    # also copies them.
+    # also copies them, or adds them up with others and computes the norm of the sum.
     **dict.fromkeys(("inputs", "send", "signal"), "exchange"),
     **dict.fromkeys(WAITING_OPS, "waits"),
     # Prompts copy cold weights.
