@@ -54,7 +54,7 @@ def longest_loops(format_name: str, sm: int, folder: Path) -> dict[str, tuple[Co
     for name, (kernel, number) in asked.items():
         launch = launches[kernel.name][number]
         loops = weight_loops(functions[launch["symbol"]], _read_bits(format_name))
-        # What adds up slices reads as many bytes in a turn, and does little with them.
+        # The loop that adds up slices reads as many bytes in a turn, and does little with them.
         found[name] = max(loops, key=lambda loop: (sum(loop.operations.values()), loop.weights)), launch
     return found
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 import picompile_runtime
-from helpers.fake_cuda.fixtures import fake_cuda, fake_library
+from helpers.fake_cuda.fixtures import emulate, fake_cuda, fake_library
 from helpers.families import build, save
-from helpers.kernels.emulator import Emulated
 from helpers.reference import eager_logits, relative_error, round_weights
 from helpers.support import compile_for_test
 from test_end_to_end import BYTES_TOLERANCE, TOLERANCE
@@ -38,8 +37,7 @@ def test_kernels_of_a_model(
     hot = {0: tuple(range(1, neurons, 3)), 1: tuple(range(0, neurons, 3))}
     options = {"quant": quant, "predictor": predictor, "hot": hot, "kv_dtype": "f32"}
     compile_for_test(folder, artifact, target="4090", context=CONTEXT, chunk=CHUNK, **options)
-    Emulated((artifact / "kernels" / "device.cu").read_text(), tmp_path / "kernels.so")
-    monkeypatch.setenv("FAKE_CUDA_KERNELS", str(tmp_path / "kernels.so"))
+    emulate(artifact, monkeypatch)
 
     round_weights(reference, quant)
     generator = torch.Generator().manual_seed(3)

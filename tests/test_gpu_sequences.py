@@ -14,8 +14,7 @@ import pytest
 import torch
 
 import picompile_runtime
-from helpers.fake_cuda.fixtures import fake_cuda, fake_library
-from helpers.kernels.emulator import Emulated
+from helpers.fake_cuda.fixtures import emulate, fake_cuda, fake_library
 from helpers.reference import relative_error
 from helpers.support import compile_for_test
 from picompile import compile_steps
@@ -52,8 +51,7 @@ def compiled(
         given |= {"calibration": (held_out,), "gate_tokens": 40} if options["predictor"] == "sign" else {}
         compile_for_test(model, artifact, target=target, **given)
         if target != "cpu":
-            Emulated((artifact / "kernels" / "device.cu").read_text(), tmp_path / "kernels.so")
-            monkeypatch.setenv("FAKE_CUDA_KERNELS", str(tmp_path / "kernels.so"))
+            emulate(artifact, monkeypatch)
         return artifact
 
     return compile_it

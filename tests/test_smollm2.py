@@ -17,10 +17,9 @@ import torch
 from torch import nn
 
 import picompile_runtime
-from helpers.fake_cuda.fixtures import fake_cuda, fake_library
-from helpers.kernels.emulator import Emulated
+from helpers.fake_cuda.fixtures import emulate, fake_cuda, fake_library
 from helpers.reference import relative_error
-from helpers.support import ROOT
+from helpers.support import ROOT, compile_for_test
 from picompile.compile import compile_model
 from picompile.config import CompileOptions
 from picompile_runtime import Tokenizer
@@ -127,11 +126,9 @@ def test_code_for_a_gpu_gives_the_same_tokens(
     found = {}
     for target in ("cpu", "4090"):
         artifact = tmp_path / target
-        given = options | ({} if target == "cpu" else {"hot": hot})
-        compile_model(model_file, artifact, CompileOptions(target=target, **given))  # type: ignore[arg-type]
+        compile_for_test(model_file, artifact, target=target, hot=None if target == "cpu" else hot, **options)
         if target != "cpu":
-            Emulated((artifact / "kernels" / "device.cu").read_text(), tmp_path / "kernels.so")
-            monkeypatch.setenv("FAKE_CUDA_KERNELS", str(tmp_path / "kernels.so"))
+            emulate(artifact, monkeypatch)
         with picompile_runtime.load(artifact, threads=2) as engine:
             # "The capital of France is"
             logits = [engine.prefill([504, 3575, 282, 4649, 314]).reshape(-1).copy()]

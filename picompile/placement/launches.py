@@ -24,7 +24,7 @@ _PARTS = {
     "predict": "predictor",
     "ffn": "hot",
 }
-# As in `picompile_codegen.lowering.fusion`.
+# These are the limits of `picompile_codegen.lowering.fusion`, which imports torch.
 _MOST_TERMS, _ALIGNED_OUTPUTS = 4, 16
 
 

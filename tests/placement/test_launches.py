@@ -152,7 +152,7 @@ def expected(model: ModelBytes, layers: Sequence[Layer], head: bool) -> Counter[
         launches["block"] += counts.hot_launches * (hot != "none")
         launches["stream"] += transfer_launches(counts, where)[("none", "some", "all").index(hot)]
     sides = [False, *(layer.where.attention_on_accelerator for layer in layers), head]
-    # What is received from the layer before goes through a norm of its own.
+    # A value that is received from the layer before goes through a norm of its own.
     launches["stream"] += sum((before != after) * (1 + after) for before, after in pairwise(sides))
     launches["stream"] += model.head_launches * head
     return launches
@@ -210,6 +210,6 @@ def test_launches_of_a_gated_layer() -> None:
 
 
 def test_launches_of_a_layer_for_several_sequences() -> None:
-    """As before, but that projections are separate, and a launch makes halves for each of the four."""
+    """The projections are separate, and a launch makes halves for each of the four; the rest is as above."""
     model = counted(Model("llama-relu", "learned", "f16", 384, 3, "f32"))
     assert {layer.launches for layer in model.layers} == {LayerLaunches(10, 1, 2, 2)}

@@ -79,7 +79,7 @@ class WrittenKernel:
 
     @property
     def tickets(self) -> int:
-        """How many tickets it has, with which the blocks of a GPU count each other; they are shared by all calls."""
+        """Number of tickets: blocks of a GPU count each other with them, and all calls share them."""
         return sum(argument.shape[0] for argument in self.arguments if argument.access == "tickets")
 
 

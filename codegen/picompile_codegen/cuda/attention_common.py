@@ -36,6 +36,10 @@ class Parts:
             return first, stop
         return bind(maximum(first, part * self.positions)), bind(minimum(stop, (part + 1) * self.positions))
 
+    def seen(self, first: Expr, position: Expr) -> tuple[Expr, Expr]:
+        """Return the first part with positions `first` … `position`, and the one behind the last."""
+        return bind(first // self.positions), bind(position // self.positions + 1)
+
 
 @dataclass(frozen=True)
 class CudaAttentionTensors(AttentionTensors):

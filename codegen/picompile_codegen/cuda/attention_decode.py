@@ -25,23 +25,15 @@ from picompile_codegen.cuda.attention_common import (
     extend_caches,
     head_element,
     load_unit,
-    padded_width,
     registers_of_query,
     unit_scale,
     unit_size,
     weight_of,
     write_scores,
 )
+from picompile_codegen.cuda.attention_merge import MergedHeads, merge_parts
 from picompile_codegen.cuda.function import WARP, CudaFunction, ThreadIndex, blocks_for
-from picompile_codegen.cuda.memory import (
-    barrier,
-    last_block,
-    registers,
-    shared,
-    warp_max,
-    warp_sum,
-    zero_registers,
-)
+from picompile_codegen.cuda.memory import barrier, last_block, registers, shared, warp_max, warp_sum, zero_registers
 from picompile_codegen.errors import CodegenError
 from picompile_codegen.specs import AttentionSpec
 
@@ -276,9 +268,12 @@ def attend_rows(function: CudaFunction, spec: AttentionSpec, parts: Parts, tenso
                 held = _read_queries(spec, tensors, queries, row, row_place, first_query, place)
                 _attend(spec, tensors, held, (row, part), row_place, (first, stop), parts, place)
                 if tickets is not None:
-                    span = bind(first_seen // parts.positions), bind(position // parts.positions + 1)
+                    span = parts.seen(first_seen, position)
                     with when(last_block(tickets, row * units + unit, span[1] - span[0], place)):
-                        _merge(spec, tensors, held, (row, row_place[1]), span, parts, place)
+                        heads = MergedHeads(
+                            row, row_place[1] * spec.group + held.first, held.count, spec.group - held.first
+                        )
+                        merge_parts(spec, tensors, heads, span, parts, place)
 
 
 def _extend(function: CudaFunction, spec: AttentionSpec, tensors: CudaAttentionTensors) -> None:
@@ -344,141 +339,6 @@ def _attend(
     mixture.finish(give)
     if tensors.extremes is not None:
         _give_extremes(spec, tensors, queries, weights, (row, kv_head, part), place)
-
-
-def _merge(
-    spec: AttentionSpec, tensors: CudaAttentionTensors, queries: HeldQueries, of: tuple[Expr, Expr],
-    span: tuple[Expr, Expr], parts: Parts, place: ThreadIndex,
-) -> None:  # fmt: skip
-    """y = Σ exp(m_p - m) · outputs_p / Σ exp(m_p - m) · sum_p over parts p, with the largest m of their maxima m_p.
-
-    `span` has the first part and the one behind the last.
-    """
-    weights = shared(queries.count, parts.count)
-    _weigh_parts(spec, tensors, queries, of, span, weights, place)
-    barrier()
-    merge = _Merge(spec, tensors, queries, of, span, weights, place)
-    if merge.sets > 1:
-        merge.in_sets()
-    else:
-        merge.in_turns()
-
-
-# Columns of an output that a thread puts together: 16 bytes.
-_COLUMNS = 4
-
-
-@dataclass(frozen=True)
-class _Merge:
-    """Sums of the outputs of parts times their weights: a thread has four columns of a query."""
-
-    spec: AttentionSpec
-    tensors: CudaAttentionTensors
-    queries: HeldQueries
-    of: tuple[Expr, Expr]
-    span: tuple[Expr, Expr]
-    weights: KernelTensor
-    place: ThreadIndex
-
-    @property
-    def units(self) -> int:
-        """Threads for the columns of a query."""
-        return padded_width(self.spec.value_dim) // _COLUMNS
-
-    @property
-    def items(self) -> int:
-        """Threads for all queries."""
-        return self.queries.count * self.units
-
-    @property
-    def sets(self) -> int:
-        """Sets of threads that take different parts, where there are threads to spare."""
-        return max(1, THREADS // self.items)
-
-    def in_turns(self) -> None:
-        """Write the result, `THREADS` items at a time."""
-        for first in range(0, self.items, THREADS):
-            item = bind(first + self.place.thread)
-            with when(item < self.items):
-                sums = self._sums(item, 0)
-                for i in range(_COLUMNS):
-                    self._give(item, i, sums[i])
-
-    def in_sets(self) -> None:
-        """Write the result, which sets of threads share; their sums are added in order."""
-        mine, item = bind(self.place.thread // self.items), bind(self.place.thread % self.items)
-        sums = zero_registers(_COLUMNS)
-        with when(mine < self.sets):
-            found = self._sums(item, mine)
-            for i in range(_COLUMNS):
-                sums[i] = found[i]
-        # TVM gives memory that nobody reads any more, here that of the weights, to what comes next.
-        barrier()
-        mixed = shared(self.sets, self.items * _COLUMNS)
-        with when(mine < self.sets):
-            for i in range(_COLUMNS):
-                mixed[mine, item * _COLUMNS + i] = sums[i]
-        barrier()
-        with when(self.place.thread < self.items):
-            for i in range(_COLUMNS):
-                total = mixed[0, self.place.thread * _COLUMNS + i]
-                for each in range(1, self.sets):
-                    total = total + mixed[each, self.place.thread * _COLUMNS + i]
-                self._give(self.place.thread, i, total)
-
-    def _head(self, item: Expr) -> Expr:
-        _, kv_head = self.of
-        return kv_head * self.spec.group + minimum(self.queries.first + item // self.units, self.spec.group - 1)
-
-    def _sums(self, item: Expr, mine: Expr) -> KernelTensor:
-        """Return the sums of an item over the parts of set `mine`."""
-        (begin, end), (row, _) = self.span, self.of
-        query, column, head = bind(item // self.units), bind(item % self.units * _COLUMNS), bind(self._head(item))
-        sums = zero_registers(_COLUMNS)
-        assert self.tensors.outputs is not None
-        with loop(0, bind((end - begin + (self.sets - 1) - mine) // self.sets)) as turn:
-            part = bind(begin + mine + turn * self.sets)
-            weight = bind(self.weights[query, part])
-            four = bind(self.tensors.outputs[row, head, part, tirx.Ramp(column, 1, _COLUMNS)])
-            for i in range(_COLUMNS):
-                sums[i] = sums[i] + weight * tirx.Shuffle([four], [i])
-        return sums
-
-    def _give(self, item: Expr, i: int, value: Expr) -> None:
-        query, column = item // self.units, bind(item % self.units * _COLUMNS + i)
-        with when(tirx.And(self.queries.first + query < self.spec.group, column < self.spec.value_dim)):
-            self.tensors.y[self.of[0], self._head(item) * self.spec.value_dim + column] = value
-
-
-def _weigh_parts(
-    spec: AttentionSpec, tensors: CudaAttentionTensors, queries: HeldQueries, of: tuple[Expr, Expr],
-    span: tuple[Expr, Expr], weights: KernelTensor, place: ThreadIndex,
-) -> None:  # fmt: skip
-    """weights[query, part] = exp(m_p - m) / Σ exp(m_p - m) · sum_p; warp i does so for query i."""
-    assert tensors.extremes is not None
-    row, kv_head = of
-    query = bind(minimum(place.warp, queries.count - 1))
-    head = bind(kv_head * spec.group + minimum(queries.first + query, spec.group - 1))
-    places = [bind(place.lane + first) for first in range(0, weights.columns, WARP)]
-    insides = [bind(tirx.And(part >= span[0], part < span[1])) for part in places]
-    extremes = [
-        [
-            bind(tirx.if_then_else(inside, tensors.extremes[row, head, part, i], other))
-            for i, other in ((0, LOWEST), (1, 0.0))
-        ]
-        for part, inside in zip(places, insides, strict=True)
-    ]
-    highest: Expr = LOWEST
-    for of_part, _ in extremes:
-        highest = tirx.Max(highest, of_part)
-    of_all, found, own = warp_max(highest), registers(len(places)), 0.0
-    for i, ((of_part, total), inside) in enumerate(zip(extremes, insides, strict=True)):
-        found[i] = weight_of(inside, of_part, of_all)
-        own = bind(own + found[i] * total)
-    of_query = warp_sum(own)
-    for i, (part, inside) in enumerate(zip(places, insides, strict=True)):
-        with when(tirx.And(place.warp < queries.count, inside)):
-            weights[query, part] = found[i] / of_query
 
 
 def _give_extremes(

@@ -44,9 +44,12 @@ def store_lanes(y: KernelTensor, index: tuple[Expr, ...], values: list[Expr], in
         y[(*row, at(start, lanes))] = values[0] if lanes == 1 else tirx.Shuffle(values, list(range(lanes)))
 
 
-def block_threads(width: int) -> int:
-    """Return how many threads a block needs for a row: one for every `lanes_for` columns, up to a block's limit."""
-    return min(_MOST_THREADS, blocks_for(width // lanes_for(width), WARP) * WARP)
+def block_threads(width: int, lanes: int = 0) -> int:
+    """Return how many threads a block needs for a row: one for every `lanes` columns, up to a block's limit.
+
+    Without `lanes` there are as many as `lanes_for` returns.
+    """
+    return min(_MOST_THREADS, blocks_for(width // (lanes or lanes_for(width)), WARP) * WARP)
 
 
 @dataclass(frozen=True)
@@ -62,8 +65,9 @@ class ColumnLanes:
 
     @classmethod
     def of(cls, width: int, thread: Expr, threads: int = 0, lanes: int = 0) -> "ColumnLanes":
-        """Return the columns of `thread`, where a block shares a row: one of `block_threads(width)`, unless given."""
-        lanes, threads = lanes or lanes_for(width), threads or block_threads(width)
+        """Return the columns of `thread`, where a block shares a row: one of `block_threads`, unless given."""
+        lanes = lanes or lanes_for(width)
+        threads = threads or block_threads(width, lanes)
         numbers = [bind(turn * threads + thread) for turn in range(blocks_for(width // lanes, threads))]
         return cls(lanes, threads, tuple((number * lanes, number < width // lanes) for number in numbers))
 

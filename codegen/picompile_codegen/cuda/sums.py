@@ -7,25 +7,22 @@ the block reads is under way before it waits.
 from tvm import tirx
 
 from picompile_codegen.cpu.tensor import Expr, bind, when
-from picompile_codegen.cuda.function import WARP, CudaFunction, ThreadIndex, blocks_for
-from picompile_codegen.cuda.matrix import ColumnLanes, block_threads
+from picompile_codegen.cuda.function import CudaFunction, ThreadIndex
+from picompile_codegen.cuda.matrix import ColumnLanes, block_threads, lanes_for
 from picompile_codegen.cuda.norms import NormVectors, write_norm
 from picompile_codegen.cuda.transfer import load_shared, wait_for_host
 from picompile_codegen.specs import SumNormSpec
-
-_MOST_THREADS = 1024
 
 
 def sum_norm(spec: SumNormSpec, function: CudaFunction) -> None:
     """Write the launch of a `SumNormSpec`."""
     # The bus carries what a warp reads together: there, threads side by side read columns side by side.
-    lanes = 1 if spec.received else 0
-    threads = min(_MOST_THREADS, blocks_for(spec.dim, WARP) * WARP) if spec.received else block_threads(spec.dim)
+    lanes = 1 if spec.received else lanes_for(spec.dim)
     with (
-        function.launch(grid=spec.rows, block=threads, resident=1) as place,
+        function.launch(grid=spec.rows, block=block_threads(spec.dim, lanes), resident=1) as place,
         when(place.block < function.tokens(spec.rows)),
     ):
-        columns = ColumnLanes.of(spec.dim, place.thread, threads, lanes)
+        columns = ColumnLanes.of(spec.dim, place.thread, lanes=lanes)
         values = _sums(spec, function, columns, place)
         if spec.norm is None:
             return
@@ -40,9 +37,7 @@ def _sums(spec: SumNormSpec, function: CudaFunction, columns: ColumnLanes, place
     terms = [function[f"x{number}"] for number in range(spec.terms - spec.received)]
     read = [[columns.load_run(number, x, row) for x in terms] for number in numbers]
     if spec.received:
-        count = function.get("count")
-        wanted = tirx.IntImm("bool", 1) if count is None else bind(count[0] != 0)
-        wait_for_host(function, wanted, place)
+        wanted = wait_for_host(function, place)
         source = function["source"]
         for number, (start, inside) in enumerate(columns.runs):
             is_read = tirx.And(inside, wanted)

@@ -17,9 +17,7 @@ from picompile_codegen.specs import (
     DivideByRmsSpec,
     ElementwiseSpec,
     EmbeddingSpec,
-    LayerNormSpec,
     Norm,
-    RmsNormSpec,
     RotarySpec,
     TakeLastSpec,
 )
@@ -98,18 +96,8 @@ def embedding(spec: EmbeddingSpec, function: CudaFunction) -> None:
                 store_lanes(y, (token, column), weights[i : i + lanes], column < spec.dim)
 
 
-def rms_norm(spec: RmsNormSpec, function: CudaFunction) -> None:
-    """Write the launch of an `RmsNormSpec`."""
-    _norm(spec, function)
-
-
-def layer_norm(spec: LayerNormSpec, function: CudaFunction) -> None:
-    """Write the launch of a `LayerNormSpec`."""
-    _norm(spec, function)
-
-
-def _norm(spec: Norm, function: CudaFunction) -> None:
-    """A block takes a group of a token, and reads it once."""
+def norm(spec: Norm, function: CudaFunction) -> None:
+    """Write the launch of a `RmsNormSpec` or `LayerNormSpec`: a block takes a group of a token, and reads it once."""
     x, width = function["x"], spec.dim // spec.groups
     grid = spec.rows if spec.groups == 1 else (spec.rows, spec.groups)
     with (

@@ -161,18 +161,16 @@ def send_mask(spec: SendMaskSpec, function: CudaFunction) -> None:
 
 def receive(spec: ReceiveSpec, function: CudaFunction) -> None:
     """Write the launch of a `ReceiveSpec`."""
-    count = function.get("count")
     with function.launch(grid=blocks_for(spec.rows * spec.dim, BLOCK_ELEMENTS), block=THREADS) as place:
-        wanted = _ALWAYS if count is None else bind(count[0] != 0)
-        wait_for_host(function, wanted, place)
+        wanted = wait_for_host(function, place)
         receive_rows(function["source"], function["y"], function.tokens(spec.rows), spec.dim, wanted, place)
 
 
 def receive_mask(spec: ReceiveMaskSpec, function: CudaFunction) -> None:
     """Write the launch of a `ReceiveMaskSpec`."""
     with function.launch(grid=blocks_for(spec.rows * spec.neurons, BLOCK_ELEMENTS), block=THREADS) as place:
-        wait_for_host(function, _ALWAYS, place)
-        receive_rows(function["source"], function["y"], function.tokens(spec.rows), spec.neurons, _ALWAYS, place)
+        wanted = wait_for_host(function, place)
+        receive_rows(function["source"], function["y"], function.tokens(spec.rows), spec.neurons, wanted, place)
 
 
 def copy_words(spec: CopyWordsSpec, function: CudaFunction) -> None:
@@ -203,9 +201,15 @@ def _signal(flag: KernelTensor, step: Expr, place: ThreadIndex) -> None:
         run_extern("pi_signal", address(flag, 0), step)
 
 
-def wait_for_host(function: CudaFunction, wanted: Expr, place: ThreadIndex) -> None:
-    """Wait, in all threads of the block, until the kernel's flag is set; not at all unless the values are `wanted`."""
+def wait_for_host(function: CudaFunction, place: ThreadIndex) -> Expr:
+    """Wait, in all threads of the block, until the kernel's flag is set; return whether there are values to read.
+
+    Where the kernel has a `count` and that is 0 there are none, and nobody waits.
+    """
+    count = function.get("count")
+    wanted = _ALWAYS if count is None else bind(count[0] != 0)
     step = function.step_number()
     with when(tirx.And(place.thread == 0, wanted)):
         run_extern("pi_wait", address(function["flag"], 0), address(function["abandoned"], 0), step)
     barrier()
+    return wanted

@@ -117,7 +117,7 @@ class _Finder:
 
     def has(self, group: Sequence[Node]) -> bool:
         """Return whether the accelerator computes all of a group."""
-        return all(node in self.places and self.devices[node] == "device" for node in group)
+        return all(map(self._is_here, group))
 
     def sum_at(self, node: Node) -> Sum | None:
         """Return the sum that `node` ends on the accelerator, None where an ordinary addition does."""
@@ -138,17 +138,15 @@ class _Finder:
         return Sum(node, tuple(terms), None, received, norm, tuple(additions))
 
     def _is_addition(self, node: Node) -> bool:
-        first_and_second = _operands(node) if is_call(node, ADD) and node in self.places else None
-        if first_and_second is None or self.devices[node] != "device":
+        if not (is_call(node, ADD) and self._is_here(node)):
             return False
-        first, second = first_and_second
+        first, second = _operands(node)
         return first is not second and dimension(first) == dimension(second) == dimension(node)
 
     def _norm_of(self, node: Node) -> Node | None:
         """Return the norm of whole rows that reads `node` on the accelerator."""
         for user in node.users:
-            is_norm = user in self.places and is_call(user, RMS_NORM, LAYER_NORM)
-            if is_norm and self.devices[user] == "device" and arguments(user)["groups"] == 1:
+            if self._is_here(user) and is_call(user, RMS_NORM, LAYER_NORM) and arguments(user)["groups"] == 1:
                 return user
         return None
 
@@ -158,9 +156,8 @@ class _Finder:
             return None
         first, second = _operands(node)
         for added, linear in ((first, second), (second, first)):
-            is_linear = linear in self.places and is_call(linear, LINEAR) and list(linear.users) == [node]
-            is_free = is_linear and linear not in self.taken and self.devices[linear] == "device"
-            if is_free and added is not linear and self._is_there(added, self.places[linear]):
+            is_linear = self._is_here(linear) and is_call(linear, LINEAR) and list(linear.users) == [node]
+            if is_linear and linear not in self.taken and self._is_there(added, self.places[linear]):
                 return added, linear
         return None
 
@@ -168,17 +165,18 @@ class _Finder:
         """Return whether the accelerator has the value of `node` before `place`: nothing waits for it there."""
         if node not in self.places:
             return True
-        makers = [node] if self.devices[node] == "device" else [user for user in node.users if self._uses(user)]
+        makers = [node] if self._is_here(node) else [user for user in node.users if self._is_here(user)]
         return any(self.places[each] < place for each in makers)
 
-    def _uses(self, user: Node) -> bool:
-        return user in self.places and self.devices[user] == "device"
+    def _is_here(self, node: Node) -> bool:
+        """Return whether the accelerator computes one of these nodes."""
+        return node in self.places and self.devices[node] == "device"
 
     def _inner_addition(self, terms: Sequence[Node]) -> int | None:
         """Return the place of a term that is an addition which only one node reads, while there is room for its
         terms."""
         for number, term in enumerate(terms if len(terms) < _MOST_TERMS else ()):
-            # What a projection adds is added by then.
+            # A projection does its addition itself.
             if self._is_addition(term) and len(term.users) == 1 and self._added_to_linear(term) is None:
                 return number
         return None
@@ -186,7 +184,7 @@ class _Finder:
     def _is_received(self, term: Node) -> bool:
         """Return whether the host makes a term, and the accelerator needs it only here."""
         is_of_host = term in self.places and self.devices[term] == "host"
-        return is_of_host and sum(self._uses(user) for user in term.users) == 1
+        return is_of_host and sum(map(self._is_here, term.users)) == 1
 
 
 def _operands(node: Node) -> tuple[Node, Node]:

@@ -86,7 +86,7 @@ def lower(graph_module: GraphModule, options: LowerOptions) -> Lowered:
         raise UnsupportedGraphError("the graph has no attention, so there is nothing to keep between tokens")
     shared, last = Shared(options, WeightTable(options.panels and options.accelerator != "cuda")), attentions[-1]
     shared.weights.find_layouts(nodes)
-    if options.accelerator == "cuda" or not options.panels:
+    if not shared.weights.panels:  # a GPU reads them
         shared.joined = joined_linears(nodes)
         for group in shared.joined.values():
             shared.weights.join(

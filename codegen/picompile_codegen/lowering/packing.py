@@ -74,7 +74,7 @@ class PackedMatrix:
 
 @dataclass(frozen=True)
 class _Part:
-    """Where a tensor lies in the one called `name`: from row or element `start` on, of `length`."""
+    """A tensor is part of the one called `name`, which has `length` rows or elements: it begins at `start`."""
 
     name: str
     start: int

@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from picompile_codegen.specs.arguments import Declaration, KernelArgument, KernelSpec, flag, floats, floats_out, symbol
+from picompile_codegen.specs.arguments import Declaration, KernelSpec, floats, floats_out, symbol
 from picompile_codegen.specs.tokens import LayerNormSpec, LinearSpec, RmsNormSpec
+from picompile_codegen.specs.transfer import received
 
 Norm = RmsNormSpec | LayerNormSpec
 
@@ -61,11 +62,7 @@ class SumNormSpec(KernelSpec):
         for number in range(self.terms - self.received):
             yield floats(f"x{number}", self.rows, self.dim)
         if self.received:
-            yield floats("source", self.rows, self.dim)
-            yield flag("awaits")
-            yield flag("abandons", "abandoned")
-        if self.counted:
-            yield KernelArgument("count", "int32", (1,))
+            yield from received(self.rows, self.dim, counted=self.counted)
         yield floats_out("y", self.rows, self.dim)
         yield from _norm_arguments(self.norm)
 

@@ -88,12 +88,17 @@ class ReceiveSpec(KernelSpec):
 
     def declare(self) -> Iterator[Declaration]:
         """Yield the arguments in order."""
-        yield floats("source", self.rows, self.dim)
-        yield flag("awaits")
-        yield flag("abandons", "abandoned")
-        if self.counted:
-            yield KernelArgument("count", "int32", (1,))
+        yield from received(self.rows, self.dim, counted=self.counted)
         yield floats_out("y", self.rows, self.dim)
+
+
+def received(rows: int, dim: int, *, counted: bool) -> Iterator[KernelArgument]:
+    """Yield what a kernel takes that receives float32 [rows, dim]: `source`, its flag and, if `counted`, `count`."""
+    yield floats("source", rows, dim)
+    yield flag("awaits")
+    yield flag("abandons", "abandoned")
+    if counted:
+        yield KernelArgument("count", "int32", (1,))
 
 
 @dataclass(frozen=True)

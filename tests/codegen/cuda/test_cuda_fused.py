@@ -81,7 +81,7 @@ def test_linear_add(workbench: CudaWorkbench, case: tuple[str, tuple[int, int], 
 @pytest.mark.parametrize(("rows", "tokens"), ROWS)
 @pytest.mark.parametrize("received", RECEIVED)
 def test_sum_norm(workbench: CudaWorkbench, dim: int, rows: int, tokens: int, received: str) -> None:
-    """Where the host has nothing to do its flag is not set, and what it shares is NaN."""
+    """The flag of a host that has nothing to do is not set, and the memory that it shares is NaN."""
     rng = np.random.default_rng([dim, tokens])
     terms = [uniform(rng, tokens, dim) for _ in range(3)]
     inputs = {f"x{number}": term for number, term in enumerate(terms)} | vectors(rng, dim)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.kernels.emulator import Emulated
 from helpers.support import BuildOnce
 from picompile_runtime.devices.cuda import driver
 
@@ -18,6 +19,13 @@ def _compile(folder: Path) -> None:
     folder.mkdir()
     flags = ["-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", "-std=c++17", "-pthread"]
     subprocess.run(["g++", *flags, SOURCE, "-o", folder / "libcuda.so.1", "-ldl"], check=True)
+
+
+def emulate(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the stand-in run an artifact's kernels in the emulation. They are compiled for that beside its folder."""
+    kernels = artifact.with_name(f"{artifact.name}.so")
+    Emulated((artifact / "kernels" / "device.cu").read_text(), kernels)
+    monkeypatch.setenv("FAKE_CUDA_KERNELS", str(kernels))
 
 
 @pytest.fixture(scope="session")
