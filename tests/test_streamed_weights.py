@@ -21,7 +21,7 @@ from helpers.families import build, save
 from helpers.kernels.emulator import Emulated
 from helpers.reference import eager_logits, relative_error, round_weights
 from helpers.support import compile_for_test
-from picompile_codegen.lowering import streaming
+from picompile_codegen.lowering import slices
 from picompile_runtime.artifact.reader import open_artifact
 from picompile_runtime.devices.cuda import graph
 from picompile_runtime.devices.cuda.graph import BoundCopy
@@ -74,7 +74,7 @@ def make(name: str, folder: Path) -> Streamed:
 def streamed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Streamed]:
     with pytest.MonkeyPatch.context() as patch:
         # Less than 64 neurons take: slices have as many all the same.
-        patch.setattr(streaming, "STAGE_BYTES", 1)
+        patch.setattr(slices, "STAGE_BYTES", 1)
         yield make(request.param, tmp_path_factory.mktemp(request.param))
 
 

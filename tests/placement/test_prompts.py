@@ -20,7 +20,7 @@ from picompile.placement.prompts import (
     prompt_estimate,
 )
 from picompile.synth.shapes import find_shape
-from picompile_codegen.lowering import streaming
+from picompile_codegen.lowering import slices
 
 TARGET = TARGETS["4090"]
 GIB = 2**30
@@ -83,11 +83,11 @@ def test_what_cannot_be_said(model: ModelBytes) -> None:
 
 
 def test_stages_are_those_of_the_lowered_program(model: ModelBytes) -> None:
-    assert (STAGE_BYTES, SLICE_NEURONS) == (streaming.STAGE_BYTES, streaming._LEAST)
+    assert (STAGE_BYTES, SLICE_NEURONS) == (slices.STAGE_BYTES, slices.LEAST)
     layer = model.layers[0]
     for neurons in (1, 64, 1000, 5000, 9900, layer.neurons):
-        slices = list(streaming.slices_of(neurons, layer.neuron_bytes))
-        assert sum(count for _, count in slices) == neurons
-        assert [start for start, _ in slices] == [sum(count for _, count in slices[:i]) for i in range(len(slices))]
-        assert min(count for _, count in slices) > 0.6 * max(count for _, count in slices)
-        assert 2 * max(count for _, count in slices) * layer.neuron_bytes <= model.stage_bytes
+        parts = list(slices.slices_of(neurons, layer.neuron_bytes))
+        assert sum(count for _, count in parts) == neurons
+        assert [start for start, _ in parts] == [sum(count for _, count in parts[:i]) for i in range(len(parts))]
+        assert min(count for _, count in parts) > 0.6 * max(count for _, count in parts)
+        assert 2 * max(count for _, count in parts) * layer.neuron_bytes <= model.stage_bytes

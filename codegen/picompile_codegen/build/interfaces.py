@@ -41,4 +41,5 @@ def _argument(argument: KernelArgument) -> dict[str, Any]:
         content["access"] = argument.access
     if argument.below is not None:
         content["below"] = argument.below
-    return content if argument.copies is None else {**content, "copies": argument.copies}
+    names = {"copies": argument.copies, "counted": argument.counted}
+    return content | {key: name for key, name in names.items() if name is not None}

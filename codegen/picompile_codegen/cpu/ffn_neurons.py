@@ -33,6 +33,7 @@ class FfnTensors(Generic[M]):
     """The tensors of a feed-forward block, in the order in which they are passed, on the CPU or on a GPU."""
 
     spec: FfnSpec
+    count: KernelTensor | None
     x: KernelTensor
     mask: KernelTensor | None
     table: KernelTensor | None
@@ -51,6 +52,7 @@ class FfnTensors(Generic[M]):
         """Return the arguments of the kernel that is being written, its packed matrices as `matrix`."""
         return cls(
             spec=spec,
+            count=function.get("count"),
             x=function["x"],
             mask=function.get("mask"),
             table=function.get("table"),

@@ -18,6 +18,8 @@ BODIES: Mapping[type[KernelSpec], Callable[[Any, CudaFunction], None]] = {
     specs.AttentionSpec: attention.attention,
     specs.CacheWriteSpec: token_ops.cache_write,
     specs.CopyWordsSpec: transfer.copy_words,
+    specs.CountedFfnSpec: ffn.ffn,
+    specs.CountedSendMaskSpec: transfer.send_mask,
     specs.DivideByRmsSpec: token_ops.divide_by_rms,
     specs.ElementwiseSpec: token_ops.elementwise,
     specs.EmbeddingSpec: token_ops.embedding,

@@ -89,9 +89,10 @@ def _add_squares(block: CudaFfn, hidden: KernelTensor, place: ThreadIndex) -> No
     """y[token, dim] = Σ hidden[token]²; a block has a token."""
     total = registers(1)
     total[0] = 0.0
-    with loop(0, blocks_for(block.spec.neurons, _SQUARE_THREADS)) as turn:
+    neurons = block.neurons()
+    with loop(0, (neurons + (_SQUARE_THREADS - 1)) // _SQUARE_THREADS) as turn:
         neuron = bind(turn * _SQUARE_THREADS + place.thread)
-        last = block.spec.neurons - 1
+        last = neurons - 1
         value = bind(tirx.if_then_else(neuron <= last, hidden[place.block, minimum(neuron, last)], 0.0))
         total[0] = total[0] + value * value
     summed = block_sum(total[0], place.thread, _SQUARE_THREADS)
@@ -110,7 +111,8 @@ def _multiply_hidden(
     spec = block.spec
     matrices = 1 + spec.gated
     first_token, first_neuron = bind(place.block_y * tile.tokens), bind(place.block * (tile.outputs // matrices))
-    last = spec.neurons - 1
+    neurons = block.neurons()
+    last, has_tokens = neurons - 1, first_token < tokens
 
     def of_one(output: Expr) -> list[tuple[Expr, CudaMatrix, Expr]]:
         return [(True, block.first_matrix, block.first_row(minimum(first_neuron + output, last)))]
@@ -124,9 +126,9 @@ def _multiply_hidden(
             return [(True, block.bundle, gate_row + is_up * (up_row - gate_row))]
         return [(is_up == 0, block.decide, gate_row), (is_up == 1, block.bundle, up_row)]
 
-    with when(first_token < tokens):
+    with when(has_tokens if block.count is None else tirx.And(has_tokens, first_neuron < neurons)):
         weights = RowWeights(tile, block.bundle, of_two if spec.gated else of_one, place)
-        products = multiply(tile, x, (first_token, tokens), (0, x.groups), weights, place)
+        products = multiply(tile, x, (first_token, tokens), (0, x.groups()), weights, place)
         fragments = tile.output_fragments // matrices
         for token, value in products.each_token():
             for fragment in range(fragments):

@@ -6,7 +6,8 @@ in turns and are added up in shared memory, in a fixed order. The last block of 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 
 from tvm import tirx
 
@@ -103,7 +104,7 @@ def add_down(
     ):
         if prepare is not None:
             prepare(place)
-        _add_rows(block, groups, plan, hidden, slices, place)
+        _add_rows(block, replace(groups, neurons=block.neurons()), plan, hidden, slices, place)
         with when(last_block(tickets, place.block, plan.slices, place)):
             _add_slices(block, plan, slices, place)
 
@@ -269,7 +270,7 @@ _TILE_BLOCKS, _FEWEST_OF_SLICE, _MOST_SLICES = 256, 256, 8
 
 @dataclass(frozen=True)
 class DownTiles:
-    """Tiles of `tokens` and of `columns`, each in `slices` of `neurons` neurons."""
+    """Tiles of `tokens` and of `columns`, each in `slices` of `neurons` neurons, or fewer where there are fewer."""
 
     tile: ProductTile
     tokens: int
@@ -287,12 +288,20 @@ class DownTiles:
         each = blocks_for(blocks_for(neurons, wanted), STEP) * STEP
         return cls(tile, tokens, columns, blocks_for(neurons, each), each)
 
+    def steps_of_slice(self, steps: Expr) -> Expr:
+        """Return how many of `steps` steps of 32 neurons a slice has; the last slices may have fewer, or none."""
+        if isinstance(steps, int):
+            return self.neurons // STEP
+        return bind(tirx.Max((steps + (self.slices - 1)) // self.slices, 1))
+
 
 def multiply_down(function: CudaFunction, block: CudaFfn, hidden: KernelTensor) -> None:
     """Write the launches of y = hidden · down + bias for hidden float32 [rows, neurons], and declare their memory."""
     rows, neurons, dim = block.spec.rows, block.spec.neurons, block.spec.dim
     tiles = DownTiles.of(neurons, dim, rows)
     outputs = Halves.scratch(function, "outputs", rows, neurons)
+    if block.count is not None:
+        outputs = replace(outputs, count=block.neurons)
     slices = function.scratch("slices", "float32", tiles.slices * rows, dim) if tiles.slices > 1 else None
     outputs.write(function, hidden)
     grid, tile = (tiles.columns, tiles.tokens * tiles.slices), tiles.tile
@@ -303,21 +312,24 @@ def multiply_down(function: CudaFunction, block: CudaFfn, hidden: KernelTensor) 
             function.launch(grid=(blocks_for(dim, _CHUNK_SUM_THREADS), rows), block=_CHUNK_SUM_THREADS) as place,
             when(place.block_y < function.tokens(rows)),
         ):
-            _add_tile_slices(block, tiles, slices, place)
+            _add_tile_slices(block, tiles, slices, outputs, place)
 
 
 def _multiply_tile(
     block: CudaFfn, tiles: DownTiles, outputs: Halves, out: KernelTensor, tokens: Expr, place: ThreadIndex
 ) -> None:
     """out[slice · rows + t] = Σ outputs[t, j] · down[j] over the neurons of a slice; with one slice y, and its bias."""
-    rows, last, tile = block.spec.rows, block.spec.neurons - 1, tiles.tile
+    rows, last, tile = block.spec.rows, block.neurons() - 1, tiles.tile
     number = bind(place.block_y // tiles.tokens)
     first_token = bind(place.block_y % tiles.tokens * tile.tokens)
     first_column = bind(place.block * tile.outputs)
-    begin = bind(number * (tiles.neurons // STEP))
-    stop = bind(minimum(begin + tiles.neurons // STEP, outputs.groups))
+    groups = outputs.groups()
+    each = tiles.steps_of_slice(groups)
+    begin = bind(number * each)
+    stop = bind(minimum(begin + each, groups))
     bias = block.down_bias if tiles.slices == 1 else None
-    with when(first_token < tokens):
+    is_there = first_token < tokens
+    with when(is_there if block.count is None else tirx.And(is_there, begin < stop)):
         # Past the last neuron, where outputs are zero, its row is read again.
         weights = ColumnWeights(tile, block.bundle, lambda j: block.down_row(minimum(j, last)), first_column, place)
         products = multiply(tile, outputs, (first_token, tokens), (begin, stop), weights, place)
@@ -325,11 +337,19 @@ def _multiply_tile(
             out[number * rows + token, column] = total if bias is None else total + bias[column]
 
 
-def _add_tile_slices(block: CudaFfn, tiles: DownTiles, slices: KernelTensor, place: ThreadIndex) -> None:
+def _add_tile_slices(
+    block: CudaFfn, tiles: DownTiles, slices: KernelTensor, outputs: Halves, place: ThreadIndex
+) -> None:
     """y[token, column] = the sum of its slices, in order, and the bias."""
+    rows, groups = block.spec.rows, outputs.groups()
+    # Slices without neurons were not written.
+    each = tiles.steps_of_slice(groups)
+    used = None if block.count is None else bind((groups + (each - 1)) // each)
     token, column = place.block_y, bind(place.block * _CHUNK_SUM_THREADS + place.thread)
     with when(column < block.spec.dim):
-        total = slices[token, column]
+        total = registers(1)
+        total[0] = slices[token, column]
         for number in range(1, tiles.slices):
-            total = total + slices[number * block.spec.rows + token, column]
-        block.y[token, column] = total if block.down_bias is None else total + block.down_bias[column]
+            with nullcontext() if used is None else when(number < used):
+                total[0] = total[0] + slices[number * rows + token, column]
+        block.y[token, column] = total[0] if block.down_bias is None else total[0] + block.down_bias[column]

@@ -6,7 +6,7 @@ both rows of a neuron at once.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tvm import tirx
 
@@ -21,6 +21,10 @@ from picompile_codegen.cuda.memory import Numbering, activate, address, barrier,
 @dataclass(frozen=True)
 class CudaFfn(FfnTensors[CudaMatrix]):
     """The tensors of a block for a GPU."""
+
+    def neurons(self) -> Expr:
+        """Return how many neurons there are, in a launch; no more than `spec.neurons`."""
+        return self.spec.neurons if self.count is None else bind(self.count[0])
 
     def is_named(self, token: Expr, neuron: Expr) -> Expr:
         """Return whether the mask names a neuron."""
@@ -72,10 +76,11 @@ _LARGEST = 256
 class NeuronGroups:
     """`count` groups of `size`. Neuron n is in group n mod `count`.
 
-    Neurons that are stored side by side fire alike where they were sorted, so that each group has some of all.
+    Neurons that are stored side by side fire alike where they were sorted, so that each group has some of all. There
+    may be fewer `neurons` than the groups were made for, and then groups have fewer members, or none.
     """
 
-    neurons: int
+    neurons: Expr
     size: int
     count: int
 
@@ -136,7 +141,7 @@ class _Group:
 
 def compute_hidden(block: CudaFfn, groups: NeuronGroups, hidden: KernelTensor, place: ThreadIndex) -> None:
     """hidden[token, place] for all places of this block's group, 0 where nothing is sent down; counts neurons."""
-    spec = block.spec
+    spec, groups = block.spec, replace(groups, neurons=block.neurons())
     inputs = BlockInput(block.x, place.block, spec.dim, HIDDEN_THREADS)
     products, outputs = shared(len(inputs.parts()), 2 * groups.size), shared(groups.size)
     group = _Group(block, groups, place, inputs, Numbering(HIDDEN_THREADS), products, outputs)
@@ -228,9 +233,12 @@ def _one_after_the_other(group: _Group, listed: _Listed) -> Expr:
     is_listed = bind(thread < listed.count)
     decided = tirx.if_then_else(is_listed, product(group.products, position), 0.0)
     member = bind(tirx.if_then_else(is_listed, listed.member(position), 0))
-    first = biased(decided, block.first_bias, group.neuron(member))
+    neuron = group.neuron(member)
+    if block.count is not None:  # a group may have no members
+        neuron = bind(minimum(neuron, group.groups.neurons - 1))
+    first = biased(decided, block.first_bias, neuron)
     firsts = shared(group.groups.size)
-    flag = bind(tirx.And(is_listed, block.fires(first, group.neuron(member))))
+    flag = bind(tirx.And(is_listed, block.fires(first, neuron)))
     firing = _those(group, flag, lambda _: member, [(firsts, first)])
     if block.spec.gated:
         row_products(

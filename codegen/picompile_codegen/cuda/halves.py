@@ -1,6 +1,6 @@
 """Activations as tensor cores take them: halves, times a power of two for each token that keeps them in range."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -18,12 +18,14 @@ _THREADS = 256
 class Halves:
     """Rows of activations: `values` float16 [rows, columns], and more columns of zeros up to a multiple of 32.
 
-    An activation is a value times its row's power of two in `factors` float32 [rows].
+    An activation is a value times its row's power of two in `factors` float32 [rows]. `count` gives, in a launch, how
+    many columns there are, where they may be fewer than there is room for.
     """
 
     values: KernelTensor
     factors: KernelTensor
     columns: int
+    count: Callable[[], Expr] | None = None
 
     @classmethod
     def scratch(cls, function: CudaFunction, name: str, rows: int, columns: int) -> "Halves":
@@ -32,10 +34,9 @@ class Halves:
         values = function.scratch(name, "float16", rows, padded)
         return cls(values, function.scratch(f"{name}_factors", "float32", rows), columns)
 
-    @property
-    def groups(self) -> int:
-        """Groups of 32 columns."""
-        return self.values.columns // GROUP
+    def groups(self) -> Expr:
+        """Return how many groups of 32 columns there are, in a launch: a number, where that is known before."""
+        return self.values.columns // GROUP if self.count is None else bind((self.count() + (GROUP - 1)) // GROUP)
 
     def write(self, function: CudaFunction, x: KernelTensor) -> None:
         """Write the launch that rounds x float32 [rows, columns]; a block has a row.
@@ -44,25 +45,39 @@ class Halves:
         """
         rows = self.values.rows
         with function.launch(grid=rows, block=_THREADS) as place, when(place.block < function.tokens(rows)):
-            power = bind(extern("pi_power_for", self._largest(x, place)))
+            columns = self.columns if self.count is None else self.count()
+            row = _Row(x, place, columns, self.groups() * GROUP)
+            power = bind(extern("pi_power_for", row.largest()))
             with when(place.thread == 0):
                 self.factors[place.block] = 1.0 / power
-            with self._turns(place) as column, when(column < self.values.columns):
-                value = self._element(x, place.block, column) * power
+            with row.turns() as column, when(column < row.padded):
+                value = row.element(column) * power
                 self.values[place.block, column] = tirx.Cast("float16", value)
 
-    def _largest(self, x: KernelTensor, place: ThreadIndex) -> Expr:
+
+@dataclass(frozen=True)
+class _Row:
+    """A block's row of x: `columns` of them count, and there are zeros up to `padded`."""
+
+    x: KernelTensor
+    place: ThreadIndex
+    columns: Expr
+    padded: Expr
+
+    def largest(self) -> Expr:
+        """Return the largest magnitude in the row."""
         largest = registers(1)
         largest[0] = 0.0
-        with self._turns(place) as column:
-            largest[0] = tirx.Max(largest[0], tirx.abs(self._element(x, place.block, column)))
-        return block_max(largest[0], place.thread, _THREADS)
+        with self.turns() as column:
+            largest[0] = tirx.Max(largest[0], tirx.abs(self.element(column)))
+        return block_max(largest[0], self.place.thread, _THREADS)
 
     @contextmanager
-    def _turns(self, place: ThreadIndex) -> Iterator[Expr]:
+    def turns(self) -> Iterator[Expr]:
         """Give the columns of a thread, a few of which may be past the last."""
-        with loop(0, blocks_for(self.values.columns, _THREADS)) as turn:
-            yield bind(turn * _THREADS + place.thread)
+        with loop(0, (self.padded + (_THREADS - 1)) // _THREADS) as turn:
+            yield bind(turn * _THREADS + self.place.thread)
 
-    def _element(self, x: KernelTensor, row: Expr, column: Expr) -> Expr:
-        return bind(tirx.if_then_else(column < self.columns, x[row, column], 0.0))
+    def element(self, column: Expr) -> Expr:
+        """Return the element of a column, 0 past the last."""
+        return bind(tirx.if_then_else(column < self.columns, self.x[self.place.block, column], 0.0))

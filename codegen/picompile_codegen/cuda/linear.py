@@ -99,6 +99,6 @@ def _chunk(spec: LinearSpec, function: CudaFunction, w: CudaMatrix, bias: Kernel
         first, first_row = bind(place.block_y * tile.tokens), bind(place.block * tile.outputs)
         with when(first < tokens):
             weights = RowWeights(tile, w, lambda r: [(True, w, minimum(first_row + r, spec.n - 1))], place)
-            products = multiply(tile, halves, (first, tokens), (0, halves.groups), weights, place)
+            products = multiply(tile, halves, (first, tokens), (0, halves.groups()), weights, place)
             for token, row, value in products.each_result(first_row, spec.n):
                 y[token, row] = value if bias is None else value + bias[row]

@@ -66,6 +66,7 @@ def _as_block(spec: SparseLinearSpec, function: CudaFunction) -> CudaFfn:
     )
     return CudaFfn(
         spec=as_ffn,
+        count=None,
         x=function["x"],
         mask=None,
         table=None,

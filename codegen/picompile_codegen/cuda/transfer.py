@@ -10,6 +10,7 @@ blocks as it takes to have all of it under way at once. Each of them waits for t
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from tvm import tirx
 
@@ -20,6 +21,7 @@ from picompile_codegen.cuda.matrix import lanes_for, load_lanes, store_lanes
 from picompile_codegen.cuda.memory import address, barrier, run_extern, shared, warp_sum, zero_registers
 from picompile_codegen.specs import (
     CopyWordsSpec,
+    CountedSendMaskSpec,
     PingPongSpec,
     ReceiveMaskSpec,
     ReceiveSpec,
@@ -29,6 +31,8 @@ from picompile_codegen.specs import (
 )
 
 THREADS = 1024
+# Bytes that are stored at once.
+WORD_BYTES = 4
 # Reads of a thread that are under way together.
 _READS = 4
 # The elements that a block receives.
@@ -64,22 +68,57 @@ def _in_turns(count: Expr, place: ThreadIndex, body: Callable[[list[tuple[Expr, 
         body([(number, number < count) for number in numbers])
 
 
+@dataclass(frozen=True)
+class MaskSizes:
+    """The mask to send: rows, columns, and how many columns a thread takes at once, of which those are a multiple.
+
+    Where `columns` are known only when the kernel runs, rows lie in one dimension.
+    """
+
+    rows: int
+    columns: Expr
+    lanes: int
+
+    @classmethod
+    def of(cls, spec: SendMaskSpec, function: CudaFunction) -> "MaskSizes":
+        """Return the sizes in a launch of `spec`."""
+        if isinstance(spec, CountedSendMaskSpec):
+            return cls(spec.rows, bind(function["columns"][0]), WORD_BYTES if spec.in_words else 1)
+        return cls(spec.rows, spec.columns, lanes_for(spec.columns))
+
+    def row(self, item: Expr, units: Expr) -> Expr:
+        """Return the row of item `item`, where a row has `units`."""
+        return 0 if self.rows == 1 else bind(item // units)
+
+    def unit(self, item: Expr, units: Expr) -> Expr:
+        """Return the item's number in its row."""
+        return item if self.rows == 1 else bind(item % units)
+
+    def place(self, row: Expr, start: Expr) -> tuple[Expr, ...]:
+        """Return the index of a column in the mask that is sent."""
+        return (row, start) if isinstance(self.columns, int) else (row * self.columns + start,)
+
+
 def send_bits(
-    mask: KernelTensor, table: KernelTensor, out_mask: KernelTensor, tokens: Expr, columns: int, place: ThreadIndex
+    mask: KernelTensor,
+    table: KernelTensor,
+    out_mask: KernelTensor,
+    tokens: Expr,
+    sizes: "MaskSizes",
+    place: ThreadIndex,
 ) -> Expr:
     """out_mask[t, i] = mask[t, table[i]] in the rows that count; gives how many ones this thread has written."""
-    lanes = lanes_for(columns)
-    units = columns // lanes
+    lanes, units = sizes.lanes, bind(sizes.columns // sizes.lanes)
     ones = zero_registers(1, "int32")
 
     def copy(items: list[tuple[Expr, Expr]]) -> None:
-        indices = [(bind(item // units), bind(item % units) * lanes) for item, _ in items]
+        indices = [(sizes.row(item, units), sizes.unit(item, units) * lanes) for item, _ in items]
         read = [_masked(mask, table, index, lanes, inside) for index, (_, inside) in zip(indices, items, strict=True)]
         for (row, start), bits, (_, inside) in zip(indices, read, items, strict=True):
             for bit in bits:
                 ones[0] = ones[0] + tirx.Cast("int32", bit)
             with when(inside):
-                _store_bytes(out_mask, row, start, bits)
+                _store_bytes(out_mask, sizes.place(row, start), bits)
 
     _in_turns(tokens * units, place, copy)
     return ones[0]
@@ -93,15 +132,16 @@ def _masked(mask: KernelTensor, table: KernelTensor, index: tuple[Expr, Expr], l
     return [bind(tirx.if_then_else(inside, mask[row, number], zero)) for number in numbers]
 
 
-def _store_bytes(out: KernelTensor, row: Expr, start: Expr, values: list[Expr]) -> None:
+def _store_bytes(out: KernelTensor, index: tuple[Expr, ...], values: list[Expr]) -> None:
     """Write one byte, or four at a time: the bus carries few small writes."""
+    *row, start = index
     if len(values) == 1:
-        out[row, start] = values[0]
+        out[index] = values[0]
         return
     word = tirx.Cast("uint32", values[0])
     for i, value in enumerate(values[1:], 1):
         word = word | (tirx.Cast("uint32", value) << tirx.IntImm("uint32", 8 * i))
-    out[row, at(start, len(values))] = tirx.reinterpret(f"uint8x{len(values)}", bind(word))
+    out[(*row, at(start, len(values)))] = tirx.reinterpret(f"uint8x{len(values)}", bind(word))
 
 
 def add_up(value: Expr, total: KernelTensor, place: ThreadIndex) -> None:
@@ -154,7 +194,7 @@ def send_mask(spec: SendMaskSpec, function: CudaFunction) -> None:
         tokens = function.tokens(spec.rows)
         send_rows(function["x"], function["out"], tokens, spec.dim, place)
         mask, table, out_mask = function["mask"], function["table"], function["out_mask"]
-        ones = send_bits(mask, table, out_mask, tokens, spec.columns, place)
+        ones = send_bits(mask, table, out_mask, tokens, MaskSizes.of(spec, function), place)
         add_up(ones, function["count"], place)
         _signal(function["flag"], function.step_number(), place)
 

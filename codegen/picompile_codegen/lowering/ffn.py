@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from picompile_codegen.lowering.counted import call_block
 from picompile_codegen.lowering.function import DECODING, Bindings, Function, dimension
 from picompile_codegen.lowering.program import Arg, FfnPart, tensor_bytes
 from picompile_codegen.lowering.streaming import stream_block
@@ -188,7 +189,7 @@ def lower_sparse_ffn(node: Node, function: Function) -> None:
     if function.device == "device" and part == "cold":
         stream_block(spec, bindings, node, function)
     else:
-        function.call(function.kernel(spec), bindings, op="ffn", layer=layer)
+        call_block(spec, bindings, function, layer)
 
 
 def _mask(mask: Node, neurons: Node | None, function: Function) -> Bindings:

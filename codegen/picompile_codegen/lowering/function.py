@@ -11,6 +11,7 @@ from torch.fx import Node
 
 from picompile_codegen.cpu import Kernel
 from picompile_codegen.lowering.arena import Lifetime, place_buffers
+from picompile_codegen.lowering.neuron_bounds import ALL_ALIKE, NeuronBounds
 from picompile_codegen.lowering.packing import PackedMatrix, WeightTable
 from picompile_codegen.lowering.placement import ON_HOST, Placement
 from picompile_codegen.lowering.program import (
@@ -96,7 +97,8 @@ class LowerOptions:
 class Shared:
     """State that the functions of a program share: among it kernels by spec, the host's and the accelerator's.
 
-    `joined` are projections that are one where a step has one token (see `fusion.py`).
+    `joined` are projections that are one where a step has one token (see `fusion.py`), `bounds` the largest numbers of
+    neurons of kernels that layers share (see `counted.py`).
     """
 
     options: LowerOptions
@@ -110,6 +112,7 @@ class Shared:
     streamed: dict[str, None] = field(default_factory=dict)
     stage_bytes: int = 0
     joined: Mapping[Node, tuple[Node, ...]] = field(default_factory=dict)
+    bounds: NeuronBounds = ALL_ALIKE
 
     @property
     def stats_rows(self) -> int:

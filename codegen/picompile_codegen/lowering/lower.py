@@ -39,6 +39,7 @@ from picompile_codegen.lowering.function import (
     plan_buffers,
 )
 from picompile_codegen.lowering.fusion import Fusions, find_fusions, joined_linears
+from picompile_codegen.lowering.neuron_bounds import neuron_bounds
 from picompile_codegen.lowering.ops import lower_node, top_logits_shapes
 from picompile_codegen.lowering.packing import WeightTable
 from picompile_codegen.lowering.placement import place
@@ -92,6 +93,9 @@ def lower(graph_module: GraphModule, options: LowerOptions) -> Lowered:
             shared.weights.join(
                 [arguments(node)["weight"] for node in group], [arguments(node)["bias"] for node in group]
             )
+    if options.accelerator == "cuda":
+        decoding, prompts = _devices("decode", nodes, shared), _devices("prefill", nodes, shared)
+        shared.bounds = neuron_bounds(nodes, decoding, prompts)
     functions = [
         _whole("decode", 1, nodes, shared, "logits"),
         _prefill(unmasked, last, shared),

@@ -5,38 +5,21 @@ the other. A slice is a block of its own, with as many tokens; the results of al
 nothing depends on when a copy arrives. Each weight crosses the bus once for a chunk of a prompt.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from torch.fx import Node
 
 from picompile_codegen.lowering.arena import align
+from picompile_codegen.lowering.counted import call_block
 from picompile_codegen.lowering.function import Bindings, Function
 from picompile_codegen.lowering.packing import PackedMatrix
 from picompile_codegen.lowering.program import ITEM_BYTES, Arg
+from picompile_codegen.lowering.slices import slices_of
 from picompile_codegen.specs import AddSpec, FfnSpec, UploadSpec
 
-# A slice takes 3 ms on a bus of 25 GB/s, a hundred times what it costs to add its result.
-STAGE_BYTES = 64 * 2**20
-# A slice has a multiple of this many neurons: layers that have about as many then share their kernels.
-_MULTIPLE = 256
-# Slices of less are not worth a copy of their own.
-_LEAST = 64
 # Vectors that have an element for each neuron.
 _OF_NEURONS = ("gate_bias", "up_bias", "gate_limits", "output_limits")
-
-
-def slices_of(neurons: int, neuron_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield (first neuron, neurons) of each slice: as few as stages allow, and all about as large.
-
-    A copy waits for the multiplication of the slice before the last. Behind a small slice it would wait for a whole
-    large one, and the bus with it.
-    """
-    most = max(STAGE_BYTES // neuron_bytes // _LEAST * _LEAST, _LEAST)
-    even = -(-neurons // -(-neurons // most))
-    each = min(-(-even // _MULTIPLE) * _MULTIPLE, most)
-    for start in range(0, neurons, each):
-        yield start, min(each, neurons - start)
 
 
 def stream_block(spec: FfnSpec, bindings: Bindings, node: Node, function: Function) -> None:
@@ -51,7 +34,7 @@ def stream_block(spec: FfnSpec, bindings: Bindings, node: Node, function: Functi
         y = rest["y"] if len(slices) == 1 else function.buffer("slice", "float32", shape)
         sliced = replace(spec, neurons=neurons, down_bias=spec.down_bias and start == 0)
         staged: Bindings = {**_vectors(rest, start, neurons), **_staged(matrices, spec, start, neurons, function)}
-        function.call(function.kernel(sliced), staged | {"y": y}, op="ffn", layer=node.meta["layer"])
+        call_block(sliced, staged | {"y": y}, function, node.meta["layer"])
         if total is not None:
             is_last = (start, neurons) == slices[-1]
             added = rest["y"] if is_last else function.buffer("sum", "float32", shape)

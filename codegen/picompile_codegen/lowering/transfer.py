@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
+from picompile_codegen.lowering.counted import call_send_mask
 from picompile_codegen.lowering.ffn import makes_mask
 from picompile_codegen.lowering.function import Bindings, Function, dimension
 from picompile_codegen.lowering.program import Arg
@@ -95,8 +96,7 @@ def _send_mask(mask: Node, block: Node, function: Function) -> None:
         "count": function.counts[mask],
         "flag": flag,
     }
-    kernel = function.kernel(SendMaskSpec(dim=dim, neurons=neurons, columns=columns, rows=rows))
-    function.call(kernel, bindings, op="send")
+    call_send_mask(SendMaskSpec(dim=dim, neurons=neurons, columns=columns, rows=rows), bindings, function)
     function.arrivals[mask] = _Wait(out_mask, flag)
     if x is values["x"]:
         # The mask is waited for first, and this comes with it.

@@ -15,7 +15,7 @@ from picompile_codegen.specs.arguments import (
     symbol,
 )
 from picompile_codegen.specs.attention import AttentionSpec, CacheWriteSpec
-from picompile_codegen.specs.ffn import FfnSpec, PredictLowRankSpec, PredictSignsSpec
+from picompile_codegen.specs.ffn import CountedFfnSpec, FfnSpec, PredictLowRankSpec, PredictSignsSpec
 from picompile_codegen.specs.fused import LinearAddSpec, Norm, SumNormSpec
 from picompile_codegen.specs.tokens import (
     MOST_TOP_LOGITS,
@@ -33,6 +33,7 @@ from picompile_codegen.specs.tokens import (
 )
 from picompile_codegen.specs.transfer import (
     CopyWordsSpec,
+    CountedSendMaskSpec,
     PingPongSpec,
     ReceiveMaskSpec,
     ReceiveSpec,
@@ -52,6 +53,8 @@ __all__ = [
     "AttentionSpec",
     "CacheWriteSpec",
     "CopyWordsSpec",
+    "CountedFfnSpec",
+    "CountedSendMaskSpec",
     "DivideByRmsSpec",
     "ElementwiseSpec",
     "EmbeddingSpec",

@@ -3,7 +3,7 @@
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from picompile_codegen.errors import CodegenError
@@ -36,7 +36,8 @@ class KernelArgument:
     """One argument: `name`, `dtype` and static `shape`, what the kernel does with it, and what may be in it.
 
     Integers that the kernel takes for indices must be less than `below`, and not negative; those that it writes are.
-    `copies` names the argument of which this one becomes a copy.
+    `copies` names the argument of which this one becomes a copy. `counted` names the argument int32 [1] that says how
+    much of the first dimension there is: that of n is n / (`below` - 1) of it, and n = `below` - 1 all of it.
     """
 
     name: str
@@ -45,6 +46,7 @@ class KernelArgument:
     access: Access = "in"
     below: int | None = None
     copies: str | None = None
+    counted: str | None = None
 
     @property
     def scratch(self) -> bool:
@@ -64,7 +66,8 @@ STEP = KernelArgument("step", "int32", STEP_SHAPE)
 class MatrixArgument:
     """A packed matrix [rows, columns]: `name`.data and, where the format has scales, `name`.scale.
 
-    Both are views of the same bytes, typed as the data and as the scales. In `panels`, sixteen rows are one.
+    Both are views of the same bytes, typed as the data and as the scales. In `panels`, sixteen rows are one. `counted`
+    as in `KernelArgument`.
     """
 
     name: str
@@ -72,6 +75,7 @@ class MatrixArgument:
     rows: int
     columns: int
     panels: bool = False
+    counted: str | None = None
 
     @property
     def parts(self) -> tuple[KernelArgument, ...]:
@@ -80,10 +84,10 @@ class MatrixArgument:
         row_bytes = form.row_bytes(self.columns) * self.rows // rows
         dtype = DATA_DTYPES[self.format]
         columns = row_bytes // 2 if dtype == "float16" else row_bytes
-        data = KernelArgument(f"{self.name}.data", dtype, (rows, columns))
+        data = KernelArgument(f"{self.name}.data", dtype, (rows, columns), counted=self.counted)
         if not form.scale_bytes:
             return (data,)
-        return data, KernelArgument(f"{self.name}.scale", "float16", (rows, row_bytes // 2))
+        return data, replace(data, name=f"{self.name}.scale", dtype="float16", shape=(rows, row_bytes // 2))
 
 
 @dataclass(frozen=True)
@@ -198,6 +202,18 @@ def indices(name: str, count: int, below: int) -> KernelArgument:
 def mask(name: str, rows: int, columns: int, access: Access = "in") -> KernelArgument:
     """Return a uint8 argument [rows, columns] of zeros and ones."""
     return KernelArgument(name, "uint8", (rows, columns), access, below=2)
+
+
+def count_up_to(most: int, name: str = "count") -> KernelArgument:
+    """Return an int32 argument [1] for how many there are of what `counted` arguments have room for `most` of."""
+    return KernelArgument(name, "int32", (1,), below=most + 1)
+
+
+def counted(declaration: Declaration, by: str) -> Declaration:
+    """Return `declaration` of an argument of which the argument `by` says how much there is."""
+    if isinstance(declaration, KernelArgument | MatrixArgument):
+        return replace(declaration, counted=by)
+    raise CodegenError(f"{declaration.name} is always there whole")
 
 
 def flag(access: Access, name: str = "flag") -> KernelArgument:

@@ -9,6 +9,8 @@ from picompile_codegen.specs.arguments import (
     KernelArgument,
     KernelSpec,
     MatrixArgument,
+    count_up_to,
+    counted,
     floats,
     floats_out,
     indices,
@@ -17,6 +19,9 @@ from picompile_codegen.specs.arguments import (
     symbol,
 )
 from picompile_passes.dialect.activations import parse_activation
+
+# Arguments of a block with a row, or several, for each of its neurons.
+OF_NEURONS = ("table", "decide_w", "neuron_w", "gate_bias", "up_bias", "gate_limits", "output_limits")
 
 
 @dataclass(frozen=True)
@@ -142,6 +147,27 @@ class FfnSpec(KernelSpec):
         yield KernelArgument("stats", "int64", (2,), "adds")
         yield SCRATCH
         yield floats_out("y", self.rows, self.dim + self.squares)
+
+
+@dataclass(frozen=True)
+class CountedFfnSpec(FfnSpec):
+    """An `FfnSpec` for blocks of `neurons` neurons or fewer: `count` int32 [1] says how many a block has.
+
+    Where layers differ in their neurons, they share this kernel. Its arguments are those of the block itself, with
+    `count` rows for `neurons`, and matrices with as many times fewer. Only a GPU has it.
+    """
+
+    @property
+    def name(self) -> str:
+        """The kernel's symbol."""
+        return symbol("counted", super().name)
+
+    def declare(self) -> Iterator[Declaration]:
+        """Yield the arguments in order."""
+        for declaration in super().declare():
+            yield counted(declaration, "count") if declaration.name in OF_NEURONS else declaration
+            if declaration.name == "x":
+                yield count_up_to(self.neurons)
 
 
 @dataclass(frozen=True)

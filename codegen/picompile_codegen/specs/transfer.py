@@ -13,6 +13,8 @@ from picompile_codegen.specs.arguments import (
     Declaration,
     KernelArgument,
     KernelSpec,
+    count_up_to,
+    counted,
     flag,
     floats,
     floats_out,
@@ -68,6 +70,34 @@ class SendMaskSpec(KernelSpec):
         yield mask("out_mask", self.rows, self.columns, "out")
         yield KernelArgument("count", "int32", (1,), "out")
         yield flag("sets")
+
+
+@dataclass(frozen=True)
+class CountedSendMaskSpec(SendMaskSpec):
+    """A `SendMaskSpec` for `columns` columns or fewer: `columns` int32 [1] says how many there are.
+
+    out_mask is uint8 [rows · columns] without gaps. With `in_words` the columns are a multiple of four. Only a GPU has
+    it.
+    """
+
+    in_words: bool = False
+
+    @property
+    def name(self) -> str:
+        """The kernel's symbol."""
+        return symbol("counted", super().name, "words" if self.in_words else "")
+
+    def declare(self) -> Iterator[Declaration]:
+        """Yield the arguments in order."""
+        for declaration in super().declare():
+            if declaration.name == "table":
+                yield count_up_to(self.columns, "columns")
+                yield counted(declaration, "columns")
+            elif declaration.name == "out_mask":
+                flat = KernelArgument("out_mask", "uint8", (self.rows * self.columns,), "out", below=2)
+                yield counted(flat, "columns")
+            else:
+                yield declaration
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def check_calls(
     for function in program.functions:
         for number, call in enumerate(program.calls(function, device)):
             interface = kernels.get(call.kernel)
-            fault = "has no interface" if interface is None else _fault(program, function, call, interface)
+            fault = "has no interface" if interface is None else _fault(program, function, call, interface, numbers)
             if interface is not None and not fault:
                 fault = _number_fault(call, interface, numbers, checked)
             if fault:
@@ -43,15 +43,21 @@ def check_calls(
                 raise ArtifactError(f"{where}: {place}: {call.kernel} {fault}")
 
 
-def _fault(program: Program, function: str, call: Call, interface: KernelInterface) -> str:
+def _fault(program: Program, function: str, call: Call, interface: KernelInterface, numbers: Range) -> str:
     """Return what is wrong with a call, an empty text if nothing is."""
     if len(call.args) != len(interface.parameters):
         return f"takes {len(interface.parameters)} arguments, and is given {len(call.args)}"
+    shares, fault = _counted_shares(call, interface, numbers)
+    if fault:
+        return fault
     for argument, parameter in zip(call.args, interface.parameters, strict=True):
-        view = argument.view
-        if (view.dtype, view.shape) != (parameter.dtype, parameter.shape):
+        view, shape = argument.view, parameter.shape
+        if parameter.counted is not None:
+            count, most = shares[parameter.counted]
+            shape = (shape[0] * count // most, *shape[1:])
+        if (view.dtype, view.shape) != (parameter.dtype, shape):
             found = f"{view.dtype} {list(view.shape)}"
-            return f"takes {parameter.name} {parameter.dtype} {list(parameter.shape)}, and is given {found}"
+            return f"takes {parameter.name} {parameter.dtype} {list(shape)}, and is given {found}"
         if view.offset % (_COUNTER_BYTES if parameter.access == "adds" else ALIGNMENT):
             return f"is given {argument.name} at byte {view.offset}, which is no multiple of {ALIGNMENT}"
         if fault := _place_fault(argument, parameter):
@@ -64,6 +70,27 @@ def _fault(program: Program, function: str, call: Call, interface: KernelInterfa
     ):
         return "uploads something else than a weight, of which nothing says when it is complete"
     return _step_fault(program, function, interface) or _overlap_fault(program, call, interface)
+
+
+def _counted_shares(
+    call: Call, interface: KernelInterface, numbers: Range
+) -> tuple[Mapping[str, tuple[int, int]], str]:
+    """Return, for each parameter that counts others, its number and the largest that the kernel takes; and a fault."""
+    shares = {}
+    for name in {parameter.counted for parameter in interface.parameters if parameter.counted is not None}:
+        found = [
+            (argument, parameter)
+            for argument, parameter in zip(call.args, interface.parameters, strict=True)
+            if parameter.name == name
+        ]
+        argument, most = (found[0][0], (found[0][1].below or 1) - 1) if found else (None, 0)
+        if argument is None or argument.kind != "weight" or argument.view.dtype != "int32":
+            return {}, f"is given no weight of int32 for {name}"
+        lowest, highest = numbers(argument)
+        if not 1 <= lowest == highest <= most:
+            return {}, f"takes a number from 1 to {most} for {name}, and {argument.name} has {lowest} to {highest}"
+        shares[name] = highest, most
+    return shares, ""
 
 
 def _place_fault(argument: Argument, parameter: KernelParameter) -> str:

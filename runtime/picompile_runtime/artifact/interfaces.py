@@ -30,7 +30,8 @@ class KernelParameter:
     """One argument as a kernel declares it.
 
     If `below` is not None, integers that the kernel reads must be from 0 to `below` - 1, and those that it writes are.
-    `copies` names the parameter whose content the kernel copies to this one.
+    `copies` names the parameter whose content the kernel copies to this one. `counted` names the one that says how much
+    of the first dimension there is: n / (its `below` - 1).
     """
 
     name: str
@@ -39,6 +40,7 @@ class KernelParameter:
     access: str
     below: int | None
     copies: str | None
+    counted: str | None = None
 
     @property
     def writes(self) -> bool:
@@ -79,6 +81,7 @@ def _parameter(entry: Fields) -> KernelParameter:
         access=entry.one_of("access", ACCESSES),
         below=entry.optional_integer("below", 0, _MOST),
         copies=entry.text("copies") if "copies" in entry.data else None,
+        counted=entry.text("counted") if "counted" in entry.data else None,
     )
 
 
