@@ -19,7 +19,7 @@ from helpers.reference import relative_error
 from helpers.support import compile_for_test
 from picompile import compile_steps
 from picompile_codegen.lowering.placement import Placement
-from test_prediction import held_out
+from test_prediction import held_out, write_predictors
 
 __all__ = ["fake_cuda", "fake_library", "held_out"]
 
@@ -27,7 +27,10 @@ SEQUENCES, VOCAB, NEURONS = 16, 300, 200
 LONG = 32_768
 # The cache of the second layer is with the host.
 SPLIT = Placement(frozenset({0, 1}), frozenset({0}), frozenset({0, 1}), head=True)
-HOT = {0: tuple(range(0, NEURONS, 2)), 1: tuple(range(1, NEURONS, 2))}
+# Biases of neurons that are computed for every token, or for none, whatever is rounded.
+UNDOUBTED = (30.0, 30.0, -30.0)
+# Layers differ in how many they are, so they share kernels that take that as an argument.
+HOT = {0: tuple(range(0, NEURONS, 2)), 1: tuple(range(1, NEURONS, 3))}
 
 # compiled(target, **options) → the artifact
 Compiled = Callable[..., Path]
@@ -48,7 +51,10 @@ def compiled(
         artifact = tmp_path / target
         given: dict[str, object] = {"quant": "f16", "kv_dtype": "f32", "gate": None, "chunk": 16, **options}
         given |= {} if target == "cpu" else {"hot": HOT}
-        given |= {"calibration": (held_out,), "gate_tokens": 40} if options["predictor"] == "sign" else {}
+        if options["predictor"] != "exact":
+            given |= {"calibration": (held_out,), "gate_tokens": 40}
+        if options["predictor"] == "learned":
+            given["predictors"] = write_predictors(model, tmp_path / "predictors", bias=UNDOUBTED)
         compile_for_test(model, artifact, target=target, **given)
         if target != "cpu":
             emulate(artifact, monkeypatch)
@@ -57,7 +63,7 @@ def compiled(
     return compile_it
 
 
-@pytest.mark.parametrize("predictor", ["exact", "sign"])
+@pytest.mark.parametrize("predictor", ["exact", "sign", "learned"])
 def test_sixteen_sequences_are_those_alone(compiled: Compiled, predictor: str) -> None:
     """Each has a mask of its own. Steps of several tokens round activations to halves."""
     rng = np.random.default_rng(16)

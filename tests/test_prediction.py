@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -38,8 +38,11 @@ EVERY_NEURON = PredictorKind(
 )
 
 
-def write_predictors(model: Path, folder: Path, bias: float, rank: int = RANK) -> Path:
-    """Predictors of random weights: a large bias computes nearly all neurons, a small one few or none."""
+def write_predictors(model: Path, folder: Path, bias: float | Sequence[float], rank: int = RANK) -> Path:
+    """Predictors of random weights: a large bias computes nearly all neurons, a small one few or none.
+
+    Several are those of the neurons, in turns.
+    """
     generator = torch.Generator().manual_seed(0)
     config = json.loads((model / "config.json").read_text())
     hidden, neurons = config["hidden_size"], config["intermediate_size"]
@@ -47,7 +50,7 @@ def write_predictors(model: Path, folder: Path, bias: float, rank: int = RANK) -
     for layer in range(config["num_hidden_layers"]):
         tensors[f"layers.{layer}.fc1"] = torch.randn(rank, hidden, generator=generator) / hidden**0.5
         tensors[f"layers.{layer}.fc2"] = torch.randn(neurons, rank, generator=generator) / rank**0.5
-        tensors[f"layers.{layer}.bias"] = torch.full((neurons,), bias)
+        tensors[f"layers.{layer}.bias"] = torch.tensor(bias).repeat(neurons)[:neurons]
         layers.append(LayerPredictor(layer, "learned", "block", rank, parameters=1, bytes_f16=2))
     save_predictors(folder, layers, tensors, {"fingerprint": fingerprint(model), "name": "tiny"})
     return folder

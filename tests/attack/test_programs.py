@@ -196,6 +196,38 @@ def test_tickets_are_for_blocks_alone(
         picompile_runtime.verify(tmp_path / "gpu")
 
 
+@pytest.mark.parametrize("value", [-1, 0, 66, 68, 134, 2**31 - 1])
+def test_a_count_of_neurons_that_are_not_there_is_refused(gpu_artifact: Path, tmp_path: Path, value: int) -> None:
+    """A block has 67 hot neurons and a slice of 133, which share a kernel."""
+    folder = tmp_path / "gpu"
+    copy_artifact(gpu_artifact, folder)
+    path = folder / "weights.safetensors"
+    content = bytearray(path.read_bytes())
+    size = int.from_bytes(content[:8], "little")
+    begin, _ = json.loads(content[8 : 8 + size])["count.67"]["data_offsets"]
+    place = slice(8 + size + begin, 8 + size + begin + 4)
+    assert np.frombuffer(content[place], np.int32) == 67
+    content[place] = np.int32(value).tobytes()
+    write(path, bytes(content))
+    seal(folder)
+    with pytest.raises(
+        ArtifactError, match=r"takes (a number from 1 to 133 for count|decide_w\.data float16 \[6[68],)"
+    ):
+        picompile_runtime.verify(folder)
+
+
+def test_a_count_must_be_a_weight(gpu_artifact: Path, tmp_path: Path) -> None:
+    """A buffer may change while the kernel reads it."""
+    copy_artifact(gpu_artifact, tmp_path / "gpu")
+
+    def mutate(program: Json) -> None:
+        call_of(program, "counted_ffn", "prefill_last")["args"][2] = {"buffer": "step.device", "shape": [1]}
+
+    change(tmp_path / "gpu", mutate)
+    with pytest.raises(ArtifactError, match=r"is given no weight of int32 for count"):
+        picompile_runtime.verify(tmp_path / "gpu")
+
+
 @pytest.mark.parametrize("mapped", ["0", "1"])
 def test_whole_artifacts_run_with_mapped_weights(
     bases: list[Base], monkeypatch: pytest.MonkeyPatch, mapped: str

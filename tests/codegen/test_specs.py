@@ -12,6 +12,8 @@ from picompile_codegen.specs import (
     AttentionSpec,
     CacheWriteSpec,
     CopyWordsSpec,
+    CountedFfnSpec,
+    CountedSendMaskSpec,
     DivideByRmsSpec,
     ElementwiseSpec,
     EmbeddingSpec,
@@ -46,7 +48,7 @@ MODES = (("one", 1), ("chunk", 13), ("sequences", 3))
 ROWS = (1, 13)
 # Only the host calls these, and only a GPU that one.
 HOST_ONLY: set[type[KernelSpec]] = {SignalSpec, WaitSpec}
-GPU_ONLY: set[type[KernelSpec]] = {LinearAddSpec, PingPongSpec, SumNormSpec}
+GPU_ONLY: set[type[KernelSpec]] = {CountedFfnSpec, CountedSendMaskSpec, LinearAddSpec, PingPongSpec, SumNormSpec}
 
 Parameters = dict[str, Any]
 
@@ -141,6 +143,8 @@ VARIANTS: dict[type[KernelSpec], list[Parameters]] = {
         )
     ],
     CopyWordsSpec: grid(words=(8, 300)),
+    CountedFfnSpec: ffns(),
+    CountedSendMaskSpec: grid(dim=(96,), neurons=(200,), columns=(60,), rows=ROWS, in_words=(False, True)),
     UploadSpec: grid(size=(64, 5000)),
     DivideByRmsSpec: grid(dim=(96, 99), rows=ROWS, neurons=(77,), eps=(1e-5, 1e-6), bias=(False, True)),
     ElementwiseSpec: [

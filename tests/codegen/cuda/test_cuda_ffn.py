@@ -15,7 +15,7 @@ from helpers.kernels.workbench import assert_close
 from picompile_codegen import cuda
 from picompile_codegen.cuda import CudaKernel, dot, ffn_down, mma
 from picompile_codegen.cuda import ffn_hidden as ffn_groups
-from picompile_codegen.specs import FfnSpec
+from picompile_codegen.specs import CountedFfnSpec, FfnSpec
 from picompile_passes.dialect import parse_activation
 
 CHUNK = 13
@@ -61,16 +61,34 @@ CASES = [
         )
     ),
 ]
+# Blocks of different sizes that share a kernel: every way through, and neurons fewer than its groups and slices.
+COUNTED = [
+    ("opt", "part", "f16", 1),
+    ("opt", "exact", "q4", 1),
+    ("fatrelu", "exact", "f16", 1),
+    ("swiglu", "dense", "q8", 1),
+    ("bitnet", "part", "q8", 1),
+    ("whole", "exact", "q6", 1),
+    ("opt", "part", "q4m", CHUNK),
+    ("opt", "dense", "q4", CHUNK),
+    ("sliced", "dense", "q8", CHUNK),
+    ("bitnet", "dense", "q4", CHUNK),
+    ("reglu", "exact", "f16", CHUNK),
+]
+# How many neurons the kernel has room for, beside those of the block. Most groups of the last one have no neuron.
+ROOM = (0, 7, 1500)
 OF_SEQUENCES = [("opt", "part", "f16"), ("swiglu", "masked", "q8"), ("bitnet", "part", "f16")]
 
 
-def kernel_of(name: str, kind: str, format_name: str, rows: int) -> CudaKernel:
+def kernel_of(name: str, kind: str, format_name: str, rows: int, room: int | None = None) -> CudaKernel:
+    """The kernel of a block, or the one that takes its neurons as an argument and has `room` for more."""
     block = BLOCKS[name]
+    make = FfnSpec if room is None else CountedFfnSpec
     return cuda.write_kernel(
-        FfnSpec(
+        make(
             kind="masked" if kind == "part" else kind,
             format=format_name,
-            neurons=block.neurons,
+            neurons=block.neurons + (room or 0),
             dim=block.dim,
             rows=rows,
             gated=block.gated,
@@ -134,6 +152,29 @@ def test_ffn(workbench: CudaWorkbench, name: str, kind: str, format_name: str, r
         assert np.isnan(result["y"][tokens:]).all()
         # Chunks are not counted.
         assert result["stats"].tolist() == ([1000, 2000] if rows > 1 else example.counts(kind))
+
+
+@pytest.mark.parametrize("room", ROOM)
+@pytest.mark.parametrize(("name", "kind", "format_name", "rows"), COUNTED)
+def test_blocks_share_a_kernel(
+    workbench: CudaWorkbench, name: str, kind: str, format_name: str, rows: int, room: int
+) -> None:
+    """The number of neurons is an argument, and arrays have no more rows than that."""
+    kernel, block = kernel_of(name, kind, format_name, rows, room), BLOCKS[name]
+    for tokens in (1,) if rows == 1 else (2, CHUNK):
+        rng = np.random.default_rng([rows, tokens])
+        example = Example(block, kind, format_name, tokens, seed=rows + tokens)
+        if kind == "part" and rows > 1:
+            example.masks(rng.random((tokens, block.neurons)) < 0.4, kind, rng)
+        example.on_tensor_cores = rows > 1 and kind != "part"
+        count = np.array([block.neurons], np.int32)
+        result = workbench.run(kernel, example.inputs | {"count": count}, tokens=tokens if rows > 1 else -1)
+        expected = example.result()
+        assert np.allclose(result["y"][:tokens, block.dim :], expected[:, block.dim :], rtol=2e-5, atol=0)
+        assert_close(result["y"][:tokens, : block.dim], expected[:, : block.dim], example.tolerance)
+        assert np.isnan(result["y"][tokens:]).all()
+        if rows == 1:
+            assert result["stats"].tolist() == example.counts(kind)
 
 
 @pytest.mark.parametrize(("name", "kind", "format_name"), OF_SEQUENCES)

@@ -18,6 +18,7 @@ from picompile_codegen.cuda import CudaKernel, cuda_source
 from picompile_codegen.cuda.build import KernelLaunch
 from picompile_codegen.specs import (
     CopyWordsSpec,
+    CountedSendMaskSpec,
     KernelArgument,
     KernelSpec,
     ReceiveMaskSpec,
@@ -35,6 +36,8 @@ DIMS = (96, 99, 4228)
 ROWS = [(1, 1), (CHUNK, CHUNK), (CHUNK, 3)]
 # Neurons and how many the host computes: four at a time, one at a time, none but one, and more than a turn of one row.
 MASKS = ((200, 60), (77, 55), (9, 1), (5000, 4503))
+# Of those that share a kernel: sizes, room for more, and whether they are sent in words.
+COUNTED = (((200, 60), 100, True), ((200, 60), 0, False), ((77, 55), 22, False), ((5000, 4500), 300, True))
 # Neurons of masks that are received: few, and more than a block takes.
 RECEIVED = (77, 5000)
 STEP = 7
@@ -57,10 +60,16 @@ def send_mask(sizes: tuple[int, int], rows: int) -> CudaKernel:
     )
 
 
+def counted_send_mask(neurons: int, most: int, rows: int, in_words: bool) -> CudaKernel:
+    return cuda.write_kernel(CountedSendMaskSpec(dim=96, neurons=neurons, columns=most, rows=rows, in_words=in_words))
+
+
 @pytest.fixture(scope="module")
 def workbench(tmp_path_factory: pytest.TempPathFactory) -> CudaWorkbench:
     built = [cuda.write_kernel(SendSpec(dim=dim, rows=rows)) for dim in DIMS for rows in (1, CHUNK)]
     built += [send_mask(*case) for case in product(MASKS, (1, CHUNK))]
+    for (sizes, room, in_words), rows in product(COUNTED, (1, CHUNK)):
+        built.append(counted_send_mask(sizes[0], sizes[1] + room, rows, in_words))
     for dim, rows, counted in product(DIMS, (1, CHUNK), (False, True)):
         built.append(cuda.write_kernel(ReceiveSpec(dim=dim, rows=rows, counted=counted)))
     built += [
@@ -96,6 +105,27 @@ def test_send_mask(workbench: CudaWorkbench, sizes: tuple[int, int], rows: int, 
     assert np.array_equal(result["out"][:tokens], x)
     assert np.array_equal(result["out_mask"][:tokens], mask[:, table])
     assert np.isnan(result["out"][tokens:]).all() and (result["out_mask"][tokens:] == 255).all()
+    assert result["count"][0] == mask[:, table].sum()
+    assert result["flag"].tolist() == [STEP] + [-1] * 15
+
+
+@pytest.mark.parametrize(("sizes", "room", "in_words"), COUNTED, ids=str)
+@pytest.mark.parametrize(("rows", "tokens"), ROWS)
+def test_masks_of_several_sizes_share_a_kernel(
+    workbench: CudaWorkbench, sizes: tuple[int, int], room: int, in_words: bool, rows: int, tokens: int
+) -> None:
+    """The number of columns is an argument, and there is memory for no more of them."""
+    rng, (neurons, columns) = np.random.default_rng([*sizes, tokens]), sizes
+    x = uniform(rng, tokens, 96)
+    mask = (rng.random((tokens, neurons)) < 0.3).astype(np.uint8)
+    table = rng.permutation(neurons)[:columns].astype(np.int32)
+    inputs = {"step": step(tokens), "x": x, "mask": mask, "table": table, "flag": flag(EARLIER)}
+    result = workbench.run(
+        counted_send_mask(neurons, columns + room, rows, in_words), inputs | {"columns": np.array([columns], np.int32)}
+    )
+    assert np.array_equal(result["out"][:tokens], x)
+    sent = result["out_mask"].reshape(rows, columns)
+    assert np.array_equal(sent[:tokens], mask[:, table]) and (sent[tokens:] == 255).all()
     assert result["count"][0] == mask[:, table].sum()
     assert result["flag"].tolist() == [STEP] + [-1] * 15
 

@@ -39,12 +39,20 @@ class Guarded:
         return bool((self.memory[:start] == 255).all() and (self.memory[end:] == 255).all())
 
 
-def _poisoned(argument: KernelArgument) -> Guarded:
+def _poisoned(argument: KernelArgument, shape: Sequence[int]) -> Guarded:
     dtype = np.dtype(argument.dtype)
-    size = int(np.prod(argument.shape)) * dtype.itemsize
+    size = int(np.prod(shape)) * dtype.itemsize
     memory = np.full(size + 2 * _GUARD_BYTES + 64, 255, np.uint8)
     start = _GUARD_BYTES + (-(memory.ctypes.data + _GUARD_BYTES)) % 64
-    return Guarded(memory, memory[start : start + size].view(dtype).reshape(argument.shape))
+    return Guarded(memory, memory[start : start + size].view(dtype).reshape(shape))
+
+
+def _shape(argument: KernelArgument, arguments: Sequence[KernelArgument], given: Inputs) -> Sequence[int]:
+    """Return how large an argument is: it may be a part of what there is room for."""
+    if argument.counted is None:
+        return argument.shape
+    most = next(each.below or 0 for each in arguments if each.name == argument.counted) - 1
+    return argument.shape[0] * int(given[argument.counted][0]) // most, *argument.shape[1:]
 
 
 class Workbench:
@@ -69,8 +77,8 @@ class Workbench:
         """All arguments of `kernel` by name, after a call. A packed matrix `w` is given as bytes [rows, row_bytes]."""
         step = np.full(8, -1, np.int32)
         step[:3] = tokens, position, slot
-        arrays = {argument.name: _poisoned(argument) for argument in kernel.arguments}
         given = {"step": step, **inputs}
+        arrays = {each.name: _poisoned(each, _shape(each, kernel.arguments, given)) for each in kernel.arguments}
         for argument in kernel.arguments:
             name, _, part = argument.name.partition(".")
             if argument.access == "tickets":
