@@ -48,7 +48,7 @@ MODES = (("one", 1), ("chunk", 13), ("sequences", 3))
 ROWS = (1, 13)
 # Only the host calls these, and only a GPU that one.
 HOST_ONLY: set[type[KernelSpec]] = {SignalSpec, WaitSpec}
-GPU_ONLY: set[type[KernelSpec]] = {CountedFfnSpec, CountedSendMaskSpec, LinearAddSpec, PingPongSpec, SumNormSpec}
+GPU_ONLY: set[type[KernelSpec]] = {CountedSendMaskSpec, LinearAddSpec, PingPongSpec, SumNormSpec}
 
 Parameters = dict[str, Any]
 
@@ -211,6 +211,8 @@ def test_bodies_take_the_arguments_of_their_spec(kind: type[KernelSpec]) -> None
     for parameters in VARIANTS[kind]:
         spec = kind(**parameters)
         bodies = [module for module in (cpu, cuda) if kind in module.BODIES]
+        if isinstance(spec, CountedFfnSpec) and not spec.is_masked:
+            bodies.remove(cpu)
         written = [module.write_kernel(spec) for module in bodies]
         for kernel in written:
             assert kernel.name == spec.name

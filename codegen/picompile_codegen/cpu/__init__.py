@@ -17,6 +17,7 @@ BODIES: Mapping[type[KernelSpec], Callable[[Any, KernelFunction], None]] = {
     specs.AttentionSpec: attention.attention,
     specs.CacheWriteSpec: cache.cache_write,
     specs.CopyWordsSpec: transfer.copy_words,
+    specs.CountedFfnSpec: ffn.ffn,
     specs.DivideByRmsSpec: token_ops.divide_by_rms,
     specs.ElementwiseSpec: token_ops.elementwise,
     specs.EmbeddingSpec: token_ops.embedding,

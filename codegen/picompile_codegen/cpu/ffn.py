@@ -49,7 +49,8 @@ from picompile_codegen.cpu.tensor import (
 from picompile_codegen.cpu.token_ops import sum_row
 from picompile_codegen.cpu.token_vectors import TokenVectors, multiply_rows
 from picompile_codegen.cpu.vector import LANES, activate, blocks, load, splat, store
-from picompile_codegen.specs import FfnSpec
+from picompile_codegen.errors import CodegenError
+from picompile_codegen.specs import CountedFfnSpec, FfnSpec
 
 # The number of slices. Each has a partial y, and adding these takes time; with too few slices, threads are idle.
 SLICES = 16
@@ -163,7 +164,13 @@ def _compute_listed(
 
 
 def ffn(spec: FfnSpec, function: KernelFunction) -> None:
-    """Write the body of an `FfnSpec`."""
+    """Write the body of an `FfnSpec`.
+
+    Raises:
+        CodegenError: For one that takes the number of its neurons as an argument, unless it computes those of a mask.
+    """
+    if isinstance(spec, CountedFfnSpec) and not (spec.is_masked and not spec.in_tiles):
+        raise CodegenError(f"there is no CPU kernel for {type(spec).__name__} of kind {spec.kind}")
     arguments = FfnArguments.of(spec, function, KernelMatrix)
     if spec.rows == 1:
         ffn_one(function, arguments)

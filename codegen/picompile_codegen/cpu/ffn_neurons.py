@@ -67,6 +67,16 @@ class FfnTensors(Generic[M]):
             y=function["y"],
         )
 
+    def neurons(self) -> Expr:
+        """Return how many neurons there are, in a launch on a GPU; no more than `spec.neurons`."""
+        return self.spec.neurons if self.count is None else bind(self.count[0])
+
+    def mask_index(self, token: Expr, column: Expr) -> tuple[Expr, ...]:
+        """Return the index of a column of the mask, or of several side by side."""
+        if not self.spec.has_flat_mask:
+            return token, column
+        return (column,) if self.spec.rows == 1 else (token * self.neurons() + column,)
+
     @property
     def first_matrix(self) -> M:
         """The gating matrix: it has the rows of gate, or of up where there is no gate."""
@@ -196,14 +206,16 @@ def make_list(arguments: FfnArguments, vector: Vector, memory: ListMemory) -> Ne
 def list_neurons(arguments: FfnArguments, memory: ListMemory, token: Expr) -> NeuronList:
     """List the neurons of token `token`; in `exact` the products must be known."""
     count = counter()
-    neurons, start = arguments.spec.neurons, 0
+    neurons, start = arguments.neurons(), 0
     # Most neurons of an activation that silences none are above their limits, and go into the list one by one.
     flags = memory.above if arguments.spec.is_sparse else None
+    first: tuple[Expr, ...] = (token, 0)
     if memory.products is None and arguments.table is None:
-        flags = arguments.mask
+        flags, first = arguments.mask, arguments.mask_index(token, 0)
     if flags is not None:
-        start = neurons // _EIGHT * _EIGHT
-        _list_by_eights(flags, memory.neurons, token, start // _EIGHT, count)
+        eights = bind(neurons // _EIGHT)
+        start = eights * _EIGHT
+        _list_by_eights(flags, first, memory.neurons, token, eights, count)
     with loop(start, neurons) as neuron:
         # Written whether it is computed or not, and then kept or overwritten: a branch could not be predicted.
         memory.neurons[token, count[0]] = neuron
@@ -211,22 +223,29 @@ def list_neurons(arguments: FfnArguments, memory: ListMemory, token: Expr) -> Ne
     return NeuronList(memory.neurons, token, bind(count[0]), memory.products)
 
 
-def _list_by_eights(mask: KernelTensor, neurons: KernelTensor, token: Expr, eights: int, count: KernelTensor) -> None:
-    """List the neurons of the first `eights` · 8 bytes of a mask.
+def _list_by_eights(
+    mask: KernelTensor,
+    first: tuple[Expr, ...],
+    neurons: KernelTensor,
+    token: Expr,
+    eights: Expr,
+    count: KernelTensor,
+) -> None:
+    """List the neurons of `eights` · 8 bytes of a mask, from its element `first` on.
 
     Two numbers are written for every eight neurons, whether there are any or not; more than two are rare.
     """
-    rest = local(1, dtype="uint64")
+    rest, (*row, column) = local(1, dtype="uint64"), first
     with loop(0, eights) as eight:
-        eight_bytes = bind(mask[token, at(eight * _EIGHT, _EIGHT)])
+        eight_bytes = bind(mask[(*row, at(column + eight * _EIGHT, _EIGHT))])
         rest[0] = tirx.reinterpret("uint64", eight_bytes)
         named = bind(tirx.Cast("int32", tirx.popcount(rest[0])))
-        first = bind(count[0])
+        listed = bind(count[0])
         for i in range(_TWO):
-            neurons[token, first + i] = eight * _EIGHT + _take_lowest(rest)
+            neurons[token, listed + i] = eight * _EIGHT + _take_lowest(rest)
         with loop(0, maximum(named - _TWO, 0)) as i:
-            neurons[token, first + _TWO + i] = eight * _EIGHT + _take_lowest(rest)
-        count[0] = first + named
+            neurons[token, listed + _TWO + i] = eight * _EIGHT + _take_lowest(rest)
+        count[0] = listed + named
 
 
 def _take_lowest(rest: KernelTensor) -> Expr:
@@ -286,4 +305,4 @@ def _is_computed(arguments: FfnArguments, memory: ListMemory, token: Expr, neuro
     if memory.products is not None:
         return memory.products[token, neuron] > arguments.spec.threshold
     column = neuron if arguments.table is None else arguments.table[neuron]
-    return arguments.mask[token, column]  # type: ignore[index]
+    return arguments.mask[arguments.mask_index(token, column)]  # type: ignore[index]

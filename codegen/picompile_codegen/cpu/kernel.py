@@ -204,7 +204,10 @@ class KernelFunction:
         name, shape = argument.name, argument.shape
         if prod(shape) > _MAX_ELEMENTS:
             raise CodegenError(f"kernel {self.name}: {name} {list(shape)} has more than {_MAX_ELEMENTS} elements")
-        tensor = KernelTensor(T.arg(name.replace(".", "_"), T.buffer(shape, argument.dtype)))
+        symbol_of = name.replace(".", "_")
+        # TVM compares each array that it is given with this shape, on the CPU.
+        sizes = shape if argument.counted is None else (tirx.Var(f"{symbol_of}_rows", "int32"), *shape[1:])
+        tensor = KernelTensor(T.arg(symbol_of, T.buffer(sizes, argument.dtype)))
         parameter = _Parameter(argument, tensor, len(self._parameters))
         self._parameters.insert(len(self._parameters) if place is None else place, parameter)
         self._tensors[name] = tensor

@@ -22,14 +22,10 @@ from picompile_codegen.cuda.memory import Numbering, activate, address, barrier,
 class CudaFfn(FfnTensors[CudaMatrix]):
     """The tensors of a block for a GPU."""
 
-    def neurons(self) -> Expr:
-        """Return how many neurons there are, in a launch; no more than `spec.neurons`."""
-        return self.spec.neurons if self.count is None else bind(self.count[0])
-
     def is_named(self, token: Expr, neuron: Expr) -> Expr:
         """Return whether the mask names a neuron."""
         column = neuron if self.table is None else self.table[neuron]
-        return self.mask[token, column] != tirx.const(0, "uint8")  # type: ignore[index]
+        return self.mask[self.mask_index(token, column)] != tirx.const(0, "uint8")  # type: ignore[index]
 
     def fires(self, first: Expr, neuron: Expr) -> Expr:
         """Return whether a neuron with the product `first` with `first_matrix` may fire.

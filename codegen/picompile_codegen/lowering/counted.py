@@ -11,17 +11,18 @@ from typing import Any
 import torch
 
 from picompile_codegen.lowering.function import DECODING, Bindings, Function
+from picompile_codegen.lowering.packing import PackedMatrix
 from picompile_codegen.lowering.program import Arg
 from picompile_codegen.specs import CountedFfnSpec, CountedSendMaskSpec, FfnSpec, SendMaskSpec
 
 
 def call_block(spec: FfnSpec, bindings: Bindings, function: Function, layer: int) -> None:
     """Append the call of a feed-forward block with the arguments `bindings`."""
-    bounds = function.shared.bounds
-    most = bounds.decoded if function.name in DECODING else bounds.whole
-    # A mask of the block's own neurons has as many columns.
-    if function.device == "device" and most is not None and (spec.mask_columns or not spec.is_masked):
+    most = _most_neurons(spec, function)
+    if most is not None:
         bindings = bindings | {"count": _number(spec.neurons, function)}
+        if spec.is_masked and spec.mask_columns is None:
+            bindings["mask"] = _flat(bindings["mask"], spec.rows * spec.neurons)
         spec = CountedFfnSpec(**_values(spec) | {"neurons": most})
     function.call(function.kernel(spec), bindings, op="ffn", layer=layer)
 
@@ -31,11 +32,25 @@ def call_send_mask(spec: SendMaskSpec, bindings: Bindings, function: Function) -
     bounds = function.shared.bounds
     if bounds.sent is not None:
         bindings = bindings | {"columns": _number(spec.columns, function)}
-        out = bindings["out_mask"]
-        assert isinstance(out, Arg)
-        bindings["out_mask"] = replace(out, dtype="uint8", shape=(spec.rows * spec.columns,))
+        bindings["out_mask"] = _flat(bindings["out_mask"], spec.rows * spec.columns)
         spec = CountedSendMaskSpec(**_values(spec) | {"columns": bounds.sent}, in_words=bounds.sends_words)
     function.call(function.kernel(spec), bindings, op="send")
+
+
+def _most_neurons(spec: FfnSpec, function: Function) -> int | None:
+    """Return how many neurons the kernel of a block is for, None for one that is made for the block's own number."""
+    bounds, decodes = function.shared.bounds, function.name in DECODING
+    if function.device == "host":
+        return bounds.listed if decodes and spec.is_masked else None
+    # Where each part predicts for itself, that kernel has the part's own number as well.
+    if spec.is_masked and spec.mask_columns is None:
+        return None
+    return bounds.decoded if decodes else bounds.whole
+
+
+def _flat(mask: Arg | PackedMatrix, elements: int) -> Arg:
+    assert isinstance(mask, Arg)
+    return replace(mask, dtype="uint8", shape=(elements,))
 
 
 def _values(spec: FfnSpec | SendMaskSpec) -> dict[str, Any]:

@@ -17,12 +17,14 @@ from picompile_passes.weight_formats import FORMATS
 class NeuronBounds:
     """The largest numbers of neurons that kernels are made for; None where all blocks have the same number.
 
-    `decoded` is that of blocks where tokens are decoded, `whole` that of blocks, and of slices of cold neurons, in
-    prompts. `sent` is that of neurons whose mask is sent to the host; with `sends_words` all are multiples of four.
+    `decoded` is that of the GPU's blocks where tokens are decoded, `whole` that of its blocks, and of slices of cold
+    neurons, in prompts; `listed` that of the host's blocks that compute the neurons of a mask. `sent` is that of
+    neurons whose mask is sent to the host; with `sends_words` all are multiples of four.
     """
 
     decoded: int | None = None
     whole: int | None = None
+    listed: int | None = None
     sent: int | None = None
     sends_words: bool = False
 
@@ -36,9 +38,12 @@ def neuron_bounds(
     """Return the bounds for a graph with `nodes`, whose devices are those of a step and those of a prompt's chunk."""
     blocks = [node for node in nodes if is_call(node, SPARSE_FFN)]
     decoded = [_neurons(block) for block in blocks if decoding[block] == "device" and _is_part(block)]
-    sent = [_neurons(block) for block in blocks if decoding[block] == "host" and decoding[_mask(block)] == "device"]
+    of_host = [block for block in blocks if decoding[block] == "host"]
+    listed = [_neurons(block) for block in of_host]
+    sent = [_neurons(block) for block in of_host if decoding[_mask(block)] == "device"]
     whole = [count for block in blocks if prompts[block] == "device" for count in _pieces(block)]
-    return NeuronBounds(_most(decoded), _most(whole), _most(sent), all(count % 4 == 0 for count in sent))
+    in_words = all(count % 4 == 0 for count in sent)
+    return NeuronBounds(_most(decoded), _most(whole), _most(listed), _most(sent), in_words)
 
 
 def _most(counts: Iterable[int]) -> int | None:

@@ -105,6 +105,11 @@ class FfnSpec(KernelSpec):
         return self.kind == "masked"
 
     @property
+    def has_flat_mask(self) -> bool:
+        """Whether the rows of the mask are one dimension."""
+        return False
+
+    @property
     def threshold(self) -> float:
         """A neuron is silent unless its product with the gating matrix is above this."""
         return parse_activation(self.activation).threshold
@@ -154,7 +159,8 @@ class CountedFfnSpec(FfnSpec):
     """An `FfnSpec` for blocks of `neurons` neurons or fewer: `count` int32 [1] says how many a block has.
 
     Where layers differ in their neurons, they share this kernel. Its arguments are those of the block itself, with
-    `count` rows for `neurons`, and matrices with as many times fewer. Only a GPU has it.
+    `count` rows for `neurons`, and matrices with as many times fewer. A mask of the block's own neurons is uint8
+    [rows · count], without gaps. The CPU has this kernel for `masked` alone.
     """
 
     @property
@@ -165,9 +171,20 @@ class CountedFfnSpec(FfnSpec):
     def declare(self) -> Iterator[Declaration]:
         """Yield the arguments in order."""
         for declaration in super().declare():
-            yield counted(declaration, "count") if declaration.name in OF_NEURONS else declaration
+            if declaration.name in OF_NEURONS:
+                yield counted(declaration, "count")
+            elif declaration.name == "mask" and self.has_flat_mask:
+                flat = KernelArgument("mask", "uint8", (self.rows * self.neurons,), below=2)
+                yield counted(flat, "count")
+            else:
+                yield declaration
             if declaration.name == "x":
                 yield count_up_to(self.neurons)
+
+    @property
+    def has_flat_mask(self) -> bool:
+        """Whether the mask has the columns of `count` neurons, which lie row behind row."""
+        return self.mask_columns is None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from helpers.kernels.workbench import Array, Workbench, as_seen, assert_close, packed, uniform
 from picompile_codegen import cpu
 from picompile_codegen.cpu import Kernel
-from picompile_codegen.specs import FfnSpec
+from picompile_codegen.errors import CodegenError
+from picompile_codegen.specs import CountedFfnSpec, FfnSpec
 from picompile_passes.dialect import dequantize_rows, parse_activation, quantize_rows
 
 CHUNK = 13
@@ -285,6 +286,41 @@ def test_several_sequences(workbench: Workbench, name: str, format_name: str, ki
         start = np.array([1000, 2000])
         counted = sum((single["stats"] - start for single in singles), start)
         assert results[0]["stats"].tolist() == counted.tolist()
+
+
+@pytest.mark.parametrize("rows", [1, CHUNK])
+@pytest.mark.parametrize("room", [0, 5, 900])
+@pytest.mark.parametrize(
+    ("name", "kind", "format_name"),
+    [("reglu", "masked", "f16"), ("fatrelu", "masked", "q4"), ("bitnet", "masked", "q8"), ("opt", "part", "q6")],
+)
+def test_blocks_share_a_kernel(
+    workbench: Workbench, name: str, kind: str, format_name: str, room: int, rows: int
+) -> None:
+    """Each has the bits that its own kernel gives it; the number of its neurons is an argument."""
+    block, rng = BLOCKS[name], np.random.default_rng(room)
+    own = spec_of(block, kind, format_name, rows)
+    shared = cpu.write_kernel(CountedFfnSpec(**vars(own) | {"neurons": block.neurons + room}))
+    example = Example(block, kind, format_name, rows, seed=rows)
+    if rows > 1 and kind == "masked":
+        example.inputs["mask"] = (rng.random((rows, block.neurons)) < 0.3).astype(np.uint8)
+    elif rows > 1:
+        example.inputs["mask"] = (rng.random((rows, MASK_COLUMNS)) < 0.3).astype(np.uint8)
+    counted = {**example.inputs, "count": np.array([block.neurons], np.int32)}
+    if kind == "masked":
+        counted["mask"] = counted["mask"].reshape(-1)
+    for threads in (1, 3):
+        expected = workbench.run(cpu.write_kernel(own), example.inputs, tokens=rows, threads=threads)
+        found = workbench.run(shared, counted, tokens=rows, threads=threads)
+        assert np.isfinite(expected["y"]).all()
+        assert found["y"].tobytes() == expected["y"].tobytes()
+        assert found["stats"].tolist() == expected["stats"].tolist()
+
+
+def test_only_blocks_with_masks_share_a_kernel() -> None:
+    own = spec_of(BLOCKS["reglu"], "exact", "f16", 1)
+    with pytest.raises(CodegenError, match="no CPU kernel for CountedFfnSpec of kind exact"):
+        cpu.write_kernel(CountedFfnSpec(**vars(own)))
 
 
 # GELU of a number far below zero is zero in float32 only.
