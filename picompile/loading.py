@@ -22,8 +22,8 @@ def load_engine(artifact: str | os.PathLike[str], threads: int | None, replan: b
         )
     if engine.unpinned_bytes:
         progress.say(
-            f"the system cannot pin {engine.unpinned_bytes / 2**30:.2f} GiB of weights that the GPU gets from the host "
-            "for prompts, so they are copied twice and prompts take longer; close other programs and load the model "
-            "again"
+            f"the system cannot pin the {engine.unpinned_bytes / 2**30:.2f} GiB from which the GPU gets weights for "
+            "prompts, so they are copied through buffers, and prompts take longer; close other programs and load the "
+            "model again"
         )
     return engine

@@ -174,8 +174,8 @@ typedef struct {
   uint64_t size_bytes;
 } PiCopyPart;
 
-/* Copies a part of the host's memory, which a GPU cannot copy by itself, to a buffer from which it can. The GPU's driver
- * calls it amid a graph, in a thread of its own; it must not call the driver, and it cannot fail. */
+/* Copies a part of the host's memory, which a GPU cannot copy by itself, to a buffer from which it can. The GPU's
+ * driver calls it amid a graph, in a thread of its own; it must not call the driver, and it cannot fail. */
 PI_EXPORT void pi_copy_part(const PiCopyPart *part) { memcpy(part->target, part->source, part->size_bytes); }
 
 /* ---- thread pool ---- */

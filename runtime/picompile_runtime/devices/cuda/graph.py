@@ -107,27 +107,25 @@ def _captured(
 ) -> Iterator[c_void_p]:
     graph = c_void_p()
     stream, copies = streams
-    with ExitStack() as events:
-        fork = None if copies is None else _Fork(driver, nodes, (stream, copies), bounced, events)
-        driver.call("cuStreamBeginCapture_v2", stream, _CAPTURE_RELAXED)
-        try:
-            if fork is not None and fork.has_copies:
-                fork.enqueue()
-            else:
-                for node in nodes:
-                    _enqueue(driver, node, stream, bounced)
-        except BaseException:
-            with suppress(CudaError):
-                driver.call("cuStreamEndCapture", stream, byref(graph))
-            if graph:
-                with suppress(CudaError):
-                    driver.call("cuGraphDestroy", graph)
-            raise
-        driver.call("cuStreamEndCapture", stream, byref(graph))
     try:
+        with ExitStack() as events:
+            fork = None if copies is None else _Fork(driver, nodes, (stream, copies), bounced, events)
+            driver.call("cuStreamBeginCapture_v2", stream, _CAPTURE_RELAXED)
+            try:
+                if fork is not None and fork.has_copies:
+                    fork.enqueue()
+                else:
+                    for node in nodes:
+                        _enqueue(driver, node, stream, bounced)
+            except BaseException:
+                with suppress(CudaError):
+                    driver.call("cuStreamEndCapture", stream, byref(graph))
+                raise
+            driver.call("cuStreamEndCapture", stream, byref(graph))
         yield graph
     finally:
-        driver.call("cuGraphDestroy", graph)
+        if graph:
+            driver.call("cuGraphDestroy", graph)
 
 
 class _Fork:
