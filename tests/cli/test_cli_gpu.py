@@ -367,7 +367,7 @@ def test_streamed_weights_are_in_memory_that_can_be_pinned(
 def test_streamed_weights_in_memory_that_cannot_be_pinned(
     cli: Cli, gpu_artifact: Path, host_artifact: Path, gpu: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same tokens, and a line that says what is slower; where the GPU would read them itself, an error."""
+    """The tokens are those of pinned memory, and a line says what is slower; kernels that read them are an error."""
     assert "cannot pin" not in cli("run", gpu_artifact, "--ids", IDS).err
     monkeypatch.setenv("FAKE_CUDA_NO_PINNING", "2")
     ended = cli("run", gpu_artifact, "--ids", IDS, "-n", "8", "--json")
