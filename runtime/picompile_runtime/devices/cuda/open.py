@@ -145,8 +145,8 @@ def open_cuda_accelerator(artifact: Artifact) -> CudaAccelerator:
             needs.
         ArtifactError: the artifact has no code for a GPU.
     """
-    host = artifact.load_code()
-    gpu = CudaAccelerator(read_cuda_images(artifact), host=host)
+    images, host = read_cuda_images(artifact), artifact.load_code()
+    gpu = CudaAccelerator(images, host=host)
     try:
         if artifact.program.waiting_kernels:
             check_once(gpu, host)
