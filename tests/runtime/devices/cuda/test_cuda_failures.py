@@ -135,10 +135,11 @@ def life(images: CudaImages, host: HostLibrary) -> None:
     device = CudaAccelerator(images, staging_bytes=STAGING_BYTES, host=host)
     try:
         memory = device.allocate(9001, "a test")
+        # Before anything runs: the stand-in takes all memory that is freed meanwhile for memory in use.
+        adopted = device.adopt(anonymous_map(9001, "a test"))
         shared, array = device.share(100, "a test")
         array[0] = 1
         device.write(memory, 0, np.ones(9001, np.uint8))
-        adopted = device.adopt(anonymous_map(9001, "a test"))
         upload = ("upload", [view(adopted, "uint8", 9001), view(memory, "uint8", 9001)])
         calls = device.bind([upload, axpy(memory), ("await", [view(shared), view(memory)])])
         device.start(calls)
