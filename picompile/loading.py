@@ -1,4 +1,4 @@
-"""Loading an artifact for a command, and telling the user which weights are not where the plan has them."""
+"""Loading an artifact for a command, and telling the user what of its weights makes it slower than planned."""
 
 import os
 from typing import TYPE_CHECKING
@@ -19,5 +19,11 @@ def load_engine(artifact: str | os.PathLike[str], threads: int | None, replan: b
         progress.say(
             f"{engine.moved_bytes / 2**30:.2f} GiB of weights that were planned for the GPU stay with the host, since "
             "less of the GPU's memory is free; compiled with a smaller --vram-budget, the model is faster"
+        )
+    if engine.unpinned_bytes:
+        progress.say(
+            f"the system cannot pin the {engine.unpinned_bytes / 2**30:.2f} GiB from which the GPU gets weights for "
+            "prompts, so they are copied through buffers, and prompts take longer; close other programs and load the "
+            "model again"
         )
     return engine

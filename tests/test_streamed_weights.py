@@ -7,6 +7,7 @@ that its edges allow: a copy as early as it can be, as late as it can be, and at
 import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -23,7 +24,8 @@ from helpers.reference import eager_logits, relative_error, round_weights
 from helpers.support import compile_for_test
 from picompile_codegen.lowering import slices
 from picompile_runtime.artifact.reader import open_artifact
-from picompile_runtime.devices.cuda import graph
+from picompile_runtime.devices.cuda import CudaAccelerator, graph
+from picompile_runtime.devices.cuda import open as open_gpu
 from picompile_runtime.devices.cuda.graph import BoundCopy
 from test_end_to_end import BYTES_TOLERANCE, TOLERANCE
 
@@ -31,6 +33,7 @@ __all__ = ["fake_cuda", "fake_library"]
 
 CONTEXT, CHUNK = 48, 16
 IDS = 2 * CHUNK + 5
+BUFFER_BYTES = 1021
 EARLY, LATE = "1", "2"
 # A gate that lies apart, squares of neurons beside their sum, and biases without a gate.
 CASES = {"llama-relu": ("f16", "exact"), "bitnet": ("q4", "none"), "opt-post-norm": ("q8", "none")}
@@ -121,6 +124,30 @@ def test_stamped_steps_have_the_same_bits(gpu: Streamed) -> None:
         np.testing.assert_array_equal(engine.prefill(gpu.ids), expected)
 
 
+@pytest.mark.parametrize("copies", [EARLY, LATE, "0"])
+def test_weights_that_cannot_be_pinned_give_the_same_bits(
+    gpu: Streamed, monkeypatch: pytest.MonkeyPatch, fake_cuda: ctypes.CDLL, copies: str
+) -> None:
+    """They come through buffers that are no divisor of any slice."""
+    expected = gpu.logits()
+    assert fake_cuda.fake_count(b"cuLaunchHostFunc") == 0
+    monkeypatch.setenv("FAKE_CUDA_NO_PINNING", "801")
+    monkeypatch.setenv("FAKE_CUDA_COPIES", copies)
+    monkeypatch.setenv("FAKE_CUDA_DELAY_US", "200" if copies == "0" else "0")
+    monkeypatch.setattr(open_gpu, "CudaAccelerator", partial(CudaAccelerator, staging_bytes=BUFFER_BYTES))
+    with picompile_runtime.load(gpu.artifact, threads=1) as engine:
+        assert engine.unpinned_bytes > 0
+        np.testing.assert_array_equal(engine.prefill(gpu.ids), expected)
+        engine.reset()
+        engine.start_timing(slowly=True)
+        np.testing.assert_array_equal(engine.prefill(gpu.ids), expected)
+    uploads = [
+        call for call in open_artifact(gpu.artifact).program.calls("prefill_last", "device") if call.op == "upload"
+    ]
+    sizes = [call.args[-1].view.size_bytes for call in uploads]
+    assert max(sizes) > 2 * BUFFER_BYTES and all(size % BUFFER_BYTES for size in sizes)
+
+
 def wrong(expected: NDArray[np.float32], found: NDArray[np.float32]) -> bool:
     return not np.array_equal(expected, found)
 
@@ -140,10 +167,10 @@ def test_a_missing_wait_is_found(gpu: Streamed, monkeypatch: pytest.MonkeyPatch,
 def test_a_missing_copy_is_found(gpu: Streamed, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, seen, enqueue = gpu.logits(), [0], graph._enqueue
 
-    def all_but_the_third(driver: object, node: object, stream: object) -> None:
+    def all_but_the_third(driver: object, node: object, *rest: object) -> None:
         seen[0] += isinstance(node, BoundCopy)
         if not isinstance(node, BoundCopy) or seen[0] != 3:
-            enqueue(driver, node, stream)  # type: ignore[arg-type]
+            enqueue(driver, node, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(graph, "_enqueue", all_but_the_third)
     assert wrong(expected, gpu.logits())

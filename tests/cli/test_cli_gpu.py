@@ -364,6 +364,26 @@ def test_streamed_weights_are_in_memory_that_can_be_pinned(
     assert "the weights that the GPU reads from the host's memory take 0.1 MiB" in ended.err
 
 
+def test_streamed_weights_in_memory_that_cannot_be_pinned(
+    cli: Cli, gpu_artifact: Path, host_artifact: Path, gpu: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokens are those of pinned memory, and a line says what is slower; kernels that read them are an error."""
+    assert "cannot pin" not in cli("run", gpu_artifact, "--ids", IDS).err
+    monkeypatch.setenv("FAKE_CUDA_NO_PINNING", "2")
+    ended = cli("run", gpu_artifact, "--ids", IDS, "-n", "8", "--json")
+    assert ended.code == 0 and json.loads(ended.out)["tokens"] == tokens(cli, host_artifact)
+    assert ended.err.count("the system cannot pin the 0.00 GiB") == 1
+    assert gpu.fake_count(b"cuLaunchHostFunc") > 0
+    monkeypatch.setattr(device_memory, "_SPARED_BYTES", 0)
+    monkeypatch.setattr(device_memory, "_PIECE_BYTES", 1)
+    monkeypatch.setattr(CudaAccelerator, "graph_bytes", lambda self, kernels: 0)
+    memory = json.loads(cli("inspect", gpu_artifact, "--json").out)["hot_device"]["memory_bytes"]["device"]
+    monkeypatch.setenv("FAKE_CUDA_MEMORY", str(-(-(memory["kv_cache"] + memory["workspace"]) * 16 // 15) + 64))
+    ended = cli("run", gpu_artifact, "--ids", IDS, "--replan")
+    assert (ended.code, ended.out, ended.err.count("\n")) == (5, "", 1)
+    assert "weights that the GPU reads from the host for prompts: the system cannot pin" in ended.err
+
+
 def test_without_a_driver(cli: Cli, gpu_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "LIBRARY", "libnone.so.1")
     ended = cli("run", gpu_artifact, "--ids", IDS)

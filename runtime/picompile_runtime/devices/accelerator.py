@@ -33,10 +33,13 @@ class Accelerator(Protocol):
     Attributes:
         slow_stamps: whether a step whose calls are stamped takes longer than others.
         pins_memory: whether memory that it adopts must be writable, and no mapped file.
+        unpinned_bytes: bytes of the memory that it adopted and that it can only copy by way of buffers, which takes
+            longer.
     """
 
     slow_stamps: bool
     pins_memory: bool
+    unpinned_bytes: int
 
     def graph_bytes(self, kernels: Sequence[str]) -> int:
         """Return an estimate of the bytes that lists of calls of these kernels need, beside their arguments."""
@@ -57,7 +60,8 @@ class Accelerator(Protocol):
     def adopt(self, memory: mmap.mmap) -> Any:
         """Let the accelerator see memory of the host, and return it as `ArgumentView` takes it.
 
-        Raises DoesNotFitError.
+        If it can only copy from that memory, `bind` raises DoesNotFitError where a kernel uses it otherwise. Raises
+        DoesNotFitError if it cannot do that either.
         """
 
     def write(self, memory: Any, offset: int, data: NDArray[Any]) -> None:
@@ -76,7 +80,7 @@ class Accelerator(Protocol):
         """Prepare a list of calls, each a kernel's name and its arguments, and return what `start` takes.
 
         `breaks` are the numbers of calls, ascending, before which the accelerator may do something else for a moment.
-        Raises ArtifactError.
+        Raises ArtifactError, and DoesNotFitError as `adopt` says.
         """
 
     def tell_failures(self, abandoned: NDArray[np.int32]) -> None:

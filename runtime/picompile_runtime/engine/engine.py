@@ -121,6 +121,11 @@ class Engine:
         return self._executor.moved_bytes
 
     @property
+    def unpinned_bytes(self) -> int:
+        """Bytes of the host's memory from which a GPU gets weights for prompts, and that the system cannot pin."""
+        return self._executor.unpinned_bytes
+
+    @property
     def position(self) -> int:
         """Number of tokens read so far in slot 0, which is the position of the next one."""
         return self._positions[0]

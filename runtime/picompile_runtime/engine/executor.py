@@ -56,6 +56,7 @@ class Executor:
         self._threads, device_threads = split_threads(artifact, threads)
         self.library = artifact.load_code()
         self._accelerator: Accelerator | None = None
+        self.unpinned_bytes = 0
         self.buffers: dict[str, NDArray[Any]] = {}
         try:
             check_code(artifact, self.library)
@@ -88,6 +89,7 @@ class Executor:
             self._accelerator_layout, shared = accelerator_layout(
                 program, self._accelerator, artifact.weights, artifact.tensors, weights
             )
+            self.unpinned_bytes = self._accelerator.unpinned_bytes
             of_host = {key: (shared, tensor.offset) for key, tensor in _shared_buffers(program).items()}
             host = HostLayout({**host.places, **of_host})
         self.buffers = _arrays(host, "buffer", program.buffers)

@@ -12,6 +12,7 @@ namespace fake {
 State &state = *new State;
 
 static thread_local std::vector<void *> current;
+static thread_local bool in_host_call = false;
 
 enum { THE_DEVICE = 7 };
 static char the_context;
@@ -34,12 +35,22 @@ static bool fails(const char *name) {
 Call::Call(const char *name, int needs) : lock(state.mutex) {
     if (fails(name)) failed = setting("FAKE_CUDA_FAIL_WITH", UNKNOWN), state.failed = name;
     state.calls++, state.counts[name]++;
-    if (!state.ready && strcmp(name, "cuInit")) forbidden = NOT_INITIALIZED;
+    if (in_host_call) {
+        fault("a function of the host called the driver");
+        forbidden = NOT_PERMITTED;
+    } else if (!state.ready && strcmp(name, "cuInit")) forbidden = NOT_INITIALIZED;
     else if ((needs & CONTEXT) && current.empty()) forbidden = INVALID_CONTEXT;
     else if (Stream *stream = (needs & IN_CAPTURE) ? nullptr : captured_here()) {
         stream->capture->valid = false;
         forbidden = CAPTURE_UNSUPPORTED;
     } else if ((needs & CONTEXT) && !failed) failed = state.sticky;
+}
+
+int run(const HostCall &call) {
+    in_host_call = true;
+    call.function(call.data);
+    in_host_call = false;
+    return SUCCESS;
 }
 
 /* Everything that still exists is freed with the context. */
@@ -105,6 +116,7 @@ int cuGetErrorName(int error, const char **name) {
         {223, "CUDA_ERROR_JIT_COMPILATION_DISABLED"}, {INVALID_HANDLE, "CUDA_ERROR_INVALID_HANDLE"},
         {NOT_FOUND, "CUDA_ERROR_NOT_FOUND"}, {NOT_READY, "CUDA_ERROR_NOT_READY"},
         {ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS"}, {LAUNCH_FAILED, "CUDA_ERROR_LAUNCH_FAILED"},
+        {NOT_PERMITTED, "CUDA_ERROR_NOT_PERMITTED"},
         {CAPTURE_UNSUPPORTED, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"},
         {CAPTURE_INVALIDATED, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"},
         {CAPTURE_UNMATCHED, "CUDA_ERROR_STREAM_CAPTURE_UNMATCHED"},

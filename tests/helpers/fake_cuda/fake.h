@@ -2,9 +2,10 @@
 
    It checks that callers keep the rules of the driver API: initialize first, devices by number, a current context of
    the calling thread, handles that are alive, addresses and sizes inside allocated memory, nothing freed twice, and
-   only launches, copies to the GPU and events while a thread captures streams. Calls that break a rule return an error.
-   Mistakes that the driver would not notice, but that harm the program, are faults: memory freed while it is in use, or
-   written past its end (`fake_fault`).
+   only launches, functions of the host, copies to the GPU and events while a thread captures streams, and no call from
+   a function of the host. Calls that break a rule return an error. Mistakes that the driver would not notice, but that
+   harm the program, are faults (`fake_fault`): memory freed while it is in use, or written past its end. A call from a
+   function of the host is a fault, too.
 
    A stream that waits for an event of a captured one is captured, too, and must be joined to the first one at the end.
    The nodes of such a graph run one by one, in an order that its edges allow.
@@ -26,12 +27,14 @@
    FAKE_CUDA_SM         the compute capability times ten; 89 if not set.
    FAKE_CUDA_VERSION    the result of cuDriverGetVersion; 12040 if not set.
    FAKE_CUDA_REFUSE     cuModuleLoadDataEx fails with this, and logs a line.
+   FAKE_CUDA_NO_PINNING cuMemHostRegister fails with this.
    FAKE_CUDA_KERNELS    the library with the kernels, read when a module is loaded.
    FAKE_CUDA_ORDER      the order of threads that it is asked for; 0 if not set.
    FAKE_CUDA_DELAY_US   whatever a stream does is delayed by up to so many microseconds, at random.
    FAKE_CUDA_BLIND      1: kernels see what the host wrote to mapped memory before they began, and the host sees what
                         they wrote when they end, as on systems without concurrent access.
    FAKE_CUDA_COPIES     when copies in a graph run: 1 as early as its edges allow, 2 as late as they do, else at random.
+                        Functions of the host are no copies: they run late in the first case, early in the second.
    FAKE_CUDA_QUEUE      how many tasks a stream takes; a launch of more waits, as the driver's do. No limit if not set.
    FAKE_CUDA_DRY        1: copies and poison take no real time, since they are left out.
    CUDA_LAUNCH_BLOCKING 1: launches return when all has run, as the driver's do. */
@@ -55,8 +58,8 @@ namespace fake {
 enum Result {
     SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEVICE = 100, INVALID_IMAGE = 200,
     INVALID_CONTEXT = 201, INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600, ILLEGAL_ADDRESS = 700,
-    LAUNCH_FAILED = 719, CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901, CAPTURE_UNMATCHED = 903,
-    CAPTURE_UNJOINED = 904, CAPTURE_ISOLATION = 905, CAPTURE_WRONG_THREAD = 908, UNKNOWN = 999
+    LAUNCH_FAILED = 719, NOT_PERMITTED = 800, CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901,
+    CAPTURE_UNMATCHED = 903, CAPTURE_UNJOINED = 904, CAPTURE_ISOLATION = 905, CAPTURE_WRONG_THREAD = 908, UNKNOWN = 999
 };
 
 /* What a call needs; without IN_CAPTURE it fails in a thread that captures a stream. */
@@ -116,11 +119,18 @@ struct Copy {
     size_t size = 0;
 };
 
-/* A node of a graph: it records `event`, or copies, or else is a launch. It runs after the nodes `after`. */
+/* A function of the host that a stream calls, with what it is given. */
+struct HostCall {
+    void (*function)(void *) = nullptr;
+    void *data = nullptr;
+};
+
+/* A node of a graph: it records `event`, or copies, or calls the host, or else is a launch. It runs after `after`. */
 struct Node {
     Launch launch;
     std::shared_ptr<Event> event;
     Copy copy;
+    HostCall host;
     std::vector<size_t> after;
 };
 
@@ -219,5 +229,6 @@ Stream *captured_here();
 /* Add a node to the graph that the stream is captured into. */
 int capture(Stream &stream, Node node);
 int run(const Launch &launch);
+int run(const HostCall &call);
 
 }  // namespace fake

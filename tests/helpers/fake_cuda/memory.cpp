@@ -144,6 +144,7 @@ int cuMemHostAlloc(void **address, size_t size, unsigned flags) {
 int cuMemHostRegister_v2(void *address, size_t size, unsigned flags) {
     BEGIN(CONTEXT);
     if (!address || !size || flags > 7 || on_host(address, 0)) return INVALID_VALUE;
+    if (long refused = setting("FAKE_CUDA_NO_PINNING", 0)) return refused;
     if (!writable(address, size)) return INVALID_VALUE;
     auto block = std::make_shared<Block>(address, size);
     if (flags & 2) block->device = (uint64_t)address + MAPPED_OFFSET;

@@ -95,6 +95,7 @@ static int copy_now(const Copy &copy) {
 
 static int run_node(const Node &node) {
     if (node.copy.size) return copy_now(node.copy);
+    if (node.host.function) return run(node.host);
     if (!node.event) return run(node.launch);
     std::unique_lock<std::mutex> lock(state.mutex);
     node.event->done = ++node.event->recorded;
@@ -204,7 +205,19 @@ int cuLaunchKernel(void *handle, unsigned grid_x, unsigned grid_y, unsigned grid
     if (function->params && !params) return INVALID_VALUE;
     for (int i = 0; i < function->params; i++) launch.params.push_back(*(uint64_t *)params[i]);
     if (!stream->capture) enqueue(*stream, [=] { return run(launch); });
-    else return capture(*stream, {launch, nullptr, {}, {}});
+    else return capture(*stream, {launch, nullptr, {}, {}, {}});
+    wait_if_launches_do(call, *stream);
+    return SUCCESS;
+}
+
+int cuLaunchHostFunc(void *stream_handle, void (*function)(void *), void *data) {
+    BEGIN(CONTEXT | IN_CAPTURE);
+    auto stream = find<Stream>(stream_handle);
+    if (!stream) return INVALID_HANDLE;
+    if (!function) return INVALID_VALUE;
+    HostCall host{function, data};
+    if (stream->capture) return capture(*stream, {{}, nullptr, {}, host, {}});
+    enqueue(*stream, [=] { return run(host); });
     wait_if_launches_do(call, *stream);
     return SUCCESS;
 }
@@ -267,6 +280,7 @@ int cuGraphLaunch(void *handle, void *stream_handle) {
     else for (auto &node : exec->nodes) {
         wait_for_room(call, *stream);
         if (node.copy.size) enqueue(*stream, [=] { return copy_now(node.copy); });
+        else if (node.host.function) enqueue(*stream, [=] { return run(node.host); });
         else if (node.event) enqueue_record(*stream, node.event);
         else enqueue(*stream, [=] { return run(node.launch); });
     }

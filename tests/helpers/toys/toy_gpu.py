@@ -1,6 +1,7 @@
 """An artifact's code for the stand-in driver, and what tests of it share."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,8 @@ KERNELS = {
     "lost": (GpuLaunch("lost", (1, 1, 1), (32, 1, 1), ()),),
 }
 IMAGES = CudaImages(sm=89, ptx_sm=89, cubin=CUBIN, ptx=PTX, kernels=KERNELS)
+# With `upload`, which the copy engine runs.
+UPLOADS = replace(IMAGES, copies={"upload": (0, 1)})
 
 
 def raw(array: Any) -> Any:

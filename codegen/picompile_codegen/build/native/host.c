@@ -165,6 +165,19 @@ PI_EXPORT int pi_ping_pong(int32_t *ping, const int32_t *pong, int32_t *abandone
   return 0;
 }
 
+/* ---- copies for a GPU ---- */
+
+/* `CopyPart` of devices/cuda/bounce.py. */
+typedef struct {
+  void *target;
+  const void *source;
+  uint64_t size_bytes;
+} PiCopyPart;
+
+/* Copies a part of the host's memory, which a GPU cannot copy by itself, to a buffer from which it can. The GPU's
+ * driver calls it amid a graph, in a thread of its own; it must not call the driver, and it cannot fail. */
+PI_EXPORT void pi_copy_part(const PiCopyPart *part) { memcpy(part->target, part->source, part->size_bytes); }
+
 /* ---- thread pool ---- */
 
 /* A thread's tasks of the current region, in a cache line of their own with all that it takes to run them. */

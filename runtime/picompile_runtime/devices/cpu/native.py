@@ -286,7 +286,9 @@ class HostLibrary:
         self._run.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
         self._run.restype = ctypes.c_int
         self._last_error.restype = ctypes.c_char_p
-        self._ping_pong = getattr(self._library, "pi_ping_pong", None)  # older libraries have none
+        # Older libraries have neither.
+        self._ping_pong = getattr(self._library, "pi_ping_pong", None)
+        self._copy_part = getattr(self._library, "pi_copy_part", None)
 
     def interfaces(self) -> Mapping[str, KernelInterface] | None:
         """Return the interfaces of its kernels by name; None if the library, of another compiler, has no table."""
@@ -323,6 +325,11 @@ class HostLibrary:
         patience_ns = ctypes.c_int64(round(1e9 * patience_s))
         failed = self._ping_pong(*addresses, rounds, patience_ns, ctypes.c_void_p(round_ns.ctypes.data))
         return int(failed), round_ns * np.float64(1e-9)
+
+    @property
+    def copy_part(self) -> int | None:
+        """The address of a function that a GPU's driver calls to copy a `CopyPart`; None if the library is too old."""
+        return None if self._copy_part is None else ctypes.cast(self._copy_part, ctypes.c_void_p).value
 
     def kernel(self, name: str) -> int:
         """Return the address of the kernel `name`. Raises ArtifactError if the library has none."""
@@ -361,7 +368,7 @@ class HostLibrary:
     def close(self) -> None:
         """Give the library back; it is unloaded after its last user. Only `close` may be called afterwards."""
         if self._give_back.alive:
-            del self._library, self._run, self._last_error, self._ping_pong
+            del self._library, self._run, self._last_error, self._ping_pong, self._copy_part
             self._give_back()
 
     def run(self, calls: CallList, threads: int, stamps: Stamps | None = None) -> None:

@@ -24,6 +24,7 @@ class CpuPartition:
 
     slow_stamps = False
     pins_memory = False
+    unpinned_bytes = 0
 
     def __init__(self, library: HostLibrary, threads: int, waits: Collection[str] = ()) -> None:
         self._library, self._threads, self._waits = library, threads, waits

@@ -2,7 +2,8 @@
 
 Nothing is compiled when it is opened, unless the GPU is newer than the artifact's cubin: then the driver compiles the
 PTX. What runs is one graph or several in one stream; writes are copied in another, so that they do not wait for it. In
-a third one, copies of weights that the host keeps become parts of graphs. Calls that are stamped run as graphs of their
+a third one, copies of weights that the host keeps become parts of graphs; where the system cannot pin these weights,
+the copies go through pinned buffers: see `bounce`. Calls that are stamped run as graphs of their
 own, which record events as well: see `stopwatch`.
 """
 
@@ -23,17 +24,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from picompile_runtime.devices.accelerator import ArgumentView
-from picompile_runtime.devices.cpu.native import Stamps
+from picompile_runtime.devices.cpu.native import HostLibrary, Stamps
 from picompile_runtime.devices.cuda import driver
+from picompile_runtime.devices.cuda.bounce import BounceBuffers
 from picompile_runtime.devices.cuda.driver import OUT_OF_MEMORY, CudaError, Driver, GpuCallError, GpuMemoryError
 from picompile_runtime.devices.cuda.graph import BoundCopy, BoundLaunch, Node, runnable_graph
 from picompile_runtime.devices.cuda.memory import (
     BUFFER_BYTES,
     GpuMemory,
     Staging,
+    UnpinnedMemory,
     data_address,
     host_array,
     view_address,
+    view_host_address,
 )
 from picompile_runtime.devices.cuda.module import CudaImages, check_arguments, choose_image, load_module
 from picompile_runtime.devices.cuda.stopwatch import FailureWatch, GpuStopwatch
@@ -73,10 +77,17 @@ class CudaAccelerator:
     total_bytes: int
     driver_version: str
 
-    def __init__(self, images: CudaImages, library: str | None = None, staging_bytes: int = BUFFER_BYTES) -> None:
+    def __init__(
+        self,
+        images: CudaImages,
+        library: str | None = None,
+        staging_bytes: int = BUFFER_BYTES,
+        host: HostLibrary | None = None,
+    ) -> None:
         """Open the GPU. `library` is the driver's path, by default `driver.LIBRARY`.
 
-        Copies use two buffers of `staging_bytes` of pinned memory.
+        Copies use two buffers of `staging_bytes` of pinned memory. `host`, which `close` gives back, has the code for
+        copies from memory that the system cannot pin; they use two buffers more. Without it `adopt` raises there.
         """
         self._images, self._driver = images, Driver(library or driver.LIBRARY)
         device = self._driver.first_device()
@@ -94,6 +105,9 @@ class CudaAccelerator:
         # wait for ever. Another thread launches then.
         self._launches_wait = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0"
         self._adopted = list[mmap.mmap]()
+        self._host, self._staging_bytes = host, staging_bytes
+        self._buffers: BounceBuffers | None = None
+        self.unpinned_bytes = 0
         self._owned = ExitStack()
         self._owned_context = ExitStack()
         self._context = self._owned_context.enter_context(self._driver.primary_context(device))
@@ -116,7 +130,8 @@ class CudaAccelerator:
         """Return an estimate of the GPU memory in bytes that the driver keeps for graphs of calls of these kernels.
 
         Drivers before CUDA 12.4 keep 64 KiB for each launch or copy, according to PyTorch's documentation of its CUDA
-        graphs; for newer ones 2.7 KB were reported.
+        graphs; for newer ones 2.7 KB were reported. A copy counts as one: whether it must be several, through buffers,
+        is not known before its memory is adopted.
         """
         nodes = sum(len(self._images.kernels.get(name, ())) + (name in self._images.copies) for name in kernels)
         version = tuple(map(int, self.driver_version.split(".")))
@@ -152,18 +167,27 @@ class CudaAccelerator:
             self._keep(stack)
         return GpuMemory(address, size_bytes, host_address), host_array(host_address, size_bytes)
 
-    def adopt(self, memory: mmap.mmap) -> GpuMemory:
-        """Pin memory of the host so that kernels read it over the bus. It must not be unmapped before `close`."""
+    def adopt(self, memory: mmap.mmap) -> GpuMemory | UnpinnedMemory:
+        """Pin memory of the host so that kernels read it over the bus. It must not be unmapped before `close`.
+
+        If the system cannot pin it, it can still be copied. Raises DoesNotFitError if not even buffers can be pinned.
+        """
         address, size_bytes = np.frombuffer(memory, np.uint8).ctypes.data, len(memory)
+        adopted: GpuMemory | UnpinnedMemory
         with self._current(), ExitStack() as stack:
             try:
                 device_address = stack.enter_context(self._driver.registered_memory(address, size_bytes))
+                adopted = GpuMemory(device_address, size_bytes, address)
             except CudaError as error:
-                purpose = "weights that the GPU reads from the host for prompts"
-                raise _not_pinned(purpose, size_bytes, error) from error
+                refusal = _not_pinned("weights that the GPU reads from the host for prompts", size_bytes, error)
+                function = None if self._host is None else self._host.copy_part
+                if error.result not in _CANNOT_PIN or function is None:
+                    raise refusal from error
+                adopted = UnpinnedMemory(address, size_bytes, self._bounce_buffers(function), str(refusal))
+                self.unpinned_bytes += size_bytes
             self._keep(stack)
             self._adopted.append(memory)
-        return GpuMemory(device_address, size_bytes, address)
+        return adopted
 
     def write(self, memory: GpuMemory, offset: int, data: NDArray[Any]) -> None:
         """Copy an array uint8 [n] to the GPU's memory, and return when `data` may change again.
@@ -194,7 +218,8 @@ class CudaAccelerator:
     def bind(self, calls: Sequence[tuple[str, Sequence[ArgumentView]]], breaks: Sequence[int] = ()) -> BoundGraphs:
         """Make one graph or several of a list of calls, each a kernel's name and its arguments.
 
-        `breaks` are the numbers of the calls with which a new graph begins, ascending. Raises ArtifactError.
+        `breaks` are the numbers of the calls with which a new graph begins, ascending. Raises ArtifactError, and
+        DoesNotFitError where a kernel reads memory that the system cannot pin.
         """
         bounds = [(start, stop) for start, stop in pairwise([0, *breaks, len(calls)]) if start < stop]
         with self._current(), ExitStack() as stack:
@@ -281,6 +306,8 @@ class CudaAccelerator:
                 with suppress(CudaError):
                     self._driver.call("cuStreamSynchronize", stream)
         self._adopted.clear()
+        if self._host is not None:
+            self._host.close()
 
     def __del__(self) -> None:
         """Close it: freeing needs a current context, which context managers that are garbage-collected do not have."""
@@ -327,6 +354,15 @@ class CudaAccelerator:
         except CudaError as error:
             raise _not_pinned("buffers for copies to the GPU", 2 * staging_bytes, error) from error
 
+    def _bounce_buffers(self, function: int) -> BounceBuffers:
+        """Return the buffers for copies from memory that is not pinned; the first time, make them."""
+        if self._buffers is None:
+            try:
+                self._buffers = BounceBuffers(self._driver, function, self._staging_bytes, self._owned)
+            except CudaError as error:
+                raise _not_pinned("buffers for copies of weights to the GPU", 2 * self._staging_bytes, error) from error
+        return self._buffers
+
     def _graph(self, nodes: Sequence[Node], stack: ExitStack, copies: c_void_p | None = None) -> c_void_p:
         return stack.enter_context(runnable_graph(self._driver, nodes, self._compute, copies))
 
@@ -367,10 +403,11 @@ class CudaAccelerator:
         if max(source, target) >= len(views):
             raise ArtifactError(f"kernel {name} copies argument {max(source, target)} and the call has {len(views)}")
         given, size = views[source], views[target].tensor.size_bytes
-        address, memory = view_address(name, given), given.memory
-        if memory.host_address is None or given.tensor.size_bytes != size:
+        address = view_host_address(name, given)
+        if address is None or given.tensor.size_bytes != size:
             raise ArtifactError(f"kernel {name}: it copies {size} bytes of the host's memory, and is given others")
-        return BoundCopy(name, memory.host_address + address - memory.address, view_address(name, views[target]), size)
+        buffers = given.memory.buffers if isinstance(given.memory, UnpinnedMemory) else None
+        return BoundCopy(name, address, view_address(name, views[target]), size, buffers)
 
     def _does_not_fit(self, size_bytes: int, purpose: str) -> DoesNotFitError:
         needed, free = in_units(size_bytes, self._driver.free_bytes())

@@ -116,10 +116,11 @@ PARAMETERS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "cuEventRecordWithFlags": (_handle, _stream, c_uint),
         "cuEventSynchronize": (_handle,),
         "cuEventElapsedTime": (POINTER(c_float), _handle, _handle),
-        # Kernels and graphs.
+        # Kernels, functions of the host, and graphs.
         "cuModuleLoadDataEx": (_new_handle, c_void_p, c_uint, POINTER(c_int), POINTER(c_void_p)),
         "cuModuleUnload": (_handle,),
         "cuModuleGetFunction": (_new_handle, _handle, c_char_p),
+        "cuLaunchHostFunc": (_stream, c_void_p, c_void_p),
         "cuLaunchKernel": (_handle, *_extent, *_extent, c_uint, _stream, POINTER(c_void_p), POINTER(c_void_p)),
         "cuGraphInstantiateWithFlags": (_new_handle, _handle, c_ulonglong),
         "cuGraphUpload": (_handle, _stream),

@@ -1,7 +1,8 @@
 """Makes one CUDA graph of a list of launches and copies; one call of the driver starts it, however many they are.
 
 Launches run one after the other. Copies run in an order of their own beside them: each begins when the launches before
-it that use its target are over, and the next launch that does waits for it.
+it that use its target are over, and the next launch that does waits for it. A copy from memory that is not pinned is
+several nodes: see `bounce`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from ctypes import byref, c_uint64, c_void_p
 from dataclasses import dataclass
 
+from picompile_runtime.devices.cuda.bounce import BounceBuffers, BouncedCopies
 from picompile_runtime.devices.cuda.driver import CudaError, Driver, GpuCallError
 from picompile_runtime.devices.cuda.module import GpuLaunch
 
@@ -44,12 +46,16 @@ class BoundLaunch:
 
 @dataclass(frozen=True)
 class BoundCopy:
-    """A copy of `size` bytes from the host's address `source` to the GPU's address `target`."""
+    """A copy of `size` bytes from the host's address `source` to the GPU's address `target`.
+
+    It goes through `buffers` if the memory at `source` is not pinned.
+    """
 
     kernel: str
     source: int
     target: int
     size: int
+    buffers: BounceBuffers | None = None
 
 
 @dataclass(frozen=True)
@@ -73,8 +79,9 @@ def runnable_graph(
     the streams meanwhile.
     """
     runnable = c_void_p()
+    bounced = _bounced(driver, nodes, stream, copies)  # kept until the graph is destroyed, which refers to it
     try:
-        with _captured(driver, nodes, stream, copies) as graph:
+        with _captured(driver, nodes, (stream, copies), bounced) as graph:
             driver.call("cuGraphInstantiateWithFlags", byref(runnable), graph, 0)
         driver.call("cuGraphUpload", runnable, stream)
         yield runnable
@@ -83,40 +90,57 @@ def runnable_graph(
             driver.call("cuGraphExecDestroy", runnable)
 
 
+def _bounced(driver: Driver, nodes: Sequence[Node], stream: c_void_p, copies: c_void_p | None) -> BouncedCopies | None:
+    """Return what captures copies from memory that is not pinned; None if there are no such copies."""
+    buffers = [node.buffers for node in nodes if isinstance(node, BoundCopy) and node.buffers is not None]
+    if not buffers:
+        return None
+    return BouncedCopies(driver, buffers[0], stream if copies is None else copies, beside=copies is not None)
+
+
 @contextmanager
-def _captured(driver: Driver, nodes: Sequence[Node], stream: c_void_p, copies: c_void_p | None) -> Iterator[c_void_p]:
+def _captured(
+    driver: Driver,
+    nodes: Sequence[Node],
+    streams: tuple[c_void_p, c_void_p | None],
+    bounced: BouncedCopies | None,
+) -> Iterator[c_void_p]:
     graph = c_void_p()
-    with ExitStack() as events:
-        fork = None if copies is None else _Fork(driver, nodes, (stream, copies), events)
-        driver.call("cuStreamBeginCapture_v2", stream, _CAPTURE_RELAXED)
-        try:
-            if fork is not None and fork.has_copies:
-                fork.enqueue()
-            else:
-                for node in nodes:
-                    _enqueue(driver, node, stream)
-        except BaseException:
-            with suppress(CudaError):
-                driver.call("cuStreamEndCapture", stream, byref(graph))
-            if graph:
-                with suppress(CudaError):
-                    driver.call("cuGraphDestroy", graph)
-            raise
-        driver.call("cuStreamEndCapture", stream, byref(graph))
+    stream, copies = streams
     try:
+        with ExitStack() as events:
+            fork = None if copies is None else _Fork(driver, nodes, (stream, copies), bounced, events)
+            driver.call("cuStreamBeginCapture_v2", stream, _CAPTURE_RELAXED)
+            try:
+                if fork is not None and fork.has_copies:
+                    fork.enqueue()
+                else:
+                    for node in nodes:
+                        _enqueue(driver, node, stream, bounced)
+            except BaseException:
+                with suppress(CudaError):
+                    driver.call("cuStreamEndCapture", stream, byref(graph))
+                raise
+            driver.call("cuStreamEndCapture", stream, byref(graph))
         yield graph
     finally:
-        driver.call("cuGraphDestroy", graph)
+        if graph:
+            driver.call("cuGraphDestroy", graph)
 
 
 class _Fork:
     """Launches in one stream and copies in another, captured together: events become edges of the graph."""
 
     def __init__(
-        self, driver: Driver, nodes: Sequence[Node], streams: tuple[c_void_p, c_void_p], events: ExitStack
+        self,
+        driver: Driver,
+        nodes: Sequence[Node],
+        streams: tuple[c_void_p, c_void_p],
+        bounced: BouncedCopies | None,
+        events: ExitStack,
     ) -> None:
         """Prepare to add `nodes` to the capture of the first stream; `events` frees what that takes."""
-        self._driver, self._nodes = driver, nodes
+        self._driver, self._nodes, self._bounced = driver, nodes, bounced
         self._stream, self._copies = streams
         copies = [(number, node) for number, node in enumerate(nodes) if isinstance(node, BoundCopy)]
         # For each copy the last launch before it that uses its target; None for the beginning.
@@ -134,17 +158,19 @@ class _Fork:
         """Add all nodes, and join the streams at the end."""
         marks: dict[int | None, c_void_p] = {None: self._mark(self._stream)}
         self._wait(self._copies, marks[None])
+        if self._bounced is not None:
+            self._bounced.follow(marks[None])
         arriving: list[tuple[BoundCopy, c_void_p]] = []
         for number, node in enumerate(self._nodes):
             if isinstance(node, BoundCopy):
                 if (after := self._free_after[number]) is not None:
                     self._wait(self._copies, marks[after])
-                _enqueue(self._driver, node, self._copies)
+                _enqueue(self._driver, node, self._copies, self._bounced)
                 arriving.append((node, self._mark(self._copies)))
                 continue
             if isinstance(node, BoundLaunch):
                 self._await(node, arriving)
-            _enqueue(self._driver, node, self._stream)
+            _enqueue(self._driver, node, self._stream, None)
             if number in self._free_after.values():
                 marks[number] = self._mark(self._stream)
         if arriving:
@@ -173,10 +199,16 @@ class _Fork:
         self._driver.call("cuStreamWaitEvent", stream, event, 0)
 
 
-def _enqueue(driver: Driver, node: Node, stream: c_void_p) -> None:
-    """Add one node to the capture. The driver copies parameters during the call, so they need not outlive it."""
+def _enqueue(driver: Driver, node: Node, stream: c_void_p, bounced: BouncedCopies | None) -> None:
+    """Add one node to the capture, or the parts of a copy to `bounced`, which captures in the same stream.
+
+    The driver copies parameters during the call, so they need not outlive it.
+    """
     if isinstance(node, EventRecord):
         driver.call("cuEventRecordWithFlags", node.event, stream, _RECORD_EXTERNAL)
+        return
+    if isinstance(node, BoundCopy) and node.buffers is not None and bounced is not None:
+        bounced.enqueue(node.source, node.target, node.size)
         return
     if isinstance(node, BoundCopy):
         driver.call("cuMemcpyHtoDAsync_v2", node.target, node.source, node.size, stream)

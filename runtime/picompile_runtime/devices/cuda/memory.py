@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from ctypes import c_void_p
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from picompile_runtime.devices.accelerator import ArgumentView
+from picompile_runtime.devices.cuda.bounce import BounceBuffers
 from picompile_runtime.devices.cuda.driver import Driver
-from picompile_runtime.errors import ArtifactError
+from picompile_runtime.errors import ArtifactError, DoesNotFitError
 
 
 @dataclass(frozen=True)
@@ -27,9 +28,40 @@ class GpuMemory:
 
     def at(self, offset: int, size_bytes: int) -> int:
         """Return the address of the byte at `offset`. Raises ValueError unless `size_bytes` from there are inside."""
-        if not 0 <= offset <= offset + size_bytes <= self.size_bytes:
-            raise ValueError(f"bytes {offset} to {offset + size_bytes} of a memory of {self.size_bytes}")
+        _check_inside(offset, size_bytes, self.size_bytes)
         return self.address + offset
+
+    def host_at(self, offset: int, size_bytes: int) -> int | None:
+        """Return the host's address of the byte at `offset`; None for the GPU's own memory. Raises as `at` does."""
+        _check_inside(offset, size_bytes, self.size_bytes)
+        return None if self.host_address is None else self.host_address + offset
+
+
+@dataclass(frozen=True)
+class UnpinnedMemory:
+    """Memory of the host, at `host_address` there, that the system cannot pin: the GPU has no address for it.
+
+    Copies of it go through `buffers`. `refusal` is the error's text where a kernel would read it.
+    """
+
+    host_address: int
+    size_bytes: int
+    buffers: BounceBuffers
+    refusal: str
+
+    def at(self, offset: int, size_bytes: int) -> int:
+        """Raise DoesNotFitError: nothing on the GPU can use this memory."""
+        raise DoesNotFitError(self.refusal)
+
+    def host_at(self, offset: int, size_bytes: int) -> int:
+        """Return the host's address of the byte at `offset`. Raises ValueError as `GpuMemory.at` does."""
+        _check_inside(offset, size_bytes, self.size_bytes)
+        return self.host_address + offset
+
+
+def _check_inside(offset: int, size_bytes: int, whole_bytes: int) -> None:
+    if not 0 <= offset <= offset + size_bytes <= whole_bytes:
+        raise ValueError(f"bytes {offset} to {offset + size_bytes} of a memory of {whole_bytes}")
 
 
 def data_address(memory: GpuMemory, offset: int, data: NDArray[Any]) -> int:
@@ -40,9 +72,28 @@ def data_address(memory: GpuMemory, offset: int, data: NDArray[Any]) -> int:
 
 
 def view_address(kernel: str, view: ArgumentView) -> int:
-    """Return the address of an argument of `kernel`. Raises ArtifactError if it is not inside its memory."""
-    try:
+    """Return the GPU's address of an argument of `kernel`.
+
+    Raises ArtifactError if it is not inside its memory, DoesNotFitError if that memory is not pinned.
+    """
+    with _named(kernel):
         return int(view.memory.at(view.tensor.offset, view.tensor.size_bytes))
+
+
+def view_host_address(kernel: str, view: ArgumentView) -> int | None:
+    """Return the host's address of an argument of `kernel`; None if it is in the GPU's own memory.
+
+    Raises ArtifactError if it is not inside its memory.
+    """
+    memory: GpuMemory | UnpinnedMemory = view.memory
+    with _named(kernel):
+        return memory.host_at(view.tensor.offset, view.tensor.size_bytes)
+
+
+@contextmanager
+def _named(kernel: str) -> Iterator[None]:
+    try:
+        yield
     except ValueError as error:
         raise ArtifactError(f"kernel {kernel}: an argument lies outside of its memory ({error})") from error
 

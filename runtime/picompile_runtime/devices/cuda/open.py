@@ -145,10 +145,11 @@ def open_cuda_accelerator(artifact: Artifact) -> CudaAccelerator:
             needs.
         ArtifactError: the artifact has no code for a GPU.
     """
-    gpu = CudaAccelerator(read_cuda_images(artifact))
+    images, host = read_cuda_images(artifact), artifact.load_code()
+    gpu = CudaAccelerator(images, host=host)
     try:
         if artifact.program.waiting_kernels:
-            check_once(gpu, artifact.load_code())
+            check_once(gpu, host)
     except BaseException:
         gpu.close()
         raise

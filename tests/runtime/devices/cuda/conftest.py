@@ -11,6 +11,7 @@ import pytest
 from helpers.fake_cuda.fixtures import fake_cuda, fake_library
 from helpers.support import BuildOnce
 from helpers.toys.toy_gpu import IMAGES, STAGING_BYTES
+from picompile_codegen.build.host_library import build_host_library
 from picompile_runtime.devices.cuda import CudaAccelerator, CudaImages
 
 __all__ = ["fake_cuda", "fake_library"]
@@ -25,6 +26,17 @@ def toy_kernels(build_once: BuildOnce) -> Path:
         subprocess.run(["gcc", *flags, source, "-o", folder / "kernels.so"], check=True)
 
     return build_once("toy-device", compile_in) / "kernels.so"
+
+
+@pytest.fixture(scope="session")
+def host_code(build_once: BuildOnce) -> Path:
+    """The library that an artifact without kernels of the host has."""
+
+    def build(folder: Path) -> None:
+        folder.mkdir()
+        build_host_library([], folder / "host.so")
+
+    return build_once("no-kernels", build) / "host.so"
 
 
 @pytest.fixture

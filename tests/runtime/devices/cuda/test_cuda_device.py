@@ -132,7 +132,7 @@ def test_memory_that_is_adopted_stays_mapped(make_device: Make, gpu: ctypes.CDLL
 
 
 def test_a_file_cannot_be_adopted(device: CudaAccelerator, tmp_path: Path) -> None:
-    """It is mapped for reading only, and pinning is for writing too."""
+    """It is mapped for reading only, and pinning is for writing too. This accelerator has no code for other copies."""
     (tmp_path / "weights").write_bytes(bytes(10_000))
     with (tmp_path / "weights").open("rb") as file:
         memory: mmap.mmap = map_file(file.fileno())

@@ -185,6 +185,63 @@ def test_the_stand_in_rejects_freed_handles(opened: Driver, images: CudaImages) 
                 opened.call(name, *arguments)
 
 
+HostFunction = ctypes.CFUNCTYPE(None, c_void_p)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_the_stand_in_calls_functions_of_the_host_in_order(
+    opened: Driver, monkeypatch: pytest.MonkeyPatch, captured: bool
+) -> None:
+    """Each with what it was given, after what is before it in its stream."""
+    monkeypatch.setenv("FAKE_CUDA_DELAY_US", "500")
+    seen: list[tuple[int | None, bytes]] = []
+    with opened.context(opened.first_device()), opened.stream() as stream, opened.pinned_memory(4) as pinned:
+        with opened.device_memory(4) as memory:
+            note = HostFunction(lambda data: seen.append((data, ctypes.string_at(pinned.value or 0, 4))))
+            refill = HostFunction(lambda data: ctypes.memset(pinned.value or 0, data or 0, 4) and None)
+            graph = c_void_p()
+            if captured:
+                opened.call("cuStreamBeginCapture_v2", stream, 2)
+            for number in (7, 8, 9):
+                opened.call("cuLaunchHostFunc", stream, refill, number)
+                opened.call("cuMemcpyHtoDAsync_v2", memory, pinned, 4, stream)
+                opened.call("cuLaunchHostFunc", stream, note, number)
+            if captured:
+                opened.call("cuStreamEndCapture", stream, byref(graph))
+                runnable = c_void_p()
+                opened.call("cuGraphInstantiateWithFlags", byref(runnable), graph, 0)
+                assert not seen
+                opened.call("cuGraphLaunch", runnable, stream)
+                opened.call("cuGraphDestroy", graph)
+            opened.call("cuMemcpyDtoHAsync_v2", pinned, memory, 4, stream)
+            opened.call("cuStreamSynchronize", stream)
+            assert seen == [(number, bytes([number] * 4)) for number in (7, 8, 9)]
+            if captured:
+                opened.call("cuGraphExecDestroy", runnable)
+            with pytest.raises(CudaError, match="CUDA_ERROR_INVALID_VALUE"):
+                opened.call("cuLaunchHostFunc", stream, None, None)
+        with pytest.raises(CudaError, match="CUDA_ERROR_INVALID_HANDLE"):
+            opened.call("cuLaunchHostFunc", c_void_p(1), note, None)
+
+
+def test_the_stand_in_finds_functions_of_the_host_that_call_the_driver(opened: Driver, gpu: ctypes.CDLL) -> None:
+    said: list[str] = []
+
+    def ask(_: int | None) -> None:
+        try:
+            opened.version()
+        except CudaError as error:
+            said.append(str(error))
+
+    function = HostFunction(ask)
+    with opened.context(opened.first_device()), opened.stream() as stream:
+        opened.call("cuLaunchHostFunc", stream, function, None)
+        opened.call("cuStreamSynchronize", stream)
+    assert said == ["cuDriverGetVersion: CUDA_ERROR_NOT_PERMITTED"]
+    assert gpu.fake_fault() == b"a function of the host called the driver"
+    gpu.fake_reset()
+
+
 def test_the_stand_in_counts_what_a_context_leaks(opened: Driver, gpu: ctypes.CDLL) -> None:
     with opened.context(opened.first_device()):
         opened.call("cuStreamCreate", byref(c_void_p()), 0)

@@ -6,13 +6,16 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from helpers.toys.toy_gpu import STAGING_BYTES, axpy, read, view
+from helpers.toys.toy_gpu import STAGING_BYTES, UPLOADS, axpy, read, view
 from picompile_runtime import DoesNotFitError, KernelError, PicompileRuntimeError
+from picompile_runtime.devices.cpu.native import HostLibrary
 from picompile_runtime.devices.cuda import CudaAccelerator, CudaError, CudaImages
+from picompile_runtime.devices.memory import anonymous_map
 
 Make = Callable[..., CudaAccelerator]
 
@@ -127,18 +130,21 @@ def test_kernels_are_loaded_before_they_run(
     assert os.environ["CUDA_MODULE_LOADING"] == "LAZY"
 
 
-def life(images: CudaImages) -> None:
+def life(images: CudaImages, host: HostLibrary) -> None:
     """Call every method of an accelerator once."""
-    device = CudaAccelerator(images, staging_bytes=STAGING_BYTES)
+    device = CudaAccelerator(images, staging_bytes=STAGING_BYTES, host=host)
     try:
         memory = device.allocate(9001, "a test")
+        # Before anything runs: the stand-in takes all memory that is freed meanwhile for memory in use.
+        adopted = device.adopt(anonymous_map(9001, "a test"))
         shared, array = device.share(100, "a test")
         array[0] = 1
         device.write(memory, 0, np.ones(9001, np.uint8))
-        calls = device.bind([axpy(memory), ("await", [view(shared), view(memory)])])
+        upload = ("upload", [view(adopted, "uint8", 9001), view(memory, "uint8", 9001)])
+        calls = device.bind([upload, axpy(memory), ("await", [view(shared), view(memory)])])
         device.start(calls)
         device.wait()
-        device.start(calls, np.zeros((2, 2), np.int64))
+        device.start(calls, np.zeros((3, 2), np.int64))
         device.wait()
         device.copy(memory, [(0, 4000, 1000), (1000, 5000, 1)])
         device.read(memory, 0, np.empty(5000, np.uint8))
@@ -147,13 +153,15 @@ def life(images: CudaImages) -> None:
         device.close()
 
 
+@pytest.mark.parametrize("no_pinning", ["0", "801"])
 def test_every_call_is_checked_and_nothing_leaks(
-    gpu: ctypes.CDLL, images: CudaImages, monkeypatch: pytest.MonkeyPatch
+    gpu: ctypes.CDLL, host_code: Path, monkeypatch: pytest.MonkeyPatch, no_pinning: str
 ) -> None:
     """Every call of the driver fails once. Only `close` ignores that, and calls that only ask whether work is
     left.
     """
-    life(images)
+    monkeypatch.setenv("FAKE_CUDA_NO_PINNING", no_pinning)
+    life(UPLOADS, HostLibrary(host_code))
     count = gpu.fake_calls()
     assert count > 80
     closing: list[str] = []
@@ -161,7 +169,7 @@ def test_every_call_is_checked_and_nothing_leaks(
         monkeypatch.setenv("FAKE_CUDA_FAIL_AT", str(failing))
         gpu.fake_reset()
         try:
-            life(images)
+            life(UPLOADS, HostLibrary(host_code))
         except PicompileRuntimeError as error:
             assert not closing, "close raised"
             assert isinstance(error, CudaError) and "CUDA error 999" in str(error)
@@ -171,7 +179,9 @@ def test_every_call_is_checked_and_nothing_leaks(
             closing.append(gpu.fake_failed().decode())
         # Without a context nothing can be freed but the context.
         no_context = closing[-1:] == ["cuCtxPushCurrent_v2"]
-        assert gpu.fake_owned() == 0 and (gpu.fake_leaked() == 0) != no_context, f"call {failing} failed"
+        assert gpu.fake_owned() == 0 and (gpu.fake_leaked() == 0) != no_context, (
+            f"call {failing} failed: {gpu.fake_failed()}"
+        )
         assert gpu.fake_fault() == b""
     assert closing[:3] == ["cuCtxPushCurrent_v2", "cuStreamSynchronize", "cuStreamSynchronize"]
     assert closing[-2:] == ["cuCtxPopCurrent_v2", "cuDevicePrimaryCtxRelease_v2"]

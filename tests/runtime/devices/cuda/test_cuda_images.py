@@ -11,6 +11,7 @@ import pytest
 
 from picompile_runtime import ArtifactError, MachineError
 from picompile_runtime.artifact.manifest import AcceleratorCode
+from picompile_runtime.devices.cpu.native import HostLibrary
 from picompile_runtime.devices.cuda import open_cuda_accelerator
 from picompile_runtime.devices.cuda.module import CudaImages, GpuLaunch, check_arguments, choose_image, read_images
 
@@ -133,9 +134,11 @@ def artifact_with(code: AcceleratorCode | None, images: CudaImages) -> Any:
     return SimpleNamespace(folder=Path("model"), manifest=manifest, program=program, texts=texts)
 
 
-def test_the_gpu_is_opened_with_the_artifacts_files(gpu: Any, images: CudaImages) -> None:
+def test_the_gpu_is_opened_with_the_artifacts_files(gpu: Any, images: CudaImages, host_code: Path) -> None:
     files = {"launches": "kernels/d.json", "cubin": "kernels/d.cubin", "ptx": "kernels/d.ptx"}
-    device = open_cuda_accelerator(artifact_with(AcceleratorCode("cuda", sm=86, files=files), images))
+    artifact = artifact_with(AcceleratorCode("cuda", sm=86, files=files), images)
+    artifact.load_code = lambda: HostLibrary(host_code)
+    device = open_cuda_accelerator(artifact)
     device.close()
     assert gpu.fake_image() == 1
     with pytest.raises(ArtifactError, match=r"model: manifest\.json and kernels/d\.json disagree on sm"):

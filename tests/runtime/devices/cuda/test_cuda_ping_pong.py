@@ -13,10 +13,9 @@ import pytest
 
 from helpers.fake_cuda.fixtures import fake_cuda, fake_library
 from helpers.kernels.emulator import Emulated
-from helpers.support import ROOT, BuildOnce
+from helpers.support import ROOT
 from helpers.toys.toy_gpu import CUBIN, IMAGES, PTX
 from picompile_codegen import cuda
-from picompile_codegen.build.host_library import build_host_library
 from picompile_codegen.specs import PingPongSpec
 from picompile_runtime import MachineError
 from picompile_runtime.devices.cpu.native import HostLibrary
@@ -37,12 +36,8 @@ WORDS = "= pi_load_shared(sent + at);"
 
 
 @pytest.fixture(scope="session")
-def host(build_once: BuildOnce) -> HostLibrary:
-    def build(folder: Path) -> None:
-        folder.mkdir()
-        build_host_library([], folder / "host.so")
-
-    return HostLibrary(build_once("ping-pong-host", build) / "host.so")
+def host(host_code: Path) -> HostLibrary:
+    return HostLibrary(host_code)
 
 
 @pytest.fixture
@@ -165,11 +160,12 @@ def test_a_machine_is_checked_once(
     assert asked == ["refused", 1, 0, 1, 0, 0]
 
 
-def test_libraries_of_older_compilers_have_no_ping_pong(tmp_path: Path) -> None:
+def test_libraries_of_older_compilers_have_neither_ping_pong_nor_copies(tmp_path: Path) -> None:
     source = "int pi_run(void) { return 0; } const char *pi_last_error(void) { return 0; }"
     path = tmp_path / "old.so"
     subprocess.run(["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", path], input=source, text=True, check=True)
-    assert not HostLibrary(path).has_ping_pong
+    library = HostLibrary(path)
+    assert not library.has_ping_pong and library.copy_part is None
 
 
 def test_kernel_and_host_code_agree_on_the_words() -> None:
