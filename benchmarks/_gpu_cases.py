@@ -19,8 +19,11 @@ from picompile_codegen.specs import (
     AttentionSpec,
     CacheWriteSpec,
     CopyWordsSpec,
+    CountedFfnSpec,
+    CountedSendMaskSpec,
     EmbeddingSpec,
     FfnSpec,
+    KernelArgument,
     KernelSpec,
     LayerNormSpec,
     LinearAddSpec,
@@ -52,12 +55,25 @@ def _sum_norm(dim: int, rows: int, eps: float, **others: Any) -> SumNormSpec:
     return SumNormSpec(dim=dim, rows=rows, norm=RmsNormSpec(dim=dim, rows=rows, eps=eps), **others)
 
 
+def _counted_ffn(count: int, **block: Any) -> CountedFfnSpec:
+    """A kernel with room for the block's `neurons`, which is given `count` of them."""
+    del count
+    return CountedFfnSpec(**block)
+
+
+def _counted_send_mask(count: int, **mask: Any) -> CountedSendMaskSpec:
+    del count
+    return CountedSendMaskSpec(**mask)
+
+
 # The kernels that cases name. The names are in packs, which other machines read.
 _SPECS: Mapping[str, Callable[..., KernelSpec]] = {
     "add": AddSpec,
     "attention": AttentionSpec,
     "cache_write": CacheWriteSpec,
     "copy_words": CopyWordsSpec,
+    "counted_ffn": _counted_ffn,
+    "counted_send_mask": _counted_send_mask,
     "embedding": EmbeddingSpec,
     "ffn": FfnSpec,
     "layer_norm": LayerNormSpec,
@@ -100,13 +116,20 @@ class Case:
             {
                 "name": each.name,
                 "dtype": each.dtype,
-                "shape": list(each.shape),
+                "shape": self._shape(each),
                 "scratch": each.scratch,
                 "tickets": each.access == "tickets",
             }
             for each in kernel.arguments
         ]
         return {**vars(self), "parameters": dict(self.parameters), "kernel": kernel.name, "arguments": arguments}
+
+    def _shape(self, argument: KernelArgument) -> list[int]:
+        """Return the shape of an argument, of which a case may have a `count` of all there is room for."""
+        if argument.counted is None:
+            return list(argument.shape)
+        most = self.parameters["neurons" if argument.counted == "count" else "columns"]
+        return [argument.shape[0] * self.parameters["count"] // most, *argument.shape[1:]]
 
 
 def ffn(format_name: str, kind: str, neurons: int, dim: int, rows: int = 1, **others: Any) -> dict[str, Any]:
@@ -138,6 +161,9 @@ def small_cases() -> Iterator[Case]:
         yield Case(f"ffn masked {form}", "ffn", ffn(form, "masked", 330, 200), shares=(0.3,))
         yield Case(f"ffn exact {form}", "ffn", ffn(form, "exact", 330, 200), shares=(0.3,))
         yield Case(f"ffn dense {form}", "ffn", ffn(form, "dense", 330, 200))
+        part = ffn(form, "masked", 900, 200, mask_columns=1000, count=330)
+        yield Case(f"ffn part, shared {form}", "counted_ffn", part, shares=(0.3,))
+        yield Case(f"ffn chunk, shared {form}", "counted_ffn", ffn(form, "dense", 900, 96, rows=70, count=330))
         yield Case(f"ffn chunk {form}", "ffn", ffn(form, "dense", 130, 96, rows=70))
         yield Case(f"embedding {form}", "embedding", {"format": form, "vocab": 50, "dim": 100, "rows": 5, "offset": 2})
         low_rank = {"formats": (form, form), "neurons": 300, "rank": 40, "dim": 200, "relu": False, "rows": 1}
@@ -167,6 +193,8 @@ def _exchanges(dim: int, neurons: int, columns: int, rows: int, speed: bool = Fa
     yield Case("send", "send", {"dim": dim, "rows": rows}, speed)
     mask = {"dim": dim, "neurons": neurons, "columns": columns, "rows": rows}
     yield Case("send mask", "send_mask", mask, speed)
+    fewer = {**mask, "count": columns // 8 * 4, "in_words": True}
+    yield Case("send mask, shared", "counted_send_mask", fewer, speed)
     yield Case("receive", "receive", {"dim": dim, "rows": rows, "counted": True}, speed)
     summed = {"dim": dim, "rows": rows, "terms": 3, "eps": 1e-5}
     yield Case("sum with norm", "sum_norm", summed, speed)
@@ -187,6 +215,9 @@ def speed_cases() -> Iterator[Case]:
         yield Case(f"linear with norm 8192x8192 {form}", "linear_add", fused, True)
         shape = (28672, 8192)
         yield Case(f"ffn masked 28672x8192 {form}", "ffn", ffn(form, "masked", *shape), True, (0.05, 0.1, 0.2, 0.5))
+        part = ffn(form, "masked", *shape, mask_columns=28672)
+        yield Case(f"ffn part 28672x8192 {form}", "ffn", part, True, (0.1,))
+        yield Case(f"ffn part, shared 28672x8192 {form}", "counted_ffn", {**part, "count": 28672}, True, (0.1,))
         yield Case(f"ffn exact 28672x8192 {form}", "ffn", ffn(form, "exact", *shape), True, (0.1,))
         yield Case(f"ffn dense 28672x8192 {form}", "ffn", ffn(form, "dense", *shape), True)
         sparse = (1.0, 0.7, 0.5, 0.3, 0.1, 0.05, 0.01)

@@ -80,9 +80,12 @@ def send(make: Maker) -> Example:
     expected = {"out": numpy_of(x), "flag": flag}
     if "neurons" in p:
         mask = (make.rng.random((make.tokens, p["neurons"])) < 1 / 3).astype(np.uint8)
-        table = make.rng.permutation(p["neurons"])[: p["columns"]].astype(np.int32)
+        table = make.rng.permutation(p["neurons"])[: p.get("count", p["columns"])].astype(np.int32)
         make.inputs |= {"mask": mask, "table": table}
         expected |= {"out_mask": mask[:, table], "count": np.array([mask[:, table].sum()], np.int32)}
+    if "count" in p:
+        make.inputs["columns"] = np.array([p["count"]], np.int32)
+        expected["out_mask"] = expected["out_mask"].reshape(-1)
     return Example(make.inputs, expected, shared=("out", "out_mask", "flag"), tokens=make.tokens)
 
 
@@ -231,6 +234,7 @@ _MAKERS: Mapping[str, Callable[[Maker], Example]] = {
     "linear": matrix.linear,
     "linear_add": matrix.linear_add,
     "ffn": matrix.ffn,
+    "counted_ffn": matrix.counted_ffn,
     "embedding": matrix.embedding,
     "predict_low_rank": matrix.low_rank,
     "predict_signs": matrix.signs,
@@ -244,6 +248,7 @@ _MAKERS: Mapping[str, Callable[[Maker], Example]] = {
     "leading_logits": leading_logits,
     "send": send,
     "send_mask": send,
+    "counted_send_mask": send,
     "receive": receive,
     "receive_mask": receive,
     "sum_norm": sum_norm,

@@ -1,5 +1,7 @@
 """Examples of kernels that read packed matrices: products, feed-forward blocks, embeddings, predictors."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from _gpu_example import Example, Maker, numpy_of
@@ -70,6 +72,13 @@ def ffn(make: Maker) -> Example:
     is_whole = kind == "masked" and p.get("mask_columns") is None
     masks = make.chosen(count, (_MASKS, neurons)).astype(np.uint8) if is_whole else None
     return Example(inputs, expected, moved[kind], rotating, tokens=make.tokens, masks=masks)
+
+
+def counted_ffn(make: Maker) -> Example:
+    """Return an example of `ffn` for a kernel that has room for more neurons."""
+    count = make.parameters["count"]
+    make.inputs["count"] = np.array([count], np.int32)
+    return ffn(replace(make, parameters={**make.parameters, "neurons": count}))
 
 
 def _name(make: Maker, named: Array) -> None:

@@ -14,8 +14,6 @@ from picompile_passes.weight_formats import FORMATS, predictor_format
 
 # Neurons of a layer that the GPU gets are a multiple of this, as in a plan.
 _GROUP = 64
-# Hot neurons of a plan are a multiple of this here: each other number needs kernels of its own.
-_STEP = 2048
 # Of the budget, for what is no weight and no cache: workspace, graphs and the kernels themselves.
 _SPARED_SHARE = 0.05
 
@@ -142,22 +140,12 @@ def split_by_plan(shape: ModelShape, sizes: Sizes, options: Options, planned: Pl
         predictors=frozenset(each.layer for each in layers if each.predictor == "gpu"),
         head=plan.head == "gpu",
     )
-    hot = _rounded({each.layer: each.hot_neurons for each in layers}, sizes.neurons)
+    hot = {each.layer: each.hot_neurons for each in layers}
     expected = {
         "target": planned.target,
         "firing": planned.firing,
         "tokens_per_s": 1 / plan.token_s,
         "computed": sum(each.computed for each in layers) / sum(each.neurons for each in layers),
-        "hot_neurons": sum(each.hot_neurons for each in layers),
-        "hot_neurons_packed": sum(hot.values()),
+        "hot_neurons": sum(hot.values()),
     }
     return Split(hot, placement, budget, expected)
-
-
-def _rounded(hot: Mapping[int, int], neurons: int) -> dict[int, int]:
-    """Round the hot neurons of each layer to steps, without more of them in all."""
-    rounded = {layer: min(round(count / _STEP) * _STEP, neurons) for layer, count in hot.items()}
-    while sum(rounded.values()) > sum(hot.values()):
-        most = max((layer for layer in hot if rounded[layer]), key=lambda layer: rounded[layer] - hot[layer])
-        rounded[most] = max(0, rounded[most] - _STEP)
-    return rounded

@@ -16,7 +16,6 @@ sys.path.insert(0, str(BENCHMARKS))
 import _gpu_dense
 import _gpu_engines
 import _gpu_models
-import _gpu_split
 from _gpu_dense import CopiedDecoder
 from _gpu_engines import Plan, compare_logits, made, measure_model
 from _gpu_models import ModelOptions
@@ -125,24 +124,17 @@ def test_copied_layers(quant: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_planned_split() -> None:
-    """The split is the planner's in larger steps, and not larger."""
+    """The split is the planner's, to the neuron."""
     shape, planned = find_shape("llama-70b"), Planned("4090", "reglu-70b")
     options = ModelOptions("q4", 1 / 3, 1024, 2048, 90, ())
     sizes = sizes_of(shape, options)
     split = split_by_plan(shape, sizes, options, planned, "hybrid")
     assert split.plan is not None
-    counts = set(split.hot.values())
-    assert len(counts) < 15 and all(count % 2048 == 0 for count in counts)
-    assert 0.9 < split.plan["hot_neurons_packed"] / split.plan["hot_neurons"] <= 1
+    assert len(set(split.hot.values())) > 40
+    assert split.plan["hot_neurons"] == sum(split.hot.values())
     # About 60 % of the model, and no more than the GPU has.
     resident = sizes.layers * (sizes.attention + sizes.cache + sizes.predictor) + sizes.head
     resident += sum(split.hot.values()) * sizes.neuron
     assert 0.5 < resident / sizes.dense < split.budget < 0.7
     dense = split_by_plan(shape, sizes, options, planned, "layers_dense")
     assert dense.budget == split.budget and 0 < sum(count > 0 for count in dense.hot.values()) < 0.65 * shape.layers
-
-
-def test_rounding_a_plan_takes_no_more() -> None:
-    hot = {0: 0, 1: 1100, 2: 3100, 3: 28672, 4: 1030}
-    # Each to the nearest, and then those down that were raised most.
-    assert _gpu_split._rounded(hot, 28672) == {0: 0, 1: 2048, 2: 2048, 3: 28672, 4: 0}
