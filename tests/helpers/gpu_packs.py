@@ -37,14 +37,18 @@ SHAPE = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_act": "relu", "max_position_embeddings": 64,
     "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
 }  # fmt: skip
+MASK = {"dim": 33, "neurons": 77, "columns": 55, "rows": 3}
 CASES = [
     Case("linear", "linear", {"format": "q4", "n": 35, "k": 72, "rows": 1, "bias": True}),
     Case("ffn", "ffn", ffn("f16", "masked", 77, 40), shares=(0.3,)),
     Case("attention", "attention", attention(20, "float16", heads=(4, 2, 16))),
-    Case("send mask", "send_mask", {"dim": 33, "neurons": 77, "columns": 55, "rows": 3}),
+    Case("send mask", "send_mask", MASK),
     Case("norm", "rms_norm", {"dim": 100, "rows": 3, "eps": 1e-5}),
     Case("upload", "upload", {"size": 5000}),
     Case("leading", "leading_logits", {"vocab": 2100, "rows": 3}),
+    Case("ffn shared", "counted_ffn", ffn("f16", "masked", 130, 40, mask_columns=150, count=77), shares=(0.3,)),
+    Case("chunk shared", "counted_ffn", ffn("q4", "dense", 130, 40, rows=5, count=77)),
+    Case("send mask shared", "counted_send_mask", {**MASK, "count": 28, "in_words": True}),
 ]
 TIMED = [
     Case("timed linear", "linear", {"format": "q4", "n": 40, "k": 64, "rows": 5, "bias": False}, True, streamed=True),
