@@ -172,6 +172,7 @@ def _gpu(local: "LocalMachine") -> Iterator[Finding]:
     down, up = format_bytes(speed.down_bytes_per_s), format_bytes(speed.up_bytes_per_s)
     yield Finding("pcie bandwidth", f"{down}/s to the GPU, {up}/s from it")
     yield Finding("gpu exchange", f"{speed.exchange_s * 1e6:.1f} µs, a vector there and back")
+    yield Finding("gpu launch", f"{speed.launch_gap_s * 1e6:.1f} µs, a node in a graph that does nothing else")
 
 
 def _gpu_without_driver() -> str:

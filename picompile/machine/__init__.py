@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from picompile.lazy import lazy
 from picompile.machine.targets import (
+    LAUNCH_READS_S,
     LAUNCH_S,
     LOCAL,
     NATIVE,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from picompile.machine.measured import find_target
 
 __all__ = [
+    "LAUNCH_READS_S",
     "LAUNCH_S",
     "LOCAL",
     "NATIVE",

@@ -18,8 +18,11 @@ SYNC_S = 14e-6
 # One launch in a CUDA graph, besides the bytes that it reads. The gap between empty kernels is 1.3 µs on an H100
 # (https://hazyresearch.stanford.edu/blog/2025-05-27-no-bubbles) and 0.8 µs on a B200 (arXiv 2512.22219). In addition a
 # kernel's first reads wait for memory, and its last blocks leave the other processors idle: more than 1 µs by our
-# estimate, 2.5 µs in all. It is an assumption for every row, `local` too: nothing measures it.
-LAUNCH_S = 2.5e-6
+# estimate, 2.5 µs in all. The gap is measured for `local`, and an assumption for every other row; what is added to it
+# is an assumption for all.
+LAUNCH_GAP_S = 1.3e-6
+LAUNCH_READS_S = 1.2e-6
+LAUNCH_S = LAUNCH_GAP_S + LAUNCH_READS_S
 
 # Transfers per second and lane, of which 128 of 130 bits are data. (PCIe 3.0, 4.0 and 5.0, base specifications.)
 _PCIE_TRANSFERS_PER_S = {3: 8e9, 4: 16e9, 5: 32e9}

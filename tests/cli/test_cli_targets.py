@@ -18,7 +18,7 @@ from picompile.machine.measured import LocalMachine, cache_file, measure_local
 from picompile_runtime.devices.cuda.driver import CudaError
 
 GPU = GpuName("GPU of nobody", "12.4", 89, 24 * 10**9)
-SPEED = GpuSpeed(23 * 10**9, 9.1e11, 2.4e10, 2.6e10, 1.74e-5)
+SPEED = GpuSpeed(23 * 10**9, 9.1e11, 2.4e10, 2.6e10, 1.74e-5, 1.26e-6)
 
 
 @pytest.fixture(autouse=True)
@@ -111,6 +111,7 @@ def test_doctor_shows_the_gpu(cli: Cli, with_gpu: None) -> None:
     assert facts["gpu bandwidth"] == "910 GB/s, copying"
     assert facts["pcie bandwidth"] == "24 GB/s to the GPU, 26 GB/s from it"
     assert facts["gpu exchange"] == "17.4 µs, a vector there and back"
+    assert facts["gpu launch"] == "1.3 µs, a node in a graph that does nothing else"
     assert facts["local"]["gpu"] == asdict(SPEED)
     assert facts["local"]["target"]["sync_s"] == SPEED.exchange_s
 
@@ -120,7 +121,7 @@ def test_doctor_says_why_there_is_no_gpu(cli: Cli, without_gpu: None) -> None:
     assert facts["gpu"].endswith("; no driver today")
     assert facts["local"]["no_gpu"] == "no driver today"
     assert facts["local"]["gpu"] is None
-    assert not {"gpu bandwidth", "pcie bandwidth", "gpu exchange"} & set(facts)
+    assert not {"gpu bandwidth", "pcie bandwidth", "gpu exchange", "gpu launch"} & set(facts)
 
 
 @pytest.mark.parametrize(

@@ -11,15 +11,16 @@ from typing import Any
 
 import pytest
 
-from picompile.machine import LAUNCH_S, TARGETS, find_target, gpu
+from picompile.machine import LAUNCH_READS_S, TARGETS, find_target, gpu
 from picompile.machine import measured as local
 from picompile.machine.gpu import GpuName, GpuSpeed
 from picompile.machine.host import Host
+from picompile.machine.kept import keep
 from picompile.machine.measured import LocalMachine, cache_file, cached_local, measure_local
 from picompile_runtime.devices.cuda.driver import CudaError
 
 GPU = GpuName("GPU of nobody", "12.4", 89, 9_000_000_001)
-SPEED = GpuSpeed(7_000_000_001, 9.1e11, 2.4e10, 2.6e10, 1.7e-5)
+SPEED = GpuSpeed(7_000_000_001, 9.1e11, 2.4e10, 2.6e10, 1.7e-5, 1.1e-6)
 
 
 class Counted:
@@ -118,7 +119,7 @@ def test_the_row_has_what_was_measured(counted: Counted) -> None:
     row = find_target("local")
     assert (row.name, row.sm, row.vram_bytes) == ("local", 89, 9_000_000_001)
     assert (row.gpu_bytes_per_s, row.pcie_bytes_per_s, row.sync_s) == (9.1e11, 2.4e10, 1.7e-5)
-    assert row.launch_s == LAUNCH_S
+    assert row.launch_s == 1.1e-6 + LAUNCH_READS_S
     assert not row.compiles
     assert row.features == TARGETS["cpu"].features
 
@@ -127,6 +128,18 @@ def test_a_row_without_a_gpu_has_no_gpu_figures(monkeypatch: pytest.MonkeyPatch)
     Counted(monkeypatch, gpu=None)
     row = find_target("local")
     assert (row.sm, row.vram_bytes, row.gpu_bytes_per_s, row.pcie_bytes_per_s, row.sync_s) == (None, 0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("schema", [1, 2])
+def test_a_file_of_before_launches_were_measured_is_measured_over(counted: Counted, schema: int) -> None:
+    measure_local()
+    content = json.loads(cache_file().read_bytes())
+    del content["speed"]["launch_gap_s"], content["sha256"]
+    keep(cache_file(), {**content, "schema": schema})
+    assert cached_local() is None
+    assert measure_local().speed == SPEED
+    assert cached_local() is not None
+    assert counted.times == 2
 
 
 def broken_contents() -> list[bytes]:
@@ -207,3 +220,5 @@ def test_the_local_machine_with_a_stand_in_gpu(fake_cuda: ctypes.CDLL, monkeypat
     assert isinstance(cached_local(), LocalMachine)
     assert measured.target.vram_bytes == 2**30
     assert measured.target.description.endswith("Stand-in 4090")
+    # fake_cuda/modules.cpp
+    assert measured.target.launch_s == pytest.approx(1.5e-6 + LAUNCH_READS_S)

@@ -2,7 +2,7 @@
 
    It checks that callers keep the rules of the driver API: initialize first, devices by number, a current context of
    the calling thread, handles that are alive, addresses and sizes inside allocated memory, nothing freed twice, and
-   only launches, copies to the GPU and events while a thread captures streams. Calls that break a rule return an error.
+   only launches, copies to the GPU, memsets and events while a thread captures streams. Calls that break a rule return an error.
    Mistakes that the driver would not notice, but that harm the program, are faults: memory freed while it is in use, or
    written past its end (`fake_fault`).
 
@@ -13,8 +13,8 @@
    the host cannot use them by mistake; they are translated for copies and for kernels. Kernels come from a library that
    the environment names: see modules.cpp.
 
-   Time is simulated: copies take bytes / rate when their stream is waited for, and a wait takes 5 us. But events have
-   the real time at which a stream's thread reached them.
+   Time is simulated: copies take bytes / rate when their stream is waited for, a memset in a graph takes 1.5 us, and a
+   wait takes 5 us. But events have the real time at which a stream's thread reached them.
 
    Environment variables, read at every call:
    FAKE_CUDA_FAIL_AT    the n-th call since fake_reset, from 0, fails. Functions that free or wait still do so, as the
@@ -116,11 +116,20 @@ struct Copy {
     size_t size = 0;
 };
 
-/* A node of a graph: it records `event`, or copies, or else is a launch. It runs after the nodes `after`. */
+/* Sets the bytes from `to` on to `value`. */
+struct Fill {
+    std::shared_ptr<Block> block;
+    char *to = nullptr;
+    size_t size = 0;
+    unsigned char value = 0;
+};
+
+/* A node of a graph: it records `event`, or copies, or fills, or else is a launch. It runs after the nodes `after`. */
 struct Node {
     Launch launch;
     std::shared_ptr<Event> event;
     Copy copy;
+    Fill fill;
     std::vector<size_t> after;
 };
 

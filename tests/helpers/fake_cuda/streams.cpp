@@ -64,7 +64,7 @@ int capture(Stream &stream, Node node) {
     return SUCCESS;
 }
 
-/* The stream, unless it is captured: the stand-in captures launches, copies to the GPU, and events. */
+/* The stream, unless it is captured: the stand-in captures launches, copies to the GPU, memsets, and events. */
 static int usable(void *handle, std::shared_ptr<Stream> &stream) {
     stream = find<Stream>(handle);
     if (!stream) return INVALID_HANDLE;
@@ -98,7 +98,7 @@ static int copy(Call &call, void *handle, Place to, Place from, size_t size, dou
     if (captures && stream && stream->capture) {
         if (!to.block || !from.block || !size) return INVALID_VALUE;
         if (call.failed) return call.failed;
-        return capture(*stream, {{}, nullptr, {to.block, from.block, to.bytes, from.bytes, size}, {}});
+        return capture(*stream, {{}, nullptr, {to.block, from.block, to.bytes, from.bytes, size}, {}, {}});
     }
     if (int error = usable(handle, stream)) return error;
     if (call.failed) return call.failed;
@@ -209,7 +209,7 @@ int cuEventRecordWithFlags(void *handle, void *stream_handle, unsigned flags) {
     if (!stream->capture) return enqueue_record(*stream, event), SUCCESS;
     if (!stream->capture->valid) return CAPTURE_INVALIDATED;
     if (!flags) return stream->capture->valid = false, CAPTURE_UNSUPPORTED;
-    return capture(*stream, {{}, event, {}, {}});
+    return capture(*stream, {{}, event, {}, {}, {}});
 }
 
 int cuEventSynchronize(void *handle) {
@@ -254,9 +254,13 @@ int cuStreamWaitEvent(void *stream_handle, void *handle, unsigned flags) {
 }
 
 int cuMemsetD8Async(uint64_t address, unsigned char value, size_t size, void *handle) {
-    BEGIN(CONTEXT);
-    std::shared_ptr<Stream> stream;
+    BEGIN(CONTEXT | IN_CAPTURE);
+    std::shared_ptr<Stream> stream = find<Stream>(handle);
     auto place = device_place(address, size);
+    if (stream && stream->capture) {
+        if (!place.block || !size) return INVALID_VALUE;
+        return capture(*stream, {{}, nullptr, {}, {place.block, place.bytes, size, value}, {}});
+    }
     if (int error = usable(handle, stream)) return error;
     if (!place.block) return INVALID_VALUE;
     enqueue(*stream, [=] { return memset(place.bytes, value, size), SUCCESS; });

@@ -53,6 +53,14 @@ class BoundCopy:
 
 
 @dataclass(frozen=True)
+class MemoryFill:
+    """A node that sets `size` bytes from the GPU's address `target` on to zero; no kernel is needed for it."""
+
+    target: int
+    size: int
+
+
+@dataclass(frozen=True)
 class EventRecord:
     """A node that records `event`, which is timed."""
 
@@ -60,7 +68,7 @@ class EventRecord:
 
 
 # The nodes of a graph.
-Node = BoundLaunch | BoundCopy | EventRecord
+Node = BoundLaunch | BoundCopy | MemoryFill | EventRecord
 
 
 @contextmanager
@@ -177,6 +185,9 @@ def _enqueue(driver: Driver, node: Node, stream: c_void_p) -> None:
     """Add one node to the capture. The driver copies parameters during the call, so they need not outlive it."""
     if isinstance(node, EventRecord):
         driver.call("cuEventRecordWithFlags", node.event, stream, _RECORD_EXTERNAL)
+        return
+    if isinstance(node, MemoryFill):
+        driver.call("cuMemsetD8Async", node.target, 0, node.size, stream)
         return
     if isinstance(node, BoundCopy):
         driver.call("cuMemcpyHtoDAsync_v2", node.target, node.source, node.size, stream)
