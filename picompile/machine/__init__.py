@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from picompile.lazy import lazy
 from picompile.machine.targets import (
+    HOST_EFFICIENCY,
     LAUNCH_READS_S,
     LAUNCH_S,
     LOCAL,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from picompile.machine.measured import find_target
 
 __all__ = [
+    "HOST_EFFICIENCY",
     "LAUNCH_READS_S",
     "LAUNCH_S",
     "LOCAL",

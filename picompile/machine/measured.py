@@ -34,7 +34,10 @@ def load(machine: "MeasuredMachine", no_gpu: str) -> "LocalMachine | None":
         fields = read_kept(cache_file(), {"schema": _SCHEMA, "machine": asdict(machine)})
         host = fields.object("host")
         speed = None if machine.gpu is None else _speed(fields.object("speed"))
-        memory = Host(host.integer("bytes", least=1), _positive(host, "bytes_per_s"))
+        share = _positive(host, "scattered_share")
+        if share > 1:
+            raise host.wrong("scattered_share", "a share")
+        memory = Host(host.integer("bytes", least=1), _positive(host, "bytes_per_s"), share)
         return LocalMachine(machine, memory, speed, no_gpu, _positive(fields, "measured_at_s"))
     return None
 
@@ -98,14 +101,22 @@ class LocalMachine:
     def target(self) -> Target:
         """The row `local` of the targets.
 
-        A launch is the gap that was measured, and the table's estimate of what a kernel waits for beside it. The rate
-        of tensor cores is the table's, too.
+        The host's efficiency is the share of its bandwidth at which scattered rows are read. A launch is the gap that
+        was measured, and the table's estimate of what a kernel waits for beside it. The rate of tensor cores is the
+        table's, too.
         """
         rows = [row for row in TARGETS.values() if row.vram_bytes]
         gpu, speed, cpu = self.machine.gpu, self.speed, TARGETS["cpu"]
         if gpu is None or speed is None:
             description = f"this machine: {self.machine.cpu}, no GPU"
-            return Target(LOCAL, description, platform.machine(), cpu.features, source="measured")
+            return Target(
+                LOCAL,
+                description,
+                platform.machine(),
+                cpu.features,
+                source="measured",
+                host_efficiency=self.host.scattered_share,
+            )
         return Target(
             LOCAL,
             f"this machine: {self.machine.cpu}, {gpu.name}",
@@ -120,6 +131,7 @@ class LocalMachine:
             launch_s=speed.launch_gap_s + LAUNCH_READS_S,
             tensor_flops_per_s=next((row.tensor_flops_per_s for row in rows if _is_named(row, gpu.name)), 0.0),
             source="measured",
+            host_efficiency=self.host.scattered_share,
         )
 
 

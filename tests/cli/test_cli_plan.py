@@ -35,7 +35,7 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(local, "find_gpu", find)
-    monkeypatch.setattr(local, "measure_host", lambda threads: Host(10**10, 2e10))
+    monkeypatch.setattr(local, "measure_host", lambda threads: Host(10**10, 2e10, 0.8))
 
 
 def test_a_plan_of_a_named_shape(cli: Cli) -> None:
@@ -124,6 +124,9 @@ def test_this_machine_is_measured(cli: Cli) -> None:
     here = _plan(cli, "--shape", "tiny-opt", "--firing", "opt")
     assert here["target"] == "local"
     assert here["machine"]["host_bytes_per_s"] == 2e10
+    for target, share in (("local", 0.8), ("cpu", 0.8), ("4090", 0.7)):
+        words = ("--shape", "tiny-opt", "--firing", "opt", "--target", target, "--host-bandwidth", "9GB/s")
+        assert _plan(cli, *words)["machine"]["host_efficiency"] == share
     assert {row["device"] for row in here["memory"]} == {"host"}
     assert set(here["baselines"]) == {"host"}
 

@@ -30,7 +30,7 @@ def not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def with_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "find_gpu", lambda: GPU)
     monkeypatch.setattr(local, "measure_gpu", lambda: SPEED)
-    monkeypatch.setattr(local, "measure_host", lambda threads: Host(10**10, 2e10))
+    monkeypatch.setattr(local, "measure_host", lambda threads: Host(10**10, 2e10, 0.8))
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         raise CudaError("no driver today")
 
     monkeypatch.setattr(local, "find_gpu", find)
-    monkeypatch.setattr(local, "measure_host", lambda threads: Host(10**10, 2e10))
+    monkeypatch.setattr(local, "measure_host", lambda threads: Host(10**10, 2e10, 0.8))
 
 
 def test_targets_are_a_table(cli: Cli, without_gpu: None) -> None:
@@ -83,6 +83,8 @@ def test_doctor_describes_this_machine(cli: Cli) -> None:
     assert facts["torch"].startswith("2.13.")
     assert facts["memory bandwidth"].endswith("/s, reading")
     assert facts["local"]["host_bytes_per_s"] > 1e8
+    assert facts["scattered rows"].endswith(" % of it, reading rows that lie apart")
+    assert facts["local"]["host_scattered_share"] == facts["local"]["target"]["host_efficiency"] <= 1
     if native := find_native_target():
         assert facts["code"] == f"{native.isas[0]} is the best for it: --target native, or {native.name}"
         assert set(native.features) <= set(facts["instruction sets"].split(", "))
