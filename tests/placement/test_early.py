@@ -132,7 +132,7 @@ def test_a_prediction_fills_the_time_in_which_the_accelerator_waits(seed: int) -
 
 
 # Each example solves several programs.
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(SEEDS)
 def test_a_plan_says_what_is_hidden(seed: int) -> None:
     """Layers, head and transfers make a token's time; so do the steps of the graph, none of which overlap."""
@@ -163,7 +163,7 @@ def test_a_plan_says_what_is_hidden(seed: int) -> None:
         assert all(after.start_s >= step.end_s - 1e-12 for step, after in pairwise(own))
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(SEEDS)
 def test_early_predictions_never_make_a_plan_slower(seed: int) -> None:
     task = early_task(seed)
