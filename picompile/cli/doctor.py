@@ -94,6 +94,7 @@ def examine(local: "LocalMachine") -> Iterator[Finding]:
     yield Finding("cores", f"{default_threads()} used by default, {os.cpu_count()} hardware threads")
     yield Finding("memory", _memory())
     yield Finding("memory bandwidth", f"{format_bytes(local.host.bytes_per_s)}/s, reading")
+    yield Finding("scattered rows", f"{local.host.scattered_share * 100:.0f} % of it, reading rows that lie apart")
     for package in _PACKAGES:
         yield _package(package)
     yield _nvrtc()
@@ -107,6 +108,7 @@ def _local_facts(local: "LocalMachine") -> dict[str, object]:
         "target": asdict(local.target),
         "host_bytes": local.host.bytes,
         "host_bytes_per_s": local.host.bytes_per_s,
+        "host_scattered_share": local.host.scattered_share,
         "gpu": None if local.speed is None else asdict(local.speed),
         "no_gpu": local.no_gpu,
         "measured_at_s": local.measured_at_s,
@@ -172,6 +174,7 @@ def _gpu(local: "LocalMachine") -> Iterator[Finding]:
     down, up = format_bytes(speed.down_bytes_per_s), format_bytes(speed.up_bytes_per_s)
     yield Finding("pcie bandwidth", f"{down}/s to the GPU, {up}/s from it")
     yield Finding("gpu exchange", f"{speed.exchange_s * 1e6:.1f} µs, a vector there and back")
+    yield Finding("gpu launch", f"{speed.launch_gap_s * 1e6:.1f} µs, a node in a graph that does nothing else")
 
 
 def _gpu_without_driver() -> str:

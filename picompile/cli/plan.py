@@ -50,6 +50,11 @@ def check_model_options(options: ModelOptions) -> None:
     if (options.source is None) == (options.shape is None):
         raise UsageError("give one of MODEL (a Hugging Face folder), PROFILE (of picompile profile) and --shape")
     _check_firing(options)
+    if options.predictor_input is not None:
+        if options.shape is None:
+            raise UsageError("--predictor-input applies to --shape; predictors of a model have inputs of their own")
+        if options.predictor not in (None, "learned"):
+            raise UsageError(f"--predictor-input: predictor {options.predictor} has none; leave it out")
     if options.predictors is not None and options.predictor not in (None, "learned"):
         raise UsageError(f"--predictors: predictor {options.predictor} needs none; leave it out, or choose learned")
     if options.source is not None and not options.is_profile:
@@ -83,6 +88,13 @@ def _check_firing(options: ModelOptions) -> None:
         from picompile.placement.firing import firing_of_curve
 
         firing_of_curve(options.firing, 1, 1)
+
+
+class PredictorInput(str, Enum):
+    """Inputs of predictors that differ in when a prediction can be made; see `train --input`."""
+
+    BLOCK = "block"
+    PREVIOUS = "previous"
 
 
 class Objective(str, Enum):
@@ -135,6 +147,10 @@ def plan_command(
         ),
     ] = None,
     predictor_quant: PredictorQuantOption = None,
+    predictor_input: Annotated[
+        PredictorInput | None,
+        typer.Option(help="What the predictors of a shape read, as with train. Default: block.", show_default=False),
+    ] = None,
     context: Annotated[
         int | None,
         typer.Option(metavar="N", min=1, help="Longest sequence, in tokens. Default: the model's own, 4096 at most."),
@@ -208,6 +224,7 @@ def plan_command(
         chunk=prefill_chunk,
         on_gpu=may_have_gpu(target),
         predictor_quant=predictor_quant or "auto",
+        predictor_input=None if predictor_input is None else predictor_input.value,
     )
     kept_free = parse_margin(margin)
     check_machine_options(machine_options)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from picompile.lazy import lazy
 from picompile.machine.targets import (
+    HOST_EFFICIENCY,
+    LAUNCH_READS_S,
     LAUNCH_S,
     LOCAL,
     NATIVE,
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from picompile.machine.measured import find_target
 
 __all__ = [
+    "HOST_EFFICIENCY",
+    "LAUNCH_READS_S",
     "LAUNCH_S",
     "LOCAL",
     "NATIVE",

@@ -1,4 +1,4 @@
-"""The GPU of this machine: its name, and how fast its memory, its slot and a transfer to it and back are."""
+"""The GPU of this machine: its name, and how fast its memory, its slot, a transfer to it and back, and a launch are."""
 
 import statistics
 from collections.abc import Callable
@@ -8,6 +8,10 @@ from time import perf_counter
 
 from picompile_runtime.devices.cuda import driver as cuda_driver
 from picompile_runtime.devices.cuda.driver import Driver, GpuMemoryError
+from picompile_runtime.devices.cuda.graph import MemoryFill, runnable_graph
+
+# What a node of a graph writes that stands for a launch.
+_FILL_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,8 @@ class GpuSpeed:
 
     `free_bytes` of its memory were free at that time. `copy_bytes_per_s` counts bytes read and bytes written. `down` is
     from host to GPU and `up` the other way, in pinned memory. `exchange_s` is the time of a transfer: a vector down and
-    up again, with the wait for it.
+    up again, with the wait for it. `launch_gap_s` is the time of a node in a CUDA graph that does next to nothing and
+    waits for the one before it.
     """
 
     free_bytes: int
@@ -34,6 +39,7 @@ class GpuSpeed:
     down_bytes_per_s: float
     up_bytes_per_s: float
     exchange_s: float
+    launch_gap_s: float
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,8 @@ class Effort:
 
     A round makes `copies` copies. There are at least `rounds` rounds, and they take at least `least_s`: an idle GPU
     clocks down its memory and its slot, and needs some tenths of a second to come back. `transfer_bytes` are 4,096
-    numbers of 4 bytes, the width of a layer.
+    numbers of 4 bytes, the width of a layer. `launches` are the nodes of two graphs that are compared; a decoded token
+    of a large model is about as many. Each runs `graph_runs` times.
     """
 
     copy_bytes: int = 256 << 20
@@ -52,6 +59,8 @@ class Effort:
     rounds: int = 5
     least_s: float = 0.3
     transfers: int = 1000
+    launches: tuple[int, int] = (1000, 2000)
+    graph_runs: int = 20
 
 
 def find_gpu() -> GpuName:
@@ -77,7 +86,8 @@ def measure_gpu(effort: Effort | None = None) -> GpuSpeed:
             down, up = _link_bytes_per_s(driver, stream, link_bytes, effort)
             # Measured last, when the clocks of the GPU are up.
             exchange_s = _transfer_s(driver, stream, effort)
-    return GpuSpeed(free_bytes, copy, down, up, exchange_s)
+            launch_gap_s = _launch_gap_s(driver, stream, effort)
+    return GpuSpeed(free_bytes, copy, down, up, exchange_s, launch_gap_s)
 
 
 def _copy_bytes_per_s(driver: Driver, stream: c_void_p, size_bytes: int, effort: Effort) -> float:
@@ -127,3 +137,28 @@ def _transfer_s(driver: Driver, stream: c_void_p, effort: Effort) -> float:
             driver.call("cuStreamSynchronize", stream)
             seconds.append(perf_counter() - start)
     return max(statistics.median(seconds), 1e-9)
+
+
+def _launch_gap_s(driver: Driver, stream: c_void_p, effort: Effort) -> float:
+    """Return the seconds of one node of a CUDA graph, without those of starting the graph and of waiting for it.
+
+    Each node sets the same 4 bytes, and waits for the node before it. The driver does that without a kernel of ours, so
+    no compiler is needed. It is a lower bound of what a kernel costs beside the bytes that it reads: a node has one
+    short write, and neither reads that it waits for nor blocks that end at different times.
+    """
+    short, long = (_graph_s(driver, stream, count, effort) for count in effort.launches)
+    return max((long - short) / (effort.launches[1] - effort.launches[0]), 1e-9)
+
+
+def _graph_s(driver: Driver, stream: c_void_p, count: int, effort: Effort) -> float:
+    """Return the seconds of a graph of `count` nodes, in the best of several runs."""
+    seconds = []
+    with driver.device_memory(_FILL_BYTES) as target:
+        nodes = [MemoryFill(target, _FILL_BYTES)] * count
+        with runnable_graph(driver, nodes, stream) as graph:
+            for _ in range(effort.graph_runs):
+                start = perf_counter()
+                driver.call("cuGraphLaunch", graph, stream)
+                driver.call("cuStreamSynchronize", stream)
+                seconds.append(perf_counter() - start)
+    return min(seconds)

@@ -1,4 +1,4 @@
-"""The processor and memory of this machine, as Linux describes them, and the bandwidth of reading the memory."""
+"""The processor and memory of this machine, as Linux describes them, and how fast the memory is read."""
 
 import platform
 from contextlib import suppress
@@ -15,10 +15,15 @@ _BUFFER_SHARE = 8
 
 @dataclass(frozen=True)
 class Host:
-    """Memory of a host: its size, and the bytes per second that all its cores together read."""
+    """Memory of a host: its size, and the bytes per second that all its cores together read.
+
+    `scattered_share` is the share of that speed which is left where rows of some KB are read that lie apart, as those
+    of firing neurons do.
+    """
 
     bytes: int
     bytes_per_s: float
+    scattered_share: float
 
 
 def cpu_name() -> str:
@@ -49,9 +54,9 @@ def _limits() -> list[int]:
 
 
 def measure_host(threads: int) -> Host:
-    """Measure the memory bandwidth with `threads` threads, which takes about a second."""
-    from picompile_runtime.bench.bandwidth import memory_bandwidth
+    """Measure the memory bandwidth with `threads` threads, which takes a second or two."""
+    from picompile_runtime.bench.bandwidth import memory_bandwidth, scattered_share
 
     total_bytes, available_bytes = host_memory()
     size_bytes = min(_BUFFER_BYTES, available_bytes // _BUFFER_SHARE)
-    return Host(total_bytes, memory_bandwidth(threads, size_bytes))
+    return Host(total_bytes, memory_bandwidth(threads, size_bytes), scattered_share(threads, size_bytes))

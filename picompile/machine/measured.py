@@ -14,13 +14,13 @@ from typing import Any
 from picompile.machine.gpu import GpuName, GpuSpeed, find_gpu, measure_gpu
 from picompile.machine.host import Host, cpu_name, host_memory, measure_host
 from picompile.machine.kept import cache_folder, keep, read_kept
-from picompile.machine.targets import LAUNCH_S, LOCAL, TARGETS, Target, find_row
+from picompile.machine.targets import LAUNCH_READS_S, LOCAL, TARGETS, Target, find_row
 from picompile_runtime import ArtifactError
 from picompile_runtime.artifact.fields import Fields
 from picompile_runtime.devices.cuda.driver import CudaError
 
 # Increased when something is measured in another way.
-_SCHEMA = 1
+_SCHEMA = 2
 
 
 def cache_file() -> Path:
@@ -34,7 +34,10 @@ def load(machine: "MeasuredMachine", no_gpu: str) -> "LocalMachine | None":
         fields = read_kept(cache_file(), {"schema": _SCHEMA, "machine": asdict(machine)})
         host = fields.object("host")
         speed = None if machine.gpu is None else _speed(fields.object("speed"))
-        memory = Host(host.integer("bytes", least=1), _positive(host, "bytes_per_s"))
+        share = _positive(host, "scattered_share")
+        if share > 1:
+            raise host.wrong("scattered_share", "a share")
+        memory = Host(host.integer("bytes", least=1), _positive(host, "bytes_per_s"), share)
         return LocalMachine(machine, memory, speed, no_gpu, _positive(fields, "measured_at_s"))
     return None
 
@@ -46,6 +49,7 @@ def _speed(fields: Fields) -> GpuSpeed:
         _positive(fields, "down_bytes_per_s"),
         _positive(fields, "up_bytes_per_s"),
         _positive(fields, "exchange_s"),
+        _positive(fields, "launch_gap_s"),
     )
 
 
@@ -95,12 +99,24 @@ class LocalMachine:
 
     @property
     def target(self) -> Target:
-        """The row `local` of the targets. `launch_s` and the rate of tensor cores are the table's, not measured."""
+        """The row `local` of the targets.
+
+        The host's efficiency is the share of its bandwidth at which scattered rows are read. A launch is the gap that
+        was measured, and the table's estimate of what a kernel waits for beside it. The rate of tensor cores is the
+        table's, too.
+        """
         rows = [row for row in TARGETS.values() if row.vram_bytes]
         gpu, speed, cpu = self.machine.gpu, self.speed, TARGETS["cpu"]
         if gpu is None or speed is None:
             description = f"this machine: {self.machine.cpu}, no GPU"
-            return Target(LOCAL, description, platform.machine(), cpu.features, source="measured")
+            return Target(
+                LOCAL,
+                description,
+                platform.machine(),
+                cpu.features,
+                source="measured",
+                host_efficiency=self.host.scattered_share,
+            )
         return Target(
             LOCAL,
             f"this machine: {self.machine.cpu}, {gpu.name}",
@@ -112,9 +128,10 @@ class LocalMachine:
             # A plan has one figure for both directions.
             pcie_bytes_per_s=min(speed.down_bytes_per_s, speed.up_bytes_per_s),
             sync_s=speed.exchange_s,
-            launch_s=LAUNCH_S,
+            launch_s=speed.launch_gap_s + LAUNCH_READS_S,
             tensor_flops_per_s=next((row.tensor_flops_per_s for row in rows if _is_named(row, gpu.name)), 0.0),
             source="measured",
+            host_efficiency=self.host.scattered_share,
         )
 
 

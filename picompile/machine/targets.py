@@ -18,8 +18,16 @@ SYNC_S = 14e-6
 # One launch in a CUDA graph, besides the bytes that it reads. The gap between empty kernels is 1.3 µs on an H100
 # (https://hazyresearch.stanford.edu/blog/2025-05-27-no-bubbles) and 0.8 µs on a B200 (arXiv 2512.22219). In addition a
 # kernel's first reads wait for memory, and its last blocks leave the other processors idle: more than 1 µs by our
-# estimate, 2.5 µs in all. It is an assumption for every row, `local` too: nothing measures it.
-LAUNCH_S = 2.5e-6
+# estimate, 2.5 µs in all. The gap is measured for `local`, and an assumption for every other row; what is added to it
+# is an assumption for all.
+LAUNCH_GAP_S = 1.3e-6
+LAUNCH_READS_S = 1.2e-6
+LAUNCH_S = LAUNCH_GAP_S + LAUNCH_READS_S
+
+# The share of the host's bandwidth that kernels reach. f16 weights were read at 68 % of the streaming bandwidth that
+# was measured in the same run (docs/benchmarks.md). It is an assumption for every row but `local`, which has the share
+# at which scattered rows were read here.
+HOST_EFFICIENCY = 0.7
 
 # Transfers per second and lane, of which 128 of 130 bits are data. (PCIe 3.0, 4.0 and 5.0, base specifications.)
 _PCIE_TRANSFERS_PER_S = {3: 8e9, 4: 16e9, 5: 32e9}
@@ -43,7 +51,8 @@ class Target:
     one transfer of a vector to the GPU and back, with the kernels that send and receive. `launch_s` is the cost of a
     launch in a CUDA graph, besides the bytes that it reads. `tensor_flops_per_s` is the peak of its tensor cores with
     dense float16 matrices and float32 sums, 0 where it is not known; a multiplication and an addition are two. `source`
-    is where memory and slot were looked up. Host memory is not here, since a GPU's name doesn't say it.
+    is where memory and slot were looked up. Host memory is not here, since a GPU's name doesn't say it;
+    `host_efficiency` is the share of its bandwidth that kernels reach.
 
     `isas` are the instruction sets that code is made for, best first; machines without any can only be planned for.
     """
@@ -61,6 +70,7 @@ class Target:
     tensor_flops_per_s: float = 0.0
     source: str = ""
     isas: tuple[str, ...] = ()
+    host_efficiency: float = HOST_EFFICIENCY
 
     @property
     def compiles(self) -> bool:

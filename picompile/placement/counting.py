@@ -13,7 +13,7 @@ from picompile.errors import UnsupportedModelError, UsageError
 from picompile.placement.derived_bytes import derive_bytes
 from picompile.placement.firing import Firing
 from picompile.placement.launches import TalliedCall
-from picompile.placement.model_bytes import ModelBytes, Packing
+from picompile.placement.model_bytes import ModelBytes, Packing, predicting_early
 from picompile.placement.shape_outline import outline_of_config
 from picompile.placement.tally import TalliedBlock, TalliedProgram, tally
 from picompile_codegen.lowering.arena import align
@@ -53,7 +53,9 @@ def count_bytes(
         UnsupportedGraphError: the model cannot be compiled in this way.
         UsageError: kernels cannot count the context.
     """
-    return _count(name, graph_module, packing, predictors, firing, 0)
+    model = _count(name, graph_module, packing, predictors, firing, 0)
+    inputs = {} if predictors is None else predictors.insert_pass().inputs
+    return predicting_early(model, [layer for layer, read in inputs.items() if read == "previous"])
 
 
 def shape_bytes(name: str, config: Mapping[str, Any], packing: Packing, firing: Firing | None = None) -> ModelBytes:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from picompile.placement.pieces import Prices, lower_hull, priced
-from picompile.placement.problem import Choice, PlacementProblem, StagePlace, evaluate
+from picompile.placement.problem import Choice, PlacementProblem, StagePlace, evaluate, made_choices
 from picompile.placement.relaxation import Kind, Relaxation, Relaxed
 
 _MOST_SWAPS = 30
@@ -151,55 +151,58 @@ class Improver:
 
     def __init__(self, problem: PlacementProblem) -> None:
         self._problem = problem
-        self._vertices: dict[tuple[int, int], list[int]] = {}
+        # The choices of the placement that is improved.
+        self._choices: list[Choice] = []
+        self._vertices: dict[Choice, list[int]] = {}
 
     def improve(self, places: Sequence[StagePlace]) -> list[StagePlace]:
         """Return the placement with other numbers of groups. It may still not fit."""
         counts = [place.groups for place in places]
+        self._choices = made_choices(self._problem, places)
         free_bytes = self._problem.gpu_capacity_bytes - evaluate(self._problem, places).gpu_bytes
-        free_bytes = self._shrink(places, counts, free_bytes)
+        free_bytes = self._shrink(counts, free_bytes)
         if free_bytes > 0:
-            self._grow(places, counts, free_bytes)
+            self._grow(counts, free_bytes)
         return [StagePlace(place.choice, count) for place, count in zip(places, counts, strict=True)]
 
-    def _shrink(self, places: Sequence[StagePlace], counts: list[int], free_bytes: int) -> int:
-        heap = [step for stage, place in enumerate(places) for step in self._down(stage, place, counts[stage])]
+    def _shrink(self, counts: list[int], free_bytes: int) -> int:
+        heap = [step for stage, groups in enumerate(counts) for step in self._down(stage, groups)]
         heapq.heapify(heap)
         while heap and free_bytes < 0:
             _, stage, after = heapq.heappop(heap)
             free_bytes += (counts[stage] - after) * self._problem.stages[stage].group_bytes
             counts[stage] = after
-            for step in self._down(stage, places[stage], after):
+            for step in self._down(stage, after):
                 heapq.heappush(heap, step)
         return free_bytes
 
-    def _grow(self, places: Sequence[StagePlace], counts: list[int], free_bytes: int) -> None:
-        heap = [step for stage, place in enumerate(places) for step in self._up(stage, place, counts[stage])]
+    def _grow(self, counts: list[int], free_bytes: int) -> None:
+        heap = [step for stage, groups in enumerate(counts) for step in self._up(stage, groups)]
         heapq.heapify(heap)
         while heap:
             _, stage, after = heapq.heappop(heap)
             size = self._problem.stages[stage].group_bytes
             if (after - counts[stage]) * size > free_bytes:
-                after = self._filling(stage, places[stage], counts[stage], free_bytes)
+                after = self._filling(stage, counts[stage], free_bytes)
             if after == counts[stage]:
                 continue
             free_bytes -= (after - counts[stage]) * size
             counts[stage] = after
-            for step in self._up(stage, places[stage], after):
+            for step in self._up(stage, after):
                 heapq.heappush(heap, step)
 
-    def _down(self, stage: int, place: StagePlace, groups: int) -> list[tuple[float, int, int]]:
+    def _down(self, stage: int, groups: int) -> list[tuple[float, int, int]]:
         """Return [(cost for its bytes, stage, groups after)] of the next step down; empty where there is none."""
-        choice, hull = self._choice(stage, place), self._hull(stage, place)
+        choice, hull = self._choices[stage], self._hull(self._choices[stage])
         below = bisect_left(hull, groups)
         if below == 0:
             return []
         after = hull[below - 1]
         return [((choice.cost(after) - choice.cost(groups)) / (groups - after) / self._size(stage), stage, after)]
 
-    def _up(self, stage: int, place: StagePlace, groups: int) -> list[tuple[float, int, int]]:
+    def _up(self, stage: int, groups: int) -> list[tuple[float, int, int]]:
         """Return [(cost for its bytes, stage, groups after)] of the next step up; empty where none gains."""
-        choice, hull = self._choice(stage, place), self._hull(stage, place)
+        choice, hull = self._choices[stage], self._hull(self._choices[stage])
         above = bisect_right(hull, groups)
         if above == len(hull):
             return []
@@ -207,22 +210,17 @@ class Improver:
         change = choice.cost(after) - choice.cost(groups)
         return [(change / (after - groups) / self._size(stage), stage, after)] if change < 0 else []
 
-    def _filling(self, stage: int, place: StagePlace, groups: int, free_bytes: int) -> int:
+    def _filling(self, stage: int, groups: int, free_bytes: int) -> int:
         """Return the best number of groups from `groups` on that takes at most `free_bytes` more."""
-        choice = self._choice(stage, place)
+        choice = self._choices[stage]
         most = groups + free_bytes // self._size(stage)
         return groups + int(np.argmin(choice.costs[groups - choice.first : most - choice.first + 1]))
 
-    def _hull(self, stage: int, place: StagePlace) -> list[int]:
+    def _hull(self, choice: Choice) -> list[int]:
         """Return the vertices of the choice's lower hull, as numbers of groups."""
-        key = (stage, place.choice)
-        if key not in self._vertices:
-            choice = self._choice(stage, place)
-            self._vertices[key] = (lower_hull(choice.costs) + choice.first).tolist()
-        return self._vertices[key]
-
-    def _choice(self, stage: int, place: StagePlace) -> Choice:
-        return self._problem.stages[stage].choices[place.choice]
+        if choice not in self._vertices:
+            self._vertices[choice] = (lower_hull(choice.costs) + choice.first).tolist()
+        return self._vertices[choice]
 
     def _size(self, stage: int) -> int:
         return max(1, self._problem.stages[stage].group_bytes)
@@ -250,7 +248,7 @@ def swap_choices(
         for changed in _best_pairs(_bundles(problem, current, options), problem.gpu_capacity_bytes - totals.gpu_bytes):
             after = [changed.get(stage, place) for stage, place in enumerate(current)]
             found = evaluate(problem, after)
-            # Bundles leave out transfers and the host's memory; this counts them.
+            # Bundles leave out transfers, the host's memory, and what the stage before hides; this counts them.
             if found.fits(problem) and found.cost < totals.cost:
                 current, totals = after, found
                 break
@@ -264,11 +262,14 @@ def _bundles(
 ) -> list[_Bundle]:
     """Return bundles of the one, two, … cheapest changes of each kind; the first bundle of all is empty."""
     kinds: dict[tuple[int, int, bool], list[tuple[float, int, int, StagePlace]]] = {}
+    choices = made_choices(problem, places)
     for number, (stage, now) in enumerate(zip(problem.stages, places, strict=True)):
+        is_early = number + 1 < len(choices) and choices[number + 1].predicts_early
         for place in options[number]:
             if place == now:
                 continue
-            before, after = stage.choices[now.choice], stage.choices[place.choice]
+            before, after = choices[number], stage.choices[place.choice]
+            after = after.before_early if is_early else after
             size = after.gpu_bytes - before.gpu_bytes + (place.groups - now.groups) * stage.group_bytes
             cost = after.cost(place.groups) - before.cost(now.groups)
             whole = place.groups == after.last

@@ -1,15 +1,13 @@
 """A machine as the planner sees it: how much memory accelerator and host have, and how fast they read it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from picompile.errors import UsageError
-from picompile.machine import LOCAL, TARGETS, Target, find_row
+from picompile.machine import HOST_EFFICIENCY, LOCAL, TARGETS, Target, find_row
 from picompile.quantities import parse_bandwidth, parse_budget, parse_bytes
 
-# The share of the bandwidth that kernels reach, where nothing better is known. On the host f16 weights were read at
-# 68 % of the streaming bandwidth measured in the same run (docs/benchmarks.md). On the GPU it is an assumption: copies
-# reach some 90 % of the datasheet's figure, and matrix-vector products of a few MB less than copies.
-HOST_EFFICIENCY = 0.7
+# The share of a GPU's bandwidth that kernels reach. It is an assumption: copies reach some 90 % of the datasheet's
+# figure, and matrix-vector products of a few MB less than copies. A target has the host's share.
 GPU_EFFICIENCY = 0.8
 
 
@@ -59,6 +57,7 @@ def machine_of(target: Target, gpu_bytes: int, host_bytes: int, host_bytes_per_s
         pcie_bytes_per_s=target.pcie_bytes_per_s,
         sync_s=target.sync_s,
         launch_s=target.launch_s,
+        host_efficiency=target.host_efficiency,
     )
 
 
@@ -124,7 +123,7 @@ def _this_machine(options: MachineOptions) -> PlanMachine:
     measured, (_, available_bytes) = measure_local(), host_memory()
     notes = ("size as available", "bandwidth as measured")
     host, source = _host(options, available_bytes, measured.host.bytes_per_s, notes)
-    target = TARGETS.get(options.target, measured.target)
+    target = replace(TARGETS.get(options.target, measured.target), host_efficiency=measured.target.host_efficiency)
     if target.vram_bytes and measured.speed is not None:
         return _with_gpu(target, options, measured.speed.free_bytes, host, source)
     if options.vram_budget is not None:

@@ -1,7 +1,7 @@
 """How a model is packed, and its bytes and launches then, by the part of the model that needs them."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 
 from picompile.choices import (
     CHUNK,
@@ -89,6 +89,8 @@ class LayerBytes:
         number_bytes: a neuron's number. Each part of a split block has the numbers of its neurons if a predictor makes
             one mask for both. So a part of n neurons takes at most n · (`neuron_bytes` + `number_bytes`) +
             `counting.SPLIT_BYTES`, and the hot part `shared_bytes` more.
+        predicts_early: whether the predictor reads what the block of the layer before reads, so that its mask can be
+            made while that layer waits for the host.
     """
 
     attention_bytes: int
@@ -100,6 +102,7 @@ class LayerBytes:
     kv_cache_bytes: int
     launches: LayerLaunches
     number_bytes: int = 0
+    predicts_early: bool = False
 
     @property
     def hot_launches(self) -> int:
@@ -144,6 +147,18 @@ class ModelBytes:
             for layer in self.layers
         )
         return STAGES * max(slices)
+
+
+def predicting_early(model: ModelBytes, layers: Collection[int]) -> ModelBytes:
+    """Return `model` with predictors in these layers that read what the block of the layer before reads.
+
+    A layer whose predictor has no weights of its own, and the first one, stay as they are.
+    """
+    changed = (
+        replace(layer, predicts_early=number in layers and number > 0 and layer.predictor_bytes > 0)
+        for number, layer in enumerate(model.layers)
+    )
+    return replace(model, layers=tuple(changed))
 
 
 # Two stages of the accelerator take turns for weights that come from the host (`picompile_codegen.lowering.streaming`):

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from picompile.placement.problem import Choice, PlacementProblem
+from picompile.placement.problem import Choice, PlacementProblem, PlacementStage
 
 # As a share of the cost: the most that rounding of duals and sums may come to.
 _ROUNDING = 1e-9
@@ -25,7 +25,10 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """The numbers of groups from `low` to `high` of one choice. `at` and `value` are the hull's vertices."""
+    """The numbers of groups from `low` to `high` of one choice. `at` and `value` are the hull's vertices.
+
+    An `early` piece has the costs that the choice has before a stage that predicts early, and needs one behind it.
+    """
 
     stage: int
     choice: int
@@ -33,6 +36,7 @@ class Piece:
     high: int
     at: NDArray[np.float64]
     value: NDArray[np.float64]
+    early: bool = False
 
     @property
     def single(self) -> bool:
@@ -54,15 +58,22 @@ class Piece:
         return float(self.value[segment] - slope * self.at[segment]), float(slope)
 
 
-def make_piece(stage: int, number: int, choice: Choice, low: int, high: int) -> Piece:
-    """Return the piece of choice `number` of a stage from `low` to `high` groups."""
+def make_piece(stage: int, number: int, choice: Choice, low: int, high: int, early: bool = False) -> Piece:
+    """Return the piece of choice `number` of a stage from `low` to `high` groups; `choice` has the costs to take."""
     costs = choice.costs[low - choice.first : high - choice.first + 1]
     kept = lower_hull(costs)
-    return Piece(stage, number, low, high, (low + kept).astype(np.float64), costs[kept])
+    return Piece(stage, number, low, high, (low + kept).astype(np.float64), costs[kept], early)
+
+
+def choice_of(problem: PlacementProblem, piece: Piece) -> Choice:
+    """Return the choice that a piece is of, with the costs that the piece has."""
+    choice = problem.stages[piece.stage].choices[piece.choice]
+    return choice.before_early if piece.early else choice
 
 
 def first_pieces(problem: PlacementProblem) -> list[Piece]:
-    """Return every choice in up to three pieces: its fewest groups, its most, and all between.
+    """Return every choice in up to three pieces: its fewest groups, its most, and all between; twice if it has early
+    costs.
 
     Left out is what no best solution needs: what does not fit the GPU by itself; and, where the host could hold
     everything, groups beyond the cheapest number.
@@ -71,7 +82,7 @@ def first_pieces(problem: PlacementProblem) -> list[Piece]:
     host_is_enough = worst <= problem.host_capacity_bytes
     pieces = []
     for stage_number, stage in enumerate(problem.stages):
-        for number, choice in enumerate(stage.choices):
+        for number, choice, early in _variants(stage, stage_number + 1 < len(problem.stages)):
             last = choice.last
             if stage.group_bytes > 0:
                 last = min(last, (problem.gpu_capacity_bytes - choice.gpu_bytes) // stage.group_bytes)
@@ -80,16 +91,24 @@ def first_pieces(problem: PlacementProblem) -> list[Piece]:
             if host_is_enough:
                 last = choice.first + int(np.argmin(choice.costs[: last - choice.first + 1]))
             for low, high in _ranges(choice.first, last):
-                pieces.append(make_piece(stage_number, number, choice, low, high))
+                pieces.append(make_piece(stage_number, number, choice, low, high, early))
     return pieces
+
+
+def _variants(stage: PlacementStage, has_next: bool) -> Iterator[tuple[int, Choice, bool]]:
+    """Yield (number, choice, whether it has its early costs) of all choices; the last stage has no use for those."""
+    for number, choice in enumerate(stage.choices):
+        yield number, choice, False
+        if has_next and choice.early_costs is not None:
+            yield number, choice.before_early, True
 
 
 def split(problem: PlacementProblem, piece: Piece, groups: int) -> Iterator[Piece]:
     """Yield the piece as up to three, of which one is `groups` alone."""
-    choice = problem.stages[piece.stage].choices[piece.choice]
+    choice = choice_of(problem, piece)
     for low, high in ((piece.low, groups - 1), (groups, groups), (groups + 1, piece.high)):
         if low <= high:
-            yield make_piece(piece.stage, piece.choice, choice, low, high)
+            yield make_piece(piece.stage, piece.choice, choice, low, high, piece.early)
 
 
 def _ranges(first: int, last: int) -> Iterator[tuple[int, int]]:
@@ -124,8 +143,8 @@ class Prices:
     Attributes:
         gpu_byte: price of a byte of the GPU, at least 0.
         host_byte: price of a byte of the host, at least 0.
-        pieces: price of each piece beside its bytes: for the side that the stream is on, and for the limits on how many
-            stages choose alike.
+        pieces: price of each piece beside its bytes: for the side that the stream is on, for predicting early or being
+            before a stage that does, and for the limits on how many stages choose alike.
         given: the part of the bound that these limits contribute by themselves.
         sides: float64 [stages], the part of `pieces` for having the stream on the GPU. It stands for the cost of
             transfers.
@@ -154,8 +173,7 @@ def priced(problem: PlacementProblem, piece: Piece, prices: Prices, beside: floa
 
     `beside` is the price of the piece beside its bytes.
     """
-    stage = problem.stages[piece.stage]
-    choice = stage.choices[piece.choice]
+    stage, choice = problem.stages[piece.stage], choice_of(problem, piece)
     moved = np.arange(piece.low, piece.high + 1) * float(stage.group_bytes)
     values = choice.costs[piece.low - choice.first : piece.high - choice.first + 1]
     bytes_price = prices.gpu_byte * (choice.gpu_bytes + moved) + prices.host_byte * (choice.host_bytes - moved)
@@ -169,10 +187,10 @@ def _kept(
     if len(kept) == len(values):
         yield piece
     elif len(kept):
-        choice = problem.stages[piece.stage].choices[piece.choice]
+        choice = choice_of(problem, piece)
         for run in np.split(kept, np.flatnonzero(np.diff(kept) > 1) + 1):
             low, high = (piece.low + int(run[end]) for end in (0, -1))
-            yield make_piece(piece.stage, piece.choice, choice, low, high)
+            yield make_piece(piece.stage, piece.choice, choice, low, high, piece.early)
 
 
 def _bound(problem: PlacementProblem, best: NDArray[np.float64], prices: Prices) -> float:

@@ -12,7 +12,7 @@ from picompile.placement.problem import PlacementTask, StagePlace, fixed_bytes, 
 from picompile.placement.times import PartPlaces
 
 FORMAT = "picompile-plan"
-SCHEMA = 3
+SCHEMA = 4
 
 
 def device_name(on_accelerator: bool) -> str:
@@ -36,7 +36,8 @@ class PlanLayer:
     `attention`, `kv_cache` and `predictor` say where these are: gpu or host. `predictor` is none if the layer has no
     predictor with weights of its own. `computed` is the mean number of neurons computed for a token, `hot_computed` of
     them on the GPU. The seconds are predicted for a token; `total_s` is the whole layer's. `limit` names the part that
-    takes most of it: attention, gpu, host or exchange. `hot` has the numbers of the neurons on the GPU, None in a plan
+    takes most of it: attention, gpu, host or exchange. `predict_hidden_s` of the prediction are made while the layer
+    before waits for the host, and are not in `total_s`. `hot` has the numbers of the neurons on the GPU, None in a plan
     that is made from a curve and not from a model's neurons.
     """
 
@@ -57,6 +58,7 @@ class PlanLayer:
     total_s: float
     limit: str
     hot: tuple[int, ...] | None = field(default=None, repr=False)
+    predict_hidden_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,10 @@ from picompile.placement.problem import (
     StagePlace,
     evaluate,
     head_s,
+    hidden_after,
     impact_problem,
     latency_problem,
+    predicts_early,
 )
 from picompile.placement.schedule import plan_graph, token_s
 from picompile.placement.solver import GAP, solve
@@ -82,10 +84,11 @@ def plan_of_places(
     """Return the plan with the placement `places`, a solution of `problem` with this `gap`."""
     model = task.model
     *wheres, head_where = _wheres(problem, places)
-    layers = tuple(
-        _layer(task, number, where, place.groups)
-        for number, (where, place) in enumerate(zip(wheres, places, strict=False))
-    )
+    layers, hidden = list[PlanLayer](), 0.0
+    for number, (where, place) in enumerate(zip(wheres, places, strict=False)):
+        hidden = hidden if predicts_early(model.layers[number], where) else 0.0
+        layers.append(_layer(task, number, where, place.groups, hidden))
+        hidden = float(hidden_after(task, number, where)[place.groups])
     head = device_name(head_where.attention_on_accelerator)
     seconds = head_s(model, task.machine, head_where.attention_on_accelerator)
     graph = plan_graph(layers, (head, seconds), problem.switch_cost)
@@ -105,7 +108,7 @@ def plan_of_places(
         margin=options.margin,
         objective=options.objective,
         firing=task.firing.source,
-        layers=layers,
+        layers=tuple(layers),
         head=head,
         head_s=seconds,
         switch_s=problem.switch_cost,
@@ -144,7 +147,7 @@ def _wheres(problem: PlacementProblem, places: Sequence[StagePlace]) -> list[Par
     return wheres
 
 
-def _layer(task: PlacementTask, number: int, where: PartPlaces, groups: int) -> PlanLayer:
+def _layer(task: PlacementTask, number: int, where: PartPlaces, groups: int, predict_hidden_s: float) -> PlanLayer:
     layer, firing = task.model.layers[number], task.firing.layers[number]
     times = task.layer_times(number).times(where)
     seconds = times.at(groups)
@@ -160,16 +163,17 @@ def _layer(task: PlacementTask, number: int, where: PartPlaces, groups: int) -> 
         computed=float(computed[-1]),
         hot_computed=float(computed[groups]),
         **seconds,
-        total_s=float(times.total_s[groups]),
-        limit=_limit(seconds),
+        total_s=float(times.total_s[groups]) - predict_hidden_s,
+        limit=_limit(seconds, predict_hidden_s),
         hot=None if firing.order is None else tuple(sorted(int(neuron) for neuron in firing.order[:hot])),
+        predict_hidden_s=predict_hidden_s,
     )
 
 
-def _limit(seconds: Mapping[str, float]) -> str:
+def _limit(seconds: Mapping[str, float], predict_hidden_s: float) -> str:
     """Return the part that takes most of a layer's time; of hot and cold neurons only the slower side counts."""
     shares = {
-        "attention": seconds["attention_s"] + seconds["kv_cache_s"] + seconds["predict_s"],
+        "attention": seconds["attention_s"] + seconds["kv_cache_s"] + seconds["predict_s"] - predict_hidden_s,
         "gpu": seconds["hot_s"] if seconds["hot_s"] >= seconds["cold_s"] else 0.0,
         "host": seconds["cold_s"] if seconds["cold_s"] > seconds["hot_s"] else 0.0,
         "exchange": seconds["exchange_s"],

@@ -193,7 +193,7 @@ def least_host_bytes(problem: PlacementProblem) -> int:
         choices = []
         for choice in stage.choices:
             moved = np.arange(choice.first, choice.last + 1, dtype=np.float64) * stage.group_bytes
-            choices.append(replace(choice, costs=choice.host_bytes - moved))
+            choices.append(replace(choice, costs=choice.host_bytes - moved, early_costs=None))
         stages.append(PlacementStage(tuple(choices), stage.group_bytes))
     found = solve(replace(problem, stages=tuple(stages), switch_cost=0.0, host_capacity_bytes=_ANY_BYTES))
     if found is None:

@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise, zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ from picompile.placement.times import (
     PartPlaces,
     computed_by_groups,
     group_count,
+    hidden_s,
 )
 
 # The placement problem: the choices for each stage of a token, with the memory and the cost of each.
@@ -34,6 +36,9 @@ from picompile.placement.times import (
 #     subject to  Σ_l gpu_l(choice_l) + n_l · group_l  ≤ gpu_capacity
 #                 Σ_l host_l(choice_l) - n_l · group_l ≤ host_capacity
 #
+# A choice may cost less where the choice of the next stage `predicts_early`: then the accelerator works for that stage
+# while it waits for the host. These are its `early_costs`.
+#
 # Costs are any numbers: seconds for the latency objective, firings lost for the paper's.
 
 
@@ -43,7 +48,8 @@ class Choice:
 
     `costs` float64 [k] are for `first`, `first` + 1, … groups on the accelerator. `gpu_bytes` and `host_bytes` are the
     bytes taken with no group on the accelerator; each group there moves the stage's `group_bytes` away from the host.
-    `on_accelerator`: whether the stage's input and output vectors are on the accelerator.
+    `on_accelerator`: whether the stage's input and output vectors are on the accelerator. `early_costs`, if there are
+    any, take the place of `costs` where the choice of the next stage `predicts_early`; none of them is higher.
     """
 
     label: Hashable
@@ -52,6 +58,13 @@ class Choice:
     costs: NDArray[np.float64]
     first: int = 0
     on_accelerator: bool = True
+    predicts_early: bool = False
+    early_costs: NDArray[np.float64] | None = None
+
+    @cached_property
+    def before_early(self) -> "Choice":
+        """The choice as it is where the next stage predicts early."""
+        return self if self.early_costs is None else replace(self, costs=self.early_costs)
 
     @property
     def last(self) -> int:
@@ -101,12 +114,22 @@ class Totals(NamedTuple):
         return self.gpu_bytes <= problem.gpu_capacity_bytes and self.host_bytes <= problem.host_capacity_bytes
 
 
+def made_choices(problem: PlacementProblem, places: Sequence[StagePlace]) -> list[Choice]:
+    """Return the choices of a placement, each with the costs that it has before the choice of the next stage."""
+    chosen = [stage.choices[place.choice] for stage, place in zip(problem.stages, places, strict=True)]
+    return [
+        choice.before_early if after is not None and after.predicts_early else choice
+        for choice, after in zip_longest(chosen, chosen[1:])
+    ]
+
+
 def evaluate(problem: PlacementProblem, places: Sequence[StagePlace]) -> Totals:
     """Return the cost and the exact bytes of a placement."""
     cost, gpu_bytes, host_bytes = 0.0, 0, 0
-    sides = [problem.stages[number].choices[place.choice].on_accelerator for number, place in enumerate(places)]
-    for stage, place in zip(problem.stages, places, strict=True):
-        choice, moved = stage.choices[place.choice], place.groups * stage.group_bytes
+    choices = made_choices(problem, places)
+    sides = [choice.on_accelerator for choice in choices]
+    for stage, choice, place in zip(problem.stages, choices, places, strict=True):
+        moved = place.groups * stage.group_bytes
         cost += choice.cost(place.groups)
         gpu_bytes += choice.gpu_bytes + moved
         host_bytes += choice.host_bytes - moved
@@ -137,6 +160,23 @@ class PlacementTask:
         read = layer.kv_cache_bytes * min(self.tokens, self.model.context) / self.model.context
         crossing = self.model.batch * (_FLOAT32_BYTES * self.model.hidden + layer.neurons / 8)
         return LayerTimes(layer, self.firing.layers[number], self.machine, read, crossing)
+
+
+def predicts_early(layer: LayerBytes, where: PartPlaces) -> bool:
+    """Return whether a layer placed so has its mask made early if the layer before has attention on the accelerator."""
+    return layer.predicts_early and where.attention_on_accelerator and where.predictor_on_accelerator
+
+
+def hidden_after(task: PlacementTask, number: int, where: PartPlaces) -> NDArray[np.float64]:
+    """Return the seconds of the next layer's prediction that layer `number` hides if it is made early.
+
+    They are float64 [groups + 1], and all 0 where that prediction cannot be made early.
+    """
+    times = task.layer_times(number).times(where)
+    layers = task.model.layers
+    if number + 1 == len(layers) or not layers[number + 1].predicts_early or not where.attention_on_accelerator:
+        return np.zeros_like(times.hot_s)
+    return hidden_s(task.layer_times(number + 1).predict_s(on_accelerator=True), times)
 
 
 def places_of(layer: LayerBytes) -> Sequence[PartPlaces]:
@@ -204,7 +244,12 @@ def _layer_stage(task: PlacementTask, number: int, has_accelerator: bool) -> Pla
     for where in places_of(layer) if has_accelerator else (ALL_ON_HOST,):
         costs = times.times(where).total_s
         if where.attention_on_accelerator:
-            choices.append(Choice(where, *fixed_bytes(layer, where), costs))
+            hidden = hidden_after(task, number, where)
+            early_costs = costs - hidden if hidden.any() else None
+            early = predicts_early(layer, where)
+            choices.append(
+                Choice(where, *fixed_bytes(layer, where), costs, predicts_early=early, early_costs=early_costs)
+            )
             continue
         choices.append(Choice(where, *fixed_bytes(layer, where), costs[:1], 0, False))
         if has_accelerator:

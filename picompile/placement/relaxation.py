@@ -8,11 +8,14 @@ The columns are, in this order:
 4. for each place where the stream can switch sides, whether it does;
 5. for each kind of choice, how many stages make it.
 
+A row for each stage allows its early pieces only where the next stage predicts early.
+
 Lines of a piece's hull bound its cost from below. A line is added once a solution lies below it.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import highspy
@@ -20,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from picompile.errors import SolverError
-from picompile.placement.pieces import Piece, Prices
-from picompile.placement.problem import Choice, PlacementProblem, StagePlace
+from picompile.placement.pieces import Piece, Prices, choice_of
+from picompile.placement.problem import Choice, PlacementProblem, StagePlace, made_choices
 
 # Each piece begins with this many lines; others are added where a solution is below the hull.
 _FIRST_LINES = 6
@@ -99,6 +102,8 @@ class Relaxation:
         self._kind_rows: list[int] = []
         # (row, stage, coefficient of what the stage has on the GPU)
         self._side_rows: list[tuple[int, int, float]] = []
+        # (row, coefficient of each piece)
+        self._early_rows: list[tuple[int, dict[int, float]]] = []
         self._lines: set[tuple[int, int]] = set()
         self._highs: Any = _new_solver()
         self._add_columns()
@@ -203,6 +208,10 @@ class Relaxation:
             + (float(sides[piece.stage]) + kinds.get(ON_ACCELERATOR, 0.0) if on_accelerator else 0.0)
             for piece, kind, on_accelerator in zip(self.pieces, self.piece_kinds, self._on_accelerator, strict=True)
         ]
+        for row, coefficients in self._early_rows:
+            price = max(0.0, -float(duals[row]))
+            for number, coefficient in coefficients.items():
+                beside[number] += coefficient * price
         return Prices(gpu, host, beside, given, sides)
 
     def _run(self, time_limit_s: float = _INFINITY) -> Any:
@@ -277,6 +286,7 @@ class Relaxation:
             self._kind_rows.append(self._row(0.0, 0.0, {column: -1.0} | dict.fromkeys(members, 1.0)))
         self._add_capacities()
         self._add_switches(stages)
+        self._add_early(stages)
 
     def _add_capacities(self) -> None:
         gpu: dict[int, float] = {}
@@ -309,6 +319,15 @@ class Relaxation:
                     (row, stage, sign) for sign, (stage, members) in ((-1.0, one), (1.0, other)) if members
                 ]
 
+    def _add_early(self, stages: Sequence[Sequence[int]]) -> None:
+        for members, behind in pairwise(stages):
+            early = [number for number in members if self.pieces[number].early]
+            if not early:
+                continue
+            needed = [number for number in behind if _choice(self.problem, self.pieces[number]).predicts_early]
+            entries = dict.fromkeys(early, 1.0) | dict.fromkeys(needed, -1.0)
+            self._early_rows.append((self._row(-_INFINITY, 0.0, entries), entries))
+
     def _add_line(self, number: int, segment: int) -> bool:
         if (number, segment) in self._lines:
             return False
@@ -335,9 +354,11 @@ class Relaxation:
         """Give HiGHS a placement to start from, as far as it is within the pieces; HiGHS checks it itself."""
         values = np.zeros(self._totals.stop)
         sides = np.zeros(len(self.problem.stages))
+        choices = made_choices(self.problem, places)
         for number, piece in enumerate(self.pieces):
             place = places[piece.stage]
-            if place.choice != piece.choice or not piece.low <= place.groups <= piece.high:
+            is_made = choice_of(self.problem, piece) is choices[piece.stage]
+            if not is_made or not piece.low <= place.groups <= piece.high:
                 continue
             values[number] = 1.0
             sides[piece.stage] = self._on_accelerator[number]

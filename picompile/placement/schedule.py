@@ -35,8 +35,9 @@ def plan_graph(layers: Sequence[PlanLayer], head: tuple[str, float], switch_s: f
 
     An edge has the `seconds` of the step that it leads to, so that the longest path takes the token's time.
 
-    Hot and cold neurons of a layer run side by side; the layer's transfers follow both. A transfer of `switch_s` is
-    made where the stream changes sides, and from the host at the beginning and back to it at the end.
+    Hot and cold neurons of a layer run side by side; the layer's transfers follow both, and the next layer's prediction
+    too if some of it is hidden: then it is made behind the hot neurons, while the host computes. A transfer of
+    `switch_s` is made where the stream changes sides, and from the host at the beginning and back to it at the end.
 
     Args:
         layers: the layers as planned.
@@ -51,14 +52,16 @@ def plan_graph(layers: Sequence[PlanLayer], head: tuple[str, float], switch_s: f
     for number, layer in enumerate(layers):
         if layer.attention != side:
             last, side = _add(graph, [last], number, "switch", "link", switch_s), layer.attention
-        for part, device in (
-            ("attention", layer.attention),
-            ("kv_cache", layer.kv_cache),
-            ("predict", layer.predictor),
-        ):
+        parts = [("attention", layer.attention), ("kv_cache", layer.kv_cache)]
+        if not layer.predict_hidden_s:
+            parts.append(("predict", layer.predictor))
+        for part, device in parts:
             last = _add(graph, [last], number, part, device, getattr(layer, f"{part}_s"))
         hot = _add(graph, [last], number, "hot", "gpu", layer.hot_s)
         cold = _add(graph, [last], number, "cold", "host", layer.cold_s)
+        after = layers[number + 1] if number + 1 < len(layers) else None
+        if after is not None and after.predict_hidden_s:
+            hot = _add(graph, [hot], number + 1, "predict", "gpu", after.predict_s)
         last = _add(graph, [hot, cold], number, "exchange", "link", layer.exchange_s)
     device, seconds = head
     if device != side:

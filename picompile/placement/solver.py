@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from picompile.errors import SolverError
 from picompile.placement.local_search import Improver, best_places, round_relaxed, swap_choices
-from picompile.placement.pieces import Piece, first_pieces, remaining, split
+from picompile.placement.pieces import Piece, choice_of, first_pieces, remaining, split
 from picompile.placement.problem import PlacementProblem, StagePlace, Totals, evaluate
 from picompile.placement.relaxation import ON_ACCELERATOR, Kind, Limit, Limits, Relaxation, Relaxed
 
@@ -248,9 +248,9 @@ class _Search:
 
     def _refined(self, relaxation: Relaxation, found: Relaxed) -> Relaxation:
         """Return a relaxation with pieces split where the hull is below the cost of the solution."""
-        cuts: dict[tuple[int, int, int, bytes], int] = {}
+        cuts: dict[tuple[int, bool, int, int, bytes], int] = {}
         for piece, groups in relaxation.chosen(found):
-            cost = self._problem.stages[piece.stage].choices[piece.choice].cost(groups)
+            cost = choice_of(self._problem, piece).cost(groups)
             if cost > piece.hull(groups) + _ROUNDING * abs(cost):
                 # Pieces of identical layers are split together: else the solution would come back in another of them.
                 cuts[_likeness(piece)] = groups
@@ -310,6 +310,6 @@ def _rounded(limits: Limits, totals: Mapping[Kind, float]) -> Limits | None:
     return None if kind is None else {**limits, kind: Limit(round(totals[kind]), round(totals[kind]))}
 
 
-def _likeness(piece: Piece) -> tuple[int, int, int, bytes]:
+def _likeness(piece: Piece) -> tuple[int, bool, int, int, bytes]:
     """Return what pieces of identical layers have in common."""
-    return piece.choice, piece.low, piece.high, piece.value.tobytes()
+    return piece.choice, piece.early, piece.low, piece.high, piece.value.tobytes()

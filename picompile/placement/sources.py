@@ -98,6 +98,7 @@ class ModelOptions:
 
     `activation` is that of a checkpoint, as `load_model` takes it, None where its config.json has it. `chunk` are the
     tokens of a prompt that are read together, None for the default, which depends on whether there is a GPU (`on_gpu`).
+    `predictor_input` is what the predictors of a shape read: `block` or `previous`, None for the default, `block`.
     """
 
     source: Path | None
@@ -115,6 +116,7 @@ class ModelOptions:
     chunk: int | None = None
     on_gpu: bool = False
     predictor_quant: str = "auto"
+    predictor_input: str | None = None
 
     @property
     def is_profile(self) -> bool:
@@ -179,12 +181,15 @@ def _of_config(
 ) -> PlannedModel:
     """Count two layers for all, unless there are predictors: these differ from layer to layer."""
     from picompile.placement.counting import count_bytes, shape_bytes
+    from picompile.placement.model_bytes import predicting_early
 
     packing = _packing(options, config.get("max_position_embeddings"), _activation(config))
     ranks = source.firing((_layers(config), _SAMPLE))
     with progress.step("count"):
         if options.predictors is None:
             model = shape_bytes(name, config, packing, ranks)
+            if options.predictor_input == "previous":
+                model = predicting_early(model, range(len(model.layers)))
             return PlannedModel(model, model_firing(model, source, None), fingerprint)
         from picompile.frontend.hf import capture_config
         from picompile.predictors import load_predictors

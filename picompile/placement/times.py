@@ -9,6 +9,14 @@ hybrid step:
 
     layer = attention + predict + max(hot, cold) + transfer
 
+A predictor that reads what the block of the layer before reads (`previous`) does not wait for that layer's result: the
+lowered program makes its mask behind the hot neurons of the layer before, while cold ones are still computed. Both
+layers must have their attention on the accelerator, and the second its predictor:
+
+    layer = attention + max(hot + predict of the next layer, cold) + transfer
+
+So its time is hidden as far as the layer before would wait: min(predict, max(0, cold - hot)) of it (`hidden_s`).
+
 A layer skips the transfer if none of its cold neurons fires. So the transfer counts by how often one of them fires:
 1 - Π (1 - f) over the cold neurons, which is nearly 1 - exp(-Σ f) if every f is small, and more otherwise. The kernels
 of the transfer are launched in any case.
@@ -91,6 +99,14 @@ class Times:
         return MappingProxyType({name: float(values[groups]) for name, values in vars(self).items()})
 
 
+def hidden_s(predict_s: float, before: Times) -> NDArray[np.float64]:
+    """Return the seconds of a prediction of `predict_s` that are hidden in the layer before: float64 [groups + 1].
+
+    The accelerator makes it while that layer, with the times `before`, waits for its cold neurons.
+    """
+    return np.minimum(predict_s, np.maximum(before.cold_s - before.hot_s, 0.0))
+
+
 def group_count(neurons: int) -> int:
     """Return the number of groups in a layer; the last may be short."""
     return -(-neurons // GROUP)
@@ -125,12 +141,16 @@ class LayerTimes:
         shared = layer.attention_bytes + layer.shared_bytes
         attention = self._read(shared, where.attention_on_accelerator, launches.attention)
         kv_cache = self._read(self.kv_cache_read_bytes, where.kv_cache_on_accelerator, launches.kv_cache)
-        predict = 0.0
-        if layer.predictor_bytes:
-            predict = self._read(layer.predictor_bytes, where.predictor_on_accelerator, launches.predictor)
+        predict = self.predict_s(where.predictor_on_accelerator)
         hot, cold = self._neurons()
         transfer = self._transfers(where)
         return Times(np.full(size, attention), np.full(size, kv_cache), np.full(size, predict), hot, cold, transfer)
+
+    def predict_s(self, on_accelerator: bool) -> float:
+        """Return the seconds of the layer's predictor; 0 if it has no weights of its own."""
+        if not self.layer.predictor_bytes:
+            return 0.0
+        return self._read(self.layer.predictor_bytes, on_accelerator, self.layer.launches.predictor)
 
     def _read(self, read_bytes: float, on_accelerator: bool, launches: int) -> float:
         if on_accelerator:

@@ -84,6 +84,7 @@ _COLUMNS = (
     "attention",
     "KV cache",
     "predictor",
+    "of it hidden",
     "hot neurons",
     "cold neurons",
     "transfer",
@@ -93,7 +94,8 @@ _COLUMNS = (
 _TEXTS = frozenset({"attention on", "KV cache on", "predictor on", "limit"})
 _WORDS = (
     "Times are predicted for one token. Hot and cold neurons are computed at the same time, so a layer's time has the "
-    "longer of the two. Limit: what takes most of it."
+    "longer of the two. What is hidden of a predictor is computed while the layer before waits for the host, and takes "
+    "no time of its own. Limit: what takes most of it."
 )
 _LIMITS = {
     "attention": "attention, cache and predictor",
@@ -135,7 +137,7 @@ def layers_table(plan: Plan) -> Table:
 
 
 def _times(layer: PlanLayer) -> tuple[float, ...]:
-    before = layer.attention_s, layer.kv_cache_s, layer.predict_s
+    before = layer.attention_s, layer.kv_cache_s, layer.predict_s, layer.predict_hidden_s
     return (*before, layer.hot_s, layer.cold_s, layer.exchange_s, layer.total_s)
 
 

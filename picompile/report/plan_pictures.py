@@ -89,7 +89,7 @@ def split_picture(name: str, plan: Plan) -> PagePicture:
 def time_picture(name: str, plan: Plan) -> PagePicture:
     """Return the picture of each layer's predicted times; the part that another hides is below the axis."""
     unit, factor = numbers.time_unit(max((layer.total_s for layer in plan.layers), default=0.0))
-    shown = [part for part in PARTS if any(seconds_of(layer, part) for layer in plan.layers)]
+    shown = [part for part in PARTS if any(part in _stack(layer) for layer in plan.layers)]
 
     def paint(canvas: Canvas) -> None:
         axes = canvas.axes(x="", y=f"predicted time ({unit})")
@@ -109,7 +109,8 @@ def time_picture(name: str, plan: Plan) -> PagePicture:
 
     words = (
         "What a layer is expected to take of a token's time, by part. Hot neurons, on the GPU, and cold ones, on the "
-        "host, are computed at the same time: the slower of them counts and is above the axis, the other below."
+        "host, are computed at the same time: the slower of them counts and is above the axis, the other below. Of a "
+        "prediction the part is left out that the GPU makes while the layer before waits for the host."
     )
     return picture(paint, name, "Where a token's time goes", _time_description(plan), words)
 
@@ -149,7 +150,7 @@ def _stack(layer: PlanLayer) -> dict[str, tuple[float, float]]:
     slower, quicker = ("hot", "cold") if layer.hot_s >= layer.cold_s else ("cold", "hot")
     bars, top = {}, 0.0
     for part in (slower, *_ABOVE):
-        if height := seconds_of(layer, part):
+        if height := seconds_of(layer, part) - (layer.predict_hidden_s if part == "predict" else 0.0):
             bars[part] = top, height
             top += height
     if hidden := seconds_of(layer, quicker):
@@ -172,7 +173,10 @@ def _split_text(layer: PlanLayer) -> str:
 def _part_text(layer: PlanLayer, part: str) -> str:
     title, duration = PARTS[part][0], numbers.seconds(seconds_of(layer, part))
     place = f" on the {device_of(layer, part)}" if part in ("attention", "kv_cache", "predict") else ""
-    return f"layer {layer.layer}: {title}{place}, {duration} of {numbers.seconds(layer.total_s)}"
+    hidden = ""
+    if part == "predict" and layer.predict_hidden_s:
+        hidden = f", {numbers.seconds(layer.predict_hidden_s)} of it in the layer before,"
+    return f"layer {layer.layer}: {title}{place}, {duration}{hidden} of {numbers.seconds(layer.total_s)}"
 
 
 def _split_description(plan: Plan) -> str:

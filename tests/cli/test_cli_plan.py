@@ -35,7 +35,7 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(local, "find_gpu", find)
-    monkeypatch.setattr(local, "measure_host", lambda threads: Host(10**10, 2e10))
+    monkeypatch.setattr(local, "measure_host", lambda threads: Host(10**10, 2e10, 0.8))
 
 
 def test_a_plan_of_a_named_shape(cli: Cli) -> None:
@@ -116,6 +116,25 @@ def test_options_reach_the_plan(cli: Cli, tiny_model: Path) -> None:
     assert all(layer["hot"] is None for layer in plan["layers"])
 
 
+def test_predictors_of_a_shape_may_read_the_layer_before(cli: Cli) -> None:
+    words = ("--shape", "llama-70b", "--firing", "5%", "--target", "4090")
+    block, previous = (_plan(cli, *words, "--predictor-input", value) for value in ("block", "previous"))
+    assert block["tokens_per_s"] * 1.1 < previous["tokens_per_s"]
+    hidden = [layer["predict_hidden_s"] for layer in previous["layers"]]
+    assert hidden[0] == 0 < min(hidden[1:])
+    assert not any(layer["predict_hidden_s"] for layer in block["layers"])
+
+
+def test_only_learned_predictors_of_shapes_have_an_input(cli: Cli, tiny_model: Path) -> None:
+    for words, says in (
+        ((tiny_model, "--firing", "10%"), "applies to --shape"),
+        (("--shape", "tiny-opt", "--firing", "opt", "--predictor", "exact"), "predictor exact has none"),
+    ):
+        ended = cli("plan", *words, "--target", "4090", "--predictor-input", "previous")
+        assert ended.code == 2
+        assert says in ended.err
+
+
 def test_this_machine_is_measured(cli: Cli) -> None:
     ended = cli("plan", "--shape", "tiny-opt", "--firing", "opt", "--target", "cpu")
     assert ended.code == 0
@@ -124,6 +143,9 @@ def test_this_machine_is_measured(cli: Cli) -> None:
     here = _plan(cli, "--shape", "tiny-opt", "--firing", "opt")
     assert here["target"] == "local"
     assert here["machine"]["host_bytes_per_s"] == 2e10
+    for target, share in (("local", 0.8), ("cpu", 0.8), ("4090", 0.7)):
+        words = ("--shape", "tiny-opt", "--firing", "opt", "--target", target, "--host-bandwidth", "9GB/s")
+        assert _plan(cli, *words)["machine"]["host_efficiency"] == share
     assert {row["device"] for row in here["memory"]} == {"host"}
     assert set(here["baselines"]) == {"host"}
 

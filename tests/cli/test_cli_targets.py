@@ -18,7 +18,7 @@ from picompile.machine.measured import LocalMachine, cache_file, measure_local
 from picompile_runtime.devices.cuda.driver import CudaError
 
 GPU = GpuName("GPU of nobody", "12.4", 89, 24 * 10**9)
-SPEED = GpuSpeed(23 * 10**9, 9.1e11, 2.4e10, 2.6e10, 1.74e-5)
+SPEED = GpuSpeed(23 * 10**9, 9.1e11, 2.4e10, 2.6e10, 1.74e-5, 1.26e-6)
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def with_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "find_gpu", lambda: GPU)
     monkeypatch.setattr(local, "measure_gpu", lambda: SPEED)
-    monkeypatch.setattr(local, "measure_host", lambda threads: Host(10**10, 2e10))
+    monkeypatch.setattr(local, "measure_host", lambda threads: Host(10**10, 2e10, 0.8))
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         raise CudaError("no driver today")
 
     monkeypatch.setattr(local, "find_gpu", find)
-    monkeypatch.setattr(local, "measure_host", lambda threads: Host(10**10, 2e10))
+    monkeypatch.setattr(local, "measure_host", lambda threads: Host(10**10, 2e10, 0.8))
 
 
 def test_targets_are_a_table(cli: Cli, without_gpu: None) -> None:
@@ -83,6 +83,8 @@ def test_doctor_describes_this_machine(cli: Cli) -> None:
     assert facts["torch"].startswith("2.13.")
     assert facts["memory bandwidth"].endswith("/s, reading")
     assert facts["local"]["host_bytes_per_s"] > 1e8
+    assert facts["scattered rows"].endswith(" % of it, reading rows that lie apart")
+    assert facts["local"]["host_scattered_share"] == facts["local"]["target"]["host_efficiency"] <= 1
     if native := find_native_target():
         assert facts["code"] == f"{native.isas[0]} is the best for it: --target native, or {native.name}"
         assert set(native.features) <= set(facts["instruction sets"].split(", "))
@@ -111,6 +113,7 @@ def test_doctor_shows_the_gpu(cli: Cli, with_gpu: None) -> None:
     assert facts["gpu bandwidth"] == "910 GB/s, copying"
     assert facts["pcie bandwidth"] == "24 GB/s to the GPU, 26 GB/s from it"
     assert facts["gpu exchange"] == "17.4 µs, a vector there and back"
+    assert facts["gpu launch"] == "1.3 µs, a node in a graph that does nothing else"
     assert facts["local"]["gpu"] == asdict(SPEED)
     assert facts["local"]["target"]["sync_s"] == SPEED.exchange_s
 
@@ -120,7 +123,7 @@ def test_doctor_says_why_there_is_no_gpu(cli: Cli, without_gpu: None) -> None:
     assert facts["gpu"].endswith("; no driver today")
     assert facts["local"]["no_gpu"] == "no driver today"
     assert facts["local"]["gpu"] is None
-    assert not {"gpu bandwidth", "pcie bandwidth", "gpu exchange"} & set(facts)
+    assert not {"gpu bandwidth", "pcie bandwidth", "gpu exchange", "gpu launch"} & set(facts)
 
 
 @pytest.mark.parametrize(

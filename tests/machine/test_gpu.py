@@ -1,6 +1,7 @@
 """Measuring a GPU, against a stand-in for the driver that checks every call and counts what is allocated."""
 
 import ctypes
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,11 @@ from picompile.machine import gpu
 from picompile.machine.gpu import Effort, find_gpu, measure_gpu
 from picompile_runtime.devices.cuda import driver as cuda_driver
 from picompile_runtime.devices.cuda.driver import CudaError
+from picompile_runtime.devices.cuda.graph import MemoryFill, runnable_graph
 
-QUICK = Effort(copies=2, rounds=2, least_s=0, transfers=3)
+QUICK = Effort(copies=2, rounds=2, least_s=0, transfers=3, launches=(2, 5), graph_runs=2)
 WAIT_S = 5e-6  # fake_cuda/streams.cpp
+FILL_S = 1.5e-6  # fake_cuda/modules.cpp
 
 
 def test_the_gpu_is_found(fake_cuda: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,15 +41,42 @@ def test_speeds_are_bytes_over_the_time_until_the_copies_are_done(
     assert speed.free_bytes == 8 * 2**30 - 2**29
 
 
+def test_a_launch_is_what_longer_graphs_take_more(fake_cuda: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time to start a graph and to wait for it is in both, and goes away."""
+    monkeypatch.setattr(gpu, "perf_counter", fake_cuda.fake_time)
+    assert measure_gpu(replace(QUICK, launches=(10, 30))).launch_gap_s == pytest.approx(FILL_S)
+    assert fake_cuda.fake_count(b"cuGraphLaunch") == 2 * QUICK.graph_runs
+    assert fake_cuda.fake_count(b"cuMemsetD8Async") == 10 + 30
+
+
+def test_a_graph_fills_memory(fake_cuda: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FAKE_CUDA_DRY")
+    driver = cuda_driver.Driver(cuda_driver.LIBRARY)
+    content = (ctypes.c_ubyte * 8)(*range(1, 9))
+    with driver.context(driver.first_device()), driver.stream() as stream, driver.device_memory(8) as device:
+        with driver.pinned_memory(8) as host:
+            ctypes.memmove(host, content, 8)
+            driver.call("cuMemcpyHtoDAsync_v2", device, host, 8, stream)
+            with runnable_graph(driver, [MemoryFill(device + 2, 4)], stream) as graph:
+                driver.call("cuGraphLaunch", graph, stream)
+                driver.call("cuMemcpyDtoHAsync_v2", host, device, 8, stream)
+                driver.call("cuStreamSynchronize", stream)
+            ctypes.memmove(content, host, 8)
+        outside = runnable_graph(driver, [MemoryFill(device + 6, 4)], stream)
+        with pytest.raises(CudaError, match="CUDA_ERROR_INVALID_VALUE"), outside:
+            raise AssertionError("filled more than there is")
+    assert list(content) == [1, 2, 0, 0, 0, 0, 7, 8]
+
+
 def test_an_idle_gpu_gets_time_to_wake(fake_cuda: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "perf_counter", fake_cuda.fake_time)
-    measure_gpu(Effort(least_s=0.2, rounds=1, transfers=1))
+    measure_gpu(replace(QUICK, least_s=0.2))
     assert fake_cuda.fake_time() == pytest.approx(3 * 0.2, rel=0.1)
 
 
 def test_speeds_are_positive_with_a_real_clock(fake_cuda: ctypes.CDLL) -> None:
     speed = measure_gpu(QUICK)
-    assert min(speed.copy_bytes_per_s, speed.down_bytes_per_s, speed.up_bytes_per_s, speed.exchange_s) > 0
+    assert min(vars(speed).values()) > 0
 
 
 @pytest.mark.parametrize("memory_bytes", [10**6 + 7, 3 * 2**20 + 1, 2**29 + 1])

@@ -47,13 +47,17 @@ def test_the_buffer_is_a_small_part_of_memory(
     if limit_bytes > psutil.virtual_memory().available and psutil.virtual_memory().available < 8 * 2**29:
         pytest.skip("needs 4 GiB of memory")
     monkeypatch.setattr(bandwidth, "memory_bandwidth", lambda threads, size_bytes: float(threads * size_bytes))
+    monkeypatch.setattr(bandwidth, "scattered_share", lambda threads, size_bytes: threads / size_bytes)
     limits.write_text(str(limit_bytes))
     measured = measure_host(3)
     assert measured.bytes == min(limit_bytes, psutil.virtual_memory().total)
     assert measured.bytes_per_s == 3 * expected
+    assert measured.scattered_share == 3 / expected
 
 
 def test_bandwidth_is_measured(limits: Path) -> None:
     limits.write_text(str(2**26))
     # From a slow disk's to a large server's.
-    assert 1e8 < measure_host(1).bytes_per_s < 1e13
+    measured = measure_host(1)
+    assert 1e8 < measured.bytes_per_s < 1e13
+    assert 0 < measured.scattered_share <= 1

@@ -11,15 +11,16 @@ from typing import Any
 
 import pytest
 
-from picompile.machine import LAUNCH_S, TARGETS, find_target, gpu
+from picompile.machine import LAUNCH_READS_S, TARGETS, find_target, gpu
 from picompile.machine import measured as local
 from picompile.machine.gpu import GpuName, GpuSpeed
 from picompile.machine.host import Host
+from picompile.machine.kept import keep
 from picompile.machine.measured import LocalMachine, cache_file, cached_local, measure_local
 from picompile_runtime.devices.cuda.driver import CudaError
 
 GPU = GpuName("GPU of nobody", "12.4", 89, 9_000_000_001)
-SPEED = GpuSpeed(7_000_000_001, 9.1e11, 2.4e10, 2.6e10, 1.7e-5)
+SPEED = GpuSpeed(7_000_000_001, 9.1e11, 2.4e10, 2.6e10, 1.7e-5, 1.1e-6)
 
 
 class Counted:
@@ -46,7 +47,7 @@ class Counted:
 
     def _host(self, threads: int) -> Host:
         self.times += 1
-        return Host(self.memory_bytes, 1e10 + self.times)
+        return Host(self.memory_bytes, 1e10 + self.times, 0.6)
 
 
 @pytest.fixture
@@ -118,7 +119,8 @@ def test_the_row_has_what_was_measured(counted: Counted) -> None:
     row = find_target("local")
     assert (row.name, row.sm, row.vram_bytes) == ("local", 89, 9_000_000_001)
     assert (row.gpu_bytes_per_s, row.pcie_bytes_per_s, row.sync_s) == (9.1e11, 2.4e10, 1.7e-5)
-    assert row.launch_s == LAUNCH_S
+    assert row.launch_s == 1.1e-6 + LAUNCH_READS_S
+    assert row.host_efficiency == 0.6
     assert not row.compiles
     assert row.features == TARGETS["cpu"].features
 
@@ -127,17 +129,35 @@ def test_a_row_without_a_gpu_has_no_gpu_figures(monkeypatch: pytest.MonkeyPatch)
     Counted(monkeypatch, gpu=None)
     row = find_target("local")
     assert (row.sm, row.vram_bytes, row.gpu_bytes_per_s, row.pcie_bytes_per_s, row.sync_s) == (None, 0, 0, 0, 0)
+    assert row.host_efficiency == 0.6
+
+
+@pytest.mark.parametrize("schema", [1, 2])
+@pytest.mark.parametrize(("part", "key"), [("speed", "launch_gap_s"), ("host", "scattered_share")])
+def test_a_file_of_before_something_was_measured_is_measured_over(
+    counted: Counted, part: str, key: str, schema: int
+) -> None:
+    measure_local()
+    content = json.loads(cache_file().read_bytes())
+    del content[part][key], content["sha256"]
+    keep(cache_file(), {**content, "schema": schema})
+    assert cached_local() is None
+    assert measure_local().speed == SPEED
+    assert cached_local() is not None
+    assert counted.times == 2
 
 
 def broken_contents() -> list[bytes]:
     """Return contents that a damaged cache file may have; those that name a machine name the right one."""
     good = json.loads(cache_file().read_bytes())
     made: list[Any] = [None, 3, [], {}, "text"]
-    for path in [("schema",), ("host",), ("host", "bytes"), ("host", "bytes_per_s"), ("speed",), ("measured_at_s",)]:
+    of_host = [("host", key) for key in good["host"]]
+    for path in [("schema",), ("host",), *of_host, ("speed",), ("measured_at_s",)]:
         for value in (None, -1, 0, "1", False, [], {}, float("nan"), float("inf")):
             copy = json.loads(json.dumps(good))
             (copy if len(path) == 1 else copy[path[0]])[path[-1]] = value
             made.append(copy)
+    made.append({**good, "host": {**good["host"], "scattered_share": 1.01}})
     for key in good["speed"]:
         made += [{**good, "speed": {**good["speed"], key: value}} for value in (None, "1", float("nan"), -1)]
     for key in good:
@@ -200,10 +220,12 @@ def test_a_relative_cache_home_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_local_machine_with_a_stand_in_gpu(fake_cuda: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "measure_host", lambda threads: Host(1, 1.0))
+    monkeypatch.setattr(local, "measure_host", lambda threads: Host(1, 1.0, 1.0))
     monkeypatch.setattr(gpu, "perf_counter", fake_cuda.fake_time)
     measured = measure_local()
     assert measured.machine.gpu == GpuName("Stand-in 4090", "12.4", 89, 2**30)
     assert isinstance(cached_local(), LocalMachine)
     assert measured.target.vram_bytes == 2**30
     assert measured.target.description.endswith("Stand-in 4090")
+    # fake_cuda/modules.cpp
+    assert measured.target.launch_s == pytest.approx(1.5e-6 + LAUNCH_READS_S)

@@ -97,6 +97,16 @@ def test_counted_bytes_add_up_to_the_artifact(name: str) -> None:
         assert all(layer.attention_bytes > 0 and layer.shared_bytes >= 0 for layer in counted.layers)
 
 
+def test_a_layer_predicts_early_if_its_predictor_reads_the_layer_before() -> None:
+    reads = ("block", "previous", "stream")
+    given = Predictors(Path("given"), tuple(LayerPredictor(n, "learned", reads[n], 5) for n in range(3)), {})
+    model = count_bytes("llama-relu", captured(config_of("llama-relu", 3)), Packing(context=64), given)
+    assert [layer.predicts_early for layer in model.layers] == [False, True, False]
+    assert not any(
+        layer.predicts_early for layer in shape_bytes("x", config_of("llama-relu", 3), Packing(context=64)).layers
+    )
+
+
 @pytest.mark.parametrize(
     "name", ["llama-relu", "opt-post-norm", "opt-pre-norm", "falcon-40b", "falcon-serial", "qwen2", *SQUARED]
 )

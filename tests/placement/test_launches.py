@@ -97,10 +97,11 @@ def captured(variant: str) -> GraphModule:
 
 
 @functools.cache
-def predicted(variant: str, predictor: str) -> GraphModule:
-    """The graph with its predictors, to be split."""
+def predicted(variant: str, predictor: str, reads: str = "block") -> GraphModule:
+    """The graph with its predictors, to be split; `reads` is what those behind the first layer read."""
     ranks = dict.fromkeys(range(LAYERS), RANK) if predictor == "learned" else {}
-    passes = (*CANONICALIZE, InsertPredictors(predictor, ranks=ranks))
+    inputs = dict.fromkeys(range(1, LAYERS), reads) if predictor == "learned" else {}
+    passes = (*CANONICALIZE, InsertPredictors(predictor, ranks=ranks, inputs=inputs))
     return Pipeline(passes)(captured(variant)).graph_module
 
 
@@ -113,12 +114,12 @@ def counted(model: Model) -> ModelBytes:
     return count_bytes(model.variant, captured(model.variant), model.packing, predictors)
 
 
-def found(model: Model, layers: Sequence[Layer], head: bool) -> Counter[str]:
+def found(model: Model, layers: Sequence[Layer], head: bool, reads: str = "block") -> Counter[str]:
     """Launches of the GPU in a token of the lowered program, by what its calls do."""
     neurons = counted(model).layers[0].neurons
     parts = {"none": (), "some": range(0, neurons, 2), "all": range(neurons)}
     hot = {number: parts[layer.hot] for number, layer in enumerate(layers)}
-    graph_module = Pipeline((Partition(hot), Quantize(model.quant)))(predicted(model.variant, model.predictor))
+    graph_module = Pipeline((Partition(hot), Quantize(model.quant)))(predicted(model.variant, model.predictor, reads))
     wheres = dict(enumerate(layer.where for layer in layers))
     placement = Placement(
         frozenset(number for number, where in wheres.items() if where.attention_on_accelerator),
@@ -188,6 +189,14 @@ def test_launches_are_those_of_the_lowered_program(model: Model) -> None:
         if model.variant in NORMED_BEHIND_ROTARY and any(_crosses(layer.where) for layer in layers):
             continue
         assert in_sums(found(model, layers, head)) == expected(counted(model), layers, head), (layers, head)
+
+
+@pytest.mark.parametrize("model", [model for model in MODELS[:8] if model.predictor == "learned"], ids=str)
+@pytest.mark.parametrize("where", [ALL_ON_ACCELERATOR, PartPlaces(True, False, True)], ids=["cache", "no cache"])
+@pytest.mark.parametrize("hot", ["none", "some", "all"])
+def test_early_predictions_have_the_launches_of_others(model: Model, where: PartPlaces, hot: str) -> None:
+    layers = [Layer(where, hot)] * LAYERS
+    assert in_sums(found(model, layers, True, "previous")) == expected(counted(model), layers, True)
 
 
 @pytest.mark.parametrize("predictor", ["learned", "sign", "exact"])

@@ -111,7 +111,7 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (lambda p: p.write_text("[]"), "is not a plan"),
     (lambda p: p.write_text('{"format": "picompile-profile"}'), "is not a plan"),
     (lambda p: change(p, "predictor_quant", value="q5"), "predictor_quant must be"),
-    (lambda p: change(p, "schema", value=1), "has schema 1, not 3; plan again"),
+    (lambda p: change(p, "schema", value=1), "has schema 1, not 4; plan again"),
     (lambda p: change(p, "layers", value=[]), "all layers in order"),
     (lambda p: change(p, "layers", 0, "layer", value=1), "all layers in order"),
     (lambda p: change(p, "layers", 0, "attention", value="disk"), "one of gpu, host"),

@@ -54,6 +54,24 @@ def seconds(text: str) -> float:
     return float(number) * UNITS[unit]
 
 
+def test_hidden_predictions_are_no_part_of_a_layers_time(tmp_path: Path) -> None:
+    """The picture leaves them out, and the table says how much is hidden; it has no such column if nothing is."""
+    plan = random_plan(2, 2)
+    assert "of it hidden" not in page_of(tmp_path, plan)
+    first, second = plan.layers
+    hidden = replace(second, predict_s=4e-4, predict_hidden_s=3e-4, total_s=second.total_s - second.predict_s + 1e-4)
+    early = replace(plan, layers=(first, hidden))
+    assert "of it hidden" in page_of(tmp_path, early)
+    bars = {}
+    for text, (_, top, _, bottom) in hovers(str(time_picture("t", early).svg)).items():
+        if "layer 1: predictor" in text:
+            assert "400 µs, 300 µs of it in the layer before, of " in text
+            bars["predictor"] = bottom - top
+        elif "layer 1: attention" in text:
+            bars["attention"] = bottom - top
+    assert bars["predictor"] / bars["attention"] == pytest.approx(1e-4 / second.attention_s, rel=0.02)
+
+
 @pytest.mark.parametrize("layers", [1, 2, 7, 96])
 def test_the_time_picture_shows_the_plans_times(layers: int) -> None:
     plan = random_plan(layers, layers)

@@ -26,6 +26,10 @@ _BUFFER_BYTES = 2**29  # sixteen times a large last-level cache
 _SLICE_BYTES = 2**26
 _READ_KERNEL = "pi_read"  # native/read.c
 _MOST_TASKS = 256
+# A neuron's row of 8,192 weights in q4. A thread copies so many rows in one call, into memory that its cache holds.
+_ROW_BYTES, _BLOCK_ROWS = 4608, 128
+# Of ten neurons about one fires. Each pass reads other rows, or a large cache would have them.
+_PASSES = 10
 
 
 class MemoryReader:
@@ -74,6 +78,45 @@ def memory_bandwidth(threads: int, size_bytes: int = _BUFFER_BYTES, repeats: int
             list(pool.map(np.sum, parts))
             seconds.append(time.perf_counter() - start)
     return size_bytes / min(seconds)
+
+
+def scattered_share(threads: int, size_bytes: int = _BUFFER_BYTES) -> float:
+    """Return how fast `threads` threads read scattered rows, as a share of reading rows in order; 1 at most.
+
+    Both read rows of 4,608 bytes with the same calls of numpy, which copy them to where a cache holds them: a pass
+    reads a tenth of all rows, chosen at random and in ascending order as neurons that fire are, or a tenth that lies
+    together. The best of ten passes counts. So the share has what jumping costs, such as pages that are looked up and
+    lines that were not prefetched. It has no arithmetic, and nothing of kernels that wait for each other.
+
+    Args:
+        threads: number of threads.
+        size_bytes: size of the memory that rows are read from.
+    """
+    matrix = np.ones((max(1, size_bytes // _ROW_BYTES), _ROW_BYTES // 8), np.int64)
+    in_order = np.arange(len(matrix))
+    shuffled = np.random.default_rng(0).permutation(in_order)
+    with ThreadPoolExecutor(threads) as pool:
+        together, scattered = (
+            max(_rows_per_s(pool, threads, matrix, np.sort(part)) for part in np.array_split(rows, _PASSES))
+            for rows in (in_order, shuffled)
+        )
+    return min(1.0, scattered / together)
+
+
+def _rows_per_s(pool: ThreadPoolExecutor, threads: int, matrix: NDArray[np.int64], rows: NDArray[np.int64]) -> float:
+    parts = np.array_split(rows, threads)
+    start = time.perf_counter()
+    list(pool.map(_copy_rows, [matrix] * threads, parts))
+    return len(rows) / (time.perf_counter() - start)
+
+
+def _copy_rows(matrix: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
+    """Copy rows of `matrix` [rows, columns], block by block to the same memory, without Python's lock."""
+    copied = np.empty((_BLOCK_ROWS, matrix.shape[1]), matrix.dtype)
+    for begin in range(0, len(rows), _BLOCK_ROWS):
+        block = rows[begin : begin + _BLOCK_ROWS]
+        # With another mode numpy copies to memory of its own first.
+        np.take(matrix, block, axis=0, out=copied[: len(block)], mode="clip")
 
 
 # How a table of times groups operators. All other operators are small.

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +14,9 @@ from torch.fx import GraphModule
 from helpers.hybrid import SIDES, Naps, compile_naps
 from helpers.kernels.hybrid_runner import Array, HybridRunner
 from helpers.kernels.lowered import Runner
+from picompile.placement.model_bytes import LayerBytes, LayerLaunches
+from picompile.placement.problem import predicts_early
+from picompile.placement.times import PartPlaces
 from picompile.testing import GraphShape, build, random_weights
 from picompile_codegen.lowering.function import LowerOptions
 from picompile_codegen.lowering.lower import Lowered, lower
@@ -23,7 +26,7 @@ from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
 from picompile_passes.passes.quantize import Quantize
 from picompile_passes.pipeline import Pipeline
-from picompile_runtime.artifact.program import read_program
+from picompile_runtime.artifact.program import WAITING_OPS, read_program
 from picompile_runtime.devices.memory import Tensor as Stored
 
 CONTEXT, CHUNK, SEQUENCES = 32, 5, 3
@@ -412,6 +415,39 @@ def test_a_prediction_from_the_layer_before_is_made_while_the_host_computes(devi
     expected = [received, ("attention", 0), ("predict", 0), sent, ("ffn", 0), received]
     expected += [("attention", 1), ("predict", 1), sent, ("ffn", 1), ("predict", 2), received]
     assert order == [*expected, ("attention", 2), sent, ("ffn", 2), received]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("hot", [_SOME, ()], ids=["split", "cold"])
+@pytest.mark.parametrize("caches", [frozenset(range(4)), frozenset[int]()], ids=["caches", "no caches"])
+@pytest.mark.parametrize("predictors", [frozenset(range(4)), frozenset({1, 3})], ids=["all predictors", "some"])
+def test_predictions_that_a_plan_counts_as_early_wait_for_no_cold_neurons(
+    device: Literal["cpu", "cuda"], hot: Sequence[int], caches: frozenset[int], predictors: frozenset[int]
+) -> None:
+    """The device sends its block's input to the host, makes the prediction, and only then waits for cold neurons."""
+    previous = InsertPredictors(
+        "learned", ranks=dict.fromkeys(range(4), 5), inputs=dict.fromkeys(range(1, 4), "previous")
+    )
+    case = replace(CASES["gated"], predictors=previous, hot=dict.fromkeys(range(4), hot))
+    placement = Placement(frozenset({0, 1, 3}), caches, predictors, head=True)
+    program = lower(case.graph(), replace(options(placement), accelerator=device)).program
+    calls = [call for call in program.functions["decode"] if call.device == "device"]
+    layers = [LayerBytes(1, 1, 77, 1, 0, 1, 1, LayerLaunches(1, 1, 1, 1), 4, number > 0) for number in range(4)]
+    wheres = [PartPlaces(layer in placement.attention, layer in caches, layer in predictors) for layer in range(4)]
+    early = [
+        number
+        for number in range(1, 4)
+        if wheres[number - 1].attention_on_accelerator and predicts_early(layers[number], wheres[number])
+    ]
+    assert early == [1]
+    for number in early:
+        prediction = next(place for place, call in enumerate(calls) if (call.op, call.layer) == ("predict", number))
+        sent = max(place for place, call in enumerate(calls[:prediction]) if call.op == "send")
+        assert {call.op for call in calls[sent + 1 : prediction]} <= {"ffn"}
+        behind = list(takewhile(lambda call: call.op in (*WAITING_OPS, "ffn"), calls[prediction + 1 :]))
+        assert behind[-1].op in WAITING_OPS
+        # The next layer computes nothing before that.
+        assert all(call.op != "ffn" or call.layer == number - 1 for call in behind)
 
 
 def test_a_block_with_a_bias_is_waited_for_even_if_no_neuron_fires() -> None:

@@ -16,6 +16,8 @@ using namespace fake;
 
 namespace fake {
 
+static const double FILL_S = 1.5e-6;
+
 Module::~Module() {
     if (library) dlclose(library);
 }
@@ -93,9 +95,15 @@ static int copy_now(const Copy &copy) {
     return SUCCESS;
 }
 
+static int fill_now(const Fill &fill) {
+    memset(fill.to, fill.value, fill.size);
+    return SUCCESS;
+}
+
 static int run_node(const Node &node) {
     if (node.copy.size) return copy_now(node.copy);
     if (node.host.function) return run(node.host);
+    if (node.fill.size) return fill_now(node.fill);
     if (!node.event) return run(node.launch);
     std::unique_lock<std::mutex> lock(state.mutex);
     node.event->done = ++node.event->recorded;
@@ -205,7 +213,7 @@ int cuLaunchKernel(void *handle, unsigned grid_x, unsigned grid_y, unsigned grid
     if (function->params && !params) return INVALID_VALUE;
     for (int i = 0; i < function->params; i++) launch.params.push_back(*(uint64_t *)params[i]);
     if (!stream->capture) enqueue(*stream, [=] { return run(launch); });
-    else return capture(*stream, {launch, nullptr, {}, {}, {}});
+    else return capture(*stream, {launch, nullptr, {}, {}, {}, {}});
     wait_if_launches_do(call, *stream);
     return SUCCESS;
 }
@@ -216,7 +224,7 @@ int cuLaunchHostFunc(void *stream_handle, void (*function)(void *), void *data) 
     if (!stream) return INVALID_HANDLE;
     if (!function) return INVALID_VALUE;
     HostCall host{function, data};
-    if (stream->capture) return capture(*stream, {{}, nullptr, {}, host, {}});
+    if (stream->capture) return capture(*stream, {{}, nullptr, {}, host, {}, {}});
     enqueue(*stream, [=] { return run(host); });
     wait_if_launches_do(call, *stream);
     return SUCCESS;
@@ -276,11 +284,14 @@ int cuGraphLaunch(void *handle, void *stream_handle) {
     auto exec = find<Exec>(handle);
     auto stream = find<Stream>(stream_handle);
     if (!exec || !stream) return INVALID_HANDLE;
+    for (auto &node : exec->nodes)
+        if (node.fill.size) state.queued_s += FILL_S;
     if (exec->forked) enqueue(*stream, [=] { return run_forked(*exec); });
     else for (auto &node : exec->nodes) {
         wait_for_room(call, *stream);
         if (node.copy.size) enqueue(*stream, [=] { return copy_now(node.copy); });
         else if (node.host.function) enqueue(*stream, [=] { return run(node.host); });
+        else if (node.fill.size) enqueue(*stream, [=] { return fill_now(node.fill); });
         else if (node.event) enqueue_record(*stream, node.event);
         else enqueue(*stream, [=] { return run(node.launch); });
     }

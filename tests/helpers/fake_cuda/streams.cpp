@@ -65,7 +65,7 @@ int capture(Stream &stream, Node node) {
 }
 
 /* The stream, unless it is captured: the stand-in captures launches, functions of the host, copies to the GPU,
-   and events. */
+   memsets, and events. */
 static int usable(void *handle, std::shared_ptr<Stream> &stream) {
     stream = find<Stream>(handle);
     if (!stream) return INVALID_HANDLE;
@@ -100,7 +100,7 @@ static int copy(Call &call, void *handle, Place to, Place from, size_t size, dou
         if (!to.block || !from.block || !size) return INVALID_VALUE;
         if (call.failed) return call.failed;
         Copy copied{to.block, from.block, to.bytes, from.bytes, size};
-        return capture(*stream, {{}, nullptr, copied, {}, {}});
+        return capture(*stream, {{}, nullptr, copied, {}, {}, {}});
     }
     if (int error = usable(handle, stream)) return error;
     if (call.failed) return call.failed;
@@ -211,7 +211,7 @@ int cuEventRecordWithFlags(void *handle, void *stream_handle, unsigned flags) {
     if (!stream->capture) return enqueue_record(*stream, event), SUCCESS;
     if (!stream->capture->valid) return CAPTURE_INVALIDATED;
     if (!flags) return stream->capture->valid = false, CAPTURE_UNSUPPORTED;
-    return capture(*stream, {{}, event, {}, {}, {}});
+    return capture(*stream, {{}, event, {}, {}, {}, {}});
 }
 
 int cuEventSynchronize(void *handle) {
@@ -256,9 +256,13 @@ int cuStreamWaitEvent(void *stream_handle, void *handle, unsigned flags) {
 }
 
 int cuMemsetD8Async(uint64_t address, unsigned char value, size_t size, void *handle) {
-    BEGIN(CONTEXT);
-    std::shared_ptr<Stream> stream;
+    BEGIN(CONTEXT | IN_CAPTURE);
+    std::shared_ptr<Stream> stream = find<Stream>(handle);
     auto place = device_place(address, size);
+    if (stream && stream->capture) {
+        if (!place.block || !size) return INVALID_VALUE;
+        return capture(*stream, {{}, nullptr, {}, {}, {place.block, place.bytes, size, value}, {}});
+    }
     if (int error = usable(handle, stream)) return error;
     if (!place.block) return INVALID_VALUE;
     enqueue(*stream, [=] { return memset(place.bytes, value, size), SUCCESS; });

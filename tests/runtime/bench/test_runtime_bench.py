@@ -7,11 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from helpers.toys.toy_artifact import make_toy, toy_program
 from picompile_runtime import ArtifactError, RequestError, Scores, load, measure, memory_bandwidth
+from picompile_runtime.bench import bandwidth
 from picompile_runtime.bench import measure as rounds
-from picompile_runtime.bench.bandwidth import KINDS, MemoryReader, bytes_per_token, step_bytes
+from picompile_runtime.bench.bandwidth import KINDS, MemoryReader, bytes_per_token, scattered_share, step_bytes
 from picompile_runtime.bench.measure import SpeedStatistics
 from picompile_runtime.devices.cpu.native import HostLibrary
 from picompile_runtime.devices.memory import aligned_zeros
@@ -206,6 +208,30 @@ def test_reading_gives_the_speed_of_each_slice(library: Path) -> None:
 
 def test_memory_bandwidth_is_believable() -> None:
     assert 1e8 < memory_bandwidth(2, size_bytes=2**25, repeats=2) < 1e13
+
+
+@pytest.mark.parametrize(("threads", "size_bytes"), [(1, 1), (2, 2**25), (7, 10**6 + 3)])
+def test_the_share_of_scattered_rows_is_believable(threads: int, size_bytes: int) -> None:
+    assert 0 < scattered_share(threads, size_bytes) <= 1
+
+
+@pytest.mark.parametrize(("scattered", "share"), [(3.0, 0.75), (5.0, 1.0)])
+def test_scattered_rows_are_a_tenth_of_all_and_never_the_same(
+    monkeypatch: pytest.MonkeyPatch, scattered: float, share: float
+) -> None:
+    """The best pass counts, and one that noise made faster than reading in order counts as reading in order."""
+    passes: list[NDArray[np.int64]] = []
+
+    def speed(pool: object, threads: int, matrix: NDArray[np.int64], rows: NDArray[np.int64]) -> float:
+        passes.append(rows)
+        return (4.0 if len(passes) <= 10 else scattered) * (1.0 if len(passes) % 10 == 3 else 0.5)
+
+    monkeypatch.setattr(bandwidth, "_rows_per_s", speed)
+    assert scattered_share(2, 4608 * 1000) == share
+    together, apart = np.array(passes[:10]), np.array(passes[10:])
+    assert together.ravel().tolist() == sorted(apart.ravel().tolist()) == list(range(1000))
+    assert (np.diff(apart) > 0).all()
+    assert (np.diff(apart) > 5).any(axis=1).all()
 
 
 def test_requests_that_make_no_sense_raise(folder: Path) -> None:

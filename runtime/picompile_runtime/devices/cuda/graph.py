@@ -59,6 +59,14 @@ class BoundCopy:
 
 
 @dataclass(frozen=True)
+class MemoryFill:
+    """A node that sets `size` bytes from the GPU's address `target` on to zero; no kernel is needed for it."""
+
+    target: int
+    size: int
+
+
+@dataclass(frozen=True)
 class EventRecord:
     """A node that records `event`, which is timed."""
 
@@ -66,7 +74,7 @@ class EventRecord:
 
 
 # The nodes of a graph.
-Node = BoundLaunch | BoundCopy | EventRecord
+Node = BoundLaunch | BoundCopy | MemoryFill | EventRecord
 
 
 @contextmanager
@@ -209,6 +217,9 @@ def _enqueue(driver: Driver, node: Node, stream: c_void_p, bounced: BouncedCopie
         return
     if isinstance(node, BoundCopy) and node.buffers is not None and bounced is not None:
         bounced.enqueue(node.source, node.target, node.size)
+        return
+    if isinstance(node, MemoryFill):
+        driver.call("cuMemsetD8Async", node.target, 0, node.size, stream)
         return
     if isinstance(node, BoundCopy):
         driver.call("cuMemcpyHtoDAsync_v2", node.target, node.source, node.size, stream)
