@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers.kernels.emulated import require
 from helpers.kernels.workbench import Workbench
 from helpers.support import Cli
 from picompile.artifact.code import Code, tuned_code
@@ -251,6 +252,7 @@ def test_all_libraries_are_tuned(cli: Cli, tiny_model: Path, tmp_path: Path, mon
 
 
 def test_tune_is_refused_for_another_machine(cli: Cli, tiny_model: Path, tmp_path: Path) -> None:
+    require("aarch64-linux-gnu-gcc")
     output = tmp_path / "artifact"
     ended = cli("compile", tiny_model, "-o", output, "--target", "cpu-arm64", "--tune")
     assert (ended.code, ended.err.count("\n")) == (2, 1)
