@@ -2,8 +2,9 @@
 
 python tests/cuda_matrix.py [--sm 75,80,86,89,90,120]
 
-Of each model half of the neurons are hot and everything else is on the GPU, in the formats, predictors and caches of
-MODELS. Prints a line for each architecture; ends with 1 where a kernel uses local memory.
+Of each model half of the neurons are hot, or more of them in one layer than in the next, and everything else is on the
+GPU, in the formats, predictors and caches of MODELS. Prints a line for each architecture; ends with 1 where a kernel
+uses local memory.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 from helpers.families import build, save
 from picompile.compile_steps import pipeline_passes
 from picompile.config import CompileOptions
-from picompile.frontend import load_model
+from picompile.frontend import Captured, load_model
 from picompile.progress import NoProgress
 from picompile.steps import run_passes
 from picompile_codegen.cuda.build import FILES, build_cuda
@@ -55,12 +56,20 @@ CONTEXT, CHUNK, RANK = 64, 16, 24
 
 
 def kernels_of(model: Model) -> dict[str, Any]:
-    """The CUDA kernels by name."""
+    """The CUDA kernels by name: those of layers that are alike, and those that other layers share."""
     with tempfile.TemporaryDirectory() as folder:
         save(model.variant, build(model.variant), Path(folder))
         captured = load_model(Path(folder))
     layers = range(captured.facts.layers)
-    hot = {layer: range(0, captured.facts.ffn, 2) for layer in layers}
+    found: dict[str, Any] = {}
+    for alike in (True, False):
+        steps = {layer: 2 if alike else 2 + layer for layer in layers}
+        found |= _lowered(model, captured, {layer: range(0, captured.facts.ffn, step) for layer, step in steps.items()})
+    return found
+
+
+def _lowered(model: Model, captured: Captured, hot: dict[int, range]) -> dict[str, Any]:
+    layers = range(captured.facts.layers)
     ranks = dict.fromkeys(layers, RANK) if model.predictor == "learned" else {}
     options = CompileOptions(target="4090", quant=model.quant)
     passes = [
