@@ -86,9 +86,10 @@ class Engine:
         """Load an opened artifact, which is closed with the engine. For the other arguments see `load`."""
         self.artifact = artifact
         self.threads = check_threads(threads) if threads is not None else default_threads()
-        self._program = artifact.program
         with translate_system_errors(artifact.folder):
             self._executor = Executor(artifact, self.threads, replan, cache_tokens)
+        self.loaded = self._executor.loaded
+        self._program = self.loaded.program
         self._lock = threading.RLock()
         self._positions = [0] * self._program.sequences
         self._counted = dict.fromkeys(ONE_TOKEN_EACH, 0)
@@ -119,6 +120,14 @@ class Engine:
     def moved_bytes(self) -> int:
         """Bytes of the weights that were planned for the GPU and that `replan` left with the host."""
         return self._executor.moved_bytes
+
+    @property
+    def computed_bytes(self) -> int:
+        """Bytes of the weights among them whose neurons the CPU computes for each token that is decoded.
+
+        Of the others the GPU reads what it needs over the bus.
+        """
+        return self.loaded.computed_bytes
 
     @property
     def unpinned_bytes(self) -> int:
