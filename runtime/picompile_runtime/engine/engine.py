@@ -44,6 +44,7 @@ def load(
         threads: CPU threads to run with; by default PICOMPILE_THREADS, else the physical cores that the process may
             use.
         replan: leave some of the GPU's weights with the host if less GPU memory is free than the artifact's plan needs.
+            The CPU then computes hot neurons among them; the GPU reads the others over the bus.
         cache_tokens: how many tokens all slots of the KV cache will hold together at most, which the caller sees to;
             this machine's memory must hold so many. By default each slot may hold a whole context. Memory of the host
             is taken page by page, as tokens come; `Engine.release` gives it back.

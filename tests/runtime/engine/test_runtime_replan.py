@@ -1,4 +1,4 @@
-"""Programs in which the host computes hot neurons of the GPU: which calls are changed, and that they pass all checks."""
+"""Programs in which the host computes hot neurons of the GPU: which calls change, and that all pass their checks."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
