@@ -20,7 +20,7 @@ from picompile_runtime.artifact.program import STATS_ROW_BYTES, UPLOAD_OP, WAITI
 from picompile_runtime.artifact.reader import Artifact
 from picompile_runtime.devices.cpu.native import HostLibrary, seconds_of
 from picompile_runtime.devices.memory import aligned_zeros, anonymous_map
-from picompile_runtime.engine.replan import LoadedProgram
+from picompile_runtime.engine.loaded_program import LoadedProgram
 from picompile_runtime.engine.timing import FiringCounts, InputCounts
 
 _BUFFER_BYTES = 2**29  # sixteen times a large last-level cache

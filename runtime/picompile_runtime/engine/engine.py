@@ -16,6 +16,7 @@ from picompile_runtime.artifact.program import BATCH, ONE_TOKEN_EACH, SCORE_MASK
 from picompile_runtime.artifact.reader import Artifact, open_artifact
 from picompile_runtime.devices.machine import check_threads, default_threads
 from picompile_runtime.engine.executor import Executor
+from picompile_runtime.engine.loaded_program import LoadedProgram
 from picompile_runtime.engine.timing import CallSpan, FiringCounts, InputCounts, firing_counts, input_counts
 from picompile_runtime.errors import RequestError
 from picompile_runtime.request_checks import (
@@ -89,8 +90,7 @@ class Engine:
         self.threads = check_threads(threads) if threads is not None else default_threads()
         with translate_system_errors(artifact.folder):
             self._executor = Executor(artifact, self.threads, replan, cache_tokens)
-        self.loaded = self._executor.loaded
-        self._program = self.loaded.program
+        self._program = self._executor.loaded.program
         self._lock = threading.RLock()
         self._positions = [0] * self._program.sequences
         self._counted = dict.fromkeys(ONE_TOKEN_EACH, 0)
@@ -116,6 +116,11 @@ class Engine:
     def sequences(self) -> int:
         """Number of slots of the KV cache."""
         return self._program.sequences
+
+    @property
+    def loaded(self) -> LoadedProgram:
+        """The program that runs, and its weights: those of the artifact, unless `replan` has changed something."""
+        return self._executor.loaded
 
     @property
     def moved_bytes(self) -> int:

@@ -30,7 +30,8 @@ from picompile_runtime.engine.layout import (
     host_layout,
     weights_of,
 )
-from picompile_runtime.engine.replan import LoadedProgram, split_anew
+from picompile_runtime.engine.loaded_program import LoadedProgram
+from picompile_runtime.engine.replan import split_anew
 from picompile_runtime.engine.timing import CallSpan, CallTimes, step_timeout
 from picompile_runtime.errors import KernelError, RequestError
 from picompile_runtime.sampling.sampler import Logits, TopScores
@@ -286,7 +287,7 @@ class Executor:
             self._accelerator.close()
             self._accelerator = None
         self._host_calls, self._accelerator_calls, self.buffers, self._state, self._weights = {}, {}, {}, {}, None
-        self._caches = {}
+        self._caches, self._made = {}, {}
         self._step = self._tokens = self._positions = self._slots = np.empty(0, np.int32)
         self.library.close()
 

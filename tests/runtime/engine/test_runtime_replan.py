@@ -26,7 +26,8 @@ from picompile_runtime.artifact.program import Argument, Call, Program, read_pro
 from picompile_runtime.devices.memory import Tensor, aligned_zeros
 from picompile_runtime.engine import layout
 from picompile_runtime.engine.layout import accelerator_need, fit_accelerator
-from picompile_runtime.engine.replan import LoadedProgram, compute_on_host, split_anew
+from picompile_runtime.engine.loaded_program import LoadedProgram
+from picompile_runtime.engine.replan import compute_on_host, split_anew
 
 SEQUENCES, NEURONS = 3, 76
 DECODING = ("decode", "batch")
