@@ -45,7 +45,7 @@ def write_predictors(model: Path, folder: Path, bias: float | Sequence[float], r
     """
     generator = torch.Generator().manual_seed(0)
     config = json.loads((model / "config.json").read_text())
-    hidden, neurons = config["hidden_size"], config["intermediate_size"]
+    hidden, neurons = config["hidden_size"], config.get("intermediate_size") or config["ffn_dim"]
     tensors, layers = {}, []
     for layer in range(config["num_hidden_layers"]):
         tensors[f"layers.{layer}.fc1"] = torch.randn(rank, hidden, generator=generator) / hidden**0.5

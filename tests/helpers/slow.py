@@ -159,6 +159,7 @@ SLOW: tuple[SlowTests, ...] = (
         (
             "test_families_cuda.py::",
             "test_gpu_sequences.py::",
+            "test_replan.py::",
             "test_streamed_weights.py::",
             "test_hybrid_sampling.py::",
             f"{_HYBRID}families[",

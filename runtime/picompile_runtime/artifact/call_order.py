@@ -8,10 +8,11 @@ transfer between host and accelerator; and that every wait ends. So no kernel us
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-import numpy as np
+from numpy.typing import NDArray
 
 from picompile_runtime.artifact.call_checks import INPUTS, arena_of, check_calls, span_of
 from picompile_runtime.artifact.interfaces import KernelInterface, KernelParameter
@@ -237,28 +238,36 @@ class _OrderCheck:
         return ""
 
 
-def check_code(artifact: Artifact, library: HostLibrary) -> None:
-    """Check every call of an artifact's program against its kernels, before any code runs.
+def check_code(artifact: Artifact, library: HostLibrary) -> Interfaces | None:
+    """Check every call of an artifact's program against its kernels, before any code runs; return the kernels.
 
     The kernels are those of `library` and of the accelerator's code. A library without a table of its kernels was not
-    made by `picompile compile`, and is not checked. Raises ArtifactError for a call that its kernel was not made for.
+    made by `picompile compile`, and is not checked; None is returned. Raises ArtifactError for a call that its kernel
+    was not made for.
     """
     of_host = library.interfaces()
     if of_host is None:
-        return
+        return None
     kernels = {"host": of_host, "device": _accelerator_interfaces(artifact) if artifact.program.has_accelerator else {}}
-    where = str(artifact.folder / PROGRAM)
+    check_against(artifact.program, kernels, artifact.weight, str(artifact.folder / PROGRAM))
+    return kernels
+
+
+def check_against(
+    program: Program, kernels: Interfaces, weight: Callable[[Argument], NDArray[Any]], where: str
+) -> None:
+    """Check every call of a program against `kernels`; `weight` returns the numbers that a call is given of a weight.
+
+    Raises ArtifactError, naming `where`.
+    """
 
     def numbers(argument: Argument) -> tuple[int, int]:
-        view = argument.view
-        offset = artifact.tensors[argument.name].offset + view.offset
-        count = view.size_bytes // np.dtype(view.dtype).itemsize
-        found = np.frombuffer(artifact.weights, view.dtype, count, offset)
+        found = weight(argument)
         return int(found.min()), int(found.max())
 
     for device, table in kernels.items():
-        check_calls(artifact.program, device, table, numbers, where)
-    check_order(artifact.program, kernels, where)
+        check_calls(program, device, table, numbers, where)
+    check_order(program, kernels, where)
 
 
 def _accelerator_interfaces(artifact: Artifact) -> Mapping[str, KernelInterface]:

@@ -12,9 +12,11 @@ import os
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from numpy.typing import NDArray
 
 from picompile_runtime.artifact.fields import parse_object
 from picompile_runtime.artifact.files import (
@@ -32,10 +34,10 @@ from picompile_runtime.artifact.files import (
 )
 from picompile_runtime.artifact.interfaces import CodeVariant, choose_variant
 from picompile_runtime.artifact.manifest import PROGRAM, WEIGHTS, Manifest, read_manifest
-from picompile_runtime.artifact.program import Program, read_program
+from picompile_runtime.artifact.program import Argument, Program, read_program
 from picompile_runtime.artifact.weights import read_header
 from picompile_runtime.devices.cpu.native import HostLibrary
-from picompile_runtime.devices.memory import Tensor, map_file
+from picompile_runtime.devices.memory import Tensor, array_at, map_file
 from picompile_runtime.errors import ArtifactError
 from picompile_runtime.verified_files import is_verified, mark_verified
 
@@ -91,6 +93,11 @@ class Artifact:
         for kernel in {call.kernel for name in self.program.functions for call in self.program.calls(name, device)}:
             library.kernel(kernel)
         return library
+
+    def weight(self, argument: Argument) -> NDArray[Any]:
+        """Return the numbers that a call is given of a weight, in the mapped file."""
+        offset = self.tensors[argument.name].offset + argument.view.offset
+        return array_at(self.weights, replace(argument.view, offset=offset))
 
     def json(self, name: str) -> Mapping[str, Any]:
         """Return one of the small JSON files as a mapping; empty if the artifact has none of that name."""

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from picompile_runtime.artifact.program import DEVICES
-from picompile_runtime.artifact.reader import Artifact
+from picompile_runtime.artifact.program import DEVICES, Program
 from picompile_runtime.bench.bandwidth import KINDS, KernelTime, MemoryReader, kind, step_bytes
 from picompile_runtime.bench.drafting import DraftedTokens, decode_drafting, draft_figures
 from picompile_runtime.bench.speed import SpeedStatistics
@@ -223,14 +222,14 @@ def measure(
     if trace:
         trace(steps)
     of_decoding = [step for step in steps if step.function == lengths.function]
-    return _result(_Measurement(engine.artifact, lengths, rounds[1:], firing, inputs, of_decoding), engine.threads)
+    return _result(_Measurement(engine, lengths, rounds[1:], firing, inputs, of_decoding), engine.threads)
 
 
 @dataclass(frozen=True)
 class _Measurement:
     """Everything that was measured. `steps` are the traced steps of decoding."""
 
-    artifact: Artifact
+    engine: Engine
     lengths: BenchmarkLengths
     rounds: Sequence[BenchmarkRound]
     firing: Sequence[FiringCounts]
@@ -243,13 +242,18 @@ class _Measurement:
         return self.lengths.sequences * self.lengths.decode
 
     @property
+    def program(self) -> Program:
+        """The program that ran."""
+        return self.engine.loaded.program
+
+    @property
     def on_gpu(self) -> bool:
         """Whether the accelerator is a GPU.
 
         Then rounds have no times of its calls, and its memory is not the one whose bandwidth is measured.
         """
-        code = self.artifact.manifest.accelerator
-        return self.artifact.program.has_accelerator and code is not None and code.kind == "cuda"
+        code = self.engine.artifact.manifest.accelerator
+        return self.program.has_accelerator and code is not None and code.kind == "cuda"
 
     @property
     def bandwidths(self) -> list[float]:
@@ -267,7 +271,7 @@ class _Measurement:
 def _result(measured: _Measurement, threads: int) -> dict[str, Any]:
     """Return the medians of the rounds."""
     lengths, rounds = measured.lengths, measured.rounds
-    program = measured.artifact.program
+    program = measured.program
     drafting = [each.drafting for each in rounds if each.drafting is not None]
     return {
         "prefill": asdict(SpeedStatistics.of(lengths.prompt, [each.prefill_s for each in rounds])),
@@ -294,7 +298,7 @@ def _decode(measured: _Measurement) -> dict[str, Any]:
     read = [_by_all(row, lengths.sequences) for row in firing]
     inputs = [replace(row, read_share=min(1.0, row.read_share * lengths.sequences)) for row in measured.inputs]
     cached = lengths.decode_depth + (lengths.decode + 1) / 2
-    moved = step_bytes(measured.artifact, lengths.function, read, cached, lengths.sequences, inputs)
+    moved = step_bytes(measured.engine.loaded, lengths.function, read, cached, lengths.sequences, inputs)
     of_calls = np.array(moved) / lengths.sequences
     token_bytes, pairs = float(of_calls.sum()), zip(rounds, bandwidths, strict=True)
     shares = [token_bytes / speed * measured.tokens / each.decode_s for each, speed in pairs]
@@ -319,7 +323,7 @@ def _by_all(row: FiringCounts, sequences: int) -> FiringCounts:
 
 def _kernels(measured: _Measurement, of_calls: NDArray[np.float64]) -> Iterator[KernelTime]:
     """Yield a row for each kind of kernel on each device; `of_calls` are the bytes per token of each call."""
-    calls = measured.artifact.program.functions[measured.lengths.function]
+    calls = measured.program.functions[measured.lengths.function]
     kinds, devices = np.array([kind(call) for call in calls]), np.array([call.device for call in calls])
     for device in DEVICES:
         for name in KINDS:

@@ -72,6 +72,7 @@ def accelerator_layout(
     mapped: mmap.mmap,
     tensors: Mapping[str, Tensor],
     of_host: Mapping[str, tuple[Any, int]],
+    made: Mapping[str, NDArray[np.uint8]],
 ) -> tuple[AcceleratorLayout, NDArray[np.uint8]]:
     """Allocate the accelerator's memory for everything that its calls use, and copy its weights there.
 
@@ -81,6 +82,7 @@ def accelerator_layout(
         mapped: the mapped weights file.
         tensors: the weights' places in the file.
         of_host: the host's weights by name; the accelerator reads streamed weights where the host has them.
+        made: the bytes of weights that are not in the file.
 
     Returns:
         The layout, and the memory that the accelerator shares with the host, uint8 [bytes].
@@ -101,7 +103,8 @@ def accelerator_layout(
         if program.memories["state", name] == "device":
             places["state", name] = (accelerator.allocate(tensor.size_bytes, f"the cache {name}"), 0)
     used = weights_of(program, "device")
-    places |= _upload(accelerator, mapped, {name: tensors[name] for name in used if name not in program.streamed})
+    own = {name: tensors[name] for name in used if name not in program.streamed}
+    places |= _upload(accelerator, mapped, own, made)
     if streamed := [name for name in used if name in program.streamed]:
         adopted = accelerator.adopt(of_host[streamed[0]][0])
         places |= {("weight", name): (adopted, of_host[name][1]) for name in streamed}
@@ -116,17 +119,21 @@ def weights_of(program: Program, device: str) -> list[str]:
 
 
 def _upload(
-    accelerator: Accelerator, mapped: mmap.mmap, tensors: Mapping[str, Tensor]
+    accelerator: Accelerator,
+    mapped: mmap.mmap,
+    tensors: Mapping[str, Tensor],
+    made: Mapping[str, NDArray[np.uint8]],
 ) -> dict[tuple[str, str], tuple[Any, int]]:
     offsets, end = {}, 0
     for name, tensor in tensors.items():
         offsets[name] = end
         end += -(-tensor.size_bytes // ALIGNMENT) * ALIGNMENT
     memory = accelerator.allocate(end, "the accelerator's weights")
-    source = np.frombuffer(mapped, np.uint8)
+    of_file = np.frombuffer(mapped, np.uint8)
     for name, tensor in tensors.items():
+        source, begin = (made[name], 0) if name in made else (of_file, tensor.offset)
         for start, size in _parts(tensor.size_bytes):
-            first = tensor.offset + start
+            first = begin + start
             accelerator.write(memory, offsets[name] + start, source[first : first + size])
     accelerator.protect(memory)
     return {("weight", name): (memory, offset) for name, offset in offsets.items()}
@@ -172,7 +179,7 @@ def accelerator_need(program: Program, tensors: Mapping[str, Tensor], graph_byte
     """Return the memory that `program` needs with its weights `tensors`; the driver keeps `graph_bytes` for graphs."""
     caches = (tensor for name, tensor in program.state.items() if program.memories["state", name] == "device")
     return AcceleratorNeed(
-        weights=_pieces(_packed(tensors[name] for name in _own_weights(program))),
+        weights=_pieces(packed_bytes(tensors[name] for name in _own_weights(program))),
         kv_cache=sum(_pieces(tensor.size_bytes) for tensor in caches),
         workspace=_pieces(program.accelerator_arena_bytes),
         driver=max(_SPARED_BYTES, graph_bytes),
@@ -207,7 +214,7 @@ def fit_accelerator(
             f"the model needs {needed} of GPU memory ({need}) and {free} are free; close what "
             "uses the GPU, leave weights with the host (--replan), or compile with a smaller --vram-budget"
         )
-    moved = _moved(program, tensors, need.total - free_bytes)
+    moved = moved_weights(program, tensors, need.total - free_bytes)
     smaller = replace(program, streamed=program.streamed | moved)
     if (least := accelerator_need(smaller, tensors, graph_bytes)).total > free_bytes:
         needed, free = in_units(least.total, free_bytes)
@@ -218,7 +225,7 @@ def fit_accelerator(
     return smaller
 
 
-def _moved(program: Program, tensors: Mapping[str, Tensor], wanted_bytes: int) -> frozenset[str]:
+def moved_weights(program: Program, tensors: Mapping[str, Tensor], wanted_bytes: int) -> frozenset[str]:
     """Return names of the accelerator's weights with `wanted_bytes` together, or all of them if they have fewer."""
     read = _read_bytes(program, tensors)
     # Among equals the last goes first, since the first layers begin a step.
@@ -226,7 +233,7 @@ def _moved(program: Program, tensors: Mapping[str, Tensor], wanted_bytes: int) -
     order = sorted(names, key=lambda name: read.get(name, 0.0) / max(1, tensors[name].size_bytes))
     moved: set[str] = set()
     for name in order:
-        if _packed(tensors[each] for each in moved) >= wanted_bytes:
+        if packed_bytes(tensors[each] for each in moved) >= wanted_bytes:
             break
         moved.add(name)
     return frozenset(moved)
@@ -257,5 +264,6 @@ def _pieces(size_bytes: int) -> int:
     return -(-size_bytes // _PIECE_BYTES) * _PIECE_BYTES
 
 
-def _packed(tensors: Iterable[Tensor]) -> int:
+def packed_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return how much memory tensors take one behind the other."""
     return sum(-(-tensor.size_bytes // ALIGNMENT) * ALIGNMENT for tensor in tensors)

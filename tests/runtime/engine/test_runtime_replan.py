@@ -1,0 +1,302 @@
+"""Programs in which the host computes hot neurons of the GPU: which calls change, and that all pass their checks."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from torch.fx import GraphModule
+
+from picompile.testing import GraphShape, build, random_weights
+from picompile_codegen.build.interfaces import interfaces
+from picompile_codegen.lowering.function import LowerOptions
+from picompile_codegen.lowering.lower import Lowered, lower
+from picompile_codegen.lowering.placement import Placement
+from picompile_passes.graph.materialize import evaluate_constant
+from picompile_passes.passes.insert_predictors import InsertPredictors
+from picompile_passes.passes.partition import Partition
+from picompile_passes.passes.quantize import Quantize
+from picompile_passes.pipeline import Pipeline
+from picompile_runtime.artifact.call_order import Interfaces, check_against
+from picompile_runtime.artifact.fields import Fields
+from picompile_runtime.artifact.interfaces import KernelInterface, parse_interfaces
+from picompile_runtime.artifact.program import Argument, Call, Program, read_program
+from picompile_runtime.devices.memory import Tensor, aligned_zeros
+from picompile_runtime.engine import layout
+from picompile_runtime.engine.layout import accelerator_need, fit_accelerator
+from picompile_runtime.engine.loaded_program import LoadedProgram
+from picompile_runtime.engine.replan import compute_on_host, split_anew
+
+SEQUENCES, NEURONS = 3, 76
+DECODING = ("decode", "batch")
+HOT = {0: tuple(range(0, 75, 2)), 1: tuple(range(30, 68))}
+LEARNED = InsertPredictors("learned", ranks={0: 5, 1: 5})
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its predictors, the format of its weights, and the neurons of its hot parts."""
+
+    shape: GraphShape
+    predictors: InsertPredictors = LEARNED
+    form: str = "f16"
+    hot: Mapping[int, Sequence[int]] = field(default_factory=lambda: HOT)
+
+
+def shape(activation: str = "relu", **more: bool) -> GraphShape:
+    return GraphShape(hidden=72, heads=3, ffn=NEURONS, vocab=50, layers=2, activation=activation, **more)
+
+
+CASES = {
+    "gated": Case(shape()),
+    "q4, a prediction from the layer before": Case(shape(), replace(LEARNED, inputs={1: "previous"}), "q4"),
+    "biases": Case(shape("relu2", gated=False)),
+    "limits": Case(shape("silu"), replace(LEARNED, gate_limits=(0, 1), output_limits=(0, 1))),
+    # The second layer has no hot part.
+    "one layer": Case(shape(), hot={0: HOT[0], 1: ()}),
+    # Here parts decide for themselves.
+    "exact": Case(shape(), InsertPredictors("exact")),
+    "sign": Case(shape(), InsertPredictors("sign", thresholds={0: 0.48, 1: 0.48})),
+    "none": Case(shape(), InsertPredictors("none")),
+}
+MOVABLE = ("gated", "q4, a prediction from the layer before", "biases", "limits")
+
+
+@dataclass(frozen=True)
+class ForGpu:
+    """A program for a GPU, its weights and its kernels."""
+
+    graph: GraphModule
+    lowered: Lowered
+    program: Program
+    tensors: Mapping[str, Tensor]
+    kernels: Interfaces
+
+    def weight(self, argument: Argument) -> NDArray[np.generic]:
+        """Return what the file would have of a weight."""
+        source, tensor = random_weights(self.graph), self.lowered.weights.tensors[argument.name]
+        whole = tensor.produce(lambda node: evaluate_constant(self.graph, node, source)).numpy()
+        first, view = argument.view.offset, argument.view
+        content = np.ascontiguousarray(whole).reshape(-1).view(np.uint8)[first : first + view.size_bytes]
+        aligned = aligned_zeros(content.shape, np.uint8)
+        aligned[:] = content
+        return aligned.view(view.dtype).reshape(view.shape)
+
+    def moving(self, *layers: int) -> LoadedProgram:
+        """Return the program with the hot matrices of some layers left with the host."""
+        names = frozenset(f"layers.{layer}.ffn.neurons.hot" for layer in layers)
+        return compute_on_host(self.program, self.tensors, self.kernels, names)
+
+    def check(self, found: LoadedProgram) -> dict[str, NDArray[np.uint8]]:
+        """Check the calls of a program as they are checked when it is loaded; return the weights that were made."""
+        made = found.contents(self.weight)
+
+        def weight(argument: Argument) -> NDArray[np.generic]:
+            return made[argument.name].view(argument.view.dtype) if argument.name in made else self.weight(argument)
+
+        check_against(found.program, self.kernels, weight, "program.json")
+        return made
+
+
+@pytest.fixture(scope="module")
+def for_gpu() -> Callable[[str], ForGpu]:
+    """Lowers each case once."""
+    known: dict[str, ForGpu] = {}
+
+    def lower_it(name: str) -> ForGpu:
+        if name not in known:
+            case = CASES[name]
+            passes = (case.predictors, Partition(case.hot), Quantize(case.form))
+            graph = Pipeline(passes)(build(case.shape)).graph_module
+            lowered = lower(graph, LowerOptions(32, 16, "float32", SEQUENCES, "cuda", Placement.all_of(2)))
+            tensors = {each.name: Tensor(each.dtype, each.shape) for each in lowered.weights.tensors.values()}
+            program = read_program(json.dumps(lowered.program.to_json()).encode(), tensors, "program.json")
+            built = {"host": lowered.built, "device": lowered.accelerator_built}
+            kernels = {
+                device: parse_interfaces(Fields(interfaces(of_device.values()), device))
+                for device, of_device in built.items()
+            }
+            known[name] = ForGpu(graph, lowered, program, tensors, kernels)
+        return known[name]
+
+    return lower_it
+
+
+def blocks(program: Program, function: str, device: str) -> list[Call]:
+    return [call for call in program.calls(function, device) if call.op == "ffn"]
+
+
+def layers_of(program: Program, function: str, device: str) -> list[int | None]:
+    return [call.layer for call in blocks(program, function, device)]
+
+
+@pytest.mark.parametrize("moved", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("name", MOVABLE)
+def test_the_host_computes_all_neurons_of_a_layer(
+    for_gpu: Callable[[str], ForGpu], name: str, moved: tuple[int, ...]
+) -> None:
+    """In functions that decode; those that read prompts are the same calls."""
+    case = for_gpu(name)
+    found = case.moving(*moved)
+    case.check(found)
+    kept = [layer for layer in (0, 1) if layer not in moved]
+    for function in found.program.functions:
+        if function not in DECODING:
+            assert found.program.functions[function] == case.program.functions[function]
+            continue
+        assert layers_of(found.program, function, "device") == kept
+        assert layers_of(found.program, function, "host") == [0, 1]
+        for before, call in zip(
+            blocks(case.program, function, "host"), blocks(found.program, function, "host"), strict=True
+        ):
+            assert (call != before) == (call.layer in moved)
+    names = [f"layers.{layer}.ffn.neurons.hot" for layer in moved]
+    assert found.program.streamed == case.program.streamed | set(names)
+    assert found.computed_bytes == sum(case.tensors[name].size_bytes for name in names)
+    # The bytes that a step reads are those of before.
+    for function in DECODING:
+        read = [sum(call.weight_bytes for call in each.functions[function]) for each in (case.program, found.program)]
+        assert read[0] == read[1]
+
+
+@pytest.mark.parametrize("name", MOVABLE)
+def test_the_cold_neurons_come_first(for_gpu: Callable[[str], ForGpu], name: str) -> None:
+    """In the mask, in the matrices, and in everything else that a neuron has."""
+    case = for_gpu(name)
+    found = case.moving(1)
+    made = case.check(found)
+    cold = [neuron for neuron in range(NEURONS) if neuron not in HOT[1]]
+    assert made["replan.1.table"].view(np.int32).tolist() == [*cold, *HOT[1]]
+    assert found.joined == {"replan.1.neurons": ("layers.1.ffn.neurons.cold", "layers.1.ffn.neurons.hot")}
+    assert found.loading_order(["norm", "layers.1.ffn.neurons.hot", "replan.1.table", "replan.1.neurons"]) == [
+        "layers.1.ffn.neurons.cold",
+        "layers.1.ffn.neurons.hot",
+        "norm",
+    ]
+    (call,) = (call for call in blocks(found.program, "batch", "host") if call.layer == 1)
+    parameters = case.kernels["host"][call.kernel].parameters
+    args = {parameter.name: argument for parameter, argument in zip(parameters, call.args, strict=True)}
+    assert args["mask"].view.shape == (SEQUENCES * NEURONS,)
+    assert args["neuron_w.data"].view.size_bytes == found.tensors["replan.1.neurons"].size_bytes
+    (before,) = (call for call in blocks(case.program, "batch", "device") if call.layer == 1)
+    parameters = case.kernels["device"][before.kernel].parameters
+    hot = {parameter.name: argument for parameter, argument in zip(parameters, before.args, strict=True)}
+    of_neurons = [each for each in ("gate_bias", "up_bias", "gate_limits", "output_limits") if each in args]
+    assert bool(of_neurons) == (name in ("biases", "limits"))
+    for each in of_neurons:
+        np.testing.assert_array_equal(made[args[each].name].view(np.float32)[len(cold) :], case.weight(hot[each]))
+
+
+@pytest.mark.parametrize("name", ["gated", "biases"])
+def test_what_the_gpu_adds_is_the_bias_of_down_or_nothing(for_gpu: Callable[[str], ForGpu], name: str) -> None:
+    case = for_gpu(name)
+    made = case.check(case.moving(0))
+    if name == "gated":
+        zeros = [content for weight, content in made.items() if weight.startswith("replan.zeros.")]
+        assert len(zeros) == len(DECODING) and not any(content.any() for content in zeros)
+        return
+    biases = [made[f"replan.0.bias.{rows}"].view(np.float32).reshape(rows, -1) for rows in (1, SEQUENCES)]
+    assert (biases[1] == biases[0]).all() and biases[0].any()
+
+
+def test_statistics_are_those_of_the_layer(for_gpu: Callable[[str], ForGpu]) -> None:
+    case = for_gpu("gated")
+    found = case.moving(1).program
+    assert [(part.layer, part.part, part.neurons) for part in found.ffn] == [
+        (0, "cold", NEURONS - len(HOT[0])),
+        (0, "hot", len(HOT[0])),
+        (1, "all", NEURONS),
+    ]
+    assert sum(part.neurons for part in case.program.ffn) == sum(part.neurons for part in found.ffn)
+
+
+@pytest.mark.parametrize("name", ["exact", "sign", "none"])
+def test_parts_that_decide_for_themselves_stay(for_gpu: Callable[[str], ForGpu], name: str) -> None:
+    """The GPU reads their weights over the bus."""
+    case = for_gpu(name)
+    found = case.moving(0, 1)
+    assert not found.joined and not found.made and found.computed_bytes == 0
+    assert found.program.functions == case.program.functions
+    assert found.program.streamed >= {"layers.0.ffn.neurons.hot", "layers.1.ffn.neurons.hot"}
+
+
+def test_a_layer_without_a_cold_part_stays(for_gpu: Callable[[str], ForGpu]) -> None:
+    case = for_gpu("one layer")
+    found = case.moving(0, 1)
+    case.check(found)
+    assert list(found.joined) == ["replan.0.neurons"]
+
+
+@pytest.mark.parametrize("name", ["columns", "count"])
+def test_kernels_for_fewer_neurons_stay(for_gpu: Callable[[str], ForGpu], name: str) -> None:
+    """As older artifacts have them."""
+    case = for_gpu("gated")
+
+    def smaller(kernels: Mapping[str, KernelInterface]) -> dict[str, KernelInterface]:
+        return {
+            kernel: replace(
+                interface,
+                parameters=tuple(
+                    replace(each, below=NEURONS) if each.name == name else each for each in interface.parameters
+                ),
+            )
+            for kernel, interface in kernels.items()
+        }
+
+    older = replace(case, kernels={device: smaller(kernels) for device, kernels in case.kernels.items()})
+    assert not older.moving(0, 1).joined
+
+
+def test_a_mask_without_room_for_all_neurons_stays(for_gpu: Callable[[str], ForGpu]) -> None:
+    case = for_gpu("gated")
+    buffers = {
+        name: replace(tensor, shape=(SEQUENCES, NEURONS - 1)) if name.endswith("mask.sent") else tensor
+        for name, tensor in case.program.buffers.items()
+    }
+    assert not replace(case, program=replace(case.program, buffers=buffers)).moving(0, 1).joined
+
+
+def test_names_of_made_weights_are_those_of_no_others(for_gpu: Callable[[str], ForGpu]) -> None:
+    case = for_gpu("gated")
+    tensors = {**case.tensors, "replan.zeros": Tensor("float32", (1,))}
+    assert not split_anew(case.program, case.program, tensors, case.kernels, 0).joined
+
+
+# ---- what fits ----
+
+
+@pytest.mark.parametrize("room", [0, 64, 1000])
+def test_a_program_that_is_split_anew_fits(
+    for_gpu: Callable[[str], ForGpu], monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    """Whatever is free: made weights take memory as well, and more weights move for them."""
+    monkeypatch.setattr(layout, "_SPARED_BYTES", 0)
+    monkeypatch.setattr(layout, "_PIECE_BYTES", 1)
+    case = for_gpu("gated")
+    need = accelerator_need(case.program, case.tensors).total
+    hot = {f"layers.{layer}.ffn.neurons.hot" for layer in (0, 1)}
+    hot_bytes = sum(case.tensors[name].size_bytes for name in hot)
+    joined = []
+    for lacking in (1, hot_bytes // 2 + room, hot_bytes + 2000 + room):
+        moved = fit_accelerator(case.program, case.tensors, need - lacking, may_move=True)
+        found = split_anew(case.program, moved, case.tensors, case.kernels, need - lacking)
+        case.check(found)
+        assert accelerator_need(found.program, found.tensors).total <= need - lacking
+        assert len(found.joined) == len(hot & found.program.streamed)
+        joined.append(len(found.joined))
+    assert joined == [0, 1, 2]
+
+
+def test_where_made_weights_do_not_fit_the_gpu_reads_over_the_bus(
+    for_gpu: Callable[[str], ForGpu], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout, "_SPARED_BYTES", 0)
+    monkeypatch.setattr(layout, "_PIECE_BYTES", 1)
+    case = for_gpu("gated")
+    need = accelerator_need(case.program, case.tensors)
+    free_bytes = need.total - need.weights
+    moved = fit_accelerator(case.program, case.tensors, free_bytes, may_move=True)
+    found = split_anew(case.program, moved, case.tensors, case.kernels, free_bytes)
+    assert found == LoadedProgram(moved, case.tensors)
