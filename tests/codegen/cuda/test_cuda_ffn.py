@@ -76,7 +76,7 @@ COUNTED = [
     ("reglu", "exact", "f16", CHUNK),
 ]
 # How many neurons the kernel has room for, beside those of the block. Most groups of the last one have no neuron.
-ROOM = (0, 7, 1500)
+ROOM = (7, 1500)
 OF_SEQUENCES = [("opt", "part", "f16"), ("swiglu", "masked", "q8"), ("bitnet", "part", "f16")]
 
 
