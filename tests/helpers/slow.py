@@ -363,6 +363,10 @@ SLOW: tuple[SlowTests, ...] = (
             f"{_BLOCKS}masks_of_a_chunk_in_tiles[",
             f"{_BLOCKS}blocks_share_a_kernel[",
             *(f"{file}::test_{name}[" for file in _ATTENTION for name in ("one_token", "chunk", "several_sequences")),
+            *(
+                f"codegen/lowering/test_lower_panels.py::test_programs_of_both_layouts_compute_the_same[{f}]"
+                for f in ("q8", "q4m")
+            ),
             "codegen/cuda/test_cuda_ffn.py::test_ffn[",
             "codegen/cuda/test_cuda_ffn.py::test_blocks_share_a_kernel[",
             "codegen/cuda/test_cuda_ffn.py::test_several_sequences[",
