@@ -22,8 +22,8 @@ import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
-import numpy as np
 from _gpu_models import ModelOptions, model_graph, model_split
 from _gpu_split import Planned
 from _sass import disassemble, loops_with
@@ -32,6 +32,7 @@ from picompile.artifact.code import Code, build_code
 from picompile.machine import TARGETS, native_target
 from picompile.progress import NoProgress
 from picompile.synth.shapes import find_shape
+from picompile_codegen.build.isa import ISAS
 from picompile_codegen.cuda.build import build_cuda
 from picompile_codegen.lowering.function import LowerOptions
 from picompile_codegen.lowering.lower import Lowered, lower
@@ -40,20 +41,23 @@ CHUNK, CONTEXT, RANK = 512, 4096, 1024
 MULTIPLICATION = "HMMA"
 
 
-def lowered_model(shape_name: str, quant: str, planned: Planned, sm: int, numbers: int = 0) -> tuple[Lowered, int]:
+def lowered_model(
+    shape_name: str, quant: str, planned: Planned, sm: int, draws: int = 0, sequences: int = 1
+) -> tuple[Lowered, int]:
     """The program of a shape that is split for a machine, and how many layers it has.
 
-    Without `numbers` layers have the plan's neurons, else one of so many random numbers around their mean.
+    Without `draws` layers have the plan's neurons, else one of so many random numbers around their mean, in turns.
     """
     shape = find_shape(shape_name)
     options = ModelOptions(quant, 1.0, RANK, CONTEXT, sm, (), planned)
     split = model_split(shape, options, f"hybrid_{planned.target}")
-    if numbers:
-        random, mean = np.random.default_rng(0), split.hot_mean
-        counts = np.clip((mean * random.uniform(0.6, 1.3, numbers)).astype(int) // 64 * 64, 64, shape.ffn - 64).tolist()
-        split = replace(split, hot={layer: counts[layer % numbers] for layer in split.hot})
+    if draws:
+        drawn = Random(0)
+        factors = [drawn.uniform(0.6, 1.3) for _ in range(draws)]
+        counts = [max(64, min(shape.ffn - 64, round(split.hot_mean * each) // 64 * 64)) for each in factors]
+        split = replace(split, hot={layer: counts[layer % draws] for layer in split.hot})
     graph = model_graph(shape, options, split, dense=False)
-    return lower(graph, LowerOptions(CONTEXT, CHUNK, "float16", 1, "cuda", split.placement)), shape.layers
+    return lower(graph, LowerOptions(CONTEXT, CHUNK, "float16", sequences, "cuda", split.placement)), shape.layers
 
 
 def launches(lowered: Lowered, function: str) -> int:
@@ -83,14 +87,14 @@ def main() -> None:
     parser.add_argument("--firing", default="5%")
     parser.add_argument("--quant", default="q4")
     parser.add_argument("--cycles", type=int, default=32)
-    parser.add_argument("--numbers", type=int, default=0, help="different numbers of hot neurons, 0 for the plan's")
+    parser.add_argument("--draws", type=int, default=0, help="random numbers of hot neurons, 0 for the plan's")
+    parser.add_argument("--sequences", type=int, default=1)
     options = parser.parse_args()
     sm = TARGETS[options.target].sm
     assert sm is not None
     started = time.monotonic()
-    lowered, layers = lowered_model(
-        options.shape, options.quant, Planned(options.target, options.firing), sm, options.numbers
-    )
+    planned = Planned(options.target, options.firing)
+    lowered, layers = lowered_model(options.shape, options.quant, planned, sm, options.draws, options.sequences)
     lowered_s = time.monotonic() - started
     cold, copied = cold_bytes(lowered), copied_bytes(lowered, "prefill_last")
     print(f"{options.shape}, {options.quant}, {options.target}, {options.firing} firing")
@@ -108,7 +112,7 @@ def main() -> None:
         built_s, size = time.monotonic() - started, Path(folder, "device.cubin").stat().st_size
         print(f"captured and lowered in {lowered_s:.0f} s; CUDA code made in {built_s:.0f} s, {size / 2**20:.1f} MiB")
         native, started = native_target(), time.monotonic()
-        build_code([Code(native.isas[0], "host.so")], lowered, Path(folder), NoProgress())
+        build_code([Code(ISAS[native.isas[0]], "host.so")], lowered, Path(folder), NoProgress())
         size = Path(folder, "host.so").stat().st_size
         print(
             f"{len(lowered.built)} kernels for the host in {time.monotonic() - started:.0f} s, {size / 2**20:.2f} MiB"

@@ -104,7 +104,7 @@ def send_bits(
     table: KernelTensor,
     out_mask: KernelTensor,
     tokens: Expr,
-    sizes: "MaskSizes",
+    sizes: MaskSizes,
     place: ThreadIndex,
 ) -> Expr:
     """out_mask[t, i] = mask[t, table[i]] in the rows that count; gives how many ones this thread has written."""
