@@ -29,8 +29,12 @@ SOURCE = cuda.cuda_source([cuda.write_kernel(PingPongSpec())])
 PING_PONG = CudaImages(
     89, 89, CUBIN, PTX, {"ping_pong": (GpuLaunch(LAUNCH.symbol, (1, 1, 1), (LAUNCH.grid.threads, 1, 1), LAUNCH.args),)}
 )
-# A kernel may have begun before the host wrote the first flag, or after.
-UNSEEN = "(the GPU did not see the host's flag, in which it saw 0|the GPU answered, and the host did not see it)"
+# A kernel may have begun before the host wrote the first flag, or after; then all that it wrote appears at its end, in
+# no order.
+UNSEEN = (
+    "(the GPU did not see the host's flag, in which it saw 0|the GPU answered, and the host did not see it|"
+    "the host saw the GPU's flag before the words)"
+)
 # The words arrive later than their flag, or not at all.
 WORDS = "= pi_load_shared(sent + at);"
 
