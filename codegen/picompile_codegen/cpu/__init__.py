@@ -15,6 +15,7 @@ __all__ = ["BODIES", "Kernel", "write_kernel"]
 BODIES: Mapping[type[KernelSpec], Callable[[Any, KernelFunction], None]] = {
     specs.AddSpec: token_ops.add,
     specs.AttentionSpec: attention.attention,
+    specs.BorrowCacheSpec: transfer.borrow_cache,
     specs.CacheWriteSpec: cache.cache_write,
     specs.CopyWordsSpec: transfer.copy_words,
     specs.CountedFfnSpec: ffn.ffn,
@@ -22,7 +23,9 @@ BODIES: Mapping[type[KernelSpec], Callable[[Any, KernelFunction], None]] = {
     specs.ElementwiseSpec: token_ops.elementwise,
     specs.EmbeddingSpec: token_ops.embedding,
     specs.FfnSpec: ffn.ffn,
+    specs.JoinColumnsSpec: token_ops.join_columns,
     specs.LayerNormSpec: token_ops.layer_norm,
+    specs.LendCacheSpec: transfer.lend_cache,
     specs.LinearSpec: linear.linear,
     specs.PredictLowRankSpec: predict.predict_low_rank,
     specs.PredictSignsSpec: predict.predict_signs,

@@ -6,7 +6,7 @@ A kernel that depends on positions is made for one mode of a step, see `specs.ar
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import accumulate, cycle
 
 from tvm import tirx
 
@@ -19,6 +19,7 @@ from picompile_codegen.specs import (
     DivideByRmsSpec,
     ElementwiseSpec,
     EmbeddingSpec,
+    JoinColumnsSpec,
     LayerNormSpec,
     Mode,
     RmsNormSpec,
@@ -87,6 +88,19 @@ def take_last(spec: TakeLastSpec, function: KernelFunction) -> None:
     tokens = function.tokens(spec.rows)
     x, y = function["x"], function["y"]
     blocks(spec.dim, lambda c, valid: store(y, 0, c, value=load(x, tokens - 1, c, valid=valid), valid=valid))
+
+
+def join_columns(spec: JoinColumnsSpec, function: KernelFunction) -> None:
+    """Write the body of a `JoinColumnsSpec`."""
+    y, starts = function["y"], accumulate(spec.widths, initial=0)
+    parts = [(function[f"x{number}"], start) for number, start in zip(range(len(spec.widths)), starts, strict=False)]
+    with parallel(function.tokens(spec.rows), when_worth=spec.rows > 1) as t:
+        for x, start in parts:
+            _copy_columns(x, y, t, start)
+
+
+def _copy_columns(x: KernelTensor, y: KernelTensor, t: Expr, start: int) -> None:
+    blocks(x.columns, lambda c, valid: store(y, t, start + c, value=load(x, t, c, valid=valid), valid=valid))
 
 
 def embedding(spec: EmbeddingSpec, function: KernelFunction) -> None:

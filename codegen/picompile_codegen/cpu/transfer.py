@@ -11,7 +11,9 @@ from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, counter, loop, parallel, when, worth_a_region
 from picompile_codegen.cpu.vector import at, blocks, load, splat, store
 from picompile_codegen.specs import (
+    BorrowCacheSpec,
     CopyWordsSpec,
+    LendCacheSpec,
     ReceiveMaskSpec,
     ReceiveSpec,
     SendMaskSpec,
@@ -20,6 +22,7 @@ from picompile_codegen.specs import (
     UploadSpec,
     WaitSpec,
 )
+from picompile_codegen.specs.arguments import ITEM_BYTES
 
 # Bytes that are copied as one vector.
 _COPIED_BYTES = 64
@@ -88,6 +91,25 @@ def upload(spec: UploadSpec, function: KernelFunction) -> None:
         y[full * _COPIED_BYTES + i] = source[full * _COPIED_BYTES + i]
 
 
+def lend_cache(spec: LendCacheSpec, function: KernelFunction) -> None:
+    """Write the body of a `LendCacheSpec`."""
+    cache, y = function["cache"], function["y"]
+    slot = 0 if spec.sequences == 1 else function.slot(spec.sequences)
+    count = bind(function.position(spec.context) * spec.width)
+    cache_bytes = spec.kv_heads * spec.context * spec.width * ITEM_BYTES[spec.dtype]
+    with parallel(spec.kv_heads, when_worth=worth_a_region(cache_bytes)) as head:
+        _copy_elements(cache, (slot, head), y, (head,), count)
+
+
+def borrow_cache(spec: BorrowCacheSpec, function: KernelFunction) -> None:
+    """Write the body of a `BorrowCacheSpec`."""
+    source, y = function["source"], function["y"]
+    _wait(function["flag"], function["abandoned"], function.step_number(), source)
+    count = bind(function.position(spec.context) * spec.width)
+    with loop(0, spec.kv_heads) as head:
+        _copy_elements(source, (head,), y, (head,), count)
+
+
 def wait(_: WaitSpec, function: KernelFunction) -> None:
     """Write the body of a `WaitSpec`."""
     flag = function["flag"]
@@ -98,6 +120,18 @@ def signal(_: SignalSpec, function: KernelFunction) -> None:
     """Write the body of a `SignalSpec`."""
     flag = function["flag"]
     _signal(flag, function.step_number(), flag, flag)
+
+
+def _copy_elements(
+    source: KernelTensor, from_row: tuple[Expr, ...], target: KernelTensor, to_row: tuple[Expr, ...], count: Expr
+) -> None:
+    """Copy the first `count` elements of a row."""
+    lanes = _COPIED_BYTES // ITEM_BYTES[source.dtype]
+    full = bind(count // lanes)
+    with loop(0, full) as part:
+        target[(*to_row, at(part * lanes, lanes))] = source[(*from_row, at(part * lanes, lanes))]
+    with loop(full * lanes, count) as i:
+        target[(*to_row, i)] = source[(*from_row, i)]
 
 
 def _copy_rows(source: KernelTensor, target: KernelTensor, tokens: Expr, dim: int) -> None:

@@ -16,6 +16,7 @@ __all__ = ["BODIES", "CudaKernel", "CudaSource", "cuda_source", "write_kernel"]
 BODIES: Mapping[type[KernelSpec], Callable[[Any, CudaFunction], None]] = {
     specs.AddSpec: token_ops.add,
     specs.AttentionSpec: attention.attention,
+    specs.BorrowCacheSpec: transfer.borrow_cache,
     specs.CacheWriteSpec: token_ops.cache_write,
     specs.CopyWordsSpec: transfer.copy_words,
     specs.CountedFfnSpec: ffn.ffn,
@@ -24,6 +25,7 @@ BODIES: Mapping[type[KernelSpec], Callable[[Any, CudaFunction], None]] = {
     specs.ElementwiseSpec: token_ops.elementwise,
     specs.EmbeddingSpec: token_ops.embedding,
     specs.FfnSpec: ffn.ffn,
+    specs.JoinColumnsSpec: token_ops.join_columns,
     specs.LayerNormSpec: token_ops.norm,
     specs.LinearAddSpec: linear.linear_add,
     specs.LinearSpec: linear.linear,

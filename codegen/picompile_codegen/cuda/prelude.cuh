@@ -175,6 +175,16 @@ static __device__ __forceinline__ float pi_load_shared(const float *at) { return
 static __device__ __forceinline__ int pi_load_shared(const int *at) { return *(const volatile int *)at; }
 static __device__ __forceinline__ uchar pi_load_shared(const uchar *at) { return *(const volatile uchar *)at; }
 
+// The bits of one, two or four bytes that the other side may have written, whatever they mean.
+static __device__ __forceinline__ int pi_load_shared_byte(const void *at) { return *(const volatile uchar *)at; }
+static __device__ __forceinline__ int pi_load_shared_half(const void *at) {
+  return *(const volatile unsigned short *)at;
+}
+static __device__ __forceinline__ int pi_load_shared_word(const void *at) { return *(const volatile int *)at; }
+static __device__ __forceinline__ void pi_store_byte(void *at, int bits) { *(uchar *)at = (uchar)bits; }
+static __device__ __forceinline__ void pi_store_half(void *at, int bits) { *(unsigned short *)at = (unsigned short)bits; }
+static __device__ __forceinline__ void pi_store_word(void *at, int bits) { *(int *)at = bits; }
+
 #ifdef __CUDA_ARCH__  // where there is no GPU, its emulation has a clock
 static __device__ __forceinline__ uint64_t pi_now_ns() {
   uint64_t now;

@@ -1,6 +1,7 @@
 """Kernels that treat each token by itself, on a GPU, and what writes the KV cache."""
 
 from collections.abc import Callable
+from itertools import accumulate
 
 from tvm import tirx
 
@@ -17,6 +18,7 @@ from picompile_codegen.specs import (
     DivideByRmsSpec,
     ElementwiseSpec,
     EmbeddingSpec,
+    JoinColumnsSpec,
     Norm,
     RotarySpec,
     TakeLastSpec,
@@ -63,6 +65,18 @@ def take_last(spec: TakeLastSpec, function: CudaFunction) -> None:
         start = _start(place, lanes)
         last = bind(function.tokens(spec.rows) - 1)
         store_lanes(y, (0, start), load_lanes(x, (last, start), lanes, start < spec.dim), start < spec.dim)
+
+
+def join_columns(spec: JoinColumnsSpec, function: CudaFunction) -> None:
+    """Write the launches of a `JoinColumnsSpec`, one for each part."""
+    y, starts = function["y"], accumulate(spec.widths, initial=0)
+    for number, (width, first) in enumerate(zip(spec.widths, starts, strict=False)):
+        lanes = min(lanes_for(width), lanes_for(first), lanes_for(y.columns))
+        with function.launch(grid=(blocks_for(width // lanes, _ADD_THREADS), spec.rows), block=_ADD_THREADS) as place:
+            start = _start(place, lanes)
+            inside = bind(tirx.And(place.block_y < function.tokens(spec.rows), start < width))
+            values = load_lanes(function[f"x{number}"], (place.block_y, start), lanes, inside)
+            store_lanes(y, (place.block_y, first + start), values, inside)
 
 
 def _blocks(dim: int) -> int:

@@ -20,6 +20,7 @@ from picompile_codegen.cuda.function import WARP, CudaFunction, ThreadIndex, blo
 from picompile_codegen.cuda.matrix import lanes_for, load_lanes, store_lanes
 from picompile_codegen.cuda.memory import address, barrier, run_extern, shared, warp_sum, zero_registers
 from picompile_codegen.specs import (
+    BorrowCacheSpec,
     CopyWordsSpec,
     CountedSendMaskSpec,
     PingPongSpec,
@@ -29,6 +30,7 @@ from picompile_codegen.specs import (
     SendSpec,
     UploadSpec,
 )
+from picompile_codegen.specs.arguments import ITEM_BYTES
 
 THREADS = 1024
 # Bytes that are stored at once.
@@ -211,6 +213,44 @@ def receive_mask(spec: ReceiveMaskSpec, function: CudaFunction) -> None:
     with function.launch(grid=blocks_for(spec.rows * spec.neurons, BLOCK_ELEMENTS), block=THREADS) as place:
         wanted = wait_for_host(function, place)
         receive_rows(function["source"], function["y"], function.tokens(spec.rows), spec.neurons, wanted, place)
+
+
+def borrow_cache(spec: BorrowCacheSpec, function: CudaFunction) -> None:
+    """Write the launch of a `BorrowCacheSpec`: a thread has `_READS` words of a head, or elements where they are odd.
+
+    Blocks that have nothing to copy end at once. Only the first waits even then: what the host does before it sets the
+    flag is over when the launch is (see `lowering/shared_memory.py`).
+    """
+    source, y, elements = function["source"], function["y"], spec.context * spec.width
+    each = max(1, WORD_BYTES // ITEM_BYTES[spec.dtype])
+    each = each if elements % each == 0 else 1
+    grid = (blocks_for(elements // each, BLOCK_ELEMENTS), spec.kv_heads)
+    with function.launch(grid=grid, block=THREADS) as place:
+        head, first = place.block_y, bind(place.block * BLOCK_ELEMENTS + place.thread)
+        count = bind((function.position(spec.context) * spec.width + (each - 1)) // each)
+        has_work = place.block * BLOCK_ELEMENTS < count
+        with when(tirx.Or(has_work, tirx.And(place.block == 0, head == 0))):
+            wait_for_host(function, place)
+            numbers = [bind(first + i * THREADS) for i in range(_READS)]
+            insides = [bind(number < count) for number in numbers]
+            words = [
+                bind(tirx.if_then_else(inside, _load_word(source, head, number, each), tirx.const(0, "int32")))
+                for number, inside in zip(numbers, insides, strict=True)
+            ]
+            for number, inside, word in zip(numbers, insides, words, strict=True):
+                with when(inside):
+                    run_extern(f"pi_store_{_word(spec.dtype, each)}", address(y, head, number * each), word)
+
+
+def _load_word(source: KernelTensor, head: Expr, number: Expr, each: int) -> Expr:
+    """Return the bits of `each` elements that the host has written since the kernel began."""
+    name = f"pi_load_shared_{_word(source.dtype, each)}"
+    return tirx.call_extern("int32", name, address(source, head, number * each))
+
+
+def _word(dtype: str, each: int) -> str:
+    """Return what prelude.cuh calls as many bytes as `each` elements have."""
+    return {1: "byte", 2: "half", 4: "word"}[ITEM_BYTES[dtype] * each]
 
 
 def copy_words(spec: CopyWordsSpec, function: CudaFunction) -> None:

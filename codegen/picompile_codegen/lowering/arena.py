@@ -1,6 +1,6 @@
 """Where in the arena each activation lives: buffers whose lifetimes do not overlap share memory. Imports no torch."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 ALIGNMENT_BYTES = 64
@@ -27,16 +27,16 @@ class Lifetime:
 
 
 def place_buffers(
-    lifetimes: Iterable[Lifetime], base: int, *, reuse: bool = True
+    lifetimes: Iterable[Lifetime], base: int, overlap: Callable[[Lifetime, Lifetime], bool] = Lifetime.overlaps
 ) -> tuple[Mapping[Lifetime, int], int]:
     """Return the offset of each buffer, from `base` on, and the end of the arena in bytes.
 
     Largest first into the lowest gap that is free during the buffer's whole life (greedy by size, arXiv 2001.03288).
-    Without `reuse` it is theirs for good.
+    Two buffers share memory only where they do not `overlap`.
     """
     placed: dict[Lifetime, int] = {}
     for life in sorted(lifetimes, key=lambda life: (-life.size, life.first, life.name)):
-        taken = [(offset, offset + other.size) for other, offset in placed.items() if not reuse or other.overlaps(life)]
+        taken = [(offset, offset + other.size) for other, offset in placed.items() if overlap(other, life)]
         placed[life] = _lowest_gap(life.size, taken, base)
     return placed, align(max((offset + life.size for life, offset in placed.items()), default=base))
 

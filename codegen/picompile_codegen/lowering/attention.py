@@ -1,14 +1,16 @@
 """Rotary embedding, the KV cache and attention as kernel calls."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 from torch.fx import Node
 
 from picompile_codegen.lowering.function import Bindings, Function, dimension
 from picompile_codegen.lowering.packing import Evaluate
-from picompile_codegen.lowering.program import Arg, ProgramTensor
-from picompile_codegen.specs import AttentionSpec, CacheWriteSpec, RotarySpec
+from picompile_codegen.lowering.program import Arg, Memory, ProgramTensor
+from picompile_codegen.lowering.transfer import ABANDONED, WaitForValue, send, signal
+from picompile_codegen.specs import AttentionSpec, BorrowCacheSpec, CacheWriteSpec, LendCacheSpec, RotarySpec
 from picompile_codegen.specs.arguments import SCALED, cache_data, scale_groups
 from picompile_passes.graph.nodes import arguments, is_call
 from picompile_passes.graph.operands import ATTENTION, ROTARY
@@ -71,14 +73,33 @@ def _caches(node: Node, function: Function) -> dict[str, Arg]:
         if options.kv_dtype in SCALED:
             tensors[f"{side}_scales"] = (f"{name}.scale", "float16", scale_groups(dim))
         for key, (state, dtype, width) in tensors.items():
-            function.shared.state.setdefault(state, ProgramTensor(dtype, (*rows, width), memory=function.device))
+            memory: Memory = "host" if node in function.lent else function.device
+            function.shared.state.setdefault(state, ProgramTensor(dtype, (*rows, width), memory=memory))
             found[key] = Arg("state", state)
     return found
 
 
 def extend_cache(node: Node, function: Function) -> None:
     """Append the calls that write this step's keys and values into the cache of attention `node`."""
-    values, options, caches = arguments(node), function.shared.options, _caches(node, function)
+    values, caches = arguments(node), _caches(node, function)
+    x = {side: function.value(values[side]) for side in ("k", "v")}
+    if node not in function.lent:
+        _write(node, x, caches, function.shared.options.sequences, function)
+        return
+    arrivals = {}
+    for side, value in x.items():
+        dim = dimension(values[side])
+        out = function.buffer(f"{side}.sent", "float32", (function.rows, dim), "shared")
+        arrivals[side] = WaitForValue(out, send(function, value, out, dim))
+    function.device = "host"
+    received = {side: arrival(function) for side, arrival in arrivals.items()}
+    _write(node, received, caches, function.shared.options.sequences, function)
+    function.device = "device"
+
+
+def _write(node: Node, x: Mapping[str, Arg], caches: Mapping[str, Arg], sequences: int, function: Function) -> None:
+    """Append the calls that write keys and values `x` into `caches` for `sequences`."""
+    values, options = arguments(node), function.shared.options
     for side in ("k", "v"):
         kernel = function.kernel(
             CacheWriteSpec(
@@ -88,12 +109,50 @@ def extend_cache(node: Node, function: Function) -> None:
                 rows=function.rows,
                 kv_dtype=options.kv_dtype,
                 mode=function.mode,
-                sequences=options.sequences,
+                sequences=sequences,
             )
         )
-        bindings: Bindings = {"x": function.value(values[side]), "cache": caches[side]}
+        bindings: Bindings = {"x": x[side], "cache": caches[side]}
         bindings |= {"cache_scales": caches[f"{side}_scales"]} if options.kv_dtype in SCALED else {}
         function.call(kernel, bindings, op="cache", layer=values["layer"])
+
+
+def _borrow_caches(node: Node, function: Function) -> dict[str, Arg]:
+    """Append the calls that lend the device the host's caches of attention `node`, of the sequence that the step is of.
+
+    The host copies what it has of earlier positions to shared memory, and the device copies it to its own, where it
+    adds the keys and values of this step. It sends these to the host, whose caches are whole then, too. In this order:
+    whoever writes to shared memory knows that the other side has read what was there (see `shared_memory.py`).
+    """
+    options, layer = function.shared.options, arguments(node)["layer"]
+    caches, lent = _caches(node, function), dict[str, Arg]()
+    function.device = "host"
+    for key, cache in caches.items():
+        dtype, shape = _cache_tensor(cache, function)
+        _, heads, _, width = shape
+        lent[key] = function.buffer(f"{key}.lent", dtype, (heads, options.context * width), "shared")
+        kernel = function.kernel(LendCacheSpec(heads, width, dtype, options.context, options.sequences))
+        whole = replace(cache, shape=(options.sequences, heads, options.context * width))
+        function.call(kernel, {"cache": whole, "y": lent[key]}, op="cache", layer=layer)
+    flag, borrowed = signal(function), dict[str, Arg]()
+    function.device = "device"
+    for key, cache in caches.items():
+        dtype, (_, heads, _, width) = _cache_tensor(cache, function)
+        borrowed[key] = function.buffer(f"{key}.borrowed", dtype, (1, heads, options.context, width))
+        kernel = function.kernel(BorrowCacheSpec(heads, width, dtype, options.context))
+        y = replace(borrowed[key], shape=(heads, options.context * width))
+        bindings: Bindings = {"source": lent[key], "flag": flag, "abandoned": ABANDONED, "y": y}
+        function.call(kernel, bindings, op="receive", layer=layer)
+    extend_cache(node, function)
+    x = {side: function.value(arguments(node)[side]) for side in ("k", "v")}
+    _write(node, x, borrowed, 1, function)
+    return borrowed
+
+
+def _cache_tensor(cache: Arg, function: Function) -> tuple[str, tuple[int, ...]]:
+    """Return dtype and shape of a cache."""
+    tensor = function.shared.state[cache.name]
+    return tensor.dtype, tensor.shape
 
 
 def lower_attention(node: Node, function: Function) -> None:
@@ -101,8 +160,12 @@ def lower_attention(node: Node, function: Function) -> None:
     values, options = arguments(node), function.shared.options
     extend = function.mode != "chunk"
     turned = _turned_inside(node, function)
-    if not extend:
-        extend_cache(node, function)
+    if node in function.lent:
+        caches, sequences = _borrow_caches(node, function), 1
+    else:
+        caches, sequences = _caches(node, function), options.sequences
+        if not extend:
+            extend_cache(node, function)
     kernel = function.kernel(
         AttentionSpec(
             heads=values["heads"],
@@ -115,7 +178,7 @@ def lower_attention(node: Node, function: Function) -> None:
             scale=values["scale"],
             window=values["window"],
             mode=function.mode,
-            sequences=options.sequences,
+            sequences=sequences,
             extend=extend,
             turn=turned,
             softcap=values["softcap"],
@@ -123,7 +186,7 @@ def lower_attention(node: Node, function: Function) -> None:
             sinks=values["sinks"] is not None,
         )
     )
-    bindings: Bindings = {f"{name[0]}_cache{name[1:]}": cache for name, cache in _caches(node, function).items()}
+    bindings: Bindings = {f"{name[0]}_cache{name[1:]}": cache for name, cache in caches.items()}
     for name in ("q", "k", "v"):
         source = arguments(values[name])["x"] if turned and name != "v" else values[name]
         bindings[name] = function.value(source)

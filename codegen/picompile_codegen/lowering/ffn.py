@@ -21,7 +21,7 @@ from torch.fx import Node
 from picompile_codegen.lowering.counted import call_block
 from picompile_codegen.lowering.function import DECODING, Bindings, Function, dimension
 from picompile_codegen.lowering.program import Arg, FfnPart, tensor_bytes
-from picompile_codegen.lowering.streaming import stream_block
+from picompile_codegen.lowering.streaming import stream_block, streams
 from picompile_codegen.signs import sign_row_bytes
 from picompile_codegen.specs import FfnSpec, PredictLowRankSpec, PredictSignsSpec
 from picompile_passes.errors import RegistryError, UnsupportedGraphError
@@ -186,7 +186,7 @@ def lower_sparse_ffn(node: Node, function: Function) -> None:
         output_limits=values["output_limits"] is not None,
     )
     bindings |= function.vectors(values, "gate_bias", "up_bias", "down_bias", *NEURON_LIMITS)
-    if function.device == "device" and part == "cold":
+    if streams(node, bundle, function):
         stream_block(spec, bindings, node, function)
     else:
         call_block(spec, bindings, function, layer)

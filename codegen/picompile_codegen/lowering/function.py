@@ -42,14 +42,17 @@ def _lifetimes(calls: Sequence[ProgramCall], sizes: Mapping[str, int]) -> list[L
 
 
 def plan_buffers(
-    calls: Sequence[ProgramCall], buffers: Mapping[str, ProgramTensor], base: int, *, reuse: bool = True
+    calls: Sequence[ProgramCall],
+    buffers: Mapping[str, ProgramTensor],
+    base: int,
+    overlap: Callable[[Lifetime, Lifetime], bool] = Lifetime.overlaps,
 ) -> tuple[dict[str, ProgramTensor], int]:
     """Give every buffer of one function an offset from `base` on; return them and the end of the arena in bytes.
 
-    Without `reuse` no two share memory (see `arena.place_buffers`).
+    Two of them share memory where they do not `overlap` (see `arena.place_buffers`).
     """
     sizes = {name: tensor_bytes(tensor.dtype, tensor.shape) for name, tensor in buffers.items()}
-    placed, end = place_buffers(_lifetimes(calls, sizes), base, reuse=reuse)
+    placed, end = place_buffers(_lifetimes(calls, sizes), base, overlap)
     offsets = {life.name: offset for life, offset in placed.items()}
     planned = {name: replace(tensor, offset=offsets[name]) for name, tensor in buffers.items() if name in offsets}
     return planned, end
@@ -98,7 +101,8 @@ class Shared:
     """State that the functions of a program share: among it kernels by spec, the host's and the accelerator's.
 
     `joined` are projections that are one where a step has one token (see `fusion.py`), `bounds` the largest numbers of
-    neurons of kernels that layers share (see `counted.py`).
+    neurons of kernels that layers share (see `counted.py`). `resident` are weights that the accelerator reads when it
+    decodes tokens, and so has in its memory.
     """
 
     options: LowerOptions
@@ -113,6 +117,7 @@ class Shared:
     stage_bytes: int = 0
     joined: Mapping[Node, tuple[Node, ...]] = field(default_factory=dict)
     bounds: NeuronBounds = ALL_ALIKE
+    resident: frozenset[str] = frozenset()
 
     @property
     def stats_rows(self) -> int:
@@ -140,6 +145,7 @@ class Function:
     `top_logits` those with the highest of them, where the head is on the accelerator.
 
     Calls are appended for `device`, the one of the node that is being lowered; `devices` has that of every node.
+    The accelerator computes the nodes `lent` with weights and caches that are the host's.
     A value that the other device needs is sent there as soon as it is made; `arrivals` has what then waits for it and
     gives its place (see `transfer.py`). `counts` has, by mask, how many neurons of it the host computes.
     """
@@ -149,6 +155,7 @@ class Function:
     shared: Shared
     logits: str
     devices: Mapping[Node, Device] = field(default_factory=dict)
+    lent: frozenset[Node] = frozenset()
     device: Device = "host"
     calls: list[ProgramCall] = field(default_factory=list)
     buffers: dict[str, ProgramTensor] = field(default_factory=dict)

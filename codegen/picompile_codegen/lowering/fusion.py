@@ -19,9 +19,10 @@ from torch.fx import Node
 from picompile_codegen.lowering.function import Bindings, Function, dimension
 from picompile_codegen.lowering.linear import linear_call, makes_logits
 from picompile_codegen.lowering.packing import name_and_format
-from picompile_codegen.lowering.program import ITEM_BYTES, Arg, Device
+from picompile_codegen.lowering.program import Arg, Device
 from picompile_codegen.lowering.transfer import pending_receive
 from picompile_codegen.specs import LayerNormSpec, LinearAddSpec, LinearSpec, Norm, RmsNormSpec, SumNormSpec
+from picompile_codegen.specs.arguments import ITEM_BYTES
 from picompile_passes.graph.nodes import arguments, is_call
 from picompile_passes.graph.operands import ADD, LAYER_NORM, LINEAR, RMS_NORM
 

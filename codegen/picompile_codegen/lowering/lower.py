@@ -16,7 +16,7 @@
 Where there is an accelerator, calls are made for both devices, each in its order (see `placement.py`, `transfer.py`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
@@ -24,7 +24,7 @@ from torch.fx import GraphModule, Node
 
 from picompile_codegen.build.isa import Isa
 from picompile_codegen.cpu import Kernel
-from picompile_codegen.lowering.arena import align
+from picompile_codegen.lowering.arena import Lifetime, align
 from picompile_codegen.lowering.attention import extend_cache
 from picompile_codegen.lowering.ffn import makes_mask
 from picompile_codegen.lowering.function import (
@@ -44,6 +44,7 @@ from picompile_codegen.lowering.ops import lower_node, top_logits_shapes
 from picompile_codegen.lowering.packing import WeightTable
 from picompile_codegen.lowering.placement import place
 from picompile_codegen.lowering.program import Device, LoweredProgram, Memory, ProgramTensor, kernels_for, tensor_bytes
+from picompile_codegen.lowering.shared_memory import shared_overlap
 from picompile_codegen.lowering.transfer import publish
 from picompile_codegen.specs import FLAG_SHAPE, STEP_SHAPE, KernelSpec, TakeLastSpec
 from picompile_passes.errors import UnsupportedGraphError
@@ -96,8 +97,12 @@ def lower(graph_module: GraphModule, options: LowerOptions) -> Lowered:
     if options.accelerator == "cuda":
         decoding, prompts = _devices("decode", nodes, shared), _devices("prefill", nodes, shared)
         shared.bounds = neuron_bounds(nodes, decoding, prompts)
+    decode = _whole("decode", 1, nodes, shared, "logits")
+    shared.resident = frozenset(
+        arg.name for call in decode.calls if call.device == "device" for arg in call.args if arg.space == "weight"
+    )
     functions = [
-        _whole("decode", 1, nodes, shared, "logits"),
+        decode,
         _prefill(unmasked, last, shared),
         _prefill_last(unmasked, last, shared),
         _whole("score", options.chunk, unmasked, shared, "logits.score"),
@@ -127,9 +132,16 @@ def _has_chunk_masks(nodes: Sequence[Node], chunk: int) -> bool:
 
 
 def _whole(name: str, rows: int, nodes: Sequence[Node], shared: Shared, logits: str) -> Function:
-    function = Function(name, rows, shared, logits, _devices(name, nodes, shared))
+    function = _begin(name, rows, nodes, shared, logits)
     _lower_all(nodes, function)
     return function
+
+
+def _begin(name: str, rows: int, nodes: Sequence[Node], shared: Shared, logits: str = "logits") -> Function:
+    """Return a function without calls, with the devices of `nodes`."""
+    devices, at_home = _devices(name, nodes, shared), _devices(DECODING[0], nodes, shared)
+    lent = frozenset(node for node in nodes if devices[node] != at_home[node])
+    return Function(name, rows, shared, logits, devices, lent)
 
 
 def _devices(name: str, nodes: Sequence[Node], shared: Shared) -> dict[Node, Device]:
@@ -198,7 +210,7 @@ def _arrivals(nodes: Sequence[Node], devices: Mapping[Node, Device]) -> dict[Nod
 
 def _prefill(nodes: Sequence[Node], last: int, shared: Shared) -> Function:
     """Lower all that the last layer's keys and values depend on; no node needs what that layer makes of them."""
-    function = Function("prefill", shared.options.chunk, shared, "logits", _devices("prefill", nodes, shared))
+    function = _begin("prefill", shared.options.chunk, nodes, shared)
     values = arguments(nodes[last])
     needed = _ancestors([values["k"], values["v"]])
     _lower_all([node for node in nodes[:last] if node in needed], function)
@@ -208,8 +220,7 @@ def _prefill(nodes: Sequence[Node], last: int, shared: Shared) -> Function:
 
 
 def _prefill_last(nodes: Sequence[Node], last: int, shared: Shared) -> Function:
-    devices = _devices("prefill_last", nodes, shared)
-    function = Function("prefill_last", shared.options.chunk, shared, "logits", devices)
+    function = _begin("prefill_last", shared.options.chunk, nodes, shared)
     head, tail = nodes[: last + 1], nodes[last + 1 :]
     crossing = _crossing(head, tail)
     _lower_all(head, function)
@@ -255,13 +266,24 @@ def _place(program: LoweredProgram, functions: Sequence[Function], shared: Share
     for function in functions:
         for memory, base in bases.items():
             mine = {name: tensor for name, tensor in function.buffers.items() if tensor.memory == memory}
-            # What is shared is read by one device while the other goes on: it has a place of its own.
-            planned, end = plan_buffers(function.calls, mine, base, reuse=memory != "shared")
+            overlap = _overlap_in_shared(function) if memory == "shared" else Lifetime.overlaps
+            planned, end = plan_buffers(function.calls, mine, base, overlap)
             program.buffers.update(planned)
             ends[memory] = max(ends[memory], end)
         program.functions[function.name] = function.calls
     program.arena_bytes = ends["host"]
     program.device_arena_bytes, program.shared_arena_bytes = ends.get("device", 0), ends.get("shared", 0)
+
+
+def _overlap_in_shared(function: Function) -> Callable[[Lifetime, Lifetime], bool]:
+    """Return what says whether two buffers that both devices see may be in use at the same time."""
+    if function.name in DECODING:
+        return lambda one, other: True  # they are small
+    kernels: dict[tuple[Device, str], AnyKernel] = {
+        ("host", kernel.name): kernel for kernel in function.shared.kernels.values()
+    }
+    kernels |= {("device", kernel.name): kernel for kernel in function.shared.accelerator_kernels.values()}
+    return shared_overlap(function.calls, kernels)
 
 
 def _reserved(program: LoweredProgram, shared: Shared) -> tuple[dict[str, ProgramTensor], dict[Memory, int]]:

@@ -17,6 +17,7 @@ from picompile_codegen.lowering.function import DECODING, Bindings, Function, di
 from picompile_codegen.lowering.linear import linear_call, makes_logits
 from picompile_codegen.lowering.packing import PackedMatrix
 from picompile_codegen.lowering.program import Arg, CountedProjection, TopLogitsBuffers
+from picompile_codegen.lowering.streaming import stream_linear, stream_whole, streams
 from picompile_codegen.specs import (
     MOST_TOP_LOGITS,
     AddSpec,
@@ -82,6 +83,9 @@ def _linear(node: Node, function: Function) -> None:
     is_output = makes_logits(node)
     is_head = is_output or any(is_call(user, op.ELEMENTWISE) and makes_logits(user) for user in node.users)
     y = Arg("buffer", function.logits) if is_output else function.result(node)
+    if streams(node, bindings["w"], function):
+        stream_linear(spec, bindings, y, function)
+        return
     function.call(function.kernel(spec), bindings | {"y": y}, op="head" if is_head else "linear")
     if is_output and function.device == "device":
         hand_over(node, y, function)
@@ -101,6 +105,8 @@ def _sparse_linear(node: Node, function: Function) -> None:
         )
     )
     stats = _statistics(function, node.meta["layer"], matrix)
+    if streams(node, matrix, function):
+        matrix = stream_whole(matrix, function)
     bindings: Bindings = {"x": function.value(values["x"]), "w": matrix, "stats": stats, "y": function.result(node)}
     bindings |= function.vectors(values, "limits", "bias")
     function.call(kernel, bindings, op="linear", layer=node.meta["layer"])

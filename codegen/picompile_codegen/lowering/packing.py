@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from picompile_codegen.lowering.program import ITEM_BYTES, Arg, Space
+from picompile_codegen.lowering.program import Arg, Space
 from picompile_codegen.signs import pack_signs, sign_row_bytes
-from picompile_codegen.specs.arguments import DATA_DTYPES
+from picompile_codegen.specs.arguments import DATA_DTYPES, ITEM_BYTES
 from picompile_codegen.weight_panels import PANEL_ROWS, has_panels, panel_bytes, to_panels
 from picompile_passes.dialect import FORMATS
 from picompile_passes.errors import UnsupportedGraphError

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
+from picompile_codegen.lowering.packing import name_and_format
 from picompile_codegen.lowering.program import Device
+from picompile_codegen.lowering.slices import fits_a_stage
 from picompile_passes.graph.nodes import arguments, is_call
 from picompile_passes.graph.operands import (
     ADD,
@@ -19,6 +21,7 @@ from picompile_passes.graph.operands import (
     SPARSE_LINEAR,
 )
 from picompile_passes.predictors import predictor_kind
+from picompile_passes.weight_formats import FORMATS
 
 # The device of each part of a block, by the name that `Partition` gives it.
 _PARTS: dict[str, Device] = {"hot": "device", "cold": "host"}
@@ -50,16 +53,28 @@ ON_HOST = Placement()
 def place(nodes: Sequence[Node], placement: Placement, *, streams: bool = False) -> dict[Node, Device]:
     """Return the device of each of `nodes`, which are in the order of the graph.
 
-    With `streams` the device computes cold neurons, too, with weights that it reads from the host: for a whole chunk of
-    a prompt that takes less time than the host does. It does so in layers of which it has the attention.
+    With `streams` the device computes all layers, if it computes anything at all: weights of the host come to it when
+    they are needed, and caches are lent to it. For a whole chunk of a prompt that takes less time than the host does.
+    The host keeps projections that leave out inputs if their matrices are larger than a stage (see `slices.py`).
     """
     layers = _layers(nodes)
     last = max((layer for node, layer in layers.items() if is_call(node, ATTENTION)), default=-1)
     devices = {node: _device(node, layers[node], last, placement) for node in nodes}
-    if streams:
-        blocks = [node for node in nodes if is_call(node, SPARSE_FFN) and layers[node] in placement.attention]
-        devices.update(dict.fromkeys(blocks, "device"))
+    if streams and "device" in devices.values():
+        come = [
+            node for node in nodes if 0 <= layers[node] <= last and not is_call(node, EMBEDDING) and _can_come(node)
+        ]
+        devices.update(dict.fromkeys(come, "device"))
     return devices
+
+
+def _can_come(node: Node) -> bool:
+    """Return whether the weights of `node` can come to the device in slices: each input needs a row of these."""
+    if not is_call(node, SPARSE_LINEAR):
+        return True
+    matrix = arguments(node)["weight"]
+    inputs, outputs = matrix.meta["val"].shape
+    return fits_a_stage(int(inputs) * FORMATS[name_and_format(matrix)[1]].row_bytes(int(outputs)))
 
 
 def _device(node: Node, layer: int, last: int, placement: Placement) -> Device:

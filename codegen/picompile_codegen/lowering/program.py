@@ -10,14 +10,13 @@ from picompile_codegen.build.isa import Isa, current, targeting
 from picompile_codegen.cpu import Kernel, write_kernel
 from picompile_codegen.errors import CodegenError
 from picompile_codegen.specs import KernelSpec
+from picompile_codegen.specs.arguments import ITEM_BYTES
 from picompile_passes.errors import UnsupportedGraphError
 
 if TYPE_CHECKING:
     from picompile_codegen.cuda import CudaKernel
 
 PROGRAM_SCHEMA = 3
-
-ITEM_BYTES = {"float32": 4, "float16": 2, "int32": 4, "int64": 8, "int8": 1, "uint8": 1}
 
 Space = Literal["buffer", "state", "weight"]
 

@@ -1,11 +1,15 @@
-"""Blocks whose weights stay with the host, on an accelerator: they come slice by slice while it computes.
+"""Weights that stay with the host, on an accelerator: they come slice by slice while it computes.
 
-Two stages in the accelerator's memory take turns: while the neurons of one are multiplied, the next slice is copied to
-the other. A slice is a block of its own, with as many tokens; the results of all slices are added in order, so that
-nothing depends on when a copy arrives. Each weight crosses the bus once for a chunk of a prompt.
+Two stages in the accelerator's memory take turns: while one is multiplied with, the next slice is copied to the other.
+Each weight crosses the bus once for a chunk of a prompt.
+
+1. A slice of a feed-forward block has some of its neurons, and is a block of its own, with as many tokens. The results
+   of all slices are added in order, so that nothing depends on when a copy arrives.
+2. A slice of a projection has some of its outputs. The results lie one behind the other.
+3. A projection that leaves out inputs comes whole.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch.fx import Node
@@ -14,26 +18,55 @@ from picompile_codegen.lowering.arena import align
 from picompile_codegen.lowering.counted import call_block
 from picompile_codegen.lowering.function import Bindings, Function
 from picompile_codegen.lowering.packing import PackedMatrix
-from picompile_codegen.lowering.program import ITEM_BYTES, Arg
+from picompile_codegen.lowering.program import Arg
 from picompile_codegen.lowering.slices import slices_of
-from picompile_codegen.specs import AddSpec, FfnSpec, UploadSpec
+from picompile_codegen.specs import AddSpec, FfnSpec, JoinColumnsSpec, LinearSpec, UploadSpec
+from picompile_codegen.specs.arguments import ITEM_BYTES
 
 # Vectors that have an element for each neuron.
 _OF_NEURONS = ("gate_bias", "up_bias", "gate_limits", "output_limits")
+
+
+def streams(node: Node, matrix: PackedMatrix | Arg, function: Function) -> bool:
+    """Return whether `matrix`, which `node` is computed with on the current device, comes from the host."""
+    return node in function.lent and matrix.name not in function.shared.resident
+
+
+def stream_linear(spec: LinearSpec, bindings: Bindings, y: Arg, function: Function) -> None:
+    """Append the calls of a projection `spec` whose weights lie with the host, which writes to `y`."""
+    matrix = bindings["w"]
+    assert isinstance(matrix, PackedMatrix)
+    slices, parts = list(slices_of(spec.n, matrix.row_bytes)), Bindings()
+    for number, (start, outputs) in enumerate(slices):
+        part = y if len(slices) == 1 else function.buffer("slice", "float32", (spec.rows, outputs))
+        parts[f"x{number}"] = part
+        kernel = function.kernel(replace(spec, n=outputs))
+        staged = _staged({"w": matrix}, spec.n, start, outputs, function)
+        rest = {name: each for name, each in bindings.items() if isinstance(each, Arg)}
+        sliced: Bindings = {**_vectors(rest, ("bias",), start, outputs), **staged, "y": part}
+        function.call(kernel, sliced, op="linear")
+    if len(slices) > 1:
+        kernel = function.kernel(JoinColumnsSpec(tuple(outputs for _, outputs in slices), spec.rows))
+        function.call(kernel, parts | {"y": y}, op="linear")
+
+
+def stream_whole(matrix: PackedMatrix, function: Function) -> PackedMatrix:
+    """Append the copy of a matrix that fits a stage; return it there."""
+    return _staged({"w": matrix}, matrix.rows, 0, matrix.rows, function)["w"]
 
 
 def stream_block(spec: FfnSpec, bindings: Bindings, node: Node, function: Function) -> None:
     """Append the calls of a block `spec` whose weights lie with the host, to which `bindings` leads."""
     matrices = {name: each for name, each in bindings.items() if isinstance(each, PackedMatrix)}
     rest = {name: each for name, each in bindings.items() if isinstance(each, Arg)}
-    function.shared.streamed |= dict.fromkeys(each.name for each in matrices.values())
     neuron_bytes = sum(each.bytes for each in matrices.values()) // spec.neurons
     slices, shape = list(slices_of(spec.neurons, neuron_bytes)), (spec.rows, spec.dim + spec.squares)
     total: Arg | None = None
     for start, neurons in slices:
         y = rest["y"] if len(slices) == 1 else function.buffer("slice", "float32", shape)
         sliced = replace(spec, neurons=neurons, down_bias=spec.down_bias and start == 0)
-        staged: Bindings = {**_vectors(rest, start, neurons), **_staged(matrices, spec, start, neurons, function)}
+        staged: Bindings = {**_staged(matrices, spec.neurons, start, neurons, function)}
+        staged |= _vectors(rest, _OF_NEURONS, start, neurons)
         call_block(sliced, staged | {"y": y}, function, node.meta["layer"])
         if total is not None:
             is_last = (start, neurons) == slices[-1]
@@ -44,26 +77,29 @@ def stream_block(spec: FfnSpec, bindings: Bindings, node: Node, function: Functi
         total = y
 
 
-def _vectors(bindings: Mapping[str, Arg], start: int, neurons: int) -> dict[str, Arg]:
-    """Return the bindings of a slice, all but those of matrices: of vectors with an element for each neuron, its
-    part."""
+def _vectors(bindings: Mapping[str, Arg], names: Sequence[str], start: int, count: int) -> dict[str, Arg]:
+    """Return `bindings` with the part of a slice of those vectors that have an element for each of its rows."""
     found = dict(bindings)
-    for name in _OF_NEURONS:
+    for name in names:
         if name in found:
             offset = found[name].offset + start * ITEM_BYTES["float32"]
-            found[name] = replace(found[name], shape=(neurons,), offset=offset)
+            found[name] = replace(found[name], shape=(count,), offset=offset)
     return found
 
 
 def _staged(
-    matrices: Mapping[str, PackedMatrix], spec: FfnSpec, start: int, neurons: int, function: Function
+    matrices: Mapping[str, PackedMatrix], total: int, start: int, count: int, function: Function
 ) -> dict[str, PackedMatrix]:
-    """Append the copies of a slice's weights to the next stage; return the matrices there."""
+    """Append the copies of a slice's weights to the next stage; return the matrices there.
+
+    The slice has `count` of `total` neurons or outputs, from `start` on.
+    """
+    function.shared.streamed |= dict.fromkeys(each.name for each in matrices.values())
     stage, at, found = function.next_stage(), 0, dict[str, PackedMatrix]()
     for name, matrix in matrices.items():
-        rows = matrix.rows // spec.neurons
-        found[name] = replace(matrix, name=stage, rows=neurons * rows, space="buffer", offset=at)
-        _upload(function, matrix, start * rows * matrix.row_bytes, found[name])
+        rows = matrix.rows // total
+        found[name] = replace(matrix, name=stage, rows=count * rows, space="buffer", offset=at)
+        _upload(function, matrix, matrix.offset + start * rows * matrix.row_bytes, found[name])
         at = align(at + found[name].bytes)
     function.shared.stage_bytes = max(function.shared.stage_bytes, at)
     return found

@@ -18,7 +18,7 @@ from picompile_codegen.specs import ReceiveMaskSpec, ReceiveSpec, SendMaskSpec, 
 from picompile_passes.graph.nodes import arguments, is_call
 from picompile_passes.graph.operands import PREDICT, SPARSE_FFN
 
-_ABANDONED = Arg("buffer", "abandoned")
+ABANDONED = Arg("buffer", "abandoned")
 
 
 def publish(node: Node, function: Function) -> None:
@@ -46,6 +46,13 @@ def send(function: Function, x: Arg, out: Arg, dim: int) -> Arg:
     return flag
 
 
+def signal(function: Function) -> Arg:
+    """Append the host's call that sets a flag behind what it has written to shared memory; return the flag."""
+    flag = function.flag()
+    function.call(function.kernel(SignalSpec()), {"flag": flag}, op="signal")
+    return flag
+
+
 def _comes_otherwise(user: Node, function: Function) -> bool:
     """Return whether `user` needs no value sent: it has no kernel, or its input is sent with its mask."""
     if is_call(user, PREDICT):
@@ -60,10 +67,9 @@ def _send_value(node: Node, function: Function) -> None:
     value, columns = function.values[node, function.device], dimension(node)
     if function.device == "device":
         out = function.buffer(f"{node.name}.sent", "float32", (function.rows, columns), "shared")
-        function.arrivals[node] = _Wait(out, send(function, value, out, columns))
+        function.arrivals[node] = WaitForValue(out, send(function, value, out, columns))
         return
-    flag = function.flag()
-    function.call(function.kernel(SignalSpec()), {"flag": flag}, op="signal")
+    flag = signal(function)
     dtype = function.buffers[value.name].dtype
     function.arrivals[node] = Receive(value, flag, (function.rows, columns), dtype, _count(node, function))
 
@@ -99,7 +105,7 @@ def _send_mask(mask: Node, block: Node, function: Function) -> None:
         "flag": flag,
     }
     call_send_mask(SendMaskSpec(dim=dim, neurons=neurons, columns=columns, rows=rows), bindings, function)
-    function.arrivals[mask] = _Wait(out_mask, flag)
+    function.arrivals[mask] = WaitForValue(out_mask, flag)
     if x is values["x"]:
         # The mask is waited for first, and this comes with it.
         function.arrivals.setdefault(x, lambda _: out)
@@ -111,15 +117,16 @@ def _all_of(neurons: int, function: Function) -> Arg:
 
 
 @dataclass(frozen=True)
-class _Wait:
+class WaitForValue:
     """The arrival of a value on the host, which waits and reads it where it is."""
 
     shared: Arg
     flag: Arg
 
     def __call__(self, function: Function) -> Arg:
+        """Append the call that waits; return where the value is then."""
         kernel = function.kernel(WaitSpec())
-        function.call(kernel, {"flag": self.flag, "abandoned": _ABANDONED}, op="wait")
+        function.call(kernel, {"flag": self.flag, "abandoned": ABANDONED}, op="wait")
         return self.shared
 
 
@@ -136,7 +143,7 @@ class Receive:
     @property
     def bindings(self) -> Bindings:
         """The arguments of a kernel that receives the value."""
-        found: Bindings = {"source": self.shared, "flag": self.flag, "abandoned": _ABANDONED}
+        found: Bindings = {"source": self.shared, "flag": self.flag, "abandoned": ABANDONED}
         return found if self.count is None else {**found, "count": self.count}
 
     def __call__(self, function: Function) -> Arg:

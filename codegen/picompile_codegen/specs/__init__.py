@@ -14,7 +14,7 @@ from picompile_codegen.specs.arguments import (
     PackageSpec,
     symbol,
 )
-from picompile_codegen.specs.attention import AttentionSpec, CacheWriteSpec
+from picompile_codegen.specs.attention import AttentionSpec, BorrowCacheSpec, CacheWriteSpec, LendCacheSpec
 from picompile_codegen.specs.ffn import CountedFfnSpec, FfnSpec, PredictLowRankSpec, PredictSignsSpec
 from picompile_codegen.specs.fused import LinearAddSpec, Norm, SumNormSpec
 from picompile_codegen.specs.tokens import (
@@ -23,6 +23,7 @@ from picompile_codegen.specs.tokens import (
     DivideByRmsSpec,
     ElementwiseSpec,
     EmbeddingSpec,
+    JoinColumnsSpec,
     LayerNormSpec,
     LinearSpec,
     RmsNormSpec,
@@ -51,6 +52,7 @@ __all__ = [
     "Access",
     "AddSpec",
     "AttentionSpec",
+    "BorrowCacheSpec",
     "CacheWriteSpec",
     "CopyWordsSpec",
     "CountedFfnSpec",
@@ -59,9 +61,11 @@ __all__ = [
     "ElementwiseSpec",
     "EmbeddingSpec",
     "FfnSpec",
+    "JoinColumnsSpec",
     "KernelArgument",
     "KernelSpec",
     "LayerNormSpec",
+    "LendCacheSpec",
     "LinearAddSpec",
     "LinearSpec",
     "Mode",

@@ -27,6 +27,9 @@ Access = Literal["in", "out", "scratch", "tickets", "adds", "cache", "sets", "aw
 # A slot is a sequence's place in the caches. No kernel asks for it where they have one place only.
 Mode = Literal["one", "chunk", "sequences"]
 
+# Bytes of an element, by dtype.
+ITEM_BYTES = {"float32": 4, "float16": 2, "int32": 4, "int64": 8, "int8": 1, "uint8": 1}
+
 # The dtype of the data of a packed matrix, by weight format.
 DATA_DTYPES = {"f16": "float16", "q8": "int8", "q6": "uint8", "q4m": "uint8", "q4": "uint8"}
 

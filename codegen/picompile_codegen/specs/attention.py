@@ -1,4 +1,4 @@
-"""Attention, and what extends the KV cache."""
+"""Attention, what extends the KV cache, and what lends a cache of the host to an accelerator."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,8 +8,10 @@ from picompile_codegen.specs.arguments import (
     SCRATCH,
     CacheArgument,
     Declaration,
+    KernelArgument,
     KernelSpec,
     Mode,
+    flag,
     floats,
     floats_out,
     mode_name,
@@ -133,3 +135,56 @@ class AttentionSpec(KernelSpec):
         yield floats_out("y", self.rows, self.heads * self.value_dim)
         yield SCRATCH
         yield from rows_of_step(self.mode, self.rows, self.context, self.sequences)
+
+
+@dataclass(frozen=True)
+class LendCacheSpec(KernelSpec):
+    """y[h, p] = cache[slot, h, p] for all positions p before those of this step. Only the host has this kernel.
+
+    cache `dtype` [sequences, kv_heads, context · width] → y `dtype` [kv_heads, context · width], which is shared.
+    `width` is that of a row of keys, of values or of their scales.
+    """
+
+    kv_heads: int
+    width: int
+    dtype: str
+    context: int
+    sequences: int
+
+    @property
+    def name(self) -> str:
+        """The kernel's symbol."""
+        shape = (f"{self.kv_heads}x{self.width}", f"c{self.context}", f"s{self.sequences}")
+        return symbol("lend_cache", self.dtype, *shape)
+
+    def declare(self) -> Iterator[Declaration]:
+        """Yield the arguments in order."""
+        shape = (self.kv_heads, self.context * self.width)
+        yield KernelArgument("cache", self.dtype, (self.sequences, *shape), "cache")
+        yield KernelArgument("y", self.dtype, shape, "out")
+
+
+@dataclass(frozen=True)
+class BorrowCacheSpec(KernelSpec):
+    """y[h, p] = source[h, p] for all positions p before those of this step, once the flag is set.
+
+    source `dtype` [kv_heads, context · width], shared → y like source. What y has of later positions is undefined.
+    """
+
+    kv_heads: int
+    width: int
+    dtype: str
+    context: int
+
+    @property
+    def name(self) -> str:
+        """The kernel's symbol."""
+        return symbol("borrow_cache", self.dtype, f"{self.kv_heads}x{self.width}", f"c{self.context}")
+
+    def declare(self) -> Iterator[Declaration]:
+        """Yield the arguments in order."""
+        shape = (self.kv_heads, self.context * self.width)
+        yield KernelArgument("source", self.dtype, shape)
+        yield flag("awaits")
+        yield flag("abandons", "abandoned")
+        yield KernelArgument("y", self.dtype, shape, "out")

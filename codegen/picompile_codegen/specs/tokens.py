@@ -62,6 +62,25 @@ class TakeLastSpec(KernelSpec):
 
 
 @dataclass(frozen=True)
+class JoinColumnsSpec(KernelSpec):
+    """y[t] = x0[t], x1[t], … one behind the other. Each xi float32 [rows, widths[i]] → y float32 [rows, Σ widths]."""
+
+    widths: tuple[int, ...]
+    rows: int
+
+    @property
+    def name(self) -> str:
+        """The kernel's symbol."""
+        return symbol("join_columns", "x".join(map(str, self.widths)), f"r{self.rows}")
+
+    def declare(self) -> Iterator[Declaration]:
+        """Yield the arguments in order."""
+        for number, width in enumerate(self.widths):
+            yield floats(f"x{number}", self.rows, width)
+        yield floats_out("y", self.rows, sum(self.widths))
+
+
+@dataclass(frozen=True)
 class EmbeddingSpec(KernelSpec):
     """y[t] = w[ids[t] + offset]. ids int32 [rows], w packed [vocab, dim] → y float32 [rows, dim].
 

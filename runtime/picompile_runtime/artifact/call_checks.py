@@ -97,6 +97,9 @@ def _place_fault(argument: Argument, parameter: KernelParameter) -> str:
     name, access = argument.name.removesuffix(".device"), parameter.access
     if parameter.name == "step":
         expected = argument.kind == "buffer"
+    elif access == "cache" and argument.kind == "buffer":
+        # A copy of a cache in a device's own memory; `call_order` checks that it is one.
+        expected = name not in (*INPUTS, *_COUNTERS, *_FLAGS.values(), _TICKETS)
     elif access == "cache" or argument.kind == "state":
         expected = access == "cache" and argument.kind == "state"
     elif argument.kind == "weight":
@@ -124,8 +127,9 @@ def _step_fault(program: Program, function: str, interface: KernelInterface) -> 
     if interface.slots and (function == BATCH or interface.slots != program.sequences):
         return f"is made for {interface.slots} sequences, one a step"
     by_row = any(parameter.access == "cache" for parameter in interface.parameters)
-    if by_row and interface.tokens != rows:
-        return f"is made for {interface.tokens or 'no'} rows of a cache, and steps have {rows}"
+    # A kernel without rows copies what the cache has from steps before.
+    if by_row and interface.tokens not in (0, rows):
+        return f"is made for {interface.tokens} rows of a cache, and steps have {rows}"
     return ""
 
 

@@ -2,7 +2,8 @@
 
 Buffers share memory, and host and accelerator run at the same time. The walk shows for every argument that is read
 that one call wrote all of it before and that nothing has overwritten it since; that a flag ensures the order of each
-transfer between host and accelerator; and that every wait ends. So no kernel uses as indices what are none.
+transfer between host and accelerator, also where shared memory is written again; and that every wait ends. So no kernel
+uses as indices what are none.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from picompile_runtime.artifact.program_checks import DEVICE_NAMES
 from picompile_runtime.artifact.reader import Artifact
 from picompile_runtime.devices.cpu.native import HostLibrary
 from picompile_runtime.errors import ArtifactError
+
+# A kernel that waits for values takes this, where it does not wait for none of them.
+_SKIPS = "count"
 
 Interfaces = Mapping[str, Mapping[str, KernelInterface]]
 """The kernels of the host and of the accelerator, by device."""
@@ -67,11 +71,6 @@ class _Arena:
         at = bisect_right(self.starts, start) - 1
         return self.values[at] if at >= 0 and self.ends[at] >= end else None
 
-    def is_free(self, start: int, end: int) -> bool:
-        """Return whether nothing has been written from `start` to `end`."""
-        at = bisect_right(self.starts, start) - 1
-        return not (at >= 0 and self.ends[at] > start) and not (at + 1 < len(self.starts) and self.starts[at + 1] < end)
-
     def write(self, start: int, end: int, value: _BufferValue | None) -> None:
         """Replace everything from `start` to `end` by a value."""
         first = bisect_right(self.ends, start)
@@ -88,16 +87,29 @@ class _Arena:
         self.values[first:last] = [part[2] for part in parts]
 
 
+@dataclass(frozen=True)
+class _SharedUse:
+    """Call `number` of `device` uses shared memory from `start` to `end`."""
+
+    start: int
+    end: int
+    device: str
+    number: int
+
+
 class _OrderCheck:
     """Walks one function in an order that is possible for host and accelerator."""
 
     def __init__(self, program: Program, function: str, kernels: Interfaces) -> None:
         self._program, self._function, self._kernels = program, function, kernels
         self._arenas = {memory: _Arena() for memory in ("host", "device", "shared")}
-        # For each flag that was set: by which device, and how many calls of each device are over by then.
-        self._set: dict[int, tuple[str, dict[str, int]]] = {}
-        # For each device: how many calls of each device it knows to be over.
+        self._uses_of_shared: list[_SharedUse] = []
+        # For each flag that was set: by which device, and how many calls of each device are over by then, as below.
+        self._set: dict[int, tuple[str, dict[str, int], dict[str, int]]] = {}
+        # For each device: how many calls of each device it knows to be over; and how many even where a count said that
+        # there is nothing to wait for.
         self._known = {device: dict.fromkeys(DEVICES, 0) for device in DEVICES}
+        self._surely_known = {device: dict.fromkeys(DEVICES, 0) for device in DEVICES}
         for name in INPUTS if function == BATCH else INPUTS[:3]:
             if name in program.buffers:
                 self._begin_with(name)
@@ -142,11 +154,14 @@ class _OrderCheck:
     def _run(self, device: str, number: int, call: Call) -> str:
         """Walk one call. Return what is wrong with it, an empty text if nothing is."""
         given = self._given(device, call)
+        may_skip = any(parameter.name == _SKIPS for _, parameter in given)
         for argument, parameter in given:
             if parameter.access == "awaits":
-                _, over = self._set[argument.view.offset]
-                self._known[device] = {each: max(over[each], self._known[device][each]) for each in DEVICES}
-        self._known[device][device] = number
+                _, over, surely_over = self._set[argument.view.offset]
+                self._known[device] = _latest(over, self._known[device])
+                if not may_skip:
+                    self._surely_known[device] = _latest(surely_over, self._surely_known[device])
+        self._known[device][device] = self._surely_known[device][device] = number
         read: dict[str, _BufferValue] = {}
         for argument, parameter in given:
             if parameter.access == "in" and argument.kind == "buffer":
@@ -156,16 +171,35 @@ class _OrderCheck:
                 if fault := self._content_fault(call, device, argument, parameter, value):
                     return fault
                 read[parameter.name] = value
+            if parameter.access == "cache" and argument.kind == "buffer" and not self._is_copy(device, argument):
+                return f"is given {argument.name} for {parameter.name}, where no copy of a cache is"
         for argument, parameter in given:
-            is_written = parameter.access in ("out", "scratch")
+            is_written = parameter.access in ("out", "scratch") or (
+                parameter.access == "cache" and argument.kind == "buffer"
+            )
             if is_written and (fault := self._write(device, number, call, argument, parameter, read)):
                 return fault
         for argument, parameter in given:
             if parameter.access == "sets":
                 if argument.view.offset in self._set:
                     return f"sets flag {argument.view.offset // 64}, which was set before in this step"
-                self._set[argument.view.offset] = device, {**self._known[device], device: number + 1}
+                known, surely_known = self._known[device], self._surely_known[device]
+                over, surely_over = ({**each, device: number + 1} for each in (known, surely_known))
+                self._set[argument.view.offset] = device, over, surely_over
+        self._note_use(device, number, given)
         return ""
+
+    def _note_use(self, device: str, number: int, given: Sequence[tuple[Argument, KernelParameter]]) -> None:
+        for argument, _ in given:
+            if argument.kind == "buffer" and arena_of(self._program, argument) == "shared":
+                self._uses_of_shared.append(_SharedUse(*span_of(self._program, argument), device, number))
+
+    def _is_copy(self, device: str, argument: Argument) -> bool:
+        """Return whether the copy of a cache that an argument is has been made there, whole and with its dtype."""
+        span, memory = span_of(self._program, argument), arena_of(self._program, argument)
+        value = self._value(device, argument)
+        is_whole = value is not None and (value.start, value.end, value.dtype) == (*span, argument.view.dtype)
+        return is_whole and memory == device
 
     def _value(self, device: str, argument: Argument) -> _BufferValue | None:
         """Return the value that a call on `device` is sure to find in an argument, None if there is none."""
@@ -206,10 +240,10 @@ class _OrderCheck:
     ) -> str:
         start, end = span_of(self._program, argument)
         memory = arena_of(self._program, argument)
-        if memory == "shared" and not self._arenas[memory].is_free(start, end):
-            return f"writes {parameter.name} to {argument.name}, shared memory that is in use in this step"
+        if memory == "shared" and not self._is_free(device, start, end):
+            return f"writes {parameter.name} to {argument.name}, shared memory that may be in use in this step"
         value = None
-        if parameter.access == "out":
+        if parameter.access != "scratch":
             copied = read.get(parameter.copies or "")
             source, below = (None, parameter.below) if copied is None else (copied.source, copied.below)
             is_bytes, is_complete = call.op == UPLOAD_OP, self._kernels[device][call.kernel].tokens <= 1
@@ -218,6 +252,13 @@ class _OrderCheck:
             )
         self._arenas[memory].write(start, end, value)
         return ""
+
+    def _is_free(self, device: str, start: int, end: int) -> bool:
+        """Return whether `device` knows that all uses of shared memory from `start` to `end` so far are over."""
+        known = self._surely_known[device]
+        return all(
+            use.end <= start or end <= use.start or use.number < known[use.device] for use in self._uses_of_shared
+        )
 
     def _missing_result(self) -> str:
         """Return the first buffer that the runtime reads after the step and that has no whole value, or nothing."""
@@ -236,6 +277,10 @@ class _OrderCheck:
             if value is None or not is_whole or (below and (value.below or below + 1) > below):
                 return name
         return ""
+
+
+def _latest(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
+    return {device: max(one[device], other[device]) for device in DEVICES}
 
 
 def check_code(artifact: Artifact, library: HostLibrary) -> Interfaces | None:
