@@ -1,7 +1,8 @@
-"""Prompts on a GPU whose cold neurons come from the host slice by slice, in the emulation, with copies early and late.
+"""Prompts on a GPU to which weights of the host come slice by slice, in the emulation, with copies early and late.
 
-Stages are made so small that each block has several slices. The stand-in driver runs the nodes of a graph in orders
-that its edges allow: a copy as early as it can be, as late as it can be, and at random.
+Where the host has the KV cache of a layer, it lends it. Stages are made so small that each matrix has several slices.
+The stand-in driver runs the nodes of a graph in orders that its edges allow: a copy as early as it can be, as late as
+it can be, and at random.
 """
 
 import ctypes
@@ -22,7 +23,9 @@ from helpers.families import build, save
 from helpers.kernels.emulator import Emulated
 from helpers.reference import eager_logits, relative_error, round_weights
 from helpers.support import compile_for_test
+from picompile import compile_steps
 from picompile_codegen.lowering import slices
+from picompile_codegen.lowering.placement import ON_HOST, Placement
 from picompile_runtime.artifact.reader import open_artifact
 from picompile_runtime.devices.cuda import CudaAccelerator, graph
 from picompile_runtime.devices.cuda import open as open_gpu
@@ -35,8 +38,29 @@ CONTEXT, CHUNK = 48, 16
 IDS = 2 * CHUNK + 5
 BUFFER_BYTES = 1021
 EARLY, LATE = "1", "2"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and which layers' attention and caches the GPU has; None for all of them."""
+
+    family: str
+    quant: str
+    predictor: str
+    placement: Placement | None = None
+    kv_dtype: str = "f32"
+
+
 # A gate that lies apart, squares of neurons beside their sum, and biases without a gate.
-CASES = {"llama-relu": ("f16", "exact"), "bitnet": ("q4", "none"), "opt-post-norm": ("q8", "none")}
+CASES = {
+    "llama-relu": Case("llama-relu", "f16", "exact"),
+    "bitnet": Case("bitnet", "q4", "none"),
+    "opt-post-norm": Case("opt-post-norm", "q8", "none"),
+    # Nothing but hot neurons; the caches of the host; projections of one layer and the cache of the other.
+    "llama-neurons": Case("llama-relu", "q4", "exact", ON_HOST, "q8"),
+    "bitnet-caches": Case("bitnet", "f16", "none", Placement(frozenset({0, 1})), "f16"),
+    "opt-crosswise": Case("opt-post-norm", "f16", "none", Placement(frozenset({1}), frozenset({0}), head=True)),
+}
 
 
 @dataclass(frozen=True)
@@ -56,20 +80,24 @@ class Streamed:
 
 
 def make(name: str, folder: Path) -> Streamed:
-    quant, predictor = CASES[name]
-    reference = build(name)
-    save(name, reference, folder / "model")
+    case = CASES[name]
+    reference = build(case.family)
+    save(case.family, reference, folder / "model")
     config = reference.config
     neurons = getattr(config, "intermediate_size", None) or config.ffn_dim
     hot = {0: tuple(range(1, neurons, 9)), 1: tuple(range(0, neurons, 5))}
-    options = {"quant": quant, "predictor": predictor, "hot": hot, "kv_dtype": "f32"}
-    compile_for_test(folder / "model", folder / "artifact", target="4090", context=CONTEXT, chunk=CHUNK, **options)
+    options = {"quant": case.quant, "predictor": case.predictor, "hot": hot, "kv_dtype": case.kv_dtype}
+    with pytest.MonkeyPatch.context() as patch:
+        if case.placement is not None:
+            patch.setattr(compile_steps, "_placement", lambda plan, layers: case.placement)
+        compile_for_test(folder / "model", folder / "artifact", target="4090", context=CONTEXT, chunk=CHUNK, **options)
     Emulated((folder / "artifact" / "kernels" / "device.cu").read_text(), folder / "kernels.so")
-    round_weights(reference, quant)
+    round_weights(reference, case.quant)
     ids = torch.randint(config.vocab_size, (IDS,), generator=torch.Generator().manual_seed(3)).tolist()
     expected = eager_logits(reference, ids)[-1:]
+    is_exact = case.quant == "f16" and case.kv_dtype == "f32"
     return Streamed(
-        folder / "artifact", folder / "kernels.so", ids, expected, TOLERANCE if quant == "f16" else BYTES_TOLERANCE
+        folder / "artifact", folder / "kernels.so", ids, expected, TOLERANCE if is_exact else BYTES_TOLERANCE
     )
 
 

@@ -11,7 +11,7 @@ A launch costs about a microsecond before it begins, and a step has hundreds of 
 Calls of the CPU cost next to nothing, and so it has none of these.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from torch.fx import Node
@@ -92,10 +92,17 @@ def joined_linears(nodes: Sequence[Node]) -> dict[Node, tuple[Node, ...]]:
 
 
 def find_fusions(
-    nodes: Sequence[Node], devices: Mapping[Node, Device], joined: Mapping[Node, tuple[Node, ...]], rows: int
+    nodes: Sequence[Node],
+    devices: Mapping[Node, Device],
+    joined: Mapping[Node, tuple[Node, ...]],
+    rows: int,
+    lent: Set[Node] = frozenset(),
 ) -> Fusions:
-    """Return what the accelerator computes together of `nodes`, which are in the order in which they are lowered."""
-    finder = _Finder({node: place for place, node in enumerate(nodes)}, devices, rows)
+    """Return what the accelerator computes together of `nodes`, which are in the order in which they are lowered.
+
+    Projections whose weights come from the host, `lent`, are not among it: they come in slices.
+    """
+    finder = _Finder({node: place for place, node in enumerate(nodes)}, devices, rows, set(lent))
     here = {first: group for first, group in joined.items() if rows == 1 and finder.has(group)}
     inside = {node for group in here.values() for node in group[1:]}
     finder.taken |= inside | set(here)
@@ -109,7 +116,7 @@ def find_fusions(
 
 @dataclass
 class _Finder:
-    """Finds sums among nodes with these `places` in their order; `taken` are projections that are joined."""
+    """Finds sums among nodes with these `places` in their order; projections in `taken` add nothing."""
 
     places: Mapping[Node, int]
     devices: Mapping[Node, Device]
@@ -117,8 +124,8 @@ class _Finder:
     taken: set[Node] = field(default_factory=set)
 
     def has(self, group: Sequence[Node]) -> bool:
-        """Return whether the accelerator computes all of a group."""
-        return all(map(self._is_here, group))
+        """Return whether the accelerator computes all of a group, with weights that it has."""
+        return all(self._is_here(node) and node not in self.taken for node in group)
 
     def sum_at(self, node: Node) -> Sum | None:
         """Return the sum that `node` ends on the accelerator, None where an ordinary addition does."""

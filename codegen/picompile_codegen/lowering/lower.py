@@ -157,7 +157,7 @@ def _lower_all(nodes: Sequence[Node], function: Function) -> None:
     """
     ordered, fusions = _host_first(nodes, function.devices), Fusions()
     if function.shared.options.accelerator == "cuda":
-        fusions = find_fusions(ordered, function.devices, function.shared.joined, function.rows)
+        fusions = find_fusions(ordered, function.devices, function.shared.joined, function.rows, function.lent)
     for node in ordered:
         if node in fusions.inside:
             continue

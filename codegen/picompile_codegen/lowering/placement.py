@@ -15,7 +15,10 @@ from picompile_passes.graph.operands import (
     DIVIDE_BY_RMS,
     ELEMENTWISE,
     EMBEDDING,
+    LAYER_NORM,
+    LINEAR,
     PREDICT,
+    RMS_NORM,
     ROTARY,
     SPARSE_FFN,
     SPARSE_LINEAR,
@@ -103,7 +106,8 @@ def _layers(nodes: Sequence[Node]) -> dict[Node, int]:
 
     A norm or a projection behind an attention and before the next feed-forward block is of that attention's layer;
     behind both, of the next. An addition is of the layer whose result it adds, and so is the norm of a block's neurons;
-    other arithmetic is of its latest input's.
+    other arithmetic is of its latest input's. The last projection is the head's, with what follows it and the norm
+    before it, whatever became of the last block.
     """
     seen: dict[Node, tuple[int, int]] = {}  # the last attention and the last block that a node depends on
     layers: dict[Node, int] = {}
@@ -126,4 +130,16 @@ def _layers(nodes: Sequence[Node]) -> dict[Node, int]:
         elif is_call(node, SPARSE_FFN):
             block = layers[node]
         seen[node] = (attention, block)
-    return layers
+    last = max((layers[node] for node in nodes if is_call(node, ATTENTION)), default=-1)
+    return layers | dict.fromkeys((node for node in _head(nodes) if layers[node] <= last), last + 1)
+
+
+def _head(nodes: Sequence[Node]) -> list[Node]:
+    """Return the projection to the vocabulary, what makes logits of its result, and the norm before it."""
+    found = [node for node in nodes if any(user.op == "output" for user in node.users)]
+    while found and is_call(found[-1], ELEMENTWISE):
+        found.append(next(source for source in found[-1].all_input_nodes if source in nodes))
+    if not found or not is_call(found[-1], LINEAR):
+        return []
+    x = arguments(found[-1])["x"]
+    return [*found, x] if is_call(x, RMS_NORM, LAYER_NORM) else found

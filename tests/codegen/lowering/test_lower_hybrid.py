@@ -1,9 +1,9 @@
 """Programs for a host and a hot device: what runs where has no influence, and nothing is read before it is there."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise, takewhile
+from itertools import takewhile
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +18,8 @@ from picompile.placement.model_bytes import LayerBytes, LayerLaunches
 from picompile.placement.problem import predicts_early
 from picompile.placement.times import PartPlaces
 from picompile.testing import GraphShape, build, random_weights
+from picompile_codegen.lowering import lower as lowering
+from picompile_codegen.lowering.arena import Lifetime
 from picompile_codegen.lowering.function import LowerOptions
 from picompile_codegen.lowering.lower import Lowered, lower
 from picompile_codegen.lowering.placement import ON_HOST, Placement
@@ -258,7 +260,7 @@ def check_order(program: LoweredProgram, function: str) -> None:
             _make(call, program, made[id(call)], seen[call.device], behind)
 
 
-def _blocked(call: ProgramCall, behind: Mapping[int, set[str]]) -> bool:
+def _blocked(call: ProgramCall, behind: Container[int | None]) -> bool:
     return call.op in ("wait", "receive") and flag_of(call) not in behind
 
 
@@ -292,7 +294,9 @@ def _make(
 
 
 def check_memory(program: LoweredProgram) -> None:
-    """AssertionError where a device is given the other's memory, or two things in shared memory lie on each other."""
+    """AssertionError where a device is given the other's memory, or two things in shared memory lie on each other that
+    may be in use at the same time.
+    """
     for calls in program.functions.values():
         for call in calls:
             for arg in call.args:
@@ -300,9 +304,41 @@ def check_memory(program: LoweredProgram) -> None:
                 assert arg.name not in kept or kept[arg.name].memory in (call.device, "shared"), (call.kernel, arg.name)
     for function in program.functions:
         own = [name for name in program.buffers if not name.startswith(tuple(f"{f}." for f in program.functions))]
-        mine = [name for name in program.buffers if name.startswith(f"{function}.")] + own
-        spans = sorted(_span(program.buffers[name]) for name in mine if program.buffers[name].memory == "shared")
-        assert all(end <= start for (_, end), (start, _) in pairwise(spans)), function
+        mine = [name for name in program.buffers if name.startswith(f"{function}.")]
+        spans = {name: _span(program.buffers[name]) for name in mine if program.buffers[name].memory == "shared"}
+        kept = [_span(program.buffers[name]) for name in own if program.buffers[name].memory == "shared"]
+        first = min((start for start, _ in spans.values()), default=0)
+        assert all(end <= first for _, end in kept), function
+        for seed in range(8):
+            check_contents(program.functions[function], spans, seed)
+
+
+def check_contents(calls: Sequence[ProgramCall], spans: Mapping[str, tuple[int, int]], seed: int) -> None:
+    """Run both sides in some order that flags allow. AssertionError where a call reads what another has overwritten.
+
+    The first call in the list that uses a buffer writes it.
+    """
+    random, share = np.random.default_rng(seed), (0.02, 0.5, 0.98)[seed % 3]
+    queues = [Queue([call for call in calls if call.device == device]) for device in ("host", "device")]
+    writers: dict[str, int] = {}
+    for call in calls:
+        for name in {arg.name for arg in call.args} & set(spans):
+            writers.setdefault(name, id(call))
+    memory, flags = dict[int, str](), set[int]()
+    while any(queue.next for queue in queues):
+        ready = [queue for queue in queues if queue.next and not _blocked(queue.next, flags)]
+        queue = ready[0] if random.random() < share or len(ready) == 1 else ready[-1]
+        call = queue.next
+        assert call is not None
+        queue.done += 1
+        for name in {arg.name for arg in call.args} & set(spans):
+            places = range(spans[name][0], spans[name][1], 64)
+            if writers[name] == id(call):
+                memory.update(dict.fromkeys(places, name))
+            found = {memory[place] for place in places}
+            assert found == {name}, f"{call.kernel} on the {call.device} finds {found - {name}} in {name}"
+        if call.op in ("send", "signal"):
+            flags.add(flag_of(call) or 0)
 
 
 def _span(tensor: ProgramTensor) -> tuple[int, int]:
@@ -350,9 +386,45 @@ def test_the_checker_finds_a_missing_transfer_call(op: str, message: str) -> Non
 def test_the_checker_finds_overlapping_shared_memory() -> None:
     program = lower(CASES["plain"].graph(), options(Placement.all_of(3))).program
     check_memory(program)
-    sent = [name for name, tensor in program.buffers.items() if tensor.memory == "shared" and "decode" in name]
+    sent = [name for name in program.buffers if name.startswith("decode.") and name.endswith(("x.sent", "mask.sent"))]
     program.buffers[sent[0]] = replace(program.buffers[sent[0]], offset=program.buffers[sent[1]].offset)
-    with pytest.raises(AssertionError, match="decode"):
+    with pytest.raises(AssertionError, match=f"finds .*{sent[0]}|finds .*{sent[1]}"):
+        check_memory(program)
+
+
+def shared_bytes(program: LoweredProgram, function: str) -> tuple[int, int]:
+    """Return the bytes of a function's buffers in shared memory, and those of the memory that they take."""
+    found = [
+        tensor
+        for name, tensor in program.buffers.items()
+        if name.startswith(f"{function}.") and tensor.memory == "shared"
+    ]
+    spans = [_span(tensor) for tensor in found]
+    return sum(end - start for start, end in spans), max(end for _, end in spans) - min(start for start, _ in spans)
+
+
+def test_caches_are_lent_one_after_another() -> None:
+    """In prompts; what one layer no longer needs of shared memory the next takes."""
+    graph_module = CASES["parallel"].graph()
+    program = lower(graph_module, options(ON_HOST, "q8")).program
+    check_memory(program)
+    calls = program.functions["prefill_last"]
+    assert [call.device for call in calls if call.op == "attention"] == ["device"] * 3
+    assert all(tensor.memory == "host" for tensor in program.state.values())
+    lent = [call for call in calls if call.kernel.startswith("lend_cache")]
+    borrowed = [call for call in calls if call.kernel.startswith("borrow_cache")]
+    # Keys and values, each with their scales.
+    assert [call.layer for call in lent] == [call.layer for call in borrowed] == [0] * 4 + [1] * 4 + [2] * 4
+    whole, taken = shared_bytes(program, "prefill_last")
+    assert taken < 0.6 * whole
+    # Steps of single tokens attend on the host.
+    assert [call.device for call in program.functions["decode"] if call.op == "attention"] == ["host"] * 3
+
+
+def test_the_checker_finds_memory_that_is_used_again_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lowering, "shared_overlap", lambda calls, kernels: Lifetime.overlaps)
+    program = lower(CASES["parallel"].graph(), options(ON_HOST, "q8")).program
+    with pytest.raises(AssertionError, match="finds"):
         check_memory(program)
 
 

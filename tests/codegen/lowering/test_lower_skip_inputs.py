@@ -1,16 +1,20 @@
 """Programs whose projections leave out small inputs, against the eager graph: tokens, prompts, several sequences."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch.fx import GraphModule
 
+from helpers.kernels.hybrid_runner import HybridRunner
 from helpers.kernels.lowered import Runner
 from picompile.testing import LLAMA, OPT, GraphShape, RandomWeights, build, random_weights, run
+from picompile_codegen.lowering import slices
 from picompile_codegen.lowering.function import LowerOptions
 from picompile_codegen.lowering.lower import Lowered, lower
+from picompile_codegen.lowering.placement import Placement
 from picompile_passes.base import Pass
 from picompile_passes.graph.materialize import materialize, node_values
 from picompile_passes.graph.nodes import arguments, calls
@@ -94,6 +98,28 @@ def test_prompts(compiled: Compiled) -> None:
     last = runner.run("prefill_last", TEXT[runner.position :])
     assert last is not None
     check(compiled, last[0], compiled.expected[-1])
+
+
+@pytest.mark.parametrize("stage_bytes", [slices.STAGE_BYTES, 1])
+def test_prompts_on_an_accelerator(
+    compiled: Compiled, stage_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the head alone. Matrices come to it whole, and stay with the host if they are larger than a stage."""
+    monkeypatch.setattr(slices, "STAGE_BYTES", stage_bytes)
+    options = LowerOptions(CONTEXT, CHUNK, "float32", SEQUENCES, "cpu", Placement(head=True))
+    lowered = lower(compiled.graph_module, options)
+    calls_of = lowered.program.functions["prefill_last"]
+    devices = {call.device for call in calls_of if call.kernel.startswith("sparse_linear")}
+    assert devices == {"device" if stage_bytes > 1 else "host"}
+    runner = HybridRunner(tmp_path, lowered, compiled.graph_module, compiled.weights)
+    runner.slot, runner.position = 1, 0
+    runner.run("prefill", TEXT[:CHUNK])
+    scored = runner.run("score", TEXT[CHUNK : 2 * CHUNK])
+    assert scored is not None
+    check(compiled, torch.as_tensor(scored), compiled.expected[CHUNK : 2 * CHUNK])
+    last = runner.run("prefill_last", TEXT[2 * CHUNK :])
+    assert last is not None
+    check(compiled, torch.as_tensor(last[0]), compiled.expected[-1])
 
 
 def test_several_sequences(compiled: Compiled) -> None:

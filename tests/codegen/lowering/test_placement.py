@@ -135,12 +135,20 @@ def test_head_alone(name: str) -> None:
     assert list(norm.users) == [head]
 
 
+@pytest.mark.parametrize("placement", [ON_HOST, Placement(frozenset({0, 1}), EVERY), Placement(head=True)], ids=str)
 @pytest.mark.parametrize("name", list(SHAPES))
-def test_with_streams_the_device_has_whole_blocks(name: str) -> None:
-    """The device has the cold parts of layers whose attention it has; all else stays where it was."""
-    nodes, placement = nodes_of(SHAPES[name]), Placement(frozenset({0, 1}), EVERY)
+def test_with_streams_the_device_has_all_layers(name: str, placement: Placement) -> None:
+    """The host keeps the embeddings, and the head unless the device has it anyway."""
+    nodes = nodes_of(SHAPES[name])
     without, streams = place(nodes, placement), place(nodes, placement, streams=True)
-    moved = [node for node in nodes if without[node] != streams[node]]
-    assert parts(moved) == [(0, "cold"), (1, "cold")]
-    assert len(moved) == 2
-    assert all(streams[node] == "device" for node in moved)
+    everything = place(nodes, replace(Placement.all_of(LAYERS), head=placement.head))
+    blocks = [node for node in nodes if is_call(node, SPARSE_FFN)]
+    kept = {node for node in nodes if everything[node] == "host"} - set(blocks)
+    assert {node for node in nodes if streams[node] == "host"} == kept
+    assert all(without[node] == "host" for node in kept)
+
+
+def test_with_streams_nothing_comes_to_a_device_that_has_nothing() -> None:
+    """A plan may leave everything to the host."""
+    nodes = [node for node in nodes_of(SHAPES["llama"]) if node.meta.get("device") != "hot"]
+    assert set(place(nodes, ON_HOST, streams=True).values()) == {"host"}
