@@ -17,12 +17,14 @@ from picompile_codegen.signs import sign_row_bytes
 from picompile_codegen.specs import (
     AddSpec,
     AttentionSpec,
+    BorrowCacheSpec,
     CacheWriteSpec,
     CopyWordsSpec,
     CountedFfnSpec,
     CountedSendMaskSpec,
     EmbeddingSpec,
     FfnSpec,
+    JoinColumnsSpec,
     KernelArgument,
     KernelSpec,
     LayerNormSpec,
@@ -70,12 +72,14 @@ def _counted_send_mask(count: int, **mask: Any) -> CountedSendMaskSpec:
 _SPECS: Mapping[str, Callable[..., KernelSpec]] = {
     "add": AddSpec,
     "attention": AttentionSpec,
+    "borrow_cache": BorrowCacheSpec,
     "cache_write": CacheWriteSpec,
     "copy_words": CopyWordsSpec,
     "counted_ffn": _counted_ffn,
     "counted_send_mask": _counted_send_mask,
     "embedding": EmbeddingSpec,
     "ffn": FfnSpec,
+    "join_columns": JoinColumnsSpec,
     "layer_norm": LayerNormSpec,
     "leading_logits": TopLogitsSpec,
     "linear": LinearSpec,
@@ -184,6 +188,7 @@ def small_cases() -> Iterator[Case]:
     yield Case("rotary", "rotary", {"heads": 5, "head_dim": 20, "rows": 7, "context": 50, "mode": "chunk"})
     yield Case("add", "add", {"dim": 700, "rows": 5})
     yield Case("take_last", "take_last", {"dim": 700, "rows": 5})
+    yield Case("join columns", "join_columns", {"widths": (64, 64, 20), "rows": 5})
     for vocab, rows in ((50, 1), (5003, 3), (70001, 1)):
         yield Case(f"leading logits {vocab}", "leading_logits", {"vocab": vocab, "rows": rows})
     yield from _exchanges(dim=333, neurons=200, columns=60, rows=3)
@@ -199,6 +204,8 @@ def _exchanges(dim: int, neurons: int, columns: int, rows: int, speed: bool = Fa
     summed = {"dim": dim, "rows": rows, "terms": 3, "eps": 1e-5}
     yield Case("sum with norm", "sum_norm", summed, speed)
     yield Case("sum with norm, received", "sum_norm", {**summed, "received": True, "counted": True}, speed)
+    lent = {"kv_heads": 8, "width": 128, "dtype": "float16", "context": 4096 if speed else 90}
+    yield Case("borrow cache", "borrow_cache", lent, speed)
     yield Case("receive mask", "receive_mask", {"neurons": neurons, "rows": rows}, speed)
     yield Case("copy words", "copy_words", {"words": 8}, speed)
     # A stage of weights: the copy engine moves it, which is in the list as a kernel.

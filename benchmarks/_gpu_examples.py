@@ -63,6 +63,11 @@ def take_last(make: Maker) -> Example:
     return Example(make.inputs, {"y": numpy_of(x[-1:])}, tokens=make.tokens)
 
 
+def join_columns(make: Maker) -> Example:
+    parts = [make.floats(f"x{number}", make.tokens, width) for number, width in enumerate(make.parameters["widths"])]
+    return Example(make.inputs, {"y": numpy_of(torch.cat(parts, dim=1))}, tokens=make.tokens)
+
+
 def leading_logits(make: Maker) -> Example:
     """Each score is there several times, so that it matters which of them is first."""
     p = make.parameters
@@ -102,6 +107,23 @@ def receive(make: Maker) -> Example:
         make.inputs["count"] = np.array([3], np.int32)
     shared = ("source", "flag", "abandoned")
     return Example(make.inputs, {"y": make.inputs["source"]}, shared=shared, tokens=make.tokens)
+
+
+def borrow_cache(make: Maker) -> Example:
+    """Return an example of `borrow_cache`: all positions but the last, of whole words."""
+    p = make.parameters
+    item_bytes = np.dtype(p["dtype"]).itemsize
+    source = make.rng.integers(0, 256, (p["kv_heads"], p["context"] * p["width"] * item_bytes)).astype(np.uint8)
+    # Bytes of numbers, since infinities and what is none compare in ways of their own.
+    source[:, 1::2] &= 0x3F
+    make.inputs["source"] = source.view(p["dtype"])
+    _flag(make, "flag", STEP_NUMBER)
+    _flag(make, "abandoned", 0)
+    position = p["context"] - 1
+    expected = make.inputs["source"].copy()
+    expected[:, position * p["width"] :].view(np.uint8)[:] = 255
+    moved = p["kv_heads"] * position * p["width"] * item_bytes
+    return Example(make.inputs, {"y": expected}, moved, shared=("source", "flag", "abandoned"), position=position)
 
 
 def copy_words(make: Maker) -> Example:
@@ -239,11 +261,13 @@ _MAKERS: Mapping[str, Callable[[Maker], Example]] = {
     "predict_low_rank": matrix.low_rank,
     "predict_signs": matrix.signs,
     "attention": attention,
+    "borrow_cache": borrow_cache,
     "cache_write": cache_write,
     "rotary": rotary,
     "rms_norm": rms_norm,
     "layer_norm": layer_norm,
     "add": add,
+    "join_columns": join_columns,
     "take_last": take_last,
     "leading_logits": leading_logits,
     "send": send,

@@ -32,7 +32,9 @@ _VARIANTS = (
 )
 _OF_MODEL = ("model", "quant", "budget", "dense_bytes", "hot", "resident_layers", "plan")
 # Kernels that exchange values with the host, which they see in memory of the host.
-_EXCHANGING = frozenset({"send", "send_mask", "counted_send_mask", "receive", "receive_mask", "copy_words"})
+_EXCHANGING = frozenset(
+    {"send", "send_mask", "counted_send_mask", "receive", "receive_mask", "borrow_cache", "copy_words"}
+)
 # A kernel, a small model; memory that is asked for before weights are made; what a variant has beside its weights.
 _KERNEL_S, _CHECK_S, _MEMORY_S = 45.0, 60.0, 60.0
 # PyTorch may load all its kernels when it starts on the GPU.

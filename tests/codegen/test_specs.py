@@ -10,6 +10,7 @@ from picompile_codegen.signs import sign_row_bytes
 from picompile_codegen.specs import (
     AddSpec,
     AttentionSpec,
+    BorrowCacheSpec,
     CacheWriteSpec,
     CopyWordsSpec,
     CountedFfnSpec,
@@ -18,9 +19,11 @@ from picompile_codegen.specs import (
     ElementwiseSpec,
     EmbeddingSpec,
     FfnSpec,
+    JoinColumnsSpec,
     KernelArgument,
     KernelSpec,
     LayerNormSpec,
+    LendCacheSpec,
     LinearAddSpec,
     LinearSpec,
     PackageSpec,
@@ -47,7 +50,7 @@ KV_DTYPES = ("float16", "float32", "q8")
 MODES = (("one", 1), ("chunk", 13), ("sequences", 3))
 ROWS = (1, 13)
 # Only the host calls these, and only a GPU that one.
-HOST_ONLY: set[type[KernelSpec]] = {SignalSpec, WaitSpec}
+HOST_ONLY: set[type[KernelSpec]] = {LendCacheSpec, SignalSpec, WaitSpec}
 GPU_ONLY: set[type[KernelSpec]] = {CountedSendMaskSpec, LinearAddSpec, PingPongSpec, SumNormSpec}
 
 Parameters = dict[str, Any]
@@ -178,6 +181,11 @@ VARIANTS: dict[type[KernelSpec], list[Parameters]] = {
         {"neurons": 50, "dim": dim, "row_bytes": sign_row_bytes(dim), "rows": rows}
         for dim, rows in product((13, 256, 257), (1, 7))
     ],
+    LendCacheSpec: grid(
+        kv_heads=(1, 3), width=(1, 20), dtype=("float16", "float32", "int8"), context=(50,), sequences=(1, 4)
+    ),
+    BorrowCacheSpec: grid(kv_heads=(1, 3), width=(1, 3, 20), dtype=("float16", "float32", "int8"), context=(50, 51)),
+    JoinColumnsSpec: grid(widths=((64, 7), (64, 64, 32)), rows=ROWS),
     ReceiveSpec: grid(dim=(96, 99), rows=ROWS, counted=(False, True)),
     ReceiveMaskSpec: grid(neurons=(77, 200), rows=ROWS),
     RmsNormSpec: grid(dim=(96, 99), rows=ROWS, eps=(1e-5, 1e-6), groups=(1, 3)),

@@ -49,6 +49,8 @@ CASES = [
     Case("ffn shared", "counted_ffn", ffn("f16", "masked", 130, 40, mask_columns=150, count=77), shares=(0.3,)),
     Case("chunk shared", "counted_ffn", ffn("q4", "dense", 130, 40, rows=5, count=77)),
     Case("send mask shared", "counted_send_mask", {**MASK, "count": 28, "in_words": True}),
+    Case("borrow", "borrow_cache", {"kv_heads": 2, "width": 12, "dtype": "float16", "context": 9}),
+    Case("join", "join_columns", {"widths": (5, 12), "rows": 3}),
 ]
 TIMED = [
     Case("timed linear", "linear", {"format": "q4", "n": 40, "k": 64, "rows": 5, "bias": False}, True, streamed=True),

@@ -9,12 +9,14 @@ from picompile_codegen import cpu
 from picompile_codegen.cpu import Kernel
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.vector import activate, blocks, load, store
-from picompile_codegen.specs import AddSpec, DivideByRmsSpec, LayerNormSpec, RmsNormSpec, TakeLastSpec
+from picompile_codegen.specs import AddSpec, DivideByRmsSpec, JoinColumnsSpec, LayerNormSpec, RmsNormSpec, TakeLastSpec
 from picompile_passes.dialect import parse_activation
 from picompile_passes.dialect.activations import ACTIVATIONS
 
 CHUNK = 13
 DIMS = (96, 100, 5)
+# Columns of parts: whole vectors, and none of them.
+JOINED = ((64, 64, 20), (5, 64, 33), (7,))
 # Columns and groups: heads of whole vectors, of some and a rest, of less than one, and of a single column.
 GROUPED = ((96, 6), (100, 5), (15, 3), (7, 7))
 AFFINE = ((True, True), (True, False), (False, False))
@@ -55,6 +57,7 @@ def workbench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
             built += [rms_norm(dim, rows), add(dim, rows), *(layer_norm(dim, rows, affine) for affine in AFFINE)]
             built += [divide_by_rms(dim, rows, bias) for bias in (False, True)]
         built.append(cpu.write_kernel(TakeLastSpec(dim=dim, rows=CHUNK)))
+    built += [cpu.write_kernel(JoinColumnsSpec(widths, CHUNK)) for widths in JOINED]
     for dim, groups in GROUPED:
         built += [rms_norm(dim, CHUNK, groups), *(layer_norm(dim, CHUNK, affine, groups) for affine in AFFINE)]
     return Workbench(tmp_path_factory.mktemp("elementwise") / "host.so", built)
@@ -141,6 +144,16 @@ def test_add(workbench: Workbench, dim: int, rows: int, tokens: int) -> None:
     a, b = uniform(rng, tokens, dim), uniform(rng, tokens, dim)
     result = workbench.run(add(dim, rows), {"a": a, "b": b}, tokens=tokens)
     assert np.array_equal(result["y"][:tokens], a + b)
+
+
+@pytest.mark.parametrize("widths", JOINED, ids=str)
+@pytest.mark.parametrize("tokens", [1, 3, CHUNK])
+def test_join_columns(workbench: Workbench, widths: tuple[int, ...], tokens: int) -> None:
+    rng = np.random.default_rng([*widths, tokens])
+    parts = {f"x{number}": uniform(rng, tokens, width) for number, width in enumerate(widths)}
+    result = workbench.run(cpu.write_kernel(JoinColumnsSpec(widths, CHUNK)), parts, tokens=tokens)
+    assert np.array_equal(result["y"][:tokens], np.concatenate(list(parts.values()), axis=1))
+    assert np.isnan(result["y"][tokens:]).all()
 
 
 @pytest.mark.parametrize("dim", DIMS)

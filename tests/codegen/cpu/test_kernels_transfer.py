@@ -15,7 +15,9 @@ from picompile_codegen.build.host_library import build_host_library
 from picompile_codegen.cpu import Kernel
 from picompile_codegen.specs import (
     FLAG_SHAPE,
+    BorrowCacheSpec,
     CopyWordsSpec,
+    LendCacheSpec,
     ReceiveMaskSpec,
     ReceiveSpec,
     SendMaskSpec,
@@ -38,13 +40,18 @@ RECEIVES = {
     for rows in (1, ROWS)
     for yes in (False, True)
 }
+# Caches that are lent: heads, width, dtype, context and sequences.
+LENT = [(2, 24, "float16", 50, 3), (3, 3, "float16", 51, 1), (2, 5, "int8", 9, 2), (2, 7, "float32", 300, 1)]
+LENDS = {sizes: cpu.write_kernel(LendCacheSpec(*sizes)) for sizes in LENT}
+BORROWS = {sizes: cpu.write_kernel(BorrowCacheSpec(*sizes[:-1])) for sizes in LENT}
 RECEIVED_MASKS = {rows: cpu.write_kernel(ReceiveMaskSpec(neurons=NEURONS, rows=rows)) for rows in (1, ROWS)}
 COPY, WAIT, SIGNAL = (
     cpu.write_kernel(CopyWordsSpec(words=WORDS)),
     cpu.write_kernel(WaitSpec()),
     cpu.write_kernel(SignalSpec()),
 )
-EVERY = (*SENDS.values(), *MASKS.values(), *RECEIVES.values(), *RECEIVED_MASKS.values(), COPY, WAIT, SIGNAL)
+_MANY = (SENDS, MASKS, RECEIVES, RECEIVED_MASKS, LENDS, BORROWS)
+EVERY = (*(kernel for each in _MANY for kernel in each.values()), COPY, WAIT, SIGNAL)
 # How many rows a step has, and how many of them count.
 TOKENS = [(1, 1), (ROWS, 1), (ROWS, 3), (ROWS, ROWS)]
 
@@ -151,6 +158,23 @@ def test_upload(tmp_path: Path, size: int) -> None:
     np.testing.assert_array_equal(
         Workbench(tmp_path / "host.so", [kernel]).run(kernel, {"source": source})["y"], source
     )
+
+
+@pytest.mark.parametrize("sizes", LENT, ids=str)
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
+def test_a_cache_is_lent_and_borrowed(bench: Workbench, sizes: tuple[int, int, str, int, int], share: float) -> None:
+    """Of the step's sequence the positions before the step's, bit by bit, and nothing else."""
+    heads, width, dtype, context, sequences = sizes
+    position, slot = round(share * (context - 1)), sequences - 1
+    rng, item_bytes = np.random.default_rng([heads, position]), np.dtype(dtype).itemsize
+    cache = rng.integers(0, 256, (sequences, heads, context * width * item_bytes)).astype(np.uint8).view(dtype)
+    here = step(1)
+    here[1:3] = position, slot
+    lent = bench.run(LENDS[sizes], {"step": here, "cache": cache})["y"]
+    inputs = {"step": here, "source": lent, "flag": flag(STEP), "abandoned": flag(0)}
+    for found in (lent, bench.run(BORROWS[sizes], inputs)["y"]):
+        assert found[:, : position * width].tobytes() == cache[slot, :, : position * width].tobytes()
+        assert (found[:, position * width :].view(np.uint8) == 255).all()
 
 
 def test_signal(bench: Workbench) -> None:

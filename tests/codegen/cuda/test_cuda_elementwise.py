@@ -9,12 +9,14 @@ from helpers.kernels.cuda_workbench import CudaWorkbench
 from helpers.kernels.workbench import assert_close, packed, uniform
 from picompile_codegen import cuda
 from picompile_codegen.cuda import CudaKernel
-from picompile_codegen.specs import AddSpec, DivideByRmsSpec, EmbeddingSpec, TakeLastSpec
+from picompile_codegen.specs import AddSpec, DivideByRmsSpec, EmbeddingSpec, JoinColumnsSpec, TakeLastSpec
 
 CHUNK = 5
 FORMATS = ("f16", "q8", "q6", "q4m", "q4")
 # Part of a block, one that is no multiple of four, and several blocks with a rest.
 DIMS = (96, 99, 700)
+# Columns of parts: whole vectors, and none of them.
+JOINED = ((64, 64, 20), (5, 64, 33), (7,))
 ROWS = [(1, 1), (CHUNK, CHUNK), (CHUNK, 3)]
 # Of an embedding: groups with and without a rest, one that is no multiple of four, and more than a block.
 EMBEDDED = ((96, 1), (100, CHUNK), (99, CHUNK), (2100, 1))
@@ -33,6 +35,7 @@ def workbench(tmp_path_factory: pytest.TempPathFactory) -> CudaWorkbench:
     built = [cuda.write_kernel(AddSpec(dim=dim, rows=rows)) for dim in DIMS for rows in (1, CHUNK)]
     built += [divide_by_rms(dim, rows) for dim in DIMS for rows in (1, CHUNK)]
     built += [cuda.write_kernel(TakeLastSpec(dim=dim, rows=CHUNK)) for dim in DIMS]
+    built += [cuda.write_kernel(JoinColumnsSpec(widths, CHUNK)) for widths in JOINED]
     built += [embedding(format_name, *size) for format_name, size in product(FORMATS, EMBEDDED)]
     return CudaWorkbench(tmp_path_factory.mktemp("elementwise") / "device.so", built)
 
@@ -57,6 +60,16 @@ def test_divide_by_rms(workbench: CudaWorkbench, dim: int, rows: int, tokens: in
     wide = x.astype(np.float64)
     expected = wide[:, :dim] / np.sqrt(wide[:, dim:] / 300 + 1e-5) + (bias if rows > 1 else 0)
     assert_close(result["y"][:tokens], expected, 1e-6)
+    assert np.isnan(result["y"][tokens:]).all()
+
+
+@pytest.mark.parametrize("widths", JOINED, ids=str)
+@pytest.mark.parametrize("tokens", [1, 3, CHUNK])
+def test_join_columns(workbench: CudaWorkbench, widths: tuple[int, ...], tokens: int) -> None:
+    rng = np.random.default_rng([*widths, tokens])
+    parts = {f"x{number}": uniform(rng, tokens, width) for number, width in enumerate(widths)}
+    result = workbench.run(cuda.write_kernel(JoinColumnsSpec(widths, CHUNK)), parts, tokens=tokens)
+    assert np.array_equal(result["y"][:tokens], np.concatenate(list(parts.values()), axis=1))
     assert np.isnan(result["y"][tokens:]).all()
 
 

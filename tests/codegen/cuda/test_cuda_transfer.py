@@ -17,6 +17,7 @@ from picompile_codegen import cuda
 from picompile_codegen.cuda import CudaKernel, cuda_source
 from picompile_codegen.cuda.build import KernelLaunch
 from picompile_codegen.specs import (
+    BorrowCacheSpec,
     CopyWordsSpec,
     CountedSendMaskSpec,
     KernelArgument,
@@ -40,6 +41,9 @@ MASKS = ((200, 60), (77, 55), (9, 1), (5000, 4503))
 COUNTED = (((200, 60), 100, True), ((200, 60), 0, False), ((77, 55), 22, False), ((5000, 4500), 300, True))
 # Neurons of masks that are received: few, and more than a block takes.
 RECEIVED = (77, 5000)
+# Caches that are lent: heads, width, dtype, context. In words, more than a block takes; in halves and bytes; in words
+# whose last has an element of a later position.
+LENT = [(2, 64, "float16", 300), (3, 3, "float16", 51), (2, 5, "int8", 9), (1, 1, "float16", 40), (2, 7, "float32", 11)]
 STEP = 7
 # What the other side has set in the step before.
 EARLIER = STEP - 1
@@ -76,6 +80,7 @@ def workbench(tmp_path_factory: pytest.TempPathFactory) -> CudaWorkbench:
         cuda.write_kernel(ReceiveMaskSpec(neurons=neurons, rows=rows)) for neurons in RECEIVED for rows in (1, CHUNK)
     ]
     built += [cuda.write_kernel(CopyWordsSpec(words=words)) for words in (8, 300)]
+    built += [cuda.write_kernel(BorrowCacheSpec(*sizes)) for sizes in LENT]
     return CudaWorkbench(tmp_path_factory.mktemp("transfer") / "device.so", built)
 
 
@@ -171,6 +176,23 @@ def test_copy_words(workbench: CudaWorkbench, words: int) -> None:
     assert np.array_equal(workbench.run(kernel, {"source": source})["y"], source)
     (launch,) = cuda_source([kernel]).launches[kernel.name]
     assert {kernel.params[index] for index in launch.args} == {"source", "y"}
+
+
+@pytest.mark.parametrize("sizes", LENT, ids=str)
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
+def test_borrow_cache(workbench: CudaWorkbench, sizes: tuple[int, int, str, int], share: float) -> None:
+    """The positions before those of the step, bit by bit; and nothing of those behind it."""
+    heads, width, dtype, context = sizes
+    position = round(share * (context - 1))
+    bits = np.random.default_rng([heads, position]).integers(
+        0, 256, (heads, context * width * np.dtype(dtype).itemsize)
+    )
+    source, here = bits.astype(np.uint8).view(dtype), step(1)
+    here[1] = position
+    inputs = {"step": here, "source": source, "flag": flag(STEP), "abandoned": flag(0)}
+    found = workbench.run(cuda.write_kernel(BorrowCacheSpec(*sizes)), inputs)["y"]
+    assert found[:, : position * width].tobytes() == source[:, : position * width].tobytes()
+    assert (found[:, (position + 1) * width :].view(np.uint8) == 255).all()
 
 
 def poisoned(argument: KernelArgument) -> Array:
@@ -272,6 +294,8 @@ _PATIENCE_NS = 20_000_000
         cuda.write_kernel(ReceiveSpec(dim=4100, rows=1, counted=False)),
         cuda.write_kernel(ReceiveMaskSpec(neurons=77, rows=1)),
         cuda.write_kernel(SumNormSpec(dim=4100, rows=1, terms=2, norm=None, received=True)),
+        # Position -1: nothing is to come, and all the same it waits.
+        cuda.write_kernel(BorrowCacheSpec(2, 64, "float16", 300)),
     ],
 )
 def test_a_wait_times_out(kernel: CudaKernel, tmp_path: Path) -> None:
