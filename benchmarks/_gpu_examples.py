@@ -123,7 +123,8 @@ def borrow_cache(make: Maker) -> Example:
     expected = make.inputs["source"].copy()
     expected[:, position * p["width"] :].view(np.uint8)[:] = 255
     moved = p["kv_heads"] * position * p["width"] * item_bytes
-    return Example(make.inputs, {"y": expected}, moved, shared=("source", "flag", "abandoned"), position=position)
+    shared = ("source", "flag", "abandoned")
+    return Example(make.inputs, {"y": expected}, moved, ("source",), shared=shared, position=position)
 
 
 def copy_words(make: Maker) -> Example:
