@@ -141,12 +141,20 @@ class ModelBytes:
 
     @property
     def stage_bytes(self) -> int:
-        """The most that both stages for cold neurons take of the accelerator's memory, when it reads prompts."""
+        """The most that both stages for weights of the host take of the accelerator's memory, when it reads prompts."""
         slices = (
-            min(layer.neurons * layer.neuron_bytes, max(STAGE_BYTES, SLICE_NEURONS * layer.neuron_bytes))
+            min(
+                max(layer.neurons * layer.neuron_bytes, layer.attention_bytes),
+                max(STAGE_BYTES, SLICE_NEURONS * layer.neuron_bytes),
+            )
             for layer in self.layers
         )
         return STAGES * max(slices)
+
+    @property
+    def lent_bytes(self) -> int:
+        """The most that a copy of a layer's cache takes that the host lends to the accelerator: one sequence's."""
+        return max(layer.kv_cache_bytes for layer in self.layers) // self.batch
 
 
 def predicting_early(model: ModelBytes, layers: Collection[int]) -> ModelBytes:
@@ -162,7 +170,7 @@ def predicting_early(model: ModelBytes, layers: Collection[int]) -> ModelBytes:
 
 
 # Two stages of the accelerator take turns for weights that come from the host (`picompile_codegen.lowering.streaming`):
-# slices of a block of so many bytes, and of so many neurons at least.
+# slices of so many bytes, and of a block of so many neurons at least.
 STAGE_BYTES, STAGES, SLICE_NEURONS = 64 * 2**20, 2, 64
 # One kernel sends and one receives: both are in the time of a transfer (`Machine.crossing_s`).
 CROSSING_LAUNCHES = 2

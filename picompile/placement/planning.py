@@ -26,7 +26,7 @@ from picompile.placement.problem import (
 )
 from picompile.placement.schedule import plan_graph, token_s
 from picompile.placement.solver import GAP, solve
-from picompile.placement.times import GROUP, PartPlaces, computed_by_groups
+from picompile.placement.times import ALL_ON_HOST, GROUP, PartPlaces, computed_by_groups
 
 OBJECTIVES = ("latency", "impact")
 DEFAULT_MARGIN = 0.05
@@ -69,7 +69,19 @@ def make_plan(model: ModelBytes, firing: Firing, options: PlanOptions) -> Plan:
     task = task_of(model, firing, options)
     problem = latency_problem(task)
     places, gap = _solve(task, problem, options)
+    if _lends_caches(problem, places):
+        # Then copies of them take memory as well, which is not worth keeping free where no cache is lent.
+        task = replace(task, lent_bytes=model.lent_bytes)
+        problem = latency_problem(task)
+        places, gap = _solve(task, problem, options, [places])
     return plan_of_places(task, problem, places, gap, options)
+
+
+def _lends_caches(problem: PlacementProblem, places: Sequence[StagePlace]) -> bool:
+    """Return whether the accelerator computes something, and the host has caches, which it lends to it for prompts."""
+    *wheres, head = _wheres(problem, places)
+    computes = any(place.groups for place in places) or any(where != ALL_ON_HOST for where in (*wheres, head))
+    return computes and not all(where.kv_cache_on_accelerator for where in wheres)
 
 
 def task_of(model: ModelBytes, firing: Firing, options: PlanOptions) -> PlacementTask:
@@ -123,13 +135,16 @@ def plan_of_places(
     return plan
 
 
-def _solve(task: PlacementTask, problem: PlacementProblem, options: PlanOptions) -> tuple[list[StagePlace], float]:
+def _solve(
+    task: PlacementTask, problem: PlacementProblem, options: PlanOptions, known: Sequence[Sequence[StagePlace]] = ()
+) -> tuple[list[StagePlace], float]:
+    """Return places by the objective, and their gap; `known` are some to start from, which may not fit."""
     if options.objective == "impact":
         found = policies.paper(task, problem, kv_cache_on_accelerator=True, gap=options.gap)
         if found is not None:
             return found.places, found.gap
     else:
-        solution = solve(problem, options.gap, known=policies.known(task, problem))
+        solution = solve(problem, options.gap, known=[*policies.known(task, problem), *known])
         if solution is not None:
             return list(solution.places), solution.gap
     problems = (

@@ -147,12 +147,16 @@ _FLOAT32_BYTES = 4
 
 @dataclass(frozen=True, eq=False)
 class PlacementTask:
-    """A model to place, how its neurons fire, the machine, and how many tokens are in the cache."""
+    """A model to place, how its neurons fire, the machine, and how many tokens are in the cache.
+
+    `lent_bytes` of each memory are for copies of a cache that the host lends to the accelerator for a prompt.
+    """
 
     model: ModelBytes
     firing: Firing
     machine: Machine
     tokens: int
+    lent_bytes: int = 0
 
     def layer_times(self, number: int) -> LayerTimes:
         """Return the cost model of a layer."""
@@ -212,10 +216,11 @@ def group_bytes(layer: LayerBytes) -> int:
 def capacities(task: PlacementTask) -> tuple[int, int]:
     """Return the (accelerator, host) bytes for stages of the problem.
 
-    They are without workspace, tables, the embedding on the host, and memory for cold neurons on the accelerator.
+    They are without workspace, tables, caches that are lent, the embedding on the host, and memory for weights of the
+    host on the accelerator.
     """
     model, machine = task.model, task.machine
-    everywhere = model.workspace_bytes + model.table_bytes
+    everywhere = model.workspace_bytes + model.table_bytes + task.lent_bytes
     gpu_bytes, host_bytes = machine.gpu_bytes - model.stage_bytes, machine.host_bytes - model.embedding_bytes
     return max(0, gpu_bytes - everywhere), host_bytes - everywhere
 

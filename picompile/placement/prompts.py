@@ -1,9 +1,10 @@
 """How long a GPU takes to read a prompt by a plan, before the first token of the answer.
 
-A chunk of tokens goes through all layers. Cold neurons of a layer come over the bus meanwhile, once for each chunk,
-while the layers before are multiplied; so a chunk takes about as long as the slower of both, and a few percent more,
-since two stages cannot hide everything. Attention between tokens and the head, which only the last token needs, are
-left out: at 1,500 tokens they are a few percent, too.
+A chunk of tokens goes through all layers on the GPU. Cold neurons and projections of layers whose attention is with the
+host come over the bus meanwhile, once for each chunk, while the layers before are multiplied; so a chunk takes about as
+long as the slower of both, and a few percent more, since two stages cannot hide everything. Caches of the host come as
+well, as far as they are filled, and new keys and values go back: the GPU waits for these. Attention between tokens and
+the head, which only the last token needs, are left out: at 1,500 tokens they are a few percent, too.
 """
 
 from collections.abc import Mapping
@@ -26,6 +27,8 @@ TENSOR_EFFICIENCY = 0.5
 _OF_FAST_ONES = {80: 0.4, 90: 0.25}
 # Layers of a graph of launches (`picompile_runtime`), whose first copy nothing hides.
 _GRAPH_LAYERS = 8
+# Bytes of float32 as against float16, which caches mostly have.
+_SENT_SHARE = 2
 # What dense inference copies of a layer that is not on the GPU, and how many tokens share it, as in llama.cpp.
 _DENSE_CHUNK = 512
 
@@ -34,15 +37,18 @@ _DENSE_CHUNK = 512
 class PromptEstimate:
     """The predicted time of a prompt of `tokens` tokens, in `chunks`.
 
-    `copied_bytes` come over the bus for each chunk; `copy_s` and `arithmetic_s` are of all chunks. `total_s` is the
-    time to the first token, `dense_s` that of dense inference with layers on the GPU as far as they fit.
+    `copied_bytes` of weights come over the bus for each chunk. `lent_bytes` of caches do or go back, in all chunks;
+    `copy_s`, `arithmetic_s` and `lend_s` are of all chunks, too. `total_s` is the time to the first token, `dense_s`
+    that of dense inference with layers on the GPU as far as they fit.
     """
 
     tokens: int
     chunks: int
     copied_bytes: int
+    lent_bytes: int
     copy_s: float
     arithmetic_s: float
+    lend_s: float
     total_s: float
     dense_s: float
 
@@ -53,10 +59,8 @@ class PromptEstimate:
 
 def unknown_about_prompts(plan: Plan, target: Target) -> str:
     """Return why the time of a prompt cannot be predicted, an empty text if it can."""
-    on_host = [layer.layer for layer in plan.layers if layer.attention == "host"]
-    if on_host:
-        what = "all layers" if len(on_host) == len(plan.layers) else f"layer {on_host[0]}"
-        return f"{what} would be read on the host, whose speed at prompts is not known"
+    if not plan.taken_bytes("gpu"):
+        return "prompts would be read on the host, whose speed at them is not known"
     return "" if target.tensor_flops_per_s else f"the speed of the tensor cores of target {target.name} is not known"
 
 
@@ -70,7 +74,7 @@ def prompt_estimate(model: ModelBytes, plan: Plan, target: Target, tokens: int, 
         raise UsageError(f"--prompt: {tokens} tokens are more than the context, {plan.context}")
     if unknown := unknown_about_prompts(plan, target):
         raise UsageError(f"--prompt: {unknown}")
-    sizes = [_cold_bytes(model, plan, number) for number in range(len(plan.layers))]
+    sizes = [_copied_bytes(model, plan, number) for number in range(len(plan.layers))]
     chunks = -(-tokens // chunk)
     # That of this machine was measured by such copies.
     bus = plan.machine.pcie_bytes_per_s * (1.0 if target.name == LOCAL else PCIE_EFFICIENCY)
@@ -81,8 +85,12 @@ def prompt_estimate(model: ModelBytes, plan: Plan, target: Target, tokens: int, 
     reached = target.tensor_flops_per_s * _OF_FAST_ONES.get(target.sm or 0, TENSOR_EFFICIENCY)
     arithmetic_s = 2 * _layer_parameters(model) * tokens / reached
     dense_s = -(-tokens // _DENSE_CHUNK) * _dense_left_bytes(model, plan) / bus
-    total_s = max(copy_s, arithmetic_s) + first_s
-    return PromptEstimate(tokens, chunks, sum(sizes), copy_s, arithmetic_s, total_s, max(dense_s, arithmetic_s))
+    lent = _lent_bytes(model, plan, tokens, chunk)
+    lend_s = lent / bus
+    total_s = max(copy_s, arithmetic_s + lend_s) + first_s
+    return PromptEstimate(
+        tokens, chunks, sum(sizes), lent, copy_s, arithmetic_s, lend_s, total_s, max(dense_s, arithmetic_s)
+    )
 
 
 def gain_with_answer(plan: Plan, prompt: PromptEstimate) -> float | None:
@@ -94,10 +102,26 @@ def gain_with_answer(plan: Plan, prompt: PromptEstimate) -> float | None:
     return dense_s / (prompt.total_s + ANSWER_TOKENS * plan.token_s)
 
 
-def _cold_bytes(model: ModelBytes, plan: Plan, number: int) -> int:
-    """Return the bytes of a layer's neurons that are on the host."""
-    placed = plan.layers[number]
-    return (placed.neurons - placed.hot_neurons) * model.layers[number].neuron_bytes
+def _copied_bytes(model: ModelBytes, plan: Plan, number: int) -> int:
+    """Return the bytes of a layer's weights that are on the host: of neurons, and of attention if it is."""
+    placed, layer = plan.layers[number], model.layers[number]
+    of_attention = layer.attention_bytes if placed.attention == "host" else 0
+    return (placed.neurons - placed.hot_neurons) * layer.neuron_bytes + of_attention
+
+
+def _lent_bytes(model: ModelBytes, plan: Plan, tokens: int, chunk: int) -> int:
+    """Return the bytes of the host's caches that cross the bus for a prompt.
+
+    For each chunk those of all positions before it come, and the keys and values of its own go back, which take
+    `_SENT_SHARE` as much as in a cache.
+    """
+    of_position = sum(
+        layer.kv_cache_bytes / model.batch / model.context
+        for placed, layer in zip(plan.layers, model.layers, strict=True)
+        if placed.kv_cache == "host"
+    )
+    before = sum(range(0, tokens, chunk))
+    return round(of_position * (before + _SENT_SHARE * tokens))
 
 
 def _weight_bytes(model: ModelBytes) -> int:

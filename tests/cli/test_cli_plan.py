@@ -83,7 +83,7 @@ def test_the_time_of_a_prompt(cli: Cli) -> None:
     assert ended.err == "error: --prompt: 9000 tokens are more than the context, 4096\n"
     ended = cli("plan", "--shape", "tiny-reglu", "--firing", "10%", "--target", "cpu", "--prompt", "64", "--json")
     assert (ended.code, json.loads(ended.out)["prompt"]) == (0, None)
-    assert "cannot be predicted: all layers would be read on the host" in ended.err
+    assert "cannot be predicted: prompts would be read on the host" in ended.err
 
 
 def test_json_is_the_plan(cli: Cli, tmp_path: Path) -> None:
