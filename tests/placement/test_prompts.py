@@ -4,13 +4,15 @@ from dataclasses import replace
 
 import pytest
 
+from helpers.families import config_of
 from picompile.errors import UsageError
+from picompile.frontend.hf import capture_config
 from picompile.machine import TARGETS
 from picompile.placement import counting
 from picompile.placement.firing import Firing, LayerFiring
 from picompile.placement.machine import machine_of
 from picompile.placement.model_bytes import SLICE_NEURONS, STAGE_BYTES, ModelBytes, Packing
-from picompile.placement.plan import Plan
+from picompile.placement.plan import MemoryRow, Plan
 from picompile.placement.planning import PlanOptions, make_plan
 from picompile.placement.prompts import (
     ANSWER_TOKENS,
@@ -21,6 +23,15 @@ from picompile.placement.prompts import (
 )
 from picompile.synth.shapes import find_shape
 from picompile_codegen.lowering import slices
+from picompile_codegen.lowering.function import LowerOptions
+from picompile_codegen.lowering.lower import lower
+from picompile_codegen.lowering.placement import Placement
+from picompile_codegen.lowering.program import tensor_bytes
+from picompile_passes.passes.canonicalize import CANONICALIZE
+from picompile_passes.passes.insert_predictors import InsertPredictors
+from picompile_passes.passes.partition import Partition
+from picompile_passes.passes.quantize import Quantize
+from picompile_passes.pipeline import Pipeline
 
 TARGET = TARGETS["4090"]
 GIB = 2**30
@@ -90,3 +101,54 @@ def test_stages_are_those_of_the_lowered_program(model: ModelBytes) -> None:
         assert [start for start, _ in parts] == [sum(count for _, count in parts[:i]) for i in range(len(parts))]
         assert min(count for _, count in parts) > 0.6 * max(count for _, count in parts)
         assert 2 * max(count for _, count in parts) * layer.neuron_bytes <= model.stage_bytes
+
+
+def test_what_comes_from_the_host_is_what_the_program_copies() -> None:
+    """Of layers with parts on both sides, to the byte but for norms, which both sides have."""
+    captured = capture_config(config_of("llama-relu", 3))
+    packing = Packing("q4", "exact", 40, 1, "f16", 16)
+    model = counting.count_bytes("small", captured, packing)
+    plan = plan_for(model, GIB)
+    placed = [
+        replace(plan.layers[0], attention="host", kv_cache="host", hot_neurons=0),
+        replace(plan.layers[1], attention="gpu", kv_cache="host", hot_neurons=64),
+        replace(plan.layers[2], attention="host", kv_cache="host", hot_neurons=128),
+    ]
+    plan = replace(plan, layers=tuple(placed), memory=(MemoryRow("gpu", "hot neurons", 1),))
+    hot = {layer.layer: range(layer.hot_neurons) for layer in placed}
+    passes = (*CANONICALIZE, InsertPredictors("exact"), Partition(hot), Quantize("q4"))
+    placement = Placement(frozenset({1}), frozenset(), frozenset(), head=True)
+    lowered = lower(Pipeline(passes)(captured).graph_module, LowerOptions(40, 16, "float16", 1, "cuda", placement))
+    calls = [call for call in lowered.program.functions["prefill_last"] if call.op == "upload"]
+    norm_bytes = 2 * model.hidden * 4
+    assert prompt_estimate(model, plan, TARGET, 16, 16).copied_bytes - 2 * norm_bytes == sum(
+        call.args[-1].shape[0] for call in calls if call.args[-1].shape is not None
+    )
+    # A layer's cache at a time, in memory that all layers take in turns.
+    buffers = lowered.program.buffers
+    borrowed = {name: buffers[name] for name in buffers if name.startswith("prefill_last.") and "borrowed" in name}
+    assert len(borrowed) == 2 * 3
+    of_layer = sum(tensor_bytes(each.dtype, each.shape) for each in borrowed.values()) // 3
+    assert of_layer == model.lent_bytes
+    assert 0 < 2 * buffers["stage.0"].shape[0] <= model.stage_bytes
+
+
+def test_memory_is_kept_for_caches_that_are_lent(model: ModelBytes) -> None:
+    """Where the GPU has all of them, or nothing at all, there is nothing to lend."""
+    for gpu_bytes, lends in ((40 * GIB, False), (0, False), (3 * GIB, True)):
+        plan = plan_for(model, gpu_bytes)
+        staging = {row.device: row.bytes for row in plan.memory if row.what == "staging"}
+        caches = {layer.kv_cache for layer in plan.layers}
+        assert ("host" in caches and bool(plan.taken_bytes("gpu"))) == lends
+        gpu = model.stage_bytes + (model.lent_bytes if lends else 0) if gpu_bytes else 0
+        assert (staging.get("gpu", 0), staging.get("host", 0)) == (gpu, model.lent_bytes if lends else 0)
+
+
+def test_caches_are_lent_for_each_chunk(model: ModelBytes) -> None:
+    plan = plan_for(model, 3 * GIB)
+    on_host = sum(layer.kv_cache == "host" for layer in plan.layers)
+    assert on_host
+    of_position = on_host * model.layers[0].kv_cache_bytes / model.context
+    found = prompt_estimate(model, plan, TARGET, 1100, 512)
+    assert found.lent_bytes == round(of_position * (512 + 1024 + 2 * 1100))
+    assert found.lend_s == pytest.approx(found.lent_bytes * found.copy_s / (3 * found.copied_bytes))
