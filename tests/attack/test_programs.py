@@ -15,6 +15,9 @@ from artifacts import Base, use
 
 import picompile_runtime
 from helpers.gpu_artifacts import gpu_artifact, gpu_model
+from helpers.support import BuildOnce, compile_for_test, save_tiny_llama
+from picompile import compile_steps
+from picompile_codegen.lowering.placement import ON_HOST
 from picompile_runtime import ArtifactError
 
 __all__ = ["gpu_artifact", "gpu_model"]
@@ -118,6 +121,13 @@ def _row_of_a_mask(program: Json) -> None:
     batch.insert(batch.index(several), {**one, "args": given})
 
 
+def _send_where_the_layer_before_was_sent(program: Json) -> None:
+    """Its neurons may be none; then the accelerator does not wait, and does not know that the host has read it."""
+    names = [arg["buffer"] for call in program["functions"]["decode"] for arg in call["args"] if "x.sent" in str(arg)]
+    first, second = list(dict.fromkeys(names))[:2]
+    program["buffers"][second]["offset"] = program["buffers"][first]["offset"]
+
+
 def _cache_in_no_memory(program: Json) -> None:
     next(iter(program["state"].values()))["memory"] = "shared"
 
@@ -138,6 +148,7 @@ def _cache_in_no_memory(program: Json) -> None:
         ("hybrid", lambda program: _drop(program, "signal"), "waits for a flag that nobody sets"),
         ("hybrid", lambda program: _drop(program, "wait"), "nothing whole has been written before"),
         ("hybrid", lambda program: _drop(program, "copy_words"), "reads step in step.device, where nothing whole"),
+        ("hybrid", _send_where_the_layer_before_was_sent, r"x\.sent, shared memory that may be in use in this step"),
         # What random damage hardly finds.
         ("masked", _misaligned_weight, "at byte 4, which is no multiple of 64"),
         ("masked", _row_of_a_mask, "reads a part of"),
@@ -226,6 +237,67 @@ def test_a_count_must_be_a_weight(gpu_artifact: Path, tmp_path: Path) -> None:
     change(tmp_path / "gpu", mutate)
     with pytest.raises(ArtifactError, match=r"is given no weight of int32 for count"):
         picompile_runtime.verify(tmp_path / "gpu")
+
+
+@pytest.fixture(scope="session")
+def lending_artifact(build_once: BuildOnce) -> Path:
+    """Three layers whose caches the host lends for prompts to an accelerator that has some neurons."""
+
+    def make(folder: Path) -> None:
+        folder.mkdir()
+        save_tiny_llama(folder / "model", num_hidden_layers=3)
+        options = {"quant": "f16", "context": 32, "chunk": 16, "hot": {0: range(20)}, "hot_device": "cpu"}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(compile_steps, "_placement", lambda plan, layers: ON_HOST)
+            compile_for_test(folder / "model", folder / "artifact", **options)
+
+    return build_once("lending-artifact", make) / "artifact"
+
+
+def _calls(program: Json, kernel: str) -> list[Json]:
+    return [call for call in program["functions"]["prefill_last"] if call["kernel"].startswith(kernel)]
+
+
+def _lend_two_in_one_place(program: Json) -> None:
+    keys, values = (call["args"][-1]["buffer"] for call in _calls(program, "lend_cache")[:2])
+    program["buffers"][values]["offset"] = program["buffers"][keys]["offset"]
+
+
+def _lend_without_waiting(program: Json) -> None:
+    """The host goes on to the next layer before it knows that the accelerator has what it lent."""
+    for kernel in ("wait", "cache_write"):
+        for call in [call for call in _calls(program, kernel) if call.get("device") != "device"][:2]:
+            program["functions"]["prefill_last"].remove(call)
+
+
+def _forget_to_borrow(program: Json) -> None:
+    program["functions"]["prefill_last"].remove(_calls(program, "borrow_cache")[2])
+
+
+def _attend_to_something_else(program: Json) -> None:
+    """The queries lie in a buffer that is large enough."""
+    args = _calls(program, "attention")[0]["args"]
+    number = next(number for number, arg in enumerate(args) if "borrowed" in str(arg))
+    shape = program["buffers"][args[number]["buffer"]]["shape"]
+    args[number] = {"buffer": args[1]["buffer"], "dtype": "float16", "shape": shape}
+
+
+@pytest.mark.parametrize(
+    ("mutate", "reason"),
+    [
+        (_lend_two_in_one_place, "reads source in .*k.lent, where nothing whole has been written"),
+        (_lend_without_waiting, "where nothing whole has been written|shared memory that may be in use"),
+        (_forget_to_borrow, "where no copy of a cache is"),
+        (_attend_to_something_else, "is given q where another of its arguments is|where no copy of a cache is"),
+    ],
+)
+def test_caches_are_lent_in_order(
+    lending_artifact: Path, tmp_path: Path, mutate: Callable[[Json], object], reason: str
+) -> None:
+    copy_artifact(lending_artifact, tmp_path / "lending")
+    picompile_runtime.verify(tmp_path / "lending")
+    change(tmp_path / "lending", mutate)
+    refuses(tmp_path / "lending", reason)
 
 
 @pytest.mark.parametrize("mapped", ["0", "1"])
