@@ -2,9 +2,9 @@
 
 python tests/cuda_matrix.py [--sm 75,80,86,89,90,120]
 
-Of each model half of the neurons are hot, or more of them in one layer than in the next, and everything else is on the
-GPU, in the formats, predictors and caches of MODELS. Prints a line for each architecture; ends with 1 where a kernel
-uses local memory.
+Of each model half of the neurons are hot, or more of them in one layer than in the next. Everything else is on the GPU,
+or on the host, in the formats, predictors and caches of MODELS. Prints a line for each architecture; ends with 1 where
+a kernel uses local memory.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from picompile.steps import run_passes
 from picompile_codegen.cuda.build import FILES, build_cuda
 from picompile_codegen.lowering.function import LowerOptions
 from picompile_codegen.lowering.lower import lower
-from picompile_codegen.lowering.placement import Placement
+from picompile_codegen.lowering.placement import ON_HOST, Placement
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
 
@@ -56,19 +56,22 @@ CONTEXT, CHUNK, RANK = 64, 16, 24
 
 
 def kernels_of(model: Model) -> dict[str, Any]:
-    """The CUDA kernels by name: those of layers that are alike, and those that other layers share."""
+    """The CUDA kernels by name: those of layers that are alike, those that other layers share, and those for what the
+    host has."""
     with tempfile.TemporaryDirectory() as folder:
         save(model.variant, build(model.variant), Path(folder))
         captured = load_model(Path(folder))
     layers = range(captured.facts.layers)
     found: dict[str, Any] = {}
-    for alike in (True, False):
+    everything = Placement.all_of(len(layers))
+    for alike, placement in ((True, everything), (False, everything), (True, ON_HOST)):
         steps = {layer: 2 if alike else 2 + layer for layer in layers}
-        found |= _lowered(model, captured, {layer: range(0, captured.facts.ffn, step) for layer, step in steps.items()})
+        hot = {layer: range(0, captured.facts.ffn, step) for layer, step in steps.items()}
+        found |= _lowered(model, captured, hot, placement)
     return found
 
 
-def _lowered(model: Model, captured: Captured, hot: dict[int, range]) -> dict[str, Any]:
+def _lowered(model: Model, captured: Captured, hot: dict[int, range], placement: Placement) -> dict[str, Any]:
     layers = range(captured.facts.layers)
     ranks = dict.fromkeys(layers, RANK) if model.predictor == "learned" else {}
     options = CompileOptions(target="4090", quant=model.quant)
@@ -77,7 +80,6 @@ def _lowered(model: Model, captured: Captured, hot: dict[int, range]) -> dict[st
         for each in pipeline_passes(options, InsertPredictors(model.predictor, ranks=ranks))
     ]
     graph_module = run_passes(captured, passes, NoProgress())
-    placement = Placement.all_of(len(layers))
     lowered = lower(graph_module, LowerOptions(CONTEXT, CHUNK, model.kv_dtype, model.sequences, "cuda", placement))
     return {kernel.name: kernel for kernel in lowered.accelerator_built.values()}
 
