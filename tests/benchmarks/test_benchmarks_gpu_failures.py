@@ -162,7 +162,8 @@ def test_host_and_gpu_that_do_not_see_each_other(gpu_pack: Path, fake_library: P
     assert failed["label"] == "ping_pong" and failed["reason"].startswith("MachineError: ")
     assert "while a kernel ran" in failed["reason"] and "MachineError" in failed["traceback"]
     reasons = _reasons(results)
-    assert [reasons.pop(label) for label in ("send mask", "send mask shared")] == [(None, BLOCKED)] * 2
+    waiting = ("send mask", "send mask shared", "borrow")
+    assert [reasons.pop(label) for label in waiting] == [(None, BLOCKED)] * 3
     assert set(reasons.values()) == {(True, "")}
     others = [*results["checks"], *(row for row in results["models"] if row["variant"] not in ("cpu", "copied"))]
     assert len(others) == 5 and all((row["is_right"], row["reason"]) == (None, BLOCKED) for row in others)
