@@ -184,6 +184,15 @@ def _tickets_over_values(program: Json) -> None:
     program["buffers"][name]["offset"] = program["buffers"]["tickets"]["offset"]
 
 
+def _stage_that_the_host_sees(program: Json) -> None:
+    program["buffers"]["stage.1"] |= {"memory": "shared", "offset": program["shared_arena_bytes"]}
+    program["shared_arena_bytes"] += 2**20
+
+
+def _copy_as_a_launch(program: Json) -> None:
+    call_of(program, "upload", "prefill_last")["op"] = "add"
+
+
 def _has(call: Json, buffer: str) -> bool:
     return any(arg.get("buffer") == buffer for arg in call["args"])
 
@@ -194,9 +203,11 @@ def _has(call: Json, buffer: str) -> bool:
         (_tickets_elsewhere, r"may not be given buffer other for tickets \(tickets\)"),
         (_result_in_tickets, r"may not be given buffer tickets for y \(out\)"),
         (_tickets_over_values, "overlaps tickets"),
+        (_stage_that_the_host_sees, "uploads to memory that is not its device's own"),
+        (_copy_as_a_launch, "upload.* is called as add; only copies are called as upload, and all of them"),
     ],
 )
-def test_tickets_are_for_blocks_alone(
+def test_tickets_and_copies_are_for_their_purpose_alone(
     gpu_artifact: Path, tmp_path: Path, mutate: Callable[[Json], object], reason: str
 ) -> None:
     """Another kernel's values there would make a block add up what is not there yet, or nothing at all."""

@@ -69,6 +69,11 @@ def _fault(program: Program, function: str, call: Call, interface: KernelInterfa
         for argument, parameter in zip(call.args, interface.parameters, strict=True)
     ):
         return "uploads something else than a weight, of which nothing says when it is complete"
+    if call.op == UPLOAD_OP and any(
+        parameter.writes and program.memories.get((argument.kind, argument.name)) != call.device
+        for argument, parameter in zip(call.args, interface.parameters, strict=True)
+    ):
+        return "uploads to memory that is not its device's own, where nothing says when it is complete"
     return _step_fault(program, function, interface) or _overlap_fault(program, call, interface)
 
 

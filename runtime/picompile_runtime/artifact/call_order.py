@@ -42,8 +42,8 @@ class _BufferValue:
     """The bytes that call `number` of `device` wrote to the buffer `name`, from `start` to `end`.
 
     Call -1 is the runtime itself. `source` is the input that the value is, or is a copy of; integers in it are below
-    `below`. `is_bytes` of weights that were copied, whatever their type. A value `is_complete` if no rows of it are
-    undefined, because its kernel has one: then a call may read a part of it.
+    `below`. `is_bytes` of weights that were copied, whatever their type. A value `is_complete` if no rows or
+    positions of it are undefined, because its kernel has one row, or none: then a call may read a part of it.
     """
 
     name: str
@@ -104,12 +104,11 @@ class _OrderCheck:
         self._program, self._function, self._kernels = program, function, kernels
         self._arenas = {memory: _Arena() for memory in ("host", "device", "shared")}
         self._uses_of_shared: list[_SharedUse] = []
-        # For each flag that was set: by which device, and how many calls of each device are over by then, as below.
-        self._set: dict[int, tuple[str, dict[str, int], dict[str, int]]] = {}
-        # For each device: how many calls of each device it knows to be over; and how many even where a count said that
-        # there is nothing to wait for.
+        # For each flag that was set: by which device, and how many calls of each device are over by then.
+        self._set: dict[int, tuple[str, dict[str, int]]] = {}
+        # For each device: how many calls of each device it knows to be over. A call that waits only if a count says so
+        # teaches nothing to those after it.
         self._known = {device: dict.fromkeys(DEVICES, 0) for device in DEVICES}
-        self._surely_known = {device: dict.fromkeys(DEVICES, 0) for device in DEVICES}
         for name in INPUTS if function == BATCH else INPUTS[:3]:
             if name in program.buffers:
                 self._begin_with(name)
@@ -154,24 +153,22 @@ class _OrderCheck:
     def _run(self, device: str, number: int, call: Call) -> str:
         """Walk one call. Return what is wrong with it, an empty text if nothing is."""
         given = self._given(device, call)
-        may_skip = any(parameter.name == _SKIPS for _, parameter in given)
+        may_skip, seen = any(parameter.name == _SKIPS for _, parameter in given), dict(self._known[device])
         for argument, parameter in given:
             if parameter.access == "awaits":
-                _, over, surely_over = self._set[argument.view.offset]
-                self._known[device] = _latest(over, self._known[device])
-                if not may_skip:
-                    self._surely_known[device] = _latest(surely_over, self._surely_known[device])
-        self._known[device][device] = self._surely_known[device][device] = number
+                seen = _latest(self._set[argument.view.offset][1], seen)
+        seen[device] = number
+        self._known[device] = {**self._known[device], device: number} if may_skip else seen
         read: dict[str, _BufferValue] = {}
         for argument, parameter in given:
             if parameter.access == "in" and argument.kind == "buffer":
-                value = self._value(device, argument)
+                value = self._value(device, argument, seen)
                 if value is None or not (value.is_bytes or value.dtype == argument.view.dtype):
                     return f"reads {parameter.name} in {argument.name}, where nothing whole has been written before"
                 if fault := self._content_fault(call, device, argument, parameter, value):
                     return fault
                 read[parameter.name] = value
-            if parameter.access == "cache" and argument.kind == "buffer" and not self._is_copy(device, argument):
+            if parameter.access == "cache" and argument.kind == "buffer" and not self._is_copy(device, argument, seen):
                 return f"is given {argument.name} for {parameter.name}, where no copy of a cache is"
         for argument, parameter in given:
             is_written = parameter.access in ("out", "scratch") or (
@@ -183,9 +180,7 @@ class _OrderCheck:
             if parameter.access == "sets":
                 if argument.view.offset in self._set:
                     return f"sets flag {argument.view.offset // 64}, which was set before in this step"
-                known, surely_known = self._known[device], self._surely_known[device]
-                over, surely_over = ({**each, device: number + 1} for each in (known, surely_known))
-                self._set[argument.view.offset] = device, over, surely_over
+                self._set[argument.view.offset] = device, {**self._known[device], device: number + 1}
         self._note_use(device, number, given)
         return ""
 
@@ -194,20 +189,23 @@ class _OrderCheck:
             if argument.kind == "buffer" and arena_of(self._program, argument) == "shared":
                 self._uses_of_shared.append(_SharedUse(*span_of(self._program, argument), device, number))
 
-    def _is_copy(self, device: str, argument: Argument) -> bool:
+    def _is_copy(self, device: str, argument: Argument, seen: Mapping[str, int]) -> bool:
         """Return whether the copy of a cache that an argument is has been made there, whole and with its dtype."""
         span, memory = span_of(self._program, argument), arena_of(self._program, argument)
-        value = self._value(device, argument)
+        value = self._value(device, argument, seen)
         is_whole = value is not None and (value.start, value.end, value.dtype) == (*span, argument.view.dtype)
         return is_whole and memory == device
 
-    def _value(self, device: str, argument: Argument) -> _BufferValue | None:
-        """Return the value that a call on `device` is sure to find in an argument, None if there is none."""
+    def _value(self, device: str, argument: Argument, seen: Mapping[str, int]) -> _BufferValue | None:
+        """Return the value that a call on `device` is sure to find in an argument, None if there is none.
+
+        `seen` says how many calls of each device are over when it reads.
+        """
         start, end = span_of(self._program, argument)
         value = self._arenas[arena_of(self._program, argument)].value(start, end)
         if value is None or value.name != argument.name:
             return None
-        is_over = value.device == device or value.number < self._known[device][value.device]
+        is_over = value.device == device or value.number < seen[value.device]
         return value if is_over else None
 
     def _content_fault(
@@ -246,7 +244,8 @@ class _OrderCheck:
         if parameter.access != "scratch":
             copied = read.get(parameter.copies or "")
             source, below = (None, parameter.below) if copied is None else (copied.source, copied.below)
-            is_bytes, is_complete = call.op == UPLOAD_OP, self._kernels[device][call.kernel].tokens <= 1
+            interface, is_bytes = self._kernels[device][call.kernel], call.op == UPLOAD_OP
+            is_complete = interface.tokens == 1 or (interface.tokens == 0 and not interface.positions)
             value = _BufferValue(
                 argument.name, start, end, device, number, parameter.dtype, source, below, is_bytes, is_complete
             )
@@ -255,7 +254,7 @@ class _OrderCheck:
 
     def _is_free(self, device: str, start: int, end: int) -> bool:
         """Return whether `device` knows that all uses of shared memory from `start` to `end` so far are over."""
-        known = self._surely_known[device]
+        known = self._known[device]
         return all(
             use.end <= start or end <= use.start or use.number < known[use.device] for use in self._uses_of_shared
         )

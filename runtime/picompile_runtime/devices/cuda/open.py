@@ -16,6 +16,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from picompile_runtime.artifact.program import UPLOAD_OP
 from picompile_runtime.artifact.reader import Artifact
 from picompile_runtime.devices.accelerator import ArgumentView
 from picompile_runtime.devices.cpu.native import HostLibrary
@@ -146,6 +147,7 @@ def open_cuda_accelerator(artifact: Artifact) -> CudaAccelerator:
         ArtifactError: the artifact has no code for a GPU.
     """
     images, host = read_cuda_images(artifact), artifact.load_code()
+    _check_copies(artifact, images)
     gpu = CudaAccelerator(images, host=host)
     try:
         if artifact.program.waiting_kernels:
@@ -159,11 +161,20 @@ def open_cuda_accelerator(artifact: Artifact) -> CudaAccelerator:
 def check_images(artifact: Artifact) -> None:
     """Raise ArtifactError if the GPU code lacks a kernel that the program calls. This needs no GPU."""
     images, program = read_cuda_images(artifact), artifact.program
+    _check_copies(artifact, images)
     for call in (call for name in program.functions for call in program.calls(name, "device")):
         if call.kernel not in images.kernels and call.kernel not in images.copies:
             raise ArtifactError(f"{artifact.folder}: the GPU code has no kernel {call.kernel}; compile the model again")
         for launch in images.kernels.get(call.kernel, ()):
             check_arguments(launch, len(call.args), call.kernel)
+
+
+def _check_copies(artifact: Artifact, images: CudaImages) -> None:
+    """Raise ArtifactError if a kernel that is a copy beside the launches is called as if it were one of these."""
+    for call in (call for name in artifact.program.functions for call in artifact.program.calls(name, "device")):
+        if (call.kernel in images.copies) != (call.op == UPLOAD_OP):
+            copies = f"only copies are called as {UPLOAD_OP}, and all of them"
+            raise ArtifactError(f"{artifact.folder}: {call.kernel} is called as {call.op}; {copies}")
 
 
 def read_cuda_images(artifact: Artifact) -> CudaImages:
