@@ -4,7 +4,7 @@
 
 The model is split as `picompile plan` splits it, and lowered as `picompile compile` lowers it. Counted are
 
-- the bytes that the copies of one chunk bring over the bus, beside those of all cold weights;
+- the bytes that the copies of one chunk bring over the bus, beside those of all weights that are with the host;
 - launches of a step and of a chunk, divided by the layers;
 - of each kernel of a chunk that multiplies on tensor cores, the instructions of its loop. A multiprocessor has four
   schedulers; each issues one instruction of a warp in a cycle, and its tensor core takes the multiplication of 16
@@ -72,7 +72,7 @@ def copied_bytes(lowered: Lowered, function: str) -> int:
     return sum(call.args[-1].shape[0] for call in calls if call.args[-1].shape is not None)
 
 
-def cold_bytes(lowered: Lowered) -> int:
+def host_weight_bytes(lowered: Lowered) -> int:
     """Bytes of the weights that stay with the host and that the device needs."""
     tensors = lowered.weights.tensors
     return sum(tensors[name].shape[0] * tensors[name].shape[1] for name in lowered.program.streamed)
@@ -96,10 +96,12 @@ def main() -> None:
     planned = Planned(options.target, options.firing)
     lowered, layers = lowered_model(options.shape, options.quant, planned, sm, options.draws, options.sequences)
     lowered_s = time.monotonic() - started
-    cold, copied = cold_bytes(lowered), copied_bytes(lowered, "prefill_last")
+    of_host, copied = host_weight_bytes(lowered), copied_bytes(lowered, "prefill_last")
     print(f"{options.shape}, {options.quant}, {options.target}, {options.firing} firing")
-    times = copied / max(cold, 1)
-    print(f"cold weights {cold / 1e9:.2f} GB; a prompt of {CHUNK} copies {copied / 1e9:.2f} GB ({times:.3f} x)")
+    times = copied / max(of_host, 1)
+    print(
+        f"weights of the host {of_host / 1e9:.2f} GB; a prompt of {CHUNK} copies {copied / 1e9:.2f} GB ({times:.3f} x)"
+    )
     for function in ("decode", "prefill_last"):
         count = launches(lowered, function)
         print(f"{function}: {count} launches on the GPU, {count / layers:.1f} a layer")

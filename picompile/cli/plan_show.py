@@ -81,8 +81,8 @@ def _prompt(plan: "Plan", prompt: "PromptEstimate | None") -> Iterator[str]:
 
     chunks = f"{prompt.chunks} chunk{'s' if prompt.chunks > 1 else ''} of {size(prompt.copied_bytes)} from the host"
     yield f"{prompt.total_s:6.2f} s predicted to the first token of a prompt of {prompt.tokens}"
-    lent = f"; caches {prompt.lend_s:.2f} s" if prompt.lent_bytes else ""
-    yield f"       ({chunks}: {prompt.copy_s:.2f} s; arithmetic {prompt.arithmetic_s:.2f} s{lent})"
+    caches = f"; caches {prompt.cache_s:.2f} s" if prompt.cache_bytes else ""
+    yield f"       ({chunks}: {prompt.copy_s:.2f} s; arithmetic {prompt.arithmetic_s:.2f} s{caches})"
     gain = gain_with_answer(plan, prompt)
     if gain is not None:
         seconds = prompt.total_s + ANSWER_TOKENS * plan.token_s

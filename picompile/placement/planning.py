@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 
-from picompile.errors import UsageError
+from picompile.errors import DoesNotFitError, UsageError
 from picompile.placement import policies
 from picompile.placement.firing import Firing, LayerFiring
 from picompile.placement.machine import Machine
@@ -70,11 +70,41 @@ def make_plan(model: ModelBytes, firing: Firing, options: PlanOptions) -> Plan:
     problem = latency_problem(task)
     places, gap = _solve(task, problem, options)
     if _lends_caches(problem, places):
-        # Then copies of them take memory as well, which is not worth keeping free where no cache is lent.
-        task = replace(task, lent_bytes=model.lent_bytes)
-        problem = latency_problem(task)
-        places, gap = _solve(task, problem, options, [places])
+        return _lending_plan(task, problem, places, gap, options)
     return plan_of_places(task, problem, places, gap, options)
+
+
+def _lending_plan(
+    task: PlacementTask, problem: PlacementProblem, places: Sequence[StagePlace], gap: float, options: PlanOptions
+) -> Plan:
+    """Return the plan for a task whose best placement, `places`, lends caches, for copies of which it keeps no memory.
+
+    It is the best placement that keeps this memory, or one that lends nothing and so needs none. The bound of the
+    problem without this memory holds for both.
+    """
+    bound = evaluate(problem, places).cost * (1 - gap)
+    lending = replace(task, lent_bytes=task.model.lent_bytes)
+    smaller = latency_problem(lending)
+    apart = [each for each in policies.known(task, problem) if not _lends_caches(problem, each)]
+    apart = [each for each in apart if evaluate(problem, each).fits(problem)]
+    chosen = (task, problem, min(apart, key=lambda each: evaluate(problem, each).cost)) if apart else None
+    if smaller.gpu_capacity_bytes > 0 or not apart:
+        try:
+            found, found_gap = _solve(lending, smaller, options, [places] if smaller.gpu_capacity_bytes > 0 else [])
+        except DoesNotFitError:
+            if chosen is None:
+                raise
+        else:
+            if options.objective != "latency":
+                return plan_of_places(lending, smaller, found, found_gap, options)
+            if chosen is None or evaluate(smaller, found).cost < evaluate(problem, chosen[2]).cost:
+                chosen = (lending, smaller, found)
+    assert chosen is not None
+    kept, of_kept, best = chosen
+    if not _lends_caches(of_kept, best):
+        kept = task
+    cost = evaluate(of_kept, best).cost
+    return plan_of_places(kept, of_kept, best, max(0.0, (cost - bound) / cost), options)
 
 
 def _lends_caches(problem: PlacementProblem, places: Sequence[StagePlace]) -> bool:
@@ -198,7 +228,8 @@ def _limit(seconds: Mapping[str, float], predict_hidden_s: float) -> str:
 
 def _baselines(task: PlacementTask) -> dict[str, float]:
     """Return tokens/s of dense inference: with whole layers on the accelerator as far as they fit, and on the host."""
-    dense = policies.dense(task)
+    # Dense inference has no copies of caches.
+    dense = replace(policies.dense(task), lent_bytes=0)
     problem = latency_problem(dense)
     found = {}
     for name, policy in (("layers-first", policies.layers_first), ("host", policies.host_only)):

@@ -3,8 +3,9 @@
 A chunk of tokens goes through all layers on the GPU. Cold neurons and projections of layers whose attention is with the
 host come over the bus meanwhile, once for each chunk, while the layers before are multiplied; so a chunk takes about as
 long as the slower of both, and a few percent more, since two stages cannot hide everything. Caches of the host come as
-well, as far as they are filled, and new keys and values go back: the GPU waits for these. Attention between tokens and
-the head, which only the last token needs, are left out: at 1,500 tokens they are a few percent, too.
+well, as far as they are filled, and new keys and values go back: the GPU waits for these, and the bus carries nothing
+else meanwhile. Attention between tokens and the head, which only the last token needs, are left out: at 1,500 tokens
+they are a few percent, too.
 """
 
 from collections.abc import Mapping
@@ -27,8 +28,9 @@ TENSOR_EFFICIENCY = 0.5
 _OF_FAST_ONES = {80: 0.4, 90: 0.25}
 # Layers of a graph of launches (`picompile_runtime`), whose first copy nothing hides.
 _GRAPH_LAYERS = 8
-# Bytes of float32 as against float16, which caches mostly have.
-_SENT_SHARE = 2
+# Keys and values go back as float32, for each byte of a cache in float16 two. For a q8 cache, which the plan does not
+# tell apart, it would be 3.8, for one in float32 one.
+_SENT_FOR_CACHED = 2
 # What dense inference copies of a layer that is not on the GPU, and how many tokens share it, as in llama.cpp.
 _DENSE_CHUNK = 512
 
@@ -37,18 +39,18 @@ _DENSE_CHUNK = 512
 class PromptEstimate:
     """The predicted time of a prompt of `tokens` tokens, in `chunks`.
 
-    `copied_bytes` of weights come over the bus for each chunk. `lent_bytes` of caches do or go back, in all chunks;
-    `copy_s`, `arithmetic_s` and `lend_s` are of all chunks, too. `total_s` is the time to the first token, `dense_s`
-    that of dense inference with layers on the GPU as far as they fit.
+    `copied_bytes` are the weights that come over the bus for each chunk, `cache_bytes` what of the host's caches comes
+    and goes back in all chunks. `copy_s`, `arithmetic_s` and `cache_s` are of all chunks, too. `total_s` is the time to
+    the first token, `dense_s` that of dense inference with layers on the GPU as far as they fit.
     """
 
     tokens: int
     chunks: int
     copied_bytes: int
-    lent_bytes: int
+    cache_bytes: int
     copy_s: float
     arithmetic_s: float
-    lend_s: float
+    cache_s: float
     total_s: float
     dense_s: float
 
@@ -85,11 +87,11 @@ def prompt_estimate(model: ModelBytes, plan: Plan, target: Target, tokens: int, 
     reached = target.tensor_flops_per_s * _OF_FAST_ONES.get(target.sm or 0, TENSOR_EFFICIENCY)
     arithmetic_s = 2 * _layer_parameters(model) * tokens / reached
     dense_s = -(-tokens // _DENSE_CHUNK) * _dense_left_bytes(model, plan) / bus
-    lent = _lent_bytes(model, plan, tokens, chunk)
-    lend_s = lent / bus
-    total_s = max(copy_s, arithmetic_s + lend_s) + first_s
+    cache_bytes = _cache_bytes(model, plan, tokens, chunk)
+    cache_s = cache_bytes / bus
+    total_s = max(copy_s, arithmetic_s) + cache_s + first_s
     return PromptEstimate(
-        tokens, chunks, sum(sizes), lent, copy_s, arithmetic_s, lend_s, total_s, max(dense_s, arithmetic_s)
+        tokens, chunks, sum(sizes), cache_bytes, copy_s, arithmetic_s, cache_s, total_s, max(dense_s, arithmetic_s)
     )
 
 
@@ -109,11 +111,10 @@ def _copied_bytes(model: ModelBytes, plan: Plan, number: int) -> int:
     return (placed.neurons - placed.hot_neurons) * layer.neuron_bytes + of_attention
 
 
-def _lent_bytes(model: ModelBytes, plan: Plan, tokens: int, chunk: int) -> int:
+def _cache_bytes(model: ModelBytes, plan: Plan, tokens: int, chunk: int) -> int:
     """Return the bytes of the host's caches that cross the bus for a prompt.
 
-    For each chunk those of all positions before it come, and the keys and values of its own go back, which take
-    `_SENT_SHARE` as much as in a cache.
+    For each chunk those of all positions before it come, and the keys and values of its own go back.
     """
     of_position = sum(
         layer.kv_cache_bytes / model.batch / model.context
@@ -121,7 +122,7 @@ def _lent_bytes(model: ModelBytes, plan: Plan, tokens: int, chunk: int) -> int:
         if placed.kv_cache == "host"
     )
     before = sum(range(0, tokens, chunk))
-    return round(of_position * (before + _SENT_SHARE * tokens))
+    return round(of_position * (before + _SENT_FOR_CACHED * tokens))
 
 
 def _weight_bytes(model: ModelBytes) -> int:

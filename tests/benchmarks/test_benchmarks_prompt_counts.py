@@ -26,7 +26,7 @@ def test_copies_and_launches_are_those_of_the_program() -> None:
     split = Split(dict.fromkeys(range(shape.layers), 64), Placement.all_of(shape.layers), 0.5)
     graph = model_graph(shape, ModelOptions("q4", 0.5, 32, 64, 89, ()), split, dense=False)
     lowered = lower(graph, LowerOptions(64, 16, "float16", 1, "cuda", split.placement))
-    cold = prompt_counts.cold_bytes(lowered)
+    cold = prompt_counts.host_weight_bytes(lowered)
     assert cold > 0
     assert prompt_counts.copied_bytes(lowered, "prefill_last") == cold
     assert prompt_counts.copied_bytes(lowered, "decode") == 0

@@ -43,11 +43,11 @@ def model() -> ModelBytes:
     return counting.shape_bytes("llama-13b", config, Packing("q8", "learned", 4096, chunk=512))
 
 
-def plan_for(model: ModelBytes, gpu_bytes: int) -> Plan:
+def plan_for(model: ModelBytes, gpu_bytes: int, host_bytes: int = 64 * GIB) -> Plan:
     import numpy as np
 
     layers = tuple(LayerFiring(np.full(layer.neurons, 0.1), np.arange(layer.neurons)) for layer in model.layers)
-    machine = machine_of(TARGET, gpu_bytes, 64 * GIB, 50e9)
+    machine = machine_of(TARGET, gpu_bytes, host_bytes, 50e9)
     return make_plan(model, Firing(layers, "a curve"), PlanOptions("4090", machine))
 
 
@@ -62,7 +62,7 @@ def test_both_sides_are_counted(model: ModelBytes) -> None:
     # The embedding and the head have 2 of 100 weights.
     flops = found.arithmetic_s * TARGET.tensor_flops_per_s * TENSOR_EFFICIENCY
     assert flops == pytest.approx(2 * model.parameters * 1100, rel=0.04)
-    slower = max(found.copy_s, found.arithmetic_s + found.lend_s)
+    slower = max(found.copy_s, found.arithmetic_s) + found.cache_s
     assert slower < found.total_s < slower + found.copy_s / 8
     gain = gain_with_answer(plan, found)
     dense_s = found.dense_s + ANSWER_TOKENS / max(plan.baselines.values())
@@ -104,7 +104,7 @@ def test_stages_are_those_of_the_lowered_program(model: ModelBytes) -> None:
 
 
 def test_what_comes_from_the_host_is_what_the_program_copies() -> None:
-    """Of layers with parts on both sides, to the byte but for norms, which both sides have."""
+    """The bytes are the same, but for norms, which both sides have; some layers have parts on both sides."""
     captured = capture_config(config_of("llama-relu", 3))
     packing = Packing("q4", "exact", 40, 1, "f16", 16)
     model = counting.count_bytes("small", captured, packing)
@@ -150,5 +150,24 @@ def test_caches_are_lent_for_each_chunk(model: ModelBytes) -> None:
     assert on_host
     of_position = on_host * model.layers[0].kv_cache_bytes / model.context
     found = prompt_estimate(model, plan, TARGET, 1100, 512)
-    assert found.lent_bytes == round(of_position * (512 + 1024 + 2 * 1100))
-    assert found.lend_s == pytest.approx(found.lent_bytes * found.copy_s / (3 * found.copied_bytes))
+    assert found.cache_bytes == round(of_position * (512 + 1024 + 2 * 1100))
+    assert found.cache_s == pytest.approx(found.cache_bytes * found.copy_s / (3 * found.copied_bytes))
+
+
+def test_a_gpu_too_small_for_copies_of_caches_is_left_out(model: ModelBytes) -> None:
+    """It has room for some neurons, and none for what the host would lend it."""
+    needed = (model.stage_bytes + model.workspace_bytes + model.table_bytes) / 0.95
+    for share in (0.1, 0.5, 0.9):
+        plan = plan_for(model, int(needed + share * model.lent_bytes))
+        assert not plan.taken_bytes("gpu")
+        assert "staging" not in {row.what for row in plan.memory}
+    small = plan_for(model, int(needed + 40 * model.lent_bytes))
+    assert {layer.kv_cache for layer in small.layers} == {"host"} and small.taken_bytes("gpu")
+
+
+def test_a_host_too_small_for_what_it_would_lend_lends_nothing(model: ModelBytes) -> None:
+    """The GPU could hold fewer neurons than a copy of a cache takes of the host."""
+    whole, needed = plan_for(model, 0).taken_bytes("host"), model.stage_bytes + model.workspace_bytes
+    gpu_bytes = int((needed + model.table_bytes + 1.2 * model.lent_bytes) / 0.95)
+    plan = plan_for(model, gpu_bytes, int((whole + 0.1 * model.lent_bytes) / 0.95))
+    assert not plan.taken_bytes("gpu") and plan.taken_bytes("host") == whole

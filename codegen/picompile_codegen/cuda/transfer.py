@@ -216,7 +216,8 @@ def receive_mask(spec: ReceiveMaskSpec, function: CudaFunction) -> None:
 
 
 def borrow_cache(spec: BorrowCacheSpec, function: CudaFunction) -> None:
-    """Write the launch of a `BorrowCacheSpec`: a thread has `_READS` words of a head, or elements where they are odd.
+    """Write the launch of a `BorrowCacheSpec`: a thread copies `_READS` words of a head, or as many elements where a
+    head has no whole number of words.
 
     Blocks that have nothing to copy end at once. Only the first waits even then: what the host does before it sets the
     flag is over when the launch is (see `lowering/shared_memory.py`).

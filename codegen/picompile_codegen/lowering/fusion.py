@@ -100,7 +100,7 @@ def find_fusions(
 ) -> Fusions:
     """Return what the accelerator computes together of `nodes`, which are in the order in which they are lowered.
 
-    Projections whose weights come from the host, `lent`, are not among it: they come in slices.
+    Projections among `lent` are not among it: their weights are the host's, and come in slices.
     """
     finder = _Finder({node: place for place, node in enumerate(nodes)}, devices, rows, set(lent))
     here = {first: group for first, group in joined.items() if rows == 1 and finder.has(group)}

@@ -139,7 +139,7 @@ def _whole(name: str, rows: int, nodes: Sequence[Node], shared: Shared, logits: 
 
 def _begin(name: str, rows: int, nodes: Sequence[Node], shared: Shared, logits: str = "logits") -> Function:
     """Return a function without calls, with the devices of `nodes`."""
-    devices, at_home = _devices(name, nodes, shared), _devices(DECODING[0], nodes, shared)
+    devices, at_home = _devices(name, nodes, shared), _devices("decode", nodes, shared)
     lent = frozenset(node for node in nodes if devices[node] != at_home[node])
     return Function(name, rows, shared, logits, devices, lent)
 
@@ -276,9 +276,13 @@ def _place(program: LoweredProgram, functions: Sequence[Function], shared: Share
 
 
 def _overlap_in_shared(function: Function) -> Callable[[Lifetime, Lifetime], bool]:
-    """Return what says whether two buffers that both devices see may be in use at the same time."""
+    """Return the predicate for two buffers in shared memory that may be in use at the same time.
+
+    Where tokens are decoded each has a place of its own: counts say that there is nothing to wait for, so little could
+    be used again.
+    """
     if function.name in DECODING:
-        return lambda one, other: True  # they are small
+        return lambda one, other: True
     kernels: dict[tuple[Device, str], AnyKernel] = {
         ("host", kernel.name): kernel for kernel in function.shared.kernels.values()
     }

@@ -37,12 +37,12 @@ def stream_linear(spec: LinearSpec, bindings: Bindings, y: Arg, function: Functi
     matrix = bindings["w"]
     assert isinstance(matrix, PackedMatrix)
     slices, parts = list(slices_of(spec.n, matrix.row_bytes)), Bindings()
+    rest = {name: each for name, each in bindings.items() if isinstance(each, Arg)}
     for number, (start, outputs) in enumerate(slices):
         part = y if len(slices) == 1 else function.buffer("slice", "float32", (spec.rows, outputs))
         parts[f"x{number}"] = part
         kernel = function.kernel(replace(spec, n=outputs))
         staged = _staged({"w": matrix}, spec.n, start, outputs, function)
-        rest = {name: each for name, each in bindings.items() if isinstance(each, Arg)}
         sliced: Bindings = {**_vectors(rest, ("bias",), start, outputs), **staged, "y": part}
         function.call(kernel, sliced, op="linear")
     if len(slices) > 1:

@@ -131,7 +131,7 @@ _KINDS = {
     # also copies them, or adds them up with others and computes the norm of the sum.
     **dict.fromkeys(("inputs", "send", "signal"), "exchange"),
     **dict.fromkeys(WAITING_OPS, "waits"),
-    # Prompts copy cold weights.
+    # Prompts copy weights of the host.
     UPLOAD_OP: "exchange",
 }
 _STATISTICS = tuple(f"stats{function}{device}" for function in ("", ".batch") for device in ("", ".device"))

@@ -163,7 +163,7 @@ def test_upload(tmp_path: Path, size: int) -> None:
 @pytest.mark.parametrize("sizes", LENT, ids=str)
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
 def test_a_cache_is_lent_and_borrowed(bench: Workbench, sizes: tuple[int, int, str, int, int], share: float) -> None:
-    """Of the step's sequence the positions before the step's, bit by bit, and nothing else."""
+    """The positions before the step's are, of the step's sequence, bit by bit; nothing else is."""
     heads, width, dtype, context, sequences = sizes
     position, slot = round(share * (context - 1)), sequences - 1
     rng, item_bytes = np.random.default_rng([heads, position]), np.dtype(dtype).itemsize
