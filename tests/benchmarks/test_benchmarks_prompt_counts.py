@@ -3,12 +3,14 @@
 import sys
 from pathlib import Path
 
+import pytest
+
 from helpers.support import ROOT
 from picompile_codegen.cuda import write_kernel
 from picompile_codegen.cuda.build import build_cuda
 from picompile_codegen.lowering.function import LowerOptions
 from picompile_codegen.lowering.lower import lower
-from picompile_codegen.lowering.placement import Placement
+from picompile_codegen.lowering.placement import ON_HOST, Placement
 from picompile_codegen.specs import LinearSpec
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -21,9 +23,11 @@ from _sass import disassemble, loops_with
 from picompile.synth.shapes import find_shape
 
 
-def test_copies_and_launches_are_those_of_the_program() -> None:
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_copies_and_launches_are_those_of_the_program(on_gpu: bool) -> None:
     shape = find_shape("tiny-reglu")
-    split = Split(dict.fromkeys(range(shape.layers), 64), Placement.all_of(shape.layers), 0.5)
+    placement = Placement.all_of(shape.layers) if on_gpu else ON_HOST
+    split = Split(dict.fromkeys(range(shape.layers), 64), placement, 0.5)
     graph = model_graph(shape, ModelOptions("q4", 0.5, 32, 64, 89, ()), split, dense=False)
     lowered = lower(graph, LowerOptions(64, 16, "float16", 1, "cuda", split.placement))
     cold = prompt_counts.host_weight_bytes(lowered)

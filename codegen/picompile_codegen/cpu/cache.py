@@ -31,13 +31,12 @@ from picompile_codegen.cpu.vector import (
     to_floats,
 )
 from picompile_codegen.specs import CacheWriteSpec
-from picompile_codegen.specs.arguments import scale_groups
+from picompile_codegen.specs.arguments import ITEM_BYTES, scale_groups
 from picompile_passes.weight_formats import GROUP
 
 LARGEST_BYTE = 127.0
 F16_MAX = 65504.0
 _LINE_BYTES = 64
-ELEMENT_BYTES = {"float32": 4, "float16": 2, "int8": 1, "uint8": 1}
 _ZERO_CODE, _LARGEST_CODE = 8, 15
 
 # A vector of a row: `source(start, valid)` gives lanes from `start` on, of which the first `valid` count.
@@ -79,7 +78,7 @@ class CachedHead:
     @property
     def row_bytes(self) -> int:
         """Bytes of a row without its scales."""
-        return self.cache.data.columns * ELEMENT_BYTES[self.cache.data.dtype]
+        return self.cache.data.columns * ITEM_BYTES[self.cache.data.dtype]
 
     def raw(self, position: Expr, start: Expr, valid: int = LANES, lanes: int = LANES) -> Expr:
         """A vector of float32 from a row, to be multiplied by the row's scale where there is one."""
@@ -147,7 +146,7 @@ class CachedHead:
     def prefetch(self, position: Expr) -> None:
         """Prefetch a row, which need not exist."""
         into_first = isa.current().prefetching.caches_into_first_level
-        for start in range(0, self.cache.data.columns, _LINE_BYTES // ELEMENT_BYTES[self.cache.data.dtype]):
+        for start in range(0, self.cache.data.columns, _LINE_BYTES // ITEM_BYTES[self.cache.data.dtype]):
             place = (self.slot, self.number, position, start)
             prefetch(self.cache.data, *place, into_first_level=into_first)
 

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from tvm import tirx
 
 from picompile_codegen.cpu.attention_work import LOWEST, AttentionTensors
-from picompile_codegen.cpu.cache import ELEMENT_BYTES, Cache
+from picompile_codegen.cpu.cache import Cache
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, maximum, minimum, when
 from picompile_codegen.cpu.token_ops import Angles
 from picompile_codegen.cuda.function import WARP, ThreadIndex, blocks_for
 from picompile_codegen.cuda.memory import barrier, extern, from_lane, registers
 from picompile_codegen.cuda.token_ops import write_row
 from picompile_codegen.specs import AttentionSpec
+from picompile_codegen.specs.arguments import ITEM_BYTES
 from picompile_passes.weight_formats import GROUP
 
 _LANES = 4
@@ -148,7 +149,7 @@ _WORD_BYTES = 4
 def unit_size(dtype: str, width: int, most: int = _UNIT_BYTES) -> int:
     """Return the elements of a unit of rows `width` wide: a power of two, at most `most` elements and 16 bytes."""
     size = 1
-    while width % (2 * size) == 0 and 2 * size <= most and 2 * size * ELEMENT_BYTES[dtype] <= _UNIT_BYTES:
+    while width % (2 * size) == 0 and 2 * size <= most and 2 * size * ITEM_BYTES[dtype] <= _UNIT_BYTES:
         size *= 2
     return size
 
