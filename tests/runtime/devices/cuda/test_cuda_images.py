@@ -130,7 +130,7 @@ def artifact_with(code: AcceleratorCode | None, images: CudaImages) -> Any:
     """Return what opening an accelerator needs of an artifact."""
     texts = {"kernels/d.json": json.dumps(described()).encode(), "kernels/d.cubin": images.cubin}
     texts["kernels/d.ptx"] = images.ptx
-    manifest, program = SimpleNamespace(accelerator=code), SimpleNamespace(waiting_kernels=frozenset())
+    manifest, program = SimpleNamespace(accelerator=code), SimpleNamespace(waiting_kernels=frozenset(), functions={})
     return SimpleNamespace(folder=Path("model"), manifest=manifest, program=program, texts=texts)
 
 
