@@ -169,7 +169,9 @@ def memory_account(
     for device in {device for (device, _), size in taken.items() if size}:
         taken[device, "workspace"] += model.workspace_bytes
         taken[device, "tables"] += model.table_bytes
-        taken[device, "staging"] += task.lent_bytes
         if device == "gpu":
             taken[device, "staging"] += model.stage_bytes
+    if taken["gpu", "staging"] and taken["host", "kv cache"]:
+        for device in ("gpu", "host"):
+            taken[device, "staging"] += model.lent_bytes
     return tuple(MemoryRow(device, what, size) for (device, what), size in sorted(taken.items()) if size)

@@ -26,7 +26,7 @@ from picompile.placement.problem import (
 )
 from picompile.placement.schedule import plan_graph, token_s
 from picompile.placement.solver import GAP, solve
-from picompile.placement.times import ALL_ON_HOST, GROUP, PartPlaces, computed_by_groups
+from picompile.placement.times import GROUP, PartPlaces, computed_by_groups
 
 OBJECTIVES = ("latency", "impact")
 DEFAULT_MARGIN = 0.05
@@ -67,51 +67,28 @@ class PlanOptions:
 def make_plan(model: ModelBytes, firing: Firing, options: PlanOptions) -> Plan:
     """Return the plan of `model`. Raise `DoesNotFitError`, which names budgets that would do, and `SolverError`."""
     task = task_of(model, firing, options)
+    # A side that has everything needs no room for caches that are lent.
+    whole = replace(task, lends_caches=False)
+    apart = latency_problem(whole)
+    on_accelerator = [accelerator_only(whole, apart)] if apart.gpu_capacity_bytes > 0 else []
+    fitting = [each for each in on_accelerator if evaluate(apart, each).fits(apart)]
+    if fitting:
+        places, gap = _solve(whole, apart, options)
+        if all(where.kv_cache_on_accelerator for where in _wheres(apart, places)[:-1]):
+            return plan_of_places(whole, apart, places, gap, options)
     problem = latency_problem(task)
-    places, gap = _solve(task, problem, options)
-    if _lends_caches(problem, places):
-        return _lending_plan(task, problem, places, gap, options)
+    try:
+        places, gap = _solve(task, problem, options)
+    except DoesNotFitError:
+        on_host = policies.host_only(whole, apart)
+        fitting += [on_host] if evaluate(apart, on_host).fits(apart) else []
+        if not fitting:
+            raise
+        places = min(fitting, key=lambda each: evaluate(apart, each).cost)
+        best, cost = solve(apart, options.gap, known=fitting), evaluate(apart, places).cost
+        gap = 0.0 if best is None else max(0.0, (cost - best.bound) / cost)
+        return plan_of_places(whole, apart, places, gap, options)
     return plan_of_places(task, problem, places, gap, options)
-
-
-def _lending_plan(
-    task: PlacementTask, problem: PlacementProblem, places: Sequence[StagePlace], gap: float, options: PlanOptions
-) -> Plan:
-    """Return the plan for a task whose best placement, `places`, lends caches, for copies of which it keeps no memory.
-
-    It is the best placement that keeps this memory, or one that lends nothing and so needs none. The bound of the
-    problem without this memory holds for both.
-    """
-    bound = evaluate(problem, places).cost * (1 - gap)
-    lending = replace(task, lent_bytes=task.model.lent_bytes)
-    smaller = latency_problem(lending)
-    apart = [each for each in policies.known(task, problem) if not _lends_caches(problem, each)]
-    apart = [each for each in apart if evaluate(problem, each).fits(problem)]
-    chosen = (task, problem, min(apart, key=lambda each: evaluate(problem, each).cost)) if apart else None
-    if smaller.gpu_capacity_bytes > 0 or not apart:
-        try:
-            found, found_gap = _solve(lending, smaller, options, [places] if smaller.gpu_capacity_bytes > 0 else [])
-        except DoesNotFitError:
-            if chosen is None:
-                raise
-        else:
-            if options.objective != "latency":
-                return plan_of_places(lending, smaller, found, found_gap, options)
-            if chosen is None or evaluate(smaller, found).cost < evaluate(problem, chosen[2]).cost:
-                chosen = (lending, smaller, found)
-    assert chosen is not None
-    kept, of_kept, best = chosen
-    if not _lends_caches(of_kept, best):
-        kept = task
-    cost = evaluate(of_kept, best).cost
-    return plan_of_places(kept, of_kept, best, max(0.0, (cost - bound) / cost), options)
-
-
-def _lends_caches(problem: PlacementProblem, places: Sequence[StagePlace]) -> bool:
-    """Return whether the accelerator computes something, and the host has caches, which it lends to it for prompts."""
-    *wheres, head = _wheres(problem, places)
-    computes = any(place.groups for place in places) or any(where != ALL_ON_HOST for where in (*wheres, head))
-    return computes and not all(where.kv_cache_on_accelerator for where in wheres)
 
 
 def task_of(model: ModelBytes, firing: Firing, options: PlanOptions) -> PlacementTask:
@@ -165,16 +142,13 @@ def plan_of_places(
     return plan
 
 
-def _solve(
-    task: PlacementTask, problem: PlacementProblem, options: PlanOptions, known: Sequence[Sequence[StagePlace]] = ()
-) -> tuple[list[StagePlace], float]:
-    """Return places by the objective, and their gap; `known` are some to start from, which may not fit."""
+def _solve(task: PlacementTask, problem: PlacementProblem, options: PlanOptions) -> tuple[list[StagePlace], float]:
     if options.objective == "impact":
         found = policies.paper(task, problem, kv_cache_on_accelerator=True, gap=options.gap)
         if found is not None:
             return found.places, found.gap
     else:
-        solution = solve(problem, options.gap, known=[*policies.known(task, problem), *known])
+        solution = solve(problem, options.gap, known=policies.known(task, problem))
         if solution is not None:
             return list(solution.places), solution.gap
     problems = (
@@ -229,7 +203,7 @@ def _limit(seconds: Mapping[str, float], predict_hidden_s: float) -> str:
 def _baselines(task: PlacementTask) -> dict[str, float]:
     """Return tokens/s of dense inference: with whole layers on the accelerator as far as they fit, and on the host."""
     # Dense inference has no copies of caches.
-    dense = replace(policies.dense(task), lent_bytes=0)
+    dense = replace(policies.dense(task), lends_caches=False)
     problem = latency_problem(dense)
     found = {}
     for name, policy in (("layers-first", policies.layers_first), ("host", policies.host_only)):
@@ -249,7 +223,7 @@ def whole_plan(model: ModelBytes, options: PlanOptions) -> Plan | None:
     token for which every neuron fires. Raise `DoesNotFitError` if no placement fits, however neurons fire.
     """
     layers = tuple(LayerFiring(np.ones(layer.neurons), np.arange(layer.neurons)) for layer in model.layers)
-    task = task_of(model, Firing(layers, _SOURCE), options)
+    task = replace(task_of(model, Firing(layers, _SOURCE), options), lends_caches=False)
     problem = latency_problem(task)
     if least_host_bytes(problem) > problem.host_capacity_bytes:
         raise infeasible_placement_error(task, latency_problem, options.margin)

@@ -17,9 +17,11 @@ from picompile.placement.problem import (
     StagePlace,
     capacities,
     dense_first,
+    evaluate,
     fixed_bytes,
     group_bytes,
     impact_problem,
+    latency_problem,
 )
 from picompile.placement.solver import GAP, solve
 from picompile.placement.times import ALL_ON_ACCELERATOR, ALL_ON_HOST, PartPlaces, computed_by_groups, group_count
@@ -142,15 +144,30 @@ def infeasible_placement_error(
     `problems` makes the placement problem of a task; the share `margin` of the budgets that are named is left free.
     """
     model, machine, kept = task.model, task.machine, 1 - margin
-    everywhere = model.workspace_bytes + model.table_bytes + task.lent_bytes
+    everywhere, lent = model.workspace_bytes + model.table_bytes, model.lent_bytes if task.lends_caches else 0
     text = (
         f"{model.name} in {model.quant} does not fit: {max(0, machine.host_bytes) / _GIB:.2f} GiB of host memory may "
         f"be taken and {machine.gpu_bytes / _GIB:.2f} GiB of the GPU's"
     )
-    host = least_host_bytes(problems(task)) + everywhere + model.embedding_bytes
-    ways = [f"--host-memory {_budget(host / kept)}"]
+    problem, any_gpu = problems(task), replace(machine, gpu_bytes=_ANY_BYTES)
+    host = least_host_bytes(problem) + (lent if problem.gpu_capacity_bytes > 0 else 0)
+    gpu: float | None = None
     of_gpu = everywhere + model.stage_bytes
-    if machine.gpu_bytes_per_s and (gpu := _least_gpu_bytes(task, problems, of_gpu, kept * _MIB)) is not None:
+    if machine.gpu_bytes_per_s:
+        gpu = _least_gpu_bytes(task, problems, of_gpu + lent, kept * _MIB)
+        gpu = None if gpu is None else gpu + lent
+    # A side that has everything needs no room for caches that are lent.
+    apart = replace(task, machine=any_gpu if machine.gpu_bytes_per_s else machine, lends_caches=False)
+    free = latency_problem(apart)
+    host = min(host, evaluate(free, host_only(apart, free)).host_bytes)
+    if machine.gpu_bytes_per_s:
+        whole = evaluate(free, accelerator_only(apart, free))
+        if whole.gpu_bytes + of_gpu <= machine.gpu_bytes:
+            host = min(host, whole.host_bytes)
+        if whole.host_bytes <= free.host_capacity_bytes:
+            gpu = whole.gpu_bytes if gpu is None else min(gpu, whole.gpu_bytes)
+    ways = [f"--host-memory {_budget((host + everywhere + model.embedding_bytes) / kept)}"]
+    if gpu is not None:
         ways.append(f"--vram-budget {_budget((gpu + of_gpu) / kept)}")
     return DoesNotFitError(f"{text}; it would with {' or with '.join(ways)}")
 

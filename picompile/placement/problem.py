@@ -149,14 +149,15 @@ _FLOAT32_BYTES = 4
 class PlacementTask:
     """A model to place, how its neurons fire, the machine, and how many tokens are in the cache.
 
-    `lent_bytes` of each memory are for copies of a cache that the host lends to the accelerator for a prompt.
+    With `lends_caches` both memories have room for a copy of a layer's cache, which the host lends to the accelerator
+    for a prompt if it has any.
     """
 
     model: ModelBytes
     firing: Firing
     machine: Machine
     tokens: int
-    lent_bytes: int = 0
+    lends_caches: bool = True
 
     def layer_times(self, number: int) -> LayerTimes:
         """Return the cost model of a layer."""
@@ -216,13 +217,15 @@ def group_bytes(layer: LayerBytes) -> int:
 def capacities(task: PlacementTask) -> tuple[int, int]:
     """Return the (accelerator, host) bytes for stages of the problem.
 
-    They are without workspace, tables, caches that are lent, the embedding on the host, and memory for weights of the
-    host on the accelerator.
+    They are without workspace, tables, the copy of a cache that is lent, the embedding on the host, and memory for
+    weights of the host on the accelerator.
     """
     model, machine = task.model, task.machine
-    everywhere = model.workspace_bytes + model.table_bytes + task.lent_bytes
-    gpu_bytes, host_bytes = machine.gpu_bytes - model.stage_bytes, machine.host_bytes - model.embedding_bytes
-    return max(0, gpu_bytes - everywhere), host_bytes - everywhere
+    everywhere, lent = model.workspace_bytes + model.table_bytes, model.lent_bytes if task.lends_caches else 0
+    gpu_bytes = machine.gpu_bytes - model.stage_bytes - everywhere - lent
+    # To an accelerator that is too small for anything nothing is lent.
+    host_bytes = machine.host_bytes - model.embedding_bytes - everywhere - (lent if gpu_bytes > 0 else 0)
+    return max(0, gpu_bytes), host_bytes
 
 
 def latency_problem(task: PlacementTask) -> PlacementProblem:

@@ -38,7 +38,7 @@ def small_task(seed: int) -> PlacementTask:
     neurons = sum(group_count(layer.neurons) * group_bytes(layer) for layer in model.layers)
     fixed = sum(fixed_bytes(layer, ALL_ON_ACCELERATOR)[0] for layer in model.layers) + model.head_bytes + 20
     gpu = int(fixed * rng.choice([1.0, 1.0, 1.0, rng.uniform(0, 1)]) + neurons * rng.uniform(0, 1.1)) + 1
-    gpu += model.stage_bytes
+    gpu += model.stage_bytes + model.lent_bytes
     host = int(whole_bytes(model) * rng.choice([2.0, rng.uniform(0, 1)])) + 2 * neurons
     sync_s = float(10 ** rng.uniform(-9, -3))
     machine = replace(task.machine, gpu_bytes=gpu, host_bytes=host, sync_s=sync_s)

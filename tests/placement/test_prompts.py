@@ -1,11 +1,12 @@
 """The time of a prompt is that of its slower side, counted from the plan."""
 
+import re
 from dataclasses import replace
 
 import pytest
 
 from helpers.families import config_of
-from picompile.errors import UsageError
+from picompile.errors import DoesNotFitError, UsageError
 from picompile.frontend.hf import capture_config
 from picompile.machine import TARGETS
 from picompile.placement import counting
@@ -165,9 +166,13 @@ def test_a_gpu_too_small_for_copies_of_caches_is_left_out(model: ModelBytes) -> 
     assert {layer.kv_cache for layer in small.layers} == {"host"} and small.taken_bytes("gpu")
 
 
-def test_a_host_too_small_for_what_it_would_lend_lends_nothing(model: ModelBytes) -> None:
-    """The GPU could hold fewer neurons than a copy of a cache takes of the host."""
+def test_a_host_that_can_hold_everything_needs_no_room_for_what_it_would_lend(model: ModelBytes) -> None:
+    """Beside a GPU for fewer neurons than a copy of a cache takes of the host."""
     whole, needed = plan_for(model, 0).taken_bytes("host"), model.stage_bytes + model.workspace_bytes
     gpu_bytes = int((needed + model.table_bytes + 1.2 * model.lent_bytes) / 0.95)
     plan = plan_for(model, gpu_bytes, int((whole + 0.1 * model.lent_bytes) / 0.95))
     assert not plan.taken_bytes("gpu") and plan.taken_bytes("host") == whole
+    with pytest.raises(DoesNotFitError) as caught:
+        plan_for(model, gpu_bytes, int((whole - 0.5 * model.lent_bytes) / 0.95))
+    named = re.search(r"--host-memory (\d+)MiB", str(caught.value))
+    assert named is not None and (int(named[1]) - 2) * 2**20 * 0.95 < whole < int(named[1]) * 2**20 * 0.95
