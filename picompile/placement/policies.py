@@ -144,7 +144,7 @@ def infeasible_placement_error(
     `problems` makes the placement problem of a task; the share `margin` of the budgets that are named is left free.
     """
     model, machine, kept = task.model, task.machine, 1 - margin
-    everywhere, lent = model.workspace_bytes + model.table_bytes, model.lent_bytes if task.lends_caches else 0
+    everywhere, lent = model.workspace_bytes + model.table_bytes, task.lent_bytes
     text = (
         f"{model.name} in {model.quant} does not fit: {max(0, machine.host_bytes) / _GIB:.2f} GiB of host memory may "
         f"be taken and {machine.gpu_bytes / _GIB:.2f} GiB of the GPU's"

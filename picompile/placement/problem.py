@@ -159,6 +159,11 @@ class PlacementTask:
     tokens: int
     lends_caches: bool = True
 
+    @property
+    def lent_bytes(self) -> int:
+        """Bytes that each memory has room for, for the copy of a cache that is lent."""
+        return self.model.lent_bytes if self.lends_caches else 0
+
     def layer_times(self, number: int) -> LayerTimes:
         """Return the cost model of a layer."""
         layer = self.model.layers[number]
@@ -221,7 +226,7 @@ def capacities(task: PlacementTask) -> tuple[int, int]:
     weights of the host on the accelerator.
     """
     model, machine = task.model, task.machine
-    everywhere, lent = model.workspace_bytes + model.table_bytes, model.lent_bytes if task.lends_caches else 0
+    everywhere, lent = model.workspace_bytes + model.table_bytes, task.lent_bytes
     gpu_bytes = machine.gpu_bytes - model.stage_bytes - everywhere - lent
     # To an accelerator that is too small for anything nothing is lent.
     host_bytes = machine.host_bytes - model.embedding_bytes - everywhere - (lent if gpu_bytes > 0 else 0)

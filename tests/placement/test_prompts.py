@@ -135,7 +135,7 @@ def test_what_comes_from_the_host_is_what_the_program_copies() -> None:
 
 
 def test_memory_is_kept_for_caches_that_are_lent(model: ModelBytes) -> None:
-    """Where the GPU has all of them, or nothing at all, there is nothing to lend."""
+    """Nothing is lent where the GPU has all of them, or nothing at all."""
     for gpu_bytes, lends in ((40 * GIB, False), (0, False), (3 * GIB, True)):
         plan = plan_for(model, gpu_bytes)
         staging = {row.device: row.bytes for row in plan.memory if row.what == "staging"}

@@ -139,7 +139,8 @@ def _whole(name: str, rows: int, nodes: Sequence[Node], shared: Shared, logits: 
 
 def _begin(name: str, rows: int, nodes: Sequence[Node], shared: Shared, logits: str = "logits") -> Function:
     """Return a function without calls, with the devices of `nodes`."""
-    devices, at_home = _devices(name, nodes, shared), _devices("decode", nodes, shared)
+    devices = _devices(name, nodes, shared)
+    at_home = devices if name in DECODING else _devices("decode", nodes, shared)
     lent = frozenset(node for node in nodes if devices[node] != at_home[node])
     return Function(name, rows, shared, logits, devices, lent)
 

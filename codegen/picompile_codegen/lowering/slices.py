@@ -1,4 +1,4 @@
-"""How weights of the host are cut into slices, which come to the accelerator one after the other.
+"""Cuts weights of the host into slices, which come to the accelerator one after the other.
 
 A slice has rows of matrices: those of some neurons of a block, or of some outputs of a projection.
 """
