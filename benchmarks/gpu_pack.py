@@ -11,7 +11,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ _MOST_CARRIED_BYTES, _REPOSITORY_BYTES = 48 * 2**20, 12 * 2**20
 
 
 def main() -> None:
-    options = _arguments()
+    options = arguments()
     begin = time.monotonic()
     options.output.mkdir(parents=True, exist_ok=True)
     build_host_library((), options.output / HOST, ISAS[_HOST_ISA])
@@ -64,7 +64,7 @@ def main() -> None:
         "sm": options.sm,
         "host": HOST,
         "kernels": kernels,
-        "checks": list(_checks(options)),
+        "checks": list(checks(options)),
         "bundled": list(_bundled(options)),
         "models": [entry for text in options.models for entry in _models(text, options)],
     }
@@ -75,7 +75,8 @@ def main() -> None:
     _say(f"{options.output}: {size / 2**20:.1f} MiB, {time.monotonic() - begin:.0f} s" + (note if is_large else ""))
 
 
-def _arguments() -> argparse.Namespace:
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the options; those of the command line, if none are `given`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, default=Path("build/gpu"))
     parser.add_argument(
@@ -87,7 +88,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--isas", nargs="+", default=list(TARGETS["h100"].isas), help="of the models; checks: the last")
     parser.add_argument("--small", action="store_true", help="no kernels whose speed is measured")
     parser.add_argument("--bundled", type=Path, default=BUNDLED, help="a model folder, packed with its weights")
-    return parser.parse_args()
+    return parser.parse_args(given)
 
 
 def _models(text: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -108,8 +109,8 @@ def _models(text: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield pack_model(shape, settings, variant, options.output)
 
 
-def _checks(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The model that is compared with eager PyTorch: split over both devices, and all on the GPU."""
+def checks(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Pack the model that is compared with eager PyTorch, split over both devices and all on the GPU; yield the entries."""
     shape, isas = shape_from_config("check", CHECK_CONFIG), tuple(options.isas[-1:])
     for quant in ("f16", "q8", "q4"):
         settings = ModelOptions(quant, CHECK_BUDGET, CHECK_RANK, CHECK_CONTEXT, options.sm, isas)

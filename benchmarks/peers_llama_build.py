@@ -185,7 +185,8 @@ def _cublas_places(toolkits: Sequence[Path]) -> list[tuple[Path, Path]]:
 def _candidates(toolkits: Sequence[Path]) -> Iterator[tuple[Path, Path]]:
     """Folders of headers and of libraries of CUDA: toolkits, then Python's packages."""
     for root in toolkits:
-        yield root / "include", root / "lib64"
+        # Toolkits that pip has installed have the second.
+        yield from ((root / "include", root / name) for name in ("lib64", "lib"))
     for packages in dict.fromkeys([*site.getsitepackages(), *sys.path]):
         for wheel in ("cu13", "cublas", "cuda_runtime"):
             yield Path(packages, "nvidia", wheel, "include"), Path(packages, "nvidia", wheel, "lib")

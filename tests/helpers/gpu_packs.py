@@ -85,12 +85,16 @@ def _pack(folder: Path) -> None:
         "models": list(entries.values()),
     }
     (folder / "pack.json").write_text(json.dumps(index))
-    (folder / "emulated.cu").write_text("".join(_sources(folder)))
-    Emulated((folder / "emulated.cu").read_text(), folder / "emulated.so")
+    emulated_kernels(folder)
+
+
+def emulated_kernels(folder: Path) -> None:
+    """Compile all kernels of a pack for the emulation, into its `emulated.so`."""
+    Emulated("".join(_sources(folder)), folder / "emulated.so")
 
 
 def _sources(folder: Path) -> Iterator[str]:
-    """All kernels of a pack in one source: the stand-in takes one library."""
+    """Yield the parts of one source with all kernels of a pack: the stand-in takes one library."""
     texts = []
     # The small kernels first: a pack has them all in one file.
     for path in sorted(folder.glob("*.zip"), key=lambda path: path.stem != "small"):

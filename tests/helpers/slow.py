@@ -285,6 +285,7 @@ SLOW: tuple[SlowTests, ...] = (
             "benchmarks/test_benchmarks_gpu.py::test_a_run_that_is_ended_leaves_its_results_so_far",
             "benchmarks/test_benchmarks_gpu.py::test_models_that_the_bars_need_are_measured_first",
             "benchmarks/test_benchmarks_gpu_failures.py::",
+            "benchmarks/test_benchmarks_gpu_checks.py::",
             "benchmarks/test_benchmarks_gpu_kernels.py::test_a_measured_row_has_bytes_and_seconds",
             "benchmarks/test_benchmarks_gpu_kernels.py::test_a_wrong_kernel_is_found",
             "benchmarks/test_benchmarks_gpu_kernels.py::test_weights_on_the_host",
