@@ -8,10 +8,11 @@ rounding decides spoils none of those behind it.
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-from _gpu_engines import LIMIT, LIMIT_OF_BYTES, emptied, step_of
+from _gpu_engines import LIMIT, LIMIT_OF_BYTES, step_of
 
 from picompile_runtime import Engine, load, measure
 
@@ -19,15 +20,19 @@ Result = dict[str, Any]
 
 
 def check_bundled(
-    pack: Path, work: Path, entry: Mapping[str, Any], threads: int, lengths: tuple[int, int, int]
+    pack: Path, work: Path, entry: Mapping[str, Any], threads: int, lengths: tuple[int, int, int], most: int | None
 ) -> Result:
-    """Compare the tokens of all prompts; and decode, `lengths` being tokens of the prompt, decoded ones, and rounds."""
+    """Compare the tokens of all prompts, `most` of each if that is not None, and decode.
+
+    `lengths` are the tokens of the prompt, the decoded ones, and rounds.
+    """
     limit = LIMIT if entry["quant"] == "f16" else LIMIT_OF_BYTES
-    with emptied(work) as folder:
+    work.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=work) as text:
         with zipfile.ZipFile(pack / entry["file"]) as archive:
-            archive.extractall(folder)
-        with load(folder, threads) as engine:
-            found = [_compare(engine, prompt, limit) for prompt in entry["prompts"]]
+            archive.extractall(text)
+        with load(Path(text), threads) as engine:
+            found = [_compare(engine, _shortened(prompt, most), limit) for prompt in entry["prompts"]]
             speed = measure(engine, *lengths)
     rows, decided, same = (sum(each[key] for each in found) for key in ("rows", "decided", "same"))
     return {
@@ -41,6 +46,10 @@ def check_bundled(
         "step": step_of(speed),
         "bench": speed,
     }
+
+
+def _shortened(prompt: Mapping[str, Any], most: int | None) -> Mapping[str, Any]:
+    return {**prompt, "tokens": prompt["tokens"][:most], "margins": prompt["margins"][:most]}
 
 
 def _compare(engine: Engine, prompt: Mapping[str, Any], limit: float) -> dict[str, Any]:

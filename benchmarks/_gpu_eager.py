@@ -19,7 +19,6 @@ from torch.nn import functional
 from picompile_passes.dialect import dequantize_rows
 from picompile_runtime.artifact.reader import Artifact
 
-
 # A token is drawn again at most so often: one of five is taken.
 _MOST_DRAWN = 500
 

@@ -4,7 +4,6 @@ import math
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 from _gpu_eager import EagerModel
-from _gpu_weights import Array, write_artifact
+from _gpu_prepared import prepared
+from _gpu_weights import Array
 
 from picompile_runtime import DoesNotFitError, Engine, load, measure
 from picompile_runtime.artifact.manifest import WEIGHTS
@@ -33,6 +33,8 @@ _COUNTED = 16
 # No prompt is read, and no context filled, that takes longer; no round of decoding takes longer, if it has as many
 # tokens as must be. Where the CPU computes most of a large model a prompt takes minutes.
 _PROMPT_S, _ROUND_S, _FEWEST_DECODED = 20.0, 4.0, 8
+# Of the first run of a large model.
+_SMOKE_PROMPT, _SMOKE_DECODED = 64, 8
 # So many are decoded to see how long one takes.
 _STEPS = 2
 
@@ -56,41 +58,12 @@ class Plan:
         return replace(self, prompts=prompts, tokens=min(self.tokens, context // 4))
 
 
-@contextmanager
-def emptied(work: Path) -> Iterator[Path]:
-    """The folder `work`, empty but for a file of weights that an earlier variant has left.
-
-    That file stays: it is written over, and its memory, which a virtual machine may have got from its host just for
-    this, is not given back in between.
-    """
-    work.mkdir(parents=True, exist_ok=True)
-    _empty(work)
-    try:
-        yield work
-    finally:
-        _empty(work)
-
-
-def _empty(folder: Path) -> None:
-    for path in folder.iterdir():
-        if path.name != WEIGHTS:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-@contextmanager
-def made(archive: Path, work: Path, **firing: Any) -> Iterator[Path]:
-    """A whole artifact of a pack in the folder `work`, for a while. `firing` are options of `write_artifact`."""
-    with emptied(work) as folder:
-        write_artifact(archive, folder, **firing)
-        yield folder
-
-
 def check_model(pack: Path, work: Path, entry: Mapping[str, Any], threads: int) -> Result:
     """A prompt and some tokens after it, against eager PyTorch: logits, and which token each of them chooses."""
     rounds_to_bytes = entry["quant"] != "f16" and entry["variant"] != "gpu"
     added = _CHECKED_ADDED_OF_BYTES if rounds_to_bytes else _CHECKED_ADDED
     firing = {"active": _CHECKED_ACTIVE, "skew": True, "added": added}
-    with made(pack / entry["file"], work, **firing) as folder, load(folder, threads) as engine:
+    with prepared(pack / entry["file"], work, **firing) as (folder, _), load(folder, threads) as engine:
         eager = EagerModel(engine.artifact, entry)
         tokens = eager.draw(np.random.default_rng(1), _PROMPT, _DECODED, MARGIN)
         logits = [engine.prefill(tokens[:_PROMPT]), *(engine.decode(token) for token in tokens[_PROMPT:])]
@@ -117,58 +90,77 @@ def compare_logits(found: Array, right: Array, limit: float) -> tuple[float, int
     return error, int(same.sum()), int(decides.sum())
 
 
+def smoke(pack: Path, work: Path, entry: Mapping[str, Any], threads: int, firing: Mapping[str, Any]) -> Result:
+    """Read one prompt and decode some tokens: whether a large model works at all, before anything of it is measured."""
+    with prepared(pack / entry["file"], work, **firing) as (folder, write_s):
+        begin = time.perf_counter()
+        with load(folder, threads) as engine:
+            load_s = time.perf_counter() - begin
+            length = min(_SMOKE_PROMPT, engine.context // 2)
+            tokens = np.random.default_rng(1).integers(0, engine.vocab, length + _SMOKE_DECODED).tolist()
+            engine.reset_firing()
+            logits = [engine.prefill(tokens[:length])]
+            begin = time.perf_counter()
+            logits += [engine.decode(token) for token in tokens[length:]]
+            decode_s = time.perf_counter() - begin
+            shares = _shares(engine)
+    is_right = all(np.isfinite(each).all() for each in logits) and 0 < shares["all"] < 1
+    times = {"write_s": write_s, "load_s": load_s, "tokens_per_s": _SMOKE_DECODED / decode_s}
+    return {"is_right": bool(is_right), "computed": shares, "threads": threads, **times}
+
+
 def measure_model(
-    pack: Path, work: Path, entry: Mapping[str, Any], threads: Sequence[int], firing: Mapping[str, Any], plan: Plan
+    pack: Path, work: Path, entry: Mapping[str, Any], threads: int, firing: Mapping[str, Any], plan: Plan
 ) -> Iterator[Result]:
-    """Speed of one variant, with each of so many `threads`; prompts of other lengths are read with the most of them."""
+    """Speed of one variant. A `partial` row comes as soon as decoding is measured, the whole one behind the prompts."""
     needed, kept = entry["weight_bytes"], work / WEIGHTS
     free = shutil.disk_usage(work.parent).free + (kept.stat().st_size if kept.exists() else 0)
     if needed > free:
         raise DoesNotFitError(f"weights of {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free in {work.parent}")
-    begin = time.perf_counter()
-    with made(pack / entry["file"], work, **firing) as folder:
-        write_s = time.perf_counter() - begin
-        plan = plan.within(entry["context"])
-        for number, count in enumerate(sorted(threads, reverse=True)):
-            row = _measured(folder, count, plan if number == 0 else replace(plan, prompts=plan.prompts[:1]))
-            yield {"threads": count, "write_s": write_s, **row}
+    with prepared(pack / entry["file"], work, **firing) as (folder, write_s):
+        for row in _measured(folder, threads, plan.within(entry["context"])):
+            yield {"threads": threads, "write_s": write_s, **row}
 
 
-def _measured(folder: Path, threads: int, plan: Plan) -> Result:
+def _measured(folder: Path, threads: int, plan: Plan) -> Iterator[Result]:
     before, begin = _free_bytes(), time.perf_counter()
     with load(folder, threads) as engine:
         load_s = time.perf_counter() - begin
         taken = None if before is None else before - (_free_bytes() or 0)
-        prompts = prompt_speeds(engine, plan.prompts)
+        # The context is filled to the depth by the second one at most; longer prompts wait until decoding is measured.
+        prompts = prompt_speeds(engine, plan.prompts[:2])
         depth, tokens = _lengths(engine, plan, prompts)
         speed = measure(engine, plan.prompts[0], tokens, plan.repeats, depth=depth)
         engine.rewind(1)
         engine.reset_firing()
         counted = np.random.default_rng(2).integers(0, engine.vocab, _COUNTED).tolist()
         is_finite = all(np.isfinite(engine.decode(token)).all() for token in counted)
-        shares = _shares(engine) | {"all": speed["decode"]["computed_share"]}
-    return {
-        "tokens_per_s": speed["decode"]["tokens_per_s"],
-        "stdev": speed["decode"]["stdev"],
-        "depth": depth,
-        "prompts": prompts,
-        "host_bytes_per_s": speed["bandwidth_bytes_per_s"],
-        "computed": shares,
-        "taken_bytes": taken,
-        "load_s": load_s,
-        "step": step_of(speed),
-        "is_right": bool(is_finite),
-        "bench": speed,
-    }
+        row = {
+            "tokens_per_s": speed["decode"]["tokens_per_s"],
+            "stdev": speed["decode"]["stdev"],
+            "depth": depth,
+            "prompts": prompts,
+            "host_bytes_per_s": speed["bandwidth_bytes_per_s"],
+            "computed": _shares(engine) | {"all": speed["decode"]["computed_share"]},
+            "taken_bytes": taken,
+            "load_s": load_s,
+            "step": step_of(speed),
+            "is_right": bool(is_finite),
+            "bench": speed,
+        }
+        if longer := plan.prompts[2:]:
+            yield row | {"partial": True}
+            row["prompts"] = prompts | prompt_speeds(engine, longer, [value for value in prompts.values() if value])
+    yield row
 
 
-def prompt_speeds(engine: Engine, lengths: Sequence[int]) -> dict[str, float | None]:
+def prompt_speeds(engine: Engine, lengths: Sequence[int], known: Sequence[float] = ()) -> dict[str, float | None]:
     """Tokens per second of prompts by their length as text, None where the context or `_PROMPT_S` is too short for one.
 
-    The first is read twice, since what comes first takes longer.
+    If no speeds are `known`, the first is read twice, since what comes first takes longer.
     """
     rng, speeds = np.random.default_rng(3), dict[str, float | None]()
-    last: float | None = None
+    last = known[-1] if known else None
     for length in lengths:
         # The length before tells how long this one will take.
         if length > engine.context - _STEPS or (last is not None and length / last > _PROMPT_S):

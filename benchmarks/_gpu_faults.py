@@ -37,6 +37,12 @@ class Watch:
         self._file.flush()
         faulthandler.dump_traceback_later(limit_s * (1 - _EARLIER_SHARE), file=self._file)
 
+    def end(self) -> None:
+        """Stop to wait for a unit."""
+        faulthandler.cancel_dump_traceback_later()
+        self._file.seek(0)
+        self._file.truncate()
+
 
 def ask(process: BaseProcess) -> None:
     """Ask a child that has a `Watch` for its stacks; one that is no more, or cannot answer, is left alone."""

@@ -49,7 +49,6 @@ from picompile_passes.passes.partition import Partition
 from picompile_passes.passes.quantize import Quantize
 from picompile_passes.pipeline import Pipeline
 
-VARIANTS = ("hybrid", "layers", "layers_dense", "cpu", "gpu")
 _CHUNK = 512
 
 

@@ -14,9 +14,10 @@ from typing import Any
 
 _PROGRAM = "compute-sanitizer"
 _TOOLS = ("memcheck", "racecheck")
-_MOST_CASES, _LIMIT_S = 3, 60.0
+# Seconds of one run, and of all of them.
+_MOST_CASES, _LIMIT_S, _ALL_S = 3, 30.0, 60.0
 # A run that has less left than this goes on with what it has to measure.
-_LEAST_S = 20.0
+_LEAST_S = 10.0
 _MOST_CHARACTERS = 4000
 _SCRIPT = Path(__file__).with_name("gpu.py")
 
@@ -26,9 +27,9 @@ def sanitize(rows: Sequence[dict[str, Any]], options: Namespace, deadline_s: flo
 
     Does nothing where there is no compute-sanitizer, and stops at `deadline_s` of the monotonic clock.
     """
-    program = shutil.which(_PROGRAM)
+    program, deadline_s = shutil.which(_PROGRAM), min(deadline_s, time.monotonic() + _ALL_S)
     wrong = {row["label"]: row for row in reversed(rows) if row["is_right"] is False}
-    if program is None or options.case:
+    if program is None:
         return
     # Races after all wrong accesses, which are the more likely.
     for tool in _TOOLS:
@@ -42,8 +43,8 @@ def sanitize(rows: Sequence[dict[str, Any]], options: Namespace, deadline_s: flo
 
 def _output(program: str, tool: str, label: str, options: Namespace, limit_s: float) -> str:
     """The end of what one tool says of one kernel."""
-    command = [program, "--tool", tool, "--target-processes", "all", sys.executable, str(_SCRIPT), str(options.pack)]
-    command += ["--only", "checks", "--case", label, "--seconds", str(limit_s), "--work", f"{options.work}.sanitizer"]
+    command = [program, "--tool", tool, "--target-processes", "all", sys.executable, str(_SCRIPT), "case"]
+    command += [str(options.pack), label, "--work", f"{options.work}.sanitizer"]
     command += ["--device-library", options.device_library] if options.device_library else []
     # In a session of its own, so that what it has started ends with it.
     process = subprocess.Popen(

@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from _gpu_growth import wait_for_memory
 from numpy.typing import NDArray
 
 from picompile_passes.dialect import quantize_rows
@@ -83,6 +84,7 @@ def _write(path: Path, tensors: Sequence[Mapping[str, Any]], constants: bytes, b
         offset = len(header)
         for number, tensor in enumerate(tensors):
             size, data = _bytes(tensor), _content(tensor, constants, number, blocks)
+            wait_for_memory(size)
             parts = [(data[: size - start], offset + start) for start in range(0, size, max(1, len(data)))]
             written = sum(pool.map(lambda part: os.pwrite(file.fileno(), *part), parts))
             if written != size:

@@ -1,34 +1,58 @@
 """Does the work of each kind of unit, in a process that may fail: see `_gpu_units.py`."""
 
+import json
+import tarfile
+import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
 from _gpu_bundled import check_bundled
 from _gpu_dense import matrix_vector_seconds, measure_copied
-from _gpu_engines import Plan, check_model, measure_model
-from _gpu_host import ping_pong, read_bandwidths, start_seconds, touch
+from _gpu_engines import Plan, check_model, measure_model, smoke
+from _gpu_host import ping_pong, read_bandwidths, start_seconds
 from _gpu_kernels import TIMING, Timing, copy_bandwidth, images_of, run_case
+from _gpu_prepared import LARGE, LLAMA, SMALL, prepare_gguf
+from _gpu_schedule import DEPTH, threads
+from _gpu_units import Unit
+from peers_llama_bench import WAYS, BenchOptions, bench
+from peers_llama_gguf import LlamaShape, facts_of
 
-from picompile_runtime import DoesNotFitError
+from picompile_runtime import DoesNotFitError, MachineError
 from picompile_runtime.devices.cuda import CudaAccelerator, driver
 
 Result = dict[str, Any]
 
-# Copies wait for nothing, so that a few tokens say all.
-_COPIED_TOKENS = 8
+# Tokens of a round, and rounds beside the first one. Copies wait for nothing, so that a few tokens say all.
+_DECODED_TOKENS, _REPEATS, _COPIED_TOKENS = 32, 3, 8
+# Of the bundled model: tokens of the prompt, decoded ones, rounds; and so many tokens are compared on a stand-in.
+_BUNDLED_LENGTHS, _STAND_IN_TOKENS = (64, 32, 3), 8
+# llama.cpp reads one prompt, and is ended so long before its part is over.
+_LLAMA_PROMPTS, _LLAMA_END_S = (512,), 3.0
 # On a stand-in nothing is measured, but all that measuring takes is done.
 _STAND_IN_TIMING = Timing(2**15, 2**20, 0.0, 0.0, 1, 3)
 _ROUNDS, _STAND_IN_ROUNDS = 10_000, 100
-# A step of llama-70b is 726 launches.
 _LAUNCHES, _STAND_IN_LAUNCHES = (500, 1500, 5000), (2, 5)
 
 
-def work(kind: str, options: Namespace, content: Mapping[str, Any]) -> Iterator[Result]:
-    """The rows of a unit."""
+def work(kind: str, options: Namespace, unit: Unit) -> Iterator[Result]:
+    """Yield the rows of a unit."""
     driver.LIBRARY = options.device_library or driver.LIBRARY
-    yield from _KINDS[kind](options, content)
+    if kind not in _WITHOUT_GPU:
+        _hold_context(driver.LIBRARY)
+    yield from _KINDS[kind](options, unit.content if kind != "llama" else {**unit.content, "ends_s": unit.ends_s})
+
+
+@cache
+def _hold_context(library: str) -> ExitStack:
+    """Keep the GPU's primary context for as long as this process lives, since making one for each row takes 0.3 s."""
+    loaded, kept = driver.Driver(library), ExitStack()
+    kept.enter_context(loaded.primary_context(loaded.first_device()))
+    return kept
 
 
 def does_not_fit(error: Exception) -> bool:
@@ -56,15 +80,15 @@ def _ping_pong(options: Namespace, content: Mapping[str, Any]) -> Iterator[Resul
 
 def _queue(options: Namespace, content: Mapping[str, Any]) -> Iterator[Result]:
     counts = _STAND_IN_LAUNCHES if options.device_library else _LAUNCHES
-    yield {"start_s": start_seconds(images_of(options.pack, content["folder"]), options.pack / content["host"], counts)}
+    found = start_seconds(images_of(options.pack, content["folder"]), options.pack / content["host"], counts)
+    yield {"start_s": found}
+    if any(found[str(count)] is None for count in counts if count <= content["most"]):
+        raise MachineError(f"the GPU's queue takes fewer than {content['most']} launches: see docs/gpu_first_run.md")
 
 
 def _host(options: Namespace, content: Mapping[str, Any]) -> Iterator[Result]:
-    yield {"host_bytes_per_s": read_bandwidths(options.pack / content["host"], options.threads)}
-
-
-def _memory(options: Namespace, content: Mapping[str, Any]) -> Iterator[Result]:
-    yield {"touched": touch(content["bytes"], content["limit_s"])}
+    counts = sorted({max(1, threads() // 2), threads()})
+    yield {"host_bytes_per_s": read_bandwidths(options.pack / content["host"], counts)}
 
 
 def _limits(options: Namespace, content: Mapping[str, Any]) -> Iterator[Result]:
@@ -80,7 +104,7 @@ def _timing(options: Namespace) -> Timing:
 
 
 def _kernel(options: Namespace, content: Mapping[str, Any]) -> Iterator[Result]:
-    timing = _timing(options) if content["speed"] and not options.case else None
+    timing = _timing(options) if content["speed"] and options.verb != "case" else None
     images = images_of(options.pack, content["folder"])
     # Small kernels are compared on the CPU: PyTorch starts slowly on the GPU, and under a memory checker never.
     torch_device = "cpu" if timing is None else _torch_device(options)
@@ -90,24 +114,48 @@ def _kernel(options: Namespace, content: Mapping[str, Any]) -> Iterator[Result]:
 
 
 def _check(options: Namespace, content: Mapping[str, Any]) -> Iterator[Result]:
-    yield check_model(options.pack, options.work, content, options.threads[0])
+    yield check_model(options.pack, options.work / SMALL, content, content["threads"])
 
 
 def _bundled(options: Namespace, content: Mapping[str, Any]) -> Iterator[Result]:
-    lengths = (3, 6, 1) if options.device_library else (options.prompts[0], options.tokens, options.repeats)
-    yield check_bundled(options.pack, options.work, content, options.threads[0], lengths)
+    lengths, most = ((3, 6, 1), _STAND_IN_TOKENS) if options.device_library else (_BUNDLED_LENGTHS, None)
+    yield check_bundled(options.pack, options.work, content, content["threads"], lengths, most)
+
+
+def _firing(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {"active": content["active"], "skew": content["skew"]}
+
+
+def _smoke(options: Namespace, content: Mapping[str, Any]) -> Iterator[Result]:
+    yield smoke(options.pack, options.work / LARGE, content, content["threads"], _firing(content))
 
 
 def _model(options: Namespace, content: Mapping[str, Any]) -> Iterator[Result]:
-    firing = {"active": content["active"], "skew": content["skew"]}
-    plan = Plan(tuple(options.prompts), options.depth, options.tokens, options.repeats)
-    yield from measure_model(options.pack, options.work, content, options.threads, firing, plan)
+    plan = Plan(tuple(content["prompts"]), DEPTH, _DECODED_TOKENS, _REPEATS)
+    yield from measure_model(options.pack, options.work / LARGE, content, content["threads"], _firing(content), plan)
 
 
 def _copied(options: Namespace, content: Mapping[str, Any]) -> Iterator[Result]:
     if _torch_device(options) != "cuda":
         raise DoesNotFitError("PyTorch sees no GPU to copy to")
-    yield measure_copied(content, min(options.tokens, _COPIED_TOKENS), options.repeats)
+    yield measure_copied(content, _COPIED_TOKENS, _REPEATS)
+
+
+def _llama(options: Namespace, content: Mapping[str, Any]) -> Iterator[Result]:
+    """Yield the rows of llama-bench. It ends by itself before this process would be ended: nobody would end it then."""
+    folder = options.work / LLAMA
+    with tarfile.open(options.pack / content["file"]) as archive:
+        archive.extractall(folder, filter="data")
+    (build,) = folder.iterdir()
+    model = prepare_gguf(LlamaShape.of(content["model"], content["shape"]), options.work)
+    facts = json.loads(facts_of(model).read_text())
+    asked = BenchOptions(
+        int(content["budget"] * facts["dense_bytes"]), _LLAMA_PROMPTS, _DECODED_TOKENS, (content["threads"],), 2
+    )
+    for way in WAYS:
+        left_s = content["ends_s"] - time.monotonic() - _LLAMA_END_S
+        rows = list(bench(build, model, facts, replace(asked, limit_s=max(1.0, left_s), ways=(way,))))[-1]
+        yield from rows
 
 
 _KINDS: Mapping[str, Callable[[Namespace, Mapping[str, Any]], Iterator[Result]]] = {
@@ -115,11 +163,14 @@ _KINDS: Mapping[str, Callable[[Namespace, Mapping[str, Any]], Iterator[Result]]]
     "ping_pong": _ping_pong,
     "queue": _queue,
     "host": _host,
-    "memory": _memory,
     "limits": _limits,
     "kernel": _kernel,
     "check": _check,
     "bundled": _bundled,
+    "smoke": _smoke,
     "model": _model,
     "copied": _copied,
+    "llama": _llama,
 }
+# The context is made by the first that needs it; these need none, or must not fail for lack of a GPU.
+_WITHOUT_GPU = frozenset({"machine", "host", "llama"})

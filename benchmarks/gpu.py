@@ -1,32 +1,19 @@
 """Checks and measures what `gpu_pack.py` packed, on a machine with a GPU, PyTorch, numpy and tokenizers.
 
-    python benchmarks/gpu.py build/gpu [--only checks kernels models ablation] [--models SHAPE:QUANT ...] [--json FILE]
+    python benchmarks/gpu.py first build/gpu --results FOLDER [--asked SECONDS] [--shm 100G]
+    python benchmarks/gpu.py second build/gpu --results FOLDER
+    python benchmarks/gpu.py more build/gpu --results FOLDER
+    python benchmarks/gpu.py case build/gpu 'linear q4'
+    python benchmarks/gpu.py tables FOLDER/first.json FOLDER/second.json
 
-Before all: the machine, and whether host and GPU see what the other writes, 10,000 times in turn. Where they do not,
-only kernels that need no host are checked.
+`first` says whether results are right, and the speed of the kernels that matter most; `second` measures the model of
+70 billion parameters, and llama.cpp with the same memory; `more` has what is left. Each keeps a clock: its parts end at
+the times of `_gpu_schedule.py`, whatever happens, and a line is printed for each result as it comes. `case` checks one
+kernel alone, and `tables` shows the results of several runs as one.
 
-1. `checks`: every kernel of the pack against eager PyTorch in float64, within 1e-3 of the largest value: random inputs,
-   poisoned outputs, guards around all small arguments. So is a small model, split over both devices and all on the
-   GPU, and the tokens that it chooses; and the bundled model against the tokens that a CPU has chosen.
-2. `kernels`: the time of each kernel whose speed matters, as a share of the bandwidth of copies within the GPU's memory
-   (read and written bytes), measured in the same run; weights take turns so that they come from memory. Kernels that
-   read prompts also with weights in memory of the host. And cuBLAS.
-3. `models`: decode and prompt speed with a budget of GPU memory, of the hybrid engine, of dense layer offloading (the
-   layers that do not fit computed on the CPU by the same kernels, and copied to the GPU by PyTorch: it is held against
-   the faster one), and of a smaller model all on the CPU and all on the GPU. Weights are made here from a seed: see
-   `_gpu_weights.py`.
-4. `ablation`: dense layer offloading; with predictors and sparse operators; with the hybrid engine, which neurons are
-   hot being chosen blindly; with the ones chosen that fire most often.
-
-The first alone is short enough for compute-sanitizer:
-
-    compute-sanitizer --target-processes all --error-exitcode 1 python benchmarks/gpu.py build/gpu --only checks
-
-Kernels that are wrong are run under it once more anyway, where it is installed, and what it says is in the results.
-
-After `--seconds` no more is begun, and what runs is ended. The tables come last, also then, and also at SIGTERM; and of
-them the bars. `--tables A.json B.json` shows those of several runs as one. The exit code is 1 where anything is wrong;
-a missed bar is no error.
+The results are in FOLDER: `first.json` is written again after each row, and `first.txt` has what was printed. The last
+line says whether everything was right; the exit code is 1 if anything was wrong. A bar that is missed is no error.
+Weights stay in `--work` for the second command, which removes them.
 """
 
 import argparse
@@ -35,8 +22,8 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,160 +32,131 @@ _ROOT = Path(__file__).resolve().parents[1]
 for _name in ("runtime", "passes"):
     sys.path.append(str(_ROOT / _name))
 
-from _gpu_order import PARTS, default_threads, first_units, memory_unit, model_units, most_bytes  # noqa: E402
-from _gpu_report import empty_results, line, merged, text_of  # noqa: E402
-from _gpu_sanitizer import sanitize  # noqa: E402
-from _gpu_units import BLOCKED, Unit, run  # noqa: E402
-
-SCHEMA = 3
-_NOT_DONE = "was not come to"
-_FOLDER = "picompile-gpu"
-# Bytes that checks and their code take of a folder.
-_LEAST_BYTES = 2**28
+from _gpu_growth import touch  # noqa: E402
+from _gpu_prepared import LARGE, Writers, enlarge, prepare_gguf, prepared, work_folder  # noqa: E402
+from _gpu_report import merged, text_of  # noqa: E402
+from _gpu_run import Run  # noqa: E402
+from _gpu_schedule import SCHEDULES, active_of, case_units, clock, parts_of  # noqa: E402
+from _gpu_sources import SCHEMA, sources_digest  # noqa: E402
+from _gpu_units import Workers  # noqa: E402
+from peers_llama_gguf import LlamaShape  # noqa: E402
 
 Result = dict[str, Any]
+_PLANNED = "hybrid_4090"
+# The host's part of a model is in memory once more beside the file of its weights, and so are PyTorch and the engine.
+_BESIDE_SHARE, _BESIDE_S = 0.7, 60.0
 
 
 def main() -> None:
     options = _arguments()
-    if options.tables:
-        results = merged([json.loads(path.read_text()) for path in options.tables])
-        print(text_of(results))
-    else:
-        results = empty_results(SCHEMA, bool(options.device_library))
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-        _run(options, results)
-    if any(row["is_right"] is False for name in ("kernels", "checks", "models", "failed") for row in results[name]):
-        sys.exit(1)
+    verbs: Mapping[str, Callable[[argparse.Namespace], None]] = {
+        "case": _case, "tables": _tables, "write": _write, **dict.fromkeys(SCHEDULES, _scheduled),
+    }  # fmt: skip
+    verbs[options.verb](options)
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pack", type=Path, nargs="?", default=Path("build/gpu"), help="what gpu_pack.py wrote")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--models", nargs="+", metavar="SHAPE:QUANT", help="of those in the pack; all without it")
-    parser.add_argument("--case", metavar="LABEL", help="check this kernel alone")
-    parser.add_argument("--seconds", type=float, default=540, help="for all; what is left is reported as not measured")
-    parser.add_argument("--limit", type=float, default=180, help="seconds for one variant of a model")
-    parser.add_argument("--active", type=float, default=0.05, help="share of the neurons that are computed for a token")
-    parser.add_argument("--threads", type=int, nargs="+", help="of the CPU, in turn; 8 and 16 without it")
-    parser.add_argument("--prompts", type=int, nargs="+", default=[64, 512, 1536], help="tokens of the prompts")
-    parser.add_argument("--depth", type=int, default=512, help="tokens in the cache where decoding is measured")
-    parser.add_argument("--tokens", type=int, default=32, help="decoded tokens of a round")
-    parser.add_argument("--repeats", type=int, default=3, help="rounds of a model, beside the first one")
-    parser.add_argument("--work", type=Path, help="where weights are made; memory, if it has room, without it")
-    parser.add_argument("--json", type=Path, help="where the results go as well")
-    parser.add_argument("--tables", type=Path, nargs="+", metavar="FILE", help="run nothing; results of earlier runs")
-    parser.add_argument("--device-library", help="a stand-in for libcuda.so.1; times mean nothing then")
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    for verb in SCHEDULES:
+        _add_schedule(verbs.add_parser(verb))
+    case = verbs.add_parser("case", help="check one kernel")
+    _add_common(case)
+    case.add_argument("label")
+    tables = verbs.add_parser("tables", help="show the results of several runs as one")
+    tables.add_argument("files", type=Path, nargs="+")
+    write = verbs.add_parser("write", help="prepare the weights of a model: `first` and `second` start this")
+    _add_common(write)
+    write.add_argument("--model", required=True)
+    write.add_argument("--quant", required=True)
+    write.add_argument("--variant")
+    write.add_argument("--gguf", action="store_true", help="for llama.cpp")
     return parser.parse_args()
 
 
-def _run(options: argparse.Namespace, results: Result) -> None:
-    """Fills `results`, and prints them however it ends."""
-    pack = json.loads((options.pack / "pack.json").read_text())
+def _add_schedule(parser: argparse.ArgumentParser) -> None:
+    _add_common(parser)
+    parser.add_argument("--results", type=Path, required=True, help="a folder for what is found")
+    parser.add_argument("--asked", type=float, help="when the machine was asked for: `date +%%s` at that time")
+    parser.add_argument("--shm", metavar="SIZE", help="remount /dev/shm with this size first; needs root")
+    parser.add_argument("--pretend", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--scale", type=float, default=1.0, help="multiplies all times of the schedule")
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("pack", type=Path, help="what gpu_pack.py wrote")
+    parser.add_argument("--work", type=Path, help="where weights are made; /dev/shm, if it has room, without it")
+    parser.add_argument("--active", type=float, default=0.05, help="share of the neurons that are computed for a token")
+    parser.add_argument("--device-library", help="a stand-in for libcuda.so.1; times mean nothing then")
+
+
+def _tables(options: argparse.Namespace) -> None:
+    print(text_of(merged([json.loads(path.read_text()) for path in options.files])))
+
+
+def _pack(options: argparse.Namespace) -> Result:
+    pack: Result = json.loads((options.pack / "pack.json").read_text())
     if pack["schema"] != SCHEMA:
         sys.exit(f"{options.pack}: is of schema {pack['schema']}, and this script knows {SCHEMA}; pack it again")
-    options.threads, given = options.threads or default_threads(), options.work
-    options.work = _work(given, 0)
-    # Stamps say that weights, which are not hashed, are whole: where they can be written, and gone with the run.
-    cache = options.work.with_name(f"{_FOLDER}.cache")
-    os.environ["XDG_CACHE_HOME"] = str(cache)
-    first, models = first_units(options, pack), [] if options.case else model_units(options, pack)
-    left = [*first, *(unit for group in models for unit in group)]
-    try:
-        _do(first, options, results, left)
-        if results["machine"] is None:
-            return
-        _save(options.json, results)
-        sanitize(results["kernels"], options, _BEGIN_S + options.seconds)
-        _save(options.json, results)
-        if (memory := memory_unit(models)) is not None:
-            _do([memory], options, results, left)
-            # Only now: memory that was used once is there.
-            options.work = _work(given, most_bytes(models))
-        for group in models:
-            _do(group, options, results, left)
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        for unit in left:
-            _add(results, unit, unit.row(None, _NOT_DONE))
-        print(text_of(results), flush=True)
-        _save(options.json, results)
-        for folder in (options.work, cache):
-            shutil.rmtree(folder, ignore_errors=True)
-        if results["machine"] is None:
-            _say("nothing was measured: there is no GPU that can be used")
-        elif _is_blocked(results):
-            _say(f"{BLOCKED}; nothing of the hybrid engine can work, and none of it was measured")
-    if results["machine"] is None:
-        sys.exit(1)
+    if pack["sources"] != sources_digest():
+        sys.exit(f"{options.pack}: was packed at commit {pack['commit']}, and these are other sources; pack it again")
+    return pack
 
 
-def _do(units: list[Unit], options: argparse.Namespace, results: Result, left: list[Unit]) -> None:
-    """Does units by one process, if none fails; removes them from `left`."""
-    if _is_blocked(results):
-        blocked = [unit for unit in units if unit.needs_exchange]
-        for unit in blocked:
-            _add(results, unit, unit.row(None, BLOCKED))
-            left.remove(unit)
-        units = [unit for unit in units if not unit.needs_exchange]
-    for unit, row in run(units, options, _BEGIN_S + options.seconds):
-        if row is not None:
-            _add(results, unit, row)
-            _save(options.json, results)
-        elif unit in left:
-            left.remove(unit)
-        if row is None and results["machine"] is None:
-            return
+def _case(options: argparse.Namespace) -> None:
+    pack, options.pretend = _pack(options), None
+    units = case_units(pack, options.label)
+    options.work = work_folder(options.work, 0)
+    with Run(options, None, clock(None, _BEGIN_S, 1.0)) as run, Workers(options) as workers:
+        run.do(units, workers)
+    sys.exit(run.is_wrong)
 
 
-def _is_blocked(results: Result) -> bool:
-    return any(row["label"] == "ping_pong" and row["is_right"] is False for row in results["failed"])
-
-
-def _work(given: Path | None, needed: int) -> Path:
-    """A folder, not there yet, for the largest of the models: in memory if there is room."""
-    places = [given] if given else [Path("/dev/shm"), Path(tempfile.gettempdir())]
-    place = next((each for each in places if _has_room(each, needed)), places[-1])
-    place.mkdir(parents=True, exist_ok=True)
-    # Always the same one: what a run that was killed has left is found by the next.
-    work = place / _FOLDER
-    shutil.rmtree(work, ignore_errors=True)
-    if needed:
-        _say(f"weights are made in {work}: {needed / 1e9:.1f} GB of {shutil.disk_usage(place).free / 1e9:.1f}")
-    return work
-
-
-def _has_room(place: Path, needed: int) -> bool:
-    """Whether so many bytes are free in a folder, and code that lies there may run."""
-    if not place.is_dir() or os.statvfs(place).f_flag & os.ST_NOEXEC:
-        return False
-    return shutil.disk_usage(place).free > max(needed, _LEAST_BYTES)
-
-
-def _add(results: Result, unit: Unit, row: Result) -> None:
-    if "traceback" in row:
-        _say(row["traceback"])
-    if unit.table == "facts" and "reason" not in row:
-        results.update(row)
-        _say(str(row))
+def _write(options: argparse.Namespace) -> None:
+    pack, wanted = _pack(options), (options.model, options.quant)
+    entries = [each for each in pack["models"] if (each["model"], each["quant"]) == wanted]
+    options.work = work_folder(options.work, 0)
+    if options.gguf:
+        prepare_gguf(LlamaShape.of(options.model, entries[0]["shape"]), options.work)
         return
-    row = {"label": unit.kind, **row} if unit.table == "facts" else row
-    results["failed" if unit.table == "facts" else unit.table].append(row)
-    _say(line(row, results))
+    (entry,) = (each for each in entries if each["variant"] == options.variant)
+    _cache_beside(options.work)
+    with prepared(options.pack / entry["file"], options.work / LARGE, active=options.active, skew=True):
+        pass
+    print(touch(int(_BESIDE_SHARE * entry["weight_bytes"]), _BESIDE_S))
 
 
-def _save(path: Path | None, results: Result) -> None:
-    """Again and again, whole each time, so that what is killed has left what it knew."""
-    if path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_name(f"{path.name}.new")
-        new.write_text(json.dumps(results, indent=1) + "\n")
-        os.replace(new, path)
+def _cache_beside(work: Path) -> None:
+    """Keep the stamps that say that weights are whole, which are not hashed, beside them instead of in the home."""
+    os.environ["XDG_CACHE_HOME"] = str(work / "cache")
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def _scheduled(options: argparse.Namespace) -> None:
+    pack = _pack(options)
+    refused = enlarge(options.shm) if options.shm else None
+    large = next((each for each in pack["models"] if each["variant"] == _PLANNED), None)
+    # The weights, and llama.cpp's.
+    needed = sum(each or 0 for each in (large and large["weight_bytes"], large and large["dense_bytes"]))
+    options.work = work_folder(options.work, needed)
+    _cache_beside(options.work)
+    times = clock(options.asked if options.verb == "first" else None, _BEGIN_S, options.scale)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    writers = Writers(options)
+    with Run(options, options.results / options.verb, times) as run:
+        if refused:
+            run.say(f"/dev/shm keeps its size: {refused}")
+        if large and options.verb != "more" and not options.pretend:
+            writers.start(large, active_of(large, options.active))
+        try:
+            with Workers(options) as workers:
+                run.do_parts(parts_of(options.verb, options, pack), workers)
+        finally:
+            if options.verb != "first" or run.is_wrong:
+                writers.end()
+                shutil.rmtree(options.work, ignore_errors=True)
+            else:
+                run.say(f"{options.work} keeps the weights for the second command, which removes them")
+    sys.exit(run.is_wrong)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,17 @@
 """Packs what `benchmarks/gpu.py` runs, on a machine with picompile and without a GPU.
 
-    python benchmarks/gpu_pack.py -o build/gpu --sm 90 [--models llama-70b:q4 bamboo-7b:f16] [--budget 0.333]
+    python benchmarks/gpu_pack.py -o build/gpu --sm 90 [--llama build/llama_built.tar.xz] [--more] [--budget 0.333]
 
 The pack is a folder of some MB: kernels as cubin and PTX with a list of cases, artifacts of whole models without their
-weights, and the bundled model with its weights and the tokens that this machine's processor chooses with it. It says
-nothing of speed: nothing in it has run on a GPU until `gpu.py` has run there.
+weights, the bundled model with its weights and the tokens that this machine's processor chooses with it, and a build of
+llama.cpp. It names the commit and the sources that it was made from, and `gpu.py` refuses others. `make gpu-pack` makes
+all of it, and rehearses both commands. The pack says nothing of speed: nothing in it has run on a GPU until `gpu.py`
+has run there.
 """
 
 import argparse
 import json
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -16,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from _gpu_cases import pack_kernels, small_cases, speed_cases
-from _gpu_models import VARIANTS, ModelOptions, pack_model
+from _gpu_models import ModelOptions, pack_model
 from _gpu_pack_bundled import BundledOptions, pack_bundled
+from _gpu_sources import SCHEMA, commit, sources_digest, tracked_bytes
 from _gpu_split import Planned
 
 from picompile.machine import TARGETS
@@ -26,10 +30,10 @@ from picompile.synth.shapes import shape_from_config
 from picompile_codegen.build.host_library import build_host_library
 from picompile_codegen.build.isa import ISAS
 
-SCHEMA = 3
-# Not Llama 7B: its attention, which comes first, takes a third of the bytes, and no neuron is hot then. Bamboo's has
-# fewer heads.
-MODELS = ["llama-70b:q4", "bamboo-7b:f16"]
+# The models of the two commands, and what a second quarter of an hour has beside them. Not Llama 7B: its attention,
+# which comes first, takes a third of the bytes, and no neuron is hot then. Bamboo's has fewer heads.
+MODELS, MORE_MODELS = ("llama-70b:q4",), ("bamboo-7b:f16",)
+VARIANTS, MORE_VARIANTS = ("hybrid", "layers_dense"), ("layers", "cpu", "gpu")
 # Of these also what is planned for a GPU that people have at home, by how neurons of such a model fire.
 PLANNED = {"llama-70b": Planned("4090", "reglu-70b")}
 BUNDLED = Path(__file__).resolve().parents[1] / "models" / "tiny-reglu"
@@ -44,8 +48,10 @@ CHECK_BUDGET, CHECK_RANK, CHECK_CONTEXT = 0.6, 32, 96
 HOST, _HOST_ISA = "host.so", "x86-64-v3"
 # All on one device is measured of models with so many weights in blocks: minutes are dear, and no bar needs it.
 _MOST_ON_ONE_DEVICE = 10e9
-# What some ways to the other machine carry, and the files of the repository, which go with the pack.
-_MOST_CARRIED_BYTES, _REPOSITORY_BYTES = 48 * 2**20, 12 * 2**20
+# What can be carried to the other machine, the files of the repository and the pack, less two MiB to spare.
+MOST_CARRIED_BYTES = 62 * 2**20
+# The file of a pack with a build of llama.cpp.
+LLAMA = "llama.tar.xz"
 
 
 def main() -> None:
@@ -61,18 +67,25 @@ def main() -> None:
             kernels.append({"folder": name, "cases": packed})
     index = {
         "schema": SCHEMA,
+        "commit": commit(),
+        "sources": sources_digest(),
         "sm": options.sm,
         "host": HOST,
         "kernels": kernels,
         "checks": list(checks(options)),
         "bundled": list(_bundled(options)),
-        "models": [entry for text in options.models for entry in _models(text, options)],
+        "models": [entry for text in _wanted(options) for entry in _models(text, options)],
+        "llama": None if options.llama is None else shutil.copy(options.llama, options.output / LLAMA).name,
     }
     (options.output / "pack.json").write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
-    size = sum(path.stat().st_size for path in options.output.rglob("*") if path.is_file())
-    note = "; with the repository that is more than some ways carry: pack fewer models"
-    is_large = size + _REPOSITORY_BYTES > _MOST_CARRIED_BYTES
-    _say(f"{options.output}: {size / 2**20:.1f} MiB, {time.monotonic() - begin:.0f} s" + (note if is_large else ""))
+    pack_bytes = sum(path.stat().st_size for path in options.output.rglob("*") if path.is_file())
+    repository_bytes = tracked_bytes()
+    _say(
+        f"{options.output}: {pack_bytes / 2**20:.1f} MiB, {time.monotonic() - begin:.0f} s; with the "
+        f"{repository_bytes / 2**20:.1f} MiB of the repository {(pack_bytes + repository_bytes) / 2**20:.1f} MiB"
+    )
+    if pack_bytes + repository_bytes > MOST_CARRIED_BYTES:
+        sys.exit(f"that is more than {MOST_CARRIED_BYTES / 2**20:.0f} MiB, which can be carried: leave something out")
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -82,13 +95,19 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--sm", type=int, default=90, help="compute capability times ten; an H100's and an H200's is 90"
     )
-    parser.add_argument("--models", nargs="*", default=MODELS, metavar="SHAPE:QUANT")
+    parser.add_argument("--models", nargs="*", default=list(MODELS), metavar="SHAPE:QUANT")
+    parser.add_argument("--more", action="store_true", help="also what a second quarter of an hour measures")
+    parser.add_argument("--llama", type=Path, help="a build that `peers_llama_cuda.py carry` packed")
     parser.add_argument("--budget", type=float, default=1 / 3, help="share of the dense model that the GPU may hold")
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--isas", nargs="+", default=list(TARGETS["h100"].isas), help="of the models; checks: the last")
     parser.add_argument("--small", action="store_true", help="no kernels whose speed is measured")
     parser.add_argument("--bundled", type=Path, default=BUNDLED, help="a model folder, packed with its weights")
     return parser.parse_args(given)
+
+
+def _wanted(options: argparse.Namespace) -> list[str]:
+    return [*options.models, *(MORE_MODELS if options.more else ())]
 
 
 def _models(text: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -101,7 +120,8 @@ def _models(text: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     isas = tuple(options.isas)
     settings = ModelOptions(quant or "q4", options.budget, rank, options.context, options.sm, isas, planned)
     is_large = 3 * shape.layers * shape.ffn * shape.hidden > _MOST_ON_ONE_DEVICE
-    variants = [variant for variant in VARIANTS if not (is_large and variant in ("cpu", "gpu"))]
+    variants = [*VARIANTS, *(MORE_VARIANTS if options.more else ())]
+    variants = [variant for variant in variants if not (is_large and variant in ("cpu", "gpu"))]
     if planned is not None:
         variants += [f"{variant}_{planned.target}" for variant in ("hybrid", "layers_dense")]
     for variant in variants:
@@ -110,7 +130,7 @@ def _models(text: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def checks(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Pack the model that is compared with eager PyTorch, split over both devices and all on the GPU; yield the entries."""
+    """Pack the model that is compared with eager PyTorch, split and all on the GPU; yield its entries."""
     shape, isas = shape_from_config("check", CHECK_CONFIG), tuple(options.isas[-1:])
     for quant in ("f16", "q8", "q4"):
         settings = ModelOptions(quant, CHECK_BUDGET, CHECK_RANK, CHECK_CONTEXT, options.sm, isas)

@@ -36,13 +36,12 @@ from pathlib import Path
 from typing import Any
 
 from _gpu_report import empty_results, line
+from _gpu_sources import SCHEMA
 from peers_llama_bench import WAYS, BenchOptions, bench, layers_that_fit
 from peers_llama_build import BuildError, BuildOptions, binaries, build, carry
 from peers_llama_gguf import LlamaShape, ShapeError, facts_of, write_gguf
 from peers_llama_sources import SourceError, trim
 
-# Of gpu.py, whose tables take these rows.
-_SCHEMA = 3
 _NUMBERS = ("hidden", "ffn", "layers", "heads", "kv-heads", "head-dim", "vocab")
 
 
@@ -157,7 +156,7 @@ def _bench(options: argparse.Namespace) -> None:
         int(budget), options.prompts, options.tokens, options.threads, options.repeats, options.context, options.limit,
         options.ways,
     )  # fmt: skip
-    results = empty_results(_SCHEMA, stand_in=False)
+    results = empty_results(SCHEMA, stand_in=False)
     options.json.parent.mkdir(parents=True, exist_ok=True)
     for rows in bench(options.folder, options.model, facts, asked):
         results["models"] = rows

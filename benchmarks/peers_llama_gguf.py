@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -106,8 +106,11 @@ class LlamaShape:
         return asdict(self) | sizes
 
 
-def write_gguf(shape: LlamaShape, seed: int, output: Path) -> int:
-    """Writes `output`, which appears whole or not at all, and its facts beside it; returns the file's bytes."""
+def write_gguf(shape: LlamaShape, seed: int, output: Path, before: Callable[[int], object] = lambda size: None) -> int:
+    """Writes `output`, which appears whole or not at all, and its facts beside it; returns the file's bytes.
+
+    `before` is called with the bytes of each tensor before they are written.
+    """
     tensors = list(_tensors(shape))
     header, starts = _header(shape, tensors)
     whole = len(header) + _aligned(starts[-1] + _bytes(*tensors[-1][1:]))
@@ -118,6 +121,7 @@ def write_gguf(shape: LlamaShape, seed: int, output: Path) -> int:
         os.pwrite(file.fileno(), header, 0)
         for number, ((_, dimensions, kind), start) in enumerate(zip(tensors, starts, strict=True)):
             size, data = _bytes(dimensions, kind), blocks.of(dimensions, kind, number)
+            before(size)
             parts = [(data[: size - at], len(header) + start + at) for at in range(0, size, len(data))]
             written = sum(pool.map(lambda part: os.pwrite(file.fileno(), *part), parts))
             if written != size:

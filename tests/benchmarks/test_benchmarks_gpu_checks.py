@@ -20,7 +20,8 @@ sys.path.insert(0, str(BENCHMARKS))
 import _gpu_engines
 import gpu_pack
 from _gpu_eager import EagerModel
-from _gpu_engines import check_model, made
+from _gpu_engines import check_model
+from _gpu_prepared import prepared
 
 from picompile_runtime import open_artifact
 
@@ -68,7 +69,7 @@ def test_a_check_is_right(quant: str, variant: str, emulated: Path, tmp_path: Pa
 def test_no_predictor_decides_by_rounding(checks: Path, tmp_path: Path) -> None:
     """Of random tokens most have a logit that is nearer to its threshold, so the choice does something."""
     entry = _entry(checks, "q4", "hybrid")
-    with made(checks / entry["file"], tmp_path / "work", active=0.2, skew=True, added=0.05) as folder:
+    with prepared(checks / entry["file"], tmp_path / "work", active=0.2, skew=True, added=0.05) as (folder, _):
         artifact = open_artifact(folder)
         eager = EagerModel(artifact, entry)
         drawn = eager.draw(np.random.default_rng(5), 3, 4, _gpu_engines.MARGIN)
@@ -81,7 +82,7 @@ def test_no_predictor_decides_by_rounding(checks: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fault", ["rope", "eps", "head"])
 def test_another_model_is_found(fault: str, emulated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the engine turned or normalized otherwise; and a head that is unpacked in another format, as it once was."""
+    """As if the engine turned or normalized otherwise; and a head that is unpacked in the format of blocks."""
     entry = _entry(emulated, "q4", "gpu")
     if fault == "rope":
         entry |= {"shape": entry["shape"] | {"rope_theta": 9000.0}}

@@ -22,11 +22,11 @@ from helpers.kernels.emulator import Emulated
 sys.path.insert(0, str(BENCHMARKS))
 
 import _gpu_faults
+import _gpu_growth
 import _gpu_host
-import _gpu_units
 from _gpu_kernels import images_of
 from _gpu_report import empty_results, text_of
-from _gpu_units import BLOCKED, LATE, Unit, run
+from _gpu_units import LATE, NOT_DONE, Unit, Workers, rows
 
 from picompile_runtime import DoesNotFitError
 
@@ -45,7 +45,7 @@ def broken_pack(gpu_pack: Path, tmp_path: Path) -> MakePack:
     def make(label: str, instead: str) -> Path:
         folder, index = tmp_path / "pack", index_of(gpu_pack)
         folder.mkdir()
-        index |= {"kernels": index["kernels"][:1], "checks": [], "bundled": []}
+        index |= {"kernels": index["kernels"][:1], "checks": [], "bundled": [], "models": []}
         (folder / "pack.json").write_text(json.dumps(index))
         for name in ("small.zip", "host.so"):
             (folder / name).symlink_to(gpu_pack / name)
@@ -76,13 +76,14 @@ def test_a_wrong_kernel(
     script.chmod(0o755)
     path = f"{script.parent}:{Path(sys.executable).parent}:/usr/bin:/bin"
     pack = broken_pack("norm", NOTHING)
-    ended, results = ran(pack, fake_library, tmp_path, "--only", "checks", variables={"PATH": path})
+    ended, results = ran(pack, fake_library, tmp_path, variables={"PATH": path})
     assert ended.returncode == 1
     wrong = [row for row in results["kernels"] if not row["is_right"]]
     assert [row["label"] for row in wrong] == ["norm"] and len(results["kernels"]) == len(CASES)
     assert wrong[0]["sanitizer"].keys() == {"memcheck", "racecheck"}
     for tool, text in wrong[0]["sanitizer"].items():
-        assert text.startswith(f"checked: --tool {tool} ") and "--only checks --case norm" in text
+        assert text.startswith(f"checked: --tool {tool} ") and f"gpu.py case {pack} norm" in text
+    assert "NOT GREEN" in ended.stdout.splitlines()[-1]
     assert "wrong: norm" in ended.stdout and "| norm | NO |" in ended.stdout
 
 
@@ -98,39 +99,43 @@ def test_a_sanitizer_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.Mon
     _gpu_sanitizer.sanitize(rows, run_options(tmp_path, tmp_path, tmp_path / "work"), time.monotonic() + 60)
     assert rows[1]["sanitizer"] == dict.fromkeys(("memcheck", "racecheck"), "begun\n\nended after 1 s")
     assert "sanitizer" not in rows[0]
+    # All runs together have a minute, and there is none left.
+    monkeypatch.setattr(_gpu_sanitizer, "_ALL_S", 5.0)
+    rows = [{"label": "norm", "is_right": False}]
+    _gpu_sanitizer.sanitize(rows, run_options(tmp_path, tmp_path, tmp_path / "work"), time.monotonic() + 60)
+    assert "sanitizer" not in rows[0]
 
 
 def test_a_kernel_that_never_ends(broken_pack: MakePack, fake_library: Path, tmp_path: Path) -> None:
-    """The run ends at its time, says where the process was, and what was not measured."""
-    # Less than a kernel has, so that it is the run that ends.
+    """It is ended once it takes longer than any small kernel does, says where the process was, and the rest goes on."""
     pack = broken_pack("norm", FOR_EVER)
-    ended, results = ran(pack, fake_library, tmp_path, "--only", "checks", "models", "--seconds", "40")
+    begun = str(time.time() - 60)
+    ended, results = ran(pack, fake_library, tmp_path, "first", "--scale", "2", "--asked", begun)
+    assert ended.returncode == 1
     reasons = _reasons(results)
-    assert [label for label, (is_right, _) in reasons.items() if is_right] == [case.label for case in CASES[:4]]
-    assert reasons["norm"] == (None, LATE) and reasons["leading"] == (None, "was not come to")
+    assert [label for label, (is_right, _) in reasons.items() if not is_right] == ["norm"]
+    assert reasons["norm"] == (False, "nothing came within 20 s")
     (row,) = (row for row in results["kernels"] if row["label"] == "norm")
-    assert "accelerator.py" in row["traceback"] and "in wait" in row["traceback"]
-    assert all(row["reason"] == "was not come to" for row in results["models"])
-    assert "kernels equal eager PyTorch | within 1e-3 |" in ended.stdout
-    assert "| norm | " in ended.stdout and LATE in ended.stdout
+    assert "Timeout" in row["traceback"] and "accelerator.py" in row["traceback"] and "in wait" in row["traceback"]
+    assert "| norm | NO |" in ended.stdout
 
 
-def test_a_kernel_that_never_ends_leaves_time_for_others(
+def test_a_kernel_that_never_ends_is_late_where_its_time_is_over(
     broken_pack: MakePack, fake_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pack = broken_pack("norm", FOR_EVER)
     monkeypatch.setenv("FAKE_CUDA_KERNELS", str(pack / "emulated.so"))
     monkeypatch.setenv("FAKE_CUDA_SM", "90")
-    rows = _rows(pack, fake_library, tmp_path, ["leading", "norm", "linear"], limit_s=15.0)
-    assert [(row["label"], row["is_right"]) for row in rows] == [("leading", True), ("norm", False), ("linear", True)]
-    assert rows[1]["reason"] == "nothing came within 15 s"
-    assert "Timeout" in rows[1]["traceback"] and "in wait" in rows[1]["traceback"]
+    found = _rows(pack, fake_library, tmp_path, ["leading", "norm", "linear"], seconds=40.0)
+    assert [row["is_right"] for row in found] == [True, None, None]
+    assert [row.get("reason") for row in found[1:]] == [LATE, NOT_DONE]
+    assert "in wait" in found[1]["traceback"]
 
 
 def test_a_kernel_that_crashes(broken_pack: MakePack, fake_library: Path, tmp_path: Path) -> None:
     """As where the driver's library does."""
     pack = broken_pack("norm", ABORTS)
-    ended, results = ran(pack, fake_library, tmp_path, "--only", "checks")
+    ended, results = ran(pack, fake_library, tmp_path)
     assert ended.returncode == 1
     reasons = _reasons(results)
     assert re.fullmatch(r"the process ended with -\d+ \(SIG[A-Z]+\)", reasons["norm"][1])
@@ -142,71 +147,64 @@ def test_a_kernel_that_crashes(broken_pack: MakePack, fake_library: Path, tmp_pa
 def test_too_little_memory(gpu_pack: Path, fake_library: Path, tmp_path: Path) -> None:
     """A case that does not fit is neither wrong nor measured, and says what it lacked."""
     few = {"FAKE_CUDA_MEMORY": str(2**17)}
-    ended, results = ran(gpu_pack, fake_library, tmp_path, "--only", "checks", variables=few)
-    assert ended.returncode == 0, ended.stderr
-    assert [row["label"] for row in results["checks"]] == ["tiny f16 hybrid", "model f16 split"]
+    ended, results = ran(gpu_pack, fake_library, tmp_path, variables=few)
+    assert ended.returncode == 0, ended.stdout
+    labels = ["llama-70b f16 hybrid", "model f16 split", "llama-70b f16 hybrid_4090, smoke"]
+    assert [row["label"] for row in results["checks"]] == labels
     for row in results["checks"]:
         assert row["is_right"] is None and row["reason"].startswith("DoesNotFitError: ")
         assert "of GPU memory" in row["reason"] and "DoesNotFitError" in row["traceback"]
     assert "whole models give the same tokens | all |  | not measured" in ended.stdout
 
 
-def test_host_and_gpu_that_do_not_see_each_other(gpu_pack: Path, fake_library: Path, tmp_path: Path) -> None:
-    """Kernels that need no host are checked all the same, and nothing else that must wait for it is begun."""
-    ended, results = ran(
-        gpu_pack, fake_library, tmp_path, "--only", "checks", "models", variables={"FAKE_CUDA_BLIND": "1"}
-    )
+@pytest.mark.parametrize(
+    ("variables", "label", "reason"),
+    [
+        ({"FAKE_CUDA_BLIND": "1"}, "ping_pong", "MachineError: "),
+        ({"FAKE_CUDA_QUEUE": "4"}, "queue", "MachineError: the GPU's queue takes fewer than 1500 launches"),
+        ({"FAKE_CUDA_DEVICES": "0"}, "machine", "NoGpuError: the NVIDIA driver has no device"),
+    ],
+    ids=["blind", "short queue", "no GPU"],
+)
+def test_what_stops_a_run(
+    variables: dict[str, str], label: str, reason: str, gpu_pack: Path, fake_library: Path, tmp_path: Path
+) -> None:
+    """Nothing works if host and GPU do not see each other's writes, or a step does not fit the queue."""
+    ended, results = ran(gpu_pack, fake_library, tmp_path, variables=variables)
     assert ended.returncode == 1
-    failed, queue = results["failed"]
-    assert (queue["label"], queue["is_right"], queue["reason"]) == ("queue", None, BLOCKED)
-    assert failed["label"] == "ping_pong" and failed["reason"].startswith("MachineError: ")
-    assert "while a kernel ran" in failed["reason"] and "MachineError" in failed["traceback"]
-    reasons = _reasons(results)
-    waiting = ("send mask", "send mask shared", "borrow")
-    assert [reasons.pop(label) for label in waiting] == [(None, BLOCKED)] * 3
-    assert set(reasons.values()) == {(True, "")}
-    others = [*results["checks"], *(row for row in results["models"] if row["variant"] not in ("cpu", "copied"))]
-    assert len(others) == 5 and all((row["is_right"], row["reason"]) == (None, BLOCKED) for row in others)
-    assert [row["is_right"] for row in results["models"] if row["variant"] == "cpu"] == [True]
-    assert f"{BLOCKED}; nothing of the hybrid engine can work" in ended.stderr.splitlines()[-1]
-
-
-def test_no_gpu(gpu_pack: Path, fake_library: Path, tmp_path: Path) -> None:
-    ended, results = ran(gpu_pack, fake_library, tmp_path, variables={"FAKE_CUDA_DEVICES": "0"})
-    assert ended.returncode == 1
-    (failed,) = (row for row in results["failed"] if row["is_right"] is False)
-    assert failed["label"] == "machine" and failed["reason"] == "NoGpuError: the NVIDIA driver has no device"
-    assert ended.stderr.splitlines()[-1] == "nothing was measured: there is no GPU that can be used"
-    assert ended.stdout.startswith("No GPU was found.")
-
-
-def _units(gpu_pack: Path, labels: list[str], limit_s: float) -> list[Unit]:
-    """Kernels; those that the pack does not have are of a folder that is not there."""
-    cases = {case["label"]: case | {"folder": "small"} for case in index_of(gpu_pack)["kernels"][0]["cases"]}
-    return [
-        Unit("kernel", "kernels", cases.get(label, {"folder": "none", "speed": False}), {"label": label}, limit_s)
-        for label in labels
-    ]
+    failed = {row["label"]: row for row in results["failed"] if row["is_right"] is False}
+    assert list(failed) == [label] and failed[label]["reason"].startswith(reason) and failed[label]["traceback"]
+    others = [*results["kernels"], *results["checks"]]
+    assert len(others) > len(CASES) and {row["reason"] for row in others} == {NOT_DONE}
+    last = "NOTHING WAS MEASURED: there is no GPU" if label == "machine" else "NOT GREEN"
+    assert ended.stdout.splitlines()[-1].startswith(last)
 
 
 def _rows(
     pack: Path, library: Path, folder: Path, labels: list[str], seconds: float = 600.0, limit_s: float = 60.0
 ) -> list[dict[str, Any]]:
-    options, deadline_s = run_options(pack, library, folder / "work"), time.monotonic() + seconds
-    return [row for _, row in run(_units(pack, labels, limit_s), options, deadline_s) if row is not None]
+    """Rows of kernels; those that the pack does not have are of a folder that is not there."""
+    cases = {case["label"]: case | {"folder": "small"} for case in index_of(pack)["kernels"][0]["cases"]}
+    ends_s, missing = time.monotonic() + seconds, {"folder": "none", "speed": False}
+    found = []
+    with Workers(run_options(pack, library, folder / "work")) as workers:
+        for label in labels:
+            unit = Unit("kernel", "kernels", cases.get(label, missing), {"label": label}, limit_s, ends_s=ends_s)
+            found += rows(unit, workers)
+    return found
 
 
 def test_one_failing_kernel_leaves_the_others_measured(
     gpu_pack: Path, kernels: dict[str, dict[str, Any]], fake_library: Path, tmp_path: Path
 ) -> None:
-    rows = _rows(gpu_pack, fake_library, tmp_path, ["norm", "other", "leading"])
-    assert [(row["label"], row["is_right"]) for row in rows] == [("norm", True), ("other", False), ("leading", True)]
-    assert rows[1]["reason"].startswith("FileNotFoundError: ") and "\n" not in rows[1]["reason"]
-    assert "in images_of" in rows[1]["traceback"] and rows[1]["traceback"].count("\n") > 4
+    found = _rows(gpu_pack, fake_library, tmp_path, ["norm", "other", "leading"])
+    assert [(row["label"], row["is_right"]) for row in found] == [("norm", True), ("other", False), ("leading", True)]
+    assert found[1]["reason"].startswith("FileNotFoundError: ") and "\n" not in found[1]["reason"]
+    assert "in images_of" in found[1]["traceback"] and found[1]["traceback"].count("\n") > 4
     assert list(tmp_path.iterdir()) == []
 
 
-def test_processes_that_crash_or_hang(gpu_pack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_crash_or_hang(gpu_pack: Path, tmp_path: Path) -> None:
     """Before a driver has done anything: when its library is loaded."""
     libraries = {"abort": tmp_path / "abort.so", "pause": tmp_path / "pause.so"}
     for name, path in libraries.items():
@@ -214,28 +212,28 @@ def test_processes_that_crash_or_hang(gpu_pack: Path, tmp_path: Path, monkeypatc
             f"#include <stdlib.h>\n#include <unistd.h>\n__attribute__((constructor)) static void f() {{ {name}(); }}"
         )
         subprocess.run(["g++", "-shared", "-fPIC", "-x", "c++", "-", "-o", path], input=source, text=True, check=True)
-    rows = _rows(gpu_pack, libraries["abort"], tmp_path, ["norm", "leading"])
+    found = _rows(gpu_pack, libraries["abort"], tmp_path, ["norm", "leading"])
     ended = f"the process ended with -{signal.SIGABRT.value} (SIGABRT)"
-    assert [(row["label"], row["is_right"], row["reason"]) for row in rows] == [
+    assert [(row["label"], row["is_right"], row["reason"]) for row in found] == [
         ("norm", False, ended),
         ("leading", False, ended),
     ]
-    assert all("Fatal Python error: Aborted" in row["traceback"] for row in rows)
-    # Those that have no time left say nothing.
-    assert _rows(gpu_pack, libraries["pause"], tmp_path, ["norm", "leading"], seconds=0.1) == []
-    monkeypatch.setattr(_gpu_units, "_START_S", -59.5)
-    (row,) = _rows(gpu_pack, libraries["pause"], tmp_path, ["norm"])
-    assert (row["is_right"], row["reason"]) == (False, "nothing came within 0 s")
+    assert all("Fatal Python error: Aborted" in row["traceback"] for row in found)
+    # Those whose time is over while their process begins were not begun.
+    late = _rows(gpu_pack, libraries["pause"], tmp_path, ["norm", "leading"], seconds=0.1)
+    assert [(row["is_right"], row["reason"]) for row in late] == [(None, NOT_DONE)] * 2
+    (row,) = _rows(gpu_pack, libraries["pause"], tmp_path, ["norm"], limit_s=1.0)
+    assert (row["is_right"], row["reason"]) == (False, "nothing came within 1 s")
 
 
 def test_memory_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = _gpu_host.touch(2**27 + 5, 60.0)
+    found = _gpu_growth.touch(2**27 + 5, 60.0)
     assert found["bytes"] == 2**27 + 5 and found["free_bytes_after"] > 0
     with pytest.raises(DoesNotFitError, match=r"memory comes too slowly: 0\.0 GB of 0\.1 were there after -1 s"):
-        _gpu_host.touch(2**27, -1.0)
-    monkeypatch.setattr(_gpu_host, "_PART_BYTES", 2**60)
+        _gpu_growth.touch(2**27, -1.0)
+    monkeypatch.setattr(_gpu_growth, "_PART_BYTES", 2**60)
     with pytest.raises(DoesNotFitError, match=r"beside 0\.0 GB no more memory can be had"):
-        _gpu_host.touch(2**60, 60.0)
+        _gpu_growth.touch(2**60, 60.0)
 
 
 def test_exit_codes_and_signals_are_explained() -> None:

@@ -1,6 +1,8 @@
 """The models of benchmarks/gpu.py, on the stand-in for the GPU: whether they are right, and nothing about speed."""
 
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -16,9 +18,11 @@ sys.path.insert(0, str(BENCHMARKS))
 import _gpu_dense
 import _gpu_engines
 import _gpu_models
+import _gpu_prepared
 from _gpu_dense import CopiedDecoder
-from _gpu_engines import Plan, compare_logits, made, measure_model
+from _gpu_engines import Plan, compare_logits, measure_model
 from _gpu_models import ModelOptions
+from _gpu_prepared import prepared, work_folder
 from _gpu_split import Planned, sizes_of, split_by_budget, split_by_plan
 from _gpu_weights import Firing
 
@@ -45,20 +49,51 @@ def test_speed_of_a_model(
     monkeypatch.setattr(_gpu_engines, "_COUNTED", 10)
     plan = Plan((3, 9, 39), 6, 10, 1)
     firing = {"active": 0.2, "skew": True}
-    first, second = measure_model(gpu_pack, tmp_path / "work", entry, [1, 2], firing, plan)
-    assert (first["threads"], second["threads"]) == (2, 1)
-    # The context has no room for the last, and prompts are read once.
-    assert first["prompts"].keys() == {"3", "9", "39"} and second["prompts"].keys() == {"3"}
-    assert first["prompts"]["9"] > 0 and first["prompts"]["39"] is None
-    for row in (first, second):
+    partial, whole = measure_model(gpu_pack, tmp_path / "work", entry, 2, firing, plan)
+    # The context has no room for the last.
+    assert (
+        partial["partial"] and partial["prompts"].keys() == {"3", "9"} and whole["prompts"].keys() == {"3", "9", "39"}
+    )
+    assert whole["prompts"]["9"] > 0 and whole["prompts"]["39"] is None and "partial" not in whole
+    for row in (partial, whole):
         assert row["tokens_per_s"] > 0 and row["is_right"] and row["taken_bytes"] is None
         assert row["depth"] == 6 and row["host_bytes_per_s"] > 0
         # The mean of 384 neurons and 10 tokens.
         assert 0.13 < row["computed"]["all"] < 0.27
         assert row["computed"]["all"] == row["bench"]["decode"]["computed_share"]
         assert (row["step"] is None) == (variant == "cpu")
-    # The next variant writes over this one's weights.
-    assert [path.name for path in (tmp_path / "work").iterdir()] == ["weights.safetensors"]
+    assert (whole["write_s"] > 0) and (tmp_path / "work" / "weights.safetensors").exists()
+
+
+def test_weights_are_written_once(
+    gpu_pack: Path, kernels: dict[str, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another variant, and another share of firing neurons, are written over them."""
+    entries = {row["variant"]: gpu_pack / row["file"] for row in index_of(gpu_pack)["models"]}
+    wrote = []
+    for variant, active in (("cpu", 0.2), ("cpu", 0.2), ("cpu", 0.3), ("hybrid", 0.3), ("cpu", 0.2)):
+        with prepared(entries[variant], tmp_path / "work", active=active, skew=True) as (folder, write_s):
+            wrote.append(write_s > 0)
+            assert (folder / "kernels" / "device.cubin").exists() == (variant == "hybrid")
+    assert wrote == [True, False, True, True, True]
+    # What was not finished is not taken for whole.
+    monkeypatch.setattr("_gpu_weights.write_artifact", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError), prepared(entries["hybrid"], tmp_path / "work", active=0.2, skew=True):
+        pass
+    monkeypatch.undo()
+    with prepared(entries["cpu"], tmp_path / "work", active=0.2, skew=True) as (_, write_s):
+        assert write_s > 0
+
+
+def test_a_place_with_room_is_found(tmp_path: Path) -> None:
+    assert work_folder(tmp_path, 0) == tmp_path / "picompile-gpu"
+    assert work_folder(None, 2**60).parent == Path(tempfile.gettempdir())
+    # What an earlier command left there counts as room.
+    assert not _gpu_prepared._has_room(tmp_path, shutil.disk_usage(tmp_path).free + 2**30)
+    (tmp_path / "picompile-gpu").mkdir()
+    with (tmp_path / "picompile-gpu" / "weights").open("wb") as file:
+        file.truncate(2**40)
+    assert _gpu_prepared._has_room(tmp_path, shutil.disk_usage(tmp_path).free + 2**30)
 
 
 def test_tokens_are_compared_where_the_margin_decides() -> None:
@@ -73,7 +108,7 @@ def test_tokens_are_compared_where_the_margin_decides() -> None:
 def test_the_hybrid_model_keeps_to_its_budget(gpu_pack: Path, tmp_path: Path) -> None:
     (entry,) = index_of(gpu_pack)["checks"]
     assert 0 < entry["hot"] < SHAPE["intermediate_size"]
-    with made(gpu_pack / entry["file"], tmp_path / "work", active=0.2, skew=True) as folder:
+    with prepared(gpu_pack / entry["file"], tmp_path / "work", active=0.2, skew=True) as (folder, _):
         artifact = open_artifact(folder)
         names = set(weights_of(artifact.program, "device")) - artifact.program.streamed
         weights = sum(artifact.tensors[name].size_bytes for name in names)

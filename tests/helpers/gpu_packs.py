@@ -24,13 +24,13 @@ sys.path.insert(0, str(BENCHMARKS))
 from _gpu_cases import Case, attention, ffn, pack_kernels  # noqa: E402
 from _gpu_models import ModelOptions, pack_model  # noqa: E402
 from _gpu_pack_bundled import BundledOptions, pack_bundled  # noqa: E402
+from _gpu_sources import SCHEMA, sources_digest  # noqa: E402
 
 from picompile.synth.shapes import shape_from_config  # noqa: E402
 from picompile_codegen.build.host_library import build_host_library  # noqa: E402
 
 __all__ = ["fake_cuda", "fake_library", "gpu_pack", "kernels"]
 
-SCHEMA = 3
 BUDGET = 0.7
 SHAPE = {
     "model_type": "llama", "vocab_size": 300, "hidden_size": 64, "intermediate_size": 384, "num_hidden_layers": 1,
@@ -54,7 +54,8 @@ CASES = [
 ]
 TIMED = [
     Case("timed linear", "linear", {"format": "q4", "n": 40, "k": 64, "rows": 5, "bias": False}, True, streamed=True),
-    Case("timed ffn", "ffn", ffn("f16", "masked", 70, 40), True, shares=(0.1, 0.3)),
+    # The first command asks for this one by its label, and for some of its shares.
+    Case("ffn masked 28672x8192 q4", "ffn", ffn("f16", "masked", 70, 40), True, shares=(0.2, 0.3)),
 ]
 _DEFINITION = re.compile(
     r'extern "C" __global__ void __launch_bounds__\([^)]*\) (\w+)\([^)]*\) \{\n.*?\n\}\n', re.DOTALL
@@ -69,7 +70,11 @@ def _pack(folder: Path) -> None:
         {"folder": name, "cases": pack_kernels(cases, folder / f"{name}.zip", 90)}
         for name, cases in (("small", CASES), ("speed", TIMED))
     ]
-    shape, options = shape_from_config("tiny", SHAPE), ModelOptions("f16", BUDGET, 32, 40, 90, native_target().isas[:1])
+    # The schedule asks for this model by its name.
+    shape, options = (
+        shape_from_config("llama-70b", SHAPE),
+        ModelOptions("f16", BUDGET, 32, 40, 90, native_target().isas[:1]),
+    )
     entries = {variant: pack_model(shape, options, variant, folder) for variant in ("hybrid", "layers_dense", "cpu")}
     # As planned for another GPU: here it is the same split.
     entries["hybrid_4090"] = entries["hybrid"] | {"variant": "hybrid_4090", "plan": {"computed": 0.3}}
@@ -77,6 +82,9 @@ def _pack(folder: Path) -> None:
     bundled = BundledOptions(folder / "model", "h100", 40, 4, ("a", "sparse rows"), (("f16", "split"),))
     index = {
         "schema": SCHEMA,
+        "commit": "the working tree",
+        "sources": sources_digest(),
+        "llama": None,
         "sm": 90,
         "host": "host.so",
         "kernels": kernels,
@@ -134,32 +142,32 @@ def index_of(gpu_pack: Path) -> dict[str, Any]:
     return content
 
 
-# Numbers that fit the models of the pack.
-SIZES = ["--prompts", "5", "9", "--depth", "6", "--tokens", "4", "--repeats", "1", "--threads", "1"]
-
-
-def command(pack: Path, library: Path, folder: Path, *options: str) -> list[str]:
-    """A run of gpu.py on the stand-in, whose results are in `folder`."""
-    where = ["--device-library", str(library), "--json", str(folder / "out.json"), "--work", str(folder)]
-    return [sys.executable, str(BENCHMARKS / "gpu.py"), str(pack), *where, *SIZES, *options]
+def command(pack: Path, library: Path, folder: Path, verb: str = "first", *options: str) -> list[str]:
+    """A command of gpu.py on the stand-in, whose results and weights are in `folder`."""
+    where = ["--results", str(folder / "results"), "--work", str(folder / "work"), "--device-library", str(library)]
+    return [sys.executable, str(BENCHMARKS / "gpu.py"), verb, str(pack), *where, *options]
 
 
 def ran(
-    pack: Path, library: Path, folder: Path, *options: str, variables: dict[str, str] | None = None
+    pack: Path, library: Path, folder: Path, verb: str = "first", *options: str, variables: dict[str, str] | None = None
 ) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-    """How a run of gpu.py ended, and its results. `variables` replace those of the environment."""
+    """How a command of gpu.py ended, and its results. `variables` replace those of the environment.
+
+    Parts have ten times their time: kernels in emulation are slow.
+    """
     environment = os.environ | stand_in(pack) | (variables or {})
     ended = subprocess.run(
-        command(pack, library, folder, *options),
+        command(pack, library, folder, verb, "--scale", "10", *options),
         env=environment,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         check=False,
         cwd=folder,
     )
-    return ended, json.loads((folder / "out.json").read_text())
+    return ended, json.loads((folder / "results" / f"{verb}.json").read_text())
 
 
 def run_options(pack: Path, library: Path, work: Path) -> Namespace:
     """Those of gpu.py that units need."""
-    return Namespace(pack=pack, device_library=str(library), work=work, case=None, threads=[1])
+    return Namespace(verb="first", pack=pack, device_library=str(library), work=work, pretend=None, scale=1.0)

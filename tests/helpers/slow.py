@@ -279,11 +279,12 @@ SLOW: tuple[SlowTests, ...] = (
     SlowTests(
         "packs of kernels for a GPU, run and broken in emulation, each in processes of its own",
         (
-            "benchmarks/test_benchmarks_gpu.py::test_one_kernel_alone",
-            "benchmarks/test_benchmarks_gpu.py::test_the_first_documented_command",
-            "benchmarks/test_benchmarks_gpu.py::test_the_second_documented_command",
+            "benchmarks/test_benchmarks_gpu.py::test_a_pack_of_other_sources_is_refused",
             "benchmarks/test_benchmarks_gpu.py::test_a_run_that_is_ended_leaves_its_results_so_far",
-            "benchmarks/test_benchmarks_gpu.py::test_models_that_the_bars_need_are_measured_first",
+            "benchmarks/test_benchmarks_gpu.py::test_both_commands",
+            "benchmarks/test_benchmarks_gpu.py::test_one_kernel_alone",
+            "benchmarks/test_benchmarks_gpu.py::test_what_is_left_for_a_second_quarter_of_an_hour",
+            "benchmarks/test_benchmarks_gpu_clock.py::test_",
             "benchmarks/test_benchmarks_gpu_failures.py::",
             "benchmarks/test_benchmarks_gpu_checks.py::",
             "benchmarks/test_benchmarks_gpu_kernels.py::test_a_measured_row_has_bytes_and_seconds",
@@ -291,9 +292,14 @@ SLOW: tuple[SlowTests, ...] = (
             "benchmarks/test_benchmarks_gpu_kernels.py::test_weights_on_the_host",
             "benchmarks/test_benchmarks_gpu_models.py::test_a_planned_split",
             "benchmarks/test_benchmarks_gpu_models.py::test_speed_of_a_model",
+            "benchmarks/test_benchmarks_gpu_models.py::test_weights_are_written_once",
             "benchmarks/test_benchmarks_gpu_models.py::test_the_hybrid_model_keeps_to_its_budget",
         ),
-        ("benchmarks/test_benchmarks_gpu_failures.py::test_exit_codes_and_signals_are_explained",),
+        (
+            "benchmarks/test_benchmarks_gpu_clock.py::test_a_part_that_hangs_leaves_time_for_the_next[models]",
+            "benchmarks/test_benchmarks_gpu_clock.py::test_nothing_is_begun_behind_a_gate_that_failed",
+            "benchmarks/test_benchmarks_gpu_failures.py::test_exit_codes_and_signals_are_explained",
+        ),
     ),
     SlowTests(
         "compilations by NVRTC for each architecture: all kernels of one artifact for one of them are fast",

@@ -1,0 +1,143 @@
+"""Artifacts of a pack made whole in a folder, by whichever process comes first, and kept for those that come later.
+
+The weights of a large model take 15 to 30 s to write. So `gpu.py` has processes of their own write them while small
+kernels are checked, and they stay until the second command ends. A lock on the folder says that somebody writes.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from _gpu_growth import wait_for_memory
+from peers_llama_gguf import LlamaShape, facts_of, write_gguf
+
+from picompile_runtime.artifact.manifest import WEIGHTS
+
+_BENCHMARKS = Path(__file__).parent
+_LOCK, _KEY = "lock", "prepared.sha256"
+_FOLDER, _SHARED_MEMORY = "picompile-gpu", Path("/dev/shm")
+# Bytes that checks and their code take of a folder.
+_LEAST_BYTES = 2**28
+# Folders in the one for weights: of the small models, of the large one, and of llama.cpp.
+SMALL, LARGE, LLAMA, GGUF = "small", "large", "llama", "model.gguf"
+
+
+@contextmanager
+def prepared(archive: Path, folder: Path, **firing: Any) -> Iterator[tuple[Path, float]]:
+    """Yield a whole artifact of a pack in `folder` and the seconds that writing it took, 0 if it was there.
+
+    `firing` are the options of `write_artifact`. What was in the folder before is removed, but for the file of weights:
+    it is written over, and its memory, which a virtual machine may have got just for this, is not given back meanwhile.
+    """
+    # Only here: whoever waits for weights, or removes them, needs no PyTorch.
+    from _gpu_weights import write_artifact
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / _LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        key, begin = _key(archive, firing), time.perf_counter()
+        if _read(folder / _KEY) == key:
+            yield folder, 0.0
+            return
+        empty(folder)
+        write_artifact(archive, folder, **firing)
+        (folder / _KEY).write_text(key)
+        yield folder, time.perf_counter() - begin
+
+
+def empty(folder: Path) -> None:
+    """Remove what is in a folder, but for weights and the lock."""
+    (folder / _KEY).unlink(missing_ok=True)
+    for path in folder.iterdir():
+        if path.name not in (WEIGHTS, _LOCK):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _key(archive: Path, firing: Any) -> str:
+    digest = hashlib.sha256(archive.read_bytes())
+    digest.update(json.dumps(firing, sort_keys=True).encode())
+    return digest.hexdigest()
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except OSError:
+        return None
+
+
+def work_folder(given: Path | None, needed_bytes: int) -> Path:
+    """Return the folder for weights, in memory if there is room; always the same one in a place."""
+    places = [given] if given else [_SHARED_MEMORY, Path(tempfile.gettempdir())]
+    place = next((each for each in places if _has_room(each, needed_bytes)), places[-1])
+    place.mkdir(parents=True, exist_ok=True)
+    return place / _FOLDER
+
+
+def _has_room(place: Path, needed_bytes: int) -> bool:
+    """Whether so many bytes are free in a folder, or in use by an earlier run, and code that lies there may run."""
+    if not place.is_dir() or os.statvfs(place).f_flag & os.ST_NOEXEC:
+        return False
+    kept = sum(path.stat().st_size for path in (place / _FOLDER).rglob("*") if path.is_file())
+    return shutil.disk_usage(place).free + kept > max(needed_bytes, _LEAST_BYTES)
+
+
+def enlarge(size: str) -> str | None:
+    """Remount /dev/shm with another size, such as `100G`, so that code in it may run; return why that failed."""
+    command = ["mount", "-o", f"remount,exec,size={size}", str(_SHARED_MEMORY)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        return f"mount: {error.strerror}"
+    return done.stderr.strip() or f"mount ended with {done.returncode}" if done.returncode else None
+
+
+class Writers:
+    """Processes that prepare large files beside the run. They outlive it, so that a second command finds the files."""
+
+    def __init__(self, options: Namespace) -> None:
+        self._options, self._started = options, list[subprocess.Popen[bytes]]()
+        options.work.mkdir(parents=True, exist_ok=True)
+
+    def start(self, entry: dict[str, Any], active: float) -> None:
+        """Write the weights of one variant of a model, and as large a one for llama.cpp, unless they are there."""
+        model, work = ["--model", entry["model"], "--quant", entry["quant"]], self._options.work
+        if not (work / LARGE / _KEY).exists():
+            self._start("weights", [*model, "--variant", entry["variant"], "--active", str(active)])
+        if not facts_of(work / GGUF).exists():
+            self._start("gguf", [*model, "--gguf"])
+
+    def _start(self, name: str, asked: list[str]) -> None:
+        folders = [str(self._options.pack), "--work", str(self._options.work.parent)]
+        command = [sys.executable, str(_BENCHMARKS / "gpu.py"), "write", *folders, *asked]
+        with (self._options.work / f"{name}.txt").open("wb") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        self._started.append(process)
+
+    def end(self) -> None:
+        """End those that still run."""
+        for process in self._started:
+            with suppress(OSError):
+                process.kill()
+            process.wait()
+
+
+def prepare_gguf(shape: LlamaShape, folder: Path) -> Path:
+    """Write a file for llama.cpp unless it is there, or wait for another process that does; return its path."""
+    output = folder / GGUF
+    with (folder / f"{GGUF}.{_LOCK}").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not facts_of(output).exists():
+            write_gguf(shape, 0, output, wait_for_memory)
+    return output

@@ -1,0 +1,124 @@
+"""A run of `gpu.py`: its results, what it says of them as they come, and the files that keep both."""
+
+import json
+import os
+import signal
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TextIO
+
+from _gpu_report import empty_results, line, text_of
+from _gpu_sanitizer import sanitize
+from _gpu_schedule import Clock, Part
+from _gpu_sources import SCHEMA
+from _gpu_units import NOT_DONE, Unit, Workers, rows
+
+Result = dict[str, Any]
+
+_STOPPED = "an earlier step failed without which nothing works"
+
+
+class Run:
+    """The results so far. However it ends, its tables are printed, and all units that were left are in them."""
+
+    def __init__(self, options: Namespace, files: Path | None, clock: Clock) -> None:
+        """Begin to write `files` with .json and .txt behind it; nothing, and no tables at the end, if it is None."""
+        self._options, self._files, self._clock = options, files, clock
+        self.results = empty_results(SCHEMA, bool(options.device_library or options.pretend))
+        self._left: list[Unit] = []
+        self._log: TextIO | None = None
+        if files is not None:
+            files.parent.mkdir(parents=True, exist_ok=True)
+            self._log = files.with_name(f"{files.name}.txt").open("w", encoding="utf-8")
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._files is None:
+            return
+        # Whoever ends the run is told what it has found; a second time would end that.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for unit in self._left:
+            self._add(unit, unit.row(None, NOT_DONE))
+        self._save()
+        self._print(text_of(self.results))
+        self._print(self._verdict())
+        if self._log is not None:
+            self._log.close()
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether anything was found to be wrong."""
+        return any(
+            row["is_right"] is False for name in ("kernels", "checks", "models", "failed") for row in self.results[name]
+        )
+
+    def do_parts(self, parts: Sequence[Part], workers: Workers) -> None:
+        """Do a schedule; nothing behind a gate that failed."""
+        self._left = [unit for part in parts for unit in part.units]
+        for part in parts:
+            ends_s = self._clock.at(part.ends_s)
+            wrong = [row for row in self.results["kernels"] if row["is_right"] is False]
+            if part.yields and wrong:
+                self.say(f"{part.name}: left out, for the sanitizer")
+                sanitize(self.results["kernels"], self._options, ends_s)
+                self._save()
+            elif not self.do(part.units, workers, ends_s):
+                self.say(f"ended: {_STOPPED}")
+                return
+
+    def do(self, units: Sequence[Unit], workers: Workers, ends_s: float = float("inf")) -> bool:
+        """Do units until a time of the monotonic clock; false if a gate failed."""
+        for unit in units:
+            is_wrong = False
+            for row in rows(replace(unit, ends_s=ends_s, limit_s=unit.limit_s * self._clock.scale), workers):
+                self._add(unit, row)
+                self._save()
+                is_wrong = is_wrong or row.get("is_right") is False
+            if unit in self._left:
+                self._left.remove(unit)
+            if unit.is_gate and is_wrong:
+                return False
+        return True
+
+    def _add(self, unit: Unit, row: Result) -> None:
+        if "traceback" in row and row["is_right"] is False:
+            self.say(row["traceback"])
+        if unit.table == "facts" and "reason" not in row:
+            found = {key: value for key, value in row.items() if key not in unit.facts}
+            self.results.update(found)
+            self.say(f"{unit.kind}: {found}")
+            return
+        row = {"label": unit.kind, **row} if unit.table == "facts" else row
+        table = self.results["failed" if unit.table == "facts" else unit.table]
+        if table and table[-1].pop("partial", False) and table[-1].get("part") == row.get("part"):
+            table.pop()
+        table.append(row)
+        self.say(line(row, self.results))
+
+    def say(self, text: str) -> None:
+        """Print a line behind the time of the schedule, and keep it."""
+        self._print(f"[{self._clock.now():6.1f} s] {text}")
+
+    def _print(self, text: str) -> None:
+        print(text, flush=True)
+        if self._log is not None:
+            print(text, file=self._log, flush=True)
+
+    def _verdict(self) -> str:
+        if self.results["machine"] is None:
+            return "NOTHING WAS MEASURED: there is no GPU that can be used"
+        if self.is_wrong:
+            return "NOT GREEN: something is wrong; give the machine back, and mend it"
+        return f"GREEN: nothing is wrong, after {self._clock.now():.0f} s"
+
+    def _save(self) -> None:
+        """Write the results whole each time, so that a run that is killed has left what it knew."""
+        if self._files is not None:
+            path = self._files.with_name(f"{self._files.name}.json")
+            new = path.with_name(f"{path.name}.new")
+            new.write_text(json.dumps(self.results, indent=1) + "\n")
+            os.replace(new, path)

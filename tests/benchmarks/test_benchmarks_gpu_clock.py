@@ -1,0 +1,160 @@
+"""The clock of benchmarks/gpu.py, with sleep in the place of all work: parts end in time, whatever they do.
+
+The times of the schedule are scaled: a second stands for 12 of them. Starting a machine took 80 s here, not 120 as
+estimated, since a process that only sleeps takes as long to begin as one that works.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.gpu_packs import BENCHMARKS
+
+sys.path.insert(0, str(BENCHMARKS))
+
+import _gpu_schedule
+from _gpu_sources import SCHEMA, sources_digest
+from _gpu_units import LATE, NOT_DONE
+
+SCALE = 1 / 12
+# What a part may take longer: the child has half a second for its stacks, and then is ended.
+_LATER_S = 1.2
+_MODEL = {
+    "model": "llama-70b", "quant": "q4", "budget": 0.6, "dense_bytes": 1, "weight_bytes": 1, "hot": 64,
+    "resident_layers": 1, "plan": None, "shape": {},
+}  # fmt: skip
+_CASE = {"op": "linear", "shares": [], "speed": False}
+
+
+@pytest.fixture
+def pack(tmp_path: Path) -> Path:
+    """A list of what is in a pack, which pretended work does not read."""
+    labels = [f"small {number}" for number in range(12)], [*_gpu_schedule.FIRST_KERNELS][:3]
+    checks = [{"model": "check", "quant": quant, "variant": "hybrid"} for quant in ("f16", "q4")]
+    index = {
+        "schema": SCHEMA, "commit": "none", "sources": sources_digest(), "host": "host.so", "sm": 90,
+        "kernels": [
+            {"folder": folder, "cases": [_CASE | {"label": label} for label in of_folder]}
+            for folder, of_folder in zip(("small", "speed"), labels, strict=True)
+        ],
+        "checks": checks, "bundled": [{"model": "tiny", "quant": "q4", "variant": "split"}], "llama": "llama.tar.xz",
+        "models": [_MODEL | {"variant": f"{name}{of}"} for name in ("hybrid", "layers_dense") for of in ("", "_4090")],
+    }  # fmt: skip
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "pack.json").write_text(json.dumps(index))
+    return tmp_path / "pack"
+
+
+def _ran(
+    verb: str, pack: Path, pretend: Mapping[str, Any], started_s: float = 80.0
+) -> tuple[int, str, dict[str, Any], float]:
+    """The exit code of a command, what it printed, its results and the seconds of the schedule that it took."""
+    folder, begin = pack.parent, time.monotonic()
+    asked = ["--asked", str(time.time() - started_s)] if verb == "first" else []
+    where = ["--results", str(folder / "results"), "--work", str(folder / "work")]
+    command = [sys.executable, str(BENCHMARKS / "gpu.py"), verb, str(pack), *where, *asked, "--scale", str(SCALE)]
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    done = subprocess.run(
+        [*command, "--pretend", json.dumps(pretend)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert not done.stderr, done.stderr
+    results = json.loads((folder / "results" / f"{verb}.json").read_text())
+    return done.returncode, done.stdout, results, (time.monotonic() - begin) / SCALE
+
+
+def _ends(verb: str, text: str, pack: Path) -> dict[str, tuple[float, float]]:
+    """When the last line of each part was printed, and when the part must have ended."""
+    index = json.loads((pack / "pack.json").read_text())
+    options = type("Options", (), {"active": 0.05})()
+    lines = [line for line in text.splitlines() if line.startswith("[")]
+    ends = {}
+    for part in _gpu_schedule.parts_of(verb, options, index):
+        labels = {unit.facts.get("label", unit.kind) for unit in part.units}
+        times = [float(line[1:7]) for line in lines if any(f"] {label}:" in line for label in labels)]
+        if times:
+            ends[part.name] = (times[-1], part.ends_s)
+    return ends
+
+
+def test_work_that_is_done_in_time(pack: Path) -> None:
+    code, text, results, _ = _ran("first", pack, {"small kernels": {"seconds": 1.0}, "models": {"seconds": 5.0}})
+    assert code == 0 and "GREEN" in text.splitlines()[-1]
+    rows = [*results["kernels"], *results["checks"]]
+    assert len(rows) == 12 + 3 + 1 + 3 and all(row["is_right"] for row in rows)
+
+
+@pytest.mark.parametrize("part", ["small kernels", "models", "smoke", "kernel times"])
+def test_a_part_that_hangs_leaves_time_for_the_next(part: str, pack: Path) -> None:
+    code, text, results, took_s = _ran("first", pack, {part: {"how": "hangs"}})
+    rows = [*results["kernels"], *results["checks"]]
+    of_part = [row for row in rows if row["part"] == part]
+    assert of_part and {row["part"] for row in rows} == {"small kernels", "models", "smoke", "kernel times"}
+    # The first hung until the part was over; nothing else of it was begun. A small kernel hangs 10 s at most.
+    assert all(row["is_right"] is not True for row in of_part)
+    if part == "small kernels":
+        assert code == 1 and all("nothing came within" in row["reason"] for row in of_part)
+    else:
+        assert code == 0 and {row["reason"] for row in of_part} <= {LATE, NOT_DONE}
+        others = [row for row in rows if row["part"] != part]
+        assert all(row["is_right"] for row in others)
+    for name, (last_s, ends_s) in _ends("first", text, pack).items():
+        assert last_s <= ends_s + _LATER_S / SCALE, name
+    assert took_s < 300 - 80 + 2 * _LATER_S / SCALE
+
+
+def test_work_that_takes_three_times_as_long(pack: Path) -> None:
+    """Each part is over in the middle of its work. Small kernels take less than the 10 s behind which one has hung."""
+    slow = {"small kernels": {"seconds": 9.0}, "smoke": {"seconds": 75.0}}
+    slow |= {"models": {"seconds": 45.0}, "kernel times": {"seconds": 45.0}}
+    code, text, results, took_s = _ran("first", pack, slow)
+    assert code == 0
+    for name, (last_s, ends_s) in _ends("first", text, pack).items():
+        assert last_s <= ends_s + _LATER_S / SCALE, name
+    last = {row["part"]: row.get("reason") for row in (*results["kernels"], *results["checks"])}
+    assert len(last) == 4 and set(last.values()) <= {LATE, NOT_DONE}
+    assert took_s < 300 - 80 + 2 * _LATER_S / SCALE
+
+
+def test_the_second_command_keeps_its_time_too(pack: Path) -> None:
+    slow = {"hybrid": {"how": "hangs"}, "llama.cpp": {"how": "hangs"}, "third": {"seconds": 400.0}}
+    code, text, results, took_s = _ran("second", pack, slow)
+    assert code == 0 and took_s < 440
+    rows = {row["part"]: row for row in results["models"]}
+    assert list(rows) == ["hybrid", "copied", "llama.cpp", "dense", "third", "half the threads"]
+    for part in ("copied", "dense", "half the threads"):
+        assert rows[part]["is_right"], part
+    for part in ("hybrid", "llama.cpp", "third"):
+        assert rows[part]["reason"] in (LATE, NOT_DONE)
+    for name, (last_s, ends_s) in _ends("second", text, pack).items():
+        assert last_s <= ends_s + _LATER_S / SCALE, name
+
+
+def test_a_late_start_moves_all_parts(pack: Path) -> None:
+    code, text, _, _ = _ran("first", pack, {"models": {"how": "hangs"}}, started_s=150.0)
+    assert code == 0
+    (late,) = (float(line[1:7]) for line in text.splitlines() if LATE in line and line.startswith("["))
+    assert 220 <= late <= 220 + _LATER_S / SCALE
+
+
+def test_wrong_and_crashing_work(pack: Path) -> None:
+    code, text, results, _ = _ran("first", pack, {"models": {"how": "crashes"}, "small kernels": {"how": "wrong"}})
+    assert code == 1 and "NOT GREEN" in text.splitlines()[-1]
+    assert [row["is_right"] for row in results["kernels"]] == [False] * 12 + [None] * 3
+    assert "kernel times: left out, for the sanitizer" in text
+    assert all("crashes, as was asked for" in row["reason"] for row in results["checks"][:3])
+    assert results["checks"][3]["is_right"]
+
+
+def test_nothing_is_begun_behind_a_gate_that_failed(pack: Path) -> None:
+    code, text, results, took_s = _ran("first", pack, {"machine": {"how": "wrong"}})
+    assert code == 1 and "ended: an earlier step failed" in text
+    assert results["failed"][0]["label"] == "ping_pong"
+    assert {row["reason"] for row in (*results["kernels"], *results["checks"])} == {NOT_DONE}
+    assert took_s < 60
