@@ -84,7 +84,7 @@ def weight_loops(text: str, bits: int) -> list[Count]:
     A loop that computes the last units of a row, for which there is no full turn, is one of its own where there is one.
     """
     found = []
-    for loop in _innermost(text):
+    for loop in innermost_loops(text):
         reads = sum(_operation(line).startswith(_READ) for line in loop)
         operations = Counter(_operation(line).partition(".")[0] for line in loop)
         found.append(Count(reads * _READ_BITS // bits, operations))
@@ -93,15 +93,20 @@ def weight_loops(text: str, bits: int) -> list[Count]:
 
 def loops_with(text: str, operation: str) -> list[Counter[str]]:
     """Count the instructions of each innermost loop of a function that has an operation, by name."""
-    loops = (Counter(_operation(line).partition(".")[0] for line in loop) for loop in _innermost(text, operation))
+    loops = (Counter(_operation(line).partition(".")[0] for line in loop) for loop in innermost_loops(text, operation))
     return list(loops)
+
+
+def operations(text: str) -> list[str]:
+    """Return the operations of a function with their modifiers, in the order of the code, as `LDG.E.128`."""
+    return [_operation(instruction) for _, instruction in _LINE.findall(text) if instruction]
 
 
 def _operation(instruction: str) -> str:
     return _GUARD.sub("", instruction).partition(" ")[0]
 
 
-def _innermost(text: str, operation: str = _READ) -> Iterator[list[str]]:
+def innermost_loops(text: str, operation: str = _READ) -> Iterator[list[str]]:
     """The instructions from the target of each branch backwards to the branch, where there is `operation` in between:
     weights are read, unless it is given."""
     places: dict[str, int] = {}

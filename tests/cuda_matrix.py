@@ -1,26 +1,29 @@
-"""Compiles the CUDA kernels of many models for every architecture, and lists those that spill registers.
+"""Compiles the CUDA kernels of many models for every architecture, and checks what the compiler made of them.
 
 python tests/cuda_matrix.py [--sm 75,80,86,89,90,120]
 
 Of each model half of the neurons are hot, or more of them in one layer than in the next. Everything else is on the GPU,
-or on the host, in the formats, predictors and caches of MODELS. Prints a line for each architecture; ends with 1 where
-a kernel uses local memory.
+or on the host, in the formats, predictors and caches of MODELS. Prints a line for each architecture, and one for each
+fault, and ends with 1 where there is one: a kernel uses local memory, reads what others write by a load that may give
+an old value, or waits without a fence (tests/helpers/ptx/loads.py and machine_code.py).
 """
 
 import argparse
-import json
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from helpers.families import build, save
+from helpers.ptx.device_code import code_in_folder
+from helpers.ptx.machine_code import machine_faults
+from helpers.ptx.syntax import parse
 from picompile.compile_steps import pipeline_passes
 from picompile.config import CompileOptions
 from picompile.frontend import Captured, load_model
 from picompile.progress import NoProgress
 from picompile.steps import run_passes
-from picompile_codegen.cuda.build import FILES, build_cuda
+from picompile_codegen.cuda.build import build_cuda
 from picompile_codegen.lowering.function import LowerOptions
 from picompile_codegen.lowering.lower import lower
 from picompile_codegen.lowering.placement import ON_HOST, Placement
@@ -89,17 +92,21 @@ def main() -> None:
     parser.add_argument("--sm", default="75,80,86,89,90,120")
     options = parser.parse_args()
     kernels = {name: kernel for model in MODELS for name, kernel in kernels_of(model).items()}
-    spilling = False
+    is_wrong = False
     for sm in map(int, options.sm.split(",")):
         with tempfile.TemporaryDirectory() as folder:
             build_cuda(kernels.values(), Path(folder), sm)
-            made = json.loads((Path(folder) / FILES["launches"]).read_text())["kernels"]
+            code = code_in_folder(Path(folder))
+        made, functions = code.description["kernels"], parse(code.ptx)
+        faults = [*code.wrong_loads(functions), *machine_faults(code, functions)]
         launches = [launch for of_kernel in made.values() for launch in of_kernel]
         most = {key: max(launch[key] for launch in launches) for key in ("registers", "shared_bytes", "local_bytes")}
         text = ", ".join(f"{key} {value} at most" for key, value in most.items())
         print(f"sm_{sm}: {len(made)} kernels, {len(launches)} launches; {text}", flush=True)
-        spilling |= most["local_bytes"] > 0
-    sys.exit(spilling)
+        for fault in faults:
+            print(f"  {fault}", flush=True)
+        is_wrong |= bool(faults)
+    sys.exit(is_wrong)
 
 
 if __name__ == "__main__":

@@ -315,6 +315,10 @@ SLOW: tuple[SlowTests, ...] = (
         ),
     ),
     SlowTests(
+        "PTX of a kernel of each kind, translated and run: single instructions and the checks of its text are fast",
+        ("codegen/cuda/test_cuda_ptx.py::",),
+    ),
+    SlowTests(
         "options of attention one by one: all of them together are fast",
         (
             "codegen/lowering/test_lower_attention.py::test_options_equal_eager[",

@@ -15,7 +15,8 @@ from picompile_runtime.devices.cuda import driver
 SOURCE = Path(__file__).with_name("libcuda.cpp")
 
 
-def _compile(folder: Path) -> None:
+def compile_driver(folder: Path) -> None:
+    """Write the stand-in to `folder`, which it makes, as libcuda.so.1."""
     folder.mkdir()
     flags = ["-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", "-std=c++17", "-pthread"]
     subprocess.run(["g++", *flags, SOURCE, "-o", folder / "libcuda.so.1", "-ldl"], check=True)
@@ -30,7 +31,7 @@ def emulate(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def fake_library(build_once: BuildOnce) -> Path:
-    return build_once("fake-cuda", _compile) / "libcuda.so.1"
+    return build_once("fake-cuda", compile_driver) / "libcuda.so.1"
 
 
 @pytest.fixture

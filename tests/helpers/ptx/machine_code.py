@@ -1,0 +1,133 @@
+"""A lint of machine code (SASS): local memory, and loads that must see what the host wrote.
+
+How `pi_wait_for` of prelude.cuh looks in machine code: a loop with NANOSLEEP reads both flags by LDG.E.STRONG.SYS;
+behind it MEMBAR.SC.SYS orders later loads, and CCTL.IVALL empties the cache of the multiprocessor. Loads of what the
+host wrote are volatile in the PTX, and then LDG.E.STRONG.SYS.
+"""
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from helpers.ptx.device_code import DeviceCode
+from helpers.ptx.loads import loads_of
+from helpers.ptx.syntax import PtxKernel
+from helpers.support import ROOT
+from picompile_codegen.cuda.build import Resources, function_resources
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from _sass import disassemble, innermost_loops, operations
+
+LATER_PTXAS = Path("/usr/local/bin/ptxas")
+LATER_RELEASE = 13
+# Registers that a function may take more with the later release; a spill is never right.
+MOST_MORE_REGISTERS = 4
+_LOCAL = ("LDL", "STL")
+_STRONG_LOAD = re.compile(r"LDG\.E.*\.STRONG\.SYS")
+_FENCE = re.compile(r"MEMBAR\..*SYS")
+_SLEEP, _EMPTY_CACHE = "NANOSLEEP", "CCTL.IVALL"
+# Between a fence and what empties the cache are checks for errors alone.
+_MOST_BETWEEN = 4
+
+
+def machine_faults(code: DeviceCode, kernels: list[PtxKernel]) -> list[str]:
+    """Return a line for each fault in the cubin of `code`, whose PTX has `kernels`."""
+    functions, resources = functions_of(code.cubin), function_resources(code.cubin)
+    return [
+        f"{kernel.name}: {fault}"
+        for kernel in kernels
+        for fault in function_faults(
+            functions[kernel.name], loads_of(kernel).volatile_loads, resources[kernel.name].local_bytes
+        )
+    ]
+
+
+def functions_of(cubin: bytes) -> dict[str, str]:
+    """Return the machine code of each function as text."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "device.cubin"
+        path.write_bytes(cubin)
+        return disassemble(path)
+
+
+def function_faults(text: str, volatile_loads: int, local_bytes: int = 0) -> list[str]:
+    """Return what is wrong with a function's machine code. `volatile_loads` are those of its PTX."""
+    found, code = [], operations(text)
+    local = sorted({each for each in code if each.startswith(_LOCAL)})
+    if local or local_bytes:
+        found.append(f"local memory: {', '.join((f'{local_bytes} bytes', *local))}")
+    strong = sum(bool(_STRONG_LOAD.match(each)) for each in code)
+    # Code that is there twice has them twice; none may get lost or plain.
+    if strong < volatile_loads:
+        found.append(f"{strong} loads see other writers, but {volatile_loads} are volatile in the PTX")
+    for loop in innermost_loops(text, _SLEEP):
+        read = [each for line in loop for each in operations(_as_line(line)) if each.startswith("LD")]
+        plain = [each for each in read if each.startswith("LDG") and not _STRONG_LOAD.match(each)]
+        if plain or not any(_STRONG_LOAD.match(each) for each in read):
+            found.append(f"a wait reads its flag by {', '.join(plain) or 'no load'}")
+    if _SLEEP in code and not any(_is_full_fence(code, at) for at in range(code.index(_SLEEP), len(code))):
+        found.append("no fence for the system that empties the cache is behind a wait")
+    return found
+
+
+def _as_line(instruction: str) -> str:
+    return f"/*0000*/ {instruction} ;"
+
+
+def _is_full_fence(code: list[str], at: int) -> bool:
+    return bool(_FENCE.match(code[at])) and _EMPTY_CACHE in code[at + 1 : at + 1 + _MOST_BETWEEN]
+
+
+@dataclass(frozen=True)
+class Registers:
+    """Registers of a thread by the pinned compiler and by a later one, and what that puts in local memory."""
+
+    pinned: int
+    later: int
+    later_local_bytes: int
+
+
+@cache
+def missing_later_ptxas() -> str:
+    """Return why the later assembler cannot be used; empty if it can."""
+    if not LATER_PTXAS.is_file():
+        return f"needs ptxas {LATER_RELEASE} as {LATER_PTXAS}"
+    done = subprocess.run([LATER_PTXAS, "--version"], capture_output=True, text=True, check=False)
+    found = re.search(r"release (\d+)", done.stdout)
+    is_later = found is not None and int(found[1]) >= LATER_RELEASE
+    return "" if is_later else f"needs ptxas {LATER_RELEASE}: {LATER_PTXAS} is another one"
+
+
+def assemble(ptx: str, sm: int) -> bytes:
+    """Return the cubin that the later assembler makes."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, target = Path(folder) / "device.ptx", Path(folder) / "device.cubin"
+        source.write_text(ptx, encoding="utf-8")
+        subprocess.run([LATER_PTXAS, f"-arch=sm_{sm}", source, "-o", target], check=True, capture_output=True)
+        return target.read_bytes()
+
+
+def later_registers(code: DeviceCode) -> dict[str, Registers]:
+    """Return the registers of each function by both compilers."""
+    pinned, later = function_resources(code.cubin), function_resources(assemble(code.ptx, code.sm))
+    return {name: _compared(each, later[name]) for name, each in pinned.items()}
+
+
+def _compared(pinned: Resources, later: Resources) -> Registers:
+    return Registers(pinned.registers, later.registers, later.local_bytes)
+
+
+def register_faults(found: Mapping[str, Registers]) -> list[str]:
+    """Return a line for each function that takes more registers with the later compiler than it may, or spills."""
+    return [
+        f"{name}: {each.later} registers by ptxas {LATER_RELEASE} instead of {each.pinned}, "
+        f"{each.later_local_bytes} bytes of local memory"
+        for name, each in found.items()
+        if each.later > each.pinned + MOST_MORE_REGISTERS or each.later_local_bytes
+    ]
