@@ -5,6 +5,7 @@
 # make coverage    pytest, and which lines and branches it reached: in the terminal and in htmlcov/index.html
 # make fuzz        attacks and property tests on new random examples, for MINUTES=10
 # make bench       compile a 1.3-billion-parameter model with 10 % of its neurons firing, and measure it
+# make gpu-pack    all that a GPU's machine is given for a first run, into build/gpu, and a rehearsal without one
 # make docs        the documentation as a site, in build/site
 # make constraints write constraints.txt anew, with the newest versions
 # make format make clean
@@ -27,7 +28,7 @@ CONSTRAINTS ?= -c constraints.txt
 JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 4 ] && echo 4 || echo $$n)
 PYTEST = $(BIN)/pytest -n $(JOBS) --dist worksteal --durations=20
 
-.PHONY: demo test test-slow test-all lint coverage fuzz bench docs constraints format clean
+.PHONY: demo test test-slow test-all lint coverage fuzz bench gpu-pack docs constraints format clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -63,6 +64,12 @@ bench: $(VENV)/.installed
 	    $(BIN)/picompile compile build/bench/reglu-1.3b -o build/bench/reglu-1.3b-$$quant --quant $$quant --force && \
 	    $(BIN)/picompile bench build/bench/reglu-1.3b-$$quant || exit 1; \
 	done
+
+# What each step has made is used again: kernels, and the build of llama.cpp, which takes the longest.
+gpu-pack: $(VENV)/.installed-dev
+	$(BIN)/python benchmarks/peers_llama_cuda.py all -o build/llama.tar.xz --sm 90
+	$(BIN)/python benchmarks/gpu_pack.py -o build/gpu --sm 90 --llama build/llama.tar.xz
+	$(BIN)/python tests/gpu_rehearsal.py build/gpu
 
 docs: $(VENV)/.installed-docs
 	$(BIN)/mkdocs build --strict

@@ -55,12 +55,16 @@ class BuildError(Exception):
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """Options of a build: `sm` is the compute capability times ten, None for the CPU alone."""
+    """Options of a build: `sm` is the compute capability times ten, None for the CPU alone.
+
+    `toolkit` is the root of CUDA's, one that is found without it.
+    """
 
     sm: int | None
     jobs: int
     flash: bool = False
     cublas: Path | None = None
+    toolkit: Path | None = None
 
 
 def build(archive: Path, folder: Path, options: BuildOptions) -> dict[str, object]:
@@ -142,7 +146,7 @@ def _configure(folder: Path, options: BuildOptions) -> list[str]:
 
 
 def _cuda(folder: Path, options: BuildOptions, sm: int) -> list[str]:
-    toolkits = _toolkits()
+    toolkits = [options.toolkit.resolve()] if options.toolkit else _toolkits()
     if not toolkits:
         raise BuildError("no nvcc: neither on the path, nor in CUDA_HOME, nor in /usr/local/cuda*")
     places = [(options.cublas / "include", options.cublas / "lib")] if options.cublas else _cublas_places(toolkits)

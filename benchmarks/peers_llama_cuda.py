@@ -1,6 +1,11 @@
 """llama.cpp with CUDA as a peer of `gpu.py`: dense layers, as many on the GPU as a budget of memory holds.
 
-Where there is a network, once: sources of llama.cpp, as PyPI has them in llama-cpp-python, and of these what is needed.
+Where there is a network, all that a pack needs in one command, of what PyPI has: sources, CUDA's compiler and cuBLAS.
+It takes 25 to 45 minutes of one core the first time, and half a minute later; CMake and a C++ compiler must be there.
+
+    python benchmarks/peers_llama_cuda.py all -o build/llama.tar.xz --sm 90
+
+Or step by step: sources of llama.cpp, as PyPI has them in llama-cpp-python, and of these what is needed.
 
     pip download --no-deps --no-binary llama-cpp-python llama-cpp-python==0.3.36
     python benchmarks/peers_llama_cuda.py trim llama_cpp_python-0.3.36.tar.gz -o build/llama_cpp.tar.xz
@@ -41,6 +46,7 @@ from peers_llama_bench import WAYS, BenchOptions, bench, layers_that_fit
 from peers_llama_build import BuildError, BuildOptions, binaries, build, carry
 from peers_llama_gguf import LlamaShape, ShapeError, facts_of, write_gguf
 from peers_llama_sources import SourceError, trim
+from peers_llama_toolkit import PackageError, sources, toolkit
 
 _NUMBERS = ("hidden", "ffn", "layers", "heads", "kv-heads", "head-dim", "vocab")
 
@@ -49,17 +55,22 @@ def main() -> None:
     options = _arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     verbs: Mapping[str, Callable[[argparse.Namespace], None]] = {
-        "trim": _trim, "build": _build, "carry": _carry, "gguf": _gguf, "bench": _bench,
+        "all": _all, "trim": _trim, "build": _build, "carry": _carry, "gguf": _gguf, "bench": _bench,
     }  # fmt: skip
     try:
         verbs[options.verb](options)
-    except (BuildError, ShapeError, SourceError, OSError) as error:
+    except (BuildError, PackageError, ShapeError, SourceError, OSError) as error:
         sys.exit(str(error))
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(dest="verb", required=True)
+    whole = verbs.add_parser("all", help="fetch from PyPI, build and pack what another machine runs")
+    whole.add_argument("-o", "--output", type=Path, required=True)
+    whole.add_argument("--sm", type=int, default=90, help="compute capability times ten; an H100's and an H200's is 90")
+    whole.add_argument("--folder", type=Path, default=Path("build"), help="where sources, compiler and build are kept")
+    whole.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     trimmed = verbs.add_parser("trim", help="the sources that are needed, from llama-cpp-python's source distribution")
     trimmed.add_argument("source", type=Path)
     trimmed.add_argument("-o", "--output", type=Path, required=True)
@@ -102,6 +113,16 @@ def _add_model_verbs(verbs: Any) -> None:
 
 def _counts(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
+
+
+def _all(options: argparse.Namespace) -> None:
+    archive, folder = options.folder / "llama_cpp.tar.xz", options.folder / "llama"
+    options.folder.mkdir(parents=True, exist_ok=True)
+    if not archive.exists():
+        trim(sources(options.folder), archive)
+    asked = BuildOptions(options.sm, options.jobs, toolkit=toolkit(options.folder / "cuda"))
+    print(json.dumps(build(archive, folder, asked)))
+    print(f"{options.output}: {carry(folder, options.output) / 2**20:.1f} MiB")
 
 
 def _trim(options: argparse.Namespace) -> None:

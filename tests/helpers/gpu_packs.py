@@ -7,7 +7,7 @@ import subprocess
 import sys
 import zipfile
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,14 +70,8 @@ def _pack(folder: Path) -> None:
         {"folder": name, "cases": pack_kernels(cases, folder / f"{name}.zip", 90)}
         for name, cases in (("small", CASES), ("speed", TIMED))
     ]
-    # The schedule asks for this model by its name.
-    shape, options = (
-        shape_from_config("llama-70b", SHAPE),
-        ModelOptions("f16", BUDGET, 32, 40, 90, native_target().isas[:1]),
-    )
-    entries = {variant: pack_model(shape, options, variant, folder) for variant in ("hybrid", "layers_dense", "cpu")}
-    # As planned for another GPU: here it is the same split.
-    entries["hybrid_4090"] = entries["hybrid"] | {"variant": "hybrid_4090", "plan": {"computed": 0.3}}
+    entries = tiny_models(folder, "f16", ("hybrid", "layers_dense", "cpu"))
+    del entries["layers_dense_4090"]
     save_tiny_llama(folder / "model", num_hidden_layers=1)
     bundled = BundledOptions(folder / "model", "h100", 40, 4, ("a", "sparse rows"), (("f16", "split"),))
     index = {
@@ -94,6 +88,20 @@ def _pack(folder: Path) -> None:
     }
     (folder / "pack.json").write_text(json.dumps(index))
     emulated_kernels(folder)
+
+
+def tiny_models(folder: Path, quant: str, variants: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Pack variants of a model of one layer; return their entries, and those of what is planned for another GPU.
+
+    The schedule asks for the model by the name of the one that it stands for.
+    """
+    options = ModelOptions(quant, BUDGET, 32, 40, 90, native_target().isas[:1])
+    shape = shape_from_config("llama-70b", SHAPE)
+    entries = {variant: pack_model(shape, options, variant, folder) for variant in variants}
+    # Here they are the same split.
+    for name in ("hybrid", "layers_dense"):
+        entries[f"{name}_4090"] = entries[name] | {"variant": f"{name}_4090", "plan": {"computed": 0.3}}
+    return entries
 
 
 def emulated_kernels(folder: Path) -> None:
