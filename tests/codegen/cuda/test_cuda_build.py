@@ -123,6 +123,8 @@ def test_the_files_of_an_artifact(tmp_path: Path) -> None:
     first = launches["kernels"]["doubled_100"][0]
     assert (first["grid"], first["block"], first["local_bytes"]) == ([4, 1, 1], [32, 1, 1], 0)
     assert (tmp_path / names["cubin"]).read_bytes()[:4] == b"\x7fELF"
+    ptx = (tmp_path / names["ptx"]).read_text(encoding="ascii")
+    assert ".version" in ptx and "\0" not in ptx, "no file of text"
     again = tmp_path / "again"
     again.mkdir()
     build_cuda([_doubled()], again, 75)

@@ -5,10 +5,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from ctypes import byref, c_void_p
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from helpers.toys.toy_gpu import PTX
 from picompile_runtime import DoesNotFitError, KernelError, MachineError
 from picompile_runtime.devices.cuda import CudaAccelerator, CudaError, CudaImages, driver
 from picompile_runtime.devices.cuda.driver import Driver, call_error
@@ -88,6 +90,21 @@ def test_code_that_the_driver_rejects(
     # The log's first line, and no more of it.
     assert "(ptxas fatal : refused by the stand-in);" in text and "second" not in text
     assert hint in text
+
+
+@pytest.mark.parametrize("end", [b"\xfe\0", b"\0\xfe"])
+def test_ptx_ends_with_a_zero(gpu: ctypes.CDLL, images: CudaImages, end: bytes) -> None:
+    """The driver reads PTX up to a zero, and what stands in front of it must be text."""
+    opened, handle = Driver(driver.LIBRARY), c_void_p()
+    memory = ctypes.create_string_buffer(PTX + end, len(PTX + end))
+    with opened.primary_context(opened.first_device()) as context, opened.current(context):
+        load = partial(opened.call, "cuModuleLoadDataEx", byref(handle), memory, 0, None, None)
+        if end[0]:
+            with pytest.raises(CudaError, match="CUDA_ERROR_INVALID_PTX"):
+                load()
+            return
+        load()
+        opened.call("cuModuleUnload", handle)
 
 
 def test_other_failures_to_load_keep_their_error(
