@@ -5,7 +5,7 @@
    only launches, functions of the host, copies to the GPU, memsets and events while a thread captures streams, and no
    call from a function of the host. Calls that break a rule return an error. Mistakes that the driver would not notice, but that
    harm the program, are faults (`fake_fault`): memory freed while it is in use, or written past its end. A call from a
-   function of the host is a fault, too.
+   function of the host is a fault, too, and so is a query of a captured stream, since nobody may look at its result.
 
    A stream that waits for an event of a captured one is captured, too, and must be joined to the first one at the end.
    The nodes of such a graph run one by one, in an order that its edges allow.

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from ctypes import byref, c_void_p
 from functools import partial
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -147,8 +148,6 @@ def opened(gpu: ctypes.CDLL) -> Driver:
 
 
 def test_the_stand_in_keeps_contexts_per_thread(opened: Driver) -> None:
-    from threading import Thread
-
     seen: list[str] = []
 
     def elsewhere() -> None:
@@ -183,6 +182,26 @@ def test_the_stand_in_captures_only_launches(opened: Driver, call: Callable[[Dri
         with pytest.raises(CudaError, match="CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"):
             opened.call("cuStreamEndCapture", stream, byref(graph))
         assert not graph
+
+
+def test_the_stand_in_finds_queries_of_captured_streams(opened: Driver, gpu: ctypes.CDLL) -> None:
+    """From whatever thread: the driver discards what is captured."""
+    seen: list[bool] = []
+    with opened.primary_context(opened.first_device()) as context, opened.current(context), opened.stream() as stream:
+
+        def look() -> None:
+            with opened.current(context):
+                seen.append(opened.is_well(stream))
+
+        opened.call("cuStreamBeginCapture_v2", stream, 2)
+        thread = Thread(target=look)
+        thread.start()
+        thread.join()
+        with pytest.raises(CudaError, match="CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"):
+            opened.call("cuStreamEndCapture", stream, byref(c_void_p()))
+    assert seen == [False]
+    assert gpu.fake_fault() == b"a stream was queried while it was captured"
+    gpu.fake_reset()
 
 
 def test_the_stand_in_rejects_freed_handles(opened: Driver, images: CudaImages) -> None:
