@@ -17,7 +17,15 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from picompile_runtime.artifact.fields import Fields, parse_object
-from picompile_runtime.devices.memory import ALIGNMENT, Tensor, anonymous_map, in_units, protect
+from picompile_runtime.devices.memory import (
+    ALIGNMENT,
+    GROWTH_HINT,
+    Tensor,
+    anonymous_map,
+    growth_bytes,
+    in_units,
+    protect,
+)
 from picompile_runtime.errors import ArtifactError, DoesNotFitError
 
 _MOST_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
@@ -159,7 +167,9 @@ def _needed_pages(size_bytes: int, pinning_bytes: int) -> mmap.mmap:
     purpose = "the weights that the GPU reads from the host's memory"
     if size_bytes + pinning_bytes > (free_bytes := _free_bytes()):
         needed, free = in_units(size_bytes + pinning_bytes, free_bytes)
-        raise DoesNotFitError(f"{purpose} take {needed} of memory when they are pinned, and {free} are free")
+        raise DoesNotFitError(
+            f"{purpose} take {needed} of memory when they are pinned, and {free} are free; {GROWTH_HINT}"
+        )
     memory = anonymous_map(size_bytes + _PAGE_BYTES, purpose)
     _ask_for_large(memory)
     return memory
@@ -194,10 +204,10 @@ def _copy(mapped: mmap.mmap, memory: mmap.mmap, parts: Sequence[tuple[int, int, 
 
 
 def _free_bytes() -> int:
-    """Return the memory in bytes that is free without swapping, as the system estimates it; 0 if it does not say."""
+    """Return the memory in bytes that can be had without swapping, as the system estimates it; 0 if it does not say."""
     with suppress(OSError, ValueError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             name, _, value = line.partition(":")
             if name == "MemAvailable":
-                return int(value.split()[0]) * 1024
+                return int(value.split()[0]) * 1024 + growth_bytes()
     return 0
