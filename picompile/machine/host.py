@@ -37,11 +37,14 @@ def cpu_name() -> str:
 
 def host_memory() -> tuple[int, int]:
     """Return the bytes of memory that this process may use, and how many of them are available now."""
+    from picompile_runtime.devices.memory import growth_bytes
+
     lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     fields = {name: value for name, _, value in (line.partition(":") for line in lines)}
     total, available = (int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
-    limit = min([total, *_limits()])
-    return limit, min(limit, available)
+    growth = growth_bytes()
+    limit = min([total + growth, *_limits()])
+    return limit, min(limit, available + growth)
 
 
 def _limits() -> list[int]:

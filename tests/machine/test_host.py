@@ -61,3 +61,13 @@ def test_bandwidth_is_measured(limits: Path) -> None:
     measured = measure_host(1)
     assert 1e8 < measured.bytes_per_s < 1e13
     assert 0 < measured.scattered_share <= 1
+
+
+def test_memory_may_grow(limits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as the user says, but not above a container's limit."""
+    monkeypatch.setenv("PICOMPILE_MEMORY_GIB", "8000")
+    total, available = host_memory()
+    assert total == 8000 * 2**30
+    assert available > total - psutil.virtual_memory().total
+    limits.write_text("123456789\n")
+    assert host_memory() == (123456789, 123456789)

@@ -55,12 +55,13 @@ def compile_cuda(source: str, sm: int) -> tuple[bytes, bytes]:
     try:
         (result,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
         if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            log = _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program, nvrtc)
+            log = _output(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program, nvrtc)
             reason = _first_error(log.decode(errors="replace"))
             raise BuildError(f"NVRTC cannot compile the kernels for sm_{sm}: {reason}")
         return (
-            _text(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program, nvrtc),
-            _text(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program, nvrtc),
+            _output(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program, nvrtc),
+            # The zero that ends it for C is counted in its size, and belongs in no file of text.
+            _output(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program, nvrtc).rstrip(b"\0"),
         )
     finally:
         nvrtc.nvrtcDestroyProgram(program)
@@ -101,7 +102,7 @@ def _checked(result: tuple[Any, ...], nvrtc: Any) -> Any:
     return values[0] if len(values) == 1 else tuple(values)
 
 
-def _text(size: Any, content: Any, program: Any, nvrtc: Any) -> bytes:
+def _output(size: Any, content: Any, program: Any, nvrtc: Any) -> bytes:
     data = bytes(_checked(size(program), nvrtc))
     _checked((*content(program, data), None), nvrtc)
     return data

@@ -51,6 +51,30 @@ static __device__ __forceinline__ void pi_ldmatrix_x4_trans(unsigned *to, const 
                : "r"((unsigned)__cvta_generic_to_shared(row))
                : "memory");
 }
+
+// Instructions that order memory, with the least order that kernels here need. A release is ordered after all that came
+// before it, an acquire before all that comes after it. CUDA's `__threadfence` orders stores before later loads of other
+// places as well (`fence.sc`), which takes longer. Nothing here needs that: no two threads each write a place and then
+// read the other's. A barrier before a release and one after an acquire extend the order to the other threads of both
+// blocks ("Causality order" of the PTX ISA).
+
+// Returns what was at `at`, and counts it on, from `last` to 0. Both a release and an acquire, for all of the GPU.
+static __device__ __forceinline__ unsigned pi_inc_acq_rel_gpu(unsigned *at, unsigned last) {
+  unsigned before;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(__cvta_generic_to_global(at)), "r"(last)
+               : "memory");
+  return before;
+}
+
+// Writes `value` as a release, for the GPU and the host.
+static __device__ __forceinline__ void pi_store_release_sys(int *at, int value) {
+  asm volatile("st.release.sys.global.s32 [%0], %1;" ::"l"(__cvta_generic_to_global(at)), "r"(value) : "memory");
+}
+
+// Makes volatile reads before it acquires, for the GPU and the host.
+static __device__ __forceinline__ void pi_fence_acq_rel_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 #endif
 #ifndef PI_SM  // the emulation of the tests is of this architecture, unless they name another one
 #define PI_SM 80

@@ -19,8 +19,8 @@ _ONE_THREADS = 256
 # A warp reads two rows at a time: what it has read of x serves both, and more reads are under way.
 _ROWS_A_WARP = 2
 _ROWS_A_BLOCK = _ONE_THREADS // WARP * _ROWS_A_WARP
-# Runs of columns that the last block loads together for the norm: more would not fit the registers everywhere.
-_RUNS_TOGETHER = 1
+# Registers of a thread for what the last block loads together to write the norm, less than what multiplying takes.
+_NORM_REGISTERS = 32
 
 
 def linear(spec: LinearSpec, function: CudaFunction) -> None:
@@ -51,7 +51,8 @@ def linear_add(spec: LinearAddSpec, function: CudaFunction) -> None:
             def values(number: int) -> list[Expr]:
                 return columns.load_run(number, y, 0)
 
-            write_norm(spec.norm, columns, values, vectors, out, place.thread, _RUNS_TOGETHER)
+            together = _runs_together(spec, w, columns, vectors)
+            write_norm(spec.norm, columns, values, vectors, out, place.thread, together)
 
 
 def _resident(spec: LinearSpec, w: CudaMatrix) -> int:
@@ -61,6 +62,17 @@ def _resident(spec: LinearSpec, w: CudaMatrix) -> int:
     would spill up to 16 bytes.
     """
     return 4 if w.has_nibbles and not w.has_zeros and in_parts(spec.k) else 0
+
+
+def _runs_together(spec: LinearAddSpec, w: CudaMatrix, columns: ColumnLanes, vectors: NormVectors) -> int:
+    """Return for how many runs of columns the last block loads all before it writes the norm.
+
+    With a bound on registers, two runs of a norm with a bias spill on sm_90.
+    """
+    if vectors.bias is not None and _resident(spec.linear, w):
+        return 1
+    read = 1 + (vectors.weight is not None) + (vectors.bias is not None)
+    return max(1, _NORM_REGISTERS // (columns.lanes * read))
 
 
 def _one(

@@ -60,12 +60,15 @@ def write_norm(
     """Write the norm of a row, whose elements `values` gives, zeros for columns that do not exist.
 
     `out` is a tensor, the row there, and the column at which the row begins. All threads of the block must come. With
-    `together` the elements are loaded whenever they are used, so many runs at a time: else ptxas would load them all,
-    and spill.
+    `together` the elements are loaded whenever they are used: else ptxas would load them all, and spill. Results are
+    then written of so many runs at a time: ptxas moves no load in front of a store that may be to the same place, so
+    that each turn waits for memory once. Sums take a run at a time, and ptxas has their loads under way together.
     """
     numbers, width = range(len(columns.runs)), float(norm.dim // norm.groups)
-    groups = [numbers[i : i + together] for i in numbers[::together]] if together else [numbers]
     y, row, first = out
+
+    def turns(runs: int) -> list[range]:
+        return [numbers[i : i + runs] for i in numbers[::runs]] if together else [numbers]
 
     def read(of_run: OfRun | None, group: range) -> list[list[Expr]]:
         return [] if of_run is None else [of_run(number) for number in group]
@@ -76,7 +79,7 @@ def write_norm(
 
     def sum_of(elements: Callable[[int, list[Expr]], list[Expr]]) -> Expr:
         totals = []
-        for group in groups:
+        for group in turns(1):
             found = read(values, group)
             come()
             totals += [_total(elements(number, each)) for number, each in zip(group, found, strict=True)]
@@ -90,7 +93,7 @@ def write_norm(
 
     squares = sum_of(lambda number, found: [value * value for value in centered(number, found)])
     factor = bind(inverse_root(squares / width, norm.eps))
-    for group in groups:
+    for group in turns(together):
         found, weights, biases = (read(each, group) for each in (values, vectors.weight, vectors.bias))
         come()
         for place, number in enumerate(group):

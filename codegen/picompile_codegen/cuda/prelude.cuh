@@ -155,18 +155,21 @@ static __device__ __forceinline__ void pi_add_int64(int64_t *sum, int value) {
 
 // Whether this block is the last of `blocks` to ask with this ticket, which is 0 before and after. What these blocks wrote
 // before, behind a barrier of their own, the last one sees behind its next barrier.
+//
+// Each block releases what it wrote with its ticket. The last one's ticket follows from those of all others by atomic
+// operations alone, so it acquires what all of them released. Whether it also sees what blocks write after their tickets
+// does not matter.
 static __device__ __forceinline__ int pi_is_last(int *ticket, int blocks) {
-  __threadfence();
-  uint before = atomicInc((uint *)ticket, (uint)blocks - 1u);
-  __threadfence();
-  return before == (uint)blocks - 1u;
+  return pi_inc_acq_rel_gpu((uint *)ticket, (uint)blocks - 1u) == (uint)blocks - 1u;
 }
 
 // Host and device meet at flags in memory that both see. A flag holds the number of the step in which it was last set.
-// All that was written before is seen by whoever has seen the flag.
+// All that was written before is seen by whoever has seen the flag, and all that was read before is read.
+//
+// That takes a release here and an acquire in `pi_wait_for`. A side that gives up needs no more: it sets `abandoned` and
+// does not look at its flag again, so both may give up, and a flag that is set at that moment stays unseen.
 static __device__ __forceinline__ void pi_signal(int *flag, int step) {
-  __threadfence_system();
-  *(volatile int *)flag = step;
+  pi_store_release_sys(flag, step);
 }
 
 // A value that the other side may have written since the kernel began. What a kernel does not write, the compiler reads
@@ -215,7 +218,7 @@ static __device__ __forceinline__ void pi_wait_for(const int *flag, int *abandon
     for (int polls = 0; polls < 1024; ++polls) {
       int set = *(const volatile int *)flag, given_up = *(const volatile int *)abandoned;
       if (set == step || given_up != 0) {
-        __threadfence_system();
+        pi_fence_acq_rel_sys();
         return;
       }
       __nanosleep(100);

@@ -17,7 +17,15 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from picompile_runtime.artifact.fields import Fields, parse_object
-from picompile_runtime.devices.memory import ALIGNMENT, Tensor, anonymous_map, in_units, protect
+from picompile_runtime.devices.memory import (
+    ALIGNMENT,
+    GROWTH_HINT,
+    Tensor,
+    anonymous_map,
+    growth_bytes,
+    in_units,
+    protect,
+)
 from picompile_runtime.errors import ArtifactError, DoesNotFitError
 
 _MOST_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
@@ -59,6 +67,10 @@ def _tensor(entry: Fields, start: int, end: int) -> Tensor:
 # pages if the kernel and the file system keep the file's blocks of 2 MiB together.
 _PAGE_BYTES = 2**21
 _PART_BYTES = 2**25
+# What memory that a GPU pins takes of the host besides, for each page of 4 KiB: 8 bytes of this process's page tables
+# (for a page of 2 MiB Linux keeps as many in reserve), and in NVIDIA's open kernel modules 8 for the page, 40 for an
+# entry of `nvidia_pte_t` with its address, and 8 for the address that the GPU uses. Others are taken to be no larger.
+_SMALL_PAGE_BYTES, _PINNED_PAGE_BYTES = 2**12, 64
 # Bytes left to the rest of the system.
 _MARGIN_BYTES = 2**29
 
@@ -117,9 +129,10 @@ def load_tensors(
     for name, tensor in tensors.items():
         places[name] = end
         end += -(-tensor.size_bytes // ALIGNMENT) * ALIGNMENT
-    memory = _large_pages(end, other_bytes)
+    pinning_bytes = -(-end // _SMALL_PAGE_BYTES) * _PINNED_PAGE_BYTES if must_copy else 0
+    memory = _large_pages(end, other_bytes + pinning_bytes)
     if memory is None and must_copy:
-        memory = _needed_pages(end)
+        memory = _needed_pages(end, pinning_bytes)
     if memory is None:
         return mapped, {name: tensor.offset for name, tensor in tensors.items()}
     start = _start(memory)
@@ -146,12 +159,17 @@ def _large_pages(size_bytes: int, other_bytes: int) -> mmap.mmap | None:
     return memory
 
 
-def _needed_pages(size_bytes: int) -> mmap.mmap:
-    """Return memory that contains large pages for `size_bytes`. Raises DoesNotFitError."""
+def _needed_pages(size_bytes: int, pinning_bytes: int) -> mmap.mmap:
+    """Return memory that contains large pages for `size_bytes`, which take `pinning_bytes` more when they are pinned.
+
+    Raises DoesNotFitError.
+    """
     purpose = "the weights that the GPU reads from the host's memory"
-    if size_bytes > (free_bytes := _free_bytes()):
-        needed, free = in_units(size_bytes, free_bytes)
-        raise DoesNotFitError(f"{purpose} take {needed} of memory and {free} are free")
+    if size_bytes + pinning_bytes > (free_bytes := _free_bytes()):
+        needed, free = in_units(size_bytes + pinning_bytes, free_bytes)
+        raise DoesNotFitError(
+            f"{purpose} take {needed} of memory when they are pinned, and {free} are free; {GROWTH_HINT}"
+        )
     memory = anonymous_map(size_bytes + _PAGE_BYTES, purpose)
     _ask_for_large(memory)
     return memory
@@ -186,10 +204,10 @@ def _copy(mapped: mmap.mmap, memory: mmap.mmap, parts: Sequence[tuple[int, int, 
 
 
 def _free_bytes() -> int:
-    """Return the memory in bytes that is free without swapping, as the system estimates it; 0 if it does not say."""
+    """Return the memory in bytes that can be had without swapping, as the system estimates it; 0 if it does not say."""
     with suppress(OSError, ValueError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             name, _, value = line.partition(":")
             if name == "MemAvailable":
-                return int(value.split()[0]) * 1024
+                return int(value.split()[0]) * 1024 + growth_bytes()
     return 0

@@ -6,6 +6,7 @@ import ctypes
 import math
 import mmap
 import os
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,10 +16,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from picompile_runtime.errors import DoesNotFitError
+from picompile_runtime.errors import DoesNotFitError, RequestError
+from picompile_runtime.request_checks import shown
 
 _mprotect = ctypes.CDLL(None).mprotect
 ALIGNMENT = 64  # bytes; one cache line, and what kernels assume
+_GROWTH_VARIABLE = "PICOMPILE_MEMORY_GIB"
+# What errors about memory end with.
+GROWTH_HINT = f"if this machine's memory grows when it is used, {_GROWTH_VARIABLE} says how far"
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,20 @@ def check_total(size_bytes: int, purpose: str) -> None:
     """Raise DoesNotFitError, naming `purpose`, if `size_bytes` are more than the whole memory of this machine."""
     if size_bytes > _machine_bytes():
         hint = "compile the model for a smaller context (--context) or fewer sequences (--sequences)"
-        raise DoesNotFitError(f"{_needs(size_bytes, purpose)}; {hint}")
+        raise DoesNotFitError(f"{_needs(size_bytes, purpose)}; {hint}; {GROWTH_HINT}")
+
+
+def growth_bytes() -> int:
+    """Return by how many bytes this machine's memory may grow: to PICOMPILE_MEMORY_GIB, not at all if it is not set.
+
+    Some virtual machines are given more memory when they use what they have. Nothing in the system says so, and to try
+    it would take from other programs what they need. Raises RequestError for a wrong PICOMPILE_MEMORY_GIB.
+    """
+    if not (asked := os.environ.get(_GROWTH_VARIABLE)):
+        return 0
+    if not re.fullmatch("0*[0-9]{1,6}", asked):
+        raise RequestError(f"{_GROWTH_VARIABLE} must be a whole number of GiB, not {shown(asked)}")
+    return max(0, int(asked[-6:]) * 2**30 - _physical_bytes())
 
 
 def in_units(*sizes_bytes: int) -> tuple[str, ...]:
@@ -89,6 +107,10 @@ def _needs(size_bytes: int, purpose: str) -> str:
 
 
 def _machine_bytes() -> int:
+    return _physical_bytes() + growth_bytes()
+
+
+def _physical_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

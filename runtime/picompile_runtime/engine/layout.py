@@ -148,6 +148,8 @@ def _parts(size_bytes: int) -> Sequence[tuple[int, int]]:
 
 # Bytes left free for the driver at least: it keeps some for each graph and for the code. This is an estimate.
 _SPARED_BYTES = 2**26
+# A GPU finds pinned memory of the host by tables in its own memory: 8 bytes for each page of 4 KiB, so 4 KiB for 2 MiB.
+_MAPPED_BYTES, _TABLE_BYTES = 2**21, 2**12
 # Large pieces of a GPU's memory are multiples of this.
 _PIECE_BYTES = 2**21
 # Share of a sparse block's neurons that a step reads, as against all of a dense matrix. It only affects the order in
@@ -157,7 +159,10 @@ _SPARSE_SHARE = 0.5
 
 @dataclass(frozen=True)
 class AcceleratorNeed:
-    """Bytes of the accelerator's memory that a program needs; `driver` is what is left free for the driver."""
+    """Bytes of the accelerator's memory that a program needs.
+
+    `driver` is what is left free for the driver: for itself, for graphs, and to find the host's memory that is pinned.
+    """
 
     weights: int
     kv_cache: int
@@ -178,11 +183,13 @@ class AcceleratorNeed:
 def accelerator_need(program: Program, tensors: Mapping[str, Tensor], graph_bytes: int = 0) -> AcceleratorNeed:
     """Return the memory that `program` needs with its weights `tensors`; the driver keeps `graph_bytes` for graphs."""
     caches = (tensor for name, tensor in program.state.items() if program.memories["state", name] == "device")
+    pinned_bytes = packed_bytes(tensors[name] for name in weights_of(program, "device") if name in program.streamed)
+    tables_bytes = pinned_bytes // _MAPPED_BYTES * _TABLE_BYTES
     return AcceleratorNeed(
         weights=_pieces(packed_bytes(tensors[name] for name in _own_weights(program))),
         kv_cache=sum(_pieces(tensor.size_bytes) for tensor in caches),
         workspace=_pieces(program.accelerator_arena_bytes),
-        driver=max(_SPARED_BYTES, graph_bytes),
+        driver=max(_SPARED_BYTES, graph_bytes + tables_bytes),
     )
 
 
@@ -214,15 +221,22 @@ def fit_accelerator(
             f"the model needs {needed} of GPU memory ({need}) and {free} are free; close what "
             "uses the GPU, leave weights with the host (--replan), or compile with a smaller --vram-budget"
         )
-    moved = moved_weights(program, tensors, need.total - free_bytes)
-    smaller = replace(program, streamed=program.streamed | moved)
-    if (least := accelerator_need(smaller, tensors, graph_bytes)).total > free_bytes:
-        needed, free = in_units(least.total, free_bytes)
-        raise DoesNotFitError(
-            f"the model needs {needed} of GPU memory ({least}) even if its weights stay with the host, and "
-            f"{free} are free; close what uses the GPU, or compile for a smaller --context"
-        )
-    return smaller
+    wanted, own = need.total - free_bytes, frozenset(_own_weights(program))
+    while True:
+        moved = moved_weights(program, tensors, wanted)
+        smaller = replace(program, streamed=program.streamed | moved)
+        excess = (least := accelerator_need(smaller, tensors, graph_bytes)).total - free_bytes
+        if excess <= 0:
+            return smaller
+        if moved == own:
+            break
+        # To find what has moved takes memory as well, and large pieces are not given back in part.
+        wanted = packed_bytes(tensors[name] for name in moved) + excess
+    needed, free = in_units(least.total, free_bytes)
+    raise DoesNotFitError(
+        f"the model needs {needed} of GPU memory ({least}) even if its weights stay with the host, and "
+        f"{free} are free; close what uses the GPU, or compile for a smaller --context"
+    )
 
 
 def moved_weights(program: Program, tensors: Mapping[str, Tensor], wanted_bytes: int) -> frozenset[str]:

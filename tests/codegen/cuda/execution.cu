@@ -129,6 +129,30 @@ extern "C" __global__ void grid_sum(const float *__restrict__ x, float *partial,
   }
 }
 
+// Of all blocks, the last one adds up what the others have released with their tickets.
+extern "C" __global__ void released_sum(const float *__restrict__ x, float *partial, unsigned *ticket, float *sum) {
+  __shared__ bool last;
+  partial[blockIdx.x * 64 + threadIdx.x] = 2.0f * x[blockIdx.x * 64 + threadIdx.x];
+  __syncthreads();
+  if (threadIdx.x == 0) last = pi_inc_acq_rel_gpu(ticket, gridDim.x - 1) == gridDim.x - 1;
+  __syncthreads();
+  if (!last || threadIdx.x != 0) return;
+  *sum = 0.0f;
+  for (unsigned i = 0; i < gridDim.x * 64; i++) *sum += partial[i];
+}
+
+// Block 0 writes a number and releases it with a flag; every later block acquires it.
+extern "C" __global__ void released_number(int *number, int *flag, int *seen) {
+  if (threadIdx.x == 0 && blockIdx.x == 0) {
+    *number = 5;
+    pi_store_release_sys(flag, 1);
+  }
+  if (threadIdx.x != 0 || blockIdx.x == 0) return;
+  int is_set = *(volatile int *)flag;
+  pi_fence_acq_rel_sys();
+  seen[blockIdx.x] = is_set ? *number : -1;
+}
+
 // Groups of 8 lanes hand values around through shared memory; each group meets by itself.
 extern "C" __global__ void neighbours(const int *__restrict__ x, int *__restrict__ out) {
   __shared__ int values[64];

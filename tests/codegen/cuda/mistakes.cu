@@ -196,6 +196,25 @@ extern "C" __global__ void ticket_with_a_late_write(int *out) {
   if (atomicAdd(&out[2], 1) == 1) out[3] = out[0] + out[1];  // MISTAKE
 }
 
+extern "C" __global__ void write_behind_a_releasing_ticket(int *out) {
+  if (threadIdx.x != 0) return;
+  unsigned before = pi_inc_acq_rel_gpu((unsigned *)&out[2], 1);
+  out[blockIdx.x] = 1;
+  if (before == 1) out[3] = out[0] + out[1];  // MISTAKE
+}
+
+extern "C" __global__ void write_behind_a_releasing_flag(int *out) {
+  if (threadIdx.x != 0) return;
+  if (blockIdx.x == 0) {
+    pi_store_release_sys(&out[1], 1);
+    out[0] = 1;
+  } else {
+    int set = *(volatile int *)&out[1];
+    pi_fence_acq_rel_sys();
+    out[2] = out[0] + set;  // MISTAKE
+  }
+}
+
 static __device__ __noinline__ int deep(int *out, int depth) {
   int kept[256];
   for (int i = 0; i < 256; i++) kept[i] = out[i % 64] + depth;

@@ -74,6 +74,22 @@ def test_resources_are_those_that_ptxas_prints() -> None:
     assert b".target sm_89" in ptx
 
 
+@pytest.mark.parametrize("sm", [75, 90])
+def test_memory_is_ordered_by_releases_and_acquires_alone(sm: int) -> None:
+    """`__threadfence` also orders stores before later loads, which takes longer and which no kernel needs."""
+    prelude = cuda.cuda_source([]).text
+    kernel = """extern "C" __global__ void all(int *a) {
+      a[1] = pi_is_last(a + 2, 7);
+      pi_wait(a + 3, a + 16, 1);
+      pi_signal(a + 4, 1);
+    }"""
+    ptx = compile_cuda(prelude + kernel, sm)[1].decode()
+    for instruction in ("atom.acq_rel.gpu.global.inc.u32", "st.release.sys.global.s32", "fence.acq_rel.sys"):
+        assert instruction in ptx
+    assert "membar" not in ptx
+    assert "fence.sc" not in ptx
+
+
 @pytest.mark.parametrize("data", [b"", b"\x7fELF", b"MZ" * 100, b"\x7fELF" + bytes(300)])
 def test_a_file_that_is_no_cubin_is_refused(data: bytes) -> None:
     with pytest.raises(BuildError, match="returned no cubin"):
@@ -107,6 +123,8 @@ def test_the_files_of_an_artifact(tmp_path: Path) -> None:
     first = launches["kernels"]["doubled_100"][0]
     assert (first["grid"], first["block"], first["local_bytes"]) == ([4, 1, 1], [32, 1, 1], 0)
     assert (tmp_path / names["cubin"]).read_bytes()[:4] == b"\x7fELF"
+    ptx = (tmp_path / names["ptx"]).read_text(encoding="ascii")
+    assert ".version" in ptx and "\0" not in ptx, "no file of text"
     again = tmp_path / "again"
     again.mkdir()
     build_cuda([_doubled()], again, 75)

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from helpers.kernels.cuda_workbench import CudaWorkbench
 from helpers.kernels.workbench import Array, Inputs, assert_close, packed, uniform
 from picompile_codegen import cuda
+from picompile_codegen.cuda.build import compile_cuda, function_resources
 from picompile_codegen.specs import LayerNormSpec, LinearAddSpec, LinearSpec, Norm, RmsNormSpec, SumNormSpec
 
 EPS = 1e-5
@@ -75,6 +76,29 @@ def test_linear_add(workbench: CudaWorkbench, case: tuple[str, tuple[int, int], 
     if norm != "none":
         # The mean is rounded to 2e-6, and deviations from it are about 1.
         assert_close(found["normed"], normed(expected, norm, inputs), 2e-5)
+
+
+def norm_of_last_block(form: str, size: tuple[int, int], norm: str) -> str:
+    """The CUDA source of what the last block of a projection does."""
+    return cuda.cuda_source([linear_add(form, size, False, norm)]).text.rpartition("pi_is_last")[2]
+
+
+# Each pass over 8,192 columns has 8 runs of a thread: sums have a turn for each, and results one for 2 to 8 of them.
+@pytest.mark.parametrize(
+    ("form", "norm", "turns"),
+    [("q4", "rms", 8 + 2), ("q8", "layer", 8 + 8 + 4), ("q8", "bare", 8 + 8 + 1), ("q4", "layer", 8 + 8 + 8)],
+)
+def test_a_norm_waits_for_memory_once_in_a_turn(form: str, norm: str, turns: int) -> None:
+    assert norm_of_last_block(form, (8192, 8192), norm).count("pi_loads_first()") == turns
+
+
+def test_norms_behind_projections_do_not_spill() -> None:
+    """Formats and sizes with few registers to spare. tests/cuda_matrix.py compiles many more."""
+    cases = [("q4", (5120, 5120), "layer"), ("q4", (8192, 8192), "rms"), ("f16", (8192, 8192), "layer")]
+    source = cuda.cuda_source([linear_add(form, size, False, norm) for form, size, norm in cases])
+    found = function_resources(compile_cuda(source.text, 90)[0])
+    assert len(found) == len(cases)
+    assert [each.local_bytes for each in found.values()] == [0] * len(cases)
 
 
 @pytest.mark.parametrize("dim", DIMS)

@@ -140,6 +140,24 @@ def test_blocks_that_synchronize_by_an_atomic_ticket(kernels: Emulated, order: i
 
 
 @pytest.mark.parametrize("order", ORDERS)
+def test_a_ticket_releases_and_acquires(kernels: Emulated, order: int) -> None:
+    x = whole_numbers(np.random.default_rng(9), 7 * 64)
+    partial, ticket, total = np.zeros(7 * 64, np.float32), np.zeros(1, np.uint32), np.zeros(1, np.float32)
+    kernels.launch("released_sum", (7, 1, 1), (64, 1, 1), [x, partial, ticket, total], order)
+    assert total[0] == 2 * x.sum(dtype=np.float64)
+    assert ticket[0] == 0
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_flag_releases_what_was_written_before(kernels: Emulated, order: int) -> None:
+    number, flag, seen = np.zeros(1, np.int32), np.zeros(1, np.int32), np.zeros(5, np.int32)
+    kernels.launch("released_number", (5, 1, 1), (32, 1, 1), [number, flag, seen], order)
+    assert (number[0], flag[0]) == (5, 1)
+    assert set(seen[1:]) <= {5, -1}
+    assert order != 0 or set(seen[1:]) == {5}, "later blocks have not seen the flag"
+
+
+@pytest.mark.parametrize("order", ORDERS)
 def test_parts_of_a_warp_that_meet(kernels: Emulated, order: int) -> None:
     x, out = np.arange(64, dtype=np.int32) * 3, np.full(64, -1, np.int32)
     kernels.launch("neighbours", (1, 1, 1), (64, 1, 1), [x, out], order)

@@ -102,6 +102,8 @@ RACES = {
     "read_without_a_ticket": (2, "reads", "writes"),
     "ticket_without_fence": (2, "reads", "writes"),
     "ticket_with_a_late_write": (2, "reads", "writes"),
+    "write_behind_a_releasing_ticket": (2, "reads", "writes"),
+    "write_behind_a_releasing_flag": (2, "reads", "writes"),
 }
 
 

@@ -5,7 +5,7 @@
    only launches, functions of the host, copies to the GPU, memsets and events while a thread captures streams, and no
    call from a function of the host. Calls that break a rule return an error. Mistakes that the driver would not notice, but that
    harm the program, are faults (`fake_fault`): memory freed while it is in use, or written past its end. A call from a
-   function of the host is a fault, too.
+   function of the host is a fault, too, and so is a query of a captured stream, since nobody may look at its result.
 
    A stream that waits for an event of a captured one is captured, too, and must be joined to the first one at the end.
    The nodes of such a graph run one by one, in an order that its edges allow.
@@ -57,8 +57,8 @@ namespace fake {
 
 enum Result {
     SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEVICE = 100, INVALID_IMAGE = 200,
-    INVALID_CONTEXT = 201, INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600, ILLEGAL_ADDRESS = 700,
-    LAUNCH_FAILED = 719, NOT_PERMITTED = 800, CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901,
+    INVALID_CONTEXT = 201, INVALID_PTX = 218, INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600,
+    ILLEGAL_ADDRESS = 700, LAUNCH_FAILED = 719, NOT_PERMITTED = 800, CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901,
     CAPTURE_UNMATCHED = 903, CAPTURE_UNJOINED = 904, CAPTURE_ISOLATION = 905, CAPTURE_WRONG_THREAD = 908, UNKNOWN = 999
 };
 

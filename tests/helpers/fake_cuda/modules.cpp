@@ -8,6 +8,7 @@
 
 #include "fake.h"
 
+#include <cctype>
 #include <cstdlib>
 #include <cstring>
 #include <dlfcn.h>
@@ -142,6 +143,14 @@ static void log_line(unsigned count, const int *options, void **values, const ch
     if (buffer && size) strncpy(buffer, line, size - 1);
 }
 
+/* Is it text with a version, up to the zero that ends it? Behind text without one stands what is no text. */
+static bool is_ptx(const char *image) {
+    if (!strstr(image, ".version")) return false;
+    for (; *image; image++)
+        if (!isprint((unsigned char)*image) && !isspace((unsigned char)*image)) return false;
+    return true;
+}
+
 static Function *find_function(void *handle) {
     for (auto &entry : state.alive)
         if (auto module = std::dynamic_pointer_cast<Module>(entry.second))
@@ -167,7 +176,7 @@ int cuModuleLoadDataEx(void **handle, const void *image, unsigned count, int *op
         return refused;
     }
     bool cubin = !memcmp(image, "\x7f" "ELF", 4);
-    if (!cubin && !strstr((const char *)image, ".version")) return INVALID_IMAGE;
+    if (!cubin && !is_ptx((const char *)image)) return INVALID_PTX;
     auto module = std::make_shared<Module>();
     if (const char *path = getenv("FAKE_CUDA_KERNELS")) {
         module->library = dlopen(path, RTLD_NOW | RTLD_LOCAL);

@@ -157,7 +157,9 @@ int cuStreamDestroy_v2(void *handle) {
 int cuStreamQuery(void *handle) {
     BEGIN(CONTEXT);
     std::shared_ptr<Stream> stream;
-    if (int error = usable(handle, stream)) return error;
+    int error = usable(handle, stream);
+    if (stream && stream->capture) fault("a stream was queried while it was captured");
+    if (error) return error;
     if (call.failed || state.sticky) return call.failed ? call.failed : state.sticky;
     return stream->idle() ? SUCCESS : NOT_READY;
 }

@@ -83,6 +83,20 @@ def test_need_is_the_sum_of_weights_caches_workspace_and_driver() -> None:
     assert need.weights == ALL - own_bytes("table")
 
 
+def test_addresses_of_pinned_memory_take_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 KiB of the accelerator's for 2 MiB of the host's."""
+    monkeypatch.setattr(device_memory, "_SPARED_BYTES", 0)
+    large = {name: Tensor("uint8", (2**30,)) for name in TENSORS}
+    assert accelerator_need(program(), large, 1000).driver == 1000
+    streaming = replace(program(), streamed=frozenset({"table", "norm"}))
+    assert accelerator_need(streaming, large, 1000).driver == 1000 + 2**22
+    # One weight less would be enough if its addresses took nothing.
+    free_bytes = accelerator_need(program(), large).total - 2**30
+    smaller = fit_accelerator(program(), large, free_bytes, may_move=True)
+    assert len(smaller.streamed) == 2
+    assert accelerator_need(smaller, large).total <= free_bytes
+
+
 def test_memory_comes_in_large_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """All weights are in one, and each cache is in one of its own."""
     monkeypatch.setattr(device_memory, "_PIECE_BYTES", 1000)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
@@ -101,6 +102,9 @@ class CudaAccelerator:
         self._failed: BaseException | None = None
         self._abandoned: NDArray[np.int32] | None = None
         self._watch: FailureWatch | None = None
+        # Held while a stream is captured, and while the watch asks about it: the driver discards a capture if anyone
+        # asks about its stream.
+        self._capturing = threading.Lock()
         # With this variable a launch returns only after the kernels have run, and a GPU that waits for the host would
         # wait for ever. Another thread launches then.
         self._launches_wait = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0"
@@ -232,10 +236,10 @@ class CudaAccelerator:
     def tell_failures(self, abandoned: NDArray[np.int32]) -> None:
         """Set abandoned[0] from now on when a graph cannot be launched, and soon after a kernel has failed."""
         self._abandoned = abandoned
-        driver, context, stream = self._driver, self._context, self._compute
+        driver, context, stream, capturing = self._driver, self._context, self._compute, self._capturing
 
         def has_failed() -> bool:
-            with suppress(CudaError), driver.current(context):
+            with suppress(CudaError), driver.current(context), capturing:
                 return not driver.is_well(stream)
             return True
 
@@ -364,7 +368,8 @@ class CudaAccelerator:
         return self._buffers
 
     def _graph(self, nodes: Sequence[Node], stack: ExitStack, copies: c_void_p | None = None) -> c_void_p:
-        return stack.enter_context(runnable_graph(self._driver, nodes, self._compute, copies))
+        with self._capturing:
+            return stack.enter_context(runnable_graph(self._driver, nodes, self._compute, copies))
 
     def _stamped(self, calls: BoundGraphs) -> Sequence[c_void_p]:
         """Return the graphs of `calls` with events in them; the first time, make them."""

@@ -196,7 +196,7 @@ def load_module(driver: Driver, image: CudaImage) -> Iterator[CudaModule]:
     options = (c_int * 2)(_ERROR_LOG_BUFFER, _ERROR_LOG_BUFFER_SIZE_BYTES)
     values = (c_void_p * 2)(ctypes.addressof(log), _LOG_BYTES)
     handle = c_void_p()
-    try:  # bytes end with a zero for C, as PTX must
+    try:  # PTX must end with a zero. A file of it has none; Python adds one to all bytes that it gives to C.
         driver.call("cuModuleLoadDataEx", byref(handle), image.data, 2, options, values)
     except CudaError as error:
         if error.result not in _REFUSALS:

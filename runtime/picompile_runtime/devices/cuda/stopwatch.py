@@ -99,8 +99,8 @@ class FailureWatch:
         self._thread.start()
 
     def begin(self) -> None:
-        """Note that a step begins."""
-        self._changes += 1
+        """Note that a step begins, and that the one before is over, whose wait may have been interrupted."""
+        self._changes += 1 + self._changes % 2
         if self._is_asleep:
             self._wake.set()
 

@@ -145,6 +145,21 @@ DEFINE_ATOMIC(atomicSub, int, (int)((unsigned)old - (unsigned)value))
 DEFINE_ATOMIC(atomicSub, unsigned, old - value)
 DEFINE_ATOMIC(atomicExch, float, value)
 
+/* Instructions that order memory, of instructions.cuh. Inlined, so that an error has the line of the source. */
+__attribute__((always_inline)) static inline unsigned pi_inc_acq_rel_gpu(unsigned *at, unsigned last) {
+    emulated_fence_acq_rel();
+    unsigned before = atomicInc(at, last);
+    emulated_fence_acq_rel();
+    return before;
+}
+
+__attribute__((always_inline)) static inline void pi_store_release_sys(int *at, int value) {
+    emulated_fence_acq_rel();
+    *(volatile int *)at = value;
+}
+
+static inline void pi_fence_acq_rel_sys() { emulated_fence_acq_rel(); }
+
 #undef DEFINE_INTEGER_ATOMICS
 #undef DEFINE_ATOMIC
 #undef DEFINE_ATOMIC_OF

@@ -68,7 +68,9 @@ void emulated_sleep(void);
 /* Of a clock that never goes back. */
 unsigned long long emulated_now_ns(void);
 
-/* What orders memory, for races.h: a fence for all threads of the machine, and an atomic operation in front of it. */
+/* What orders memory, for races.h: a fence for all threads of the machine, one that lets loads pass earlier stores, and
+   an atomic operation in front of it. */
 void emulated_fence(void);
+void emulated_fence_acq_rel(void);
 void emulated_atomic_access(void *address, unsigned bytes);
 }

@@ -90,8 +90,17 @@ static bool is_after(const char *address, uint32_t access) {
     return then.thread / 32 == launch.last / 32 && knowledge[launch.last].clocks[then.thread % 32] >= then.clock;
 }
 
-extern "C" void emulated_fence() {
-    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+static void note_fence() {
     blocks.rows[blocks.count - 1].fenced = current_moment() + 1;
     knowledge[launch.last].moment = 0;
+}
+
+extern "C" void emulated_fence() {
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    note_fence();
+}
+
+extern "C" void emulated_fence_acq_rel() {
+    __atomic_thread_fence(__ATOMIC_ACQ_REL);
+    note_fence();
 }

@@ -5,10 +5,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from ctypes import byref, c_void_p
+from functools import partial
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
+from helpers.toys.toy_gpu import PTX
 from picompile_runtime import DoesNotFitError, KernelError, MachineError
 from picompile_runtime.devices.cuda import CudaAccelerator, CudaError, CudaImages, driver
 from picompile_runtime.devices.cuda.driver import Driver, call_error
@@ -90,6 +93,21 @@ def test_code_that_the_driver_rejects(
     assert hint in text
 
 
+@pytest.mark.parametrize("end", [b"\xfe\0", b"\0\xfe"])
+def test_ptx_ends_with_a_zero(gpu: ctypes.CDLL, images: CudaImages, end: bytes) -> None:
+    """The driver reads PTX up to a zero, and what stands in front of it must be text."""
+    opened, handle = Driver(driver.LIBRARY), c_void_p()
+    memory = ctypes.create_string_buffer(PTX + end, len(PTX + end))
+    with opened.primary_context(opened.first_device()) as context, opened.current(context):
+        load = partial(opened.call, "cuModuleLoadDataEx", byref(handle), memory, 0, None, None)
+        if end[0]:
+            with pytest.raises(CudaError, match="CUDA_ERROR_INVALID_PTX"):
+                load()
+            return
+        load()
+        opened.call("cuModuleUnload", handle)
+
+
 def test_other_failures_to_load_keep_their_error(
     gpu: ctypes.CDLL, images: CudaImages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,8 +148,6 @@ def opened(gpu: ctypes.CDLL) -> Driver:
 
 
 def test_the_stand_in_keeps_contexts_per_thread(opened: Driver) -> None:
-    from threading import Thread
-
     seen: list[str] = []
 
     def elsewhere() -> None:
@@ -166,6 +182,26 @@ def test_the_stand_in_captures_only_launches(opened: Driver, call: Callable[[Dri
         with pytest.raises(CudaError, match="CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"):
             opened.call("cuStreamEndCapture", stream, byref(graph))
         assert not graph
+
+
+def test_the_stand_in_finds_queries_of_captured_streams(opened: Driver, gpu: ctypes.CDLL) -> None:
+    """From whatever thread: the driver discards what is captured."""
+    seen: list[bool] = []
+    with opened.primary_context(opened.first_device()) as context, opened.current(context), opened.stream() as stream:
+
+        def look() -> None:
+            with opened.current(context):
+                seen.append(opened.is_well(stream))
+
+        opened.call("cuStreamBeginCapture_v2", stream, 2)
+        thread = Thread(target=look)
+        thread.start()
+        thread.join()
+        with pytest.raises(CudaError, match="CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"):
+            opened.call("cuStreamEndCapture", stream, byref(c_void_p()))
+    assert seen == [False]
+    assert gpu.fake_fault() == b"a stream was queried while it was captured"
+    gpu.fake_reset()
 
 
 def test_the_stand_in_rejects_freed_handles(opened: Driver, images: CudaImages) -> None:

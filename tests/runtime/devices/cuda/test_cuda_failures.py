@@ -14,7 +14,7 @@ import pytest
 from helpers.toys.toy_gpu import STAGING_BYTES, UPLOADS, axpy, read, view
 from picompile_runtime import DoesNotFitError, KernelError, PicompileRuntimeError
 from picompile_runtime.devices.cpu.native import HostLibrary
-from picompile_runtime.devices.cuda import CudaAccelerator, CudaError, CudaImages
+from picompile_runtime.devices.cuda import CudaAccelerator, CudaError, CudaImages, stopwatch
 from picompile_runtime.devices.memory import anonymous_map
 
 Make = Callable[..., CudaAccelerator]
@@ -225,6 +225,39 @@ def test_a_waiting_host_learns_of_a_failing_kernel(device: CudaAccelerator, gpu:
         device.wait()
     device.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("picompile-gpu")]
+
+
+def test_the_watch_does_not_look_at_what_is_captured(
+    device: CudaAccelerator, gpu: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step runs meanwhile, as after a wait that was interrupted."""
+    monkeypatch.setattr(stopwatch, "_LOOK_S", 1e-4)
+    abandoned = np.zeros(16, np.int32)
+    device.tell_failures(abandoned)
+    memory = device.allocate(4096, "a test")
+    device.start(device.bind([axpy(memory)]))
+    for _ in range(20):
+        device.bind([axpy(memory)] * 200)
+    device.wait()
+    assert gpu.fake_fault() == b""
+    assert abandoned[0] == 0
+
+
+def test_the_watch_looks_again_after_an_interrupted_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of a step is not noted where the wait for it is interrupted."""
+    monkeypatch.setattr(stopwatch, "_LOOK_S", 1e-3)
+    abandoned, looks = np.zeros(16, np.int32), threading.Event()
+
+    def has_failed() -> bool:
+        looks.set()
+        return False
+
+    watch = stopwatch.FailureWatch(has_failed, abandoned)
+    watch.begin()
+    watch.begin()
+    assert looks.wait(10), "it takes the second step for the end of the first"
+    watch.end()
+    watch.close()
 
 
 def test_a_waiting_host_learns_of_a_failed_launch(device: CudaAccelerator, monkeypatch: pytest.MonkeyPatch) -> None:
