@@ -107,7 +107,7 @@ def _kernel(options: Namespace, content: Mapping[str, Any]) -> Iterator[Result]:
     timing = _timing(options) if content["speed"] and options.verb != "case" else None
     images = images_of(options.pack, content["folder"])
     # Small kernels are compared on the CPU: PyTorch starts slowly on the GPU, and under a memory checker never.
-    torch_device = "cpu" if timing is None else _torch_device(options)
+    torch_device = _torch_device(options) if content["speed"] else "cpu"
     yield from run_case(images, content, torch_device, timing)
     if torch_device == "cuda":
         torch.cuda.empty_cache()

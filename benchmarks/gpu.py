@@ -1,6 +1,6 @@
 """Checks and measures what `gpu_pack.py` packed, on a machine with a GPU, PyTorch, numpy and tokenizers.
 
-    python benchmarks/gpu.py first build/gpu --results FOLDER [--asked SECONDS] [--shm 100G]
+    python benchmarks/gpu.py first build/gpu --results FOLDER [--asked SECONDS] [--shm 100G] [--memory 128]
     python benchmarks/gpu.py second build/gpu --results FOLDER
     python benchmarks/gpu.py more build/gpu --results FOLDER
     python benchmarks/gpu.py case build/gpu 'linear q4'
@@ -79,6 +79,7 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--results", type=Path, required=True, help="a folder for what is found")
     parser.add_argument("--asked", type=float, help="when the machine was asked for: `date +%%s` at that time")
     parser.add_argument("--shm", metavar="SIZE", help="remount /dev/shm with this size first; needs root")
+    parser.add_argument("--memory", metavar="GIB", help="how far the machine's memory grows, if it grows as it is used")
     parser.add_argument("--pretend", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--scale", type=float, default=1.0, help="multiplies all times of the schedule")
 
@@ -139,6 +140,8 @@ def _scheduled(options: argparse.Namespace) -> None:
     needed = sum(each or 0 for each in (large and large["weight_bytes"], large and large["dense_bytes"]))
     options.work = work_folder(options.work, needed)
     _cache_beside(options.work)
+    if options.memory:
+        os.environ["PICOMPILE_MEMORY_GIB"] = options.memory
     times = clock(options.asked if options.verb == "first" else None, _BEGIN_S, options.scale)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     writers = Writers(options)

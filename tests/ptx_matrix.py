@@ -79,9 +79,8 @@ def run_kernels(pack: Path, code: DeviceCode, work: Path, orders: list[int]) -> 
 def run_model(pack: Path, entry: dict[str, Any], code: DeviceCode, work: Path, tokens: int) -> Result:
     """Read the tokens that the CPU chose behind each prompt, and compare each choice."""
     os.environ["FAKE_CUDA_KERNELS"] = str(emulate_ptx(code.ptx, work / f"{code.name}.so"))
-    prompts = [each | {key: each[key][:tokens] for key in ("tokens", "margins")} for each in entry["prompts"]]
     begin = time.monotonic()
-    found = check_bundled(pack, work / "artifact", entry | {"prompts": prompts}, 1, _SHORTEST)
+    found = check_bundled(pack, work / "artifact", entry, 1, _SHORTEST, tokens)
     facts = f"{found['tokens']['same']} of {found['tokens']['decided']} tokens that rounding does not decide"
     faults = [] if found["is_right"] else [f"other tokens than the CPU's: {facts}"]
     return Result(f"{code.name}: tokens", faults, f"{facts}, {time.monotonic() - begin:.0f} s")

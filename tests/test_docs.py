@@ -94,29 +94,22 @@ EXEMPT = {
     ),
     "python benchmarks/json_schemas.py --count 400": "takes two minutes; deploy/test_serve_benchmarks.py has fewer",
     "python benchmarks/json_schemas.py --count 300 --schemas jsonschemabench/maskbench/data": "needs their schemas",
-    "python benchmarks/gpu_pack.py -o build/gpu --sm 90": "takes half an hour; test_benchmarks_gpu.py packs less",
-    "python benchmarks/gpu.py build/gpu --json build/gpu.json": "needs a GPU",
-    "pip download --no-deps --no-binary llama-cpp-python llama-cpp-python==0.3.36": "downloads 77 MB",
-    "python benchmarks/peers_llama_cuda.py trim llama_cpp_python-0.3.36.tar.gz -o build/llama_cpp.tar.xz": (
-        "needs that download; test_benchmarks_peers_llama_build.py trims less"
-    ),
-    "python benchmarks/peers_llama_cuda.py build build/llama_cpp.tar.xz -o build/llama --sm 90": "takes half an hour",
-    "python benchmarks/peers_llama_cuda.py gguf --shape llama-70b --pack build/gpu -o /dev/shm/llama-70b.gguf": (
-        "writes 39 GB; test_benchmarks_peers_llama.py writes a small one"
-    ),
-    "python benchmarks/peers_llama_cuda.py bench build/llama /dev/shm/llama-70b.gguf --budget 0.3333 "
-    "-n 32 --limit 200 --json build/llama.json": "needs a GPU",
-    "python benchmarks/gpu.py --tables build/l.json build/llama.json": "needs the files of runs on a GPU",
+    "make gpu-pack": "takes half an hour; test_benchmarks_gpu.py packs less",
+    "python benchmarks/gpu_pack.py -o build/gpu --sm 90 --llama build/llama.tar.xz --more": "takes ten minutes",
+    **{
+        f"python benchmarks/gpu.py {text}": "needs a GPU; test_benchmarks_gpu.py runs it on a stand-in"
+        for text in (
+            "first build/gpu --results build/found",
+            "first build/gpu --results build/found --asked $(date +%s) --shm 100G --memory 128",
+            "second build/gpu --results build/found",
+            "second build/gpu --results build/found --memory 128",
+            "more build/gpu --results build/found",
+            "case build/gpu 'linear q4'",
+            "tables build/found/first.json build/found/second.json",
+        )
+    },
     "python benchmarks/futex.py OLD NEW --threads 4 --rounds 3 --tokens 400": "needs artifacts of two versions",
     "python benchmarks/cuda_instructions.py --sm 89 90": "run, but for its printing, by test_cuda_nibbles.py",
-    "python benchmarks/gpu.py build/gpu --only checks kernels --json build/k.json": "needs a GPU",
-    "python benchmarks/gpu.py build/gpu --only models ablation --models llama-70b:q4 --json build/l.json": (
-        "needs a GPU"
-    ),
-    "python benchmarks/gpu.py build/gpu --only models ablation --json build/l.json": (
-        "needs a GPU; test_benchmarks_gpu.py runs it on a stand-in, with a smaller pack"
-    ),
-    "python benchmarks/gpu.py --tables build/k.json build/l.json": "needs the files of runs on a GPU",
     **{
         f"python examples/train_relu_lm.py --variant {variant} --out build/relu-lm/{variant} --steps 1800 --threads 1 "
         "--l1 1 --learning-rate 0.001": "takes an hour or two"

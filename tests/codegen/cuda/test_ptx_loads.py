@@ -148,7 +148,7 @@ def test_faults_in_machine_code_are_found(code: DeviceCode, receive: PtxKernel) 
         f"{count - 1} loads see other writers, but {count} are volatile": f"{text[:last]}LDG.E{text[last + 16 :]}",
         "a wait reads its flag by LDG.E": text.replace(strong, "LDG.E"),
         "no fence for the system": text.replace("CCTL.IVALL", "NOP"),
-        "no fence for the system that": re.sub(r"MEMBAR\.SC\.SYS", "MEMBAR.SC.GPU", text),
+        "no fence for the system that": re.sub(r"MEMBAR\.ALL\.SYS", "MEMBAR.ALL.GPU", text),
         "local memory: 0 bytes, LDL, STL.64": text + "\n/*fff0*/ @P0 LDL R1, [R1] ;\n/*fff8*/ STL.64 [R1], R2 ;",
     }
     for message, changed in planted.items():

@@ -141,7 +141,7 @@ UNKNOWN = {
     "atom.global.cas.b32 %r1, [%rd1], 0, 1;": "no rule",
     "atom.global.sys.add.u32 %r1, [%rd1], 1;": "no rule",
     "cp.async.cg.shared.global [%r1], [%rd1], 8;": "no rule|16 bytes",
-    "fence.acq_rel.sys;": "no rule",
+    "fence.sc.sys;": "no rule",
     "call.uni (%r1), function;": "no rule",
     ".local .align 8 .b8 depot[16];": "not known",
     ".pragma \"other\";": "not known",

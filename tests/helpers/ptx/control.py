@@ -97,6 +97,7 @@ CONTROL: Mapping[str, Translation] = {
     "ldmatrix.sync.aligned.m8n8.x4.shared.b16": _load_matrices("pi_ldmatrix_x4"),
     "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16": _load_matrices("pi_ldmatrix_x4_trans"),
     "cp.async.wait_all": _call("emulated_copies_arrive();"),
+    "fence.acq_rel.sys": _call("emulated_fence_acq_rel();"),
     "membar.gl": _call("emulated_fence();"),
     "membar.sys": _call("emulated_fence();"),
     "nanosleep.u32": _call("emulated_sleep();"),

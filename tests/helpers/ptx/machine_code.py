@@ -1,7 +1,7 @@
 """A lint of machine code (SASS): local memory, and loads that must see what the host wrote.
 
 How `pi_wait_for` of prelude.cuh looks in machine code: a loop with NANOSLEEP reads both flags by LDG.E.STRONG.SYS;
-behind it MEMBAR.SC.SYS orders later loads, and CCTL.IVALL empties the cache of the multiprocessor. Loads of what the
+behind it MEMBAR.ALL.SYS orders later loads, and CCTL.IVALL empties the cache of the multiprocessor. Loads of what the
 host wrote are volatile in the PTX, and then LDG.E.STRONG.SYS.
 """
 

@@ -7,13 +7,16 @@ from helpers.ptx.operands import C_TYPES, Frame
 from helpers.ptx.syntax import Instruction, elements
 
 _ACCESS = re.compile(r"(ld|st)(\.volatile)?\.(global|shared)(\.nc)?(?:\.v([24]))?\.([bsu](?:8|16|32|64)|f32)")
-# By what follows `atom.global.` or `red.global.`: the emulation's function, and the type of memory.
+# By what follows `atom.` or `red.`: the emulation's function, and the type of memory.
 ATOMICS = {
-    "add.u32": ("atomicAdd", "unsigned"),
-    "add.u64": ("atomicAdd", "unsigned long long"),
-    "inc.u32": ("atomicInc", "unsigned"),
+    "global.add.u32": ("atomicAdd", "unsigned"),
+    "global.add.u64": ("atomicAdd", "unsigned long long"),
+    "global.inc.u32": ("atomicInc", "unsigned"),
+    "acq_rel.gpu.global.inc.u32": ("pi_inc_acq_rel_gpu", "unsigned"),
 }
-_ATOMIC = re.compile(r"(atom|red)\.global\.(\w+\.(u32|u64))")
+_ATOMIC = re.compile(r"(atom|red)\.((?:acq_rel\.gpu\.)?global\.\w+\.(u32|u64))")
+# A store that others see only behind all that came before it. It is as strong as a volatile one.
+_RELEASE = "st.release.sys.global.s32"
 _COPY = "cp.async.cg.shared.global"
 _COPY_BYTES = "16"
 
@@ -46,6 +49,8 @@ def access_of(at: Instruction) -> Access | None:
         return Access("atomic", "global", at.operands[has_result], at.operands[:has_result], found[3])
     if at.opcode == _COPY:
         return Access("weak", "global", at.operands[1])
+    if at.opcode == _RELEASE:
+        return Access("volatile st", "global", at.operands[0], (at.operands[1],), "s32")
     return None
 
 
@@ -56,6 +61,8 @@ def translate_access(frame: Frame, at: Instruction, access: Access) -> str:
     place = frame.address(at, access.address, access.space)
     if access.kind == "atomic":
         return _atomic(frame, at, access, place)
+    if at.opcode == _RELEASE:
+        return f"pi_store_release_sys((int *){place}, {frame.read(at, access.values[0], access.type)});"
     is_load, c_type = at.opcode.startswith("ld"), C_TYPES[access.type]
     if len(access.values) > 1:
         return _vector(frame, at, access, place)
@@ -78,7 +85,7 @@ def _vector(frame: Frame, at: Instruction, access: Access, place: str) -> str:
 
 
 def _atomic(frame: Frame, at: Instruction, access: Access, place: str) -> str:
-    function, c_type = ATOMICS[at.opcode.split(".global.")[1]]
+    function, c_type = ATOMICS[at.opcode.partition(".")[2]]
     call = f"{function}(({c_type} *){place}, ({c_type}){frame.read(at, at.operands[-1], access.type)})"
     return frame.write(at, access.values[0], access.type, call) if access.values else f"{call};"
 
