@@ -312,7 +312,7 @@ def test_a_wait_times_out(kernel: CudaKernel, tmp_path: Path) -> None:
 
 
 # In place of the host, which sees what is there at the moment when the flag is set: a copy of it.
-_SIGNAL = "*(volatile int *)flag = step;"
+_SIGNAL = "pi_store_release_sys(flag, step);"
 _SNAPSHOT = "for (int i = 16; i < 16 + SIZE; ++i) flag[i + SIZE] = flag[i];"
 
 
