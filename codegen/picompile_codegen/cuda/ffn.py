@@ -47,8 +47,8 @@ def _resident(block: CudaFfn) -> int:
     In `exact` with q4 ptxas takes up to 71 registers, where 64 need no spilling and leave room for a fourth block; with
     q4m they would need some. Where x is in several parts, ptxas spills up to 24 bytes of either to get from 95
     registers to 80, hence two blocks there. So it does with q8, up to 56 bytes, and f16, up to 16. With q6 it spills up
-    to 40 bytes there in all kinds, and up to 8 in `dense` with less of x; with q4m 8 bytes there in `masked` with a bias
-    of the gate, on sm_90.
+    to 40 bytes there in all kinds, and up to 8 in `dense` with less of x; with q4m 8 bytes there in `masked` with a
+    bias of the gate, on sm_90.
     """
     spec, bundle = block.spec, block.bundle
     is_dense, is_in_parts = not (spec.is_exact or spec.is_masked), in_parts(spec.dim)
