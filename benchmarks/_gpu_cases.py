@@ -237,7 +237,9 @@ def speed_cases() -> Iterator[Case]:
     yield Case("ffn without gate 4096x4096 f16", "ffn", plain, True, (1.0, 0.7, 0.5, 0.3, 0.1))
     low_rank = {"neurons": 28672, "rank": 1024, "dim": 8192, "relu": False, "rows": 1}
     yield Case("predictor 28672x1024 f16", "predict_low_rank", {"formats": ("f16", "f16"), **low_rank}, True)
-    yield Case("predictor 28672x1024 q8, q4", "predict_low_rank", {"formats": ("q8", "q4"), **low_rank}, True)
+    # The format of predictors where weights have four bits, and the two beside it.
+    for form in ("q8", "q6", "q4"):
+        yield Case(f"predictor 28672x1024 {form}", "predict_low_rank", {"formats": (form, form), **low_rank}, True)
     signs = {"neurons": 28672, "dim": 8192, "row_bytes": sign_row_bytes(8192), "rows": 1}
     yield Case("predictor by signs 28672", "predict_signs", signs, True)
     for context in (512, 4096, 32768):

@@ -34,7 +34,7 @@ FIRST_KERNELS: Mapping[str, tuple[float, ...]] = {
     "linear 8192x8192 q4": (),
     "linear with norm 8192x8192 q4": (),
     "ffn masked 28672x8192 q4": (0.1, 0.2),
-    "predictor 28672x1024 q8, q4": (),
+    "predictor 28672x1024 q6": (),
     "attention 512 float16": (),
     "attention 4096 float16": (),
     "send": (),

@@ -518,9 +518,12 @@ def check_accuracy(
     GPU's results differ from those of the stand-in only by the order of additions. An artifact for a GPU is checked by
     a stand-in even if that GPU is there, so that the same inputs give the same figures and bytes on every machine.
     """
+    from picompile_passes.weight_formats import predictor_format
+
     captured = artifact.contents.captured
+    quant = predictor_format(base_format(config.quant), config.predictor_quant)
     with runnable_here(artifact, plan, config, progress) as folder:
-        return predictors.check_accuracy(folder, captured, config.context, config.predictor, progress)
+        return predictors.check_accuracy(folder, captured, quant, config.context, config.predictor, progress)
 
 
 @contextmanager

@@ -65,7 +65,7 @@ class CompileOptions:
             a divergence of 0.01 nats.
         predictor: None is `exact` if the activation leaves neurons silent, otherwise `none`. `learned`, `sign` and the
             kinds of plug-ins leave out neurons, so the accuracy check applies to them.
-        predictor_quant: weight format of predictors' own matrices; `auto` is `quant`, but q8 where that has fewer bits.
+        predictor_quant: weight format of predictors' own matrices; `auto` is `quant`, but q6 where that has 4 bits.
             None is what the plan has, or `auto`.
         context: longest sequence, in tokens; None is the model's own limit, at most 4096.
         sequences: how many sequences the cache holds, each with a context of its own; they can be decoded together.

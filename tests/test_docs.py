@@ -121,6 +121,12 @@ EXEMPT = {
     'picompile run build/smollm2-relu.q8 -p "The capital of France is" -n 32': "needs that model",
     "python benchmarks/predictors.py build/relu-lm/reglu": "takes a quarter of an hour, and a trained model",
     "python benchmarks/predictors.py models/tiny-reglu --ranks 48,64,80": "takes some minutes",
+    "python benchmarks/predictor_formats.py models/tiny-reglu --rank 64 --learned-only --text tests/data/heldout.txt "
+    "--tokens 16384": "takes some minutes; benchmarks/test_benchmarks_models.py reads less",
+    "python examples/relufy.py SmolLM2-135M-Instruct.Q4_1.gguf --out build/smollm2-relu --minutes 12 --blocks 0 "
+    "--l1 0.01 --threads 1 --solve-tokens 12288 --own-tokens 0 --probe-tokens 2048": "takes a quarter of an hour",
+    "python benchmarks/predictor_formats.py build/smollm2-relu --rank 256 --learned-only --profile-tokens 16384 "
+    "--samples 12288 --text CONTRIBUTING.md --quants f16 --formats q8,q6,q4": "needs that model",
     "python benchmarks/profile_memory.py": "takes 4 GB of disk and minutes",
     'python benchmarks/profile_memory.py --tokens 32768 --train ""': "takes 4 GB of disk and most of an hour",
     "python benchmarks/placement.py times --direct --direct-limit 30 --plot docs/images/solver_time.png": (

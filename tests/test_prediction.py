@@ -100,6 +100,28 @@ def test_the_artifact_says_what_its_predictors_cost(tiny_model: Path, held_out: 
     assert picompile_runtime.verify(tmp_path / "artifact").predictor == "learned"
 
 
+def test_figures_of_layers_are_of_packed_predictors(tiny_model: Path, held_out: Path, tmp_path: Path) -> None:
+    predictors = write_predictors(tiny_model, tmp_path / "predictors", bias=0.0)
+    found = {}
+    for quant in ("f16", "q8", "q4"):
+        options = CompileOptions(
+            quant="f16",
+            predictor_quant=quant,
+            context=64,
+            predictor="learned",
+            predictors=predictors,
+            calibration=(held_out,),
+            gate=math.inf,
+            gate_tokens=200,
+        )
+        compile_model(tiny_model, tmp_path / quant, options)
+        layers = json.loads((tmp_path / quant / "report.json").read_text())["accuracy"]["layers"]
+        found[quant] = np.array([layer["computed_share"] for layer in layers])
+    differences = {quant: np.abs(shares - found["f16"]).max() for quant, shares in found.items()}
+    assert 0 < differences["q4"] < 0.1
+    assert differences["q8"] < differences["q4"]
+
+
 def test_a_check_that_is_off_measures_nothing(cli: Cli, tiny_model: Path, held_out: Path, tmp_path: Path) -> None:
     predictors = write_predictors(tiny_model, tmp_path / "predictors", bias=0.0)
     ended = cli(

@@ -96,9 +96,9 @@ def head_format(format_name: str) -> str:
 def predictor_format(format_name: str, wanted: str = "auto") -> str:
     """Return the format of predictors' own matrices in a model whose other matrices are in `format_name`.
 
-    It is the one that is `wanted`. For `auto` it is the model's, or q8 where that has fewer than 8 bits: errors of 4
-    bits move scores across the threshold.
+    It is the one that is `wanted`. For `auto` it is the model's, or q6 where that has 4 bits: errors of 4 bits move
+    scores across the threshold.
     """
     if wanted != "auto":
         return wanted
-    return "q8" if FORMATS[format_name].data_bits < 8 else format_name
+    return "q6" if FORMATS[format_name].data_bits == 4 else format_name

@@ -62,8 +62,8 @@ PredictorQuantOption = Annotated[
     typer.Option(
         "--predictor-quant",
         metavar="FORMAT",
-        help="Weight format of predictors: auto, f16, q8, q6, q4m or q4. auto: that of the model, but q8 where it has "
-        "fewer bits. Fewer bits make smaller predictors, which name other neurons: the accuracy check says what that "
+        help="Weight format of predictors: auto, f16, q8, q6, q4m or q4. auto: that of the model, but q6 where it has "
+        "4 bits. Fewer bits make smaller predictors, which name other neurons: the accuracy check says what that "
         "costs.",
         show_default=False,
     ),

@@ -65,9 +65,12 @@ class PredictorSet:
 
         return InsertPredictors(self.kind) if self.predictors is None else self.predictors.insert_pass()
 
-    def weights(self, base: "WeightSource") -> "WeightSource":
-        """Return a source of the model's weights, `base`, and those of the predictors."""
-        return base if self.predictors is None else self.predictors.weights(base)
+    def weights(self, base: "WeightSource", quant: str | None = None) -> "WeightSource":
+        """Return a source of the model's weights, `base`, and those of the predictors, rounded to the format `quant`.
+
+        None rounds nothing.
+        """
+        return base if self.predictors is None else self.predictors.weights(base, quant)
 
     def choose_larger(self, layers: Sequence[int]) -> "PredictorSet | None":
         """Choose larger predictors for `layers` among those that were trained. Return None where there are none."""
@@ -79,13 +82,20 @@ class PredictorSet:
         return None if larger is None else replace(self, predictors=larger)
 
     def check_accuracy(
-        self, artifact: Path, captured: "Captured", context: int, config: PredictorConfig, progress: Progress
+        self,
+        artifact: Path,
+        captured: "Captured",
+        quant: str,
+        context: int,
+        config: PredictorConfig,
+        progress: Progress,
     ) -> "AccuracyReport":
         """Return what the predictors cost.
 
         Args:
             artifact: the folder of an artifact with these predictors that runs on this machine.
             captured: its model.
+            quant: the weight format of the predictors in it; figures of layers are of predictors in that format.
             context: of the artifact's cache, in tokens.
             config: has the bound, and how many tokens to read.
             progress: is told of each step.
@@ -97,7 +107,8 @@ class PredictorSet:
         result = check_artifact(artifact, windows, progress=progress, bound=config.accuracy_bound)
         predicted = self.insert_pass()(canonical_form(captured.graph_module)).graph_module
         layer_windows = first_windows(self.held_out.windows, _LAYER_TOKENS, context)
-        layers = measure_layers(predicted, self.weights(captured.weights), layer_windows, self.firing_rules, progress)
+        weights = self.weights(captured.weights, quant)
+        layers = measure_layers(predicted, weights, layer_windows, self.firing_rules, progress)
         return AccuracyReport(config.accuracy_bound, result, self.held_out.source, tuple(layers))
 
 

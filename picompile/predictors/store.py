@@ -185,13 +185,21 @@ class Predictors:
             raise UsageError(f"{header.file}: cannot read {name}: {one_line(error)}") from error
         return tensor
 
-    def weights(self, base: "WeightSource") -> OverlayWeights:
-        """Return `base` and the learned predictors' tensors, under the names that `insert_pass` gives them."""
+    def weights(self, base: "WeightSource", quant: str | None = None) -> OverlayWeights:
+        """Return `base` and the learned predictors' tensors, under the names that `insert_pass` gives them.
+
+        Their matrices have the values that the weight format `quant` gives them; None: those of the file.
+        """
+        from picompile_passes.dialect.formats import dequantize_rows, quantize_rows
+
         shapes = {f"predictors.{name}": header.shape for name, header in self.headers.items()}
 
         def load(name: str) -> Tensor:
             _, _, layer, part = name.split(".")
-            return self.tensor(int(layer), part)
+            tensor = self.tensor(int(layer), part)
+            if quant is None or tensor.dim() < 2:
+                return tensor
+            return dequantize_rows(quantize_rows(tensor, quant), quant, tensor.shape[1])
 
         return OverlayWeights(base, shapes, load)
 

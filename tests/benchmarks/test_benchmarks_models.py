@@ -1,4 +1,4 @@
-"""Benchmarks of whole models, on small ones: PowerInfer's file, inputs that are left out, and idle heads."""
+"""Benchmarks of whole models, on small ones: PowerInfer's file, what is left out, and formats of predictors."""
 
 import json
 import re
@@ -68,3 +68,18 @@ def test_idle_heads() -> None:
     assert re.fullmatch(r".*, 400 tokens: perplexity [0-9.]+ with all 6 heads of a layer", lines[0])
     changes = [float(re.fullmatch(rf"{count} of 6 heads left out: (.*) %", lines[count])[1]) for count in (1, 2, 3)]
     assert -1 < changes[0] < changes[1] < changes[2]
+
+
+def test_formats_of_predictors_are_compared_with_f16(tmp_path: Path) -> None:
+    counts = ("--profile-tokens", 2048, "--samples", 1024, "--tokens", 512, "--rank", 16)
+    formats = ("--quants", "f16,q4", "--formats", "q8,q4", "--refit", "q4", "--learned-only")
+    found = tmp_path / "found.json"
+    run_script("predictor_formats.py", BUNDLED_MODEL, *counts, *formats, "--work", tmp_path, "--json", found)
+    result = json.loads(found.read_text())
+    assert result["flips"]["q8"]["lost"] < result["flips"]["q4"]["lost"] < 0.2
+    assert 0 < result["flips"]["q8"]["error"] < 0.02 < result["flips"]["q4"]["error"] < 0.2
+    rows = {name: row["texts"]["library"] for name, row in result["rows"].items()}
+    assert list(rows) == [f"{quant} {form}" for quant in ("f16", "q4") for form in ("f16", "q8", "q4", "q4 refitted")]
+    assert rows["f16 f16"]["change_from_f16"]["value"] == 0
+    assert 0 < abs(rows["f16 q4"]["recall"] - rows["f16 f16"]["recall"]) < 0.1
+    assert result["rows"]["q4 q4"]["row_bytes"] < result["rows"]["q4 q8"]["row_bytes"]

@@ -17,6 +17,7 @@ from picompile.cli.train import _show as show_predictors
 from picompile.errors import UsageError
 from picompile.frontend.checkpoint import ModuleWeights
 from picompile.predictors import BlockShape, LayerPredictor, load_predictors, save_predictors
+from picompile_passes.dialect.formats import dequantize_rows, quantize_rows
 from picompile_passes.errors import PassOptionError
 
 HIDDEN, NEURONS = 29, 71
@@ -99,6 +100,17 @@ def test_weights_lie_over_those_of_the_model(folder: Path) -> None:
     assert torch.equal(weights.load("predictors.layers.0.bias"), stored["layers.0.bias"])
     with pytest.raises(KeyError):
         weights.load("predictors.layers.1.fc1")
+
+
+@pytest.mark.parametrize("quant", ["f16", "q6", "q4"])
+def test_matrices_can_have_the_values_of_a_format(folder: Path, quant: str) -> None:
+    predictors = load_predictors(folder)
+    stored, rounded = (predictors.weights(ModuleWeights({}), form) for form in (None, quant))
+    for name in stored.names():
+        before, after = stored.load(name), rounded.load(name)
+        if before.dim() == 2:
+            before = dequantize_rows(quantize_rows(before, quant), quant, before.shape[1])
+        assert torch.equal(after, before.to(after.dtype)), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

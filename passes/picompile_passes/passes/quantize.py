@@ -36,9 +36,8 @@ class Quantize(Pass):
        norm weights, limits and tables stay float32.
     2. A matrix that several nodes use (a tied embedding, a gate that also predicts) is packed once.
     3. A matrix that is packed already stays as it is.
-    4. Matrices of a predictor's own are packed in the format `predictors`. `auto` is `format`, but q8 where that has
-       fewer bits: 4-bit errors move scores across the threshold, which lost 3 to 4 % of the firing neurons where it was
-       measured.
+    4. Matrices of a predictor's own are packed in the format `predictors`. `auto` is `format`, but q6 where that has 4
+       bits: 4-bit errors move scores across the threshold.
     5. A matrix that is made of one parameter in `tensors` is packed in the format that is given there.
     6. The matrix of the output head and those of embeddings are packed in the format `head`. `auto` is `format`, but
        q6 where that has 4 bits: in small models the head's errors cost more than those of all other matrices.

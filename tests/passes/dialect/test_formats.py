@@ -173,6 +173,6 @@ def test_what_float16_cannot_hold_stays_finite() -> None:
         assert dequantize_rows(quantize_rows(huge, name), name, 40).isfinite().all()
 
 
-def test_predictors_have_eight_bits_at_least() -> None:
-    expected = {"f16": "f16", "q8": "q8", "q6": "q8", "q4m": "q8", "q4": "q8"}
+def test_predictors_have_six_bits_at_least() -> None:
+    expected = {"f16": "f16", "q8": "q8", "q6": "q6", "q4m": "q6", "q4": "q6"}
     assert {name: predictor_format(name) for name in FORMATS} == expected
