@@ -18,12 +18,12 @@ from picompile_runtime import DoesNotFitError, Engine, load, measure
 from picompile_runtime.artifact.manifest import WEIGHTS
 from picompile_runtime.engine.timing import mean_shares
 
-# Of the largest logit. On the CPU, activations are rounded to bytes where weights are: see docs/adr, ADR 13.
-LIMIT, LIMIT_OF_BYTES = 1e-3, 1e-2
+# Of the largest logit.
+LIMIT = 1e-3
 _PROMPT, _DECODED = 5, 16
 _CHECKED_ACTIVE = 0.2
 # What layers add is much, so that it shows where something of it is wrong. Where the CPU rounds activations to bytes it
-# is less: else predictors decide otherwise about neurons whose logits are near 0.
+# is less (ADR 13): else predictors decide otherwise about neurons whose logits are near 0.
 _CHECKED_ADDED, _CHECKED_ADDED_OF_BYTES = 0.5, 0.05
 # Between a predictor's logit and its threshold, so that rounding decides about no neuron: such logits were within 4e-4
 # where a right engine decided otherwise.
@@ -92,6 +92,7 @@ def compare_logits(found: Array, right: Array, limit: float) -> tuple[float, int
 
 def smoke(pack: Path, work: Path, entry: Mapping[str, Any], threads: int, firing: Mapping[str, Any]) -> Result:
     """Read one prompt and decode some tokens: whether a large model works at all, before anything of it is measured."""
+    _check_room(work, entry["weight_bytes"])
     with prepared(pack / entry["file"], work, **firing) as (folder, write_s):
         begin = time.perf_counter()
         with load(folder, threads) as engine:
@@ -113,13 +114,18 @@ def measure_model(
     pack: Path, work: Path, entry: Mapping[str, Any], threads: int, firing: Mapping[str, Any], plan: Plan
 ) -> Iterator[Result]:
     """Speed of one variant. A `partial` row comes as soon as decoding is measured, the whole one behind the prompts."""
-    needed, kept = entry["weight_bytes"], work / WEIGHTS
-    free = shutil.disk_usage(work.parent).free + (kept.stat().st_size if kept.exists() else 0)
-    if needed > free:
-        raise DoesNotFitError(f"weights of {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free in {work.parent}")
+    _check_room(work, entry["weight_bytes"])
     with prepared(pack / entry["file"], work, **firing) as (folder, write_s):
         for row in _measured(folder, threads, plan.within(entry["context"])):
             yield {"threads": threads, "write_s": write_s, **row}
+
+
+def _check_room(work: Path, needed: int) -> None:
+    """Raise DoesNotFitError if weights do not fit in the folder, where earlier ones may be that are written over."""
+    kept = work / WEIGHTS
+    free = shutil.disk_usage(work.parent).free + (kept.stat().st_size if kept.exists() else 0)
+    if needed > free:
+        raise DoesNotFitError(f"weights of {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free in {work.parent}")
 
 
 def _measured(folder: Path, threads: int, plan: Plan) -> Iterator[Result]:

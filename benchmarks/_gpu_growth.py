@@ -40,7 +40,21 @@ def touch(size_bytes: int, limit_s: float) -> dict[str, Any]:
     return {"bytes": size_bytes, "seconds": seconds, "free_bytes_before": before, "free_bytes_after": after}
 
 
-def wait_for_memory(size_bytes: int) -> None:
+class Growth:
+    """Waits now and then while much is written, so that memory can grow: once for each part of what is written."""
+
+    def __init__(self) -> None:
+        self._written = 0
+
+    def before(self, size_bytes: int) -> None:
+        """Note that so many bytes are written next, and wait if they fill another part."""
+        self._written += size_bytes
+        if self._written >= _PART_BYTES:
+            _wait_for(self._written)
+            self._written = 0
+
+
+def _wait_for(size_bytes: int) -> None:
     """Wait until so much memory is free, but no longer than a machine takes to grow by one part."""
     begin = time.monotonic()
     while _available_bytes() < size_bytes + _SPARED_BYTES and time.monotonic() - begin < _WAIT_S:
@@ -49,7 +63,7 @@ def wait_for_memory(size_bytes: int) -> None:
 
 def _touched(size_bytes: int, before: int) -> mmap.mmap:
     """Memory that is there, after so many parts of it."""
-    wait_for_memory(size_bytes)
+    _wait_for(size_bytes)
     try:
         memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:

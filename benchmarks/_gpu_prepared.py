@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from _gpu_growth import wait_for_memory
+from _gpu_growth import Growth
 from peers_llama_gguf import LlamaShape, facts_of, write_gguf
 
 from picompile_runtime.artifact.manifest import WEIGHTS
@@ -80,57 +81,76 @@ def _read(path: Path) -> str | None:
 def work_folder(given: Path | None, needed_bytes: int) -> Path:
     """Return the folder for weights, in memory if there is room; always the same one in a place."""
     places = [given] if given else [_SHARED_MEMORY, Path(tempfile.gettempdir())]
-    place = next((each for each in places if _has_room(each, needed_bytes)), places[-1])
+    place = next((each for each in places if has_room(each, needed_bytes)), places[-1])
     place.mkdir(parents=True, exist_ok=True)
     return place / _FOLDER
 
 
-def _has_room(place: Path, needed_bytes: int) -> bool:
+def has_room(place: Path, needed_bytes: int) -> bool:
     """Whether so many bytes are free in a folder, or in use by an earlier run, and code that lies there may run."""
     if not place.is_dir() or os.statvfs(place).f_flag & os.ST_NOEXEC:
         return False
-    kept = sum(path.stat().st_size for path in (place / _FOLDER).rglob("*") if path.is_file())
-    return shutil.disk_usage(place).free + kept > max(needed_bytes, _LEAST_BYTES)
+    return shutil.disk_usage(place).free + sum(map(_size, (place / _FOLDER).rglob("*"))) > max(
+        needed_bytes, _LEAST_BYTES
+    )
+
+
+def _size(path: Path) -> int:
+    """Return the bytes of a file; 0 for what is none, or gone meanwhile."""
+    with suppress(OSError):
+        return path.stat().st_size if path.is_file() else 0
+    return 0
 
 
 def enlarge(size: str) -> str | None:
-    """Remount /dev/shm with another size, such as `100G`, so that code in it may run; return why that failed."""
-    command = ["mount", "-o", f"remount,exec,size={size}", str(_SHARED_MEMORY)]
+    """Mount /dev/shm with another size, such as `100G`, so that code in it may run; return why that failed."""
+    again = ["mount", "-o", f"remount,exec,size={size}", str(_SHARED_MEMORY)]
+    anew = ["mount", "-t", "tmpfs", "-o", f"exec,size={size}", "tmpfs", str(_SHARED_MEMORY)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if subprocess.run(again, capture_output=True, check=False).returncode == 0:
+            return None
+        done = subprocess.run(anew, capture_output=True, text=True, check=False)
     except OSError as error:
         return f"mount: {error.strerror}"
     return done.stderr.strip() or f"mount ended with {done.returncode}" if done.returncode else None
 
 
-class Writers:
-    """Processes that prepare large files beside the run. They outlive it, so that a second command finds the files."""
+class Writer:
+    """The process that prepares large files beside a run. It outlives it, so that a second command finds the files."""
 
     def __init__(self, options: Namespace) -> None:
-        self._options, self._started = options, list[subprocess.Popen[bytes]]()
+        self._options, self._log = options, options.work / "writer.txt"
+        self._number = options.work / "writer.pid"
         options.work.mkdir(parents=True, exist_ok=True)
 
     def start(self, entry: dict[str, Any], active: float) -> None:
-        """Write the weights of one variant of a model, and as large a one for llama.cpp, unless they are there."""
-        model, work = ["--model", entry["model"], "--quant", entry["quant"]], self._options.work
-        if not (work / LARGE / _KEY).exists():
-            self._start("weights", [*model, "--variant", entry["variant"], "--active", str(active)])
-        if not facts_of(work / GGUF).exists():
-            self._start("gguf", [*model, "--gguf"])
-
-    def _start(self, name: str, asked: list[str]) -> None:
-        folders = [str(self._options.pack), "--work", str(self._options.work.parent)]
+        """Write the weights of one variant of a model, and then as large a one for llama.cpp, unless they are there."""
+        work = self._options.work
+        if self._is_at_work() or ((work / LARGE / _KEY).exists() and facts_of(work / GGUF).exists()):
+            return
+        asked = ["--model", entry["model"], "--quant", entry["quant"], "--variant", entry["variant"]]
+        folders = [str(self._options.pack), "--work", str(work.parent), "--active", str(active)]
         command = [sys.executable, str(_BENCHMARKS / "gpu.py"), "write", *folders, *asked]
-        with (self._options.work / f"{name}.txt").open("wb") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-        self._started.append(process)
+        # Whoever measures meanwhile comes first.
+        environment = os.environ | {"OMP_NUM_THREADS": "4", "PYTHONUNBUFFERED": "1"}
+        with self._log.open("wb") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=environment)
+        self._number.write_text(str(process.pid))
+
+    def said(self) -> list[str]:
+        """Return what it has printed so far."""
+        return (_read(self._log) or "").splitlines()
 
     def end(self) -> None:
-        """End those that still run."""
-        for process in self._started:
+        """End it, if it still runs."""
+        if self._is_at_work():
             with suppress(OSError):
-                process.kill()
-            process.wait()
+                os.kill(int(self._number.read_text()), signal.SIGKILL)
+
+    def _is_at_work(self) -> bool:
+        """Whether the process that was noted is there, and is this one."""
+        command = _read(Path("/proc", _read(self._number) or "none", "cmdline")) or ""
+        return "gpu.py\0write" in command
 
 
 def prepare_gguf(shape: LlamaShape, folder: Path) -> Path:
@@ -139,5 +159,5 @@ def prepare_gguf(shape: LlamaShape, folder: Path) -> Path:
     with (folder / f"{GGUF}.{_LOCK}").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not facts_of(output).exists():
-            write_gguf(shape, 0, output, wait_for_memory)
+            write_gguf(shape, 0, output, Growth().before)
     return output

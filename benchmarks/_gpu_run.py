@@ -56,6 +56,18 @@ class Run:
             row["is_right"] is False for name in ("kernels", "checks", "models", "failed") for row in self.results[name]
         )
 
+    @property
+    def unsure(self) -> list[str]:
+        """Return the labels of what must be right before speeds mean anything, and is neither right nor wrong."""
+        decisive = [row for row in self.results["failed"] if row["is_gate"]] + self.results["checks"]
+        decisive += [row for row in self.results["kernels"] if row["folder"] == "small"]
+        return [row["label"] for row in decisive if row["is_right"] is None]
+
+    @property
+    def exit_code(self) -> int:
+        """Return 1 if anything is wrong, 2 if something that must be right was not measured, else 0."""
+        return 1 if self.is_wrong else 2 if self.unsure else 0
+
     def do_parts(self, parts: Sequence[Part], workers: Workers) -> None:
         """Do a schedule; nothing behind a gate that failed."""
         self._left = [unit for part in parts for unit in part.units]
@@ -73,14 +85,14 @@ class Run:
     def do(self, units: Sequence[Unit], workers: Workers, ends_s: float = float("inf")) -> bool:
         """Do units until a time of the monotonic clock; false if a gate failed."""
         for unit in units:
-            is_wrong = False
+            has_failed = False
             for row in rows(replace(unit, ends_s=ends_s, limit_s=unit.limit_s * self._clock.scale), workers):
                 self._add(unit, row)
                 self._save()
-                is_wrong = is_wrong or row.get("is_right") is False
+                has_failed = has_failed or "reason" in row
             if unit in self._left:
                 self._left.remove(unit)
-            if unit.is_gate and is_wrong:
+            if unit.is_gate and has_failed:
                 return False
         return True
 
@@ -92,10 +104,12 @@ class Run:
             self.results.update(found)
             self.say(f"{unit.kind}: {found}")
             return
-        row = {"label": unit.kind, **row} if unit.table == "facts" else row
+        row = {"label": unit.kind, "is_gate": unit.is_gate, **row} if unit.table == "facts" else row
         table = self.results["failed" if unit.table == "facts" else unit.table]
-        if table and table[-1].pop("partial", False) and table[-1].get("part") == row.get("part"):
-            table.pop()
+        if table and table[-1].get("partial") and table[-1].get("part") == row.get("part"):
+            # What was measured stays, if what was to come behind it did not.
+            partial = table.pop()
+            row = partial | {"partial": row["reason"]} if "reason" in row else row
         table.append(row)
         self.say(line(row, self.results))
 
@@ -109,10 +123,12 @@ class Run:
             print(text, file=self._log, flush=True)
 
     def _verdict(self) -> str:
-        if self.results["machine"] is None:
+        if self.results["machine"] is None and self.is_wrong:
             return "NOTHING WAS MEASURED: there is no GPU that can be used"
         if self.is_wrong:
             return "NOT GREEN: something is wrong; give the machine back, and mend it"
+        if self.unsure:
+            return f"NOT GREEN: {len(self.unsure)} that must be right were not measured: {', '.join(self.unsure[:5])}"
         return f"GREEN: nothing is wrong, after {self._clock.now():.0f} s"
 
     def _save(self) -> None:

@@ -1,4 +1,4 @@
-"""What each command of `gpu.py` does, in which order, and when each part must have ended.
+"""The schedules of `gpu.py`: what each command does, in which order, and when each part must have ended.
 
 A GPU may be lent for 900 s in all. The times of the first command are seconds from the asking for the machine: if
 starting it takes longer than `START_S`, all parts end later by as much. Those of the others are seconds from the
@@ -20,15 +20,17 @@ Result = dict[str, Any]
 
 # What starting a machine and bringing the files there is given.
 START_S = 120.0
-# No machine is started that late: clocks that disagree say nothing.
-_LATEST_S = 600.0
-# A small kernel, once a first one was right; a kernel that is timed; all else has what its part has.
+# No machine is started that soon or late: clocks that disagree say nothing, nor does a time that was taken there.
+_SOONEST_S, _LATEST_S = 5.0, 600.0
+# A small kernel; a kernel that is timed; all else has what its part has.
 _SMALL_S, _TIMED_S, _REST_S = 10.0, 45.0, 600.0
 _THREADS = 16
 # A step of llama-70b has 726 launches.
 MOST_LAUNCHES = 1500
 PROMPTS, DEPTH = (64, 512, 1536), 512
-_LARGE = "llama-70b"
+_LARGE, PLANNED = "llama-70b", "hybrid_4090"
+# Of each variant in `more`.
+_MORE_S = 85
 # Kernels that the first command times, and for which shares of their neurons.
 FIRST_KERNELS: Mapping[str, tuple[float, ...]] = {
     "linear 8192x8192 q4": (),
@@ -87,7 +89,7 @@ def clock(asked: float | None, begin_s: float, scale: float) -> Clock:
     if asked is None:
         return Clock(begin_s, scale)
     passed = time.time() - asked - (time.monotonic() - begin_s)
-    passed = passed if 0 <= passed <= _LATEST_S else START_S
+    passed = passed if _SOONEST_S <= passed <= _LATEST_S else START_S
     return Clock(begin_s - min(passed, START_S) * scale, scale)
 
 
@@ -106,52 +108,51 @@ def parts_of(verb: str, options: Namespace, pack: Result) -> list[Part]:
 
 
 def _first(options: Namespace, pack: Result) -> list[Part]:
-    small = {"folder": pack["kernels"][0]["folder"], "host": pack["host"]}
+    small = _smallest(pack)
     machine = [
-        Unit("machine", "facts", small, {}, is_gate=True),
-        Unit("ping_pong", "facts", small, {}, is_gate=True),
-        Unit("queue", "facts", small | {"most": MOST_LAUNCHES}, {}, is_gate=True),
+        Unit("machine", "facts", small, {}, _REST_S, is_gate=True),
+        Unit("ping_pong", "facts", small, {}, _REST_S, is_gate=True),
+        Unit("queue", "facts", small | {"most": MOST_LAUNCHES}, {}, _REST_S, is_gate=True),
     ]
     checks = [*_checks(pack, "q4", "hybrid"), *_bundled(pack, "q4", "split"), *_bundled(pack, "f16", "split")]
     checks += [each for each in (*_checks(pack), *_bundled(pack)) if each not in checks]
     # The model that is trained, and says most, behind the six that say where it fails.
     checks.sort(key=lambda unit: unit.kind == "bundled")
-    large = _entry(pack, "hybrid_4090")
+    large = _entry(pack, PLANNED)
     smoke = [] if large is None else [_model(options, large, "smoke", table="checks")]
     return [
-        Part("machine", 130, machine),
-        Part("small kernels", 170, _kernels(pack, "small", _SMALL_S)),
-        Part("models", 220, checks),
-        Part("smoke", 245, smoke),
-        Part("kernel times", 300, [*_limits(pack), *_timed(pack, first=True)], yields=True),
+        Part("machine", 150, machine),
+        Part("small kernels", 185, _kernels(pack, "small", _SMALL_S)),
+        Part("models", 225, checks),
+        Part("smoke", 265, smoke),
+        Part("kernel times", 310, [*_limits(pack), *_timed(pack, first=True)], yields=True),
     ]
 
 
 def _second(options: Namespace, pack: Result) -> list[Part]:
     half = max(1, threads() // 2)
-    facts = {"folder": pack["kernels"][0]["folder"], "host": pack["host"]}
+    facts = _smallest(pack)
     return [
-        Part("hybrid", 60, [Unit("machine", "facts", facts, {}, is_gate=True), *_of(options, pack, "hybrid_4090")]),
-        Part("copied", 85, _of(options, pack, "copied_4090")),
-        Part("llama.cpp", 170, _llama(pack)),
-        Part("dense", 235, _of(options, pack, "layers_dense_4090", prompts=PROMPTS[:2])),
-        Part("third", 325, [*_of(options, pack, "hybrid"), *_of(options, pack, "copied")]),
-        Part("half the threads", 380, _of(options, pack, "hybrid_4090", prompts=PROMPTS[:1], count=half)),
-        Part("kernel times", 440, [*_timed(pack, first=False), Unit("host", "facts", facts, {})]),
+        Part("hybrid", 60, [Unit("machine", "facts", facts, {}), *_of(options, pack, PLANNED)]),
+        # With the same weights, before others are written over them.
+        Part("half the threads", 90, _of(options, pack, PLANNED, prompts=PROMPTS[:1], count=half)),
+        Part("copied", 115, _of(options, pack, "copied_4090")),
+        Part("llama.cpp", 200, _llama(pack)),
+        Part("dense", 265, _of(options, pack, "layers_dense_4090", prompts=PROMPTS[:2])),
+        Part("third", 355, [*_of(options, pack, "hybrid"), *_of(options, pack, "copied")]),
+        Part("kernel times", 440, [Unit("host", "facts", facts, {}), *_timed(pack, first=False)]),
     ]
 
 
 def _more(options: Namespace, pack: Result) -> list[Part]:
-    """A second quarter of an hour: what the two commands leave out, of all models of the pack."""
-    facts = {"folder": pack["kernels"][0]["folder"], "host": pack["host"]}
-    parts = [Part("machine", 15, [Unit("machine", "facts", facts, {}, is_gate=True), *_limits(pack)])]
-    for model in dict.fromkeys(entry["model"] for entry in pack["models"]):
-        others = ("layers", "layers_dense") if model == _LARGE else ("hybrid", "copied", "layers_dense", "cpu", "gpu")
-        blind = _of(options, pack, "hybrid", model=model, skew=False)
-        for units in ([*_of(options, pack, each, model=model)] for each in others):
-            parts += [Part(f"{model} {units[0].facts['variant']}", parts[-1].ends_s + 80, units)] if units else []
-        parts += [Part(f"{model} hybrid, blind", parts[-1].ends_s + 80, blind)] if blind else []
-    return parts
+    """A second quarter of an hour: what the two commands leave out, of one model of the pack."""
+    model = options.model
+    parts = [Part("machine", 45, [Unit("machine", "facts", _smallest(pack), {}, is_gate=True), *_limits(pack)])]
+    others = ("layers", "layers_dense") if model == _LARGE else ("hybrid", "copied", "layers_dense", "cpu", "gpu")
+    for units in (_of(options, pack, each, model=model) for each in others):
+        parts += [Part(units[0].facts["variant"], parts[-1].ends_s + _MORE_S, units)] if units else []
+    blind = _of(options, pack, "hybrid", model=model, skew=False)
+    return parts + ([Part("hybrid, blind", parts[-1].ends_s + _MORE_S, blind)] if blind else [])
 
 
 SCHEDULES: Mapping[str, Callable[[Namespace, Result], list[Part]]] = {
@@ -159,6 +160,11 @@ SCHEDULES: Mapping[str, Callable[[Namespace, Result], list[Part]]] = {
     "second": _second,
     "more": _more,
 }
+
+
+def _smallest(pack: Result) -> Result:
+    """Return the files of a pack that have what the machine itself is tried with."""
+    return {"folder": pack["kernels"][0]["folder"], "host": pack["host"]}
 
 
 def _entry(pack: Result, variant: str, model: str = _LARGE) -> Result | None:
@@ -252,7 +258,7 @@ def _with_shares(unit: Unit, shares: Sequence[float]) -> Unit:
 
 def _llama(pack: Result) -> list[Unit]:
     """llama.cpp with the same memory as the hybrid engine that was planned."""
-    entry = _entry(pack, "hybrid_4090")
+    entry = _entry(pack, PLANNED)
     if entry is None or pack["llama"] is None:
         return []
     content = {key: entry[key] for key in ("model", "shape", "budget")} | {"file": pack["llama"], "threads": threads()}
@@ -267,5 +273,4 @@ def case_units(pack: Result, label: str) -> list[Unit]:
     found = [unit for unit in units if unit.facts["label"] == label]
     if not found:
         sys.exit(f"the pack has no kernel {label!r}, but {', '.join(unit.facts['label'] for unit in units)}")
-    machine = {"folder": pack["kernels"][0]["folder"], "host": pack["host"]}
-    return [Unit("machine", "facts", machine, {}, is_gate=True), *found]
+    return [Unit("machine", "facts", _smallest(pack), {}, is_gate=True), *found]

@@ -12,7 +12,7 @@ import os
 import time
 import traceback
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -59,10 +59,10 @@ class Unit:
 class Workers:
     """The processes that do units: the one at work, and one that has imported all and waits for its turn."""
 
-    def __init__(self, options: Namespace) -> None:
+    def __init__(self, options: Namespace, has_spare: bool = True) -> None:
         """`options` are those of `gpu.py`, with a folder `work` that may be made and removed."""
         self._options, self._made = options, 0
-        self._spare = self._start()
+        self._spare = self._start() if has_spare else None
         self._current: _Child | None = None
 
     def __enter__(self) -> "Workers":
@@ -75,7 +75,7 @@ class Workers:
     def take(self) -> "_Child":
         """Return the process at work, or the one that waits in its place if that has ended."""
         if self._current is None or self._current.has_ended:
-            self._current, self._spare = self._spare, self._start()
+            self._current, self._spare = self._spare or self._start(), self._spare and self._start()
         return self._current
 
     def _start(self) -> "_Child":
@@ -152,18 +152,14 @@ class _Child:
 
 
 def _serve(theirs: Connection, options: Namespace, faults: Path) -> None:
-    """Do lists of units as they come, up to the first that fails."""
-    watch = Watch(faults)
+    """Do units as they come, up to the first that fails."""
     # PyTorch, beside which all modules of a process are loaded eagerly or none, would load every kernel that it has.
     # Ours are loaded when graphs are bound, before any of them runs.
     os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
-    # Only here: PyTorch takes seconds to import, and the parent has no use for it.
-    if options.pretend:
-        from _gpu_pretend import does_not_fit, work
-    else:
-        from _gpu_work import does_not_fit, work
-
+    does_not_fit: Callable[[Exception], bool] = _is_never
     try:
+        watch = Watch(faults)
+        work, does_not_fit = _worker(options)
         theirs.send((_READY, True))
         while True:
             unit = theirs.recv()
@@ -180,3 +176,21 @@ def _serve(theirs: Connection, options: Namespace, faults: Path) -> None:
         text = traceback.format_exc()[-MOST_CHARACTERS:]
         is_right = None if does_not_fit(error) else False
         theirs.send(({"is_right": is_right, "reason": reason, "traceback": text}, False))
+
+
+def _is_never(error: Exception) -> bool:
+    """Say of any error that it is not for lack of memory: none that is raised while modules are imported."""
+    del error
+    return False
+
+
+def _worker(options: Namespace) -> tuple[Callable[..., Iterator[Result]], Callable[[Exception], bool]]:
+    """Return what does a unit, and what says whether an error is for lack of memory.
+
+    Only here: PyTorch takes seconds to import, and the parent has no use for it.
+    """
+    if options.pretend:
+        import _gpu_pretend as module
+    else:
+        import _gpu_work as module
+    return module.work, module.does_not_fit

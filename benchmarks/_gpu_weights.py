@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _gpu_growth import wait_for_memory
+from _gpu_growth import Growth
 from numpy.typing import NDArray
 
 from picompile_passes.dialect import quantize_rows
@@ -77,14 +77,14 @@ def _write(path: Path, tensors: Sequence[Mapping[str, Any]], constants: bytes, b
 
     A file that is there is written over, so that its pages are used again.
     """
-    header = _header(tensors)
+    header, growth = _header(tensors), Growth()
     path.touch()
     with path.open("r+b") as file, ThreadPoolExecutor(_WRITERS) as pool:
         os.pwrite(file.fileno(), header, 0)
         offset = len(header)
         for number, tensor in enumerate(tensors):
             size, data = _bytes(tensor), _content(tensor, constants, number, blocks)
-            wait_for_memory(size)
+            growth.before(size)
             parts = [(data[: size - start], offset + start) for start in range(0, size, max(1, len(data)))]
             written = sum(pool.map(lambda part: os.pwrite(file.fileno(), *part), parts))
             if written != size:

@@ -2,17 +2,20 @@
 
     python benchmarks/gpu.py first build/gpu --results FOLDER [--asked SECONDS] [--shm 100G] [--memory 128]
     python benchmarks/gpu.py second build/gpu --results FOLDER
-    python benchmarks/gpu.py more build/gpu --results FOLDER
+    python benchmarks/gpu.py more build/gpu --results FOLDER [--model NAME]
     python benchmarks/gpu.py case build/gpu 'linear q4'
+    python benchmarks/gpu.py ready build/gpu
     python benchmarks/gpu.py tables FOLDER/first.json FOLDER/second.json
 
 `first` says whether results are right, and the speed of the kernels that matter most; `second` measures the model of
-70 billion parameters, and llama.cpp with the same memory; `more` has what is left. Each keeps a clock: its parts end at
-the times of `_gpu_schedule.py`, whatever happens, and a line is printed for each result as it comes. `case` checks one
-kernel alone, and `tables` shows the results of several runs as one.
+70 billion parameters, and llama.cpp with the same memory; `more` has what is left of a model. Each keeps a clock: its
+parts end at the times of `_gpu_schedule.py`, whatever happens, and a line is printed for each result as it comes.
+`case` checks one kernel alone, `ready` says whether the pack was made from these sources, and `tables` shows the
+results of several runs as one.
 
 The results are in FOLDER: `first.json` is written again after each row, and `first.txt` has what was printed. The last
-line says whether everything was right; the exit code is 1 if anything was wrong. A bar that is missed is no error.
+line says whether everything was right; the exit code is 1 if anything was wrong, and 2 if something that must be right
+was not measured. A bar that is missed is no error.
 Weights stay in `--work` for the second command, which removes them.
 """
 
@@ -33,16 +36,15 @@ for _name in ("runtime", "passes"):
     sys.path.append(str(_ROOT / _name))
 
 from _gpu_growth import touch  # noqa: E402
-from _gpu_prepared import LARGE, Writers, enlarge, prepare_gguf, prepared, work_folder  # noqa: E402
+from _gpu_prepared import LARGE, Writer, enlarge, has_room, prepare_gguf, prepared, work_folder  # noqa: E402
 from _gpu_report import merged, text_of  # noqa: E402
 from _gpu_run import Run  # noqa: E402
-from _gpu_schedule import SCHEDULES, active_of, case_units, clock, parts_of  # noqa: E402
+from _gpu_schedule import PLANNED, SCHEDULES, active_of, case_units, clock, parts_of  # noqa: E402
 from _gpu_sources import SCHEMA, sources_digest  # noqa: E402
 from _gpu_units import Workers  # noqa: E402
 from peers_llama_gguf import LlamaShape  # noqa: E402
 
 Result = dict[str, Any]
-_PLANNED = "hybrid_4090"
 # The host's part of a model is in memory once more beside the file of its weights, and so are PyTorch and the engine.
 _BESIDE_SHARE, _BESIDE_S = 0.7, 60.0
 
@@ -50,7 +52,7 @@ _BESIDE_SHARE, _BESIDE_S = 0.7, 60.0
 def main() -> None:
     options = _arguments()
     verbs: Mapping[str, Callable[[argparse.Namespace], None]] = {
-        "case": _case, "tables": _tables, "write": _write, **dict.fromkeys(SCHEDULES, _scheduled),
+        "case": _case, "ready": _ready, "tables": _tables, "write": _write, **dict.fromkeys(SCHEDULES, _scheduled),
     }  # fmt: skip
     verbs[options.verb](options)
 
@@ -63,21 +65,23 @@ def _arguments() -> argparse.Namespace:
     case = verbs.add_parser("case", help="check one kernel")
     _add_common(case)
     case.add_argument("label")
+    ready = verbs.add_parser("ready", help="say whether a pack was made from these sources")
+    ready.add_argument("pack", type=Path)
     tables = verbs.add_parser("tables", help="show the results of several runs as one")
     tables.add_argument("files", type=Path, nargs="+")
     write = verbs.add_parser("write", help="prepare the weights of a model: `first` and `second` start this")
     _add_common(write)
     write.add_argument("--model", required=True)
     write.add_argument("--quant", required=True)
-    write.add_argument("--variant")
-    write.add_argument("--gguf", action="store_true", help="for llama.cpp")
+    write.add_argument("--variant", required=True)
     return parser.parse_args()
 
 
 def _add_schedule(parser: argparse.ArgumentParser) -> None:
     _add_common(parser)
     parser.add_argument("--results", type=Path, required=True, help="a folder for what is found")
-    parser.add_argument("--asked", type=float, help="when the machine was asked for: `date +%%s` at that time")
+    parser.add_argument("--asked", type=float, help="when the machine was asked for, in seconds since 1970")
+    parser.add_argument("--model", default="llama-70b", help="the model that `more` measures")
     parser.add_argument("--shm", metavar="SIZE", help="remount /dev/shm with this size first; needs root")
     parser.add_argument("--memory", metavar="GIB", help="how far the machine's memory grows, if it grows as it is used")
     parser.add_argument("--pretend", type=json.loads, help=argparse.SUPPRESS)
@@ -108,23 +112,29 @@ def _case(options: argparse.Namespace) -> None:
     pack, options.pretend = _pack(options), None
     units = case_units(pack, options.label)
     options.work = work_folder(options.work, 0)
-    with Run(options, None, clock(None, _BEGIN_S, 1.0)) as run, Workers(options) as workers:
+    with Run(options, None, clock(None, _BEGIN_S, 1.0)) as run, Workers(options, has_spare=False) as workers:
         run.do(units, workers)
-    sys.exit(run.is_wrong)
+    sys.exit(run.exit_code)
+
+
+def _ready(options: argparse.Namespace) -> None:
+    pack = _pack(options)
+    print(f"{options.pack}: was packed at commit {pack['commit']}, from these sources")
 
 
 def _write(options: argparse.Namespace) -> None:
-    pack, wanted = _pack(options), (options.model, options.quant)
-    entries = [each for each in pack["models"] if (each["model"], each["quant"]) == wanted]
+    """Write weights, use as much memory as the engine will, and give that back; then a file for llama.cpp."""
+    pack, wanted, begin_s = _pack(options), (options.model, options.quant, options.variant), time.monotonic()
+    (entry,) = (each for each in pack["models"] if (each["model"], each["quant"], each["variant"]) == wanted)
     options.work = work_folder(options.work, 0)
-    if options.gguf:
-        prepare_gguf(LlamaShape.of(options.model, entries[0]["shape"]), options.work)
-        return
-    (entry,) = (each for each in entries if each["variant"] == options.variant)
     _cache_beside(options.work)
+    # Whoever measures meanwhile comes first.
+    os.nice(19)
     with prepared(options.pack / entry["file"], options.work / LARGE, active=options.active, skew=True):
-        pass
-    print(touch(int(_BESIDE_SHARE * entry["weight_bytes"]), _BESIDE_S))
+        print(f"weights of {entry['weight_bytes'] / 1e9:.1f} GB after {time.monotonic() - begin_s:.1f} s")
+        print(f"memory: {touch(int(_BESIDE_SHARE * entry['weight_bytes']), _BESIDE_S)}")
+    output = prepare_gguf(LlamaShape.of(options.model, entry["shape"]), options.work)
+    print(f"llama.cpp's file of {output.stat().st_size / 1e9:.1f} GB after {time.monotonic() - begin_s:.1f} s")
 
 
 def _cache_beside(work: Path) -> None:
@@ -135,31 +145,40 @@ def _cache_beside(work: Path) -> None:
 def _scheduled(options: argparse.Namespace) -> None:
     pack = _pack(options)
     refused = enlarge(options.shm) if options.shm else None
-    large = next((each for each in pack["models"] if each["variant"] == _PLANNED), None)
-    # The weights, and llama.cpp's.
-    needed = sum(each or 0 for each in (large and large["weight_bytes"], large and large["dense_bytes"]))
+    large = next((each for each in pack["models"] if each["variant"] == PLANNED), None)
+    if options.verb == "more":
+        needed = max((each["weight_bytes"] for each in pack["models"]), default=0)
+    else:
+        # The weights, and llama.cpp's.
+        needed = sum(large[key] for key in ("weight_bytes", "dense_bytes")) if large else 0
     options.work = work_folder(options.work, needed)
     _cache_beside(options.work)
     if options.memory:
         os.environ["PICOMPILE_MEMORY_GIB"] = options.memory
     times = clock(options.asked if options.verb == "first" else None, _BEGIN_S, options.scale)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    writers = Writers(options)
-    with Run(options, options.results / options.verb, times) as run:
-        if refused:
-            run.say(f"/dev/shm keeps its size: {refused}")
-        if large and options.verb != "more" and not options.pretend:
-            writers.start(large, active_of(large, options.active))
-        try:
-            with Workers(options) as workers:
-                run.do_parts(parts_of(options.verb, options, pack), workers)
-        finally:
-            if options.verb != "first" or run.is_wrong:
-                writers.end()
-                shutil.rmtree(options.work, ignore_errors=True)
-            else:
+    writer = Writer(options)
+    run = Run(options, options.results / options.verb, times)
+    try:
+        with run, Workers(options) as workers:
+            run.say(f"{options.verb}: pack of commit {pack['commit']}, weights in {options.work}")
+            if refused:
+                run.say(f"/dev/shm keeps its size: {refused}")
+            if not has_room(options.work.parent, needed):
+                run.say(f"{options.work.parent} has no room for {needed / 1e9:.1f} GB of weights")
+            elif large and options.verb != "more" and not options.pretend:
+                writer.start(large, active_of(large, options.active))
+            run.do_parts(parts_of(options.verb, options, pack), workers)
+            run.results["writer"] = writer.said()
+            run.say(f"the writer of weights: {'; '.join(writer.said()[-3:]) or 'nothing so far'}")
+            if options.verb == "first" and not run.exit_code:
                 run.say(f"{options.work} keeps the weights for the second command, which removes them")
-    sys.exit(run.is_wrong)
+    finally:
+        # Only now: it takes seconds, and the tables are printed.
+        if options.verb != "first" or run.exit_code:
+            writer.end()
+            shutil.rmtree(options.work, ignore_errors=True)
+    sys.exit(run.exit_code)
 
 
 if __name__ == "__main__":

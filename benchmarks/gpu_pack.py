@@ -58,6 +58,9 @@ def main() -> None:
     options = arguments()
     begin = time.monotonic()
     options.output.mkdir(parents=True, exist_ok=True)
+    # All that is there is carried.
+    for path in (*options.output.glob("*.zip"), *options.output.glob("*.tar.xz")):
+        path.unlink()
     build_host_library((), options.output / HOST, ISAS[_HOST_ISA])
     kernels = []
     for name, cases in (("small", list(small_cases())), ("speed", [] if options.small else list(speed_cases()))):

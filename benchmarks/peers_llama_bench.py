@@ -12,7 +12,7 @@ Layers that do not fit are computed by the CPU. There are two ways to hold their
 | `pinned` | as in the file, in memory that the GPU reads quickly | of 32 tokens and more: copied to the GPU |
 | `repacked` | in the layout that the CPU's kernels want | computed by the CPU; not measured, since it takes minutes |
 
-The results are rows of gpu.py's list of models: `gpu.py --tables GPU.json LLAMA.json` shows both. What is missing is a
+The results are rows of gpu.py's list of models: `gpu.py tables GPU.json LLAMA.json` shows both. What is missing is a
 row with a reason, and the file is written anew with each result, so that what is killed has left what it knew.
 """
 
@@ -21,6 +21,7 @@ import os
 import signal
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,6 +37,12 @@ _WITH_PROMPTS = "pinned"
 # As picompile's: q4_0 and q4 have the same bytes.
 _SPARED_SHARE, _QUANT = 0.05, "q4"
 _POLL_S, _END_S = 0.5, 10.0
+# Whoever runs this may be killed; then the system ends llama-bench too (PR_SET_PDEATHSIG), which would keep the GPU.
+_ENDS_WITH_US = (
+    sys.executable,
+    "-c",
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])",
+)
 # Asking more often would disturb what is measured.
 _MEMORY_EVERY_S = 5.0
 
@@ -112,7 +119,8 @@ def _measure(run: _Run) -> Iterator[None]:
     before = _memory_bytes()
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         try:
-            process = subprocess.Popen(run.command, stdout=out, stderr=err, env=environment, start_new_session=True)
+            command = [*_ENDS_WITH_US, *run.command]
+            process = subprocess.Popen(command, stdout=out, stderr=err, env=environment, start_new_session=True)
         except OSError as error:
             run.reason = f"{run.command[0]}: {error.strerror}"
             return

@@ -19,7 +19,7 @@ On the machine with the GPU. Shapes by name are those of a pack (`gpu_pack.py`),
 
     python benchmarks/peers_llama_cuda.py gguf --shape llama-70b --pack build/gpu -o /dev/shm/llama-70b.gguf
     python benchmarks/peers_llama_cuda.py bench build/llama /dev/shm/llama-70b.gguf --budget 0.3333
-    python benchmarks/gpu.py --tables build/gpu.json build/llama.json
+    python benchmarks/gpu.py tables build/gpu.json build/llama.json
 
 A small one, to see that the programs work; with `--cpu` in place of `--sm 90` no CUDA is needed:
 

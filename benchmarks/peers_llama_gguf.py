@@ -114,9 +114,11 @@ def write_gguf(shape: LlamaShape, seed: int, output: Path, before: Callable[[int
     tensors = list(_tensors(shape))
     header, starts = _header(shape, tensors)
     whole = len(header) + _aligned(starts[-1] + _bytes(*tensors[-1][1:]))
+    unfinished = output.with_name(f"{output.name}.new")
+    unfinished.unlink(missing_ok=True)
     if (free := shutil.disk_usage(output.parent).free) < whole:
         raise OSError(f"{output}: needs {whole / 1e9:.1f} GB, and {free / 1e9:.1f} are free there")
-    blocks, unfinished = _Blocks(seed, shape), output.with_name(f"{output.name}.new")
+    blocks = _Blocks(seed, shape)
     with unfinished.open("wb") as file, ThreadPoolExecutor(_WRITERS) as pool:
         os.pwrite(file.fileno(), header, 0)
         for number, ((_, dimensions, kind), start) in enumerate(zip(tensors, starts, strict=True)):

@@ -67,7 +67,7 @@ def test_a_check_is_right(quant: str, variant: str, emulated: Path, tmp_path: Pa
 
 
 def test_no_predictor_decides_by_rounding(checks: Path, tmp_path: Path) -> None:
-    """Of random tokens most have a logit that is nearer to its threshold, so the choice does something."""
+    """Most random tokens have a logit that is nearer to its threshold, so the choice does something."""
     entry = _entry(checks, "q4", "hybrid")
     with prepared(checks / entry["file"], tmp_path / "work", active=0.2, skew=True, added=0.05) as (folder, _):
         artifact = open_artifact(folder)

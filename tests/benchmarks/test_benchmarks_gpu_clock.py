@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,10 @@ from helpers.gpu_packs import BENCHMARKS
 sys.path.insert(0, str(BENCHMARKS))
 
 import _gpu_schedule
+from _gpu_run import Run
+from _gpu_schedule import Clock
 from _gpu_sources import SCHEMA, sources_digest
-from _gpu_units import LATE, NOT_DONE
+from _gpu_units import LATE, NOT_DONE, Unit
 
 SCALE = 1 / 12
 # What a part may take longer: the child has half a second for its stacks, and then is ended.
@@ -72,7 +75,7 @@ def _ran(
 def _ends(verb: str, text: str, pack: Path) -> dict[str, tuple[float, float]]:
     """When the last line of each part was printed, and when the part must have ended."""
     index = json.loads((pack / "pack.json").read_text())
-    options = type("Options", (), {"active": 0.05})()
+    options = Namespace(active=0.05)
     lines = [line for line in text.splitlines() if line.startswith("[")]
     ends = {}
     for part in _gpu_schedule.parts_of(verb, options, index):
@@ -99,14 +102,15 @@ def test_a_part_that_hangs_leaves_time_for_the_next(part: str, pack: Path) -> No
     # The first hung until the part was over; nothing else of it was begun. A small kernel hangs 10 s at most.
     assert all(row["is_right"] is not True for row in of_part)
     if part == "small kernels":
-        assert code == 1 and all("nothing came within" in row["reason"] for row in of_part)
+        assert code == 1 and all("nothing came within" in row["reason"] for row in of_part[:6])
     else:
-        assert code == 0 and {row["reason"] for row in of_part} <= {LATE, NOT_DONE}
+        # Speeds may be missing; what must be right may not.
+        assert code == (0 if part == "kernel times" else 2) and {row["reason"] for row in of_part} <= {LATE, NOT_DONE}
         others = [row for row in rows if row["part"] != part]
         assert all(row["is_right"] for row in others)
     for name, (last_s, ends_s) in _ends("first", text, pack).items():
         assert last_s <= ends_s + _LATER_S / SCALE, name
-    assert took_s < 300 - 80 + 2 * _LATER_S / SCALE
+    assert took_s < 310 - 80 + 2 * _LATER_S / SCALE
 
 
 def test_work_that_takes_three_times_as_long(pack: Path) -> None:
@@ -114,12 +118,12 @@ def test_work_that_takes_three_times_as_long(pack: Path) -> None:
     slow = {"small kernels": {"seconds": 9.0}, "smoke": {"seconds": 75.0}}
     slow |= {"models": {"seconds": 45.0}, "kernel times": {"seconds": 45.0}}
     code, text, results, took_s = _ran("first", pack, slow)
-    assert code == 0
+    assert code == 2 and "NOT GREEN" in text.splitlines()[-1]
     for name, (last_s, ends_s) in _ends("first", text, pack).items():
         assert last_s <= ends_s + _LATER_S / SCALE, name
     last = {row["part"]: row.get("reason") for row in (*results["kernels"], *results["checks"])}
     assert len(last) == 4 and set(last.values()) <= {LATE, NOT_DONE}
-    assert took_s < 300 - 80 + 2 * _LATER_S / SCALE
+    assert took_s < 310 - 80 + 2 * _LATER_S / SCALE
 
 
 def test_the_second_command_keeps_its_time_too(pack: Path) -> None:
@@ -127,7 +131,7 @@ def test_the_second_command_keeps_its_time_too(pack: Path) -> None:
     code, text, results, took_s = _ran("second", pack, slow)
     assert code == 0 and took_s < 440
     rows = {row["part"]: row for row in results["models"]}
-    assert list(rows) == ["hybrid", "copied", "llama.cpp", "dense", "third", "half the threads"]
+    assert list(rows) == ["hybrid", "half the threads", "copied", "llama.cpp", "dense", "third"]
     for part in ("copied", "dense", "half the threads"):
         assert rows[part]["is_right"], part
     for part in ("hybrid", "llama.cpp", "third"):
@@ -138,9 +142,9 @@ def test_the_second_command_keeps_its_time_too(pack: Path) -> None:
 
 def test_a_late_start_moves_all_parts(pack: Path) -> None:
     code, text, _, _ = _ran("first", pack, {"models": {"how": "hangs"}}, started_s=150.0)
-    assert code == 0
+    assert code == 2
     (late,) = (float(line[1:7]) for line in text.splitlines() if LATE in line and line.startswith("["))
-    assert 220 <= late <= 220 + _LATER_S / SCALE
+    assert 225 <= late <= 225 + _LATER_S / SCALE
 
 
 def test_wrong_and_crashing_work(pack: Path) -> None:
@@ -158,3 +162,23 @@ def test_nothing_is_begun_behind_a_gate_that_failed(pack: Path) -> None:
     assert results["failed"][0]["label"] == "ping_pong"
     assert {row["reason"] for row in (*results["kernels"], *results["checks"])} == {NOT_DONE}
     assert took_s < 60
+
+
+def test_a_gate_that_is_late_stops_the_run(pack: Path) -> None:
+    """It is neither wrong nor right, and the GPU was not missing."""
+    code, text, results, took_s = _ran("first", pack, {"machine": {"how": "hangs"}})
+    assert code == 2 and "NOT GREEN: " in text.splitlines()[-1] and took_s < 150 - 80 + 2 * _LATER_S / SCALE
+    assert results["failed"][0]["reason"] == LATE
+    assert {row["reason"] for row in (*results["kernels"], *results["checks"])} == {NOT_DONE}
+
+
+def test_what_was_measured_stays_if_its_part_is_over(tmp_path: Path) -> None:
+    options = Namespace(device_library=None, pretend={})
+    unit = Unit("model", "models", {}, _MODEL | {"part": "hybrid", "variant": "hybrid", "skew": True})
+    speed = unit.facts | {"is_right": True, "tokens_per_s": 20.0, "prompts": {"64": 100.0}}
+    whole = speed | {"prompts": {"64": 100.0, "1536": 300.0}}
+    for last, expected in ((unit.row(None, LATE), speed | {"partial": LATE}), (whole, whole)):
+        run = Run(options, tmp_path / "run", Clock(0.0))
+        for row in (speed | {"partial": True}, last):
+            run._add(unit, row)
+        assert run.results["models"] == [expected]

@@ -89,11 +89,11 @@ def test_a_place_with_room_is_found(tmp_path: Path) -> None:
     assert work_folder(tmp_path, 0) == tmp_path / "picompile-gpu"
     assert work_folder(None, 2**60).parent == Path(tempfile.gettempdir())
     # What an earlier command left there counts as room.
-    assert not _gpu_prepared._has_room(tmp_path, shutil.disk_usage(tmp_path).free + 2**30)
+    assert not _gpu_prepared.has_room(tmp_path, shutil.disk_usage(tmp_path).free + 2**30)
     (tmp_path / "picompile-gpu").mkdir()
     with (tmp_path / "picompile-gpu" / "weights").open("wb") as file:
         file.truncate(2**40)
-    assert _gpu_prepared._has_room(tmp_path, shutil.disk_usage(tmp_path).free + 2**30)
+    assert _gpu_prepared.has_room(tmp_path, shutil.disk_usage(tmp_path).free + 2**30)
 
 
 def test_tokens_are_compared_where_the_margin_decides() -> None:

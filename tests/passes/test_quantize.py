@@ -86,8 +86,8 @@ def test_matrices_are_packed_and_vectors_are_not():
 @pytest.mark.parametrize(
     ("form", "predictors", "own"),
     [
-        *[("f16", "auto", "f16"), ("q8", "auto", "q8"), ("q6", "auto", "q8"), ("q4m", "auto", "q8")],
-        *[("q4", "auto", "q8"), ("q4", "q4", "q4"), ("q4", "f16", "f16"), ("q4m", "q6", "q6")],
+        *[("f16", "auto", "f16"), ("q8", "auto", "q8"), ("q6", "auto", "q6"), ("q4m", "auto", "q6")],
+        *[("q4", "auto", "q6"), ("q4", "q4", "q4"), ("q4", "f16", "f16"), ("q4m", "q6", "q6")],
     ],
 )
 def test_matrices_of_a_learned_predictor_are_packed_and_its_bias_is_not(form, predictors, own):
