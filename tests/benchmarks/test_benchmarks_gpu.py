@@ -134,7 +134,6 @@ def test_both_commands(gpu_pack: Path, fake_library: Path, tmp_path: Path) -> No
         assert row["active"] == (0.3 if row["variant"] == "hybrid_4090" else 0.05)
         assert row["step"] is not None and "partial" not in row
     assert [row["write_s"] > 0 for row in results["models"][:3]] == [False, False, True]
-    assert len(results["writer"]) == 0
     assert {row["label"] for row in results["kernels"]} == {case.label for case in TIMED}
     assert results["host_bytes_per_s"] and "memory of a 4090" in ended.stdout
     assert sorted(path.name for path in (tmp_path / "results").iterdir()) == [
