@@ -18,7 +18,8 @@ from picompile_runtime import Engine, load, measure
 
 Result = dict[str, Any]
 
-# Of the largest logit. A CPU rounds activations to bytes where weights are: see docs/adr, ADR 13.
+# The limit of errors where weights have 8 bits and fewer, as a share of the largest logit: a CPU rounds activations to
+# bytes there (docs/adr, ADR 13).
 _LIMIT_OF_BYTES = 1e-2
 
 

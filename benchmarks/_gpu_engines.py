@@ -18,7 +18,7 @@ from picompile_runtime import DoesNotFitError, Engine, load, measure
 from picompile_runtime.artifact.manifest import WEIGHTS
 from picompile_runtime.engine.timing import mean_shares
 
-# Of the largest logit.
+# The limit of errors, as a share of the largest logit.
 LIMIT = 1e-3
 _PROMPT, _DECODED = 5, 16
 _CHECKED_ACTIVE = 0.2
@@ -33,7 +33,7 @@ _COUNTED = 16
 # No prompt is read, and no context filled, that takes longer; no round of decoding takes longer, if it has as many
 # tokens as must be. Where the CPU computes most of a large model a prompt takes minutes.
 _PROMPT_S, _ROUND_S, _FEWEST_DECODED = 20.0, 4.0, 8
-# Of the first run of a large model.
+# The tokens of the first run of a large model.
 _SMOKE_PROMPT, _SMOKE_DECODED = 64, 8
 # So many are decoded to see how long one takes.
 _STEPS = 2

@@ -7,7 +7,7 @@ from typing import Any
 
 Result = dict[str, Any]
 
-# What is done for a kernel's or a model's time that `options.pretend` does not say.
+# The work of parts that `options.pretend` does not name.
 _RIGHT = {"how": "right", "seconds": 0.0}
 
 

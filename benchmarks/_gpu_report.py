@@ -236,7 +236,7 @@ def _cells(row: Result, results: Result) -> dict[str, str]:
     if row.get("moved_bytes"):
         values["speed"], copies = row["moved_bytes"] / row["seconds"], results.get("copy_bytes_per_s")
         values["of_copies"] = values["speed"] / copies if copies and "weights" not in row else None
-    # Of dense offloading as picompile has it, with the same budget; llama.cpp's rows are another such engine.
+    # The ratio is to dense offloading with the same budget; llama.cpp is another engine of that kind.
     if "tokens_per_s" in row and not row.get("variant", _LLAMA).startswith(_LLAMA):
         dense = dense_offloading(results["models"], row).values()
         values["ratio"] = row["tokens_per_s"] / max(dense) if dense else None

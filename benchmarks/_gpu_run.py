@@ -107,7 +107,7 @@ class Run:
         row = {"label": unit.kind, "is_gate": unit.is_gate, **row} if unit.table == "facts" else row
         table = self.results["failed" if unit.table == "facts" else unit.table]
         if table and table[-1].get("partial") and table[-1].get("part") == row.get("part"):
-            # What was measured stays, if what was to come behind it did not.
+            # A measured row stays if the rest of its unit was not measured.
             partial = table.pop()
             row = partial | {"partial": row["reason"]} if "reason" in row else row
         table.append(row)

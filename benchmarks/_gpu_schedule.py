@@ -18,7 +18,7 @@ from _gpu_units import Unit
 
 Result = dict[str, Any]
 
-# What starting a machine and bringing the files there is given.
+# The time for starting a machine and bringing the files there.
 START_S = 120.0
 # No machine is started that soon or late: clocks that disagree say nothing, nor does a time that was taken there.
 _SOONEST_S, _LATEST_S = 5.0, 600.0
@@ -29,7 +29,7 @@ _THREADS = 16
 MOST_LAUNCHES = 1500
 PROMPTS, DEPTH = (64, 512, 1536), 512
 _LARGE, PLANNED = "llama-70b", "hybrid_4090"
-# Of each variant in `more`.
+# Each variant in `more` has so long.
 _MORE_S = 85
 # Kernels that the first command times, and for which shares of their neurons.
 FIRST_KERNELS: Mapping[str, tuple[float, ...]] = {

@@ -5,7 +5,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-# Of the files of a pack and of results.
+# The version of the files of packs and results.
 SCHEMA = 4
 ROOT = Path(__file__).resolve().parents[1]
 _PACKAGES = ("picompile", "passes", "codegen", "runtime")

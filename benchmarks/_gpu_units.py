@@ -28,7 +28,7 @@ Result = dict[str, Any]
 # Besides a unit's own limit, until a process has said that it is ready: importing takes seconds.
 _START_S, _END_S = 90.0, 10.0
 
-# What a process sends first.
+# The first row that a process sends.
 _READY: Result = {"ready": True}
 
 LATE = "was not done when its time was over"

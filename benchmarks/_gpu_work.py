@@ -29,7 +29,7 @@ Result = dict[str, Any]
 
 # Tokens of a round, and rounds beside the first one. Copies wait for nothing, so that a few tokens say all.
 _DECODED_TOKENS, _REPEATS, _COPIED_TOKENS = 32, 3, 8
-# Of the bundled model: tokens of the prompt, decoded ones, rounds; and so many tokens are compared on a stand-in.
+# The bundled model reads so many tokens and decodes so many, in so many rounds; on a stand-in fewer are compared.
 _BUNDLED_LENGTHS, _STAND_IN_TOKENS = (64, 32, 3), 8
 # llama.cpp reads one prompt, and is ended so long before its part is over: it has tens of GB to give back.
 _LLAMA_PROMPTS, _LLAMA_END_S = (512,), 10.0

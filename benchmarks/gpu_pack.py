@@ -48,7 +48,7 @@ CHECK_BUDGET, CHECK_RANK, CHECK_CONTEXT = 0.6, 32, 96
 HOST, _HOST_ISA = "host.so", "x86-64-v3"
 # All on one device is measured of models with so many weights in blocks: minutes are dear, and no bar needs it.
 _MOST_ON_ONE_DEVICE = 10e9
-# What can be carried to the other machine, the files of the repository and the pack, less two MiB to spare.
+# The repository and the pack may have so many bytes: 64 MiB can be carried, and two are spared.
 MOST_CARRIED_BYTES = 62 * 2**20
 # The file of a pack with a build of llama.cpp.
 LLAMA = "llama.tar.xz"
@@ -58,7 +58,7 @@ def main() -> None:
     options = arguments()
     begin = time.monotonic()
     options.output.mkdir(parents=True, exist_ok=True)
-    # All that is there is carried.
+    # An earlier pack may have had other files, and all files here are carried.
     for path in (*options.output.glob("*.zip"), *options.output.glob("*.tar.xz")):
         path.unlink()
     build_host_library((), options.output / HOST, ISAS[_HOST_ISA])
