@@ -18,6 +18,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 PROMPT ?= class Reader:
 MINUTES ?= 10
+# The GPU of `make gpu-pack`: its compute capability times ten.
+SM ?= 90
 # What `make coverage` runs; a folder of tests is quicker than all.
 TESTS ?= tests
 
@@ -67,8 +69,8 @@ bench: $(VENV)/.installed
 
 # What each step has made is used again: kernels, and the build of llama.cpp, which takes the longest.
 gpu-pack: $(VENV)/.installed-dev
-	$(BIN)/python benchmarks/peers_llama_cuda.py all -o build/llama.tar.xz --sm 90
-	$(BIN)/python benchmarks/gpu_pack.py -o build/gpu --sm 90 --llama build/llama.tar.xz
+	$(BIN)/python benchmarks/peers_llama_cuda.py all -o build/llama.tar.xz --sm $(SM)
+	$(BIN)/python benchmarks/gpu_pack.py -o build/gpu --sm $(SM) --llama build/llama.tar.xz
 	$(BIN)/python tests/gpu_rehearsal.py build/gpu
 
 docs: $(VENV)/.installed-docs

@@ -82,13 +82,12 @@ class Clock:
 
 
 def clock(asked: float | None, begin_s: float, scale: float) -> Clock:
-    """Return the clock of a command that began at `begin_s` of the monotonic clock.
+    """Return the clock of the first command, which began at `begin_s` of the monotonic clock.
 
-    `asked` is when the machine was asked for, in seconds since 1970; None for the commands that run on a started one.
+    `asked` is when the machine was asked for, in seconds since 1970. If it is None, or cannot be that time, `START_S`
+    are assumed to have passed.
     """
-    if asked is None:
-        return Clock(begin_s, scale)
-    passed = time.time() - asked - (time.monotonic() - begin_s)
+    passed = time.time() - (asked or 0.0) - (time.monotonic() - begin_s)
     passed = passed if _SOONEST_S <= passed <= _LATEST_S else START_S
     return Clock(begin_s - min(passed, START_S) * scale, scale)
 

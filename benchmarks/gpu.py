@@ -39,12 +39,17 @@ from _gpu_growth import touch  # noqa: E402
 from _gpu_prepared import LARGE, Writer, enlarge, has_room, prepare_gguf, prepared, work_folder  # noqa: E402
 from _gpu_report import merged, text_of  # noqa: E402
 from _gpu_run import Run  # noqa: E402
-from _gpu_schedule import PLANNED, SCHEDULES, active_of, case_units, clock, parts_of  # noqa: E402
+from _gpu_schedule import PLANNED, SCHEDULES, Clock, active_of, case_units, clock, parts_of  # noqa: E402
 from _gpu_sources import SCHEMA, sources_digest  # noqa: E402
 from _gpu_units import Workers  # noqa: E402
 from peers_llama_gguf import LlamaShape  # noqa: E402
 
 Result = dict[str, Any]
+_SCHEDULED = {
+    "first": "say whether results are right, and time 16 kernels",
+    "second": "measure the model of 70 billion parameters, and llama.cpp",
+    "more": "measure the variants of one model that the other two leave out",
+}
 # The host's part of a model is in memory once more beside the file of its weights, and so are PyTorch and the engine.
 _BESIDE_SHARE, _BESIDE_S = 0.7, 60.0
 
@@ -60,13 +65,13 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(dest="verb", required=True)
-    for verb in SCHEDULES:
-        _add_schedule(verbs.add_parser(verb))
+    for verb, text in _SCHEDULED.items():
+        _add_schedule(verbs.add_parser(verb, help=text), verb)
     case = verbs.add_parser("case", help="check one kernel")
     _add_common(case)
-    case.add_argument("label")
+    case.add_argument("label", help="the kernel's name in the pack; a wrong one lists all")
     ready = verbs.add_parser("ready", help="say whether a pack was made from these sources")
-    ready.add_argument("pack", type=Path)
+    ready.add_argument("pack", type=Path, help="what gpu_pack.py wrote")
     tables = verbs.add_parser("tables", help="show the results of several runs as one")
     tables.add_argument("files", type=Path, nargs="+")
     write = verbs.add_parser("write", help="prepare the weights of a model: `first` and `second` start this")
@@ -77,21 +82,26 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _add_schedule(parser: argparse.ArgumentParser) -> None:
+def _add_schedule(parser: argparse.ArgumentParser, verb: str) -> None:
     _add_common(parser)
     parser.add_argument("--results", type=Path, required=True, help="a folder for what is found")
-    parser.add_argument("--asked", type=float, help="when the machine was asked for, in seconds since 1970")
-    parser.add_argument("--model", default="llama-70b", help="the model that `more` measures")
+    parser.set_defaults(asked=None, model=None)
+    if verb == "first":
+        parser.add_argument("--asked", type=float, help="output of `date +%%s` when the machine was asked for")
+    if verb == "more":
+        parser.add_argument("--model", default="llama-70b", help="model of the pack (default: %(default)s)")
     parser.add_argument("--shm", metavar="SIZE", help="remount /dev/shm with this size first; needs root")
-    parser.add_argument("--memory", metavar="GIB", help="how far the machine's memory grows, if it grows as it is used")
+    parser.add_argument("--memory", metavar="GIB", help="memory promised for the machine, if it begins with less")
     parser.add_argument("--pretend", type=json.loads, help=argparse.SUPPRESS)
-    parser.add_argument("--scale", type=float, default=1.0, help="multiplies all times of the schedule")
+    parser.add_argument("--scale", type=float, default=1.0, help="multiply all times of the schedule (default: 1)")
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("pack", type=Path, help="what gpu_pack.py wrote")
-    parser.add_argument("--work", type=Path, help="where weights are made; /dev/shm, if it has room, without it")
-    parser.add_argument("--active", type=float, default=0.05, help="share of the neurons that are computed for a token")
+    parser.add_argument("--work", type=Path, help="folder for weights (default: /dev/shm if it has room, else /tmp)")
+    parser.add_argument(
+        "--active", type=float, default=0.05, help="share of neurons computed for a token (default: 0.05)"
+    )
     parser.add_argument("--device-library", help="a stand-in for libcuda.so.1; times mean nothing then")
 
 
@@ -112,14 +122,14 @@ def _case(options: argparse.Namespace) -> None:
     pack, options.pretend = _pack(options), None
     units = case_units(pack, options.label)
     options.work = work_folder(options.work, 0)
-    with Run(options, None, clock(None, _BEGIN_S, 1.0)) as run, Workers(options, has_spare=False) as workers:
+    with Run(options, None, Clock(_BEGIN_S)) as run, Workers(options, has_spare=False) as workers:
         run.do(units, workers)
     sys.exit(run.exit_code)
 
 
 def _ready(options: argparse.Namespace) -> None:
     pack = _pack(options)
-    print(f"{options.pack}: was packed at commit {pack['commit']}, from these sources")
+    print(f"{options.pack}: ready; it was packed at commit {pack['commit']} from the sources that are here")
 
 
 def _write(options: argparse.Namespace) -> None:
@@ -155,10 +165,11 @@ def _scheduled(options: argparse.Namespace) -> None:
     _cache_beside(options.work)
     if options.memory:
         os.environ["PICOMPILE_MEMORY_GIB"] = options.memory
-    times = clock(options.asked if options.verb == "first" else None, _BEGIN_S, options.scale)
+    times = clock(options.asked, _BEGIN_S, options.scale) if options.verb == "first" else Clock(_BEGIN_S, options.scale)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     writer = Writer(options)
-    run = Run(options, options.results / options.verb, times)
+    name = f"more-{options.model}" if options.verb == "more" else options.verb
+    run = Run(options, options.results / name, times)
     try:
         with run, Workers(options) as workers:
             run.say(f"{options.verb}: pack of commit {pack['commit']}, weights in {options.work}")

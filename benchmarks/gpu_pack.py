@@ -1,6 +1,6 @@
 """Packs what `benchmarks/gpu.py` runs, on a machine with picompile and without a GPU.
 
-    python benchmarks/gpu_pack.py -o build/gpu --sm 90 [--llama build/llama_built.tar.xz] [--more] [--budget 0.333]
+    python benchmarks/gpu_pack.py -o build/gpu --sm 90 [--llama build/llama.tar.xz] [--more] [--budget 0.333]
 
 The pack is a folder of some MB: kernels as cubin and PTX with a list of cases, artifacts of whole models without their
 weights, the bundled model with its weights and the tokens that this machine's processor chooses with it, and a build of

@@ -94,6 +94,7 @@ EXEMPT = {
     ),
     "python benchmarks/json_schemas.py --count 400": "takes two minutes; deploy/test_serve_benchmarks.py has fewer",
     "python benchmarks/json_schemas.py --count 300 --schemas jsonschemabench/maskbench/data": "needs their schemas",
+    "make gpu-pack SM=89": "takes half an hour, as make gpu-pack does",
     "make gpu-pack": "takes half an hour; test_benchmarks_gpu.py packs less",
     "python benchmarks/gpu_pack.py -o build/gpu --sm 90 --llama build/llama.tar.xz --more": "takes ten minutes",
     **{

@@ -74,7 +74,7 @@ def test_the_parent_imports_no_pytorch() -> None:
 
 
 def test_documented_commands_are_commands() -> None:
-    found = re.findall(r"^    python benchmarks/gpu\.py (.*)$", DOCUMENT.read_text(), re.MULTILINE)
+    found = re.findall(r"^    +python benchmarks/gpu\.py (.*)$", DOCUMENT.read_text(), re.MULTILINE)
     assert {text.split()[0] for text in found} == {"first", "second", "more", "case", "ready", "tables"}
     for text in found:
         with patch.object(sys, "argv", ["gpu.py", *shlex.split(text)]):
@@ -144,7 +144,7 @@ def test_both_commands(gpu_pack: Path, fake_library: Path, tmp_path: Path) -> No
 
 
 def test_what_is_left_for_a_second_quarter_of_an_hour(gpu_pack: Path, fake_library: Path, tmp_path: Path) -> None:
-    ended, results = ran(gpu_pack, fake_library, tmp_path, "more")
+    ended, results = ran(gpu_pack, fake_library, tmp_path, "more", name="more-llama-70b")
     assert ended.returncode == 0, ended.stdout
     assert [(row["variant"], row["skew"], row["is_right"]) for row in results["models"]] == [
         ("layers_dense", True, True),

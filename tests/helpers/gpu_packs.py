@@ -157,9 +157,15 @@ def command(pack: Path, library: Path, folder: Path, verb: str = "first", *optio
 
 
 def ran(
-    pack: Path, library: Path, folder: Path, verb: str = "first", *options: str, variables: dict[str, str] | None = None
+    pack: Path,
+    library: Path,
+    folder: Path,
+    verb: str = "first",
+    *options: str,
+    variables: dict[str, str] | None = None,
+    name: str | None = None,
 ) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-    """How a command of gpu.py ended, and its results. `variables` replace those of the environment.
+    """How a command of gpu.py ended, and its results in the file `name`. `variables` replace those of the environment.
 
     Parts have ten times their time: kernels in emulation are slow.
     """
@@ -173,7 +179,7 @@ def ran(
         check=False,
         cwd=folder,
     )
-    return ended, json.loads((folder / "results" / f"{verb}.json").read_text())
+    return ended, json.loads((folder / "results" / f"{name or verb}.json").read_text())
 
 
 def run_options(pack: Path, library: Path, work: Path) -> Namespace:
