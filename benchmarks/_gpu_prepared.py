@@ -45,19 +45,26 @@ def prepared(archive: Path, folder: Path, **firing: Any) -> Iterator[tuple[Path,
     from _gpu_weights import write_artifact
 
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / _LOCK).open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with _locked(folder / _LOCK):
         key, begin = _key(archive, firing), time.perf_counter()
         if _read(folder / _KEY) == key:
             yield folder, 0.0
             return
-        empty(folder)
+        _empty(folder)
         write_artifact(archive, folder, **firing)
         (folder / _KEY).write_text(key)
         yield folder, time.perf_counter() - begin
 
 
-def empty(folder: Path) -> None:
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a lock that ends with the process, once no other one has it."""
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _empty(folder: Path) -> None:
     """Remove what is in a folder, but for weights and the lock."""
     (folder / _KEY).unlink(missing_ok=True)
     for path in folder.iterdir():
@@ -156,8 +163,7 @@ class Writer:
 def prepare_gguf(shape: LlamaShape, folder: Path) -> Path:
     """Write a file for llama.cpp unless it is there, or wait for another process that does; return its path."""
     output = folder / GGUF
-    with (folder / f"{GGUF}.{_LOCK}").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with _locked(folder / f"{GGUF}.{_LOCK}"):
         if not facts_of(output).exists():
             write_gguf(shape, 0, output, Growth().before)
     return output

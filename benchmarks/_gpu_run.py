@@ -106,10 +106,10 @@ class Run:
             return
         row = {"label": unit.kind, "is_gate": unit.is_gate, **row} if unit.table == "facts" else row
         table = self.results["failed" if unit.table == "facts" else unit.table]
-        if table and table[-1].get("partial") and table[-1].get("part") == row.get("part"):
-            # A measured row stays if the rest of its unit was not measured.
+        if table and table[-1].pop("partial", False):
+            # The next row is of the same unit. If it has no result, the measured one stays, and waits for no more.
             partial = table.pop()
-            row = partial | {"partial": row["reason"]} if "reason" in row else row
+            row = partial | {"unfinished": row["reason"]} if "reason" in row else row
         table.append(row)
         self.say(line(row, self.results))
 

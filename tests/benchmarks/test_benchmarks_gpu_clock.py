@@ -177,8 +177,9 @@ def test_what_was_measured_stays_if_its_part_is_over(tmp_path: Path) -> None:
     unit = Unit("model", "models", {}, _MODEL | {"part": "hybrid", "variant": "hybrid", "skew": True})
     speed = unit.facts | {"is_right": True, "tokens_per_s": 20.0, "prompts": {"64": 100.0}}
     whole = speed | {"prompts": {"64": 100.0, "1536": 300.0}}
-    for last, expected in ((unit.row(None, LATE), speed | {"partial": LATE}), (whole, whole)):
+    for last, expected in ((unit.row(None, LATE), speed | {"unfinished": LATE}), (whole, whole)):
         run = Run(options, tmp_path / "run", Clock(0.0))
-        for row in (speed | {"partial": True}, last):
+        # The row of the next unit of the part is one of its own.
+        for row in (speed | {"partial": True}, last, unit.row(None, NOT_DONE)):
             run._add(unit, row)
-        assert run.results["models"] == [expected]
+        assert run.results["models"] == [expected, unit.row(None, NOT_DONE)]
