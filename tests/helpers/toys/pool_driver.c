@@ -1,7 +1,10 @@
 /* Runs the thread pool of host.c from C, so that a sanitizer can watch it: pool_driver SECONDS.
  *
  * Two threads take turns at it, with changing numbers of workers, naps, tasks that fail, waits to come, workers that are
- * ended, and forks, whose children run some more. Exits with 1 on a wrong sum. */
+ * ended, and forks, whose children run some more. Exits with 1 on a wrong sum.
+ *
+ * AddressSanitizer sees no forks: its own lock of threads (GCC 12) may be held by the other thread at that moment, and
+ * then nobody opens it in the child, which waits for ever at its first thread. */
 #include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -18,6 +21,11 @@ void pi_stop(void);
 
 #define SIZE 1000
 #define CALLS 50
+#ifdef __SANITIZE_ADDRESS__
+#define FORKS 0
+#else
+#define FORKS 1
+#endif
 
 static int add_task(int task, PiEnv *env, void *data) {
   int *values = data;
@@ -92,7 +100,7 @@ static void *work(void *data) {
     if (run_once(threads[rand_r(&seed) % 4], runs % 2) != 0) wrong = 1;
     if (runs % 7 == 0) usleep(3000); /* workers fall asleep */
     if (runs % 5 == 0) pi_stop();    /* while the other thread may be amid a program */
-    if (runs % 50 == 10 && run_in_child(3) != 0) wrong = 1; /* and the other thread may be amid a region */
+    if (FORKS && runs % 50 == 10 && run_in_child(3) != 0) wrong = 1; /* and the other thread may be amid a region */
   }
   return NULL;
 }

@@ -94,9 +94,12 @@ def test_the_recorded_perplexity_is_that_of_the_predicted_graph(
     predictors.require_model(profile.fingerprint, block_shapes(graph))
     predicted = predictors.insert_pass()(graph).graph_module
     windows = profile.held_out()[:2]
-    perplexity = streamed_perplexity(predicted, predictors.weights(captured.weights), windows)
+    # Training's library: another adds in another order, which moves scores over their thresholds, if rarely.
+    with products.fast_products():
+        perplexity = streamed_perplexity(predicted, predictors.weights(captured.weights), windows)
+        dense = streamed_perplexity(graph, captured.weights, windows)
     assert perplexity == pytest.approx(predictors.gate["perplexity"])
-    assert streamed_perplexity(graph, captured.weights, windows) == pytest.approx(predictors.gate["dense_perplexity"])
+    assert dense == pytest.approx(predictors.gate["dense_perplexity"])
     assert perplexity != predictors.gate["dense_perplexity"]
 
 
