@@ -19,8 +19,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 # The terminal becomes that of the process, so that Ctrl-C and Ctrl-Z are signals.
+# A process whose parent ignores SIGINT, as in the background of a script, would ignore it, too.
 _START = """
-import fcntl, sys, termios
+import fcntl, signal, sys, termios
+signal.signal(signal.SIGINT, signal.default_int_handler)
 fcntl.ioctl(sys.stdin, termios.TIOCSCTTY, 0)
 from picompile.cli import main
 sys.exit(main(sys.argv[1:]))
