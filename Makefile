@@ -1,6 +1,6 @@
 # make demo        compile the bundled model and generate text from it
 # make test        ruff, mypy and the tests that are needed for a first answer
-# make test-slow   the other tests; tests/helpers/slow.py says which. make test-all runs both
+# make test-slow   the other tests, which have the mark `slow`. make test-all runs both
 # make lint        ruff and mypy alone
 # make coverage    pytest, and which lines and branches it reached: in the terminal and in htmlcov/index.html
 # make fuzz        attacks and property tests on new random examples, for MINUTES=10

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 from helpers.command_server import command_server
 from helpers.compiled import FOLDER_VARIABLE as COMPILED
-from helpers.slow import mark_slow_tests
+from helpers.slow_marks import settle_slow_marks
 from helpers.support import (
     ALL_TARGETS,
     CPU_TARGET,
@@ -104,8 +104,8 @@ def pytest_collection_finish() -> None:
 # Before pytest chooses tests by marker.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what is slow. What takes minutes begins first, so that no process is left alone with it at the end."""
-    mark_slow_tests(items, all_collected=config.args == config.getini("testpaths"))
+    """Settle the slow marks, and begin with what takes minutes: no process is left alone with it at the end."""
+    settle_slow_marks(config, items)
     items.sort(key=lambda item: item.path.name not in ("test_docs.py", "test_plugin.py"))
 
 

@@ -33,6 +33,7 @@ def _compared(artifact: Path, model: Path = BUNDLED_MODEL, **options: Any) -> di
     return found
 
 
+@pytest.mark.slow("compiles a model and compares it with its checkpoint; one is fast")
 def test_more_bits_are_nearer_to_the_checkpoint(tmp_path: Path) -> None:
     found = {form: _compared(tmp_path / form, quant=form) for form in ("q4", "q8")}
     for form, comparison in found.items():
@@ -54,6 +55,7 @@ def test_more_bits_are_nearer_to_the_checkpoint(tmp_path: Path) -> None:
     assert found["q8"]["same_top_share"] > found["q4"]["same_top_share"]
 
 
+@pytest.mark.slow("compiles a model and compares it with its checkpoint; one is fast")
 @pytest.mark.parametrize(("kv_dtype", "least", "change"), [("q8", 1e-5, 1e-4), ("q4", 1e-3, 1e-3)])
 def test_the_cache_is_rounded_as_the_artifact_rounds_it(
     tmp_path: Path, kv_dtype: str, least: float, change: float
@@ -65,12 +67,14 @@ def test_the_cache_is_rounded_as_the_artifact_rounds_it(
     assert abs(runtime["added_change"]) < change
 
 
+@pytest.mark.slow("compiles a model and compares it with its checkpoint; one is fast")
 def test_nothing_lossy_leaves_the_runtime(tmp_path: Path) -> None:
     (line,) = _compared(tmp_path / "artifact", quant="f16", kv_dtype="f32", accuracy=0.001)["lines"]
     assert line["part"] == "runtime"
     assert line["kl_nats"] < 1e-5 and abs(line["relative_change"]) < 1e-4
 
 
+@pytest.mark.slow("compiles a model and compares it with its checkpoint; one is fast")
 def test_weights_are_to_blame(cli: Cli, tmp_path: Path) -> None:
     ended = cli(
         "compile", BUNDLED_MODEL, "-o", tmp_path / "artifact", "--quant", "q4", "--rounding", "nearest",
@@ -87,6 +91,7 @@ def test_weights_are_to_blame(cli: Cli, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow("compiles a model and compares it with its checkpoint; one is fast")
 def test_predictors_are_to_blame(held_out: Path, tmp_path: Path) -> None:
     predictors = write_predictors(BUNDLED_MODEL, tmp_path / "predictors", bias=0.0)
     options = CompileOptions(
@@ -107,6 +112,7 @@ def test_predictors_are_to_blame(held_out: Path, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["predictors"]
 
 
+@pytest.mark.slow("compiles a model and compares it with its checkpoint; one is fast")
 def test_an_artifact_with_predictors_has_both_figures(tiny_model: Path, held_out: Path, tmp_path: Path) -> None:
     """Its last streamed graph has the same masks as the artifact."""
     predictors = write_predictors(tiny_model, tmp_path / "predictors", bias=0.0)
@@ -154,6 +160,7 @@ def test_what_limits_are_searched_on_is_not_read(tmp_path: Path) -> None:
         assert not searched_on.intersection(decode(window).split("\n")[1:-1])
 
 
+@pytest.mark.slow("compiles a model and compares it with its checkpoint; one is fast")
 def test_thresholds_have_a_line(
     tiny_model: Path, held_out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

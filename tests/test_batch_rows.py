@@ -13,6 +13,8 @@ from picompile.compile import compile_model
 from picompile.config import CompileOptions
 from picompile_runtime import DoesNotFitError, Engine
 
+pytestmark = pytest.mark.slow("compiles a model for several sequences per kind of block; one program is fast")
+
 BUNDLED = Path(__file__).resolve().parents[1] / "models" / "tiny-reglu"
 SEQUENCES = 11  # more than FEW_TOKENS: so many share neurons
 STEPS = 4

@@ -37,6 +37,7 @@ def isas(artifact: Path) -> list[str]:
     return [entry["isa"] for entry in manifest["code"]]
 
 
+@pytest.mark.slow("compiles a model for bfloat16; its kernels have fast tests")
 @needs_bf16
 def test_what_it_costs_is_measured_and_said(cli: Cli, tiny_model: Path, tmp_path: Path) -> None:
     options = ("--quant", "f16", "--target", TARGET.name, "--context", 64, "--gate", "5%", "--gate-tokens", 200)
@@ -61,6 +62,7 @@ def test_what_it_costs_is_measured_and_said(cli: Cli, tiny_model: Path, tmp_path
         picompile_runtime.load(tmp_path / "artifact", isa="x86-64-v9")
 
 
+@pytest.mark.slow("compiles a model for bfloat16; its kernels have fast tests")
 @needs_bf16
 def test_it_is_left_out_where_it_costs_too_much(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -73,6 +75,7 @@ def test_it_is_left_out_where_it_costs_too_much(
     assert picompile_runtime.verify(tmp_path / "artifact").predictor
 
 
+@pytest.mark.slow("compiles a model for bfloat16; its kernels have fast tests")
 @pytest.mark.parametrize(
     ("options", "names"),
     [
@@ -91,6 +94,7 @@ def test_nothing_is_measured_where_it_is_decided(
     assert "bf16_accuracy" not in json.loads((tmp_path / "artifact" / "report.json").read_text())
 
 
+@pytest.mark.slow("compiles a model for bfloat16; its kernels have fast tests")
 def test_a_text_that_cannot_be_read_leaves_it_out(tmp_path: Path) -> None:
     """Nobody can tell what it costs where there is no tokenizer."""
 

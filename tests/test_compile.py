@@ -24,6 +24,7 @@ def _files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow("compiles a model twice")
 def test_the_same_inputs_give_the_same_bytes(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PICOMPILE_CACHE", "off")
     for name in ("first", "second"):
@@ -33,6 +34,7 @@ def test_the_same_inputs_give_the_same_bytes(tiny_model: Path, tmp_path: Path, m
     assert [name for name in first if first[name] != second[name]] == []
 
 
+@pytest.mark.slow("compiles a model")
 def test_a_failure_leaves_the_old_artifact_and_nothing_else(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,6 +187,7 @@ def test_an_activation_is_of_a_model_folder(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow("compiles a model")
 def test_any_module_compiles_and_gives_its_own_logits(tmp_path: Path) -> None:
     torch.manual_seed(3)
     module = _Decoder().eval()

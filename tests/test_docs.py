@@ -207,6 +207,7 @@ def environment(commands: Path) -> dict[str, str]:
     return {**os.environ, "PATH": path, "PICOMPILE_TARGET": "native"}
 
 
+@pytest.mark.slow("runs the commands of a document; what they call has fast tests")
 @pytest.mark.parametrize(
     "document", [path for path in DOCUMENTS if path not in (TUTORIAL, SERVING)], ids=lambda path: path.name
 )
@@ -277,6 +278,7 @@ def test_adr_links_and_index() -> None:
     assert re.findall(r"^\| \d{4} .*$", ADR_INDEX.read_text(encoding="utf-8"), re.MULTILINE) == rows
 
 
+@pytest.mark.slow("runs the Python of whole pages; what it calls has fast tests")
 @pytest.mark.parametrize(("page", "shown"), [("README.md", "engine.vocab"), ("docs/cli.md", "sum(hot)")])
 def test_python_of_the_docs(workplace: Path, page: str, shown: str) -> None:
     (code,) = PYTHON.findall((ROOT / page).read_text(encoding="utf-8"))
@@ -287,6 +289,7 @@ def test_python_of_the_docs(workplace: Path, page: str, shown: str) -> None:
     assert int(done.stdout) > 0
 
 
+@pytest.mark.slow("follows the whole page; what it calls has fast tests")
 def test_write_a_pass(workplace: Path, environment: dict[str, str]) -> None:
     """As a reader would: the files as they stand, the commands in order, then the Python of the last sections."""
     text = TUTORIAL.read_text(encoding="utf-8")

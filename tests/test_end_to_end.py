@@ -65,6 +65,7 @@ def _compiled_logits(artifact: Path, ids: list[int], prompt: int, threads: int) 
 IN_Q8 = ("llama-relu", "opt-pre-norm", "falcon-7b", "bamboo", *SQUARED)
 
 
+@pytest.mark.slow("compiles a model per family and format; one in f16 is fast", but=("llama-relu-f16",))
 @pytest.mark.parametrize(
     ("name", "quant"),
     [(name, quant) for name in VARIANTS for quant in ("f16", "q8", "q4") if quant != "q8" or name in IN_Q8],
@@ -103,6 +104,7 @@ def _greedy(artifact: Path, prompt: list[int], count: int) -> tuple[list[int], l
 SPARSE = ("llama-relu", "prosparse", "bamboo", "opt-pre-norm", "opt-post-norm", "falcon-40b", *SQUARED)
 
 
+@pytest.mark.slow("compiles two models per family; one family is fast", but=("llama-relu",))
 @pytest.mark.parametrize("name", SPARSE)
 def test_exact_gives_the_tokens_of_none_and_computes_less(name: str, captured: object, tmp_path: Path) -> None:
     results = {}
@@ -115,6 +117,7 @@ def test_exact_gives_the_tokens_of_none_and_computes_less(name: str, captured: o
     assert all(0.0 < share < 0.9 for share in results["exact"][1])
 
 
+@pytest.mark.slow("compiles models per family and format; one in f16 is fast", but=("llama-relu-f16",))
 @pytest.mark.parametrize(
     ("name", "quant"),
     [
@@ -138,6 +141,9 @@ def test_any_hot_set_gives_the_same_logits(name: str, quant: str, captured: obje
         assert relative_error(split, results[0]) < (1e-4 if quant == "f16" else BYTES_TOLERANCE)
 
 
+@pytest.mark.slow(
+    "runs every stage of a model per family; one gated and one plain are fast", but=("llama-relu", "opt-post-norm")
+)
 @pytest.mark.parametrize("name", ["llama-relu", "bamboo", "opt-post-norm", "falcon-40b", "qwen2"])
 def test_every_stage_runs_in_eager_pytorch(name: str, captured: object) -> None:
     """After each pass the graph still gives the logits of transformers; f16 holds these weights exactly."""

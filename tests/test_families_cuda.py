@@ -17,6 +17,8 @@ from helpers.reference import eager_logits, relative_error, round_weights
 from helpers.support import compile_for_test
 from test_end_to_end import BYTES_TOLERANCE, TOLERANCE
 
+pytestmark = pytest.mark.slow("runs whole models in the emulation; their kernels have fast tests")
+
 __all__ = ["fake_cuda", "fake_library"]
 
 CONTEXT, CHUNK, STEPS = 48, 16, 4

@@ -21,6 +21,8 @@ from picompile import compile_steps
 from picompile_codegen.lowering.placement import Placement
 from test_prediction import held_out, write_predictors
 
+pytestmark = pytest.mark.slow("runs whole models in the emulation; their kernels have fast tests")
+
 __all__ = ["fake_cuda", "fake_library", "held_out"]
 
 SEQUENCES, VOCAB, NEURONS = 16, 300, 200

@@ -127,6 +127,7 @@ def random_ids(vocabulary: int, seed: int) -> list[int]:
 # ---- families ----
 
 
+@pytest.mark.slow("compiles a model per family and format for two devices; one in f16 is fast", but=("llama-relu-f16",))
 @pytest.mark.parametrize(("number", "quant"), list(enumerate(["f16", "q4"])), ids=["f16", "q4"])
 @pytest.mark.parametrize("name", list(VARIANTS))
 def test_families(name: str, number: int, quant: str, captured: Capture, naps: Naps, tmp_path: Path) -> None:
@@ -153,6 +154,7 @@ def test_families(name: str, number: int, quant: str, captured: Capture, naps: N
         assert found.clear > found.compared / 4
 
 
+@pytest.mark.slow("compiles models for two devices; one family is fast")
 @pytest.mark.parametrize("shares", [(0.0, 0.1), (0.5, 0.9), (1.0, 0.5)], ids=str)
 @pytest.mark.parametrize(("name", "quant"), [("llama-relu", "f16"), ("opt-post-norm", "q4")])
 def test_every_share_and_every_delay(
@@ -173,6 +175,7 @@ def bundled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return artifact
 
 
+@pytest.mark.slow("compiles models for two devices; one family is fast")
 @pytest.mark.parametrize("share", SHARES)
 def test_trained_model_gives_the_same_tokens(share: float, bundled: Path, tmp_path: Path) -> None:
     """Its logits are apart by more than sums in another order make them differ by."""
@@ -195,6 +198,7 @@ PLACEMENTS = {
 }
 
 
+@pytest.mark.slow("compiles models for two devices; one family is fast")
 @pytest.mark.parametrize(
     ("name", "placement"),
     [
@@ -228,6 +232,7 @@ def test_a_plan_with_nothing_on_the_accelerator(
     assert tokens_of(pair.hybrid, [3, 1, 4]) == tokens_of(pair.apart, [3, 1, 4])
 
 
+@pytest.mark.slow("compiles models for two devices; one family is fast")
 @pytest.mark.parametrize("bias", [0.0, -1e4])
 def test_hybrid_steps_with_learned_predictors(
     bias: float, tiny_model: Path, held_out: Path, naps: Naps, tmp_path: Path

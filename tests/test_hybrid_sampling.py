@@ -12,6 +12,8 @@ from helpers.support import BuildOnce, compile_for_test
 from picompile_runtime import Engine, Sampler, SamplingParams, Scores, Tokenizer, generate, load
 from picompile_runtime.engine.executor import Executor
 
+pytestmark = pytest.mark.slow("compiles models for two devices")
+
 __all__ = ["fake_cuda", "fake_library", "gpu", "gpu_artifact", "gpu_kernels", "gpu_model", "host_artifact"]
 
 PROMPT = [1, 15, 7, 200, 31]

@@ -57,6 +57,7 @@ def test_both_have_the_one_version(wheels: dict[str, Path]) -> None:
     assert requirement is not None and requirement[1] == version
 
 
+@pytest.mark.slow("installs two wheels into an environment of its own")
 @pytest.mark.parametrize("removed", ["picompile", "picompile-runtime"])
 def test_uninstalling_one_leaves_the_other(wheels: dict[str, Path], tmp_path: Path, removed: str) -> None:
     venv.create(tmp_path, with_pip=True)

@@ -87,6 +87,7 @@ def readme_commands() -> list[str]:
     return [line.removeprefix("$ ") for block in blocks for line in block.splitlines()]
 
 
+@pytest.mark.slow("installs the plug-in into an environment of its own")
 def test_the_passes_are_listed_with_their_origin(run: Run) -> None:
     done = run("picompile", "passes", "--json")
     assert done.returncode == 0, done.stderr
@@ -95,6 +96,7 @@ def test_the_passes_are_listed_with_their_origin(run: Run) -> None:
     assert origins["quantize"] == "picompile"
 
 
+@pytest.mark.slow("installs the plug-in into an environment of its own")
 def test_every_command_of_the_readme_runs(run: Run, workplace: Path) -> None:
     commands = readme_commands()
     assert set(EXEMPT) <= set(commands)
@@ -127,6 +129,7 @@ def installed(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     importlib.invalidate_caches()
 
 
+@pytest.mark.slow("installs the plug-in into an environment of its own")
 def test_the_python_of_the_readme_prints_what_it_says(
     installed: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -142,12 +145,14 @@ def test_links_of_the_readme_lead_somewhere() -> None:
     assert [link for link in re.findall(r"\]\(([^)#]+)\)", readme()) if not (PACKAGE / link).exists()] == []
 
 
+@pytest.mark.slow("installs the plug-in into an environment of its own")
 def test_its_own_tests_pass(run: Run, tmp_path: Path) -> None:
     done = run(sys.executable, "-m", "pytest", "-p", "no:cacheprovider", PACKAGE)
     assert done.returncode == 0, done.stdout
     assert " passed" in done.stdout
 
 
+@pytest.mark.slow("compiles models with the plug-in installed")
 @pytest.mark.parametrize("name", ["tiny-llama", "opt-pre-norm"])
 def test_the_artifact_computes_what_the_smaller_graph_does(
     name: str, tiny_model: Path, tmp_path: Path, installed: None
@@ -188,6 +193,7 @@ def test_the_artifact_computes_what_the_smaller_graph_does(
     }
 
 
+@pytest.mark.slow("installs the plug-in into an environment of its own")
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -210,6 +216,7 @@ def test_a_wrong_option_is_one_line_and_leaves_nothing(
     assert sorted(workplace.iterdir()) == before
 
 
+@pytest.mark.slow("installs the plug-in into an environment of its own")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -63,6 +63,7 @@ def held_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow("compiles a model with predictors")
 def test_the_artifact_says_what_its_predictors_cost(tiny_model: Path, held_out: Path, tmp_path: Path) -> None:
     predictors = write_predictors(tiny_model, tmp_path / "predictors", bias=0.0)
     options = CompileOptions(
@@ -122,6 +123,7 @@ def test_figures_of_layers_are_of_packed_predictors(tiny_model: Path, held_out: 
     assert differences["q8"] < differences["q4"]
 
 
+@pytest.mark.slow("compiles a model with predictors")
 def test_a_check_that_is_off_measures_nothing(cli: Cli, tiny_model: Path, held_out: Path, tmp_path: Path) -> None:
     predictors = write_predictors(tiny_model, tmp_path / "predictors", bias=0.0)
     ended = cli(
@@ -133,6 +135,7 @@ def test_a_check_that_is_off_measures_nothing(cli: Cli, tiny_model: Path, held_o
     assert "accuracy" not in json.loads((tmp_path / "artifact" / "report.json").read_text())
 
 
+@pytest.mark.slow("compiles a model with predictors")
 def test_what_would_be_refused_is_read_as_it_is_generated(tiny_model: Path, held_out: Path, tmp_path: Path) -> None:
     predictors, counted = write_predictors(tiny_model, tmp_path / "predictors", bias=0.0), dict[str, int]()
 
@@ -163,6 +166,7 @@ def test_what_would_be_refused_is_read_as_it_is_generated(tiny_model: Path, held
     assert single.perplexity == pytest.approx(math.exp(losses.mean()))
 
 
+@pytest.mark.slow("compiles a model with predictors")
 def test_an_accuracy_bound_that_is_not_met(cli: Cli, held_out: Path, tmp_path: Path) -> None:
     predictors = write_predictors(BUNDLED_MODEL, tmp_path / "predictors", bias=-2.0)
     ended = cli(
@@ -176,6 +180,7 @@ def test_an_accuracy_bound_that_is_not_met(cli: Cli, held_out: Path, tmp_path: P
     assert sorted(path.name for path in tmp_path.iterdir()) == ["predictors"]
 
 
+@pytest.mark.slow("compiles a model with predictors")
 def test_predictors_that_compute_every_neuron_pass_any_bound(tiny_model: Path, held_out: Path, tmp_path: Path) -> None:
     predictors = write_predictors(tiny_model, tmp_path / "predictors", bias=1e4)
     options = CompileOptions(

@@ -30,6 +30,8 @@ from picompile_runtime.engine.engine import Engine
 from picompile_runtime.engine.layout import accelerator_need
 from test_prediction import held_out, write_predictors
 
+pytestmark = pytest.mark.slow("runs whole models in the emulation")
+
 __all__ = ["fake_cuda", "fake_library", "held_out"]
 
 NEURONS, SEQUENCES = 200, 3

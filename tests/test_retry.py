@@ -102,6 +102,7 @@ def small_and_large(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     return small, large
 
 
+@pytest.mark.slow("compiles a model and trains its predictors again")
 def test_a_retry_computes_predictors_alone(
     tiny_model: Path, held_out: Path, tmp_path: Path, small_and_large: tuple[Path, Path], evaluated: list[str]
 ) -> None:
@@ -122,6 +123,7 @@ def test_a_retry_computes_predictors_alone(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["at-once", "large", "retried", "small"]
 
 
+@pytest.mark.slow("compiles a model and trains its predictors again")
 def test_without_room_for_two_a_retry_computes_everything(
     tiny_model: Path,
     held_out: Path,
@@ -139,6 +141,7 @@ def test_without_room_for_two_a_retry_computes_everything(
     assert evaluated.count("model.norm.weight") == 2
 
 
+@pytest.mark.slow("compiles a model and trains its predictors again")
 def test_the_last_attempt_is_refused_and_leaves_nothing(
     tiny_model: Path, held_out: Path, tmp_path: Path, small_and_large: tuple[Path, Path]
 ) -> None:

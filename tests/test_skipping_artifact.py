@@ -21,6 +21,8 @@ from picompile_passes.passes.quantize import Quantize
 from picompile_passes.passes.skip_inputs import SkipInputs
 from picompile_runtime.bench.bandwidth import bytes_per_token
 
+pytestmark = pytest.mark.slow("compiles a whole model; one way through each kernel is fast")
+
 BUNDLED = Path(__file__).resolve().parents[1] / "models" / "tiny-reglu"
 TOKENS = np.random.default_rng(0).integers(0, 300, 24).tolist()
 

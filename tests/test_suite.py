@@ -1,25 +1,88 @@
 """Which tests `make test` and `make test-slow` run: together all there are."""
 
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from helpers.slow import SLOW, SlowTests, is_slow, unused_starts
 from helpers.support import ROOT
 
-RULES = (SlowTests("of each kernel one is enough", ("a/test_x.py::",), ("a/test_x.py::test_one[q4",)),)
+HOOK = """
+import pytest
+from helpers.slow_marks import settle_slow_marks
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    settle_slow_marks(config, items)
+"""
+TESTS = """
+import pytest
+
+@pytest.mark.{mark}
+@pytest.mark.parametrize("form", ["f16", pytest.param("f32", marks=pytest.mark.slow("32 bits")), "q4", "q4m"])
+def test_forms(form): ...
+
+def test_other(): ...
+"""
+
+
+def collected(folder: Path, tests: str, *arguments: str) -> str:
+    """Return the names of the tests that pytest would run in `folder`, or its error."""
+    (folder / "conftest.py").write_text(HOOK)
+    (folder / "test_x.py").write_text(tests)
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers = slow")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    command = [sys.executable, "-m", "pytest", "--co", "-q", "-p", "no:cacheprovider", *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    return done.stderr if done.returncode == 4 else " ".join(re.findall(r"::(\S+)$", done.stdout, re.MULTILINE))
 
 
 @pytest.mark.parametrize(
-    ("name", "slow"),
-    [("a/test_x.py::test_one[q4-1]", False), ("a/test_x.py::test_one[f16-1]", True), ("a/test_y.py::test_one", False)],
+    ("mark", "slow", "fast"),
+    [
+        ('slow("seconds")', "f16 f32 q4 q4m", ""),
+        ('slow("seconds", but=("q4",))', "f16 f32", "q4 q4m"),
+        ('slow("seconds", but=("q4]", "f"))', "f32 q4m", "f16 q4"),
+    ],
+    ids=["all slow", "beginning", "whole id"],
 )
-def test_a_rule_names_tests_by_how_they_begin(name: str, slow: bool) -> None:
-    assert is_slow(name, RULES) == slow
+def test_parameters_that_a_mark_leaves_fast(tmp_path: Path, mark: str, slow: str, fast: str) -> None:
+    tests = TESTS.format(mark=mark)
+    assert collected(tmp_path, tests, "-m", "slow") == " ".join(f"test_forms[{form}]" for form in slow.split())
+    names = [*(f"test_forms[{form}]" for form in fast.split()), "test_other"]
+    assert collected(tmp_path, tests, "-m", "not slow") == " ".join(names)
 
 
-def test_a_rule_for_tests_that_are_gone_is_found() -> None:
-    assert unused_starts(["a/test_x.py::test_two"], RULES) == ["a/test_x.py::test_one[q4"]
+@pytest.mark.parametrize(
+    ("mark", "error"),
+    [
+        ("slow", "test_x.py::test_forms[f16]: the mark needs one reason"),
+        ('slow("")', "test_x.py::test_forms[f16]: the mark needs one reason"),
+        ('slow("seconds", but=("q4"))', "test_x.py::test_forms[f16]: the mark takes nothing beside"),
+        (
+            'slow("seconds", but=("q8", "f", "q5"))',
+            "test_x.py::test_forms: `but` of its mark `slow` fits no parameter: q5",
+        ),
+    ],
+    ids=["no reason", "empty reason", "no tuple", "stale"],
+)
+def test_a_wrong_mark_is_an_error(tmp_path: Path, mark: str, error: str) -> None:
+    assert error in collected(tmp_path, TESTS.format(mark=mark))
+
+
+def test_a_mark_of_a_whole_file(tmp_path: Path) -> None:
+    line = "\npytestmark = pytest.mark.slow('seconds'{})\n"
+    tests = "import pytest" + line + "def test_one(): ..."
+    assert collected(tmp_path, tests.format(""), "-m", "slow") == "test_one"
+    assert "test_x.py: only a mark at a function" in collected(tmp_path, tests.format(", but=('a',)"))
+
+
+def test_a_single_parameter_can_be_asked_for(tmp_path: Path) -> None:
+    tests = TESTS.format(mark='slow("seconds", but=("q4",))')
+    assert collected(tmp_path, tests, "test_x.py::test_forms[f16]") == "test_forms[f16]"
 
 
 def test_the_two_runs_are_all_tests() -> None:
@@ -27,8 +90,3 @@ def test_the_two_runs_are_all_tests() -> None:
     assert runs == ['-m "not slow"', "-m slow"]
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
     assert [line for line in script if line.startswith("make ")] == ["make test", "make test-slow"]
-
-
-def test_every_rule_says_why() -> None:
-    assert SLOW
-    assert all(rule.why and rule.tests for rule in SLOW)

@@ -79,6 +79,7 @@ def named(pattern: str, kernels: Iterable[CudaKernel]) -> list[CudaKernel]:
     return [kernel for kernel in kernels if re.fullmatch(pattern, kernel.name)]
 
 
+@pytest.mark.slow("compiles with NVRTC; the kernels of one artifact are fast")
 @pytest.mark.parametrize("sm", sorted({sm for sm in ROWS.values() if sm not in (None, 89)}))
 def test_kernels_compile_for_every_architecture(gpu_model: Path, tmp_path: Path, sm: int) -> None:
     few = named(FEW, kernels(gpu_model, "q4", "exact"))
@@ -138,6 +139,7 @@ def check_loads_come_first(symbol: str, text: str) -> None:
     assert events and not loading, f"{symbol} loads without an event"
 
 
+@pytest.mark.slow("compiles with NVRTC; the kernels of one artifact are fast")
 @pytest.mark.parametrize("sm", [75, 89])
 def test_loads_of_long_rows_come_first(tmp_path: Path, sm: int) -> None:
     """Those of a model have several turns of a warp, and are where registers are few: q4 has 32 weights a lane."""
@@ -180,6 +182,7 @@ def test_all_kernels_of_an_artifact_for_sm_89(gpu_artifact: Path) -> None:
     check_resources(json.loads((gpu_artifact / "kernels" / "device.json").read_text())["kernels"])
 
 
+@pytest.mark.slow("compiles with NVRTC; the kernels of one artifact are fast")
 @pytest.mark.parametrize(("quant", "predictor"), [("q4", "learned"), ("q8", "sign")])
 def test_kernels_of_other_formats_and_predictors(gpu_model: Path, tmp_path: Path, quant: str, predictor: str) -> None:
     reading = named(DECODING, kernels(gpu_model, quant, predictor))
@@ -189,6 +192,7 @@ def test_kernels_of_other_formats_and_predictors(gpu_model: Path, tmp_path: Path
     check_resources(json.loads((tmp_path / "device.json").read_text())["kernels"])
 
 
+@pytest.mark.slow("compiles with NVRTC; the kernels of one artifact are fast")
 def test_weights_of_attention_are_computed_once(tmp_path: Path) -> None:
     """A thread has 8 of a tile where a token is decoded, 16 in a chunk; and what all before is multiplied by."""
     build = functools.partial(
@@ -203,6 +207,7 @@ def test_weights_of_attention_are_computed_once(tmp_path: Path) -> None:
     check_resources(json.loads((tmp_path / "device.json").read_text())["kernels"])
 
 
+@pytest.mark.slow("compiles with NVRTC; the kernels of one artifact are fast")
 @pytest.mark.parametrize("sm", [75, 89])
 def test_attention_with_all_options(tmp_path: Path, sm: int) -> None:
     """Soft cap, slopes and sinks take no memory beside registers, in one token, several sequences and a chunk."""
@@ -245,6 +250,7 @@ def no_gpu_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hot_device, "_build_cuda", build)
 
 
+@pytest.mark.slow("compiles a model for every GPU of the table")
 def test_every_row_compiles(gpu_model: Path, tmp_path: Path, no_gpu_code: None) -> None:
     captured = load_model(gpu_model)
     for name, sm in ROWS.items():
@@ -259,6 +265,7 @@ def accuracy_of(artifact: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow("compiles and measures a model")
 def test_the_accuracy_check_reads_without_the_gpu(
     gpu_model: Path, held_out: Path, tmp_path: Path, no_gpu_code: None
 ) -> None:
@@ -279,6 +286,7 @@ def test_the_accuracy_check_reads_without_the_gpu(
     assert read["accuracy"]["relative_change"] == accuracy_of(tmp_path / "gpu")["relative_change"]
 
 
+@pytest.mark.slow("compiles and measures a model")
 def test_an_accuracy_bound_that_is_not_met_leaves_nothing(
     gpu_model: Path, held_out: Path, tmp_path: Path, no_gpu_code: None
 ) -> None:
@@ -288,6 +296,7 @@ def test_an_accuracy_bound_that_is_not_met_leaves_nothing(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["predictors"]
 
 
+@pytest.mark.slow("compiles and measures a model")
 def test_a_partition_of_the_cpu_is_judged_by_itself(
     gpu_model: Path, held_out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,6 +325,7 @@ def test_a_machine_that_no_code_runs_on_is_told_first(
 # ------------------------------------------------------------------------------------------------------------ the plan
 
 
+@pytest.mark.slow("compiles with learned predictors")
 def test_learned_predictors_are_in_the_plan(gpu_model: Path, held_out: Path, tmp_path: Path) -> None:
     """With the sizes that they have; whether all fits is asked with them."""
     options = lossy(gpu_model, tmp_path, held_out, target="4090", hot_device="cpu", hot=None)
@@ -353,6 +363,7 @@ def test_the_format_of_predictors_is_the_planned_one(
     assert resolve(options, load_model(gpu_model).facts).predictor_quant == expected
 
 
+@pytest.mark.slow("compiles a model")
 def test_a_module_in_memory_has_no_profile(gpu_model: Path, tmp_path: Path) -> None:
     captured = load_model(gpu_model)
     compile_model(captured, tmp_path / "all", CompileOptions("4090", context=32, hot_device="cpu"))

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from artifacts import Base, check, run
 
+pytestmark = pytest.mark.slow("damages artifacts at random; single faults have fast tests")
+
 
 @pytest.mark.parametrize("share", range(4))
 def test_damaged_artifacts_are_refused_or_run(

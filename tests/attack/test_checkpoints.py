@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from checkpoints import mutated, refusal_fault, save_good_checkpoint
 
+pytestmark = pytest.mark.slow("damages checkpoints at random; single faults have fast tests")
+
 ATTACK = Path(__file__).with_name("checkpoints.py")
 # Fixed, so that a failure in CI can be had again.
 SEEDS = range(40)

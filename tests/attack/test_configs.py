@@ -2,7 +2,11 @@
 
 from collections import Counter
 
+import pytest
 from configs import run_case
+
+pytestmark = pytest.mark.slow("compiles random configs; single wrong fields have fast tests")
+
 
 # Fixed, so that a failure in CI can be had again. The attack itself draws new ones.
 SEEDS = range(1_000, 1_014)

@@ -20,6 +20,8 @@ from picompile import compile_steps
 from picompile_codegen.lowering.placement import ON_HOST
 from picompile_runtime import ArtifactError
 
+pytestmark = pytest.mark.slow("writes a damaged artifact for each case; checks of programs have fast tests")
+
 __all__ = ["gpu_artifact", "gpu_model"]
 
 Json = dict[str, Any]

@@ -8,6 +8,8 @@ from replacements import attack
 
 from helpers.support import BuildOnce, compile_for_test
 
+pytestmark = pytest.mark.slow("lets two writers replace one path again and again")
+
 
 @pytest.mark.parametrize("plain", [False, True], ids=["exchange", "two renamings"])
 def test_two_writers_and_a_reader(

@@ -6,9 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import api
+import pytest
 import soak
 
 
+@pytest.mark.slow("makes rounds of random calls; single calls have fast tests")
 def test_rounds_leave_nothing(tmp_path: Path) -> None:
     held, _ = soak.soak(api.write_folders(tmp_path), tmp_path, 0, seed=1, warm=4)
     assert not soak.growth(held, replace(soak.MAY_GROW, resident_mib=64.0))

@@ -7,6 +7,8 @@ import pytest
 
 from helpers.support import ROOT
 
+pytestmark = pytest.mark.slow("kills commands that write and fills disks, again and again")
+
 
 @pytest.mark.parametrize(
     ("script", "arguments"),

@@ -81,6 +81,7 @@ def test_documented_commands_are_commands() -> None:
             assert isinstance(gpu._arguments(), Namespace)
 
 
+@pytest.mark.slow("builds a pack for a GPU and runs it in the emulation")
 def test_both_commands(gpu_pack: Path, fake_library: Path, tmp_path: Path) -> None:
     """Correctness, and the speed of some kernels; then models, with the weights that the first has left."""
     ended, results = ran(gpu_pack, fake_library, tmp_path, "first", "--asked", "0")
@@ -143,6 +144,7 @@ def test_both_commands(gpu_pack: Path, fake_library: Path, tmp_path: Path) -> No
     assert not list((tmp_path / "work").iterdir())
 
 
+@pytest.mark.slow("builds a pack for a GPU and runs it in the emulation")
 def test_what_is_left_for_a_second_quarter_of_an_hour(gpu_pack: Path, fake_library: Path, tmp_path: Path) -> None:
     ended, results = ran(gpu_pack, fake_library, tmp_path, "more", name="more-llama-70b")
     assert ended.returncode == 0, ended.stdout
@@ -152,6 +154,7 @@ def test_what_is_left_for_a_second_quarter_of_an_hour(gpu_pack: Path, fake_libra
     ]
 
 
+@pytest.mark.slow("builds a pack for a GPU and runs it in the emulation")
 def test_one_kernel_alone(gpu_pack: Path, fake_library: Path, tmp_path: Path) -> None:
     where = ["--work", str(tmp_path), "--device-library", str(fake_library)]
     script = [sys.executable, str(BENCHMARKS / "gpu.py"), "case", str(gpu_pack)]
@@ -165,6 +168,7 @@ def test_one_kernel_alone(gpu_pack: Path, fake_library: Path, tmp_path: Path) ->
     assert ended.returncode == 1 and "has no kernel 'other', but linear, ffn" in ended.stderr
 
 
+@pytest.mark.slow("builds a pack for a GPU and runs it in the emulation")
 def test_a_run_that_is_ended_leaves_its_results_so_far(gpu_pack: Path, fake_library: Path, tmp_path: Path) -> None:
     with subprocess.Popen(
         command(gpu_pack, fake_library, tmp_path, "first", "--scale", "10"),
@@ -183,6 +187,7 @@ def test_a_run_that_is_ended_leaves_its_results_so_far(gpu_pack: Path, fake_libr
     assert "whole models equal eager PyTorch | within 1e-3 |  | not measured" in text
 
 
+@pytest.mark.slow("builds a pack for a GPU and runs it in the emulation")
 def test_a_pack_of_other_sources_is_refused(gpu_pack: Path, fake_library: Path, tmp_path: Path) -> None:
     folder = tmp_path / "pack"
     folder.mkdir()

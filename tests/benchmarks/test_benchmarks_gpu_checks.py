@@ -25,6 +25,8 @@ from _gpu_prepared import prepared
 
 from picompile_runtime import open_artifact
 
+pytestmark = pytest.mark.slow("runs the models of a pack in the emulation")
+
 __all__ = ["fake_cuda", "fake_library"]
 
 VARIANTS = [(quant, variant) for quant in ("f16", "q8", "q4") for variant in ("hybrid", "gpu")]

@@ -86,6 +86,7 @@ def _ends(verb: str, text: str, pack: Path) -> dict[str, tuple[float, float]]:
     return ends
 
 
+@pytest.mark.slow("runs a whole schedule by the clock")
 def test_work_that_is_done_in_time(pack: Path) -> None:
     code, text, results, _ = _ran("first", pack, {"small kernels": {"seconds": 1.0}, "models": {"seconds": 5.0}})
     assert code == 0 and "GREEN" in text.splitlines()[-1]
@@ -93,6 +94,7 @@ def test_work_that_is_done_in_time(pack: Path) -> None:
     assert len(rows) == 12 + 3 + 1 + 3 and all(row["is_right"] for row in rows)
 
 
+@pytest.mark.slow("runs a whole schedule by the clock", but=("models",))
 @pytest.mark.parametrize("part", ["small kernels", "models", "smoke", "kernel times"])
 def test_a_part_that_hangs_leaves_time_for_the_next(part: str, pack: Path) -> None:
     code, text, results, took_s = _ran("first", pack, {part: {"how": "hangs"}})
@@ -113,6 +115,7 @@ def test_a_part_that_hangs_leaves_time_for_the_next(part: str, pack: Path) -> No
     assert took_s < 310 - 80 + 2 * _LATER_S / SCALE
 
 
+@pytest.mark.slow("runs a whole schedule by the clock")
 def test_work_that_takes_three_times_as_long(pack: Path) -> None:
     """Each part is over in the middle of its work. Small kernels take less than the 10 s behind which one has hung."""
     slow = {"small kernels": {"seconds": 9.0}, "smoke": {"seconds": 75.0}}
@@ -126,6 +129,7 @@ def test_work_that_takes_three_times_as_long(pack: Path) -> None:
     assert took_s < 310 - 80 + 2 * _LATER_S / SCALE
 
 
+@pytest.mark.slow("runs a whole schedule by the clock")
 def test_the_second_command_keeps_its_time_too(pack: Path) -> None:
     slow = {"hybrid": {"how": "hangs"}, "llama.cpp": {"how": "hangs"}, "third": {"seconds": 400.0}}
     code, text, results, took_s = _ran("second", pack, slow)
@@ -140,6 +144,7 @@ def test_the_second_command_keeps_its_time_too(pack: Path) -> None:
         assert last_s <= ends_s + _LATER_S / SCALE, name
 
 
+@pytest.mark.slow("runs a whole schedule by the clock")
 def test_a_late_start_moves_all_parts(pack: Path) -> None:
     code, text, _, _ = _ran("first", pack, {"models": {"how": "hangs"}}, started_s=150.0)
     assert code == 2
@@ -147,6 +152,7 @@ def test_a_late_start_moves_all_parts(pack: Path) -> None:
     assert 225 <= late <= 225 + _LATER_S / SCALE
 
 
+@pytest.mark.slow("runs a whole schedule by the clock")
 def test_wrong_and_crashing_work(pack: Path) -> None:
     code, text, results, _ = _ran("first", pack, {"models": {"how": "crashes"}, "small kernels": {"how": "wrong"}})
     assert code == 1 and "NOT GREEN" in text.splitlines()[-1]
@@ -164,6 +170,7 @@ def test_nothing_is_begun_behind_a_gate_that_failed(pack: Path) -> None:
     assert took_s < 60
 
 
+@pytest.mark.slow("runs a whole schedule by the clock")
 def test_a_gate_that_is_late_stops_the_run(pack: Path) -> None:
     """It is neither wrong nor right, and the GPU was not missing."""
     code, text, results, took_s = _ran("first", pack, {"machine": {"how": "hangs"}})
@@ -172,6 +179,7 @@ def test_a_gate_that_is_late_stops_the_run(pack: Path) -> None:
     assert {row["reason"] for row in (*results["kernels"], *results["checks"])} == {NOT_DONE}
 
 
+@pytest.mark.slow("runs a whole schedule by the clock")
 def test_what_was_measured_stays_if_its_part_is_over(tmp_path: Path) -> None:
     options = Namespace(device_library=None, pretend={})
     unit = Unit("model", "models", {}, _MODEL | {"part": "hybrid", "variant": "hybrid", "skew": True})

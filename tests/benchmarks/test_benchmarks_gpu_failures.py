@@ -66,6 +66,7 @@ def _reasons(results: dict[str, Any]) -> dict[str, tuple[bool | None, str]]:
     return {row["label"]: (row["is_right"], row.get("reason", "")) for row in results["kernels"]}
 
 
+@pytest.mark.slow("runs a pack with a planted fault in processes of its own")
 def test_a_wrong_kernel(
     broken_pack: MakePack, fake_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,6 +88,7 @@ def test_a_wrong_kernel(
     assert "wrong: norm" in ended.stdout and "| norm | NO |" in ended.stdout
 
 
+@pytest.mark.slow("waits until a sanitizer that hangs is ended")
 def test_a_sanitizer_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import _gpu_sanitizer
 
@@ -106,6 +108,7 @@ def test_a_sanitizer_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.Mon
     assert "sanitizer" not in rows[0]
 
 
+@pytest.mark.slow("runs a pack with a planted fault in processes of its own")
 def test_a_kernel_that_never_ends(broken_pack: MakePack, fake_library: Path, tmp_path: Path) -> None:
     """It is ended once it takes longer than any small kernel does, says where the process was, and the rest goes on."""
     pack = broken_pack("norm", FOR_EVER)
@@ -120,6 +123,7 @@ def test_a_kernel_that_never_ends(broken_pack: MakePack, fake_library: Path, tmp
     assert "| norm | NO |" in ended.stdout
 
 
+@pytest.mark.slow("runs a pack with a planted fault in processes of its own")
 def test_a_kernel_that_never_ends_is_late_where_its_time_is_over(
     broken_pack: MakePack, fake_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,6 +136,7 @@ def test_a_kernel_that_never_ends_is_late_where_its_time_is_over(
     assert "in wait" in found[1]["traceback"]
 
 
+@pytest.mark.slow("runs a pack with a planted fault in processes of its own")
 def test_a_kernel_that_crashes(broken_pack: MakePack, fake_library: Path, tmp_path: Path) -> None:
     """As where the driver's library does."""
     pack = broken_pack("norm", ABORTS)
@@ -144,6 +149,7 @@ def test_a_kernel_that_crashes(broken_pack: MakePack, fake_library: Path, tmp_pa
     assert "Fatal Python error" in row["traceback"] and "in _check" in row["traceback"]
 
 
+@pytest.mark.slow("runs a pack with a planted fault in processes of its own")
 def test_too_little_memory(gpu_pack: Path, fake_library: Path, tmp_path: Path) -> None:
     """A case that does not fit is neither wrong nor measured, and says what it lacked."""
     few = {"FAKE_CUDA_MEMORY": str(2**17)}
@@ -158,6 +164,7 @@ def test_too_little_memory(gpu_pack: Path, fake_library: Path, tmp_path: Path) -
     assert "whole models give the same tokens | all |  | not measured" in ended.stdout
 
 
+@pytest.mark.slow("runs a pack with a planted fault in processes of its own")
 @pytest.mark.parametrize(
     ("variables", "label", "reason"),
     [
@@ -195,6 +202,7 @@ def _rows(
     return found
 
 
+@pytest.mark.slow("runs a pack with a planted fault in processes of its own")
 def test_one_failing_kernel_leaves_the_others_measured(
     gpu_pack: Path, kernels: dict[str, dict[str, Any]], fake_library: Path, tmp_path: Path
 ) -> None:
@@ -205,6 +213,7 @@ def test_one_failing_kernel_leaves_the_others_measured(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow("runs a pack with a planted fault in processes of its own")
 def test_processes_that_crash_or_hang(gpu_pack: Path, tmp_path: Path) -> None:
     """Before a driver has done anything: when its library is loaded."""
     libraries = {"abort": tmp_path / "abort.so", "pause": tmp_path / "pause.so"}
@@ -227,6 +236,7 @@ def test_processes_that_crash_or_hang(gpu_pack: Path, tmp_path: Path) -> None:
     assert (row["is_right"], row["reason"]) == (False, "nothing came within 1 s")
 
 
+@pytest.mark.slow("touches memory and measures its growth")
 def test_memory_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     found = _gpu_growth.touch(2**27 + 5, 60.0)
     assert found["bytes"] == 2**27 + 5 and found["free_bytes_after"] > 0
@@ -243,6 +253,7 @@ def test_exit_codes_and_signals_are_explained() -> None:
     assert _gpu_faults.ending(-9).endswith("-9 (SIGKILL): the system may have run out of memory")
 
 
+@pytest.mark.slow("runs a pack with a planted fault in processes of its own")
 def test_a_gpu_that_takes_few_launches(
     gpu_pack: Path, kernels: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

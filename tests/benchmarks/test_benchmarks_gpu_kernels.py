@@ -20,6 +20,7 @@ __all__ = ["fake_cuda", "fake_library", "gpu_pack", "kernels"]
 TIMING = Timing(2**15, 2**24, 0.0, 0.01, 1, 3)
 
 
+@pytest.mark.slow("runs kernels of a pack in the emulation")
 def test_a_wrong_kernel_is_found(gpu_pack: Path, kernels: dict[str, dict[str, Any]]) -> None:
     """As if it had been compiled with other parameters."""
     images, case = images_of(gpu_pack, "small"), kernels["norm"]
@@ -50,6 +51,7 @@ def test_errors_of_integers(dtype: Any, change: int, is_right: bool) -> None:
     assert (_gpu_kernels._error(found, expected) <= _gpu_kernels.LIMIT) == is_right
 
 
+@pytest.mark.slow("runs kernels of a pack in the emulation")
 def test_a_measured_row_has_bytes_and_seconds(gpu_pack: Path, kernels: dict[str, dict[str, Any]]) -> None:
     """All that happens around a time; the time itself says nothing here."""
     images = images_of(gpu_pack, "small")
@@ -59,12 +61,14 @@ def test_a_measured_row_has_bytes_and_seconds(gpu_pack: Path, kernels: dict[str,
     assert row["seconds"] > 0 and copy_bandwidth(images, TIMING) > 0
 
 
+@pytest.mark.slow("runs kernels of a pack in the emulation")
 def test_weights_on_the_host(gpu_pack: Path, kernels: dict[str, dict[str, Any]]) -> None:
     rows = list(run_case(images_of(gpu_pack, "speed"), kernels["timed linear"], "cpu", TIMING))
     assert [row.get("weights") for row in rows] == [None, "host"]
     assert all(row["is_right"] and row["seconds"] > 0 for row in rows)
 
 
+@pytest.mark.slow("runs kernels of a pack in the emulation")
 def test_weights_on_the_host_are_read(
     gpu_pack: Path, kernels: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

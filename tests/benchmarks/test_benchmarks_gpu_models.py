@@ -36,6 +36,7 @@ from picompile_runtime.engine.layout import weights_of
 __all__ = ["fake_cuda", "fake_library", "gpu_pack", "kernels"]
 
 
+@pytest.mark.slow("runs whole models of a pack in the emulation")
 @pytest.mark.parametrize("variant", ["cpu", "hybrid"])
 def test_speed_of_a_model(
     variant: str,
@@ -65,6 +66,7 @@ def test_speed_of_a_model(
     assert (whole["write_s"] > 0) and (tmp_path / "work" / "weights.safetensors").exists()
 
 
+@pytest.mark.slow("runs whole models of a pack in the emulation")
 def test_weights_are_written_once(
     gpu_pack: Path, kernels: dict[str, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,6 +107,7 @@ def test_tokens_are_compared_where_the_margin_decides() -> None:
     assert compare_logits(np.full_like(right, np.nan), right, 1e-3)[0] == np.inf
 
 
+@pytest.mark.slow("runs whole models of a pack in the emulation")
 def test_the_hybrid_model_keeps_to_its_budget(gpu_pack: Path, tmp_path: Path) -> None:
     (entry,) = index_of(gpu_pack)["checks"]
     assert 0 < entry["hot"] < SHAPE["intermediate_size"]
@@ -158,6 +161,7 @@ def test_copied_layers(quant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert decoder._next == 3 * 3 + 2 and decoder.missing_bytes == 3 * 2 * elements
 
 
+@pytest.mark.slow("runs whole models of a pack in the emulation")
 def test_a_planned_split() -> None:
     """The split is the planner's, to the neuron."""
     shape, planned = find_shape("llama-70b"), Planned("4090", "reglu-70b")

@@ -10,6 +10,8 @@ import pytest
 
 from helpers.support import BUNDLED_MODEL, ROOT, Cli
 
+pytestmark = pytest.mark.slow("makes and compiles models")
+
 BENCHMARKS = ROOT / "benchmarks"
 CONFIG = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "vocab_size": 320,

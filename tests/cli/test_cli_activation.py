@@ -41,6 +41,7 @@ def _activation(cli: Cli, artifact: Path) -> str:
     return activation
 
 
+@pytest.mark.slow("runs several commands on a whole model")
 def test_the_artifact_is_that_of_the_config_that_says_so(
     cli: Cli, silu_model: Path, tiny_artifact: Path, text: Path, tmp_path: Path
 ) -> None:
@@ -57,6 +58,7 @@ def test_the_artifact_is_that_of_the_config_that_says_so(
     assert "computes silu, the artifact relu: give the --activation" in said.err and "computes" not in asked.err
 
 
+@pytest.mark.slow("runs several commands on a whole model")
 def test_profile_train_and_compile(cli: Cli, silu_model: Path, text: Path, tmp_path: Path) -> None:
     profile, predictors = tmp_path / "profile", tmp_path / "predictors"
     words = ("--calibration", text, "--tokens", "1024", "--samples", "600", "--window", "64", "--json")
@@ -81,6 +83,7 @@ def test_profile_train_and_compile(cli: Cli, silu_model: Path, text: Path, tmp_p
     assert _activation(cli, tmp_path / "artifact") == "relu"
 
 
+@pytest.mark.slow("runs several commands on a whole model")
 def test_the_work_folder_of_a_compilation(cli: Cli, silu_model: Path, text: Path, tmp_path: Path) -> None:
     """The profile and the predictors that are made on the way are of the activation that was asked for."""
     work = tmp_path / "work"
@@ -93,6 +96,7 @@ def test_the_work_folder_of_a_compilation(cli: Cli, silu_model: Path, text: Path
     assert made["thresholds"] is None
 
 
+@pytest.mark.slow("runs several commands on a whole model")
 def test_text_of_the_models_own(silu_model: Path, tiny_model: Path, text: Path) -> None:
     found, expected = (
         own_windows(model, 96, 48, [[256]], 0, NoProgress(), activation)
@@ -103,6 +107,7 @@ def test_text_of_the_models_own(silu_model: Path, tiny_model: Path, text: Path) 
     assert next(windows) == next(windows)
 
 
+@pytest.mark.slow("runs several commands on a whole model")
 def test_plan(cli: Cli, silu_model: Path, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     words = ("--firing", "10%", "--target", "4090", "--host-memory", "8GiB", "--json")
@@ -113,6 +118,7 @@ def test_plan(cli: Cli, silu_model: Path, tmp_path: Path) -> None:
     assert json.loads(cli("plan", silu_model, *words).out)["predictor"] == "none"
 
 
+@pytest.mark.slow("runs several commands on a whole model")
 def test_imported_predictors(cli: Cli, silu_model: Path, tmp_path: Path) -> None:
     write_gguf(tmp_path / "a.gguf", random_predictors(Sizes(hidden=96, neurons=200, ranks=(32, 64)), 8))
     ended = cli("import-predictors", tmp_path / "a.gguf", "--model", silu_model, "-o", tmp_path / "made", *RELU)

@@ -30,6 +30,7 @@ def test_compile_prints_a_summary(cli: Cli, tiny_model: Path, tmp_path: Path) ->
     assert (manifest["predictor"], manifest["sequences"]) == ("exact", 1)
 
 
+@pytest.mark.slow("compiles a model")
 def test_compile_overwrites_an_artifact_when_forced(
     cli: Cli, tiny_model: Path, tiny_artifact: Path, tmp_path: Path
 ) -> None:
@@ -42,6 +43,7 @@ def test_compile_overwrites_an_artifact_when_forced(
     assert cli("verify", output).code == 0
 
 
+@pytest.mark.slow("compiles a model")
 def test_a_split_model_for_several_sequences_gives_the_same_text(
     cli: Cli, tiny_model: Path, tiny_artifact: Path, tmp_path: Path
 ) -> None:
@@ -101,6 +103,7 @@ def test_the_prompt_can_come_from_anywhere(cli: Cli, tiny_artifact: Path, tmp_pa
     assert cli("run", tiny_artifact, "--ids", ids, "-n", "8").out == ",".join(map(str, by_ids["tokens"])) + "\n"  # type: ignore[call-overload]
 
 
+@pytest.mark.slow("compiles a model")
 def test_token_ids_need_no_tokenizer(cli: Cli, tmp_path: Path) -> None:
     model, artifact = tmp_path / "model", tmp_path / "artifact"
     save_tiny_llama(model)
@@ -248,6 +251,7 @@ def test_eval_by_decode_gives_the_same_figures(cli: Cli, tiny_artifact: Path, tm
     assert "exact" in text.out
 
 
+@pytest.mark.slow("compiles a model")
 def test_synth_makes_what_compile_takes(cli: Cli, tmp_path: Path) -> None:
     model = tmp_path / "new" / "model"
     ended = cli("synth", "--shape", "tiny-reglu", "--active", "0.2", "--seed", "3", "-o", model)

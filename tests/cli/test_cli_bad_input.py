@@ -185,7 +185,9 @@ SPOILED: list[tuple[Callable[[Path], None], tuple[str, ...]]] = [
     (list_for_a_name, ("activation",)),
     (key_twice, ("'hidden_act' stands twice",)),
     (deep_config, ("config.json", "recursion")),
-    (norm_of_nan, ("model.norm.weight", "NaN")),
+    pytest.param(
+        norm_of_nan, ("model.norm.weight", "NaN"), marks=pytest.mark.slow("lowers a model before it reads this")
+    ),
 ]
 
 
@@ -199,6 +201,7 @@ def test_models_that_cannot_be_compiled(
     assert_nothing_left(tmp_path, "model")
 
 
+@pytest.mark.slow("profiles, trains and compiles a model")
 def test_fields_without_effect_are_named_once(cli: Cli, model: Path, tmp_path: Path) -> None:
     """A compilation that profiles and trains reads the checkpoint in each."""
     change_config(model, qk_layernorm=True, auto_map={"AutoModelForCausalLM": "modeling_x.X"})
@@ -211,6 +214,7 @@ def test_fields_without_effect_are_named_once(cli: Cli, model: Path, tmp_path: P
     assert (planned.code, planned.err.count(named), planned.err.count("\n")) == (0, 1, 1)
 
 
+@pytest.mark.slow("compiles a model per file", but=("tokenizer.json",))
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
@@ -230,6 +234,7 @@ def test_files_that_would_keep_an_artifact_from_loading(
     assert_nothing_left(tmp_path, "model")
 
 
+@pytest.mark.slow("compiles a model per file", but=("tokenizer.json",))
 @pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json", "chat_template.jinja"])
 def test_files_that_are_links_to_nowhere(cli: Cli, model: Path, tmp_path: Path, name: str) -> None:
     """As in a cache whose other half was deleted: the artifact had no tokenizer, and nobody said so."""
@@ -354,6 +359,7 @@ def test_a_disk_too_small_for_the_compiled_artifact(
     assert_nothing_left(tmp_path, "model")
 
 
+@pytest.mark.slow("compiles a model per failure", but=("disk full",))
 @pytest.mark.parametrize(
     ("failure", "code"),
     [(OSError(errno.ENOSPC, "No space left on device"), 5), (KeyboardInterrupt(), 130), (MemoryError(), 5)],

@@ -15,6 +15,8 @@ from helpers.terminal import CTRL_C, CTRL_D, CTRL_Z, UP, terminal
 from helpers.toys.toy_artifact import build_library, make_toy, write_artifact
 from helpers.toys.toy_tokenizers import EOS, byte_level
 
+pytestmark = pytest.mark.slow("runs whole chats on pipes and terminals; conversations have fast tests")
+
 VOCAB = 300
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"

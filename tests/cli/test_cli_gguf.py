@@ -44,6 +44,7 @@ def text(build_once: BuildOnce) -> Path:
     return build_once("cli-gguf-text", make) / "text.txt"
 
 
+@pytest.mark.slow("compiles a GGUF file")
 def test_compile_takes_the_predictors_of_the_file(cli: Cli, tmp_path: Path, powerinfer_file: Path, text: Path) -> None:
     ended = cli("import-predictors", powerinfer_file, "--model", powerinfer_file, "-o", tmp_path / "predictors")
     assert (ended.code, ended.err) == (0, "")
@@ -65,6 +66,7 @@ def test_compile_takes_the_predictors_of_the_file(cli: Cli, tmp_path: Path, powe
     assert np.array_equal(*logits)
 
 
+@pytest.mark.slow("compiles a GGUF file")
 def test_every_command_takes_a_file(cli: Cli, tmp_path: Path, powerinfer_file: Path, text: Path) -> None:
     """Profile, train with the profile, plan with both, compile with both, measure and run."""
     profile, predictors, plan, artifact = (
@@ -83,6 +85,7 @@ def test_every_command_takes_a_file(cli: Cli, tmp_path: Path, powerinfer_file: P
         assert ended.code == 0, (command, ended.err)
 
 
+@pytest.mark.slow("compiles a GGUF file")
 def test_llama_cpp_file(cli: Cli, tmp_path: Path) -> None:
     write_example(tmp_path / "a.gguf", EXAMPLES["llama"], build(EXAMPLES["llama"]), "Q8_0", **byte_level_metadata())
     ended = cli("compile", tmp_path / "a.gguf", "-o", tmp_path / "artifact", "--quant", "q8", "--predictor", "none")
@@ -90,6 +93,7 @@ def test_llama_cpp_file(cli: Cli, tmp_path: Path) -> None:
     assert cli("run", tmp_path / "artifact", "-p", "neuron", "-n", 4).code == 0
 
 
+@pytest.mark.slow("compiles a GGUF file")
 def test_a_second_rounding_is_told(cli: Cli, tmp_path: Path) -> None:
     write_example(tmp_path / "a.gguf", EXAMPLES["llama"], build(EXAMPLES["llama"]), "Q4_1")
     ended = cli("compile", tmp_path / "a.gguf", "-o", tmp_path / "artifact", "--predictor", "none")

@@ -49,6 +49,7 @@ def without_neurons(plan: Path) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------------ the plan
 
 
+@pytest.mark.slow("compiles a model for a GPU")
 @pytest.mark.parametrize("where", ["given", "in the work folder"])
 def test_the_plan_is_that_of_the_same_options(
     cli: Cli, tiny_model: Path, tiny_profile: Path, tmp_path: Path, where: str, nothing_profiled: None
@@ -73,6 +74,7 @@ def test_the_plan_is_that_of_the_same_options(
     assert tokens(cli, tmp_path / "made") == tokens(cli, tmp_path / "host")
 
 
+@pytest.mark.slow("compiles a model for a GPU")
 def test_nothing_is_profiled_if_the_model_fits_the_gpu(
     cli: Cli, tiny_model: Path, tmp_path: Path, nothing_profiled: None
 ) -> None:
@@ -92,6 +94,7 @@ def test_nothing_is_profiled_if_the_model_fits_the_gpu(
     assert memory["device"]["weights"] <= sum(row["bytes"] for row in plan["memory"] if row["device"] == "gpu")
 
 
+@pytest.mark.slow("compiles a model for a GPU")
 def test_a_profile_is_made_where_it_is_needed(
     cli: Cli, tiny_model: Path, tiny_profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,6 +133,7 @@ def test_a_model_that_fits_nowhere_is_refused_before_profiling(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow("compiles a model for a GPU")
 def test_a_larger_budget_than_there_is_gets_a_warning(cli: Cli, tiny_model: Path, tmp_path: Path) -> None:
     ended = cli("compile", tiny_model, "-o", tmp_path / "artifact", *FOR_4090, "--vram-budget", "24GiB")
     assert ended.code == 0
@@ -303,6 +307,7 @@ def test_a_gpu_that_cannot_run_the_artifact_is_one_error_line(
     assert ended.err.startswith("error: ") and says in ended.err
 
 
+@pytest.mark.slow("compiles a model for a GPU")
 def test_a_gpu_that_does_not_see_what_the_host_writes(
     cli: Cli, gpu_artifact: Path, gpu: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -44,6 +44,7 @@ def test_the_default_target_has_code_for_avx2_and_avx512(every_isa: None) -> Non
     assert [code.isa.name for code in planned_code("cpu")] == ["x86-64-v4-vnni", "x86-64-v3"]
 
 
+@pytest.mark.slow("compiles for four instruction sets; each has fast tests")
 def test_files_and_manifest(cli: Cli, manifold: Path) -> None:
     manifest = json.loads((manifold / "manifest.json").read_text())
     names = ["aarch64-dotprod", "x86-64-v4-vnni", "x86-64-v3"]
@@ -62,6 +63,7 @@ def test_files_and_manifest(cli: Cli, manifold: Path) -> None:
     assert cli("verify", manifold).code == 0
 
 
+@pytest.mark.slow("compiles for four instruction sets; each has fast tests")
 def test_same_tokens_with_each(cli: Cli, manifold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     best = tokens(cli, manifold)
     assert len(best) == 8
@@ -69,6 +71,7 @@ def test_same_tokens_with_each(cli: Cli, manifold: Path, monkeypatch: pytest.Mon
     assert tokens(cli, manifold) == best
 
 
+@pytest.mark.slow("compiles for four instruction sets; each has fast tests")
 def test_an_artifact_for_another_machine_is_refused(cli: Cli, manifold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PICOMPILE_ISA", "aarch64-dotprod")
     for command in (["run", manifold, "-p", "x"], ["bench", manifold], ["eval", manifold, "--text", __file__]):
@@ -84,6 +87,7 @@ def test_an_artifact_for_another_machine_is_refused(cli: Cli, manifold: Path, mo
     assert ended.code == 2 and "'avx2'" in ended.err and "x86-64-v4-vnni, x86-64-v3" in ended.err
 
 
+@pytest.mark.slow("compiles for four instruction sets; each has fast tests")
 def test_without_the_code_for_this_machine(cli: Cli, manifold: Path, tmp_path: Path) -> None:
     """The artifact is that of `compile --target cpu-arm64`, but for the names of files."""
     artifact = Path(shutil.copytree(manifold, tmp_path / "artifact"))

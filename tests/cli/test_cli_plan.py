@@ -352,6 +352,7 @@ def test_overwrites_a_plan_when_forced(cli: Cli, tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------ compile --plan
 
 
+@pytest.mark.slow("compiles a model with a plan")
 def test_compiles_as_planned(cli: Cli, build_once: BuildOnce, bundled_profile: Path, tmp_path: Path) -> None:
     path, artifact = tmp_path / "plan.json", tmp_path / "artifact"
     words = ("--quant", "f16", "--predictor", "exact", "--vram-budget", "8MiB", "--prefill-chunk", "128", *SLOW_HOST)
@@ -405,6 +406,7 @@ def tiny_plan(cli: Cli, tiny_profile: Path, tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow("compiles a model with a plan")
 def test_compile_warns_where_the_plan_does_not_hold(
     cli: Cli, tiny_model: Path, tiny_plan: Path, tmp_path: Path
 ) -> None:

@@ -101,6 +101,7 @@ def test_a_reader_that_goes_away_ends_it_quietly(tiny_artifact: Path) -> None:
     assert errors == b""
 
 
+@pytest.mark.slow("starts a process per signal", but=("15",))
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_stop_ends_it_quietly(tiny_artifact: Path, number: signal.Signals) -> None:
     command, pipe = [*COMMAND, "bench", tiny_artifact, "-r", "1000000"], subprocess.PIPE
@@ -134,6 +135,7 @@ def test_a_signal_that_is_ignored_stays_so(tiny_artifact: Path) -> None:
     assert subprocess.run([sys.executable, "-c", code]).returncode == 7
 
 
+@pytest.mark.slow("starts a process per case", but=("run {} --ids 1,2 -n 2-",))
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-", "2>/dev/full"])
 @pytest.mark.parametrize(
     ("command", "expected"), [("run {} --ids 1,2 -n 2", 0), ("inspect {}", 0), ("run {} -n 2", 2), ("verify /", 4)]

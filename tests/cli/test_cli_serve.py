@@ -19,6 +19,8 @@ from picompile_runtime.serving import extra
 from picompile_runtime.serving.main import _parser
 from picompile_runtime.serving.options import SERVE_OPTIONS, ServeOptions, parse_size, serve_options
 
+pytestmark = pytest.mark.slow("starts servers in processes of their own; what they call has fast tests")
+
 
 def test_both_command_lines_take_every_option() -> None:
     parsed = vars(_parser().parse_args(["artifact"]))

@@ -80,6 +80,7 @@ def test_the_image_for_gpus_differs_only_in_what_it_asks_the_driver_for() -> Non
     assert only_cuda == (only_cpu[0], only_cpu[1] + more)
 
 
+@pytest.mark.slow("starts a server")
 @pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.name)
 def test_the_health_check_tells_a_server_from_none(file: Path, artifact: Path) -> None:
     _, _, words = arguments(file, "HEALTHCHECK").partition(" CMD ")

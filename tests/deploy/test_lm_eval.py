@@ -21,6 +21,8 @@ from helpers.support import BUNDLED_MODEL, ROOT, BuildOnce, compile_for_test
 from picompile_runtime import Tokenizer
 from picompile_runtime.bench.perplexity import perplexity
 
+pytestmark = pytest.mark.slow("starts a server and sends many requests")
+
 EXAMPLE = ROOT / "examples" / "lm_eval"
 TEXT = ROOT / "tests" / "data" / "heldout.txt"
 CONTEXT = 512

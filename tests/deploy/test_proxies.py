@@ -23,6 +23,8 @@ from starlette.routing import Route
 from helpers.proxies import DEPLOY, caddy, caddyfile, nginx, program
 from helpers.serving_process import ServingProcess, serving, serving_thread
 
+pytestmark = pytest.mark.slow("starts servers and proxies")
+
 PROXIES = {"nginx": nginx, "caddy": caddy}
 BODY = {"prompt": "Hi", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
 LONG = {**BODY, "max_tokens": 900, "stream": True}

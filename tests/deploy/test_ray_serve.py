@@ -18,6 +18,8 @@ from helpers.proxies import free_port
 from helpers.serving_process import serving
 from helpers.support import ROOT
 
+pytestmark = pytest.mark.slow("starts a Ray cluster")
+
 EXAMPLE = ROOT / "examples" / "ray_serve"
 BODY = {"prompt": "Hi", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
 PATIENCE_S = 120

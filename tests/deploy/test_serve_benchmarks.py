@@ -8,7 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from helpers.support import ROOT
+
+pytestmark = pytest.mark.slow("starts servers and sends many requests")
 
 
 def run(name: str, *arguments: object) -> Any:

@@ -61,6 +61,7 @@ def test_what_is_not_run_is_in_the_guide() -> None:
     assert set(EXEMPT) <= {text for _, text in steps()}
 
 
+@pytest.mark.slow("runs every command of the guide, servers too")
 def test_the_guide(tmp_path: Path, commands: Path) -> None:
     if shutil.which("curl") is None:
         pytest.skip("needs curl")

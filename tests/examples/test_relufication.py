@@ -79,6 +79,7 @@ def eager(folder: Path, activation: str) -> nn.Module:
     return model
 
 
+@pytest.mark.slow("trains a model; the steps of a training have fast tests")
 def test_measurements_and_files(swiglu: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     image = tmp_path / "images" / "course.png"
     found = train(swiglu, tmp_path / "copy", steps=30, image=image)
@@ -98,6 +99,7 @@ def test_measurements_and_files(swiglu: Path, tmp_path: Path, capsys: pytest.Cap
     assert "| end | 2,432 |" in capsys.readouterr().out
 
 
+@pytest.mark.slow("trains a model; the steps of a training have fast tests")
 def test_a_resumed_training_ends_with_the_same_bytes(
     swiglu: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,6 +129,7 @@ def test_a_resumed_training_ends_with_the_same_bytes(
     assert len(again["records"]) == len(whole["records"])
 
 
+@pytest.mark.slow("trains a model; the steps of a training have fast tests")
 def test_a_checkpoint_of_another_training_is_refused(swiglu: Path, tmp_path: Path) -> None:
     train(swiglu, tmp_path / "copy", steps=1)
     before = {path: path.read_bytes() for path in (tmp_path / "copy-work").iterdir()}
@@ -163,6 +166,7 @@ def test_what_is_not_ours_is_not_replaced(swiglu: Path, tmp_path: Path) -> None:
     assert (tmp_path / "thesis.txt").exists()
 
 
+@pytest.mark.slow("trains and compiles a model")
 @pytest.mark.parametrize("activation", ["relu", "drelu"])
 def test_the_compiled_copy_equals_eager_transformers(activation: str, swiglu: Path, tmp_path: Path, cli: Cli) -> None:
     copy, artifact = tmp_path / "copy", tmp_path / "artifact"
@@ -177,6 +181,7 @@ def test_the_compiled_copy_equals_eager_transformers(activation: str, swiglu: Pa
     assert relative_error(measured, eager_logits(eager(copy, activation), ids)) < 2e-3
 
 
+@pytest.mark.slow("trains, compiles and profiles a model")
 @pytest.mark.parametrize("activation", ["relu", "drelu"])
 def test_firing_is_what_a_profile_counts(activation: str, swiglu: Path, tmp_path: Path) -> None:
     train(swiglu, tmp_path / "copy", steps=2, activation=activation)
@@ -352,6 +357,7 @@ def test_options_that_make_no_sense(swiglu: Path, tmp_path: Path) -> None:
             train(swiglu, tmp_path / "copy", **options)
 
 
+@pytest.mark.slow("trains a model; the steps of a training have fast tests")
 def test_text_of_the_models_own(swiglu: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str | None] = []
     own_windows = texts.own_windows
@@ -367,6 +373,7 @@ def test_text_of_the_models_own(swiglu: Path, tmp_path: Path, monkeypatch: pytes
     assert asked == ["1"] and "PICOMPILE_THREADS" not in os.environ
 
 
+@pytest.mark.slow("starts a training in a process")
 def test_the_command_ends_with_one_line(tmp_path: Path) -> None:
     save_tiny_llama(tmp_path / "model")
     command = [sys.executable, str(EXAMPLES / "relufy.py"), str(tmp_path / "model"), "--out", str(tmp_path / "out")]

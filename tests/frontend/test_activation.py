@@ -185,6 +185,7 @@ def _logits(captured: Any, ids: torch.Tensor) -> torch.Tensor:
     return logits
 
 
+@pytest.mark.slow("exports models of transformers")
 @pytest.mark.parametrize(
     ("model_type", "field", "name"),
     [("gpt2", "activation_function", "relu"), ("arcee", "hidden_act", "silu")],
@@ -204,6 +205,7 @@ def test_a_class_that_only_transformers_knows(tmp_path: Path, model_type: str, f
     assert fingerprint(tmp_path, name) != fingerprint(tmp_path)
 
 
+@pytest.mark.slow("exports models of transformers")
 def test_a_class_that_computes_another_whatever_its_config_says(tmp_path: Path) -> None:
     small_model(small_config("bloom")).save_pretrained(tmp_path)  # type: ignore[operator]
     assert load_model(tmp_path, "gelu_new").facts.activation == "gelu_tanh"

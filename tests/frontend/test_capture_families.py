@@ -15,6 +15,9 @@ from picompile_passes.graph.operands import ATTENTION, EMBEDDING, FFN
 
 Models = Callable[[str], Model]
 
+# Families that are not slow.
+FAST = ("llama-relu", "opt-post-norm", "falcon-40b", "bitnet")
+
 # What two layers have besides projections, attentions, blocks and sums.
 _LLAMA = {"rms_norm": 5, "rotary": 4}
 _OPT = {"layer_norm": 5, "embedding": 2, "add": 5}
@@ -40,6 +43,7 @@ _EXPECTED = {
 }
 
 
+@pytest.mark.slow("exports a model per family; four families are fast", but=FAST)
 @pytest.mark.parametrize("name", list(VARIANTS))
 def test_logits_equal_eager_transformers(name: str, model: Models) -> None:
     variant = model(name)
@@ -50,6 +54,7 @@ def test_logits_equal_eager_transformers(name: str, model: Models) -> None:
             assert relative_error(logits, expected) < 2e-5
 
 
+@pytest.mark.slow("exports a model per family; four families are fast", but=FAST)
 @pytest.mark.parametrize("name", list(VARIANTS))
 def test_canonical_graph_has_one_operator_for_each_thing(name: str, model: Models) -> None:
     found = Counter(node.target._opname for node in model(name).canonical.graph.nodes if node.op == "call_function")
@@ -57,6 +62,7 @@ def test_canonical_graph_has_one_operator_for_each_thing(name: str, model: Model
     assert dict(found) == {**common, **_EXPECTED.get(name, _LLAMA)}
 
 
+@pytest.mark.slow("exports a model per family; four families are fast", but=FAST)
 @pytest.mark.parametrize("name", list(VARIANTS))
 def test_parameters_are_on_meta_and_named_as_in_the_checkpoint(name: str, model: Models) -> None:
     variant = model(name)
@@ -77,6 +83,7 @@ def _blocks(graph_module: GraphModule) -> list[tuple[str, str]]:
     return [(block["activation"], block["up_activation"]) for block in found]
 
 
+@pytest.mark.slow("exports a model per family; one family is fast", but=("bamboo-",))
 @pytest.mark.parametrize(
     ("name", "activation", "up_activation"),
     [
@@ -93,6 +100,7 @@ def test_activations(name: str, activation: str, up_activation: str, model: Mode
     assert model(name).captured.facts.activation == activation
 
 
+@pytest.mark.slow("exports models; four families are fast")
 def test_window_and_grouped_heads(model: Models) -> None:
     expected = {"mistral-window": (4, 1, 50), "falcon-7b": (3, 1, 0), "falcon-40b": (10, 5, 0), "llama-relu": (4, 2, 0)}
     for name, numbers in expected.items():
@@ -125,6 +133,7 @@ def test_facts(model: Models) -> None:
     assert (facts.bos_token_id, facts.eos_token_ids) == (2, (2,))
 
 
+@pytest.mark.slow("exports a model per family; one family is fast", but=("LlamaForCausalLM",))
 @pytest.mark.parametrize(
     "fields",
     [
@@ -152,6 +161,7 @@ def test_fatrelu_of_every_family(fields):
     assert [arguments(block)["activation"] for block in calls(graph, FFN)] == ["fatrelu(0.05)"]
 
 
+@pytest.mark.slow("exports a model four times")
 def test_random_graphs_do_not_depend_on_earlier_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process exports a model once: for each that asks there is a copy."""
     from picompile.frontend import capture_config, hf

@@ -46,6 +46,7 @@ def _configure(folder: Path, fields: dict[str, Any]) -> None:
     path.write_text(json.dumps(config | fields))
 
 
+@pytest.mark.slow("exports a model per scaling; one is fast", but=("fields0-",))
 @pytest.mark.parametrize(
     ("fields", "theta", "kind"),
     [
@@ -76,7 +77,11 @@ def test_scaling_equals_eager_transformers(fields: dict, theta: float, kind: str
     ("scaling", "longest"),
     [
         ({"rope_type": "dynamic", "factor": 2.0}, 128),
-        ({"rope_type": "longrope", "short_factor": [1.5] * 8, "long_factor": [2.0] * 8, **_LONG}, 64),
+        pytest.param(
+            {"rope_type": "longrope", "short_factor": [1.5] * 8, "long_factor": [2.0] * 8, **_LONG},
+            64,
+            marks=pytest.mark.slow("exports a model; the other scaling is fast"),
+        ),
     ],
 )
 def test_scaling_that_depends_on_the_length(scaling: dict, longest: int, checkpoint: Path) -> None:

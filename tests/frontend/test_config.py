@@ -197,6 +197,7 @@ def _canonical(config: dict[str, Any]) -> Any:
     return canonicalize(capture_config(config))
 
 
+@pytest.mark.slow("exports five models")
 def test_windows_of_single_layers() -> None:
     """Mistral has one window for all layers, whatever `layer_types` says; transformers' auto class takes Ministral."""
     mixed = {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]}

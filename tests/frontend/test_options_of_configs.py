@@ -96,6 +96,10 @@ def _raw(model_type: str, options: dict[str, Any]) -> dict[str, Any]:
     return {**config.to_dict(), **options, "architectures": [causal_types()[model_type]]}
 
 
+@pytest.mark.slow(
+    "exports a model per option; one in attention and one in scales are fast",
+    but=("gemma2 attn_logit_softcapping=2.0", "granite embedding"),
+)
 @pytest.mark.parametrize("case", _EQUAL, ids=_named)
 def test_options_change_the_graph_as_they_change_eager_pytorch(case: tuple[str, dict[str, Any]]) -> None:
     model_type, options = case
@@ -120,6 +124,7 @@ def test_there_are_enough_options() -> None:
     assert len(_EQUAL) + len(_REFUSED) >= 45
 
 
+@pytest.mark.slow("exports a model of many heads; two options are fast")
 def test_as_many_slopes_as_large_models_have() -> None:
     """A square of positions for each head would take a gigabyte; a row for each is enough."""
     graph = canonicalize(capture_config(_raw("bloom", {"n_head": 16, "hidden_size": 64, "n_layer": 1})))

@@ -52,6 +52,7 @@ def _prove(raw: Raw) -> None:
     proof.prove(raw, family, raw_activation(family, raw), capture_config(raw))
 
 
+@pytest.mark.slow("exports models twice for the proof; one right model is fast", but=("MistralForCausalLM",))
 @pytest.mark.parametrize("raw", [_MISTRAL, _GEMMA, _GEMMA2, _FATRELU], ids=lambda raw: raw["architectures"][0])
 def test_right_models_pass(raw: Raw) -> None:
     _prove(raw)
@@ -95,6 +96,7 @@ def _changed_captures(monkeypatch: pytest.MonkeyPatch, change: Callable[[GraphMo
     monkeypatch.setattr(proof, "capture_model", wrong)
 
 
+@pytest.mark.slow("exports models twice for the proof; one right model is fast")
 @pytest.mark.usefixtures("one_seed")
 def test_a_wrong_activation_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def smooth(graph_module: GraphModule) -> None:
@@ -106,6 +108,7 @@ def test_a_wrong_activation_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     _expect(_MISTRAL, "model.layers.0.mlp.act_fn gives another result, which is relu")
 
 
+@pytest.mark.slow("exports models twice for the proof; one right model is fast")
 @pytest.mark.usefixtures("one_seed")
 def test_a_factor_that_raising_drops_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     emits = raise_elementwise._EMITS
@@ -114,6 +117,7 @@ def test_a_factor_that_raising_drops_is_found(monkeypatch: pytest.MonkeyPatch) -
     _expect(_GEMMA, "pass raise-elementwise changed elementwise (picompile.elementwise.default) for 3 tokens")
 
 
+@pytest.mark.slow("exports models twice for the proof; one right model is fast")
 @pytest.mark.usefixtures("one_seed")
 def test_an_eps_that_raising_forgets_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     right = raise_norms._mean_square
@@ -131,6 +135,7 @@ _MINISTRAL3 = {
 }  # fmt: skip
 
 
+@pytest.mark.slow("exports models twice for the proof; one right model is fast")
 @pytest.mark.usefixtures("one_seed")
 def test_what_changes_with_the_position_alone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Queries are scaled from position 32 on, which none of the texts has."""
@@ -145,10 +150,12 @@ _GPT2 = {
 }  # fmt: skip
 
 
+@pytest.mark.slow("exports models twice for the proof; one right model is fast")
 def test_fewer_positions_than_are_compared() -> None:
     _prove(_GPT2)
 
 
+@pytest.mark.slow("exports models twice for the proof; one right model is fast")
 def test_two_ways_to_count_positions_are_refused() -> None:
     """RoBERTa's forward counts from its padding token on, and transformers' generate gives it 0, 1, 2 …"""
     raw = {**_SIZES, "architectures": ["RobertaForCausalLM"], "model_type": "roberta", "is_decoder": True}
@@ -157,6 +164,7 @@ def test_two_ways_to_count_positions_are_refused() -> None:
             _prove(raw | {"pad_token_id": padding})
 
 
+@pytest.mark.slow("exports models twice for the proof; one right model is fast")
 def test_windows_that_are_wider_than_masks_are_read() -> None:
     raw = {
         "architectures": ["GPTNeoForCausalLM"], "model_type": "gpt_neo", "num_layers": 2, "num_heads": 2,
@@ -198,6 +206,7 @@ def test_an_error_of_eager_pytorch_is_one_line(monkeypatch: pytest.MonkeyPatch) 
         _prove(_MISTRAL)
 
 
+@pytest.mark.slow("exports models twice for the proof; one right model is fast")
 def test_a_last_layer_of_its_own_kind_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Operators behind the last attention are in no layer before it."""
     family, seen = find_family(_MISTRAL), []
@@ -221,6 +230,7 @@ def test_a_capture_that_cannot_be_raised_says_so(monkeypatch: pytest.MonkeyPatch
         _prove(_GEMMA)
 
 
+@pytest.mark.slow("exports models twice for the proof; one right model is fast")
 @pytest.mark.usefixtures("one_seed")
 def test_the_proof_is_a_part_of_compiling(
     tiny_model: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
@@ -256,6 +266,7 @@ def test_all_weights_differ_by_seed() -> None:
     assert len(set(flat)) == len(flat)
 
 
+@pytest.mark.slow("exports models twice for the proof; one right model is fast")
 def test_models_are_made_small_without_losing_a_kind_of_layer() -> None:
     raw = {
         **_GEMMA2, "num_hidden_layers": 6, "sliding_window": 4096, "intermediate_size": 9000, "eos_token_id": 30_000,

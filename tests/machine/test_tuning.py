@@ -38,7 +38,7 @@ def test_every_choice_is_measured() -> None:
         assert chosen(question.choices[0]) == ISA, "the first choice is the default"
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", [0, 1, pytest.param(2, marks=pytest.mark.slow("takes seconds to compile")), 3])
 def test_a_choice_changes_a_kernel_and_no_bit_of_its_result(number: int, tmp_path: Path) -> None:
     question = questions(ISA)[number]
     codes, results = set(), set()
@@ -260,6 +260,7 @@ def test_tune_is_refused_for_another_machine(cli: Cli, tiny_model: Path, tmp_pat
     assert not output.exists()
 
 
+@pytest.mark.slow("compiles and measures every kernel")
 def test_this_machine(tmp_path: Path) -> None:
     """Every kernel is measured, as few times as that allows."""
     with pytest.MonkeyPatch.context() as patch:

@@ -156,6 +156,7 @@ def test_an_installed_package_offers_a_kind_which_is_imported_when_it_is_named(p
     ]
 
 
+@pytest.mark.slow("starts a process that runs all stages")
 def test_a_kind_of_a_package_goes_through_all_stages(plugin):
     """In a process of its own, which no test has told of the kind: verified, split, packed, and computed."""
     folder = plugin("plugged = predicting_plugin:KIND")

@@ -57,6 +57,7 @@ def test_raising(pass_):
     check(pass_, graphs=captured_before(pass_), may_refuse=False, max_examples=EXAMPLES)
 
 
+@pytest.mark.slow("draws graphs for each pass; one in another order is fast", but=("raise-attention",))
 # All but the last two: one takes whatever arithmetic the others have left, the other ends the stage.
 @pytest.mark.parametrize("pass_", CANONICALIZE[:-2], ids=lambda pass_: pass_.name)
 def test_raising_out_of_order(pass_):
@@ -92,6 +93,7 @@ def test_partition():
     check(partitions, graphs=graphs(Stage.PREDICTED), may_refuse=False, max_examples=2 * EXAMPLES)
 
 
+@pytest.mark.slow("draws graphs for each format; three formats are fast", but=("f16", "q4"))
 @pytest.mark.parametrize("form", [*FORMATS])
 def test_quantize(form):
     weights = partial(random_weights, representable=form)
@@ -105,6 +107,7 @@ def test_quantize(form):
     )
 
 
+@pytest.mark.slow("draws graphs for each format; one format is fast", but=("q4]",))
 @pytest.mark.parametrize("form", [*FORMATS])
 def test_quantize_leaves_what_is_packed(form):
     check(
@@ -214,6 +217,7 @@ def test_the_pipeline_is_a_pass(data, seed):
     )
 
 
+@pytest.mark.slow("runs all passes on all families")
 @settings(max_examples=EXAMPLES // 2)
 @given(model=models(), seed=st.integers(0, 2**16))
 def test_models_of_all_families(model, seed):

@@ -72,6 +72,7 @@ def ended(script: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, timeout=120)
 
 
+@pytest.mark.slow("makes a failing graph smaller and runs its script")
 def test_a_broken_rule_is_reproduced_on_a_small_graph(tmp_path):
     error = failure(tmp_path, InsertPredictors(), DropBias(), Quantize())
     assert error.reproducer == tmp_path / "reproducer_drop_bias.py"
@@ -85,6 +86,7 @@ def test_a_broken_rule_is_reproduced_on_a_small_graph(tmp_path):
     assert "pass drop-bias (the first of its pipeline) failed: VerifyError: rule 'predictors' broken" in done.stderr
 
 
+@pytest.mark.slow("makes a failing graph smaller and runs its script")
 def test_an_error_within_a_pass_says_where_and_is_reproduced(tmp_path):
     error = failure(tmp_path, InsertPredictors(), AddWeight())
     lines = error.context.splitlines()
@@ -160,6 +162,7 @@ def test_source_names_the_module_of_a_kind_that_is_not_ours():
     assert not any("predictor_kinds" in line for line in lines)
 
 
+@pytest.mark.slow("draws captured graphs; graphs of later stages are fast")
 @settings(max_examples=8)
 @given(before=captured_decoders(), seed=st.integers(0, 100))
 def test_source_builds_captured_graphs_again(before, seed):

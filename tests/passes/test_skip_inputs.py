@@ -215,6 +215,7 @@ def test_limits_need_values():
         run(after, weights, torch.arange(3))
 
 
+@pytest.mark.slow("exports a model per family; small graphs are fast")
 @pytest.mark.parametrize("name", ["falcon-40b", "falcon-serial", "persimmon", "qwen2", "nanochat", "bitnet"])
 def test_models_of_transformers(name):
     """Projections that a model has fused, biases, norms of heads, and a norm behind attention."""

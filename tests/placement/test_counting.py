@@ -82,6 +82,7 @@ def layer_bytes(layer: LayerBytes) -> int:
     return layer.attention_bytes + layer.predictor_bytes + layer.neurons * layer.neuron_bytes + layer.shared_bytes
 
 
+@pytest.mark.slow("packs a model per family; one gated and one plain are fast", but=("llama-relu", "opt-post-norm"))
 @pytest.mark.parametrize("name", VARIANTS)
 def test_counted_bytes_add_up_to_the_artifact(name: str) -> None:
     config = config_of(name, 2)
@@ -107,6 +108,7 @@ def test_a_layer_predicts_early_if_its_predictor_reads_the_layer_before() -> Non
     )
 
 
+@pytest.mark.slow("lowers a model per family; one gated and one plain are fast", but=("llama-relu", "opt-pre-norm"))
 @pytest.mark.parametrize(
     "name", ["llama-relu", "opt-post-norm", "opt-pre-norm", "falcon-40b", "falcon-serial", "qwen2", *SQUARED]
 )
@@ -196,6 +198,7 @@ def test_fatrelu_has_a_wide_cache() -> None:
     assert narrow.layers[0].kv_cache_bytes == 2 * 10 * 96 * 2
 
 
+@pytest.mark.slow("draws and lowers ten models")
 @settings(max_examples=10)
 @given(data=st.data())
 def test_parts_of_a_split_layer_take_no_more_than_counted(data: st.DataObject) -> None:
@@ -237,6 +240,7 @@ def part_bytes(of: Lowered, layer: int) -> dict[str, int]:
     return sizes
 
 
+@pytest.mark.slow("compiles the bundled model")
 def test_counted_bytes_are_those_of_an_artifact_on_disk(build_once: BuildOnce) -> None:
     # Plans are for GPUs, whose programs check no drafts.
     options = {"quant": "f16", "draft_tokens": 0}

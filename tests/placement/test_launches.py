@@ -183,6 +183,10 @@ def _crosses(where: PartPlaces) -> bool:
     return where.attention_on_accelerator and not where.kv_cache_on_accelerator
 
 
+@pytest.mark.slow(
+    "lowers a model per case; one is fast",
+    but=("Model(variant='llama-relu', predictor='learned', quant='q4', context=40, batch=1",),
+)
 @pytest.mark.parametrize("model", MODELS, ids=str)
 def test_launches_are_those_of_the_lowered_program(model: Model) -> None:
     for layers, head in placements(counted(model).layers[0]):

@@ -28,6 +28,7 @@ def taken(plan: Plan, device: str) -> int:
     return sum(row.bytes for row in plan.memory if row.device == device)
 
 
+@pytest.mark.slow("plans many random models")
 @settings(max_examples=60)
 @given(SEEDS, st.sampled_from([0.0, 0.05, 0.5]), st.sampled_from(OBJECTIVES))
 def test_memory_is_never_more_than_the_budget_less_its_margin(seed: int, margin: float, objective: str) -> None:
@@ -40,6 +41,7 @@ def test_memory_is_never_more_than_the_budget_less_its_margin(seed: int, margin:
     assert taken(plan, "host") <= task.machine.host_bytes * (1 - margin)
 
 
+@pytest.mark.slow("plans many random models")
 @settings(max_examples=50)
 @given(SEEDS)
 def test_every_byte_is_in_the_memory_table(seed: int) -> None:
@@ -64,6 +66,7 @@ def test_every_byte_is_in_the_memory_table(seed: int) -> None:
     assert weights <= taken(plan, "gpu") + taken(plan, "host") <= weights + slack
 
 
+@pytest.mark.slow("plans many random models")
 # Each example solves a dozen programs and more.
 @settings(max_examples=30)
 @given(SEEDS, st.sampled_from(OBJECTIVES))
@@ -91,6 +94,7 @@ def test_the_infeasible_error_names_the_smallest_budgets(seed: int, objective: s
                     make_plan(task.model, task.firing, options)
 
 
+@pytest.mark.slow("plans many random models")
 @settings(max_examples=50)
 @given(SEEDS)
 def test_no_policy_is_faster(seed: int) -> None:
@@ -106,6 +110,7 @@ def test_no_policy_is_faster(seed: int) -> None:
             assert plan.token_s <= totals.cost * (1 + 1e-9)
 
 
+@pytest.mark.slow("plans many random models")
 @settings(max_examples=30)
 @given(tasks())
 def test_hot_neurons_are_those_that_fire_most(task: PlacementTask) -> None:

@@ -55,6 +55,7 @@ def drawn_packing(quant: str, predictor: str) -> Packing:
     )
 
 
+@pytest.mark.slow("lowers a model per family; one gated and one plain are fast", but=("llama-relu", "opt-pre-norm"))
 @pytest.mark.parametrize("quant", QUANTIZATIONS)
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name not in SQUARED])
 def test_every_family_is_derived_as_it_is_lowered(name: str, quant: str) -> None:
@@ -81,6 +82,7 @@ def test_many_query_heads_of_one_key_head_take_a_launch_more(kv_dtype: str) -> N
     assert found.layers[0].launches.kv_cache == 2
 
 
+@pytest.mark.slow("lowers a large model; another is fast", but=("opt-6.7b",))
 # Of each form of layer one; all named shapes take minutes to lower.
 @pytest.mark.parametrize("name", ["opt-6.7b", "falcon-7b"])
 def test_named_shapes_are_derived_as_they_are_lowered(name: str) -> None:

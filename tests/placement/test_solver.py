@@ -83,6 +83,7 @@ def test_cost_exceeds_the_optimum_by_at_most_the_gap(seed: int, gap: float) -> N
     check(program, solve(program, gap=gap), brute_force(program), gap=gap)
 
 
+@pytest.mark.slow("solves 500 problems per block; two blocks are fast", but=("0", "1"))
 @pytest.mark.parametrize("block", range(4))
 def test_many_random_problems_are_solved(block: int) -> None:
     """2,000 in all, beside those that hypothesis draws."""

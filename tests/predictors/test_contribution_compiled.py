@@ -10,6 +10,8 @@ from safetensors.torch import load_file, save_file
 from helpers.support import compile_for_test, save_tiny_llama
 from picompile.predictors.profile import ProfileOptions, profile_model
 
+pytestmark = pytest.mark.slow("profiles, trains and compiles a model")
+
 
 def test_recall_and_thresholds_are_by_the_measure_of_the_profile(tmp_path: Path) -> None:
     """Half of the rows of down are a hundredth as long as the others: by contribution few of these neurons fire."""

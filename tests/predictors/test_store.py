@@ -261,6 +261,7 @@ def described(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return folder, json.loads((folder / "predictors.json").read_text())
 
 
+@pytest.mark.slow("writes strange values in every place; single ones have fast tests")
 def test_everything_strange_in_every_place(described: tuple[Path, Any]) -> None:
     folder, content = described
     for place in places(content):

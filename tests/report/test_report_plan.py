@@ -283,6 +283,7 @@ def test_names_of_a_plan_are_escaped(tmp_path: Path) -> None:
     assert Page(html).of("dd").count(EVIL) == 5
 
 
+@pytest.mark.slow("plans a model and draws several pages")
 def test_an_artifact_shows_its_plan(tmp_path: Path) -> None:
     plan = random_plan(16, 2, fingerprint="5a" * 32)
     content = json.loads(json.dumps(plan.to_json()))

@@ -34,6 +34,7 @@ def _weights(artifact: Path) -> bytes:
     return (artifact / "weights.safetensors").read_bytes()
 
 
+@pytest.mark.slow("rounds and compiles a model")
 def test_text_or_a_work_folder_calibrates(tiny_model: Path, text: Path, tmp_path: Path) -> None:
     work = tmp_path / "work"
     _compile(tiny_model, tmp_path / "plain", quant="q4m")
@@ -52,6 +53,7 @@ def test_text_or_a_work_folder_calibrates(tiny_model: Path, text: Path, tmp_path
     assert first != plain
 
 
+@pytest.mark.slow("rounds and compiles a model")
 def test_a_budget_gives_each_matrix_a_format(tiny_model: Path, text: Path, tmp_path: Path) -> None:
     report = _compile(tiny_model, tmp_path / "artifact", quant="5.5bpw", calibration=(text,), work=tmp_path / "work")
     forms: dict[str, str] = report["weight_formats"]  # type: ignore[assignment]
@@ -70,6 +72,7 @@ def _form(parameters: list[str], forms: dict[str, str]) -> str:
     return next(form for name, form in forms.items() if name in parameters or name.startswith(layer))
 
 
+@pytest.mark.slow("rounds and compiles a model")
 def test_another_budget_measures_nothing_again(
     tiny_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,6 +85,7 @@ def test_another_budget_measures_nothing_again(
     assert {form for name, form in forms.items() if "embed" not in name} == {"q8"}
 
 
+@pytest.mark.slow("rounds and compiles a model")
 def test_standard_input_is_read_once_for_all_steps(cli: Cli, tiny_model: Path, tmp_path: Path) -> None:
     words = ("--context", "32", "--rounding-tokens", "1024", "--gate", "off", "--accuracy", "report")
     for quant in ("q4", "5bpw"):
@@ -145,6 +149,7 @@ def test_a_disk_that_is_too_small_is_said_before_anything_is_read(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow("rounds and compiles a model")
 def test_a_budget_with_a_pass_behind_quantization(tiny_model: Path, text: Path, tmp_path: Path) -> None:
     behind = {"passes": ("quantize@quantized",), "rounding": "nearest"}
     report = _compile(tiny_model, tmp_path / "a", quant="5bpw", calibration=(text,), **behind)

@@ -45,6 +45,7 @@ def _distance(graph: GraphModule, weights: WeightSource, exact: Sequence[Tensor]
     return float(torch.cat(off).norm() / torch.cat(list(exact)).norm())
 
 
+@pytest.mark.slow("rounds a whole model per family; one family is fast", but=("llama-relu",))
 @pytest.mark.parametrize("name", _NAMES)
 def test_logits_are_closer_than_with_the_nearest_weights(name, quantized, tmp_path):
     graph = quantized(name, "q4")
@@ -54,6 +55,7 @@ def test_logits_are_closer_than_with_the_nearest_weights(name, quantized, tmp_pa
     assert _distance(graph, rounded, exact) < 0.9 * _distance(graph, weights, exact)
 
 
+@pytest.mark.slow("rounds a whole model; one family is fast")
 def test_projections_that_leave_out_inputs_are_rounded_too(quantized, tmp_path):
     """Every matrix of attention has its groups along outputs, and is closer than with the nearest weights."""
     sites = ("qkv", "attention_output")

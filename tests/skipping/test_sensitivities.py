@@ -42,6 +42,7 @@ def _logits(graph: GraphModule, weights, shifts: dict[Node, tuple[int, float]], 
     return found[0][0]
 
 
+@pytest.mark.slow("takes a difference per weight; one family is fast", but=("qwen2",))
 @pytest.mark.parametrize("name", ["llama-relu", "qwen2", "opt-pre-norm"])
 def test_the_diagonal_of_the_fisher_information(name: str, limited: Callable[[str], GraphModule]) -> None:
     graph = limited(name)

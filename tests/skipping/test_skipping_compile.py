@@ -59,6 +59,7 @@ def test_a_silu_model_skips_and_keeps_its_bytes(silu_model: Path, text: Path, tm
     assert all(row.computed_share < 1 and row.fired_share <= row.computed_share for row in counts)
 
 
+@pytest.mark.slow("measures and compiles a model")
 def test_every_place(silu_model: Path, text: Path, tmp_path: Path) -> None:
     sites = ("gate", "output", "qkv", "attention_output")
     report = _compile(silu_model, tmp_path / "artifact", skip=0.05, skip_at=sites, calibration=(text,))
@@ -66,6 +67,7 @@ def test_every_place(silu_model: Path, text: Path, tmp_path: Path) -> None:
     assert found == set(sites)
 
 
+@pytest.mark.slow("measures and compiles a model")
 def test_the_accuracy_table_has_a_line(silu_model: Path, text: Path, tmp_path: Path) -> None:
     options = {"skip": 0.05, "accuracy": float("inf"), "calibration": (text,), "gate_tokens": 256}
     lines = _compile(silu_model, tmp_path / "artifact", **options)["checkpoint_accuracy"]["lines"]
@@ -73,6 +75,7 @@ def test_the_accuracy_table_has_a_line(silu_model: Path, text: Path, tmp_path: P
     assert lines[0]["kl_nats"] > 10 * abs(lines[1]["added_kl_nats"])
 
 
+@pytest.mark.slow("measures and compiles a model")
 def test_the_command_says_what_is_left_out(cli: Cli, silu_model: Path, text: Path, tmp_path: Path) -> None:
     words = ("compile", silu_model, "-o", tmp_path / "artifact", "--context", 64, "--quant", "f16", "--skip", "5%")
     ended = cli(*words, "--skip-at", "output", "--skip-tokens", 2048, "--calibration", text)

@@ -59,12 +59,14 @@ def assert_same(graph_module: GraphModule, weights: WeightSource, windows: list[
         assert (left - right).abs().max() <= _TOLERANCE * left.abs().max()
 
 
+@pytest.mark.slow("exports a model per family; one family is fast", but=("llama-relu",))
 @pytest.mark.parametrize("name", NAMES)
 def test_every_family_gives_the_whole_graphs_logits(name: str, canonical: Canonical) -> None:
     graph = canonical(name)
     assert_same(graph, random_weights(graph, seed=4, dtype=torch.float16), draw_windows((1, 17, 2)))
 
 
+@pytest.mark.slow("exports a model per family; one family is fast", but=("llama3-silu-tied",))
 @pytest.mark.parametrize("name", NAMES)
 def test_a_segment_a_layer_and_one_vector_a_token_between(name: str, canonical: Canonical) -> None:
     segments = split_layers(canonical(name))

@@ -36,6 +36,7 @@ def canonical(graph_module: GraphModule) -> GraphModule:
     return Pipeline(CANONICALIZE, hook=verifying)(graph_module).graph_module
 
 
+@pytest.mark.slow("draws and exports many graphs")
 @settings(max_examples=25)
 @given(captured_styles())
 def test_every_style_is_raised(style: CapturedStyle) -> None:
@@ -75,6 +76,7 @@ def check_attention(graph_module: GraphModule, style: CapturedStyle) -> None:
     assert len(list(calls(graph_module.graph, ROTARY))) == turned
 
 
+@pytest.mark.slow("draws and exports many graphs")
 def test_every_choice_is_drawn() -> None:
     drawn: dict[str, set[object]] = defaultdict(set)
 

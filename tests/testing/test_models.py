@@ -107,6 +107,7 @@ def test_every_activation_appears(family, option):
     draw_until(configurations(family), words, [f"{option} {name}" for name in ACTIVATIONS])
 
 
+@pytest.mark.slow("draws and exports models per family; one family is fast", but=("llama",))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_models_are_captured_as_transformers_computes_them(family):
     @few(2)

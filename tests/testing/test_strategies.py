@@ -29,6 +29,9 @@ from picompile_passes.pipeline import Pipeline, verifying
 from picompile_passes.verify import verify
 
 
+@pytest.mark.slow(
+    "draws graphs of late stages; early and packed ones are fast", but=("captured", "canonical", "quantized")
+)
 @pytest.mark.parametrize("stage", list(Stage), ids=lambda stage: stage.text)
 def test_graphs_are_of_their_stage_and_verify(stage):
     @settings(max_examples=8)
@@ -40,6 +43,7 @@ def test_graphs_are_of_their_stage_and_verify(stage):
     check()
 
 
+@pytest.mark.slow("draws many graphs; passes' own property tests are fast")
 def test_predicted_graphs_lose_nothing_or_skip():
     seen = set()
 
@@ -109,6 +113,7 @@ def test_partitions_are_of_all_sizes():
     assert sizes == set(range(6))
 
 
+@pytest.mark.slow("draws many graphs; passes' own property tests are fast")
 @settings(max_examples=15)
 @given(data=st.data())
 def test_hot_sets_fit_their_graph(data):
@@ -152,6 +157,7 @@ def test_targets_are_known_ones_and_others():
     assert set(TARGETS) < names
 
 
+@pytest.mark.slow("draws many graphs; passes' own property tests are fast")
 @settings(max_examples=15)
 @given(data=st.data())
 def test_ordered_pipelines_run(data):

@@ -172,6 +172,7 @@ def _workbench(isa: Isa, path: Path) -> Workbench:
     return Workbench(path, kernels, isa)
 
 
+@pytest.mark.slow("compiles kernels for each instruction set; one product is fast", but=("x86-64-v3-linear-q4]",))
 @pytest.mark.parametrize(("isa", "case"), [(isa, case) for isa, cases in TESTED.items() for case in cases])
 def test_kernels(benches: Callable[[str], Workbench], isa: str, case: str) -> None:
     CASES[case].check(benches(isa))
@@ -192,6 +193,7 @@ def disassembly(path: Path, tool: str = "objdump") -> list[tuple[str, str]]:
     return found
 
 
+@pytest.mark.slow("compiles kernels for each instruction set; two are fast", but=("x86-64-v3]", "x86-64-v4]"))
 @pytest.mark.parametrize("isa", [isa for isa in ISAS.values() if isa.machine == "x86_64"], ids=lambda isa: isa.name)
 def test_instructions_of_x86(benches: Callable[[str], Workbench], isa: Isa) -> None:
     code = disassembly(benches(isa.name).path)
@@ -207,6 +209,7 @@ def test_instructions_of_x86(benches: Callable[[str], Workbench], isa: Isa) -> N
         assert any(re.search(r"%ymm(1[6-9]|2\d|3[01])\b", text) for text in evex)
 
 
+@pytest.mark.slow("compiles kernels for each instruction set; one product is fast")
 def test_instructions_of_aarch64(benches: Callable[[str], Workbench]) -> None:
     require("aarch64-linux-gnu-objdump")
     texts = [text for _, text in disassembly(benches("aarch64-dotprod").path, "aarch64-linux-gnu-objdump")]

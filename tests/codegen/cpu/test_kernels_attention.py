@@ -41,6 +41,8 @@ SHAPES = {
     "all options, q4": Heads(6, 3, 32, 64, softcap=5.0, slopes=True, sinks=True, window=70, kv_dtype="q4", sequences=4),
     "all options, parts": Heads(3, 1, 8, 20, context=1400, window=600, softcap=5.0, slopes=True, sinks=True),
 }
+# Shapes that are not slow: together they go every way through a kernel.
+FAST = ("groups of 2]", "window]", "q8, odd widths]", "soft cap]")
 # What these test in single tokens is no matter in chunks, and kernels for these take long to compile.
 NO_CHUNKS = (
     "groups of 4",
@@ -90,6 +92,14 @@ def check(workbench: Workbench, name: str, rows: int, tokens: int, position: int
     assert_close(result["y"][:tokens], expected, TOLERANCES.get(shape.kv_dtype, 2e-5))
 
 
+@pytest.mark.slow(
+    "compiles a kernel per case; one of each kind is fast",
+    but=(
+        *(f"{at}-{name}" for at in (0, 64, 190) for name in FAST),
+        "512-all options, parts",
+        "1399-all options, parts",
+    ),
+)
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("position", [0, 3, 63, 64, 150, 190, 511, 512, 1399])
 def test_one_token(workbench: Workbench, name: str, position: int) -> None:
@@ -97,12 +107,17 @@ def test_one_token(workbench: Workbench, name: str, position: int) -> None:
         check(workbench, name, 1, 1, position)
 
 
+@pytest.mark.slow(
+    "compiles a kernel per case; one of each kind is fast",
+    but=tuple(f"{at}-{name}" for at in ("1-0", "13-190") for name in FAST),
+)
 @pytest.mark.parametrize("name", [name for name in SHAPES if name not in NO_CHUNKS])
 @pytest.mark.parametrize(("tokens", "position"), [(1, 0), (6, 3), (CHUNK, 0), (CHUNK, 40), (6, 95), (CHUNK, 190)])
 def test_chunk(workbench: Workbench, name: str, tokens: int, position: int) -> None:
     check(workbench, name, CHUNK, tokens, position)
 
 
+@pytest.mark.slow("compiles a kernel per case; one of each kind is fast", but=("3-all options, q8",))
 @pytest.mark.parametrize("name", [name for name, shape in SHAPES.items() if shape.sequences > 1])
 @pytest.mark.parametrize("tokens", [1, 2, ROWS])
 def test_several_sequences(workbench: Workbench, name: str, tokens: int) -> None:
@@ -130,7 +145,12 @@ def test_several_sequences(workbench: Workbench, name: str, tokens: int) -> None
 
 @pytest.mark.parametrize(
     ("name", "rows"),
-    [*product(("groups of 2", "q8", "q4"), (1, CHUNK)), ("parts", 1), ("parts, q8", 1), ("parts, q4", 1)],
+    [
+        *product(("groups of 2", "q8", "q4"), (1, CHUNK)),
+        ("parts", 1),
+        pytest.param("parts, q8", 1, marks=pytest.mark.slow("compiles a kernel of parts; q4 is fast")),
+        ("parts, q4", 1),
+    ],
 )
 def test_same_bits_for_any_number_of_threads(workbench: Workbench, name: str, rows: int) -> None:
     shape = SHAPES[name]

@@ -40,6 +40,7 @@ def rounded(values: NDArray[np.floating]) -> NDArray[np.float64]:
     return torch.from_numpy(np.asarray(values, np.float32)).bfloat16().double().numpy()
 
 
+@pytest.mark.slow("compiles a kernel per size; one size is fast", but=("(251, 72)",))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_linear(workbench: Workbench, shape: tuple[int, int]) -> None:
     kernel = kernel_of(shape)
@@ -54,6 +55,7 @@ def test_linear(workbench: Workbench, shape: tuple[int, int]) -> None:
         assert len({result.tobytes() for result in results}) == 1
 
 
+@pytest.mark.slow("compiles a kernel per case; one product is fast")
 def test_a_token_has_the_bits_that_it_has_alone(workbench: Workbench) -> None:
     """Whichever other tokens are in the chunk, and wherever it is cut."""
     kernel, shape, rng = kernel_of(SHAPES[0]), SHAPES[0], np.random.default_rng(5)
@@ -64,6 +66,7 @@ def test_a_token_has_the_bits_that_it_has_alone(workbench: Workbench) -> None:
         assert workbench.run(kernel, {"x": row[None], **others})["y"][0].tobytes() == together[i].tobytes()
 
 
+@pytest.mark.slow("compiles a kernel per case; one product is fast")
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_what_is_no_finite_number_shows(workbench: Workbench, value: float) -> None:
     shape, rng = SHAPES[0], np.random.default_rng(6)
@@ -75,6 +78,7 @@ def test_what_is_no_finite_number_shows(workbench: Workbench, value: float) -> N
     assert not np.isfinite(result[1]).any()
 
 
+@pytest.mark.slow("compiles a kernel per case; one product is fast")
 @pytest.mark.parametrize("name", BLOCKS)
 def test_block(workbench: Workbench, name: str) -> None:
     """Eight bits are left of each number, and the errors of many average out."""
@@ -88,6 +92,7 @@ def test_block(workbench: Workbench, name: str) -> None:
         assert results[0].tobytes() == results[1].tobytes()
 
 
+@pytest.mark.slow("compiles a kernel per case; one product is fast")
 def test_instructions(tmp_path: Path) -> None:
     """The products are those of bfloat16, and code without it has none."""
 

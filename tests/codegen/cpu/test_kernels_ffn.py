@@ -71,6 +71,12 @@ CASES += [
     *(("drelu", "exact", form, 1) for form in ("q6", "q4m")),
     *(("drelu", "dense", form, CHUNK) for form in ("q6", "q4m")),
 ]
+# Cases that are not slow: every kind of block, every way through a kernel and every format.
+FAST = (
+    *("reglu-dense-f16-1]", "reglu-exact-f16-1]", "reglu-exact-q4-13]", "reglu-masked-f16-1]", "reglu-part-f16-1]"),
+    *("drelu-masked-f16-1]", "fatrelu-exact-f16-1]", "swiglu-dense-f16-13]"),
+    *("bitnet-exact-q8-1]", "normed-dense-q4-13]", "drelu-exact-q4m-1]"),
+)
 # What a part of a block has a mask of: more columns than the part has neurons.
 MASK_COLUMNS = 1000
 
@@ -201,6 +207,7 @@ class Example:
         )
 
 
+@pytest.mark.slow("compiles a kernel per case; one of each kind is fast", but=FAST)
 @pytest.mark.parametrize(("name", "kind", "format_name", "rows"), CASES)
 def test_ffn(workbench: Workbench, name: str, kind: str, format_name: str, rows: int) -> None:
     kernel = kernel_of(name, kind, format_name, rows)
@@ -210,6 +217,7 @@ def test_ffn(workbench: Workbench, name: str, kind: str, format_name: str, rows:
         example.assert_output(result["y"][:tokens])
 
 
+@pytest.mark.slow("compiles a kernel per case; one of each kind is fast", but=("reglu-masked-f16",))
 @pytest.mark.parametrize(
     ("name", "kind", "format_name"),
     [("reglu", "masked", "f16"), ("opt", "part", "f16"), ("bitnet", "masked", "f16"), ("opt", "masked", "q4")],
@@ -229,6 +237,7 @@ def test_masks_of_a_chunk_in_tiles(workbench: Workbench, name: str, kind: str, f
         assert results[0].tobytes() == results[1].tobytes()
 
 
+@pytest.mark.slow("compiles a kernel per case; one of each kind is fast", but=("exact-1-q8",))
 @pytest.mark.parametrize("format_name", FORMATS[1:])
 @pytest.mark.parametrize(
     ("kind", "rows"), [("dense", 1), ("masked", 1), ("exact", 1), ("dense", CHUNK), ("exact", CHUNK)]
@@ -260,6 +269,7 @@ OF_SEQUENCES = [
 ]
 
 
+@pytest.mark.slow("compiles a kernel per case; one of each kind is fast", but=("0.2-reglu-f16-masked",))
 @pytest.mark.parametrize(("name", "format_name", "kind"), OF_SEQUENCES)
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.9])
 def test_several_sequences(workbench: Workbench, name: str, format_name: str, kind: str, share: float) -> None:
@@ -288,6 +298,7 @@ def test_several_sequences(workbench: Workbench, name: str, format_name: str, ki
         assert results[0]["stats"].tolist() == counted.tolist()
 
 
+@pytest.mark.slow("compiles a kernel per case; one of each kind is fast", but=("reglu-masked-f16-5-1]",))
 @pytest.mark.parametrize("rows", [1, CHUNK])
 @pytest.mark.parametrize("room", [5, 900])
 @pytest.mark.parametrize(
@@ -323,6 +334,9 @@ def test_only_blocks_with_masks_share_a_kernel() -> None:
         cpu.write_kernel(CountedFfnSpec(**vars(own)))
 
 
+@pytest.mark.slow(
+    "compiles a kernel per case; one of each kind is fast", but=tuple(case for case in FAST if case.endswith("-1]"))
+)
 # GELU of a number far below zero is zero in float32 only.
 @pytest.mark.parametrize(("name", "kind", "format_name", "rows"), [c for c in CASES if c[3] == 1 and c[0] != "gelu"])
 def test_statistics_count_computed_and_firing_neurons(
@@ -352,6 +366,7 @@ def test_no_neuron_fires_or_every_neuron(workbench: Workbench, rows: int, value:
         assert result["stats"].tolist() == [1000 + fired, 2000 + fired]
 
 
+@pytest.mark.slow("compiles a kernel per case; one of each kind is fast", but=("False-reglu-", "True-reglu-"))
 @pytest.mark.parametrize(("name", "kind"), [c[:2] for c in CASES if c[1] in ("masked", "part") and c[2] == "f16"])
 @pytest.mark.parametrize("value", [False, True])
 def test_empty_and_full_masks(workbench: Workbench, name: str, kind: str, value: bool) -> None:
@@ -401,6 +416,7 @@ def test_squares_of_a_neuron_that_overflows_show(workbench: Workbench) -> None:
     assert np.isinf(workbench.run(kernel_of("normed", "exact", "f16", 1), example.inputs)["y"][0, -1])
 
 
+@pytest.mark.slow("compiles a kernel per case; one of each kind is fast", but=("reglu-exact-f16-", "reglu-exact-q4-"))
 @pytest.mark.parametrize(
     ("name", "kind", "format_name", "rows"), [case for case in CASES if case[0] in ("reglu", "bitnet")]
 )

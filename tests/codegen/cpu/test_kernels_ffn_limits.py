@@ -98,6 +98,10 @@ def between(values: NDArray[np.float64], rng: np.random.Generator) -> Array:
     return (ordered[wide, columns] + gaps[wide, columns] / 2).astype(np.float32)
 
 
+@pytest.mark.slow(
+    "compiles a kernel per case; each list and both numbers of rows are fast",
+    but=("odd-exact-go-q8-1]", "odd-exact-go-f16-13", "fatrelu-masked-g-f16-1]", "gelu-dense-o-f16-1]"),
+)
 @pytest.mark.parametrize(("name", "kind", "limits", "format_name", "rows"), CASES)
 def test_limits(workbench: Workbench, name: str, kind: str, limits: str, format_name: str, rows: int) -> None:
     kernel = kernel_of(name, kind, limits, format_name, rows)
@@ -121,6 +125,7 @@ OF_SEQUENCES = [
 ]
 
 
+@pytest.mark.slow("compiles a kernel per case; one is fast", but=("swiglu-exact-go-f16",))
 @pytest.mark.parametrize(("name", "kind", "limits", "format_name"), OF_SEQUENCES)
 def test_several_sequences(workbench: Workbench, name: str, kind: str, limits: str, format_name: str) -> None:
     """Each token has the output that it has alone, bit for bit."""
@@ -152,6 +157,7 @@ OF_EDGES = [
 ]
 
 
+@pytest.mark.slow("compiles a kernel per case; one is fast", but=("('odd', ",))
 @pytest.mark.parametrize("case", OF_EDGES, ids=str)
 def test_limits_of_zero_and_infinite_ones(workbench: Workbench, case: tuple[str, str, str, str, int]) -> None:
     name, kind, limits, form, rows = case

@@ -12,6 +12,8 @@ FORMATS = ("f16", "q8", "q6", "q4m", "q4")
 # (n, k): a model's size; neither a multiple of a vector, a group or a block; a vocabulary and a width of many blocks.
 SHAPES = ((64, 96), (251, 72), (10, 100), (1009, 1100))
 CHUNK = 13
+# Cases that are not slow.
+FAST = ("(251, 72)-", *(f"{shape}-{name}]" for shape in SHAPES for name in ("f16", "q4")))
 
 
 def linear(format_name: str, shape: tuple[int, int], rows: int, rowwise: bool = False) -> Kernel:
@@ -31,6 +33,10 @@ def embedding(format_name: str, dim: int, rows: int) -> Kernel:
     return cpu.write_kernel(EmbeddingSpec(format=format_name, vocab=50, dim=dim, rows=rows, offset=2))
 
 
+@pytest.mark.slow(
+    "compiles a kernel per case; f16, q4 and one size of the others are fast",
+    but=tuple(f"{tokens}-{case}" for tokens in (None, 1, 2, 7, CHUNK) for case in FAST),
+)
 @pytest.mark.parametrize("format_name", FORMATS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("tokens", [None, 1, 2, 7, CHUNK])
@@ -45,6 +51,7 @@ def test_linear(workbench: Workbench, format_name: str, shape: tuple[int, int], 
     assert_close(result["y"][: len(x)], expected)
 
 
+@pytest.mark.slow("compiles a kernel per case; one size is fast", but=("(251, 72)",))
 @pytest.mark.parametrize("format_name", FORMATS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_each_row_has_the_bits_that_it_has_alone(
@@ -61,6 +68,7 @@ def test_each_row_has_the_bits_that_it_has_alone(
         assert together.tobytes() == b"".join(alone[:tokens])
 
 
+@pytest.mark.slow("compiles a kernel per case; f16 and q4 are fast", but=("1-f16", "1-q4]", "13-f16", "13-q4]"))
 @pytest.mark.parametrize("format_name", FORMATS)
 @pytest.mark.parametrize("rows", [1, CHUNK])
 def test_same_bits_for_any_number_of_threads(workbench: Workbench, format_name: str, rows: int) -> None:
@@ -73,6 +81,10 @@ def test_same_bits_for_any_number_of_threads(workbench: Workbench, format_name: 
     assert len(set(results)) == 1
 
 
+@pytest.mark.slow(
+    "compiles a kernel per case; f16, q4 and one size of the others are fast",
+    but=("100-", "96-1-1-f16", "96-1-1-q4]", "330-13-3-f16", "330-13-3-q4]"),
+)
 @pytest.mark.parametrize("format_name", FORMATS)
 @pytest.mark.parametrize(("dim", "rows", "tokens"), [(96, 1, 1), (100, CHUNK, CHUNK), (330, CHUNK, 3), (96, CHUNK, 1)])
 def test_embedding(workbench: Workbench, format_name: str, dim: int, rows: int, tokens: int) -> None:

@@ -77,6 +77,10 @@ def clear_threshold(logits: Array) -> float:
     return float(ordered[place : place + 2].mean())
 
 
+@pytest.mark.slow(
+    "compiles a kernel per case; f16, q4 and one size of the others are fast",
+    but=("f16", "q4-", "q8-(77, 5, 72)-False", "q6-(77, 5, 72)-False", "q4m-(77, 5, 72)-False"),
+)
 @pytest.mark.parametrize(("format_name", "shape", "relu"), CASES, ids=str)
 def test_low_rank(workbench: Workbench, format_name: str, shape: tuple[int, int, int], relu: bool) -> None:
     example = Learned(format_name, shape, relu)
@@ -88,6 +92,7 @@ def test_low_rank(workbench: Workbench, format_name: str, shape: tuple[int, int,
     assert shape[0] == 1 or 0 < result["mask"].sum() < shape[0]
 
 
+@pytest.mark.slow("compiles a kernel per format; f16 and q4 are fast", but=("f16", "q4]"))
 @pytest.mark.parametrize("format_name", FORMATS)
 def test_low_rank_for_several_tokens(workbench: Workbench, format_name: str) -> None:
     """As for each of them alone."""

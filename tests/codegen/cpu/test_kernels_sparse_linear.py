@@ -63,6 +63,10 @@ def check(workbench: Workbench, kernel: Kernel, example: Example, tokens: int | 
     assert result["stats"].tolist() == counted
 
 
+@pytest.mark.slow(
+    "compiles a kernel per case; one way through each is fast",
+    but=("None-(72, 96)-q4]", "13-(72, 96)-q4]", "None-(331, 203)-f16"),
+)
 @pytest.mark.parametrize("format_name", FORMATS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("tokens", [None, 1, 2, CHUNK])
@@ -72,6 +76,7 @@ def test_sparse_linear(workbench: Workbench, format_name: str, shape: tuple[int,
     check(workbench, kernel, Example(format_name, shape, tokens or 1), tokens)
 
 
+@pytest.mark.slow("compiles a kernel per case; one is fast", but=("(72, 96)-f16",))
 @pytest.mark.parametrize("format_name", FORMATS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_each_row_has_the_bits_that_it_has_alone(
@@ -87,6 +92,7 @@ def test_each_row_has_the_bits_that_it_has_alone(
     check(workbench, kernel, example, CHUNK)
 
 
+@pytest.mark.slow("compiles a kernel per case; one way through each is fast")
 @pytest.mark.parametrize("format_name", FORMATS)
 @pytest.mark.parametrize(("rows", "rowwise"), [(1, False), (CHUNK, False), (CHUNK, True)])
 def test_same_bits_for_any_number_of_threads(workbench: Workbench, format_name: str, rows: int, rowwise: bool) -> None:
@@ -98,6 +104,7 @@ def test_same_bits_for_any_number_of_threads(workbench: Workbench, format_name: 
     assert len(set(results)) == 1
 
 
+@pytest.mark.slow("compiles a kernel per case; one is fast", but=("inf-f16-1]",))
 @pytest.mark.parametrize(("format_name", "rows"), list(itertools.product(("f16", "q4"), (1, CHUNK))))
 @pytest.mark.parametrize("limit", [-1.0, 0.0, np.inf])
 def test_limits_that_leave_out_nothing_or_all(workbench: Workbench, format_name: str, rows: int, limit: float) -> None:
@@ -117,6 +124,7 @@ def test_limits_that_leave_out_nothing_or_all(workbench: Workbench, format_name:
         assert result["stats"].tolist() == [1000 + read, 2000 + read]
 
 
+@pytest.mark.slow("compiles a kernel per case; one is fast", but=("1-f16",))
 @pytest.mark.parametrize("format_name", FORMATS)
 @pytest.mark.parametrize("rows", [1, CHUNK])
 def test_what_is_no_number_shows_in_its_own_row(workbench: Workbench, format_name: str, rows: int) -> None:
@@ -129,6 +137,7 @@ def test_what_is_no_number_shows_in_its_own_row(workbench: Workbench, format_nam
     assert np.isfinite(y[1:]).all()
 
 
+@pytest.mark.slow("compiles a kernel per case; one way through each is fast")
 def test_the_bytes_of_one_input_are_exact_products(workbench: Workbench) -> None:
     """A single input per four rows is rounded to 127 steps of itself: its products are the weights' own."""
     kernel, example = sparse_linear("q4", SHAPES[-1], 1), Example("q4", SHAPES[-1], 1)

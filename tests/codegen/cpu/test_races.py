@@ -64,6 +64,7 @@ def test_races_are_found(kernel: str, problem: str | None, racy: Path, regions: 
     assert regions.counts().writers == 10
 
 
+@pytest.mark.slow("compiles a whole program; single kernels are fast")
 def test_no_races_with_a_q8_cache_for_several_sequences(regions: Regions, tmp_path: Path) -> None:
     """A whole program with a q8 cache for several sequences; see test_lower_predictors.py for more."""
     shape = replace(OPT, layers=1, ffn=45)

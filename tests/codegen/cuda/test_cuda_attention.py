@@ -109,6 +109,10 @@ def check(workbench: CudaWorkbench, shape: Heads, rows: int, tokens: int, positi
     assert np.isnan(y[tokens:]).all()
 
 
+@pytest.mark.slow(
+    "compiles a kernel per case; one of each kind is fast",
+    but=("multi-head, two parts-", "q8, odd widths-", "window over a part-", "all options-"),
+)
 @pytest.mark.parametrize(
     ("name", "position"), [(name, at) for name, shape in ONE.items() for at in POSITIONS if at < shape.context]
 )
@@ -116,6 +120,7 @@ def test_one_token(workbench: CudaWorkbench, name: str, position: int) -> None:
     check(workbench, ONE[name], 1, 1, position)
 
 
+@pytest.mark.slow("compiles a kernel per case; one of each kind is fast", but=("33-97-window, many columns",))
 @pytest.mark.parametrize("name", CHUNKS)
 @pytest.mark.parametrize(("tokens", "position"), [(1, 0), (6, 61), (CHUNK, 0), (33, 97)])
 def test_chunk(workbench: CudaWorkbench, name: str, tokens: int, position: int) -> None:
@@ -147,6 +152,7 @@ def test_a_chunk_for_sm_75(tmp_path: Path, name: str) -> None:
     check(CudaWorkbench(tmp_path / "device.so", sm=75), CHUNKS[name], CHUNK, CHUNK, 40)
 
 
+@pytest.mark.slow("compiles a kernel per case; one of each kind is fast")
 @pytest.mark.parametrize("name", ["parts, window", "all options, parts"])
 @pytest.mark.parametrize("position", [490, 511, 1200 - CHUNK])
 def test_a_chunk_whose_positions_are_shared_by_blocks(workbench: CudaWorkbench, name: str, position: int) -> None:
@@ -161,9 +167,17 @@ def test_a_chunk_whose_positions_are_shared_by_blocks(workbench: CudaWorkbench, 
         (ONE["window over a part"], 1, 999, 700),
         (CHUNKS["window, many columns"], CHUNK, 60, 20),
         (CHUNKS["groups of 3, single elements"], CHUNK, 100, 121),
-        (CHUNKS["parts, window"], CHUNK, 511, 20),
+        pytest.param(
+            CHUNKS["parts, window"], CHUNK, 511, 20, marks=pytest.mark.slow("emulates a chunk behind 500 positions")
+        ),
         (ONE["all options"], 1, 400, 350),
-        (CHUNKS["all options, parts"], CHUNK, 511, 20),
+        pytest.param(
+            CHUNKS["all options, parts"],
+            CHUNK,
+            511,
+            20,
+            marks=pytest.mark.slow("emulates a chunk behind 500 positions"),
+        ),
     ],
     ids=str,
 )
@@ -178,6 +192,7 @@ def test_nan_keys_reach_exactly_the_queries_that_see_them(
     assert broken.all() or np.abs(y - expected)[~broken].max() <= tolerance(rows) * np.abs(expected[~broken]).max()
 
 
+@pytest.mark.slow("compiles a kernel per case; one of each kind is fast", but=("3-all options",))
 @pytest.mark.parametrize("name", OF_SEQUENCES)
 @pytest.mark.parametrize("tokens", [1, ROWS])
 def test_several_sequences(workbench: CudaWorkbench, name: str, tokens: int) -> None:

@@ -48,6 +48,7 @@ def turned(x: Array, cos: Array, sin: Array, positions: list[int]) -> Array:
     return np.concatenate([first * c - second * s, second * c + first * s], axis=-1)
 
 
+@pytest.mark.slow("compiles a kernel per case; one is fast", but=("0-multi-head-",))
 @pytest.mark.parametrize(("name", "mode", "tokens", "turn"), CASES)
 @pytest.mark.parametrize("first", [0, 1])
 def test_extends_and_attends(

@@ -140,6 +140,10 @@ def workbench(tmp_path_factory: pytest.TempPathFactory) -> CudaWorkbench:
     return CudaWorkbench(tmp_path_factory.mktemp("ffn") / "device.so")
 
 
+@pytest.mark.slow(
+    "compiles a kernel per case; one of each kind is fast",
+    but=("reglu-masked-f16-1]", "opt-exact-q4-1]", "opt-exact-q4m-1]", "sliced-dense-q8-13", "bitnet-exact-f16-1]"),
+)
 @pytest.mark.parametrize(("name", "kind", "format_name", "rows"), CASES)
 def test_ffn(workbench: CudaWorkbench, name: str, kind: str, format_name: str, rows: int) -> None:
     kernel = kernel_of(name, kind, format_name, rows)
@@ -154,6 +158,9 @@ def test_ffn(workbench: CudaWorkbench, name: str, kind: str, format_name: str, r
         assert result["stats"].tolist() == ([1000, 2000] if rows > 1 else example.counts(kind))
 
 
+@pytest.mark.slow(
+    "compiles a kernel per case; one of each kind is fast", but=("opt-part-f16-1-7]", "sliced-dense-q8-13-1500")
+)
 @pytest.mark.parametrize("room", ROOM)
 @pytest.mark.parametrize(("name", "kind", "format_name", "rows"), COUNTED)
 def test_blocks_share_a_kernel(
@@ -177,6 +184,7 @@ def test_blocks_share_a_kernel(
             assert result["stats"].tolist() == example.counts(kind)
 
 
+@pytest.mark.slow("compiles a kernel per case; one of each kind is fast", but=("0.2-swiglu-",))
 @pytest.mark.parametrize(("name", "kind", "format_name"), OF_SEQUENCES)
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.9])
 def test_several_sequences(workbench: CudaWorkbench, name: str, kind: str, format_name: str, share: float) -> None:
@@ -264,6 +272,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[CudaWorkbench, dict
     return CudaWorkbench(tmp_path_factory.mktemp("large") / "device.so", built.values()), built
 
 
+@pytest.mark.slow("compiles a kernel per case; one of each kind is fast")
 @pytest.mark.parametrize("case", OF_LARGE_BLOCKS, ids="-".join)
 def test_large_blocks(large: tuple[CudaWorkbench, dict[tuple[str, str], CudaKernel]], case: tuple[str, str]) -> None:
     workbench, built = large

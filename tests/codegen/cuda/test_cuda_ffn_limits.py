@@ -73,6 +73,10 @@ def workbench(tmp_path_factory: pytest.TempPathFactory) -> CudaWorkbench:
     return CudaWorkbench(tmp_path_factory.mktemp("limits") / "device.so")
 
 
+@pytest.mark.slow(
+    "compiles a kernel per case; both lists and a chunk are fast",
+    but=("('odd', 'exact', 'go', 'f16', ", "('odd', 'masked', 'go', 'f16', 1)"),
+)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_limits(workbench: CudaWorkbench, case: Case) -> None:
     kernel, rows = kernel_of(*case), case[4]
@@ -85,6 +89,7 @@ def test_limits(workbench: CudaWorkbench, case: Case) -> None:
         assert result["stats"].tolist() == (example.counts() if rows == 1 else [1000, 2000])
 
 
+@pytest.mark.slow("compiles a kernel per case; both lists and two kinds of rows are fast")
 @pytest.mark.parametrize("case", [("odd", "masked", "go", "f16", CHUNK), ("gelu", "masked", "o", "q8", CHUNK)], ids=str)
 def test_several_sequences(workbench: CudaWorkbench, case: Case) -> None:
     """A mask for each token."""

@@ -34,6 +34,10 @@ def workbench(tmp_path_factory: pytest.TempPathFactory) -> CudaWorkbench:
     return CudaWorkbench(tmp_path_factory.mktemp("linear") / "device.so")
 
 
+@pytest.mark.slow(
+    "compiles a kernel per case; f16, q4 and one size of the others are fast",
+    but=("f16-70x45-", "f16-5x4133-", "q4-33x96-", "q4-70x45-r67", "q8-33x96-", "q6-33x96-", "q4m-33x96-"),
+)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1][0]}x{case[1][1]}-r{case[2]}")
 def test_products_are_those_of_float64(workbench: CudaWorkbench, case: tuple[str, tuple[int, int], int, bool]) -> None:
     format_name, (n, k), rows, has_bias = case

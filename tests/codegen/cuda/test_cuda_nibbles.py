@@ -110,6 +110,7 @@ def test_every_code_in_every_place(tmp_path: Path, format_name: str) -> None:
     np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
 
 
+@pytest.mark.slow("compiles with NVRTC; the kernels of one artifact are fast")
 @pytest.mark.parametrize("format_name", BOUNDS)
 @pytest.mark.parametrize("sm", [89, 90])
 def test_instructions_for_128_weights(tmp_path: Path, sm: int, format_name: str) -> None:

@@ -28,6 +28,8 @@ sys.path.insert(0, str(BENCHMARKS))
 from _gpu_cases import Case, pack_kernels, small_cases
 from _gpu_kernels import images_of
 
+pytestmark = pytest.mark.slow("translates and runs the PTX of whole kernels; single instructions have fast tests")
+
 __all__ = ["fake_cuda", "fake_library", "gpu_pack"]
 
 # A kernel of each kind, and each format in one of those that have formats.

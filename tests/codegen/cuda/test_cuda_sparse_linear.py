@@ -52,6 +52,9 @@ def workbench(tmp_path_factory: pytest.TempPathFactory) -> Workbenches:
     return Workbenches(tmp_path_factory.mktemp("cuda-sparse-linear"))
 
 
+@pytest.mark.slow(
+    "compiles a kernel per case; one way through each is fast", but=("0.4-q4-1100x301-each3", "0.4-f16-70x45-r67")
+)
 @pytest.mark.parametrize(
     "case", CASES, ids=lambda case: f"{case[0]}-{case[1][0]}x{case[1][1]}-{'each' if case[3] else 'r'}{case[2]}"
 )
@@ -76,6 +79,7 @@ def test_products_are_those_of_float64(workbench: Workbenches, case: Case, limit
     assert found["stats"].tolist() == [1000 + read, 2000 + read]
 
 
+@pytest.mark.slow("compiles a kernel per case; one way through each is fast")
 @pytest.mark.parametrize("case", [CASES[1], CASES[-1]], ids=["one", "chunk"])
 def test_what_is_no_number_shows_in_its_own_row(workbench: Workbenches, case: Case) -> None:
     tokens = max(1, case[2] - 2)

@@ -59,6 +59,9 @@ def test_angles_that_another_node_wants_are_turned_apart(tmp_path: Path) -> None
     assert float((runner.decode(ids) - expected).norm() / expected.norm()) < 1e-5
 
 
+@pytest.mark.slow(
+    "compiles a program per option; all options together are fast", but=("softcap, alibi, sinks, window",)
+)
 @pytest.mark.parametrize(
     "options",
     [{"softcap": 0.5}, {"alibi": True}, {"sinks": True}, {"softcap": 1.5, "alibi": True, "sinks": True, "window": 3}],
@@ -91,6 +94,7 @@ def test_the_kv_cache_is_declared_for_every_dtype(kv_dtype: str) -> None:
     assert program.state_bytes == 2 * 3 * 2 * 12 * {"float16": 144, "float32": 288, "q8": 72 + 6}[kv_dtype]
 
 
+@pytest.mark.slow("compiles a program per option; all options together are fast")
 def test_q8_cache(tmp_path: Path) -> None:
     """Token by token, in chunks, and in eager PyTorch without a cache."""
     graph_module = quantized(replace(LLAMA, hidden=240, kv_heads=1, layers=1))

@@ -87,6 +87,7 @@ def logits(runner: Runner | HybridRunner) -> np.ndarray:
     return np.concatenate([np.asarray(each)[:1] for each in found if each is not None])
 
 
+@pytest.mark.slow("compiles a program per case; kernels and graphs are fast")
 @pytest.mark.parametrize("name", CASES)
 def test_programs_equal_eager(name: str, tmp_path: Path) -> None:
     graph_module = quantized(CASES[name])
@@ -110,6 +111,7 @@ PLACEMENTS = {
 }
 
 
+@pytest.mark.slow("compiles a program per case; kernels and graphs are fast")
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("name", CASES)
 def test_placement_does_not_change_the_results(name: str, placement: str, tmp_path: Path) -> None:

@@ -181,6 +181,7 @@ def assert_same(found: Mapping[str, Array], expected: Mapping[str, Array]) -> No
         np.testing.assert_array_equal(found[name], logits, name)
 
 
+@pytest.mark.slow("compiles a program per placement")
 @pytest.mark.parametrize("number", range(4))
 @pytest.mark.parametrize("name", list(CASES))
 def test_placement_does_not_change_the_results(
@@ -197,6 +198,7 @@ def test_placement_does_not_change_the_results(
         runner.stats("stats.batch")
 
 
+@pytest.mark.slow("compiles a program per placement")
 def test_some_layers_have_no_neuron_to_compute(expected: object) -> None:
     """Or nothing would show that they are skipped rightly; and others have some on both sides."""
     gated, plain = expected("gated").stats, expected("plain").stats  # type: ignore[operator]
@@ -204,6 +206,7 @@ def test_some_layers_have_no_neuron_to_compute(expected: object) -> None:
     assert all(0 < computed < 3 * 39 for computed, _ in (gated[1, "hot"], gated[1, "cold"], gated[3, "cold"]))
 
 
+@pytest.mark.slow("compiles a program per placement")
 def test_a_program_without_waits_gives_wrong_results(expected: object, naps: Naps, tmp_path: Path) -> None:
     """So the test above can fail: a host that does not wait for a late device reads what is not there."""
     known: Expected = expected("parallel")  # type: ignore[operator]

@@ -109,6 +109,7 @@ def relative_error(measured: torch.Tensor, expected: torch.Tensor) -> float:
     return float((measured - expected).norm() / expected.norm())
 
 
+@pytest.mark.slow("compiles programs that take seconds each; a SwiGLU model is fast")
 @pytest.mark.parametrize("name", list(CASES))
 def test_decoding_equals_the_eager_graph(name: str, compiled: Callable[[str], Compiled]) -> None:
     program = compiled(name)
@@ -120,6 +121,7 @@ def test_decoding_equals_the_eager_graph(name: str, compiled: Callable[[str], Co
     assert relative_error(measured[0], program.expected(IDS, limits=False)) > 1e-3
 
 
+@pytest.mark.slow("compiles programs that take seconds each; a SwiGLU model is fast", but=("swiglu",))
 @pytest.mark.parametrize("name", ["swiglu", "plain", "sparse"])
 def test_prompts_equal_the_eager_graph(name: str, compiled: Callable[[str], Compiled]) -> None:
     """Neurons below their limits add nothing there either; these models have no masks, which prompts do without."""
@@ -130,6 +132,7 @@ def test_prompts_equal_the_eager_graph(name: str, compiled: Callable[[str], Comp
     assert relative_error(torch.cat([row for row in scored if row is not None])[: len(IDS)], expected) < 1e-5
 
 
+@pytest.mark.slow("compiles programs that take seconds each; a SwiGLU model is fast")
 def test_prompts_of_masked_blocks_have_limits_and_every_neuron(compiled: Callable[[str], Compiled]) -> None:
     program = compiled("gated")
     every = replace(program.case.predictors, kinds={}, ranks={}, thresholds={})
@@ -142,6 +145,7 @@ def test_prompts_of_masked_blocks_have_limits_and_every_neuron(compiled: Callabl
     assert relative_error(last, expected[8:9]) < 1e-5
 
 
+@pytest.mark.slow("compiles programs that take seconds each; a SwiGLU model is fast", but=("swiglu",))
 @pytest.mark.parametrize("name", list(CASES))
 def test_several_sequences_have_the_bits_of_decoding(name: str, compiled: Callable[[str], Compiled]) -> None:
     runner = compiled(name).runner
@@ -157,6 +161,7 @@ def test_several_sequences_have_the_bits_of_decoding(name: str, compiled: Callab
             assert torch.equal(logits[row], alone[number][step])
 
 
+@pytest.mark.slow("compiles programs that take seconds each; a SwiGLU model is fast", but=("swiglu",))
 @pytest.mark.parametrize("name", list(CASES))
 def test_no_two_tasks_of_a_region_meet(name: str, compiled: Callable[[str], Compiled], regions: Regions) -> None:
     runner = compiled(name).runner
@@ -193,6 +198,7 @@ def counts_of(graph_module: GraphModule) -> dict[str, list[int]]:
     return found
 
 
+@pytest.mark.slow("compiles programs that take seconds each; a SwiGLU model is fast", but=("swiglu",))
 @pytest.mark.parametrize("name", list(CASES))
 def test_counts_are_those_of_the_eager_graph(name: str, compiled: Callable[[str], Compiled]) -> None:
     program = compiled(name)
@@ -210,6 +216,7 @@ def parts_of(lowered: Lowered) -> list[tuple[int, str, int, int]]:
     return [(part.layer, part.part, part.rows, part.kept_rows) for part in lowered.program.ffn]
 
 
+@pytest.mark.slow("compiles programs that take seconds each; a SwiGLU model is fast")
 def test_rows_that_are_read_of_kept_neurons_only(compiled: Callable[[str], Compiled]) -> None:
     """Down where outputs have limits; up as well where a mask names neurons that their gates may leave out."""
     assert parts_of(compiled("gated").lowered) == [
@@ -226,6 +233,7 @@ def test_parts_without_limits_are_written_as_before() -> None:
     assert replace(part, kept_rows=1).to_json() == part.to_json() | {"rows": 3, "kept_rows": 1}
 
 
+@pytest.mark.slow("compiles programs that take seconds each; a SwiGLU model is fast")
 def test_kernels_of_gates_that_decide(compiled: Callable[[str], Compiled]) -> None:
     """The gate is a tensor of its own, in decoding and for prompts; the limits are vectors of float32."""
     lowered = compiled("gated").lowered

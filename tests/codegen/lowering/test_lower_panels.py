@@ -88,6 +88,7 @@ def test_a_table_that_is_also_the_head_stays_in_rows() -> None:
     assert sum(shared.values()) == sum(separate.values()) - 1
 
 
+@pytest.mark.slow("compiles two programs per format; one format is fast", but=("q4]",))
 @pytest.mark.parametrize("quant", ["q8", "q4", "q4m"])
 def test_programs_of_both_layouts_compute_the_same(tmp_path: Path, quant: str) -> None:
     graph_module = quantized(quant)

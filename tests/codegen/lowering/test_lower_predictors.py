@@ -118,6 +118,7 @@ def relative_error(measured: torch.Tensor, expected: torch.Tensor) -> float:
     return float((measured - expected).norm() / expected.norm())
 
 
+@pytest.mark.slow("compiles a program per kind; one kind is fast", but=("gated",))
 @pytest.mark.parametrize("name", list(CASES))
 def test_decoding_equals_eager_predicted_graph(name: str, compiled: object) -> None:
     program: Compiled = compiled(name)  # type: ignore[operator]
@@ -131,6 +132,7 @@ def test_decoding_equals_eager_predicted_graph(name: str, compiled: object) -> N
     assert relative_error(measured[1], program.expected(IDS, dense=True)) > 1e-2
 
 
+@pytest.mark.slow("compiles a program per kind; decoding with one kind is fast")
 @pytest.mark.parametrize("name", list(CASES))
 def test_prompts_are_read_with_every_neuron(name: str, compiled: object) -> None:
     program: Compiled = compiled(name)  # type: ignore[operator]
@@ -147,6 +149,7 @@ def test_prompts_are_read_with_every_neuron(name: str, compiled: object) -> None
     assert relative_error(last, expected[8:9]) < 1e-5
 
 
+@pytest.mark.slow("runs regions task by task; one of limits and one of sequences are fast")
 @pytest.mark.parametrize("name", list(CASES))
 def test_no_two_tasks_of_a_region_meet(name: str, compiled: object, regions: Regions) -> None:
     runner = compiled(name).runner  # type: ignore[operator]
@@ -176,6 +179,7 @@ def observed_counts(graph_module: GraphModule, tokens: int) -> dict[str, list[in
     return found
 
 
+@pytest.mark.slow("compiles a program per kind; decoding with one kind is fast")
 @pytest.mark.parametrize("name", list(CASES))
 def test_counts_are_those_of_the_masks(name: str, compiled: object) -> None:
     """Computed: neurons of the mask that are rows of the part; fired: those of them whose h is not zero."""
@@ -196,6 +200,7 @@ def test_counts_are_those_of_the_masks(name: str, compiled: object) -> None:
     )
 
 
+@pytest.mark.slow("compiles a program of plain blocks; other kinds are fast", but=("gated", "parts"))
 @pytest.mark.parametrize("name", list(CASES))
 def test_no_buffer_is_overwritten_while_it_is_needed(name: str, compiled: object) -> None:
     """From a buffer's first call to its last no other buffer of those calls lies where it does: masks wait for two

@@ -77,6 +77,7 @@ def _check(compiled: Compiled, measured: torch.Tensor, slot: int, position: int)
     assert error < compiled.case.tolerance, f"slot {slot}, position {position}: {error:.1e}"
 
 
+@pytest.mark.slow("compiles a program with windows; another is fast", but=("learned positions",))
 def test_sequences_and_prompts_in_any_order(compiled: Compiled) -> None:
     """Any sequences, in any order, with prompts and single tokens of one of them in between."""
     random, runner = np.random.default_rng(0), compiled.runner
@@ -104,6 +105,7 @@ def test_sequences_and_prompts_in_any_order(compiled: Compiled) -> None:
     assert len(sizes) > 3
 
 
+@pytest.mark.slow("compiles a program with windows; another is fast", but=("learned positions",))
 def test_any_number_of_threads_gives_the_same_bits(compiled: Compiled) -> None:
     results = []
     for threads in (1, 2, 3):
@@ -115,6 +117,7 @@ def test_any_number_of_threads_gives_the_same_bits(compiled: Compiled) -> None:
     assert torch.equal(results[0], results[2])
 
 
+@pytest.mark.slow("compiles a program with windows; another is fast", but=("learned positions",))
 def test_no_two_tasks_of_a_region_meet(compiled: Compiled, regions: Regions) -> None:
     tokens = [text[0] for text in TEXTS[:5]]
     compiled.runner.prepare_batch(tokens, [0, 3, 1, 11, 0], [4, 0, 6, 1, 3])
@@ -134,6 +137,7 @@ def test_a_program_for_one_sequence_has_no_function_for_several() -> None:
     assert {many.buffers[name].shape for name in ("tokens", "positions", "slots")} == {(9,)}
 
 
+@pytest.mark.slow("compiles a program with windows; another is fast", but=("learned positions",))
 def test_windows_are_told_of_attention(compiled: Compiled) -> None:
     """The bytes that an attention reads depend on its window."""
     for function in ("decode", "batch", "score"):
@@ -142,6 +146,7 @@ def test_windows_are_told_of_attention(compiled: Compiled) -> None:
         assert windows == [compiled.case.shape.layer_window(layer) or None for layer in range(2)]
 
 
+@pytest.mark.slow("compiles a program with windows; another is fast", but=("learned positions",))
 def test_blocks_count_several_sequences_into_rows_of_their_own(compiled: Compiled) -> None:
     program = compiled.lowered.program
     rows = [

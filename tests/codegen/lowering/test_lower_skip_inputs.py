@@ -68,6 +68,7 @@ def check(compiled: Compiled, measured: torch.Tensor, expected: torch.Tensor) ->
     assert (measured - expected).norm() / expected.norm() < compiled.tolerance
 
 
+@pytest.mark.slow("compiles programs that take seconds each; one of blocks is fast", but=("blocks",))
 def test_tokens_and_what_they_count(compiled: Compiled) -> None:
     compiled.runner.slot = 0
     compiled.runner.stats()
@@ -88,6 +89,7 @@ def test_tokens_and_what_they_count(compiled: Compiled) -> None:
         assert counts[each.stats_row].tolist() == pytest.approx([read, read], abs=0.03 * x.numel())
 
 
+@pytest.mark.slow("compiles programs that take seconds each; one of blocks is fast", but=("blocks",))
 def test_prompts(compiled: Compiled) -> None:
     runner = compiled.runner
     runner.slot, runner.position = 0, 0
@@ -100,6 +102,7 @@ def test_prompts(compiled: Compiled) -> None:
     check(compiled, last[0], compiled.expected[-1])
 
 
+@pytest.mark.slow("compiles programs that take seconds each; one of blocks is fast")
 @pytest.mark.parametrize("stage_bytes", [slices.STAGE_BYTES, 1])
 def test_prompts_on_an_accelerator(
     compiled: Compiled, stage_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -122,6 +125,7 @@ def test_prompts_on_an_accelerator(
     check(compiled, torch.as_tensor(last[0]), compiled.expected[-1])
 
 
+@pytest.mark.slow("compiles programs that take seconds each; one of blocks is fast", but=("blocks",))
 def test_several_sequences(compiled: Compiled) -> None:
     """Each has the logits of the eager graph, and the bits that it has alone."""
     runner, texts = compiled.runner, [TEXT, TEXT[::-1], TEXT[3:] + TEXT[:3]]
@@ -137,6 +141,7 @@ def test_several_sequences(compiled: Compiled) -> None:
     check(compiled, alone[1], run(compiled.graph_module, compiled.weights, torch.tensor(texts[1])))
 
 
+@pytest.mark.slow("compiles programs that take seconds each; one of blocks is fast")
 def test_weights_are_packed_by_inputs(compiled: Compiled) -> None:
     for each in compiled.lowered.program.projections:
         assert each.weight.endswith(".inputs")

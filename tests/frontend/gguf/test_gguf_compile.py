@@ -35,6 +35,7 @@ def _save_folder(file: Path, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
+@pytest.mark.slow("compiles a model per family; one family is fast", but=("llama-",))
 @pytest.mark.parametrize("format_name", ["f16", "q4"])
 @pytest.mark.parametrize("name", list(POWERINFER_EXAMPLES))
 def test_every_matrix_keeps_its_numbers(tmp_path: Path, name: str, format_name: str) -> None:
@@ -54,6 +55,7 @@ def test_every_matrix_keeps_its_numbers(tmp_path: Path, name: str, format_name: 
         assert torch.equal(found, values), matrix.name
 
 
+@pytest.mark.slow("compiles a model")
 @pytest.mark.parametrize("format_name", ["f16", "q4"])
 def test_a_powerinfer_file_is_the_artifact_of_the_folder(tmp_path: Path, format_name: str) -> None:
     file, example = tmp_path / "model.powerinfer.gguf", POWERINFER_EXAMPLES["llama"]

@@ -47,6 +47,7 @@ def guarded(source: Path, folder: Path) -> dict[str, np.ndarray]:
     return load_file(read_guarded(find_source(source), folder))
 
 
+@pytest.mark.slow("starts a process per type", but=("F16",))
 @pytest.mark.parametrize("type_name", TYPES)
 def test_arrays_of_each_type(tmp_path: Path, type_name: str) -> None:
     predictors = random_predictors(SIZES, seed=len(type_name) + 1)
@@ -222,6 +223,7 @@ def test_hostile_torch_files(tmp_path: Path) -> None:
     assert not (tmp_path / "touched").exists()
 
 
+@pytest.mark.slow("reads random damage in processes; single faults have fast tests")
 def test_a_hostile_torch_file_end_to_end(tmp_path: Path, tiny_model: Path) -> None:
     write_folder(tmp_path / "in", random_predictors(SIZES, 9))
     torch.save(_Hostile(tmp_path / "touched"), tmp_path / "in" / "model_1.pt")
@@ -260,6 +262,7 @@ def test_wrong_statistics(tmp_path: Path, counts: object, says: str) -> None:
         read_activations({"0": str(tmp_path / "activation_0.pt")})
 
 
+@pytest.mark.slow("reads random damage in processes; single faults have fast tests")
 def test_mutations_through_the_guarded_process(tmp_path: Path, tiny_model: Path) -> None:
     """Some of those that the header check lets pass: the reader agrees with the header, or refuses."""
     file = tmp_path / "a.gguf"

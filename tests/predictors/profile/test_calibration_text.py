@@ -146,6 +146,7 @@ def test_counts_that_make_no_sense(options: dict[str, int]) -> None:
         ProfileOptions(**options)
 
 
+@pytest.mark.slow("reads the texts of the library again and again")
 def test_the_library_holds_out_what_the_training_of_examples_holds_out(monkeypatch: pytest.MonkeyPatch) -> None:
     held_out, others = ({text.source for text in library_texts(kept, seed=1)} for kept in (True, False))
     assert held_out.isdisjoint(others)

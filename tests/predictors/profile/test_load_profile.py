@@ -228,6 +228,7 @@ def loads_or_is_refused(folder: Path, content: Any) -> None:
     assert all(len(profile.counts(layer.layer)) == layer.neurons for layer in profile.layers)
 
 
+@pytest.mark.slow("writes strange values in every place; single ones have fast tests")
 def test_everything_strange_in_every_place(whole: Path, described: Path) -> None:
     content = json.loads((whole / "profile.json").read_text())
     for place in places(content):

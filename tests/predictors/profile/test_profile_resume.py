@@ -35,6 +35,7 @@ def options(prose: Path, **more: object) -> ProfileOptions:
     return ProfileOptions((prose,), tokens=1024, samples=100, window=128, gate=0.01, **more)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow("ends and resumes a profiling again and again; one model is fast", but=("relu",))
 def test_ended_between_any_two_files(model: Path, prose: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Two bisections instead of six.
     monkeypatch.setattr("picompile.predictors.profile.thresholds._STEPS", 4)
@@ -200,6 +201,7 @@ def test_leftovers_of_an_interrupted_replacement_are_removed_on_request(
     assert digests(folder) == before
 
 
+@pytest.mark.slow("kills profilings at random; an end between two files is fast")
 def test_killed_at_random_moments(tiny_model: Path, prose: Path, tmp_path: Path) -> None:
     """In a process of its own, which has computed nothing before it forks."""
     command = ["profile", str(tiny_model), "-o", "FOLDER", "--calibration", str(prose), "--window", "128"]

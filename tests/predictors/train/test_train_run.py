@@ -103,11 +103,13 @@ def test_the_recorded_perplexity_is_that_of_the_predicted_graph(
     assert perplexity != predictors.gate["dense_perplexity"]
 
 
+@pytest.mark.slow("trains in several processes")
 def test_workers_give_the_same_bytes(trained: Path, tiny_model: Path, profile: Profile, tmp_path: Path) -> None:
     train_predictors(tiny_model, profile, tmp_path / "p", dataclasses.replace(OPTIONS, jobs=2))
     assert _bytes(tmp_path / "p") == _bytes(trained)
 
 
+@pytest.mark.slow("starts a Ray cluster")
 def test_a_ray_cluster_gives_the_same_bytes(trained: Path, tiny_model: Path, profile: Profile, tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="needs ray: pip install 'picompile[ray]'")
     train_predictors(tiny_model, profile, tmp_path / "p", dataclasses.replace(OPTIONS, ray="local"))
@@ -140,6 +142,7 @@ def test_interrupted_work_continues(trained: Path, tiny_model: Path, profile: Pr
         assert _bytes(folder) == whole
 
 
+@pytest.mark.slow("trains in several processes")
 def test_a_killed_run_goes_on(trained: Path, tiny_model: Path, small_profile: Path, tmp_path: Path) -> None:
     script = (
         "import sys; from pathlib import Path\n"

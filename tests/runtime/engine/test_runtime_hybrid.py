@@ -331,6 +331,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow("interrupts hundreds of steps; single interrupts are fast")
 def test_interrupts_at_any_time(make_hybrid: Callable[..., Path]) -> None:
     """Steps behind them are right, and none waits for a side that is not at work."""
     folder = make_hybrid()

@@ -74,6 +74,7 @@ def counted_by_hand(captured: Captured) -> list[dict[str, int]]:
     return found
 
 
+@pytest.mark.slow("compiles a model with limits for seconds")
 def test_bytes_per_token_are_those_of_the_rows_that_are_read(captured: Captured, artifact: Path) -> None:
     with load(artifact, threads=1) as engine:
         for token in IDS:
@@ -90,6 +91,7 @@ def test_bytes_per_token_are_those_of_the_rows_that_are_read(captured: Captured,
     assert [(row.part.rows, row.part.kept_rows) for row in firing] == [(2, 1), (3, 1)]
 
 
+@pytest.mark.slow("compiles a model with limits for seconds")
 def test_decoding_several_threads_and_prompts_agree(artifact: Path) -> None:
     with load(artifact, threads=1) as one, load(artifact, threads=3) as three:
         assert all(np.array_equal(one.decode(token), three.decode(token)) for token in IDS)

@@ -82,6 +82,7 @@ def load_many(first: Path, closes: bool) -> None:
     assert held[-1].maps <= held[4].maps + 3, held  # of Python's own memory
 
 
+@pytest.mark.slow("loads artifacts again and again")
 @pytest.mark.parametrize("closes", [True, False], ids=["closed", "collected"])
 @pytest.mark.parametrize("kind", ["host", "hybrid"])
 def test_loading_many_artifacts_leaks_nothing(

@@ -236,6 +236,7 @@ def test_a_failing_step_changes_no_sequence(make_artifact: Callable[..., Path]) 
     assert engine.positions == (0, 0, 0)
 
 
+@pytest.mark.slow("keeps a cache of a million positions")
 def test_closing_frees_the_memory_of_all_slots(make_artifact: Callable[..., Path]) -> None:
     context = 2**20
     toy, state = make_toy(), {"k.0": {"dtype": "float32", "shape": [4, 1, context, 16]}}

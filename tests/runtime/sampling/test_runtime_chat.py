@@ -368,6 +368,7 @@ _ACTIONS = st.lists(
 )
 
 
+@pytest.mark.slow("draws many chats and answers each twice")
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(actions=_ACTIONS)
 def test_an_answer_is_that_of_a_chat_that_was_never_read_in_parts(

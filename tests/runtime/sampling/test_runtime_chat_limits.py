@@ -40,6 +40,9 @@ def only_child(before: set[int]) -> int:
     return child
 
 
+@pytest.mark.slow(
+    "waits until a limit is met; one of memory and one of depth are fast", but=("{{ 'a' * 10 ** 10", "{% macro")
+)
 @pytest.mark.parametrize(
     ("template", "says"),
     [
@@ -65,6 +68,7 @@ def test_templates_that_do_not_end_raise(template: str, says: str, monkeypatch: 
     assert children() <= before
 
 
+@pytest.mark.slow("starts a process for its chats and waits for its end")
 def test_one_process_renders_all_chats_and_ends_with_the_tokenizer() -> None:
     before, opened = children(), descriptors()
     tokenizer = Tokenizer(TEXT, {}, PLAIN)
@@ -78,6 +82,7 @@ def test_one_process_renders_all_chats_and_ends_with_the_tokenizer() -> None:
     assert descriptors() <= opened and children() <= before  # those of earlier tests may end meanwhile
 
 
+@pytest.mark.slow("starts processes again")
 def test_a_process_that_was_killed_is_started_anew() -> None:
     before = children()
     tokenizer = Tokenizer(TEXT, {}, PLAIN)

@@ -17,6 +17,8 @@ from picompile_runtime import Engine, SamplingParams
 from picompile_runtime.serving.request import ServingRequest
 from picompile_runtime.serving.scheduler import Scheduler, SchedulerOptions
 
+pytestmark = pytest.mark.slow("sends many requests to compiled models; the scheduler on a toy model is fast")
+
 SLOTS, CONTEXT = 16, 192
 PATIENCE_S = 120
 LONG = 40  # tokens of an answer that is worth being read again

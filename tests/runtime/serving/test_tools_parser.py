@@ -70,6 +70,7 @@ def test_a_call_that_must_be_the_whole_answer_is_one_at_the_beginning_alone() ->
     assert streamed(HERMES, [HERMES.write(CALLS)], has_schema=True) == ("", CALLS)
 
 
+@pytest.mark.slow("draws a hundred answers per format; one format is fast", but=("hermes",))
 @each_format
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())

@@ -50,6 +50,7 @@ def open_settings(page: Any) -> None:
     page.get_by_role("button", name="Settings", exact=True).click()
 
 
+@pytest.mark.slow("drives a browser; a chat with the real server is fast")
 def test_a_click_sends_the_question_and_the_answer_is_shown(page: Any, server: FakeChatServer) -> None:
     expect(page.get_by_label("Send")).to_be_disabled()
     page.get_by_label("Message").fill("Who is there?")
@@ -68,6 +69,7 @@ def test_a_click_sends_the_question_and_the_answer_is_shown(page: Any, server: F
     ]
 
 
+@pytest.mark.slow("drives a browser; a chat with the real server is fast")
 def test_enter_sends_and_shift_enter_begins_a_line(page: Any, server: FakeChatServer) -> None:
     field = page.get_by_label("Message")
     field.press_sequentially("one")
@@ -80,6 +82,7 @@ def test_enter_sends_and_shift_enter_begins_a_line(page: Any, server: FakeChatSe
     assert field.bounding_box()["height"] < height
 
 
+@pytest.mark.slow("drives a browser; a chat with the real server is fast")
 def test_the_second_question_comes_with_the_first_answer(page: Any, server: FakeChatServer) -> None:
     ask(page, "first")
     wait_for_end(page)
@@ -92,6 +95,7 @@ def test_the_second_question_comes_with_the_first_answer(page: Any, server: Fake
     ]
 
 
+@pytest.mark.slow("drives a browser; a chat with the real server is fast")
 def test_text_appears_while_it_comes(page: Any, server: FakeChatServer) -> None:
     server.replies = [SLOW]
     ask(page, "go on")
@@ -109,6 +113,7 @@ def test_text_appears_while_it_comes(page: Any, server: FakeChatServer) -> None:
     assert len(server.asked) == 1
 
 
+@pytest.mark.slow("drives a browser; a chat with the real server is fast")
 @pytest.mark.parametrize("way", ["click", "Escape"])
 def test_stop_ends_the_answer_on_the_server_too(page: Any, server: FakeChatServer, way: str) -> None:
     server.replies = [SLOW]
@@ -133,6 +138,7 @@ def test_stop_ends_the_answer_on_the_server_too(page: Any, server: FakeChatServe
     assert server.asked[1]["messages"][1] == {"role": "assistant", "content": said}
 
 
+@pytest.mark.slow("drives a browser; a chat with the real server is fast")
 def test_a_question_without_an_answer_is_not_sent_again(page: Any, server: FakeChatServer, refusals: set[int]) -> None:
     refusals.add(400)
     server.replies = [Reply(status=400, error="no"), Reply()]
@@ -143,6 +149,7 @@ def test_a_question_without_an_answer_is_not_sent_again(page: Any, server: FakeC
     assert server.asked[1]["messages"] == [{"role": "user", "content": "second"}]
 
 
+@pytest.mark.slow("drives a browser; a chat with the real server is fast")
 def test_the_share_of_neurons_is_shown_and_explained(page: Any, server: FakeChatServer) -> None:
     expect(page.locator("#meter")).to_be_hidden()
     ask(page, "how many?")
@@ -165,6 +172,7 @@ def test_the_share_of_neurons_is_shown_and_explained(page: Any, server: FakeChat
     expect(tip).to_be_hidden()
 
 
+@pytest.mark.slow("drives a browser; a chat with the real server is fast")
 def test_a_bar_says_its_text(page: Any, server: FakeChatServer) -> None:
     # On a GPU, the share is known once in some steps.
     server.replies = [Reply(("One", " two", " three", " four", " five", "."), shares=(None, 0.08, None, 0.12))]
@@ -179,6 +187,7 @@ def test_a_bar_says_its_text(page: Any, server: FakeChatServer) -> None:
     expect(page.locator("#share")).to_have_text("10.0\u00a0%")
 
 
+@pytest.mark.slow("drives a browser; a chat with the real server is fast")
 def test_a_stopped_answer_has_the_mean_of_its_bars(page: Any, server: FakeChatServer) -> None:
     server.replies = [replace(SLOW, shares=(0.1, 0.1, 0.4))]
     ask(page, "go on")
@@ -190,6 +199,7 @@ def test_a_stopped_answer_has_the_mean_of_its_bars(page: Any, server: FakeChatSe
     expect(page.locator("#share")).to_have_text(f"{100 * sum(shares) / len(shares):.1f}\u00a0%")
 
 
+@pytest.mark.slow("drives a browser; a chat with the real server is fast")
 def test_only_the_last_bars_are_kept(page: Any, server: FakeChatServer) -> None:
     server.replies = [Reply(["a "] * 302, shares=[0.1] * 100 + [0.2] * 200)]
     ask(page, "much")
@@ -199,6 +209,7 @@ def test_only_the_last_bars_are_kept(page: Any, server: FakeChatServer) -> None:
     expect(page.locator("#share")).to_have_text("16.6\u00a0%")
 
 
+@pytest.mark.slow("drives a browser; a chat with the real server is fast")
 def test_a_model_without_shares_has_only_its_speed(page: Any, server: FakeChatServer) -> None:
     server.replies = [Reply(shares=None)]
     ask(page, "how many?")
@@ -209,6 +220,7 @@ def test_a_model_without_shares_has_only_its_speed(page: Any, server: FakeChatSe
     expect(page.locator(".facts")).not_to_contain_text("neurons")
 
 
+@pytest.mark.slow("drives a browser; a chat with the real server is fast")
 def test_figures_stand_under_an_answer(page: Any, server: FakeChatServer) -> None:
     server.replies = [Reply(prompt_tokens=402, cached_tokens=371, finish="length")]
     ask(page, "how many?")
@@ -219,6 +231,7 @@ def test_figures_stand_under_an_answer(page: Any, server: FakeChatServer) -> Non
     expect(facts).to_contain_text("Cut off at the limit of tokens")
 
 
+@pytest.mark.slow("drives a browser; a chat with the real server is fast")
 def test_regenerate_replaces_the_last_answer(page: Any, server: FakeChatServer) -> None:
     server.replies = [Reply(("first",)), Reply(("second",))]
     ask(page, "say")
@@ -228,6 +241,7 @@ def test_regenerate_replaces_the_last_answer(page: Any, server: FakeChatServer) 
     assert server.asked[0] == server.asked[1]
 
 
+@pytest.mark.slow("drives a browser; a chat with the real server is fast")
 def test_an_edited_question_takes_the_place_of_all_behind_it(page: Any, server: FakeChatServer) -> None:
     for question in ("one", "two", "three"):
         ask(page, question)
@@ -241,6 +255,7 @@ def test_an_edited_question_takes_the_place_of_all_behind_it(page: Any, server: 
     expect(page.locator(".bubble")).to_have_text(["one", "zwei"])
 
 
+@pytest.mark.slow("drives a browser; a chat with the real server is fast")
 def test_an_edit_can_be_cancelled(page: Any, server: FakeChatServer) -> None:
     ask(page, "one")
     wait_for_end(page)
@@ -251,6 +266,7 @@ def test_an_edit_can_be_cancelled(page: Any, server: FakeChatServer) -> None:
     assert len(server.asked) == 1
 
 
+@pytest.mark.slow("drives a browser; a chat with the real server is fast")
 def test_settings_reach_the_request(page: Any, server: FakeChatServer) -> None:
     open_settings(page)
     page.get_by_label("System prompt").fill("Be brief.")
@@ -277,6 +293,7 @@ def test_settings_reach_the_request(page: Any, server: FakeChatServer) -> None:
     assert server.asked[1].keys().isdisjoint(wanted)
 
 
+@pytest.mark.slow("drives a browser; a chat with the real server is fast")
 def test_a_wrong_setting_is_explained_and_not_sent(page: Any, server: FakeChatServer) -> None:
     open_settings(page)
     page.get_by_label("Top-k").press_sequentially("1.5")
@@ -289,6 +306,7 @@ def test_a_wrong_setting_is_explained_and_not_sent(page: Any, server: FakeChatSe
     assert "top_k" not in server.asked[0]
 
 
+@pytest.mark.slow("drives a browser; a chat with the real server is fast")
 def test_one_of_several_models_can_be_chosen(page: Any, server: FakeChatServer) -> None:
     expect(page.locator("#model-name")).to_have_text("tiny")
     expect(page.locator("#model")).to_be_hidden()
@@ -302,6 +320,7 @@ def test_one_of_several_models_can_be_chosen(page: Any, server: FakeChatServer) 
     expect(page.get_by_label("Model")).to_have_value("small")
 
 
+@pytest.mark.slow("drives a browser; a chat with the real server is fast")
 @pytest.mark.parametrize(
     ("reply", "line"),
     [
@@ -330,6 +349,7 @@ def test_an_error_is_one_line_and_can_be_retried(
     assert server.asked[0]["messages"] == server.asked[1]["messages"]
 
 
+@pytest.mark.slow("drives a browser; a chat with the real server is fast")
 def test_a_server_that_is_gone_is_noticed(browser: Any) -> None:
     with fake_chat_server() as server, open_page(browser, server.url, {0}) as page:
         expect(page.locator("#model-name")).to_have_text("tiny")
@@ -338,6 +358,7 @@ def test_a_server_that_is_gone_is_noticed(browser: Any) -> None:
         expect(page.locator(".answer .trouble span")).to_have_text("The server does not answer. Is it still running?")
 
 
+@pytest.mark.slow("drives a browser; a chat with the real server is fast")
 def test_the_page_waits_until_the_model_is_loaded(page: Any, server: FakeChatServer, refusals: set[int]) -> None:
     refusals.add(503)
     server.loading = 3
@@ -347,6 +368,7 @@ def test_the_page_waits_until_the_model_is_loaded(page: Any, server: FakeChatSer
     assert server.loading < 0
 
 
+@pytest.mark.slow("drives a browser; a chat with the real server is fast")
 def test_a_key_is_asked_for_and_kept_for_the_session(browser: Any, server: FakeChatServer, refusals: set[int]) -> None:
     refusals.add(401)
     server.key = "sesame"
@@ -368,6 +390,7 @@ def test_a_key_is_asked_for_and_kept_for_the_session(browser: Any, server: FakeC
         expect(page.locator("#key")).to_be_hidden()
 
 
+@pytest.mark.slow("drives a browser; a chat with the real server is fast")
 def test_without_a_key_there_is_an_error_and_not_a_second_question(
     page: Any, server: FakeChatServer, refusals: set[int]
 ) -> None:
@@ -380,6 +403,7 @@ def test_without_a_key_there_is_an_error_and_not_a_second_question(
     expect(page.locator("#key")).to_be_hidden()
 
 
+@pytest.mark.slow("drives a browser; a chat with the real server is fast")
 def test_a_reload_keeps_the_chat(page: Any, server: FakeChatServer) -> None:
     server.replies = [Reply(("It", " is **bold**", "."), shares=(0.07,))]
     ask(page, "how?")
@@ -390,6 +414,7 @@ def test_a_reload_keeps_the_chat(page: Any, server: FakeChatServer) -> None:
     expect(page.locator("#share")).to_have_text("7.0\u00a0%")
 
 
+@pytest.mark.slow("drives a browser; a chat with the real server is fast")
 def test_a_reload_while_text_comes_keeps_what_came(page: Any, server: FakeChatServer) -> None:
     server.replies = [SLOW]
     ask(page, "go on")
@@ -399,6 +424,7 @@ def test_a_reload_while_text_comes_keeps_what_came(page: Any, server: FakeChatSe
     expect(page.locator(".facts")).to_contain_text("Stopped")
 
 
+@pytest.mark.slow("drives a browser; a chat with the real server is fast")
 def test_a_new_chat_begins_empty_and_can_be_undone(page: Any, server: FakeChatServer) -> None:
     server.replies = [SLOW]
     ask(page, "go on")
@@ -413,6 +439,7 @@ def test_a_new_chat_begins_empty_and_can_be_undone(page: Any, server: FakeChatSe
     expect(page.locator(".facts")).to_contain_text("Stopped")
 
 
+@pytest.mark.slow("drives a browser; a chat with the real server is fast")
 def test_forget_leaves_nothing_in_the_browser(page: Any) -> None:
     ask(page, "secret question")
     wait_for_end(page)

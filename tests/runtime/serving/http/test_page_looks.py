@@ -16,6 +16,8 @@ from playwright.sync_api import expect
 from helpers.chat_page import ask, chromium, open_page, wait_for_end
 from helpers.fake_chat_server import PAGE, FakeChatServer, Reply, fake_chat_server
 
+pytestmark = pytest.mark.slow("drives a browser")
+
 WIDE = (
     "A" * 300
     + "\n\n```\n"

@@ -15,6 +15,8 @@ from playwright.sync_api import expect
 from helpers.chat_page import ask, chromium, open_page, wait_for_end
 from helpers.fake_chat_server import FakeChatServer, Reply, fake_chat_server
 
+pytestmark = pytest.mark.slow("drives a browser")
+
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
