@@ -1,0 +1,82 @@
+"""Parameters of tests whose whole product would be too much: samples that have every value, and every pair of values.
+
+`make test` has each value once, the tests that are drawn have each pair of values, and the whole product runs with
+PICOMPILE_PRODUCTS=whole, as in `make fuzz`.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+
+Row = tuple[Any, ...]
+
+
+def sampled(
+    *, slow: str, when: Callable[..., bool] = lambda **_: True, seed: int = 0, **values: Iterable[Any]
+) -> pytest.MarkDecorator:
+    """Parametrize a test with rows that have every pair of two parameters' values.
+
+    The first rows have every value, and are fast; the others are marked slow. A value can be a `pytest.param`.
+
+    Args:
+        slow: Why most rows are not needed for a first answer.
+        when: Tells from a row's values, by name, whether it is one.
+        seed: Rows that fit equally well are taken in an order that depends on it.
+        values: Each parameter's values, by name.
+    """
+    names = list(values)
+    lists = [[value if _is_param(value) else pytest.param(value) for value in values[name]] for name in names]
+    rows = [row for row in product(*map(range, map(len, lists))) if when(**_plain(names, lists, row))]
+    fast = cover(rows, 1, seed)
+    chosen = rows if os.environ.get("PICOMPILE_PRODUCTS") == "whole" else cover(rows, 2, seed, fast)
+    mark = pytest.mark.slow(slow)
+    parameters = [_joined(lists, row, () if row in fast else (mark,)) for row in chosen]
+    return pytest.mark.parametrize(",".join(names), parameters)
+
+
+def cover(rows: Sequence[Row], strength: int, seed: int = 0, begun: Sequence[Row] = ()) -> list[Row]:
+    """Return rows that have each combination of `strength` values that any of `rows` has, begun with `begun`.
+
+    Each time the row with the most combinations that are still missing is taken.
+    """
+    import random
+
+    order = list(rows)
+    random.Random(seed).shuffle(order)
+    missing = {each for row in order for each in _combinations(row, strength)}
+    found = list(begun)
+    for row in found:
+        missing -= _combinations(row, strength)
+    while missing:
+        best = max(order, key=lambda row: len(missing & _combinations(row, strength)))
+        missing -= _combinations(best, strength)
+        found.append(best)
+    return found
+
+
+def _combinations(row: Row, strength: int) -> set[tuple[tuple[int, Any], ...]]:
+    return set(combinations(enumerate(row), strength))
+
+
+def _is_param(value: object) -> bool:
+    return isinstance(value, type(pytest.param()))
+
+
+def _plain(names: Sequence[str], lists: Sequence[Sequence[Any]], row: Row) -> dict[str, Any]:
+    return {name: values[index].values[0] for name, values, index in zip(names, lists, row, strict=True)}
+
+
+def _joined(lists: Sequence[Sequence[Any]], row: Row, marks: Sequence[pytest.MarkDecorator]) -> Any:
+    chosen = [values[index] for values, index in zip(lists, row, strict=True)]
+    name = "-".join(each.id or _name(each.values[0]) for each in chosen)
+    both = [mark for each in chosen for mark in each.marks]
+    return pytest.param(*(each.values[0] for each in chosen), id=name, marks=[*both, *marks])
+
+
+def _name(value: object) -> str:
+    if isinstance(value, tuple | list):
+        return "x".join(_name(each) for each in value)
+    return str(getattr(value, "__name__", value))
