@@ -1,5 +1,6 @@
 # make demo        compile the bundled model and generate text from it
 # make test        ruff, mypy and the tests that are needed for a first answer
+# make test-share  of the other tests, SHARE of them, drawn by SEED
 # make test-slow   the other tests, which have the mark `slow`. make test-all runs both
 # make lint        ruff and mypy alone
 # make coverage    pytest, and which lines and branches it reached: in the terminal and in htmlcov/index.html
@@ -23,6 +24,10 @@ SM ?= 90
 # What `make coverage` runs; a folder of tests is quicker than all.
 TESTS ?= tests
 
+# What part of the slow tests `make test-share` draws, and by what.
+SHARE ?= 0.3
+SEED ?= $(shell git rev-parse HEAD 2>/dev/null || echo 0)
+
 # The versions that are installed. With `CONSTRAINTS=` the newest that pyproject.toml allows.
 CONSTRAINTS ?= -c constraints.txt
 
@@ -30,7 +35,7 @@ CONSTRAINTS ?= -c constraints.txt
 JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 4 ] && echo 4 || echo $$n)
 PYTEST = $(BIN)/pytest -n $(JOBS) --dist worksteal --durations=20
 
-.PHONY: demo test test-slow test-all lint coverage fuzz bench gpu-pack docs constraints format clean
+.PHONY: demo test test-share test-slow test-all lint coverage fuzz bench gpu-pack docs constraints format clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -45,6 +50,10 @@ lint: $(VENV)/.installed-dev
 
 test: lint
 	$(PYTEST) -m "not slow"
+
+# The command that make prints draws the same tests again.
+test-share: $(VENV)/.installed-dev
+	$(PYTEST) -m slow --share $(SHARE) --share-seed $(SEED)
 
 test-slow: $(VENV)/.installed-dev
 	$(PYTEST) -m slow

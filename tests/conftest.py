@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 from helpers.command_server import command_server
 from helpers.compiled import FOLDER_VARIABLE as COMPILED
+from helpers.share import add_options, draw_share
 from helpers.slow_marks import settle_slow_marks
 from helpers.support import (
     ALL_TARGETS,
@@ -24,6 +25,8 @@ from helpers.support import (
     compile_for_test,
     save_tiny_llama,
 )
+from helpers.times import FOLDER_VARIABLE as TIMES
+from helpers.times import Times
 
 # The same examples in every run, so that a failure in CI can be had again; `make fuzz` looks for new ones.
 # No deadline: the first example of a test pays for imports and compilations.
@@ -101,11 +104,23 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options of the share of slow tests that is drawn."""
+    add_options(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Measure where the processor's time goes, if a folder for that is given."""
+    if folder := os.environ.get(TIMES):
+        config.pluginmanager.register(Times(Path(folder)))
+
+
 # Before pytest chooses tests by marker.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Settle the slow marks, and begin with what takes minutes: no process is left alone with it at the end."""
     settle_slow_marks(config, items)
+    draw_share(config, items)
     items.sort(key=lambda item: item.path.name not in ("test_docs.py", "test_plugin.py"))
 
 

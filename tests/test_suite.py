@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from helpers.products import sampled
+from helpers.share import drawn
 from helpers.support import ROOT
 
 HOOK = """
@@ -85,8 +87,30 @@ def test_a_single_parameter_can_be_asked_for(tmp_path: Path) -> None:
     assert collected(tmp_path, tests, "test_x.py::test_forms[f16]") == "test_forms[f16]"
 
 
+def test_a_share_has_a_case_of_each_test_and_depends_on_its_seed_alone() -> None:
+    names = [f"test_a[{case}]" for case in range(40)] + [f"test_{number}" for number in range(400)]
+    first, again, other = (drawn(names, 0.25, seed) for seed in ("one", "one", "two"))
+    assert first == again != other
+    assert sum("[" in name for name in first) == 10
+    assert 60 < sum("[" not in name for name in first) < 140
+    assert len(drawn(["test_b[1]", "test_b[2]"], 0.01, "one")) == 1 and set(drawn(names, 1.0, "")) == set(names)
+    assert set().union(*(drawn(names, 0.25, str(seed)) for seed in range(60))) == set(names)
+
+
+def test_samples_have_each_value_in_fast_tests_and_each_pair_in_slow_ones() -> None:
+    lists = {"form": ("f16", "q4", "q8"), "rows": (1, 7, 13, 64), "gated": (False, True)}
+    mark = sampled(slow="seconds", when=lambda form, rows, gated: not (form == "q4" and rows == 7), **lists)
+    names, parameters = mark.args
+    rows = [dict(zip(names.split(","), parameter.values, strict=True)) for parameter in parameters]
+    fast = [row for row, parameter in zip(rows, parameters, strict=True) if not parameter.marks]
+    assert all({row[name] for row in fast} == set(values) for name, values in lists.items()) and len(fast) == 4
+    pairs = {(row["form"], row["rows"]) for row in rows}
+    assert len(pairs) == 11 and ("q4", 7) not in pairs and len(rows) < 22
+    assert {(row["rows"], row["gated"]) for row in rows} == {(n, g) for n in lists["rows"] for g in lists["gated"]}
+
+
 def test_the_two_runs_are_all_tests() -> None:
     runs = re.findall(r"^\t\$\(PYTEST\) (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-    assert runs == ['-m "not slow"', "-m slow"]
+    assert runs == ['-m "not slow"', "-m slow --share $(SHARE) --share-seed $(SEED)", "-m slow"]
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
-    assert [line for line in script if line.startswith("make ")] == ["make test", "make test-slow"]
+    assert [line for line in script if line.startswith("make ")] == ["make test", "make test-share"]

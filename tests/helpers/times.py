@@ -54,7 +54,9 @@ class Times:
         result = yield
         info = getattr(item, "_fixtureinfo", None)
         known = info.name2fixturedefs if info else {}
-        shared = [name for name, found in known.items() if found[-1].scope in ("module", "session", "package")]
+        own = {name: found[-1] for name, found in known.items() if not found[-1].func.__module__.startswith("_pytest")}
+        # Those with an underscore are of all tests, and asked for by none.
+        shared = [name for name, made in own.items() if made.scope != "function" and not name.startswith("_")]
         self._write("test", item.nodeid, round(processor_seconds() - before, 3), shared)
         return result
 
