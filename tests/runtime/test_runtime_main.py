@@ -11,8 +11,8 @@ import pytest
 
 from helpers.toys.toy_artifact import make_toy
 from helpers.toys.toy_tokenizers import EOS, byte_level
+from picompile_runtime import RequestError
 from picompile_runtime.__main__ import main
-from picompile_runtime.artifact.manifest import sealed
 
 ANSWER = "hello 🙂 world"
 
@@ -25,16 +25,10 @@ def folder(make_artifact: Callable[..., Path]) -> Path:
     return make_artifact(toy=toy, context=2000, texts={"tokenizer.json": byte_level()._tokenizer.to_str()})
 
 
-def test_text_goes_to_stdout(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(folder), "-p", "Hi", "--temp", "0", "-t", "1"]) == 0
-    assert capsys.readouterr() == (f"{ANSWER}\n", "")
-
-
 def test_stop_and_number_of_tokens(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(folder), "-p", "Hi", "--temp", "0", "--stop", "zzz", "--stop", " w"]) == 0
-    assert capsys.readouterr().out == "hello 🙂\n"
-    assert main([str(folder), "-p", "Hi", "--temp", "0", "-n", "2"]) == 0
-    assert capsys.readouterr().out == "hello\n"
+    for options, text in (([], ANSWER), (["--stop", "zzz", "--stop", " w"], "hello 🙂"), (["-n", "2"], "hello")):
+        assert main([str(folder), "-p", "Hi", "--temp", "0", *options]) == 0
+        assert capsys.readouterr() == (f"{text}\n", "")
 
 
 def test_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,50 +42,26 @@ def test_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert result["stats"]["stop_reason"] == "eos"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (["-p", "Hi", "--temp", "-1"], 2, "error: temperature must be 0 or more, not -1.0\n"),
-        (["-p", "Hi", "-n", "0"], 2, "error: max_tokens must be 1 or more, not 0\n"),
-        (["-p", "", "-n", "1"], 2, "error: the prompt is empty, and this model has no token that begins a text; "),
-        (["-p", "x" * 2001], 2, "error: a prompt of 2001 tokens does not fit the context of 2000; shorten it\n"),
-        (
-            ["-p", "Hi", "-t", "1000"],
-            2,
-            "error: the number of threads must be a whole number from 1 to 256, not 1000\n",
-        ),
-    ],
-)
-def test_errors_are_one_line(
-    folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, message: str
-) -> None:
-    assert main([str(folder), *arguments]) == code
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith(message) and err.count("\n") == 1
-
-
-def test_exit_codes_of_broken_artifacts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    manifest = folder / "manifest.json"
-    data = json.loads(manifest.read_text())
-    manifest.write_bytes(sealed({**data, "code": [{**data["code"][0], "features": ["warp"]}]}))
-    assert main([str(folder), "-p", "Hi"]) == 6
-    assert main([str(folder / "kernels"), "-p", "Hi"]) == 4
-    assert main([str(folder / "nothing"), "-p", "Hi"]) == 4
-    assert capsys.readouterr().err.count("\n") == 3
-
-
-def test_usage_errors_have_exit_code_2(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, *options, says in (
+        ("", "-p", "Hi", "--temp", "-1", "temperature must be 0 or more, not -1.0\n"),
+        ("", "-p", "Hi", "-n", "0", "max_tokens must be 1 or more, not 0\n"),
+        ("", "-p", "", "-n", "1", "the prompt is empty, and this model has no token that begins a text; "),
+        ("", "-p", "x" * 2001, "a prompt of 2001 tokens does not fit the context of 2000; shorten it\n"),
+        ("", "-p", "Hi", "-t", "1000", "the number of threads must be a whole number from 1 to 256, not 1000\n"),
+        ("kernels", "-p", "Hi", str(folder / "kernels")),
+        ("nothing", "-p", "Hi", str(folder / "nothing")),
+    ):
+        assert main([str(folder / name), *options]) == (4 if name else 2)
+        out, err = capsys.readouterr()
+        assert out == "" and err.startswith(f"error: {says}") and err.count("\n") == 1
     for arguments in ([], [str(folder)], [str(folder), "-p", "Hi", "-n", "many"]):
         with pytest.raises(SystemExit) as caught:
             main(arguments)
         assert caught.value.code == 2
     capsys.readouterr()
-
-
-def test_debug_shows_the_traceback(folder: Path) -> None:
-    command = [sys.executable, "-m", "picompile_runtime", str(folder), "-p", "", "--debug"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert run.returncode == 1 and "Traceback" in run.stderr and "RequestError" in run.stderr
+    with pytest.raises(RequestError):
+        main([str(folder), "-p", "", "--debug"])
 
 
 @pytest.fixture
@@ -111,11 +81,8 @@ def endless(make_artifact: Callable[..., Path]) -> Iterator[subprocess.Popen[str
         process.kill()
 
 
-def test_text_is_streamed(endless: subprocess.Popen[str]) -> None:
+def test_text_is_streamed_and_an_interrupt_is_clean(endless: subprocess.Popen[str]) -> None:
     assert endless.poll() is None
-
-
-def test_interrupt_is_clean(endless: subprocess.Popen[str]) -> None:
     endless.send_signal(signal.SIGINT)
     _, err = endless.communicate(timeout=60)
     assert (endless.returncode, err) == (130, "\n")
@@ -126,3 +93,18 @@ def test_a_closed_pipe_is_no_error(endless: subprocess.Popen[str]) -> None:
     endless.stdout.close()
     assert endless.wait(timeout=60) == 141
     assert endless.stderr.read() == ""
+
+
+def test_import_is_quick_and_imports_no_compiler() -> None:
+    """In processor time, since other tests may be running."""
+    script = """
+import sys, time
+start = time.process_time()
+import picompile_runtime
+seconds = time.process_time() - start
+heavy = {"torch", "tvm", "tvm_ffi", "transformers", "tokenizers", "jinja2", "picompile"} & set(sys.modules)
+heavy |= {name for name in sys.modules if "picompile_runtime.devices.cuda" in name}
+sys.exit(f"{heavy}, {seconds} s" if heavy or seconds > 0.5 else 0)
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr

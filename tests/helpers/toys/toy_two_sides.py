@@ -7,21 +7,18 @@ the accelerator's memory; the values that are transferred are in shared memory.
 from __future__ import annotations
 
 import shutil
-import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from helpers.compiled import compile_once
 from helpers.toys.toy_artifact import (
     DIM,
     HERE,
-    HOST_C,
-    NATIVE,
     NEURONS,
     Toy,
+    build_library,
     code_entry,
     toy_program,
     write_artifact,
@@ -35,16 +32,7 @@ Json = dict[str, Any]
 
 def build_hybrid_library(output: Path, *definitions: str) -> Path:
     """The toy kernels with those that exchange something. A definition is `NAME=value`, of host.c."""
-    flags = ["-O2", "-g", "-std=c11", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden", "-shared", "-fPIC"]
-    sources = [HOST_C, NATIVE / "read.c", HERE / "toy_kernels.c", HERE / "toy_exchange.c"]
-    link = ["-lpthread", "-lm", "-Wl,-Bsymbolic", "-Wl,--build-id=none"]
-    defined = [f"-D{definition}" for definition in definitions]
-
-    def compile_library(library: Path) -> None:
-        subprocess.run(["gcc", *flags, *defined, "-o", str(library), *map(str, sources), *link], check=True)
-
-    compile_once(output, [*flags, *defined, *sources, NATIVE, *sorted(HERE.glob("*.[ch]"))], compile_library)
-    return output
+    return build_library(output, *definitions, also=[HERE / "toy_exchange.c"])
 
 
 def hybrid_program(toy: Toy, context: int, chunk: int, sequences: int) -> Json:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import subprocess
@@ -12,9 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from helpers.products import sampled
 from helpers.toys.toy_artifact import make_toy, reference_logits, write_artifact
 from helpers.toys.toy_two_sides import build_hybrid_library, write_hybrid
-from picompile_runtime import ArtifactError, load
+from picompile_runtime import ArtifactError, DoesNotFitError, load
+from picompile_runtime.artifact import weights
+from picompile_runtime.artifact.weights import load_tensors
+from picompile_runtime.devices.memory import Tensor
 
 TOY = make_toy()
 IDS = list(range(9))
@@ -88,16 +93,31 @@ print("written")
 """
 
 
-@pytest.mark.parametrize(("kind", "device"), [("host", "host"), ("hybrid", "host"), ("hybrid", "device")])
-@pytest.mark.parametrize("mapped", ["0", "1"])
+@sampled(side=[("host", "host"), ("hybrid", "host"), ("hybrid", "device")], mapped="01", slow="loads in new processes")
 def test_a_write_to_a_weight_ends_the_process(
-    kind: str, device: str, mapped: str, tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch
+    side: tuple[str, str], mapped: str, tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All engines of a process share it."""
     monkeypatch.setenv("PICOMPILE_MMAP", mapped)
+    kind, device = side
     if kind == "host":
         folder = write_artifact(tmp_path / kind, library, TOY)
     else:
         folder = write_hybrid(tmp_path / kind, build_hybrid_library(tmp_path / "host.so"), TOY)
     run = subprocess.run([sys.executable, "-c", WRITE, str(folder), device], capture_output=True, text=True, timeout=60)
     assert (run.returncode, run.stdout) == (-signal.SIGSEGV, "writes\n"), run.stderr
+
+
+def test_memory_that_pinning_takes_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are copied as far as there is memory. Pinning takes 64 bytes for each page of 4 KiB."""
+    size_bytes, pinning_bytes = 2**20, 2**14
+    mapped, tensors = mmap.mmap(-1, size_bytes), {"a": Tensor("uint8", (size_bytes,))}
+    mapped[:4] = b"abcd"
+    monkeypatch.setattr(weights, "_free_bytes", lambda: size_bytes + pinning_bytes - 1)
+    assert load_tensors(mapped, tensors, 1, 0)[0] is mapped
+    says = r"take 1.015625 MiB of memory when they are pinned, and 1.015624 MiB are"
+    with pytest.raises(DoesNotFitError, match=says):
+        load_tensors(mapped, tensors, 1, 0, must_copy=True)
+    monkeypatch.setattr(weights, "_free_bytes", lambda: size_bytes + pinning_bytes)
+    memory, places = load_tensors(mapped, tensors, 1, 0, must_copy=True)
+    assert bytes(np.frombuffer(memory, np.uint8)[places["a"] :][:4]) == b"abcd"

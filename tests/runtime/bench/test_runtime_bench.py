@@ -1,20 +1,34 @@
+"""Speeds, bytes and perplexity of artifacts as they are measured."""
+
 from __future__ import annotations
 
 import functools
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from helpers.toys.toy_artifact import make_toy, toy_program
-from picompile_runtime import ArtifactError, RequestError, Scores, load, measure, memory_bandwidth
+from helpers.toys.toy_artifact import Toy, make_toy, reference_logits, toy_program
+from picompile_runtime import (
+    ArtifactError,
+    KernelError,
+    RequestError,
+    Scores,
+    load,
+    measure,
+    memory_bandwidth,
+    perplexity,
+)
 from picompile_runtime.bench import bandwidth
 from picompile_runtime.bench import measure as rounds
 from picompile_runtime.bench.bandwidth import KINDS, MemoryReader, bytes_per_token, scattered_share, step_bytes
 from picompile_runtime.bench.measure import SpeedStatistics
+from picompile_runtime.bench.perplexity import Perplexity, negative_log_likelihood
 from picompile_runtime.devices.cpu.native import HostLibrary
 from picompile_runtime.devices.memory import aligned_zeros
 from picompile_runtime.engine.timing import FiringCounts
@@ -81,15 +95,6 @@ def test_kernels_add_up_to_a_token(folder: Path) -> None:
     assert sum(kernel["s_per_token"] for kernel in kernels.values()) < 1 / decode["tokens_per_s"]
 
 
-def test_bytes_per_token(folder: Path) -> None:
-    """Table row, head, the computed three quarters of the neurons' rows, and the part of the cache that is filled."""
-    with load(folder, threads=1) as engine:
-        engine.prefill([1, 2, 3])
-        engine.decode(4)
-        expected = 4 * 16 + 4 * 16 * 50 + 4 * 16 * 32 * 3 / 4 + 4 * 16 * 25
-        assert bytes_per_token(engine.artifact, engine.firing(), cached=25) == expected
-
-
 def test_bytes_of_a_projection_that_leaves_out_inputs(make_artifact: Callable[..., Path]) -> None:
     """It counts where a block would: of its 32 rows the kernel says that it reads 24 a token."""
     program = json.loads((make_artifact(toy=make_toy()) / "program.json").read_text())
@@ -127,17 +132,19 @@ def test_bytes_of_several_sequences_and_of_a_window(make_artifact: Callable[...,
         assert found == [3 * 4 * 16, 0, 2 * 4 * 16 * seen, 4 * 16 * 32 / 2, 4 * 16 * 50]
 
 
-@pytest.mark.parametrize("depth", [0, 7, 25])
-def test_depth_is_what_is_in_the_cache_before(folder: Path, depth: int) -> None:
+def test_depth_is_what_is_in_the_cache_before(folder: Path) -> None:
     with load(folder, threads=1) as engine:
-        seen: list[tuple[int, int]] = []
         read = engine.read
-        engine.read = lambda ids: (seen.append((len(ids), engine.position)), read(ids))[1]  # type: ignore
-        result = measure(engine, 5, 3, 2, depth=depth)
-    fill = [(depth, 0)] if depth else []
-    one = [(5, depth), (1, depth), (1, depth + 1), (1, depth + 2)]
-    assert seen == fill + 3 * one
-    assert result["decode"]["depth"] == depth
+        for depth in (0, 7, 25):
+            seen: list[tuple[int, int]] = []
+            engine.read = lambda ids, seen=seen: (seen.append((len(ids), engine.position)), read(ids))[1]  # type: ignore
+            result = measure(engine, 5, 3, 2, depth=depth)
+            fill = [(depth, 0)] if depth else []
+            assert seen == fill + 3 * [(5, depth), (1, depth), (1, depth + 1), (1, depth + 2)]
+            assert result["decode"]["depth"] == depth
+        engine.read = read  # type: ignore[method-assign]
+        measure(engine, 6, 3, 1, ids=[1, 2, 3, 4])  # a text that is repeated to length
+        assert engine.position == 9
 
 
 def test_all_sequences_decode_from_the_same_depth(make_artifact: Callable[..., Path]) -> None:
@@ -172,47 +179,29 @@ def test_steps_that_count_no_neurons_compute_all(make_artifact: Callable[..., Pa
     assert (decode["computed_share"], decode["firing_share"]) == (1.0, None)
 
 
-def test_given_text_is_repeated_to_length(folder: Path) -> None:
-    with load(folder, threads=1) as engine:
-        measure(engine, 6, 3, 1, ids=[1, 2, 3, 4])
-        assert engine.position == 9
-        with pytest.raises(RequestError, match="tokens must be integers"):
-            measure(engine, 6, 3, 1, ids=[1, 2, 3, 400])
-
-
-def test_speed_is_the_median_of_rounds() -> None:
-    assert SpeedStatistics.of(10, [1.0, 2.0, 5.0]) == SpeedStatistics(
-        tokens_per_s=5.0, stdev=pytest.approx(4.0415, abs=1e-3)
-    )
-    assert SpeedStatistics.of(10, [1.0]) == SpeedStatistics(10.0, 0.0)
-
-
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_the_kernel_that_reads_reads_everything(library: Path, threads: int) -> None:
+def test_the_kernel_that_reads_reads_everything(library: Path) -> None:
     """All but the few vectors that are left over when a buffer is cut into the halves of each task's share."""
     numbers, sums = aligned_zeros((16 * 3 * 256,), np.int64), aligned_zeros((256,), np.int64)
-    numbers[:] = np.random.default_rng(threads).integers(1, 2**40, len(numbers))
+    numbers[:] = np.random.default_rng(3).integers(1, 2**40, len(numbers))
     reader = HostLibrary(library)
-    reader.run(reader.bind([("pi_read", [numbers, sums])]), threads)
-    tasks = np.count_nonzero(sums)
-    assert threads <= tasks <= 256
-    assert sums[:tasks].tolist() == numbers.reshape(tasks, -1).sum(axis=1).tolist()
+    for threads in (1, 2, 3):
+        sums[:] = 0
+        reader.run(reader.bind([("pi_read", [numbers, sums])]), threads)
+        tasks = np.count_nonzero(sums)
+        assert threads <= tasks <= 256
+        assert sums[:tasks].tolist() == numbers.reshape(tasks, -1).sum(axis=1).tolist()
 
 
-def test_reading_gives_the_speed_of_each_slice(library: Path) -> None:
-    reader = MemoryReader(HostLibrary(library), 2, size_bytes=2**28)
-    speeds = reader.read()
-    assert speeds.shape == (4,)
+def test_speeds_of_memory_are_believable(library: Path) -> None:
+    speeds = MemoryReader(HostLibrary(library), 2, size_bytes=2**27).read()
+    assert speeds.shape == (2,)
     assert ((speeds > 1e8) & (speeds < 1e13)).all()
-
-
-def test_memory_bandwidth_is_believable() -> None:
     assert 1e8 < memory_bandwidth(2, size_bytes=2**25, repeats=2) < 1e13
-
-
-@pytest.mark.parametrize(("threads", "size_bytes"), [(1, 1), (2, 2**25), (7, 10**6 + 3)])
-def test_the_share_of_scattered_rows_is_believable(threads: int, size_bytes: int) -> None:
-    assert 0 < scattered_share(threads, size_bytes) <= 1
+    for threads, size_bytes in ((1, 1), (2, 2**22), (7, 10**6 + 3)):
+        assert 0 < scattered_share(threads, size_bytes) <= 1
+    median = SpeedStatistics.of(10, [1.0, 2.0, 5.0])
+    assert (median.tokens_per_s, median.stdev) == (5.0, pytest.approx(4.0415, abs=1e-3))
+    assert SpeedStatistics.of(10, [1.0]) == SpeedStatistics(10.0, 0.0)
 
 
 @pytest.mark.parametrize(("scattered", "share"), [(3.0, 0.75), (5.0, 1.0)])
@@ -235,18 +224,79 @@ def test_scattered_rows_are_a_tenth_of_all_and_never_the_same(
 
 
 def test_requests_that_make_no_sense_raise(folder: Path) -> None:
+    no_batch = r"sequences cannot be decoded together: .* compiled for 1 \(--sequences\)"
+    wrong: tuple[tuple[tuple[int, ...], dict[str, Any], str], ...] = (
+        ((), {}, "512 prompt tokens and 128 decoded ones do not fit the context of 40"),
+        ((0, 1, 1), {}, "at least one"),
+        ((1, 0, 1), {}, "at least one"),
+        ((1, 1, 0), {}, "at least one"),
+        ((10, 3, 1), {"depth": 31}, "10 prompt tokens and 3 decoded ones behind 31 others do not fit"),
+        ((10, 3, 1), {"depth": -1}, "depth must be 0 or more, not -1"),
+        ((10, 3, 1), {"sequences": 0}, f"0 {no_batch}"),
+        ((10, 3, 1), {"sequences": 2}, f"2 {no_batch}"),
+        ((6, 3, 1), {"ids": [1, 2, 3, 400]}, "tokens must be integers"),
+    )
     with load(folder, threads=1) as engine:
-        with pytest.raises(RequestError, match="512 prompt tokens and 128 decoded ones do not fit the context of 40"):
-            measure(engine)
-        for sizes in ((0, 1, 1), (1, 0, 1), (1, 1, 0)):
-            with pytest.raises(RequestError, match="at least one"):
-                measure(engine, *sizes)
-        with pytest.raises(RequestError, match="10 prompt tokens and 3 decoded ones behind 31 others do not fit"):
-            measure(engine, 10, 3, 1, depth=31)
-        with pytest.raises(RequestError, match="depth must be 0 or more, not -1"):
-            measure(engine, 10, 3, 1, depth=-1)
-        for batch in (0, 2):
-            with pytest.raises(
-                RequestError, match=rf"{batch} sequences cannot be decoded together: .* compiled for 1 \(--sequences\)"
-            ):
-                measure(engine, 10, 3, 1, sequences=batch)
+        for sizes, options, says in wrong:
+            with pytest.raises(RequestError, match=says):
+                measure(engine, *sizes, **options)
+
+
+# ---- perplexity ----
+
+
+TOY = make_toy()
+IDS = np.random.default_rng(2).integers(0, TOY.vocab, 100).tolist()
+
+
+def reference(toy: Toy, ids: list[int], window: int) -> float:
+    total = 0.0
+    for start in range(0, len(ids) - 1, window):
+        logits = reference_logits(toy, ids[start : start + window])
+        for row, target in zip(logits, ids[start + 1 : start + window + 1], strict=False):
+            total += math.log(sum(math.exp(value) for value in row)) - row[target]
+    return total
+
+
+@pytest.mark.parametrize("by_decode", [False, True])
+def test_every_token_but_the_first_is_predicted_once(make_artifact: Callable[..., Path], by_decode: bool) -> None:
+    with load(make_artifact(toy=TOY), threads=1) as engine:
+        for count, window in ((2, 40), (9, 8), (40, 40), (41, 40), (42, 40), (100, 40), (100, 13)):
+            seen: list[tuple[int, int]] = []
+            result = perplexity(engine, IDS[:count], window, by_decode, lambda *both, seen=seen: seen.append(both))
+            assert result.tokens == count - 1 == seen[-1][0] == seen[-1][1]
+            assert result.nll == pytest.approx(reference(TOY, IDS[:count], window), rel=1e-5)
+            assert result.perplexity == pytest.approx(math.exp(result.nll / (count - 1)))
+        assert perplexity(engine, IDS) == perplexity(engine, IDS, 40)
+
+
+def test_sums_are_safe_for_large_logits() -> None:
+    logits = np.array([[1e4, 0, -1e4], [-3e38, 3e38, 0]], np.float32)
+    np.testing.assert_allclose(negative_log_likelihood(logits, np.array([0, 1])), [0, 0])
+    assert negative_log_likelihood(logits, np.array([2, 1]))[0] == 2e4
+    assert Perplexity(nll=1e6, tokens=1).perplexity == math.inf
+
+
+def test_losses_are_those_of_float64() -> None:
+    rng = np.random.default_rng(0)
+    for scale in (0.01, 1.0, 8.0):
+        logits, targets = (scale * rng.standard_normal((20, 32_000))).astype(np.float32), rng.integers(0, 32_000, 20)
+        scores = logits.astype(np.float64)
+        expected = np.log(np.exp(scores).sum(axis=1)) - scores[np.arange(20), targets]
+        np.testing.assert_allclose(negative_log_likelihood(logits, targets), expected, rtol=0, atol=1e-7)
+
+
+def test_texts_that_make_no_sense_raise(make_artifact: Callable[..., Path]) -> None:
+    with load(make_artifact(toy=TOY), threads=1) as engine:
+        for ids in ([], [1]):
+            with pytest.raises(RequestError, match=f"at least 2 tokens, not {len(ids)}"):
+                perplexity(engine, ids)
+        for window in (0, -1, 41):
+            with pytest.raises(RequestError, match=f"window of {window} tokens does not fit the context of 40"):
+                perplexity(engine, IDS, window)
+        with pytest.raises(RequestError, match="tokens must be integers"):
+            perplexity(engine, [1, 2, 50, 3])
+    toy = make_toy()
+    toy.head[3] = np.nan
+    with load(make_artifact("nan", toy=toy)) as engine, pytest.raises(KernelError, match="logits contain NaN"):
+        perplexity(engine, IDS)

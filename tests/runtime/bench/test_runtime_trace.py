@@ -8,12 +8,13 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from helpers.support import BuildOnce, Cli, compile_for_test
-from helpers.toys.toy_artifact import make_toy, reference_logits
+from helpers.toys.toy_artifact import make_toy
 from helpers.toys.toy_hybrid import NAP_NS, write_hybrid
 from picompile_runtime import Engine, load, measure
 from picompile_runtime.artifact.program import Call
@@ -97,29 +98,17 @@ def test_trace_of_a_model_for_the_host_alone(make_artifact: Callable[..., Path])
         assert outer["ts"] <= event["ts"] <= event["ts"] + event["dur"] <= outer["ts"] + outer["dur"] + 1e-6
 
 
-@pytest.mark.parametrize(
-    ("prompt", "decode", "options"), [(1, 3, {}), (8, 1, {}), (9, 2, {"depth": 5}), (1, 2, {"depth": 0})]
-)
-def test_trace_has_a_prompt_step_and_decoding_steps(
-    make_artifact: Callable[..., Path], prompt: int, decode: int, options: dict[str, int]
-) -> None:
+def test_trace_has_a_prompt_step_and_decoding_steps(make_artifact: Callable[..., Path]) -> None:
     """Tokens are read at the places that they have in a round; a prompt of one token is no step of a prompt."""
     with load(make_artifact(toy=make_toy()), threads=1) as engine:
-        seen: list[tuple[str, int, int]] = []
-        run = engine._executor.run
-
-        def noted(function: str, tokens: np.ndarray, position: int, slot: int) -> None:
-            seen.append((function, position, len(tokens)))
-            run(function, tokens, position, slot)
-
-        engine._executor.run = noted  # type: ignore[method-assign]
-        steps, _ = traced(engine, prompt, decode, **options)
-        end = engine.position
-    start = options.get("depth", 0)
-    assert [step.function for step in steps] == (prompt > 1) * ["prefill_last"] + decode * ["decode"]
-    assert end == options.get("depth", prompt) + decode
-    if prompt > 1:
-        assert ("prefill_last", start, min(prompt, 8)) in seen
+        engine._executor.run = Mock(wraps=engine._executor.run)  # type: ignore[method-assign]
+        for prompt, decode, depth in ((1, 3, None), (8, 1, None), (9, 2, 5), (1, 2, 0)):
+            engine._executor.run.reset_mock()
+            steps, _ = traced(engine, prompt, decode, **({} if depth is None else {"depth": depth}))
+            seen = [(call.args[0], call.args[2], len(call.args[1])) for call in engine._executor.run.call_args_list]
+            assert [step.function for step in steps] == (prompt > 1) * ["prefill_last"] + decode * ["decode"]
+            assert engine.position == (prompt if depth is None else depth) + decode
+            assert prompt == 1 or ("prefill_last", depth or 0, min(prompt, 8)) in seen
 
 
 def test_host_and_accelerator_overlap_where_they_meet(hybrid: Path) -> None:
@@ -264,13 +253,6 @@ def test_bench_of_a_gpu(
     assert "floor        unknown, since the bandwidth of the GPU's memory is not measured" in ended.out
 
 
-def test_logits_with_an_accelerator_equal_the_hosts(hybrid: Path) -> None:
-    toy, ids = make_toy(), [3, 1, 4, 1, 5]
-    with load(hybrid, threads=2) as engine:
-        logits = [engine.decode(token) for token in ids]
-    np.testing.assert_allclose(logits, reference_logits(toy, ids), rtol=1e-4, atol=1e-4)
-
-
 # ---- a compiled model ----
 
 
@@ -313,22 +295,16 @@ def test_bench_writes_a_trace(cli: Cli, request: pytest.FixtureRequest, tmp_path
     is_hybrid = artifact == "tiny_hybrid"
     assert list(tracks(json.loads(trace.read_text()))) == ["host", "accelerator"][: 1 + is_hybrid]
     assert [path.name for path in trace.parent.iterdir()] == ["trace.json"]
-    summary, *tables = ended.out.split("\n\n")
-    names = ["prompt", "decode", "floor", "memory", "neurons", "devices", "transfers", "step"]
-    assert [line.split()[0] for line in summary.splitlines()] == names[: 8 if is_hybrid else 5]
-    titles = ["a token, host", "accelerator"] if is_hybrid else ["a token"]
-    assert [table.splitlines()[0][:16].strip() for table in tables] == titles
-    assert [table.splitlines()[-1].startswith("between them") for table in tables] == [True, False][: len(tables)]
+    assert ("devices" in ended.out, "a token, host" in ended.out) == (is_hybrid, is_hybrid)
 
 
 def test_bench_overwrites_only_traces(cli: Cli, tiny_artifact: Path, tmp_path: Path) -> None:
     kept = tmp_path / "kept.json"
     kept.write_text('{"answer": 42}')
-    ended = cli("bench", tiny_artifact, "-p", "4", "-n", "2", "--trace", kept)
-    assert ended.code == 2
-    assert ended.err.count("\n") == 1 and "exists and is no trace of bench" in ended.err
+    for path, says in ((kept, "exists and is no trace of bench"), (tmp_path, "")):
+        ended = cli("bench", tiny_artifact, "-p", "4", "-n", "2", "--trace", path)
+        assert (ended.code, ended.err.count("\n")) == (2, 1) and says in ended.err
     assert kept.read_text() == '{"answer": 42}'
-    assert cli("bench", tiny_artifact, "-p", "4", "-n", "2", "--trace", tmp_path).code == 2
 
 
 # ---- the overlap alone ----
@@ -344,27 +320,6 @@ def step_of(intervals: dict[str, Sequence[tuple[str, int, int]]]) -> TracedStep:
     return TracedStep("decode", 0, 1000, tuple(spans))
 
 
-def test_overlap_is_when_both_compute() -> None:
-    steps = [
-        step_of(
-            {
-                "host": [("linear", 0, 10), ("wait", 10, 50), ("ffn", 50, 60), ("signal", 60, 61)],
-                "device": [("receive", 0, 4), ("linear", 4, 8), ("norm", 8, 30), ("receive", 30, 55), ("add", 55, 65)],
-            }
-        ),
-        step_of({"host": [("ffn", 100, 101)], "device": [("ffn", 100, 110)]}),
-    ]
-    # 4 to 10, 55 to 60, 60 to 61, and 100 to 101.
-    found = overlap(steps)
-    assert found == Overlap(host_ns=22, device_ns=46, both_ns=13)
-    assert found.share == 13 / 22
-
-
-@pytest.mark.parametrize("device", [[], [("receive", 0, 100)]])
-def test_an_idle_side_has_no_overlap(device: list[tuple[str, int, int]]) -> None:
-    assert overlap([step_of({"host": [("ffn", 0, 10)], "device": device})]).share == 0
-
-
 def test_overlap_of_random_calls_is_that_of_every_nanosecond() -> None:
     random = np.random.default_rng(5)
 
@@ -373,12 +328,15 @@ def test_overlap_of_random_calls_is_that_of_every_nanosecond() -> None:
         for begin, end in itertools.pairwise(ends):
             yield str(random.choice(["ffn", "wait", "receive", "linear"])), begin, end
 
-    for _ in range(30):
+    for turn in range(30):
         of_side = {device: list(calls()) for device in ("host", "device")}
+        if turn < 2:  # an idle side
+            of_side["device"] = [("receive", 0, 1000)] * turn
         busy = np.zeros((2, 1000), bool)
         for row, of_one in zip(busy, of_side.values(), strict=True):
             for op, begin, end in of_one:
                 row[begin:end] = op not in ("wait", "receive")
         found = overlap([step_of(of_side)])
-        assert (found.host_ns, found.device_ns) == tuple(busy.sum(axis=1))
-        assert found.both_ns == busy.all(axis=0).sum()
+        host_ns, device_ns, both_ns = *busy.sum(axis=1).tolist(), int(busy.all(axis=0).sum())
+        assert found == Overlap(host_ns=host_ns, device_ns=device_ns, both_ns=both_ns)
+        assert found.share == (both_ns / min(host_ns, device_ns) if device_ns else 0)

@@ -10,18 +10,8 @@ from picompile_runtime.engine import layout as device_memory
 from picompile_runtime.engine.layout import accelerator_need, fit_accelerator
 from picompile_runtime.errors import DoesNotFitError
 
-TENSORS = {
-    name: Tensor("uint8", (rows, 64), 0)
-    for name, rows in {
-        "table": 1000,
-        "norm": 1,
-        "query": 40,
-        "hot0": 100,
-        "hot1": 80,
-        "cold0": 500,
-        "head": 300,
-    }.items()
-}
+ROWS = {"table": 1000, "norm": 1, "query": 40, "hot0": 100, "hot1": 80, "cold0": 500, "head": 300}
+TENSORS = {name: Tensor("uint8", (rows, 64), 0) for name, rows in ROWS.items()}
 
 
 @pytest.fixture(autouse=True)
@@ -75,14 +65,6 @@ ALL = own_bytes("table", "norm", "query", "hot0", "hot1", "head")
 REST = 128 + 640  # one of two caches, and the arena
 
 
-def test_need_is_the_sum_of_weights_caches_workspace_and_driver() -> None:
-    need = accelerator_need(program(), TENSORS)
-    assert (need.weights, need.kv_cache, need.workspace) == (ALL, 128, 640)
-    # What the device reads from the host anyway takes nothing.
-    need = accelerator_need(replace(program(), streamed=frozenset({"table"})), TENSORS)
-    assert need.weights == ALL - own_bytes("table")
-
-
 def test_addresses_of_pinned_memory_take_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """4 KiB of the accelerator's for 2 MiB of the host's."""
     monkeypatch.setattr(device_memory, "_SPARED_BYTES", 0)
@@ -99,17 +81,15 @@ def test_addresses_of_pinned_memory_take_memory(monkeypatch: pytest.MonkeyPatch)
 
 def test_memory_comes_in_large_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """All weights are in one, and each cache is in one of its own."""
+    need = accelerator_need(program(), TENSORS)
+    assert (need.weights, need.kv_cache, need.workspace) == (ALL, 128, 640)
+    # What the device reads from the host anyway takes nothing.
+    need = accelerator_need(replace(program(), streamed=frozenset({"table"})), TENSORS)
+    assert need.weights == ALL - own_bytes("table")
     monkeypatch.setattr(device_memory, "_PIECE_BYTES", 1000)
     whole = replace(program(), memories={("state", "k"): "device", ("state", "v"): "device"})
     need = accelerator_need(whole, TENSORS)
     assert (need.weights, need.kv_cache, need.workspace) == (-(-ALL // 1000) * 1000, 2000, 1000)
-
-
-def test_a_program_that_fits_is_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_memory, "_SPARED_BYTES", 0)
-    whole = program()
-    for may_move in (False, True):
-        assert fit_accelerator(whole, TENSORS, ALL + REST, may_move) is whole
 
 
 def test_too_little_memory_raises() -> None:
@@ -121,31 +101,18 @@ def test_too_little_memory_raises() -> None:
         fit_accelerator(program(), TENSORS, REST - 1, may_move=True)
 
 
-@pytest.mark.parametrize(
-    ("lacking", "leave"),
-    [
-        (1, "table"),
-        (own_bytes("table"), "table"),
-        (own_bytes("table") + 1, "table hot1"),
-        (own_bytes("table", "hot1") + 1, "table hot1 hot0"),
-        (own_bytes("table", "hot1", "hot0") + 1, "table hot1 hot0 head"),
-        (own_bytes("table", "hot1", "hot0", "head", "query") + 1, "table hot1 hot0 head query norm"),
-        (ALL, "table hot1 hot0 head query norm"),
-    ],
-)
-def test_weights_of_which_a_step_reads_least_move_first(
-    monkeypatch: pytest.MonkeyPatch, lacking: int, leave: str
-) -> None:
+def test_weights_of_which_a_step_reads_least_move_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step reads one row of the embedding, and a part of sparse blocks; among equals the last weight moves first."""
     monkeypatch.setattr(device_memory, "_SPARED_BYTES", 0)
-    smaller = fit_accelerator(program(), TENSORS, ALL + REST - lacking, may_move=True)
-    assert smaller.streamed == set(leave.split())
-    assert accelerator_need(smaller, TENSORS).total <= ALL + REST - lacking
-
-
-def test_a_dense_block_is_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_memory, "_SPARED_BYTES", 0)
-    whole = program()
+    whole, order = program(), ["table", "hot1", "hot0", "head", "query", "norm"]
+    for may_move in (False, True):
+        assert fit_accelerator(whole, TENSORS, ALL + REST, may_move) is whole
+    for count in range(1, len(order) + 1):
+        for lacking in (own_bytes(*order[: count - 1]) + 1, own_bytes(*order[:count])):
+            smaller = fit_accelerator(whole, TENSORS, ALL + REST - lacking, may_move=True)
+            assert smaller.streamed == set(order[:count])
+            assert accelerator_need(smaller, TENSORS).total <= ALL + REST - lacking
+    # A dense block is read whole.
     dense = replace(whole, ffn=tuple(replace(part, predictor="none") for part in whole.ffn))
     smaller = fit_accelerator(dense, TENSORS, ALL + REST - own_bytes("table") - 1, may_move=True)
     assert smaller.streamed == {"table", "head"}

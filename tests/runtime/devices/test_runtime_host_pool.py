@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -36,14 +37,14 @@ def fill_calls(host: HostLibrary, out: np.ndarray, count: int) -> CallList:
     return host.bind([("pool_fill", [out])] * count)
 
 
-@pytest.mark.parametrize("size", [1, 2, 7, 1000])
-def test_every_element_is_done_once_by_several_tasks_a_thread(host: HostLibrary, size: int) -> None:
-    out = aligned_zeros((size,), np.int32)
-    calls = fill_calls(host, out, 200)
-    for threads in MANY_THREADS:
-        out[:] = 0
-        host.run(calls, threads)
-        np.testing.assert_array_equal(out, 200 * (1000 + tasks_of(threads)))
+def test_every_element_is_done_once_by_several_tasks_a_thread(host: HostLibrary) -> None:
+    for size in (1, 2, 7, 1000):
+        out = aligned_zeros((size,), np.int32)
+        calls = fill_calls(host, out, 200)
+        for threads in MANY_THREADS:
+            out[:] = 0
+            host.run(calls, threads)
+            np.testing.assert_array_equal(out, 200 * (1000 + tasks_of(threads)))
 
 
 def test_a_kernel_may_ask_for_fewer_tasks(host: HostLibrary) -> None:
@@ -57,50 +58,52 @@ def test_a_kernel_may_ask_for_fewer_tasks(host: HostLibrary) -> None:
             np.testing.assert_array_equal(out, 50 * (2000 + expected + tasks_of(threads)))
 
 
-def reference_sums(x: np.ndarray, rounds: int) -> np.ndarray:
-    values = x.astype(np.int64)
-    for _ in range(rounds):
-        values = (values + values.sum()) % 1000003
-    return values
-
-
-def test_each_region_sees_all_of_the_one_before_under_changing_threads_and_naps(host: HostLibrary) -> None:
-    """A few seconds of regions that each need every result of the last; a lost or doubled task shows in the sums."""
+@pytest.mark.parametrize("seconds", [0.3, pytest.param(5, marks=pytest.mark.slow("looks for races for seconds"))])
+def test_each_region_sees_all_of_the_one_before_under_changing_threads_and_naps(
+    host: HostLibrary, seconds: float
+) -> None:
+    """Regions that each need every result of the last; a lost or doubled task shows in the sums."""
     x, y = aligned_zeros((501,), np.int32), aligned_zeros((501,), np.int32)
     partial = aligned_zeros((256, 8), np.int64)
     start = np.random.default_rng(0).integers(0, 1000003, 501)
     calls = host.bind([("pool_sum", [x, partial, y]), ("pool_sum", [y, partial, x])] * 50)
-    expected = reference_sums(start, 100)
-    random, end, runs = np.random.default_rng(1), time.monotonic() + 3, 0
-    while time.monotonic() < end:
+    expected = start.astype(np.int64)
+    for _ in range(100):
+        expected = (expected + expected.sum()) % 1000003
+    random, end, runs = np.random.default_rng(1), time.monotonic() + seconds, 0
+    while time.monotonic() < end or runs <= 10:
         x[:] = start
         host.run(calls, int(random.choice(MANY_THREADS)))
         np.testing.assert_array_equal(x, expected)
         if runs % 5 == 0:
             time.sleep(float(random.choice([0.0, 0.0001, 0.002, 0.02])))
         runs += 1
-    assert runs > 10
 
 
 def test_errors_name_the_call_and_the_reason(host: HostLibrary) -> None:
-    out = aligned_zeros((10,), np.int32)
-    calls = host.bind([("pool_fill", [out]), ("fail", []), ("pool_fill", [out])])
+    out, stamps = aligned_zeros((10,), np.int32), np.zeros((3, 2), np.int64)
+    says = {"fail": "^call 1, kernel fail: ValueError: this kernel always fails$", "pool_fail": "the last task failed"}
     for threads in MANY_THREADS:
-        out[:] = 0
-        with pytest.raises(KernelError, match=r"^call 1, kernel fail: ValueError: this kernel always fails$"):
-            host.run(calls, threads)
-        np.testing.assert_array_equal(out, 1000 + tasks_of(threads))  # what came before ran, what comes after did not
+        for kernel, text in says.items():
+            calls = host.bind([("pool_fill", [out]), (kernel, []), ("pool_fill", [out])])
+            out[:], stamps[:] = 0, -1
+            with pytest.raises(KernelError, match=text):
+                host.run(calls, threads, stamps)
+            # What came before ran, what comes after did not, and the call that fails is the last that is stamped.
+            np.testing.assert_array_equal(out, 1000 + tasks_of(threads))
+            assert (stamps[:2] > 0).all() and (stamps[2] == -1).all()
 
 
-def test_an_error_of_one_task_fails_the_call_and_nothing_after(host: HostLibrary) -> None:
-    out = aligned_zeros((10,), np.int32)
-    failing, working = host.bind([("pool_fail", [])]), fill_calls(host, out, 1)
-    for threads in MANY_THREADS:
-        with pytest.raises(KernelError, match="the last task failed"):
-            host.run(failing, threads)
-        out[:] = 0
-        host.run(working, threads)
-        np.testing.assert_array_equal(out, 1000 + tasks_of(threads))
+def test_calls_that_cannot_be_made_raise(host: HostLibrary, tmp_path: Path) -> None:
+    for name in ("nothing", "", "a\0b"):
+        with pytest.raises(ArtifactError, match="has no kernel called"):
+            host.bind([(name, [])])
+    for array in (np.zeros((4, 4), np.int32)[:, :2], np.zeros(3, bool), np.zeros(3, complex)):
+        with pytest.raises(ValueError, match="cannot take"):
+            host.bind([("pool_fill", [array])])
+    (tmp_path / "host.so").write_bytes(b"not a library")
+    with pytest.raises(ArtifactError, match="cannot be loaded"):
+        HostLibrary(tmp_path / "host.so")
 
 
 def test_each_call_is_stamped(host: HostLibrary) -> None:
@@ -121,32 +124,17 @@ def test_each_call_is_stamped(host: HostLibrary) -> None:
         host.run(calls, 2, np.zeros((2, 3), np.int64).T)
 
 
-def test_a_call_that_fails_is_the_last_that_is_stamped(host: HostLibrary) -> None:
-    calls = host.bind([("pool_fill", [aligned_zeros((10,), np.int32)]), ("pool_fail", []), ("pool_fail", [])])
-    stamps = np.full((3, 2), -1, np.int64)
-    with pytest.raises(KernelError, match="call 1"):
-        host.run(calls, 2, stamps)
-    assert (stamps[:2] > 0).all() and (stamps[2] == -1).all()
-
-
 def test_two_python_threads_take_turns(host: HostLibrary) -> None:
-    import threading
-
     def work(threads: int) -> None:
         out = aligned_zeros((300,), np.int32)
         calls = fill_calls(host, out, 100)
         for _ in range(10):
             out[:] = 0
             host.run(calls, threads)
-            done.append(bool((out == 100 * (1000 + tasks_of(threads))).all()))
+            assert (out == 100 * (1000 + tasks_of(threads))).all()
 
-    done: list[bool] = []
-    workers = [threading.Thread(target=work, args=(threads,)) for threads in (2, 3)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert len(done) == 20 and all(done)
+    with ThreadPoolExecutor(2) as workers:
+        list(workers.map(work, (2, 3)))
 
 
 def test_a_forked_process_starts_its_own_workers(library: Path) -> None:
@@ -226,14 +214,10 @@ def test_workers_do_not_sleep_until_the_last_wait_is_over(last: str, watched: Wa
         watched.run("pool_fill", "pool_await_sleep")
 
 
-def test_workers_sleep_in_a_wait_that_takes_long(tmp_path: Path) -> None:
-    library = build_watched(tmp_path / "host.so", alert_ns=1000000, taken_ns=_FOR_EVER_NS)
-    Watched(library).run(*("pool_fill", "pool_await_sleep") * 3, waits=["pool_await_sleep"])
-
-
-def test_workers_sleep_where_others_take_their_core(tmp_path: Path) -> None:
-    """Every yield is taken for one in which that happened."""
-    library = build_watched(tmp_path / "host.so", alert_ns=_FOR_EVER_NS, taken_ns=-1)
+@pytest.mark.parametrize(("alert_ns", "taken_ns"), [(1000000, _FOR_EVER_NS), (_FOR_EVER_NS, -1)])
+def test_workers_sleep_in_a_wait_that_takes_long(alert_ns: int, taken_ns: int, tmp_path: Path) -> None:
+    """And where others take their core: there every yield is taken for one in which that happened."""
+    library = build_watched(tmp_path / "host.so", alert_ns, taken_ns)
     Watched(library).run(*("pool_fill", "pool_await_sleep") * 3, waits=["pool_await_sleep"])
 
 
@@ -313,42 +297,21 @@ def test_waiting_for_a_worker_uses_no_processor_time(host: HostLibrary) -> None:
     assert time.process_time() - before < 0.15
 
 
-def test_unknown_kernels_raise(host: HostLibrary) -> None:
-    for name in ("nothing", "", "a\0b"):
-        with pytest.raises(ArtifactError, match="has no kernel called"):
-            host.bind([(name, [])])
-
-
-def test_arrays_that_kernels_cannot_take_raise(host: HostLibrary) -> None:
-    for array in (np.zeros((4, 4), np.int32)[:, :2], np.zeros(3, bool), np.zeros(3, complex)):
-        with pytest.raises(ValueError, match="cannot take"):
-            host.bind([("pool_fill", [array])])
-
-
 def test_a_new_library_at_a_known_path_is_the_new_one(library: Path, tmp_path: Path) -> None:
     """The loader by itself would return the old one: it compares names."""
-    path = tmp_path / "host.so"
+    path, new = tmp_path / "host.so", tmp_path / "new.so"
     path.write_bytes(library.read_bytes())
     HostLibrary(path).kernel("pool_fill")
-    source = tmp_path / "other.c"
-    source.write_text(
-        "int __tvm_ffi_other(void) { return 0; } int pi_run(void) { return -1; } int pi_last_error(void) { return 0; }"
-    )
-    subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(tmp_path / "new.so"), str(source)], check=True)
-    os.replace(tmp_path / "new.so", path)
+    code = "".join(f"int {name}(void) {{ return 0; }}" for name in ("__tvm_ffi_other", "pi_run", "pi_last_error"))
+    subprocess.run(["gcc", "-shared", "-fPIC", "-xc", "-", "-o", new], input=code, text=True, check=True)
+    os.replace(new, path)
     replaced = HostLibrary(path)
     assert replaced.kernel("other")
     with pytest.raises(ArtifactError):
         replaced.kernel("pool_fill")
 
 
-def test_files_that_are_no_libraries_raise(tmp_path: Path) -> None:
-    path = tmp_path / "host.so"
-    path.write_bytes(b"not a library")
-    with pytest.raises(ArtifactError, match="cannot be loaded"):
-        HostLibrary(path)
-
-
+@pytest.mark.slow("compiles a program; races are looked for in the fast tests", but=("thread",))
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 def test_the_pool_under_a_sanitizer(sanitizer: str, tmp_path: Path) -> None:
     program = tmp_path / "driver"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -13,8 +15,8 @@ import pytest
 from helpers.toys.toy_artifact import make_toy
 from helpers.toys.toy_tokenizers import byte_level
 from picompile_runtime import (
+    ArtifactError,
     Engine,
-    KernelError,
     RequestError,
     Sampler,
     SamplingParams,
@@ -36,23 +38,21 @@ def engine(make_artifact: Callable[..., Path]) -> Iterator[Engine]:
         yield engine
 
 
-@pytest.mark.parametrize(
-    "ids", [[[1], [1, 2]], None, 5, "12", b"12", {1: 2}, {1}, [None], [True, 2], [10**30], [2**63, -1], [1.0], object()]
-)
-def test_values_that_are_no_lists_of_tokens_raise(engine: Engine, ids: Any) -> None:
-    for use in (engine.prefill, engine.read, engine.score, engine.check, lambda ids: perplexity(engine, ids)):
-        with pytest.raises(RequestError, match="tokens must be integers from 0 to 49"):
-            use(ids)
-    with pytest.raises(RequestError):
-        engine.decode_sequences(ids, [0])
+def test_values_that_are_no_lists_of_tokens_raise(engine: Engine) -> None:
+    texts = ("tokens must be integers from 0 to 49", "no tokens to read")
+    wrong: list[Any] = [[[1], [1, 2]], None, 5, "12", b"12", {1: 2}, {1}, [None], [True, 2], [50], [1.0], object()]
+    for text, values in zip(texts, ([*wrong, [10**30], [2**63, -1]], [[], np.array([], int), ()]), strict=True):
+        for ids in values:
+            for use in (engine.prefill, engine.read, engine.score, engine.check):
+                with pytest.raises(RequestError, match=text):
+                    use(ids)
+            for use in (lambda ids: perplexity(engine, ids), lambda ids: engine.decode_sequences(ids, [0])):
+                with pytest.raises(RequestError):
+                    use(ids)
+    for slots in (None, 5, {0, 1}, {0: 1, 1: 2}, "01", [0, None], [[0], [1]], object()):
+        with pytest.raises(RequestError, match="slot"):
+            engine.decode_sequences([1, 2], slots)  # type: ignore[arg-type]
     assert engine.positions == (3, 0)
-
-
-@pytest.mark.parametrize("ids", [[], np.array([], int), ()])
-def test_empty_lists_of_tokens_raise(engine: Engine, ids: Any) -> None:
-    for use in (engine.prefill, engine.read, engine.score, engine.check):
-        with pytest.raises(RequestError, match="no tokens to read"):
-            use(ids)
 
 
 @pytest.mark.parametrize("value", [None, "1", 1.0, np.float64(1), True, -1, HUGE, math.nan, [1], np.array([1, 2])])
@@ -95,13 +95,6 @@ def test_numbers_of_numpy_are_numbers(engine: Engine, make_artifact: Callable[..
     SamplingParams(np.float32(0.5), np.int64(3), np.float64(0.9), 0, np.float32(1.1), np.int64(7))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("slots", [None, 5, {0, 1}, {0: 1, 1: 2}, "01", [0, None], [[0], [1]], object()])
-def test_values_that_are_no_lists_of_slots_raise(engine: Engine, slots: Any) -> None:
-    with pytest.raises(RequestError, match="slot"):
-        engine.decode_sequences([1, 2], slots)
-    assert engine.positions == (3, 0)
-
-
 def test_a_rejected_generation_keeps_the_sequence(engine: Engine) -> None:
     for wrong in ([50], [1] * 41, None, [1.0]):
         with pytest.raises(RequestError):
@@ -112,42 +105,24 @@ def test_a_rejected_generation_keeps_the_sequence(engine: Engine) -> None:
     assert engine.position == 3
 
 
-@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "repetition_penalty"])
-@pytest.mark.parametrize("value", [None, "1", math.nan, math.inf, -1.0, True, [], HUGE, 1j, np.array([1.0, 2.0])])
-def test_values_that_are_no_numbers_raise(name: str, value: Any) -> None:
-    with pytest.raises(RequestError, match=f"^{name} must be"):
-        SamplingParams(**{name: value})
-
-
-@pytest.mark.parametrize("penalty", [1e-320, 1e-7, 1e7, 1e308])
-def test_penalties_out_of_range_raise(penalty: float) -> None:
-    with pytest.raises(RequestError, match=r"repetition_penalty must be from 0\.000001 to 1000000, not"):
-        SamplingParams(repetition_penalty=penalty)
-
-
-@pytest.mark.parametrize("penalty", [1e-6, 1e6])
-@pytest.mark.parametrize("temperature", [1e-320, 1e-6, 1e308])
 @pytest.mark.filterwarnings("error")
-def test_extremes_are_distributions(penalty: float, temperature: float) -> None:
+def test_extremes_are_distributions() -> None:
     largest = np.finfo(np.float32).max
-    for logits in ([0.0, 1.0, -1.0], [largest, -largest, 0.0], [-largest, -largest, -largest]):
-        sampler = Sampler(SamplingParams(temperature, repetition_penalty=penalty, seed=1), 3)
-        sampler.observe([0, 1])
-        _, probabilities = sampler.distribution(np.array(logits, np.float32))
-        assert np.isfinite(probabilities).all() and probabilities.sum() == pytest.approx(1)
-        assert sampler.sample(np.array(logits, np.float32)) in range(3)
+    for penalty, temperature in itertools.product((1e-6, 1e6), (1e-320, 1e-6, 1e308)):
+        for logits in ([0.0, 1.0, -1.0], [largest, -largest, 0.0], [-largest, -largest, -largest]):
+            sampler = Sampler(SamplingParams(temperature, repetition_penalty=penalty, seed=1), 3)
+            sampler.observe([0, 1])
+            _, probabilities = sampler.distribution(np.array(logits, np.float32))
+            assert np.isfinite(probabilities).all() and probabilities.sum() == pytest.approx(1)
+            assert sampler.sample(np.array(logits, np.float32)) in range(3)
 
 
-@pytest.mark.parametrize("logits", [None, "abc", [1.0], [[1.0, 2.0, 3.0]], 1.0, ["a", "b", "c"], [None] * 3, object()])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_values_that_are_no_logits_raise(logits: Any, temperature: float) -> None:
-    with pytest.raises(RequestError, match="logits must be 3 numbers, one for each token, not"):
-        Sampler(SamplingParams(temperature), 3).sample(logits)
-
-
-def test_logits_without_a_number_are_still_the_models_fault() -> None:
-    with pytest.raises(KernelError, match="NaN"):
-        Sampler(SamplingParams(), 3).sample(np.full(3, np.nan, np.float32))
+def test_values_that_are_no_logits_raise(temperature: float) -> None:
+    wrong: list[Any] = [None, "abc", [1.0], [[1.0, 2.0, 3.0]], 1.0, ["a", "b", "c"], [None] * 3, object()]
+    for logits in wrong:
+        with pytest.raises(RequestError, match="logits must be 3 numbers, one for each token, not"):
+            Sampler(SamplingParams(temperature), 3).sample(logits)
 
 
 def test_threads_of_the_environment(make_artifact: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +133,10 @@ def test_threads_of_the_environment(make_artifact: Callable[..., Path], monkeypa
             load(folder)
         assert len(str(caught.value)) < 200
     monkeypatch.setenv("PICOMPILE_THREADS", "0" * 5000 + "2")
-    assert load(folder).threads == 2
+    assert (load(folder).threads, load(folder, threads=5).threads) == (2, 5)
+    for count in (0, 257):
+        with pytest.raises(RequestError, match="number of threads must be a whole number from 1 to 256"):
+            load(folder, threads=count)
     monkeypatch.setenv("PICOMPILE_ISA", "x" * 5000)
     with pytest.raises(RequestError, match="PICOMPILE_ISA is 'xxx") as caught:
         load(folder)
@@ -174,6 +152,9 @@ def test_texts_and_tokens_of_a_tokenizer() -> None:
         with pytest.raises(RequestError, match="these are no tokens of the tokenizer"):
             tokenizer.decode(ids)  # type: ignore[arg-type]
     assert tokenizer.decode([10**6]) == ""
+    for arguments in (("",), ("{}",), ("[]",), ("nonsense",), (b"\xff",), (None,), (5,), ("{}", 5)):
+        with pytest.raises(ArtifactError, match=r"tokenizer(.json|_config.json)? "):
+            Tokenizer(*arguments)  # type: ignore[arg-type]
 
 
 class PanicException(BaseException):
@@ -181,28 +162,10 @@ class PanicException(BaseException):
 
 
 def test_a_panic_of_the_library_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = byte_level()
-
-    class Panics:
-        def encode_batch(self, *arguments: Any, **options: Any) -> None:
-            raise PanicException("index out of\nbounds")
-
-    monkeypatch.setattr(tokenizer, "_tokenizer", Panics())
+    tokenizer, library = byte_level(), Mock()
+    library.encode_batch.side_effect = (PanicException("index out of\nbounds"), KeyboardInterrupt)
+    monkeypatch.setattr(tokenizer, "_tokenizer", library)
     with pytest.raises(RequestError, match=r"fails on this text .index out of bounds"):
         tokenizer.encode("a")
-
-    class Interrupted:
-        def encode_batch(self, *arguments: Any, **options: Any) -> None:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(tokenizer, "_tokenizer", Interrupted())
     with pytest.raises(KeyboardInterrupt):
         tokenizer.encode("a")
-
-
-def test_empty_tokenizer_files_raise() -> None:
-    from picompile_runtime import ArtifactError
-
-    for arguments in ((None,), (5,), ("{}", 5)):
-        with pytest.raises(ArtifactError):
-            Tokenizer(*arguments)  # type: ignore[arg-type]

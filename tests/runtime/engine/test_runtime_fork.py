@@ -6,8 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
+from helpers.products import sampled
 from helpers.toys.toy_artifact import make_toy, write_artifact
 from helpers.toys.toy_two_sides import build_hybrid_library, write_hybrid
 
@@ -65,18 +64,13 @@ os._exit(0)
 """
 
 
-@pytest.fixture(scope="module", params=["host", "hybrid"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, library: Path) -> Path:
-    folder = tmp_path_factory.mktemp("forked")
-    if request.param == "host":
-        return write_artifact(folder / "host", library, TOY)
-    return write_hybrid(folder / "hybrid", build_hybrid_library(folder / "host.so"), TOY)
-
-
-@pytest.mark.parametrize("whose", ["own", "inherited"])
-def test_a_child_loads_and_decodes_while_its_parent_does(folder: Path, whose: str) -> None:
+@sampled(kind=("host", "hybrid"), whose=("own", "inherited"), slow="forks amid steps, dozens of times")
+def test_a_child_loads_and_decodes_while_its_parent_does(kind: str, whose: str, tmp_path: Path, library: Path) -> None:
     """It uses an engine of its own and one that it inherits, on the host alone and with an accelerator."""
-    run = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(folder), whose, "25"], capture_output=True, text=True, timeout=120
-    )
+    if kind == "host":
+        folder = write_artifact(tmp_path / "host", library, TOY)
+    else:
+        folder = write_hybrid(tmp_path / "hybrid", build_hybrid_library(tmp_path / "host.so"), TOY)
+    command = [sys.executable, "-c", SCRIPT, str(folder), whose, "20"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (run.returncode, run.stdout) == (0, ""), run.stdout + run.stderr

@@ -96,19 +96,6 @@ def test_losses_as_generated_are_those_of_one_token_after_another(artifact: Path
     np.testing.assert_array_equal(found, negative_log_likelihood(logits, np.asarray(IDS[1:22])))
 
 
-def test_firing(artifact: Path) -> None:
-    with load(artifact, threads=1) as engine:
-        for token in IDS[:20]:
-            engine.decode(token)
-        rows = engine.firing()
-        assert [(row.part.layer, row.part.predictor, row.part.neurons) for row in rows] == [
-            (0, "sign", 200),
-            (1, "learned", 200),
-        ]
-        assert all(0.1 < row.fired_share < row.computed_share < 0.9 for row in rows)
-        assert engine.artifact.manifest.predictor == "learned+sign"
-
-
 def test_bytes_per_token_count_predictors_in_full_and_blocks_by_computed_neurons(artifact: Path) -> None:
     """A row of 96 columns takes 192 bytes in f16, one of 9 columns, padded to 32, 64. Of signs, it is 64."""
     with load(artifact, threads=1) as engine:
@@ -116,11 +103,15 @@ def test_bytes_per_token_count_predictors_in_full_and_blocks_by_computed_neurons
             engine.decode(token)
         program, firing = engine.artifact.program, engine.firing()
         others = sum(call.weight_bytes for call in program.functions["decode"] if call.op not in ("ffn", "predict"))
-        predictors = 200 * 64 + 9 * 192 + 200 * 64 + 200 * 4
-        blocks = sum(row.computed_share for row in firing) * 200 * 3 * 192
-        cache = 2 * 2 * 2 * 24 * 4 * 10  # layers, keys and values, heads, columns, bytes, tokens
-        expected = others + predictors + blocks + cache
-        assert bytes_per_token(engine.artifact, firing, cached=10) == pytest.approx(expected)
+        measured = bytes_per_token(engine.artifact, firing, cached=10)
+        assert engine.artifact.manifest.predictor == "learned+sign"
+    parts = [(row.part.layer, row.part.predictor, row.part.neurons) for row in firing]
+    assert parts == [(0, "sign", 200), (1, "learned", 200)]
+    assert all(0.1 < row.fired_share < row.computed_share < 0.9 for row in firing)
+    predictors = 200 * 64 + 9 * 192 + 200 * 64 + 200 * 4
+    blocks = sum(row.computed_share for row in firing) * 200 * 3 * 192
+    cache = 2 * 2 * 2 * 24 * 4 * 10  # layers, keys and values, heads, columns, bytes, tokens
+    assert measured == pytest.approx(others + predictors + blocks + cache)
 
 
 def test_same_logits_for_any_number_of_threads(artifact: Path) -> None:

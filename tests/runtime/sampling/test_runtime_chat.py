@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,9 @@ def tokenizer_with(template: str = TEMPLATE) -> Tokenizer:
 def make_engine(make_artifact: Callable[..., Path]) -> Callable[..., Engine]:
     """An engine whose model says the tokens of `script` at given positions, and elsewhere what it likes."""
 
-    def make(script: dict[int, int] | None = None, context: int = CONTEXT) -> Engine:
-        return load(make_artifact(toy=make_toy(VOCAB, context, script), context=context, chunk=CHUNK), threads=1)
+    def make(script: dict[int, int] | None = None, name: str = "artifact") -> Engine:
+        toy = make_toy(VOCAB, CONTEXT, script)
+        return load(make_artifact(name, toy=toy, context=CONTEXT, chunk=CHUNK), threads=1)
 
     return make
 
@@ -68,36 +69,23 @@ def fresh_answer(engine: Engine, messages: Sequence[ChatMessage], options: ChatO
     return "".join(conversation.answer_again())
 
 
-def test_questions_and_answers_are_the_messages(engine: Engine) -> None:
-    conversation = Conversation(engine, tokenizer_with(), GREEDY)
-    conversation.set_system("be nice")
-    first = "".join(conversation.ask("one"))
-    second = "".join(conversation.ask("two"))
-    assert conversation.messages == (
-        ChatMessage("system", "be nice"),
-        ChatMessage("user", "one"),
-        ChatMessage("assistant", first),
-        ChatMessage("user", "two"),
-        ChatMessage("assistant", second),
-    )
-
-
 def test_a_second_question_reads_only_what_is_new(engine: Engine, tokens_read: list[list[int]]) -> None:
-    tokenizer = tokenizer_with()
-    conversation = Conversation(engine, tokenizer, ChatOptions(SamplingParams(temperature=0), max_tokens=1))
+    conversation = Conversation(engine, tokenizer_with(), ChatOptions(SamplingParams(temperature=0), max_tokens=1))
     answer = conversation.ask(LONG)
-    "".join(answer)
+    said = "".join(answer)
     assert list(chain(*tokens_read)) == answer.prompt_tokens
     assert all(len(call) <= CHUNK + 1 for call in tokens_read)
     tokens_read.clear()
     second = conversation.ask("two")
-    "".join(second)
+    answers = [said, "".join(second)]
     text = second.prompt_tokens
     # The model's only token was not read yet.
     assert text[: len(answer.prompt_tokens)] == answer.prompt_tokens
     assert list(chain(*tokens_read)) == text[len(answer.prompt_tokens) :]
     assert second.stats.reused_tokens == len(answer.prompt_tokens)
     assert second.stats.prompt_tokens == len(text)
+    turns = [("user", LONG), ("assistant", answers[0]), ("user", "two"), ("assistant", answers[1])]
+    assert conversation.messages == tuple(ChatMessage(*turn) for turn in turns)
 
 
 def test_tokens_of_the_answer_are_not_read_again(
@@ -114,6 +102,11 @@ def test_tokens_of_the_answer_are_not_read_again(
     "".join(second)
     assert tokenizer.decode([*tokens_read[0], *tokens_read[1]]) == "\n<u>two\n<a>"
     assert second.reused_tokens == start + len(spoken)
+    # An answer of nothing is one.
+    conversation = Conversation(make_engine({start - 1: EOS}, name="silent"), tokenizer, GREEDY)
+    answer = conversation.ask("one")
+    assert ("".join(answer), answer.stats.stop_reason) == ("", "eos")
+    assert conversation.messages[-1] == ChatMessage("assistant", "")
 
 
 def test_a_question_that_was_asked_already_reads_two_tokens(engine: Engine, tokens_read: list[list[int]]) -> None:
@@ -127,7 +120,8 @@ def test_a_question_that_was_asked_already_reads_two_tokens(engine: Engine, toke
     assert len(conversation.messages) == 2
 
 
-def test_counts_of_an_answer(engine: Engine) -> None:
+def test_counts_of_an_answer(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neurons of other answers do not count."""
     answer = Conversation(engine, tokenizer_with(), GREEDY).ask(LONG)
     assert answer.stats.stop_reason == ""
     "".join(answer)
@@ -136,9 +130,6 @@ def test_counts_of_an_answer(engine: Engine) -> None:
     assert stats.prompt_tokens_per_s > 0 and stats.answer_tokens_per_s > 0 and stats.time_to_first_token_s > 0
     assert stats.fired_share is not None and stats.computed_share is not None
     assert 0 <= stats.fired_share <= stats.computed_share <= 1
-
-
-def test_neurons_of_other_answers_do_not_count(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     totals = iter([(10, 5, 100), (40, 15, 200)])
     monkeypatch.setattr(Engine, "firing_totals", lambda self, function: next(totals))
     answer = Conversation(engine, tokenizer_with(), GREEDY).ask("one")
@@ -146,20 +137,20 @@ def test_neurons_of_other_answers_do_not_count(engine: Engine, monkeypatch: pyte
     assert (answer.stats.computed_share, answer.stats.fired_share) == (0.3, 0.1)
 
 
-@pytest.mark.parametrize("pieces", range(1, 4))
-def test_a_chat_whose_reading_is_cancelled_stops_at_a_chunk(
-    engine: Engine, tokens_read: list[list[int]], pieces: int
-) -> None:
-    conversation = Conversation(engine, tokenizer_with(), GREEDY)
-    answer = conversation.ask(LONG)
-    assert [next(answer) for _ in range(pieces)] == [""] * pieces
-    answer.cancel()
-    assert list(answer) == []
-    assert [len(call) for call in tokens_read] == [CHUNK] * pieces
-    assert (answer.stats.stop_reason, answer.text) == ("cancelled", "")
-    conversation.revert()
-    assert conversation.messages == ()
-    assert conversation.ask(LONG).reused_tokens == CHUNK * pieces
+def test_a_chat_whose_reading_is_cancelled_stops_at_a_chunk(engine: Engine, tokens_read: list[list[int]]) -> None:
+    for pieces in (1, 3):
+        engine.reset()
+        tokens_read.clear()
+        conversation = Conversation(engine, tokenizer_with(), GREEDY)
+        answer = conversation.ask(LONG)
+        assert [next(answer) for _ in range(pieces)] == [""] * pieces
+        answer.cancel()
+        assert list(answer) == []
+        assert [len(call) for call in tokens_read] == [CHUNK] * pieces
+        assert (answer.stats.stop_reason, answer.text) == ("cancelled", "")
+        conversation.revert()
+        assert conversation.messages == ()
+        assert conversation.ask(LONG).reused_tokens == CHUNK * pieces
 
 
 def test_a_cancelled_answer_keeps_what_was_said(engine: Engine) -> None:
@@ -172,23 +163,11 @@ def test_a_cancelled_answer_keeps_what_was_said(engine: Engine) -> None:
     assert answer.stats.stop_reason == "cancelled"
     assert conversation.messages[-1] == ChatMessage("assistant", said)
     assert engine.position < CONTEXT / 2
-
-
-def test_an_answer_that_is_left_alone_keeps_what_was_said(engine: Engine) -> None:
-    conversation = Conversation(engine, tokenizer_with(), GREEDY)
-    said = next(filter(None, conversation.ask("one")))
-    assert conversation.messages[1:] == (ChatMessage("assistant", said),)
-    second = "".join(conversation.ask("two"))
-    assert second == fresh_answer(engine, conversation.messages[:-1])
-
-
-def test_an_answer_of_nothing_is_one(make_engine: Callable[..., Engine]) -> None:
-    tokenizer = tokenizer_with()
-    start = len(tokenizer.encode_chat([{"role": "user", "content": "one"}]))
-    conversation = Conversation(make_engine({start - 1: EOS}), tokenizer, GREEDY)
-    answer = conversation.ask("one")
-    assert ("".join(answer), answer.stats.stop_reason) == ("", "eos")
-    assert conversation.messages[-1] == ChatMessage("assistant", "")
+    said = next(filter(None, conversation.ask("two")))  # and is left alone
+    assert conversation.messages[-1] == ChatMessage("assistant", said)
+    conversation.options = GREEDY
+    third = "".join(conversation.ask("three"))
+    assert third == fresh_answer(engine, conversation.messages[:-1])
 
 
 def test_a_full_chat_refuses_a_question_and_stays_as_it_is(engine: Engine) -> None:
@@ -197,20 +176,14 @@ def test_a_full_chat_refuses_a_question_and_stays_as_it_is(engine: Engine) -> No
     before, position = conversation.messages, engine.position
     with pytest.raises(ChatFullError, match=rf"the chat is full: .* \d{{3}} tokens, and the context has {CONTEXT}$"):
         conversation.ask("y" * 90)
+    too_long = r"the message is too long: it takes 30\d tokens alone.*; shorten it"
+    with pytest.raises(RequestError, match=too_long) as found:
+        conversation.ask("y" * 300)
+    assert not isinstance(found.value, ChatFullError)
     assert (conversation.messages, engine.position) == (before, position)
     assert conversation.undo() == "x" * 100
     assert conversation.ask("x" * 100).prompt_tokens[:-2]
     assert "".join(conversation.answer_again()) == first
-
-
-def test_a_question_that_never_fits_is_told_apart(engine: Engine) -> None:
-    conversation = Conversation(engine, tokenizer_with(), GREEDY)
-    "".join(conversation.ask("one"))
-    with pytest.raises(
-        RequestError, match=r"the message is too long: it takes 30\d tokens alone.*; shorten it"
-    ) as found:
-        conversation.ask("y" * 300)
-    assert not isinstance(found.value, ChatFullError)
 
 
 def test_an_answer_may_fill_the_context(engine: Engine) -> None:
@@ -226,37 +199,27 @@ def test_an_answer_may_fill_the_context(engine: Engine) -> None:
     )
 
 
-def test_tokens_of_the_chat_are_counted_without_an_answer_to_come(engine: Engine) -> None:
-    conversation = Conversation(engine, tokenizer_with(), GREEDY)
-    conversation.set_system("be nice")
-    assert conversation.token_count() == 0
-    conversation.set_messages([ChatMessage("user", "abc")])
-    assert conversation.token_count() == len("<u>abc\n")
-
-
-@pytest.mark.parametrize(
-    ("template", "expected"),
-    [
+def test_whether_a_template_uses_a_system_prompt(engine: Engine) -> None:
+    for template, expected in (
         (TEMPLATE, True),
         ("{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}", False),
-    ],
-)
-def test_whether_a_template_uses_a_system_prompt(engine: Engine, template: str, expected: bool) -> None:
-    conversation = Conversation(engine, tokenizer_with(template), GREEDY)
-    assert conversation.set_system("be nice") is expected
-    assert conversation.set_system("") is True
-    assert conversation.system == ""
-
-
-def test_a_system_prompt_that_the_template_rejects_is_not_set(engine: Engine) -> None:
+    ):
+        conversation = Conversation(engine, tokenizer_with(template), GREEDY)
+        assert conversation.set_system("be nice") is expected
+        assert conversation.token_count() == 0
+        assert conversation.set_system("") is True
+        assert conversation.system == ""
+        conversation.set_messages([ChatMessage("user", "abc")])
+        assert conversation.token_count() == len("<u>abc\n" if expected else "abc")  # with no answer to come
     template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}hi"
     conversation = Conversation(engine, tokenizer_with(template), GREEDY)
-    with pytest.raises(RequestError, match="no system"):
-        conversation.set_system("be nice")
-    assert conversation.system == ""
-    with pytest.raises(RequestError, match="no system"):
-        conversation.set_messages([ChatMessage("system", "be nice")])
-    assert conversation.system == ""
+    for rejected in (
+        lambda: conversation.set_system("be nice"),
+        lambda: conversation.set_messages([ChatMessage("system", "be nice")]),
+    ):
+        with pytest.raises(RequestError, match="no system"):
+            rejected()
+        assert conversation.system == ""
 
 
 def test_a_new_system_prompt_counts_for_the_whole_chat(engine: Engine) -> None:
@@ -270,33 +233,26 @@ def test_a_new_system_prompt_counts_for_the_whole_chat(engine: Engine) -> None:
 
 def test_messages_that_cannot_be_taken_change_nothing(engine: Engine) -> None:
     conversation = Conversation(engine, tokenizer_with(), GREEDY)
-    "".join(conversation.ask("one"))
-    before = conversation.messages
-    with pytest.raises(RequestError, match="only the first message of a chat can be a system prompt"):
-        conversation.set_messages([ChatMessage("user", "x"), ChatMessage("system", "y")])
-    with pytest.raises(RequestError, match="not valid Unicode"):
-        conversation.set_messages([ChatMessage("user", "\ud83d")])
-    with pytest.raises(RequestError, match="not valid Unicode"):
-        conversation.ask("\ud83d")
-    assert conversation.messages == before
-    with pytest.raises(RequestError, match="the role of a message is one of system, user, assistant, not 'tool'"):
-        ChatMessage("tool", "x")
-    with pytest.raises(RequestError, match="the content of a message is a text, not 5"):
-        ChatMessage("user", 5)  # type: ignore[arg-type]
-    with pytest.raises(RequestError, match="max_tokens must be 1 or more, not 0"):
-        ChatOptions(max_tokens=0)
-
-
-def test_what_needs_a_question_says_so(engine: Engine) -> None:
-    conversation = Conversation(engine, tokenizer_with(), GREEDY)
     for call in (conversation.undo, conversation.answer_again):
         with pytest.raises(RequestError, match="the chat has no question yet"):
             call()
-
-
-def test_a_model_without_a_tokenizer_text_is_refused_by_name(engine: Engine) -> None:
-    with pytest.raises(RequestError, match=r"has no tokenizer\.json"):
-        Tokenizer.of(engine.artifact)
+    "".join(conversation.ask("one"))
+    before = conversation.messages
+    wrong: tuple[tuple[Callable[[], Any], str], ...] = (
+        (
+            lambda: conversation.set_messages([ChatMessage("user", "x"), ChatMessage("system", "y")]),
+            "only the first message of a chat can be a system prompt",
+        ),
+        (lambda: conversation.set_messages([ChatMessage("user", "\ud83d")]), "not valid Unicode"),
+        (lambda: conversation.ask("\ud83d"), "not valid Unicode"),
+        (lambda: ChatMessage("tool", "x"), "role of a message is one of system, user, assistant, not 'tool'"),
+        (lambda: ChatMessage("user", 5), "the content of a message is a text, not 5"),  # type: ignore[arg-type]
+        (lambda: ChatOptions(max_tokens=0), "max_tokens must be 1 or more, not 0"),
+    )
+    for call, says in wrong:
+        with pytest.raises(RequestError, match=says):
+            call()
+    assert conversation.messages == before
 
 
 def test_a_model_without_a_template_gets_a_plain_dialogue(make_engine: Callable[..., Engine]) -> None:
@@ -314,29 +270,21 @@ def test_a_model_without_a_template_gets_a_plain_dialogue(make_engine: Callable[
     assert tokenizer.decode(second.prompt_tokens[second.reused_tokens :]) == ": two\n\nAssistant:"
 
 
-class TestSeeds:
-    OPTIONS = ChatOptions(SamplingParams(temperature=50.0, top_k=0, top_p=1.0, seed=7), max_tokens=6)
-
-    def answers(self, engine: Engine) -> Iterator[str]:
-        conversation = Conversation(engine, tokenizer_with(), self.OPTIONS)
-        yield "".join(conversation.ask("one"))
-        yield "".join(conversation.answer_again())
-        yield "".join(conversation.answer_again())
-
-    def test_a_seed_repeats_a_chat_but_not_an_answer_in_it(self, engine: Engine) -> None:
-        answers = list(self.answers(engine))
-        assert answers == list(self.answers(engine))
+def test_a_seed_repeats_a_chat_but_not_an_answer_in_it(engine: Engine) -> None:
+    """A chat that starts anew or gets a new seed begins with it."""
+    seeded = [ChatOptions(SamplingParams(50.0, top_k=0, top_p=1.0, seed=seed), max_tokens=6) for seed in (7, 8)]
+    conversation = Conversation(engine, tokenizer_with(), seeded[0])
+    chats = []
+    for _ in range(2):
+        answers = ["".join(conversation.ask("one")), *("".join(conversation.answer_again()) for _ in range(2))]
         assert all(one != other for one, other in pairwise(answers))
-
-    def test_a_chat_that_starts_anew_or_gets_a_new_seed_begins_with_it(self, engine: Engine) -> None:
-        conversation = Conversation(engine, tokenizer_with(), self.OPTIONS)
-        first = "".join(conversation.ask("one"))
+        chats.append(answers)
         conversation.reset()
-        assert "".join(conversation.ask("one")) == first
-        conversation.options = ChatOptions(SamplingParams(temperature=50.0, top_k=0, top_p=1.0, seed=8), max_tokens=6)
-        assert "".join(conversation.answer_again()) != first
-        conversation.options = self.OPTIONS
-        assert "".join(conversation.answer_again()) == first
+    assert chats[0] == chats[1]
+    assert "".join(conversation.ask("one")) == chats[0][0]
+    for options, same in ((seeded[1], False), (seeded[0], True)):
+        conversation.options = options
+        assert ("".join(conversation.answer_again()) == chats[0][0]) is same
 
 
 def _do(conversation: Conversation, action: tuple[str, int]) -> None:
@@ -369,7 +317,7 @@ _ACTIONS = st.lists(
 
 
 @pytest.mark.slow("draws many chats and answers each twice")
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(actions=_ACTIONS)
 def test_an_answer_is_that_of_a_chat_that_was_never_read_in_parts(
     engine: Engine, actions: list[tuple[str, int]]

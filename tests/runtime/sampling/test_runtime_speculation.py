@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,16 +15,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.speculation import WrongDrafts
-from helpers.support import ROOT
+from helpers.support import BUNDLED_MODEL, ROOT
+from helpers.toys.toy_artifact import make_toy
+from helpers.toys.toy_tokenizers import byte_level
 from picompile.compile import compile_model
 from picompile.config import CompileOptions
-from picompile_runtime import Engine, RequestError, SamplingParams, Tokenizer, generate, load, measure
+from picompile_runtime import Engine, Generation, RequestError, SamplingParams, Tokenizer, generate, load, measure
+from picompile_runtime.bench import measure as rounds
+from picompile_runtime.bench.bandwidth import MemoryReader
 from picompile_runtime.sampling.speculation import DraftPolicy, NgramDraft, Speculation
 
-BUNDLED = ROOT / "models" / "tiny-reglu"
 DRAWS = [SamplingParams(temperature=0), SamplingParams(temperature=1.5, top_k=0, seed=7, repetition_penalty=1.2)]
 CODE = "def read(path):\n    with open(path) as file:\n        return file.read()\n\n" * 3
-COUNT = 40
+SHORT = "a = b\n" * 3
+COUNT = 30
 
 
 def naive_draft(text: Sequence[int], count: int) -> tuple[int, list[int]]:
@@ -89,23 +95,21 @@ def test_as_many_are_drafted_as_steps_are_fast() -> None:
     assert count({1: 1.0, 2: 1.9}) == 0 and count({1: 1.0, 2: 1.1}) == 7
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    folder = tmp_path_factory.mktemp("draft") / "artifact"
-    compile_model(BUNDLED, folder, CompileOptions(context=512))
-    with load(folder, threads=2) as loaded:
+@pytest.fixture
+def engine(tiny_artifact: Path) -> Iterator[Engine]:
+    with load(tiny_artifact, threads=2) as loaded:
         yield loaded
 
 
 @pytest.mark.parametrize("params", DRAWS, ids=["greedy", "drawn"])
 def test_the_text_is_the_same(engine: Engine, params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = Tokenizer.of(engine.artifact)
-    plain = generate(engine, tokenizer, CODE, params, COUNT)
+    plain = generate(engine, tokenizer, SHORT, params, COUNT)
     text = "".join(plain)
     for patch in (False, True):
         if patch:
             WrongDrafts([*plain.prompt_tokens, *plain.tokens], seed=1).install(monkeypatch)
-        drafted = generate(engine, tokenizer, CODE, params, COUNT, draft="ngram")
+        drafted = generate(engine, tokenizer, SHORT, params, COUNT, draft="ngram")
         assert ("".join(drafted), drafted.tokens) == (text, plain.tokens)
         assert engine.position == len(plain.prompt_tokens) + COUNT - 1
         assert drafted.stats.generated_tokens == COUNT
@@ -115,75 +119,69 @@ def test_the_text_is_the_same(engine: Engine, params: SamplingParams, monkeypatc
 
 @pytest.fixture
 def even_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of all sizes are taken for equally long, whatever they take here."""
+    """Steps of all sizes are taken for equally long, whatever they take here; and little memory is read for bench."""
     monkeypatch.setattr(DraftPolicy, "saw_step", lambda policy, tokens, _: policy._seconds.update({tokens: 1.0}))
-
-
-@pytest.mark.usefixtures("even_steps")
-def test_repeated_text_is_drafted(engine: Engine) -> None:
-    drafted = generate(engine, Tokenizer.of(engine.artifact), CODE, DRAWS[0], COUNT, draft="ngram")
-    assert len("".join(drafted)) > COUNT
-    assert drafted.stats.accepted_tokens > 0
+    monkeypatch.setattr(rounds, "MemoryReader", functools.partial(MemoryReader, size_bytes=2**18))
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 17])
 def test_limits_are_kept(engine: Engine, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of tokens and of the context; a text that is left in the middle leaves what it has shown in the cache."""
     tokenizer = Tokenizer.of(engine.artifact)
-    plain = generate(engine, tokenizer, CODE, DRAWS[0], None)
-    for _ in plain:
-        pass
+
+    def whole(**options: Any) -> Generation:
+        generation = generate(engine, tokenizer, SHORT, DRAWS[0], **{"max_tokens": None, **options})
+        "".join(generation)
+        return generation
+
+    plain = whole()
     assert plain.stats.stop_reason in ("eos", "context")
     WrongDrafts([*plain.prompt_tokens, *plain.tokens], seed=2).install(monkeypatch)
-    prompt = len(plain.prompt_tokens)
-    ended = generate(engine, tokenizer, CODE, DRAWS[0], None, draft="ngram")
-    for _ in ended:
-        pass
+    prompt, ended = len(plain.prompt_tokens), whole(draft="ngram")
     assert (ended.tokens, ended.stats.stop_reason) == (plain.tokens, plain.stats.stop_reason)
-    limited = generate(engine, tokenizer, CODE, DRAWS[0], most, draft="ngram")
-    for _ in limited:
-        pass
+    limited = whole(max_tokens=most, draft="ngram")
     assert (limited.tokens, engine.position) == (plain.tokens[:most], prompt + most - 1)
-    cancelled, seen = generate(engine, tokenizer, CODE, DRAWS[0], draft="ngram"), 0
+    cancelled, seen = generate(engine, tokenizer, SHORT, DRAWS[0], draft="ngram"), 0
     for _ in cancelled:
         if not seen and len(cancelled.tokens) >= most:
             cancelled.cancel()
             seen = len(cancelled.tokens)
     assert (cancelled.tokens, cancelled.stats.stop_reason) == (plain.tokens[:seen], "cancelled")
     assert engine.position == prompt + len(cancelled.tokens) - 1
-    stop = tokenizer.decode(plain.tokens[most : most + 1])
-    stopped = generate(engine, tokenizer, CODE, DRAWS[0], stop=stop, draft="ngram")
-    "".join(stopped)
-    assert engine.position == prompt + len(stopped.tokens) - 1
+    stopped = whole(stop=tokenizer.decode(plain.tokens[most : most + 1]), draft="ngram")
+    assert (stopped.stats.stop_reason, engine.position) == ("stop", prompt + len(stopped.tokens) - 1)
 
 
 @pytest.mark.usefixtures("even_steps")
-def test_bench_reads_a_text_with_drafts(engine: Engine, tmp_path: Path) -> None:
-    ids = Tokenizer.of(engine.artifact).encode(CODE)
-    found = measure(engine, 100, 40, repeats=2, ids=ids, draft="ngram")["draft"]
+def test_bench_reads_a_text_with_drafts(engine: Engine) -> None:
+    ids = Tokenizer.of(engine.artifact).encode(SHORT)
+    found = measure(engine, 20, 20, repeats=2, ids=ids, draft="ngram")["draft"]
     assert found["tokens_per_s"] > 0 and found["stdev"] >= 0
     assert 0 < found["accepted_share"] <= found["draft_share"]
     assert measure(engine, 8, 8, repeats=1)["draft"] is None
     with pytest.raises(RequestError, match="draft must be ngram or none"):
         measure(engine, 8, 8, draft="all")
-    folder = engine.artifact.folder
-    script = [
-        sys.executable,
-        str(ROOT / "benchmarks" / "speculation.py"),
-        str(folder),
-        "--rounds",
-        "1",
-        "--tokens",
-        "30",
-    ]
-    ran = subprocess.run([*script, "--threads", "1"], capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.slow("compiles the bundled model twice")
+def test_repeated_text_is_drafted(tmp_path: Path, even_steps: None) -> None:
+    for name, draft_tokens in (("artifact", 7), ("without", 0)):
+        options = CompileOptions(context=512, draft_tokens=draft_tokens)
+        compile_model(BUNDLED_MODEL, tmp_path / name, options)
+        with load(tmp_path / name, threads=2) as engine:
+            assert engine.most_checked == 1 + draft_tokens
+            drafted = generate(engine, Tokenizer.of(engine.artifact), CODE, DRAWS[0], 40, draft="ngram")
+            assert len("".join(drafted)) > 40
+            assert (drafted.stats.accepted_tokens > 0) == (draft_tokens > 0)
+    command = [sys.executable, ROOT / "benchmarks" / "speculation.py", tmp_path / "artifact"]
+    command += ["--rounds", "1", "--tokens", "30", "--threads", "1"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr
     rows = [line.split("|") for line in ran.stdout.splitlines()[2:]]
     assert len(rows) == 10 and all(float(row[2]) > 0 and float(row[3]) > 0 for row in rows)
 
 
 def test_read_each_checks_its_tokens(engine: Engine) -> None:
-    engine.reset()
     engine.prefill([1, 2, 3])
     for ids, message in [
         ([1] * 9, r"the tokens to read each must be a whole number from 1 to 8, not 9"),
@@ -199,11 +197,11 @@ def test_read_each_checks_its_tokens(engine: Engine) -> None:
         generate(engine, Tokenizer.of(engine.artifact), "a", draft="magic")
 
 
-def test_an_artifact_that_checks_no_draft(tmp_path: Path) -> None:
-    compile_model(BUNDLED, tmp_path / "artifact", CompileOptions(context=64, draft_tokens=0))
-    with load(tmp_path / "artifact", threads=1) as engine:
+@pytest.mark.usefixtures("even_steps")
+def test_an_artifact_that_checks_no_draft(make_artifact: Callable[..., Path]) -> None:
+    with load(make_artifact(toy=make_toy(300)), threads=1) as engine:
         assert engine.most_checked == 1
-        drafted = generate(engine, Tokenizer.of(engine.artifact), "def f(x):", DRAWS[0], 8, draft="ngram")
+        drafted = generate(engine, byte_level(), "def f(x):", DRAWS[0], 8, draft="ngram")
         assert len("".join(drafted)) > 0 and drafted.stats.draft_tokens == 0
         with pytest.raises(RequestError, match="can check no drafts: compile it with --draft-tokens"):
             measure(engine, 8, 8, draft="ngram")

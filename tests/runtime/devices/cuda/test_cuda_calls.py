@@ -1,17 +1,18 @@
-"""Lists of calls on a stand-in for the GPU, whose kernels are a few lines of C."""
+"""Lists of calls on a stand-in for the GPU, whose kernels are a few lines of C, and when these calls ran."""
 
 import ctypes
 import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 
 from helpers.toys.toy_gpu import ELEMENTS, axpy, raw, read, view
-from picompile_runtime import ArtifactError
+from picompile_runtime import ArtifactError, KernelError
 from picompile_runtime.devices.cuda import CudaAccelerator
 
 Make = Callable[..., CudaAccelerator]
@@ -38,31 +39,6 @@ def test_a_list_of_calls_runs_in_order_by_one_call_of_the_driver(
     assert (gpu.fake_count(b"cuLaunchKernel"), gpu.fake_count(b"cuGraphLaunch")) == (4, 3)
     assert np.array_equal(read(device, memory, 1024, "float32", ELEMENTS), y + 3 * x)
     assert read(device, counter, 0, "int32", 25).tolist() == [6] * 21 + [0] * 4
-
-
-def test_values_written_between_starts_are_seen(make_device: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The upload is in another stream: without order between the two, kernels would read what was there before."""
-    monkeypatch.setenv("FAKE_CUDA_DELAY_US", "2000")
-    device = make_device()
-    memory = device.allocate(4096, "a test")
-    calls = device.bind([axpy(memory)])
-    random = np.random.default_rng(4)
-    expected = np.zeros(ELEMENTS, np.float32)
-    for _ in range(20):
-        a, x = np.float32([random.integers(1, 5)]), random.integers(-9, 9, ELEMENTS).astype(np.float32)
-        device.write(memory, 0, raw(a))
-        device.write(memory, 256, raw(x))
-        device.start(calls)
-        device.wait()
-        expected += a * x
-    assert np.array_equal(read(device, memory, 1024, "float32", ELEMENTS), expected)
-
-
-def test_an_empty_list_is_allowed(device: CudaAccelerator, gpu: ctypes.CDLL) -> None:
-    calls = device.bind([])
-    device.start(calls)
-    device.wait()
-    assert gpu.fake_count(b"cuGraphLaunch") == 0
 
 
 @pytest.mark.parametrize("blocking", ["0", "1"])
@@ -129,64 +105,160 @@ def test_an_interrupted_wait_leaves_gpu_and_launcher_idle(make_device: Make, mon
     device.wait()
 
 
-def test_threads_take_turns(make_device: Make) -> None:
-    """A context is current in one thread at a time, so every method must see to it."""
-    made: dict[str, Any] = {}
+def test_threads_take_turns(make_device: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A context is current in one thread at a time, so every method must see to it. Uploads are in another stream:
+    without order between the two, kernels would read what was there before. Another accelerator does not matter.
+    """
+    monkeypatch.setenv("FAKE_CUDA_DELAY_US", "2000")
     x = np.arange(ELEMENTS, dtype=np.float32)
 
-    def open_it() -> None:
-        made["device"] = make_device()
-        made["memory"] = made["device"].allocate(4096, "a test")
+    def elsewhere(function: Callable[..., Any], *arguments: Any) -> Any:
+        with ThreadPoolExecutor(1) as threads:
+            return threads.submit(function, *arguments).result()
 
-    def prepare() -> None:
-        device, memory = made["device"], made["memory"]
-        device.write(memory, 0, raw(np.float32([3])))
-        device.write(memory, 256, raw(x))
-        made["calls"] = device.bind([axpy(memory)])
-
-    def run() -> None:
-        made["device"].start(made["calls"])
-
-    for step in (open_it, prepare, run, run):
-        thread = threading.Thread(target=step)
-        thread.start()
-        thread.join()
-    made["device"].wait()
-    assert np.array_equal(read(made["device"], made["memory"], 1024, "float32", ELEMENTS), 6 * x)
-    thread = threading.Thread(target=made["device"].close)
-    thread.start()
-    thread.join()
+    other, device = make_device(), elsewhere(make_device)
+    memory = elsewhere(device.allocate, 4096, "a test")
+    other.allocate(200, "a test")
+    other.close()
+    calls = elsewhere(device.bind, [axpy(memory)])
+    elsewhere(device.write, memory, 256, raw(x))
+    for a in range(1, 11):
+        elsewhere(device.write, memory, 0, raw(np.float32([a])))
+        elsewhere(device.start, calls)
+        device.wait()
+    assert np.array_equal(read(device, memory, 1024, "float32", ELEMENTS), 55 * x)
+    elsewhere(device.close)
 
 
 @pytest.mark.parametrize(
     ("kernel", "views", "says"),
     [
-        ("axpi", 3, "has no kernel axpi"),
-        ("lost", 0, "has no kernel called lost"),
-        ("axpy", 2, "kernel axpy: axpy wants argument 2 and the call has 2"),
+        ("axpi", [(1, 0)] * 3, "has no kernel axpi"),
+        ("lost", [], "has no kernel called lost"),
+        ("axpy", [(1, 0)] * 2, "kernel axpy: axpy wants argument 2 and the call has 2"),
+        ("signal", [(1026, 0)], "kernel signal: an argument lies outside of its memory"),
+        ("signal", [(1, 4101)], "kernel signal: an argument lies outside of its memory"),
+        ("signal", [(3, 4092)], "kernel signal: an argument lies outside of its memory"),
     ],
 )
-def test_calls_of_unknown_kernels_raise(device: CudaAccelerator, kernel: str, views: int, says: str) -> None:
-    memory = device.allocate(4096, "a test")
-    with pytest.raises(ArtifactError, match=says) as caught:
-        device.bind([axpy(memory), (kernel, [view(memory)] * views)])
-    assert caught.value.exit_code == 4
-    device.start(device.bind([axpy(memory)]))
-    device.wait()
-
-
-@pytest.mark.parametrize(("count", "offset"), [(1026, 0), (1, 4101), (3, 4092)])
-def test_arguments_outside_of_their_memory_raise(device: CudaAccelerator, count: int, offset: int) -> None:
+def test_calls_that_cannot_be_made_raise(
+    device: CudaAccelerator, gpu: ctypes.CDLL, kernel: str, views: list[tuple[int, int]], says: str
+) -> None:
     memory = device.allocate(4102, "a test")
-    with pytest.raises(ArtifactError, match="kernel signal: an argument lies outside of its memory"):
-        device.bind([("signal", [view(memory, "int32", count, offset)])])
+    with pytest.raises(ArtifactError, match=says) as caught:
+        device.bind([axpy(memory), (kernel, [view(memory, "int32", *place) for place in views])])
+    assert caught.value.exit_code == 4
+    for calls, launched in (([], 0), ([axpy(memory)], 1)):
+        device.start(device.bind(calls))
+        device.wait()
+        assert gpu.fake_count(b"cuGraphLaunch") == launched
 
 
-def test_two_accelerators_share_the_context(make_device: Make, gpu: ctypes.CDLL) -> None:
-    first, second = make_device(), make_device()
-    kept = second.allocate(300, "a test")
-    first.allocate(200, "a test")
-    first.close()
-    second.start(second.bind([("add_two", [view(kept), view(kept, count=21)])]))
-    second.wait()
-    assert read(second, kept, 0, "int32", 21).tolist() == [2] * 21
+# ---- stamps: graphs with events in front of each call and behind it ----
+
+
+def test_stamped_calls_do_the_same_in_a_graph_of_their_own(
+    make_device: Make, gpu: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In order, inside of the time from `start` to `wait`, as exactly as the clocks are aligned."""
+    monkeypatch.setenv("FAKE_CUDA_DELAY_US", "300")
+    device = make_device()
+    memory, counter = device.allocate(4096, "a test"), device.allocate(100, "a test")
+    x = np.random.default_rng(3).integers(-9, 9, ELEMENTS).astype(np.float32)
+    device.write(memory, 0, raw(np.float32([0.5])))
+    device.write(memory, 256, raw(x))
+    calls = device.bind([axpy(memory), ("add_two", [view(memory), view(counter, count=21)]), axpy(memory)])
+    captured = gpu.fake_count(b"cuLaunchKernel")
+    for number in (1, 2):
+        stamps = np.full((3, 2), -1, np.int64)
+        before = time.monotonic_ns()
+        device.start(calls, stamps)
+        device.wait()
+        after = time.monotonic_ns()
+        error_ns = device._stopwatch.error_ns + 500  # and what float32 in ms leaves of 10 ms
+        in_order = stamps.reshape(-1).tolist()
+        assert in_order == sorted(in_order)
+        assert before - error_ns <= in_order[0] and in_order[-1] <= after + error_ns
+        # The graph with events is made once; the host launches nothing by itself.
+        assert gpu.fake_count(b"cuLaunchKernel") == captured + 4
+        assert gpu.fake_count(b"cuEventRecordWithFlags") == 6
+        assert gpu.fake_count(b"cuGraphLaunch") == number
+    assert np.array_equal(read(device, memory, 1024, "float32", ELEMENTS), 2 * x)
+    assert read(device, counter, 0, "int32", 21).tolist() == [4] * 21
+    # Events are made once; without stamps none is recorded.
+    assert gpu.fake_count(b"cuEventCreate") == 2 + 5 + 6
+    recorded = gpu.fake_event_records()
+    device.start(calls)
+    device.wait()
+    assert (gpu.fake_count(b"cuGraphLaunch"), gpu.fake_event_records()) == (3, recorded)
+
+
+def test_a_list_of_several_graphs(make_device: Make, gpu: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In order, the stamps too, wherever a graph ends, and whether a list is longer than the last or shorter."""
+    monkeypatch.setenv("FAKE_CUDA_DELAY_US", "300")
+    device = make_device()
+    memory = device.allocate(4096, "a test")
+    device.write(memory, 0, raw(np.float32([1])))
+    device.write(memory, 256, raw(np.ones(ELEMENTS, np.float32)))
+    total = 0
+    breaks_and_graphs = {(2,): 2, (1, 4): 3, (0, 5): 1, (1, 2, 3, 4): 5}
+    for count, breaks, graphs in ((2, (), 1), *((5, *both) for both in breaks_and_graphs.items()), (1, (), 1)):
+        calls = device.bind([axpy(memory)] * count, breaks)
+        stamps, before = np.full((count, 2), -1, np.int64), gpu.fake_count(b"cuGraphLaunch")
+        device.start(calls, stamps)
+        device.wait()
+        in_order = stamps.reshape(-1).tolist()
+        assert in_order == sorted(in_order) and in_order[0] > 0
+        device.start(calls)
+        device.wait()
+        assert gpu.fake_count(b"cuGraphLaunch") - before == 2 * graphs
+        total += 2 * count
+    assert (read(device, memory, 1024, "float32", ELEMENTS) == total).all()
+    device.start(device.bind([]), np.zeros((0, 2), np.int64))
+    device.wait()
+    device.start(device.bind([axpy(memory)] * 5), np.zeros((5, 2), np.int64))
+    device.close()  # waits for what is being launched
+
+
+def test_start_does_not_wait_and_stamps_are_of_the_host_s_clock(device: CudaAccelerator) -> None:
+    """The kernel waits for the host's flag, so it ends after that was set, and the next begins then."""
+    shared, array = device.share(4096, "flags")
+    go = array[:4].view(np.int32)
+    calls = device.bind([("await", [view(shared), view(shared, offset=64)]), ("signal", [view(shared, offset=128)])])
+    for _ in range(3):
+        stamps = np.full((2, 2), -1, np.int64)
+        go[0] = 0
+        device.start(calls, stamps)
+        assert (stamps == -1).all()
+        before = time.monotonic_ns()
+        go[0] = 1
+        device.wait()
+        error_ns = device._stopwatch.error_ns + 500
+        assert stamps[0, 1] >= before - error_ns
+        assert stamps[1, 0] >= stamps[0, 1]
+
+
+@pytest.mark.parametrize(
+    "function", ["cuLaunchKernel", "cuEventRecordWithFlags", "cuGraphInstantiateWithFlags", "cuEventElapsedTime"]
+)
+def test_a_failure_raises_and_can_be_tried_again(
+    device: CudaAccelerator, monkeypatch: pytest.MonkeyPatch, gpu: ctypes.CDLL, function: str
+) -> None:
+    memory = device.allocate(4096, "a test")
+    calls = device.bind([axpy(memory), axpy(memory)])
+    monkeypatch.setenv("FAKE_CUDA_FAIL_CALL", function)
+    monkeypatch.setenv("FAKE_CUDA_FAIL_AT", str(gpu.fake_count(function.encode())))
+    with pytest.raises(KernelError, match=f"{function}: CUDA error 999"):
+        device.start(calls, np.zeros((2, 2), np.int64))
+        device.wait()
+    monkeypatch.delenv("FAKE_CUDA_FAIL_AT")
+    stamps = np.zeros((2, 2), np.int64)
+    device.start(calls, stamps)
+    device.wait()
+    assert (stamps > 0).all()
+    device.start(calls)
+    device.wait()
+    failing = device.bind([("fail", [])])
+    device.start(failing, np.zeros((1, 2), np.int64))
+    with pytest.raises(KernelError, match="CUDA_ERROR_LAUNCH_FAILED"):
+        device.wait()

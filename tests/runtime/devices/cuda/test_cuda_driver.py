@@ -1,22 +1,28 @@
-"""Errors of a driver that is missing, too old or rejects code; and tests of the stand-in for the driver."""
+"""Errors of a driver that is missing, too old or rejects code, the code that it is given, and the stand-in for it."""
 
 import ctypes
-import subprocess
-import sys
+import json
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from ctypes import byref, c_void_p
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from threading import Thread
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from helpers.toys.toy_gpu import PTX
-from picompile_runtime import DoesNotFitError, KernelError, MachineError
-from picompile_runtime.devices.cuda import CudaAccelerator, CudaError, CudaImages, driver
+from picompile_runtime import ArtifactError, DoesNotFitError, KernelError, MachineError
+from picompile_runtime.artifact.manifest import AcceleratorCode
+from picompile_runtime.devices.cpu.native import HostLibrary
+from picompile_runtime.devices.cuda import CudaAccelerator, CudaError, CudaImages, driver, open_cuda_accelerator
 from picompile_runtime.devices.cuda.driver import Driver, call_error
 from picompile_runtime.devices.cuda.graph import runnable_graph
-from picompile_runtime.devices.cuda.module import choose_image, load_module
+from picompile_runtime.devices.cuda.module import GpuLaunch, check_arguments, choose_image, load_module, read_images
 
 
 def refusal(images: CudaImages) -> str:
@@ -29,18 +35,12 @@ def refusal(images: CudaImages) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("content", [None, b"", b"not ELF"])
-def test_a_missing_driver_raises(
-    images: CudaImages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None
-) -> None:
+def test_a_missing_driver_raises(images: CudaImages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "libcuda.so.1"
-    if content is not None:
-        path.write_bytes(content)
     monkeypatch.setattr(driver, "LIBRARY", str(path))
     assert refusal(images) == f"no NVIDIA driver ({path} cannot be loaded)"
-
-
-def test_an_old_driver_raises(images: CudaImages, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.write_bytes(b"not ELF")
+    assert refusal(images) == f"no NVIDIA driver ({path} cannot be loaded)"
     monkeypatch.setattr(driver, "LIBRARY", "libc.so.6")
     assert refusal(images) == "the NVIDIA driver is too old: it has no cuInit; install a newer one"
 
@@ -61,7 +61,6 @@ def test_a_missing_gpu_raises(
     assert says in refusal(images)
 
 
-@pytest.mark.parametrize("sm", [89, 120])
 @pytest.mark.parametrize(
     ("result", "name", "hint"),
     [
@@ -74,23 +73,20 @@ def test_a_missing_gpu_raises(
     ],
 )
 def test_code_that_the_driver_rejects(
-    gpu: ctypes.CDLL,
-    images: CudaImages,
-    monkeypatch: pytest.MonkeyPatch,
-    sm: int,
-    result: int,
-    name: str,
-    hint: str,
+    gpu: ctypes.CDLL, images: CudaImages, monkeypatch: pytest.MonkeyPatch, result: int, name: str, hint: str
 ) -> None:
-    monkeypatch.setenv("FAKE_CUDA_SM", str(sm))
     monkeypatch.setenv("FAKE_CUDA_VERSION", "11080")
     monkeypatch.setenv("FAKE_CUDA_REFUSE", str(result))
-    text = refusal(images)
-    needs = "compute capability 8.9" if sm == 89 else "PTX 8.3 and compute capability 8.9"
-    assert f"of CUDA 11.8, refuses the artifact's code, which needs {needs}: {name}" in text
-    # The log's first line, and no more of it.
-    assert "(ptxas fatal : refused by the stand-in);" in text and "second" not in text
-    assert hint in text
+    for sm, needs in ((89, "compute capability 8.9"), (120, "PTX 8.3 and compute capability 8.9")):
+        monkeypatch.setenv("FAKE_CUDA_SM", str(sm))
+        text = refusal(images)
+        assert f"of CUDA 11.8, refuses the artifact's code, which needs {needs}: {name}" in text
+        # The log's first line, and no more of it.
+        assert "(ptxas fatal : refused by the stand-in);" in text and "second" not in text
+        assert hint in text
+    monkeypatch.setenv("FAKE_CUDA_REFUSE", "2")  # other failures keep their error
+    with pytest.raises(DoesNotFitError, match="cuModuleLoadDataEx: CUDA_ERROR_OUT_OF_MEMORY"):
+        CudaAccelerator(images)
 
 
 @pytest.mark.parametrize("end", [b"\xfe\0", b"\0\xfe"])
@@ -108,35 +104,14 @@ def test_ptx_ends_with_a_zero(gpu: ctypes.CDLL, images: CudaImages, end: bytes) 
         opened.call("cuModuleUnload", handle)
 
 
-def test_other_failures_to_load_keep_their_error(
-    gpu: ctypes.CDLL, images: CudaImages, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FAKE_CUDA_REFUSE", "2")
-    with pytest.raises(DoesNotFitError, match="cuModuleLoadDataEx: CUDA_ERROR_OUT_OF_MEMORY"):
-        CudaAccelerator(images)
-
-
-@pytest.mark.parametrize(
-    ("result", "kind", "exit_code"),
-    [
-        (1, KernelError, 1),
-        (2, DoesNotFitError, 5),
-        (46, MachineError, 6),
-        (100, MachineError, 6),
-        (719, KernelError, 1),
-    ],
-)
-def test_errors_have_the_class_of_their_result(result: int, kind: type[Exception], exit_code: int) -> None:
-    error = call_error("cuSomething: CUDA_ERROR", result)
-    assert isinstance(error, kind) and isinstance(error, CudaError)
-    assert (error.exit_code, error.result) == (exit_code, result)
-    assert str(error).startswith("cuSomething: CUDA_ERROR")
-
-
-def test_the_driver_is_imported_only_on_demand() -> None:
-    cuda = "picompile_runtime.devices.cuda"
-    code = f"import sys, picompile_runtime; print([name for name in sys.modules if {cuda!r} in name])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"[]\n"
+def test_errors_have_the_class_of_their_result() -> None:
+    kinds = {KernelError: (1, (1, 719)), DoesNotFitError: (5, (2,)), MachineError: (6, (46, 100))}
+    for kind, (exit_code, results) in kinds.items():
+        for result in results:
+            error = call_error("cuSomething: CUDA_ERROR", result)
+            assert isinstance(error, kind) and isinstance(error, CudaError)
+            assert (error.exit_code, error.result) == (exit_code, result)
+            assert str(error).startswith("cuSomething: CUDA_ERROR")
 
 
 # The stand-in itself: an error that it does not find, no other test can find.
@@ -148,58 +123,42 @@ def opened(gpu: ctypes.CDLL) -> Driver:
 
 
 def test_the_stand_in_keeps_contexts_per_thread(opened: Driver) -> None:
-    seen: list[str] = []
-
-    def elsewhere() -> None:
-        try:
-            opened.free_bytes()
-        except CudaError as error:
-            seen.append(str(error))
-
-    with opened.context(opened.first_device()):
+    with opened.context(opened.first_device()), ThreadPoolExecutor(1) as elsewhere:
         opened.free_bytes()
-        thread = Thread(target=elsewhere)
-        thread.start()
-        thread.join()
-    assert seen == ["cuMemGetInfo_v2: CUDA_ERROR_INVALID_CONTEXT"]
+        with pytest.raises(CudaError, match="cuMemGetInfo_v2: CUDA_ERROR_INVALID_CONTEXT"):
+            elsewhere.submit(opened.free_bytes).result()
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda driver, stream: driver.call("cuStreamSynchronize", stream),
-        lambda driver, stream: driver.call("cuMemFree_v2", 2**60),
-        lambda driver, stream: driver.device_memory(64).__enter__(),
-        lambda driver, stream: driver.event().__enter__(),
-    ],
-)
-def test_the_stand_in_captures_only_launches(opened: Driver, call: Callable[[Driver, c_void_p], None]) -> None:
-    with opened.context(opened.first_device()), opened.stream() as stream:
-        opened.call("cuStreamBeginCapture_v2", stream, 1)
-        with pytest.raises(CudaError, match="CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"):
-            call(opened, stream)
-        graph = c_void_p()
-        with pytest.raises(CudaError, match="CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"):
-            opened.call("cuStreamEndCapture", stream, byref(graph))
-        assert not graph
+def test_the_stand_in_captures_only_launches(opened: Driver) -> None:
+    for call in (
+        lambda stream: opened.call("cuStreamSynchronize", stream),
+        lambda _: opened.call("cuMemFree_v2", 2**60),
+        lambda _: opened.device_memory(64).__enter__(),
+        lambda _: opened.event().__enter__(),
+    ):
+        with opened.context(opened.first_device()), opened.stream() as stream:
+            opened.call("cuStreamBeginCapture_v2", stream, 1)
+            with pytest.raises(CudaError, match="CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"):
+                call(stream)
+            graph = c_void_p()
+            with pytest.raises(CudaError, match="CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"):
+                opened.call("cuStreamEndCapture", stream, byref(graph))
+            assert not graph
 
 
 def test_the_stand_in_finds_queries_of_captured_streams(opened: Driver, gpu: ctypes.CDLL) -> None:
     """From whatever thread: the driver discards what is captured."""
-    seen: list[bool] = []
     with opened.primary_context(opened.first_device()) as context, opened.current(context), opened.stream() as stream:
 
-        def look() -> None:
+        def look() -> bool:
             with opened.current(context):
-                seen.append(opened.is_well(stream))
+                return opened.is_well(stream)
 
         opened.call("cuStreamBeginCapture_v2", stream, 2)
-        thread = Thread(target=look)
-        thread.start()
-        thread.join()
+        with ThreadPoolExecutor(1) as elsewhere:
+            assert not elsewhere.submit(look).result()
         with pytest.raises(CudaError, match="CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"):
             opened.call("cuStreamEndCapture", stream, byref(c_void_p()))
-    assert seen == [False]
     assert gpu.fake_fault() == b"a stream was queried while it was captured"
     gpu.fake_reset()
 
@@ -221,45 +180,6 @@ def test_the_stand_in_rejects_freed_handles(opened: Driver, images: CudaImages) 
                 opened.call(name, *arguments)
 
 
-HostFunction = ctypes.CFUNCTYPE(None, c_void_p)
-
-
-@pytest.mark.parametrize("captured", [False, True])
-def test_the_stand_in_calls_functions_of_the_host_in_order(
-    opened: Driver, monkeypatch: pytest.MonkeyPatch, captured: bool
-) -> None:
-    """Each with what it was given, after what is before it in its stream."""
-    monkeypatch.setenv("FAKE_CUDA_DELAY_US", "500")
-    seen: list[tuple[int | None, bytes]] = []
-    with opened.context(opened.first_device()), opened.stream() as stream, opened.pinned_memory(4) as pinned:
-        with opened.device_memory(4) as memory:
-            note = HostFunction(lambda data: seen.append((data, ctypes.string_at(pinned.value or 0, 4))))
-            refill = HostFunction(lambda data: ctypes.memset(pinned.value or 0, data or 0, 4) and None)
-            graph = c_void_p()
-            if captured:
-                opened.call("cuStreamBeginCapture_v2", stream, 2)
-            for number in (7, 8, 9):
-                opened.call("cuLaunchHostFunc", stream, refill, number)
-                opened.call("cuMemcpyHtoDAsync_v2", memory, pinned, 4, stream)
-                opened.call("cuLaunchHostFunc", stream, note, number)
-            if captured:
-                opened.call("cuStreamEndCapture", stream, byref(graph))
-                runnable = c_void_p()
-                opened.call("cuGraphInstantiateWithFlags", byref(runnable), graph, 0)
-                assert not seen
-                opened.call("cuGraphLaunch", runnable, stream)
-                opened.call("cuGraphDestroy", graph)
-            opened.call("cuMemcpyDtoHAsync_v2", pinned, memory, 4, stream)
-            opened.call("cuStreamSynchronize", stream)
-            assert seen == [(number, bytes([number] * 4)) for number in (7, 8, 9)]
-            if captured:
-                opened.call("cuGraphExecDestroy", runnable)
-            with pytest.raises(CudaError, match="CUDA_ERROR_INVALID_VALUE"):
-                opened.call("cuLaunchHostFunc", stream, None, None)
-        with pytest.raises(CudaError, match="CUDA_ERROR_INVALID_HANDLE"):
-            opened.call("cuLaunchHostFunc", c_void_p(1), note, None)
-
-
 def test_the_stand_in_finds_functions_of_the_host_that_call_the_driver(opened: Driver, gpu: ctypes.CDLL) -> None:
     said: list[str] = []
 
@@ -269,7 +189,7 @@ def test_the_stand_in_finds_functions_of_the_host_that_call_the_driver(opened: D
         except CudaError as error:
             said.append(str(error))
 
-    function = HostFunction(ask)
+    function = ctypes.CFUNCTYPE(None, c_void_p)(ask)
     with opened.context(opened.first_device()), opened.stream() as stream:
         opened.call("cuLaunchHostFunc", stream, function, None)
         opened.call("cuStreamSynchronize", stream)
@@ -284,3 +204,158 @@ def test_the_stand_in_counts_what_a_context_leaks(opened: Driver, gpu: ctypes.CD
         opened.call("cuMemAllocHost_v2", byref(c_void_p()), 3)
     assert (gpu.fake_owned(), gpu.fake_leaked()) == (0, 2)
     gpu.fake_reset()
+
+
+def test_the_stand_ins_events_have_times_like_the_drivers(gpu: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not before they were recorded and reached, nor where they are not made for it."""
+    monkeypatch.setenv("FAKE_CUDA_DELAY_US", "50000")
+    opened, elapsed = Driver(driver.LIBRARY), ctypes.c_float()
+
+    def between(first: c_void_p, second: c_void_p) -> float:
+        opened.call("cuEventElapsedTime", byref(elapsed), first, second)
+        return elapsed.value
+
+    with ExitStack() as stack:
+        stack.enter_context(opened.context(opened.first_device()))
+        stream = stack.enter_context(opened.stream())
+        first, second, untimed = (stack.enter_context(opened.event(timed)) for timed in (True, True, False))
+        states = set()
+        for _ in range(10):  # one of ten waits is long enough for the question, as good as certainly
+            opened.call("cuEventRecord", first, stream)
+            opened.call("cuEventRecord", untimed, stream)
+            try:
+                between(first, first)
+            except KernelError as error:
+                states.add(str(error))
+            opened.call("cuStreamSynchronize", stream)
+        assert states == {"cuEventElapsedTime: CUDA_ERROR_NOT_READY"}
+        for other in (second, untimed):
+            with pytest.raises(KernelError, match="CUDA_ERROR_INVALID_HANDLE"):
+                between(first, other)
+        time.sleep(0.002)
+        opened.call("cuEventRecord", second, stream)
+        opened.call("cuEventSynchronize", second)
+        assert between(first, second) >= 2
+        assert between(second, first) == -between(first, second)
+
+
+# ---- device.json, and the choice of the image for a GPU ----
+
+
+Launches = list[dict[str, Any]]
+
+
+def described() -> dict[str, Any]:
+    shown = {"registers": 40, "local_bytes": 0, "shared_bytes": 1024}
+    first = {"symbol": "add_kernel", "grid": [2**31 - 1, 65535, 1], "block": [1024, 1, 1], "args": [0, 2, 2], **shown}
+    second = {"symbol": "add_kernel_1", "grid": [1, 1, 65535], "block": [4, 4, 64], "args": [], **shown}
+    return {"sm": 86, "ptx_sm": 89, "kernels": {"add": [first, second]}}
+
+
+def read(root: Any) -> CudaImages:
+    return read_images(json.dumps(root).encode(), b"cubin", b"ptx", "device.json")
+
+
+def test_a_description_is_read() -> None:
+    launches = (
+        GpuLaunch("add_kernel", (2**31 - 1, 65535, 1), (1024, 1, 1), (0, 2, 2)),
+        GpuLaunch("add_kernel_1", (1, 1, 65535), (4, 4, 64), ()),
+    )
+    assert read(described()) == CudaImages(86, 89, b"cubin", b"ptx", {"add": launches})
+    for text in (b"", b"[]", b"{", b"\xff"):
+        with pytest.raises(ArtifactError, match=r"device\.json"):
+            read_images(text, b"", b"", "device.json")
+
+
+WRONG_ROOTS = {
+    "sm": [None, "89", 0, 49, 1000, 8.9, True],
+    "ptx_sm": [None, -89, "sm_89"],
+    "kernels": [None, [], "add", {"add": {}}, {"add": []}, {"add": [3]}],
+}
+WRONG_LAUNCHES = {
+    "symbol": [None, "", 3, "two words", "nul\0", "naïve"],
+    "grid": [None, 8, [], [1, 1], [1, 1, 1, 1], [0, 1, 1], [1, -1, 1], [2**31, 1, 1], [1, 65536, 1], [1, 1, 65536]],
+    "block": [None, [0, 1, 1], [1025, 1, 1], [1, 1, 65], [33, 32, 1], [32.0, 1, 1], [True, 1, 1], ["32", 1, 1]],
+    "args": [None, 0, [-1], [0.0], ["0"], [True], [0] * 513, {"0": 0}],
+}
+
+
+@pytest.mark.parametrize("key", WRONG_ROOTS)
+def test_wrong_descriptions_raise(key: str) -> None:
+    for value in WRONG_ROOTS[key]:
+        with pytest.raises(ArtifactError, match=rf"^device.json: {key}[^\n]*$"):
+            read({**described(), key: value})
+
+
+@pytest.mark.parametrize("key", WRONG_LAUNCHES)
+def test_wrong_launches_raise(key: str) -> None:
+    for value in WRONG_LAUNCHES[key]:
+        root = described()
+        root["kernels"]["add"][1][key] = value
+        with pytest.raises(ArtifactError, match=rf"^device.json: kernels: add\[1\]: {key} must be [^\n]*$"):
+            read(root)
+
+
+def test_launches_use_only_arguments_of_the_call() -> None:
+    launch = GpuLaunch("add_kernel", (1, 1, 1), (32, 1, 1), (0, 3, 1))
+    check_arguments(launch, 4, "add")
+    with pytest.raises(ArtifactError, match="kernel add: add_kernel wants argument 3 and the call has 3"):
+        check_arguments(launch, 3, "add")
+    check_arguments(replace(launch, args=()), 0, "add")
+
+
+# CUDA C++ Programming Guide, "Binary Compatibility" and "PTX Compatibility".
+CHOSEN: dict[tuple[int, int], dict[int, str | None]] = {
+    (75, 75): {80: "ptx"},
+    (80, 80): {86: "cubin"},
+    (86, 86): {89: "cubin", 80: None},
+    (89, 80): {86: "ptx", 80: "ptx"},
+    (89, 89): {89: "cubin", 90: "ptx", 120: "ptx", 86: None, 75: None},
+    (90, 90): {89: None},
+    (100, 100): {90: None},
+    (120, 120): {121: "cubin", 100: None},
+}
+
+
+@pytest.mark.parametrize(("cubin_sm", "ptx_sm"), CHOSEN)
+def test_a_gpu_gets_the_image_for_its_capability(cubin_sm: int, ptx_sm: int, images: CudaImages) -> None:
+    images = replace(images, sm=cubin_sm, ptx_sm=ptx_sm)
+    for sm, chosen in CHOSEN[cubin_sm, ptx_sm].items():
+        if chosen is None:
+            says = f"{min(cubin_sm, ptx_sm) / 10:.1f} and newer.*A card has {sm / 10:.1f}"
+            with pytest.raises(MachineError, match=says) as caught:
+                choose_image(images, sm, "A card")
+            assert caught.value.exit_code == 6
+        else:
+            image = choose_image(images, sm, "A card")
+            expected = (images.cubin, cubin_sm, False) if chosen == "cubin" else (images.ptx, ptx_sm, True)
+            assert (image.data, image.sm, image.is_ptx) == expected
+
+
+def test_the_driver_gets_that_image(make_device: Callable[..., Any], gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for sm, loaded in ((89, 1), (90, 2), (120, 2)):
+        monkeypatch.setenv("FAKE_CUDA_SM", str(sm))
+        assert make_device().sm == sm
+        assert gpu.fake_image() == loaded
+
+
+def artifact_with(code: AcceleratorCode | None, images: CudaImages) -> Any:
+    """Return what opening an accelerator needs of an artifact."""
+    texts = {"kernels/d.json": json.dumps(described()).encode(), "kernels/d.cubin": images.cubin}
+    texts["kernels/d.ptx"] = images.ptx
+    manifest, program = SimpleNamespace(accelerator=code), SimpleNamespace(waiting_kernels=frozenset(), functions={})
+    return SimpleNamespace(folder=Path("model"), manifest=manifest, program=program, texts=texts)
+
+
+def test_the_gpu_is_opened_with_the_artifacts_files(gpu: Any, images: CudaImages, host_code: Path) -> None:
+    files = {"launches": "kernels/d.json", "cubin": "kernels/d.cubin", "ptx": "kernels/d.ptx"}
+    artifact = artifact_with(AcceleratorCode("cuda", sm=86, files=files), images)
+    artifact.load_code = lambda: HostLibrary(host_code)
+    device = open_cuda_accelerator(artifact)
+    device.close()
+    assert gpu.fake_image() == 1
+    with pytest.raises(ArtifactError, match=r"model: manifest\.json and kernels/d\.json disagree on sm"):
+        open_cuda_accelerator(artifact_with(AcceleratorCode("cuda", sm=89, files=files), images))
+    for code in (None, AcceleratorCode("cpu")):
+        with pytest.raises(ArtifactError, match="model: has no code for a GPU"):
+            open_cuda_accelerator(artifact_with(code, images))

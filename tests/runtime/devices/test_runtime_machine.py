@@ -1,11 +1,14 @@
-"""Cores that control groups allow, in the two versions of control groups."""
+"""How many cores and how much memory this machine has, as far as the system or the user knows."""
 
 from pathlib import Path
 
 import pytest
 
-from picompile_runtime.devices import machine
+from picompile_runtime.artifact import weights
+from picompile_runtime.devices import machine, memory
 from picompile_runtime.devices.machine import quota_cores
+from picompile_runtime.devices.memory import check_total
+from picompile_runtime.errors import DoesNotFitError, RequestError
 
 
 class Groups:
@@ -29,16 +32,15 @@ def groups(tmp_path: Path) -> Groups:
     return Groups(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("limit", "cores"),
-    [("max 100000", None), ("150000 100000", 1), ("50000 100000", 1), ("400000 100000", 4), ("nonsense", None)],
-)
-def test_the_group_at_the_mount_point(limit: str, cores: int | None, groups: Groups) -> None:
+def test_the_group_at_the_mount_point(groups: Groups) -> None:
     """A container sees its group there, while the list may have a path that exists only outside."""
-    groups.put("cpu.max", limit)
-    assert groups.cores() == cores
-    groups.list.write_text("0::/docker/1234\n")
-    assert groups.cores() == cores
+    assert groups.cores() is None
+    limits = {"max 100000": None, "150000 100000": 1, "50000 100000": 1, "400000 100000": 4, "nonsense": None}
+    for listed in ("0::/docker/1234\n", "what is this\n\n"):
+        for limit, cores in limits.items():
+            groups.put("cpu.max", limit)
+            assert groups.cores() == cores
+        groups.list.write_text(listed)
 
 
 def test_the_tightest_of_the_groups_around_counts(groups: Groups) -> None:
@@ -59,12 +61,6 @@ def test_groups_of_version_1(groups: Groups) -> None:
     assert groups.cores() == 3
 
 
-def test_a_machine_without_control_groups(groups: Groups) -> None:
-    assert groups.cores() is None
-    groups.list.write_text("what is this\n\n")
-    assert groups.cores() is None
-
-
 def test_threads_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """One for each core of those that this process may use, and no more than the quota."""
     monkeypatch.delenv("PICOMPILE_THREADS", raising=False)
@@ -73,3 +69,23 @@ def test_threads_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     for quota, threads in ((None, 5), (3, 3), (1, 1), (100, 5)):
         monkeypatch.setattr(machine, "quota_cores", lambda quota=quota: quota)
         assert machine.default_threads() == threads
+
+
+def test_memory_that_grows_is_as_large_as_one_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system says 2 GiB, and the user 64."""
+    monkeypatch.setattr(memory, "_physical_bytes", lambda: 2**31)
+    with pytest.raises(DoesNotFitError, match=r"a test needs 3\.00 GiB and this machine has 2\.00 GiB; .*_MEMORY_GIB"):
+        check_total(3 * 2**30, "a test")
+    before = weights._free_bytes()
+    monkeypatch.setenv("PICOMPILE_MEMORY_GIB", "64")
+    check_total(64 * 2**30, "a test")
+    assert weights._free_bytes() - before == pytest.approx(62 * 2**30, rel=0.1)
+    with pytest.raises(DoesNotFitError, match=r"this machine has 64\.00 GiB"):
+        check_total(65 * 2**30, "a test")
+    monkeypatch.setenv("PICOMPILE_MEMORY_GIB", "1")  # no less than there is
+    check_total(2 * 2**30, "a test")
+    for asked in ("64GiB", "-1", "1.5", "12345678", "\n"):
+        monkeypatch.setenv("PICOMPILE_MEMORY_GIB", asked)
+        for ask in (lambda: check_total(1, "a test"), weights._free_bytes):
+            with pytest.raises(RequestError, match="PICOMPILE_MEMORY_GIB must be a whole number of GiB, not"):
+                ask()
