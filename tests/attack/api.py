@@ -9,12 +9,11 @@ a line for each failure, with the seed that repeats it, and a summary.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from helpers.attacks import attack, options
 from helpers.toys.toy_artifact import build_library, make_toy, write_artifact
 from helpers.toys.toy_tokenizers import byte_level
 from helpers.toys.toy_two_sides import build_hybrid_library, write_hybrid
@@ -180,6 +180,7 @@ class Case:
         position = self._pick([value for value in NONSENSE if not _is_whole(value, CONTEXT)])
         tokenizer, params = self.tokenizer, SamplingParams(seed=1)
         sampler = Sampler(params, VOCAB)
+        slots = [*LISTS, [0, slot], [0, 0], [0], [0, 1, 2]]
         word = f"{_word(ids)} {_word(value)} {_word(token)} {_word(slot)} {_word(position)}"
         calls: dict[str, Callable[[], Any]] = {
             "prefill": lambda: engine.prefill(ids),
@@ -191,9 +192,7 @@ class Case:
             "decode": lambda: engine.decode(token),
             "decode slot": lambda: engine.decode(1, slot),
             "batch": lambda: engine.decode_sequences(ids, [0]),
-            "batch slots": lambda: engine.decode_sequences(
-                [1, 2], self._pick([*LISTS, [0, slot], [0, 0], [0], [0, 1, 2]])
-            ),
+            "batch slots": lambda: engine.decode_sequences([1, 2], self._pick(slots)),
             "read_sequences": lambda: engine.read_sequences(ids, ids),
             "rewind": lambda: engine.rewind(position),
             "rewind slot": lambda: engine.rewind(0, slot),
@@ -205,13 +204,9 @@ class Case:
             "spans": lambda: engine.spans(value),
             "perplexity": lambda: perplexity(engine, _no_tokens(ids)),
             "perplexity window": lambda: perplexity(engine, [1, 2], 0 if value is None else value),
-            "generate": lambda: generate(
-                engine, tokenizer, ids if not isinstance(ids, str) else [], keep_position=True
-            ),
+            "generate": lambda: generate(engine, tokenizer, [] if isinstance(ids, str) else ids, keep_position=True),
             "generate max": lambda: generate(engine, tokenizer, [1], max_tokens=0 if value is None else _no_one(value)),
-            "generate stop": lambda: generate(
-                engine, tokenizer, [1], stop=self._pick([None, 5, [5], [""], "", [None]])
-            ),
+            "generate stop": lambda: generate(engine, tokenizer, [1], stop=self._pick(_NO_STOPS)),
             "load": lambda: load(value),
             "load threads": lambda: load(self.folder, threads=0 if value is None else _no_one(value)),
             "params": lambda: SamplingParams(**{self._pick(_PARAMETERS): _no_number(value)}),
@@ -220,9 +215,7 @@ class Case:
             "observe": lambda: sampler.observe(_no_tokens(ids)),
             "sample": lambda: sampler.sample(value),
             "encode": lambda: tokenizer.encode(value if not isinstance(value, str) else None),
-            "decode ids": lambda: tokenizer.decode(
-                self._pick([None, 5, [-1], [1.5], [2**32], [10**30], ["a"], Strange()])
-            ),
+            "decode ids": lambda: tokenizer.decode(self._pick(_NO_IDS)),
             "chat": lambda: tokenizer.encode_chat(value),
             "push": lambda: StreamDecoder(tokenizer).push(token if not _is_whole(token, 2**32) else -1),
         }
@@ -232,21 +225,21 @@ class Case:
         """A closed engine refuses everything, and can be closed again."""
         engine = self.engine
         engine.close()
-        uses: list[Callable[[], Any]] = [
-            lambda: engine.prefill([1]), lambda: engine.decode(1), lambda: engine.read([1]), lambda: engine.check([1]),
-            lambda: engine.decode_sequences([1], [0]), lambda: engine.read_sequences([1], [0]),
-            lambda: engine.score([1]),
-            lambda: engine.rewind(0), lambda: engine.reset(), lambda: engine.copy(0, 1), lambda: engine.firing(),
-            lambda: engine.reset_firing(), lambda: engine.start_timing(), lambda: engine.stop_timing(),
-            lambda: engine.timing("decode"), lambda: engine.spans("decode"), lambda: perplexity(engine, [1, 2]),
-            lambda: generate(engine, self.tokenizer, [1]),
-        ]  # fmt: skip
-        for number, use in enumerate(uses):
-            self._refused(f"closed, use {number}", use)
+        uses: dict[str, tuple[Any, ...]] = {
+            "prefill": ([1],), "decode": (1,), "read": ([1],), "check": ([1],), "decode_sequences": ([1], [0]),
+            "read_sequences": ([1], [0]), "score": ([1],), "rewind": (0,), "reset": (), "copy": (0, 1), "firing": (),
+            "reset_firing": (), "start_timing": (), "stop_timing": (), "timing": ("decode",), "spans": ("decode",),
+        }  # fmt: skip
+        for name, arguments in uses.items():
+            self._refused(f"closed, {name}", partial(getattr(engine, name), *arguments))
+        self._refused("closed, perplexity", lambda: perplexity(engine, [1, 2]))
+        self._refused("closed, generate", lambda: generate(engine, self.tokenizer, [1]))
         engine.close()
         self.twin.close()
 
 
+_NO_IDS = (None, 5, [-1], [1.5], [2**32], [10**30], ["a"], Strange())
+_NO_STOPS = (None, 5, [5], [""], "", [None])
 _PARAMETERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 
 
@@ -290,47 +283,27 @@ def write_folders(base: Path) -> list[Path]:
     return [plain, write_hybrid(base / "hybrid", hybrid, TOY, sequences=SEQUENCES)]
 
 
-def attack(folders: Sequence[Path], seed: int, calls: int = 40) -> list[str]:
+def run(folders: Sequence[Path], seed: int, calls: int = 40) -> list[str]:
     """Make random calls on an artifact, every third time in two threads with engines of their own on the same one."""
     folder = folders[seed % len(folders)]
     if seed % 3:
         return Case(folder, seed).run(calls)
-    found: list[str] = []
-
-    def work(own: int) -> None:
-        try:
-            found.extend(Case(folder, own).run(calls))
-        except BaseException as error:
-            found.append(f"{type(error).__name__}: {error}")
-
-    threads = [threading.Thread(target=work, args=(2 * seed + number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
+    with ThreadPoolExecutor(2) as threads:
+        cases = [threads.submit(lambda own=own: Case(folder, own).run(calls)) for own in (2 * seed, 2 * seed + 1)]
+    return [failure for case in cases for failure in case.result()]
 
 
-def main() -> None:
-    """Run sequences of calls until their number or the time is reached."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--number", type=int, default=1000)
-    parser.add_argument("--seconds", type=float, default=600.0)
-    parser.add_argument("--seed", type=int, default=0, help="the first; each sequence has one of its own")
-    options = parser.parse_args()
-    end, done, failed = time.monotonic() + options.seconds, 0, 0
+def main() -> int:
+    found = options(__doc__, 1000)
     with tempfile.TemporaryDirectory() as base:
         folders = write_folders(Path(base))
-        for seed in range(options.seed, options.seed + options.number):
-            if time.monotonic() > end:
-                break
-            found = attack(folders, seed)
-            for failure in found[:1]:
-                print(f"seed {seed}: {failure}", flush=True)
-            done, failed = done + 1, failed + bool(found)
-    print(f"{done} sequences of 40 calls, {failed} failed")
-    sys.exit(1 if failed else 0)
+
+        def case(seed: int) -> tuple[str, str | None]:
+            failures = run(folders, seed)
+            return ("wrong", failures[0]) if failures else ("right", None)
+
+        return 1 if attack(case, found.number, found.seconds, found.seed).failures else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Ways to damage an artifact: bytes of its files, the content of its JSON, calls of its program, and its weights."""
+"""Ways to damage an artifact: the content of its JSON, calls of its program, and its weights."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 from random import Random
@@ -23,7 +23,7 @@ Json = dict[str, Any]
 
 CODE = ".so"
 # Code is what is trusted: with a hash of its own it may do anything, so only its old hash is held against it.
-_JSON = ("program.json", "manifest.json", "report.json", "tokenizer.json", "tokenizer_config.json")
+_JSON = ("program.json", "report.json", "tokenizer.json", "tokenizer_config.json")
 _DTYPES = ("int8", "uint8", "int32", "int64", "float16", "float32")
 
 
@@ -55,51 +55,6 @@ def seal(folder: Path) -> None:
     write(path, sealed(manifest))
 
 
-# ---- with the hashes of before ----
-
-
-def damage_files(folder: Path, random: Random) -> str:
-    """Change some bytes, the length or the kind of one file, or exchange two."""
-    names = files_of(folder)
-    name = random.choice([*names, "manifest.json", "program.json"])
-    path, content = folder / name, bytearray((folder / name).read_bytes())
-    kind = random.choice(("flip", "flip", "flip", "set", "cut", "grow", "insert", "empty", "gone", "link", "exchange"))
-    if not content and kind in ("flip", "set", "cut"):
-        kind = "grow"
-    if kind == "flip":
-        content[random.randrange(len(content))] ^= 1 << random.randrange(8)
-    elif kind == "set":
-        at = random.randrange(len(content))
-        size = min(random.choice((1, 8, 512)), len(content) - at)
-        fresh = random.randbytes(size)
-        content[at : at + size] = fresh if fresh != content[at : at + size] else bytes(byte ^ 255 for byte in fresh)
-    elif kind == "cut":
-        del content[random.randrange(len(content)) :]
-    elif kind == "grow":
-        content += random.choice((b" ", b"\n", b"\0", random.randbytes(64)))
-    elif kind == "insert":
-        content[(at := random.randrange(len(content) + 1)) : at] = random.choice((b" ", b"0", b"\0" * 64))
-    elif kind == "empty":
-        content = bytearray()
-    if kind == "gone":
-        path.unlink()
-    elif kind == "link":
-        kept = path.with_name(path.name + ".kept")
-        path.rename(kept)
-        path.symlink_to(kept.name)
-    elif kind == "exchange":
-        other = folder / random.choice([each for each in names if (folder / each).read_bytes() != bytes(content)])
-        first, second = path.read_bytes(), other.read_bytes()
-        write(path, second)
-        write(other, first)
-    else:
-        write(path, bytes(content))
-    return f"{kind} {name}"
-
-
-# ---- with hashes that are right again ----
-
-
 def damage_content(folder: Path, random: Random) -> str:
     """Change what a file says, and give it the hash that it then has."""
     choices = ((_calls, 12), (_sizes, 5), (_strange, 5), (_weights, 4), (_text, 2), (_manifest, 3))
@@ -114,26 +69,27 @@ def damage_content(folder: Path, random: Random) -> str:
     return ", ".join(told)
 
 
-def _change_json(folder: Path, name: str, change: Callable[[Any], Any]) -> None:
+@contextmanager
+def edited(folder: Path, name: str) -> Iterator[Any]:
+    """The content of a file of JSON, which is written back."""
     content = json.loads((folder / name).read_bytes())
-    found = change(content)
-    write(folder / name, json.dumps(content if found is None else found).encode())
+    yield content
+    write(folder / name, json.dumps(content).encode(errors="surrogatepass"))
 
 
 def _calls(folder: Path, random: Random) -> str:
-    told = ""
-
-    def change(program: Json) -> None:
-        nonlocal told
-        told = random.choice(_CALL_CHANGES)(program, random)
-
-    _change_json(folder, "program.json", change)
-    return f"program: {told}"
+    with edited(folder, "program.json") as program:
+        return f"program: {random.choice(_CALL_CHANGES)(program, random)}"
 
 
 def _some_call(program: Json, random: Random) -> tuple[list[Json], int]:
     calls = program["functions"][random.choice([name for name, each in program["functions"].items() if each])]
     return calls, random.randrange(len(calls))
+
+
+def _weights_of(program: Json) -> list[str]:
+    args = (arg for calls in program["functions"].values() for call in calls for arg in call["args"])
+    return [arg["weight"] for arg in args if "weight" in arg]
 
 
 def _swap_functions(program: Json, random: Random) -> str:
@@ -145,79 +101,56 @@ def _swap_functions(program: Json, random: Random) -> str:
     return f"{one} and {other} exchanged"
 
 
-def _swap_arguments(program: Json, random: Random) -> str:
-    calls, at = _some_call(program, random)
-    args = calls[at]["args"]
-    one, other = random.randrange(len(args)), random.randrange(len(args))
-    args[one], args[other] = args[other], args[one]
-    return f"arguments {one} and {other} of {calls[at]['kernel']}"
+def _change_argument(program: Json, random: Random) -> str:
+    (calls, at), (others, from_) = _some_call(program, random), _some_call(program, random)
+    args, weights = calls[at]["args"], _weights_of(program)
+    place, other = random.randrange(len(args)), random.randrange(len(args))
+    given = args[place]
+    kind = random.choice(("swap", "swap", "foreign", "foreign", "weight", "offset", "shape", "dtype"))
+    if kind == "swap":
+        args[place], args[other] = args[other], args[place]
+    elif kind == "foreign":
+        args[place] = copy.deepcopy(random.choice(others[from_]["args"]))
+        if random.random() < 0.5:  # of the same view
+            args[place] |= {key: given[key] for key in ("dtype", "shape") if key in given}
+    elif kind == "weight" and weights and (name := given.get("buffer") or given.get("state")):
+        # Where a buffer of the same size is: the kernel would write to it.
+        tensor = program["buffers"].get(name) or program["state"][name]
+        view = {key: given.get(key, tensor[key]) for key in ("dtype", "shape")}
+        args[place] = {"weight": random.choice(weights), **view}
+    elif kind == "offset":
+        given["offset"] = random.choice((0, 4, 16, 64, 128, 4096))
+    elif kind == "dtype":
+        given["dtype"] = random.choice(_DTYPES)
+    elif kind == "shape":
+        given["shape"] = _another_shape(given.get("shape") or [random.choice((1, 3, 16, 64, 96, 300))], random)
+    return f"{kind} of argument {place} of {calls[at]['kernel']}: {json.dumps(args[place])}"
 
 
-def _foreign_argument(program: Json, random: Random) -> str:
-    calls, at = _some_call(program, random)
-    others, from_ = _some_call(program, random)
-    args, place = calls[at]["args"], random.randrange(len(calls[at]["args"]))
-    given = copy.deepcopy(random.choice(others[from_]["args"]))
-    if random.random() < 0.5:  # of the same view
-        kept = {key: args[place][key] for key in ("dtype", "shape") if key in args[place]}
-        given = {key: value for key, value in given.items() if key not in ("dtype", "shape")} | kept
-    args[place] = given
-    return f"argument {place} of {calls[at]['kernel']} is {json.dumps(given)}"
-
-
-def _weight_as_output(program: Json, random: Random) -> str:
-    """A weight where a buffer of the same size is: the kernel would write to it."""
-    calls, at = _some_call(program, random)
-    weights = [
-        arg for each in program["functions"].values() for call in each for arg in call["args"] if "weight" in arg
-    ]
-    args, place = calls[at]["args"], random.randrange(len(calls[at]["args"]))
-    name = args[place].get("buffer") or args[place].get("state")
-    if name is None or not weights:
-        return "nothing"
-    tensor = program["buffers"].get(name) or program["state"][name]
-    view = {key: args[place].get(key, tensor[key]) for key in ("dtype", "shape")}
-    args[place] = {"weight": random.choice(weights)["weight"], **view}
-    return f"argument {place} of {calls[at]['kernel']} is {json.dumps(args[place])}"
-
-
-def _other_kernel(program: Json, random: Random) -> str:
-    calls, at = _some_call(program, random)
-    others, from_ = _some_call(program, random)
-    calls[at]["kernel"] = others[from_]["kernel"]
-    return f"call {at} is of {others[from_]['kernel']}"
-
-
-def _move_call(program: Json, random: Random) -> str:
-    calls, at = _some_call(program, random)
-    kind = random.choice(("drop", "double", "move", "swap", "foreign"))
-    if kind == "drop":
+def _change_call(program: Json, random: Random) -> str:
+    (calls, at), (others, from_) = _some_call(program, random), _some_call(program, random)
+    call, foreign = calls[at], others[from_]
+    kind = random.choice(("kernel", "drop", "double", "move", "swap", "foreign", "device", "op", "number"))
+    if kind == "kernel":
+        call["kernel"] = foreign["kernel"]
+    elif kind == "drop":
         del calls[at]
     elif kind == "double":
-        calls.insert(random.randrange(len(calls) + 1), copy.deepcopy(calls[at]))
+        calls.insert(random.randrange(len(calls) + 1), copy.deepcopy(call))
     elif kind == "move":
         calls.insert(random.randrange(len(calls)), calls.pop(at))
     elif kind == "swap":
         other = random.randrange(len(calls))
         calls[at], calls[other] = calls[other], calls[at]
+    elif kind == "foreign":
+        calls.insert(at, copy.deepcopy(foreign))
+    elif kind == "device":
+        call["device"] = "host" if call.get("device") == "device" else "device"
+    elif kind == "op":
+        call["op"] = random.choice(("wait", "receive", "send", "ffn", "head", "x"))
     else:
-        others, from_ = _some_call(program, random)
-        calls.insert(at, copy.deepcopy(others[from_]))
-    return f"{kind} call {at}"
-
-
-def _change_view(program: Json, random: Random) -> str:
-    calls, at = _some_call(program, random)
-    argument = random.choice(calls[at]["args"])
-    key = random.choice(("offset", "shape", "dtype"))
-    if key == "offset":
-        argument["offset"] = random.choice((0, 4, 16, 64, 128, 4096))
-    elif key == "dtype":
-        argument["dtype"] = random.choice(_DTYPES)
-    else:
-        shape = argument.get("shape") or [random.choice((1, 3, 16, 64, 96, 300))]
-        argument["shape"] = _another_shape(shape, random)
-    return f"{key} of an argument of {calls[at]['kernel']}"
+        call[random.choice(("layer", "window", "weight_bytes"))] = random.choice((0, 1, 7, 2**31, 2**47))
+    return f"{kind} of call {at}, {call['kernel']}"
 
 
 def _another_shape(shape: Sequence[int], random: Random) -> list[int]:
@@ -235,21 +168,6 @@ def _another_shape(shape: Sequence[int], random: Random) -> list[int]:
     elif len(found) > 1:
         found[at - 1 : at + 1] = [found[at - 1] * found[at]] if at else [found[0]]
     return found
-
-
-def _change_device(program: Json, random: Random) -> str:
-    calls, at = _some_call(program, random)
-    now = calls[at].get("device", "host")
-    calls[at]["device"] = "host" if now == "device" else "device"
-    return f"{calls[at]['kernel']} on the other device"
-
-
-def _change_op(program: Json, random: Random) -> str:
-    calls, at = _some_call(program, random)
-    key = random.choice(("op", "layer", "window", "weight_bytes"))
-    ops = ("wait", "receive", "send", "ffn", "head", "x")
-    calls[at][key] = random.choice(ops) if key == "op" else random.choice((0, 1, 7, 2**31, 2**47))
-    return f"{key} of call {at}"
 
 
 def _change_buffer(program: Json, random: Random) -> str:
@@ -283,13 +201,7 @@ def _change_tables(program: Json, random: Random) -> str:
         part = random.choice(program["ffn"])
         part[random.choice(("layer", "stats_row", "neurons"))] = random.choice((0, 1, 5, 100, 2**40))
     elif kind == "streamed":
-        weights = [
-            arg["weight"]
-            for calls in program["functions"].values()
-            for call in calls
-            for arg in call["args"]
-            if "weight" in arg
-        ]
+        weights = _weights_of(program)
         program["streamed"] = random.sample(weights, min(3, len(weights)))
     else:
         names = sorted(program["buffers"])
@@ -297,22 +209,8 @@ def _change_tables(program: Json, random: Random) -> str:
     return f"{kind} changed"
 
 
-_CALL_CHANGES: tuple[Callable[[Json, Random], str], ...] = (
-    _swap_functions,
-    _swap_arguments,
-    _swap_arguments,
-    _foreign_argument,
-    _foreign_argument,
-    _weight_as_output,
-    _other_kernel,
-    _move_call,
-    _move_call,
-    _change_view,
-    _change_device,
-    _change_op,
-    _change_buffer,
-    _change_buffer,
-    _change_tables,
+_CALL_CHANGES = (
+    *(_swap_functions, *[_change_argument] * 6, *[_change_call] * 5, _change_buffer, _change_buffer, _change_tables),
 )
 
 
@@ -320,55 +218,52 @@ def _sizes(folder: Path, random: Random) -> str:
     """Sizes that manifest and program agree on, or do not."""
     key = random.choice(("context", "chunk", "sequences", "vocab", "layers", "arena_bytes", "shared_arena_bytes"))
     factor = random.choice((0.5, 2, 3, 1000, 2**20))
-    value = 0
-
-    def change(program: Json) -> None:
-        nonlocal value
+    with edited(folder, "program.json") as program:
         value = max(1, int(program[key] * factor)) if random.random() < 0.7 else random.choice((1, 2, 3, 7, 2**31 - 1))
         before, program[key] = program[key], value
         if random.random() < 0.5:  # with everything that is as large
             for tensor in (*program["buffers"].values(), *program["state"].values()):
                 tensor["shape"] = [value if size == before else size for size in tensor["shape"]]
-
-    _change_json(folder, "program.json", change)
     if random.random() < 0.8:
-        _change_json(folder, "manifest.json", lambda manifest: manifest.update({key: value}))
+        with edited(folder, "manifest.json") as manifest:
+            manifest[key] = value
     return f"sizes: {key} is {value}"
 
 
 def _strange(folder: Path, random: Random) -> str:
     """A strange value, or none, anywhere in a file of JSON."""
-    name = random.choice([each for each in _JSON if (folder / each).exists() and each != "manifest.json"])
+    name = random.choice([each for each in _JSON if (folder / each).exists()])
     content = json.loads((folder / name).read_bytes())
     # The tables are long: each key gets its turn.
-    by_depth: dict[Any, list[Any]] = {}
+    by_key: dict[Any, list[Any]] = {}
     for place in places(content):
-        by_depth.setdefault(tuple(key for key in place if isinstance(key, str))[-1:], []).append(place)
-    place = random.choice(by_depth[random.choice(sorted(by_depth))])
-    if random.random() < 0.25:
-        content, told = without(content, place), "gone"
-    else:
-        value = random.choice(STRANGE)
-        content, told = replaced(content, place, value), repr(value)[:20]
+        by_key.setdefault(tuple(key for key in place if isinstance(key, str))[-1:], []).append(place)
+    place = random.choice(by_key[random.choice(sorted(by_key))])
+    content, told = _spoiled(content, place, random)
     write(folder / name, json.dumps(content).encode(errors="surrogatepass"))
-    return f"{name}: {'.'.join(map(str, place))[:80]} {told}"
+    return f"{name}: {told}"
 
 
 def _manifest(folder: Path, random: Random) -> str:
     """A strange value anywhere in the manifest, which gets its own hash."""
     content = json.loads((folder / "manifest.json").read_bytes())
     place = random.choice([place for place in places(content) if place != ("sha256",)])
-    value = random.choice(STRANGE)
-    content = without(content, place) if random.random() < 0.3 else replaced(content, place, value)
+    content, told = _spoiled(content, place, random)
     write(folder / "manifest.json", sealed(content))
-    return f"manifest: {'.'.join(map(str, place))[:80]}"
+    return f"manifest: {told}"
+
+
+def _spoiled(content: Any, place: Any, random: Random) -> tuple[Any, str]:
+    where, value = ".".join(map(str, place))[:80], random.choice(STRANGE)
+    if random.random() < 0.25:
+        return without(content, place), f"{where} gone"
+    return replaced(content, place, value), f"{where} {repr(value)[:20]}"
 
 
 def _text(folder: Path, random: Random) -> str:
     """Text that is no JSON, or is in another way."""
-    name = random.choice(
-        [each for each in files_of(folder) if not each.endswith((CODE, "manifest.json", "safetensors"))]
-    )
+    others = (CODE, "manifest.json", "safetensors")
+    name = random.choice([each for each in files_of(folder) if not each.endswith(others)])
     text = (folder / name).read_bytes()
     at = random.randrange(len(text)) if text else 0
     kind = random.choice(("cut", "flip", "deep", "twice", "digits"))
@@ -383,12 +278,18 @@ def _text(folder: Path, random: Random) -> str:
     return f"text: {kind} {name}"
 
 
+def weights_of(path: Path) -> tuple[Json, bytearray]:
+    """Return header and data of a safetensors file."""
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    return json.loads(content[8 : 8 + size]), bytearray(content[8 + size :])
+
+
 def _weights(folder: Path, random: Random) -> str:
     """Headers with exchanged or strange entries, and data of any value."""
     path = folder / "weights.safetensors"
-    content = path.read_bytes()
-    size = int.from_bytes(content[:8], "little")
-    header, data = json.loads(content[8 : 8 + size]), bytearray(content[8 + size :])
+    header, data = weights_of(path)
+    before = len(data)
     names = sorted(name for name in header if name != "__metadata__")
     kind = random.choice(("exchange", "offsets", "strange", "gone", "data", "data", "data", "floats", "length"))
     one, other = random.sample(names, 2)
@@ -406,7 +307,7 @@ def _weights(folder: Path, random: Random) -> str:
         fill = random.choice((b"\xff", b"\x7f", b"\0", random.randbytes(1)))
         at = random.randrange(begin, end)
         data[at : min(end, at + random.choice((1, 4, 4096)))] = fill * (min(end, at + 4096) - at)
-        del data[len(content) - 8 - size :]
+        del data[before:]
     text = json.dumps(header).encode(errors="surrogatepass")
     text += b" " * (-(8 + len(text)) % 64)
     length = len(text) if kind != "length" else random.choice((0, 7, len(text) + 64, 2**40, 2**63))

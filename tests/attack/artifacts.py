@@ -8,22 +8,20 @@ With the hashes of before each must be refused. With right ones, each must be re
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
 import sys
 import tempfile
-import time
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from artifact_mutations import copy_artifact, damage_content, damage_files
-from children import Outcome, run_case
+from artifact_mutations import copy_artifact, damage_content, files_of
+
+from helpers.attacks import Report, attack, damage_file, options, run_case
 
 LIMIT_S = 5.0
 CHUNK, SEQUENCES, CONTEXT = 16, 3, 64
@@ -53,14 +51,8 @@ def make_bases(folder: Path) -> None:
     text.write_text("".join(f"line {number}: def f(x): return x ** {number}\n" for number in range(60)))
     predictors = write_predictors(llama, folder / "predictors", bias=0.0)
     sizes = {"context": CONTEXT, "chunk": CHUNK}
-    learned = {
-        "predictor": "learned",
-        "predictors": predictors,
-        "calibration": (text,),
-        "gate": None,
-        "gate_tokens": 64,
-    }
-    several = {"sequences": SEQUENCES, **learned, **sizes}
+    learned = {"predictor": "learned", "predictors": predictors, "calibration": (text,), "gate": None}
+    several = {"sequences": SEQUENCES, "gate_tokens": 64, **learned, **sizes}
     random = np.random.default_rng(0)
     hot = {layer: sorted(random.permutation(96)[:40].tolist()) for layer in range(2)}
     compile_for_test(llama, folder / "masked", quant="f16", **several)
@@ -111,60 +103,45 @@ def use(folder: Path) -> str:
         return f"{'refused' if error.exit_code != 1 else 'failed in a kernel'}\n{type(error).__name__}: {error}"
 
 
-def check(base: Base, keeps_hashes: bool, seed: int, folder: Path) -> tuple[str, Outcome]:
-    """Damage a copy of `base` and use it; return what was done and how it ended."""
-    target = folder / "case"
-    shutil.rmtree(target, ignore_errors=True)
-    copy_artifact(base.folder, target)
-    random = Random(seed)
-    told = (damage_files if keeps_hashes else damage_content)(target, random)
-
-    def case() -> str:
-        os.environ["PICOMPILE_MMAP"] = str(int(base.mapped))
-        return use(target)
-
-    return told, run_case(case, LIMIT_S)
+def damage(folder: Path, keeps_hashes: bool, random: Random) -> str:
+    """Damage an artifact in place; return what was done."""
+    if not keeps_hashes:
+        return damage_content(folder, random)
+    files = [folder / name for name in files_of(folder)]
+    chosen = random.choice([*files, folder / "manifest.json", folder / "program.json"])
+    return damage_file(chosen, files, random)
 
 
-def run(number: int | None, seconds: float | None, seed: int, bases: list[Base], folder: Path) -> Counter[str]:
-    """Try `number` cases, or as many as `seconds` allow, from `seed` on. Print failures; return counts of outcomes."""
-    counts: Counter[str] = Counter()
-    end = None if seconds is None else time.monotonic() + seconds
-    at, slowest = 0, 0.0
-    while (number is None or at < number) and (end is None or time.monotonic() < end):
-        case_seed = seed + at
-        keeps_hashes = bool(case_seed % 2)
-        base = bases[case_seed // 2 % len(bases)]
-        told, outcome = check(base, keeps_hashes, case_seed, folder)
+def run(bases: list[Base], folder: Path, number: int | None, seconds: float | None, seed: int) -> Report:
+    """Damage copies of `bases` and use them, every second one with the hashes of before."""
+
+    def case(seed: int) -> tuple[str, str | None]:
+        keeps_hashes, base = bool(seed % 2), bases[seed // 2 % len(bases)]
+        target = folder / "case"
+        shutil.rmtree(target, ignore_errors=True)
+        copy_artifact(base.folder, target)
+        told = damage(target, keeps_hashes, Random(seed))
+
+        def work() -> str:
+            os.environ["PICOMPILE_MMAP"] = str(int(base.mapped))
+            return use(target)
+
+        outcome = run_case(work, LIMIT_S)
         regime = "old hashes" if keeps_hashes else "right hashes"
-        is_accepted = keeps_hashes and outcome.word != "refused"
-        counts[f"{regime}: {outcome.word}"] += 1
-        if outcome.is_fault or is_accepted:
-            counts["failures"] += 1
-            where = f"seed {case_seed}: {base.name}, mapped {base.mapped}, {regime}"
-            print(f"{where}, {told}: {outcome.word} {outcome.detail}", flush=True)
-        at, slowest = at + 1, max(slowest, outcome.seconds)
-    print(f"{at} cases, slowest {slowest:.1f} s: {dict(sorted(counts.items()))}", flush=True)
-    return counts
+        is_wrong = outcome.is_fault or (keeps_hashes and outcome.word != "refused")
+        where = f"{base.name}, mapped {base.mapped}, {regime}, {told}: {outcome.word} {outcome.detail}"
+        return f"{regime}: {outcome.word}", where if is_wrong else None
+
+    return attack(case, number, seconds, seed)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--number", type=int)
-    parser.add_argument("--seconds", type=float)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--bases", type=Path, help="folder of bases that an earlier run made, or for this one to make")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="picompile-attack-") as own:
-        os.environ["XDG_CACHE_HOME"] = str(Path(own) / "cache")
-        folder = options.bases or Path(own) / "bases"
-        if not folder.exists():
-            folder.mkdir(parents=True)
-            make_bases(folder)
-        bases = find_bases(folder)
-        number = options.number if options.number or options.seconds else 1000
-        counts = run(number, options.seconds, options.seed, bases, folder)
-    return 1 if counts["failures"] else 0
+    found = options(__doc__, 1000)
+    with tempfile.TemporaryDirectory(prefix="picompile-attack-") as name:
+        folder = Path(name)
+        os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+        make_bases(folder)
+        return 1 if run(find_bases(folder), folder, found.number, found.seconds, found.seed).failures else 0
 
 
 if __name__ == "__main__":

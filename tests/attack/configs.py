@@ -12,14 +12,18 @@ import os
 import random
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from attack_report import Report, attack, options
 from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from helpers.attacks import Report, attack, options
 
 VOCABULARY = 61
 POSITIONS = 96
@@ -33,14 +37,10 @@ _ACTIVATIONS = ("relu", "silu", "gelu", "gelu_new", "relu2", "quick_gelu", "sigm
 # transformers has them, the dialect has not.
 _OTHER_ACTIVATIONS = ("mish", "leaky_relu", "gelu_10", "laplace", "elu", "linear")
 _EPS = (1e-6, 1e-5, 1e-3, 0.1)
-_CLASSES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "ministral": "MinistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "opt": "OPTForCausalLM",
-    "falcon": "FalconForCausalLM",
-}
+_WIDTHS = range(1, 46)
+_SELDOM = (True, False, False)
+_NAMES = {"llama": "Llama", "mistral": "Mistral", "ministral": "Ministral", "qwen2": "Qwen2", "opt": "OPT"}
+_CLASSES = {kind: f"{name}ForCausalLM" for kind, name in (_NAMES | {"falcon": "Falcon"}).items()}
 # Types whose weights have the names that Llama's have, so that only the numbers show the difference.
 _LOOKALIKES = ("gemma", "granite", "qwen2", "mistral", "olmo", "cohere", "starcoder2", "stablelm", "helium", "qwen3")
 
@@ -76,13 +76,14 @@ def draw_config(draw: random.Random) -> dict[str, Any]:
     return {key: value for key, value in config.items() if value is not ...}
 
 
+def _some(draw: random.Random, **choices: Sequence[Any]) -> dict[str, Any]:
+    return {key: draw.choice(values) for key, values in choices.items()}
+
+
 def _heads(draw: random.Random) -> dict[str, Any]:
     heads, kv_heads = draw.choice(((1, 1), (2, 1), (3, 1), (4, 2), (3, 3), (6, 2), (4, None)))
-    return {
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "hidden_size": heads * 2 * draw.randint(1, 6),
-    }
+    hidden = heads * 2 * draw.randint(1, 6)
+    return {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": hidden}
 
 
 def _activation(draw: random.Random) -> str:
@@ -90,23 +91,17 @@ def _activation(draw: random.Random) -> str:
 
 
 def _like_llama(draw: random.Random, family: str, layers: int) -> dict[str, Any]:
-    fields = _heads(draw) | {
-        "intermediate_size": draw.randint(1, 45),
-        "hidden_act": _activation(draw),
-        "rms_norm_eps": draw.choice(_EPS),
-        **_rope(draw),
-    }
+    fields = _heads(draw) | _some(draw, intermediate_size=_WIDTHS, rms_norm_eps=_EPS) | _rope(draw)
+    fields["hidden_act"] = _activation(draw)
     if family in ("mistral", "ministral") and fields["num_key_value_heads"] is None:
-        fields["num_key_value_heads"] = ...
-        fields |= {"num_attention_heads": 8, "hidden_size": 32}
+        fields |= {"num_key_value_heads": ..., "num_attention_heads": 8, "hidden_size": 32}
     if draw.random() < 0.3:
         fields["head_dim"] = 2 * draw.randint(1, 6)
     if family == "llama":
-        return fields | {"attention_bias": draw.random() < 0.3, "mlp_bias": draw.random() < 0.3}
+        return fields | _some(draw, attention_bias=_SELDOM, mlp_bias=_SELDOM)
     fields["sliding_window"] = draw.choice((None, 1, 3, 7, 50, 1000))
     if family == "qwen2":
-        fields["use_sliding_window"] = draw.random() < 0.6
-        fields["max_window_layers"] = draw.randint(0, layers)
+        fields |= _some(draw, use_sliding_window=(True, True, False), max_window_layers=range(layers + 1))
     if draw.random() < {"mistral": 0.4, "ministral": 0.7, "qwen2": 0.3}[family]:
         kinds = ("sliding_attention", "full_attention", "sliding_attention", "full_attention", "chunked_attention")
         fields["layer_types"] = [draw.choice(kinds[: 5 if draw.random() < 0.1 else 4]) for _ in range(layers)]
@@ -122,18 +117,11 @@ def _rope(draw: random.Random) -> dict[str, Any]:
     llama3 = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     yarn = {"factor": factor, **draw.choice(({}, {"attention_factor": 0.7}, {"beta_fast": 16, "beta_slow": 2}))}
     yarn |= draw.choice(({}, {"truncate": False}, {"mscale": 1.0, "mscale_all_dim": 0.5}))
-    kind, more = draw.choice(
-        (
-            ("default", {}),
-            ("default", {"partial_rotary_factor": 0.5} if draw.random() < 0.2 else {}),
-            ("linear", {"factor": factor}),
-            ("linear", {"factor": 8}),
-            ("llama3", {**llama3, "original_max_position_embeddings": 48}),
-            ("llama3", llama3 | {"original_max_position_embeddings": original}),
-            ("yarn", yarn | {"original_max_position_embeddings": original}),
-            ("dynamic", {"factor": factor}),
-        )
-    )
+    halved = {"partial_rotary_factor": 0.5} if draw.random() < 0.2 else {}
+    kinds = [("default", {}), ("default", halved), ("linear", {"factor": factor}), ("linear", {"factor": 8})]
+    kinds += [("llama3", {**llama3, "original_max_position_embeddings": length}) for length in (48, original)]
+    kinds += [("yarn", {**yarn, "original_max_position_embeddings": original}), ("dynamic", {"factor": factor})]
+    kind, more = draw.choice(kinds)
     way = draw.random()
     if way < 0.5:
         return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **more}}
@@ -145,16 +133,11 @@ def _rope(draw: random.Random) -> dict[str, Any]:
 def _opt(draw: random.Random, family: str, layers: int) -> dict[str, Any]:
     fields = _heads(draw)
     del fields["num_key_value_heads"]
-    return fields | {
-        "ffn_dim": draw.randint(1, 45),
-        "activation_function": _activation(draw),
-        "do_layer_norm_before": draw.random() < 0.6,
-        "_remove_final_layer_norm": draw.random() < 0.2,
-        "enable_bias": draw.random() < 0.6,
-        "layer_norm_elementwise_affine": draw.random() < 0.7,
-        "word_embed_proj_dim": draw.choice((None, fields["hidden_size"], draw.randint(1, 20))),
-        "layerdrop": draw.choice((0.0, 0.3)),
-    }
+    often = (True, True, False)
+    fields |= _some(draw, ffn_dim=_WIDTHS, do_layer_norm_before=often, enable_bias=often, layerdrop=(0.0, 0.3))
+    fields |= _some(draw, layer_norm_elementwise_affine=often, _remove_final_layer_norm=_SELDOM)
+    projected = draw.choice((None, fields["hidden_size"], draw.randint(1, 20)))
+    return fields | {"activation_function": _activation(draw), "word_embed_proj_dim": projected}
 
 
 def _falcon(draw: random.Random, family: str, layers: int) -> dict[str, Any]:
@@ -162,69 +145,45 @@ def _falcon(draw: random.Random, family: str, layers: int) -> dict[str, Any]:
     kv_heads = fields.pop("num_key_value_heads")
     if draw.random() < 0.1:
         fields |= {"n_embed": fields["hidden_size"], "hidden_size": ...}
-    return fields | {
-        "num_kv_heads": draw.choice((None, kv_heads)),
-        "new_decoder_architecture": draw.random() < 0.4,
-        "parallel_attn": draw.random() < 0.6,
-        "multi_query": draw.random() < 0.5,
-        "num_ln_in_parallel_attn": draw.choice((None, None, 1, 2)),
-        "bias": draw.random() < 0.4,
-        "alibi": draw.random() < 0.08,
-        "ffn_hidden_size": draw.choice((None, draw.randint(1, 45))),
-        "activation": _activation(draw),
-        "layer_norm_epsilon": draw.choice(_EPS),
-        **_rope(draw),
-    }
+    either = (True, False)
+    fields |= _some(draw, new_decoder_architecture=either, parallel_attn=either, multi_query=either, bias=either)
+    fields |= _some(draw, num_kv_heads=(None, kv_heads), num_ln_in_parallel_attn=(None, None, 1, 2))
+    fields |= _some(draw, ffn_hidden_size=(None, *_WIDTHS), layer_norm_epsilon=_EPS, alibi=(True, *[False] * 11))
+    return fields | {"activation": _activation(draw), **_rope(draw)}
 
 
 def _contradict(draw: random.Random, config: dict[str, Any]) -> None:
     """Another type than the class's, another class than the type's, or one of both alone."""
-    way = draw.randrange(5)
-    if way == 0:
-        config["model_type"] = draw.choice(_LOOKALIKES)
-    elif way == 1:
-        config["architectures"] = [draw.choice(sorted(_CLASSES.values()))]
-    elif way == 2:
-        config["architectures"] = ...
-    elif way == 3:
-        config["architectures"] = [*config["architectures"], draw.choice(sorted(_CLASSES.values()))]
-    else:
-        config["architectures"] = ["SparseLlamaForCausalLM"]
+    other = draw.choice(sorted(_CLASSES.values()))
+    changes = (
+        {"model_type": draw.choice(_LOOKALIKES)},
+        *({"architectures": names} for names in ([other], [*config["architectures"], other], ...)),
+        {"architectures": ["SparseLlamaForCausalLM"]},
+    )
+    config |= draw.choice(changes)
 
 
 def _odd_key(draw: random.Random, config: dict[str, Any]) -> None:
     """A field that another model has, or that changes what transformers computes."""
     odd: dict[str, Any] = {
-        "is_causal": False,
-        "sliding_window": draw.choice((3, 7)),
+        "is_causal": False, "logit_scale": 3.0, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 99,
+        "qk_layernorm": True, "attention_multiplier": 0.3, "rope_interleaved": True, "is_decoder": False,
+        "attention_bias": True, "per_layer_config": {"0": {"intermediate_size": 7}}, "num_experts": 4,
+        "scale_embedding": True, "use_sliding_window": True, "chunk_size_feed_forward": 2,
+        "sliding_window": draw.choice((3, 7)), "head_dim": 2 * draw.randint(1, 6),
         "layer_types": ["sliding_attention"] * config["num_hidden_layers"],
-        "logit_scale": 3.0,
-        "attn_logit_softcapping": 2.0,
-        "query_pre_attn_scalar": 99,
-        "qk_layernorm": True,
-        "attention_multiplier": 0.3,
-        "rope_interleaved": True,
-        "is_decoder": False,
-        "attention_bias": True,
-        "head_dim": 2 * draw.randint(1, 6),
-        "per_layer_config": {"0": {"intermediate_size": 7}},
-        "num_experts": 4,
-        "scale_embedding": True,
-        "use_sliding_window": True,
-        "chunk_size_feed_forward": 2,
-    }
+    }  # fmt: skip
     key = draw.choice(sorted(odd))
     config[key] = odd[key]
 
 
-# ------------------------------------------------------------------------------------------------------- comparing
-
-
 def run_case(seed: int, engine: bool = False) -> Outcome:
     """One case."""
+    from picompile.frontend.config import quiet_transformers
+
     draw = random.Random(seed)
     config = draw_config(draw)
-    with tempfile.TemporaryDirectory() as name, _quiet():
+    with tempfile.TemporaryDirectory() as name, quiet_transformers():
         folder = Path(name) / "model"
         try:
             eager = _reference(folder, config, draw, seed)
@@ -331,17 +290,8 @@ def _error(measured: Tensor, expected: Tensor) -> float:
     return error if error == error else float("inf")
 
 
-def _quiet() -> Any:
-    from picompile.frontend.config import quiet_transformers
-
-    return quiet_transformers()
-
-
-# ------------------------------------------------------------------------------------------------- the command line
-
-
-def run(seconds: float | None, number: int | None, seed: int | None, engine: bool = False) -> Report:
-    """Cases until `number` or the time is up."""
+def run(number: int | None, seconds: float | None, seed: int, engine: bool = False) -> Report:
+    """Run cases until `number` or the time is up."""
     worst = 0.0
 
     def case(seed: int) -> tuple[str, str | None]:
@@ -353,20 +303,18 @@ def run(seconds: float | None, number: int | None, seed: int | None, engine: boo
         wrong = outcome.way in ("different", "taken")
         return outcome.way, f"{outcome.way}: {outcome.text}: {draw_config(random.Random(seed))}" if wrong else None
 
-    report = attack(case, seconds, number, seed, "tests/attack/configs.py")
+    report = attack(case, number, seconds, seed)
     print(f"the largest difference is {worst:.1e} of the largest logit")
     return report
 
 
 def main() -> int:
-    engine = "--engine" in sys.argv
-    sys.argv = [word for word in sys.argv if word != "--engine"]
-    found = options(__doc__)
+    found = options(__doc__, 300, engine=False)
     # Another process may be at work on the user's.
     os.environ.setdefault("PICOMPILE_CACHE", os.path.join(tempfile.gettempdir(), "picompile-attack-cache"))
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
-    return 1 if run(found.seconds, found.number, found.seed, engine).failures else 0
+    return 1 if run(found.number, found.seconds, found.seed, found.engine).failures else 0
 
 
 if __name__ == "__main__":

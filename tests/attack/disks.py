@@ -8,25 +8,21 @@ command must end well, or with exit code 5 (2 where nothing can be written at al
 old or new, and nothing is beside it.
 """
 
-import argparse
 import random
-import resource
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from writers import Attack, import_once, left_behind, run_command
+from writers import Attack, fresh_case, left_behind, run_command
 
-from helpers.kill import digests
+from helpers.attacks import attack, import_once, options
+from helpers.digests import digests
 
 _FULL, _READ_ONLY = 5, 2
 
@@ -61,18 +57,14 @@ class Disks:
         self._work = work
         self._attack = Attack(work, chosen)
         self._kinds = ["limit"] + ["small", "small temporary", "read-only"] * can_mount(work)
-        self.ended: Counter[str] = Counter()
 
-    def case(self, seed: int) -> str | None:
-        """Runs one. What was wrong, None where nothing was."""
+    def case(self, seed: int) -> tuple[str, str | None]:
+        """Run a command on a disk that is too small or read-only."""
         draw = random.Random(seed)
         name, kind = draw.choice(list(self._attack.commands)), draw.choice(self._kinds)
         command, reference = self._attack.commands[name], self._attack.reference(name)
         replaces, kbytes = command.force and draw.random() < 0.5, int(2 ** draw.uniform(0, 12))
-        case = self._work / "case"
-        shutil.rmtree(case, ignore_errors=True)
-        (case / "outputs").mkdir(parents=True)
-        (case / "tmp").mkdir()
+        case = fresh_case(self._work / "case")
         output = case / "outputs" / "out"
         words = [*self._attack.words(command, output), *["--force"] * replaces]
         older = sum(path.stat().st_size + 8192 for path in reference.older.rglob("*")) // 1024 if replaces else 0
@@ -81,33 +73,20 @@ class Disks:
                 shutil.copytree(reference.older, output)
             before = digests(output)
             if kind == "read-only":
-                _remount(case / "outputs")
-            code = run_command(words, case, prepare=_limit(kbytes) if kind == "limit" else lambda: None)
+                subprocess.run(["mount", "-o", "remount,ro", case / "outputs"], check=True, capture_output=True)
+            code = run_command(words, case, most_bytes=1024 * kbytes if kind == "limit" else None)
             said = (case / "output.txt").read_text()
             wrong = self._attack.state(command, reference, output, before) or left_behind(case)
-        self.ended[f"{name} {kind}: {code}"] += 1
         wrong = wrong or _wrong_end(code, said, _READ_ONLY if kind == "read-only" else _FULL)
-        return f"{name}{' --force' * replaces}, {kind}, {kbytes} kB: {wrong}" if wrong else None
+        told = f"{name}{' --force' * replaces}, {kind}, {kbytes} kB: {wrong}"
+        return f"{name} {kind}: {code}", told if wrong else None
 
     def _disk(self, kind: str, case: Path, kbytes: int, older: int) -> AbstractContextManager[None]:
         if kind == "limit":
-            return _mounted_nothing()
+            return nullcontext()
         if kind == "small temporary":
             return _mounted(case / "tmp", f"size={kbytes + 4}k")
         return _mounted(case / "outputs", f"size={older + kbytes + 4}k" if kind == "small" else "size=64m")
-
-
-@contextmanager
-def _mounted_nothing() -> Iterator[None]:
-    yield
-
-
-def _remount(place: Path) -> None:
-    subprocess.run(["mount", "-o", "remount,ro", place], check=True, capture_output=True)
-
-
-def _limit(kbytes: int) -> Callable[[], None]:
-    return partial(resource.setrlimit, resource.RLIMIT_FSIZE, (1024 * kbytes, 1024 * kbytes))
 
 
 def _wrong_end(code: int, said: str, expected: int) -> str | None:
@@ -120,25 +99,11 @@ def _wrong_end(code: int, said: str, expected: int) -> str | None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--number", type=int, default=100)
-    parser.add_argument("--seconds", type=float, default=3600.0)
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31))
-    parser.add_argument("--commands", default="compile,profile,train,synth")
-    options = parser.parse_args()
-    end, failures, done = time.monotonic() + options.seconds, 0, 0
+    found = options(__doc__, 100, commands="compile,profile,train,synth")
     import_once()
     with tempfile.TemporaryDirectory() as name:
-        disks = Disks(Path(name), options.commands.split(","))
-        while done < options.number and time.monotonic() < end:
-            seed = options.seed + done
-            wrong, done = disks.case(seed), done + 1
-            if wrong is not None:
-                failures += 1
-                print(f"{wrong} (--number 1 --seed {seed} --commands {options.commands})", flush=True)
-    ways = ", ".join(f"{count} {way}" for way, count in sorted(disks.ended.items()))
-    print(f"{done} cases from seed {options.seed}: {ways}; {failures} failures")
-    return 1 if failures else 0
+        disks = Disks(Path(name), found.commands.split(","))
+        return 1 if attack(disks.case, found.number, found.seconds, found.seed).failures else 0
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ there, hashing every byte: it must find a whole artifact each time. `--plain` ta
 writers, as on file systems that have none; then a reader may find nothing, but never half of something.
 """
 
-import argparse
+import math
 import multiprocessing
 import random
 import shutil
@@ -18,8 +18,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from helpers.attacks import options
 
 # What a reader says between the two renamings.
 _GONE = ("is not a folder", "cannot be opened (No such file or directory)")
@@ -32,11 +35,6 @@ class Report:
     replacements: int = 0
     reads: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
-
-    def summary(self) -> str:
-        """One line."""
-        found = ", ".join(f"{count} {what}" for what, count in sorted(self.reads.items()))
-        return f"{self.replacements} replacements, reads: {found}; {len(self.failures)} failures"
 
 
 def make_artifacts(folder: Path) -> tuple[Path, Path]:
@@ -54,16 +52,15 @@ def attack(artifacts: tuple[Path, Path], work: Path, number: int, end: float, se
     output, context, report = work / "artifact", multiprocessing.get_context("fork"), Report()
     shutil.copytree(artifacts[0], output)
     done, queue = context.Event(), context.SimpleQueue()
-    writers = [
-        context.Process(target=_write, args=(artifacts, output, number, end, seed + at, plain, queue)) for at in (0, 1)
-    ]
-    reader = context.Process(target=_read, args=(artifacts, output, done, plain, queue))
-    for process in (*writers, reader):
+    writes = [(artifacts, output, number, end, seed + at, plain, queue) for at in (0, 1)]
+    processes = [context.Process(target=_write, args=each) for each in writes]
+    processes.append(context.Process(target=_read, args=(artifacts, output, done, plain, queue)))
+    for process in processes:
         process.start()
-    told = [queue.get() for _ in writers]
+    told = [queue.get() for _ in writes]
     done.set()
     told.append(queue.get())
-    for process in (*writers, reader):
+    for process in processes:
         process.join()
     for replacements, reads, failures in told:
         report.replacements += replacements
@@ -75,14 +72,9 @@ def attack(artifacts: tuple[Path, Path], work: Path, number: int, end: float, se
 
 
 def _write(
-    artifacts: tuple[Path, Path],
-    output: Path,
-    number: int,
-    end: float,
-    seed: int,
-    plain: bool,
-    queue: "multiprocessing.SimpleQueue[tuple[int, Counter[str], list[str]]]",
+    artifacts: tuple[Path, Path], output: Path, number: int, end: float, seed: int, plain: bool, queue: Any
 ) -> None:
+    """Put into `queue` how many replacements were made, and the failures."""
     from picompile.output import place, replacing
     from picompile.output.leftovers import UnsupportedRenameError
 
@@ -103,13 +95,8 @@ def _write(
     queue.put((made, Counter(), failures))
 
 
-def _read(
-    artifacts: tuple[Path, Path],
-    output: Path,
-    done: Event,
-    plain: bool,
-    queue: "multiprocessing.SimpleQueue[tuple[int, Counter[str], list[str]]]",
-) -> None:
+def _read(artifacts: tuple[Path, Path], output: Path, done: Event, plain: bool, queue: Any) -> None:
+    """Put into `queue` what was found until `done`, and the failures."""
     from picompile_runtime import ArtifactError, verify
 
     known = {verify(artifact).sha256: artifact.name for artifact in artifacts}
@@ -128,21 +115,17 @@ def _read(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--number", type=int, default=1000)
-    parser.add_argument("--seconds", type=float, default=3600.0)
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31))
-    parser.add_argument("--plain", action="store_true")
-    options = parser.parse_args()
+    found = options(__doc__, 1000, plain=False)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         artifacts = make_artifacts(folder)
         (folder / "work").mkdir()
-        end = time.monotonic() + options.seconds
-        report = attack(artifacts, folder / "work", options.number, end, options.seed, options.plain)
+        end = time.monotonic() + (found.seconds or math.inf)
+        report = attack(artifacts, folder / "work", found.number or sys.maxsize, end, found.seed, found.plain)
     for failure in report.failures:
-        print(f"{failure} (seed {options.seed})")
-    print(report.summary())
+        print(f"{failure} (seed {found.seed})")
+    reads = ", ".join(f"{count} {what}" for what, count in sorted(report.reads.items()))
+    print(f"{report.replacements} replacements, reads: {reads}; {len(report.failures)} failures")
     return 1 if report.failures else 0
 
 

@@ -1,8 +1,8 @@
 """A server's day in short: artifacts are reloaded in turn, used in every way, closed or dropped, while calls fail.
 
-python tests/attack/soak.py --minutes 30 [--seed 0] [--artifacts FOLDER...]
+python tests/attack/soak.py --minutes 30 [--seed 0]
 
-Without folders it writes toy artifacts, one with a partition of the CPU as hot device. After each round it notes
+It uses toy artifacts, one with a partition of the CPU as hot device. After each round it notes
 what this process has: resident memory, threads, descriptors, maps, child processes. Prints the mean and the most of the
 first and the last third, and fails where the last third has more than the first beyond the bound.
 """
@@ -15,10 +15,10 @@ import os
 import shutil
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, fields
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,8 +27,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import api
 
+from helpers.attacks import run_case
 from helpers.toys.toy_tokenizers import byte_level
-from picompile_runtime import Engine, PicompileRuntimeError, Sampler, SamplingParams, Tokenizer, generate, load, verify
+from picompile_runtime import Engine, PicompileRuntimeError, SamplingParams, Tokenizer, generate, load, verify
 
 CHAT = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"
 ENDLESS = "{% set ns = namespace(s='ab') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}"
@@ -78,52 +79,26 @@ class Soak:
         self.rounds += 1
 
     def _use(self, folder: Path) -> None:
-        engine = load(folder, threads=int(self.random.integers(1, 4)))
-        other = load(folder, threads=2)  # shares code and weights
-        self._work(engine)
-        self._work(other)
-        self._fail(folder, engine)
+        seed = int(self.random.integers(2**31))
+        # Right and wrong calls, every third time in two threads.
+        if failures := api.run([folder], seed):
+            raise AssertionError(failures[0])
+        engine, other = load(folder, threads=1 + seed % 3), load(folder, threads=2)  # share code and weights
+        self._broken(folder)
         self._chat(engine)
-        self._fork(engine)
-        self._in_threads(folder)
+        if self.rounds % 4 == 0:
+            child = run_case(lambda: f"ran {engine.reset()} {engine.prefill([1, 2, 3]).size}", limit_s=60)
+            if child.is_fault:
+                raise AssertionError(f"a forked process failed: {child.word} {child.detail}")
         if self.rounds % 10 == 0:
             verify(folder)
-        if self.random.random() < 0.5:
-            engine.close()
-        if self.random.random() < 0.5:
-            other.close()
-            self._refuses(lambda: other.decode(1))
+        # Some are closed, some are forgotten.
+        for each in (engine, other):
+            if self.random.random() < 0.5:
+                each.close()
+                self._refuses(partial(each.decode, 1))
 
-    def _ids(self, engine: Engine, count: int) -> list[int]:
-        return self.random.integers(0, engine.vocab, count).tolist()
-
-    def _work(self, engine: Engine) -> None:
-        most = min(engine.context, 200)
-        sampler = Sampler(SamplingParams(seed=1), engine.vocab)
-        engine.prefill(self._ids(engine, most // 2))
-        for _ in range(most // 4):
-            engine.read([sampler.sample(engine.read(self._ids(engine, 1)))]) if engine.position + 2 < most else None
-        engine.reset()
-        sum(len(chunk) for chunk in engine.score(self._ids(engine, most // 2)))
-        if engine.sequences > 1:
-            engine.copy(0, 1)
-            for _ in range(5):
-                engine.decode_sequences(self._ids(engine, 2), [0, 1])
-        engine.start_timing()
-        engine.decode(1)
-        engine.stop_timing()
-        for slot in range(engine.sequences):
-            engine.reset(slot)
-
-    def _fail(self, folder: Path, engine: Engine) -> None:
-        for call in (
-            lambda: engine.prefill([engine.vocab]),
-            lambda: engine.prefill([1] * (engine.context + 1)),
-            lambda: engine.decode(None),  # type: ignore[arg-type]
-            lambda: load(folder / "nothing"),
-            lambda: load(folder, threads=0),
-        ):
-            self._refuses(call)
+    def _broken(self, folder: Path) -> None:
         broken = folder.with_name(f"{folder.name}-broken")
         shutil.copytree(folder, broken)
         for name in ("kernels/host.so", "weights.safetensors", "program.json"):
@@ -133,10 +108,11 @@ class Soak:
                 path.write_bytes(content)
                 self._refuses(lambda: load(broken))
         shutil.rmtree(broken)
+        self._refuses(lambda: load(broken))
 
-    def _refuses(self, call: object) -> None:
+    def _refuses(self, call: Callable[[], object]) -> None:
         try:
-            call()  # type: ignore[operator]
+            call()
         except PicompileRuntimeError:
             self.refused += 1
         else:
@@ -150,42 +126,10 @@ class Soak:
         self._refuses(lambda: tokenizer.encode_chat([{"role": object()}]))
         if self.rounds % 5 == 0:
             self._refuses(lambda: Tokenizer(text, {}, ENDLESS).encode_chat([{}]))
+        engine.start_timing()
         prompt = [token % engine.vocab for token in ids]
         "".join(generate(engine, tokenizer, prompt, SamplingParams(seed=1), 5))
-
-    def _fork(self, engine: Engine) -> None:
-        if self.rounds % 4:
-            return
-        child = os.fork()
-        if child == 0:
-            try:
-                engine.reset()
-                engine.prefill([1, 2, 3])
-            except BaseException:
-                os._exit(1)
-            os._exit(0)
-        if os.waitpid(child, 0)[1]:
-            raise AssertionError("a forked process failed")
-
-    def _in_threads(self, folder: Path) -> None:
-        failures: list[BaseException] = []
-
-        def work() -> None:
-            try:
-                engine = load(folder, threads=2)
-                engine.prefill([1, 2, 3])
-                engine.decode(1)
-                engine.close()
-            except BaseException as error:
-                failures.append(error)
-
-        threads = [threading.Thread(target=work) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if failures:
-            raise failures[0]
+        engine.stop_timing()
 
 
 def soak(artifacts: Sequence[Path], work: Path, seconds: float, seed: int, warm: int = 60) -> tuple[list[Held], Soak]:
@@ -223,11 +167,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--artifacts", type=Path, nargs="*", default=[])
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as base:
-        artifacts = options.artifacts or api.write_folders(Path(base))
-        held, rounds = soak(artifacts, Path(base), 60 * options.minutes, options.seed)
+        held, rounds = soak(api.write_folders(Path(base)), Path(base), 60 * options.minutes, options.seed)
     found = growth(held)
     for failure in found:
         print(f"seed {options.seed}: {failure}")

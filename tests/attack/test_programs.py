@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from artifact_mutations import copy_artifact, seal, write
+from artifact_mutations import copy_artifact, edited, seal, weights_of, write
 from artifacts import Base, use
 
 import picompile_runtime
@@ -27,27 +27,54 @@ __all__ = ["gpu_artifact", "gpu_model"]
 Json = dict[str, Any]
 
 
+@pytest.fixture(scope="session")
+def lending_artifact(build_once: BuildOnce) -> Path:
+    """Three layers whose caches the host lends for prompts to an accelerator that has some neurons."""
+
+    def make(folder: Path) -> None:
+        folder.mkdir()
+        save_tiny_llama(folder / "model", num_hidden_layers=3)
+        options = {"quant": "f16", "context": 32, "chunk": 16, "hot": {0: range(20)}, "hot_device": "cpu"}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(compile_steps, "_placement", lambda plan, layers: ON_HOST)
+            compile_for_test(folder / "model", folder / "artifact", **options)
+
+    return build_once("lending-artifact", make) / "artifact"
+
+
 @pytest.fixture
-def copies(bases: list[Base], tmp_path: Path) -> Callable[[str], Path]:
-    """Copies of the bases by name."""
+def copies(bases: list[Base], tmp_path: Path, request: pytest.FixtureRequest) -> Callable[[str], Path]:
+    """Copies of the bases by name, and of the artifacts `gpu` and `lending`."""
 
     def copy(name: str) -> Path:
-        copy_artifact(next(base.folder for base in bases if base.name == name), tmp_path / name)
+        known = {base.name: base.folder for base in bases}
+        copy_artifact(known.get(name) or request.getfixturevalue(f"{name}_artifact"), tmp_path / name)
         return tmp_path / name
 
     return copy
 
 
 def change(folder: Path, mutate: Callable[[Json], object]) -> None:
-    program = json.loads((folder / "program.json").read_bytes())
-    mutate(program)
-    write(folder / "program.json", json.dumps(program).encode())
+    with edited(folder, "program.json") as program:
+        mutate(program)
     seal(folder)
 
 
-def refuses(folder: Path, reason: str) -> None:
-    """`load` and `verify` say why, in one line."""
-    for enter in (picompile_runtime.load, picompile_runtime.verify):
+def change_weight(folder: Path, name: str, value: int, before: int | None = None) -> None:
+    """Put an integer in the place of the first of a weight."""
+    path = folder / "weights.safetensors"
+    header, _ = weights_of(path)
+    content = bytearray(path.read_bytes())
+    place = 8 + int.from_bytes(content[:8], "little") + header[name]["data_offsets"][0]
+    assert before is None or np.frombuffer(content[place : place + 4], np.int32) == before
+    content[place : place + 4] = np.int32(value).tobytes()
+    write(path, bytes(content))
+    seal(folder)
+
+
+def refuses(folder: Path, reason: str, load: bool = True) -> None:
+    """`verify` says why, in one line, and so does `load` for an artifact that this machine could run."""
+    for enter in (picompile_runtime.verify, picompile_runtime.load)[: 1 + load]:
         with pytest.raises(ArtifactError, match=reason) as caught:
             enter(folder)
         assert "\n" not in str(caught.value)
@@ -57,10 +84,12 @@ def call_of(program: Json, kernel: str, function: str = "decode") -> Json:
     return next(call for call in program["functions"][function] if call["kernel"].startswith(kernel))
 
 
-def test_whole_artifacts_run(bases: list[Base]) -> None:
-    for base in bases:
-        assert use(base.folder).startswith("ran"), base.name
+def test_whole_artifacts_run(bases: list[Base], monkeypatch: pytest.MonkeyPatch) -> None:
+    for base in bases[:3]:
         picompile_runtime.verify(base.folder)
+        for mapped in ("0", "1"):
+            monkeypatch.setenv("PICOMPILE_MMAP", mapped)
+            assert use(base.folder).startswith("ran"), base.name
 
 
 def _exchange(program: Json, one: str, other: str) -> None:
@@ -134,38 +163,6 @@ def _cache_in_no_memory(program: Json) -> None:
     next(iter(program["state"].values()))["memory"] = "shared"
 
 
-@pytest.mark.parametrize(
-    ("name", "mutate", "reason"),
-    [
-        ("masked", lambda program: _exchange(program, "score", "batch"), "must be float32|is made for"),
-        ("masked", lambda program: _exchange(program, "decode", "prefill_last"), "is made for steps of 16 tokens"),
-        ("masked", _other_rows, "is made for steps of 16 tokens, and here they have 1"),
-        ("masked", _weight_as_output, r"may not be given weight \S+ for y \(out\)"),
-        ("masked", _output_over_weights_of_the_same_call, "is given y where another of its arguments is"),
-        ("masked", _overlay, "reads a in .*, where nothing whole has been written before"),
-        ("masked", lambda program: _drop(program, "embedding"), "reads x in .*embedding, where nothing whole"),
-        ("masked", lambda program: _drop(program, "predict"), "reads mask in .*, where nothing whole"),
-        ("masked", lambda program: _drop(program, "linear_f16_300"), "nothing whole is left in logits"),
-        ("masked", _step_of_another, "is given tokens for its step"),
-        ("hybrid", lambda program: _drop(program, "signal"), "waits for a flag that nobody sets"),
-        ("hybrid", lambda program: _drop(program, "wait"), "nothing whole has been written before"),
-        ("hybrid", lambda program: _drop(program, "copy_words"), "reads step in step.device, where nothing whole"),
-        ("hybrid", _send_where_the_layer_before_was_sent, r"x\.sent, shared memory that may be in use in this step"),
-        # What random damage hardly finds.
-        ("masked", _misaligned_weight, "at byte 4, which is no multiple of 64"),
-        ("masked", _row_of_a_mask, "reads a part of"),
-        ("masked", _cache_in_no_memory, "may not be in shared memory"),
-        ("hybrid", _cache_in_no_memory, "may not be in shared memory"),
-    ],
-)
-def test_a_wrong_program_is_refused(
-    copies: Callable[[str], Path], name: str, mutate: Callable[[Json], object], reason: str
-) -> None:
-    folder = copies(name)
-    change(folder, mutate)
-    refuses(folder, reason)
-
-
 def _tickets_elsewhere(program: Json) -> None:
     """The blocks of a kernel count each other in memory that other kernels write."""
     call = next(call for call in program["functions"]["decode"] if _has(call, "tickets"))
@@ -195,76 +192,22 @@ def _copy_as_a_launch(program: Json) -> None:
     call_of(program, "upload", "prefill_last")["op"] = "add"
 
 
+def _count_in_a_buffer(program: Json) -> None:
+    """It may change while the kernel reads it."""
+    call_of(program, "counted_ffn", "prefill_last")["args"][2] = {"buffer": "step.device", "shape": [1]}
+
+
 def _has(call: Json, buffer: str) -> bool:
     return any(arg.get("buffer") == buffer for arg in call["args"])
 
 
-@pytest.mark.parametrize(
-    ("mutate", "reason"),
-    [
-        (_tickets_elsewhere, r"may not be given buffer other for tickets \(tickets\)"),
-        (_result_in_tickets, r"may not be given buffer tickets for y \(out\)"),
-        (_tickets_over_values, "overlaps tickets"),
-        (_stage_that_the_host_sees, "uploads to memory that is not its device's own"),
-        (_copy_as_a_launch, "upload.* is called as add; only copies are called as upload, and all of them"),
-    ],
-)
-def test_tickets_and_copies_are_for_their_purpose_alone(
-    gpu_artifact: Path, tmp_path: Path, mutate: Callable[[Json], object], reason: str
-) -> None:
-    """Another kernel's values there would make a block add up what is not there yet, or nothing at all."""
-    copy_artifact(gpu_artifact, tmp_path / "gpu")
-    picompile_runtime.verify(tmp_path / "gpu")
-    change(tmp_path / "gpu", mutate)
-    with pytest.raises(ArtifactError, match=reason):
-        picompile_runtime.verify(tmp_path / "gpu")
-
-
 @pytest.mark.parametrize("value", [-1, 0, 66, 68, 134, 2**31 - 1])
-def test_a_count_of_neurons_that_are_not_there_is_refused(gpu_artifact: Path, tmp_path: Path, value: int) -> None:
+def test_a_count_of_neurons_that_are_not_there_is_refused(copies: Callable[[str], Path], value: int) -> None:
     """A block has 67 hot neurons and a slice of 133, which share a kernel."""
-    folder = tmp_path / "gpu"
-    copy_artifact(gpu_artifact, folder)
-    path = folder / "weights.safetensors"
-    content = bytearray(path.read_bytes())
-    size = int.from_bytes(content[:8], "little")
-    begin, _ = json.loads(content[8 : 8 + size])["count.67"]["data_offsets"]
-    place = slice(8 + size + begin, 8 + size + begin + 4)
-    assert np.frombuffer(content[place], np.int32) == 67
-    content[place] = np.int32(value).tobytes()
-    write(path, bytes(content))
-    seal(folder)
-    with pytest.raises(
-        ArtifactError, match=r"takes (a number from 1 to 133 for count|decide_w\.data float16 \[6[68],)"
-    ):
-        picompile_runtime.verify(folder)
-
-
-def test_a_count_must_be_a_weight(gpu_artifact: Path, tmp_path: Path) -> None:
-    """A buffer may change while the kernel reads it."""
-    copy_artifact(gpu_artifact, tmp_path / "gpu")
-
-    def mutate(program: Json) -> None:
-        call_of(program, "counted_ffn", "prefill_last")["args"][2] = {"buffer": "step.device", "shape": [1]}
-
-    change(tmp_path / "gpu", mutate)
-    with pytest.raises(ArtifactError, match=r"is given no weight of int32 for count"):
-        picompile_runtime.verify(tmp_path / "gpu")
-
-
-@pytest.fixture(scope="session")
-def lending_artifact(build_once: BuildOnce) -> Path:
-    """Three layers whose caches the host lends for prompts to an accelerator that has some neurons."""
-
-    def make(folder: Path) -> None:
-        folder.mkdir()
-        save_tiny_llama(folder / "model", num_hidden_layers=3)
-        options = {"quant": "f16", "context": 32, "chunk": 16, "hot": {0: range(20)}, "hot_device": "cpu"}
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(compile_steps, "_placement", lambda plan, layers: ON_HOST)
-            compile_for_test(folder / "model", folder / "artifact", **options)
-
-    return build_once("lending-artifact", make) / "artifact"
+    folder = copies("gpu")
+    change_weight(folder, "count.67", value, before=67)
+    reason = r"takes (a number from 1 to 133 for count|decide_w\.data float16 \[6[68],)"
+    refuses(folder, reason, load=False)
 
 
 def _calls(program: Json, kernel: str) -> list[Json]:
@@ -296,46 +239,57 @@ def _attend_to_something_else(program: Json) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mutate", "reason"),
+    ("name", "mutate", "reason"),
     [
-        (_lend_two_in_one_place, "reads source in .*k.lent, where nothing whole has been written"),
-        (_lend_without_waiting, "where nothing whole has been written|shared memory that may be in use"),
-        (_forget_to_borrow, "where no copy of a cache is"),
-        (_attend_to_something_else, "is given q where another of its arguments is|where no copy of a cache is"),
+        ("masked", lambda program: _exchange(program, "score", "batch"), "must be float32|is made for"),
+        ("masked", lambda program: _exchange(program, "decode", "prefill_last"), "is made for steps of 16 tokens"),
+        ("masked", _other_rows, "is made for steps of 16 tokens, and here they have 1"),
+        ("masked", _weight_as_output, r"may not be given weight \S+ for y \(out\)"),
+        ("masked", _output_over_weights_of_the_same_call, "is given y where another of its arguments is"),
+        ("masked", _overlay, "reads a in .*, where nothing whole has been written before"),
+        ("masked", lambda program: _drop(program, "embedding"), "reads x in .*embedding, where nothing whole"),
+        ("masked", lambda program: _drop(program, "predict"), "reads mask in .*, where nothing whole"),
+        ("masked", lambda program: _drop(program, "linear_f16_300"), "nothing whole is left in logits"),
+        ("masked", _step_of_another, "is given tokens for its step"),
+        ("hybrid", lambda program: _drop(program, "signal"), "waits for a flag that nobody sets"),
+        ("hybrid", lambda program: _drop(program, "wait"), "nothing whole has been written before"),
+        ("hybrid", lambda program: _drop(program, "copy_words"), "reads step in step.device, where nothing whole"),
+        ("hybrid", _send_where_the_layer_before_was_sent, r"x\.sent, shared memory that may be in use in this step"),
+        # What random damage hardly finds.
+        ("masked", _misaligned_weight, "at byte 4, which is no multiple of 64"),
+        ("masked", _row_of_a_mask, "reads a part of"),
+        ("masked", _cache_in_no_memory, "may not be in shared memory"),
+        ("hybrid", _cache_in_no_memory, "may not be in shared memory"),
+        # Tickets and copies are for their purpose alone: with another kernel's values, a block would add up what is not
+        # there yet, or nothing at all.
+        ("gpu", _tickets_elsewhere, r"may not be given buffer other for tickets \(tickets\)"),
+        ("gpu", _result_in_tickets, r"may not be given buffer tickets for y \(out\)"),
+        ("gpu", _tickets_over_values, "overlaps tickets"),
+        ("gpu", _stage_that_the_host_sees, "uploads to memory that is not its device's own"),
+        ("gpu", _copy_as_a_launch, "upload.* is called as add; only copies are called as upload, and all of them"),
+        ("gpu", _count_in_a_buffer, r"is given no weight of int32 for count"),
+        ("lending", _lend_two_in_one_place, "reads source in .*k.lent, where nothing whole has been written"),
+        ("lending", _lend_without_waiting, "nothing whole has been written|shared memory that may be in use"),
+        ("lending", _forget_to_borrow, "where no copy of a cache is"),
+        ("lending", _attend_to_something_else, "is given q where another of its arg|where no copy of a cache is"),
     ],
 )
-def test_caches_are_lent_in_order(
-    lending_artifact: Path, tmp_path: Path, mutate: Callable[[Json], object], reason: str
+def test_a_wrong_program_is_refused(
+    copies: Callable[[str], Path], name: str, mutate: Callable[[Json], object], reason: str
 ) -> None:
-    copy_artifact(lending_artifact, tmp_path / "lending")
-    picompile_runtime.verify(tmp_path / "lending")
-    change(tmp_path / "lending", mutate)
-    refuses(tmp_path / "lending", reason)
-
-
-@pytest.mark.parametrize("mapped", ["0", "1"])
-def test_whole_artifacts_run_with_mapped_weights(
-    bases: list[Base], monkeypatch: pytest.MonkeyPatch, mapped: str
-) -> None:
-    monkeypatch.setenv("PICOMPILE_MMAP", mapped)
-    for base in bases[:3]:
-        assert use(base.folder).startswith("ran"), base.name
+    folder = copies(name)
+    picompile_runtime.verify(folder)
+    change(folder, mutate)
+    refuses(folder, reason, load=name != "gpu")
 
 
 def test_a_table_that_leads_out_of_a_mask_is_refused(copies: Callable[[str], Path]) -> None:
     folder = copies("hybrid")
-    path = folder / "weights.safetensors"
-    content = bytearray(path.read_bytes())
-    size = int.from_bytes(content[:8], "little")
     program = json.loads((folder / "program.json").read_bytes())
-    calls = [call for each in program["functions"].values() for call in each]
-    weights = (arg for call in calls for arg in call["args"] if "weight" in arg)
-    tables = {arg["weight"] for arg in weights if arg.get("dtype") == "int32"}
-    begin, _ = json.loads(content[8 : 8 + size])[sorted(tables)[0]]["data_offsets"]
+    args = [arg for calls in program["functions"].values() for call in calls for arg in call["args"] if "weight" in arg]
+    table = min(arg["weight"] for arg in args if arg.get("dtype") == "int32")
     for value in (96, 2**31 - 1, -1):
-        content[8 + size + begin : 8 + size + begin + 4] = np.int32(value).tobytes()
-        write(path, bytes(content))
-        seal(folder)
+        change_weight(folder, table, value)
         refuses(folder, r"takes numbers below 96 for table, and \S+ has from .* to")
 
 

@@ -2,29 +2,30 @@
 
     python tests/attack/writers.py [--number 100] [--seconds 900] [--seed 0] [--commands compile,synth]
 
-A case draws a command, whether its output is new or replaces an older one (`--force`), a signal, and a moment. After
-the kill, the output must be what it was before, or what the command makes undisturbed, byte for byte; or, for `profile`
-and `train`, which go on with what they began, an output that no reader takes for one. Asked to stop, the process must
-end with 128 plus the signal's number and leave nothing but that; killed outright, it may leave hidden files, which the
-same command or another one beside it must remove. No process that it started may live on.
+A case draws a command, whether its output is new or replaces an older one (`--force`), a signal, and a moment. A
+command that goes on with what it began can be killed several times. After the kill, the output must be what it was
+before, or what the command makes undisturbed, byte for byte; or, for `profile` and `train`, which go on with what they
+began, an output that no reader takes for one. Asked to stop, the process must end with 128 plus the signal's number and
+leave nothing but that; killed outright, it may leave hidden files, which the same command or another one beside it must
+remove. No process that it started may live on.
 """
 
-import argparse
 import os
 import random
+import resource
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from helpers.kill import digests
+from helpers.attacks import attack, import_once, options, run_case
+from helpers.digests import digests
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 # A process that was killed outright needs a moment until its own children are gone.
@@ -46,6 +47,10 @@ class Command:
     goes_on: bool = False
     force: bool = True
 
+    def seen(self, files: dict[str, str]) -> dict[str, str]:
+        """Return those of the `files` that a reader looks at."""
+        return {name: digest for name, digest in files.items() if self.public(name)}
+
 
 @dataclass(frozen=True)
 class Reference:
@@ -61,19 +66,8 @@ def commands(work: Path) -> dict[str, Command]:
     model, text = str(work / "model"), str(work / "text.txt")
     compile_ = ("compile", model, "-o", "OUT", "--context", "64", "--target", "native")
     profile = ("profile", model, "-o", "OUT", "--calibration", text, "--window", "128", "--samples", "200")
-    train = (
-        "train",
-        model,
-        "--profile",
-        str(work / "profile"),
-        "-o",
-        "OUT",
-        "--gate",
-        "off",
-        "--budget",
-        "100%",
-        "--no-exact",
-    )
+    profiled = ("train", model, "--profile", str(work / "profile"), "-o", "OUT")
+    train = (*profiled, "--gate", "off", "--budget", "100%", "--no-exact")
     return {
         "compile": Command((*compile_, "--quant", "q4"), (*compile_, "--quant", "f16")),
         "profile": Command(profile, (*profile, "--seed", "1"), lambda name: not _is_hidden(name), goes_on=True),
@@ -100,49 +94,42 @@ class Attack:
         self._work = work
         self.commands = {name: command for name, command in commands(work).items() if name in chosen}
         self._references: dict[str, Reference] = {}
-        self.ended: Counter[str] = Counter()
         make_inputs(work, with_profile=bool({"train", "workers"} & {*chosen}))
 
-    def case(self, seed: int) -> str | None:
-        """Runs one. What was wrong, None where nothing was."""
+    def case(self, seed: int) -> tuple[str, str | None]:
+        """Kill a command, and run it or another one again."""
         draw = random.Random(seed)
         name = draw.choice(list(self.commands))
         command, reference = self.commands[name], self.reference(name)
         replaces, number = command.force and draw.random() < 0.5, draw.choice(SIGNALS)
         elsewhere, moment_s = draw.random() < 0.3, draw.uniform(0.0, 1.05 * reference.seconds)
-        told = f"{name}{' --force' * replaces}, {number.name} after {moment_s:.3f} s"
-        case = self._work / "case"
-        shutil.rmtree(case, ignore_errors=True)
-        (case / "outputs").mkdir(parents=True)
-        (case / "tmp").mkdir()
+        times = draw.choice((1, 1, 1, 4)) if command.goes_on else 1
+        told = f"{name}{' --force' * replaces}, {times} times {number.name} after {moment_s:.3f} s"
+        case = fresh_case(self._work / "case")
         output = case / "outputs" / "out"
         if replaces:
             shutil.copytree(reference.older, output)
         before = digests(output)
-        code = run_command([*self.words(command, output), *["--force"] * replaces], case, moment_s, number)
-        was_in_time = code in (-number, 128 + number)
-        self.ended[f"{name}{' --force' * replaces} {number.name if was_in_time else 'ended before'}"] += 1
+        for _ in range(times):
+            code = run_command([*self.words(command, output), *["--force"] * replaces], case, moment_s, number)
+        way = f"{name}{' --force' * replaces} {number.name if code in (-number, 128 + number) else 'ended before'}"
+        # Asked to stop, a command that had not ended says so; before it can, the signal itself ends the process.
         wrong = (
             self.state(command, reference, output, before)
-            or _code(code, number)
+            or (None if code in (0, 128 + number, -number) else f"it ended with {code}")
             or (None if number == signal.SIGKILL else left_behind(case))
             or self._next(command, reference, output, elsewhere, replaces)
         )
-        return None if wrong is None else f"{told}: {wrong}"
+        return way, None if wrong is None else f"{told}: {wrong}"
 
     def state(self, command: Command, reference: Reference, output: Path, before: dict[str, str]) -> str | None:
         """Return the fault in the output, which had the content `before`; None if there is none."""
-        now = digests(output)
-        seen = {name: digest for name, digest in now.items() if command.public(name)}
-        old = {name: digest for name, digest in before.items() if command.public(name)}
-        if seen in (old, self._public(command, reference)) or (not before and not output.exists()):
+        seen = command.seen(digests(output))
+        if seen in (command.seen(before), command.seen(reference.new)) or (not before and not output.exists()):
             return None
         if command.goes_on and not before and not is_complete(output):
             return None
         return f"the output is neither old nor new: {sorted(seen)}"
-
-    def _public(self, command: Command, reference: Reference) -> dict[str, str]:
-        return {name: digest for name, digest in reference.new.items() if command.public(name)}
 
     def _next(
         self, command: Command, reference: Reference, output: Path, elsewhere: bool, replaces: bool
@@ -159,21 +146,18 @@ class Attack:
         code = run_command(again, case)
         if code != (2 if is_there else 0):
             return f"the same command then ended with {code}: {(case / 'output.txt').read_text()[-300:]}"
-        now = {name: digest for name, digest in digests(output).items() if command.public(name)}
-        if now != self._public(command, reference):
+        if (now := command.seen(digests(output))) != command.seen(reference.new):
             return f"the same command then made something else: {sorted(now)}"
         return left_behind(case, but_temporary=is_there)
 
     def reference(self, name: str) -> Reference:
         if name not in self._references:
-            command, folder = self.commands[name], self._work / name
-            (folder / "outputs").mkdir(parents=True)
-            (folder / "tmp").mkdir()
+            command, folder = self.commands[name], fresh_case(self._work / name)
             for words, place in ((command.older, "older"), (command.words, "new")):
                 began = time.monotonic()
                 output = folder / "outputs" / place
-                if words and (code := run_command([str(output) if word == "OUT" else word for word in words], folder)):
-                    raise RuntimeError(f"{name} ended with {code}: {(folder / 'output.txt').read_text()[-500:]}")
+                if words:
+                    _must(words, output, folder)
             seconds = time.monotonic() - began
             self._references[name] = Reference(folder / "outputs" / "older", digests(output), seconds)
         return self._references[name]
@@ -197,9 +181,12 @@ def is_complete(output: Path) -> bool:
     return False
 
 
-def _code(code: int, number: int) -> str | None:
-    """Asked to stop, a command that had not ended says so; before it can, the signal itself ends the process."""
-    return None if code in (0, 128 + number, -number) else f"it ended with {code}"
+def fresh_case(case: Path) -> Path:
+    """Make an empty folder with one for outputs and one for temporary files."""
+    shutil.rmtree(case, ignore_errors=True)
+    (case / "outputs").mkdir(parents=True)
+    (case / "tmp").mkdir()
+    return case
 
 
 def left_behind(case: Path, but_temporary: bool = False) -> str | None:
@@ -211,20 +198,16 @@ def left_behind(case: Path, but_temporary: bool = False) -> str | None:
 
 
 def run_command(
-    words: list[str],
-    case: Path,
-    kill_after_s: float | None = None,
-    number: int = 0,
-    prepare: Callable[[], object] = lambda: None,
+    words: list[str], case: Path, kill_after_s: float | None = None, number: int = 0, most_bytes: int | None = None
 ) -> int:
-    """Runs a command in a forked process, killed so long after it began; its exit code, or minus a signal's number.
+    """Run a command in a forked process, killed so long after it began; its exit code, or minus a signal's number.
 
-    It calls `prepare` first. -1000 where something that it started lives on.
+    No file that it writes can have more than `most_bytes`. Returns -1000 where something that it started lives on.
     """
     ready, begun = os.pipe()
     child = os.fork()
     if child == 0:
-        _become(words, case, begun, prepare)
+        _become(words, case, begun, most_bytes)
     os.close(begun)
     os.read(ready, 1)
     os.close(ready)
@@ -240,7 +223,7 @@ def run_command(
     return os.waitstatus_to_exitcode(status) if _all_gone(child) else -1000
 
 
-def _become(words: list[str], case: Path, begun: int, prepare: Callable[[], object]) -> None:
+def _become(words: list[str], case: Path, begun: int, most_bytes: int | None) -> None:
     """In a child: the command, in a session of its own."""
     code = 1
     try:
@@ -255,7 +238,8 @@ def _become(words: list[str], case: Path, begun: int, prepare: Callable[[], obje
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.write(begun, b"x")
         os.close(begun)
-        prepare()
+        if most_bytes is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
         code = main(words)
         sys.stdout.flush()
     except KeyboardInterrupt:
@@ -292,56 +276,36 @@ def _members(session: int) -> list[int]:
 
 def make_inputs(work: Path, with_profile: bool) -> None:
     """The model and the text. In a child: torch's threads would not outlive a fork."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            from helpers.support import ROOT, save_tiny_llama
 
-            save_tiny_llama(work / "model")
-            text = "".join((ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md"))
-            # Enough for a few windows: training shall not take long.
-            (work / "text.txt").write_text(text[:3000])
-            code = 0
-        finally:
-            os._exit(code)
-    if os.waitpid(child, 0)[1]:
-        raise RuntimeError("the model could not be made")
+    def make() -> str:
+        from helpers.support import ROOT, save_tiny_llama
+
+        save_tiny_llama(work / "model")
+        text = "".join((ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md"))
+        # Enough for a few windows: training shall not take long.
+        (work / "text.txt").write_text(text[:3000])
+        return "made"
+
+    made = run_case(make, _LIMIT_S)
+    if made.word != "made":
+        raise RuntimeError(f"the model could not be made: {made.detail}")
     if with_profile:
         (work / "tmp").mkdir()
-        words = [str(work / "profile") if word == "OUT" else word for word in commands(work)["profile"].words]
-        if code := run_command(words, work):
-            raise RuntimeError(f"profile ended with {code}: {(work / 'output.txt').read_text()[-500:]}")
+        _must(commands(work)["profile"].words, work / "profile", work)
 
 
-def import_once() -> None:
-    """Import what takes seconds. Nothing is computed here."""
-    import transformers.models.llama.modeling_llama  # noqa: F401
-
-    import picompile_codegen.build.host_library
-    import picompile_codegen.lowering.lower  # noqa: F401
+def _must(words: Sequence[str], output: Path, folder: Path) -> None:
+    """Run a command that has to end well."""
+    if code := run_command([str(output) if word == "OUT" else word for word in words], folder):
+        raise RuntimeError(f"{words[0]} ended with {code}: {(folder / 'output.txt').read_text()[-500:]}")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--number", type=int, default=100)
-    parser.add_argument("--seconds", type=float, default=3600.0)
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31))
-    parser.add_argument("--commands", default="compile,profile,train,workers,synth")
-    options = parser.parse_args()
-    end, failures, done = time.monotonic() + options.seconds, 0, 0
+    found = options(__doc__, 100, commands="compile,profile,train,workers,synth")
     import_once()
     with tempfile.TemporaryDirectory() as name:
-        attack = Attack(Path(name), options.commands.split(","))
-        while done < options.number and time.monotonic() < end:
-            seed = options.seed + done
-            wrong, done = attack.case(seed), done + 1
-            if wrong is not None:
-                failures += 1
-                print(f"{wrong} (--number 1 --seed {seed} --commands {options.commands})", flush=True)
-    ways = ", ".join(f"{count} {way}" for way, count in sorted(attack.ended.items()))
-    print(f"{done} cases from seed {options.seed}: {ways}; {failures} failures")
-    return 1 if failures else 0
+        writers = Attack(Path(name), found.commands.split(","))
+        return 1 if attack(writers.case, found.number, found.seconds, found.seed).failures else 0
 
 
 if __name__ == "__main__":

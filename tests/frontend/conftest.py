@@ -1,5 +1,6 @@
 """Captures are slow: each model is captured once for all tests."""
 
+import functools
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -13,16 +14,14 @@ from picompile.frontend import load_model
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
     """`model(name)`: a variant, its checkpoint saved in float16."""
-    known: dict[str, Model] = {}
 
+    @functools.cache
     def get(name: str) -> Model:
-        if name not in known:
-            folder = tmp_path_factory.mktemp(name)
-            families.save(name, families.build(name), folder)
-            captured = load_model(folder)
-            # Built anew: saving in float16 has rounded the frequencies of the one that was saved.
-            known[name] = Model(families.build(name), captured, canonicalize(captured.graph_module))
-        return known[name]
+        folder = tmp_path_factory.mktemp(name)
+        families.save(name, families.build(name), folder)
+        captured = load_model(folder)
+        # Built anew: saving in float16 has rounded the frequencies of the one that was saved.
+        return Model(families.build(name), captured, canonicalize(captured.graph_module))
 
     return get
 

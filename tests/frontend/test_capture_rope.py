@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.fx import GraphModule
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from helpers.canonical import Model, canonicalize
 from helpers.reference import eager_logits, relative_error
 from picompile import CompileOptions, UsageError, compile_model
-from picompile.frontend import load_model
+from picompile.frontend import Captured, load_model
 from picompile_passes.graph.nodes import arguments, calls
 from picompile_passes.graph.operands import ROTARY
 
@@ -25,17 +26,21 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One layer, float32, no scaling."""
     folder = tmp_path_factory.mktemp("rope")
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=48,
-        intermediate_size=40,
-        num_attention_heads=3,
-        num_hidden_layers=1,
-        vocab_size=60,
-        max_position_embeddings=128,
-        initializer_range=0.2,
-    )
+    sizes = {"hidden_size": 48, "intermediate_size": 40, "num_attention_heads": 3, "num_hidden_layers": 1}
+    config = LlamaConfig(**sizes, vocab_size=60, max_position_embeddings=128, initializer_range=0.2)
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
+
+
+def _loaded(checkpoint: Path, length: int) -> tuple[Any, Captured, GraphModule]:
+    """The eager model, and both graphs, which were compared with it."""
+    eager = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    captured = load_model(checkpoint)
+    canonical = canonicalize(captured.graph_module)
+    ids = torch.arange(length) * 7 % 60
+    for logits in Model(eager, captured, canonical).logits(ids):
+        assert relative_error(logits, eager_logits(eager, ids.tolist())) < 2e-5
+    return eager, captured, canonical
 
 
 def _configure(folder: Path, fields: dict[str, Any]) -> None:
@@ -59,43 +64,29 @@ def _configure(folder: Path, fields: dict[str, Any]) -> None:
 )
 def test_scaling_equals_eager_transformers(fields: dict, theta: float, kind: str, checkpoint: Path) -> None:
     _configure(checkpoint, fields)
-    eager = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    eager, _, canonical = _loaded(checkpoint, 100)
     module = eager.model.rotary_emb
     assert (module.rope_type, module.config.rope_parameters["rope_theta"]) == (kind, theta)
-    captured = load_model(checkpoint)
-    canonical = canonicalize(captured.graph_module)
     node = next(calls(canonical.graph, ROTARY))
     frequencies = canonical.get_buffer(arguments(node)["inverse_frequency"].target)
     assert torch.equal(frequencies, module.inv_freq), "the frequencies come out exactly, not about"
     assert arguments(node)["scaling"] == pytest.approx(module.attention_scaling, rel=1e-6)
-    ids = torch.arange(100) * 7 % 60
-    for logits in Model(eager, captured, canonical).logits(ids):
-        assert relative_error(logits, eager_logits(eager, ids.tolist())) < 2e-5
 
 
+@pytest.mark.slow("exports a model; the other scaling is fast", but=("scaling0-",))
 @pytest.mark.parametrize(
     ("scaling", "longest"),
     [
         ({"rope_type": "dynamic", "factor": 2.0}, 128),
-        pytest.param(
-            {"rope_type": "longrope", "short_factor": [1.5] * 8, "long_factor": [2.0] * 8, **_LONG},
-            64,
-            marks=pytest.mark.slow("exports a model; the other scaling is fast"),
-        ),
+        ({"rope_type": "longrope", "short_factor": [1.5] * 8, "long_factor": [2.0] * 8, **_LONG}, 64),
     ],
 )
 def test_scaling_that_depends_on_the_length(scaling: dict, longest: int, checkpoint: Path) -> None:
     """The model is compiled as it is for short texts, and takes no others."""
     _configure(checkpoint, {"rope_theta": 1e4, "rope_scaling": scaling})
-    eager = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-    captured = load_model(checkpoint)
+    _, captured, _ = _loaded(checkpoint, longest)
     assert captured.facts.max_positions == longest
     assert (captured.warning is None) == (longest == 128)
-    canonical = canonicalize(captured.graph_module)
-    ids = torch.arange(longest) * 7 % 60
-    for logits in Model(eager, captured, canonical).logits(ids):
-        assert relative_error(logits, eager_logits(eager, ids.tolist())) < 2e-5
-    assert captured.prove is not None
     captured.prove()
     with pytest.raises(UsageError, match=rf"{longest}"):
         compile_model(checkpoint, checkpoint / "artifact", CompileOptions(context=longest + 1))

@@ -14,29 +14,19 @@ from picompile import UnsupportedModelError
 from picompile.frontend import capture_config, load_model
 from picompile.frontend.config import make_config, unknown_keys
 from picompile.frontend.families import FAMILIES, find_family
-from picompile.frontend.hf import raw_activation
+from picompile.frontend.hf import open_checkpoint, raw_activation
 from picompile_passes.graph.materialize import materialize
 from picompile_passes.graph.nodes import arguments, calls
 from picompile_passes.graph.operands import ATTENTION
+from picompile_passes.passes.canonicalize import canonicalize
 
-_SIZES = {
-    "hidden_size": 24,
-    "intermediate_size": 20,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 30,
-    "max_position_embeddings": 64,
-    "head_dim": 6,
-}
+_SIZES = {"hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2, "vocab_size": 30, "head_dim": 6}
+_SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
 
 
 def _kind(architecture: str | None, model_type: str | None, **more: Any) -> dict[str, Any]:
     named = {"architectures": None if architecture is None else [architecture], "model_type": model_type}
     return {key: value for key, value in named.items() if value is not None} | more
-
-
-# ------------------------------------------------------------------------------------------------- class and type
 
 
 @pytest.mark.parametrize(
@@ -57,13 +47,6 @@ def test_classes_and_their_types(architecture: str | None, model_type: str | Non
     assert find_family(_kind(architecture, model_type)).name == family
 
 
-@pytest.mark.parametrize("model_type", ["gemma", "granite", "mistral", "qwen2", "cohere", "sparsellama", "bamboo", "x"])
-def test_a_class_with_the_type_of_another_model(model_type: str) -> None:
-    """transformers goes by the type: Llama's class with Gemma's type is Gemma, which was compiled as Llama."""
-    with pytest.raises(UnsupportedModelError, match=f"LlamaForCausalLM and the model_type {model_type} are different"):
-        find_family(_kind("LlamaForCausalLM", model_type))
-
-
 def test_types_that_transformers_has_are_of_the_class_that_its_auto_class_takes() -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -78,22 +61,26 @@ def test_types_that_transformers_has_are_of_the_class_that_its_auto_class_takes(
                 assert family.model_class == f"transformers:{MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]}"
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
+def test_classes_and_types_that_are_none() -> None:
+    lists, name = "architectures must be a list of names", "model_type must be a name"
+    for config, message in (
         ({"architectures": ["LlamaForCausalLM", "OPTForCausalLM"]}, "names LlamaForCausalLM, OPTForCausalLM"),
-        ({"architectures": "LlamaForCausalLM"}, "architectures must be a list of names"),
-        ({"architectures": [["LlamaForCausalLM"]]}, "architectures must be a list of names"),
-        ({"architectures": {"a": 1}}, "architectures must be a list of names"),
-        ({"model_type": ["llama"]}, r"model_type must be a name, not \['llama'\]"),
-        ({"model_type": {}}, "model_type must be a name"),
-        ({"architectures": ["LlamaForCausalLM"], "model_type": ""}, "model_type must be a name, not ''"),
+        ({"architectures": "LlamaForCausalLM"}, lists),
+        ({"architectures": [["LlamaForCausalLM"]]}, lists),
+        ({"architectures": {"a": 1}}, lists),
+        ({"model_type": ["llama"]}, rf"{name}, not \['llama'\]"),
+        ({"model_type": {}}, name),
+        ({"architectures": ["LlamaForCausalLM"], "model_type": ""}, f"{name}, not ''"),
         ({"model_type": "llama_sparse", "architectures": []}, "kind llama_sparse are not supported"),
-    ],
-)
-def test_classes_and_types_that_are_none(config: dict[str, Any], message: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=message):
-        find_family(config)
+        ({"architectures": ["SwinModel"]}, "kind SwinModel are not supported"),
+        # transformers goes by the type: Llama's class with Gemma's type is Gemma, which was compiled as Llama.
+        *(
+            (_kind("LlamaForCausalLM", other), f"LlamaForCausalLM and the model_type {other} are different")
+            for other in ("gemma", "granite", "mistral", "qwen2", "cohere", "sparsellama", "bamboo", "x")
+        ),
+    ):
+        with pytest.raises(UnsupportedModelError, match=message):
+            find_family(config)
 
 
 @pytest.mark.parametrize(
@@ -116,9 +103,6 @@ def test_activations_of_sparse_llamas(model_type: str, fields: dict[str, Any], a
         return
     with pytest.raises(UnsupportedModelError, match="SparseLlamaForCausalLM has its activation in its own code"):
         raw_activation(find_family(config), config)
-
-
-# ---------------------------------------------------------------------------------------------------------- values
 
 
 @pytest.mark.parametrize(
@@ -157,44 +141,26 @@ def test_values_that_make_no_model(key: str, value: object) -> None:
     assert key.split("_")[0] in str(caught.value)
 
 
-@pytest.mark.parametrize("value", [math.nan, -1, -0.01, math.inf, True, "0.1", [], 1e300, 10**400])
-def test_thresholds_of_fatrelu(value: object) -> None:
-    config = _kind("LlamaForCausalLM", "llama", hidden_act="fatrelu", hidden_act_param=value)
-    with pytest.raises(UnsupportedModelError, match="hidden_act_param, the threshold of fatrelu"):
-        raw_activation(find_family(config), config)
+def test_activations_that_are_none() -> None:
+    for value in (math.nan, -1, -0.01, math.inf, True, "0.1", [], 1e300, 10**400):
+        config = _kind("LlamaForCausalLM", "llama", hidden_act="fatrelu", hidden_act_param=value)
+        with pytest.raises(UnsupportedModelError, match="hidden_act_param, the threshold of fatrelu"):
+            raw_activation(find_family(config), config)
+    for value in ([], {}, ["relu"], 3, True):
+        config = _kind("LlamaForCausalLM", "llama", hidden_act=value)
+        with pytest.raises(UnsupportedModelError, match=r"the activation .* is not supported"):
+            raw_activation(find_family(config), config)
 
 
-@pytest.mark.parametrize("value", [[], {}, ["relu"], 3, True])
-def test_activations_that_are_no_names(value: object) -> None:
-    config = _kind("LlamaForCausalLM", "llama", hidden_act=value)
-    with pytest.raises(UnsupportedModelError, match=r"the activation .* is not supported"):
-        raw_activation(find_family(config), config)
-
-
-@pytest.mark.parametrize(
-    "rope",
-    [
-        {"rope_type": "linear", "rope_theta": 1e4, "factor": 1e-300},
-        {"rope_type": "default", "rope_theta": 1e-300},
-    ],
-)
+@pytest.mark.parametrize("rope", [{"rope_type": "linear", "factor": 1e-300}, {"rope_theta": 1e-300}])
 def test_rotary_frequencies_that_are_no_numbers(rope: dict[str, Any]) -> None:
     config = _kind("LlamaForCausalLM", "llama", **_SIZES, hidden_act="relu")
     with pytest.raises(UnsupportedModelError, match="rotary frequencies that are no finite numbers"):
-        capture_config(config | {"rope_parameters": rope})
-
-
-# --------------------------------------------------------------------------------------------------------- windows
+        capture_config(config | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, **rope}})
 
 
 def _windows(config: dict[str, Any]) -> list[int]:
-    return [arguments(call)["window"] for call in calls(_canonical(config).graph, ATTENTION)]
-
-
-def _canonical(config: dict[str, Any]) -> Any:
-    from picompile_passes.passes.canonicalize import canonicalize
-
-    return canonicalize(capture_config(config))
+    return [arguments(call)["window"] for call in calls(canonicalize(capture_config(config)).graph, ATTENTION)]
 
 
 @pytest.mark.slow("exports five models")
@@ -239,9 +205,6 @@ def test_mistral_with_mixed_windows_equals_eager_transformers(tmp_path: Path) ->
     assert relative_error(logits, eager_logits(eager, ids.tolist())) < 2e-5
 
 
-# ------------------------------------------------------------------------------------------- what has no effect
-
-
 def test_keys_without_effect_are_named_in_one_line() -> None:
     config = _kind("LlamaForCausalLM", "llama", **_SIZES, rope_theta=1e4, torch_dtype="float16", use_cache=True)
     family = find_family(config)
@@ -259,19 +222,19 @@ def test_keys_without_effect_are_named_in_one_line() -> None:
     assert "hidden_act has no effect on models of the family bamboo" in str(unknown_keys(find_family(bamboo), bamboo))
 
 
-@pytest.mark.parametrize("key", ["to_dict", "__class__", "__dict__", "num_labels", "id2label", "validate"])
-def test_keys_that_would_take_the_place_of_methods_or_all_memory(key: str) -> None:
+def test_keys_that_would_take_the_place_of_methods_or_all_memory() -> None:
     config = _kind("LlamaForCausalLM", "llama", **_SIZES, hidden_act="relu")
-    assert str(capture_config(config | {key: 10**9}).graph) == str(capture_config(config).graph)
+    expected = str(capture_config(config).graph)
+    odd = dict.fromkeys(("to_dict", "__class__", "__dict__", "num_labels", "id2label", "validate"), 10**9)
+    assert str(capture_config(config | odd).graph) == expected
 
 
 def test_warnings_of_transformers_are_not_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**_SIZES)).save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     rope = {"rope_type": "linear", "factor": 0.5, "rope_theta": 1e4, "speed": 3}
     file.write_text(json.dumps(json.loads(file.read_text()) | {"rope_parameters": rope}))
     capfd.readouterr()
-    captured = load_model(tmp_path)
+    opened = open_checkpoint(tmp_path)
     assert capfd.readouterr().err == ""
-    assert captured.warning == "config.json: neither transformers nor picompile knows rope_parameters.speed"
+    assert opened.warning == "config.json: neither transformers nor picompile knows rope_parameters.speed"

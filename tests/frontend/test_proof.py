@@ -1,21 +1,20 @@
 """The proof of a capture: it passes for right graphs, and names what is wrong in others."""
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.fx import GraphModule
 
+from helpers.small_models import small_config
 from helpers.support import Cli
 from picompile import UnsupportedModelError
 from picompile.frontend import attention, capture_config, facts, proof
 from picompile.frontend.build import build_model
 from picompile.frontend.config import make_config
-from picompile.frontend.families import find_family
+from picompile.frontend.families import find_family, rope_limit
 from picompile.frontend.hf import raw_activation
 from picompile_passes.errors import PassesError
 from picompile_passes.passes.canonicalize import raise_elementwise, raise_norms
@@ -39,12 +38,7 @@ _GEMMA2 = {
 _FATRELU = {**_MISTRAL, "architectures": ["LlamaForCausalLM"], "hidden_act": "fatrelu", "hidden_act_param": 0.1}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+_TWICE = pytest.mark.slow("exports models twice for the proof; one right model is fast")
 
 
 def _prove(raw: Raw) -> None:
@@ -52,8 +46,15 @@ def _prove(raw: Raw) -> None:
     proof.prove(raw, family, raw_activation(family, raw), capture_config(raw))
 
 
+# With fewer positions than are compared.
+_GPT2 = {
+    "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 16,
+    "vocab_size": 40, "n_positions": 8,
+}  # fmt: skip
+
+
 @pytest.mark.slow("exports models twice for the proof; one right model is fast", but=("MistralForCausalLM",))
-@pytest.mark.parametrize("raw", [_MISTRAL, _GEMMA, _GEMMA2, _FATRELU], ids=lambda raw: raw["architectures"][0])
+@pytest.mark.parametrize("raw", [_MISTRAL, _GEMMA, _GEMMA2, _FATRELU, _GPT2], ids=lambda raw: raw["architectures"][0])
 def test_right_models_pass(raw: Raw) -> None:
     _prove(raw)
 
@@ -84,42 +85,30 @@ def test_a_wrong_window_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     _expect(_MISTRAL | {"rope_theta": 77.0}, "model.layers.0.self_attn", "gives another result")
 
 
-def _changed_captures(monkeypatch: pytest.MonkeyPatch, change: Callable[[GraphModule], None]) -> None:
-    """Makes `change` a part of every capture that the proof makes."""
-    right = proof.capture_model
-
-    def wrong(*arguments: Any) -> GraphModule:
-        graph_module = right(*arguments)
-        change(graph_module)
-        return graph_module
-
-    monkeypatch.setattr(proof, "capture_model", wrong)
-
-
-@pytest.mark.slow("exports models twice for the proof; one right model is fast")
+@_TWICE
 @pytest.mark.usefixtures("one_seed")
 def test_a_wrong_activation_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def smooth(graph_module: GraphModule) -> None:
+    right = proof.capture_model
+
+    def smooth(*arguments: Any) -> GraphModule:
+        graph_module = right(*arguments)
         for node in graph_module.graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default):
             node.target = torch.ops.aten.silu.default
+        return graph_module
 
-    _changed_captures(monkeypatch, smooth)
+    monkeypatch.setattr(proof, "capture_model", smooth)
     # The kinds of layers are others then, so that the model is compared as it is.
     _expect(_MISTRAL, "model.layers.0.mlp.act_fn gives another result, which is relu")
 
 
-@pytest.mark.slow("exports models twice for the proof; one right model is fast")
+@_TWICE
 @pytest.mark.usefixtures("one_seed")
-def test_a_factor_that_raising_drops_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    emits = raise_elementwise._EMITS
+def test_what_raising_drops_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A factor, and an eps."""
     dropped = {torch.ops.aten.mul.Tensor: lambda write, values: write("mul", values["self"], 1.0)}
-    monkeypatch.setattr(raise_elementwise, "_EMITS", {**emits, **dropped})
-    _expect(_GEMMA, "pass raise-elementwise changed elementwise (picompile.elementwise.default) for 3 tokens")
-
-
-@pytest.mark.slow("exports models twice for the proof; one right model is fast")
-@pytest.mark.usefixtures("one_seed")
-def test_an_eps_that_raising_forgets_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(raise_elementwise, "_EMITS", {**raise_elementwise._EMITS, **dropped})
+        _expect(_GEMMA, "pass raise-elementwise changed elementwise (picompile.elementwise.default) for 3 tokens")
     right = raise_norms._mean_square
     monkeypatch.setattr(raise_norms, "_mean_square", lambda node: (found := right(node)) and (found[0], 0.5))
     _expect(_MISTRAL, "pass raise-norms changed rms_norm")
@@ -135,7 +124,7 @@ _MINISTRAL3 = {
 }  # fmt: skip
 
 
-@pytest.mark.slow("exports models twice for the proof; one right model is fast")
+@_TWICE
 @pytest.mark.usefixtures("one_seed")
 def test_what_changes_with_the_position_alone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Queries are scaled from position 32 on, which none of the texts has."""
@@ -144,28 +133,16 @@ def test_what_changes_with_the_position_alone_is_found(monkeypatch: pytest.Monke
     _expect(_MINISTRAL3 | {"bos_token_id": 3}, "at the positions 45 to 63 the canonical graph has other logits")
 
 
-_GPT2 = {
-    "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 16,
-    "vocab_size": 40, "n_positions": 8,
-}  # fmt: skip
+@_TWICE
+def test_models_that_cannot_be_proved_are_refused() -> None:
+    """RoBERTa's forward counts from its padding token on, and transformers' generate gives it 0, 1, 2 …
 
-
-@pytest.mark.slow("exports models twice for the proof; one right model is fast")
-def test_fewer_positions_than_are_compared() -> None:
-    _prove(_GPT2)
-
-
-@pytest.mark.slow("exports models twice for the proof; one right model is fast")
-def test_two_ways_to_count_positions_are_refused() -> None:
-    """RoBERTa's forward counts from its padding token on, and transformers' generate gives it 0, 1, 2 …"""
+    Windows that are wider than masks are read would go unseen.
+    """
     raw = {**_SIZES, "architectures": ["RobertaForCausalLM"], "model_type": "roberta", "is_decoder": True}
     for padding in (1, None):
         with pytest.raises(UnsupportedModelError, match="RobertaForCausalLM counts positions from its padding token"):
             _prove(raw | {"pad_token_id": padding})
-
-
-@pytest.mark.slow("exports models twice for the proof; one right model is fast")
-def test_windows_that_are_wider_than_masks_are_read() -> None:
     raw = {
         "architectures": ["GPTNeoForCausalLM"], "model_type": "gpt_neo", "num_layers": 2, "num_heads": 2,
         "hidden_size": 16, "vocab_size": 40, "max_position_embeddings": 4608, "window_size": 4200,
@@ -177,9 +154,6 @@ def test_windows_that_are_wider_than_masks_are_read() -> None:
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_rotary_embeddings_of_a_nested_config_end_the_context(kind: str) -> None:
-    from helpers.small_models import small_config
-    from picompile.frontend.families import rope_limit
-
     factors = {"short_factor": [1.5] * 8, "long_factor": [3.0] * 8, "original_max_position_embeddings": 32}
     rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, **(factors if kind == "longrope" else {})}
     text = {
@@ -187,26 +161,23 @@ def test_rotary_embeddings_of_a_nested_config_end_the_context(kind: str) -> None
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "rope_parameters": rope,
     }  # fmt: skip
     config = small_config("got_ocr2", text_config=text)
-    assert rope_limit(config) == (64 if kind == "dynamic" else 32)
-    assert facts.config_facts(config).positions == rope_limit(config)
+    assert facts.config_facts(config).positions == rope_limit(config) == (64 if kind == "dynamic" else 32)
 
 
-def test_logits_that_are_not_finite_prove_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proof, "_near", lambda parameter, noise: torch.full_like(noise, torch.inf))
-    with pytest.raises(UnsupportedModelError, match="logits of random weights that are not finite"):
-        _prove(_MISTRAL)
-
-
-def test_an_error_of_eager_pytorch_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comparisons_that_prove_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(*arguments: object) -> None:
         raise RuntimeError("of this\nkind")
 
+    with monkeypatch.context() as patch:
+        patch.setattr(proof, "_near", lambda parameter, noise: torch.full_like(noise, torch.inf))
+        with pytest.raises(UnsupportedModelError, match="logits of random weights that are not finite"):
+            _prove(_MISTRAL)
     monkeypatch.setattr(proof, "call_model", failing)
     with pytest.raises(UnsupportedModelError, match=r"cannot be compared with eager PyTorch: of this kind$"):
         _prove(_MISTRAL)
 
 
-@pytest.mark.slow("exports models twice for the proof; one right model is fast")
+@_TWICE
 def test_a_last_layer_of_its_own_kind_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Operators behind the last attention are in no layer before it."""
     family, seen = find_family(_MISTRAL), []
@@ -230,7 +201,7 @@ def test_a_capture_that_cannot_be_raised_says_so(monkeypatch: pytest.MonkeyPatch
         _prove(_GEMMA)
 
 
-@pytest.mark.slow("exports models twice for the proof; one right model is fast")
+@_TWICE
 @pytest.mark.usefixtures("one_seed")
 def test_the_proof_is_a_part_of_compiling(
     tiny_model: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
@@ -242,17 +213,15 @@ def test_the_proof_is_a_part_of_compiling(
     assert not (tmp_path / "artifact").exists()
 
 
-def _filled(raw: Raw, seed: int) -> nn.Module:
-    family = find_family(raw)
-    model = build_model(family, make_config(family, raw), raw_activation(family, raw), "eager")
-    proof._fill(model, seed)
-    return model
-
-
 def test_all_weights_differ_by_seed() -> None:
     """Weights that are tied stay so, norms are near what they begin as, and no two weights are alike."""
     raw = {**_GEMMA, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": True}
-    one, again, other = (_filled(raw, seed) for seed in (0, 0, 1))
+    family = find_family(raw)
+    one, again, other = (
+        build_model(family, make_config(family, raw), raw_activation(family, raw), "eager") for _ in range(3)
+    )
+    for model, seed in ((one, 0), (again, 0), (other, 1)):
+        proof._fill(model, seed)
     assert one.lm_head.weight is one.model.embed_tokens.weight
     for (name, first), second, third in zip(
         one.named_parameters(), again.parameters(), other.parameters(), strict=True
@@ -266,7 +235,7 @@ def test_all_weights_differ_by_seed() -> None:
     assert len(set(flat)) == len(flat)
 
 
-@pytest.mark.slow("exports models twice for the proof; one right model is fast")
+@_TWICE
 def test_models_are_made_small_without_losing_a_kind_of_layer() -> None:
     raw = {
         **_GEMMA2, "num_hidden_layers": 6, "sliding_window": 4096, "intermediate_size": 9000, "eos_token_id": 30_000,

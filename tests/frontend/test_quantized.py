@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from helpers.quantized_files import Scheme, quantized_matrix, save_quantized
+from helpers.quantized_files import Scheme, save_quantized
+from helpers.small_models import small_config, small_model
 from picompile.errors import UnsupportedModelError
 from picompile.frontend.checkpoint import read_headers
 from picompile.frontend.hf import open_checkpoint
@@ -28,6 +29,7 @@ SCHEMES = {
     "awq": Scheme("awq"),
     "awq-float32": Scheme("awq", group_size=64, scale_dtype=torch.float32),
 }
+REPACKED = {"gptq": ("q8",), "gptq-v2": ("q8",), "gptq-sym": ("q8", "q4"), "gptq-one-group": ("q8",), "awq": ("q8",)}
 SHAPES = {"model.layers.0.mlp.up_proj": (40, 96), "lm_head": (64, 352)}
 
 
@@ -51,41 +53,20 @@ def test_every_layout(tmp_path: Path, name: str) -> None:
         # A float16 has 11 bits and a difference of integers 9: together they fit into a float32.
         exact = scheme.scale_dtype != torch.float32
         torch.testing.assert_close(found.double(), expected, rtol=0 if exact else 1e-7, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("name", "formats"),
-    [
-        ("gptq", {"q8"}),
-        ("gptq-sym", {"q8", "q4"}),
-        ("gptq-8", set()),
-        ("gptq-order", set()),
-        ("gptq-one-group", {"q8"}),
-        ("gptq-large-groups", set()),
-        ("awq", {"q8"}),
-        ("awq-float32", set()),
-    ],
-)
-def test_rows_are_repacked_where_that_is_exact(tmp_path: Path, name: str, formats: set[str]) -> None:
-    weights = save_quantized(tmp_path, SCHEMES[name], SHAPES)
-    tensors = opened(tmp_path)
-    for parameter in weights:
+        # Rows are repacked where that is exact.
         for form in ("q8", "q4", "f16"):
             packed = tensors.packed(parameter, form)
-            assert (packed is not None) == (form in formats), form
+            assert (packed is not None) == (form in REPACKED.get(name, ())), form
             if packed is not None:
-                outputs, inputs = tensors.headers[parameter].shape
+                outputs, inputs = expected.shape
                 assert packed.shape == (outputs, FORMATS[form].row_bytes(inputs))
-                assert torch.equal(dequantize_rows(packed, form, inputs), tensors.load(parameter))
+                assert torch.equal(dequantize_rows(packed, form, inputs), found)
 
 
-@pytest.mark.parametrize(
-    ("name", "quant", "said"),
-    [("awq", "q4", "AWQ"), ("awq", "q8", None), ("gptq-sym", "q4", None), ("gptq", "q4", "GPTQ")],
-)
-def test_what_is_rounded_a_second_time(tmp_path: Path, name: str, quant: str, said: str | None) -> None:
-    save_quantized(tmp_path, SCHEMES[name], SHAPES)
-    assert opened(tmp_path).rounds_again(quant) == said
+def test_what_is_rounded_a_second_time(tmp_path: Path) -> None:
+    for name, said in (("awq", "AWQ"), ("gptq-sym", None), ("gptq", "GPTQ")):
+        save_quantized(tmp_path, SCHEMES[name], SHAPES)
+        assert (opened(tmp_path).rounds_again("q4"), opened(tmp_path).rounds_again("q8")) == (said, None)
 
 
 def test_zeros_of_zero_borrow_from_their_neighbours(tmp_path: Path) -> None:
@@ -137,13 +118,10 @@ def test_zero_biases_are_left_out_where_the_model_has_none(tmp_path: Path) -> No
     ],
 )
 def test_other_methods_are_refused(quantization: Any, says: str) -> None:
+    assert find_layout({}) is None and find_layout({"quantization_config": None}) is None
     with pytest.raises(UnsupportedModelError) as caught:
         find_layout({"quantization_config": quantization})
     assert says in str(caught.value) and "use the original, unquantized one" in str(caught.value)
-
-
-def test_checkpoints_that_are_not_quantized() -> None:
-    assert find_layout({}) is None and find_layout({"quantization_config": None}) is None
 
 
 def _without(part: str) -> Any:
@@ -182,33 +160,19 @@ def test_damaged_checkpoints(tmp_path: Path, change: Any, says: str) -> None:
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_integers_in_another_order_need_their_groups(tmp_path: Path) -> None:
-    save_quantized(tmp_path, Scheme(desc_act=True), {"up": (16, 96)})
-    opened(tmp_path).load("up.weight")
-    file = tmp_path / "model.safetensors"
-    save_file({name: tensor for name, tensor in load_file(file).items() if name != "up.g_idx"}, file)
-    with pytest.raises(UnsupportedModelError, match=r"no up\.g_idx, which desc_act in quantization_config asks for"):
-        opened(tmp_path)
-
-
 def test_matrices_whose_rows_are_inputs_are_refused(tmp_path: Path) -> None:
     """GPT-2's are; a square one would pass for its transpose."""
-    from helpers.small_models import small_config, small_model
-
     model = small_model(small_config("gpt2"))
     width, name = model.config.n_embd, "transformer.h.0.attn.c_proj"
     model.save_pretrained(tmp_path)
-    (tmp_path / "other").mkdir()
-    tensors = load_file(tmp_path / "model.safetensors")
+    config, tensors = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
     weight = tensors.pop(f"{name}.weight")
+    (tmp_path / "other").mkdir()
     save_quantized(tmp_path / "other", Scheme(), {name: (width, width)})
     parts = load_file(tmp_path / "other" / "model.safetensors")
-    save_file(
-        {**tensors, **{key: part for key, part in parts.items() if key.startswith(name)}},
-        tmp_path / "model.safetensors",
-    )
+    tensors |= {key: part for key, part in parts.items() if key.startswith(name)}
+    save_file(tensors, tmp_path / "model.safetensors")
     assert weight.shape == (width, width)
-    config = json.loads((tmp_path / "config.json").read_text())
     with pytest.raises(UnsupportedModelError, match=r"but config\.json has no quantization_config"):
         open_checkpoint(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": Scheme().config}))
@@ -216,21 +180,16 @@ def test_matrices_whose_rows_are_inputs_are_refused(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
-def test_only_quantized_tensors_are_loaded(tmp_path: Path) -> None:
-    save_quantized(tmp_path, Scheme(), {"up": (16, 96)})
+def test_tensors_and_files_that_are_not_there(tmp_path: Path) -> None:
+    save_quantized(tmp_path, Scheme(desc_act=True), {"up": (16, 96)})
+    tensors = opened(tmp_path)
     for name in ("norm.weight", "up.qweight", "nothing"):
         with pytest.raises(KeyError):
-            opened(tmp_path).load(name)
-
-
-def test_files_that_are_gone(tmp_path: Path) -> None:
-    save_quantized(tmp_path, Scheme(), {"up": (16, 96)})
-    tensors = opened(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"")
+            tensors.load(name)
+    file = tmp_path / "model.safetensors"
+    save_file({name: tensor for name, tensor in load_file(file).items() if name != "up.g_idx"}, file)
+    with pytest.raises(UnsupportedModelError, match=r"no up\.g_idx, which desc_act in quantization_config asks for"):
+        opened(tmp_path)
+    file.write_bytes(b"")
     with pytest.raises(UnsupportedModelError, match=r"cannot read up\.qweight"):
         tensors.load("up.weight")
-
-
-def test_the_generator_has_every_integer() -> None:
-    parts, _ = quantized_matrix(Scheme(), 64, 128, 1)
-    assert len(set(parts["qweight"].view(torch.uint8).flatten().tolist())) > 200

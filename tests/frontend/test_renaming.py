@@ -56,36 +56,24 @@ def test_the_head_of_gpt_neox(gpt_neox: Path) -> None:
         save_file({name if key == head else key: value for key, value in tensors.items()}, gpt_neox / SINGLE_FILE)
         weights = open_checkpoint(gpt_neox).weights
         assert torch.equal(weights.load("lm_head.weight"), tensors[head])
-
-
-def test_two_tensors_of_one_name(gpt_neox: Path) -> None:
-    tensors = _tensors(gpt_neox)
-    head = tensors.pop("embed_out.weight", None)
-    head = tensors.pop("lm_head.weight") if head is None else head
-    save_file({**tensors, "embed_out.weight": head, "lm_head.weight": head.clone()}, gpt_neox / SINGLE_FILE)
-    with pytest.raises(
-        UnsupportedModelError, match=r"embed_out\.weight and lm_head\.weight are both the model's lm_head"
-    ):
+    both = {"embed_out.weight": tensors[head], "lm_head.weight": tensors[head].clone()}
+    save_file(tensors | both, gpt_neox / SINGLE_FILE)
+    with pytest.raises(UnsupportedModelError, match=r"embed_out\.weight and lm_head\.weight are both the model's lm_h"):
+        open_checkpoint(gpt_neox)
+    save_file(tensors | {"gpt_neox.extra": torch.ones(3)}, gpt_neox / SINGLE_FILE)
+    with pytest.raises(UnsupportedModelError, match=r"holds gpt_neox\.extra"):
         open_checkpoint(gpt_neox)
 
 
-@pytest.mark.parametrize("with_prefix", [False, True])
-def test_names_with_the_base_models_prefix_and_without(with_prefix: bool, gpt2: Path) -> None:
-    tensors = _tensors(gpt2)
-    bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
-    written = {(f"transformer.{name}" if with_prefix else name): tensor for name, tensor in bare.items()}
-    save_file(written, gpt2 / SINGLE_FILE)
-    weights = open_checkpoint(gpt2).weights
-    assert torch.equal(weights.load("transformer.h.0.mlp.c_fc.weight"), bare["h.0.mlp.c_fc.weight"])
-
-
-def test_masks_that_transformers_leaves_out(gpt2: Path) -> None:
-    masks = {
-        "transformer.h.0.attn.bias": torch.ones(1, 1, 64, 64).tril(),
-        "transformer.h.0.attn.masked_bias": torch.zeros(()),
-    }
-    save_file(_tensors(gpt2) | masks, gpt2 / SINGLE_FILE)
-    assert not set(open_checkpoint(gpt2).weights.names()) & set(masks)
+def test_names_with_the_base_models_prefix_and_without(gpt2: Path) -> None:
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in _tensors(gpt2).items()}
+    # Masks are left out, as transformers does.
+    masks = {"h.0.attn.bias": torch.ones(1, 1, 64, 64).tril(), "h.0.attn.masked_bias": torch.zeros(())}
+    for prefix in ("transformer.", ""):
+        save_file({f"{prefix}{name}": tensor for name, tensor in (bare | masks).items()}, gpt2 / SINGLE_FILE)
+        weights = open_checkpoint(gpt2).weights
+        assert torch.equal(weights.load("transformer.h.0.mlp.c_fc.weight"), bare["h.0.mlp.c_fc.weight"])
+        assert not any(name.endswith((".attn.bias", ".masked_bias")) for name in weights.names())
 
 
 @pytest.mark.parametrize("change", [0.0, 0.5])
@@ -113,50 +101,34 @@ def test_a_buffer_that_no_config_makes(tmp_path: Path) -> None:
         ignored("table")
 
 
-def test_a_tensor_that_no_model_has(gpt_neox: Path) -> None:
-    save_file(_tensors(gpt_neox) | {"gpt_neox.extra": torch.ones(3)}, gpt_neox / SINGLE_FILE)
-    with pytest.raises(UnsupportedModelError, match=r"holds gpt_neox\.extra"):
-        open_checkpoint(gpt_neox)
-
-
 def test_experts_are_refused_by_name(tmp_path: Path) -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 20, "num_key_value_heads": 1, "num_local_experts": 2}
     MixtralForCausalLM(MixtralConfig(**_SIZES, **sizes)).save_pretrained(tmp_path)
-    with pytest.raises(
-        UnsupportedModelError, match=r"mixtures of experts are not supported \(model\.layers\.0\.[a-z._0-9]+\)$"
-    ):
+    with pytest.raises(UnsupportedModelError, match=r"mixtures of experts are not supported \(model\.layers\.0\..+\)$"):
         open_checkpoint(tmp_path)
 
 
 def test_where_transformers_own_code_ends_with_an_error(tmp_path: Path) -> None:
     """X-MOD wants to be told a language."""
-    XmodForCausalLM(XmodConfig(**_SIZES, hidden_size=16, intermediate_size=20, is_decoder=True)).save_pretrained(
-        tmp_path
-    )
+    config = XmodConfig(**_SIZES, hidden_size=16, intermediate_size=20, is_decoder=True)
+    XmodForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(
-        UnsupportedModelError, match=r"cannot be captured: ValueError: Input language .* \(modeling_xmod\.py:\d+\)$"
+        UnsupportedModelError, match=r"captured: ValueError: Input language .* \(modeling_xmod\.py:\d+\)$"
     ):
         load_model(tmp_path)
 
 
 def test_code_of_a_checkpoint_is_never_run(gpt_neox: Path, tmp_path: Path) -> None:
-    """The class is refused by its name, whatever auto_map says, and the file beside it is left alone."""
+    """A class of transformers is its own in spite of auto_map; another class is refused by its name."""
     trace = tmp_path / "ran"
     (gpt_neox / "modeling_new.py").write_text(f"open({str(trace)!r}, 'w').close()\n")
     path = gpt_neox / "config.json"
-    raw = json.loads(path.read_text()) | {"architectures": ["NewForCausalLM"], "model_type": "new"}
-    raw["auto_map"] = {"AutoModelForCausalLM": "modeling_new.NewForCausalLM", "AutoConfig": "modeling_new.NewConfig"}
+    code = {"AutoModelForCausalLM": "modeling_new.NewForCausalLM", "AutoConfig": "modeling_new.NewConfig"}
+    raw = json.loads(path.read_text()) | {"auto_map": code}
     path.write_text(json.dumps(raw))
+    assert type(open_checkpoint(gpt_neox).model) is GPTNeoXForCausalLM
+    path.write_text(json.dumps(raw | {"architectures": ["NewForCausalLM"], "model_type": "new"}))
     with pytest.raises(UnsupportedModelError, match=r"NewForCausalLM is code in the checkpoint \(auto_map\)") as caught:
         load_model(gpt_neox)
     assert "\n" not in str(caught.value)
-    assert not trace.exists()
-
-
-def test_a_class_that_transformers_has_is_its_own_in_spite_of_auto_map(gpt_neox: Path, tmp_path: Path) -> None:
-    trace = tmp_path / "ran"
-    (gpt_neox / "modeling_new.py").write_text(f"open({str(trace)!r}, 'w').close()\n")
-    path = gpt_neox / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"auto_map": {"AutoModelForCausalLM": "modeling_new.X"}}))
-    assert type(open_checkpoint(gpt_neox).model) is GPTNeoXForCausalLM
     assert not trace.exists()

@@ -54,111 +54,61 @@ def _around_zero(model: nn.Module) -> None:
                 parameter.sub_(1)
 
 
+_SIZES = {"num_hidden_layers": 2, "vocab_size": VOCABULARY, "max_position_embeddings": POSITIONS}
+
+
 def _llama(hidden: int, ffn: int, heads: int, kv_heads: int, **more: Any) -> dict[str, Any]:
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "num_hidden_layers": 2,
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": POSITIONS,
-        "hidden_act": "relu",
-        "tie_word_embeddings": False,
-        **more,
-    }
+    sizes = {"hidden_size": hidden, "intermediate_size": ffn, "num_attention_heads": heads, **_SIZES}
+    return {**sizes, "num_key_value_heads": kv_heads, "hidden_act": "relu", "tie_word_embeddings": False, **more}
 
 
 def _opt(hidden: int, ffn: int, heads: int, **more: Any) -> dict[str, Any]:
-    return {
-        "hidden_size": hidden,
-        "ffn_dim": ffn,
-        "num_attention_heads": heads,
-        "num_hidden_layers": 2,
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": POSITIONS,
-        "word_embed_proj_dim": hidden,
-        "init_std": 0.1,
-        **more,
-    }
+    sizes = {"hidden_size": hidden, "ffn_dim": ffn, "num_attention_heads": heads, **_SIZES}
+    return {**sizes, "word_embed_proj_dim": hidden, "init_std": 0.1, **more}
 
 
 def _falcon(hidden: int, heads: int, **more: Any) -> dict[str, Any]:
-    return {
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_hidden_layers": 2,
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": POSITIONS,
-        "alibi": False,
-        **more,
-    }
+    return {"hidden_size": hidden, "num_attention_heads": heads, "alibi": False, **_SIZES, **more}
 
 
-_LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+_LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "original_max_position_embeddings": 64}
+_LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_TIED = {"hidden_act": "silu", "tie_word_embeddings": True}
+_NO_WINDOW = {"sliding_window": None}
+_FATRELU = {"hidden_act": "fatrelu", "hidden_act_param": 0.05}
+_BAMBOO = {"architectures": ["BambooForCausalLM"], "model_type": "bamboo"}
+_TURBOSPARSE = {"architectures": ["TurboSparseMistralForCausalLM"], "model_type": "turbosparsemistral"}
+_PLAIN_NORMS = {"enable_bias": False, "layer_norm_elementwise_affine": False, "activation_function": "gelu"}
+_GROUPED = {"new_decoder_architecture": True, "num_kv_heads": 5, "ffn_hidden_size": 864, "activation": "relu"}
+_SERIAL = {"multi_query": False, "parallel_attn": False, "bias": True, "activation": "relu"}
 
 # Their classes' own are beyond this vocabulary.
 _SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
+_SQUARED = {"hidden_act": "relu2", **_SPECIAL}
+
 VARIANTS: dict[str, Variant] = {
     "llama-relu": Variant("LlamaForCausalLM", _llama(96, 200, 4, 2)),
-    "llama3-silu-tied": Variant(
-        "LlamaForCausalLM",
-        _llama(320, 864, 5, 5, hidden_act="silu", rope_parameters=_LLAMA3, tie_word_embeddings=True),
-    ),
-    "prosparse": Variant(
-        "LlamaForCausalLM",
-        _llama(96, 200, 3, 3),
-        _fatrelu(0.05),
-        {"hidden_act": "fatrelu", "hidden_act_param": 0.05},
-    ),
+    "llama3-silu-tied": Variant("LlamaForCausalLM", _llama(320, 864, 5, 5, rope_parameters=_LLAMA3, **_TIED)),
+    "prosparse": Variant("LlamaForCausalLM", _llama(96, 200, 3, 3), _fatrelu(0.05), _FATRELU),
     "mistral-window": Variant("MistralForCausalLM", _llama(96, 864, 4, 1, sliding_window=50)),
-    "bamboo": Variant(
-        "MistralForCausalLM",
-        _llama(320, 200, 8, 4, sliding_window=None),
-        _drelu,
-        {"architectures": ["BambooForCausalLM"], "model_type": "bamboo"},
-    ),
-    "turbosparse": Variant(
-        "MistralForCausalLM",
-        _llama(96, 200, 6, 3, sliding_window=None),
-        _drelu,
-        {"architectures": ["TurboSparseMistralForCausalLM"], "model_type": "turbosparsemistral"},
-    ),
+    "bamboo": Variant("MistralForCausalLM", _llama(320, 200, 8, 4, **_NO_WINDOW), _drelu, _BAMBOO),
+    "turbosparse": Variant("MistralForCausalLM", _llama(96, 200, 6, 3, **_NO_WINDOW), _drelu, _TURBOSPARSE),
     "opt-pre-norm": Variant("OPTForCausalLM", _opt(320, 864, 5)),
     "opt-post-norm": Variant("OPTForCausalLM", _opt(96, 200, 3, do_layer_norm_before=False, word_embed_proj_dim=64)),
-    "opt-galactica": Variant(
-        "OPTForCausalLM",
-        _opt(96, 200, 4, enable_bias=False, layer_norm_elementwise_affine=False, activation_function="gelu"),
-    ),
+    "opt-galactica": Variant("OPTForCausalLM", _opt(96, 200, 4, **_PLAIN_NORMS)),
     "falcon-7b": Variant("FalconForCausalLM", _falcon(96, 3, multi_query=True, parallel_attn=True, bias=False)),
-    "falcon-40b": Variant(
-        "FalconForCausalLM",
-        _falcon(320, 10, new_decoder_architecture=True, num_kv_heads=5, activation="relu", ffn_hidden_size=864),
-    ),
-    "falcon-serial": Variant(
-        "FalconForCausalLM", _falcon(96, 4, multi_query=False, parallel_attn=False, bias=True, activation="relu")
-    ),
-    "qwen2": Variant("Qwen2ForCausalLM", _llama(96, 200, 4, 2, hidden_act="silu", tie_word_embeddings=True)),
-    "bitnet": Variant("BitNetForCausalLM", _llama(100, 204, 5, 1, hidden_act="relu2", **_SPECIAL)),
-    "arcee": Variant("ArceeForCausalLM", _llama(72, 203, 3, 1, hidden_act="relu2", head_dim=24, **_SPECIAL)),
+    "falcon-40b": Variant("FalconForCausalLM", _falcon(320, 10, **_GROUPED)),
+    "falcon-serial": Variant("FalconForCausalLM", _falcon(96, 4, **_SERIAL)),
+    "qwen2": Variant("Qwen2ForCausalLM", _llama(96, 200, 4, 2, **_TIED)),
+    "bitnet": Variant("BitNetForCausalLM", _llama(100, 204, 5, 1, **_SQUARED)),
+    "arcee": Variant("ArceeForCausalLM", _llama(72, 203, 3, 1, head_dim=24, **_SQUARED)),
     "nemotron": Variant(
-        "NemotronForCausalLM",
-        _llama(96, 203, 4, 2, hidden_act="relu2", partial_rotary_factor=0.5, **_SPECIAL),
-        patch=_around_zero,
+        "NemotronForCausalLM", _llama(96, 203, 4, 2, partial_rotary_factor=0.5, **_SQUARED), _around_zero
     ),
-    "nanochat": Variant("NanoChatForCausalLM", _llama(100, 204, 5, 5, hidden_act="relu2", **_SPECIAL)),
-    "persimmon": Variant(
-        "PersimmonForCausalLM", _llama(80, 204, 5, 5, hidden_act="relu2", partial_rotary_factor=0.5, **_SPECIAL)
-    ),
-    "jais2": Variant("Jais2ForCausalLM", _llama(72, 203, 3, 1, hidden_act="relu2", head_dim=24, **_SPECIAL)),
+    "nanochat": Variant("NanoChatForCausalLM", _llama(100, 204, 5, 5, **_SQUARED)),
+    "persimmon": Variant("PersimmonForCausalLM", _llama(80, 204, 5, 5, partial_rotary_factor=0.5, **_SQUARED)),
+    "jais2": Variant("Jais2ForCausalLM", _llama(72, 203, 3, 1, head_dim=24, **_SQUARED)),
 }
 
 # Families of squared ReLU. Their shapes are lowered to be counted, rather than derived from the numbers of a config.

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 Array = npt.NDArray[Any]
+Parts = Iterable[tuple[str, Array]]
 
 VOCABULARY = 300
 # llama.cpp keeps vectors in float32, whatever the type of matrices.
@@ -29,7 +30,7 @@ class Example:
     model_class: str
     config: Mapping[str, Any]
     metadata: Callable[[Any], Mapping[str, Any]]
-    split: Callable[[Any, str, Array], Iterable[tuple[str, Array]]] = lambda config, name, values: [(name, values)]
+    split: Callable[[Any, str, Array], Parts] = lambda config, name, values: [(name, values)]
     powerinfer: bool = False
 
 
@@ -51,15 +52,25 @@ def build(example: Example, seed: int = 0) -> nn.Module:
     return model.eval()
 
 
-def write_example(file: Path, example: Example, model: nn.Module, type_name: str = "F32", **more: Any) -> None:
+def save_example(
+    folder: Path, name: str = "llama", type_name: str = "F32", powerinfer: bool = False, **more: Any
+) -> Path:
+    """Write an example with its random weights to model.gguf in a folder, which may be there; see `write_example`."""
+    example = (POWERINFER_EXAMPLES if powerinfer else EXAMPLES)[name]
+    write_example(folder / "model.gguf", example, build(example), type_name, **more)
+    return folder / "model.gguf"
+
+
+def write_example(
+    file: Path, example: Example, model: nn.Module, type_name: str = "F32", without: str = "", **more: Any
+) -> None:
     """`model` as a GGUF file whose matrices are of `type_name`, where their rows are whole blocks of it.
 
-    `more` are values of the metadata under full keys, or `tensors`: further tensors by name.
+    A tensor can be left out. `more` are values of the metadata under full keys, or `tensors`: others by name.
     """
     config = model.config
-    tensors: dict[str, Array] = dict(more.pop("tensors", {}))
-    for name, values in _gguf_tensors(example, model):
-        tensors[name] = values
+    tensors: dict[str, Array] = dict(more.pop("tensors", {})) | dict(_gguf_tensors(example, model))
+    tensors.pop(without, None)
     metadata = {f"{example.architecture}.{key}": value for key, value in example.metadata(config).items()}
     write_file(file, example.architecture, {**metadata, **more}, tensors, type_name)
     if example.powerinfer:
@@ -74,17 +85,9 @@ def write_file(
     from gguf import GGMLQuantizationType, GGUFWriter, quantize
 
     writer = GGUFWriter(file, architecture)
+    adds = {bool: writer.add_bool, str: writer.add_string, list: writer.add_array, float: writer.add_float32}
     for key, value in metadata.items():
-        if isinstance(value, bool):
-            writer.add_bool(key, value)
-        elif isinstance(value, str):
-            writer.add_string(key, value)
-        elif isinstance(value, (list, tuple)):
-            writer.add_array(key, value)
-        elif isinstance(value, float):
-            writer.add_float32(key, value)
-        else:
-            writer.add_uint32(key, value)
+        adds.get(type(value), writer.add_uint32)(key, value)
     for name, values in tensors.items():
         plain = values.ndim < 2 or "norm" in name or "ssm" in name or values.shape[-1] % _BLOCK[type_name]
         kind = GGMLQuantizationType["F32" if plain else type_name]
@@ -99,7 +102,7 @@ def write_file(
     writer.close()
 
 
-def _gguf_tensors(example: Example, model: nn.Module) -> Iterable[tuple[str, Array]]:
+def _gguf_tensors(example: Example, model: nn.Module) -> Parts:
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     known = {"bamboo": "llama", "opt": "bert"}.get(example.architecture, example.architecture)
@@ -129,14 +132,8 @@ def _opt_name(name: str) -> str:
     if parts[0] != "layers":
         table = {"embed_tokens": "token_embd", "embed_positions": "position_embd", "final_layer_norm": "output_norm"}
         return f"{table[parts[0]]}.{parts[-1]}"
-    table = {
-        **{f"{letter}_proj": f"attn_{letter}" for letter in "qkv"},
-        "out_proj": "attn_output",
-        "self_attn_layer_norm": "attn_norm",
-        "final_layer_norm": "ffn_norm",
-        "fc1": "ffn_up",
-        "fc2": "ffn_down",
-    }
+    table = {f"{letter}_proj": f"attn_{letter}" for letter in "qkv"} | {"out_proj": "attn_output"}
+    table |= {"self_attn_layer_norm": "attn_norm", "final_layer_norm": "ffn_norm", "fc1": "ffn_up", "fc2": "ffn_down"}
     return f"blk.{parts[1]}.{table[parts[-2]]}.{parts[-1]}"
 
 
@@ -149,49 +146,41 @@ def _permuted(values: Array, heads: int) -> Array:
     return halves.swapaxes(1, 2).reshape(values.shape)
 
 
-def _llama_split(config: Any, name: str, values: Array) -> Iterable[tuple[str, Array]]:
+def _llama_split(config: Any, name: str, values: Array) -> Parts:
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     part = name.split(".")[2] if name.startswith("blk.") else ""
     return [(name, _permuted(values, heads[part]) if part in heads else values)]
 
 
-def _falcon_split(config: Any, name: str, values: Array) -> Iterable[tuple[str, Array]]:
+def _falcon_split(config: Any, name: str, values: Array) -> Parts:
+    """Queries of all groups first, then keys, then values, as BLOOM's, which has groups of one."""
     if "attn_qkv" not in name:
         return [(name, values)]
-    heads = config.num_attention_heads
-    kv_heads = config.num_kv_heads if config.new_decoder_architecture else 1
-    grouped = values.reshape(kv_heads, heads // kv_heads + 2, config.hidden_size // heads, config.hidden_size)
+    heads, bloom = config.num_attention_heads, hasattr(config, "n_layer")
+    kv_heads = heads if bloom else config.num_kv_heads if config.new_decoder_architecture else 1
+    rows = (kv_heads, heads // kv_heads + 2, config.hidden_size // heads, *values.shape[1:])
+    grouped = values.reshape(rows)
     parts = [grouped[:, :-2], grouped[:, -2:-1], grouped[:, -1:]]
-    return [(name, np.concatenate([part.reshape(-1, config.hidden_size) for part in parts]))]
+    return [(name, np.concatenate([part.reshape(-1, *values.shape[1:]) for part in parts]))]
 
 
-def _bloom_split(config: Any, name: str, values: Array) -> Iterable[tuple[str, Array]]:
-    if "attn_qkv" not in name:
-        return [(name, values)]
-    grouped = values.reshape(config.n_head, 3, config.hidden_size // config.n_head, *values.shape[1:])
-    return [(name, np.concatenate([grouped[:, part].reshape(-1, *values.shape[1:]) for part in range(3)]))]
-
-
-def _gpt2_split(config: Any, name: str, values: Array) -> Iterable[tuple[str, Array]]:
+def _gpt2_split(config: Any, name: str, values: Array) -> Parts:
     transposed = values.ndim == 2 and name.split(".")[-2] in ("attn_qkv", "attn_output", "ffn_up", "ffn_down")
     return [(name, values.T if transposed else values)]
 
 
-def _one_more(config: Any, name: str, values: Array) -> Iterable[tuple[str, Array]]:
+def _one_more(config: Any, name: str, values: Array) -> Parts:
     return [(name, values + 1 if name.endswith("norm.weight") else values)]
 
 
-def _mamba_split(config: Any, name: str, values: Array) -> Iterable[tuple[str, Array]]:
+def _mamba_split(config: Any, name: str, values: Array) -> Parts:
     if name.endswith("ssm_a"):
         return [(name, -np.exp(values))]
-    return [(name, values[:, 0] if "ssm_conv1d.weight" in name else values)]
+    is_filter = name.endswith(("ssm_conv1d.weight", "shortconv.conv.weight"))
+    return [(name, values[:, 0] if is_filter else values)]
 
 
-def _lfm2_split(config: Any, name: str, values: Array) -> Iterable[tuple[str, Array]]:
-    return [(name, values[:, 0] if "shortconv.conv.weight" in name else values)]
-
-
-def _experts_split(config: Any, name: str, values: Array) -> Iterable[tuple[str, Array]]:
+def _experts_split(config: Any, name: str, values: Array) -> Parts:
     if "ffn_up_exps" in name or "ffn_gate_up_exps" in name:
         stem = name.split(".ffn_")[0]
         gate, up = np.split(values, 2, axis=1)
@@ -203,19 +192,22 @@ def _experts_split(config: Any, name: str, values: Array) -> Iterable[tuple[str,
 
 
 def _sizes(config: Any, **more: Any) -> dict[str, Any]:
-    """The values that most architectures have."""
+    """The values that most architectures have, by whatever name the config has them."""
+
+    def first(*names: str) -> Any:
+        return next((getattr(config, name) for name in names if getattr(config, name, None) is not None), None)
+
     values: dict[str, Any] = {
-        "context_length": config.max_position_embeddings,
-        "block_count": config.num_hidden_layers,
-        "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
+        "context_length": first("max_position_embeddings", "n_positions") or 64,
+        "block_count": first("num_hidden_layers", "n_layer"),
+        "embedding_length": first("hidden_size", "n_embd"),
+        "feed_forward_length": first("ffn_hidden_size", "ffn_dim", "n_inner", "intermediate_size"),
+        "attention.head_count": first("num_attention_heads", "n_head"),
+        "attention.head_count_kv": first("num_key_value_heads"),
         "vocab_size": config.vocab_size,
-    }
-    if (theta := (getattr(config, "rope_parameters", None) or {}).get("rope_theta")) is not None:
-        values["rope.freq_base"] = float(theta)
-    return {**values, **more}
+        "rope.freq_base": (getattr(config, "rope_parameters", None) or {}).get("rope_theta"),
+    } | more
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def _rms(config: Any) -> dict[str, Any]:
@@ -235,25 +227,17 @@ def _experts(config: Any) -> dict[str, Any]:
 
 
 def _falcon_values(config: Any) -> dict[str, Any]:
-    return {
-        "context_length": config.max_position_embeddings,
-        "block_count": config.num_hidden_layers,
-        "embedding_length": config.hidden_size,
-        "feed_forward_length": config.ffn_hidden_size,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_kv_heads if config.new_decoder_architecture else 1,
-        "attention.layer_norm_epsilon": float(config.layer_norm_epsilon),
-    }
+    kv_heads = config.num_kv_heads if config.new_decoder_architecture else 1
+    return _layer_norms(config) | {"attention.head_count_kv": kv_heads}
+
+
+def _layer_norms(config: Any) -> dict[str, Any]:
+    values = _sizes(config, **{"attention.layer_norm_epsilon": float(config.layer_norm_epsilon)})
+    return {key: value for key, value in values.items() if key not in ("vocab_size", "rope.freq_base")}
 
 
 def _opt_values(config: Any) -> dict[str, Any]:
-    return {
-        "context_length": config.max_position_embeddings + 2,
-        "block_count": config.num_hidden_layers,
-        "embedding_length": config.hidden_size,
-        "feed_forward_length": config.ffn_dim,
-        "attention.head_count": config.num_attention_heads,
-    }
+    return _sizes(config, context_length=config.max_position_embeddings + 2)
 
 
 def _norms(key: str, field_name: str, **more: str) -> Callable[[Any], dict[str, Any]]:
@@ -266,223 +250,96 @@ def _norms(key: str, field_name: str, **more: str) -> Callable[[Any], dict[str, 
     return values
 
 
-def _gpt2_values(config: Any) -> dict[str, Any]:
-    return {
-        "context_length": config.n_positions,
-        "block_count": config.n_layer,
-        "embedding_length": config.n_embd,
-        "feed_forward_length": config.n_inner,
-        "attention.head_count": config.n_head,
-        "attention.layer_norm_epsilon": float(config.layer_norm_epsilon),
-    }
-
-
 def _bloom_values(config: Any) -> dict[str, Any]:
-    return {
-        "context_length": 64,
-        "block_count": config.n_layer,
-        "embedding_length": config.hidden_size,
-        "feed_forward_length": 4 * config.hidden_size,
-        "attention.head_count": config.n_head,
-        "attention.layer_norm_epsilon": float(config.layer_norm_epsilon),
-    }
+    return _layer_norms(config) | {"feed_forward_length": 4 * config.hidden_size}
 
 
 def _mamba_values(config: Any) -> dict[str, Any]:
-    return {
-        "context_length": 64,
-        "embedding_length": config.hidden_size,
-        "feed_forward_length": 0,
-        "attention.head_count": 0,
-        "block_count": config.num_hidden_layers,
-        "ssm.conv_kernel": config.conv_kernel,
-        "ssm.inner_size": config.intermediate_size,
-        "ssm.state_size": config.state_size,
-        "ssm.time_step_rank": config.time_step_rank,
-        "attention.layer_norm_rms_epsilon": float(config.layer_norm_epsilon),
-    }
+    more = {"ssm.conv_kernel": config.conv_kernel, "ssm.inner_size": config.intermediate_size}
+    more |= {"ssm.state_size": config.state_size, "ssm.time_step_rank": config.time_step_rank}
+    more |= {"attention.layer_norm_rms_epsilon": float(config.layer_norm_epsilon), "feed_forward_length": 0}
+    return _sizes(config) | more | {"attention.head_count": 0}
 
 
 def _lfm2_values(config: Any) -> dict[str, Any]:
     heads = [config.num_key_value_heads if kind == "full_attention" else 0 for kind in config.layer_types]
-    return _sizes(config) | {
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count_kv": heads,
-        "attention.layer_norm_rms_epsilon": float(config.norm_eps),
-        "shortconv.l_cache": config.conv_L_cache,
-        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
-    }
+    more = {"attention.head_count_kv": heads, "shortconv.l_cache": config.conv_L_cache}
+    return _sizes(config) | more | {"attention.layer_norm_rms_epsilon": float(config.norm_eps)}
 
 
-def _config(hidden: int = 96, ffn: int = 160, heads: int = 4, kv_heads: int = 2, **more: Any) -> dict[str, Any]:
-    return {
-        "vocab_size": VOCABULARY,
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
-        "num_hidden_layers": 2,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "max_position_embeddings": 256,
-        "tie_word_embeddings": False,
-        **more,
-    }
+def _gemma3_values(config: Any) -> dict[str, Any]:
+    return _wide_heads(config) | {"attention.sliding_window": config.sliding_window, "rope.freq_base": 1000000.0}
+
+
+def _shared_experts(config: Any) -> dict[str, Any]:
+    shared = {"expert_shared_feed_forward_length": config.shared_expert_intermediate_size}
+    return _experts(config) | shared | {"expert_feed_forward_length": config.moe_intermediate_size}
+
+
+def _wide_experts(config: Any) -> dict[str, Any]:
+    return _experts(config) | _wide_heads(config) | {"expert_feed_forward_length": config.moe_intermediate_size}
+
+
+_COMMON = {"vocab_size": VOCABULARY, "hidden_size": 96, "num_hidden_layers": 2}
+
+
+def _config(heads: int = 4, kv_heads: int = 2, **more: Any) -> dict[str, Any]:
+    sizes = {"intermediate_size": 160, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    return {**_COMMON, **sizes, "max_position_embeddings": 256, "tie_word_embeddings": False, **more}
 
 
 def _falcon_config(**more: Any) -> dict[str, Any]:
-    return {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 6,
-        "ffn_hidden_size": 160,
-        "alibi": False,
-        "max_position_embeddings": 256,
-        **more,
-    }
+    sizes = {"num_attention_heads": 6, "ffn_hidden_size": 160, "max_position_embeddings": 256}
+    return {**_COMMON, **sizes, "alibi": False, "bias": False, **more}
 
 
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 160}
+_BIASES = {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}
+_GROUPED = _falcon_config(new_decoder_architecture=True, num_kv_heads=2)
+_BLOOM = {"vocab_size": VOCABULARY, "hidden_size": 96, "n_layer": 2, "n_head": 4}
+_GPT2 = {"vocab_size": VOCABULARY, "n_embd": 96, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_inner": 160}
+_PARTIAL = {"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
+_CONV = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False}
+_OPT = {"word_embed_proj_dim": 96, "ffn_dim": 160, "num_attention_heads": 4, "max_position_embeddings": 64}
+_RMS, _LAYER = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
+_TIED_WIDE = _config(head_dim=32, tie_word_embeddings=True)
 
-EXAMPLES: dict[str, Example] = {
-    "llama": Example("llama", "LlamaForCausalLM", _config(), _llama_values, _llama_split),
-    "llama-tied": Example(
-        "llama",
-        "LlamaForCausalLM",
-        _config(heads=3, kv_heads=3, tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
-        _llama_values,
-        _llama_split,
-    ),
-    "qwen2": Example("qwen2", "Qwen2ForCausalLM", _config(), _rms),
-    "qwen3": Example("qwen3", "Qwen3ForCausalLM", _config(head_dim=32), _wide_heads),
-    "qwen2moe": Example(
-        "qwen2moe",
-        "Qwen2MoeForCausalLM",
-        _config(shared_expert_intermediate_size=64, **_MOE),
-        lambda config: (
-            _experts(config)
-            | {
-                "expert_feed_forward_length": config.moe_intermediate_size,
-                "expert_shared_feed_forward_length": config.shared_expert_intermediate_size,
-            }
-        ),
-        _experts_split,
-    ),
-    "qwen3moe": Example(
-        "qwen3moe",
-        "Qwen3MoeForCausalLM",
-        _config(head_dim=32, norm_topk_prob=True, **_MOE),
-        lambda config: (
-            _experts(config) | _wide_heads(config) | {"expert_feed_forward_length": config.moe_intermediate_size}
-        ),
-        _experts_split,
-    ),
-    "falcon-7b": Example(
-        "falcon", "FalconForCausalLM", _falcon_config(multi_query=True, bias=False), _falcon_values, _falcon_split
-    ),
-    "falcon-40b": Example(
-        "falcon",
-        "FalconForCausalLM",
-        _falcon_config(new_decoder_architecture=True, num_kv_heads=2, bias=False),
-        _falcon_values,
-        _falcon_split,
-    ),
-    "phi3": Example(
-        "phi3",
-        "Phi3ForCausalLM",
-        _config(pad_token_id=0),
-        _norms("attention.layer_norm_rms_epsilon", "rms_norm_eps"),
-    ),
-    "bloom": Example(
-        "bloom",
-        "BloomForCausalLM",
-        {"vocab_size": VOCABULARY, "hidden_size": 96, "n_layer": 2, "n_head": 4},
-        _bloom_values,
-        _bloom_split,
-    ),
-    "stablelm": Example(
-        "stablelm",
-        "StableLmForCausalLM",
-        _config(use_qkv_bias=True, rope_parameters={"rope_theta": 10000.0, "partial_rotary_factor": 0.5}),
-        _norms("attention.layer_norm_epsilon", "layer_norm_eps"),
-    ),
-    "gpt2": Example(
-        "gpt2",
-        "GPT2LMHeadModel",
-        {"vocab_size": VOCABULARY, "n_embd": 96, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_inner": 160},
-        _gpt2_values,
-        _gpt2_split,
-    ),
-    "starcoder2": Example(
-        "starcoder2", "Starcoder2ForCausalLM", _config(), _norms("attention.layer_norm_epsilon", "norm_epsilon")
-    ),
-    "mamba": Example(
-        "mamba",
-        "MambaForCausalLM",
-        {"vocab_size": VOCABULARY, "hidden_size": 96, "num_hidden_layers": 2, "state_size": 8, "time_step_rank": 8},
-        _mamba_values,
-        _mamba_split,
-    ),
-    "nemotron": Example(
-        "nemotron",
-        "NemotronForCausalLM",
-        _config(),
-        _norms("attention.layer_norm_epsilon", "norm_eps"),
-        _one_more,
-    ),
-    "gemma2": Example(
-        "gemma2", "Gemma2ForCausalLM", _config(head_dim=32, tie_word_embeddings=True), _wide_heads, _one_more
-    ),
-    "gemma3": Example(
-        "gemma3",
-        "Gemma3ForCausalLM",
-        _config(head_dim=32, tie_word_embeddings=True),
-        lambda config: (
-            {k: v for k, v in _wide_heads(config).items() if k != "rope.freq_base"}
-            | {"attention.sliding_window": config.sliding_window, "rope.freq_base": 1000000.0}
-        ),
-        _one_more,
-    ),
-    "lfm2": Example(
-        "lfm2",
-        "Lfm2ForCausalLM",
-        _config(
-            tie_word_embeddings=True,
-            num_hidden_layers=3,
-            layer_types=["conv", "full_attention", "conv"],
-            block_auto_adjust_ff_dim=False,
-        ),
-        _lfm2_values,
-        _lfm2_split,
-    ),
+# By name: the class in transformers without its end, and what `Example` has besides.
+_EXAMPLES: dict[str, tuple[Any, ...]] = {
+    "llama": ("Llama", _config(), _llama_values, _llama_split),
+    "llama-tied": ("Llama", _config(heads=3, kv_heads=3, **_BIASES), _llama_values, _llama_split),
+    "qwen2": ("Qwen2", _config(), _rms),
+    "qwen3": ("Qwen3", _config(head_dim=32), _wide_heads),
+    "qwen2moe": ("Qwen2Moe", _config(shared_expert_intermediate_size=64, **_MOE), _shared_experts, _experts_split),
+    "qwen3moe": ("Qwen3Moe", _config(head_dim=32, norm_topk_prob=True, **_MOE), _wide_experts, _experts_split),
+    "falcon-7b": ("Falcon", _falcon_config(multi_query=True), _falcon_values, _falcon_split),
+    "falcon-40b": ("Falcon", _GROUPED, _falcon_values, _falcon_split),
+    "phi3": ("Phi3", _config(pad_token_id=0), _norms(_RMS, "rms_norm_eps")),
+    "bloom": ("Bloom", _BLOOM, _bloom_values, _falcon_split),
+    "stablelm": ("StableLm", _config(use_qkv_bias=True, **_PARTIAL), _norms(_LAYER, "layer_norm_eps")),
+    "gpt2": ("GPT2LMHeadModel", _GPT2, _layer_norms, _gpt2_split),
+    "starcoder2": ("Starcoder2", _config(), _norms(_LAYER, "norm_epsilon")),
+    "mamba": ("Mamba", {**_COMMON, "state_size": 8, "time_step_rank": 8}, _mamba_values, _mamba_split),
+    "nemotron": ("Nemotron", _config(), _norms(_LAYER, "norm_eps"), _one_more),
+    "gemma2": ("Gemma2", _TIED_WIDE, _wide_heads, _one_more),
+    "gemma3": ("Gemma3", _TIED_WIDE, _gemma3_values, _one_more),
+    "lfm2": ("Lfm2", _config(tie_word_embeddings=True, **_CONV), _lfm2_values, _mamba_split),
+}
+_POWERINFER: dict[str, tuple[Any, ...]] = {
+    "llama": ("Llama", _config(hidden_act="relu"), _llama_values, _llama_split),
+    "bamboo": ("Bamboo", _config(), _llama_values, _llama_split),
+    "falcon": ("Falcon", {**_GROUPED, "activation": "relu"}, _falcon_values, _falcon_split),
+    "opt": ("OPT", {**_COMMON, **_OPT}, _opt_values),
 }
 
-POWERINFER_EXAMPLES: dict[str, Example] = {
-    "llama": Example("llama", "LlamaForCausalLM", _config(hidden_act="relu"), _llama_values, _llama_split, True),
-    "bamboo": Example("bamboo", "BambooForCausalLM", _config(), _llama_values, _llama_split, True),
-    "falcon": Example(
-        "falcon",
-        "FalconForCausalLM",
-        _falcon_config(new_decoder_architecture=True, num_kv_heads=2, bias=False, activation="relu"),
-        _falcon_values,
-        _falcon_split,
-        True,
-    ),
-    "opt": Example(
-        "opt",
-        "OPTForCausalLM",
-        {
-            "vocab_size": VOCABULARY,
-            "hidden_size": 96,
-            "word_embed_proj_dim": 96,
-            "ffn_dim": 160,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "max_position_embeddings": 64,
-        },
-        _opt_values,
-        powerinfer=True,
-    ),
-}
+
+def _example(name: str, model: str, *rest: Any, powerinfer: bool = False) -> Example:
+    model_class = model if model.endswith("Model") else f"{model}ForCausalLM"
+    return Example(name.partition("-")[0], model_class, *rest, powerinfer=powerinfer)
+
+
+EXAMPLES = {name: _example(name, *rest) for name, rest in _EXAMPLES.items()}
+POWERINFER_EXAMPLES = {name: _example(name, *rest, powerinfer=True) for name, rest in _POWERINFER.items()}
 
 
 def quantizable_types() -> Sequence[str]:
@@ -551,8 +408,7 @@ def damaged(data: bytes, header_bytes: int, count: int, seed: int) -> Iterable[t
         elif kind == 2:
             size = int(draw.choice([4, 8]))
             value = int(_ODD_NUMBERS[int(draw.integers(len(_ODD_NUMBERS)))]) % 2 ** (8 * size)
-            changed = data[:at] + value.to_bytes(size, "little") + data[at + size :]
-            yield f"{value} in {size} bytes at {at}", changed
+            yield f"{value} in {size} bytes at {at}", data[:at] + value.to_bytes(size, "little") + data[at + size :]
         elif kind == 3:
             size = int(draw.integers(1, 64))
             yield f"{size} random bytes at {at}", data[:at] + draw.bytes(size) + data[at + size :]

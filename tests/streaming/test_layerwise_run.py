@@ -1,5 +1,6 @@
 """Layer by layer gives what the whole graph gives."""
 
+import functools
 import gc
 import itertools
 import math
@@ -8,12 +9,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from helpers.families import VOCABULARY
+from helpers.families import VARIANTS, VOCABULARY
 from picompile.errors import UsageError
+from picompile.frontend import capture_config
 from picompile.progress import NoProgress
 from picompile.streaming import new_states, run_segment, split_layers, stream_windows, streamed_perplexity
 from picompile.testing import RandomWeights, graphs, random_weights
@@ -22,6 +25,7 @@ from picompile_passes.graph.materialize import WeightSource, materialize
 from picompile_passes.graph.nodes import arguments, calls
 from picompile_passes.graph.operands import FFN, PREDICT, RMS_NORM, SPARSE_FFN
 from picompile_passes.graph.rewriter import Rewriter
+from picompile_passes.passes.canonicalize import canonicalize
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
 from picompile_passes.passes.quantize import Quantize
@@ -33,6 +37,19 @@ NAMES = ["llama-relu", "llama3-silu-tied", "opt-post-norm", "falcon-7b", "falcon
 
 # Of float32, after two layers; the matrices are multiplied in another memory order.
 _TOLERANCE = 2e-5
+
+
+@pytest.fixture(scope="module")
+def canonical() -> Canonical:
+    """The canonical graph of a variant of tests/helpers/families.py."""
+
+    @functools.cache
+    def make(name: str) -> GraphModule:
+        variant = VARIANTS[name]
+        config = getattr(transformers, variant.model_class).config_class(**variant.config).to_dict()
+        return canonicalize(capture_config(config | {"architectures": [variant.model_class]} | dict(variant.rename)))
+
+    return make
 
 
 def draw_windows(lengths: tuple[int, ...], ids: int = VOCABULARY) -> list[list[int]]:
@@ -64,18 +81,14 @@ def assert_same(graph_module: GraphModule, weights: WeightSource, windows: list[
 def test_every_family_gives_the_whole_graphs_logits(name: str, canonical: Canonical) -> None:
     graph = canonical(name)
     assert_same(graph, random_weights(graph, seed=4, dtype=torch.float16), draw_windows((1, 17, 2)))
-
-
-@pytest.mark.slow("exports a model per family; one family is fast", but=("llama3-silu-tied",))
-@pytest.mark.parametrize("name", NAMES)
-def test_a_segment_a_layer_and_one_vector_a_token_between(name: str, canonical: Canonical) -> None:
-    segments = split_layers(canonical(name))
+    # A segment a layer, and one vector a token between.
+    segments = split_layers(graph)
     assert [len(segment.blocks) for segment in segments] == [0, 1, 1, 0]
     assert [segment.title for segment in segments] == ["embedding", "layer 0", "layer 1", "head"]
     for before, after in itertools.pairwise(segments):
         assert before.outputs == after.inputs
         assert len(before.outputs) == 1
-    assert segments[-1].outputs == tuple(canonical(name).graph.output_node().all_input_nodes)
+    assert segments[-1].outputs == tuple(graph.graph.output_node().all_input_nodes)
 
 
 @given(graphs())
@@ -105,12 +118,9 @@ def test_a_predictor_that_reads_the_layer_before(canonical: Canonical) -> None:
     assert_same(graph, weights, draw_windows((4, 31)))
     # It would not do to recompute the mask of the second layer from another x.
     Rewriter(graph, "testing").set_argument(second, "x", arguments(list(calls(graph.graph, SPARSE_FFN))[1])["x"])
-    assert not torch.allclose(whole(graph, weights, [[3, 5, 9]])[0], layerwise_before(graph, weights, first, second))
-
-
-def layerwise_before(graph: GraphModule, weights: WeightSource, first: Node, second: Node) -> Tensor:
+    own = whole(graph, weights, [[3, 5, 9]])[0]
     Rewriter(graph, "testing").set_argument(second, "x", arguments(first)["x"])
-    return layerwise(graph, weights, [[3, 5, 9]])[0]
+    assert not torch.allclose(own, layerwise(graph, weights, [[3, 5, 9]])[0])
 
 
 def test_one_segments_weights_are_held_at_a_time(canonical: Canonical) -> None:
@@ -151,7 +161,7 @@ def test_observed_nodes_come_in_order_and_what_is_behind_them_is_not_run(canonic
 
 
 def test_perplexity(canonical: Canonical) -> None:
-    graph = canonical("opt-pre-norm")
+    graph = canonical("llama-relu")
     weights, windows = random_weights(graph, seed=3), draw_windows((70, 1, 2, 9))
     losses = []
     for ids, logits in zip(windows, whole(graph, weights, windows), strict=True):

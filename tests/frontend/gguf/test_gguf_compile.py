@@ -7,12 +7,11 @@ import torch
 from safetensors.torch import load_file
 
 import picompile_runtime
-from helpers.gguf_files import EXAMPLES, POWERINFER_EXAMPLES, build, write_example
+from helpers.gguf_files import POWERINFER_EXAMPLES, build, save_example
 from picompile import UnsupportedModelError
 from picompile.compile import compile_model
 from picompile.config import CompileOptions
 from picompile.frontend import load_model
-from picompile.frontend.gguf import open_gguf
 from picompile.frontend.hf import open_checkpoint
 from picompile_passes.dialect import dequantize_rows
 from picompile_passes.graph.materialize import evaluate_constant
@@ -35,13 +34,12 @@ def _save_folder(file: Path, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-@pytest.mark.slow("compiles a model per family; one family is fast", but=("llama-",))
-@pytest.mark.parametrize("format_name", ["f16", "q4"])
-@pytest.mark.parametrize("name", list(POWERINFER_EXAMPLES))
+@pytest.mark.slow("exports a model per family; one is fast", but=("llama-",))
+@pytest.mark.parametrize(
+    ("name", "format_name"), [("llama", "q4"), ("bamboo", "f16"), ("falcon", "q4"), ("opt", "q4"), ("opt", "f16")]
+)
 def test_every_matrix_keeps_its_numbers(tmp_path: Path, name: str, format_name: str) -> None:
-    file = tmp_path / "model.powerinfer.gguf"
-    write_example(file, POWERINFER_EXAMPLES[name], build(POWERINFER_EXAMPLES[name]), _TYPES[format_name])
-    captured = load_model(file)
+    captured = load_model(save_example(tmp_path, name, _TYPES[format_name], powerinfer=True))
     passes = (InsertPredictors("none"), Partition({}), Quantize(format_name, head=format_name))
     graph_module = Pipeline(passes)(canonicalize(captured.graph_module)).graph_module
     packed = list(calls(graph_module.graph, QUANTIZE))
@@ -49,17 +47,14 @@ def test_every_matrix_keeps_its_numbers(tmp_path: Path, name: str, format_name: 
     for node in packed:
         matrix = arguments(node)["weight"]
         values = evaluate_constant(graph_module, matrix, captured.weights)
-        found = dequantize_rows(
-            evaluate_constant(graph_module, node, captured.weights), format_name, int(values.shape[1])
-        )
-        assert torch.equal(found, values), matrix.name
+        rows = evaluate_constant(graph_module, node, captured.weights)
+        assert torch.equal(dequantize_rows(rows, format_name, int(values.shape[1])), values), matrix.name
 
 
 @pytest.mark.slow("compiles a model")
 @pytest.mark.parametrize("format_name", ["f16", "q4"])
 def test_a_powerinfer_file_is_the_artifact_of_the_folder(tmp_path: Path, format_name: str) -> None:
-    file, example = tmp_path / "model.powerinfer.gguf", POWERINFER_EXAMPLES["llama"]
-    write_example(file, example, build(example), _TYPES[format_name])
+    file = save_example(tmp_path, "llama", _TYPES[format_name], powerinfer=True)
     _save_folder(file, tmp_path / "folder")
     options = CompileOptions(quant=format_name, context=64, predictor="exact")
     tokens = []
@@ -84,12 +79,9 @@ def test_a_powerinfer_file_is_the_artifact_of_the_folder(tmp_path: Path, format_
 
 
 def test_a_damaged_file_is_refused_before_anything_is_made(tmp_path: Path) -> None:
-    file = tmp_path / "model.gguf"
-    write_example(file, EXAMPLES["llama"], build(EXAMPLES["llama"]), "F16")
+    file = save_example(tmp_path, "llama", "F16")
     file.write_bytes(file.read_bytes()[:-200])
     with pytest.raises(UnsupportedModelError) as caught:
         compile_model(file, tmp_path / "artifact", CompileOptions())
     assert "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
-    with pytest.raises(UnsupportedModelError):
-        open_gguf(file)

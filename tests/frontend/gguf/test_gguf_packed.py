@@ -5,10 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType, dequantize
 
-from helpers.gguf_files import EXAMPLES, POWERINFER_EXAMPLES, build, write_example
+from helpers.gguf_files import POWERINFER_EXAMPLES, save_example
+from helpers.products import sampled
 from picompile.errors import UnsupportedModelError
-from picompile.frontend.gguf import GgufModel, open_gguf
+from picompile.frontend.gguf import GgufModel, GgufWeights, blocks, open_gguf
 from picompile.frontend.gguf.blocks import UNPACKED, row_bytes, unpack
 from picompile_passes.dialect.formats import FORMATS, dequantize_rows
 
@@ -17,8 +19,6 @@ TYPE_OF = {"q8": "Q8_0", "q4": "Q4_0", "f16": "F16"}
 
 @pytest.mark.parametrize("type_name", sorted(UNPACKED))
 def test_unpacking_random_blocks(type_name: str) -> None:
-    from gguf import GGMLQuantizationType, dequantize
-
     rows, columns = 37, 512
     data = np.random.default_rng(3).integers(0, 256, (rows, row_bytes(type_name, columns)), dtype=np.uint8)
     with np.errstate(all="ignore"):
@@ -27,8 +27,6 @@ def test_unpacking_random_blocks(type_name: str) -> None:
 
 
 def test_unpacking_takes_many_rows_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    from picompile.frontend.gguf import blocks
-
     data = np.random.default_rng(4).integers(0, 100, (100, row_bytes("Q4_K", 256)), dtype=np.uint8)
     whole = unpack(data, "Q4_K", 256)
     monkeypatch.setattr(blocks, "_STEP_ELEMENTS", 256 * 7)
@@ -49,9 +47,7 @@ def check_packed(opened: GgufModel, name: str, format_name: str, transposed: boo
 
 @pytest.mark.parametrize("format_name", TYPE_OF)
 def test_rows_are_repacked_bit_for_bit(tmp_path: Path, format_name: str) -> None:
-    example, file = EXAMPLES["llama"], tmp_path / "model.gguf"
-    write_example(file, example, build(example), TYPE_OF[format_name])
-    opened = open_gguf(file)
+    opened = open_gguf(save_example(tmp_path, "llama", TYPE_OF[format_name]))
     for name, tensor in opened.tensors.items():
         if len(tensor.shape) == 1:
             assert opened.packed(name, format_name) is None
@@ -65,12 +61,9 @@ def test_rows_are_repacked_bit_for_bit(tmp_path: Path, format_name: str) -> None
             assert opened.packed(name, format_name, transposed=True) is None
 
 
-@pytest.mark.parametrize("format_name", TYPE_OF)
-@pytest.mark.parametrize("name", POWERINFER_EXAMPLES)
+@sampled(name=POWERINFER_EXAMPLES, format_name=TYPE_OF, slow="has each model and each format; pairs are alike")
 def test_down_projections_of_powerinfer_are_ours(tmp_path: Path, name: str, format_name: str) -> None:
-    example, file = POWERINFER_EXAMPLES[name], tmp_path / "model.gguf"
-    write_example(file, example, build(example), TYPE_OF[format_name])
-    opened = open_gguf(file)
+    opened = open_gguf(save_example(tmp_path, name, TYPE_OF[format_name], powerinfer=True))
     downs = [name for name, tensor in opened.tensors.items() if "ffn_down_t.weight" in tensor.sources[0]]
     assert len(downs) == 2
     for parameter in downs:
@@ -87,26 +80,44 @@ def test_down_projections_of_powerinfer_are_ours(tmp_path: Path, name: str, form
 
 def test_fused_and_transposed_projections(tmp_path: Path) -> None:
     """Falcon's rows are moved as they are packed; BLOOM's and GPT-2's are left to be quantized anew."""
-    file = tmp_path / "model.gguf"
-    write_example(file, EXAMPLES["falcon-40b"], build(EXAMPLES["falcon-40b"]), "Q4_0")
-    opened = open_gguf(file)
+    opened = open_gguf(save_example(tmp_path, "falcon-40b", "Q4_0"))
     check_packed(opened, "transformer.h.1.self_attention.query_key_value.weight", "q4", transposed=False)
-    write_example(file, EXAMPLES["gpt2"], build(EXAMPLES["gpt2"]), "Q4_0")
-    assert open_gguf(file).packed("transformer.h.0.attn.c_attn.weight", "q4") is None
+    opened = open_gguf(save_example(tmp_path, "gpt2", "Q4_0"))
+    assert opened.packed("transformer.h.0.attn.c_attn.weight", "q4") is None
 
 
-@pytest.mark.parametrize(("at", "value", "says"), [(2, 0x80, None), (1, 0x7C, "NaN or infinite")])
-def test_bytes_that_ours_have_not(tmp_path: Path, at: int, value: int, says: str | None) -> None:
+def test_bytes_that_ours_have_not(tmp_path: Path) -> None:
     """-128 is no number of q8; a scale that is infinite or NaN is damage."""
-    example, file, name = EXAMPLES["llama"], tmp_path / "model.gguf", "model.layers.0.mlp.up_proj.weight"
-    write_example(file, example, build(example), "Q8_0")
+    file, name = save_example(tmp_path, "llama", "Q8_0"), "model.layers.0.mlp.up_proj.weight"
     entry = open_gguf(file).header.tensors["blk.0.ffn_up.weight"]
-    data = bytearray(file.read_bytes())
-    data[entry.offset + at] = value
-    file.write_bytes(data)
-    if says is None:
-        assert open_gguf(file).packed(name, "q8") is None
-        assert float(open_gguf(file).load(name)[0, 0]) != 0
-    else:
-        with pytest.raises(UnsupportedModelError, match=says):
-            open_gguf(file).packed(name, "q8")
+    whole, at = file.read_bytes(), entry.offset
+    file.write_bytes(whole[: at + 2] + b"\x80" + whole[at + 3 :])
+    assert open_gguf(file).packed(name, "q8") is None
+    assert float(open_gguf(file).load(name)[0, 0]) != 0
+    file.write_bytes(whole[: at + 1] + b"\x7c" + whole[at + 2 :])
+    with pytest.raises(UnsupportedModelError, match="NaN or infinite"):
+        open_gguf(file).packed(name, "q8")
+
+
+@pytest.mark.parametrize(("type_name", "dtype"), [("F32", "f32"), ("F16", "f16"), ("BF16", "bf16"), ("Q4_0", "f32")])
+def test_a_file_as_a_weight_source(tmp_path: Path, type_name: str, dtype: str) -> None:
+    # PowerInfer left llama.cpp before there was BF16.
+    opened = open_gguf(save_example(tmp_path, "llama", type_name, powerinfer=type_name != "BF16"))
+    weights = GgufWeights(opened, {"down": "model.layers.1.mlp.down_proj.weight", "norm": "model.norm.weight"})
+    assert list(weights.names()) == ["down", "norm"]
+    assert weights.shape("down") == (96, 160) and weights.dtype == dtype
+    assert torch.equal(weights.load("down"), opened.load("model.layers.1.mlp.down_proj.weight"))
+    packed = weights.packed("down", "q4", transposed=True)
+    assert (packed is not None) == (type_name == "Q4_0")
+    if packed is not None:
+        assert torch.equal(dequantize_rows(packed, "q4", 96), weights.load("down").T)
+    weights.close()
+    with pytest.raises(KeyError):
+        weights.shape("up")
+
+
+def test_types_that_are_rounded_a_second_time(tmp_path: Path) -> None:
+    for stored, rounds in (("Q4_1", {"q4"}), ("Q5_1", {"q4"}), ("Q4_0", set()), ("F16", set())):
+        opened = open_gguf(save_example(tmp_path, "llama", stored))
+        weights = GgufWeights(opened, {name: name for name in opened.tensors})
+        assert {quant for quant in ("q4", "q8") if weights.rounds_again(quant) == stored} == rounds, stored

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from helpers.kill import digests
+from helpers.digests import digests
 from helpers.support import ROOT, BuildOnce, save_tiny_llama
 from picompile import streaming as layerwise_run
 from picompile.errors import UsageError
