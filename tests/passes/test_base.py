@@ -1,5 +1,5 @@
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
@@ -12,7 +12,8 @@ from picompile_passes.graph.dump import graph_text
 from picompile_passes.graph.materialize import materialize
 from picompile_passes.graph.nodes import arguments, calls
 from picompile_passes.graph.operands import ADD, LINEAR, RMS_NORM
-from picompile_passes.graph.rewriter import Provenance, Rewriter
+from picompile_passes.graph.rewriter import Rewriter
+from picompile_passes.passes.canonicalize.raise_linear import RaiseLinear
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
 from picompile_passes.passes.quantize import Quantize
@@ -45,65 +46,15 @@ class DropFinalNorm(Pass):
             rewriter.changed(arguments(rewriter.graph.output_node().args[0])["x"])
 
 
-def test_a_pass_leaves_its_input_as_it_was_and_shares_its_tensors():
-    before = build(OPT)
-    for pass_ in PASSES:
-        parameters, buffers = dict(before.named_parameters()), dict(before.named_buffers())
-        was, stage = structure(before), stage_of(before)
-        after = pass_(before).graph_module
-        assert structure(before) == was
-        assert stage_of(before) is stage
-        assert after is not before
-        for name, parameter in after.named_parameters():
-            assert parameter is parameters[name]
-        for name, buffer in before.named_buffers():
-            assert after.get_buffer(name) is buffer is buffers[name]
-        before = after
-
-
-def test_every_new_node_says_where_it_came_from():
-    before = build(OPT)
-    for pass_ in PASSES:
-        after = pass_(before).graph_module
-        old = {node.name: node for node in before.graph.nodes}
-        made = [node for node in after.graph.nodes if node.meta.get("from", ("",))[0] == pass_.name]
-        kept = [node for node in after.graph.nodes if node not in made]
-        assert made
-        for node in made:
-            assert isinstance(node.meta["from"], Provenance)
-            # Weights may be named that this very pass made: the sources of the rest are nodes of the graph before.
-            names = set(old) | {other.name for other in made}
-            assert node.meta["from"].sources
-            assert set(node.meta["from"].sources) <= names
-        for node in kept:
-            assert {key: value for key, value in node.meta.items() if key != "val"} == {
-                key: value for key, value in old[node.name].meta.items() if key != "val"
-            }
-        before = after
-
-
-def test_not_modified_gives_back_the_input_itself():
-    before = build(LLAMA)
-    was = structure(before)
-    result = DropFinalNorm(really=False)(before)
-    assert not result.modified
-    assert result.graph_module is before
-    assert structure(before) == was
-
-
 def test_dead_nodes_and_unread_weights_go():
     before = build(LLAMA)
+    assert DropFinalNorm(really=False)(before).graph_module is before
     after = DropFinalNorm()(before).graph_module
     assert "model.norm.weight" in dict(before.named_parameters())
     assert "model.norm.weight" not in dict(after.named_parameters())
     assert all(node.users or node.op in ("placeholder", "output") for node in after.graph.nodes)
-
-
-def test_the_result_runs_as_its_graph_says():
-    before = build(LLAMA)
-    weights = random_weights(before)
     # With a weight of ones and inputs of one size, leaving the norm out must show.
-    assert not torch.allclose(run(DropFinalNorm()(before).graph_module, weights), run(before, weights))
+    assert not torch.allclose(run(after, random_weights(before)), run(before, random_weights(before)))
 
 
 def test_a_pass_can_run_what_it_has_made_so_far():
@@ -126,20 +77,16 @@ def test_a_pass_can_run_what_it_has_made_so_far():
     assert not torch.equal(*found)
 
 
-def test_a_change_without_the_rewriter_is_an_error():
+def test_a_change_without_the_rewriter_is_an_error_unless_the_pass_says_so():
     with pytest.raises(
         PassesError,
         match=r"pass drop-final-norm failed: RewriteError: DropFinalNorm\.rewrite removed node rms_norm_\d "
         r"without its rewriter, so the change would be lost: .* call rewriter\.changed\(node\)",
     ):
         DropFinalNorm(by_rewriter=False)(build(LLAMA))
-
-
-def test_a_change_without_the_rewriter_counts_where_the_pass_says_so():
-    before = build(LLAMA)
-    result = DropFinalNorm(by_rewriter=False, says_so=True)(before)
+    result = DropFinalNorm(by_rewriter=False, says_so=True)(build(LLAMA))
     assert result.modified
-    assert graph_text(result.graph_module) == graph_text(DropFinalNorm()(before).graph_module)
+    assert graph_text(result.graph_module) == graph_text(DropFinalNorm()(build(LLAMA)).graph_module)
 
 
 @dataclass(frozen=True)
@@ -163,38 +110,29 @@ def linears(rewriter):
 @pytest.mark.parametrize(
     ("action", "message"),
     [
-        (
-            lambda r: linears(r)[0].update_arg(1, linears(r)[1].args[1]),
-            "Misuse.rewrite changed node linear without its rewriter",
-        ),
-        (
-            lambda r: r.graph.call_function(ADD, (r.graph.output_node().args[0],) * 2),
-            "Misuse.rewrite added node add_tensor",
-        ),
+        (lambda r: linears(r)[0].update_arg(1, linears(r)[1].args[1]), "changed node linear without its rewriter"),
+        (lambda r: r.graph.call_function(ADD, (r.graph.output_node().args[0],) * 2), "added node add_tensor"),
         (
             lambda r: r.replace(linears(r)[0], next(calls(build(OPT).graph, LINEAR))),
-            "Misuse.rewrite gave rewriter.replace the node linear of another graph: take nodes from rewriter.graph",
+            "gave rewriter.replace the node linear of another graph: take nodes from rewriter.graph",
         ),
-        (
-            lambda r: r.replace(linears(r)[0], linears(r)[0]),
-            "Misuse.rewrite replaced linear by itself",
-        ),
+        (lambda r: r.replace(linears(r)[0], linears(r)[0]), "replaced linear by itself"),
         (
             lambda r: r.set_argument(linears(r)[0], "z", None),
-            "Misuse.rewrite set an argument of linear: picompile.linear.default has no argument 'z'",
+            "set an argument of linear: picompile.linear.default has no argument 'z'",
         ),
         (
             lambda r: r.constant("table", torch.empty(3, device="meta")),
-            "Misuse.rewrite gave rewriter.constant the tensor table on meta",
+            "gave rewriter.constant the tensor table on meta: a constant is real",
         ),
         (
             lambda r: r.replace(linears(r)[0], linears(r)[-2]),
-            "Misuse.rewrite made .* which is computed after it: create .* with before=",
+            "made .* which is computed after it: create .* with before=",
         ),
     ],
 )
 def test_errors_tell_the_author_of_a_pass_what_to_do(action, message):
-    with pytest.raises(PassesError, match=f"pass misuse failed: RewriteError: {message}"):
+    with pytest.raises(PassesError, match=f"pass misuse failed: RewriteError: Misuse.rewrite {message}"):
         Misuse(action)(build(LLAMA))
 
 
@@ -203,34 +141,19 @@ def test_errors_tell_the_author_of_a_pass_what_to_do(action, message):
     [
         (InsertPredictors(), Stage.CAPTURED, "canonical to predicted"),
         (InsertPredictors(), Stage.PARTITIONED, "canonical to predicted"),
-        (Partition(), Stage.CANONICAL, "predicted to partitioned"),
-        (Partition(), Stage.QUANTIZED, "predicted to partitioned"),
-        (Quantize(), Stage.CANONICAL, "predicted to quantized"),
         (DropFinalNorm(), Stage.PREDICTED, "canonical"),
     ],
 )
 def test_a_graph_of_another_stage_is_refused(pass_, stage, accepted):
     graph_module = build(LLAMA)
     set_stage(graph_module, stage)
-    with pytest.raises(StageError) as error:
+    text = f"^pass {pass_.name} needs a graph of stage {accepted}, but this one is {stage.name.lower()}$"
+    with pytest.raises(StageError, match=text) as error:
         pass_(graph_module)
-    assert str(error.value) == (
-        f"pass {pass_.name} needs a graph of stage {accepted}, but this one is {stage.name.lower()}"
-    )
     assert error.value.exit_code == 2
-
-
-def test_a_graph_that_says_no_stage_is_refused():
-    graph_module = build(LLAMA)
     del graph_module.meta["stage"]
     with pytest.raises(StageError, match="does not say its stage"):
-        InsertPredictors()(graph_module)
-
-
-def test_passes_are_frozen():
-    with pytest.raises(AttributeError):
-        Quantize().format = "q8"  # type: ignore[misc]
-    assert replace(Quantize(), format="q8") == Quantize("q8")
+        pass_(graph_module)
 
 
 def test_a_copy_is_changed_without_the_original():
@@ -249,29 +172,8 @@ def test_a_copy_is_changed_without_the_original():
 
 def test_passes_work_on_a_graph_that_torch_export_made():
     """The values of an exported graph, on the meta device and with its own symbol, are what new nodes build on."""
-
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 5)
-
-        def forward(self, x):
-            return self.second(self.first(x).relu())
-
-    @dataclass(frozen=True)
-    class RaiseLinear(Pass):
-        name: ClassVar[str] = "raise-linear"
-        requires: ClassVar[Stage] = Stage.CAPTURED
-        ensures: ClassVar[Stage] = Stage.CAPTURED
-
-        def rewrite(self, rewriter: Rewriter) -> None:
-            found = list(calls(rewriter.graph, torch.ops.aten.linear.default))
-            for node in found:
-                new = rewriter.call(LINEAR, list(arguments(node).values()), before=node, sources=(node,))
-                rewriter.replace(node, new)
-
     with torch.device("meta"):
-        model, x = Model(), torch.zeros(7, 8)
+        model, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 5)), torch.zeros(7, 8)
     tokens = torch.export.Dim("tokens", min=2, max=512)
     program = torch.export.export(model, (x,), dynamic_shapes=({0: tokens},)).run_decompositions({})
     captured = program.module(check_guards=False)

@@ -1,21 +1,8 @@
 import pytest
 import torch
-from hypothesis import example, given
-from hypothesis import strategies as st
 
-from helpers.graphs import PROFILE
-from picompile.testing import (
-    LLAMA,
-    OPT,
-    GraphShape,
-    RandomWeights,
-    assert_equivalent,
-    build,
-    random_weights,
-    run,
-    shapes,
-)
-from picompile_passes.base import Effect, Stage, stage_of
+from picompile.testing import LLAMA, OPT, GraphShape, RandomWeights, assert_equivalent, build, random_weights, run
+from picompile_passes.base import Effect, Stage
 from picompile_passes.errors import PassOptionError, UnsupportedGraphError
 from picompile_passes.graph.materialize import materialize, node_values
 from picompile_passes.graph.nodes import arguments, calls
@@ -29,54 +16,38 @@ def predictors(graph_module):
     return [arguments(node) for node in calls(graph_module.graph, PREDICT)]
 
 
-@PROFILE
-@example(shape=OPT, kind="auto", seed=0)
-@example(shape=GraphShape(activation="fatrelu(0.02)", up_activation="relu"), kind="auto", seed=0)
-@given(shape=shapes(), kind=st.sampled_from(["auto", "none"]), seed=st.integers(0, 100))
-def test_predicted_graph_computes_the_same(shape, kind, seed):
-    before = build(shape)
-    result = InsertPredictors(kind)(before)
-    assert result.modified
-    assert stage_of(result.graph_module) is Stage.PREDICTED
-    verify(result.graph_module, Stage.PREDICTED)
-    assert_equivalent(before, result.graph_module, seed=seed)
-
-
 def test_every_block_is_replaced_by_a_predictor_and_a_sparse_block():
-    after = InsertPredictors("exact")(build(OPT)).graph_module
-    assert not list(calls(after.graph, FFN))
-    blocks = list(calls(after.graph, SPARSE_FFN))
-    assert [block.meta["layer"] for block in blocks] == [0, 1]
-    for block in blocks:
-        assert arguments(block)["mask"].meta["layer"] == block.meta["layer"]
-        assert arguments(block)["neurons"] is None
-
-
-def test_exact_decides_on_the_gate_where_there_is_one():
-    for up_activation in ("identity", "relu"):
-        after = InsertPredictors("exact")(build(GraphShape(up_activation=up_activation))).graph_module
-        assert [str(p["weights"][0].target) for p in predictors(after)] == [
-            "model.layers.0.mlp.gate_proj.weight",
-            "model.layers.1.mlp.gate_proj.weight",
-        ]
-        assert all(len(p["weights"]) == 1 for p in predictors(after))
-
-
-def test_exact_decides_on_up_and_its_bias_where_there_is_no_gate():
-    after = InsertPredictors("exact")(build(OPT)).graph_module
-    assert [str(weight.target) for weight in predictors(after)[0]["weights"]] == [
-        "model.layers.0.fc1.weight",
-        "model.layers.0.fc1.bias",
-    ]
+    """Exact decides on the gate where there is one, else on up and its bias; none reads up alone."""
+    read = {
+        ("exact", GraphShape()): ["mlp.gate_proj.weight"],
+        ("exact", GraphShape(up_activation="relu")): ["mlp.gate_proj.weight"],
+        ("exact", OPT): ["fc1.weight", "fc1.bias"],
+        ("none", OPT): ["fc1.weight"],
+    }
+    for (kind, shape), names in read.items():
+        before = build(shape)
+        after = InsertPredictors(kind)(before).graph_module
+        assert not list(calls(after.graph, FFN))
+        blocks = list(calls(after.graph, SPARSE_FFN))
+        assert [block.meta["layer"] for block in blocks] == [0, 1]
+        for layer, block in enumerate(blocks):
+            mask = arguments(block)["mask"]
+            assert (mask.meta["layer"], arguments(mask)["kind"], arguments(block)["neurons"]) == (layer, kind, None)
+            weights = [str(weight.target) for weight in arguments(mask)["weights"]]
+            assert weights == [f"model.layers.{layer}.{name}" for name in names]
+        assert_equivalent(before, after)
 
 
 @pytest.mark.parametrize(
-    ("activation", "threshold"),
-    [("relu", 0.0), ("relu2", 0.0), ("relu6", 0.0), ("fatrelu(0.25)", 0.25), ("fatrelu(0.0)", 0.0)],
+    ("activation", "kind", "threshold"),
+    [
+        *[("relu", "exact", 0.0), ("relu2", "exact", 0.0), ("relu6", "exact", 0.0), ("silu", "none", 0.0)],
+        *[("fatrelu(0.25)", "exact", 0.25), ("fatrelu(0.0)", "exact", 0.0)],
+    ],
 )
-def test_threshold_is_that_of_the_activation(activation, threshold):
-    after = InsertPredictors("exact")(build(GraphShape(activation=activation))).graph_module
-    assert [p["threshold"] for p in predictors(after)] == [threshold] * 2
+def test_auto_is_exact_with_the_activations_threshold_where_that_loses_nothing(activation, kind, threshold):
+    after = InsertPredictors("auto")(build(GraphShape(activation=activation))).graph_module
+    assert [(p["kind"], p["threshold"]) for p in predictors(after)] == [(kind, threshold)] * 2
 
 
 @pytest.mark.parametrize("activation", ["relu", "relu2", "relu6", "fatrelu(0.1)"])
@@ -84,46 +55,19 @@ def test_mask_is_true_exactly_where_the_activation_is_not_zero(activation):
     before = build(GraphShape(activation=activation, layers=1))
     after = InsertPredictors("exact")(before).graph_module
     weights = random_weights(before)
-    real = materialize(after, weights)
-    seen = {}
-
-    class Watch(torch.fx.Interpreter):
-        def run_node(self, node):
-            seen[node.name] = super().run_node(node)
-            return seen[node.name]
-
-    with torch.no_grad():
-        Watch(real).run(torch.arange(9), torch.arange(9))
-    mask = next(iter(calls(real.graph, PREDICT)))
-    x = seen[arguments(mask)["x"].name]
-    gate = x @ weights.tensors["model.layers.0.mlp.gate_proj.weight"].T
+    values = node_values(materialize(after, weights), torch.arange(9))
+    (mask,) = calls(after.graph, PREDICT)
+    gate = values[arguments(mask)["x"].name] @ weights.tensors["model.layers.0.mlp.gate_proj.weight"].T
     fires = gate > (0.1 if activation.startswith("fatrelu") else 0.0)
     assert 0.1 < fires.float().mean() < 0.9
-    assert torch.equal(seen[mask.name], fires)
-
-
-def test_none_reads_up_alone():
-    after = InsertPredictors("none")(build(OPT)).graph_module
-    block = next(iter(calls(after.graph, SPARSE_FFN)))
-    assert predictors(after)[0]["kind"] == "none"
-    assert list(predictors(after)[0]["weights"]) == [arguments(block)["up"]]
-
-
-@pytest.mark.parametrize(("activation", "kind"), [("relu", "exact"), ("fatrelu(0.1)", "exact"), ("silu", "none")])
-def test_auto_is_exact_where_it_loses_nothing(activation, kind):
-    after = InsertPredictors("auto")(build(GraphShape(activation=activation))).graph_module
-    assert [p["kind"] for p in predictors(after)] == [kind, kind]
+    assert torch.equal(values[mask.name], fires)
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "quick_gelu"])
 def test_exact_on_an_activation_that_is_never_silent_is_refused_in_one_line(activation):
-    with pytest.raises(UnsupportedGraphError) as error:
+    text = f"exact needs an activation that can be silent, such as relu; ffn of layer 0 uses {activation}: use .* none$"
+    with pytest.raises(UnsupportedGraphError, match=text):
         InsertPredictors("exact")(build(GraphShape(activation=activation)))
-    assert str(error.value) == (
-        "predictor exact needs an activation that can be silent, such as relu; "
-        f"ffn of layer 0 uses {activation}: use predictor none"
-    )
-    assert error.value.exit_code == 3
 
 
 def test_unknown_activation_is_refused():
@@ -132,11 +76,6 @@ def test_unknown_activation_is_refused():
         block.update_arg(7, "swish7")
     with pytest.raises(UnsupportedGraphError, match="ffn of layer 0: unknown activation 'swish7'"):
         InsertPredictors()(before)
-
-
-def test_unknown_kind_is_refused():
-    with pytest.raises(PassOptionError, match="option kind of pass insert-predictors: 'magic' is not one of auto"):
-        InsertPredictors("magic")
 
 
 @pytest.mark.parametrize("shape", [LLAMA, OPT, GraphShape(fused=True, layers=2)], ids=["llama", "opt", "fused"])
@@ -155,25 +94,19 @@ def test_learned_reads_new_parameters_of_the_weight_source():
     after = pass_(before).graph_module
     verify(after, Stage.PREDICTED)
     shapes = {name: tuple(weight.shape) for name, weight in after.named_parameters() if name.startswith("predictors")}
+    expected = [{"fc1": (rank, 18), "fc2": (11, rank), "bias": (11,)} for rank in (3, 5)]
     assert shapes == {
-        "predictors.layers.0.fc1": (3, 18),
-        "predictors.layers.0.fc2": (11, 3),
-        "predictors.layers.0.bias": (11,),
-        "predictors.layers.1.fc1": (5, 18),
-        "predictors.layers.1.fc2": (11, 5),
-        "predictors.layers.1.bias": (11,),
+        f"predictors.layers.{layer}.{name}": shape for layer in (0, 1) for name, shape in expected[layer].items()
     }
     assert [(p["kind"], p["threshold"]) for p in predictors(after)] == [("learned", 0.0), ("learned-relu", -0.25)]
-    for layer, predictor in enumerate(predictors(after)):
-        names = [f"predictors.layers.{layer}.{name}" for name in ("fc1", "fc2", "bias")]
-        assert [weight.target for weight in predictor["weights"]] == names
+    assert [weight.target for p in predictors(after) for weight in p["weights"]] == list(shapes)
     assert not any(name.startswith("predictors") for name, _ in before.named_parameters())
     weights = random_weights(after)
-    missing = RandomWeights({name: value for name, value in weights.tensors.items() if not name.endswith("1.fc2")})
-    with pytest.raises(PassOptionError) as error:
-        materialize(after, missing)
-    text = "the weights hold no predictors.layers.1.fc2: a learned predictor needs weights of its own"
-    assert str(error.value) == text
+    del weights.tensors["predictors.layers.1.fc2"]
+    with pytest.raises(
+        PassOptionError, match=r"^the weights hold no predictors.layers.1.fc2: a learned predictor needs"
+    ):
+        materialize(after, weights)
 
 
 @pytest.mark.parametrize("shape", [GraphShape(layers=3), GraphShape(layers=3, gated=False, parallel=True)], ids=repr)
@@ -218,6 +151,8 @@ def test_a_predictor_that_keeps_every_neuron_loses_nothing():
         ({"kind": "exact", "kinds": {0: "none", 1: "auto"}}, Effect.EXACT),
         ({"kind": "sign"}, Effect.SKIPS),
         ({"kinds": {7: "learned"}, "ranks": {7: 1}}, Effect.SKIPS),
+        ({"kind": "none", "gate_limits": (0, 1)}, Effect.SKIPS),
+        ({"kind": "none", "output_limits": (0, 1)}, Effect.SKIPS),
     ],
 )
 def test_the_effect_is_that_of_the_kinds(options, effect):
@@ -229,60 +164,49 @@ def test_options_can_be_given_as_text():
     text = "kind=sign,kinds=(1:learned,0:none),ranks=(1:32),inputs=(1:previous),thresholds=(1:-0.5,2:0.45)"
     given = make_pass(f"insert-predictors{{{text}}}")
     assert given == InsertPredictors("sign", {0: "none", 1: "learned"}, {1: 32}, {1: "previous"}, {1: -0.5, 2: 0.45})
-    assert repr(given) == repr(
-        make_pass(f"insert-predictors{{{text.replace('1:learned,0:none', '0:none,1:learned')}}}")
-    )
+    assert list(given.kinds) == [0, 1]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"kind": "magic"}, "option kind of pass insert-predictors: 'magic' is not one of auto"),
         ({"kinds": {1: "magic"}}, "option kinds of pass insert-predictors: layer 1: 'magic' is not one of auto"),
-        (
-            {"inputs": {1: "norm"}},
-            "inputs of pass insert-predictors: layer 1: 'norm' is not one of block, stream, prev",
-        ),
+        ({"inputs": {1: "norm"}}, "inputs .*: layer 1: 'norm' is not one of block, stream, prev"),
         ({"ranks": {1: 0}}, "option ranks of pass insert-predictors: layer 1: 0 is not 1 or more"),
         ({"thresholds": {0: float("nan")}}, "thresholds of pass insert-predictors: layer 0: nan is not finite"),
         ({"thresholds": {0: float("-inf")}}, "thresholds of pass insert-predictors: layer 0: -inf is not finite"),
     ],
 )
 def test_options_that_fit_no_graph_are_refused_at_once(options, message):
-    with pytest.raises(PassOptionError, match=message) as error:
-        InsertPredictors("learned", **options)
-    assert error.value.exit_code == 2
+    with pytest.raises(PassOptionError, match=message):
+        InsertPredictors(**{"kind": "learned"} | options)
 
 
 RANKS = {0: 2, 1: 2}
 
 
 @pytest.mark.parametrize(
-    ("shape", "options", "message"),
+    ("options", "message"),
     [
-        (LLAMA, {"ranks": {0: 2}}, "option ranks of pass insert-predictors: layer 1: predictor learned needs one"),
-        (LLAMA, {"ranks": RANKS, "kinds": {1: "sign"}}, "ranks .*: layer 1: predictor sign has no rank"),
-        (LLAMA, {"ranks": RANKS | {2: 4}}, "ranks .*: layer 2: the graph has no feed-forward block of that number"),
-        (LLAMA, {"ranks": RANKS, "kinds": {9: "none"}}, "kinds .*: layer 9: the graph has no feed-forward block"),
+        ({"ranks": {0: 2}}, "option ranks of pass insert-predictors: layer 1: predictor learned needs one"),
+        ({"kinds": {1: "sign"}}, "ranks .*: layer 1: predictor sign has no rank"),
+        ({"ranks": RANKS | {2: 4}}, "ranks .*: layer 2: the graph has no feed-forward block of that number"),
+        ({"kinds": {9: "none"}}, "kinds .*: layer 9: the graph has no feed-forward block"),
+        ({"inputs": {0: "previous"}}, "inputs .*: layer 0: previous .*: there is no block in the layer before"),
         (
-            LLAMA,
-            {"ranks": RANKS, "inputs": {0: "previous"}},
-            "inputs .*: layer 0: previous is not available: there is no block in the layer before",
-        ),
-        (
-            LLAMA,
             {"ranks": {1: 2}, "kinds": {0: "sign"}, "inputs": {0: "stream"}},
             "inputs .*: layer 0: predictor sign reads the block's own input only",
         ),
         (
-            LLAMA,
             {"ranks": {1: 2}, "kinds": {0: "exact"}, "thresholds": {0: 0.5}},
             "thresholds .*: layer 0: predictor exact takes none",
         ),
     ],
 )
-def test_options_that_do_not_fit_the_graph_are_refused(shape, options, message):
+def test_options_that_do_not_fit_the_graph_are_refused(options, message):
     with pytest.raises(PassOptionError, match=message):
-        InsertPredictors("learned", **options)(build(shape))
+        InsertPredictors("learned", **{"ranks": RANKS} | options)(build(LLAMA))
 
 
 def test_without_a_norm_there_is_no_stream():
@@ -293,52 +217,33 @@ def test_without_a_norm_there_is_no_stream():
         InsertPredictors("learned", ranks=RANKS, inputs={1: "stream"})(before)
 
 
-def test_second_run_changes_nothing():
-    once = InsertPredictors()(build(LLAMA)).graph_module
-    twice = InsertPredictors()(once)
-    assert not twice.modified
-    assert twice.graph_module is once
-
-
 SWIGLU = GraphShape(activation="silu", layers=3)
 LIMITS = {"gate_limits": (1, 0), "output_limits": (1,)}
 
 
 def test_limits_are_new_parameters_of_the_weight_source():
+    """They change what is computed unless they are zero."""
     before = build(SWIGLU)
     after = InsertPredictors("none", **LIMITS)(before).graph_module
     verify(after, Stage.PREDICTED)
-    read = [[arguments(block)[name] for name in LIMITS] for block in calls(after.graph, SPARSE_FFN)]
+    blocks = list(calls(after.graph, SPARSE_FFN))
+    read = [[arguments(block)[name] for name in LIMITS] for block in blocks]
     assert [[limits and limits.target for limits in of_block] for of_block in read] == [
         ["predictors.layers.0.gate_limits", None],
         ["predictors.layers.1.gate_limits", "predictors.layers.1.output_limits"],
         [None, None],
     ]
     assert all(tuple(limits.meta["val"].shape) == (SWIGLU.ffn,) for of_block in read for limits in of_block if limits)
-    assert len(next(iter(reversed(list(calls(after.graph, SPARSE_FFN))))).args) == 11
-    weights = random_weights(after)
-    missing = RandomWeights(
-        {name: value for name, value in weights.tensors.items() if not name.endswith("0.gate_limits")}
-    )
-    with pytest.raises(PassOptionError) as error:
-        materialize(after, missing)
-    assert str(error.value) == ("the weights hold no predictors.layers.0.gate_limits: limits need values of their own")
-
-
-def test_limits_change_what_is_computed_unless_they_are_zero():
-    before = build(SWIGLU)
-    after = InsertPredictors("none", **LIMITS)(before).graph_module
-    weights = random_weights(after)
-    zeros = {name: value * 0 for name, value in weights.tensors.items() if name.endswith("limits")}
-    ids = torch.arange(1, 6)
-    assert_equivalent(before, after, weights=RandomWeights(weights.tensors | zeros))
+    assert len(blocks[-1].args) == 11
+    weights, ids = random_weights(after), torch.arange(1, 6)
     assert not torch.allclose(run(before, weights, ids), run(after, weights, ids), atol=1e-3)
-
-
-@pytest.mark.parametrize("option", LIMITS)
-def test_limits_skip_neurons(option):
-    assert InsertPredictors("none", **{option: (0,)}).effect is Effect.SKIPS
-    assert make_pass(f"insert-predictors{{kind=none,{option}=(1,0)}}") == InsertPredictors("none", **{option: (0, 1)})
+    zeros = {name: value * 0 for name, value in weights.tensors.items() if name.endswith("limits")}
+    assert_equivalent(before, after, weights=RandomWeights(weights.tensors | zeros))
+    del weights.tensors["predictors.layers.0.gate_limits"]
+    with pytest.raises(
+        PassOptionError, match=r"^the weights hold no predictors.layers.0.gate_limits: limits need values"
+    ):
+        materialize(after, weights)
 
 
 @pytest.mark.parametrize(
@@ -351,15 +256,10 @@ def test_limits_skip_neurons(option):
         ),
         (SWIGLU, {"gate_limits": (3,)}, "gate_limits .*: layer 3: the graph has no feed-forward block of that number"),
         (SWIGLU, {"output_limits": (-1,)}, "output_limits .*: layer -1: the graph has no feed-forward block"),
-        (
-            GraphShape(ffn_norm=True),
-            {"output_limits": (0,)},
-            "option output_limits of pass insert-predictors: layer 0: the block normalizes its neurons, which cannot",
-        ),
+        (GraphShape(ffn_norm=True), {"output_limits": (0,)}, "output_limits .*: layer 0: the block normalizes its"),
         (GraphShape(ffn_norm=True), {"gate_limits": (0,)}, "gate_limits .*: layer 0: the block normalizes its neurons"),
     ],
 )
 def test_limits_that_a_block_cannot_have_are_refused(shape, options, message):
-    with pytest.raises(PassOptionError, match=message) as error:
+    with pytest.raises(PassOptionError, match=message):
         InsertPredictors("none", **options)(build(shape))
-    assert "\n" not in str(error.value)

@@ -1,5 +1,5 @@
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
 
 import pytest
 
@@ -21,11 +21,6 @@ class Options:
     nodes: set[int] = field(default_factory=set)
     pair: tuple[int, int] = (0, 0)
     long_name: int = 0
-
-
-@dataclass(frozen=True)
-class Needy:
-    needed: int
 
 
 def read(text):
@@ -91,10 +86,10 @@ def test_unreadable_options_are_refused_with_the_reason(text, message):
     with pytest.raises(PassOptionError) as error:
         read(text)
     assert str(error.value).startswith(message)
-    assert error.value.exit_code == 2
 
 
 def test_an_option_that_must_be_given():
-    assert construct("p", Needy, {"needed": "3"}) == Needy(3)
+    needy = make_dataclass("Needy", [("needed", int)])
+    assert construct("p", needy, {"needed": "3"}) == needy(3)
     with pytest.raises(PassOptionError, match=r"^pass p needs the option needed: p\{needed=\.\.\.\}$"):
-        construct("p", Needy, {})
+        construct("p", needy, {})

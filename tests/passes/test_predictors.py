@@ -4,11 +4,13 @@ import subprocess
 import sys
 from importlib.metadata import EntryPoint
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers.installed import install
 from picompile_passes import predictors
 from picompile_passes.dialect import FORMATS, dequantize_rows, quantize_rows
 from picompile_passes.errors import PassOptionError, RegistryError
@@ -43,32 +45,20 @@ def values(*shape, seed):
 
 
 @given(
-    tokens=st.integers(0, 3),
-    inputs=st.integers(1, 9),
-    rank=st.integers(1, 4),
-    neurons=st.integers(1, 9),
+    sizes=st.tuples(st.integers(0, 3), st.integers(1, 9), st.integers(1, 4), st.integers(1, 9)),
     threshold=st.sampled_from([0.0, -0.7, 0.3]),
     relu=st.booleans(),
     seed=st.integers(0, 2**16),
 )
-def test_a_learned_predictor_is_its_formula(tokens, inputs, rank, neurons, threshold, relu, seed):
-    x, fc1, fc2, bias = (
-        values(*shape, seed=seed + i)
-        for i, shape in enumerate([(tokens, inputs), (rank, inputs), (neurons, rank), (neurons,)])
-    )
-    middle = [[sum(float(a) * float(b) for a, b in zip(row, token, strict=True)) for row in fc1] for token in x]
-    if relu:
-        middle = [[max(value, 0.0) for value in row] for row in middle]
-    logits = [
-        [sum(float(a) * b for a, b in zip(fc2[n], row, strict=True)) + float(bias[n]) for n in range(neurons)]
-        for row in middle
-    ]
+def test_a_learned_predictor_is_its_formula(sizes, threshold, relu, seed):
+    tokens, inputs, rank, neurons = sizes
+    shapes = [(tokens, inputs), (rank, inputs), (neurons, rank), (neurons,)]
+    x, fc1, fc2, bias = (values(*shape, seed=seed + i) for i, shape in enumerate(shapes))
+    middle = x.double().numpy() @ fc1.double().numpy().T
+    logits = (np.maximum(middle, 0) if relu else middle) @ fc2.double().numpy().T + bias.double().numpy()
     mask = PREDICT(x, [fc1, fc2, bias], "learned-relu" if relu else "learned", threshold)
-    assert mask.shape == (tokens, neurons)
-    assert mask.dtype == torch.bool
-    for row, found in zip(logits, mask, strict=True):
-        for logit, fires in zip(row, found, strict=True):
-            assert bool(fires) == (logit > threshold) or abs(logit - threshold) < 1e-4
+    assert (mask.shape, mask.dtype) == ((tokens, neurons), torch.bool)
+    assert (((logits > threshold) == mask.numpy()) | (abs(logits - threshold) < 1e-4)).all()
 
 
 SPECIAL = [0.0, -0.0, 1e-45, -1e-45, float("inf"), float("-inf"), 3.0, -3.0]
@@ -110,56 +100,43 @@ def test_a_fake_value_has_the_shape_of_the_real_one(kind):
     assert (fake.shape, fake.dtype) == (real.shape, real.dtype) == ((2, 7), torch.bool)
 
 
-def test_an_unknown_kind_is_refused_with_those_there_are():
-    with pytest.raises(ValueError, match=r"unknown predictor kind 'magic'; known are exact, none, learned, .*sign"):
-        predictor_kind("magic")
-
-
 def test_a_name_that_is_taken_cannot_be_added():
     exact = predictor_kind("exact")
     add_predictor_kind(exact)
     with pytest.raises(ValueError, match="there is a predictor kind 'exact' already"):
         add_predictor_kind(PredictorKind("exact", exact.evaluate, exact.neurons, row_local=True))
     assert predictor_kind("exact") is exact
+    with pytest.raises(ValueError, match=r"unknown predictor kind 'magic'; known are exact, none, learned, .*sign"):
+        predictor_kind("magic")
 
 
 @pytest.fixture
 def plugin(tmp_path, monkeypatch):
-    """Installs a package that offers predictor kinds, as pip would leave it on the path; and forgets it in the end."""
-    folder = tmp_path / "site"
-    folder.mkdir()
-    (folder / "predicting_plugin.py").write_text(PLUGIN)
-
-    def install(*points: str) -> str:
-        info = folder / "predicting-1.0.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: predicting\nVersion: 1.0\n")
-        (info / "entry_points.txt").write_text(f"[{ENTRY_POINT_GROUP}]\n" + "\n".join(points) + "\n")
-        return str(folder)
-
+    """`plugin("name = predicting:KIND")` installs a package that offers predictor kinds; it is forgotten in the end."""
     monkeypatch.setattr(predictors, "_KINDS", dict(predictors._KINDS))
-    monkeypatch.syspath_prepend(str(folder))
-    yield install
-    sys.modules.pop("predicting_plugin", None)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    yield lambda *points: install(tmp_path / "site", "predicting", PLUGIN, ENTRY_POINT_GROUP, points)
+    sys.modules.pop("predicting", None)
 
 
 def test_an_installed_package_offers_a_kind_which_is_imported_when_it_is_named(plugin):
-    plugin("plugged = predicting_plugin:KIND")
+    plugin("plugged = predicting:KIND")
     assert "plugged" in predictor_kinds()
     InsertPredictors("exact", kinds={0: "plugged"})
-    assert "predicting_plugin" not in sys.modules
+    with pytest.raises(PassOptionError, match=r"layer 3: 'plug' is not one of auto, exact, none, .*plugged"):
+        InsertPredictors(kinds={3: "plug"})
+    assert "predicting" not in sys.modules
     kind = predictor_kind("plugged")
     assert kind is predictor_kind("plugged")
     assert predictor_kinds().count("plugged") == 1
-    assert PREDICT(torch.ones(1, 2), [torch.tensor([[0.2, 0.2], [0.1, 0.1]])], "plugged", 0.3).tolist() == [
-        [True, False]
-    ]
+    mask = PREDICT(torch.ones(1, 2), [torch.tensor([[0.2, 0.2], [0.1, 0.1]])], "plugged", 0.3)
+    assert mask.tolist() == [[True, False]]
 
 
 @pytest.mark.slow("starts a process that runs all stages")
 def test_a_kind_of_a_package_goes_through_all_stages(plugin):
     """In a process of its own, which no test has told of the kind: verified, split, packed, and computed."""
-    folder = plugin("plugged = predicting_plugin:KIND")
+    folder = plugin("plugged = predicting:KIND")
     code = f"""if True:
         import sys
         sys.path.insert(0, {folder!r})
@@ -182,10 +159,10 @@ def test_a_kind_of_a_package_goes_through_all_stages(plugin):
 @pytest.mark.parametrize(
     ("point", "message"),
     [
-        ("gone = predicting_plugin:Gone", "predictor kind gone from predicting does not import: .*Gone"),
+        ("gone = predicting:Gone", "predictor kind gone from predicting does not import: .*Gone"),
         ("gone = no_such_module_here:Gone", "predictor kind gone from predicting does not import: No module named"),
-        ("something = predicting_plugin:something", "predicting_plugin:something from predicting is not a Predictor"),
-        ("smaller = predicting_plugin:KIND", "is registered as smaller but calls itself plugged"),
+        ("something = predicting:something", "predicting:something from predicting is not a Predictor"),
+        ("smaller = predicting:KIND", "is registered as smaller but calls itself plugged"),
     ],
 )
 def test_a_registration_that_is_no_predictor_kind_is_refused(plugin, point, message):
@@ -196,21 +173,19 @@ def test_a_registration_that_is_no_predictor_kind_is_refused(plugin, point, mess
 
 
 def test_a_name_of_ours_cannot_be_taken(plugin):
-    plugin("learned = predicting_plugin:KIND")
-    with pytest.raises(RegistryError) as error:
+    plugin("learned = predicting:KIND")
+    text = "^two predictor kinds are called learned: one from picompile and predicting:KIND from predicting$"
+    with pytest.raises(RegistryError, match=text):
         InsertPredictors()
-    assert str(error.value) == (
-        "two predictor kinds are called learned: one from picompile and predicting_plugin:KIND from predicting"
-    )
 
 
 def test_a_program_and_a_package_may_name_the_same_kind_but_not_two(plugin):
-    plugin("plugged = predicting_plugin:KIND")
-    import predicting_plugin
+    plugin("plugged = predicting:KIND")
+    import predicting
 
-    add_predictor_kind(predicting_plugin.KIND)
+    add_predictor_kind(predicting.KIND)
     assert predictor_kinds().count("plugged") == 1
-    predictors._KINDS["plugged"] = predicting_plugin.OTHER
+    predictors._KINDS["plugged"] = predicting.OTHER
     with pytest.raises(RegistryError, match="two predictor kinds are called plugged: one that this program added and"):
         predictor_kinds()
 
@@ -220,9 +195,3 @@ def test_a_name_given_twice_by_packages_is_an_error(monkeypatch):
     monkeypatch.setattr(predictors, "entry_points", lambda group: points)
     with pytest.raises(RegistryError, match=r"two predictor kinds are called plugged: one:KIND .* and other:KIND from"):
         predictor_kinds()
-
-
-def test_an_option_names_the_kinds_of_packages(plugin):
-    plugin("plugged = predicting_plugin:KIND")
-    with pytest.raises(PassOptionError, match=r"layer 3: 'plug' is not one of auto, exact, none, .*plugged"):
-        InsertPredictors(kinds={3: "plug"})

@@ -3,17 +3,21 @@
 `tests/mutation/check.py` plants faults in the passes and sees whether these tests find them.
 """
 
+from contextlib import suppress
 from functools import partial
 
 import pytest
-import torch
-from hypothesis import given, note, settings
+from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
 from helpers.support import HYPOTHESIS_PROFILE as PROFILE
 from picompile.testing import (
+    PROPERTIES,
+    CapturedStyle,
+    PropertyError,
     assert_equivalent,
     build,
+    build_captured,
     captured_decoders,
     check_pass,
     check_run,
@@ -25,7 +29,8 @@ from picompile.testing import (
     shapes,
     skipping_predictors,
 )
-from picompile_passes.base import Pass, Stage, stage_of
+from picompile.testing.properties import Snapshot, Trial
+from picompile_passes.base import Stage, stage_of
 from picompile_passes.dialect import FORMATS
 from picompile_passes.errors import PassesError, StageError, UnsupportedGraphError
 from picompile_passes.graph.dump import graph_text
@@ -39,41 +44,55 @@ from picompile_passes.passes.skip_inputs import SkipInputs
 from picompile_passes.pipeline import Pipeline, verifying
 from picompile_passes.verify import verify
 
-# The same few in every run of `make test`, more where `tests/mutation/check.py` plants faults, and as many as asked for
-# in `make fuzz`.
+# The same few in every run of `make test`, more where faults are planted in the passes, and as many as asked for in
+# `make fuzz`.
 EXAMPLES = {"ci": 6, "mutation": 20}.get(PROFILE, settings.default.max_examples)
-check = partial(check_pass, shrink=not settings.default.derandomize)
 pytestmark = pytest.mark.hypothesis
+few = partial(settings, deadline=None, suppress_health_check=list(HealthCheck))
 
 
-def captured_before(pass_: Pass) -> st.SearchStrategy[torch.fx.GraphModule]:
-    """Captured decoders as compilation hands them to `pass_`."""
-    before = Pipeline(CANONICALIZE[: CANONICALIZE.index(pass_)])
-    return captured_decoders().map(lambda graph_module: before(graph_module).graph_module)
+def walked(graph_module, passes, weights, seed, bound=None):
+    """Run passes one behind the other, and hold each to its properties. That it `continues`, the next ones show."""
+    for pass_ in passes:
+        trial = Trial(pass_, graph_module, Snapshot.of(graph_module), pass_(graph_module), weights, bound, seed)
+        for name, faults_of in PROPERTIES.items():
+            for fault in faults_of(trial) if name != "continues" else ():
+                raise PropertyError(name, pass_, fault)
+        graph_module = trial.after
+    return graph_module
 
 
-@pytest.mark.parametrize("pass_", CANONICALIZE, ids=lambda pass_: pass_.name)
-def test_raising(pass_):
-    check(pass_, graphs=captured_before(pass_), may_refuse=False, max_examples=EXAMPLES)
+def walked_to_the_end(captured, weights, seed):
+    """Take a captured graph through all passes; every third neuron is hot, and matrices are rounded to float16."""
+    predicted = walked(captured, (*CANONICALIZE, InsertPredictors()), weights, seed)
+    hot = {layer: range(0, neuron_count(predicted, layer), 3) for layer in blocks_by_layer(predicted)}
+    partitioned = walked(predicted, [Partition(hot)], weights, seed)
+    walked(partitioned, [Quantize("f16")], weights, seed, bound=0.05)
 
 
-@pytest.mark.slow("draws graphs for each pass; one in another order is fast", but=("raise-attention",))
-# All but the last two: one takes whatever arithmetic the others have left, the other ends the stage.
-@pytest.mark.parametrize("pass_", CANONICALIZE[:-2], ids=lambda pass_: pass_.name)
-def test_raising_out_of_order(pass_):
-    check(pass_, graphs=graphs(Stage.CAPTURED), max_examples=EXAMPLES)
+@few(max_examples=EXAMPLES)
+@given(captured=captured_decoders(), seed=st.integers(0, 2**16))
+def test_all_passes_in_order(captured, seed):
+    walked_to_the_end(captured, random_weights(captured, seed), seed)
 
 
-def test_insert_predictors():
-    check(st.sampled_from(["auto", "none"]).map(InsertPredictors), may_refuse=False, max_examples=EXAMPLES)
+@few(max_examples=EXAMPLES // 2)
+@given(before=graphs(Stage.CAPTURED), seed=st.integers(0, 2**16))
+def test_raising_out_of_order(before, seed):
+    """All but the last two: one takes whatever arithmetic the others have left, the other ends the stage."""
+    weights = random_weights(before, seed)
+    for pass_ in CANONICALIZE[:-2]:
+        with suppress(UnsupportedGraphError):
+            check_run(pass_, before, weights, seed=seed)
 
 
-def test_insert_predictors_exact():
-    check(InsertPredictors("exact"), max_examples=EXAMPLES)
-
-
-def test_insert_predictors_that_skip():
-    check(skipping_predictors, graphs=graphs(Stage.CANONICAL), may_refuse=False, max_examples=EXAMPLES)
+@few(max_examples=2 * EXAMPLES)
+@given(data=st.data(), seed=st.integers(0, 2**16))
+def test_insert_predictors(data, seed):
+    before = data.draw(graphs(Stage.CANONICAL))
+    plain = st.sampled_from(["auto", "none", "exact"]).map(InsertPredictors)
+    pass_ = data.draw(st.one_of(plain, skipping_predictors(before)), label="pass")
+    check_run(pass_, before, random_weights(before, seed), seed=seed, may_refuse=pass_.kind == "exact")
 
 
 def test_skip_inputs():
@@ -83,48 +102,16 @@ def test_skip_inputs():
         return st.dictionaries(st.sampled_from(layers), names).map(SkipInputs)
 
     stages = st.sampled_from([Stage.CANONICAL, Stage.PREDICTED, Stage.PARTITIONED])
-    check(passes, graphs=stages.flatmap(graphs), may_refuse=False, max_examples=EXAMPLES)
+    shrink = not settings.default.derandomize
+    check_pass(passes, graphs=stages.flatmap(graphs), may_refuse=False, max_examples=EXAMPLES, shrink=shrink)
 
 
-def test_partition():
-    def partitions(graph_module):
-        return hot_sets(graph_module).map(Partition)
-
-    check(partitions, graphs=graphs(Stage.PREDICTED), may_refuse=False, max_examples=2 * EXAMPLES)
-
-
-@pytest.mark.slow("draws graphs for each format; three formats are fast", but=("f16", "q4"))
-@pytest.mark.parametrize("form", [*FORMATS])
-def test_quantize(form):
-    weights = partial(random_weights, representable=form)
-    stages = st.sampled_from([Stage.PREDICTED, Stage.PARTITIONED, Stage.PARTITIONED])
-    check(
-        Quantize(form),
-        graphs=stages.flatmap(graphs),
-        weights=weights,
-        may_refuse=False,
-        max_examples=EXAMPLES,
-    )
-
-
-@pytest.mark.slow("draws graphs for each format; one format is fast", but=("q4]",))
-@pytest.mark.parametrize("form", [*FORMATS])
-def test_quantize_leaves_what_is_packed(form):
-    check(
-        Quantize(form),
-        graphs=graphs(Stage.QUANTIZED),
-        weights=partial(random_weights, representable=form),
-        may_refuse=False,
-        max_examples=EXAMPLES // 2,
-    )
-
-
-@settings(max_examples=2 * EXAMPLES)
-@given(data=st.data())
-def test_partition_puts_the_neurons_where_it_was_told(data):
+@few(max_examples=2 * EXAMPLES)
+@given(data=st.data(), seed=st.integers(0, 2**16))
+def test_partition_puts_the_neurons_where_it_was_told(data, seed):
     before = data.draw(graphs(Stage.PREDICTED))
     hot = data.draw(hot_sets(before))
-    after = Partition(hot)(before).graph_module
+    after = check_run(Partition(hot), before, random_weights(before, seed), seed=seed).graph_module
     for layer, blocks in blocks_by_layer(after).items():
         on_device = {block.meta.get("device"): neurons_of(after, block) for block in blocks}
         if layer not in hot:
@@ -137,8 +124,17 @@ def test_partition_puts_the_neurons_where_it_was_told(data):
         assert all(arguments(block)["mask"].meta.get("device") in (None, block.meta["device"]) for block in blocks)
 
 
-@settings(max_examples=EXAMPLES)
-@given(data=st.data(), shape=shapes(bias=True))
+@few(max_examples=2 * EXAMPLES)
+@given(data=st.data(), form=st.sampled_from([*FORMATS]), seed=st.integers(0, 2**16))
+def test_quantize(data, form, seed):
+    """Matrices that are packed already stay as they are."""
+    stages = [Stage.PREDICTED, Stage.PARTITIONED, Stage.PARTITIONED, Stage.QUANTIZED]
+    before = data.draw(st.sampled_from(stages).flatmap(graphs))
+    check_run(Quantize(form), before, random_weights(before, seed, representable=form), seed=seed)
+
+
+@few(max_examples=4 * EXAMPLES)
+@given(data=st.data(), shape=st.one_of(shapes(bias=True), shapes(bias=True, gated=False)))
 def test_predictors_are_those_that_were_asked_for(data, shape):
     before = build(shape)
     pass_ = data.draw(skipping_predictors(before), label="pass")
@@ -184,7 +180,7 @@ def neurons_of(graph_module, block):
     return list(range(int(up.meta["val"].shape[0])))
 
 
-@settings(max_examples=3 * EXAMPLES)
+@few(max_examples=2 * EXAMPLES)
 @given(data=st.data(), seed=st.integers(0, 2**16))
 def test_any_order_of_passes_works_or_names_the_stage(data, seed):
     before = data.draw(st.sampled_from(list(Stage)).flatmap(graphs))
@@ -208,24 +204,15 @@ def test_any_order_of_passes_works_or_names_the_stage(data, seed):
         assert_equivalent(before, after, weights=random_weights(before, seed), seed=seed)
 
 
-@settings(max_examples=EXAMPLES // 2)
-@given(data=st.data(), seed=st.integers(0, 2**16))
-def test_the_pipeline_is_a_pass(data, seed):
-    before = data.draw(captured_decoders())
-    check_run(
-        Pipeline((*CANONICALIZE, InsertPredictors(), Partition())), before, random_weights(before, seed), seed=seed
-    )
+def test_the_pipeline_is_a_pass():
+    before = build_captured(CapturedStyle())
+    check_run(Pipeline((*CANONICALIZE, InsertPredictors(), Partition())), before, random_weights(before, 0))
 
 
 @pytest.mark.slow("runs all passes on all families")
-@settings(max_examples=EXAMPLES // 2)
+@few(max_examples=EXAMPLES // 2)
 @given(model=models(), seed=st.integers(0, 2**16))
 def test_models_of_all_families(model, seed):
-    """From the eager model to the last stage before rounding, hot and cold parts included."""
     note(str(model.config))
     assert_equivalent(model.module, model.graph_module, weights=model.weights, seed=seed)
-    graph_module = model.graph_module
-    for pass_ in (*CANONICALIZE, InsertPredictors()):
-        graph_module = check_run(pass_, graph_module, model.weights, seed=seed).graph_module
-    hot = {layer: range(0, neuron_count(graph_module, layer), 3) for layer in blocks_by_layer(graph_module)}
-    check_run(Partition(hot), graph_module, model.weights, seed=seed)
+    walked_to_the_end(model.graph_module, model.weights, seed)

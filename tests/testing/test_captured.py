@@ -9,7 +9,7 @@ from torch.fx import GraphModule
 
 from picompile.testing import CapturedStyle, assert_equivalent, build_captured, captured_styles
 from picompile.testing.captured.style import ACTIVATIONS, consistent
-from picompile_passes.base import Stage, stage_of
+from picompile_passes.base import Stage
 from picompile_passes.graph.nodes import arguments, calls
 from picompile_passes.graph.operands import ATTENTION, FFN, ROTARY
 from picompile_passes.passes.canonicalize import CANONICALIZE
@@ -18,32 +18,14 @@ from picompile_passes.verify import verify
 
 aten = torch.ops.aten
 
-# Enough for every choice to be drawn, most of them many times.
-SAMPLE = 2000
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """These tensors are tiny: more threads only wait for one another."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def canonical(graph_module: GraphModule) -> GraphModule:
-    """Return the canonical graph; the stage is verified after each pass."""
-    return Pipeline(CANONICALIZE, hook=verifying)(graph_module).graph_module
-
 
 @pytest.mark.slow("draws and exports many graphs")
 @settings(max_examples=25)
 @given(captured_styles())
 def test_every_style_is_raised(style: CapturedStyle) -> None:
     captured = build_captured(style)
-    assert stage_of(captured) == Stage.CAPTURED
     verify(captured, Stage.CAPTURED)
-    result = canonical(captured)
+    result = Pipeline(CANONICALIZE, hook=verifying)(captured).graph_module
     assert_equivalent(captured, result, tokens=(1, 2, 9))
     check_blocks(result, style)
     check_attention(result, style)
@@ -80,24 +62,21 @@ def check_attention(graph_module: GraphModule, style: CapturedStyle) -> None:
 def test_every_choice_is_drawn() -> None:
     drawn: dict[str, set[object]] = defaultdict(set)
 
-    @settings(max_examples=SAMPLE, derandomize=True, database=None)
+    @settings(max_examples=2000, derandomize=True, database=None)
     @given(captured_styles())
     def draw(style: CapturedStyle) -> None:
         assert consistent(style) == style
-        for name, value in choices(style):
+        for name, value, _ in choices(style):
             drawn[name].add(value)
 
     draw()
-    for name, possible in possible_choices(CapturedStyle()):
+    assert find(captured_styles(), lambda style: True, settings=settings(database=None)) == CapturedStyle()
+    for name, _, possible in choices(CapturedStyle()):
         assert drawn[name] >= set(possible), f"{name} is never one of {set(possible) - drawn[name]}"
     assert drawn["Sizes.heads"] == {1, 2, 3, 4}
     assert drawn["Sizes.layers"] == {1, 2, 3}
     assert 0 in drawn["CapturedStyle.copies"]
     assert len(drawn["CapturedStyle.copies"]) > 20
-
-
-def test_the_simplest_example_is_the_plainest_style() -> None:
-    assert find(captured_styles(), lambda style: True, settings=settings(database=None)) == CapturedStyle()
 
 
 def test_copies_of_every_kind_occur() -> None:
@@ -108,21 +87,11 @@ def test_copies_of_every_kind_occur() -> None:
     assert found >= set(copies)
 
 
-def choices(style: object) -> Iterator[tuple[str, object]]:
-    """Every field of a style and of its parts, by class and name, with its value."""
+def choices(style: object) -> Iterator[tuple[str, object, tuple[object, ...]]]:
+    """Every field of a style and of its parts, by class and name, with its value and its choices."""
     for each in fields(style):  # type: ignore[arg-type]
         value = getattr(style, each.name)
         if is_dataclass(value):
             yield from choices(value)
         else:
-            yield f"{type(style).__name__}.{each.name}", value
-
-
-def possible_choices(style: object) -> Iterator[tuple[str, tuple[object, ...]]]:
-    """Every field of a style and of its parts that has choices, with them."""
-    for each in fields(style):  # type: ignore[arg-type]
-        value = getattr(style, each.name)
-        if is_dataclass(value):
-            yield from possible_choices(value)
-        elif each.metadata:
-            yield f"{type(style).__name__}.{each.name}", each.metadata["choices"]
+            yield f"{type(style).__name__}.{each.name}", value, each.metadata.get("choices", ())

@@ -1,5 +1,3 @@
-import re
-
 import pytest
 import torch
 from hypothesis import Phase, given, settings
@@ -20,6 +18,7 @@ from picompile.testing import (
 )
 from picompile.testing.equivalence import near_jump
 from picompile.testing.weights import embedding_names, vocabulary
+from picompile_passes.graph.builder import GraphBuilder
 from picompile_passes.graph.materialize import materialize, node_values
 from picompile_passes.graph.nodes import argument_position, arguments, calls
 from picompile_passes.graph.operands import EMBEDDING, FFN, LAYER_NORM, LINEAR, PREDICT, RMS_NORM
@@ -49,12 +48,6 @@ def swapped_gate_and_up():
     return graph_module
 
 
-@pytest.mark.parametrize("shape", [LLAMA, OPT], ids=repr)
-def test_a_graph_is_equivalent_to_itself_at_a_later_stage(shape):
-    before = build(shape)
-    assert_equivalent(before, InsertPredictors()(before).graph_module)
-
-
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -76,20 +69,17 @@ def test_faults_are_found(before, after):
 
 def test_a_failure_says_how_much_where_and_with_which_seed():
     before, after = build(OPT), changed(OPT, FFN, down_bias=None)
-    with pytest.raises(AssertionError) as error:
-        assert_equivalent(before, after, tokens=(3,), seed=5)
     form = (
-        r"the graph of stage canonical and the graph of stage canonical differ, 3 tokens, seed 5: "
-        r"off by 0\.\d+ of the largest logit [\d.]+, tolerance 2e-05, at token [012], vocabulary entry \d+"
+        r"^the graph of stage canonical and the graph of stage canonical differ, 3 tokens, seed 5: "
+        r"off by 0\.\d+ of the largest logit [\d.]+, tolerance 2e-05, at token [012], vocabulary entry \d+$"
     )
-    assert re.fullmatch(form, str(error.value))
+    with pytest.raises(AssertionError, match=form):
+        assert_equivalent(before, after, tokens=(3,), seed=5)
 
-
-def test_the_place_is_that_of_the_largest_difference():
     class Wrong(nn.Module):
         def __init__(self):
             super().__init__()
-            self.right = materialize(build(LLAMA), random_weights(build(LLAMA)))
+            self.right = materialize(before, random_weights(before))
 
         def forward(self, tokens, positions):
             logits = self.right(tokens, positions)
@@ -97,7 +87,7 @@ def test_the_place_is_that_of_the_largest_difference():
             return logits
 
     with pytest.raises(AssertionError, match=r"module Wrong and .* at token 2, vocabulary entry 17"):
-        assert_equivalent(Wrong(), build(LLAMA), weights=random_weights(build(LLAMA)), tokens=(4,))
+        assert_equivalent(Wrong(), before, weights=random_weights(before), tokens=(4,))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -137,44 +127,34 @@ def test_a_bound_is_on_the_relative_error_in_the_two_norm():
 
 
 class Eager(nn.Module):
-    """The graph `TINY`, written as a module."""
+    """The graph `tiny`, written as a module."""
 
-    def __init__(self, width=24):
+    def __init__(self):
         super().__init__()
-        self.embed, self.head = nn.Embedding(50, width), nn.Linear(width, 50)
-        self.norm = nn.LayerNorm(width)
+        self.embed, self.head = nn.Embedding(50, 24), nn.Linear(24, 50)
+        self.norm = nn.LayerNorm(24)
 
     def forward(self, tokens, positions):
         return self.head(self.norm(self.embed(tokens)))
 
 
-def tiny(eps=1e-5, width=24):
-    from picompile_passes.graph.builder import GraphBuilder
-
+def tiny(eps=1e-5):
     b = GraphBuilder()
-    x = b.call(EMBEDDING, b.tokens, b.parameter("embed.weight", 50, width), 0)
-    x = b.call(LAYER_NORM, x, b.parameter("norm.weight", width), b.parameter("norm.bias", width), eps)
-    return b.finish(b.call(LINEAR, x, b.parameter("head.weight", 50, width), b.parameter("head.bias", 50)))
+    x = b.call(EMBEDDING, b.tokens, b.parameter("embed.weight", 50, 24), 0)
+    x = b.call(LAYER_NORM, x, b.parameter("norm.weight", 24), b.parameter("norm.bias", 24), eps)
+    return b.finish(b.call(LINEAR, x, b.parameter("head.weight", 50, 24), b.parameter("head.bias", 50)))
 
 
-def test_a_module_is_compared_by_its_own_weights():
-    assert_equivalent(Eager(), tiny())
-    with pytest.raises(AssertionError, match="module Eager and the graph of stage canonical differ"):
-        assert_equivalent(Eager(), tiny(eps=0.1))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_a_module_may_compute_in_another_dtype(dtype):
+    """It is compared by its own weights; graphs compute in float32 whatever the weights are."""
     module = Eager().to(dtype)
     assert_equivalent(module, tiny(), dtype=dtype)
-    with pytest.raises(AssertionError, match="tolerance 2e-05"):
-        assert_equivalent(module, tiny())
-    with pytest.raises(AssertionError, match=f"tolerance {TOLERANCES[dtype]:g}"):
+    with pytest.raises(AssertionError, match=f"module Eager and .* differ.*tolerance {TOLERANCES[dtype]:g}"):
         assert_equivalent(module, tiny(eps=1.0), dtype=dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_graphs_compute_in_float32_whatever_the_weights_are(dtype):
+    if dtype != torch.float32:
+        with pytest.raises(AssertionError, match="tolerance 2e-05"):
+            assert_equivalent(module, tiny())
     assert_equivalent(tiny(), tiny(), dtype=dtype)
     with pytest.raises(AssertionError, match="tolerance 2e-05"):
         assert_equivalent(tiny(), tiny(eps=1.1e-5), dtype=dtype, seed=1)
@@ -227,14 +207,10 @@ def always_at_the_threshold():
     return build(shape), changed(shape, FFN, activation=f"fatrelu({0.2 + 6e-6})"), weights
 
 
-def test_without_hypothesis_a_jump_each_time_is_an_error():
+def test_a_jump_each_time_is_an_error_which_hypothesis_gives_up():
     before, after, weights = always_at_the_threshold()
     with pytest.raises(AssertionError, match="; a neuron lay next to a jump in each of 5 draws, which may be why"):
         assert_equivalent(before, after, weights=weights)
-
-
-def test_hypothesis_gives_up_an_example_that_jumps_each_time():
-    before, after, weights = always_at_the_threshold()
     reached = []
 
     @settings(max_examples=10, phases=[Phase.generate])
@@ -289,14 +265,11 @@ def test_comparisons_of_captured_graphs_jump_too():
     assert near == [3, 7]
 
 
-def test_tokens_of_a_run_are_the_same_each_time():
-    graph_module = build(LLAMA)
-    weights = random_weights(graph_module)
-    assert torch.equal(run(graph_module, weights, 3), run(graph_module, weights, torch.tensor([0, 7, 14])))
-    assert run(graph_module, weights).shape == (6, 50)
-
-
 def test_vocabulary_and_embeddings_are_found():
     assert vocabulary(build(GraphShape(vocab=13))) == vocabulary(build(GraphShape(vocab=13, gated=False))) == 13
     assert embedding_names(build(LLAMA)) == {"model.embed.weight"}
     assert embedding_names(build(OPT)) == {"model.embed.weight", "model.embed_positions.weight"}
+    # The tokens of a run are the same each time.
+    graph_module, weights = build(LLAMA), random_weights(build(LLAMA))
+    assert torch.equal(run(graph_module, weights, 3), run(graph_module, weights, torch.tensor([0, 7, 14])))
+    assert run(graph_module, weights).shape == (6, 50)

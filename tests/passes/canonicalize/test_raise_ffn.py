@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from helpers.raising import HIDDEN, aten, captured, only, operators, raised
+from helpers.raising import HIDDEN, Write, aten, captured, linear, only, operators, raised
 from picompile_passes.dialect import ACTIVATIONS, parse_activation
 from picompile_passes.graph.builder import GraphBuilder
 from picompile_passes.graph.nodes import arguments
@@ -14,19 +14,15 @@ from picompile_passes.passes.canonicalize.raise_ffn import RaiseFFN, recognize_a
 
 NEURONS = 40
 
-Act = Callable[[GraphBuilder, Node], Node]
-
-
-def _linear(b: GraphBuilder, x: Node, name: str, rows: int, columns: int, bias: bool = False) -> Node:
-    return b.call(LINEAR, x, b.parameter(name, rows, columns), b.parameter(f"{name}_bias", rows) if bias else None)
+Act = Write
 
 
 def _up(b: GraphBuilder, x: Node, name: str = "up", bias: bool = False) -> Node:
-    return _linear(b, x, name, NEURONS, HIDDEN, bias)
+    return linear(b, x, name, NEURONS, bias=bias)
 
 
 def _down(b: GraphBuilder, hidden: Node, bias: bool = False) -> Node:
-    return _linear(b, hidden, "down", HIDDEN, NEURONS, bias)
+    return linear(b, hidden, "down", bias=bias)
 
 
 def _plain(act: Act, bias: bool = False) -> GraphModule:
@@ -41,12 +37,12 @@ def _of(op: object, *args: object) -> Act:
     return lambda b, x: b.call(op, x, *args)
 
 
-def _quick_gelu(b: GraphBuilder, x: Node) -> Node:
-    return b.call(aten.mul.Tensor, x, b.call(aten.sigmoid.default, b.call(aten.mul.Tensor, x, 1.702)))
-
-
 def _silu(b: GraphBuilder, x: Node) -> Node:
     return b.call(aten.mul.Tensor, b.call(aten.sigmoid.default, x), x)
+
+
+def _greater(b: GraphBuilder, x: Node, threshold: float) -> Node:
+    return b.call(aten.gt.Scalar, x, threshold)
 
 
 def _gelu_tanh(b: GraphBuilder, x: Node) -> Node:
@@ -57,34 +53,8 @@ def _gelu_tanh(b: GraphBuilder, x: Node) -> Node:
     return b.call(aten.mul.Tensor, b.call(aten.mul.Tensor, x, 0.5), outer)
 
 
-def _relu_squared(b: GraphBuilder, x: Node) -> Node:
-    return b.call(aten.pow.Tensor_Scalar, b.call(aten.relu.default, x), 2)
-
-
-def _fatrelu(b: GraphBuilder, x: Node) -> Node:
-    return b.call(aten.where.self, b.call(aten.gt.Scalar, x, 0.01), x, b.call(aten.zeros_like.default, x))
-
-
-def _fatrelu_of_constant(b: GraphBuilder, x: Node) -> Node:
-    zero = b.constant("zero", torch.zeros(()))
-    return b.call(aten.where.self, b.call(aten.gt.Scalar, x, 0.3), x, zero)
-
-
-def _fatrelu_of_number(b: GraphBuilder, x: Node) -> Node:
-    return b.call(aten.where.ScalarOther, b.call(aten.gt.Scalar, x, 0.1), x, 0.0)
-
-
-def _fatrelu_of_number_first(b: GraphBuilder, x: Node) -> Node:
-    return b.call(aten.where.ScalarSelf, b.call(aten.le.Scalar, x, 0.1), 0.0, x)
-
-
 def _fatrelu_of_float_mask(b: GraphBuilder, x: Node) -> Node:
-    mask = b.call(aten._to_copy.default, b.call(aten.gt.Scalar, x, 0.1), dtype=torch.float32)
-    return b.call(aten.mul.Tensor, x, mask)
-
-
-def _relu_of_new_zeros(b: GraphBuilder, x: Node) -> Node:
-    return b.call(aten.maximum.default, x, b.call(aten.new_zeros.default, x, []))
+    return b.call(aten.mul.Tensor, x, b.call(aten._to_copy.default, _greater(b, x, 0.1), dtype=torch.float32))
 
 
 def _gelu_special(b: GraphBuilder, x: Node) -> Node:
@@ -97,22 +67,31 @@ def _gelu_special(b: GraphBuilder, x: Node) -> Node:
     [
         (_of(aten.relu.default), "relu"),
         (_of(aten.clamp_min.default, 0), "relu"),
+        (lambda b, x: b.call(aten.maximum.default, x, b.call(aten.new_zeros.default, x, [])), "relu"),
         (_of(aten.silu.default), "silu"),
         (_silu, "silu"),
         (_of(aten.gelu.default), "gelu"),
+        (_gelu_special, "gelu"),
         (_gelu_tanh, "gelu_tanh"),
-        (_quick_gelu, "quick_gelu"),
-        (_relu_squared, "relu2"),
+        (
+            lambda b, x: b.call(aten.mul.Tensor, x, b.call(aten.sigmoid.default, b.call(aten.mul.Tensor, x, 1.702))),
+            "quick_gelu",
+        ),
+        (lambda b, x: b.call(aten.pow.Tensor_Scalar, b.call(aten.relu.default, x), 2), "relu2"),
         (_of(aten.hardtanh.default, 0.0, 6.0), "relu6"),
         (_of(aten.sigmoid.default), "sigmoid"),
         (_of(aten.tanh.default), "tanh"),
-        (_fatrelu, "fatrelu(0.01)"),
-        (_fatrelu_of_constant, "fatrelu(0.3)"),
-        (_fatrelu_of_number, "fatrelu(0.1)"),
-        (_fatrelu_of_number_first, "fatrelu(0.1)"),
+        (
+            lambda b, x: b.call(aten.where.self, _greater(b, x, 0.01), x, b.call(aten.zeros_like.default, x)),
+            "fatrelu(0.01)",
+        ),
+        (
+            lambda b, x: b.call(aten.where.self, _greater(b, x, 0.3), x, b.constant("zero", torch.zeros(()))),
+            "fatrelu(0.3)",
+        ),
+        (lambda b, x: b.call(aten.where.ScalarOther, _greater(b, x, 0.1), x, 0.0), "fatrelu(0.1)"),
+        (lambda b, x: b.call(aten.where.ScalarSelf, b.call(aten.le.Scalar, x, 0.1), 0.0, x), "fatrelu(0.1)"),
         (_fatrelu_of_float_mask, "fatrelu(0.1)"),
-        (_relu_of_new_zeros, "relu"),
-        (_gelu_special, "gelu"),
         (_of(aten.threshold.default, 0.25, 0.0), "fatrelu(0.25)"),
     ],
 )
@@ -143,22 +122,17 @@ def test_a_norm_across_neurons_goes_into_the_block(gated: bool, bias: bool) -> N
     assert (block["down_bias"] is not None) == bias
 
 
-def test_norms_of_other_values_stay() -> None:
-    """Norms of a plain projection, of a block's neurons in groups, and of a sum that is no block's hidden value."""
-
-    def projection(b: GraphBuilder, x: Node) -> Node:
-        return _normed(b, _up(b, x))
-
-    def grouped(b: GraphBuilder, x: Node) -> Node:
-        return _normed(b, b.call(aten.relu.default, _up(b, x)), groups=4)
-
-    def total(b: GraphBuilder, x: Node) -> Node:
-        return _normed(b, b.call(aten.add.Tensor, b.call(aten.relu.default, _up(b, x, "gate")), _up(b, x)))
-
-    for write in (projection, grouped, total):
-        graph_module = captured(write)
-        assert not RaiseFFN()(graph_module).modified
-        assert operators(graph_module)["rms_norm"] == 1
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda b, x: _normed(b, _up(b, x)),
+        lambda b, x: _normed(b, b.call(aten.relu.default, _up(b, x)), groups=4),
+        lambda b, x: _normed(b, b.call(aten.add.Tensor, b.call(aten.relu.default, _up(b, x, "gate")), _up(b, x))),
+    ],
+    ids=["a plain projection", "groups of neurons", "a sum"],
+)
+def test_norms_of_other_values_stay(write: Act) -> None:
+    assert not RaiseFFN()(captured(write)).modified
 
 
 def test_every_activation_of_the_dialect_is_distinguished_from_the_others() -> None:
@@ -185,16 +159,14 @@ def test_functions_close_to_an_activation_are_not_recognized(function: Callable[
     assert recognize_activation(function, [0.01, 1e-3]) is None
 
 
-def test_biases_of_the_three_linears_are_kept() -> None:
-    block = _block(raised(_plain(_of(aten.relu.default), bias=True), RaiseFFN()))
+def test_down_has_a_row_for_each_neuron() -> None:
+    """And the biases of both linears are kept."""
+    result = raised(_plain(_of(aten.relu.default), bias=True), RaiseFFN())
+    block = _block(result)
     assert block["gate"] is block["gate_bias"] is None
     assert (block["up"].target, block["up_bias"].target, block["down_bias"].target) == ("up", "up_bias", "down_bias")
-
-
-def test_down_has_a_row_for_each_neuron() -> None:
-    result = raised(_plain(_of(aten.relu.default)), RaiseFFN())
-    assert _block(result)["down"] is only(result, TRANSPOSE)
-    assert _block(result)["down"].meta["val"].shape == (NEURONS, HIDDEN)
+    assert block["down"] is only(result, TRANSPOSE)
+    assert block["down"].meta["val"].shape == (NEURONS, HIDDEN)
 
     def stored_by_neuron(b: GraphBuilder, x: Node) -> Node:
         weight = b.call(TRANSPOSE, b.parameter("down", NEURONS, HIDDEN), 0, 1)
@@ -203,35 +175,30 @@ def test_down_has_a_row_for_each_neuron() -> None:
     assert _block(raised(captured(stored_by_neuron), RaiseFFN()))["down"].target == "down"
 
 
-@pytest.mark.parametrize("gate_first", [False, True])
-def test_the_gate_is_the_factor_with_the_activation(gate_first: bool) -> None:
+@pytest.mark.parametrize(
+    ("gate", "up", "activations"),
+    [
+        (_silu, None, ("silu", "identity")),
+        (None, _of(aten.silu.default), ("silu", "identity")),
+        (_of(aten.relu.default), _of(aten.relu.default), ("relu", "relu")),
+    ],
+)
+def test_the_gate_is_the_factor_with_the_activation(gate: Act | None, up: Act | None, activations: tuple) -> None:
+    names = ("gate", "up") if gate else ("up", "gate")
+
     def write(b: GraphBuilder, x: Node) -> Node:
-        factors = [b.call(aten.silu.default, _up(b, x, "gate", bias=True)), _up(b, x)]
-        return _down(b, b.call(aten.mul.Tensor, *(factors if gate_first else factors[::-1])))
+        factors = [_up(b, x, name, bias=name == "gate") for name in names]
+        applied = [act(b, factor) if act else factor for act, factor in zip((gate, up), factors, strict=True)]
+        return _down(b, b.call(aten.mul.Tensor, *applied))
 
     block = _block(raised(captured(write), RaiseFFN()))
     assert (block["gate"].target, block["gate_bias"].target, block["up"].target) == ("gate", "gate_bias", "up")
-    assert (block["activation"], block["up_activation"]) == ("silu", "identity")
-
-
-def test_activations_on_both_sides() -> None:
-    def write(b: GraphBuilder, x: Node) -> Node:
-        return _down(b, b.call(aten.mul.Tensor, *(b.call(aten.relu.default, _up(b, x, n)) for n in ("gate", "up"))))
-
-    block = _block(raised(captured(write), RaiseFFN()))
-    assert (block["gate"].target, block["activation"], block["up_activation"]) == ("gate", "relu", "relu")
-
-
-def test_a_gate_whose_activation_is_several_operators() -> None:
-    def write(b: GraphBuilder, x: Node) -> Node:
-        return _down(b, b.call(aten.mul.Tensor, _silu(b, _up(b, x, "gate")), _up(b, x)))
-
-    assert _block(raised(captured(write), RaiseFFN()))["activation"] == "silu"
+    assert (block["activation"], block["up_activation"]) == activations
 
 
 def test_fused_gate_and_up_in_views() -> None:
     def write(b: GraphBuilder, x: Node) -> Node:
-        fused = _linear(b, b.call(aten.unsqueeze.default, x, 0), "gate_up", 2 * NEURONS, HIDDEN, bias=True)
+        fused = linear(b, b.call(aten.unsqueeze.default, x, 0), "gate_up", 2 * NEURONS, bias=True)
         gate, up = (b.call(aten.slice.Tensor, fused, -1, *ends) for ends in ((0, NEURONS), (NEURONS, 2 * NEURONS)))
         hidden = b.call(aten.mul.Tensor, b.call(aten.relu.default, gate), up)
         return b.call(aten.squeeze.dim, _down(b, hidden), 0)
@@ -242,52 +209,38 @@ def test_fused_gate_and_up_in_views() -> None:
     assert block["up_bias"].args[0].target == "gate_up_bias"
 
 
-def test_layers_are_numbered() -> None:
-    def write(b: GraphBuilder, x: Node) -> Node:
-        for i in range(3):
-            hidden = b.call(aten.relu.default, _up(b, x, f"up{i}"))
-            x = b.call(aten.add.Tensor, x, _linear(b, hidden, f"down{i}", HIDDEN, NEURONS))
-        return x
-
-    result = raised(captured(write), RaiseFFN())
-    nodes = result.graph.find_nodes(op="call_function", target=FFN)
-    assert [node.meta["layer"] for node in nodes] == [0, 1, 2]
+def _of_two_inputs(b: GraphBuilder, x: Node) -> Node:
+    other = _up(b, b.call(aten.relu.default, x), "gate")
+    return _down(b, b.call(aten.mul.Tensor, b.call(aten.relu.default, other), _up(b, x)))
 
 
-def test_linears_that_form_no_block_stay() -> None:
-    def straight(b: GraphBuilder, x: Node) -> Node:
-        return _down(b, _up(b, x))
-
-    def of_the_input(b: GraphBuilder, x: Node) -> Node:
-        return _linear(b, b.call(aten.relu.default, x), "w", HIDDEN, HIDDEN)
-
-    def of_two_inputs(b: GraphBuilder, x: Node) -> Node:
-        other = _up(b, b.call(aten.relu.default, x), "gate")
-        return _down(b, b.call(aten.mul.Tensor, b.call(aten.relu.default, other), _up(b, x)))
-
-    for write in (straight, of_the_input, of_two_inputs):
-        assert not RaiseFFN()(captured(write)).modified
+def _mixed(b: GraphBuilder, x: Node) -> Node:
+    product = b.call(aten.mul.Tensor, _up(b, x, "gate"), _up(b, x))
+    return _down(b, b.call(aten.mul.Tensor, product, product))
 
 
-def test_blocks_that_ffn_cannot_express_stay() -> None:
-    def summed(b: GraphBuilder, x: Node) -> Node:
-        return _down(b, b.call(aten.add.Tensor, b.call(aten.relu.default, _up(b, x, "gate")), _up(b, x)))
+def _scaled(b: GraphBuilder, x: Node) -> Node:
+    product = b.call(aten.mul.Tensor, b.call(aten.relu.default, _up(b, x, "gate")), _up(b, x))
+    return _down(b, b.call(aten.mul.Tensor, product, 0.5))
 
-    def mixed(b: GraphBuilder, x: Node) -> Node:
-        product = b.call(aten.mul.Tensor, _up(b, x, "gate"), _up(b, x))
-        return _down(b, b.call(aten.mul.Tensor, product, product))
 
-    def scaled(b: GraphBuilder, x: Node) -> Node:
-        product = b.call(aten.mul.Tensor, b.call(aten.relu.default, _up(b, x, "gate")), _up(b, x))
-        return _down(b, b.call(aten.mul.Tensor, product, 0.5))
+def _by_neuron(b: GraphBuilder, x: Node) -> Node:
+    scales = b.constant("scales", torch.arange(float(NEURONS)))
+    return _down(b, b.call(aten.relu.default, b.call(aten.add.Tensor, _up(b, x), scales)))
 
-    def by_neuron(b: GraphBuilder, x: Node) -> Node:
-        scales = b.constant("scales", torch.arange(float(NEURONS)))
-        return _down(b, b.call(aten.relu.default, b.call(aten.add.Tensor, _up(b, x), scales)))
 
-    written = [captured(write) for write in (summed, mixed, scaled, by_neuron)]
-    for graph in (_plain(_of(aten.leaky_relu.default)), *written):
-        assert not RaiseFFN()(graph).modified
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda b, x: _down(b, _up(b, x)),
+        lambda b, x: linear(b, b.call(aten.relu.default, x), "w"),
+        lambda b, x: _down(b, b.call(aten.leaky_relu.default, _up(b, x))),
+        lambda b, x: _down(b, b.call(aten.add.Tensor, b.call(aten.relu.default, _up(b, x, "gate")), _up(b, x))),
+        *(_of_two_inputs, _mixed, _scaled, _by_neuron),
+    ],
+)
+def test_what_is_no_block_or_one_that_ffn_cannot_express_stays(write: Act) -> None:
+    assert not RaiseFFN()(captured(write)).modified
 
 
 def test_an_activation_that_ends_in_a_factor_and_a_view():

@@ -3,7 +3,7 @@ from collections.abc import Callable
 import pytest
 from torch.fx import Node
 
-from helpers.raising import HIDDEN, aten, captured, only, operators, raised
+from helpers.raising import HIDDEN, Write, aten, captured, only, operators, raised
 from picompile_passes.graph.builder import GraphBuilder
 from picompile_passes.graph.nodes import arguments
 from picompile_passes.graph.operands import EMBEDDING, LAYER_NORM, RMS_NORM
@@ -23,49 +23,36 @@ def _mean_square(b: GraphBuilder, x: Node, kind: str = "pow") -> Node:
     return b.call(aten.add.Tensor, b.call(aten.mean.dim, _square(kind, b, x), [-1], True), EPS)
 
 
+def _mul(b: GraphBuilder, x: Node, y: Node) -> Node:
+    return b.call(aten.mul.Tensor, x, y)
+
+
+def _root(b: GraphBuilder, x: Node) -> Node:
+    return b.call(aten.sqrt.default, _mean_square(b, x))
+
+
+def _inverse(b: GraphBuilder, x: Node, kind: str = "pow") -> Node:
+    return b.call(aten.rsqrt.default, _mean_square(b, x, kind))
+
+
 def _by_rsqrt(b: GraphBuilder, x: Node, kind: str = "pow") -> Node:
-    return b.call(aten.mul.Tensor, x, b.call(aten.rsqrt.default, _mean_square(b, x, kind)))
+    return _mul(b, x, _inverse(b, x, kind))
 
 
-def _by_sqrt(b: GraphBuilder, x: Node) -> Node:
-    return b.call(aten.div.Tensor, x, b.call(aten.sqrt.default, _mean_square(b, x)))
+def _by_mean(b: GraphBuilder, x: Node, mean: Node) -> Node:
+    return _mul(b, x, b.call(aten.rsqrt.default, b.call(aten.add.Tensor, mean, EPS)))
 
 
-def _by_reciprocal(b: GraphBuilder, x: Node) -> Node:
-    root = b.call(aten.sqrt.default, _mean_square(b, x))
-    return b.call(aten.mul.Tensor, b.call(aten.reciprocal.default, root), x)
+def _by_sum(b: GraphBuilder, x: Node, count: int = HIDDEN) -> Node:
+    total = b.call(aten.sum.dim_IntList, _square("pow", b, x), [-1], True)
+    return _by_mean(b, x, b.call(aten.div.Tensor, total, count))
 
 
-def _by_reciprocal_times_one(b: GraphBuilder, x: Node) -> Node:
-    """Build the nodes that export makes of x · (1.0 / sqrt(…))."""
-    inverse = b.call(aten.reciprocal.default, b.call(aten.sqrt.default, _mean_square(b, x)))
-    return b.call(aten.mul.Tensor, x, b.call(aten.mul.Tensor, inverse, 1.0))
-
-
-def _by_powers(b: GraphBuilder, x: Node) -> Node:
-    return b.call(aten.mul.Tensor, x, b.call(aten.pow.Tensor_Scalar, _mean_square(b, x), -0.5))
-
-
-def _by_root_power(b: GraphBuilder, x: Node) -> Node:
-    return b.call(aten.div.Tensor, x, b.call(aten.pow.Tensor_Scalar, _mean_square(b, x), 0.5))
-
-
-def _by_sum(b: GraphBuilder, x: Node) -> Node:
-    mean = b.call(aten.div.Tensor, b.call(aten.sum.dim_IntList, _square("pow", b, x), [-1], True), HIDDEN)
-    return b.call(aten.mul.Tensor, x, b.call(aten.rsqrt.default, b.call(aten.add.Tensor, mean, EPS)))
-
-
-def _by_unsqueezed_mean(b: GraphBuilder, x: Node) -> Node:
-    mean = b.call(aten.unsqueeze.default, b.call(aten.mean.dim, _square("pow", b, x), [-1]), -1)
-    return b.call(aten.mul.Tensor, x, b.call(aten.rsqrt.default, b.call(aten.add.Tensor, mean, EPS)))
-
-
-@pytest.mark.parametrize("kind", ["pow", "mul", "square"])
-@pytest.mark.parametrize("weight_first", [False, True])
+@pytest.mark.parametrize(("kind", "weight_first"), [("pow", True), ("mul", False), ("square", True), ("pow", False)])
 def test_root_mean_square(kind: str, weight_first: bool) -> None:
     def write(b: GraphBuilder, x: Node) -> Node:
         factors = [_by_rsqrt(b, x, kind), b.parameter("norm.weight", HIDDEN)]
-        return b.call(aten.mul.Tensor, *(factors[::-1] if weight_first else factors))
+        return _mul(b, *(factors[::-1] if weight_first else factors))
 
     result = raised(captured(write), RaiseNorms())
     assert operators(result) == {"rms_norm": 1}
@@ -73,44 +60,34 @@ def test_root_mean_square(kind: str, weight_first: bool) -> None:
     assert (weight.target, eps) == ("norm.weight", EPS)
 
 
-_WRITINGS = (
-    _by_sqrt,
-    _by_reciprocal,
-    _by_reciprocal_times_one,
-    _by_powers,
-    _by_root_power,
-    _by_sum,
-    _by_unsqueezed_mean,
-)
+_WRITINGS: dict[str, Callable[[GraphBuilder, Node, Node], Node]] = {
+    "sqrt": lambda b, x, weight: _mul(b, b.call(aten.div.Tensor, x, _root(b, x)), weight),
+    "reciprocal": lambda b, x, weight: _mul(b, _mul(b, b.call(aten.reciprocal.default, _root(b, x)), x), weight),
+    # The nodes that export makes of x · (1.0 / sqrt(…)).
+    "reciprocal times one": lambda b, x, weight: _mul(
+        b, _mul(b, x, b.call(aten.mul.Tensor, b.call(aten.reciprocal.default, _root(b, x)), 1.0)), weight
+    ),
+    "inverse root power": lambda b, x, weight: _mul(
+        b, _mul(b, x, b.call(aten.pow.Tensor_Scalar, _mean_square(b, x), -0.5)), weight
+    ),
+    "root power": lambda b, x, weight: _mul(
+        b, b.call(aten.div.Tensor, x, b.call(aten.pow.Tensor_Scalar, _mean_square(b, x), 0.5)), weight
+    ),
+    "sum": lambda b, x, weight: _mul(b, _by_sum(b, x), weight),
+    "unsqueezed mean": lambda b, x, weight: _mul(
+        b, _by_mean(b, x, b.call(aten.unsqueeze.default, b.call(aten.mean.dim, _square("pow", b, x), [-1]), -1)), weight
+    ),
+    "weight, then inverse": lambda b, x, weight: _mul(b, _mul(b, x, weight), _inverse(b, x)),
+    "weighted inverse": lambda b, x, weight: _mul(b, x, _mul(b, _inverse(b, x), weight)),
+    "weight, then division": lambda b, x, weight: b.call(aten.div.Tensor, _mul(b, weight, x), _root(b, x)),
+    "weight over root": lambda b, x, weight: _mul(b, b.call(aten.div.Tensor, weight, _root(b, x)), x),
+    "torch's": lambda b, x, weight: b.call(aten.rms_norm.default, x, [HIDDEN], weight, EPS),
+}
 
 
-@pytest.mark.parametrize("normed", _WRITINGS)
-def test_root_mean_square_written_in_other_ways(normed: Callable[[GraphBuilder, Node], Node]) -> None:
-    def write(b: GraphBuilder, x: Node) -> Node:
-        return b.call(aten.mul.Tensor, normed(b, x), b.parameter("norm.weight", HIDDEN))
-
-    assert operators(raised(captured(write), RaiseNorms())) == {"rms_norm": 1}
-
-
-def _weight_then_inverse(b: GraphBuilder, x: Node, weight: Node) -> Node:
-    return b.call(aten.mul.Tensor, b.call(aten.mul.Tensor, x, weight), b.call(aten.rsqrt.default, _mean_square(b, x)))
-
-
-def _weighted_inverse(b: GraphBuilder, x: Node, weight: Node) -> Node:
-    return b.call(aten.mul.Tensor, x, b.call(aten.mul.Tensor, b.call(aten.rsqrt.default, _mean_square(b, x)), weight))
-
-
-def _weight_then_division(b: GraphBuilder, x: Node, weight: Node) -> Node:
-    return b.call(aten.div.Tensor, b.call(aten.mul.Tensor, weight, x), b.call(aten.sqrt.default, _mean_square(b, x)))
-
-
-def _weight_over_root(b: GraphBuilder, x: Node, weight: Node) -> Node:
-    return b.call(aten.mul.Tensor, b.call(aten.div.Tensor, weight, b.call(aten.sqrt.default, _mean_square(b, x))), x)
-
-
-@pytest.mark.parametrize("write", [_weight_then_inverse, _weighted_inverse, _weight_then_division, _weight_over_root])
-def test_products_in_any_order(write: Callable[[GraphBuilder, Node, Node], Node]) -> None:
-    result = raised(captured(lambda b, x: write(b, x, b.parameter("norm.weight", HIDDEN))), RaiseNorms())
+@pytest.mark.parametrize("form", _WRITINGS)
+def test_root_mean_square_written_in_other_ways(form: str) -> None:
+    result = raised(captured(lambda b, x: _WRITINGS[form](b, x, b.parameter("norm.weight", HIDDEN))), RaiseNorms())
     assert operators(result) == {"rms_norm": 1}
     assert only(result, RMS_NORM).args[1].target == "norm.weight"
 
@@ -124,56 +101,48 @@ def test_root_mean_square_without_weight() -> None:
 def test_one_root_mean_square_with_two_weights() -> None:
     def write(b: GraphBuilder, x: Node) -> Node:
         normed = _by_rsqrt(b, x)
-        halves = [b.call(aten.mul.Tensor, normed, b.parameter(f"{side}.weight", HIDDEN)) for side in ("left", "right")]
-        return b.call(aten.add.Tensor, *halves)
+        return b.call(aten.add.Tensor, *(_mul(b, normed, b.parameter(f"{side}.weight", HIDDEN)) for side in ("a", "b")))
 
     assert operators(raised(captured(write), RaiseNorms())) == {"rms_norm": 2, "add": 1}
 
 
-def test_another_mean_is_no_norm() -> None:
-    def over_tokens(b: GraphBuilder, x: Node) -> Node:
-        mean = b.call(aten.mean.dim, _square("pow", b, x), [0], True)
-        return b.call(aten.mul.Tensor, x, b.call(aten.rsqrt.default, b.call(aten.add.Tensor, mean, EPS)))
-
-    def of_cubes(b: GraphBuilder, x: Node) -> Node:
-        mean = b.call(aten.mean.dim, b.call(aten.pow.Tensor_Scalar, x, 3), [-1], True)
-        return b.call(aten.mul.Tensor, x, b.call(aten.rsqrt.default, b.call(aten.add.Tensor, mean, EPS)))
-
-    def of_another(b: GraphBuilder, x: Node) -> Node:
-        other = b.call(aten.relu.default, x)
-        return b.call(aten.mul.Tensor, x, b.call(aten.rsqrt.default, _mean_square(b, other)))
-
-    def of_another_sum(b: GraphBuilder, x: Node) -> Node:
-        mean = b.call(aten.div.Tensor, b.call(aten.sum.dim_IntList, _square("pow", b, x), [-1], True), HIDDEN - 1)
-        return b.call(aten.mul.Tensor, x, b.call(aten.rsqrt.default, b.call(aten.add.Tensor, mean, EPS)))
-
-    for write in (over_tokens, of_cubes, of_another, of_another_sum):
-        assert not RaiseNorms()(captured(write)).modified
+def _over_tokens(b: GraphBuilder, x: Node) -> Node:
+    return _by_mean(b, x, b.call(aten.mean.dim, _square("pow", b, x), [0], True))
 
 
-@pytest.mark.parametrize(("weight", "bias"), [(True, True), (True, False), (False, False)])
-def test_layer_norm(weight: bool, bias: bool) -> None:
+def _of_cubes(b: GraphBuilder, x: Node) -> Node:
+    return _by_mean(b, x, b.call(aten.mean.dim, b.call(aten.pow.Tensor_Scalar, x, 3), [-1], True))
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        _over_tokens,
+        _of_cubes,
+        lambda b, x: _mul(b, x, _inverse(b, b.call(aten.relu.default, x))),
+        lambda b, x: _by_sum(b, x, HIDDEN - 1),
+        # The variance is of another value than the deviation.
+        lambda b, x: _mul(b, _less_mean(b, x), _inverse(b, x)),
+    ],
+)
+def test_another_mean_is_no_norm(write: Write) -> None:
+    assert not RaiseNorms()(captured(write)).modified
+
+
+@pytest.mark.parametrize("names", [("weight", "bias"), ("weight",), ()])
+def test_layer_norm(names: tuple[str, ...]) -> None:
     def write(b: GraphBuilder, x: Node) -> Node:
-        weights = [b.parameter(f"norm.{name}", HIDDEN) if there else None
-                   for name, there in (("weight", weight), ("bias", bias))]  # fmt: skip
+        weights = [b.parameter(name, HIDDEN) if name in names else None for name in ("weight", "bias")]
         return b.call(aten.layer_norm.default, x, [HIDDEN], *weights, EPS)
 
-    result = raised(captured(write), RaiseNorms())
-    _, *found, eps = only(result, LAYER_NORM).args
-    assert [argument is not None for argument in found] == [weight, bias]
+    _, *found, eps = only(raised(captured(write), RaiseNorms()), LAYER_NORM).args
+    assert [argument.target for argument in found if argument is not None] == list(names)
     assert eps == EPS
 
 
-def test_rms_norm_of_torch() -> None:
-    def write(b: GraphBuilder, x: Node) -> Node:
-        return b.call(aten.rms_norm.default, x, [HIDDEN], b.parameter("norm.weight", HIDDEN), EPS)
-
-    assert operators(raised(captured(write), RaiseNorms())) == {"rms_norm": 1}
-
-
 def _norm_of_heads(b: GraphBuilder, heads: Node, *weights: Node) -> Node:
-    normed = b.call(aten.mul.Tensor, heads, b.call(aten.rsqrt.default, _mean_square(b, heads)))
-    return b.call(aten.mul.Tensor, normed, *weights) if weights else normed
+    normed = _by_rsqrt(b, heads)
+    return _mul(b, normed, *weights) if weights else normed
 
 
 def _heads(b: GraphBuilder, x: Node, *, heads_first: bool) -> Node:
@@ -203,20 +172,21 @@ def test_norms_of_heads_become_groups(heads_first: bool, weighted: bool) -> None
     assert values["weight"].meta["val"].shape == (HIDDEN,)
 
 
-@pytest.mark.parametrize("heads_first", [False, True])
-@pytest.mark.parametrize("affine", [(True, True), (True, False), (False, False)])
-def test_layer_norms_of_heads_become_groups(heads_first: bool, affine: tuple[bool, bool]) -> None:
+@pytest.mark.parametrize(
+    ("heads_first", "names"),
+    [(True, ("weight", "bias")), (False, ("weight",)), (True, ()), (False, ("weight", "bias"))],
+)
+def test_layer_norms_of_heads_become_groups(heads_first: bool, names: tuple[str, ...]) -> None:
     def write(b: GraphBuilder, x: Node) -> Node:
         size = HIDDEN // HEADS
-        weights = [b.parameter(f"norm.{name}", size) if there else None
-                   for name, there in zip(("weight", "bias"), affine, strict=True)]  # fmt: skip
+        weights = [b.parameter(f"norm.{name}", size) if name in names else None for name in ("weight", "bias")]
         heads = _heads(b, x, heads_first=heads_first)
         normed = b.call(aten.layer_norm.default, heads, [size], *weights, EPS)
         return _merged(b, normed, heads_first=heads_first)
 
     values = arguments(only(raised(captured(write), RaiseNorms()), LAYER_NORM))
     assert values["groups"] == HEADS
-    assert tuple(values[name] is not None for name in ("weight", "bias")) == affine
+    assert [name for name in ("weight", "bias") if values[name] is not None] == list(names)
 
 
 @pytest.mark.parametrize("heads_first", [False, True])
@@ -232,15 +202,13 @@ def test_weights_of_each_head(heads_first: bool) -> None:
     assert (found["rms_norm"], found.get("mul", 0)) == (1, int(heads_first))
 
 
-def _one_more(b: GraphBuilder, x: Node) -> Node:
-    weight = b.call(aten.add.Tensor, b.parameter("norm.weight", HIDDEN), 1.0)
-    return b.call(aten.mul.Tensor, _by_rsqrt(b, x), weight)
-
-
 def test_a_weight_that_is_computed() -> None:
     """Gemma's weights are stored less one."""
-    result = raised(captured(_one_more), RaiseNorms())
-    weight = only(result, RMS_NORM).args[1]
+
+    def write(b: GraphBuilder, x: Node) -> Node:
+        return _mul(b, _by_rsqrt(b, x), b.call(aten.add.Tensor, b.parameter("norm.weight", HIDDEN), 1.0))
+
+    weight = only(raised(captured(write), RaiseNorms()), RMS_NORM).args[1]
     assert (weight.target, weight.args[0].target) == (aten.add.Tensor, "norm.weight")
 
 
@@ -267,14 +235,9 @@ def test_layer_norm_written_out(twice: bool, weight: bool) -> None:
 
 
 def test_a_deviation_from_another_mean_is_no_layer_norm() -> None:
-    def other_mean(b: GraphBuilder, x: Node) -> Node:
+    def write(b: GraphBuilder, x: Node) -> Node:
         other = b.call(aten.mean.dim, b.call(aten.relu.default, x), [-1], True)
         deviation = b.call(aten.sub.Tensor, x, other)
-        return b.call(aten.mul.Tensor, deviation, b.call(aten.rsqrt.default, _mean_square(b, deviation)))
+        return _mul(b, deviation, _inverse(b, deviation))
 
-    assert "layer_norm" not in operators(raised(captured(other_mean), RaiseNorms()))
-
-    def other_variance(b: GraphBuilder, x: Node) -> Node:
-        return b.call(aten.mul.Tensor, _less_mean(b, x), b.call(aten.rsqrt.default, _mean_square(b, x)))
-
-    assert not RaiseNorms()(captured(other_variance)).modified
+    assert "layer_norm" not in operators(raised(captured(write), RaiseNorms()))

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from helpers.raising import HIDDEN, aten, captured, only, operators, raised
+from helpers.raising import HIDDEN, Write, aten, captured, linear, only, operators, raised
 from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.graph.builder import GraphBuilder
 from picompile_passes.graph.nodes import arguments
@@ -18,18 +18,15 @@ FREQUENCIES = 0.3 ** torch.arange(SIZE // 2)
 Turn = Callable[[GraphBuilder, Node, Node, Node], Node]
 
 
-def _cos_sin(b: GraphBuilder, repeat: bool, factor: float = 1.0) -> tuple[Node, Node]:
+def _cos_sin(b: GraphBuilder, repeat: bool, factor: float = 1.0, positions: Node | None = None) -> tuple[Node, Node]:
     """[T, 1, d/2] each, or [T, 1, d] with both halves alike."""
-    angles = b.call(aten.mul.Tensor, b.call(aten.unsqueeze.default, b.positions, -1), _frequencies(b))
+    column = b.call(aten.unsqueeze.default, positions or b.positions, -1)
+    angles = b.call(aten.mul.Tensor, column, b.constant("frequencies", FREQUENCIES))
     if repeat:
         angles = b.call(aten.cat.default, [angles, angles], -1)
     tables = (b.call(op, b.call(aten.unsqueeze.default, angles, 1)) for op in (aten.cos.default, aten.sin.default))
     cos, sin = (b.call(aten.mul.Tensor, table, factor) for table in tables)
     return cos, sin
-
-
-def _frequencies(b: GraphBuilder, values: Tensor = FREQUENCIES) -> Node:
-    return b.constant("frequencies", values)
 
 
 def _halves(b: GraphBuilder, x: Node, cos: Node, sin: Node) -> Node:
@@ -52,7 +49,7 @@ def _attend(b: GraphBuilder, x: Node, change: Callable[[Node, str], Node]) -> No
     """Attention of projections [T, HEADS, SIZE], of which `change` makes what is attended."""
     sides = []
     for name in "qkv":
-        projected = b.call(LINEAR, x, b.parameter(name, HIDDEN, HIDDEN), None)
+        projected = linear(b, x, name)
         split = b.call(aten.unflatten.int, projected, -1, [HEADS, SIZE])
         sides.append(b.call(aten.flatten.using_ints, change(split, name) if name in "qk" else split, -2))
     return b.call(ATTENTION, *sides, HEADS, HEADS, 0.5, 0, 0, layer=0)
@@ -114,43 +111,32 @@ def test_a_part_of_each_head_turns() -> None:
     assert _frequencies_of(result, _rotaries(result)[0]).tolist() == [*FREQUENCIES[2:].tolist(), 0.0, 0.0]
 
 
-def test_tables_of_cosines_are_fitted() -> None:
+def _by_tables(rows: int, look_up: Write) -> GraphModule:
+    """Attention whose cosines and sines are rows of tables."""
+
     def write(b: GraphBuilder, x: Node) -> Node:
-        angles = torch.outer(torch.arange(300.0), FREQUENCIES)
-        names = {"cos_table": angles.cos(), "sin_table": angles.sin()}
-        tables = [b.constant(name, table) for name, table in names.items()]
-        rows = (b.call(aten.index.Tensor, table, [b.positions]) for table in tables)
-        cos, sin = (b.call(aten.unsqueeze.default, row, 1) for row in rows)
+        angles = torch.outer(torch.arange(float(rows)), FREQUENCIES)
+        tables = [b.constant("cos_table", angles.cos()), b.constant("sin_table", angles.sin())]
+        cos, sin = (b.call(aten.unsqueeze.default, look_up(b, table), 1) for table in tables)
         return _attend(b, x, lambda part, _: _neighbours(b, part, cos, sin))
 
-    result = raised(captured(write), RaiseRotary())
-    torch.testing.assert_close(_frequencies_of(result, _rotaries(result)[0]), FREQUENCIES, rtol=3e-7, atol=0)
+    return captured(write)
 
 
-def test_tables_looked_up_as_embeddings() -> None:
-    def write(b: GraphBuilder, x: Node) -> Node:
-        angles = torch.outer(torch.arange(300.0), FREQUENCIES)
-        names = {"cos_table": angles.cos(), "sin_table": angles.sin()}
-        rows = (b.call(EMBEDDING, b.positions, b.constant(name, table), 0) for name, table in names.items())
-        cos, sin = (b.call(aten.unsqueeze.default, row, 1) for row in rows)
-        return _attend(b, x, lambda part, _: _neighbours(b, part, cos, sin))
+def _indexed(b: GraphBuilder, table: Node) -> Node:
+    return b.call(aten.index.Tensor, table, [b.positions])
 
-    result = raised(captured(write), RaiseRotary())
+
+@pytest.mark.parametrize("look_up", [_indexed, lambda b, table: b.call(EMBEDDING, b.positions, table, 0)])
+def test_tables_of_cosines_are_fitted(look_up: Write) -> None:
+    result = raised(_by_tables(300, look_up), RaiseRotary())
     torch.testing.assert_close(_frequencies_of(result, _rotaries(result)[0]), FREQUENCIES, rtol=3e-7, atol=0)
 
 
 def test_short_tables_are_refused() -> None:
-    def write(b: GraphBuilder, x: Node) -> Node:
-        angles = torch.outer(torch.arange(9.0), FREQUENCIES)
-        tables = [b.constant("cos_table", angles.cos()), b.constant("sin_table", angles.sin())]
-        rows = (b.call(aten.index.Tensor, table, [b.positions]) for table in tables)
-        cos, sin = (b.call(aten.unsqueeze.default, row, 1) for row in rows)
-        return _attend(b, x, lambda part, _: _neighbours(b, part, cos, sin))
-
-    with pytest.raises(
-        UnsupportedGraphError, match=r"index.* \(aten\.index\.Tensor\): it fails for 256 tokens, .* size 9"
-    ):
-        RaiseRotary()(captured(write))
+    text = r"index.* \(aten\.index\.Tensor\): it fails for 256 tokens, .* size 9"
+    with pytest.raises(UnsupportedGraphError, match=text):
+        RaiseRotary()(_by_tables(9, _indexed))
 
 
 def test_tokens_in_front_of_the_batch() -> None:
@@ -172,29 +158,25 @@ def test_tokens_in_front_of_the_batch() -> None:
 
 
 def test_a_constant_factor_goes_into_the_scale() -> None:
+    """Plain attention stays."""
+
     def write(b: GraphBuilder, x: Node) -> Node:
         return _attend(b, x, lambda part, name: b.call(aten.mul.Tensor, part, 0.25) if name == "q" else part)
 
     result = raised(captured(write), RaiseRotary())
-    (attention,) = result.graph.find_nodes(op="call_function", target=ATTENTION)
-    assert arguments(attention)["scale"] == 0.125
-    assert attention.args[0].target is LINEAR
+    values = arguments(only(result, ATTENTION))
+    assert (values["scale"], values["q"].target) == (0.125, LINEAR)
     assert not _rotaries(result)
-
-
-def test_plain_attention_stays() -> None:
     assert not RaiseRotary()(captured(lambda b, x: _attend(b, x, lambda part, _: part))).modified
 
 
-def _only_query(b: GraphBuilder, x: Node) -> Node:
-    cos, sin = _cos_sin(b, True)
-    return _attend(b, x, lambda part, name: _neighbours_or_halves(b, part, cos, sin, name))
+def _queries_and_keys_differ(b: GraphBuilder, x: Node) -> Node:
+    (cos, sin), (half_cos, half_sin) = _cos_sin(b, True), _cos_sin(b, False)
 
+    def turn(part: Node, name: str) -> Node:
+        return _halves(b, part, cos, sin) if name == "q" else _neighbours(b, part, half_cos, half_sin)
 
-def _neighbours_or_halves(b: GraphBuilder, part: Node, cos: Node, sin: Node, name: str) -> Node:
-    if name == "q":
-        return _halves(b, part, cos, sin)
-    return _neighbours(b, part, *(b.call(aten.slice.Tensor, table, -1, 0, SIZE // 2) for table in (cos, sin)))
+    return _attend(b, x, turn)
 
 
 def _not_a_turn(b: GraphBuilder, x: Node) -> Node:
@@ -203,10 +185,7 @@ def _not_a_turn(b: GraphBuilder, x: Node) -> Node:
 
 
 def _uneven(b: GraphBuilder, x: Node) -> Node:
-    squared = b.call(aten.mul.Tensor, b.positions, b.positions)
-    angles = b.call(aten.mul.Tensor, b.call(aten.unsqueeze.default, squared, -1), _frequencies(b))
-    tables = (b.call(op, b.call(aten.unsqueeze.default, angles, 1)) for op in (aten.cos.default, aten.sin.default))
-    cos, sin = tables
+    cos, sin = _cos_sin(b, False, positions=b.call(aten.mul.Tensor, b.positions, b.positions))
     return _attend(b, x, lambda part, _: _neighbours(b, part, cos, sin))
 
 
@@ -219,19 +198,18 @@ def _normed_heads(b: GraphBuilder, x: Node) -> Node:
 @pytest.mark.parametrize(
     ("write", "message"),
     [
-        (_only_query, "its query and key turn in different ways"),
+        (_queries_and_keys_differ, "its query and key turn in different ways"),
         (_not_a_turn, "does not turn evenly"),
         (_uneven, "does not turn evenly"),
         (_normed_heads, "between layer_norm.* and attention is no rotary embedding"),
     ],
 )
-def test_other_rotations_are_refused(write: Callable[[GraphBuilder, Node], Node], message: str) -> None:
+def test_other_rotations_are_refused(write: Write, message: str) -> None:
     with pytest.raises(UnsupportedGraphError, match=message):
         RaiseRotary()(captured(write))
 
 
-@pytest.mark.parametrize("heads", [1, HEADS])
-@pytest.mark.parametrize("factor", [1.0, 1.25])
+@pytest.mark.parametrize(("heads", "factor"), [(1, 1.25), (HEADS, 1.0), (HEADS, 1.25)])
 def test_heads_that_turn_before_their_norm(heads: int, factor: float) -> None:
     """As Hunyuan has it; with one head too, whose norm has one group like that of whole tokens."""
 
@@ -269,7 +247,7 @@ def test_neighbours_that_turn_before_their_norm_are_refused() -> None:
         RaiseRotary()(captured(write))
 
 
-def _latent(change: Callable[[GraphBuilder, Node], Node], filled: bool = False, bias: bool = True) -> GraphModule:
+def _latent(change: Write, filled: bool = False, bias: bool = True) -> GraphModule:
     """Attention whose keys have a half of each head's own, and a turned half that is the same for all heads.
 
     `change` makes what is turned out of a projection [T, SIZE / 2].
@@ -278,7 +256,7 @@ def _latent(change: Callable[[GraphBuilder, Node], Node], filled: bool = False, 
 
     def write(b: GraphBuilder, x: Node) -> Node:
         cos, sin = (b.call(aten.slice.Tensor, table, -1, 0, half // 2) for table in _cos_sin(b, False))
-        q, v = (b.call(LINEAR, x, b.parameter(name, HIDDEN, HIDDEN), None) for name in "qv")
+        q, v = (linear(b, x, name) for name in "qv")
         still, part = (
             b.call(aten.slice.Tensor, b.call(aten.unflatten.int, q, -1, [HEADS, SIZE]), -1, *ends)
             for ends in ((0, half), (half, SIZE))
@@ -302,8 +280,7 @@ def _latent(change: Callable[[GraphBuilder, Node], Node], filled: bool = False, 
     return captured(write)
 
 
-@pytest.mark.parametrize("filled", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("filled", "bias"), [(False, True), (True, False)])
 def test_keys_made_of_two_projections_become_their_sum(filled: bool, bias: bool) -> None:
     result = raised(_latent(lambda b, x: x, filled, bias), RaiseRotary())
     q, k = _rotaries(result)
@@ -321,26 +298,28 @@ def test_keys_made_of_two_projections_become_their_sum(filled: bool, bias: bool)
     assert [part.args[2] is not None for part in parts] == [bias, False]
 
 
-def test_parts_of_keys_that_are_no_projections_are_refused() -> None:
-    with pytest.raises(UnsupportedGraphError, match=r"tanh.*: a part of a query or key must be a projection"):
-        RaiseRotary()(_latent(lambda b, x: b.call(aten.tanh.default, x)))
+def _half_known(b: GraphBuilder, x: Node) -> Node:
+    cos = b.call(aten.squeeze.dim, _cos_sin(b, False)[0], 1)
+    return b.call(aten.cat.default, [b.call(aten.slice.Tensor, side, -1, 0, SIZE // 4) for side in (x, cos)], -1)
 
 
-def test_keys_with_elements_of_no_value_are_refused() -> None:
-    def half_known(b: GraphBuilder, x: Node) -> Node:
-        cos = b.call(aten.squeeze.dim, _cos_sin(b, False)[0], 1)
-        parts = [b.call(aten.slice.Tensor, side, -1, 0, SIZE // 4) for side in (x, cos)]
-        return b.call(aten.cat.default, parts, -1)
-
-    with pytest.raises(UnsupportedGraphError, match=r"is no rotary embedding"):
-        RaiseRotary()(_latent(half_known))
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda b, x: b.call(aten.tanh.default, x), r"tanh.*: a part of a query or key must be a projection"),
+        (_half_known, "is no rotary embedding"),
+    ],
+)
+def test_parts_of_keys_that_are_no_projections_are_refused(change: Write, message: str) -> None:
+    with pytest.raises(UnsupportedGraphError, match=message):
+        RaiseRotary()(_latent(change))
 
 
 def test_keys_that_are_filled_with_known_values_stay() -> None:
     """They are of no projection at all; what scales them goes into the attention."""
 
     def write(b: GraphBuilder, x: Node) -> Node:
-        q, v = (b.call(LINEAR, x, b.parameter(name, HIDDEN, HIDDEN), None) for name in "qv")
+        q, v = (linear(b, x, name) for name in "qv")
         row = b.constant("row", torch.arange(HIDDEN) / HIDDEN)
         known = b.call(aten.mul.Tensor, b.call(aten.unsqueeze.default, b.positions, -1), row)
         k = b.call(aten.slice_scatter.default, b.call(aten.neg.default, q), known, -1, 0, HIDDEN)

@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch.fx import Node
 
-from helpers.raising import HIDDEN, aten, captured, only, operators, raised
+from helpers.raising import HIDDEN, Write, aten, bounded, captured, linear, only, operators, raised
 from picompile_passes.graph.builder import GraphBuilder
 from picompile_passes.graph.nodes import arguments
-from picompile_passes.graph.operands import ATTENTION, LINEAR
-from picompile_passes.graph.values import fake_mode_of
+from picompile_passes.graph.operands import ATTENTION
 from picompile_passes.passes.canonicalize.flatten_tokens import FlattenTokens
 from picompile_passes.passes.canonicalize.raise_attention import RaiseAttention
 from picompile_passes.passes.canonicalize.raise_scores import RaiseScores
@@ -19,14 +18,13 @@ HEADS, SIZE = 3, HIDDEN // 3
 SDPA = aten.scaled_dot_product_attention.default
 
 # write(builder, q · kᵀ) → the argument of the softmax; scores are [1, HEADS, T, T] or [HEADS, T, T].
-Scores = Callable[[GraphBuilder, Node], Node]
+Scores = Write
 
 
 def _heads(b: GraphBuilder, x: Node, name: str, batched: bool) -> Node:
-    y = b.call(LINEAR, x, b.parameter(name, HIDDEN, HIDDEN), None)
+    y = linear(b, x, name)
     y = b.call(aten.unsqueeze.default, y, 0) if batched else y
-    parts = b.call(aten.unflatten.int, y, -1, [HEADS, SIZE])
-    return b.call(aten.transpose.int, parts, -2, -3)
+    return b.call(aten.transpose.int, b.call(aten.unflatten.int, y, -1, [HEADS, SIZE]), -2, -3)
 
 
 def _causal(b: GraphBuilder) -> Node:
@@ -35,17 +33,19 @@ def _causal(b: GraphBuilder) -> Node:
     return b.call(aten.le.Tensor, columns, rows)
 
 
-def _added(b: GraphBuilder, scores: Node) -> Node:
-    """Adds 0 or the lowest number to each score."""
+def _plus_hidden(b: GraphBuilder, scores: Node, number: float, **options: object) -> Node:
+    """Add 0, or minus a number where a token is hidden."""
     hidden = b.call(aten.sub.Tensor, b.call(aten._to_copy.default, _causal(b), dtype=torch.float32), 1.0)
-    lowest = b.call(aten.mul.Tensor, hidden, torch.finfo(torch.float32).max)
-    return b.call(aten.add.Tensor, scores, lowest)
+    return b.call(aten.add.Tensor, scores, b.call(aten.mul.Tensor, hidden, number), **options)
+
+
+def _added(b: GraphBuilder, scores: Node) -> Node:
+    return _plus_hidden(b, scores, torch.finfo(torch.float32).max)
 
 
 def _added_four_times(b: GraphBuilder, scores: Node) -> Node:
-    """Adds 0 or four times a number that hides nothing by itself."""
-    hidden = b.call(aten.sub.Tensor, b.call(aten._to_copy.default, _causal(b), dtype=torch.float32), 1.0)
-    return b.call(aten.add.Tensor, scores, b.call(aten.mul.Tensor, hidden, 4e8), alpha=4)
+    """Four times a number that hides nothing by itself."""
+    return _plus_hidden(b, scores, 4e8, alpha=4)
 
 
 def _filled(b: GraphBuilder, scores: Node) -> Node:
@@ -64,28 +64,17 @@ def _over(number: float, then: Scores) -> Scores:
     return lambda b, scores: then(b, b.call(aten.div.Tensor, scores, number))
 
 
-def _scaled_late(b: GraphBuilder, scores: Node) -> Node:
-    """Scales after the mask, which stays hidden."""
-    return b.call(aten.mul.Tensor, _filled(b, scores), 0.5)
-
-
-def _twice(b: GraphBuilder, scores: Node) -> Node:
-    return b.call(aten.mul.Tensor, _added(b, b.call(aten.div.Tensor, scores, 4.0)), 2.0)
-
-
-def _attend(scores: Scores, *, batched: bool = True, dropout: bool = False) -> Callable[[GraphBuilder, Node], Node]:
+def _attend(scores: Scores, *, batched: bool = True) -> Write:
     def write(b: GraphBuilder, x: Node) -> Node:
         # Masks are evaluated for as many tokens as a graph takes.
-        with fake_mode_of(b.graph):
-            torch._check(b.tokens.meta["val"].shape[0] <= 40)
+        bounded(b, 40)
         q, k, v = (_heads(b, x, name, batched) for name in "qkv")
         product = b.call(aten.matmul.default, q, b.call(aten.transpose.int, k, -1, -2))
         weights = b.call(aten.softmax.int, scores(b, product), -1)
-        weights = b.call(aten.dropout.default, weights, 0.1, False) if dropout else weights
         mixed = b.call(aten.transpose.int, b.call(aten.matmul.default, weights, v), -2, -3)
         merged = b.call(aten.flatten.using_ints, mixed, -2)
         merged = b.call(aten.squeeze.dim, merged, 0) if batched else merged
-        return b.call(LINEAR, merged, b.parameter("o", HIDDEN, HIDDEN), None)
+        return linear(b, merged, "o")
 
     return write
 
@@ -94,34 +83,29 @@ _FORMS: dict[str, tuple[Scores, float]] = {
     "added mask": (_times(0.25, _added), 0.25),
     "filled": (_over(8.0, _filled), 0.125),
     "chosen": (_times(0.3, _chosen), 0.3),
-    "scaled after the mask": (_scaled_late, 0.5),
-    "scaled before and after": (_twice, 0.5),
+    # What is hidden stays hidden.
+    "scaled after the mask": (lambda b, scores: b.call(aten.mul.Tensor, _filled(b, scores), 0.5), 0.5),
+    "scaled before and after": (lambda b, scores: b.call(aten.mul.Tensor, _over(4.0, _added)(b, scores), 2.0), 0.5),
     "divided twice": (_over(2.0, _over(2.0, _added)), 0.25),
     "not scaled": (_added, 1.0),
     "added four times": (_times(0.25, _added_four_times), 0.25),
 }
 
 
-@pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("form", _FORMS)
-def test_scores_become_scaled_dot_product_attention(form: str, batched: bool) -> None:
+def test_scores_become_scaled_dot_product_attention(form: str) -> None:
+    """And the rest of the pipeline takes it."""
     scores, scale = _FORMS[form]
+    batched = list(_FORMS).index(form) % 2 == 0
     result = raised(captured(_attend(scores, batched=batched)), RaiseScores())
-    attended = only(result, SDPA)
-    assert attended.kwargs["scale"] == pytest.approx(scale, rel=1e-6)
+    assert only(result, SDPA).kwargs["scale"] == pytest.approx(scale, rel=1e-6)
     assert "softmax" not in operators(result)
-
-
-@pytest.mark.parametrize("form", _FORMS)
-def test_the_rest_of_the_pipeline_takes_it(form: str) -> None:
-    scores, scale = _FORMS[form]
-    result = raised(captured(_attend(scores)), RaiseScores(), RaiseAttention(), FlattenTokens())
-    values = arguments(only(result, ATTENTION))
+    values = arguments(only(raised(result, RaiseAttention(), FlattenTokens()), ATTENTION))
     assert (values["heads"], values["kv_heads"], values["window"]) == (HEADS, HEADS, 0)
     assert values["scale"] == pytest.approx(scale, rel=1e-6)
 
 
-def _by_baddbmm(factor: float, bias: Callable[[GraphBuilder], Node]) -> Callable[[GraphBuilder, Node], Node]:
+def _by_baddbmm(factor: float, bias: Callable[[GraphBuilder], Node]) -> Write:
     """BLOOM's: a bias of each head beside the product, whose factors are options."""
 
     def write(b: GraphBuilder, x: Node) -> Node:
@@ -130,7 +114,7 @@ def _by_baddbmm(factor: float, bias: Callable[[GraphBuilder], Node]) -> Callable
         product = b.call(aten.baddbmm.default, _square(b, bias(b)), q, kt, beta=1.0, alpha=factor)
         weights = b.call(aten.softmax.int, _filled(b, product), -1)
         mixed = b.call(aten.transpose.int, b.call(aten.bmm.default, weights, v), -2, -3)
-        return b.call(LINEAR, b.call(aten.flatten.using_ints, mixed, -2), b.parameter("o", HIDDEN, HIDDEN), None)
+        return linear(b, b.call(aten.flatten.using_ints, mixed, -2), "o")
 
     return write
 
@@ -139,16 +123,15 @@ def _square(b: GraphBuilder, bias: Node) -> Node:
     return b.call(aten.expand.default, bias, [HEADS, b.call(aten.sym_size.int, b.tokens, 0), -1])
 
 
+def _slope_of_each_head(b: GraphBuilder) -> Node:
+    return b.constant("slopes", torch.tensor([0.5, 0.25, 0.125]).view(HEADS, 1, 1))
+
+
 def _slopes(b: GraphBuilder) -> Node:
-    slopes = b.constant("slopes", torch.tensor([0.5, 0.25, 0.125]).view(HEADS, 1, 1))
-    return b.call(aten.mul.Tensor, slopes, b.positions)
+    return b.call(aten.mul.Tensor, _slope_of_each_head(b), b.positions)
 
 
-def _zeros(b: GraphBuilder) -> Node:
-    return b.call(aten.mul.Tensor, _slopes(b), 0.0)
-
-
-@pytest.mark.parametrize("bias", [_slopes, _zeros])
+@pytest.mark.parametrize("bias", [_slopes, lambda b: b.call(aten.mul.Tensor, _slopes(b), 0.0)], ids=["slopes", "zeros"])
 def test_a_product_with_a_bias(bias: Callable[[GraphBuilder], Node]) -> None:
     result = raised(captured(_by_baddbmm(0.25, bias)), RaiseScores())
     assert only(result, SDPA).kwargs["scale"] == pytest.approx(0.25)
@@ -163,43 +146,22 @@ def test_a_product_with_a_bias_of_the_tokens_stays() -> None:
     assert not RaiseScores()(captured(_by_baddbmm(0.25, of_tokens))).modified
 
 
-def _squared(b: GraphBuilder, scores: Node) -> Node:
-    return _added(b, b.call(aten.mul.Tensor, scores, scores))
+_OTHERS: dict[str, Scores] = {
+    "squared": lambda b, scores: _added(b, b.call(aten.mul.Tensor, scores, scores)),
+    "capped": lambda b, scores: _added(b, b.call(aten.mul.Tensor, b.call(aten.tanh.default, scores), 30.0)),
+    "positive": lambda b, scores: _added(b, b.call(aten.relu.default, scores)),
+    "scales of each head": lambda b, scores: _added(b, b.call(aten.mul.Tensor, scores, _slope_of_each_head(b))),
+    "factors by distance": lambda b, scores: _added(
+        b, b.call(aten.div.Tensor, scores, b.call(aten.add.Tensor, b.positions, 1.0))
+    ),
+    "all hidden": lambda b, scores: b.call(aten.add.Tensor, scores, -1e30),
+    "times a weight": lambda b, scores: _added(b, b.call(aten.mul.Tensor, scores, b.parameter("temperature", 1))),
+}
 
 
-def _capped(b: GraphBuilder, scores: Node) -> Node:
-    return _added(b, b.call(aten.mul.Tensor, b.call(aten.tanh.default, scores), 30.0))
-
-
-def _positive(b: GraphBuilder, scores: Node) -> Node:
-    return _added(b, b.call(aten.relu.default, scores))
-
-
-def _by_head(b: GraphBuilder, scores: Node) -> Node:
-    """Heads with scales of their own."""
-    factors = b.constant("factors", torch.tensor([0.5, 0.25, 0.125]).view(HEADS, 1, 1))
-    return _added(b, b.call(aten.mul.Tensor, scores, factors))
-
-
-def _falling(b: GraphBuilder, scores: Node) -> Node:
-    """A factor for each distance."""
-    distance = b.call(aten.unsqueeze.default, b.call(aten.add.Tensor, b.positions, 1.0), 0)
-    return _added(b, b.call(aten.div.Tensor, scores, distance))
-
-
-def _all_hidden(b: GraphBuilder, scores: Node) -> Node:
-    return b.call(aten.add.Tensor, scores, float("-1e30"))
-
-
-def _of_a_weight(b: GraphBuilder, scores: Node) -> Node:
-    return _added(b, b.call(aten.mul.Tensor, scores, b.parameter("temperature", 1)))
-
-
-@pytest.mark.parametrize(
-    "scores", [_squared, _capped, _positive, _by_head, _falling, _all_hidden, _of_a_weight], ids=lambda s: s.__name__
-)
-def test_what_is_not_linear_in_the_scores_stays(scores: Scores) -> None:
-    assert not RaiseScores()(captured(_attend(scores))).modified
+@pytest.mark.parametrize("scores", _OTHERS)
+def test_what_is_not_linear_in_the_scores_stays(scores: str) -> None:
+    assert not RaiseScores()(captured(_attend(_OTHERS[scores]))).modified
 
 
 def test_other_softmaxes_stay() -> None:

@@ -58,15 +58,15 @@ def by_loops(v: dict) -> tuple[Tensor, int]:
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
 @pytest.mark.parametrize("limits", [("gate_limits",), ("output_limits",), ("gate_limits", "output_limits")])
-@pytest.mark.parametrize("gated", [True, False])
-def test_neurons_below_their_limits_are_left_out(gated, limits, activation):
-    values = block(gated, activation)
-    for name in {"gate_limits", "output_limits"} - set(limits):
-        values[name] = None
-    expected, kept = by_loops(values)
-    torch.testing.assert_close(_sparse_ffn(*values.values()).double(), expected, rtol=1e-5, atol=1e-5)
-    if limits != ("gate_limits",) or gated:
-        assert 0 < kept < int(values["mask"].sum())
+def test_neurons_below_their_limits_are_left_out(limits, activation):
+    for gated in (True, False):
+        values = block(gated, activation)
+        for name in {"gate_limits", "output_limits"} - set(limits):
+            values[name] = None
+        expected, kept = by_loops(values)
+        torch.testing.assert_close(_sparse_ffn(*values.values()).double(), expected, rtol=1e-5, atol=1e-5)
+        if limits != ("gate_limits",) or gated:
+            assert 0 < kept < int(values["mask"].sum())
 
 
 def test_limits_of_zero_keep_every_neuron_and_infinite_ones_none():
@@ -82,6 +82,7 @@ def test_limits_of_zero_keep_every_neuron_and_infinite_ones_none():
 
 
 def test_a_neuron_that_its_gate_leaves_out_may_overflow():
+    """An output that is not a number shows."""
     values = block(True, "silu") | {"output_limits": None}
     values["gate_limits"][4] = 1e9
     expected = _sparse_ffn(*values.values())
@@ -89,16 +90,10 @@ def test_a_neuron_that_its_gate_leaves_out_may_overflow():
     assert torch.equal(_sparse_ffn(*values.values()), expected)
     values["gate_bias"][4] = math.nan
     assert torch.equal(_sparse_ffn(*values.values()), expected)
-
-
-def test_an_output_that_is_not_a_number_shows():
-    values = block(True, "silu") | {"gate_limits": None}
-    values["up_bias"][4] = math.nan
-    assert _sparse_ffn(*values.values())[values["mask"][:, 4]].isnan().all()
-    assert not _sparse_ffn(*values.values())[~values["mask"][:, 4]].isnan().any()
-
-
-def test_fake_values_have_the_shapes_of_real_ones():
-    values = block(True, "gelu")
-    faked = _sparse_ffn(*(v.to("meta") if isinstance(v, Tensor) else v for v in values.values()))
-    assert faked.shape == _sparse_ffn(*values.values()).shape
+    shown = block(True, "silu") | {"gate_limits": None}
+    shown["up_bias"][4] = math.nan
+    result = _sparse_ffn(*shown.values())
+    assert result[shown["mask"][:, 4]].isnan().all()
+    assert not result[~shown["mask"][:, 4]].isnan().any()
+    faked = _sparse_ffn(*(v.to("meta") if isinstance(v, Tensor) else v for v in shown.values()))
+    assert faked.shape == result.shape

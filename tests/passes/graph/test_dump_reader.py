@@ -7,10 +7,9 @@ from hypothesis import strategies as st
 
 from picompile.testing import LLAMA, build, captured_decoders, shapes
 from picompile_passes.base import copy_graph_module
-from picompile_passes.graph.builder import GraphBuilder
 from picompile_passes.graph.dump import graph_text
 from picompile_passes.graph.dump_reader import DumpError, DumpGraph, read_dump
-from picompile_passes.graph.operands import EMBEDDING, LINEAR
+from picompile_passes.graph.operands import EMBEDDING
 from picompile_passes.graph.values import value_text
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
@@ -58,57 +57,34 @@ def assert_read_back(graph_module):
         assert line.partition("  = ")[2].partition("  # ")[0] == found.expression
 
 
-def test_a_line_is_read_into_its_parts():
-    after = Partition({0: (1, 2)})(InsertPredictors()(build(LLAMA)).graph_module).graph_module
-    nodes = read_dump(graph_text(after)).nodes
-    (hot,) = [
-        node for node in nodes.values() if node.operator.endswith("predict") and node.notes.get("device") == "hot"
-    ]
-    assert hot.operator == "picompile.predict"
-    assert dict(hot.arguments)["weights"] == "[index_select]"
-    assert hot.arguments[2:] == (("kind", "'exact'"), ("threshold", "0.0"))
-    assert hot.inputs[1:] == ("index_select",)
-    assert hot.notes == {"layer": "0", "device": "hot"}
-    assert hot.origin == ("partition", ("predict",))
-
-
 def test_notes_of_all_kinds():
     graph_module = copy_graph_module(build(LLAMA))
     node = next(iter(graph_module.graph.find_nodes(op="call_function", target=EMBEDDING)))
     node.meta.update(layer=3, device="cold", notes={"weight_bytes": 4096, "share": 0.5, "why": "rare, and\nlarge"})
-    (found,) = [other for other in read_dump(graph_text(graph_module)).nodes.values() if other.name == node.name]
-    assert found.notes == {
-        "layer": "3",
-        "device": "cold",
-        "weight_bytes": "4096",
-        "share": "0.5",
-        "why": r"'rare, and\nlarge'",
-    }
+    notes = {"layer": "3", "device": "cold", "weight_bytes": "4096", "share": "0.5", "why": r"'rare, and\nlarge'"}
+    assert read_dump(graph_text(graph_module)).nodes[node.name].notes == notes
 
 
-def test_text_in_quotes_is_no_node_and_no_note():
-    node = read("a  i64  = placeholder", "b  i64  = f(x=a, s='a, (b)  # layer 7', t=\"it's\")  # layer 1").nodes["b"]
-    assert node.arguments == (("x", "a"), ("s", "'a, (b)  # layer 7'"), ("t", '"it\'s"'))
-    assert node.inputs == ("a",)
-    assert node.notes == {"layer": "1"}
-
-
-def test_words_that_look_like_nodes_are_no_inputs():
+def test_what_is_no_node_and_no_note():
+    """Text in quotes, and words that look like nodes."""
     nodes = read(
+        "a        i64  = placeholder",
+        "b        i64  = f(x=a, s='a, (b)  # layer 7', t=\"it's\")  # layer 1, hot, from partition(predict)",
         "e        i64  = placeholder",
         "torch    i64  = placeholder",
         "call     i64  = f(a=1e-06, b=torch.float32, c=[e, 2e3, e], d=device(type='cpu'), f=call)",
     ).nodes
+    assert nodes["b"].arguments == (("x", "a"), ("s", "'a, (b)  # layer 7'"), ("t", '"it\'s"'))
+    assert (nodes["b"].operator, nodes["b"].inputs) == ("f", ("a",))
+    assert (nodes["b"].notes, nodes["b"].origin) == ({"layer": "1", "device": "hot"}, ("partition", ("predict",)))
     assert nodes["call"].inputs == ("e",)
 
 
 def test_calls_of_other_functions_than_operators_are_read():
-    b = GraphBuilder()
-    logits = b.call(LINEAR, b.call(EMBEDDING, b.tokens, b.parameter("w", 5, 4), 0), b.parameter("head", 5, 4), None)
-    graph_module = b.finish(logits)
+    graph_module = copy_graph_module(build(LLAMA))
     graph = graph_module.graph
     with graph.inserting_before(graph.output_node()):
-        size = graph.call_function(torch.ops.aten.sym_size.int, (b.tokens, 0))
+        size = graph.call_function(torch.ops.aten.sym_size.int, (next(iter(graph.nodes)), 0))
         product = graph.call_function(operator.mul, (size, 2))
     found = read_dump(graph_text(graph_module)).nodes[product.name]
     assert found.operator == "<built-in function mul>"

@@ -1,6 +1,5 @@
 """Values that are computed in the same way are known as equal, and no others."""
 
-import pytest
 import torch
 from torch.fx import Graph, Node
 
@@ -9,12 +8,8 @@ from picompile_passes.graph.nodes import EqualValues
 _aten = torch.ops.aten
 
 
-@pytest.fixture
-def graph() -> Graph:
-    return Graph()
-
-
-def test_the_same_calls_of_the_same_values(graph: Graph) -> None:
+def test_the_same_calls_of_the_same_values() -> None:
+    graph = Graph()
     x, y = graph.placeholder("x"), graph.placeholder("y")
 
     def made(of: Node, size: int = 3, dim: int = 0) -> Node:
@@ -28,24 +23,18 @@ def test_the_same_calls_of_the_same_values(graph: Graph) -> None:
     assert len(set(numbers)) == len(numbers)
 
 
-def test_numbers_and_values_are_told_apart(graph: Graph) -> None:
+def test_numbers_and_values_are_told_apart() -> None:
     """A number among the arguments is not the value of that number."""
+    graph, equal = Graph(), EqualValues()
     x = graph.placeholder("x")
-    equal = EqualValues()
-    number = equal.number(x)
-    by_value = graph.call_function(_aten.add.Tensor, (x, x))
-    by_number = graph.call_function(_aten.add.Tensor, (x, number))
-    assert equal.number(by_value) != equal.number(by_number)
-    by_keyword = graph.call_function(_aten.add.Tensor, (x, x), {"alpha": 2})
-    assert equal.number(by_keyword) != equal.number(by_value)
+    arguments = [((x, x), {}), ((x, equal.number(x)), {}), ((x, x), {"alpha": 2})]
+    made = [graph.call_function(_aten.add.Tensor, args, kwargs) for args, kwargs in arguments]
+    assert len({equal.number(node) for node in made}) == 3
 
 
-def test_long_chains(graph: Graph) -> None:
-    ends = []
-    for _ in range(2):
-        value = graph.placeholder("x")
-        for _ in range(5000):
-            value = graph.call_function(_aten.neg.default, (value,))
-        ends.append(value)
-    equal = EqualValues()
-    assert equal.number(ends[0]) == equal.number(ends[1])
+def test_long_chains() -> None:
+    graph, equal = Graph(), EqualValues()
+    first = second = graph.placeholder("x")
+    for _ in range(2000):
+        first, second = (graph.call_function(_aten.neg.default, (value,)) for value in (first, second))
+    assert equal.number(first) == equal.number(second)

@@ -7,9 +7,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from picompile.testing import LLAMA, OPT, RandomWeights, build, random_weights, run
 from picompile_passes.dialect import FORMATS, formats, quantize_rows
 from picompile_passes.errors import PassesError
-from picompile_passes.graph.materialize import evaluate_constant, materialize
+from picompile_passes.graph.materialize import evaluate_constant, materialize, node_values
 from picompile_passes.graph.nodes import arguments, calls
-from picompile_passes.graph.operands import ADD, DEQUANTIZE, FFN, INDEX_SELECT, PREDICT, QUANTIZE, SPARSE_FFN, TRANSPOSE
+from picompile_passes.graph.operands import ADD, DEQUANTIZE, FFN, INDEX_SELECT, PREDICT, QUANTIZE, TRANSPOSE
 from picompile_passes.graph.rewriter import Rewriter
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
@@ -39,6 +39,7 @@ class Sizes(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_materialized_parameters_are_the_checkpoints_in_float32(dtype):
+    """And the graph runs with any number of tokens."""
     graph_module = build(LLAMA)
     weights = random_weights(graph_module, dtype=dtype)
     real = materialize(graph_module, weights)
@@ -48,6 +49,7 @@ def test_materialized_parameters_are_the_checkpoints_in_float32(dtype):
     assert real.inverse_frequency is graph_module.inverse_frequency
     assert all(parameter.is_meta for parameter in graph_module.parameters())
     assert sorted(weights.loaded) == sorted(weights.tensors)
+    assert [tuple(run(graph_module, weights, tokens).shape) for tokens in (1, 2, 17)] == [(1, 50), (2, 50), (17, 50)]
 
 
 def test_weights_of_a_predictor_are_loaded_by_their_names():
@@ -67,54 +69,30 @@ def test_weights_of_a_predictor_are_loaded_by_their_names():
     assert torch.equal(materialize(after, weights).get_parameter("predictors.layers.0.bias"), given[1].float())
 
 
-def test_any_number_of_tokens_runs():
-    graph_module = build(LLAMA)
-    weights = random_weights(graph_module)
-    assert [tuple(run(graph_module, weights, tokens).shape) for tokens in (1, 2, 17)] == [(1, 50), (2, 50), (17, 50)]
-
-
-def test_a_missing_weight_and_one_of_another_shape_are_named():
+def test_what_cannot_be_loaded_is_named():
     graph_module = build(LLAMA)
     weights = random_weights(graph_module)
     wrong = RandomWeights(weights.tensors | {"lm_head.weight": torch.zeros(3, 24)})
     with pytest.raises(PassesError, match=r"lm_head.weight is \[3, 24\] in the weights but \[50, 24\] in the graph"):
         materialize(graph_module, wrong)
+    with pytest.raises(PassesError, match=r"tokens .* is not constant"):
+        evaluate_constant(graph_module, graph_module.graph.output_node().args[0], weights)
     del weights.tensors["model.norm.weight"]
     with pytest.raises(PassesError, match=r"the weights hold no tensor 'model.norm.weight', which the graph reads"):
         materialize(graph_module, weights)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("form", [*FORMATS])
-def test_constants_are_what_the_eager_graph_computes(dtype, form):
+@pytest.mark.parametrize(("form", "dtype"), [(form, DTYPES[number % 3]) for number, form in enumerate(FORMATS)])
+def test_constants_are_what_the_eager_graph_computes(form, dtype):
     graph_module = compiled(form=form)
     weights = random_weights(graph_module, dtype=dtype)
-    real = materialize(graph_module, weights)
-    values = {}
-
-    class Watch(torch.fx.Interpreter):
-        def run_node(self, node):
-            values[node.name] = super().run_node(node)
-            return values[node.name]
-
-    with torch.no_grad():
-        Watch(real).run(torch.arange(2), torch.arange(2))
-    checked = 0
-    for node in calls(graph_module.graph, QUANTIZE, DEQUANTIZE, INDEX_SELECT, TRANSPOSE):
+    values = node_values(materialize(graph_module, weights), torch.arange(2))
+    nodes = list(calls(graph_module.graph, QUANTIZE, DEQUANTIZE, INDEX_SELECT, TRANSPOSE))
+    assert len(nodes) > 20
+    for node in nodes:
         value = evaluate_constant(graph_module, node, weights)
         assert value.is_contiguous()
         assert torch.equal(value, values[node.name]), node.name
-        checked += 1
-    assert checked > 20
-
-
-def test_only_what_a_constant_needs_is_loaded():
-    graph_module = compiled()
-    weights = random_weights(graph_module)
-    weights.loaded.clear()
-    block = next(iter(calls(graph_module.graph, SPARSE_FFN)))
-    evaluate_constant(graph_module, arguments(block)["down"], weights)
-    assert weights.loaded == ["model.layers.0.fc2.weight"]
 
 
 def test_rows_are_selected_before_they_become_float32():
@@ -141,7 +119,7 @@ def test_packing_goes_by_blocks_of_rows(monkeypatch):
         assert torch.equal(quantize_rows(weight.T.contiguous().T, form), expected)
 
 
-def test_a_value_used_twice_is_loaded_once():
+def test_only_what_a_constant_needs_is_loaded_and_once():
     graph_module = build(OPT)
     rewriter = Rewriter(graph_module, "test")
     head = graph_module.graph.output_node().args[0]
@@ -176,9 +154,3 @@ def test_a_weight_is_freed_before_the_next_is_loaded():
 
     evaluate_constant(graph_module, total, Fresh(weights.tensors))
     assert len(alive) == 2
-
-
-def test_what_depends_on_tokens_has_no_constant_value():
-    graph_module = build(LLAMA)
-    with pytest.raises(PassesError, match=r"tokens .* is not constant"):
-        evaluate_constant(graph_module, graph_module.graph.output_node().args[0], random_weights(graph_module))
