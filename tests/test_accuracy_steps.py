@@ -2,20 +2,19 @@
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
-from helpers.support import BUNDLED_MODEL, Cli
+from helpers.support import BUNDLED_MODEL, Cli, save_tiny_llama
 from picompile import accuracy_steps
-from picompile.accuracy.variants import Variant
 from picompile.compile import compile_model
 from picompile.config import CompileOptions, resolve
 from picompile.errors import AccuracyError, UsageError
 from picompile.frontend import load_model
-from picompile.predictors.firing import FiringRule
+from picompile.predictors.profile import ProfileOptions, profile_model
 from picompile.predictors.profile.windows import checkpoint_tokenizer
 from picompile.rounding import RoundingOptions, calibration_text
 from picompile.skipping.calibration import _windows
@@ -56,37 +55,25 @@ def test_more_bits_are_nearer_to_the_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow("compiles a model and compares it with its checkpoint; one is fast")
-@pytest.mark.parametrize(("kv_dtype", "least", "change"), [("q8", 1e-5, 1e-4), ("q4", 1e-3, 1e-3)])
-def test_the_cache_is_rounded_as_the_artifact_rounds_it(
-    tmp_path: Path, kv_dtype: str, least: float, change: float
-) -> None:
-    cache, runtime = _compared(tmp_path / "artifact", quant="f16", kv_dtype=kv_dtype)["lines"]
-    assert (cache["part"], runtime["part"]) == ("kv_cache", "runtime")
-    assert cache["kl_nats"] > least
-    assert abs(runtime["added_kl_nats"]) < 0.1 * cache["kl_nats"]
-    assert abs(runtime["added_change"]) < change
-
-
-@pytest.mark.slow("compiles a model and compares it with its checkpoint; one is fast")
-def test_nothing_lossy_leaves_the_runtime(tmp_path: Path) -> None:
-    (line,) = _compared(tmp_path / "artifact", quant="f16", kv_dtype="f32", accuracy=0.001)["lines"]
+def test_the_cache_is_rounded_as_the_artifact_rounds_it(tmp_path: Path) -> None:
+    """And where nothing is lossy, the runtime's arithmetic is all there is."""
+    for kv_dtype, least, change in (("q8", 1e-5, 1e-4), ("q4", 1e-3, 1e-3)):
+        cache, runtime = _compared(tmp_path / kv_dtype, quant="f16", kv_dtype=kv_dtype)["lines"]
+        assert (cache["part"], runtime["part"]) == ("kv_cache", "runtime")
+        assert cache["kl_nats"] > least
+        assert abs(runtime["added_kl_nats"]) < 0.1 * cache["kl_nats"]
+        assert abs(runtime["added_change"]) < change
+    (line,) = _compared(tmp_path / "f32", quant="f16", kv_dtype="f32", accuracy=0.001)["lines"]
     assert line["part"] == "runtime"
     assert line["kl_nats"] < 1e-5 and abs(line["relative_change"]) < 1e-4
 
 
 @pytest.mark.slow("compiles a model and compares it with its checkpoint; one is fast")
 def test_weights_are_to_blame(cli: Cli, tmp_path: Path) -> None:
-    ended = cli(
-        "compile", BUNDLED_MODEL, "-o", tmp_path / "artifact", "--quant", "q4", "--rounding", "nearest",
-        "--context", 128, "--gate-tokens", 1024, "--accuracy", "0.1%",
-    )  # fmt: skip
+    words = ("--quant", "q4", "--rounding", "nearest", "--context", 128, "--gate-tokens", 1024, "--accuracy", "0.1%")
+    ended = cli("compile", BUNDLED_MODEL, "-o", tmp_path / "artifact", *words)
     assert (ended.code, ended.out, ended.err.count("\n")) == (7, "", 1)
-    for said in (
-        "more than 0.1 %",
-        "most is lost by weights in q4",
-        "--quant q4m or q6",
-        "rounding (--work DIR)",
-    ):
+    for said in ("more than 0.1 %", "most is lost by weights in q4", "--quant q4m or q6"):
         assert said in ended.err
     assert list(tmp_path.iterdir()) == []
 
@@ -94,20 +81,9 @@ def test_weights_are_to_blame(cli: Cli, tmp_path: Path) -> None:
 @pytest.mark.slow("compiles a model and compares it with its checkpoint; one is fast")
 def test_predictors_are_to_blame(held_out: Path, tmp_path: Path) -> None:
     predictors = write_predictors(BUNDLED_MODEL, tmp_path / "predictors", bias=0.0)
-    options = CompileOptions(
-        context=128,
-        gate_tokens=300,
-        quant="q8",
-        predictor="learned",
-        predictors=predictors,
-        calibration=(held_out,),
-        gate=None,
-        accuracy=0.02,
-    )
-    with pytest.raises(
-        AccuracyError, match=r"most is lost by predictors \(weights in q8 .*or larger predict"
-    ) as refused:
-        compile_model(BUNDLED_MODEL, tmp_path / "artifact", options)
+    options = {"predictor": "learned", "predictors": predictors, "calibration": (held_out,), "gate": None}
+    with pytest.raises(AccuracyError, match=r"most is lost by predictors \(weights in q8 .*or larger pred") as refused:
+        _compared(tmp_path / "artifact", quant="q8", gate_tokens=300, accuracy=0.02, **options)
     assert refused.value.exit_code == 7
     assert [path.name for path in tmp_path.iterdir()] == ["predictors"]
 
@@ -129,61 +105,26 @@ def test_an_artifact_with_predictors_has_both_figures(tiny_model: Path, held_out
     assert "layers" not in manifest["accuracy"] and "lines" not in manifest["checkpoint_accuracy"]
 
 
-def test_what_weights_are_rounded_for_is_not_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("search", [False, True], ids=["rounding", "skipping"])
+def test_what_was_calibrated_on_is_not_read(tmp_path: Path, search: bool) -> None:
+    """The text that weights are rounded for, or that limits are searched on."""
     text = tmp_path / "text.txt"
     text.write_text("".join(f"value_{number} = compute({number}) # {number * number}\n" for number in range(9000)))
-    options = CompileOptions(quant="q4", calibration=(text,), accuracy=0.01)
-    config = resolve(options, load_model(BUNDLED_MODEL).facts)
+    more = {"quant": "q8", "skip": 0.01, "skip_tokens": 30_000} if search else {"quant": "q4"}
+    config = resolve(CompileOptions(calibration=(text,), accuracy=0.01, **more), load_model(BUNDLED_MODEL).facts)
     found = accuracy_steps._held_out(BUNDLED_MODEL, None, config)
     assert found.source == f"the end of {text}"
-    read = calibration_text(BUNDLED_MODEL, RoundingOptions((text,))).calibration.flatten().tolist()
+    if search:
+        assert config.skipping is not None
+        learning, measuring, _ = _windows(BUNDLED_MODEL, config.skipping.options)
+        read = [*learning, *measuring]
+    else:
+        read = [calibration_text(BUNDLED_MODEL, RoundingOptions((text,))).calibration.flatten().tolist()]
     decode = checkpoint_tokenizer(BUNDLED_MODEL, 4096).decode
-    rounded_for = set(decode(read).split("\n"))
-    assert len(rounded_for) > 1000
+    calibrated_on = {line for window in read for line in decode(window).split("\n")[1:-1]}
+    assert len(calibrated_on) > 1000
     for window in found.windows:
-        assert not rounded_for.intersection(decode(window).split("\n")[1:-1])
-
-
-def test_what_limits_are_searched_on_is_not_read(tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"value_{number} = compute({number}) # {number * number}\n" for number in range(9000)))
-    options = CompileOptions(quant="q8", calibration=(text,), accuracy=0.01, skip=0.01, skip_tokens=30_000)
-    config = resolve(options, load_model(BUNDLED_MODEL).facts)
-    assert config.skipping is not None
-    found = accuracy_steps._held_out(BUNDLED_MODEL, None, config)
-    assert found.source == f"the end of {text}"
-    learning, measuring, _ = _windows(BUNDLED_MODEL, config.skipping.options)
-    decode = checkpoint_tokenizer(BUNDLED_MODEL, 4096).decode
-    searched_on = {line for window in (*learning, *measuring) for line in decode(window).split("\n")[1:-1]}
-    assert len(searched_on) > 1000
-    for window in found.windows:
-        assert not searched_on.intersection(decode(window).split("\n")[1:-1])
-
-
-@pytest.mark.slow("compiles a model and compares it with its checkpoint; one is fast")
-def test_thresholds_have_a_line(
-    tiny_model: Path, held_out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only where they are not zero, and where there are predictors."""
-    seen: list[Variant] = []
-    variants = accuracy_steps._variants
-
-    def with_thresholds(artifact: Any, predictors: Any, *others: Any) -> Iterator[Variant]:
-        predictors.firing_rules.update({0: FiringRule(0.3), 1: FiringRule()})
-        for variant in variants(artifact, predictors, *others):
-            seen.append(variant)
-            yield variant
-
-    monkeypatch.setattr(accuracy_steps, "_variants", with_thresholds)
-    predictors = write_predictors(tiny_model, tmp_path / "predictors", bias=1e4)
-    options = {"predictor": "learned", "predictors": predictors, "calibration": (held_out,), "gate": math.inf}
-    found = _compared(tmp_path / "artifact", tiny_model, context=64, gate_tokens=200, quant="q8", **options)
-    weights, thresholds, chosen, *_ = found["lines"]
-    assert [variant.part for variant in seen] == ["weights", "thresholds", "predictors", "kv_cache"]
-    assert thresholds["title"] == "thresholds" and len(seen[1].replaced) == 1
-    assert thresholds["kl_nats"] > 2 * weights["kl_nats"]
-    # These predictors choose every neuron.
-    assert chosen["kl_nats"] == pytest.approx(weights["kl_nats"], rel=1e-3)
+        assert not calibrated_on.intersection(decode(window).split("\n")[1:-1])
 
 
 def test_models_that_cannot_be_compared(tiny_model: Path, tmp_path: Path) -> None:
@@ -198,15 +139,30 @@ def test_models_that_cannot_be_compared(tiny_model: Path, tmp_path: Path) -> Non
     with pytest.raises(UsageError, match=r"--accuracy reads text, and the model has no tokenizer.json"):
         compile_model(bare, tmp_path / "artifact", options)
     assert [path.name for path in tmp_path.iterdir()] == ["bare"]
-
-
-@pytest.mark.parametrize("bound", [-0.1, float("nan")])
-def test_bounds_that_make_no_sense(bound: float) -> None:
-    with pytest.raises(UsageError, match="the bound on accuracy"):
-        CompileOptions(accuracy=bound)
-
-
-def test_a_text_may_be_given_to_compare_on() -> None:
+    for bound in (-0.1, float("nan")):
+        with pytest.raises(UsageError, match="the bound on accuracy"):
+            CompileOptions(accuracy=bound)
+    # A text may be given to compare on, and for nothing else.
     assert CompileOptions(quant="q8", accuracy=0.01, calibration=(Path("text"),)).calibration == (Path("text"),)
     with pytest.raises(UsageError, match="needs none"):
         CompileOptions(quant="q8", calibration=(Path("text"),))
+
+
+@pytest.mark.slow("profiles, trains and compiles a model")
+def test_recall_and_thresholds_are_by_the_measure_of_the_profile(tmp_path: Path) -> None:
+    """Half of the rows of down are a hundredth as long as the others: by contribution few of these neurons fire."""
+    model, text = tmp_path / "model", tmp_path / "text.txt"
+    save_tiny_llama(model, hidden_act="silu", num_hidden_layers=1)
+    weights = load_file(model / "model.safetensors")
+    weights["model.layers.0.mlp.down_proj.weight"][:, ::2] *= 0.01
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    text.write_text(" ".join(f"value {n} = {n * n % 97}" for n in range(400)))
+    profiling = ProfileOptions((text,), tokens=1500, samples=1500, window=64, gate=0.001, by="contribution")
+    profile = profile_model(model, tmp_path / "profile", profiling)
+    options = {"predictor": "learned", "profile": profile.folder, "gate": math.inf, "gate_tokens": 256, "context": 64}
+    lines = _compared(tmp_path / "artifact", model, accuracy=1.0, **options)["lines"]
+    (layer,) = json.loads((tmp_path / "artifact" / "report.json").read_text())["accuracy"]["layers"]
+    assert layer["firing_share"] == pytest.approx(profile.layers[0].firing_share, abs=0.1)
+    # By magnitude, at this threshold, as many of the short rows' neurons would fire as of the long ones'.
+    assert layer["firing_share"] < 0.5
+    assert "thresholds" in [line["title"] for line in lines]

@@ -1,20 +1,20 @@
 """The last test of a compiler: what it made gives the numbers of the model that it was given.
 
-Every family, every weight format, against eager transformers in float32 on the same rounded weights: prompts of 1, 2,
-17 and 300 tokens, then 32 tokens one at a time, on 1, 2 and 3 threads.
+Every family, and every weight format of each kind of block, against eager transformers in float32 on the same rounded
+weights: prompts of 1, 2, 17 and 300 tokens, then 32 tokens one at a time, on 1, 2 and 3 threads.
 """
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.fx import GraphModule
 
 import picompile_runtime
-from helpers.families import SQUARED, VARIANTS, build, save
+from helpers.families import VARIANTS, build, save
 from helpers.reference import eager_logits, relative_error, round_weights
 from picompile.compile import compile_model
 from picompile.compile_steps import pipeline_passes
@@ -33,22 +33,17 @@ TIGHT_TOLERANCE = 1e-5
 BYTES_TOLERANCE = 5e-2
 
 
-@functools.cache
-def _model(name: str) -> nn.Module:
-    return build(name)
+Capture = Callable[[str], Captured]
 
 
 @pytest.fixture(scope="module")
-def captured(tmp_path_factory: pytest.TempPathFactory) -> object:
-    """Captures each variant once for all formats."""
-    known: dict[str, Captured] = {}
+def captured(tmp_path_factory: pytest.TempPathFactory) -> Capture:
+    """Capture each variant once for all formats."""
 
+    @functools.cache
     def capture(name: str) -> Captured:
-        if name not in known:
-            folder = tmp_path_factory.mktemp(name)
-            save(name, _model(name), folder)
-            known[name] = load_model(folder)
-        return known[name]
+        save(name, build(name), folder := tmp_path_factory.mktemp(name))
+        return load_model(folder)
 
     return capture
 
@@ -61,20 +56,29 @@ def _compiled_logits(artifact: Path, ids: list[int], prompt: int, threads: int) 
     return torch.from_numpy(np.stack([row.reshape(-1) for row in rows]))
 
 
-# q8 has q4's kernels but for how bytes are unpacked: of each kind of block one is enough.
-IN_Q8 = ("llama-relu", "opt-pre-norm", "falcon-7b", "bamboo", *SQUARED)
+# The graph of each family is checked in f16, whose rounding hides least; the kernels of the other formats with a block
+# of each kind: gated, with biases, beside attention, of two activations, and with a norm across neurons.
+FORMATS = [
+    *(("llama-relu", quant) for quant in ("q8", "q6", "q4m", "q4")),
+    *[
+        ("opt-pre-norm", "q8"),
+        ("opt-post-norm", "q4"),
+        ("opt-pre-norm", "q6"),
+        ("falcon-7b", "q4"),
+        ("falcon-40b", "q8"),
+    ],
+    *[("bamboo", "q4"), ("bitnet", "q4"), ("bitnet", "q8"), ("persimmon", "q4m"), ("jais2", "q6")],
+    *[("llama3-silu-tied", "q4"), ("qwen2", "q4m")],
+]
 
 
 @pytest.mark.slow("compiles a model per family and format; one in f16 is fast", but=("llama-relu-f16",))
-@pytest.mark.parametrize(
-    ("name", "quant"),
-    [(name, quant) for name in VARIANTS for quant in ("f16", "q8", "q4") if quant != "q8" or name in IN_Q8],
-)
-def test_logits_equal_eager_transformers(name: str, quant: str, captured: object, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "quant"), [*((name, "f16") for name in VARIANTS), *FORMATS])
+def test_logits_equal_eager_transformers(name: str, quant: str, captured: Capture, tmp_path: Path) -> None:
     artifact = tmp_path / "artifact"
     # The cache as it comes with f16 weights; in float32 with the others.
     kv_dtype, tolerance = (None, TOLERANCE) if quant == "f16" else ("f32", BYTES_TOLERANCE)
-    compile_model(captured(name), artifact, CompileOptions(quant=quant, kv_dtype=kv_dtype))  # type: ignore[operator]
+    compile_model(captured(name), artifact, CompileOptions(quant=quant, kv_dtype=kv_dtype))
     reference = build(name)
     round_weights(reference, quant)
     vocabulary = reference.config.vocab_size
@@ -101,32 +105,26 @@ def _greedy(artifact: Path, prompt: list[int], count: int) -> tuple[list[int], l
         return tokens, [block.computed_share for block in engine.firing()]
 
 
-SPARSE = ("llama-relu", "prosparse", "bamboo", "opt-pre-norm", "opt-post-norm", "falcon-40b", *SQUARED)
-
-
 @pytest.mark.slow("compiles two models per family; one family is fast", but=("llama-relu",))
-@pytest.mark.parametrize("name", SPARSE)
-def test_exact_gives_the_tokens_of_none_and_computes_less(name: str, captured: object, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["llama-relu", "prosparse", "bamboo", "opt-pre-norm", "falcon-40b", "bitnet", "jais2"])
+def test_exact_gives_the_tokens_of_none_and_computes_less(name: str, captured: Capture, tmp_path: Path) -> None:
     results = {}
     for predictor in ("exact", "none"):
         artifact = tmp_path / predictor
-        compile_model(captured(name), artifact, CompileOptions(quant="f16", predictor=predictor))  # type: ignore[operator]
+        compile_model(captured(name), artifact, CompileOptions(quant="f16", predictor=predictor))
         results[predictor] = _greedy(artifact, [5, 17, 3], 48)
     assert results["exact"][0] == results["none"][0]
     assert all(share == 1.0 for share in results["none"][1])
     assert all(0.0 < share < 0.9 for share in results["exact"][1])
 
 
-@pytest.mark.slow("compiles models per family and format; one in f16 is fast", but=("llama-relu-f16",))
+@pytest.mark.slow("compiles three models per family; test_hybrid.py has fast ones with hot neurons")
 @pytest.mark.parametrize(
     ("name", "quant"),
-    [
-        *[("llama-relu", "f16"), ("opt-pre-norm", "q4"), ("bamboo", "q4"), ("llama3-silu-tied", "f16")],
-        *[("bitnet", "f16"), ("bitnet", "q4")],
-    ],
+    [("llama-relu", "f16"), ("opt-pre-norm", "q4"), ("llama3-silu-tied", "f16"), ("bitnet", "q4")],
 )
-def test_any_hot_set_gives_the_same_logits(name: str, quant: str, captured: object, tmp_path: Path) -> None:
-    model: Captured = captured(name)  # type: ignore[operator]
+def test_any_hot_set_gives_the_same_logits(name: str, quant: str, captured: Capture, tmp_path: Path) -> None:
+    model = captured(name)
     neurons, generator = model.facts.ffn, torch.Generator().manual_seed(2)
     some = torch.randperm(neurons, generator=generator)[: neurons // 3].tolist()
     ids = torch.randint(model.facts.vocab, (17 + STEPS,), generator=generator).tolist()
@@ -145,11 +143,11 @@ def test_any_hot_set_gives_the_same_logits(name: str, quant: str, captured: obje
     "runs every stage of a model per family; one gated and one plain are fast", but=("llama-relu", "opt-post-norm")
 )
 @pytest.mark.parametrize("name", ["llama-relu", "bamboo", "opt-post-norm", "falcon-40b", "qwen2"])
-def test_every_stage_runs_in_eager_pytorch(name: str, captured: object) -> None:
+def test_every_stage_runs_in_eager_pytorch(name: str, captured: Capture) -> None:
     """After each pass the graph still gives the logits of transformers; f16 holds these weights exactly."""
-    model: Captured = captured(name)  # type: ignore[operator]
+    model = captured(name)
     ids = [3, 1, 4, 1, 5, 9, 2, 6]
-    expected = eager_logits(_model(name), ids)
+    expected = eager_logits(build(name), ids)
     hot = {0: range(0, model.facts.ffn, 3), 1: [7]}
     stages = []
 

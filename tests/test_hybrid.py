@@ -1,13 +1,12 @@
 """Artifacts whose hot neurons are on a second partition of the CPU give what those without a hot device give.
 
 With the same hot neurons, all logits have the same bits, whichever side is late. Where neurons are not in two parts,
-sums are in another order: then it is greedy tokens that are the same. Of each family these are two shares in each
-format; `hybrid_matrix.py` has all with all, which takes an hour.
+sums are in another order: then it is greedy tokens that are the same. Each family has one format and one pair of
+shares; `hybrid_matrix.py` has all with all, which takes an hour.
 """
 
 import json
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,10 +14,10 @@ import numpy as np
 import pytest
 
 import picompile_runtime
-from helpers.families import VARIANTS, build, save
+from helpers.families import VARIANTS
 from helpers.hybrid import (
+    EXCHANGES,
     SEQUENCES,
-    SHARES,
     SIDES,
     Naps,
     assert_same_bits,
@@ -38,18 +37,13 @@ from picompile.compile import compile_model
 from picompile.config import CompileOptions
 from picompile.frontend import Captured, load_model
 from picompile_codegen.lowering.placement import ON_HOST, Placement
-from test_end_to_end import BYTES_TOLERANCE, TOLERANCE
+from test_end_to_end import BYTES_TOLERANCE, TOLERANCE, Capture, captured
 from test_prediction import held_out, write_predictors
 
-__all__ = ["held_out"]
+__all__ = ["captured", "held_out"]
 
-# Of the neurons of the first and of the second layer; None for shares at random. In q4 parts have one size, since each
-# takes seconds to compile for.
-PAIRS = {
-    "f16": ((0.0, 0.1), (1.0, 0.5), (0.9, 0.1), None),
-    "q4": ((0.5, 0.5), (0.0, 0.5), (1.0, 0.5), (0.5, 0.0)),
-}
-EXCHANGES = ("send", "receive", "wait", "signal")
+# Hot shares of the neurons of the first and of the second layer.
+PAIRS = ((0.0, 0.1), (0.5, 0.5), (1.0, 0.5), (0.5, 0.0), (0.9, 0.1))
 # Which sides sleep, and before which kernels; all, where none is named.
 DELAYS = {
     "nobody": ((), ()),
@@ -63,27 +57,10 @@ TOKENS = 45
 # which are another eight where there are two parts.
 ROUNDING = {"f16": TOLERANCE, "q4": BYTES_TOLERANCE}
 
-Capture = Callable[[str], Captured]
-
 
 @pytest.fixture(scope="module")
 def naps(tmp_path_factory: pytest.TempPathFactory) -> Naps:
     return compile_naps(tmp_path_factory.mktemp("naps"))
-
-
-@pytest.fixture(scope="module")
-def captured(tmp_path_factory: pytest.TempPathFactory) -> Capture:
-    """Captures each variant once."""
-    known: dict[str, Captured] = {}
-
-    def capture(name: str) -> Captured:
-        if name not in known:
-            folder = tmp_path_factory.mktemp(name)
-            save(name, build(name), folder)
-            known[name] = load_model(folder)
-        return known[name]
-
-    return capture
 
 
 @dataclass(frozen=True)
@@ -127,16 +104,19 @@ def random_ids(vocabulary: int, seed: int) -> list[int]:
 # ---- families ----
 
 
-@pytest.mark.slow("compiles a model per family and format for two devices; one in f16 is fast", but=("llama-relu-f16",))
-@pytest.mark.parametrize(("number", "quant"), list(enumerate(["f16", "q4"])), ids=["f16", "q4"])
-@pytest.mark.parametrize("name", list(VARIANTS))
-def test_families(name: str, number: int, quant: str, captured: Capture, naps: Naps, tmp_path: Path) -> None:
+@pytest.mark.slow("compiles a model per family for two devices; caches of one are fast")
+@pytest.mark.parametrize(
+    ("name", "quant", "shares"),
+    [(name, ("f16", "q4")[number % 2], PAIRS[number % len(PAIRS)]) for number, name in enumerate(VARIANTS)],
+)
+def test_families(
+    name: str, quant: str, shares: tuple[float, float], captured: Capture, naps: Naps, tmp_path: Path
+) -> None:
     """The bits equal those of the same parts one after the other, and the tokens those of all neurons together.
 
     Most kernels are those of test_end_to_end.py, which need not be compiled twice.
     """
-    model, random = captured(name), np.random.default_rng([number, len(name)])
-    shares = PAIRS[quant][list(VARIANTS).index(name) % 4] or random.uniform(size=2).tolist()
+    model, random = captured(name), np.random.default_rng(len(name))
     ids = random_ids(model.facts.vocab, len(name))
     options = {"quant": quant, "kv_dtype": None if quant == "f16" else "f32"}
     pair = compile_pair(model, tmp_path, hot=hot_sets(model.facts.ffn, shares, random), **options)
@@ -154,10 +134,13 @@ def test_families(name: str, number: int, quant: str, captured: Capture, naps: N
         assert found.clear > found.compared / 4
 
 
-@pytest.mark.slow("compiles models for two devices; one family is fast")
-@pytest.mark.parametrize("shares", [(0.0, 0.1), (0.5, 0.9), (1.0, 0.5)], ids=str)
-@pytest.mark.parametrize(("name", "quant"), [("llama-relu", "f16"), ("opt-post-norm", "q4")])
-def test_every_share_and_every_delay(
+@pytest.mark.slow("compiles models for two devices; caches of one are fast")
+@pytest.mark.parametrize(
+    ("name", "quant", "shares"),
+    [("llama-relu", "f16", (0.0, 0.1)), ("opt-post-norm", "q4", (0.5, 0.9)), ("llama-relu", "q4", (1.0, 0.5))],
+    ids=str,
+)
+def test_every_delay(
     name: str, quant: str, shares: tuple[float, ...], captured: Capture, naps: Naps, tmp_path: Path
 ) -> None:
     model = captured(name)
@@ -167,24 +150,16 @@ def test_every_share_and_every_delay(
     check_bits(pair, ids, naps, *DELAYS)
 
 
-@pytest.fixture(scope="module", params=["f16"])
-def bundled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundled model, whose neurons are all together."""
-    artifact = tmp_path_factory.mktemp("bundled") / request.param
-    compile_model(BUNDLED_MODEL, artifact, CompileOptions(quant=request.param))
-    return artifact
-
-
-@pytest.mark.slow("compiles models for two devices; one family is fast")
-@pytest.mark.parametrize("share", SHARES)
-def test_trained_model_gives_the_same_tokens(share: float, bundled: Path, tmp_path: Path) -> None:
+@pytest.mark.slow("compiles models for two devices; caches of one are fast")
+def test_trained_model_gives_the_same_tokens(tmp_path: Path) -> None:
     """Its logits are apart by more than sums in another order make them differ by."""
-    model, random = load_model(BUNDLED_MODEL), np.random.default_rng(int(10 * share))
-    hot = hot_sets(model.facts.ffn, (share,) * model.facts.layers, random)
-    options = CompileOptions(quant=bundled.name, hot=hot, hot_device="cpu")
-    compile_model(model, tmp_path / "hybrid", options)
-    prompt = [1, 17, 300, 42, 5]
-    assert tokens_of(tmp_path / "hybrid", prompt, 100) == tokens_of(bundled, prompt, 100)
+    model, prompt = load_model(BUNDLED_MODEL), [1, 17, 300, 42, 5]
+    compile_model(model, tmp_path / "whole", CompileOptions(quant="f16"))
+    expected = tokens_of(tmp_path / "whole", prompt, 100)
+    for share in (0.1, 0.9):
+        hot = hot_sets(model.facts.ffn, (share,) * model.facts.layers, np.random.default_rng(int(10 * share)))
+        compile_model(model, tmp_path / str(share), CompileOptions(quant="f16", hot=hot, hot_device="cpu"))
+        assert tokens_of(tmp_path / str(share), prompt, 100) == expected, share
 
 
 # ---- placements ----
@@ -198,7 +173,7 @@ PLACEMENTS = {
 }
 
 
-@pytest.mark.slow("compiles models for two devices; one family is fast")
+@pytest.mark.slow("compiles models for two devices; caches of one are fast")
 @pytest.mark.parametrize(
     ("name", "placement"),
     [
@@ -232,7 +207,7 @@ def test_a_plan_with_nothing_on_the_accelerator(
     assert tokens_of(pair.hybrid, [3, 1, 4]) == tokens_of(pair.apart, [3, 1, 4])
 
 
-@pytest.mark.slow("compiles models for two devices; one family is fast")
+@pytest.mark.slow("compiles models for two devices; caches of one are fast")
 @pytest.mark.parametrize("bias", [0.0, -1e4])
 def test_hybrid_steps_with_learned_predictors(
     bias: float, tiny_model: Path, held_out: Path, naps: Naps, tmp_path: Path
@@ -252,14 +227,19 @@ def test_hybrid_steps_with_learned_predictors(
 # ---- slots ----
 
 
-def test_caches_of_both_sides_are_copied_and_rewound(
-    captured: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One layer's cache is on the device, the other's on the host; neither has anything of what was not copied."""
-    monkeypatch.setattr(compile_steps, "_placement", lambda plan, layers: Placement(caches=frozenset({1})))
-    model, ids = captured("llama-relu"), random_ids(503, 5)
-    pair = compile_pair(model, tmp_path, quant="f16", hot={0: range(20)}, sequences=SEQUENCES)
-    with picompile_runtime.load(pair.apart) as apart, picompile_runtime.load(pair.hybrid, threads=2) as engine:
+@pytest.fixture(scope="module")
+def split(captured: Capture, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """Artifacts of which one layer's cache is on the device, the other's on the host."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compile_steps, "_placement", lambda plan, layers: Placement(caches=frozenset({1})))
+        folder, hot = tmp_path_factory.mktemp("split"), {0: range(20), 1: range(180)}
+        return compile_pair(captured("llama-relu"), folder, quant="f16", hot=hot, sequences=SEQUENCES)
+
+
+def test_caches_of_both_sides_are_copied_and_rewound(split: Pair) -> None:
+    """Neither has anything of what was not copied."""
+    ids = random_ids(503, 5)
+    with picompile_runtime.load(split.apart) as apart, picompile_runtime.load(split.hybrid, threads=2) as engine:
         caches = [engine._executor._state["k.0"], device_array(engine, "state", "k.1")]
         for each in (apart, engine):
             each.prefill(ids[:9])
@@ -274,11 +254,13 @@ def test_caches_of_both_sides_are_copied_and_rewound(
             np.testing.assert_array_equal(engine.decode(ids[9], slot), apart.decode(ids[9], slot))
 
 
-def test_engines_and_threads(captured: Capture, tmp_path: Path) -> None:
+def test_engines_and_threads(split: Pair) -> None:
     """Two engines on one artifact, in two threads; nothing of them is left when they are closed."""
-    pair = compile_pair(captured("llama-relu"), tmp_path, quant="f16", hot={0: range(20), 1: range(180)})
     before = set(threading.enumerate())
-    with picompile_runtime.load(pair.hybrid, threads=2) as one, picompile_runtime.load(pair.hybrid, threads=1) as other:
+    with (
+        picompile_runtime.load(split.hybrid, threads=2) as one,
+        picompile_runtime.load(split.hybrid, threads=1) as other,
+    ):
         found: dict[int, list[int]] = {}
 
         def run(number: int, engine: picompile_runtime.Engine) -> None:
@@ -289,5 +271,5 @@ def test_engines_and_threads(captured: Capture, tmp_path: Path) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-    assert found == dict.fromkeys(range(2), tokens_of(pair.apart, [7, 8, 9]))
+    assert found == dict.fromkeys(range(2), tokens_of(split.apart, [7, 8, 9]))
     assert set(threading.enumerate()) == before

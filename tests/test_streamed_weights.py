@@ -32,12 +32,14 @@ from picompile_runtime.devices.cuda import open as open_gpu
 from picompile_runtime.devices.cuda.graph import BoundCopy
 from test_end_to_end import BYTES_TOLERANCE, TOLERANCE
 
+pytestmark = pytest.mark.slow("runs whole models in the emulation; kernels and the driver have fast tests")
+
 __all__ = ["fake_cuda", "fake_library"]
 
 CONTEXT, CHUNK = 48, 16
 IDS = 2 * CHUNK + 5
 BUFFER_BYTES = 1021
-EARLY, LATE = "1", "2"
+EARLY, LATE, AT_RANDOM = "1", "2", "0"
 
 
 @dataclass(frozen=True)
@@ -54,11 +56,10 @@ class Case:
 # A gate that lies apart, squares of neurons beside their sum, and biases without a gate.
 CASES = {
     "llama-relu": Case("llama-relu", "f16", "exact"),
-    "bitnet": Case("bitnet", "q4", "none"),
     "opt-post-norm": Case("opt-post-norm", "q8", "none"),
     # Nothing but hot neurons; the caches of the host; projections of one layer and the cache of the other.
     "llama-neurons": Case("llama-relu", "q4", "exact", ON_HOST, "q8"),
-    "bitnet-caches": Case("bitnet", "f16", "none", Placement(frozenset({0, 1})), "f16"),
+    "bitnet-caches": Case("bitnet", "q4", "none", Placement(frozenset({0, 1})), "f16"),
     "opt-crosswise": Case("opt-post-norm", "f16", "none", Placement(frozenset({1}), frozenset({0}), head=True)),
 }
 
@@ -115,7 +116,6 @@ def gpu(streamed: Streamed, fake_cuda: ctypes.CDLL, monkeypatch: pytest.MonkeyPa
     return streamed
 
 
-@pytest.mark.slow("runs models in the emulation; one family is fast")
 def test_slices_are_copied_once_for_a_chunk(streamed: Streamed) -> None:
     """Each block has several, which together are its weights."""
     artifact = open_artifact(streamed.artifact)
@@ -134,45 +134,42 @@ def test_slices_are_copied_once_for_a_chunk(streamed: Streamed) -> None:
     assert all({first, second} == {"stage.0", "stage.1"} for first, second in pairwise(stages))
 
 
-@pytest.mark.slow("runs models in the emulation; one family is fast", but=("llama-relu",))
+def deliver(monkeypatch: pytest.MonkeyPatch, copies: str) -> None:
+    """Let copies come as early or as late as they can, or at random."""
+    monkeypatch.setenv("FAKE_CUDA_COPIES", copies)
+    monkeypatch.setenv("FAKE_CUDA_DELAY_US", "200" if copies == AT_RANDOM else "0")
+
+
 def test_whenever_copies_arrive_the_logits_have_the_same_bits(gpu: Streamed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the graphs of stamped steps copies are in order with launches."""
     found = []
-    for copies in (EARLY, LATE, "0", "0"):
-        monkeypatch.setenv("FAKE_CUDA_COPIES", copies)
-        monkeypatch.setenv("FAKE_CUDA_DELAY_US", "200" if copies == "0" else "0")
+    for copies in (EARLY, LATE, AT_RANDOM):
+        deliver(monkeypatch, copies)
         found.append(gpu.logits())
     assert relative_error(torch.from_numpy(found[0].reshape(1, -1)), gpu.expected) < gpu.tolerance
-    for other in found[1:]:
-        np.testing.assert_array_equal(other, found[0])
-
-
-@pytest.mark.slow("runs models in the emulation; one family is fast")
-def test_stamped_steps_have_the_same_bits(gpu: Streamed) -> None:
-    """In their graphs copies are in order with launches."""
-    expected = gpu.logits()
     with picompile_runtime.load(gpu.artifact, threads=1) as engine:
         engine.start_timing(slowly=True)
-        np.testing.assert_array_equal(engine.prefill(gpu.ids), expected)
+        found.append(engine.prefill(gpu.ids))
+        for other in found[1:]:
+            np.testing.assert_array_equal(other, found[0])
 
 
-@pytest.mark.slow("runs models in the emulation; one family is fast", but=("llama-relu-0",))
-@pytest.mark.parametrize("copies", [EARLY, LATE, "0"])
 def test_weights_that_cannot_be_pinned_give_the_same_bits(
-    gpu: Streamed, monkeypatch: pytest.MonkeyPatch, fake_cuda: ctypes.CDLL, copies: str
+    gpu: Streamed, monkeypatch: pytest.MonkeyPatch, fake_cuda: ctypes.CDLL
 ) -> None:
     """They come through buffers that are no divisor of any slice."""
     expected = gpu.logits()
     assert fake_cuda.fake_count(b"cuLaunchHostFunc") == 0
     monkeypatch.setenv("FAKE_CUDA_NO_PINNING", "801")
-    monkeypatch.setenv("FAKE_CUDA_COPIES", copies)
-    monkeypatch.setenv("FAKE_CUDA_DELAY_US", "200" if copies == "0" else "0")
     monkeypatch.setattr(open_gpu, "CudaAccelerator", partial(CudaAccelerator, staging_bytes=BUFFER_BYTES))
-    with picompile_runtime.load(gpu.artifact, threads=1) as engine:
-        assert engine.unpinned_bytes > 0
-        np.testing.assert_array_equal(engine.prefill(gpu.ids), expected)
-        engine.reset()
-        engine.start_timing(slowly=True)
-        np.testing.assert_array_equal(engine.prefill(gpu.ids), expected)
+    for copies in (EARLY, LATE, AT_RANDOM):
+        deliver(monkeypatch, copies)
+        with picompile_runtime.load(gpu.artifact, threads=1) as engine:
+            assert engine.unpinned_bytes > 0
+            np.testing.assert_array_equal(engine.prefill(gpu.ids), expected)
+            engine.reset()
+            engine.start_timing(slowly=True)
+            np.testing.assert_array_equal(engine.prefill(gpu.ids), expected)
     uploads = [
         call for call in open_artifact(gpu.artifact).program.calls("prefill_last", "device") if call.op == "upload"
     ]
@@ -180,26 +177,15 @@ def test_weights_that_cannot_be_pinned_give_the_same_bits(
     assert max(sizes) > 2 * BUFFER_BYTES and all(size % BUFFER_BYTES for size in sizes)
 
 
-def wrong(expected: NDArray[np.float32], found: NDArray[np.float32]) -> bool:
-    return not np.array_equal(expected, found)
-
-
-@pytest.mark.slow("runs models in the emulation; one family is fast", but=("llama-relu-",))
-@pytest.mark.parametrize("copies", [EARLY, LATE])
-def test_a_missing_wait_is_found(gpu: Streamed, monkeypatch: pytest.MonkeyPatch, copies: str) -> None:
+def test_a_missing_wait_or_copy_is_found(gpu: Streamed, monkeypatch: pytest.MonkeyPatch) -> None:
     """A launch that does not wait for a copy reads too early, a copy that does not wait for a launch writes early."""
-    monkeypatch.setenv("FAKE_CUDA_COPIES", copies)
-    expected = gpu.logits()
-    if copies == LATE:
-        monkeypatch.setattr(graph._Fork, "_await", lambda *_: None)
-    else:
-        monkeypatch.setattr(graph._Fork, "_last_user", lambda *_: None)
-    assert wrong(expected, gpu.logits())
-
-
-@pytest.mark.slow("runs models in the emulation; one family is fast")
-def test_a_missing_copy_is_found(gpu: Streamed, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, seen, enqueue = gpu.logits(), [0], graph._enqueue
+    for copies, wait in ((LATE, "_await"), (EARLY, "_last_user")):
+        with monkeypatch.context() as patch:
+            patch.setenv("FAKE_CUDA_COPIES", copies)
+            np.testing.assert_array_equal(gpu.logits(), expected)
+            patch.setattr(graph._Fork, wait, lambda *_: None)
+            assert not np.array_equal(gpu.logits(), expected), wait
 
     def all_but_the_third(driver: object, node: object, *rest: object) -> None:
         seen[0] += isinstance(node, BoundCopy)
@@ -207,4 +193,4 @@ def test_a_missing_copy_is_found(gpu: Streamed, monkeypatch: pytest.MonkeyPatch)
             enqueue(driver, node, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(graph, "_enqueue", all_but_the_third)
-    assert wrong(expected, gpu.logits())
+    assert not np.array_equal(gpu.logits(), expected)

@@ -1,15 +1,18 @@
-"""benchmarks/gpu_pack.py and gpu.py, on the stand-in for the GPU: whether they are right, and nothing about speed."""
+"""benchmarks/gpu_pack.py and gpu.py, on the stand-in for the GPU: what is right, and what is said of planted faults."""
 
 import ast
 import json
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
+import time
+import zipfile
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -25,20 +28,20 @@ from helpers.gpu_packs import (
     index_of,
     kernels,
     ran,
+    run_options,
     stand_in,
 )
+from helpers.kernels.emulator import Emulated
 from helpers.support import ROOT
 
 sys.path.insert(0, str(BENCHMARKS))
 
-import _gpu_schedule
 import gpu
-import gpu_pack as pack_script
-from _gpu_cases import small_cases, speed_cases
 from _gpu_report import STAND_IN
-from _gpu_sources import commit, sources_digest
+from _gpu_units import NOT_DONE
 
 __all__ = ["fake_cuda", "fake_library", "gpu_pack", "kernels"]
+
 
 DOCUMENT = ROOT / "docs" / "gpu_first_run.md"
 # On the side of the GPU there are these and nothing of picompile but its runtime, and of its passes the dialect.
@@ -54,6 +57,7 @@ OF_THE_PACK = ("_gpu_cases", "_gpu_models", "_gpu_split", "_gpu_pack_bundled", "
 
 
 def test_what_runs_on_the_gpu_imports_no_compiler() -> None:
+    """That machine has no compiler of picompile's, and a missing package would cost a loan of it."""
     files = [path for path in BENCHMARKS.glob("*gpu*.py") if path.stem not in OF_THE_PACK]
     files += BENCHMARKS.glob("peers_llama_*.py")
     assert len(files) > 15
@@ -82,19 +86,50 @@ def test_documented_commands_are_commands() -> None:
 
 
 @pytest.mark.slow("builds a pack for a GPU and runs it in the emulation")
-def test_both_commands(gpu_pack: Path, fake_library: Path, tmp_path: Path) -> None:
+def test_all_commands(gpu_pack: Path, fake_library: Path, tmp_path: Path) -> None:
     """Correctness, and the speed of some kernels; then models, with the weights that the first has left."""
     ended, results = ran(gpu_pack, fake_library, tmp_path, "first", "--asked", "0")
     assert ended.returncode == 0, ended.stdout
-    assert "[ 120.0 s] first: pack of commit the working tree, weights in " in ended.stdout
     assert STAND_IN in ended.stdout and "GREEN: nothing is wrong" in ended.stdout.splitlines()[-1]
     # Clocks that disagree count as a start of 120 s.
+    assert "[ 120.0 s] first: pack of commit the working tree, weights in " in ended.stdout
     assert results["stand_in"] and not results["models"] and not results["failed"]
     assert results["ping_pong"]["rounds"] == 100 and results["ping_pong"]["p99_s"] >= results["ping_pong"]["p50_s"] > 0
     assert results["start_s"].keys() == {"2", "5"} and all(results["start_s"].values())
-    assert "a graph of 5 launches behind one that waits for the host is started in" in ended.stdout
     assert results["copy_bytes_per_s"] > 0
-    small, timed = results["kernels"][: len(CASES)], results["kernels"][len(CASES) :]
+    _check_kernels(results["kernels"])
+    model, bundled, smoke = results["checks"]
+    assert model["is_right"] and bundled["is_right"] and smoke["is_right"]
+    # Of the cache's float16, and of float32.
+    assert model["error"] < 1e-4 and model["tokens"]["same"] == model["tokens"]["decided"] > 10
+    assert model["computed"]["hot"] > 2 * model["computed"]["cold"] > 0
+    assert bundled["tokens"]["rows"] == 8 and bundled["agreed"] == [4, 4] and bundled["step"]["gpu_s"] > 0
+
+    work = tmp_path / "work" / "picompile-gpu"
+    assert (work / "model.gguf").stat().st_size > 0 and (work / "large" / "weights.safetensors").exists()
+    ended, results = ran(gpu_pack, fake_library, tmp_path, "second")
+    assert ended.returncode == 0 and not results["checks"] and not results["failed"], ended.stdout
+    assert [(row["part"], row.get("variant")) for row in results["models"]] == [
+        *(("hybrid", "hybrid_4090"), ("half the threads", "hybrid_4090"), ("third", "hybrid"), ("third", "copied")),
+    ]
+    assert results["models"][3]["reason"].startswith("DoesNotFitError: PyTorch sees no GPU")
+    for row in results["models"][:3]:
+        # The context has no room for longer prompts.
+        assert row["is_right"] and row["tokens_per_s"] > 0 and row["prompts"]["20"] > 0
+        assert row["active"] == (0.3 if row["variant"] == "hybrid_4090" else 0.05)
+        assert row["step"] is not None and "partial" not in row
+    assert [row["write_s"] > 0 for row in results["models"][:3]] == [False, False, True]
+    assert {row["label"] for row in results["kernels"]} == {case.label for case in TIMED}
+    ended, results = ran(gpu_pack, fake_library, tmp_path, "more", name="more-llama-70b")
+    assert ended.returncode == 0, ended.stdout
+    found = [(row["variant"], row["skew"], row["is_right"]) for row in results["models"]]
+    assert found == [("layers_dense", True, True), ("hybrid", False, True)]
+    assert not list((tmp_path / "work").iterdir())
+
+
+def _check_kernels(rows: list[dict[str, Any]]) -> None:
+    """Assert that the small kernels and one of those that are timed are right, and only the latter has times."""
+    small, timed = rows[: len(CASES)], rows[len(CASES) :]
     assert [row["label"] for row in small] == [case.label for case in CASES]
     assert [(row["label"], row["share"]) for row in timed] == [(TIMED[1].label, share) for share in (0.1, 0.2)]
     assert not any("seconds" in row for row in small) and all(row["seconds"] > 0 for row in timed)
@@ -102,56 +137,8 @@ def test_both_commands(gpu_pack: Path, fake_library: Path, tmp_path: Path) -> No
     # halves.
     in_halves = {case.label for case in (*CASES, *TIMED) if "format" in case.parameters and case.parameters["rows"] > 1}
     assert in_halves
-    for row in results["kernels"]:
+    for row in rows:
         assert row["is_right"] and row["error"] < (5e-4 if row["label"] in in_halves else 1e-6)
-    model, bundled, smoke = results["checks"]
-    # Of the cache's float16, and of float32.
-    assert model["is_right"] and model["error"] < 1e-4
-    assert model["tokens"]["same"] == model["tokens"]["decided"] > 10
-    assert model["computed"]["hot"] > 2 * model["computed"]["cold"] > 0
-    assert bundled["is_right"] and bundled["tokens"]["rows"] == 8 and bundled["agreed"] == [4, 4]
-    assert bundled["tokens_per_s"] > 0 and bundled["step"]["gpu_s"] > 0
-    assert smoke["label"] == "llama-70b f16 hybrid_4090, smoke" and smoke["is_right"] and smoke["tokens_per_s"] > 0
-
-    assert [line.partition(" ")[0] for line in results["writer"]] == ["weights", "memory:", "llama.cpp's"]
-    work = tmp_path / "work" / "picompile-gpu"
-    weights = work / "large" / "weights.safetensors"
-    before = weights.stat().st_mtime_ns
-    assert (work / "model.gguf").stat().st_size > 0
-    ended, results = ran(gpu_pack, fake_library, tmp_path, "second")
-    assert ended.returncode == 0, ended.stdout
-    assert not results["checks"] and not results["failed"] and before > 0
-    found = [(row["part"], row.get("variant"), row["skew"]) for row in results["models"]]
-    assert found == [
-        ("hybrid", "hybrid_4090", True),
-        ("half the threads", "hybrid_4090", True),
-        ("third", "hybrid", True),
-        ("third", "copied", True),
-    ]
-    assert results["models"][3]["reason"].startswith("DoesNotFitError: PyTorch sees no GPU")
-    for row in (row for row in results["models"] if row["variant"] != "copied"):
-        # The context has no room for longer prompts.
-        assert row["is_right"] and row["tokens_per_s"] > 0 and row["prompts"]["20"] > 0
-        assert row["active"] == (0.3 if row["variant"] == "hybrid_4090" else 0.05)
-        assert row["step"] is not None and "partial" not in row
-    assert [row["write_s"] > 0 for row in results["models"][:3]] == [False, False, True]
-    assert {row["label"] for row in results["kernels"]} == {case.label for case in TIMED}
-    assert results["host_bytes_per_s"] and "memory of a 4090" in ended.stdout
-    assert sorted(path.name for path in (tmp_path / "results").iterdir()) == [
-        *("first.json", "first.txt"),
-        *("second.json", "second.txt"),
-    ]
-    assert not list((tmp_path / "work").iterdir())
-
-
-@pytest.mark.slow("builds a pack for a GPU and runs it in the emulation")
-def test_what_is_left_for_a_second_quarter_of_an_hour(gpu_pack: Path, fake_library: Path, tmp_path: Path) -> None:
-    ended, results = ran(gpu_pack, fake_library, tmp_path, "more", name="more-llama-70b")
-    assert ended.returncode == 0, ended.stdout
-    assert [(row["variant"], row["skew"], row["is_right"]) for row in results["models"]] == [
-        ("layers_dense", True, True),
-        ("hybrid", False, True),
-    ]
 
 
 @pytest.mark.slow("builds a pack for a GPU and runs it in the emulation")
@@ -166,25 +153,6 @@ def test_one_kernel_alone(gpu_pack: Path, fake_library: Path, tmp_path: Path) ->
     assert ended.stdout.count("timed linear") == 2 and "right yes" in ended.stdout and "µs" not in ended.stdout
     ended = subprocess.run([*script, "other", *where], env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 1 and "has no kernel 'other', but linear, ffn" in ended.stderr
-
-
-@pytest.mark.slow("builds a pack for a GPU and runs it in the emulation")
-def test_a_run_that_is_ended_leaves_its_results_so_far(gpu_pack: Path, fake_library: Path, tmp_path: Path) -> None:
-    with subprocess.Popen(
-        command(gpu_pack, fake_library, tmp_path, "first", "--scale", "10"),
-        env=os.environ | stand_in(gpu_pack),
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path,
-    ) as process:
-        assert process.stdout
-        assert any("right yes" in line for line in process.stdout)
-        process.terminate()
-        text = process.stdout.read()
-    assert process.returncode == 128 + signal.SIGTERM
-    results = json.loads((tmp_path / "results" / "first.json").read_text())
-    assert results["kernels"][0]["is_right"] and results["checks"][0]["reason"] == "was not come to"
-    assert "whole models equal eager PyTorch | within 1e-3 |  | not measured" in text
 
 
 @pytest.mark.slow("builds a pack for a GPU and runs it in the emulation")
@@ -203,26 +171,117 @@ def test_a_pack_of_other_sources_is_refused(gpu_pack: Path, fake_library: Path, 
     assert not (tmp_path / "results").exists()
 
 
-def test_a_pack_names_its_sources() -> None:
-    assert re.fullmatch(r"[0-9a-f]{64}", sources_digest())
-    assert sources_digest() == sources_digest()
-    assert commit() == "unknown" or re.fullmatch(r"[0-9a-f]{12}\+?", commit())
+MakePack = Callable[..., Path]
 
 
-def test_the_schedule_names_what_packs_have() -> None:
-    """The kernels of the first command, the shares of their neurons, and the models of both."""
-    cases = {case.label: case for case in speed_cases()}
-    for label, shares in _gpu_schedule.FIRST_KERNELS.items():
-        assert set(shares) <= set(cases[label].shares)
-    rows = sum(max(1, len(shares)) for shares in _gpu_schedule.FIRST_KERNELS.values())
-    assert rows == 16
-    assert len(list(small_cases())) > 80
-    assert [name.partition(":")[0] for name in pack_script.MODELS] == [_gpu_schedule._LARGE]
-    planned = {f"{name}_{plan.target}" for plan in pack_script.PLANNED.values() for name in ("hybrid", "layers_dense")}
-    assert planned == {"hybrid_4090", "layers_dense_4090"}
+@pytest.fixture
+def broken_pack(gpu_pack: Path, tmp_path: Path) -> MakePack:
+    """Packs of the small kernels alone, one of which does something else."""
+
+    def make(label: str, instead: str) -> Path:
+        folder, index = tmp_path / "pack", index_of(gpu_pack)
+        folder.mkdir()
+        index |= {"kernels": index["kernels"][:1], "checks": [], "bundled": [], "models": []}
+        (folder / "pack.json").write_text(json.dumps(index))
+        for name in ("small.zip", "host.so"):
+            (folder / name).symlink_to(gpu_pack / name)
+        (kernel,) = (case["kernel"] for case in index["kernels"][0]["cases"] if case["label"] == label)
+        with zipfile.ZipFile(folder / "small.zip") as archive:
+            launches = json.loads(archive.read("device.json"))["kernels"][kernel]
+            source = archive.read("device.cu").decode()
+        for symbol in {launch["symbol"] for launch in launches}:
+            source, count = re.subn(rf"({symbol}\([^)]*\) {{\n)", rf"\g<1>{instead}\n", source)
+            assert count == 1
+        Emulated(source, folder / "emulated.so")
+        return folder
+
+    return make
 
 
-def test_threads_are_those_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    for cores, expected in ((64, 16), (16, 16), (12, 12), (2, 2)):
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
-        assert _gpu_schedule.threads() == expected
+@pytest.mark.slow("runs a pack with a planted fault in processes of its own")
+@pytest.mark.parametrize(
+    ("instead", "reason", "told"),
+    [
+        ("return;", "", ()),
+        # It is ended once it takes longer than any small kernel does, and says where the process was.
+        ("volatile int on = 1; while (on) {}", "nothing came within 20 s", ("Timeout", "accelerator.py", "in wait")),
+        # As where the driver's library does.
+        ("__builtin_trap();", r"the process ended with -\d+ \(SIG[A-Z]+\)", ("Fatal Python error", "in _check")),
+    ],
+    ids=["wrong", "endless", "crashing"],
+)
+def test_a_bad_kernel(
+    broken_pack: MakePack, fake_library: Path, tmp_path: Path, instead: str, reason: str, told: tuple[str, ...]
+) -> None:
+    """It is named, and the others are right all the same. One that ends is run once more under compute-sanitizer."""
+    script = tmp_path / "bin" / "compute-sanitizer"
+    script.parent.mkdir()
+    script.write_text('#!/bin/sh\necho "checked: $*"\n')
+    script.chmod(0o755)
+    path = {"PATH": f"{script.parent}:{Path(sys.executable).parent}:/usr/bin:/bin"}
+    pack = broken_pack("norm", instead)
+    options = ("--scale", "2", "--asked", str(time.time() - 60)) if "on" in instead else ()
+    ended, results = ran(pack, fake_library, tmp_path, "first", *options, variables=path)
+    assert ended.returncode == 1 and len(results["kernels"]) == len(CASES)
+    (row,) = (row for row in results["kernels"] if not row["is_right"])
+    assert row["label"] == "norm" and re.fullmatch(reason, row.get("reason", ""))
+    assert all(text in row["traceback"] for text in told)
+    assert "NOT GREEN" in ended.stdout.splitlines()[-1] and "wrong: norm" in ended.stdout
+    if not reason:
+        assert row["sanitizer"].keys() == {"memcheck", "racecheck"}
+        for tool, text in row["sanitizer"].items():
+            assert text.startswith(f"checked: --tool {tool} ") and f"gpu.py case {pack} norm" in text
+
+
+@pytest.mark.slow("waits until a sanitizer that hangs is ended")
+def test_a_sanitizer_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import _gpu_sanitizer
+
+    script = tmp_path / "compute-sanitizer"
+    script.write_text("#!/bin/sh\necho begun\nsleep 600\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(_gpu_sanitizer, "_LIMIT_S", 1.0)
+    rows = [{"label": "fine", "is_right": True}, {"label": "norm", "is_right": False}]
+    _gpu_sanitizer.sanitize(rows, run_options(tmp_path, tmp_path, tmp_path / "work"), time.monotonic() + 60)
+    assert rows[1]["sanitizer"] == dict.fromkeys(("memcheck", "racecheck"), "begun\n\nended after 1 s")
+    assert "sanitizer" not in rows[0]
+
+
+@pytest.mark.slow("runs a pack with a planted fault in processes of its own")
+def test_too_little_memory(gpu_pack: Path, fake_library: Path, tmp_path: Path) -> None:
+    """A case that does not fit is neither wrong nor measured, and says what it lacked."""
+    few = {"FAKE_CUDA_MEMORY": str(2**17)}
+    ended, results = ran(gpu_pack, fake_library, tmp_path, variables=few)
+    # Nothing of it is wrong, and whether it is right is not known.
+    assert ended.returncode == 2 and "NOT GREEN: 3 that must be right were not measured" in ended.stdout
+    labels = ["llama-70b f16 hybrid", "model f16 split", "llama-70b f16 hybrid_4090, smoke"]
+    assert [row["label"] for row in results["checks"]] == labels
+    for row in results["checks"]:
+        assert row["is_right"] is None and row["reason"].startswith("DoesNotFitError: ")
+        assert "of GPU memory" in row["reason"] and "DoesNotFitError" in row["traceback"]
+    assert "whole models give the same tokens | all |  | not measured" in ended.stdout
+
+
+@pytest.mark.slow("runs a pack with a planted fault in processes of its own")
+@pytest.mark.parametrize(
+    ("variables", "label", "reason"),
+    [
+        ({"FAKE_CUDA_BLIND": "1"}, "ping_pong", "MachineError: "),
+        ({"FAKE_CUDA_QUEUE": "4"}, "queue", "MachineError: the GPU's queue takes fewer than 1500 launches"),
+        ({"FAKE_CUDA_DEVICES": "0"}, "machine", "NoGpuError: the NVIDIA driver has no device"),
+    ],
+    ids=["blind", "short queue", "no GPU"],
+)
+def test_what_stops_a_run(
+    variables: dict[str, str], label: str, reason: str, gpu_pack: Path, fake_library: Path, tmp_path: Path
+) -> None:
+    """Nothing works if host and GPU do not see each other's writes, or a step does not fit the queue."""
+    ended, results = ran(gpu_pack, fake_library, tmp_path, variables=variables)
+    assert ended.returncode == 1
+    failed = {row["label"]: row for row in results["failed"] if row["is_right"] is False}
+    assert list(failed) == [label] and failed[label]["reason"].startswith(reason) and failed[label]["traceback"]
+    others = [*results["kernels"], *results["checks"]]
+    assert len(others) > len(CASES) and {row["reason"] for row in others} == {NOT_DONE}
+    last = "NOTHING WAS MEASURED: there is no GPU" if label == "machine" else "NOT GREEN"
+    assert ended.stdout.splitlines()[-1].startswith(last)

@@ -1,37 +1,52 @@
-"""The models of benchmarks/gpu.py, on the stand-in for the GPU: whether they are right, and nothing about speed."""
+"""Models and kernels of benchmarks/gpu.py and its pack, on the stand-in for the GPU, which says nothing about speed.
 
-import shutil
+Kernels run in the emulation, so a check that fails here would fail on any GPU.
+"""
+
+import json
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
-import torch
 
-from helpers.gpu_packs import BENCHMARKS, BUDGET, SHAPE, fake_cuda, fake_library, gpu_pack, index_of, kernels
+from helpers.gpu_packs import (
+    BENCHMARKS,
+    SHAPE,
+    emulated_kernels,
+    fake_cuda,
+    fake_library,
+    gpu_pack,
+    index_of,
+    kernels,
+    stand_in,
+)
+from helpers.support import BuildOnce
 
 sys.path.insert(0, str(BENCHMARKS))
 
-import _gpu_dense
 import _gpu_engines
+import _gpu_kernels
 import _gpu_models
-import _gpu_prepared
-from _gpu_dense import CopiedDecoder
-from _gpu_engines import Plan, compare_logits, measure_model
-from _gpu_models import ModelOptions
-from _gpu_prepared import prepared, work_folder
-from _gpu_split import Planned, sizes_of, split_by_budget, split_by_plan
-from _gpu_weights import Firing
+import gpu_pack as pack_script
+import prompt_counts
+from _gpu_eager import EagerModel
+from _gpu_engines import Plan, check_model, compare_logits, measure_model
+from _gpu_kernels import Timing, copy_bandwidth, images_of, run_case
+from _gpu_memory import Arguments
+from _gpu_models import ModelOptions, model_graph
+from _gpu_prepared import prepared
+from _gpu_split import Planned, Split, sizes_of, split_by_budget, split_by_plan
+from _sass import disassemble, loops_with
 
-from picompile.synth import find_shape
-from picompile.synth.shapes import shape_from_config
+from picompile.synth.shapes import find_shape, shape_from_config
+from picompile_codegen.cuda import write_kernel
+from picompile_codegen.cuda.build import build_cuda
 from picompile_codegen.lowering.function import LowerOptions
 from picompile_codegen.lowering.lower import lower
-from picompile_runtime import open_artifact
-from picompile_runtime.engine.layout import weights_of
+from picompile_codegen.lowering.placement import ON_HOST, Placement
+from picompile_codegen.specs import LinearSpec
 
 __all__ = ["fake_cuda", "fake_library", "gpu_pack", "kernels"]
 
@@ -52,9 +67,7 @@ def test_speed_of_a_model(
     firing = {"active": 0.2, "skew": True}
     partial, whole = measure_model(gpu_pack, tmp_path / "work", entry, 2, firing, plan)
     # The context has no room for the last.
-    assert (
-        partial["partial"] and partial["prompts"].keys() == {"3", "9"} and whole["prompts"].keys() == {"3", "9", "39"}
-    )
+    assert partial["partial"] and partial["prompts"].keys() == {"3", "9"}
     assert whole["prompts"]["9"] > 0 and whole["prompts"]["39"] is None and "partial" not in whole
     for row in (partial, whole):
         assert row["tokens_per_s"] > 0 and row["is_right"] and row["taken_bytes"] is None
@@ -87,39 +100,6 @@ def test_weights_are_written_once(
         assert write_s > 0
 
 
-def test_a_place_with_room_is_found(tmp_path: Path) -> None:
-    assert work_folder(tmp_path, 0) == tmp_path / "picompile-gpu"
-    assert work_folder(None, 2**60).parent == Path(tempfile.gettempdir())
-    # What an earlier command left there counts as room.
-    assert not _gpu_prepared.has_room(tmp_path, shutil.disk_usage(tmp_path).free + 2**30)
-    (tmp_path / "picompile-gpu").mkdir()
-    with (tmp_path / "picompile-gpu" / "weights").open("wb") as file:
-        file.truncate(2**40)
-    assert _gpu_prepared.has_room(tmp_path, shutil.disk_usage(tmp_path).free + 2**30)
-
-
-def test_tokens_are_compared_where_the_margin_decides() -> None:
-    right = np.array([[1.0, 0.5, 0.0], [1.0, 0.9999, 0.0], [0.0, 0.5, 1.0]])
-    found = right + np.array([[0.0005, 0, 0], [0, 0.0005, 0], [0, 0, 0]])
-    error, same, decided = compare_logits(found, right, 1e-3)
-    assert (error, same, decided) == (pytest.approx(5e-4), 2, 2)
-    assert compare_logits(found[:, ::-1], right, 1e-3)[1:] == (0, 2)
-    assert compare_logits(np.full_like(right, np.nan), right, 1e-3)[0] == np.inf
-
-
-@pytest.mark.slow("runs whole models of a pack in the emulation")
-def test_the_hybrid_model_keeps_to_its_budget(gpu_pack: Path, tmp_path: Path) -> None:
-    (entry,) = index_of(gpu_pack)["checks"]
-    assert 0 < entry["hot"] < SHAPE["intermediate_size"]
-    with prepared(gpu_pack / entry["file"], tmp_path / "work", active=0.2, skew=True) as (folder, _):
-        artifact = open_artifact(folder)
-        names = set(weights_of(artifact.program, "device")) - artifact.program.streamed
-        weights = sum(artifact.tensors[name].size_bytes for name in names)
-        artifact.close()
-    # Tables of neurons and angles are beside it.
-    assert weights < BUDGET * entry["dense_bytes"] + 2**14
-
-
 def test_kernels_of_both_devices_may_have_one_name() -> None:
     """As where whole layers are on one device or the other; in q4 their arguments are not the same."""
     shape, options = shape_from_config("two", SHAPE | {"num_hidden_layers": 2}), ModelOptions("q4", 0.7, 32, 40, 90, ())
@@ -131,34 +111,6 @@ def test_kernels_of_both_devices_may_have_one_name() -> None:
     uses = _gpu_models._uses(lowered)
     assert uses.keys() == lowered.weights.tensors.keys()
     assert {use["columns"] for use in uses.values() if use["parameter"] == "neuron_w"} == {64}
-
-
-@pytest.mark.parametrize("skew", [False, True])
-@pytest.mark.parametrize("hot", [0, 100, 1000])
-def test_firing_rates_of_hot_and_cold_neurons(skew: bool, hot: int) -> None:
-    firing = Firing(active=0.05, skew=skew, neurons=1000)
-    of_hot, of_cold = firing.rates(hot)
-    share = hot / 1000
-    assert share * of_hot + (1 - share) * of_cold == pytest.approx(0.05)
-    assert (of_hot > of_cold) == (skew and hot == 100)
-    named = np.random.default_rng(hot).standard_normal((500, 1000)) + firing.biases(hot) > 0
-    assert named.mean() == pytest.approx(0.05, abs=0.003)
-
-
-@pytest.mark.parametrize("quant", ["f16", "q4"])
-def test_copied_layers(quant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = {"hidden": 64, "ffn": 96, "heads": 4, "kv_heads": 2, "head_dim": 16, "layers": 4, "vocab": 50}
-    elements = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 96
-    entry = {"shape": shape, "quant": quant, "layer_bytes": 2 * elements, "resident_layers": 1, "context": 10}
-    monkeypatch.setattr(_gpu_dense, "_DEVICE", "cpu")
-    monkeypatch.setattr(torch, "cuda", MagicMock())
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
-    decoder = CopiedDecoder(entry)
-    for _ in range(3):
-        y = decoder.step()
-    assert y.shape == ((1, 50) if quant == "f16" else (1, 64)) and torch.isfinite(y).all()
-    # Two buffers are ahead.
-    assert decoder._next == 3 * 3 + 2 and decoder.missing_bytes == 3 * 2 * elements
 
 
 @pytest.mark.slow("runs whole models of a pack in the emulation")
@@ -177,3 +129,134 @@ def test_a_planned_split() -> None:
     assert 0.5 < resident / sizes.dense < split.budget < 0.7
     dense = split_by_plan(shape, sizes, options, planned, "layers_dense")
     assert dense.budget == split.budget and 0 < sum(count > 0 for count in dense.hot.values()) < 0.65 * shape.layers
+
+
+def test_tokens_are_compared_where_the_margin_decides() -> None:
+    right = np.array([[1.0, 0.5, 0.0], [1.0, 0.9999, 0.0], [0.0, 0.5, 1.0]])
+    found = right + np.array([[0.0005, 0, 0], [0, 0.0005, 0], [0, 0, 0]])
+    error, same, decided = compare_logits(found, right, 1e-3)
+    assert (error, same, decided) == (pytest.approx(5e-4), 2, 2)
+    assert compare_logits(found[:, ::-1], right, 1e-3)[1:] == (0, 2)
+    assert compare_logits(np.full_like(right, np.nan), right, 1e-3)[0] == np.inf
+
+
+def _pack(folder: Path) -> None:
+    folder.mkdir()
+    entries = {"checks": list(pack_script.checks(pack_script.arguments(["-o", str(folder)])))}
+    (folder / "pack.json").write_text(json.dumps(entries))
+    emulated_kernels(folder)
+
+
+@pytest.fixture(scope="session")
+def checks(build_once: BuildOnce) -> Path:
+    """The folder of a pack of the model checks alone. Tests must not change it."""
+    return build_once("gpu-checks", _pack)
+
+
+def _entry(checks: Path, quant: str, variant: str) -> dict[str, Any]:
+    entries = json.loads((checks / "pack.json").read_text())["checks"]
+    (entry,) = (each for each in entries if (each["quant"], each["variant"]) == (quant, variant))
+    return dict(entry)
+
+
+@pytest.fixture
+def emulated(checks: Path, fake_cuda: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The pack, with the stand-in in the place of the driver."""
+    for name, value in stand_in(checks).items():
+        monkeypatch.setenv(name, value)
+    return checks
+
+
+@pytest.mark.slow("runs models of a pack in the emulation")
+@pytest.mark.parametrize(("quant", "variant"), [("f16", "gpu"), ("q8", "hybrid"), ("q4", "hybrid")])
+def test_a_check_is_right(quant: str, variant: str, emulated: Path, tmp_path: Path) -> None:
+    row = check_model(emulated, tmp_path / "work", _entry(emulated, quant, variant), 1)
+    assert row["is_right"] and row["limit"] == 1e-3
+    # Half of the limit is left for what a GPU does otherwise than the emulation: the order of its sums.
+    assert row["error"] < 5e-4
+    assert row["tokens"]["same"] == row["tokens"]["decided"] > 10
+
+
+@pytest.mark.slow("runs models of a pack in the emulation")
+@pytest.mark.parametrize("fault", ["rope", "eps", "head"])
+def test_another_model_is_found(fault: str, emulated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the engine turned or normalized otherwise; and a head that is unpacked in the format of blocks."""
+    entry = _entry(emulated, "q4", "gpu")
+    if fault == "rope":
+        entry |= {"shape": entry["shape"] | {"rope_theta": 9000.0}}
+    elif fault == "eps":
+        entry |= {"shape": entry["shape"] | {"eps": 1e-2}}
+    else:
+        unpacked = EagerModel._unpacked
+
+        def as_blocks(self: EagerModel, name: str, columns: int) -> Any:
+            self._formats["lm_head.weight"] = "q4"
+            return unpacked(self, name, columns)
+
+        monkeypatch.setattr(EagerModel, "_unpacked", as_blocks)
+    row = check_model(emulated, tmp_path / "work", entry, 1)
+    assert not row["is_right"] and row["error"] > 1e-3
+
+
+TIMING = Timing(2**15, 2**24, 0.0, 0.01, 1, 3)
+
+
+@pytest.mark.slow("runs kernels of a pack in the emulation")
+def test_a_wrong_kernel_is_found(gpu_pack: Path, kernels: dict[str, dict[str, Any]]) -> None:
+    """As if it had been compiled with other parameters."""
+    images, case = images_of(gpu_pack, "small"), kernels["norm"]
+    other = case | {"parameters": case["parameters"] | {"eps": 1e-3}}
+    ((right,), (wrong,)) = (list(run_case(images, each, "cpu", TIMING)) for each in (case, other))
+    assert right["is_right"] and not wrong["is_right"] and "seconds" not in wrong
+
+
+@pytest.mark.parametrize(("value", "is_right"), [(1.0 + 5e-4, True), (1.0 + 2e-3, False), (np.nan, False)])
+def test_wrong_values_exceed_the_error_limit(value: float, is_right: bool) -> None:
+    found = np.full((3, 4), -1, np.int32).view(np.float32)
+    found[:2] = 1
+    found[1, 3] = value
+    assert (_gpu_kernels._error(found, np.ones((2, 4))) <= _gpu_kernels.LIMIT) == is_right
+    assert not _gpu_kernels._is_stray(found, np.ones((2, 4)))
+    found[2, 0] = 0
+    assert _gpu_kernels._is_stray(found, np.ones((2, 4)))
+
+
+@pytest.mark.slow("runs kernels of a pack in the emulation")
+def test_weights_on_the_host_are_read(
+    gpu_pack: Path, kernels: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A matrix that is not where the kernel shall read it shows."""
+    images = images_of(gpu_pack, "speed")
+    rows = list(run_case(images, kernels["timed linear"], "cpu", TIMING))
+    assert [row.get("weights") for row in rows] == [None, "host"]
+    assert all(row["is_right"] and row["seconds"] > 0 for row in rows)
+    assert copy_bandwidth(images, TIMING) > 0
+    write = Arguments._write
+
+    def elsewhere(self: Arguments, place: Any, value: Any, copy: int) -> None:
+        write(self, place, value * (place.host is None), copy)
+
+    monkeypatch.setattr(Arguments, "_write", elsewhere)
+    on_gpu, on_host = run_case(images, kernels["timed linear"], "cpu")
+    assert on_gpu["is_right"] and not on_host["is_right"]
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_copies_and_launches_are_those_of_the_program(on_gpu: bool) -> None:
+    shape = find_shape("tiny-reglu")
+    placement = Placement.all_of(shape.layers) if on_gpu else ON_HOST
+    split = Split(dict.fromkeys(range(shape.layers), 64), placement, 0.5)
+    graph = model_graph(shape, ModelOptions("q4", 0.5, 32, 64, 89, ()), split, dense=False)
+    lowered = lower(graph, LowerOptions(64, 16, "float16", 1, "cuda", split.placement))
+    cold = prompt_counts.host_weight_bytes(lowered)
+    assert cold > 0
+    assert prompt_counts.copied_bytes(lowered, "prefill_last") == cold
+    assert prompt_counts.copied_bytes(lowered, "decode") == 0
+    device = [call for call in lowered.program.functions["decode"] if call.device == "device"]
+    assert len(device) < prompt_counts.launches(lowered, "decode") < 3 * len(device)
+
+
+def test_instructions_are_those_of_loops_that_multiply(tmp_path: Path) -> None:
+    build_cuda([write_kernel(LinearSpec(format="q4", n=1024, k=1024, rows=64, bias=False))], tmp_path, 89)
+    loops = [loop for text in disassemble(tmp_path / "device.cubin").values() for loop in loops_with(text, "HMMA")]
+    assert loops and all(0 < loop["HMMA"] < sum(loop.values()) for loop in loops)

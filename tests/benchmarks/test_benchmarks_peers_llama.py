@@ -1,32 +1,35 @@
-"""benchmarks/peers_llama_cuda.py without llama.cpp: its files, its counts, and rows from a script for llama-bench."""
+"""benchmarks/peers_llama_cuda.py without llama.cpp: its files and counts; scripts stand for llama-bench and cmake."""
 
-import ast
+import io
 import json
 import os
 import subprocess
 import sys
+import tarfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 import pytest
 
 from helpers.support import ROOT
 
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import peers_llama_build
+from _gpu_models import ModelOptions
+from _gpu_report import merged, text_of
+from _gpu_split import sizes_of, split_by_budget
+from peers_llama_bench import BenchOptions, bench, gpu_layers, layers_that_fit
+from peers_llama_build import BuildError, BuildOptions, build, library_folders
+from peers_llama_gguf import LlamaShape, ShapeError, facts_of, write_gguf
+from peers_llama_sources import FACTS, TOP, SourceError, is_wanted, trim
+
+from picompile.synth import find_shape
+
 BENCHMARKS = ROOT / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import peers_llama_bench  # noqa: E402
-from _gpu_models import ModelOptions  # noqa: E402
-from _gpu_report import empty_results, merged, text_of  # noqa: E402
-from _gpu_split import sizes_of, split_by_budget  # noqa: E402
-from peers_llama_bench import BenchOptions, bench, gpu_layers, layers_that_fit  # noqa: E402
-from peers_llama_gguf import LlamaShape, ShapeError, facts_of, random_rows, write_gguf  # noqa: E402
-
-from picompile.synth import find_shape  # noqa: E402
-
 TINY = {"hidden": 64, "ffn": 96, "layers": 2, "heads": 4, "kv_heads": 2, "vocab": 300}
 # Prints a row for each test, as llama-bench does with -o jsonl; after one row it does what MODE says.
 FAKE = f"""#!{sys.executable}
@@ -87,6 +90,10 @@ def test_gguf_has_the_tensors_and_facts_of_a_llama(tiny: Path) -> None:
     assert {tensor.tensor_type.name for name, tensor in tensors.items() if name in expected} == {"Q4_0"}
     for name in norms:
         assert tensors[f"{name}.weight"].data.tolist() == [1.0] * 64
+    facts = json.loads(facts_of(tiny).read_text())
+    sizes = {name: int(tensor.n_bytes) for name, tensor in tensors.items() if tensor.tensor_type.name == "Q4_0"}
+    of_layer = sum(size for name, size in sizes.items() if name.startswith("blk.0."))
+    assert (sum(sizes.values()), of_layer) == (facts["dense_bytes"], facts["layer_bytes"])
     known = {key: field.contents() for key, field in reader.fields.items()}
     assert known["general.architecture"] == known["tokenizer.ggml.model"] == "llama"
     assert (known["llama.block_count"], known["llama.attention.head_count_kv"]) == (2, 2)
@@ -97,54 +104,15 @@ def test_gguf_has_the_tensors_and_facts_of_a_llama(tiny: Path) -> None:
     assert (kinds[0], kinds[1], kinds[3], kinds[299]) == (2, 3, 6, 1)
 
 
-def test_gguf_values_are_those_of_its_blocks(tiny: Path) -> None:
-    """Decoded by hand from the file's bytes, and by gguf: the same values, at the same places."""
+def test_gguf_values_are_as_wide_as_weights_and_the_same_for_a_seed(tiny: Path, tmp_path: Path) -> None:
     tensor = next(each for each in gguf.GGUFReader(tiny).tensors if each.name == "blk.1.ffn_down.weight")
-    file = tiny.read_bytes()
-    assert tensor.data_offset % 32 == 0
-    blocks = np.frombuffer(file, np.uint8, 64 * 96 // 32 * 18, tensor.data_offset).reshape(-1, 18)
-    scale = blocks[:, :2].copy().view(np.float16).astype(np.float32)
-    nibbles = np.concatenate([blocks[:, 2:] & 15, blocks[:, 2:] >> 4], axis=1)
-    by_hand = (scale * (nibbles.astype(np.float32) - 8)).reshape(64, 96)
-    np.testing.assert_array_equal(gguf.quants.dequantize(tensor.data, tensor.tensor_type), by_hand)
-    assert nibbles.min() == 1
-    assert nibbles.max() == 15
-    assert abs(by_hand.mean()) < 0.1 / 96**0.5
-    assert 0.95 < by_hand.std() * 96**0.5 < 1.05
-
-
-def test_a_block_of_known_weights() -> None:
-    """The layout that the writer packs, against gguf's quantization of the same values."""
-    rows = random_rows(np.random.default_rng(3), 5, 64)
-    values = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType.Q4_0)
-    scale = rows[0, :2].copy().view(np.float16).astype(np.float32)[0]
-    low, high = rows[2, 18 + 2 + 5] & 15, rows[2, 18 + 2 + 5] >> 4
-    assert values.shape == (5, 64)
-    assert values[2, 32 + 5] == scale * (np.float32(low) - 8)
-    assert values[2, 32 + 16 + 5] == scale * (np.float32(high) - 8)
-
-
-def test_gguf_is_the_same_for_a_seed_and_has_the_bytes_that_it_says(tiny: Path, tmp_path: Path) -> None:
-    again, other = tmp_path / "again.gguf", tmp_path / "other.gguf"
-    for path, seed in ((again, 7), (other, 8)):
+    values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+    assert values.shape == (64, 96) and abs(values.mean()) < 0.1 / 96**0.5
+    assert 0.95 < values.std() * 96**0.5 < 1.05
+    for seed in (7, 8):
+        path = tmp_path / f"{seed}.gguf"
         assert write_gguf(LlamaShape.of("tiny", TINY), seed, path) == path.stat().st_size
-    assert again.read_bytes() == tiny.read_bytes() != other.read_bytes()
-    matrices = [each for each in gguf.GGUFReader(tiny).tensors if each.tensor_type.name == "Q4_0"]
-    facts = json.loads(facts_of(tiny).read_text())
-    assert sum(int(each.n_bytes) for each in matrices) == facts["dense_bytes"]
-    of_layer = sum(int(each.n_bytes) for each in matrices if each.name.startswith("blk.0."))
-    assert (of_layer, facts["bytes"]) == (facts["layer_bytes"], tiny.stat().st_size)
-    assert sorted(path.suffix for path in tmp_path.glob("tiny*")) == [".gguf", ".json"]
-
-
-def test_rows_are_repeated_until_a_matrix_is_full(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("peers_llama_gguf._DRAWN", 64 * 21)
-    monkeypatch.setattr("peers_llama_gguf._PART_BYTES", 100)
-    write_gguf(LlamaShape.of("tiny", TINY), 0, tmp_path / "tiny.gguf")
-    data = gguf.GGUFReader(tmp_path / "tiny.gguf").tensors[0].data
-    assert data.shape == (300, 36)
-    np.testing.assert_array_equal(data[:279], data[21:])
-    assert len(np.unique(data, axis=0)) == 21
+        assert (path.read_bytes() == tiny.read_bytes()) == (seed == 7)
 
 
 @pytest.mark.parametrize(
@@ -179,13 +147,7 @@ def test_as_many_layers_fit_as_of_picompile(name: str) -> None:
         assert layers_that_fit(facts, budget, 512) == resident
         # llama.cpp counts the head as a layer.
         assert gpu_layers(facts, budget, 512) == resident + 1
-
-
-def test_nothing_is_on_a_gpu_that_cannot_hold_the_head(tiny: Path) -> None:
-    facts = json.loads(facts_of(tiny).read_text())
     assert (layers_that_fit(facts, 1000, 512), gpu_layers(facts, 1000, 512)) == (None, 0)
-    barely = int(facts["head_bytes"] / 0.95) + 1
-    assert (layers_that_fit(facts, barely, 512), gpu_layers(facts, barely, 512)) == (0, 1)
 
 
 def test_a_whole_run_has_a_row_for_each_setting(folder: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,43 +173,8 @@ def test_a_run_that_ends_early_keeps_what_it_found(
     assert [row.get("prompts") for row in rows] == [{"64": 96.0}] + [None] * 5
     assert all(said in row["reason"] for row in rows[1:])
     assert {row["label"].rpartition(", ")[2] for row in rows} == {"pp64", "pp512", "tg32"}
-
-
-def test_speeds_of_the_cpu_are_not_reported_for_a_gpu(
-    folder: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """llama.cpp says nothing where CUDA's library cannot be loaded, and computes on the CPU."""
-    monkeypatch.setenv("MODE", "has no GPU")
-    rows = _rows(folder, tiny)[-1]
-    assert {row["reason"] for row in rows} == {"llama.cpp found no GPU: CUDA"}
-    assert not any("tokens_per_s" in row or "prompts" in row for row in rows)
-    facts = json.loads(facts_of(tiny).read_text())
-    on_cpu = list(bench(folder, tiny, facts, BenchOptions(0, (64,), 32, (8,), ways=("pinned",))))[-1]
-    assert [row.get("tokens_per_s") for row in on_cpu] == [None, 96.0]
-    assert not any("reason" in row for row in on_cpu)
-
-
-def test_a_build_without_programs_is_rows_with_a_reason(tiny: Path, tmp_path: Path) -> None:
-    rows = _rows(tmp_path / "nothing", tiny)[-1]
-    assert len(rows) == 2 * 3 + 2
-    assert all("No such file" in row["reason"] for row in rows)
-
-
-def test_processes_of_llama_bench_end_with_it(folder: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MODE", "hangs")
-    started: list[int] = []
-    popen = subprocess.Popen
-
-    def noted(*arguments: Any, **options: Any) -> Any:
-        process = popen(*arguments, **options)
-        started.append(process.pid)
-        return process
-
-    monkeypatch.setattr(peers_llama_bench, "_memory_bytes", lambda: None)
-    monkeypatch.setattr(subprocess, "Popen", noted)
-    _rows(folder, tiny, ways=("pinned",), limit_s=0.5)
-    with pytest.raises(ProcessLookupError):
-        os.kill(started[0], 0)
+    without_programs = _rows(folder / "nothing", tiny)[-1]
+    assert len(without_programs) == 2 * 3 + 2 and all("No such file" in row["reason"] for row in without_programs)
 
 
 def test_the_command_writes_what_gpu_py_shows(folder: Path, tiny: Path, tmp_path: Path) -> None:
@@ -258,8 +185,6 @@ def test_the_command_writes_what_gpu_py_shows(folder: Path, tiny: Path, tmp_path
     found = json.loads(output.read_text())
     assert [row["n_threads"] for row in found["models"]] == [4, 4]
     assert finished.stdout.count("tiny q4_0, llama.cpp pinned") == 2
-    text = text_of(merged([empty_results(2, False) | {"machine": {"gpu": "G", "driver": 1, "torch": "t"}}, found]))
-    assert "4 threads, tg16 | 48.00 |" in text
     assert "tg16 | 48.00 |" in text_of(merged([found]))
 
 
@@ -278,31 +203,84 @@ def test_rows_so_far_are_on_disk_while_it_runs(folder: Path, tiny: Path, tmp_pat
     assert str(folder) not in running
 
 
-def test_shapes_by_name_are_those_of_a_pack(tmp_path: Path) -> None:
-    """And numbers on the command line come first."""
-    shape = {**TINY, "head_dim": 32, "eps": 1e-6, "rope_theta": 5e5}
-    (tmp_path / "pack.json").write_text(json.dumps({"models": [{"model": "packed", "shape": shape}]}))
-    command = [sys.executable, str(BENCHMARKS / "peers_llama_cuda.py"), "gguf", "--pack", str(tmp_path)]
-    output = tmp_path / "model.gguf"
-    subprocess.run([*command, "--shape", "packed", "--layers", "1", "-o", str(output)], check=True, capture_output=True)
-    facts = json.loads(facts_of(output).read_text())
-    assert [facts[key] for key in ("name", "hidden", "layers", "head_dim", "eps")] == ["packed", 64, 1, 32, 1e-6]
-    refused = subprocess.run([*command, "--shape", "other", "-o", "x"], capture_output=True, text=True, check=False)
-    assert refused.returncode == 1
-    assert "has packed" in refused.stderr
+def _sdist(path: Path, files: Mapping[str, str], log: str = "- feat: update to ggml-org/llama.cpp@0123abc\n") -> Path:
+    """A source distribution of llama-cpp-python with these files of llama.cpp."""
+    whole = {f"vendor/llama.cpp/{name}": text for name, text in files.items()} | {"CHANGELOG.md": log}
+    with tarfile.open(path, "w:gz") as archive:
+        for name, text in whole.items():
+            entry = tarfile.TarInfo(f"llama_cpp_python-1/{name}")
+            entry.size = len(text.encode())
+            archive.addfile(entry, io.BytesIO(text.encode()))
+    return path
 
 
-def test_what_runs_beside_a_gpu_imports_numpy_alone() -> None:
-    """That machine has no compiler of picompile's, and a missing package would cost a loan of it."""
-    names = {path.stem for path in BENCHMARKS.glob("*.py")}
-    pending, seen = ["peers_llama_cuda"], set()
-    while pending:
-        name = pending.pop()
-        if name in names - seen:
-            tree = ast.parse((BENCHMARKS / f"{name}.py").read_text())
-            pending += [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
-            pending += [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
-        seen.add(name)
-    others = {name.partition(".")[0] for name in seen - names} - sys.stdlib_module_names
-    assert others == {"numpy"}
-    assert {"peers_llama_bench", "peers_llama_gguf", "_gpu_report"} <= seen
+def test_trim_keeps_what_two_backends_need(tmp_path: Path) -> None:
+    kept = ["CMakeLists.txt", "LICENSE", "src/models/llama.cpp", "ggml/src/ggml.c", "ggml/src/ggml-cuda/mmq.cu",
+            "ggml/src/ggml-cpu/arch/x86/quants.c", "ggml/src/CMakeLists.txt", "tools/llama-bench/main.cpp"]  # fmt: skip
+    left = ["README.md", "models/vocab.gguf", "ggml/src/ggml-cpu/arch/arm/quants.c", "ggml/src/ggml-vulkan/v.cpp",
+            "tools/server/server.cpp", "tests/test.cpp", "tools/CMakeLists.txt", "vendor/stb/stb_image.h"]  # fmt: skip
+    facts = trim(_sdist(tmp_path / "llama.tar.gz", dict.fromkeys(kept + left, "text")), tmp_path / "out.tar.xz")
+    with tarfile.open(tmp_path / "out.tar.xz") as archive:
+        names = {name.removeprefix(f"{TOP}/") for name in archive.getnames()}
+        about = json.load(archive.extractfile(f"{TOP}/{FACTS}"))  # type: ignore[arg-type]
+    assert names == {*kept, "tools/CMakeLists.txt", FACTS}
+    assert about == facts
+    assert (facts["commit"], facts["files"]) == ("0123abc", len(kept))
+    assert not any(is_wanted(name) for name in left)
+    with pytest.raises(SourceError, match="no source distribution"):
+        trim(_sdist(tmp_path / "x.tar.gz", {"CMakeLists.txt": ""}, log="nothing"), tmp_path / "other.tar.xz")
+    assert not (tmp_path / "other.tar.xz").exists()
+
+
+# In place of cmake: notes how it was called, and fails where the sources have a file that says so.
+CMAKE = """#!/bin/sh
+echo "$@" >> "$NOTES"
+if [ -e "$FAILS" ]; then echo "x.cu(3): error: expected a ;"; exit 1; fi
+"""
+
+
+@pytest.fixture
+def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A toolkit without cuBLAS, packages with it, a cmake that builds nothing, and the trimmed sources of nothing."""
+    for name, text in {"toolkit/bin/nvcc": "", "path/cmake": CMAKE}.items():
+        file = tmp_path / name
+        file.parent.mkdir(parents=True)
+        file.write_text(text)
+        file.chmod(0o755)
+    for name in ("include/cublas_v2.h", "include/cuda_runtime.h", "lib/libcublas.so.13"):
+        (tmp_path / "site/nvidia/cu13" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "site/nvidia/cu13" / name).touch()
+    cuda = "ggml/src/ggml-cuda"
+    flash = [f"{cuda}/fattn.cu", f"{cuda}/template-instances/fattn-mma-1.cu", f"{cuda}/template-instances/mmq-1.cu"]
+    sdist = _sdist(tmp_path / "s.tar.gz", dict.fromkeys(["ggml/src/CMakeLists.txt", *flash], "text"))
+    trim(sdist, tmp_path / "llama.tar.xz")
+    monkeypatch.setenv("PATH", f"{tmp_path}/path:/usr/bin:/bin")
+    monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
+    monkeypatch.setenv("FAILS", str(tmp_path / "fails"))
+    monkeypatch.setattr(peers_llama_build, "_toolkits", lambda: [tmp_path / "toolkit"])
+    monkeypatch.setattr("site.getsitepackages", list)
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "site")])
+    return tmp_path
+
+
+def test_a_build_finds_cublas_beside_pytorch(tools: Path) -> None:
+    folder = tools / "out"
+    built = build(tools / "llama.tar.xz", folder, BuildOptions(90, 3))
+    configured, compiled = (tools / "notes").read_text().splitlines()
+    assert (built["commit"], built["sm"]) == ("0123abc", 90)
+    for option in (
+        f"-DCUDA_cublas_LIBRARY={tools}/site/nvidia/cu13/lib/libcublas.so.13", "-DCMAKE_CUDA_ARCHITECTURES=90-real",
+        f"-DCMAKE_CUDA_COMPILER={tools}/toolkit/bin/nvcc", f"-DCMAKE_CUDA_FLAGS=-I{folder}/cublas/include",
+        "-DGGML_CUDA=ON", "-DGGML_NATIVE=OFF", "-DLLAMA_BUILD_COMMIT=0123abc",
+    ):  # fmt: skip
+        assert option in configured.split()
+    assert "-j 3" in compiled
+    # Of the package's headers only cuBLAS's: others may be of another release than the compiler's.
+    assert [path.name for path in (folder / "cublas/include").iterdir()] == ["cublas_v2.h"]
+    assert library_folders() == [tools / "site/nvidia/cu13/lib"]
+
+
+def test_a_build_that_fails_says_what_failed(tools: Path) -> None:
+    (tools / "fails").touch()
+    with pytest.raises(BuildError, match=r"^x.cu\(3\): error: expected a ;$"):
+        build(tools / "llama.tar.xz", tools / "out", BuildOptions(90, 1))

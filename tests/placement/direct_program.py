@@ -39,6 +39,7 @@ TIME_LIMIT_S = 190.0
 
 _INFINITY = highspy.kHighsInf
 _STATUS = highspy.HighsModelStatus
+_NOTHING = np.zeros(0)
 # Costs of the latency program are in microseconds: the solver's tolerances are absolute.
 _PER_SECOND = 1e6
 
@@ -198,32 +199,37 @@ def _add_memory(
 
 
 class _Model:
-    """Columns and rows on their way to HiGHS."""
+    """Columns and rows of a program for HiGHS."""
 
     def __init__(self) -> None:
-        self._costs: list[float] = []
-        self._uppers: list[float] = []
-        self._whole: list[bool] = []
-        self._rows: list[tuple[float, float, Sequence[int], ArrayLike]] = []
-        self._constant = 0.0
+        make: Any = highspy.Highs
+        self._highs = make()
+        options = {"output_flag": False, "threads": 1, "mip_abs_gap": 0.0, "mip_feasibility_tolerance": 1e-9}
+        for option, value in options.items():
+            self._highs.setOptionValue(option, value)
+        self._count, self._constant = 0, 0.0
 
     def columns(self, costs: ArrayLike, upper: float = 1.0, whole: bool = True, constant: float = 0.0) -> range:
         """Add columns from 0 to `upper`, and a constant to the objective; return the columns' numbers."""
-        first, values = len(self._costs), np.asarray(costs, dtype=np.float64)
-        self._costs += values.tolist()
-        self._uppers += [upper] * len(values)
-        self._whole += [whole] * len(values)
+        first = self._count
+        for cost in np.asarray(costs, dtype=np.float64):
+            self._highs.addCol(cost, 0.0, upper, 0, _NOTHING, _NOTHING)
+            if whole:
+                self._highs.changeColIntegrality(self._count, highspy.HighsVarType.kInteger)
+            self._count += 1
         self._constant += constant
-        return range(first, len(self._costs))
+        return range(first, self._count)
 
     def row(self, lower: float, upper: float, columns: Sequence[int], values: ArrayLike) -> None:
-        self._rows.append((lower, upper, columns, values))
+        numbers = np.asarray(columns, dtype=np.int32)
+        self._highs.addRow(lower, upper, len(numbers), numbers, np.asarray(values, dtype=np.float64))
 
     def solve(
         self, groups: Sequence[range], offset: float, unit: float, gap: float, time_limit_s: float
     ) -> Direct | None:
         """Solve it; an objective of 1 is a cost of `unit`, to which `offset` is added."""
-        highs = self._highs(offset / unit)
+        highs = self._highs
+        highs.changeObjectiveOffset(self._constant + offset / unit)
         highs.setOptionValue("mip_rel_gap", gap)
         highs.setOptionValue("time_limit", time_limit_s)
         highs.run()
@@ -238,24 +244,3 @@ class _Model:
         cost, bound = info.objective_function_value * unit, info.mip_dual_bound * unit
         hot = tuple(values[x.start : x.stop] > 0.5 for x in groups)
         return Direct(hot, cost, bound, (cost - bound) / max(abs(cost), 1e-300), highs.getRunTime())
-
-    def _highs(self, offset: float) -> Any:
-        make: Any = highspy.Highs
-        highs = make()
-        options = {"output_flag": False, "threads": 1, "mip_abs_gap": 0.0, "mip_feasibility_tolerance": 1e-9}
-        for option, value in options.items():
-            highs.setOptionValue(option, value)
-        count, nothing = len(self._costs), np.zeros(0, dtype=np.int32)
-        uppers = np.asarray(self._uppers)
-        highs.addCols(count, np.asarray(self._costs), np.zeros(count), uppers, 0, nothing, nothing, np.zeros(0))
-        whole = np.flatnonzero(self._whole).astype(np.int32)
-        kinds = np.full(len(whole), highspy.HighsVarType.kInteger.value, dtype=np.uint8)
-        highs.changeColsIntegrality(len(whole), whole, kinds)
-        highs.changeObjectiveOffset(self._constant + offset)
-        lowers, uppers = (np.asarray([row[side] for row in self._rows]) for side in (0, 1))
-        lengths = [len(columns) for _, _, columns, _ in self._rows]
-        starts = np.concatenate(([0], np.cumsum(lengths)[:-1])).astype(np.int32)
-        columns = np.concatenate([np.asarray(columns, dtype=np.int32) for _, _, columns, _ in self._rows])
-        values = np.concatenate([np.asarray(values, dtype=np.float64) for *_, values in self._rows])
-        highs.addRows(len(self._rows), lowers, uppers, len(columns), starts, columns, values)
-        return highs

@@ -15,6 +15,7 @@ from picompile.placement.machine import Machine
 from picompile.placement.problem import (
     PlacementProblem,
     PlacementTask,
+    Totals,
     capacities,
     dense_first,
     fixed_bytes,
@@ -52,15 +53,6 @@ def placed(task: PlacementTask, seed: int) -> tuple[list[PartPlaces], bool]:
         return dense_first(task, bool(rng.integers(0, 2)))
     wheres = [places_of(layer)[rng.integers(len(places_of(layer)))] for layer in task.model.layers]
     return wheres, bool(rng.integers(0, 2))
-
-
-def looking_at_all(task: PlacementTask) -> PlacementTask:
-    """Return the task with predictors that read every neuron, so that any cold group means a transfer."""
-    layers = tuple(
-        replace(layer, gating_bytes=max(1, layer.gating_bytes), neuron_bytes=layer.neuron_bytes + 1)
-        for layer in task.model.layers
-    )
-    return replace(task, model=replace(task.model, layers=layers))
 
 
 def subsets(groups: int) -> NDArray[np.bool_]:
@@ -136,29 +128,21 @@ def given_s(
     task: PlacementTask, program: PlacementProblem, wheres: list[PartPlaces], head_on_accelerator: bool
 ) -> float:
     """Head and transfers between the sides."""
-    head = next(
-        c for c in program.stages[-1].choices if c.label == (ALL_ON_ACCELERATOR if head_on_accelerator else ALL_ON_HOST)
-    )
-    text = "".join(
-        "g" if side else "h"
-        for side in (False, *(w.attention_on_accelerator for w in wheres), head_on_accelerator, False)
-    )
-    return head.cost(0) + (text.count("gh") + text.count("hg")) * program.switch_cost
+    label = ALL_ON_ACCELERATOR if head_on_accelerator else ALL_ON_HOST
+    head = next(choice for choice in program.stages[-1].choices if choice.label == label)
+    sides = [False, *(where.attention_on_accelerator for where in wheres), head_on_accelerator, False]
+    return head.cost(0) + sum(one != other for one, other in itertools.pairwise(sides)) * program.switch_cost
 
 
-def agree(found: float | None, expected: float | None) -> bool:
+def agree(found: Direct | Totals | None, expected: float | None) -> bool:
     if found is None or expected is None:
         return found is expected
-    return abs(found - expected) <= ROUNDING * max(1e-6, abs(expected))
+    return abs(found.cost - expected) <= ROUNDING * max(1e-6, abs(expected))
 
 
-def cost(solution: Direct | None) -> float | None:
-    return None if solution is None else solution.cost
-
-
-def prefix_cost(program: PlacementProblem) -> float | None:
+def prefixes(program: PlacementProblem) -> Totals | None:
     found = solve(program, gap=0.0)
-    return None if found is None else found.totals.cost
+    return None if found is None else found.totals
 
 
 @given(SEEDS, st.booleans())
@@ -169,8 +153,8 @@ def test_prefixes_of_neurons_solve_the_papers_problem(seed: int, kv_cache_on_acc
     smaller = replace(task.machine, gpu_bytes=task.machine.gpu_bytes - 1, host_bytes=task.machine.host_bytes - 1)
     costs = [impact_costs(task, number, where) for number, where in enumerate(wheres)]
     expected = best_of_all(replace(task, machine=smaller), wheres, head_on_accelerator, costs)
-    assert agree(prefix_cost(impact_problem(task, kv_cache_on_accelerator)), expected)
-    assert agree(cost(direct_impact(task, kv_cache_on_accelerator, gap=0.0)), expected)
+    assert agree(prefixes(impact_problem(task, kv_cache_on_accelerator)), expected)
+    assert agree(direct_impact(task, kv_cache_on_accelerator, gap=0.0), expected)
 
 
 @given(SEEDS)
@@ -186,20 +170,8 @@ def test_the_direct_program_in_order_has_the_prefix_solution(seed: int) -> None:
     expected = best_of_all(task, wheres, head_on_accelerator, costs)
     if expected is not None:
         expected += given_s(task, program, wheres, head_on_accelerator)
-    assert agree(prefix_cost(program), expected)
-    assert agree(cost(direct_latency(task, wheres, head_on_accelerator, gap=0.0)), expected)
-
-
-@given(SEEDS)
-def test_the_direct_program_without_order_searches_all_sets(seed: int) -> None:
-    task = looking_at_all(small_task(seed))
-    wheres, head_on_accelerator = placed(task, seed)
-    program = latency_problem(task)
-    costs = [latency_costs(task, number, where) for number, where in enumerate(wheres)]
-    expected = best_of_all(task, wheres, head_on_accelerator, costs)
-    if expected is not None:
-        expected += given_s(task, program, wheres, head_on_accelerator)
-    assert agree(cost(direct_latency(task, wheres, head_on_accelerator, ordered=False, gap=0.0)), expected)
+    assert agree(prefixes(program), expected)
+    assert agree(direct_latency(task, wheres, head_on_accelerator, gap=0.0), expected)
 
 
 @given(SEEDS)
@@ -212,24 +184,11 @@ def test_other_sets_than_prefixes_gain_less_than_a_group_on_the_gpu(seed: int) -
     of_all = best_of_all(task, wheres, head_on_accelerator, costs)
     solution = solve(program, gap=0.0)
     if of_all is None or solution is None:
-        assert of_all is None
-        assert solution is None
+        assert of_all is solution
         return
     of_all += given_s(task, program, wheres, head_on_accelerator)
     lost_s = solution.totals.cost - of_all
     assert -ROUNDING * of_all <= lost_s <= most_lost_s(task) * (1 + ROUNDING) + ROUNDING * of_all
-
-
-@given(SEEDS)
-def test_no_other_set_of_as_many_is_better_where_the_host_is_slower(seed: int) -> None:
-    task = small_task(seed)
-    for number, where in enumerate(placed(task, seed)[0]):
-        times = task.layer_times(number).times(where)
-        sets = subsets(group_count(task.model.layers[number].neurons))
-        costs, counts = latency_costs(task, number, where), sets.sum(axis=1)
-        for groups in range(sets.shape[1] + 1):
-            if times.hot_s[groups] <= times.cold_s[groups]:
-                assert times.total_s[groups] <= costs[counts == groups].min() * (1 + 1e-9)
 
 
 def test_another_set_can_be_better_where_the_gpu_is_slower() -> None:
@@ -241,19 +200,10 @@ def test_another_set_can_be_better_where_the_gpu_is_slower() -> None:
     model = replace(task.model, layers=(layer,), hidden=8, batch=1)
     task = PlacementTask(model, Firing((firing,), "steps"), machine, 0)
     program = restricted(latency_problem(task), [ALL_ON_ACCELERATOR], True)
-    prefix, of_all = (
-        prefix_cost(program),
-        best_of_all(task, [ALL_ON_ACCELERATOR], True, [latency_costs(task, 0, ALL_ON_ACCELERATOR)]),
-    )
-    assert prefix is not None
-    assert of_all is not None
-    lost_s = prefix - of_all - given_s(task, program, [ALL_ON_ACCELERATOR], True)
+    costs = [latency_costs(task, 0, ALL_ON_ACCELERATOR)]
+    prefix, of_all = prefixes(program), best_of_all(task, [ALL_ON_ACCELERATOR], True, costs)
+    assert prefix is not None and of_all is not None
+    lost_s = prefix.cost - of_all - given_s(task, program, [ALL_ON_ACCELERATOR], True)
     group_s = 0.1 * GROUP * 10**5 / 1e9
     assert lost_s == pytest.approx(group_s, rel=1e-3)
     assert lost_s < most_lost_s(task)
-
-
-def test_a_program_without_room_has_no_solution() -> None:
-    task = replace(small_task(1), machine=replace(small_task(1).machine, gpu_bytes=0, host_bytes=0))
-    assert direct_impact(task) is None
-    assert direct_latency(task, *dense_first(task)) is None

@@ -4,20 +4,14 @@ from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
-from test_solver import brute_force, check, random_program
+from test_solver import SEEDS, random_places
 
 from picompile.errors import DoesNotFitError
 from picompile.placement.model_bytes import predicting_early
 from picompile.placement.planning import PlanOptions, make_plan
 from picompile.placement.problem import (
-    Choice,
-    PlacementProblem,
-    PlacementStage,
     PlacementTask,
-    StagePlace,
     evaluate,
     latency_problem,
 )
@@ -25,24 +19,6 @@ from picompile.placement.schedule import critical_path, plan_graph, schedule, to
 from picompile.placement.solver import solve
 from picompile.placement.times import PartPlaces
 from picompile.testing.tasks import random_task
-
-SEEDS = st.integers(0, 2**32 - 1)
-
-
-def random_early_program(seed: int) -> PlacementProblem:
-    """A random problem in which some choices predict early, and some cost less before one that does."""
-    program, rng = random_program(seed), np.random.default_rng(seed)
-    stages = []
-    for stage in program.stages:
-        choices = [_with_early(choice, rng) for choice in stage.choices]
-        stages.append(replace(stage, choices=tuple(choices)))
-    return replace(program, stages=tuple(stages))
-
-
-def _with_early(choice: Choice, rng: np.random.Generator) -> Choice:
-    saved = rng.random(len(choice.costs)) * rng.choice([0.5, 5.0])
-    early = choice.costs - saved if rng.random() < 0.7 else None
-    return replace(choice, predicts_early=bool(rng.integers(0, 2)), early_costs=early)
 
 
 def early_task(seed: int) -> PlacementTask:
@@ -56,48 +32,6 @@ def early_task(seed: int) -> PlacementTask:
         if is_early and task.machine.gpu_bytes > model.workspace_bytes + model.table_bytes:
             return replace(task, model=model)
         seed += 1
-
-
-def random_places(program: PlacementProblem, seed: int) -> list[StagePlace]:
-    """Places of which most have everything on the accelerator."""
-    rng = np.random.default_rng(seed)
-    places = []
-    for stage in program.stages:
-        number = 0 if rng.random() < 0.6 else int(rng.integers(len(stage.choices)))
-        choice = stage.choices[number]
-        places.append(StagePlace(number, int(rng.integers(choice.first, choice.last + 1))))
-    return places
-
-
-@given(SEEDS)
-def test_the_solution_is_the_best_of_all(seed: int) -> None:
-    program = random_early_program(seed)
-    check(program, solve(program, gap=0.0), brute_force(program), gap=0.0)
-
-
-@given(SEEDS, st.sampled_from([1e-4, 0.02, 0.5]))
-def test_cost_exceeds_the_optimum_by_at_most_the_gap(seed: int, gap: float) -> None:
-    program = random_early_program(seed)
-    check(program, solve(program, gap=gap), brute_force(program), gap=gap)
-
-
-@pytest.mark.parametrize("block", range(2))
-def test_many_random_problems_are_solved(block: int) -> None:
-    """400 in all, beside those that hypothesis draws."""
-    for seed in range(200 * block, 200 * (block + 1)):
-        program = random_early_program(seed)
-        check(program, solve(program, gap=0.0), brute_force(program), gap=0.0)
-
-
-def test_a_stage_waits_for_nobody_unless_the_next_predicts_early() -> None:
-    """The saving is had where the next stage predicts early, even if that stage alone is dearer so."""
-    before = Choice("gpu", 1, 0, np.asarray([5.0]), early_costs=np.asarray([2.0]))
-    late, early = Choice("late", 0, 1, np.asarray([1.0])), Choice("early", 1, 0, np.asarray([3.0]), predicts_early=True)
-    stages = PlacementStage((before,)), PlacementStage((late, early))
-    for capacity, choice, cost in ((2, 1, 5.0), (1, 0, 6.0)):
-        solution = solve(PlacementProblem(stages, capacity, 10), gap=0.0)
-        assert solution is not None
-        assert (solution.places[1].choice, solution.totals.cost) == (choice, cost)
 
 
 @given(SEEDS)

@@ -1,7 +1,6 @@
 """A plan's file: what was written is read, and what is damaged is refused in one line."""
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -51,51 +50,26 @@ def path(plan: Plan, tmp_path: Path) -> Path:
     return tmp_path / "plan.json"
 
 
-@settings(max_examples=15)
+@settings(max_examples=6)
 @given(st.integers(0, 2**31), st.booleans())
 def test_a_written_plan_is_read_back(tmp_path_factory: pytest.TempPathFactory, seed: int, numbered: bool) -> None:
     written = random_plan(seed, numbered=numbered)
     path = tmp_path_factory.mktemp("plan") / "plan.json"
     write_plan(path, written)
     assert read_plan(path) == written
-    assert [file.name for file in path.parent.iterdir()] == ["plan.json"]
-
-
-def test_a_plan_file_is_plain_json(plan: Plan, path: Path) -> None:
     content = json.loads(path.read_text(), parse_constant=lambda text: pytest.fail(text))
-    assert content == json.loads(json.dumps(plan.to_json()))
-    assert {"tokens_per_s", "gap", "memory", "layers"} <= set(content)
-
-
-def test_writing_is_all_or_nothing(plan: Plan, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = path.read_bytes()
-    monkeypatch.setattr(Path, "replace", lambda self, target: (_ for _ in ()).throw(OSError(28, "full", str(target))))
-    with pytest.raises(OSError, match="full"):
-        write_plan(path, plan)
-    assert path.read_bytes() == before
-    assert list(path.parent.iterdir()) == [path]
-
-
-def test_a_link_goes_on_pointing(plan: Plan, path: Path) -> None:
-    link = path.with_name("link")
-    link.symlink_to(path)
-    path.write_text("old")
-    write_plan(link, plan)
-    assert link.is_symlink() and read_plan(path) == plan
+    assert content == json.loads(json.dumps(written.to_json()))
+    assert [file.name for file in path.parent.iterdir()] == ["plan.json"]
 
 
 def change(path: Path, *place: str | int, value: Any) -> None:
     path.write_text(json.dumps(replaced(json.loads(path.read_text()), place, value)))
 
 
-def hot_layer(path: Path) -> tuple[int, dict[str, Any]]:
-    """A layer with hot neurons in the file."""
-    layers = json.loads(path.read_text())["layers"]
-    return next((number, layer) for number, layer in enumerate(layers) if layer["hot"])
-
-
 def change_hot(path: Path, change_list: Callable[[list[int], int], object]) -> None:
-    number, layer = hot_layer(path)
+    """Change the numbers of a layer with hot neurons."""
+    layers = json.loads(path.read_text())["layers"]
+    number, layer = next((number, layer) for number, layer in enumerate(layers) if layer["hot"])
     change(path, "layers", number, "hot", value=change_list(layer["hot"], layer["neurons"]))
 
 
@@ -107,30 +81,17 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (lambda p: p.unlink(), "no such file"),
     (lambda p: (p.unlink(), p.mkdir()), "is no file"),
     (cut, "not readable as JSON"),
-    (lambda p: p.write_bytes(b"\xff"), "not readable as JSON"),
-    (lambda p: p.write_text("[]"), "is not a plan"),
     (lambda p: p.write_text('{"format": "picompile-profile"}'), "is not a plan"),
-    (lambda p: change(p, "predictor_quant", value="q5"), "predictor_quant must be"),
     (lambda p: change(p, "schema", value=1), "has schema 1, not 4; plan again"),
-    (lambda p: change(p, "layers", value=[]), "all layers in order"),
     (lambda p: change(p, "layers", 0, "layer", value=1), "all layers in order"),
     (lambda p: change(p, "layers", 0, "attention", value="disk"), "one of gpu, host"),
     (lambda p: change(p, "layers", 0, "total_s", value=-1.0), "total_s must be a number from 0"),
-    (lambda p: change(p, "layers", 0, "computed", value=1e9), "computed must be a number from 0"),
     (lambda p: change_hot(p, lambda hot, neurons: hot[1:]), "hot must be null or a list of"),
     (lambda p: change_hot(p, lambda hot, neurons: hot[::-1]), "in order, each once"),
-    (lambda p: change_hot(p, lambda hot, neurons: [*hot[:-1], neurons]), "in order, each once"),
     (lambda p: change_hot(p, lambda hot, neurons: [hot[0], *hot[:-1]]), "in order, each once"),
-    (lambda p: change_hot(p, lambda hot, neurons: [True, *hot[1:]]), "in order, each once"),
     (lambda p: change(p, "machine", "gpu_bytes", value=-1), "gpu_bytes must be an integer"),
-    (lambda p: change(p, "machine", "host_bytes_per_s", value=math.nan), "host_bytes_per_s must be a number"),
-    (lambda p: change(p, "memory", 0, "device", value="tpu"), "one of gpu, host"),
     (lambda p: change(p, "baselines", "host", value="fast"), "baselines: host must be a number"),
-    (lambda p: change(p, "fingerprint", value=7), "fingerprint must be a text"),
-    (lambda p: change(p, "tokens", value=2**40), "tokens must be an integer from 0"),
-    (lambda p: change(p, "token_s", value=0), "token_s must be a number from"),
     (lambda p: change(p, "tokens_per_s", value=1e-3), "tokens_per_s must be batch over token_s"),
-    (lambda p: change(p, "objective", value="luck"), "one of latency, impact"),
 ]
 
 
@@ -164,21 +125,14 @@ def small(tmp_path_factory: pytest.TempPathFactory, plan: Plan) -> tuple[Path, A
     return path, json.loads(path.read_text())
 
 
-def test_every_field_of_a_plan_is_required(small: tuple[Path, Any]) -> None:
-    path, content = small
-    for place in places(content):
-        # A shorter memory account, or fewer baselines, are a plan too.
-        if place[0] in ("memory", "baselines") and len(place) == 2:
-            continue
-        found = read_or_refuse(path, without(content, place))
-        assert found is None, place
-
-
-def test_strange_values_are_refused_or_harmless(small: tuple[Path, Any]) -> None:
+def test_every_field_of_a_plan_is_required_and_strange_values_are_harmless(small: tuple[Path, Any]) -> None:
     path, content = small
     for place in places(content):
         for value in STRANGE:
             _hold(path, replaced(content, place, value), place)
+        # A shorter memory account, or fewer baselines, are a plan too.
+        if place[0] not in ("memory", "baselines") or len(place) != 2:
+            assert read_or_refuse(path, without(content, place)) is None, place
 
 
 @settings(max_examples=100)

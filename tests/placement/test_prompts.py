@@ -65,22 +65,14 @@ def test_both_sides_are_counted(model: ModelBytes) -> None:
     assert flops == pytest.approx(2 * model.parameters * 1100, rel=0.04)
     slower = max(found.copy_s, found.arithmetic_s) + found.cache_s
     assert slower < found.total_s < slower + found.copy_s / 8
+    small, large = (prompt_estimate(model, plan, TARGET, 1024, chunk) for chunk in (64, 512))
+    assert small.copy_s == pytest.approx(8 * large.copy_s) and small.arithmetic_s == large.arithmetic_s
     gain = gain_with_answer(plan, found)
     dense_s = found.dense_s + ANSWER_TOKENS / max(plan.baselines.values())
     assert gain == pytest.approx(dense_s / (found.total_s + ANSWER_TOKENS / plan.tokens_per_s))
-
-
-def test_a_larger_chunk_copies_less(model: ModelBytes) -> None:
-    plan = plan_for(model, 8 * GIB)
-    small, large = (prompt_estimate(model, plan, TARGET, 1024, chunk) for chunk in (64, 512))
-    assert small.copy_s == pytest.approx(8 * large.copy_s)
-    assert small.arithmetic_s == large.arithmetic_s
-
-
-def test_nothing_is_copied_where_all_is_hot(model: ModelBytes) -> None:
-    found = prompt_estimate(model, plan_for(model, 40 * GIB), TARGET, 512, 512)
-    assert (found.copied_bytes, found.copy_s, found.dense_s) == (0, 0, found.arithmetic_s)
-    assert found.total_s == found.arithmetic_s
+    all_hot = prompt_estimate(model, plan_for(model, 40 * GIB), TARGET, 512, 512)
+    assert (all_hot.copied_bytes, all_hot.copy_s, all_hot.dense_s) == (0, 0, all_hot.arithmetic_s)
+    assert all_hot.total_s == all_hot.arithmetic_s
 
 
 def test_what_cannot_be_said(model: ModelBytes) -> None:
@@ -143,13 +135,10 @@ def test_memory_is_kept_for_caches_that_are_lent(model: ModelBytes) -> None:
         assert ("host" in caches and bool(plan.taken_bytes("gpu"))) == lends
         gpu = model.stage_bytes + (model.lent_bytes if lends else 0) if gpu_bytes else 0
         assert (staging.get("gpu", 0), staging.get("host", 0)) == (gpu, model.lent_bytes if lends else 0)
-
-
-def test_caches_are_lent_for_each_chunk(model: ModelBytes) -> None:
-    plan = plan_for(model, 3 * GIB)
-    on_host = sum(layer.kv_cache == "host" for layer in plan.layers)
-    assert on_host
-    of_position = on_host * model.layers[0].kv_cache_bytes / model.context
+    # For each chunk, what comes before it as well.
+    of_position = (
+        sum(layer.kv_cache == "host" for layer in plan.layers) * model.layers[0].kv_cache_bytes / model.context
+    )
     found = prompt_estimate(model, plan, TARGET, 1100, 512)
     assert found.cache_bytes == round(of_position * (512 + 1024 + 2 * 1100))
     assert found.cache_s == pytest.approx(found.cache_bytes * found.copy_s / (3 * found.copied_bytes))

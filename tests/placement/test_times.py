@@ -1,18 +1,12 @@
 """The cost model against the same sums made neuron by neuron."""
 
-from itertools import pairwise
-
 import numpy as np
 from hypothesis import given
-from hypothesis import strategies as st
+from test_solver import SEEDS
 
-from picompile.placement.plan import PlanLayer
-from picompile.placement.problem import PlacementTask, StagePlace, evaluate, latency_problem, places_of
-from picompile.placement.schedule import critical_path, plan_graph, schedule, token_s
+from picompile.placement.problem import PlacementTask, places_of
 from picompile.placement.times import GROUP, LayerTimes, PartPlaces, Times, transfer_launches
 from picompile.testing.tasks import random_task
-
-SEEDS = st.integers(0, 2**32 - 1)
 
 
 def with_gpu(seed: int) -> PlacementTask:
@@ -81,32 +75,3 @@ def test_times_of_a_layers_parts(seed: int) -> None:
             sides = max(expected["hot_s"], expected["cold_s"])
             others = sum(value for name, value in expected.items() if name not in ("hot_s", "cold_s"))
             np.testing.assert_allclose(times.total_s[groups], sides + others, rtol=1e-9)
-
-
-@given(SEEDS)
-def test_the_schedule_takes_as_long_as_the_placement_costs(seed: int) -> None:
-    """The critical path of the layer graph is the cost of the placement, whatever is chosen."""
-    task = with_gpu(seed)
-    program = latency_problem(task)
-    rng = np.random.default_rng(seed)
-    places = []
-    for stage in program.stages:
-        number = int(rng.integers(len(stage.choices)))
-        choice = stage.choices[number]
-        places.append(StagePlace(number, int(rng.integers(choice.first, choice.last + 1))))
-    layers = []
-    for number, place in enumerate(places[:-1]):
-        where = program.stages[number].choices[place.choice].label
-        assert isinstance(where, PartPlaces)
-        sides = ["gpu" if on_accelerator else "host" for on_accelerator in vars(where).values()]
-        seconds = task.layer_times(number).times(where).at(place.groups)
-        layers.append(PlanLayer(number, 1, 0, *sides, 0.0, 0.0, **seconds, total_s=0.0, limit="gpu"))
-    head = program.stages[-1].choices[places[-1].choice]
-    graph = plan_graph(layers, ("gpu" if head.on_accelerator else "host", head.cost(0)), program.switch_cost)
-    np.testing.assert_allclose(token_s(graph), evaluate(program, places).cost, rtol=1e-9)
-    waited = sum(graph.nodes[step]["seconds"] for step in critical_path(graph))
-    np.testing.assert_allclose(waited, token_s(graph), rtol=1e-9)
-    steps = schedule(graph)
-    for device in ("gpu", "host", "link"):
-        own = [step for step in steps if step.device == device]
-        assert all(after.start_s >= before.end_s - 1e-12 for before, after in pairwise(own))

@@ -1,4 +1,4 @@
-"""The figures of `measure_layers` equal counts over the whole graph, run in one go."""
+"""Which neurons fire, and what predictors miss: figures of layers equal counts over the whole graph, run in one go."""
 
 from typing import Any
 
@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
-from picompile.predictors.accuracy import LayerAccuracy, measure_layers
-from picompile.predictors.firing import FiringRule
+from helpers.products import sampled
+from picompile.errors import UsageError
+from picompile.predictors.accuracy import LayerAccuracy, first_windows, measure_layers, rank_layers_by_error
+from picompile.predictors.firing import MEASURES, FiringRule
 from picompile.testing import GraphShape, build, random_weights
 from picompile_passes.dialect import parse_activation
 from picompile_passes.graph.materialize import materialize
@@ -74,8 +76,7 @@ def _figures(hidden: Tensor, mask: Tensor, length: Tensor) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("kind", ["learned", "sign"])
+@sampled(slow="measures every shape of a layer with each predictor", name=SHAPES, kind=("learned", "sign"))
 def test_figures_are_those_of_the_whole_graph(name: str, kind: str) -> None:
     graph_module = _insert(kind, SHAPES[name].layers)(build(SHAPES[name])).graph_module
     weights = random_weights(graph_module, seed=2)
@@ -136,3 +137,36 @@ def test_neurons_below_their_limits_are_missed() -> None:
     assert 0 < limited[1].computed_share < limited[1].firing_share
     assert limited[1].recall < limited[1].weighted_recall < 1.0 == limited[1].precision
     assert limited[1].missed_energy > 0
+
+
+def test_the_rule_compares_magnitude_or_contribution_with_its_threshold() -> None:
+    magnitude, lengths = torch.tensor([[0.0, 1.0, 2.0], [3.0, 0.5, 1.0]]), torch.tensor([1.0, 3.0, 0.25])
+    assert FiringRule(1.0).fires(magnitude, lengths).tolist() == [[False, False, True], [True, False, False]]
+    by_contribution = FiringRule(1.0, "contribution").fires(magnitude, lengths)
+    assert by_contribution.tolist() == [[False, True, False], [True, True, False]]
+    # Without a threshold every output but zero fires, even where the product underflows: predictors of ReLU models are
+    # exact about zero.
+    magnitude, lengths = torch.tensor([[0.0, 1e-30, 1.0]]), torch.tensor([1.0, 1e-30, 0.0])
+    for by in MEASURES:
+        assert FiringRule(by=by).fires(magnitude, lengths).tolist() == [[False, True, True]]
+    with pytest.raises(UsageError, match="unknown measure 'energy' of firing"):
+        FiringRule(by="energy")
+
+
+def test_layers_that_miss_most_rank_first() -> None:
+    assert rank_layers_by_error({0: 1.0, 1: 6.0, 2: 3.0, 3: 0.0}) == [1, 2]
+    assert rank_layers_by_error({4: 1e-9}) == [4]
+    assert rank_layers_by_error({5: 1.0, 3: 1.0, 4: 1.0}) == [3, 4, 5]
+    assert rank_layers_by_error({0: 0.0, 1: 0.0}) == rank_layers_by_error({}) == []
+
+
+def test_as_many_tokens_are_read_as_asked_for() -> None:
+    """Windows that are too long are cut, and a single id tells nothing."""
+    windows = [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
+    assert first_windows(windows, 100) == first_windows(windows, 100, 10) == windows
+    assert first_windows(windows, 7) == [[1, 2, 3, 4], [5, 6, 7]]
+    assert first_windows(windows, 6, 3) == [[1, 2, 3], [5, 6, 7]]
+    assert first_windows(windows, 6, 2) == [[1, 2], [3, 4], [5, 6]]
+    assert first_windows(windows, 5) == [[1, 2, 3, 4]]
+    assert first_windows([[], [1, 2]], 7) == [[1, 2]]
+    assert first_windows(windows, 1) == first_windows([], 7) == []

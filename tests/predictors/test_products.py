@@ -44,14 +44,10 @@ def test_fast_products_are_of_float32() -> None:
     expected = x.double() @ w.double().T + bias
     with fast_products():
         torch.testing.assert_close(torch.nn.functional.linear(x, w, bias).double(), expected, rtol=1e-4, atol=2e-3)
-
-
-def test_products_in_bf16_win_over_fast_ones() -> None:
-    x, w = torch.randn(64, 256), torch.randn(256, 256)
     with products_in_bf16(True):
-        alone = x @ w
+        alone = x @ w.T
         with fast_products():
-            assert torch.equal(x @ w, alone)
+            assert torch.equal(x @ w.T, alone)
 
 
 def test_a_product_that_rounds_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -51,34 +51,20 @@ def test_written_predictors_are_read_back(tmp_path: Path) -> None:
     save_predictors(tmp_path / "p", LAYERS, tensors, MODEL, {"met": True}, [{"layer": 0}])
     read = load_predictors(tmp_path / "p")
     assert read.layers == tuple(sorted(LAYERS, key=lambda layer: layer.layer))
-    assert (read.fingerprint, read.name, read.gate, read.curves) == (
-        "ab" * 16,
-        "some-model",
-        {"met": True},
-        [{"layer": 0}],
-    )
+    assert (read.fingerprint, read.name) == ("ab" * 16, "some-model")
+    assert (read.gate, read.curves) == ({"met": True}, [{"layer": 0}])
     for name, tensor in tensors.items():
         _, layer, part = name.split(".")
         assert torch.equal(read.tensor(int(layer), part), tensor)
     read.require_model("ab" * 16, BLOCKS)
     read.require_model(None, BLOCKS)
-
-
-def test_the_same_predictors_are_the_same_bytes(tmp_path: Path) -> None:
-    tensors = _tensors()
-    save_predictors(tmp_path / "a", LAYERS, tensors, MODEL)
-    save_predictors(tmp_path / "b", LAYERS[::-1], dict(reversed(tensors.items())), MODEL)
+    # Predictors are the same bytes in whatever order they come, rounded to f16; what is given is left alone.
+    given = {name: tensor.float() * (1 + 1e-5) for name, tensor in reversed(tensors.items())}
+    before = {name: tensor.clone() for name, tensor in given.items()}
+    save_predictors(tmp_path / "q", LAYERS[::-1], given, MODEL, {"met": True}, [{"layer": 0}])
     for name in ("predictors.json", "predictors.safetensors"):
-        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
-
-
-def test_values_are_rounded_to_f16_and_the_given_ones_are_left_alone(tmp_path: Path) -> None:
-    tensors = {name: tensor.float() + 1e-5 for name, tensor in _tensors().items()}
-    before = {name: tensor.clone() for name, tensor in tensors.items()}
-    save_predictors(tmp_path / "p", LAYERS, tensors, MODEL)
-    stored = load_file(tmp_path / "p" / "predictors.safetensors")
-    assert all(torch.equal(stored[name], before[name].half()) for name in before)
-    assert all(torch.equal(tensors[name], before[name]) for name in before)
+        assert (tmp_path / "p" / name).read_bytes() == (tmp_path / "q" / name).read_bytes()
+    assert all(torch.equal(given[name], before[name]) for name in before)
 
 
 def test_a_predictor_of_the_wrong_shape_is_not_written(tmp_path: Path, folder: Path) -> None:
@@ -102,7 +88,7 @@ def test_weights_lie_over_those_of_the_model(folder: Path) -> None:
         weights.load("predictors.layers.1.fc1")
 
 
-@pytest.mark.parametrize("quant", ["f16", "q6", "q4"])
+@pytest.mark.parametrize("quant", ["f16", "q4"])
 def test_matrices_can_have_the_values_of_a_format(folder: Path, quant: str) -> None:
     predictors = load_predictors(folder)
     stored, rounded = (predictors.weights(ModuleWeights({}), form) for form in (None, quant))
@@ -113,10 +99,12 @@ def test_matrices_can_have_the_values_of_a_format(folder: Path, quant: str) -> N
         assert torch.equal(after, before.to(after.dtype)), name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_bare_file_is_learned_at_threshold_zero(tmp_path: Path, dtype: torch.dtype) -> None:
     tensors = {name: tensor.to(dtype) for name, tensor in _tensors().items()}
-    save_file(tensors | {"other": torch.zeros(2)}, tmp_path / "predictors.safetensors")
+    # Layers with numbers that no model has are not found, nor what is something else.
+    named = {f"layers.{number}.fc1": torch.zeros(2) for number in ("10000", "1" * 5000, "00", "-1")}
+    save_file(tensors | named | {"other": torch.zeros(2)}, tmp_path / "predictors.safetensors")
     for path in (tmp_path, tmp_path / "predictors.safetensors"):
         read = load_predictors(path)
         assert [(p.layer, p.kind, p.input, p.rank, p.threshold) for p in read.layers] == [
@@ -147,7 +135,6 @@ def test_another_model_is_refused(folder: Path) -> None:
         ({"layers.0.fc1": torch.zeros(6, HIDDEN), "layers.0.fc2": torch.zeros(NEURONS, 6)}, "rank 5"),
         ({"layers.0.bias": torch.zeros(NEURONS + 1)}, "layer 0"),
         ({"layers.0.fc2": torch.full((NEURONS, 5), float("nan"))}, "layers.0.fc2 holds values that are no numbers"),
-        ({"layers.2.bias": torch.full((NEURONS,), float("inf"))}, "layers.2.bias holds values that are no numbers"),
         ({"layers.2.bias": torch.zeros(NEURONS, dtype=torch.int32)}, "I32"),
         ({"layers.2.bias": None}, "no tensor layers.2.bias"),
     ],
@@ -165,29 +152,15 @@ def test_wrong_tensors_are_refused(folder: Path, change: dict[str, Tensor | None
     [
         ({"format": "picompile-profile"}, "not the facts"),
         ({"schema": 2}, "schema 2"),
-        ({"schema": "a\nb"}, r"schema 'a\\nb'"),
         ({"layers": []}, "layers must be a list of layers in order, each once"),
         ({"layers": [{"layer": 0, "kind": "learned"}]}, "input must be given for a layer of kind learned"),
         ({"layers": [{"layer": 0, "kind": "sign"}]}, "threshold must be given for a layer of kind sign"),
         ({"layers": [{"layer": -1, "kind": "exact"}]}, r"layers\[0\]: layer must be an integer from 0 to 9999"),
-        ({"layers": [{"layer": 0.0, "kind": "exact"}]}, "layer must be an integer"),
         ({"layers": [{"layer": 10**400, "kind": "exact"}]}, "beyond which no model has layers"),
         ({"layers": [{"layer": 0, "kind": "exact"}, {"layer": 0, "kind": "none"}]}, "in order, each once"),
-        ({"layers": [{"layer": 1, "kind": "exact"}, {"layer": 0, "kind": "none"}]}, "in order, each once"),
-        ({"layers": [{"layer": 0, "kind": ["exact"]}]}, "kind must be a text"),
         ({"layers": [{"layer": 0, "kind": "exact", "threshold": "low"}]}, "threshold must be a number"),
-        ({"layers": [{"layer": 0, "kind": "sign", "threshold": float("nan")}]}, "threshold must be a number"),
-        ({"layers": [{"layer": 0, "kind": "sign", "threshold": 10**400}]}, "threshold must be a number"),
-        ({"layers": [{"layer": 0, "kind": "exact", "parameters": -1}]}, "parameters must be an integer from 0"),
-        ({"layers": [{"layer": 0, "kind": "exact", "recall": 10**400}]}, "recall must be a finite number"),
-        ({"layers": [{"layer": 0, "kind": "exact", "rank": True}]}, "rank must be an integer from 1"),
-        ({"layers": 7}, "not the facts"),
-        ({"model": None}, "model must be an object"),
         ({"model": {"parameters": "many"}}, "parameters must be an integer from 1"),
-        ({"model": {"fingerprint": 7}}, "fingerprint must be a text"),
-        ({"gate": [1]}, "gate must be an object"),
         ({"gate": {"perplexity": "low"}}, "gate: perplexity must be a finite number, but is 'low'"),
-        ({"gate": {"tokens": None}}, "gate: tokens must be a number"),
         ({"curves": {}}, "curves must be a list"),
     ],
 )
@@ -197,43 +170,6 @@ def test_wrong_facts_are_refused(folder: Path, change: dict[str, object], says: 
     with pytest.raises(UsageError, match=says) as refused:
         load_predictors(folder)
     assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ('{"format": "picompile-predictors", "format": "picompile-predictors"}', "a key stands twice"),
-        ("[" * 100_000, "recursion"),
-        ('{"x":' * 100_000, "recursion"),
-    ],
-)
-def test_texts_that_json_reads_in_its_own_way_are_refused(folder: Path, text: str, says: str) -> None:
-    (folder / "predictors.json").write_text(text)
-    with pytest.raises(UsageError, match=f"not readable as JSON: .*{says}"):
-        load_predictors(folder)
-
-
-def test_names_that_are_no_text_are_marked(folder: Path) -> None:
-    facts = folder / "predictors.json"
-    facts.write_text(json.dumps(replaced(json.loads(facts.read_text()), ("model", "name"), "\udcff\u4e2d")))
-    assert load_predictors(folder).name == "?\u4e2d"
-
-
-def test_figures_that_came_to_no_number_are_none(folder: Path) -> None:
-    facts = folder / "predictors.json"
-    content = json.loads(facts.read_text())
-    changed = replaced(content, ("layers", 0, "recall"), float("nan"))
-    facts.write_text(json.dumps(replaced(changed, ("gate", "perplexity"), float("inf"))))
-    read = load_predictors(folder)
-    assert read.layers[0].recall is None
-    assert read.gate["perplexity"] == float("inf")
-
-
-@pytest.mark.parametrize("number", ["10000", "1" * 5000, "00", "-1"])
-def test_layers_that_no_model_has_are_not_found_in_a_bare_file(tmp_path: Path, number: str) -> None:
-    named = {name.replace("layers.2", f"layers.{number}"): tensor for name, tensor in _tensors().items()}
-    save_file(named, tmp_path / "predictors.safetensors")
-    assert [layer.layer for layer in load_predictors(tmp_path).layers] == [0]
 
 
 def loads_or_is_refused(folder: Path, content: Any) -> None:
@@ -261,18 +197,23 @@ def described(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return folder, json.loads((folder / "predictors.json").read_text())
 
 
-@pytest.mark.slow("writes strange values in every place; single ones have fast tests")
-def test_everything_strange_in_every_place(described: tuple[Path, Any]) -> None:
-    folder, content = described
-    for place in places(content):
-        loads_or_is_refused(folder, without(content, place))
-        for value in STRANGE:
-            loads_or_is_refused(folder, replaced(content, place, value))
+def test_names_and_figures_that_cannot_be_shown(folder: Path) -> None:
+    facts = folder / "predictors.json"
+    content = replaced(json.loads(facts.read_text()), ("layers", 0, "recall"), float("nan"))
+    content = replaced(content, ("model", "name"), "\udcff\u4e2d")
+    facts.write_text(json.dumps(replaced(content, ("gate", "perplexity"), float("inf"))))
+    read = load_predictors(folder)
+    assert (read.name, read.layers[0].recall, read.gate["perplexity"]) == ("?\u4e2d", None, float("inf"))
 
 
+@settings(max_examples=25)
 @given(data=st.data())
 def test_anything_in_any_places(data: st.DataObject, described: tuple[Path, Any]) -> None:
+    """Beside it, each strange value in a place that is drawn, and a place that is left out."""
     folder, content = described
+    drawn = data.draw(st.sampled_from(list(places(content))))
+    for damaged in (without(content, drawn), *(replaced(content, drawn, value) for value in STRANGE)):
+        loads_or_is_refused(folder, damaged)
     for _ in range(data.draw(st.integers(1, 3))):
         place: Place = data.draw(st.sampled_from(list(places(content))))
         content = replaced(content, place, data.draw(strange_values))
@@ -289,8 +230,9 @@ def test_damaged_files_are_refused(folder: Path) -> None:
     weights.unlink()
     with pytest.raises(UsageError, match="cannot be read"):
         load_predictors(folder)
-    (folder / "predictors.json").write_text("{")
-    with pytest.raises(UsageError, match="not readable as JSON"):
-        load_predictors(folder)
+    for text in ("{", "[" * 100_000, '{"x":' * 100_000, '{"format": "picompile-predictors", "format": 1}'):
+        (folder / "predictors.json").write_text(text)
+        with pytest.raises(UsageError, match="not readable as JSON"):
+            load_predictors(folder)
     with pytest.raises(UsageError, match=r"neither predictors\.json nor"):
         load_predictors(folder.parent)

@@ -1,4 +1,4 @@
-"""Formats for a budget of bits, against all choices that there are."""
+"""Losses of matrices that are rounded alone, and formats for a budget of bits, against all choices that there are."""
 
 import itertools
 
@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 
 from picompile.choices import is_budget, parse_bits
 from picompile.errors import UsageError
+from picompile.progress import NoProgress
 from picompile.rounding.budget import CHOICES, MatrixUnit, fit_budget, fit_loss, mean_bits
+from picompile.rounding.losses import divergence, measure_losses, read_losses, write_losses
+from picompile.testing import RandomWeights, random_weights
+from picompile_passes.dialect.formats import dequantize_rows, quantize_rows
+from picompile_passes.graph.materialize import materialize
+from picompile_passes.passes.insert_predictors import InsertPredictors
 
 _LOSSES = st.floats(1e-9, 0.1)
 
@@ -56,15 +62,10 @@ def test_a_bound_on_the_loss_takes_the_fewest_bits(units, bound):
 
 def test_two_hundred_units_are_chosen_in_a_moment_and_always_alike():
     draw = torch.Generator().manual_seed(0)
-    units = [
-        MatrixUnit(
-            f"u{i}",
-            (f"p{i}",),
-            4096 * 4096,
-            {form: float(torch.rand(1, generator=draw)) / 4**k for k, form in enumerate(CHOICES)},
-        )
-        for i in range(225)
-    ]
+    units = []
+    for i in range(225):
+        losses = {form: float(torch.rand(1, generator=draw)) / 4**k for k, form in enumerate(CHOICES)}
+        units.append(MatrixUnit(f"u{i}", (f"p{i}",), 4096 * 4096, losses))
     found = fit_budget(units, 5.1)
     assert 5.05 < mean_bits(units, found) <= 5.1 * (1 + 1e-6)
     assert fit_budget(units, 5.1) == found
@@ -74,10 +75,70 @@ def test_texts_of_budgets():
     assert parse_bits("5.2bpw") == 5.2
     assert parse_bits("6bpw") == 6.0
     assert parse_bits("q4") is None
-    assert [text for text in ("auto", "4.5bpw", "q4", "4.5", "bpw", "-5bpw", "5.2 bpw") if is_budget(text)] == [
-        "auto",
-        "4.5bpw",
-    ]
+    texts = ("auto", "4.5bpw", "q4", "4.5", "bpw", "-5bpw", "5.2 bpw")
+    assert [text for text in texts if is_budget(text)] == ["auto", "4.5bpw"]
     for text in ("4.49bpw", "8.6bpw", "0bpw", "99bpw"):
         with pytest.raises(UsageError, match=r"from 4.5 to 8.5 bits"):
             parse_bits(text)
+
+
+_WINDOWS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2, 8]]
+
+
+def _rounded(weight, form, *, transposed):
+    """The weight as a format has it, whose rows are those of the transpose where kernels read these."""
+    matrix = weight.T if transposed else weight
+    near = dequantize_rows(quantize_rows(matrix, form), form, matrix.shape[1])
+    return (near.T if transposed else near).contiguous()
+
+
+def _logits(graph, weights):
+    module = materialize(graph, weights)
+    with torch.no_grad():
+        return [module(torch.tensor(ids), torch.arange(len(ids))).double() for ids in _WINDOWS]
+
+
+@pytest.mark.slow("runs a model per matrix; one family is fast", but=("llama-relu",))
+@pytest.mark.parametrize("name", ["llama-relu", "opt-pre-norm", "falcon-7b"])
+def test_the_loss_of_each_unit(name, transformed):
+    graph = transformed(name, InsertPredictors())
+    weights = random_weights(graph, seed=5)
+    units = measure_losses(graph, weights, _WINDOWS, NoProgress())
+    exact = _logits(graph, weights)
+    named = {parameter for unit in units for parameter in unit.parameters}
+    matrices = {each for each in weights.names() if weights.load(each).dim() == 2}
+    assert matrices - named <= {each for each in matrices if "embed" in each}
+    for unit in units:
+        changed = {each: weights.load(each) for each in weights.names()}
+        for parameter in unit.parameters:
+            # Down is kept with a row for each neuron.
+            down = parameter.split(".")[-2] in ("down_proj", "fc2", "dense_4h_to_h")
+            changed[parameter] = _rounded(weights.load(parameter), "q4", transposed=down)
+        other = _logits(graph, RandomWeights(changed))
+        tokens = sum(map(len, _WINDOWS))
+        expected = sum(
+            float((a.softmax(-1) * (a.log_softmax(-1) - b.log_softmax(-1))).sum())
+            for a, b in zip(exact, other, strict=True)
+        )
+        assert unit.losses["q4"] == pytest.approx(expected / tokens, rel=2e-2, abs=1e-9), unit.name
+        assert unit.losses["q4"] > unit.losses["q4m"] > unit.losses["q6"] > unit.losses["q8"] >= 0
+        assert unit.weights == sum(weights.load(each).numel() for each in unit.parameters)
+
+
+def test_divergence_of_distributions():
+    a, b = torch.randn(5, 40), torch.randn(5, 40)
+    p, q = a.double().softmax(-1), b.double().softmax(-1)
+    assert divergence(a, b) == pytest.approx(float((p * (p / q).log()).sum()), rel=1e-9)
+    assert divergence(a, a) == 0.0
+    assert divergence(a, a + 3.0) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_losses_are_read_for_the_same_inputs_alone(transformed, tmp_path):
+    graph = transformed("llama-relu", InsertPredictors())
+    units = measure_losses(graph, random_weights(graph, seed=1), _WINDOWS, NoProgress())
+    write_losses(tmp_path / "losses.json", "these", units)
+    assert read_losses(tmp_path / "losses.json", "these") == units
+    assert read_losses(tmp_path / "losses.json", "others") is None
+    assert read_losses(tmp_path / "nothing.json", "these") is None
+    (tmp_path / "losses.json").write_text("{")
+    assert read_losses(tmp_path / "losses.json", "these") is None

@@ -23,8 +23,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _compile(model: Path, output: Path, **options: object) -> dict[str, object]:
-    reads_text = options.get("rounding") != "nearest" and bool({"calibration", "work"} & set(options))
-    fewer = {"rounding_tokens": 1024} if reads_text else {}
+    fewer = {"rounding_tokens": 1024} if "calibration" in options and "rounding" not in options else {}
     compile_model(model, output, CompileOptions(context=32, **fewer, **options))  # type: ignore[arg-type]
     report: dict[str, object] = json.loads((output / "report.json").read_text())
     return report
@@ -105,18 +104,15 @@ def test_standard_input_is_read_once_for_all_steps(cli: Cli, tiny_model: Path, t
     ("words", "said"),
     [
         (("--quant", "3bpw"), "from 4.5 to 8.5 bits"),
-        (("--quant", "q5"), "unknown quantization 'q5'; known are f16, q8, q6, q4m, q4, auto"),
-        (("--predictor-quant", "q5"), "unknown quantization 'q5' of predictors; known are auto, f16, q8, q6, q4m, q4"),
-        (("--quant", "f16", "--rounding", "calibrated"), "formats of fewer than 8 bits, not f16"),
+        (("--quant", "q5"), "unknown quantization 'q5'"),
+        (("--predictor-quant", "q5"), "unknown quantization 'q5' of predictors"),
         (("--quant", "q8", "--rounding", "calibrated"), "formats of fewer than 8 bits, not q8"),
         (("--rounding", "calibrated", "--calibration", "nowhere.txt"), "nowhere.txt: no such file"),
         (("--rounding", "other"), "other"),
-        (("--rounding-tokens", "0"), "greater than or equal to 1"),
         (("--rounding", "calibrated", "--rounding-tokens", "1023"), "for at least 1024 tokens, not 1023"),
         (("--rounding-tokens", "2048"), "each weight is rounded to the nearest; leave them out"),
-        (("--skip-tokens", "4096"), "but not how much skipping may cost; give it, as --skip 1%"),
-        (("--skip", "1%", "--skip-tokens", "511"), "on at least 512 tokens, not 511"),
-        (("--rounding", "nearest", "--calibration", "x"), "auto needs none, and rounding to the nearest reads none"),
+        (("--skip-tokens", "4096"), "but not how much skipping may cost"),
+        (("--rounding", "nearest", "--calibration", "x"), "rounding to the nearest reads none"),
     ],
 )
 def test_wrong_options_are_one_line(
@@ -129,13 +125,9 @@ def test_wrong_options_are_one_line(
 
 
 def test_a_module_in_memory_reads_no_text(tmp_path: Path) -> None:
-    captured = capture_module(Llama())
     with pytest.raises(UsageError, match="needs a model folder"):
-        compile_model(captured, tmp_path / "artifact", CompileOptions(quant="5bpw", context=32))
+        compile_model(capture_module(Llama()), tmp_path / "artifact", CompileOptions(quant="5bpw", context=32))
     assert list(tmp_path.iterdir()) == []
-    compile_model(captured, tmp_path / "artifact", CompileOptions(quant="q4", context=32, work=tmp_path / "work"))
-    report = json.loads((tmp_path / "artifact" / "report.json").read_text())
-    assert report["rounding"] == {"method": "nearest"}
 
 
 def test_a_disk_that_is_too_small_is_said_before_anything_is_read(

@@ -1,11 +1,12 @@
 """Predicted graphs with limits, of variants of tests/helpers/families.py."""
 
+import functools
 from collections.abc import Callable
 
 import pytest
 from torch.fx import GraphModule
 
-from helpers.families import VARIANTS
+from helpers.families import config_of
 from picompile_passes.passes.canonicalize import canonicalize
 from picompile_passes.passes.insert_predictors import InsertPredictors
 
@@ -13,26 +14,24 @@ Limited = Callable[[str], GraphModule]
 
 
 @pytest.fixture(scope="session")
-def limited() -> Limited:
-    """The predicted graph of a variant, with limits wherever its blocks can have some."""
-    import transformers
-
+def canonical() -> Limited:
+    """The canonical graph of a variant."""
     from picompile.frontend import capture_config
+
+    return functools.cache(lambda name: canonicalize(capture_config(config_of(name, 2))))
+
+
+@pytest.fixture(scope="session")
+def limited(canonical: Limited) -> Limited:
+    """The predicted graph of a variant, with limits wherever its blocks can have some."""
     from picompile.skipping import skipping_sites
     from picompile.skipping.options import SITES
 
-    made: dict[str, GraphModule] = {}
-
+    @functools.cache
     def make(name: str) -> GraphModule:
-        if name not in made:
-            variant = VARIANTS[name]
-            config = getattr(transformers, variant.model_class).config_class(**variant.config).to_dict()
-            config |= {"architectures": [variant.model_class]} | dict(variant.rename)
-            canonical = canonicalize(capture_config(config))
-            graph = canonical
-            for pass_ in skipping_sites(canonical, SITES).passes(InsertPredictors("none")):
-                graph = pass_(graph).graph_module
-            made[name] = graph
-        return made[name]
+        graph = canonical(name)
+        for pass_ in skipping_sites(graph, SITES).passes(InsertPredictors("none")):
+            graph = pass_(graph).graph_module
+        return graph
 
     return make

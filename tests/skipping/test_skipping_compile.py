@@ -13,6 +13,7 @@ from picompile.cli.skipping_show import skipping_text
 from picompile.compile import compile_model
 from picompile.errors import UsageError
 from picompile_runtime import load
+from picompile_runtime.bench.bandwidth import bytes_per_token
 
 _TEXT = "Neurons that contribute little are left out, and the text stays as likely as it was. " * 120
 _SMALL: dict[str, Any] = {"context": 64, "skip_tokens": 2048, "quant": "f16"}
@@ -60,19 +61,24 @@ def test_a_silu_model_skips_and_keeps_its_bytes(silu_model: Path, text: Path, tm
 
 
 @pytest.mark.slow("measures and compiles a model")
-def test_every_place(silu_model: Path, text: Path, tmp_path: Path) -> None:
+def test_every_place_and_the_accuracy_table(silu_model: Path, text: Path, tmp_path: Path) -> None:
     sites = ("gate", "output", "qkv", "attention_output")
-    report = _compile(silu_model, tmp_path / "artifact", skip=0.05, skip_at=sites, calibration=(text,))
+    options = {"skip": 0.05, "accuracy": float("inf"), "calibration": (text,), "gate_tokens": 256}
+    report = _compile(silu_model, tmp_path / "artifact", skip_at=sites, **options)
     found = {name.rpartition(".")[2].removesuffix("_limits") for name in report["skipping"]["left_out"]}
     assert found == set(sites)
-
-
-@pytest.mark.slow("measures and compiles a model")
-def test_the_accuracy_table_has_a_line(silu_model: Path, text: Path, tmp_path: Path) -> None:
-    options = {"skip": 0.05, "accuracy": float("inf"), "calibration": (text,), "gate_tokens": 256}
-    lines = _compile(silu_model, tmp_path / "artifact", **options)["checkpoint_accuracy"]["lines"]
+    with load(tmp_path / "artifact") as engine:
+        for token in b"Neurons that contribute little":
+            engine.decode(token)
+        inputs, firing, tensors = engine.inputs_read(), engine.firing(), engine.artifact.tensors
+        everything = bytes_per_token(engine.artifact, firing, cached=12)
+        assert len(inputs) == 4 * 2 and all(0 < each.read_share < 1 for each in inputs)
+        unread = sum((1 - each.read_share) * tensors[each.projection.weight].size_bytes for each in inputs)
+        assert bytes_per_token(engine.artifact, firing, 12, inputs) == pytest.approx(everything - unread)
+    lines = report["checkpoint_accuracy"]["lines"]
     assert [line["part"] for line in lines] == ["skipping", "kv_cache", "runtime"]
-    assert lines[0]["kl_nats"] > 10 * abs(lines[1]["added_kl_nats"])
+    # The artifact leaves out what the graph leaves out.
+    assert lines[0]["kl_nats"] > 10 * max(abs(line["added_kl_nats"]) for line in lines[1:])
 
 
 @pytest.mark.slow("measures and compiles a model")
@@ -91,9 +97,8 @@ def test_a_damaged_report_is_told() -> None:
         assert skipping_text(damaged) == "cannot be read"
 
 
-@pytest.mark.parametrize(
-    ("wrong", "why"),
-    [
+def test_options_that_make_no_sense(tmp_path: Path) -> None:
+    for wrong, why in (
         ({"skip": 0.0}, "share above 0"),
         ({"skip": float("nan")}, "share above 0"),
         ({"skip": 0.01, "skip_at": ("head",)}, "unknown place to skip 'head'"),
@@ -101,14 +106,9 @@ def test_a_damaged_report_is_told() -> None:
         ({"skip_at": ("gate",)}, "not how much skipping may cost"),
         ({"skip": 0.01, "predictor": "exact"}, "leave one of them out"),
         ({"skip": 0.01, "skip_tokens": 1}, "at least 512 tokens"),
-    ],
-)
-def test_options_that_make_no_sense(wrong: dict[str, Any], why: str) -> None:
-    with pytest.raises(UsageError, match=why):
-        CompileOptions(**wrong)
-
-
-def test_models_that_cannot_skip(build_once: BuildOnce, tmp_path: Path) -> None:
+    ):
+        with pytest.raises(UsageError, match=why):
+            CompileOptions(**wrong)
     with pytest.raises(UsageError, match="skip needs a model folder"):
         compile_model(capture_module(Llama()), tmp_path / "artifact", CompileOptions(**_SMALL, skip=0.01))
     assert not list(tmp_path.iterdir())

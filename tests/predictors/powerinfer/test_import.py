@@ -1,4 +1,4 @@
-"""Import end to end: files as PowerInfer writes them, read by the guarded process, held against numpy."""
+"""Files as PowerInfer writes them: forged headers, and import by the guarded process, held against numpy."""
 
 import os
 import resource
@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from gguf import GGUFWriter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
@@ -45,6 +46,65 @@ def imported(source: Path, model: Path, output: Path) -> Predictors:
 def guarded(source: Path, folder: Path) -> dict[str, np.ndarray]:
     folder.mkdir(exist_ok=True)
     return load_file(read_guarded(find_source(source), folder))
+
+
+def test_forged_headers_are_refused_or_change_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "model.powerinfer.gguf"
+    write_gguf(file, random_predictors(SIZES, 1), threshold=0.25)
+    whole = find_source(file)
+    assert whole.threshold == 0.25
+    assert whole.shapes == {0: {"fc1": (32, 96), "fc2": (200, 32)}, 1: {"fc1": (64, 96), "fc2": (200, 64)}}
+    places = {entry.name: entry for parts in whole.tensors.values() for entry in parts.values()}
+    refused = 0
+    for mutation in mutations(file, 400, seed=3):
+        path = tmp_path / "forged.gguf"
+        path.write_bytes(mutation.data)
+        try:
+            source = find_source(path)
+            check_by_config(path, source.shapes, tiny_model)
+        except UsageError as error:
+            refused += 1
+            assert str(error).startswith(f"{path}: ") and len(str(error)) < 400 and str(error).isprintable(), (
+                mutation.name
+            )
+            continue
+        found = {entry.name: entry for parts in source.tensors.values() for entry in parts.values()}
+        assert found == places, mutation.name
+    # What is left are flips in data, and in metadata and names that nobody reads.
+    assert refused > 280
+
+
+def test_places_without_predictors(tmp_path: Path) -> None:
+    for name in ("empty", "two", "pipe", "torch"):
+        (tmp_path / name).mkdir()
+    for name in ("empty.gguf", "two/a.gguf", "two/b.gguf"):
+        (tmp_path / name).touch()
+    os.mkfifo(tmp_path / "pipe" / "model.gguf")
+    os.mkfifo(tmp_path / "torch" / "model_0.pt")
+    files = (("blk.0.gpu_idx", "split.gguf", 32), ("blk.0.ffn_up.weight", "model.gguf", 32), ("x", "odd.gguf", 12))
+    for tensor, name, alignment in files:
+        writer = GGUFWriter(tmp_path / name, "generic.gpu_index")
+        writer.add_uint32("general.alignment", alignment)
+        writer.add_tensor(tensor, np.zeros(64, np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    for name, says in (
+        ("nothing", "no such file or folder"),
+        ("empty.gguf", "0 bytes are no GGUF file"),
+        ("empty", "neither *.gguf nor model_0.pt is there"),
+        ("two", "holds 2 GGUF files; name one of them"),
+        # Pipes are not waited for.
+        ("pipe", "not a file"),
+        ("torch", "not a file"),
+        ("split.gguf", "a GPU split"),
+        ("model.gguf", "a model without predictors"),
+        ("odd.gguf", "not a power of two"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            find_source(tmp_path / name)
+        assert says in str(caught.value), name
 
 
 @pytest.mark.slow("starts a process per type", but=("F16",))
@@ -90,28 +150,6 @@ def assert_masks(found: Predictors, expected: list[Predictor], threshold: float)
         assert (np.abs(logits[wrong] - threshold) < 1e-3).all()
 
 
-def test_imported_predictors_go_into_the_graph(tmp_path: Path, tiny_model: Path) -> None:
-    from picompile.frontend import load_model
-    from picompile_passes.graph.materialize import materialize
-    from picompile_passes.graph.nodes import arguments, calls
-    from picompile_passes.graph.operands import PREDICT
-    from picompile_passes.passes.canonicalize import CANONICALIZE
-    from picompile_passes.pipeline import Pipeline
-
-    write_gguf(tmp_path / "a.gguf", random_predictors(SIZES, 8))
-    found = imported(tmp_path / "a.gguf", tiny_model, tmp_path / "out")
-    captured = load_model(tiny_model)
-    graph_module = Pipeline((*CANONICALIZE, found.insert_pass()))(captured.graph_module).graph_module
-    norms = {node.name: arguments(node)["x"] for node in graph_module.graph.nodes if "rms_norm" in str(node.target)}
-    for predict in calls(graph_module.graph, PREDICT):
-        sparse = next(user for user in predict.users)
-        # PowerInfer's ffn_inp: the residual stream before the norm, not after it.
-        assert arguments(predict)["x"] is norms[arguments(sparse)["x"].name]
-    runnable = materialize(graph_module, found.weights(captured.weights))
-    tokens = torch.arange(5)
-    assert runnable(tokens, tokens).isfinite().all()
-
-
 def test_folder_with_statistics(tmp_path: Path, tiny_model: Path) -> None:
     predictors = random_predictors(SIZES, 5)
     write_folder(tmp_path / "in", predictors)
@@ -124,7 +162,8 @@ def test_folder_with_statistics(tmp_path: Path, tiny_model: Path) -> None:
         assert kept.dtype == np.int64 and np.array_equal(kept, expected.long())
 
 
-def test_threshold_of_a_folder(tmp_path: Path) -> None:
+def test_folders_that_are_refused(tmp_path: Path) -> None:
+    """Thresholds that are no numbers, and files that torch.save did not write."""
     write_folder(tmp_path, random_predictors(SIZES, 5), threshold=-0.75)
     assert find_source(tmp_path).threshold == -0.75
     huge = [f'{{"sparse_threshold": {number}}}' for number in (10**400, "1e300", "-3.5e38")]
@@ -132,14 +171,31 @@ def test_threshold_of_a_folder(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(UsageError, match=r"config\.json: (sparse_threshold is .*, not a number|not )"):
             find_source(tmp_path)
+    (tmp_path / "config.json").unlink()
+    file = tmp_path / "model_0.pt"
+    whole = file.read_bytes()
+    torch.save(torch.load(file, weights_only=True), file, _use_new_zipfile_serialization=False)
+    for data in (b"", whole[: len(whole) // 2], file.read_bytes(), b"text"):
+        file.write_bytes(data)
+        with pytest.raises(UsageError, match=r"model_0\.pt: not a file of torch\.save"):
+            find_source(tmp_path)
 
 
-def test_statistics_that_are_shares(tmp_path: Path) -> None:
+def test_statistics_are_counts_or_shares(tmp_path: Path) -> None:
     shares = torch.rand(2, 200)
     write_activations(tmp_path, list(shares))
     parts = read_activations({str(layer): str(tmp_path / f"activation_{layer}.pt") for layer in range(2)})
     for part, expected in zip(parts, shares, strict=True):
         np.testing.assert_array_equal(part.load(), (expected.double() * 1e6).round().long().numpy())
+    for counts, says in (
+        (-torch.ones(200), "values that are no counts"),
+        (torch.full((200,), float("nan")), "values that are no counts"),
+        (torch.ones(2, 100), "not one number a neuron"),
+        ({"counts": torch.ones(200)}, "no tensor of numbers"),
+    ):
+        torch.save(counts, tmp_path / "activation_0.pt")
+        with pytest.raises(RefusedError, match=says):
+            read_activations({"0": str(tmp_path / "activation_0.pt")})
 
 
 @pytest.mark.parametrize(
@@ -198,20 +254,17 @@ class _Hostile:
 
 def test_hostile_torch_files(tmp_path: Path) -> None:
     fc1, fc2 = (torch.from_numpy(values) for values in random_predictors(SIZES, 9)[1])
-    file = tmp_path / "model_1.pt"
+    hostile, file = _Hostile(tmp_path / "touched"), tmp_path / "model_1.pt"
     contents: list[tuple[object, str]] = [
-        (_Hostile(tmp_path / "touched"), r"weights_only=True\) refuses it"),
-        ({"fc1.weight": _Hostile(tmp_path / "touched"), "fc2.weight": fc2}, r"weights_only=True\) refuses it"),
+        (hostile, r"weights_only=True\) refuses it"),
+        ({"fc1.weight": hostile, "fc2.weight": fc2}, r"weights_only=True\) refuses it"),
         (
             {"fc1.weight": fc1, "fc2.weight": fc2, "fc2.bias": fc2[:, 0]},
             r"model_1\.pt holds fc1.weight, fc2.weight, fc2",
         ),
         ([fc1, fc2], "holds a list, not fc1"),
         ({"fc1.weight": fc1, "fc2.weight": torch.ones(1, 1).expand(200, 10**9)}, "which is not what its file has"),
-        (
-            {"fc1.weight": fc1, "fc2.weight": fc2 * float("nan")},
-            r"fc2.weight of model_1\.pt holds values that are no num",
-        ),
+        ({"fc1.weight": fc1, "fc2.weight": fc2 * float("nan")}, "fc2.weight .* holds values that are no num"),
         ({"fc1.weight": fc1 * 1e6, "fc2.weight": fc2}, "too large for f16"),
         ({"fc1.weight": [1.0], "fc2.weight": fc2}, r"fc1.weight of model_1\.pt is no tensor"),
         ({"fc1.weight": fc1.to_sparse(), "fc2.weight": fc2}, "no tensor of numbers"),
@@ -232,62 +285,6 @@ def test_a_hostile_torch_file_end_to_end(tmp_path: Path, tiny_model: Path) -> No
     assert "model_1.pt: torch.load(weights_only=True) refuses it" in str(caught.value)
     assert str(caught.value).isprintable()
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
-
-
-def test_torch_files_that_are_none(tmp_path: Path) -> None:
-    write_folder(tmp_path, random_predictors(SIZES, 10))
-    file = tmp_path / "model_0.pt"
-    whole = file.read_bytes()
-    state = torch.load(file, weights_only=True)
-    torch.save(state, file, _use_new_zipfile_serialization=False)
-    legacy = file.read_bytes()
-    for data in (b"", whole[: len(whole) // 2], legacy, b"text"):
-        file.write_bytes(data)
-        with pytest.raises(UsageError, match=r"model_0\.pt: not a file of torch\.save"):
-            find_source(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("counts", "says"),
-    [
-        (-torch.ones(200), "values that are no counts"),
-        (torch.full((200,), float("nan")), "values that are no counts"),
-        (torch.ones(2, 100), "not one number a neuron"),
-        ({"counts": torch.ones(200)}, "no tensor of numbers"),
-    ],
-)
-def test_wrong_statistics(tmp_path: Path, counts: object, says: str) -> None:
-    torch.save(counts, tmp_path / "activation_0.pt")
-    with pytest.raises(RefusedError, match=says):
-        read_activations({"0": str(tmp_path / "activation_0.pt")})
-
-
-@pytest.mark.slow("reads random damage in processes; single faults have fast tests")
-def test_mutations_through_the_guarded_process(tmp_path: Path, tiny_model: Path) -> None:
-    """Some of those that the header check lets pass: the reader agrees with the header, or refuses."""
-    file = tmp_path / "a.gguf"
-    write_gguf(file, random_predictors(SIZES, 12), threshold=0.5)
-    expected = guarded(file, tmp_path / "whole")
-    passed = 0
-    for mutation in mutations(file, 100, seed=13):
-        file.write_bytes(mutation.data)
-        try:
-            check_by_config(file, find_source(file).shapes, tiny_model)
-        except UsageError:
-            continue
-        passed += 1
-        if passed > 8:
-            break
-        try:
-            found = guarded(file, tmp_path / "changed")
-        except UsageError as error:
-            assert not mutation.harmless and "no numbers" in str(error), (mutation.name, str(error))
-            continue
-        assert found.keys() == expected.keys(), mutation.name
-        assert all(np.isfinite(values).all() for values in found.values())
-        if mutation.harmless:
-            assert all(np.array_equal(values, expected[name]) for name, values in found.items()), mutation.name
-    assert passed > 8
 
 
 def test_a_full_disk(tmp_path: Path) -> None:

@@ -39,41 +39,28 @@ def test_files_and_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ]
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (b"", "is empty"),
+def test_files_that_are_no_text_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.bin"
+    for data, message in (
         (b" \n\t ", "is empty"),
         (b"ab\xffcd", r"not UTF-8 text \(byte 2\)"),
-        ("ä".encode("utf-16"), r"not UTF-8 text \(byte 0\)"),
         (b"abc\0d", "byte 3 is zero"),
         ("an ä".encode()[:-1], r"not UTF-8 text \(byte 3\)"),
-    ],
-)
-def test_files_that_are_no_text_are_refused(
-    data: bytes, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "x.bin"
-    path.write_bytes(data)
-    with pytest.raises(UsageError, match=f"^{path}: .*{message}"):
-        read_calibration([path])
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
-    with pytest.raises(UsageError, match=f"^standard input: .*{message}"):
-        read_calibration([Path("-")])
-
-
-def test_paths_that_are_no_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no such file"):
-        read_calibration([tmp_path / "none"])
-    with pytest.raises(UsageError, match="is a folder"):
-        read_calibration([tmp_path])
-    with pytest.raises(UsageError, match="given twice"):
-        read_calibration([Path("-"), Path("-")])
-
-
-def test_a_long_file_is_read_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ):
+        path.write_bytes(data)
+        with pytest.raises(UsageError, match=f"^{path}: .*{message}"):
+            read_calibration([path])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+        with pytest.raises(UsageError, match=f"^standard input: .*{message}"):
+            read_calibration([Path("-")])
+    for paths, message in (
+        ([tmp_path / "none"], "no such file"),
+        ([tmp_path], "a folder"),
+        (["-", "-"], "given twice"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            read_calibration([Path(each) for each in paths])
     monkeypatch.setattr("picompile.predictors.profile.text._MOST_BYTES", 7)
-    path = tmp_path / "long.txt"
     path.write_text("äääää")
     assert read_calibration([path])[0].text == "äää"
 
@@ -91,11 +78,7 @@ def test_the_end_of_a_text_is_held_out(tokenizer: Tokenizer) -> None:
 
 
 def test_several_texts_share_the_tokens(tokenizer: Tokenizer) -> None:
-    texts = [
-        CalibrationText("short", "s" * 299),
-        CalibrationText("long", "l" * 9000),
-        CalibrationText("mid", "m" * 5000),
-    ]
+    texts = [CalibrationText(name, name[0] * count) for name, count in (("short", 299), ("long", 9000), ("mid", 5000))]
     windows = text_windows(tokenizer, 64, ProfileOptions(tuple(texts), tokens=3000, window=64))
     of = {token: int((windows.calibration == token).sum()) for token in windows.calibration.unique().tolist()}
     short, long, mid = (of[tokenizer.encode(letter)[1]] for letter in "slm")
@@ -125,27 +108,6 @@ def test_texts_that_are_too_short_are_refused(tokenizer: Tokenizer) -> None:
         windows(1999 - 1, held_out=5000, window=1000)
 
 
-def test_a_text_with_long_tokens_is_read_far_enough(tokenizer: Tokenizer) -> None:
-    # A token of 8 letters, then bytes: more characters for a token than are first read for it.
-    text = " word258" * 4000
-    options = ProfileOptions((CalibrationText("t", text),), (CalibrationText("h", text),), tokens=3000, window=64)
-    assert text_windows(tokenizer, 64, options).calibration.numel() == 3000 // 64 * 64
-
-
-def test_windows_fit_the_model() -> None:
-    assert window_size(ProfileOptions(), 2048) == 512
-    assert window_size(ProfileOptions(), 300) == 300
-    assert window_size(ProfileOptions(window=77), 300) == 77
-    with pytest.raises(UsageError, match="301 tokens is more than the model's 300"):
-        window_size(ProfileOptions(window=301), 300)
-
-
-@pytest.mark.parametrize("options", [{"window": 1}, {"tokens": 0}, {"samples": 0}, {"held_out_tokens": 0}])
-def test_counts_that_make_no_sense(options: dict[str, int]) -> None:
-    with pytest.raises(UsageError):
-        ProfileOptions(**options)
-
-
 @pytest.mark.slow("reads the texts of the library again and again")
 def test_the_library_holds_out_what_the_training_of_examples_holds_out(monkeypatch: pytest.MonkeyPatch) -> None:
     held_out, others = ({text.source for text in library_texts(kept, seed=1)} for kept in (True, False))
@@ -156,9 +118,21 @@ def test_the_library_holds_out_what_the_training_of_examples_holds_out(monkeypat
     assert 0.01 < len(held_out) / len(held_out | others) < 0.06
     assert any(name.startswith("topics/") for name in others)
     assert all(is_held_out(name) for name in held_out)
-    assert [text.source for text in library_texts(True, seed=1)] != [
-        text.source for text in library_texts(True, seed=2)
-    ]
+    first, second = ([text.source for text in library_texts(True, seed=seed)] for seed in (1, 2))
+    assert first != second
+
+
+def test_sizes_of_windows_and_texts(tokenizer: Tokenizer) -> None:
+    assert [window_size(ProfileOptions(window=given), 300) for given in (None, 77)] == [300, 77]
+    assert window_size(ProfileOptions(), 2048) == 512
+    with pytest.raises(UsageError, match="301 tokens is more than the model's 300"):
+        window_size(ProfileOptions(window=301), 300)
+    for options in ({"window": 1}, {"tokens": 0}, {"samples": 0}, {"held_out_tokens": 0}):
+        with pytest.raises(UsageError):
+            ProfileOptions(**options)
+    # A token of 8 letters, then bytes: more characters for a token than are first read for it.
+    text = CalibrationText("t", " word258" * 4000)
+    assert text_windows(tokenizer, 64, ProfileOptions((text,), (text,), tokens=3000)).calibration.numel() == 46 * 64
 
 
 def test_only_small_models_write_text() -> None:

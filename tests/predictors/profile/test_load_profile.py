@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -20,7 +20,6 @@ from picompile.errors import DoesNotFitError, UnsupportedModelError, UsageError
 from picompile.frontend.checkpoint import fingerprint
 from picompile.predictors.firing import FiringRule
 from picompile.predictors.profile import ProfileOptions, load_profile, profile_model
-from picompile.predictors.profile.text import CalibrationText
 
 
 @pytest.fixture(scope="module")
@@ -65,40 +64,23 @@ FOUND = {"gate": 0.01, "silenced_share": 0.5, "dense_perplexity": 9.0, "perplexi
 DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (lambda f: (f / "profile.json").unlink(), "is no profile: it has no profile.json"),
     (lambda f: (f / "profile.json").write_text("{"), "not readable as JSON"),
-    (lambda f: (f / "profile.json").write_text("[]"), "is not a profile's description"),
     (lambda f: change(f, format="picompile-artifact"), "is not a profile's description"),
-    (lambda f: (f / "profile.json").write_text("[" * 100_000), "not readable as JSON"),
     (lambda f: (f / "profile.json").write_text('{"schema": 1, "schema": 1}'), "a key stands twice"),
     (lambda f: change(f, schema=2), "has schema 2, not 1"),
-    (lambda f: change(f, schema="a\nb"), r"has schema 'a\\nb', not 1"),
     (lambda f: change(f, complete=False), "not complete"),
-    (lambda f: change(f, layers=[{"layer": 0}]), "damaged"),
     (lambda f: change(f, model=None), "damaged"),
     (lambda f: change(f, samples=10), "000.safetensors: damaged"),
-    (lambda f: change(f, samples=9.0), r"samples must be an integer from 1 to \d+, but is 9\.0"),
-    (lambda f: change(f, thresholds=7), "thresholds must be an object, but is 7"),
     (lambda f: change(f, thresholds={}), "thresholds: silenced_share must be a number from 0 to 1, but is missing"),
     (lambda f: change(f, thresholds=FOUND | {"by": "energy"}), "thresholds: by must be one of magnitude, contribution"),
-    (lambda f: change(f, thresholds=FOUND | {"by": None}), "thresholds: by must be one of magnitude, .* is None"),
-    (lambda f: change(f, layers=[]), "layers must be a list of layers in order, each once"),
-    (lambda f: put(f, "model", "hidden", value=96.0), "model: hidden must be"),
-    (lambda f: put(f, "model", "config", value=["relu"]), "model: config must be an object"),
-    (lambda f: put(f, "calibration", "window", value=0), "window must be an integer from 2"),
     (lambda f: put(f, "calibration", "window", value=96), "tokens must be a multiple of the window of 96"),
     (lambda f: put(f, "calibration", "held_out_tokens", value=0), "held_out_tokens must be an integer from 128"),
-    (lambda f: put(f, "calibration", "sources", value="prose"), "sources must be a list of texts"),
-    (lambda f: put(f, "layers", 0, "layer", value="0"), r"layers\[0\]: layer must be an integer from 0 to 9999"),
     (lambda f: put(f, "layers", 0, "layer", value=1), "layers must be a list of layers in order, each once"),
     (lambda f: put(f, "layers", 1, "layer", value=10**400), "beyond which no model has layers"),
-    (lambda f: put(f, "layers", 1, "neurons", value=0), r"layers\[1\]: neurons must be an integer from 1"),
-    (lambda f: put(f, "layers", 1, "never_fired", value=201), "never_fired must be an integer from 0 to 200"),
-    (lambda f: put(f, "layers", 1, "firing_share", value=1.5), "firing_share must be a number from 0 to 1"),
     (lambda f: put(f, "layers", 1, "threshold", value=float("nan")), "threshold must be a number from 0 .* is nan"),
     (lambda f: put(f, "layers", 1, "place", value="norm"), "place must be one of stream, block, but is 'norm'"),
     (lambda f: (f / "tokens.safetensors").unlink(), "tokens.safetensors: missing or damaged"),
     (lambda f: cut(f / "tokens.safetensors"), "tokens.safetensors: missing or damaged"),
     (lambda f: cut(f / "layers" / "001.safetensors"), "001.safetensors: missing or damaged"),
-    (lambda f: (f / "layers" / "001.safetensors").write_bytes(b""), "001.safetensors: missing or damaged"),
     (swap_layer, "001.safetensors: damaged: it holds"),
 ]
 
@@ -116,7 +98,7 @@ def holding(place: int, value: float) -> Callable[[Tensor], Tensor]:
     return damage
 
 
-@pytest.mark.parametrize("by", [{}, {"by": "magnitude"}, {"by": "contribution"}])
+@pytest.mark.parametrize("by", [{}, {"by": "contribution"}])
 def test_a_profile_says_what_its_thresholds_are_of(
     folder: Path, by: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -126,26 +108,17 @@ def test_a_profile_says_what_its_thresholds_are_of(
     assert profile.by == by.get("by", "magnitude")
     assert profile.firing_rules == {0: FiringRule(0.0, profile.by), 1: FiringRule(0.25, profile.by)}
     show_profile(profile)
-    shown = capsys.readouterr().out
-    assert f"silenced  50.0% of the {profile.by}s; perplexity +0.111%" in shown
-    assert f", {'contribution' if 'contribution' in by.values() else '|h|'} above 0.25, " in shown
+    assert f"silenced  50.0% of the {profile.by}s; perplexity +0.111%" in capsys.readouterr().out
 
 
 # A tensor of the second layer, what becomes of it, and what is said of it.
 OF_A_LAYER: list[tuple[str, Callable[[Tensor], Tensor], str]] = [
     ("counts", retyped(torch.float32), r"'counts' F32 \[200\].* instead of .*'counts' I64 \[200\]"),
-    ("counts", lambda tensor: tensor[:-1], r"'counts' I64 \[199\]"),
     ("counts", holding(5, 1025), "counts must be from 0 to the number of tokens"),
-    ("counts", holding(5, -1), "counts must be"),
-    ("contribution", retyped(torch.complex64), "'contribution' C64"),
     ("contribution", holding(7, float("nan")), "contribution must be finite and not negative"),
-    ("contribution", holding(7, float("inf")), "contribution must be"),
     ("contribution", holding(7, -0.25), "contribution must be"),
     ("input", retyped(torch.bfloat16), "'input' BF16"),
-    ("input", lambda tensor: tensor.T.contiguous(), r"'input' F16 \[96, 9\]"),
-    ("positions", retyped(torch.int32), "'positions' I32"),
     ("positions", lambda tensor: tensor.flip(0), "positions must be places of tokens in order"),
-    ("positions", holding(0, -1), "positions must be"),
     ("positions", holding(-1, 1024), "positions must be"),
     ("positions", lambda tensor: torch.arange(9) + 3, "samples of other tokens than in the layer before"),
 ]
@@ -161,37 +134,28 @@ def test_damaged_layer(name: str, damage: Callable[[Tensor], Tensor], message: s
     assert str(caught.value).startswith(f"{file}: damaged: ")
 
 
-def test_earlier_profiles_have_no_config(folder: Path, tiny_model: Path) -> None:
+def test_what_is_checked_when_it_is_read(folder: Path, tiny_model: Path) -> None:
+    """And what is not in profiles of earlier versions, or not in texts."""
     assert load_profile(folder).config == json.loads((tiny_model / "config.json").read_text())
-    path = folder / "profile.json"
-    path.write_text(json.dumps(without(json.loads(path.read_text()), ("model", "config"))))
-    assert load_profile(folder).config is None
-
-
-def test_names_that_are_no_text_are_marked(folder: Path) -> None:
     put(folder, "calibration", "sources", value=["\udcff.txt", "\u4e2d\U0001f600"])
-    assert load_profile(folder).sources == ("?.txt", "\u4e2d\U0001f600")
-
-
-def test_a_text_whose_name_is_no_text(prose: Path, tmp_path: Path, tiny_model: Path) -> None:
-    text = CalibrationText("\udcff.txt", prose.read_text())
-    profile = profile_model(tiny_model, tmp_path / "new", ProfileOptions((text,), tokens=1024, samples=9, window=128))
-    assert profile.sources == ("?.txt",)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_samples_are_checked_when_they_are_read(value: float, folder: Path) -> None:
-    file = folder / "layers" / "001.safetensors"
+    path, file = folder / "profile.json", folder / "layers" / "001.safetensors"
+    path.write_text(json.dumps(without(json.loads(path.read_text()), ("model", "config"))))
     tensors = load_file(file)
-    save_file({**tensors, "input": holding(100, value)(tensors["input"])}, file)
+    save_file({**tensors, "input": holding(100, float("nan"))(tensors["input"])}, file)
     profile = load_profile(folder)
+    assert (profile.config, profile.sources) == (None, ("?.txt", "\u4e2d\U0001f600"))
     assert profile.samples(0).shape == (9, 96)
     with pytest.raises(UsageError, match=r"001\.safetensors: damaged: input must be finite"):
         profile.samples(1)
+    tokens = folder / "tokens.safetensors"
+    tensors = load_file(tokens)
+    save_file({**tensors, "held_out": tensors["held_out"].to(torch.int64)}, tokens)
+    with pytest.raises(UsageError, match=r"tokens\.safetensors: damaged: it holds .* instead of .*'held_out' I32"):
+        load_profile(folder)
 
 
 @pytest.mark.parametrize("name", ["calibration", "held_out"])
-@pytest.mark.parametrize("damage", [holding(0, 300), holding(0, -1), holding(-1, 2**31 - 1), lambda ids: ids.flip(1)])
+@pytest.mark.parametrize("damage", [holding(0, 300), lambda ids: ids.flip(1)])
 def test_other_tokens(name: str, damage: Callable[[Tensor], Tensor], folder: Path, tiny_model: Path) -> None:
     """Before anything is done with a profile, its tokens are those that it was made of."""
     file = folder / "tokens.safetensors"
@@ -201,15 +165,6 @@ def test_other_tokens(name: str, damage: Callable[[Tensor], Tensor], folder: Pat
     for use in (profile.held_out, profile.calibration, lambda: profile.require_model(fingerprint(tiny_model))):
         with pytest.raises(UsageError, match=r"tokens\.safetensors: damaged: other token ids than profile\.json"):
             use()
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.uint8, torch.bool])
-def test_tokens_of_another_type(dtype: torch.dtype, folder: Path) -> None:
-    file = folder / "tokens.safetensors"
-    tensors = load_file(file)
-    save_file({**tensors, "held_out": tensors["held_out"].to(dtype)}, file)
-    with pytest.raises(UsageError, match=r"tokens\.safetensors: damaged: it holds .* instead of .*'held_out' I32"):
-        load_profile(folder)
 
 
 def loads_or_is_refused(folder: Path, content: Any) -> None:
@@ -228,18 +183,14 @@ def loads_or_is_refused(folder: Path, content: Any) -> None:
     assert all(len(profile.counts(layer.layer)) == layer.neurons for layer in profile.layers)
 
 
-@pytest.mark.slow("writes strange values in every place; single ones have fast tests")
-def test_everything_strange_in_every_place(whole: Path, described: Path) -> None:
-    content = json.loads((whole / "profile.json").read_text())
-    for place in places(content):
-        loads_or_is_refused(described, without(content, place))
-        for value in STRANGE:
-            loads_or_is_refused(described, replaced(content, place, value))
-
-
+@settings(max_examples=25)
 @given(data=st.data())
 def test_anything_in_any_places(data: st.DataObject, whole: Path, described: Path) -> None:
+    """Beside it, each strange value in a place that is drawn, and a place that is left out."""
     content = json.loads((whole / "profile.json").read_text())
+    drawn = data.draw(st.sampled_from(list(places(content))))
+    for damaged in (without(content, drawn), *(replaced(content, drawn, value) for value in STRANGE)):
+        loads_or_is_refused(described, damaged)
     for _ in range(data.draw(st.integers(1, 3))):
         place: Place = data.draw(st.sampled_from(list(places(content))))
         content = replaced(content, place, data.draw(strange_values))
@@ -279,25 +230,16 @@ def test_places_that_will_not_do(
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("model.layers.1.mlp.up_proj.weight", float("nan"), "has NaN or infinite values"),
-        # Numbers, of which the neurons' values are none.
-        (
-            "model.layers.1.post_attention_layernorm.weight",
-            3e38,
-            "^layer 1: its neurons' values are not finite numbers",
-        ),
-    ],
-)
-def test_weights_that_are_no_numbers_leave_nothing(
-    tiny_model: Path, prose: Path, tmp_path: Path, name: str, value: float, message: str
-) -> None:
-    model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
-    tensors = load_file(model / "model.safetensors")
-    tensors[name].view(-1)[5:] = value
-    save_file(tensors, model / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UnsupportedModelError, match=message):
-        profile_model(model, tmp_path / "new", ProfileOptions((prose,), tokens=1024, window=128))
-    assert not (tmp_path / "new").exists()
+def test_weights_that_are_no_numbers_leave_nothing(tiny_model: Path, prose: Path, tmp_path: Path) -> None:
+    """Nor do numbers of which the neurons' values are none."""
+    for name, value, message in (
+        ("mlp.up_proj", float("nan"), "has NaN or infinite values"),
+        ("post_attention_layernorm", 3e38, "^layer 1: its neurons' values are not finite numbers"),
+    ):
+        model = Path(shutil.copytree(tiny_model, tmp_path / name))
+        tensors = load_file(model / "model.safetensors")
+        tensors[f"model.layers.1.{name}.weight"].view(-1)[5:] = value
+        save_file(tensors, model / "model.safetensors", {"format": "pt"})
+        with pytest.raises(UnsupportedModelError, match=message):
+            profile_model(model, tmp_path / "new", ProfileOptions((prose,), tokens=1024, window=128))
+        assert not (tmp_path / "new").exists()

@@ -1,10 +1,14 @@
-"""A profile says what transformers' own model computes."""
+"""A profile says what transformers' own model computes; whatever ends it, the same command goes on to equal bytes."""
 
+import functools
+import hashlib
 import math
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,33 +16,25 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from helpers.families import build, save
+from helpers.digests import digests
 from helpers.support import BuildOnce, save_byte_tokenizer, save_tiny_llama
 from picompile.errors import UsageError
+from picompile.output import reserve
 from picompile.predictors.firing import MEASURES, FiringRule
 from picompile.predictors.profile import (
     Profile,
     ProfileOptions,
+    files,
     held_out_windows,
     load_profile,
     profile_model,
     thresholds,
 )
-from picompile.predictors.profile.text import CalibrationText
 from picompile.progress import NoProgress
 
 WINDOW = 64
 
 Seen = dict[str, list[Tensor]]
-
-
-class Said(NoProgress):
-    """Keeps what is said."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.lines.append(text)
 
 
 def profiled(model: Path, output: Path, text: Path, **options: Any) -> Profile:
@@ -87,29 +83,38 @@ def assert_counted(profile: Profile, layer: int, hidden: Tensor, down: nn.Linear
     torch.testing.assert_close(profile.samples(layer).float(), read[positions], rtol=1e-3, atol=2e-4)
 
 
-def test_contributions_behind_a_norm_across_neurons(prose: Path, tmp_path: Path) -> None:
-    """The eager model's input of down is normalized and weighted already; neurons fire by what they are before."""
-    model = build("bitnet")
-    save("bitnet", model, tmp_path / "model")
-    save_byte_tokenizer(tmp_path / "model", model.config.vocab_size)
-    profile = profiled(tmp_path / "model", tmp_path / "profile", prose, tokens=1100, samples=50)
-    layers = model.model.layers
-    modules = {f"down{i}": layer.mlp.down_proj for i, layer in enumerate(layers)}
-    modules |= {f"norm{i}": layer.post_attention_layernorm for i, layer in enumerate(layers)}
+def saved_with_tokenizer(name: str, folder: Path) -> None:
+    model = build(name)
+    save(name, model, folder)
+    save_byte_tokenizer(folder, model.config.vocab_size)
+
+
+def assert_all_counted(model: nn.Module, profile: Profile) -> None:
+    """Compare all layers with what goes through the eager model: inputs of down, and of the norm before the block."""
+    is_opt = hasattr(model.model, "decoder")
+    layers = model.model.decoder.layers if is_opt else model.model.layers
+    downs = [layer.fc2 if is_opt else layer.mlp.down_proj for layer in layers]
+    modules = {f"down{i}": down for i, down in enumerate(downs)}
+    norms = [layer.self_attn_layer_norm if is_opt else layer.post_attention_layernorm for layer in layers]
+    modules |= {f"norm{i}": norm for i, norm in enumerate(norms)}
     seen = recorded(model, profile.calibration(), modules)
-    for i, layer in enumerate(layers):
-        assert_counted(profile, i, torch.cat(seen[f"down{i}"]), layer.mlp.down_proj, torch.cat(seen[f"norm{i}"]))
+    for i, down in enumerate(downs):
+        assert_counted(profile, i, torch.cat(seen[f"down{i}"]), down, torch.cat(seen[f"norm{i}"]))
+
+
+@pytest.mark.slow("captures a model per family; another is fast", but=("opt-post-norm",))
+@pytest.mark.parametrize("name", ["bitnet", "opt-post-norm"])
+def test_counts_and_samples_of_other_blocks(name: str, build_once: BuildOnce, prose: Path, tmp_path: Path) -> None:
+    """bitnet's input of down is normalized and weighted already; neurons fire by what they are before."""
+    folder = build_once(f"{name}-with-tokenizer", functools.partial(saved_with_tokenizer, name))
+    profile = profiled(folder, tmp_path / "profile", prose, tokens=1024, samples=5000)
+    assert_all_counted(build(name), profile)
+    assert torch.equal(profile.positions(1), torch.arange(1024))
 
 
 def test_counts_and_samples_of_a_relu_model(tiny_model: Path, prose: Path, tmp_path: Path) -> None:
     profile = profiled(tiny_model, tmp_path / "new" / "profile", prose, tokens=1100, samples=333)
-    model = eager(tiny_model)
-    layers = model.model.layers
-    modules = {f"down{i}": layer.mlp.down_proj for i, layer in enumerate(layers)}
-    modules |= {f"norm{i}": layer.post_attention_layernorm for i, layer in enumerate(layers)}
-    seen = recorded(model, profile.calibration(), modules)
-    for i, layer in enumerate(layers):
-        assert_counted(profile, i, torch.cat(seen[f"down{i}"]), layer.mlp.down_proj, torch.cat(seen[f"norm{i}"]))
+    assert_all_counted(eager(tiny_model), profile)
     assert profile.tokens == 17 * WINDOW == sum(map(len, profile.calibration()))
     assert profile.sample_count == 333 == len(profile.positions(0).unique())
     assert torch.equal(profile.positions(0), profile.positions(1))
@@ -124,23 +129,6 @@ def test_counts_and_samples_of_a_relu_model(tiny_model: Path, prose: Path, tmp_p
     best = counts.sort(descending=True).values[: round(row.neurons_for_80_percent * 200)].double()
     assert best[:-1].sum() < 0.8 * counts.sum() <= best.sum()
     assert profile.thresholds is None
-
-
-def test_post_norm_with_biases(build_once: BuildOnce, prose: Path, tmp_path: Path) -> None:
-    def make(folder: Path) -> None:
-        save("opt-post-norm", build("opt-post-norm"), folder)
-        save_byte_tokenizer(folder, vocabulary=503)
-
-    folder = build_once("opt-post-norm-with-tokenizer", make)
-    profile = profiled(folder, tmp_path / "profile", prose, tokens=1024, samples=5000)
-    model = eager(folder)
-    layers = model.model.decoder.layers
-    modules = {f"down{i}": layer.fc2 for i, layer in enumerate(layers)}
-    modules |= {f"norm{i}": layer.self_attn_layer_norm for i, layer in enumerate(layers)}
-    seen = recorded(model, profile.calibration(), modules)
-    for i, layer in enumerate(layers):
-        assert_counted(profile, i, torch.cat(seen[f"down{i}"]), layer.fc2, torch.cat(seen[f"norm{i}"]))
-    assert torch.equal(profile.positions(1), torch.arange(1024))
 
 
 @pytest.mark.parametrize("by", MEASURES)
@@ -181,6 +169,7 @@ def test_silu_gets_thresholds_within_the_accuracy_bound(
     )
 
 
+@pytest.mark.slow("searches twice per bound; one is fast", but=("5.0",))
 @pytest.mark.parametrize("gate", [0.01, 5.0])
 def test_a_search_reads_as_much_as_makes_it_clear(
     build_once: BuildOnce, prose: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: float
@@ -247,37 +236,9 @@ def test_a_measure_changes_nothing_where_neurons_can_be_silent(tiny_model: Path,
     assert [file.read_bytes() for file in files["magnitude"]] == [file.read_bytes() for file in files["contribution"]]
     assert profiles["magnitude"].layers == profiles["contribution"].layers
     assert [profile.by for profile in profiles.values()] == ["magnitude", "magnitude"]
+    assert [profile.thresholds for profile in profiles.values()] == [None, None]
     with pytest.raises(UsageError, match="profile of other inputs"):
         profiled(tiny_model, tmp_path / "magnitude", prose, tokens=1024, by="contribution")
-
-
-def test_without_an_accuracy_bound_there_are_no_thresholds(build_once: BuildOnce, prose: Path, tmp_path: Path) -> None:
-    folder = build_once("tiny-silu", lambda folder: save_tiny_llama(folder, hidden_act="silu"))
-    profile = profiled(folder, tmp_path / "profile", prose, tokens=1024, gate=None)
-    assert profile.thresholds is None
-    assert [row.threshold for row in profile.layers] == [0.0, 0.0]
-    assert all(row.firing_share > 0.99 for row in profile.layers)
-
-
-def test_a_complete_profile_is_read_and_only_force_replaces_one_of_other_inputs(
-    tiny_model: Path, prose: Path, tmp_path: Path
-) -> None:
-    folder = tmp_path / "profile"
-    options = ProfileOptions((prose,), tokens=1024, samples=50, window=WINDOW)
-    first = profile_model(tiny_model, folder, options)
-    before = (folder / "layers" / "000.safetensors").stat().st_mtime_ns
-    said = Said()
-    assert profile_model(tiny_model, folder, options, said) == first
-    assert said.lines == [f"{folder}: is complete already"]
-    assert (folder / "layers" / "000.safetensors").stat().st_mtime_ns == before
-    (folder / "mine.txt").write_text("kept")
-    other = ProfileOptions((prose,), tokens=1024, samples=51, window=WINDOW)
-    with pytest.raises(UsageError, match="profile of other inputs; give --force"):
-        profile_model(tiny_model, folder, other)
-    assert load_profile(folder) == first
-    forced = ProfileOptions((prose,), tokens=1024, samples=51, window=WINDOW, overwrite=True)
-    assert profile_model(tiny_model, folder, forced).sample_count == 51
-    assert (folder / "mine.txt").read_text() == "kept"
 
 
 def test_text_of_the_library_and_of_the_model_itself(
@@ -288,10 +249,10 @@ def test_text_of_the_library_and_of_the_model_itself(
     monkeypatch.setattr(
         "picompile.steps.compile_lossless", lambda _, output, *more: shutil.copytree(tiny_artifact, output)
     )
-    said = Said()
+    said = Mock(wraps=NoProgress())
     options = ProfileOptions(tokens=2048, samples=16, window=WINDOW, held_out_tokens=200)
     profile = profile_model(tiny_model, tmp_path / "profile", options, said)
-    (line,) = said.lines
+    line = said.say.call_args.args[0]
     assert "no calibration text is given" in line and "102 tokens of the model's own" in line
     assert profile.tokens == 2048 and profile.held_out_tokens == 192
     assert "standard library" in profile.sources[0] and "held-out" in profile.held_out_source
@@ -303,12 +264,139 @@ def test_text_of_the_library_and_of_the_model_itself(
     assert source == profile.held_out_source
 
 
-def test_held_out_text_of_its_own(tiny_model: Path, prose: Path, tmp_path: Path) -> None:
-    held_out = CalibrationText("other words", "0123456789" * 30)
-    profile = profiled(tiny_model, tmp_path / "profile", prose, held_out=(held_out,), samples=7)
-    assert profile.held_out_source == "other words"
-    assert profile.held_out_tokens == 4 * WINDOW
-    assert profile.tokens == 3001 // WINDOW * WINDOW
-    windows, source = held_out_windows(tiny_model, (held_out,), 128)
-    assert source == "other words"
-    assert windows == [profile.held_out()[0] + profile.held_out()[1]]
+class Ended(BaseException):
+    """Stands for the end of the process."""
+
+
+@pytest.fixture(params=["relu", "silu"])
+def model(request: pytest.FixtureRequest, build_once: BuildOnce, tiny_model: Path) -> Path:
+    if request.param == "relu":
+        return tiny_model
+    return build_once("tiny-silu", lambda folder: save_tiny_llama(folder, hidden_act="silu"))
+
+
+def options(prose: Path, **more: object) -> ProfileOptions:
+    return ProfileOptions((prose,), tokens=1024, samples=100, window=128, gate=0.01, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow("ends and resumes a profiling again and again")
+def test_ended_between_any_two_files(model: Path, prose: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Two bisections instead of six.
+    monkeypatch.setattr("picompile.predictors.profile.thresholds._STEPS", 4)
+    profile_model(model, tmp_path / "undisturbed", options(prose))
+    expected = digests(tmp_path / "undisturbed")
+    assert set(expected) == {"profile.json", "tokens.safetensors", *(f"layers/00{i}.safetensors" for i in (0, 1))}
+    written, whole_runs, folder = 0, 0, tmp_path / "ended"
+    real_rename = Path.rename
+
+    def rename(path: Path, target: Path) -> Path:
+        nonlocal written
+        written += 1
+        if written == random_end:
+            if before:
+                # As a process leaves it that had no time to remove it.
+                (path.parent / ".stray.tmp").write_bytes(b"half")
+                raise Ended
+            real_rename(path, target)
+            raise Ended
+        return real_rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    for end in range(1, 60):
+        written, random_end, before = 0, end, end % 2 == 0
+        folder = tmp_path / f"ended{end}"
+        try:
+            profile_model(model, folder, options(prose))
+            whole_runs += 1
+        except Ended:
+            random_end = -1
+            profile_model(model, folder, options(prose))
+        assert digests(folder) == expected
+        if whole_runs:
+            break
+    # The description twice, the tokens, two layers, what is alive at three cuts; for the search it is more.
+    assert end > (6 if model.name == "tiny-model" else 16)
+
+
+@pytest.mark.parametrize("damage", ["{", "{}", None])
+def test_notes_that_cannot_be_read_are_made_again(
+    damage: str | None, build_once: BuildOnce, prose: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The notes hold the values alive between segments, and what the search has found."""
+    monkeypatch.setattr("picompile.predictors.profile.thresholds._STEPS", 4)
+    model = build_once("tiny-silu", lambda folder: save_tiny_llama(folder, hidden_act="silu"))
+    # Every worker has a text of its own.
+    name = f"tiny-silu-profile-{hashlib.sha256(prose.read_bytes()).hexdigest()}"
+    expected = build_once(name, lambda folder: profile_model(model, folder, options(prose)) and None)
+    real = files.write_tensors
+
+    def write(path: Path, *arguments: Any) -> None:
+        real(path, *arguments)
+        if path.name == "state.safetensors" and (path.parent / "layers" / "000.safetensors").exists():
+            raise Ended
+
+    with monkeypatch.context() as patch, pytest.raises(Ended):
+        patch.setattr("picompile.predictors.profile.state.write_tensors", write)
+        profile_model(model, tmp_path / "profile", options(prose))
+    state = tmp_path / "profile" / "state.safetensors"
+    if damage is None:
+        tensors, metadata = files.read_tensors(state)
+        real(state, dict(list(tensors.items())[:-1]), metadata)
+    else:
+        state.write_bytes(state.read_bytes()[:-1])
+        (tmp_path / "profile" / "search.json").write_text(damage)
+    profile_model(model, tmp_path / "profile", options(prose))
+    assert digests(tmp_path / "profile") == digests(expected)
+
+
+def test_work_of_other_inputs_begins_anew(
+    tiny_model: Path, prose: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "profile"
+    with monkeypatch.context() as patch, pytest.raises(Ended):
+        patch.setattr("picompile.predictors.profile.directory.ProfileDirectory.finish", Mock(side_effect=Ended))
+        profile_model(tiny_model, folder, options(prose, seed=1))
+    assert (folder / "layers" / "001.safetensors").exists()
+    said = Mock(wraps=NoProgress())
+    profile_model(tiny_model, folder, options(prose, seed=2), said)
+    said.say.assert_called_once_with(f"{folder}: was begun with other inputs, and begins anew")
+    profile_model(tiny_model, tmp_path / "undisturbed", options(prose, seed=2))
+    assert digests(folder) == digests(tmp_path / "undisturbed")
+
+
+def test_two_at_once(tiny_model: Path, prose: Path, tmp_path: Path) -> None:
+    held = reserve(tmp_path / "profile", overwrite=True)
+    with held, pytest.raises(UsageError, match=rf"is being written by another picompile \(process {os.getpid()}\)"):
+        profile_model(tiny_model, tmp_path / "profile", options(prose))
+
+
+def test_a_complete_profile_stays_until_another_takes_its_place(
+    tiny_model: Path, prose: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, other = tmp_path / "profile", options(prose, seed=2, overwrite=True)
+    profile_model(tiny_model, folder, options(prose, seed=1))
+    (folder / "notes.txt").write_text("mine")
+    before, said = digests(folder), Mock(wraps=NoProgress())
+    profile_model(tiny_model, folder, options(prose, seed=1), said)
+    said.say.assert_called_once_with(f"{folder}: is complete already")
+    with pytest.raises(UsageError, match="profile of other inputs; give --force"):
+        profile_model(tiny_model, folder, options(prose, seed=2))
+    assert digests(folder) == before
+    with monkeypatch.context() as patch, pytest.raises(Ended):
+        patch.setattr("picompile.predictors.profile.directory.ProfileDirectory.finish", Mock(side_effect=Ended))
+        profile_model(tiny_model, folder, other)
+    assert {name: digest for name, digest in digests(folder).items() if not name.startswith(".")} == before
+    assert load_profile(folder).tokens
+    said = Mock(wraps=NoProgress())
+    profile_model(tiny_model, folder, other, said)
+    said.say.assert_called_once_with(f"{folder}: was begun, and goes on")
+    profile_model(tiny_model, tmp_path / "undisturbed", options(prose, seed=2))
+    mine = {"notes.txt": before["notes.txt"]}
+    assert digests(folder) == digests(tmp_path / "undisturbed") | mine
+    # What another that was interrupted has left is removed by the first that is asked for.
+    with monkeypatch.context() as patch, pytest.raises(Ended):
+        patch.setattr("picompile.predictors.profile.directory.ProfileDirectory.finish", Mock(side_effect=Ended))
+        profile_model(tiny_model, folder, options(prose, seed=1, overwrite=True))
+    profile_model(tiny_model, folder, options(prose, seed=2))
+    assert digests(folder) == digests(tmp_path / "undisturbed") | mine
+    assert {path.name for path in tmp_path.iterdir()} == {"profile", "undisturbed"}

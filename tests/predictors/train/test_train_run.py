@@ -2,47 +2,26 @@
 
 import dataclasses
 import json
-import random
 import shutil
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
-from helpers.support import BuildOnce, save_tiny_llama
+from helpers.support import BUNDLED_MODEL, BuildOnce
 from picompile import products
 from picompile.errors import AccuracyError, UsageError
-from picompile.predictors import Predictors, block_shapes, load_predictors
+from picompile.predictors import block_shapes, load_predictors
 from picompile.predictors.firing import FiringRule
 from picompile.predictors.profile import Profile, load_profile
 from picompile.predictors.train import TrainOptions, tighten, train_predictors
 from picompile.predictors.train.choose import ChoiceLimits, Selection
 from picompile.predictors.train.directory import TrainingDirectory
 from picompile.predictors.train.run import _TrainingRun
-from picompile.progress import Advance
+from picompile.progress import NoProgress
 
 OPTIONS = TrainOptions(gate=None, budget=1.0, recall=0.9, exact=False, epochs=1, gate_tokens=128, jobs=1)
-
-
-class Told:
-    """Keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.steps: list[str] = []
-        self.said: list[str] = []
-
-    @contextmanager
-    def step(self, title: str, total: int | None = None) -> Iterator[Advance]:
-        self.steps.append(title)
-        yield lambda count: None
-
-    def say(self, text: str) -> None:
-        self.said.append(text)
 
 
 @pytest.fixture
@@ -75,9 +54,6 @@ def test_every_layer_gets_a_predictor_that_reaches_its_target(trained: Path, tin
     facts = json.loads((trained / "predictors.json").read_text())
     assert facts["gate"]["bound"] is None
     assert facts["gate"]["tokens"] == 126
-    assert (
-        len(facts["curves"]) == sum(1 for path in (trained / "work" / "layers").iterdir()) * len(facts["curves"]) // 2
-    )
     assert not list((trained / "work").rglob("*.data"))
 
 
@@ -104,25 +80,14 @@ def test_the_recorded_perplexity_is_that_of_the_predicted_graph(
 
 
 @pytest.mark.slow("trains in several processes")
-def test_workers_give_the_same_bytes(trained: Path, tiny_model: Path, profile: Profile, tmp_path: Path) -> None:
-    train_predictors(tiny_model, profile, tmp_path / "p", dataclasses.replace(OPTIONS, jobs=2))
+@pytest.mark.parametrize("change", [{"jobs": 2}, {"ray": "local"}], ids=["workers", "ray"])
+def test_other_processes_give_the_same_bytes(
+    trained: Path, tiny_model: Path, profile: Profile, tmp_path: Path, change: dict[str, object]
+) -> None:
+    if "ray" in change:
+        pytest.importorskip("ray", reason="needs ray: pip install 'picompile[ray]'")
+    train_predictors(tiny_model, profile, tmp_path / "p", dataclasses.replace(OPTIONS, **change))
     assert _bytes(tmp_path / "p") == _bytes(trained)
-
-
-@pytest.mark.slow("starts a Ray cluster")
-def test_a_ray_cluster_gives_the_same_bytes(trained: Path, tiny_model: Path, profile: Profile, tmp_path: Path) -> None:
-    pytest.importorskip("ray", reason="needs ray: pip install 'picompile[ray]'")
-    train_predictors(tiny_model, profile, tmp_path / "p", dataclasses.replace(OPTIONS, ray="local"))
-    assert _bytes(tmp_path / "p") == _bytes(trained)
-
-
-def test_complete_work_is_only_read(trained: Path, tiny_model: Path, profile: Profile) -> None:
-    told, before = Told(), _bytes(trained)
-    read = train_predictors(tiny_model, profile, trained, OPTIONS, told)
-    assert isinstance(read, Predictors)
-    assert told.said == [f"{trained}: is complete already"]
-    assert told.steps == []
-    assert _bytes(trained) == before
 
 
 def test_interrupted_work_continues(trained: Path, tiny_model: Path, profile: Profile, tmp_path: Path) -> None:
@@ -142,27 +107,6 @@ def test_interrupted_work_continues(trained: Path, tiny_model: Path, profile: Pr
         assert _bytes(folder) == whole
 
 
-@pytest.mark.slow("trains in several processes")
-def test_a_killed_run_goes_on(trained: Path, tiny_model: Path, small_profile: Path, tmp_path: Path) -> None:
-    script = (
-        "import sys; from pathlib import Path\n"
-        "from picompile.predictors.profile import load_profile\n"
-        "from picompile.predictors.train import TrainOptions, train_predictors\n"
-        f"options = {OPTIONS!r}\n"
-        "model, profile, output = map(Path, sys.argv[1:])\n"
-        "train_predictors(model, load_profile(profile), output, options)\n"
-    )
-    command = [sys.executable, "-c", script, str(tiny_model), str(small_profile), str(tmp_path / "p")]
-    begun = subprocess.Popen(command)
-    limit = time.monotonic() + 60
-    while not list((tmp_path / "p" / "work" / "layers").glob("*.safetensors")) and time.monotonic() < limit:
-        time.sleep(random.uniform(0.001, 0.05))
-    begun.send_signal(signal.SIGKILL)
-    begun.wait()
-    assert subprocess.run(command, check=False).returncode == 0
-    assert _bytes(tmp_path / "p") == _bytes(trained)
-
-
 def test_other_inputs_need_force_and_keep_the_candidates(
     trained: Path, tiny_model: Path, profile: Profile, tmp_path: Path
 ) -> None:
@@ -176,11 +120,16 @@ def test_other_inputs_need_force_and_keep_the_candidates(
     predictors = train_predictors(tiny_model, profile, folder, dataclasses.replace(other, overwrite=True))
     assert "exact" in {layer.kind for layer in predictors.layers}
     assert (folder / "work" / "layers" / "000.safetensors").stat().st_mtime_ns == layer.st_mtime_ns
-    told = Told()
+    told = Mock(wraps=NoProgress())
     fixed = dataclasses.replace(OPTIONS, ranks=8, overwrite=True)
     predictors = train_predictors(tiny_model, profile, folder, fixed, told)
-    assert told.said == [f"{folder}: was begun from other inputs, and starts anew"]
+    told.say.assert_called_once_with(f"{folder}: was begun from other inputs, and starts anew")
     assert [layer.rank for layer in predictors.layers] == [8, 8]
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "letters.txt").write_text("dear")
+    with pytest.raises(UsageError, match="not overwritten"):
+        train_predictors(tiny_model, profile, tmp_path / "other", fixed)
+    assert [path.name for path in (tmp_path / "other").iterdir()] == ["letters.txt"]
 
 
 def test_predictors_stay_until_others_take_their_place(
@@ -203,9 +152,10 @@ def test_predictors_stay_until_others_take_their_place(
     results = ("predictors.json", "predictors.safetensors")
     assert [(folder / name).read_bytes() for name in results] == [(trained / name).read_bytes() for name in results]
     # They are still known to be of their own inputs.
-    told = Told()
+    told, before = Mock(wraps=NoProgress()), _bytes(folder)
     train_predictors(tiny_model, profile, folder, OPTIONS, told)
-    assert told.said == [f"{folder}: is complete already"]
+    told.say.assert_called_once_with(f"{folder}: is complete already")
+    assert not told.step.called and _bytes(folder) == before
     assert [layer.rank for layer in train_predictors(tiny_model, profile, folder, fixed).layers] == [8, 8]
     assert (folder / "notes.txt").read_text() == "mine"
     assert [path.name for path in tmp_path.iterdir()] == ["p"]
@@ -214,7 +164,7 @@ def test_predictors_stay_until_others_take_their_place(
 def test_the_profile_says_which_neurons_fire(tiny_model: Path, profile: Profile, tmp_path: Path) -> None:
     layers = tuple(dataclasses.replace(layer, threshold=0.1 + layer.layer) for layer in profile.layers)
     changed = dataclasses.replace(profile, layers=layers, thresholds={"by": "contribution"})
-    run = _TrainingRun(tiny_model, changed, OPTIONS, Told(), TrainingDirectory(tmp_path), "")
+    run = _TrainingRun(tiny_model, changed, OPTIONS, NoProgress(), TrainingDirectory(tmp_path), "")
     expected = {0: FiringRule(0.1, "contribution"), 1: FiringRule(1.1, "contribution")}
     assert run.prepare(1)[0].rule == expected[1]
     selection = Selection.first([0, 1], 0.9, ChoiceLimits(1, 1.0, True), {})
@@ -234,14 +184,14 @@ def test_beyond_the_bound_layers_grow_until_none_can(
 ) -> None:
     dense = load_predictors(trained).gate["dense_perplexity"]
     change = abs(load_predictors(trained).gate["perplexity"] / dense - 1)
-    told = Told()
+    told = Mock(wraps=NoProgress())
     with pytest.raises(AccuracyError, match=r"the perplexity rises by .*most is missed in layers") as refused:
         # A rise of less than nothing cannot be met by what misses anything.
         strict = dataclasses.replace(OPTIONS, gate=-1.0, rounds=2)
         train_predictors(tiny_model, profile, tmp_path / "p", strict, told)
     assert refused.value.exit_code == 7
     assert set(refused.value.layers) <= {0, 1} and refused.value.layers
-    assert sum("get larger predictors" in text for text in told.said) == 2
+    assert sum("get larger predictors" in call.args[0] for call in told.say.call_args_list) == 2
     assert not (tmp_path / "p" / "predictors.json").exists()
     with pytest.raises(UsageError, match="neither"):
         load_predictors(tmp_path / "p")
@@ -249,7 +199,9 @@ def test_beyond_the_bound_layers_grow_until_none_can(
     assert train_predictors(tiny_model, profile, tmp_path / "p", loose).gate["rounds"] == 0
 
 
-def test_tightening_misses_less_without_training(trained: Path, tmp_path: Path) -> None:
+def test_tightening_misses_less_without_training(
+    tiny_model: Path, profile: Profile, trained: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "p"
     shutil.copytree(trained, folder)
     before = load_predictors(folder)
@@ -262,22 +214,11 @@ def test_tightening_misses_less_without_training(trained: Path, tmp_path: Path) 
     assert again is not None and (again.layers[1].weighted_recall or 0) >= 0.975
     with pytest.raises(UsageError, match="no layer 7"):
         tighten(folder, [7])
+    exact = dataclasses.replace(OPTIONS, exact=True, budget=1e-9, overwrite=True)
+    assert {layer.kind for layer in train_predictors(tiny_model, profile, folder, exact).layers} == {"exact"}
+    assert tighten(folder, [0, 1]) is None
     shutil.rmtree(folder / "work")
     assert tighten(folder, [1]) is None
-
-
-def test_exact_cannot_be_tightened(tiny_model: Path, profile: Profile, trained: Path, tmp_path: Path) -> None:
-    shutil.copytree(trained, tmp_path / "p")
-    options = dataclasses.replace(OPTIONS, exact=True, budget=1e-9, overwrite=True)
-    assert {layer.kind for layer in train_predictors(tiny_model, profile, tmp_path / "p", options).layers} == {"exact"}
-    assert tighten(tmp_path / "p", [0, 1]) is None
-
-
-def test_a_profile_of_another_model_is_refused(profile: Profile, tmp_path: Path) -> None:
-    save_tiny_llama(tmp_path / "other", hidden_size=64)
-    with pytest.raises(UsageError, match="profile of another model"):
-        train_predictors(tmp_path / "other", profile, tmp_path / "p", OPTIONS)
-    assert not (tmp_path / "p").exists()
 
 
 def test_a_profile_that_does_not_fit_its_model_is_refused(
@@ -297,11 +238,14 @@ def test_a_profile_that_does_not_fit_its_model_is_refused(
     for token in (-1, 1 << 20):
         monkeypatch.setattr(Profile, "held_out", lambda self, token=token: [[1, token]])
         refused(profile, "tokens that the model does not have")
+    with pytest.raises(UsageError, match="profile of another model"):
+        train_predictors(BUNDLED_MODEL, profile, tmp_path / "predictors", OPTIONS)
+    for change in ({"kind": "magic"}, {"budget": 0.0}, {"recall": 1.5}, {"ranks": 0}, {"ranks": {1: -1}}, {"jobs": -1}):
+        with pytest.raises(UsageError):
+            dataclasses.replace(OPTIONS, **change)
 
 
-@pytest.mark.parametrize(
-    "content", ["{", "[]", "{}", '{"targets": 3}', '{"targets": {"0": null}, "measured": {}}', "[" * 9999]
-)
+@pytest.mark.parametrize("content", ["{", "[]", '{"targets": {"0": null}, "measured": {}}'])
 def test_damaged_notes_on_the_choice_are_made_again(
     trained: Path, tiny_model: Path, profile: Profile, tmp_path: Path, content: str
 ) -> None:
@@ -314,37 +258,9 @@ def test_damaged_notes_on_the_choice_are_made_again(
         assert (folder / name).read_bytes() == (trained / name).read_bytes(), name
 
 
-def test_bfloat16_needs_a_processor_that_has_it(
-    tiny_model: Path, profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(products, "missing_features", list)
-    with pytest.raises(UsageError, match=r"--bf16: .* leave the option out"):
-        train_predictors(tiny_model, profile, tmp_path / "predictors", dataclasses.replace(OPTIONS, bf16=True))
-    assert not any(tmp_path.iterdir())
-
-
 def test_candidates_in_bfloat16_are_others(tiny_model: Path, trained: Path, profile: Profile) -> None:
-    runs = [
-        _TrainingRun(
-            tiny_model, profile, dataclasses.replace(OPTIONS, bf16=bf16), Told(), TrainingDirectory(trained), ""
-        )
-        for bf16 in (False, True)
-    ]
+    every = [dataclasses.replace(OPTIONS, bf16=bf16) for bf16 in (False, True)]
+    directory = TrainingDirectory(trained)
+    runs = [_TrainingRun(tiny_model, profile, options, NoProgress(), directory, "") for options in every]
     assert runs[0].candidate_inputs != runs[1].candidate_inputs
     assert [run.prepare(0)[1].bf16 for run in runs] == [False, True]
-
-
-def test_a_folder_of_something_else_is_left_alone(tiny_model: Path, profile: Profile, tmp_path: Path) -> None:
-    (tmp_path / "letters.txt").write_text("dear")
-    with pytest.raises(UsageError, match="not overwritten"):
-        train_predictors(tiny_model, profile, tmp_path, dataclasses.replace(OPTIONS, overwrite=True))
-    assert [path.name for path in tmp_path.iterdir()] == ["letters.txt"]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"kind": "magic"}, {"budget": 0.0}, {"recall": 1.5}, {"ranks": 0}, {"ranks": {0: 3, 1: -1}}, {"jobs": -1}],
-)
-def test_options_that_make_no_sense_are_refused(change: dict[str, object]) -> None:
-    with pytest.raises(UsageError):
-        dataclasses.replace(OPTIONS, **change)
