@@ -39,7 +39,9 @@ def isas(artifact: Path) -> list[str]:
 
 @pytest.mark.slow("compiles a model for bfloat16; its kernels have fast tests")
 @needs_bf16
-def test_what_it_costs_is_measured_and_said(cli: Cli, tiny_model: Path, tmp_path: Path) -> None:
+def test_what_it_costs_is_measured_and_said(
+    cli: Cli, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = ("--quant", "f16", "--target", TARGET.name, "--context", 64, "--gate", "5%", "--gate-tokens", 200)
     ended = cli("compile", tiny_model, "-o", tmp_path / "artifact", *options)
     assert ended.code == 0, ended.err
@@ -61,18 +63,11 @@ def test_what_it_costs_is_measured_and_said(cli: Cli, tiny_model: Path, tmp_path
     with pytest.raises(RequestError, match="isa is 'x86-64-v9'"):
         picompile_runtime.load(tmp_path / "artifact", isa="x86-64-v9")
 
-
-@pytest.mark.slow("compiles a model for bfloat16; its kernels have fast tests")
-@needs_bf16
-def test_it_is_left_out_where_it_costs_too_much(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(bf16_steps.Bf16Accuracy, "met", False)
-    options = CompileOptions(quant="f16", target=TARGET.name, context=64, gate_tokens=200)
-    compile_model(tiny_model, tmp_path / "artifact", options)
-    assert isas(tmp_path / "artifact") == [BF16_BASE]
-    assert "bf16_accuracy" in json.loads((tmp_path / "artifact" / "report.json").read_text())
-    assert picompile_runtime.verify(tmp_path / "artifact").predictor
+    assert cli("compile", tiny_model, "-o", tmp_path / "without", *options).code == 0
+    assert isas(tmp_path / "without") == [BF16_BASE], "it is left out where it costs too much"
+    assert "bf16_accuracy" in json.loads((tmp_path / "without" / "report.json").read_text())
+    assert picompile_runtime.verify(tmp_path / "without").predictor
 
 
 @pytest.mark.slow("compiles a model for bfloat16; its kernels have fast tests")
@@ -83,24 +78,18 @@ def test_it_is_left_out_where_it_costs_too_much(
         ({"quant": "f16", "bf16": "on"}, [BF16, BF16_BASE]),
         ({"quant": "f16", "gate": None}, [BF16, BF16_BASE]),
         ({"quant": "q8"}, [BF16_BASE]),
+        # Nobody can tell what it costs where there is no tokenizer to read a text.
+        ({"quant": "f16", "tokenizer": False}, [BF16_BASE]),
     ],
     ids=str,
 )
 def test_nothing_is_measured_where_it_is_decided(
     options: dict[str, object], names: list[str], tiny_model: Path, tmp_path: Path
 ) -> None:
-    compile_model(tiny_model, tmp_path / "artifact", CompileOptions(target=TARGET.name, context=64, **options))  # type: ignore[arg-type]
+    model = tiny_model if options.pop("tokenizer", True) else capture_module(Llama())
+    compile_model(model, tmp_path / "artifact", CompileOptions(target=TARGET.name, context=64, **options))
     assert isas(tmp_path / "artifact") == names
     assert "bf16_accuracy" not in json.loads((tmp_path / "artifact" / "report.json").read_text())
-
-
-@pytest.mark.slow("compiles a model for bfloat16; its kernels have fast tests")
-def test_a_text_that_cannot_be_read_leaves_it_out(tmp_path: Path) -> None:
-    """Nobody can tell what it costs where there is no tokenizer."""
-
-    captured = capture_module(Llama())
-    compile_model(captured, tmp_path / "artifact", CompileOptions(quant="f16", target=TARGET.name, context=64))
-    assert isas(tmp_path / "artifact") == [BF16_BASE]
 
 
 def test_other_words_are_refused() -> None:

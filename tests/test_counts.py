@@ -9,29 +9,12 @@ from picompile.predictors.train import TrainOptions
 from picompile.quantities import parse_count, shortened
 
 
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("0", 0),
-        ("007", 7),
-        ("9" * 18, 10**18 - 1),
-        ("0" * 5000 + "12", 12),
-        ("9" * 19, None),
-        ("9" * 5000, None),
-        ("", None),
-        ("-1", None),
-        ("1.0", None),
-        ("²", None),
-        ("٣", None),
-    ],
-)
-def test_counts_are_parsed(text: str, number: int | None) -> None:
-    assert parse_count(text) == number
-
-
-def test_long_texts_are_shortened() -> None:
-    assert shortened("x" * 40) == "x" * 40
-    assert shortened("x" * 41) == "x" * 40 + "…"
+def test_counts_are_parsed() -> None:
+    for text, number in {"0": 0, "007": 7, "9" * 18: 10**18 - 1, "0" * 5000 + "12": 12}.items():
+        assert parse_count(text) == number
+    for text in ("9" * 19, "9" * 5000, "", "-1", "1.0", "²", "٣"):
+        assert parse_count(text) is None
+    assert [shortened("x" * length) for length in (40, 41)] == ["x" * 40, "x" * 40 + "…"]
 
 
 @pytest.mark.parametrize(

@@ -4,19 +4,22 @@ import ctypes
 import json
 import os
 import random
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from picompile.machine import LAUNCH_READS_S, TARGETS, find_target, gpu
+from picompile.machine import LAUNCH_READS_S, TARGETS, find_target, gpu, host
 from picompile.machine import measured as local
 from picompile.machine.gpu import GpuName, GpuSpeed
-from picompile.machine.host import Host
+from picompile.machine.host import Host, cpu_name, host_memory, measure_host
 from picompile.machine.kept import keep
 from picompile.machine.measured import LocalMachine, cache_file, cached_local, measure_local
+from picompile_runtime.bench import bandwidth
 from picompile_runtime.devices.cuda.driver import CudaError
 
 GPU = GpuName("GPU of nobody", "12.4", 89, 9_000_000_001)
@@ -55,44 +58,33 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
     return Counted(monkeypatch)
 
 
-def test_a_machine_is_measured_once(counted: Counted) -> None:
+def test_a_machine_is_measured_once(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for as many threads each, and where it is to be measured anew."""
     assert cached_local() is None
     first = measure_local()
     assert measure_local() == cached_local() == first
     assert counted.times == 1
     assert abs(time.time() - first.measured_at_s) < 60
-
-
-def test_it_can_be_measured_anew(counted: Counted) -> None:
-    measure_local()
     assert measure_local(anew=True).host.bytes_per_s == 1e10 + 2
     assert measure_local().host.bytes_per_s == 1e10 + 2
-    assert counted.times == 2
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("cpu", "another"),
-        ("memory_bytes", 10**10 + 1),
-        ("gpu", None),
-        ("gpu", replace(GPU, name="another")),
-        ("gpu", replace(GPU, driver="13.0")),
-        ("gpu", replace(GPU, total_bytes=1)),
-    ],
-)
-def test_another_machine_is_measured_again(counted: Counted, name: str, value: object) -> None:
-    measure_local()
-    setattr(counted, name, value)
-    assert cached_local() is None
-    measure_local()
-    assert counted.times == 2
-
-
-def test_other_threads_are_measured_again(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
     for threads in (3, 3, 4):
         monkeypatch.setenv("PICOMPILE_THREADS", str(threads))
         assert measure_local().machine.threads == threads
+    assert counted.times == 4
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"cpu": "another"}, {"memory_bytes": 10**10 + 1}, {"gpu": None}, {"gpu": replace(GPU, name="another")}),
+        *({"gpu": replace(GPU, driver="13.0")}, {"gpu": replace(GPU, total_bytes=1)}),
+    ],
+)
+def test_another_machine_is_measured_again(counted: Counted, change: dict[str, object]) -> None:
+    measure_local()
+    vars(counted).update(change)
+    assert cached_local() is None
+    measure_local()
     assert counted.times == 2
 
 
@@ -108,13 +100,6 @@ def test_a_gpu_that_could_not_be_measured_is_tried_again(counted: Counted) -> No
     assert counted.times == 2
 
 
-def test_the_reason_for_no_gpu_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted = Counted(monkeypatch, gpu=None)
-    assert measure_local().no_gpu == "no driver today"
-    assert measure_local().no_gpu == "no driver today"
-    assert counted.times == 1
-
-
 def test_the_row_has_what_was_measured(counted: Counted) -> None:
     row = find_target("local")
     assert (row.name, row.sm, row.vram_bytes) == ("local", 89, 9_000_000_001)
@@ -123,27 +108,11 @@ def test_the_row_has_what_was_measured(counted: Counted) -> None:
     assert row.host_efficiency == 0.6
     assert not row.compiles
     assert row.features == TARGETS["cpu"].features
-
-
-def test_a_row_without_a_gpu_has_no_gpu_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    Counted(monkeypatch, gpu=None)
+    counted.gpu = None
     row = find_target("local")
     assert (row.sm, row.vram_bytes, row.gpu_bytes_per_s, row.pcie_bytes_per_s, row.sync_s) == (None, 0, 0, 0, 0)
     assert row.host_efficiency == 0.6
-
-
-@pytest.mark.parametrize("schema", [1, 2])
-@pytest.mark.parametrize(("part", "key"), [("speed", "launch_gap_s"), ("host", "scattered_share")])
-def test_a_file_of_before_something_was_measured_is_measured_over(
-    counted: Counted, part: str, key: str, schema: int
-) -> None:
-    measure_local()
-    content = json.loads(cache_file().read_bytes())
-    del content[part][key], content["sha256"]
-    keep(cache_file(), {**content, "schema": schema})
-    assert cached_local() is None
-    assert measure_local().speed == SPEED
-    assert cached_local() is not None
+    assert measure_local().no_gpu == measure_local().no_gpu == "no driver today"
     assert counted.times == 2
 
 
@@ -158,11 +127,18 @@ def broken_contents() -> list[bytes]:
             (copy if len(path) == 1 else copy[path[0]])[path[-1]] = value
             made.append(copy)
     made.append({**good, "host": {**good["host"], "scattered_share": 1.01}})
+    # Files from before something was measured, of whichever schema they say they are.
+    for part, key in (("speed", "launch_gap_s"), ("host", "scattered_share")):
+        older = {name: value for name, value in good.items() if name != "sha256"}
+        older[part] = {name: value for name, value in good[part].items() if name != key}
+        for schema in (1, 2):
+            keep(cache_file(), {**older, "schema": schema})
+            made.append(json.loads(cache_file().read_bytes()))
     for key in good["speed"]:
         made += [{**good, "speed": {**good["speed"], key: value}} for value in (None, "1", float("nan"), -1)]
     for key in good:
         made.append({name: value for name, value in good.items() if name != key})
-    text = cache_file().read_bytes()
+    text = json.dumps(good).encode()
     cut = [text[: random.randrange(len(text) - 2)] for _ in range(20)]
     return [*(json.dumps(content).encode() for content in made), *cut, b"\xff\xfe", b"[" * 99999, b"\0" * 100]
 
@@ -176,40 +152,37 @@ def test_a_damaged_file_is_measured_over(counted: Counted) -> None:
         assert cached_local() is not None
 
 
-def test_a_folder_in_the_files_place(counted: Counted) -> None:
+def test_a_cache_that_cannot_be_made_costs_only_time(
+    counted: Counted, cache_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache_file().mkdir(parents=True)
-    assert measure_local().host.bytes_per_s == 1e10 + 1
-    assert measure_local().host.bytes_per_s == 1e10 + 2
-    assert list(cache_file().parent.iterdir()) == [cache_file()]
-
-
-def test_a_cache_that_cannot_be_made_costs_only_time(counted: Counted, cache_home: Path) -> None:
-    cache_home.write_text("a file, not a folder")
     for times in (1, 2):
+        assert measure_local().host.bytes_per_s == 1e10 + times
+    assert list(cache_file().parent.iterdir()) == [cache_file()]
+    shutil.rmtree(cache_home)
+    cache_home.write_text("a file, not a folder")
+    for times in (3, 4):
         assert measure_local().host.bytes_per_s == 1e10 + times
     assert cache_home.read_text() == "a file, not a folder"
 
-
-def test_no_home_folder_costs_only_time(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", no_home)
-    for times in (1, 2):
+    for times in (5, 6):
         assert measure_local().host.bytes_per_s == 1e10 + times
 
 
 def test_a_full_disk_leaves_the_old_file(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
     old = measure_local()
-    monkeypatch.setattr(os, "replace", _full)
+    monkeypatch.setattr(os, "replace", full)
     measure_local(anew=True)
     assert cached_local() == old
     assert os.listdir(cache_file().parent) == ["local.json"]
-
-
-def _full(*_: object) -> None:
-    raise OSError(28, "No space left on device")
 
 
 def test_a_relative_cache_home_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,3 +202,59 @@ def test_the_local_machine_with_a_stand_in_gpu(fake_cuda: ctypes.CDLL, monkeypat
     assert measured.target.description.endswith("Stand-in 4090")
     # fake_cuda/modules.cpp
     assert measured.target.launch_s == pytest.approx(1.5e-6 + LAUNCH_READS_S)
+
+
+# ---- the processor and its memory ----
+
+
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Only the limit in this file counts, where there is one."""
+    monkeypatch.setattr(host, "_LIMITS", (tmp_path / "memory.max",))
+    return tmp_path / "memory.max"
+
+
+def test_memory_is_what_psutil_says_and_a_limit_allows(limits: Path) -> None:
+    total, available = host_memory()
+    assert total == psutil.virtual_memory().total
+    # Others use memory meanwhile.
+    assert abs(available - psutil.virtual_memory().available) < total / 4
+    for no_limit in ("max\n", "", "9223372036854771712\n"):
+        limits.write_text(no_limit)
+        assert host_memory()[0] == psutil.virtual_memory().total
+    limits.write_text("123456789\n")
+    assert host_memory() == (123456789, 123456789)
+
+
+@pytest.mark.parametrize(("limit_bytes", "expected"), [(10**9 + 7, 125_000_000), (2**60, 2**29)])
+def test_the_buffer_is_a_small_part_of_memory(
+    limits: Path, monkeypatch: pytest.MonkeyPatch, limit_bytes: int, expected: int
+) -> None:
+    if limit_bytes > psutil.virtual_memory().available and psutil.virtual_memory().available < 8 * 2**29:
+        pytest.skip("needs 4 GiB of memory")
+    monkeypatch.setattr(bandwidth, "memory_bandwidth", lambda threads, size_bytes: float(threads * size_bytes))
+    monkeypatch.setattr(bandwidth, "scattered_share", lambda threads, size_bytes: threads / size_bytes)
+    limits.write_text(str(limit_bytes))
+    measured = measure_host(3)
+    assert measured.bytes == min(limit_bytes, psutil.virtual_memory().total)
+    assert measured.bytes_per_s == 3 * expected
+    assert measured.scattered_share == 3 / expected
+
+
+def test_bandwidth_is_measured(limits: Path) -> None:
+    limits.write_text(str(2**26))
+    assert cpu_name().strip() == cpu_name() != ""
+    # From a slow disk's to a large server's.
+    measured = measure_host(1)
+    assert 1e8 < measured.bytes_per_s < 1e13
+    assert 0 < measured.scattered_share <= 1
+
+
+def test_memory_may_grow(limits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as the user says, but not above a container's limit."""
+    monkeypatch.setenv("PICOMPILE_MEMORY_GIB", "8000")
+    total, available = host_memory()
+    assert total == 8000 * 2**30
+    assert available > total - psutil.virtual_memory().total
+    limits.write_text("123456789\n")
+    assert host_memory() == (123456789, 123456789)

@@ -19,7 +19,6 @@ from picompile.machine.kernel_calls import fill_with_bytes
 from picompile.machine.tuning import PrefetchTrial, Tuning, measure, questions, tuned
 from picompile.progress import NoProgress
 from picompile_codegen import cpu
-from picompile_codegen.build import host_library
 from picompile_codegen.build.isa import ISAS, Isa, Prefetching, targeting
 from picompile_runtime import MachineError
 
@@ -31,14 +30,22 @@ def chosen(choice: tuning.Choice) -> Isa:
     return replace(ISA, prefetching=replace(ISA.prefetching, **choice))
 
 
-def test_every_choice_is_measured() -> None:
+def test_every_choice_is_measured_over_whole_caches() -> None:
     asked = {name for question in questions(ISA) for choice in question.choices for name in choice}
     assert asked == {field.name for field in fields(Prefetching)}
     for question in questions(ISA):
         assert chosen(question.choices[0]) == ISA, "the first choice is the default"
+    question = questions(ISA)[1]
+    with targeting(ISA):
+        arguments = tuning._arguments(question, cpu.write_kernel(question.spec))
+    assert len(arguments) > 1
+    for each in arguments:
+        assert each["k_cache"].shape[-2] == 1024
+        assert each["step"][:2].tolist() == [1, 1023]
 
 
-@pytest.mark.parametrize("number", [0, 1, pytest.param(2, marks=pytest.mark.slow("takes seconds to compile")), 3])
+@pytest.mark.slow("compiles kernels for seconds; one question is fast", but=("3]",))
+@pytest.mark.parametrize("number", range(4))
 def test_a_choice_changes_a_kernel_and_no_bit_of_its_result(number: int, tmp_path: Path) -> None:
     question = questions(ISA)[number]
     codes, results = set(), set()
@@ -67,16 +74,6 @@ def test_a_choice_changes_a_kernel_and_no_bit_of_its_result(number: int, tmp_pat
         results.add(result.tobytes())
     assert len(codes) == len(question.choices)
     assert len(results) == 1
-
-
-def test_attention_is_measured_over_whole_caches() -> None:
-    question = questions(ISA)[1]
-    with targeting(ISA):
-        arguments = tuning._arguments(question, cpu.write_kernel(question.spec))
-    assert len(arguments) > 1
-    for each in arguments:
-        assert each["k_cache"].shape[-2] == 1024
-        assert each["step"][:2].tolist() == [1, 1023]
 
 
 def with_speeds(monkeypatch: pytest.MonkeyPatch, speeds: dict[str, list[list[float]]]) -> None:
@@ -147,23 +144,17 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return times
 
 
-def test_a_machine_is_measured_once(counted: list[str]) -> None:
-    first = tuned(ISA, 2, NoProgress())
-    assert tuned(ISA, 2, NoProgress()) == first
-    assert first.apply(ISA) == chosen({"row_bytes_ahead": 1024})
-    assert counted == [tuning.processor()]
-
-
-def test_another_machine_is_measured(counted: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_is_measured_once(counted: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     two, one = (tuned(ISA, threads, NoProgress()) for threads in (2, 1))
+    assert two.apply(ISA) == chosen({"row_bytes_ahead": 1024})
     assert [tuned(ISA, threads, NoProgress()) for threads in (2, 1)] == [two, one], "both are kept"
+    assert counted == [tuning.processor()] * 2
     monkeypatch.setattr(tuning, "processor", lambda: "another")
     assert tuned(ISA, 1, NoProgress()).apply(ISA) == chosen({"row_bytes_ahead": 3 * 1024})
     assert len(counted) == 3
 
 
 DAMAGED: dict[str, dict[str, Any]] = {
-    "changed": {"choice": {"row_bytes_ahead": 4096}},
     "of a choice that there is not": {"choice": {"row_bytes_behind": 4096}},
     "of a distance below 0": {"choice": {"row_bytes_ahead": -1}},
     "with a trial that has no speed": {"trials": [{"kernel": "rows", "choice": {}, "low": 1.0}]},
@@ -172,19 +163,18 @@ DAMAGED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[]", '{"schema": 1}', *DAMAGED])
-def test_a_damaged_file_counts_as_missing(counted: list[str], damage: str) -> None:
+def test_a_damaged_file_counts_as_missing(counted: list[str]) -> None:
     machine = dict(tuned(ISA, 2, NoProgress()).machine)
     path = tuning.tuning_file(ISA.name, machine)
-    if damage in DAMAGED:
-        content = json.loads(path.read_text()) | DAMAGED[damage]
-        if damage != "changed":
-            del content["sha256"]
-            content["sha256"] = digest(content)
-        damage = json.dumps(content)
-    path.write_text(damage)
-    assert tuned(ISA, 2, NoProgress()).apply(ISA) == chosen({"row_bytes_ahead": 2048})
-    assert len(counted) == 2
+    content = json.loads(path.read_text())
+    damaged = [content | {"choice": {"row_bytes_ahead": 4096}}]  # which does not fit its digest
+    for change in DAMAGED.values():
+        other = {name: value for name, value in (content | change).items() if name != "sha256"}
+        damaged.append(other | {"sha256": digest(other)})
+    for times, text in enumerate(["", "{", "[]", '{"schema": 1}', *map(json.dumps, damaged)], start=2):
+        path.write_text(text)
+        assert tuned(ISA, 2, NoProgress()).apply(ISA) == chosen({"row_bytes_ahead": 1024 * times}), text
+        assert len(counted) == times
 
 
 def test_a_file_that_cannot_be_written_costs_only_time(
@@ -197,20 +187,20 @@ def test_a_file_that_cannot_be_written_costs_only_time(
     assert len(counted) == 2
 
 
-def test_clouds_sell_different_processors_by_one_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def named(model: int) -> str:
-        text = f"processor : 0\nmodel name : AMD EPYC\ncpu family : 25\nmodel : {model}\n\nprocessor : 1\nmodel : 9\n"
-        monkeypatch.setattr(Path, "read_text", lambda *_, **__: text)
-        return tuning.processor()
-
-    assert named(17) == "AMD EPYC, cpu family 25, model 17"
-    assert named(1) == "AMD EPYC, cpu family 25, model 1"
+@pytest.mark.parametrize("model", [17, 1])
+def test_clouds_sell_different_processors_by_one_name(monkeypatch: pytest.MonkeyPatch, model: int) -> None:
+    text = f"processor : 0\nmodel name : AMD EPYC\ncpu family : 25\nmodel : {model}\n\nprocessor : 1\nmodel : 9\n"
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: text)
+    assert tuning.processor() == f"AMD EPYC, cpu family 25, model {model}"
 
 
+@pytest.mark.slow("compiles two artifacts; measurements, choices and files have fast tests")
 def test_compile_with_tune(cli: Cli, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All libraries are tuned, also that of a second partition of the CPU."""
     with_speeds(monkeypatch, {"caches": [[1.3]] * 4, "rows": [[1.3, 1.2]] * 4})
-    outputs = [tmp_path / "plain", tmp_path / "tuned"]
-    avx2 = ["--quant", "f16", "--context", "64", "--target", "cpu-avx2"]
+    outputs, hot = [tmp_path / "plain", tmp_path / "tuned"], tmp_path / "hot.json"
+    hot.write_text(json.dumps({"0": list(range(0, 200, 3))}))
+    avx2 = ["--quant", "f16", "--context", "64", "--target", "cpu-avx2", "--hot", hot, "--hot-device", "cpu"]
     for output, options in zip(outputs, ([], ["--tune"]), strict=True):
         assert cli("compile", tiny_model, "-o", output, *avx2, *options).code == 0
     whole, fast = (
@@ -220,35 +210,14 @@ def test_compile_with_tune(cli: Cli, tiny_model: Path, tmp_path: Path, monkeypat
     report = json.loads((outputs[1] / "report.json").read_text())["tuning"]
     assert (report["isa"], report["processor"]) == ("x86-64-v3", tuning.processor())
     assert report["choice"] == {"caches_into_first_level": False, "row_bytes_ahead": 4096}
-    assert report["trials"][1] == {
-        "kernel": "caches",
-        "choice": {"caches_into_first_level": False},
-        "speed": 1.3,
-        "low": 1.3,
-    }
+    trial = {"kernel": "caches", "choice": {"caches_into_first_level": False}, "speed": 1.3, "low": 1.3}
+    assert report["trials"][1] == trial
     assert json.loads(cli("inspect", outputs[1], "--json").out)["tuning"] == report
     assert "caches into first level False" in " ".join(cli("inspect", outputs[1]).out.split())
     assert "tuning" not in json.loads((outputs[0] / "report.json").read_text())
-    code = [(output / "kernels" / "host.so").read_bytes() for output in outputs]
-    assert code[0] != code[1]
-
-
-def test_all_libraries_are_tuned(cli: Cli, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also that of a second partition of the CPU."""
-    with_speeds(monkeypatch, {"caches": [[1.3]] * 4})
-    seen: dict[str, list[bool]] = {}
-    build = host_library.build_host_library
-
-    def spy(kernels: Any, output: Path, isa: Isa) -> None:
-        seen.setdefault(output.name, []).append(isa.prefetching.caches_into_first_level)
-        build(kernels, output, isa)
-
-    monkeypatch.setattr(host_library, "build_host_library", spy)
-    output, hot = tmp_path / "artifact", tmp_path / "hot.json"
-    hot.write_text(json.dumps({"0": list(range(0, 200, 3))}))
-    options = ["--target", "cpu-avx2", "--context", 64, "--tune", "--hot", hot, "--hot-device", "cpu"]
-    assert cli("compile", tiny_model, "-o", output, *options).code == 0
-    assert seen == {"host.so": [False], "hot.x86-64-v3.so": [False]}
+    for library in ("host.so", "hot.x86-64-v3.so"):
+        code = [(output / "kernels" / library).read_bytes() for output in outputs]
+        assert code[0] != code[1], library
 
 
 def test_tune_is_refused_for_another_machine(cli: Cli, tiny_model: Path, tmp_path: Path) -> None:
@@ -261,14 +230,12 @@ def test_tune_is_refused_for_another_machine(cli: Cli, tiny_model: Path, tmp_pat
 
 
 @pytest.mark.slow("compiles and measures every kernel")
-def test_this_machine(tmp_path: Path) -> None:
+def test_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every kernel is measured, as few times as that allows."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tuning, "_SECONDS", 0.0)
-        patch.setattr(tuning, "_ROUNDS", 2)
-        patch.setattr(tuning, "_WORKING_SET_BYTES", 2**24)
-        found = tuned(ISA, 2, NoProgress())
-        assert tuned(ISA, 2, NoProgress()) == found
+    for name, value in (("_SECONDS", 0.0), ("_ROUNDS", 2), ("_WORKING_SET_BYTES", 2**24)):
+        monkeypatch.setattr(tuning, name, value)
+    found = tuned(ISA, 2, NoProgress())
+    assert tuned(ISA, 2, NoProgress()) == found
     assert all(trial.low > 0.01 and trial.speed < 100 for trial in found.trials)
     assert 9 <= len(found.trials) <= 9 + 4 + 1
 
@@ -278,16 +245,12 @@ def test_code_that_this_machine_would_not_choose_stays(monkeypatch: pytest.Monke
     names = ["x86-64-v4-bf16", "x86-64-v4-vnni", "x86-64-v3"]
     code = [Code(ISAS[name], f"{name}.so") for name in names]
     for first, changed in ((0, [True, True, False]), (1, [False, True, False]), (2, [False, False, True])):
-        monkeypatch.setattr("picompile.artifact.code.runs_here", lambda each, first=first: each[0].isa in able(first))
+        able = [ISAS[name] for name in names[first:]]
+        monkeypatch.setattr("picompile.artifact.code.runs_here", lambda each, able=able: each[0].isa in able)
         found, tuning_ = tuned_code(code, NoProgress())
         assert tuning_.isa == ("x86-64-v3" if first == 2 else "x86-64-v4-vnni")
         assert [each.isa != known.isa for each, known in zip(found, code, strict=True)] == changed
         assert [each.file for each in found] == [each.file for each in code]
-
     monkeypatch.setattr("picompile.artifact.code.runs_here", lambda each: False)
     with pytest.raises(MachineError, match="cannot run code for x86-64-v4-bf16"):
         tuned_code(code, NoProgress())
-
-
-def able(first: int) -> list[Isa]:
-    return [ISAS["x86-64-v4-bf16"], ISAS["x86-64-v4-vnni"], ISA][first:]

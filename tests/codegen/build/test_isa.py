@@ -9,16 +9,14 @@ import pytest
 import tvm
 from tvm.target.codegen import llvm_get_cpu_features
 
-from helpers.kernels.emulated import require
 from picompile.machine import TARGETS
 from picompile_codegen import cpu
 from picompile_codegen.build import host_library as build
-from picompile_codegen.build import host_library as toolchain
 from picompile_codegen.build.host_library import build_host_library, llvm_target
 from picompile_codegen.build.isa import DEFAULT_ISA, ISAS, Isa, current, targeting
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.tensor import loop
-from picompile_codegen.errors import BuildError, CodegenError, ToolchainError
+from picompile_codegen.errors import BuildError, CodegenError
 from picompile_codegen.lowering.program import kernels_for
 from picompile_codegen.specs import AddSpec, LinearSpec, PackageSpec, RmsNormSpec
 from picompile_codegen.specs.arguments import Declaration
@@ -64,34 +62,28 @@ def test_the_table_of_targets_agrees_with_the_instruction_sets(every_isa: None) 
             assert set(row.features) == set.intersection(*({*ISAS[name].features} for name in row.isas))
 
 
-@pytest.mark.parametrize(
-    ("change", "unknown"), [({"mcpu": "x86-64-v9"}, "x86-64-v9"), ({"mattr": ("+avx4096",)}, "avx4096")]
-)
-def test_a_target_unknown_to_llvm_is_an_error(change: dict[str, object], unknown: str) -> None:
-    with pytest.raises(BuildError, match=f"cannot compile for x86-64-v4: it does not know {unknown}"):
-        llvm_target(replace(ISAS["x86-64-v4"], **change))  # type: ignore[arg-type]
+def test_a_target_unknown_to_llvm_is_an_error() -> None:
+    for change, unknown in ({"mcpu": "x86-64-v9"}, "x86-64-v9"), ({"mattr": ("+avx4096",)}, "avx4096"):
+        with pytest.raises(BuildError, match=unknown):
+            llvm_target(replace(ISAS["x86-64-v4"], **change))
 
 
 # ---- kernels ----
 
 
 def test_kernels_are_written_for_one_instruction_set(tmp_path: Path) -> None:
+    """Their names and arguments are the same for all."""
     assert current() is ISAS[DEFAULT_ISA]
-    with targeting(ISAS["aarch64-dotprod"]):
-        kernel = cpu.write_kernel(AddSpec(dim=8, rows=1))
-    assert kernel.isa == "aarch64-dotprod"
-    assert cpu.write_kernel(AddSpec(dim=8, rows=1)).isa == DEFAULT_ISA
-    with pytest.raises(CodegenError, match="was written for aarch64-dotprod, not for x86-64-v3"):
-        build_host_library([kernel], tmp_path / "host.so")
-
-
-def test_names_and_arguments_are_the_same_for_all_instruction_sets() -> None:
     spec = AddSpec(dim=8, rows=2)
     expected = cpu.write_kernel(spec)
+    assert expected.isa == DEFAULT_ISA
     for isa in ISAS.values():
         (kernel,) = kernels_for(isa, {spec: expected})
-        assert kernel.isa == isa.name
-        assert (kernel.name, kernel.arguments) == (expected.name, expected.arguments)
+        assert (kernel.isa, kernel.name, kernel.arguments) == (isa.name, expected.name, expected.arguments)
+    with targeting(ISAS["aarch64-dotprod"]):
+        kernel = cpu.write_kernel(spec)
+    with pytest.raises(CodegenError, match="was written for aarch64-dotprod, not for x86-64-v3"):
+        build_host_library([kernel], tmp_path / "host.so")
 
 
 @dataclass(frozen=True)
@@ -119,14 +111,6 @@ def test_a_kernel_with_other_arguments_elsewhere_is_refused() -> None:
         kernels_for(ISAS["x86-64-v4"], built)
 
 
-def test_a_missing_cross_compiler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(toolchain.platform, "machine", lambda: "x86_64")
-    with pytest.raises(ToolchainError, match=r"aarch64-linux-gnu-gcc .* apt install gcc-aarch64-linux-gnu") as caught:
-        build_host_library([], tmp_path / "host.so", ISAS["aarch64-dotprod"])
-    assert caught.value.exit_code == 6
-
-
 def test_passes_that_are_left_out_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Code of TVM's own pipeline, without its search for common subexpressions, is the same byte by byte."""
     built = [
@@ -138,14 +122,3 @@ def test_passes_that_are_left_out_change_nothing(tmp_path: Path, monkeypatch: py
     with tvm.transform.PassContext(disabled_pass=["tirx.CommonSubexprElim"]):
         build_host_library(built, tmp_path / "theirs.so")
     assert (tmp_path / "ours.so").read_bytes() == (tmp_path / "theirs.so").read_bytes()
-
-
-def test_same_kernels_give_the_same_bytes_elsewhere(tmp_path: Path) -> None:
-    require("aarch64-linux-gnu-gcc")
-    for folder in ("one", "two"):
-        (tmp_path / folder).mkdir()
-        with targeting(ISAS["aarch64-dotprod"]):
-            build_host_library(
-                [cpu.write_kernel(AddSpec(dim=8, rows=1))], tmp_path / folder / "a.so", ISAS["aarch64-dotprod"]
-            )
-    assert (tmp_path / "one" / "a.so").read_bytes() == (tmp_path / "two" / "a.so").read_bytes()

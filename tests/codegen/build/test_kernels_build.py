@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from helpers.kernels.emulated import require
 from picompile_codegen import cpu
 from picompile_codegen.build import host_library as build
 from picompile_codegen.build.host_library import build_host_library
+from picompile_codegen.build.isa import DEFAULT_ISA, ISAS, targeting
 from picompile_codegen.cpu import Kernel
 from picompile_codegen.cpu.kernel import KernelFunction
-from picompile_codegen.errors import BuildError, CodegenError
+from picompile_codegen.errors import BuildError, CodegenError, ToolchainError
 from picompile_codegen.specs import AddSpec, LinearSpec, symbol
 
 
@@ -42,28 +44,28 @@ def test_same_kernels_give_the_same_bytes(library: Path, tmp_path: Path, monkeyp
     again = tmp_path / "other-name.so"
     build_host_library([*reversed(some_kernels()), some_kernels()[0]], again)
     assert again.read_bytes() == library.read_bytes()
+    require("aarch64-linux-gnu-gcc")
+    arm, files = ISAS["aarch64-dotprod"], [tmp_path / "a.so", tmp_path / "b.so"]
+    for file in files:
+        with targeting(arm):
+            build_host_library([cpu.write_kernel(AddSpec(dim=8, rows=1))], file, arm)
+    assert files[0].read_bytes() == files[1].read_bytes()
 
 
-def test_the_library_exports_kernels_and_pi_run(library: Path) -> None:
+def test_the_library_exports_kernels_and_needs_nothing_but_libc(library: Path) -> None:
     exported = set(output_of("nm", "-D", "--defined-only", "--format=just-symbols", library).split())
     assert {f"__tvm_ffi_{kernel.name}" for kernel in some_kernels()} <= exported
     assert {"pi_run", "pi_last_error"} <= exported
-
-
-def test_the_library_needs_nothing_but_libc(library: Path) -> None:
     needed = re.findall(r"NEEDED\s+(\S+)", output_of("objdump", "-p", library))
     assert set(needed) <= {"libc.so.6", "libm.so.6", "libpthread.so.0"}
-    undefined = output_of("nm", "-D", "--undefined-only", library)
-    assert "TVM" not in undefined
+    assert "TVM" not in output_of("nm", "-D", "--undefined-only", library)
     # TVM's heap: a kernel that asked for it would call a null pointer.
     assert "Workspace" not in output_of("nm", "-D", library)
 
 
-def test_products_use_vector_instructions(tmp_path: Path) -> None:
+def test_products_use_vector_instructions(library: Path) -> None:
     """LLVM can turn a vector of float16 into calls of a conversion function, one lane at a time."""
-    path = tmp_path / "host.so"
-    build_host_library(some_kernels()[:1], path)
-    code = output_of("objdump", "-d", "--no-show-raw-insn", path)
+    code = output_of("objdump", "-d", "--no-show-raw-insn", library)
     assert re.search(r"vcvtph2ps .*%ymm", code)
     assert re.search(r"vfmadd\d+ps .*%ymm", code)
     assert not re.search(r"call\s+[0-9a-f]+ <__extendhfsf2", code)
@@ -76,12 +78,19 @@ def test_a_failing_linker_is_reported(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(BuildError, match="not a host") as caught:
         build_host_library([cpu.write_kernel(AddSpec(dim=8, rows=1))], tmp_path / "host.so")
     assert caught.value.exit_code == 1
+    source.write_text("int nowhere(void); int pi_nowhere(void) { return nowhere(); }")
+    with pytest.raises(BuildError, match=r"undefined reference to .nowhere"):
+        build_host_library([], tmp_path / "host.so")
 
 
-def test_a_missing_gcc_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(BuildError, match="gcc"):
-        build_host_library([cpu.write_kernel(AddSpec(dim=8, rows=1))], tmp_path / "host.so")
+    monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
+    cases = (DEFAULT_ISA, BuildError, "gcc"), ("aarch64-dotprod", ToolchainError, "apt install gcc-aarch64-linux-gnu")
+    for isa, error, message in cases:
+        with pytest.raises(error, match=message) as caught:
+            build_host_library([], tmp_path / "host.so", ISAS[isa])
+    assert caught.value.exit_code == 6
 
 
 def test_too_many_elements_are_refused() -> None:

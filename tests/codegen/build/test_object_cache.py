@@ -2,7 +2,7 @@
 
 import fcntl
 import os
-from collections.abc import Callable
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,11 +12,11 @@ from picompile_codegen import cpu
 from picompile_codegen.build import object_cache
 from picompile_codegen.build.host_library import build_host_library
 from picompile_codegen.build.isa import ISAS, targeting
-from picompile_codegen.build.object_cache import VARIABLE, object_key
+from picompile_codegen.build.object_cache import VARIABLE, object_key, temporary_folder
 from picompile_codegen.cpu import Kernel
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.tensor import loop
-from picompile_codegen.errors import BuildError
+from picompile_codegen.errors import BuildError, TemporaryFolderError
 from picompile_codegen.specs import AddSpec
 
 
@@ -28,6 +28,12 @@ def add_number(number: float) -> Kernel:
         with loop(0, 64) as i:
             y[0, i] = y[0, i] + number
     return function.kernel()
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
 
 
 @pytest.fixture
@@ -59,29 +65,25 @@ def test_a_kernel_of_the_same_name_is_another(cache: Path, tmp_path: Path, monke
         raise RuntimeError("compiled")
 
     build_host_library([add_number(1.0)], tmp_path / "first.so")
+    known = len(list(cache.iterdir()))
+    with targeting(ISAS["x86-64-v4"]):
+        build_host_library([add_number(1.0)], tmp_path / "other.so", ISAS["x86-64-v4"])
+    assert len(list(cache.iterdir())) == known + 1, "for another instruction set as well"
     monkeypatch.setattr(tvm, "compile", fail)
     for kernel in (add_number(2.0), cpu.write_kernel(AddSpec(dim=64, rows=1))):
         with pytest.raises(BuildError, match=r"cannot compile the kernel .*: compiled"):
             build_host_library([kernel], tmp_path / "second.so")
 
 
-def test_another_instruction_set_is_another(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("x86-64-v3", "x86-64-v4"):
-        with targeting(ISAS[name]):
-            build_host_library([add_number(1.0)], tmp_path / f"{name}.so", ISAS[name])
-    assert len(list(cache.iterdir())) == 2 + 2
-
-
-@pytest.mark.parametrize("what", ["a file", "read-only"])
-def test_a_folder_that_cannot_be_used(cache: Path, tmp_path: Path, what: str) -> None:
-    if what == "a file":
-        cache.write_text("no folder")
-    elif os.geteuid() == 0:
-        pytest.skip("root may write everywhere")
-    else:
-        cache.mkdir(mode=0o500)
+def test_a_folder_that_cannot_be_used(cache: Path, tmp_path: Path) -> None:
+    cache.write_text("no folder")
     build_host_library([add_number(1.0)], tmp_path / "host.so")
     assert (tmp_path / "host.so").exists()
+    if os.geteuid():  # root may write everywhere
+        cache.unlink()
+        cache.mkdir(mode=0o500)
+        build_host_library([add_number(1.0)], tmp_path / "again.so")
+        assert (tmp_path / "again.so").exists()
 
 
 def test_the_entry_unused_for_longest_is_deleted_first(
@@ -103,40 +105,18 @@ def test_the_entry_unused_for_longest_is_deleted_first(
     assert {path.name for path in cache.iterdir()} == {f"{first}.object", f"{third}.object", "own.o"}
 
 
-def _empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-def _torn(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-100])
-
-
-def _flipped(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-def _of_an_earlier_version(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[len(object_cache._MARK) + 32 :])
-
-
-@pytest.mark.parametrize("damage", [_empty, _torn, _flipped, _of_an_earlier_version])
-def test_a_damaged_entry_is_made_again(cache: Path, damage: Callable[[Path], None]) -> None:
-    key, content = object_key("some"), os.urandom(1000)
-    object_cache.cached_object(key, lambda: content)
-    damage(cache / f"{key}.object")
-    assert object_cache.cached_object(key, lambda: content) == content
-    assert object_cache.cached_object(key, lambda: pytest.fail("it is there")) == content
-
-
-def test_an_entry_of_another_key_is_made_again(cache: Path) -> None:
-    first, second = object_key("first"), object_key("second")
-    object_cache.cached_object(first, lambda: b"first")
-    object_cache.cached_object(second, lambda: b"second")
-    (cache / f"{first}.object").replace(cache / "kept")
-    (cache / f"{second}.object").replace(cache / f"{first}.object")
-    assert object_cache.cached_object(first, lambda: b"made again") == b"made again"
+def test_a_damaged_entry_is_made_again(cache: Path) -> None:
+    key, other, content = object_key("some"), object_key("other"), os.urandom(1000)
+    for each in (key, other):
+        object_cache.cached_object(each, lambda: content)
+    path = cache / f"{key}.object"
+    good = path.read_bytes()
+    damaged = [b"", good[:-100], good[:500] + bytes([good[500] ^ 1]) + good[501:]]
+    damaged += [good[len(object_cache._MARK) + 32 :], (cache / f"{other}.object").read_bytes()]
+    for number, damage in enumerate(damaged):
+        path.write_bytes(damage)
+        assert object_cache.cached_object(key, lambda number=number: bytes([number])) == bytes([number])
+        assert object_cache.cached_object(key, lambda: pytest.fail("it is there")) == bytes([number])
 
 
 def test_files_that_a_dead_process_left_are_removed(cache: Path) -> None:
@@ -151,16 +131,6 @@ def test_files_that_a_dead_process_left_are_removed(cache: Path) -> None:
     assert names == {f"{object_key('c')}.object", f"{alive}.unfinished", "mine.unfinished"}
 
 
-def test_a_name_that_is_missing_is_an_error_when_it_is_linked(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = tmp_path / "read.c"
-    source.write_text("int nowhere(void); int pi_nowhere(void) { return nowhere(); }")
-    monkeypatch.setattr("picompile_codegen.build.host_library._SOURCES", (source,))
-    with pytest.raises(BuildError, match=r"undefined reference to .nowhere"):
-        build_host_library([], tmp_path / "host.so")
-
-
 def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
@@ -168,3 +138,37 @@ def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/someone")
     assert object_cache.cache_folder() == Path("/home/someone/.cache/picompile/objects")
+
+
+# ---- temporary folders ----
+
+
+def test_a_temporary_folder_is_private_and_is_removed(temporary: Path) -> None:
+    with temporary_folder() as folder:
+        assert folder.stat().st_mode & 0o777 == 0o700
+        (folder / "file").touch()
+    assert not list(temporary.iterdir())
+
+
+def test_only_the_folders_of_dead_processes_are_removed(temporary: Path) -> None:
+    (temporary / "picompile-work-mine").mkdir()
+    child = os.fork()
+    if child == 0:
+        held = temporary_folder()
+        held.__enter__()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert len(list(temporary.iterdir())) == 2
+    with temporary_folder() as first, temporary_folder() as second:
+        assert {path.name for path in temporary.iterdir()} == {"picompile-work-mine", first.name, second.name}
+
+
+def test_no_temporary_folder_at_all_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(tempfile, "gettempdir", none)
+    text = r"each is full or not writable.*/tmp.*TMPDIR"
+    with pytest.raises(TemporaryFolderError, match=text) as error, temporary_folder():
+        pass
+    assert error.value.exit_code == 5

@@ -1,8 +1,5 @@
 """Prompts in bfloat16 against products in float64 of inputs and weights that are rounded to it."""
 
-import subprocess
-from pathlib import Path
-
 import numpy as np
 import pytest
 import test_kernels_ffn as ffn
@@ -11,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from helpers.kernels.workbench import Workbench, assert_close, packed, uniform
-from picompile_codegen.build.isa import BF16_BASE, ISAS, targeting
+from picompile_codegen.build.isa import ISAS, targeting
 from picompile_codegen.cpu import Kernel
 from picompile_runtime.devices.machine import is_machine, missing_features
 
@@ -57,25 +54,15 @@ def test_linear(workbench: Workbench, shape: tuple[int, int]) -> None:
 
 @pytest.mark.slow("compiles a kernel per case; one product is fast")
 def test_a_token_has_the_bits_that_it_has_alone(workbench: Workbench) -> None:
-    """Whichever other tokens are in the chunk, and wherever it is cut."""
+    """Whichever other tokens are in the chunk, and wherever it is cut. What is no finite number shows in its row."""
     kernel, shape, rng = kernel_of(SHAPES[0]), SHAPES[0], np.random.default_rng(5)
     data, _ = packed(rng, "f16", *shape)
     x, others = uniform(rng, linear.CHUNK, shape[1]), {"w": data, "bias": uniform(rng, shape[0])}
+    x[[3, 4, 5], 70] = np.nan, np.inf, -np.inf
     together = workbench.run(kernel, {"x": x, **others}, tokens=linear.CHUNK)["y"]
     for i, row in enumerate(x):
         assert workbench.run(kernel, {"x": row[None], **others})["y"][0].tobytes() == together[i].tobytes()
-
-
-@pytest.mark.slow("compiles a kernel per case; one product is fast")
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_what_is_no_finite_number_shows(workbench: Workbench, value: float) -> None:
-    shape, rng = SHAPES[0], np.random.default_rng(6)
-    data, _ = packed(rng, "f16", *shape)
-    x = uniform(rng, 2, shape[1])
-    x[1, 70] = value
-    result = workbench.run(kernel_of(shape), {"x": x, "w": data, "bias": uniform(rng, shape[0])}, tokens=2)["y"]
-    assert np.isfinite(result[0]).all()
-    assert not np.isfinite(result[1]).any()
+        assert not np.isfinite(together[i]).any() if i in (3, 4, 5) else np.isfinite(together[i]).all()
 
 
 @pytest.mark.slow("compiles a kernel per case; one product is fast")
@@ -90,19 +77,3 @@ def test_block(workbench: Workbench, name: str) -> None:
         dim = example.output().shape[1]
         assert_close(results[0][:, :dim], example.output(), 2**-7)
         assert results[0].tobytes() == results[1].tobytes()
-
-
-@pytest.mark.slow("compiles a kernel per case; one product is fast")
-def test_instructions(tmp_path: Path) -> None:
-    """The products are those of bfloat16, and code without it has none."""
-
-    def products(path: Path) -> int:
-        done = subprocess.run(["objdump", "-d", path], capture_output=True, text=True, check=True)
-        return done.stdout.count("vdpbf16ps")
-
-    for isa in (ISA, ISAS[BF16_BASE]):
-        with targeting(isa):
-            kernel = linear.linear("f16", SHAPES[0], linear.CHUNK)
-        path = tmp_path / f"{isa.name}.so"
-        Workbench(path, [kernel], isa)
-        assert bool(products(path)) == isa.prompts_in_bf16

@@ -1,27 +1,41 @@
-"""Linear layers and embeddings against products of the same weights and activations, as they see them, in float64."""
+"""Linear layers, with matrices in rows and in panels, and embeddings, against products in float64 of what they see."""
+
+from itertools import product
 
 import numpy as np
 import pytest
+import torch
 
-from helpers.kernels.workbench import Workbench, as_seen, assert_close, packed, uniform
+from helpers.kernels.workbench import Array, Workbench, as_seen, assert_close, packed, uniform
+from helpers.products import sampled
 from picompile_codegen import cpu
 from picompile_codegen.cpu import Kernel
 from picompile_codegen.specs import EmbeddingSpec, LinearSpec
+from picompile_codegen.weight_panels import PANEL_ROWS, has_panels, to_panels
+from picompile_passes.weight_formats import FORMATS as EVERY_FORMAT
 
 FORMATS = ("f16", "q8", "q6", "q4m", "q4")
+IN_PANELS = FORMATS[1:]
 # (n, k): a model's size; neither a multiple of a vector, a group or a block; a vocabulary and a width of many blocks.
 SHAPES = ((64, 96), (251, 72), (10, 100), (1009, 1100))
-CHUNK = 13
-# Cases that are not slow.
-FAST = ("(251, 72)-", *(f"{shape}-{name}]" for shape in SHAPES for name in ("f16", "q4")))
+# Neither whole groups nor whole blocks of high bits; one panel; rows longer than a page.
+PANELS = ((48, 72), (16, 100), (208, 1100))
+# More than two of the largest tiles, and something left over for each of the smaller ones.
+CHUNK = 37
 
 
-def linear(format_name: str, shape: tuple[int, int], rows: int, rowwise: bool = False) -> Kernel:
-    # Half of the shapes with a bias.
-    bias = shape[0] % 2 == 1
-    return cpu.write_kernel(
-        LinearSpec(format=format_name, n=shape[0], k=shape[1], rows=rows, bias=bias, rowwise=rowwise)
-    )
+def linear(form: str, shape: tuple[int, int], rows: int, rowwise: bool = False, panels: bool | None = None) -> Kernel:
+    """A kernel for a matrix in panels, if its shape is one of `PANELS`."""
+    panels = shape in PANELS if panels is None else panels
+    # About half of the shapes with a bias.
+    bias = shape[0] % 32 == 16 or shape[0] % 2 == 1
+    return cpu.write_kernel(LinearSpec(form, *shape, rows, bias, rowwise=rowwise, panels=panels))
+
+
+def stored(data: Array, form: str, shape: tuple[int, int], panels: bool | None = None) -> Array:
+    """The bytes of a matrix as its kernel reads them."""
+    panels = shape in PANELS if panels is None else panels
+    return to_panels(torch.from_numpy(data), form, shape[1]).numpy() if panels else data
 
 
 @pytest.fixture(scope="module")
@@ -29,67 +43,90 @@ def workbench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
     return Workbench(tmp_path_factory.mktemp("linear") / "host.so")
 
 
-def embedding(format_name: str, dim: int, rows: int) -> Kernel:
-    return cpu.write_kernel(EmbeddingSpec(format=format_name, vocab=50, dim=dim, rows=rows, offset=2))
+def is_stored(form: str, shape: tuple[int, int], **_: object) -> bool:
+    return form in IN_PANELS or shape not in PANELS
+
+
+@sampled(
+    form=FORMATS,
+    shape=(*SHAPES, *PANELS),
+    tokens=(None, 1, 2, 3, 7, CHUNK),
+    when=is_stored,
+    slow="compiles a kernel per case",
+)
+def test_linear(workbench: Workbench, form: str, shape: tuple[int, int], tokens: int | None) -> None:
+    """`tokens` None is the kernel of decode, which has one row and does not look at the step. Threads change no bit."""
+    rng = np.random.default_rng([*shape, tokens or 0])
+    kernel = linear(form, shape, rows=1 if tokens is None else CHUNK)
+    data, weights = packed(rng, form, *shape)
+    x, bias = uniform(rng, tokens or 1, shape[1]), uniform(rng, shape[0])
+    inputs, step = {"x": x, "w": stored(data, form, shape), "bias": bias}, -1 if tokens is None else tokens
+    results = [workbench.run(kernel, inputs, tokens=step, threads=threads)["y"] for threads in (1, 2, 3, 5)]
+    expected = as_seen(x, form) @ weights.T + (bias if "bias" in kernel.params else 0)
+    assert_close(results[0][: len(x)], expected)
+    assert np.isnan(results[0][len(x) :]).all()
+    assert len({result.tobytes() for result in results}) == 1
 
 
 @pytest.mark.slow(
-    "compiles a kernel per case; f16, q4 and one size of the others are fast",
-    but=tuple(f"{tokens}-{case}" for tokens in (None, 1, 2, 7, CHUNK) for case in FAST),
+    "compiles a kernel per case; f16, q4 and one in panels are fast",
+    but=("(251, 72)-f16", "(10, 100)-q4]", "(48, 72)-q8"),
 )
-@pytest.mark.parametrize("format_name", FORMATS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("tokens", [None, 1, 2, 7, CHUNK])
-def test_linear(workbench: Workbench, format_name: str, shape: tuple[int, int], tokens: int | None) -> None:
-    """`tokens` None is the kernel of decode, which has one row and does not look at the step."""
-    rng = np.random.default_rng([*shape, tokens or 0])
-    kernel = linear(format_name, shape, rows=1 if tokens is None else CHUNK)
-    data, weights = packed(rng, format_name, *shape)
-    x, bias = uniform(rng, tokens or 1, shape[1]), uniform(rng, shape[0])
-    result = workbench.run(kernel, {"x": x, "w": data, "bias": bias}, tokens=-1 if tokens is None else tokens)
-    expected = as_seen(x, format_name) @ weights.T + (bias if "bias" in kernel.params else 0)
-    assert_close(result["y"][: len(x)], expected)
-
-
-@pytest.mark.slow("compiles a kernel per case; one size is fast", but=("(251, 72)",))
-@pytest.mark.parametrize("format_name", FORMATS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_each_row_has_the_bits_that_it_has_alone(
-    workbench: Workbench, format_name: str, shape: tuple[int, int]
-) -> None:
+@pytest.mark.parametrize(
+    ("shape", "form"), [each for each in product((*SHAPES, *PANELS), FORMATS) if is_stored(*reversed(each))], ids=str
+)
+def test_each_row_has_the_bits_that_it_has_alone(workbench: Workbench, form: str, shape: tuple[int, int]) -> None:
     rng = np.random.default_rng(shape)
-    data, _ = packed(rng, format_name, *shape)
-    x, others = uniform(rng, CHUNK, shape[1]), {"w": data, "bias": uniform(rng, shape[0])}
-    one = linear(format_name, shape, rows=1)
+    data, _ = packed(rng, form, *shape)
+    x, others = uniform(rng, CHUNK, shape[1]), {"w": stored(data, form, shape), "bias": uniform(rng, shape[0])}
+    one, many = linear(form, shape, 1), linear(form, shape, CHUNK, rowwise=shape not in PANELS)
     alone = [workbench.run(one, {"x": row[None], **others})["y"].tobytes() for row in x]
-    for tokens in (1, 2, 3, 4, 7, CHUNK):
-        kernel = linear(format_name, shape, CHUNK, rowwise=True)
-        together = workbench.run(kernel, {"x": x[:tokens], **others}, tokens=tokens)["y"][:tokens]
+    for tokens in (1, 2, 3, 4, 7, 16, 19, CHUNK):
+        together = workbench.run(many, {"x": x[:tokens], **others}, tokens=tokens)["y"][:tokens]
         assert together.tobytes() == b"".join(alone[:tokens])
 
 
-@pytest.mark.slow("compiles a kernel per case; f16 and q4 are fast", but=("1-f16", "1-q4]", "13-f16", "13-q4]"))
-@pytest.mark.parametrize("format_name", FORMATS)
-@pytest.mark.parametrize("rows", [1, CHUNK])
-def test_same_bits_for_any_number_of_threads(workbench: Workbench, format_name: str, rows: int) -> None:
-    rng = np.random.default_rng(rows)
-    shape = SHAPES[-1]
-    data, _ = packed(rng, format_name, *shape)
-    inputs = {"x": uniform(rng, rows, shape[1]), "w": data, "bias": uniform(rng, shape[0])}
-    kernel = linear(format_name, shape, rows)
-    results = [workbench.run(kernel, inputs, tokens=rows, threads=threads)["y"].tobytes() for threads in (1, 2, 3, 5)]
-    assert len(set(results)) == 1
+@sampled(form=IN_PANELS, rows=(1, CHUNK), panels=(True, False), slow="compiles a kernel per case")
+def test_what_is_no_number_shows(workbench: Workbench, form: str, rows: int, panels: bool) -> None:
+    """In panels and in rows, in whichever lane it is."""
+    shape, rng = SHAPES[0], np.random.default_rng(rows)
+    data, _ = packed(rng, form, *shape)
+    for value in (np.nan, np.inf):
+        x = uniform(rng, rows, shape[1])
+        x[np.arange(rows), rng.integers(0, shape[1], rows)] = value
+        inputs = {"x": x, "w": stored(data, form, shape, panels)}
+        assert np.isnan(workbench.run(linear(form, shape, rows, panels=panels), inputs, tokens=rows)["y"]).all()
 
 
-@pytest.mark.slow(
-    "compiles a kernel per case; f16, q4 and one size of the others are fast",
-    but=("100-", "96-1-1-f16", "96-1-1-q4]", "330-13-3-f16", "330-13-3-q4]"),
-)
-@pytest.mark.parametrize("format_name", FORMATS)
-@pytest.mark.parametrize(("dim", "rows", "tokens"), [(96, 1, 1), (100, CHUNK, CHUNK), (330, CHUNK, 3), (96, CHUNK, 1)])
-def test_embedding(workbench: Workbench, format_name: str, dim: int, rows: int, tokens: int) -> None:
+@pytest.mark.parametrize("form", IN_PANELS)
+@pytest.mark.parametrize("columns", [32, 72, 330])
+def test_layout_of_panels(form: str, columns: int) -> None:
+    """Four bytes of codes, a zero or a scale of each row side by side."""
+    layout, rows = EVERY_FORMAT[form], 3 * PANEL_ROWS
+    data, _ = packed(np.random.default_rng(columns), form, rows, columns)
+    panels = stored(data, form, (rows, columns), panels=True)
+    assert panels.shape == (3, PANEL_ROWS * layout.row_bytes(columns))
+    zeros, scales = layout.zero_offset_bytes(columns), layout.scale_offset_bytes(columns)
+    for row in range(rows):
+        panel, place = divmod(row, PANEL_ROWS)
+        for byte in range(layout.row_bytes(columns)):
+            start, unit = (0, 4) if byte < zeros else (zeros, 1) if byte < scales else (scales, 2)
+            number, inside = divmod(byte - start, unit)
+            found = panels[panel, PANEL_ROWS * start + (number * PANEL_ROWS + place) * unit + inside]
+            assert found == data[row, byte], (row, byte)
+
+
+def test_which_matrices_have_panels() -> None:
+    assert tuple(name for name in EVERY_FORMAT if has_panels(name, 64)) == IN_PANELS
+    assert not any(has_panels(name, rows) for name in EVERY_FORMAT for rows in (1, 15, 63))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(("dim", "rows", "tokens"), [(96, 1, 1), (100, CHUNK, CHUNK), (330, CHUNK, 3)])
+def test_embedding(workbench: Workbench, form: str, dim: int, rows: int, tokens: int) -> None:
     rng = np.random.default_rng([dim, tokens])
-    data, weights = packed(rng, format_name, 50, dim)
+    data, weights = packed(rng, form, 50, dim)
     ids = rng.integers(0, 48, tokens).astype(np.int32)
-    result = workbench.run(embedding(format_name, dim, rows), {"ids": ids, "w": data}, tokens=tokens)
+    kernel = cpu.write_kernel(EmbeddingSpec(format=form, vocab=50, dim=dim, rows=rows, offset=2))
+    result = workbench.run(kernel, {"ids": ids, "w": data}, tokens=tokens)
     assert np.array_equal(result["y"][:tokens], weights[ids + 2].astype(np.float32))

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from threading import Event
 
@@ -32,24 +33,14 @@ from picompile_runtime.devices.memory import aligned_zeros
 DIM, NEURONS, COLUMNS, WORDS, ROWS, STEP = 37, 45, 11, 13, 5, 9
 
 SENDS = {rows: cpu.write_kernel(SendSpec(dim=DIM, rows=rows)) for rows in (1, ROWS)}
-MASKS = {
-    rows: cpu.write_kernel(SendMaskSpec(dim=DIM, neurons=NEURONS, columns=COLUMNS, rows=rows)) for rows in (1, ROWS)
-}
-RECEIVES = {
-    (rows, yes): cpu.write_kernel(ReceiveSpec(dim=DIM, rows=rows, counted=yes))
-    for rows in (1, ROWS)
-    for yes in (False, True)
-}
+MASKS = {rows: cpu.write_kernel(SendMaskSpec(DIM, NEURONS, COLUMNS, rows=rows)) for rows in (1, ROWS)}
+RECEIVES = {each: cpu.write_kernel(ReceiveSpec(DIM, *each)) for each in product((1, ROWS), (False, True))}
 # Caches that are lent: heads, width, dtype, context and sequences.
 LENT = [(2, 24, "float16", 50, 3), (3, 3, "float16", 51, 1), (2, 5, "int8", 9, 2), (2, 7, "float32", 300, 1)]
 LENDS = {sizes: cpu.write_kernel(LendCacheSpec(*sizes)) for sizes in LENT}
 BORROWS = {sizes: cpu.write_kernel(BorrowCacheSpec(*sizes[:-1])) for sizes in LENT}
 RECEIVED_MASKS = {rows: cpu.write_kernel(ReceiveMaskSpec(neurons=NEURONS, rows=rows)) for rows in (1, ROWS)}
-COPY, WAIT, SIGNAL = (
-    cpu.write_kernel(CopyWordsSpec(words=WORDS)),
-    cpu.write_kernel(WaitSpec()),
-    cpu.write_kernel(SignalSpec()),
-)
+COPY, WAIT, SIGNAL = (cpu.write_kernel(spec) for spec in (CopyWordsSpec(words=WORDS), WaitSpec(), SignalSpec()))
 _MANY = (SENDS, MASKS, RECEIVES, RECEIVED_MASKS, LENDS, BORROWS)
 EVERY = (*(kernel for each in _MANY for kernel in each.values()), COPY, WAIT, SIGNAL)
 # How many rows a step has, and how many of them count.
@@ -91,73 +82,52 @@ def assert_set(found: Array) -> None:
 
 @pytest.mark.parametrize(("rows", "tokens"), TOKENS)
 def test_send(rows: int, tokens: int, bench: Workbench) -> None:
-    x = uniform(np.random.default_rng(rows), tokens, DIM)
-    found = bench.run(SENDS[rows], {"step": step(tokens), "x": x, "flag": flag(STEP - 1)})
-    np.testing.assert_array_equal(found["out"][:tokens], x)
-    assert np.isnan(found["out"][tokens:]).all()
-    assert_set(found["flag"])
-
-
-@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize(("rows", "tokens"), TOKENS)
-def test_send_mask(rows: int, tokens: int, share: float, bench: Workbench) -> None:
     random = np.random.default_rng(tokens)
-    x, mask = uniform(random, tokens, DIM), (random.uniform(size=(tokens, NEURONS)) < share).astype(np.uint8)
-    table = random.permutation(NEURONS)[:COLUMNS].astype(np.int32)
-    inputs = {"step": step(tokens), "x": x, "mask": mask, "table": table, "flag": flag(STEP - 1)}
-    found = bench.run(MASKS[rows], inputs)
-    np.testing.assert_array_equal(found["out"][:tokens], x)
-    np.testing.assert_array_equal(found["out_mask"][:tokens], mask[:, table])
-    assert np.isnan(found["out"][tokens:]).all()
-    assert (found["out_mask"][tokens:] == 255).all()
-    assert found["count"][0] == mask[:, table].sum()
-    assert_set(found["flag"])
-
-
-@pytest.mark.parametrize("counted", [False, True])
-@pytest.mark.parametrize(("rows", "tokens"), TOKENS)
-def test_receive(rows: int, tokens: int, counted: bool, bench: Workbench) -> None:
-    source = uniform(np.random.default_rng(rows), tokens, DIM)
-    inputs = {"step": step(tokens), "source": source, "flag": flag(STEP), "abandoned": flag(0)}
-    found = bench.run(RECEIVES[rows, counted], inputs | ({"count": np.array([1], np.int32)} if counted else {}))
-    np.testing.assert_array_equal(found["y"][:tokens], source)
-    assert np.isnan(found["y"][tokens:]).all()
-    np.testing.assert_array_equal(found["abandoned"], flag(0))
+    x, table = uniform(random, tokens, DIM), random.permutation(NEURONS)[:COLUMNS].astype(np.int32)
+    inputs = {"step": step(tokens), "x": x, "table": table, "flag": flag(STEP - 1)}
+    for share in (None, 0.0, 0.3, 1.0):
+        mask = (random.uniform(size=(tokens, NEURONS)) < (share or 0)).astype(np.uint8)
+        found = bench.run((SENDS if share is None else MASKS)[rows], inputs | {"mask": mask})
+        np.testing.assert_array_equal(found["out"][:tokens], x)
+        assert np.isnan(found["out"][tokens:]).all()
+        assert_set(found["flag"])
+        if share is not None:
+            np.testing.assert_array_equal(found["out_mask"][:tokens], mask[:, table])
+            assert (found["out_mask"][tokens:] == 255).all()
+            assert found["count"][0] == mask[:, table].sum()
 
 
 @pytest.mark.parametrize(("rows", "tokens"), TOKENS)
-def test_receive_without_work_does_not_wait(rows: int, tokens: int, bench: Workbench) -> None:
+def test_receive(rows: int, tokens: int, bench: Workbench) -> None:
     """Where the host has no neuron to compute, the result is 0: the flag is not looked at, nor what it is for."""
-    inputs = {"step": step(tokens), "flag": flag(STEP - 1), "abandoned": flag(0), "count": np.zeros(1, np.int32)}
-    found = bench.run(RECEIVES[rows, True], inputs)
-    np.testing.assert_array_equal(found["y"][:tokens], np.zeros((tokens, DIM)))
-    assert np.isnan(found["y"][tokens:]).all()
-    np.testing.assert_array_equal(found["flag"], flag(STEP - 1))
-    np.testing.assert_array_equal(found["abandoned"], flag(0))
+    source = uniform(np.random.default_rng(rows), tokens, DIM)
+    mask = np.random.default_rng(rows).integers(0, 2, (tokens, NEURONS)).astype(np.uint8)
+    inputs = {"step": step(tokens), "abandoned": flag(0)}
+    for kernel, expected, given in (
+        (RECEIVES[rows, False], source, {"source": source, "flag": flag(STEP)}),
+        (RECEIVES[rows, True], source, {"source": source, "flag": flag(STEP), "count": np.array([1], np.int32)}),
+        (RECEIVES[rows, True], 0 * source, {"flag": flag(STEP - 1), "count": np.zeros(1, np.int32)}),
+        (RECEIVED_MASKS[rows], mask, {"source": mask, "flag": flag(STEP)}),
+    ):
+        found = bench.run(kernel, inputs | given)
+        np.testing.assert_array_equal(found["y"][:tokens], expected)
+        assert (found["y"][tokens:].view(np.uint8) == 255).all()
+        np.testing.assert_array_equal(found["flag"], given["flag"])
+        np.testing.assert_array_equal(found["abandoned"], flag(0))
 
 
-@pytest.mark.parametrize(("rows", "tokens"), TOKENS)
-def test_receive_mask(rows: int, tokens: int, bench: Workbench) -> None:
-    source = np.random.default_rng(rows).integers(0, 2, (tokens, NEURONS)).astype(np.uint8)
-    inputs = {"step": step(tokens), "source": source, "flag": flag(STEP), "abandoned": flag(0)}
-    found = bench.run(RECEIVED_MASKS[rows], inputs)
-    np.testing.assert_array_equal(found["y"][:tokens], source)
-    assert (found["y"][tokens:] == 255).all()
-
-
-def test_copy_words(bench: Workbench) -> None:
+def test_copy_words_and_signal(bench: Workbench) -> None:
     source = np.random.default_rng(1).integers(-(2**31), 2**31, WORDS).astype(np.int32)
     np.testing.assert_array_equal(bench.run(COPY, {"source": source})["y"], source)
+    assert_set(bench.run(SIGNAL, {"step": step(1), "flag": flag(STEP - 1)})["flag"])
 
 
-@pytest.mark.parametrize("size", [1, 64, 100, 64 * 1100 + 7])
-def test_upload(tmp_path: Path, size: int) -> None:
+def test_upload(tmp_path: Path) -> None:
     """Also what is no multiple of a vector, and so much that threads share it."""
-    kernel = cpu.write_kernel(UploadSpec(size))
-    source = np.random.default_rng(size).integers(0, 256, size, np.uint8)
-    np.testing.assert_array_equal(
-        Workbench(tmp_path / "host.so", [kernel]).run(kernel, {"source": source})["y"], source
-    )
+    bench = Workbench(tmp_path / "host.so")
+    for size in (1, 64, 100, 64 * 1100 + 7):
+        source = np.random.default_rng(size).integers(0, 256, size, np.uint8)
+        np.testing.assert_array_equal(bench.run(cpu.write_kernel(UploadSpec(size)), {"source": source})["y"], source)
 
 
 @pytest.mark.parametrize("sizes", LENT, ids=str)
@@ -175,10 +145,6 @@ def test_a_cache_is_lent_and_borrowed(bench: Workbench, sizes: tuple[int, int, s
     for found in (lent, bench.run(BORROWS[sizes], inputs)["y"]):
         assert found[:, : position * width].tobytes() == cache[slot, :, : position * width].tobytes()
         assert (found[:, position * width :].view(np.uint8) == 255).all()
-
-
-def test_signal(bench: Workbench) -> None:
-    assert_set(bench.run(SIGNAL, {"step": step(1), "flag": flag(STEP - 1)})["flag"])
 
 
 # ---- waiting ----
@@ -205,9 +171,12 @@ def run(library: HostLibrary, kernel: Kernel, arrays: dict[str, Array]) -> None:
 
 
 @pytest.mark.parametrize("number", [STEP - 1, STEP + 1, 0, -STEP])
+@pytest.mark.parametrize("given_up", [False, True])
 @pytest.mark.parametrize("name", list(WAITING))
-def test_a_waiting_kernel_goes_on_when_its_flag_is_set(name: str, number: int, bench: Workbench) -> None:
-    """And not before: neither is the flag of another step its own."""
+def test_a_waiting_kernel_goes_on_when_its_flag_is_set(
+    name: str, given_up: bool, number: int, bench: Workbench
+) -> None:
+    """And not before: neither is the flag of another step its own. Nor does it wait for a side that has given up."""
     kernel = WAITING[name]
     arrays = arrays_of(kernel, number)
     with ThreadPoolExecutor(1) as thread:
@@ -218,24 +187,11 @@ def test_a_waiting_kernel_goes_on_when_its_flag_is_set(name: str, number: int, b
         if "source" in arrays:
             source = arrays["source"]
             source[:] = np.random.default_rng(3).integers(0, 2, source.shape)
-        arrays["flag"][0] = STEP
+        arrays["abandoned" if given_up else "flag"][0] = 1 if given_up else STEP
         running.result()
-    if "source" in arrays:
+    if "source" in arrays and not given_up:
         np.testing.assert_array_equal(arrays["y"], arrays["source"])
-    assert arrays["abandoned"][0] == 0
-
-
-@pytest.mark.parametrize("name", list(WAITING))
-def test_no_wait_after_a_side_has_given_up(name: str, bench: Workbench) -> None:
-    kernel = WAITING[name]
-    arrays = arrays_of(kernel, STEP - 1)
-    with ThreadPoolExecutor(1) as thread:
-        running = thread.submit(run, HostLibrary(bench.path), kernel, arrays)
-        assert not Event().wait(0.03)
-        assert not running.done()
-        arrays["abandoned"][0] = 1
-        running.result()
-    assert arrays["flag"][0] == STEP - 1
+    assert (arrays["abandoned"][0], arrays["flag"][0]) == ((1, number) if given_up else (0, STEP))
 
 
 @pytest.mark.parametrize("name", list(WAITING))

@@ -1,24 +1,16 @@
-"""No two tasks of a parallel region meet: the tools that prove it find races, and some kernels that have none.
+"""The tools that prove that no two tasks of a parallel region meet find races.
 
-Most programs are checked where they are compiled anyway, in test_lower_predictors.py and test_lower_sequences.py.
+Programs are checked where they are compiled anyway, in test_lower_blocks.py and test_lower_sequences.py.
 """
 
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from helpers.kernels.lowered import Runner
-from helpers.kernels.regions import Regions, check_step, every_region
-from picompile.testing import OPT, build, random_weights
+from helpers.kernels.regions import Regions
 from picompile_codegen.build import host_library as build_module
-from picompile_codegen.lowering.function import LowerOptions
-from picompile_codegen.lowering.lower import lower
-from picompile_passes.passes.insert_predictors import InsertPredictors
-from picompile_passes.passes.quantize import Quantize
-from picompile_passes.pipeline import Pipeline
 from picompile_runtime.devices.cpu.native import HostLibrary
 
 HERE = Path(__file__).parent
@@ -62,20 +54,3 @@ def test_races_are_found(kernel: str, problem: str | None, racy: Path, regions: 
         with pytest.raises(AssertionError, match=problem):
             check()
     assert regions.counts().writers == 10
-
-
-@pytest.mark.slow("compiles a whole program; single kernels are fast")
-def test_no_races_with_a_q8_cache_for_several_sequences(regions: Regions, tmp_path: Path) -> None:
-    """A whole program with a q8 cache for several sequences; see test_lower_predictors.py for more."""
-    shape = replace(OPT, layers=1, ffn=45)
-    graph_module = Pipeline((InsertPredictors("none"), Quantize("f16")))(build(shape)).graph_module
-    with every_region():
-        lowered = lower(graph_module, LowerOptions(context=32, chunk=5, kv_dtype="q8", sequences=3))
-    runner = Runner(tmp_path / "host.so", lowered, graph_module, random_weights(graph_module))
-    tokens = np.random.default_rng().integers(0, shape.vocab, 12).tolist()
-    for function, start, end in (("prefill", 0, 5), ("prefill_last", 5, 8), ("decode", 8, 9), ("score", 9, 12)):
-        runner.position = start
-        runner.prepare(tokens[start:end])
-        check_step(runner, function, regions)
-    runner.prepare_batch(tokens[:3], [12, 0, 1], [0, 2, 1])
-    check_step(runner, "batch", regions)

@@ -6,25 +6,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch.fx import GraphModule
 
-from helpers.kernels.lowered import Runner
-from picompile.testing import LLAMA, OPT, GraphShape, build, random_weights, run
+from helpers.kernels.lowered import Runner, quantized, relative_error
+from picompile.testing import LLAMA, OPT, GraphShape, random_weights, run
 from picompile_codegen.lowering.function import LowerOptions
 from picompile_codegen.lowering.lower import lower
 from picompile_codegen.lowering.program import LoweredProgram, ProgramTensor
 from picompile_passes.graph.nodes import arguments, calls
 from picompile_passes.graph.operands import ADD, ATTENTION
 from picompile_passes.passes.insert_predictors import InsertPredictors
-from picompile_passes.passes.quantize import Quantize
-from picompile_passes.pipeline import Pipeline
 
 WIDE = replace(LLAMA, hidden=72 * 4, heads=4, kv_heads=2, layers=1)
+NARROW = replace(WIDE, hidden=32)
+IDS = [3, 1, 4, 1, 5, 9, 2, 6]
+NONE = InsertPredictors("none")
 OPTIONS = LowerOptions(context=12, chunk=4, kv_dtype="float32", sequences=3)
-
-
-def quantized(shape: GraphShape) -> GraphModule:
-    return Pipeline((InsertPredictors("none"), Quantize("f16")))(build(shape)).graph_module
 
 
 def operators(program: LoweredProgram, function: str) -> list[str]:
@@ -34,7 +30,7 @@ def operators(program: LoweredProgram, function: str) -> list[str]:
 @pytest.mark.parametrize(("shape", "rotary"), [(LLAMA, ["rotary"] * 2), (OPT, [])])
 def test_a_single_token_takes_one_call(shape: GraphShape, rotary: list[str]) -> None:
     """Angles, cache and attention in decoding, of one sequence or several; apart for chunks of a prompt."""
-    program = lower(quantized(shape), OPTIONS).program
+    program = lower(quantized(shape, NONE), OPTIONS).program
     assert operators(program, "decode") == operators(program, "batch") == ["attention"] * shape.layers
     apart = [*rotary, "cache", "cache", "attention"] * shape.layers
     assert operators(program, "score") == apart
@@ -44,7 +40,7 @@ def test_a_single_token_takes_one_call(shape: GraphShape, rotary: list[str]) -> 
 
 
 def test_angles_that_another_node_wants_are_turned_apart(tmp_path: Path) -> None:
-    graph_module = quantized(LLAMA)
+    graph_module = quantized(LLAMA, NONE)
     attention = next(iter(calls(graph_module.graph, ATTENTION)))
     turned = arguments(attention)["q"]
     with graph_module.graph.inserting_before(attention):
@@ -54,9 +50,7 @@ def test_angles_that_another_node_wants_are_turned_apart(tmp_path: Path) -> None
     assert operators(lowered.program, "decode") == ["rotary", "rotary", "attention", "attention"]
     weights = random_weights(graph_module)
     runner = Runner(tmp_path / "host.so", lowered, graph_module, weights)
-    ids = [3, 1, 4, 1, 5]
-    expected = run(graph_module, weights, torch.tensor(ids))
-    assert float((runner.decode(ids) - expected).norm() / expected.norm()) < 1e-5
+    assert relative_error(runner.decode(IDS), run(graph_module, weights, torch.tensor(IDS))) < 1e-5
 
 
 @pytest.mark.slow(
@@ -69,25 +63,21 @@ def test_angles_that_another_node_wants_are_turned_apart(tmp_path: Path) -> None
 )
 def test_options_equal_eager(tmp_path: Path, options: dict[str, Any]) -> None:
     """Token by token, in chunks, and a token of one of several sequences."""
-    graph_module = quantized(replace(LLAMA, heads=4, kv_heads=2, hidden=32, layers=1, **options))
+    graph_module = quantized(replace(NARROW, **options), NONE)
     weights = random_weights(graph_module)
     runner = Runner(tmp_path / "host.so", lower(graph_module, OPTIONS), graph_module, weights)
-    ids = [3, 1, 4, 1, 5, 9, 2, 6]
-    expected = run(graph_module, weights, torch.tensor(ids))
+    expected = run(graph_module, weights, torch.tensor(IDS))
     runner.slot = 2
-    decoded = runner.decode(ids[:7])
-    last = runner.run_batch(ids[7:], [7], [2])
-    runner.position = 0
-    scored = torch.cat([runner.run("score", ids[start : start + 4]) for start in (0, 4)])  # type: ignore[misc]
-    for computed in (torch.cat([decoded, last]), scored):
-        assert float((computed - expected).norm() / expected.norm()) < 1e-5
-    without = run(quantized(replace(LLAMA, heads=4, kv_heads=2, hidden=32, layers=1)), weights, torch.tensor(ids))
-    assert float((without - expected).norm() / expected.norm()) > 1e-3
+    decoded = runner.decode(IDS[:7])
+    last = runner.run_batch(IDS[7:], [7], [2])
+    for computed in (torch.cat([decoded, last]), runner.score(IDS, 4)):
+        assert relative_error(computed, expected) < 1e-5
+    assert relative_error(run(quantized(NARROW, NONE), weights, torch.tensor(IDS)), expected) > 1e-3
 
 
 @pytest.mark.parametrize("kv_dtype", ["float16", "float32", "q8"])
 def test_the_kv_cache_is_declared_for_every_dtype(kv_dtype: str) -> None:
-    program = lower(quantized(WIDE), replace(OPTIONS, kv_dtype=kv_dtype)).program
+    program = lower(quantized(WIDE, NONE), replace(OPTIONS, kv_dtype=kv_dtype)).program
     data = ProgramTensor("int8" if kv_dtype == "q8" else kv_dtype, (3, 2, 12, 72))
     scales = {f"{side}.0.scale": ProgramTensor("float16", (3, 2, 12, 3)) for side in "kv"} if kv_dtype == "q8" else {}
     assert program.state == {"k.0": data, "v.0": data, **scales}
@@ -97,16 +87,12 @@ def test_the_kv_cache_is_declared_for_every_dtype(kv_dtype: str) -> None:
 @pytest.mark.slow("compiles a program per option; all options together are fast")
 def test_q8_cache(tmp_path: Path) -> None:
     """Token by token, in chunks, and in eager PyTorch without a cache."""
-    graph_module = quantized(replace(LLAMA, hidden=240, kv_heads=1, layers=1))
+    graph_module = quantized(replace(LLAMA, hidden=240, kv_heads=1, layers=1), NONE)
     weights = random_weights(graph_module)
     lowered = lower(graph_module, replace(OPTIONS, kv_dtype="q8"))
     runner = Runner(tmp_path / "host.so", lowered, graph_module, weights)
-    ids = [3, 1, 4, 1, 5, 9, 2, 6]
     runner.slot = 2
-    decoded = runner.decode(ids)
-    runner.position = 0
-    scored = torch.cat([runner.run("score", ids[start : start + 4]) for start in (0, 4)])  # type: ignore[misc]
-    expected = run(graph_module, weights, torch.tensor(ids))
-    error = float((decoded - expected).norm() / expected.norm())
-    assert 1e-5 < error < 2e-2
-    assert float((decoded - scored).norm() / expected.norm()) < 2e-3
+    decoded, scored = runner.decode(IDS), runner.score(IDS, 4)
+    expected = run(graph_module, weights, torch.tensor(IDS))
+    assert 1e-5 < relative_error(decoded, expected) < 2e-2
+    assert relative_error(decoded, scored) < 2e-3

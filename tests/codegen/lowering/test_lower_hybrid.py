@@ -1,6 +1,7 @@
 """Programs for a host and a hot device: what runs where has no influence, and nothing is read before it is there."""
 
 import json
+from collections import deque
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
@@ -12,22 +13,21 @@ import pytest
 from torch.fx import GraphModule
 
 from helpers.hybrid import SIDES, Naps, compile_naps
-from helpers.kernels.hybrid_runner import Array, HybridRunner
-from helpers.kernels.lowered import Runner
+from helpers.kernels.lowered import Runner, quantized
+from helpers.kernels.workbench import Array
+from helpers.products import sampled
 from picompile.placement.model_bytes import LayerBytes, LayerLaunches
 from picompile.placement.problem import predicts_early
 from picompile.placement.times import PartPlaces
-from picompile.testing import GraphShape, build, random_weights
+from picompile.testing import GraphShape, random_weights
 from picompile_codegen.lowering import lower as lowering
 from picompile_codegen.lowering.arena import Lifetime
 from picompile_codegen.lowering.function import LowerOptions
-from picompile_codegen.lowering.lower import Lowered, lower
+from picompile_codegen.lowering.lower import lower
 from picompile_codegen.lowering.placement import ON_HOST, Placement
 from picompile_codegen.lowering.program import Device, LoweredProgram, ProgramCall, ProgramTensor, tensor_bytes
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
-from picompile_passes.passes.quantize import Quantize
-from picompile_passes.pipeline import Pipeline
 from picompile_runtime.artifact.program import WAITING_OPS, read_program
 from picompile_runtime.devices.memory import Tensor as Stored
 
@@ -47,16 +47,16 @@ class Case:
     hot: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
     def graph(self) -> GraphModule:
-        passes = (self.predictors, Partition(self.hot), Quantize("f16"))
-        return Pipeline(passes)(build(self.shape)).graph_module
+        return quantized(self.shape, self.predictors, Partition(self.hot))
 
 
 # Every split is into as many neurons, so that there are fewer kernels to compile.
 _SOME, _OTHER = range(0, 75, 2), range(30, 68)
+_SMALL = GraphShape(hidden=72, heads=3, ffn=77, vocab=50, layers=3, activation="silu")
 CASES = {
     # Each kind of predictor, in layers that are split or cold; one of the layer before, and one that keeps no neuron.
     "gated": Case(
-        GraphShape(hidden=72, heads=3, ffn=77, vocab=50, layers=4),
+        replace(_SMALL, layers=4, activation="relu"),
         InsertPredictors(
             "learned",
             kinds={1: "sign", 3: "exact"},
@@ -74,24 +74,13 @@ CASES = {
     ),
     # With all options of attention.
     "parallel": Case(
-        GraphShape(
-            hidden=72,
-            heads=3,
-            ffn=77,
-            vocab=50,
-            layers=3,
-            activation="silu",
-            parallel=True,
-            softcap=1.5,
-            alibi=True,
-            sinks=True,
-        ),
+        replace(_SMALL, parallel=True, softcap=1.5, alibi=True, sinks=True),
         InsertPredictors("learned", kinds={2: "none"}, ranks={0: 5, 1: 5}, inputs={1: "previous"}),
         {0: _SOME, 1: _OTHER, 2: _OTHER},
     ),
     # With limits, where gates decide and where masks name the neurons.
     "limited": Case(
-        GraphShape(hidden=72, heads=3, ffn=77, vocab=50, layers=3, activation="silu"),
+        _SMALL,
         InsertPredictors("none", kinds={1: "learned"}, ranks={1: 5}, gate_limits=(0, 1), output_limits=(0, 1, 2)),
         {0: _SOME, 1: _OTHER, 2: _OTHER},
     ),
@@ -117,7 +106,7 @@ def options(placement: Placement | None, kv_dtype: str = "float32") -> LowerOpti
 # ---- what is computed ----
 
 
-def every_step(runner: Runner | HybridRunner) -> dict[str, Array]:
+def every_step(runner: Runner) -> dict[str, Array]:
     """The logits of every kind of step, by its name."""
     found: dict[str, Array] = {}
 
@@ -139,29 +128,10 @@ def every_step(runner: Runner | HybridRunner) -> dict[str, Array]:
     return found
 
 
-@dataclass(frozen=True)
-class Expected:
-    """The results of the program on the host alone."""
-
-    logits: dict[str, Array]
-    stats: dict[tuple[int, str], list[int]]
-
-
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> object:
-    """Each case once."""
-    known: dict[str, Expected] = {}
-
-    def run(name: str) -> Expected:
-        if name not in known:
-            graph_module = CASES[name].graph()
-            lowered, path = lower(graph_module, options(None)), tmp_path_factory.mktemp("whole") / "host.so"
-            runner = Runner(path, lowered, graph_module, random_weights(graph_module))
-            logits, counts = every_step(runner), runner.stats().tolist()
-            known[name] = Expected(logits, {(p.layer, p.part): counts[p.stats_row] for p in lowered.program.ffn})
-        return known[name]
-
-    return run
+def stats_of(runner: Runner) -> dict[tuple[int, str], list[int]]:
+    """By layer and part: computed and fired since the last call."""
+    counts = runner.stats().tolist()
+    return {(part.layer, part.part): counts[part.stats_row] for part in runner.program.ffn}
 
 
 @pytest.fixture(scope="module")
@@ -169,69 +139,41 @@ def naps(tmp_path_factory: pytest.TempPathFactory) -> Naps:
     return compile_naps(tmp_path_factory.mktemp("naps"))
 
 
-def runner_of(name: str, placement: Placement, folder: Path) -> HybridRunner:
-    graph_module = CASES[name].graph()
-    return HybridRunner(folder, lower(graph_module, options(placement)), graph_module, random_weights(graph_module))
-
-
-def assert_same(found: Mapping[str, Array], expected: Mapping[str, Array]) -> None:
-    for name, logits in expected.items():
-        assert np.isfinite(logits).all()
-        assert np.isfinite(found[name]).all(), f"{name}: something was read that was not there yet"
-        np.testing.assert_array_equal(found[name], logits, name)
-
-
 @pytest.mark.slow("compiles a program per placement")
-@pytest.mark.parametrize("number", range(4))
 @pytest.mark.parametrize("name", list(CASES))
-def test_placement_does_not_change_the_results(
-    name: str, number: int, expected: object, naps: Naps, tmp_path: Path
-) -> None:
+def test_placement_does_not_change_the_results(name: str, naps: Naps, tmp_path: Path) -> None:
     """Bits are those of the host alone, whichever side is late; so are the neurons that are counted."""
-    known: Expected = expected(name)  # type: ignore[operator]
-    runner = runner_of(name, placements(CASES[name].shape.layers, 1, seed=7)[number], tmp_path)
-    for sides in ((), SIDES[:1], SIDES[1:], SIDES):
-        with naps.delaying(sides, seed=number):
-            runner.bind()
-        assert_same(every_step(runner), known.logits)
-        assert runner.stats() == known.stats
-        runner.stats("stats.batch")
-
-
-@pytest.mark.slow("compiles a program per placement")
-def test_some_layers_have_no_neuron_to_compute(expected: object) -> None:
-    """Or nothing would show that they are skipped rightly; and others have some on both sides."""
-    gated, plain = expected("gated").stats, expected("plain").stats  # type: ignore[operator]
-    assert (gated[0, "hot"], gated[0, "cold"], plain[0, "cold"]) == ([0, 0], [0, 0], [0, 0])
-    assert all(0 < computed < 3 * 39 for computed, _ in (gated[1, "hot"], gated[1, "cold"], gated[3, "cold"]))
-
-
-@pytest.mark.slow("compiles a program per placement")
-def test_a_program_without_waits_gives_wrong_results(expected: object, naps: Naps, tmp_path: Path) -> None:
-    """So the test above can fail: a host that does not wait for a late device reads what is not there."""
-    known: Expected = expected("parallel")  # type: ignore[operator]
-    runner = runner_of("parallel", Placement.all_of(3), tmp_path)
-    functions = runner.program.functions
-    functions["decode"] = [call for call in functions["decode"] if call.op != "wait"]
-    with naps.delaying(("device",), seed=1):
-        runner.bind()
-    with pytest.raises(AssertionError, match="token 8"):
-        assert_same(every_step(runner), known.logits)
+    graph_module = CASES[name].graph()
+    weights, lowered = random_weights(graph_module), lower(graph_module, options(None))
+    alone = Runner(tmp_path / "host.so", lowered, graph_module, weights)
+    expected, stats = every_step(alone), stats_of(alone)
+    for number, placement in enumerate(placements(CASES[name].shape.layers, 1, seed=7)):
+        (folder := tmp_path / str(number)).mkdir()
+        runner = Runner(folder / "host.so", lower(graph_module, options(placement)), graph_module, weights)
+        for sides in ((), SIDES[:1], SIDES[1:], SIDES):
+            with naps.delaying(sides, seed=number):
+                runner.bind()
+            found = every_step(runner)
+            for step, logits in expected.items():
+                assert np.isfinite(logits).all()
+                np.testing.assert_array_equal(found[step], logits, f"{placement}, {sides} late: {step}")
+            assert stats_of(runner) == stats
+            runner.stats("stats.batch")
+        if number == 0 and name == "parallel":
+            functions = runner.program.functions
+            functions["decode"] = [call for call in functions["decode"] if call.op != "wait"]
+            with naps.delaying(("device",), seed=1):
+                runner.bind()
+            wrong = every_step(runner)["token 8"]
+            assert not np.array_equal(wrong, expected["token 8"]), "a program without waits gives wrong results"
 
 
 # ---- in which order ----
 
 
-@dataclass
-class Queue:
-    """The calls of a device, and how many of them have been made."""
-
-    calls: list[ProgramCall]
-    done: int = 0
-
-    @property
-    def next(self) -> ProgramCall | None:
-        return self.calls[self.done] if self.done < len(self.calls) else None
+def queues_of(calls: Sequence[ProgramCall]) -> list[deque[ProgramCall]]:
+    """The calls of each device."""
+    return [deque(call for call in calls if call.device == device) for device in ("host", "device")]
 
 
 def flag_of(call: ProgramCall) -> int | None:
@@ -245,55 +187,35 @@ def check_order(program: LoweredProgram, function: str) -> None:
     What is written before a flag is set is there after that flag was waited for. Nothing else is in any order.
     """
     calls = program.functions[function]
-    queues: dict[Device, Queue] = {
-        device: Queue([call for call in calls if call.device == device]) for device in ("host", "device")
-    }
+    queues = queues_of(calls)
     given = {"step", "tokens", "positions", "slots", "flags", "abandoned"}
     # By device, what it may read of shared memory; and what is there for whoever has seen a flag.
     seen: dict[Device, set[str]] = {"host": set(given), "device": set(given)}
-    behind: dict[int, set[str]] = {}
-    made = _made(calls, program, given)
-    while any(queue.next for queue in queues.values()):
-        runnable = [queue for queue in queues.values() if queue.next and not _blocked(queue.next, behind)]
+    behind: dict[int | None, set[str]] = {}
+    # The shared memory that each call uses, and that it is the first to use.
+    used, made = {}, {}
+    for call in calls:
+        named = {arg.name for arg in call.args if arg.space == "buffer"}
+        used[id(call)] = {name for name in named if program.buffers[name].memory == "shared"}
+        made[id(call)] = used[id(call)].difference(given, *made.values())
+    while any(queues):
+        runnable = [queue for queue in queues if queue and not _blocked(queue[0], behind)]
         assert runnable, f"{function}: both sides wait for ever"
-        for queue in runnable:
-            call = queue.next
-            assert call is not None
-            queue.done += 1
-            _make(call, program, made[id(call)], seen[call.device], behind)
+        for call in [queue.popleft() for queue in runnable]:
+            flag, known, written = flag_of(call), seen[call.device], made[id(call)]
+            assert (flag is not None) == (call.op in ("wait", "receive", "send", "signal")), f"{call.kernel}'s flag"
+            if call.op in ("wait", "receive"):
+                known |= behind[flag]
+            early = used[id(call)] - written - known
+            assert not early, f"{call.kernel} on the {call.device} reads {early} too early"
+            known |= written
+            if call.op in ("send", "signal"):
+                assert flag not in behind, f"flag {flag} is set twice"
+                behind[flag] = set(known)
 
 
 def _blocked(call: ProgramCall, behind: Container[int | None]) -> bool:
     return call.op in ("wait", "receive") and flag_of(call) not in behind
-
-
-def _made(calls: Sequence[ProgramCall], program: LoweredProgram, given: set[str]) -> dict[int, set[str]]:
-    """Return the shared memory that each call is the first to use, by the call's id."""
-    known, made = set(given), {}
-    for call in calls:
-        made[id(call)] = _shared_of(call, program) - known
-        known |= made[id(call)]
-    return made
-
-
-def _shared_of(call: ProgramCall, program: LoweredProgram) -> set[str]:
-    named = {arg.name for arg in call.args if arg.space == "buffer"}
-    return {name for name in named if program.buffers[name].memory == "shared"}
-
-
-def _make(
-    call: ProgramCall, program: LoweredProgram, written: set[str], seen: set[str], behind: dict[int, set[str]]
-) -> None:
-    flag = flag_of(call)
-    assert (flag is None) == (call.op not in ("wait", "receive", "send", "signal")), f"{call.kernel} and its flag"
-    if call.op in ("wait", "receive") and flag is not None:
-        seen |= behind[flag]
-    early = _shared_of(call, program) - written - seen
-    assert not early, f"{call.kernel} on the {call.device} reads {early} too early"
-    seen |= written
-    if call.op in ("send", "signal") and flag is not None:
-        assert flag not in behind, f"flag {flag} is set twice"
-        behind[flag] = set(seen)
 
 
 def check_memory(program: LoweredProgram) -> None:
@@ -322,18 +244,15 @@ def check_contents(calls: Sequence[ProgramCall], spans: Mapping[str, tuple[int, 
     The first call in the list that uses a buffer writes it.
     """
     random, share = np.random.default_rng(seed), (0.02, 0.5, 0.98)[seed % 3]
-    queues = [Queue([call for call in calls if call.device == device]) for device in ("host", "device")]
+    queues = queues_of(calls)
     writers: dict[str, int] = {}
     for call in calls:
         for name in {arg.name for arg in call.args} & set(spans):
             writers.setdefault(name, id(call))
     memory, flags = dict[int, str](), set[int]()
-    while any(queue.next for queue in queues):
-        ready = [queue for queue in queues if queue.next and not _blocked(queue.next, flags)]
-        queue = ready[0] if random.random() < share or len(ready) == 1 else ready[-1]
-        call = queue.next
-        assert call is not None
-        queue.done += 1
+    while any(queues):
+        ready = [queue for queue in queues if queue and not _blocked(queue[0], flags)]
+        call = (ready[0] if random.random() < share else ready[-1]).popleft()
         for name in {arg.name for arg in call.args} & set(spans):
             places = range(spans[name][0], spans[name][1], 64)
             if writers[name] == id(call):
@@ -349,12 +268,6 @@ def _span(tensor: ProgramTensor) -> tuple[int, int]:
     return tensor.offset, tensor.offset + tensor_bytes(tensor.dtype, tensor.shape)
 
 
-def as_the_runtime_reads_it(lowered: Lowered) -> None:
-    """Raises ArtifactError where the runtime would refuse the program."""
-    stored = {tensor.name: Stored(tensor.dtype, tensor.shape) for tensor in lowered.weights.tensors.values()}
-    read_program(json.dumps(lowered.program.to_json()).encode(), stored, "program.json")
-
-
 @pytest.mark.parametrize(("name", "kv_dtype"), [("gated", "float32"), ("plain", "q8"), ("parallel", "float16")])
 def test_no_buffer_is_read_before_it_is_written(name: str, kv_dtype: str) -> None:
     """In programs of many placements, on paper: no device has to be late for it to show."""
@@ -364,13 +277,9 @@ def test_no_buffer_is_read_before_it_is_written(name: str, kv_dtype: str) -> Non
         for function in lowered.program.functions:
             check_order(lowered.program, function)
         check_memory(lowered.program)
-        as_the_runtime_reads_it(lowered)
-
-
-def without(calls: Sequence[ProgramCall], op: str, place: int) -> list[ProgramCall]:
-    """`calls` without the one of `op` that is the `place`th."""
-    (number, _) = [(number, call) for number, call in enumerate(calls) if call.op == op][place]
-    return [*calls[:number], *calls[number + 1 :]]
+        # The runtime does not refuse the program.
+        stored = {tensor.name: Stored(tensor.dtype, tensor.shape) for tensor in lowered.weights.tensors.values()}
+        read_program(json.dumps(lowered.program.to_json()).encode(), stored, "program.json")
 
 
 @pytest.mark.parametrize(("op", "message"), [("wait", "too early"), ("signal", "for ever"), ("send", "for ever")])
@@ -378,32 +287,25 @@ def test_the_checker_finds_a_missing_transfer_call(op: str, message: str) -> Non
     """Each of the calls of `decode` with which devices meet."""
     program = lower(CASES["gated"].graph(), options(Placement.all_of(4))).program
     calls = program.functions["decode"]
-    count = sum(call.op == op for call in calls)
-    assert count >= 3
-    for place in range(count):
-        program.functions["decode"] = without(calls, op, place)
+    places = [place for place, call in enumerate(calls) if call.op == op]
+    assert len(places) >= 3
+    for place in places:
+        program.functions["decode"] = [*calls[:place], *calls[place + 1 :]]
         with pytest.raises(AssertionError, match=message):
             check_order(program, "decode")
 
 
-def test_the_checker_finds_overlapping_shared_memory() -> None:
+def test_the_checker_finds_memory_that_is_used_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     program = lower(CASES["plain"].graph(), options(Placement.all_of(3))).program
     check_memory(program)
     sent = [name for name in program.buffers if name.startswith("decode.") and name.endswith(("x.sent", "mask.sent"))]
     program.buffers[sent[0]] = replace(program.buffers[sent[0]], offset=program.buffers[sent[1]].offset)
     with pytest.raises(AssertionError, match=f"finds .*{sent[0]}|finds .*{sent[1]}"):
         check_memory(program)
-
-
-def shared_bytes(program: LoweredProgram, function: str) -> tuple[int, int]:
-    """Return the bytes of a function's buffers in shared memory, and those of the memory that they take."""
-    found = [
-        tensor
-        for name, tensor in program.buffers.items()
-        if name.startswith(f"{function}.") and tensor.memory == "shared"
-    ]
-    spans = [_span(tensor) for tensor in found]
-    return sum(end - start for start, end in spans), max(end for _, end in spans) - min(start for start, _ in spans)
+    monkeypatch.setattr(lowering, "shared_overlap", lambda calls, kernels: Lifetime.overlaps)
+    program = lower(CASES["parallel"].graph(), options(ON_HOST, "q8")).program
+    with pytest.raises(AssertionError, match="finds"):
+        check_memory(program)
 
 
 def test_caches_are_lent_one_after_another() -> None:
@@ -418,38 +320,25 @@ def test_caches_are_lent_one_after_another() -> None:
     borrowed = [call for call in calls if call.kernel.startswith("borrow_cache")]
     # Keys and values, each with their scales.
     assert [call.layer for call in lent] == [call.layer for call in borrowed] == [0] * 4 + [1] * 4 + [2] * 4
-    whole, taken = shared_bytes(program, "prefill_last")
-    assert taken < 0.6 * whole
+    shared = [name for name in program.buffers if name.startswith("prefill_last.")]
+    spans = [_span(program.buffers[name]) for name in shared if program.buffers[name].memory == "shared"]
+    starts, ends = zip(*spans, strict=True)
+    assert max(ends) - min(starts) < 0.6 * (sum(ends) - sum(starts))
     # Steps of single tokens attend on the host.
     assert [call.device for call in program.functions["decode"] if call.op == "attention"] == ["host"] * 3
-
-
-def test_the_checker_finds_memory_that_is_used_again_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lowering, "shared_overlap", lambda calls, kernels: Lifetime.overlaps)
-    program = lower(CASES["parallel"].graph(), options(ON_HOST, "q8")).program
-    with pytest.raises(AssertionError, match="finds"):
-        check_memory(program)
 
 
 # ---- what crosses ----
 
 
-def ops(lowered: Lowered, function: str = "decode") -> list[str]:
-    return [call.op for call in lowered.program.functions[function]]
-
-
 def test_no_transfers_where_everything_is_on_the_device() -> None:
     """But for the embedding: an exchange takes as long as many neurons."""
-    shape = CASES["gated"].shape
-    graph_module = Pipeline(
-        (InsertPredictors("exact"), Partition(dict.fromkeys(range(shape.layers), range(shape.ffn))), Quantize("f16"))
-    )(build(shape)).graph_module
-    lowered = lower(graph_module, options(Placement.all_of(shape.layers)))
-    for function in ("decode", "batch", "score", "prefill_last"):
-        found = ops(lowered, function)
+    case = replace(CASES["gated"], predictors=InsertPredictors("exact"), hot=dict.fromkeys(range(4), range(77)))
+    program = lower(case.graph(), options(Placement.all_of(4))).program
+    for function in ("decode", "batch", "score", "prefill_last", "prefill"):
+        found = [call.op for call in program.functions[function]]
         assert [found.count(op) for op in ("signal", "receive", "send", "wait")] == [1, 1, 0, 0], function
-        assert found.count("leading") == (function != "score")
-    assert [ops(lowered, "prefill").count(op) for op in ("signal", "receive", "send", "wait")] == [1, 1, 0, 0]
+        assert found.count("leading") == (function not in ("score", "prefill"))
 
 
 def test_logits_stay_with_the_head() -> None:
@@ -468,14 +357,6 @@ def test_logits_stay_with_the_head() -> None:
                 assert (found.dtype, found.shape, found.memory) == (dtype, (rows, 50), "shared")
 
 
-def test_the_host_is_asked_before_the_device_begins() -> None:
-    """In a split block the mask is sent, the hot part is computed, and only then the cold part is waited for."""
-    calls = lower(CASES["gated"].graph(), options(Placement.all_of(4))).program.functions["decode"]
-    of_layer = [call for call in calls if call.device == "device" and call.op in ("ffn", "send", "receive", "predict")]
-    first = next(number for number, call in enumerate(of_layer) if call.op == "predict")
-    assert [call.op for call in of_layer[first : first + 4]] == ["predict", "send", "ffn", "receive"]
-
-
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_prediction_from_the_layer_before_is_made_while_the_host_computes(device: Literal["cpu", "cuda"]) -> None:
     """Its mask is sent with the input of its own block, once that is there."""
@@ -485,17 +366,19 @@ def test_a_prediction_from_the_layer_before_is_made_while_the_host_computes(devi
     program = lower(case.graph(), replace(options(placement), accelerator=device)).program
     calls = [call for call in program.functions["decode"] if call.device == "device"]
     order = [(call.op, call.layer) for call in calls if call.op in ("predict", "ffn", "attention", "send", "receive")]
-    received = ("receive", None)
-    sent = ("send", None)
+    received, sent = ("receive", None), ("send", None)
     expected = [received, ("attention", 0), ("predict", 0), sent, ("ffn", 0), received]
     expected += [("attention", 1), ("predict", 1), sent, ("ffn", 1), ("predict", 2), received]
     assert order == [*expected, ("attention", 2), sent, ("ffn", 2), received]
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("hot", [_SOME, ()], ids=["split", "cold"])
-@pytest.mark.parametrize("caches", [frozenset(range(4)), frozenset[int]()], ids=["caches", "no caches"])
-@pytest.mark.parametrize("predictors", [frozenset(range(4)), frozenset({1, 3})], ids=["all predictors", "some"])
+@sampled(
+    device=("cpu", "cuda"),
+    hot=(pytest.param(_SOME, id="split"), pytest.param((), id="cold")),
+    caches=(frozenset(range(4)), frozenset[int]()),
+    predictors=(frozenset(range(4)), frozenset({1, 3})),
+    slow="lowers a program for each",
+)
 def test_predictions_that_a_plan_counts_as_early_wait_for_no_cold_neurons(
     device: Literal["cpu", "cuda"], hot: Sequence[int], caches: frozenset[int], predictors: frozenset[int]
 ) -> None:
@@ -534,10 +417,8 @@ def test_a_block_with_a_bias_is_waited_for_even_if_no_neuron_fires() -> None:
 
 def test_a_program_with_nothing_for_the_device() -> None:
     """It is one for the host alone, and the runtime opens no device for it."""
-    shape = CASES["plain"].shape
-    graph_module = Pipeline((InsertPredictors("exact"), Partition(dict.fromkeys(range(3), ())), Quantize("f16")))(
-        build(replace(shape, activation="relu"))
-    ).graph_module
+    shape = replace(CASES["plain"].shape, activation="relu")
+    graph_module = Case(shape, InsertPredictors("exact"), dict.fromkeys(range(3), ())).graph()
     with_device, alone = (lower(graph_module, options(placement)) for placement in (ON_HOST, None))
     assert with_device.program.to_json() == alone.program.to_json()
     assert not with_device.accelerator_built

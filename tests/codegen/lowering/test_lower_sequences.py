@@ -7,14 +7,12 @@ import pytest
 import torch
 from torch.fx import GraphModule
 
-from helpers.kernels.lowered import Runner
+from helpers.kernels.lowered import Runner, quantized, relative_error
 from helpers.kernels.regions import Regions, check_step, every_region
-from picompile.testing import LLAMA, OPT, GraphShape, build, random_weights, run
+from picompile.testing import LLAMA, OPT, GraphShape, random_weights, run
 from picompile_codegen.lowering.function import LowerOptions
-from picompile_codegen.lowering.lower import Lowered, lower
+from picompile_codegen.lowering.lower import lower
 from picompile_passes.passes.insert_predictors import InsertPredictors
-from picompile_passes.passes.quantize import Quantize
-from picompile_passes.pipeline import Pipeline
 
 CONTEXT, CHUNK, SEQUENCES = 12, 4, 7
 TEXTS = np.random.default_rng(4).integers(0, 50, (SEQUENCES, CONTEXT)).tolist()
@@ -29,13 +27,14 @@ class Case:
     """Relative. A cache in float16 rounds the last bit of what it is given now up, now down."""
 
     def graph(self) -> GraphModule:
-        return Pipeline((InsertPredictors(self.predictor), Quantize("f16")))(build(self.shape)).graph_module
+        return quantized(self.shape, InsertPredictors(self.predictor))
 
 
 CASES = {
     "rotary, windows, exact": Case(
         replace(LLAMA, hidden=36, heads=6, kv_heads=2, ffn=77, window=3), "exact", "float32", 1e-5
     ),
+    "q8 cache": Case(replace(OPT, layers=1, ffn=45), "none", "q8", 5e-3),
     "learned positions, rounded cache": Case(replace(OPT, ffn=45), "none", "float16", 1e-3),
 }
 
@@ -43,7 +42,6 @@ CASES = {
 @dataclass(frozen=True)
 class Compiled:
     case: Case
-    lowered: Lowered
     runner: Runner
     expected: list[torch.Tensor]
     """Of each text, logits [T, V] when it is decoded alone."""
@@ -64,12 +62,7 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         if case.kv_dtype == "float32":
             assert relative_error(expected[-1], run(graph_module, weights, torch.tensor(text))) < case.tolerance
     runner.forget()
-    return Compiled(case, lowered, runner, expected)
-
-
-def relative_error(measured: torch.Tensor, expected: torch.Tensor) -> float:
-    assert measured.isfinite().all(), "something was read that no step of this sequence wrote"
-    return float((measured - expected).norm() / expected.norm())
+    return Compiled(case, runner, expected)
 
 
 def _check(compiled: Compiled, measured: torch.Tensor, slot: int, position: int) -> None:
@@ -106,7 +99,7 @@ def test_sequences_and_prompts_in_any_order(compiled: Compiled) -> None:
 
 
 @pytest.mark.slow("compiles a program with windows; another is fast", but=("learned positions",))
-def test_any_number_of_threads_gives_the_same_bits(compiled: Compiled) -> None:
+def test_threads_change_no_bit_and_no_two_tasks_of_a_region_meet(compiled: Compiled, regions: Regions) -> None:
     results = []
     for threads in (1, 2, 3):
         for place in range(4):
@@ -115,13 +108,13 @@ def test_any_number_of_threads_gives_the_same_bits(compiled: Compiled) -> None:
         results.append(logits)
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
-
-
-@pytest.mark.slow("compiles a program with windows; another is fast", but=("learned positions",))
-def test_no_two_tasks_of_a_region_meet(compiled: Compiled, regions: Regions) -> None:
     tokens = [text[0] for text in TEXTS[:5]]
     compiled.runner.prepare_batch(tokens, [0, 3, 1, 11, 0], [4, 0, 6, 1, 3])
     check_step(compiled.runner, "batch", regions)
+    for function, start, end in (("prefill", 0, 4), ("prefill_last", 4, 7), ("decode", 7, 8), ("score", 8, 11)):
+        compiled.runner.position = start
+        compiled.runner.prepare(TEXTS[0][start:end])
+        check_step(compiled.runner, function, regions)
 
 
 def test_a_program_for_one_sequence_has_no_function_for_several() -> None:
@@ -137,21 +130,13 @@ def test_a_program_for_one_sequence_has_no_function_for_several() -> None:
     assert {many.buffers[name].shape for name in ("tokens", "positions", "slots")} == {(9,)}
 
 
-@pytest.mark.slow("compiles a program with windows; another is fast", but=("learned positions",))
-def test_windows_are_told_of_attention(compiled: Compiled) -> None:
-    """The bytes that an attention reads depend on its window."""
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+def test_attention_has_windows_and_blocks_have_rows_of_their_own(case: Case) -> None:
+    """The bytes that an attention reads depend on its window. Blocks count several sequences apart."""
+    functions = lower(case.graph(), LowerOptions(CONTEXT, CHUNK, case.kv_dtype, SEQUENCES)).program.functions
     for function in ("decode", "batch", "score"):
-        calls = compiled.lowered.program.functions[function]
-        windows = [call.to_json().get("window") for call in calls if call.op == "attention"]
-        assert windows == [compiled.case.shape.layer_window(layer) or None for layer in range(2)]
-
-
-@pytest.mark.slow("compiles a program with windows; another is fast", but=("learned positions",))
-def test_blocks_count_several_sequences_into_rows_of_their_own(compiled: Compiled) -> None:
-    program = compiled.lowered.program
-    rows = [
-        [(arg.name, arg.offset) for arg in call.args if arg.name.startswith("stats")]
-        for call in program.functions["batch"]
-        if call.op == "ffn"
-    ]
-    assert rows == [[("stats.batch", 16 * row)] for row in range(2)]
+        windows = [call.to_json().get("window") for call in functions[function] if call.op == "attention"]
+        assert windows == [case.shape.layer_window(layer) or None for layer in range(case.shape.layers)]
+    blocks = [call for call in functions["batch"] if call.op == "ffn"]
+    rows = [[(arg.name, arg.offset) for arg in call.args if arg.name.startswith("stats")] for call in blocks]
+    assert rows == [[("stats.batch", 16 * row)] for row in range(case.shape.layers)]

@@ -1,7 +1,6 @@
 """Which node runs on which device, for models of each kind whose layers are split in every way."""
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -9,7 +8,6 @@ from torch.fx import Node
 
 from picompile.testing import LLAMA, OPT, GraphShape, build
 from picompile_codegen.lowering.placement import ON_HOST, Placement, place
-from picompile_codegen.lowering.program import Device
 from picompile_passes.graph.nodes import arguments, constant_nodes, is_call
 from picompile_passes.graph.operands import (
     ADD,
@@ -35,7 +33,6 @@ SHAPES = {
     "opt": replace(OPT, layers=LAYERS),
     "parallel": replace(LLAMA, layers=LAYERS, parallel=True),
 }
-_NORMS = (RMS_NORM, LAYER_NORM)
 
 
 def nodes_of(shape: GraphShape, kind: str = "learned") -> list[Node]:
@@ -45,8 +42,15 @@ def nodes_of(shape: GraphShape, kind: str = "learned") -> list[Node]:
     return [node for node in graph_module.graph.nodes if node.op == "call_function" and node not in constant]
 
 
-def on_device(devices: Mapping[Node, Device]) -> list[Node]:
-    return [node for node, device in devices.items() if device == "device"]
+def on_device(nodes: list[Node], placement: Placement) -> list[Node]:
+    devices = place(nodes, placement)
+    return [node for node in nodes if devices[node] == "device"]
+
+
+def moved(nodes: list[Node], placement: Placement) -> list[Node]:
+    """Nodes that are on the device for this placement, not only for their neurons."""
+    hot = set(on_device(nodes, ON_HOST))
+    return [node for node in on_device(nodes, placement) if node not in hot]
 
 
 def counts(nodes: list[Node]) -> Counter[str]:
@@ -59,16 +63,13 @@ def parts(nodes: list[Node]) -> list[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("name", list(SHAPES))
-def test_hot_neurons_alone(name: str) -> None:
-    """Hot parts are on the device whatever the placement, and nothing else is."""
-    device = on_device(place(nodes_of(SHAPES[name]), ON_HOST))
+def test_nothing_but_hot_neurons_and_everything(name: str) -> None:
+    """Hot parts are on the device whatever the placement, embeddings and cold neurons on the host."""
+    nodes = nodes_of(SHAPES[name])
+    device = on_device(nodes, ON_HOST)
     assert parts(device) == [(0, "hot"), (2, "hot")]
     assert len(device) == 2
-
-
-@pytest.mark.parametrize("name", list(SHAPES))
-def test_all_but_embeddings_and_cold_neurons(name: str) -> None:
-    devices = place(nodes_of(SHAPES[name]), Placement.all_of(LAYERS))
+    devices = place(nodes, Placement.all_of(LAYERS))
     host = [node for node in devices if devices[node] == "host"]
     assert parts(host) == [(0, "cold"), (1, "cold"), (3, "all")]
     others = [node for node in host if not is_call(node, SPARSE_FFN, EMBEDDING)]
@@ -77,46 +78,41 @@ def test_all_but_embeddings_and_cold_neurons(name: str) -> None:
     assert [is_call(node, ADD) and is_call(node.all_input_nodes[0], EMBEDDING) for node in others] == [True] * added
 
 
-@pytest.mark.parametrize("layer", range(LAYERS))
 @pytest.mark.parametrize("name", list(SHAPES))
-def test_attention_of_one_layer(name: str, layer: int) -> None:
+def test_attention_of_one_layer(name: str) -> None:
     """Its four projections, its norms and its additions, and nothing of another layer."""
     nodes = nodes_of(SHAPES[name])
-    only_hot = set(on_device(place(nodes, ON_HOST)))
-    mine = [node for node in on_device(place(nodes, Placement(frozenset({layer})))) if node not in only_hot]
-    found, parallel = counts(mine), SHAPES[name].parallel
-    # The sum of the parts of a split block is an addition, too.
-    expected = {"linear": 4, "norm": 1 if parallel else 2, "add": 3 if layer in (0,) else 2}
-    assert {"linear": found["linear"], "norm": found["rms_norm"] + found["layer_norm"], "add": found["add"]} == expected
-    assert sum(found.values()) == sum(expected.values())
-    (attention,) = (node for node in nodes if is_call(node, ATTENTION) and arguments(node)["layer"] == layer)
-    sources = [node for each in ("q", "k", "v") for node in [arguments(attention)[each]]]
-    sources = [arguments(node)["x"] if is_call(node, ROTARY) else node for node in sources]
-    assert set(sources) | set(attention.users) <= set(mine)
+    for layer in range(LAYERS):
+        mine = moved(nodes, Placement(frozenset({layer})))
+        found = counts(mine)
+        # The sum of the parts of a split block is an addition, too.
+        expected = {"linear": 4, "norm": 1 if SHAPES[name].parallel else 2, "add": 3 if layer == 0 else 2}
+        norms = found["rms_norm"] + found["layer_norm"]
+        assert {"linear": found["linear"], "norm": norms, "add": found["add"]} == expected
+        assert sum(found.values()) == sum(expected.values())
+        (attention,) = (node for node in nodes if is_call(node, ATTENTION) and arguments(node)["layer"] == layer)
+        sources = [arguments(attention)[each] for each in ("q", "k", "v")]
+        sources = [arguments(node)["x"] if is_call(node, ROTARY) else node for node in sources]
+        assert set(sources) | set(attention.users) <= set(mine)
 
 
-@pytest.mark.parametrize("layer", range(LAYERS))
 @pytest.mark.parametrize("name", list(SHAPES))
-def test_cache_of_one_layer(name: str, layer: int) -> None:
+def test_cache_of_one_layer(name: str) -> None:
     """The nodes that read and write the cache move, and the rotations before them."""
     nodes = nodes_of(SHAPES[name])
-    only_hot = set(on_device(place(nodes, ON_HOST)))
-    mine = [node for node in on_device(place(nodes, Placement(caches=frozenset({layer})))) if node not in only_hot]
-    assert counts(mine) == ({"rotary": 2, "attention": 1} if SHAPES[name].gated else {"attention": 1})
-    assert all(arguments(node)["layer"] == layer for node in mine if is_call(node, ATTENTION))
-    assert all(user in mine for node in mine if is_call(node, ROTARY) for user in node.users)
+    for layer in range(LAYERS):
+        mine = moved(nodes, Placement(caches=frozenset({layer})))
+        assert counts(mine) == ({"rotary": 2, "attention": 1} if SHAPES[name].gated else {"attention": 1})
+        assert all(arguments(node)["layer"] == layer for node in mine if is_call(node, ATTENTION))
+        assert all(user in mine for node in mine if is_call(node, ROTARY) for user in node.users)
 
 
-@pytest.mark.parametrize("layer", range(LAYERS))
-def test_predictor_of_one_layer(layer: int) -> None:
-    """One of its own weights is where it is placed, whether its block is split, cold or hot."""
+def test_predictors() -> None:
+    """One of its own weights is where it is placed, whatever its block is; one that is split is where its part is."""
     nodes = nodes_of(SHAPES["llama"])
-    only_hot = set(on_device(place(nodes, ON_HOST)))
-    mine = [node for node in on_device(place(nodes, Placement(predictors=frozenset({layer})))) if node not in only_hot]
-    assert [(node.target, node.meta["layer"]) for node in mine] == [(PREDICT, layer)]
-
-
-def test_a_predictor_that_is_split_is_where_its_part_is() -> None:
+    for layer in range(LAYERS):
+        mine = moved(nodes, Placement(predictors=frozenset({layer})))
+        assert [(node.target, node.meta["layer"]) for node in mine] == [(PREDICT, layer)]
     for placement in (ON_HOST, Placement.all_of(LAYERS)):
         devices = place(nodes_of(SHAPES["llama"], "exact"), placement)
         blocks = [node for node in devices if is_call(node, SPARSE_FFN)]
@@ -126,10 +122,8 @@ def test_a_predictor_that_is_split_is_where_its_part_is() -> None:
 @pytest.mark.parametrize("name", list(SHAPES))
 def test_head_alone(name: str) -> None:
     """The last norm and the projection to the vocabulary."""
-    nodes = nodes_of(SHAPES[name])
-    only_hot = set(on_device(place(nodes, ON_HOST)))
-    norm, head = (node for node in on_device(place(nodes, Placement(head=True))) if node not in only_hot)
-    assert is_call(norm, *_NORMS)
+    norm, head = moved(nodes_of(SHAPES[name]), Placement(head=True))
+    assert is_call(norm, RMS_NORM, LAYER_NORM)
     assert is_call(head, LINEAR)
     assert [user.op for user in head.users] == ["output"]
     assert list(norm.users) == [head]
@@ -142,13 +136,9 @@ def test_with_streams_the_device_has_all_layers(name: str, placement: Placement)
     nodes = nodes_of(SHAPES[name])
     without, streams = place(nodes, placement), place(nodes, placement, streams=True)
     everything = place(nodes, replace(Placement.all_of(LAYERS), head=placement.head))
-    blocks = [node for node in nodes if is_call(node, SPARSE_FFN)]
-    kept = {node for node in nodes if everything[node] == "host"} - set(blocks)
+    kept = {node for node in nodes if everything[node] == "host" and not is_call(node, SPARSE_FFN)}
     assert {node for node in nodes if streams[node] == "host"} == kept
     assert all(without[node] == "host" for node in kept)
-
-
-def test_with_streams_nothing_comes_to_a_device_that_has_nothing() -> None:
-    """A plan may leave everything to the host."""
-    nodes = [node for node in nodes_of(SHAPES["llama"]) if node.meta.get("device") != "hot"]
-    assert set(place(nodes, ON_HOST, streams=True).values()) == {"host"}
+    # A plan may leave everything to the host: nothing comes to a device that has nothing.
+    cold = [node for node in nodes if node.meta.get("device") != "hot"]
+    assert set(place(cold, ON_HOST, streams=True).values()) == {"host"}
