@@ -50,15 +50,7 @@ def test_its_request_gives_the_log_likelihood_that_the_engine_computes(server: S
     with picompile_runtime.load(folder, threads=1) as engine:
         ids = Tokenizer.of(engine.artifact).encode(TEXT.read_text(encoding="utf-8"))[: CONTEXT - 1]
         expected = perplexity(engine, ids).nll
-    body = {
-        "model": "tiny",
-        "prompt": [ids],
-        "temperature": 0,
-        "max_tokens": 1,
-        "logprobs": 1,
-        "seed": 1234,
-        "echo": True,
-    }
+    body = {"model": "tiny", "prompt": [ids], "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1, "echo": True}
     made = httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S)
     assert made.status_code == 200
     found: dict[str, Any] = made.json()["choices"][0]["logprobs"]
@@ -97,10 +89,9 @@ def test_lm_eval_itself(server: ServingProcess, folder: Path, tmp_path: Path) ->
         "base_url": f"{server.url}/v1/completions",
         "model": "tiny",
         "max_length": CONTEXT,
-        "num_concurrent": 8,
-        "tokenizer_backend": "huggingface",
         "tokenizer": folder,
     }
+    arguments |= {"num_concurrent": 8, "tokenizer_backend": "huggingface"}
     command = [program, "--model", "local-completions", "--include_path", str(EXAMPLE), "--output_path", str(tmp_path)]
     command += ["--model_args", ",".join(f"{name}={value}" for name, value in arguments.items())]
     command += ["--tasks", "heldout_perplexity,python_names", "--limit", "8"]

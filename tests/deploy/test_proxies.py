@@ -10,7 +10,8 @@ import subprocess
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
@@ -33,10 +34,16 @@ PATIENCE_S = 60
 Start = Callable[..., AbstractContextManager[str]]
 
 
-@pytest.fixture(scope="module")
-def replicas(artifact: Path) -> Iterator[list[ServingProcess]]:
+@contextmanager
+def two_servers(artifact: Path) -> Iterator[list[ServingProcess]]:
     with ExitStack() as stack:
         yield [stack.enter_context(serving("--model", f"tiny={artifact}")) for _ in range(2)]
+
+
+@pytest.fixture(scope="module")
+def replicas(artifact: Path) -> Iterator[list[ServingProcess]]:
+    with two_servers(artifact) as servers:
+        yield servers
 
 
 @pytest.fixture(params=PROXIES)
@@ -75,7 +82,7 @@ def running(server: ServingProcess) -> int:
     return sum(slot["is_processing"] for slot in httpx.get(f"{server.url}/slots").json())
 
 
-def test_both_replicas_answer_with_the_same_text(client: httpx.Client, replicas: list[ServingProcess]) -> None:
+def test_both_replicas_answer_as_one_does(client: httpx.Client, replicas: list[ServingProcess]) -> None:
     alone = httpx.post(f"{replicas[0].url}/v1/completions", json=BODY).json()["choices"][0]["text"]
     before = answered(replicas)
     for session in range(24):  # all with one replica: once in ten million runs
@@ -84,30 +91,6 @@ def test_both_replicas_answer_with_the_same_text(client: httpx.Client, replicas:
     shares = [now - then for now, then in zip(answered(replicas), before, strict=True)]
     assert sum(shares) == 24 and min(shares) > 0
 
-
-def test_a_conversation_stays_with_one_replica_and_is_reused(
-    client: httpx.Client, replicas: list[ServingProcess]
-) -> None:
-    for session in range(3):
-        headers, prompt = {"X-Session-Id": f"conversation {session}"}, secrets.token_hex(100)
-        before = answered(replicas)
-        for turn in range(4):
-            made = client.post("/v1/completions", json={**BODY, "prompt": prompt}, headers=headers).json()
-            cached = made["usage"]["prompt_tokens_details"]["cached_tokens"]
-            assert cached > 100 if turn else cached < 100
-            prompt += made["choices"][0]["text"]
-        shares = [now - then for now, then in zip(answered(replicas), before, strict=True)]
-        assert sorted(shares) == [0, 4]
-
-
-def test_requests_without_a_session_stay_with_one_replica(client: httpx.Client, replicas: list[ServingProcess]) -> None:
-    before = answered(replicas)
-    for _ in range(4):
-        assert client.post("/v1/completions", json=BODY).status_code == 200
-    assert sorted(now - then for now, then in zip(answered(replicas), before, strict=True)) == [0, 4]
-
-
-def test_a_stream_is_that_of_a_replica(client: httpx.Client, replicas: list[ServingProcess]) -> None:
     def events(url: str) -> list[str]:
         with httpx.stream("POST", url, json={**BODY, "stream": True}, timeout=PATIENCE_S) as answer:
             assert answer.headers["content-type"] == "text/event-stream"
@@ -116,6 +99,20 @@ def test_a_stream_is_that_of_a_replica(client: httpx.Client, replicas: list[Serv
 
     through = events(f"{client.base_url}/v1/completions")
     assert len(through) > 3 and through == events(f"{replicas[0].url}/v1/completions")
+
+
+def test_a_conversation_stays_with_one_replica_and_is_reused(
+    client: httpx.Client, replicas: list[ServingProcess]
+) -> None:
+    """Also where requests name no session."""
+    for headers in ({"X-Session-Id": "conversation 1"}, {"X-Session-Id": "conversation 2"}, {}):
+        before, prompt = answered(replicas), secrets.token_hex(100)
+        for turn in range(4):
+            made = client.post("/v1/completions", json={**BODY, "prompt": prompt}, headers=headers).json()
+            cached = made["usage"]["prompt_tokens_details"]["cached_tokens"]
+            assert cached > 100 if turn else cached < 100
+            prompt += made["choices"][0]["text"]
+        assert sorted(now - then for now, then in zip(answered(replicas), before, strict=True)) == [0, 4]
 
 
 def test_pieces_come_one_by_one(start: Start, tmp_path: Path) -> None:
@@ -155,23 +152,21 @@ def test_a_client_that_goes_away_frees_its_slots(client: httpx.Client, replicas:
         time.sleep(0.005)
 
 
-def test_long_headers_and_large_bodies_pass(client: httpx.Client) -> None:
-    headers = {"Cookie": "x" * 20_000}
-    body = {**BODY, "prompt": "x" * 3_000_000}
+def test_what_passes_and_what_does_not(client: httpx.Client) -> None:
+    headers, body = {"Cookie": "x" * 20_000}, {**BODY, "prompt": "x" * 3_000_000}
     refused = client.post("/v1/completions", json=body, headers=headers)
     assert refused.status_code == 400 and "1024" in refused.json()["error"]["message"]
     assert client.post("/v1/completions", json={**body, "prompt": "x" * 20_000_000}).status_code == 413
-
-
-def test_what_each_replica_tells_of_itself_is_not_passed_on(client: httpx.Client) -> None:
+    # What each replica tells of itself is not passed on.
     assert [client.get(path).status_code for path in ("/metrics", "/slots", "/health")] == [404, 404, 200]
 
 
 def test_another_replica_takes_over(start: Start, artifact: Path, tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        servers = [stack.enter_context(serving("--model", f"tiny={artifact}")) for _ in range(2)]
-        url = stack.enter_context(start(tmp_path, [server.url for server in servers]))
-        client = stack.enter_context(httpx.Client(base_url=url, timeout=PATIENCE_S))
+    with (
+        two_servers(artifact) as servers,
+        start(tmp_path, [server.url for server in servers]) as url,
+        httpx.Client(base_url=url, timeout=PATIENCE_S) as client,
+    ):
         first = client.post("/v1/completions", json=BODY).json()["choices"][0]["text"]
         home = servers[0 if answered(servers)[0] else 1]
         home.process.kill()
@@ -185,21 +180,15 @@ def test_nginx_asks_again_when_a_replica_is_killed_in_the_middle(artifact: Path,
     """The client, which has got nothing yet, gets the text that the first replica was about to give."""
     program("nginx")
     body = {**LONG, "stream": False}
-    with ExitStack() as stack:
-        servers = [stack.enter_context(serving("--model", f"tiny={artifact}")) for _ in range(2)]
-        url = stack.enter_context(nginx(tmp_path, [server.url for server in servers]))
+    with two_servers(artifact) as servers, nginx(tmp_path, [server.url for server in servers]) as url:
         expected = httpx.post(f"{servers[0].url}/v1/completions", json=body, timeout=PATIENCE_S).json()["choices"]
-        made: list[httpx.Response] = []
-        ask = threading.Thread(
-            target=lambda: made.append(httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S))
-        )
-        ask.start()
-        end = time.monotonic() + PATIENCE_S
-        while not (busy := [server for server in servers if running(server)]):
-            assert time.monotonic() < end
-        busy[0].process.kill()
-        ask.join()
-        assert made[0].status_code == 200 and made[0].json()["choices"] == expected
+        with ThreadPoolExecutor(1) as pool:
+            made = pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=PATIENCE_S)
+            end = time.monotonic() + PATIENCE_S
+            while not (busy := [server for server in servers if running(server)]):
+                assert time.monotonic() < end
+            busy[0].process.kill()
+        assert made.result().status_code == 200 and made.result().json()["choices"] == expected
 
 
 def test_caddy_makes_a_certificate(replicas: list[ServingProcess], tmp_path: Path) -> None:
@@ -210,15 +199,12 @@ def test_caddy_makes_a_certificate(replicas: list[ServingProcess], tmp_path: Pat
         assert made.status_code == 200
 
 
-def test_nginx_takes_the_file_as_it_is() -> None:
-    command = [program("nginx"), "-t", "-q", "-c", str(DEPLOY / "nginx.conf")]
-    checked = subprocess.run(command, capture_output=True, text=True)
-    assert checked.returncode == 0, checked.stderr
-
-
-def test_caddy_takes_the_file_as_it_is(tmp_path: Path) -> None:
-    file = tmp_path / "Caddyfile"
-    file.write_text(caddyfile(), encoding="utf-8")
-    checked = subprocess.run([program("caddy"), "validate", "--config", str(file)], capture_output=True, text=True)
-    assert checked.returncode == 0, checked.stderr
-    assert "not formatted" not in checked.stderr
+@pytest.mark.parametrize("name", PROXIES)
+def test_each_takes_its_file_as_it_is(name: str, tmp_path: Path) -> None:
+    command = [program(name), *(("-t", "-q", "-c") if name == "nginx" else ("validate", "--config"))]
+    file = DEPLOY / "nginx.conf"
+    if name == "caddy":
+        file = tmp_path / "Caddyfile"
+        file.write_text(caddyfile(), encoding="utf-8")
+    checked = subprocess.run([*command, str(file)], capture_output=True, text=True)
+    assert checked.returncode == 0 and "not formatted" not in checked.stderr, checked.stderr

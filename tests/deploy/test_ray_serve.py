@@ -97,14 +97,11 @@ def test_a_conversation_stays_with_one_replica(client: httpx.Client) -> None:
         assert answers[-1].json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
 
 
-def test_a_stream_comes_in_pieces(client: httpx.Client) -> None:
+def test_a_stream_comes_in_pieces_to_whoever_has_the_key(client: httpx.Client) -> None:
     with client.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as answer:
         assert answer.headers["content-type"] == "text/event-stream"
         lines = [line for line in answer.iter_lines() if line]
     assert len(lines) > 3 and lines[-1] == "data: [DONE]"
-
-
-def test_the_key_is_asked_for(client: httpx.Client) -> None:
     refused = client.post("/v1/completions", json=BODY, headers={"Authorization": "Bearer wrong"})
     assert refused.status_code == 401 and refused.json()["error"]["code"] == "invalid_api_key"
 

@@ -22,29 +22,19 @@ BLOCK = re.compile(r"^```(console|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL
 PORT = "127.0.0.1:8080"
 PATIENCE_S = 120
 
-# Not run here, and why.
+# How commands begin that are not run here, and why.
 EXEMPT = {
     "picompile-serve /srv/artifact --port 8081": "test_proxies.py starts the replicas",
     "picompile-serve /srv/artifact --port 8082": "test_proxies.py starts the replicas",
-    "cp deploy/nginx.conf /srv/picompile/ && nginx -c /srv/picompile/nginx.conf": (
-        "test_proxies.py runs nginx, where it is installed"
-    ),
-    "SITE=chat.example.com caddy run --config deploy/Caddyfile": "test_proxies.py runs Caddy, where it is installed",
-    "cd examples/ray_serve && serve run app:application artifact=/srv/artifact replicas=2 threads=4": (
-        "test_ray_serve.py runs it, where Ray Serve is installed"
-    ),
-    "docker build -f deploy/Dockerfile.cpu -t picompile-serve .": "no builder here; see test_containers.py",
-    'docker run --rm -p 127.0.0.1:8080:8080 -v "$PWD/build/served:/artifact:ro" -e PICOMPILE_API_KEY picompile-serve': (
-        "no builder here; see test_containers.py"
-    ),
-    "ARTIFACT=/srv/artifact docker compose -f deploy/compose.yaml up --build": "no builder here; as the line above",
+    "cp deploy/nginx.conf ": "test_proxies.py runs nginx, where it is installed",
+    "SITE=chat.example.com caddy run ": "test_proxies.py runs Caddy, where it is installed",
+    "cd examples/ray_serve && serve run ": "test_ray_serve.py runs it, where Ray Serve is installed",
+    "docker build ": "no builder here; see test_containers.py",
+    "docker run ": "no builder here; see test_containers.py",
+    "ARTIFACT=/srv/artifact docker compose ": "no builder here; see test_containers.py",
     "pip install 'lm-eval[api]==0.4.13' transformers": "downloads packages",
     "picompile serve build/smollm2": "needs a file of 93 MB",
-    "lm_eval --model local-completions --model_args base_url=http://127.0.0.1:8080/v1/completions,model=smollm2,"
-    "tokenizer_backend=huggingface,tokenizer=build/smollm2,max_length=2048,num_concurrent=16 "
-    "--include_path examples/lm_eval --tasks heldout_perplexity,python_names": (
-        "test_lm_eval.py runs it with another model, where lm-eval is installed"
-    ),
+    "lm_eval --model local-completions ": "test_lm_eval.py runs it with another model, where lm-eval is installed",
 }
 
 
@@ -58,7 +48,8 @@ def steps() -> Iterator[tuple[str, str]]:
 
 
 def test_what_is_not_run_is_in_the_guide() -> None:
-    assert set(EXEMPT) <= {text for _, text in steps()}
+    for beginning in EXEMPT:
+        assert len([text for _, text in steps() if text.startswith(beginning)]) == 1, beginning
 
 
 @pytest.mark.slow("runs every command of the guide, servers too")
@@ -73,7 +64,7 @@ def test_the_guide(tmp_path: Path, commands: Path) -> None:
     with ExitStack() as stack:
         place = PORT
         for kind, text in steps():
-            if text in EXEMPT:
+            if text.startswith(tuple(EXEMPT)):
                 continue
             if "picompile serve " in text:
                 stack.close()

@@ -70,3 +70,10 @@ def ask(page: Any, question: str) -> None:
 def wait_for_end(page: Any) -> None:
     """Wait until no answer is being written."""
     page.wait_for_selector("body:not(.busy)")
+
+
+def say(page: Any, *questions: str) -> None:
+    """Ask questions, each when the one before has its answer, and wait for the last answer."""
+    for question in questions:
+        ask(page, question)
+        wait_for_end(page)

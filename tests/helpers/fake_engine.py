@@ -1,18 +1,30 @@
-"""An engine without kernels, for tests of what schedules steps: its scores say how each token came into the cache."""
+"""An engine without kernels, for tests of the scheduler, a scheduler on it, and listeners that keep what they are told.
+
+The engine's scores say how each token came into the cache.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from picompile_runtime import KernelError, Sampler, Scores
+from picompile_runtime import KernelError, Sampler, SamplingParams, Scores
 from picompile_runtime.serving.log_probabilities import log_probability
-from picompile_runtime.serving.request import ServingRequest, TokenLogProbability
+from picompile_runtime.serving.request import (
+    Event,
+    Finished,
+    PromptRead,
+    ServingRequest,
+    TokenChosen,
+    TokenLogProbability,
+)
+from picompile_runtime.serving.scheduler import Answer, Scheduler, SchedulerOptions
 
 VOCAB, CONTEXT, CHUNK, END = 40, 96, 8, 0
 NEURONS = 100  # of a token
@@ -189,3 +201,96 @@ def answer_alone(engine: Any, request: ServingRequest, slot: int = 0) -> SoloAns
             scores = engine.read_sequences([token], [slot])[0]
     engine.reset(slot)
     return SoloAnswer(tuple(tokens), tuple(named), tuple(of_prompt) if request.with_prompt else None, reason)
+
+
+@dataclass
+class Told:
+    """A listener. The events of an answer are its prompt, its tokens, its end; a cancelled one may lack the first."""
+
+    events: list[Event] = field(default_factory=list)
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    def __call__(self, event: Event) -> None:
+        before = self.events[-1] if self.events else None
+        assert not isinstance(before, Finished), "nothing follows the end"
+        assert isinstance(event, PromptRead) == (before is None) or isinstance(event, Finished)
+        self.events.append(event)
+        if isinstance(event, Finished):
+            self.ended.set()
+
+    @property
+    def tokens(self) -> list[int]:
+        return [event.token for event in self.events if isinstance(event, TokenChosen)]
+
+    @property
+    def prompt(self) -> PromptRead:
+        first = self.events[0]
+        assert isinstance(first, PromptRead)
+        return first
+
+    @property
+    def end(self) -> Finished:
+        last = self.events[-1]
+        assert isinstance(last, Finished)
+        return last
+
+    @property
+    def reason(self) -> str:
+        return self.end.reason
+
+    def answer(self) -> SoloAnswer:
+        """Return what was told, in the form of what `answer_alone` returns."""
+        assert self.end.error == ""
+        chosen = [event for event in self.events if isinstance(event, TokenChosen)]
+        return SoloAnswer(
+            tuple(event.token for event in chosen),
+            tuple(event.log_probability for event in chosen),
+            self.prompt.log_probabilities,
+            self.reason,
+        )
+
+    def is_beginning_of(self, expected: SoloAnswer) -> bool:
+        """Whether an answer that was cut off is what `expected` begins with."""
+        chosen = [(event.token, event.log_probability) for event in self.events if isinstance(event, TokenChosen)]
+        return chosen == list(zip(expected.tokens, expected.log_probabilities, strict=True))[: len(chosen)]
+
+
+def request(prompt: list[int], max_tokens: int | None = 5, seed: int = 0, **options: Any) -> ServingRequest:
+    """A request whose answer the model does not end."""
+    return ServingRequest(prompt, SamplingParams(seed=seed), max_tokens, **{"ignore_end": True, **options})
+
+
+def alone(*args: Any, **options: Any) -> SoloAnswer:
+    """The answer to a request without a scheduler."""
+    return answer_alone(FakeEngine(), request(*args, **options))
+
+
+class Desk:
+    """A scheduler without a thread of its own, and its engine, which is a fake one with so many slots."""
+
+    def __init__(self, engine: FakeEngine | int = 3, **options: Any) -> None:
+        self.engine = FakeEngine(engine) if isinstance(engine, int) else engine
+        self.scheduler = Scheduler(self.engine, SchedulerOptions(**options), start=False)  # type: ignore[arg-type]
+        self.answers: list[Answer] = []
+
+    def submit(self, *args: Any, **options: Any) -> Told:
+        """Submit `request(...)`, or a request that is given."""
+        given = args[0] if isinstance(args[0], ServingRequest) else request(*args, **options)
+        told = Told()
+        self.answers.append(self.scheduler.submit(given, told))
+        return told
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.scheduler.step()
+
+    def finish(self) -> None:
+        while self.scheduler.step():
+            pass
+
+    def ask(self, *args: Any, **options: Any) -> Told:
+        """The answer, at its end: nothing was done after that."""
+        told = self.submit(*args, **options)
+        while not told.ended.is_set():
+            self.scheduler.step()
+        return told

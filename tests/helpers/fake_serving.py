@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +19,6 @@ from picompile_runtime.serving.http.models import ModelSet
 from picompile_runtime.serving.model import ServedModel
 from picompile_runtime.serving.request import (
     AnswerTimes,
-    Event,
     Finished,
     FinishReason,
     Listener,
@@ -61,7 +61,7 @@ class FakeAnswer:
         named = [None, *(likely(token, top or 0) for token in request.prompt[1:])] if request.with_prompt else None
         reason: FinishReason = "max_tokens"
         error = ""
-        self._tell(PromptRead(self.scheduler.cached, None if named is None else tuple(named)))
+        self.listener(PromptRead(self.scheduler.cached, None if named is None else tuple(named)))
         first_s = time.monotonic()
         for sent, token in enumerate([*self.tokens, EOS]):
             self.scheduler.gate.wait()
@@ -74,15 +74,12 @@ class FakeAnswer:
                 break
             if sent == request.max_tokens or sent + len(request.prompt) > CONTEXT:
                 break
-            self._tell(TokenChosen(token, None if top is None else likely(token, top), FIRED))
+            self.listener(TokenChosen(token, None if top is None else likely(token, top), FIRED))
             if token == EOS and not request.ignore_end:
                 reason = "eos"
                 break
         self.has_ended.set()
-        self._tell(Finished(reason, AnswerTimes(submitted_s, submitted_s, first_s, time.monotonic()), error))
-
-    def _tell(self, event: Event) -> None:
-        self.listener(event)
+        self.listener(Finished(reason, AnswerTimes(submitted_s, submitted_s, first_s, time.monotonic()), error))
 
 
 class FakeScheduler:
@@ -173,6 +170,23 @@ def client_of(*models: ServedModel, names: Sequence[str] = (), settings: AppSett
     for model in models:
         found.add(model)
     return TestClient(make_app(found, settings), "http://localhost", raise_server_exceptions=False)
+
+
+def made(client: TestClient, path: str, **body: Any) -> Any:
+    """Return the JSON that a request is answered with, which must not fail."""
+    answer = client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def streamed(client: TestClient, path: str, **body: Any) -> list[Any]:
+    """Return the chunks of a stream, but for [DONE], with which it must end."""
+    answer = client.post(path, json={"stream": True, **body})
+    assert answer.status_code == 200 and answer.headers["content-type"] == "text/event-stream", answer.text
+    assert answer.headers["cache-control"] == "no-cache" and answer.headers["x-accel-buffering"] == "no"
+    *events, done, rest = answer.text.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
 def default_params(**changes: Any) -> SamplingParams:

@@ -1,13 +1,35 @@
 """Follows a grammar along a text, as a scheduler follows it along an answer."""
 
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import numpy as np
 
+from helpers.toys.toy_tokenizers import EOS, byte_level
 from picompile_runtime import Tokenizer
+from picompile_runtime.serving.grammar import GrammarCompiler
 from picompile_runtime.serving.request import Grammar
 
 Maker = Callable[[], Grammar]
+VOCAB = 262
+
+
+def new_compiler() -> GrammarCompiler:
+    return GrammarCompiler(byte_level(), VOCAB, [EOS])
+
+
+# The compiler that tests share, which keeps no state but what it knows already.
+compiler = cache(new_compiler)
+
+
+def encode(text: str) -> list[int]:
+    """The tokens of a text for `compiler()`."""
+    return byte_level().encode(text, special_tokens=False)
+
+
+def fits(maker: Maker, text: str) -> bool:
+    """Whether a text may be the whole answer to a grammar of `compiler()`."""
+    return takes(maker, byte_level(), text, EOS)
 
 
 def allowed(grammar: Grammar) -> np.ndarray:

@@ -12,14 +12,27 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import IO, Any
 
 import uvicorn
 
+from helpers.support import BuildOnce, compile_for_test, save_tiny_llama
 from picompile_runtime.serving.http.protocol import WatchfulProtocol
 from picompile_runtime.serving.http.server import bind
 
 _PATIENCE_S = 60.0
+
+
+def build_serving_artifact(build_once: BuildOnce) -> Path:
+    """Compile a model of random weights, with a token for each byte, for four sequences of 1024 tokens."""
+
+    def make(folder: Path) -> None:
+        model = folder.with_name("serving-model")
+        save_tiny_llama(model, max_position_embeddings=1024)
+        compile_for_test(model, folder, quant="f16", context=1024, sequences=4)
+
+    return build_once("serving-artifact", make)
 
 
 @dataclass

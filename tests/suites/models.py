@@ -25,17 +25,9 @@ def save_opt(folder: Path, gpt2_vocabulary: Path) -> None:
     from transformers import OPTConfig, OPTForCausalLM
 
     torch.manual_seed(0)
-    config = OPTConfig(
-        vocab_size=50272,
-        hidden_size=256,
-        ffn_dim=1024,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        word_embed_proj_dim=256,
-        max_position_embeddings=2048,
-        init_std=0.2,
-        tie_word_embeddings=False,
-    )
+    sizes = {"hidden_size": 256, "word_embed_proj_dim": 256, "ffn_dim": 1024, "max_position_embeddings": 2048}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 4}
+    config = OPTConfig(vocab_size=50272, init_std=0.2, tie_word_embeddings=False, **sizes, **layers)
     model = OPTForCausalLM(config)
     with torch.no_grad():
         head = model.lm_head.weight
@@ -88,16 +80,9 @@ def save_llama(folder: Path, llama_vocabulary: Path, template: str = CHATML) -> 
     from picompile.frontend.gguf.tokenizer import read_gguf_tokenizer
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=32000,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2**14,
-        initializer_range=0.3,
-    )
+    sizes = {"vocab_size": 32000, "hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 2**14}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(initializer_range=0.3, **sizes, **layers)
     model = LlamaForCausalLM(config).to(torch.float16)
     model.save_pretrained(folder)
     # A file without tensors may end before its padding.

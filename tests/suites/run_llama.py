@@ -4,7 +4,7 @@ python tests/suites/run_llama.py --suite tools/server/tests --model FOLDER --art
 python tests/suites/run_llama.py --suite tools/server/tests --model FOLDER --llama-server PROGRAM [--out FILE] [TEST …]
 
 The adapter is a program in the place of `llama-server` (llama_server.py), and a plugin of pytest (llama_plugin.py),
-which writes llama.cpp's own endpoints as ours (llama_native.py). What fails with llama.cpp's own server, too, fails for
+which writes llama.cpp's own endpoints as ours. What fails with llama.cpp's own server, too, fails for
 want of the suite's model.
 """
 
@@ -19,18 +19,8 @@ from pathlib import Path
 _HERE = Path(__file__).parent
 # Those of other programs, of other kinds of models, or of llama.cpp's own formats are left out: see README.md.
 PORTABLE = (
-    "basic",
-    "chat_completion",
-    "compat_oai_responses",
-    "completion",
-    "ctx_shift",
-    "ignore_eos",
-    "metrics",
-    "security",
-    "stream",
-    "template",
-    "tokenize",
-    "tool_call",
+    *("basic", "chat_completion", "compat_oai_responses", "completion", "ctx_shift", "ignore_eos", "metrics"),
+    *("security", "stream", "template", "tokenize", "tool_call"),
 )
 
 

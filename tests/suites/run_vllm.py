@@ -46,14 +46,9 @@ def install(artifact: Path, server_python: Path) -> None:
             """Return a client of it."""
             return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=600, **options)
 
-    members: dict[str, dict[str, Any]] = {
-        "tests": {},
-        "tests.utils": {"RemoteOpenAIServer": RemoteOpenAIServer},
-        "vllm": {},
-        "vllm.tokenizers": {
-            "get_tokenizer": lambda tokenizer_name: TokenizerOfVllm(artifact / "tokenizer.json"),
-        },
-    }
+    tokenizer = {"get_tokenizer": lambda tokenizer_name: TokenizerOfVllm(artifact / "tokenizer.json")}
+    members: dict[str, dict[str, Any]] = {"tests": {}, "tests.utils": {"RemoteOpenAIServer": RemoteOpenAIServer}}
+    members |= {"vllm": {}, "vllm.tokenizers": tokenizer}
     for name, found in members.items():
         module = types.ModuleType(name)
         vars(module).update(found)

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 import picompile_runtime
-from helpers.fake_engine import SoloAnswer, answer_alone
+from helpers.fake_engine import SoloAnswer, Told, answer_alone
 from helpers.support import BuildOnce, compile_for_test
-from helpers.told_answers import Told
 from picompile_runtime import Engine, SamplingParams
 from picompile_runtime.serving.request import ServingRequest
 from picompile_runtime.serving.scheduler import Scheduler, SchedulerOptions
@@ -91,32 +90,24 @@ def test_64_requests_over_16_slots_are_answered_as_alone(engine: Engine) -> None
     assert {slot.activity for slot in scheduler.slots()} == {"idle"}
 
 
-def test_answers_of_the_engine_s_own_thread_are_as_alone(engine: Engine) -> None:
-    random = np.random.default_rng(9)
-    requests = [random_request(random, []) for _ in range(24)]
-    expected = [answer_alone(engine, request) for request in requests]
-    scheduler = Scheduler(engine)
-    told = [ask(scheduler, request) for request in requests]
-    assert all(each.ended.wait(PATIENCE_S) for each in told)
-    scheduler.close()
-    assert all(is_same(each, one) for each, one in zip(told, expected, strict=True))
-
-
 def test_a_known_prefix_changes_no_bit(engine: Engine) -> None:
+    """Nor does another function of the program, which reads a prompt whose log-probabilities are wanted."""
     random = np.random.default_rng(10)
     system = random.integers(0, 256, 70).tolist()
-    requests = [
-        ServingRequest(
-            [*system, *random.integers(0, 256, 9).tolist()], SamplingParams(seed=seed), 20, 3, ignore_end=True
-        )
-        for seed in range(6)
-    ]
+    prompts = [[*system, *random.integers(0, 256, 9).tolist()] for _ in range(6)]
+    requests = [ServingRequest(prompt, SamplingParams(seed=1), 20, 3, ignore_end=True) for prompt in prompts]
     expected = [answer_alone(engine, request) for request in requests]
     scheduler = Scheduler(engine, start=False)
     told = [ask(scheduler, request) for request in requests]
+    scored = ask(scheduler, replace(requests[0], with_prompt=True))
     scheduler.close()
-    assert [each.prompt.cached_tokens for each in told] == [0, *[70] * 5]
+    assert [each.prompt.cached_tokens for each in (*told, scored)] == [0, *[70] * 5, 0]
     assert all(is_same(each, one) for each, one in zip(told, expected, strict=True))
+    assert scored.answer().tokens == expected[0].tokens
+    assert scored.answer().log_probabilities == expected[0].log_probabilities
+    # Neurons that fire are counted.
+    share = scheduler.stats().fired_share
+    assert share is not None and 0 < share < 1
 
 
 @pytest.mark.parametrize(("options", "reused"), [({}, LONG), ({"reread": False}, 0)])
@@ -150,23 +141,3 @@ def test_log_probabilities_of_a_prompt_are_those_of_its_tokens_when_generated(en
     for one, other in zip(read[5:], generated, strict=True):
         assert one is not None and other is not None and one.token == other.token
         assert one.log_probability == pytest.approx(other.log_probability, abs=0.05)
-
-
-def test_log_probabilities_of_a_prompt_change_no_answer(engine: Engine) -> None:
-    """Though another function of the program reads it."""
-    prompt = np.random.default_rng(13).integers(0, 256, 75).tolist()
-    plain = ServingRequest(prompt, SamplingParams(seed=3), 20, 1, ignore_end=True)
-    scheduler = Scheduler(engine, SchedulerOptions(prefix_reuse=False), start=False)
-    told = [ask(scheduler, request) for request in (plain, replace(plain, with_prompt=True))]
-    scheduler.close()
-    one, other = (each.answer() for each in told)
-    assert (one.tokens, one.log_probabilities) == (other.tokens, other.log_probabilities)
-
-
-def test_neurons_that_fire_are_counted(engine: Engine) -> None:
-    scheduler = Scheduler(engine, start=False)
-    for seed in range(3):
-        ask(scheduler, ServingRequest([1, 2, 3], SamplingParams(seed=seed), 10, ignore_end=True))
-    scheduler.close()
-    share = scheduler.stats().fired_share
-    assert share is not None and 0 < share < 1

@@ -9,11 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helpers.fake_engine import END, VOCAB, FakeEngine, answer_alone
-from helpers.told_answers import Told
+from helpers.fake_engine import END, VOCAB, Desk, FakeEngine, Told, answer_alone
 from picompile_runtime import SamplingParams
 from picompile_runtime.serving.request import Finished, PromptRead, ServingRequest
-from picompile_runtime.serving.scheduler import Scheduler
 
 
 class PanicException(BaseException):
@@ -35,19 +33,16 @@ class Rising:
         return len(self.tokens) == self.length
 
 
-@dataclass
 class Failing(Rising):
     """Fails in one of its methods, or allows nothing, when it has so many tokens."""
 
-    where: str = ""
-    at: int = 2
-    error: BaseException = field(default_factory=lambda: RuntimeError("no such rule"))
+    def __init__(self, where: str, at: int, error: BaseException) -> None:
+        super().__init__(9)
+        self.where, self.at, self.error = where, at, error
 
     def allowed(self) -> np.ndarray | None:
         self._fail("allowed")
-        if self.where == "nothing" and len(self.tokens) == self.at:
-            return np.zeros(VOCAB, bool)
-        return None
+        return np.zeros(VOCAB, bool) if self.where == "nothing" and len(self.tokens) == self.at else None
 
     def accept(self, token: int) -> bool:
         self._fail("accept")
@@ -64,13 +59,10 @@ def request(grammar: Callable[[], Any] | None, seed: int = 0, **options: Any) ->
 
 
 def answer_all(*requests: ServingRequest) -> list[Told]:
-    scheduler = Scheduler(FakeEngine(3), start=False)  # type: ignore[arg-type]
-    told = [Told() for _ in requests]
-    for each, listener in zip(requests, told, strict=True):
-        scheduler.submit(each, listener)
-    while scheduler.step():
-        pass
-    assert scheduler.slots()[0].activity == "idle" and scheduler.stats().reserved_tokens == 0
+    desk = Desk()
+    told = [desk.submit(each) for each in requests]
+    desk.finish()
+    assert desk.scheduler.slots()[0].activity == "idle" and desk.scheduler.stats().reserved_tokens == 0
     return told
 
 
@@ -96,24 +88,22 @@ def test_an_end_token_ends_an_answer_that_its_grammar_lets_end() -> None:
         def allowed(self) -> np.ndarray | None:
             return np.arange(VOCAB) == END if len(self.tokens) == 2 else np.arange(VOCAB) != END
 
-    ended, ignored = answer_all(
-        request(lambda: MayEnd(10), ignore_end=False), request(lambda: MayEnd(4), ignore_end=True)
-    )
+    ended, ignored = answer_all(request(lambda: MayEnd(10), ignore_end=False), request(lambda: MayEnd(4)))
     assert (ended.reason, len(ended.tokens), ended.tokens[-1]) == ("eos", 3, END)
     assert (ignored.reason, len(ignored.tokens), ignored.tokens[2]) == ("grammar", 4, END)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no such rule"), PanicException("no such rule")])
 @pytest.mark.parametrize("where", ["allowed", "accept", "nothing"])
-@pytest.mark.parametrize("at", [0, 2])
-def test_a_grammar_that_fails_ends_its_answer(where: str, at: int, error: BaseException) -> None:
-    others = [request(None, 1), request(lambda: Rising(5), 2)]
-    told = answer_all(others[0], request(lambda: Failing(9, where=where, at=at, error=error)), others[1])
-    assert told[1].reason == "error" and len(told[1].tokens) == at
-    expected = f"{type(error).__name__}: no such rule" if where != "nothing" else "no token is left to choose"
-    assert told[1].end.error.startswith(expected) and "\n" not in told[1].end.error
-    for each, listener in zip(others, (told[0], told[2]), strict=True):
-        assert listener.answer() == answer_alone(FakeEngine(), each)
+def test_a_grammar_that_fails_ends_its_answer(where: str, error: BaseException) -> None:
+    for at in (0, 2):
+        others = [request(None, 1), request(lambda: Rising(5), 2)]
+        failing = request(lambda at=at: Failing(where, at, error))
+        first, broken, last = answer_all(others[0], failing, others[1])
+        assert broken.reason == "error" and len(broken.tokens) == at
+        expected = f"{type(error).__name__}: no such rule" if where != "nothing" else "no token is left to choose"
+        assert broken.end.error.startswith(expected) and "\n" not in broken.end.error
+        assert [told.answer() for told in (first, last)] == [answer_alone(FakeEngine(), each) for each in others]
 
 
 def test_a_grammar_that_cannot_be_made_ends_its_answer_before_the_prompt_is_read() -> None:
@@ -133,23 +123,19 @@ def test_a_grammar_is_made_once_and_not_before_its_turn() -> None:
     def make(number: int) -> Callable[[], Rising]:
         return lambda: (made.append(number), Rising(4))[1]
 
-    scheduler = Scheduler(FakeEngine(1), start=False)  # type: ignore[arg-type]
-    told = [Told(), Told()]
-    for number, listener in enumerate(told):
-        scheduler.submit(request(make(number)), listener)
+    desk = Desk(1)
+    told = [desk.submit(request(make(number))) for number in range(2)]
     assert made == []
     while not told[0].ended.is_set():
-        scheduler.step()
+        desk.steps(1)
         assert made == [0]
-    while scheduler.step():
-        pass
+    desk.finish()
     assert made == [0, 1]
 
 
 def test_an_interrupt_is_no_failure_of_a_grammar() -> None:
-    scheduler = Scheduler(FakeEngine(1), start=False)  # type: ignore[arg-type]
-    told = Told()
-    scheduler.submit(request(lambda: Failing(9, where="allowed", at=0, error=KeyboardInterrupt())), told)
+    desk = Desk(1)
+    told = desk.submit(request(lambda: Failing("allowed", 0, KeyboardInterrupt())))
     with pytest.raises(KeyboardInterrupt):
-        scheduler.step()
+        desk.steps(1)
     assert not any(isinstance(event, PromptRead | Finished) for event in told.events)

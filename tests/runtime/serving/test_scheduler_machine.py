@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import chain
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from helpers.fake_engine import CHUNK, CONTEXT, END, FakeEngine, answer_alone
+from helpers.fake_engine import CHUNK, CONTEXT, END, FakeEngine, Told, answer_alone
 from helpers.support import HYPOTHESIS_PROFILE
-from helpers.told_answers import Told
 from picompile_runtime import RequestError, SamplingParams
 from picompile_runtime.serving.request import Event, PromptRead, ServingRequest
 from picompile_runtime.serving.scheduler import Answer, QueueFullError, Scheduler, SchedulerOptions
@@ -64,27 +64,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.failures = 0
 
     @rule(
-        parts=st.lists(PARTS, min_size=1, max_size=4),
+        prompt=st.lists(PARTS, min_size=1, max_size=4).map(lambda parts: [*chain(*parts)]),
         max_tokens=st.sampled_from([0, 1, 3, 20, None]),
         params=PARAMS,
         top=st.sampled_from([None, None, 0, 2]),
-        with_prompt=st.booleans(),
-        ignore_end=st.booleans(),
+        flags=st.tuples(st.booleans(), st.booleans(), st.booleans()),
         fails_at=st.sampled_from([None] * 6 + [0, 1, 4]),
-        follows=st.booleans(),
     )
     def submit(
         self,
-        parts: list[list[int]],
+        prompt: list[int],
         max_tokens: int | None,
         params: SamplingParams,
         top: int | None,
-        with_prompt: bool,
-        ignore_end: bool,
+        flags: tuple[bool, bool, bool],
         fails_at: int | None,
-        follows: bool,
     ) -> None:
-        prompt = [token for part in parts for token in part]
+        with_prompt, ignore_end, follows = flags
         ended = [asked for asked in self.asked if asked.told.ended.is_set() and asked.told.tokens]
         if follows and ended:
             prompt = [*ended[-1].request.prompt, *ended[-1].told.tokens, 8]
@@ -183,14 +179,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def prompts_are_read_in_order_of_arrival(self) -> None:
         assert self.read_order == sorted(self.read_order)
         started = [slot.request for slot in self.scheduler.slots() if slot.request is not None]
-        waiting = [
-            asked.answer.number
-            for asked in self.asked
-            if asked.answer
-            and not asked.told.ended.is_set()
-            and asked.answer.number not in started
-            and not asked.is_cancelled
-        ]
+        going = [asked for asked in self.asked if not asked.told.ended.is_set() and not asked.is_cancelled]
+        numbers = [asked.answer.number for asked in going if asked.answer]
+        waiting = [number for number in numbers if number not in started]
         assert not started or not waiting or max(started) < min(waiting)
 
     @invariant()
@@ -228,4 +219,4 @@ def _needs(request: ServingRequest) -> int:
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(settings.get_profile(HYPOTHESIS_PROFILE), max_examples=80, stateful_step_count=50)
+TestScheduler.settings = settings(settings.get_profile(HYPOTHESIS_PROFILE), max_examples=40, stateful_step_count=50)

@@ -4,46 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from helpers.fake_engine import CHUNK, CONTEXT, Call, FakeEngine, SoloAnswer, answer_alone
-from helpers.told_answers import Told
-from picompile_runtime import RequestError, SamplingParams
-from picompile_runtime.serving.request import ServingRequest
-from picompile_runtime.serving.scheduler import Scheduler, SchedulerOptions
+from helpers.fake_engine import CHUNK, CONTEXT, Call, Desk, alone
+from picompile_runtime import RequestError
 
 SYSTEM = [2 + number % 30 for number in range(3 * CHUNK + 3)]
 LONG = 2 * CHUNK + 2  # tokens of an answer that is worth being read again
-
-
-def request(prompt: list[int], max_tokens: int | None = 5, seed: int = 0, **options: object) -> ServingRequest:
-    return ServingRequest(prompt, SamplingParams(seed=seed), max_tokens, ignore_end=True, **options)  # type: ignore[arg-type]
-
-
-class Desk:
-    """A scheduler on a fake engine, and the requests that it was given."""
-
-    def __init__(self, sequences: int = 3, **options: object) -> None:
-        self.engine = FakeEngine(sequences)
-        self.scheduler = Scheduler(self.engine, SchedulerOptions(**options), start=False)  # type: ignore[arg-type]
-
-    def submit(self, *args: object, **options: object) -> Told:
-        told = Told()
-        self.scheduler.submit(request(*args, **options), told)  # type: ignore[arg-type]
-        return told
-
-    def finish(self) -> None:
-        while self.scheduler.step():
-            pass
-
-    def ask(self, *args: object, **options: object) -> Told:
-        """The answer, at its end: nothing was done after that."""
-        told = self.submit(*args, **options)
-        while not told.ended.is_set():
-            self.scheduler.step()
-        return told
-
-
-def alone(*args: object, **options: object) -> SoloAnswer:
-    return answer_alone(FakeEngine(), request(*args, **options))  # type: ignore[arg-type]
 
 
 def test_a_prompt_that_is_known_is_not_read_again() -> None:
@@ -77,11 +42,10 @@ def test_a_chat_finds_its_last_answer_after_a_rest() -> None:
 
 def test_an_answer_that_was_cancelled_is_read_again_too() -> None:
     desk = Desk()
-    told = Told()
-    answer = desk.scheduler.submit(request(SYSTEM, 60), told)
+    told = desk.submit(SYSTEM, 60)
     while len(told.tokens) < LONG:
         desk.scheduler.step()
-    answer.cancel()
+    desk.answers[0].cancel()
     desk.finish()
     question = [*SYSTEM, *told.tokens, 7]
     second = desk.ask(question)
@@ -113,24 +77,17 @@ def test_answers_are_read_again_only_while_nothing_else_is_to_do() -> None:
     assert desk.scheduler.stats().reread_tokens == LONG + 60
 
 
-def test_without_rereading_only_the_prompt_is_found() -> None:
-    desk = Desk(reread=False)
-    first = desk.ask(SYSTEM, LONG)
-    assert not desk.scheduler.step()
-    question = [*SYSTEM, *first.tokens, 7]
-    second = desk.ask(question)
-    assert second.prompt.cached_tokens == len(SYSTEM)
-    assert second.answer() == alone(question)
-
-
-def test_inexact_reuse_takes_decoded_tokens_as_they_are() -> None:
-    desk = Desk(exact_reuse=False)
-    first = desk.ask(SYSTEM, LONG)
-    assert not desk.scheduler.step()
-    question = [*SYSTEM, *first.tokens, 7]
-    second = desk.ask(question, 30)
-    assert second.prompt.cached_tokens == len(SYSTEM) + LONG - 1
-    assert second.answer() != alone(question, 30), "the fake engine tells decoded tokens from read ones"
+def test_what_is_found_of_a_chat_without_rereading() -> None:
+    """The prompt alone; inexact reuse takes decoded tokens as they are, but for the last, which was not read."""
+    for options, found in (({"reread": False}, len(SYSTEM)), ({"exact_reuse": False}, len(SYSTEM) + LONG - 1)):
+        desk = Desk(**options)
+        first = desk.ask(SYSTEM, LONG)
+        assert not desk.scheduler.step()
+        question = [*SYSTEM, *first.tokens, 7]
+        second = desk.ask(question, 30)
+        assert second.prompt.cached_tokens == found
+        # The fake engine tells decoded tokens from read ones.
+        assert (second.answer() == alone(question, 30)) == ("reread" in options)
 
 
 def test_without_reuse_every_prompt_is_read() -> None:
@@ -176,8 +133,7 @@ def test_a_branch_of_a_chat_leaves_the_chat_where_it_is() -> None:
 def test_requests_wait_until_their_tokens_fit() -> None:
     desk = Desk(3, kv_tokens=60)
     first, second, third = desk.submit([5] * 10, 20), desk.submit([6] * 10, 25), desk.submit([7], 2)
-    desk.scheduler.step()
-    desk.scheduler.step()
+    desk.steps(2)
     stats = desk.scheduler.stats()
     # The second would fit beside the first but for 5 tokens, and the third must not overtake it.
     assert (stats.decoding, stats.waiting, stats.reserved_tokens, stats.capacity_tokens) == (1, 2, 30, 60)
@@ -189,13 +145,6 @@ def test_requests_wait_until_their_tokens_fit() -> None:
     assert second.answer() == alone([6] * 10, 25)
 
 
-def test_a_reservation_is_never_more_than_the_context() -> None:
-    desk = Desk(2, kv_tokens=CONTEXT)
-    told = desk.ask([5] * 10, None)
-    assert told.reason == "context"
-    assert desk.ask([5] * 10, 10**9).reason == "context"
-
-
 def test_a_request_that_never_fits_is_refused() -> None:
     desk = Desk(2, kv_tokens=50)
     with pytest.raises(RequestError, match=r"needs room for 51 tokens .* KV cache has 50; shorten the prompt or lower"):
@@ -203,6 +152,9 @@ def test_a_request_that_never_fits_is_refused() -> None:
     with pytest.raises(RequestError, match=f"needs room for {CONTEXT} tokens"):
         desk.submit([5] * 10, None)
     assert len(desk.ask([5] * 10, 40).tokens) == 40
+    # A reservation is never more than the context.
+    for max_tokens in (None, 10**9):
+        assert Desk(2, kv_tokens=CONTEXT).ask([5] * 10, max_tokens).reason == "context"
 
 
 def test_what_idle_slots_hold_makes_room() -> None:
@@ -218,14 +170,13 @@ def test_what_idle_slots_hold_makes_room() -> None:
     assert told.answer() == alone([6] * 10, 10)
 
 
-@pytest.mark.parametrize("kv_tokens", [60, None])
-def test_a_slot_gives_back_what_its_next_request_does_not_need(kv_tokens: int | None) -> None:
-    desk = Desk(1, kv_tokens=kv_tokens)
-    desk.ask(SYSTEM, 30)
-    assert desk.engine.resident == [56]
-    told = desk.ask(SYSTEM[:20], 10)
-    assert told.prompt.cached_tokens == 19
-    assert desk.engine.resident == [29]
+def test_a_slot_gives_back_what_its_next_request_does_not_need() -> None:
+    for kv_tokens in (60, None):
+        desk = Desk(1, kv_tokens=kv_tokens)
+        desk.ask(SYSTEM, 30)
+        assert desk.engine.resident == [56]
+        assert desk.ask(SYSTEM[:20], 10).prompt.cached_tokens == 19
+        assert desk.engine.resident == [29]
 
 
 def test_a_prefix_is_copied_before_its_slot_makes_room() -> None:

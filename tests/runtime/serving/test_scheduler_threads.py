@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from helpers.fake_engine import FakeEngine, answer_alone
-from helpers.told_answers import Told
+from helpers.fake_engine import FakeEngine, Told, answer_alone
 from picompile_runtime import SamplingParams
 from picompile_runtime.serving.request import Event, Finished, ServingRequest, TokenChosen
 from picompile_runtime.serving.scheduler import ClosedError, Scheduler, SchedulerOptions
@@ -22,74 +21,32 @@ def request(number: int) -> ServingRequest:
     return ServingRequest(prompt, SamplingParams(seed=number), 1 + number % 23, top_log_probabilities=number % 3)
 
 
-def run_together(count: int, work: Any) -> None:
-    """Run `work(number)` on `count` threads, and raise the first error of any."""
-    errors = list[BaseException]()
-
-    def run(number: int) -> None:
-        try:
-            work(number)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
-        assert not thread.is_alive()
-    for error in errors:
-        raise error
-
-
 def test_answers_to_many_threads_are_those_of_each_alone() -> None:
+    """Every second thread cancels some of its answers, which leaves the others as they are."""
     scheduler = Scheduler(FakeEngine(4))  # type: ignore[arg-type]
     told = [Told() for _ in range(80)]
 
     def work(thread: int) -> None:
         for number in range(thread, 80, 8):
-            scheduler.submit(request(number), told[number])
-            if number % 3 == 0:
+            answer = scheduler.submit(request(number), told[number])
+            if thread % 2 and number % 3:
+                answer.cancel()
+            elif number % 3 == 0:
                 assert told[number].ended.wait(PATIENCE_S)
             assert sum(slot.request is not None for slot in scheduler.slots()) <= 4
             assert scheduler.stats().waiting <= 80
 
-    run_together(8, work)
-    scheduler.close()
-    for number, each in enumerate(told):
-        assert each.answer() == answer_alone(FakeEngine(), request(number))
-    assert sum(scheduler.stats().finished.values()) == 80
-
-
-def test_cancellations_from_other_threads_leave_the_others_as_they_are() -> None:
-    scheduler = Scheduler(FakeEngine(3))  # type: ignore[arg-type]
-    told = [Told() for _ in range(60)]
-
-    def work(thread: int) -> None:
-        for number in range(thread, 60, 6):
-            answer = scheduler.submit(request(number), told[number])
-            if thread % 2:
-                answer.cancel()
-
-    run_together(6, work)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8), timeout=PATIENCE_S))
     scheduler.close()
     for number, each in enumerate(told):
         expected = answer_alone(FakeEngine(), request(number))
         if each.reason == "cancelled":
-            assert number % 2 == 1 and each.is_beginning_of(expected)
+            assert number % 2 == 1 and number % 3 and each.is_beginning_of(expected)
         else:
             assert each.answer() == expected
     stats = scheduler.stats()
-    assert (sum(stats.finished.values()), stats.reserved_tokens, stats.waiting) == (60, 0, 0)
-
-
-def test_a_sleeping_scheduler_is_woken_by_a_request_and_by_its_end() -> None:
-    scheduler = Scheduler(FakeEngine())  # type: ignore[arg-type]
-    for number in (3, 4):
-        told = Told()
-        scheduler.submit(request(number), told)
-        assert told.ended.wait(PATIENCE_S)
-    scheduler.close()
+    assert (sum(stats.finished.values()), stats.reserved_tokens, stats.waiting) == (80, 0, 0)
 
 
 def test_a_sleeping_scheduler_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,20 +112,20 @@ def test_a_listener_may_close_its_scheduler() -> None:
     assert (events[-1].reason, second.reason) == ("cancelled", "cancelled")
 
 
-def test_listeners_and_engines_that_fail_do_not_end_the_thread() -> None:
+@pytest.mark.parametrize("kind", [asyncio.CancelledError, SystemExit, GeneratorExit, RuntimeError])
+def test_listeners_and_engines_that_fail_do_not_end_the_thread(kind: type[BaseException]) -> None:
     engine = FakeEngine(2)
     scheduler = Scheduler(engine, SchedulerOptions(reread=False))  # type: ignore[arg-type]
 
     def fails(event: Event) -> None:
-        raise RuntimeError
+        raise kind
 
     for number in range(6):
         scheduler.submit(request(number), fails)
-    told = Told()
+    told, broken, whole = Told(), Told(), Told()
     scheduler.submit(request(20), told)
     assert told.ended.wait(PATIENCE_S)
     engine.failures = 1
-    broken, whole = Told(), Told()
     scheduler.submit(request(21), broken)
     assert broken.ended.wait(PATIENCE_S)
     scheduler.submit(request(22), whole)
@@ -176,17 +133,3 @@ def test_listeners_and_engines_that_fail_do_not_end_the_thread() -> None:
     assert broken.reason == "error"
     assert told.answer() == answer_alone(FakeEngine(), request(20))
     assert whole.answer() == answer_alone(FakeEngine(), request(22))
-
-
-@pytest.mark.parametrize("kind", [asyncio.CancelledError, SystemExit, GeneratorExit, RuntimeError])
-def test_whatever_a_listener_raises_the_others_are_answered(kind: type[BaseException]) -> None:
-    scheduler = Scheduler(FakeEngine(2))  # type: ignore[arg-type]
-
-    def broken(event: Event) -> None:
-        raise kind
-
-    scheduler.submit(request(1), broken)
-    told = Told()
-    scheduler.submit(request(2), told)
-    scheduler.close()
-    assert told.answer() == answer_alone(FakeEngine(), request(2))

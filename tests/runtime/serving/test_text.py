@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -45,35 +46,27 @@ def test_an_empty_stop_text_is_refused() -> None:
 
 def test_a_continued_text_keeps_the_space_between_two_tokens() -> None:
     tokenizer = metaspace(bos=False, strip=True)
-    before, token = (
-        tokenizer.encode("a he", special_tokens=False)[:1],
-        tokenizer.encode("a he", special_tokens=False)[1],
-    )
+    before, token, *_ = tokenizer.encode("a he", special_tokens=False)
     assert assembled(TextAssembler(tokenizer), [token]) == "he"
-    assert assembled(TextAssembler(tokenizer, (), before), [token]) == " he"
+    assert assembled(TextAssembler(tokenizer, (), [before]), [token]) == " he"
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@pytest.mark.parametrize("before", ["Hello\n", "caf\u00e9", "\u4e2d\U0001f600", "a"])
-def test_a_prompts_last_characters_are_not_the_answers(name: str, before: str) -> None:
+def test_a_prompts_last_characters_are_not_the_answers(name: str) -> None:
     """Bytes of characters are held back, but those of the prompt are known."""
     tokenizer = TOKENIZERS[name]
-    prompt = tokenizer.encode(before, special_tokens=False)
-    tokens = tokenizer.encode(f"{before}hello", special_tokens=False)[len(prompt) :]
-    whole = tokenizer.decode(prompt + tokens)
-    expected = whole[len(tokenizer.decode(prompt)) :]
-    assert assembled(TextAssembler(tokenizer, (), prompt), tokens) == expected
-    assert assembled(TextAssembler(tokenizer, (), prompt), []) == ""
-    stopped = TextAssembler(tokenizer, ["\n"], prompt)
-    assert assembled(stopped, tokens) == expected and not stopped.is_stopped
-
-
-@pytest.mark.parametrize("name", TOKENIZERS)
-def test_an_answer_completes_the_character_in_which_a_prompt_ends(name: str) -> None:
-    tokenizer = TOKENIZERS[name]
-    tokens = tokenizer.encode("a\u4e2d", special_tokens=False)
+    for before in ("Hello\n", "caf\u00e9", "\u4e2d\U0001f600", "a"):
+        prompt = tokenizer.encode(before, special_tokens=False)
+        tokens = tokenizer.encode(f"{before}hello", special_tokens=False)[len(prompt) :]
+        expected = tokenizer.decode(prompt + tokens)[len(tokenizer.decode(prompt)) :]
+        assert assembled(TextAssembler(tokenizer, (), prompt), tokens) == expected
+        assert assembled(TextAssembler(tokenizer, (), prompt), []) == ""
+        stopped = TextAssembler(tokenizer, ["\n"], prompt)
+        assert assembled(stopped, tokens) == expected and not stopped.is_stopped
+    # An answer completes the character in which a prompt ends.
+    *prompt, last = tokenizer.encode("a\u4e2d", special_tokens=False)
     plain = tokenizer.encode("b", special_tokens=False)[-1:]
-    assert assembled(TextAssembler(tokenizer, (), tokens[:-1]), [*tokens[-1:], *plain]).startswith("\u4e2d")
+    assert assembled(TextAssembler(tokenizer, (), prompt), [last, *plain]).startswith("\u4e2d")
 
 
 @given(count=st.integers(1, 200), rest=TEXT)
@@ -106,24 +99,16 @@ def test_bytes_of_tokens_joined_are_those_of_the_text(name: str, text: str) -> N
     assert joined.removeprefix(b" ").decode() == tokenizer.decode(tokens).removeprefix(" ")
 
 
-def test_parts_of_characters_are_shown_as_bytes() -> None:
+def test_texts_of_single_tokens() -> None:
     tokenizer = byte_level()
     texts = TokenTexts(tokenizer)
     tokens = tokenizer.encode("é", special_tokens=False)
     assert [texts.bytes_of(token) for token in tokens] == [b"\xc3", b"\xa9"]
     assert [texts.text_of(token) for token in tokens] == ["\\xc3", "\\xa9"]
-
-
-def test_special_tokens_have_a_text_and_unknown_ones_none() -> None:
-    texts = TokenTexts(byte_level())
-    assert texts.text_of(EOS) == "<eos>"
-    assert texts.text_of(10**6) == ""
-
-
-def test_added_tokens_that_are_no_bytes_have_their_own_text() -> None:
-    import tokenizers
-
-    inner = tokenizers.Tokenizer.from_str(byte_level()._tokenizer.to_str())
+    # Special tokens have a text, and unknown ones none.
+    assert (texts.text_of(EOS), texts.text_of(10**6)) == ("<eos>", "")
+    # Added tokens that are no bytes have their own.
+    inner = tokenizers.Tokenizer.from_str(tokenizer._tokenizer.to_str())
     inner.add_tokens(["two words"])
     tokenizer = Tokenizer(inner.to_str())
     (token,) = tokenizer.encode("two words", special_tokens=False)

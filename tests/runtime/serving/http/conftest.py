@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from starlette.testclient import TestClient
 
+from helpers.chat_page import chromium, open_page
+from helpers.fake_chat_server import FakeChatServer, fake_chat_server
 from helpers.fake_serving import FakeScheduler, client_of, fake_model
-from helpers.serving_process import ServingProcess, serving
-from helpers.support import BuildOnce, compile_for_test, save_tiny_llama
+from helpers.serving_process import ServingProcess, build_serving_artifact, serving
+from helpers.support import BuildOnce
 from picompile_runtime.serving.model import ServedModel
 
 
@@ -33,14 +35,7 @@ def client(fake: ServedModel) -> TestClient:
 
 @pytest.fixture(scope="session")
 def serving_artifact(build_once: BuildOnce) -> Path:
-    """A model of random weights, with a token for each byte, for four sequences of 1024 tokens."""
-
-    def make(folder: Path) -> None:
-        model = folder.with_name("serving-model")
-        save_tiny_llama(model, max_position_embeddings=1024)
-        compile_for_test(model, folder, quant="f16", context=1024, sequences=4)
-
-    return build_once("serving-artifact", make)
+    return build_serving_artifact(build_once)
 
 
 @pytest.fixture(scope="session")
@@ -48,3 +43,29 @@ def server(serving_artifact: Path) -> Iterator[ServingProcess]:
     """A server of it that tests share, under the name `tiny`."""
     with serving("--model", f"tiny={serving_artifact}") as found:
         yield found
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Closed after each module: while it is there, tests of this process cannot run an event loop of their own."""
+    with chromium() as started:
+        yield started
+
+
+@pytest.fixture
+def chat_server() -> Iterator[FakeChatServer]:
+    """A server of the page that says what a test wants said."""
+    with fake_chat_server() as started:
+        yield started
+
+
+@pytest.fixture
+def refusals() -> set[int]:
+    """The statuses that the page may be refused with: a test adds some."""
+    return set()
+
+
+@pytest.fixture
+def page(browser: Any, chat_server: FakeChatServer, refusals: set[int]) -> Iterator[Any]:
+    with open_page(browser, chat_server.url, refusals) as opened:
+        yield opened

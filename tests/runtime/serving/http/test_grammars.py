@@ -12,6 +12,8 @@ from starlette.testclient import TestClient
 
 from helpers.fake_serving import FakeScheduler
 from helpers.serving_process import ServingProcess
+from picompile_runtime import RequestError
+from picompile_runtime.serving.http import grammars
 
 SCHEMA = {
     "type": "object",
@@ -52,52 +54,36 @@ def test_json_of_a_schema(server: ServingProcess, fields: Any) -> None:
     assert chat["finish_reason"] == "stop" and is_of_schema(chat["message"]["content"])
 
 
-def test_json_of_a_schema_in_a_response(server: ServingProcess) -> None:
-    form = {"format": {"type": "json_schema", "name": "s", "schema": SCHEMA}}
-    made = post(server, "/v1/responses", input="Hi", text=form, temperature=1)
-    assert made["status"] == "completed" and is_of_schema(made["output"][0]["content"][0]["text"])
-    assert made["text"]["format"]["schema"] == SCHEMA
-
-
-@pytest.mark.parametrize(
-    ("fields", "pattern"),
-    [
+def test_other_forms(server: ServingProcess) -> None:
+    for fields, pattern in (
         ({"structured_outputs": {"regex": "[ab]{3}c"}}, "[ab]{3}c"),
         ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes|no"),
         ({"structured_outputs": {"grammar": 'start: "a"~3'}}, "a{3}"),
         ({"grammar": 'root ::= "a"{5,5}'}, "a{5}"),
         ({"response_format": {"type": "text"}}, "(?s).*"),
-    ],
-    ids=str,
-)
-def test_other_forms(server: ServingProcess, fields: Any, pattern: str) -> None:
-    made = post(server, "/v1/completions", prompt="x", n=3, max_tokens=40, **fields)
-    assert all(re.fullmatch(pattern, choice["text"]) for choice in made["choices"])
+    ):
+        made = post(server, "/v1/completions", prompt="x", n=3, max_tokens=40, **fields)
+        assert all(re.fullmatch(pattern, choice["text"]) for choice in made["choices"]), pattern
+    form = {"format": {"type": "json_schema", "name": "s", "schema": SCHEMA}}
+    assert post(server, "/v1/responses", input="Hi", text=form)["text"]["format"]["schema"] == SCHEMA
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
+def test_forms_that_make_no_sense(server: ServingProcess) -> None:
+    for fields in (
         {"structured_outputs": {"regex": "[.*"}},
         {"structured_outputs": {"grammar": "root ::= nothing"}},
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 123}}}},
         {"response_format": {"type": "json_object", "schema": {"type": "hiccup"}}},
         {"grammar": "root ::= ("},
         {"structured_outputs": {"json": {"properties": {"foo": "bar"}}}},
-    ],
-    ids=str,
-)
-def test_forms_that_make_no_sense(server: ServingProcess, fields: Any) -> None:
-    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", **fields})
-    assert answer.status_code == 400 and "\n" not in answer.json()["error"]["message"]
+    ):
+        answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", **fields})
+        assert answer.status_code == 400 and "\n" not in answer.json()["error"]["message"], fields
 
 
 def test_an_answer_that_its_grammar_ends_is_the_requests_fault(
     client: TestClient, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from picompile_runtime import RequestError
-    from picompile_runtime.serving.http import grammars
-
     class Broken:
         def allowed(self) -> None:
             raise RequestError("no token continues the grammar")

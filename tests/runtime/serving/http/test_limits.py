@@ -15,10 +15,10 @@ from starlette.testclient import TestClient
 from helpers.fake_serving import CONTEXT, FakeScheduler, client_of, fake_model
 from helpers.serving_process import serving_thread
 from picompile_runtime.serving.http import body, stream
-from picompile_runtime.serving.http.app import AppSettings, make_app
-from picompile_runtime.serving.http.models import ModelSet
+from picompile_runtime.serving.http.app import AppSettings
 from picompile_runtime.serving.model import ServedModel
 from picompile_runtime.serving.scheduler import QueueFullError
+from picompile_runtime.serving.text import TextAssembler
 from picompile_runtime.serving.workers import Workers
 
 LONG = "a text that is cut into tokens on another thread, since it has more than so many letters. " * 4
@@ -54,7 +54,13 @@ def test_workers_tell_errors_and_are_free_after_them() -> None:
 def test_a_request_whose_text_would_wait_too_long_is_told_so(fake: ServedModel) -> None:
     client, gate = client_of(fake), threading.Event()
     fake.text_workers = Workers("test", 1, 0)
-    asyncio.run(_start(fake.text_workers, gate))
+
+    async def occupy() -> None:
+        task = asyncio.ensure_future(fake.text_workers.run(gate.wait))
+        await asyncio.sleep(0)
+        task.cancel()
+
+    asyncio.run(occupy())
     refused = client.post("/v1/completions", json={"prompt": LONG})
     assert refused.status_code == 429 and refused.json()["error"]["code"] == "queue_full"
     assert refused.headers["retry-after"] == "1"
@@ -64,32 +70,19 @@ def test_a_request_whose_text_would_wait_too_long_is_told_so(fake: ServedModel) 
         time.sleep(0.01)
 
 
-async def _start(workers: Workers, gate: threading.Event) -> None:
-    task = asyncio.ensure_future(workers.run(gate.wait))
-    await asyncio.sleep(0)
-    task.cancel()
-
-
 @pytest.mark.parametrize(
-    ("path", "fields", "message"),
+    ("fields", "named"),
     [
-        ("/v1/completions", {"structured_outputs": {"choice": [0] * 1000}}, "should be a valid string, not 0"),
-        ("/v1/completions", {"logit_bias": dict.fromkeys(map(str, range(1025)), 1)}, "may have 1024 tokens, not 1025"),
-        ("/v1/completions", {"echo": True, "logprobs": 20, "n": 64}, "log-probabilities of prompts are too many"),
-        ("/v1/completions", {"prompt_logprobs": 20, "n": 64}, "ask for fewer, at most 524288"),
-        ("/detokenize", {"tokens": [1] * (2**18 + 1)}, "at most 262144 tokens are turned into text, not 262145"),
+        ({"structured_outputs": {"choice": [0] * 1000}}, "should be a valid string, not 0"),
+        ({"logit_bias": dict.fromkeys(map(str, range(1025)), 1)}, "may have 1024 tokens, not 1025"),
+        ({"echo": True, "logprobs": 20, "n": 64}, "log-probabilities of prompts are too many"),
+        ({"prompt_logprobs": 20, "n": 64}, "ask for fewer, at most 524288"),
     ],
 )
-def test_lists_that_are_too_long(client: TestClient, path: str, fields: dict[str, Any], message: str) -> None:
-    prompt = {"prompt": [1] * (CONTEXT - 20)} if path == "/v1/completions" else {}
-    answer = client.post(path, json={**prompt, **fields})
-    assert answer.status_code == 400 and message in answer.json()["error"]["message"]
-
-
-def test_only_the_first_of_many_wrong_calls_is_told(client: TestClient) -> None:
-    messages = [{"role": "assistant", "tool_calls": [0] * 1000}]
-    answer = client.post("/v1/chat/completions", json={"messages": messages})
-    assert answer.json()["error"]["param"] == "messages[0].tool_calls[0]"
+def test_lists_that_are_too_long(client: TestClient, fields: dict[str, Any], named: str) -> None:
+    answer = client.post("/v1/completions", json={"prompt": [1] * (CONTEXT - 20), **fields})
+    assert answer.status_code == 400 and named in answer.json()["error"]["message"]
+    assert client.post("/detokenize", json={"tokens": [1] * (2**18 + 1)}).status_code == 400
 
 
 def test_answers_to_one_prompt_share_its_bias(fake: ServedModel, scheduler: FakeScheduler) -> None:
@@ -102,27 +95,22 @@ def test_answers_to_one_prompt_share_its_bias(fake: ServedModel, scheduler: Fake
         assert other.params.seed != first.params.seed
 
 
-def test_an_error_that_nobody_expected_is_counted_and_answered_to_pages_of_others() -> None:
-    model = fake_model()
+def test_an_error_that_nobody_expected_is_counted_and_told_without_its_details(
+    fake: ServedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(assembler: TextAssembler, token: int) -> str:
+        raise ZeroDivisionError("a secret")
 
-    def broken(*arguments: Any) -> Any:
-        raise ValueError("of no request")
-
-    model.scheduler.submit = broken  # type: ignore[method-assign]
-    client = client_of(model, settings=AppSettings(origins=["http://page"]))
-    answer = client.post("/v1/completions", json={"prompt": "x"}, headers={"origin": "http://page"})
-    assert answer.status_code == 500 and answer.json()["error"]["code"] == "internal_error"
-    assert answer.headers["access-control-allow-origin"] == "http://page"
+    monkeypatch.setattr(TextAssembler, "push", broken)
+    client, ask = client_of(fake, settings=AppSettings(origins=["http://page"])), {"origin": "http://page"}
+    for is_streamed in (False, True):
+        answer = client.post("/v1/completions", json={"prompt": "x", "stream": is_streamed}, headers=ask)
+        assert answer.status_code == (200 if is_streamed else 500)
+        assert "internal_error" in answer.text and "secret" not in answer.text
+        assert answer.headers["access-control-allow-origin"] == "http://page"
+    assert "a secret" in caplog.text
     counted = 'picompile_http_responses_total{path="/v1/completions",status="500"} 1.0'
     assert counted in client.get("/metrics").text
-
-
-@pytest.fixture
-def url(fake: ServedModel) -> Iterator[str]:
-    models = ModelSet([fake.name])
-    models.add(fake)
-    with serving_thread(make_app(models)) as found:
-        yield found
 
 
 def test_a_client_that_takes_nothing_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,11 +119,9 @@ def test_a_client_that_takes_nothing_has_gone(monkeypatch: pytest.MonkeyPatch) -
     model = fake_model([72] * 10**6)
     scheduler: Any = model.scheduler
     scheduler.delay_s = 0.005
-    models = ModelSet([model.name])
-    models.add(model)
     request = {"prompt": "x", "stream": True, "max_tokens": 10**6, "n": 16, "logprobs": 20}
     with (
-        serving_thread(make_app(models)) as url,
+        serving_thread(client_of(model).app) as url,
         httpx.Client(base_url=url, timeout=30) as client,
         client.stream("POST", "/v1/completions", json=request),
     ):
@@ -145,7 +131,7 @@ def test_a_client_that_takes_nothing_has_gone(monkeypatch: pytest.MonkeyPatch) -
         assert all(answer.cancelled.is_set() for answer in scheduler.asked)
 
 
-def test_a_body_that_does_not_come_is_not_waited_for(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_that_does_not_come_is_not_waited_for(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body, "PATIENCE_S", 0.1)
 
     def parts() -> Iterator[bytes]:
@@ -154,8 +140,9 @@ def test_a_body_that_does_not_come_is_not_waited_for(url: str, monkeypatch: pyte
         yield b'"x"}'
 
     headers = {"content-type": "application/json"}
-    try:
-        answer = httpx.post(f"{url}/v1/completions", content=parts(), headers=headers, timeout=30)
-    except httpx.TransportError:  # it was closed while the rest was sent
-        return
+    with serving_thread(client.app) as url:
+        try:
+            answer = httpx.post(f"{url}/v1/completions", content=parts(), headers=headers, timeout=30)
+        except httpx.TransportError:  # it was closed while the rest was sent
+            return
     assert answer.status_code == 408 and "did not come within" in answer.json()["error"]["message"]

@@ -7,7 +7,8 @@ import re
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
-from helpers.fake_serving import CONTEXT, SLOTS, FakeScheduler, client_of, fake_model, text_tokens
+from helpers.fake_serving import CONTEXT, SLOTS, FakeScheduler, client_of, fake_model, made, text_tokens
+from helpers.toys.toy_tokenizers import EOS, metaspace
 
 
 def samples(client: TestClient) -> dict[tuple[str, ...], float]:
@@ -49,55 +50,35 @@ def test_nothing_is_served_while_models_load() -> None:
 def test_several_models() -> None:
     client = client_of(fake_model("one", "a"), fake_model("two", "b/c"))
     for name, text in (("a", "one"), ("b/c", "two"), (None, "one")):
-        made = client.post("/v1/completions", json={"prompt": "x", "model": name}).json()
-        assert made["choices"][0]["text"] == text and made["model"] == (name or "a")
+        answer = made(client, "/v1/completions", prompt="x", model=name)
+        assert answer["choices"][0]["text"] == text and answer["model"] == (name or "a")
         assert client.get(f"/v1/models/{name or 'a'}").json()["id"] == (name or "a")
     assert [slot["model"] for slot in client.get("/slots").json()] == ["a"] * SLOTS + ["b/c"] * SLOTS
 
 
 def test_slots(client: TestClient) -> None:
-    assert client.get("/slots").json() == [
-        {
-            "id": 0,
-            "model": "fake",
-            "n_ctx": CONTEXT,
-            "is_processing": True,
-            "state": "decoding",
-            "n_tokens": 4,
-            "id_task": 1,
-        },
-        {
-            "id": 1,
-            "model": "fake",
-            "n_ctx": CONTEXT,
-            "is_processing": False,
-            "state": "idle",
-            "n_tokens": 0,
-            "id_task": None,
-        },
-    ]
+    slot = {"model": "fake", "n_ctx": CONTEXT}
+    busy = {"is_processing": True, "state": "decoding", "n_tokens": 4, "id_task": 1}
+    idle = {"is_processing": False, "state": "idle", "n_tokens": 0, "id_task": None}
+    assert client.get("/slots").json() == [{"id": 0, **slot, **busy}, {"id": 1, **slot, **idle}]
 
 
 def test_metrics_count_answers_and_tokens(client: TestClient, scheduler: FakeScheduler) -> None:
     tokens = len(text_tokens("Hello, world.")) + 1
-    client.post("/v1/completions", json={"prompt": "x", "n": 2})
-    client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})
-    client.post("/v1/completions", json={"prompt": "x", "stop": "wor"})
+    for fields in ({"n": 2}, {"max_tokens": 1}, {"stop": "wor"}):
+        client.post("/v1/completions", json={"prompt": "x", **fields})
     scheduler.failure = "broken"
     client.post("/v1/completions", json={"prompt": "x"})
     client.get("/v1/models/nothing")
     client.get("/nothing")
     found = samples(client)
-    assert found["picompile_answers_total", "fake", "eos"] == 2
-    assert found["picompile_answers_total", "fake", "max_tokens"] == 1
-    assert found["picompile_answers_total", "fake", "stop"] == 1
-    assert found["picompile_answers_total", "fake", "error"] == 1
+    outcomes = [found["picompile_answers_total", "fake", name] for name in ("eos", "max_tokens", "stop", "error")]
+    assert outcomes == [2, 1, 1, 1]
     assert found["picompile_time_to_first_token_seconds_count", "fake"] == 4
     stopped = len(text_tokens("Hello, wor"))
     assert found["picompile_time_between_tokens_seconds_count", "fake"] == 2 * (tokens - 1) + stopped - 1
-    assert found["picompile_http_responses_total", "/v1/completions", "200"] == 3
-    assert found["picompile_http_responses_total", "/v1/completions", "500"] == 1
-    assert found["picompile_http_responses_total", "other", "404"] == 2
+    places = [("/v1/completions", "200"), ("/v1/completions", "500"), ("other", "404")]
+    assert [found[("picompile_http_responses_total", *place)] for place in places] == [3, 1, 2]
     assert found["picompile_slots", "fake"] == SLOTS and found["picompile_kv_tokens", "fake"] == 11
     assert found["picompile_generated_tokens_total", "fake"] == 7
     assert [found[f"picompile_{kind}_tokens_total", "fake"] for kind in ("drafted", "accepted")] == [6, 5]
@@ -117,37 +98,29 @@ def test_the_page_runs_its_own_script_and_no_other(client: TestClient) -> None:
 
 
 def test_tokenize_and_detokenize(client: TestClient) -> None:
-    def post(path: str, **body: object) -> dict[str, object]:
-        answer = client.post(path, json=body)
-        assert answer.status_code == 200, answer.text
-        return dict(answer.json())
-
     ids = text_tokens("né!")
-    made = post("/tokenize", content="né!")
-    assert made == {"count": len(ids), "max_model_len": CONTEXT, "tokens": ids, "token_strs": None}
-    assert post("/tokenize", prompt="né!", return_token_strs=True)["token_strs"] == ["n", "\\xc3", "\\xa9", "!"]
-    assert post("/tokenize", content="né", with_pieces=True)["tokens"] == [
-        {"id": ids[0], "piece": "n"},
-        {"id": ids[1], "piece": [0xC3]},
-        {"id": ids[2], "piece": [0xA9]},
-    ]
-    assert post("/detokenize", tokens=ids) == {"content": "né!", "prompt": "né!"}
-    assert post("/detokenize", tokens=[])["content"] == ""
-    chat = post("/tokenize", messages=[{"role": "user", "content": "Hi"}])
-    assert post("/detokenize", tokens=chat["tokens"])["content"] == "User: Hi\n\nAssistant:"
+    tokens = made(client, "/tokenize", content="né!")
+    assert tokens == {"count": len(ids), "max_model_len": CONTEXT, "tokens": ids, "token_strs": None}
+    tokens = made(client, "/tokenize", prompt="né!", return_token_strs=True)
+    assert tokens["token_strs"] == ["n", "\\xc3", "\\xa9", "!"]
+    pieces = made(client, "/tokenize", content="né", with_pieces=True)["tokens"]
+    assert pieces == [{"id": one, "piece": piece} for one, piece in zip(ids, ("n", [0xC3], [0xA9]), strict=False)]
+    assert made(client, "/detokenize", tokens=ids) == {"content": "né!", "prompt": "né!"}
+    assert made(client, "/detokenize", tokens=[])["content"] == ""
+    assert made(client, "/detokenize", tokens=[EOS, *text_tokens("né"), EOS])["content"] == "<eos>né<eos>"
+    chat = made(client, "/tokenize", messages=[{"role": "user", "content": "Hi"}])
+    assert made(client, "/detokenize", tokens=chat["tokens"])["content"] == "User: Hi\n\nAssistant:"
     assert client.post("/tokenize", json={"content": "a", "prompt": "b"}).status_code == 400
     assert client.post("/detokenize", json={"tokens": [10**6]}).status_code == 400
     # Longer than the context is no error here, but it has an end.
-    assert post("/tokenize", content="x" * 5000)["count"] == 5000
+    assert made(client, "/tokenize", content="x" * 5000)["count"] == 5000
     assert client.post("/tokenize", json={"content": "x" * 300_000}).status_code == 400
 
 
 def test_special_tokens_are_added_as_each_server_does() -> None:
-    from helpers.toys.toy_tokenizers import metaspace
-
     client = client_of(fake_model(tokenizer=metaspace()))
-    with_bos = client.post("/tokenize", json={"prompt": "ab"}).json()["tokens"]
+    with_bos = made(client, "/tokenize", prompt="ab")["tokens"]
     assert with_bos[0] == 1
     for body in ({"content": "ab"}, {"prompt": "ab", "add_special_tokens": False}):
-        assert client.post("/tokenize", json=body).json()["tokens"] == with_bos[1:]
-    assert client.post("/tokenize", json={"content": "ab", "add_special": True}).json()["tokens"] == with_bos
+        assert made(client, "/tokenize", **body)["tokens"] == with_bos[1:]
+    assert made(client, "/tokenize", content="ab", add_special=True)["tokens"] == with_bos

@@ -56,51 +56,45 @@ COMPLETION, CHAT, RESPONSE = "/v1/completions", "/v1/chat/completions", "/v1/res
 
 
 @pytest.mark.parametrize(
-    ("path", "body"),
+    ("path", "bodies"),
     [
-        (COMPLETION, {"prompt": "Hi", "logprobs": 2, "echo": True, "n": 2, "prompt_logprobs": 1}),
-        (COMPLETION, {"prompt": "Hi"}),
-        (COMPLETION, {"prompt": "Hi", "stream": True}),
-        (CHAT, {"messages": HELLO, "logprobs": True, "top_logprobs": 2, "n": 2}),
-        (CHAT, {"messages": HELLO}),
-        (CHAT, {"messages": HELLO, "stream": True}),
-        (RESPONSE, {"input": "Hi", "text": {"format": {"type": "text"}}}),
-        (RESPONSE, {"input": "Hi", "max_output_tokens": 1}),
-        (RESPONSE, {"input": "Hi", "stream": True}),
-        ("/tokenize", {"content": "Hé", "with_pieces": True}),
-        ("/tokenize", {"prompt": "Hé", "return_token_strs": True}),
-        ("/detokenize", {"tokens": [5]}),
-        ("/health", None),
-        ("/slots", None),
-        ("/metrics", None),
-        ("/", None),
-        ("/openapi.json", None),
-        ("/v1/models", None),
-        ("/v1/models/{model}", None),
+        (COMPLETION, [{"logprobs": 2, "echo": True, "n": 2, "prompt_logprobs": 1}, {}, {"stream": True}]),
+        (CHAT, [{"logprobs": True, "top_logprobs": 2, "n": 2}, {}, {"stream": True}]),
+        (RESPONSE, [{"text": {"format": {"type": "text"}}}, {"max_output_tokens": 1}, {"stream": True}]),
+        ("/tokenize", [{"content": "Hé", "with_pieces": True}, {"prompt": "Hé", "return_token_strs": True}]),
+        ("/detokenize", [{"tokens": [5]}]),
     ],
 )
-def test_answers_are_as_documented(client: TestClient, path: str, body: Any) -> None:
-    answer = client.get(path.format(model="fake")) if body is None else client.post(path, json=body)
-    assert answer.status_code == 200, answer.text
-    check(answer, path)
+def test_answers_are_as_documented(client: TestClient, path: str, bodies: Any) -> None:
+    asking = {COMPLETION: {"prompt": "Hi"}, CHAT: {"messages": HELLO}, RESPONSE: {"input": "Hi"}}
+    for body in bodies:
+        answer = client.post(path, json={**asking.get(path, {}), **body})
+        assert answer.status_code == 200, answer.text
+        check(answer, path)
+
+
+def test_pages_are_as_documented(client: TestClient) -> None:
+    for operation in OPERATIONS:
+        if operation.body is None:
+            answer = client.get(operation.path.format(model="fake"))
+            assert answer.status_code == 200, answer.text
+            check(answer, operation.path)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.path)
 def test_errors_are_as_documented(operation: Any) -> None:
     path = operation.path
     method = "GET" if operation.body is None else "POST"
-    hosted = client_of(fake_model(), settings=AppSettings(hosts=("here",)))
-    keyed = client_of(fake_model(), settings=AppSettings(keys=("key",)))
-    loading = client_of(names=("fake",))
-    for client in (hosted, keyed, loading):
-        check(client.request(method, path.format(model="fake"), json={} if method == "POST" else None), path)
+    ask = {"method": method, "url": path.format(model="fake"), "json": {} if method == "POST" else None}
+    for settings in ({"hosts": ("here",)}, {"keys": ("key",)}):
+        check(client_of(fake_model(), settings=AppSettings(**settings)).request(**ask), path)
+    check(client_of(names=("fake",)).request(**ask), path)  # while the model is loaded
     if method == "GET":
         check(client_of(fake_model()).get(path.format(model="nothing")), path)
         return
     client = client_of(fake_model(), settings=AppSettings(most_body_bytes=100))
-    check(client.post(path, json={}), path)
-    check(client.post(path, content=b"{}"), path)
-    check(client.post(path, json={"x": "y" * 100}), path)
+    for body in ({"json": {}}, {"content": b"{}"}, {"json": {"x": "y" * 100}}):
+        check(client.post(path, **body), path)
     fields = {"model": "nothing", "prompt": "x", "input": "x", "messages": HELLO, "tokens": []}
     fields = {key: value for key, value in fields.items() if key in operation.body.model_fields}
     if path == "/tokenize":

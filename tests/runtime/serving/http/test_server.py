@@ -7,14 +7,15 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from helpers.serving_process import ServingProcess, serving
+from picompile_runtime.serving.main import main
 
 LONG = {"prompt": "Hi", "max_tokens": 300, "ignore_eos": True, "stream": True, "temperature": 0}
 
@@ -25,51 +26,36 @@ def running(server: ServingProcess) -> int:
 
 def test_a_signal_lets_running_answers_come_to_their_end(serving_artifact: Path) -> None:
     with serving(f"--model=tiny={serving_artifact}") as server:
-        lines: list[str] = []
-        begun = threading.Event()
-
-        def read() -> None:
-            with httpx.stream("POST", f"{server.url}/v1/completions", json={**LONG, "n": 4}, timeout=60) as answer:
-                for line in answer.iter_lines():
-                    lines.append(line)
-                    begun.set()
-
-        reader = threading.Thread(target=read)
-        reader.start()
-        assert begun.wait(30)
-        assert server.end(signal.SIGTERM) == 0
-        reader.join()
-        assert lines[-2:] == ["data: [DONE]", ""] or lines[-1] == "data: [DONE]"
-        assert sum('"finish_reason":"length"' in line for line in lines) == 4
-        assert not any("error" in line.lower() for line in server.lines)
-
-
-def test_answers_that_take_too_long_are_cancelled_at_the_end(serving_artifact: Path) -> None:
-    with serving(serving_artifact, "--drain-timeout", 0) as server:
-        body = {**LONG, "n": 32, "prompt": "x" * 50}
+        body = {**LONG, "n": 4}
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
             lines = answer.iter_lines()
             next(lines)
-            server.process.send_signal(signal.SIGINT)
+            server.process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert server.ended() == 0
+        assert rest[-1] == "data: [DONE]" and sum('"finish_reason":"length"' in line for line in rest) == 4
+        assert not any("error" in line.lower() for line in server.lines)
+
+
+@pytest.mark.slow("starts servers; one that ends as it should is fast", but=("one",))
+@pytest.mark.parametrize(("options", "signals"), [(["--drain-timeout", 0], 1), ([], 2)], ids=["one", "two"])
+def test_answers_that_take_too_long_are_cancelled_at_the_end(
+    serving_artifact: Path, options: list[Any], signals: int
+) -> None:
+    """A second signal cancels at once what still runs."""
+    with serving(serving_artifact, *options) as server:
+        body = {**LONG, "n": 128, "max_tokens": 900}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            for number in range(signals):
+                time.sleep(0.2 * number)  # two at a time may be one
+                server.process.send_signal(signal.SIGINT)
             rest = list(lines)
         assert server.ended() == 0
         errors = [json.loads(line.partition(": ")[2]) for line in rest if '"error"' in line]
         assert [error["error"]["code"] for error in errors] == ["shutting_down"]
         assert server.lines[0].startswith("loading serving-artifact; ")
-
-
-def test_a_second_signal_cancels_what_still_runs(serving_artifact: Path) -> None:
-    with serving(serving_artifact) as server:
-        body = {**LONG, "n": 128, "max_tokens": 900}
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
-            lines = answer.iter_lines()
-            next(lines)
-            server.process.send_signal(signal.SIGINT)
-            time.sleep(0.2)  # two at a time may be one
-            server.process.send_signal(signal.SIGINT)
-            rest = list(lines)
-        assert server.ended() == 0
-        assert any('"code":"shutting_down"' in line for line in rest)
         assert not any("Traceback" in line for line in server.lines)
 
 
@@ -89,33 +75,26 @@ def test_a_client_that_goes_away_frees_its_slot(server: ServingProcess) -> None:
     assert made.status_code == 200
 
 
-def test_a_broken_artifact_ends_with_its_exit_code(tmp_path: Path) -> None:
-    with serving(tmp_path, wait=False) as server:
+def test_a_broken_artifact_ends_the_server_with_its_exit_code(serving_artifact: Path, tmp_path: Path) -> None:
+    with serving(serving_artifact, f"--model=other={tmp_path}", wait=False) as server:
         assert server.ended() == 4
         assert [line for line in server.lines if line.startswith("error: ")] == server.lines[-1:]
 
 
-def test_several_models_one_of_them_broken(serving_artifact: Path, tmp_path: Path) -> None:
-    with serving(serving_artifact, f"--model=other={tmp_path}", wait=False) as server:
-        assert server.ended() == 4
-
-
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "named"),
     [
-        ([], "give an artifact to serve, or several as --model NAME=ARTIFACT"),
-        (["x", "--model", "y"], "--model takes NAME=ARTIFACT, not 'y'"),
-        (["x", "--kv-memory", "many"], "--kv-memory takes a size such as 512MiB, not 'many'"),
-        (["x", "--api-key", ""], "an API key must be of visible ASCII characters"),
-        (["x", "--host", "no such host"], "--host: 'no such host' is no address of this machine"),
+        ([], "artifact"),
+        (["x", "--model", "y"], "--model"),
+        (["x", "--kv-memory", "many"], "--kv-memory"),
+        (["x", "--api-key", ""], "API key"),
+        (["x", "--host", "no such host"], "--host"),
     ],
 )
-def test_options_that_make_no_sense(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from picompile_runtime.serving.main import main
-
+def test_options_that_make_no_sense(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"error: {message}") and error.count("\n") == 1
+    assert error.startswith("error: ") and named in error and error.count("\n") == 1
 
 
 def test_a_port_that_is_taken(serving_artifact: Path) -> None:
@@ -123,9 +102,8 @@ def test_a_port_that_is_taken(serving_artifact: Path) -> None:
         port = taken.getsockname()[1]
         with serving(serving_artifact, "--port", port, wait=False) as server:
             assert server.ended() == 2
-            assert server.lines == [
-                f"error: cannot listen at 127.0.0.1, port {port}: Address already in use; choose another --port"
-            ]
+            (line,) = server.lines
+            assert line.startswith("error: ") and str(port) in line and "--port" in line
 
 
 def test_keys_and_addresses(serving_artifact: Path) -> None:
@@ -143,6 +121,7 @@ def test_keys_and_addresses(serving_artifact: Path) -> None:
         assert server.end() == 0
 
 
+@pytest.mark.slow("starts a server again; one that is loaded is fast", but=("True",))
 @pytest.mark.parametrize("is_loaded", [True, False])
 def test_health_answers_before_the_model_is_there(serving_artifact: Path, is_loaded: bool) -> None:
     """A signal ends the server even if the model never comes; loading waits for a line of the test."""
@@ -158,8 +137,7 @@ server.load_model = slowly
 from picompile_runtime.serving.main import main
 sys.exit(main(sys.argv[1:]))
 """
-    command = [sys.executable, "-c", code, str(serving_artifact), "--port", "0", "-t", "1"]
-    pipe = subprocess.PIPE
+    command, pipe = [sys.executable, "-c", code, str(serving_artifact), "--port", "0", "-t", "1"], subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stderr=pipe, text=True) as process:
         try:
             assert process.stdin is not None and process.stderr is not None
