@@ -47,12 +47,11 @@ MODELS = (
         for quant in ("f16", "q8", "q6", "q4m", "q4")
         for predictor in ("exact", "none", "learned", "sign")
     ),
-    Model("llama-relu", "f16", "exact", "float32"),
-    Model("llama-relu", "f16", "exact", "q8"),
+    *(Model("llama-relu", "f16", "exact", kv_dtype) for kv_dtype in ("float32", "q8")),
     Model("falcon-7b", "f16"),
     *(
-        Model(variant, "q4")
-        for variant in ("opt-post-norm", "opt-pre-norm", "falcon-40b", "bamboo", "mistral-window", "qwen2")
+        Model(name, "q4")
+        for name in ("opt-post-norm", "opt-pre-norm", "falcon-40b", "bamboo", "mistral-window", "qwen2")
     ),
 )
 CONTEXT, CHUNK, RANK = 64, 16, 24

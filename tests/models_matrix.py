@@ -12,7 +12,6 @@ import argparse
 import json
 import multiprocessing
 import resource
-import shutil
 import tempfile
 import warnings
 from collections.abc import Iterable, Mapping
@@ -44,18 +43,15 @@ def try_type(model_type: str) -> dict[str, Any]:
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity(50)
     entry: dict[str, Any] = {"class": causal_types()[model_type], "model_type": model_type}
-    folder = Path(tempfile.mkdtemp(prefix="models-"))
-    try:
+    with tempfile.TemporaryDirectory(prefix="models-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
         try:
-            config = small_config(model_type)
-            model = small_model(config)
+            model = small_model(small_config(model_type))
             model.half().save_pretrained(folder / "model")
             model.float()
         except Exception as error:
             return entry | {"result": "untried", "reason": _line(error)}
         return entry | _compiled(model, folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _compiled(model: nn.Module, folder: Path) -> dict[str, Any]:

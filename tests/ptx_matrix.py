@@ -13,18 +13,16 @@ import json
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from helpers.fake_cuda.fixtures import compile_driver
 from helpers.kernels.emulator import ORDERS
-from helpers.ptx.cases import emulate_ptx, run_in_orders
+from helpers.ptx.cases import emulate_ptx, faults_in_orders
 from helpers.ptx.device_code import DeviceCode, code_of_pack
-from helpers.ptx.errors import PtxError
-from helpers.ptx.machine_code import later_registers, machine_faults, missing_later_ptxas, register_faults
-from helpers.ptx.syntax import parse
+from helpers.ptx.machine_code import later_faults, machine_faults, missing_later_ptxas
+from helpers.ptx.syntax import PtxError, parse
 from helpers.ptx.translate import source_of
 from helpers.support import ROOT
 from picompile_runtime.devices.cuda import driver
@@ -38,64 +36,43 @@ from _gpu_kernels import images_of
 _SHORTEST = (1, 1, 1)
 
 
-class Result(NamedTuple):
-    """One line."""
-
-    name: str
-    faults: list[str]
-    facts: str
-
-
-def check_code(code: DeviceCode) -> Result:
+def code_faults(code: DeviceCode) -> list[str]:
     """Translate the PTX, and check it and the machine code as text."""
     try:
         kernels = parse(code.ptx)
         source_of(kernels)
-        faults = code.wrong_loads(kernels)
+        faults = code.wrong_loads(kernels) + machine_faults(code, kernels)
     except PtxError as error:
-        return Result(f"{code.name}: code", [str(error)], "")
-    faults += machine_faults(code, kernels)
-    facts = f"{len(kernels)} launches"
-    if reason := missing_later_ptxas():
-        return Result(f"{code.name}: code", faults, f"{facts}; registers not compared: {reason}")
-    registers = later_registers(code)
-    most = max(each.later - each.pinned for each in registers.values())
-    faults += register_faults(registers)
-    return Result(f"{code.name}: code", faults, f"{facts}, {most:+} registers at most by a later ptxas")
+        return [str(error)]
+    return faults if missing_later_ptxas() else faults + later_faults(code)
 
 
-def run_kernels(pack: Path, code: DeviceCode, work: Path, orders: list[int]) -> Iterator[Result]:
-    """Run the cases of the pack whose code this is."""
-    os.environ["FAKE_CUDA_KERNELS"] = str(emulate_ptx(code.ptx, work / f"{code.name}.so"))
-    images = images_of(pack, code.name)
-    groups = {group["folder"]: group["cases"] for group in _index(pack)["kernels"]}
-    for case in groups[code.name]:
-        found = run_in_orders(images, case, orders)
-        yield Result(
-            f"{code.name}: {found.label}", list(found.faults), f"error {found.error:.1e}, {found.seconds:.1f} s"
-        )
-
-
-def run_model(pack: Path, entry: dict[str, Any], code: DeviceCode, work: Path, tokens: int) -> Result:
-    """Read the tokens that the CPU chose behind each prompt, and compare each choice."""
-    os.environ["FAKE_CUDA_KERNELS"] = str(emulate_ptx(code.ptx, work / f"{code.name}.so"))
-    begin = time.monotonic()
+def token_faults(pack: Path, entry: dict[str, Any], work: Path, tokens: int) -> list[str]:
+    """Read the tokens that the CPU chose behind each prompt, and compare each choice that rounding does not decide."""
     found = check_bundled(pack, work / "artifact", entry, 1, _SHORTEST, tokens)
-    facts = f"{found['tokens']['same']} of {found['tokens']['decided']} tokens that rounding does not decide"
-    faults = [] if found["is_right"] else [f"other tokens than the CPU's: {facts}"]
-    return Result(f"{code.name}: tokens", faults, f"{facts}, {time.monotonic() - begin:.0f} s")
+    compared = found["tokens"]
+    return [] if found["is_right"] else [f"{compared['same']} of {compared['decided']} tokens are the CPU's"]
 
 
-def results(options: argparse.Namespace, work: Path) -> Iterator[Result]:
-    """Yield all results, the quick ones first."""
-    codes = {code.name: code for code in code_of_pack(options.pack)}
+def results(options: argparse.Namespace, work: Path) -> Iterator[tuple[str, list[str]]]:
+    """Yield the name and the faults of each part, the quick ones first."""
+    codes, index = {code.name: code for code in code_of_pack(options.pack)}, _index(options.pack)
+
+    def emulate(name: str) -> None:
+        os.environ["FAKE_CUDA_KERNELS"] = str(emulate_ptx(codes[name].ptx, work / f"{name}.so"))
+
     if "code" in options.only:
-        yield from map(check_code, codes.values())
+        yield from ((f"{name}: code", code_faults(code)) for name, code in codes.items())
     if "kernels" in options.only:
-        yield from run_kernels(options.pack, codes["small"], work, options.orders)
+        emulate("small")
+        (cases,) = (group["cases"] for group in index["kernels"] if group["folder"] == "small")
+        images = images_of(options.pack, "small")
+        yield from ((f"small: {case['label']}", faults_in_orders(images, case, options.orders)) for case in cases)
     if "models" in options.only:
-        for entry in _index(options.pack)["bundled"]:
-            yield run_model(options.pack, entry, codes[Path(entry["file"]).stem], work, options.tokens)
+        for entry in index["bundled"]:
+            name = Path(entry["file"]).stem
+            emulate(name)
+            yield f"{name}: tokens", token_faults(options.pack, entry, work, options.tokens)
 
 
 def _index(pack: Path) -> dict[str, Any]:
@@ -116,15 +93,16 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=parts, default=parts)
     options = parser.parse_args()
     wrong = 0
+    if reason := missing_later_ptxas():
+        print(f"registers are not compared: {reason}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         compile_driver(work / "driver")
         driver.LIBRARY = str(work / "driver" / "libcuda.so.1")
         os.environ |= {"FAKE_CUDA_SM": str(_index(options.pack)["sm"]), "FAKE_CUDA_VERSION": "12080"}
-        for result in results(options, work):
-            verdict = f"WRONG: {'; '.join(result.faults)}" if result.faults else "right"
-            print(f"{result.name}: {verdict}{'; ' if result.facts else ''}{result.facts}", flush=True)
-            wrong += bool(result.faults)
+        for name, faults in results(options, work):
+            print(f"{name}: {'WRONG: ' if faults else 'right'}{'; '.join(faults)}", flush=True)
+            wrong += bool(faults)
     print(f"{wrong} wrong")
     sys.exit(wrong > 0)
 

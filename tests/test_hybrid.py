@@ -2,7 +2,7 @@
 
 With the same hot neurons, all logits have the same bits, whichever side is late. Where neurons are not in two parts,
 sums are in another order: then it is greedy tokens that are the same. Each family has one format and one pair of
-shares; `hybrid_matrix.py` has all with all, which takes an hour.
+shares.
 """
 
 import json

@@ -1,13 +1,14 @@
-"""Attention on a GPU over a cache that is filled already, in all modes, against the same in float64."""
+"""Attention on a GPU in all modes against float64: over filled caches, and with rows that it adds to them."""
 
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from helpers.kernels.caches import SCALE, Heads, expected_attention, random_cache
-from helpers.kernels.cuda_workbench import CudaWorkbench
+from helpers.kernels.caches import SCALE, Cached, Heads, expected_attention, in_q8, random_cache
+from helpers.kernels.cuda_workbench import CudaWorkbench, assert_rows
 from helpers.kernels.halves import weights_in_halves
 from helpers.kernels.workbench import Array, assert_close, uniform
 from picompile_codegen import cuda
@@ -17,13 +18,14 @@ from picompile_codegen.specs import AttentionSpec, Mode
 
 CHUNK = 45
 ROWS = 3
+SLOW = "compiles a kernel per case; one of each kind is fast"
 
 # Tiles of a single token have 256 positions. Rows of keys and values are read 16, 8, 4 or fewer bytes at a time, by 1
 # to 32 threads, some of which may have nothing or several units to read.
 ONE = {
     "multi-head, two parts": Heads(3, 3, 64, 64, context=300),
     "seven heads of one key, 8 bytes": Heads(7, 1, 20, 20, sequences=4),
-    "more heads than a block has": Heads(9, 1, 8, 8, context=300),
+    "more heads than a block has": Heads(9, 1, 8, 8, context=300, slopes=True),
     "float32, several units": Heads(2, 1, 264, 16, kv_dtype="float32", context=40),
     "window over a part": Heads(4, 2, 16, 16, window=300, context=1000, sequences=4),
     "single elements": Heads(3, 3, 10, 7),
@@ -32,11 +34,10 @@ ONE = {
     "q8, odd widths": Heads(3, 1, 12, 44, kv_dtype="q8", window=70, sequences=4),
     "q8, threads to spare": Heads(5, 1, 80, 80, kv_dtype="q8", context=270),
     "soft cap": Heads(2, 2, 12, 8, softcap=3.0, kv_dtype="float32"),
-    "slopes": Heads(9, 1, 8, 8, context=300, slopes=True),
     "sinks, q8": Heads(3, 1, 12, 44, kv_dtype="q8", sinks=True),
     "all options": Heads(6, 2, 16, 8, context=600, window=300, sequences=4, softcap=5.0, slopes=True, sinks=True),
 }
-OF_SEQUENCES = ("window over a part", "q8, odd widths", "all options")
+POSITIONS = (0, 255, 256, 299, 999, 16499, 32767)
 # Tiles of a chunk have 64 positions and 64 queries, its parts 512 positions.
 CHUNKS = {
     "groups of 3, single elements": Heads(3, 1, 10, 7, kv_dtype="float32"),
@@ -48,16 +49,19 @@ CHUNKS = {
     "sinks, q8": Heads(3, 1, 12, 44, sinks=True, kv_dtype="q8"),
     "all options, parts": Heads(3, 1, 8, 8, context=1200, window=530, softcap=5.0, slopes=True, sinks=True),
 }
-POSITIONS = (0, 63, 255, 256, 299, 999, 16499, 32767)
+EXTENDED = {
+    "multi-head": Heads(3, 3, 24, 24, context=50, sequences=4),
+    "window of one": Heads(6, 2, 20, 12, context=50, sequences=4, window=1, kv_dtype="float32"),
+    "q8": Heads(2, 2, 40, 72, context=50, sequences=4, kv_dtype="q8"),
+    "parts": Heads(4, 2, 16, 16, context=600, sequences=4),
+    # So another launch extends the caches.
+    "more heads than a block has": Heads(9, 1, 8, 8, context=300, sequences=4),
+    "all options": Heads(4, 2, 16, 8, context=300, sequences=4, softcap=5.0, slopes=True, sinks=True),
+}
 
 
-def attention(shape: Heads, mode: Mode, rows: int) -> CudaKernel:
-    return cuda.write_kernel(AttentionSpec(**asdict(shape), rows=rows, scale=SCALE, mode=mode))
-
-
-@pytest.fixture(scope="module")
-def workbench(tmp_path_factory: pytest.TempPathFactory) -> CudaWorkbench:
-    return CudaWorkbench(tmp_path_factory.mktemp("attention") / "device.so")
+def attention(shape: Heads, mode: Mode, rows: int, **options: bool) -> CudaKernel:
+    return cuda.write_kernel(AttentionSpec(**asdict(shape), rows=rows, scale=SCALE, mode=mode, **options))
 
 
 def queries(rng: np.random.Generator, shape: Heads, tokens: int) -> Array:
@@ -66,18 +70,21 @@ def queries(rng: np.random.Generator, shape: Heads, tokens: int) -> Array:
 
 
 def attend(
-    workbench: CudaWorkbench, shape: Heads, rows: int, tokens: int, position: int, not_a_number: int | None = None
+    workbench: CudaWorkbench,
+    shape: Heads,
+    rows: int,
+    tokens: int,
+    position: int,
+    spoil: Callable[[Cached, Cached], None] = lambda keys, values: None,
 ) -> tuple[Array, Array]:
-    """y as the kernel has it, and as it is to be. The first head's key of position `not_a_number` has a NaN in it."""
+    """y as the kernel has it, and as it is to be, over keys and values that `spoil` may change."""
     rng = np.random.default_rng([tokens, position])
     q, slot = queries(rng, shape, tokens), shape.sequences // 2
     filled = [0] * shape.sequences
     filled[slot] = position + tokens
     keys, values = (random_cache(rng, shape, side, filled) for side in "kv")
     options = shape.options(rng)
-    if not_a_number is not None:
-        for cache in (keys.arguments["k_cache"], keys.values):
-            cache[slot, 0, not_a_number, shape.head_dim // 2] = np.nan
+    spoil(keys, values)
     # A kernel of one row is for one token, whatever the step says: the last token of a prompt runs through some.
     result = workbench.run(
         attention(shape, "one" if rows == 1 else "chunk", rows),
@@ -88,14 +95,10 @@ def attend(
     )
     cached = keys.values[slot], values.values[slot]
     if rows > 1:
-        q, cached = halves_of_queries(shape, q), (weights_in_halves(cached[0]), weights_in_halves(cached[1]))
+        # Queries are rounded once they are scaled.
+        scale = np.float32(AttentionSpec(**asdict(shape), rows=1, scale=SCALE, mode="one").query_scale)
+        q, *cached = weights_in_halves(q * scale) / scale, *map(weights_in_halves, cached)
     return result["y"], expected_attention(shape, q, *cached, position, options)
-
-
-def halves_of_queries(shape: Heads, q: Array) -> Array:
-    """Queries, rounded once they are scaled."""
-    scale = AttentionSpec(**asdict(shape), rows=1, scale=SCALE, mode="one").query_scale
-    return weights_in_halves(q * np.float32(scale)) / np.float32(scale)
 
 
 def tolerance(rows: int) -> float:
@@ -103,79 +106,49 @@ def tolerance(rows: int) -> float:
     return 3e-4 if rows > 1 else 2e-5
 
 
-def check(workbench: CudaWorkbench, shape: Heads, rows: int, tokens: int, position: int) -> None:
-    y, expected = attend(workbench, shape, rows, tokens, position)
-    assert_close(y[:tokens], expected, tolerance(rows))
-    assert np.isnan(y[tokens:]).all()
+@pytest.mark.slow(SLOW, but=("q8, odd widths", "all options"))
+@pytest.mark.parametrize("name", ONE)
+def test_one_token(workbench: CudaWorkbench, name: str) -> None:
+    for position in (position for position in POSITIONS if position < ONE[name].context):
+        assert_rows(*attend(workbench, ONE[name], 1, 1, position), tolerance(1))
 
 
-@pytest.mark.slow(
-    "compiles a kernel per case; one of each kind is fast",
-    but=("multi-head, two parts-", "q8, odd widths-", "window over a part-", "all options-"),
-)
+# Products for sm_75 are of 8 columns at a time.
+@pytest.mark.slow(SLOW, but=("80-window, many columns",))
 @pytest.mark.parametrize(
-    ("name", "position"), [(name, at) for name, shape in ONE.items() for at in POSITIONS if at < shape.context]
+    ("sm", "name"), [*((80, name) for name in CHUNKS), (75, "window, many columns"), (75, "q8")], ids=str
 )
-def test_one_token(workbench: CudaWorkbench, name: str, position: int) -> None:
-    check(workbench, ONE[name], 1, 1, position)
-
-
-@pytest.mark.slow("compiles a kernel per case; one of each kind is fast", but=("33-97-window, many columns",))
-@pytest.mark.parametrize("name", CHUNKS)
-@pytest.mark.parametrize(("tokens", "position"), [(1, 0), (6, 61), (CHUNK, 0), (33, 97)])
-def test_chunk(workbench: CudaWorkbench, name: str, tokens: int, position: int) -> None:
-    check(workbench, CHUNKS[name], CHUNK, tokens, position)
+def test_chunk(tmp_path: Path, sm: int, name: str) -> None:
+    workbench, shape = CudaWorkbench(tmp_path, sm), CHUNKS[name]
+    places = [(CHUNK, 90)] if sm == 75 else [(1, 0), (6, 61), (CHUNK, 90)]
+    # Positions that blocks share.
+    places += [(CHUNK, 490), (CHUNK, 511), (CHUNK, 1200 - CHUNK)] if shape.context == 1200 else []
+    for tokens, position in places:
+        assert_rows(*attend(workbench, shape, CHUNK, tokens, position), tolerance(CHUNK))
 
 
 def test_values_beyond_halves_do_not_reach_queries_that_do_not_see_them(workbench: CudaWorkbench) -> None:
     """In a cache of float32; the first 40 positions are small, and the next queries see them alone."""
-    shape, rng = CHUNKS["groups of 3, single elements"], np.random.default_rng(7)
-    q = queries(rng, shape, CHUNK)
-    keys, values = (random_cache(rng, shape, side, [CHUNK]) for side in "kv")
-    for array in (values.arguments["v_cache"], values.values):
-        array[0, :, 40:CHUNK] = 1e5
-    result = workbench.run(
-        attention(shape, "chunk", CHUNK),
-        {"q": q, **keys.arguments, **values.arguments, **shape.options(rng)},
-        tokens=CHUNK,
-        position=0,
-    )
-    expected = expected_attention(
-        shape, halves_of_queries(shape, q), weights_in_halves(keys.values[0]), values.values[0], 0, shape.options(rng)
-    )
-    assert_close(result["y"][:40], expected[:40], 2e-3)
 
+    def spoil(_: Cached, values: Cached) -> None:
+        for array in (values.arguments["v_cache"], values.values):
+            array[0, :, 40:CHUNK] = 1e5
 
-@pytest.mark.parametrize("name", ["window, many columns", "q8"])
-def test_a_chunk_for_sm_75(tmp_path: Path, name: str) -> None:
-    """It multiplies 8 columns at a time."""
-    check(CudaWorkbench(tmp_path / "device.so", sm=75), CHUNKS[name], CHUNK, CHUNK, 40)
-
-
-@pytest.mark.slow("compiles a kernel per case; one of each kind is fast")
-@pytest.mark.parametrize("name", ["parts, window", "all options, parts"])
-@pytest.mark.parametrize("position", [490, 511, 1200 - CHUNK])
-def test_a_chunk_whose_positions_are_shared_by_blocks(workbench: CudaWorkbench, name: str, position: int) -> None:
-    check(workbench, CHUNKS[name], CHUNK, CHUNK, position)
+    with np.errstate(over="ignore", invalid="ignore"):
+        y, expected = attend(workbench, CHUNKS["groups of 3, single elements"], CHUNK, CHUNK, 0, spoil)
+    assert_close(y[:40], expected[:40], tolerance(CHUNK))
 
 
 @pytest.mark.parametrize(
     ("shape", "rows", "position", "not_a_number"),
     [
         (ONE["multi-head, two parts"], 1, 299, 270),
-        (ONE["more heads than a block has"], 1, 299, 3),
         (ONE["window over a part"], 1, 999, 700),
+        (ONE["all options"], 1, 400, 350),
         (CHUNKS["window, many columns"], CHUNK, 60, 20),
         (CHUNKS["groups of 3, single elements"], CHUNK, 100, 121),
         pytest.param(
-            CHUNKS["parts, window"], CHUNK, 511, 20, marks=pytest.mark.slow("emulates a chunk behind 500 positions")
-        ),
-        (ONE["all options"], 1, 400, 350),
-        pytest.param(
-            CHUNKS["all options, parts"],
-            CHUNK,
-            511,
-            20,
+            *(CHUNKS["all options, parts"], CHUNK, 511, 20),
             marks=pytest.mark.slow("emulates a chunk behind 500 positions"),
         ),
     ],
@@ -185,48 +158,117 @@ def test_nan_keys_reach_exactly_the_queries_that_see_them(
     workbench: CudaWorkbench, shape: Heads, rows: int, position: int, not_a_number: int
 ) -> None:
     """Not 0, and not the others: a model that is broken shows, in prompts as well. Nobody else is touched by it."""
-    y, expected = attend(workbench, shape, rows, rows, position, not_a_number)
+
+    def spoil(keys: Cached, _: Cached) -> None:
+        for cache in (keys.arguments["k_cache"], keys.values):
+            cache[shape.sequences // 2, 0, not_a_number, shape.head_dim // 2] = np.nan
+
+    y, expected = attend(workbench, shape, rows, rows, position, spoil)
     broken = np.isnan(expected)
     assert broken.any()
     assert np.array_equal(np.isnan(y), broken)
     assert broken.all() or np.abs(y - expected)[~broken].max() <= tolerance(rows) * np.abs(expected[~broken]).max()
 
 
-@pytest.mark.slow("compiles a kernel per case; one of each kind is fast", but=("3-all options",))
-@pytest.mark.parametrize("name", OF_SEQUENCES)
-@pytest.mark.parametrize("tokens", [1, ROWS])
-def test_several_sequences(workbench: CudaWorkbench, name: str, tokens: int) -> None:
+@pytest.mark.slow(SLOW, but=("all options",))
+@pytest.mark.parametrize("name", ["window over a part", "q8, odd widths", "all options"])
+def test_several_sequences(workbench: CudaWorkbench, name: str) -> None:
     """Each row is of its own sequence, at its own position; the others are not of this step."""
     shape = ONE[name]
-    rng = np.random.default_rng(tokens)
-    q = queries(rng, shape, tokens)
-    positions = np.int32([shape.context - 1, 5, 70][:tokens])
-    slots = np.int32([2, 3, 0][:tokens])
+    for tokens in (1, ROWS):
+        rng = np.random.default_rng(tokens)
+        q, slots = queries(rng, shape, tokens), np.int32([2, 3, 0][:tokens])
+        positions = np.int32([shape.context - 1, 5, 70][:tokens])
+        caches, given = filled_caches(rng, shape, slots, positions + 1)
+        where = {"positions": positions, "slots": slots}
+        y = workbench.run(attention(shape, "sequences", ROWS), {"q": q, **where, **given}, tokens=tokens, position=-1)
+        assert_rows(y["y"], attended(shape, q, caches, slots, positions, given), 2e-5)
+        for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
+            inputs = {"q": q[row : row + 1], **given}
+            alone = workbench.run(attention(shape, "one", 1), inputs, position=position, slot=slot)
+            assert np.array_equal(alone["y"][0], y["y"][row]), "one of several sequences is like any other"
+
+
+def filled_caches(
+    rng: np.random.Generator, shape: Heads, slots: Array, counts: Array
+) -> tuple[dict[str, Cached], dict[str, Array]]:
+    """Caches with so many positions in these slots, and what kernels are given: these, slopes and sinks."""
     filled = [0] * shape.sequences
-    for slot, position in zip(slots, positions, strict=True):
-        filled[slot] = position + 1
-    keys, values = (random_cache(rng, shape, side, filled) for side in "kv")
-    options = shape.options(rng)
-    inputs = {"q": q, "positions": positions, "slots": slots, **keys.arguments, **values.arguments, **options}
-    result = workbench.run(attention(shape, "sequences", ROWS), inputs, tokens=tokens, position=-1)
-    assert np.isnan(result["y"][tokens:]).all()
-    for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
-        cached = (keys.values[slot], values.values[slot])
-        expected = expected_attention(shape, q[row : row + 1], *cached, position, options)
-        assert_close(result["y"][row : row + 1], expected)
-        inputs = {"q": q[row : row + 1], **keys.arguments, **values.arguments, **options}
-        alone = workbench.run(attention(shape, "one", 1), inputs, position=position, slot=slot)
-        assert np.array_equal(alone["y"][0], result["y"][row]), "one of several sequences is like any other"
+    for slot, count in zip(slots, counts, strict=True):
+        filled[slot] = count
+    caches = {side: random_cache(rng, shape, side, filled) for side in "kv"}
+    return caches, {**caches["k"].arguments, **caches["v"].arguments, **shape.options(rng)}
 
 
-def test_chunks_do_not_extend_caches() -> None:
+def attended(
+    shape: Heads, q: Array, caches: dict[str, Cached], slots: Array, positions: Array, given: dict[str, Array]
+) -> Array:
+    """Return y in float64, each row with the cache of its own slot."""
+    return np.concatenate(
+        [
+            expected_attention(shape, row[None], *(caches[side].values[slot] for side in "kv"), position, given)
+            for row, slot, position in zip(q, slots, positions, strict=True)
+        ]
+    )
+
+
+def turned(x: Array, cos: Array, sin: Array, positions: Array) -> Array:
+    """x [tokens, heads, d], in its own precision."""
+    first, second = np.split(x, 2, axis=-1)
+    c, s = (table[positions][:, None].astype(x.dtype) for table in (cos, sin))
+    return np.concatenate([first * c - second * s, second * c + first * s], axis=-1)
+
+
+def stored(rows: Array, side: str, kv_dtype: str) -> dict[str, Array]:
+    """Return rows [tokens, kv_heads, d] as each argument of a cache stores them, and the values that they stand for."""
+    if kv_dtype != "q8":
+        data = rows.astype(kv_dtype)
+        return {f"{side}_cache": data, "stands for": data.astype(np.float64)}
+    data, scales, values = in_q8(rows)
+    return {f"{side}_cache": data, f"{side}_cache_scales": scales, "stands for": values}
+
+
+@pytest.mark.slow(SLOW, but=("multi-head-",))
+@pytest.mark.parametrize(
+    ("name", "mode", "tokens", "turn"),
+    [
+        *((name, "one", 1, True) for name in ("multi-head", "window of one", "parts", "all options")),
+        ("q8", "one", 1, False),
+        *((name, "sequences", tokens, True) for name in ("q8", "more heads than a block has") for tokens in (2, 3)),
+    ],
+)
+def test_extends_and_attends(workbench: CudaWorkbench, name: str, mode: Mode, tokens: int, turn: bool) -> None:
+    """The new rows are those that numpy rounds, or that weights are packed to; nothing else in the caches changes."""
+    shape = EXTENDED[name]
+    kernel = attention(shape, mode, 1 if mode == "one" else ROWS, extend=True, turn=turn)
+    for first in (0, shape.context - 1):
+        rng = np.random.default_rng([tokens, first])
+        positions, slots = np.int32([first, 5, 30][:tokens]), np.int32([2, 3, 0][:tokens])
+        caches, given = filled_caches(rng, shape, slots, positions)
+        angle = rng.uniform(0, 7, (shape.context, shape.head_dim // 2))
+        cos, sin = np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
+        q = 3 * uniform(rng, tokens, shape.heads, shape.head_dim)
+        rows = {side: uniform(rng, tokens, *caches[side].values.shape[1::2]) for side in "kv"}
+        inputs = {name: array.reshape(tokens, -1) for name, array in (("q", q), *rows.items())}
+        inputs |= {"cos": cos, "sin": sin, **given}
+        inputs |= {"positions": positions, "slots": slots} if mode == "sequences" else {}
+        found = workbench.run(kernel, inputs, tokens=tokens, position=positions[0], slot=slots[0])
+
+        for side, new in rows.items():
+            expected = stored(turned(new, cos, sin, positions) if turn and side == "k" else new, side, shape.kv_dtype)
+            for argument in caches[side].arguments:
+                whole = caches[side].arguments[argument].copy()
+                whole[slots, :, positions] = expected[argument]
+                assert found[argument].tobytes() == whole.tobytes()
+            caches[side].values[slots, :, positions] = expected["stands for"]
+        wide = q.astype(np.float64)
+        wide = (turned(wide, cos, sin, positions) if turn else wide).reshape(tokens, -1)
+        assert_rows(found["y"], attended(shape, wide, caches, slots, positions, given), 2e-5)
+
+
+def test_what_no_kernel_does_is_refused() -> None:
     with pytest.raises(CodegenError, match="chunks do not extend caches"):
-        cuda.write_kernel(
-            AttentionSpec(**asdict(ONE["single elements"]), rows=8, scale=SCALE, mode="chunk", extend=True)
-        )
-
-
-def test_values_wider_than_a_block_are_refused() -> None:
-    """257 columns that nothing but single elements divides, and 256 threads."""
+        attention(ONE["single elements"], "chunk", 8, extend=True)
+    # 257 columns that nothing but single elements divides, and 256 threads.
     with pytest.raises(CodegenError, match="257 wide"):
         attention(Heads(1, 1, 8, 257), "one", 1)

@@ -1,95 +1,124 @@
-"""Linear layers on a GPU against float64: one token and chunks, sizes that are no multiple of anything."""
+"""Linear layers on a GPU against float64, those that leave out small inputs too: one token and chunks, odd sizes."""
 
-from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
+from test_kernels_sparse_linear import FORMATS, Example
 
-from helpers.kernels.cuda_workbench import CudaWorkbench
+from helpers.kernels.cuda_workbench import CudaWorkbench, assert_rows
 from helpers.kernels.halves import in_halves, weights_in_halves
-from helpers.kernels.workbench import assert_close, packed, uniform
+from helpers.kernels.workbench import Array, assert_close, packed, uniform
+from helpers.products import sampled
 from picompile_codegen import cuda
 from picompile_codegen.cuda import mma
-from picompile_codegen.specs import LinearSpec
+from picompile_codegen.specs import LinearSpec, SparseLinearSpec
 
-FORMATS = ("f16", "q8", "q6", "q4m", "q4")
-# The last has more columns than shared memory takes at a time.
-SIZES = ((70, 45), (33, 96), (5, 4133))
 CHUNK = 67
+SLOW = "compiles a kernel per case"
+# Large tiles read each format at once, and predictors row by row, in fast tests.
+FEW = ("f16", "q4", *(pytest.param(form, marks=pytest.mark.slow("like q4")) for form in ("q8", "q6", "q4m")))
+SMALL = (70, 45)
+# Inputs of several slices, the last of which has few.
+SLICED = (1100, 301)
+Size = tuple[int, int]
 
 
-def _kernel(format_name: str, size: tuple[int, int], rows: int, bias: bool) -> cuda.CudaKernel:
-    return cuda.write_kernel(LinearSpec(format=format_name, n=size[0], k=size[1], rows=rows, bias=bias))
+def product_in_halves(x: Array, weights: Array) -> Array:
+    return in_halves(x) @ weights_in_halves(weights).T
 
 
-CASES = [
-    *((form, size, 1, size[0] == 33) for form, size in product(FORMATS, SIZES)),
-    *((form, SIZES[0], CHUNK, form == "q8") for form in FORMATS),
-]
-
-
-@pytest.fixture(scope="module")
-def workbench(tmp_path_factory: pytest.TempPathFactory) -> CudaWorkbench:
-    return CudaWorkbench(tmp_path_factory.mktemp("linear") / "device.so")
-
-
-@pytest.mark.slow(
-    "compiles a kernel per case; f16, q4 and one size of the others are fast",
-    but=("f16-70x45-", "f16-5x4133-", "q4-33x96-", "q4-70x45-r67", "q8-33x96-", "q6-33x96-", "q4m-33x96-"),
+# The last size has more columns than shared memory takes at a time.
+@sampled(
+    slow=SLOW,
+    form=FEW,
+    size=(SMALL, (33, 96), (5, 4133)),
+    rows=(1, CHUNK),
+    bias=(False, True),
+    when=lambda form, size, rows, bias: rows == 1 or size[1] < 4000,
 )
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1][0]}x{case[1][1]}-r{case[2]}")
-def test_products_are_those_of_float64(workbench: CudaWorkbench, case: tuple[str, tuple[int, int], int, bool]) -> None:
-    format_name, (n, k), rows, has_bias = case
-    rng = np.random.default_rng(n + k + rows)
-    data, weights = packed(rng, format_name, n, k)
-    # In a chunk the last tile of tokens is begun, and rows past the tokens hold what must not be read.
-    tokens = max(1, rows - 2)
-    x, bias = uniform(rng, tokens, k), uniform(rng, n)
-    inputs = {"x": x, "w": data} | ({"bias": bias} if has_bias else {})
-    found = workbench.run(_kernel(*case), inputs, tokens=tokens)["y"]
-    expected = x.astype(np.float64) @ weights.T if rows == 1 else in_halves(x) @ weights_in_halves(weights).T
-    expected += bias if has_bias else 0
-    # Sums of up to 4133 products in float32.
-    assert_close(found[:tokens], expected, 1e-5)
-    assert np.isnan(found[tokens:]).all()
+def test_products_are_those_of_float64(workbench: CudaWorkbench, form: str, size: Size, rows: int, bias: bool) -> None:
+    (n, k), rng = size, np.random.default_rng([*size, rows])
+    data, weights = packed(rng, form, n, k)
+    added = uniform(rng, n)
+    kernel = cuda.write_kernel(LinearSpec(format=form, n=n, k=k, rows=rows, bias=bias))
+    # In a chunk a tile of tokens is begun, or none of the last one counts. Rows past the tokens must not be read.
+    for tokens in (1,) if rows == 1 else (rows - 2, 3):
+        x = uniform(rng, tokens, k)
+        found = workbench.run(kernel, {"x": x, "w": data, "bias": added}, tokens=tokens)["y"]
+        expected = x.astype(np.float64) @ weights.T if rows == 1 else product_in_halves(x, weights)
+        # Sums of up to 4133 products in float32.
+        assert_rows(found, expected + (added if bias else 0), 1e-5)
 
 
-def test_a_chunk_of_few_tokens_writes_no_others(workbench: CudaWorkbench) -> None:
-    """The second tile of tokens has none: its blocks end at once."""
-    case = ("f16", SIZES[0], CHUNK, False)
-    rng = np.random.default_rng(3)
-    data, weights = packed(rng, "f16", *SIZES[0])
-    x = uniform(rng, 3, SIZES[0][1])
-    found = workbench.run(_kernel(*case), {"x": x, "w": data}, tokens=3)["y"]
-    assert_close(found[:3], in_halves(x) @ weights_in_halves(weights).T, 1e-5)
-    assert np.isnan(found[3:]).all()
-
-
-@pytest.mark.parametrize("sm", [75, 80])
-@pytest.mark.parametrize("format_name", FORMATS)
-def test_large_tiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, format_name: str, sm: int) -> None:
+@sampled(slow=SLOW, form=FORMATS, sm=(75, 80))
+def test_large_tiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, form: str, sm: int) -> None:
     """Several tiles of tokens and of rows, the last of both begun; activations of any size."""
     monkeypatch.setattr(mma, "_ENOUGH_BLOCKS", 1)
-    n, k, tokens, rng = 150, 100, 131, np.random.default_rng(5)
-    kernel = _kernel(format_name, (n, k), tokens + 2, True)
-    data, weights = packed(rng, format_name, n, k)
+    n, k, tokens, rng = 150, 68, 131, np.random.default_rng(5)
+    data, weights = packed(rng, form, n, k)
     x, bias = uniform(rng, tokens, k) * np.exp2(rng.uniform(-120, 120, (tokens, 1))).astype(np.float32), uniform(rng, n)
     x[7] = 0
-    workbench = CudaWorkbench(tmp_path / "device.so", [kernel], sm)
-    found = workbench.run(kernel, {"x": x, "w": data, "bias": bias}, tokens=tokens)["y"]
+    spec = LinearSpec(format=form, n=n, k=k, rows=tokens + 2, bias=True)
+    found = CudaWorkbench(tmp_path, sm).run(spec, {"x": x, "w": data, "bias": bias}, tokens=tokens)["y"]
     # Rows are compared one by one: their sizes are far apart.
-    for row, token in zip(found, in_halves(x), strict=False):
-        assert_close(row, weights_in_halves(weights) @ token + bias, 1e-5)
+    for row, expected in zip(found, product_in_halves(x, weights) + bias, strict=False):
+        assert_close(row, expected, 1e-5)
     assert np.isnan(found[tokens:]).all()
 
 
 def test_what_is_not_finite_shows_in_its_own_row(workbench: CudaWorkbench) -> None:
-    rng, (n, k) = np.random.default_rng(6), SIZES[0]
+    rng, (n, k) = np.random.default_rng(6), SMALL
     data, weights = packed(rng, "q4", n, k)
     x = uniform(rng, 3, k)
     x[0, 3], x[1, 4] = np.nan, np.inf
-    found = workbench.run(_kernel("q4", SIZES[0], CHUNK, False), {"x": x, "w": data}, tokens=3)["y"]
+    spec = LinearSpec(format="q4", n=n, k=k, rows=CHUNK, bias=False)
+    found = workbench.run(spec, {"x": x, "w": data}, tokens=3)["y"]
     assert np.isnan(found[0]).all()
     assert not np.isfinite(found[1]).any()
-    assert_close(found[2:3], in_halves(x[2:]) @ weights_in_halves(weights).T, 1e-5)
+    assert_rows(found[2:], product_in_halves(x[2:], weights), 1e-5)
+
+
+def sparse(form: str, size: Size, rows: int, rowwise: bool = False) -> cuda.CudaKernel:
+    n, k = size
+    # One of the sizes has a bias.
+    spec = SparseLinearSpec(format=form, n=n, k=k, rows=rows, bias=size == SMALL, rowwise=rowwise)
+    return cuda.write_kernel(spec)
+
+
+@sampled(
+    slow=SLOW,
+    form=FEW,
+    size=(SMALL, SLICED, (40, 600)),
+    way=((1, False), (3, True), (CHUNK, False)),
+    limit=(0.4, 0.0, 1e9),
+    when=lambda form, size, way, limit: size != SLICED or way[0] != CHUNK,
+)
+def test_small_inputs_are_left_out(
+    workbench: CudaWorkbench, form: str, size: Size, way: tuple[int, bool], limit: float
+) -> None:
+    rows, rowwise = way
+    # In a chunk the last tile of tokens is begun, and rows past the tokens hold what must not be read.
+    tokens = {1: 1, 3: 2, CHUNK: CHUNK - 2}[rows]
+    example, kernel = Example(form, size, tokens, limit), sparse(form, size, rows, rowwise)
+    example.inputs["x"][0, 3] = 0.0
+    found = workbench.run(kernel, example.inputs, tokens=tokens)
+    expected = example.expected(kernel)
+    if rows == CHUNK:
+        expected += in_halves(example.kept) @ weights_in_halves(example.weights) - example.kept @ example.weights
+    assert_rows(found["y"], expected.astype(np.float32) if limit > 1 else expected, 0 if limit > 1 else 1e-5)
+    read = 0 if rows == CHUNK else int((np.abs(example.inputs["x"]) > example.inputs["limits"]).sum())
+    assert found["stats"].tolist() == [1000 + read, 2000 + read]
+
+
+@pytest.mark.slow(SLOW)
+@pytest.mark.parametrize(("form", "size", "rows"), [("f16", SLICED, 1), ("q8", (40, 600), CHUNK)])
+def test_a_small_input_may_be_not_a_number(workbench: CudaWorkbench, form: str, size: Size, rows: int) -> None:
+    """A NaN is larger than any limit, and shows in its own row."""
+    tokens = max(1, rows - 2)
+    example = Example(form, size, tokens)
+    example.inputs["x"][0, 17] = np.nan
+    example.inputs["limits"][17] = np.inf
+    y = workbench.run(sparse(form, size, rows), example.inputs, tokens=tokens)["y"][:tokens]
+    assert np.isnan(y[0]).all()
+    assert np.isfinite(y[1:]).all()

@@ -1,85 +1,142 @@
-"""Norms on a GPU against float64."""
+"""Norms on a GPU against float64: alone, behind projections, and behind sums of what a block makes."""
+
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
-import torch
+from numpy.typing import NDArray
 
-from helpers.kernels.cuda_workbench import CudaWorkbench
-from helpers.kernels.workbench import assert_close, uniform
+from helpers.kernels.cuda_workbench import CudaWorkbench, assert_rows
+from helpers.kernels.workbench import Array, packed, uniform
+from helpers.products import sampled
 from picompile_codegen import cuda
-from picompile_codegen.cuda import CudaKernel
-from picompile_codegen.specs import LayerNormSpec, RmsNormSpec
+from picompile_codegen.cuda.build import compile_cuda, function_resources
+from picompile_codegen.specs import LayerNormSpec, LinearAddSpec, LinearSpec, Norm, RmsNormSpec, SumNormSpec
 
-CHUNK = 5
 EPS = 1e-5
+FORMATS = ("f16", "q4", *(pytest.param(form, marks=pytest.mark.slow("like q4")) for form in ("q8", "q6", "q4m")))
+NORMS = ("none", "rms", "layer", "bare")
 # Less than a warp, several warps with and without a rest, and more than a block has threads for.
-DIMS = (5, 96, 100, 131, 4228)
-# Columns and groups: heads of half a warp, of no multiple of four, and of several warps.
-GROUPED = ((96, 6), (99, 3), (392, 2))
-AFFINE = ((True, True), (True, False), (False, False))
+DIMS = (5, 96, 131, 4228)
+# Columns and groups: also heads of half a warp, of no multiple of four, and of several warps.
+GROUPED = (*((dim, 1) for dim in (100, *DIMS)), (96, 6), (99, 3), (392, 2))
+# Outputs and columns: less than a block's rows, more and no multiple of four, more columns than a block holds.
+SIZES = ((12, 45), (1100, 96), (131, 4133))
 # Rows, and how many of them count.
-ROWS = [(1, 1), (CHUNK, CHUNK), (CHUNK, 3)]
+ROWS = ((1, 1), (5, 5), (5, 3))
+STEP = 7
+SLOW = "compiles a kernel per case"
 
 
-def rms_norm(dim: int, rows: int, groups: int = 1) -> CudaKernel:
-    return cuda.write_kernel(RmsNormSpec(dim=dim, rows=rows, eps=EPS, groups=groups))
+def norm_of(name: str, dim: int, rows: int, groups: int = 1) -> Norm | None:
+    if name in ("none", "rms"):
+        return RmsNormSpec(dim, rows, EPS, groups=groups) if name == "rms" else None
+    return LayerNormSpec(dim, rows, EPS, weight=name != "bare", bias=name == "layer", groups=groups)
 
 
-def layer_norm(dim: int, rows: int, affine: tuple[bool, bool], groups: int = 1) -> CudaKernel:
-    spec = LayerNormSpec(dim=dim, rows=rows, eps=EPS, weight=affine[0], bias=affine[1], groups=groups)
-    return cuda.write_kernel(spec)
+def normed(y: NDArray[np.float64], norm: str, weight: Array, bias: Array, groups: int = 1) -> NDArray[np.float64]:
+    grouped = y.reshape(len(y), groups, -1)
+    centered = grouped if norm == "rms" else grouped - grouped.mean(-1, keepdims=True)
+    found = (centered / np.sqrt((centered**2).mean(-1, keepdims=True) + EPS)).reshape(y.shape)
+    return (found if norm == "bare" else found * weight) + (bias if norm == "layer" else 0)
 
 
-@pytest.fixture(scope="module")
-def workbench(tmp_path_factory: pytest.TempPathFactory) -> CudaWorkbench:
-    sizes = [(dim, rows) for dim in DIMS for rows in (1, CHUNK)]
-    built = [rms_norm(*size) for size in sizes] + [layer_norm(*size, affine) for size in sizes for affine in AFFINE]
-    for dim, groups in GROUPED:
-        built += [rms_norm(dim, CHUNK, groups), layer_norm(dim, CHUNK, (True, True), groups)]
-    return CudaWorkbench(tmp_path_factory.mktemp("norms") / "device.so", built)
-
-
-@pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize(("rows", "tokens"), ROWS)
-def test_rms_norm(workbench: CudaWorkbench, dim: int, rows: int, tokens: int) -> None:
-    rng = np.random.default_rng([dim, tokens])
-    x, weight = uniform(rng, tokens, dim), uniform(rng, dim)
-    result = workbench.run(rms_norm(dim, rows), {"x": x, "weight": weight}, tokens=tokens)
-    wide = x.astype(np.float64)
-    # The few roundings of float32, 6e-8 each, that an element goes through.
-    assert_close(result["y"][:tokens], wide / np.sqrt((wide**2).mean(-1, keepdims=True) + EPS) * weight, 1e-6)
-    assert np.isnan(result["y"][tokens:]).all()
-
-
-@pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize(("rows", "tokens"), ROWS)
-@pytest.mark.parametrize("affine", AFFINE)
-def test_layer_norm(workbench: CudaWorkbench, dim: int, rows: int, tokens: int, affine: tuple[bool, bool]) -> None:
+@sampled(slow=SLOW, norm=("weighted", *NORMS[1:]), size=GROUPED, counts=ROWS)
+def test_norms(workbench: CudaWorkbench, norm: str, size: tuple[int, int], counts: tuple[int, int]) -> None:
+    (dim, groups), (rows, tokens) = size, counts
     rng = np.random.default_rng([dim, tokens])
     # Far from zero: a variance as mean of squares less square of mean would be wrong in the third digit.
-    x, weight, bias = uniform(rng, tokens, dim) + 30, uniform(rng, dim), uniform(rng, dim)
-    result = workbench.run(layer_norm(dim, rows, affine), {"x": x, "weight": weight, "bias": bias}, tokens=tokens)
-    given = zip((weight, bias), affine, strict=True)
-    parameters = [torch.from_numpy(each).double() if is_given else None for each, is_given in given]
-    expected = torch.nn.functional.layer_norm(torch.from_numpy(x).double(), (dim,), *parameters, EPS)
-    # The mean is rounded to 2e-6, and deviations from it are about 1.
-    assert_close(result["y"][:tokens], expected.numpy(), 1e-5)
-    assert np.isnan(result["y"][tokens:]).all()
+    x, weight, bias = uniform(rng, tokens, dim) + 30 * (norm != "rms"), uniform(rng, dim), uniform(rng, dim)
+    found = workbench.run(norm_of(norm, dim, rows, groups), {"x": x, "weight": weight, "bias": bias}, tokens=tokens)
+    expected = normed(x.astype(np.float64), norm, weight, bias, groups)
+    # A few roundings of float32, 6e-8 each. A mean is rounded to 2e-6, and deviations from it are about 1.
+    assert_rows(found["y"], expected, 1e-6 if norm == "rms" else 1e-5)
 
 
-@pytest.mark.parametrize(("dim", "groups"), GROUPED)
-@pytest.mark.parametrize("tokens", [CHUNK, 3])
-def test_norms_of_groups(workbench: CudaWorkbench, dim: int, groups: int, tokens: int) -> None:
-    rng = np.random.default_rng([dim, tokens])
-    x, weight, bias = uniform(rng, tokens, dim), uniform(rng, dim), uniform(rng, dim)
-    given = {"x": x, "weight": weight, "bias": bias}
-    wide = x.astype(np.float64).reshape(tokens, groups, -1)
-    centered = wide - wide.mean(-1, keepdims=True)
-    roots = [np.sqrt((each**2).mean(-1, keepdims=True) + EPS) for each in (wide, centered)]
-    expected = [(each / root).reshape(tokens, dim) for each, root in zip((wide, centered), roots, strict=True)]
-    result = workbench.run(rms_norm(dim, CHUNK, groups), given, tokens=tokens)["y"]
-    assert_close(result[:tokens], expected[0] * weight, 1e-6)
-    assert np.isnan(result[tokens:]).all()
-    result = workbench.run(layer_norm(dim, CHUNK, (True, True), groups), given, tokens=tokens)["y"]
-    assert_close(result[:tokens], expected[1] * weight + bias, 1e-5)
-    assert np.isnan(result[tokens:]).all()
+def linear_add(form: str, size: tuple[int, int], norm: str, bias: bool = False) -> LinearAddSpec:
+    linear = LinearSpec(format=form, n=size[0], k=size[1], rows=1, bias=bias)
+    return LinearAddSpec(linear, norm_of(norm, size[0], 1))
+
+
+def inputs_of(form: str, size: tuple[int, int]) -> tuple[dict[str, Array], NDArray[np.float64]]:
+    """Return random inputs of a projection, and its weights. What is added is far from zero."""
+    n, k = size
+    rng = np.random.default_rng([n, k])
+    data, weights = packed(rng, form, n, k)
+    vectors = {name: uniform(rng, n) for name in ("bias", "norm_weight", "norm_bias")}
+    return {"x": uniform(rng, 1, k), "added": uniform(rng, 1, n) + 30, "w": data, **vectors}, weights
+
+
+def assert_normed(found: Mapping[str, Array], expected: Array, norm: str, inputs: Mapping[str, Array]) -> None:
+    """Check the norm of a sum, whose deviations from the mean are about 1, where there is one."""
+    if norm != "none":
+        wanted = normed(expected, norm, inputs["norm_weight"], inputs["norm_bias"])
+        assert_rows(found["normed"], wanted, 2e-5 if "added" in inputs else 2e-6)
+
+
+@sampled(slow=SLOW, form=FORMATS, size=SIZES, norm=NORMS, bias=(False, True))
+def test_linear_add(workbench: CudaWorkbench, form: str, size: tuple[int, int], norm: str, bias: bool) -> None:
+    inputs, weights = inputs_of(form, size)
+    found = workbench.run(linear_add(form, size, norm, bias), inputs)
+    expected = inputs["added"] + inputs["x"].astype(np.float64) @ weights.T + (inputs["bias"] if bias else 0)
+    assert_rows(found["y"], expected, 1e-5)
+    assert_normed(found, expected, norm, inputs)
+
+
+def test_nan_stays(workbench: CudaWorkbench) -> None:
+    """It stays in its place of the sum, and makes the whole norm NaN."""
+    inputs, _ = inputs_of("q4", SIZES[0])
+    inputs["added"][0, 3] = np.nan
+    found = workbench.run(linear_add("q4", SIZES[0], "rms"), inputs)
+    assert np.isnan(found["y"][0, 3]) and np.isfinite(np.delete(found["y"][0], 3)).all()
+    assert np.isnan(found["normed"]).all()
+
+
+# Each pass over 8,192 columns has 8 runs of a thread: sums have a turn for each, and results one for 2 to 8 of them.
+@pytest.mark.parametrize(
+    ("form", "norm", "turns"),
+    [("q4", "rms", 8 + 2), ("q8", "layer", 8 + 8 + 4), ("q8", "bare", 8 + 8 + 1), ("q4", "layer", 8 + 8 + 8)],
+)
+def test_a_norm_waits_for_memory_once_in_a_turn(form: str, norm: str, turns: int) -> None:
+    text = cuda.cuda_source([cuda.write_kernel(linear_add(form, (8192, 8192), norm))]).text
+    of_last_block = text.rpartition("pi_is_last")[2]
+    assert of_last_block.count("pi_loads_first()") == turns
+
+
+def test_norms_behind_projections_do_not_spill() -> None:
+    """Formats and sizes with few registers to spare. tests/cuda_matrix.py compiles many more."""
+    cases = [("q4", (5120, 5120), "layer"), ("q4", (8192, 8192), "rms"), ("f16", (8192, 8192), "layer")]
+    source = cuda.cuda_source([cuda.write_kernel(linear_add(*case)) for case in cases])
+    found = function_resources(compile_cuda(source.text, 90)[0])
+    assert [each.local_bytes for each in found.values()] == [0] * len(cases)
+
+
+@sampled(
+    slow=SLOW,
+    dim=DIMS,
+    counts=ROWS,
+    terms=(2, 3, 4),
+    norm=NORMS,
+    received=("here", "received", "counted", "nothing"),
+)
+def test_sums_and_norms(
+    workbench: CudaWorkbench, dim: int, counts: tuple[int, int], terms: int, norm: str, received: str
+) -> None:
+    """The flag of a host that has nothing to do is not set, and the memory that it shares is NaN."""
+    (rows, tokens), rng = counts, np.random.default_rng([dim, terms])
+    values = [uniform(rng, tokens, dim) for _ in range(terms)]
+    inputs = {"norm_weight": uniform(rng, dim), "norm_bias": uniform(rng, dim)}
+    inputs |= {f"x{number}": value for number, value in enumerate(values)}
+    inputs["step"] = np.array([tokens, -1, -1, STEP, -1, -1, -1, -1], np.int32)
+    if received != "here":
+        is_there, last = received != "nothing", inputs.pop(f"x{terms - 1}")
+        inputs |= {"flag": np.array([STEP - (not is_there)], np.int32), "abandoned": np.zeros(1, np.int32)}
+        inputs |= {"source": last} if is_there else {}
+        inputs["count"] = np.array([is_there], np.int32)
+        values = values[: terms - 1 + is_there]
+    is_counted = received in ("counted", "nothing")
+    spec = SumNormSpec(dim, rows, terms, norm_of(norm, dim, rows), received != "here", is_counted)
+    found = workbench.run(spec, inputs, tokens=tokens)
+    expected = sum(value.astype(np.float64) for value in values)
+    assert_rows(found["y"], expected, 1e-6)
+    assert_normed(found, expected, norm, inputs)

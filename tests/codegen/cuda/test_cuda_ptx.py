@@ -6,7 +6,6 @@
 import ctypes
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,9 +16,9 @@ import pytest
 from helpers.fake_cuda.fixtures import fake_cuda, fake_library
 from helpers.gpu_packs import BENCHMARKS, gpu_pack
 from helpers.kernels.emulator import ORDERS
-from helpers.ptx.cases import CaseResult, emulate_ptx, run_in_orders
+from helpers.ptx.cases import emulate_ptx, faults_in_orders
 from helpers.ptx.device_code import DeviceCode, code_of_pack
-from helpers.ptx.machine_code import later_registers, machine_faults, missing_later_ptxas, register_faults
+from helpers.ptx.machine_code import later_faults, machine_faults, missing_later_ptxas
 from helpers.ptx.syntax import parse
 from helpers.support import ROOT, BuildOnce
 
@@ -33,7 +32,7 @@ pytestmark = pytest.mark.slow("translates and runs the PTX of whole kernels; sin
 __all__ = ["fake_cuda", "fake_library", "gpu_pack"]
 
 # A kernel of each kind, and each format in one of those that have formats.
-LABELS = (
+OF_EACH_KIND = (
     *("linear q6", "linear chunk q4m", "linear with norm q4", "embedding q8", "predictor q4m", "predictor by signs"),
     *("ffn masked q4", "ffn exact f16", "ffn dense q6", "ffn chunk q8", "ffn batch", "ffn without gate", "ffn part"),
     *("ffn part, shared q8", "ffn chunk, shared f16", "attention long q8", "attention float16"),
@@ -41,11 +40,8 @@ LABELS = (
     *("leading logits 5003", "send mask", "send mask, shared", "receive", "receive mask", "sum with norm, received"),
     *("borrow cache", "copy words", "send"),
 )
-SM = 90
-# Of GPUs that have no asynchronous copies, and smaller products of matrices.
-OLD_SM, OLD_LABELS = 75, ("linear chunk q4m", "ffn chunk q8", "attention chunk float16")
-
-
+# By architecture: sm_75 has no asynchronous copies, and smaller products of matrices.
+LABELS = {90: OF_EACH_KIND, 75: ("linear chunk q4m", "ffn chunk q8", "attention chunk float16")}
 # Archives of the pack of helpers/gpu_packs.py without code for a GPU: the model for the CPU alone.
 NO_GPU = 1
 
@@ -67,51 +63,41 @@ def _pack(folder: Path, labels: tuple[str, ...], sm: int) -> None:
     emulate_ptx(code.ptx, folder / "small.so")
 
 
-def _read(folder: Path) -> Pack:
-    (code,) = code_of_pack(folder)
-    return Pack(folder, code, {case["label"]: case for case in json.loads((folder / "pack.json").read_text())})
-
-
 @pytest.fixture(scope="module")
-def pack(build_once: BuildOnce) -> Pack:
-    return _read(build_once("ptx-kernels", lambda folder: _pack(folder, LABELS, SM)))
+def packs(build_once: BuildOnce) -> dict[int, Pack]:
+    """The kernels of each architecture."""
+    found = {}
+    for sm, labels in LABELS.items():
+        folder = build_once(f"ptx-kernels-{sm}", lambda folder, labels=labels, sm=sm: _pack(folder, labels, sm))
+        (code,) = code_of_pack(folder)
+        found[sm] = Pack(folder, code, {case["label"]: case for case in json.loads((folder / "pack.json").read_text())})
+    return found
 
 
-@pytest.fixture(scope="module")
-def old_pack(build_once: BuildOnce) -> Pack:
-    return _read(build_once("ptx-kernels-of-old-gpus", lambda folder: _pack(folder, OLD_LABELS, OLD_SM)))
-
-
-def ran(pack: Pack, label: str, library: Path, monkeypatch: pytest.MonkeyPatch) -> CaseResult:
-    """Run a case on the stand-in, whose kernels are those of `library`."""
+def ran(pack: Pack, label: str, library: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the faults of a case on the stand-in, whose kernels are those of `library`."""
     for name, value in (("KERNELS", str(library)), ("SM", str(pack.code.sm)), ("VERSION", "12080")):
         monkeypatch.setenv(f"FAKE_CUDA_{name}", value)
-    return run_in_orders(images_of(pack.folder, "small"), pack.cases[label], ORDERS)
+    return faults_in_orders(images_of(pack.folder, "small"), pack.cases[label], ORDERS)
 
 
-@pytest.mark.parametrize("label", LABELS)
-def test_a_kernel(label: str, pack: Pack, fake_cuda: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ran(pack, label, pack.folder / "small.so", monkeypatch).faults == ()
-
-
-@pytest.mark.parametrize("label", OLD_LABELS)
-def test_a_kernel_of_old_gpus(
-    label: str, old_pack: Pack, fake_cuda: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("sm", "label"), [(sm, label) for sm, labels in LABELS.items() for label in labels])
+def test_a_kernel(
+    sm: int, label: str, packs: dict[int, Pack], fake_cuda: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert ran(old_pack, label, old_pack.folder / "small.so", monkeypatch).faults == ()
+    assert ran(packs[sm], label, packs[sm].folder / "small.so", monkeypatch) == []
 
 
-def test_the_code_as_text(pack: Pack, old_pack: Pack) -> None:
-    for code in (pack.code, old_pack.code):
+def test_the_code_as_text(packs: dict[int, Pack]) -> None:
+    for code in (pack.code for pack in packs.values()):
         kernels = parse(code.ptx)
         assert (code.wrong_loads(kernels), machine_faults(code, kernels)) == ([], [])
 
 
-def test_a_later_compiler_takes_few_more_registers(pack: Pack, old_pack: Pack) -> None:
+def test_a_later_compiler_takes_few_more_registers(packs: dict[int, Pack]) -> None:
     if reason := missing_later_ptxas():
         pytest.skip(reason)
-    for code in (pack.code, old_pack.code):
-        assert register_faults(later_registers(code)) == []
+    assert [fault for pack in packs.values() for fault in later_faults(pack.code)] == []
 
 
 def ptx_of_case(pack: Pack, label: str) -> str:
@@ -138,41 +124,24 @@ def test_one_changed_instruction_is_found(
     instruction: str,
     other: str,
     message: str,
-    pack: Pack,
+    packs: dict[int, Pack],
     fake_cuda: ctypes.CDLL,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    right = ptx_of_case(pack, label)
+    right = ptx_of_case(packs[90], label)
     planted = re.sub(instruction, other, right, count=1)
     assert planted != right
-    faults = ran(pack, label, emulate_ptx(planted, tmp_path / "planted.so"), monkeypatch).faults
+    faults = ran(packs[90], label, emulate_ptx(planted, tmp_path / "planted.so"), monkeypatch)
     assert any(message in fault for fault in faults), faults
 
 
-def matrix(pack: Path, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "tests" / "ptx_matrix.py"), str(pack), *options]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
-
-
 def test_the_script_of_a_whole_pack(gpu_pack: Path, tmp_path: Path) -> None:
-    ended = matrix(gpu_pack, tmp_path, "--orders", "1", "--tokens", "3")
+    script = str(ROOT / "tests" / "ptx_matrix.py")
+    command = [sys.executable, script, str(gpu_pack), "--tokens", "2", "--only", "code", "models"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     lines = ended.stdout.splitlines()
     assert lines[-1] == "0 wrong"
     assert sum(": code: right" in line for line in lines) == len(list(gpu_pack.glob("*.zip"))) - NO_GPU
     assert sum(": tokens: right" in line for line in lines) == 1
-
-
-def test_the_script_ends_with_1_where_a_kernel_is_wrong(gpu_pack: Path, tmp_path: Path) -> None:
-    """As if it had been compiled with other parameters."""
-    pack = shutil.copytree(gpu_pack, tmp_path / "pack")
-    index = json.loads((pack / "pack.json").read_text())
-    (norm,) = (case for case in index["kernels"][0]["cases"] if case["label"] == "norm")
-    norm["parameters"]["eps"] = 1e-3
-    (pack / "pack.json").write_text(json.dumps(index))
-    ended = matrix(pack, tmp_path, "--orders", "0", "--only", "kernels")
-    assert ended.returncode == 1
-    assert [line.partition(";")[0][:25] for line in ended.stdout.splitlines() if "WRONG" in line] == [
-        "small: norm: WRONG: order"
-    ]

@@ -1,59 +1,53 @@
-"""The emulation runs threads as CUDA does: indices, shared memory, barriers, warps, atomics, fences."""
+"""The emulation runs threads as CUDA does, and computes with halves, warps and matrices what a GPU computes.
+
+A mistake here would let kernels pass that have the same one. What kernels do not use is not tested.
+"""
 
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from helpers.kernels.emulator import ORDERS, Emulated, EmulationError
 
-SOURCE = Path(__file__).parent / "execution.cu"
+EXECUTION = (Path(__file__).parent / "execution.cu").read_text()
+MATRICES = (Path(__file__).parent / "matrices.cu").read_text()
 LANES = np.arange(32)
+Place = tuple[int, int]
 
 
-@pytest.fixture(scope="module", params=["switch", "ucontext"])
-def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Emulated:
-    """Compiled with the switch of this machine, and with the one that every machine has."""
-    defines = ["EMULATION_UCONTEXT"] if request.param == "ucontext" else []
-    return Emulated(SOURCE.read_text(), tmp_path_factory.mktemp("execution") / "execution.so", defines)
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Emulated:
+    return Emulated(EXECUTION + MATRICES, tmp_path_factory.mktemp("execution") / "execution.so")
 
 
-def whole_numbers(rng: np.random.Generator, count: int) -> np.ndarray:
-    """Their sums are exact in float32, in whatever order."""
-    return rng.integers(-99, 100, count).astype(np.float32)
+@pytest.mark.slow("compiles a kernel once more; the switch of this machine is fast", but=("switch",))
+@pytest.mark.parametrize("defines", [(), ("EMULATION_UCONTEXT",)], ids=["switch", "ucontext"])
+def test_block_sum(tmp_path: Path, defines: tuple[str, ...]) -> None:
+    """With the switch of fibers of this machine, and with the one that every machine has; from several threads."""
+    kernels, rng = Emulated(EXECUTION, tmp_path / "execution.so", defines), np.random.default_rng(7)
+    for threads in (1, 33, 200, 256):
+        count = 5 * threads - threads // 2
+        # Their sums are exact in float32, in whatever order.
+        x = rng.integers(-99, 100, count).astype(np.float32)
+        sums = np.full((len(ORDERS), 5), np.nan, np.float32)
+
+        def launch(order: int, x: NDArray[np.float32] = x, sums: NDArray[np.float32] = sums, threads: int = threads):
+            arrays = [x, np.array([len(x)], np.int32), sums[order]]
+            kernels.launch("block_sum", (5, 1, 1), (threads, 1, 1), arrays, order)
+
+        running = [threading.Thread(target=launch, args=(order,)) for order in ORDERS]
+        for thread in running:
+            thread.start()
+        for thread in running:
+            thread.join()
+        padded = np.concatenate([x, np.zeros(5 * threads - count)])
+        np.testing.assert_array_equal(sums, np.tile(padded.reshape(5, threads).sum(axis=1), (len(ORDERS), 1)))
 
 
-@pytest.mark.parametrize("order", [*ORDERS, 99])
-@pytest.mark.parametrize("threads", [1, 33, 200, 256])
-def test_block_sum(kernels: Emulated, order: int, threads: int) -> None:
-    blocks, rng = 5, np.random.default_rng(threads)
-    count = blocks * threads - threads // 2
-    x, sums = whole_numbers(rng, count), np.full(blocks, np.nan, np.float32)
-    kernels.launch("block_sum", (blocks, 1, 1), (threads, 1, 1), [x, np.array([count], np.int32), sums], order)
-    padded = np.zeros(blocks * threads)
-    padded[:count] = x
-    np.testing.assert_array_equal(sums, padded.reshape(blocks, threads).sum(axis=1))
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_indices_of_blocks_and_threads(kernels: Emulated, order: int) -> None:
-    grid, block = (3, 2, 2), (5, 3, 2)
-    out = np.full((12, 30, 12), 0xABABABAB, np.uint32)
-    kernels.launch("indices", grid, block, [out], order)
-    expected = [
-        (x, y, z, i, j, k, *block, *grid)
-        for k in range(2)
-        for j in range(2)
-        for i in range(3)
-        for z in range(2)
-        for y in range(3)
-        for x in range(5)
-    ]
-    np.testing.assert_array_equal(out.reshape(-1, 12), expected)
-
-
-def shuffled(operation: str, x: np.ndarray, operand: int, width: int) -> np.ndarray:
+def shuffled(operation: str, x: NDArray[np.int32], operand: int, width: int) -> NDArray[np.int32]:
     """By "Warp Shuffle Functions" in CUDA's guide: lanes outside of the segment leave the own value."""
     begin = LANES // width * width
     source = {
@@ -66,102 +60,32 @@ def shuffled(operation: str, x: np.ndarray, operand: int, width: int) -> np.ndar
     return x[np.where(outside, LANES, source)]
 
 
-@pytest.mark.parametrize("width", [1, 2, 8, 16, 32])
-@pytest.mark.parametrize("operand", [0, 1, 5, 16, 31])
-def test_shuffles(kernels: Emulated, operand: int, width: int) -> None:
-    x = np.random.default_rng(operand).integers(-999, 999, 64).astype(np.int32)
-    out = np.full((8, 64), -(2**31), np.int32)
-    for order in ORDERS:
+@pytest.mark.parametrize("order", ORDERS)
+def test_warps(kernels: Emulated, order: int) -> None:
+    """Shuffles, ballots and votes."""
+    x = np.random.default_rng(3).integers(-89, 100, 64).astype(np.int32)
+    of_warps, out = (x[:32], x[32:]), np.full((8, 64), -(2**31), np.int32)
+    for width, operand in ((1, 0), (2, 1), (8, 5), (16, 16), (32, 5), (32, 31)):
         kernels.launch("shuffles", (1, 1, 1), (64, 1, 1), [x, np.array([operand, width], np.int32), out], order)
         for row, operation in enumerate(["idx", "up", "down", "xor"] * 2):
-            expected = [shuffled(operation, x[warp * 32 : warp * 32 + 32], operand, width) for warp in range(2)]
+            expected = [shuffled(operation, of_warp, operand, width) for of_warp in of_warps]
             np.testing.assert_array_equal(out[row], np.concatenate(expected), operation)
-
-
-def test_shuffles_of_a_warp_that_is_not_full(kernels: Emulated) -> None:
-    x, out = np.arange(48, dtype=np.int32), np.full((8, 48), -1, np.int32)
-    kernels.launch("shuffles", (1, 1, 1), (48, 1, 1), [x, np.array([3, 16], np.int32), out])
-    np.testing.assert_array_equal(out[0], LANES[3] + np.arange(48) // 16 * 16)
-    np.testing.assert_array_equal(out[3], np.arange(48) ^ 3)
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_ballots_and_votes_of_a_warp(kernels: Emulated, order: int) -> None:
-    x = np.random.default_rng(3).integers(-89, 100, 64).astype(np.int32)
-    out = np.full((16, 64), 0xABABABAB, np.uint32)
-    kernels.launch("votes", (1, 1, 1), (64, 1, 1), [x, out], order)
-    for warp in range(2):
-        own = x[warp * 32 : warp * 32 + 32]
-        words, ballot = own.view(np.uint32), sum(1 << lane for lane in range(32) if own[lane] > 0)
-        numbers = [own.sum(), own.min(), own.max()]
-        reduced = [f.reduce(words) for f in (np.minimum, np.maximum, np.bitwise_and, np.bitwise_or, np.bitwise_xor)]
-        expected = [ballot, (own > 90).any(), (own > -90).all(), *[int(n) & 0xFFFFFFFF for n in numbers], *reduced]
-        np.testing.assert_array_equal(out[:11, warp * 32 : warp * 32 + 32].T, np.tile(expected, (32, 1)))
+    votes = np.zeros((4, 64), np.uint32)
+    kernels.launch("votes", (1, 1, 1), (64, 1, 1), [x, votes], order)
+    for found, own in zip(np.hsplit(votes, 2), of_warps, strict=True):
+        ballot = sum(1 << lane for lane in range(32) if own[lane] > 0)
         even = np.where(LANES % 2 == 0, ballot & 0x55555555, 0)
-        np.testing.assert_array_equal(out[11, warp * 32 : warp * 32 + 32], even)
-    of_block = [(x > 90).any(), (x > -90).all(), (x > 0).sum(), 1]
-    np.testing.assert_array_equal(out[12:].T, np.tile(of_block, (64, 1)))
-
-
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("count", [1, 127, 128, 777])
-def test_a_kernel_that_compacts_an_array(kernels: Emulated, order: int, count: int) -> None:
-    x = np.random.default_rng(count).standard_normal(count).astype(np.float32)
-    found, found_count = np.full(count, -1, np.int32), np.full(1, -1, np.int32)
-    arrays = [x, np.array([count], np.int32), found, found_count]
-    kernels.launch("compact", (1, 1, 1), (128, 1, 1), arrays, order)
-    expected = np.flatnonzero(x > 0)
-    np.testing.assert_array_equal(found[: found_count[0]], expected)
-    assert (found[found_count[0] :] == -1).all()
+        expected = [np.full(32, value) for value in (ballot, (own > 90).any(), (own > -90).all())]
+        np.testing.assert_array_equal(found, [*expected, even])
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_atomic_operations(kernels: Emulated, order: int) -> None:
     x = np.random.default_rng(5).integers(-999, 999, 210).astype(np.int32)
-    ints, words = np.array([0, -9999, 9999], np.int32), np.zeros(213, np.uint32)
-    longs, floats = np.zeros(2, np.uint64), np.zeros(1, np.float32)
+    ints, words, longs, floats = (np.zeros(1, dtype) for dtype in (np.int32, np.uint32, np.uint64, np.float32))
     kernels.launch("atomics", (3, 1, 1), (70, 1, 1), [x, ints, words, longs, floats], order)
-    np.testing.assert_array_equal(ints, [x.sum(), x.max(), x.min()])
-    assert words[0] == int(x.sum()) & 0xFFFFFFFF
-    assert words[1] == x.view(np.uint32).max()
-    np.testing.assert_array_equal(np.sort(words[2:]), np.sort([0, *x.view(np.uint32)]))
+    assert (ints[0], words[0], floats[0]) == (x.sum(), 210 % 100, x.sum())
     assert longs.view(np.int64)[0] == int(x.sum()) << 20
-    assert longs[1] == 3 * 210
-    assert floats[0] == x.sum()
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_blocks_that_synchronize_by_an_atomic_ticket(kernels: Emulated, order: int) -> None:
-    x, partial = whole_numbers(np.random.default_rng(6), 7 * 64), np.full(7, np.nan, np.float32)
-    done, ticket, total = np.zeros(7, np.uint32), np.zeros(1, np.uint32), np.full(1, np.nan, np.float32)
-    kernels.launch("grid_sum", (7, 1, 1), (64, 1, 1), [x, partial, done, ticket, total], order)
-    assert total[0] == x.sum(dtype=np.float64)
-    assert ticket[0] == 0
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_a_ticket_releases_and_acquires(kernels: Emulated, order: int) -> None:
-    x = whole_numbers(np.random.default_rng(9), 7 * 64)
-    partial, ticket, total = np.zeros(7 * 64, np.float32), np.zeros(1, np.uint32), np.zeros(1, np.float32)
-    kernels.launch("released_sum", (7, 1, 1), (64, 1, 1), [x, partial, ticket, total], order)
-    assert total[0] == 2 * x.sum(dtype=np.float64)
-    assert ticket[0] == 0
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_a_flag_releases_what_was_written_before(kernels: Emulated, order: int) -> None:
-    number, flag, seen = np.zeros(1, np.int32), np.zeros(1, np.int32), np.zeros(5, np.int32)
-    kernels.launch("released_number", (5, 1, 1), (32, 1, 1), [number, flag, seen], order)
-    assert (number[0], flag[0]) == (5, 1)
-    assert set(seen[1:]) <= {5, -1}
-    assert order != 0 or set(seen[1:]) == {5}, "later blocks have not seen the flag"
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_parts_of_a_warp_that_meet(kernels: Emulated, order: int) -> None:
-    x, out = np.arange(64, dtype=np.int32) * 3, np.full(64, -1, np.int32)
-    kernels.launch("neighbours", (1, 1, 1), (64, 1, 1), [x, out], order)
-    np.testing.assert_array_equal(out, x[np.arange(64) ^ 7])
 
 
 def turns(kernels: Emulated, order: int) -> list[int]:
@@ -189,38 +113,74 @@ def test_memory_that_nobody_wrote(kernels: Emulated) -> None:
     assert (out[:, 1] < -1e38).all()
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_waiting_for_the_host(kernels: Emulated, order: int) -> None:
-    flag, seen = np.zeros(1, np.int32), np.full(70, -1, np.int32)
-    addresses = [flag.ctypes.data, seen.ctypes.data]
-    launch = threading.Thread(target=kernels.call, args=("meet", (1, 1, 1), (70, 1, 1), addresses, order))
-    launch.start()
-    launch.join(timeout=0.05)
-    assert launch.is_alive()
-    assert (seen == -1).all()
-    flag[0] = 7
-    launch.join()
-    assert (seen == 7).all()
-
-
 def test_a_kernel_that_waits_without_end_is_ended(tmp_path: Path) -> None:
-    kernels = Emulated(SOURCE.read_text(), tmp_path / "short.so", ["MOST_ASLEEP_S=0.1"])
+    kernels = Emulated(EXECUTION, tmp_path / "short.so", ["MOST_ASLEEP_S=0.1"])
     with pytest.raises(EmulationError, match=r"still calls __nanosleep after 0\.1 s"):
         kernels.launch("meet", (1, 1, 1), (70, 1, 1), [np.zeros(1, np.int32), np.zeros(70, np.int32)])
 
 
-def test_launches_of_several_threads(kernels: Emulated) -> None:
-    x = whole_numbers(np.random.default_rng(7), 1000)
-    sums = np.full((4, 5), np.nan, np.float32)
+def test_halves_and_floats(kernels: Emulated) -> None:
+    """Every half; and around each, halfway to the next one, and just above and below that. Any NaN is right."""
+    halves, out = np.arange(1 << 16, dtype=np.uint16).view(np.float16), np.zeros(1 << 16, np.float32)
+    kernels.launch("half_to_float", (1024, 1, 1), (64, 1, 1), [halves, out])
+    np.testing.assert_array_equal(out, halves.astype(np.float32))
+    assert np.signbit(out[0x8000])
+    low = halves[:0x7C00].astype(np.float32)
+    middle = low + np.diff(low, append=np.float32(65536)) / 2
+    points = [low, middle, np.nextafter(middle, np.float32(np.inf)), np.nextafter(middle, np.float32(0))]
+    x = np.concatenate([*points, *[-p for p in points], np.full(64, np.inf), np.full(64, np.nan)]).astype(np.float32)
+    rounded = np.zeros(len(x), np.float16)
+    kernels.launch("float_to_half", (len(x) // 64, 1, 1), (64, 1, 1), [x, rounded])
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(rounded, x.astype(np.float16))
+    np.testing.assert_array_equal(np.signbit(rounded[:-64]), np.signbit(x[:-64]))
 
-    def launch(row: int) -> None:
-        for order in range(10):
-            arrays = [x, np.array([1000], np.int32), sums[row]]
-            kernels.launch("block_sum", (5, 1, 1), (200, 1, 1), arrays, order)
 
-    threads = [threading.Thread(target=launch, args=(row,)) for row in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    np.testing.assert_array_equal(sums, np.tile(x.reshape(5, 200).sum(axis=1, dtype=np.float64), (4, 1)))
+# (row, column) -> (lane, element), by the formulas of the PTX ISA's "Matrix fragments for mma.m16n8k16": groupID is the
+# lane / 4, threadID_in_group the lane % 4.
+A16 = {(i, k): (4 * (i % 8) + k % 8 // 2, k % 2 + i // 8 * 2 + k // 8 * 4) for i in range(16) for k in range(16)}
+A8 = D = {(i, k): place for (i, k), place in A16.items() if k < 8}
+B16 = {(k, n): (4 * n + k % 8 // 2, k % 2 + k // 8 * 2) for k in range(16) for n in range(8)}
+B8 = {(k, n): place for (k, n), place in B16.items() if k < 8}
+
+
+def fragments(matrix: NDArray[np.generic], places: dict[Place, Place]) -> NDArray[np.uint32]:
+    """[register, lane] of 32 bits: two halves in a register, or one float."""
+    of_lanes = np.zeros((32, len(places) // 32), matrix.dtype)
+    for (row, column), (lane, element) in places.items():
+        of_lanes[lane, element] = matrix[row, column]
+    return np.ascontiguousarray(of_lanes.view(np.uint32).T)
+
+
+@pytest.mark.parametrize(("depth", "of_a", "of_b"), [(8, A8, B8), (16, A16, B16)], ids=["k8", "k16"])
+def test_mma(kernels: Emulated, depth: int, of_a: dict[Place, Place], of_b: dict[Place, Place]) -> None:
+    rng = np.random.default_rng(depth)
+    a, b = (rng.standard_normal(shape).astype(np.float16) for shape in ((16, depth), (depth, 8)))
+    # Subnormal halves, and the largest ones.
+    a[3, :4], b[:2, 5] = [6e-8, -6e-5, 65504, -65504], [65504, 6e-8]
+    d = rng.standard_normal((16, 8)).astype(np.float32)
+    expected = (a.astype(np.float64) @ b.astype(np.float64) + d).astype(np.float32)
+    for order in ORDERS:
+        found = fragments(d, D)
+        arrays = [fragments(a, of_a), fragments(b, of_b), found.view(np.float32)]
+        kernels.launch(f"multiply_k{depth}", (1, 1, 1), (32, 1, 1), arrays, order)
+        np.testing.assert_array_equal(found, fragments(expected, D))
+
+
+def test_ldmatrix(kernels: Emulated) -> None:
+    halves = np.arange(256, dtype=np.uint16).reshape(4, 8, 8)
+    for order in ORDERS:
+        loaded = np.zeros((2, 4, 32), np.uint32)
+        kernels.launch("load_matrices", (1, 1, 1), (32, 1, 1), [halves.view(np.uint32).reshape(-1), loaded], order)
+        # Lane i has two neighbours of row i / 4.
+        pairs = loaded.view(np.uint16).reshape(2, 4, 8, 8)
+        np.testing.assert_array_equal(pairs, [halves, halves.transpose(0, 2, 1)])
+
+
+def test_copies_arrive_with_zeros_behind_them(kernels: Emulated) -> None:
+    x = np.random.default_rng(1).integers(1, 2**32, (64, 4), dtype=np.uint32)
+    bytes_ = np.random.default_rng(2).choice([0, 4, 8, 16], 64).astype(np.int32)
+    for order in (*ORDERS, 99):
+        y = np.full_like(x, 7)
+        kernels.launch("copy", (1, 1, 1), (64, 1, 1), [x, bytes_, y], order)
+        np.testing.assert_array_equal(y, np.where(np.arange(4) * 4 < bytes_[:, None], x, 0))

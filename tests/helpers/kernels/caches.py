@@ -1,7 +1,7 @@
 """Caches for tests, and what attention makes of them in float64."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import product
 
 import numpy as np
@@ -36,26 +36,8 @@ class Heads:
 
     def kernel(self, mode: Mode, rows: int, *, extend: bool = False, turn: bool = False) -> Kernel:
         """The attention kernel of these heads."""
-        return cpu.write_kernel(
-            AttentionSpec(
-                heads=self.heads,
-                kv_heads=self.kv_heads,
-                head_dim=self.head_dim,
-                value_dim=self.value_dim,
-                context=self.context,
-                rows=rows,
-                kv_dtype=self.kv_dtype,
-                scale=SCALE,
-                window=self.window,
-                mode=mode,
-                sequences=self.sequences,
-                extend=extend,
-                turn=turn,
-                softcap=self.softcap,
-                slopes=self.slopes,
-                sinks=self.sinks,
-            )
-        )
+        spec = AttentionSpec(**asdict(self), rows=rows, scale=SCALE, mode=mode, extend=extend, turn=turn)
+        return cpu.write_kernel(spec)
 
     def options(self, rng: np.random.Generator) -> dict[str, Array]:
         """Random slopes and sinks, those that the kernel takes: slopes of both signs, sinks as large as scores."""

@@ -10,36 +10,36 @@ from pathlib import Path
 import numpy as np
 
 from helpers.kernels.emulator import ORDERS, Emulated
-from helpers.kernels.workbench import Guarded, Workbench
+from helpers.kernels.workbench import Array, Guarded, Inputs, Workbench, assert_close
+from picompile_codegen import cuda
 from picompile_codegen.cuda.build import KernelLaunch, cuda_source
 from picompile_codegen.cuda.function import CudaKernel
+from picompile_codegen.specs import KernelSpec
 
 
 class CudaWorkbench(Workbench):
-    """Kernels: those of `kernels` in one emulated source, any other in its own when it is first run.
+    """Kernels for the architecture `sm`. Each is compiled when it is first run, into `folder`."""
 
-    `sm` is the architecture of which the source is to be.
-    """
-
-    def __init__(self, path: Path, kernels: Iterable[CudaKernel] = (), sm: int = 80) -> None:
-        self.path, self.sm = path, sm
+    def __init__(self, folder: Path, sm: int = 80) -> None:
+        self._folder, self._sm = folder, sm
         self._built: dict[str, tuple[Sequence[KernelLaunch], Emulated]] = {}
-        self._compile(path, list(kernels))
 
-    def _compile(self, path: Path, kernels: Sequence[CudaKernel]) -> None:
-        if kernels:
-            source = cuda_source(kernels)
-            emulated = Emulated(f"#define PI_SM {self.sm}\n{source.text}", path)
-            self._built |= {name: (launches, emulated) for name, launches in source.launches.items()}
+    def compile(self, kernels: Iterable[CudaKernel]) -> None:
+        """Compile `kernels` at once, which is quicker than one by one."""
+        kernels = list(kernels)
+        source = cuda_source(kernels)
+        emulated = Emulated(f"#define PI_SM {self._sm}\n{source.text}", self._folder / f"{kernels[0].name}.so")
+        self._built |= {name: (launches, emulated) for name, launches in source.launches.items()}
 
-    def _compiled(self, kernel: CudaKernel) -> tuple[Sequence[KernelLaunch], Emulated]:
-        if kernel.name not in self._built:
-            self._compile(self.path.with_name(f"{kernel.name}.so"), [kernel])
-        return self._built[kernel.name]
+    def run(self, kernel: CudaKernel | KernelSpec, inputs: Inputs, **step: int) -> dict[str, Array]:
+        """Return all arguments by name after a call of a kernel, or of the one that is written for a spec."""
+        return super().run(cuda.write_kernel(kernel) if isinstance(kernel, KernelSpec) else kernel, inputs, **step)
 
     def call(self, kernel: CudaKernel, arrays: Sequence[Guarded], threads: int) -> None:
         """All launches of `kernel`, in every order; leaves what the first one computed."""
-        launches, emulated = self._compiled(kernel)
+        if kernel.name not in self._built:
+            self.compile([kernel])
+        launches, emulated = self._built[kernel.name]
         before = [guarded.memory.copy() for guarded in arrays]
         found: list[list[np.ndarray]] = []
         for order in ORDERS:
@@ -55,3 +55,13 @@ class CudaWorkbench(Workbench):
                 assert np.array_equal(first, second), f"{kernel.name}: {argument.name} depends on the order of threads"
         for guarded, memory in zip(arrays, found[0], strict=True):
             guarded.memory[:] = memory
+
+
+def assert_rows(found: Array, expected: Array, tolerance: float = 0.0) -> None:
+    """Check the first rows, bit by bit if there is no tolerance, and that nothing was written to the others."""
+    first = found[: len(expected)]
+    if tolerance:
+        assert_close(first, expected, tolerance)
+    else:
+        assert np.array_equal(first, expected)
+    assert (found[len(expected) :].view(np.uint8) == 255).all(), "rows that do not count were written"

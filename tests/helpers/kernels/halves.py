@@ -18,32 +18,3 @@ def in_halves(x: NDArray[Any]) -> NDArray[np.float64]:
 def weights_in_halves(weights: NDArray[Any]) -> NDArray[np.float64]:
     """A matrix, each weight rounded."""
     return weights.astype(np.float16).astype(np.float64)
-
-
-class BlockInHalves:
-    """Makes an example of a feed-forward block that of a chunk on tensor cores, if `on_tensor_cores` is set."""
-
-    on_tensor_cores = False
-    x: NDArray[Any]
-    weights: dict[str, NDArray[np.float64]]
-    biases: dict[str, NDArray[Any]]
-
-    @property
-    def tolerance(self) -> float:
-        """For `assert_close`. Of hidden values in float32 a few are rounded to another half than in float64."""
-        return 3e-4 if self.on_tensor_cores else 2e-5
-
-    def products(self, name: str) -> NDArray[np.float64]:
-        x, weights = self.x.astype(np.float64), self.weights[name]
-        if self.on_tensor_cores:
-            x, weights = in_halves(x), weights_in_halves(weights)
-        return x @ weights.T + self.biases.get(f"{name}_bias", 0)
-
-    def hidden(self) -> NDArray[np.float64]:
-        raise NotImplementedError
-
-    def output(self) -> NDArray[np.float64]:
-        hidden, down = self.hidden(), self.weights["down"]
-        if self.on_tensor_cores:
-            hidden, down = in_halves(hidden), weights_in_halves(down)
-        return hidden @ down + self.biases.get("down_bias", 0)

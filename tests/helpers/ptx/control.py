@@ -6,17 +6,12 @@ Collectives are told apart by their line in the PTX, as the emulation does it wi
 from collections.abc import Callable, Mapping
 
 from helpers.ptx.operands import Frame
-from helpers.ptx.syntax import Instruction, elements
+from helpers.ptx.syntax import Instruction, c_label, elements
 
 Translation = Callable[[Frame, Instruction], str]
 
 _MATRIX_TYPES = "f32.f16.f16.f32"
 _WIDEST = 32
-
-
-def c_label(name: str) -> str:
-    """Return the C++ label for a label."""
-    return name.replace("$", "_")
 
 
 def _branch(_: Frame, at: Instruction) -> str:
@@ -98,8 +93,6 @@ CONTROL: Mapping[str, Translation] = {
     "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16": _load_matrices("pi_ldmatrix_x4_trans"),
     "cp.async.wait_all": _call("emulated_copies_arrive();"),
     "fence.acq_rel.sys": _call("emulated_fence_acq_rel();"),
-    "membar.gl": _call("emulated_fence();"),
-    "membar.sys": _call("emulated_fence();"),
     "nanosleep.u32": _call("emulated_sleep();"),
     # An event for a profiler: see pi_loads_first in prelude.cuh.
     "pmevent": _call(";"),

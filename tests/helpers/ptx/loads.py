@@ -19,8 +19,7 @@ from helpers.ptx.syntax import Instruction, PtxKernel
 _REGISTER = re.compile(r"%[a-z]+\d+")
 # Instructions that use memory; `ldmatrix` reads shared memory alone.
 _MEMORY = re.compile(r"(?:ld(?!\.param\.)|st|atom|red|cp\.async\.[cb]\w*|multimem|ldu|prefetch)\.")
-# What a launch does with a parameter. `weak` are plain loads.
-KINDS = ("constant", "weak", "volatile ld", "volatile st", "store", "atomic")
+# What a launch does with a parameter is one of these, or "constant", "volatile ld", or "weak", a plain load.
 _WRITES = frozenset({"volatile st", "store", "atomic"})
 
 Roots = Mapping[str, frozenset[str]]

@@ -9,8 +9,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -18,7 +16,7 @@ from helpers.ptx.device_code import DeviceCode
 from helpers.ptx.loads import loads_of
 from helpers.ptx.syntax import PtxKernel
 from helpers.support import ROOT
-from picompile_codegen.cuda.build import Resources, function_resources
+from picompile_codegen.cuda.build import function_resources
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
@@ -84,50 +82,26 @@ def _is_full_fence(code: list[str], at: int) -> bool:
     return bool(_FENCE.match(code[at])) and _EMPTY_CACHE in code[at + 1 : at + 1 + _MOST_BETWEEN]
 
 
-@dataclass(frozen=True)
-class Registers:
-    """Registers of a thread by the pinned compiler and by a later one, and what that puts in local memory."""
-
-    pinned: int
-    later: int
-    later_local_bytes: int
-
-
 @cache
 def missing_later_ptxas() -> str:
     """Return why the later assembler cannot be used; empty if it can."""
-    if not LATER_PTXAS.is_file():
-        return f"needs ptxas {LATER_RELEASE} as {LATER_PTXAS}"
-    done = subprocess.run([LATER_PTXAS, "--version"], capture_output=True, text=True, check=False)
-    found = re.search(r"release (\d+)", done.stdout)
-    is_later = found is not None and int(found[1]) >= LATER_RELEASE
-    return "" if is_later else f"needs ptxas {LATER_RELEASE}: {LATER_PTXAS} is another one"
+    if LATER_PTXAS.is_file():
+        said = subprocess.run([LATER_PTXAS, "--version"], capture_output=True, text=True, check=False).stdout
+        if (found := re.search(r"release (\d+)", said)) and int(found[1]) >= LATER_RELEASE:
+            return ""
+    return f"needs ptxas {LATER_RELEASE} as {LATER_PTXAS}"
 
 
-def assemble(ptx: str, sm: int) -> bytes:
-    """Return the cubin that the later assembler makes."""
+def later_faults(code: DeviceCode) -> list[str]:
+    """Return a line for each function that the later assembler gives more registers than it may, or local memory."""
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder) / "device.ptx", Path(folder) / "device.cubin"
-        source.write_text(ptx, encoding="utf-8")
-        subprocess.run([LATER_PTXAS, f"-arch=sm_{sm}", source, "-o", target], check=True, capture_output=True)
-        return target.read_bytes()
-
-
-def later_registers(code: DeviceCode) -> dict[str, Registers]:
-    """Return the registers of each function by both compilers."""
-    pinned, later = function_resources(code.cubin), function_resources(assemble(code.ptx, code.sm))
-    return {name: _compared(each, later[name]) for name, each in pinned.items()}
-
-
-def _compared(pinned: Resources, later: Resources) -> Registers:
-    return Registers(pinned.registers, later.registers, later.local_bytes)
-
-
-def register_faults(found: Mapping[str, Registers]) -> list[str]:
-    """Return a line for each function that takes more registers with the later compiler than it may, or spills."""
+        source.write_text(code.ptx, encoding="utf-8")
+        subprocess.run([LATER_PTXAS, f"-arch=sm_{code.sm}", source, "-o", target], check=True, capture_output=True)
+        later = function_resources(target.read_bytes())
     return [
-        f"{name}: {each.later} registers by ptxas {LATER_RELEASE} instead of {each.pinned}, "
-        f"{each.later_local_bytes} bytes of local memory"
-        for name, each in found.items()
-        if each.later > each.pinned + MOST_MORE_REGISTERS or each.later_local_bytes
+        f"{name}: {later[name].registers} registers by ptxas {LATER_RELEASE} instead of {pinned.registers}, "
+        f"{later[name].local_bytes} bytes of local memory"
+        for name, pinned in function_resources(code.cubin).items()
+        if later[name].registers > pinned.registers + MOST_MORE_REGISTERS or later[name].local_bytes
     ]

@@ -3,8 +3,8 @@
 import re
 from dataclasses import dataclass
 
-from helpers.ptx.operands import C_TYPES, Frame
-from helpers.ptx.syntax import Instruction, elements
+from helpers.ptx.operands import Frame
+from helpers.ptx.syntax import C_TYPES, Instruction, elements
 
 _ACCESS = re.compile(r"(ld|st)(\.volatile)?\.(global|shared)(\.nc)?(?:\.v([24]))?\.([bsu](?:8|16|32|64)|f32)")
 # By what follows `atom.` or `red.`: the emulation's function, and the type of memory.
@@ -68,19 +68,17 @@ def translate_access(frame: Frame, at: Instruction, access: Access) -> str:
         return _vector(frame, at, access, place)
     where = f"*({'volatile ' if 'volatile' in access.kind else ''}{c_type} *){place}"
     if is_load:
-        return frame.write(at, access.values[0], access.type, where, wider=True)
-    return f"{where} = {frame.read(at, access.values[0], access.type, wider=True)};"
+        return frame.write(at, access.values[0], access.type, where)
+    return f"{where} = {frame.read(at, access.values[0], access.type)};"
 
 
 def _vector(frame: Frame, at: Instruction, access: Access, place: str) -> str:
     """Return a load or store of several values, all of which are read before one register changes."""
     vector = f"PtxVector{len(access.values)}<{C_TYPES[access.type]}>"
     if at.opcode.startswith("ld"):
-        written = (
-            frame.write(at, name, access.type, f"loaded.e[{i}]", wider=True) for i, name in enumerate(access.values)
-        )
+        written = (frame.write(at, name, access.type, f"loaded.e[{i}]") for i, name in enumerate(access.values))
         return f"{{ {vector} loaded = *({vector} *){place}; {' '.join(written)} }}"
-    read = ", ".join(frame.read(at, name, access.type, wider=True) for name in access.values)
+    read = ", ".join(frame.read(at, name, access.type) for name in access.values)
     return f"*({vector} *){place} = {vector}{{{{{read}}}}};"
 
 

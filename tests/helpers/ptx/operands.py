@@ -5,31 +5,20 @@ sees a register as what its type says.
 """
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from helpers.ptx.errors import PtxError
-from helpers.ptx.syntax import Declared, Instruction, PtxKernel
+from helpers.ptx.syntax import C_TYPES, REGISTER_TYPES, Instruction, PtxKernel
 
-C_TYPES: Mapping[str, str] = {
-    **{f"{kind}{bits}": f"uint{bits}_t" for kind in "bu" for bits in (8, 16, 32, 64)},
-    **{f"s{bits}": f"int{bits}_t" for bits in (8, 16, 32, 64)},
-    "f16": "uint16_t",
-    "f16x2": "uint32_t",
-    "f32": "float",
-    "pred": "bool",
-}
-_REGISTER_TYPES = frozenset({"pred", "b16", "b32", "b64", "f16", "f32"})
-# "Special Registers", by type and what they are in the emulation, whose blocks have one dimension here.
+# "Special Registers": what they are in the emulation, whose blocks have one dimension here.
 _SPECIAL = {
-    "%tid.x": (32, "emulated_thread.x"),
-    "%ntid.x": (32, "emulated_block_size.x"),
-    "%ctaid.x": (32, "emulated_block.x"),
-    "%ctaid.y": (32, "emulated_block.y"),
-    "%nctaid.x": (32, "emulated_grid_size.x"),
-    "%nctaid.y": (32, "emulated_grid_size.y"),
-    "%laneid": (32, "emulated_lane()"),
-    "%globaltimer": (64, "emulated_now_ns()"),
+    "%tid.x": "emulated_thread.x",
+    "%ntid.x": "emulated_block_size.x",
+    "%ctaid.x": "emulated_block.x",
+    "%ctaid.y": "emulated_block.y",
+    "%nctaid.x": "emulated_grid_size.x",
+    "%nctaid.y": "emulated_grid_size.y",
+    "%laneid": "emulated_lane()",
+    "%globaltimer": "emulated_now_ns()",
 }
 _NUMBERED = re.compile(r"(%[a-z]+)(\d+)")
 _INTEGER = re.compile(r"-?\d+|0x[0-9A-Fa-f]+")
@@ -45,49 +34,32 @@ def bits_of(type_name: str) -> int:
 
 @dataclass
 class Frame:
-    """The registers of a kernel while it is translated.
-
-    `used` are the C++ variables that it needs, `named` the registers of inner scopes, both with their types.
-    """
+    """The registers of a kernel while it is translated: `used` are the variables that it needs, with their types."""
 
     kernel: PtxKernel
     used: dict[str, str] = field(default_factory=dict)
-    named: dict[str, str] = field(default_factory=dict)
 
-    def declare(self, declared: Declared) -> str:
-        """Return the declaration of registers of an inner scope."""
-        if declared.type not in _REGISTER_TYPES:
-            raise PtxError(f"{self.kernel.name}: registers of type .{declared.type} are not known")
-        self.named.update(dict.fromkeys(declared.names, declared.type))
-        return f"{C_TYPES[declared.type]} {', '.join(declared.names)};"
+    def read(self, at: Instruction, operand: str, type_name: str) -> str:
+        """Return an expression of the C type of `type_name`: of a register that is wider the low bits.
 
-    def read(self, at: Instruction, operand: str, type_name: str, *, wider: bool = False) -> str:
-        """Return an expression of the C type of `type_name`. A register may be `wider` where the ISA lets it.
-
-        Raises `PtxError` for an operand that has another size, or that is not known.
+        Raises `PtxError` for an operand that is not known; `ptx_as` does not compile for registers that are narrower.
         """
         if operand in _SPECIAL:
-            bits, text = _SPECIAL[operand]
-            if bits_of(type_name) != bits:
-                raise at.error(f"{operand} has {bits} bits")
-            return f"({C_TYPES[type_name]}){text}"
-        if operand.startswith("%") or operand in self.named:
+            return f"({C_TYPES[type_name]}){_SPECIAL[operand]}"
+        if operand.startswith("%") or operand in self.kernel.named:
             name, own = self._register(at, operand)
-            self._check_size(at, operand, own, type_name, wider=wider)
             return name if C_TYPES[own] == C_TYPES[type_name] else f"ptx_as<{C_TYPES[type_name]}>({name})"
         return self._literal(at, operand, type_name)
 
-    def write(self, at: Instruction, operand: str, type_name: str, value: str, *, wider: bool = False) -> str:
-        """Return the statement that gives a register a value of `type_name`; one that is `wider` extends it."""
+    def write(self, at: Instruction, operand: str, type_name: str, value: str) -> str:
+        """Return the statement that gives a register a value of `type_name`; one that is wider extends it."""
         name, own = self._register(at, operand)
-        self._check_size(at, operand, own, type_name, wider=wider)
-        if bits_of(own) > bits_of(type_name) and own[0] + type_name[0] in ("bf", "fb"):
-            raise at.error("floats are not extended")
         typed = f"({C_TYPES[type_name]})({value})"
-        if C_TYPES[own] == C_TYPES[type_name]:
-            return f"{name} = {typed};"
-        extended = bits_of(own) > bits_of(type_name)
-        return f"{name} = ({C_TYPES[own]}){typed};" if extended else f"{name} = ptx_as<{C_TYPES[own]}>({typed});"
+        if bits_of(own) > bits_of(type_name):
+            return f"{name} = ({C_TYPES[own]}){typed};"
+        return (
+            f"{name} = {typed};" if C_TYPES[own] == C_TYPES[type_name] else f"{name} = ptx_as<{C_TYPES[own]}>({typed});"
+        )
 
     def address(self, at: Instruction, operand: str, space: str) -> str:
         """Return the pointer that `[register + offset]` is, as `char *`."""
@@ -110,22 +82,15 @@ class Frame:
 
     def _register(self, at: Instruction, operand: str) -> tuple[str, str]:
         """Return the variable of a register, and the type that it was declared with."""
-        if operand in self.named:
-            return operand, self.named[operand]
+        if operand in self.kernel.named:
+            return operand, self.kernel.named[operand]
         match = _NUMBERED.fullmatch(operand)
         own, count = self.kernel.registers.get(match[1], ("", 0)) if match else ("", 0)
-        if match is None or int(match[2]) >= count or own not in _REGISTER_TYPES:
+        if match is None or int(match[2]) >= count or own not in REGISTER_TYPES:
             raise at.error(f"{operand} is no register")
         name = operand.removeprefix("%")
         self.used[name] = own
         return name, own
-
-    def _check_size(self, at: Instruction, operand: str, own: str, type_name: str, *, wider: bool) -> None:
-        if bits_of(own) == bits_of(type_name):
-            return
-        if wider and 1 < bits_of(type_name) < bits_of(own):
-            return
-        raise at.error(f"{operand} is .{own}, which is not as wide as .{type_name}")
 
     def _literal(self, at: Instruction, operand: str, type_name: str) -> str:
         bits = bits_of(type_name)

@@ -25,14 +25,6 @@ template <class T> static inline T ptx_shift_right(T x, uint32_t n) {
   return n >= 8 * sizeof(T) ? (x < 0 ? (T)-1 : 0) : (T)(x >> n);
 }
 
-/* "shf": two registers as one of 64 bits, of which the high half (left) or the low half (right) is taken. */
-static inline uint32_t ptx_funnel_left(uint32_t low, uint32_t high, uint32_t n) {
-  return (uint32_t)(n >= 32 ? low : ((uint64_t)high << 32 | low) << n >> 32);
-}
-static inline uint32_t ptx_funnel_right(uint32_t low, uint32_t high, uint32_t n) {
-  return (uint32_t)(n >= 32 ? high : ((uint64_t)high << 32 | low) >> n);
-}
-
 /* "bfi": the low `length` bits of a, at `place` of b. Both numbers are bytes. Bits beyond the last one are lost. */
 static inline uint32_t ptx_insert(uint32_t a, uint32_t b, uint32_t place, uint32_t length) {
   place &= 255, length &= 255;
@@ -69,7 +61,7 @@ template <class T> static inline T ptx_to_integer(float x) {
   return x <= (float)lowest ? lowest : (T)x;
 }
 
-/* "fma.rm", "fma.rp": rounded down or up. A product of floats is exact in a double; of the sum, TwoSum (D. Knuth, The Art
+/* "fma.rm": rounded down. A product of floats is exact in a double; of the sum, TwoSum (D. Knuth, The Art
    of Computer Programming 2, 4.2.2) gives the error. */
 static inline float ptx_fma_down(float a, float b, float c) {
   double product = (double)a * b, sum = product + c, part = sum - product;
@@ -79,7 +71,6 @@ static inline float ptx_fma_down(float a, float b, float c) {
   if (rounded > sum || (rounded == sum && error < 0)) rounded = nextafterf(rounded, -INFINITY);
   return rounded;
 }
-static inline float ptx_fma_up(float a, float b, float c) { return -ptx_fma_down(-a, b, -c); }
 
 /* "ex2.approx.ftz": subnormal numbers count as zeros, before and after. A GPU is right to 22 bits. */
 static inline float ptx_exp2(float x) {

@@ -8,17 +8,16 @@ ptxas ("add", "mul"), so results on a GPU may differ in the last bit.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from helpers.ptx.operands import C_TYPES
+from helpers.ptx.syntax import C_TYPES
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Types of the result and of the sources, and the expression. `wider` lets registers be wider, as "cvt" does."""
+    """Types of the result and of the sources, and the expression."""
 
     result: str
     sources: tuple[str, ...]
     expression: str
-    wider: bool = False
 
 
 _Rules = Iterator[tuple[str, Rule]]
@@ -63,12 +62,7 @@ def _words() -> _Rules:
     yield "prmt.b32", Rule("b32", three, "__byte_perm({0}, {1}, {2})")
     yield "bfi.b32", Rule("b32", ("b32",) * 4, "ptx_insert({0}, {1}, {2}, {3})")
     yield "popc.b32", Rule("u32", ("b32",), "__popc({0})")
-    yield "clz.b32", Rule("u32", ("b32",), "__clz((int){0})")
-    yield "brev.b32", Rule("b32", ("b32",), "__brev({0})")
     yield "dp2a.lo.u32.u32", Rule("u32", three, "ptx_dot_low({0}, {1}, {2})")
-    for way in ("left", "right"):
-        yield f"shf.{way[0]}.wrap.b32", Rule("b32", three, f"ptx_funnel_{way}({{0}}, {{1}}, {{2}} & 31)")
-        yield f"shf.{way[0]}.clamp.b32", Rule("b32", three, f"ptx_funnel_{way}({{0}}, {{1}}, {{2}})")
     for name, text in (("add", "add"), ("sub", "subtract"), ("mul", "multiply")):
         yield f"{name}.f16x2", Rule("f16x2", ("f16x2",) * 2, f"ptx_{text}_pairs({{0}}, {{1}})")
     yield "fma.rn.f16x2", Rule("f16x2", ("f16x2",) * 3, "ptx_fma_pairs({0}, {1}, {2})")
@@ -86,7 +80,6 @@ def _floats() -> _Rules:
     yield "sqrt.rn.f32", Rule("f32", ("f32",), "__builtin_sqrtf({0})")
     yield "fma.rn.f32", Rule("f32", ("f32",) * 3, "__builtin_fmaf({0}, {1}, {2})")
     yield "fma.rm.f32", Rule("f32", ("f32",) * 3, "ptx_fma_down({0}, {1}, {2})")
-    yield "fma.rp.f32", Rule("f32", ("f32",) * 3, "ptx_fma_up({0}, {1}, {2})")
     yield "ex2.approx.ftz.f32", Rule("f32", ("f32",), "ptx_exp2({0})")
     yield "max.f32", Rule("f32", ("f32",) * 2, "ptx_max({0}, {1})")
     yield "min.f32", Rule("f32", ("f32",) * 2, "ptx_min({0}, {1})")
@@ -107,9 +100,6 @@ def _choices() -> _Rules:
     yield "setp.ne.f32", Rule("pred", ("f32",) * 2, "{0} < {1} || {0} > {1}")
     for name, sign in _UNORDERED.items():
         yield f"setp.{name}.f32", Rule("pred", ("f32",) * 2, f"!({{0}} {sign} {{1}})")
-    yield "setp.equ.f32", Rule("pred", ("f32",) * 2, "!({0} < {1} || {0} > {1})")
-    yield "setp.nan.f32", Rule("pred", ("f32",) * 2, "__builtin_isunordered({0}, {1})")
-    yield "setp.num.f32", Rule("pred", ("f32",) * 2, "!__builtin_isunordered({0}, {1})")
     for each in (*integers, *raw, "f32"):
         yield f"selp.{each}", Rule(each, (each, each, "pred"), "{2} ? {0} : {1}")
     for name, expression in _LOGIC.items():
@@ -125,27 +115,17 @@ def _conversions() -> _Rules:
     for source in integers:
         for target in integers:
             if source != target:
-                yield f"cvt.{target}.{source}", Rule(target, (source,), "{0}", wider=True)
-        yield f"cvt.rn.f32.{source}", Rule("f32", (source,), "(float){0}", wider=True)
-        for mode, text in (("n", "rintf"), ("z", "truncf"), ("m", "floorf"), ("p", "ceilf")):
-            rounded = f"ptx_to_integer<{C_TYPES[source]}>({text}({{0}}))"
-            yield f"cvt.r{mode}i.{source}.f32", Rule(source, ("f32",), rounded, wider=True)
-    for mode, text in (("n", "rintf"), ("z", "truncf"), ("m", "floorf"), ("p", "ceilf")):
-        yield f"cvt.r{mode}i.f32.f32", Rule("f32", ("f32",), f"{text}({{0}})")
+                yield f"cvt.{target}.{source}", Rule(target, (source,), "{0}")
+        yield f"cvt.rn.f32.{source}", Rule("f32", (source,), "(float){0}")
+        yield f"cvt.rzi.{source}.f32", Rule(source, ("f32",), f"ptx_to_integer<{C_TYPES[source]}>(truncf({{0}}))")
+    yield "cvt.rni.f32.f32", Rule("f32", ("f32",), "rintf({0})")
     yield "cvt.sat.f32.f32", Rule("f32", ("f32",), "ptx_saturated({0})")
     yield "cvt.f32.f16", Rule("f32", ("f16",), "emulated_half_to_float({0})")
     yield "cvt.rn.f16.f32", Rule("f16", ("f32",), "emulated_float_to_half({0})")
-    # Addresses of global memory are generic ones; shared memory has addresses of its own, which begin at 0.
+    # Addresses of global memory are generic ones.
     yield "cvta.to.global.u64", Rule("u64", ("u64",), "{0}")
-    yield "cvta.global.u64", Rule("u64", ("u64",), "{0}")
-    yield "cvta.to.shared.u64", Rule("u64", ("u64",), "{0} - (uint64_t)ptx_window")
-    yield "cvta.shared.u64", Rule("u64", ("u64",), "{0} + (uint64_t)ptx_window")
 
 
-RULES: Mapping[str, Rule] = {
-    **dict(_integers()),
-    **dict(_words()),
-    **dict(_floats()),
-    **dict(_choices()),
-    **dict(_conversions()),
-}
+RULES: Mapping[str, Rule] = dict(
+    each for rules in (_integers, _words, _floats, _choices, _conversions) for each in rules()
+)

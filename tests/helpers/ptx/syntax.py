@@ -5,9 +5,7 @@ Names of sections are those of the PTX ISA, version 8.7.
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-
-from helpers.ptx.errors import PtxError
+from dataclasses import dataclass, field, replace
 
 # Where __launch_bounds__ is missing, a block may have as many threads as any GPU takes.
 _MOST_THREADS = 1024
@@ -28,6 +26,21 @@ _SHARED = re.compile(r"\.shared \.align (\d+) \.[bsuf](\d+) ([$\w]+)(?:\[(\d+)\]
 _PRAGMA = re.compile(r'\.pragma "(?:nounroll|used_bytes_mask \d+)"')
 
 
+class PtxError(Exception):
+    """PTX that the translator does not know, or that breaks a rule. The message has the line."""
+
+
+C_TYPES: Mapping[str, str] = {
+    **{f"{kind}{bits}": f"uint{bits}_t" for kind in "bu" for bits in (8, 16, 32, 64)},
+    **{f"s{bits}": f"int{bits}_t" for bits in (8, 16, 32, 64)},
+    "f16": "uint16_t",
+    "f16x2": "uint32_t",
+    "f32": "float",
+    "pred": "bool",
+}
+REGISTER_TYPES = frozenset({"pred", "b16", "b32", "b64", "f16", "f32"})
+
+
 @dataclass(frozen=True)
 class Instruction:
     """`guard` is a predicate and whether it is negated, if the instruction has one."""
@@ -45,40 +58,19 @@ class Instruction:
 
 
 @dataclass(frozen=True)
-class Label:
-    name: str
-
-
-@dataclass(frozen=True)
-class Scope:
-    """A brace inside of a kernel."""
-
-    opens: bool
-
-
-@dataclass(frozen=True)
-class Declared:
-    """Registers that a scope inside of a kernel declares."""
-
-    type: str
-    names: tuple[str, ...]
-
-
-Statement = Instruction | Label | Scope | Declared
-
-
-@dataclass(frozen=True)
 class PtxKernel:
-    """A kernel: `registers` are the type and the number of each of its ranges, by prefix as in `%rd`.
+    """A kernel. What is no instruction among its `statements` is C++: labels, braces, and registers of inner scopes.
 
-    `shared` has the offset of each shared array; `shared_bytes` are all of them.
+    `registers` are the type and the number of each range, by prefix as in `%rd`; `named` are the types of those of
+    inner scopes. `shared` has the offset of each shared array, and `shared_bytes` are all of them.
     """
 
     name: str
     parameters: tuple[str, ...]
     threads: int
-    statements: tuple[Statement, ...] = ()
-    registers: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    statements: list[Instruction | str] = field(default_factory=list)
+    registers: dict[str, tuple[str, int]] = field(default_factory=dict)
+    named: dict[str, str] = field(default_factory=dict)
     shared: Mapping[str, int] = field(default_factory=dict)
     shared_bytes: int = 0
 
@@ -97,7 +89,13 @@ def parse(text: str) -> list[PtxKernel]:
                 raise PtxError(f"line {_line(text, place)}: {_first_line(text, place)}: no kernel")
             place = header.end()
             continue
-        kernel = PtxKernel(entry[1], _parameters(entry), _threads(entry))
+        name, parameters, bounds = entry.groups()
+        if _PARAMETER.sub("", parameters).strip(", \n\t"):
+            raise PtxError(f"{name}: {parameters}: the stand-in for the driver passes pointers alone")
+        if _BOUNDS.sub("", bounds):
+            raise PtxError(f"{name}: {bounds.strip()}: not known")
+        threads = re.search(r"\.maxntid (\d+)", bounds)
+        kernel = PtxKernel(name, tuple(_PARAMETER.findall(parameters)), int(threads[1]) if threads else _MOST_THREADS)
         kernel, place = _with_body(kernel, text, entry.end())
         kernels.append(kernel)
     return kernels
@@ -111,26 +109,8 @@ def _first_line(text: str, place: int) -> str:
     return text[place:].strip().partition("\n")[0]
 
 
-def _parameters(entry: re.Match[str]) -> tuple[str, ...]:
-    declared = [each.strip() for each in entry[2].split(",") if each.strip()]
-    found = [_PARAMETER.fullmatch(each) for each in declared]
-    for text, match in zip(declared, found, strict=True):
-        if match is None:
-            raise PtxError(f"{entry[1]}: {text}: the stand-in for the driver passes pointers alone")
-    return tuple(match[1] for match in found if match)
-
-
-def _threads(entry: re.Match[str]) -> int:
-    if _BOUNDS.sub("", entry[3]):
-        raise PtxError(f"{entry[1]}: {entry[3].strip()}: not known")
-    bound = re.search(r"\.maxntid (\d+)", entry[3])
-    return int(bound[1]) if bound else _MOST_THREADS
-
-
 def _with_body(kernel: PtxKernel, text: str, start: int) -> tuple[PtxKernel, int]:
     """Return `kernel` with its statements, from behind its brace on, and the place behind its last brace."""
-    statements: list[Statement] = []
-    registers: dict[str, tuple[str, int]] = {}
     arrays: list[tuple[str, int, int]] = []
     place, depth, line, counted = start, 1, _line(text, start), start
     while depth:
@@ -140,41 +120,37 @@ def _with_body(kernel: PtxKernel, text: str, start: int) -> tuple[PtxKernel, int
         place, begin = match.end(), match.start(match.lastgroup or 0)
         line, counted = line + text.count("\n", counted, begin), begin
         if match["label"]:
-            statements.append(Label(match["label"]))
-        elif match["open"] or match["close"]:
+            kernel.statements.append(f"{c_label(match['label'])}: ;")
+        elif brace := match["open"] or match["close"]:
             depth += 1 if match["open"] else -1
-            if depth or match["open"]:
-                statements.append(Scope(bool(match["open"])))
+            kernel.statements.extend([brace] if depth else [])
         else:
             statement = " ".join(match["text"].split())
-            if found := _registers(statement, depth, line, registers):
-                statements.append(found)
+            if registers := _REGISTERS.fullmatch(statement):
+                kernel.statements.extend(_declared(kernel, registers, depth, line))
             elif shared := _SHARED.fullmatch(statement):
                 arrays.append((shared[3], int(shared[1]), int(shared[2]) // 8 * int(shared[4] or 1)))
-            elif not statement.startswith(".reg") and not _PRAGMA.fullmatch(statement):
-                statements.append(_instruction(statement, line))
+            elif not _PRAGMA.fullmatch(statement):
+                kernel.statements.append(_instruction(statement, line))
     offsets, size = _offsets(arrays)
-    filled = PtxKernel(kernel.name, kernel.parameters, kernel.threads, tuple(statements), registers, offsets, size)
-    return filled, place
+    return replace(kernel, shared=offsets, shared_bytes=size), place
 
 
-def _registers(text: str, depth: int, line: int, ranges: dict[str, tuple[str, int]]) -> Declared | None:
-    """Add the range of registers that `text` declares to `ranges`, or return those that it names one by one."""
-    match = _REGISTERS.fullmatch(text)
-    if match is None:
-        if text.startswith(".reg"):
-            raise PtxError(f"line {line}: {text}: not known")
-        return None
-    names = [each.strip() for each in match[2].split(",")]
-    found = [_RANGE.fullmatch(name) for name in names]
-    if depth == 1 and all(found):
-        for each in found:
-            if each:
-                ranges[each[1]] = match[1], int(each[2])
-        return None
-    if any(re.fullmatch(r"[A-Za-z_]\w*", name) is None for name in names):
-        raise PtxError(f"line {line}: {text}: not known")
-    return Declared(match[1], tuple(names))
+def c_label(name: str) -> str:
+    """Return the C++ label for a label."""
+    return name.replace("$", "_")
+
+
+def _declared(kernel: PtxKernel, registers: re.Match[str], depth: int, line: int) -> Iterator[str]:
+    """Add registers to `kernel`, and yield the declaration of those that an inner scope names one by one."""
+    for name in (each.strip() for each in registers[2].split(",")):
+        if depth == 1 and (found := _RANGE.fullmatch(name)):
+            kernel.registers[found[1]] = registers[1], int(found[2])
+        elif registers[1] in REGISTER_TYPES and re.fullmatch(r"[A-Za-z_]\w*", name):
+            kernel.named[name] = registers[1]
+            yield f"{C_TYPES[registers[1]]} {name};"
+        else:
+            raise PtxError(f"line {line}: {registers[0]}: not known")
 
 
 def _instruction(text: str, line: int) -> Instruction:

@@ -3,11 +3,11 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from helpers.ptx.control import CONTROL, c_label
+from helpers.ptx.control import CONTROL
 from helpers.ptx.memory import access_of, translate_access
-from helpers.ptx.operands import C_TYPES, Frame, bits_of
+from helpers.ptx.operands import Frame, bits_of
 from helpers.ptx.rules import RULES
-from helpers.ptx.syntax import Declared, Instruction, Label, PtxKernel, Scope, Statement, elements
+from helpers.ptx.syntax import C_TYPES, Instruction, PtxKernel, elements
 
 _RUNTIME = Path(__file__).with_name("ptx.h")
 # What vectors are aligned to at most; the arrays of the emulation have less.
@@ -40,13 +40,9 @@ def _kernel(kernel: PtxKernel) -> str:
     return "\n".join([head, *declared, *body, "}\n"])
 
 
-def _statement(frame: Frame, statement: Statement) -> str:
-    if isinstance(statement, Label):
-        return f"{c_label(statement.name)}: ;"
-    if isinstance(statement, Scope):
-        return "{" if statement.opens else "}"
-    if isinstance(statement, Declared):
-        return frame.declare(statement)
+def _statement(frame: Frame, statement: Instruction | str) -> str:
+    if isinstance(statement, str):
+        return statement
     text = _instruction(frame, statement)
     if statement.guard:
         predicate, is_negated = statement.guard
@@ -69,23 +65,16 @@ def _instruction(frame: Frame, at: Instruction) -> str:
 
 
 def _computed(frame: Frame, at: Instruction) -> str:
-    rule = RULES[at.opcode]
-    if len(at.operands) != 1 + len(rule.sources):
+    rule, (target, *operands) = RULES[at.opcode], at.operands
+    if len(operands) != len(rule.sources):
         raise at.error(f"{len(rule.sources)} sources are known")
-    target, *operands = at.operands
-    sources = [
-        frame.read(at, operand, type_name, wider=rule.wider)
-        for operand, type_name in zip(operands, rule.sources, strict=True)
-    ]
-    return frame.write(at, target, rule.result, rule.expression.format(*sources), wider=rule.wider)
+    sources = [frame.read(at, operand, type_name) for operand, type_name in zip(operands, rule.sources, strict=True)]
+    return frame.write(at, target, rule.result, rule.expression.format(*sources))
 
 
 def _parameter(frame: Frame, at: Instruction) -> str:
     target, source = at.operands
-    name = source.strip("[]")
-    if name not in frame.kernel.parameters:
-        raise at.error(f"{name} is no parameter")
-    return frame.write(at, target, "u64", name)
+    return frame.write(at, target, "u64", source.strip("[]"))
 
 
 def _pack(frame: Frame, at: Instruction) -> str:
