@@ -19,8 +19,7 @@ DOCUMENTS = [
 
 # Architecture decision records have links, but no commands to run.
 ADRS = ROOT / "docs" / "adr"
-ADR_INDEX = ADRS / "README.md"
-LINKED = [*DOCUMENTS, *sorted(ADRS.glob("*.md"))]
+LINKED = [*DOCUMENTS, *sorted(ADRS.glob("*.md")), ROOT / "examples" / "picompile-silent" / "README.md"]
 
 # Needs its files to be written first: a test of its own.
 TUTORIAL = ROOT / "docs" / "write_a_pass.md"
@@ -28,126 +27,14 @@ TUTORIAL = ROOT / "docs" / "write_a_pass.md"
 # Starts servers for its commands: tests/deploy/test_serving_guide.py runs them.
 SERVING = ROOT / "docs" / "serving.md"
 
-# Not run here, and why.
-EXEMPT = {
-    "python benchmarks/prompt_counts.py --shape llama-70b --target 4090": "takes a minute; its parts run in "
-    "tests/benchmarks/test_benchmarks_prompt_counts.py",
-    "make demo": "makes a virtual environment and downloads torch; what it then runs is what the other commands run",
-    "make test": "runs this test",
-    "make test-slow": "runs this test",
-    "make test-all": "runs this test",
-    "make fuzz": "runs the tests for long",
-    "make format": "rewrites the sources",
-    "make lint": "a part of `make test`",
-    "make coverage": "runs the tests, for longer",
-    "make docs": "installs MkDocs; test_the_site_is_built builds the site where it is installed",
-    "make constraints": "downloads every package",
-    "make test CONSTRAINTS=": "downloads packages and runs this test",
-    "make bench": "takes 7 GB of disk and some minutes",
-    "pip install ./runtime": "downloads packages",
-    "pip install 'picompile[testing]'": "downloads packages",
-    "python benchmarks/passes.py --shape reglu-1.3b --layers 12,24,48,96": "takes minutes, and a quiet machine",
-    "pip install .": "run, in a folder of its own, by the test of the tutorial",
-    "picompile bench build/bench/reglu-1.3b-10.q4.learned -p 128 -n 32 -r 3": "needs an artifact of 800 MB",
-    "python benchmarks/threads.py build/bench/reglu-1.3b-10.q4.learned --rounds 5": "needs an artifact of 800 MB",
-    "pip install 'picompile[gguf]'": "downloads packages",
-    "pip install './runtime[serve]'": "downloads packages",
-    "pip install 'lm-eval[api]==0.4.13' transformers": "downloads packages",
-    "pip install 'picompile[gguf,report]'": "downloads packages",
-    "picompile compile SmolLM2-135M-Instruct.Q4_1.gguf -o build/smollm2 --quant q8": "needs a file of 93 MB",
-    "picompile eval build/smollm2 --text tests/data/heldout.txt --window 512 -n 8192": "needs a file of 93 MB",
-    "pip install 'picompile[cuda]'": "downloads packages",
-    **dict.fromkeys(
-        (
-            "python benchmarks/peers.py --work build/bench --peer-python ~/peers/bin/python --sweeps prefill --quick",
-            "python benchmarks/peers.py --work build/bench --peer-python ~/peers/bin/python --sweeps context batch "
-            "--quick --rounds 3",
-        ),
-        "needs llama.cpp and OpenVINO; tests/benchmarks/ has all of its parts",
-    ),
-    "python benchmarks/peers.py --work build/bench --peer-python ~/peers/bin/python --powerinfer PowerInfer "
-    "--sweeps decode prefill --quick": "needs the peers; test_benchmarks_models.py writes PowerInfer's file",
-    "python benchmarks/peers.py --work build/bench --peer-python ~/peers-avx2/bin/python --powerinfer PowerInfer "
-    "--target cpu-avx2 --sweeps prefill batch decode --quick": "needs the peers, and a quiet machine",
-    "python benchmarks/idle_heads.py SmolLM2-135M-Instruct.Q4_1.gguf": "needs a file of 93 MB",
-    "python benchmarks/idle_heads.py models/tiny-reglu": "run on fewer tokens by test_benchmarks_models.py",
-    "python benchmarks/sparse_projections.py build/bench/reglu-1.3b-10 --share 0 0.4": (
-        "takes minutes; test_benchmarks_models.py has a small model"
-    ),
-    "python benchmarks/peers.py --work build/bench --peer-python ~/peers/bin/python --sweeps decode prefill": (
-        "takes 20 GB, the peers, and a quiet machine"
-    ),
-    "python benchmarks/sparsity.py --rounds 25 --plot docs/images/sparsity.png": "takes minutes, and a quiet machine",
-    "python benchmarks/batch.py --tokens 1 4 8 32 --rounds 4": "takes minutes, and a quiet machine",
-    "python benchmarks/kernels.py": "takes a minute, and a quiet machine",
-    "python benchmarks/speculation.py build/smollm2": (
-        "needs a file of 93 MB; test_runtime_speculation.py has the bundled model"
-    ),
-    "picompile bench build/bench/reglu-1.3b-10.q4.learned -p 16 -n 64 -d 4000 -r 3": "needs an artifact of 800 MB",
-    "python benchmarks/serve_peers.py build/bench/reglu-1.3b-10.q4.learned --llama-server llama-server --gguf "
-    "reglu-1.3b.q4_0.gguf": "needs llama.cpp's server",
-    "python benchmarks/serve_load.py build/smollm2 --streams 64 --minutes 10": (
-        "takes ten minutes; deploy/test_serve_benchmarks.py takes seconds"
-    ),
-    "python benchmarks/serve_prefix.py build/bench/reglu-1.3b-10.q4.learned": (
-        "needs an artifact of 800 MB; deploy/test_serve_benchmarks.py has a small one"
-    ),
-    "python benchmarks/json_schemas.py --count 400": "takes two minutes; deploy/test_serve_benchmarks.py has fewer",
-    "python benchmarks/json_schemas.py --count 300 --schemas jsonschemabench/maskbench/data": "needs their schemas",
-    "make gpu-pack SM=89": "takes half an hour, as make gpu-pack does",
-    "make gpu-pack": "takes half an hour; test_benchmarks_gpu.py packs less",
-    "python benchmarks/gpu_pack.py -o build/gpu --sm 90 --llama build/llama.tar.xz --more": "takes ten minutes",
-    **{
-        f"python benchmarks/gpu.py {text}": "needs a GPU; test_benchmarks_gpu.py runs it on a stand-in"
-        for text in (
-            "first build/gpu --results build/found",
-            "first build/gpu --results build/found --asked 1795762800 --shm 100G --memory 128",
-            "ready build/gpu",
-            "more build/gpu --results build/found --shm 100G --memory 128",
-            "more build/gpu --results build/found --shm 100G --memory 128 --model bamboo-7b",
-            "second build/gpu --results build/found",
-            "second build/gpu --results build/found --memory 128",
-            "more build/gpu --results build/found",
-            "case build/gpu 'linear q4'",
-            "tables build/found/first.json build/found/second.json",
-        )
-    },
-    "python benchmarks/futex.py OLD NEW --threads 4 --rounds 3 --tokens 400": "needs artifacts of two versions",
-    "python benchmarks/cuda_instructions.py --sm 89 90": "run, but for its printing, by test_cuda_nibbles.py",
-    **{
-        f"python examples/train_relu_lm.py --variant {variant} --out build/relu-lm/{variant} --steps 1800 --threads 1 "
-        "--l1 1 --learning-rate 0.001": "takes an hour or two"
-        for variant in ("reglu", "opt")
-    },
-    "python examples/relufy.py SmolLM2-135M-Instruct.Q4_1.gguf --out build/smollm2-relu --steps 600 --blocks 0 "
-    "--l1 0.01 --plot build/relufication.png": "takes hours; examples/test_relufication.py trains a small model",
-    "picompile compile build/smollm2-relu -o build/smollm2-relu.q8 --quant q8 --predictor exact": "needs that model",
-    'picompile run build/smollm2-relu.q8 -p "The capital of France is" -n 32': "needs that model",
-    "python benchmarks/predictors.py build/relu-lm/reglu": "takes a quarter of an hour, and a trained model",
-    "python benchmarks/predictors.py models/tiny-reglu --ranks 48,64,80": "takes some minutes",
-    "python benchmarks/predictor_formats.py models/tiny-reglu --rank 64 --learned-only --text tests/data/heldout.txt "
-    "--tokens 16384": "takes some minutes; benchmarks/test_benchmarks_models.py reads less",
-    "python examples/relufy.py SmolLM2-135M-Instruct.Q4_1.gguf --out build/smollm2-relu --minutes 12 --blocks 0 "
-    "--l1 0.01 --threads 1 --solve-tokens 12288 --own-tokens 0 --probe-tokens 2048": "takes a quarter of an hour",
-    "python benchmarks/predictor_formats.py build/smollm2-relu --rank 256 --learned-only --profile-tokens 16384 "
-    "--samples 12288 --text CONTRIBUTING.md --quants f16 --formats q8,q6,q4": "needs that model",
-    "python benchmarks/profile_memory.py": "takes 4 GB of disk and minutes",
-    'python benchmarks/profile_memory.py --tokens 32768 --train ""': "takes 4 GB of disk and most of an hour",
-    "python benchmarks/placement.py times --direct --direct-limit 30 --plot docs/images/solver_time.png": (
-        "takes minutes, and a quiet machine"
-    ),
-    "python benchmarks/quantization.py models/tiny-reglu --plot build/quantization.png": "takes ten minutes",
-    "python benchmarks/skipping.py SmolLM2-135M --tokens 4096 --skip-tokens 8192 --oracle 0.1 0.15 0.2 0.3 0.35 "
-    "0.4 0.5 --speed --rounds 7": "takes an hour",
-    "python benchmarks/rounding_memory.py --kill": "takes 5 GB of disk and most of an hour",
-    "python benchmarks/placement.py prefixes": "takes half a minute",
-    "python benchmarks/placement.py policies": "takes ten minutes",
-    "python benchmarks/placement_paper.py": "takes a minute",
-    "python benchmarks/placement.py safety --layers 2 --every 50": "takes ten minutes",
-    "python benchmarks/compile_memory.py MODEL --quant q4 [--limit-gb 6]": "a synopsis; takes minutes",
-    "picompile chat artifacts/relu-llama": "a conversation; cli/test_cli_chat.py has some",
-    "picompile serve build/served": "runs until it is stopped; cli/test_cli_serve.py runs and stops it",
-    "picompile serve artifacts/relu-llama": "runs until it is stopped; cli/test_cli_serve.py runs and stops it",
+# Not run here, and why: what a command begins with or names.
+NOT_RUN = {
+    r"make ": "downloads, or runs this test; test_make_targets_exist asks for each",
+    r"pip install ": "downloads packages; test_write_a_pass has its own way",
+    r"python (benchmarks|examples)/": "takes minutes, a GPU or peers; tests/benchmarks and tests/examples have parts",
+    r"picompile .*(smollm2|SmolLM2|build/bench/)": "needs a file of 93 MB, or an artifact of 800 MB",
+    r"picompile serve ": "runs until it is stopped; cli/test_cli_serve.py runs and stops it",
+    r"picompile chat \S+$": "a conversation; cli/test_cli_chat.py has some",
 }
 
 # What a reader has, and what stands for it here.
@@ -159,6 +46,7 @@ PLACEHOLDERS = {
 COMMAND = re.compile(r"```(?:console|bash)\n(.*?)```", re.DOTALL)
 PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
 TITLED = re.compile(r'```\w+ title="([^"]+)"\n(.*?)```', re.DOTALL)
+OPTION = re.compile(r"(?<![\w-])(--[a-z][a-z0-9-]+)")
 LINK = re.compile(r"\]\(([^)#]+?)(?:#[^)]*)?\)")
 
 
@@ -170,10 +58,8 @@ def commands(document: Path) -> list[str]:
     return [line.partition(" # ")[0].strip() for line in lines if line.strip()]
 
 
-def inline_commands(document: Path) -> list[str]:
-    """Commands inside of sentences that could be run as they stand."""
-    found = re.findall(r"`((?:make|pip|picompile) [^`]+)`", document.read_text(encoding="utf-8"))
-    return [command for command in found if command.startswith(("make ", "pip "))]
+def is_run(command: str) -> bool:
+    return not any(re.match(pattern, command) for pattern in NOT_RUN)
 
 
 def substituted(command: str) -> str:
@@ -216,7 +102,7 @@ def test_every_command_runs(document: Path, workplace: Path, environment: dict[s
     if document.name == "cli.md":
         make_predictors(workplace / "powerinfer")
     for command in commands(document):
-        if command not in EXEMPT:
+        if is_run(command):
             done = run_command(substituted(command), workplace, environment)
             assert done.stdout, f"{document.name}: {command} printed nothing"
 
@@ -232,50 +118,53 @@ def run_command(command: str, folder: Path, environment: dict[str, str]) -> subp
 
 
 def test_commands_are_found() -> None:
-    """The test above would pass on documents that it cannot read."""
-    assert "make demo" in commands(ROOT / "README.md")
-    assert sum("picompile" in command for command in commands(ROOT / "README.md")) >= 4
+    """The test above would pass on documents that it cannot read, or if it ran nothing in them."""
+    from picompile.cli.app import COMMANDS
+
+    assert sum(map(is_run, commands(ROOT / "README.md"))) >= 4
     programs = {
         shlex.split(command)[1] for command in commands(ROOT / "docs" / "cli.md") if command.startswith("picompile")
     }
-    from picompile.cli.app import COMMANDS
-
     assert programs == set(COMMANDS)
+    everywhere = [command for document in DOCUMENTS for command in commands(document)]
+    assert [pattern for pattern in NOT_RUN if not any(re.match(pattern, command) for command in everywhere)] == []
 
 
-def test_only_known_commands_are_exempt() -> None:
-    everywhere = {command for document in DOCUMENTS for command in [*commands(document), *inline_commands(document)]}
-    assert set(EXEMPT) <= everywhere
-    assert {command for command in everywhere if command.startswith(("make ", "pip "))} <= set(EXEMPT)
+def test_scripts_that_are_not_run_have_the_options() -> None:
+    """Of `python benchmarks/x.py --option`, a module of the folder has the option."""
+    for document in DOCUMENTS:
+        for command in commands(document):
+            if script := re.match(r"python ((benchmarks|examples)/\S+\.py)", command):
+                assert (ROOT / script[1]).exists(), command
+                text = "".join(path.read_text(encoding="utf-8") for path in (ROOT / script[1]).parent.rglob("*.py"))
+                options = {option for option in OPTION.findall(command) if option not in text}
+                assert {o for o in options if o[2:].replace("-", "_") not in text} == set(), command
 
 
-@pytest.mark.parametrize("target", sorted({c.split()[1] for c in EXEMPT if c.startswith("make")}))
-def test_make_targets_exist(target: str) -> None:
-    done = subprocess.run(["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True)
+def test_make_targets_exist() -> None:
+    text = "".join(document.read_text(encoding="utf-8") for document in DOCUMENTS)
+    targets = sorted(set(re.findall(r"(?:^    |`)make ([\w-]+)", text, re.MULTILINE)))
+    assert "test-slow" in targets
+    done = subprocess.run(["make", "--dry-run", *targets], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout
 
 
 @pytest.mark.parametrize("document", LINKED, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(document: Path) -> None:
     links = [link for link in LINK.findall(document.read_text(encoding="utf-8")) if "://" not in link]
-    missing = [link for link in links if not (document.parent / link).exists()]
-    assert missing == []
+    assert [link for link in links if not (document.parent / link).exists()] == []
 
 
-def test_adr_links_and_index() -> None:
-    """Records are numbered without gaps, have the template's sections, and are in the index with title and status."""
-    records = sorted(ADRS.glob("[0-9]*.md"))
+def test_the_index_has_every_decision() -> None:
+    """With its number, title and status."""
     rows = []
-    for number, record in enumerate(records, start=1):
-        text = record.read_text(encoding="utf-8")
-        assert record.name.startswith(f"{number:04}-")
-        assert re.findall("^## (.*)$", text, re.MULTILINE) == ["Status", "Context", "Decision", "Consequences"]
-        heading = re.fullmatch(rf"# {number}\. (.+)", text.splitlines()[0])
-        status = re.search(r"## Status\n\n(Accepted|Superseded)\b", text)
-        assert heading and status, record.name
-        rows.append(f"| {number:04} | [{heading[1]}]({record.name}) | {status[1].lower()} |")
-    assert re.findall(r"^\| \d{4} .*$", ADR_INDEX.read_text(encoding="utf-8"), re.MULTILINE) == rows
+    for number, record in enumerate(sorted(ADRS.glob("[0-9]*.md")), start=1):
+        found = re.match(
+            rf"# {number}\. (.+)\n+## Status\n\n(Accepted|Superseded)\b", record.read_text(encoding="utf-8")
+        )
+        assert found, record.name
+        rows.append(f"| {number:04} | [{found[1]}]({record.name}) | {found[2].lower()} |")
+    assert re.findall(r"^\| \d{4} .*$", (ADRS / "README.md").read_text(encoding="utf-8"), re.MULTILINE) == rows
 
 
 @pytest.mark.slow("runs the Python of whole pages; what it calls has fast tests")
@@ -321,9 +210,6 @@ def test_the_site_is_built(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "site" / "index.html").exists()
-
-
-OPTION = re.compile(r"(?<![\w-])(--[a-z][a-z0-9-]+)")
 
 
 def test_options_in_the_documentation_exist() -> None:

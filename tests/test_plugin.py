@@ -26,16 +26,12 @@ from picompile_passes.graph.materialize import materialize
 from picompile_passes.pipeline import Pipeline
 
 PACKAGE = ROOT / "examples" / "picompile-silent"
-NAMES = ("count-weight-bytes", "drop-silent-neurons")
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 # What takes long in the README, and what stands for it here.
 SHORTER = {"--tokens 20000": "--tokens 100", "-n 10000": "-n 100"}
-# Not run with the other commands, and why.
-EXEMPT = {
-    "pip install ./examples/picompile-silent": "done by the fixture, into another folder",
-    "python -m pytest examples/picompile-silent": "a test of its own",
-}
+# Not run with the other commands: the fixture does it, into another folder.
+EXEMPT = "pip install ./examples/picompile-silent"
 
 
 @pytest.fixture(scope="session")
@@ -56,7 +52,7 @@ def workplace(tmp_path: Path, tiny_model: Path) -> Path:
     """An empty folder with what the README's commands name; the model is a smaller one."""
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "tiny-reglu").symlink_to(tiny_model)
-    for name in ("README.md", "docs", "picompile"):
+    for name in ("README.md", "docs", "picompile", "examples"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "data").symlink_to(ROOT / "tests" / "data")
@@ -71,6 +67,7 @@ def run(site: Path, commands: Path, tmp_path: Path) -> Run:
         path = os.pathsep.join([str(commands), str(Path(sys.executable).parent), os.environ["PATH"]])
         # One thread: tests run side by side, and nothing here is large.
         settings = {"PATH": path, "PYTHONPATH": str(site), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+        settings["PYTEST_ADDOPTS"] = "-p no:cacheprovider"
         settings["PICOMPILE_TARGET"] = "native"
         environment = os.environ | settings
         return subprocess.run(list(map(str, words)), cwd=tmp_path, env=environment, capture_output=True, text=True)
@@ -88,26 +85,19 @@ def readme_commands() -> list[str]:
 
 
 @pytest.mark.slow("installs the plug-in into an environment of its own")
-def test_the_passes_are_listed_with_their_origin(run: Run) -> None:
-    done = run("picompile", "passes", "--json")
-    assert done.returncode == 0, done.stderr
-    origins = {row["name"]: row["origin"] for row in json.loads(done.stdout)}
-    assert [origins[name] for name in NAMES] == ["picompile-silent"] * 2
-    assert origins["quantize"] == "picompile"
-
-
-@pytest.mark.slow("installs the plug-in into an environment of its own")
 def test_every_command_of_the_readme_runs(run: Run, workplace: Path) -> None:
     commands = readme_commands()
-    assert set(EXEMPT) <= set(commands)
+    commands.remove(EXEMPT)
+    assert "python -m pytest examples/picompile-silent" in commands
     for command in commands:
-        if command in EXEMPT:
-            continue
         for text, shorter in SHORTER.items():
             command = command.replace(text, shorter)
         done = run("bash", "-c", command)
         assert done.returncode == 0, f"{command}\n{done.stderr}"
         assert done.stderr == "", command
+    origins = {row["name"]: row["origin"] for row in json.loads(run("picompile", "passes", "--json").stdout)}
+    assert origins["count-weight-bytes"] == origins["drop-silent-neurons"] == "picompile-silent"
+    assert origins["quantize"] == "picompile"
     (noted,) = (workplace / "build" / "dump").glob("*_count-weight-bytes.txt")
     # Gate, up and down: 200 neurons of 96 columns each, in float32.
     block = 3 * 200 * 96
@@ -139,17 +129,6 @@ def test_the_python_of_the_readme_prints_what_it_says(
     exec(compile(code, "README.md", "exec"), {})
     printed = capsys.readouterr().out.split()[0]
     assert f"That prints {printed}:" in readme()
-
-
-def test_links_of_the_readme_lead_somewhere() -> None:
-    assert [link for link in re.findall(r"\]\(([^)#]+)\)", readme()) if not (PACKAGE / link).exists()] == []
-
-
-@pytest.mark.slow("installs the plug-in into an environment of its own")
-def test_its_own_tests_pass(run: Run, tmp_path: Path) -> None:
-    done = run(sys.executable, "-m", "pytest", "-p", "no:cacheprovider", PACKAGE)
-    assert done.returncode == 0, done.stdout
-    assert " passed" in done.stdout
 
 
 @pytest.mark.slow("compiles models with the plug-in installed")
@@ -194,46 +173,25 @@ def test_the_artifact_computes_what_the_smaller_graph_does(
 
 
 @pytest.mark.slow("installs the plug-in into an environment of its own")
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("counts=no-such-file.json", "firing counts no-such-file.json: No such file or directory"),
-        (
-            "counts=counts.json,at_least=none",
-            "option at_least of pass drop-silent-neurons: 'none' is not a whole number",
-        ),
-        ("counts=counts.json", "firing counts counts.json: layer 1 has 200 neurons, not 3"),
-    ],
-)
-def test_a_wrong_option_is_one_line_and_leaves_nothing(
-    options: str, message: str, installed: None, cli: Cli, workplace: Path, monkeypatch: pytest.MonkeyPatch
+def test_bad_input_is_one_line_and_leaves_nothing(
+    installed: None, cli: Cli, workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(workplace)
     Path("counts.json").write_text('{"1": [0, 1, 2]}')
     before = sorted(workplace.iterdir())
-    ended = cli("compile", "models/tiny-reglu", "-o", "out", "--pass", f"drop-silent-neurons{{{options}}}")
-    assert ended == Ended(2, "", f"error: {message}\n")
-    assert sorted(workplace.iterdir()) == before
-
-
-@pytest.mark.slow("installs the plug-in into an environment of its own")
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+    for options, message in (
+        ("counts=none.json", "firing counts none.json: No such file or directory"),
+        ("counts=counts.json,at_least=x", "option at_least of pass drop-silent-neurons: 'x' is not a whole number"),
+        ("counts=counts.json", "firing counts counts.json: layer 1 has 200 neurons, not 3"),
+    ):
+        ended = cli("compile", "models/tiny-reglu", "-o", "out", "--pass", f"drop-silent-neurons{{{options}}}")
+        assert ended == Ended(2, "", f"error: {message}\n")
+    main = importlib.import_module("picompile_silent.__main__").main
+    for arguments, message in (
         (("models/tiny-reglu", "nothing.txt", "-o", "c.json"), "nothing.txt: there is no such file"),
         (("models", "README.md", "-o", "c.json"), "models/tokenizer.json: there is no such file"),
         (("models/tiny-reglu", "README.md", "-o", "a/c.json"), "a/c.json: not a file in a folder that is there"),
-    ],
-)
-def test_counting_says_what_is_wrong(
-    arguments: tuple[str, ...],
-    message: str,
-    installed: None,
-    workplace: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(workplace)
-    main = importlib.import_module("picompile_silent.__main__").main
-    assert main(arguments) == 2
-    assert capsys.readouterr() == ("", f"error: {message}\n")
+    ):
+        assert main(arguments) == 2
+        assert capsys.readouterr() == ("", f"error: {message}\n")
+    assert sorted(workplace.iterdir()) == before

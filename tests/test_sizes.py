@@ -9,23 +9,9 @@ from hypothesis import strategies as st
 from picompile.errors import UsageError
 from picompile.quantities import parse_bandwidth, parse_budget, parse_bytes
 
-UNITS = {
-    "": 1,
-    "B": 1,
-    "K": 2**10,
-    "M": 2**20,
-    "G": 2**30,
-    "T": 2**40,
-    "kB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KiB": 2**10,
-    "MiB": 2**20,
-    "GiB": 2**30,
-    "TiB": 2**40,
-    "Gi": 2**30,
-}
+UNITS = {"": 1, "B": 1, "Gi": 2**30}
+UNITS |= {letter + end: 2 ** (10 * power) for power, letter in enumerate("KMGT", 1) for end in ("", "iB")}
+UNITS |= {f"{letter}B": 10 ** (3 * power) for power, letter in enumerate("kMGT", 1)}
 NUMBERS = st.decimals(0, 9999, places=3, allow_nan=False).map(lambda value: f"{value:f}")
 
 
@@ -45,13 +31,10 @@ def test_sizes(number: str, unit: str, data: st.DataObject) -> None:
         ("8GiB", 8 * 2**30),
         ("8GB", 8 * 10**9),
         ("24G", 24 * 2**30),
-        ("512MiB", 2**29),
-        ("123", 123),
         ("0", 0),
         (".5k", 512),
         ("1.", 1),
         (" 1.5 gib ", 3 * 2**29),
-        ("0.1B", 0),
         # What floating point would round.
         ("1125899.906842623GB", 1125899906842623),
     ],
@@ -65,18 +48,26 @@ ABSURD += ["8i", "8iB", "1_000", "٣GiB", "8GiB8", "8 G B", "8GiB\n9", "9" * 39 
 ABSURD += ["4EiB", "1000000PB", "\udc80", "8GiB\0", "³GiB", "%", "-5%", "101%", "nan%", "1e1%", "5%%", "50%GiB"]
 
 
-@pytest.mark.parametrize("text", ABSURD)
-@pytest.mark.parametrize(
-    "parse", [parse_bytes, parse_bandwidth, lambda text, option: parse_budget(text, 2**34, option)]
-)
-def test_absurd_input_is_refused_by_name(parse: object, text: str) -> None:
-    with pytest.raises(UsageError, match=r"^--size: ") as caught:
-        parse(text, "--size")  # type: ignore[operator]
-    assert caught.value.exit_code == 2
-    message = str(caught.value)
-    assert len(message) < 250
-    assert "\n" not in message
-    message.encode()
+NO_BANDWIDTHS = ["0", "0.0GB/s", "100Gb/s", "100gb/s", "8GB", "8GiB", "67.2GBps", "iB/s", "8iB/s", "/s"]
+
+
+def _share(text: str, option: str) -> int:
+    return parse_budget(text, 2**34, option)
+
+
+def test_absurd_input_is_refused_by_name() -> None:
+
+    calls = [(parse, text) for text in ABSURD for parse in (parse_bytes, parse_bandwidth, _share)]
+    for parse, text in (*calls, *((parse_bandwidth, text) for text in NO_BANDWIDTHS)):
+        with pytest.raises(UsageError, match=r"^--size: ") as caught:
+            parse(text, "--size")
+        assert caught.value.exit_code == 2
+        message = str(caught.value)
+        assert len(message) < 250 and "\n" not in message
+        message.encode()
+    for text in ("auto", "80%"):
+        with pytest.raises(UsageError, match=r"^--host-memory: .*give a size"):
+            parse_budget(text, None, "--host-memory")
 
 
 @given(text=st.text(max_size=60), available=st.none() | st.integers(0, 2**50))
@@ -100,43 +91,13 @@ def _or_refused(parse: object) -> float | None:
 @given(percent=st.decimals(0, 100, places=2, allow_nan=False), available=st.integers(0, 2**50))
 def test_shares_of_a_budget(percent: object, available: int) -> None:
     assert parse_budget(f"{percent:f}%", available, "--size") == int(Fraction(f"{percent:f}") * available / 100)
-
-
-@given(available=st.integers(0, 2**50), text=st.sampled_from(["auto", "AUTO", " auto ", "100%", "100.0 %"]))
-def test_a_budget_can_be_all_there_is(available: int, text: str) -> None:
-    assert parse_budget(text, available, "--size") == available
-
-
-@given(number=NUMBERS, unit=st.sampled_from(sorted(UNITS)), available=st.none() | st.integers(0, 2**40))
-def test_a_budget_in_bytes_does_not_ask_what_there_is(number: str, unit: str, available: int | None) -> None:
-    assert parse_budget(number + unit, available, "--size") == parse_bytes(number + unit, "--size")
-
-
-@pytest.mark.parametrize("text", ["auto", "80%"])
-def test_a_share_of_an_unknown_size_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match=r"^--host-memory: .*give a size"):
-        parse_budget(text, None, "--host-memory")
+    for text in ("auto", "AUTO", " auto ", "100%", "100.0 %"):
+        assert parse_budget(text, available, "--size") == available
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [
-        ("67.2", 67.2e9),
-        ("67.2GB/s", 67.2e9),
-        ("67.2 GB/s", 67.2e9),
-        ("62.5GiB/s", 62.5 * 2**30),
-        ("500MB/s", 5e8),
-        ("1.008TB/s", 1.008e12),
-        ("7B/s", 7.0),
-    ],
+    [("67.2", 67.2e9), ("67.2 GB/s", 67.2e9), ("62.5GiB/s", 62.5 * 2**30), ("500MB/s", 5e8), ("7B/s", 7.0)],
 )
 def test_bandwidths(text: str, expected: float) -> None:
     assert parse_bandwidth(text, "--host-bandwidth") == pytest.approx(expected, rel=1e-15)
-
-
-@pytest.mark.parametrize(
-    "text", ["0", "0.0GB/s", "100Gb/s", "100gb/s", "8GB", "8GiB", "67.2GBps", "iB/s", "8iB/s", "/s"]
-)
-def test_no_bandwidths(text: str) -> None:
-    with pytest.raises(UsageError, match=r"^--host-bandwidth: "):
-        parse_bandwidth(text, "--host-bandwidth")

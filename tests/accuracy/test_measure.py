@@ -91,24 +91,15 @@ def test_figures_are_those_of_whole_graphs(captured: Captured, tiny_artifact: Pa
         assert line.perplexity == pytest.approx(found.perplexity * (1 + line.relative_change.value), rel=1e-9)
         assert line.same_top == pytest.approx(float((reference.argmax(-1) == own.argmax(-1)).double().mean()), abs=0.02)
     assert found.lines[0].kl.value > 10 * found.lines[1].kl.value > 0
-
-
-def test_lines_add_up(captured: Captured, tiny_artifact: Path, text: ComparedText) -> None:
-    lines = _compared(captured, tiny_artifact, text).lines
+    lines = found.lines
     assert math.fsum(line.added_change for line in lines) == pytest.approx(lines[-1].relative_change.value, abs=1e-12)
     assert math.fsum(line.added_kl for line in lines) == pytest.approx(lines[-1].kl.value, abs=1e-12)
-    for line in lines:
-        for figure in (line.relative_change, line.kl):
-            assert figure.low is not None and figure.high is not None
-            assert figure.low <= figure.value <= figure.high
-
-
-def test_chunks_and_single_tokens_give_the_same_figures(
-    captured: Captured, tiny_artifact: Path, text: ComparedText
-) -> None:
-    """The predictor is lossless, so that only the order of sums differs."""
-    chunks, single = (_compared(captured, tiny_artifact, text, by_decode).lines[-1] for by_decode in (False, True))
-    assert chunks.kl.value == pytest.approx(single.kl.value, rel=0.01)
+    for figure in (each for line in lines for each in (line.relative_change, line.kl)):
+        assert figure.low is not None and figure.high is not None
+        assert figure.low <= figure.value <= figure.high
+    # The predictor is lossless, so that only the order of sums differs token by token.
+    single = _compared(captured, tiny_artifact, text, by_decode=True).lines[-1]
+    assert lines[-1].kl.value == pytest.approx(single.kl.value, rel=0.01)
 
 
 def test_memory_holds_the_logits_of_one_window(

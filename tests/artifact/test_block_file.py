@@ -9,7 +9,7 @@ from picompile.artifact import files as block_file
 from picompile.artifact.files import BlockFile
 
 
-@pytest.mark.parametrize("sizes", [[], [0], [64], [63, 1], [1] * 200, [1000], [64, 64, 64], [10, 300, 5, 0, 133]])
+@pytest.mark.parametrize("sizes", [[], [63, 1], [1] * 200, [64, 64, 64], [10, 300, 5, 0, 133]])
 def test_written_tensors_are_those_given(sizes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_file, "BLOCK_BYTES", 64)
     pieces = [random.randbytes(size) for size in sizes]

@@ -1,4 +1,4 @@
-"""`compile --accuracy` and what `inspect` and `report` show of it."""
+"""`compile --accuracy`, and what `inspect` and `report` show of it and of rounding."""
 
 import json
 from pathlib import Path
@@ -6,17 +6,19 @@ from typing import Any
 
 import pytest
 
+from helpers.refusals import assert_refused
 from helpers.support import BuildOnce, Cli, compile_for_test
 from picompile.cli.accuracy_show import comparison_text, show_comparison
+from picompile.cli.weights_show import weights_text
 
 TOKENS = {"context": 64, "gate_tokens": 400}
 
 
 @pytest.fixture(scope="module")
 def artifact(build_once: BuildOnce, tiny_model: Path) -> Path:
-    """`tiny_model` in q8, compared with its checkpoint. Tests must not change it."""
+    """`tiny_model` with the kernels of `tiny_artifact`, compared with its checkpoint. Tests must not change it."""
     return build_once(
-        "tiny-compared", lambda folder: compile_for_test(tiny_model, folder, quant="q8", accuracy=0.5, **TOKENS)
+        "tiny-compared", lambda folder: compile_for_test(tiny_model, folder, quant="f16", accuracy=0.5, **TOKENS)
     )
 
 
@@ -27,6 +29,7 @@ def _table(text: str) -> list[str]:
     return lines[start : start + 5]
 
 
+@pytest.mark.slow("compiles a model; the fast tests have an artifact that was compared")
 def test_compile_prints_one_table(cli: Cli, tiny_model: Path, tmp_path: Path) -> None:
     output = tmp_path / "artifact"
     options = ["--quant", "q8", "--context", "64", "--gate-tokens", "400", "--accuracy", "report"]
@@ -40,8 +43,6 @@ def test_compile_prints_one_table(cli: Cli, tiny_model: Path, tmp_path: Path) ->
     titles = ["with", "checkpoint in float32", "+ weights in q8", "+ KV cache in f16", "+ runtime arithmetic"]
     assert [line[: len(name)] for line, name in zip(table, titles, strict=True)] == titles
     assert "\x1b" not in ended.out
-    # All columns but the first are flush right.
-    assert {len(line.rstrip()) for line in table if "checkpoint" not in line} == {len(table[0].rstrip())}
     last = table[-1]
     assert f"{comparison['perplexity']:.4f}" in last
     assert f"{100 * comparison['relative_change']:+.3f} %" in last
@@ -55,17 +56,11 @@ def test_inspect_and_report_have_the_figures(cli: Cli, artifact: Path, tmp_path:
     comparison = facts["checkpoint_accuracy"]
     assert comparison == json.loads((artifact / "report.json").read_text())["checkpoint_accuracy"]
     assert comparison["bound"] == 0.5 and facts["accuracy"] is None
-    assert set(comparison) == {
-        *("bound", "checkpoint_perplexity", "perplexity", "relative_change", "relative_change_interval", "kl_nats"),
-        *("kl_nats_interval", "same_top_share", "tokens", "text", "lines"),
-    }
     assert f"perplexity {100 * comparison['relative_change']:+.3f} % (95 %: " in cli("inspect", artifact).out
     assert cli("report", artifact, "-o", tmp_path / "page.html").code == 0
     page = (tmp_path / "page.html").read_text()
     assert "What it costs against the checkpoint" in page
     assert f"{comparison['perplexity']:.4f}" in page and f"{comparison['kl_nats']:.6f}" in page
-    assert cli("verify", artifact).code == 0
-    assert cli("run", artifact, "-p", "a", "-n", "2").code == 0
 
 
 def test_artifacts_that_were_not_compared(cli: Cli, tiny_artifact: Path) -> None:
@@ -73,11 +68,9 @@ def test_artifacts_that_were_not_compared(cli: Cli, tiny_artifact: Path) -> None
     assert "against the checkpoint" not in cli("inspect", tiny_artifact).out
 
 
-@pytest.mark.parametrize("text", ["150%", "-1%", "most", "nan", ""])
-def test_bounds_that_are_no_share(cli: Cli, tiny_model: Path, tmp_path: Path, text: str) -> None:
-    ended = cli("compile", tiny_model, "-o", tmp_path / "artifact", f"--accuracy={text}")
-    assert (ended.code, ended.out, ended.err.count("\n")) == (2, "", 1)
-    assert "--accuracy" in ended.err
+def test_bounds_that_are_no_share(cli: Cli, tiny_model: Path, tmp_path: Path) -> None:
+    for text in ("150%", "-1%", "most", "nan", ""):
+        assert_refused(cli("compile", tiny_model, "-o", tmp_path / "artifact", f"--accuracy={text}"), 2, "--accuracy")
 
 
 DAMAGED: list[dict[str, Any]] = [
@@ -89,11 +82,11 @@ DAMAGED: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("comparison", DAMAGED)
-def test_a_damaged_report_is_told(comparison: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    assert comparison_text(comparison) == "cannot be read"
-    show_comparison(comparison)
-    assert capsys.readouterr().out == "accuracy against the checkpoint: cannot be read\n"
+def test_a_damaged_report_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    for comparison in DAMAGED:
+        assert comparison_text(comparison) == "cannot be read"
+        show_comparison(comparison)
+        assert capsys.readouterr().out == "accuracy against the checkpoint: cannot be read\n"
 
 
 def test_figures_that_were_not_finite(capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,3 +96,22 @@ def test_figures_that_were_not_finite(capsys: pytest.CaptureFixture[str]) -> Non
     show_comparison(whole)
     shown = capsys.readouterr().out.splitlines()[-1]
     assert " ".join(shown.split()) == "+ x – – – – 0.100000 to – – 50.00 %"
+
+
+def test_formats_and_rounding_in_a_line() -> None:
+    calibrated = {"method": "calibrated", "tokens": 2048, "bits_per_weight": 5.2, "loss_nats": 0.00123}
+    mixed = (
+        "1 in q8, 1 in q4; 5.200 bits a weight, estimated to lose 0.00123 nats a token; rounded for 2,048 tokens "
+        "of calibration text at most"
+    )
+    unread = "; how they were rounded cannot be read"
+    for formats, rounding, text in (
+        ({"a": "f16", "b": "f16"}, {"method": "nearest"}, "2 in f16"),
+        ({"a": "q4", "b": "q6", "c": "q4"}, {"method": "nearest"}, "2 in q4, 1 in q6; rounded to the nearest"),
+        ({"a": "q8", "b": "q4"}, calibrated, mixed),
+        ({"a": "q4"}, None, "1 in q4"),
+        ({"a": []}, {"method": "calibrated"}, f"1 in []{unread}"),
+        ({"a": "q4"}, {"bits_per_weight": "x", "loss_nats": 0}, f"1 in q4{unread}"),
+        ({"a": "q4"}, {}, f"1 in q4{unread}"),
+    ):
+        assert weights_text(formats, rounding) == text  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
 """`picompile chat` from a pipe and on a terminal, with a toy model whose answers are known."""
 
+import io
 import json
-import os
 import shutil
 import signal
 import stat
@@ -10,10 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from helpers.refusals import assert_refused
 from helpers.support import Cli
 from helpers.terminal import CTRL_C, CTRL_D, CTRL_Z, UP, terminal
-from helpers.toys.toy_artifact import build_library, make_toy, write_artifact
+from helpers.toys.toy_artifact import build_library, make_toy, write_artifact, write_manifest
 from helpers.toys.toy_tokenizers import EOS, byte_level
+from picompile.cli import main
+from picompile.cli.chat_history import ChatHistory, history_path
 
 pytestmark = pytest.mark.slow("runs whole chats on pipes and terminals; conversations have fast tests")
 
@@ -61,8 +64,8 @@ def chat_model(make_chat_model: Callable[..., Path]) -> Path:
 
 @pytest.fixture
 def talkative_model(make_chat_model: Callable[..., Path]) -> Path:
-    """A model that says x for minutes."""
-    context = 100_000
+    """A model that says x for long."""
+    context = 20_000
     return make_chat_model(dict.fromkeys(range(context), X), context)
 
 
@@ -77,15 +80,15 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_pipe_gets_the_answers_and_nothing_else(cli: Cli, chat_model: Path) -> None:
-    ended = cli("chat", chat_model, "--temp", "0", stdin="one\n\ntwo!\n")
+    """A line without an end is a message too."""
+    ended = cli("chat", chat_model, "--temp", "0", stdin="one\n\ntwo!")
     first = answer_to("one")
     second = answer_to("one", first, "two!")
     assert first != second and first and second
     assert (ended.code, ended.out, ended.err) == (0, f"{first}\n{second}\n", "")
-
-
-def test_a_line_without_an_end_is_a_message_too(cli: Cli, chat_model: Path) -> None:
-    assert cli("chat", chat_model, "--temp", "0", stdin="one").out == f"{answer_to('one')}\n"
+    for word in ("/quit", "/exit", "/bye"):
+        ended = cli("chat", chat_model, stdin=f"{word}\none\n")
+        assert (ended.code, ended.out) == (0, "")
 
 
 def test_messages_of_several_lines_in_a_pipe(cli: Cli, chat_model: Path, tmp_path: Path) -> None:
@@ -100,75 +103,57 @@ def test_one_question_with_an_option(cli: Cli, chat_model: Path) -> None:
     assert cli("chat", chat_model, "-p", "/one", "--temp", "0").out == f"{answer_to('/one')}\n"
     whole = cli("chat", chat_model, "-p", "-", "--temp", "0", stdin="one\ntwo\n")
     assert whole.out == f"{answer_to('one' + chr(10) + 'two')}\n"
-
-
-def test_an_empty_question_is_refused(cli: Cli, chat_model: Path) -> None:
+    ended = cli("chat", chat_model, "--temp", "0", "-n", "1", "-p", "one")
+    assert (ended.code, ended.out) == (0, "x\n")
+    assert ended.err == "[cut at 1 tokens; /set max-tokens N allows more]\n"
+    silence = next("a" * count for count in range(1, 9) if not answer_to("a" * count))
+    ended = cli("chat", chat_model, "--temp", "0", "-p", silence)
+    assert (ended.out, ended.err) == ("", "[the model had nothing to say; /regen tries again]\n")
     for prompt in ("", " ", "-"):
-        ended = cli("chat", chat_model, "-p", prompt, stdin="\n")
-        assert (ended.code, ended.err) == (2, "error: the message is empty; give one with -p TEXT\n")
+        assert_refused(cli("chat", chat_model, "-p", prompt, stdin="\n"), 2, "the message is empty; give one with -p")
 
 
 def test_a_second_question_reads_only_what_is_new(cli: Cli, chat_model: Path) -> None:
-    ended = cli("chat", chat_model, "--temp", "0", stdin="one\ntwo!\n/stats\n/regen\n/stats\n")
+    ended = cli("chat", chat_model, "--temp", "0", stdin="/stats\none\n/stats\ntwo!\n/stats\n/regen\n/stats\n")
     first = answer_to("one")
     # The end token of the first answer was not read, nor is it in the text.
     held = len(byte_level().encode(f"<u>one\n<a>{first}"))
     new = len(byte_level().encode("\n<u>two!\n<a>"))
-    lines = ended.err.splitlines()
-    assert lines[1].startswith(f"prompt    {new} tokens read at ") and lines[1].endswith(f"/s, {held} reused")
-    assert lines[5].startswith("prompt    2 tokens read at ") and lines[5].endswith(f"/s, {held + new - 2} reused")
-
-
-def test_stats_say_what_an_answer_took(cli: Cli, chat_model: Path) -> None:
-    lines = cli("chat", chat_model, "--temp", "0", stdin="/stats\none\n/stats\n").err.splitlines()
-    assert lines[:2] == ["context   0 of 200 tokens, 200 left", "no answer yet"]
-    tokens = len(byte_level().encode(f"<u>one\n<a>{answer_to('one')}\n"))
-    assert lines[2] == f"context   {tokens} of 200 tokens, {200 - tokens} left"
-    assert lines[4].startswith(f"answer    {len(answer_to('one')) + 1} tokens at ")
-    assert lines[4].endswith("ended by the model")
-    assert lines[5].startswith("neurons   ") and "% fired, " in lines[5] and lines[5].endswith("% computed")
-
-
-def test_answers_are_cut_where_an_option_says(cli: Cli, chat_model: Path) -> None:
-    ended = cli("chat", chat_model, "--temp", "0", "-n", "1", "-p", "one")
-    assert (ended.code, ended.out) == (0, "x\n")
-    assert ended.err == "[cut at 1 tokens; /set max-tokens N allows more]\n"
-
-
-def test_an_answer_of_nothing_is_told(cli: Cli, chat_model: Path) -> None:
-    text = next("a" * count for count in range(1, 9) if not answer_to("a" * count))
-    ended = cli("chat", chat_model, "--temp", "0", "-p", text)
-    assert (ended.out, ended.err) == ("", "[the model had nothing to say; /regen tries again]\n")
+    before, lines = ended.err.splitlines()[:2], ended.err.splitlines()[2:]
+    assert before == ["context   0 of 200 tokens, 200 left", "no answer yet"]
+    assert lines[0] == f"context   {held + 1} of 200 tokens, {199 - held} left"
+    assert lines[2].startswith(f"answer    {len(first) + 1} tokens at ") and lines[2].endswith("ended by the model")
+    assert "% fired, " in lines[3] and lines[3].endswith("% computed")
+    assert lines[5].startswith(f"prompt    {new} tokens read at ") and lines[5].endswith(f"/s, {held} reused")
+    assert lines[9].startswith("prompt    2 tokens read at ") and lines[9].endswith(f"/s, {held + new - 2} reused")
 
 
 def test_settings_can_be_changed(cli: Cli, chat_model: Path) -> None:
-    ended = cli(
-        "chat", chat_model, "-n", "9", stdin="/set\n/set temp 0.5\n/set max-tokens none\n/set seed=3\n/set seed\n"
-    )
-    assert ended.err.splitlines() == [
+    from picompile.cli.chat_commands import CHAT_COMMANDS
+
+    stdin = "/set\n/set temp 0.5\n/set max-tokens none\n/set seed=3\n/set seed\n/help\n"
+    lines = cli("chat", chat_model, "-n", "9", stdin=stdin).err.splitlines()
+    assert lines[:5] == [
         "temp 0.8, top-k 40, top-p 0.95, min-p 0.0, repetition-penalty 1.0, seed none, max-tokens 9",
         "temp 0.5",
         "max-tokens none",
         "seed 3",
         "seed 3",
     ]
+    assert [line.split()[0] for line in lines[5 : 5 + len(CHAT_COMMANDS)]] == list(CHAT_COMMANDS)
 
 
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
+def test_an_error_ends_a_chat_from_a_pipe(cli: Cli, chat_model: Path) -> None:
+    for line, says in (
         ("/frobnicate", "unknown command /frobnicate; /help lists them, and // begins a message with a slash"),
-        ("/etc/passwd is what?", "unknown command /etc/passwd; /help lists them"),
         ("/set foo 1", "/set knows temp, top-k, top-p, min-p, repetition-penalty, seed, max-tokens, not foo"),
         ("/set temp hot", "temp must be a number, not 'hot'"),
-        ("/set top-k none", "top-k must be a whole number, not 'none'"),
         ("/set seed 1.5", "seed must be a whole number or none, not '1.5'"),
         ("/set temp -1", "temperature must be 0 or more, not -1.0"),
         ("/set max-tokens 0", "max_tokens must be 1 or more, not 0"),
         ("/undo", "the chat has no question yet"),
         ("/regen", "the chat has no question yet"),
         ("/save", "/save needs the name of a file"),
-        ("/load", "/load needs the name of a file"),
         ("/load no/such/file", "no/such/file: no such file"),
         ("/load /", "/: is a folder, not a text file"),
         ("/load /dev/null", "/dev/null: not a regular file"),
@@ -177,39 +162,16 @@ def test_settings_can_be_changed(cli: Cli, chat_model: Path) -> None:
         ('"""', 'a message that begins with """ must end with """'),
         ("x\\", "the last line ends with a backslash, and nothing follows"),
         ("x" * 300, "the message is too long: it takes 307 tokens alone, and the context has 200; shorten it"),
-    ],
-)
-def test_an_error_ends_a_chat_from_a_pipe(cli: Cli, chat_model: Path, line: str, says: str) -> None:
-    ended = cli("chat", chat_model, stdin=f"{line}\n")
-    assert (ended.code, ended.out) == (2, "")
-    assert ended.err.startswith("error: ") and ended.err.count("\n") == 1
-    assert says in ended.err
+    ):
+        assert_refused(cli("chat", chat_model, stdin=f"{line}\n"), 2, says)
+    ended = cli("chat", chat_model, "--temp", "0", stdin=f"{'a' * 100}\n{'b' * 100}\n")
+    assert (ended.code, ended.out) == (2, f"{answer_to('a' * 100)}\n")
+    assert ended.err.splitlines()[-1].startswith("error: the chat is full: with this message it would take ")
 
 
-def test_stdin_that_is_no_text_is_refused(chat_model: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = cli("chat", chat_model, stdin="\udcff".encode("utf-8", "surrogateescape").decode("latin-1"))
-    assert ended.code == 0  # ÿ is text
-    import io
-
-    from picompile.cli import main
-
+def test_stdin_that_is_no_text_is_refused(chat_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff\n"), encoding="utf-8"))
     assert main(["chat", str(chat_model)]) == 2
-
-
-def test_quitting_ends_a_pipe_before_its_end(cli: Cli, chat_model: Path) -> None:
-    for word in ("/quit", "/exit", "/bye"):
-        ended = cli("chat", chat_model, stdin=f"{word}\none\n")
-        assert (ended.code, ended.out) == (0, "")
-
-
-def test_every_command_is_in_the_help(cli: Cli, chat_model: Path) -> None:
-    from picompile.cli.chat_commands import ALIASES, CHAT_COMMANDS
-
-    lines = cli("chat", chat_model, stdin="/help\n").err.splitlines()
-    assert [line.split()[0] for line in lines[: len(CHAT_COMMANDS)]] == list(CHAT_COMMANDS)
-    assert cli("chat", chat_model, stdin="/?\n").err.splitlines() == lines
-    assert set(ALIASES.values()) <= set(CHAT_COMMANDS)
 
 
 # System prompts, and chats in files.
@@ -221,19 +183,11 @@ def chat_in(path: Path) -> list[tuple[str, str]]:
 
 def test_the_system_prompt(cli: Cli, chat_model: Path, tmp_path: Path) -> None:
     saved = [tmp_path / f"{number}.json" for number in range(3)]
-    lines = [
-        "/system",
-        "/system be terse",
-        f"/save {saved[0]}",
-        "one",
-        "/system be long",
-        "/system",
-        f"/save {saved[1]}",
-        "/reset",
-        '/system ""',
-        f"/save {saved[2]}",
-    ]
-    ended = cli("chat", chat_model, "--temp", "0", "--system", "be nice", stdin="\n".join(lines))
+    stdin = (
+        f"/system\n/system be terse\n/save {saved[0]}\none\n/system be long\n/system\n/save {saved[1]}\n"
+        f'/reset\n/system ""\n/save {saved[2]}\n'
+    )
+    ended = cli("chat", chat_model, "--temp", "0", "--system", "be nice", stdin=stdin)
     said = [line for line in ended.err.splitlines() if "saved" not in line and "nothing to say" not in line]
     assert said == [
         "be nice",
@@ -248,9 +202,7 @@ def test_the_system_prompt(cli: Cli, chat_model: Path, tmp_path: Path) -> None:
     assert chat_in(saved[2]) == []
 
 
-def test_a_template_that_ignores_system_prompts(cli: Cli, chat_model: Path) -> None:
-    from helpers.toys.toy_artifact import write_manifest
-
+def test_a_model_without_a_template_is_told_once(cli: Cli, chat_model: Path) -> None:
     (chat_model / "chat_template.jinja").write_text("{{ messages[-1].content }}<a>")
     write_manifest(chat_model, 200, 8)
     ended = cli("chat", chat_model, "--system", "be nice", stdin="/system x\n")
@@ -258,11 +210,6 @@ def test_a_template_that_ignores_system_prompts(cli: Cli, chat_model: Path) -> N
         "the model's chat template ignores the system prompt",
         "system prompt set, but the model's chat template ignores it",
     ]
-
-
-def test_a_model_without_a_template_is_told_once(cli: Cli, chat_model: Path) -> None:
-    from helpers.toys.toy_artifact import write_manifest
-
     (chat_model / "chat_template.jinja").unlink()
     write_manifest(chat_model, 200, 8)
     ended = cli("chat", chat_model, "--temp", "0", "--system", "be nice", stdin="one\ntwo\n")
@@ -281,21 +228,18 @@ def test_a_chat_is_the_same_after_saving_and_loading(cli: Cli, chat_model: Path,
     ended = cli("chat", chat_model, stdin=f"/load {first}\n/undo\n/save! {second}\n")
     assert ended.err.startswith(f"5 messages of {first}: ") and "took back the question 'two'" in ended.err
     assert chat_in(second) == chat_in(first)[:3]
-
-
-def test_a_loaded_chat_may_end_with_a_question(cli: Cli, chat_model: Path, tmp_path: Path) -> None:
-    path = tmp_path / "chat.json"
-    path.write_text('[{"role": "user", "content": [{"type": "text", "text": "o"}, {"type": "text", "text": "ne"}]}]')
-    ended = cli("chat", chat_model, "--temp", "0", stdin=f"/load {path}\n/regen\n")
+    # It may end with a question.
+    second.write_text('[{"role": "user", "content": [{"type": "text", "text": "o"}, {"type": "text", "text": "ne"}]}]')
+    ended = cli("chat", chat_model, "--temp", "0", stdin=f"/load {second}\n/regen\n")
     assert ended.err.endswith("; /regen answers the last one\n")
     assert ended.out == f"{answer_to('one')}\n"
 
 
 def test_saving_overwrites_nothing_unasked_and_only_chats(cli: Cli, chat_model: Path, tmp_path: Path) -> None:
     chat, other = tmp_path / "chat.json", tmp_path / "other.txt"
+    other.write_text("mine")
     assert cli("chat", chat_model, stdin=f"/save {chat}\n").code == 0
     before = chat.read_bytes()
-    other.write_text("mine")
     ended = cli("chat", chat_model, stdin=f"hello\n/save {chat}\n")
     assert (ended.code, chat.read_bytes()) == (2, before)
     assert f"error: {chat}: exists; /save! {chat} overwrites a chat\n" in ended.err
@@ -306,40 +250,22 @@ def test_saving_overwrites_nothing_unasked_and_only_chats(cli: Cli, chat_model: 
     assert other.read_text() == "mine"
 
 
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
+def test_files_that_are_no_chats(cli: Cli, chat_model: Path, tmp_path: Path) -> None:
+    path, question = tmp_path / "chat.json", '{"role": "user", "content": "x"}'
+    for content, says in (
         ("{", "not JSON"),
         ("[" * 100_000, "not JSON"),
         ("5", "no chat; it must have a list of messages"),
         ('{"messages": 5}', "no chat; it must have a list of messages"),
-        ('["x"]', "message 1: must be an object with role and content"),
-        ('[{"role": "user", "content": "x"}, {"content": "x"}]', "message 2: must be an object with role and content"),
-        (
-            '[{"role": "tool", "content": "x"}]',
-            "message 1: a chat here has the roles system, user, assistant, not 'tool'",
-        ),
+        (f'[{question}, {{"content": "x"}}]', "message 2: must be an object with role and content"),
+        ('[{"role": "tool", "content": "x"}]', "message 1: a chat here has the roles system, user, assistant, not "),
         ('[{"role": "user"}]', "message 1: its content must be a text"),
         ('[{"role": "user", "content": [{"type": "image_url"}]}]', "message 1: its content must be a text"),
         ('[{"role": "user", "content": "\\ud83d"}]', "not valid Unicode"),
-        (
-            '[{"role": "user", "content": "x"}, {"role": "developer", "content": "x"}]',
-            "only the first message of a chat can be a system prompt",
-        ),
-    ],
-)
-def test_files_that_are_no_chats(cli: Cli, chat_model: Path, tmp_path: Path, content: str, says: str) -> None:
-    path = tmp_path / "chat.json"
-    path.write_text(content)
-    ended = cli("chat", chat_model, "--load", path)
-    assert (ended.code, ended.out, ended.err.count("\n")) == (2, "", 1)
-    assert says in ended.err
-
-
-def test_a_full_chat_ends_a_pipe_with_advice(cli: Cli, chat_model: Path) -> None:
-    ended = cli("chat", chat_model, "--temp", "0", stdin=f"{'a' * 100}\n{'b' * 100}\n")
-    assert (ended.code, ended.out) == (2, f"{answer_to('a' * 100)}\n")
-    assert ended.err.splitlines()[-1].startswith("error: the chat is full: with this message it would take ")
+        (f'[{question}, {{"role": "developer", "content": "x"}}]', "only the first message of a chat can be a system"),
+    ):
+        path.write_text(content)
+        assert_refused(cli("chat", chat_model, "--load", path), 2, says)
 
 
 # On a terminal.
@@ -366,12 +292,13 @@ def test_a_chat_on_a_terminal(chat_model: Path, state: Path, tmp_path: Path) -> 
 
 
 def test_the_history_is_kept_for_the_next_chat(chat_model: Path, state: Path, tmp_path: Path) -> None:
+    """Commands are completed by the tabulator, where a line begins with them."""
     pytest.importorskip("readline")
     history, saved = state / "picompile" / "chat_history", tmp_path / "chat.json"
     with terminal("chat", chat_model, "--temp", "0") as shown:
         shown.enter('"""a\\n')
         shown.enter('b"""', ". ")
-        shown.enter("/stats")
+        shown.enter("/sta\t")
         shown.enter("/stats")
         shown.enter("/quit")
         assert shown.wait() == 0
@@ -381,9 +308,10 @@ def test_the_history_is_kept_for_the_next_chat(chat_model: Path, state: Path, tm
         shown.enter(UP + UP)
         shown.wait_for("no answer yet")
         shown.enter(UP * 4)
+        shown.enter("one /sta\t")
         shown.enter(f"/save {saved}")
         assert shown.end() == 0
-    assert chat_in(saved)[0] == ("user", "a\\n\nb")
+    assert [text for role, text in chat_in(saved) if role == "user"] == ["a\\n\nb", "one /sta"]
 
 
 def test_a_history_that_cannot_be_kept_is_no_reason_to_end(chat_model: Path, state: Path) -> None:
@@ -421,9 +349,9 @@ def test_ctrl_c_stops_an_answer_and_not_the_chat(talkative_model: Path, state: P
 def test_ctrl_c_before_an_answer_changes_nothing(
     make_chat_model: Callable[..., Path], state: Path, tmp_path: Path
 ) -> None:
-    model = make_chat_model({}, 100_000, chunk=1)
+    model = make_chat_model({}, 60_000, chunk=1)
     question = tmp_path / "question.json"
-    question.write_text(json.dumps([{"role": "user", "content": "long " * 18_000}]))
+    question.write_text(json.dumps([{"role": "user", "content": "long " * 11_000}]))
     with terminal("chat", model, "--temp", "0", "--load", question) as shown:
         shown.enter("/regen")
         shown.wait_for("reading: ")
@@ -435,8 +363,13 @@ def test_ctrl_c_before_an_answer_changes_nothing(
 
 
 def test_ctrl_c_at_the_prompt_clears_the_line_and_twice_ends(chat_model: Path, state: Path) -> None:
+    """It leaves a message of several lines too."""
     pytest.importorskip("readline")
     with terminal("chat", chat_model, "--temp", "0") as shown:
+        shown.enter('"""')
+        shown.wait_for_prompt(". ")
+        shown.press(CTRL_C)
+        shown.wait_for(HINT)
         for text in ("not this", "nor this"):
             shown.wait_for_prompt()
             shown.type(text)
@@ -447,22 +380,6 @@ def test_ctrl_c_at_the_prompt_clears_the_line_and_twice_ends(chat_model: Path, s
         shown.press(CTRL_C)
         assert shown.wait() == 0
     assert "Traceback" not in shown.shown and "x" not in shown.shown.partition(HINT)[2]
-
-
-def test_ctrl_c_leaves_a_block(chat_model: Path, state: Path) -> None:
-    with terminal("chat", chat_model, "--temp", "0") as shown:
-        shown.enter('"""')
-        shown.wait_for_prompt(". ")
-        shown.press(CTRL_C)
-        shown.wait_for(HINT)
-        shown.enter("one")
-        shown.wait_for(f"{answer_to('one')}\n")
-        shown.wait_for_prompt()
-        shown.press(CTRL_C)
-        shown.wait_for(HINT)
-        shown.wait_for_prompt()
-        shown.press(CTRL_C)
-        assert shown.wait() == 0
 
 
 def test_a_paste_of_several_lines_is_one_message(chat_model: Path, state: Path, tmp_path: Path) -> None:
@@ -487,13 +404,10 @@ def test_errors_on_a_terminal_cost_nothing(chat_model: Path, state: Path) -> Non
         shown.enter("a" * 100)
         shown.enter("b" * 100)
         shown.wait_for("error: the chat is full: with this message it would take ")
-        shown.wait_for("/undo takes back the last question, /reset starts anew")
         shown.enter("/undo")
-        shown.wait_for("took back the question")
         shown.enter("b" * 100)
         shown.wait_for(f"{answer_to('b' * 100)}\n")
         shown.enter("/reset")
-        shown.wait_for("the chat starts anew")
         shown.enter('"""')
         shown.wait_for_prompt(". ")
         shown.type(CTRL_D)
@@ -501,18 +415,18 @@ def test_errors_on_a_terminal_cost_nothing(chat_model: Path, state: Path) -> Non
         assert shown.end() == 0
 
 
-def test_an_answer_that_fills_the_context_says_so(make_chat_model: Callable[..., Path], state: Path) -> None:
-    model = make_chat_model(dict.fromkeys(range(60), X), 60)
-    with terminal("chat", model, "--temp", "0") as shown:
-        shown.enter("one")
-        shown.wait_for("[the context of 60 tokens is full; /undo takes the answer back, /reset starts anew]")
-        assert shown.end() == 0
-
-
-def test_a_chat_that_is_nearly_full_says_so(cli: Cli, make_chat_model: Callable[..., Path]) -> None:
+def test_an_answer_that_fills_the_context_says_so(
+    cli: Cli, make_chat_model: Callable[..., Path], state: Path, tmp_path: Path
+) -> None:
     model = make_chat_model(dict.fromkeys(range(60), X), 60)
     ended = cli("chat", model, "--temp", "0", stdin="/set max-tokens 44\none\n")
     assert "[the chat is nearly full: 6 of 60 tokens are left]" in ended.err
+    # Answers go to a file, the rest to the terminal.
+    with terminal("chat", model, "--temp", "0", stdout=tmp_path / "answers") as shown:
+        shown.enter("one")
+        shown.wait_for("[the context of 60 tokens is full; /undo takes the answer back, /reset starts anew]")
+        assert shown.end() == 0
+    assert set((tmp_path / "answers").read_text()) == {"x", "\n"}
 
 
 def test_codes_that_a_model_writes_do_not_reach_a_terminal(
@@ -527,36 +441,22 @@ def test_codes_that_a_model_writes_do_not_reach_a_terminal(
     assert "x\x1bx" in cli("chat", model, "--temp", "0", "-p", "one").out
 
 
-def test_answers_go_to_a_file_and_the_rest_to_the_terminal(chat_model: Path, state: Path, tmp_path: Path) -> None:
-    with terminal("chat", chat_model, "--temp", "0", stdout=tmp_path / "answers") as shown:
-        shown.enter("one")
-        shown.enter("/stats")
-        shown.wait_for("neurons")
-        assert shown.end() == 0
-    assert (tmp_path / "answers").read_text() == f"{answer_to('one')}\n"
-
-
-def test_a_signal_ends_the_chat_and_gives_the_terminal_back(talkative_model: Path, state: Path) -> None:
+@pytest.mark.parametrize("when", ["at the prompt", "in an answer"])
+def test_a_signal_ends_the_chat_and_gives_the_terminal_back(talkative_model: Path, state: Path, when: str) -> None:
     with terminal("chat", talkative_model, "--temp", "0") as shown:
-        shown.enter("one")
-        shown.wait_for("x" * 50)
+        if when == "at the prompt":
+            shown.wait_for_prompt()
+            shown.wait_until_idle()
+        else:
+            shown.enter("one")
+            shown.wait_for("x" * 50)
         shown.process.send_signal(signal.SIGTERM)
         assert shown.wait() == 128 + signal.SIGTERM
         assert shown.echoes()
     assert "Traceback" not in shown.shown
 
 
-def test_a_signal_at_the_prompt_ends_the_chat(chat_model: Path, state: Path) -> None:
-    with terminal("chat", chat_model, "--temp", "0") as shown:
-        shown.wait_for_prompt()
-        shown.wait_until_idle()
-        shown.process.send_signal(signal.SIGTERM)
-        assert shown.wait() == 128 + signal.SIGTERM
-        assert shown.echoes()
-    assert "Traceback" not in shown.shown
-
-
-def test_a_line_goes_on_after_ctrl_z(chat_model: Path, state: Path, tmp_path: Path) -> None:
+def test_a_line_goes_on_after_ctrl_z(chat_model: Path, state: Path) -> None:
     """Nothing stops here, since no shell could continue it; but the line is begun anew, as after a stop."""
     pytest.importorskip("readline")
     with terminal("chat", chat_model, "--temp", "0") as shown:
@@ -566,20 +466,7 @@ def test_a_line_goes_on_after_ctrl_z(chat_model: Path, state: Path, tmp_path: Pa
         shown.press(CTRL_Z)
         shown.wait_for("\n> before ")
         shown.type("after\r")
-        shown.enter(f"/save {tmp_path / 'chat.json'}")
-        shown.wait_for("2 messages saved")
-        assert shown.end() == 0
-    assert chat_in(tmp_path / "chat.json")[0] == ("user", "before after")
-
-
-def test_the_tabulator_completes_commands_at_the_beginning(chat_model: Path, state: Path) -> None:
-    pytest.importorskip("readline")
-    with terminal("chat", chat_model, "--temp", "0") as shown:
-        shown.enter("/sta\t")
-        shown.wait_for("no answer yet")
-        shown.enter("one /sta\t")
-        shown.enter(UP)
-        shown.wait_for("one /sta\n")
+        shown.wait_for(f"{answer_to('before after')}\n")
         assert shown.end() == 0
 
 
@@ -590,9 +477,7 @@ def test_colors_are_for_terminals_that_have_them(chat_model: Path, state: Path) 
         assert ("\x1b[2m" in shown.raw) is expected
 
 
-def test_the_history_file_is_cut_when_it_has_grown_large(tmp_path: Path) -> None:
-    from picompile.cli.chat_history import ChatHistory
-
+def test_the_history_file_is_cut_when_it_has_grown_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "folder" / "history"
     history = ChatHistory(path)
     assert history.load() == []
@@ -606,11 +491,6 @@ def test_the_history_file_is_cut_when_it_has_grown_large(tmp_path: Path) -> None
     assert len(path.read_text().splitlines()) == 1000
     assert [file.name for file in path.parent.iterdir()] == ["history"]
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-
-
-def test_where_the_history_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    from picompile.cli.chat_history import history_path
-
     monkeypatch.setenv("HOME", "/home/someone")
     for state, expected in (
         ("/state", "/state"),
@@ -619,4 +499,3 @@ def test_where_the_history_is(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         monkeypatch.setenv("XDG_STATE_HOME", state)
         assert history_path() == Path(expected) / "picompile" / "chat_history"
-    assert os.environ["XDG_STATE_HOME"] == "x"

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from helpers.gpu_artifacts import fake_cuda, fake_library, gpu, gpu_artifact, gpu_kernels, gpu_model, host_artifact
+from helpers.products import sampled
+from helpers.refusals import assert_refused
 from helpers.support import Cli
 from picompile.placement.plan_file import read_plan
 from picompile_runtime.artifact import weights as resident
@@ -133,53 +135,32 @@ def test_a_model_that_fits_nowhere_is_refused_before_profiling(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow("compiles a model for a GPU")
-def test_a_larger_budget_than_there_is_gets_a_warning(cli: Cli, tiny_model: Path, tmp_path: Path) -> None:
-    ended = cli("compile", tiny_model, "-o", tmp_path / "artifact", *FOR_4090, "--vram-budget", "24GiB")
-    assert ended.code == 0
-    assert ended.err.startswith("--vram-budget 24GiB is more than 23.0 GiB") and ended.err.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--target", "cpu", "--vram-budget", "1GiB"), "--vram-budget: target cpu has no GPU"),
-        (("--target", "4080,4090"), "an artifact is for one GPU"),
-        (("--target", "4090", "--vram-budget", "101%"), "--vram-budget: '101%' is no share"),
-        (("--target", "4090", "--host-memory", "half"), "--host-memory: 'half' is no size"),
-        (("--target", "4090", "--host-bandwidth", "0"), "--host-bandwidth"),
-        (("--target", "4090", "--hot", "HOT", "--vram-budget", "1GiB"), "--vram-budget: --hot or --plan says"),
-        (("--target", "4090", "--hot", "HOT", "--profile", "PROFILE"), "profile given, but predictor auto needs none"),
-        (("--target", "4090", "--profile", "PROFILE"), "is a profile of another model"),
-        (("--target", "cpu", "--hot-device", "cuda"), "hot device cuda needs a target with a GPU"),
-    ],
-    ids=lambda value: None if isinstance(value, str) else " ".join(value),
-)
 def test_bad_input_is_told_before_the_model_is_captured(
-    cli: Cli,
-    gpu_model: Path,
-    tiny_profile: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    words: tuple[str, ...],
-    message: str,
+    cli: Cli, gpu_model: Path, tiny_profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("picompile.frontend.load_model", lambda model: pytest.fail("the model was captured"))
     hot = tmp_path / "hot.json"
     hot.write_text('{"0": [1]}')
-    given = {"HOT": hot, "PROFILE": tiny_profile}
-    ended = cli("compile", gpu_model, "-o", tmp_path / "artifact", *(given.get(word, word) for word in words))
-    assert (ended.code, ended.out, ended.err.count("\n")) == (2, "", 1)
-    assert message in ended.err
-    assert list(tmp_path.iterdir()) == [hot]
+    for words, message in (
+        (("cpu", "--vram-budget", "1GiB"), "--vram-budget: target cpu has no GPU"),
+        (("4080,4090",), "an artifact is for one GPU"),
+        (("4090", "--vram-budget", "101%"), "--vram-budget: '101%' is no share"),
+        (("4090", "--host-memory", "half"), "--host-memory: 'half' is no size"),
+        (("4090", "--host-bandwidth", "0"), "--host-bandwidth"),
+        (("4090", "--hot", hot, "--vram-budget", "1GiB"), "--vram-budget: --hot or --plan says"),
+        (("4090", "--hot", hot, "--profile", tiny_profile), "profile given, but predictor auto needs none"),
+        (("4090", "--profile", tiny_profile), "is a profile of another model"),
+        (("cpu", "--hot-device", "cuda"), "hot device cuda needs a target with a GPU"),
+    ):
+        assert_refused(cli("compile", gpu_model, "-o", tmp_path / "artifact", "--target", *words), 2, message)
+        assert list(tmp_path.iterdir()) == [hot]
 
 
 def test_without_nvrtc(cli: Cli, gpu_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     monkeypatch.setattr("picompile.frontend.load_model", lambda model: pytest.fail("the model was captured"))
-    ended = cli("compile", gpu_model, "-o", tmp_path / "artifact", "--target", "4090")
-    assert (ended.code, ended.out, ended.err.count("\n")) == (6, "", 1)
-    assert "NVRTC, which is not installed: pip install 'picompile[cuda]'" in ended.err
+    says = "NVRTC, which is not installed: pip install 'picompile[cuda]'"
+    assert_refused(cli("compile", gpu_model, "-o", tmp_path / "artifact", "--target", "4090"), 6, says)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -188,10 +169,8 @@ def test_without_nvrtc(cli: Cli, gpu_model: Path, tmp_path: Path, monkeypatch: p
 
 def test_inspect_shows_memory_and_kernel_resources(cli: Cli, gpu_artifact: Path) -> None:
     facts = json.loads(cli("inspect", gpu_artifact, "--json").out)
-    device = facts["hot_device"]
+    device, memory = facts["hot_device"], facts["hot_device"]["memory_bytes"]
     assert (device["kind"], device["sm"], device["code"]) == ("cuda", 89, [])
-    memory = device["memory_bytes"]
-    assert set(memory) == {"device", "host", "shared"}
     program = json.loads((gpu_artifact / "program.json").read_text())
     arenas = {"device": "device_arena_bytes", "host": "arena_bytes", "shared": "shared_arena_bytes"}
     assert {name: part["workspace"] for name, part in memory.items()} == {
@@ -200,49 +179,28 @@ def test_inspect_shows_memory_and_kernel_resources(cli: Cli, gpu_artifact: Path)
     # Two kv heads of 24 elements in f16, and as much for values.
     assert memory["device"]["kv_cache"] == facts["memory_bytes"]["kv_cache"] == 2 * 2 * 24 * 32 * 2
     assert memory["shared"]["weights"] == 0
-    launches = [
-        one
-        for each in json.loads((gpu_artifact / "kernels" / "device.json").read_text())["kernels"].values()
-        for one in each
-    ]
-    assert [kernel["symbol"] for kernel in device["kernels"]] == [launch["symbol"] for launch in launches]
-    for key in ("registers", "local_bytes", "shared_bytes", "grid", "block"):
-        assert [kernel[key] for kernel in device["kernels"]] == [launch[key] for launch in launches]
+    launches = json.loads((gpu_artifact / "kernels" / "device.json").read_text())["kernels"].values()
+    keys = ("symbol", "registers", "local_bytes", "shared_bytes", "grid", "block")
+    expected = [[launch[key] for key in keys] for each in launches for launch in each]
+    assert [[kernel[key] for key in keys] for kernel in device["kernels"]] == expected
     text = cli("inspect", gpu_artifact).out
     assert "GPU of compute capability 8.9" in text
     lines = {line.split()[0]: line.split()[-3:] for line in text.splitlines() if "_kernel" in line}
-    one = device["kernels"][0]
-    assert lines[one["symbol"]] == [str(one[key]) for key in ("registers", "local_bytes", "shared_bytes")]
+    assert lines[expected[0][0]] == [str(value) for value in expected[0][1:4]]
 
 
-def test_inspect_shows_no_accelerator_for_a_host_artifact(cli: Cli, host_artifact: Path) -> None:
-    facts = json.loads(cli("inspect", host_artifact, "--json").out)
-    assert facts["hot_device"] is None
-    assert "accelerator" not in cli("inspect", host_artifact).out
-
-
-def test_verify_needs_no_gpu(cli: Cli, gpu_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "LIBRARY", "libnone.so.1")
-    assert cli("verify", gpu_artifact).code == 0
-
-
-@pytest.mark.parametrize("file", ["device.cubin", "device.ptx", "device.json"])
-def test_verify_finds_changed_gpu_code(cli: Cli, gpu_artifact: Path, tmp_path: Path, file: str) -> None:
+def test_verify_finds_changed_gpu_code(cli: Cli, gpu_artifact: Path, tmp_path: Path) -> None:
     artifact = Path(shutil.copytree(gpu_artifact, tmp_path / "artifact"))
-    path = artifact / "kernels" / file
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-    ended = cli("verify", artifact)
-    assert (ended.code, ended.err.count("\n")) == (4, 1)
-    assert file in ended.err and "was changed" in ended.err
-
-
-def test_verify_finds_a_kernel_that_is_not_there(cli: Cli, gpu_artifact: Path, tmp_path: Path) -> None:
-    """Hashes alone would not: whoever wrote the file wrote its hash too."""
-    artifact = Path(shutil.copytree(gpu_artifact, tmp_path / "artifact"))
-    path = artifact / "kernels" / "device.json"
-    content = json.loads(path.read_text())
+    for file in ("device.cubin", "device.ptx", "device.json"):
+        path = artifact / "kernels" / file
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
+        ended = cli("verify", artifact)
+        assert (ended.code, ended.err.count("\n")) == (4, 1)
+        assert file in ended.err and "was changed" in ended.err
+        path.write_bytes(whole)
+    # Of a kernel that is not there hashes alone would tell nothing: whoever wrote the file wrote its hash too.
+    content = json.loads(whole)
     name = next(iter(content["kernels"]))
     del content["kernels"][name]
     path.write_text(json.dumps(content))
@@ -258,53 +216,50 @@ def test_verify_finds_a_kernel_that_is_not_there(cli: Cli, gpu_artifact: Path, t
 # ----------------------------------------------------------------------------------------------------------------- run
 
 
-def test_runs_on_the_gpu_it_is_for(cli: Cli, gpu_artifact: Path, host_artifact: Path, gpu: ctypes.CDLL) -> None:
-    found = tokens(cli, gpu_artifact)
-    assert gpu.fake_image() == 1, "not the cubin"
-    assert found == tokens(cli, host_artifact)
-
-
-@pytest.mark.parametrize("sm", ["90", "120"])
-def test_newer_gpus_get_the_ptx(
-    cli: Cli, gpu_artifact: Path, host_artifact: Path, gpu: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, sm: str
+@pytest.mark.parametrize(("sm", "image"), [("89", 1), ("90", 2)], ids=["the cubin", "the PTX of newer GPUs"])
+def test_runs_on_the_gpu_it_is_for(
+    cli: Cli,
+    gpu_artifact: Path,
+    host_artifact: Path,
+    gpu: ctypes.CDLL,
+    monkeypatch: pytest.MonkeyPatch,
+    sm: str,
+    image: int,
 ) -> None:
     monkeypatch.setenv("FAKE_CUDA_SM", sm)
     found = tokens(cli, gpu_artifact)
-    assert gpu.fake_image() == 2, "not the PTX"
+    assert gpu.fake_image() == image
     assert found == tokens(cli, host_artifact)
 
 
-@pytest.mark.parametrize(
-    ("setting", "value", "code", "says"),
-    [
-        ("DEVICES", "0", 6, "the NVIDIA driver has no device"),
-        ("DEVICES", "-1", 6, "cuInit: CUDA_ERROR_NO_DEVICE"),
-        ("SM", "86", 6, "GPUs of compute capability 8.9 and newer, and Stand-in 4090 has 8.6; compile the model for"),
-        ("SM", "75", 6, "has 7.5"),
+READING = {"run": ("--ids", IDS), "bench": ("-p", "4", "-n", "4", "-r", "1"), "eval": ("--text", __file__, "-n", "8")}
+
+
+@sampled(
+    slow="each command meets each GPU",
+    command=READING,
+    ended=(
+        ("DEVICES=0", 6, "the NVIDIA driver has no device"),
+        ("DEVICES=-1", 6, "cuInit: CUDA_ERROR_NO_DEVICE"),
+        ("SM=86", 6, "GPUs of compute capability 8.9 and newer, and Stand-in 4090 has 8.6; compile the model for"),
         # What drivers answer that are too old: no kernel image, an unknown version of PTX, or of the cubin's format.
-        ("REFUSE", "209", 6, "the NVIDIA driver, of CUDA 12.4, refuses the artifact's code"),
-        ("REFUSE", "222", 6, "install a newer driver"),
-        ("REFUSE", "200", 6, "install a newer driver"),
-        ("MEMORY", "200000", 5, "are free; close what uses the GPU, leave weights with the host (--replan)"),
-    ],
+        ("REFUSE=209", 6, "the NVIDIA driver, of CUDA 12.4, refuses the artifact's code"),
+        ("REFUSE=222", 6, "install a newer driver"),
+        ("REFUSE=200", 6, "install a newer driver"),
+        ("MEMORY=200000", 5, "are free; close what uses the GPU, leave weights with the host (--replan)"),
+    ),
 )
-@pytest.mark.parametrize("command", ["run", "bench", "eval"])
 def test_a_gpu_that_cannot_run_the_artifact_is_one_error_line(
     cli: Cli,
     gpu_artifact: Path,
     gpu: ctypes.CDLL,
     monkeypatch: pytest.MonkeyPatch,
-    setting: str,
-    value: str,
-    code: int,
-    says: str,
+    ended: tuple[str, int, str],
     command: str,
 ) -> None:
-    monkeypatch.setenv(f"FAKE_CUDA_{setting}", value)
-    words = {"run": ("--ids", IDS), "bench": ("-p", "4", "-n", "4"), "eval": ("--text", __file__)}[command]
-    ended = cli(command, gpu_artifact, *words)
-    assert (ended.code, ended.out, ended.err.count("\n")) == (code, "", 1), ended.err
-    assert ended.err.startswith("error: ") and says in ended.err
+    setting, code, says = ended
+    monkeypatch.setenv(*f"FAKE_CUDA_{setting}".split("="))
+    assert_refused(cli(command, gpu_artifact, *READING[command]), code, says)
 
 
 @pytest.mark.slow("compiles a model for a GPU")
@@ -319,37 +274,46 @@ def test_a_gpu_that_does_not_see_what_the_host_writes(
     assert "did not see" in ended.err and "while a kernel ran" in ended.err and "try again" in ended.err
 
 
-@pytest.mark.parametrize("command", ["run", "bench", "eval"])
+@pytest.fixture
+def least_bytes(cli: Cli, gpu_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """Bytes that a GPU needs without weights, and those of weights; no memory is spared, and pieces are of a byte."""
+    monkeypatch.setattr(device_memory, "_SPARED_BYTES", 0)
+    monkeypatch.setattr(device_memory, "_PIECE_BYTES", 1)  # the model is smaller than any piece
+    monkeypatch.setattr(CudaAccelerator, "graph_bytes", lambda self, kernels: 0)
+    memory = json.loads(cli("inspect", gpu_artifact, "--json").out)["hot_device"]["memory_bytes"]["device"]
+    return memory["kv_cache"] + memory["workspace"], memory["weights"]
+
+
+def leave_free(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
+    """The stand-in says that a sixteenth is in use."""
+    monkeypatch.setenv("FAKE_CUDA_MEMORY", str(-(-free_bytes * 16 // 15)))
+
+
+@pytest.mark.slow("tries three commands; one is fast", but=("run",))
+@pytest.mark.parametrize("command", READING)
 def test_with_less_memory_than_planned_weights_stay_with_the_host(
     cli: Cli,
     gpu_artifact: Path,
     host_artifact: Path,
     gpu: ctypes.CDLL,
     monkeypatch: pytest.MonkeyPatch,
+    least_bytes: tuple[int, int],
     command: str,
 ) -> None:
     """With --replan, and with the same result; a byte less than that needs is refused."""
-    monkeypatch.setattr(device_memory, "_SPARED_BYTES", 0)
-    monkeypatch.setattr(device_memory, "_PIECE_BYTES", 1)  # the model is smaller than any piece
-    monkeypatch.setattr(CudaAccelerator, "graph_bytes", lambda self, kernels: 0)
-    memory = json.loads(cli("inspect", gpu_artifact, "--json").out)["hot_device"]["memory_bytes"]["device"]
-    least = memory["kv_cache"] + memory["workspace"]
-    words = {"run": ("--ids", IDS, "-n", "8"), "bench": ("-p", "4", "-n", "4", "-r", "1"), "eval": ("--text", __file__)}
-    more = ("-n", "8") if command == "eval" else ()
-    # The stand-in says that a sixteenth is in use.
-    monkeypatch.setenv("FAKE_CUDA_MEMORY", str(-(-(least + memory["weights"]) * 16 // 15) - 64))
-    ended = cli(command, gpu_artifact, *words[command], *more, "--json")
+    least, weights = least_bytes
+    words = (command, gpu_artifact, *READING[command], *(("-n", "8") if command == "run" else ()), "--json")
+    leave_free(monkeypatch, least + weights - 60)
+    ended = cli(*words)
     assert (ended.code, ended.err.count("\n")) == (5, 1)
-    monkeypatch.setenv("FAKE_CUDA_MEMORY", str(-(-least * 16 // 15) + 64))
-    ended = cli(command, gpu_artifact, *words[command], *more, "--json", "--replan")
+    leave_free(monkeypatch, least + 60)
+    ended = cli(*words, "--replan")
     assert ended.code == 0
     assert "GiB of weights that were planned for the GPU stay with the host" in ended.err
     if command == "run":
         assert json.loads(ended.out)["tokens"] == tokens(cli, host_artifact)
     monkeypatch.setenv("FAKE_CUDA_MEMORY", str(least))
-    ended = cli(command, gpu_artifact, *words[command], *more, "--json", "--replan")
-    assert (ended.code, ended.out, ended.err.count("\n")) == (5, "", 1)
-    assert "even if its weights stay with the host" in ended.err
+    assert_refused(cli(*words, "--replan"), 5, "even if its weights stay with the host")
 
 
 @pytest.mark.parametrize("why", ["as asked", "little memory"])
@@ -364,33 +328,32 @@ def test_streamed_weights_are_in_memory_that_can_be_pinned(
         monkeypatch.setattr(resident, "_MARGIN_BYTES", 2**60)
     assert tokens(cli, gpu_artifact) == tokens(cli, host_artifact)
     monkeypatch.setattr(resident, "_free_bytes", lambda: 1000)
-    ended = cli("run", gpu_artifact, "--ids", IDS)
-    assert (ended.code, ended.out, ended.err.count("\n")) == (5, "", 1)
-    assert "the weights that the GPU reads from the host's memory take 0.1 MiB" in ended.err
+    says = "the weights that the GPU reads from the host's memory take 0.1 MiB"
+    assert_refused(cli("run", gpu_artifact, "--ids", IDS), 5, says)
 
 
 def test_streamed_weights_in_memory_that_cannot_be_pinned(
-    cli: Cli, gpu_artifact: Path, host_artifact: Path, gpu: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+    cli: Cli,
+    gpu_artifact: Path,
+    host_artifact: Path,
+    gpu: ctypes.CDLL,
+    monkeypatch: pytest.MonkeyPatch,
+    least_bytes: tuple[int, int],
 ) -> None:
     """The tokens are those of pinned memory, and a line says what is slower; kernels that read them are an error."""
-    assert "cannot pin" not in cli("run", gpu_artifact, "--ids", IDS).err
     monkeypatch.setenv("FAKE_CUDA_NO_PINNING", "2")
     ended = cli("run", gpu_artifact, "--ids", IDS, "-n", "8", "--json")
     assert ended.code == 0 and json.loads(ended.out)["tokens"] == tokens(cli, host_artifact)
     assert ended.err.count("the system cannot pin the 0.00 GiB") == 1
     assert gpu.fake_count(b"cuLaunchHostFunc") > 0
-    monkeypatch.setattr(device_memory, "_SPARED_BYTES", 0)
-    monkeypatch.setattr(device_memory, "_PIECE_BYTES", 1)
-    monkeypatch.setattr(CudaAccelerator, "graph_bytes", lambda self, kernels: 0)
-    memory = json.loads(cli("inspect", gpu_artifact, "--json").out)["hot_device"]["memory_bytes"]["device"]
-    monkeypatch.setenv("FAKE_CUDA_MEMORY", str(-(-(memory["kv_cache"] + memory["workspace"]) * 16 // 15) + 64))
-    ended = cli("run", gpu_artifact, "--ids", IDS, "--replan")
-    assert (ended.code, ended.out, ended.err.count("\n")) == (5, "", 1)
-    assert "weights that the GPU reads from the host for prompts: the system cannot pin" in ended.err
+    leave_free(monkeypatch, least_bytes[0] + 60)
+    says = "weights that the GPU reads from the host for prompts: the system cannot pin"
+    assert_refused(cli("run", gpu_artifact, "--ids", IDS, "--replan"), 5, says)
 
 
 def test_without_a_driver(cli: Cli, gpu_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "LIBRARY", "libnone.so.1")
+    assert cli("verify", gpu_artifact).code == 0
     ended = cli("run", gpu_artifact, "--ids", IDS)
     assert (ended.code, ended.out) == (6, "")
     assert ended.err == "error: no NVIDIA driver (libnone.so.1 cannot be loaded)\n"

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from helpers.powerinfer_files import Sizes, random_predictors, write_activations, write_gguf
+from helpers.refusals import assert_refused
 from helpers.support import Cli
 
 SIZES = Sizes(hidden=96, neurons=200, ranks=(32, 64))
@@ -30,17 +31,24 @@ def test_import_and_overwrite(cli: Cli, tmp_path: Path, tiny_model: Path) -> Non
     assert [layer["threshold"] for layer in facts["layers"]] == pytest.approx([2.0, 2.0], abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("cut", "says"), [(100, "cut or forged"), (-3000, "cut: its tensors need"), (0, "0 bytes are no GGUF file")]
-)
-def test_cut_files(cli: Cli, tmp_path: Path, tiny_model: Path, cut: int, says: str) -> None:
-    file = tmp_path / "a.gguf"
+def test_bad_input(cli: Cli, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = Path("a.gguf")
     write_gguf(file, random_predictors(SIZES, 23))
-    file.write_bytes(file.read_bytes()[:cut])
-    ended = cli("import-predictors", file, "--model", tiny_model, "-o", tmp_path / "new" / "out")
-    assert ended.code == 2 and says in ended.err and ended.err.count("\n") == 1
-    assert ended.err.startswith(f"error: {file}: ")
-    assert not (tmp_path / "new").exists()
+    whole = file.read_bytes()
+    model, output = ("--model", tiny_model), ("-o", "out")
+    for content, words, says in (
+        (whole[:100], (file, *model, *output), "error: a.gguf: cut or forged"),
+        (whole[:-3000], (file, *model, *output), "error: a.gguf: cut: its tensors need"),
+        (b"", (file, *model, *output), "error: a.gguf: 0 bytes are no GGUF file"),
+        (whole, ("nothing", *model, *output), "nothing: no such file or folder"),
+        (whole, (file, "--model", "nothing", *output), "nothing: no such file or folder; MODEL is"),
+        (whole, (file, *model, "-o", file), "a.gguf: exists and is not a folder"),
+        (whole, (file, *model), "Missing option"),
+    ):
+        file.write_bytes(content)
+        assert_refused(cli("import-predictors", *words), 2, says)
+        assert [path.name for path in tmp_path.iterdir()] == ["a.gguf"]
 
 
 def test_without_the_gguf_package(cli: Cli, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,22 +58,3 @@ def test_without_the_gguf_package(cli: Cli, tmp_path: Path, tiny_model: Path, mo
     ended = cli("import-predictors", tmp_path / "a.gguf", "--model", tiny_model, "-o", tmp_path / "out")
     assert ended.code == 2
     assert ended.err == "error: GGUF files are read with the gguf package; install it: pip install 'picompile[gguf]'\n"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["nothing", "--model", "MODEL", "-o", "out"], "nothing: no such file or folder"),
-        (["a.gguf", "--model", "nothing", "-o", "out"], "nothing: no such file or folder; MODEL is"),
-        (["a.gguf", "--model", "MODEL", "-o", "a.gguf"], "a.gguf: exists and is not a folder"),
-        (["a.gguf", "--model", "MODEL"], "Missing option"),
-    ],
-)
-def test_usage(
-    cli: Cli, tmp_path: Path, tiny_model: Path, arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.gguf").write_bytes(b"PWRI")
-    ended = cli("import-predictors", *(str(tiny_model) if word == "MODEL" else word for word in arguments))
-    assert ended.code == 2 and says in ended.err
-    assert [path.name for path in tmp_path.iterdir()] == ["a.gguf"]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.refusals import assert_refused
 from helpers.support import CPU_TARGET, BuildOnce, Cli, compile_for_test
 from picompile.machine import find_native_target
 from picompile_codegen.build.host_library import c_compiler
@@ -48,31 +49,23 @@ def test_the_default_target_has_code_for_avx2_and_avx512(every_isa: None) -> Non
 def test_files_and_manifest(cli: Cli, manifold: Path) -> None:
     manifest = json.loads((manifold / "manifest.json").read_text())
     names = ["aarch64-dotprod", "x86-64-v4-vnni", "x86-64-v3"]
-    assert manifest["target"] == "cpu-arm64,cpu-avx2,cpu-avx512-vnni"
-    assert [(entry["isa"], entry["file"]) for entry in manifest["code"]] == [
-        (name, f"kernels/host.{name}.so") for name in names
-    ]
-    assert sorted(path.name for path in (manifold / "kernels").iterdir()) == sorted(f"host.{name}.so" for name in names)
+    files = [f"kernels/host.{name}.so" for name in names]
+    assert [(entry["isa"], entry["file"]) for entry in manifest["code"]] == list(zip(names, files, strict=True))
+    assert {f"kernels/{path.name}" for path in (manifold / "kernels").iterdir()} == set(files)
     facts = json.loads(cli("inspect", manifold, "--json").out)["code"]
     native = find_native_target()
     best = BF16_BASE if native and ISAS[native.isas[0]].prompts_in_bf16 else native.isas[0] if native else ""
     used = best if best in names else "x86-64-v3"
     assert [entry["isa"] for entry in facts if entry["used_here"]] == [used]
-    text = cli("inspect", manifold).out
-    assert f"{used} (used here): " in text and "aarch64-dotprod: aarch64 with asimd" in " ".join(text.split())
+    assert f"{used} (used here): " in cli("inspect", manifold).out
     assert cli("verify", manifold).code == 0
 
 
 @pytest.mark.slow("compiles for four instruction sets; each has fast tests")
-def test_same_tokens_with_each(cli: Cli, manifold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_for_another_machine_is_refused(cli: Cli, manifold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     best = tokens(cli, manifold)
-    assert len(best) == 8
     monkeypatch.setenv("PICOMPILE_ISA", "x86-64-v3")
     assert tokens(cli, manifold) == best
-
-
-@pytest.mark.slow("compiles for four instruction sets; each has fast tests")
-def test_an_artifact_for_another_machine_is_refused(cli: Cli, manifold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PICOMPILE_ISA", "aarch64-dotprod")
     for command in (["run", manifold, "-p", "x"], ["bench", manifold], ["eval", manifold, "--text", __file__]):
         ended = cli(*command)
@@ -97,8 +90,7 @@ def test_without_the_code_for_this_machine(cli: Cli, manifold: Path, tmp_path: P
     ended = cli("run", artifact, "-p", "x")
     assert ended.code == 6 and ended.err.count("\n") == 1
     (artifact / "kernels" / "host.x86-64-v3.so").unlink()
-    ended = cli("verify", artifact)
-    assert ended.code == 4 and "host.x86-64-v3.so" in ended.err
+    assert_refused(cli("verify", artifact), 4, "host.x86-64-v3.so")
 
 
 def test_a_missing_cross_compiler_is_reported_first(

@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import picompile_runtime
+from helpers.refusals import assert_refused
 from helpers.support import BUNDLED_MODEL, BuildOnce, Cli, compile_for_test
 from picompile.cli.plan_show import ranges, verdict
 from picompile.machine import measured as local
@@ -19,6 +21,7 @@ from picompile.machine import pcie_bytes_per_s
 from picompile.machine.host import Host
 from picompile.placement.plan import MemoryRow, Plan
 from picompile.placement.plan_file import read_plan
+from picompile.synth import SHAPES
 from picompile_runtime.devices.cuda.driver import CudaError
 
 CURVE = ("--shape", "tiny-reglu", "--firing", "10%", "--target", "4090")
@@ -39,37 +42,26 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_a_plan_of_a_named_shape(cli: Cli) -> None:
-    words = ("--shape", "opt-175b", "--firing", "opt", "--target", "4090", "--host-memory", "128GiB")
-    ended = cli("plan", *words)
+    ended = cli("plan", "--shape", "opt-175b", "--firing", "opt", "--target", "4090", "--host-memory", "128GiB")
     assert (ended.code, ended.err) == (0, "")
+    for words in (
+        *("opt-175b, 1", "the curve opt; predictor learned", "4090: GeForce RTX 4090", "128 GiB at 51.2 GB/s"),
+        *("tokens/s predicted, 1024 tokens in the cache", "Is it worth it here? Yes: ", "predicted, not measured"),
+    ):
+        assert words in ended.out
     lines = ended.out.splitlines()
     assert all(len(line.rstrip()) <= 80 for line in lines)
-    assert re.fullmatch(r"model   opt-175b, 1\d\d B parameters, q4, context 2048", lines[0])
-    assert lines[1:4] == [
-        "firing  the curve opt; predictor learned",
-        "target  4090: GeForce RTX 4090",
-        "host    128 GiB at 51.2 GB/s (bandwidth assumed: dual-channel DDR4)",
-    ]
-    assert "tokens/s predicted, 1024 tokens in the cache" in ended.out
-    assert "Is it worth it here? Yes: " in ended.out
-    assert "predicted, not measured; the GPU code has not run on a GPU yet." in lines[-1]
     rows = {line.split()[0]: line for line in lines if line}
     assert rows["available"].split()[1:] == ["23", "GiB", "128", "GiB"]
     layers = [line.split()[0] for line in lines[lines.index(rows["layers"]) + 1 : lines.index(rows["head"])]]
-    numbers = [number for text in layers for number in _numbers(text)]
-    assert numbers == list(range(96))
-
-
-def _numbers(text: str) -> range:
-    first, _, last = text.partition("-")
-    return range(int(first), int(last or first) + 1)
+    ends = [(int(first), int(last or first)) for first, _, last in (text.partition("-") for text in layers)]
+    assert [number for first, last in ends for number in range(first, last + 1)] == list(range(96))
 
 
 def test_the_time_of_a_prompt(cli: Cli) -> None:
     words = ("--shape", "llama-13b", "--firing", "10%", "--target", "4060", "--host-bandwidth", "60", "--prompt")
     ended = cli("plan", *words, "1500")
     assert (ended.code, ended.err) == (0, "")
-    assert all(len(line.rstrip()) <= 80 for line in ended.out.splitlines())
     found = re.search(r"([\d.]+) s predicted to the first token of a prompt of 1500\n +\(3 chunks of ", ended.out)
     both = re.search(r"([\d.]+) s with an answer of 256: ([\d.]+) times as fast as dense inference", ended.out)
     assert found and both
@@ -78,9 +70,7 @@ def test_the_time_of_a_prompt(cli: Cli) -> None:
     estimate = json.loads(cli("plan", *words, "1500", "--prefill-chunk", "128", "--json").out)["prompt"]
     assert (estimate["tokens"], estimate["chunks"]) == (1500, 12)
     assert estimate["copy_s"] == pytest.approx(12 * estimate["copied_bytes"] / (0.8 * pcie_bytes_per_s(4, 8)))
-    ended = cli("plan", *words, "9000")
-    assert (ended.code, ended.out) == (2, "")
-    assert ended.err == "error: --prompt: 9000 tokens are more than the context, 4096\n"
+    assert_refused(cli("plan", *words, "9000"), 2, "--prompt: 9000 tokens are more than the context, 4096")
     ended = cli("plan", "--shape", "tiny-reglu", "--firing", "10%", "--target", "cpu", "--prompt", "64", "--json")
     assert (ended.code, json.loads(ended.out)["prompt"]) == (0, None)
     assert "cannot be predicted: prompts would be read on the host" in ended.err
@@ -88,21 +78,23 @@ def test_the_time_of_a_prompt(cli: Cli) -> None:
 
 def test_json_is_the_plan(cli: Cli, tmp_path: Path) -> None:
     output = tmp_path / "new" / "plan.json"
-    ended = cli(
-        "plan", *CURVE, "--json", "-o", output, "--context", "37", "--at", "7", "--batch", "3", "--quant", "f16"
-    )
+    words = ("--json", "-o", output, "--context", "37", "--at", "7", "--batch", "3")
+    ended = cli("plan", *CURVE, *words, "--quant", "f16")
     assert (ended.code, ended.err) == (0, "")
     plan = json.loads(ended.out)
     assert plan == json.loads(output.read_text())
     assert {"tokens_per_s", "gap", "memory", "layers"} <= set(plan)
     assert (plan["context"], plan["tokens"], plan["batch"], plan["quant"]) == (37, 7, 3, "f16")
     assert (plan["model"], plan["fingerprint"], plan["target"]) == ("tiny-reglu", None, "4090")
-    assert plan["predictor"] == "learned"
+    assert (plan["predictor"], plan["firing"]) == ("learned", "the curve 10%")
     assert [layer["neurons"] for layer in plan["layers"]] == [200, 200]
     assert plan["gpu_budget_bytes"] == int(24 * 2**30 * 0.96)
     assert plan["host_budget_bytes"] == 64 * 2**30
     assert plan["machine"]["gpu_bytes"] == int(plan["gpu_budget_bytes"] * 0.95)
-    assert plan["firing"] == "the curve 10%"
+    assert_refused(cli("plan", *CURVE, *words, "--quant", "q8"), 2, "give --force")
+    assert json.loads(output.read_text()) == plan
+    assert cli("plan", *CURVE, *words, "--quant", "q8", "--force").code == 0
+    assert read_plan(output).quant == "q8"
 
 
 def test_options_reach_the_plan(cli: Cli, tiny_model: Path) -> None:
@@ -116,23 +108,18 @@ def test_options_reach_the_plan(cli: Cli, tiny_model: Path) -> None:
     assert all(layer["hot"] is None for layer in plan["layers"])
 
 
-def test_predictors_of_a_shape_may_read_the_layer_before(cli: Cli) -> None:
+def test_predictors_of_a_shape_may_read_the_layer_before(cli: Cli, tiny_model: Path) -> None:
     words = ("--shape", "llama-70b", "--firing", "5%", "--target", "4090")
     block, previous = (_plan(cli, *words, "--predictor-input", value) for value in ("block", "previous"))
     assert block["tokens_per_s"] * 1.1 < previous["tokens_per_s"]
     hidden = [layer["predict_hidden_s"] for layer in previous["layers"]]
     assert hidden[0] == 0 < min(hidden[1:])
     assert not any(layer["predict_hidden_s"] for layer in block["layers"])
-
-
-def test_only_learned_predictors_of_shapes_have_an_input(cli: Cli, tiny_model: Path) -> None:
     for words, says in (
         ((tiny_model, "--firing", "10%"), "applies to --shape"),
         (("--shape", "tiny-opt", "--firing", "opt", "--predictor", "exact"), "predictor exact has none"),
     ):
-        ended = cli("plan", *words, "--target", "4090", "--predictor-input", "previous")
-        assert ended.code == 2
-        assert says in ended.err
+        assert_refused(cli("plan", *words, "--target", "4090", "--predictor-input", "previous"), 2, says)
 
 
 def test_this_machine_is_measured(cli: Cli) -> None:
@@ -151,110 +138,93 @@ def test_this_machine_is_measured(cli: Cli) -> None:
 
 
 def test_silu_models_have_no_predictor_unless_asked(cli: Cli, tmp_path: Path) -> None:
-    from picompile.synth import SHAPES
-
     config = tmp_path / "silu.json"
     config.write_text(json.dumps({**SHAPES["tiny-reglu"].config, "hidden_act": "silu"}))
     words = ("--shape", config, "--firing", "30%", "--target", "cpu")
     assert _plan(cli, *words)["predictor"] == "none"
     assert _plan(cli, *words, "--predictor", "learned")["predictor"] == "learned"
-    ended = cli("plan", *words)
-    assert "Is it worth it here? No: dense inference is as fast as the plan." in ended.out
-
-
-def test_more_memory_than_there_is_gets_a_warning(cli: Cli) -> None:
-    ended = cli("plan", *CURVE, "--vram-budget", "24GiB")
-    assert ended.code == 0
-    assert ended.err.startswith("--vram-budget 24GiB is more than 23.0 GiB")
-    assert ended.err.count("\n") == 1
+    assert "Is it worth it here? No: dense inference is as fast as the plan." in cli("plan", *words).out
 
 
 def test_a_plan_that_does_not_fit_names_budgets(cli: Cli, tmp_path: Path) -> None:
     output = tmp_path / "new" / "plan.json"
     words = (*CURVE, "-o", output, "--vram-budget", "10kB")
     ended = cli("plan", *words, "--host-memory", "10kB")
-    assert (ended.code, ended.out) == (5, "")
-    assert ended.err.count("\n") == 1
+    assert (ended.code, ended.out, ended.err.count("\n")) == (5, "", 1)
     assert not output.parent.exists()
     (enough,) = re.findall(r"--host-memory (\S+?)[,;]?(?:\s|$)", ended.err)
     assert cli("plan", *words, "--host-memory", enough).code == 0
+    # More than there is gets a warning.
+    ended = cli("plan", *CURVE, "--vram-budget", "24GiB")
+    assert (ended.code, ended.err.count("\n")) == (0, 1)
+    assert ended.err.startswith("--vram-budget 24GiB is more than 23.0 GiB")
 
 
-def test_plans_from_a_profile_and_from_its_model(cli: Cli, tiny_model: Path, tiny_profile: Path) -> None:
+def test_plans_from_a_profile_and_from_its_model(
+    cli: Cli, tiny_model: Path, tiny_profile: Path, tmp_path: Path
+) -> None:
     words = ("--vram-budget", "1MiB", "--predictor", "exact", "--context", "48", *SLOW_HOST)
     of_profile = _plan(cli, tiny_profile, *words)
-    of_model = _plan(cli, tiny_model, "--profile", tiny_profile, *words)
-    assert of_profile == of_model
+    assert of_profile == _plan(cli, tiny_model, "--profile", tiny_profile, *words)
     assert of_profile["fingerprint"] is not None
     for layer in of_profile["layers"]:
         assert len(layer["hot"]) == layer["hot_neurons"]
-
-
-def test_takes_the_profile_of_the_work_folder(cli: Cli, tiny_model: Path, tiny_profile: Path, tmp_path: Path) -> None:
     shutil.copytree(tiny_profile, tmp_path / "work" / "profile")
     plan = _plan(cli, tiny_model, "--work", tmp_path / "work", "--target", "cpu")
     assert plan["firing"] == f"the profile {tmp_path / 'work' / 'profile'}"
 
 
 def test_takes_trained_predictors(cli: Cli, tiny_model: Path, tiny_profile: Path, tmp_path: Path) -> None:
-    import torch
-    from safetensors.torch import save_file
-
     rank = random.randint(3, 70)
     parts = {"fc1": (rank, 96), "fc2": (200, rank), "bias": (200,)}
-    tensors = {f"layers.{layer}.{part}": torch.zeros(shape) for layer in (0, 1) for part, shape in parts.items()}
-    save_file(tensors, tmp_path / "predictors.safetensors")
-    words = (
-        "--predictors",
-        tmp_path / "predictors.safetensors",
-        "--target",
-        "cpu",
-        "--quant",
-        "f16",
-        "--host-memory",
-        "1GiB",
-    )
-    of_profile = _plan(cli, tiny_profile, *words)
-    of_model = _plan(cli, tiny_model, "--profile", tiny_profile, *words)
-    assert of_profile == of_model
-    taken = next(row["bytes"] for row in of_model["memory"] if row["what"] == "predictors")
+    file = tmp_path / "predictors.safetensors"
+    tensors = {
+        f"layers.{layer}.{part}": np.zeros(shape, np.float32) for layer in (0, 1) for part, shape in parts.items()
+    }
+    save_file(tensors, file)
+    words = ("--predictors", file, "--target", "cpu", "--quant", "f16", "--host-memory", "1GiB")
+    plan = _plan(cli, tiny_profile, *words)
+    assert plan == _plan(cli, tiny_model, "--profile", tiny_profile, *words)
+    taken = next(row["bytes"] for row in plan["memory"] if row["what"] == "predictors")
     # Rows in f16 are padded to 64 bytes; the bias is float32.
     assert taken == 2 * (rank * 96 * 2 + 200 * -(-rank * 2 // 64) * 64 + 832)
+    # All layers of the config that a profile carries would be captured before they are compared.
+    folder = Path(shutil.copytree(tiny_profile, tmp_path / "profile"))
+    description = json.loads((folder / "profile.json").read_text())
+    description["model"]["config"]["num_hidden_layers"] = 5000
+    (folder / "profile.json").write_text(json.dumps(description))
+    assert_refused(cli("plan", folder, "--predictors", file, "--target", "cpu"), 2, "has 2 layers, the model 5000")
 
 
-@pytest.mark.parametrize(
-    ("gpu_s", "dense", "fits", "says"),
-    [
-        (0.1, {}, False, "Yes: dense, the model does not fit this machine."),
-        (0.1, {"host": 2.0}, False, "Yes: 5.00 times as fast as dense inference."),
-        (0.1, {"host": 2.0, "layers-first": 8.0}, False, "Yes: 1.25 times as fast as dense inference."),
-        (0.1, {"host": 2.0}, True, "Yes: 5.00 times as fast as dense inference.\nDense, all of it fits on the GPU."),
-        (0.1, {"host": 9.5}, False, "No: dense inference is as fast as the plan."),
-        (0.1, {"host": 10.5}, True, "No: dense inference is as fast as the plan.\nDense, all of it fits on the GPU."),
-        (0.1, {"host": 12.0}, False, "No: dense inference is faster; plan and compile with --predictor none."),
-        (None, {"host": 2.0}, False, "Yes: 5.00 times as fast as dense inference.\nBut without the GPU"),
-    ],
-)
-def test_the_verdict_on_a_plan(
-    curve_plan: Plan, gpu_s: float | None, dense: dict[str, float], fits: bool, says: str
-) -> None:
-    rows = [("host", "cold neurons", 900), ("host", "embedding", 5000), ("host", "tables", 50)]
-    rows += [] if gpu_s is None else [("gpu", "attention", 50), ("gpu", "tables", 50), ("gpu", "predictors", 70)]
-    plan = replace(
-        curve_plan,
-        token_s=0.1,
-        baselines=dense,
-        memory=tuple(MemoryRow(*row) for row in rows),
-        machine=replace(curve_plan.machine, gpu_bytes=1000 if fits else 949),
-    )
-    assert verdict(plan).startswith(says)
-    assert gpu_s is None or verdict(plan) == says
+DENSE = "times as fast as dense inference."
+FITS = "\nDense, all of it fits on the GPU."
+SAME = "No: dense inference is as fast as the plan."
+
+
+def test_the_verdict_on_a_plan(curve_plan: Plan) -> None:
+    host = [("host", "cold neurons", 900), ("host", "embedding", 5000), ("host", "tables", 50)]
+    gpu = [("gpu", "attention", 50), ("gpu", "tables", 50), ("gpu", "predictors", 70)]
+    for rows, dense, gpu_bytes, says in (
+        ([*host, *gpu], {}, 949, "Yes: dense, the model does not fit this machine."),
+        ([*host, *gpu], {"host": 2.0}, 949, f"Yes: 5.00 {DENSE}"),
+        ([*host, *gpu], {"host": 2.0, "layers-first": 8.0}, 949, f"Yes: 1.25 {DENSE}"),
+        ([*host, *gpu], {"host": 2.0}, 1000, f"Yes: 5.00 {DENSE}{FITS}"),
+        ([*host, *gpu], {"host": 9.5}, 949, SAME),
+        ([*host, *gpu], {"host": 10.5}, 1000, SAME + FITS),
+        ([*host, *gpu], {"host": 12.0}, 949, "No: dense inference is faster; plan and compile with --predictor none."),
+        (host, {"host": 2.0}, 949, f"Yes: 5.00 {DENSE}\nBut without the GPU"),
+    ):
+        machine = replace(curve_plan.machine, gpu_bytes=gpu_bytes)
+        memory = tuple(MemoryRow(*row) for row in rows)
+        plan = replace(curve_plan, token_s=0.1, baselines=dense, memory=memory, machine=machine)
+        assert verdict(plan).startswith(says)
+        assert rows is host or verdict(plan) == says
 
 
 def test_layers_are_shown_as_ranges(curve_plan: Plan) -> None:
     """Every layer once and in order, in few rows, of layers that lie alike."""
     one = curve_plan.layers[0]
-    for count in (1, 5, 14, 15, 96):
+    for count in (1, 14, 15, 96):
         sides = sorted(random.choices(["gpu", "host"], k=count))
         layers = [
             replace(one, layer=number, attention=side, hot_neurons=random.randint(0, one.neurons))
@@ -293,35 +263,24 @@ def test_bad_input(cli: Cli, tiny_model: Path, tiny_profile: Path, tmp_path: Pat
     before = sorted(tmp_path.rglob("*"))
     for words, message in (
         ((), "give one of MODEL"),
-        ((tiny_model, *CURVE), "give one of MODEL"),
         (("--shape", "tiny-reglu"), "--shape needs --firing"),
         ((*CURVE, "--profile", tiny_profile), "--profile applies to a model"),
-        ((*CURVE, "--work", work), "--work applies to a model"),
         (("--shape", "nosuch", "--firing", "opt"), "unknown shape 'nosuch'"),
         (("--shape", other, "--firing", "opt"), "not a JSON object"),
         (("--shape", "tiny-reglu", "--firing", "luck"), "'luck' is no firing curve"),
-        (("--shape", "tiny-reglu", "--firing", "0%"), "'0%' is no firing curve"),
         ((*CURVE, "--target", "9999"), "unknown target '9999'"),
         ((*CURVE, "--target", "cpu", "--vram-budget", "1GiB"), "the target cpu has no GPU"),
         ((*CURVE, "--target", "local", "--vram-budget", "1GiB"), "no GPU that can be used (no driver today)"),
         ((*CURVE, "--vram-budget", "much"), "--vram-budget: 'much' is no size"),
-        ((*CURVE, "--vram-budget", "101%"), "--vram-budget: '101%' is no share"),
         ((*CURVE, "--host-memory", "50%"), "--host-memory"),
-        ((*CURVE, "--host-memory", "-1"), "--host-memory"),
         ((*CURVE, "--host-bandwidth", "0"), "--host-bandwidth"),
         ((*CURVE, "--margin", "100%"), "--margin: '100%' leaves no memory"),
-        ((*CURVE, "--margin", "-1"), "--margin"),
-        ((*CURVE, "--objective", "luck"), "luck"),
         ((*CURVE, "--batch", "0"), "--batch"),
-        ((*CURVE, "--at", "-1"), "--at"),
-        ((*CURVE, "--predictor", "luck"), "unknown predictor 'luck'"),
         ((*CURVE, "--context", "4097"), "more than the model's 4096 positions"),
         ((*CURVE, "-o", tmp_path), "is a folder"),
         ((*CURVE, "-o", taken), "exists and is no plan"),
-        ((*CURVE, "-o", taken, "--force"), "exists and is no plan"),
         ((tmp_path / "no",), "no such file or folder"),
         ((tmp_path,), "no config.json in it"),
-        ((tiny_model, "--profile", tmp_path), "is no profile"),
         ((tiny_model, "--profile", tiny_profile, "--firing", "opt"), "give one of them"),
         ((tiny_model, "--work", work, "--firing", "opt"), "leave one of them out"),
         ((tiny_model, "--profile", tiny_profile, "--context", "257"), "more than the model's 256 positions"),
@@ -329,24 +288,10 @@ def test_bad_input(cli: Cli, tiny_model: Path, tiny_profile: Path, tmp_path: Pat
         ((tiny_model, "--firing", "opt", "--predictors", tmp_path), "neither predictors.json nor"),
         ((BUNDLED_MODEL, "--profile", tiny_profile), "is a profile of another model"),
         ((tiny_profile, "--firing", "opt"), "is a profile already"),
-        ((tiny_profile, "--work", work), "is a profile already"),
         ((old,), f"plan MODEL --profile {old}"),
     ):
-        ended = cli("plan", *words)
-        assert (ended.code, ended.out) == (2, ""), words
-        assert message in ended.err and ended.err.count("\n") == 1, words
+        assert_refused(cli("plan", *words), 2, message)
     assert [path for path in sorted(tmp_path.rglob("*")) if "cache" not in str(path)] == before
-
-
-def test_overwrites_a_plan_when_forced(cli: Cli, tmp_path: Path) -> None:
-    output = tmp_path / "plan.json"
-    assert cli("plan", *CURVE, "-o", output).code == 0
-    before = output.read_bytes()
-    ended = cli("plan", *CURVE, "-o", output, "--quant", "q8")
-    assert ended.code == 2 and "give --force" in ended.err
-    assert output.read_bytes() == before
-    assert cli("plan", *CURVE, "-o", output, "--quant", "q8", "--force").code == 0
-    assert read_plan(output).quant == "q8"
 
 
 # ------------------------------------------------------------------------------------------------------ compile --plan
@@ -383,18 +328,15 @@ def _tokens(artifact: Path) -> list[int]:
 
 def _check_inspect(cli: Cli, artifact: Path, hot: list[int]) -> None:
     facts = json.loads(cli("inspect", artifact, "--json").out)
-    assert facts["plan"]["target"] == "4090"
     found = {(part["layer"], part["part"]): part["neurons"] for part in facts["ffn"]}
     for layer, count in enumerate(hot):
-        assert found.get((layer, "hot"), 0) == count
-        assert found.get((layer, "cold"), 0) == 704 - count
-    parts = facts["parts"]
+        assert (found.get((layer, "hot"), 0), found.get((layer, "cold"), 0)) == (count, 704 - count)
     for name, neurons in (("hot", sum(hot)), ("cold", 6 * 704 - sum(hot))):
-        assert parts[name]["neurons"] == neurons
+        assert facts["parts"][name]["neurons"] == neurons
         # Gate, up and down in f16, of 192 elements each.
-        assert parts[name]["weight_bytes"] == neurons * 3 * 192 * 2
+        assert facts["parts"][name]["weight_bytes"] == neurons * 3 * 192 * 2
     text = " ".join(cli("inspect", artifact).out.split())
-    assert f"hot: {parts['hot']['blocks']} blocks, {sum(hot):,} neurons" in text
+    assert f"hot: {facts['parts']['hot']['blocks']} blocks, {sum(hot):,} neurons" in text
     assert "plan for 4090, 8 MiB of its GPU memory:" in text and "tokens/s predicted, not measured" in text
 
 
@@ -442,48 +384,24 @@ def test_compile_refuses_unfit_plans(cli: Cli, tiny_model: Path, tiny_plan: Path
         ((other,), "is of another model ('tiny-model')"),
         ((wrong,), "1 layers of 200 neurons, but the model has 2 of 200"),
     ):
-        ended = cli("compile", tiny_model, "-o", output, "--plan", *words)
-        assert (ended.code, ended.out) == (2, ""), words
-        assert message in ended.err and ended.err.count("\n") == 1
+        assert_refused(cli("compile", tiny_model, "-o", output, "--plan", *words), 2, message)
         assert not output.parent.exists()
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_shapes_beyond_all_models(cli: Cli, tmp_path: Path) -> None:
+    """They are refused before any of it is built or counted."""
+    whole = json.loads((BUNDLED_MODEL / "config.json").read_text())
+    wide = {"num_attention_heads": 1, "head_dim": None, "hidden_size": 2**18}
+    for changes, message in (
         ({"num_hidden_layers": 10**6}, "num_hidden_layers must be a whole number above 0, and below 10000"),
         ({"hidden_size": 2**40}, "hidden_size must be a whole number from 1 to"),
         ({"head_dim": 2**20}, "head_dim must be a whole number from 1 to 2048"),
-        ({"num_attention_heads": 1, "head_dim": None, "hidden_size": 2**18}, "1 heads of 262144 numbers each"),
+        (wide, "1 heads of 262144 numbers each"),
         ({"vocab_size": 2**31}, "vocab_size must be a whole number from 1 to"),
         ({"hidden_act": "fatrelu", "hidden_act_param": True}, "hidden_act_param"),
         ({"model_type": "gemma"}, "LlamaForCausalLM and the model_type gemma"),
-    ],
-)
-def test_shapes_beyond_all_models(cli: Cli, tmp_path: Path, changes: dict, message: str) -> None:
-    """They are refused before any of it is built or counted."""
-    config = {**json.loads((BUNDLED_MODEL / "config.json").read_text()), **changes}
-    (tmp_path / "shape.json").write_text(json.dumps(config))
-    ended = cli("plan", "--shape", tmp_path / "shape.json", "--firing", "opt", "--target", "cpu")
-    assert (ended.code, ended.out) == (3, "")
-    assert message in ended.err and ended.err.count("\n") == 1, ended.err
-
-
-def test_predictors_of_fewer_layers_than_a_profiles_config(cli: Cli, tmp_path: Path, tiny_profile: Path) -> None:
-    """All layers of the config that a profile carries would be captured before they are compared."""
-    import torch
-    from safetensors.torch import save_file
-
-    folder = Path(shutil.copytree(tiny_profile, tmp_path / "profile"))
-    description = json.loads((folder / "profile.json").read_text())
-    description["model"]["config"]["num_hidden_layers"] = 5000
-    (folder / "profile.json").write_text(json.dumps(description))
-    tensors = {}
-    for layer in range(2):
-        tensors[f"layers.{layer}.fc1"] = torch.randn(32, 96).half()
-        tensors[f"layers.{layer}.fc2"] = torch.randn(200, 32).half()
-        tensors[f"layers.{layer}.bias"] = torch.randn(200).half()
-    save_file(tensors, tmp_path / "predictors.safetensors")
-    ended = cli("plan", folder, "--predictors", tmp_path / "predictors.safetensors", "--target", "cpu")
-    assert (ended.code, ended.out) == (2, "")
-    assert "has 2 layers, the model 5000" in ended.err and ended.err.count("\n") == 1
+    ):
+        (tmp_path / "shape.json").write_text(json.dumps(whole | changes))
+        assert_refused(
+            cli("plan", "--shape", tmp_path / "shape.json", "--firing", "opt", "--target", "cpu"), 3, message
+        )

@@ -1,9 +1,8 @@
 """Behaviour that only shows in a process of its own: imports, pipes, signals, terminals."""
 
+import json
 import os
-import pty
 import resource
-import select
 import signal
 import subprocess
 import sys
@@ -12,55 +11,36 @@ from pathlib import Path
 
 import pytest
 
+from helpers.products import sampled
+from helpers.terminal import terminal
+
 COMMAND = [sys.executable, "-m", "picompile"]
 HEAVY = {"torch", "tvm", "tvm_ffi", "transformers", "picompile_passes", "picompile_codegen", "safetensors"}
 
 
-def modules_after(*arguments: object) -> tuple[int, set[str]]:
-    """Exit code of a command, and which of the heavy packages it loaded."""
+def modules_after(*commands: str) -> tuple[list[int], set[str]]:
+    """Exit codes of commands, and which of the heavy packages they loaded."""
     code = (
         "import sys\n"
         "from picompile.cli import main\n"
-        "code = main(sys.argv[1:])\n"
-        f"print('loaded', *({HEAVY!r} & set(sys.modules)), file=sys.stderr)\n"
-        "sys.exit(code)"
+        "codes = [main(command.split(' ')) for command in sys.argv[1:]]\n"
+        f"print(codes, *({HEAVY!r} & set(sys.modules)), sep=';', file=sys.stderr)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True)
-    return done.returncode, set(done.stderr.splitlines()[-1].split()[1:])
+    done = subprocess.run([sys.executable, "-c", code, *commands], capture_output=True, text=True, check=True)
+    codes, *loaded = done.stderr.splitlines()[-1].split(";")
+    return json.loads(codes), set(loaded)
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["run", "-p", "x", "-n", "2"],
-        ["run", "--ids", "1,2", "-n", "2"],
-        ["verify"],
-        ["inspect"],
-        ["inspect", "--json"],
-        ["bench", "-p", "4", "-n", "4", "-r", "1"],
-    ],
-    ids=" ".join,
-)
-def test_using_an_artifact_loads_no_compiler(tiny_artifact: Path, command: list[str]) -> None:
-    assert modules_after(command[0], tiny_artifact, *command[1:]) == (0, set())
+def test_using_an_artifact_loads_no_compiler(tiny_artifact: Path) -> None:
+    uses = ("run {} -p x -n 2", "run {} --ids 1,2 -n 2", "verify {}", "inspect {}", "inspect {} --json")
+    commands = [use.format(tiny_artifact) for use in (*uses, "bench {} -p 4 -n 4 -r 1")]
+    assert modules_after(*commands) == ([0] * 6, set())
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["--help"],
-        ["--version"],
-        ["targets"],
-        ["compile", "no-such-folder", "-o", "x"],
-        ["compile", "/", "-o", "x", "--target", "h100"],
-        ["eval", "x", "--text", "no-such-file"],
-    ],
-    ids=" ".join,
-)
-def test_what_fails_early_loads_no_compiler(command: list[str], tmp_path: Path) -> None:
-    code, loaded = modules_after(*command)
-    assert code in (0, 2)
-    assert loaded == set()
+def test_what_fails_early_loads_no_compiler() -> None:
+    fine = ("--help", "--version", "targets")
+    wrong = ("compile no-such-folder -o x", "compile / -o x --target h100", "eval x --text no-such-file")
+    assert modules_after(*fine, *wrong) == ([0] * 3 + [2] * 3, set())
 
 
 def test_start_up_is_short(tiny_artifact: Path) -> None:
@@ -135,12 +115,13 @@ def test_a_signal_that_is_ignored_stays_so(tiny_artifact: Path) -> None:
     assert subprocess.run([sys.executable, "-c", code]).returncode == 7
 
 
-@pytest.mark.slow("starts a process per case", but=("run {} --ids 1,2 -n 2-",))
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-", "2>/dev/full"])
-@pytest.mark.parametrize(
-    ("command", "expected"), [("run {} --ids 1,2 -n 2", 0), ("inspect {}", 0), ("run {} -n 2", 2), ("verify /", 4)]
+@sampled(
+    slow="starts a process per case",
+    closed=("<&- >&- 2>&-", "2>/dev/full", "<&-", ">&-", "2>&-"),
+    ended=(("run {} --ids 1,2 -n 2", 0), ("inspect {}", 0), ("run {} -n 2", 2), ("verify /", 4)),
 )
-def test_closed_streams(tiny_artifact: Path, command: str, expected: int, closed: str) -> None:
+def test_closed_streams(tiny_artifact: Path, ended: tuple[str, int], closed: str) -> None:
+    command, expected = ended
     words = f"{sys.executable} -m picompile {command.format(tiny_artifact)} {closed}"
     done = subprocess.run(["sh", "-c", words], capture_output=True, text=True)
     assert done.returncode == expected
@@ -167,38 +148,11 @@ def test_too_few_file_descriptors_are_named(tiny_artifact: Path) -> None:
         )
 
 
-def on_terminal(*arguments: object) -> str:
-    """Return what a command writes to stderr when that is a terminal."""
-    controller, terminal = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
-    process = subprocess.Popen(
-        [*COMMAND, *map(str, arguments)],
-        stdout=subprocess.DEVNULL,
-        stderr=terminal,
-        stdin=subprocess.DEVNULL,
-        env=environment,
-    )
-    os.close(terminal)
-    shown = b""
-    while select.select([controller], [], [], 120)[0]:
-        try:
-            block = os.read(controller, 65536)
-        except OSError:  # the other end was closed
-            break
-        if not block:
-            break
-        shown += block
-    os.close(controller)
-    assert process.wait(60) == 0
-    return shown.decode(errors="replace")
-
-
 def test_progress_and_speed_show_on_a_terminal(tiny_artifact: Path) -> None:
-    assert "measure" in on_terminal("bench", tiny_artifact, "-p", "4", "-n", "4", "-r", "3")
-    assert "generated at" in on_terminal("run", tiny_artifact, "-p", "x", "-n", "4")
-
-
-def test_nothing_shows_elsewhere(tiny_artifact: Path) -> None:
-    for command in (["bench", "-p", "4", "-n", "4", "-r", "1"], ["run", "-p", "x", "-n", "4"], ["verify"]):
-        done = subprocess.run([*COMMAND, command[0], tiny_artifact, *command[1:]], capture_output=True, text=True)
-        assert (done.returncode, done.stderr) == (0, "")
+    for words, text in (
+        (("bench", tiny_artifact, "-p", "4", "-n", "4", "-r", "3"), "measure"),
+        (("run", tiny_artifact, "-p", "x", "-n", "4"), "generated at"),
+    ):
+        with terminal(*words, stdout=Path(os.devnull)) as shown:
+            assert shown.wait() == 0
+        assert text in shown.shown

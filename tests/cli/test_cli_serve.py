@@ -22,19 +22,15 @@ from picompile_runtime.serving.options import SERVE_OPTIONS, ServeOptions, parse
 pytestmark = pytest.mark.slow("starts servers in processes of their own; what they call has fast tests")
 
 
-def test_both_command_lines_take_every_option() -> None:
-    parsed = vars(_parser().parse_args(["artifact"]))
+def test_both_command_lines_take_every_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed = vars(_parser().parse_args(["build/tiny"]))
     parameters = inspect.signature(serve_command).parameters
     for key, option in SERVE_OPTIONS.items():
         assert parsed[key] == (False if option.kind is bool else option.default)
         assert parameters[key].default == parsed[key]
     assert set(parameters) == {"artifact", *SERVE_OPTIONS}
-
-
-def test_defaults_are_those_of_serve_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PICOMPILE_API_KEY", raising=False)
-    found = serve_options("build/tiny", vars(_parser().parse_args(["build/tiny"])))
-    assert found == ServeOptions({"tiny": Path("build/tiny")})
+    assert serve_options("build/tiny", parsed) == ServeOptions({"tiny": Path("build/tiny")})
 
 
 def test_what_options_mean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -63,44 +59,34 @@ def test_what_options_mean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     )
 
 
-@pytest.mark.parametrize(
-    ("text", "size"), [("1", 1), ("1k", 1000), ("1KiB", 1024), ("0.5 MiB", 2**19), ("2gb", 2 * 10**9)]
-)
-def test_sizes(text: str, size: int) -> None:
-    assert parse_size(text, "--max-body") == size
+def test_sizes() -> None:
+    for text, size in (("1", 1), ("1k", 1000), ("1KiB", 1024), ("0.5 MiB", 2**19), ("2gb", 2 * 10**9)):
+        assert parse_size(text, "--max-body") == size
+    for text in ("", "0", "-1", "1.2.3", "1e9", "MiB", "1 X", "1KiBB", "nan", "²"):
+        with pytest.raises(RequestError, match="--max-body takes a size such as 512MiB"):
+            parse_size(text, "--max-body")
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1", "1.2.3", "1e9", "MiB", "1 X", "1KiBB", "nan", "²"])
-def test_texts_that_are_no_sizes(text: str) -> None:
-    with pytest.raises(RequestError, match="--max-body takes a size such as 512MiB"):
-        parse_size(text, "--max-body")
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+def test_options_that_make_no_sense() -> None:
+    for words, message in (
         ([], "give an artifact to serve"),
         (["--model", "=x"], "--model takes NAME=ARTIFACT"),
         (["a", "--model", "a=b"], "two models have the name 'a'"),
         (["a", "--api-key", "two words"], "an API key must be of visible ASCII"),
         (["a", "--api-key-file", "nothing/there"], "--api-key-file: nothing/there cannot be read"),
         (["a", "--api-key-file", "/dev/null"], "has no key; write one on each line"),
-    ],
-)
-def test_options_that_make_no_sense(words: list[str], message: str) -> None:
-    options = vars(_parser().parse_args(words))
-    with pytest.raises(RequestError, match=re.escape(message)):
-        serve_options(options["artifact"], options)
+    ):
+        options = vars(_parser().parse_args(words))
+        with pytest.raises(RequestError, match=re.escape(message)):
+            serve_options(options["artifact"], options)
 
 
-@pytest.mark.parametrize(
-    "words", [["--port", "70000"], ["--port", "x"], ["--max-waiting", "-1"], ["--drain-timeout", "-1"]]
-)
-def test_numbers_out_of_bounds_are_usage_errors(cli: Cli, words: list[str]) -> None:
-    assert cli("serve", "artifact", *words).code == 2
-    with pytest.raises(SystemExit) as caught:
-        _parser().parse_args(["artifact", *words])
-    assert caught.value.code == 2
+def test_numbers_out_of_bounds_are_usage_errors(cli: Cli) -> None:
+    for words in (["--port", "70000"], ["--port", "x"], ["--max-waiting", "-1"], ["--drain-timeout", "-1"]):
+        assert cli("serve", "artifact", *words).code == 2
+        with pytest.raises(SystemExit) as caught:
+            _parser().parse_args(["artifact", *words])
+        assert caught.value.code == 2
 
 
 def test_without_the_extra_one_line_says_what_to_install(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
-"""`picompile targets` and `picompile doctor`."""
+"""`picompile targets`, `doctor` and `models`: what is known of machines and models."""
 
 import json
+import shutil
 import time
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError
@@ -8,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from helpers.refusals import assert_refused
 from helpers.support import Cli
 from picompile.cli import doctor
 from picompile.machine import TARGETS, find_native_target
 from picompile.machine import measured as local
 from picompile.machine.gpu import GpuName, GpuSpeed
 from picompile.machine.host import Host
-from picompile.machine.measured import LocalMachine, cache_file, measure_local
+from picompile.machine.measured import cache_file, measure_local
 from picompile_runtime.devices.cuda.driver import CudaError
 
 GPU = GpuName("GPU of nobody", "12.4", 89, 24 * 10**9)
@@ -55,25 +57,15 @@ def test_targets_are_a_table(cli: Cli, without_gpu: None) -> None:
 
 
 def test_targets_show_what_was_measured(cli: Cli, with_gpu: None) -> None:
-    measure_local()
-    ended = cli("targets")
-    assert "not measured yet" not in ended.out
-    for figure in ("22.4 GiB", "910 GB/s", "24 GB/s"):
-        assert figure in ended.out
-
-
-def test_targets_measure_nothing(cli: Cli, with_gpu: None) -> None:
-    cli("targets")
+    expected = json.loads(json.dumps([{**asdict(row), "compiles": row.compiles} for row in TARGETS.values()]))
+    assert json.loads(cli("targets", "--json").out) == expected
     assert not cache_file().exists()
-
-
-def test_targets_as_json(cli: Cli, with_gpu: None) -> None:
-    expected = [{**asdict(row), "compiles": row.compiles} for row in TARGETS.values()]
-    assert json.loads(cli("targets", "--json").out) == json.loads(json.dumps(expected))
     measured = measure_local()
-    rows = json.loads(cli("targets", "--json").out)
-    assert rows[:-1] == json.loads(json.dumps(expected))
-    assert rows[-1] == json.loads(json.dumps({**asdict(measured.target), "compiles": False}))
+    *rows, local_row = json.loads(cli("targets", "--json").out)
+    assert rows == expected
+    assert local_row == json.loads(json.dumps({**asdict(measured.target), "compiles": False}))
+    shown = cli("targets").out
+    assert "not measured yet" not in shown and all(figure in shown for figure in ("22.4 GiB", "910 GB/s", "24 GB/s"))
 
 
 def test_doctor_describes_this_machine(cli: Cli) -> None:
@@ -104,53 +96,37 @@ def test_doctor_says_what_gpu_targets_need(cli: Cli, without_gpu: None, monkeypa
     facts = json.loads(cli("doctor", "--json").out)
     assert "pip install 'picompile[cuda]'" in facts["nvrtc"]
     assert not any("nvrtc" in missing for missing in facts["missing"])
+    assert facts["gpu"].endswith("; no driver today")
+    assert (facts["local"]["no_gpu"], facts["local"]["gpu"]) == ("no driver today", None)
+    assert not {"gpu bandwidth", "pcie bandwidth", "gpu exchange", "gpu launch"} & set(facts)
 
 
 def test_doctor_shows_the_gpu(cli: Cli, with_gpu: None) -> None:
     facts = json.loads(cli("doctor", "--json").out)
     assert facts["gpu"].startswith("GPU of nobody, sm_89, 24 GB, 23 GB free when measured, CUDA 12.4;")
     assert facts["gpu"].endswith("; --target with code for it: 4060, 4070, 4080, 4090")
-    assert facts["gpu bandwidth"] == "910 GB/s, copying"
-    assert facts["pcie bandwidth"] == "24 GB/s to the GPU, 26 GB/s from it"
-    assert facts["gpu exchange"] == "17.4 µs, a vector there and back"
-    assert facts["gpu launch"] == "1.3 µs, a node in a graph that does nothing else"
+    figures = [facts[name].split(",")[0] for name in ("gpu bandwidth", "pcie bandwidth", "gpu exchange", "gpu launch")]
+    assert figures == ["910 GB/s", "24 GB/s to the GPU", "17.4 µs", "1.3 µs"]
     assert facts["local"]["gpu"] == asdict(SPEED)
     assert facts["local"]["target"]["sync_s"] == SPEED.exchange_s
 
 
-def test_doctor_says_why_there_is_no_gpu(cli: Cli, without_gpu: None) -> None:
-    facts = json.loads(cli("doctor", "--json").out)
-    assert facts["gpu"].endswith("; no driver today")
-    assert facts["local"]["no_gpu"] == "no driver today"
-    assert facts["local"]["gpu"] is None
-    assert not {"gpu bandwidth", "pcie bandwidth", "gpu exchange", "gpu launch"} & set(facts)
-
-
-@pytest.mark.parametrize(
-    ("age_s", "says"),
-    [
+def test_doctor_shows_the_age_of_the_measurement(cli: Cli, with_gpu: None) -> None:
+    measured = measure_local()
+    for age_s, says in (
         (-100, "just now"),
         (59, "just now"),
         (61, "1 minute ago; --measure does it anew"),
         (3 * 3600 + 9, "3 hours ago; --measure does it anew"),
         (400 * 86400, "400 days ago; --measure does it anew"),
-    ],
-)
-def test_doctor_shows_the_age_of_the_measurement(cli: Cli, with_gpu: None, age_s: float, says: str) -> None:
-    _make_older(measure_local(), age_s)
-    assert json.loads(cli("doctor", "--json").out)["measured"] == says
+    ):
+        local.store(replace(measured, measured_at_s=time.time() - age_s))
+        assert json.loads(cli("doctor", "--json").out)["measured"] == says
     assert json.loads(cli("doctor", "--json", "--measure").out)["measured"] == "just now"
     assert json.loads(cli("doctor", "--json").out)["measured"] == "just now"
-
-
-def _make_older(measured: LocalMachine, age_s: float) -> None:
-    from picompile.machine import measured as cache
-
-    cache.store(replace(measured, measured_at_s=time.time() - age_s))
-
-
-def test_doctor_without_a_cache(cli: Cli, with_gpu: None, tmp_path: Path) -> None:
-    (tmp_path / "cache").write_text("in the way")
+    # Without a cache too.
+    shutil.rmtree(cache_file().parent.parent)
+    cache_file().parent.parent.write_text("in the way")
     assert json.loads(cli("doctor", "--json").out)["measured"] == "just now"
 
 
@@ -161,3 +137,20 @@ def test_doctor_misses_gcc(cli: Cli, without_gpu: None, monkeypatch: pytest.Monk
     assert "gcc" in ended.err
     assert ended.err.count("\n") == 1
     assert any(line.startswith("✗ gcc") for line in ended.out.splitlines())
+
+
+def test_models_are_listed(cli: Cli) -> None:
+    shown, refused = (cli("models", *more) for more in ((), ("--refused",)))
+    assert (shown.code, refused.code, shown.err, refused.err) == (0, 0, "", "")
+    assert "\nLlamaForCausalLM" in shown.out and "MixtralForCausalLM" not in shown.out
+    assert "\nLlamaForCausalLM" not in refused.out and "mixtures of experts are not supported" in refused.out
+    assert_refused(cli("models", "gpt-9"), 2, "of a class or type with 'gpt-9' in it")
+
+
+def test_models_as_json(cli: Cli) -> None:
+    every, refused, named = (
+        json.loads(cli("models", *more, "--json").out) for more in ((), ("--refused",), ("mamba",))
+    )
+    assert {entry["result"] for entry in every} == {"ok", "refused", "untried"}
+    assert refused == [entry for entry in every if entry["result"] != "ok"]
+    assert {"mamba", "falcon_mamba"} <= {entry["model_type"] for entry in named}

@@ -82,7 +82,13 @@ def eager(folder: Path, activation: str) -> nn.Module:
 @pytest.mark.slow("trains a model; the steps of a training have fast tests")
 def test_measurements_and_files(swiglu: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     image = tmp_path / "images" / "course.png"
-    found = train(swiglu, tmp_path / "copy", steps=30, image=image)
+    before = os.umask(0o022)
+    try:
+        found = train(swiglu, tmp_path / "copy", steps=30, image=image)
+    finally:
+        os.umask(before)
+    # Others can read it.
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "copy").iterdir()} == {0o644}
     stages = [record["stage"] for record in found["records"]]
     assert stages[:2] == ["swap", "solve"] and stages[-1] == "end"
     assert {"blocks", "model"} <= set(stages)
@@ -133,37 +139,14 @@ def test_a_resumed_training_ends_with_the_same_bytes(
 def test_a_checkpoint_of_another_training_is_refused(swiglu: Path, tmp_path: Path) -> None:
     train(swiglu, tmp_path / "copy", steps=1)
     before = {path: path.read_bytes() for path in (tmp_path / "copy-work").iterdir()}
-    for option, value, words in (
-        ("activation", "drelu", "--activation relu, not --activation drelu"),
-        ("l1", 0.5, "--l1 0.0, not --l1 0.5"),
-        ("own_tokens", 64, "--own-tokens 0, not --own-tokens 64"),
+    for changes, words in (
+        ({"activation": "drelu"}, "--activation relu, not --activation drelu"),
+        ({"l1": 0.5}, "--l1 0.0, not --l1 0.5"),
+        ({"own_tokens": 64}, "--own-tokens 0, not --own-tokens 64"),
     ):
         with pytest.raises(UsageError, match=f"is of a training with {words}; give another --work"):
-            train(swiglu, tmp_path / "copy", steps=2, **{option: value}, resume=True)
+            train(swiglu, tmp_path / "copy", steps=2, **changes, resume=True)  # type: ignore[arg-type]
     assert {path: path.read_bytes() for path in (tmp_path / "copy-work").iterdir()} == before
-
-
-def test_nothing_to_resume(swiglu: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"checkpoint\.pt: is not there, so nothing can be resumed"):
-        train(swiglu, tmp_path / "copy", steps=1, resume=True)
-    assert not list(tmp_path.iterdir())
-
-
-def test_others_can_read_the_copy(swiglu: Path, tmp_path: Path) -> None:
-    before = os.umask(0o022)
-    try:
-        train(swiglu, tmp_path / "copy", steps=1)
-    finally:
-        os.umask(before)
-    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "copy").iterdir()}
-    assert set(modes.values()) == {0o644}, modes
-
-
-def test_what_is_not_ours_is_not_replaced(swiglu: Path, tmp_path: Path) -> None:
-    (tmp_path / "thesis.txt").write_text("years of work")
-    with pytest.raises(UsageError, match="exists and has no relufication"):
-        train(swiglu, tmp_path)
-    assert (tmp_path / "thesis.txt").exists()
 
 
 @pytest.mark.slow("trains and compiles a model")
@@ -249,42 +232,31 @@ def test_gradients_of_blocks_stay_in_them(swiglu: Path) -> None:
     assert loss == pytest.approx(sum(error.item() for error in errors) / 2)
 
 
-def test_least_squares_brings_streams_together(swiglu: Path) -> None:
-    """The copy's is nearer to the original's behind every layer."""
-    pair = open_pair(swiglu, "relu")
-    batches = [torch.arange(start, start + 2 * WINDOW).reshape(2, WINDOW) for start in (0, 64, 128)]
-    with torch.no_grad():
-        exact = streams(pair.original, batches[0])
-        before = list(map(training.relative_error, streams(pair.copy, batches[0]), exact))
-        solve_down(pair, batches)
-        after = list(map(training.relative_error, streams(pair.copy, batches[0]), exact))
-    assert all(new < old / 2 for old, new in zip(before, after, strict=True))
-
-
 def test_least_squares_of_one_layer_is_that_of_numpy(swiglu: Path) -> None:
     """The last layer's weights, from the streams before and behind it."""
-    pair = open_pair(swiglu, "relu")
+    pair, again = open_pair(swiglu, "relu"), open_pair(swiglu, "relu")
     batch = torch.arange(2 * WINDOW).reshape(2, WINDOW)
     solve_down(pair, [batch])
-    again = open_pair(swiglu, "relu")
-    last, block = decoder_layers(again.copy)[-1], feed_forward_blocks(again.copy)[-1]
-    feed_forward_blocks(again.copy)[0].load_state_dict(feed_forward_blocks(pair.copy)[0].state_dict())
+    first, block = feed_forward_blocks(again.copy)
+    solved_first, solved = feed_forward_blocks(pair.copy)
+    first.load_state_dict(solved_first.state_dict())
     seen: list[torch.Tensor] = []
     hook = block.down_proj.register_forward_hook(lambda _, given, out: seen.extend((given[0], out)))
     with torch.no_grad():
-        after = streams(again.copy, batch)[-1]
-        exact = streams(pair.original, batch)[-1]
+        after, exact = streams(again.copy, batch)[-1], streams(pair.original, batch)[-1]
     hook.remove()
-    assert last is decoder_layers(again.copy)[1]
     neurons, added = (part.flatten(0, 1).double() for part in seen)
     wanted = added + (exact - after).flatten(0, 1).double()
     start = block.down_proj.weight.detach().double()
     ridge = 0.1 * (neurons**2).sum(0).mean()
     rows = torch.cat([neurons, ridge.sqrt() * torch.eye(neurons.shape[1])])
     solution = torch.linalg.lstsq(rows, torch.cat([wanted, ridge.sqrt() * start.T])).solution.T
-    torch.testing.assert_close(
-        feed_forward_blocks(pair.copy)[-1].down_proj.weight.double(), solution, rtol=1e-3, atol=1e-4
-    )
+    torch.testing.assert_close(solved.down_proj.weight.double(), solution, rtol=1e-3, atol=1e-4)
+    # The copy's stream is nearer to the original's behind both layers.
+    with torch.no_grad():
+        exacts, plain = streams(pair.original, batch), streams(open_pair(swiglu, "relu").copy, batch)
+        errors = [list(map(training.relative_error, each, exacts)) for each in (plain, streams(pair.copy, batch))]
+    assert all(new < old / 2 for old, new in zip(*errors, strict=True))
 
 
 def test_the_penalty_is_not_lessened_by_scaling() -> None:
@@ -308,31 +280,30 @@ def test_text_is_read_once_before_it_is_read_again() -> None:
 def test_learning_rates() -> None:
     recipe = Recipe(100, 0, 0.2, 0, 2, 0.0, 1e-3, 1e-4)
     assert recipe.stage(0.19) == "blocks" and recipe.stage(0.2) == "model"
-    assert recipe.learning_rate_at("blocks", 0, 0.0) == pytest.approx(1e-3 / 20)
-    assert recipe.learning_rate_at("blocks", 50, 0.1) == pytest.approx(1e-3 * (0.05 + 0.475))
-    assert recipe.learning_rate_at("model", 50, 0.2) == pytest.approx(1e-4)
-    assert recipe.learning_rate_at("model", 50, 1.0) == pytest.approx(5e-6)
+    for stage, step, done, rate in (
+        ("blocks", 0, 0.0, 1e-3 / 20),
+        ("blocks", 50, 0.1, 1e-3 * (0.05 + 0.475)),
+        ("model", 50, 0.2, 1e-4),
+        ("model", 50, 1.0, 5e-6),
+    ):
+        assert recipe.learning_rate_at(stage, step, done) == pytest.approx(rate)
     assert recipe.progress(50, 1e9) == 0.5
 
 
-@pytest.mark.parametrize(
-    ("change", "activation", "message"),
-    [
-        ({"hidden_act": "relu"}, "relu", "activation is relu already"),
-        ({"hidden_act": "gelu"}, "relu", "activation is gelu; only SiLU is replaced"),
-        ({"mlp_bias": True, "hidden_act": "silu"}, "drelu", "not llama with mlp_bias"),
-    ],
-)
-def test_models_that_are_refused(change: dict[str, Any], activation: str, message: str, tmp_path: Path) -> None:
-    save_tiny_llama(tmp_path / "model", **change)
-    with pytest.raises(UnsupportedModelError, match=message):
-        open_pair(tmp_path / "model", activation)
-
-
-def test_a_model_without_a_gate_is_refused(tmp_path: Path) -> None:
-    save("opt-galactica", build("opt-galactica"), tmp_path)
+def test_models_that_are_refused(tmp_path: Path) -> None:
+    for number, (change, activation, message) in enumerate(
+        [
+            ({"hidden_act": "relu"}, "relu", "activation is relu already"),
+            ({"hidden_act": "gelu"}, "relu", "activation is gelu; only SiLU is replaced"),
+            ({"mlp_bias": True, "hidden_act": "silu"}, "drelu", "not llama with mlp_bias"),
+        ]
+    ):
+        save_tiny_llama(tmp_path / str(number), **change)  # type: ignore[arg-type]
+        with pytest.raises(UnsupportedModelError, match=message):
+            open_pair(tmp_path / str(number), activation)
+    save("opt-galactica", build("opt-galactica"), tmp_path / "opt")
     with pytest.raises(UnsupportedModelError, match="has no feed-forward block with a gate"):
-        open_pair(tmp_path, "relu")
+        open_pair(tmp_path / "opt", "relu")
 
 
 def test_blocks_whose_output_is_normed_cannot_learn_alone(tmp_path: Path) -> None:
@@ -352,9 +323,14 @@ def test_options_that_make_no_sense(swiglu: Path, tmp_path: Path) -> None:
         ({"steps": 0}, "--steps or --minutes"),
         ({"window": 300}, "more than the model's 256 positions"),
         ({"tokens": 20}, "has no window"),
+        ({"resume": True}, r"checkpoint\.pt: is not there, so nothing can be resumed"),
     ):
         with pytest.raises(UsageError, match=message):
             train(swiglu, tmp_path / "copy", **options)
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(UsageError, match="exists and has no relufication"):
+        train(swiglu, tmp_path)
+    assert (tmp_path / "thesis.txt").exists()
 
 
 @pytest.mark.slow("trains a model; the steps of a training have fast tests")

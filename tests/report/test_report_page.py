@@ -2,52 +2,22 @@
 
 import re
 from collections.abc import Sequence
-from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file, save_file
 
 from helpers.report_folders import FINGERPRINT, curve, predictor_row, write_artifact, write_predictors, write_profile
+from helpers.report_pages import Page, checked_page
 from picompile.errors import UsageError
+from picompile.predictors.train.choose import curves
+from picompile.predictors.train.data import measure_curve
 from picompile.report import read_sources, render_report
-
-VOID = ("meta", "link", "br")
-
-
-class Page(HTMLParser):
-    """The texts of a page by element, its attributes, and that every element ends where it should."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.attributes: list[tuple[str, str]] = []
-        self.texts: list[tuple[str, str]] = []
-        self._stack: list[str] = []
-        self.feed(html)
-        self.close()
-        assert self._stack == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.attributes += [(key, value or "") for key, value in attrs]
-        if tag not in VOID:
-            self._stack.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self._stack.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if data.strip():
-            self.texts.append((self._stack[-1], data.replace("\u00a0", " ").strip()))
-
-    def of(self, tag: str) -> list[str]:
-        return [text for element, text in self.texts if element == tag]
-
-    @property
-    def text(self) -> str:
-        return "\n".join(text for _, text in self.texts)
+from picompile.report.predictors import read_candidates
 
 
 @pytest.fixture(scope="module")
@@ -89,89 +59,33 @@ def made(folder: Path, rows: Sequence[dict[str, Any]], **changes: Any) -> str:
 
 
 def test_each_source_has_a_row_and_a_section(html: str, folders: Sequence[Path]) -> None:
-    page = Page(html)
-    assert page.of("a") == [str(folder) for folder in folders]
-    assert [
-        value for key, value in page.attributes if key == "href" and value.startswith("#s") and "-" not in value
-    ] == [
-        "#s1",
-        "#s2",
-        "#s3",
-    ]
-    assert page.of("h2") == [str(folder) for folder in folders]
-    assert page.of("h4") == [
-        "Who makes the firings",
-        "How many fire",
-        "Rank against sparsity",
-        "Rank against skewness",
-        "Recall and precision",
-        "Computed against firing",
-        "What is missed",
-        "layer 1",
-        "layer 2",
-        "Recall and precision",
-        "Computed against firing",
-        "What the weights take",
-    ]
-
-
-def test_figures_are_in_words_too(html: str) -> None:
-    text = Page(html).text
-    own = sum(predictor_row(layer, 1)["parameters"] for layer in (1, 2))
-    for words in ("make 80 % of the firings", "20.0000", "20.0100", "+0.050 %", "2, 1", "+1.000 %", "yes"):
-        assert words in text
-    for words in (f"{own:,} ({own / 100:.2f} %)", "99.75 %", "99.85 %", "0.400 %"):
-        assert words in text
-    # The artifact is beyond its gate.
-    assert "no" in Page(html).of("td")
-    for row in (predictor_row(1, 1), predictor_row(2, 1)):
-        assert str(row["rank"]) in Page(html).of("td")
-        assert f"{100 * row['weighted_recall']:.2f} %" in Page(html).of("td")
-
-
-def test_every_picture_has_a_text(html: str) -> None:
-    pictures = html.count("<svg")
-    assert pictures == 12
-    assert len(re.findall(r'<svg[^>]*role="img"[^>]*aria-labelledby="[^"]+"', html)) == pictures
-    assert len(re.findall(r'<desc id="[^"]+">[^<]{20,}</desc>', html)) == pictures
-    assert len(Page(html).of("figcaption")) == pictures
-
-
-def test_ids_are_unique_and_references_resolve(html: str) -> None:
-    page = Page(html)
-    ids = [value for key, value in page.attributes if key == "id"]
-    assert len(ids) == len(set(ids))
-    references = {value[1:] for key, value in page.attributes if key == "href" and value.startswith("#")}
-    references |= set(re.findall(r"url\(#([^)]+)\)", html))
-    assert references <= set(ids)
-
-
-def test_a_page_loads_nothing(html: str) -> None:
-    assert not re.search(r"https?:|@import|url\((?!#)|<script", html)
-    assert [value for key, value in Page(html).attributes if key == "src"] == []
-    assert "prefers-color-scheme: dark" in html
-    assert '<meta name="viewport" content="width=device-width' in html
-
-
-def test_the_same_sources_give_the_same_bytes(html: str, folders: Sequence[Path]) -> None:
+    page = checked_page(html, pictures=12)
+    assert page.of("a") == page.of("h2") == [str(folder) for folder in folders]
+    assert {"#s1", "#s2", "#s3"} <= set(page.values("href"))
+    assert len(page.of("h4")) == 12
     assert render_report(read_sources(folders)) == html
 
 
-def test_pictures_point_out_what_they_show(html: str) -> None:
-    titles = Page(html).of("title")
-    assert any(re.fullmatch(r"layer 0: [\d.]+ % of the neurons make 80 % of the firings", title) for title in titles)
-    assert any(re.fullmatch(r"layer 1: rank 8, stream", title) for title in titles)
-    rank = predictor_row(1, 1)["rank"]
-    assert any(title.startswith(f"taken: learned, rank {rank}: ") for title in titles)
-
-
-def test_the_comparison_with_the_checkpoint_is_a_table(html: str) -> None:
-    text = " ".join(Page(html).text.replace("\u00a0", " ").split())
-    assert "What it costs against the checkpoint" in text
-    assert "on 4,321 tokens of some prose" in text
-    assert "checkpoint in float32 29.9900" in text
-    assert "+ weights in q4 30.2000 +0.670 % +0.500 % to +0.810 % +0.670 % 0.012300 – 90.00 %" not in text
+def test_figures_are_in_words_too(html: str) -> None:
+    page = Page(html)
+    own = sum(predictor_row(layer, 1)["parameters"] for layer in (1, 2))
+    for words in ("make 80 % of the firings", "20.0000", "20.0100", "+0.050 %", "2, 1", "+1.000 %", "yes"):
+        assert words in page.text
+    for words in (f"{own:,} ({own / 100:.2f} %)", "99.75 %", "99.85 %", "0.400 %"):
+        assert words in page.text
+    # The artifact is beyond its gate.
+    assert "no" in page.of("td")
+    for row in (predictor_row(1, 1), predictor_row(2, 1)):
+        assert {str(row["rank"]), f"{100 * row['weighted_recall']:.2f} %"} <= set(page.of("td"))
+    # The comparison with the checkpoint.
+    text = " ".join(page.text.split())
+    assert "on 4,321 tokens of some prose" in text and "checkpoint in float32 29.9900" in text
     assert "+ weights in q4 30.2000 +0.670 % +0.500 % to +0.810 % +0.670 % 0.012300 90.00 %" in text
+    # Pictures say what is pointed at.
+    titles = "\n".join(page.of("title"))
+    assert re.search(r"^layer 0: [\d.]+ % of the neurons make 80 % of the firings$", titles, re.MULTILINE)
+    assert "layer 1: rank 8, stream" in titles
+    assert f"taken: learned, rank {predictor_row(1, 1)['rank']}: " in titles
 
 
 EVIL = '</title></svg><script>alert("x")</script>&<b>\'$a_1$'
@@ -205,35 +119,23 @@ def test_predictors_without_figures(tmp_path: Path) -> None:
     """Imported ones: no figures, no gate, no curves; the profile of their model knows how layers fire."""
     rows = [predictor_row(layer, 2, measured=False) for layer in range(3)]
     alone = Page(made(tmp_path / "alone", rows))
-    assert alone.of("h4") == []
-    assert "recall" not in alone.of("th")
+    assert alone.of("h4") == [] and "recall" not in alone.of("th")
     write_profile(tmp_path / "profile", seed=4)
-    both = Page(render_report(read_sources([tmp_path / "alone", tmp_path / "profile"])))
-    assert both.of("h4")[:2] == ["Rank against sparsity", "Rank against skewness"]
     write_profile(tmp_path / "other", seed=4, model={"fingerprint": "00", "name": "another", "hidden": 5})
-    assert (
-        "Rank against sparsity" not in Page(render_report(read_sources([tmp_path / "alone", tmp_path / "other"]))).text
-    )
+    for profile, drawn in (("profile", True), ("other", False)):
+        page = Page(render_report(read_sources([tmp_path / "alone", tmp_path / profile])))
+        assert ("Rank against sparsity" in page.of("h4")) is drawn
 
 
-@pytest.mark.parametrize(
-    "curves", [[None], [{}], [{"layer": 0, "rank": 1, "points": []}], [{"points": [1, {}]}], ["x"]]
-)
-def test_curves_of_another_form_are_skipped(tmp_path: Path, curves: list[Any]) -> None:
-    rows = [predictor_row(0, 9)]
-    assert "Trade-off" not in made(
-        tmp_path / "predictors", rows, curves=curves, gate={"layers": curves, "targets": curves}
-    )
+def test_curves_of_another_form_are_skipped(tmp_path: Path) -> None:
+    odd = [None, {}, {"layer": 0, "rank": 1, "points": []}, {"points": [1, {}]}, "x"]
+    gate = {"layers": odd, "targets": odd}
+    page = Page(made(tmp_path / "predictors", [predictor_row(0, 9)], curves=odd, gate=gate))
+    assert len(page.of("h4")) == 4 and "layer 0" not in page.of("h4")
 
 
 def test_curves_of_training_are_drawn(tmp_path: Path) -> None:
     """The report reads what training writes of a candidate."""
-    import torch
-
-    from picompile.predictors.train.choose import curves
-    from picompile.predictors.train.data import measure_curve
-    from picompile.report.predictors import read_candidates
-
     generator = torch.Generator().manual_seed(5)
     scores = torch.randn(64, 37, generator=generator)
     contribution = (scores + 0.5 * torch.randn(64, 37, generator=generator)).clamp_min(0).half()
@@ -246,8 +148,7 @@ def test_curves_of_training_are_drawn(tmp_path: Path) -> None:
     assert (learned.layer, learned.label, learned.rank) == (0, "learned, block", 4)
     assert (sign.label, sign.rank) == ("sign", None)
     recalls = [point.weighted_recall for point in learned.points]
-    assert len(recalls) > 5
-    assert recalls == sorted(recalls)
+    assert len(recalls) > 5 and recalls == sorted(recalls)
     # Scores that say the contrary compute more for the same.
     assert min(point.computed_ratio for point in sign.points) > learned.points[0].computed_ratio
     page = Page(made(tmp_path / "predictors", [predictor_row(0, 9)], curves=curves([result])))
@@ -271,31 +172,17 @@ def test_counts_that_were_imported_are_drawn(tmp_path: Path) -> None:
         render_report(read_sources([tmp_path / "imported"]))
 
 
-def test_lossless_kinds_have_no_rank(tmp_path: Path) -> None:
-    page = Page(made(tmp_path / "predictors", [predictor_row(0, 9, kind="exact"), predictor_row(1, 9, kind="sign")]))
-    assert page.of("h4") == ["Recall and precision", "Computed against firing"]
-    assert "rank" not in page.of("th")
-
-
-def test_many_layers_are_folded(tmp_path: Path) -> None:
-    rows = [predictor_row(layer, 9, kind="exact") for layer in range(40)]
-    html = made(tmp_path / "predictors", rows)
-    assert html.count("<details>") == 1
-    assert Page(html).of("summary") == ["Each layer"]
-
-
 def test_a_model_in_which_no_neuron_fires(tmp_path: Path) -> None:
     write_profile(tmp_path, seed=1, layers=1, neurons=3)
     file = tmp_path / "layers" / "000.safetensors"
     tensors = load_file(file)
     save_file({**tensors, "counts": 0 * tensors["counts"], "contribution": 0 * tensors["contribution"]}, file)
     page = Page(render_report(read_sources([tmp_path])))
-    assert "0.00 %" in page.text
-    assert "nan" not in page.text
-    # Of no firings nobody makes 80 %, and no axis of shares goes below zero.
+    assert "0.00 %" in page.text and "nan" not in page.text
+    assert "3 in 1 layer" in page.of("dd")
+    # Of no firings nobody makes 80 %, no axis of shares goes below zero, and that of layers names no tenths.
     assert "layer 0: nothing fired" in page.of("title")
-    assert "0.0 % of the neurons" not in page.text
-    assert not any(text.startswith("−") for text in page.of("text"))
+    assert not any(text.startswith("−") or text == "0.1" for text in page.of("text"))
 
 
 @pytest.mark.filterwarnings("error")
@@ -308,56 +195,40 @@ def test_predictors_of_layers_in_which_no_neuron_fires(tmp_path: Path) -> None:
     assert not any(text.startswith("−") for text in page.of("text"))
 
 
-def test_a_model_of_one_layer(tmp_path: Path) -> None:
-    write_profile(tmp_path, seed=1, layers=1, neurons=50)
-    page = Page(render_report(read_sources([tmp_path])))
-    assert "50 in 1 layer" in page.of("dd")
-    # The axis of layers names the only one, and no tenths of it.
-    assert not any(text in page.of("text") for text in ("0.1", "−0.1"))
-
-
-def test_the_measure_of_thresholds_is_told(tmp_path: Path) -> None:
-    search = {"gate": 0.01, "silenced_share": 0.5, "dense_perplexity": 9.0, "perplexity": 9.01, "tried": {"0.5": 9.01}}
-    texts = {}
-    for by in ("magnitude", "contribution"):
-        write_profile(tmp_path / by, seed=1, layers=1, thresholds=search | {"by": by})
-        page = Page(render_report(read_sources([tmp_path / by])))
-        assert by in page.of("dd")
-        assert f"the same quantile of its {by}s" in page.text
-        texts[by] = page.text
-    assert "fires on a token when the magnitude" in texts["magnitude"]
-    assert "fires on a token when its contribution" in texts["contribution"]
-
-
-def test_the_worst_of_many_layers_are_named(tmp_path: Path) -> None:
+def test_many_layers_are_folded_and_the_worst_named(tmp_path: Path) -> None:
     gate = {"perplexity": 3.0, "layers": [{"layer": layer, "missed_energy": 2**-7} for layer in range(40)]}
-    page = Page(made(tmp_path / "predictors", [predictor_row(layer, 9) for layer in range(40)], gate=gate))
-    assert "0, 1, 2, 3, 4, 5, 6, 7 and 24 more" in page.of("td")
+    html = made(tmp_path / "predictors", [predictor_row(layer, 9) for layer in range(40)], gate=gate)
+    assert html.count("<details>") == 1
+    assert "0, 1, 2, 3, 4, 5, 6, 7 and 24 more" in Page(html).of("td")
 
 
 @pytest.mark.filterwarnings("error")
 def test_numbers_that_are_too_large_are_left_out(tmp_path: Path) -> None:
     row = {**predictor_row(0, 1), "firing_share": 1e-300}
-    gate = {"dense_perplexity": 1e-200, "perplexity": 1e300, "rounds": 10**30, "layers": [_missed(1e308)]}
+    gate = {
+        "dense_perplexity": 1e-200,
+        "perplexity": 1e300,
+        "rounds": 10**30,
+        "layers": [{"layer": 0, "missed_energy": 1e308}],
+    }
     curves = [{**curve(0, 4), "layer": 10**400}, {**curve(0, 4), "rank": 10**400}]
     page = Page(made(tmp_path / "predictors", [row], gate=gate, curves=curves))
     assert not re.search(r"\d{20}", page.text)
     assert "inf" not in page.text
 
 
-def _missed(energy: float) -> dict[str, float]:
-    return {"layer": 0, "missed_energy": energy}
-
-
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("kind", ["\ud800", "\x01", "中", "x" * 999])
-def test_names_that_no_font_has_are_drawn_as_marks(tmp_path: Path, kind: str) -> None:
-    candidate = {**curve(0, 4), "kind": kind, "rank": None}
-    html = made(tmp_path / "predictors", [predictor_row(0, 9)], curves=[candidate])
-    assert ("?, stream" if len(kind) == 1 else f"{24 * 'x'}, stream") in Page(html).of("text")
+def test_names_that_no_font_has_are_drawn_as_marks(tmp_path: Path) -> None:
+    kinds = ("\ud800", "\x01", "中", "x" * 999)
+    candidates = [{**curve(layer, 4), "kind": kind, "rank": None} for layer, kind in enumerate(kinds)]
+    page = Page(made(tmp_path / "predictors", [predictor_row(0, 9)], curves=candidates))
+    texts = page.of("text")
+    assert texts.count("?, stream") == 3 and f"{24 * 'x'}, stream" in texts
 
 
-def test_lines_of_several_inputs_are_told_apart(tmp_path: Path) -> None:
-    curves = [{**curve(0, 4), "kind": "learned", "input": place} for place in ("stream", "block")]
-    page = Page(made(tmp_path / "predictors", [predictor_row(0, 9)], curves=curves))
-    assert any(text.endswith(" · solid: learned, block, dashed: learned, stream") for text in page.of("figcaption"))
+def test_the_measure_of_thresholds_is_told(tmp_path: Path) -> None:
+    search = {"gate": 0.01, "silenced_share": 0.5, "dense_perplexity": 9.0, "perplexity": 9.01, "tried": {"0.5": 9.01}}
+    for by in ("magnitude", "contribution"):
+        write_profile(tmp_path / by, seed=1, layers=1, thresholds=search | {"by": by})
+        page = Page(render_report(read_sources([tmp_path / by])))
+        assert by in page.of("dd") and f"the same quantile of its {by}s" in page.text

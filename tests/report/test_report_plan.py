@@ -8,9 +8,9 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from test_report_page import Page
 
 from helpers.report_folders import write_artifact
+from helpers.report_pages import Page, checked_page
 from helpers.report_plans import GPU_BYTES, HOST_BYTES, MARGIN, random_plan, write_plan_file
 from picompile.errors import UsageError
 from picompile.placement.plan import MemoryRow, Plan
@@ -72,44 +72,41 @@ def test_hidden_predictions_are_no_part_of_a_layers_time(tmp_path: Path) -> None
     assert bars["predictor"] / bars["attention"] == pytest.approx(1e-4 / second.attention_s, rel=0.02)
 
 
-@pytest.mark.parametrize("layers", [1, 2, 7, 96])
+@pytest.mark.parametrize("layers", [1, 7])
 def test_the_time_picture_shows_the_plans_times(layers: int) -> None:
     plan = random_plan(layers, layers)
-    bars, expected = {}, {}
+    bars = {}
     for text, (_, top, _, bottom) in hovers(str(time_picture("t", plan).svg)).items():
         found = re.fullmatch(r"layer (\d+): ([\w ]+?)(?: on the (\w+))?, ([\d.]+ \w+) of ([\d.]+ \w+)", text)
         assert found, text
-        number, part = int(found[1]), found[2]
-        layer = plan.layers[number]
-        assert seconds(found[4]) == pytest.approx(getattr(layer, PARTS[part]), rel=6e-3)
+        layer = plan.layers[int(found[1])]
+        assert seconds(found[4]) == pytest.approx(getattr(layer, PARTS[found[2]]), rel=6e-3)
         assert seconds(found[5]) == pytest.approx(layer.total_s, rel=6e-3)
         assert found[3] in ({"gpu": "GPU", "host": "host"}[layer.attention], None)
-        bars[number, part] = bottom - top
-    for layer in plan.layers:
-        expected |= {(layer.layer, part): getattr(layer, name) for part, name in PARTS.items() if getattr(layer, name)}
+        bars[layer.layer, found[2]] = bottom - top
+    times = {(layer.layer, part): getattr(layer, name) for layer in plan.layers for part, name in PARTS.items()}
+    expected = {key: time_s for key, time_s in times.items() if time_s}
     assert set(bars) == set(expected)
     pixels_per_s = sum(bars.values()) / sum(expected.values())
     for key, height in bars.items():
         assert height == pytest.approx(pixels_per_s * expected[key], abs=0.05)
 
 
-@pytest.mark.parametrize("swap", [False, True])
-def test_the_slower_side_is_above_the_axis(swap: bool) -> None:
-    slow, quick = 3e-4, 1e-4
-    layer = replace(random_plan(3, 1).layers[0], hot_s=quick if swap else slow, cold_s=slow if swap else quick)
+@pytest.mark.parametrize("above", ["hot", "cold"])
+def test_the_slower_side_is_above_the_axis(above: str) -> None:
+    below = {"hot": "cold", "cold": "hot"}[above]
+    layer = replace(random_plan(3, 1).layers[0], **{f"{above}_s": 3e-4, f"{below}_s": 1e-4})  # type: ignore[arg-type]
     found = hovers(str(time_picture("t", replace(random_plan(3, 1), layers=(layer,))).svg))
     tops = {re.split(r": |,", text)[1]: (top, bottom) for text, (_, top, _, bottom) in found.items()}
-    above, below = ("cold neurons", "hot neurons") if swap else ("hot neurons", "cold neurons")
+    slow, quick = tops[f"{above} neurons"], tops[f"{below} neurons"]
     # Pixels count downwards; both begin at the axis.
-    assert tops[above][1] == pytest.approx(tops[below][0], abs=0.02)
-    assert tops[above][0] < tops[below][0]
+    assert slow[1] == pytest.approx(quick[0], abs=0.02) and slow[0] < quick[0]
     # What follows stands on it.
-    assert tops["attention on the GPU"][1] == pytest.approx(tops[above][0], abs=0.02)
+    assert tops["attention on the GPU"][1] == pytest.approx(slow[0], abs=0.02)
 
 
-@pytest.mark.parametrize("layers", [1, 6, 96])
-def test_the_split_picture_shows_the_plans_shares(layers: int) -> None:
-    plan = random_plan(layers + 50, layers)
+def test_the_split_picture_shows_the_plans_shares() -> None:
+    plan = random_plan(56, 6)
     svg = str(split_picture("s", plan).svg).replace("\u00a0", " ")
     for layer in plan.layers:
         text = (
@@ -119,14 +116,10 @@ def test_the_split_picture_shows_the_plans_shares(layers: int) -> None:
         )
         # Once for the bar and once for the point.
         assert svg.count(f"<title>{text}</title>") == 2
-
-
-def test_layers_that_compute_nothing_have_no_share() -> None:
-    plan = random_plan(4, 1)
-    layer = replace(plan.layers[0], computed=0.0, hot_computed=0.0)
-    picture = split_picture("s", replace(plan, layers=(layer,)))
-    assert "of the computed" not in str(picture.svg)
-    assert "–" in str(picture.svg)
+    # Layers that compute nothing have no share.
+    nothing = replace(plan.layers[0], computed=0.0, hot_computed=0.0)
+    svg = str(split_picture("s", replace(plan, layers=(nothing,))).svg)
+    assert "of the computed" not in svg and "–" in svg
 
 
 def test_the_memory_picture_shows_the_plans_memory() -> None:
@@ -146,17 +139,14 @@ def test_the_memory_picture_shows_the_plans_memory() -> None:
 
 def test_memory_bars_end_where_the_budget_says() -> None:
     rows = (MemoryRow("gpu", "attention", GPU_BYTES // 2), MemoryRow("gpu", "hot neurons", GPU_BYTES // 4))
+    # Small kinds count together.
+    rows += tuple(MemoryRow("host", what, 10**9) for what in ("workspace", "tables", "embedding", "output head"))
     found = hovers(str(memory_picture("m", random_plan(6, memory=rows)).svg))
     first, second = found["GPU: attention 12 GB"], found["GPU: hot neurons 6 GB"]
     assert first[2] - first[0] == pytest.approx(2 * (second[2] - second[0]), abs=0.05)
     assert second[0] == pytest.approx(first[2], abs=0.02)
     limit = found["GPU: 22.8 GB may be taken"]
     assert limit[0] - first[0] == pytest.approx(2 * (1 - MARGIN) * (first[2] - first[0]), abs=0.1)
-
-
-def test_small_kinds_of_memory_count_together() -> None:
-    rows = tuple(MemoryRow("host", what, 10**9) for what in ("workspace", "tables", "embedding", "output head"))
-    found = hovers(str(memory_picture("m", random_plan(6, memory=rows)).svg))
     assert {"host: workspace, tables 2 GB", "host: embedding, output head 2 GB"} <= set(found)
 
 
@@ -167,8 +157,7 @@ def test_hot_and_cold_neurons_run_at_the_same_time() -> None:
     assert left_out == 0
     bars = {re.split(r": |, ", text)[-2]: place for text, place in hovers(str(picture.svg)).items() if "layer" in text}
     hot, cold, transfer = bars["hot neurons"], bars["cold neurons"], bars["transfer"]
-    assert hot[0] == pytest.approx(cold[0], abs=0.02)
-    assert hot[1] != cold[1]
+    assert hot[0] == pytest.approx(cold[0], abs=0.02) and hot[1] != cold[1]
     assert transfer[0] == pytest.approx(max(hot[2], cold[2]), abs=0.02)
     pixels_per_s = (bars["attention"][2] - bars["attention"][0]) / layer.attention_s
     for part, name in PARTS.items():
@@ -179,11 +168,7 @@ def test_each_kind_of_layer_has_a_timeline() -> None:
     plan = random_plan(9, 9)
     pictures, left_out = timeline_pictures("t", plan)
     assert [picture.title for picture in pictures] == ["One token in layers 0 to 2", "One token in layers 7 to 8"]
-    assert [picture.words.rsplit(".", 2)[1] for picture in pictures] == [
-        " So are 7 of 9 layers",
-        " So are 2 of 9 layers",
-    ]
-    assert left_out == 0
+    assert "So are 7 of 9 layers" in pictures[0].words and left_out == 0
     places = (("gpu", "host", "gpu"), ("gpu", "host", "host"), ("gpu", "gpu", "host"), ("host", "host", "none"))
     layers = list(plan.layers)
     for number, (attention, kv_cache, predictor) in enumerate(places):
@@ -195,21 +180,9 @@ def test_each_kind_of_layer_has_a_timeline() -> None:
 def test_a_page_of_a_plan(tmp_path: Path) -> None:
     plan = random_plan(10, 40)
     html = page_of(tmp_path, plan)
-    page = Page(html)
-    assert page.of("h4") == [
-        "What is on the GPU",
-        "Where a token's time goes",
-        "What it takes of the memory",
-        "One token in layers 0 to 2",
-        "One token in layers 38 to 39",
-    ]
-    pictures = html.count("<svg")
-    assert pictures == 5
-    assert len(re.findall(r'<desc id="[^"]+">[^<]{20,}</desc>', html)) == pictures
-    assert not re.search(r"https?:|@import|url\((?!#)|<script", html)
-    ids = [value for key, value in page.attributes if key == "id"]
-    assert len(ids) == len(set(ids))
-    assert set(re.findall(r"url\(#([^)]+)\)", html)) <= set(ids)
+    assert page_of(tmp_path, plan) == html
+    page = checked_page(html, pictures=5)
+    assert page.of("h4")[:2] == ["What is on the GPU", "Where a token's time goes"] and len(page.of("h4")) == 5
     # The summary and the facts.
     rate = f"{1 / plan.token_s:.3g}"
     gain, facts = f"{1 / plan.token_s / 2.5:.2f} ×", page.of("dd")
@@ -217,16 +190,9 @@ def test_a_page_of_a_plan(tmp_path: Path) -> None:
     assert any(fact.startswith(f"{rate} tokens/s, ") for fact in facts)
     assert "at most 0.0085 %, by the objective" in facts
     assert f"2.5 tokens/s; the plan is {gain} as fast" in facts
-    assert "the curve some" in facts
-    assert "5.0 % of each budget is left free" in facts
-    assert "Each layer of the plan" in page.of("summary")
-    assert "predicted from datasheets" in page.text
+    assert {"the curve some", "5.0 % of each budget is left free"} <= {*facts}
     # Nothing here is of predictors or profiles.
-    assert "Recall:" not in page.text
-
-
-def test_the_same_plan_gives_the_same_bytes(tmp_path: Path) -> None:
-    assert page_of(tmp_path, random_plan(11)) == page_of(tmp_path, random_plan(11))
+    assert "predicted from datasheets" in page.text and "Recall:" not in page.text
 
 
 @pytest.mark.filterwarnings("error")
@@ -246,19 +212,6 @@ def test_nothing_on_the_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_all_on_the_gpu(tmp_path: Path) -> None:
-    plan = random_plan(13, 4)
-    hot = [
-        replace(layer, layer=number, hot_neurons=layer.neurons, hot_computed=layer.computed, cold_s=0.0)
-        for number, layer in enumerate((plan.layers[0],) * 4)
-    ]
-    page = Page(page_of(tmp_path, replace(plan, layers=tuple(hot))))
-    assert "100.0 %, 100.0 % of those computed" in page.of("dd")
-    assert not any("cold neurons," in title for title in page.of("title"))
-    assert any("hot neurons," in title for title in page.of("title"))
-
-
-@pytest.mark.filterwarnings("error")
 def test_a_plan_of_nothing_but_zeros(tmp_path: Path) -> None:
     plan = random_plan(14, 2)
     times = {f"{part}_s": 0.0 for part in ("attention", "kv_cache", "predict", "hot", "cold", "exchange", "total")}
@@ -267,8 +220,7 @@ def test_a_plan_of_nothing_but_zeros(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"layers": layers, "machine": machine, "memory": (), "baselines": {}}
     empty = replace(plan, gpu_budget_bytes=0, host_budget_bytes=0, head_s=0.0, switch_s=0.0, **changes)
     page = Page(page_of(tmp_path, empty))
-    assert "nan" not in page.text
-    assert "inf" not in page.text
+    assert "nan" not in page.text and "inf" not in page.text
 
 
 EVIL = "</title></svg><script>alert(1)</script>&<b>'$a_1$"
@@ -283,7 +235,6 @@ def test_names_of_a_plan_are_escaped(tmp_path: Path) -> None:
     assert Page(html).of("dd").count(EVIL) == 5
 
 
-@pytest.mark.slow("plans a model and draws several pages")
 def test_an_artifact_shows_its_plan(tmp_path: Path) -> None:
     plan = random_plan(16, 2, fingerprint="5a" * 32)
     content = json.loads(json.dumps(plan.to_json()))
@@ -291,48 +242,27 @@ def test_an_artifact_shows_its_plan(tmp_path: Path) -> None:
         # An artifact has the neurons in its tables.
         del layer["hot"]
     write_artifact(tmp_path / "artifact", plan=content)
-    write_artifact(tmp_path / "without")
-    with_plan, without = (Page(render_report(read_sources([tmp_path / name]))) for name in ("artifact", "without"))
-    assert "Where a token's time goes" in with_plan.of("h4")
-    assert "Placement" in with_plan.of("h3")
-    assert {"predicted tokens/s", "planned for"} <= {text.replace("\n", " ") for text in with_plan.of("th")}
-    assert f"{1 / plan.token_s:.3g}" in with_plan.of("td")
-    assert "Where a token's time goes" not in without.of("h4")
-    assert "predicted tokens/s" not in without.of("th")
+    path = write_plan_file(tmp_path / "plan.json", plan)
     # Beside the plan itself, ids are still unlike one another.
-    both = render_report(read_sources([tmp_path / "artifact", write_plan_file(tmp_path / "plan.json", plan)]))
-    ids = [value for key, value in Page(both).attributes if key == "id"]
-    assert len(ids) == len(set(ids))
-
-
-@pytest.mark.parametrize("damage", [{"schema": 99}, {"layers": []}, {"layers": [{}]}, {"machine": 1}, {"token_s": 0}])
-def test_damaged_plans_are_refused(tmp_path: Path, damage: dict[str, Any]) -> None:
-    path = write_plan_file(tmp_path / "plan.json", random_plan(17), **damage)
-    with pytest.raises(UsageError, match=re.escape(str(path))) as raised:
-        read_sources([path])
-    assert "\n" not in str(raised.value)
-    write_artifact(tmp_path / "artifact", plan={**random_plan(17).to_json(), **damage})
-    with pytest.raises(ArtifactError, match="plan"):
-        read_sources([tmp_path / "artifact"])
-
-
-@pytest.mark.parametrize("plan", [[], "x", 3, {"format": "picompile-plan"}])
-def test_wrong_plans_in_an_artifact_are_refused(tmp_path: Path, plan: object) -> None:
-    write_artifact(tmp_path / "artifact", plan=plan)
-    with pytest.raises(ArtifactError, match="plan"):
-        read_sources([tmp_path / "artifact"])
-
-
-@pytest.mark.parametrize("content", [b"", b"GGUF" + bytes(99), b"[1]", b"{", b'{"format": "other"}', b"\xff\xfe{"])
-def test_files_that_are_no_plan_are_refused(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "file").write_bytes(content)
-    with pytest.raises(UsageError, match=re.escape(str(tmp_path / "file"))) as raised:
-        read_sources([tmp_path / "file"])
-    assert "\n" not in str(raised.value)
-
-
-def test_a_plan_is_read_beside_folders(tmp_path: Path) -> None:
-    path = write_plan_file(tmp_path / "plan.json", random_plan(18))
-    write_artifact(tmp_path / "artifact")
-    page = Page(render_report(read_sources([tmp_path / "artifact", path])))
+    page = checked_page(render_report(read_sources([tmp_path / "artifact", path])), pictures=11)
     assert page.of("a") == [str(tmp_path / "artifact"), str(path)]
+    assert page.of("h4").count("Where a token's time goes") == 2
+    assert {"predicted tokens/s", "planned for"} <= {text.replace("\n", " ") for text in page.of("th")}
+    assert page.of("td").count(f"{1 / plan.token_s:.3g}") == 2
+
+
+def test_damaged_plans_are_refused(tmp_path: Path) -> None:
+    path = write_plan_file(tmp_path / "plan.json", random_plan(17))
+    whole = json.loads(path.read_text())
+    damages = ({"schema": 99}, {"layers": []}, {"layers": [{}]}, {"machine": 1}, {"token_s": 0})
+    damaged: list[Any] = [whole | damage for damage in damages]
+    texts = [b"", b"GGUF" + bytes(99), b"[1]", b"{", b'{"format": "other"}', b"\xff\xfe{"]
+    for content in (*texts, *(json.dumps(each).encode() for each in damaged)):
+        path.write_bytes(content)
+        with pytest.raises(UsageError, match=re.escape(str(path))) as raised:
+            read_sources([path])
+        assert "\n" not in str(raised.value)
+    for number, plan in enumerate([*damaged, [], "x", 3, {"format": "picompile-plan"}]):
+        write_artifact(tmp_path / str(number), plan=plan)
+        with pytest.raises(ArtifactError, match="plan"):
+            read_sources([tmp_path / str(number)])

@@ -16,18 +16,13 @@ from picompile.report.profile import FiringProfile
 from picompile_runtime import ArtifactError
 
 
-def test_sources_are_recognized_by_their_files(tmp_path: Path) -> None:
-    write_profile(tmp_path / "c", seed=1)
+def test_a_profile_gives_its_counts(tmp_path: Path) -> None:
+    counts = write_profile(tmp_path / "c", seed=2)
     write_predictors(tmp_path / "b", [predictor_row(0, 1)])
     write_artifact(tmp_path / "a")
     found = read_sources([tmp_path / name for name in "abc"])
     assert [type(source) for source in found] == [ArtifactFacts, Predictors, FiringProfile]
-    assert [source.path.name for source in found] == ["a", "b", "c"]
-
-
-def test_a_profile_gives_its_counts(tmp_path: Path) -> None:
-    counts = write_profile(tmp_path / "profile", seed=2)
-    (profile,) = read_sources([tmp_path / "profile"])
+    profile = found[2]
     assert isinstance(profile, FiringProfile)
     assert profile.of.fingerprint == FINGERPRINT
     for layer, values in zip(profile.layers, counts, strict=True):
@@ -54,10 +49,8 @@ def test_a_compiled_artifact_is_read(tiny_artifact: Path) -> None:
     report = json.loads((tiny_artifact / "report.json").read_text())
     assert sum(artifact.operator_bytes.values()) == sum(report["weight_bytes"].values())
     assert sum(part.weight_bytes for part in artifact.parts) == artifact.operator_bytes["ffn"]
-    assert [(part.layer, part.neurons, part.predictor) for part in artifact.parts] == [
-        (0, 200, "exact"),
-        (1, 200, "exact"),
-    ]
+    parts = [(part.layer, part.neurons, part.predictor) for part in artifact.parts]
+    assert parts == [(layer, 200, "exact") for layer in (0, 1)]
 
 
 def test_the_cost_in_accuracy_is_read(tmp_path: Path) -> None:
@@ -106,52 +99,41 @@ def test_paths_that_are_no_source_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("marker", ["profile.json", "predictors.json", "manifest.json"])
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b'{"format": "other"}', b"\xff\xfe", b'{"schema": 1}'])
-def test_damaged_files_are_refused(tmp_path: Path, marker: str, content: bytes) -> None:
-    (tmp_path / marker).write_bytes(content)
-    assert str(tmp_path) in refused(tmp_path)
+def test_damaged_files_are_refused(tmp_path: Path, marker: str) -> None:
+    for content in (b"", b"{", b"[]", b"null", b'{"format": "other"}', b"\xff\xfe", b'{"schema": 1}'):
+        (tmp_path / marker).write_bytes(content)
+        assert str(tmp_path) in refused(tmp_path)
 
 
-def test_impossible_layer_numbers_are_refused(tmp_path: Path) -> None:
-    write_predictors(tmp_path / "predictors", [{**predictor_row(0, 1, kind="exact"), "layer": 10**400}])
-    assert "which no model has" in refused(tmp_path / "predictors")
-
-
-@pytest.mark.parametrize("counts", [[-1, 3], [1, 10**9], []])
-def test_impossible_counts_are_refused(tmp_path: Path, counts: list[int]) -> None:
-    from safetensors.numpy import load_file, save_file
-
-    write_profile(tmp_path, seed=1, layers=1, neurons=2)
-    file = tmp_path / "layers" / "000.safetensors"
-    tensors = load_file(file)
-    tensors["counts"] = np.array(counts, np.int64)
-    save_file(tensors, file)
-    refused(tmp_path)
-
-
-def test_counts_of_another_type_are_refused(tmp_path: Path) -> None:
+def test_impossible_values_are_refused(tmp_path: Path) -> None:
     import torch
     from safetensors.torch import load_file, save_file
 
-    write_profile(tmp_path, seed=1, layers=1, neurons=2)
-    file = tmp_path / "layers" / "000.safetensors"
-    save_file({**load_file(file), "counts": torch.ones(2, dtype=torch.bfloat16)}, file)
-    assert "'counts' BF16 [2]" in refused(tmp_path)
-
-
-@pytest.mark.parametrize("threshold", ["x", None, 10**400, float("nan")])
-def test_impossible_thresholds_are_refused(tmp_path: Path, threshold: object) -> None:
-    write_profile(tmp_path, seed=1, layers=1)
-    facts = json.loads((tmp_path / "profile.json").read_text())
-    facts["layers"][0]["threshold"] = threshold
-    (tmp_path / "profile.json").write_text(json.dumps(facts))
-    assert "layers[0]: threshold must be a number" in refused(tmp_path)
+    write_predictors(tmp_path / "predictors", [{**predictor_row(0, 1, kind="exact"), "layer": 10**400}])
+    assert "which no model has" in refused(tmp_path / "predictors")
+    profile = tmp_path / "profile"
+    write_profile(profile, seed=1, layers=1, neurons=2)
+    file = profile / "layers" / "000.safetensors"
+    tensors = load_file(file)
+    for counts in ([-1, 3], [1, 10**9], []):
+        save_file({**tensors, "counts": torch.tensor(counts, dtype=torch.int64)}, file)
+        refused(profile)
+    save_file({**tensors, "counts": torch.ones(2, dtype=torch.bfloat16)}, file)
+    assert "'counts' BF16 [2]" in refused(profile)
+    save_file(tensors, file)
+    facts = json.loads((profile / "profile.json").read_text())
+    for threshold in ("x", None, 10**400, float("nan")):
+        facts["layers"][0]["threshold"] = threshold
+        (profile / "profile.json").write_text(json.dumps(facts))
+        assert "layers[0]: threshold must be a number" in refused(profile)
 
 
 @pytest.mark.parametrize("name", ["program.json", "report.json"])
-@pytest.mark.parametrize("content", [None, b"{}", b'{"functions": [], "ffn": {}, "weight_bytes": {"a": "b"}}'])
-def test_damaged_artifacts_are_refused(tmp_path: Path, name: str, content: bytes | None) -> None:
+def test_damaged_artifacts_are_refused(tmp_path: Path, name: str) -> None:
     write_artifact(tmp_path / "artifact")
     file = tmp_path / "artifact" / name
-    file.unlink() if content is None else file.write_bytes(content)
+    for content in (b"{}", b'{"functions": [], "ffn": {}, "weight_bytes": {"a": "b"}}'):
+        file.write_bytes(content)
+        assert "artifact" in refused(tmp_path / "artifact")
+    file.unlink()
     assert "artifact" in refused(tmp_path / "artifact")

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from helpers.families import build, save
 from helpers.digests import digests
+from helpers.families import build, save
 from helpers.support import BuildOnce, save_byte_tokenizer, save_tiny_llama
 from picompile.errors import UsageError
 from picompile.output import reserve
