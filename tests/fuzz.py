@@ -2,10 +2,13 @@
 
 python tests/fuzz.py --minutes 60 [--jobs 2] [pytest's arguments]
 
-Behind every two attacks of tests/attack, which have a minute each, comes a round of the property tests. The seed of
-each turn is printed, and repeats it:
+Behind every two attacks of tests/attack, which have a minute each, comes a round of the property tests, or a fiftieth
+of all cases of the tests whose parameters are otherwise samples (helpers/products.py). The seed of each turn is
+printed, and repeats it:
 
-PICOMPILE_HYPOTHESIS=fuzz pytest -m hypothesis --hypothesis-seed=SEED     or     python tests/attack/NAME.py --seed SEED
+PICOMPILE_HYPOTHESIS=fuzz pytest -m hypothesis --hypothesis-seed=SEED
+PICOMPILE_PRODUCTS=whole pytest -m "products and slow" --share 0.02 --share-seed SEED
+python tests/attack/NAME.py --seed SEED
 """
 
 import argparse
@@ -20,15 +23,20 @@ from itertools import cycle
 from pathlib import Path
 
 ATTACKS = ("artifacts", "api", "checkpoints", "configs", "caches", "disks", "replacements", "writers")
+# pytest's options, by the name of a round.
+TESTS = {
+    "property tests": ("-m", "hypothesis", "--hypothesis-seed={seed}"),
+    "products": ("-m", "products and slow", "--share", "0.02", "--share-seed", "{seed}"),
+}
 _ATTACK_S = 60.0
 # A turn begins with what takes time before its clock runs, such as to compile what is attacked.
 _MOST_BEFORE_S = 240.0
 
 
-def property_tests(seed: int, jobs: int, arguments: Sequence[str]) -> list[str]:
-    """The command of a round of the property tests."""
-    options = ["-x", "-n", str(jobs), "-m", "hypothesis", f"--hypothesis-seed={seed}"]
-    return [sys.executable, "-m", "pytest", *options, *arguments]
+def round_of_tests(name: str, seed: int, jobs: int, arguments: Sequence[str]) -> list[str]:
+    """The command of a round of `TESTS`."""
+    options = [option.format(seed=seed) for option in TESTS[name]]
+    return [sys.executable, "-m", "pytest", "-x", "-n", str(jobs), *options, *arguments]
 
 
 def attack(name: str, seed: int, seconds: float) -> list[str]:
@@ -38,17 +46,19 @@ def attack(name: str, seed: int, seconds: float) -> list[str]:
 
 
 def turns() -> Iterator[str]:
-    """The names of the attacks, in a new order; behind every two of them nothing, for the property tests."""
+    """The names of the attacks, in a new order; behind every two of them one of `TESTS`."""
+    rounds = cycle(TESTS)
     for turn, name in enumerate(cycle(random.SystemRandom().sample(ATTACKS, len(ATTACKS))), start=1):
         yield name
         if turn % 2 == 0:
-            yield ""
+            yield next(rounds)
 
 
 def run(command: Sequence[str], seconds: float) -> int | None:
     """The exit code of `command`; None where the time was up first."""
     # In a group of its own: its processes must go with it.
-    process = subprocess.Popen(command, env={**os.environ, "PICOMPILE_HYPOTHESIS": "fuzz"}, start_new_session=True)
+    environment = {**os.environ, "PICOMPILE_HYPOTHESIS": "fuzz", "PICOMPILE_PRODUCTS": "whole"}
+    process = subprocess.Popen(command, env=environment, start_new_session=True)
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -69,11 +79,11 @@ def main() -> None:
         if left <= 0:
             break
         seed = random.SystemRandom().randrange(2**31)
-        print(f"turn {turn}, {name or 'property tests'}, seed {seed}, {left / 60:.1f} minutes left", flush=True)
-        if name:
-            code = run(attack(name, seed, min(left, _ATTACK_S)), min(left, _ATTACK_S) + _MOST_BEFORE_S)
+        print(f"turn {turn}, {name}, seed {seed}, {left / 60:.1f} minutes left", flush=True)
+        if name in TESTS:
+            code = run(round_of_tests(name, seed, options.jobs, arguments), left)
         else:
-            code = run(property_tests(seed, options.jobs, arguments), left)
+            code = run(attack(name, seed, min(left, _ATTACK_S)), min(left, _ATTACK_S) + _MOST_BEFORE_S)
         if code:
             print(f"turn {turn} failed, seed {seed}, after {(time.monotonic() - start) / 60:.1f} minutes")
             sys.exit(code)

@@ -1,7 +1,7 @@
 """Parameters of tests whose whole product would be too much: samples that have every value, and every pair of values.
 
 `make test` has each value once, the tests that are drawn have each pair of values, and the whole product runs with
-PICOMPILE_PRODUCTS=whole, as in `make fuzz`.
+PICOMPILE_PRODUCTS=whole; `make fuzz` draws from that. All of them have the mark `products`.
 """
 
 import os
@@ -33,7 +33,8 @@ def sampled(
     fast = cover(rows, 1, seed)
     chosen = rows if os.environ.get("PICOMPILE_PRODUCTS") == "whole" else cover(rows, 2, seed, fast)
     mark = pytest.mark.slow(slow)
-    parameters = [_joined(lists, row, () if row in fast else (mark,)) for row in chosen]
+    whole = pytest.mark.products
+    parameters = [_joined(lists, row, (whole,) if row in fast else (whole, mark)) for row in chosen]
     return pytest.mark.parametrize(",".join(names), parameters)
 
 
