@@ -184,7 +184,7 @@ def _run(folder: str, tests: list[str]) -> None:
     sys.path.insert(0, folder)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
     os.environ["PICOMPILE_TEST_SHARED"] = str(Path(folder) / "shared")
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.update(OMP_NUM_THREADS="1", PICOMPILE_HYPOTHESIS="mutation")
     os.setsid()
     os.chdir(ROOT)
     arguments = ["-x", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist", f"--basetemp={folder}/tmp"]
