@@ -37,6 +37,7 @@ def collected(folder: Path, tests: str, *arguments: str) -> str:
     (folder / "test_x.py").write_text(tests)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = slow")
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    environment.pop("PYTEST_ADDOPTS", None)
     command = [sys.executable, "-m", "pytest", "--co", "-q", "-p", "no:cacheprovider", *arguments]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     return done.stderr if done.returncode == 4 else " ".join(re.findall(r"::(\S+)$", done.stdout, re.MULTILINE))
