@@ -1,8 +1,8 @@
 # make demo        compile the bundled model and generate text from it
-# make test        ruff, mypy and the tests that are needed for a first answer
+# make test        make lint, and the tests that are needed for a first answer
 # make test-share  of the other tests, SHARE of them, drawn by SEED
 # make test-slow   the other tests, which have the mark `slow`. make test-all runs both
-# make lint        ruff and mypy alone
+# make lint        ruff, mypy and who may import whom
 # make coverage    pytest, and which lines and branches it reached: in the terminal and in htmlcov/index.html
 # make fuzz        attacks and property tests on new random examples, for MINUTES=10
 # make bench       compile a 1.3-billion-parameter model with 10 % of its neurons firing, and measure it
@@ -46,6 +46,7 @@ demo: $(VENV)/.installed
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/mypy
 
 test: lint
