@@ -127,13 +127,6 @@ class FakeScheduler:
     def slots(self) -> tuple[SlotState, ...]:
         return (SlotState(0, "decoding", 4, 1), SlotState(1, "idle", 0, None))
 
-    def close(self, drain: bool = True) -> None:
-        self.is_closed = True
-        for answer in self.running:
-            if not drain:
-                answer.cancel()
-            answer.has_ended.wait(10)
-
 
 def text_tokens(text: str, tokenizer: Tokenizer | None = None) -> list[int]:
     """The tokens of a text, for `FakeScheduler.says`."""
@@ -157,9 +150,7 @@ def fake_model(
         eos_token_ids=frozenset({EOS}), manifest=manifest, json=lambda name: {}, folder="fake"
     )
     vocab = tokenizer._tokenizer.get_vocab_size()
-    engine: Any = SimpleNamespace(
-        artifact=artifact, context=CONTEXT, vocab=vocab, sequences=SLOTS, chunk=8, close=lambda: None
-    )
+    engine: Any = SimpleNamespace(artifact=artifact, context=CONTEXT, vocab=vocab, sequences=SLOTS, chunk=8)
     scheduler: Any = FakeScheduler(answers)
     return ServedModel(name, engine, tokenizer, scheduler)
 

@@ -48,17 +48,13 @@ def nginx(folder: Path, replicas: Sequence[str]) -> Iterator[str]:
 
 
 @contextmanager
-def caddy(folder: Path, replicas: Sequence[str], is_secure: bool = False) -> Iterator[str]:
-    """Run Caddy before `replicas`, which are URLs, and yield its URL.
-
-    If `is_secure`, it makes itself a certificate; the root is `folder`/caddy/pki/authorities/local/root.crt.
-    """
+def caddy(folder: Path, replicas: Sequence[str]) -> Iterator[str]:
+    """Run Caddy before `replicas`, which are URLs, and yield its URL."""
     port, text = free_port(), caddyfile()
-    # What a test must not touch: Caddy's port for commands, the system's certificates, and port 80.
-    alone = "{\n admin off\n skip_install_trust\n auto_https disable_redirects\n}\n"
+    alone = "{\n admin off\n}\n"  # a test must not touch Caddy's port for commands
     config = folder / "Caddyfile"
     config.write_text(alone + _at_ports(text, replicas, {}), encoding="utf-8")
-    url = f"https://localhost:{port}" if is_secure else f"http://127.0.0.1:{port}"
+    url = f"http://127.0.0.1:{port}"
     homes = {"XDG_DATA_HOME": str(folder), "XDG_CONFIG_HOME": str(folder), "SITE": url}
     with _running([program("caddy"), "run", "--config", str(config)], url, homes) as url:
         yield url
@@ -108,6 +104,6 @@ def _running(command: Sequence[str], url: str, environment: Mapping[str, str]) -
 
 def _answers(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/metrics", verify=False).status_code == httpx.codes.NOT_FOUND
+        return httpx.get(f"{url}/metrics").status_code == httpx.codes.NOT_FOUND
     except httpx.TransportError:
         return False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import queue
 import re
 import signal
 import subprocess
@@ -13,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import uvicorn
 
@@ -47,17 +46,11 @@ class ServingProcess:
     process: subprocess.Popen[str]
     url: str = ""
     lines: list[str] = field(default_factory=list)
-    _new: queue.Queue[str | None] = field(default_factory=queue.Queue)
-
-    def read(self, stream: IO[str]) -> None:
-        for line in stream:
-            self._new.put(line.rstrip("\n"))
-        self._new.put(None)
 
     def wait_for(self, beginning: str) -> str:
         """Wait for a line with this beginning, and return it."""
-        while (line := self._new.get(timeout=_PATIENCE_S)) is not None:
-            self.lines.append(line)
+        for line in self.process.stderr or ():
+            self.lines.append(line.rstrip("\n"))
             if line.startswith(beginning):
                 return line
         raise AssertionError(f"the server ended before it wrote {beginning!r}: {self.lines}")
@@ -70,8 +63,7 @@ class ServingProcess:
     def ended(self) -> int:
         """Wait until the process has ended, and return its exit code."""
         code = self.process.wait(_PATIENCE_S)
-        while (line := self._new.get(timeout=_PATIENCE_S)) is not None:
-            self.lines.append(line)
+        self.lines += [line.rstrip("\n") for line in self.process.stderr or ()]
         return code
 
 
@@ -88,21 +80,16 @@ def serving(*arguments: object, wait: bool = True, **environment: str) -> Iterat
     finally:
         signal.signal(signal.SIGINT, handler)
     found = ServingProcess(process)
-    assert process.stderr is not None
-    reader = threading.Thread(target=found.read, args=(process.stderr,), daemon=True)
-    reader.start()
-    try:
-        if wait:
-            address = re.search(r"(http://\S+?)/health", found.wait_for("loading "))
-            assert address is not None
-            found.url = address[1]
-            found.wait_for("serving ")
-        yield found
-    finally:
-        process.kill()
-        process.wait()
-        reader.join()
-        process.stderr.close()
+    with process:
+        try:
+            if wait:
+                address = re.search(r"(http://\S+?)/health", found.wait_for("loading "))
+                assert address is not None
+                found.url = address[1]
+                found.wait_for("serving ")
+            yield found
+        finally:
+            process.kill()
 
 
 @contextmanager

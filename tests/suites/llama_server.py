@@ -33,7 +33,7 @@ def main() -> None:
     options, _ = parser.parse_known_args()
     if "stories260K" not in (options.hf_repo or "") or "infill" in options.hf_repo:
         sys.exit(f"this test needs another model: {options.hf_repo}")
-    if program := os.environ["SUITE_LLAMA_SERVER"]:
+    if program := os.environ.get("SUITE_LLAMA_SERVER"):
         os.execv(program, [program, *_with_model(sys.argv[1:])])
     template = options.chat_template
     if options.chat_template_file:

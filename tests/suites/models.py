@@ -7,6 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from helpers.chat_templates import CHATML
+from helpers.gguf_files import EXAMPLES, write_example
+
 # In llama.cpp's tree.
 GPT2_VOCABULARY = "models/ggml-vocab-gpt-2.gguf"
 LLAMA_VOCABULARY = "models/ggml-vocab-llama-spm.gguf"
@@ -62,13 +65,7 @@ def _save_opt_tokenizer(folder: Path, gpt2_vocabulary: Path) -> None:
     (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
 
 
-CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-def save_llama(folder: Path, llama_vocabulary: Path, template: str = CHATML) -> None:
+def save_llama(folder: Path, llama_vocabulary: Path) -> None:
     """Write a Hugging Face folder: a Llama of random weights with Llama's tokenizer and a chat template.
 
     Its file llama.gguf is the same model for llama.cpp's own server.
@@ -93,55 +90,19 @@ def save_llama(folder: Path, llama_vocabulary: Path, template: str = CHATML) -> 
     _save_gguf(folder / "llama.gguf", model, padded)
     padded.unlink()
     file = folder / "tokenizer_config.json"
-    described = {**json.loads(file.read_text(encoding="utf-8")), "chat_template": template}
+    described = {**json.loads(file.read_text(encoding="utf-8")), "chat_template": CHATML}
     file.write_text(json.dumps(described), encoding="utf-8")
 
 
 def _save_gguf(file: Path, model: Any, vocabulary: Path) -> None:
     """Write a Llama as a GGUF file in float16, with the vocabulary of another one."""
-    from gguf import GGUFReader, GGUFWriter
+    from gguf import GGUFReader
 
-    config, fields = model.config, GGUFReader(vocabulary).fields
-    writer = GGUFWriter(file, "llama")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list(fields["tokenizer.ggml.tokens"].contents())
-    writer.add_token_scores(fields["tokenizer.ggml.scores"].contents())
-    writer.add_token_types(fields["tokenizer.ggml.token_type"].contents())
-    writer.add_bos_token_id(config.bos_token_id)
-    writer.add_eos_token_id(config.eos_token_id)
-    for name, tensor in model.state_dict().items():
-        array = tensor.numpy()
-        if name.endswith(("q_proj.weight", "k_proj.weight")):  # there pairs of the rotary embedding lie side by side
-            halves = array.reshape(-1, 2, config.head_dim // 2, config.hidden_size)
-            array = halves.swapaxes(1, 2).reshape(array.shape)
-        for ours, theirs in _GGUF_NAMES.items():
-            name = name.replace(ours, theirs)
-        writer.add_tensor(name, array.astype("float32") if array.ndim == 1 else array)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-_GGUF_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "model.layers": "blk",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.": "attn_",
-    "mlp.": "ffn_",
-    "_proj": "",
-}
+    fields = GGUFReader(vocabulary).fields
+    names = [f"tokenizer.ggml.{name}" for name in ("model", "tokens", "scores", "token_type")]
+    ends = {f"tokenizer.ggml.{name}_token_id": getattr(model.config, f"{name}_token_id") for name in ("bos", "eos")}
+    values = {name: fields[name].contents() for name in names} | ends
+    write_example(file, EXAMPLES["llama"], model.float(), "F16", **values)
 
 
 def main() -> None:

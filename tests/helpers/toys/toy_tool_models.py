@@ -1,6 +1,5 @@
 """Tokenizers of models that call tools, each with a template and the tokens that its calls are made of."""
 
-from collections.abc import Sequence
 from functools import cache
 
 import tokenizers
@@ -25,10 +24,10 @@ SPECIAL["deepseek-plain"] = SPECIAL["deepseek"]
 
 
 @cache
-def tool_model(name: str, added: Sequence[str] = ("<tool_call>", "</tool_call>")) -> Tokenizer:
-    """The tokenizer of a model with the template `name`, "" for none; `added` are tokens of words."""
+def tool_model(name: str) -> Tokenizer:
+    """The tokenizer of a model with the template `name`, "" for none. Two of its tokens are words."""
     made = tokenizers.Tokenizer.from_str(byte_level()._tokenizer.to_str())
-    made.add_tokens(list(added))
+    made.add_tokens(["<tool_call>", "</tool_call>"])
     made.add_special_tokens(list(SPECIAL.get(name, ())))
     config = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "pad_token": None, "add_bos_token": False}
     return Tokenizer(made.to_str(), config, TEMPLATES.get(name, ""))

@@ -49,12 +49,6 @@ def test_rows_have_the_bits_that_they_have_alone() -> None:
     assert log_probabilities(logits[:0], [], 7) == []
 
 
-def test_a_token_has_the_value_that_it_has_among_the_likeliest() -> None:
-    logits = np.random.default_rng(3).normal(0, 5, 500).astype(np.float32)
-    for token, value in log_probability(logits, 0, 500).top:
-        assert log_probability(logits, token).log_probability == value <= 0
-
-
 def test_infinite_scores() -> None:
     impossible = log_probability(np.array([1, -np.inf, 1], np.float32), 1, 3)
     assert impossible == TokenLogProbability(1, -math.inf, ((0, -math.log(2)), (2, -math.log(2)), (1, -math.inf)))

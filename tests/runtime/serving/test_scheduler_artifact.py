@@ -122,22 +122,3 @@ def test_the_next_question_of_a_chat_finds_the_answer(engine: Engine, options: d
     scheduler.close()
     assert second.prompt.cached_tokens == len(prompt) + reused
     assert is_same(second, answer_alone(engine, question))
-
-
-def test_log_probabilities_of_a_prompt_are_those_of_its_tokens_when_generated(engine: Engine) -> None:
-    """Up to rounding, and to the neurons that a decode step leaves out."""
-    prompt = np.random.default_rng(12).integers(0, 256, 5).tolist()
-    scheduler = Scheduler(engine, start=False)
-    first = ask(scheduler, ServingRequest(prompt, SamplingParams(temperature=0), 12, 2, ignore_end=True))
-    while not first.ended.is_set():
-        scheduler.step()
-    whole = ask(
-        scheduler, ServingRequest([*prompt, *first.tokens], max_tokens=0, top_log_probabilities=2, with_prompt=True)
-    )
-    scheduler.close()
-    read = whole.prompt.log_probabilities
-    assert read is not None and read[0] is None and len(read) == 17
-    generated = first.answer().log_probabilities
-    for one, other in zip(read[5:], generated, strict=True):
-        assert one is not None and other is not None and one.token == other.token
-        assert one.log_probability == pytest.approx(other.log_probability, abs=0.05)

@@ -1,16 +1,18 @@
-"""The scheduler with its own thread: requests, cancellations and questions from many others."""
+"""The scheduler with its own thread: requests and cancellations from many others, and events for coroutines."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from helpers.fake_engine import FakeEngine, Told, answer_alone
 from picompile_runtime import SamplingParams
-from picompile_runtime.serving.request import Event, Finished, ServingRequest, TokenChosen
+from picompile_runtime.serving.mailbox import Answers, Mailbox
+from picompile_runtime.serving.request import AnswerTimes, Event, Finished, Listener, ServingRequest, TokenChosen
 from picompile_runtime.serving.scheduler import ClosedError, Scheduler, SchedulerOptions
 
 PATIENCE_S = 60
@@ -72,25 +74,6 @@ def test_a_sleeping_scheduler_does_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     scheduler.close()
 
 
-@pytest.mark.parametrize("drain", [True, False])
-def test_closing_from_another_thread_returns_when_all_have_ended(drain: bool) -> None:
-    scheduler = Scheduler(FakeEngine(2))  # type: ignore[arg-type]
-    told, started = [Told() for _ in range(10)], threading.Event()
-
-    def first(event: Event) -> None:
-        told[0](event)
-        started.set()
-
-    for number, each in enumerate(told):
-        scheduler.submit(request(number), each if number else first)
-    assert started.wait(PATIENCE_S)
-    scheduler.close(drain)
-    assert all(each.ended.is_set() for each in told)
-    assert drain <= all(each.reason != "cancelled" for each in told)
-    with pytest.raises(ClosedError):
-        scheduler.submit(request(1), Told())
-
-
 def test_a_listener_may_close_its_scheduler() -> None:
     scheduler, events = Scheduler(FakeEngine(1)), list[Event]()  # type: ignore[arg-type]
     second, refused = Told(), list[str]()
@@ -133,3 +116,51 @@ def test_listeners_and_engines_that_fail_do_not_end_the_thread(kind: type[BaseEx
     assert broken.reason == "error"
     assert told.answer() == answer_alone(FakeEngine(), request(20))
     assert whole.answer() == answer_alone(FakeEngine(), request(22))
+
+
+# Events on their way from threads to coroutines.
+
+
+END = Finished("eos", AnswerTimes(0, 0, 0, 0))
+REQUEST = ServingRequest([1])
+
+
+def started(count: int) -> tuple[Answers, list[Listener]]:
+    """Answers, and their listeners, which a test tells what it wants."""
+    listeners = list[Listener]()
+    mailbox = Mailbox(asyncio.get_running_loop())
+    answers = Answers(lambda request, listener: listeners.append(listener), [REQUEST] * count, mailbox)  # type: ignore[arg-type]
+    return answers, listeners
+
+
+def test_events_of_threads_come_in_order() -> None:
+    tokens = [TokenChosen(number) for number in range(2000)]
+
+    def tell(listener: Listener) -> None:
+        for event in [*tokens, END]:
+            listener(event)
+
+    async def run() -> list[tuple[int, Event]]:
+        found, (answers, listeners) = list[tuple[int, Event]](), started(3)
+        with ThreadPoolExecutor(3) as pool:
+            pool.map(tell, listeners)
+            while answers.is_running:
+                found += await answers.batch()
+        return found
+
+    found = asyncio.run(run())
+    for index in range(3):
+        assert [event for place, event in found if place == index] == [*tokens, END]
+
+
+def test_what_has_come_is_one_batch() -> None:
+    async def run() -> list[Sequence[tuple[int, Event]]]:
+        answers, listeners = started(2)
+        asyncio.get_running_loop().call_soon(answers.wake)  # a batch that waits can be woken up
+        batches = [await answers.batch()]
+        for listener in listeners:
+            listener(TokenChosen(1))
+            listener(END)
+        return [*batches, await answers.batch()]
+
+    assert asyncio.run(run()) == [[], [(0, TokenChosen(1)), (0, END), (1, TokenChosen(1)), (1, END)]]

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.toys.toy_tokenizers import EOS, TEXT, byte_level, metaspace
-from picompile_runtime import RequestError, StreamDecoder, Tokenizer
+from picompile_runtime import RequestError, Tokenizer
 from picompile_runtime.serving.text import TextAssembler, TokenTexts
 
 TOKENIZERS = {"byte level": byte_level(), "metaspace": metaspace(), "strip": metaspace(bos=False, strip=True)}
@@ -22,14 +22,6 @@ def assembled(assembler: TextAssembler, tokens: list[int]) -> str:
     return text
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
-@given(text=TEXT)
-def test_pieces_joined_are_the_text_of_all_tokens(name: str, text: str) -> None:
-    tokenizer = TOKENIZERS[name]
-    tokens = tokenizer.encode(text, special_tokens=False)
-    assert assembled(TextAssembler(tokenizer), tokens) == tokenizer.decode(tokens)
-
-
 @given(text=TEXT, stop=st.text(st.characters(codec="utf-8"), min_size=1, max_size=3))
 def test_text_ends_at_the_first_stop_text_wherever_tokens_are_cut(text: str, stop: str) -> None:
     tokenizer = byte_level()
@@ -42,13 +34,6 @@ def test_text_ends_at_the_first_stop_text_wherever_tokens_are_cut(text: str, sto
 def test_an_empty_stop_text_is_refused() -> None:
     with pytest.raises(RequestError, match="must not be empty"):
         TextAssembler(byte_level(), [""])
-
-
-def test_a_continued_text_keeps_the_space_between_two_tokens() -> None:
-    tokenizer = metaspace(bos=False, strip=True)
-    before, token, *_ = tokenizer.encode("a he", special_tokens=False)
-    assert assembled(TextAssembler(tokenizer), [token]) == "he"
-    assert assembled(TextAssembler(tokenizer, (), [before]), [token]) == " he"
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -79,14 +64,6 @@ def test_bytes_that_are_no_text_come_before_the_end(count: int, rest: str) -> No
     pieces = [assembler.push(token) for token in lead * count]
     assert len("".join(pieces)) >= count - 32
     assert assembled(TextAssembler(tokenizer), tokens) == tokenizer.decode(tokens)
-
-
-def test_special_tokens_without_a_text_are_not_kept() -> None:
-    tokenizer = byte_level()
-    decoder = StreamDecoder(tokenizer)
-    special = next(iter(tokenizer.special_tokens.values()))
-    assert [decoder.push(special) for _ in range(1000)] == [""] * 1000
-    assert not decoder._ids
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)

@@ -204,20 +204,3 @@ def test_without_an_offer_a_call_is_text(calling: TestClient) -> None:
         (choice,) = chat(calling, **fields)["choices"]
         assert choice["finish_reason"] == "stop" and choice["message"]["content"] == f"Let me see. {WRITTEN}"
         assert "tool_calls" not in choice["message"]
-
-
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [
-        ({"tools": [*OFFERED, OFFERED[0]]}, "two tools are called add"),
-        (
-            {"tools": OFFERED, "tool_choice": {"type": "function", "function": {"name": "mul"}}},
-            "tool_choice names 'mul'",
-        ),
-        ({"tools": OFFERED, "response_format": {"type": "json_object"}}, "an answer can have a form or call tools"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "{"}}]}]}, ""),
-    ],
-)
-def test_offers_that_make_no_sense(client: TestClient, fields: Any, named: str) -> None:
-    answer = client.post(PATH, json={"messages": HELLO, **fields})
-    assert answer.status_code == 400 and named in answer.json()["error"]["message"]

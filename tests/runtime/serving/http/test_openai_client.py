@@ -1,23 +1,21 @@
-"""The official client, which checks types strictly, against a real server."""
+"""The official client, which checks types strictly, and answers that must have a form, against a real server."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import jsonschema
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel
 
-from helpers.fake_serving import FakeScheduler, client_of
 from helpers.serving_process import ServingProcess
-from picompile_runtime.serving.http.app import AppSettings
-from picompile_runtime.serving.model import ServedModel
 
 STRICT: Any = {"_strict_response_validation": True, "api_key": "none", "max_retries": 0}
 HELLO: Any = [{"role": "user", "content": "Hello"}]
@@ -52,19 +50,6 @@ def test_models(client: OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         client.models.retrieve("other/one")
     assert caught.value.code == "model_not_found"
-
-
-def test_completions_of_texts_and_tokens_are_the_same(client: OpenAI, server: ServingProcess) -> None:
-    text = "a prompt of more than sixteen tokens, which is enough to be found in the cache"
-    ids = httpx.post(f"{server.url}/tokenize", json={"prompt": text}).json()["tokens"]
-    options: Any = {**COMPLETION, "temperature": 0, "extra_body": {"ignore_eos": True}}
-    made = [client.completions.create(**options | {"prompt": prompt}) for prompt in (text, ids, [text], [ids])]
-    assert len({one.choices[0].text for one in made}) == 1
-    first, second = (one.usage for one in made[:2])
-    assert first is not None and second is not None
-    assert first.prompt_tokens == len(text) + 1 and first.completion_tokens == 8
-    assert first.total_tokens == first.prompt_tokens + 8
-    assert second.prompt_tokens_details is not None and (second.prompt_tokens_details.cached_tokens or 0) > 16
 
 
 def test_streamed_completions(server: ServingProcess) -> None:
@@ -103,33 +88,6 @@ def test_a_streamed_chat_says_what_a_whole_one_does(client: OpenAI, server: Serv
     assert names == ["tiny"] and made.choices == whole.choices
 
 
-def test_seeds_repeat_and_answers_of_one_request_differ(client: OpenAI) -> None:
-    def texts(seed: int) -> list[str]:
-        made = client.chat.completions.create(**CHAT | {"temperature": 1}, n=3, seed=seed)
-        assert [choice.index for choice in made.choices] == [0, 1, 2]
-        return [choice.message.content or "" for choice in made.choices]
-
-    assert texts(1) == texts(1)
-    assert len({*texts(1), *texts(7)}) == 6
-    # The answer at an index is that of the seed plus the index.
-    assert texts(2)[0] == texts(1)[1]
-
-
-def test_echo_gives_the_log_probabilities_that_lm_eval_needs(server: ServingProcess) -> None:
-    # Not with the client: its types do not have the null of the first token, which OpenAI's own server sends.
-    def ask(prompt: str) -> Any:
-        body = {"prompt": prompt, "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True, "seed": 1}
-        return httpx.post(f"{server.url}/v1/completions", json=body).json()["choices"][0]
-
-    made, count = ask("a = b"), httpx.post(f"{server.url}/tokenize", json={"prompt": "a = b"}).json()["count"]
-    found = made["logprobs"]
-    assert len(found["tokens"]) == count + 1 and made["text"].startswith("a = b")
-    assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
-    assert all(value <= 0 for value in found["token_logprobs"][1:])
-    # Those of the prompt are the same when it is continued.
-    assert ask("a = b c")["logprobs"]["token_logprobs"][1:count] == found["token_logprobs"][1:-1]
-
-
 def test_responses(client: OpenAI) -> None:
     options = {**RESPONSE, "instructions": "Be short."}
     whole, events = client.responses.create(**options), list(client.responses.create(**options, stream=True))
@@ -145,17 +103,6 @@ def test_responses(client: OpenAI) -> None:
     asked = [*HELLO, *(item.to_dict() for item in whole.output), {"role": "user", "content": "And then?"}]
     second = client.responses.create(**options | {"input": asked})
     assert second.usage.input_tokens > whole.usage.input_tokens + whole.usage.output_tokens
-
-
-def test_many_at_a_time_say_what_each_says_alone(client: OpenAI) -> None:
-    prompts = [f"the prompt of number {number}" * (1 + number % 3) for number in range(12)]
-
-    def ask(prompt: str) -> str:
-        return client.completions.create(**COMPLETION | {"prompt": prompt, "max_tokens": 20}).choices[0].text
-
-    alone = [ask(prompt) for prompt in prompts]
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        assert list(pool.map(ask, prompts)) == alone
 
 
 def test_answers_are_parsed_to_a_schema(client: OpenAI) -> None:
@@ -198,37 +145,61 @@ def test_calls_are_parsed_to_their_arguments(client: OpenAI) -> None:
     assert made.choices[0].message.content is not None
 
 
-def in_process(model: ServedModel, key: str = "none", **settings: Any) -> OpenAI:
-    """Return a client of an application in this process."""
-    found = client_of(model, settings=AppSettings(**settings))
-    return OpenAI(base_url="http://localhost/v1", http_client=found, **{**STRICT, "api_key": key})
+# Answers that must have a form; and whose fault it is if one cannot go on.
 
 
-def test_errors_have_the_types_of_the_client(fake: ServedModel, scheduler: FakeScheduler) -> None:
-    with pytest.raises(openai.AuthenticationError) as refused:
-        in_process(fake, keys=("right",)).models.list()
-    assert refused.value.code == "invalid_api_key" and refused.value.type == "authentication_error"
-    assert in_process(fake, "right", keys=("right",)).models.list().data[0].id == "fake"
-    client = in_process(fake)
-    with pytest.raises(openai.NotFoundError) as missing:
-        client.embeddings.create(model="fake", input="Hello")
-    assert missing.value.code == "not_found"
-    with pytest.raises(openai.BadRequestError) as wrong:
-        client.completions.create(model="fake", prompt="x" * 2000)
-    assert wrong.value.code == "context_length_exceeded"
-    with pytest.raises(openai.BadRequestError) as wrong:
-        client.chat.completions.create(model="fake", messages=HELLO, temperature=3)
-    assert wrong.value.param == "temperature"
-    # An answer that fails in the middle of its stream.
-    scheduler.failure = "the engine broke"
-    stream = client.chat.completions.create(model="fake", messages=HELLO, stream=True)
-    with pytest.raises(openai.APIError, match="the engine broke"):
-        list(stream)
-    # These two are tried again by the client.
-    scheduler.most_waiting = 0
-    with pytest.raises(openai.RateLimitError):
-        client.chat.completions.create(model="fake", messages=HELLO)
-    scheduler.close()
-    with pytest.raises(openai.InternalServerError) as ending:
-        client.chat.completions.create(model="fake", messages=HELLO)
-    assert ending.value.status_code == 503
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"enum": ["x", "y"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+NAMED = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
+
+
+def post(server: ServingProcess, path: str, **body: Any) -> Any:
+    seed = {} if path == "/v1/responses" else {"seed": 3}
+    answer = httpx.post(f"{server.url}{path}", json={**seed, **body}, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": NAMED},
+        {"response_format": {"type": "json_object", "schema": SCHEMA}},
+        {"json_schema": SCHEMA},
+        {"structured_outputs": {"json": SCHEMA}},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_json_of_a_schema(server: ServingProcess, fields: Any) -> None:
+    made = post(server, "/v1/completions", prompt="x", max_tokens=100, **fields)["choices"][0]
+    chat = post(server, "/v1/chat/completions", messages=HELLO, **fields)["choices"][0]
+    assert made["finish_reason"] == chat["finish_reason"] == "stop"
+    for text in (made["text"], chat["message"]["content"]):
+        jsonschema.validate(json.loads(text), SCHEMA)
+
+
+def test_other_forms(server: ServingProcess) -> None:
+    for fields, pattern in (
+        ({"structured_outputs": {"regex": "[ab]{3}c"}}, "[ab]{3}c"),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes|no"),
+        ({"structured_outputs": {"grammar": 'start: "a"~3'}}, "a{3}"),
+        ({"grammar": 'root ::= "a"{5,5}'}, "a{5}"),
+        ({"response_format": {"type": "text"}}, "(?s).*"),
+    ):
+        made = post(server, "/v1/completions", prompt="x", n=3, max_tokens=40, **fields)
+        assert all(re.fullmatch(pattern, choice["text"]) for choice in made["choices"]), pattern
+    form = {"format": {"type": "json_schema", "name": "s", "schema": SCHEMA}}
+    assert post(server, "/v1/responses", input="Hi", text=form)["text"]["format"]["schema"] == SCHEMA
+
+
+def test_an_answer_that_its_grammar_ends_is_the_requests_fault(server: ServingProcess) -> None:
+    """Some patterns show only on the way how large they are."""
+    body = {"prompt": "x", "structured_outputs": {"regex": "(([ab]{0,100}a){0,100}b){100}"}, "max_tokens": 900}
+    answer = httpx.post(f"{server.url}/v1/completions", json={**body, "seed": 3}, timeout=60)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["code"] == "grammar_failed"
+    assert "too large or too ambiguous" in error["message"]

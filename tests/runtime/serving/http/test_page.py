@@ -21,10 +21,6 @@ pytestmark = pytest.mark.slow("drives a browser")
 SLOW = Reply([f"word{place} " for place in range(1000)], delay_s=0.05)
 
 
-def stored(page: Any, name: str) -> Any:
-    return page.evaluate("(name) => JSON.parse(localStorage.getItem(`picompile.${name}`))", name)
-
-
 def open_settings(page: Any) -> None:
     page.get_by_role("button", name="Settings", exact=True).click()
 
@@ -241,7 +237,7 @@ def test_a_new_chat_begins_empty_and_can_be_undone(page: Any, chat_server: FakeC
     expect(page.locator(".answer .text")).to_contain_text("word1")
     page.get_by_label("New chat").click()
     expect(page.locator("#welcome")).to_be_visible()
-    assert stored(page, "chat") == []
+    assert page.evaluate("localStorage.getItem('picompile.chat')") == "[]"
     while not chat_server.left:
         page.wait_for_timeout(20)
     page.get_by_text("Undo").click()
