@@ -7,10 +7,12 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,21 +41,31 @@ class ServingProcess:
     """The process and where it listens.
 
     Attributes:
+        log: what it writes to stderr. A file: a pipe that nobody reads would stop it.
         url: known when it has begun to load its models.
-        lines: what it has written to stderr.
     """
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[bytes]
+    log: Path
     url: str = ""
-    lines: list[str] = field(default_factory=list)
+
+    @property
+    def lines(self) -> list[str]:
+        """What it has written to stderr, in whole lines."""
+        return self.log.read_text(encoding="utf-8", errors="replace").rpartition("\n")[0].splitlines()
 
     def wait_for(self, beginning: str) -> str:
         """Wait for a line with this beginning, and return it."""
-        for line in self.process.stderr or ():
-            self.lines.append(line.rstrip("\n"))
-            if line.startswith(beginning):
-                return line
-        raise AssertionError(f"the server ended before it wrote {beginning!r}: {self.lines}")
+        end = time.monotonic() + _PATIENCE_S
+        while time.monotonic() < end:
+            has_ended = self.process.poll() is not None
+            for line in self.lines:
+                if line.startswith(beginning):
+                    return line
+            if has_ended:
+                break
+            time.sleep(0.02)
+        raise AssertionError(f"the server did not write {beginning!r}: {self.lines}")
 
     def end(self, number: int = signal.SIGTERM) -> int:
         """Send a signal, and return the exit code."""
@@ -62,34 +74,31 @@ class ServingProcess:
 
     def ended(self) -> int:
         """Wait until the process has ended, and return its exit code."""
-        code = self.process.wait(_PATIENCE_S)
-        self.lines += [line.rstrip("\n") for line in self.process.stderr or ()]
-        return code
+        return self.process.wait(_PATIENCE_S)
 
 
 @contextmanager
 def serving(*arguments: object, wait: bool = True, **environment: str) -> Iterator[ServingProcess]:
     """Start the command at a free port with one thread. Unless `wait` is False, wait until it serves."""
     command = [sys.executable, "-m", "picompile_runtime.serving", "--port", "0", "-t", "1", *map(str, arguments)]
-    # A process whose parent ignores SIGINT, as in the background of a script, would ignore it, too.
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        process = subprocess.Popen(
-            command, stderr=subprocess.PIPE, text=True, errors="replace", env={**os.environ, **environment}
-        )
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    found = ServingProcess(process)
-    with process:
+    with tempfile.NamedTemporaryFile() as log:
+        # A process whose parent ignores SIGINT, as in the background of a script, would ignore it, too.
+        handler = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
-            if wait:
-                address = re.search(r"(http://\S+?)/health", found.wait_for("loading "))
-                assert address is not None
-                found.url = address[1]
-                found.wait_for("serving ")
-            yield found
+            process = subprocess.Popen(command, stderr=log, env={**os.environ, **environment})
         finally:
-            process.kill()
+            signal.signal(signal.SIGINT, handler)
+        found = ServingProcess(process, Path(log.name))
+        with process:
+            try:
+                if wait:
+                    address = re.search(r"(http://\S+?)/health", found.wait_for("loading "))
+                    assert address is not None
+                    found.url = address[1]
+                    found.wait_for("serving ")
+                yield found
+            finally:
+                process.kill()
 
 
 @contextmanager
