@@ -126,12 +126,9 @@ def test_families(
         picompile_runtime.load(tmp_path / "whole", threads=1) as whole,
         picompile_runtime.load(pair.hybrid, threads=2) as hybrid,
     ):
-        found = compare_choices(whole, hybrid, [ids[:11], ids[3:5], ids[7:30]], TOKENS // 3, ROUNDING[quant])
-    assert found.apart <= ROUNDING[quant]
-    if quant == "f16":
-        assert found.same == found.compared
-    else:  # those of which the choice is clear are the same, and there are many
-        assert found.clear > found.compared / 4
+        clear, same = compare_choices(whole, hybrid, [ids[:11], ids[3:5], ids[7:30]], TOKENS // 3, ROUNDING[quant])
+    # In q4 those of which the choice is clear are the same, and there are many.
+    assert same.all() if quant == "f16" else clear.mean() > 0.25
 
 
 @pytest.mark.slow("compiles models for two devices; caches of one are fast")

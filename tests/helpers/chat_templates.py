@@ -50,11 +50,6 @@ HERMES = r"""{%- if tools %}
 
 # Llama 3.1 and 3.2.
 LLAMA = r"""{{- bos_token }}
-{%- if custom_tools is defined %}{%- set tools = custom_tools %}{%- endif %}
-{%- if not date_string is defined %}
-    {%- if strftime_now is defined %}{%- set date_string = strftime_now("%d %b %Y") %}
-    {%- else %}{%- set date_string = "26 Jul 2024" %}{%- endif %}
-{%- endif %}
 {%- if not tools is defined %}{%- set tools = none %}{%- endif %}
 {%- if messages[0]['role'] == 'system' %}
     {%- set system_message = messages[0]['content'] | trim %}
@@ -64,7 +59,7 @@ LLAMA = r"""{{- bos_token }}
 {%- endif %}
 {{- "<|start_header_id|>system<|end_header_id|>\n\n" }}
 {%- if tools is not none %}{{- "Environment: ipython\n" }}{%- endif %}
-{{- "Today Date: " + date_string + "\n\n" }}
+{{- "Today Date: " + strftime_now("%d %b %Y") + "\n\n" }}
 {%- if tools is not none %}
     {{- 'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.' }}
     {%- for t in tools %}
@@ -106,33 +101,11 @@ MISTRAL = r"""{%- if messages[0]["role"] == "system" %}
 {%- endif %}
 {%- if not tools is defined %}{%- set tools = none %}{%- endif %}
 {%- set user_messages = loop_messages | selectattr("role", "equalto", "user") | list %}
-{%- set ns = namespace() %}
-{%- set ns.index = 0 %}
-{%- for message in loop_messages %}
-    {%- if not (message.role == "tool" or message.tool_calls is defined and message.tool_calls is not none) %}
-        {%- if (message["role"] == "user") != (ns.index % 2 == 0) %}
-            {{- raise_exception("After the optional system message, conversation roles must alternate") }}
-        {%- endif %}
-        {%- set ns.index = ns.index + 1 %}
-    {%- endif %}
-{%- endfor %}
 {{- bos_token }}
 {%- for message in loop_messages %}
     {%- if message["role"] == "user" %}
         {%- if tools is not none and (message == user_messages[-1]) %}
-            {{- "[AVAILABLE_TOOLS] [" }}
-            {%- for tool in tools %}
-                {%- set tool = tool.function %}
-                {{- '{"type": "function", "function": {' }}
-                {%- for key, val in tool.items() if key != "return" %}
-                    {%- if val is string %}{{- '"' + key + '": "' + val + '"' }}
-                    {%- else %}{{- '"' + key + '": ' + val | tojson }}{%- endif %}
-                    {%- if not loop.last %}{{- ", " }}{%- endif %}
-                {%- endfor %}
-                {{- "}}" }}
-                {%- if not loop.last %}{{- ", " }}{%- else %}{{- "]" }}{%- endif %}
-            {%- endfor %}
-            {{- "[/AVAILABLE_TOOLS]" }}
+            {{- "[AVAILABLE_TOOLS] " + tools | tojson + "[/AVAILABLE_TOOLS]" }}
         {%- endif %}
         {%- if loop.last and system_message is defined %}
             {{- "[INST] " + system_message + "\n\n" + message["content"] + "[/INST]" }}
@@ -153,13 +126,8 @@ MISTRAL = r"""{%- if messages[0]["role"] == "system" %}
     {%- elif message["role"] == "assistant" %}
         {{- " " + message["content"] | trim + eos_token }}
     {%- elif message["role"] == "tool" %}
-        {%- if not message.tool_call_id is defined or message.tool_call_id | length != 9 %}
-            {{- raise_exception("Tool call IDs should be alphanumeric strings with length 9!") }}
-        {%- endif %}
         {{- '[TOOL_RESULTS] {"content": ' + message.content | string + ", " }}
         {{- '"call_id": "' + message.tool_call_id + '"}[/TOOL_RESULTS]' }}
-    {%- else %}
-        {{- raise_exception("Only user and assistant roles are supported, with an optional system message!") }}
     {%- endif %}
 {%- endfor %}
 """

@@ -83,37 +83,26 @@ def greedy(engine: Engine, prompt: Sequence[int], count: int) -> tuple[list[int]
     return tokens, logits
 
 
-@dataclass(frozen=True)
-class Choices:
-    """Choices of tokens at temperature 0 that two artifacts made behind the same texts, `compared` in all.
-
-    Of these, `clear` were such that the first artifact's two highest logits were apart by more than the rounding. The
-    largest difference of two logits is `apart`. Both are relative to the largest logit of the step.
-    """
-
-    compared: int
-    clear: int
-    same: int
-    apart: float
-
-
 def compare_choices(
     one: Engine, other: Engine, prompts: Sequence[Sequence[int]], count: int, rounding: float
-) -> Choices:
-    """`count` choices behind each prompt, along the text of `one`; AssertionError if a clear one is not the same."""
-    clear, same, apart = 0, 0, 0.0
+) -> NDArray[np.bool_]:
+    """Choices at temperature 0 behind the same texts, `count` behind each prompt: [clear or same, choices].
+
+    A choice of `one` is clear if its two highest logits are apart by more than the rounding, relative to the largest.
+    AssertionError if a clear choice is not the same, or any logit differs by more than the rounding.
+    """
+    found = []
     for prompt in prompts:
-        text, logits = greedy(one, prompt, count)
+        text, expected = greedy(one, prompt, count)
         other.reset()
-        read = [other.prefill(prompt), *(other.decode(token) for token in text[:-1])]
-        for place, (expected, found) in enumerate(zip(logits, read, strict=True)):
-            scale = float(np.abs(expected).max())
-            second, first = np.partition(expected, -2)[-2:]
-            is_clear, is_same = bool(first - second > rounding * scale), int(found.argmax()) == text[place]
-            assert is_same or not is_clear, f"token {place} behind {list(prompt)} is another"
-            clear, same = clear + is_clear, same + is_same
-            apart = max(apart, float(np.abs(found - expected).max()) / scale)
-    return Choices(count * len(prompts), clear, same, apart)
+        read = np.stack([other.prefill(prompt), *(other.decode(token) for token in text[:-1])])
+        allowed = rounding * np.abs(expected).max(axis=1)
+        assert (np.abs(read - expected).max(axis=1) <= allowed).all()
+        second, first = np.partition(expected, -2)[:, -2:].T
+        clear, same = first - second > allowed, read.argmax(axis=1) == text
+        assert (same | ~clear).all(), f"another token behind {list(prompt)}"
+        found.append([clear, same])
+    return np.concatenate(found, axis=1)
 
 
 def shares_of(engine: Engine, function: str = "decode") -> dict[tuple[int, str], tuple[float, float]]:

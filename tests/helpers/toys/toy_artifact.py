@@ -10,8 +10,10 @@ import hashlib
 import json
 import platform
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -90,16 +92,22 @@ def safetensors(tensors: Mapping[str, np.ndarray]) -> bytes:
     return len(text).to_bytes(8, "little") + text + data
 
 
+class Arena:
+    """Buffers one behind the other in each memory."""
+
+    def __init__(self, buffers: dict[str, Any]) -> None:
+        self.buffers, self.ends = buffers, {"host": 0, "device": 0, "shared": 0}
+
+    def place(self, name: str, dtype: str, shape: list[int], memory: str = "host") -> None:
+        offset = self.ends[memory]
+        self.buffers[name] = {"dtype": dtype, "shape": shape, "offset": offset, "memory": memory}
+        self.ends[memory] = -(-(offset + int(np.prod(shape)) * np.dtype(dtype).itemsize) // 64) * 64
+
+
 def toy_program(toy: Toy, context: int, chunk: int, sequences: int = 1) -> dict[str, Any]:
     """The program.json of the toy model."""
-    buffers: dict[str, Any] = {}
-    end = 0
-
-    def buffer(name: str, dtype: str, shape: list[int]) -> None:
-        nonlocal end
-        buffers[name] = {"dtype": dtype, "shape": shape, "offset": end}
-        end = -(-(end + int(np.prod(shape)) * np.dtype(dtype).itemsize) // 64) * 64
-
+    arena = Arena({})
+    buffer = arena.place
     buffer("step", "int32", [8])
     most = max(chunk, sequences)
     for name in ("tokens", "positions", "slots"):
@@ -155,10 +163,10 @@ def toy_program(toy: Toy, context: int, chunk: int, sequences: int = 1) -> dict[
         "vocab": toy.vocab,
         "layers": 1,
         "sequences": sequences,
-        "arena_bytes": end,
+        "arena_bytes": arena.ends["host"],
         "device_arena_bytes": 0,
         "shared_arena_bytes": 0,
-        "buffers": buffers,
+        "buffers": arena.buffers,
         "state": {"k.0": {"dtype": "float32", "shape": [sequences, 1, context, DIM]}},
         "functions": {
             "decode": [*body(1), ffn, head(one, "logits")],
@@ -176,6 +184,16 @@ def toy_program(toy: Toy, context: int, chunk: int, sequences: int = 1) -> dict[
         "streamed": [],
         "ffn": [{"layer": 0, "part": "all", "neurons": NEURONS, "predictor": "exact", "stats_row": 1}],
     }
+
+
+def set_at(*path: Any) -> Callable[[Any], None]:
+    """Return a change of JSON: it sets the value that comes last in `path` at the keys before it."""
+
+    def change(content: Any) -> None:
+        *keys, last, value = path
+        reduce(getitem, keys, content)[last] = value
+
+    return change
 
 
 def write_artifact(

@@ -133,13 +133,6 @@ KERNEL(toy_head) {
   return 0;
 }
 
-/* As toy_ffn, where no neuron has to be computed. */
-KERNEL(toy_idle_ffn) {
-  UNUSED;
-  memcpy(F32(4), F32(1), TENSOR(4)->shape[1] * sizeof(float));
-  return 0;
-}
-
 /* ---- for two devices: a flag is int32[16], see native/host.c; step[3] is the number of the step ---- */
 
 extern void pi_signal(int32_t *flag, int32_t step, const void *written, const void *also_written);
@@ -156,15 +149,6 @@ KERNEL(toy_signal) {
 KERNEL(toy_wait) {
   UNUSED;
   pi_wait(I32(1), I32(2), I32(0)[3], NULL);
-  return 0;
-}
-
-/* step, own flag, the other's flag, abandoned: comes, waits for the other, and sleeps for 2 ms */
-KERNEL(toy_meet) {
-  UNUSED;
-  pi_signal(I32(1), I32(0)[3], NULL, NULL);
-  pi_wait(I32(2), I32(3), I32(0)[3], NULL);
-  nanosleep(&(struct timespec){0, 2000000}, NULL);
   return 0;
 }
 

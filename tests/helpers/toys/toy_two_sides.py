@@ -11,12 +11,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from helpers.toys.toy_artifact import (
     DIM,
     HERE,
-    NEURONS,
+    Arena,
     Toy,
     build_library,
     code_entry,
@@ -38,7 +36,7 @@ def build_hybrid_library(output: Path, *definitions: str) -> Path:
 def hybrid_program(toy: Toy, context: int, chunk: int, sequences: int) -> Json:
     """The program.json. `last`, `x` and `y` have a place on both sides, the inputs and statistics two."""
     program = toy_program(toy, context, chunk, sequences)
-    most, memory = max(chunk, sequences), _Memory(program["buffers"])
+    most, memory = max(chunk, sequences), Arena(program["buffers"])
     for name, dtype, shape in (
         *((name, "int32", [most]) for name in ("tokens", "positions", "slots")),
         ("step", "int32", [8]),
@@ -60,101 +58,47 @@ def hybrid_program(toy: Toy, context: int, chunk: int, sequences: int) -> Json:
         **program,
         "device_arena_bytes": memory.ends["device"],
         "shared_arena_bytes": memory.ends["shared"],
-        "functions": _functions(chunk, sequences),
+        "functions": {name: _split(calls) for name, calls in program["functions"].items()},
     }
 
 
-class _Memory:
-    """Buffers one behind the other."""
-
-    def __init__(self, buffers: Json) -> None:
-        self._buffers, self.ends = buffers, {"device": 0, "shared": 0}
-
-    def place(self, name: str, dtype: str, shape: list[int], memory: str) -> None:
-        offset = self.ends[memory]
-        self._buffers[name] = {"dtype": dtype, "shape": shape, "offset": offset, "memory": memory}
-        self.ends[memory] = -(-(offset + int(np.prod(shape)) * np.dtype(dtype).itemsize) // 64) * 64
-
-
-def _functions(chunk: int, sequences: int) -> dict[str, list[Json]]:
-    prompt = [*_coming(chunk, ("positions",)), _device("toy_cache", _rows("x.device", chunk), _CACHE, op="cache")]
-    mixed = [*prompt, _device("toy_mix", _rows("positions.device", chunk), _CACHE, _rows("y.device", chunk))]
-    last, y = {"buffer": "last.device"}, _rows("y.device", 1)
-    one = [
-        *_coming(1, ("positions",)),
-        _device("toy_cache", _rows("x.device", 1), _CACHE, op="cache"),
-        _device("toy_mix", _rows("positions.device", 1), _CACHE, y, op="attention"),
-        _ffn(y, "stats.device", last),
-    ]
-    return {
-        "decode": [*one, *_going(last, 1, "logits")],
-        "prefill": prompt,
-        "prefill_last": [*mixed, _device("toy_last", _rows("y.device", chunk), last), *_going(last, 1, "logits")],
-        "score": [*mixed, *_going(_rows("y.device", chunk), chunk, "logits.score")],
-        "batch": _batch(sequences),
-    }
-
-
-_CACHE = {"state": "k.0"}
+_ON_DEVICE = ("step", "positions", "slots", "stats", "stats.batch", "x", "y", "last")
 _ABANDONED = {"buffer": "abandoned"}
 
 
-def _rows(name: str, rows: int) -> Json:
-    words = name.startswith(("tokens", "positions", "slots"))
-    return {"buffer": name, "shape": [rows] if words else [rows, DIM]}
+def _moved(argument: Json) -> Json:
+    """Return the argument that the accelerator is given in the place of the host's."""
+    name = argument.get("buffer")
+    return {**argument, "buffer": f"{name}.device"} if name in _ON_DEVICE else argument
 
 
 def _flag(number: int) -> Json:
     return {"buffer": "flags", "shape": [16], "offset": 64 * number}
 
 
-def _host(kernel: str, *args: Json, op: str = "toy", weight_bytes: int = 0) -> Json:
-    all_args = [{"buffer": "step"}, *args]
-    return {"kernel": kernel, "args": all_args, "op": op, "layer": None, "weight_bytes": weight_bytes}
+def _call(kernel: str, *args: Json, op: str, **more: str) -> Json:
+    return {"kernel": kernel, "args": [*args], "op": op, "layer": None, "weight_bytes": 0, **more}
 
 
-def _device(kernel: str, *args: Json, op: str = "toy", weight_bytes: int = 0) -> Json:
-    all_args = [{"buffer": "step.device"}, *args]
-    return {**_host(kernel, op=op, weight_bytes=weight_bytes), "args": all_args, "device": "device"}
-
-
-def _coming(rows: int, words: tuple[str, ...]) -> list[Json]:
-    """Return the calls that transfer the embedding and the inputs to the accelerator."""
-    copies = [
-        {**_device("toy_words", op="inputs"), "args": [{"buffer": name}, {"buffer": f"{name}.device"}]}
-        for name in ("step", *words)
-    ]
-    return [
-        _host("toy_embed", _rows("tokens", rows), {"weight": "table"}, _rows("x", rows), op="embedding"),
-        _host("toy_signal", _flag(0), op="signal"),
-        *copies,
-        _device("toy_receive", _rows("x", rows), _flag(0), _ABANDONED, _rows("x.device", rows), op="receive"),
-    ]
-
-
-def _going(source: Json, rows: int, logits: str) -> list[Json]:
-    """Return the calls that transfer the accelerator's result to the head."""
-    return [
-        _device("toy_send", source, _rows("sent", rows), _flag(1), op="send"),
-        _host("toy_wait", _flag(1), _ABANDONED, op="wait"),
-        _host("toy_head", _rows("sent", rows), {"weight": "head"}, {"weight": "script"}, {"buffer": logits}, op="head"),
-    ]
-
-
-def _ffn(source: Json, stats: str, y: Json) -> Json:
-    counts = {"buffer": stats, "offset": 16, "shape": [2]}
-    return _device("toy_ffn", source, {"weight": "neurons"}, counts, y, op="ffn", weight_bytes=4 * DIM * NEURONS)
-
-
-def _batch(sequences: int) -> list[Json]:
-    y, places = _rows("y.device", sequences), [_rows(f"{name}.device", sequences) for name in ("positions", "slots")]
-    return [
-        *_coming(sequences, ("positions", "slots")),
-        _device("toy_cache_batch", _rows("x.device", sequences), _CACHE, *places, op="cache"),
-        _device("toy_mix_batch", *places, _CACHE, y, op="attention"),
-        _ffn(_rows("y.device", 1), "stats.batch.device", {"buffer": "last.device"}),
-        *_going(y, sequences, "logits.batch"),
-    ]
+def _split(calls: list[Json]) -> list[Json]:
+    """Return the calls for two sides: what is between embedding and head is the accelerator's."""
+    embed, *inner = calls
+    head = inner.pop() if inner[-1]["op"] == "head" else None
+    step, x, used = {"buffer": "step"}, embed["args"][-1], [argument for call in inner for argument in call["args"]]
+    words = [name for name in ("step", "positions", "slots") if name in [argument.get("buffer") for argument in used]]
+    split = [embed, _call("toy_signal", step, _flag(0), op="signal")]
+    for name in words:
+        split.append(_call("toy_words", {"buffer": name}, _moved({"buffer": name}), op="inputs", device="device"))
+    received = (_moved(step), x, _flag(0), _ABANDONED, _moved(x))
+    split.append(_call("toy_receive", *received, op="receive", device="device"))
+    split += [{**call, "device": "device", "args": [*map(_moved, call["args"])]} for call in inner]
+    if head is not None:
+        _, source, *rest = head["args"]
+        sent = {"buffer": "sent", "shape": source.get("shape", [1, DIM])}
+        split.append(_call("toy_send", _moved(step), _moved(source), sent, _flag(1), op="send", device="device"))
+        split.append(_call("toy_wait", step, _flag(1), _ABANDONED, op="wait"))
+        split.append({**head, "args": [step, sent, *rest]})
+    return split
 
 
 def write_hybrid(

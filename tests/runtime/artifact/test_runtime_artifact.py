@@ -1,10 +1,9 @@
 from __future__ import annotations
 
-import copy
 import json
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -12,15 +11,14 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+from helpers.damage import STRANGE, places, replaced
 from helpers.descriptors import descriptors
-from helpers.toys.toy_artifact import code_entry, make_toy, safetensors, toy_program, write_manifest
+from helpers.toys.toy_artifact import code_entry, make_toy, safetensors, set_at, toy_program, write_manifest
 from picompile_runtime import ArtifactError, DoesNotFitError, MachineError, load, verify
 from picompile_runtime.artifact import reader as artifact
 from picompile_runtime.artifact.manifest import sealed
 
 FILES = ("manifest.json", "program.json", "weights.safetensors", "kernels/host.so", "tokenizer.json")
-WEIRD: list[Any] = [*(None, True, -1, 0, 1, 3, 2**31, 2**63, 2**200, 1.5), *("", "x", [], [0], [-1], [2**40] * 8)]
-WEIRD += [{}, {"a": 1}]
 
 
 @pytest.fixture
@@ -110,12 +108,9 @@ def test_folders_without_an_artifact_raise(folder: Path, tmp_path: Path) -> None
         ({"schema": 5}, "schema is 5, and this runtime knows 4; update the runtime"),
         ({"schema": 1}, "schema is 1, and this runtime knows 4; compile the model again"),
         ({"abi": 2}, "abi is 2, and this runtime knows 1"),
-        ({"schema": "1"}, "schema must be an integer"),
         ({"context": 41}, "disagree on context"),
-        ({"chunk": 9}, "disagree on context, chunk or sequences"),
         ({"sequences": 2}, "disagree on context, chunk or sequences"),
         ({"files": {}}, "program.json is missing"),
-        ({"code": {}}, "code must be a list, but is {}"),
         ({"code": []}, "code must be a list of one variant or more"),
         ({"code": [code_entry(), 3]}, r"code\[1\]: must be a JSON object"),
         ({"code": [code_entry(file="kernels/other.so")]}, "file must be one of the artifact's files"),
@@ -142,18 +137,6 @@ def test_files_outside_of_the_folder_raise(folder: Path) -> None:
 # ---- the program ----
 
 
-def set_at(*path: Any) -> Callable[[dict[str, Any]], None]:
-    """Sets the value that comes last at the keys before it."""
-
-    def change(program: Any) -> None:
-        *keys, last, value = path
-        for key in keys:
-            program = program[key]
-        program[last] = value
-
-    return change
-
-
 def x_over(name: str) -> Callable[[Any], None]:
     """Puts the buffer x where another one lies."""
     return lambda program: set_at("buffers", "x", "offset", program["buffers"][name]["offset"])(program)
@@ -165,8 +148,6 @@ DECODE = ("functions", "decode", 0, "args")
 WRONG_PROGRAMS = [
     (set_at("schema", 1), "schema must be 3"),
     (set_at("arena_bytes", 64), "offset must be a multiple of 64"),
-    (set_at("arena_bytes", -64), "arena_bytes must be an integer"),
-    (set_at("buffers", "x", "offset", 2**40), "offset must be a multiple of 64 such that"),
     (set_at("buffers", "x", "offset", 4), "offset must be a multiple of 64"),
     (set_at("buffers", "x", "offset", -64), "offset must be an integer from 0"),
     (set_at("buffers", "x", "offset", 0), "x overlaps step"),
@@ -174,12 +155,9 @@ WRONG_PROGRAMS = [
     (set_at("buffers", "x", "dtype", "object"), "dtype must be one of"),
     (set_at("buffers", "step", "shape", [4]), r"step must be int32 \[8\]"),
     (set_at("buffers", "tokens", "dtype", "float32"), r"tokens must be int32 \[8\]"),
-    (set_at("buffers", "logits", "shape", [1, 49]), r"logits must be float32 \[1, 50\]"),
     (set_at("ffn", 0, "stats_row", 2), "stats_row lies outside"),
     (set_at("ffn", 0, "kept_rows", 2), "kept_rows must be an integer from 0 to 1"),
-    (lambda program: program["buffers"].pop("logits.score"), "'logits.score'"),
     (lambda program: program["buffers"].pop("step"), "'step'"),
-    (set_at("buffers", "positions", "shape", [9]), r"positions must be int32 \[8\]"),
     (set_at("vocab", 51), r"logits must be float32 \[1, 51\]"),
     (set_at("logits", "score", "logits"), r"logits must be float32 \[8, 50\]"),
     (set_at("logits", {}), "decode must be a text, but is missing"),
@@ -187,13 +165,9 @@ WRONG_PROGRAMS = [
     (lambda program: program["functions"].pop("score"), "score must be a list, but is missing"),
     (set_at(*DECODE, 1, {"buffer": "nothing"}), r"args\[1\]: buffer must be the name of one that exists"),
     (set_at(*DECODE, 1, {"weight": "x"}), "weight must be the name of one that exists"),
-    (set_at(*DECODE, 1, {"state": "x"}), "state must be the name of one that exists"),
-    (set_at(*DECODE, 1, {}), "must name one buffer, state or weight"),
     (set_at(*DECODE, 1, {"buffer": "x", "weight": "head"}), "must name one buffer, state or weight"),
     (set_at(*DECODE, 2, {"weight": "table", "shape": [51, 16]}), "is not inside of table"),
-    (set_at(*DECODE, 2, {"weight": "table", "offset": 64}), "is not inside of table"),
     (set_at(*DECODE, 2, {"weight": "table", "offset": 2, "shape": [1, 1]}), "is not inside of table"),
-    (set_at(*DECODE, 2, {"weight": "table", "offset": -64, "shape": [1, 16]}), "offset must be an integer"),
     (set_at(*DECODE, 2, {"weight": "table", "dtype": "int64"}), "is not inside of table"),
     (set_at(*DECODE, 2, {"weight": "table", "shape": [49, 16]}), "the table has fewer than 50 rows"),
     (set_at("state", "k.0", "shape", [1, 1, 39, 16]), r"k.0 must be \[1, kv_heads, 40, head_dim\]"),
@@ -202,28 +176,18 @@ WRONG_PROGRAMS = [
     (set_at("sequences", 0), "sequences must be an integer from 1 to 256"),
     (set_at("sequences", 2), "batch must be a list, but is missing"),
     (set_at("functions", "decode", 0, "kernel", "no_such_kernel"), "no kernel called 'no_such_kernel'"),
-    (set_at("functions", "decode", 0, "kernel", "toy_embed\0"), "no kernel called"),
     (set_at("context", 0), "context must be an integer from 1"),
-    (set_at("chunk", 2**30), "chunk must be an integer from 1"),
 ]
 WRONG_PROGRAMS_OF_THREE = [
-    (set_at("sequences", 257), "sequences must be an integer from 1 to 256"),
     (set_at("sequences", 2), r"logits.batch must be float32 \[2, 50\]"),
     (set_at("state", "k.0", "shape", [1, 3, 40, 16]), r"k.0 must be \[3, kv_heads, 40, head_dim\]"),
-    (set_at("state", "k.0", "shape", [3, 1, 40, 16, 1]), "k.0 must be"),
     (lambda program: program["functions"].pop("batch"), "batch must be a list, but is missing"),
     (lambda program: program["logits"].pop("batch"), "batch must be a text, but is missing"),
-    (set_at("logits", "batch", "logits"), r"logits must be float32 \[3, 50\]"),
-    (lambda program: program["buffers"].pop("slots"), "'slots'"),
-    (set_at("buffers", "slots", "dtype", "int64"), r"slots must be int32 \[8\]"),
     (set_at("buffers", "slots", "shape", [3]), r"slots must be int32 \[8\]"),
     (set_at("buffers", "stats.batch", "shape", [3, 2]), r"stats.batch must be int64 \[2, 2\]"),
     *((x_over(name), f"overlaps {name}") for name in ("slots", "stats.batch")),
     (set_at("functions", "batch", 0, "args", 2, {"weight": "table", "shape": [49, 16]}), "fewer than 50 rows"),
-    (set_at("functions", "batch", 2, "kernel", "no_such_kernel"), "no kernel called 'no_such_kernel'"),
 ]
-# More sequences than tokens in a chunk: the inputs have room for either.
-WRONG_PROGRAMS_OF_TWENTY = [(set_at("buffers", "tokens", "shape", [21]), r"tokens must be int32 \[20\]")]
 
 
 @pytest.mark.parametrize(
@@ -231,7 +195,8 @@ WRONG_PROGRAMS_OF_TWENTY = [(set_at("buffers", "tokens", "shape", [21]), r"token
     [
         *((1, *wrong) for wrong in WRONG_PROGRAMS),
         *((3, *wrong) for wrong in WRONG_PROGRAMS_OF_THREE),
-        *((20, *wrong) for wrong in WRONG_PROGRAMS_OF_TWENTY),
+        # More sequences than tokens in a chunk: the inputs have room for either.
+        (20, set_at("buffers", "tokens", "shape", [21]), r"tokens must be int32 \[20\]"),
     ],
 )
 def test_wrong_programs_raise(
@@ -246,26 +211,15 @@ def test_wrong_programs_raise(
     fails(folder, match)
 
 
-def places(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The path of every value inside of JSON data."""
-    for key, value in data.items() if isinstance(data, dict) else enumerate(data):
-        yield (*path, key)
-        if isinstance(value, dict | list):
-            yield from places(value, (*path, key))
-
-
 @pytest.mark.parametrize("name", ["program.json", "manifest.json"])
 def test_any_wrong_value_is_an_error_or_harmless(folder: Path, name: str) -> None:
     """Whatever one value of the file is replaced by: it opens, or one of the errors meant for users is raised."""
     original = json.loads((folder / name).read_text())
-    seed = random.Random(name)
-    opened = 0
+    seed, opened = random.Random(name), 0
     found = list(places(original))
     for path in seed.sample(found, min(60, len(found))):
-        for value in seed.sample(WEIRD, 3):
-            data = copy.deepcopy(original)
-            set_at(*path, value)(data)
-            (folder / name).write_text(json.dumps(data))
+        for value in seed.sample(STRANGE, 3):
+            (folder / name).write_text(json.dumps(replaced(original, path, value)))
             if name == "program.json":
                 write_manifest(folder)
             try:
@@ -313,10 +267,8 @@ NO_SAFETENSORS = "weights.safetensors: (is empty|is not a safetensors file|is no
     [
         (header_with(set_at("table", "data_offsets", [0, 2**40])), "the place of 3200 bytes"),
         (header_with(set_at("table", "data_offsets", [64, 3200])), "the place of 3200 bytes"),
-        (header_with(set_at("table", "data_offsets", [2**40, 2**40 + 3200])), "the place of 3200 bytes"),
         (header_with(set_at("table", "data_offsets", [-64, 3136])), "two offsets"),
         (header_with(set_at("table", "data_offsets", [32, 3232])), "no multiple of 64"),
-        (header_with(set_at("table", "data_offsets", [True, 3200])), "two offsets"),
         (header_with(set_at("table", "dtype", "F99")), "dtype must be one of"),
         (header_with(set_at("table", "shape", [2**40, 2**40])), "shape must be"),
         (header_with(set_at("table", 3)), "must be a JSON object"),
@@ -324,7 +276,7 @@ NO_SAFETENSORS = "weights.safetensors: (is empty|is not a safetensors file|is no
         *((data, NO_SAFETENSORS) for data in (b"", b"1234567", b"\xff" * 8, (2**32).to_bytes(8, "little") + b"{}")),
         (bytes(64), NO_SAFETENSORS),
     ],
-    ids=range(15),
+    ids=range(13),
 )
 def test_wrong_weights_files_raise(make_artifact: Callable[..., Path], weights: bytes, match: str) -> None:
     fails(make_artifact(weights=weights), match)

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
+from helpers.gpu_artifacts import fake_cuda, fake_library, gpu, gpu_artifact, gpu_kernels, gpu_model
 from helpers.support import BuildOnce, Cli, compile_for_test
 from helpers.toys.toy_artifact import make_toy
-from helpers.toys.toy_hybrid import NAP_NS, write_hybrid
 from picompile_runtime import Engine, load, measure
-from picompile_runtime.artifact.program import Call
+from picompile_runtime.artifact.program import WAITING_OPS, Argument, Call
 from picompile_runtime.bench import measure as rounds
 from picompile_runtime.bench.bandwidth import MemoryReader
-from picompile_runtime.bench.trace import Overlap, StepTime, TracedStep, chrome_trace, overlap
-from picompile_runtime.devices.cpu.native import HostLibrary
-from picompile_runtime.devices.cpu.partition import CpuPartition
-from picompile_runtime.engine import executor
+from picompile_runtime.bench.trace import Overlap, StepTime, TracedStep, chrome_trace, hybrid_figures, overlap
+from picompile_runtime.devices.cuda import CudaAccelerator
+from picompile_runtime.devices.memory import Tensor
 from picompile_runtime.engine.timing import CallSpan
+
+__all__ = ["fake_cuda", "fake_library", "gpu", "gpu_artifact", "gpu_kernels", "gpu_model"]
 
 Event = dict[str, Any]
 
@@ -35,16 +38,11 @@ def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds, "MemoryReader", functools.partial(MemoryReader, size_bytes=2**18))
 
 
-@pytest.fixture
-def hybrid(tmp_path: Path, library: Path) -> Path:
-    return write_hybrid(tmp_path / "hybrid", library, make_toy())
-
-
 @pytest.fixture(scope="session")
 def tiny_hybrid(build_once: BuildOnce, tiny_model: Path) -> Path:
     """Two layers, half of whose neurons are on a second partition of the CPU, with all else that can be there."""
     hot = {0: range(0, 200, 2), 1: range(100)}
-    options = {"quant": "f16", "context": 64, "hot": hot, "hot_device": "cpu"}
+    options = {"quant": "f16", "context": 64, "hot": hot, "hot_device": "cpu", "sequences": 2}
     return build_once("tiny-hybrid", lambda folder: compile_for_test(tiny_model, folder, **options))
 
 
@@ -111,85 +109,6 @@ def test_trace_has_a_prompt_step_and_decoding_steps(make_artifact: Callable[...,
             assert prompt == 1 or ("prefill_last", depth or 0, min(prompt, 8)) in seen
 
 
-def test_host_and_accelerator_overlap_where_they_meet(hybrid: Path) -> None:
-    """Neither side's kernel returns before the other's has come, and a nap after that: for so long both compute."""
-    with load(hybrid, threads=2) as engine:
-        steps, result = traced(engine, 5, 3)
-    decoding = [step for step in steps if step.function == "decode"]
-    assert len(decoding) == 3
-    found = overlap(decoding)
-    assert found.both_ns >= 3 * NAP_NS
-    assert found.both_ns <= min(found.host_ns, found.device_ns)
-    events = tracks(chrome_trace(steps))
-    assert list(events) == ["host", "accelerator"]
-    meetings = [[event for event in events[side] if event["name"] == "linear"] for side in ("host", "accelerator")]
-    for host, device in zip(*meetings, strict=True):
-        both_us = min(event["ts"] + event["dur"] for event in (host, device)) - max(host["ts"], device["ts"])
-        assert both_us >= NAP_NS / 1e3 - 1e-6
-    for side in events:
-        assert_one_after_the_other(events[side])
-    hybrid_figures = result["hybrid"]
-    assert hybrid_figures["overlap_s_per_token"] == pytest.approx(1e-9 * found.both_ns / 3, rel=1e-12)
-    assert hybrid_figures["overlap_share"] == found.share > 0
-
-
-def test_waits_have_their_own_category_and_end_last(hybrid: Path) -> None:
-    """The clocks of the two libraries are the same: no flag is seen before it was set."""
-    with load(hybrid, threads=2) as engine:
-        steps, _ = traced(engine, 5, 4)
-    events = tracks(chrome_trace(steps))
-    for side, waits in (("host", {"wait"}), ("accelerator", {"receive"})):
-        assert {event["name"] for event in events[side] if event["cat"] == "wait"} == waits
-        assert {event["cat"] for event in events[side]} == {"wait", "compute"}
-    for step in (step for step in steps if step.function == "decode"):
-        spans = {device: [span for span in step.spans if span.call.device == device] for device in ("host", "device")}
-        received, sent = spans["device"][0], spans["host"][1]
-        assert (received.call.op, sent.call.op) == ("receive", "signal")
-        assert received.end_ns >= sent.begin_ns
-        waited, signalled = spans["host"][-2], spans["device"][-1]
-        assert (waited.call.op, signalled.call.op) == ("wait", "send")
-        assert waited.end_ns >= signalled.begin_ns
-
-
-@pytest.mark.parametrize(("ffn", "skipped"), [("toy_ffn", 0.0), ("toy_idle_ffn", 1.0)])
-def test_bench_with_an_accelerator(tmp_path: Path, library: Path, ffn: str, skipped: float) -> None:
-    with load(write_hybrid(tmp_path / "hybrid", library, make_toy(), ffn), threads=2) as engine:
-        result = measure(engine, 5, 3, 1)
-    hybrid, decode = result["hybrid"], result["decode"]
-    assert json.loads(json.dumps(result)) == result
-    assert set(hybrid) == {
-        "host_s_per_token", "device_s_per_token", "overlap_s_per_token", "overlap_share", "exchanges_per_token",
-        "skipped_per_token", "step",
-    }  # fmt: skip
-    step = hybrid["step"]
-    assert step["gpu_s"] > step["compute_s"] > NAP_NS / 1e9 and step["compute_s"] > step["hot_s"] > 0
-    assert step["exchange_s"] > 0 and step["cold_s"] > 0
-    assert (hybrid["exchanges_per_token"], hybrid["skipped_per_token"]) == (3, skipped)
-    kernels = {(row["device"], row["kind"]): row for row in decode["kernels"]}
-    assert {key: row["calls"] for key, row in kernels.items()} == {
-        ("host", "projections"): 1, ("host", "attention"): 1, ("host", "feed-forward"): 1, ("host", "head"): 1,
-        ("host", "exchange"): 1, ("host", "waits"): 2, ("host", "norms and rest"): 2,
-        ("device", "projections"): 1, ("device", "feed-forward"): 1, ("device", "exchange"): 2, ("device", "waits"): 2,
-    }  # fmt: skip
-    assert all(row["s_per_token"] > 0 and row["floor_s_per_token"] is not None for row in kernels.values())
-    for device in ("host", "device"):
-        assert kernels[device, "projections"]["s_per_token"] >= 1e-9 * NAP_NS
-        # Calls of a device take no longer than the steps that they are in.
-        spent = sum(row["s_per_token"] for (where, _), row in kernels.items() if where == device)
-        assert spent < 1 / decode["tokens_per_s"]
-    assert decode["floor_tokens_per_s"] > 0
-
-
-def test_bench_of_several_sequences(tmp_path: Path, library: Path) -> None:
-    """Figures are per token, and each step has two. The accelerator only answers."""
-    with load(write_hybrid(tmp_path / "hybrid", library, make_toy(), sequences=2), threads=2) as engine:
-        steps, result = traced(engine, 6, 4, sequences=2)
-    assert [step.function for step in steps] == ["prefill_last"] + 4 * ["batch"]
-    found, hybrid = overlap(steps[1:]), result["hybrid"]
-    assert (hybrid["exchanges_per_token"], hybrid["skipped_per_token"]) == (1, None)
-    assert hybrid["host_s_per_token"] == pytest.approx(1e-9 * found.host_ns / 8, rel=1e-12)
-
-
 def test_parts_of_a_steps_time_add_up() -> None:
     """The step lasts from the accelerator's first call to its last; of the host's calls only cold neurons count."""
 
@@ -210,79 +129,101 @@ def test_parts_of_a_steps_time_add_up() -> None:
     )
 
 
-class SlowDevice(CpuPartition):
-    """An accelerator whose steps are slower with stamps, like a GPU's."""
+def test_bench_of_a_gpu(gpu_artifact: Path, gpu: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
+    """Rounds are measured without the GPU's stamps, which take time; only steps of the trace have them."""
+    stamped: list[bool] = []
+    start = CudaAccelerator.start
 
-    slow_stamps = True
-    pins_memory = False
-    stamped: list[bool]
+    def noted(self: CudaAccelerator, calls: Any, stamps: Any = None) -> None:
+        stamped.append(stamps is not None)
+        start(self, calls, stamps)
 
-    def start(self, calls: Any, stamps: Any = None) -> None:
-        self.stamped.append(stamps is not None)
-        super().start(calls, stamps)
-
-
-def test_bench_of_a_gpu(
-    tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
-) -> None:  # fmt: skip
-    """Rounds are measured without the accelerator's stamps; only steps of the trace have them."""
-    folder = write_hybrid(tmp_path / "gpu", library, make_toy(), kind="cuda")
-    path = folder / "kernels" / "hot.so"
-    device = SlowDevice(HostLibrary(path), 1)
-    device.stamped = []
-    monkeypatch.setattr(executor, "open_accelerator", lambda artifact, threads: device)
-    with load(folder, threads=1) as engine:
+    monkeypatch.setattr(CudaAccelerator, "start", noted)
+    with load(gpu_artifact, threads=1) as engine:
         engine.start_timing()
         engine.decode(1)
         assert {span.call.device for span in engine.spans("decode")} == {"host"}
         assert all((seconds > 0) == (call.device == "host") for call, seconds in engine.timing("decode"))
-        device.stamped.clear()
-        result = measure(engine, 5, 3, 1)
+        stamped.clear()
+        decode = measure(engine, 5, 3, 1)["decode"]
     # A step of the prompt and three of decoding: twice in rounds, then traced; there the prompt is read once.
-    assert device.stamped == 8 * [False] + 4 * [True]
-    decode = result["decode"]
+    assert stamped == 8 * [False] + 4 * [True]
     assert (decode["floor_tokens_per_s"], decode["bandwidth_share"]) == (None, None)
     for row in decode["kernels"]:
         assert row["s_per_token"] > 0
         assert (row["floor_s_per_token"] is None) == (row["floor_share"] is None) == (row["device"] == "device")
-    assert result["hybrid"]["overlap_s_per_token"] >= 1e-9 * NAP_NS
-    monkeypatch.setattr(executor, "open_accelerator", lambda artifact, threads: SlowDevice(HostLibrary(path), 1))
-    monkeypatch.setattr(SlowDevice, "stamped", [], raising=False)
-    ended = cli("bench", folder, "-p", "5", "-n", "3", "-r", "1", "-t", "1")
+    ended = cli("bench", gpu_artifact, "-p", "5", "-n", "3", "-r", "1", "-t", "1")
     assert (ended.code, ended.err) == (0, "")
     assert "floor        unknown, since the bandwidth of the GPU's memory is not measured" in ended.out
 
 
-# ---- a compiled model ----
-
-
-def test_trace_of_a_compiled_model(tiny_hybrid: Path) -> None:
+def test_bench_of_host_and_accelerator(tiny_hybrid: Path, tiny_artifact: Path) -> None:
+    """Figures are per token, of steps for one sequence and for two. Bytes are those of the host alone: either side
+    reads a weight, and only neurons that fire are read.
+    """
     with load(tiny_hybrid, threads=2) as engine:
-        steps, result = traced(engine, 10, 5)
-        program = engine.artifact.program
-    assert [step.function for step in steps] == ["prefill_last"] + 5 * ["decode"]
-    for step in steps:
-        assert [span.call for span in step.spans] == list(program.functions[step.function])
-        assert all(step.begin_ns <= span.begin_ns <= span.end_ns <= step.end_ns for span in step.spans)
-    for events in tracks(chrome_trace(steps)).values():
-        assert_one_after_the_other(events)
-        assert {event["cat"] for event in events} == {"compute", "wait"}
-    found, hybrid = overlap([step for step in steps if step.function == "decode"]), result["hybrid"]
-    assert 0 <= found.both_ns <= min(found.host_ns, found.device_ns)
-    assert hybrid["exchanges_per_token"] == sum(call.op in ("send", "signal") for call in program.functions["decode"])
-    assert hybrid["skipped_per_token"] == 0  # each part predicts for itself
+        found = {sequences: traced(engine, 10, 5, sequences=sequences) for sequences in (1, 2)}
+        functions = engine.artifact.program.functions
+    with load(tiny_artifact, threads=2) as engine:
+        alone, decode = measure(engine, 10, 5, 1)["decode"], found[1][1]["decode"]
+    assert decode["computed_share"] == pytest.approx(alone["computed_share"], abs=1e-9)
+    # What is rounded is the number of bytes.
+    assert decode["bytes_per_token"] == pytest.approx(alone["bytes_per_token"], rel=1e-3)
+    for sequences, (steps, result) in found.items():
+        function = ("decode", "batch")[sequences - 1]
+        assert [step.function for step in steps] == ["prefill_last"] + 5 * [function]
+        for step in steps:
+            assert [span.call for span in step.spans] == list(functions[step.function])
+            assert all(step.begin_ns <= span.begin_ns <= span.end_ns <= step.end_ns for span in step.spans)
+            # The clocks of the two libraries are the same: no flag is seen before it was set.
+            begun = {flag(span): span.begin_ns for span in step.spans if span.call.op in ("send", "signal")}
+            assert all(span.end_ns >= begun[flag(span)] for span in step.spans if span.call.op in WAITING_OPS)
+        for side, wait in (("host", "wait"), ("accelerator", "receive")):
+            events = tracks(chrome_trace(steps))[side]
+            assert_one_after_the_other(events)
+            assert {event["cat"] for event in events} == {"compute", "wait"}
+            assert {event["name"] for event in events if event["cat"] == "wait"} == {wait}
+        together, hybrid, decode = overlap(steps[1:]), result["hybrid"], result["decode"]
+        assert 0 <= together.both_ns <= min(together.host_ns, together.device_ns)
+        times = [hybrid[f"{name}_s_per_token"] for name in ("host", "device", "overlap")]
+        assert times == pytest.approx([1e-9 * ns / (5 * sequences) for ns in vars(together).values()], rel=1e-12)
+        assert hybrid["overlap_share"] == together.share
+        exchanges = sum(call.op in ("send", "signal") for call in functions[function])
+        assert hybrid["exchanges_per_token"] == exchanges / sequences
+        # Each part predicts for itself; of several sequences nobody counts.
+        assert hybrid["skipped_per_token"] == (0, None)[sequences - 1]
+        step_times = hybrid["step"]
+        assert step_times["gpu_s"] > step_times["compute_s"] > step_times["hot_s"] > 0
+        assert step_times["exchange_s"] > 0 and step_times["cold_s"] > 0
+        assert {row["device"] for row in decode["kernels"]} == {"host", "device"}
+        assert all(row["s_per_token"] > 0 and row["floor_s_per_token"] is not None for row in decode["kernels"])
+        for device in ("host", "device"):
+            # Calls of a device take no longer than the steps that they are in.
+            spent = sum(row["s_per_token"] for row in decode["kernels"] if row["device"] == device)
+            assert spent < 1 / decode["tokens_per_s"]
 
 
-def test_bytes_with_an_accelerator_are_those_of_the_host_alone(tiny_hybrid: Path, tiny_artifact: Path) -> None:
-    """Either host or accelerator reads a weight, and only neurons that fire are read."""
-    found = []
-    for folder in (tiny_hybrid, tiny_artifact):
-        with load(folder, threads=2) as engine:
-            found.append(measure(engine, 10, 5, 1)["decode"])
-    assert found[0]["computed_share"] == pytest.approx(found[1]["computed_share"], abs=1e-9)
-    # Neither random tokens nor hot sets make a difference; what is rounded is the number of bytes.
-    assert found[0]["bytes_per_token"] == pytest.approx(found[1]["bytes_per_token"], rel=1e-3)
-    assert {row["device"] for row in found[0]["kernels"]} == {"host", "device"}
+def flag(span: CallSpan) -> int:
+    """Return the place of the flag that a call sets or waits for."""
+    return next(argument.view.offset for argument in span.call.args if argument.name == "flags")
+
+
+def test_steps_without_cold_neurons_are_counted() -> None:
+    """Where the accelerator has sent a block's mask, and knows how many neurons are in it."""
+
+    def argument(name: str, dtype: str, *shape: int) -> Argument:
+        return Argument("buffer", name, Tensor(dtype, shape))
+
+    def block(mask: str, row: int) -> Call:
+        statistics = Argument("buffer", "stats", Tensor("int64", (2,), 16 * row))
+        return Call("block", (argument(mask, "uint8", 1, 8), statistics), "ffn", 0, 0)
+
+    count = argument("count", "int32", 1)
+    send = Call("send", (argument("sent", "uint8", 1, 8), count), "send", 0, 0, device="device")
+    receive = Call("receive", (count,), "receive", 0, 0, device="device")
+    program: Any = SimpleNamespace(functions={"decode": (send, block("sent", 1), block("own", 2), receive)})
+    steps = [TracedStep("decode", 0, 9, (), frozenset(rows)) for rows in ([], [1], [1, 2], [0, 2])]
+    assert hybrid_figures(program, steps, 1)["skipped_per_token"] == 0.5
 
 
 @pytest.mark.parametrize("artifact", ["tiny_hybrid", "tiny_artifact"])

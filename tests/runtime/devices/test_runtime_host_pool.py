@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -33,14 +32,10 @@ def host(library: Path) -> HostLibrary:
     return HostLibrary(library)
 
 
-def fill_calls(host: HostLibrary, out: np.ndarray, count: int) -> CallList:
-    return host.bind([("pool_fill", [out])] * count)
-
-
 def test_every_element_is_done_once_by_several_tasks_a_thread(host: HostLibrary) -> None:
     for size in (1, 2, 7, 1000):
         out = aligned_zeros((size,), np.int32)
-        calls = fill_calls(host, out, 200)
+        calls = host.bind([("pool_fill", [out])] * 200)
         for threads in MANY_THREADS:
             out[:] = 0
             host.run(calls, threads)
@@ -109,7 +104,7 @@ def test_calls_that_cannot_be_made_raise(host: HostLibrary, tmp_path: Path) -> N
 def test_each_call_is_stamped(host: HostLibrary) -> None:
     out = aligned_zeros((10,), np.int32)
     stamps = np.full((3, 2), -1, np.int64)
-    calls = fill_calls(host, out, 3)
+    calls = host.bind([("pool_fill", [out])] * 3)
     before = time.monotonic_ns()
     host.run(calls, 2, stamps)
     after = time.monotonic_ns()
@@ -122,41 +117,6 @@ def test_each_call_is_stamped(host: HostLibrary) -> None:
             host.run(calls, 2, wrong)
     with pytest.raises(ValueError, match="contiguous"):
         host.run(calls, 2, np.zeros((2, 3), np.int64).T)
-
-
-def test_two_python_threads_take_turns(host: HostLibrary) -> None:
-    def work(threads: int) -> None:
-        out = aligned_zeros((300,), np.int32)
-        calls = fill_calls(host, out, 100)
-        for _ in range(10):
-            out[:] = 0
-            host.run(calls, threads)
-            assert (out == 100 * (1000 + tasks_of(threads))).all()
-
-    with ThreadPoolExecutor(2) as workers:
-        list(workers.map(work, (2, 3)))
-
-
-def test_a_forked_process_starts_its_own_workers(library: Path) -> None:
-    script = f"""
-import os, sys, warnings
-import numpy as np
-from picompile_runtime.devices.memory import aligned_zeros
-from picompile_runtime.devices.cpu.native import HostLibrary
-warnings.simplefilter("ignore")
-host = HostLibrary({str(library)!r})
-out = aligned_zeros((100,), np.int32)
-calls = host.bind([("pool_fill", [out])] * 100)
-host.run(calls, 3)
-child = os.fork()
-out[:] = 0
-host.run(calls, 3)
-right = bool((out == 100 * {1000 + tasks_of(3)}).all())
-if child == 0:
-    os._exit(0 if right else 1)
-sys.exit(0 if right and os.waitpid(child, 0)[1] == 0 else 1)
-"""
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
 # ---- workers while waits for another device are to come: see toy_pool.c ----
@@ -197,13 +157,6 @@ class Watched:
 @pytest.fixture
 def watched(watched_library: Path) -> Watched:
     return Watched(watched_library)
-
-
-def test_calls_that_wait_are_marked(host: HostLibrary) -> None:
-    out = aligned_zeros((10,), np.int32)
-    calls = [("pool_fill", [out]), ("pool_fail", []), ("pool_fill", [out]), ("fail", [])]
-    for waits, flags in (((), [0, 0, 0, 0]), (["fail", "other"], [0, 0, 0, 1]), (["pool_fill"], [1, 0, 1, 0])):
-        assert [call.flags for call in host.bind(calls, waits=waits).calls] == flags
 
 
 @pytest.mark.parametrize("last", ["pool_fill_limited", "pool_await_yields"])
@@ -281,7 +234,7 @@ sys.exit(0 if right else 1)
 
 
 def test_idle_workers_use_no_processor_time(host: HostLibrary) -> None:
-    host.run(fill_calls(host, aligned_zeros((10,), np.int32), 10), 8)
+    host.run(host.bind([("pool_fill", [aligned_zeros((10,), np.int32)])] * 10), 8)
     time.sleep(0.1)
     before = time.process_time()
     time.sleep(0.5)

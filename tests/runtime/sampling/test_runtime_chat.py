@@ -222,15 +222,6 @@ def test_whether_a_template_uses_a_system_prompt(engine: Engine) -> None:
         assert conversation.system == ""
 
 
-def test_a_new_system_prompt_counts_for_the_whole_chat(engine: Engine) -> None:
-    conversation = Conversation(engine, tokenizer_with(), GREEDY)
-    "".join(conversation.ask("one"))
-    conversation.set_system("be nice")
-    answer = conversation.ask("two")
-    assert answer.reused_tokens == 1  # the "<" of a role
-    assert "".join(answer) == fresh_answer(engine, conversation.messages[:-1])
-
-
 def test_messages_that_cannot_be_taken_change_nothing(engine: Engine) -> None:
     conversation = Conversation(engine, tokenizer_with(), GREEDY)
     for call in (conversation.undo, conversation.answer_again):

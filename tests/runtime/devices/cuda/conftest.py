@@ -63,8 +63,3 @@ def make_device(gpu: ctypes.CDLL) -> Iterator[Callable[..., CudaAccelerator]]:
 @pytest.fixture
 def device(make_device: Callable[..., CudaAccelerator]) -> CudaAccelerator:
     return make_device()
-
-
-@pytest.fixture
-def images() -> CudaImages:
-    return IMAGES

@@ -21,24 +21,46 @@ Make = Callable[..., CudaAccelerator]
 def test_a_list_of_calls_runs_in_order_by_one_call_of_the_driver(
     make_device: Make, gpu: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """y += a·x twice, and 2 to a counter in between; all sums are exact in float32."""
+    """y += a·x twice, and 2 to a counter in between; all sums are exact in float32. With stamps it is a graph of its
+    own, with events in front of each call and behind it, in order and inside of the time from `start` to `wait`.
+    """
     monkeypatch.setenv("FAKE_CUDA_DELAY_US", "500")
     device = make_device()
     memory, counter = device.allocate(4096, "a test"), device.allocate(100, "a test")
     x = np.random.default_rng(3).integers(-9, 9, ELEMENTS).astype(np.float32)
     y = np.full(ELEMENTS, 100, np.float32)
-    device.write(memory, 0, raw(np.float32([0.5])))
-    device.write(memory, 256, raw(x))
-    device.write(memory, 1024, raw(y))
+    for place, values in ((0, np.float32([0.5])), (256, x), (1024, y)):
+        device.write(memory, place, raw(values))
     calls = device.bind([axpy(memory), ("add_two", [view(memory), view(counter, count=21)]), axpy(memory)])
     assert gpu.fake_count(b"cuLaunchKernel") == 4
     assert not read(device, counter, 0, "int32", 25).any(), "bind ran a kernel"
+    recorded = gpu.fake_event_records()
     for _ in range(3):
         device.start(calls)
     device.wait()
     assert (gpu.fake_count(b"cuLaunchKernel"), gpu.fake_count(b"cuGraphLaunch")) == (4, 3)
-    assert np.array_equal(read(device, memory, 1024, "float32", ELEMENTS), y + 3 * x)
-    assert read(device, counter, 0, "int32", 25).tolist() == [6] * 21 + [0] * 4
+    assert gpu.fake_event_records() == recorded
+    for _ in range(2):
+        stamps = np.full((3, 2), -1, np.int64)
+        before = time.monotonic_ns()
+        device.start(calls, stamps)
+        device.wait()
+        after = time.monotonic_ns()
+        error_ns = device._stopwatch.error_ns + 500  # and what float32 in ms leaves of 10 ms
+        in_order = stamps.reshape(-1).tolist()
+        assert in_order == sorted(in_order)
+        assert before - error_ns <= in_order[0] and in_order[-1] <= after + error_ns
+    # The graph with events is made once; the host launches nothing by itself.
+    assert (gpu.fake_count(b"cuLaunchKernel"), gpu.fake_count(b"cuEventRecordWithFlags")) == (8, 6)
+    assert np.array_equal(read(device, memory, 1024, "float32", ELEMENTS), y + 5 * x)
+    assert read(device, counter, 0, "int32", 25).tolist() == [10] * 21 + [0] * 4
+
+
+def meeting(device: CudaAccelerator) -> tuple[Any, Any, Any, list[Any]]:
+    """Return the host's flag, what the GPU saw in it, the GPU's flag, and calls that await one and set the other."""
+    shared, array = device.share(4096, "flags")
+    flags = (array[offset : offset + 4].view(np.int32) for offset in (0, 64, 128))
+    return *flags, [("await", [view(shared), view(shared, offset=64)]), ("signal", [view(shared, offset=128)])]
 
 
 @pytest.mark.parametrize("blocking", ["0", "1"])
@@ -47,10 +69,9 @@ def test_accelerator_and_host_meet_at_flags(make_device: Make, blocking: str, mo
     monkeypatch.setenv("FAKE_CUDA_DELAY_US", "1000")
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", blocking)
     device = make_device()
-    shared, array = device.share(4096, "flags")
-    go, seen, done = (array[offset : offset + 4].view(np.int32) for offset in (0, 64, 128))
+    go, seen, done, both = meeting(device)
+    calls = device.bind(both)
     memory = device.allocate(9999, "a test")
-    calls = device.bind([("await", [view(shared), view(shared, offset=64)]), ("signal", [view(shared, offset=128)])])
     for number in (5, -7):
         go[0] = done[0] = 0
         device.start(calls)
@@ -71,9 +92,8 @@ def test_a_full_queue_does_not_block_the_host(
     """The GPU takes a few tasks, and waits in the first for the host, which must be back from `start` by then."""
     monkeypatch.setenv("FAKE_CUDA_QUEUE", "3")
     device = make_device()
-    shared, array = device.share(4096, "flags")
-    go, done = array[:4].view(np.int32), array[128:132].view(np.int32)
-    calls = [("await", [view(shared), view(shared, offset=64)])] + [("signal", [view(shared, offset=128)])] * 9
+    go, _, done, (await_flag, signal_flag) = meeting(device)
+    calls = [await_flag] + [signal_flag] * 9
     bound = device.bind(calls, range(1, 10))
     device.start(bound, np.zeros((10, 2), np.int64) if stamped else None)
     assert done[0] == 0
@@ -86,9 +106,8 @@ def test_an_interrupted_wait_leaves_gpu_and_launcher_idle(make_device: Make, mon
     """Not in the thread that launches either, where launches wait."""
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     device = make_device()
-    shared, array = device.share(4096, "flags")
-    go, done = array[:4].view(np.int32), array[128:132].view(np.int32)
-    calls = device.bind([("await", [view(shared), view(shared, offset=64)]), ("signal", [view(shared, offset=128)])])
+    go, _, done, both = meeting(device)
+    calls = device.bind(both)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     main = threading.get_ident()
     interrupt = threading.Timer(0.1, lambda: signal.pthread_kill(main, signal.SIGINT))
@@ -154,45 +173,6 @@ def test_calls_that_cannot_be_made_raise(
         assert gpu.fake_count(b"cuGraphLaunch") == launched
 
 
-# ---- stamps: graphs with events in front of each call and behind it ----
-
-
-def test_stamped_calls_do_the_same_in_a_graph_of_their_own(
-    make_device: Make, gpu: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In order, inside of the time from `start` to `wait`, as exactly as the clocks are aligned."""
-    monkeypatch.setenv("FAKE_CUDA_DELAY_US", "300")
-    device = make_device()
-    memory, counter = device.allocate(4096, "a test"), device.allocate(100, "a test")
-    x = np.random.default_rng(3).integers(-9, 9, ELEMENTS).astype(np.float32)
-    device.write(memory, 0, raw(np.float32([0.5])))
-    device.write(memory, 256, raw(x))
-    calls = device.bind([axpy(memory), ("add_two", [view(memory), view(counter, count=21)]), axpy(memory)])
-    captured = gpu.fake_count(b"cuLaunchKernel")
-    for number in (1, 2):
-        stamps = np.full((3, 2), -1, np.int64)
-        before = time.monotonic_ns()
-        device.start(calls, stamps)
-        device.wait()
-        after = time.monotonic_ns()
-        error_ns = device._stopwatch.error_ns + 500  # and what float32 in ms leaves of 10 ms
-        in_order = stamps.reshape(-1).tolist()
-        assert in_order == sorted(in_order)
-        assert before - error_ns <= in_order[0] and in_order[-1] <= after + error_ns
-        # The graph with events is made once; the host launches nothing by itself.
-        assert gpu.fake_count(b"cuLaunchKernel") == captured + 4
-        assert gpu.fake_count(b"cuEventRecordWithFlags") == 6
-        assert gpu.fake_count(b"cuGraphLaunch") == number
-    assert np.array_equal(read(device, memory, 1024, "float32", ELEMENTS), 2 * x)
-    assert read(device, counter, 0, "int32", 21).tolist() == [4] * 21
-    # Events are made once; without stamps none is recorded.
-    assert gpu.fake_count(b"cuEventCreate") == 2 + 5 + 6
-    recorded = gpu.fake_event_records()
-    device.start(calls)
-    device.wait()
-    assert (gpu.fake_count(b"cuGraphLaunch"), gpu.fake_event_records()) == (3, recorded)
-
-
 def test_a_list_of_several_graphs(make_device: Make, gpu: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     """In order, the stamps too, wherever a graph ends, and whether a list is longer than the last or shorter."""
     monkeypatch.setenv("FAKE_CUDA_DELAY_US", "300")
@@ -218,24 +198,6 @@ def test_a_list_of_several_graphs(make_device: Make, gpu: ctypes.CDLL, monkeypat
     device.wait()
     device.start(device.bind([axpy(memory)] * 5), np.zeros((5, 2), np.int64))
     device.close()  # waits for what is being launched
-
-
-def test_start_does_not_wait_and_stamps_are_of_the_host_s_clock(device: CudaAccelerator) -> None:
-    """The kernel waits for the host's flag, so it ends after that was set, and the next begins then."""
-    shared, array = device.share(4096, "flags")
-    go = array[:4].view(np.int32)
-    calls = device.bind([("await", [view(shared), view(shared, offset=64)]), ("signal", [view(shared, offset=128)])])
-    for _ in range(3):
-        stamps = np.full((2, 2), -1, np.int64)
-        go[0] = 0
-        device.start(calls, stamps)
-        assert (stamps == -1).all()
-        before = time.monotonic_ns()
-        go[0] = 1
-        device.wait()
-        error_ns = device._stopwatch.error_ns + 500
-        assert stamps[0, 1] >= before - error_ns
-        assert stamps[1, 0] >= stamps[0, 1]
 
 
 @pytest.mark.parametrize(

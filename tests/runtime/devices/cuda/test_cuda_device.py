@@ -27,16 +27,6 @@ from picompile_runtime.devices.memory import anonymous_map, map_file
 Make = Callable[..., CudaAccelerator]
 
 
-def test_name_capability_and_memory_are_reported(make_device: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FAKE_CUDA_VERSION", "12080")
-    device = make_device()
-    said = (device.name, device.sm, device.total_bytes, device.driver_version)
-    assert said == ("Stand-in 4090", 89, 2**30, "12.8")
-    before = device.free_bytes()
-    device.allocate(12345, "a test")
-    assert before - device.free_bytes() == 12345
-
-
 def test_memory_is_zeroed_and_aligned(device: CudaAccelerator) -> None:
     for size_bytes in (0, 1, 255, 4097, 100_003):
         memory = device.allocate(size_bytes, "a test")
@@ -65,15 +55,6 @@ def test_copies_of_any_size_pass_through_two_small_buffers(make_device: Make, mo
         assert np.array_equal(found[:, 0], expected) and (found[:, 1] == POISON).all()
         for start, count in ((0, offset), (offset + size_bytes, 5)):
             assert (read(device, memory, start, "uint8", count) == POISON).all()
-
-
-def test_the_default_buffers_are_used_in_turn(make_device: Make, gpu: ctypes.CDLL) -> None:
-    device = make_device(staging_bytes=16 << 20)
-    memory = device.allocate((48 << 20) + 3, "a test")
-    data = np.random.default_rng(1).integers(0, 256, (48 << 20) + 3, np.uint8)
-    device.write(memory, 0, data)
-    assert gpu.fake_count(b"cuMemcpyHtoDAsync_v2") == 4
-    assert np.array_equal(read(device, memory, 0, "uint8", len(data)), data)
 
 
 def test_ranges_outside_of_memory_raise(device: CudaAccelerator, gpu: ctypes.CDLL) -> None:

@@ -3,24 +3,23 @@
 import ctypes
 import json
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from ctypes import byref, c_void_p
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
+from operator import getitem
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from helpers.toys.toy_gpu import PTX
+from helpers.toys.toy_gpu import IMAGES, PTX
 from picompile_runtime import ArtifactError, DoesNotFitError, KernelError, MachineError
 from picompile_runtime.artifact.manifest import AcceleratorCode
-from picompile_runtime.devices.cpu.native import HostLibrary
 from picompile_runtime.devices.cuda import CudaAccelerator, CudaError, CudaImages, driver, open_cuda_accelerator
-from picompile_runtime.devices.cuda.driver import Driver, call_error
+from picompile_runtime.devices.cuda.driver import Driver
 from picompile_runtime.devices.cuda.graph import runnable_graph
 from picompile_runtime.devices.cuda.module import GpuLaunch, check_arguments, choose_image, load_module, read_images
 
@@ -35,62 +34,43 @@ def refusal(images: CudaImages) -> str:
     return str(caught.value)
 
 
-def test_a_missing_driver_raises(images: CudaImages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_driver_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "libcuda.so.1"
     monkeypatch.setattr(driver, "LIBRARY", str(path))
-    assert refusal(images) == f"no NVIDIA driver ({path} cannot be loaded)"
+    assert refusal(IMAGES) == f"no NVIDIA driver ({path} cannot be loaded)"
     path.write_bytes(b"not ELF")
-    assert refusal(images) == f"no NVIDIA driver ({path} cannot be loaded)"
+    assert refusal(IMAGES) == f"no NVIDIA driver ({path} cannot be loaded)"
     monkeypatch.setattr(driver, "LIBRARY", "libc.so.6")
-    assert refusal(images) == "the NVIDIA driver is too old: it has no cuInit; install a newer one"
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "says"),
-    [
-        ("DEVICES", "0", "the NVIDIA driver has no device"),
-        ("DEVICES", "-1", "cuInit: CUDA_ERROR_NO_DEVICE"),
-        ("FAIL_AT", "0", "cuInit: CUDA error 999"),
-        ("SM", "75", "compute capability 8.9 and newer, and Stand-in 4090 has 7.5"),
-    ],
-)
-def test_a_missing_gpu_raises(
-    gpu: ctypes.CDLL, images: CudaImages, monkeypatch: pytest.MonkeyPatch, name: str, value: str, says: str
-) -> None:
-    monkeypatch.setenv(f"FAKE_CUDA_{name}", value)
-    assert says in refusal(images)
+    assert refusal(IMAGES) == "the NVIDIA driver is too old: it has no cuInit; install a newer one"
 
 
 @pytest.mark.parametrize(
     ("result", "name", "hint"),
     [
-        (200, "CUDA_ERROR_INVALID_IMAGE", "install a newer driver"),
-        (209, "CUDA_ERROR_NO_BINARY_FOR_GPU", "install a newer driver"),
         (218, "CUDA_ERROR_INVALID_PTX", "install a newer driver"),
         (221, "CUDA_ERROR_JIT_COMPILER_NOT_FOUND", "libnvidia-ptxjitcompiler.so.1"),
-        (222, "CUDA_ERROR_UNSUPPORTED_PTX_VERSION", "install a newer driver"),
         (223, "CUDA_ERROR_JIT_COMPILATION_DISABLED", "unset CUDA_DISABLE_PTX_JIT"),
     ],
 )
 def test_code_that_the_driver_rejects(
-    gpu: ctypes.CDLL, images: CudaImages, monkeypatch: pytest.MonkeyPatch, result: int, name: str, hint: str
+    gpu: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, result: int, name: str, hint: str
 ) -> None:
     monkeypatch.setenv("FAKE_CUDA_VERSION", "11080")
     monkeypatch.setenv("FAKE_CUDA_REFUSE", str(result))
     for sm, needs in ((89, "compute capability 8.9"), (120, "PTX 8.3 and compute capability 8.9")):
         monkeypatch.setenv("FAKE_CUDA_SM", str(sm))
-        text = refusal(images)
+        text = refusal(IMAGES)
         assert f"of CUDA 11.8, refuses the artifact's code, which needs {needs}: {name}" in text
         # The log's first line, and no more of it.
         assert "(ptxas fatal : refused by the stand-in);" in text and "second" not in text
         assert hint in text
     monkeypatch.setenv("FAKE_CUDA_REFUSE", "2")  # other failures keep their error
     with pytest.raises(DoesNotFitError, match="cuModuleLoadDataEx: CUDA_ERROR_OUT_OF_MEMORY"):
-        CudaAccelerator(images)
+        CudaAccelerator(IMAGES)
 
 
 @pytest.mark.parametrize("end", [b"\xfe\0", b"\0\xfe"])
-def test_ptx_ends_with_a_zero(gpu: ctypes.CDLL, images: CudaImages, end: bytes) -> None:
+def test_ptx_ends_with_a_zero(gpu: ctypes.CDLL, end: bytes) -> None:
     """The driver reads PTX up to a zero, and what stands in front of it must be text."""
     opened, handle = Driver(driver.LIBRARY), c_void_p()
     memory = ctypes.create_string_buffer(PTX + end, len(PTX + end))
@@ -104,16 +84,6 @@ def test_ptx_ends_with_a_zero(gpu: ctypes.CDLL, images: CudaImages, end: bytes) 
         opened.call("cuModuleUnload", handle)
 
 
-def test_errors_have_the_class_of_their_result() -> None:
-    kinds = {KernelError: (1, (1, 719)), DoesNotFitError: (5, (2,)), MachineError: (6, (46, 100))}
-    for kind, (exit_code, results) in kinds.items():
-        for result in results:
-            error = call_error("cuSomething: CUDA_ERROR", result)
-            assert isinstance(error, kind) and isinstance(error, CudaError)
-            assert (error.exit_code, error.result) == (exit_code, result)
-            assert str(error).startswith("cuSomething: CUDA_ERROR")
-
-
 # The stand-in itself: an error that it does not find, no other test can find.
 
 
@@ -122,56 +92,52 @@ def opened(gpu: ctypes.CDLL) -> Driver:
     return Driver(driver.LIBRARY)
 
 
-def test_the_stand_in_keeps_contexts_per_thread(opened: Driver) -> None:
+def test_the_stand_in_keeps_contexts_per_thread_and_counts_what_they_leak(opened: Driver, gpu: ctypes.CDLL) -> None:
     with opened.context(opened.first_device()), ThreadPoolExecutor(1) as elsewhere:
         opened.free_bytes()
         with pytest.raises(CudaError, match="cuMemGetInfo_v2: CUDA_ERROR_INVALID_CONTEXT"):
             elsewhere.submit(opened.free_bytes).result()
-
-
-def test_the_stand_in_captures_only_launches(opened: Driver) -> None:
-    for call in (
-        lambda stream: opened.call("cuStreamSynchronize", stream),
-        lambda _: opened.call("cuMemFree_v2", 2**60),
-        lambda _: opened.device_memory(64).__enter__(),
-        lambda _: opened.event().__enter__(),
-    ):
-        with opened.context(opened.first_device()), opened.stream() as stream:
-            opened.call("cuStreamBeginCapture_v2", stream, 1)
-            with pytest.raises(CudaError, match="CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"):
-                call(stream)
-            graph = c_void_p()
-            with pytest.raises(CudaError, match="CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"):
-                opened.call("cuStreamEndCapture", stream, byref(graph))
-            assert not graph
-
-
-def test_the_stand_in_finds_queries_of_captured_streams(opened: Driver, gpu: ctypes.CDLL) -> None:
-    """From whatever thread: the driver discards what is captured."""
-    with opened.primary_context(opened.first_device()) as context, opened.current(context), opened.stream() as stream:
-
-        def look() -> bool:
-            with opened.current(context):
-                return opened.is_well(stream)
-
-        opened.call("cuStreamBeginCapture_v2", stream, 2)
-        with ThreadPoolExecutor(1) as elsewhere:
-            assert not elsewhere.submit(look).result()
-        with pytest.raises(CudaError, match="CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"):
-            opened.call("cuStreamEndCapture", stream, byref(c_void_p()))
-    assert gpu.fake_fault() == b"a stream was queried while it was captured"
+        opened.call("cuStreamCreate", byref(c_void_p()), 0)
+        opened.call("cuMemAllocHost_v2", byref(c_void_p()), 3)
+    assert (gpu.fake_owned(), gpu.fake_leaked()) == (0, 2)
     gpu.fake_reset()
 
 
-def test_the_stand_in_rejects_freed_handles(opened: Driver, images: CudaImages) -> None:
+def test_the_stand_in_captures_only_launches(opened: Driver, gpu: ctypes.CDLL) -> None:
+    """A query of the stream, from whatever thread, has the driver discard what is captured."""
+    with opened.primary_context(opened.first_device()) as context, opened.current(context), opened.stream() as stream:
+
+        def look() -> None:
+            with opened.current(context):
+                assert not opened.is_well(stream)
+
+        def look_elsewhere() -> None:
+            with ThreadPoolExecutor(1) as elsewhere:
+                elsewhere.submit(look).result()
+
+        for call, fault in (
+            (lambda: opened.call("cuStreamSynchronize", stream), b""),
+            (lambda: opened.call("cuMemFree_v2", 2**60), b""),
+            (lambda: opened.event().__enter__(), b""),
+            (look_elsewhere, b"a stream was queried while it was captured"),
+        ):
+            opened.call("cuStreamBeginCapture_v2", stream, 2 if fault else 1)
+            with nullcontext() if fault else pytest.raises(CudaError, match="CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"):
+                call()
+            with pytest.raises(CudaError, match="CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"):
+                opened.call("cuStreamEndCapture", stream, byref(c_void_p()))
+            assert gpu.fake_fault() == fault
+    gpu.fake_reset()
+
+
+def test_the_stand_in_rejects_freed_handles(opened: Driver) -> None:
     with opened.context(opened.first_device()), opened.stream() as stream:
-        with load_module(opened, choose_image(images, 89, "")) as module:
+        with load_module(opened, choose_image(IMAGES, 89, "")) as module:
             function = module.function("fail")
         with runnable_graph(opened, [], stream) as graph, opened.event() as event:
             pass
-        launch = (function, 1, 1, 1, 1, 1, 1, 0, stream, None, None)
         for name, *arguments in (
-            ("cuLaunchKernel", *launch),
+            ("cuLaunchKernel", function, 1, 1, 1, 1, 1, 1, 0, stream, None, None),
             ("cuGraphLaunch", graph, stream),
             ("cuEventRecord", event, stream),
             ("cuModuleUnload", function),
@@ -181,33 +147,20 @@ def test_the_stand_in_rejects_freed_handles(opened: Driver, images: CudaImages) 
 
 
 def test_the_stand_in_finds_functions_of_the_host_that_call_the_driver(opened: Driver, gpu: ctypes.CDLL) -> None:
-    said: list[str] = []
-
     def ask(_: int | None) -> None:
-        try:
+        with pytest.raises(CudaError, match="CUDA_ERROR_NOT_PERMITTED"):
             opened.version()
-        except CudaError as error:
-            said.append(str(error))
 
     function = ctypes.CFUNCTYPE(None, c_void_p)(ask)
     with opened.context(opened.first_device()), opened.stream() as stream:
         opened.call("cuLaunchHostFunc", stream, function, None)
         opened.call("cuStreamSynchronize", stream)
-    assert said == ["cuDriverGetVersion: CUDA_ERROR_NOT_PERMITTED"]
     assert gpu.fake_fault() == b"a function of the host called the driver"
     gpu.fake_reset()
 
 
-def test_the_stand_in_counts_what_a_context_leaks(opened: Driver, gpu: ctypes.CDLL) -> None:
-    with opened.context(opened.first_device()):
-        opened.call("cuStreamCreate", byref(c_void_p()), 0)
-        opened.call("cuMemAllocHost_v2", byref(c_void_p()), 3)
-    assert (gpu.fake_owned(), gpu.fake_leaked()) == (0, 2)
-    gpu.fake_reset()
-
-
 def test_the_stand_ins_events_have_times_like_the_drivers(gpu: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not before they were recorded and reached, nor where they are not made for it."""
+    """Not before they were recorded, nor where they are not made for it."""
     monkeypatch.setenv("FAKE_CUDA_DELAY_US", "50000")
     opened, elapsed = Driver(driver.LIBRARY), ctypes.c_float()
 
@@ -219,16 +172,9 @@ def test_the_stand_ins_events_have_times_like_the_drivers(gpu: ctypes.CDLL, monk
         stack.enter_context(opened.context(opened.first_device()))
         stream = stack.enter_context(opened.stream())
         first, second, untimed = (stack.enter_context(opened.event(timed)) for timed in (True, True, False))
-        states = set()
-        for _ in range(10):  # one of ten waits is long enough for the question, as good as certainly
-            opened.call("cuEventRecord", first, stream)
-            opened.call("cuEventRecord", untimed, stream)
-            try:
-                between(first, first)
-            except KernelError as error:
-                states.add(str(error))
-            opened.call("cuStreamSynchronize", stream)
-        assert states == {"cuEventElapsedTime: CUDA_ERROR_NOT_READY"}
+        for event in (first, untimed):
+            opened.call("cuEventRecord", event, stream)
+        opened.call("cuStreamSynchronize", stream)
         for other in (second, untimed):
             with pytest.raises(KernelError, match="CUDA_ERROR_INVALID_HANDLE"):
                 between(first, other)
@@ -240,9 +186,6 @@ def test_the_stand_ins_events_have_times_like_the_drivers(gpu: ctypes.CDLL, monk
 
 
 # ---- device.json, and the choice of the image for a GPU ----
-
-
-Launches = list[dict[str, Any]]
 
 
 def described() -> dict[str, Any]:
@@ -267,32 +210,25 @@ def test_a_description_is_read() -> None:
             read_images(text, b"", b"", "device.json")
 
 
-WRONG_ROOTS = {
-    "sm": [None, "89", 0, 49, 1000, 8.9, True],
-    "ptx_sm": [None, -89, "sm_89"],
-    "kernels": [None, [], "add", {"add": {}}, {"add": []}, {"add": [3]}],
-}
-WRONG_LAUNCHES = {
-    "symbol": [None, "", 3, "two words", "nul\0", "naïve"],
-    "grid": [None, 8, [], [1, 1], [1, 1, 1, 1], [0, 1, 1], [1, -1, 1], [2**31, 1, 1], [1, 65536, 1], [1, 1, 65536]],
-    "block": [None, [0, 1, 1], [1025, 1, 1], [1, 1, 65], [33, 32, 1], [32.0, 1, 1], [True, 1, 1], ["32", 1, 1]],
-    "args": [None, 0, [-1], [0.0], ["0"], [True], [0] * 513, {"0": 0}],
+WRONG = {
+    ("sm",): [None, "89", 0, 49, 1000, 8.9, True],
+    ("ptx_sm",): [None, -89],
+    ("kernels",): [None, [], {"add": {}}, {"add": []}, {"add": [3]}],
+    ("kernels", "add", 1, "symbol"): [None, "", 3, "two words", "nul\0", "naïve"],
+    ("kernels", "add", 1, "grid"): [8, [1, 1], [0, 1, 1], [1, -1, 1], [2**31, 1, 1], [1, 65536, 1], [1, 1, 65536]],
+    ("kernels", "add", 1, "block"): [[0, 1, 1], [1025, 1, 1], [1, 1, 65], [33, 32, 1], [32.0, 1, 1], [True, 1, 1]],
+    ("kernels", "add", 1, "args"): [None, [-1], [0.0], ["0"], [True], [0] * 513, {"0": 0}],
 }
 
 
-@pytest.mark.parametrize("key", WRONG_ROOTS)
-def test_wrong_descriptions_raise(key: str) -> None:
-    for value in WRONG_ROOTS[key]:
-        with pytest.raises(ArtifactError, match=rf"^device.json: {key}[^\n]*$"):
-            read({**described(), key: value})
-
-
-@pytest.mark.parametrize("key", WRONG_LAUNCHES)
-def test_wrong_launches_raise(key: str) -> None:
-    for value in WRONG_LAUNCHES[key]:
+@pytest.mark.parametrize("place", WRONG)
+def test_wrong_descriptions_raise(place: tuple[Any, ...]) -> None:
+    *path, key = place
+    says = rf"kernels: add\[1\]: {key} must be " if path else key
+    for value in WRONG[place]:
         root = described()
-        root["kernels"]["add"][1][key] = value
-        with pytest.raises(ArtifactError, match=rf"^device.json: kernels: add\[1\]: {key} must be [^\n]*$"):
+        reduce(getitem, path, root)[key] = value
+        with pytest.raises(ArtifactError, match=rf"^device.json: {says}[^\n]*$"):
             read(root)
 
 
@@ -318,8 +254,8 @@ CHOSEN: dict[tuple[int, int], dict[int, str | None]] = {
 
 
 @pytest.mark.parametrize(("cubin_sm", "ptx_sm"), CHOSEN)
-def test_a_gpu_gets_the_image_for_its_capability(cubin_sm: int, ptx_sm: int, images: CudaImages) -> None:
-    images = replace(images, sm=cubin_sm, ptx_sm=ptx_sm)
+def test_a_gpu_gets_the_image_for_its_capability(cubin_sm: int, ptx_sm: int) -> None:
+    images = replace(IMAGES, sm=cubin_sm, ptx_sm=ptx_sm)
     for sm, chosen in CHOSEN[cubin_sm, ptx_sm].items():
         if chosen is None:
             says = f"{min(cubin_sm, ptx_sm) / 10:.1f} and newer.*A card has {sm / 10:.1f}"
@@ -332,30 +268,14 @@ def test_a_gpu_gets_the_image_for_its_capability(cubin_sm: int, ptx_sm: int, ima
             assert (image.data, image.sm, image.is_ptx) == expected
 
 
-def test_the_driver_gets_that_image(make_device: Callable[..., Any], gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for sm, loaded in ((89, 1), (90, 2), (120, 2)):
-        monkeypatch.setenv("FAKE_CUDA_SM", str(sm))
-        assert make_device().sm == sm
-        assert gpu.fake_image() == loaded
-
-
-def artifact_with(code: AcceleratorCode | None, images: CudaImages) -> Any:
-    """Return what opening an accelerator needs of an artifact."""
-    texts = {"kernels/d.json": json.dumps(described()).encode(), "kernels/d.cubin": images.cubin}
-    texts["kernels/d.ptx"] = images.ptx
-    manifest, program = SimpleNamespace(accelerator=code), SimpleNamespace(waiting_kernels=frozenset(), functions={})
-    return SimpleNamespace(folder=Path("model"), manifest=manifest, program=program, texts=texts)
-
-
-def test_the_gpu_is_opened_with_the_artifacts_files(gpu: Any, images: CudaImages, host_code: Path) -> None:
+def test_artifacts_without_the_right_code_raise(gpu: Any) -> None:
     files = {"launches": "kernels/d.json", "cubin": "kernels/d.cubin", "ptx": "kernels/d.ptx"}
-    artifact = artifact_with(AcceleratorCode("cuda", sm=86, files=files), images)
-    artifact.load_code = lambda: HostLibrary(host_code)
-    device = open_cuda_accelerator(artifact)
-    device.close()
-    assert gpu.fake_image() == 1
-    with pytest.raises(ArtifactError, match=r"model: manifest\.json and kernels/d\.json disagree on sm"):
-        open_cuda_accelerator(artifact_with(AcceleratorCode("cuda", sm=89, files=files), images))
-    for code in (None, AcceleratorCode("cpu")):
-        with pytest.raises(ArtifactError, match="model: has no code for a GPU"):
-            open_cuda_accelerator(artifact_with(code, images))
+    texts = {"kernels/d.json": json.dumps(described()).encode(), "kernels/d.cubin": IMAGES.cubin, "kernels/d.ptx": PTX}
+    for code, says in (
+        (AcceleratorCode("cuda", sm=89, files=files), r"manifest\.json and kernels/d\.json disagree on sm"),
+        (AcceleratorCode("cpu"), "has no code for a GPU"),
+        (None, "has no code for a GPU"),
+    ):
+        artifact: Any = SimpleNamespace(folder=Path("model"), manifest=SimpleNamespace(accelerator=code), texts=texts)
+        with pytest.raises(ArtifactError, match=f"model: {says}"):
+            open_cuda_accelerator(artifact)

@@ -10,9 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helpers.fake_cuda.fixtures import fake_cuda, fake_library
 from helpers.kernels.emulator import Emulated
-from helpers.support import ROOT
 from helpers.toys.toy_gpu import CUBIN, IMAGES, PTX
 from picompile_codegen import cuda
 from picompile_codegen.specs import PingPongSpec
@@ -20,8 +18,6 @@ from picompile_runtime import MachineError
 from picompile_runtime.devices.cpu.native import HostLibrary
 from picompile_runtime.devices.cuda import CudaAccelerator, CudaImages, GpuLaunch, ping_pong
 from picompile_runtime.devices.cuda import open as opening
-
-__all__ = ["fake_cuda", "fake_library"]
 
 SOURCE = cuda.cuda_source([cuda.write_kernel(PingPongSpec())])
 (LAUNCH,) = SOURCE.launches["ping_pong"]
@@ -36,6 +32,7 @@ UNSEEN = (
 )
 # The kernel waits for a flag for half a second instead of one and a half.
 TEXT = SOURCE.text.replace("PI_PING_PATIENCE_NS 1500000000ull", "PI_PING_PATIENCE_NS 500000000ull")
+Opened = Callable[..., CudaAccelerator]
 # The words arrive later than their flag, or not at all.
 WORDS = "= pi_load_shared(sent + at);"
 
@@ -46,24 +43,16 @@ def host(host_code: Path) -> HostLibrary:
 
 
 @pytest.fixture
-def kernel(fake_cuda: ctypes.CDLL, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ctypes.CDLL]:
-    """The stand-in with the kernel, whose copy of words may be another."""
-
-    def use(copy: str = WORDS) -> ctypes.CDLL:
-        Emulated(TEXT.replace(WORDS, copy), tmp_path / "kernel.so")
-        monkeypatch.setenv("FAKE_CUDA_KERNELS", str(tmp_path / "kernel.so"))
-        return fake_cuda
-
-    return use
-
-
-@pytest.fixture
-def opened(kernel: Callable[..., ctypes.CDLL]) -> Iterator[Callable[..., CudaAccelerator]]:
+def opened(fake_cuda: ctypes.CDLL, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opened]:
+    """Return a function that makes accelerators with the kernel, whose copy of words may be another."""
     devices = []
 
-    def opened(copy: str = WORDS) -> CudaAccelerator:
-        kernel(copy)
-        devices.append(CudaAccelerator(PING_PONG))
+    def opened(copy: str = WORDS, images: CudaImages = PING_PONG) -> CudaAccelerator:
+        kernel = tmp_path / f"kernel{len(copy)}.so"
+        if not kernel.exists():
+            Emulated(TEXT.replace(WORDS, copy), kernel)
+        monkeypatch.setenv("FAKE_CUDA_KERNELS", str(kernel))
+        devices.append(CudaAccelerator(images))
         return devices[-1]
 
     yield opened
@@ -72,7 +61,7 @@ def opened(kernel: Callable[..., ctypes.CDLL]) -> Iterator[Callable[..., CudaAcc
 
 
 def test_both_sides_see_what_the_other_writes(
-    opened: Callable[..., CudaAccelerator], host: HostLibrary, monkeypatch: pytest.MonkeyPatch
+    opened: Opened, host: HostLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = opened()
     for rounds in (1, 100, 1000):
@@ -89,7 +78,7 @@ def test_both_sides_see_what_the_other_writes(
 
 
 def test_a_gpu_that_does_not_see_the_host_raises(
-    opened: Callable[..., CudaAccelerator], host: HostLibrary, monkeypatch: pytest.MonkeyPatch
+    opened: Opened, host: HostLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error has one line and comes within seconds; the accelerator still works and can be closed."""
     monkeypatch.setenv("FAKE_CUDA_BLIND", "1")
@@ -105,7 +94,7 @@ def test_a_gpu_that_does_not_see_the_host_raises(
 
 
 def test_a_machine_that_stands_still_is_tried_again(
-    opened: Callable[..., CudaAccelerator], host: HostLibrary, monkeypatch: pytest.MonkeyPatch
+    opened: Opened, host: HostLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exchange, asked = host.ping_pong, []
 
@@ -119,28 +108,28 @@ def test_a_machine_that_stands_still_is_tried_again(
     assert asked == [20, 20]
 
 
-def test_words_that_arrive_after_their_flag_raise(opened: Callable[..., CudaAccelerator], host: HostLibrary) -> None:
+def test_words_that_arrive_after_their_flag_raise(opened: Opened, host: HostLibrary) -> None:
     device = opened("= pi_load_shared(sent + at) + (round == 7 && lane == 31);")
     with pytest.raises(MachineError, match=r"saw the GPU's flag before the words .*round trip 7 of 20"):
         ping_pong(device, host, 20)
 
 
 def test_a_machine_is_checked_once(
-    kernel: Callable[..., ctypes.CDLL], host: HostLibrary, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    opened: Opened, fake_cuda: ctypes.CDLL, host: HostLibrary, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """And again with another driver, and if it did not pass."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    gpu, asked = kernel(), []
+    asked: list[object] = []
 
     def ask(images: CudaImages = PING_PONG) -> None:
-        before = gpu.fake_count(b"cuGraphLaunch")
-        device = CudaAccelerator(images)
+        before = fake_cuda.fake_count(b"cuGraphLaunch")
+        device = opened(images=images)
         try:
             opening.check_once(device, host)
         except MachineError:
             asked.append("refused")
         else:
-            asked.append(gpu.fake_count(b"cuGraphLaunch") - before)
+            asked.append(fake_cuda.fake_count(b"cuGraphLaunch") - before)
         device.close()
 
     monkeypatch.setenv("FAKE_CUDA_BLIND", "1")
@@ -152,10 +141,3 @@ def test_a_machine_is_checked_once(
     ask(), ask()
     ask(IMAGES)  # of an older compiler
     assert asked == ["refused", 1, 0, 1, 0, 0]
-
-
-def test_kernel_and_host_code_agree_on_the_words() -> None:
-    """32 words of 1024 a round, in native/host.c and in cuda/prelude.cuh."""
-    codegen = ROOT / "codegen" / "picompile_codegen"
-    assert "round * 32 & 1023" in (codegen / "build" / "native" / "host.c").read_text()
-    assert "(round * 32 + lane) & 1023" in (codegen / "cuda" / "prelude.cuh").read_text()
