@@ -9,7 +9,7 @@ from itertools import product
 
 import numpy as np
 from _placement import Row, counted, few_groups, placed_bytes, random_task, solved
-from direct_program import most_lost_s, restricted
+from _placement_direct import most_lost_s, restricted
 from numpy.typing import NDArray
 
 from picompile.errors import SolverError

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 from _placement import GIB, Row, everything_bytes, placed_bytes, repeated, solved
-from direct_program import direct_impact, direct_latency, restricted
+from _placement_direct import direct_impact, direct_latency, restricted
 
 from picompile.errors import SolverError
 from picompile.machine import TARGETS

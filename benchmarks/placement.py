@@ -16,13 +16,9 @@ Figures come as JSON with --json FILE, and as a table at the end.
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-
-# The direct programs are a reference of the tests.
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "placement"))
 
 from _placement import Row
 from _placement_policies import compare_policies, prefixes

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from itertools import cycle
 from pathlib import Path
 
-ATTACKS = ("artifacts", "api", "checkpoints", "configs", "caches", "disks", "replacements", "writers")
+ATTACKS = ("artifacts", "api", "checkpoints", "configs", "caches", "disks", "gguf_models", "replacements", "writers")
 # pytest's options, by the name of a round.
 TESTS = {
     "property tests": ("-m", "hypothesis", "--hypothesis-seed={seed}"),

@@ -4,11 +4,14 @@ python tests/attack/api.py --number 2000 [--seconds 600] [--seed 0]
 
 An engine, its twin and a list of the tokens in each slot: right calls go to both engines and give the same logits, bit
 for bit; wrong ones go to the first alone, raise one of the runtime's errors, one line long, and change nothing. Prints
-a line for each failure, with the seed that repeats it, and a summary.
+a line for each failure, with the seed that repeats it, and a summary. No case may leave threads, descriptors or maps.
 """
 
 from __future__ import annotations
 
+import gc
+import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -208,6 +211,7 @@ class Case:
             "generate max": lambda: generate(engine, tokenizer, [1], max_tokens=0 if value is None else _no_one(value)),
             "generate stop": lambda: generate(engine, tokenizer, [1], stop=self._pick(_NO_STOPS)),
             "load": lambda: load(value),
+            "load damaged": lambda: load(self.folder.with_name("damaged")),
             "load threads": lambda: load(self.folder, threads=0 if value is None else _no_one(value)),
             "params": lambda: SamplingParams(**{self._pick(_PARAMETERS): _no_number(value)}),
             "sampler": lambda: Sampler(params, -1 if _is_whole(token, 2**31) else token),
@@ -277,9 +281,14 @@ def _word(value: Any) -> str:
 
 
 def write_folders(base: Path) -> list[Path]:
-    """Write artifacts for three sequences: one for the host alone, one with a partition of the CPU as hot device."""
+    """Write artifacts for three sequences: for the host alone, and with a partition of the CPU as hot device.
+
+    A third one, which is damaged, lies beside them.
+    """
     library, hybrid = build_library(base / "host.so"), build_hybrid_library(base / "hybrid.so")
     plain = write_artifact(base / "plain", library, TOY, sequences=SEQUENCES)
+    damaged = Path(shutil.copytree(plain, base / "damaged")) / "weights.safetensors"
+    damaged.write_bytes(damaged.read_bytes() + b"\0")
     return [plain, write_hybrid(base / "hybrid", hybrid, TOY, sequences=SEQUENCES)]
 
 
@@ -293,13 +302,34 @@ def run(folders: Sequence[Path], seed: int, calls: int = 40) -> list[str]:
     return [failure for case in cases for failure in case.result()]
 
 
+# As many cases begin, and as many more show what is held.
+_WARM = 30
+
+
+def _most(held: Sequence[tuple[int, int, int]]) -> list[int]:
+    return [max(values) for values in zip(*held, strict=True)]
+
+
+def held_now() -> tuple[int, int, int]:
+    """The threads, descriptors and maps that this process has."""
+    gc.collect()
+    threads, descriptors = (len(os.listdir(f"/proc/self/{name}")) for name in ("task", "fd"))
+    return threads, descriptors, len(Path("/proc/self/maps").read_text().splitlines())
+
+
 def main() -> int:
     found = options(__doc__, 1000)
+    usual: list[tuple[int, int, int]] = []
     with tempfile.TemporaryDirectory() as base:
         folders = write_folders(Path(base))
 
         def case(seed: int) -> tuple[str, str | None]:
-            failures = run(folders, seed)
+            failures, held = run(folders, seed), held_now()
+            # In the first cases modules are imported; maps vary by those of Python's own memory.
+            if len(usual) < 2 * _WARM:
+                usual.append(held)
+            elif any(now > most + may for now, most, may in zip(held, _most(usual[_WARM:]), (0, 0, 8), strict=True)):
+                failures.append(f"threads, descriptors and maps grew from {_most(usual[_WARM:])} to {held}")
             return ("wrong", failures[0]) if failures else ("right", None)
 
         return 1 if attack(case, found.number, found.seconds, found.seed).failures else 0

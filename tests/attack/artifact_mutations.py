@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
@@ -16,7 +16,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from helpers.damage import STRANGE, places, replaced, without
+from helpers.attacks import damage_file
+from helpers.damage import Place, at_place, damage_header, places, read_tensors, spoiled, tensors_as_bytes
 from picompile_runtime.artifact.manifest import sealed
 
 Json = dict[str, Any]
@@ -24,7 +25,6 @@ Json = dict[str, Any]
 CODE = ".so"
 # Code is what is trusted: with a hash of its own it may do anything, so only its old hash is held against it.
 _JSON = ("program.json", "report.json", "tokenizer.json", "tokenizer_config.json")
-_DTYPES = ("int8", "uint8", "int32", "int64", "float16", "float32")
 
 
 def copy_artifact(source: Path, target: Path) -> None:
@@ -57,7 +57,7 @@ def seal(folder: Path) -> None:
 
 def damage_content(folder: Path, random: Random) -> str:
     """Change what a file says, and give it the hash that it then has."""
-    choices = ((_calls, 12), (_sizes, 5), (_strange, 5), (_weights, 4), (_text, 2), (_manifest, 3))
+    choices = ((_program, 12), (_sizes, 5), (_strange, 8), (_weights, 4), (_text, 2))
     mutate = random.choices([each for each, _ in choices], [weight for _, weight in choices])[0]
     told = [mutate(folder, random)]
     for _ in range(random.choice((0, 0, 0, 1, 2))):
@@ -77,141 +77,38 @@ def edited(folder: Path, name: str) -> Iterator[Any]:
     write(folder / name, json.dumps(content).encode(errors="surrogatepass"))
 
 
-def _calls(folder: Path, random: Random) -> str:
+def _program(folder: Path, random: Random) -> str:
+    """A part of the program in the place of another of its kind, once more or gone, or another number."""
     with edited(folder, "program.json") as program:
-        return f"program: {random.choice(_CALL_CHANGES)(program, random)}"
-
-
-def _some_call(program: Json, random: Random) -> tuple[list[Json], int]:
-    calls = program["functions"][random.choice([name for name, each in program["functions"].items() if each])]
-    return calls, random.randrange(len(calls))
-
-
-def _weights_of(program: Json) -> list[str]:
-    args = (arg for calls in program["functions"].values() for call in calls for arg in call["args"])
-    return [arg["weight"] for arg in args if "weight" in arg]
-
-
-def _swap_functions(program: Json, random: Random) -> str:
-    one, other = random.sample(sorted(program["functions"]), 2)
-    functions, logits = program["functions"], program["logits"]
-    functions[one], functions[other] = functions[other], functions[one]
-    if random.random() < 0.5 and one in logits and other in logits:
-        logits[one], logits[other] = logits[other], logits[one]
-    return f"{one} and {other} exchanged"
-
-
-def _change_argument(program: Json, random: Random) -> str:
-    (calls, at), (others, from_) = _some_call(program, random), _some_call(program, random)
-    args, weights = calls[at]["args"], _weights_of(program)
-    place, other = random.randrange(len(args)), random.randrange(len(args))
-    given = args[place]
-    kind = random.choice(("swap", "swap", "foreign", "foreign", "weight", "offset", "shape", "dtype"))
-    if kind == "swap":
-        args[place], args[other] = args[other], args[place]
-    elif kind == "foreign":
-        args[place] = copy.deepcopy(random.choice(others[from_]["args"]))
-        if random.random() < 0.5:  # of the same view
-            args[place] |= {key: given[key] for key in ("dtype", "shape") if key in given}
-    elif kind == "weight" and weights and (name := given.get("buffer") or given.get("state")):
-        # Where a buffer of the same size is: the kernel would write to it.
-        tensor = program["buffers"].get(name) or program["state"][name]
-        view = {key: given.get(key, tensor[key]) for key in ("dtype", "shape")}
-        args[place] = {"weight": random.choice(weights), **view}
-    elif kind == "offset":
-        given["offset"] = random.choice((0, 4, 16, 64, 128, 4096))
-    elif kind == "dtype":
-        given["dtype"] = random.choice(_DTYPES)
-    elif kind == "shape":
-        given["shape"] = _another_shape(given.get("shape") or [random.choice((1, 3, 16, 64, 96, 300))], random)
-    return f"{kind} of argument {place} of {calls[at]['kernel']}: {json.dumps(args[place])}"
-
-
-def _change_call(program: Json, random: Random) -> str:
-    (calls, at), (others, from_) = _some_call(program, random), _some_call(program, random)
-    call, foreign = calls[at], others[from_]
-    kind = random.choice(("kernel", "drop", "double", "move", "swap", "foreign", "device", "op", "number"))
-    if kind == "kernel":
-        call["kernel"] = foreign["kernel"]
-    elif kind == "drop":
-        del calls[at]
-    elif kind == "double":
-        calls.insert(random.randrange(len(calls) + 1), copy.deepcopy(call))
-    elif kind == "move":
-        calls.insert(random.randrange(len(calls)), calls.pop(at))
-    elif kind == "swap":
-        other = random.randrange(len(calls))
-        calls[at], calls[other] = calls[other], calls[at]
-    elif kind == "foreign":
-        calls.insert(at, copy.deepcopy(foreign))
-    elif kind == "device":
-        call["device"] = "host" if call.get("device") == "device" else "device"
-    elif kind == "op":
-        call["op"] = random.choice(("wait", "receive", "send", "ffn", "head", "x"))
-    else:
-        call[random.choice(("layer", "window", "weight_bytes"))] = random.choice((0, 1, 7, 2**31, 2**47))
-    return f"{kind} of call {at}, {call['kernel']}"
-
-
-def _another_shape(shape: Sequence[int], random: Random) -> list[int]:
-    found = list(shape)
-    change = random.choice(("grow", "shrink", "swap", "longer", "shorter"))
-    at = random.randrange(len(found))
-    if change == "grow":
-        found[at] *= random.choice((2, 3, 1000))
-    elif change == "shrink":
-        found[at] = max(1, found[at] // 2)
-    elif change == "swap":
-        found.reverse()
-    elif change == "longer":
-        found.insert(at, 1)
-    elif len(found) > 1:
-        found[at - 1 : at + 1] = [found[at - 1] * found[at]] if at else [found[0]]
-    return found
-
-
-def _change_buffer(program: Json, random: Random) -> str:
-    kind = random.choice(("buffers", "buffers", "buffers", "state"))
-    name = random.choice(sorted(program[kind]))
-    tensor = program[kind][name]
-    change = random.choice(("offset", "offset", "offset", "shape", "dtype", "memory", "gone", "exchange"))
-    if change == "offset" and kind == "buffers":
-        others = [each["offset"] for each in program["buffers"].values()]
-        tensor["offset"] = random.choice((random.choice(others), tensor["offset"] + 64, max(0, tensor["offset"] - 64)))
-    elif change == "shape":
-        tensor["shape"] = _another_shape(tensor["shape"], random)
-    elif change == "dtype":
-        tensor["dtype"] = random.choice(_DTYPES)
-    elif change == "memory":
-        tensor["memory"] = random.choice(("host", "device", "shared"))
-    elif change == "gone":
-        del program[kind][name]
-    else:
-        other = random.choice(sorted(program[kind]))
-        program[kind][name], program[kind][other] = program[kind][other], tensor
-    return f"{change} of {kind} {name}"
-
-
-def _change_tables(program: Json, random: Random) -> str:
-    kind = random.choice(("logits", "ffn", "streamed", "leading"))
-    if kind == "logits":
-        function = random.choice(sorted(program["logits"]))
-        program["logits"][function] = random.choice([*program["logits"].values(), *list(program["buffers"])[:20]])
-    elif kind == "ffn" and program["ffn"]:
-        part = random.choice(program["ffn"])
-        part[random.choice(("layer", "stats_row", "neurons"))] = random.choice((0, 1, 5, 100, 2**40))
-    elif kind == "streamed":
-        weights = _weights_of(program)
-        program["streamed"] = random.sample(weights, min(3, len(weights)))
-    else:
-        names = sorted(program["buffers"])
-        program["leading"] = {"decode": {"scores": random.choice(names), "ids": random.choice(names)}}
-    return f"{kind} changed"
-
-
-_CALL_CHANGES = (
-    *(_swap_functions, *[_change_argument] * 6, *[_change_call] * 5, _change_buffer, _change_buffer, _change_tables),
-)
+        kinds: dict[Place, list[Place]] = {}
+        for place in places(program):
+            kind = tuple("*" if at == 1 or isinstance(key, int) else key for at, key in enumerate(place))
+            kinds.setdefault(kind, []).append(place)
+        calls, args = ("functions", "*", "*"), ("functions", "*", "*", "args", "*")
+        others = sorted(kind for kind in kinds if len(kinds[kind]) > 1)
+        kind = random.choice((calls, args, args, random.choice(others), random.choice(others)))
+        one, other = random.choice(kinds[kind]), random.choice(kinds[kind])
+        if kind == args and random.random() < 0.3:  # a kernel would write to it
+            other = random.choice([place for place in kinds[args] if "weight" in at_place(program, place)])
+        (holder, key), (source, at) = ((at_place(program, place[:-1]), place[-1]) for place in (one, other))
+        now, new = holder[key], copy.deepcopy(source[at])
+        ways = ("copy", "exchange", "exchange", "gone", "once more", "number")
+        what = random.choice(ways[:3] if kind == args and random.random() < 0.8 else ways)
+        if what == "number" and type(now) is int:
+            holder[key] = random.choice((0, 1, 4, 64, 4096, now + 64, max(0, now - 64), now // 2, now * 1000, 2**47))
+        elif what == "gone":
+            del holder[key]
+        elif what == "once more" and isinstance(holder, list):
+            holder.insert(random.randrange(len(holder) + 1), new)
+        else:
+            if kind == args and random.random() < 0.5:  # seen as what it replaces
+                tensors = program["buffers"] | program["state"]
+                view = tensors.get(now.get("buffer") or now.get("state"), {}) | now
+                new |= {name: view[name] for name in ("dtype", "shape") if name in view}
+            if what == "exchange":
+                source[at] = now
+            holder[key] = new
+        return f"program: {what}, {'.'.join(map(str, one))} and {'.'.join(map(str, other))}"
 
 
 def _sizes(folder: Path, random: Random) -> str:
@@ -231,85 +128,38 @@ def _sizes(folder: Path, random: Random) -> str:
 
 
 def _strange(folder: Path, random: Random) -> str:
-    """A strange value, or none, anywhere in a file of JSON."""
-    name = random.choice([each for each in _JSON if (folder / each).exists()])
-    content = json.loads((folder / name).read_bytes())
-    # The tables are long: each key gets its turn.
-    by_key: dict[Any, list[Any]] = {}
-    for place in places(content):
-        by_key.setdefault(tuple(key for key in place if isinstance(key, str))[-1:], []).append(place)
-    place = random.choice(by_key[random.choice(sorted(by_key))])
-    content, told = _spoiled(content, place, random)
-    write(folder / name, json.dumps(content).encode(errors="surrogatepass"))
+    """A strange value, or none, anywhere in a file of JSON; a manifest gets its own hash."""
+    name = random.choice([each for each in (*_JSON, *_JSON, "manifest.json") if (folder / each).exists()])
+    content, told = spoiled(json.loads((folder / name).read_bytes()), random, but=(("sha256",),))
+    write(folder / name, sealed(content) if name == "manifest.json" else json.dumps(content).encode())
     return f"{name}: {told}"
-
-
-def _manifest(folder: Path, random: Random) -> str:
-    """A strange value anywhere in the manifest, which gets its own hash."""
-    content = json.loads((folder / "manifest.json").read_bytes())
-    place = random.choice([place for place in places(content) if place != ("sha256",)])
-    content, told = _spoiled(content, place, random)
-    write(folder / "manifest.json", sealed(content))
-    return f"manifest: {told}"
-
-
-def _spoiled(content: Any, place: Any, random: Random) -> tuple[Any, str]:
-    where, value = ".".join(map(str, place))[:80], random.choice(STRANGE)
-    if random.random() < 0.25:
-        return without(content, place), f"{where} gone"
-    return replaced(content, place, value), f"{where} {repr(value)[:20]}"
 
 
 def _text(folder: Path, random: Random) -> str:
     """Text that is no JSON, or is in another way."""
     others = (CODE, "manifest.json", "safetensors")
     name = random.choice([each for each in files_of(folder) if not each.endswith(others)])
+    if random.random() < 0.5:
+        return damage_file(folder / name, [folder / each for each in files_of(folder)], random)
     text = (folder / name).read_bytes()
-    at = random.randrange(len(text)) if text else 0
-    kind = random.choice(("cut", "flip", "deep", "twice", "digits"))
-    changed = {
-        "cut": text[:at],
-        "flip": text[:at] + bytes([text[at] ^ (1 << random.randrange(8))]) + text[at + 1 :] if text else b"",
-        "deep": b"[" * 100_000,
-        "twice": text.replace(b'"shape"', b'"shape": [1], "shape"', 1),
-        "digits": text.replace(b"64", b"9" * 5000, 1),
-    }[kind]
-    write(folder / name, changed)
-    return f"text: {kind} {name}"
-
-
-def weights_of(path: Path) -> tuple[Json, bytearray]:
-    """Return header and data of a safetensors file."""
-    content = path.read_bytes()
-    size = int.from_bytes(content[:8], "little")
-    return json.loads(content[8 : 8 + size]), bytearray(content[8 + size :])
+    twice = text.replace(b'"shape"', b'"shape": [1], "shape"', 1)
+    write(folder / name, random.choice((b"[" * 100_000, twice, text.replace(b"64", b"9" * 5000, 1))))
+    return f"text of {name}"
 
 
 def _weights(folder: Path, random: Random) -> str:
-    """Headers with exchanged or strange entries, and data of any value."""
+    """Another header, or data of any value."""
     path = folder / "weights.safetensors"
-    header, data = weights_of(path)
-    before = len(data)
-    names = sorted(name for name in header if name != "__metadata__")
-    kind = random.choice(("exchange", "offsets", "strange", "gone", "data", "data", "data", "floats", "length"))
-    one, other = random.sample(names, 2)
-    if kind == "exchange":
-        header[one], header[other] = header[other], header[one]
-    elif kind == "offsets":
-        header[one]["data_offsets"] = random.choice((header[other]["data_offsets"], [0, 64], [64, 0], [0, 2**60]))
-    elif kind == "strange":
-        header[one][random.choice(("dtype", "shape", "data_offsets"))] = random.choice(STRANGE)
-    elif kind == "gone":
-        del header[one]
-    elif kind in ("data", "floats"):
+    header, data = read_tensors(path)
+    if random.random() < 0.5:
+        told = damage_header(header, data, random)
+    else:
+        names = sorted(name for name in header if name != "__metadata__")
         tables = [name for name in names if "numbers" in name or "neurons" in name or "part" in name]
-        begin, end = header[random.choice(tables or names) if random.random() < 0.5 else one]["data_offsets"]
-        fill = random.choice((b"\xff", b"\x7f", b"\0", random.randbytes(1)))
+        told = random.choice(tables if tables and random.random() < 0.5 else names)
+        begin, end = header[told]["data_offsets"]
         at = random.randrange(begin, end)
-        data[at : min(end, at + random.choice((1, 4, 4096)))] = fill * (min(end, at + 4096) - at)
-        del data[before:]
-    text = json.dumps(header).encode(errors="surrogatepass")
-    text += b" " * (-(8 + len(text)) % 64)
-    length = len(text) if kind != "length" else random.choice((0, 7, len(text) + 64, 2**40, 2**63))
-    write(path, length.to_bytes(8, "little") + text + bytes(data))
-    return f"weights: {kind} {one}"
+        size = min(end - at, random.choice((1, 4, 4096)))
+        data[at : at + size] = random.choice((b"\xff", b"\x7f", b"\0", random.randbytes(1))) * size
+    write(path, tensors_as_bytes(header, data))
+    return f"weights: {told}"

@@ -8,17 +8,15 @@ writers, as on file systems that have none; then a reader may find nothing, but 
 """
 
 import math
-import multiprocessing
 import random
 import shutil
 import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass, field
-from multiprocessing.synchronize import Event
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -26,15 +24,6 @@ from helpers.attacks import options
 
 # What a reader says between the two renamings.
 _GONE = ("is not a folder", "cannot be opened (No such file or directory)")
-
-
-@dataclass
-class Report:
-    """The outcome: replacements, reads that found one of the two artifacts, and a line for each failure."""
-
-    replacements: int = 0
-    reads: Counter[str] = field(default_factory=Counter)
-    failures: list[str] = field(default_factory=list)
 
 
 def make_artifacts(folder: Path) -> tuple[Path, Path]:
@@ -47,34 +36,28 @@ def make_artifacts(folder: Path) -> tuple[Path, Path]:
     return folder / "q4", folder / "f16"
 
 
-def attack(artifacts: tuple[Path, Path], work: Path, number: int, end: float, seed: int, plain: bool) -> Report:
-    """Two processes with `number` replacements each, as far as they come until `end`, and a reader in a third."""
-    output, context, report = work / "artifact", multiprocessing.get_context("fork"), Report()
+def attack(
+    artifacts: tuple[Path, Path], work: Path, number: int, end: float, seed: int, plain: bool
+) -> tuple[int, Counter[str], list[str]]:
+    """Two processes with `number` replacements each, as far as they come until `end`, and a reader in a third.
+
+    Return the number of replacements, what the reader found how often, and the failures.
+    """
+    output, done = work / "artifact", work.with_name(f"{work.name}-done")
     shutil.copytree(artifacts[0], output)
-    done, queue = context.Event(), context.SimpleQueue()
-    writes = [(artifacts, output, number, end, seed + at, plain, queue) for at in (0, 1)]
-    processes = [context.Process(target=_write, args=each) for each in writes]
-    processes.append(context.Process(target=_read, args=(artifacts, output, done, plain, queue)))
-    for process in processes:
-        process.start()
-    told = [queue.get() for _ in writes]
-    done.set()
-    told.append(queue.get())
-    for process in processes:
-        process.join()
-    for replacements, reads, failures in told:
-        report.replacements += replacements
-        report.reads += reads
-        report.failures += failures
-    left = sorted(path.name for path in work.iterdir() if path != output)
-    report.failures += [f"left behind: {name}" for name in left]
-    return report
+    with ProcessPoolExecutor(3, get_context("fork")) as processes:
+        reading = processes.submit(_read, artifacts, output, done, plain)
+        writing = [processes.submit(_write, artifacts, output, number, end, seed + at, plain) for at in (0, 1)]
+        try:
+            replacements = sum(each.result() for each in writing)
+        finally:
+            done.touch()
+    reads, failures = reading.result()
+    return replacements, reads, failures + [f"left behind: {path}" for path in work.iterdir() if path != output]
 
 
-def _write(
-    artifacts: tuple[Path, Path], output: Path, number: int, end: float, seed: int, plain: bool, queue: Any
-) -> None:
-    """Put into `queue` how many replacements were made, and the failures."""
+def _write(artifacts: tuple[Path, Path], output: Path, number: int, end: float, seed: int, plain: bool) -> int:
+    """Return how many replacements were made."""
     from picompile.output import place, replacing
     from picompile.output.leftovers import UnsupportedRenameError
 
@@ -83,26 +66,22 @@ def _write(
 
     if plain:
         place.exchange = no_exchange  # type: ignore[assignment]
-    draw, made, failures = random.Random(seed), 0, []
+    draw, made = random.Random(seed), 0
     while made < number and time.monotonic() < end:
-        try:
-            with replacing(output) as folder:
-                shutil.copytree(draw.choice(artifacts), folder, dirs_exist_ok=True)
-            made += 1
-        except Exception as error:
-            failures.append(f"replacement {made} of the writer with seed {seed}: {type(error).__name__}: {error}")
-            break
-    queue.put((made, Counter(), failures))
+        with replacing(output) as folder:
+            shutil.copytree(draw.choice(artifacts), folder, dirs_exist_ok=True)
+        made += 1
+    return made
 
 
-def _read(artifacts: tuple[Path, Path], output: Path, done: Event, plain: bool, queue: Any) -> None:
-    """Put into `queue` what was found until `done`, and the failures."""
+def _read(artifacts: tuple[Path, Path], output: Path, done: Path, plain: bool) -> tuple[Counter[str], list[str]]:
+    """Return what was found until `done` is there, and the failures."""
     from picompile_runtime import ArtifactError, verify
 
     known = {verify(artifact).sha256: artifact.name for artifact in artifacts}
     reads: Counter[str] = Counter()
     failures: list[str] = []
-    while not done.is_set():
+    while not done.exists():
         try:
             reads[known[verify(output).sha256]] += 1
         except (ArtifactError, KeyError) as error:
@@ -111,7 +90,7 @@ def _read(artifacts: tuple[Path, Path], output: Path, done: Event, plain: bool, 
                 continue
             reads["failed"] += 1
             failures.append(f"read {reads.total()}: {type(error).__name__}: {error}")
-    queue.put((0, reads, failures))
+    return reads, failures
 
 
 def main() -> int:
@@ -120,13 +99,10 @@ def main() -> int:
         folder = Path(name)
         artifacts = make_artifacts(folder)
         (folder / "work").mkdir()
-        end = time.monotonic() + (found.seconds or math.inf)
-        report = attack(artifacts, folder / "work", found.number or sys.maxsize, end, found.seed, found.plain)
-    for failure in report.failures:
-        print(f"{failure} (seed {found.seed})")
-    reads = ", ".join(f"{count} {what}" for what, count in sorted(report.reads.items()))
-    print(f"{report.replacements} replacements, reads: {reads}; {len(report.failures)} failures")
-    return 1 if report.failures else 0
+        end, number = time.monotonic() + (found.seconds or math.inf), found.number or sys.maxsize
+        replacements, reads, failures = attack(artifacts, folder / "work", number, end, found.seed, found.plain)
+    print(*failures, f"{replacements} replacements from seed {found.seed}, reads: {dict(reads)}", sep="\n")
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

@@ -6,16 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MinistralConfig, MinistralForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from helpers.reference import eager_logits, relative_error
 from picompile import UnsupportedModelError
-from picompile.frontend import capture_config, load_model
+from picompile.frontend import capture_config
 from picompile.frontend.config import make_config, unknown_keys
 from picompile.frontend.families import FAMILIES, find_family
 from picompile.frontend.hf import open_checkpoint, raw_activation
-from picompile_passes.graph.materialize import materialize
 from picompile_passes.graph.nodes import arguments, calls
 from picompile_passes.graph.operands import ATTENTION
 from picompile_passes.passes.canonicalize import canonicalize
@@ -188,21 +185,6 @@ def test_kinds_of_layers_that_transformers_refuses(more: dict[str, Any], message
     config = _kind("Qwen2ForCausalLM", "qwen2", **_SIZES, use_sliding_window=False, **more)
     with pytest.raises(UnsupportedModelError, match=message):
         capture_config(config)
-
-
-def test_mistral_with_mixed_windows_equals_eager_transformers(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    kinds = ["full_attention", "sliding_attention"]
-    config = MinistralConfig(**_SIZES, sliding_window=5, layer_types=kinds, initializer_range=0.3)
-    MinistralForCausalLM(config).save_pretrained(tmp_path)
-    file = tmp_path / "config.json"
-    mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
-    file.write_text(json.dumps(json.loads(file.read_text()) | mistral))
-    eager = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    captured = load_model(tmp_path)
-    ids = torch.arange(40) * 7 % 30
-    logits = materialize(captured.graph_module, captured.weights)(ids, torch.arange(40))
-    assert relative_error(logits, eager_logits(eager, ids.tolist())) < 2e-5
 
 
 def test_keys_without_effect_are_named_in_one_line() -> None:

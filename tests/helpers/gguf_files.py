@@ -390,28 +390,68 @@ def sentencepiece_metadata() -> dict[str, Any]:
 # Damage.
 
 
-_ODD_NUMBERS = (0, 1, 2, 3, 7, 8, 9, 31, 255, 2**16, 2**20, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63, 2**64 - 1)
+_ODD_NUMBERS = (
+    *(0, 1, 2, 3, 4, 5, 7, 8, 9, 12, 13, 18, 31, 64, 255, 2**16, 2**20, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**40),
+    *(2**62, 2**63, 2**64 - 1),
+)
 
 
-def damaged(data: bytes, header_bytes: int, count: int, seed: int) -> Iterable[tuple[str, bytes]]:
+def refusal(file: Path) -> str | None:
+    """The line that a file is refused with as a model, None for one that is read to its end."""
+    from picompile.errors import PicompileError
+    from picompile.frontend.gguf import open_gguf, read_gguf_tokenizer
+
+    try:
+        opened = open_gguf(file)
+        read_gguf_tokenizer(opened.header)
+        opened.fingerprint()
+        for name in opened.tensors:
+            opened.load(name)
+            opened.packed(name, "q8")
+    except PicompileError as error:
+        return str(error)
+    return None
+
+
+def damaged(file: Path, count: int, seed: int) -> Iterable[tuple[str, bytes]]:
     """`count` changed copies of a GGUF file, each with what was done: most of it in the header."""
-    draw = np.random.default_rng(seed)
+    data, (numbers, header_bytes), draw = file.read_bytes(), _numbers(file), np.random.default_rng(seed)
     for number in range(count):
         at = int(draw.integers(4, header_bytes))
-        kind = number % 5
+        kind = number % 6
         if kind == 0:
             cut = int(draw.integers(0, len(data)))
             yield f"cut to {cut} bytes", data[:cut]
         elif kind == 1:
             bit = int(draw.integers(8))
             yield f"bit {bit} of byte {at}", data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :]
-        elif kind == 2:
-            size = int(draw.choice([4, 8]))
-            value = int(_ODD_NUMBERS[int(draw.integers(len(_ODD_NUMBERS)))]) % 2 ** (8 * size)
+        elif kind in (2, 3):
+            at, size = numbers[int(draw.integers(len(numbers)))]
+            own = int.from_bytes(data[at : at + size], "little")
+            choices = (own - 1, own + 1, own + 32, len(data), *_ODD_NUMBERS)
+            value = choices[int(draw.integers(len(choices)))] % 2 ** (8 * size)
             yield f"{value} in {size} bytes at {at}", data[:at] + value.to_bytes(size, "little") + data[at + size :]
-        elif kind == 3:
+        elif kind == 4:
             size = int(draw.integers(1, 64))
             yield f"{size} random bytes at {at}", data[:at] + draw.bytes(size) + data[at + size :]
         else:
             size = int(draw.integers(1, 64))
             yield f"without {size} bytes at {at}", data[:at] + data[at + size :]
+
+
+def _numbers(file: Path) -> tuple[list[tuple[int, int]], int]:
+    """Where the header has which numbers of 4 or 8 bytes (or names as long), and its own bytes."""
+    from gguf import GGUFReader
+
+    plain = file.with_suffix(".plain")
+    plain.write_bytes(b"GGUF" + file.read_bytes()[4:])
+    reader = GGUFReader(plain)
+    plain.unlink()
+    found = []
+    for field in (*reader.fields.values(), *(tensor.field for tensor in reader.tensors)):
+        at = field.offset
+        # Of an array, its first element.
+        for part in field.parts[:6]:
+            found += [(at, part.nbytes)] * (part.nbytes in (4, 8))
+            at += part.nbytes
+    return found, reader.data_offset

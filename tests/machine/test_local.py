@@ -2,17 +2,18 @@
 
 import ctypes
 import json
+import math
 import os
-import random
 import shutil
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
+from helpers.damage import places, replaced, without
 from picompile.machine import LAUNCH_READS_S, TARGETS, find_target, gpu, host
 from picompile.machine import measured as local
 from picompile.machine.gpu import GpuName, GpuSpeed
@@ -116,36 +117,28 @@ def test_the_row_has_what_was_measured(counted: Counted) -> None:
     assert counted.times == 2
 
 
-def broken_contents() -> list[bytes]:
-    """Return contents that a damaged cache file may have; those that name a machine name the right one."""
-    good = json.loads(cache_file().read_bytes())
-    made: list[Any] = [None, 3, [], {}, "text"]
-    of_host = [("host", key) for key in good["host"]]
-    for path in [("schema",), ("host",), *of_host, ("speed",), ("measured_at_s",)]:
-        for value in (None, -1, 0, "1", False, [], {}, float("nan"), float("inf")):
-            copy = json.loads(json.dumps(good))
-            (copy if len(path) == 1 else copy[path[0]])[path[-1]] = value
-            made.append(copy)
-    made.append({**good, "host": {**good["host"], "scattered_share": 1.01}})
-    # Files from before something was measured, of whichever schema they say they are.
-    for part, key in (("speed", "launch_gap_s"), ("host", "scattered_share")):
-        older = {name: value for name, value in good.items() if name != "sha256"}
-        older[part] = {name: value for name, value in good[part].items() if name != key}
-        for schema in (1, 2):
-            keep(cache_file(), {**older, "schema": schema})
-            made.append(json.loads(cache_file().read_bytes()))
-    for key in good["speed"]:
-        made += [{**good, "speed": {**good["speed"], key: value}} for value in (None, "1", float("nan"), -1)]
-    for key in good:
-        made.append({name: value for name, value in good.items() if name != key})
-    text = json.dumps(good).encode()
-    cut = [text[: random.randrange(len(text) - 2)] for _ in range(20)]
-    return [*(json.dumps(content).encode() for content in made), *cut, b"\xff\xfe", b"[" * 99999, b"\0" * 100]
+def broken_contents() -> Iterator[bytes]:
+    """Contents that a damaged cache file may have, with a digest that fits where they are an object."""
+    text = cache_file().read_bytes()
+    good = {name: value for name, value in json.loads(text).items() if name != "sha256"}
+    yield from (b"null", b"3", b"[]", b"{}", b"\xff\xfe", b"[" * 99999, b"\0" * 100, text[:-9])
+    yield text.replace(b"9", b"8", 1)
+    # Without a value that is measured there are files of before it was.
+    wrong = [without(good, place) for place in places(good) if place[0] != "schema"]
+    measured = [(part, key) for part in ("host", "speed") for key in good[part]]
+    wrong += [replaced(good, place, value) for place in measured for value in _WRONG]
+    wrong += [{**good, "schema": 1}, replaced(good, ("host", "scattered_share"), 1.01)]
+    for content in wrong:
+        keep(cache_file(), content)
+        yield cache_file().read_bytes()
+
+
+_WRONG = (None, -1, "1", False, [], math.nan, math.inf)
 
 
 def test_a_damaged_file_is_measured_over(counted: Counted) -> None:
     good = measure_local()
-    for times, content in enumerate(broken_contents(), start=2):
+    for times, content in enumerate(list(broken_contents()), start=2):
         cache_file().write_bytes(content)
         assert cached_local() is None, content[:200]
         assert measure_local().host == replace(good.host, bytes_per_s=1e10 + times)

@@ -1,17 +1,15 @@
 """The prefix form against programs in which any set of groups may be hot, and these against every set there is."""
 
 import itertools
+import sys
 from dataclasses import replace
 
 import numpy as np
-import pytest
-from direct_program import Direct, direct_impact, direct_latency, most_lost_s, restricted
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from picompile.placement.firing import Firing, LayerFiring
-from picompile.placement.machine import Machine
+from helpers.support import ROOT
 from picompile.placement.problem import (
     PlacementProblem,
     PlacementTask,
@@ -27,6 +25,11 @@ from picompile.placement.problem import (
 from picompile.placement.solver import solve
 from picompile.placement.times import ALL_ON_ACCELERATOR, ALL_ON_HOST, GROUP, PartPlaces, group_count, transfer_launches
 from picompile.testing.tasks import random_task, whole_bytes
+
+# The programs are a benchmark's.
+sys.path.append(str(ROOT / "benchmarks"))
+
+from _placement_direct import Direct, direct_impact, direct_latency, most_lost_s, restricted
 
 SEEDS = st.integers(0, 2**32 - 1)
 ROUNDING = 1e-6
@@ -189,21 +192,3 @@ def test_other_sets_than_prefixes_gain_less_than_a_group_on_the_gpu(seed: int) -
     of_all += given_s(task, program, wheres, head_on_accelerator)
     lost_s = solution.totals.cost - of_all
     assert -ROUNDING * of_all <= lost_s <= most_lost_s(task) * (1 + ROUNDING) + ROUNDING * of_all
-
-
-def test_another_set_can_be_better_where_the_gpu_is_slower() -> None:
-    """Groups of 4, 4, 3 and 3 on two devices alike: 4 + 3 on either is better than 4 + 4 and 3 + 3."""
-    task = small_task(0)
-    layer = replace(task.model.layers[0], neurons=4 * GROUP, neuron_bytes=10**5, gating_bytes=0, predictor_bytes=0)
-    firing = LayerFiring(np.repeat([0.4, 0.4, 0.3, 0.3], GROUP))
-    machine = Machine(10**12, 1e9, 10**12, 1e9, 1e12, 0.0, 0.0, 1.0, 1.0)
-    model = replace(task.model, layers=(layer,), hidden=8, batch=1)
-    task = PlacementTask(model, Firing((firing,), "steps"), machine, 0)
-    program = restricted(latency_problem(task), [ALL_ON_ACCELERATOR], True)
-    costs = [latency_costs(task, 0, ALL_ON_ACCELERATOR)]
-    prefix, of_all = prefixes(program), best_of_all(task, [ALL_ON_ACCELERATOR], True, costs)
-    assert prefix is not None and of_all is not None
-    lost_s = prefix.cost - of_all - given_s(task, program, [ALL_ON_ACCELERATOR], True)
-    group_s = 0.1 * GROUP * 10**5 / 1e9
-    assert lost_s == pytest.approx(group_s, rel=1e-3)
-    assert lost_s < most_lost_s(task)

@@ -6,7 +6,6 @@ from dataclasses import replace
 from itertools import pairwise, product
 
 import numpy as np
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -116,16 +115,6 @@ def test_the_solution_is_the_best_of_all_but_for_the_gap(
     totals, solution = evaluate(program, known), solve(program, gap=0.5, known=[known])
     check(program, solution, best, gap=0.5)
     assert solution is None or not totals.fits(program) or solution.totals.cost <= totals.cost
-
-
-@pytest.mark.slow("solves 500 problems per block; hypothesis draws fast ones")
-@pytest.mark.parametrize("draw", [random_program, random_early_program])
-@pytest.mark.parametrize("block", range(4))
-def test_many_random_problems_are_solved(block: int, draw: Callable[[int], PlacementProblem]) -> None:
-    """4,000 in all, beside those that hypothesis draws."""
-    for seed in range(500 * block, 500 * (block + 1)):
-        program = draw(seed)
-        check(program, solve(program, gap=0.0), brute_force(program), gap=0.0)
 
 
 def test_a_stage_waits_for_nobody_unless_the_next_predicts_early() -> None:

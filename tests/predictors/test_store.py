@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from helpers.damage import STRANGE, Place, places, replaced, strange_values, without
+from helpers.damage import damages, replaced
 from picompile.cli.train import _show as show_predictors
 from picompile.errors import UsageError
 from picompile.frontend.checkpoint import ModuleWeights
@@ -209,15 +209,9 @@ def test_names_and_figures_that_cannot_be_shown(folder: Path) -> None:
 @settings(max_examples=25)
 @given(data=st.data())
 def test_anything_in_any_places(data: st.DataObject, described: tuple[Path, Any]) -> None:
-    """Beside it, each strange value in a place that is drawn, and a place that is left out."""
     folder, content = described
-    drawn = data.draw(st.sampled_from(list(places(content))))
-    for damaged in (without(content, drawn), *(replaced(content, drawn, value) for value in STRANGE)):
+    for damaged in damages(data, content):
         loads_or_is_refused(folder, damaged)
-    for _ in range(data.draw(st.integers(1, 3))):
-        place: Place = data.draw(st.sampled_from(list(places(content))))
-        content = replaced(content, place, data.draw(strange_values))
-    loads_or_is_refused(folder, content)
 
 
 def test_damaged_files_are_refused(folder: Path) -> None:

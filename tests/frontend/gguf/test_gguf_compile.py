@@ -8,20 +8,10 @@ from safetensors.torch import load_file
 
 import picompile_runtime
 from helpers.gguf_files import POWERINFER_EXAMPLES, build, save_example
-from picompile import UnsupportedModelError
 from picompile.compile import compile_model
 from picompile.config import CompileOptions
-from picompile.frontend import load_model
 from picompile.frontend.hf import open_checkpoint
 from picompile_passes.dialect import dequantize_rows
-from picompile_passes.graph.materialize import evaluate_constant
-from picompile_passes.graph.nodes import arguments, calls
-from picompile_passes.graph.operands import QUANTIZE
-from picompile_passes.passes.canonicalize import canonicalize
-from picompile_passes.passes.insert_predictors import InsertPredictors
-from picompile_passes.passes.partition import Partition
-from picompile_passes.passes.quantize import Quantize
-from picompile_passes.pipeline import Pipeline
 
 _TYPES = {"f16": "F16", "q4": "Q4_0"}
 
@@ -32,23 +22,6 @@ def _save_folder(file: Path, folder: Path) -> None:
     model = build(POWERINFER_EXAMPLES["llama"])
     model.load_state_dict({name: checkpoint.weights.load(name).float() for name in checkpoint.weights.names()})
     model.save_pretrained(folder)
-
-
-@pytest.mark.slow("exports a model per family; one is fast", but=("llama-",))
-@pytest.mark.parametrize(
-    ("name", "format_name"), [("llama", "q4"), ("bamboo", "f16"), ("falcon", "q4"), ("opt", "q4"), ("opt", "f16")]
-)
-def test_every_matrix_keeps_its_numbers(tmp_path: Path, name: str, format_name: str) -> None:
-    captured = load_model(save_example(tmp_path, name, _TYPES[format_name], powerinfer=True))
-    passes = (InsertPredictors("none"), Partition({}), Quantize(format_name, head=format_name))
-    graph_module = Pipeline(passes)(canonicalize(captured.graph_module)).graph_module
-    packed = list(calls(graph_module.graph, QUANTIZE))
-    assert len(packed) > 8
-    for node in packed:
-        matrix = arguments(node)["weight"]
-        values = evaluate_constant(graph_module, matrix, captured.weights)
-        rows = evaluate_constant(graph_module, node, captured.weights)
-        assert torch.equal(dequantize_rows(rows, format_name, int(values.shape[1])), values), matrix.name
 
 
 @pytest.mark.slow("compiles a model")
@@ -76,12 +49,3 @@ def test_a_powerinfer_file_is_the_artifact_of_the_folder(tmp_path: Path, format_
         assert torch.equal(dequantize_rows(tensor, "q4", values.shape[1]), values)
     if format_name == "f16":
         assert tokens[0] == tokens[1]
-
-
-def test_a_damaged_file_is_refused_before_anything_is_made(tmp_path: Path) -> None:
-    file = save_example(tmp_path, "llama", "F16")
-    file.write_bytes(file.read_bytes()[:-200])
-    with pytest.raises(UnsupportedModelError) as caught:
-        compile_model(file, tmp_path / "artifact", CompileOptions())
-    assert "\n" not in str(caught.value)
-    assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]

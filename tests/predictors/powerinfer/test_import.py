@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
+from helpers.gguf_files import damaged
 from helpers.powerinfer_files import (
     TYPES,
     Predictor,
     Sizes,
-    mutations,
+    forged,
     random_predictors,
     reference_mask,
     stored,
@@ -56,20 +57,18 @@ def test_forged_headers_are_refused_or_change_nothing(tiny_model: Path, tmp_path
     assert whole.shapes == {0: {"fc1": (32, 96), "fc2": (200, 32)}, 1: {"fc1": (64, 96), "fc2": (200, 64)}}
     places = {entry.name: entry for parts in whole.tensors.values() for entry in parts.values()}
     refused = 0
-    for mutation in mutations(file, 400, seed=3):
+    for what, data in (*forged(file), *damaged(file, 400, seed=3)):
         path = tmp_path / "forged.gguf"
-        path.write_bytes(mutation.data)
+        path.write_bytes(data)
         try:
             source = find_source(path)
             check_by_config(path, source.shapes, tiny_model)
         except UsageError as error:
             refused += 1
-            assert str(error).startswith(f"{path}: ") and len(str(error)) < 400 and str(error).isprintable(), (
-                mutation.name
-            )
+            assert str(error).startswith(f"{path}: ") and len(str(error)) < 400 and str(error).isprintable(), what
             continue
         found = {entry.name: entry for parts in source.tensors.values() for entry in parts.values()}
-        assert found == places, mutation.name
+        assert found == places, what
     # What is left are flips in data, and in metadata and names that nobody reads.
     assert refused > 280
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from helpers.damage import STRANGE, Place, places, replaced, strange_values, without
+from helpers.damage import damages, replaced, without
 from helpers.support import BuildOnce
 from picompile.cli.profile import _show as show_profile
 from picompile.errors import DoesNotFitError, UnsupportedModelError, UsageError
@@ -186,15 +186,8 @@ def loads_or_is_refused(folder: Path, content: Any) -> None:
 @settings(max_examples=25)
 @given(data=st.data())
 def test_anything_in_any_places(data: st.DataObject, whole: Path, described: Path) -> None:
-    """Beside it, each strange value in a place that is drawn, and a place that is left out."""
-    content = json.loads((whole / "profile.json").read_text())
-    drawn = data.draw(st.sampled_from(list(places(content))))
-    for damaged in (without(content, drawn), *(replaced(content, drawn, value) for value in STRANGE)):
+    for damaged in damages(data, json.loads((whole / "profile.json").read_text())):
         loads_or_is_refused(described, damaged)
-    for _ in range(data.draw(st.integers(1, 3))):
-        place: Place = data.draw(st.sampled_from(list(places(content))))
-        content = replaced(content, place, data.draw(strange_values))
-    loads_or_is_refused(described, content)
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGES)

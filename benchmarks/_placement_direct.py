@@ -1,4 +1,4 @@
-"""Reference for the placement problems: written out in full, with a binary x_lk for every group k of every layer l.
+"""The placement problems without the prefix form: written out in full, with a binary x_lk for every group k of layer l.
 
 `solve` knows that the hot groups of a layer are the most firing ones and chooses a number for each layer. Here any set
 of groups may be chosen, so its answers can be compared with the problem they stand for. The parts of layers that are
