@@ -12,7 +12,6 @@ from helpers.support import Cli
 from picompile import bf16_steps
 from picompile.compile import compile_model
 from picompile.config import CompileOptions
-from picompile.errors import UsageError
 from picompile.frontend import capture_module
 from picompile.machine import TARGETS
 from picompile_codegen.build.isa import BF16_BASE
@@ -90,8 +89,3 @@ def test_nothing_is_measured_where_it_is_decided(
     compile_model(model, tmp_path / "artifact", CompileOptions(target=TARGET.name, context=64, **options))
     assert isas(tmp_path / "artifact") == names
     assert "bf16_accuracy" not in json.loads((tmp_path / "artifact" / "report.json").read_text())
-
-
-def test_other_words_are_refused() -> None:
-    with pytest.raises(UsageError, match="bf16 is auto, on or off, not 'yes'"):
-        CompileOptions(bf16="yes")

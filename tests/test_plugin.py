@@ -98,6 +98,9 @@ def test_every_command_of_the_readme_runs(run: Run, workplace: Path) -> None:
     origins = {row["name"]: row["origin"] for row in json.loads(run("picompile", "passes", "--json").stdout)}
     assert origins["count-weight-bytes"] == origins["drop-silent-neurons"] == "picompile-silent"
     assert origins["quantize"] == "picompile"
+    explained = {name: run("picompile", "passes", "--explain", name).stdout for name in origins}
+    assert " ".join(explained["drop-silent-neurons"].split()).count("counts str needed") == 1
+    assert "gives       one of the stage it was given\n" in explained["count-weight-bytes"]
     (noted,) = (workplace / "build" / "dump").glob("*_count-weight-bytes.txt")
     # Gate, up and down: 200 neurons of 96 columns each, in float32.
     block = 3 * 200 * 96
@@ -180,7 +183,6 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     Path("counts.json").write_text('{"1": [0, 1, 2]}')
     before = sorted(workplace.iterdir())
     for options, message in (
-        ("counts=none.json", "firing counts none.json: No such file or directory"),
         ("counts=counts.json,at_least=x", "option at_least of pass drop-silent-neurons: 'x' is not a whole number"),
         ("counts=counts.json", "firing counts counts.json: layer 1 has 200 neurons, not 3"),
     ):
@@ -189,7 +191,6 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     main = importlib.import_module("picompile_silent.__main__").main
     for arguments, message in (
         (("models/tiny-reglu", "nothing.txt", "-o", "c.json"), "nothing.txt: there is no such file"),
-        (("models", "README.md", "-o", "c.json"), "models/tokenizer.json: there is no such file"),
         (("models/tiny-reglu", "README.md", "-o", "a/c.json"), "a/c.json: not a file in a folder that is there"),
     ):
         assert main(arguments) == 2

@@ -2,7 +2,6 @@
 
 import ast
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -28,8 +27,6 @@ from helpers.gpu_packs import (
     index_of,
     kernels,
     ran,
-    run_options,
-    stand_in,
 )
 from helpers.kernels.emulator import Emulated
 from helpers.support import ROOT
@@ -142,20 +139,6 @@ def _check_kernels(rows: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.slow("builds a pack for a GPU and runs it in the emulation")
-def test_one_kernel_alone(gpu_pack: Path, fake_library: Path, tmp_path: Path) -> None:
-    where = ["--work", str(tmp_path), "--device-library", str(fake_library)]
-    script = [sys.executable, str(BENCHMARKS / "gpu.py"), "case", str(gpu_pack)]
-    environment = os.environ | stand_in(gpu_pack)
-    ended = subprocess.run(
-        [*script, "timed linear", *where], env=environment, capture_output=True, text=True, check=False
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("timed linear") == 2 and "right yes" in ended.stdout and "µs" not in ended.stdout
-    ended = subprocess.run([*script, "other", *where], env=environment, capture_output=True, text=True, check=False)
-    assert ended.returncode == 1 and "has no kernel 'other', but linear, ffn" in ended.stderr
-
-
-@pytest.mark.slow("builds a pack for a GPU and runs it in the emulation")
 def test_a_pack_of_other_sources_is_refused(gpu_pack: Path, fake_library: Path, tmp_path: Path) -> None:
     folder = tmp_path / "pack"
     folder.mkdir()
@@ -231,21 +214,6 @@ def test_a_bad_kernel(
         assert row["sanitizer"].keys() == {"memcheck", "racecheck"}
         for tool, text in row["sanitizer"].items():
             assert text.startswith(f"checked: --tool {tool} ") and f"gpu.py case {pack} norm" in text
-
-
-@pytest.mark.slow("waits until a sanitizer that hangs is ended")
-def test_a_sanitizer_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import _gpu_sanitizer
-
-    script = tmp_path / "compute-sanitizer"
-    script.write_text("#!/bin/sh\necho begun\nsleep 600\n")
-    script.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr(_gpu_sanitizer, "_LIMIT_S", 1.0)
-    rows = [{"label": "fine", "is_right": True}, {"label": "norm", "is_right": False}]
-    _gpu_sanitizer.sanitize(rows, run_options(tmp_path, tmp_path, tmp_path / "work"), time.monotonic() + 60)
-    assert rows[1]["sanitizer"] == dict.fromkeys(("memcheck", "racecheck"), "begun\n\nended after 1 s")
-    assert "sanitizer" not in rows[0]
 
 
 @pytest.mark.slow("runs a pack with a planted fault in processes of its own")

@@ -104,29 +104,6 @@ def test_a_part_that_hangs_leaves_time_for_the_next(part: str, pack: Path) -> No
     assert took_s < 310 - 80 + 2 * _LATER_S / SCALE
 
 
-@pytest.mark.slow("runs a whole schedule by the clock")
-def test_the_second_command_keeps_its_time_too(pack: Path) -> None:
-    slow = {"hybrid": {"how": "hangs"}, "llama.cpp": {"how": "hangs"}, "third": {"seconds": 400.0}}
-    code, text, results, took_s = _ran("second", pack, slow)
-    assert code == 0 and took_s < 440
-    rows = {row["part"]: row for row in results["models"]}
-    assert list(rows) == ["hybrid", "half the threads", "copied", "llama.cpp", "dense", "third"]
-    for part in ("copied", "dense", "half the threads"):
-        assert rows[part]["is_right"], part
-    for part in ("hybrid", "llama.cpp", "third"):
-        assert rows[part]["reason"] in (LATE, NOT_DONE)
-    for name, (last_s, ends_s) in _ends("second", text, pack).items():
-        assert last_s <= ends_s + _LATER_S / SCALE, name
-
-
-@pytest.mark.slow("runs a whole schedule by the clock")
-def test_a_late_start_moves_all_parts(pack: Path) -> None:
-    code, text, _, _ = _ran("first", pack, {"models": {"how": "hangs"}}, started_s=150.0)
-    assert code == 2
-    (late,) = (float(line[1:7]) for line in text.splitlines() if LATE in line and line.startswith("["))
-    assert 225 <= late <= 225 + _LATER_S / SCALE
-
-
 @pytest.mark.slow("runs a whole schedule by the clock", but=("wrong",))
 @pytest.mark.parametrize(("how", "code"), [("wrong", 1), ("hangs", 2)])
 def test_nothing_is_begun_behind_a_gate_that_is_wrong_or_late(pack: Path, how: str, code: int) -> None:

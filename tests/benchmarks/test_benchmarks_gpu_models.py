@@ -18,7 +18,6 @@ from helpers.gpu_packs import (
     fake_cuda,
     fake_library,
     gpu_pack,
-    index_of,
     kernels,
     stand_in,
 )
@@ -26,78 +25,21 @@ from helpers.support import BuildOnce
 
 sys.path.insert(0, str(BENCHMARKS))
 
-import _gpu_engines
 import _gpu_kernels
 import _gpu_models
 import gpu_pack as pack_script
-import prompt_counts
 from _gpu_eager import EagerModel
-from _gpu_engines import Plan, check_model, compare_logits, measure_model
+from _gpu_engines import check_model, compare_logits
 from _gpu_kernels import Timing, copy_bandwidth, images_of, run_case
 from _gpu_memory import Arguments
-from _gpu_models import ModelOptions, model_graph
-from _gpu_prepared import prepared
-from _gpu_split import Planned, Split, sizes_of, split_by_budget, split_by_plan
-from _sass import disassemble, loops_with
+from _gpu_models import ModelOptions
+from _gpu_split import Planned, sizes_of, split_by_budget, split_by_plan
 
 from picompile.synth.shapes import find_shape, shape_from_config
-from picompile_codegen.cuda import write_kernel
-from picompile_codegen.cuda.build import build_cuda
 from picompile_codegen.lowering.function import LowerOptions
 from picompile_codegen.lowering.lower import lower
-from picompile_codegen.lowering.placement import ON_HOST, Placement
-from picompile_codegen.specs import LinearSpec
 
 __all__ = ["fake_cuda", "fake_library", "gpu_pack", "kernels"]
-
-
-@pytest.mark.slow("runs whole models of a pack in the emulation")
-@pytest.mark.parametrize("variant", ["cpu", "hybrid"])
-def test_speed_of_a_model(
-    variant: str,
-    gpu_pack: Path,
-    kernels: dict[str, dict[str, Any]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """All on the CPU, and split over both devices."""
-    entry = next(row for row in index_of(gpu_pack)["models"] if row["variant"] == variant)
-    monkeypatch.setattr(_gpu_engines, "_COUNTED", 10)
-    plan = Plan((3, 9, 39), 6, 10, 1)
-    firing = {"active": 0.2, "skew": True}
-    partial, whole = measure_model(gpu_pack, tmp_path / "work", entry, 2, firing, plan)
-    # The context has no room for the last.
-    assert partial["partial"] and partial["prompts"].keys() == {"3", "9"}
-    assert whole["prompts"]["9"] > 0 and whole["prompts"]["39"] is None and "partial" not in whole
-    for row in (partial, whole):
-        assert row["tokens_per_s"] > 0 and row["is_right"] and row["taken_bytes"] is None
-        assert row["depth"] == 6 and row["host_bytes_per_s"] > 0
-        # The mean of 384 neurons and 10 tokens.
-        assert 0.13 < row["computed"]["all"] < 0.27
-        assert row["computed"]["all"] == row["bench"]["decode"]["computed_share"]
-        assert (row["step"] is None) == (variant == "cpu")
-    assert (whole["write_s"] > 0) and (tmp_path / "work" / "weights.safetensors").exists()
-
-
-@pytest.mark.slow("runs whole models of a pack in the emulation")
-def test_weights_are_written_once(
-    gpu_pack: Path, kernels: dict[str, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another variant, and another share of firing neurons, are written over them."""
-    entries = {row["variant"]: gpu_pack / row["file"] for row in index_of(gpu_pack)["models"]}
-    wrote = []
-    for variant, active in (("cpu", 0.2), ("cpu", 0.2), ("cpu", 0.3), ("hybrid", 0.3), ("cpu", 0.2)):
-        with prepared(entries[variant], tmp_path / "work", active=active, skew=True) as (folder, write_s):
-            wrote.append(write_s > 0)
-            assert (folder / "kernels" / "device.cubin").exists() == (variant == "hybrid")
-    assert wrote == [True, False, True, True, True]
-    # What was not finished is not taken for whole.
-    monkeypatch.setattr("_gpu_weights.write_artifact", lambda *_, **__: 1 / 0)
-    with pytest.raises(ZeroDivisionError), prepared(entries["hybrid"], tmp_path / "work", active=0.2, skew=True):
-        pass
-    monkeypatch.undo()
-    with prepared(entries["cpu"], tmp_path / "work", active=0.2, skew=True) as (_, write_s):
-        assert write_s > 0
 
 
 def test_kernels_of_both_devices_may_have_one_name() -> None:
@@ -239,24 +181,3 @@ def test_weights_on_the_host_are_read(
     monkeypatch.setattr(Arguments, "_write", elsewhere)
     on_gpu, on_host = run_case(images, kernels["timed linear"], "cpu")
     assert on_gpu["is_right"] and not on_host["is_right"]
-
-
-@pytest.mark.parametrize("on_gpu", [True, False])
-def test_copies_and_launches_are_those_of_the_program(on_gpu: bool) -> None:
-    shape = find_shape("tiny-reglu")
-    placement = Placement.all_of(shape.layers) if on_gpu else ON_HOST
-    split = Split(dict.fromkeys(range(shape.layers), 64), placement, 0.5)
-    graph = model_graph(shape, ModelOptions("q4", 0.5, 32, 64, 89, ()), split, dense=False)
-    lowered = lower(graph, LowerOptions(64, 16, "float16", 1, "cuda", split.placement))
-    cold = prompt_counts.host_weight_bytes(lowered)
-    assert cold > 0
-    assert prompt_counts.copied_bytes(lowered, "prefill_last") == cold
-    assert prompt_counts.copied_bytes(lowered, "decode") == 0
-    device = [call for call in lowered.program.functions["decode"] if call.device == "device"]
-    assert len(device) < prompt_counts.launches(lowered, "decode") < 3 * len(device)
-
-
-def test_instructions_are_those_of_loops_that_multiply(tmp_path: Path) -> None:
-    build_cuda([write_kernel(LinearSpec(format="q4", n=1024, k=1024, rows=64, bias=False))], tmp_path, 89)
-    loops = [loop for text in disassemble(tmp_path / "device.cubin").values() for loop in loops_with(text, "HMMA")]
-    assert loops and all(0 < loop["HMMA"] < sum(loop.values()) for loop in loops)

@@ -61,23 +61,16 @@ def test_each_bar_is_met_missed_or_undecided() -> None:
     results["models"].append(results["models"][0] | {"skew": False, "tokens_per_s": 20.0})
     ablation = _verdicts(results)["m q4: dense; + predictors and operators; + engine; + policy"]
     assert ablation == ("10.00 → 20.00 → 20.00 → 60.00 tokens/s", False)
-    assert "all on the CPU" not in text_of(results)
-    for row in results["models"]:
-        row["hot"] = 0
-    ablation = _verdicts(results)["m q4: dense; + predictors and operators; + engine; + policy"]
-    assert ablation == ("10.00 → 20.00 → 60.00 tokens/s", True)
 
 
 def test_bars_without_figures_stay_undecided() -> None:
     results = _results()
-    results["models"][1] |= {"is_right": None, "reason": "was not come to"}
     del results["models"][1]["tokens_per_s"]
     label = CUBLAS.partition(",")[0]
     results["kernels"].append({"label": label, "folder": "speed", "is_right": None, "reason": "late"})
     verdicts = _verdicts(results)
     assert [verdicts[name] for name in (FIVE, CUBLAS)] == [("", None)] * 2
-    assert verdicts["kernels equal eager PyTorch"][1] is None
-    assert "was not come to" in text_of(results) and "late" in text_of(results)
+    assert verdicts["kernels equal eager PyTorch"][1] is None and "late" in text_of(results)
     # The bar is for models that compute 10 % at most.
     results = _results()
     results["models"][0]["computed"] = {"all": 0.11}
@@ -102,9 +95,3 @@ def test_results_of_two_runs_are_merged() -> None:
     both = merged([first, second])
     assert both["kernels"] == first["kernels"] and both["models"] == second["models"]
     assert both["copy_bytes_per_s"] == 3e12
-    # Weights on the host are rows of their own.
-    row = {"label": "linear", "folder": "speed", "error": 1e-6, "moved_bytes": 5e7, "is_right": True}
-    on_host = row | {"seconds": 1e-3, "weights": "host"}
-    first["kernels"] = [row | {"seconds": 1e-5}, on_host | {"is_right": None, "reason": "late"}]
-    second["kernels"] = [on_host]
-    assert [each.get("weights") for each in merged([first, second])["kernels"]] == [None, "host"]

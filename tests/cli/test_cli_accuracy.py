@@ -106,12 +106,8 @@ def test_formats_and_rounding_in_a_line() -> None:
     )
     unread = "; how they were rounded cannot be read"
     for formats, rounding, text in (
-        ({"a": "f16", "b": "f16"}, {"method": "nearest"}, "2 in f16"),
         ({"a": "q4", "b": "q6", "c": "q4"}, {"method": "nearest"}, "2 in q4, 1 in q6; rounded to the nearest"),
         ({"a": "q8", "b": "q4"}, calibrated, mixed),
-        ({"a": "q4"}, None, "1 in q4"),
         ({"a": []}, {"method": "calibrated"}, f"1 in []{unread}"),
-        ({"a": "q4"}, {"bits_per_weight": "x", "loss_nats": 0}, f"1 in q4{unread}"),
-        ({"a": "q4"}, {}, f"1 in q4{unread}"),
     ):
         assert weights_text(formats, rounding) == text  # type: ignore[arg-type]

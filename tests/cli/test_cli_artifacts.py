@@ -139,23 +139,6 @@ def test_bench(cli: Cli, tiny_artifact: Path, tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_exact_computes_only_what_fires(cli: Cli, tiny_model: Path, tiny_artifact: Path, tmp_path: Path) -> None:
-    dense = tmp_path / "dense"
-    options = ["--quant", "f16", "--context", "64", "--predictor", "none"]
-    ended = cli("compile", tiny_model, "-o", dense, *options)
-    assert (ended.code, ended.err) == (0, "") and ended.out.startswith(f"{dense}: ")
-    exact, every = (run_json(cli, folder, "-p", PROMPT, "-n", "32") for folder in (tiny_artifact, dense))
-    assert exact["tokens"] == every["tokens"]
-    exact_bench, dense_bench = (
-        json.loads(cli("bench", folder, "-p", "8", "-n", "32", "-r", "1", "--json").out)["decode"]
-        for folder in (tiny_artifact, dense)
-    )
-    assert dense_bench["computed_share"] == 1
-    assert exact_bench["firing_share"] == pytest.approx(dense_bench["firing_share"], abs=1e-3)
-    assert exact_bench["computed_share"] == pytest.approx(exact_bench["firing_share"], abs=1e-3)
-    assert exact_bench["bytes_per_token"] < dense_bench["bytes_per_token"]
-
-
 TEXT = "A language model reads a text from left to right, and guesses at every place what comes next. " * 3
 
 
@@ -202,14 +185,3 @@ def test_eval_by_decode_gives_the_same_figures(cli: Cli, tiny_artifact: Path, tm
     text = cli(*options)
     assert "perplexity" in text.out
     assert "exact" in text.out
-
-
-@pytest.mark.slow("compiles a model")
-def test_synth_makes_what_compile_takes(cli: Cli, tmp_path: Path) -> None:
-    model = tmp_path / "new" / "model"
-    ended = cli("synth", "--shape", "tiny-reglu", "--active", "0.2", "--seed", "3", "-o", model)
-    assert (ended.code, ended.err) == (0, "")
-    assert ended.out.startswith(f"{model}: ")
-    assert cli("compile", model, "-o", tmp_path / "artifact", "--context", "128").code == 0
-    bench = json.loads(cli("bench", tmp_path / "artifact", "-p", "32", "-n", "64", "-r", "1", "--json").out)
-    assert bench["decode"]["computed_share"] == pytest.approx(0.2, rel=0.25)

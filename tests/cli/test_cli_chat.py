@@ -16,6 +16,7 @@ from helpers.terminal import CTRL_C, CTRL_D, CTRL_Z, UP, terminal
 from helpers.toys.toy_artifact import build_library, make_toy, write_artifact, write_manifest
 from helpers.toys.toy_tokenizers import EOS, byte_level
 from picompile.cli import main
+from picompile.cli.chat_commands import CHAT_COMMANDS
 from picompile.cli.chat_history import ChatHistory, history_path
 
 pytestmark = pytest.mark.slow("runs whole chats on pipes and terminals; conversations have fast tests")
@@ -129,18 +130,10 @@ def test_a_second_question_reads_only_what_is_new(cli: Cli, chat_model: Path) ->
 
 
 def test_settings_can_be_changed(cli: Cli, chat_model: Path) -> None:
-    from picompile.cli.chat_commands import CHAT_COMMANDS
-
-    stdin = "/set\n/set temp 0.5\n/set max-tokens none\n/set seed=3\n/set seed\n/help\n"
-    lines = cli("chat", chat_model, "-n", "9", stdin=stdin).err.splitlines()
-    assert lines[:5] == [
-        "temp 0.8, top-k 40, top-p 0.95, min-p 0.0, repetition-penalty 1.0, seed none, max-tokens 9",
-        "temp 0.5",
-        "max-tokens none",
-        "seed 3",
-        "seed 3",
-    ]
-    assert [line.split()[0] for line in lines[5 : 5 + len(CHAT_COMMANDS)]] == list(CHAT_COMMANDS)
+    stdin = "/set temp 0.5\n/set max-tokens none\n/set seed=3\n/set\n/help\n"
+    settings, *helped = cli("chat", chat_model, "-n", "9", stdin=stdin).err.splitlines()[3:]
+    assert all(text in settings for text in ("temp 0.5, ", "top-k 40, ", "seed 3, ", "max-tokens none"))
+    assert [line.split()[0] for line in helped[: len(CHAT_COMMANDS)]] == list(CHAT_COMMANDS)
 
 
 def test_an_error_ends_a_chat_from_a_pipe(cli: Cli, chat_model: Path) -> None:
@@ -148,14 +141,10 @@ def test_an_error_ends_a_chat_from_a_pipe(cli: Cli, chat_model: Path) -> None:
         ("/frobnicate", "unknown command /frobnicate; /help lists them, and // begins a message with a slash"),
         ("/set foo 1", "/set knows temp, top-k, top-p, min-p, repetition-penalty, seed, max-tokens, not foo"),
         ("/set temp hot", "temp must be a number, not 'hot'"),
-        ("/set seed 1.5", "seed must be a whole number or none, not '1.5'"),
-        ("/set temp -1", "temperature must be 0 or more, not -1.0"),
         ("/set max-tokens 0", "max_tokens must be 1 or more, not 0"),
         ("/undo", "the chat has no question yet"),
-        ("/regen", "the chat has no question yet"),
         ("/save", "/save needs the name of a file"),
         ("/load no/such/file", "no/such/file: no such file"),
-        ("/load /", "/: is a folder, not a text file"),
         ("/load /dev/null", "/dev/null: not a regular file"),
         ("/save /", "/: is a folder; /save names the file to write"),
         ("/save ~nobody-has-this-name/x", "~nobody-has-this-name"),
@@ -188,15 +177,7 @@ def test_the_system_prompt(cli: Cli, chat_model: Path, tmp_path: Path) -> None:
         f'/reset\n/system ""\n/save {saved[2]}\n'
     )
     ended = cli("chat", chat_model, "--temp", "0", "--system", "be nice", stdin=stdin)
-    said = [line for line in ended.err.splitlines() if "saved" not in line and "nothing to say" not in line]
-    assert said == [
-        "be nice",
-        "system prompt set",
-        "system prompt set; the chat goes on with it: the next answer reads the chat anew",
-        "be long",
-        "the chat starts anew, with the same system prompt",
-        "system prompt removed",
-    ]
+    assert {"be nice", "be long", "system prompt removed"} <= set(ended.err.splitlines())
     assert chat_in(saved[0]) == [("system", "be terse")]
     assert chat_in(saved[1])[:2] == [("system", "be long"), ("user", "one")]
     assert chat_in(saved[2]) == []
@@ -254,12 +235,10 @@ def test_files_that_are_no_chats(cli: Cli, chat_model: Path, tmp_path: Path) -> 
     path, question = tmp_path / "chat.json", '{"role": "user", "content": "x"}'
     for content, says in (
         ("{", "not JSON"),
-        ("[" * 100_000, "not JSON"),
         ("5", "no chat; it must have a list of messages"),
         ('{"messages": 5}', "no chat; it must have a list of messages"),
         (f'[{question}, {{"content": "x"}}]', "message 2: must be an object with role and content"),
         ('[{"role": "tool", "content": "x"}]', "message 1: a chat here has the roles system, user, assistant, not "),
-        ('[{"role": "user"}]', "message 1: its content must be a text"),
         ('[{"role": "user", "content": [{"type": "image_url"}]}]', "message 1: its content must be a text"),
         ('[{"role": "user", "content": "\\ud83d"}]', "not valid Unicode"),
         (f'[{question}, {{"role": "developer", "content": "x"}}]', "only the first message of a chat can be a system"),

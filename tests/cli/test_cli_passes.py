@@ -2,17 +2,10 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar
-
-import pytest
 
 from helpers.support import Cli
 from picompile.cli.pass_source import describe_builtin_passes
 from picompile.cli.passes import describe_imported_passes
-from picompile_passes.base import Effect, Pass, Stage
-from picompile_passes.graph.rewriter import Rewriter
 from picompile_passes.passes import BUILTIN
 from picompile_passes.registry import find_pass, make_pass
 from picompile_passes.verify import RULES
@@ -65,48 +58,3 @@ def test_an_unknown_pass_is_one_line(cli: Cli) -> None:
         assert (ended.code, ended.out) == (2, "")
         assert ended.err.startswith("error: there is no pass no-such; there are flatten-tokens, ")
         assert ended.err.count("\n") == 1
-
-
-@dataclass(frozen=True)
-class Odd(Pass):
-    """Has options of several kinds."""
-
-    name: ClassVar[str] = "odd"
-    requires: ClassVar[Stage] = Stage.PREDICTED
-    ensures: ClassVar[Stage | None] = None
-    default_effect: ClassVar[Effect] = Effect.CHANGES
-    idempotent: ClassVar[bool] = False
-
-    share: float
-    names: tuple[str, ...] = ("a", "b")
-    layers: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    deep: bool = False
-    internal: int = field(default=1, init=False)
-
-    def rewrite(self, rewriter: Rewriter) -> None: ...
-
-
-@pytest.fixture
-def odd(monkeypatch: pytest.MonkeyPatch) -> None:
-    from picompile_passes import registry
-
-    entry = registry.Registration("odd", "elsewhere:Odd", "another-package", lambda: Odd)
-    known = {**registry.registrations(), "odd": entry}
-    monkeypatch.setattr(registry, "registrations", lambda: known)
-    # That some package offers passes is looked for first.
-    monkeypatch.setattr("picompile.cli.passes.entry_points", lambda group: ["odd"])
-
-
-@pytest.mark.usefixtures("odd")
-def test_a_pass_of_another_package(cli: Cli) -> None:
-    found = explained(cli, "odd")
-    assert found.startswith("odd  from another-package, elsewhere:Odd\n")
-    assert "needs       a graph of stage predicted or later\n" in found
-    assert "gives       one of the stage it was given\n" in found
-    rows = [" ".join(line.split()) for line in found.splitlines()]
-    assert {"share float needed", "names tuple[str, ...] default (a,b)"} <= set(rows)
-    assert "internal" not in found
-    assert "odd  predicted → the stage it was given  changes  from another-package\n" in cli("passes").out
-    facts = json.loads(cli("passes", "--explain", "odd", "--json").out)
-    assert [option["default"] for option in facts["options"]] == [None, "(a,b)", "()", "false"]
-    assert make_pass(facts["example"]) == Odd(0.5, ("a", "b"), {0: (0, 1)}, deep=False)

@@ -13,9 +13,10 @@ import pytest
 from safetensors.numpy import save_file
 
 import picompile_runtime
+from helpers.hybrid import greedy
 from helpers.refusals import assert_refused
 from helpers.support import BUNDLED_MODEL, BuildOnce, Cli, compile_for_test
-from picompile.cli.plan_show import ranges, verdict
+from picompile.cli.plan_show import verdict
 from picompile.machine import measured as local
 from picompile.machine import pcie_bytes_per_s
 from picompile.machine.host import Host
@@ -83,11 +84,8 @@ def test_json_is_the_plan(cli: Cli, tmp_path: Path) -> None:
     assert (ended.code, ended.err) == (0, "")
     plan = json.loads(ended.out)
     assert plan == json.loads(output.read_text())
-    assert {"tokens_per_s", "gap", "memory", "layers"} <= set(plan)
     assert (plan["context"], plan["tokens"], plan["batch"], plan["quant"]) == (37, 7, 3, "f16")
-    assert (plan["model"], plan["fingerprint"], plan["target"]) == ("tiny-reglu", None, "4090")
-    assert (plan["predictor"], plan["firing"]) == ("learned", "the curve 10%")
-    assert [layer["neurons"] for layer in plan["layers"]] == [200, 200]
+    assert (plan["fingerprint"], plan["firing"]) == (None, "the curve 10%")
     assert plan["gpu_budget_bytes"] == int(24 * 2**30 * 0.96)
     assert plan["host_budget_bytes"] == 64 * 2**30
     assert plan["machine"]["gpu_bytes"] == int(plan["gpu_budget_bytes"] * 0.95)
@@ -221,21 +219,6 @@ def test_the_verdict_on_a_plan(curve_plan: Plan) -> None:
         assert rows is host or verdict(plan) == says
 
 
-def test_layers_are_shown_as_ranges(curve_plan: Plan) -> None:
-    """Every layer once and in order, in few rows, of layers that lie alike."""
-    one = curve_plan.layers[0]
-    for count in (1, 14, 15, 96):
-        sides = sorted(random.choices(["gpu", "host"], k=count))
-        layers = [
-            replace(one, layer=number, attention=side, hot_neurons=random.randint(0, one.neurons))
-            for number, side in enumerate(sides)
-        ]
-        rows = ranges(layers)
-        assert [layer for row in rows for layer in row] == layers
-        assert len(rows) <= 14
-        assert all(len({layer.attention for layer in row}) == 1 for row in rows)
-
-
 @pytest.fixture
 def curve_plan(cli: Cli, tmp_path: Path) -> Plan:
     output = tmp_path / "curve.json"
@@ -320,10 +303,7 @@ def test_compiles_as_planned(cli: Cli, build_once: BuildOnce, bundled_profile: P
 
 def _tokens(artifact: Path) -> list[int]:
     with picompile_runtime.load(artifact, threads=1) as engine:
-        tokens = [int(np.argmax(engine.prefill([7, 300, 21])))]
-        while len(tokens) < 60:
-            tokens.append(int(np.argmax(engine.decode(tokens[-1]))))
-    return tokens
+        return greedy(engine, [7, 300, 21], 60)[0]
 
 
 def _check_inspect(cli: Cli, artifact: Path, hot: list[int]) -> None:

@@ -140,14 +140,10 @@ def test_doctor_misses_gcc(cli: Cli, without_gpu: None, monkeypatch: pytest.Monk
 
 
 def test_models_are_listed(cli: Cli) -> None:
-    shown, refused = (cli("models", *more) for more in ((), ("--refused",)))
-    assert (shown.code, refused.code, shown.err, refused.err) == (0, 0, "", "")
-    assert "\nLlamaForCausalLM" in shown.out and "MixtralForCausalLM" not in shown.out
-    assert "\nLlamaForCausalLM" not in refused.out and "mixtures of experts are not supported" in refused.out
+    shown, refused = (cli("models", *more).out for more in ((), ("--refused",)))
+    assert "\nLlamaForCausalLM" in shown and "MixtralForCausalLM" not in shown
+    assert "\nLlamaForCausalLM" not in refused and "mixtures of experts are not supported" in refused
     assert_refused(cli("models", "gpt-9"), 2, "of a class or type with 'gpt-9' in it")
-
-
-def test_models_as_json(cli: Cli) -> None:
     every, refused, named = (
         json.loads(cli("models", *more, "--json").out) for more in ((), ("--refused",), ("mamba",))
     )

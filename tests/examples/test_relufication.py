@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,9 @@ EXAMPLES = ROOT / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import relufy  # noqa: E402
-from relufication import texts, training  # noqa: E402
+from relufication import training  # noqa: E402
 from relufication.measure import count_firings, measure  # noqa: E402
-from relufication.pair import decoder_layers, feed_forward_blocks, open_pair  # noqa: E402
-from relufication.solving import check_added, solve_down  # noqa: E402
-from relufication.texts import OWN_EVERY, Texts  # noqa: E402
-from relufication.training import Recipe, contributions, learn_blocks  # noqa: E402
+from relufication.pair import open_pair  # noqa: E402
 
 import picompile_runtime  # noqa: E402
 from picompile.errors import UnsupportedModelError, UsageError  # noqa: E402
@@ -135,20 +131,6 @@ def test_a_resumed_training_ends_with_the_same_bytes(
     assert len(again["records"]) == len(whole["records"])
 
 
-@pytest.mark.slow("trains a model; the steps of a training have fast tests")
-def test_a_checkpoint_of_another_training_is_refused(swiglu: Path, tmp_path: Path) -> None:
-    train(swiglu, tmp_path / "copy", steps=1)
-    before = {path: path.read_bytes() for path in (tmp_path / "copy-work").iterdir()}
-    for changes, words in (
-        ({"activation": "drelu"}, "--activation relu, not --activation drelu"),
-        ({"l1": 0.5}, "--l1 0.0, not --l1 0.5"),
-        ({"own_tokens": 64}, "--own-tokens 0, not --own-tokens 64"),
-    ):
-        with pytest.raises(UsageError, match=f"is of a training with {words}; give another --work"):
-            train(swiglu, tmp_path / "copy", steps=2, **changes, resume=True)  # type: ignore[arg-type]
-    assert {path: path.read_bytes() for path in (tmp_path / "copy-work").iterdir()} == before
-
-
 @pytest.mark.slow("trains and compiles a model")
 @pytest.mark.parametrize("activation", ["relu", "drelu"])
 def test_the_compiled_copy_equals_eager_transformers(activation: str, swiglu: Path, tmp_path: Path, cli: Cli) -> None:
@@ -186,110 +168,6 @@ def eager_weights(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
 
 
-def test_one_copy_of_what_is_not_trained(swiglu: Path) -> None:
-    pair = open_pair(swiglu, "relu")
-    trained = pair.trained()
-    assert len(trained) == 2 * 3 + 2 * 2 + 1
-    for (name, one), (_, other) in zip(pair.original.named_parameters(), pair.copy.named_parameters(), strict=True):
-        assert (one.data_ptr() == other.data_ptr()) == (name not in trained), name
-
-
-def streams(model: nn.Module, batch: torch.Tensor) -> list[torch.Tensor]:
-    """The stream behind each layer."""
-    seen: list[torch.Tensor] = []
-    hooks = [layer.register_forward_hook(lambda _, __, out: seen.append(out)) for layer in decoder_layers(model)]
-    model(batch, use_cache=False)
-    for hook in hooks:
-        hook.remove()
-    return seen
-
-
-def test_gradients_of_blocks_stay_in_them(swiglu: Path) -> None:
-    """They are those of each block's own error, for the input that the copy's stream gives it."""
-    pair = open_pair(swiglu, "relu")
-    batch = torch.arange(2 * WINDOW).reshape(2, WINDOW)
-    with torch.no_grad():
-        wanted, reached = streams(pair.original, batch), streams(pair.copy, batch)
-    loss = learn_blocks(pair, batch, l1=0.1)
-    found = {name: parameter.grad for name, parameter in pair.trained().items()}
-    assert {name for name, gradient in found.items() if gradient is None} == {name for name in found if "norm" in name}
-    errors = []
-    inputs: list[torch.Tensor] = []
-    blocks = feed_forward_blocks(pair.copy)
-    hooks = [block.register_forward_hook(lambda _, given, __: inputs.append(given[0])) for block in blocks]
-    with torch.no_grad():
-        pair.copy(batch, use_cache=False)
-    for hook in hooks:
-        hook.remove()
-    for block, given, exact, after in zip(blocks, inputs, wanted, reached, strict=True):
-        neurons = block.act_fn(block.gate_proj(given)) * block.up_proj(given)
-        guess = block.down_proj(neurons)
-        errors.append(training.relative_error(guess, guess.detach() + exact - after))
-        penalty = contributions(neurons, guess, block.down_proj.weight)
-        gradients = torch.autograd.grad(errors[-1] + 0.1 * penalty, list(block.parameters()))
-        for parameter, gradient in zip(block.parameters(), gradients, strict=True):
-            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-6)
-    assert loss == pytest.approx(sum(error.item() for error in errors) / 2)
-
-
-def test_least_squares_of_one_layer_is_that_of_numpy(swiglu: Path) -> None:
-    """The last layer's weights, from the streams before and behind it."""
-    pair, again = open_pair(swiglu, "relu"), open_pair(swiglu, "relu")
-    batch = torch.arange(2 * WINDOW).reshape(2, WINDOW)
-    solve_down(pair, [batch])
-    first, block = feed_forward_blocks(again.copy)
-    solved_first, solved = feed_forward_blocks(pair.copy)
-    first.load_state_dict(solved_first.state_dict())
-    seen: list[torch.Tensor] = []
-    hook = block.down_proj.register_forward_hook(lambda _, given, out: seen.extend((given[0], out)))
-    with torch.no_grad():
-        after, exact = streams(again.copy, batch)[-1], streams(pair.original, batch)[-1]
-    hook.remove()
-    neurons, added = (part.flatten(0, 1).double() for part in seen)
-    wanted = added + (exact - after).flatten(0, 1).double()
-    start = block.down_proj.weight.detach().double()
-    ridge = 0.1 * (neurons**2).sum(0).mean()
-    rows = torch.cat([neurons, ridge.sqrt() * torch.eye(neurons.shape[1])])
-    solution = torch.linalg.lstsq(rows, torch.cat([wanted, ridge.sqrt() * start.T])).solution.T
-    torch.testing.assert_close(solved.down_proj.weight.double(), solution, rtol=1e-3, atol=1e-4)
-    # The copy's stream is nearer to the original's behind both layers.
-    with torch.no_grad():
-        exacts, plain = streams(pair.original, batch), streams(open_pair(swiglu, "relu").copy, batch)
-        errors = [list(map(training.relative_error, each, exacts)) for each in (plain, streams(pair.copy, batch))]
-    assert all(new < old / 2 for old, new in zip(*errors, strict=True))
-
-
-def test_the_penalty_is_not_lessened_by_scaling() -> None:
-    neurons, down = torch.rand(5, 7), torch.rand(3, 7)
-    before = contributions(neurons, neurons @ down.T, down)
-    scales = torch.rand(7) + 0.1
-    after = contributions(neurons * scales, neurons @ down.T, down / scales)
-    torch.testing.assert_close(before, after)
-
-
-def test_text_is_read_once_before_it_is_read_again() -> None:
-    library, own = (torch.arange(start, start + 14)[:, None] for start in (0, 100))
-    both = Texts(library, own, {}, seed=3)
-    rows = torch.cat([both.batch(step, 2) for step in range(56)]).flatten().tolist()
-    assert [row >= 100 for row in rows[:16]] == 2 * ([False] * (OWN_EVERY - 1) + [True])
-    read = [row for row in rows if row < 100]
-    assert sorted(read[:14]) == sorted(read[14:28]) == list(range(14)) and read[:14] != read[14:28]
-    assert sorted(row for row in rows if row >= 100) == list(range(100, 114))
-
-
-def test_learning_rates() -> None:
-    recipe = Recipe(100, 0, 0.2, 0, 2, 0.0, 1e-3, 1e-4)
-    assert recipe.stage(0.19) == "blocks" and recipe.stage(0.2) == "model"
-    for stage, step, done, rate in (
-        ("blocks", 0, 0.0, 1e-3 / 20),
-        ("blocks", 50, 0.1, 1e-3 * (0.05 + 0.475)),
-        ("model", 50, 0.2, 1e-4),
-        ("model", 50, 1.0, 5e-6),
-    ):
-        assert recipe.learning_rate_at(stage, step, done) == pytest.approx(rate)
-    assert recipe.progress(50, 1e9) == 0.5
-
-
 def test_models_that_are_refused(tmp_path: Path) -> None:
     for number, (change, activation, message) in enumerate(
         [
@@ -306,17 +184,6 @@ def test_models_that_are_refused(tmp_path: Path) -> None:
         open_pair(tmp_path / "opt", "relu")
 
 
-def test_blocks_whose_output_is_normed_cannot_learn_alone(tmp_path: Path) -> None:
-    from transformers import Olmo2Config, Olmo2ForCausalLM
-
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-    save_tiny_llama(tmp_path)
-    Olmo2ForCausalLM(Olmo2Config(vocab_size=300, hidden_act="silu", **sizes)).save_pretrained(tmp_path)
-    pair = open_pair(tmp_path, "relu")
-    with pytest.raises(UnsupportedModelError, match=r"Olmo2ForCausalLM.* give --solve-tokens 0 --blocks 0"):
-        check_added(pair, torch.arange(WINDOW)[None])
-
-
 def test_options_that_make_no_sense(swiglu: Path, tmp_path: Path) -> None:
     for options, message in (
         ({"activation": "gelu"}, "unknown activation 'gelu'"),
@@ -331,28 +198,3 @@ def test_options_that_make_no_sense(swiglu: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="exists and has no relufication"):
         train(swiglu, tmp_path)
     assert (tmp_path / "thesis.txt").exists()
-
-
-@pytest.mark.slow("trains a model; the steps of a training have fast tests")
-def test_text_of_the_models_own(swiglu: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str | None] = []
-    own_windows = texts.own_windows
-    monkeypatch.setattr(
-        texts, "own_windows", lambda *given: (asked.append(os.environ.get("PICOMPILE_THREADS")), own_windows(*given))[1]
-    )
-    found = train(swiglu, tmp_path / "copy", own_tokens=1024)
-    assert found["records"][0]["text"]["own"]["tokens"] >= 3 * WINDOW
-    own = tmp_path / "copy-work" / "own.safetensors"
-    before = own.stat().st_mtime_ns
-    train(swiglu, tmp_path / "copy", own_tokens=1024)
-    assert own.stat().st_mtime_ns == before
-    assert asked == ["1"] and "PICOMPILE_THREADS" not in os.environ
-
-
-@pytest.mark.slow("starts a training in a process")
-def test_the_command_ends_with_one_line(tmp_path: Path) -> None:
-    save_tiny_llama(tmp_path / "model")
-    command = [sys.executable, str(EXAMPLES / "relufy.py"), str(tmp_path / "model"), "--out", str(tmp_path / "out")]
-    done = subprocess.run([*command, "--steps", "1"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 3
-    assert done.stderr == f"error: {tmp_path / 'model'}: its activation is relu already; compile it as it is\n"

@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 import zipfile
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -180,8 +179,3 @@ def ran(
         cwd=folder,
     )
     return ended, json.loads((folder / "results" / f"{name or verb}.json").read_text())
-
-
-def run_options(pack: Path, library: Path, work: Path) -> Namespace:
-    """Those of gpu.py that units need."""
-    return Namespace(verb="first", pack=pack, device_library=str(library), work=work, pretend=None, scale=1.0)

@@ -58,4 +58,7 @@ def checked_page(html: str, pictures: int) -> Page:
     assert html.count("<svg") == pictures == len(page.of("figcaption"))
     assert len(re.findall(r'<svg[^>]*role="img"[^>]*aria-labelledby="[^"]+"', html)) == pictures
     assert len(re.findall(r'<desc id="[^"]+">[^<]{20,}</desc>', html)) == pictures
+    # Pictures have the page's colours and letters.
+    for picture in re.findall(r"<svg.*?</svg>", html, re.DOTALL):
+        assert not re.search(r"#[0-9a-f]{6}\b|<style|font-family", picture)
     return page

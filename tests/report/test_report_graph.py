@@ -225,32 +225,6 @@ def test_every_node_is_on_the_page_once_for_each_graph(shape: dict[str, object])
     assert found == Counter([*comparison.before.nodes, *comparison.after.nodes])
 
 
-def test_colours_show_the_changes(stages: dict[str, DumpGraph]) -> None:
-    comparison = step(stages, "predicted", "partitioned")
-    boxes = {(side, name): kind for side, name, kind in page(comparison).nodes if kind.startswith("node ") and side}
-    assert boxes["before", "sparse_ffn"] == "node removed"
-    assert ("after", "sparse_ffn") not in boxes
-    assert boxes["after", comparison.became["sparse_ffn"][-1]] == "node added"
-    (name,) = [name for name in comparison.changed if sections(comparison.after)[name] == 0]
-    assert boxes["before", name] == boxes["after", name] == "node changed"
-    assert boxes["before", "attention"] == boxes["after", "attention"] == "node same"
-    for (side, name), kind in boxes.items():
-        assert kind == f"node {comparison.status(name, after=side == 'after')}"
-
-
-def test_weights_are_rows_of_the_box_that_reads_them(stages: dict[str, DumpGraph]) -> None:
-    comparison = step(stages, "partitioned", "quantized")
-    parsed = page(comparison)
-    kinds = {(side, name): kind for side, name, kind in parsed.nodes}
-    read = [name for name, place in sections(comparison.before).items() if place == 0 and name.endswith("_weight")]
-    assert {kinds["before", name] for name in read} == {kinds["after", name] for name in read} == {"row"}
-    assert "step added" in [kind for (side, name), kind in kinds.items() if side == "after" and "quantize" in name]
-    # Layers that are alike are drawn once.
-    drawn = [name for side, name, kind in parsed.nodes if side and kind.startswith("node")]
-    assert "attention" in drawn and "attention_1" not in drawn and "layers 1-3: as layer 0" in parsed.text
-    assert not [name for name in drawn if name.endswith("_weight")]
-
-
 def test_a_page_names_stages_and_changes(stages: dict[str, DumpGraph]) -> None:
     comparison = step(stages, "canonical", "predicted")
     html = render_page([Compared("a.txt", "b.txt", comparison)])
@@ -284,10 +258,3 @@ def test_text_of_dumps_is_escaped() -> None:
     for tag in ("<i>", "<u>", "<g>"):
         assert tag not in html
     assert 'data-node="a&#34;&amp;&lt;i&gt;"' in html
-
-
-def test_a_graph_without_layers_is_one_picture() -> None:
-    graph = read_dump("# stage x, 2 nodes\na  i64  = placeholder\nb  i64  = f(x=a)\n")
-    parsed = page(compare(graph, graph))
-    assert [(side, name) for side, name, _ in parsed.nodes] == [(s, n) for s in ("before", "after") for n in "ab"]
-    assert "layer" not in "".join(parsed.of("title"))

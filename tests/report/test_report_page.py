@@ -185,47 +185,6 @@ def test_a_model_in_which_no_neuron_fires(tmp_path: Path) -> None:
     assert not any(text.startswith("−") or text == "0.1" for text in page.of("text"))
 
 
-@pytest.mark.filterwarnings("error")
-def test_predictors_of_layers_in_which_no_neuron_fires(tmp_path: Path) -> None:
-    nothing = dict.fromkeys(("firing_share", "computed_share", "missed_energy"), 0.0)
-    rows = [{**predictor_row(layer, 9, kind="exact"), **nothing} for layer in range(2)]
-    gate = {"perplexity": 3.0, "layers": [{"layer": layer, "missed_energy": 0.0} for layer in range(2)]}
-    page = Page(made(tmp_path / "predictors", rows, gate=gate))
-    assert page.of("h4") == ["Recall and precision", "Computed against firing"]
-    assert not any(text.startswith("−") for text in page.of("text"))
-
-
-def test_many_layers_are_folded_and_the_worst_named(tmp_path: Path) -> None:
-    gate = {"perplexity": 3.0, "layers": [{"layer": layer, "missed_energy": 2**-7} for layer in range(40)]}
-    html = made(tmp_path / "predictors", [predictor_row(layer, 9) for layer in range(40)], gate=gate)
-    assert html.count("<details>") == 1
-    assert "0, 1, 2, 3, 4, 5, 6, 7 and 24 more" in Page(html).of("td")
-
-
-@pytest.mark.filterwarnings("error")
-def test_numbers_that_are_too_large_are_left_out(tmp_path: Path) -> None:
-    row = {**predictor_row(0, 1), "firing_share": 1e-300}
-    gate = {
-        "dense_perplexity": 1e-200,
-        "perplexity": 1e300,
-        "rounds": 10**30,
-        "layers": [{"layer": 0, "missed_energy": 1e308}],
-    }
-    curves = [{**curve(0, 4), "layer": 10**400}, {**curve(0, 4), "rank": 10**400}]
-    page = Page(made(tmp_path / "predictors", [row], gate=gate, curves=curves))
-    assert not re.search(r"\d{20}", page.text)
-    assert "inf" not in page.text
-
-
-@pytest.mark.filterwarnings("error")
-def test_names_that_no_font_has_are_drawn_as_marks(tmp_path: Path) -> None:
-    kinds = ("\ud800", "\x01", "中", "x" * 999)
-    candidates = [{**curve(layer, 4), "kind": kind, "rank": None} for layer, kind in enumerate(kinds)]
-    page = Page(made(tmp_path / "predictors", [predictor_row(0, 9)], curves=candidates))
-    texts = page.of("text")
-    assert texts.count("?, stream") == 3 and f"{24 * 'x'}, stream" in texts
-
-
 def test_the_measure_of_thresholds_is_told(tmp_path: Path) -> None:
     search = {"gate": 0.01, "silenced_share": 0.5, "dense_perplexity": 9.0, "perplexity": 9.01, "tried": {"0.5": 9.01}}
     for by in ("magnitude", "contribution"):

@@ -1,4 +1,4 @@
-"""Sources of a report: how a path is recognized and read, and what is refused in one line."""
+"""Sources of a report and figures of firing: what is read, what is counted by hand, what is refused in one line."""
 
 import json
 from pathlib import Path
@@ -9,10 +9,9 @@ import pytest
 from helpers.report_folders import FINGERPRINT, predictor_row, write_artifact, write_predictors, write_profile
 from picompile.errors import UsageError
 from picompile.predictors import Predictors
-from picompile.report import read_sources
+from picompile.report import firing_curve, numbers, read_sources, share_for, summarize
 from picompile.report.artifact_facts import ArtifactFacts
-from picompile.report.layer_figures import of_predictor
-from picompile.report.profile import FiringProfile
+from picompile.report.profile import FiringProfile, sampled
 from picompile_runtime import ArtifactError
 
 
@@ -64,16 +63,6 @@ def test_the_cost_in_accuracy_is_read(tmp_path: Path) -> None:
     for layer, row in zip(artifact.accuracy.layers, rows, strict=True):
         assert (layer.rank, layer.recall, layer.missed_energy) == (row["rank"], row["recall"], 0.001)
         assert layer.computed_ratio == pytest.approx(row["computed_share"] / row["firing_share"])
-
-
-def test_impossible_figures_are_left_out(tmp_path: Path) -> None:
-    odd = {"recall": float("nan"), "precision": 3.5, "skewness": None, "computed_share": -1}
-    write_predictors(tmp_path / "predictors", [{**predictor_row(0, 1), **odd}])
-    (predictors,) = read_sources([tmp_path / "predictors"])
-    assert isinstance(predictors, Predictors)
-    layer = of_predictor(predictors.layers[0])
-    assert (layer.recall, layer.precision, layer.skewness, layer.computed_ratio) == (None, None, None, None)
-    assert layer.weighted_recall is not None
 
 
 def refused(*paths: Path) -> str:
@@ -137,3 +126,59 @@ def test_damaged_artifacts_are_refused(tmp_path: Path, name: str) -> None:
         assert "artifact" in refused(tmp_path / "artifact")
     file.unlink()
     assert "artifact" in refused(tmp_path / "artifact")
+
+
+def by_hand(counts: list[int], firings: float) -> float:
+    """The smallest share of the neurons that makes this share of the firings."""
+    made = 0
+    for taken, count in enumerate(sorted(counts, reverse=True), 1):
+        made += count
+        if made >= firings * sum(counts):
+            return taken / len(counts)
+    raise AssertionError
+
+
+@pytest.mark.parametrize("seed", [0, 4])
+def test_shares_are_those_counted_by_hand(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    counts = random.integers(0, 50, 7 + 9 * seed)
+    curve = firing_curve(counts)
+    assert curve[0] == 0
+    assert curve[-1] == pytest.approx(1)
+    assert (np.diff(curve) >= 0).all()
+    # A concave curve: who comes later fires less.
+    assert (np.diff(curve, 2) <= 1e-12).all()
+    for firings in (0.05, 0.5, 0.8, 0.99):
+        assert share_for(curve, firings) == by_hand(counts.tolist(), firings)
+
+
+def test_figures_of_a_model_are_of_all_its_neurons() -> None:
+    random = np.random.default_rng(3)
+    layers = [random.integers(0, 90, 31), random.integers(0, 9, 64)]
+    layers[0][4] = 0
+    model = summarize(layers, 100)
+    together = np.concatenate(layers)
+    assert model.neurons == 95
+    assert model.firing_share == pytest.approx(together.sum() / 95 / 100)
+    assert model.never_fired == (together == 0).sum() > 0
+    assert model.neurons_for_80_percent == by_hand(together.tolist(), 0.8)
+    # The most active fifth: 19 of 95.
+    assert model.skewness == pytest.approx(np.sort(together)[-19:].sum() / together.sum())
+
+
+@pytest.mark.parametrize("neurons", [1, 100, 5000])
+def test_a_sampled_curve_keeps_its_ends_and_its_points(neurons: int) -> None:
+    curve = firing_curve(np.random.default_rng(neurons).integers(1, 99, neurons))
+    x, y = sampled(curve)
+    assert len(x) <= 160
+    assert (x[0], y[0], x[-1], y[-1]) == (0, 0, 100, pytest.approx(100))
+    assert (np.diff(x) > 0).all()
+    places = np.rint(x / 100 * neurons).astype(int)
+    np.testing.assert_allclose(y, 100 * curve[places])
+
+
+def test_values_that_are_no_measurements_are_none() -> None:
+    for value in (None, True, "1", [], float("nan"), float("inf"), 10**400, 1e300):
+        assert (numbers.measured(value), numbers.share(value), numbers.whole(value)) == (None, None, None)
+    assert (numbers.whole(-1), numbers.share(1.1), numbers.share(-0.1)) == (None, None, None)
+    assert (numbers.share(1 + 1e-9), numbers.share(0)) == (1, 0)

@@ -11,7 +11,7 @@ from picompile.choices import is_budget, parse_bits
 from picompile.errors import UsageError
 from picompile.progress import NoProgress
 from picompile.rounding.budget import CHOICES, MatrixUnit, fit_budget, fit_loss, mean_bits
-from picompile.rounding.losses import divergence, measure_losses, read_losses, write_losses
+from picompile.rounding.losses import measure_losses, read_losses, write_losses
 from picompile.testing import RandomWeights, random_weights
 from picompile_passes.dialect.formats import dequantize_rows, quantize_rows
 from picompile_passes.graph.materialize import materialize
@@ -123,14 +123,6 @@ def test_the_loss_of_each_unit(name, transformed):
         assert unit.losses["q4"] == pytest.approx(expected / tokens, rel=2e-2, abs=1e-9), unit.name
         assert unit.losses["q4"] > unit.losses["q4m"] > unit.losses["q6"] > unit.losses["q8"] >= 0
         assert unit.weights == sum(weights.load(each).numel() for each in unit.parameters)
-
-
-def test_divergence_of_distributions():
-    a, b = torch.randn(5, 40), torch.randn(5, 40)
-    p, q = a.double().softmax(-1), b.double().softmax(-1)
-    assert divergence(a, b) == pytest.approx(float((p * (p / q).log()).sum()), rel=1e-9)
-    assert divergence(a, a) == 0.0
-    assert divergence(a, a + 3.0) == pytest.approx(0.0, abs=1e-12)
 
 
 def test_losses_are_read_for_the_same_inputs_alone(transformed, tmp_path):

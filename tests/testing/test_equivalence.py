@@ -17,7 +17,6 @@ from picompile.testing import (
     with_predictors,
 )
 from picompile.testing.equivalence import near_jump
-from picompile.testing.weights import embedding_names, vocabulary
 from picompile_passes.graph.builder import GraphBuilder
 from picompile_passes.graph.materialize import materialize, node_values
 from picompile_passes.graph.nodes import argument_position, arguments, calls
@@ -263,13 +262,3 @@ def test_comparisons_of_captured_graphs_jump_too():
     graph_module = torch.export.export(Thresholded(), example).run_decompositions({}).module(check_guards=False)
     near = [token for token in range(10) if near_jump(graph_module, torch.tensor([token]))]
     assert near == [3, 7]
-
-
-def test_vocabulary_and_embeddings_are_found():
-    assert vocabulary(build(GraphShape(vocab=13))) == vocabulary(build(GraphShape(vocab=13, gated=False))) == 13
-    assert embedding_names(build(LLAMA)) == {"model.embed.weight"}
-    assert embedding_names(build(OPT)) == {"model.embed.weight", "model.embed_positions.weight"}
-    # The tokens of a run are the same each time.
-    graph_module, weights = build(LLAMA), random_weights(build(LLAMA))
-    assert torch.equal(run(graph_module, weights, 3), run(graph_module, weights, torch.tensor([0, 7, 14])))
-    assert run(graph_module, weights).shape == (6, 50)

@@ -1,7 +1,6 @@
 """Each strategy gives what it says, and all kinds of it."""
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,8 +13,6 @@ from picompile.testing import (
     every_neuron,
     graphs,
     hot_sets,
-    masks,
-    partitions,
     pipelines,
     random_weights,
     skipping_predictors,
@@ -79,32 +76,6 @@ def test_every_neuron_is_computed_where_a_predictor_would_skip_it():
         assert_equivalent(before, skipping, weights=weights)
     for after in (skipping, limited):
         assert_equivalent(before, every_neuron(after), weights=weights)
-
-
-def test_partitions_are_ascending_sets_of_all_sizes():
-    sizes = set()
-
-    @given(neurons=st.one_of(st.just(5), st.integers(0, 40)), data=st.data())
-    def look(neurons, data):
-        hot = data.draw(partitions(neurons))
-        assert list(hot) == sorted(set(hot))
-        assert all(0 <= neuron < neurons for neuron in hot)
-        sizes.update({len(hot)} if neurons == 5 else ())
-
-    look()
-    assert sizes == set(range(6))
-
-
-def test_masks_are_of_all_densities():
-    shares = set()
-
-    @given(mask=masks(8, 64))
-    def look(mask):
-        assert (mask.dtype, tuple(mask.shape)) == (torch.bool, (8, 64))
-        shares.add(round(float(mask.float().mean()), 1))
-
-    look()
-    assert {0.0, 0.1, 0.5, 0.9, 1.0} <= shares
 
 
 def test_targets_are_known_ones_and_others():

@@ -3,11 +3,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from picompile.testing import LLAMA, OPT, GraphShape, assert_equivalent, build, random_weights, run
+from picompile.testing import LLAMA, OPT, GraphShape, build, random_weights, run
 from picompile_passes.dialect import FORMATS, dequantize_rows, quantize_rows
 from picompile_passes.graph.materialize import materialize, node_values
-from picompile_passes.graph.nodes import argument_position, calls
-from picompile_passes.graph.operands import LAYER_NORM, PREDICT, RMS_NORM
+from picompile_passes.graph.nodes import calls
+from picompile_passes.graph.operands import PREDICT
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
 
@@ -36,31 +36,6 @@ def test_a_parameter_is_the_same_in_every_graph_that_reads_it():
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert not torch.equal(one["lm_head.weight"], random_weights(before, 7).tensors["lm_head.weight"])
-
-
-@pytest.mark.parametrize("shape", [LLAMA, OPT], ids=repr)
-def test_embeddings_are_large_or_small(shape):
-    for seed, size in ((0, 1.0), (1, 0.02)):
-        weights = random_weights(build(shape), seed).tensors
-        embeddings = [weights[name] for name in weights if "embed" in name]
-        assert len(embeddings) == (1 if shape is LLAMA else 2)
-        assert all(size < float(embedding.std()) < 2.5 * size for embedding in embeddings)
-
-
-@pytest.mark.parametrize(("shape", "number"), [(LLAMA, 0), (LLAMA, 3), (LLAMA, 4), (OPT, 1), (OPT, 2)], ids=repr)
-def test_the_eps_of_every_norm_matters(shape, number):
-    changed = build(shape)
-    norm = list(calls(changed.graph, RMS_NORM, LAYER_NORM))[number]
-    norm.update_arg(argument_position(norm, "eps"), 1e-6)
-    changed.recompile()
-    with pytest.raises(AssertionError, match="differ"):
-        assert_equivalent(build(shape), changed, seed=1)
-
-
-def test_values_reach_beyond_the_upper_bend_of_relu6():
-    before, after = build(GraphShape(activation="relu6")), build(GraphShape(activation="relu"))
-    with pytest.raises(AssertionError, match="differ"):
-        assert_equivalent(before, after, seed=0)
 
 
 def test_loaded_files_are_remembered_as_verified():

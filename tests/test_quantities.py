@@ -1,4 +1,4 @@
-"""Sizes and bandwidths as people write them."""
+"""Sizes, bandwidths and whole numbers as people write them."""
 
 from fractions import Fraction
 
@@ -6,8 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from picompile.config import CompileOptions
 from picompile.errors import UsageError
-from picompile.quantities import parse_bandwidth, parse_budget, parse_bytes
+from picompile.predictors.profile import ProfileOptions
+from picompile.predictors.train import TrainOptions
+from picompile.quantities import parse_bandwidth, parse_budget, parse_bytes, parse_count, shortened
 
 UNITS = {"": 1, "B": 1, "Gi": 2**30}
 UNITS |= {letter + end: 2 ** (10 * power) for power, letter in enumerate("KMGT", 1) for end in ("", "iB")}
@@ -25,22 +28,11 @@ def test_sizes(number: str, unit: str, data: st.DataObject) -> None:
     assert parse_bytes(text, "--size") == int(Fraction(number) * UNITS[unit])
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("8GiB", 8 * 2**30),
-        ("8GB", 8 * 10**9),
-        ("24G", 24 * 2**30),
-        ("0", 0),
-        (".5k", 512),
-        ("1.", 1),
-        (" 1.5 gib ", 3 * 2**29),
-        # What floating point would round.
-        ("1125899.906842623GB", 1125899906842623),
-    ],
-)
-def test_sizes_by_example(text: str, expected: int) -> None:
-    assert parse_bytes(text, "--size") == expected
+def test_sizes_by_example() -> None:
+    """The last is one that floating point would round."""
+    examples = {"8GB": 8 * 10**9, "24G": 24 * 2**30, ".5k": 512, "1.": 1, "1125899.906842623GB": 1125899906842623}
+    for text, expected in examples.items():
+        assert parse_bytes(text, "--size") == expected
 
 
 ABSURD = ["", " ", "-3GiB", "+3GiB", "nan", "inf", "1e400GiB", "1e3", "0x10", "∞", "12 parsecs", "GiB", "1 2", "1,5GiB"]
@@ -101,3 +93,29 @@ def test_shares_of_a_budget(percent: object, available: int) -> None:
 )
 def test_bandwidths(text: str, expected: float) -> None:
     assert parse_bandwidth(text, "--host-bandwidth") == pytest.approx(expected, rel=1e-15)
+
+
+def test_counts_are_parsed() -> None:
+    for text, number in {"0": 0, "007": 7, "9" * 18: 10**18 - 1, "0" * 5000 + "12": 12}.items():
+        assert parse_count(text) == number
+    for text in ("9" * 19, "9" * 5000, "", "-1", "1.0", "²", "٣"):
+        assert parse_count(text) is None
+    assert [shortened("x" * length) for length in (40, 41)] == ["x" * 40, "x" * 40 + "…"]
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "value"),
+    [
+        (CompileOptions, "context", 64.0),
+        (CompileOptions, "sequences", 2.5),
+        (CompileOptions, "chunk", True),
+        (CompileOptions, "gate_tokens", "4096"),
+        (ProfileOptions, "tokens", 1024.0),
+        (ProfileOptions, "window", 128.0),
+        (TrainOptions, "ranks", 8.0),
+        (TrainOptions, "jobs", 1.5),
+    ],
+)
+def test_options_that_must_be_whole_numbers(options: type, name: str, value: object) -> None:
+    with pytest.raises(UsageError, match=f"must be a whole number, not {value!r}"):
+        options(**{name: value})
