@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import test_kernels_attention as attention
-import test_kernels_elementwise as elementwise
+import test_kernels_by_token as by_token
 import test_kernels_ffn as ffn
 import test_kernels_linear as linear
 import test_kernels_sparse_linear as sparse
@@ -22,7 +22,7 @@ from helpers.kernels.emulated import EmulatedWorkbench, require
 from helpers.kernels.workbench import Workbench
 from picompile_codegen.build.host_library import build_host_library
 from picompile_codegen.build.isa import ISAS, Isa, targeting
-from picompile_codegen.cpu import Kernel
+from picompile_codegen.cpu import Kernel, write_kernel
 from picompile_runtime.devices.machine import is_machine, missing_features
 
 SHAPE, WIDE = (251, 72), (10, 100)
@@ -86,7 +86,8 @@ CASES = {
     **{f"linear-{form}-long-chunk": products(form, LONG, linear.CHUNK) for form in ("f16", "q8", "q6")},
     **{f"ffn-{form}-long-chunk": block("long", "dense", form, ffn.CHUNK) for form in ("f16", "q8")},
     "rms-norm": Case(
-        lambda: elementwise.rms_norm(100, 1), lambda bench: elementwise.test_rms_norm(bench, 100, 1, 1, 1)
+        lambda: write_kernel(by_token.norm_of("rms", 100, 1)),
+        lambda bench: by_token.test_norms(bench, "rms", (100, 1), (1, 1)),
     ),
     "attention": attends("groups of 2", 1, 1, 150),
     "attention-q8": attends("q8", 1, 1, 150),

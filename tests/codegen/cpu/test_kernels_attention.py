@@ -1,4 +1,4 @@
-"""Attention over a cache that is filled already, in all modes, against the same in float64."""
+"""Attention over a cache that is filled already, of single tokens and of chunks, against the same in float64."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,6 @@ from helpers.kernels.caches import Heads, expected_attention, random_cache
 from helpers.kernels.workbench import Workbench, assert_close, uniform
 
 CHUNK = 13
-ROWS = 3
 
 SHAPES = {
     "multi-head": Heads(5, 5, 64, 64),
@@ -97,29 +96,3 @@ def test_one_token(workbench: Workbench, name: str) -> None:
 def test_chunk(workbench: Workbench, name: str) -> None:
     for tokens, position in ((1, 0), (6, 3), (CHUNK, 0), (CHUNK, 40), (6, 95), (CHUNK, 190)):
         check(workbench, name, CHUNK, tokens, position)
-
-
-@pytest.mark.slow("compiles a kernel per case; one of each kind is fast", but=("all options, q8",))
-@pytest.mark.parametrize("name", [name for name, shape in SHAPES.items() if shape.sequences > 1])
-def test_several_sequences(workbench: Workbench, name: str) -> None:
-    """Each row is of its own sequence, at its own position; the others are not of this step."""
-    shape = SHAPES[name]
-    for tokens in (1, 2, ROWS):
-        rng = np.random.default_rng(tokens)
-        q = queries(rng, shape, tokens)
-        positions = np.int32([shape.context - 1, 5, 70][:tokens])
-        slots = np.int32([2, 3, 0][:tokens])
-        filled = [0] * shape.sequences
-        for slot, position in zip(slots, positions, strict=True):
-            filled[slot] = position + 1
-        keys, values = (random_cache(rng, shape, side, filled) for side in "kv")
-        options = shape.options(rng)
-        inputs = {"q": q, "positions": positions, "slots": slots, **keys.arguments, **values.arguments, **options}
-        result = workbench.run(shape.kernel("sequences", ROWS), inputs, tokens=tokens, position=-1)
-        for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
-            cached = (keys.values[slot], values.values[slot])
-            expected = expected_attention(shape, q[row : row + 1], *cached, position, options)
-            assert_close(result["y"][row : row + 1], expected, TOLERANCES.get(shape.kv_dtype, 2e-5))
-            inputs = {"q": q[row : row + 1], **keys.arguments, **values.arguments, **options}
-            alone = workbench.run(shape.kernel("one", 1), inputs, position=position, slot=slot)
-            assert np.array_equal(alone["y"][0], result["y"][row]), "one of several sequences is like any other"

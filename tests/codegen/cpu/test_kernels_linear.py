@@ -1,4 +1,4 @@
-"""Linear layers, with matrices in rows and in panels, and embeddings, against products in float64 of what they see."""
+"""Linear layers, with matrices in rows and in panels, against products in float64 of what they see."""
 
 from itertools import product
 
@@ -10,7 +10,7 @@ from helpers.kernels.workbench import Array, Workbench, as_seen, assert_close, p
 from helpers.products import sampled
 from picompile_codegen import cpu
 from picompile_codegen.cpu import Kernel
-from picompile_codegen.specs import EmbeddingSpec, LinearSpec
+from picompile_codegen.specs import LinearSpec
 from picompile_codegen.weight_panels import PANEL_ROWS, has_panels, to_panels
 from picompile_passes.weight_formats import FORMATS as EVERY_FORMAT
 
@@ -119,14 +119,3 @@ def test_layout_of_panels(form: str, columns: int) -> None:
 def test_which_matrices_have_panels() -> None:
     assert tuple(name for name in EVERY_FORMAT if has_panels(name, 64)) == IN_PANELS
     assert not any(has_panels(name, rows) for name in EVERY_FORMAT for rows in (1, 15, 63))
-
-
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize(("dim", "rows", "tokens"), [(96, 1, 1), (100, CHUNK, CHUNK), (330, CHUNK, 3)])
-def test_embedding(workbench: Workbench, form: str, dim: int, rows: int, tokens: int) -> None:
-    rng = np.random.default_rng([dim, tokens])
-    data, weights = packed(rng, form, 50, dim)
-    ids = rng.integers(0, 48, tokens).astype(np.int32)
-    kernel = cpu.write_kernel(EmbeddingSpec(format=form, vocab=50, dim=dim, rows=rows, offset=2))
-    result = workbench.run(kernel, {"ids": ids, "w": data}, tokens=tokens)
-    assert np.array_equal(result["y"][:tokens], weights[ids + 2].astype(np.float32))

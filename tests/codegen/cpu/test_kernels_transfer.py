@@ -1,8 +1,7 @@
-"""The kernels with which host and device meet: what they copy, what they wait for, and when they give up."""
+"""The kernels with which host and device meet: what they lend, what they wait for, and when they give up."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import product
 from pathlib import Path
 from threading import Event
 
@@ -17,11 +16,9 @@ from picompile_codegen.cpu import Kernel
 from picompile_codegen.specs import (
     FLAG_SHAPE,
     BorrowCacheSpec,
-    CopyWordsSpec,
     LendCacheSpec,
     ReceiveMaskSpec,
     ReceiveSpec,
-    SendMaskSpec,
     SendSpec,
     SignalSpec,
     UploadSpec,
@@ -30,22 +27,17 @@ from picompile_codegen.specs import (
 from picompile_runtime.devices.cpu.native import HostLibrary
 from picompile_runtime.devices.memory import aligned_zeros
 
-DIM, NEURONS, COLUMNS, WORDS, ROWS, STEP = 37, 45, 11, 13, 5, 9
+DIM, NEURONS, ROWS, STEP = 37, 45, 5, 9
 
-SENDS = {rows: cpu.write_kernel(SendSpec(dim=DIM, rows=rows)) for rows in (1, ROWS)}
-MASKS = {rows: cpu.write_kernel(SendMaskSpec(DIM, NEURONS, COLUMNS, rows=rows)) for rows in (1, ROWS)}
-RECEIVES = {each: cpu.write_kernel(ReceiveSpec(DIM, *each)) for each in product((1, ROWS), (False, True))}
+SEND = cpu.write_kernel(SendSpec(dim=DIM, rows=1))
+RECEIVE, COUNTED = (cpu.write_kernel(ReceiveSpec(DIM, 1, counted)) for counted in (False, True))
 # Caches that are lent: heads, width, dtype, context and sequences.
 LENT = [(2, 24, "float16", 50, 3), (3, 3, "float16", 51, 1), (2, 5, "int8", 9, 2), (2, 7, "float32", 300, 1)]
 LENDS = {sizes: cpu.write_kernel(LendCacheSpec(*sizes)) for sizes in LENT}
 BORROWS = {sizes: cpu.write_kernel(BorrowCacheSpec(*sizes[:-1])) for sizes in LENT}
-RECEIVED_MASKS = {rows: cpu.write_kernel(ReceiveMaskSpec(neurons=NEURONS, rows=rows)) for rows in (1, ROWS)}
-COPY, WAIT, SIGNAL = (cpu.write_kernel(spec) for spec in (CopyWordsSpec(words=WORDS), WaitSpec(), SignalSpec()))
-_MANY = (SENDS, MASKS, RECEIVES, RECEIVED_MASKS, LENDS, BORROWS)
-EVERY = (*(kernel for each in _MANY for kernel in each.values()), COPY, WAIT, SIGNAL)
-# How many rows a step has, and how many of them count.
-TOKENS = [(1, 1), (ROWS, 1), (ROWS, 3), (ROWS, ROWS)]
-
+RECEIVE_MASK = cpu.write_kernel(ReceiveMaskSpec(neurons=NEURONS, rows=ROWS))
+WAIT, SIGNAL = (cpu.write_kernel(spec) for spec in (WaitSpec(), SignalSpec()))
+EVERY = (SEND, RECEIVE, COUNTED, RECEIVE_MASK, *LENDS.values(), *BORROWS.values(), WAIT, SIGNAL)
 Bound = tuple[str, Sequence[Array]]
 
 
@@ -76,50 +68,9 @@ def flag(number: int) -> Array:
     return words
 
 
-def assert_set(found: Array) -> None:
+def test_signal(bench: Workbench) -> None:
+    found = bench.run(SIGNAL, {"step": step(1), "flag": flag(STEP - 1)})["flag"]
     np.testing.assert_array_equal(found, flag(STEP))
-
-
-@pytest.mark.parametrize(("rows", "tokens"), TOKENS)
-def test_send(rows: int, tokens: int, bench: Workbench) -> None:
-    random = np.random.default_rng(tokens)
-    x, table = uniform(random, tokens, DIM), random.permutation(NEURONS)[:COLUMNS].astype(np.int32)
-    inputs = {"step": step(tokens), "x": x, "table": table, "flag": flag(STEP - 1)}
-    for share in (None, 0.0, 0.3, 1.0):
-        mask = (random.uniform(size=(tokens, NEURONS)) < (share or 0)).astype(np.uint8)
-        found = bench.run((SENDS if share is None else MASKS)[rows], inputs | {"mask": mask})
-        np.testing.assert_array_equal(found["out"][:tokens], x)
-        assert np.isnan(found["out"][tokens:]).all()
-        assert_set(found["flag"])
-        if share is not None:
-            np.testing.assert_array_equal(found["out_mask"][:tokens], mask[:, table])
-            assert (found["out_mask"][tokens:] == 255).all()
-            assert found["count"][0] == mask[:, table].sum()
-
-
-@pytest.mark.parametrize(("rows", "tokens"), TOKENS)
-def test_receive(rows: int, tokens: int, bench: Workbench) -> None:
-    """Where the host has no neuron to compute, the result is 0: the flag is not looked at, nor what it is for."""
-    source = uniform(np.random.default_rng(rows), tokens, DIM)
-    mask = np.random.default_rng(rows).integers(0, 2, (tokens, NEURONS)).astype(np.uint8)
-    inputs = {"step": step(tokens), "abandoned": flag(0)}
-    for kernel, expected, given in (
-        (RECEIVES[rows, False], source, {"source": source, "flag": flag(STEP)}),
-        (RECEIVES[rows, True], source, {"source": source, "flag": flag(STEP), "count": np.array([1], np.int32)}),
-        (RECEIVES[rows, True], 0 * source, {"flag": flag(STEP - 1), "count": np.zeros(1, np.int32)}),
-        (RECEIVED_MASKS[rows], mask, {"source": mask, "flag": flag(STEP)}),
-    ):
-        found = bench.run(kernel, inputs | given)
-        np.testing.assert_array_equal(found["y"][:tokens], expected)
-        assert (found["y"][tokens:].view(np.uint8) == 255).all()
-        np.testing.assert_array_equal(found["flag"], given["flag"])
-        np.testing.assert_array_equal(found["abandoned"], flag(0))
-
-
-def test_copy_words_and_signal(bench: Workbench) -> None:
-    source = np.random.default_rng(1).integers(-(2**31), 2**31, WORDS).astype(np.int32)
-    np.testing.assert_array_equal(bench.run(COPY, {"source": source})["y"], source)
-    assert_set(bench.run(SIGNAL, {"step": step(1), "flag": flag(STEP - 1)})["flag"])
 
 
 def test_upload(tmp_path: Path) -> None:
@@ -150,7 +101,7 @@ def test_a_cache_is_lent_and_borrowed(bench: Workbench, sizes: tuple[int, int, s
 # ---- waiting ----
 
 
-WAITING = {"wait": WAIT, "receive": RECEIVES[ROWS, False], "counted": RECEIVES[1, True], "mask": RECEIVED_MASKS[ROWS]}
+WAITING = {"wait": WAIT, "receive": RECEIVE, "counted": COUNTED, "mask": RECEIVE_MASK}
 
 
 def arrays_of(kernel: Kernel, number: int) -> dict[str, Array]:
@@ -219,10 +170,10 @@ def test_writes_before_a_flag_are_visible_after_it(bench: Workbench, device_libr
         given[number][:], step_ = value, aligned_zeros((8,), np.int32)
         step_[:] = step(1, number + 1)
         source, target = {"flag": there_flag, "abandoned": abandoned}, {"flag": back_flag, "abandoned": abandoned}
-        of_device.append(bound(SENDS[1], step=step_, x=given[number], out=there, flag=there_flag))
-        of_device.append(bound(RECEIVES[1, False], step=step_, source=back, y=returned[number], **target))
-        of_host.append(bound(RECEIVES[1, False], step=step_, source=there, y=middle, **source))
-        of_host.append(bound(SENDS[1], step=step_, x=middle, out=back, flag=back_flag))
+        of_device.append(bound(SEND, step=step_, x=given[number], out=there, flag=there_flag))
+        of_device.append(bound(RECEIVE, step=step_, source=back, y=returned[number], **target))
+        of_host.append(bound(RECEIVE, step=step_, source=there, y=middle, **source))
+        of_host.append(bound(SEND, step=step_, x=middle, out=back, flag=back_flag))
     with ThreadPoolExecutor(1) as thread:
         running = thread.submit(device_library.run, device_library.bind(of_device), 1)
         host.run(host.bind(of_host), 1)

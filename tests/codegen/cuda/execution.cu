@@ -45,16 +45,6 @@ extern "C" __global__ void votes(const int *__restrict__ x, unsigned *__restrict
   out[3 * count + thread] = thread % 2 ? 0 : __ballot_sync(0x55555555u, value > 0);
 }
 
-// Everybody's numbers in single places, of each type, and a counter that begins anew.
-extern "C" __global__ void atomics(const int *__restrict__ x, int *ints, unsigned *words, unsigned long long *longs,
-                                   float *floats) {
-  int value = x[blockIdx.x * blockDim.x + threadIdx.x];
-  atomicAdd(&ints[0], value);
-  atomicInc(&words[0], 99u);
-  atomicAdd(&longs[0], (unsigned long long)(long long)value << 20);
-  atomicAdd(&floats[0], (float)value);
-}
-
 // When each thread of each block had its turn.
 extern "C" __global__ void turns(int *next, int *__restrict__ turn) {
   turn[blockIdx.x * blockDim.x + threadIdx.x] = atomicAdd(next, 1);

@@ -1,4 +1,4 @@
-"""Attention on a GPU in all modes against float64: over filled caches, and with rows that it adds to them."""
+"""Attention on a GPU in all modes against float64, over filled caches: of single tokens and of chunks."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -7,17 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from helpers.kernels.caches import SCALE, Cached, Heads, expected_attention, in_q8, random_cache
-from helpers.kernels.cuda_workbench import CudaWorkbench, assert_rows
+from helpers.kernels.caches import SCALE, Cached, Heads, expected_attention, random_cache
+from helpers.kernels.cuda_workbench import CudaWorkbench
 from helpers.kernels.halves import weights_in_halves
-from helpers.kernels.workbench import Array, assert_close, uniform
+from helpers.kernels.workbench import Array, assert_close, assert_rows, uniform
 from picompile_codegen import cuda
 from picompile_codegen.cuda import CudaKernel
 from picompile_codegen.errors import CodegenError
 from picompile_codegen.specs import AttentionSpec, Mode
 
 CHUNK = 45
-ROWS = 3
 SLOW = "compiles a kernel per case; one of each kind is fast"
 
 # Tiles of a single token have 256 positions. Rows of keys and values are read 16, 8, 4 or fewer bytes at a time, by 1
@@ -48,15 +47,6 @@ CHUNKS = {
     "soft cap, slopes": Heads(4, 2, 12, 8, softcap=3.0, slopes=True),
     "sinks, q8": Heads(3, 1, 12, 44, sinks=True, kv_dtype="q8"),
     "all options, parts": Heads(3, 1, 8, 8, context=1200, window=530, softcap=5.0, slopes=True, sinks=True),
-}
-EXTENDED = {
-    "multi-head": Heads(3, 3, 24, 24, context=50, sequences=4),
-    "window of one": Heads(6, 2, 20, 12, context=50, sequences=4, window=1, kv_dtype="float32"),
-    "q8": Heads(2, 2, 40, 72, context=50, sequences=4, kv_dtype="q8"),
-    "parts": Heads(4, 2, 16, 16, context=600, sequences=4),
-    # So another launch extends the caches.
-    "more heads than a block has": Heads(9, 1, 8, 8, context=300, sequences=4),
-    "all options": Heads(4, 2, 16, 8, context=300, sequences=4, softcap=5.0, slopes=True, sinks=True),
 }
 
 
@@ -168,102 +158,6 @@ def test_nan_keys_reach_exactly_the_queries_that_see_them(
     assert broken.any()
     assert np.array_equal(np.isnan(y), broken)
     assert broken.all() or np.abs(y - expected)[~broken].max() <= tolerance(rows) * np.abs(expected[~broken]).max()
-
-
-@pytest.mark.slow(SLOW, but=("all options",))
-@pytest.mark.parametrize("name", ["window over a part", "q8, odd widths", "all options"])
-def test_several_sequences(workbench: CudaWorkbench, name: str) -> None:
-    """Each row is of its own sequence, at its own position; the others are not of this step."""
-    shape = ONE[name]
-    for tokens in (1, ROWS):
-        rng = np.random.default_rng(tokens)
-        q, slots = queries(rng, shape, tokens), np.int32([2, 3, 0][:tokens])
-        positions = np.int32([shape.context - 1, 5, 70][:tokens])
-        caches, given = filled_caches(rng, shape, slots, positions + 1)
-        where = {"positions": positions, "slots": slots}
-        y = workbench.run(attention(shape, "sequences", ROWS), {"q": q, **where, **given}, tokens=tokens, position=-1)
-        assert_rows(y["y"], attended(shape, q, caches, slots, positions, given), 2e-5)
-        for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
-            inputs = {"q": q[row : row + 1], **given}
-            alone = workbench.run(attention(shape, "one", 1), inputs, position=position, slot=slot)
-            assert np.array_equal(alone["y"][0], y["y"][row]), "one of several sequences is like any other"
-
-
-def filled_caches(
-    rng: np.random.Generator, shape: Heads, slots: Array, counts: Array
-) -> tuple[dict[str, Cached], dict[str, Array]]:
-    """Caches with so many positions in these slots, and what kernels are given: these, slopes and sinks."""
-    filled = [0] * shape.sequences
-    for slot, count in zip(slots, counts, strict=True):
-        filled[slot] = count
-    caches = {side: random_cache(rng, shape, side, filled) for side in "kv"}
-    return caches, {**caches["k"].arguments, **caches["v"].arguments, **shape.options(rng)}
-
-
-def attended(
-    shape: Heads, q: Array, caches: dict[str, Cached], slots: Array, positions: Array, given: dict[str, Array]
-) -> Array:
-    """Return y in float64, each row with the cache of its own slot."""
-    return np.concatenate(
-        [
-            expected_attention(shape, row[None], *(caches[side].values[slot] for side in "kv"), position, given)
-            for row, slot, position in zip(q, slots, positions, strict=True)
-        ]
-    )
-
-
-def turned(x: Array, cos: Array, sin: Array, positions: Array) -> Array:
-    """x [tokens, heads, d], in its own precision."""
-    first, second = np.split(x, 2, axis=-1)
-    c, s = (table[positions][:, None].astype(x.dtype) for table in (cos, sin))
-    return np.concatenate([first * c - second * s, second * c + first * s], axis=-1)
-
-
-def stored(rows: Array, side: str, kv_dtype: str) -> dict[str, Array]:
-    """Return rows [tokens, kv_heads, d] as each argument of a cache stores them, and the values that they stand for."""
-    if kv_dtype != "q8":
-        data = rows.astype(kv_dtype)
-        return {f"{side}_cache": data, "stands for": data.astype(np.float64)}
-    data, scales, values = in_q8(rows)
-    return {f"{side}_cache": data, f"{side}_cache_scales": scales, "stands for": values}
-
-
-@pytest.mark.slow(SLOW, but=("multi-head-",))
-@pytest.mark.parametrize(
-    ("name", "mode", "tokens", "turn"),
-    [
-        *((name, "one", 1, True) for name in ("multi-head", "window of one", "parts", "all options")),
-        ("q8", "one", 1, False),
-        *((name, "sequences", tokens, True) for name in ("q8", "more heads than a block has") for tokens in (2, 3)),
-    ],
-)
-def test_extends_and_attends(workbench: CudaWorkbench, name: str, mode: Mode, tokens: int, turn: bool) -> None:
-    """The new rows are those that numpy rounds, or that weights are packed to; nothing else in the caches changes."""
-    shape = EXTENDED[name]
-    kernel = attention(shape, mode, 1 if mode == "one" else ROWS, extend=True, turn=turn)
-    for first in (0, shape.context - 1):
-        rng = np.random.default_rng([tokens, first])
-        positions, slots = np.int32([first, 5, 30][:tokens]), np.int32([2, 3, 0][:tokens])
-        caches, given = filled_caches(rng, shape, slots, positions)
-        angle = rng.uniform(0, 7, (shape.context, shape.head_dim // 2))
-        cos, sin = np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
-        q = 3 * uniform(rng, tokens, shape.heads, shape.head_dim)
-        rows = {side: uniform(rng, tokens, *caches[side].values.shape[1::2]) for side in "kv"}
-        inputs = {name: array.reshape(tokens, -1) for name, array in (("q", q), *rows.items())}
-        inputs |= {"cos": cos, "sin": sin, **given}
-        inputs |= {"positions": positions, "slots": slots} if mode == "sequences" else {}
-        found = workbench.run(kernel, inputs, tokens=tokens, position=positions[0], slot=slots[0])
-
-        for side, new in rows.items():
-            expected = stored(turned(new, cos, sin, positions) if turn and side == "k" else new, side, shape.kv_dtype)
-            for argument in caches[side].arguments:
-                whole = caches[side].arguments[argument].copy()
-                whole[slots, :, positions] = expected[argument]
-                assert found[argument].tobytes() == whole.tobytes()
-            caches[side].values[slots, :, positions] = expected["stands for"]
-        wide = q.astype(np.float64)
-        wide = (turned(wide, cos, sin, positions) if turn else wide).reshape(tokens, -1)
-        assert_rows(found["y"], attended(shape, wide, caches, slots, positions, given), 2e-5)
 
 
 def test_what_no_kernel_does_is_refused() -> None:

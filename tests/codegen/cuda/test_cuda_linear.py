@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from test_kernels_sparse_linear import FORMATS, Example
 
-from helpers.kernels.cuda_workbench import CudaWorkbench, assert_rows
+from helpers.kernels.cuda_workbench import CudaWorkbench
 from helpers.kernels.halves import in_halves, weights_in_halves
-from helpers.kernels.workbench import Array, assert_close, packed, uniform
+from helpers.kernels.workbench import Array, assert_close, assert_rows, packed, uniform
 from helpers.products import sampled
 from picompile_codegen import cuda
 from picompile_codegen.cuda import mma

@@ -1,25 +1,23 @@
-"""Norms on a GPU against float64: alone, behind projections, and behind sums of what a block makes."""
+"""Norms on a GPU against float64, behind projections and behind sums of what a block makes."""
 
 from collections.abc import Mapping
 
 import numpy as np
 import pytest
+import test_kernels_by_token as norms
 from numpy.typing import NDArray
 
-from helpers.kernels.cuda_workbench import CudaWorkbench, assert_rows
-from helpers.kernels.workbench import Array, packed, uniform
+from helpers.kernels.cuda_workbench import CudaWorkbench
+from helpers.kernels.workbench import Array, assert_rows, packed, uniform
 from helpers.products import sampled
 from picompile_codegen import cuda
 from picompile_codegen.cuda.build import compile_cuda, function_resources
-from picompile_codegen.specs import LayerNormSpec, LinearAddSpec, LinearSpec, Norm, RmsNormSpec, SumNormSpec
+from picompile_codegen.specs import LinearAddSpec, LinearSpec, Norm, SumNormSpec
 
-EPS = 1e-5
 FORMATS = ("f16", "q4", *(pytest.param(form, marks=pytest.mark.slow("like q4")) for form in ("q8", "q6", "q4m")))
 NORMS = ("none", "rms", "layer", "bare")
 # Less than a warp, several warps with and without a rest, and more than a block has threads for.
 DIMS = (5, 96, 131, 4228)
-# Columns and groups: also heads of half a warp, of no multiple of four, and of several warps.
-GROUPED = (*((dim, 1) for dim in (100, *DIMS)), (96, 6), (99, 3), (392, 2))
 # Outputs and columns: less than a block's rows, more and no multiple of four, more columns than a block holds.
 SIZES = ((12, 45), (1100, 96), (131, 4133))
 # Rows, and how many of them count.
@@ -28,34 +26,13 @@ STEP = 7
 SLOW = "compiles a kernel per case"
 
 
-def norm_of(name: str, dim: int, rows: int, groups: int = 1) -> Norm | None:
-    if name in ("none", "rms"):
-        return RmsNormSpec(dim, rows, EPS, groups=groups) if name == "rms" else None
-    return LayerNormSpec(dim, rows, EPS, weight=name != "bare", bias=name == "layer", groups=groups)
-
-
-def normed(y: NDArray[np.float64], norm: str, weight: Array, bias: Array, groups: int = 1) -> NDArray[np.float64]:
-    grouped = y.reshape(len(y), groups, -1)
-    centered = grouped if norm == "rms" else grouped - grouped.mean(-1, keepdims=True)
-    found = (centered / np.sqrt((centered**2).mean(-1, keepdims=True) + EPS)).reshape(y.shape)
-    return (found if norm == "bare" else found * weight) + (bias if norm == "layer" else 0)
-
-
-@sampled(slow=SLOW, norm=("weighted", *NORMS[1:]), size=GROUPED, counts=ROWS)
-def test_norms(workbench: CudaWorkbench, norm: str, size: tuple[int, int], counts: tuple[int, int]) -> None:
-    (dim, groups), (rows, tokens) = size, counts
-    rng = np.random.default_rng([dim, tokens])
-    # Far from zero: a variance as mean of squares less square of mean would be wrong in the third digit.
-    x, weight, bias = uniform(rng, tokens, dim) + 30 * (norm != "rms"), uniform(rng, dim), uniform(rng, dim)
-    found = workbench.run(norm_of(norm, dim, rows, groups), {"x": x, "weight": weight, "bias": bias}, tokens=tokens)
-    expected = normed(x.astype(np.float64), norm, weight, bias, groups)
-    # A few roundings of float32, 6e-8 each. A mean is rounded to 2e-6, and deviations from it are about 1.
-    assert_rows(found["y"], expected, 1e-6 if norm == "rms" else 1e-5)
+def norm_of(name: str, dim: int, rows: int = 1) -> Norm | None:
+    return None if name == "none" else norms.norm_of(name, dim, rows)
 
 
 def linear_add(form: str, size: tuple[int, int], norm: str, bias: bool = False) -> LinearAddSpec:
     linear = LinearSpec(format=form, n=size[0], k=size[1], rows=1, bias=bias)
-    return LinearAddSpec(linear, norm_of(norm, size[0], 1))
+    return LinearAddSpec(linear, norm_of(norm, size[0]))
 
 
 def inputs_of(form: str, size: tuple[int, int]) -> tuple[dict[str, Array], NDArray[np.float64]]:
@@ -70,7 +47,7 @@ def inputs_of(form: str, size: tuple[int, int]) -> tuple[dict[str, Array], NDArr
 def assert_normed(found: Mapping[str, Array], expected: Array, norm: str, inputs: Mapping[str, Array]) -> None:
     """Check the norm of a sum, whose deviations from the mean are about 1, where there is one."""
     if norm != "none":
-        wanted = normed(expected, norm, inputs["norm_weight"], inputs["norm_bias"])
+        wanted = norms.normed(expected, norm, inputs["norm_weight"], inputs["norm_bias"])
         assert_rows(found["normed"], wanted, 2e-5 if "added" in inputs else 2e-6)
 
 

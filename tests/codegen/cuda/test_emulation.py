@@ -79,15 +79,6 @@ def test_warps(kernels: Emulated, order: int) -> None:
         np.testing.assert_array_equal(found, [*expected, even])
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_atomic_operations(kernels: Emulated, order: int) -> None:
-    x = np.random.default_rng(5).integers(-999, 999, 210).astype(np.int32)
-    ints, words, longs, floats = (np.zeros(1, dtype) for dtype in (np.int32, np.uint32, np.uint64, np.float32))
-    kernels.launch("atomics", (3, 1, 1), (70, 1, 1), [x, ints, words, longs, floats], order)
-    assert (ints[0], words[0], floats[0]) == (x.sum(), 210 % 100, x.sum())
-    assert longs.view(np.int64)[0] == int(x.sum()) << 20
-
-
 def turns(kernels: Emulated, order: int) -> list[int]:
     turn = np.full((3, 70), -1, np.int32)
     kernels.launch("turns", (3, 1, 1), (70, 1, 1), [np.zeros(1, np.int32), turn], order)

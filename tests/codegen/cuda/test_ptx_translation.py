@@ -24,8 +24,6 @@ BODIES = {
     "guarded": "and.b32 %r1, %r0, 1;\nmov.b32 %r4, -1;\nmov.b32 %r5, -1;\nmov.b32 %r6, -1;\nmov.b32 %r7, -1;\n"
     "setp.eq.s32 %p1, %r1, 0;\n@%p1 ld.global.v4.u32 {%r4, %r5, %r6, %r7}, [%rd1];\n"
     "st.global.v4.u32 [%rd2], {%r7, %r6, %r5, %r4};",
-    "widened": "ld.global.nc.s8 %r4, [%rd1];\nld.global.u8 %rs4, [%rd1+1];\ncvt.u32.u16 %r5, %rs4;\n"
-    "st.global.v2.u32 [%rd2], {%r4, %r5};\nst.global.u8 [%rd2+8], %r4;",
     # Each thread reads what the next one wrote.
     "exchanged": ".shared .align 16 .b8 rows[1024];\nmov.u64 %rd4, rows;\nadd.s64 %rd4, %rd4, %rd3;\n"
     "ld.global.v4.u32 {%r4, %r5, %r6, %r7}, [%rd1];\nst.shared.v4.u32 [%rd4], {%r4, %r5, %r6, %r7};\nbar.sync 0;\n"
@@ -36,8 +34,6 @@ BODIES = {
     "shuffled": "mov.u32 %r1, 6175;\nmov.u32 %r2, -1;\nshfl.sync.bfly.b32 %r4|%p1, %r0, 3, %r1, %r2;\n"
     "shfl.sync.bfly.b32 %r5|%p2, %r0, 24, %r1, %r2;\nselp.u32 %r6, 1, 0, %p1;\nselp.u32 %r7, 1, 0, %p2;\n"
     "st.global.v4.u32 [%rd2], {%r4, %r5, %r6, %r7};",
-    "looped": "mov.u32 %r4, 0;\n$L_1:\n.pragma \"nounroll\";\nadd.s32 %r4, %r4, 2;\nsetp.lt.u32 %p1, %r4, %r0;\n"
-    "@!%p1 bra $L_2;\nbra.uni $L_1;\n$L_2:\nst.global.u32 [%rd2], %r4;",
     "unset": "st.global.u32 [%rd2], %r8;",
     "beyond": ".shared .align 16 .b8 rows[1008];\nmov.u64 %rd4, rows;\nadd.s64 %rd4, %rd4, %rd3;\n"
     "st.shared.u32 [%rd4], %r0;",
@@ -73,18 +69,12 @@ def ran(kernels: Emulated, name: str, order: int = 0) -> tuple[np.ndarray, np.nd
 def test_kernels(kernels: Emulated, order: int) -> None:
     source, out = ran(kernels, "guarded", order)
     np.testing.assert_array_equal(out, np.where(IDS[:, None] % 2 == 0, source[:, ::-1], 0xFFFFFFFF))
-    source, out = ran(kernels, "widened", order)
-    read = source.view(np.uint8)
-    np.testing.assert_array_equal(out[:, 0].view(np.int32), read[:, 0].view(np.int8))
-    np.testing.assert_array_equal(out[:, 1:3].T, [read[:, 1], 0xAAAAAA00 | read[:, 0].astype(np.uint32)])
     source, out = ran(kernels, "exchanged", order)
     np.testing.assert_array_equal(out[:, :3], np.roll(source, -1, axis=0)[:, :3])
     _, out = ran(kernels, "shuffled", order)
     # A lane of a later segment has no value for this one, so that the own one stays; an earlier one has.
     inside = IDS % 32 ^ 24 <= IDS % 32 | 7
     np.testing.assert_array_equal(out.T, [IDS ^ 3, np.where(inside, IDS ^ 24, IDS), np.ones_like(IDS), inside])
-    _, out = ran(kernels, "looped", order)
-    np.testing.assert_array_equal(out[:, 0], np.maximum(2, (IDS + 1) // 2 * 2))
     _, out = ran(kernels, "unset", order)
     assert set(out[:, 0].tolist()) == {0xFEFEFEFE}, "a register that nothing sets is no zero"
 
@@ -100,14 +90,10 @@ def test_faults_are_found(kernels: Emulated) -> None:
     "body",
     [
         "ld.acquire.gpu.global.u32 %r1, [%rd1];",
-        "ld.global.u32 %r1, [%r2];",
         "ld.shared.u32 %r1, [nowhere];",
         "add.ftz.f32 %f1, %f2, %f3;",
-        "add.s32 %r1, %r2, %r16;",
-        "add.s32 %r1, %r2, 4294967296;",
         "shfl.sync.idx.b32 %r1, %r2, 0, 31, -1;",
         "bar.sync 1;",
-        "atom.global.sys.add.u32 %r1, [%rd1], 1;",
         "cp.async.cg.shared.global [%r1], [%rd1], 8;",
         '.pragma "other";',
     ],
@@ -140,14 +126,6 @@ CANONICAL = 0x7FFFFFFF
 # By code: the register that it sets, and rows of sources and what comes of them. The sources are in %rd1 to %rd3; their
 # low bits are in %r1 to %r3, %f1 to %f3 and %rs1 to %rs3.
 CASES: dict[str, tuple[str, list[tuple[Number, ...]]]] = {
-    "mul.lo.s16 %rs4, %rs1, %rs2;": ("%rs4", [(0xFFFF, 0xFFFF, 1), (300, 300, 0x5F90), (0x1FFFF, 2, 0xFFFE)]),
-    "mul.hi.s32 %r4, %r1, %r2;": ("%r4", [(-1, 3, -1), (1 << 30, 8, 2), (-(1 << 31), -(1 << 31), 1 << 30)]),
-    "mul.hi.u32 %r4, %r1, %r2;": ("%r4", [(-1, 3, 2), (-1, -1, -2)]),
-    "mul.wide.s32 %rd4, %r1, %r2;": ("%rd4", [(-2, 3, -6), (1 << 30, 16, 1 << 34)]),
-    "mul.wide.u32 %rd4, %r1, %r2;": ("%rd4", [(-1, 2, 0x1FFFFFFFE)]),
-    "mad.wide.s32 %rd4, %r1, %r2, %rd3;": ("%rd4", [(-2, 3, 1 << 40, (1 << 40) - 6)]),
-    "min.s32 %r4, %r1, %r2;": ("%r4", [(-1, 1, -1)]),
-    "max.u32 %r4, %r1, %r2;": ("%r4", [(-1, 1, -1)]),
     "shl.b32 %r4, %r1, %r2;": ("%r4", [(3, 31, 1 << 31), (3, 32, 0), (3, 33, 0), (3, -1, 0)]),
     "shl.b64 %rd4, %rd1, %r2;": ("%rd4", [(3, 33, 3 << 33), (3, 64, 0)]),
     "shr.u32 %r4, %r1, %r2;": ("%r4", [(-1, 31, 1), (-1, 32, 0), (-1, 255, 0)]),
@@ -163,14 +141,6 @@ CASES: dict[str, tuple[str, list[tuple[Number, ...]]]] = {
         "%r4",
         [(0x1AB, 0, 4, 0xAB0), (0xAB, -1, 28, 0xBFFFFFFF), (0xAB, 5, 32, 5), (0xAB, 0, 0x104, 0xAB0)],
     ),
-    "popc.b32 %r4, %r1;": ("%r4", [(-1, 32), (0x80000001, 2)]),
-    "dp2a.lo.u32.u32 %r4, %r1, %r2, %r3;": ("%r4", [(0x30002, 0x9050407, 1, 2 * 7 + 3 * 4 + 1)]),
-    "setp.lt.s32 %p1, %r1, %r2;": ("%p1", [(-1, 1, 1), (1, 1, 0)]),
-    "setp.lt.u32 %p1, %r1, %r2;": ("%p1", [(-1, 1, 0), (1, -1, 1)]),
-    "cvt.s32.s8 %r4, %r1;": ("%r4", [(0x1F0, -16), (0x70, 0x70)]),
-    "cvt.s8.s32 %rs4, %r1;": ("%rs4", [(0x1F0, -16)]),
-    "mov.b32 %r4, {%rs1, %rs2};": ("%r4", [(0x12345, 0x56789, 0x67892345)]),
-    "mov.b32 {%rs5, %rs4}, %r1;": ("%rs4", [(0x12345678, 0x1234)]),
     # Exactly 1 + 2^-24, a little less, and -0 where the exact sum is 0.
     "fma.rm.f32 %f4, %f1, %f2, %f3;": (
         "%f4",

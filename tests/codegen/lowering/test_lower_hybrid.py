@@ -2,18 +2,18 @@
 
 import json
 from collections import deque
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import pytest
-from torch.fx import GraphModule
+from test_lower_blocks import OTHER, SMALL, SOME, Case
 
 from helpers.hybrid import SIDES, Naps, compile_naps
-from helpers.kernels.lowered import Runner, quantized
+from helpers.kernels.lowered import Runner
 from helpers.kernels.workbench import Array
 from helpers.products import sampled
 from picompile.placement.model_bytes import LayerBytes, LayerLaunches
@@ -25,9 +25,8 @@ from picompile_codegen.lowering.arena import Lifetime
 from picompile_codegen.lowering.function import LowerOptions
 from picompile_codegen.lowering.lower import lower
 from picompile_codegen.lowering.placement import ON_HOST, Placement
-from picompile_codegen.lowering.program import Device, LoweredProgram, ProgramCall, ProgramTensor, tensor_bytes
+from picompile_codegen.lowering.program import LoweredProgram, ProgramCall, ProgramTensor, tensor_bytes
 from picompile_passes.passes.insert_predictors import InsertPredictors
-from picompile_passes.passes.partition import Partition
 from picompile_runtime.artifact.program import WAITING_OPS, read_program
 from picompile_runtime.devices.memory import Tensor as Stored
 
@@ -38,21 +37,7 @@ NONE = 1e9
 RANKS = {0: 5, 1: 5, 2: 5}
 
 
-@dataclass(frozen=True)
-class Case:
-    """A model, the predictors of its layers, and the neurons of their hot parts."""
-
-    shape: GraphShape
-    predictors: InsertPredictors
-    hot: Mapping[int, Sequence[int]] = field(default_factory=dict)
-
-    def graph(self) -> GraphModule:
-        return quantized(self.shape, self.predictors, Partition(self.hot))
-
-
-# Every split is into as many neurons, so that there are fewer kernels to compile.
-_SOME, _OTHER = range(0, 75, 2), range(30, 68)
-_SMALL = GraphShape(hidden=72, heads=3, ffn=77, vocab=50, layers=3, activation="silu")
+_SMALL = replace(SMALL, layers=3, activation="silu")
 CASES = {
     # Each kind of predictor, in layers that are split or cold; one of the layer before, and one that keeps no neuron.
     "gated": Case(
@@ -64,7 +49,7 @@ CASES = {
             inputs={2: "previous"},
             thresholds={0: NONE, 1: 0.48, 2: -0.1},
         ),
-        {0: _SOME, 1: _OTHER, 2: (), 3: _SOME},
+        {0: SOME, 1: OTHER, 2: (), 3: SOME},
     ),
     # With biases, which a block has whether any of its neurons fires or not.
     "plain": Case(
@@ -76,13 +61,13 @@ CASES = {
     "parallel": Case(
         replace(_SMALL, parallel=True, softcap=1.5, alibi=True, sinks=True),
         InsertPredictors("learned", kinds={2: "none"}, ranks={0: 5, 1: 5}, inputs={1: "previous"}),
-        {0: _SOME, 1: _OTHER, 2: _OTHER},
+        {0: SOME, 1: OTHER, 2: OTHER},
     ),
     # With limits, where gates decide and where masks name the neurons.
     "limited": Case(
         _SMALL,
         InsertPredictors("none", kinds={1: "learned"}, ranks={1: 5}, gate_limits=(0, 1), output_limits=(0, 1, 2)),
-        {0: _SOME, 1: _OTHER, 2: _OTHER},
+        {0: SOME, 1: OTHER, 2: OTHER},
     ),
 }
 
@@ -171,9 +156,39 @@ def test_placement_does_not_change_the_results(name: str, naps: Naps, tmp_path: 
 # ---- in which order ----
 
 
-def queues_of(calls: Sequence[ProgramCall]) -> list[deque[ProgramCall]]:
-    """The calls of each device."""
-    return [deque(call for call in calls if call.device == device) for device in ("host", "device")]
+# What both sides find in shared memory, whatever they do.
+GIVEN = {"step", "tokens", "positions", "slots", "flags", "abandoned"}
+
+
+def check_function(program: LoweredProgram, function: str, ahead: float, seed: int = 0) -> None:
+    """Run both sides in an order that flags allow, in which the host goes on first as often as `ahead`.
+
+    AssertionError where a call reads what is not there yet or no longer, or where both sides wait for ever. The first
+    call in the list that uses memory writes it. With `ahead` 0 and 1 whoever may read too early does.
+    """
+    calls, random = program.functions[function], np.random.default_rng(seed)
+    queues = [deque(call for call in calls if call.device == device) for device in ("host", "device")]
+    shared = {name: tensor for name, tensor in program.buffers.items() if tensor.memory == "shared"}
+    places = {name: range(*_span(tensor), 64) for name, tensor in shared.items() if name not in GIVEN}
+    used = {id(call): {arg.name for arg in call.args if arg.space == "buffer"} & places.keys() for call in calls}
+    writers = {name: id(call) for call in reversed(calls) for name in used[id(call)]}
+    memory, flags = dict[int, str](), set[int | None]()
+    while any(queues):
+        waits = [queue and queue[0].op in ("wait", "receive") and flag_of(queue[0]) not in flags for queue in queues]
+        ready = [queue for queue, is_waiting in zip(queues, waits, strict=True) if queue and not is_waiting]
+        assert ready, f"{function}: both sides wait for ever"
+        call = (ready[0] if random.random() < ahead else ready[-1]).popleft()
+        for name in used[id(call)]:
+            if writers[name] == id(call):
+                memory.update(dict.fromkeys(places[name], name))
+            found = {memory.get(place, "nothing") for place in places[name]}
+            assert found == {name}, f"{call.kernel} on the {call.device} finds {found - {name}} in {name}"
+        assert (flag_of(call) is not None) == (call.op in ("wait", "receive", "send", "signal")), (
+            f"{call.kernel}'s flag"
+        )
+        if call.op in ("send", "signal"):
+            assert flag_of(call) not in flags, f"flag {flag_of(call)} is set twice"
+            flags.add(flag_of(call))
 
 
 def flag_of(call: ProgramCall) -> int | None:
@@ -181,86 +196,20 @@ def flag_of(call: ProgramCall) -> int | None:
     return next((arg.offset for arg in call.args if arg.name == "flags"), None)
 
 
-def check_order(program: LoweredProgram, function: str) -> None:
-    """AssertionError where a device may read what the other has not written yet, or where both wait for ever.
-
-    What is written before a flag is set is there after that flag was waited for. Nothing else is in any order.
-    """
-    calls = program.functions[function]
-    queues = queues_of(calls)
-    given = {"step", "tokens", "positions", "slots", "flags", "abandoned"}
-    # By device, what it may read of shared memory; and what is there for whoever has seen a flag.
-    seen: dict[Device, set[str]] = {"host": set(given), "device": set(given)}
-    behind: dict[int | None, set[str]] = {}
-    # The shared memory that each call uses, and that it is the first to use.
-    used, made = {}, {}
-    for call in calls:
-        named = {arg.name for arg in call.args if arg.space == "buffer"}
-        used[id(call)] = {name for name in named if program.buffers[name].memory == "shared"}
-        made[id(call)] = used[id(call)].difference(given, *made.values())
-    while any(queues):
-        runnable = [queue for queue in queues if queue and not _blocked(queue[0], behind)]
-        assert runnable, f"{function}: both sides wait for ever"
-        for call in [queue.popleft() for queue in runnable]:
-            flag, known, written = flag_of(call), seen[call.device], made[id(call)]
-            assert (flag is not None) == (call.op in ("wait", "receive", "send", "signal")), f"{call.kernel}'s flag"
-            if call.op in ("wait", "receive"):
-                known |= behind[flag]
-            early = used[id(call)] - written - known
-            assert not early, f"{call.kernel} on the {call.device} reads {early} too early"
-            known |= written
-            if call.op in ("send", "signal"):
-                assert flag not in behind, f"flag {flag} is set twice"
-                behind[flag] = set(known)
-
-
-def _blocked(call: ProgramCall, behind: Container[int | None]) -> bool:
-    return call.op in ("wait", "receive") and flag_of(call) not in behind
-
-
 def check_memory(program: LoweredProgram) -> None:
-    """AssertionError where a device is given the other's memory, or two things in shared memory lie on each other that
-    may be in use at the same time.
-    """
+    """AssertionError where a device is given the other's memory, or reads what is not there or overwritten."""
     for calls in program.functions.values():
         for call in calls:
             for arg in call.args:
                 kept = {"buffer": program.buffers, "state": program.state}.get(arg.space, {})
                 assert arg.name not in kept or kept[arg.name].memory in (call.device, "shared"), (call.kernel, arg.name)
+    shared = {name: _span(tensor) for name, tensor in program.buffers.items() if tensor.memory == "shared"}
+    kept_until = [end for name, (_, end) in shared.items() if name.partition(".")[0] not in program.functions]
     for function in program.functions:
-        own = [name for name in program.buffers if not name.startswith(tuple(f"{f}." for f in program.functions))]
-        mine = [name for name in program.buffers if name.startswith(f"{function}.")]
-        spans = {name: _span(program.buffers[name]) for name in mine if program.buffers[name].memory == "shared"}
-        kept = [_span(program.buffers[name]) for name in own if program.buffers[name].memory == "shared"]
-        first = min((start for start, _ in spans.values()), default=0)
-        assert all(end <= first for _, end in kept), function
-        for seed in range(8):
-            check_contents(program.functions[function], spans, seed)
-
-
-def check_contents(calls: Sequence[ProgramCall], spans: Mapping[str, tuple[int, int]], seed: int) -> None:
-    """Run both sides in some order that flags allow. AssertionError where a call reads what another has overwritten.
-
-    The first call in the list that uses a buffer writes it.
-    """
-    random, share = np.random.default_rng(seed), (0.02, 0.5, 0.98)[seed % 3]
-    queues = queues_of(calls)
-    writers: dict[str, int] = {}
-    for call in calls:
-        for name in {arg.name for arg in call.args} & set(spans):
-            writers.setdefault(name, id(call))
-    memory, flags = dict[int, str](), set[int]()
-    while any(queues):
-        ready = [queue for queue in queues if queue and not _blocked(queue[0], flags)]
-        call = (ready[0] if random.random() < share else ready[-1]).popleft()
-        for name in {arg.name for arg in call.args} & set(spans):
-            places = range(spans[name][0], spans[name][1], 64)
-            if writers[name] == id(call):
-                memory.update(dict.fromkeys(places, name))
-            found = {memory[place] for place in places}
-            assert found == {name}, f"{call.kernel} on the {call.device} finds {found - {name}} in {name}"
-        if call.op in ("send", "signal"):
-            flags.add(flag_of(call) or 0)
+        first = min((start for name, (start, _) in shared.items() if name.startswith(f"{function}.")), default=None)
+        assert first is None or all(end <= first for end in kept_until), function
+        for seed, ahead in enumerate((0, 1, *(0.02, 0.5, 0.98) * 2)):
+            check_function(program, function, ahead, seed)
 
 
 def _span(tensor: ProgramTensor) -> tuple[int, int]:
@@ -274,15 +223,13 @@ def test_no_buffer_is_read_before_it_is_written(name: str, kv_dtype: str) -> Non
     graph_module = CASES[name].graph()
     for placement in placements(CASES[name].shape.layers, 3, seed=len(name)):
         lowered = lower(graph_module, options(placement, kv_dtype))
-        for function in lowered.program.functions:
-            check_order(lowered.program, function)
         check_memory(lowered.program)
         # The runtime does not refuse the program.
         stored = {tensor.name: Stored(tensor.dtype, tensor.shape) for tensor in lowered.weights.tensors.values()}
         read_program(json.dumps(lowered.program.to_json()).encode(), stored, "program.json")
 
 
-@pytest.mark.parametrize(("op", "message"), [("wait", "too early"), ("signal", "for ever"), ("send", "for ever")])
+@pytest.mark.parametrize(("op", "message"), [("wait", "finds .*nothing"), ("signal", "for ever"), ("send", "for ever")])
 def test_the_checker_finds_a_missing_transfer_call(op: str, message: str) -> None:
     """Each of the calls of `decode` with which devices meet."""
     program = lower(CASES["gated"].graph(), options(Placement.all_of(4))).program
@@ -292,7 +239,8 @@ def test_the_checker_finds_a_missing_transfer_call(op: str, message: str) -> Non
     for place in places:
         program.functions["decode"] = [*calls[:place], *calls[place + 1 :]]
         with pytest.raises(AssertionError, match=message):
-            check_order(program, "decode")
+            for ahead in (0, 1):
+                check_function(program, "decode", ahead)
 
 
 def test_the_checker_finds_memory_that_is_used_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,7 +322,7 @@ def test_a_prediction_from_the_layer_before_is_made_while_the_host_computes(devi
 
 @sampled(
     device=("cpu", "cuda"),
-    hot=(pytest.param(_SOME, id="split"), pytest.param((), id="cold")),
+    hot=(pytest.param(SOME, id="split"), pytest.param((), id="cold")),
     caches=(frozenset(range(4)), frozenset[int]()),
     predictors=(frozenset(range(4)), frozenset({1, 3})),
     slow="lowers a program for each",

@@ -15,7 +15,6 @@ import subprocess
 import tempfile
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from helpers.compiled import compile_once
+from helpers.kernels.workbench import Guarded
 
 Array = NDArray[Any]
 Extents = tuple[int, int, int]
@@ -34,9 +34,6 @@ ORDERS = (0, 1, 2, 3)
 
 _HERE = Path(__file__).parent / "emulation"
 _HEADER = "cuda_emulation.h"
-_GUARD_BYTES = 256
-# Buffers of a program begin at multiples of this, and a kernel must not count on more.
-_ALIGNMENT_BYTES = 64
 
 # Vectors are read through pointers to other types, so no strict aliasing.
 _FLAGS = ("-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing", "-ffp-contract=off", "-g1")
@@ -57,29 +54,6 @@ _KERNEL = re.compile(rf'extern\s+"C"\s+__global__\s+((?:void\s+|{_BOUNDS.pattern
 
 class EmulationError(Exception):
     """A kernel that does not compile, or that did what a GPU forbids."""
-
-
-@dataclass(frozen=True)
-class _Guarded:
-    """A copy of an array between two guards, all bits of which are ones."""
-
-    memory: Array
-    copy: Array
-
-    def is_intact(self) -> bool:
-        start = self.copy.ctypes.data - self.memory.ctypes.data
-        end = start + self.copy.nbytes
-        return bool((self.memory[:start] == 255).all() and (self.memory[end:] == 255).all())
-
-
-def _guarded(array: Array) -> _Guarded:
-    memory = np.full(array.nbytes + 2 * _GUARD_BYTES + 2 * _ALIGNMENT_BYTES, 255, np.uint8)
-    first = memory.ctypes.data + _GUARD_BYTES
-    # An odd multiple of the alignment: no kernel runs by luck.
-    start = _GUARD_BYTES + (_ALIGNMENT_BYTES - first) % (2 * _ALIGNMENT_BYTES)
-    copy = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
-    copy[...] = array
-    return _Guarded(memory, copy)
 
 
 def _kernels(source: str) -> dict[str, str]:
@@ -170,8 +144,10 @@ class Emulated:
         for what the kernel did wrong, also if it wrote to an array that is read-only.
         """
         _check_overlaps(symbol, arrays)
-        guarded = {id(array): _guarded(array) for array in arrays}
-        copies = [guarded[id(array)].copy for array in arrays]
+        guarded = {id(array): Guarded.of(array.dtype, array.shape) for array in arrays}
+        for array in arrays:
+            guarded[id(array)].array[...] = array
+        copies = [guarded[id(array)].array for array in arrays]
         self._restrict(copies)
         try:
             self.call(symbol, grid, block, [copy.ctypes.data for copy in copies], order)

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from picompile_codegen.build.host_library import build_host_library
 from picompile_codegen.build.isa import DEFAULT_ISA, ISAS, Isa
-from picompile_codegen.cpu import Kernel
-from picompile_codegen.specs import KernelArgument
+from picompile_codegen.cpu import Kernel, write_kernel
+from picompile_codegen.specs import KernelArgument, KernelSpec
 from picompile_passes.dialect import dequantize_rows, quantize_rows
 from picompile_runtime.devices.cpu.native import HostLibrary
 
@@ -33,18 +33,18 @@ class Guarded:
     memory: Array
     array: Array
 
+    @classmethod
+    def of(cls, dtype: Any, shape: Sequence[int]) -> "Guarded":
+        """An array at an odd multiple of 64, as buffers of a program may be: no kernel runs by luck."""
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        memory = np.full(size + 4 * _GUARD_BYTES, 255, np.uint8)
+        start = _GUARD_BYTES + (64 - memory.ctypes.data) % _GUARD_BYTES
+        return cls(memory, memory[start : start + size].view(dtype).reshape(shape))
+
     def is_intact(self) -> bool:
         start = self.array.ctypes.data - self.memory.ctypes.data
         end = start + self.array.nbytes
         return bool((self.memory[:start] == 255).all() and (self.memory[end:] == 255).all())
-
-
-def _poisoned(argument: KernelArgument, shape: Sequence[int]) -> Guarded:
-    dtype = np.dtype(argument.dtype)
-    size = int(np.prod(shape)) * dtype.itemsize
-    memory = np.full(size + 2 * _GUARD_BYTES + 64, 255, np.uint8)
-    start = _GUARD_BYTES + (-(memory.ctypes.data + _GUARD_BYTES)) % 64
-    return Guarded(memory, memory[start : start + size].view(dtype).reshape(shape))
 
 
 def _shape(argument: KernelArgument, arguments: Sequence[KernelArgument], given: Inputs) -> Sequence[int]:
@@ -58,27 +58,56 @@ def _shape(argument: KernelArgument, arguments: Sequence[KernelArgument], given:
 class Workbench:
     """Kernels, all written for `isa`: those of `kernels` in one library, any other in its own when it is first run."""
 
+    # How many threads must give the same bits.
+    threads: Sequence[int] = (2, 1, 3)
+
     def __init__(self, path: Path, kernels: Sequence[Kernel] = (), isa: Isa = ISAS[DEFAULT_ISA]) -> None:
         self.path = path
         self._isa = isa
-        self._paths = {kernel.name: path for kernel in kernels}
+        self._paths: dict[str, Path] = {}
         if kernels:
-            build_host_library(kernels, path, isa)
+            self.compile(kernels)
+
+    def compile(self, kernels: Sequence[Kernel]) -> None:
+        """Compile kernels into one library, which is quicker than one by one."""
+        path = self.path if not self._paths else self.path.with_name(f"{kernels[0].name}.so")
+        build_host_library(kernels, path, self._isa)
+        self._paths |= {kernel.name: path for kernel in kernels}
 
     def _library(self, kernel: Kernel) -> HostLibrary:
         if kernel.name not in self._paths:
-            self._paths[kernel.name] = self.path.with_name(f"{kernel.name}.so")
-            build_host_library([kernel], self._paths[kernel.name], self._isa)
+            path = self.path.with_name(f"{kernel.name}.so")
+            build_host_library([kernel], path, self._isa)
+            self._paths[kernel.name] = path
         return HostLibrary(self._paths[kernel.name])
 
+    def written(self, kernel: Kernel | KernelSpec) -> Kernel:
+        return write_kernel(kernel) if isinstance(kernel, KernelSpec) else kernel
+
+    def same(self, kernel: Kernel | KernelSpec, inputs: Inputs, **step: int) -> dict[str, Array]:
+        """As `run`, whichever number of threads there are."""
+        kernel = self.written(kernel)
+        found, *others = (self.run(kernel, inputs, threads=threads, **step) for threads in self.threads)
+        for name in (argument.name for argument in kernel.arguments if not argument.scratch):
+            assert all(other[name].tobytes() == found[name].tobytes() for other in others), f"{name} depends on threads"
+        return found
+
     def run(
-        self, kernel: Kernel, inputs: Inputs, *, tokens: int = 1, position: int = 0, slot: int = -1, threads: int = 2
+        self,
+        kernel: Kernel | KernelSpec,
+        inputs: Inputs,
+        *,
+        tokens: int = 1,
+        position: int = 0,
+        slot: int = -1,
+        threads: int = 2,
     ) -> dict[str, Array]:
-        """All arguments of `kernel` by name, after a call. A packed matrix `w` is given as bytes [rows, row_bytes]."""
+        """All arguments of a kernel by name, after a call. A packed matrix `w` is given as bytes [rows, row_bytes]."""
+        kernel = self.written(kernel)
         step = np.full(8, -1, np.int32)
         step[:3] = tokens, position, slot
         given = {"step": step, **inputs}
-        arrays = {each.name: _poisoned(each, _shape(each, kernel.arguments, given)) for each in kernel.arguments}
+        arrays = {each.name: Guarded.of(each.dtype, _shape(each, kernel.arguments, given)) for each in kernel.arguments}
         for argument in kernel.arguments:
             name, _, part = argument.name.partition(".")
             if argument.access == "tickets":
@@ -135,3 +164,13 @@ def assert_close(measured: Array, expected: Array, tolerance: float = 2e-5) -> N
     assert np.isfinite(measured).all(), "something that must not be read was read, or nothing was written"
     error = np.abs(measured - expected).max() / np.abs(expected).max()
     assert error <= tolerance, f"off by {error:.2e} of the largest value"
+
+
+def assert_rows(found: Array, expected: Array, tolerance: float = 0.0) -> None:
+    """Check the first rows, bit by bit if there is no tolerance, and that nothing was written to the others."""
+    first = found[: len(expected)]
+    if tolerance:
+        assert_close(first, expected, tolerance)
+    else:
+        assert np.array_equal(first, expected)
+    assert (found[len(expected) :].view(np.uint8) == 255).all(), "rows that do not count were written"

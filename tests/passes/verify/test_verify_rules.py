@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -360,228 +361,198 @@ class Case:
 
 
 C0, C1, C2, C3, C4 = Stage
-CASES = [
-    Case(*place, *row)
-    for place, rows in {
-        (C0, "well-formed"): [
-            (lambda g: first(g, ATTENTION).append(first(g, EMBEDDING)), "used before it has been defined"),
-            (lambda g: delattr(g.model.norm, "weight"), "weight"),
-            (
-                lambda g: setattr(
-                    g.graph.find_nodes(op="get_attr", target="model.norm.weight")[0], "target", "model.norm"
-                ),
-                "model.norm is a Module, not a tensor",
-            ),
-        ],
-        (C0, "placeholders"): [
-            (lambda g: setattr(positions(g), "name", "places"), "the inputs are tokens, places, not tokens, positions"),
-            (input_is_missing, "the inputs are tokens, not tokens, positions"),
-            (lambda g: revalue(positions(g), lambda value: value.float()), "not int64[tokens]"),
-            (lambda g: revalue(positions(g), lambda value: value.new_empty(7)), "of another length"),
-        ],
-        (C0, "values"): [
-            (
-                lambda g: revalue(first(g, ADD), lambda value: value.new_empty((7, OPT.hidden))),
-                "is float32[7, 24], but the value float32[",
-            ),
-            (lambda g: revalue(head(g), lambda value: value.double()), "is float64["),
-            (lambda g: first(g, LAYER_NORM).meta.pop("val"), 'at layer_norm: has no meta["val"]'),
-            (weight_changed_size, "is float32[24], but the value float32[25]"),
-            (lambda g: put(first(g, ADD), "other", head(g).args[1]), "does not accept"),
-        ],
-        (C1, "operators"): [
-            (lambda g: through(g, torch.ops.aten.relu.default), "aten.relu.default is not allowed on tokens"),
-            (
-                lambda g: through(g, INDEX_SELECT, 1, constant(g, list(range(OPT.hidden)))),
-                "aten.index_select.default is not allowed on tokens",
-            ),
-            (
-                change(
-                    LAYER_NORM, weight=lambda g, norm: make(g, LAYER_NORM, norm.args[1], None, None, 1e-5, before=norm)
-                ),
-                "picompile.layer_norm.default is not allowed on constants",
-            ),
-            (calls_a_module, "call_module model.norm is no operator"),
-            (sparse_block_before_predictors, "picompile.predict.default is not allowed"),
-        ],
-        (C2, "operators"): [
-            (dense_block_is_left, "picompile.ffn.default is not allowed"),
-        ],
-        (C1, "token-path"): [
-            (value_is_a_vector, "not float32[tokens, dim]"),
-            (value_is_an_integer, "is int64["),
-        ],
-        (C1, "arguments"): [
-            (change(LINEAR, bias=[0.0] * (OPT.hidden + 1)), "bias is float32[25], but weight makes that 25 a 24"),
-            (
-                lambda g: put(head(g), "weight", constant(g, [[0.0] * (OPT.hidden + 3)] * OPT.vocab)),
-                "weight is float32[50, 27], but x makes that 27 a 24",
-            ),
-            (
-                change(FFN, gate=[[0.0] * OPT.hidden] * (OPT.ffn - 1)),
-                "up is float32[40, 24], but gate makes that 40 a 39",
-            ),
-            (change(LINEAR, bias=[[0.0] * OPT.hidden]), "bias is float32[1, 24], which has not 1 dimensions"),
-            (change(ATTENTION, sinks=[[0.5] * OPT.heads]), "sinks is float32[1, 3], which has not 1 dimensions"),
-            (lambda g: skip(g, limits=constant(g, [0.5] * 23)), "limits is float32[23], but x makes that 23 a 24"),
-            (
-                lambda g: skip(g, weight=arguments(first(g, FFN))["up"]),
-                "weight is float32[40, 24], but x makes that 40 a 24",
-            ),
-        ],
-        (C1, "heads"): [
-            (lambda g: key_of_width(g, 25), "3 heads and 3 key heads do not fit q, k, v of 24, 25, 24"),
-            (lambda g: key_of_width(g, 36), "3 heads and 3 key heads do not fit q, k, v of 24, 36, 24"),
-            (change(ROTARY, inverse_frequency=[0.5, 0.25]), "3 heads of 2 frequencies do not fit 24", LLAMA),
-            (change(ATTENTION, slopes=[0.5] * (OPT.heads - 1)), "its slopes are float32[2], not one for each of 3"),
-        ],
-        (C1, "groups"): [
-            (change(LAYER_NORM, groups=5), "5 groups do not divide 24 features"),
-            (change(LAYER_NORM, groups=0), "0 groups do not divide 24 features"),
-        ],
-        (C1, "expressions"): [
-            (lambda g: calculate(g, "twice(x0)"), "there is no function twice of 1 operands"),
-            (lambda g: calculate(g, "mul(x0, x1)"), "step 0 reads x1, which there is not"),
-            (vector_of_an_expression_is_too_short, "float32[23], which does not fit 24 columns"),
-            (
-                lambda g: calculate(g, "mul(x0, x1)", constant(g, [[0.5] * OPT.hidden])),
-                "float32[1, 24], which does not fit 24 columns",
-            ),
-        ],
-        (C1, "windows"): [
-            (change(ATTENTION, window=-1), "its window is -1"),
-            (change(ATTENTION, softcap=-30.0), "its soft cap is -30.0"),
-            (change(ATTENTION, softcap=float("inf")), "its soft cap is inf"),
-        ],
-        (C1, "gates"): [
-            (
-                change(FFN, gate=lambda g, block: arguments(block)["up"], up_activation="relu", activation="identity"),
-                "at ffn: its up has the activation relu, its gate none",
-            ),
-        ],
-        (C1, "unused"): [
-            (lambda g: g.register_buffer("left_over", torch.zeros(3)), "weight left_over is read by no node"),
-            (lambda g: make(g, ADD, head(g).args[0], head(g).args[0], before=head(g)), "its value is not used"),
-        ],
-        (C1, "layers"): [
-            (attention_counts_from_one, "is layer 1, and 1 by its metadata; it should be 0"),
-            (attention_repeats_a_number, "is layer 0, and 0 by its metadata; it should be 1"),
-            (lambda g: first(g, ATTENTION).meta.update(layer=1), "is layer 0, and 1 by its metadata; it should be 0"),
-            (lambda g: first(g, FFN).meta.pop("layer"), "is of layer None, where 0 to 1 may stand"),
-            (lambda g: list(calls(g.graph, FFN))[-1].meta.update(layer=2), "is of layer 2, where 0 to 1 may stand"),
-            (blocks_are_out_of_order, "is of layer 0, where 1 to 1 may stand"),
-            (lambda g: skip(g).meta.pop("layer"), "is of layer None, where 0 to 1 may stand"),
-            (lambda g: skip(g).meta.update(layer=2), "is of layer 2, where 0 to 1 may stand"),
-        ],
-        (C1, "provenance"): [
-            (lambda g: skip(g).meta.pop("from"), 'at sparse_linear: has no meta["from"]'),
-        ],
-        (C1, "head"): [
-            (lambda g: setattr(output(g), "args", (make(g, ADD, head(g), head(g), before=output(g)),)), "returns add_"),
-            (ends_in_arithmetic_on_no_linear, "returns elementwise"),
-            (lambda g: setattr(output(g), "args", ((head(g), head(g)),)), "which is not one linear"),
-        ],
-        (C2, "provenance"): [
-            (lambda g: first(g, PREDICT).meta.pop("from"), 'at predict: has no meta["from"]'),
-        ],
-        (C4, "provenance"): [
-            (lambda g: first(g, DEQUANTIZE).meta.pop("from"), 'has no meta["from"]'),
-        ],
-        (C2, "masks"): [
-            (mask_comes_from_elsewhere, "comes from no predict"),
-            (mask_is_of_another_layer, "its mask predict is of layer 0"),
-            (lambda g: put(first(g, PREDICT), "x", first(g, LAYER_NORM)), "is predicted from another input"),
-            (mask_is_too_short, "has 40 neurons, but its mask 39"),
-            (change(SPARSE_FFN, neurons=[OPT.ffn] * OPT.ffn), "its neurons are 40 to 40, but its mask has 40"),
-            (table_is_computed, "its neurons are no table of the module"),
-            (
-                change(PREDICT, x=lambda g, mask: arguments(arguments(mask)["x"])["x"]),
-                "is predicted from another input",
-            ),
-            (
-                lambda g: learn(g, 2, (3, 24), (40, 3), (40,), source=arguments(first(g, PREDICT))["x"]),
-                "from another input",
-                GraphShape(layers=3),
-            ),
-            (
-                lambda g: learn(g, 0, (3, 24), (40, 3), (40,), source=first(g, LAYER_NORM)),
-                "is predicted from another input",
-            ),
-        ],
-        (C2, "predictors"): [
-            (
-                change(PREDICT, weights=lambda g, mask: [early_down(g, mask), *arguments(mask)["weights"][1:]]),
-                "its predictor exact reads",
-            ),
-            (
-                lambda g: put(first(g, PREDICT), "weights", arguments(first(g, PREDICT))["weights"][:1]),
-                "its predictor exact reads",
-            ),
-            (change(PREDICT, threshold=0.5), "its threshold is 0.5, relu's 0.0"),
-            (change(SPARSE_FFN, activation="silu"), "its predictor is exact, but silu is never silent"),
-            (
-                change(PREDICT, kind="none", weights=lambda g, mask: [early_down(g, mask)]),
-                "its predictor none does not read its up",
-            ),
-            (change(PREDICT, kind="sign"), "its predictor sign reads"),
-            (lambda g: learn(g, 0, (3, 24), (40, 3), (1,)), "bias of its predictor is float32[1], not [40]"),
-            (lambda g: learn(g, 0, (3, 24), (40, 3), (40, 1)), "float32[40, 1], not of 1 dimensions"),
-            (lambda g: learn(g, 0, (3, 23), (40, 3), (40,)), "fc1 of its predictor is float32[3, 23], not [3, 24]"),
-            (lambda g: learn(g, 0, (2, 24), (40, 3), (40,)), "fc2 of its predictor is float32[40, 3], not [40, 2]"),
-            (lambda g: learn(g, 0, (3, 24), (40, 3)), "its predictor learned has 2 weights, not fc1, fc2, bias"),
-        ],
-        (C2, "squares"): [
-            (change(DIVIDE_BY_RMS, neurons=39), "divides by 39 neurons, but there are 40", NORMED),
-            (bias_is_divided, "has squares, so that its down_bias would be divided", NORMED),
-            (
-                change(
-                    DIVIDE_BY_RMS, x=lambda g, division: make(g, ADD, *[arguments(division)["x"]] * 2, before=division)
-                ),
-                "has squares, but what reads it is no divide_by_rms",
-                NORMED,
-            ),
-            (change(DIVIDE_BY_RMS, bias=[0.0]), "its bias has 1 elements, not 24", NORMED),
-        ],
-        (C2, "limits"): [
-            (lambda g: limited(g, "gate_limits"), "has gate_limits, but no gate"),
-            (lambda g: limited(g, "output_limits", torch.float64), "its output_limits are float64[40], not float32"),
-        ],
-        (C2, "arguments"): [
-            (change(SPARSE_FFN, output_limits=[0.0, 1.0]), "output_limits is float32[2], but"),
-        ],
-        (C3, "parts"): [
-            (one_part_has_limits, "output_limits is not selected from the same weight as in"),
-            (lambda g: table(g, 0)[:1].fill_(2), "neuron 2 is in the layer's parts more than once"),
-            (lambda g: table(g, 0)[1:2].fill_(1), "neuron 1 is in the layer's parts more than once"),
-            (lambda g: table(g, 1)[-1:].fill_(OPT.ffn), "a table names a neuron outside 0 to 39"),
-            (lambda g: table(g, 1).add_(1), "a table names a neuron outside 0 to 39"),
-            (down_is_selected_by_the_other_table, "down is selected by breaker, but up by layer_0_hot"),
-            (bias_is_of_the_first_rows, "up_bias is selected by None"),
-            (parts_are_of_different_wholes, "up is not selected from the same weight as in"),
-            (lambda g: put(parts(g)[1], "down_bias", arguments(parts(g)[0])["down_bias"]), "down_bias is here and in"),
-            (
-                lambda g: parts(g)[1].meta.update(device="hot"),
-                "the layer's parts are on ['hot', 'hot'], not one hot and one cold",
-            ),
-            (lambda g: parts(g)[0].meta.pop("device"), "the layer's parts are on [None, 'cold']"),
-            (parts_are_not_added, "are not added"),
-            (lambda g: put(parts(g)[0], "neurons", constant(g, [0, 1, 2])), "its neurons are breaker, not None"),
-            (one_side_is_not_selected, "is selected by None, but up by None"),
-        ],
-        (C4, "packed"): [
-            (
-                change(LINEAR, weight=lambda g, node: arguments(arguments(node)["weight"].args[0])["weight"]),
-                "is not dequantized",
-            ),
-            (change(DEQUANTIZE, format="q4"), "reads format q4, but"),
-            (packed_is_not_from_quantize, "is not quantized"),
-        ],
-        (C4, "packed-once"): [
-            (weight_is_packed_twice, "is packed here and in quantize"),
-        ],
-    }.items()
-    for row in rows
-]
+FAULTS: dict[tuple[Stage, str], list[tuple[Any, ...]]] = {
+    (C0, "well-formed"): [
+        (lambda g: first(g, ATTENTION).append(first(g, EMBEDDING)), "used before it has been defined"),
+        (lambda g: delattr(g.model.norm, "weight"), "weight"),
+        (
+            lambda g: setattr(g.graph.find_nodes(op="get_attr", target="model.norm.weight")[0], "target", "model.norm"),
+            "model.norm is a Module, not a tensor",
+        ),
+    ],
+    (C0, "placeholders"): [
+        (lambda g: setattr(positions(g), "name", "places"), "the inputs are tokens, places, not tokens, positions"),
+        (input_is_missing, "the inputs are tokens, not tokens, positions"),
+        (lambda g: revalue(positions(g), lambda value: value.float()), "not int64[tokens]"),
+        (lambda g: revalue(positions(g), lambda value: value.new_empty(7)), "of another length"),
+    ],
+    (C0, "values"): [
+        (
+            lambda g: revalue(first(g, ADD), lambda value: value.new_empty((7, OPT.hidden))),
+            "is float32[7, 24], but the value float32[",
+        ),
+        (lambda g: revalue(head(g), lambda value: value.double()), "is float64["),
+        (lambda g: first(g, LAYER_NORM).meta.pop("val"), 'at layer_norm: has no meta["val"]'),
+        (weight_changed_size, "is float32[24], but the value float32[25]"),
+        (lambda g: put(first(g, ADD), "other", head(g).args[1]), "does not accept"),
+    ],
+    (C1, "operators"): [
+        (lambda g: through(g, torch.ops.aten.relu.default), "aten.relu.default is not allowed on tokens"),
+        (
+            lambda g: through(g, INDEX_SELECT, 1, constant(g, list(range(OPT.hidden)))),
+            "aten.index_select.default is not allowed on tokens",
+        ),
+        (
+            change(LAYER_NORM, weight=lambda g, norm: make(g, LAYER_NORM, norm.args[1], None, None, 1e-5, before=norm)),
+            "picompile.layer_norm.default is not allowed on constants",
+        ),
+        (calls_a_module, "call_module model.norm is no operator"),
+        (sparse_block_before_predictors, "picompile.predict.default is not allowed"),
+    ],
+    (C2, "operators"): [(dense_block_is_left, "picompile.ffn.default is not allowed")],
+    (C1, "token-path"): [(value_is_a_vector, "not float32[tokens, dim]"), (value_is_an_integer, "is int64[")],
+    (C1, "arguments"): [
+        (change(LINEAR, bias=[0.0] * (OPT.hidden + 1)), "bias is float32[25], but weight makes that 25 a 24"),
+        (
+            lambda g: put(head(g), "weight", constant(g, [[0.0] * (OPT.hidden + 3)] * OPT.vocab)),
+            "weight is float32[50, 27], but x makes that 27 a 24",
+        ),
+        (change(FFN, gate=[[0.0] * OPT.hidden] * (OPT.ffn - 1)), "up is float32[40, 24], but gate makes that 40 a 39"),
+        (change(LINEAR, bias=[[0.0] * OPT.hidden]), "bias is float32[1, 24], which has not 1 dimensions"),
+        (change(ATTENTION, sinks=[[0.5] * OPT.heads]), "sinks is float32[1, 3], which has not 1 dimensions"),
+        (lambda g: skip(g, limits=constant(g, [0.5] * 23)), "limits is float32[23], but x makes that 23 a 24"),
+        (
+            lambda g: skip(g, weight=arguments(first(g, FFN))["up"]),
+            "weight is float32[40, 24], but x makes that 40 a 24",
+        ),
+    ],
+    (C1, "heads"): [
+        (lambda g: key_of_width(g, 25), "3 heads and 3 key heads do not fit q, k, v of 24, 25, 24"),
+        (lambda g: key_of_width(g, 36), "3 heads and 3 key heads do not fit q, k, v of 24, 36, 24"),
+        (change(ROTARY, inverse_frequency=[0.5, 0.25]), "3 heads of 2 frequencies do not fit 24", LLAMA),
+        (change(ATTENTION, slopes=[0.5] * (OPT.heads - 1)), "its slopes are float32[2], not one for each of 3"),
+    ],
+    (C1, "groups"): [
+        (change(LAYER_NORM, groups=5), "5 groups do not divide 24 features"),
+        (change(LAYER_NORM, groups=0), "0 groups do not divide 24 features"),
+    ],
+    (C1, "expressions"): [
+        (lambda g: calculate(g, "twice(x0)"), "there is no function twice of 1 operands"),
+        (lambda g: calculate(g, "mul(x0, x1)"), "step 0 reads x1, which there is not"),
+        (vector_of_an_expression_is_too_short, "float32[23], which does not fit 24 columns"),
+        (
+            lambda g: calculate(g, "mul(x0, x1)", constant(g, [[0.5] * OPT.hidden])),
+            "float32[1, 24], which does not fit 24 columns",
+        ),
+    ],
+    (C1, "windows"): [
+        (change(ATTENTION, window=-1), "its window is -1"),
+        (change(ATTENTION, softcap=-30.0), "its soft cap is -30.0"),
+        (change(ATTENTION, softcap=float("inf")), "its soft cap is inf"),
+    ],
+    (C1, "gates"): [
+        (
+            change(FFN, gate=lambda g, block: arguments(block)["up"], up_activation="relu", activation="identity"),
+            "at ffn: its up has the activation relu, its gate none",
+        )
+    ],
+    (C1, "unused"): [
+        (lambda g: g.register_buffer("left_over", torch.zeros(3)), "weight left_over is read by no node"),
+        (lambda g: make(g, ADD, head(g).args[0], head(g).args[0], before=head(g)), "its value is not used"),
+    ],
+    (C1, "layers"): [
+        (attention_counts_from_one, "is layer 1, and 1 by its metadata; it should be 0"),
+        (attention_repeats_a_number, "is layer 0, and 0 by its metadata; it should be 1"),
+        (lambda g: first(g, ATTENTION).meta.update(layer=1), "is layer 0, and 1 by its metadata; it should be 0"),
+        (lambda g: first(g, FFN).meta.pop("layer"), "is of layer None, where 0 to 1 may stand"),
+        (lambda g: list(calls(g.graph, FFN))[-1].meta.update(layer=2), "is of layer 2, where 0 to 1 may stand"),
+        (blocks_are_out_of_order, "is of layer 0, where 1 to 1 may stand"),
+        (lambda g: skip(g).meta.pop("layer"), "is of layer None, where 0 to 1 may stand"),
+        (lambda g: skip(g).meta.update(layer=2), "is of layer 2, where 0 to 1 may stand"),
+    ],
+    (C1, "provenance"): [(lambda g: skip(g).meta.pop("from"), 'at sparse_linear: has no meta["from"]')],
+    (C1, "head"): [
+        (lambda g: setattr(output(g), "args", (make(g, ADD, head(g), head(g), before=output(g)),)), "returns add_"),
+        (ends_in_arithmetic_on_no_linear, "returns elementwise"),
+        (lambda g: setattr(output(g), "args", ((head(g), head(g)),)), "which is not one linear"),
+    ],
+    (C2, "provenance"): [(lambda g: first(g, PREDICT).meta.pop("from"), 'at predict: has no meta["from"]')],
+    (C4, "provenance"): [(lambda g: first(g, DEQUANTIZE).meta.pop("from"), 'has no meta["from"]')],
+    (C2, "masks"): [
+        (mask_comes_from_elsewhere, "comes from no predict"),
+        (mask_is_of_another_layer, "its mask predict is of layer 0"),
+        (lambda g: put(first(g, PREDICT), "x", first(g, LAYER_NORM)), "is predicted from another input"),
+        (mask_is_too_short, "has 40 neurons, but its mask 39"),
+        (change(SPARSE_FFN, neurons=[OPT.ffn] * OPT.ffn), "its neurons are 40 to 40, but its mask has 40"),
+        (table_is_computed, "its neurons are no table of the module"),
+        (change(PREDICT, x=lambda g, mask: arguments(arguments(mask)["x"])["x"]), "is predicted from another input"),
+        (
+            lambda g: learn(g, 2, (3, 24), (40, 3), (40,), source=arguments(first(g, PREDICT))["x"]),
+            "from another input",
+            GraphShape(layers=3),
+        ),
+        (
+            lambda g: learn(g, 0, (3, 24), (40, 3), (40,), source=first(g, LAYER_NORM)),
+            "is predicted from another input",
+        ),
+    ],
+    (C2, "predictors"): [
+        (
+            change(PREDICT, weights=lambda g, mask: [early_down(g, mask), *arguments(mask)["weights"][1:]]),
+            "its predictor exact reads",
+        ),
+        (
+            lambda g: put(first(g, PREDICT), "weights", arguments(first(g, PREDICT))["weights"][:1]),
+            "its predictor exact reads",
+        ),
+        (change(PREDICT, threshold=0.5), "its threshold is 0.5, relu's 0.0"),
+        (change(SPARSE_FFN, activation="silu"), "its predictor is exact, but silu is never silent"),
+        (
+            change(PREDICT, kind="none", weights=lambda g, mask: [early_down(g, mask)]),
+            "its predictor none does not read its up",
+        ),
+        (change(PREDICT, kind="sign"), "its predictor sign reads"),
+        (lambda g: learn(g, 0, (3, 24), (40, 3), (1,)), "bias of its predictor is float32[1], not [40]"),
+        (lambda g: learn(g, 0, (3, 24), (40, 3), (40, 1)), "float32[40, 1], not of 1 dimensions"),
+        (lambda g: learn(g, 0, (3, 23), (40, 3), (40,)), "fc1 of its predictor is float32[3, 23], not [3, 24]"),
+        (lambda g: learn(g, 0, (2, 24), (40, 3), (40,)), "fc2 of its predictor is float32[40, 3], not [40, 2]"),
+        (lambda g: learn(g, 0, (3, 24), (40, 3)), "its predictor learned has 2 weights, not fc1, fc2, bias"),
+    ],
+    (C2, "squares"): [
+        (change(DIVIDE_BY_RMS, neurons=39), "divides by 39 neurons, but there are 40", NORMED),
+        (bias_is_divided, "has squares, so that its down_bias would be divided", NORMED),
+        (
+            change(DIVIDE_BY_RMS, x=lambda g, division: make(g, ADD, *[arguments(division)["x"]] * 2, before=division)),
+            "has squares, but what reads it is no divide_by_rms",
+            NORMED,
+        ),
+        (change(DIVIDE_BY_RMS, bias=[0.0]), "its bias has 1 elements, not 24", NORMED),
+    ],
+    (C2, "limits"): [
+        (lambda g: limited(g, "gate_limits"), "has gate_limits, but no gate"),
+        (lambda g: limited(g, "output_limits", torch.float64), "its output_limits are float64[40], not float32"),
+    ],
+    (C2, "arguments"): [(change(SPARSE_FFN, output_limits=[0.0, 1.0]), "output_limits is float32[2], but")],
+    (C3, "parts"): [
+        (one_part_has_limits, "output_limits is not selected from the same weight as in"),
+        (lambda g: table(g, 0)[:1].fill_(2), "neuron 2 is in the layer's parts more than once"),
+        (lambda g: table(g, 0)[1:2].fill_(1), "neuron 1 is in the layer's parts more than once"),
+        (lambda g: table(g, 1)[-1:].fill_(OPT.ffn), "a table names a neuron outside 0 to 39"),
+        (lambda g: table(g, 1).add_(1), "a table names a neuron outside 0 to 39"),
+        (down_is_selected_by_the_other_table, "down is selected by breaker, but up by layer_0_hot"),
+        (bias_is_of_the_first_rows, "up_bias is selected by None"),
+        (parts_are_of_different_wholes, "up is not selected from the same weight as in"),
+        (lambda g: put(parts(g)[1], "down_bias", arguments(parts(g)[0])["down_bias"]), "down_bias is here and in"),
+        (
+            lambda g: parts(g)[1].meta.update(device="hot"),
+            "the layer's parts are on ['hot', 'hot'], not one hot and one cold",
+        ),
+        (lambda g: parts(g)[0].meta.pop("device"), "the layer's parts are on [None, 'cold']"),
+        (parts_are_not_added, "are not added"),
+        (lambda g: put(parts(g)[0], "neurons", constant(g, [0, 1, 2])), "its neurons are breaker, not None"),
+        (one_side_is_not_selected, "is selected by None, but up by None"),
+    ],
+    (C4, "packed"): [
+        (
+            change(LINEAR, weight=lambda g, node: arguments(arguments(node)["weight"].args[0])["weight"]),
+            "is not dequantized",
+        ),
+        (change(DEQUANTIZE, format="q4"), "reads format q4, but"),
+        (packed_is_not_from_quantize, "is not quantized"),
+    ],
+    (C4, "packed-once"): [(weight_is_packed_twice, "is packed here and in quantize")],
+}
+CASES = [Case(*place, *row) for place, rows in FAULTS.items() for row in rows]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.rule}: {case.message}")
