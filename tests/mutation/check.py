@@ -38,6 +38,8 @@ FOLDERS = ("passes/picompile_passes", "codegen/picompile_codegen/lowering")
 TABLE = Path(__file__).with_name("table.md")
 # Behind so many seconds of tests that pass, a fault counts as not found.
 PATIENCE_S = 240.0
+# Most faults are found by the first of the tests: the others' modules need not be imported for them.
+FIRST = 8
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 
 
@@ -53,20 +55,26 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Reach:
-    """Which tests execute a line, and how long each takes."""
+    """Which tests execute a line, which ask for what another's fixture made by it, and how long each takes."""
 
-    tests: Mapping[tuple[str, int], frozenset[str]]
+    tests: Mapping[tuple[str, int], set[str]]
+    sharing: Mapping[tuple[str, int], set[str]]
     seconds: Mapping[str, float]
 
     def of(self, mutant: Mutant) -> list[str]:
-        """Return the tests that execute a place, the quickest first, as many as `PATIENCE_S` allows."""
+        """Return the tests that execute a place, the quickest first, then those that share, as `PATIENCE_S` allows.
+
+        Of a place that only an import executes, these are all tests that execute anything of the file.
+        """
         found = {test for line in mutant.lines for test in self.tests.get((mutant.file, line), ())}
+        if not found:  # what a module computes when it is imported, before any test
+            found = {test for (file, _), tests in self.tests.items() if file == mutant.file for test in tests}
+        sharing = {test for line in mutant.lines for test in self.sharing.get((mutant.file, line), ())} - found
         chosen, left = [], PATIENCE_S
-        for test in sorted(found, key=lambda test: self.seconds.get(test, 0.0)):
-            left -= self.seconds.get(test, 0.0)
-            if left < 0:
-                break
-            chosen.append(test)
+        for test in [*sorted(found, key=self.seconds.__getitem__), *sorted(sharing, key=self.seconds.__getitem__)]:
+            if self.seconds[test] <= left:
+                left -= self.seconds[test]
+                chosen.append(test)
         return chosen
 
 
@@ -113,6 +121,7 @@ def _read(folder: Path) -> Reach:
     from coverage.numbits import numbits_to_nums
 
     seconds: dict[str, float] = defaultdict(float)
+    fixtures: dict[str, float] = {}
     sharing: dict[str, set[str]] = defaultdict(set)
     shares: dict[str, list[str]] = {}
     for kind, name, spent, known in times.read(folder):
@@ -120,7 +129,13 @@ def _read(folder: Path) -> Reach:
             seconds[name], shares[name] = spent, known
             for fixture in known:
                 sharing[fixture].add(name)
+        else:
+            fixtures[name] = spent
+    # With a fault a test runs alone, and makes what it shares with others.
+    for name, known in shares.items():
+        seconds[name] += sum(fixtures.get(fixture, 0.0) for fixture in known)
     reached: dict[tuple[str, int], set[str]] = defaultdict(set)
+    shared: dict[tuple[str, int], set[str]] = defaultdict(set)
     database = sqlite3.connect(folder / "coverage")
     rows = database.execute(
         "select file.path, context.context, arc.fromno, arc.tono from arc join file on file.id = arc.file_id"
@@ -132,11 +147,12 @@ def _read(folder: Path) -> Reach:
     for path, context, first, second in rows:
         test, _, phase = context.partition("|")
         lines = [first, second] if isinstance(first, int) else numbits_to_nums(first)
-        tests = {test} if phase != "setup" else {test}.union(*(sharing[name] for name in shares.get(test, ())))
+        others = set().union(*(sharing[name] for name in shares.get(test, ()))) if phase == "setup" else set()
         for line in lines:
             if line > 0 and test:
-                reached[os.path.relpath(path, ROOT), line] |= tests
-    return Reach({place: frozenset(tests) for place, tests in reached.items()}, seconds)
+                reached[os.path.relpath(path, ROOT), line].add(test)
+                shared[os.path.relpath(path, ROOT), line] |= others
+    return Reach(reached, shared, seconds)
 
 
 def _has_arcs(database: sqlite3.Connection) -> bool:
@@ -152,29 +168,37 @@ def plant(mutant: Mutant, folder: Path) -> None:
 
 
 def check(mutant: Mutant, tests: Sequence[str], shared: Path | None) -> Outcome:
-    """Run the tests with a fault, in a process of their own, until one fails.
+    """Run the tests with a fault, the first ones and then the others in a process of their own, until one fails.
 
     Args:
         mutant: The fault.
         tests: Their ids. None of them: the fault is not found.
         shared: A folder with kernels that an earlier run compiled; the run gets a copy.
     """
+    found_by = None
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="picompile-mutation-") as name:
         plant(mutant, Path(name))
         if shared is not None and (shared / "objects").exists():
             shutil.copytree(shared / "objects", Path(name) / "shared" / "objects", copy_function=os.link)
-        process = multiprocessing.get_context("fork").Process(target=_run, args=(name, list(tests)))
-        process.start()
-        process.join(3 * PATIENCE_S)
-        found_by = "a test that does not end" if process.is_alive() else None
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.join()
-        if not found_by and tests and process.exitcode:
-            output = (Path(name) / "output").read_text(errors="replace")
-            found_by = next(iter(_FAILED.findall(output)), "importing it")
+        for some in filter(None, (tests[:FIRST], tests[FIRST:])):
+            found_by = found_by or _failing(Path(name), some)
     return Outcome(mutant, found_by, len(tests), time.monotonic() - start)
+
+
+def _failing(folder: Path, tests: Sequence[str]) -> str | None:
+    """Return the test that fails with the package in `folder`, or None."""
+    process = multiprocessing.get_context("fork").Process(target=_run, args=(str(folder), list(tests)))
+    process.start()
+    process.join(3 * PATIENCE_S)
+    has_ended = not process.is_alive()
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.join()
+    if not has_ended:
+        return "a test that does not end"
+    output = (folder / "output").read_text(errors="replace")
+    return next(iter(_FAILED.findall(output)), "importing it") if process.exitcode else None
 
 
 def _run(folder: str, tests: list[str]) -> None:

@@ -68,6 +68,7 @@ def test_a_fault_changes_its_place_alone(made: list[Mutant]) -> None:
         assert mutant.where == ("" if mutant.kind == "drops a rule" else "f")
 
 
+@pytest.mark.slow("draws from all modules, several times")
 def test_a_draw_depends_on_its_seed_alone() -> None:
     first, again, other = (draw(ROOT, FOLDERS, 20, seed) for seed in (1, 1, 2))
     assert first == again != other
@@ -90,9 +91,10 @@ def test_a_fault_is_found_by_the_tests_that_execute_it() -> None:
 
 
 def test_the_quickest_tests_come_first_as_many_as_there_is_patience_for(made: list[Mutant]) -> None:
-    seconds = {"quick": 1.0, "slow": 200.0, "slower": 210.0, "elsewhere": 0.0}
-    tests = {("module.py", made[-1].line): frozenset(seconds) - {"elsewhere"}}
-    assert Reach(tests, seconds).of(made[-1]) == ["quick", "slow"]
+    seconds = {"quick": 1.0, "slow": 200.0, "slower": 210.0, "sharing": 0.5, "elsewhere": 0.0}
+    place = ("module.py", made[-1].line)
+    reach = Reach({place: {"slower", "slow", "quick"}}, {place: {"quick", "sharing"}}, seconds)
+    assert reach.of(made[-1]) == ["quick", "slow", "sharing"]
 
 
 def test_the_table_names_what_is_not_found_and_keeps_its_reasons(made: list[Mutant]) -> None:
