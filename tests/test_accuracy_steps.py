@@ -105,6 +105,7 @@ def test_an_artifact_with_predictors_has_both_figures(tiny_model: Path, held_out
     assert "layers" not in manifest["accuracy"] and "lines" not in manifest["checkpoint_accuracy"]
 
 
+@pytest.mark.slow("compiles a model with a search; without is fast", but=("rounding",))
 @pytest.mark.parametrize("search", [False, True], ids=["rounding", "skipping"])
 def test_what_was_calibrated_on_is_not_read(tmp_path: Path, search: bool) -> None:
     """The text that weights are rounded for, or that limits are searched on."""

@@ -192,6 +192,7 @@ def test_placements(
     check_bits(pair, random_ids(model.facts.vocab, 2), naps, "nobody", "both")
 
 
+@pytest.mark.slow("compiles a pair of artifacts")
 def test_a_plan_with_nothing_on_the_accelerator(
     captured: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,6 +234,7 @@ def split(captured: Capture, tmp_path_factory: pytest.TempPathFactory) -> Pair:
         return compile_pair(captured("llama-relu"), folder, quant="f16", hot=hot, sequences=SEQUENCES)
 
 
+@pytest.mark.slow("compiles a pair of artifacts")
 def test_caches_of_both_sides_are_copied_and_rewound(split: Pair) -> None:
     """Neither has anything of what was not copied."""
     ids = random_ids(503, 5)
@@ -251,6 +253,7 @@ def test_caches_of_both_sides_are_copied_and_rewound(split: Pair) -> None:
             np.testing.assert_array_equal(engine.decode(ids[9], slot), apart.decode(ids[9], slot))
 
 
+@pytest.mark.slow("compiles a pair of artifacts")
 def test_engines_and_threads(split: Pair) -> None:
     """Two engines on one artifact, in two threads; nothing of them is left when they are closed."""
     before = set(threading.enumerate())

@@ -63,6 +63,7 @@ def test_what_does_not_serve_loads_nothing_of_the_extra() -> None:
     assert loaded_by(statement, SERVING_DEPENDENCIES) == set()
 
 
+@pytest.mark.slow("imports all there is in a process of its own")
 def test_passes_bring_no_compiler_and_public_names_resolve() -> None:
     # In a process of its own: it loads everything there is.
     names = "[getattr(picompile, name) for name in picompile.__all__]"

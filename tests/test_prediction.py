@@ -177,6 +177,7 @@ def test_an_accuracy_bound_that_is_not_met(cli: Cli, tiny_model: Path, held_out:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["predictors"]
 
 
+@pytest.mark.slow("compiles a model")
 def test_the_accuracy_check_of_code_for_another_machine(
     tiny_model: Path, held_out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,6 +219,7 @@ def test_predictors_and_options_that_do_not_fit(cli: Cli, tiny_model: Path, tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["predictors"]
 
 
+@pytest.mark.slow("compiles a model")
 def test_a_plug_in_kind_without_weights(tiny_model: Path, held_out: Path, tmp_path: Path) -> None:
     """It is inserted in every layer; where it has no kernel, that is said."""
     add_predictor_kind(EVERY_NEURON)

@@ -70,6 +70,7 @@ def _read(artifact: Path, text: ComparedText) -> list[Tensor]:
         return found
 
 
+@pytest.mark.slow("measures a model with each option")
 def test_figures_are_those_of_whole_graphs(captured: Captured, tiny_artifact: Path, text: ComparedText) -> None:
     found = _compared(captured, tiny_artifact, text)
     reference = torch.cat(_whole(captured, canonicalize(captured.graph_module), text)).double().log_softmax(-1)

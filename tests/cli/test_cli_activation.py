@@ -126,6 +126,7 @@ def test_an_unknown_name_is_refused_before_anything_is_read(cli: Cli) -> None:
         assert_refused(cli(*command.split(), "--activation", "rleu"), 2, "unknown activation 'rleu'; known are gelu, ")
 
 
+@pytest.mark.slow("needs an artifact and a profile for three refusals")
 def test_commands_without_a_model_take_none(
     cli: Cli, tiny_artifact: Path, tiny_profile: Path, text: Path, tmp_path: Path
 ) -> None:

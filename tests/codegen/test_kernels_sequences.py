@@ -38,7 +38,7 @@ def attention(shape: Heads, mode: Mode, rows: int, **options: bool) -> Attention
     return AttentionSpec(**asdict(shape), rows=rows, scale=SCALE, mode=mode, **options)
 
 
-@pytest.mark.slow(SLOW, but=("cpu-all options, q8", "gpu-all options]"))
+@pytest.mark.slow(SLOW)
 @pytest.mark.parametrize("name", SEQUENCES)
 def test_several_sequences(either: Workbench, name: str) -> None:
     """Each row is of its own sequence, at its own position; the others are not of this step."""

@@ -111,6 +111,7 @@ def _with_config(folder: Path, copy: Path, **changes: object) -> Path:
     return copy
 
 
+@pytest.mark.slow("captures a model")
 def test_sparse_lm(tiny_model: Path, tmp_path: Path) -> None:
     """As SakanaAI published it: its class computes ReLU, and its config says silu.
 
@@ -181,6 +182,7 @@ def test_a_graph_that_shows_no_activation(tmp_path: Path, monkeypatch: pytest.Mo
         load_model(tmp_path, "relu")
 
 
+@pytest.mark.slow("captures a model twice")
 def test_a_gguf_file(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     write_example(file, EXAMPLES["llama"], build(EXAMPLES["llama"]))

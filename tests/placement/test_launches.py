@@ -175,10 +175,7 @@ def _crosses(where: PartPlaces) -> bool:
     return where.attention_on_accelerator and not where.kv_cache_on_accelerator
 
 
-@pytest.mark.slow(
-    "lowers a model per case; one is fast",
-    but=("Model(variant='llama-relu', predictor='learned', quant='q4', context=40, batch=1",),
-)
+@pytest.mark.slow("lowers a model per case")
 @pytest.mark.parametrize("model", MODELS, ids=str)
 def test_launches_are_those_of_the_lowered_program(model: Model) -> None:
     for layers, head in placements(counted(model).layers[0]):
@@ -187,6 +184,7 @@ def test_launches_are_those_of_the_lowered_program(model: Model) -> None:
         assert in_sums(found(model, layers, head)) == expected(counted(model), layers, head), (layers, head)
 
 
+@pytest.mark.slow("lowers models")
 @pytest.mark.parametrize("model", [MODELS[0], MODELS[7]], ids=str)
 def test_early_predictions_have_the_launches_of_others(model: Model) -> None:
     for where in (ALL_ON_ACCELERATOR, PartPlaces(True, False, True)):

@@ -96,6 +96,7 @@ def test_stages_are_those_of_the_lowered_program(model: ModelBytes) -> None:
         assert 2 * max(count for _, count in parts) * layer.neuron_bytes <= model.stage_bytes
 
 
+@pytest.mark.slow("lowers models")
 def test_what_comes_from_the_host_is_what_the_program_copies() -> None:
     """The bytes are the same, but for norms, which both sides have; some layers have parts on both sides."""
     captured = capture_config(config_of("llama-relu", 3))

@@ -151,6 +151,7 @@ def test_the_diagonal_of_the_fisher_information(name: str, limited: Callable[[st
         torch.testing.assert_close(gates, own.sqrt() * factor, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.slow("measures sensitivities twice")
 def test_windows_that_memory_holds_one_at_a_time(
     limited: Callable[[str], GraphModule], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,6 +167,7 @@ def test_windows_that_memory_holds_one_at_a_time(
         torch.testing.assert_close(alone[name], values, rtol=1e-4, atol=1e-8)
 
 
+@pytest.mark.slow("captures three models")
 def test_every_value_with_a_limit_has_a_sensitivity(limited: Callable[[str], GraphModule]) -> None:
     for name in ("llama-relu", "opt-pre-norm", "falcon-7b"):
         graph = limited(name)

@@ -123,6 +123,7 @@ def test_a_predictor_that_reads_the_layer_before(canonical: Canonical) -> None:
     assert not torch.allclose(own, layerwise(graph, weights, [[3, 5, 9]])[0])
 
 
+@pytest.mark.slow("runs a model layer by layer")
 def test_one_segments_weights_are_held_at_a_time(canonical: Canonical) -> None:
     graph = canonical("llama3-silu-tied")
     random = random_weights(graph, dtype=torch.float16)

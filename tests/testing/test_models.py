@@ -82,6 +82,7 @@ def test_models_are_captured_as_transformers_computes_them(family):
     check()
 
 
+@pytest.mark.slow("captures models")
 def test_a_model_may_compute_in_another_dtype():
     """A different model is not equivalent in it either."""
     dtype = torch.bfloat16

@@ -26,9 +26,7 @@ from picompile_passes.pipeline import Pipeline, verifying
 from picompile_passes.verify import verify
 
 
-@pytest.mark.slow(
-    "draws graphs of late stages; early and packed ones are fast", but=("captured", "canonical", "quantized")
-)
+@pytest.mark.slow("draws graphs of a stage; packed ones are fast", but=("quantized",))
 @pytest.mark.parametrize("stage", list(Stage), ids=lambda stage: stage.text)
 def test_graphs_are_of_their_stage_and_verify(stage):
     kinds = set()

@@ -38,6 +38,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow("compiles the same kernels twice")
 def test_same_kernels_give_the_same_bytes(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In whatever order they come, from whatever folder, and if one comes twice."""
     monkeypatch.setenv("PICOMPILE_CACHE", "off")

@@ -171,6 +171,7 @@ def test_masks(workbench: CudaWorkbench, name: str, kind: str) -> None:
         assert found["stats"].tolist() == example.counts()
 
 
+@pytest.mark.slow("compiles blocks for the emulation")
 @pytest.mark.parametrize("case", [("opt", "exact", "", "q4", 1), ("fatrelu", "exact", "", "f16", CHUNK)], ids=str)
 def test_no_neuron_fires_or_every_neuron(workbench: CudaWorkbench, case: Case) -> None:
     """A bias that silences every neuron, or wakes every neuron."""
@@ -196,6 +197,7 @@ def test_limits_of_zero_and_infinite_ones(workbench: CudaWorkbench, case: Case) 
         assert found["stats"][1] == 2000
 
 
+@pytest.mark.slow("compiles blocks for the emulation; one is fast", but=("('opt'",))
 @pytest.mark.parametrize(
     "case",
     [("opt", "masked", "", "f16", 1), *(("fatrelu", "exact", "", "f16", rows) for rows in (1, CHUNK)), *OF_EDGES],

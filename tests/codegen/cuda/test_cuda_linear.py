@@ -51,7 +51,9 @@ def test_products_are_those_of_float64(workbench: CudaWorkbench, form: str, size
         assert_rows(found, expected + (added if bias else 0), 1e-5)
 
 
-@sampled(slow=SLOW, form=FORMATS, sm=(75, 80))
+@pytest.mark.slow(SLOW, but=("80-q4]",))
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("sm", [75, 80])
 def test_large_tiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, form: str, sm: int) -> None:
     """Several tiles of tokens and of rows, the last of both begun; activations of any size."""
     monkeypatch.setattr(mma, "_ENOUGH_BLOCKS", 1)

@@ -39,6 +39,7 @@ def test_a_single_token_takes_one_call(shape: GraphShape, rotary: list[str]) -> 
     assert operators(program, "prefill") == [*apart[: -len(rotary) - 3], *rotary[1:], "cache", "cache"]
 
 
+@pytest.mark.slow("compiles a program")
 def test_angles_that_another_node_wants_are_turned_apart(tmp_path: Path) -> None:
     graph_module = quantized(LLAMA, NONE)
     attention = next(iter(calls(graph_module.graph, ATTENTION)))
@@ -53,9 +54,7 @@ def test_angles_that_another_node_wants_are_turned_apart(tmp_path: Path) -> None
     assert relative_error(runner.decode(IDS), run(graph_module, weights, torch.tensor(IDS))) < 1e-5
 
 
-@pytest.mark.slow(
-    "compiles a program per option; all options together are fast", but=("softcap, alibi, sinks, window",)
-)
+@pytest.mark.slow("compiles a program per option")
 @pytest.mark.parametrize(
     "options",
     [{"softcap": 0.5}, {"alibi": True}, {"sinks": True}, {"softcap": 1.5, "alibi": True, "sinks": True, "window": 3}],

@@ -172,6 +172,7 @@ def test_several_sequences_have_the_bits_of_decoding(name: str, compiled: Callab
     compiled(name).check_sequences(SEQUENCES)
 
 
+@pytest.mark.slow("compiles a program")
 @compiles
 @pytest.mark.parametrize("name", list(CASES))
 def test_no_two_tasks_of_a_region_meet(name: str, compiled: Callable[[str], Runner], regions: Regions) -> None:

@@ -217,6 +217,7 @@ def _span(tensor: ProgramTensor) -> tuple[int, int]:
     return tensor.offset, tensor.offset + tensor_bytes(tensor.dtype, tensor.shape)
 
 
+@pytest.mark.slow("lowers programs of many placements; those of one graph are fast", but=("plain",))
 @pytest.mark.parametrize(("name", "kv_dtype"), [("gated", "float32"), ("plain", "q8"), ("parallel", "float16")])
 def test_no_buffer_is_read_before_it_is_written(name: str, kv_dtype: str) -> None:
     """In programs of many placements, on paper: no device has to be late for it to show."""

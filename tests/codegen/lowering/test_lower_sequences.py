@@ -70,7 +70,7 @@ def _check(compiled: Compiled, measured: torch.Tensor, slot: int, position: int)
     assert error < compiled.case.tolerance, f"slot {slot}, position {position}: {error:.1e}"
 
 
-@pytest.mark.slow("compiles a program with windows; another is fast", but=("learned positions",))
+@pytest.mark.slow("compiles programs")
 def test_sequences_and_prompts_in_any_order(compiled: Compiled) -> None:
     """Any sequences, in any order, with prompts and single tokens of one of them in between."""
     random, runner = np.random.default_rng(0), compiled.runner
@@ -98,7 +98,7 @@ def test_sequences_and_prompts_in_any_order(compiled: Compiled) -> None:
     assert len(sizes) > 3
 
 
-@pytest.mark.slow("compiles a program with windows; another is fast", but=("learned positions",))
+@pytest.mark.slow("compiles programs")
 def test_threads_change_no_bit_and_no_two_tasks_of_a_region_meet(compiled: Compiled, regions: Regions) -> None:
     results = []
     for threads in (1, 2, 3):

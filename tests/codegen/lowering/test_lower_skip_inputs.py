@@ -60,7 +60,7 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return Compiled(graph_module, weights, lowered, runner, expected, 2e-5 if form == "f16" else 0.04)
 
 
-@pytest.mark.slow("compiles programs that take seconds each; one of blocks is fast", but=("blocks",))
+@pytest.mark.slow("compiles programs")
 def test_tokens_and_what_they_count(compiled: Compiled) -> None:
     compiled.runner.slot = 0
     compiled.runner.stats()

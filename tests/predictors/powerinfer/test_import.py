@@ -303,6 +303,7 @@ def test_places_that_safetensors_cannot_write(tmp_path: Path, tiny_model: Path) 
     assert [path.name for path in tmp_path.iterdir()] == ["a.gguf"]
 
 
+@pytest.mark.slow("waits for the limit of a process")
 def test_limits_end_the_process(tmp_path: Path) -> None:
     write_gguf(tmp_path / "a.gguf", random_predictors(SIZES, 14), extra={"slow": [1] * 400_000})
     source = find_source(tmp_path / "a.gguf")

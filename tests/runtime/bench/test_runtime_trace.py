@@ -157,6 +157,7 @@ def test_bench_of_a_gpu(gpu_artifact: Path, gpu: ctypes.CDLL, monkeypatch: pytes
     assert "floor        unknown, since the bandwidth of the GPU's memory is not measured" in ended.out
 
 
+@pytest.mark.slow("compiles an artifact for two devices")
 def test_bench_of_host_and_accelerator(tiny_hybrid: Path, tiny_artifact: Path) -> None:
     """Figures are per token, of steps for one sequence and for two. Bytes are those of the host alone: either side
     reads a weight, and only neurons that fire are read.

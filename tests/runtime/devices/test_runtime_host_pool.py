@@ -264,7 +264,7 @@ def test_a_new_library_at_a_known_path_is_the_new_one(library: Path, tmp_path: P
         replaced.kernel("pool_fill")
 
 
-@pytest.mark.slow("compiles a program; races are looked for in the fast tests", but=("thread",))
+@pytest.mark.slow("compiles a program")
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 def test_the_pool_under_a_sanitizer(sanitizer: str, tmp_path: Path) -> None:
     program = tmp_path / "driver"

@@ -95,6 +95,7 @@ def eager_nll(captured: Captured) -> float:
     return total
 
 
+@pytest.mark.slow("compiles a model with predictors")
 def test_perplexity_by_decode_is_that_of_the_predicted_graph(captured: Captured, artifact: Path) -> None:
     with load(artifact, threads=2) as engine:
         by_decode, by_prompt = (perplexity(engine, IDS, WINDOW, by) for by in (True, False))
