@@ -43,10 +43,12 @@ def attack(
 
     Return the number of replacements, what the reader found how often, and the failures.
     """
-    output, done = work / "artifact", work.with_name(f"{work.name}-done")
+    output, begun, done = work / "artifact", work.with_name(f"{work.name}-begun"), work.with_name(f"{work.name}-done")
     shutil.copytree(artifacts[0], output)
     with ProcessPoolExecutor(3, get_context("fork")) as processes:
-        reading = processes.submit(_read, artifacts, output, done, plain)
+        reading = processes.submit(_read, artifacts, output, begun, done, plain)
+        while not (begun.exists() or reading.done()):
+            time.sleep(0.001)
         writing = [processes.submit(_write, artifacts, output, number, end, seed + at, plain) for at in (0, 1)]
         try:
             replacements = sum(each.result() for each in writing)
@@ -74,13 +76,16 @@ def _write(artifacts: tuple[Path, Path], output: Path, number: int, end: float, 
     return made
 
 
-def _read(artifacts: tuple[Path, Path], output: Path, done: Path, plain: bool) -> tuple[Counter[str], list[str]]:
-    """Return what was found until `done` is there, and the failures."""
+def _read(
+    artifacts: tuple[Path, Path], output: Path, begun: Path, done: Path, plain: bool
+) -> tuple[Counter[str], list[str]]:
+    """Return what was found until `done` is there, and the failures. `begun` is there when it begins."""
     from picompile_runtime import ArtifactError, verify
 
     known = {verify(artifact).sha256: artifact.name for artifact in artifacts}
     reads: Counter[str] = Counter()
     failures: list[str] = []
+    begun.touch()
     while not done.exists():
         try:
             reads[known[verify(output).sha256]] += 1
