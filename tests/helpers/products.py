@@ -5,6 +5,7 @@ PICOMPILE_PRODUCTS=whole; `make fuzz` draws from that. All of them have the mark
 """
 
 import os
+import random
 from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations, product
 from typing import Any
@@ -43,8 +44,6 @@ def cover(rows: Sequence[Row], strength: int, seed: int = 0, begun: Sequence[Row
 
     Each time the row with the most combinations that are still missing is taken.
     """
-    import random
-
     order = list(rows)
     random.Random(seed).shuffle(order)
     missing = {each for row in order for each in _combinations(row, strength)}

@@ -22,14 +22,10 @@ def draw_share(config: pytest.Config, items: list[pytest.Item]) -> None:
     share = config.getoption("share")
     if share is None:
         return
-    kept = set(drawn([item.nodeid for item in items if item.get_closest_marker("slow")], share, _seed(config)))
-    left = [item for item in items if item.nodeid not in kept and item.get_closest_marker("slow")]
-    config.hook.pytest_deselected(items=left)
-    items[:] = [item for item in items if item.nodeid in kept or not item.get_closest_marker("slow")]
-
-
-def _seed(config: pytest.Config) -> str:
-    return str(config.getoption("share_seed"))
+    slow = [item.nodeid for item in items if item.get_closest_marker("slow")]
+    left = set(slow) - set(drawn(slow, share, config.getoption("share_seed")))
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left])
+    items[:] = [item for item in items if item.nodeid not in left]
 
 
 def drawn(names: Sequence[str], share: float, seed: str) -> list[str]:
