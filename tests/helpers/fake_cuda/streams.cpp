@@ -115,12 +115,14 @@ static int64_t now_ns() {
         .count();
 }
 
+/* Who waits for the event may destroy the stream at once, so the stream is no longer running when the event is done. */
 void enqueue_record(Stream &stream, std::shared_ptr<Event> event) {
     long ticket = ++event->recorded;
     state.event_records++;
+    Stream *owner = &stream;
     enqueue(stream, [=] {
         std::unique_lock<std::mutex> lock(state.mutex);
-        event->done = ticket, event->time_ns = now_ns();
+        event->done = ticket, event->time_ns = now_ns(), owner->running = false;
         state.changed.notify_all();
         return SUCCESS;
     });
