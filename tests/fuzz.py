@@ -18,15 +18,28 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 
 ATTACKS = ("artifacts", "api", "checkpoints", "configs", "caches", "disks", "gguf_models", "replacements", "writers")
-# pytest's options, by the name of a round.
+
+
+@dataclass(frozen=True)
+class Round:
+    """pytest's options, and what it has in its environment."""
+
+    options: tuple[str, ...]
+    environment: Mapping[str, str]
+
+
 TESTS = {
-    "property tests": ("-m", "hypothesis", "--hypothesis-seed={seed}"),
-    "products": ("-m", "products and slow", "--share", "0.02", "--share-seed", "{seed}"),
+    "property tests": Round(("-m", "hypothesis", "--hypothesis-seed={seed}"), {"PICOMPILE_HYPOTHESIS": "fuzz"}),
+    # These draw their numbers by their names, as in other runs, so that the seed alone repeats a round.
+    "products": Round(
+        ("-m", "products and slow", "--share", "0.02", "--share-seed", "{seed}"), {"PICOMPILE_PRODUCTS": "whole"}
+    ),
 }
 _ATTACK_S = 60.0
 # A turn begins with what takes time before its clock runs, such as to compile what is attacked.
@@ -35,7 +48,7 @@ _MOST_BEFORE_S = 240.0
 
 def round_of_tests(name: str, seed: int, jobs: int, arguments: Sequence[str]) -> list[str]:
     """The command of a round of `TESTS`."""
-    options = [option.format(seed=seed) for option in TESTS[name]]
+    options = [option.format(seed=seed) for option in TESTS[name].options]
     return [sys.executable, "-m", "pytest", "-x", "-n", str(jobs), *options, *arguments]
 
 
@@ -54,11 +67,10 @@ def turns() -> Iterator[str]:
             yield next(rounds)
 
 
-def run(command: Sequence[str], seconds: float) -> int | None:
-    """The exit code of `command`; None where the time was up first."""
+def run(command: Sequence[str], seconds: float, environment: Mapping[str, str]) -> int | None:
+    """The exit code of `command`, with more in its environment; None where the time was up first."""
     # In a group of its own: its processes must go with it.
-    environment = {**os.environ, "PICOMPILE_HYPOTHESIS": "fuzz", "PICOMPILE_PRODUCTS": "whole"}
-    process = subprocess.Popen(command, env=environment, start_new_session=True)
+    process = subprocess.Popen(command, env={**os.environ, **environment}, start_new_session=True)
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -81,9 +93,9 @@ def main() -> None:
         seed = random.SystemRandom().randrange(2**31)
         print(f"turn {turn}, {name}, seed {seed}, {left / 60:.1f} minutes left", flush=True)
         if name in TESTS:
-            code = run(round_of_tests(name, seed, options.jobs, arguments), left)
+            code = run(round_of_tests(name, seed, options.jobs, arguments), left, TESTS[name].environment)
         else:
-            code = run(attack(name, seed, min(left, _ATTACK_S)), min(left, _ATTACK_S) + _MOST_BEFORE_S)
+            code = run(attack(name, seed, min(left, _ATTACK_S)), min(left, _ATTACK_S) + _MOST_BEFORE_S, {})
         if code:
             print(f"turn {turn} failed, seed {seed}, after {(time.monotonic() - start) / 60:.1f} minutes")
             sys.exit(code)
