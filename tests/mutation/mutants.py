@@ -1,7 +1,8 @@
 """Faults made from a module's syntax tree: one condition negated, one operand swapped, one rule left out.
 
 Each `Mutant` changes one place of one file and leaves the rest of its text as it is. What stands in annotations,
-docstrings, messages of errors and `if TYPE_CHECKING` is left alone: nothing there is computed.
+docstrings, messages of errors and `if TYPE_CHECKING` is left alone: nothing there is computed. So is what guards
+against a mistake in the source, and does not change what it does: `Literal[…]`, and how a dataclass is made.
 """
 
 import ast
@@ -258,6 +259,11 @@ def _computed(node: ast.AST) -> Sequence[ast.AST]:
         return ()
     if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
         return node.orelse
+    if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Literal":
+        return ()
+    if isinstance(node, ast.ClassDef):
+        decorators = [each for each in node.decorator_list if not ast.unparse(each).startswith("dataclass")]
+        return (*decorators, *node.bases, *node.keywords, *node.body)
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         defaults = [each for each in (*node.args.defaults, *node.args.kw_defaults) if each is not None]
         return (*node.decorator_list, *defaults, *node.body)

@@ -14,6 +14,12 @@ from mutants import Mutant, draw, is_a_fault, mutants_of
 SOURCE = '''"""Docs with 1 < 2."""
 RULES = ("first", "second")
 __all__ = ["f", "g"]
+Place = Literal["here", "there"]
+
+
+@dataclass(frozen=True)
+class Known:
+    place: Place
 
 
 def f(x: int = 3) -> "1 + 1":
