@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -177,6 +178,13 @@ def test_fused_gate_and_up_in_views() -> None:
     assert block["up_bias"].args[0].target == "gate_up_bias"
 
 
+def _dented(b: Builder, x: Value, low: float) -> Value:
+    """ReLU but for a dent of width 2 beside 500, where no other number of the expression lies."""
+    up = _up(b, x)
+    beside = (up - 500.0).clamp(low, low + 2.0)
+    return _down(b, up.relu() + (beside - low) * (beside - (low + 2.0)))
+
+
 def _mixed(b: Builder, x: Value) -> Value:
     product = _up(b, x, "gate") * _up(b, x)
     return _down(b, product * product)
@@ -188,6 +196,9 @@ def _mixed(b: Builder, x: Value) -> Value:
         lambda b, x: _down(b, _up(b, x)),
         lambda b, x: b.linear(x.relu(), "w"),
         lambda b, x: _down(b, _up(b, x).leaky_relu()),
+        # The identity, but for values below a bound that the call does not write.
+        lambda b, x: _down(b, _up(b, x).hardshrink()),
+        *(partial(_dented, low=low) for low in (-2.0, 0.0)),
         lambda b, x: _down(b, _up(b, x, "gate").relu() + _up(b, x)),
         lambda b, x: _down(b, _up(b, x.relu(), "gate").relu() * _up(b, x)),
         _mixed,
