@@ -81,11 +81,12 @@ def _normed(b: Builder, hidden: Value, bias: bool = False, groups: int = 1) -> V
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_norm_across_neurons_goes_into_the_block(gated: bool, bias: bool) -> None:
     def write(b: Builder, x: Value) -> Value:
+        x = x.unsqueeze(0)
         hidden = _up(b, x, "gate", bias).relu()
-        return _normed(b, hidden * _up(b, x, bias=bias) if gated else hidden, bias)
+        return _normed(b, hidden * _up(b, x, bias=bias) if gated else hidden, bias).squeeze(0)
 
     result = raised(write, RaiseFFN())
-    assert operators(result) == {"transpose": 1, "unsqueeze": 1, "mul": 1, "ffn": 1}
+    assert operators(result) == {"transpose": 1, "unsqueeze": 2, "mul": 1, "ffn": 1, "squeeze": 1}
     block = _block(result)
     assert (block["activation"], block["norm_eps"], block["gate"] is not None) == ("relu", 1e-4, gated)
     rows, weight = block["down"].args
@@ -203,6 +204,8 @@ def _mixed(b: Builder, x: Value) -> Value:
         lambda b, x: _down(b, _up(b, x.relu(), "gate").relu() * _up(b, x)),
         _mixed,
         lambda b, x: _down(b, (_up(b, x, "gate").relu() * _up(b, x)) * 0.5),
+        # One gate for all neurons.
+        lambda b, x: _down(b, b.linear(x, "gate", 1).relu() * _up(b, x)),
         lambda b, x: _down(b, (_up(b, x) + b.constant("scales", torch.arange(float(NEURONS)))).relu()),
     ],
 )
