@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.fx import GraphModule
 
-from helpers.raising import HIDDEN, Builder, Value, Write, aten, only, operators, raised, refused, stays
+from helpers.raising import HIDDEN, VOCAB, Builder, Value, Write, aten, only, operators, raised, refused, stays
 from picompile_passes.graph.nodes import calls
 from picompile_passes.graph.operands import ELEMENTWISE, EMBEDDING, LINEAR, RMS_NORM
 from picompile_passes.passes.canonicalize.raise_elementwise import RaiseElementwise
@@ -130,6 +130,17 @@ def test_a_number_for_each_token_is_an_input() -> None:
     assert _input(result, 0).target is LINEAR
 
 
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_a_number_for_each_head_and_token_is_repeated(heads_first: bool) -> None:
+    def write(b: Builder, x: Value) -> Value:
+        heads, gates = x.unflatten(-1, [3, HIDDEN // 3]), b.linear(x, "gate", 3).unflatten(-1, [3, 1])
+        heads, gates = ((part.transpose(0, 1) if heads_first else part) for part in (heads, gates))
+        gated = heads * gates.sigmoid()
+        return (gated.transpose(0, 1) if heads_first else gated).flatten(1)
+
+    assert only(raised(write, RaiseElementwise()), ELEMENTWISE).args[1] == "t0 = sigmoid(x0); mul(x1, t0)"
+
+
 def test_constants_of_the_same_values_are_one_and_that_of_one_number_is_the_number() -> None:
     def write(b: Builder, x: Value) -> Value:
         for number, shape in enumerate([(), (1,), (HIDDEN,)]):
@@ -195,6 +206,8 @@ def test_what_cannot_be_expressed_is_named(write: Write, message: str) -> None:
         _unary(aten.cumsum.default, -1),
         _unary(aten.sin.default),
         _unary(aten.flip.default, [1]),
+        # Integers.
+        lambda b, x: x + b.parameter("even", 2 * VOCAB, HIDDEN).embedding(b.tokens * 2),
     ],
 )
 def test_other_operators_stay(write: Write) -> None:

@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -80,11 +81,12 @@ def _normed(b: Builder, hidden: Value, bias: bool = False, groups: int = 1) -> V
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_norm_across_neurons_goes_into_the_block(gated: bool, bias: bool) -> None:
     def write(b: Builder, x: Value) -> Value:
+        x = x.unsqueeze(0)
         hidden = _up(b, x, "gate", bias).relu()
-        return _normed(b, hidden * _up(b, x, bias=bias) if gated else hidden, bias)
+        return _normed(b, hidden * _up(b, x, bias=bias) if gated else hidden, bias).squeeze(0)
 
     result = raised(write, RaiseFFN())
-    assert operators(result) == {"transpose": 1, "unsqueeze": 1, "mul": 1, "ffn": 1}
+    assert operators(result) == {"transpose": 1, "unsqueeze": 2, "mul": 1, "ffn": 1, "squeeze": 1}
     block = _block(result)
     assert (block["activation"], block["norm_eps"], block["gate"] is not None) == ("relu", 1e-4, gated)
     rows, weight = block["down"].args
@@ -177,6 +179,13 @@ def test_fused_gate_and_up_in_views() -> None:
     assert block["up_bias"].args[0].target == "gate_up_bias"
 
 
+def _dented(b: Builder, x: Value, low: float) -> Value:
+    """ReLU but for a dent of width 2 beside 500, where no other number of the expression lies."""
+    up = _up(b, x)
+    beside = (up - 500.0).clamp(low, low + 2.0)
+    return _down(b, up.relu() + (beside - low) * (beside - (low + 2.0)))
+
+
 def _mixed(b: Builder, x: Value) -> Value:
     product = _up(b, x, "gate") * _up(b, x)
     return _down(b, product * product)
@@ -188,10 +197,15 @@ def _mixed(b: Builder, x: Value) -> Value:
         lambda b, x: _down(b, _up(b, x)),
         lambda b, x: b.linear(x.relu(), "w"),
         lambda b, x: _down(b, _up(b, x).leaky_relu()),
+        # The identity, but for values below a bound that the call does not write.
+        lambda b, x: _down(b, _up(b, x).hardshrink()),
+        *(partial(_dented, low=low) for low in (-2.0, 0.0)),
         lambda b, x: _down(b, _up(b, x, "gate").relu() + _up(b, x)),
         lambda b, x: _down(b, _up(b, x.relu(), "gate").relu() * _up(b, x)),
         _mixed,
         lambda b, x: _down(b, (_up(b, x, "gate").relu() * _up(b, x)) * 0.5),
+        # One gate for all neurons.
+        lambda b, x: _down(b, b.linear(x, "gate", 1).relu() * _up(b, x)),
         lambda b, x: _down(b, (_up(b, x) + b.constant("scales", torch.arange(float(NEURONS)))).relu()),
     ],
 )

@@ -62,6 +62,12 @@ def test_a_product_that_others_use_keeps_its_bias_apart() -> None:
     assert operators(result) == {"transpose": 1, "linear": 1, "add": 1, "mul": 1}
 
 
+def test_a_bias_of_more_dimensions_than_the_product_stays_apart() -> None:
+    """Their sum has more, too."""
+    result = raised(lambda b, x: x.mm(_permuted(b)) + _bias(b).view([1, 1, 40]), RaiseLinear())
+    assert only(result, LINEAR).args[2] is None
+
+
 def test_a_table_lookup_becomes_embedding() -> None:
 
     result = raised(lambda b, x: x + b.parameter("p", 12, HIDDEN).embedding(b.positions + 2, 1), RaiseLinear())

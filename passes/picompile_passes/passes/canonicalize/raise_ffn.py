@@ -21,6 +21,7 @@ from picompile_passes.dialect.activations import ACTIVATIONS, parse_activation
 from picompile_passes.graph.nodes import arguments, calls, is_call
 from picompile_passes.graph.operands import FFN, LINEAR, RMS_NORM, Projection, SharedConstants, input_rows
 from picompile_passes.graph.rewriter import Rewriter
+from picompile_passes.graph.values import same_shape
 from picompile_passes.passes.canonicalize.forms import Forms, on_cpu
 
 # Approximations of GELU differ by 5e-4, rounding by 1e-6; the order of the table matters for equal functions only.
@@ -151,8 +152,7 @@ def _block(forms: Forms, down: Node) -> _RaisedFfn | None:
         return _block_of(forms, down, hidden)
     values = arguments(hidden)
     normed = forms.same(values["x"])
-    neurons = down.args[1].meta["val"].shape[1]  # type: ignore[union-attr]
-    if values["groups"] != 1 or normed.meta["val"].shape[-1] != neurons or values["weight"].meta["val"].dim() != 1:
+    if values["groups"] != 1 or values["weight"].meta["val"].dim() != 1:
         return None
     block = _block_of(forms, down, normed)
     return None if block is None else replace(block, norm=_Norm(hidden, values["weight"], float(values["eps"])))
@@ -180,6 +180,9 @@ def _plain(forms: Forms, down: Node, hidden: Node, x: Any) -> _RaisedFfn | None:
 
 def _gated(forms: Forms, down: Node, hidden: Node, x: Any) -> _RaisedFfn | None:
     if not is_call(hidden, _aten.mul.Tensor) or not all(isinstance(factor, Node) for factor in hidden.args):
+        return None
+    # A gate of one column is one for all neurons.
+    if not same_shape(*(factor.meta["val"].shape[-1:] for factor in hidden.args)):  # type: ignore[union-attr]
         return None
     first, second = (_activated(forms, forms.same(factor)) for factor in hidden.args)  # type: ignore[arg-type]
     if first is None or second is None:
