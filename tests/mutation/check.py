@@ -64,11 +64,13 @@ class Reach:
     def of(self, mutant: Mutant) -> list[str]:
         """Return the tests that execute a place, the quickest first, then those that share, as `PATIENCE_S` allows.
 
-        Of a place that only an import executes, these are all tests that execute anything of the file.
+        Of a place that only an import executes, these are all tests that execute anything of the file, or of its folder
+        where all of the file is such.
         """
         found = {test for line in mutant.lines for test in self.tests.get((mutant.file, line), ())}
-        if not found:  # what a module computes when it is imported, before any test
-            found = {test for (file, _), tests in self.tests.items() if file == mutant.file for test in tests}
+        for around in (mutant.file, f"{Path(mutant.file).parent}/"):
+            if not found:  # what a module computes when it is imported, before any test
+                found = {test for (file, _), tests in self.tests.items() if file.startswith(around) for test in tests}
         sharing = {test for line in mutant.lines for test in self.sharing.get((mutant.file, line), ())} - found
         chosen, left = [], PATIENCE_S
         for test in [*sorted(found, key=self.seconds.__getitem__), *sorted(sharing, key=self.seconds.__getitem__)]:

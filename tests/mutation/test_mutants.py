@@ -2,6 +2,7 @@
 
 import ast
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,12 @@ def test_the_quickest_tests_come_first_as_many_as_there_is_patience_for(made: li
     place = ("module.py", made[-1].line)
     reach = Reach({place: {"slower", "slow", "quick"}}, {place: {"quick", "sharing"}}, seconds)
     assert reach.of(made[-1]) == ["quick", "slow", "sharing"]
+
+
+def test_a_file_of_tables_alone_has_the_tests_of_its_folder(made: list[Mutant]) -> None:
+    mutant = replace(made[0], file="rules/table.py")
+    reach = Reach({("rules/rule.py", 7): {"near"}, ("module.py", 7): {"far"}}, {}, {"near": 1.0, "far": 1.0})
+    assert reach.of(mutant) == ["near"]
 
 
 def test_the_table_names_what_is_not_found_and_keeps_its_reasons(made: list[Mutant]) -> None:

@@ -8,8 +8,18 @@ from picompile.testing import LLAMA, OPT, TOLERANCES, GraphShape, RandomWeights,
 from picompile_passes.base import Stage, stage_of
 from picompile_passes.dialect import FORMATS, dequantize_rows, quantize_rows
 from picompile_passes.errors import PassOptionError
+from picompile_passes.graph.builder import GraphBuilder
 from picompile_passes.graph.nodes import arguments, calls
-from picompile_passes.graph.operands import DEQUANTIZE, PREDICT, QUANTIZE, SPARSE_FFN, matrix_operands
+from picompile_passes.graph.operands import (
+    DEQUANTIZE,
+    ELEMENTWISE,
+    EMBEDDING,
+    LINEAR,
+    PREDICT,
+    QUANTIZE,
+    SPARSE_FFN,
+    matrix_operands,
+)
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
 from picompile_passes.passes.quantize import Quantize
@@ -132,6 +142,19 @@ def test_predictor_and_block_read_the_same_packed_gating_matrix():
     for node in calls(after.graph, SPARSE_FFN):
         assert arguments(arguments(node)["mask"])["weights"][0] is arguments(node)["gate"]
     assert not Quantize("q8")(after).modified
+
+
+def test_the_head_has_its_format_where_logits_are_capped_too():
+    b = GraphBuilder()
+    x = b.call(EMBEDDING, b.tokens, b.parameter("embed", 9, 4), 0)
+    for name, rows in (("body", 4), ("head", 9)):
+        x = b.call(LINEAR, x, b.parameter(name, rows, 4), None)
+    before = b.finish(b.call(ELEMENTWISE, [x], "tanh(x0)"), Stage.PREDICTED)
+    after = Quantize("q4")(before).graph_module
+    verify(after, Stage.QUANTIZED)
+    packed = [arguments(node) for node in calls(after.graph, QUANTIZE)]
+    formats = {values["weight"].target: values["format"] for values in packed}
+    assert formats == {"embed": "q6", "body": "q4", "head": "q6"}
 
 
 def test_unknown_format_is_refused():

@@ -60,6 +60,20 @@ class AddWeight(Pass):
             rewriter.set_argument(node, "other", weight)
 
 
+@dataclass(frozen=True)
+class CountAttentions(Pass):
+    """Fails wherever there is more than one attention; with one, by an error of the same type elsewhere."""
+
+    name: ClassVar[str] = "count-attentions"
+    requires: ClassVar[Stage] = Stage.CANONICAL
+    ensures: ClassVar[None] = None
+
+    def rewrite(self, rewriter: Rewriter) -> None:
+        if len(list(calls(rewriter.graph, ATTENTION))) < 2:
+            raise ValueError("too few")
+        raise ValueError("too many")
+
+
 def failure(folder: Path, *passes: Pass) -> PassError:
     with pytest.raises(PassError) as error:
         Pipeline(passes, hook=verifying, reproducers=folder)(build(OPT))
@@ -103,6 +117,12 @@ def test_the_script_fails_as_long_as_the_pass_does(tmp_path, monkeypatch):
         Pipeline((DropBias(layer=3),), hook=verifying)(graph_module)
     monkeypatch.setattr(DropBias, "rewrite", lambda self, rewriter: False)
     Pipeline((DropBias(layer=3),), hook=verifying)(graph_module)
+
+
+def test_a_smaller_graph_fails_in_the_same_line(tmp_path):
+    with pytest.raises(PassError, match="too many") as error:
+        Pipeline((CountAttentions(),), reproducers=tmp_path)(build(GraphShape(layers=2)))
+    assert "ValueError: too many" in error.value.reproducer.read_text()
 
 
 def test_what_is_no_fault_of_a_pass_writes_no_reproducer(tmp_path):

@@ -155,6 +155,11 @@ def input_rows(rewriter: Rewriter, weight: Node, before: Node) -> Node:
     return rewriter.call(TRANSPOSE, (weight, 0, 1), before=before, sources=(weight,))
 
 
+def makes_logits(node: Node) -> bool:
+    """Return whether the graph returns the value of `node`, or pointwise arithmetic on it."""
+    return any(user.op == "output" or (is_call(user, ELEMENTWISE) and makes_logits(user)) for user in node.users)
+
+
 INPUTS = ("block", "stream", "previous")
 """The inputs that a learned predictor can read.
 

@@ -12,12 +12,12 @@ from picompile_passes.errors import PassOptionError, UnsupportedGraphError
 from picompile_passes.graph.nodes import arguments, attribute, constant_nodes, has_real_data, is_call
 from picompile_passes.graph.operands import (
     DEQUANTIZE,
-    ELEMENTWISE,
     EMBEDDING,
     LINEAR,
     MATRICES,
     PREDICT,
     QUANTIZE,
+    makes_logits,
     matrix_operands,
 )
 from picompile_passes.graph.rewriter import Rewriter
@@ -114,7 +114,7 @@ def _head_matrices(graph: Graph) -> set[Hashable]:
     """Return the keys of the matrices that embeddings look up, or that the graph's result is computed with."""
     found: set[Hashable] = set()
     for node in graph.nodes:
-        if is_call(node, EMBEDDING) or (is_call(node, LINEAR) and _makes_logits(node)):
+        if is_call(node, EMBEDDING) or (is_call(node, LINEAR) and makes_logits(node)):
             found |= {_constant_key(weight) for weight in matrix_operands(node)}
     return found
 
@@ -124,11 +124,6 @@ def _parameters(node: Node) -> set[str]:
     if node.op == "get_attr":
         return set() if has_real_data(attribute(node.graph.owning_module, str(node.target))) else {str(node.target)}  # type: ignore[arg-type]
     return set[str]().union(*map(_parameters, node.all_input_nodes))
-
-
-def _makes_logits(node: Node) -> bool:
-    """Return whether the graph returns the value of `node`, or pointwise arithmetic on it."""
-    return any(user.op == "output" or (is_call(user, ELEMENTWISE) and _makes_logits(user)) for user in node.users)
 
 
 def _substitute(rewriter: Rewriter, user: Node, old: Node, new: Node) -> None:

@@ -26,6 +26,7 @@ from picompile_passes.graph.operands import (
     SPARSE_FFN,
     SPARSE_LINEAR,
     input_rows,
+    makes_logits,
 )
 from picompile_passes.graph.rewriter import Rewriter
 
@@ -214,13 +215,9 @@ def _behind(attention: Node) -> list[Node]:
                 waiting.append(user)
             else:
                 return []
-    if len(found) > 1 or any(_makes_logits(node) for node in found):
+    if len(found) > 1 or any(makes_logits(node) for node in found):
         return []
     return list(found)
-
-
-def _makes_logits(node: Node) -> bool:
-    return any(user.op == "output" or (is_call(user, ELEMENTWISE) and _makes_logits(user)) for user in node.users)
 
 
 def _expression(activations: Sequence[str]) -> str:

@@ -16,9 +16,11 @@ FREQUENCIES = 0.3 ** torch.arange(SIZE // 2)
 Turn = Callable[[Builder, Value, Value, Value], Value]
 
 
-def _cos_sin(b: Builder, repeat: bool, factor: float = 1.0, positions: Value | None = None) -> tuple[Value, Value]:
+def _cos_sin(
+    b: Builder, repeat: bool, factor: float = 1.0, positions: Value | None = None, frequencies: Tensor = FREQUENCIES
+) -> tuple[Value, Value]:
     """[T, 1, d/2] each, or [T, 1, d] with both halves alike."""
-    angles = (positions or b.positions).unsqueeze(-1) * b.constant("frequencies", FREQUENCIES)
+    angles = (positions or b.positions).unsqueeze(-1) * b.constant("frequencies", frequencies)
     if repeat:
         angles = b.aten("cat", [angles, angles], -1)
     tables = (b.call(op, angles.unsqueeze(1)) for op in (aten.cos.default, aten.sin.default))
@@ -170,11 +172,26 @@ def test_heads_that_turn_before_their_norm(heads: int, factor: float) -> None:
     assert torch.equal(_frequencies_of(result, rotary), FREQUENCIES)
 
 
+@pytest.mark.parametrize("signs", [(-1, -1, -1, -1), (1, -1, 1, -1)], ids=["all", "some"])
+def test_pairs_that_turn_backwards_keep_their_order(signs: tuple[int, ...]) -> None:
+    """A norm behind them has weights in that order."""
+    frequencies = FREQUENCIES * torch.tensor(signs)
+
+    def write(b: Builder, x: Value) -> Value:
+        turned = _halves(b, x.unflatten(-1, [HEADS, SIZE]), *_cos_sin(b, True, frequencies=frequencies))
+        return b.call(RMS_NORM, turned.flatten(-2), b.parameter("norm", HIDDEN), 1e-5, HEADS)
+
+    result = raised(write, RaiseRotary())
+    assert operators(result) == {"rotary": 1, "rms_norm": 1}
+    assert torch.equal(_frequencies_of(result, _rotaries(result)[0]), frequencies)
+
+
 def test_norms_of_what_does_not_turn_stay() -> None:
     def write(b: Builder, x: Value) -> Value:
-        """Norms of whole tokens, scaled or not, and of heads."""
-        for number, groups in enumerate((1, HEADS)):
-            x = b.call(RMS_NORM, x * 9.0, b.parameter(f"norm.{number}", HIDDEN), 1e-5, groups)
+        """Norms of whole tokens, and of heads, scaled by a number; of whole tokens scaled by their positions."""
+        by_position = b.positions.unsqueeze(-1) + 1.0
+        for number, (groups, factor) in enumerate(((1, 9.0), (HEADS, 9.0), (1, by_position))):
+            x = b.call(RMS_NORM, x * factor, b.parameter(f"norm.{number}", HIDDEN), 1e-5, groups)
         return x
 
     assert not _rotaries(raised(write, RaiseRotary()))

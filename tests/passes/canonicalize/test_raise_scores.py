@@ -62,7 +62,8 @@ def _attend(scores: Scores, *, batched: bool = True) -> Write:
         # Masks are evaluated for as many tokens as a graph takes.
         b.bounded(40)
         q, k, v = (_heads(b, x, name, batched) for name in "qkv")
-        merged = (scores(b, q @ k.transpose(-1, -2)).softmax(-1) @ v).transpose(-2, -3).flatten(-2)
+        weights = scores(b, q @ k.transpose(-1, -2)).softmax(-1 if batched else 2)
+        merged = (weights @ v).transpose(-2, -3).flatten(-2)
         merged = merged.squeeze(0) if batched else merged
         return b.linear(merged, "o")
 
@@ -118,7 +119,14 @@ def _slopes(b: Builder) -> Value:
     return _slope_of_each_head(b) * b.positions
 
 
-@pytest.mark.parametrize("bias", [_slopes, lambda b: _slopes(b) * 0.0], ids=["slopes", "zeros"])
+def _window(b: Builder) -> Value:
+    """Hides what is 3 tokens or more away, [HEADS, T, T]."""
+    rows, columns = (b.positions.unsqueeze(dim) for dim in (1, 0))
+    hidden = (columns + 3).le(rows)._to_copy(dtype=torch.float32)
+    return _slope_of_each_head(b) + hidden * torch.finfo(torch.float32).min
+
+
+@pytest.mark.parametrize("bias", [_slopes, lambda b: _slopes(b) * 0.0, _window], ids=["slopes", "zeros", "window"])
 def test_a_product_with_a_bias(bias: Callable[[Builder], Value]) -> None:
     result = raised(_by_baddbmm(0.25, bias), RaiseScores())
     assert only(result, SDPA).kwargs["scale"] == pytest.approx(0.25)

@@ -400,6 +400,8 @@ FAULTS: dict[tuple[Stage, str], list[tuple[Any, ...]]] = {
         (sparse_block_before_predictors, "picompile.predict.default is not allowed"),
     ],
     (C2, "operators"): [(dense_block_is_left, "picompile.ffn.default is not allowed")],
+    (C3, "operators"): [(lambda g: through(g, torch.ops.aten.abs.default), "aten.abs.default is not allowed")],
+    (C4, "operators"): [(lambda g: through(g, torch.ops.aten.neg.default), "aten.neg.default is not allowed")],
     (C1, "token-path"): [(value_is_a_vector, "not float32[tokens, dim]"), (value_is_an_integer, "is int64[")],
     (C1, "arguments"): [
         (change(LINEAR, bias=[0.0] * (OPT.hidden + 1)), "bias is float32[25], but weight makes that 25 a 24"),

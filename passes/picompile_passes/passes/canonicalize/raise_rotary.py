@@ -86,7 +86,7 @@ def read_rotation(form: Form, columns: int, heads: int) -> Rotation | None:
     turning = (sine[:, 0] != 0).any(dim=0)
     if not turning.any() and _close(cosine, torch.ones_like(cosine)) and not sine.any():
         return Rotation(own.flatten(), torch.arange(own.shape[1]), factor)
-    halves = _halves(own[0], other[0], turning & (sine[1, 0] < 0), turning)
+    halves = _halves(own[0], other[0], turning)
     if halves is None:
         return None
     first, second = halves
@@ -118,20 +118,18 @@ def _parts(form: Form, columns: int, heads: int) -> _RotationParts | None:
     )
 
 
-def _halves(own: Tensor, other: Tensor, is_first: Tensor, turning: Tensor) -> tuple[Tensor, Tensor] | None:
-    """The elements of one head that make the first halves, and those that make the second, pair by pair."""
+def _halves(own: Tensor, other: Tensor, turning: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The elements of one head that make the first halves, and those that make the second, pair by pair.
+
+    The first of a pair stands ahead of the second; the frequencies of pairs that turn backwards are negative.
+    """
     place = {int(column): number for number, column in enumerate(own)}
-    # Pairs that turn backwards have their first element behind the second: their frequencies are negative.
-    first = is_first.nonzero().flatten()
-    pairs = [(int(number), place.get(int(other[number]), -1)) for number in first]
-    if all(-1 < partner < number for number, partner in pairs):
-        pairs = sorted((partner, number) for number, partner in pairs)
-    first = torch.tensor([number for number, _ in pairs], dtype=torch.int64)
-    partners = [partner for _, partner in pairs]
+    partners = [(int(number), place.get(int(other[number]), -1)) for number in turning.nonzero()]
+    pairs = [pair for pair in partners if pair[0] < pair[1]]
     still = (~turning).nonzero().flatten()
-    if -1 in partners or 2 * len(first) + len(still) != len(own) or len(still) % 2:
+    if 2 * len(pairs) + len(still) != len(own) or len(still) % 2:
         return None
-    second = torch.tensor(partners, dtype=torch.int64)
+    first, second = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).unbind(1)
     return torch.cat([first, still[: len(still) // 2]]), torch.cat([second, still[len(still) // 2 :]])
 
 
