@@ -64,10 +64,11 @@ class Reach:
     def of(self, mutant: Mutant) -> list[str]:
         """Return the tests that execute a place, the quickest first, then those that share, as `PATIENCE_S` allows.
 
-        Of a place that only an import executes, these are all tests that execute anything of the file.
+        Of a place that an import executes, these are all tests that execute anything of the file: a table is read by
+        others than call the functions that are written in it.
         """
         found = {test for line in mutant.lines for test in self.tests.get((mutant.file, line), ())}
-        if not found:  # what a module computes when it is imported, before any test
+        if not found or not mutant.where:  # what a module computes when it is imported, before any test
             found = {test for (file, _), tests in self.tests.items() if file == mutant.file for test in tests}
         sharing = {test for line in mutant.lines for test in self.sharing.get((mutant.file, line), ())} - found
         chosen, left = [], PATIENCE_S
