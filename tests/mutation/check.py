@@ -64,13 +64,15 @@ class Reach:
     def of(self, mutant: Mutant) -> list[str]:
         """Return the tests that execute a place, the quickest first, then those that share, as `PATIENCE_S` allows.
 
-        Of a place that only an import executes, these are all tests that execute anything of the file, or of its folder
-        where all of the file is such.
+        Of a place that an import executes, these are all tests that execute anything of the file, or of its folder where
+        there are none: a table is read by others than call the functions that are written in it.
         """
         found = {test for line in mutant.lines for test in self.tests.get((mutant.file, line), ())}
-        for around in (mutant.file, f"{Path(mutant.file).parent}/"):
-            if not found:  # what a module computes when it is imported, before any test
-                found = {test for (file, _), tests in self.tests.items() if file.startswith(around) for test in tests}
+        if not found or not mutant.where:
+            for around in (mutant.file, f"{Path(mutant.file).parent}/"):
+                found |= {test for (file, _), tests in self.tests.items() if file.startswith(around) for test in tests}
+                if found:
+                    break
         sharing = {test for line in mutant.lines for test in self.sharing.get((mutant.file, line), ())} - found
         chosen, left = [], PATIENCE_S
         for test in [*sorted(found, key=self.seconds.__getitem__), *sorted(sharing, key=self.seconds.__getitem__)]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from torch.fx import Node
 
 from picompile_codegen.lowering.function import Bindings, Function, dimension
-from picompile_codegen.lowering.linear import linear_call, makes_logits
+from picompile_codegen.lowering.linear import is_returned, linear_call
 from picompile_codegen.lowering.packing import name_and_format
 from picompile_codegen.lowering.program import Arg, Device
 from picompile_codegen.lowering.transfer import pending_receive
@@ -84,7 +84,7 @@ def joined_linears(nodes: Sequence[Node]) -> dict[Node, tuple[Node, ...]]:
     for node, matrix, bias in zip(linears, matrices, biases, strict=True):
         # A matrix or a bias that several projections share has one place.
         is_alone = matrices.count(matrix) == 1 and (bias is None or biases.count(bias) == 1)
-        if is_alone and not makes_logits(node):
+        if is_alone and not is_returned(node):
             values = arguments(node)
             if dimension(node) % _ALIGNED_OUTPUTS == 0:
                 groups.setdefault((values["x"], matrix[1], values["bias"] is not None), []).append(node)

@@ -24,6 +24,6 @@ def linear_call(node: Node, function: Function) -> tuple[LinearSpec, Bindings]:
     return spec, bindings | function.vectors(values, "bias")
 
 
-def makes_logits(node: Node) -> bool:
+def is_returned(node: Node) -> bool:
     """Return whether the value of `node` is what the graph returns."""
     return any(user.op == "output" for user in node.users)

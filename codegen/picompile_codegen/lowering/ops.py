@@ -14,7 +14,7 @@ from torch.fx import Node
 from picompile_codegen.lowering.attention import lower_attention, lower_rotary
 from picompile_codegen.lowering.ffn import lower_predict, lower_sparse_ffn
 from picompile_codegen.lowering.function import DECODING, Bindings, Function, dimension
-from picompile_codegen.lowering.linear import linear_call, makes_logits
+from picompile_codegen.lowering.linear import is_returned, linear_call
 from picompile_codegen.lowering.packing import PackedMatrix
 from picompile_codegen.lowering.program import Arg, CountedProjection, TopLogitsBuffers
 from picompile_codegen.lowering.streaming import stream_linear, stream_whole, streams
@@ -31,7 +31,7 @@ from picompile_codegen.specs import (
 )
 from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.graph import operands as op
-from picompile_passes.graph.nodes import arguments, constant_nodes, is_call
+from picompile_passes.graph.nodes import arguments, constant_nodes
 
 # A token is chosen after each of these functions.
 CHOOSING = ("decode", "prefill_last", "batch")
@@ -80,13 +80,12 @@ def _embedding(node: Node, function: Function) -> None:
 
 def _linear(node: Node, function: Function) -> None:
     spec, bindings = linear_call(node, function)
-    is_output = makes_logits(node)
-    is_head = is_output or any(is_call(user, op.ELEMENTWISE) and makes_logits(user) for user in node.users)
+    is_output = is_returned(node)
     y = Arg("buffer", function.logits) if is_output else function.result(node)
     if streams(node, bindings["w"], function):
         stream_linear(spec, bindings, y, function)
         return
-    function.call(function.kernel(spec), bindings | {"y": y}, op="head" if is_head else "linear")
+    function.call(function.kernel(spec), bindings | {"y": y}, op="head" if op.makes_logits(node) else "linear")
     if is_output and function.device == "device":
         hand_over(node, y, function)
 
@@ -159,7 +158,7 @@ def _elementwise(node: Node, function: Function) -> None:
         kinds += ("n" if one else "v") if is_constant else ("t" if one else "r")
         bindings[f"x{number}"] = function.shared.weights.vector(value) if is_constant else function.value(value)
     spec = ElementwiseSpec(dim=dim, rows=function.rows, inputs=kinds, expression=values["expression"])
-    is_output = makes_logits(node)
+    is_output = is_returned(node)
     bindings["y"] = Arg("buffer", function.logits) if is_output else function.result(node)
     function.call(function.kernel(spec), bindings, op="elementwise")
     if is_output and function.device == "device":

@@ -158,9 +158,8 @@ class Receive:
         return y
 
 
-def pending_receive(node: Node, function: Function) -> Receive | None:
-    """Return the arrival of numbers that the current device has not received yet, None if it has them."""
-    arrival = function.arrivals.get(node)
-    if not isinstance(arrival, Receive) or (node, function.device) in function.values:
-        return None
-    return arrival if arrival.dtype == "float32" else None
+def pending_receive(node: Node, function: Function) -> Receive:
+    """Return the arrival of numbers of the host that the device has not received yet."""
+    arrival = function.arrivals[node]
+    assert isinstance(arrival, Receive)
+    return arrival

@@ -17,7 +17,7 @@ from picompile_codegen.lowering.packing import _parameter_name
 from picompile_codegen.lowering.placement import ON_HOST, Placement
 from picompile_passes.graph.builder import GraphBuilder
 from picompile_passes.graph.nodes import arguments, calls
-from picompile_passes.graph.operands import ELEMENTWISE, EMBEDDING, LAYER_NORM, LINEAR, RMS_NORM
+from picompile_passes.graph.operands import ELEMENTWISE, EMBEDDING, LAYER_NORM, LINEAR, QUANTIZE, RMS_NORM, TRANSPOSE
 from picompile_passes.passes.canonicalize import canonicalize
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
@@ -147,5 +147,7 @@ def test_constants_that_are_computed_in_different_ways_have_different_names() ->
     again = b.call(aten.add.Tensor, weight, 1.0)
     assert _parameter_name(again) == names[2]
     assert all(name.split(".")[0].split("[")[0] in ("w", "m") for name in names)
+    rows = b.call(QUANTIZE, b.call(TRANSPOSE, matrix, 0, 1), "f16")
+    assert _parameter_name(rows) == "m", "a matrix that is turned and packed keeps its name"
     x = b.call(EMBEDDING, b.tokens, b.parameter("e", 5, 6), 0)
     b.finish(b.call(LINEAR, x, matrix, None))

@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 import pytest
 from test_lower_blocks import OTHER, SMALL, SOME, Case
+from torch.fx import Node
 
 from helpers.hybrid import SIDES, Naps, compile_naps
 from helpers.kernels.lowered import Runner
@@ -21,11 +22,15 @@ from picompile.placement.problem import predicts_early
 from picompile.placement.times import PartPlaces
 from picompile.testing import GraphShape, random_weights
 from picompile_codegen.lowering import lower as lowering
+from picompile_codegen.lowering import slices
 from picompile_codegen.lowering.arena import Lifetime
 from picompile_codegen.lowering.function import LowerOptions
+from picompile_codegen.lowering.fusion import Sum, find_fusions
 from picompile_codegen.lowering.lower import lower
 from picompile_codegen.lowering.placement import ON_HOST, Placement
-from picompile_codegen.lowering.program import LoweredProgram, ProgramCall, ProgramTensor, tensor_bytes
+from picompile_codegen.lowering.program import Device, LoweredProgram, ProgramCall, ProgramTensor, tensor_bytes
+from picompile_passes.graph.builder import GraphBuilder
+from picompile_passes.graph.operands import ADD, EMBEDDING, LINEAR, RMS_NORM
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_runtime.artifact.program import WAITING_OPS, read_program
 from picompile_runtime.devices.memory import Tensor as Stored
@@ -277,7 +282,40 @@ def test_caches_are_lent_one_after_another() -> None:
     assert [call.device for call in program.functions["decode"] if call.op == "attention"] == ["host"] * 3
 
 
+def test_the_slices_of_a_block_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The norm of its neurons reads the sum of all, and adds the bias of down."""
+    monkeypatch.setattr(slices, "STAGE_BYTES", 1)
+    case = Case(replace(CASES["plain"].shape, layers=1, ffn_norm=True), InsertPredictors("exact"), {0: range(2)})
+    calls = lower(case.graph(), options(ON_HOST)).program.functions["score"]
+    made = {call.args[-1].name: call for call in calls}
+
+    def terms(name: str) -> list[str]:
+        op, args = made[name].op, made[name].args
+        return terms(args[1].name) + terms(args[2].name) if op == "add" else [op]
+
+    (norm,) = (call for call in calls if call.op == "ffn_norm")
+    # The hot part, and slices of 64, 64 and 1 neurons.
+    assert terms(norm.args[1].name) == ["ffn"] * 4
+    assert norm.args[2].name == "model.layers.0.fc2.bias"
+
+
 # ---- what crosses ----
+
+
+@pytest.mark.parametrize("place", ["device", "host", "another function"])
+def test_a_projection_that_is_made_elsewhere_is_added_by_itself(place: str) -> None:
+    b = GraphBuilder()
+    embedded = b.call(EMBEDDING, b.tokens, b.parameter("e", 5, 6), 0)
+    x = b.call(RMS_NORM, embedded, b.parameter("n", 6), 1e-5)
+    y = b.call(LINEAR, x, b.parameter("w", 6, 6), None)
+    total = b.call(ADD, x, y)
+    devices: dict[Node, Device] = {x: "device", total: "device"}
+    if place != "another function":
+        devices[y] = "device" if place == "device" else "host"
+    nodes = [node for node in (x, y, total) if node in devices]
+    found = find_fusions(nodes, devices, {}, rows=1).sums.get(total)
+    expected = {"device": Sum(total, (x, y), y, None, None, ()), "host": Sum(total, (x, y), None, y, None, ())}
+    assert found == expected.get(place)
 
 
 def test_no_transfers_where_everything_is_on_the_device() -> None:

@@ -65,6 +65,7 @@ def test_constants_get_fresh_names_and_stand_ahead_of_every_call(graph_module, r
     assert "layers_0_table" in dict(graph_module.named_buffers())
     assert value_text(first.meta["val"]) == "int64[3]"
     assert_ahead_of_every_call(second)
+    assert rewriter.changes == 2
     graph_module.graph.lint()
 
 

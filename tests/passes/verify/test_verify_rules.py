@@ -396,6 +396,10 @@ FAULTS: dict[tuple[Stage, str], list[tuple[Any, ...]]] = {
             change(LAYER_NORM, weight=lambda g, norm: make(g, LAYER_NORM, norm.args[1], None, None, 1e-5, before=norm)),
             "picompile.layer_norm.default is not allowed on constants",
         ),
+        (
+            change(LAYER_NORM, weight=lambda g, norm: make(g, torch.ops.prims.abs.default, norm.args[1], before=norm)),
+            "prims.abs.default is not allowed on constants",
+        ),
         (calls_a_module, "call_module model.norm is no operator"),
         (sparse_block_before_predictors, "picompile.predict.default is not allowed"),
     ],
