@@ -37,7 +37,7 @@ from helpers import times  # noqa: E402
 FOLDERS = ("passes/picompile_passes", "codegen/picompile_codegen/lowering")
 TABLE = Path(__file__).with_name("table.md")
 # Behind so many seconds of tests that pass, a fault counts as not found.
-PATIENCE_S = 240.0
+PATIENCE_S = 120.0
 # Most faults are found by the first of the tests: the others' modules need not be imported for them.
 FIRST = 8
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
@@ -64,8 +64,8 @@ class Reach:
     def of(self, mutant: Mutant) -> list[str]:
         """Return the tests that execute a place, the quickest first, then those that share, as `PATIENCE_S` allows.
 
-        Of a place that an import executes, these are all tests that execute anything of the file, or of its folder where
-        there are none: a table is read by others than call the functions that are written in it.
+        Of a place that an import executes, these are all tests that execute anything of the file, or of its folder
+        where there are none: a table is read by others than call the functions that are written in it.
         """
         found = {test for line in mutant.lines for test in self.tests.get((mutant.file, line), ())}
         if not found or not mutant.where:
@@ -194,7 +194,7 @@ def _failing(folder: Path, tests: Sequence[str]) -> str | None:
     """Return the test that fails with the package in `folder`, or None."""
     process = multiprocessing.get_context("fork").Process(target=_run, args=(str(folder), list(tests)))
     process.start()
-    process.join(3 * PATIENCE_S)
+    process.join(6 * PATIENCE_S)
     has_ended = not process.is_alive()
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
