@@ -318,6 +318,14 @@ def test_a_projection_that_is_made_elsewhere_is_added_by_itself(place: str) -> N
     assert found == expected.get(place)
 
 
+def test_a_value_that_is_added_to_itself_is_no_sum_of_two() -> None:
+    b = GraphBuilder()
+    x = b.call(EMBEDDING, b.tokens, b.parameter("e", 5, 6), 0)
+    total = b.call(ADD, x, x)
+    nodes = [x, total, b.call(RMS_NORM, total, b.parameter("n", 6), 1e-5)]
+    assert find_fusions(nodes, dict.fromkeys(nodes, "device"), {}, rows=1).sums == {}
+
+
 def test_no_transfers_where_everything_is_on_the_device() -> None:
     """But for the embedding: an exchange takes as long as many neurons."""
     case = replace(CASES["gated"], predictors=InsertPredictors("exact"), hot=dict.fromkeys(range(4), range(77)))
@@ -409,3 +417,4 @@ def test_a_program_with_nothing_for_the_device() -> None:
     with_device, alone = (lower(graph_module, options(placement)) for placement in (ON_HOST, None))
     assert with_device.program.to_json() == alone.program.to_json()
     assert not with_device.accelerator_built
+    assert (alone.program.device_arena_bytes, alone.program.shared_arena_bytes) == (0, 0)
