@@ -135,8 +135,9 @@ def test_attention_has_windows_and_blocks_have_rows_of_their_own(case: Case) -> 
     """The bytes that an attention reads depend on its window. Blocks count several sequences apart."""
     functions = lower(case.graph(), LowerOptions(CONTEXT, CHUNK, case.kv_dtype, SEQUENCES)).program.functions
     for function in ("decode", "batch", "score"):
-        windows = [call.to_json().get("window") for call in functions[function] if call.op == "attention"]
-        assert windows == [case.shape.layer_window(layer) or None for layer in range(case.shape.layers)]
+        windows = {call.layer: call.to_json().get("window") for call in functions[function] if call.op == "attention"}
+        assert windows == {layer: case.shape.layer_window(layer) or None for layer in range(case.shape.layers)}
+        assert not any("window" in call.to_json() for call in functions[function] if call.op != "attention")
     blocks = [call for call in functions["batch"] if call.op == "ffn"]
     rows = [[(arg.name, arg.offset) for arg in call.args if arg.name.startswith("stats")] for call in blocks]
     assert rows == [[("stats.batch", 16 * row)] for row in range(case.shape.layers)]

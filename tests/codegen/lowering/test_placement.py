@@ -119,10 +119,17 @@ def test_predictors() -> None:
         assert all(devices[arguments(block)["mask"]] == devices[block] for block in blocks)
 
 
+@pytest.mark.parametrize("last", ["a block", "attention"])
 @pytest.mark.parametrize("name", list(SHAPES))
-def test_head_alone(name: str) -> None:
-    """The last norm and the projection to the vocabulary."""
-    norm, head = moved(nodes_of(SHAPES[name]), Placement(head=True))
+def test_head_alone(name: str, last: str) -> None:
+    """The last norm and the projection to the vocabulary, whatever the last layer has."""
+    nodes = nodes_of(SHAPES[name])
+    if last == "attention":
+        block = next(node for node in reversed(nodes) if is_call(node, SPARSE_FFN))
+        (total,) = block.users
+        total.replace_all_uses_with(next(node for node in total.all_input_nodes if node is not block))
+        nodes = [node for node in nodes if node not in (total, block)]
+    norm, head = moved(nodes, Placement(head=True))
     assert is_call(norm, RMS_NORM, LAYER_NORM)
     assert is_call(head, LINEAR)
     assert [user.op for user in head.users] == ["output"]
