@@ -4,7 +4,8 @@ import json
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import takewhile
+from itertools import pairwise, takewhile
+from math import prod
 from pathlib import Path
 from typing import Literal
 
@@ -297,6 +298,10 @@ def test_the_slices_of_a_block_are_added_up(monkeypatch: pytest.MonkeyPatch) -> 
     # The hot part, and slices of 64, 64 and 1 neurons.
     assert terms(norm.args[1].name) == ["ffn"] * 4
     assert norm.args[2].name == "model.layers.0.fc2.bias"
+    sources = [arg for call in calls if call.op == "upload" for arg in call.args if arg.space == "weight"]
+    assert sources
+    for first, second in pairwise(sorted(sources, key=lambda arg: (arg.name, arg.offset))):
+        assert first.name != second.name or first.offset + prod(first.shape or ()) == second.offset, "copied twice"
 
 
 # ---- what crosses ----
