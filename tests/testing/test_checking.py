@@ -39,6 +39,12 @@ class SaysExact(SkipMore):
     default_effect: ClassVar[Effect] = Effect.EXACT
 
 
+class NeverDone(SkipMore):
+    def rewrite(self, rewriter: Rewriter) -> None:
+        for mask in calls(rewriter.graph, PREDICT):
+            rewriter.set_argument(mask, "threshold", arguments(mask)["threshold"] + 0.75)
+
+
 def predicted():
     before = InsertPredictors("sign")(build(OPT)).graph_module
     return before, random_weights(before)
@@ -50,6 +56,11 @@ def test_a_pass_may_skip_neurons_where_it_says_so():
     for pass_ in (SaysExact(), SkipMore(and_more=True)):
         with pytest.raises(PropertyError, match="property equivalent does not hold"):
             check_run(pass_, *predicted())
+
+
+def test_a_second_run_may_modify_nothing_unless_the_pass_says_so():
+    with pytest.raises(PropertyError, match="property idempotent does not hold"):
+        check_run(NeverDone(), *predicted())
 
 
 @pytest.mark.parametrize("kind", ["learned", "sign"])
