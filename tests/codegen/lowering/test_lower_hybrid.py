@@ -304,6 +304,14 @@ def test_the_slices_of_a_block_are_added_up(monkeypatch: pytest.MonkeyPatch) -> 
         assert first.name != second.name or first.offset + prod(first.shape or ()) == second.offset, "copied twice"
 
 
+def test_projections_of_one_input_are_parts_of_one_where_a_gpu_reads_them() -> None:
+    case = Case(replace(CASES["plain"].shape, layers=1, hidden=96), InsertPredictors("exact"), {0: SOME})
+    functions = lower(case.graph(), replace(options(Placement.all_of(1)), panels=False)).program.functions
+    args = [arg for call in functions["score"] if call.op == "linear" for arg in call.args]
+    biases = [(arg.name, arg.offset, arg.shape) for arg in args if arg.name.endswith("bias.joined")]
+    assert biases == [("model.layers.0.q_proj.bias.joined", 4 * 96 * place, (96,)) for place in range(3)]
+
+
 # ---- what crosses ----
 
 
