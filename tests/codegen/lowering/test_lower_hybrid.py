@@ -312,6 +312,25 @@ def test_projections_of_one_input_are_parts_of_one_where_a_gpu_reads_them() -> N
     assert biases == [("model.layers.0.q_proj.bias.joined", 4 * 96 * place, (96,)) for place in range(3)]
 
 
+def test_blocks_of_different_sizes_share_kernels_for_a_gpu() -> None:
+    """Where tokens are decoded each side has one for its largest block, and in prompts the GPU for its largest."""
+    case = Case(
+        CASES["plain"].shape,
+        InsertPredictors("learned", ranks=dict.fromkeys(range(3), 7)),
+        {0: range(3), 1: range(50), 2: range(100)},
+    )
+    functions = lower(case.graph(), replace(options(ON_HOST), accelerator="cuda")).program.functions
+
+    def kernels(function: str, device: Device) -> set[str]:
+        blocks = [call for call in functions[function] if (call.op, call.device) == ("ffn", device)]
+        return {call.kernel.split("x66_")[0] for call in blocks}
+
+    for function in ("decode", "batch"):
+        assert kernels(function, "host") == {"counted_ffn_masked_f16_128"}
+        assert kernels(function, "device") == {"counted_ffn_masked_f16_100"}
+    assert kernels("score", "device") == {"counted_ffn_dense_f16_128"}
+
+
 # ---- what crosses ----
 
 
