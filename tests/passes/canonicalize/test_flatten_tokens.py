@@ -181,6 +181,10 @@ def _norm(b: Builder, x: Value, *shape: int) -> Value:
             lambda b, x: b.call(RMS_NORM, x, b.parameter("norm", 3, HIDDEN).sum([0]), 1e-5),
             r"sum_1 \(aten\.sum\.dim_IntList\): the weight of rms_norm is not computed",
         ),
+        (
+            lambda b, x: b.call(RMS_NORM, x, b.parameter("norm", HIDDEN) * b.positions.select(0, 0), 1e-5),
+            r"positions \(positions\): the weight of rms_norm is not computed",
+        ),
         (lambda b, x: _norm(b, x, 1, HIDDEN), r"rms_norm .*: its weight is float32\[1, 24\]"),
         (
             lambda b, x: x + b.call(EMBEDDING, b.tokens, b.constant("table", torch.zeros(31, HIDDEN).double()), 0),
