@@ -171,6 +171,10 @@ def _norm(b: Builder, x: Value, *shape: int) -> Value:
             lambda b, x: _norm(b, x, HIDDEN).slice(-1, 0, SIZE),
             "it takes some of the columns of rms_norm, which is no linear",
         ),
+        (
+            lambda b, x: b.call(ELEMENTWISE, [b.linear(x, "w", 1)], "relu(x0)").expand([-1, HIDDEN]),
+            "it takes some of the columns of elementwise, which is no linear",
+        ),
         (lambda b, x: x.flip([0]), "linear.* takes it, but it is not just columns"),
         (_normed_heads, "it works on each head"),
         (lambda b, x: x + b.parameter("shift", HIDDEN), "it adds values of different shapes"),
@@ -196,6 +200,14 @@ def _norm(b: Builder, x: Value, *shape: int) -> Value:
 )
 def test_operators_outside_the_dialect_are_named(change: Write, message: str) -> None:
     refused(_headed(change), FlattenTokens(), message)
+
+
+def test_what_nothing_needs_is_not_looked_at() -> None:
+    def write(b: Builder, x: Value) -> Value:
+        _block_without_attention(b, x)
+        return b.linear(x, "head")
+
+    assert operators(raised(write, FlattenTokens()))["linear"] == 1
 
 
 def test_logits_are_made_by_alinear() -> None:

@@ -4,6 +4,7 @@ from torch.fx import Graph
 
 from picompile.testing import LLAMA, build
 from picompile_passes.errors import PassesError, PropagateError
+from picompile_passes.graph.builder import GraphBuilder
 from picompile_passes.graph.nodes import (
     argument_position,
     arguments,
@@ -163,3 +164,10 @@ def test_values_agree_only_with_the_same_symbol():
     different = [(one, node.args[0].meta["val"]), (one, torch.empty(7, 50)), (one, 3), ([one], [])]
     different += [(other, other.new_empty((7, 50))), (torch.zeros(2), torch.zeros(2, dtype=torch.int64))]
     assert not any(same_value(*pair) for pair in different)
+
+
+def test_values_of_calls_with_other_arguments_are_told_apart():
+    weight = (b := GraphBuilder()).parameter("w", 2, 6)
+    sizes, dtypes = [(3, 4), (4, 3), (12,)], [torch.float16, torch.float64]
+    assert [b.call(torch.ops.aten.view.default, weight, list(size)).meta["val"].shape for size in sizes] == sizes
+    assert [b.call(torch.ops.aten._to_copy.default, weight, dtype=d).meta["val"].dtype for d in dtypes] == dtypes
