@@ -145,10 +145,16 @@ def test_tokens_in_front_of_the_batch() -> None:
     assert [rotary["x"].meta["val"].shape[0] for rotary in _rotaries(result)] == [1, 1]
 
 
-def test_a_constant_factor_goes_into_the_scale() -> None:
+@pytest.mark.parametrize(
+    "scaled",
+    [lambda b, q: q * 0.25, lambda b, q: q / 4, lambda b, q: b.call(aten.mul.Scalar, q, 0.25)],
+    ids=["mul", "div", "mul by a scalar"],
+)
+def test_a_constant_factor_goes_into_the_scale(scaled: Write) -> None:
     """Plain attention stays."""
-
-    result = raised(lambda b, x: _attend(b, x, lambda part, name: part * 0.25 if name == "q" else part), RaiseRotary())
+    result = raised(
+        lambda b, x: _attend(b, x, lambda part, name: scaled(b, part) if name == "q" else part), RaiseRotary()
+    )
     values = arguments(only(result, ATTENTION))
     assert (values["scale"], values["q"].target) == (0.125, LINEAR)
     assert not _rotaries(result)
