@@ -128,6 +128,8 @@ def test_a_number_for_each_token_is_an_input() -> None:
     )
     assert only(result, ELEMENTWISE).args[1] == "t0 = sigmoid(x0); mul(x1, t0)"
     assert _input(result, 0).target is LINEAR
+    added = raised(lambda b, x: x + b.call(LINEAR, x, b.parameter("gate", 1, HIDDEN), None), RaiseElementwise())
+    assert only(added, ELEMENTWISE).args[1] == "add(x0, x1)", "the sum of values of one size is another operator"
 
 
 @pytest.mark.parametrize("heads_first", [False, True])

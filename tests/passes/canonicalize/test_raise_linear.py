@@ -1,4 +1,5 @@
 import operator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -68,9 +69,17 @@ def test_a_bias_of_more_dimensions_than_the_product_stays_apart() -> None:
     assert only(result, LINEAR).args[2] is None
 
 
-def test_a_table_lookup_becomes_embedding() -> None:
-
-    result = raised(lambda b, x: x + b.parameter("p", 12, HIDDEN).embedding(b.positions + 2, 1), RaiseLinear())
+@pytest.mark.parametrize(
+    "lookup",
+    [
+        lambda b, table, ids: table.embedding(ids, 1),
+        lambda b, table, ids: table.index_select(0, ids),
+        lambda b, table, ids: b.call(aten.index.Tensor, table, [ids]),
+    ],
+    ids=["embedding", "index_select", "index"],
+)
+def test_a_table_lookup_becomes_embedding(lookup: Callable[[Builder, Value, Value], Value]) -> None:
+    result = raised(lambda b, x: x + lookup(b, b.parameter("p", 12, HIDDEN), b.positions + 2), RaiseLinear())
     lookups = result.graph.find_nodes(op="call_function", target=EMBEDDING)
     assert [node.args[1].target for node in lookups] == ["embed.weight", "p"]
 
