@@ -143,6 +143,10 @@ def test_a_product_with_a_bias_of_the_tokens_stays() -> None:
 _OTHERS: dict[str, Scores] = {
     "squared": lambda b, scores: _added(b, scores * scores),
     "capped": lambda b, scores: _added(b, scores.tanh() * 30.0),
+    "capped far away": lambda b, scores: _added(b, (scores / 1000.0).tanh() * 1000.0),
+    "cut off above": lambda b, scores: _added(b, scores.clamp(None, 50.0)),
+    "cut off below": lambda b, scores: _added(b, scores.clamp(-50.0)),
+    "rounded": lambda b, scores: _added(b, scores.round()),
     "positive": lambda b, scores: _added(b, scores.relu()),
     "scales of each head": lambda b, scores: _added(b, scores * _slope_of_each_head(b)),
     "factors by distance": lambda b, scores: _added(b, scores / (b.positions + 1.0)),

@@ -20,8 +20,8 @@ _PRODUCTS = (_aten.matmul.default, _aten.bmm.default)
 _VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default, _aten.expand.default)
 _SCALED_DOT_PRODUCT = _aten.scaled_dot_product_attention.default
 
-# What the product of queries and keys is set to, to see what becomes of it.
-_SAMPLES = (1.0, -2.0, 0.375)
+# What the product of queries and keys is set to, to see what becomes of it. Scores may be cut off at a bound.
+_SAMPLES = (1.0, -2.0, 0.375, 1e4, -1e4)
 
 
 @dataclass(frozen=True)
