@@ -186,6 +186,14 @@ def key_of_width(g: GraphModule, width: int) -> None:
     sweep(g)
 
 
+def two_key_heads(g: GraphModule) -> None:
+    """For three heads of queries: each of a width that fits, but no two may share one."""
+    key_of_width(g, 16)
+    attention = first(g, ATTENTION)
+    put(attention, "v", arguments(attention)["k"])
+    change(ATTENTION, kv_heads=2)(g)
+
+
 def calculate(g: GraphModule, expression: str, *inputs: Node) -> None:
     """Puts an `elementwise` of the head's input and `inputs` before the head."""
     end = head(g)
@@ -425,6 +433,7 @@ FAULTS: dict[tuple[Stage, str], list[tuple[Any, ...]]] = {
     (C1, "heads"): [
         (lambda g: key_of_width(g, 25), "3 heads and 3 key heads do not fit q, k, v of 24, 25, 24"),
         (lambda g: key_of_width(g, 36), "3 heads and 3 key heads do not fit q, k, v of 24, 36, 24"),
+        (two_key_heads, "3 heads and 2 key heads do not fit q, k, v of 24, 16, 16"),
         (change(ROTARY, inverse_frequency=[0.5, 0.25]), "3 heads of 2 frequencies do not fit 24", LLAMA),
         (change(ATTENTION, slopes=[0.5] * (OPT.heads - 1)), "its slopes are float32[2], not one for each of 3"),
     ],
