@@ -245,16 +245,16 @@ def reasons() -> dict[tuple[str, str], str]:
     return {(file, name): reason for file, name, reason in rows}
 
 
-def table(outcomes: Sequence[Outcome], command: str) -> Iterator[str]:
-    """Yield the table's lines."""
+def table(outcomes: Sequence[Outcome], command: str, commit: str) -> Iterator[str]:
+    """Yield the table's lines. The draw changes with the sources, so it is of a commit."""
     found = [outcome for outcome in outcomes if outcome.found_by]
     known = reasons()
     yield "# Random faults"
     yield ""
     yield f"    {command}"
     yield ""
-    yield f"found {len(found)} of {len(outcomes)} faults, drawn from the syntax trees. Each was planted in a copy"
-    yield "of the package, and the tests that execute the line ran on it until one failed."
+    yield f"found {len(found)} of {len(outcomes)} faults, drawn from the syntax trees at commit {commit}."
+    yield "Each was planted in a copy of the package, and the tests that execute the line ran on it until one failed."
     yield ""
     yield "| file | faults | found |"
     yield "| --- | --- | --- |"
@@ -296,7 +296,9 @@ def main() -> None:
     if options.write:
         files = "" if options.files == FOLDERS else " " + " ".join(options.files)
         command = f"python tests/mutation/check.py{files} --number {options.number} --seed {options.seed} --write"
-        TABLE.write_text("\n".join(table(outcomes, command)) + "\n", encoding="utf-8")
+        head = ["git", "rev-parse", "--short", "HEAD"]
+        commit = subprocess.run(head, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+        TABLE.write_text("\n".join(table(outcomes, command, commit)) + "\n", encoding="utf-8")
     print(f"found {sum(outcome.found_by is not None for outcome in outcomes)} of {len(outcomes)}")
 
 

@@ -112,6 +112,6 @@ def test_a_file_of_tables_alone_has_the_tests_of_its_folder(made: list[Mutant]) 
 
 def test_the_table_names_what_is_not_found_and_keeps_its_reasons(made: list[Mutant]) -> None:
     assert all(reasons().values())
-    lines = list(table([Outcome(made[0], "test_x", 1, 1.0), Outcome(made[1], None, 1, 1.0)], "command"))
-    assert "found 1 of 2" in "\n".join(lines)
+    lines = list(table([Outcome(made[0], "test_x", 1, 1.0), Outcome(made[1], None, 1, 1.0)], "command", "c0ffee"))
+    assert "found 1 of 2 faults, drawn from the syntax trees at commit c0ffee" in "\n".join(lines)
     assert lines[-1] == f"| `module.py`, {made[1].name} |  |"
