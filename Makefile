@@ -25,7 +25,7 @@ SM ?= 90
 TESTS ?= tests
 
 # What part of the slow tests `make test-share` draws, and by what.
-SHARE ?= 0.3
+SHARE ?= 0.25
 SEED ?= $(shell git rev-parse HEAD 2>/dev/null || echo 0)
 
 # The versions that are installed. With `CONSTRAINTS=` the newest that pyproject.toml allows.

@@ -1,6 +1,6 @@
 """The share of slow tests that CI draws: other ones for each commit, the same ones each time that it is asked for.
 
-pytest -m slow --share 0.3 --share-seed COMMIT
+pytest -m slow --share 0.25 --share-seed COMMIT
 """
 
 import hashlib
