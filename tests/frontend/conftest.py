@@ -1,14 +1,16 @@
 """Captures are slow: each model is captured once for all tests."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
-import torch
 
 from helpers import families
 from helpers.canonical import Model, canonicalize
+from helpers.one_thread import one_thread
 from picompile.frontend import load_model
+
+__all__ = ["model", "one_thread"]
 
 
 @pytest.fixture(scope="session")
@@ -24,12 +26,3 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
         return Model(families.build(name), captured, canonicalize(captured.graph_module))
 
     return get
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """These tensors are tiny: more threads only wait for one another."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
