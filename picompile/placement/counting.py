@@ -194,11 +194,9 @@ def _launches_of(spec: "KernelSpec", batch: int) -> int:
 
     A plug-in's predictor without a CUDA kernel, which cannot be compiled for a GPU, counts as 1.
     """
-    from picompile_codegen import cuda
     from picompile_codegen.lowering.program import cuda_kernel_of
+    from picompile_passes.errors import UnsupportedGraphError
 
-    if type(spec) not in cuda.BODIES:
-        return 1
     # A plan may have more sequences than an artifact can hold.
     batch = min(batch, MOST_SEQUENCES)
     if batch > 1:
@@ -206,7 +204,10 @@ def _launches_of(spec: "KernelSpec", batch: int) -> int:
         changed: dict[str, Any] = {"rows": batch, "sequences": batch, "mode": "sequences", "rowwise": True}
         names = {field.name for field in fields(spec)}
         spec = replace(spec, **{name: value for name, value in changed.items() if name in names})
-    return len(cuda_kernel_of(spec).grids)
+    try:
+        return len(cuda_kernel_of(spec).grids)
+    except UnsupportedGraphError:
+        return 1
 
 
 def _top_logits_launches(vocab: int, batch: int) -> int:

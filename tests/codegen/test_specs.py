@@ -1,19 +1,25 @@
 """Every spec has a body for host and GPU, and both take the arguments that it declares."""
 
 from collections.abc import Callable
+from importlib import import_module
 from itertools import product
+from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 import pytest
 
 from helpers.products import cover
 from picompile_codegen import cpu, cuda, specs
+from picompile_codegen.backend import find_bodies
+from picompile_codegen.errors import CodegenError
 from picompile_codegen.signs import sign_row_bytes
-from picompile_codegen.specs import KernelArgument, KernelSpec, LayerNormSpec, LinearSpec, PackageSpec, RmsNormSpec
+from picompile_codegen.specs import KernelArgument, KernelSpec, LayerNormSpec, LinearSpec, RmsNormSpec
 
 FORMATS = ("f16", "q8", "q6", "q4m", "q4")
 KV_DTYPES = ("float16", "float32", "q8")
 ROWS = (1, 13)
+CPU_BODIES, CUDA_BODIES = find_bodies(cpu.__name__), find_bodies(cuda.__name__)
 BOTH = (False, True)
 # Only the host calls these, and only a GPU those.
 HOST_ONLY = {specs.LendCacheSpec, specs.SignalSpec, specs.WaitSpec}
@@ -140,12 +146,23 @@ def declared(arguments: tuple[KernelArgument, ...]) -> tuple[KernelArgument, ...
 
 
 def test_every_spec_has_its_bodies() -> None:
-    exported = (getattr(specs, name) for name in specs.__all__)
-    found = {each for each in exported if isinstance(each, type) and issubclass(each, KernelSpec)}
-    found -= {KernelSpec, PackageSpec}
-    assert set(cpu.BODIES) == found - GPU_ONLY
-    assert set(cuda.BODIES) == found - HOST_ONLY
+    modules = [import_module(module.name) for module in iter_modules(specs.__path__, f"{specs.__name__}.")]
+    found = {each for module in modules for each in vars(module).values() if isinstance(each, type)}
+    found = {each for each in found if issubclass(each, KernelSpec) and each is not KernelSpec}
+    assert set(CPU_BODIES) == found - GPU_ONLY
+    assert set(CUDA_BODIES) == found - HOST_ONLY
     assert set(VARIANTS) == found
+
+
+def test_two_bodies_of_one_spec_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder := tmp_path / "two_bodies").mkdir()
+    for name in ("__init__", "one", "other"):
+        text = "from picompile_codegen.backend import body\nfrom picompile_codegen.specs import SignalSpec\n"
+        written = "" if name == "__init__" else f"\n\n@body(SignalSpec)\ndef {name}(spec, function): ...\n"
+        (folder / f"{name}.py").write_text(text + written)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(CodegenError, match=r"two_bodies: two bodies of SignalSpec: one and two_bodies\.other\.other"):
+        find_bodies("two_bodies")
 
 
 @pytest.mark.parametrize("kind", VARIANTS, ids=lambda kind: kind.__name__)
@@ -153,7 +170,7 @@ def test_bodies_take_the_arguments_of_their_spec(kind: type[KernelSpec]) -> None
     names = set()
     for parameters in VARIANTS[kind]:
         spec = kind(**parameters)
-        bodies = [module for module in (cpu, cuda) if kind in module.BODIES]
+        bodies = [module for module, found in ((cpu, CPU_BODIES), (cuda, CUDA_BODIES)) if kind in found]
         if isinstance(spec, specs.CountedFfnSpec) and not spec.is_masked:
             bodies.remove(cpu)
         written = [module.write_kernel(spec) for module in bodies]

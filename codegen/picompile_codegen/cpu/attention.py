@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
+from picompile_codegen.backend import body
 from picompile_codegen.cpu.attention_blocks import (
     BlockScales,
     ByteQueries,
@@ -215,6 +216,7 @@ def _merge_parts(spec: AttentionSpec, tensors: AttentionTensors, row: Expr, head
     give(spec, tensors, row, head, lambda c: load(mixed, c) * factor)
 
 
+@body(AttentionSpec)
 def attention(spec: AttentionSpec, function: KernelFunction) -> None:
     """Write the body of an `AttentionSpec`."""
     parts = 1 if spec.mode == "chunk" else -(-spec.context // part_positions(spec))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
+from picompile_codegen.backend import body
 from picompile_codegen.build import isa
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, maximum, minimum, parallel, prefetch, select
@@ -247,6 +248,7 @@ def cache_argument(function: KernelFunction, name: str) -> Cache:
     return Cache(data, function.get(f"{name}_scales"), data.columns * (2 if data.dtype == "uint8" else 1))
 
 
+@body(CacheWriteSpec)
 def cache_write(spec: CacheWriteSpec, function: KernelFunction) -> None:
     """Write the body of a `CacheWriteSpec`."""
     x, cache = function["x"], cache_argument(function, "cache")

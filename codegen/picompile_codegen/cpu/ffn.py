@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
+from picompile_codegen.backend import body
 from picompile_codegen.cpu.accumulate import Reduction, ReductionInputs, accumulate
 from picompile_codegen.cpu.dot import biased, prepare_vector
 from picompile_codegen.cpu.ffn_neurons import (
@@ -163,6 +164,7 @@ def _compute_listed(
         compute_slices(None)
 
 
+@body(CountedFfnSpec, FfnSpec)
 def ffn(spec: FfnSpec, function: KernelFunction) -> None:
     """Write the body of an `FfnSpec`.
 

@@ -7,12 +7,13 @@ parameter that it was built with.
 
 A kernel's name and arguments are declared by its spec (`picompile_codegen.specs`); its body takes them by name:
 
+    @body(NegateSpec)
     def negate(spec: NegateSpec, function: KernelFunction) -> None:
         x, y = function["x"], function["y"]
         with loop(0, spec.dim) as i:
             y[0, i] = -x[0, i]
 
-`cpu.write_kernel(spec)` runs the body that `cpu.BODIES` has for the type of `spec`.
+`cpu.write_kernel(spec)` runs the body that is marked with the type of `spec` (`picompile_codegen.backend`).
 """
 
 from dataclasses import dataclass, replace

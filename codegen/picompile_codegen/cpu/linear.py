@@ -6,6 +6,7 @@ A prompt's tokens are multiplied in tiles, by packed panels of float32 (`panels.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from picompile_codegen.backend import body
 from picompile_codegen.cpu.bfloat16 import to_bfloat16
 from picompile_codegen.cpu.byte_tiles import ByteInputs, byte_tile, multiply_rows_of_bytes
 from picompile_codegen.cpu.dot import biased, dot, prepare_vector
@@ -151,6 +152,7 @@ def _pack_rows(
                 weights[index * lanes + i, vector] = word
 
 
+@body(LinearSpec)
 def linear(spec: LinearSpec, function: KernelFunction) -> None:
     """Write the body of a `LinearSpec`."""
     x, w, bias, y = function["x"], KernelMatrix.argument(function, "w"), function.get("bias"), function["y"]

@@ -8,6 +8,7 @@ moving anything between its lanes. Bits past the last column are 0 in both.
 
 from tvm import tirx
 
+from picompile_codegen.backend import body
 from picompile_codegen.cpu.byte_tiles import ByteInputs
 from picompile_codegen.cpu.dot import dot, prepare_vector
 from picompile_codegen.cpu.kernel import KernelFunction
@@ -20,6 +21,7 @@ from picompile_codegen.signs import BLOCK_COLUMNS
 from picompile_codegen.specs import PredictLowRankSpec, PredictSignsSpec
 
 
+@body(PredictLowRankSpec)
 def predict_low_rank(spec: PredictLowRankSpec, function: KernelFunction) -> None:
     """Write the body of a `PredictLowRankSpec`."""
     matrices = KernelMatrix.argument(function, "fc1"), KernelMatrix.argument(function, "fc2")
@@ -96,6 +98,7 @@ _WORDS = f"int32x{LANES}"
 _COUNTS = f"int64x{LANES // 2}"
 
 
+@body(PredictSignsSpec)
 def predict_signs(spec: PredictSignsSpec, function: KernelFunction) -> None:
     """Write the body of a `PredictSignsSpec`."""
     x, signs, most, mask = (function[name] for name in ("x", "signs", "most", "mask"))

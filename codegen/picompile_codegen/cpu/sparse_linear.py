@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
+from picompile_codegen.backend import body
 from picompile_codegen.cpu.accumulate import Reduction, ReductionInputs, accumulate
 from picompile_codegen.cpu.add_rows import SomeRows, SumOrder, add_rows, rows_together
 from picompile_codegen.cpu.ffn_slices import Slices
@@ -66,6 +67,7 @@ class _Inputs:
         return bind(self.numbers[self.row, minimum(position, self.count - 1)])
 
 
+@body(SparseLinearSpec)
 def sparse_linear(spec: SparseLinearSpec, function: KernelFunction) -> None:
     """Write the body of a `SparseLinearSpec`."""
     projection = _Projection(

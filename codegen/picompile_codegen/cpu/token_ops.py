@@ -10,6 +10,7 @@ from itertools import accumulate, cycle
 
 from tvm import tirx
 
+from picompile_codegen.backend import body
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.matrix import KernelMatrix, each_group
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, parallel, select, when
@@ -52,6 +53,7 @@ def step_rows(function: KernelFunction, mode: Mode, rows: int, context: int, seq
     return StepRows(count, lambda row: bind(first + row) if mode == "chunk" else first, lambda _: slot)
 
 
+@body(AddSpec)
 def add(spec: AddSpec, function: KernelFunction) -> None:
     """Write the body of an `AddSpec`."""
     tokens = function.tokens(spec.rows)
@@ -64,6 +66,7 @@ def add(spec: AddSpec, function: KernelFunction) -> None:
         blocks(spec.dim, add_up)
 
 
+@body(ElementwiseSpec)
 def elementwise(spec: ElementwiseSpec, function: KernelFunction) -> None:
     """Write the body of an `ElementwiseSpec`."""
     y = function["y"]
@@ -83,6 +86,7 @@ def elementwise(spec: ElementwiseSpec, function: KernelFunction) -> None:
         blocks(spec.dim, block)
 
 
+@body(TakeLastSpec)
 def take_last(spec: TakeLastSpec, function: KernelFunction) -> None:
     """Write the body of a `TakeLastSpec`."""
     tokens = function.tokens(spec.rows)
@@ -90,6 +94,7 @@ def take_last(spec: TakeLastSpec, function: KernelFunction) -> None:
     blocks(spec.dim, lambda c, valid: store(y, 0, c, value=load(x, tokens - 1, c, valid=valid), valid=valid))
 
 
+@body(JoinColumnsSpec)
 def join_columns(spec: JoinColumnsSpec, function: KernelFunction) -> None:
     """Write the body of a `JoinColumnsSpec`."""
     y, starts = function["y"], accumulate(spec.widths, initial=0)
@@ -103,6 +108,7 @@ def _copy_columns(x: KernelTensor, y: KernelTensor, t: Expr, start: int) -> None
     blocks(x.columns, lambda c, valid: store(y, t, start + c, value=load(x, t, c, valid=valid), valid=valid))
 
 
+@body(EmbeddingSpec)
 def embedding(spec: EmbeddingSpec, function: KernelFunction) -> None:
     """Write the body of an `EmbeddingSpec`."""
     ids, w, y = function["ids"], KernelMatrix.argument(function, "w"), function["y"]
@@ -124,6 +130,7 @@ def embedding(spec: EmbeddingSpec, function: KernelFunction) -> None:
 _CHAINS = 4
 
 
+@body(RmsNormSpec)
 def rms_norm(spec: RmsNormSpec, function: KernelFunction) -> None:
     """Write the body of an `RmsNormSpec`."""
     x, weight, y, width = function["x"], function["weight"], function["y"], spec.dim // spec.groups
@@ -148,6 +155,7 @@ def _each_group(groups: int, width: int) -> Iterator[Expr]:
         yield bind(group * width)
 
 
+@body(LayerNormSpec)
 def layer_norm(spec: LayerNormSpec, function: KernelFunction) -> None:
     """Write the body of a `LayerNormSpec`."""
     x, y, width = function["x"], function["y"], spec.dim // spec.groups
@@ -169,6 +177,7 @@ def layer_norm(spec: LayerNormSpec, function: KernelFunction) -> None:
         blocks(width, scale)
 
 
+@body(DivideByRmsSpec)
 def divide_by_rms(spec: DivideByRmsSpec, function: KernelFunction) -> None:
     """Write the body of a `DivideByRmsSpec`."""
     x, y, bias = function["x"], function["y"], function.get("bias")
@@ -247,6 +256,7 @@ def angles_argument(function: KernelFunction) -> Angles | None:
     return None if cos is None or sin is None else Angles(cos, sin)
 
 
+@body(RotarySpec)
 def rotary(spec: RotarySpec, function: KernelFunction) -> None:
     """Write the body of a `RotarySpec`."""
     x, y, angles = function["x"], function["y"], Angles(function["cos"], function["sin"])
@@ -269,6 +279,7 @@ _MAGNITUDE = 0x7FFFFFFF
 _INFINITY = 0x7F800000
 
 
+@body(TopLogitsSpec)
 def top_logits(spec: TopLogitsSpec, function: KernelFunction) -> None:
     """Write the body of a `TopLogitsSpec`."""
     logits, scores, ids = function["logits"], function["scores"], function["ids"]

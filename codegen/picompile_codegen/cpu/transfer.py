@@ -7,6 +7,7 @@ to wait is in native/host.c.
 from tvm import tirx
 from tvm.tirx.script.builder import ir as T
 
+from picompile_codegen.backend import body
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, counter, loop, parallel, when, worth_a_region
 from picompile_codegen.cpu.vector import at, blocks, load, splat, store
@@ -28,6 +29,7 @@ from picompile_codegen.specs.arguments import ITEM_BYTES
 _COPIED_BYTES = 64
 
 
+@body(SendSpec)
 def send(spec: SendSpec, function: KernelFunction) -> None:
     """Write the body of a `SendSpec`."""
     x, out = function["x"], function["out"]
@@ -35,6 +37,7 @@ def send(spec: SendSpec, function: KernelFunction) -> None:
     _signal(function["flag"], function.step_number(), out, out)
 
 
+@body(SendMaskSpec)
 def send_mask(spec: SendMaskSpec, function: KernelFunction) -> None:
     """Write the body of a `SendMaskSpec`."""
     x, mask, table = function["x"], function["mask"], function["table"]
@@ -50,6 +53,7 @@ def send_mask(spec: SendMaskSpec, function: KernelFunction) -> None:
     _signal(function["flag"], function.step_number(), out, out_mask)
 
 
+@body(ReceiveSpec)
 def receive(spec: ReceiveSpec, function: KernelFunction) -> None:
     """Write the body of a `ReceiveSpec`."""
     source, flag, abandoned, y = (function[name] for name in ("source", "flag", "abandoned", "y"))
@@ -66,6 +70,7 @@ def receive(spec: ReceiveSpec, function: KernelFunction) -> None:
         _copy_rows(source, y, tokens, spec.dim)
 
 
+@body(ReceiveMaskSpec)
 def receive_mask(spec: ReceiveMaskSpec, function: KernelFunction) -> None:
     """Write the body of a `ReceiveMaskSpec`."""
     source, y = function["source"], function["y"]
@@ -74,6 +79,7 @@ def receive_mask(spec: ReceiveMaskSpec, function: KernelFunction) -> None:
         y[t, i] = source[t, i]
 
 
+@body(CopyWordsSpec)
 def copy_words(spec: CopyWordsSpec, function: KernelFunction) -> None:
     """Write the body of a `CopyWordsSpec`."""
     source, y = function["source"], function["y"]
@@ -81,6 +87,7 @@ def copy_words(spec: CopyWordsSpec, function: KernelFunction) -> None:
         y[i] = source[i]
 
 
+@body(UploadSpec)
 def upload(spec: UploadSpec, function: KernelFunction) -> None:
     """Write the body of an `UploadSpec`: for an accelerator that is part of the CPU, a copy."""
     source, y = function["source"], function["y"]
@@ -91,6 +98,7 @@ def upload(spec: UploadSpec, function: KernelFunction) -> None:
         y[full * _COPIED_BYTES + i] = source[full * _COPIED_BYTES + i]
 
 
+@body(LendCacheSpec)
 def lend_cache(spec: LendCacheSpec, function: KernelFunction) -> None:
     """Write the body of a `LendCacheSpec`."""
     cache, y = function["cache"], function["y"]
@@ -101,6 +109,7 @@ def lend_cache(spec: LendCacheSpec, function: KernelFunction) -> None:
         _copy_elements(cache, (slot, head), y, (head,), count)
 
 
+@body(BorrowCacheSpec)
 def borrow_cache(spec: BorrowCacheSpec, function: KernelFunction) -> None:
     """Write the body of a `BorrowCacheSpec`."""
     source, y = function["source"], function["y"]
@@ -110,12 +119,14 @@ def borrow_cache(spec: BorrowCacheSpec, function: KernelFunction) -> None:
         _copy_elements(source, (head,), y, (head,), count)
 
 
+@body(WaitSpec)
 def wait(_: WaitSpec, function: KernelFunction) -> None:
     """Write the body of a `WaitSpec`."""
     flag = function["flag"]
     _wait(flag, function["abandoned"], function.step_number(), flag)
 
 
+@body(SignalSpec)
 def signal(_: SignalSpec, function: KernelFunction) -> None:
     """Write the body of a `SignalSpec`."""
     flag = function["flag"]

@@ -5,6 +5,7 @@ many positions to go through, blocks share them, and `attention_merge.py` puts t
 block of a single token's head, and in a launch that follows those of a chunk.
 """
 
+from picompile_codegen.backend import body
 from picompile_codegen.cpu.attention_work import first_position
 from picompile_codegen.cpu.tensor import bind, when
 from picompile_codegen.cpu.token_ops import step_rows
@@ -16,6 +17,7 @@ from picompile_codegen.cuda.function import CudaFunction
 from picompile_codegen.specs import AttentionSpec
 
 
+@body(AttentionSpec)
 def attention(spec: AttentionSpec, function: CudaFunction) -> None:
     """Write the launches of an `AttentionSpec`."""
     is_chunk = spec.mode == "chunk"

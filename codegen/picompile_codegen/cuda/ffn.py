@@ -15,6 +15,7 @@ down (`ffn_down.py`), in slices of the neurons where there are few tiles. What i
 
 from tvm import tirx
 
+from picompile_codegen.backend import body
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, minimum, select, when
 from picompile_codegen.cuda.dot import in_parts
 from picompile_codegen.cuda.ffn_down import DownPlan, add_down, multiply_down
@@ -24,7 +25,7 @@ from picompile_codegen.cuda.halves import Halves
 from picompile_codegen.cuda.matrix import CudaMatrix
 from picompile_codegen.cuda.memory import block_sum, registers
 from picompile_codegen.cuda.mma import WARP_OUTPUTS, ProductTile, RowWeights, multiply, tile_for
-from picompile_codegen.specs import FfnSpec
+from picompile_codegen.specs import CountedFfnSpec, FfnSpec
 
 
 def ffn_tokens(function: CudaFunction, block: CudaFfn) -> None:
@@ -153,6 +154,7 @@ def _sent(block: CudaFfn, first: Expr, up: Expr | None, neuron: Expr) -> Expr:
     return block.above_limit(output, neuron)
 
 
+@body(CountedFfnSpec, FfnSpec)
 def ffn(spec: FfnSpec, function: CudaFunction) -> None:
     """Write the launches of an `FfnSpec`.
 

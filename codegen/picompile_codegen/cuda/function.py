@@ -5,6 +5,7 @@ launches that run one after the other. All sizes are known when it is written, g
 comes in `step`, and blocks without work end at once. So a list of launches never changes, and is captured into a graph
 once.
 
+    @body(NegateSpec)
     def negate(spec: NegateSpec, function: CudaFunction) -> None:
         x, y = function["x"], function["y"]
         with function.launch(grid=blocks_for(spec.dim, 256), block=256) as place:

@@ -5,6 +5,7 @@ Tiles are multiplied on tensor cores (`mma.py`).
 
 from tvm import tirx
 
+from picompile_codegen.backend import body
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, minimum, when
 from picompile_codegen.cuda.dot import BlockInput, add_part, in_parts
 from picompile_codegen.cuda.function import WARP, CudaFunction, ThreadIndex, blocks_for
@@ -23,6 +24,7 @@ _ROWS_A_BLOCK = _ONE_THREADS // WARP * _ROWS_A_WARP
 _NORM_REGISTERS = 32
 
 
+@body(LinearSpec)
 def linear(spec: LinearSpec, function: CudaFunction) -> None:
     """Write the launch of a `LinearSpec`."""
     x, w, bias, y = function["x"], CudaMatrix.argument(function, "w"), function.get("bias"), function["y"]
@@ -34,6 +36,7 @@ def linear(spec: LinearSpec, function: CudaFunction) -> None:
     _chunk(spec, function, w, bias)
 
 
+@body(LinearAddSpec)
 def linear_add(spec: LinearAddSpec, function: CudaFunction) -> None:
     """Write the launch of a `LinearAddSpec`: the last block to end writes the norm, if there is one."""
     x, w, bias, y = function["x"], CudaMatrix.argument(function, "w"), function.get("bias"), function["y"]

@@ -9,6 +9,7 @@ less time than a launch of its own.
 
 from tvm import tirx
 
+from picompile_codegen.backend import body
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, maximum, minimum, when
 from picompile_codegen.cuda.dot import BlockInput, unit_product
 from picompile_codegen.cuda.function import WARP, CudaFunction, ThreadIndex, blocks_for
@@ -23,6 +24,7 @@ _MASK_THREADS = 256
 _TOGETHER = 4
 
 
+@body(PredictLowRankSpec)
 def predict_low_rank(spec: PredictLowRankSpec, function: CudaFunction) -> None:
     """Write the launches of a `PredictLowRankSpec`."""
     rows, fc1, fc2 = spec.rows, CudaMatrix.argument(function, "fc1"), CudaMatrix.argument(function, "fc2")
@@ -125,6 +127,7 @@ _WORDS_A_BLOCK = BLOCK_COLUMNS // WARP
 _UNIT = 4
 
 
+@body(PredictSignsSpec)
 def predict_signs(spec: PredictSignsSpec, function: CudaFunction) -> None:
     """Write the launch of a `PredictSignsSpec`."""
     x, signs, most, mask = (function[name] for name in ("x", "signs", "most", "mask"))

@@ -10,6 +10,7 @@ from typing import Any
 
 from tvm import tirx
 
+from picompile_codegen.backend import body
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, minimum, select, when
 from picompile_codegen.cuda.ffn_down import DOWN_THREADS, DownPlan, add_down, multiply_down
 from picompile_codegen.cuda.ffn_hidden import CudaFfn, NeuronGroups
@@ -35,6 +36,7 @@ class _KeptInputs(KernelTensor):
         return tirx.abs(self._x[token, column]) <= self._limits[column]
 
 
+@body(SparseLinearSpec)
 def sparse_linear(spec: SparseLinearSpec, function: CudaFunction) -> None:
     """Write the launches of a `SparseLinearSpec`."""
     kept = _KeptInputs(function["x"], function["limits"])

@@ -6,6 +6,7 @@ the block reads is under way before it waits.
 
 from tvm import tirx
 
+from picompile_codegen.backend import body
 from picompile_codegen.cpu.tensor import Expr, bind, when
 from picompile_codegen.cuda.function import CudaFunction, ThreadIndex
 from picompile_codegen.cuda.matrix import ColumnLanes, block_threads, lanes_for
@@ -14,6 +15,7 @@ from picompile_codegen.cuda.transfer import load_shared, wait_for_host
 from picompile_codegen.specs import SumNormSpec
 
 
+@body(SumNormSpec)
 def sum_norm(spec: SumNormSpec, function: CudaFunction) -> None:
     """Write the launch of a `SumNormSpec`."""
     # The bus carries what a warp reads together: there, threads side by side read columns side by side.

@@ -5,6 +5,7 @@ from itertools import accumulate
 
 from tvm import tirx
 
+from picompile_codegen.backend import body
 from picompile_codegen.cpu.cache import F16_MAX, LARGEST_BYTE, Cache, cache_argument
 from picompile_codegen.cpu.tensor import Expr, bind, maximum, minimum, when
 from picompile_codegen.cpu.token_ops import Angles, inverse_root, step_rows
@@ -19,7 +20,9 @@ from picompile_codegen.specs import (
     ElementwiseSpec,
     EmbeddingSpec,
     JoinColumnsSpec,
+    LayerNormSpec,
     Norm,
+    RmsNormSpec,
     RotarySpec,
     TakeLastSpec,
 )
@@ -28,6 +31,7 @@ from picompile_passes.weight_formats import GROUP
 _ADD_THREADS = 128
 
 
+@body(AddSpec)
 def add(spec: AddSpec, function: CudaFunction) -> None:
     """Write the launch of an `AddSpec`."""
     a, b, y, lanes = function["a"], function["b"], function["y"], lanes_for(spec.dim)
@@ -39,6 +43,7 @@ def add(spec: AddSpec, function: CudaFunction) -> None:
         store_lanes(y, index, [first + second for first, second in pairs], inside)
 
 
+@body(ElementwiseSpec)
 def elementwise(spec: ElementwiseSpec, function: CudaFunction) -> None:
     """Write the launch of an `ElementwiseSpec`."""
     y, lanes = function["y"], lanes_for(spec.dim)
@@ -58,6 +63,7 @@ def elementwise(spec: ElementwiseSpec, function: CudaFunction) -> None:
         store_lanes(y, (row, start), values, inside)
 
 
+@body(TakeLastSpec)
 def take_last(spec: TakeLastSpec, function: CudaFunction) -> None:
     """Write the launch of a `TakeLastSpec`."""
     x, y, lanes = function["x"], function["y"], lanes_for(spec.dim)
@@ -67,6 +73,7 @@ def take_last(spec: TakeLastSpec, function: CudaFunction) -> None:
         store_lanes(y, (0, start), load_lanes(x, (last, start), lanes, start < spec.dim), start < spec.dim)
 
 
+@body(JoinColumnsSpec)
 def join_columns(spec: JoinColumnsSpec, function: CudaFunction) -> None:
     """Write the launches of a `JoinColumnsSpec`, one for each part."""
     y, starts = function["y"], accumulate(spec.widths, initial=0)
@@ -95,6 +102,7 @@ def _start(place: ThreadIndex, lanes: int) -> Expr:
 _EMBEDDING_THREADS = 64
 
 
+@body(EmbeddingSpec)
 def embedding(spec: EmbeddingSpec, function: CudaFunction) -> None:
     """Write the launch of an `EmbeddingSpec`."""
     ids, w, y = function["ids"], CudaMatrix.argument(function, "w"), function["y"]
@@ -110,6 +118,7 @@ def embedding(spec: EmbeddingSpec, function: CudaFunction) -> None:
                 store_lanes(y, (token, column), weights[i : i + lanes], column < spec.dim)
 
 
+@body(LayerNormSpec, RmsNormSpec)
 def norm(spec: Norm, function: CudaFunction) -> None:
     """Write the launch of a `RmsNormSpec` or `LayerNormSpec`: a block takes a group of a token, and reads it once."""
     x, width = function["x"], spec.dim // spec.groups
@@ -125,6 +134,7 @@ def norm(spec: Norm, function: CudaFunction) -> None:
         write_norm(spec, columns, values.__getitem__, vectors, (function["y"], place.block, first), place.thread)
 
 
+@body(DivideByRmsSpec)
 def divide_by_rms(spec: DivideByRmsSpec, function: CudaFunction) -> None:
     """Write the launch of a `DivideByRmsSpec`: a thread for each column, which reads the sum of squares, too."""
     x, y, bias = function["x"], function["y"], function.get("bias")
@@ -143,6 +153,7 @@ def divide_by_rms(spec: DivideByRmsSpec, function: CudaFunction) -> None:
 _ROTARY_THREADS = 128
 
 
+@body(RotarySpec)
 def rotary(spec: RotarySpec, function: CudaFunction) -> None:
     """Write the launch of a `RotarySpec`."""
     x, y, angles = function["x"], function["y"], Angles(function["cos"], function["sin"])
@@ -166,6 +177,7 @@ def rotary(spec: RotarySpec, function: CudaFunction) -> None:
 _CACHE_THREADS = 128
 
 
+@body(CacheWriteSpec)
 def cache_write(spec: CacheWriteSpec, function: CudaFunction) -> None:
     """Write the launch of a `CacheWriteSpec`."""
     x, cache, dim = function["x"], cache_argument(function, "cache"), spec.head_dim

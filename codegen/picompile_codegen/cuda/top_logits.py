@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
+from picompile_codegen.backend import body
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, when
 from picompile_codegen.cpu.token_ops import order_of
 from picompile_codegen.cuda.function import CudaFunction, ThreadIndex, blocks_for
@@ -125,6 +126,7 @@ _SLICE = 2048
 _LAST_ID = 2**31 - 1
 
 
+@body(TopLogitsSpec)
 def top_logits(spec: TopLogitsSpec, function: CudaFunction) -> None:
     """Write the launches of a `TopLogitsSpec`: search each slice, then merge what they found."""
     logits, scores, ids, rows = function["logits"], function["scores"], function["ids"], spec.rows

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
+from picompile_codegen.backend import body
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, when
 from picompile_codegen.cpu.vector import at
 from picompile_codegen.cuda.function import WARP, CudaFunction, ThreadIndex, blocks_for
@@ -182,6 +183,7 @@ _MOST_ROUNDS = 2**20
 _ALWAYS = tirx.IntImm("bool", 1)
 
 
+@body(SendSpec)
 def send(spec: SendSpec, function: CudaFunction) -> None:
     """Write the launch of a `SendSpec`."""
     with function.launch(grid=1, block=THREADS) as place:
@@ -190,6 +192,7 @@ def send(spec: SendSpec, function: CudaFunction) -> None:
         _signal(function["flag"], function.step_number(), place)
 
 
+@body(CountedSendMaskSpec, SendMaskSpec)
 def send_mask(spec: SendMaskSpec, function: CudaFunction) -> None:
     """Write the launch of a `SendMaskSpec`."""
     with function.launch(grid=1, block=THREADS) as place:
@@ -201,6 +204,7 @@ def send_mask(spec: SendMaskSpec, function: CudaFunction) -> None:
         _signal(function["flag"], function.step_number(), place)
 
 
+@body(ReceiveSpec)
 def receive(spec: ReceiveSpec, function: CudaFunction) -> None:
     """Write the launch of a `ReceiveSpec`."""
     with function.launch(grid=blocks_for(spec.rows * spec.dim, BLOCK_ELEMENTS), block=THREADS) as place:
@@ -208,6 +212,7 @@ def receive(spec: ReceiveSpec, function: CudaFunction) -> None:
         receive_rows(function["source"], function["y"], function.tokens(spec.rows), spec.dim, wanted, place)
 
 
+@body(ReceiveMaskSpec)
 def receive_mask(spec: ReceiveMaskSpec, function: CudaFunction) -> None:
     """Write the launch of a `ReceiveMaskSpec`."""
     with function.launch(grid=blocks_for(spec.rows * spec.neurons, BLOCK_ELEMENTS), block=THREADS) as place:
@@ -215,6 +220,7 @@ def receive_mask(spec: ReceiveMaskSpec, function: CudaFunction) -> None:
         receive_rows(function["source"], function["y"], function.tokens(spec.rows), spec.neurons, wanted, place)
 
 
+@body(BorrowCacheSpec)
 def borrow_cache(spec: BorrowCacheSpec, function: CudaFunction) -> None:
     """Write the launch of a `BorrowCacheSpec`: a thread copies `_READS` words of a head, or as many elements where a
     head has no whole number of words.
@@ -254,6 +260,7 @@ def _word(dtype: str, each: int) -> str:
     return {1: "byte", 2: "half", 4: "word"}[ITEM_BYTES[dtype] * each]
 
 
+@body(CopyWordsSpec)
 def copy_words(spec: CopyWordsSpec, function: CudaFunction) -> None:
     """Write the launch of a `CopyWordsSpec`."""
     source, y = function["source"], function["y"]
@@ -263,11 +270,13 @@ def copy_words(spec: CopyWordsSpec, function: CudaFunction) -> None:
             y[i] = load_shared(source, i)
 
 
+@body(UploadSpec)
 def upload(_: UploadSpec, function: CudaFunction) -> None:
     """Write the copy of an `UploadSpec`."""
     function.copy("source", "y")
 
 
+@body(PingPongSpec)
 def ping_pong(_: PingPongSpec, function: CudaFunction) -> None:
     """Write the launch of a `PingPongSpec`."""
     names = ("ping", "pong", "abandoned", "sent", "echoed")

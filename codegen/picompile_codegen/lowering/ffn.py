@@ -6,8 +6,8 @@ cost, has some: it computes every neuron, and drops those that the masks leave o
 
 A package that offers a predictor kind offers its kernel, too: an entry point of the group `picompile.predictor_kernels`
 has the kind's name and leads to a `PredictorLowering`. It appends calls to the function; the last call writes the
-buffer that `mask_buffer` returned. `_low_rank` below is one. The kernels of a package are `specs.PackageSpec`, which
-bring their bodies. The feed-forward block then computes the neurons that the mask names.
+buffer that `mask_buffer` returned. `_low_rank` below is one. The specs of a package bring
+their bodies (`KernelSpec.bodies`). The feed-forward block then computes the neurons that the mask names.
 """
 
 from collections.abc import Callable, Mapping

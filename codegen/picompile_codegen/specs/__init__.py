@@ -1,7 +1,9 @@
 """Every kernel's name, parameters and arguments, declared once for host and accelerator.
 
-`cpu.write_kernel(spec)` and `cuda.write_kernel(spec)` write the kernel of a spec: the registry of each finds the body
-by the spec's type, and the body takes its arguments by the names that the spec gives them.
+`cpu.write_kernel(spec)` and `cuda.write_kernel(spec)` write the kernel of a spec: the body is found by the spec's type
+(`picompile_codegen.backend`), and takes its arguments by the names that the spec gives them.
+
+A new spec need not be exported here: whoever uses it imports it from its module.
 """
 
 from picompile_codegen.specs.arguments import (
@@ -11,7 +13,6 @@ from picompile_codegen.specs.arguments import (
     KernelArgument,
     KernelSpec,
     Mode,
-    PackageSpec,
     symbol,
 )
 from picompile_codegen.specs.attention import AttentionSpec, BorrowCacheSpec, CacheWriteSpec, LendCacheSpec
@@ -70,7 +71,6 @@ __all__ = [
     "LinearSpec",
     "Mode",
     "Norm",
-    "PackageSpec",
     "PingPongSpec",
     "PredictLowRankSpec",
     "PredictSignsSpec",

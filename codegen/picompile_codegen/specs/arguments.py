@@ -2,7 +2,7 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -149,14 +149,13 @@ class KernelSpec(ABC):
         """The arguments that a caller gives, in order: all but scratch."""
         return (STEP, *(part for each in self.declare() for part in each.parts))
 
+    def bodies(self) -> Mapping[str, Callable[[Any, Any], None]]:
+        """Return the bodies that the spec of a plug-in brings along, by the name of the back end.
 
-@dataclass(frozen=True)
-class PackageSpec(KernelSpec):
-    """A spec of a package of somebody else's, which brings its body along. There is none for a GPU."""
-
-    @abstractmethod
-    def write(self, function: Any) -> None:
-        """Write the body for the CPU; `function` is the `cpu.kernel.KernelFunction` of this spec."""
+        A body is called with the spec and the function being written: of the host a `cpu.kernel.KernelFunction`. It
+        comes before one that the back end itself has (see `picompile_codegen.backend`).
+        """
+        return {}
 
 
 def symbol(*parts: object) -> str:

@@ -1,9 +1,10 @@
 """Instruction sets: what LLVM may use of each, nothing that falls back to a generic machine, one set of arguments."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tvm
@@ -18,7 +19,7 @@ from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.tensor import loop
 from picompile_codegen.errors import BuildError, CodegenError
 from picompile_codegen.lowering.program import kernels_for
-from picompile_codegen.specs import AddSpec, LinearSpec, PackageSpec, RmsNormSpec
+from picompile_codegen.specs import AddSpec, KernelSpec, LinearSpec, RmsNormSpec
 from picompile_codegen.specs.arguments import Declaration
 
 # LLVM's names that are not those of /proc/cpuinfo. The last line is what every processor with AVX2 has.
@@ -87,7 +88,7 @@ def test_kernels_are_written_for_one_instruction_set(tmp_path: Path) -> None:
 
 
 @dataclass(frozen=True)
-class WiderElsewhere(PackageSpec):
+class WiderElsewhere(KernelSpec):
     """Adds as many rows as the instruction set likes."""
 
     dim: int
@@ -99,9 +100,13 @@ class WiderElsewhere(PackageSpec):
     def declare(self) -> Iterator[Declaration]:
         return AddSpec(self.dim, rows=1 + (current().registers > 16)).declare()
 
-    def write(self, function: KernelFunction) -> None:
-        with loop(0, self.dim) as i:
-            function["y"][0, i] = function["a"][0, i] + function["b"][0, i]
+    def bodies(self) -> Mapping[str, Callable[[Any, Any], None]]:
+        return {"cpu": add_first_row}
+
+
+def add_first_row(spec: "WiderElsewhere", function: KernelFunction) -> None:
+    with loop(0, spec.dim) as i:
+        function["y"][0, i] = function["a"][0, i] + function["b"][0, i]
 
 
 def test_a_kernel_with_other_arguments_elsewhere_is_refused() -> None:

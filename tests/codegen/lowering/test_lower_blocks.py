@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.metadata import EntryPoint
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from picompile_codegen.lowering.ffn import mask_buffer
 from picompile_codegen.lowering.function import Function, LowerOptions, dimension
 from picompile_codegen.lowering.lower import Lowered, lower
 from picompile_codegen.lowering.program import FfnPart, ProgramCall
-from picompile_codegen.specs import PackageSpec
+from picompile_codegen.specs import KernelSpec
 from picompile_codegen.specs.arguments import Declaration, floats, mask
 from picompile_passes.dialect import parse_activation
 from picompile_passes.dialect.ops import kept_outputs
@@ -290,7 +291,7 @@ def lower_linear(node: Node, function: Function) -> None:
 
 
 @dataclass(frozen=True)
-class EvenNeurons(PackageSpec):
+class EvenNeurons(KernelSpec):
     neurons: int
 
     @property
@@ -301,9 +302,13 @@ class EvenNeurons(PackageSpec):
         yield floats("unused", 1)
         yield mask("mask", 1, self.neurons, "out")
 
-    def write(self, function: KernelFunction) -> None:
-        with loop(0, self.neurons) as neuron:
-            function["mask"][0, neuron] = Cast("uint8", neuron % 2 == 0)
+    def bodies(self) -> Mapping[str, Callable[[Any, Any], None]]:
+        return {"cpu": name_even_neurons}
+
+
+def name_even_neurons(spec: "EvenNeurons", function: KernelFunction) -> None:
+    with loop(0, spec.neurons) as neuron:
+        function["mask"][0, neuron] = Cast("uint8", neuron % 2 == 0)
 
 
 def offer(monkeypatch: pytest.MonkeyPatch, *values: str) -> None:
