@@ -65,13 +65,6 @@ def test_a_share_of_inputs_is_left_out(checkpoint: Path, tmp_path: Path) -> None
     assert 0.4 <= sum(shares) / 4 < 0.5
 
 
-def test_idle_heads() -> None:
-    lines = run_script("idle_heads.py", BUNDLED_MODEL, "--tokens", 400).splitlines()
-    assert re.fullmatch(r".*, 400 tokens: perplexity [0-9.]+ with all 6 heads of a layer", lines[0])
-    changes = [float(re.fullmatch(rf"{count} of 6 heads left out: (.*) %", lines[count])[1]) for count in (1, 2, 3)]
-    assert -1 < changes[0] < changes[1] < changes[2]
-
-
 def test_formats_of_predictors_are_compared_with_f16(tmp_path: Path) -> None:
     counts = ("--profile-tokens", 2048, "--samples", 1024, "--tokens", 512, "--rank", 16)
     formats = ("--quants", "f16,q4", "--formats", "q8,q4", "--refit", "q4", "--learned-only")
