@@ -17,7 +17,7 @@ import time
 def measure(shape: str, layers: int) -> dict[str, object]:
     """One run in this process."""
     start = time.perf_counter()
-    from picompile.compile_steps import pipeline_passes
+    from picompile.compile.passes import pipeline_passes
     from picompile.config import CompileOptions
     from picompile.frontend import capture_config
     from picompile.synth.shapes import find_shape

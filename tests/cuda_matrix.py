@@ -18,11 +18,10 @@ from helpers.families import build, save
 from helpers.ptx.device_code import code_in_folder
 from helpers.ptx.machine_code import machine_faults
 from helpers.ptx.syntax import parse
-from picompile.compile_steps import pipeline_passes
+from picompile.compile.passes import pipeline_passes, run_passes
 from picompile.config import CompileOptions
 from picompile.frontend import Captured, load_model
 from picompile.progress import NoProgress
-from picompile.steps import run_passes
 from picompile_codegen.cuda.build import build_cuda
 from picompile_codegen.lowering.function import LowerOptions
 from picompile_codegen.lowering.lower import lower

@@ -9,8 +9,7 @@ import pytest
 import picompile_runtime
 from helpers.decoders import Llama
 from helpers.support import Cli
-from picompile import bf16_steps
-from picompile.compile import compile_model
+from picompile.compile import bf16, compile_model
 from picompile.config import CompileOptions
 from picompile.frontend import capture_module
 from picompile.machine import TARGETS
@@ -62,7 +61,7 @@ def test_what_it_costs_is_measured_and_said(
     with pytest.raises(RequestError, match="isa is 'x86-64-v9'"):
         picompile_runtime.load(tmp_path / "artifact", isa="x86-64-v9")
 
-    monkeypatch.setattr(bf16_steps.Bf16Accuracy, "met", False)
+    monkeypatch.setattr(bf16.Bf16Accuracy, "met", False)
     assert cli("compile", tiny_model, "-o", tmp_path / "without", *options).code == 0
     assert isas(tmp_path / "without") == [BF16_BASE], "it is left out where it costs too much"
     assert "bf16_accuracy" in json.loads((tmp_path / "without" / "report.json").read_text())

@@ -12,7 +12,8 @@ import picompile_runtime
 from picompile.artifact.files import check_disk
 from picompile.choices import MOST_SEQUENCES
 from picompile.compile import compile_model
-from picompile.compile_steps import pipeline_passes, warn_if_large
+from picompile.compile.lower import warn_if_large
+from picompile.compile.passes import pipeline_passes
 from picompile.config import CompileOptions
 from picompile.errors import DoesNotFitError, TargetError, UnsupportedModelError, UsageError
 from picompile.frontend import capture_module
@@ -111,7 +112,7 @@ def test_a_cache_larger_than_this_machine_is_told(
         def say(self, text: str) -> None:
             lines.append(text)
 
-    monkeypatch.setattr("picompile.machine.host.host_memory", lambda: (total_bytes, 0))
+    monkeypatch.setattr("picompile.compile.lower.host_memory", lambda: (total_bytes, 0))
     sizes = codegen_program.LoweredProgram(context=128, chunk=4, vocab=5, layers=1, sequences=8)
     sizes.state = {side: codegen_program.ProgramTensor("float16", (8, 2, 128, 128)) for side in "kv"}
     warn_if_large(sizes, Listening())

@@ -17,7 +17,7 @@ import picompile_runtime
 from helpers.families import VARIANTS, build, save
 from helpers.reference import eager_logits, relative_error, round_weights
 from picompile.compile import compile_model
-from picompile.compile_steps import pipeline_passes
+from picompile.compile.passes import pipeline_passes
 from picompile.config import CompileOptions
 from picompile.frontend import Captured, load_model
 from picompile_passes.base import Stage, stage_of

@@ -23,7 +23,7 @@ from helpers.families import VOCABULARY, build, save
 from helpers.kernels.emulator import Emulated
 from helpers.reference import eager_logits, relative_error, round_weights
 from helpers.support import compile_for_test, save_byte_tokenizer, save_tiny_llama
-from picompile import compile_steps
+from picompile.compile import lower as compile_lower
 from picompile.loading import load_engine
 from picompile.progress import NoProgress
 from picompile_codegen.lowering.placement import Placement
@@ -63,7 +63,7 @@ def compiled(
     shutil.copytree(tiny_model, model)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": LONG}))
-    monkeypatch.setattr(compile_steps, "_placement", lambda plan, layers: SPLIT)
+    monkeypatch.setattr(compile_lower, "_placement", lambda plan, layers: SPLIT)
 
     def compile_it(target: str, **options: object) -> Path:
         artifact = tmp_path / target
@@ -208,7 +208,7 @@ def planned(
     request: pytest.FixtureRequest, held_out: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Planned]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compile_steps, "_placement", lambda plan, layers: SPLIT)
+        patch.setattr(compile_lower, "_placement", lambda plan, layers: SPLIT)
         # The model is smaller than any piece, and than what is left for the driver.
         patch.setattr(layout, "_SPARED_BYTES", 0)
         patch.setattr(layout, "_PIECE_BYTES", 1)

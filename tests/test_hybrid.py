@@ -31,9 +31,9 @@ from helpers.hybrid import (
     shares_of,
 )
 from helpers.support import BUNDLED_MODEL
-from picompile import compile_steps
 from picompile.choices import CHUNK
 from picompile.compile import compile_model
+from picompile.compile import lower as compile_lower
 from picompile.config import CompileOptions
 from picompile.frontend import Captured, load_model
 from picompile_codegen.lowering.placement import ON_HOST, Placement
@@ -185,7 +185,7 @@ def test_placements(
     name: str, placement: str, captured: Capture, naps: Naps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As plans have them: what is not hot is on either side."""
-    monkeypatch.setattr(compile_steps, "_placement", lambda plan, layers: PLACEMENTS[placement])
+    monkeypatch.setattr(compile_lower, "_placement", lambda plan, layers: PLACEMENTS[placement])
     model = captured(name)
     hot = hot_sets(model.facts.ffn, (0.1, 0.9), np.random.default_rng(8))
     pair = compile_pair(model, tmp_path, quant="f16", hot=hot)
@@ -197,7 +197,7 @@ def test_a_plan_with_nothing_on_the_accelerator(
     captured: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A plan may leave nothing to it: then the artifact is one for the host, which takes all threads."""
-    monkeypatch.setattr(compile_steps, "_placement", lambda plan, layers: ON_HOST)
+    monkeypatch.setattr(compile_lower, "_placement", lambda plan, layers: ON_HOST)
     pair = compile_pair(captured("llama-relu"), tmp_path, quant="f16", hot={0: (), 1: ()})
     manifest = json.loads((pair.hybrid / "manifest.json").read_text())
     assert "hot_device" not in manifest
@@ -229,7 +229,7 @@ def test_hybrid_steps_with_learned_predictors(
 def split(captured: Capture, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """Artifacts of which one layer's cache is on the device, the other's on the host."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compile_steps, "_placement", lambda plan, layers: Placement(caches=frozenset({1})))
+        patch.setattr(compile_lower, "_placement", lambda plan, layers: Placement(caches=frozenset({1})))
         folder, hot = tmp_path_factory.mktemp("split"), {0: range(20), 1: range(180)}
         return compile_pair(captured("llama-relu"), folder, quant="f16", hot=hot, sequences=SEQUENCES)
 

@@ -46,7 +46,7 @@ RUNTIME_MODULES = [
     "statement",
     [
         "import picompile; picompile.CompileOptions(quant='q8'); picompile.load",
-        "import picompile.cli, picompile.machine, picompile.errors, picompile.progress, picompile.compile",
+        "import picompile.cli, picompile.machine, picompile.errors, picompile.progress, picompile.config",
         "import picompile.runtime, picompile_runtime\n" + "\n".join(f"import {name}" for name in RUNTIME_MODULES),
     ],
 )

@@ -19,7 +19,7 @@ from helpers.families import build, save
 from helpers.reference import relative_error
 from helpers.support import ROOT, BuildOnce, Cli, Ended
 from picompile.compile import compile_model
-from picompile.compile_steps import pipeline_passes
+from picompile.compile.passes import pipeline_passes
 from picompile.config import CompileOptions
 from picompile.frontend import load_model
 from picompile_passes.graph.materialize import materialize

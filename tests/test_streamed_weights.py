@@ -23,7 +23,7 @@ from helpers.families import build, save
 from helpers.kernels.emulator import Emulated
 from helpers.reference import eager_logits, relative_error, round_weights
 from helpers.support import compile_for_test
-from picompile import compile_steps
+from picompile.compile import lower as compile_lower
 from picompile_codegen.lowering import slices
 from picompile_codegen.lowering.placement import ON_HOST, Placement
 from picompile_runtime.artifact.reader import open_artifact
@@ -90,7 +90,7 @@ def make(name: str, folder: Path) -> Streamed:
     options = {"quant": case.quant, "predictor": case.predictor, "hot": hot, "kv_dtype": case.kv_dtype}
     with pytest.MonkeyPatch.context() as patch:
         if case.placement is not None:
-            patch.setattr(compile_steps, "_placement", lambda plan, layers: case.placement)
+            patch.setattr(compile_lower, "_placement", lambda plan, layers: case.placement)
         compile_for_test(folder / "model", folder / "artifact", target="4090", context=CONTEXT, chunk=CHUNK, **options)
     Emulated((folder / "artifact" / "kernels" / "device.cu").read_text(), folder / "kernels.so")
     round_weights(reference, case.quant)

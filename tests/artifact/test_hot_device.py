@@ -18,13 +18,12 @@ from helpers.support import ROOT
 from picompile.artifact import code as hot_device
 from picompile.artifact.code import AcceleratorTarget, accelerator_target
 from picompile.compile import compile_model
-from picompile.compile_steps import pipeline_passes
+from picompile.compile.passes import pipeline_passes, run_passes
 from picompile.config import CompileOptions, resolve
 from picompile.errors import AccuracyError, UsageError
 from picompile.frontend import load_model
 from picompile.machine import TARGETS
 from picompile.progress import NoProgress
-from picompile.steps import run_passes
 from picompile_codegen import cuda
 from picompile_codegen.cuda.build import build_cuda
 from picompile_codegen.cuda.function import CudaKernel
@@ -271,7 +270,7 @@ def test_the_accuracy_check_reads_without_the_gpu(
 def test_a_partition_of_the_cpu_is_judged_by_itself(
     gpu_model: Path, held_out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("picompile.compile_steps.native_code", lambda file: pytest.fail("another program was made"))
+    monkeypatch.setattr("picompile.compile.accuracy.native_code", lambda file: pytest.fail("another program was made"))
     compile_model(gpu_model, tmp_path / "both", lossy(gpu_model, tmp_path, held_out, hot_device="cpu"))
     compile_model(gpu_model, tmp_path / "host", lossy(gpu_model, tmp_path, held_out))
     found, expected = accuracy_of(tmp_path / "both"), accuracy_of(tmp_path / "host")
@@ -288,7 +287,9 @@ def test_a_machine_that_no_code_runs_on_is_told_first(
     from picompile_runtime.devices import machine
 
     monkeypatch.setattr(machine, "cpu_features", lambda: frozenset())
-    monkeypatch.setattr("picompile.frontend.load_model", lambda model: pytest.fail("the model was captured"))
+    monkeypatch.setattr(
+        "picompile.compile.driver.load_model", lambda model, activation: pytest.fail("the model was captured")
+    )
     with pytest.raises(MachineError, match="no code can be made for this machine's processor"):
         compile_model(gpu_model, tmp_path / "gpu", lossy(gpu_model, tmp_path, held_out, target="4090"))
 

@@ -17,7 +17,7 @@ import picompile_runtime
 from helpers.damage import read_tensors
 from helpers.gpu_artifacts import gpu_artifact, gpu_model
 from helpers.support import BuildOnce, compile_for_test, save_tiny_llama
-from picompile import compile_steps
+from picompile.compile import lower as compile_lower
 from picompile_codegen.lowering.placement import ON_HOST
 from picompile_runtime import ArtifactError
 
@@ -37,7 +37,7 @@ def lending_artifact(build_once: BuildOnce) -> Path:
         save_tiny_llama(folder / "model", num_hidden_layers=3)
         options = {"quant": "f16", "context": 32, "chunk": 16, "hot": {0: range(20)}, "hot_device": "cpu"}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(compile_steps, "_placement", lambda plan, layers: ON_HOST)
+            patch.setattr(compile_lower, "_placement", lambda plan, layers: ON_HOST)
             compile_for_test(folder / "model", folder / "artifact", **options)
 
     return build_once("lending-artifact", make) / "artifact"

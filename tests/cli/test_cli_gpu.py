@@ -136,7 +136,9 @@ def test_a_model_that_fits_nowhere_is_refused_before_profiling(
 def test_bad_input_is_told_before_the_model_is_captured(
     cli: Cli, gpu_model: Path, tiny_profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("picompile.frontend.load_model", lambda model: pytest.fail("the model was captured"))
+    monkeypatch.setattr(
+        "picompile.compile.driver.load_model", lambda model, activation: pytest.fail("the model was captured")
+    )
     hot = tmp_path / "hot.json"
     hot.write_text('{"0": [1]}')
     for words, message in (
@@ -156,7 +158,9 @@ def test_bad_input_is_told_before_the_model_is_captured(
 
 def test_without_nvrtc(cli: Cli, gpu_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    monkeypatch.setattr("picompile.frontend.load_model", lambda model: pytest.fail("the model was captured"))
+    monkeypatch.setattr(
+        "picompile.compile.driver.load_model", lambda model, activation: pytest.fail("the model was captured")
+    )
     says = "NVRTC, which is not installed: pip install 'picompile[cuda]'"
     assert_refused(cli("compile", gpu_model, "-o", tmp_path / "artifact", "--target", "4090"), 6, says)
     assert list(tmp_path.iterdir()) == []

@@ -97,7 +97,9 @@ def test_a_missing_cross_compiler_is_reported_first(
     cli: Cli, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr("picompile.frontend.load_model", lambda model: pytest.fail("the model was captured"))
+    monkeypatch.setattr(
+        "picompile.compile.driver.load_model", lambda model, activation: pytest.fail("the model was captured")
+    )
     ended = cli("compile", tiny_model, "-o", tmp_path / "artifact", "--target", "cpu,cpu-arm64")
     assert ended.code == 6
     assert ended.err.startswith("error: aarch64-linux-gnu-gcc links the code for aarch64, and was not found; install")

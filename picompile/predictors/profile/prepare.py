@@ -63,7 +63,7 @@ def own_windows(
     Each text begins with one of `starts`, in turn. The model is compiled for this, into a temporary folder;
     `activation` is what `load_model` takes. Raises what compiling and generating raise.
     """
-    from picompile.steps import compile_lossless
+    from picompile.artifact.lossless import compile_lossless
     from picompile_codegen.build.object_cache import temporary_folder
 
     with temporary_folder() as folder:

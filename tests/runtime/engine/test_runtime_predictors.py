@@ -72,9 +72,8 @@ def artifact(captured: Captured, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 def eager(captured: Captured, predictors: str) -> GraphModule:
     """The graph, its weights in f16, predictors and all."""
-    from picompile.compile_steps import pipeline_passes
+    from picompile.compile.passes import pipeline_passes, run_passes
     from picompile.progress import NoProgress
-    from picompile.steps import run_passes
     from picompile_passes.graph.materialize import materialize
 
     passes = pipeline_passes(options(predictors))

@@ -1,35 +1,17 @@
-"""The compiler driver: from a checkpoint to an artifact, in steps that each return a value.
-
-| step | result | where |
-| --- | --- | --- |
-| capture | `Captured`: the model as an FX graph, without weights | `steps` |
-| resolve options | `CompileConfig`: every default filled in | `config` |
-| predictors | `PredictorSet`, None where they are lossless: given, or trained on a profile | `predictors` |
-| formats | `CompileConfig` with a format for each matrix, where it has a budget of bits | `choose_formats` |
-| rounding | `WeightSource`: the weights, and how they are rounded where that takes text | `round_weights` |
-| plan | `Plan`, None where nothing is placed: which neurons are hot, and where the rest lies | `place_neurons` |
-| passes | `GraphModule`: canonical → predicted → partitioned → quantized | `compilation_passes` |
-| lower | `Lowered`: kernel calls, planned buffers, packed tensors that are not read yet | `lower_for` |
-| write | `WrittenArtifact`: kernels compiled and linked, each tensor read, packed and written | `artifact` |
-| accuracy check | `AccuracyReport`: perplexity with the predictors against every neuron | `check_accuracy` |
-| comparison | `CheckpointComparison`, where asked for: what each part costs against the checkpoint | `accuracy_steps` |
-
-The last column names modules, and functions of `compile_steps`.
-
-An artifact that meets its accuracy bound is published: its folder is renamed into place. Else the steps from the plan
-on are taken again with larger predictors for the layers that lose most, if there are any.
-"""
+"""The driver's loop: its steps in order, until the artifact meets its accuracy bounds."""
 
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from picompile.accuracy_steps import compare_artifact, require_comparable
-from picompile.artifact.code import accelerator_target, planned_code, runs_here, tuned_code
+from torch.fx import GraphModule
+
+from picompile.artifact.code import AcceleratorTarget, Code, accelerator_target, planned_code, runs_here, tuned_code
+from picompile.artifact.files import check_output
 from picompile.artifact.writer import (
     ArtifactContents,
     MeasuredAccuracy,
@@ -38,54 +20,37 @@ from picompile.artifact.writer import (
     record_accuracy,
     write_artifact,
 )
-from picompile.bf16_steps import choose_bf16
 from picompile.choices import base_format
-from picompile.compile_steps import (
-    check_accuracy,
-    check_checkpoint,
-    check_given_plan,
-    choose_formats,
-    choose_limits,
-    compilation_passes,
-    lower_for,
-    pipeline_passes,
-    place_neurons,
-    require_checkable,
-    round_weights,
-    warn_if_large,
-    warn_of_rounding,
-)
+from picompile.compile.accuracy import check_accuracy, require_checkable
+from picompile.compile.bf16 import choose_bf16
+from picompile.compile.comparison import compare_artifact, require_comparable
+from picompile.compile.lower import lower_for, warn_if_large
+from picompile.compile.passes import compilation_passes, pipeline_passes, run_passes
+from picompile.compile.plan import check_checkpoint, check_given_plan, place_neurons
+from picompile.compile.weights import choose_formats, choose_limits, round_weights, warn_of_rounding
 from picompile.config import CompileConfig, CompileOptions, cache_context, resolve
 from picompile.errors import AccuracyError, UsageError
+from picompile.frontend import Captured, load_model
+from picompile.frontend.hf import open_checkpoint
+from picompile.frontend.tokenizer_files import TokenizerFiles, read_tokenizer
+from picompile.machine.tuning import Tuning
 from picompile.output import OutputPath, reserve
+from picompile.placement.plan import Plan
+from picompile.predictors.accuracy import AccuracyReport
+from picompile.predictors.predictor_set import PredictorSet, obtain_predictors
+from picompile.predictors.profile.text import read_calibration
 from picompile.products import fast_products
 from picompile.progress import NoProgress, Progress
-from picompile.steps import capture_model, run_passes
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch.fx import GraphModule
-
-    from picompile.artifact.code import AcceleratorTarget, Code
-    from picompile.frontend import Captured
-    from picompile.frontend.tokenizer_files import TokenizerFiles
-    from picompile.machine.tuning import Tuning
-    from picompile.placement.plan import Plan
-    from picompile.predictors.accuracy import AccuracyReport
-    from picompile.predictors.predictor_set import PredictorSet
-    from picompile_codegen.lowering.lower import Lowered
-    from picompile_passes.graph.materialize import WeightSource
-
-__all__ = ["CompileOptions", "compile_model", "pipeline_passes", "run_passes"]
+from picompile_codegen.lowering.lower import Lowered
+from picompile_passes.graph.materialize import WeightSource
 
 
 def compile_model(
-    model: "str | os.PathLike[str] | Captured",
+    model: str | os.PathLike[str] | Captured,
     output: str | os.PathLike[str],
     options: CompileOptions | None = None,
     progress: Progress | None = None,
-) -> "AccuracyReport | None":
+) -> AccuracyReport | None:
     """Compile a model into the artifact `output`, which appears whole or not at all.
 
     Args:
@@ -106,8 +71,6 @@ def compile_model(
         AccuracyError: an accuracy bound is not met, and there are no larger predictors (7).
     """
     options, progress, output = options or CompileOptions(), progress or NoProgress(), Path(output)
-    from picompile.artifact.files import check_output
-
     check = partial(check_output, output, options.overwrite)
     # Before anything is made beside it.
     check()
@@ -117,19 +80,16 @@ def compile_model(
         return _compile_into(place, model, options, code, accelerator, progress)
 
 
-# Not around the checks before it: to choose how to multiply takes PyTorch, which takes a second to import.
 @fast_products()
 def _compile_into(
     place: OutputPath,
-    model: "str | os.PathLike[str] | Captured",
+    model: str | os.PathLike[str] | Captured,
     options: CompileOptions,
-    code: "Sequence[Code]",
-    accelerator: "AcceleratorTarget | None",
+    code: Sequence[Code],
+    accelerator: AcceleratorTarget | None,
     progress: Progress,
-) -> "AccuracyReport | None":
+) -> AccuracyReport | None:
     """Capture the model, compile it, and publish the artifact at `place`."""
-    from picompile.frontend.tokenizer_files import read_tokenizer
-
     checkpoint, captured = _capture(model, options, progress)
     # A model without its tokenizer is refused before anything takes long.
     tokenizer = read_tokenizer(checkpoint, captured.facts.vocab)
@@ -155,8 +115,6 @@ def _with_texts(options: CompileOptions) -> CompileOptions:
     """Return the options with standard input read, where it is a text: several steps read texts, and it only once."""
     if Path("-") not in options.calibration:
         return options
-    from picompile.predictors.profile.text import read_calibration
-
     return replace(options, calibration=read_calibration(options.calibration))
 
 
@@ -166,24 +124,22 @@ class _Source:
     `tuning` what was measured of this machine, None if nothing was."""
 
     checkpoint: Path | None
-    captured: "Captured"
-    tokenizer: "TokenizerFiles"
+    captured: Captured
+    tokenizer: TokenizerFiles
     config: CompileConfig
-    code: "Sequence[Code]"
-    accelerator: "AcceleratorTarget | None"
-    tuning: "Tuning | None"
+    code: Sequence[Code]
+    accelerator: AcceleratorTarget | None
+    tuning: Tuning | None
 
 
 def _compile(
     source: _Source, output: Path, scratch: Path, progress: Progress
-) -> "tuple[WrittenArtifact, AccuracyReport | None]":
+) -> tuple[WrittenArtifact, AccuracyReport | None]:
     """Return an artifact in the folder `scratch` that meets its accuracy bounds, and its report if it was checked.
 
     Raises `AccuracyError` where it does not meet that on its predictors, and there are no larger ones to try, or where
     it does not meet that on its distance from the checkpoint.
     """
-    from picompile.predictors.predictor_set import obtain_predictors
-
     captured, config = source.captured, source.config
     predictors = obtain_predictors(source.checkpoint, captured, scratch, config.predictor, progress)
     config, captured = choose_limits(source.checkpoint, captured, config, predictors, scratch, progress)
@@ -224,8 +180,8 @@ def _compile(
 
 
 def _check_before_capture(
-    model: "str | os.PathLike[str] | Captured", options: CompileOptions
-) -> "tuple[Sequence[Code], AcceleratorTarget | None]":
+    model: str | os.PathLike[str] | Captured, options: CompileOptions
+) -> tuple[Sequence[Code], AcceleratorTarget | None]:
     """Return the code to make. Raise for what can be refused at once; capturing a model takes longer."""
     if options.activation is not None and not isinstance(model, str | os.PathLike):
         raise UsageError(
@@ -246,29 +202,30 @@ def _check_before_capture(
     if isinstance(model, str | os.PathLike):
         check_checkpoint(options, Path(model))
         if options.context is not None:
-            from picompile.frontend.hf import open_checkpoint
-
             cache_context(options, open_checkpoint(Path(model), options.activation).facts)
     return code, accelerator
 
 
 def _capture(
-    model: "str | os.PathLike[str] | Captured", options: CompileOptions, progress: Progress
-) -> "tuple[Path | None, Captured]":
+    model: str | os.PathLike[str] | Captured, options: CompileOptions, progress: Progress
+) -> tuple[Path | None, Captured]:
     """Return the checkpoint folder, None for a module in memory, and the captured model."""
-    if isinstance(model, str | os.PathLike):
-        captured = capture_model(Path(model), progress, options.activation)
-        return Path(model), captured
-    return None, model
+    if not isinstance(model, str | os.PathLike):
+        return None, model
+    with progress.step("capture"):
+        captured = load_model(Path(model), options.activation)
+    if captured.warning is not None:
+        progress.say(captured.warning)
+    return Path(model), captured
 
 
 def _contents(
     source: _Source,
-    graph_module: "GraphModule",
-    lowered: "Lowered",
-    base: "WeightSource",
-    predictors: "PredictorSet | None",
-    plan: "Plan | None",
+    graph_module: GraphModule,
+    lowered: Lowered,
+    base: WeightSource,
+    predictors: PredictorSet | None,
+    plan: Plan | None,
 ) -> ArtifactContents:
     return ArtifactContents(
         source.captured,

@@ -3,24 +3,24 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from torch.fx import GraphModule
+
+from picompile.accuracy import CheckpointComparison, ComparedArtifact, Variant, compare_variants
+from picompile.accuracy.measure import ComparedText
+from picompile.accuracy.variants import round_cache, silence_below
 from picompile.artifact.writer import WrittenArtifact
 from picompile.choices import AUTO_BITS, CALIBRATED, is_budget
-from picompile.compile_steps import compilation_passes, runnable_here
+from picompile.compile.accuracy import runnable_here
+from picompile.compile.passes import compilation_passes, run_passes
 from picompile.config import CompileConfig, CompileOptions, PlacementConfig
 from picompile.errors import UsageError
+from picompile.frontend.tokenizer_files import TokenizerFiles
+from picompile.placement.plan import Plan
+from picompile.predictors.accuracy import first_windows
+from picompile.predictors.predictor_set import HeldOut, PredictorSet, find_held_out
 from picompile.progress import Progress
-from picompile.steps import run_passes
-
-if TYPE_CHECKING:
-    from torch.fx import GraphModule
-
-    from picompile.accuracy import CheckpointComparison, Variant
-    from picompile.accuracy.measure import ComparedText
-    from picompile.frontend.tokenizer_files import TokenizerFiles
-    from picompile.placement.plan import Plan
-    from picompile.predictors.predictor_set import HeldOut, PredictorSet
+from picompile_passes.passes.canonicalize import canonical_form
 
 # Formats that lose less than another, the smallest first.
 _FINER = {"q4": "q4m or q6", "q4m": "q6", "q6": "q8", "q8": "f16"}
@@ -30,7 +30,7 @@ _FINER = {"q4": "q4m or q6", "q4m": "q6", "q6": "q8", "q8": "f16"}
 _FINER_CACHE = {"q4": "q8", "q8": "f16", "f16": "f32"}
 
 
-def require_comparable(options: CompileOptions, tokenizer: "TokenizerFiles") -> None:
+def require_comparable(options: CompileOptions, tokenizer: TokenizerFiles) -> None:
     """Raise `UsageError` where a model without a tokenizer is to be compared with its checkpoint."""
     if options.accuracy is not None and tokenizer.tokenizer_json is None:
         raise UsageError("--accuracy reads text, and the model has no tokenizer.json; add the model's own")
@@ -38,11 +38,11 @@ def require_comparable(options: CompileOptions, tokenizer: "TokenizerFiles") -> 
 
 def compare_artifact(
     artifact: WrittenArtifact,
-    predictors: "PredictorSet | None",
-    plan: "Plan | None",
+    predictors: PredictorSet | None,
+    plan: Plan | None,
     config: CompileConfig,
     progress: Progress,
-) -> "CheckpointComparison | None":
+) -> CheckpointComparison | None:
     """Return how far `artifact` is from its checkpoint; None where `config` asks for no comparison.
 
     The artifact's program, report and manifest may be those of a stand-in then, as after `check_accuracy`.
@@ -60,9 +60,6 @@ def compare_artifact(
     """
     if config.comparison is None:
         return None
-    from picompile.accuracy import ComparedArtifact, compare_variants
-    from picompile_passes.passes.canonicalize import canonical_form
-
     contents = artifact.contents
     if contents.checkpoint is None:
         raise UsageError("only a model folder or a GGUF file can be compared with; leave out accuracy")
@@ -80,10 +77,7 @@ def compare_artifact(
         return compare_variants(reference, variants, compared, text, config.comparison.bound, progress)
 
 
-def _text(checkpoint: Path, predictors: "PredictorSet | None", config: CompileConfig) -> "ComparedText":
-    from picompile.accuracy.measure import ComparedText
-    from picompile.predictors.accuracy import first_windows
-
+def _text(checkpoint: Path, predictors: PredictorSet | None, config: CompileConfig) -> ComparedText:
     assert config.comparison is not None
     found = _held_out(checkpoint, predictors, config)
     # The last id of a window is only predicted.
@@ -91,14 +85,12 @@ def _text(checkpoint: Path, predictors: "PredictorSet | None", config: CompileCo
     return ComparedText(windows, found.source)
 
 
-def _held_out(checkpoint: Path, predictors: "PredictorSet | None", config: CompileConfig) -> "HeldOut":
+def _held_out(checkpoint: Path, predictors: PredictorSet | None, config: CompileConfig) -> HeldOut:
     """Return text that weights were not rounded for, limits not searched on, and predictors not trained on.
 
     A profile reads as much of a text as these do, or more, and holds out what comes behind; predictors that were given
     come with no such text, but what is behind the text of the others is held out.
     """
-    from picompile.predictors.predictor_set import HeldOut, find_held_out
-
     rounding, learned = config.rounding, list[int]()
     if rounding.compensates or is_budget(config.quant):
         learned.append(rounding.tokens)
@@ -115,14 +107,12 @@ def _held_out(checkpoint: Path, predictors: "PredictorSet | None", config: Compi
 
 
 def _variants(
-    artifact: WrittenArtifact, predictors: "PredictorSet | None", config: CompileConfig, progress: Progress
-) -> "Iterator[Variant]":
+    artifact: WrittenArtifact, predictors: PredictorSet | None, config: CompileConfig, progress: Progress
+) -> Iterator[Variant]:
     """Yield the model with one lossy part after another, those that this artifact has.
 
     The last graph is the artifact's own, and so are its weights.
     """
-    from picompile.accuracy.variants import Variant, round_cache, silence_below
-
     contents = artifact.contents
     graph_module, weights = contents.graph_module, contents.weights
     extra = " and extra passes" if config.debug.passes else ""
@@ -151,7 +141,7 @@ def _variants(
 
 def _whole_graph(
     artifact: WrittenArtifact, config: CompileConfig, progress: Progress, *, limits: bool = False
-) -> "GraphModule":
+) -> GraphModule:
     """Return the quantized graph of the artifact's model, with every neuron computed and no block split.
 
     With `limits` those below them are left out.

@@ -1,17 +1,16 @@
 """The driver's step that decides whether prompts are computed in bfloat16: by what it costs in perplexity."""
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from picompile.artifact.code import runs_here
 from picompile.artifact.writer import WrittenArtifact
 from picompile.config import CompileConfig
 from picompile.errors import UsageError
+from picompile.predictors.accuracy import AccuracyResult, Losses, compare_readings, first_windows, read_windows
+from picompile.predictors.predictor_set import HeldOut, PredictorSet, find_held_out
 from picompile.progress import Progress
-
-if TYPE_CHECKING:
-    from picompile.predictors.accuracy import AccuracyResult, Losses
-    from picompile.predictors.predictor_set import HeldOut, PredictorSet
+from picompile_runtime import load
 
 # Both ways read the same text, so that few tokens tell their distance well.
 _MOST_TOKENS = 1024
@@ -24,7 +23,7 @@ class Bf16Accuracy:
     `bound` is the share by which they may raise the perplexity, None for any.
     """
 
-    result: "AccuracyResult"
+    result: AccuracyResult
     text: str
     bound: float | None
 
@@ -52,7 +51,7 @@ class Bf16Accuracy:
 
 
 def choose_bf16(
-    artifact: WrittenArtifact, predictors: "PredictorSet | None", config: CompileConfig, progress: Progress
+    artifact: WrittenArtifact, predictors: PredictorSet | None, config: CompileConfig, progress: Progress
 ) -> tuple[WrittenArtifact, Bf16Accuracy | None]:
     """Return the artifact, without its code for bfloat16 if that costs too much or nobody can tell, and what it costs.
 
@@ -79,9 +78,7 @@ def choose_bf16(
     return _without_bf16(artifact), measured
 
 
-def _held_out(artifact: WrittenArtifact, predictors: "PredictorSet | None", config: CompileConfig) -> "HeldOut":
-    from picompile.predictors.predictor_set import find_held_out
-
+def _held_out(artifact: WrittenArtifact, predictors: PredictorSet | None, config: CompileConfig) -> HeldOut:
     checkpoint = artifact.contents.checkpoint
     if checkpoint is None or artifact.contents.tokenizer.tokenizer_json is None:
         raise UsageError("the model has no tokenizer")
@@ -89,11 +86,8 @@ def _held_out(artifact: WrittenArtifact, predictors: "PredictorSet | None", conf
 
 
 def _measure(
-    artifact: WrittenArtifact, found: "HeldOut", bound: float | None, config: CompileConfig, progress: Progress
+    artifact: WrittenArtifact, found: HeldOut, bound: float | None, config: CompileConfig, progress: Progress
 ) -> Bf16Accuracy:
-    from picompile.predictors.accuracy import compare_readings, first_windows, read_windows
-    from picompile_runtime import load
-
     tokens = min(config.predictor.check_tokens, _MOST_TOKENS)
     windows = first_windows(found.windows, tokens, config.context + 1)
     with progress.step("prompts in bfloat16", 2 * sum(len(window) - 1 for window in windows)) as advance:

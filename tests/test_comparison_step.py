@@ -9,8 +9,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from helpers.support import BUNDLED_MODEL, Cli, save_tiny_llama
-from picompile import accuracy_steps
 from picompile.compile import compile_model
+from picompile.compile.comparison import _held_out
 from picompile.config import CompileOptions, resolve
 from picompile.errors import AccuracyError, UsageError
 from picompile.frontend import load_model
@@ -113,7 +113,7 @@ def test_what_was_calibrated_on_is_not_read(tmp_path: Path, search: bool) -> Non
     text.write_text("".join(f"value_{number} = compute({number}) # {number * number}\n" for number in range(9000)))
     more = {"quant": "q8", "skip": 0.01, "skip_tokens": 30_000} if search else {"quant": "q4"}
     config = resolve(CompileOptions(calibration=(text,), accuracy=0.01, **more), load_model(BUNDLED_MODEL).facts)
-    found = accuracy_steps._held_out(BUNDLED_MODEL, None, config)
+    found = _held_out(BUNDLED_MODEL, None, config)
     assert found.source == f"the end of {text}"
     if search:
         assert config.skipping is not None

@@ -1,0 +1,148 @@
+"""The driver's steps that decide about weights: limits of neurons, a format for each matrix, and rounding.
+
+Weights are rounded once, before a plan tells which neurons are where.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from picompile.choices import is_budget, parse_bits
+from picompile.compile.passes import all_passes, insert_pass, insert_passes, quantize_pass, run_passes
+from picompile.config import CompileConfig
+from picompile.errors import UsageError
+from picompile.frontend import Captured
+from picompile.predictors.predictor_set import PredictorSet
+from picompile.progress import Progress
+from picompile.rounding import RoundingOptions, checkpoint_formats, round_checkpoint
+from picompile.skipping import checkpoint_limits, skipping_sites
+from picompile_passes.graph.materialize import WeightSource
+from picompile_passes.passes.canonicalize import CANONICALIZE
+from picompile_passes.weight_formats import head_format
+
+
+def warn_of_rounding(captured: Captured, quant: str, progress: Progress) -> None:
+    """Tell `progress` if most weights are of few bits already, and `quant` rounds them a second time."""
+    rounds_again: Callable[[str], str | None] | None = getattr(captured.weights, "rounds_again", None)
+    stored = None if rounds_again is None else rounds_again(quant)
+    if stored is not None:
+        better = "--quant q4m or q8 keeps them closer to what they are"
+        progress.say(f"most weights of the model are {stored}, which {quant} rounds a second time; {better}")
+
+
+def choose_limits(
+    checkpoint: Path | None,
+    captured: Captured,
+    config: CompileConfig,
+    predictors: PredictorSet | None,
+    scratch: Path,
+    progress: Progress,
+) -> tuple[CompileConfig, Captured]:
+    """Return `config` and the model with the limits below which it leaves out neurons, where `config` asks for them.
+
+    The arguments are those of `round_weights`.
+
+    Raises:
+        UsageError: the text cannot be used, the model is a module in memory, or nothing of it can be skipped.
+        UnsupportedModelError: the model's logits are not finite numbers.
+    """
+    skipping = config.skipping
+    if skipping is None:
+        return config, captured
+    if checkpoint is None:
+        raise UsageError("skip needs a model folder, whose tokenizer reads text; leave it out")
+
+    canonical = run_passes(captured, CANONICALIZE, progress, verify=config.debug.verify)
+    sites = skipping_sites(canonical, skipping.sites)
+    insert = sites.passes(insert_pass(config, predictors))
+    graph_module = run_passes(replace(captured, graph_module=canonical), insert, progress, verify=config.debug.verify)
+    weights = captured.weights if predictors is None else predictors.weights(captured.weights)
+    folder = (skipping.work or scratch / "work") / "skipping"
+    found = checkpoint_limits(checkpoint, graph_module, weights, folder, skipping.options, progress)
+    limited = replace(captured, weights=found.limits.weights(captured.weights))
+    return replace(config, limits=found), limited
+
+
+def choose_formats(
+    checkpoint: Path | None,
+    captured: Captured,
+    config: CompileConfig,
+    predictors: PredictorSet | None,
+    scratch: Path,
+    progress: Progress,
+) -> CompileConfig:
+    """Return `config` with a format for each matrix, where it has a budget of bits for them.
+
+    Where it has none, a head or a table that the checkpoint holds in the model's format already keeps it, and is not
+    rounded to the format of heads. The arguments are those of `round_weights`.
+
+    Raises:
+        UsageError: the text cannot be used, or the model is a module in memory, which has no tokenizer for one.
+    """
+    if not is_budget(config.quant):
+        return replace(config, tensors=_exact_tables(captured, config.quant))
+    if checkpoint is None:
+        raise UsageError(f"quant {config.quant} needs a model folder, whose tokenizer reads text; choose a format")
+
+    quantize = quantize_pass(config)
+    passes = all_passes(insert_passes(config, predictors), {}, quantize, config.debug.passes)
+    # Extra passes may come behind quantization: losses are measured on the graph before it.
+    passes = passes[: passes.index(quantize)]
+    graph_module = run_passes(captured, passes, progress, verify=config.debug.verify)
+    weights = captured.weights if predictors is None else predictors.weights(captured.weights)
+    folder = (config.rounding.work or scratch / "work") / "bits"
+    chosen = checkpoint_formats(
+        checkpoint, graph_module, weights, folder, _rounding_options(config), parse_bits(config.quant), progress
+    )
+    rounding = replace(config.rounding, bits_per_weight=chosen.bits_per_weight, loss_nats=chosen.loss_nats)
+    return replace(config, tensors=chosen.formats, rounding=rounding)
+
+
+def _exact_tables(captured: Captured, quant: str) -> dict[str, str]:
+    """Return `quant` by the name of each matrix with a row for each token that the weights have in this format."""
+
+    weights, vocab = captured.weights, captured.facts.vocab
+    packed: Callable[[str, str], object] | None = getattr(weights, "packed", None)
+    if packed is None or head_format(quant) == quant:
+        return {}
+    tables = [name for name in weights.names() if len(weights.shape(name)) == 2 and weights.shape(name)[0] == vocab]
+    return {name: quant for name in tables if packed(name, quant) is not None}
+
+
+def round_weights(
+    checkpoint: Path | None,
+    captured: Captured,
+    config: CompileConfig,
+    predictors: PredictorSet | None,
+    scratch: Path,
+    progress: Progress,
+) -> WeightSource:
+    """Return the weights of the model, with matrices rounded for the calibration text where `config` asks for that.
+
+    Args:
+        checkpoint: the model's folder or file, None for a module in memory, which has no tokenizer for a text.
+        captured: the model.
+        config: what the model is compiled for.
+        predictors: its lossy predictors, which decide what down gets; None where the predictor is lossless.
+        scratch: a folder for what is not kept.
+        progress: is told of each step.
+
+    Raises:
+        UsageError: the text cannot be used.
+        UnsupportedModelError: the model's values are not finite numbers.
+    """
+    base = captured.weights
+    if not config.rounding.compensates or checkpoint is None:
+        return base
+
+    passes = all_passes(insert_passes(config, predictors), {}, quantize_pass(config), config.debug.passes)
+    graph_module = run_passes(captured, passes, progress, verify=config.debug.verify)
+    weights = base if predictors is None else predictors.weights(base)
+    folder = (config.rounding.work or scratch / "work") / "rounding"
+    return round_checkpoint(checkpoint, graph_module, weights, folder, _rounding_options(config), progress).onto(base)
+
+
+def _rounding_options(config: CompileConfig) -> RoundingOptions:
+
+    rounding = config.rounding
+    return RoundingOptions(rounding.calibration, rounding.tokens, activation=rounding.activation)
