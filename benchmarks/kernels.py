@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from _kernel_calls import Arguments, KernelCalls, copied_arguments, fill_with_bytes
 from numpy.typing import NDArray
 
 from picompile.machine import find_native_target
-from picompile.machine.kernel_calls import Arguments, KernelCalls, copied_arguments, fill_with_bytes
 from picompile_codegen import cpu
 from picompile_codegen.build.host_library import build_host_library
 from picompile_codegen.build.isa import ISAS, targeting

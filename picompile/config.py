@@ -110,8 +110,6 @@ class CompileOptions:
             leaves out none but by predictors. It takes any activation, and no training.
         skip_at: where to skip, of `picompile.skipping.options.SITES`; empty for `DEFAULT_SITES`.
         skip_tokens: how many tokens of the text perplexity is measured on for that, at most.
-        tune: whether to measure, once, at which distance and into which cache kernels should prefetch on this machine,
-            for the code that it chooses.
     """
 
     target: str = "cpu"
@@ -147,7 +145,6 @@ class CompileOptions:
     skip: float | None = None
     skip_at: tuple[str, ...] = ()
     skip_tokens: int = DEFAULT_SKIP_TOKENS
-    tune: bool = False
 
     def __post_init__(self) -> None:
         """Raise `UsageError` for options that fit no model."""

@@ -12,7 +12,6 @@ from picompile.machine import find_compiled_targets, gpu_of, native_target
 from picompile.progress import Progress
 
 if TYPE_CHECKING:
-    from picompile.machine.tuning import Tuning
     from picompile_codegen.build.isa import Isa
     from picompile_codegen.lowering.lower import Lowered
 
@@ -60,26 +59,6 @@ def runs_here(code: Sequence[Code]) -> bool:
     from picompile_runtime.devices.machine import is_machine, missing_features
 
     return any(is_machine(each.isa.machine) and not missing_features(each.isa.features) for each in code)
-
-
-def tuned_code(code: Sequence[Code], progress: Progress) -> "tuple[list[Code], Tuning]":
-    """Return `code`, with the prefetching measured here in what this machine would choose, and the measurements.
-
-    Code with bfloat16 and without it is tuned alike: only prompts differ. Raises `BuildError` as compiling does, and
-    `MachineError` if no code runs here.
-    """
-    from picompile.machine.tuning import tuned
-    from picompile_codegen.build.isa import BF16_BASE, ISAS
-    from picompile_runtime import MachineError
-    from picompile_runtime.devices.machine import default_threads
-
-    best = next((each.isa for each in code if runs_here([each])), None)
-    if best is None:
-        raise MachineError(f"this machine cannot run code for {', '.join(each.isa.name for each in code)}")
-    best = ISAS[BF16_BASE] if best.prompts_in_bf16 else best
-    tuning = tuned(best, default_threads(), progress)
-    alike = [each for each in code if each.isa == best or (each.isa.prompts_in_bf16 and runs_here([each]))]
-    return [replace(each, isa=tuning.apply(each.isa)) if each in alike else each for each in code], tuning
 
 
 def native_code(file: str) -> Code:

@@ -30,7 +30,7 @@ class ArtifactContents:
     `checkpoint` is the model's folder or file, None for a module in memory, and `tokenizer` the one in it. `targets`
     and `quant` are as the manifest repeats them. `weights` has the values of the model's parameters and of its
     predictors. `plan` is the plan's JSON, None where there is no plan, `skipping` what limits leave out,
-    `rounding` how weights were rounded, and `tuning` what was measured of this machine.
+    and `rounding` how weights were rounded.
     """
 
     captured: "Captured"
@@ -46,7 +46,6 @@ class ArtifactContents:
     plan: Mapping[str, Any] | None = None
     skipping: Mapping[str, Any] | None = None
     rounding: Mapping[str, Any] | None = None
-    tuning: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -209,7 +208,7 @@ def _report(lowered: "Lowered", contents: ArtifactContents, accuracy: MeasuredAc
     }
     if contents.plan is not None:
         report["plan"] = _without_neurons(contents.plan)
-    more = {"skipping": contents.skipping, "rounding": contents.rounding, "tuning": contents.tuning}
+    more = {"skipping": contents.skipping, "rounding": contents.rounding}
     report |= {name: value for name, value in more.items() if value is not None}
     return report | accuracy.of_report()
 

@@ -220,14 +220,6 @@ def compile_command(
             show_default=False,
         ),
     ] = None,
-    tune: Annotated[
-        bool,
-        typer.Option(
-            "--tune",
-            help="Measure at which distance and into which cache kernels should prefetch on this machine; less "
-            "than a minute, once. Results stay the same.",
-        ),
-    ] = False,
     dump_ir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write the graph after each pass to DIR/NNN_pass-name.txt.")
     ] = None,
@@ -299,7 +291,6 @@ def compile_command(
         skip=None if skip is None else parse_share(skip, "--skip"),
         skip_at=tuple(skip_at or ()),
         skip_tokens=skip_tokens,
-        tune=tune,
     )
     with parents_of(output), progress() as shown:
         compile_model(model, output, options, shown)

@@ -167,7 +167,6 @@ def collect(folder: Path) -> dict[str, Any]:
         "checkpoint_accuracy": _reported(folder, "checkpoint_accuracy"),
         "skipping": _reported(folder, "skipping"),
         "rounding": _reported(folder, "rounding"),
-        "tuning": _reported(folder, "tuning"),
         "weight_formats": _reported(folder, "weight_formats"),
         "plan": _reported(folder, "plan"),
     }
@@ -243,14 +242,6 @@ def _show(facts: Mapping[str, Any]) -> None:
         show_kernels(facts["hot_device"]["kernels"])
 
 
-def _tuning_text(tuning: Mapping[str, Any]) -> str:
-    """Return what was measured of a processor: what differs from the default prefetching."""
-    from picompile.machine.tuning import choice_text
-
-    threads = "1 thread" if tuning["threads"] == 1 else f"{tuning['threads']} threads"
-    return f"{tuning['isa']} with {threads} on {tuning['processor']}: {choice_text(tuning['choice'])}"
-
-
 def _rows(facts: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     model, memory = facts["model"], facts["memory_bytes"]
     yield "artifact", facts["artifact"]
@@ -271,8 +262,6 @@ def _rows(facts: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     yield "kv cache", f"{facts['kv_dtype']}, {format_bytes(memory['kv_cache'])} when full"
     yield "workspace", format_bytes(memory["workspace"])
     yield "feed-forward", _ffn_text(facts["parts"])
-    if facts["tuning"] is not None:
-        yield "tuned for", _tuning_text(facts["tuning"])
     if facts["plan"] is not None:
         yield "plan", _plan_text(facts["plan"])
     yield "read per token", ", ".join(f"{op} {format_bytes(read)}" for op, read in facts["token_bytes"].items())

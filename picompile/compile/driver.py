@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch.fx import GraphModule
 
-from picompile.artifact.code import AcceleratorTarget, Code, accelerator_target, planned_code, runs_here, tuned_code
+from picompile.artifact.code import AcceleratorTarget, Code, accelerator_target, planned_code
 from picompile.artifact.files import check_output
 from picompile.artifact.writer import (
     ArtifactContents,
@@ -33,7 +33,6 @@ from picompile.errors import AccuracyError, UsageError
 from picompile.frontend import Captured, load_model
 from picompile.frontend.hf import open_checkpoint
 from picompile.frontend.tokenizer_files import TokenizerFiles, read_tokenizer
-from picompile.machine.tuning import Tuning
 from picompile.output import OutputPath, reserve
 from picompile.placement.plan import Plan
 from picompile.predictors.accuracy import AccuracyReport
@@ -103,8 +102,7 @@ def _compile_into(
         config = replace(config, rounding=replace(config.rounding, compensates=False))
     warn_of_rounding(captured, base_format(config.quant), progress)
     check_given_plan(config, captured.facts, progress)
-    code, tuning = tuned_code(code, progress) if options.tune else (code, None)
-    source = _Source(checkpoint, captured, tokenizer, config, code, accelerator, tuning)
+    source = _Source(checkpoint, captured, tokenizer, config, code, accelerator)
     with place.scratch() as scratch:
         artifact, report = _compile(source, place.path, scratch, progress)
         place.publish(artifact.folder)
@@ -120,8 +118,7 @@ def _with_texts(options: CompileOptions) -> CompileOptions:
 
 @dataclass(frozen=True)
 class _Source:
-    """A model and what it is compiled for. `checkpoint` is the model's folder, None for a module in memory, and
-    `tuning` what was measured of this machine, None if nothing was."""
+    """A model and what it is compiled for. `checkpoint` is the model's folder, None for a module in memory."""
 
     checkpoint: Path | None
     captured: Captured
@@ -129,7 +126,6 @@ class _Source:
     config: CompileConfig
     code: Sequence[Code]
     accelerator: AcceleratorTarget | None
-    tuning: Tuning | None
 
 
 def _compile(
@@ -197,8 +193,6 @@ def _check_before_capture(
             "accuracy compares with a model folder or a GGUF file, not with a module in memory; leave it out"
         )
     require_checkable(options, code)
-    if options.tune and not runs_here(code):
-        raise UsageError(f"tune measures this machine, which cannot run code for {options.target}; leave it out")
     if isinstance(model, str | os.PathLike):
         check_checkpoint(options, Path(model))
         if options.context is not None:
@@ -241,5 +235,4 @@ def _contents(
         None if plan is None else plan.to_json(),
         None if source.config.limits is None else source.config.limits.to_json(),
         source.config.rounding.to_json(),
-        None if source.tuning is None else source.tuning.to_json(),
     )

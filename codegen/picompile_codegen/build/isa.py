@@ -20,30 +20,6 @@ from typing import Any, Literal
 
 
 @dataclass(frozen=True)
-class Prefetching:
-    """The distance at which kernels prefetch, and the cache that they prefetch into.
-
-    Results do not depend on it, only their speed, and that by what the processor prefetches by itself. The defaults are
-    the best of a Zen 5; rows of weights go where they also do on a Zen 4. `picompile.machine.tuning` measures others.
-
-    Attributes:
-        rows_into_first_level: whether rows of weights are prefetched into the first-level cache, or into the second.
-        panels_into_first_level: whether panels of rows are prefetched into the first-level cache, or into the second.
-        caches_into_first_level: whether rows of KV caches are prefetched into the first-level cache, or the second.
-        row_bytes_ahead: the distance where rows follow one another, or leave out few: as much as a core reads in the
-            300 ns or so that busy memory takes.
-        scattered_bytes_ahead: the distance in the masked block of one token, whose rows the processor does not prefetch
-            by itself. With 16 KiB it takes 7 to 15 % less time in q4 than with 8, on a Zen 5 with memory at 45 GB/s.
-    """
-
-    rows_into_first_level: bool = False
-    panels_into_first_level: bool = True
-    caches_into_first_level: bool = True
-    row_bytes_ahead: int = 8 * 1024
-    scattered_bytes_ahead: int = 16 * 1024
-
-
-@dataclass(frozen=True)
 class Isa:
     """One instruction set.
 
@@ -52,8 +28,7 @@ class Isa:
     `bytes_dot` says how products of bytes are added up in fours: `maddubs` (AVX2: pairs in 16 bits, then fours),
     `vnni` (unsigned times signed, one instruction), `sdot` (signed times signed, one instruction). `registers` counts
     vectors of eight float32, and of `wide_lanes` too, which are the float32 lanes of the widest vectors. With
-    `prompts_in_bf16` a prompt's inputs and weights of float16 are rounded to bfloat16. `prefetching` is a matter of the
-    processor rather than of its instructions.
+    `prompts_in_bf16` a prompt's inputs and weights of float16 are rounded to bfloat16.
     """
 
     name: str
@@ -67,7 +42,6 @@ class Isa:
     registers: int
     wide_lanes: int
     prompts_in_bf16: bool = False
-    prefetching: Prefetching = Prefetching()
 
     @property
     def llvm(self) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from tvm import tirx
 
 from picompile_codegen.backend import body
-from picompile_codegen.build import isa
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, maximum, minimum, parallel, prefetch, select
 from picompile_codegen.cpu.token_ops import step_rows
@@ -146,10 +145,8 @@ class CachedHead:
 
     def prefetch(self, position: Expr) -> None:
         """Prefetch a row, which need not exist."""
-        into_first = isa.current().prefetching.caches_into_first_level
         for start in range(0, self.cache.data.columns, _LINE_BYTES // ITEM_BYTES[self.cache.data.dtype]):
-            place = (self.slot, self.number, position, start)
-            prefetch(self.cache.data, *place, into_first_level=into_first)
+            prefetch(self.cache.data, self.slot, self.number, position, start, into_first_level=True)
 
     def write(self, position: Expr, source: Source) -> None:
         """Write a row."""

@@ -138,10 +138,10 @@ class PanelMatrix:
     def fetch_beside(self, panel: Expr, group: Expr) -> None:
         """Prefetch of the panel behind `panel` its share of lines, one of as many as there are groups."""
         groups, lines = self.matrix.groups, self.lines
-        each, into_first = -(-lines // groups), isa.current().prefetching.panels_into_first_level
+        each = -(-lines // groups)
         for i in range(each):
             line = (group * each + i) * CACHE_LINE_BYTES
-            prefetch(self.matrix.data, panel + 1, line, into_first_level=into_first)
+            prefetch(self.matrix.data, panel + 1, line, into_first_level=True)
 
 
 # Computes something of outputs `output` … `output` + lanes - 1 of a token, given their products: emit(token, output,
