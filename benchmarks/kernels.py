@@ -26,7 +26,7 @@ from picompile_codegen.build.host_library import build_host_library
 from picompile_codegen.build.isa import ISAS, targeting
 from picompile_codegen.cpu import Kernel
 from picompile_codegen.lowering.program import tensor_bytes
-from picompile_codegen.specs import FfnSpec, LinearSpec, SparseLinearSpec
+from picompile_codegen.specs import FfnSpec, LinearSpec
 from picompile_codegen.weight_panels import has_panels
 from picompile_runtime.bench.bandwidth import MemoryReader
 from picompile_runtime.devices.cpu.native import HostLibrary
@@ -34,8 +34,6 @@ from picompile_runtime.devices.cpu.native import HostLibrary
 # Several times the third-level cache of a desktop processor.
 _WORKING_SET_BYTES = 192 * 2**20
 _FIRING = 0.10
-# The share of inputs that projections read which leave out some, besides all of them.
-_READ = 0.70
 
 
 @dataclass(frozen=True)
@@ -64,10 +62,6 @@ def decoding(format_name: str) -> Iterator[Case]:
         panels = has_panels(format_name, n)
         kernel = cpu.write_kernel(LinearSpec(format=format_name, n=n, k=k, rows=1, bias=False, panels=panels))
         yield Case(f"linear {n}x{k}", kernel)
-    for side in (576, 2048):
-        spec = SparseLinearSpec(format=format_name, n=side, k=side, rows=1, bias=False)
-        for share in (1.0, _READ):
-            yield Case(f"sparse_linear {side}x{side} {share:.0%}", cpu.write_kernel(spec), share)
     for kind in ("exact", "masked", "dense"):
         kernel = cpu.write_kernel(FfnSpec(
             kind=kind, format=format_name, neurons=5632, dim=2048, rows=1, gated=True, activation="relu",
@@ -80,15 +74,12 @@ def decoding(format_name: str) -> Iterator[Case]:
 def arguments_of(case: Case, rng: np.random.Generator) -> list[Arguments]:
     """Arguments of a kernel, with as many copies of its weights as make the working set.
 
-    x is zero, so that the biases alone decide which neurons fire: a tenth of them; and the limits which are read.
+    x is zero, so that the biases alone decide which neurons fire: a tenth of them.
     """
 
     def fill(name: str, array: NDArray[Any]) -> None:
         if name in case.matrices:
             fill_with_bytes(array, rng)
-        elif name == "limits":
-            # An exact share: a few hundred inputs at random would be off by percents.
-            array[rng.permutation(len(array))[: round(case.share * len(array))]] = -1.0
         elif name == "mask":
             array[:] = rng.random(array.shape) < _FIRING
         elif name == "gate_bias" and "mask" not in case.kernel.params:

@@ -53,8 +53,8 @@ class PicompileSession:
         computed, fired = mean_shares(firing)
         if not computed:  # kernels that compute every neuron of a batch do not count them
             return facts
-        cached, inputs = (self._context_tokens + self._engine.position) / 2, self._engine.inputs_read(function)
-        moved = bytes_per_token(self._engine.artifact, firing, cached, inputs) if function == "decode" else None
+        cached = (self._context_tokens + self._engine.position) / 2
+        moved = bytes_per_token(self._engine.artifact, firing, cached) if function == "decode" else None
         shares = {"computed_share": computed, "firing_share": fired}
         return facts | shares | ({"bytes_per_token": moved} if moved else {})
 

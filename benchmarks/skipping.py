@@ -39,7 +39,7 @@ from picompile.streaming import negative_log_likelihood, new_states, run_segment
 from picompile_passes.dialect.ops import SparseFfnOperands
 from picompile_passes.graph.materialize import WeightSource, evaluate_constant
 from picompile_passes.graph.nodes import arguments, calls
-from picompile_passes.graph.operands import LINEAR, SPARSE_FFN, SPARSE_LINEAR
+from picompile_passes.graph.operands import LINEAR, SPARSE_FFN
 from picompile_passes.passes.canonicalize import canonicalize
 from picompile_passes.passes.insert_predictors import InsertPredictors
 
@@ -106,7 +106,7 @@ class Bench:
     def _all_weights(self) -> int:
         """The weights of the matrices that a token is multiplied with."""
         count = 0
-        for node in calls(self.graph_module.graph, LINEAR, SPARSE_LINEAR, SPARSE_FFN):
+        for node in calls(self.graph_module.graph, LINEAR, SPARSE_FFN):
             operands = [arguments(node).get(name) for name in ("weight", "gate", "up", "down")]
             count += sum(each.meta["val"].numel() for each in operands if each is not None)
         return count
@@ -124,25 +124,16 @@ class Bench:
                 skipped += (counts[str(output.target)] - by_gate) / tokens * saved[str(output.target)]
             if gate is not None:
                 skipped += by_gate / tokens * saved[str(gate.target)]
-        projections = {str(arguments(node)["limits"].target) for node in calls(self.graph_module.graph, SPARSE_LINEAR)}
-        skipped += sum(counts[name] / tokens * saved[name] for name in projections)
         return replace(row, skipped=skipped / self._all_weights)
 
     def oracle(self, share: float) -> Row:
-        """Judge what an oracle leaves out: up and down rows of neurons, or down alone where there is no gate.
-
-        Where projections leave out inputs, it leaves out as large a share of theirs.
-        """
+        """Judge what an oracle leaves out: up and down rows of neurons, or down alone where there is no gate."""
         replaced, skipped = {}, 0.0
         for node in calls(self.graph_module.graph, SPARSE_FFN):
             down = evaluate_constant(self.graph_module, arguments(node)["down"], self.weights)
             replaced[node] = _smallest_left_out(down.norm(dim=1), share)
             rows = 1 if arguments(node)["gate"] is None else 2
             skipped += int(share * len(down)) * rows * down.shape[1]
-        for node in calls(self.graph_module.graph, SPARSE_LINEAR):
-            rows = evaluate_constant(self.graph_module, arguments(node)["weight"], self.weights)
-            replaced[node] = _smallest_inputs_left_out(rows.norm(dim=1), share)
-            skipped += int(share * rows.shape[0]) * rows.shape[1]
         whole = no_limits(self.graph_module).weights(self.weights)
         return replace(self.row(f"oracle {share:.0%}", whole, replaced), skipped=skipped / self._all_weights)
 
@@ -185,14 +176,6 @@ def _smallest_left_out(norms: Tensor, share: float) -> Callable[..., Tensor]:
         )
 
     return block
-
-
-def _smallest_inputs_left_out(norms: Tensor, share: float) -> Callable[..., Tensor]:
-    def projection(x: Tensor, weight: Tensor, limits: Tensor, bias: Tensor | None) -> Tensor:
-        smallest = (x.abs() * norms).topk(int(share * len(norms)), dim=-1, largest=False).indices
-        return torch.nn.functional.linear(x.scatter(-1, smallest, 0.0), weight.transpose(0, 1), bias)
-
-    return projection
 
 
 def oracle_share(row: Row, oracle: Sequence[Row]) -> float:
@@ -273,9 +256,7 @@ def main() -> None:
     given = parser.parse_args()
     captured = load_model(given.model)
     canonical = canonicalize(captured.graph_module)
-    graph = canonical
-    for pass_ in skipping_sites(canonical, given.at).passes(InsertPredictors("none")):
-        graph = pass_(graph).graph_module
+    graph = skipping_sites(canonical, given.at).insertion(InsertPredictors("none"))(canonical).graph_module
     windows, source = held_out_windows(given.model, tokens=given.tokens)
     print(f"{given.model}, {sum(map(len, windows))} tokens of {source}")
     bench = Bench(graph, captured.weights, windows)

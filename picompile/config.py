@@ -36,7 +36,7 @@ from picompile.errors import UsageError
 from picompile.frontend.activation import check_activation
 from picompile.machine import gpu_of
 from picompile.quantities import require_whole
-from picompile.skipping.options import DEFAULT_SITES, SkippingOptions, check_bound, check_sites
+from picompile.skipping.options import SITES, SkippingOptions, check_bound, check_sites
 
 if TYPE_CHECKING:
     from picompile.frontend.captured import ModelFacts
@@ -108,7 +108,7 @@ class CompileOptions:
         rounding_tokens: how many tokens of the text weights are rounded for, at most.
         skip: leave out neurons that contribute little, as many as raise the perplexity by no more than this share; None
             leaves out none but by predictors. It takes any activation, and no training.
-        skip_at: where to skip, of `picompile.skipping.options.SITES`; empty for `DEFAULT_SITES`.
+        skip_at: where to skip, of `picompile.skipping.options.SITES`; empty for all.
         skip_tokens: how many tokens of the text perplexity is measured on for that, at most.
     """
 
@@ -217,7 +217,7 @@ class CompileOptions:
                 raise UsageError(f"{what} given, but not how much skipping may cost; give it, as --skip 1%")
             return
         check_bound(self.skip)
-        check_sites(self.skip_at or DEFAULT_SITES)
+        check_sites(self.skip_at or SITES)
         if self.predictor == "exact":
             raise UsageError("skip leaves out silent neurons too, and predictor exact no others; leave one of them out")
 
@@ -364,7 +364,7 @@ class ComparisonConfig:
 
 @dataclass(frozen=True)
 class SkippingConfig:
-    """How much of a model is skipped, and at which sites; none means `DEFAULT_SITES`.
+    """How much of a model is skipped, and at which sites; none means all of `SITES`.
 
     `work` is the folder that keeps what was measured, None where it is not kept.
     """

@@ -8,7 +8,7 @@
 | find the weights of a node | `NEURON_ROWS`, `matrix_operands`, `gating_side`, `gating_weights` |
 | run a graph with weights | `materialize`, `evaluate_constant`, `WeightSource` |
 | run passes | `canonicalize`, `Pipeline`, `make_pass`, `CANONICALIZE` |
-| name our passes | `InsertPredictors`, `SkipInputs`, `Partition`, `Quantize` |
+| name our passes | `InsertPredictors`, `Partition`, `Quantize` |
 | watch passes run | the hooks `verifying`, `Dump` and `Timings`; `each` joins several |
 | test a pass | `GraphBuilder`, `verify` and `picompile.testing` |
 | add a predictor kind | `PredictorKind`, `add_predictor_kind` |
@@ -48,7 +48,6 @@ from picompile_passes.graph.operands import (
     RMS_NORM,
     ROTARY,
     SPARSE_FFN,
-    SPARSE_LINEAR,
     TRANSPOSE,
     gating_side,
     gating_weights,
@@ -59,7 +58,6 @@ from picompile_passes.passes.canonicalize import CANONICALIZE, canonicalize
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
 from picompile_passes.passes.quantize import Quantize
-from picompile_passes.passes.skip_inputs import SkipInputs
 from picompile_passes.pipeline import Dump, Pipeline, Timings, each, verifying
 from picompile_passes.predictors import PredictorKind, add_predictor_kind
 from picompile_passes.registry import find_pass, make_pass, registrations
@@ -83,7 +81,6 @@ __all__ = [
     "RMS_NORM",
     "ROTARY",
     "SPARSE_FFN",
-    "SPARSE_LINEAR",
     "TRANSPOSE",
     "Dump",
     "Effect",
@@ -103,7 +100,6 @@ __all__ = [
     "RegistryError",
     "RewriteError",
     "Rewriter",
-    "SkipInputs",
     "Stage",
     "StageError",
     "Timings",

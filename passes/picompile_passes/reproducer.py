@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from picompile_passes.base import copy_graph_module, stage_of
 from picompile_passes.errors import PassError, PassesError, VerifyError, is_for_the_user
 from picompile_passes.graph.nodes import argument_position, calls
-from picompile_passes.graph.operands import ATTENTION, FFN, PREDICT, SPARSE_FFN, SPARSE_LINEAR
+from picompile_passes.graph.operands import ATTENTION, FFN, PREDICT, SPARSE_FFN
 from picompile_passes.graph.source import graph_source, pass_source
 from picompile_passes.graph.values import same_value
 from picompile_passes.verify import verify
@@ -93,7 +93,7 @@ def _substitutes(node: Node) -> list[Node]:
 def _number_layers(graph: Graph) -> None:
     """Number attentions 0, 1, … and give each block the number of the attention before it."""
     count = 0
-    for node in calls(graph, ATTENTION, FFN, PREDICT, SPARSE_FFN, SPARSE_LINEAR):
+    for node in calls(graph, ATTENTION, FFN, PREDICT, SPARSE_FFN):
         if node.target is ATTENTION:
             node.update_arg(argument_position(node, "layer"), count)
             count += 1

@@ -131,7 +131,7 @@ def compile_command(
         typer.Option(
             metavar="PLACE",
             help="Where to skip. gate: neurons, before up and down are read. output: neurons, before down is read. "
-            "qkv, attention_output: small inputs of these projections. Repeatable. Default: gate and output.",
+            "Repeatable. Default: gate and output.",
             show_default=False,
         ),
     ] = None,

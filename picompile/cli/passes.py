@@ -20,7 +20,7 @@ _GIVEN = "the stage it was given"
 _EFFECTS = {
     "exact": "the logits stay the same, but for the rounding of float32",
     "rounds": "the logits change as far as weights are rounded, and stay the same where they need no rounding",
-    "skips": "the logits change as far as neurons that fire or inputs are left out, and stay the same where none is",
+    "skips": "the logits change as far as neurons that fire are left out, and stay the same where none is",
     "changes": "the logits are those of another model, on purpose",
 }
 

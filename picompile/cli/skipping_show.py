@@ -5,12 +5,7 @@ from typing import Any
 
 from picompile.skipping.options import SITES
 
-_WORDS = {
-    "gate": "of neurons by gate",
-    "output": "by gate or output",
-    "qkv": "of inputs of q, k and v",
-    "attention_output": "of inputs of the attention output",
-}
+_WORDS = {"gate": "of neurons by gate", "output": "by gate or output"}
 
 
 def skipping_text(skipping: Mapping[str, Any]) -> str:

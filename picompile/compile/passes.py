@@ -103,7 +103,7 @@ def insert_pass(config: CompileConfig, predictors: PredictorSet | None) -> Inser
 def insert_passes(config: CompileConfig, predictors: PredictorSet | None) -> list[Pass]:
     """Return the passes that insert predictors, and limits where these are known."""
     insert = insert_pass(config, predictors)
-    return [insert] if config.limits is None else config.limits.limits.sites.passes(insert)
+    return [insert if config.limits is None else config.limits.limits.sites.insertion(insert)]
 
 
 def all_passes(

@@ -54,7 +54,7 @@ def choose_limits(
 
     canonical = run_passes(captured, CANONICALIZE, progress, verify=config.debug.verify)
     sites = skipping_sites(canonical, skipping.sites)
-    insert = sites.passes(insert_pass(config, predictors))
+    insert = [sites.insertion(insert_pass(config, predictors))]
     graph_module = run_passes(replace(captured, graph_module=canonical), insert, progress, verify=config.debug.verify)
     weights = captured.weights if predictors is None else predictors.weights(captured.weights)
     folder = (skipping.work or scratch / "work") / "skipping"

@@ -24,7 +24,7 @@ from picompile.streaming import Segment, State, new_states, run_window, segment_
 from picompile_passes.dialect.formats import dequantize_rows, quantize_rows
 from picompile_passes.graph.materialize import WeightSource, evaluate_constant
 from picompile_passes.graph.nodes import arguments, is_call
-from picompile_passes.graph.operands import LINEAR, SPARSE_FFN, SPARSE_LINEAR
+from picompile_passes.graph.operands import LINEAR, SPARSE_FFN
 
 # The format that is tried.
 _TRIED = "q4"
@@ -85,9 +85,7 @@ class _Site:
 def _sites(segments: Sequence[Segment]) -> list[_Site]:
     """Return the units of a graph."""
     found: dict[str, _Site] = {}
-    for node in (
-        node for segment in segments for node in segment.nodes if is_call(node, LINEAR, SPARSE_LINEAR, SPARSE_FFN)
-    ):
+    for node in (node for segment in segments for node in segment.nodes if is_call(node, LINEAR, SPARSE_FFN)):
         values, is_block = arguments(node), is_call(node, SPARSE_FFN)
         operands = [values[name] for name in (("gate", "up", "down") if is_block else ("weight",))]
         matrices = [matrix for matrix in operands if matrix is not None]

@@ -19,7 +19,6 @@ from picompile_passes.graph.operands import (
     PREDICTORS,
     QUANTIZE,
     SPARSE_FFN,
-    SPARSE_LINEAR,
     TRANSPOSE,
 )
 from picompile_passes.weight_formats import FORMATS
@@ -36,8 +35,7 @@ class MatrixKey(NamedTuple):
 class Matrix:
     """A matrix of which a graph packs all or some rows in the format `form`; it is the value of the node `value`.
 
-    Its rows are outputs or, with `rows_are_inputs`, inputs: neurons, in a down matrix, and all that a `sparse_linear`
-    may read.
+    Its rows are outputs or, with `rows_are_inputs`, inputs: the neurons of a down matrix.
     """
 
     key: MatrixKey
@@ -74,8 +72,7 @@ def input_groups(segment: Segment) -> Sequence[InputGroup]:
     taken: set[MatrixKey] = set()
     for node in segment.nodes:
         for operand, source, of_neurons in _operands(node):
-            # A projection that leaves out inputs is rounded for all of them: which it reads depends on the token.
-            matrix = _matrix(operand, of_neurons or is_call(node, SPARSE_LINEAR))
+            matrix = _matrix(operand, of_neurons)
             if matrix is None or matrix.key in taken:
                 continue
             taken.add(matrix.key)
@@ -86,7 +83,7 @@ def input_groups(segment: Segment) -> Sequence[InputGroup]:
 
 def _operands(node: Node) -> Sequence[tuple[Node, Node, bool]]:
     """Return each matrix of a call, the node of its inputs, and whether they are the outputs of the call's neurons."""
-    if is_call(node, LINEAR, SPARSE_LINEAR):
+    if is_call(node, LINEAR):
         values = arguments(node)
         return [(values["weight"], values["x"], False)]
     if is_call(node, SPARSE_FFN):

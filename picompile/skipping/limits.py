@@ -7,7 +7,7 @@ that is to be found.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,21 +15,11 @@ from torch.fx import GraphModule
 
 from picompile.errors import UsageError
 from picompile.predictors.store import OverlayWeights
-from picompile.skipping.options import DEFAULT_SITES
-from picompile_passes.base import Pass
+from picompile.skipping.options import SITES
 from picompile_passes.graph.materialize import WeightSource
 from picompile_passes.graph.nodes import arguments, calls
-from picompile_passes.graph.operands import (
-    ATTENTION,
-    FFN,
-    NEURON_LIMITS,
-    PREDICTORS,
-    SPARSE_FFN,
-    SPARSE_LINEAR,
-    is_limit,
-)
+from picompile_passes.graph.operands import FFN, NEURON_LIMITS, PREDICTORS, SPARSE_FFN, is_limit
 from picompile_passes.passes.insert_predictors import InsertPredictors
-from picompile_passes.passes.skip_inputs import SkipInputs
 
 # Below this share of its parameter's median a sensitivity counts as that: text may not have shown what a neuron does.
 _LEAST_SENSITIVITY = 1e-2
@@ -37,30 +27,21 @@ _LEAST_SENSITIVITY = 1e-2
 
 @dataclass(frozen=True)
 class SkippingSites:
-    """The places where a model skips: layers that leave out neurons, and by layer projections that leave out inputs."""
+    """The layers that leave out neurons by their gate, and those that do by their output."""
 
     gate: tuple[int, ...] = ()
     output: tuple[int, ...] = ()
-    inputs: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, names: Iterable[str]) -> "SkippingSites":
         """Return the sites whose limits are the parameters `names`."""
-        gate, output, inputs = [], [], dict[int, tuple[str, ...]]()
-        for name in names:
-            layer, _, site = name.removeprefix(PREDICTORS).removesuffix("_limits").partition(".")
-            if site == "gate":
-                gate.append(int(layer))
-            elif site == "output":
-                output.append(int(layer))
-            else:
-                inputs[int(layer)] = (*inputs.get(int(layer), ()), site)
-        return cls(tuple(gate), tuple(output), inputs)
+        places = [name.removeprefix(PREDICTORS).removesuffix("_limits").split(".") for name in names]
+        gate, output = (tuple(int(layer) for layer, site in places if site == wanted) for wanted in SITES)
+        return cls(gate, output)
 
-    def passes(self, insert: InsertPredictors) -> list[Pass]:
-        """Return the passes that insert predictors, as `insert` does, and limits, into a canonical graph."""
-        with_limits = replace(insert, gate_limits=self.gate, output_limits=self.output)
-        return [SkipInputs(self.inputs), with_limits] if self.inputs else [with_limits]
+    def insertion(self, insert: InsertPredictors) -> InsertPredictors:
+        """Return the pass that inserts predictors, as `insert` does, and limits, into a canonical graph."""
+        return replace(insert, gate_limits=self.gate, output_limits=self.output)
 
 
 def skipping_sites(graph_module: GraphModule, asked: Sequence[str]) -> SkippingSites:
@@ -68,23 +49,19 @@ def skipping_sites(graph_module: GraphModule, asked: Sequence[str]) -> SkippingS
 
     Args:
         graph_module: the graph.
-        asked: the places, of `SITES`; empty for `DEFAULT_SITES`.
+        asked: the places, of `SITES`; empty for all.
 
     Raises:
         UsageError: the graph has none of them.
     """
-    asked = asked or DEFAULT_SITES
+    asked = asked or SITES
     # A norm across the neurons makes what each of them adds depend on all others.
     blocks = [node for node in calls(graph_module.graph, FFN) if arguments(node)["norm_eps"] is None]
     layers = [int(node.meta["layer"]) for node in blocks]
     gated = [layer for layer, node in zip(layers, blocks, strict=True) if arguments(node)["gate"] is not None]
-    projections = tuple(site for site in asked if site not in ("gate", "output"))
     found = SkippingSites(
         gate=tuple(gated) if "gate" in asked else (),
         output=tuple(layers) if "output" in asked else (),
-        inputs={int(arguments(node)["layer"]): projections for node in calls(graph_module.graph, ATTENTION)}
-        if projections
-        else {},
     )
     if found == SkippingSites():
         raise UsageError(f"nothing of this model can be skipped at {', '.join(asked)}; leave out --skip")
@@ -138,7 +115,4 @@ def saved_weights(graph_module: GraphModule) -> dict[str, int]:
         for name, rows in zip(NEURON_LIMITS, (2, 1), strict=True):
             if values[name] is not None:
                 found[str(values[name].target)] = rows * int(values["down"].meta["val"].shape[1])
-    for node in calls(graph_module.graph, SPARSE_LINEAR):
-        name = str(arguments(node)["limits"].target)
-        found[name] = found.get(name, 0) + int(node.meta["val"].shape[1])
     return found

@@ -8,11 +8,8 @@ from picompile.predictors.profile.text import CalibrationText
 from picompile.quantities import require_whole
 
 # The places where a model can skip. `gate` leaves out neurons by their activated gate, before up and down are read, and
-# `output` by their output, before down is read. `qkv` leaves out inputs of the projections that make queries, keys and
-# values, and `attention_output` those of the one behind attention.
-SITES = ("gate", "output", "qkv", "attention_output")
-# Those that a compilation skips at if it is told none.
-DEFAULT_SITES = ("gate", "output")
+# `output` by their output, before down is read.
+SITES = ("gate", "output")
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from picompile.streaming import new_states, run_segment, split_layers
 from picompile_passes.dialect.ops import SparseFfnOperands
 from picompile_passes.graph.materialize import WeightSource
 from picompile_passes.graph.nodes import arguments, calls
-from picompile_passes.graph.operands import NEURON_LIMITS, SPARSE_FFN, SPARSE_LINEAR
+from picompile_passes.graph.operands import NEURON_LIMITS, SPARSE_FFN
 
 # Prices are powers of two, with steps of an eighth between these exponents.
 _LOWEST, _HIGHEST, _STEPS = -26, -4, 8
@@ -132,8 +132,7 @@ class SkippingSearch:
 class FoundLimits:
     """Limits, and what they do on the text that they were searched on.
 
-    `left_out` has the share of values left out by each limits' parameter: of neurons by their gate, of neurons by their
-    gate or their output, or of inputs.
+    `left_out` has the share of neurons left out by each limits' parameter: by their gate, or by their gate or output.
     """
 
     limits: Limits
@@ -166,21 +165,7 @@ def price_of(step: int) -> float:
 
 def count_left_out(graph_module: GraphModule, counts: dict[str, int]) -> dict[Node, Callable[..., Tensor]]:
     """Return functions for the calls with limits that count in `counts` what these leave out."""
-    found = {node: _counted(node, counts) for node in calls(graph_module.graph, SPARSE_FFN)}
-    # Projections that share limits read the same inputs.
-    projections = {str(arguments(node)["limits"].target): node for node in calls(graph_module.graph, SPARSE_LINEAR)}
-    return found | {node: _counted_inputs(node, name, counts) for name, node in projections.items()}
-
-
-def _counted_inputs(node: Node, name: str, counts: dict[str, int]) -> Callable[..., Tensor]:
-    compute: Any = node.target
-
-    def projection(x: Tensor, weight: Tensor, limits: Tensor, bias: Tensor | None) -> Tensor:
-        counts[name] = counts.get(name, 0) + int((x.abs() <= limits).sum())
-        y: Tensor = compute(x, weight, limits, bias)
-        return y
-
-    return projection
+    return {node: _counted(node, counts) for node in calls(graph_module.graph, SPARSE_FFN)}
 
 
 def _counted(node: Node, counts: dict[str, int]) -> Callable[..., Tensor]:

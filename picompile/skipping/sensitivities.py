@@ -1,4 +1,4 @@
-"""Sensitivities: how much the model's predictions depend on each neuron and input that may be skipped.
+"""Sensitivities: how much the model's predictions depend on each neuron that may be skipped.
 
 To leave out the value v at a place changes the predictions by about ½ (v · g)² nats in Kullback-Leibler divergence,
 where g is the gradient, with respect to that value, of the log-probability of a token drawn from the model's own
@@ -27,7 +27,7 @@ from picompile_passes.dialect import eager_function
 from picompile_passes.dialect.ops import SparseFfnOperands
 from picompile_passes.graph.materialize import WeightSource
 from picompile_passes.graph.nodes import arguments, is_call
-from picompile_passes.graph.operands import NEURON_LIMITS, SPARSE_FFN, SPARSE_LINEAR
+from picompile_passes.graph.operands import NEURON_LIMITS, SPARSE_FFN
 
 # The most bytes that values between layers may take.
 _MOST_BYTES = 1 << 30
@@ -134,8 +134,6 @@ class _Probe:
                 found[node] = own
             if is_call(node, SPARSE_FFN):
                 found[node] = self._block(node)
-            elif is_call(node, SPARSE_LINEAR):
-                found[node] = self._projection(node)
         return found
 
     def gradients(self) -> dict[str, Tensor]:
@@ -165,19 +163,6 @@ class _Probe:
             return torch.cat([y, hidden.square().sum(-1, keepdim=True)], dim=-1) if values.squares else y
 
         return block
-
-    def _projection(self, node: Node) -> Callable[..., Tensor]:
-        name = str(arguments(node)["limits"].target)
-
-        def projection(x: Tensor, weight: Tensor, limits: Tensor, bias: Tensor | None) -> Tensor:
-            # A value of its own: others may read x too.
-            own = x * 1.0
-            if own.requires_grad:
-                own.retain_grad()
-                self._keep(name, lambda: _grad(own))
-            return F.linear(own, weight.transpose(0, 1), bias)
-
-        return projection
 
     def _keep(self, name: str | None, gradient: Callable[[], Tensor]) -> None:
         if name is not None:

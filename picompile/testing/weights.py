@@ -20,7 +20,6 @@ from picompile_passes.graph.operands import (
     PREDICT,
     PREDICTORS,
     SPARSE_FFN,
-    SPARSE_LINEAR,
     stream_of,
 )
 from picompile_passes.graph.rewriter import Rewriter
@@ -342,7 +341,7 @@ def skipping_predictors(draw: st.DrawFn, graph_module: GraphModule) -> InsertPre
 
 
 def every_neuron(graph_module: GraphModule) -> GraphModule:
-    """A copy of a graph in which every neuron is computed and every input read, whatever predictors and limits say."""
+    """A copy of a graph in which every neuron is computed, whatever predictors and limits say."""
     result = copy_graph_module(graph_module)
     rewriter = Rewriter(result, "testing")
     for block in calls(result.graph, SPARSE_FFN):
@@ -354,7 +353,4 @@ def every_neuron(graph_module: GraphModule) -> GraphModule:
         for name in NEURON_LIMITS:
             if arguments(block)[name] is not None:
                 rewriter.set_argument(block, name, None)
-    for node in calls(result.graph, SPARSE_LINEAR):
-        below_all = torch.full(tuple(arguments(node)["limits"].meta["val"].shape), -1.0)
-        rewriter.set_argument(node, "limits", rewriter.constant("limits", below_all))
     return without_unused(result)

@@ -117,9 +117,6 @@ VARIANTS: dict[type[KernelSpec], list[Parameters]] = {
         for norm in norms_behind(96, rows)
     ],
     specs.LinearSpec: pairs(format=FORMATS, n=(64, 251), k=(72, 100), rows=ROWS, bias=BOTH),
-    specs.SparseLinearSpec: pairs(
-        format=FORMATS, n=(64, 251), k=(72,), bias=BOTH, place=[*({"rows": rows} for rows in ROWS), ROWWISE]
-    ),
     specs.PredictLowRankSpec: pairs(formats=PREDICTED, neurons=(77,), rank=(5, 40), dim=(72,), relu=BOTH, rows=(1, 7)),
     specs.PredictSignsSpec: pairs(
         neurons=(50,), dims=[{"dim": dim, "row_bytes": sign_row_bytes(dim)} for dim in (13, 256, 257)], rows=(1, 7)

@@ -19,7 +19,6 @@ from picompile.testing import (
     build,
     build_captured,
     captured_decoders,
-    check_pass,
     check_run,
     graphs,
     hot_sets,
@@ -35,12 +34,11 @@ from picompile_passes.dialect import FORMATS
 from picompile_passes.errors import PassesError, StageError, UnsupportedGraphError
 from picompile_passes.graph.dump import graph_text
 from picompile_passes.graph.nodes import arguments, attribute, calls, is_call
-from picompile_passes.graph.operands import ATTENTION, INDEX_SELECT, SPARSE_FFN
+from picompile_passes.graph.operands import INDEX_SELECT, SPARSE_FFN
 from picompile_passes.passes.canonicalize import CANONICALIZE
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
 from picompile_passes.passes.quantize import Quantize
-from picompile_passes.passes.skip_inputs import SkipInputs
 from picompile_passes.pipeline import Pipeline, verifying
 from picompile_passes.verify import verify
 
@@ -93,17 +91,6 @@ def test_insert_predictors(data, seed):
     plain = st.sampled_from(["auto", "none", "exact"]).map(InsertPredictors)
     pass_ = data.draw(st.one_of(plain, skipping_predictors(before)), label="pass")
     check_run(pass_, before, random_weights(before, seed), seed=seed, may_refuse=pass_.kind == "exact")
-
-
-def test_skip_inputs():
-    def passes(graph_module):
-        layers = [arguments(node)["layer"] for node in calls(graph_module.graph, ATTENTION)]
-        names = st.sampled_from([("qkv",), ("attention_output",), ("qkv", "attention_output")])
-        return st.dictionaries(st.sampled_from(layers), names).map(SkipInputs)
-
-    stages = st.sampled_from([Stage.CANONICAL, Stage.PREDICTED, Stage.PARTITIONED])
-    shrink = not settings.default.derandomize
-    check_pass(passes, graphs=stages.flatmap(graphs), may_refuse=False, max_examples=EXAMPLES, shrink=shrink)
 
 
 @few(max_examples=2 * EXAMPLES)

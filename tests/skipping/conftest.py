@@ -29,9 +29,7 @@ def limited(canonical: Limited) -> Limited:
 
     @functools.cache
     def make(name: str) -> GraphModule:
-        graph = canonical(name)
-        for pass_ in skipping_sites(graph, SITES).passes(InsertPredictors("none")):
-            graph = pass_(graph).graph_module
-        return graph
+        insert = skipping_sites(canonical(name), SITES).insertion(InsertPredictors("none"))
+        return insert(canonical(name)).graph_module
 
     return make

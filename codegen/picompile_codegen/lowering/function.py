@@ -16,7 +16,6 @@ from picompile_codegen.lowering.packing import PackedMatrix, WeightTable
 from picompile_codegen.lowering.placement import ON_HOST, Placement
 from picompile_codegen.lowering.program import (
     Arg,
-    CountedProjection,
     Device,
     FfnPart,
     Memory,
@@ -109,7 +108,6 @@ class Shared:
     weights: WeightTable = field(default_factory=WeightTable)
     state: dict[str, ProgramTensor] = field(default_factory=dict)
     ffn: list[FfnPart] = field(default_factory=list)
-    projections: list[CountedProjection] = field(default_factory=list)
     kernels: dict[KernelSpec, Kernel] = field(default_factory=dict)
     accelerator_kernels: dict[KernelSpec, AnyKernel] = field(default_factory=dict)
     transfers: int = 0
@@ -122,7 +120,7 @@ class Shared:
     @property
     def stats_rows(self) -> int:
         """How many rows of the statistics are taken."""
-        return len(self.ffn) + len(self.projections)
+        return len(self.ffn)
 
     def kernel(self, device: Device, spec: KernelSpec) -> AnyKernel:
         """Return the kernel of `spec`, which is built once: most layers ask for the same few.

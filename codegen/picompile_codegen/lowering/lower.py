@@ -118,7 +118,6 @@ def lower(graph_module: GraphModule, options: LowerOptions) -> Lowered:
         options.context, options.chunk, vocab, len(attentions), options.sequences, options.batch_rows
     )
     program.state, program.ffn, program.streamed = shared.state, shared.ffn, list(shared.streamed)
-    program.projections = shared.projections
     program.logits = {function.name: function.logits for function in functions if function.name != "prefill"}
     program.top_logits = {function.name: function.top_logits for function in functions if function.top_logits}
     _place(program, functions, shared)

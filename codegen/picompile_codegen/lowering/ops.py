@@ -13,11 +13,10 @@ from torch.fx import Node
 
 from picompile_codegen.lowering.attention import lower_attention, lower_rotary
 from picompile_codegen.lowering.ffn import lower_predict, lower_sparse_ffn
-from picompile_codegen.lowering.function import DECODING, Bindings, Function, dimension
+from picompile_codegen.lowering.function import Bindings, Function, dimension
 from picompile_codegen.lowering.linear import is_returned, linear_call
-from picompile_codegen.lowering.packing import PackedMatrix
-from picompile_codegen.lowering.program import Arg, CountedProjection, TopLogitsBuffers
-from picompile_codegen.lowering.streaming import stream_linear, stream_whole, streams
+from picompile_codegen.lowering.program import Arg, TopLogitsBuffers
+from picompile_codegen.lowering.streaming import stream_linear, streams
 from picompile_codegen.specs import (
     MOST_TOP_LOGITS,
     AddSpec,
@@ -26,7 +25,6 @@ from picompile_codegen.specs import (
     EmbeddingSpec,
     LayerNormSpec,
     RmsNormSpec,
-    SparseLinearSpec,
     TopLogitsSpec,
 )
 from picompile_passes.errors import UnsupportedGraphError
@@ -90,41 +88,6 @@ def _linear(node: Node, function: Function) -> None:
         hand_over(node, y, function)
 
 
-def _sparse_linear(node: Node, function: Function) -> None:
-    values = arguments(node)
-    matrix = function.shared.weights.input_rows(values["weight"])
-    kernel = function.kernel(
-        SparseLinearSpec(
-            format=matrix.format,
-            n=dimension(node),
-            k=matrix.rows,
-            rows=function.rows,
-            bias=values["bias"] is not None,
-            rowwise=function.mode == "sequences",
-        )
-    )
-    stats = _statistics(function, node.meta["layer"], matrix)
-    if streams(node, matrix, function):
-        matrix = stream_whole(matrix, function)
-    bindings: Bindings = {"x": function.value(values["x"]), "w": matrix, "stats": stats, "y": function.result(node)}
-    bindings |= function.vectors(values, "limits", "bias")
-    function.call(kernel, bindings, op="linear", layer=node.meta["layer"])
-
-
-def _statistics(function: Function, layer: int, matrix: PackedMatrix) -> Arg:
-    """Return the counter row of a projection that reads some rows of `matrix`."""
-    if function.name not in DECODING:
-        return function.unused_counters
-    known = function.shared.projections
-    if function.name == "batch":
-        # A matrix that several projections read is one for all of them: their rows count together.
-        row = next(each.stats_row for each in known if (each.layer, each.weight) == (layer, matrix.name))
-    else:
-        row = function.shared.stats_rows
-        known.append(CountedProjection(layer, matrix.name, matrix.rows, row))
-    return function.counters(row)
-
-
 def _rms_norm(node: Node, function: Function) -> None:
     values = arguments(node)
     spec = RmsNormSpec(dim=dimension(node), rows=function.rows, eps=values["eps"], groups=values["groups"])
@@ -186,7 +149,6 @@ _LOWERINGS: dict[Any, Callable[[Node, Function], None]] = {
     op.EMBEDDING: _embedding,
     op.ELEMENTWISE: _elementwise,
     op.LINEAR: _linear,
-    op.SPARSE_LINEAR: _sparse_linear,
     op.RMS_NORM: _rms_norm,
     op.LAYER_NORM: _layer_norm,
     op.ROTARY: lower_rotary,

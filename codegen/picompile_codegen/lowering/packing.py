@@ -26,7 +26,6 @@ from picompile_passes.graph.operands import DEQUANTIZE, INDEX_SELECT, LINEAR, PR
 Evaluate = Callable[[Node], Tensor]
 
 _SIGNS = ".signs"
-_INPUT_ROWS = ".inputs"
 _JOINED = ".joined"
 VECTOR_MULTIPLE = 16  # 16 float32 are 64 bytes: a tensor's size stays a multiple of the alignment
 
@@ -213,10 +212,6 @@ class WeightTable:
         shape = (rows // PANEL_ROWS, panel_bytes(form, columns))
         self._add(PackedTensor(name, "uint8", shape, produce, (packed,)))
         return PackedMatrix(name, format_name, rows, form.row_bytes(columns), panels=True)
-
-    def input_rows(self, operand: Node) -> PackedMatrix:
-        """Add a matrix with a row for each input: its parameter may be packed by outputs, too."""
-        return self.bundle(f"{_parameter_name(_quantized(operand)[0])}{_INPUT_ROWS}", [operand])
 
     def bundle(self, name: str, operands: list[Node]) -> PackedMatrix:
         """Add matrices of equal shape whose rows interleave: row j · len(operands) + i is row j of operand i.

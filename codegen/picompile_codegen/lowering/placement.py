@@ -5,9 +5,7 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from picompile_codegen.lowering.packing import name_and_format
 from picompile_codegen.lowering.program import Device
-from picompile_codegen.lowering.slices import fits_a_stage
 from picompile_passes.graph.nodes import arguments, is_call
 from picompile_passes.graph.operands import (
     ADD,
@@ -21,10 +19,8 @@ from picompile_passes.graph.operands import (
     RMS_NORM,
     ROTARY,
     SPARSE_FFN,
-    SPARSE_LINEAR,
 )
 from picompile_passes.predictors import predictor_kind
-from picompile_passes.weight_formats import FORMATS
 
 # The device of each part of a block, by the name that `Partition` gives it.
 _PARTS: dict[str, Device] = {"hot": "device", "cold": "host"}
@@ -58,26 +54,14 @@ def place(nodes: Sequence[Node], placement: Placement, *, streams: bool = False)
 
     With `streams` the device computes all layers, if it computes anything at all: weights of the host come to it when
     they are needed, and caches are lent to it. For a whole chunk of a prompt that takes less time than the host does.
-    The host keeps projections that leave out inputs if their matrices are larger than a stage (see `slices.py`).
     """
     layers = _layers(nodes)
     last = max((layer for node, layer in layers.items() if is_call(node, ATTENTION)), default=-1)
     devices = {node: _device(node, layers[node], last, placement) for node in nodes}
     if streams and "device" in devices.values():
-        come = [
-            node for node in nodes if 0 <= layers[node] <= last and not is_call(node, EMBEDDING) and _can_come(node)
-        ]
+        come = [node for node in nodes if 0 <= layers[node] <= last and not is_call(node, EMBEDDING)]
         devices.update(dict.fromkeys(come, "device"))
     return devices
-
-
-def _can_come(node: Node) -> bool:
-    """Return whether the weights of `node` can come to the device in slices: each input needs a row of these."""
-    if not is_call(node, SPARSE_LINEAR):
-        return True
-    matrix = arguments(node)["weight"]
-    inputs, outputs = matrix.meta["val"].shape
-    return fits_a_stage(int(inputs) * FORMATS[name_and_format(matrix)[1]].row_bytes(int(outputs)))
 
 
 def _device(node: Node, layer: int, last: int, placement: Placement) -> Device:
@@ -117,7 +101,7 @@ def _layers(nodes: Sequence[Node]) -> dict[Node, int]:
         block = max((each[1] for each in sources), default=-1)
         if is_call(node, ATTENTION):
             layers[node] = int(arguments(node)["layer"])
-        elif is_call(node, SPARSE_FFN, SPARSE_LINEAR, PREDICT):
+        elif is_call(node, SPARSE_FFN, PREDICT):
             layers[node] = int(node.meta["layer"])
         elif is_call(node, ADD, DIVIDE_BY_RMS):
             layers[node] = max(attention, block)

@@ -15,7 +15,7 @@ from picompile_codegen.specs.arguments import ITEM_BYTES
 if TYPE_CHECKING:
     from picompile_codegen.cuda import CudaKernel
 
-PROGRAM_SCHEMA = 3
+PROGRAM_SCHEMA = 4
 
 Space = Literal["buffer", "state", "weight"]
 
@@ -123,19 +123,6 @@ class FfnPart:
 
 
 @dataclass(frozen=True)
-class CountedProjection:
-    """One projection of the decode function that leaves out small ones of its `inputs`.
-
-    `weight` is the tensor that it reads rows of, and `stats_row` the row of the statistics buffer that it counts into.
-    """
-
-    layer: int
-    weight: str
-    inputs: int
-    stats_row: int
-
-
-@dataclass(frozen=True)
 class TopLogitsBuffers:
     """The buffers, by name, for the highest logits of a function: `scores` float32 [rows, n] descending, and `ids`,
     their tokens, int32 [rows, n].
@@ -171,7 +158,6 @@ class LoweredProgram:
     logits: dict[str, str] = field(default_factory=dict)
     top_logits: dict[str, TopLogitsBuffers] = field(default_factory=dict)
     ffn: list[FfnPart] = field(default_factory=list)
-    projections: list[CountedProjection] = field(default_factory=list)
     streamed: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
@@ -193,7 +179,6 @@ class LoweredProgram:
             "logits": self.logits,
             **({"leading": {name: vars(each) for name, each in self.top_logits.items()}} if self.top_logits else {}),
             "ffn": [part.to_json() for part in self.ffn],
-            **({"projections": [vars(each) for each in self.projections]} if self.projections else {}),
             "streamed": self.streamed,
         }
 

@@ -24,8 +24,3 @@ def slices_of(rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
     each = min(-(-even // _MULTIPLE) * _MULTIPLE, most)
     for start in range(0, rows, each):
         yield start, min(each, rows - start)
-
-
-def fits_a_stage(size_bytes: int) -> bool:
-    """Return whether weights of this size can come to the accelerator in one piece."""
-    return size_bytes <= STAGE_BYTES

@@ -6,7 +6,6 @@ Each weight crosses the bus once for a chunk of a prompt.
 1. A slice of a feed-forward block has some of its neurons, and is a block of its own, with as many tokens. The results
    of all slices are added in order, so that nothing depends on when a copy arrives.
 2. A slice of a projection has some of its outputs. The results lie one behind the other.
-3. A projection that leaves out inputs comes whole.
 """
 
 from collections.abc import Mapping, Sequence
@@ -48,11 +47,6 @@ def stream_linear(spec: LinearSpec, bindings: Bindings, y: Arg, function: Functi
     if len(slices) > 1:
         kernel = function.kernel(JoinColumnsSpec(tuple(outputs for _, outputs in slices), spec.rows))
         function.call(kernel, parts | {"y": y}, op="linear")
-
-
-def stream_whole(matrix: PackedMatrix, function: Function) -> PackedMatrix:
-    """Append the copy of a matrix that fits a stage; return it there."""
-    return _staged({"w": matrix}, matrix.rows, 0, matrix.rows, function)["w"]
 
 
 def stream_block(spec: FfnSpec, bindings: Bindings, node: Node, function: Function) -> None:

@@ -29,7 +29,6 @@ from picompile_codegen.specs.tokens import (
     LinearSpec,
     RmsNormSpec,
     RotarySpec,
-    SparseLinearSpec,
     TakeLastSpec,
     TopLogitsSpec,
 )
@@ -81,7 +80,6 @@ __all__ = [
     "SendMaskSpec",
     "SendSpec",
     "SignalSpec",
-    "SparseLinearSpec",
     "SumNormSpec",
     "TakeLastSpec",
     "TopLogitsSpec",

@@ -272,48 +272,6 @@ class LinearSpec(KernelSpec):
 
 
 @dataclass(frozen=True)
-class SparseLinearSpec(KernelSpec):
-    """y = x · w + bias without the inputs of x whose magnitude is at or below their limit. NaN is not.
-
-    x float32 [rows, k], limits float32 [k], w packed [k, n], a row for each *input*, bias float32 [n] → y float32
-    [rows, n].
-
-    Where rows = 1, and with `rowwise`, a kernel reads the rows of w that each row of x asks for; with `rowwise` the
-    CPU's gives each row the bits that a kernel with rows = 1 gives it. The others read all rows.
-
-    `stats` int64 [2]: a kernel that reads some rows adds to both elements how many, summed over the rows of x.
-    """
-
-    format: str
-    n: int
-    k: int
-    rows: int
-    bias: bool
-    rowwise: bool = False
-
-    @property
-    def name(self) -> str:
-        """The kernel's symbol."""
-        biased, rows = "b" if self.bias else "", ("each" if self.rowwise else "r") + str(self.rows)
-        return symbol("sparse_linear", self.format, f"{self.n}x{self.k}", rows, biased)
-
-    @property
-    def reads_some(self) -> bool:
-        """Whether the kernel reads only the rows of w that are asked for."""
-        return self.rows == 1 or self.rowwise
-
-    def declare(self) -> Iterator[Declaration]:
-        """Yield the arguments in order."""
-        yield floats("x", self.rows, self.k)
-        yield floats("limits", self.k)
-        yield MatrixArgument("w", self.format, self.k, self.n)
-        yield from optional_floats([("bias", self.n, self.bias)])
-        yield KernelArgument("stats", "int64", (2,), "adds")
-        yield SCRATCH
-        yield floats_out("y", self.rows, self.n)
-
-
-@dataclass(frozen=True)
 class TopLogitsSpec(KernelSpec):
     """The n = min(64, vocab) highest logits of each row, highest first, and their tokens.
 

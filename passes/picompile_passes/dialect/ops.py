@@ -1,7 +1,7 @@
 """The operators, each with its equation, shapes, fake implementation and eager reference.
 
 Symbols: T tokens, D hidden size, F neurons of a feed-forward block, V vocabulary. All floats are float32. Matrices have
-one row for each output (`linear`), for each input (`sparse_linear`) or for each neuron (`ffn`: gate, up *and* down,
+one row for each output (`linear`) or for each neuron (`ffn`: gate, up *and* down,
 which is the transpose of a checkpoint's down projection), because a row is what is stored, moved and skipped.
 """
 
@@ -42,25 +42,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 @linear.register_fake
 def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
-
-
-@torch.library.custom_op("picompile::sparse_linear", mutates_args=())
-def sparse_linear(x: Tensor, weight: Tensor, limits: Tensor, bias: Tensor | None) -> Tensor:
-    """y[t] = Σ_j [|x[t, j]| > limits[j]] · x[t, j] · weight[j] + bias: `linear` without the inputs that are small.
-
-    An input of small magnitude changes the result little, and its weights need not be read (TEAL, arXiv 2408.14690;
-    WINA, arXiv 2505.19427, whose criterion weighs inputs by the norms of their weights, gives limits of its own to
-    each input). An input that is NaN is never left out, so that damage shows. `weight` has one row for each *input*,
-    the transpose of what `linear` takes. x [T, K], weight [K, N], limits [K], bias [N] → [T, N].
-    """
-    # `where`, not a product: an input that is left out and infinite must not turn into NaN.
-    kept = torch.where(x.abs() <= limits, torch.zeros_like(x), x)
-    return F.linear(kept, weight.transpose(0, 1), bias)
-
-
-@sparse_linear.register_fake
-def _(x: Tensor, weight: Tensor, limits: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[1]))
 
 
 @torch.library.custom_op("picompile::rms_norm", mutates_args=())

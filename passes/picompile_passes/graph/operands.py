@@ -41,7 +41,6 @@ TRANSPOSE: OpOverload = torch.ops.aten.transpose.int
 INDEX_SELECT: OpOverload = torch.ops.aten.index_select.default
 EMBEDDING: OpOverload = DIALECT.embedding.default
 LINEAR: OpOverload = DIALECT.linear.default
-SPARSE_LINEAR: OpOverload = DIALECT.sparse_linear.default
 RMS_NORM: OpOverload = DIALECT.rms_norm.default
 LAYER_NORM: OpOverload = DIALECT.layer_norm.default
 ROTARY: OpOverload = DIALECT.rotary.default
@@ -89,7 +88,6 @@ _FFN_DIMENSIONS = {
 DIMENSIONS: dict[OpOverload, dict[str, str]] = {
     EMBEDDING: {"ids": "T", "weight": "VD"},
     LINEAR: {"x": "TK", "weight": "NK", "bias": "N"},
-    SPARSE_LINEAR: {"x": "TK", "weight": "KN", "limits": "K", "bias": "N"},
     RMS_NORM: {"x": "TD", "weight": "D"},
     LAYER_NORM: {"x": "TD", "weight": "D", "bias": "D"},
     ROTARY: {"x": "TD", "positions": "T", "inverse_frequency": "H"},
@@ -105,7 +103,6 @@ DIMENSIONS: dict[OpOverload, dict[str, str]] = {
 MATRICES: dict[OpOverload, tuple[str, ...]] = {
     EMBEDDING: ("weight",),
     LINEAR: ("weight",),
-    SPARSE_LINEAR: ("weight",),
     PREDICT: ("weights",),
     SPARSE_FFN: ("gate", "up", "down"),
 }

@@ -14,5 +14,4 @@ BUILTIN: dict[str, str] = {
     "raise-norms": "picompile_passes.passes.canonicalize.raise_norms:RaiseNorms",
     "raise-rotary": "picompile_passes.passes.canonicalize.raise_rotary:RaiseRotary",
     "remove-copies": "picompile_passes.passes.canonicalize.remove_copies:RemoveCopies",
-    "skip-inputs": "picompile_passes.passes.skip_inputs:SkipInputs",
 }

@@ -31,8 +31,8 @@ _KNOWN = " or ".join(", ".join(FORMATS).rsplit(", ", 1))
 class Quantize(Pass):
     """Packs every matrix in the weight format `format`, which rounds it.
 
-    1. Every matrix `w` that an embedding, linear, sparse_linear, predict or sparse_ffn uses becomes
-       `dequantize(quantize(w, format), format, columns)`, in groups of a row: of outputs, in a sparse_linear. Biases,
+    1. Every matrix `w` that an embedding, linear, predict or sparse_ffn uses becomes
+       `dequantize(quantize(w, format), format, columns)`, in groups of a row. Biases,
        norm weights, limits and tables stay float32.
     2. A matrix that several nodes use (a tied embedding, a gate that also predicts) is packed once.
     3. A matrix that is packed already stays as it is.

@@ -7,7 +7,6 @@ from picompile_passes.verify.rule import Rule
 
 _DENSE = frozenset({op.EMBEDDING, op.LINEAR, op.RMS_NORM, op.LAYER_NORM, op.ROTARY, op.ATTENTION, op.ADD, op.FFN}) | {
     op.ELEMENTWISE,
-    op.SPARSE_LINEAR,
 }
 _SPARSE = _DENSE - {op.FFN} | {op.PREDICT, op.SPARSE_FFN, op.DIVIDE_BY_RMS}
 _PACKING = frozenset({op.QUANTIZE, op.DEQUANTIZE})

@@ -27,7 +27,6 @@ from picompile_passes.graph.operands import (
     RMS_NORM,
     ROTARY,
     SPARSE_FFN,
-    SPARSE_LINEAR,
     makes_constants,
     matrix_operands,
 )
@@ -37,7 +36,7 @@ from picompile_passes.verify.rule import Fault, Rule
 _INPUTS = ("tokens", "positions")
 
 # Capture never creates these operators: a pass did, and must have noted its provenance.
-_MADE_BY_PASSES = (PREDICT, SPARSE_FFN, SPARSE_LINEAR, DIVIDE_BY_RMS, QUANTIZE, DEQUANTIZE)
+_MADE_BY_PASSES = (PREDICT, SPARSE_FFN, DIVIDE_BY_RMS, QUANTIZE, DEQUANTIZE)
 
 
 def check_well_formed(graph_module: GraphModule) -> Iterator[Fault]:
@@ -221,10 +220,7 @@ def check_unused(graph_module: GraphModule) -> Iterator[Fault]:
 
 
 def check_layers(graph_module: GraphModule) -> Iterator[Fault]:
-    """Attentions are numbered 0, 1, … in order; each block has the number of one of these layers, also in order.
-
-    So has a `sparse_linear`, in any order.
-    """
+    """Attentions are numbered 0, 1, … in order; each block has the number of one of these layers, also in order."""
     count = 0
     for node in calls(graph_module.graph, ATTENTION):
         number = arguments(node)["layer"]
@@ -238,10 +234,6 @@ def check_layers(graph_module: GraphModule) -> Iterator[Fault]:
             yield Fault(node, f"is of layer {number}, where {last} to {count - 1} may stand")
             return
         last = number
-    for node in calls(graph_module.graph, SPARSE_LINEAR):
-        number = node.meta.get("layer")
-        if not isinstance(number, int) or not 0 <= number < count:
-            yield Fault(node, f"is of layer {number}, where 0 to {count - 1} may stand")
 
 
 def check_gates(graph_module: GraphModule) -> Iterator[Fault]:

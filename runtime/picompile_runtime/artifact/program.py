@@ -17,7 +17,7 @@ from picompile_runtime.artifact.program_checks import check_program
 from picompile_runtime.devices.memory import ALIGNMENT, Tensor
 from picompile_runtime.errors import ArtifactError
 
-SCHEMA = 3
+SCHEMA = 4
 FUNCTIONS = ("decode", "prefill", "prefill_last", "score")
 SCORE_MASKED = "score_masked"  # `score` with the neurons that predictors name; some programs have it
 BATCH = "batch"  # the function that reads a token each of several sequences; only programs for several have it
@@ -76,20 +76,6 @@ class FeedForward:
 
 
 @dataclass(frozen=True)
-class SparseProjection:
-    """One projection of `decode`, or of `batch`, that leaves out small inputs.
-
-    `weight` has a row for each of its `inputs`. It counts how many of them it read in row `stats_row` of the same
-    buffers as feed-forward parts.
-    """
-
-    layer: int
-    weight: str
-    inputs: int
-    stats_row: int
-
-
-@dataclass(frozen=True)
 class TopLogits:
     """Names of the buffers in which a function leaves its top logits.
 
@@ -114,7 +100,6 @@ class Program:
         logits: the buffer with the logits of each function that computes them.
         top_logits: the buffers with the top logits of each function whose logits are in the accelerator's memory.
         ffn: the feed-forward parts.
-        projections: the projections that leave out small inputs.
     """
 
     context: int
@@ -134,7 +119,6 @@ class Program:
     ffn: tuple[FeedForward, ...]
     memories: Mapping[tuple[str, str], str]
     streamed: frozenset[str]
-    projections: tuple[SparseProjection, ...] = ()
 
     @cached_property
     def has_accelerator(self) -> bool:
@@ -194,7 +178,6 @@ def read_program(text: bytes, weights: Mapping[str, Tensor], where: str) -> Prog
         ffn=tuple(_feed_forward(entry) for entry in root.objects("ffn")),
         memories=memories,
         streamed=frozenset(root.texts("streamed")),
-        projections=_projections(root),
     )
     if unknown := sorted(program.streamed - set(weights)):
         raise ArtifactError(f"{where}: streamed: there are no weights called {unknown[0]}")
@@ -255,20 +238,6 @@ def _top_logits(root: Fields) -> dict[str, TopLogits]:
         return {}
     entries = root.object("leading").members()
     return {name: TopLogits(entry.text("scores"), entry.text("ids")) for name, entry in entries.items()}
-
-
-def _projections(root: Fields) -> tuple[SparseProjection, ...]:
-    """Return the projections that leave out inputs; the field is missing if there are none."""
-    entries = root.objects("projections") if "projections" in root.data else []
-    return tuple(
-        SparseProjection(
-            layer=entry.integer("layer"),
-            weight=entry.text("weight"),
-            inputs=entry.integer("inputs", 1),
-            stats_row=entry.integer("stats_row"),
-        )
-        for entry in entries
-    )
 
 
 def _feed_forward(entry: Fields) -> FeedForward:

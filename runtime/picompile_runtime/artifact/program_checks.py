@@ -56,7 +56,7 @@ def _interface(program: Program) -> Iterator[tuple[str, str, tuple[int, ...]]]:
         flags = program.buffers.get("flags")
         yield "flags", "int32", (1 if flags is None else flags.shape[0], _FLAG_WORDS)
         yield "abandoned", "int32", (_FLAG_WORDS,)
-    if program.ffn or program.projections:
+    if program.ffn:
         parts = program.buffers["stats"].shape[0] if "stats" in program.buffers else 1
         yield "stats", "int64", (parts, 2)
         if program.batch_rows > 1:
@@ -64,14 +64,12 @@ def _interface(program: Program) -> Iterator[tuple[str, str, tuple[int, ...]]]:
 
 
 def _check_statistics(program: Program, where: str) -> None:
-    rows = [part.stats_row for part in program.ffn] + [each.stats_row for each in program.projections]
+    rows = [part.stats_row for part in program.ffn]
     if not rows:
         return
     parts = program.buffers["stats"].shape[0]
     if max(rows) >= parts:
-        raise ArtifactError(
-            f"{where}: ffn or projections: a stats_row lies outside of the buffer stats, which has {parts}"
-        )
+        raise ArtifactError(f"{where}: ffn: a stats_row lies outside of the buffer stats, which has {parts}")
 
 
 def _check_state(program: Program, where: str) -> None:

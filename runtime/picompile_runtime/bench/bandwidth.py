@@ -21,7 +21,7 @@ from picompile_runtime.artifact.reader import Artifact
 from picompile_runtime.devices.cpu.native import HostLibrary, seconds_of
 from picompile_runtime.devices.memory import aligned_zeros, anonymous_map
 from picompile_runtime.engine.loaded_program import LoadedProgram
-from picompile_runtime.engine.timing import FiringCounts, InputCounts
+from picompile_runtime.engine.timing import FiringCounts
 
 _BUFFER_BYTES = 2**29  # sixteen times a large last-level cache
 _SLICE_BYTES = 2**26
@@ -196,7 +196,6 @@ def step_bytes(
     firing: Sequence[FiringCounts],
     cached: float,
     rows: int = 1,
-    inputs: Sequence[InputCounts] = (),
 ) -> list[float]:
     """Return the bytes that each call of a step of `function` must move.
 
@@ -206,10 +205,8 @@ def step_bytes(
         firing: the shares of neurons that each feed-forward part computes, and that fire.
         cached: number of positions in the KV cache of each sequence.
         rows: number of sequences.
-        inputs: the share of inputs that each projection reads that leaves out some.
     """
     shares = {row.part.stats_row: row.read_share for row in firing}
-    shares |= {row.projection.stats_row: row.read_share for row in inputs}
     return [
         call.weight_bytes - _idle_bytes(loaded, call, shares) + rows * _cache_bytes(loaded, call, cached)
         for call in loaded.program.functions[function]
@@ -220,10 +217,9 @@ def bytes_per_token(
     loaded: LoadedProgram | Artifact,
     firing: Sequence[FiringCounts],
     cached: float,
-    inputs: Sequence[InputCounts] = (),
 ) -> float:
     """Return the bytes of weights and KV cache that `decode` must move if `cached` tokens are in the cache."""
-    return sum(step_bytes(loaded, "decode", firing, cached, inputs=inputs))
+    return sum(step_bytes(loaded, "decode", firing, cached))
 
 
 def _idle_bytes(loaded: LoadedProgram | Artifact, call: Call, shares: dict[int, float]) -> float:

@@ -23,7 +23,7 @@ from picompile_runtime.bench.drafting import DraftedTokens, decode_drafting, dra
 from picompile_runtime.bench.speed import SpeedStatistics
 from picompile_runtime.bench.trace import TracedStep, hybrid_figures, recorded
 from picompile_runtime.engine.engine import Engine
-from picompile_runtime.engine.timing import FiringCounts, InputCounts, mean_shares
+from picompile_runtime.engine.timing import FiringCounts, mean_shares
 from picompile_runtime.errors import RequestError
 from picompile_runtime.sampling.speculation import check_draft
 
@@ -217,12 +217,12 @@ def measure(
         rounds.append(runner.run())
         if progress:
             progress(number + 1, repeats + 1)
-    firing, inputs = engine.firing(lengths.function), engine.inputs_read(lengths.function)
+    firing = engine.firing(lengths.function)
     steps = runner.trace() if trace or engine.artifact.program.has_accelerator else []
     if trace:
         trace(steps)
     of_decoding = [step for step in steps if step.function == lengths.function]
-    return _result(_Measurement(engine, lengths, rounds[1:], firing, inputs, of_decoding), engine.threads)
+    return _result(_Measurement(engine, lengths, rounds[1:], firing, of_decoding), engine.threads)
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,6 @@ class _Measurement:
     lengths: BenchmarkLengths
     rounds: Sequence[BenchmarkRound]
     firing: Sequence[FiringCounts]
-    inputs: Sequence[InputCounts]
     steps: Sequence[TracedStep]
 
     @property
@@ -296,9 +295,8 @@ def _decode(measured: _Measurement) -> dict[str, Any]:
     computed_share, firing_share = mean_shares(firing)
     # Several sequences read at most the sum of what each of them reads of a block, and no more than all of it.
     read = [_by_all(row, lengths.sequences) for row in firing]
-    inputs = [replace(row, read_share=min(1.0, row.read_share * lengths.sequences)) for row in measured.inputs]
     cached = lengths.decode_depth + (lengths.decode + 1) / 2
-    moved = step_bytes(measured.engine.loaded, lengths.function, read, cached, lengths.sequences, inputs)
+    moved = step_bytes(measured.engine.loaded, lengths.function, read, cached, lengths.sequences)
     of_calls = np.array(moved) / lengths.sequences
     token_bytes, pairs = float(of_calls.sum()), zip(rounds, bandwidths, strict=True)
     shares = [token_bytes / speed * measured.tokens / each.decode_s for each, speed in pairs]

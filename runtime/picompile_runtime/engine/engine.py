@@ -17,7 +17,7 @@ from picompile_runtime.artifact.reader import Artifact, open_artifact
 from picompile_runtime.devices.machine import check_threads, default_threads
 from picompile_runtime.engine.executor import Executor
 from picompile_runtime.engine.loaded_program import LoadedProgram
-from picompile_runtime.engine.timing import CallSpan, FiringCounts, InputCounts, firing_counts, input_counts
+from picompile_runtime.engine.timing import CallSpan, FiringCounts, firing_counts
 from picompile_runtime.errors import RequestError
 from picompile_runtime.request_checks import (
     check_room,
@@ -368,21 +368,6 @@ class Engine:
         """
         with self._lock:
             return firing_counts(self._program.ffn, *self._counts(function))
-
-    def inputs_read(self, function: str = "decode") -> list[InputCounts]:
-        """Return which share of its inputs each projection read that leaves out small ones.
-
-        Args:
-            function: "decode", "batch" for steps that read several tokens, or "all" for both.
-
-        Returns:
-            The mean over all tokens that steps of `function` have read since loading or `reset_firing`.
-
-        Raises:
-            RequestError: inputs of `function` are not counted.
-        """
-        with self._lock:
-            return input_counts(self._program.projections, *self._counts(function))
 
     def firing_totals(self, function: str = "decode") -> tuple[int, int, int]:
         """Return what steps of `function`, as of `firing`, have counted in all parts since loading or `reset_firing`.

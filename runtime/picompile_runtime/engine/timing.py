@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from picompile_runtime.artifact.program import WAITING_OPS, Call, FeedForward, Program, SparseProjection
+from picompile_runtime.artifact.program import WAITING_OPS, Call, FeedForward, Program
 from picompile_runtime.artifact.program_checks import DEVICE_NAMES
 from picompile_runtime.devices.cpu.native import Stamps
 from picompile_runtime.errors import RequestError
@@ -93,21 +93,6 @@ def firing_counts(parts: Sequence[FeedForward], counts: NDArray[Any] | None, ste
         return []
     shares = [(part, counts[part.stats_row] / part.neurons / max(steps, 1)) for part in parts]
     return [FiringCounts(part, float(computed), float(fired)) for part, (computed, fired) in shares]
-
-
-@dataclass(frozen=True)
-class InputCounts:
-    """The share of a projection's inputs, and so of its weights, that steps read, from 0 to 1."""
-
-    projection: SparseProjection
-    read_share: float
-
-
-def input_counts(projections: Sequence[SparseProjection], counts: NDArray[Any] | None, steps: int) -> list[InputCounts]:
-    """Return each projection's share. `counts`, int64 [parts, 2], are those of `steps` steps."""
-    if counts is None:
-        return []
-    return [InputCounts(each, float(counts[each.stats_row, 0] / each.inputs / max(steps, 1))) for each in projections]
 
 
 def mean_shares(rows: Sequence[FiringCounts]) -> tuple[float, float]:

@@ -16,7 +16,6 @@ import test_kernels_attention as attention
 import test_kernels_by_token as by_token
 import test_kernels_ffn as ffn
 import test_kernels_linear as linear
-import test_kernels_sparse_linear as sparse
 
 from helpers.kernels.emulated import EmulatedWorkbench, require
 from helpers.kernels.workbench import Workbench
@@ -48,14 +47,6 @@ def products(form: str, shape: tuple[int, int], tokens: int | None = None) -> Ca
     return Case(lambda: linear.linear(form, shape, rows), lambda bench: linear.test_linear(bench, form, shape, tokens))
 
 
-def sparse_products(shape: tuple[int, int], tokens: int | None = None) -> Case:
-    rows = 1 if tokens is None else sparse.CHUNK
-    return Case(
-        lambda: sparse.sparse_linear("q4", shape, rows),
-        lambda bench: sparse.test_sparse_linear(bench, "q4", shape, tokens),
-    )
-
-
 def block(name: str, kind: str, form: str, rows: int) -> Case:
     return Case(
         lambda: ffn.kernel_of(name, kind, form, rows), lambda bench: ffn.test_ffn(bench, name, kind, form, rows)
@@ -75,8 +66,6 @@ CASES = {
     **{f"linear-{form}": products(form, WIDE if form == "q4" else ODD) for form in ("q4", "q4m", "q6")},
     "linear-f16-chunk": products("f16", WIDE, 7),
     **{f"linear-{form}-chunk": products(form, SHAPE, 7) for form in ("q4", "q4m", "q6")},
-    "sparse-linear-q4": sparse_products(sparse.SHAPES[0]),
-    "sparse-linear-q4-chunk": sparse_products(sparse.SHAPES[1], sparse.CHUNK),
     "ffn-q4": block("reglu", "exact", "q4", 1),
     **{f"ffn-{form}": block("opt", "exact", form, 1) for form in ("q4m", "q6")},
     **{f"ffn-{form}-chunk": block("opt", "dense", form, ffn.CHUNK) for form in ("q4m", "q6")},

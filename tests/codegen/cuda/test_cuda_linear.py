@@ -1,10 +1,9 @@
-"""Linear layers on a GPU against float64, those that leave out small inputs too: one token and chunks, odd sizes."""
+"""Linear layers on a GPU against float64: one token and chunks, odd sizes."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
-from test_kernels_sparse_linear import FORMATS, Example
 
 from helpers.kernels.cuda_workbench import CudaWorkbench
 from helpers.kernels.halves import in_halves, weights_in_halves
@@ -12,15 +11,14 @@ from helpers.kernels.workbench import Array, assert_close, assert_rows, packed, 
 from helpers.products import sampled
 from picompile_codegen import cuda
 from picompile_codegen.cuda import mma
-from picompile_codegen.specs import LinearSpec, SparseLinearSpec
+from picompile_codegen.specs import LinearSpec
 
+FORMATS = ("f16", "q8", "q6", "q4m", "q4")
 CHUNK = 67
 SLOW = "compiles a kernel per case"
 # Large tiles read each format at once, and predictors row by row, in fast tests.
 FEW = ("f16", "q4", *(pytest.param(form, marks=pytest.mark.slow("like q4")) for form in ("q8", "q6", "q4m")))
 SMALL = (70, 45)
-# Inputs of several slices, the last of which has few.
-SLICED = (1100, 301)
 Size = tuple[int, int]
 
 
@@ -79,48 +77,3 @@ def test_what_is_not_finite_shows_in_its_own_row(workbench: CudaWorkbench) -> No
     assert np.isnan(found[0]).all()
     assert not np.isfinite(found[1]).any()
     assert_rows(found[2:], product_in_halves(x[2:], weights), 1e-5)
-
-
-def sparse(form: str, size: Size, rows: int, rowwise: bool = False) -> cuda.CudaKernel:
-    n, k = size
-    # One of the sizes has a bias.
-    spec = SparseLinearSpec(format=form, n=n, k=k, rows=rows, bias=size == SMALL, rowwise=rowwise)
-    return cuda.write_kernel(spec)
-
-
-@sampled(
-    slow=SLOW,
-    form=FEW,
-    size=(SMALL, SLICED, (40, 600)),
-    way=((1, False), (3, True), (CHUNK, False)),
-    limit=(0.4, 0.0, 1e9),
-    when=lambda form, size, way, limit: size != SLICED or way[0] != CHUNK,
-)
-def test_small_inputs_are_left_out(
-    workbench: CudaWorkbench, form: str, size: Size, way: tuple[int, bool], limit: float
-) -> None:
-    rows, rowwise = way
-    # In a chunk the last tile of tokens is begun, and rows past the tokens hold what must not be read.
-    tokens = {1: 1, 3: 2, CHUNK: CHUNK - 2}[rows]
-    example, kernel = Example(form, size, tokens, limit), sparse(form, size, rows, rowwise)
-    example.inputs["x"][0, 3] = 0.0
-    found = workbench.run(kernel, example.inputs, tokens=tokens)
-    expected = example.expected(kernel)
-    if rows == CHUNK:
-        expected += in_halves(example.kept) @ weights_in_halves(example.weights) - example.kept @ example.weights
-    assert_rows(found["y"], expected.astype(np.float32) if limit > 1 else expected, 0 if limit > 1 else 1e-5)
-    read = 0 if rows == CHUNK else int((np.abs(example.inputs["x"]) > example.inputs["limits"]).sum())
-    assert found["stats"].tolist() == [1000 + read, 2000 + read]
-
-
-@pytest.mark.slow(SLOW)
-@pytest.mark.parametrize(("form", "size", "rows"), [("f16", SLICED, 1), ("q8", (40, 600), CHUNK)])
-def test_a_small_input_may_be_not_a_number(workbench: CudaWorkbench, form: str, size: Size, rows: int) -> None:
-    """A NaN is larger than any limit, and shows in its own row."""
-    tokens = max(1, rows - 2)
-    example = Example(form, size, tokens)
-    example.inputs["x"][0, 17] = np.nan
-    example.inputs["limits"][17] = np.inf
-    y = workbench.run(sparse(form, size, rows), example.inputs, tokens=tokens)["y"][:tokens]
-    assert np.isnan(y[0]).all()
-    assert np.isfinite(y[1:]).all()

@@ -157,7 +157,7 @@ def toy_program(toy: Toy, context: int, chunk: int, sequences: int = 1) -> dict[
     stats = {"buffer": "stats", "offset": 16, "shape": [2]}
     ffn = call("toy_ffn", y, {"weight": "neurons"}, stats, one, op="ffn", weight_bytes=4 * DIM * NEURONS)
     return {
-        "schema": 3,
+        "schema": 4,
         "context": context,
         "chunk": chunk,
         "vocab": toy.vocab,

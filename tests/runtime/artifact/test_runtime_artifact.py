@@ -146,7 +146,7 @@ DECODE = ("functions", "decode", 0, "args")
 
 
 WRONG_PROGRAMS = [
-    (set_at("schema", 1), "schema must be 3"),
+    (set_at("schema", 1), "schema must be 4"),
     (set_at("arena_bytes", 64), "offset must be a multiple of 64"),
     (set_at("buffers", "x", "offset", 4), "offset must be a multiple of 64"),
     (set_at("buffers", "x", "offset", -64), "offset must be an integer from 0"),

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from helpers.toys.toy_artifact import Toy, make_toy, reference_logits, toy_program
 from picompile_runtime import (
-    ArtifactError,
     KernelError,
     RequestError,
     Scores,
@@ -26,7 +25,7 @@ from picompile_runtime import (
 )
 from picompile_runtime.bench import bandwidth
 from picompile_runtime.bench import measure as rounds
-from picompile_runtime.bench.bandwidth import KINDS, MemoryReader, bytes_per_token, scattered_share, step_bytes
+from picompile_runtime.bench.bandwidth import KINDS, MemoryReader, scattered_share, step_bytes
 from picompile_runtime.bench.measure import SpeedStatistics
 from picompile_runtime.bench.perplexity import Perplexity, negative_log_likelihood
 from picompile_runtime.devices.cpu.native import HostLibrary
@@ -75,30 +74,6 @@ def test_the_result_adds_up(folder: Path) -> None:
         assert kernel["floor_share"] == pytest.approx(kernel["bytes_per_s"] / bandwidth, rel=0.01, abs=1e-4)
     # Kernels take no longer than the steps that they are in.
     assert sum(kernel["s_per_token"] for kernel in kernels.values()) < 1 / decode["tokens_per_s"]
-
-
-def test_bytes_of_a_projection_that_leaves_out_inputs(make_artifact: Callable[..., Path]) -> None:
-    """It counts where a block would: of its 32 rows the kernel says that it reads 24 a token."""
-    program = json.loads((make_artifact(toy=make_toy()) / "program.json").read_text())
-    (part,) = program["ffn"]
-    entry = {"layer": 0, "weight": "neurons", "inputs": 32, "stats_row": part["stats_row"]}
-    other = make_artifact("projection", toy=make_toy(), program={**program, "ffn": [], "projections": [entry]})
-    expected = 4 * 16 + 4 * 16 * 50 + 4 * 16 * 32 * 3 / 4 + 4 * 16 * 25
-    with load(other, threads=1) as engine:
-        assert [row.read_share for row in engine.inputs_read()] == [0.0]
-        engine.prefill([1, 2, 3])
-        engine.decode(4)
-        assert engine.firing() == []
-        ((projection, share),) = [(row.projection, row.read_share) for row in engine.inputs_read()]
-        assert (projection.layer, projection.weight, share) == (0, "neurons", 0.75)
-        assert bytes_per_token(engine.artifact, [], cached=25, inputs=engine.inputs_read()) == expected
-        result = measure(engine, 5, 10, 1, depth=20)["decode"]
-    # Positions 20 to 29 are read with what is before them: 25.5 rows of 16 float32 a token.
-    assert result["bytes_per_token"] == expected + 4 * 16 * 0.5
-    # A row of the statistics that is not there is refused.
-    outside = make_artifact("outside", toy=make_toy(), program={**program, "projections": [{**entry, "stats_row": 7}]})
-    with pytest.raises(ArtifactError, match="a stats_row lies outside of the buffer stats"):
-        load(outside, threads=1)
 
 
 def test_bytes_of_several_sequences_and_of_a_window(make_artifact: Callable[..., Path]) -> None:
