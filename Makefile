@@ -90,7 +90,7 @@ docs: $(VENV)/.installed-docs
 constraints:
 	rm -rf build/constraints
 	$(PYTHON) -m venv build/constraints
-	build/constraints/bin/python -m pip --quiet install ./runtime '.[dev,docs]'
+	build/constraints/bin/python -m pip --quiet install ./runtime ./server '.[dev,docs]'
 	build/constraints/bin/python .ci/freeze.py > build/constraints.txt
 	mv build/constraints.txt constraints.txt
 	rm -rf build/constraints
@@ -115,17 +115,17 @@ $(VENV)/.created:
 	@touch $@
 
 # A second run finds the stamp and installs nothing, until the requirements change.
-$(VENV)/.installed: $(VENV)/.created pyproject.toml runtime/pyproject.toml constraints.txt
+$(VENV)/.installed: $(VENV)/.created pyproject.toml runtime/pyproject.toml server/pyproject.toml constraints.txt
 	@echo "installing picompile and what it needs; torch is large, this takes some minutes"
-	@$(PIP) install $(CONSTRAINTS) --editable ./runtime --editable .
+	@$(PIP) install $(CONSTRAINTS) --editable ./runtime --editable ./server --editable .
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "installing the development tools"
-	@$(PIP) install $(CONSTRAINTS) --editable ./runtime --editable '.[dev]'
+	@$(PIP) install $(CONSTRAINTS) --editable ./runtime --editable ./server --editable '.[dev]'
 	@touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed
 	@echo "installing mkdocs"
-	@$(PIP) install $(CONSTRAINTS) --editable ./runtime --editable '.[docs]'
+	@$(PIP) install $(CONSTRAINTS) --editable ./runtime --editable ./server --editable '.[docs]'
 	@touch $@

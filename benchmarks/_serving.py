@@ -18,7 +18,7 @@ class ServedArtifact:
     """`picompile serve` on a free port; ready when the block begins, ended by SIGTERM with it."""
 
     def __init__(self, artifact: Path, threads: int | None = None, options: Sequence[str] = ()) -> None:
-        command = [sys.executable, "-m", "picompile_runtime.serving", str(artifact), "--port", "0", *options]
+        command = [sys.executable, "-m", "picompile_server", str(artifact), "--port", "0", *options]
         if threads is not None:
             command += ["--threads", str(threads)]
         self._process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)

@@ -40,9 +40,9 @@ from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from picompile_runtime import Engine, RequestError, Sampler, SamplingParams, Tokenizer, load
-from picompile_runtime.serving.grammar import GrammarCompiler
-from picompile_runtime.serving.request import Grammar
-from picompile_runtime.serving.text import TokenTexts
+from picompile_server.grammar import GrammarCompiler
+from picompile_server.request import Grammar
+from picompile_server.text import TokenTexts
 
 _ROOT = Path(__file__).resolve().parents[1]
 _BUNDLED = _ROOT / "models" / "tiny-reglu"

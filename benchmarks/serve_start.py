@@ -59,7 +59,7 @@ def main() -> int:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Run all rounds and return the figures."""
     folder, rounds = options.artifact, range(options.rounds)
-    command = [sys.executable, "-m", "picompile_runtime.serving", f"--model=model={folder}"]
+    command = [sys.executable, "-m", "picompile_server", f"--model=model={folder}"]
     command += [] if options.threads is None else ["--threads", str(options.threads)]
     with tempfile.TemporaryDirectory() as cache:
         first = []

@@ -6,6 +6,7 @@ Who may import whom is in pyproject.toml, `[tool.importlinter]`.
 import subprocess
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 import grimp
 import pytest
@@ -14,18 +15,22 @@ from helpers.support import ROOT
 
 RUNTIME = ROOT / "runtime" / "picompile_runtime"
 RUNTIME_DEPENDENCIES = {"numpy", "tokenizers", "jinja2"}
-# Those of the runtime's extra `serve`, for its folder serving/ alone.
-SERVING_DEPENDENCIES = {"starlette", "uvicorn", "pydantic", "pydantic_core", "prometheus_client", "llguidance", "h11"}
+SERVER = ROOT / "server" / "picompile_server"
+SERVER_DEPENDENCIES = {"starlette", "uvicorn", "pydantic", "pydantic_core", "prometheus_client", "llguidance", "h11"}
 HEAVY = {"torch", "tvm", "tvm_ffi", "transformers", "picompile_passes", "picompile_codegen"}
 
 
-def test_runtime_needs_only_its_declared_dependencies() -> None:
-    graph = grimp.build_graph("picompile_runtime", include_external_packages=True)
+@pytest.mark.parametrize(
+    ("package", "dependencies"),
+    [
+        ("picompile_runtime", RUNTIME_DEPENDENCIES),
+        ("picompile_server", SERVER_DEPENDENCIES | {"numpy", "picompile_runtime"}),
+    ],
+)
+def test_a_package_needs_only_its_declared_dependencies(package: str, dependencies: set[str]) -> None:
+    graph = grimp.build_graph(package, include_external_packages=True)
     foreign = {name for name in graph.modules if graph.is_module_squashed(name)} - set(sys.stdlib_module_names)
-    users = {name: graph.find_modules_that_directly_import(name) for name in foreign}
-    serving = {name for name in foreign if all(".serving." in user for user in users[name])}
-    assert foreign - serving == RUNTIME_DEPENDENCIES
-    assert serving <= SERVING_DEPENDENCIES and "starlette" in serving
+    assert foreign == dependencies
 
 
 def loaded_by(statement: str, packages: Iterable[str] = HEAVY) -> set[str]:
@@ -35,11 +40,13 @@ def loaded_by(statement: str, packages: Iterable[str] = HEAVY) -> set[str]:
     return set(done.stdout.split())
 
 
-RUNTIME_MODULES = [
-    ".".join(path.relative_to(ROOT / "runtime").with_suffix("").parts)
-    for path in sorted(RUNTIME.rglob("*.py"))
-    if path.stem not in ("__init__", "__main__")
-]
+def modules_of(package: Path) -> list[str]:
+    """Return the names of all modules of a package that commands import."""
+    return [
+        ".".join(path.relative_to(package.parent).with_suffix("").parts)
+        for path in sorted(package.rglob("*.py"))
+        if path.stem not in ("__init__", "__main__")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -47,20 +54,17 @@ RUNTIME_MODULES = [
     [
         "import picompile; picompile.CompileOptions(quant='q8'); picompile.load",
         "import picompile.cli, picompile.machine, picompile.errors, picompile.progress, picompile.config",
-        "import picompile.runtime, picompile_runtime\n" + "\n".join(f"import {name}" for name in RUNTIME_MODULES),
+        "import picompile.runtime\n" + "\n".join(f"import {name}" for name in modules_of(RUNTIME) + modules_of(SERVER)),
     ],
 )
 def test_light_imports_stay_light(statement: str) -> None:
     assert loaded_by(statement) == set()
 
 
-def test_what_does_not_serve_loads_nothing_of_the_extra() -> None:
-    others = [name for name in RUNTIME_MODULES if ".serving." not in name]
-    # The command lines read their options, and say what is missing, without it.
-    light = [f"picompile_runtime.serving.{name}" for name in ("main", "options", "extra")]
-    assert set(light) < set(RUNTIME_MODULES)
-    statement = "\n".join(f"import {name}" for name in [*others, *light, "picompile.cli"])
-    assert loaded_by(statement, SERVING_DEPENDENCIES) == set()
+def test_command_lines_load_nothing_of_the_server() -> None:
+    """They read their options without it."""
+    statement = "import picompile_server.main, picompile_server.options, picompile.cli"
+    assert loaded_by(statement, SERVER_DEPENDENCIES) == set()
 
 
 @pytest.mark.slow("imports all there is in a process of its own")

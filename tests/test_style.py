@@ -5,7 +5,13 @@ from pathlib import Path
 
 from helpers.support import ROOT
 
-FOLDERS = ("picompile", "passes/picompile_passes", "codegen/picompile_codegen", "runtime/picompile_runtime")
+FOLDERS = (
+    "picompile",
+    "passes/picompile_passes",
+    "codegen/picompile_codegen",
+    "runtime/picompile_runtime",
+    "server/picompile_server",
+)
 MOST_LINES = 60
 
 

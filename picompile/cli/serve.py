@@ -6,14 +6,14 @@ from typing import Annotated, Any
 import typer
 
 from picompile.cli.options import DebugOption, ReplanOption, ThreadsOption
-from picompile_runtime.serving.options import SERVE_OPTIONS
+from picompile_server.options import SERVE_OPTIONS
 
 # The default of each option.
 _DEFAULTS: Any = {key: option.default for key, option in SERVE_OPTIONS.items()}
 
 
 def _option(key: str) -> Any:
-    """Return the option that `picompile_runtime.serving.options` declares under `key`."""
+    """Return the option that `picompile_server.options` declares under `key`."""
     declared = SERVE_OPTIONS[key]
     least, most = (
         int(bound) if bound is not None and declared.kind is int else bound for bound in (declared.least, declared.most)
@@ -44,9 +44,9 @@ def serve_command(
 ) -> None:
     """Serve models by OpenAI's API; the page at / is a chat.
 
-    Needs the extra serve: pip install 'picompile\\[serve]'. As many answers are
-    made at a time as the artifact was compiled for (--sequences). Ctrl-C and
-    SIGTERM end the server when the running answers are complete.
+    As many answers are made at a time as the artifact was compiled for
+    (--sequences). Ctrl-C and SIGTERM end the server when the running answers are
+    complete.
 
     \b
     Examples:
@@ -54,12 +54,8 @@ def serve_command(
       picompile serve build/tiny --model other=build/other --port 0
       PICOMPILE_API_KEY=… picompile serve build/tiny --host 0.0.0.0
     """
-    from picompile_runtime.serving.extra import require_extra
-
-    require_extra("picompile")
-
-    from picompile_runtime.serving.http.server import serve
-    from picompile_runtime.serving.options import serve_options
+    from picompile_server.http.server import serve
+    from picompile_server.options import serve_options
 
     values = {
         "host": host,

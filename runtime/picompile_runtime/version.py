@@ -1,3 +1,3 @@
-"""The version of picompile and picompile-runtime, which are released together. Both pyproject files read it here."""
+"""The version of picompile, picompile-runtime and picompile-server, released together. All pyproject files read it."""
 
 __version__ = "0.1.0"

@@ -15,9 +15,8 @@ import pytest
 from helpers.support import Cli
 from picompile.cli.serve import serve_command
 from picompile_runtime import RequestError
-from picompile_runtime.serving import extra
-from picompile_runtime.serving.main import _parser
-from picompile_runtime.serving.options import SERVE_OPTIONS, ServeOptions, parse_size, serve_options
+from picompile_server.main import _parser
+from picompile_server.options import SERVE_OPTIONS, ServeOptions, parse_size, serve_options
 
 pytestmark = pytest.mark.slow("starts servers in processes of their own; what they call has fast tests")
 
@@ -87,13 +86,6 @@ def test_numbers_out_of_bounds_are_usage_errors(cli: Cli) -> None:
         with pytest.raises(SystemExit) as caught:
             _parser().parse_args(["artifact", *words])
         assert caught.value.code == 2
-
-
-def test_without_the_extra_one_line_says_what_to_install(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extra, "find_spec", lambda name: None if name == "starlette" else object())
-    ended = cli("serve", "artifact")
-    assert ended.code == 2
-    assert ended.err == "error: serving needs starlette: pip install 'picompile[serve]'\n"
 
 
 def test_a_broken_artifact_is_one_line(cli: Cli, tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ import yaml
 from helpers.proxies import DEPLOY, free_port
 from helpers.serving_process import serving
 from helpers.support import ROOT
-from picompile_runtime.serving.main import _parser
-from picompile_runtime.serving.options import serve_options
+from picompile_server.main import _parser
+from picompile_server.options import serve_options
 
 DOCKERFILES = [DEPLOY / "Dockerfile.cpu", DEPLOY / "Dockerfile.cuda"]
 LINES = re.compile(r"^([A-Z]+) ((?:.*\\\n)*.*)$", re.MULTILINE)
@@ -59,7 +59,7 @@ def test_what_is_copied_is_sent_to_the_builder() -> None:
 def test_the_server_is_started_as_it_wants_to_be(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PICOMPILE_API_KEY", "sesame")
     program, *words = json.loads(arguments(file, "ENTRYPOINT")) + json.loads(arguments(file, "CMD"))
-    assert f'\n{program} = "picompile_runtime.' in (ROOT / "runtime" / "pyproject.toml").read_text()
+    assert f'\n{program} = "picompile_server.' in (ROOT / "server" / "pyproject.toml").read_text()
     options = serve_options("/artifact", vars(_parser().parse_args(words)))
     assert (options.host, str(options.port), options.keys) == ("0.0.0.0", arguments(file, "EXPOSE"), ("sesame",))
     assert int(arguments(file, "USER").partition(":")[0]) > 0
@@ -105,7 +105,7 @@ def test_the_compose_file_gives_the_server_a_key_from_a_secret(tmp_path: Path) -
 
 def test_the_wheel_of_the_image_has_the_page(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
-    subprocess.run(command, cwd=ROOT / "runtime", check=True, capture_output=True)
+    subprocess.run(command, cwd=ROOT / "server", check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        assert "picompile_runtime/serving/http/page.html" in archive.namelist()
+        assert "picompile_server/http/page.html" in archive.namelist()

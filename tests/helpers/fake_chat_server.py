@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from helpers.serving_process import serving_thread
-from picompile_runtime.serving.http.page import load_page, page
+from picompile_server.http.page import load_page, page
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from picompile_runtime import KernelError, Sampler, SamplingParams, Scores
-from picompile_runtime.serving.log_probabilities import log_probability
-from picompile_runtime.serving.request import (
+from picompile_server.log_probabilities import log_probability
+from picompile_server.request import (
     Event,
     Finished,
     PromptRead,
@@ -24,7 +24,7 @@ from picompile_runtime.serving.request import (
     TokenChosen,
     TokenLogProbability,
 )
-from picompile_runtime.serving.scheduler import Answer, Scheduler, SchedulerOptions
+from picompile_server.scheduler import Answer, Scheduler, SchedulerOptions
 
 VOCAB, CONTEXT, CHUNK, END = 40, 96, 8, 0
 NEURONS = 100  # of a token

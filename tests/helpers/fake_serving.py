@@ -14,10 +14,10 @@ from starlette.testclient import TestClient
 
 from helpers.toys.toy_tokenizers import EOS, byte_level
 from picompile_runtime import SamplingParams, Tokenizer
-from picompile_runtime.serving.http.app import AppSettings, make_app
-from picompile_runtime.serving.http.models import ModelSet
-from picompile_runtime.serving.model import ServedModel
-from picompile_runtime.serving.request import (
+from picompile_server.http.app import AppSettings, make_app
+from picompile_server.http.models import ModelSet
+from picompile_server.model import ServedModel
+from picompile_server.request import (
     AnswerTimes,
     Finished,
     FinishReason,
@@ -27,9 +27,9 @@ from picompile_runtime.serving.request import (
     TokenChosen,
     TokenLogProbability,
 )
-from picompile_runtime.serving.scheduler import ClosedError, QueueFullError, SchedulerOptions
-from picompile_runtime.serving.slots import SlotState
-from picompile_runtime.serving.stats import SchedulerStats
+from picompile_server.scheduler import ClosedError, QueueFullError, SchedulerOptions
+from picompile_server.slots import SlotState
+from picompile_server.stats import SchedulerStats
 
 CONTEXT, SLOTS = 1024, 2
 FIRED = 0.25

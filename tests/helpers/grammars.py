@@ -7,8 +7,8 @@ import numpy as np
 
 from helpers.toys.toy_tokenizers import EOS, byte_level
 from picompile_runtime import Tokenizer
-from picompile_runtime.serving.grammar import GrammarCompiler
-from picompile_runtime.serving.request import Grammar
+from picompile_server.grammar import GrammarCompiler
+from picompile_server.request import Grammar
 
 Maker = Callable[[], Grammar]
 VOCAB = 262

@@ -19,8 +19,8 @@ from typing import Any
 import uvicorn
 
 from helpers.support import BuildOnce, compile_for_test, save_tiny_llama
-from picompile_runtime.serving.http.protocol import WatchfulProtocol
-from picompile_runtime.serving.http.server import bind
+from picompile_server.http.protocol import WatchfulProtocol
+from picompile_server.http.server import bind
 
 _PATIENCE_S = 60.0
 
@@ -80,7 +80,7 @@ class ServingProcess:
 @contextmanager
 def serving(*arguments: object, wait: bool = True, **environment: str) -> Iterator[ServingProcess]:
     """Start the command at a free port with one thread. Unless `wait` is False, wait until it serves."""
-    command = [sys.executable, "-m", "picompile_runtime.serving", "--port", "0", "-t", "1", *map(str, arguments)]
+    command = [sys.executable, "-m", "picompile_server", "--port", "0", "-t", "1", *map(str, arguments)]
     with tempfile.NamedTemporaryFile() as log:
         # A process whose parent ignores SIGINT, as in the background of a script, would ignore it, too.
         handler = signal.signal(signal.SIGINT, signal.default_int_handler)

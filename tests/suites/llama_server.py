@@ -41,7 +41,7 @@ def main() -> None:
     context = options.ctx_size if options.kv_unified else options.ctx_size // options.parallel
     artifact = _artifact(context, options.parallel, template)
     names = [options.alias or "llama", *json.loads(os.environ.get("SUITE_NAMES", "[]"))]
-    command = [_BIN / "python", "-m", "picompile_runtime.serving", "--host", options.host.split(",")[0]]
+    command = [_BIN / "python", "-m", "picompile_server", "--host", options.host.split(",")[0]]
     command += ["--port", options.port, "-t", "1"]
     for name in dict.fromkeys(names):
         command += ["--model", f"{name}={artifact}"]

@@ -1,1 +1,0 @@
-"""The HTTP server: OpenAI's API on starlette and uvicorn. It needs the extra `serve`."""

@@ -1,0 +1,194 @@
+"""The fields of POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic.config import JsonDict
+
+from picompile_server.http.fields import SchemaObject, TextBody
+from picompile_server.http.refusals import CHAT, Refusal
+from picompile_server.tools import ToolOffer, read_offer
+
+_PARTS = ("text", "input_text", "output_text")
+
+
+def _content(value: Any) -> str:
+    """Return the text of a message, which may come in parts."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError("the content of a message must be a text or a list of text parts")
+    texts = []
+    for part in value:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(kind, str):
+            raise ValueError('a part of a message must be an object such as {"type": "text", "text": "…"}')
+        if kind not in _PARTS or not isinstance(text := part.get("text"), str):
+            raise ValueError(f"a part of type {kind[:40]!r} is not supported: the model reads text alone")
+        texts.append(text)
+    return "".join(texts)
+
+
+_PART = {
+    "type": "object",
+    "properties": {"type": {"enum": list(_PARTS)}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+# The text of a message; parts are joined.
+MessageText = Annotated[
+    str,
+    PlainValidator(_content),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]}),
+]
+
+
+class CalledFunction(BaseModel):
+    """The name of a function that an earlier answer called, and its arguments as JSON."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+    name: str
+    arguments: str
+
+
+class ToolCallBody(BaseModel):
+    """A call of a function in an earlier answer."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+# For the document: content may be missing only where an assistant called tools.
+_HAS_CONTENT: JsonDict = {"required": ["content"], "properties": {"content": {"not": {"type": "null"}}}}
+_CALLS_TOOLS: JsonDict = {
+    "required": ["tool_calls"],
+    "properties": {"role": {"const": "assistant"}, "tool_calls": {"type": "array"}},
+}
+
+
+class MessageBody(BaseModel):
+    """One message of a chat."""
+
+    model_config = ConfigDict(
+        strict=True, extra="ignore", frozen=True, json_schema_extra={"anyOf": [_HAS_CONTENT, _CALLS_TOOLS]}
+    )
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: MessageText | None = None
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCallBody], Field(min_length=1, fail_fast=True)] | None = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="after")
+    def _has_content(self) -> MessageBody:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise ValueError("a message needs content; only an assistant's with tool_calls does not")
+        if self.tool_calls is not None and self.role != "assistant":
+            raise ValueError("only an assistant's message has tool_calls")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the message as chat templates expect it."""
+        # Templates are older than the role; OpenAI treats the two alike.
+        role = "system" if self.role == "developer" else self.role
+        message: dict[str, Any] = {"role": role, "content": self.content or ""}
+        for key, value in (("name", self.name), ("tool_call_id", self.tool_call_id)):
+            if value is not None:
+                message[key] = value
+        if self.tool_calls:
+            message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
+        return message
+
+
+class FunctionBody(BaseModel):
+    """A function that the model may call."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+    name: str = Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: SchemaObject | None = None
+    strict: bool | None = None
+
+
+class ToolBody(BaseModel):
+    """A tool; all are functions."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+    type: Literal["function"]
+    function: FunctionBody
+
+
+class ChosenFunction(BaseModel):
+    """The name of the function that must be called."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+    name: str
+
+
+class ChosenTool(BaseModel):
+    """The tool that must be called."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+class ChatBody(TextBody):
+    """A request for the next message of a chat."""
+
+    refusals: ClassVar[tuple[Refusal, ...]] = CHAT
+
+    messages: Annotated[list[MessageBody], Field(min_length=1, fail_fast=True)]
+    max_completion_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
+    max_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: Annotated[list[ToolBody], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: SchemaObject | None = None
+
+    @model_validator(mode="after")
+    def _fit(self) -> ChatBody:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs can only be given with logprobs")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise ValueError("max_tokens and max_completion_tokens are one thing; give one of them")
+        if self.tool_choice not in (None, "none", "auto") and not self.tools:
+            raise ValueError("tool_choice can only be given with tools")
+        return self
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The most tokens that each answer may have; None for as many as the context holds."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def top(self) -> int | None:
+        """Number of alternatives that each token's log-probabilities name; None for no log-probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def uses_tools(self) -> bool:
+        """Whether tools are offered, or were used before."""
+        return bool(self.tools) or any(message.role == "tool" or message.tool_calls for message in self.messages)
+
+    def template_messages(self) -> Sequence[dict[str, Any]]:
+        """Return the messages as chat templates expect them."""
+        return [message.for_template() for message in self.messages]
+
+    def offer(self) -> ToolOffer | None:
+        """Return what the model may call, None for nothing. Raises RequestError if the tools make no sense."""
+        tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+        choice = self.tool_choice.model_dump() if isinstance(self.tool_choice, ChosenTool) else self.tool_choice
+        return read_offer(tools, choice, self.parallel_tool_calls is not False)

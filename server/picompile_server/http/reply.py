@@ -1,0 +1,99 @@
+"""Parts that replies of all endpoints for text have: identity, progress of their answers, counts."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from picompile_server.http.counts import timings, usage
+from picompile_server.http.metrics import Metrics
+from picompile_server.http.progress import AnswerProgress, Delta
+from picompile_server.mailbox import Answers
+from picompile_server.model import ServedModel
+from picompile_server.request import Event
+
+
+@dataclass
+class Reply:
+    """A reply to one request.
+
+    Attributes:
+        prefix: of its id, such as `chatcmpl-`.
+        kind: its member `object`.
+        model: who answers.
+        answers: the progress of each answer, prompt by prompt.
+        per_prompt: how many answers each prompt has.
+        metrics: what is told how the answers went.
+        with_usage: whether the chunks of a stream have the member `usage`, null but in the last one.
+        continuous_usage: whether it is not null, but the counts so far.
+        continuous_timings: whether every chunk of a stream has the member `timings`.
+    """
+
+    prefix: str
+    kind: str
+    model: ServedModel
+    answers: Sequence[AnswerProgress]
+    per_prompt: int
+    metrics: Metrics
+    with_usage: bool = False
+    continuous_usage: bool = False
+    continuous_timings: bool = False
+    created_s: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        self._head = {
+            "id": f"{self.prefix}{uuid.uuid4().hex}",
+            "object": self.kind,
+            "created": self.created_s,
+            "model": self.model.name,
+            "system_fingerprint": self.model.fingerprint,
+        }
+        self._started: Answers | None = None
+        self._note_token = self.metrics.token_observer(self.model.name)
+
+    def start(self) -> Answers:
+        """Ask the model for the answers. Raises as `ServedModel.start` does."""
+        self._started = self.model.start([answer.request for answer in self.answers])
+        return self._started
+
+    def take(self, index: int, event: Event) -> Delta | None:
+        """Return what an event adds to an answer, None if it is nothing. Raises ApiError if the answer has failed."""
+        answer = self.answers[index]
+        before_s, before = answer.last_token_s, answer.generated
+        delta = answer.take(event)
+        if before and answer.generated > before:
+            self._note_token(answer.last_token_s - before_s)
+        if answer.assembler.is_stopped and not answer.outcome and self._started is not None:
+            self._started.cancel(index)
+        return delta
+
+    def chunk(self, choice: dict[str, Any], answer: AnswerProgress, delta: Delta | None) -> Any:
+        """Return a chunk of a stream with one `choice`, made of `delta`; None before the first."""
+        chunk: dict[str, Any] = {**self._head, "choices": [choice]}
+        if self.with_usage:
+            chunk["usage"] = usage([answer], 1) if self.continuous_usage else None
+        if delta is not None and delta.finish is not None:
+            chunk["timings"] = timings([answer])
+        elif delta is not None and self.continuous_timings:
+            chunk["timings"] = {**timings([answer]), "fired_share": delta.fired_share}
+        return chunk
+
+    def counts_chunk(self) -> Any:
+        """Return the last chunk of a stream, which has no choice but the counts of all answers."""
+        return {**self._head, "choices": [], **self.counts()}
+
+    def counts(self) -> dict[str, Any]:
+        """Return the members `usage` and `timings`."""
+        return {"usage": usage(self.answers, self.per_prompt), "timings": timings(self.answers)}
+
+    def whole(self, choices: Sequence[dict[str, Any]]) -> Any:
+        """Return the reply as one JSON object."""
+        return {**self._head, "choices": choices, **self.counts()}
+
+    def close(self) -> None:
+        """Note how the answers went."""
+        for answer in self.answers:
+            self.metrics.note_answer(self.model.name, answer.outcome or "cancelled", answer.times, answer.generated)

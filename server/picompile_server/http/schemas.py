@@ -1,0 +1,268 @@
+"""Schemas of responses, for the OpenAPI document. Responses are not made from these: that would cost time a token.
+
+tests/server/http hold responses to them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+FinishSchema = Literal["stop", "length", "tool_calls"]
+
+
+class _Schema(BaseModel):
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+
+class ErrorDetailSchema(BaseModel):
+    """The fault of a request, and what to do about it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorSchema(_Schema):
+    """An error in OpenAI's form."""
+
+    error: ErrorDetailSchema
+
+
+class CachedTokensSchema(_Schema):
+    """Counts of prompt tokens that were in the KV cache."""
+
+    cached_tokens: int
+
+
+class UsageSchema(_Schema):
+    """Counts of tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokensSchema
+
+
+class TimingsSchema(_Schema):
+    """Times and speeds, as llama.cpp's server tells them, and the share of the neurons that fired."""
+
+    cache_n: int
+    prompt_n: int
+    prompt_ms: float
+    prompt_per_token_ms: float
+    prompt_per_second: float
+    predicted_n: int
+    predicted_ms: float
+    predicted_per_token_ms: float
+    predicted_per_second: float
+    fired_share: float | None
+
+
+class CompletionLogprobsSchema(_Schema):
+    """Log-probabilities of a completion; the first token of an echoed prompt has none."""
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class RankedTokenSchema(_Schema):
+    """A token of a prompt or an alternative to it."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+class CompletionChoiceSchema(_Schema):
+    """One text."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobsSchema | None
+    finish_reason: FinishSchema
+    prompt_logprobs: list[dict[str, RankedTokenSchema] | None] | None
+    prompt_token_ids: list[int] = Field(default=[])
+    token_ids: list[int] = Field(default=[])
+
+
+class CompletionSchema(_Schema):
+    """The answer to a request for completions."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoiceSchema]
+    usage: UsageSchema
+    timings: TimingsSchema
+
+
+class TopLogprobSchema(_Schema):
+    """A token that could have come."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprobSchema(TopLogprobSchema):
+    """A token of a message, and what could have come in its place."""
+
+    top_logprobs: list[TopLogprobSchema]
+
+
+class ChatLogprobsSchema(_Schema):
+    """Log-probabilities of a message."""
+
+    content: list[ChatLogprobSchema]
+    refusal: None
+
+
+class CalledFunctionSchema(_Schema):
+    """A function that the model calls; its arguments are JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCallSchema(_Schema):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunctionSchema
+
+
+class ChatMessageSchema(_Schema):
+    """The message that the model wrote."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    tool_calls: list[ToolCallSchema] = Field(default=[])
+
+
+class ChatChoiceSchema(_Schema):
+    """One message, and why it ended."""
+
+    index: int
+    message: ChatMessageSchema
+    logprobs: ChatLogprobsSchema | None
+    finish_reason: FinishSchema
+
+
+class ChatCompletionSchema(_Schema):
+    """The answer to a request for the next message of a chat."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoiceSchema]
+    usage: UsageSchema
+    timings: TimingsSchema
+
+
+class OutputTextSchema(_Schema):
+    """The text of a message."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any]
+    logprobs: list[Any]
+
+
+class OutputMessageSchema(_Schema):
+    """The message of a response."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    status: Literal["in_progress", "completed", "incomplete"]
+    content: list[OutputTextSchema]
+
+
+class ResponseSchema(BaseModel):
+    """The answer to a request for a response; further members repeat the request's."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete"]
+    error: None
+    incomplete_details: dict[str, str] | None
+    model: str
+    output: list[OutputMessageSchema]
+    usage: dict[str, Any]
+    timings: TimingsSchema
+
+
+class ModelSchema(BaseModel):
+    """A model that is served."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelListSchema(_Schema):
+    """The models that are served."""
+
+    object: Literal["list"]
+    data: list[ModelSchema]
+
+
+class TokenPieceSchema(_Schema):
+    """A token with its text, or its bytes if these are no text."""
+
+    id: int
+    piece: str | list[int]
+
+
+class TokensSchema(_Schema):
+    """The tokens of a text."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int] | list[TokenPieceSchema]
+    token_strs: list[str] | None
+
+
+class DetokenizedSchema(_Schema):
+    """The text of tokens, under llama.cpp's name and under vLLM's."""
+
+    content: str
+    prompt: str
+
+
+class HealthSchema(_Schema):
+    """Whether the server takes requests."""
+
+    status: Literal["ok", "loading", "draining"]
+
+
+class SlotSchema(_Schema):
+    """A slot of a model's KV cache, and what it does."""
+
+    id: int
+    model: str
+    n_ctx: int
+    is_processing: bool
+    state: Literal["idle", "reading", "decoding"]
+    n_tokens: int
+    id_task: int | None

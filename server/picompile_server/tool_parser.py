@@ -1,0 +1,221 @@
+"""From the text of an answer to its content and its calls of tools, all at once or piece by piece."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import string
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from picompile_server.tool_formats import ToolFormat
+
+_NAME = re.compile("[a-zA-Z0-9_.-]+")
+_SHORT_ID_LETTERS = 9
+_LETTERS = string.ascii_letters + string.digits
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a function: its id, the function's name, and the arguments as JSON, which a cut answer may lack."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class ToolCallDelta:
+    """The part of the call at `index` that a piece of text adds. The first of a call has the `id` and the `name`."""
+
+    index: int
+    arguments: str = ""
+    id: str | None = None
+    name: str | None = None
+
+
+@dataclass(frozen=True)
+class AnswerDelta:
+    """The parts of an answer that a piece of text adds: to its content, and then to its calls."""
+
+    content: str = ""
+    calls: tuple[ToolCallDelta, ...] = ()
+
+
+def parse_answer(style: ToolFormat, text: str) -> tuple[str, tuple[ToolCall, ...]]:
+    """Return the content of a whole answer, without spaces before a call, and its calls."""
+    parser = ToolCallParser(style)
+    deltas = [parser.feed(text), parser.finish()]
+    parts: dict[int, list[ToolCallDelta]] = {}
+    for delta in (delta for each in deltas for delta in each.calls):
+        parts.setdefault(delta.index, []).append(delta)
+    calls = tuple(
+        ToolCall(each[0].id or "", each[0].name or "", "".join(delta.arguments for delta in each))
+        for each in parts.values()
+    )
+    return "".join(delta.content for delta in deltas), calls
+
+
+class ToolCallParser:
+    """Reads an answer piece by piece, however it is cut.
+
+    Text that may be the beginning of a call is held back until it is known not to be. What begins like a call and is
+    none is content, too.
+    """
+
+    def __init__(self, style: ToolFormat, has_schema: bool = False) -> None:
+        """Make a parser; with `has_schema`, answers are JSON or calls, which are then the whole answer."""
+        self._style = style
+        self._is_whole = style.is_whole or has_schema
+        self._opening = style.begin + style.before_name
+        self._held = self._spaces = ""  # what is held back, and spaces before it
+        self._calls = 0  # that have a name
+        self._json = _JsonObject()
+        self._read: Callable[[], bool] = self._read_content
+        self._content: list[str] = []
+        self._deltas: list[ToolCallDelta] = []
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether a call has begun, up to the function's name."""
+        return self._calls > 0
+
+    def feed(self, text: str) -> AnswerDelta:
+        """Add text, and return what is now certain."""
+        self._held += text
+        while self._held and self._read():
+            pass
+        return self._taken()
+
+    def finish(self) -> AnswerDelta:
+        """Return the rest, after the last piece. A call that was cut before its name has no part in the answer."""
+        if self._read in (self._read_content, self._read_text):
+            self._content.append(self._held)
+        self._held = ""
+        return self._taken()
+
+    def _taken(self) -> AnswerDelta:
+        delta = AnswerDelta("".join(self._content), tuple(self._deltas))
+        self._content, self._deltas = [], []
+        return delta
+
+    # Each of these reads a part of what is held, and returns whether the next may read on. They are what comes next.
+
+    def _read_content(self) -> bool:
+        trigger = self._style.trigger
+        place = self._held.find(trigger)
+        if self._is_whole and place != 0 and not trigger.startswith(self._held):
+            self._read = self._read_text
+            return True
+        if place < 0:
+            shown = len(self._held) - _beginning(self._held, trigger)
+            shown = len(self._held[:shown].rstrip())  # spaces before a call are not content
+            self._content.append(self._held[:shown])
+            self._held = self._held[shown:]
+            return False
+        content = self._held[:place].rstrip()
+        self._content.append(content)
+        self._spaces, self._held = self._held[len(content) : place], self._held[place:]
+        self._read = self._read_name
+        return True
+
+    def _read_text(self) -> bool:
+        self._content.append(self._held)
+        self._held = ""
+        return False
+
+    def _read_name(self) -> bool:
+        opening, behind = self._opening, self._style.before_arguments
+        if not self._held.startswith(opening):
+            return self._wait_for(opening, self._held)
+        end = _end_of_name(self._held, len(opening))
+        if end == len(self._held) or not self._held.startswith(behind, end):
+            return self._wait_for(behind, self._held[end:])
+        self._deltas.append(ToolCallDelta(self._calls, id=self._new_id(), name=self._held[len(opening) : end]))
+        self._held = self._held[end + len(behind) :]
+        self._calls += 1
+        self._json = _JsonObject()
+        self._read = self._read_arguments
+        return True
+
+    def _read_arguments(self) -> bool:
+        length = self._json.feed(self._held)
+        if length:
+            self._deltas.append(ToolCallDelta(self._calls - 1, self._held[:length]))
+            self._held = self._held[length:]
+        if self._json.is_complete:
+            self._read = self._read_end
+        return self._json.is_complete
+
+    def _read_end(self) -> bool:
+        """Read what is behind the arguments: the end of the call, and the beginning of the next one or the last end."""
+        after, between = self._style.after_arguments, self._style.between + self._style.before_name
+        if self._held.startswith(after + between):
+            self._held = self._held[len(after) :]
+            self._opening, self._spaces = between, ""
+            self._read = self._read_name
+            return True
+        if (after + between).startswith(self._held) or (after + self._style.end).startswith(self._held):
+            return False
+        self._held = self._held.removeprefix(after + self._style.end)
+        self._read = self._read_rest
+        return True
+
+    def _read_rest(self) -> bool:
+        """Read what is behind the last call. Spaces there are not content."""
+        self._held = self._held.lstrip()
+        if self._held:
+            self._read = self._read_text
+        return bool(self._held)
+
+    def _wait_for(self, text: str, given: str) -> bool:
+        """Wait for more of `text`, of which some is given, or go on with what is no call as content."""
+        if text.startswith(given):
+            return False
+        self._held = self._spaces + self._held
+        self._read = self._read_text
+        return True
+
+    def _new_id(self) -> str:
+        if self._style.has_short_ids:
+            return "".join(secrets.choice(_LETTERS) for _ in range(_SHORT_ID_LETTERS))
+        return f"call_{secrets.token_hex(12)}"
+
+
+def _end_of_name(text: str, start: int) -> int:
+    """Return where the name of a function ends that begins at `start`."""
+    found = _NAME.match(text, start)
+    return start if found is None else found.end()
+
+
+@dataclass
+class _JsonObject:
+    """Finds the end of a JSON object, or of whatever stands between two brackets that belong together."""
+
+    is_complete: bool = False
+    _depth: int = 0
+    _in_text: bool = False
+    _is_escaped: bool = field(default=False)
+
+    def feed(self, text: str) -> int:
+        """Read text, and return how much of it belongs to the object."""
+        for place, letter in enumerate(text):
+            if self._in_text:
+                self._in_text = letter != '"' or self._is_escaped
+                self._is_escaped = letter == "\\" and not self._is_escaped
+            elif letter == '"':
+                self._in_text = True
+            elif letter in "{[":
+                self._depth += 1
+            elif letter in "}]":
+                self._depth -= 1
+                if self._depth <= 0:
+                    self.is_complete = True
+                    return place + 1
+        return len(text)
+
+
+def _beginning(text: str, whole: str) -> int:
+    """Return the length of the longest end of `text` that is a beginning of `whole`."""
+    longest = min(len(text), len(whole) - 1)
+    return next((length for length in range(longest, 0, -1) if whole.startswith(text[-length:])), 0)

@@ -1,0 +1,209 @@
+"""The use of tools by one model: its prompt describes them, its answers are held to calls of them, and are parsed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from picompile_runtime.errors import RequestError
+from picompile_runtime.sampling.tokenizer import Tokenizer
+from picompile_server.grammar import GrammarCompiler
+from picompile_server.request import Grammar
+from picompile_server.tool_formats import HERMES, ToolFormat, find_format
+from picompile_server.tool_grammar import tool_grammar
+from picompile_server.tool_parser import ToolCallParser
+from picompile_server.tools import ToolOffer
+
+Message = Mapping[str, Any]
+
+# For models whose template does not describe tools. The words are those of Hermes and Qwen, which others have read.
+_DESCRIPTION = """# Tools
+
+You may call one or more functions to help with the user's request. They are given here as JSON:
+<tools>
+{tools}
+</tools>
+
+To call a function, write its name and its arguments as JSON, like this:
+{example}"""
+_SHORT_ID = re.compile("[a-zA-Z0-9]{9}")
+
+
+class ToolUse:
+    """One model's way to use tools.
+
+    Attributes:
+        style: how it writes calls; as Hermes does if its template does not say.
+        shown_tokens: special tokens that calls are made of, and their texts, which the parser needs: give them to the
+            StreamDecoder of an answer that may call.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        template = tokenizer.chat_template(with_tools=True)
+        style = find_format(template)
+        self._is_known = style is not None
+        self._is_described = self._is_known and re.search(r"\btools\b", template) is not None
+        self.style: ToolFormat = style or HERMES
+        special = tokenizer.special_tokens.items()
+        self.shown_tokens = {number: name for name, number in special if any(name in text for text in self.style.texts)}
+
+    def encode(
+        self,
+        messages: Sequence[Message],
+        offer: ToolOffer | None,
+        add_generation_prompt: bool = True,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Return the token ids of a chat in which tools are offered, or were used before.
+
+        Args:
+            messages: as OpenAI's API has them, with texts for content. Arguments of calls are JSON.
+            offer: what the model may call now; None for nothing.
+            add_generation_prompt: whether to end with the beginning of the assistant's answer.
+            arguments: further variables of the chat template.
+
+        Raises:
+            RequestError: arguments of a call are not JSON, or the template rejects the chat.
+        """
+        tools = offer.template_tools if offer is not None else None
+        chat = [self._with_calls(message) for message in messages] if self._is_known else _without_roles(messages)
+        if tools is None or self._is_described:
+            return self._encode(chat, tools, add_generation_prompt, arguments)
+        described = self._description(tools)
+        try:
+            return self._encode(_with_system(chat, described), None, add_generation_prompt, arguments)
+        except RequestError:
+            if chat and chat[0].get("role") == "system":
+                raise
+            # some templates have no system message, and say so
+            return self._encode(_with_first_user(chat, described), None, add_generation_prompt, arguments)
+
+    def grammar(
+        self, compiler: GrammarCompiler, offer: ToolOffer, schema: Mapping[str, Any] | bool | None = None
+    ) -> Callable[[], Grammar]:
+        """Return what makes a grammar of answers to an offer. An answer that calls nothing is JSON of the `schema`.
+
+        Raises RequestError as `tool_grammar` does.
+        """
+        return tool_grammar(compiler, self.style, offer, self._tokenizer.special_tokens, schema)
+
+    def parser(self, has_schema: bool = False) -> ToolCallParser:
+        """Return what reads one answer to an offer, made with a schema or without."""
+        return ToolCallParser(self.style, has_schema)
+
+    def _encode(
+        self,
+        messages: Sequence[Message],
+        tools: list[dict[str, Any]] | None,
+        add_generation_prompt: bool,
+        arguments: Mapping[str, Any] | None,
+    ) -> list[int]:
+        return self._tokenizer.encode_chat(messages, add_generation_prompt, tools, arguments, plain=True)
+
+    def _description(self, tools: Sequence[Mapping[str, Any]]) -> str:
+        listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+        example = self.style.write([("function name", '{"parameter": "value"}')])
+        return _DESCRIPTION.format(tools=listed, example=example)
+
+    def _with_calls(self, message: Message) -> Message:
+        """Return a message as the template wants it: with objects or texts for arguments, and ids of its length."""
+        changed = dict(message)
+        if message.get("tool_call_id") is not None:
+            changed["tool_call_id"] = self._id(str(message["tool_call_id"]))
+        if message.get("tool_calls"):
+            changed["tool_calls"] = [self._call(call) for call in message["tool_calls"]]
+            changed["content"] = message.get("content") or ""  # templates add to it, and fail at None
+        return changed
+
+    def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        name, arguments = _named_arguments(call)
+        written: Any = json.dumps(arguments, ensure_ascii=False) if self._takes_texts else arguments
+        made: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": written}}
+        return made if call.get("id") is None else {**made, "id": self._id(str(call["id"]))}
+
+    def _id(self, given: str) -> str:
+        """Return an id that the template takes, the same one for the same id."""
+        if not self.style.has_short_ids or _SHORT_ID.fullmatch(given):
+            return given
+        return hashlib.sha256(given.encode(errors="replace")).hexdigest()[:9]
+
+    @cached_property
+    def _takes_texts(self) -> bool:
+        """Whether the template wants arguments as JSON: most write JSON themselves, of objects. It is tried."""
+
+        def writes_json(arguments: object) -> bool:
+            call: dict[str, Any] = {
+                "id": "a" * 9,
+                "type": "function",
+                "function": {"name": "f", "arguments": arguments},
+            }
+            chat: list[Message] = [
+                {"role": "user", "content": "u"},
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+            ]
+            try:
+                return '"needle": 1' in self._tokenizer.render_chat(chat, False, tools=[])
+            except RequestError:
+                return False
+
+        return not writes_json({"needle": 1}) and writes_json('{"needle": 1}')
+
+
+def _named_arguments(call: Mapping[str, Any]) -> tuple[str, Any]:
+    """Return the name of a called function, and its arguments."""
+    function = call.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise RequestError("a tool call in a message needs a function with a name")
+    name, given = function["name"], function.get("arguments")
+    if not isinstance(given, str):
+        return name, given if given is not None else {}
+    try:
+        return name, json.loads(given or "{}")
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the arguments of a call of {name} in a message are not JSON") from error
+
+
+def _without_roles(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return messages for a template that knows no tools: calls are written into the text, and results are the user's.
+
+    Results that follow each other are one message, since many templates want the roles to alternate.
+    """
+    chat: list[dict[str, Any]] = []
+    results = False
+    for message in messages:
+        if message.get("role") == "tool":
+            text = f"<tool_response>\n{message.get('content') or ''}\n</tool_response>"
+            if results:
+                chat[-1]["content"] += f"\n{text}"
+            else:
+                chat.append({"role": "user", "content": text})
+        elif message.get("tool_calls"):
+            named = (_named_arguments(call) for call in message["tool_calls"])
+            calls = HERMES.write([(name, json.dumps(given, ensure_ascii=False)) for name, given in named])
+            content = message.get("content")
+            chat.append({"role": "assistant", "content": f"{content}\n{calls}" if content else calls})
+        else:
+            chat.append(dict(message))
+        results = message.get("role") == "tool"
+    return chat
+
+
+def _with_system(messages: Sequence[Message], text: str) -> list[Message]:
+    """Return messages whose system message ends with `text`."""
+    if messages and messages[0].get("role") == "system":
+        return [{**messages[0], "content": f"{messages[0].get('content') or ''}\n\n{text}"}, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]
+
+
+def _with_first_user(messages: Sequence[Message], text: str) -> list[Message]:
+    """Return messages of which the first of the user begins with `text`."""
+    place = next((place for place, message in enumerate(messages) if message.get("role") == "user"), None)
+    if place is None:
+        return [{"role": "user", "content": text}, *messages]
+    first = {**messages[place], "content": f"{text}\n\n{messages[place].get('content') or ''}"}
+    return [*messages[:place], first, *messages[place + 1 :]]

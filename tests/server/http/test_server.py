@@ -1,0 +1,134 @@
+"""The server as a process: how it begins, what it says, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from helpers.serving_process import ServingProcess, serving
+from picompile_server.main import main
+
+LONG = {"prompt": "Hi", "max_tokens": 300, "ignore_eos": True, "stream": True, "temperature": 0}
+
+
+def test_a_signal_lets_running_answers_come_to_their_end(serving_artifact: Path) -> None:
+    with serving(f"--model=tiny={serving_artifact}") as server:
+        body = {**LONG, "n": 4}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert server.ended() == 0
+        assert rest[-1] == "data: [DONE]" and sum('"finish_reason":"length"' in line for line in rest) == 4
+        assert not any("error" in line.lower() for line in server.lines)
+
+
+@pytest.mark.slow("starts servers; one that ends as it should is fast", but=("one",))
+@pytest.mark.parametrize(("options", "signals"), [(["--drain-timeout", 0], 1), ([], 2)], ids=["one", "two"])
+def test_answers_that_take_too_long_are_cancelled_at_the_end(
+    serving_artifact: Path, options: list[Any], signals: int
+) -> None:
+    """A second signal cancels at once what still runs."""
+    with serving(serving_artifact, *options) as server:
+        body = {**LONG, "n": 128, "max_tokens": 900}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            for number in range(signals):
+                time.sleep(0.2 * number)  # two at a time may be one
+                server.process.send_signal(signal.SIGINT)
+            rest = list(lines)
+        assert server.ended() == 0
+        errors = [json.loads(line.partition(": ")[2]) for line in rest if '"error"' in line]
+        assert [error["error"]["code"] for error in errors] == ["shutting_down"]
+        assert server.lines[0].startswith("loading serving-artifact; ")
+        assert not any("Traceback" in line for line in server.lines)
+
+
+def test_what_is_said_at_the_beginning(server: ServingProcess) -> None:
+    assert server.lines[-1] == f"serving tiny at {server.url}"
+    assert server.lines[-2] == "tiny has no chat template: chats are written as a plain dialogue"
+
+
+def test_a_broken_artifact_ends_the_server_with_its_exit_code(serving_artifact: Path, tmp_path: Path) -> None:
+    with serving(serving_artifact, f"--model=other={tmp_path}", wait=False) as server:
+        assert server.ended() == 4
+        assert [line for line in server.lines if line.startswith("error: ")] == server.lines[-1:]
+
+
+def test_options_that_make_no_sense(capsys: pytest.CaptureFixture[str]) -> None:
+    for option, value in (("--kv-memory", "many"), ("--host", "no such host")):
+        assert main(["x", option, value]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and option in error and error.count("\n") == 1
+
+
+def test_a_port_that_is_taken(serving_artifact: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with serving(serving_artifact, "--port", port, wait=False) as server:
+            assert server.ended() == 2
+            (line,) = server.lines
+            assert line.startswith("error: ") and str(port) in line and "--port" in line
+
+
+def test_keys_and_addresses(serving_artifact: Path) -> None:
+    with serving(serving_artifact, "--host", "0.0.0.0", PICOMPILE_API_KEY="") as server:
+        assert server.lines[0].startswith("warning: everybody who reaches 0.0.0.0")
+    options = ("--host", "0.0.0.0", "--kv-memory", "16MiB", "--max-waiting", 0, "--max-body", "1KB")
+    with serving(serving_artifact, *options, PICOMPILE_API_KEY="secret") as server:
+        assert not any(line.startswith("warning") for line in server.lines)
+        url = server.url.replace("0.0.0.0", "127.0.0.1")
+        assert httpx.get(f"{url}/v1/models").status_code == 401
+        headers = {"authorization": "Bearer secret"}
+        assert httpx.get(f"{url}/v1/models", headers=headers).status_code == 200
+        body = {"prompt": "x" * 2000}
+        assert httpx.post(f"{url}/v1/completions", headers=headers, json=body).status_code == 413
+        assert server.end() == 0
+
+
+@pytest.mark.slow("starts a server again; one that is loaded is fast", but=("True",))
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_health_answers_before_the_model_is_there(serving_artifact: Path, is_loaded: bool) -> None:
+    """A signal ends the server even if the model never comes; loading waits for a line of the test."""
+    code = """
+import sys, threading, time
+from picompile_server import model
+from picompile_server.http import server
+load = server.load_model
+def slowly(*arguments):
+    sys.stdin.readline()
+    return load(*arguments)
+server.load_model = slowly
+from picompile_server.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+    command, pipe = [sys.executable, "-c", code, str(serving_artifact), "--port", "0", "-t", "1"], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stderr=pipe, text=True) as process:
+        try:
+            assert process.stdin is not None and process.stderr is not None
+            url = process.stderr.readline().partition("; ")[2].partition("/health")[0]
+            answer = httpx.get(f"{url}/health")
+            assert (answer.status_code, answer.json()) == (503, {"status": "loading"})
+            error = httpx.post(f"{url}/v1/completions", json={"prompt": "x"})
+            assert error.status_code == 503 and error.json()["error"]["code"] == "loading"
+            if is_loaded:
+                process.stdin.write("\n")
+                process.stdin.flush()
+                while not process.stderr.readline().startswith("serving "):
+                    pass
+                assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+        finally:
+            process.kill()

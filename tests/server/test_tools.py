@@ -1,0 +1,212 @@
+"""OpenAI's tools and tool_choice, how a model's template says that it writes calls, and prompts with tools."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from helpers.chat_templates import TEMPLATES
+from helpers.toys.toy_tool_models import tool_model
+from picompile_runtime import RequestError
+from picompile_server.tool_formats import FORMATS, HERMES, ToolFormat, find_format
+from picompile_server.tool_use import ToolUse
+from picompile_server.tools import ToolOffer, read_offer
+
+each_format = pytest.mark.parametrize("style", FORMATS, ids=lambda style: style.name)
+
+
+def tool(name: str, **function: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **function}}
+
+
+WEATHER = tool("get_weather", description="d", parameters={"type": "object", "properties": {"city": {}}}, strict=True)
+NOW = tool("now")
+
+
+def test_an_offer_has_all_functions() -> None:
+    offer = read_offer([WEATHER, NOW])
+    assert offer is not None and offer.mode == "auto" and offer.most_calls > 1
+    assert [function.name for function in offer.functions] == ["get_weather", "now"]
+    assert [function.is_strict for function in offer.functions] == [True, False]
+    assert offer.template_tools == [
+        tool("get_weather", description="d", parameters={"type": "object", "properties": {"city": {}}}),
+        tool("now", description="", parameters={"type": "object", "properties": {}}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("choice", "parallel", "mode", "names", "most_calls"),
+    [
+        (None, True, "auto", ["get_weather", "now"], ToolOffer.most_calls),
+        ("auto", False, "auto", ["get_weather", "now"], 1),
+        ("required", True, "required", ["get_weather", "now"], ToolOffer.most_calls),
+        ({"type": "function", "function": {"name": "now"}}, True, "required", ["now"], 1),
+    ],
+)
+def test_choices(choice: Any, parallel: bool, mode: str, names: list[str], most_calls: int) -> None:
+    offer = read_offer([WEATHER, NOW], choice, parallel)
+    assert offer is not None
+    assert (offer.mode, [each.name for each in offer.functions], offer.most_calls) == (mode, names, most_calls)
+
+
+def test_nothing_is_offered() -> None:
+    for tools, choice in ((None, None), ([], None), ([], "none"), ([], "auto"), ([NOW], "none")):
+        assert read_offer(tools, choice) is None
+
+
+@pytest.mark.parametrize(
+    ("tools", "named"),
+    [
+        *((wrong, "tools must be a list") for wrong in ({"a": 1}, "abc", [NOW] * 129)),
+        *(([wrong], "a tool must be") for wrong in ({"type": "search"}, None, {"function": {"name": "a"}})),
+        *(([tool(name)], "a function's name must be") for name in ("a b", "", "a" * 65, "a\n", None)),
+        ([NOW, NOW], "two tools are called now"),
+        ([tool("a", description=5)], "the description of a"),
+        ([tool("a", parameters=[])], "the parameters of a"),
+        ([tool("a", parameters={"type": "string"})], "the parameters of a"),
+    ],
+)
+def test_tools_that_make_no_sense_are_refused(tools: Any, named: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        read_offer(tools)
+    assert named in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_choices_that_make_no_sense_are_refused() -> None:
+    now = {"type": "function", "function": {"name": "now"}}
+    then = {"type": "function", "function": {"name": "then"}}
+    for tools, choice in (([], "required"), (None, now)):
+        with pytest.raises(RequestError, match="there are no tools"):
+            read_offer(tools, choice)
+    for choice in ("sometimes", {"type": "allowed_tools"}, {"function": {"name": "now"}}, then):
+        with pytest.raises(RequestError, match="tool_choice"):
+            read_offer([NOW], choice)
+
+
+def test_arguments_have_no_names_of_their_own() -> None:
+    closed = {"additionalProperties": False}
+    for parameters, expected in (
+        (None, {"properties": {}, **closed}),
+        ({}, {}),
+        ({"properties": {"a": {}}}, {"properties": {"a": {}}, **closed}),
+        ({"properties": {}, "additionalProperties": True}, {"properties": {}, "additionalProperties": True}),
+        ({"properties": {}, "anyOf": [{}]}, {"properties": {}, "anyOf": [{}]}),
+        ({"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}),
+    ):
+        offer = read_offer([tool("a", parameters=parameters)])
+        assert offer is not None and offer.functions[0].arguments_schema == {"type": "object", **expected}
+
+
+def test_a_format_is_known_by_the_template() -> None:
+    for style in FORMATS:
+        assert find_format(TEMPLATES[style.name]) == style
+        assert style.write([("a", "{}")]).startswith(style.trigger)
+    for name in ("", "chatml", "gemma", "zephyr", "smollm", "xml"):
+        assert find_format(TEMPLATES.get(name, "")) is None
+
+
+# Prompts: they describe the tools, and have the calls and results of earlier turns.
+
+OFFER = read_offer([tool("weather", description="Söme", parameters={"type": "object", "properties": {}})])
+USER = {"role": "user", "content": "Hi"}
+
+
+def called(arguments: Any = '{"city": "Köln", "days": 2}', **more: Any) -> dict[str, Any]:
+    call = {"id": "call_0123456789", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call], **more}
+
+
+RESULT = {"role": "tool", "tool_call_id": "call_0123456789", "content": "rain"}
+CHAT = [USER, called(), RESULT]
+
+
+def prompt(name: str, messages: Any, offer: Any = OFFER, **options: Any) -> str:
+    """The text of the tokens of a chat, of special tokens, too."""
+    tokenizer = tool_model(name)
+    ids = ToolUse(tokenizer).encode(messages, offer, **options)
+    return str(tokenizer._tokenizer.decode(ids, skip_special_tokens=False))
+
+
+@each_format
+def test_tools_and_calls_of_earlier_turns_are_written_as_the_model_writes_them(style: ToolFormat) -> None:
+    text = prompt(style.name, [USER])
+    assert text.count("Söme") == 1 and text.count("Hi") == 1
+    assert "weather" not in prompt(style.name, [USER], None)
+    text, arguments = prompt(style.name, CHAT), '{"city": "Köln", "days": 2}'
+    assert f"weather{style.before_arguments}{arguments}" in text or f'"arguments": {arguments}' in text
+    assert text.count("rain") == 1
+    assert prompt(style.name, [USER, called({"city": "Köln", "days": 2}), RESULT]) == text  # as objects, too
+    assert "weather" in prompt(style.name, CHAT, None)  # also where nothing is offered any more
+
+
+def test_short_ids_are_the_same_for_call_and_result() -> None:
+    text = prompt("mistral", CHAT)
+    name = text.partition('"id": "')[2][:9]
+    assert name.isalnum() and f'"call_id": "{name}"' in text
+    kept = [USER, called(), {**RESULT, "tool_call_id": "abcdef123"}]
+    kept[1]["tool_calls"][0]["id"] = "abcdef123"
+    assert prompt("mistral", kept).count("abcdef123") == 2
+
+
+@pytest.mark.parametrize("name", ["chatml", "zephyr", "xml", "", "deepseek-plain"])
+def test_models_that_know_no_tools_are_told_of_them(name: str) -> None:
+    brief = {"role": "system", "content": "Be brief."}
+    text = prompt(name, [brief, USER])
+    assert text.index("Be brief.") < text.index("# Tools") < text.index("Söme") < text.index("Hi")
+    if name == "deepseek-plain":  # whose template writes calls, but does not describe tools
+        assert "<｜tool▁call▁begin｜>function name<｜tool▁sep｜>" in text
+        return
+    text = prompt(name, [brief, *CHAT])
+    assert HERMES.write([("function name", '{"parameter": "value"}')]) in text
+    assert HERMES.write([("weather", '{"city": "Köln", "days": 2}')]) in text
+    assert "<tool_response>\nrain\n</tool_response>" in text
+    assert ToolUse(tool_model(name)).style == HERMES
+
+
+def test_templates_without_a_system_message_get_it_in_the_first_question() -> None:
+    text = prompt("gemma", CHAT)
+    assert text.startswith("<s><start_of_turn>user\n# Tools") and text.index("</tools>") < text.index("Hi")
+    with pytest.raises(RequestError, match="System role not supported"):
+        prompt("gemma", [{"role": "system", "content": "Be brief."}, USER])
+
+
+def test_results_that_follow_each_other_are_one_turn() -> None:
+    """Templates that know no tools want the roles to alternate."""
+    two = called(content="Let me see.")
+    two["tool_calls"] = two["tool_calls"] * 2
+    results = [RESULT, {**RESULT, "content": "sun"}]
+    text = prompt("gemma", [USER, two, *results, {"role": "assistant", "content": "So."}, USER])
+    assert "<tool_response>\nrain\n</tool_response>\n<tool_response>\nsun\n</tool_response><end_of_turn>" in text
+    assert "model\nLet me see.\n<tool_call>" in text
+
+
+def test_a_chat_without_tools_is_what_it_is_without_them() -> None:
+    for name in ("hermes", "chatml", "gemma"):
+        tokenizer = tool_model(name)
+        assert ToolUse(tokenizer).encode([USER], None) == tokenizer.encode_chat([USER])
+    assert ToolUse(tool_model("")).encode([USER], None) == tool_model("").encode_chat([USER], plain=True)
+
+
+def test_arguments_of_the_template_are_passed_on() -> None:
+    text = prompt("hermes", [USER], arguments={"enable_thinking": False})
+    assert text.endswith("<think>\n\n</think>\n\n")
+    assert prompt("hermes", [USER], add_generation_prompt=False).endswith("Hi<|im_end|>\n")
+
+
+@pytest.mark.parametrize("name", ["hermes", "chatml"])
+def test_calls_that_make_no_sense_are_refused(name: str) -> None:
+    for arguments in ("{", "[" * 100_000):
+        with pytest.raises(RequestError, match="the arguments of a call of weather in a message are not JSON"):
+            prompt(name, [USER, called(arguments)])
+    for call in ({"id": "a"}, {"function": {"name": 5}}):
+        with pytest.raises(RequestError, match="needs a function with a name"):
+            prompt(name, [USER, {"role": "assistant", "tool_calls": [call]}])
+
+
+def test_only_calls_are_taken_for_calls() -> None:
+    for arguments in (None, "", "{}"):
+        assert '"arguments": {}}' in prompt("hermes", [USER, called(arguments), RESULT])
+    text = json.dumps({"name": "weather", "arguments": {}})
+    assert text in prompt("hermes", [{"role": "user", "content": text}])  # the content of messages is not changed
