@@ -11,7 +11,7 @@ from _gpu_weights import Array
 from torch import Tensor
 from torch.nn import functional
 
-from picompile_passes.weight_formats import GROUP
+from picompile_passes.formats import GROUP
 
 _FLAG_WORDS = 16
 

@@ -8,7 +8,7 @@ from _gpu_example import Example, Maker, numpy_of
 from _gpu_weights import Array
 from torch.nn import functional
 
-from picompile_passes.dialect import FORMATS
+from picompile_passes.formats import FORMATS
 
 # Far beyond what a product of these blocks comes to: a bias of so much decides alone.
 _DECIDED = 6.0

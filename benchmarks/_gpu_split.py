@@ -10,7 +10,7 @@ from picompile.placement.sources import ModelOptions, find_model
 from picompile.progress import NoProgress
 from picompile.synth.shapes import ModelShape
 from picompile_codegen.lowering.placement import ON_HOST, Placement
-from picompile_passes.weight_formats import FORMATS, predictor_format
+from picompile_passes.formats import FORMATS, predictor_format
 
 # Neurons of a layer that the GPU gets are a multiple of this, as in a plan.
 _GROUP = 64

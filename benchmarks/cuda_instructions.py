@@ -20,7 +20,7 @@ from picompile_codegen import cuda
 from picompile_codegen.cuda.build import build_cuda
 from picompile_codegen.cuda.function import CudaKernel
 from picompile_codegen.specs import FfnSpec, LinearSpec
-from picompile_passes.weight_formats import FORMATS, LOW_BITS
+from picompile_passes.formats import FORMATS, LOW_BITS
 
 WEIGHTS = 128
 COLUMNS = ("kernel", "registers", "all", "integer")

@@ -37,14 +37,14 @@ from picompile.predictors.train import TrainOptions, train_predictors
 from picompile.predictors.train.candidates import split
 from picompile.predictors.train.data import ROWS, layer_data, measure_curve, measure_firing
 from picompile.streaming import stream_windows
-from picompile_passes.dialect.formats import dequantize_rows, quantize_rows
+from picompile_passes.formats import FORMATS
+from picompile_passes.formats.packing import dequantize_rows, quantize_rows
 from picompile_passes.graph.nodes import arguments, calls
 from picompile_passes.graph.operands import PREDICT
 from picompile_passes.passes.canonicalize import canonicalize
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.quantize import Quantize
 from picompile_passes.predictors import predictor_kind
-from picompile_passes.weight_formats import FORMATS
 
 Windows = Sequence[Sequence[int]]
 # Of a text: the losses of each window's tokens but the first, in nats.

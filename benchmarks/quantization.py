@@ -32,13 +32,13 @@ from picompile.progress import NoProgress
 from picompile.rounding import RoundingOptions, checkpoint_formats, round_checkpoint
 from picompile.rounding.losses import divergence
 from picompile.streaming import negative_log_likelihood, stream_windows
+from picompile_passes.formats import FORMATS
 from picompile_passes.graph.materialize import WeightSource
 from picompile_passes.graph.nodes import arguments, calls, is_call
 from picompile_passes.graph.operands import DEQUANTIZE, LINEAR, SPARSE_FFN
 from picompile_passes.passes.canonicalize import canonicalize
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.quantize import Quantize
-from picompile_passes.weight_formats import FORMATS
 
 QUANTS = ("q4", "q4m", "5.0bpw", "5.2bpw", "5.5bpw", "q6", "q8")
 # The numbers of llama.cpp's enum llama_ftype.

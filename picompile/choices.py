@@ -3,13 +3,13 @@
 import re
 
 from picompile.errors import UsageError
+from picompile_passes.formats import FORMATS
 
-# The formats of matrices. With those of 4 bits the output head and embeddings are in q6.
-QUANTIZATIONS = ("f16", "q8", "q6", "q4m", "q4")
+# The built-in formats of matrices; packages may offer more, which `FORMATS` has as well.
+QUANTIZATIONS = FORMATS.builtin
+FORMATS_HELP = "Weight format: " + "; ".join(f"{name}: {FORMATS[name].summary}" for name in QUANTIZATIONS)
 # How weights are rounded: so that errors on calibration text make up for each other, or each to the nearest value.
 ROUNDINGS = ("calibrated", "nearest")
-# The formats that round so coarsely that calibration is worth its time.
-CALIBRATED = ("q6", "q4m", "q4")
 DEFAULT_ROUNDING_TOKENS = 32_768
 # Fewer tokens say nothing about neurons that fire on one token in a hundred.
 LEAST_CALIBRATION_TOKENS = 1024
@@ -22,7 +22,7 @@ PREDICTORS = ("exact", "learned", "sign", "none")
 # Predictors that leave out no neuron that fires. They need neither training nor an accuracy check.
 LOSSLESS = ("exact", "none")
 # Element types of the key/value cache, and what the code generator calls them.
-KV_DTYPES = {"f16": "float16", "f32": "float32", "q8": "q8", "q4": "q4"}
+KV_DTYPES = {"f16": "float16", "f32": "float32"} | {name: name for name in QUANTIZATIONS if FORMATS[name].cache}
 DEFAULT_CONTEXT = 4096
 MOST_SEQUENCES = 256
 # With these a step has eight tokens: two tiles of four that share what is read of a matrix.
@@ -55,8 +55,9 @@ def default_kv_dtype(activation: str) -> str:
 # predictions.
 AUTO_BITS = "auto"
 _BITS = re.compile(r"(\d{1,2}(?:\.\d{1,4})?)bpw")
-# Those of q4 and q8, with a weight's share of a scale.
-_LEAST_BITS, _MOST_BITS = 4.5, 8.5
+# The formats that a budget chooses from, the coarsest first.
+BUDGET_FORMATS = tuple(sorted((n for n in QUANTIZATIONS if FORMATS[n].budget), key=lambda n: FORMATS[n].bits))
+_LEAST_BITS, _MOST_BITS = FORMATS[BUDGET_FORMATS[0]].bits, FORMATS[BUDGET_FORMATS[-1]].bits
 
 
 def parse_bits(quant: str) -> float | None:
@@ -79,16 +80,21 @@ def is_budget(quant: str) -> bool:
 
 def check_predictor_quant(quant: str) -> None:
     """Raise `UsageError` unless `quant` is a format or `auto`."""
-    if quant not in ("auto", *QUANTIZATIONS):
-        known = ", ".join(QUANTIZATIONS)
+    if quant != "auto" and quant not in FORMATS:
+        known = ", ".join(FORMATS)
         raise UsageError(f"unknown quantization {quant!r} of predictors; known are auto, {known}")
 
 
 def check_quant(quant: str) -> None:
     """Raise `UsageError` unless `quant` is a format, a budget, or `auto`."""
-    if quant not in QUANTIZATIONS and not is_budget(quant):
-        formats = ", ".join(QUANTIZATIONS)
+    if quant not in FORMATS and not is_budget(quant):
+        formats = ", ".join(FORMATS)
         raise UsageError(f"unknown quantization {quant!r}; known are {formats}, auto, and budgets like 5.2bpw")
+
+
+def is_calibrated(quant: str) -> bool:
+    """Return whether weights are rounded so coarsely that calibration is worth its time."""
+    return is_budget(quant) or FORMATS[quant].calibrated
 
 
 def base_format(quant: str) -> str:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from picompile.choices import (
     BF16_CHOICES,
-    CALIBRATED,
     DEFAULT_ACCURACY_BOUND,
     DEFAULT_ROUNDING_TOKENS,
     DEFAULT_SKIP_TOKENS,
@@ -30,6 +29,7 @@ from picompile.choices import (
     default_kv_dtype,
     default_predictor,
     is_budget,
+    is_calibrated,
     resolve_context,
 )
 from picompile.errors import UsageError
@@ -273,7 +273,7 @@ class CompileOptions:
 
     @property
     def _can_calibrate(self) -> bool:
-        return self.quant in CALIBRATED or is_budget(self.quant)
+        return is_calibrated(self.quant)
 
     @property
     def calibrates(self) -> bool:
@@ -489,7 +489,7 @@ def resolve(options: CompileOptions, facts: "ModelFacts") -> CompileConfig:
 
 def _check_heads(options: CompileOptions, facts: "ModelFacts") -> None:
     """Raise `UsageError` for a model whose heads do not fit the type of the KV cache."""
-    from picompile_passes.weight_formats import GROUP
+    from picompile_passes.formats import GROUP
 
     if options.kv_dtype == "q4" and facts.head_dim % GROUP:
         raise UsageError(

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from picompile_passes.dialect import dequantize_rows
-from picompile_passes.weight_formats import ROW_ALIGNMENT_BYTES
+from picompile_passes.formats import ROW_ALIGNMENT_BYTES
 
 _LANES, _WORD_BITS = 8, 32
 BLOCK_COLUMNS = _LANES * _WORD_BITS

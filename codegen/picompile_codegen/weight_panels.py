@@ -7,25 +7,22 @@ in a lane of its own. A panel takes the bytes of its rows.
 
 from typing import TYPE_CHECKING
 
-from picompile_passes.weight_formats import FORMATS, WeightFormat
+from picompile_passes.formats import FORMATS, Codec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 PANEL_ROWS = 16
 
-# f16 has none: its products are not of bytes.
-_FORMATS = ("q8", "q6", "q4m", "q4")
-
-_CODE_BYTES, _SCALE_BYTES = 4, 2
+_CODE_BYTES = 4
 
 
 def has_panels(format_name: str, rows: int) -> bool:
     """Return whether a matrix of `rows` rows can be stored in panels: whole ones, in a format that has them."""
-    return format_name in _FORMATS and rows % PANEL_ROWS == 0
+    return FORMATS[format_name].panels and rows % PANEL_ROWS == 0
 
 
-def panel_bytes(form: WeightFormat, columns: int) -> int:
+def panel_bytes(form: Codec, columns: int) -> int:
     """Return the bytes of a panel."""
     return PANEL_ROWS * form.row_bytes(columns)
 
@@ -38,7 +35,7 @@ def to_panels(packed: "Tensor", format_name: str, columns: int) -> "Tensor":
     panels = torch.empty(len(packed) // PANEL_ROWS, panel_bytes(form, columns), dtype=torch.uint8)
     start = 0
     ends = (form.zero_offset_bytes(columns), form.scale_offset_bytes(columns), form.row_bytes(columns))
-    for end, unit in zip(ends, (_CODE_BYTES, 1, _SCALE_BYTES), strict=True):
+    for end, unit in zip(ends, (_CODE_BYTES, 1, form.scale_bytes), strict=True):
         if end > start:
             rows = packed[:, start:end].reshape(len(panels), PANEL_ROWS, -1, unit)
             part = panels[:, PANEL_ROWS * start : PANEL_ROWS * end]

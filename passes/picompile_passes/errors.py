@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from torch.fx import Node
+if TYPE_CHECKING:
+    from torch.fx import Node
 
 
 class PassesError(Exception):
@@ -52,7 +54,7 @@ class RewriteError(PassesError):
 class VerifyError(PassesError):
     """A graph breaks a rule of its stage. `context` is the text of the ten nodes around `node`."""
 
-    def __init__(self, rule: str, node: Node | None, message: str, context: str) -> None:
+    def __init__(self, rule: str, node: "Node | None", message: str, context: str) -> None:
         self.rule = rule
         self.node = node
         self.context = context

@@ -19,14 +19,12 @@ makes graphs that use it.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
-from operator import attrgetter
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from picompile_passes.errors import RegistryError
+from picompile_passes.plugins import Registry
 
 
 @dataclass(frozen=True)
@@ -127,7 +125,7 @@ BUILTIN_KINDS = (
 
 ENTRY_POINT_GROUP = "picompile.predictors"
 
-_KINDS = {kind.name: kind for kind in BUILTIN_KINDS}
+_KINDS = Registry("predictor kind", ENTRY_POINT_GROUP, PredictorKind, BUILTIN_KINDS)
 
 
 def predictor_kind(name: str) -> PredictorKind:
@@ -137,13 +135,10 @@ def predictor_kind(name: str) -> PredictorKind:
         ValueError: If no such kind is known.
         RegistryError: If a package offers it, and it does not import, is no `PredictorKind`, or shares its name.
     """
-    if name in _KINDS:
+    try:
         return _KINDS[name]
-    points = _entry_points()
-    if name not in points:
-        raise ValueError(f"unknown predictor kind {name!r}; known are {', '.join([*_KINDS, *points])}")
-    add_predictor_kind(_load(points[name]))
-    return _KINDS[name]
+    except KeyError:
+        raise ValueError(f"unknown predictor kind {name!r}; known are {', '.join(_KINDS)}") from None
 
 
 def add_predictor_kind(kind: PredictorKind) -> None:
@@ -154,8 +149,7 @@ def add_predictor_kind(kind: PredictorKind) -> None:
     Raises:
         ValueError: If another kind has the name.
     """
-    if _KINDS.setdefault(kind.name, kind) is not kind:
-        raise ValueError(f"there is a predictor kind {kind.name!r} already")
+    _KINDS.add(kind)
 
 
 def predictor_kinds() -> tuple[str, ...]:
@@ -164,41 +158,4 @@ def predictor_kinds() -> tuple[str, ...]:
     Raises:
         RegistryError: If two kinds have the same name.
     """
-    return tuple(dict.fromkeys([*_KINDS, *_entry_points()]))
-
-
-def _entry_points() -> Mapping[str, EntryPoint]:
-    found: dict[str, EntryPoint] = {}
-    for point in entry_points(group=ENTRY_POINT_GROUP):
-        if point.name in found:
-            raise RegistryError(_twice(_where(found[point.name]), point))
-        if point.name in map(attrgetter("name"), BUILTIN_KINDS):
-            raise RegistryError(_twice("one from picompile", point))
-        if point.name in _KINDS and _load(point) is not _KINDS[point.name]:
-            raise RegistryError(_twice("one that this program added", point))
-        found[point.name] = point
-    return found
-
-
-def _twice(one: str, other: EntryPoint) -> str:
-    return f"two predictor kinds are called {other.name}: {one} and {_where(other)}"
-
-
-def _load(point: EntryPoint) -> PredictorKind:
-    try:
-        kind = point.load()
-    except Exception as error:
-        raise RegistryError(f"predictor kind {point.name} from {_origin(point)} does not import: {error}") from error
-    if not isinstance(kind, PredictorKind):
-        raise RegistryError(f"{_where(point)} is not a PredictorKind")
-    if kind.name != point.name:
-        raise RegistryError(f"{_where(point)} is registered as {point.name} but calls itself {kind.name}")
-    return kind
-
-
-def _where(point: EntryPoint) -> str:
-    return f"{point.value} from {_origin(point)}"
-
-
-def _origin(point: EntryPoint) -> str:
-    return point.dist.name if point.dist is not None else "an unknown package"
+    return tuple(_KINDS)

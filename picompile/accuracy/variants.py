@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from picompile.predictors.firing import FiringRule
-from picompile_passes.dialect.formats import dequantize_rows, quantize_rows
 from picompile_passes.dialect.ops import SparseFfnOperands
+from picompile_passes.formats import GROUP
+from picompile_passes.formats.packing import dequantize_rows, quantize_rows
 from picompile_passes.graph.materialize import WeightSource
 from picompile_passes.graph.nodes import calls
 from picompile_passes.graph.operands import ATTENTION, SPARSE_FFN
-from picompile_passes.weight_formats import GROUP
 
 Replaced = Mapping[Node, Callable[..., Tensor]]
 """Calls of a graph that are computed in another way, from the same arguments."""

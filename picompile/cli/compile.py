@@ -8,9 +8,11 @@ from typing import Annotated, Any
 import typer
 
 from picompile.choices import (
+    BUDGET_FORMATS,
     DEFAULT_ROUNDING_TOKENS,
     DEFAULT_SKIP_TOKENS,
     DRAFT_TOKENS,
+    FORMATS_HELP,
     LOSSLESS,
     check_quant,
     is_budget,
@@ -48,6 +50,7 @@ from picompile.machine import gpu_of
 from picompile.output import parents_of
 from picompile.output.place import require_disk_space
 from picompile.quantities import parse_accuracy, parse_checked_bound, parse_count, parse_share, shortened
+from picompile_passes.formats import FORMATS
 
 
 def compile_command(
@@ -66,9 +69,8 @@ def compile_command(
         str,
         typer.Option(
             metavar="FORMAT",
-            help="Weight format: f16, q8, q6, q4m or q4. q4m has a zero for each group of weights beside its scale. "
-            "With q4 and q4m the output head and embeddings are in q6. Or a budget, as in 5.2bpw: bits a weight on "
-            "average, spent where they keep most; auto: as few as keep the model's predictions.",
+            help=f"{FORMATS_HELP}. With 4 bits the output head and embeddings are in q6. Or a budget, as in 5.2bpw: "
+            "bits a weight on average, spent where they keep most; auto: as few as keep the model's predictions.",
         ),
     ] = "q4",
     rounding: Annotated[
@@ -301,10 +303,7 @@ def compile_command(
 
 def _least_bits(quant: str) -> float:
     """Return how many bits a weight takes at least."""
-    from picompile_passes.weight_formats import FORMATS
-
-    least = FORMATS["q4"].bits
-    return (parse_bits(quant) or least) if quant not in FORMATS else FORMATS[quant].bits
+    return FORMATS[quant].bits if quant in FORMATS else parse_bits(quant) or FORMATS[BUDGET_FORMATS[0]].bits
 
 
 def read_hot(path: Path) -> Mapping[int, Sequence[int]]:

@@ -122,16 +122,6 @@ HostBandwidthOption = Annotated[
 ]
 
 
-class Quant(str, Enum):
-    """Weight formats, as `picompile_passes.dialect.FORMATS` has them; not imported: that imports torch."""
-
-    F16 = "f16"
-    Q8 = "q8"
-    Q6 = "q6"
-    Q4M = "q4m"
-    Q4 = "q4"
-
-
 class Rounding(str, Enum):
     """How weights are rounded, as `picompile.choices.ROUNDINGS` has it."""
 

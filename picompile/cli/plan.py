@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from picompile.choices import FORMATS_HELP
 from picompile.cli.checks import require_model_folder, require_output_file
 from picompile.cli.options import (
     ActivationOption,
@@ -17,7 +18,6 @@ from picompile.cli.options import (
     JsonOption,
     KvDtype,
     PredictorQuantOption,
-    Quant,
     VramBudgetOption,
 )
 from picompile.cli.plan_show import show_plan
@@ -136,7 +136,7 @@ def plan_command(
     work: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Take and keep profile and predictors here, as compile does.")
     ] = None,
-    quant: Annotated[Quant, typer.Option(help="Weight format.")] = Quant.Q4,
+    quant: Annotated[str, typer.Option(metavar="FORMAT", help=f"{FORMATS_HELP}.")] = "q4",
     predictor: Annotated[
         str | None,
         typer.Option(
@@ -215,7 +215,7 @@ def plan_command(
         profile=profile,
         predictors=predictors,
         work=work,
-        quant=quant.value,
+        quant=quant,
         predictor=predictor,
         context=context,
         batch=batch,

@@ -13,7 +13,7 @@ from picompile.placement.plan import Plan
 from picompile.predictors.accuracy import AccuracyReport
 from picompile.predictors.predictor_set import PredictorSet
 from picompile.progress import Progress
-from picompile_passes.weight_formats import predictor_format
+from picompile_passes.formats import predictor_format
 
 _STAND_IN_FILE = "kernels/gate.so"
 

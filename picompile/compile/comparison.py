@@ -10,7 +10,7 @@ from picompile.accuracy import CheckpointComparison, ComparedArtifact, Variant, 
 from picompile.accuracy.measure import ComparedText
 from picompile.accuracy.variants import round_cache, silence_below
 from picompile.artifact.writer import WrittenArtifact
-from picompile.choices import AUTO_BITS, CALIBRATED, is_budget
+from picompile.choices import AUTO_BITS, is_budget, is_calibrated
 from picompile.compile.accuracy import runnable_here
 from picompile.compile.passes import compilation_passes, run_passes
 from picompile.config import CompileConfig, CompileOptions, PlacementConfig
@@ -20,11 +20,8 @@ from picompile.placement.plan import Plan
 from picompile.predictors.accuracy import first_windows
 from picompile.predictors.predictor_set import HeldOut, PredictorSet, find_held_out
 from picompile.progress import Progress
+from picompile_passes.formats import FORMATS
 from picompile_passes.passes.canonicalize import canonical_form
-
-# Formats that lose less than another, the smallest first.
-_FINER = {"q4": "q4m or q6", "q4m": "q6", "q6": "q8", "q8": "f16"}
-
 
 # The type of a KV cache that rounds less, by type.
 _FINER_CACHE = {"q4": "q8", "q8": "f16", "f16": "f32"}
@@ -159,7 +156,8 @@ def _weights_remedy(config: CompileConfig) -> str:
         bits = config.rounding.bits_per_weight
         finer = f"a larger budget than {bits:.2f} bits a weight, or --quant q8"
     else:
-        finer = f"--quant {_FINER[config.quant]}" if config.quant in _FINER else ""
-    if (config.quant in CALIBRATED or is_budget(config.quant)) and not config.rounding.compensates:
+        formats = FORMATS[config.quant].finer
+        finer = f"--quant {' or '.join(formats)}" if formats else ""
+    if is_calibrated(config.quant) and not config.rounding.compensates:
         return f"{finer}, or calibrated rounding (--work DIR)"
     return finer

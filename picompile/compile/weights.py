@@ -16,9 +16,9 @@ from picompile.predictors.predictor_set import PredictorSet
 from picompile.progress import Progress
 from picompile.rounding import RoundingOptions, checkpoint_formats, round_checkpoint
 from picompile.skipping import checkpoint_limits, skipping_sites
+from picompile_passes.formats import head_format
 from picompile_passes.graph.materialize import WeightSource
 from picompile_passes.passes.canonicalize import CANONICALIZE
-from picompile_passes.weight_formats import head_format
 
 
 def warn_of_rounding(captured: Captured, quant: str, progress: Progress) -> None:

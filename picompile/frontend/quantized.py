@@ -10,13 +10,12 @@ from torch import Tensor
 from picompile.errors import UnsupportedModelError
 from picompile.frontend.checkpoint import READ_ERRORS, TensorHeader, one_line, open_file
 from picompile.frontend.quantized_codes import CodeLayout, QuantizedMatrix
-from picompile_passes.dialect.formats import FORMATS, GROUP
+from picompile_passes.formats import COARSE_BITS, FORMATS, GROUP
+from picompile_passes.formats.packing import data_bytes
 
 _SUFFIX = ".qweight"
 _PARTS = ("qweight", "qzeros", "scales")
 _SCALE_DTYPES = ("F16", "BF16", "F32")
-# The integers minus their zeros that our formats have: q8 without -128, which kernels cannot negate.
-_CODES = {"q8": (-127, 127), "q4": (-8, 7)}
 # Inputs that are unpacked at a time; a multiple of the integers in a word.
 _STEP = 256
 
@@ -112,22 +111,22 @@ class QuantizedTensors:
         It is where 32 columns side by side are of one group, scales are float16, and every code - zero is a number of
         the format: symmetric 4-bit matrices in q4, all 4-bit matrices in q8. Raises as `load` does.
         """
-        header = self.headers[name]
-        if format_name not in _CODES or header.shape[1] % GROUP:
+        header, form = self.headers[name], FORMATS[format_name]
+        # A format's zeros, tables and planes are not those of the checkpoint.
+        if form.data_bits not in (4, 8) or form.zero is None or form.table or header.shape[1] % GROUP:
             return None
         matrix = self._read(name)
         by_group = matrix.groups.view(-1, GROUP)
         if matrix.scales.dtype != torch.float16 or not bool((by_group == by_group[:, :1]).all()):
             return None
-        least, most = _CODES[format_name]
-        form, zeros = FORMATS[format_name], matrix.zeros()
+        zeros, own_zero = matrix.zeros(), int(form.zero)
         packed = torch.zeros(matrix.outputs, form.row_bytes(matrix.inputs), dtype=torch.uint8)
         for start, stop in _steps(matrix.inputs):
             codes = matrix.codes(zeros, start, stop).T.reshape(matrix.outputs, -1, GROUP)
             low, high = torch.aminmax(codes)
-            if int(low) < least or int(high) > most:
+            if int(low) + own_zero < form.lowest or int(high) + own_zero > form.highest:
                 return None
-            data = _bytes(codes, format_name).reshape(matrix.outputs, -1)
+            data = data_bytes(codes + own_zero, form).reshape(matrix.outputs, -1)
             at = start * form.data_bits // 8
             packed[:, at : at + data.shape[1]] = data
         offset, count = form.scale_offset_bytes(matrix.inputs), matrix.inputs // GROUP
@@ -136,11 +135,11 @@ class QuantizedTensors:
         return packed
 
     def rounds_again(self, format_name: str) -> str | None:
-        """Return AWQ or GPTQ where q4 rounds matrices of 4 bits a second time, else None.
+        """Return AWQ or GPTQ where a format of 4 bits rounds matrices of 4 bits a second time, else None.
 
         It does where each group has a zero of its own, or groups are not of columns side by side.
         """
-        again = format_name == "q4" and self.layout.bits == 4 and not self.layout.plain
+        again = FORMATS[format_name].bits <= COARSE_BITS and self.layout.bits == 4 and not self.layout.plain
         return self.layout.method.upper() if again else None
 
     def without_zero_biases(self, expected: Container[str]) -> dict[str, TensorHeader]:
@@ -205,14 +204,6 @@ class QuantizedTensors:
         except READ_ERRORS as error:
             raise UnsupportedModelError(f"{file}: cannot read {name}: {one_line(error)}") from error
         return tensor
-
-
-def _bytes(codes: Tensor, format_name: str) -> Tensor:
-    """Return groups of 32 codes as the data of q8 or q4: element i beside element i + 16 in a byte."""
-    if format_name == "q8":
-        return codes.to(torch.int8).view(torch.uint8)
-    nibbles = (codes + 8).to(torch.uint8)
-    return nibbles[..., : GROUP // 2] | (nibbles[..., GROUP // 2 :] << 4)
 
 
 def _steps(inputs: int) -> Iterator[tuple[int, int]]:

@@ -19,8 +19,8 @@ from picompile.placement.shape_graph import (
 from picompile.placement.shape_outline import ModelOutline
 from picompile.placement.tally import TalliedBlock, TalliedProgram, tally
 from picompile_codegen.lowering.arena import Lifetime, align, place_buffers
+from picompile_passes.formats import FORMATS, GROUP
 from picompile_passes.silence import silences_neurons
-from picompile_passes.weight_formats import FORMATS, GROUP
 
 # The workspace of a model given by its numbers: activations, scratch memory of CPU kernels, and logits.
 #

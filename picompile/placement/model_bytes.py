@@ -8,10 +8,10 @@ from picompile.choices import (
     DEFAULT_CONTEXT,
     KV_DTYPES,
     PREDICTORS,
-    QUANTIZATIONS,
     check_predictor_quant,
 )
 from picompile.errors import UsageError
+from picompile_passes.formats import FORMATS
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Packing:
     def __post_init__(self) -> None:
         check_predictor_quant(self.predictor_quant)
         for value, known, name in (
-            (self.quant, QUANTIZATIONS, "quantization"),
+            (self.quant, FORMATS, "quantization"),
             (self.predictor, _known_predictors(self.predictor), "predictor"),
             (self.kv_dtype or "f16", tuple(name for name in KV_DTYPES if name != "q4"), "KV cache type"),
         ):

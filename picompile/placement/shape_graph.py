@@ -6,7 +6,7 @@ from math import prod
 
 from picompile.placement.shape_outline import ModelOutline
 from picompile_codegen.lowering.arena import align
-from picompile_passes.weight_formats import FORMATS, GROUP, head_format, predictor_format
+from picompile_passes.formats import FORMATS, GROUP, head_format, predictor_format
 
 # Predictors that a kernel of their own makes a mask by.
 LEARNED = ("learned", "learned-relu")

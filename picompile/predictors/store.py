@@ -190,7 +190,7 @@ class Predictors:
 
         Their matrices have the values that the weight format `quant` gives them; None: those of the file.
         """
-        from picompile_passes.dialect.formats import dequantize_rows, quantize_rows
+        from picompile_passes.formats.packing import dequantize_rows, quantize_rows
 
         shapes = {f"predictors.{name}": header.shape for name, header in self.headers.items()}
 

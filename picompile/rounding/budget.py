@@ -13,10 +13,9 @@ from typing import Any
 
 import highspy
 
-from picompile_passes.weight_formats import FORMATS
+from picompile.choices import BUDGET_FORMATS
+from picompile_passes.formats import FORMATS
 
-# The formats to choose from.
-CHOICES = ("q4", "q4m", "q6", "q8")
 # Losses are far below 1, where HiGHS works with tolerances of 1e-6.
 _LARGEST_LOSS = 1e4
 
@@ -25,7 +24,7 @@ _LARGEST_LOSS = 1e4
 class MatrixUnit:
     """Matrices that have one format: `parameters` are what they are made of, `weights` how many they are.
 
-    `losses` has the loss of each format of `CHOICES` alone, all else as it is in the checkpoint.
+    `losses` has the loss of each format of `BUDGET_FORMATS` alone, all else as it is in the checkpoint.
     """
 
     name: str
@@ -37,7 +36,7 @@ class MatrixUnit:
 def fit_budget(units: Sequence[MatrixUnit], bits: float) -> dict[str, str]:
     """Return the format of each unit, by its name, that loses least within `bits` bits a weight on average."""
     total = sum(unit.weights for unit in units)
-    sizes = [{form: unit.weights / total * FORMATS[form].bits for form in CHOICES} for unit in units]
+    sizes = [{form: unit.weights / total * FORMATS[form].bits for form in BUDGET_FORMATS} for unit in units]
     return _solve(units, [unit.losses for unit in units], sizes, bits)
 
 
@@ -48,9 +47,9 @@ def fit_loss(units: Sequence[MatrixUnit], bound: float) -> dict[str, str]:
     """
     least = sum(min(unit.losses.values()) for unit in units)
     if least >= bound:
-        return {unit.name: min(CHOICES, key=lambda form: unit.losses[form]) for unit in units}
+        return {unit.name: min(BUDGET_FORMATS, key=lambda form: unit.losses[form]) for unit in units}
     total = sum(unit.weights for unit in units)
-    sizes = [{form: unit.weights / total * FORMATS[form].bits for form in CHOICES} for unit in units]
+    sizes = [{form: unit.weights / total * FORMATS[form].bits for form in BUDGET_FORMATS} for unit in units]
     return _solve(units, sizes, [unit.losses for unit in units], bound)
 
 
@@ -92,13 +91,14 @@ def _solve(
     solver.setOptionValue("threads", 1)
     solver.setOptionValue("mip_rel_gap", 1e-6)
     scale = _LARGEST_LOSS / max(max(cost.values()) for cost in costs)
-    chosen = [{form: solver.addBinary() for form in CHOICES} for _ in units]
+    chosen = [{form: solver.addBinary() for form in BUDGET_FORMATS} for _ in units]
     for of_unit in chosen:
         solver.addConstr(solver.qsum(of_unit.values()) == 1)
-    pairs = [(place, form) for place in range(len(units)) for form in CHOICES]
+    pairs = [(place, form) for place in range(len(units)) for form in BUDGET_FORMATS]
     solver.addConstr(solver.qsum(chosen[u][form] * (sizes[u][form] / limit) for u, form in pairs) <= 1.0)
     solver.minimize(solver.qsum(chosen[u][form] * (costs[u][form] * scale) for u, form in pairs))
-    values = [{form: solver.val(of_unit[form]) for form in CHOICES} for of_unit in chosen]
+    values = [{form: solver.val(of_unit[form]) for form in BUDGET_FORMATS} for of_unit in chosen]
     return {
-        unit.name: max(CHOICES, key=lambda form: of_unit[form]) for unit, of_unit in zip(units, values, strict=True)
+        unit.name: max(BUDGET_FORMATS, key=lambda form: of_unit[form])
+        for unit, of_unit in zip(units, values, strict=True)
     }

@@ -17,8 +17,8 @@ from picompile.rounding.losses import measure_losses, read_losses, write_losses
 from picompile.rounding.options import RoundingOptions
 from picompile.rounding.run import round_model
 from picompile.rounding.store import RoundedWeights, RoundingDirectory
+from picompile_passes.formats import FORMATS
 from picompile_passes.graph.materialize import WeightSource
-from picompile_passes.weight_formats import FORMATS
 
 
 def calibration_text(checkpoint: Path, options: RoundingOptions) -> TextWindows:

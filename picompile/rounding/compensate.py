@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from picompile.errors import UnsupportedModelError
-from picompile_passes.dialect.formats import GroupGrid, WeightFormat, group_grid, pack_codes
-from picompile_passes.weight_formats import GROUP
+from picompile_passes.formats import GROUP, Codec
+from picompile_passes.formats.packing import GroupGrid, group_grid, pack_codes
 
 # Added to the diagonal of H, as a share of its mean; ten times as much at each further try.
 _DAMPING, _MOST_DAMPING = 0.01, 1.0
@@ -30,7 +30,7 @@ _BLOCK = 4 * GROUP
 _OUTPUTS = 16_384
 
 
-def round_rows(weight: Tensor, moments: Tensor, form: WeightFormat) -> Tensor:
+def round_rows(weight: Tensor, moments: Tensor, form: Codec) -> Tensor:
     """Round a matrix whose rows are outputs, so that groups are of 32 inputs; return it packed.
 
     Args:
@@ -39,7 +39,7 @@ def round_rows(weight: Tensor, moments: Tensor, form: WeightFormat) -> Tensor:
         form: a format of integers.
 
     Returns:
-        uint8 [outputs, row bytes], as `dialect.formats` lays rows out.
+        uint8 [outputs, row bytes], as `picompile_passes.formats` lays rows out.
 
     Raises:
         UnsupportedModelError: the moments are not finite.
@@ -58,7 +58,7 @@ def round_rows(weight: Tensor, moments: Tensor, form: WeightFormat) -> Tensor:
     return packed
 
 
-def round_neurons(weight: Tensor, moments: Tensor, form: WeightFormat) -> Tensor:
+def round_neurons(weight: Tensor, moments: Tensor, form: Codec) -> Tensor:
     """Round a matrix whose rows are neurons, that is inputs, so that groups are of 32 outputs; return it packed.
 
     Args:
@@ -164,7 +164,7 @@ def _compensate(work: Tensor, factor: Tensor, rounding: _Rounding) -> None:
 class _GroupsOfInputs(_Rounding):
     """Groups are of 32 inputs, in an order that keeps them together: each output has a scale for each of them."""
 
-    def __init__(self, form: WeightFormat, order: Tensor, outputs: int) -> None:
+    def __init__(self, form: Codec, order: Tensor, outputs: int) -> None:
         """Prepare for inputs in the `order` of their numbers."""
         self._form, self._order = form, order
         self._codes = torch.empty(outputs, len(order), dtype=torch.int8)
@@ -193,7 +193,7 @@ class _GroupsOfInputs(_Rounding):
 class _GroupsOfOutputs(_Rounding):
     """Groups are of 32 outputs: an input's weights have scales of their own, which are chosen when its turn comes."""
 
-    def __init__(self, form: WeightFormat, inputs: int, groups: int) -> None:
+    def __init__(self, form: Codec, inputs: int, groups: int) -> None:
         """Prepare for `inputs` inputs, each with weights in `groups` groups."""
         self._form = form
         self._codes = torch.empty(inputs, groups, GROUP, dtype=torch.int8)
@@ -223,7 +223,7 @@ class _Best:
     error: Tensor
 
 
-def best_grid(groups: Tensor, form: WeightFormat, sizes: Tensor | None = None) -> GroupGrid:
+def best_grid(groups: Tensor, form: Codec, sizes: Tensor | None = None) -> GroupGrid:
     """Return, for each group, the grid of the least squared rounding error, of several that span all or most of it.
 
     Args:

@@ -16,18 +16,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from picompile.choices import BUDGET_FORMATS
 from picompile.predictors.profile.files import read_notes, write_json
 from picompile.progress import Progress
-from picompile.rounding.budget import CHOICES, MatrixUnit
+from picompile.rounding.budget import MatrixUnit
 from picompile.rounding.matrices import source_of
 from picompile.streaming import Segment, State, new_states, run_window, segment_constants, split_layers
-from picompile_passes.dialect.formats import dequantize_rows, quantize_rows
+from picompile_passes.formats.packing import dequantize_rows, quantize_rows
 from picompile_passes.graph.materialize import WeightSource, evaluate_constant
 from picompile_passes.graph.nodes import arguments, is_call
 from picompile_passes.graph.operands import LINEAR, SPARSE_FFN
 
 # The format that is tried.
-_TRIED = "q4"
+_TRIED = BUDGET_FORMATS[0]
 
 
 def measure_losses(
@@ -111,11 +112,11 @@ class _Errors:
 
 
 def _errors(site: _Site, graph_module: GraphModule, weights: WeightSource) -> _Errors:
-    squares, count = dict.fromkeys(CHOICES, 0.0), 0
+    squares, count = dict.fromkeys(BUDGET_FORMATS, 0.0), 0
     for matrix in site.matrices:
         value = evaluate_constant(graph_module, matrix, weights)
         count += value.numel()
-        for form in CHOICES:
+        for form in BUDGET_FORMATS:
             squares[form] += float((_nearest(value, form) - value).square().sum())
     return _Errors(count, squares)
 
@@ -147,7 +148,7 @@ class _Variant:
     def unit(self) -> MatrixUnit:
         """Return the unit with its loss in every format."""
         squares = self.errors.squares
-        losses = {form: self.loss * squares[form] / (squares[_TRIED] or 1.0) for form in CHOICES}
+        losses = {form: self.loss * squares[form] / (squares[_TRIED] or 1.0) for form in BUDGET_FORMATS}
         return MatrixUnit(self.site.name, tuple(self.site.parameters), self.errors.weights, losses)
 
 

@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from picompile.streaming import Segment
 from picompile_passes.dialect.ops import SparseFfnOperands, neuron_rms
+from picompile_passes.formats import FORMATS
 from picompile_passes.graph.nodes import arguments, attribute, has_real_data, is_call
 from picompile_passes.graph.operands import (
     DEQUANTIZE,
@@ -21,7 +22,6 @@ from picompile_passes.graph.operands import (
     SPARSE_FFN,
     TRANSPOSE,
 )
-from picompile_passes.weight_formats import FORMATS
 
 
 class MatrixKey(NamedTuple):

@@ -16,9 +16,9 @@ from picompile.rounding.compensate import round_neurons, round_rows
 from picompile.rounding.matrices import InputGroup, Matrix, MatrixKey, Moments, input_groups
 from picompile.rounding.store import RoundedWeights, RoundingDirectory
 from picompile.streaming import Segment, State, observe_segment, run_segment, split_layers
+from picompile_passes.formats import FORMATS
 from picompile_passes.graph.materialize import WeightSource, evaluate_constant
 from picompile_passes.graph.nodes import arguments
-from picompile_passes.weight_formats import FORMATS
 
 _PASS = "rounding"
 

@@ -14,7 +14,8 @@ from picompile.testing.captured.decoder import captured_decoders
 from picompile.testing.shapes import build, shapes
 from picompile.testing.weights import skipping_predictors
 from picompile_passes.base import Pass, Stage, stage_of
-from picompile_passes.dialect import FORMATS, parse_activation
+from picompile_passes.dialect import parse_activation
+from picompile_passes.formats import FORMATS
 from picompile_passes.graph.nodes import arguments, calls, has_real_data
 from picompile_passes.graph.operands import FFN, SPARSE_FFN
 from picompile_passes.passes.canonicalize import CANONICALIZE, canonicalize

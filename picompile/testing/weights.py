@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from picompile_passes.base import copy_graph_module, without_unused
-from picompile_passes.dialect import FORMATS
+from picompile_passes.formats import FORMATS, predictor_format
 from picompile_passes.graph.materialize import WeightSource, evaluate_constant
 from picompile_passes.graph.nodes import arguments, attribute, calls, constant_nodes, has_real_data
 from picompile_passes.graph.operands import (
@@ -25,7 +25,6 @@ from picompile_passes.graph.operands import (
 from picompile_passes.graph.rewriter import Rewriter
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.predictors import PredictorKind, add_predictor_kind, predictor_kind
-from picompile_passes.weight_formats import predictor_format
 
 # Random weights for graphs: `random_weights`; and the neurons of blocks by their weights: `neuron_rows`.
 

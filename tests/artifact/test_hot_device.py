@@ -31,9 +31,9 @@ from picompile_codegen.lowering.function import LowerOptions
 from picompile_codegen.lowering.lower import lower
 from picompile_codegen.lowering.placement import Placement
 from picompile_codegen.specs import AttentionSpec, FfnSpec, LinearSpec
+from picompile_passes.formats import FORMATS
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
-from picompile_passes.weight_formats import FORMATS
 from test_prediction import held_out, write_predictors
 
 sys.path.insert(0, str(ROOT / "benchmarks"))

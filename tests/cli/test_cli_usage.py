@@ -13,7 +13,7 @@ import picompile
 from helpers.refusals import assert_refused
 from helpers.support import BUNDLED_MODEL, Cli
 from picompile.cli.app import COMMANDS, report
-from picompile.cli.options import KvDtype, Quant
+from picompile.cli.options import KvDtype
 from picompile.cli.run import read_prompt, run_command
 from picompile.errors import DoesNotFitError, UsageError
 from picompile_runtime.__main__ import _parser
@@ -90,9 +90,7 @@ def test_stdin_that_is_not_text_is_refused(cli: Cli, monkeypatch: pytest.MonkeyP
 
 def test_choices_are_those_of_the_packages() -> None:
     from picompile.choices import KV_DTYPES
-    from picompile_passes.dialect import FORMATS
 
-    assert {item.value for item in Quant} == set(FORMATS)
     assert {item.value for item in KvDtype} == set(KV_DTYPES)
 
 

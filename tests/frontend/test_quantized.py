@@ -15,7 +15,8 @@ from picompile.frontend.checkpoint import read_headers
 from picompile.frontend.hf import open_checkpoint
 from picompile.frontend.json_file import read_json_object
 from picompile.frontend.quantized import QuantizedTensors, find_layout
-from picompile_passes.dialect.formats import FORMATS, dequantize_rows
+from picompile_passes.formats import FORMATS
+from picompile_passes.formats.packing import dequantize_rows
 
 SCHEMES = {
     "gptq": Scheme(),

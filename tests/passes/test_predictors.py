@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.installed import install
-from picompile_passes import predictors
-from picompile_passes.dialect import FORMATS, dequantize_rows, quantize_rows
+from picompile_passes import plugins, predictors
+from picompile_passes.dialect import dequantize_rows, quantize_rows
 from picompile_passes.errors import PassOptionError, RegistryError
+from picompile_passes.formats import FORMATS
 from picompile_passes.graph.operands import PREDICT
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.predictors import (
@@ -113,7 +114,7 @@ def test_a_name_that_is_taken_cannot_be_added():
 @pytest.fixture
 def plugin(tmp_path, monkeypatch):
     """`plugin("name = predicting:KIND")` installs a package that offers predictor kinds; it is forgotten in the end."""
-    monkeypatch.setattr(predictors, "_KINDS", dict(predictors._KINDS))
+    monkeypatch.setattr(predictors._KINDS, "_known", dict(predictors._KINDS._known))
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     yield lambda *points: install(tmp_path / "site", "predicting", PLUGIN, ENTRY_POINT_GROUP, points)
     sys.modules.pop("predicting", None)
@@ -185,13 +186,13 @@ def test_a_program_and_a_package_may_name_the_same_kind_but_not_two(plugin):
 
     add_predictor_kind(predicting.KIND)
     assert predictor_kinds().count("plugged") == 1
-    predictors._KINDS["plugged"] = predicting.OTHER
+    predictors._KINDS._known["plugged"] = predicting.OTHER
     with pytest.raises(RegistryError, match="two predictor kinds are called plugged: one that this program added and"):
         predictor_kinds()
 
 
 def test_a_name_given_twice_by_packages_is_an_error(monkeypatch):
     points = [EntryPoint("plugged", f"{module}:KIND", ENTRY_POINT_GROUP) for module in ("one", "other")]
-    monkeypatch.setattr(predictors, "entry_points", lambda group: points)
+    monkeypatch.setattr(plugins, "entry_points", lambda group: points)
     with pytest.raises(RegistryError, match=r"two predictor kinds are called plugged: one:KIND .* and other:KIND from"):
         predictor_kinds()

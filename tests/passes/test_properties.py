@@ -30,8 +30,8 @@ from picompile.testing import (
 )
 from picompile.testing.properties import Snapshot, Trial
 from picompile_passes.base import Stage, stage_of
-from picompile_passes.dialect import FORMATS
 from picompile_passes.errors import PassesError, StageError, UnsupportedGraphError
+from picompile_passes.formats import FORMATS
 from picompile_passes.graph.dump import graph_text
 from picompile_passes.graph.nodes import arguments, attribute, calls, is_call
 from picompile_passes.graph.operands import INDEX_SELECT, SPARSE_FFN

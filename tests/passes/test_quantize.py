@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 from helpers.graphs import PROFILE
 from picompile.testing import LLAMA, OPT, TOLERANCES, GraphShape, RandomWeights, build, random_weights, run, shapes
 from picompile_passes.base import Stage, stage_of
-from picompile_passes.dialect import FORMATS, dequantize_rows, quantize_rows
+from picompile_passes.dialect import dequantize_rows, quantize_rows
 from picompile_passes.errors import PassOptionError
+from picompile_passes.formats import FORMATS
 from picompile_passes.graph.builder import GraphBuilder
 from picompile_passes.graph.nodes import arguments, calls
 from picompile_passes.graph.operands import (

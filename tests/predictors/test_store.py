@@ -17,8 +17,8 @@ from picompile.cli.train import _show as show_predictors
 from picompile.errors import UsageError
 from picompile.frontend.checkpoint import ModuleWeights
 from picompile.predictors import BlockShape, LayerPredictor, load_predictors, save_predictors
-from picompile_passes.dialect.formats import dequantize_rows, quantize_rows
 from picompile_passes.errors import PassOptionError
+from picompile_passes.formats.packing import dequantize_rows, quantize_rows
 
 HIDDEN, NEURONS = 29, 71
 RANKS = {0: 5, 2: 11}

@@ -7,13 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from picompile.choices import is_budget, parse_bits
+from picompile.choices import BUDGET_FORMATS, is_budget, parse_bits
 from picompile.errors import UsageError
 from picompile.progress import NoProgress
-from picompile.rounding.budget import CHOICES, MatrixUnit, fit_budget, fit_loss, mean_bits
+from picompile.rounding.budget import MatrixUnit, fit_budget, fit_loss, mean_bits
 from picompile.rounding.losses import measure_losses, read_losses, write_losses
 from picompile.testing import RandomWeights, random_weights
-from picompile_passes.dialect.formats import dequantize_rows, quantize_rows
+from picompile_passes.formats.packing import dequantize_rows, quantize_rows
 from picompile_passes.graph.materialize import materialize
 from picompile_passes.passes.insert_predictors import InsertPredictors
 
@@ -25,14 +25,14 @@ def _units(draw: st.DrawFn) -> list[MatrixUnit]:
     """A few units; more bits lose less, but not always, since losses are measured."""
     count = draw(st.integers(1, 4))
     return [
-        MatrixUnit(f"u{i}", (f"p{i}",), draw(st.integers(32, 10**6)), {form: draw(_LOSSES) for form in CHOICES})
+        MatrixUnit(f"u{i}", (f"p{i}",), draw(st.integers(32, 10**6)), {form: draw(_LOSSES) for form in BUDGET_FORMATS})
         for i in range(count)
     ]
 
 
 def _all_choices(units: list[MatrixUnit]) -> list[dict[str, str]]:
     names = [unit.name for unit in units]
-    return [dict(zip(names, forms, strict=True)) for forms in itertools.product(CHOICES, repeat=len(units))]
+    return [dict(zip(names, forms, strict=True)) for forms in itertools.product(BUDGET_FORMATS, repeat=len(units))]
 
 
 def _loss(units: list[MatrixUnit], forms: dict[str, str]) -> float:
@@ -64,7 +64,7 @@ def test_two_hundred_units_are_chosen_in_a_moment_and_always_alike():
     draw = torch.Generator().manual_seed(0)
     units = []
     for i in range(225):
-        losses = {form: float(torch.rand(1, generator=draw)) / 4**k for k, form in enumerate(CHOICES)}
+        losses = {form: float(torch.rand(1, generator=draw)) / 4**k for k, form in enumerate(BUDGET_FORMATS)}
         units.append(MatrixUnit(f"u{i}", (f"p{i}",), 4096 * 4096, losses))
     found = fit_budget(units, 5.1)
     assert 5.05 < mean_bits(units, found) <= 5.1 * (1 + 1e-6)

@@ -7,7 +7,8 @@ from torch import Tensor
 from helpers.products import sampled
 from picompile.errors import UnsupportedModelError
 from picompile.rounding.compensate import best_grid, inverse_factor, round_neurons, round_rows
-from picompile_passes.dialect.formats import FORMATS, dequantize_rows, quantize_rows
+from picompile_passes.formats import FORMATS
+from picompile_passes.formats.packing import dequantize_rows, quantize_rows
 
 _INTEGERS = ("q8", "q6", "q4m", "q4")
 # Odd sizes: less than a group, several blocks of groups, a rest.

@@ -10,7 +10,7 @@ from helpers.support import Cli
 from picompile import CompileOptions, capture_module
 from picompile.compile import compile_model
 from picompile.errors import UsageError
-from picompile_passes.weight_formats import FORMATS, WeightFormat
+from picompile_passes.formats import FORMATS, Codec
 
 _TEXT = "The compiler rounds weights for the text that they will meet. " * 200
 
@@ -134,7 +134,7 @@ def test_a_disk_that_is_too_small_is_said_before_anything_is_read(
     cli: Cli, tiny_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("picompile.rounding.calibration.round_model", lambda *_: pytest.fail("begins"))
-    monkeypatch.setattr("picompile.rounding.calibration.FORMATS", {"q6": WeightFormat("q6", 1 << 50)})
+    monkeypatch.setattr("picompile.rounding.calibration.FORMATS", {"q6": Codec("q6", 1 << 50)})
     ended = cli("compile", tiny_model, "-o", tmp_path / "artifact", "--calibration", text, "--rounding-tokens", "1024")
     assert ended.code == 5
     assert "take fewer --rounding-tokens" in ended.err

@@ -15,7 +15,7 @@ from picompile.rounding import run as rounding_run
 from picompile.rounding.matrices import input_groups
 from picompile.streaming import split_layers, stream_windows
 from picompile.testing import RandomWeights, random_weights
-from picompile_passes.dialect.formats import dequantize_rows, quantize_rows
+from picompile_passes.formats.packing import dequantize_rows, quantize_rows
 from picompile_passes.graph.materialize import WeightSource, evaluate_constant
 from picompile_passes.graph.nodes import arguments, calls
 from picompile_passes.graph.operands import LINEAR, SPARSE_FFN

@@ -4,7 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from picompile.testing import LLAMA, OPT, GraphShape, build, random_weights, run
-from picompile_passes.dialect import FORMATS, dequantize_rows, quantize_rows
+from picompile_passes.dialect import dequantize_rows, quantize_rows
+from picompile_passes.formats import FORMATS
 from picompile_passes.graph.materialize import materialize, node_values
 from picompile_passes.graph.nodes import calls
 from picompile_passes.graph.operands import PREDICT

@@ -36,7 +36,7 @@ from picompile_codegen.cpu.tensor import (
     parallel,
 )
 from picompile_codegen.cpu.vector import at, splat, splat_int
-from picompile_passes.weight_formats import GROUP
+from picompile_passes.formats import GROUP
 
 # 96 columns are a whole number of every tile's outputs, and of cache lines of float16. By 256 rows they are 96 KiB of
 # float32: a panel, which shares the second-level cache with the inputs.

@@ -33,7 +33,7 @@ from picompile_codegen.cpu.quantized import (
 )
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, maximum
 from picompile_codegen.cpu.vector import LANES, at, fma, load, repeat, splat, splat_int, store, to_floats
-from picompile_passes.weight_formats import GROUP
+from picompile_passes.formats import GROUP
 
 _QUAD = 4
 

@@ -28,7 +28,7 @@ from picompile_codegen.cpu.vector import (
     zero_vector,
     zero_vectors,
 )
-from picompile_passes.weight_formats import GROUP
+from picompile_passes.formats import GROUP
 
 # The arithmetic for caches in float16 or float32.
 

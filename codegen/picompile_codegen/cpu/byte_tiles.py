@@ -28,7 +28,7 @@ from picompile_codegen.cpu.quantized import (
 )
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, local_vectors, loop, minimum, parallel
 from picompile_codegen.cpu.vector import LANES, at, fma, splat, to_floats, transpose
-from picompile_passes.weight_formats import GROUP
+from picompile_passes.formats import GROUP
 
 # Four columns of a group in each of its vectors.
 QUADS = GROUP // 4

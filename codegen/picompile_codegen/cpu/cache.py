@@ -1,7 +1,7 @@
 """The KV cache: how keys and values of all sequences are stored, read and written.
 
 float16 and float32 are stored as they are. In q8 each 32 consecutive elements of a row share a float16 scale, as
-weights do (`dialect/formats.py`): an element is off by at most half of it, 1/254 of the largest of the 32, and 4e-6
+weights do (`formats/q8.py`): an element is off by at most half of it, 1/254 of the largest of the 32, and 4e-6
 more where that is so small that float16 holds its scale with few bits. In q4 each 32 elements are first multiplied by
 the orthogonal Hadamard matrix, which spreads a large one over all of them (QuaRot, arXiv 2404.00456). What comes of it
 is stored as weights of four bits: the number that is largest in magnitude has the code 0, zero has 8, and byte i of a
@@ -32,7 +32,7 @@ from picompile_codegen.cpu.vector import (
 )
 from picompile_codegen.specs import CacheWriteSpec
 from picompile_codegen.specs.arguments import ITEM_BYTES, scale_groups
-from picompile_passes.weight_formats import GROUP
+from picompile_passes.formats import GROUP
 
 LARGEST_BYTE = 127.0
 F16_MAX = 65504.0

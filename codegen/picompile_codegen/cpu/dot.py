@@ -30,7 +30,7 @@ from picompile_codegen.cpu.quantized import (
 )
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind
 from picompile_codegen.cpu.vector import LANES, add_halves, at, fma, load, repeat, to_floats, totals, zero_vectors
-from picompile_passes.weight_formats import GROUP
+from picompile_passes.formats import GROUP
 
 # A multiply-add takes four cycles and two can start in each; four chains are enough while memory is what is waited for.
 _CHAINS = 4

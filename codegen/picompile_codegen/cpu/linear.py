@@ -37,7 +37,7 @@ from picompile_codegen.cpu.tensor import (
 from picompile_codegen.cpu.token_vectors import TokenVectors, multiply_rows
 from picompile_codegen.cpu.vector import at, to_floats, transpose
 from picompile_codegen.specs import LinearSpec
-from picompile_passes.weight_formats import GROUP
+from picompile_passes.formats import GROUP
 
 # A panel of so many columns is 96 KiB with AVX-512 and 48 with AVX2, and 64 tokens' inputs for it are 128 KiB: they
 # share the second-level cache.

@@ -1,10 +1,10 @@
 """Packed matrices as kernels read them: a row's weights, a group of 32 at a time, as vectors of float32.
 
-The formats are those of `picompile_passes.dialect.formats`. A weight is (raw + offset) · scale: `raw` is its code,
+The formats are those of `picompile_passes.formats.packing`. A weight is (raw + offset) · scale: `raw` is its code,
 `offset` the zero of the codes, negated, and `scale` that of the group, 1 in f16. The three come apart here: a kernel
 that adds up a row need not spend an instruction on each of them for each weight.
 
-What a format is comes from its row in `picompile_passes.weight_formats`, and its data type from `specs.arguments`.
+What a format is says its `Codec` in `picompile_passes.formats`.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,8 @@ from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, prefetch
 from picompile_codegen.cpu.vector import FLOATS, LANES, at, splat, splat_int, to_floats
 from picompile_codegen.errors import CodegenError
-from picompile_passes.weight_formats import FORMATS, GROUP, HIGH_BLOCK, ZERO_STEPS, WeightFormat
+from picompile_codegen.specs.arguments import ITEM_BYTES
+from picompile_passes.formats import FORMATS, GROUP, HIGH_BLOCK, ZERO_STEPS, Codec
 
 CACHE_LINE_BYTES = 64
 # How far ahead rows are prefetched where they follow one another, or leave out few: as much as a core reads in the
@@ -113,7 +114,7 @@ class KernelMatrix(MatrixTensors):
     """A packed matrix as the CPU reads it: a row at a time, in groups of 32 weights."""
 
     @property
-    def form(self) -> WeightFormat:
+    def form(self) -> Codec:
         """The weight format."""
         return FORMATS[self.format]
 
@@ -150,7 +151,7 @@ class KernelMatrix(MatrixTensors):
     @property
     def data_line_elements(self) -> int:
         """Elements of `data` in a cache line."""
-        return CACHE_LINE_BYTES // 2 if self.format == "f16" else CACHE_LINE_BYTES
+        return CACHE_LINE_BYTES // ITEM_BYTES[self.form.data_dtype]
 
     @property
     def row_bytes(self) -> int:

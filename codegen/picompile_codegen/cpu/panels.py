@@ -33,7 +33,7 @@ from picompile_codegen.cpu.tensor import (
     when,
 )
 from picompile_codegen.cpu.vector import LANES, at, fma, load, splat, store, transpose
-from picompile_passes.weight_formats import GROUP
+from picompile_passes.formats import GROUP
 
 PANEL_TOKENS = 8
 

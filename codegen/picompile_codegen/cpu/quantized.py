@@ -16,7 +16,7 @@ from picompile_codegen.build import isa
 from picompile_codegen.cpu.matrix import KernelMatrix, each_group
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, intrinsic, local, loop, maximum, select
 from picompile_codegen.cpu.vector import LANES, at, highest, load, splat, splat_int, store, total
-from picompile_passes.weight_formats import GROUP
+from picompile_passes.formats import GROUP
 
 # Products of bytes, for weights of 8 bits or fewer: thirty-two pairs are multiplied and added up in fours, to eight
 # exact sums of 32 bits. Instruction sets differ most in the instruction for that, see `isa.Isa.bytes_dot`.

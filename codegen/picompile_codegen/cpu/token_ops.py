@@ -28,7 +28,7 @@ from picompile_codegen.specs import (
     TakeLastSpec,
     TopLogitsSpec,
 )
-from picompile_passes.weight_formats import GROUP
+from picompile_passes.formats import GROUP
 
 
 @dataclass(frozen=True)

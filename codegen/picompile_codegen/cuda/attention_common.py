@@ -14,7 +14,7 @@ from picompile_codegen.cuda.memory import barrier, extern, from_lane, registers
 from picompile_codegen.cuda.token_ops import write_row
 from picompile_codegen.specs import AttentionSpec
 from picompile_codegen.specs.arguments import ITEM_BYTES
-from picompile_passes.weight_formats import GROUP
+from picompile_passes.formats import GROUP
 
 _LANES = 4
 

@@ -9,7 +9,7 @@ from tvm import tirx
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, when
 from picompile_codegen.cuda.function import CudaFunction, ThreadIndex, blocks_for
 from picompile_codegen.cuda.memory import block_max, extern, registers
-from picompile_passes.weight_formats import GROUP
+from picompile_passes.formats import GROUP
 
 _THREADS = 256
 

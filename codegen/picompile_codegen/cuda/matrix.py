@@ -1,6 +1,6 @@
 """Rows of activations and packed matrices, as the threads of a GPU read and write them.
 
-The weight formats are those of `picompile_passes.dialect.formats`. Weights are read 16 bytes at a time, a unit: 8
+The weight formats are those of `picompile_passes.formats.packing`. Weights are read 16 bytes at a time, a unit: 8
 weights in f16, 16 in q8, and a group of 32 in q4 and q4m, in the order of the columns. In q6 a unit is a group as well:
 16 bytes of low bits, and the 16 bytes that have its high ones. Rows begin at multiples of 64 bytes and are padded with
 zeros, so that every unit is aligned, and units past the last column may be read.
@@ -16,7 +16,7 @@ from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, when
 from picompile_codegen.cpu.vector import at, splat
 from picompile_codegen.cuda.function import WARP, blocks_for
 from picompile_codegen.cuda.memory import extern
-from picompile_passes.weight_formats import FORMATS, GROUP, HIGH_BLOCK, LOW_BITS, ZERO_STEPS, WeightFormat
+from picompile_passes.formats import FORMATS, GROUP, HIGH_BLOCK, LOW_BITS, ZERO_STEPS, Codec
 
 _MOST_LANES = 4
 _MOST_THREADS = 1024
@@ -113,7 +113,7 @@ class CudaMatrix(MatrixTensors):
     """A packed matrix as a GPU reads it: 16 bytes at a time."""
 
     @property
-    def form(self) -> WeightFormat:
+    def form(self) -> Codec:
         """The sizes of its format."""
         return FORMATS[self.format]
 

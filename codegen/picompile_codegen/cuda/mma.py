@@ -18,7 +18,7 @@ from picompile_codegen.cuda.halves import Halves
 from picompile_codegen.cuda.matrix import CudaMatrix
 from picompile_codegen.cuda.memory import address, barrier, place_in, registers, run_extern, shared, zero_registers
 from picompile_codegen.cuda.weight_pieces import PIECE, RUN, PieceRegisters, WeightPiece, copy_run, run_starts
-from picompile_passes.weight_formats import GROUP
+from picompile_passes.formats import GROUP
 
 # Columns of a step: a group of the formats.
 STEP = GROUP

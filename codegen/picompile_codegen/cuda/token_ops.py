@@ -26,7 +26,7 @@ from picompile_codegen.specs import (
     RotarySpec,
     TakeLastSpec,
 )
-from picompile_passes.weight_formats import GROUP
+from picompile_passes.formats import GROUP
 
 _ADD_THREADS = 128
 

@@ -13,7 +13,7 @@ from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind
 from picompile_codegen.cpu.vector import at
 from picompile_codegen.cuda.matrix import UNIT_BYTES, CudaMatrix, six_bit_words
 from picompile_codegen.cuda.memory import address, place_in, registers, run_extern
-from picompile_passes.weight_formats import GROUP, HIGH_BLOCK, ZERO_STEPS
+from picompile_passes.formats import GROUP, HIGH_BLOCK, ZERO_STEPS
 
 PIECE = GROUP // 2
 # Halves that are stored at once: 16 bytes. A piece is two such runs.

@@ -8,9 +8,9 @@ from torch.fx import Node
 from picompile_codegen.lowering.packing import name_and_format
 from picompile_codegen.lowering.program import Device
 from picompile_codegen.lowering.slices import slices_of
+from picompile_passes.formats import FORMATS
 from picompile_passes.graph.nodes import arguments, is_call
 from picompile_passes.graph.operands import SPARSE_FFN
-from picompile_passes.weight_formats import FORMATS
 
 
 @dataclass(frozen=True)

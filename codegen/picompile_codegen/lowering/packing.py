@@ -15,10 +15,10 @@ from torch.fx import Node
 
 from picompile_codegen.lowering.program import Arg, Space
 from picompile_codegen.signs import pack_signs, sign_row_bytes
-from picompile_codegen.specs.arguments import DATA_DTYPES, ITEM_BYTES
+from picompile_codegen.specs.arguments import ITEM_BYTES
 from picompile_codegen.weight_panels import PANEL_ROWS, has_panels, panel_bytes, to_panels
-from picompile_passes.dialect import FORMATS
 from picompile_passes.errors import UnsupportedGraphError
+from picompile_passes.formats import FORMATS
 from picompile_passes.graph.nodes import arguments, is_call
 from picompile_passes.graph.operands import DEQUANTIZE, INDEX_SELECT, LINEAR, PREDICT, QUANTIZE, TRANSPOSE
 
@@ -66,7 +66,8 @@ class PackedMatrix:
 
     def view(self, part: str) -> Arg:
         """Return the argument for kernel parameter `w.data` or `w.scale`: typed views of the same memory."""
-        dtype = "float16" if part == "scale" else DATA_DTYPES[self.format]
+        form = FORMATS[self.format]
+        dtype = form.scale.dtype if form.scale and part == "scale" else form.data_dtype
         rows = self.rows // PANEL_ROWS if self.panels else self.rows
         return Arg(self.space, self.name, dtype, (rows, self.bytes // rows // ITEM_BYTES[dtype]), self.offset)
 

@@ -8,13 +8,13 @@ from typing import Any, Literal
 
 from picompile_codegen.errors import CodegenError
 from picompile_codegen.weight_panels import PANEL_ROWS
-from picompile_passes.weight_formats import FORMATS, GROUP
+from picompile_passes.formats import FORMATS, GROUP
 
 STEP_SHAPE = (8,)
 # A flag is a cache line, of which the first element counts.
 FLAG_SHAPE = (16,)
 # Caches whose rows have a scale for every 32 elements.
-SCALED = ("q8", "q4")
+SCALED = tuple(name for name in FORMATS.builtin if FORMATS[name].cache)
 
 # A kernel reads `in`, fills `out`, uses `scratch`, adds to the counters of `adds`, reads and writes the KV `cache`,
 # `sets` a flag, `awaits` one, and writes to `abandons` when it gives up. It finds zeros in `tickets`, and leaves zeros.
@@ -29,9 +29,6 @@ Mode = Literal["one", "chunk", "sequences"]
 
 # Bytes of an element, by dtype.
 ITEM_BYTES = {"float32": 4, "float16": 2, "int32": 4, "int64": 8, "int8": 1, "uint8": 1}
-
-# The dtype of the data of a packed matrix, by weight format.
-DATA_DTYPES = {"f16": "float16", "q8": "int8", "q6": "uint8", "q4m": "uint8", "q4": "uint8"}
 
 
 @dataclass(frozen=True)
@@ -85,12 +82,12 @@ class MatrixArgument:
         """The arguments that the matrix is passed as."""
         form, rows = FORMATS[self.format], self.rows // PANEL_ROWS if self.panels else self.rows
         row_bytes = form.row_bytes(self.columns) * self.rows // rows
-        dtype = DATA_DTYPES[self.format]
-        columns = row_bytes // 2 if dtype == "float16" else row_bytes
-        data = KernelArgument(f"{self.name}.data", dtype, (rows, columns), counted=self.counted)
-        if not form.scale_bytes:
+        shape = (rows, row_bytes // ITEM_BYTES[form.data_dtype])
+        data = KernelArgument(f"{self.name}.data", form.data_dtype, shape, counted=self.counted)
+        if form.scale is None:
             return (data,)
-        return data, replace(data, name=f"{self.name}.scale", dtype="float16", shape=(rows, row_bytes // 2))
+        shape = (rows, row_bytes // form.scale.item_bytes)
+        return data, replace(data, name=f"{self.name}.scale", dtype=form.scale.dtype, shape=shape)
 
 
 @dataclass(frozen=True)

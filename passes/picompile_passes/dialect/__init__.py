@@ -6,7 +6,6 @@ stage runs in plain PyTorch and can be compared with the stage before it. Leadin
 """
 
 from picompile_passes.dialect.activations import ACTIVATIONS, Activation, parse_activation
-from picompile_passes.dialect.formats import dequantize_rows, quantize_rows
 from picompile_passes.dialect.ops import (
     attention,
     dequantize,
@@ -23,13 +22,11 @@ from picompile_passes.dialect.ops import (
     rotary,
     sparse_ffn,
 )
-from picompile_passes.weight_formats import FORMATS, WeightFormat
+from picompile_passes.formats.packing import dequantize_rows, quantize_rows
 
 __all__ = [
     "ACTIVATIONS",
-    "FORMATS",
     "Activation",
-    "WeightFormat",
     "attention",
     "dequantize",
     "dequantize_rows",

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from picompile_passes.dialect.activations import parse_activation
 from picompile_passes.dialect.expressions import broadcast_shape, evaluate_expression
-from picompile_passes.dialect.formats import dequantize_rows, quantize_rows
+from picompile_passes.formats import FORMATS
+from picompile_passes.formats.packing import dequantize_rows, quantize_rows
 from picompile_passes.predictors import predictor_kind
-from picompile_passes.weight_formats import FORMATS
 
 
 @torch.library.custom_op("picompile::embedding", mutates_args=())

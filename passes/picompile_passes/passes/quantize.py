@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 from torch.fx import Graph, Node
 
 from picompile_passes.base import Effect, Pass, Stage
-from picompile_passes.dialect import FORMATS
 from picompile_passes.errors import PassOptionError, UnsupportedGraphError
+from picompile_passes.formats import FORMATS, head_format, predictor_format
 from picompile_passes.graph.nodes import arguments, attribute, constant_nodes, has_real_data, is_call
 from picompile_passes.graph.operands import (
     DEQUANTIZE,
@@ -22,9 +22,8 @@ from picompile_passes.graph.operands import (
 )
 from picompile_passes.graph.rewriter import Rewriter
 from picompile_passes.predictors import predictor_kind
-from picompile_passes.weight_formats import head_format, predictor_format
 
-_KNOWN = " or ".join(", ".join(FORMATS).rsplit(", ", 1))
+_KNOWN = " or ".join(", ".join(FORMATS.builtin).rsplit(", ", 1))
 
 
 @dataclass(frozen=True)
@@ -64,16 +63,11 @@ class Quantize(Pass):
         for name, form in self.tensors.items():
             if form not in FORMATS:
                 raise PassOptionError(f"option tensors of pass {self.name}: {name} in {form!r}, which is no format")
-        for option, known in (
-            ("format", (*FORMATS,)),
-            ("predictors", ("auto", *FORMATS)),
-            ("head", ("auto", *FORMATS)),
-        ):
+        for option, others in (("format", ()), ("predictors", ("auto",)), ("head", ("auto",))):
             value = getattr(self, option)
-            if value not in known:
-                raise PassOptionError(
-                    f"option {option} of pass {self.name}: {value!r} is not one of {', '.join(known)}"
-                )
+            if value not in others and value not in FORMATS:
+                known = ", ".join((*others, *FORMATS))
+                raise PassOptionError(f"option {option} of pass {self.name}: {value!r} is not one of {known}")
 
     def rewrite(self, rewriter: Rewriter) -> None:
         """Apply the rules. Raises `UnsupportedGraphError` for a matrix that depends on the tokens."""

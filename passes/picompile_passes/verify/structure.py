@@ -9,9 +9,9 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
-from picompile_passes.dialect import FORMATS
 from picompile_passes.dialect.expressions import parse_expression
 from picompile_passes.errors import PropagateError
+from picompile_passes.formats import FORMATS
 from picompile_passes.graph.nodes import arguments, attribute, calls, constant_nodes, is_call
 from picompile_passes.graph.operands import (
     ATTENTION,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from picompile.frontend.gguf.tensor_types import TENSOR_TYPES
-from picompile_passes.dialect.formats import FORMATS, GROUP
+from picompile_passes.formats import FORMATS, GROUP
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -23,7 +23,7 @@ UNPACKED = frozenset(
 )
 # Our formats, and the type whose arithmetic each is. Both q4 and Q4_0 are (nibble - 8) × scale, with element i of a
 # group in the low and element i + 16 in the high bits of byte i; GGML puts each scale before its group.
-REPACKED = {"q8": "Q8_0", "q4": "Q4_0"}
+REPACKED = {name: FORMATS[name].ggml for name in FORMATS.builtin if FORMATS[name].ggml}
 
 _BLOCKS = {name: (elements, size_bytes) for name, elements, size_bytes in TENSOR_TYPES.values()}
 _SCALE_BYTES = 2

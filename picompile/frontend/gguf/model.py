@@ -34,6 +34,7 @@ from picompile.frontend.gguf.metadata import read_text
 from picompile.frontend.gguf.model_config import model_classes, model_config
 from picompile.frontend.gguf.names import TRANSPOSED_DOWN, map_names, sources_by_parameter
 from picompile.frontend.weight_values import check_values, damaged
+from picompile_passes.formats import FORMATS
 
 # Gemma has 262,144 tokens, and two numbers and two merges for each.
 _MOST_ELEMENTS = 4 << 20
@@ -119,7 +120,7 @@ class GgufModel:
         tensor = self.tensors[name]
         if len(tensor.shape) != 2 or len(tensor.sources) != 1:
             return None
-        if format_name == "f16":
+        if FORMATS[format_name].scale is None:
             if tensor.dtype != "F16":
                 return None
             values = self.load(name)

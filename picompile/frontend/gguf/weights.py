@@ -8,6 +8,7 @@ from torch import Tensor
 
 from picompile.frontend.gguf.blocks import PLAIN, REPACKED
 from picompile.frontend.gguf.model import GgufModel
+from picompile_passes.formats import COARSE_BITS, FORMATS
 
 _DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 
@@ -39,15 +40,15 @@ class GgufWeights:
         return self._opened.packed(self._names[name], format_name, transposed)
 
     def rounds_again(self, format_name: str) -> str | None:
-        """Return the type of most numbers, such as Q4_K, where it has 6 bits or fewer and q4 rounds it a second time.
+        """Return the type of most numbers, such as Q4_K, that the format rounds again although it has 6 bits or fewer.
 
-        None where it does not, and for all formats but q4: the second rounding of q8 is small beside the first.
+        None where it does not, and for formats of more than `COARSE_BITS`: their rounding is small beside the first.
         """
         sizes: Counter[str] = Counter()
         for stored in self._names.values():
             sizes[self._opened.tensors[stored].type] += math.prod(self._opened.tensors[stored].shape)
         most = max(sizes, key=lambda kind: sizes[kind])
-        again = format_name == "q4" and most not in (*PLAIN, *REPACKED.values())
+        again = FORMATS[format_name].bits <= COARSE_BITS and most not in (*PLAIN, *REPACKED.values())
         return most if again else None
 
     def close(self) -> None:

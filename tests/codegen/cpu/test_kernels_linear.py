@@ -12,7 +12,7 @@ from picompile_codegen import cpu
 from picompile_codegen.cpu import Kernel
 from picompile_codegen.specs import LinearSpec
 from picompile_codegen.weight_panels import PANEL_ROWS, has_panels, to_panels
-from picompile_passes.weight_formats import FORMATS as EVERY_FORMAT
+from picompile_passes.formats import FORMATS as EVERY_FORMAT
 
 FORMATS = ("f16", "q8", "q6", "q4m", "q4")
 IN_PANELS = FORMATS[1:]

@@ -10,8 +10,8 @@ import torch
 from helpers.kernels.cuda_workbench import CudaWorkbench
 from helpers.support import ROOT
 from picompile_codegen.specs import EmbeddingSpec
-from picompile_passes.dialect.formats import GroupGrid, pack_codes
-from picompile_passes.weight_formats import FORMATS, GROUP, ZERO_STEPS
+from picompile_passes.formats import FORMATS, GROUP, ZERO_STEPS
+from picompile_passes.formats.packing import GroupGrid, pack_codes
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 

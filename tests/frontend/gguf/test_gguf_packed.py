@@ -12,7 +12,8 @@ from helpers.products import sampled
 from picompile.errors import UnsupportedModelError
 from picompile.frontend.gguf import GgufModel, GgufWeights, blocks, open_gguf
 from picompile.frontend.gguf.blocks import UNPACKED, row_bytes, unpack
-from picompile_passes.dialect.formats import FORMATS, dequantize_rows
+from picompile_passes.formats import FORMATS
+from picompile_passes.formats.packing import dequantize_rows
 
 TYPE_OF = {"q8": "Q8_0", "q4": "Q4_0", "f16": "F16"}
 

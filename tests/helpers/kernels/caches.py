@@ -12,8 +12,8 @@ from helpers.kernels.workbench import Array, uniform
 from picompile_codegen import cpu
 from picompile_codegen.cpu import Kernel
 from picompile_codegen.specs import AttentionSpec, Mode
-from picompile_passes.dialect.formats import dequantize_rows, quantize_rows
-from picompile_passes.weight_formats import FORMATS, GROUP
+from picompile_passes.formats import FORMATS, GROUP
+from picompile_passes.formats.packing import dequantize_rows, quantize_rows
 
 SCALE = 0.3
 

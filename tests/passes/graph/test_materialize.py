@@ -5,8 +5,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from picompile.testing import LLAMA, OPT, RandomWeights, build, random_weights, run
-from picompile_passes.dialect import FORMATS, formats, quantize_rows
+from picompile_passes.dialect import quantize_rows
 from picompile_passes.errors import PassesError
+from picompile_passes.formats import FORMATS, packing
 from picompile_passes.graph.materialize import evaluate_constant, materialize, node_values
 from picompile_passes.graph.nodes import arguments, calls
 from picompile_passes.graph.operands import ADD, DEQUANTIZE, FFN, INDEX_SELECT, PREDICT, QUANTIZE, TRANSPOSE
@@ -113,7 +114,7 @@ def test_packing_goes_by_blocks_of_rows(monkeypatch):
     """Blocks that do not divide the rows give the bytes that one block gives."""
     weight = torch.randn(50, 40, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     whole = {form: quantize_rows(weight, form) for form in FORMATS}
-    monkeypatch.setattr(formats, "_BLOCK_ELEMENTS", 7 * 40 + 1)
+    monkeypatch.setattr(packing, "_BLOCK_ELEMENTS", 7 * 40 + 1)
     for form, expected in whole.items():
         assert torch.equal(quantize_rows(weight, form), expected)
         assert torch.equal(quantize_rows(weight.T.contiguous().T, form), expected)

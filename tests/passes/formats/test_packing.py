@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from helpers.graphs import PROFILE
-from picompile_passes.dialect import dequantize_rows, formats, quantize_rows
-from picompile_passes.weight_formats import FORMATS, GROUP, predictor_format
+from picompile_passes.formats import FORMATS, GROUP, packing, predictor_format
+from picompile_passes.formats.packing import dequantize_rows, quantize_rows
 
 QUANTIZED = [name for name, form in FORMATS.items() if form.scale_bytes]
 
@@ -91,14 +91,14 @@ def test_parts_of_a_row_follow_one_another(columns: int, name: str) -> None:
     assert not form.zero_bytes or zero + -(-groups // 8) * 8 <= scale
 
 
-def codes_of(name: str, columns: int) -> tuple[Tensor, formats.GroupGrid]:
+def codes_of(name: str, columns: int) -> tuple[Tensor, packing.GroupGrid]:
     """Return random codes of one row [1, groups, 32] and a grid for them: scales 2, 4, 8, … and odd zeros."""
     form, groups = FORMATS[name], -(-columns // GROUP)
     generator = torch.Generator().manual_seed(columns)
     codes = torch.randint(form.lowest, form.highest + 1, (1, groups, GROUP), generator=generator)
     scale = 2.0 ** (torch.arange(groups) % 9 + 1).unsqueeze(0)
     zero = torch.full_like(scale, form.zero) if form.zero is not None else (torch.arange(groups) * 7 % 241) / 16
-    return codes, formats.GroupGrid(form, scale, zero.view(1, groups))
+    return codes, packing.GroupGrid(form, scale, zero.view(1, groups))
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
@@ -108,7 +108,7 @@ def test_layout_of_codes(name: str, columns: int) -> None:
     codes, grid = codes_of(name, columns)
     form, groups = FORMATS[name], columns // GROUP
     packed = torch.zeros(1, form.row_bytes(columns), dtype=torch.uint8)
-    formats.pack_codes(codes.to(torch.float32), grid, columns, packed)
+    packing.pack_codes(codes.to(torch.float32), grid, columns, packed)
     assert torch.equal(dequantize_rows(packed, name, columns), grid.values(codes).view(1, columns))
     if name == "q8":
         return
@@ -133,7 +133,7 @@ def test_layout_of_codes(name: str, columns: int) -> None:
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_a_grid_spans_its_group(name: str) -> None:
     groups = torch.stack([matrix(1, GROUP, seed, mean)[0] for seed, mean in ((0, 0.0), (1, 5.0), (2, -5.0))])
-    grid = formats.group_grid(groups, FORMATS[name])
+    grid = packing.group_grid(groups, FORMATS[name])
     extremes = groups.gather(1, groups.abs().argmax(1, keepdim=True))[:, 0]
     nearest = grid.nearest(groups)
     found = nearest.gather(1, groups.abs().argmax(1, keepdim=True))[:, 0]
@@ -141,7 +141,7 @@ def test_a_grid_spans_its_group(name: str) -> None:
     assert torch.equal(nearest, grid.values(grid.codes(groups)))
     assert torch.equal(grid.nearest(nearest), nearest)
     # Half of the span: values inside are nearer, and those outside are at its end.
-    half = formats.group_grid(groups, FORMATS[name], shrink=0.5)
+    half = packing.group_grid(groups, FORMATS[name], shrink=0.5)
     assert torch.allclose(half.scale, grid.scale / 2, rtol=1e-3)
     assert half.nearest(groups).abs().max() < 0.6 * nearest.abs().max()
 
@@ -149,7 +149,7 @@ def test_a_grid_spans_its_group(name: str) -> None:
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_zeros_of_one_sided_groups_are_at_an_end(sign: float) -> None:
     groups = sign * torch.linspace(0.5, 1.5, GROUP).unsqueeze(0)
-    grid = formats.group_grid(groups, FORMATS["q4m"])
+    grid = packing.group_grid(groups, FORMATS["q4m"])
     assert grid.zero.tolist() == [0.0 if sign > 0 else 15.0]
     assert torch.allclose(grid.scale, torch.tensor([1.5 / 15]), rtol=1e-3)
     assert (grid.nearest(torch.zeros(1, GROUP)) == 0).all()

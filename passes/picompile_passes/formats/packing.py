@@ -1,26 +1,4 @@
-"""Weight formats: the bytes of a row of a matrix.
-
-A matrix is stored row by row. A row holds its data, then its zeros and its scales, then nothing up to a multiple of 64
-bytes, so that every row is one aligned, contiguous read. Columns are padded with zeros to K, a multiple of 32. The
-zeros of a row are padded to a multiple of 16 bytes.
-
-| format | data of a row | zeros | scales | value |
-| --- | --- | --- | --- | --- |
-| `f16` | K little-endian float16 | none | none | data |
-| `q8` | K int8 | none | K/32 float16 | data × scale of its group of 32 |
-| `q6` | K/2 bytes, then 32 bytes for each 128 of K | none | K/32 float16 | (code - 32) × scale of its group |
-| `q4m` | K/2 bytes, 16 a group | K/32 bytes | K/32 float16 | (nibble - zero / 16) × scale of its group |
-| `q4` | K/2 bytes, 16 a group | none | K/32 float16 | (nibble - 8) × scale of its group |
-
-Byte i of a q4 group holds element i in its low and element i + 16 in its high four bits. q4 follows GGML's Q4_0 in its
-arithmetic (the scale is the signed extreme of the group divided by -8), not in its layout: GGML interleaves each scale
-with its 16 data bytes, which leaves no row aligned. q4m is q4 with a zero of its own in each group, in sixteenths of a
-step: the span of its codes is that of the group's weights, where q4's reaches as far below 0 as above.
-
-q6 has its low four bits as q4 has them. Behind those of the whole row come the high two bits, 32 bytes for each 4
-groups: byte (g mod 2) · 16 + i has those of element i of group g at bit 4 · (g div 2), and those of element i + 16 two
-bits higher. So 32 bytes of low bits and 32 of high bits make the codes of two groups with one shift and one mask each.
-"""
+"""Rows of matrices, packed and unpacked in eager PyTorch, and the grids of values that groups of weights may take."""
 
 from dataclasses import dataclass
 
@@ -28,26 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from picompile_passes.weight_formats import (
-    FORMATS,
-    GROUP,
-    HIGH_BLOCK,
-    ROW_ALIGNMENT_BYTES,
-    ZERO_STEPS,
-    WeightFormat,
-)
-
-__all__ = [
-    "FORMATS",
-    "GROUP",
-    "ROW_ALIGNMENT_BYTES",
-    "GroupGrid",
-    "WeightFormat",
-    "dequantize_rows",
-    "group_grid",
-    "pack_codes",
-    "quantize_rows",
-]
+from picompile_passes.formats import FLOAT16, FORMATS, GROUP, HIGH_BLOCK, ZERO_STEPS, Codec, ScaleType
 
 # float16 reaches 65504; a bfloat16 checkpoint can hold more, and infinity would spread through every later layer.
 _F16_MAX = 65504.0
@@ -62,22 +21,26 @@ _BLOCK_ELEMENTS = 1 << 19
 
 @dataclass(frozen=True)
 class GroupGrid:
-    """The values that the weights of each group may take: (code - zero) · scale, for the codes of `form`.
+    """The values that the weights of each group may take, as `Codec` defines them for the codes of `form`.
 
-    `scale` is float32 [...], exact in float16, and `zero` float32 like it.
+    `scale` is float32 [...], exact in the format's type of scales, and `zero` float32 like it.
     """
 
-    form: WeightFormat
+    form: Codec
     scale: Tensor
     zero: Tensor
 
     def codes(self, groups: Tensor) -> Tensor:
         """Return the codes nearest to `groups` float32 [..., n], as float32; the even one of two."""
-        scaled = (groups * _inverse(self.scale).unsqueeze(-1)).add_(self.zero.unsqueeze(-1))
-        return scaled.round_().clamp_(self.form.lowest, self.form.highest)
+        scaled = groups * _inverse(self.scale).unsqueeze(-1)
+        if self.form.table:
+            return _nearest_in_table(scaled, self.form)
+        return scaled.add_(self.zero.unsqueeze(-1)).round_().clamp_(self.form.lowest, self.form.highest)
 
     def values(self, codes: Tensor) -> Tensor:
         """Return the weights that codes [..., n] stand for, float32."""
+        if self.form.table:
+            return _table_values(self.form)[codes.to(torch.int64)] * self.scale.unsqueeze(-1)
         return (codes.to(torch.float32) - self.zero.unsqueeze(-1)) * self.scale.unsqueeze(-1)
 
     def nearest(self, groups: Tensor) -> Tensor:
@@ -85,28 +48,49 @@ class GroupGrid:
         return self.values(self.codes(groups))
 
 
-def group_grid(groups: Tensor, form: WeightFormat, shrink: float = 1.0) -> GroupGrid:
+def group_grid(groups: Tensor, form: Codec, shrink: float = 1.0) -> GroupGrid:
     """Return the grid that spans each group of weights, float32 [..., 32], or `shrink` times that span.
 
     What lies outside a smaller span is rounded to its end, and what lies inside more finely.
     """
+    assert form.scale is not None
     if form.zero is None:
         low = groups.amin(dim=-1).clamp_(max=0.0) * shrink
         high = groups.amax(dim=-1).clamp_(min=0.0) * shrink
-        scale = _as_f16((high - low) / (form.highest - form.lowest))
+        scale = _rounded_scale((high - low) / (form.highest - form.lowest), form.scale)
         zero = (-low * _inverse(scale) * ZERO_STEPS).round_().clamp_(0.0, 255.0) / ZERO_STEPS
         return GroupGrid(form, scale, zero)
-    if form.zero == 0.0:
-        scale = _as_f16(groups.abs().amax(dim=-1) * shrink / form.highest)
+    values = _table_values(form) if form.table else torch.tensor([form.lowest, form.highest]) - form.zero
+    furthest = float(values[values.abs().argmax()])
+    if bool((values == -furthest).any()):
+        scale = groups.abs().amax(dim=-1) * shrink / abs(furthest)
     else:
-        # The code 0 is furthest from the zero, so the extreme gets it, whatever its sign.
+        # One value is further from 0 than all others, so the extreme gets it, whatever its sign.
         extreme = groups.gather(-1, groups.abs().argmax(dim=-1, keepdim=True)).squeeze(-1)
-        scale = _as_f16(extreme * shrink / -form.zero)
+        scale = extreme * shrink / furthest
+    scale = _rounded_scale(scale, form.scale)
     return GroupGrid(form, scale, torch.full_like(scale, form.zero))
 
 
-def _as_f16(scale: Tensor) -> Tensor:
-    return scale.clamp_(-_F16_MAX, _F16_MAX).to(torch.float16).to(torch.float32)
+def _rounded_scale(scale: Tensor, kind: ScaleType) -> Tensor:
+    """Return the scale nearest to each of `scale`, which is overwritten, that a format can store."""
+    if kind == FLOAT16:
+        return scale.clamp_(-_F16_MAX, _F16_MAX).to(torch.float16).to(torch.float32)
+    raise NotImplementedError(kind)
+
+
+def _table_values(form: Codec) -> Tensor:
+    return torch.tensor(form.table, dtype=torch.float32) * form.table_step
+
+
+def _nearest_in_table(scaled: Tensor, form: Codec) -> Tensor:
+    """Return the codes of the values in the format's table that are nearest to `scaled`; the even code of two."""
+    values, codes = _table_values(form).sort(stable=True)
+    middles = (values[1:] + values[:-1]) / 2
+    # A number at a middle goes below it: where the code above is the even one, the border is the next number below.
+    below = torch.nextafter(middles, torch.tensor(-torch.inf))
+    borders = torch.where(codes[1:] % 2 == 0, below, middles)
+    return codes.to(torch.float32)[torch.bucketize(scaled, borders)]
 
 
 def _inverse(scale: Tensor) -> Tensor:
@@ -128,12 +112,12 @@ def quantize_rows(weight: Tensor, format_name: str) -> Tensor:
     return packed
 
 
-def _quantize_block(weight: Tensor, form: WeightFormat, packed: Tensor) -> None:
+def _quantize_block(weight: Tensor, form: Codec, packed: Tensor) -> None:
     rows, columns = weight.shape
     padded = form.padded_columns(columns)
     values = torch.zeros(rows, padded, dtype=torch.float32)
     values[:, :columns] = weight
-    if not form.scale_bytes:
+    if form.scale is None:
         packed[:, : padded * 2] = values.clamp_(-_F16_MAX, _F16_MAX).to(torch.float16).view(torch.uint8)
         return
     groups = values.view(rows, padded // GROUP, GROUP)
@@ -147,18 +131,33 @@ def pack_codes(codes: Tensor, grid: GroupGrid, columns: int, packed: Tensor) -> 
     `packed` is uint8 [rows, row_bytes] of zeros for rows of `columns` weights.
     """
     form, rows = grid.form, codes.shape[0]
-    data = _data_bytes(codes, form).reshape(rows, -1)
+    data = data_bytes(codes, form).reshape(rows, -1)
     packed[:, : data.shape[1]] = data
     if form.zero is None:
         start = form.zero_offset_bytes(columns)
         packed[:, start : start + grid.zero.shape[1]] = (grid.zero * ZERO_STEPS).to(torch.uint8)
+    assert form.scale is not None
     start = form.scale_offset_bytes(columns)
-    scale = grid.scale.to(torch.float16).contiguous().view(torch.uint8)
+    scale = _scale_bytes(grid.scale, form.scale)
     packed[:, start : start + scale.shape[1]] = scale
 
 
-def _data_bytes(codes: Tensor, form: WeightFormat) -> Tensor:
-    """Return the data of rows as bytes, uint8 [rows, any, any]."""
+def _scale_bytes(scale: Tensor, kind: ScaleType) -> Tensor:
+    """Return scales float32 [rows, groups] as bytes, uint8 [rows, any]."""
+    if kind == FLOAT16:
+        return scale.to(torch.float16).contiguous().view(torch.uint8)
+    return (scale.contiguous().view(torch.int32) >> 23).to(torch.uint8)
+
+
+def _scales(data: Tensor, kind: ScaleType) -> Tensor:
+    """Return the scales that bytes [rows, any] stand for, float32 [rows, groups]."""
+    if kind == FLOAT16:
+        return data.view(torch.float16).to(torch.float32)
+    return (data.to(torch.int32) << 23).view(torch.float32)
+
+
+def data_bytes(codes: Tensor, form: Codec) -> Tensor:
+    """Return the data of rows of codes [rows, groups, 32] as bytes, uint8 [rows, any, any] or [rows, any]."""
     if form.data_bits == 8:
         return codes.to(torch.int8).view(torch.uint8)
     whole = codes.to(torch.uint8)
@@ -183,10 +182,10 @@ def dequantize_rows(packed: Tensor, format_name: str, columns: int) -> Tensor:
     form = FORMATS[format_name]
     padded = form.padded_columns(columns)
     data = packed[:, : form.zero_offset_bytes(columns)].contiguous()
-    if not form.scale_bytes:
+    if form.scale is None:
         return data.view(torch.float16).to(torch.float32)[:, :columns]
     groups, start = padded // GROUP, form.scale_offset_bytes(columns)
-    scale = packed[:, start : start + groups * form.scale_bytes].contiguous().view(torch.float16).to(torch.float32)
+    scale = _scales(packed[:, start : start + groups * form.scale_bytes].contiguous(), form.scale)
     if form.zero is None:
         start = form.zero_offset_bytes(columns)
         zero = packed[:, start : start + groups].to(torch.float32) / ZERO_STEPS
@@ -196,7 +195,7 @@ def dequantize_rows(packed: Tensor, format_name: str, columns: int) -> Tensor:
     return values.reshape(packed.shape[0], padded)[:, :columns]
 
 
-def _codes(data: Tensor, form: WeightFormat, groups: int) -> Tensor:
+def _codes(data: Tensor, form: Codec, groups: int) -> Tensor:
     """Return the codes of rows of data bytes, [rows, groups, 32]."""
     rows = data.shape[0]
     if form.data_bits == 8:

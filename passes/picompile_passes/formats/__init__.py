@@ -1,0 +1,57 @@
+"""Weight formats: one file each, and `FORMATS`, which has all of them by name. Importing it imports no torch.
+
+A matrix is stored row by row. A row holds its data, then its zeros and its scales, then nothing up to a multiple of 64
+bytes, so that every row is one aligned, contiguous read. Columns are padded with zeros to a multiple of 32. The zeros
+of a row are padded to a multiple of 16 bytes.
+
+A package offers a format by an entry point of the group `picompile.formats`, which has the format's name and leads to
+a `Codec`.
+"""
+
+from picompile_passes.formats import f16, q4, q4m, q6, q8
+from picompile_passes.formats.codec import (
+    COARSE_BITS,
+    E8M0,
+    FLOAT16,
+    GROUP,
+    HIGH_BLOCK,
+    LOW_BITS,
+    ROW_ALIGNMENT_BYTES,
+    ZERO_STEPS,
+    Codec,
+    ScaleType,
+)
+from picompile_passes.plugins import Registry
+
+__all__ = [
+    "COARSE_BITS",
+    "E8M0",
+    "FLOAT16",
+    "FORMATS",
+    "GROUP",
+    "HIGH_BLOCK",
+    "LOW_BITS",
+    "ROW_ALIGNMENT_BYTES",
+    "ZERO_STEPS",
+    "Codec",
+    "ScaleType",
+    "head_format",
+    "predictor_format",
+]
+
+FORMATS: Registry[Codec] = Registry(
+    "weight format", "picompile.formats", Codec, (f16.CODEC, q8.CODEC, q6.CODEC, q4m.CODEC, q4.CODEC)
+)
+
+
+def head_format(format_name: str) -> str:
+    """Return the format of the output head and of embeddings in a model whose other matrices are in `format_name`."""
+    return FORMATS[format_name].head or format_name
+
+
+def predictor_format(format_name: str, wanted: str = "auto") -> str:
+    """Return the format of predictors' own matrices in a model whose other matrices are in `format_name`.
+
+    It is the one that is `wanted`; for `auto` the format's own choice.
+    """
+    return (FORMATS[format_name].predictors or format_name) if wanted == "auto" else wanted
