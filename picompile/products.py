@@ -90,7 +90,7 @@ def require_bf16() -> None:
 
 @contextmanager
 def products_in_bf16(wanted: bool) -> Iterator[None]:
-    """In the block, and this thread, round the factors of products of float32 matrices to bfloat16, if `wanted`.
+    """Round the factors of float32 matrix products to bfloat16 in the block, on this thread alone, if `wanted`.
 
     That holds for what multiplies with weights (`linear`, `mm` and `addmm`); attention stays in float32. Results are
     rounded to bfloat16 once, and are float32 tensors.

@@ -1,4 +1,4 @@
-"""How far an artifact is from its checkpoint, with a line for each lossy part."""
+"""The distance of an artifact from its checkpoint, with a line for each lossy part."""
 
 import math
 from dataclasses import dataclass

@@ -195,7 +195,7 @@ class AccuracyResult:
 
     @property
     def relative_change(self) -> float:
-        """How far the predictors raise the perplexity; negative where they lower it."""
+        """The share by which the predictors raise the perplexity; negative where they lower it."""
         return self.perplexity / self.dense_perplexity - 1
 
     def is_above(self, bound: float) -> bool:

@@ -28,7 +28,7 @@ RAMP_STEPS = 12
 
 INK, FAINT, MUTED = "#000001", "#000002", "#000003"
 RAMP = tuple(f"#0000{0x10 + step:02x}" for step in range(RAMP_STEPS))
-"""From the first layer to the last, or from the smallest predictor to the largest."""
+"""Colours from the first layer to the last, or from the smallest predictor to the largest."""
 SERIES = tuple(f"#0000{0x40 + number:02x}" for number in range(6))
 """Quantities that have no order."""
 

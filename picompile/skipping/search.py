@@ -30,7 +30,7 @@ _LOWEST, _HIGHEST, _STEPS = -26, -4, 8
 
 @dataclass(frozen=True)
 class Rise:
-    """By how much limits raise the mean loss of a text, in nats, and the standard error of that.
+    """The rise of a text's mean loss by limits, in nats, and its standard error.
 
     The text is a sample, and the losses of single tokens go up and down by far more than their mean.
     """

@@ -52,7 +52,7 @@ class Tokens:
 
 
 def calibration_tokens(shape: ModelShape, generator: torch.Generator) -> Tokens:
-    """In turn a sequence of random tokens and one of text, as bytes; two thirds of them are for calibration."""
+    """Yield sequences of random tokens and of text, as bytes, in turn; two thirds of them are for calibration."""
     layer_parameters = shape.hidden * (3 * shape.ffn + 4 * shape.hidden)
     # Fewer tokens are enough where there are many neurons, and time matters there.
     sequences, length = 24 if layer_parameters < _SMALL_LAYER else 6, min(128, shape.positions)

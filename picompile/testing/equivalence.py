@@ -125,7 +125,7 @@ TOLERANCES: Mapping[torch.dtype, float] = {
     # less than 7e-2.
     torch.bfloat16: 1e-1,
 }
-"""How far logits computed in a dtype may be off, relative to the largest expected one."""
+"""The tolerance of logits computed in a dtype, relative to the largest expected one."""
 
 # How many draws of tokens a difference is looked for in, where a jump may explain it each time.
 _TRIES = 5
@@ -241,7 +241,7 @@ def _fault(expected: Tensor, actual: Tensor, tolerance: float, bound: float | No
 
 
 def _place(values: Tensor) -> str:
-    """Where the largest of `values` [T, V] is."""
+    """Return the position of the largest of `values` [T, V]."""
     token, entry = divmod(int(values.to(torch.float32).argmax()), values.shape[1])
     return f"at token {token}, vocabulary entry {entry}"
 

@@ -154,7 +154,7 @@ def equivalent(trial: Trial) -> Iterator[str]:
 
 
 def idempotent(trial: Trial) -> Iterator[str]:
-    """Where the pass claims to be idempotent, a second run modifies nothing."""
+    """A second run of a pass that claims to be idempotent modifies nothing."""
     if not getattr(trial.pass_, "idempotent", False):
         return
     again = trial.pass_(trial.after)

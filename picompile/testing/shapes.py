@@ -48,7 +48,7 @@ class GraphShape:
     bias: bool = True
     """Linears have biases (OPT-like only)."""
     window: int = 0
-    """How many tokens the attention of layers 0, 2, 4 … sees; 0 is all."""
+    """The number of tokens that the attention of layers 0, 2, 4 … sees; 0 is all."""
     softcap: float = 0.0
     """The soft cap of attention scores; 0 is none."""
     alibi: bool = False
@@ -56,7 +56,7 @@ class GraphShape:
     sinks: bool = False
     """Attention has a learned sink for each head."""
     eps: float = 1e-5
-    """Of every norm."""
+    """The epsilon of every norm."""
     ffn_norm: bool = False
     """Feed-forward blocks divide their neurons' outputs by the root mean square of these."""
 

@@ -93,7 +93,7 @@ class TokenChosen:
 
 @dataclass(frozen=True)
 class AnswerTimes:
-    """When an answer was asked for, admitted to a slot, at its first token and at its end, in s of `time.monotonic`.
+    """Times of an answer, in s of `time.monotonic`: asked for, admitted to a slot, first token, end.
 
     What did not happen has the time of the end.
     """

@@ -27,7 +27,7 @@ _MOST = 2**63 - 1
 
 
 class QueueFullError(RequestError):
-    """As many requests are waiting as may wait."""
+    """Raised where as many requests wait as may wait."""
 
 
 class ClosedError(RequestError):

@@ -84,7 +84,7 @@ class Reduction:
 
     @property
     def tasks(self) -> int:
-        """How many tasks there are, each with its columns of y."""
+        """The number of tasks, each with its columns of y."""
         return -(-self.matrix.groups // _BLOCK_GROUPS)
 
 

@@ -77,7 +77,7 @@ class Queries:
 
     @property
     def tiles(self) -> int:
-        """How many tiles there are; the last may have queries that do not count."""
+        """The number of tiles; the last may have queries that do not count."""
         return -(-self.count // self.tile)
 
     @property

@@ -126,7 +126,7 @@ class ByteBlock:
 
     @property
     def quads_in_words(self) -> int:
-        """How many products of quads can be added up in 16 bits, where pairs are multiplied to 16 bits; 0 for none."""
+        """The number of quads whose products add up in 16 bits, where pairs multiply to 16 bits; 0 for none."""
         if isa.current().bytes_dot != "maddubs" or not self.is_unsigned:
             return 0
         return quads_in_words(self.largest)

@@ -224,7 +224,7 @@ class KernelFunction:
         self._imports.append(frame)
 
     def tokens(self, rows: int) -> Expr:
-        """How many of `rows` rows count in this step. With one row there is no choice, and nothing is read."""
+        """Return how many of `rows` rows count in this step. With one row there is no choice, and nothing is read."""
         self._bounds["tokens"] = rows
         return 1 if rows == 1 else bind(self["step"][_STEP_TOKENS])
 

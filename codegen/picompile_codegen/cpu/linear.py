@@ -60,7 +60,7 @@ class TileProjection:
 
     @property
     def tasks(self) -> int:
-        """How many tasks there are."""
+        """The number of tasks."""
         return -(-self.count // self.tile.outputs)
 
 

@@ -195,12 +195,12 @@ class KernelMatrix(MatrixTensors):
 
     @property
     def rows_ahead(self) -> int:
-        """How many rows ahead of the row being read to prefetch."""
+        """The distance, in rows, of a prefetch from the row being read."""
         return -(-_ROW_BYTES_AHEAD // self.row_bytes)
 
     @property
     def scattered_rows_ahead(self) -> int:
-        """How many rows ahead to prefetch where the rows that are read do not follow one another."""
+        """The distance, in rows, of a prefetch where the rows that are read do not follow one another."""
         return -(-_SCATTERED_BYTES_AHEAD // self.row_bytes)
 
     def fetch(self, number: Expr, line: Expr) -> None:

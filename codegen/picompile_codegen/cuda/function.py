@@ -32,7 +32,7 @@ _MOST_BLOCKS_Y = 65535
 
 @dataclass(frozen=True)
 class Grid:
-    """How many blocks of how many threads a launch has. Blocks are numbered in up to two dimensions.
+    """The grid of a launch: its blocks, numbered in up to two dimensions, and the threads of a block.
 
     `resident` blocks at least shall fit a multiprocessor together: a number, or a constant of prelude.cuh where it
     depends on the architecture. 0 leaves that to the compiler, which may prefer more of them to keeping everything in

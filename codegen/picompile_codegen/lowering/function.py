@@ -91,7 +91,7 @@ class LowerOptions:
 
     @property
     def batch_rows(self) -> int:
-        """How many tokens a step of `batch` reads at most; 1 if there is no such function."""
+        """The most tokens that a step of `batch` reads; 1 if there is no such function."""
         return self.sequences if self.accelerator is not None else max(self.sequences, self.draft_tokens + 1)
 
 
@@ -119,7 +119,7 @@ class Shared:
 
     @property
     def stats_rows(self) -> int:
-        """How many rows of the statistics are taken."""
+        """The number of rows of the statistics that are taken."""
         return len(self.ffn)
 
     def kernel(self, device: Device, spec: KernelSpec) -> AnyKernel:

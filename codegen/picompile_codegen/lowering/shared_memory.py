@@ -1,9 +1,9 @@
 """Which buffers in shared memory may lie in the same place.
 
-Host and accelerator run side by side, so the order of a function's calls does not say what is over when. It is known
-from flags alone: whoever waits for one knows that everything is over that came before it was set, on that side and, as
-far as that side knew, on its own. A buffer may lie where another was if all calls that use the other are over before
-any that uses this one begins, whatever takes how long.
+Host and accelerator run side by side, so the order of a function's calls does not say what has finished when. Flags
+alone say so. A side that has seen a flag knows that two things have finished: all calls that the other side made before
+setting it, and all calls of its own that the other side had already seen finish. A buffer may lie where another was if
+all calls that use the other have finished before any call that uses this one begins, in whatever time each takes.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -36,8 +36,8 @@ class KernelArgument:
     """One argument: `name`, `dtype` and static `shape`, what the kernel does with it, and what may be in it.
 
     Integers that the kernel takes for indices must be less than `below`, and not negative; those that it writes are.
-    `copies` names the argument of which this one becomes a copy. `counted` names the argument int32 [1] that says how
-    much of the first dimension there is: that of n is n / (`below` - 1) of it, and n = `below` - 1 all of it.
+    `copies` names the argument of which this one becomes a copy. `counted` names an int32 [1] argument n; the first
+    dimension then has `size * n / max_n` entries, where `max_n` is that argument's `below` - 1.
     """
 
     name: str

@@ -284,7 +284,7 @@ class TopLogitsSpec(KernelSpec):
 
     @property
     def count(self) -> int:
-        """How many logits of a row are kept."""
+        """The number of logits of a row that are kept."""
         return min(MOST_TOP_LOGITS, self.vocab)
 
     @property

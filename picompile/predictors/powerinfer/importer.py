@@ -90,7 +90,7 @@ class Imported:
 
     @property
     def parameters(self) -> int:
-        """How many parameters all predictors have together."""
+        """The number of parameters of all predictors together."""
         return sum(layer.parameters for layer in self.layers)
 
 

@@ -170,7 +170,7 @@ _CHOICE_FILE = "choice.json"
 
 @dataclass(frozen=True)
 class Selection:
-    """By layer, the share of the contribution that its predictor must find, and what follows from that.
+    """The share of the contribution that each layer's predictor must find, and what follows from it.
 
     `limits` are those of the choice; `measured` holds the perplexities of choices measured so far, by `choice_key`.
     """

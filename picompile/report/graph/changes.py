@@ -138,7 +138,7 @@ class Comparison:
 
     @property
     def same(self) -> int:
-        """How many nodes are the same in both."""
+        """The number of nodes that are the same in both."""
         return len(self.after.nodes) - len(self.added) - len(self.changed)
 
     @property
@@ -149,17 +149,17 @@ class Comparison:
 
     @cached_property
     def before_sections(self) -> Mapping[str, int]:
-        """For each node of the first dump, its layer, or head or tail."""
+        """The layer of each node of the first dump, or head or tail."""
         return sections(self.before)
 
     @cached_property
     def after_sections(self) -> Mapping[str, int]:
-        """For each node of the second dump, its layer, or head or tail."""
+        """The layer of each node of the second dump, or head or tail."""
         return sections(self.after)
 
     @cached_property
     def became(self) -> Mapping[str, tuple[str, ...]]:
-        """For each removed node, the added ones that name it as a source."""
+        """The added nodes that name a removed one as a source, by the removed node."""
         made: dict[str, list[str]] = {name: [] for name in self.removed}
         for name in self.added:
             origin = self.after.nodes[name].origin

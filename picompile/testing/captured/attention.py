@@ -87,7 +87,7 @@ class AttentionWriter:
 
     @property
     def _shared(self) -> int:
-        """How many elements of a key all heads have in common: DeepSeek-V2's are those that turn."""
+        """The number of elements of a key that all heads share: DeepSeek-V2's are those that rotary turns."""
         turning = self.rotary.turning
         return turning if self.style.attention.shared_keys != "no" and turning < self.style.sizes.head_dim else 0
 

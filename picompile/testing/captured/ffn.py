@@ -68,7 +68,7 @@ def write_product(w: CaptureWriter, style: LinearStyle, x: Node, weight: Node, b
 
 
 def _on_rows(w: CaptureWriter, style: LinearStyle, x: Node, weight: Node, bias: Node | None) -> Node:
-    """By `mm` or `addmm`, which take matrices only."""
+    """Multiply by `mm` or `addmm`, which take matrices only."""
     rows = w.rows(x)
     matrix = weight if style.product == "conv1d" else _transposed(w, style, weight)
     if bias is None:

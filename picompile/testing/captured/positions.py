@@ -145,7 +145,7 @@ class RotaryWriter:
 
     @property
     def turning(self) -> int:
-        """How many elements of a head are turned."""
+        """The number of elements of a head that are turned."""
         return 0 if self._style.rotary == "no" else self._turning
 
     def turn(self, x: Node) -> Node:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _STEP_FIELDS = 8
 _FLAG_WORDS = 16
 DEVICE_NAMES = {"host": "host", "device": "accelerator"}
-"""What messages call the devices of program.json."""
+"""Names of program.json's devices, as messages have them."""
 
 # A kernel that overwrote these would make others go wrong.
 _OWN_PLACE = ("step", "tokens", "positions", "slots", "stats", "stats.batch", "flags", "abandoned", "tickets")

@@ -290,7 +290,7 @@ class Engine:
 
     @property
     def most_checked(self) -> int:
-        """How many tokens `read_each` reads in a step at most; 1 if the artifact was made to check no draft."""
+        """The most tokens that `read_each` reads in a step; 1 if the artifact was made to check no draft."""
         return 1 if self._program.has_accelerator else self._program.batch_rows
 
     def read_each(self, ids: Sequence[int], slot: int = 0) -> list[Scores]:

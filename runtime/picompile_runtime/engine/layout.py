@@ -1,4 +1,4 @@
-"""Where the tensors of a program are: in the host's memory, the accelerator's, or memory that both share."""
+"""The memory of each tensor of a program: the host's memory, the accelerator's, or memory that both share."""
 
 from __future__ import annotations
 

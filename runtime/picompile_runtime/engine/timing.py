@@ -1,4 +1,4 @@
-"""When the calls of steps ran, how many neurons they computed, and why a step timed out.
+"""Timing of steps: when their calls ran, how many neurons they computed, and why one timed out.
 
 Times of host and accelerator are by one clock.
 """

@@ -41,7 +41,7 @@ class Conversation:
 
     @property
     def options(self) -> ChatOptions:
-        """How answers are made from now on. A new seed is that of the next answer."""
+        """Options of the answers to come. A new seed is that of the next answer."""
         return self._options
 
     @options.setter

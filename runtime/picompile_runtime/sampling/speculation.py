@@ -66,7 +66,7 @@ class NgramDraft:
 
     @property
     def length(self) -> int:
-        """How many last tokens of the text stood before, at most 32; 0 if not even two did."""
+        """Length of the text's end that stood in it before, at most 32 tokens; 0 if not even two did."""
         return 0 if self._found is None else self._found[0]
 
     def draft(self, count: int) -> list[int]:

@@ -147,7 +147,7 @@ class _FlatBuilder:
         return part
 
     def _culprit(self, value: Node) -> Node:
-        """Where on the way from its root a value stops being just columns of it."""
+        """Return the value, on the way from its root, that is no longer just columns of the root."""
         while True:
             parents = [parent for parent in value.all_input_nodes if isinstance(parent.meta.get("val"), Tensor)]
             unknown = [parent for parent in parents if not self._forms.is_known(parent)]

@@ -264,7 +264,7 @@ class Forms:
         )
 
     def columns(self, node: Node) -> int:
-        """How many elements the value of `node` has for each token."""
+        """Return the number of elements that the value of `node` has for each token."""
         return self.sample_shape(node).numel() // self.tokens
 
     def sample_shape(self, node: Node) -> torch.Size:

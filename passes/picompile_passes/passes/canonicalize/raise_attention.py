@@ -84,7 +84,7 @@ def _emit(rewriter: Rewriter, node: Node, layer: int, options: list[Any], repeat
 
 
 def _repeats(forms: Forms, node: Node) -> int:
-    """How many equal heads stand side by side, in k and in v alike."""
+    """Return the number of equal heads that stand side by side, in k and in v alike."""
     values = arguments(node)
     return math.gcd(*(_equal_heads(forms, values[name]) for name in ("key", "value")))
 

@@ -226,7 +226,7 @@ class _RotationReader:
         self._frequencies = torch.cat([torch.zeros(1), *angles, *(-angle for angle in angles)])
 
     def read(self, node: Node) -> tuple[_RotatedSide, _RotatedSide] | None:
-        """How q and k of the attention `node` are made; None where they are plain columns of other values already.
+        """Return how q and k of the attention `node` are made; None where they are plain columns of other values.
 
         Raises `UnsupportedGraphError` where they are made in another way than by turning and scaling.
         """
