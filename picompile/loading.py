@@ -18,8 +18,8 @@ def load_engine(artifact: str | os.PathLike[str], threads: int | None, replan: b
     if engine.moved_bytes:
         progress.say(
             f"{engine.moved_bytes / 2**30:.2f} GiB of weights that were planned for the GPU stay with the host, since "
-            f"less of the GPU's memory is free; {_uses(engine)}; compiled with a smaller --vram-budget, the model is "
-            "faster"
+            "less of the GPU's memory is free; the GPU reads them over the bus; compiled with a smaller --vram-budget, "
+            "the model is faster"
         )
     if engine.unpinned_bytes:
         progress.say(
@@ -28,13 +28,3 @@ def load_engine(artifact: str | os.PathLike[str], threads: int | None, replan: b
             "model again"
         )
     return engine
-
-
-def _uses(engine: "Engine") -> str:
-    """Return in words what uses the weights that stay with the host, for each token that is decoded."""
-    if not engine.computed_bytes:
-        return "the GPU reads them over the bus"
-    return (
-        f"for each token, the CPU computes the neurons of {engine.computed_bytes / 2**30:.2f} GiB of them, and the GPU "
-        "reads what it needs of the rest over the bus"
-    )

@@ -80,8 +80,8 @@ RUN_OPTIONS = {
         RunOption(
             ("--replan",),
             bool,
-            "If the GPU has less free memory than the plan needs, leave weights with the host, and have the CPU "
-            "compute hot neurons among them, instead of ending.",
+            "If the GPU has less free memory than the plan needs, leave weights in host memory, where the GPU reads "
+            "them over the bus, instead of ending.",
             False,
         ),
         RunOption(("--stop",), str, "End before this text; repeatable.", None, "TEXT", repeated=True),

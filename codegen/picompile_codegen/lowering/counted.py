@@ -2,8 +2,7 @@
 
 A plan gives each layer another number of hot neurons. A kernel for each would make dozens of one, and as much more work
 for the compiler of CUDA code. So one is made for the largest number. Where all layers have the same number, it is a
-constant, which is nothing to read, except where the runtime may move a layer's neurons to the host (see
-`neuron_bounds.py`).
+constant, which is nothing to read.
 """
 
 from dataclasses import fields, replace

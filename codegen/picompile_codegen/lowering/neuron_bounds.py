@@ -20,9 +20,6 @@ class NeuronBounds:
     `decoded` is that of the GPU's blocks where tokens are decoded, `whole` that of its blocks, and of slices of cold
     neurons, in prompts; `listed` that of the host's blocks that compute the neurons of a mask. `sent` is that of
     neurons whose mask is sent to the host; with `sends_words` all are multiples of four.
-
-    Where the GPU sends the host its part of a mask, the last three are for all neurons of the layer: if too little
-    memory is free when the artifact is loaded, the host computes those of the GPU as well.
     """
 
     decoded: int | None = None
@@ -43,12 +40,10 @@ def neuron_bounds(
     decoded = [_neurons(block) for block in blocks if decoding[block] == "device" and _is_part(block)]
     of_host = [block for block in blocks if decoding[block] == "host"]
     listed = [_neurons(block) for block in of_host]
-    receiving = [block for block in of_host if decoding[_mask(block)] == "device"]
-    sent = [_neurons(block) for block in receiving]
-    of_layers = [int(_mask(block).meta["val"].shape[-1]) for block in receiving]
+    sent = [_neurons(block) for block in of_host if decoding[_mask(block)] == "device"]
     whole = [count for block in blocks if prompts[block] == "device" for count in _pieces(block)]
-    in_words = all(count % 4 == 0 for count in (*sent, *of_layers))
-    return NeuronBounds(_most(decoded), _most(whole), _most(listed + of_layers), _most(sent + of_layers), in_words)
+    in_words = all(count % 4 == 0 for count in sent)
+    return NeuronBounds(_most(decoded), _most(whole), _most(listed), _most(sent), in_words)
 
 
 def _most(counts: Iterable[int]) -> int | None:

@@ -90,9 +90,7 @@ def _send_mask(mask: Node, block: Node, function: Function) -> None:
     table = values["neurons"]
     columns = neurons if table is None else int(table.meta["val"].shape[0])
     out = function.buffer("x.sent", "float32", (rows, dim), "shared")
-    # Kernels that take the number of columns may be called for all of them (see `neuron_bounds.py`).
-    room = columns if function.shared.bounds.sent is None else neurons
-    out_mask = function.buffer("mask.sent", "uint8", (rows, room), "shared")
+    out_mask = function.buffer("mask.sent", "uint8", (rows, columns), "shared")
     function.counts[mask] = function.buffer("count", "int32", (1,))
     flag = function.flag()
     bindings: Bindings = {

@@ -9,11 +9,8 @@ uses as indices what are none.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-from numpy.typing import NDArray
 
 from picompile_runtime.artifact.call_checks import INPUTS, arena_of, check_calls, span_of
 from picompile_runtime.artifact.interfaces import KernelInterface, KernelParameter
@@ -282,33 +279,22 @@ def _latest(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
     return {device: max(one[device], other[device]) for device in DEVICES}
 
 
-def check_code(artifact: Artifact, library: HostLibrary) -> Interfaces | None:
-    """Check every call of an artifact's program against its kernels, before any code runs; return the kernels.
+def check_code(artifact: Artifact, library: HostLibrary) -> None:
+    """Check every call of an artifact's program against its kernels, before any code runs.
 
     The kernels are those of `library` and of the accelerator's code. A library without a table of its kernels was not
-    made by `picompile compile`, and is not checked; None is returned. Raises ArtifactError for a call that its kernel
-    was not made for.
+    made by `picompile compile`, and is not checked. Raises ArtifactError for a call that its kernel was not made for.
     """
     of_host = library.interfaces()
     if of_host is None:
-        return None
-    kernels = {"host": of_host, "device": _accelerator_interfaces(artifact) if artifact.program.has_accelerator else {}}
-    check_against(artifact.program, kernels, artifact.weight, str(artifact.folder / PROGRAM))
-    return kernels
-
-
-def check_against(
-    program: Program, kernels: Interfaces, weight: Callable[[Argument], NDArray[Any]], where: str
-) -> None:
-    """Check every call of a program against `kernels`; `weight` returns the numbers that a call is given of a weight.
-
-    Raises ArtifactError, naming `where`.
-    """
+        return
 
     def numbers(argument: Argument) -> tuple[int, int]:
-        found = weight(argument)
-        return int(found.min()), int(found.max())
+        weight = artifact.weight(argument)
+        return int(weight.min()), int(weight.max())
 
+    program, where = artifact.program, str(artifact.folder / PROGRAM)
+    kernels = {"host": of_host, "device": _accelerator_interfaces(artifact) if program.has_accelerator else {}}
     for device, table in kernels.items():
         check_calls(program, device, table, numbers, where)
     check_order(program, kernels, where)

@@ -20,7 +20,6 @@ from picompile_runtime.artifact.program import STATS_ROW_BYTES, UPLOAD_OP, WAITI
 from picompile_runtime.artifact.reader import Artifact
 from picompile_runtime.devices.cpu.native import HostLibrary, seconds_of
 from picompile_runtime.devices.memory import aligned_zeros, anonymous_map
-from picompile_runtime.engine.loaded_program import LoadedProgram
 from picompile_runtime.engine.timing import FiringCounts
 
 _BUFFER_BYTES = 2**29  # sixteen times a large last-level cache
@@ -191,7 +190,7 @@ def statistics_rows(call: Call) -> list[int]:
 
 
 def step_bytes(
-    loaded: LoadedProgram | Artifact,
+    artifact: Artifact,
     function: str,
     firing: Sequence[FiringCounts],
     cached: float,
@@ -200,7 +199,7 @@ def step_bytes(
     """Return the bytes that each call of a step of `function` must move.
 
     Args:
-        loaded: the program that runs, and its weights.
+        artifact: the program that runs, and its weights.
         function: a function of the program.
         firing: the shares of neurons that each feed-forward part computes, and that fire.
         cached: number of positions in the KV cache of each sequence.
@@ -208,34 +207,34 @@ def step_bytes(
     """
     shares = {row.part.stats_row: row.read_share for row in firing}
     return [
-        call.weight_bytes - _idle_bytes(loaded, call, shares) + rows * _cache_bytes(loaded, call, cached)
-        for call in loaded.program.functions[function]
+        call.weight_bytes - _idle_bytes(artifact, call, shares) + rows * _cache_bytes(artifact, call, cached)
+        for call in artifact.program.functions[function]
     ]
 
 
 def bytes_per_token(
-    loaded: LoadedProgram | Artifact,
+    artifact: Artifact,
     firing: Sequence[FiringCounts],
     cached: float,
 ) -> float:
     """Return the bytes of weights and KV cache that `decode` must move if `cached` tokens are in the cache."""
-    return sum(step_bytes(loaded, "decode", firing, cached))
+    return sum(step_bytes(artifact, "decode", firing, cached))
 
 
-def _idle_bytes(loaded: LoadedProgram | Artifact, call: Call, shares: dict[int, float]) -> float:
+def _idle_bytes(artifact: Artifact, call: Call, shares: dict[int, float]) -> float:
     """Return the bytes that a call that counts does not read: the rows of its last matrix that it does not need."""
     rows = statistics_rows(call)
     matrices = [arg.name for arg in call.args if arg.kind == "weight" and len(arg.view.shape) == 2]
     if not rows or not matrices:
         return 0.0
-    return loaded.tensors[matrices[-1]].size_bytes * (1 - shares.get(rows[0], 1.0))
+    return artifact.tensors[matrices[-1]].size_bytes * (1 - shares.get(rows[0], 1.0))
 
 
-def _cache_bytes(loaded: LoadedProgram | Artifact, call: Call, cached: float) -> float:
+def _cache_bytes(artifact: Artifact, call: Call, cached: float) -> float:
     """Return the bytes that an attention call reads of one sequence's cache."""
     if call.op != "attention":
         return 0.0
-    program = loaded.program
+    program = artifact.program
     seen = min(cached, call.window or cached)
     names = {arg.name for arg in call.args if arg.kind == "state"}
     return sum(program.state[name].size_bytes for name in names) / program.sequences * seen / program.context

@@ -243,7 +243,7 @@ class _Measurement:
     @property
     def program(self) -> Program:
         """The program that ran."""
-        return self.engine.loaded.program
+        return self.engine.artifact.program
 
     @property
     def on_gpu(self) -> bool:
@@ -296,7 +296,7 @@ def _decode(measured: _Measurement) -> dict[str, Any]:
     # Several sequences read at most the sum of what each of them reads of a block, and no more than all of it.
     read = [_by_all(row, lengths.sequences) for row in firing]
     cached = lengths.decode_depth + (lengths.decode + 1) / 2
-    moved = step_bytes(measured.engine.loaded, lengths.function, read, cached, lengths.sequences)
+    moved = step_bytes(measured.engine.artifact, lengths.function, read, cached, lengths.sequences)
     of_calls = np.array(moved) / lengths.sequences
     token_bytes, pairs = float(of_calls.sum()), zip(rounds, bandwidths, strict=True)
     shares = [token_bytes / speed * measured.tokens / each.decode_s for each, speed in pairs]

@@ -16,7 +16,6 @@ from picompile_runtime.artifact.program import BATCH, ONE_TOKEN_EACH, SCORE_MASK
 from picompile_runtime.artifact.reader import Artifact, open_artifact
 from picompile_runtime.devices.machine import check_threads, default_threads
 from picompile_runtime.engine.executor import Executor
-from picompile_runtime.engine.loaded_program import LoadedProgram
 from picompile_runtime.engine.timing import CallSpan, FiringCounts, firing_counts
 from picompile_runtime.errors import RequestError
 from picompile_runtime.request_checks import (
@@ -45,7 +44,7 @@ def load(
         threads: CPU threads to run with; by default PICOMPILE_THREADS, else the physical cores that the process may
             use.
         replan: leave some of the GPU's weights with the host if less GPU memory is free than the artifact's plan needs.
-            The CPU then computes hot neurons among them; the GPU reads the others over the bus.
+            The GPU then reads what it needs of them over the bus.
         cache_tokens: how many tokens all slots of the KV cache will hold together at most, which the caller sees to;
             this machine's memory must hold so many. By default each slot may hold a whole context. Memory of the host
             is taken page by page, as tokens come; `Engine.release` gives it back.
@@ -90,7 +89,7 @@ class Engine:
         self.threads = check_threads(threads) if threads is not None else default_threads()
         with translate_system_errors(artifact.folder):
             self._executor = Executor(artifact, self.threads, replan, cache_tokens)
-        self._program = self._executor.loaded.program
+        self._program = artifact.program
         self._lock = threading.RLock()
         self._positions = [0] * self._program.sequences
         self._counted = dict.fromkeys(ONE_TOKEN_EACH, 0)
@@ -118,22 +117,9 @@ class Engine:
         return self._program.sequences
 
     @property
-    def loaded(self) -> LoadedProgram:
-        """The program that runs, and its weights: those of the artifact, unless `replan` has changed something."""
-        return self._executor.loaded
-
-    @property
     def moved_bytes(self) -> int:
         """Bytes of the weights that were planned for the GPU and that `replan` left with the host."""
         return self._executor.moved_bytes
-
-    @property
-    def computed_bytes(self) -> int:
-        """Bytes of the weights among them whose neurons the CPU computes for each token that is decoded.
-
-        Of the others the GPU reads what it needs over the bus.
-        """
-        return self.loaded.computed_bytes
 
     @property
     def unpinned_bytes(self) -> int:

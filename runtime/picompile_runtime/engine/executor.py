@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from picompile_runtime.artifact.call_order import Interfaces, check_against, check_code
-from picompile_runtime.artifact.manifest import PROGRAM, WEIGHTS
-from picompile_runtime.artifact.program import BATCH, ONE_TOKEN_EACH, Argument, Call, Program
+from picompile_runtime.artifact.call_order import check_code
+from picompile_runtime.artifact.manifest import WEIGHTS
+from picompile_runtime.artifact.program import BATCH, ONE_TOKEN_EACH, Call, Program
 from picompile_runtime.artifact.reader import Artifact
 from picompile_runtime.artifact.weights import ResidentWeights, load_tensors, load_weights
 from picompile_runtime.devices.accelerator import Accelerator
@@ -30,8 +30,6 @@ from picompile_runtime.engine.layout import (
     host_layout,
     weights_of,
 )
-from picompile_runtime.engine.loaded_program import LoadedProgram
-from picompile_runtime.engine.replan import split_anew
 from picompile_runtime.engine.timing import CallSpan, CallTimes, step_timeout
 from picompile_runtime.errors import KernelError, RequestError
 from picompile_runtime.sampling.sampler import Logits, TopScores
@@ -54,19 +52,18 @@ class Executor:
         Raises DoesNotFitError if there is too little memory, ArtifactError if kernels are missing, and MachineError if
         this machine has no accelerator of the artifact's kind.
         """
-        self.loaded = LoadedProgram(artifact.program, artifact.tensors)
-        self._made: dict[str, NDArray[np.uint8]] = {}
+        self._program = artifact.program
         self._threads, device_threads = split_threads(artifact, threads)
         self.library = artifact.load_code()
         self._accelerator: Accelerator | None = None
         self.unpinned_bytes = 0
         self.buffers: dict[str, NDArray[Any]] = {}
         try:
-            kernels = check_code(artifact, self.library)
+            check_code(artifact, self.library)
             _check_memory(self._program, cache_tokens)
             if self._program.has_accelerator:
                 self._accelerator = open_accelerator(artifact, device_threads)
-            self._fit(artifact, replan, kernels)
+            self._fit(artifact, replan)
             self._load(artifact, threads)
         except BaseException:
             self.close()
@@ -75,34 +72,15 @@ class Executor:
         self._step, self._tokens = self.buffers["step"], self.buffers["tokens"]
         self._positions, self._slots = self.buffers["positions"], self.buffers["slots"]
 
-    @property
-    def _program(self) -> Program:
-        return self.loaded.program
-
-    def _fit(self, artifact: Artifact, may_move: bool, kernels: Interfaces | None) -> None:
+    def _fit(self, artifact: Artifact, may_move: bool) -> None:
         """Leave weights with the host if they `may_move` and the accelerator has too little memory for all."""
-        accelerator, program = self._accelerator, self._program
+        accelerator, program = self._accelerator, artifact.program
         if accelerator is not None and (free_bytes := accelerator.free_bytes()) is not None:
             names = [call.kernel for name in program.functions for call in program.calls(name, "device")]
             graph_bytes = accelerator.graph_bytes(names)
-            moved = fit_accelerator(program, artifact.tensors, free_bytes, may_move, graph_bytes)
-            self.loaded = LoadedProgram(moved, artifact.tensors)
-            if moved is not program and kernels is not None:
-                self.loaded = split_anew(program, moved, artifact.tensors, kernels, free_bytes, graph_bytes)
-                if self.loaded.joined:
-                    self._check_again(artifact, kernels)
-        moved_names = self._program.streamed - artifact.program.streamed
+            self._program = fit_accelerator(program, artifact.tensors, free_bytes, may_move, graph_bytes)
+        moved_names = self._program.streamed - program.streamed
         self.moved_bytes = sum(artifact.tensors[name].size_bytes for name in moved_names)
-
-    def _check_again(self, artifact: Artifact, kernels: Interfaces) -> None:
-        """Make the weights that the file does not have, and check the calls of a program that was changed."""
-        self._made = self.loaded.contents(artifact.weight)
-
-        def weight(argument: Argument) -> NDArray[Any]:
-            made = self._made.get(argument.name)
-            return artifact.weight(argument) if made is None else made.view(argument.view.dtype)
-
-        check_against(self._program, kernels, weight, str(artifact.folder / PROGRAM))
 
     def _load(self, artifact: Artifact, threads: int) -> None:
         program = self._program
@@ -110,7 +88,7 @@ class Executor:
         host, self._accelerator_layout = host_layout(program, weights), AcceleratorLayout({})
         if self._accelerator is not None:
             self._accelerator_layout, shared = accelerator_layout(
-                program, self._accelerator, artifact.weights, self.loaded.tensors, weights, self._made
+                program, self._accelerator, artifact.weights, artifact.tensors, weights
             )
             self.unpinned_bytes = self._accelerator.unpinned_bytes
             of_host = {key: (shared, tensor.offset) for key, tensor in _shared_buffers(program).items()}
@@ -146,14 +124,11 @@ class Executor:
             sha256 = artifact.manifest.files[WEIGHTS].sha256
             self._weights: Any = load_weights(artifact.weights, sha256, threads, other_bytes)
             return {name: (self._weights.memory, self._weights.start + each.offset) for name, each in tensors.items()}
-        names = self.loaded.loading_order(weights_of(self._program, "host"))
-        wanted = {name: tensors[name] for name in names}
+        wanted = {name: tensors[name] for name in weights_of(self._program, "host")}
         pins_memory = self._accelerator is not None and self._accelerator.pins_memory
-        must_copy = bool(self.loaded.joined) or (bool(self._program.streamed) and pins_memory)
+        must_copy = bool(self._program.streamed) and pins_memory
         self._weights, places = load_tensors(artifact.weights, wanted, threads, other_bytes, must_copy)
-        found: dict[str, tuple[Any, int]] = {name: (self._weights, place) for name, place in places.items()}
-        found |= {name: found[parts[0]] for name, parts in self.loaded.joined.items()}
-        return found | {name: (content, 0) for name, content in self._made.items()}
+        return {name: (self._weights, place) for name, place in places.items()}
 
     def _bind_accelerator(self, function: str) -> Any:
         if self._accelerator is None:
@@ -287,7 +262,7 @@ class Executor:
             self._accelerator.close()
             self._accelerator = None
         self._host_calls, self._accelerator_calls, self.buffers, self._state, self._weights = {}, {}, {}, {}, None
-        self._caches, self._made = {}, {}
+        self._caches = {}
         self._step = self._tokens = self._positions = self._slots = np.empty(0, np.int32)
         self.library.close()
 

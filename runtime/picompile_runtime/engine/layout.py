@@ -72,7 +72,6 @@ def accelerator_layout(
     mapped: mmap.mmap,
     tensors: Mapping[str, Tensor],
     of_host: Mapping[str, tuple[Any, int]],
-    made: Mapping[str, NDArray[np.uint8]],
 ) -> tuple[AcceleratorLayout, NDArray[np.uint8]]:
     """Allocate the accelerator's memory for everything that its calls use, and copy its weights there.
 
@@ -82,7 +81,6 @@ def accelerator_layout(
         mapped: the mapped weights file.
         tensors: the weights' places in the file.
         of_host: the host's weights by name; the accelerator reads streamed weights where the host has them.
-        made: the bytes of weights that are not in the file.
 
     Returns:
         The layout, and the memory that the accelerator shares with the host, uint8 [bytes].
@@ -104,7 +102,7 @@ def accelerator_layout(
             places["state", name] = (accelerator.allocate(tensor.size_bytes, f"the cache {name}"), 0)
     used = weights_of(program, "device")
     own = {name: tensors[name] for name in used if name not in program.streamed}
-    places |= _upload(accelerator, mapped, own, made)
+    places |= _upload(accelerator, mapped, own)
     if streamed := [name for name in used if name in program.streamed]:
         adopted = accelerator.adopt(of_host[streamed[0]][0])
         places |= {("weight", name): (adopted, of_host[name][1]) for name in streamed}
@@ -122,7 +120,6 @@ def _upload(
     accelerator: Accelerator,
     mapped: mmap.mmap,
     tensors: Mapping[str, Tensor],
-    made: Mapping[str, NDArray[np.uint8]],
 ) -> dict[tuple[str, str], tuple[Any, int]]:
     offsets, end = {}, 0
     for name, tensor in tensors.items():
@@ -131,10 +128,9 @@ def _upload(
     memory = accelerator.allocate(end, "the accelerator's weights")
     of_file = np.frombuffer(mapped, np.uint8)
     for name, tensor in tensors.items():
-        source, begin = (made[name], 0) if name in made else (of_file, tensor.offset)
         for start, size in _parts(tensor.size_bytes):
-            first = begin + start
-            accelerator.write(memory, offsets[name] + start, source[first : first + size])
+            first = tensor.offset + start
+            accelerator.write(memory, offsets[name] + start, of_file[first : first + size])
     accelerator.protect(memory)
     return {("weight", name): (memory, offset) for name, offset in offsets.items()}
 
@@ -183,10 +179,10 @@ class AcceleratorNeed:
 def accelerator_need(program: Program, tensors: Mapping[str, Tensor], graph_bytes: int = 0) -> AcceleratorNeed:
     """Return the memory that `program` needs with its weights `tensors`; the driver keeps `graph_bytes` for graphs."""
     caches = (tensor for name, tensor in program.state.items() if program.memories["state", name] == "device")
-    pinned_bytes = packed_bytes(tensors[name] for name in weights_of(program, "device") if name in program.streamed)
+    pinned_bytes = _packed_bytes(tensors[name] for name in weights_of(program, "device") if name in program.streamed)
     tables_bytes = pinned_bytes // _MAPPED_BYTES * _TABLE_BYTES
     return AcceleratorNeed(
-        weights=_pieces(packed_bytes(tensors[name] for name in _own_weights(program))),
+        weights=_pieces(_packed_bytes(tensors[name] for name in _own_weights(program))),
         kv_cache=sum(_pieces(tensor.size_bytes) for tensor in caches),
         workspace=_pieces(program.accelerator_arena_bytes),
         driver=max(_SPARED_BYTES, graph_bytes + tables_bytes),
@@ -223,7 +219,7 @@ def fit_accelerator(
         )
     wanted, own = need.total - free_bytes, frozenset(_own_weights(program))
     while True:
-        moved = moved_weights(program, tensors, wanted)
+        moved = _moved_weights(program, tensors, wanted)
         smaller = replace(program, streamed=program.streamed | moved)
         excess = (least := accelerator_need(smaller, tensors, graph_bytes)).total - free_bytes
         if excess <= 0:
@@ -231,7 +227,7 @@ def fit_accelerator(
         if moved == own:
             break
         # To find what has moved takes memory as well, and large pieces are not given back in part.
-        wanted = packed_bytes(tensors[name] for name in moved) + excess
+        wanted = _packed_bytes(tensors[name] for name in moved) + excess
     needed, free = in_units(least.total, free_bytes)
     raise DoesNotFitError(
         f"the model needs {needed} of GPU memory ({least}) even if its weights stay with the host, and "
@@ -239,7 +235,7 @@ def fit_accelerator(
     )
 
 
-def moved_weights(program: Program, tensors: Mapping[str, Tensor], wanted_bytes: int) -> frozenset[str]:
+def _moved_weights(program: Program, tensors: Mapping[str, Tensor], wanted_bytes: int) -> frozenset[str]:
     """Return names of the accelerator's weights with `wanted_bytes` together, or all of them if they have fewer."""
     read = _read_bytes(program, tensors)
     # Among equals the last goes first, since the first layers begin a step.
@@ -247,7 +243,7 @@ def moved_weights(program: Program, tensors: Mapping[str, Tensor], wanted_bytes:
     order = sorted(names, key=lambda name: read.get(name, 0.0) / max(1, tensors[name].size_bytes))
     moved: set[str] = set()
     for name in order:
-        if packed_bytes(tensors[each] for each in moved) >= wanted_bytes:
+        if _packed_bytes(tensors[each] for each in moved) >= wanted_bytes:
             break
         moved.add(name)
     return frozenset(moved)
@@ -278,6 +274,6 @@ def _pieces(size_bytes: int) -> int:
     return -(-size_bytes // _PIECE_BYTES) * _PIECE_BYTES
 
 
-def packed_bytes(tensors: Iterable[Tensor]) -> int:
+def _packed_bytes(tensors: Iterable[Tensor]) -> int:
     """Return how much memory tensors take one behind the other."""
     return sum(-(-tensor.size_bytes // ALIGNMENT) * ALIGNMENT for tensor in tensors)
