@@ -6,7 +6,6 @@ import json
 import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -63,16 +62,7 @@ def passes_command(
 
 
 def list_passes() -> list[dict[str, Any]]:
-    """Return the facts to list, a pass each. Passes, and torch with them, are imported only if a package adds some."""
-    if not entry_points(group="picompile.passes"):
-        from picompile.cli.pass_source import describe_builtin_passes
-
-        return describe_builtin_passes()
-    return describe_imported_passes()
-
-
-def describe_imported_passes() -> list[dict[str, Any]]:
-    """Return the facts to list, a pass each, from the classes themselves, including those of packages."""
+    """Return the facts to list, a pass each, with those that installed packages add."""
     from picompile_passes.registry import find_pass, registrations
 
     return [{**_describe(find_pass(name)), "origin": entry.origin} for name, entry in registrations().items()]
