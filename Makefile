@@ -79,8 +79,8 @@ bench: $(VENV)/.installed
 
 # What each step has made is used again: kernels, and the build of llama.cpp, which takes the longest.
 gpu-pack: $(VENV)/.installed-dev
-	$(BIN)/python benchmarks/peers_llama_cuda.py all -o build/llama.tar.xz --sm $(SM)
-	$(BIN)/python benchmarks/gpu_pack.py -o build/gpu --sm $(SM) --llama build/llama.tar.xz
+	$(BIN)/python -m benchmarks.gpu.llama all -o build/llama.tar.xz --sm $(SM)
+	$(BIN)/python -m benchmarks.gpu.pack -o build/gpu --sm $(SM) --llama build/llama.tar.xz
 	$(BIN)/python tests/gpu_rehearsal.py build/gpu
 
 docs: $(VENV)/.installed-docs

@@ -1,4 +1,4 @@
-"""Rehearses both commands of benchmarks/gpu.py with a pack, without a GPU: on the stand-in, kernels in emulation.
+"""Rehearses both commands of benchmarks.gpu with a pack, without a GPU: on the stand-in, kernels in emulation.
 
     python tests/gpu_rehearsal.py build/gpu [--scale 5]
 
@@ -10,7 +10,6 @@ be ended, or if llama.cpp does not run.
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -20,15 +19,14 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks import environment
+from benchmarks.gpu.cases import Case, pack_kernels, speed_cases
+from benchmarks.gpu.sources import tracked_bytes
+from benchmarks.gpu.units import LATE, NOT_DONE
 from helpers.fake_cuda.fixtures import compile_driver
-from helpers.gpu_packs import BENCHMARKS, emulated_kernels, stand_in, tiny_models
-
-sys.path.insert(0, str(BENCHMARKS))
-
-from _gpu_cases import Case, pack_kernels, speed_cases
-from _gpu_sources import tracked_bytes
-from _gpu_units import LATE, NOT_DONE
+from helpers.gpu_packs import emulated_kernels, stand_in, tiny_models
 
 # The largest that a toy has of each size. Rows of chunks keep their tiles.
 _MOST = {
@@ -41,7 +39,7 @@ _EXPECTED = ("PyTorch sees no GPU", "llama.cpp found no GPU")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pack", type=Path, help="what gpu_pack.py wrote")
+    parser.add_argument("pack", type=Path, help="what benchmarks.gpu.pack wrote")
     parser.add_argument("--scale", type=float, default=5.0, help="how many times as long parts may take")
     options = parser.parse_args()
     pack = options.pack.resolve()
@@ -92,8 +90,8 @@ def _command(verb: str, pack: Path, folder: Path, scale: float) -> Iterator[str]
     where = ["--results", str(results), "--work", str(folder / "work"), "--scale", str(scale)]
     where += ["--device-library", str(folder / "cuda" / "libcuda.so.1")]
     asked = ["--asked", str(time.time())] if verb == "first" else []
-    command = [sys.executable, str(BENCHMARKS / "gpu.py"), verb, str(pack), *where, *asked]
-    done = subprocess.run(command, env=os.environ | stand_in(pack), check=False)
+    command = [sys.executable, "-m", "benchmarks.gpu", verb, str(pack), *where, *asked]
+    done = subprocess.run(command, env=environment(**stand_in(pack)), check=False)
     print(f"{verb}: {time.monotonic() - begin:.0f} s", flush=True)
     if done.returncode:
         yield f"{verb}: ended with {done.returncode}"

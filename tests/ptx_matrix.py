@@ -2,7 +2,7 @@
 
     python tests/ptx_matrix.py build/gpu [--orders 0,1,2,3] [--tokens 12] [--only kernels models]
 
-PACK is a folder that benchmarks/gpu_pack.py wrote. All its code is translated and checked as text: loads that may give
+PACK is a folder that benchmarks/gpu/pack.py wrote. All its code is translated and checked as text: loads that may give
 old values, and the machine code (tests/helpers/ptx). The small kernels run in several orders of threads and are
 compared with eager PyTorch in float64, and the bundled model must choose the CPU's tokens. Prints a line for each
 result; ends with 1 where one is wrong.
@@ -17,6 +17,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.bundled import check_bundled
+from benchmarks.gpu.kernels import images_of
+
+sys.path.append(str(Path(__file__).parents[1]))
+
 from helpers.fake_cuda.fixtures import compile_driver
 from helpers.kernels.emulator import ORDERS
 from helpers.ptx.cases import emulate_ptx, faults_in_orders
@@ -24,13 +29,7 @@ from helpers.ptx.device_code import DeviceCode, code_of_pack
 from helpers.ptx.machine_code import later_faults, machine_faults, missing_later_ptxas
 from helpers.ptx.syntax import PtxError, parse
 from helpers.ptx.translate import source_of
-from helpers.support import ROOT
 from picompile_runtime.devices.cuda import driver
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from _gpu_bundled import check_bundled
-from _gpu_kernels import images_of
 
 # Tokens of a prompt, decoded ones, and rounds of the measurement that comes with each model, whose times mean nothing.
 _SHORTEST = (1, 1, 1)

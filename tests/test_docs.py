@@ -31,7 +31,7 @@ SERVING = ROOT / "docs" / "serving.md"
 NOT_RUN = {
     r"make ": "downloads, or runs this test; test_make_targets_exist asks for each",
     r"pip install ": "downloads packages; test_write_a_pass has its own way",
-    r"python (benchmarks|examples)/": "takes minutes, a GPU or peers; tests/benchmarks and tests/examples have parts",
+    r"python (-m benchmarks\.|examples/)": "takes minutes or needs a GPU; tests of both folders have parts",
     r"picompile .*(smollm2|SmolLM2|build/bench/)": "needs a file of 93 MB, or an artifact of 800 MB",
     r"picompile serve ": "runs until it is stopped; cli/test_cli_serve.py runs and stops it",
     r"picompile chat \S+$": "a conversation; cli/test_cli_chat.py has some",
@@ -131,12 +131,14 @@ def test_commands_are_found() -> None:
 
 
 def test_scripts_that_are_not_run_have_the_options() -> None:
-    """Of `python benchmarks/x.py --option`, a module of the folder has the option."""
+    """A module of the folder of `python -m benchmarks.x` or `python examples/x.py` has the options of the command."""
     for document in DOCUMENTS:
         for command in commands(document):
-            if script := re.match(r"python ((benchmarks|examples)/\S+\.py)", command):
-                assert (ROOT / script[1]).exists(), command
-                text = "".join(path.read_text(encoding="utf-8") for path in (ROOT / script[1]).parent.rglob("*.py"))
+            if script := re.match(r"python (?:-m (benchmarks\.\S+)|(examples/\S+)\.py)", command):
+                path = ROOT / (script[2] or script[1].replace(".", "/"))
+                path = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+                assert path.exists(), command
+                text = "".join(near.read_text(encoding="utf-8") for near in path.parent.rglob("*.py"))
                 options = {option for option in OPTION.findall(command) if option not in text}
                 assert {o for o in options if o[2:].replace("-", "_") not in text} == set(), command
 

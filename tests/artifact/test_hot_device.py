@@ -4,7 +4,6 @@ import functools
 import json
 import math
 import re
-import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.gpu.sass import disassemble
 from helpers.gpu_artifacts import gpu_artifact, gpu_model
 from helpers.report_plans import random_plan
-from helpers.support import ROOT
 from picompile.artifact import code as hot_device
 from picompile.artifact.code import AcceleratorTarget, accelerator_target
 from picompile.compile import compile_model
@@ -35,10 +34,6 @@ from picompile_passes.formats import FORMATS
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
 from test_prediction import held_out, write_predictors
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from _sass import disassemble
 
 __all__ = ["gpu_artifact", "gpu_model", "held_out"]
 

@@ -1,4 +1,4 @@
-"""benchmarks/gpu_pack.py and gpu.py, on the stand-in for the GPU: what is right, and what is said of planted faults."""
+"""A pack and benchmarks.gpu, on the stand-in for the GPU: what is right, and what is said of planted faults."""
 
 import ast
 import json
@@ -16,8 +16,11 @@ from unittest.mock import patch
 
 import pytest
 
+from benchmarks import environment
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu.report import STAND_IN
+from benchmarks.gpu.units import NOT_DONE
 from helpers.gpu_packs import (
-    BENCHMARKS,
     CASES,
     TIMED,
     command,
@@ -30,12 +33,6 @@ from helpers.gpu_packs import (
 )
 from helpers.kernels.emulator import Emulated
 from helpers.support import ROOT
-
-sys.path.insert(0, str(BENCHMARKS))
-
-import gpu
-from _gpu_report import STAND_IN
-from _gpu_units import NOT_DONE
 
 __all__ = ["fake_cuda", "fake_library", "gpu_pack", "kernels"]
 
@@ -50,13 +47,14 @@ THERE = {
     "torch",
     *sys.stdlib_module_names,
 }
-OF_THE_PACK = ("_gpu_cases", "_gpu_models", "_gpu_split", "_gpu_pack_bundled", "gpu_pack")
+OURS = {"benchmarks", "benchmarks.gpu"}
+# Modules that make a pack, or count without a GPU.
+AT_HOME = {"cases", "models", "split", "pack_bundled", "pack", "instructions", "prompt_counts", "sass"}
 
 
 def test_what_runs_on_the_gpu_imports_no_compiler() -> None:
     """That machine has no compiler of picompile's, and a missing package would cost a loan of it."""
-    files = [path for path in BENCHMARKS.glob("*gpu*.py") if path.stem not in OF_THE_PACK]
-    files += BENCHMARKS.glob("peers_llama_*.py")
+    files = [path for path in (ROOT / "benchmarks" / "gpu").glob("*.py") if path.stem not in AT_HOME]
     assert len(files) > 15
     for path in files:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -64,21 +62,22 @@ def test_what_runs_on_the_gpu_imports_no_compiler() -> None:
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             for name in names:
                 starts = {name.partition(".")[0], ".".join(name.split(".")[:2])}
-                ours = name.startswith(("_gpu", "peers_llama")) and name not in OF_THE_PACK
+                package, _, module = name.rpartition(".")
+                ours = name in OURS or (package == "benchmarks.gpu" and module not in AT_HOME)
                 assert starts & THERE or ours, (path, name)
 
 
 def test_the_parent_imports_no_pytorch() -> None:
     """It has the results, and must not fail; and PyTorch takes seconds."""
-    code = f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r}); import gpu; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    code = "import sys, benchmarks.gpu.__main__; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment())
 
 
 def test_documented_commands_are_commands() -> None:
-    found = re.findall(r"^    +python benchmarks/gpu\.py (.*)$", DOCUMENT.read_text(), re.MULTILINE)
+    found = re.findall(r"^    +python -m benchmarks\.gpu (.*)$", DOCUMENT.read_text(), re.MULTILINE)
     assert {text.split()[0] for text in found} == {"first", "second", "more", "case", "ready", "tables"}
     for text in found:
-        with patch.object(sys, "argv", ["gpu.py", *shlex.split(text)]):
+        with patch.object(sys, "argv", ["benchmarks.gpu", *shlex.split(text)]):
             assert isinstance(gpu._arguments(), Namespace)
 
 
@@ -213,7 +212,7 @@ def test_a_bad_kernel(
     if not reason:
         assert row["sanitizer"].keys() == {"memcheck", "racecheck"}
         for tool, text in row["sanitizer"].items():
-            assert text.startswith(f"checked: --tool {tool} ") and f"gpu.py case {pack} norm" in text
+            assert text.startswith(f"checked: --tool {tool} ") and f"benchmarks.gpu case {pack} norm" in text
 
 
 @pytest.mark.slow("runs a pack with a planted fault in processes of its own")

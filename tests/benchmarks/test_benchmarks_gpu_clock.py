@@ -1,11 +1,10 @@
-"""The clock of benchmarks/gpu.py, with sleep in the place of all work: parts end in time, whatever they do.
+"""The clock of benchmarks.gpu, with sleep in the place of all work: parts end in time, whatever they do.
 
 The times of the schedule are scaled: a second stands for 12 of them. Starting a machine took 80 s here, not 120 as
 estimated, since a process that only sleeps takes as long to begin as one that works.
 """
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -16,13 +15,10 @@ from typing import Any
 
 import pytest
 
-from helpers.gpu_packs import BENCHMARKS
-
-sys.path.insert(0, str(BENCHMARKS))
-
-import _gpu_schedule
-from _gpu_sources import SCHEMA, sources_digest
-from _gpu_units import LATE, NOT_DONE
+from benchmarks import environment
+from benchmarks.gpu import schedule as _gpu_schedule
+from benchmarks.gpu.sources import SCHEMA, sources_digest
+from benchmarks.gpu.units import LATE, NOT_DONE
 
 SCALE = 1 / 12
 # What a part may take longer: the child has half a second for its stacks, and then is ended.
@@ -60,11 +56,10 @@ def _ran(
     folder, begin = pack.parent, time.monotonic()
     asked = ["--asked", str(time.time() - started_s)] if verb == "first" else []
     where = ["--results", str(folder / "results"), "--work", str(folder / "work")]
-    command = [sys.executable, str(BENCHMARKS / "gpu.py"), verb, str(pack), *where, *asked, "--scale", str(SCALE)]
-    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
-    done = subprocess.run(
-        [*command, "--pretend", json.dumps(pretend)], env=environment, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-m", "benchmarks.gpu", verb, str(pack), *where, *asked, "--scale", str(SCALE)]
+    command += ["--pretend", json.dumps(pretend)]
+    variables = environment(PYTHONUNBUFFERED="1")
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     assert not done.stderr, done.stderr
     results = json.loads((folder / "results" / f"{verb}.json").read_text())
     return done.returncode, done.stdout, results, (time.monotonic() - begin) / SCALE

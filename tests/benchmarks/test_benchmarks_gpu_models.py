@@ -1,18 +1,25 @@
-"""Models and kernels of benchmarks/gpu.py and its pack, on the stand-in for the GPU, which says nothing about speed.
+"""Models and kernels of benchmarks.gpu and its pack, on the stand-in for the GPU, which says nothing about speed.
 
 Kernels run in the emulation, so a check that fails here would fail on any GPU.
 """
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from benchmarks.gpu import kernels as _gpu_kernels
+from benchmarks.gpu import models as _gpu_models
+from benchmarks.gpu import pack as pack_script
+from benchmarks.gpu.eager import EagerModel
+from benchmarks.gpu.engines import check_model, compare_logits
+from benchmarks.gpu.kernels import Timing, copy_bandwidth, images_of, run_case
+from benchmarks.gpu.memory import Arguments
+from benchmarks.gpu.models import ModelOptions
+from benchmarks.gpu.split import Planned, sizes_of, split_by_budget, split_by_plan
 from helpers.gpu_packs import (
-    BENCHMARKS,
     SHAPE,
     emulated_kernels,
     fake_cuda,
@@ -22,19 +29,6 @@ from helpers.gpu_packs import (
     stand_in,
 )
 from helpers.support import BuildOnce
-
-sys.path.insert(0, str(BENCHMARKS))
-
-import _gpu_kernels
-import _gpu_models
-import gpu_pack as pack_script
-from _gpu_eager import EagerModel
-from _gpu_engines import check_model, compare_logits
-from _gpu_kernels import Timing, copy_bandwidth, images_of, run_case
-from _gpu_memory import Arguments
-from _gpu_models import ModelOptions
-from _gpu_split import Planned, sizes_of, split_by_budget, split_by_plan
-
 from picompile.synth.shapes import find_shape, shape_from_config
 from picompile_codegen.lowering.function import LowerOptions
 from picompile_codegen.lowering.lower import lower

@@ -1,13 +1,8 @@
-"""The tables and bars of benchmarks/gpu.py."""
+"""The tables and bars of benchmarks.gpu."""
 
-import sys
 from typing import Any
 
-from helpers.support import ROOT
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from _gpu_report import bars, empty_results, merged, text_of
+from benchmarks.gpu.report import bars, empty_results, merged, text_of
 
 STEP = {"gpu_s": 0.016, "compute_s": 0.01, "hot_s": 0.003, "cold_s": 0.011, "exchange_s": 0.004, "idle_s": 0.002}
 MODEL = {

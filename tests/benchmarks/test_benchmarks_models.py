@@ -1,18 +1,15 @@
 """Benchmarks of whole models, on small ones: PowerInfer's file, what is left out, and formats of predictors."""
 
 import json
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from helpers.support import BUNDLED_MODEL, ROOT, Cli
+from helpers.benchmark_scripts import run_benchmark
+from helpers.support import BUNDLED_MODEL, Cli
 
 pytestmark = pytest.mark.slow("makes and compiles models")
 
-BENCHMARKS = ROOT / "benchmarks"
 CONFIG = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "vocab_size": 320,
     "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_act": "relu",
@@ -31,16 +28,9 @@ def checkpoint(cli: Cli, tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def run_script(name: str, *arguments: object) -> str:
-    command = [sys.executable, BENCHMARKS / name, *arguments]
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False, timeout=240)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_powerinfers_file_is_the_checkpoint_with_its_predictors(cli: Cli, checkpoint: Path, tmp_path: Path) -> None:
     file = tmp_path / "model.f16.powerinfer.gguf"
-    run_script("peers_gguf.py", checkpoint, file, "f16", "powerinfer")
+    run_benchmark("peers.gguf", checkpoint, file, "f16", "powerinfer")
     assert file.read_bytes()[:4] == b"PWRI"
     results = []
     for model, output in ((checkpoint, tmp_path / "ours"), (file, tmp_path / "theirs")):
@@ -54,22 +44,11 @@ def test_powerinfers_file_is_the_checkpoint_with_its_predictors(cli: Cli, checkp
     assert len(set(results[0])) > 3
 
 
-def test_a_share_of_inputs_is_left_out(checkpoint: Path, tmp_path: Path) -> None:
-    options = ["--share", 0, 0.4, "--quant", "f16", "--target", "cpu-avx2", "--rounds", 1]
-    table = run_script("sparse_projections.py", checkpoint, *options, "--work", tmp_path / "work")
-    assert re.search(r"^\| 0.0% \|.*\n\| 4[0-9].[0-9]% \|", table, re.MULTILINE)
-    report = json.loads((tmp_path / "work" / "model-cpu-avx2-f16-learned-0.4" / "report.json").read_text())["skipping"]
-    assert report["perplexity"] > 1
-    shares = list(report["left_out"].values())
-    assert len(shares) == 4
-    assert 0.4 <= sum(shares) / 4 < 0.5
-
-
 def test_formats_of_predictors_are_compared_with_f16(tmp_path: Path) -> None:
     counts = ("--profile-tokens", 2048, "--samples", 1024, "--tokens", 512, "--rank", 16)
     formats = ("--quants", "f16,q4", "--formats", "q8,q4", "--refit", "q4", "--learned-only")
     found = tmp_path / "found.json"
-    run_script("predictor_formats.py", BUNDLED_MODEL, *counts, *formats, "--work", tmp_path, "--json", found)
+    run_benchmark("cpu.predictor_formats", BUNDLED_MODEL, *counts, *formats, "--work", tmp_path, "--json", found)
     result = json.loads(found.read_text())
     assert result["flips"]["q8"]["lost"] < result["flips"]["q4"]["lost"] < 0.2
     assert 0 < result["flips"]["q8"]["error"] < 0.02 < result["flips"]["q4"]["error"] < 0.2

@@ -1,4 +1,4 @@
-"""benchmarks/peers_llama_cuda.py without llama.cpp: its files and counts; scripts stand for llama-bench and cmake."""
+"""benchmarks/gpu/llama.py without llama.cpp: its files and counts; scripts stand for llama-bench and cmake."""
 
 import io
 import json
@@ -13,22 +13,16 @@ from pathlib import Path
 import gguf
 import pytest
 
-from helpers.support import ROOT
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import peers_llama_build
-from _gpu_models import ModelOptions
-from _gpu_report import merged, text_of
-from _gpu_split import sizes_of, split_by_budget
-from peers_llama_bench import gpu_layers, layers_that_fit
-from peers_llama_build import BuildError, BuildOptions, build
-from peers_llama_gguf import LlamaShape, facts_of, write_gguf
-from peers_llama_sources import FACTS, TOP, trim
-
+from benchmarks.gpu import llama_build as peers_llama_build
+from benchmarks.gpu.llama_bench import gpu_layers, layers_that_fit
+from benchmarks.gpu.llama_build import BuildError, BuildOptions, build
+from benchmarks.gpu.llama_gguf import LlamaShape, facts_of, write_gguf
+from benchmarks.gpu.llama_sources import FACTS, TOP, trim
+from benchmarks.gpu.models import ModelOptions
+from benchmarks.gpu.report import merged, text_of
+from benchmarks.gpu.split import sizes_of, split_by_budget
 from picompile.synth import find_shape
 
-BENCHMARKS = ROOT / "benchmarks"
 TINY = {"hidden": 64, "ffn": 96, "layers": 2, "heads": 4, "kv_heads": 2, "vocab": 300}
 # Prints a row for each test, as llama-bench does with -o jsonl; after one row it does what MODE says.
 FAKE = f"""#!{sys.executable}
@@ -129,7 +123,7 @@ def test_as_many_layers_fit_as_of_picompile(name: str) -> None:
 
 
 def _command(folder: Path, model: Path, output: Path, *options: str) -> list[str]:
-    command = [sys.executable, str(BENCHMARKS / "peers_llama_cuda.py"), "bench", str(folder), str(model)]
+    command = [sys.executable, "-m", "benchmarks.gpu.llama", "bench", str(folder), str(model)]
     return [*command, "--budget", "9e9", "-p", "64", "-n", "16", "-t", "4,8", "--json", str(output), *options]
 
 

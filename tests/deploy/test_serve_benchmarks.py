@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from helpers.support import ROOT
+from helpers.benchmark_scripts import run_benchmark
 
 pytestmark = pytest.mark.slow("starts servers and sends many requests")
 
 
-def printed(name: str, *arguments: object, codes: tuple[int, ...] = (0,)) -> str:
-    """Run a benchmark, which must end with one of `codes`; return what it prints."""
-    command = [sys.executable, str(ROOT / "benchmarks" / name), *map(str, arguments)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert ran.returncode in codes, f"{ran.stdout}{ran.stderr}"
-    return ran.stdout
-
-
 def run(name: str, *arguments: object, **options: Any) -> Any:
     """Run a benchmark on one thread; return the JSON that it prints."""
-    return json.loads(printed(name, *arguments, "--threads", 1, **options))
+    return json.loads(run_benchmark(name, *arguments, "--threads", 1, **options))
 
 
 def test_how_long_a_server_takes_to_start(artifact: Path) -> None:
-    found = run("serve_start.py", artifact, "--rounds", 1, "--streams", 3)
+    found = run("cpu.serve_start", artifact, "--rounds", 1, "--streams", 3)
     assert found["drained"] | {"s": 0} == {"streams": 3, "complete": 3, "exit_code": 0, "s": 0}
     for start in ("first_s", "warm_s", "cold_s", "restart_s"):
         assert 0 < found[start]["median"] <= found[start]["worst"]
@@ -37,7 +27,7 @@ def test_how_long_a_server_takes_to_start(artifact: Path) -> None:
 
 def test_a_prefix_is_found(artifact: Path) -> None:
     sizes = ("--tokens", 600, "--answer", 32, "--question", 16, "--vocab", 200, "--pause", 1, "--rounds", 1)
-    found = run("serve_prefix.py", artifact, *sizes)
+    found = run("cpu.serve_prefix", artifact, *sizes)
     assert found["prompt_tokens"] == {"first": 600, "second": 648}
     assert found["first"]["cached_tokens"] == [0, 0] and found["without"]["cached_tokens"] == [0]
     assert found["next"]["cached_tokens"][0] >= 600 <= found["at once"]["cached_tokens"][0]
@@ -45,12 +35,14 @@ def test_a_prefix_is_found(artifact: Path) -> None:
 
 def test_texts_under_load_are_those_of_requests_alone(artifact: Path) -> None:
     """Memory is told by a longer run alone: here it may grow, and then the benchmark ends with 1."""
-    found = run("serve_load.py", artifact, "--streams", 8, "--minutes", 0.2, "--requests", 6, codes=(0, 1))
+    found = run("cpu.serve_load", artifact, "--streams", 8, "--minutes", 0.2, "--requests", 6, codes=(0, 1))
     assert (found["wrong"], found["slots_in_use_at_the_end"]) == ([], 0)
     assert found["finished"] > 20 and found["aborted"] > 0
     assert len(found["resident_bytes"]["mean_of_each_tenth"]) == 10
 
 
 def test_answers_of_schemas_are_valid(artifact: Path) -> None:
-    text = printed("json_schemas.py", "--count", 6, "--model", artifact, "--tokenizer", artifact / "tokenizer.json")
+    text = run_benchmark(
+        "cpu.json_schemas", "--count", 6, "--model", artifact, "--tokenizer", artifact / "tokenizer.json"
+    )
     assert "6 schemas" in text and "| model, greedy |" in text

@@ -1,7 +1,6 @@
-"""A pack of benchmarks/gpu_pack.py as small as can be, its kernels in emulation, and how to run it: as fixtures."""
+"""A pack of benchmarks/gpu/pack.py as small as can be, its kernels in emulation, and how to run it: as fixtures."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -12,21 +11,17 @@ from typing import Any
 
 import pytest
 
+from benchmarks import environment
+from benchmarks.gpu.cases import Case, attention, ffn, pack_kernels
+from benchmarks.gpu.models import ModelOptions, pack_model
+from benchmarks.gpu.pack_bundled import BundledOptions, pack_bundled
+from benchmarks.gpu.sources import SCHEMA, sources_digest
 from helpers.fake_cuda.fixtures import fake_cuda, fake_library
 from helpers.kernels.emulator import Emulated
-from helpers.support import ROOT, BuildOnce, save_tiny_llama
+from helpers.support import BuildOnce, save_tiny_llama
 from picompile.machine import native_target
-
-BENCHMARKS = ROOT / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-from _gpu_cases import Case, attention, ffn, pack_kernels  # noqa: E402
-from _gpu_models import ModelOptions, pack_model  # noqa: E402
-from _gpu_pack_bundled import BundledOptions, pack_bundled  # noqa: E402
-from _gpu_sources import SCHEMA, sources_digest  # noqa: E402
-
-from picompile.synth.shapes import shape_from_config  # noqa: E402
-from picompile_codegen.build.host_library import build_host_library  # noqa: E402
+from picompile.synth.shapes import shape_from_config
+from picompile_codegen.build.host_library import build_host_library
 
 __all__ = ["fake_cuda", "fake_library", "gpu_pack", "kernels"]
 
@@ -62,7 +57,7 @@ _DEFINITION = re.compile(
 
 
 def _pack(folder: Path) -> None:
-    """A pack as gpu_pack.py writes it, of a few small kernels and models of one layer."""
+    """A pack as benchmarks.gpu.pack writes it, of a few small kernels and models of one layer."""
     folder.mkdir()
     build_host_library((), folder / "host.so")
     kernels = [
@@ -150,9 +145,9 @@ def index_of(gpu_pack: Path) -> dict[str, Any]:
 
 
 def command(pack: Path, library: Path, folder: Path, verb: str = "first", *options: str) -> list[str]:
-    """A command of gpu.py on the stand-in, whose results and weights are in `folder`."""
+    """A command of benchmarks.gpu on the stand-in, whose results and weights are in `folder`."""
     where = ["--results", str(folder / "results"), "--work", str(folder / "work"), "--device-library", str(library)]
-    return [sys.executable, str(BENCHMARKS / "gpu.py"), verb, str(pack), *where, *options]
+    return [sys.executable, "-m", "benchmarks.gpu", verb, str(pack), *where, *options]
 
 
 def ran(
@@ -164,14 +159,13 @@ def ran(
     variables: dict[str, str] | None = None,
     name: str | None = None,
 ) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-    """How a command of gpu.py ended, and its results in the file `name`. `variables` replace those of the environment.
+    """How a command ended, and its results in the file `name`. `variables` replace those of the environment.
 
     Parts have ten times their time: kernels in emulation are slow.
     """
-    environment = os.environ | stand_in(pack) | (variables or {})
     ended = subprocess.run(
         command(pack, library, folder, verb, "--scale", "10", *options),
-        env=environment,
+        env=environment(**stand_in(pack) | (variables or {})),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -1,7 +1,6 @@
 """The prefix form against programs in which any set of groups may be hot, and these against every set there is."""
 
 import itertools
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from helpers.support import ROOT
+# The programs are a benchmark's.
+from benchmarks.placement.direct import Direct, direct_impact, direct_latency, most_lost_s, restricted
 from picompile.placement.problem import (
     PlacementProblem,
     PlacementTask,
@@ -25,11 +25,6 @@ from picompile.placement.problem import (
 from picompile.placement.solver import solve
 from picompile.placement.times import ALL_ON_ACCELERATOR, ALL_ON_HOST, GROUP, PartPlaces, group_count, transfer_launches
 from picompile.testing.tasks import random_task, whole_bytes
-
-# The programs are a benchmark's.
-sys.path.append(str(ROOT / "benchmarks"))
-
-from _placement_direct import Direct, direct_impact, direct_latency, most_lost_s, restricted
 
 SEEDS = st.integers(0, 2**32 - 1)
 ROUNDING = 1e-6

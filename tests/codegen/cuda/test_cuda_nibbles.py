@@ -1,21 +1,16 @@
 """Codes of four and six bits as GPUs unpack them: which weights they are, and how many instructions that takes."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from benchmarks.gpu.instructions import WEIGHTS, longest_loops
 from helpers.kernels.cuda_workbench import CudaWorkbench
-from helpers.support import ROOT
 from picompile_codegen.specs import EmbeddingSpec
 from picompile_passes.formats import FORMATS, GROUP, ZERO_STEPS
 from picompile_passes.formats.packing import GroupGrid, pack_codes
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from cuda_instructions import WEIGHTS, longest_loops
 
 SCALES = np.array([1, -1, 0.1, 65504, -65504, 2**-14, 2**-24, -3 * 2**-24, 0], np.float16)
 LOOPS = (

@@ -13,19 +13,16 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from benchmarks.gpu.cases import Case, pack_kernels, small_cases
+from benchmarks.gpu.kernels import images_of
 from helpers.fake_cuda.fixtures import fake_cuda, fake_library
-from helpers.gpu_packs import BENCHMARKS, gpu_pack
+from helpers.gpu_packs import gpu_pack
 from helpers.kernels.emulator import ORDERS
 from helpers.ptx.cases import emulate_ptx, faults_in_orders
 from helpers.ptx.device_code import DeviceCode, code_of_pack
 from helpers.ptx.machine_code import later_faults, machine_faults, missing_later_ptxas
 from helpers.ptx.syntax import parse
 from helpers.support import ROOT, BuildOnce
-
-sys.path.insert(0, str(BENCHMARKS))
-
-from _gpu_cases import Case, pack_kernels, small_cases
-from _gpu_kernels import images_of
 
 pytestmark = pytest.mark.slow("translates and runs the PTX of whole kernels; single instructions have fast tests")
 

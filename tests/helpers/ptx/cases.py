@@ -1,23 +1,18 @@
 """Cases of a pack's kernels on the stand-in for the driver, whose kernels are translated PTX."""
 
 import ctypes
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.gpu.kernels import run_case
 from helpers.kernels.emulator import Emulated
 from helpers.ptx.syntax import parse
 from helpers.ptx.translate import source_of
-from helpers.support import ROOT
 from picompile_runtime.devices.cuda import CudaImages, driver
 from picompile_runtime.errors import PicompileRuntimeError
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from _gpu_kernels import run_case
 
 
 def emulate_ptx(ptx: str, path: Path) -> Path:

@@ -7,20 +7,15 @@ host wrote are volatile in the PTX, and then LDG.E.STRONG.SYS.
 
 import re
 import subprocess
-import sys
 import tempfile
 from functools import cache
 from pathlib import Path
 
+from benchmarks.gpu.sass import disassemble, innermost_loops, operations
 from helpers.ptx.device_code import DeviceCode
 from helpers.ptx.loads import loads_of
 from helpers.ptx.syntax import PtxKernel
-from helpers.support import ROOT
 from picompile_codegen.cuda.build import function_resources
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from _sass import disassemble, innermost_loops, operations
 
 LATER_PTXAS = Path("/usr/local/bin/ptxas")
 LATER_RELEASE = 13

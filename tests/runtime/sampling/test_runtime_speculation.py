@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers.benchmark_scripts import run_benchmark
 from helpers.speculation import WrongDrafts
-from helpers.support import BUNDLED_MODEL, ROOT
+from helpers.support import BUNDLED_MODEL
 from helpers.toys.toy_artifact import make_toy
 from helpers.toys.toy_tokenizers import byte_level
 from picompile.compile import compile_model
@@ -173,11 +172,8 @@ def test_repeated_text_is_drafted(tmp_path: Path, even_steps: None) -> None:
             drafted = generate(engine, Tokenizer.of(engine.artifact), CODE, DRAWS[0], 40, draft="ngram")
             assert len("".join(drafted)) > 40
             assert (drafted.stats.accepted_tokens > 0) == (draft_tokens > 0)
-    command = [sys.executable, ROOT / "benchmarks" / "speculation.py", tmp_path / "artifact"]
-    command += ["--rounds", "1", "--tokens", "30", "--threads", "1"]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert ran.returncode == 0, ran.stderr
-    rows = [line.split("|") for line in ran.stdout.splitlines()[2:]]
+    printed = run_benchmark("cpu.speculation", tmp_path / "artifact", "--rounds", 1, "--tokens", 30, "--threads", 1)
+    rows = [line.split("|") for line in printed.splitlines()[2:]]
     assert len(rows) == 10 and all(float(row[2]) > 0 and float(row[3]) > 0 for row in rows)
 
 

@@ -1,0 +1,85 @@
+"""Counts the instructions that CUDA kernels of decode take for 128 weights, by disassembly. It needs no GPU.
+
+    python -m benchmarks.gpu.instructions [--sm 89 90] [--formats q4 q8 f16]
+
+For each kernel its longest inner loop over weights is counted, with all that the loop does beside multiplying: reads,
+addresses, and for each row the sum over a warp. `integer` are the instructions of the integer pipe, which has half the
+rate of the others (`sass.py` lists them). A multiprocessor issues four instructions a cycle and two for the integer
+pipe, so no kernel takes fewer cycles than the larger of all / 4 and integer / 2.
+"""
+
+import argparse
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from benchmarks.gpu.sass import Count, disassemble, weight_loops
+from picompile_codegen import cuda
+from picompile_codegen.cuda.build import build_cuda
+from picompile_codegen.cuda.function import CudaKernel
+from picompile_codegen.specs import FfnSpec, LinearSpec
+from picompile_passes.formats import FORMATS, LOW_BITS
+
+WEIGHTS = 128
+COLUMNS = ("kernel", "registers", "all", "integer")
+
+
+def kernels(format_name: str) -> dict[str, tuple[CudaKernel, int]]:
+    """The kernels of one token that read the most weights: which of its launches is meant, too."""
+    linear = cuda.write_kernel(LinearSpec(format=format_name, n=8192, k=8192, rows=1, bias=False))
+    ffn = {
+        kind: cuda.write_kernel(FfnSpec(
+            kind=kind, format=format_name, neurons=11008, dim=4096, rows=1, gated=True, activation="relu",
+            up_activation="identity", gate_bias=False, up_bias=False, down_bias=False,
+        ))
+        for kind in ("masked", "exact")
+    }  # fmt: skip
+    return {
+        "linear 8192x8192": (linear, 0),
+        "ffn masked 11008x4096, hidden": (ffn["masked"], 0),
+        "ffn exact 11008x4096, hidden": (ffn["exact"], 0),
+        "ffn masked 11008x4096, down": (ffn["masked"], 1),
+    }
+
+
+def longest_loops(format_name: str, sm: int, folder: Path) -> dict[str, tuple[Count, Mapping[str, int]]]:
+    """The longest inner loop of each kernel, and what `device.json` says of its launch, by the kernel's name above."""
+    asked = kernels(format_name)
+    build_cuda([kernel for kernel, _ in asked.values()], folder, sm)
+    launches = json.loads((folder / "device.json").read_text())["kernels"]
+    functions = disassemble(folder / "device.cubin")
+    found = {}
+    for name, (kernel, number) in asked.items():
+        launch = launches[kernel.name][number]
+        loops = weight_loops(functions[launch["symbol"]], _read_bits(format_name))
+        # The loop that adds up slices reads as many bytes in a turn, and does little with them.
+        found[name] = max(loops, key=lambda loop: (sum(loop.operations.values()), loop.weights)), launch
+    return found
+
+
+def _read_bits(format_name: str) -> int:
+    """Return how many bits a lane reads for each weight."""
+    form = FORMATS[format_name]
+    # The 16 bytes that have the high bits of a group have those of another, which another lane computes.
+    return 2 * LOW_BITS if form.has_planes else form.data_bits
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sm", nargs="+", type=int, default=[89, 90])
+    parser.add_argument("--formats", nargs="+", choices=sorted(FORMATS), default=["q4"])
+    options = parser.parse_args()
+    for sm in options.sm:
+        for format_name in options.formats:
+            print(f"sm_{sm}, {format_name}, instructions for {WEIGHTS} weights")
+            print("| " + " | ".join(COLUMNS) + " |\n" + "| --- " * len(COLUMNS) + "|")
+            with tempfile.TemporaryDirectory() as folder:
+                found = longest_loops(format_name, sm, Path(folder))
+            for name, (loop, launch) in found.items():
+                total, integer = loop.per(WEIGHTS)
+                print(f"| {name} | {launch['registers']} | {total:.0f} | {integer:.0f} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""picompile beside other engines."""

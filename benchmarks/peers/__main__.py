@@ -1,0 +1,148 @@
+"""picompile against llama.cpp, PowerInfer, PyTorch and OpenVINO on this machine's processor.
+
+    pip install 'picompile[gguf,report]'                     # beside picompile
+    pip install llama-cpp-python openvino safetensors        # into any Python; --peer-python names it
+    git clone https://github.com/SJTU-IPADS/PowerInfer       # anywhere; --powerinfer names it
+    python -m benchmarks.peers --work build/bench --quick
+    python -m benchmarks.peers --work build/bench --peer-python ~/peers/bin/python --powerinfer ~/PowerInfer
+
+All have the weights of one checkpoint of `synth`. Sweeps:
+
+decode    a token after 128 others, 2 threads and 1: every contender
+prefill   512 tokens, 2 threads
+context   decode with 128 to 4096 tokens in the cache
+batch     decode 1 to 32 sequences at a time, tokens of all of them together
+opt       decode, the OPT shape
+firing    decode where 3 to 100 % of the neurons fire
+
+Contenders, and what each is:
+
+picompile   learned, exact and none are its predictors; `learned` are those that synth makes
+llama.cpp   llama-cpp-python's build; a GGUF file that is q4_0 or f16 in all matrices; SiLU or GELU in place of ReLU
+PowerInfer  built from its sources, on the CPU; q4_0 or f16 in all matrices, `learned`'s predictors in the same format
+OpenVINO    a stateful model as optimum-intel makes it, f16, int8 or int4 weights (q4_0's numbers), KV cache f16
+torch       transformers' model, weights bfloat16 or float16, sdpa, DynamicCache
+
+A group is a point of a sweep. In each of its rounds every contender is measured once, in turn, in a process that stays
+loaded; behind each of picompile's turns the memory's bandwidth is measured, as `picompile bench` does. Figures are
+medians over the rounds. Who is not installed is left out, and the table says so.
+
+Every group goes into the JSON file when it is done. A run that was broken off goes on behind the last one, unless the
+code generator has changed since, or the target or the peers are others; `--anew` starts over. Measuring takes half an
+hour on two cores; the files that are missing are made before, some forty minutes and 50 GB of disk in all. Those of
+other firing rates are made when their turn comes and deleted after it, unless `--keep`: 5 minutes each.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.contender import Workers, measure_group
+from benchmarks.peers.files import Files, LeftOutError
+from benchmarks.peers.plan import SWEEPS, Group, Scale, groups
+from benchmarks.peers.plot import plot
+from benchmarks.peers.tables import tables
+from picompile.machine.host import cpu_name
+
+_QUICK = ("decode", "prefill")
+# Engines whose threads wait for each other by spinning collapse when another process takes a core.
+_QUIET = 0.5
+
+
+def main() -> None:
+    options = _arguments()
+    options.work.mkdir(parents=True, exist_ok=True)
+    file = options.json or options.work / ("peers-quick.json" if options.quick else "peers.json")
+    scale = Scale(options.shape, options.opt_shape, options.active, formats=options.formats, quick=options.quick)
+    planned = groups(scale, options.sweeps or (_QUICK if options.quick else SWEEPS))
+    files = Files(options.work, options.target, options.peer_python, options.as_is, options.powerinfer)
+    stored = {} if options.anew else _stored(file, files)
+    left = [group for group in planned if group.key not in stored]
+    _prepare([group for group in left if group.model in scale.models], files)
+    if options.prepare:
+        return
+    if left and (load := os.getloadavg()[0]) > _QUIET:
+        print(f"this machine is busy (load {load:.1f}): the figures will say little", file=sys.stderr)
+    with closing(Workers(files)) as workers:
+        for number, group in enumerate(left, 1):
+            start = time.monotonic()
+            measured = measure_group(group, options.rounds or scale.rounds(group.sweep), workers)
+            for label, why in measured["left_out"].items():
+                print(f"{label} is left out: {why}", file=sys.stderr)
+            if measured["results"]:
+                stored[group.key] = measured
+                _store(file, files, stored)
+            print(f"{number}/{len(left)} {group.key}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+            if not options.keep and group.model not in {*scale.models, *(other.model for other in left[number:])}:
+                workers.close()
+                files.remove(group.model)
+    results = [stored[group.key] for group in planned if group.key in stored]
+    if not results:
+        sys.exit("nothing could be measured")
+    if options.plot:
+        plot(results, options.plot)
+    print(tables(results))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, default=Path("build/bench"), help="where checkpoints and artifacts are")
+    parser.add_argument("--quick", action="store_true", help="decode and prefill, 2 threads; of --sweeps the ends")
+    parser.add_argument("--sweeps", nargs="+", choices=SWEEPS, help="default: all")
+    parser.add_argument("--formats", nargs="+", default=["q4", "f16"], choices=["q4", "f16"])
+    parser.add_argument("--shape", default="reglu-1.3b", help="of synth: a name, or a config.json of a LLaMA")
+    parser.add_argument("--opt-shape", default="opt-1.3b")
+    parser.add_argument("--active", type=float, default=0.10, help="share of the neurons that fire")
+    parser.add_argument("--target", default="native", help="what picompile compiles for")
+    parser.add_argument("--peer-python", default=sys.executable, help="the Python of llama.cpp and OpenVINO")
+    parser.add_argument("--powerinfer", type=Path, help="the folder of PowerInfer's sources; it is built in there")
+    parser.add_argument("--rounds", type=int, help="of each group; default 5 of decode and opt, 3 of the rest")
+    parser.add_argument("--json", type=Path, help="default: peers.json, or peers-quick.json, in the work folder")
+    parser.add_argument("--plot", type=Path, help="draw a picture")
+    parser.add_argument("--anew", action="store_true", help="measure again what the JSON file has")
+    parser.add_argument("--prepare", action="store_true", help="only make the files")
+    parser.add_argument("--as-is", action="store_true", help="take artifacts though the code generator has changed")
+    parser.add_argument("--keep", action="store_true", help="keep the files of other firing rates")
+    return parser.parse_args()
+
+
+def _prepare(left: list[Group], files: Files) -> None:
+    """Makes files before anything is measured. Who has none is left out when its turn comes, with the reason."""
+    for group in left:
+        for contender in group.contenders:
+            try:
+                files.command(contender, group.model_of(contender))
+            except LeftOutError as error:
+                print(f"{contender.label}: {error}", file=sys.stderr, flush=True)
+
+
+def _stored(file: Path, files: Files) -> dict[str, Any]:
+    """Groups of a run that was broken off; none of one that measured other code."""
+    if not file.exists():
+        return {}
+    content = json.loads(file.read_text())
+    if content.get("options") != files.options:
+        print(f"{file} is of another target or other peers: measuring all anew", file=sys.stderr)
+        return {}
+    if content["sources"] != files.sources and not files.as_is:
+        print(f"{file} is of another state of the code generator: measuring all anew", file=sys.stderr)
+        return {}
+    found: dict[str, Any] = content["groups"]
+    return found
+
+
+def _store(file: Path, files: Files, stored: dict[str, Any]) -> None:
+    machine = {"processor": cpu_name(), "cores": len(os.sched_getaffinity(0))}
+    unfinished = file.with_suffix(".unfinished")
+    content = {"machine": machine, "sources": files.sources, "options": files.options, "groups": stored}
+    unfinished.write_text(json.dumps(content, indent=1) + "\n")
+    unfinished.replace(file)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""The sweeps that `benchmarks.peers` measures. The entries of a group are measured in turn and compared.
+
+A group has one model, one task and several contenders, of which at most one is llama.cpp: ratios are to it.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+FIRING = (0.03, 0.05, 0.10, 0.20, 0.50, 1.00)
+CONTEXTS = (128, 512, 1024, 2048, 4096)
+BATCHES = (1, 2, 4, 8, 16, 32)
+PROMPT = 512
+THREADS = (2, 1)
+# Of each group, of those that the table has with their spread, and of the points of a curve.
+ROUNDS = {"decode": 5, "opt": 5}
+FEWER_ROUNDS = 3
+SWEEPS = ("decode", "prefill", "context", "batch", "opt", "firing")
+_Number = TypeVar("_Number", int, float)
+# What is left of a model's positions for the steps behind the longest context.
+_ROOM = 96
+# The format of llama.cpp and PowerInfer that stands for one of ours.
+_GGUF = {"q4": "q4_0", "f16": "f16"}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A checkpoint of `synth`."""
+
+    shape: str
+    active: float
+
+    @property
+    def name(self) -> str:
+        # A shape may be a file.
+        return f"{Path(self.shape).name.removesuffix('.json')}-{round(self.active * 100)}"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """An engine, a weight format, and for picompile how it knows what fires and for how many sequences it is made."""
+
+    engine: str
+    format: str
+    predictor: str = ""
+    sequences: int = 1
+
+    @property
+    def label(self) -> str:
+        return " ".join(filter(None, (self.engine, self.format, self.predictor)))
+
+
+@dataclass(frozen=True)
+class Task:
+    """See `worker.py`."""
+
+    op: str
+    threads: int
+    context: int
+    tokens: int
+    batch: int = 1
+
+    @property
+    def counted(self) -> int:
+        """Tokens that a measurement of it reads."""
+        return self.context if self.op == "prefill" else self.tokens * self.batch
+
+
+@dataclass(frozen=True)
+class Group:
+    """`x` is what the sweep goes over; `format` is ours, to which the contenders are alike or near.
+
+    `dense` is the model of engines whose speed does not depend on what fires: one for all firing rates.
+    """
+
+    sweep: str
+    format: str
+    x: float
+    model: Model
+    task: Task
+    contenders: tuple[Contender, ...]
+    dense: Model
+
+    def model_of(self, contender: Contender) -> Model:
+        return self.model if contender.engine in ("picompile", "PowerInfer") else self.dense
+
+    @property
+    def key(self) -> str:
+        task = self.task
+        return (
+            f"{self.sweep} {self.model.name} {self.format} "
+            f"threads={task.threads} context={task.context} batch={task.batch}"
+        )
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured."""
+
+    shape: str = "reglu-1.3b"
+    opt_shape: str = "opt-1.3b"
+    active: float = 0.10
+    positions: int = 4096
+    formats: Sequence[str] = ("q4", "f16")
+    quick: bool = False
+
+    @property
+    def models(self) -> tuple[Model, Model]:
+        """Those that most sweeps have, whose files are kept."""
+        return Model(self.shape, self.active), Model(self.opt_shape, self.active)
+
+    def some(self, values: Sequence[_Number]) -> Sequence[_Number]:
+        """All values, or of a quick run the first and the last."""
+        return (values[0], values[-1]) if self.quick else values
+
+    def rounds(self, sweep: str) -> int:
+        """How often each contender of a group is measured."""
+        return FEWER_ROUNDS if self.quick else ROUNDS.get(sweep, FEWER_ROUNDS)
+
+
+def groups(scale: Scale, sweeps: Sequence[str]) -> list[Group]:
+    """In the order of `SWEEPS`, so that models change rarely."""
+    makers = {
+        "decode": _decode, "prefill": _prefill, "opt": _opt, "firing": _firing, "context": _context, "batch": _batch,
+    }  # fmt: skip
+    return [group for sweep in SWEEPS if sweep in sweeps for group in makers[sweep](scale)]
+
+
+def _ours(format: str, *predictors: str, sequences: int = 1) -> tuple[Contender, ...]:
+    return tuple(Contender("picompile", format, predictor, sequences) for predictor in predictors)
+
+
+def _llama(format: str) -> Contender:
+    return Contender("llama.cpp", _GGUF[format])
+
+
+def _powerinfer(format: str) -> Contender:
+    return Contender("PowerInfer", _GGUF[format])
+
+
+def _others(format: str) -> tuple[Contender, ...]:
+    """Who has no format of these bytes is measured beside the nearest one."""
+    if format == "q4":
+        return (Contender("OpenVINO", "q4"), Contender("OpenVINO", "q8"))
+    return (Contender("OpenVINO", "f16"), Contender("torch", "bfloat16"), Contender("torch", "float16"))
+
+
+def _decode(scale: Scale) -> Iterator[Group]:
+    model = Model(scale.shape, scale.active)
+    for format in scale.formats:
+        contenders = (*_ours(format, "learned", "exact", "none"), _llama(format), _powerinfer(format), *_others(format))
+        for threads in THREADS[:1] if scale.quick else THREADS:
+            task = Task("decode", threads, 128, 32 if format == "f16" else 64)
+            yield Group("decode", format, threads, model, task, contenders, model)
+
+
+def _prefill(scale: Scale) -> Iterator[Group]:
+    model = Model(scale.shape, scale.active)
+    for format in scale.formats:
+        contenders = (*_ours(format, "learned"), _llama(format), _powerinfer(format), *_others(format))
+        yield Group("prefill", format, 2, model, Task("prefill", 2, PROMPT, 0), contenders, model)
+
+
+def _opt(scale: Scale) -> Iterator[Group]:
+    model = Model(scale.opt_shape, scale.active)
+    for format in scale.formats:
+        torch = () if format == "q4" else (Contender("torch", "bfloat16"),)
+        contenders = (*_ours(format, "learned", "none"), _llama(format), *torch)
+        yield Group("opt", format, 2, model, Task("decode", 2, 128, 32), contenders, model)
+
+
+def _firing(scale: Scale) -> Iterator[Group]:
+    dense, task = Model(scale.shape, scale.active), Task("decode", 2, 128, 32)
+    for active in scale.some(FIRING):
+        model = Model(scale.shape, active)
+        for format in scale.formats:
+            contenders = (*_ours(format, "learned"), _llama(format))
+            yield Group("firing", format, active, model, task, contenders, dense)
+
+
+def _context(scale: Scale) -> Iterator[Group]:
+    """The longest context is the model's last tokens."""
+    model = Model(scale.shape, scale.active)
+    for format in scale.formats:
+        contenders = (*_ours(format, "learned"), _llama(format))
+        for context in scale.some(CONTEXTS):
+            task = Task("decode", 2, min(context, scale.positions - _ROOM), 32)
+            yield Group("context", format, context, model, task, contenders, model)
+
+
+def _batch(scale: Scale) -> Iterator[Group]:
+    model = Model(scale.shape, scale.active)
+    for format in scale.formats:
+        ours = _ours(format, "learned", sequences=max(BATCHES))
+        torch = () if format == "q4" else (Contender("torch", "bfloat16"),)
+        for batch in scale.some(BATCHES):
+            task = Task("decode", 2, 128, 16, batch)
+            yield Group("batch", format, batch, model, task, (*ours, _llama(format), *torch), model)

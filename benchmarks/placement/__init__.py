@@ -1,0 +1,1 @@
+"""Placements: solve times, policies and safety."""
