@@ -9,6 +9,7 @@ import pytest
 
 import picompile_runtime
 from helpers.families import build, save
+from helpers.states import host_states
 from helpers.support import BUNDLED_MODEL
 from picompile.compile import compile_model
 from picompile.config import CompileOptions
@@ -166,7 +167,7 @@ def test_released_memory_is_what_lies_behind_the_tokens(long: Path) -> None:
         rng = np.random.default_rng(2)
         for slot in range(3):
             engine.prefill(rng.integers(0, engine.vocab, 900).tolist(), slot)
-        caches = engine._executor._state
+        caches = host_states(engine)
         before = {name: cache.copy() for name, cache in caches.items()}
         engine.rewind(70, 1)
         engine.release(1)
@@ -186,7 +187,7 @@ def test_released_memory_is_what_lies_behind_the_tokens(long: Path) -> None:
 def test_a_bound_on_tokens_is_what_memory_is_checked_for(long: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with picompile_runtime.load(long) as engine:
         cache_bytes = engine.cache_token_bytes * 3 * 1024
-        assert cache_bytes == sum(cache.nbytes for cache in engine._executor._state.values())
+        assert cache_bytes == sum(cache.nbytes for cache in host_states(engine).values())
         arena_bytes = engine.artifact.program.arena_bytes
     monkeypatch.setattr("picompile_runtime.devices.memory._machine_bytes", lambda: cache_bytes // 2 + arena_bytes)
     with pytest.raises(DoesNotFitError, match=r"a cache for 3 sequences of 1024 tokens needs"):

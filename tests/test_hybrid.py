@@ -30,6 +30,7 @@ from helpers.hybrid import (
     poison,
     shares_of,
 )
+from helpers.states import host_states
 from helpers.support import BUNDLED_MODEL
 from picompile.choices import CHUNK
 from picompile.compile import compile_model
@@ -239,7 +240,7 @@ def test_caches_of_both_sides_are_copied_and_rewound(split: Pair) -> None:
     """Neither has anything of what was not copied."""
     ids = random_ids(503, 5)
     with picompile_runtime.load(split.apart) as apart, picompile_runtime.load(split.hybrid, threads=2) as engine:
-        caches = [engine._executor._state["k.0"], device_array(engine, "state", "k.1")]
+        caches = [host_states(engine)["k.0"], device_array(engine, "state", "k.1")]
         for each in (apart, engine):
             each.prefill(ids[:9])
             each.prefill(ids[4:20], 1)

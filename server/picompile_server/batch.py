@@ -39,7 +39,7 @@ class Batch:
         """Make a batch without answers. For the options see `SchedulerOptions`."""
         self._engine, self._lock = engine, lock
         self._kv_tokens, self._prefix_reuse = kv_tokens, prefix_reuse
-        self.slots = SlotTable(engine.sequences, engine.context, exact_reuse)
+        self.slots = SlotTable(engine.sequences, engine.context, exact_reuse, engine.reusable)
         self.reading: AnswerState | None = None
         self.decoding: list[AnswerState] = []
         self.counters = Counters()

@@ -186,8 +186,9 @@ def sampling_defaults(artifact: Artifact) -> SamplingParams:
 
 def kv_tokens(program: Program, size_bytes: int) -> int:
     """Return how many tokens of the model's KV cache `size_bytes` of memory hold. Raises RequestError if none."""
-    cache_bytes = sum(tensor.size_bytes for tensor in program.state.values())
-    tokens = size_bytes * program.sequences * program.context // cache_bytes
+    if not program.token_bytes:
+        raise RequestError("--kv-memory: the model has no KV cache")
+    tokens = size_bytes // program.token_bytes
     if tokens < 1:
         raise RequestError(f"--kv-memory: {size_bytes} bytes hold no token; give more")
     return tokens

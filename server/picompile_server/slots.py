@@ -1,4 +1,4 @@
-"""The slots of the KV cache: which tokens each holds, and which slot a new request gets.
+"""The slots of an engine: which tokens each holds, and which slot a new request gets.
 
 A slot goes on holding its tokens when its answer has ended, until another request gets it. The next question of a chat
 begins with what its slot holds, and many requests begin with one system prompt: what is there is not read again.
@@ -12,6 +12,7 @@ part of an answer becomes canonical when the scheduler reads it again, which it 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -90,16 +91,25 @@ class _Slot:
 class SlotTable:
     """The books of all slots of an engine."""
 
-    def __init__(self, sequences: int, context: int, exact: bool = True) -> None:
+    def __init__(
+        self,
+        sequences: int,
+        context: int,
+        exact: bool = True,
+        reusable: Callable[[int, int], int] = lambda prefix, slot: prefix,
+    ) -> None:
         """Make the books of `sequences` empty slots for `context` tokens each.
 
         Args:
             sequences: number of slots.
             context: tokens that a slot has room for.
             exact: whether only tokens that were read as a prompt are reused. False reuses decoded ones as well.
+            reusable: returns how many of the first tokens of a slot need not be read again, from their number and the
+                slot, as `Engine.reusable` does; by default all.
         """
         self._slots = [_Slot(np.zeros(context, np.int32)) for _ in range(sequences)]
         self._exact = exact
+        self._back_to = reusable
         self._clock = 0
 
     @property
@@ -152,9 +162,7 @@ class SlotTable:
         if not reuse:
             return SlotChoice(least)
         shared = [_common(prompt, slot.tokens[: slot.length]) for slot in self._slots]
-        usable = [
-            min(count, self._reusable(slot), len(prompt) - 1) for count, slot in zip(shared, self._slots, strict=True)
-        ]
+        usable = [self._reusable(number, min(count, len(prompt) - 1)) for number, count in enumerate(shared)]
 
         def worth(number: int) -> tuple[int, bool, int]:
             slot = self._slots[number]
@@ -241,9 +249,13 @@ class SlotTable:
         return max(waiting)[1] if waiting else None
 
     def rewind(self, slot: int) -> int:
-        """Note that an idle slot goes back to its canonical tokens to be read again, and return how many these are."""
+        """Note that an idle slot goes back to its canonical tokens, or as many as it can, to be read again from there.
+
+        Returns how many these are.
+        """
         found = self._slots[slot]
-        found.read, found.is_reread = found.canonical, True
+        found.read = found.canonical = self._back_to(found.canonical, slot)
+        found.is_reread = True
         return found.canonical
 
     def unread(self, slot: int, most: int) -> Ids:
@@ -251,8 +263,10 @@ class SlotTable:
         found = self._slots[slot]
         return found.tokens[found.read : min(found.length, found.read + most)]
 
-    def _reusable(self, slot: _Slot) -> int:
-        return slot.canonical if self._exact else slot.read
+    def _reusable(self, number: int, prefix: int) -> int:
+        """Return how many of the first `prefix` tokens of a slot a prompt can reuse."""
+        slot = self._slots[number]
+        return self._back_to(min(prefix, slot.canonical if self._exact else slot.read), number)
 
     def _touch(self, slot: _Slot) -> None:
         self._clock += 1

@@ -104,6 +104,8 @@ def _program(folder: Path, random: Random) -> str:
             if kind == args and random.random() < 0.5:  # seen as what it replaces
                 tensors = program["buffers"] | program["state"]
                 view = tensors.get(now.get("buffer") or now.get("state"), {}) | now
+                if "grows" in view:  # the state of one sequence
+                    view["shape"] = now.get("shape", [program["sequences"], *view["shape"]])
                 new |= {name: view[name] for name in ("dtype", "shape") if name in view}
             if what == "exchange":
                 source[at] = now

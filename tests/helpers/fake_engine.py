@@ -69,6 +69,10 @@ class FakeEngine:
         assert 0 <= position <= len(self.caches[slot])
         del self.caches[slot][position:]
 
+    def reusable(self, prefix: int, slot: int = 0) -> int:
+        assert 0 <= prefix <= len(self.caches[slot])
+        return prefix
+
     def reset(self, slot: int = 0) -> None:
         self.rewind(0, slot)
 

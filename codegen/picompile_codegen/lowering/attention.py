@@ -8,10 +8,11 @@ from torch.fx import Node
 
 from picompile_codegen.lowering.function import Bindings, Function, dimension
 from picompile_codegen.lowering.packing import Evaluate
-from picompile_codegen.lowering.program import Arg, Memory, ProgramTensor
+from picompile_codegen.lowering.program import Arg
+from picompile_codegen.lowering.state import state_tensors
 from picompile_codegen.lowering.transfer import ABANDONED, WaitForValue, send, signal
 from picompile_codegen.specs import AttentionSpec, BorrowCacheSpec, CacheWriteSpec, LendCacheSpec, RotarySpec
-from picompile_codegen.specs.arguments import SCALED, cache_data, scale_groups
+from picompile_codegen.specs.arguments import SCALED
 from picompile_passes.graph.nodes import arguments, is_call
 from picompile_passes.graph.operands import ATTENTION, ROTARY
 
@@ -62,26 +63,9 @@ def _rotary_table(
     return produce
 
 
-def _caches(node: Node, function: Function) -> dict[str, Arg]:
-    """Return the caches of attention `node` by name: k and v, and with q8 and q4 k_scales and v_scales."""
-    values, options = arguments(node), function.shared.options
-    kv_heads, found = values["kv_heads"], {}
-    for side in ("k", "v"):
-        dim, name = dimension(values[side]) // kv_heads, f"{side}.{values['layer']}"
-        rows = (options.sequences, kv_heads, options.context)
-        tensors = {side: (name, *cache_data(options.kv_dtype, dim))}
-        if options.kv_dtype in SCALED:
-            tensors[f"{side}_scales"] = (f"{name}.scale", "float16", scale_groups(dim))
-        for key, (state, dtype, width) in tensors.items():
-            memory: Memory = "host" if node in function.lent else function.device
-            function.shared.state.setdefault(state, ProgramTensor(dtype, (*rows, width), memory=memory))
-            found[key] = Arg("state", state)
-    return found
-
-
 def extend_cache(node: Node, function: Function) -> None:
     """Append the calls that write this step's keys and values into the cache of attention `node`."""
-    values, caches = arguments(node), _caches(node, function)
+    values, caches = arguments(node), state_tensors(node, function)
     x = {side: function.value(values[side]) for side in ("k", "v")}
     if node not in function.lent:
         _write(node, x, caches, function.shared.options.sequences, function)
@@ -125,7 +109,7 @@ def _borrow_caches(node: Node, function: Function) -> dict[str, Arg]:
     whoever writes to shared memory knows that the other side has read what was there (see `shared_memory.py`).
     """
     options, layer = function.shared.options, arguments(node)["layer"]
-    caches, lent = _caches(node, function), dict[str, Arg]()
+    caches, lent = state_tensors(node, function), dict[str, Arg]()
     function.device = "host"
     for key, cache in caches.items():
         dtype, shape = _cache_tensor(cache, function)
@@ -163,7 +147,7 @@ def lower_attention(node: Node, function: Function) -> None:
     if node in function.lent:
         caches, sequences = _borrow_caches(node, function), 1
     else:
-        caches, sequences = _caches(node, function), options.sequences
+        caches, sequences = state_tensors(node, function), options.sequences
         if not extend:
             extend_cache(node, function)
     kernel = function.kernel(

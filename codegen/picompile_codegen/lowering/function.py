@@ -20,6 +20,7 @@ from picompile_codegen.lowering.program import (
     FfnPart,
     Memory,
     ProgramCall,
+    ProgramState,
     ProgramTensor,
     TopLogitsBuffers,
     cuda_kernel_of,
@@ -71,7 +72,7 @@ AnyKernel = Any  # a Kernel of the CPU, or a CudaKernel, which is not imported w
 class LowerOptions:
     """Options of lowering that the graph does not contain.
 
-    `context` and `chunk` in tokens; `kv_dtype` float16, float32, q8 or q4; `sequences` have a place in the KV cache.
+    `context` and `chunk` in tokens; `kv_dtype` float16, float32, q8 or q4; `sequences` have a place in the state.
     `accelerator` is a GPU (`cuda`) or a second partition of the CPU (`cpu`), None for a program that has none, and
     `placement` says what runs there. With `scores_masks` a program without an accelerator has the function
     `score_masked` as well, if its predictors have kernels for chunks. A step of `batch` can check `draft_tokens` tokens
@@ -106,7 +107,7 @@ class Shared:
 
     options: LowerOptions
     weights: WeightTable = field(default_factory=WeightTable)
-    state: dict[str, ProgramTensor] = field(default_factory=dict)
+    state: dict[str, ProgramState] = field(default_factory=dict)
     ffn: list[FfnPart] = field(default_factory=list)
     kernels: dict[KernelSpec, Kernel] = field(default_factory=dict)
     accelerator_kernels: dict[KernelSpec, AnyKernel] = field(default_factory=dict)
@@ -143,7 +144,7 @@ class Function:
     `top_logits` those with the highest of them, where the head is on the accelerator.
 
     Calls are appended for `device`, the one of the node that is being lowered; `devices` has that of every node.
-    The accelerator computes the nodes `lent` with weights and caches that are the host's.
+    The accelerator computes the nodes `lent` with weights and state that are the host's.
     A value that the other device needs is sent there as soon as it is made; `arrivals` has what then waits for it and
     gives its place (see `transfer.py`). `counts` has, by mask, how many neurons of it the host computes.
     """

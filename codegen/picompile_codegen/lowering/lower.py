@@ -3,11 +3,11 @@
 1. Every node becomes one or two calls; weights are entered into the table of packed tensors; nothing is read yet.
 2. This happens for each of the functions that a program has:
    `decode`        one token
-   `prefill`       a chunk of the prompt, only as far as the KV cache needs it
-   `prefill_last`  the last chunk: everything after the last attention runs for the last token alone
+   `prefill`       a chunk of the prompt, only as far as the state needs it
+   `prefill_last`  the last chunk: everything after the last operator with state runs for the last token alone
    `score`         a chunk with logits for every token, for perplexity
    `score_masked`  the same with the neurons that predictors name, if it is asked for
-   `batch`         several rows, each a token of some sequence, where the KV cache holds several sequences, or tokens
+   `batch`         several rows, each a token of some sequence, where the state holds several sequences, or tokens
                    of a draft are to be checked
    `decode` and `batch` have masks of neurons made; the others compute every neuron, and leave out what predictors
    alone need.
@@ -25,7 +25,6 @@ from torch.fx import GraphModule, Node
 from picompile_codegen.build.isa import Isa
 from picompile_codegen.cpu import Kernel
 from picompile_codegen.lowering.arena import Lifetime, align
-from picompile_codegen.lowering.attention import extend_cache
 from picompile_codegen.lowering.ffn import makes_mask
 from picompile_codegen.lowering.function import (
     DECODING,
@@ -40,16 +39,17 @@ from picompile_codegen.lowering.function import (
 )
 from picompile_codegen.lowering.fusion import Fusions, find_fusions, joined_linears
 from picompile_codegen.lowering.neuron_bounds import neuron_bounds
-from picompile_codegen.lowering.ops import lower_node, top_logits_shapes
+from picompile_codegen.lowering.ops import lower_node, lower_state, top_logits_shapes
 from picompile_codegen.lowering.packing import WeightTable
 from picompile_codegen.lowering.placement import place
 from picompile_codegen.lowering.program import Device, LoweredProgram, Memory, ProgramTensor, kernels_for, tensor_bytes
 from picompile_codegen.lowering.shared_memory import shared_overlap
+from picompile_codegen.lowering.state import state_operands
 from picompile_codegen.lowering.transfer import publish
 from picompile_codegen.specs import FLAG_SHAPE, STEP_SHAPE, KernelSpec, TakeLastSpec
 from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.graph.nodes import arguments, constant_nodes, is_call
-from picompile_passes.graph.operands import ATTENTION, PREDICT
+from picompile_passes.graph.operands import PREDICT, state_of
 
 __all__ = ["LowerOptions", "Lowered", "lower"]
 
@@ -83,10 +83,10 @@ def lower(graph_module: GraphModule, options: LowerOptions) -> Lowered:
     nodes = [node for node in graph_module.graph.nodes if node.op == "call_function" and node not in constant]
     needed = _ancestors(graph_module.graph.output_node().all_input_nodes)
     unmasked = [node for node in nodes if node in needed]
-    attentions = [position for position, node in enumerate(unmasked) if is_call(node, ATTENTION)]
-    if not attentions:
-        raise UnsupportedGraphError("the graph has no attention, so there is nothing to keep between tokens")
-    shared, last = Shared(options, WeightTable(options.panels and options.accelerator != "cuda")), attentions[-1]
+    mixers = [position for position, node in enumerate(unmasked) if state_of(node)]
+    if not mixers:
+        raise UnsupportedGraphError("no operator of the graph keeps anything between tokens")
+    shared, last = Shared(options, WeightTable(options.panels and options.accelerator != "cuda")), mixers[-1]
     shared.weights.find_layouts(nodes)
     if not shared.weights.panels:  # a GPU reads them
         shared.joined = joined_linears(nodes)
@@ -113,10 +113,8 @@ def lower(graph_module: GraphModule, options: LowerOptions) -> Lowered:
         functions.append(_whole("batch", options.batch_rows, nodes, shared, "logits.batch"))
     for function in functions:
         function.read_inputs(max(options.chunk, options.batch_rows))
-    vocab = dimension(nodes[-1])
-    program = LoweredProgram(
-        options.context, options.chunk, vocab, len(attentions), options.sequences, options.batch_rows
-    )
+    vocab, layers = dimension(nodes[-1]), len({unmasked[each].meta["layer"] for each in mixers})
+    program = LoweredProgram(options.context, options.chunk, vocab, layers, options.sequences, options.batch_rows)
     program.state, program.ffn, program.streamed = shared.state, shared.ffn, list(shared.streamed)
     program.logits = {function.name: function.logits for function in functions if function.name != "prefill"}
     program.top_logits = {function.name: function.top_logits for function in functions if function.top_logits}
@@ -209,13 +207,12 @@ def _arrivals(nodes: Sequence[Node], devices: Mapping[Node, Device]) -> dict[Nod
 
 
 def _prefill(nodes: Sequence[Node], last: int, shared: Shared) -> Function:
-    """Lower all that the last layer's keys and values depend on; no node needs what that layer makes of them."""
+    """Lower all that the state of the last mixer depends on; no node needs what that mixer makes of it."""
     function = _begin("prefill", shared.options.chunk, nodes, shared)
-    values = arguments(nodes[last])
-    needed = _ancestors([values["k"], values["v"]])
+    needed = _ancestors(state_operands(nodes[last]))
     _lower_all([node for node in nodes[:last] if node in needed], function)
     function.device = function.devices[nodes[last]]
-    extend_cache(nodes[last], function)
+    lower_state(nodes[last], function)
     return function
 
 
@@ -243,7 +240,7 @@ def _crossing(head: Sequence[Node], tail: Sequence[Node]) -> list[Node]:
     used = dict.fromkeys(source for node in tail for source in node.all_input_nodes)
     for source in used:
         if source.op == "placeholder":
-            raise UnsupportedGraphError(f"the graph uses its input {source.name} after the last attention")
+            raise UnsupportedGraphError(f"the graph uses its input {source.name} after the last operator with state")
     return [source for source in used if source in inside]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from picompile_codegen.lowering.attention import lower_attention, lower_rotary
+from picompile_codegen.lowering.attention import extend_cache, lower_attention, lower_rotary
 from picompile_codegen.lowering.ffn import lower_predict, lower_sparse_ffn
 from picompile_codegen.lowering.function import Bindings, Function, dimension
 from picompile_codegen.lowering.linear import is_returned, linear_call
@@ -158,6 +158,15 @@ _LOWERINGS: dict[Any, Callable[[Node, Function], None]] = {
     op.DIVIDE_BY_RMS: _divide_by_rms,
     op.ADD: _add,
 }
+
+
+# Operators that can update their state alone, without their result.
+_UPDATES: dict[Any, Callable[[Node, Function], None]] = {op.ATTENTION: extend_cache}
+
+
+def lower_state(node: Node, function: Function) -> None:
+    """Append the calls that update the state of `node`; they may compute its result as well."""
+    _UPDATES.get(node.target, lower_node)(node, function)
 
 
 def lower_node(node: Node, function: Function) -> None:

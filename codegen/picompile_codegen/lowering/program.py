@@ -11,6 +11,7 @@ from picompile_codegen.cpu import Kernel, write_kernel
 from picompile_codegen.errors import CodegenError
 from picompile_codegen.specs import KernelSpec
 from picompile_codegen.specs.arguments import ITEM_BYTES
+from picompile_passes.dialect.state import StateKind
 
 if TYPE_CHECKING:
     from picompile_codegen.cuda import CudaKernel
@@ -32,7 +33,7 @@ def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True)
 class ProgramTensor:
-    """A tensor that a call can name: a planned buffer (with its offset in the arena) or a state tensor."""
+    """A tensor that a call can name: a planned buffer with its offset in the arena."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -45,6 +46,23 @@ class ProgramTensor:
         if self.offset is not None:
             fields["offset"] = self.offset
         return fields if self.memory == "host" else {**fields, "memory": self.memory}
+
+
+@dataclass(frozen=True)
+class ProgramState(ProgramTensor):
+    """State of a layer's operator: a tensor [sequences, *the shape of one sequence].
+
+    Dimension `grows` of a sequence's shape has a row for each token; it is None for `recurrent` state.
+    """
+
+    kind: StateKind = "positional"
+    layer: int = 0
+    grows: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the form in program.json, where the shape is that of one sequence."""
+        fields = {"kind": self.kind, "layer": self.layer, **super().to_json(), "shape": list(self.shape[1:])}
+        return fields if self.grows is None else {**fields, "grows": self.grows}
 
 
 @dataclass(frozen=True)
@@ -134,9 +152,9 @@ class TopLogitsBuffers:
 
 @dataclass
 class LoweredProgram:
-    """Everything the runtime executes. All functions share the arenas, one KV cache and the weights.
+    """Everything the runtime executes. All functions share the arenas, the state and the weights.
 
-    The cache has a place, a slot, for each of `sequences`. A step of `batch` reads `batch_rows` tokens at most, each of
+    The state has a place, a slot, for each of `sequences`. A step of `batch` reads `batch_rows` tokens at most, each of
     any slot. An arena in each memory holds its buffers.
     `top_logits` has the functions whose logits are in the accelerator's memory, and where the highest of them are.
     `streamed` weights stay with the host: where the device uses them, for prompts, it reads them from there.
@@ -153,7 +171,7 @@ class LoweredProgram:
     device_arena_bytes: int = 0
     shared_arena_bytes: int = 0
     buffers: dict[str, ProgramTensor] = field(default_factory=dict)
-    state: dict[str, ProgramTensor] = field(default_factory=dict)
+    state: dict[str, ProgramState] = field(default_factory=dict)
     functions: dict[str, list[ProgramCall]] = field(default_factory=dict)
     logits: dict[str, str] = field(default_factory=dict)
     top_logits: dict[str, TopLogitsBuffers] = field(default_factory=dict)
@@ -184,7 +202,7 @@ class LoweredProgram:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the KV cache at full context, of all sequences."""
+        """Bytes of the state of all sequences at full context."""
         return sum(tensor_bytes(tensor.dtype, tensor.shape) for tensor in self.state.values())
 
 

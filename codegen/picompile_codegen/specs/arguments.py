@@ -16,9 +16,10 @@ FLAG_SHAPE = (16,)
 # Caches whose rows have a scale for every 32 elements.
 SCALED = tuple(name for name in FORMATS.builtin if FORMATS[name].cache)
 
-# A kernel reads `in`, fills `out`, uses `scratch`, adds to the counters of `adds`, reads and writes the KV `cache`,
-# `sets` a flag, `awaits` one, and writes to `abandons` when it gives up. It finds zeros in `tickets`, and leaves zeros.
-Access = Literal["in", "out", "scratch", "tickets", "adds", "cache", "sets", "awaits", "abandons"]
+# A kernel reads `in`, fills `out`, uses `scratch`, adds to the counters of `adds`, reads and writes the `state` of
+# sequences, `sets` a flag, `awaits` one, and writes to `abandons` when it gives up. It finds zeros in `tickets`, and
+# leaves zeros.
+Access = Literal["in", "out", "scratch", "tickets", "adds", "state", "sets", "awaits", "abandons"]
 
 # A mode tells where the rows of a step are; `cpu.token_ops.step_rows` reads them.
 # `one`        the next token of one sequence: position step[1], slot step[2]
@@ -106,10 +107,10 @@ class CacheArgument:
         """The arguments that the cache is passed as."""
         rows = (self.sequences, self.kv_heads, self.context)
         dtype, width = cache_data(self.kv_dtype, self.dim)
-        data = KernelArgument(self.name, dtype, (*rows, width), "cache")
+        data = KernelArgument(self.name, dtype, (*rows, width), "state")
         if self.kv_dtype not in SCALED:
             return (data,)
-        return data, KernelArgument(f"{self.name}_scales", "float16", (*rows, scale_groups(self.dim)), "cache")
+        return data, KernelArgument(f"{self.name}_scales", "float16", (*rows, scale_groups(self.dim)), "state")
 
 
 @dataclass(frozen=True)
@@ -213,6 +214,11 @@ def counted(declaration: Declaration, by: str) -> Declaration:
     if isinstance(declaration, KernelArgument | MatrixArgument):
         return replace(declaration, counted=by)
     raise CodegenError(f"{declaration.name} is always there whole")
+
+
+def recurrent(name: str, sequences: int, *shape: int) -> KernelArgument:
+    """Return a float32 argument for recurrent state, of which each of `sequences` has `shape`."""
+    return KernelArgument(name, "float32", (sequences, *shape), "state")
 
 
 def flag(access: Access, name: str = "flag") -> KernelArgument:

@@ -160,7 +160,7 @@ class LendCacheSpec(KernelSpec):
     def declare(self) -> Iterator[Declaration]:
         """Yield the arguments in order."""
         shape = (self.kv_heads, self.context * self.width)
-        yield KernelArgument("cache", self.dtype, (self.sequences, *shape), "cache")
+        yield KernelArgument("cache", self.dtype, (self.sequences, *shape), "state")
         yield KernelArgument("y", self.dtype, shape, "out")
 
 

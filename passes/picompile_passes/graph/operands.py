@@ -14,6 +14,7 @@ from torch.fx import Node
 
 # The import registers `torch.ops.picompile`.
 import picompile_passes.dialect  # noqa: F401
+from picompile_passes.dialect.state import KV_CACHE, State
 from picompile_passes.graph.nodes import arguments, is_call
 from picompile_passes.graph.rewriter import Rewriter
 
@@ -98,6 +99,9 @@ DIMENSIONS: dict[OpOverload, dict[str, str]] = {
     DIVIDE_BY_RMS: {"x": "TE", "bias": "D"},
 }
 
+# The state that an operator keeps between tokens, for those that keep any.
+STATES: dict[OpOverload, State] = {ATTENTION: KV_CACHE}
+
 # The arguments that quantization packs; none of `ffn`, which is gone by then. The list that `predict` takes may hold
 # vectors too.
 MATRICES: dict[OpOverload, tuple[str, ...]] = {
@@ -112,6 +116,11 @@ NEURON_ROWS = ("gate", "up", "down", "gate_bias", "up_bias")
 
 # Those of a `sparse_ffn` that have one number for each neuron, below which the neuron is left out.
 NEURON_LIMITS = ("gate_limits", "output_limits")
+
+
+def state_of(node: Node) -> State | None:
+    """Return the state that `node` keeps between tokens, or None."""
+    return STATES.get(node.target) if isinstance(node.target, OpOverload) else None
 
 
 def matrix_operands(node: Node) -> list[Node]:

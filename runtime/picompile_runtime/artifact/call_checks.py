@@ -1,7 +1,7 @@
 """Checks each call of a program against its kernel's interface: dtypes, shapes, and what is written where.
 
-Kernels trust their arguments, so calls must match what kernels declare: a weight is only read, a parameter for a KV
-cache is given a cache and one for counters is given counters, and a kernel is made for as many rows, positions and
+Kernels trust their arguments, so calls must match what kernels declare: a weight is only read, a parameter for
+state is given state and one for counters is given counters, and a kernel is made for as many rows, positions and
 slots as the steps of the function have. `call_order` then checks what the arguments contain.
 """
 
@@ -102,11 +102,11 @@ def _place_fault(argument: Argument, parameter: KernelParameter) -> str:
     name, access = argument.name.removesuffix(".device"), parameter.access
     if parameter.name == "step":
         expected = argument.kind == "buffer"
-    elif access == "cache" and argument.kind == "buffer":
-        # A copy of a cache in a device's own memory; `call_order` checks that it is one.
+    elif access == "state" and argument.kind == "buffer":
+        # A copy of state in a device's own memory; `call_order` checks that it is one.
         expected = name not in (*INPUTS, *_COUNTERS, *_FLAGS.values(), _TICKETS)
-    elif access == "cache" or argument.kind == "state":
-        expected = access == "cache" and argument.kind == "state"
+    elif access == "state" or argument.kind == "state":
+        expected = access == "state" and argument.kind == "state"
     elif argument.kind == "weight":
         expected = access == "in"
     elif access == "adds":
@@ -131,10 +131,10 @@ def _step_fault(program: Program, function: str, interface: KernelInterface) -> 
         return f"is made for one sequence of {interface.positions} positions"
     if interface.slots and (function == BATCH or interface.slots != program.sequences):
         return f"is made for {interface.slots} sequences, one a step"
-    by_row = any(parameter.access == "cache" for parameter in interface.parameters)
-    # A kernel without rows copies what the cache has from steps before.
+    by_row = any(parameter.access == "state" for parameter in interface.parameters)
+    # A kernel without rows copies what the state has from steps before.
     if by_row and interface.tokens not in (0, rows):
-        return f"is made for {interface.tokens} rows of a cache, and steps have {rows}"
+        return f"is made for {interface.tokens} rows of state, and steps have {rows}"
     return ""
 
 

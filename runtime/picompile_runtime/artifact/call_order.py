@@ -165,11 +165,11 @@ class _OrderCheck:
                 if fault := self._content_fault(call, device, argument, parameter, value):
                     return fault
                 read[parameter.name] = value
-            if parameter.access == "cache" and argument.kind == "buffer" and not self._is_copy(device, argument, seen):
-                return f"is given {argument.name} for {parameter.name}, where no copy of a cache is"
+            if parameter.access == "state" and argument.kind == "buffer" and not self._is_copy(device, argument, seen):
+                return f"is given {argument.name} for {parameter.name}, where no copy of state is"
         for argument, parameter in given:
             is_written = parameter.access in ("out", "scratch") or (
-                parameter.access == "cache" and argument.kind == "buffer"
+                parameter.access == "state" and argument.kind == "buffer"
             )
             if is_written and (fault := self._write(device, number, call, argument, parameter, read)):
                 return fault
@@ -187,7 +187,7 @@ class _OrderCheck:
                 self._uses_of_shared.append(_SharedUse(*span_of(self._program, argument), device, number))
 
     def _is_copy(self, device: str, argument: Argument, seen: Mapping[str, int]) -> bool:
-        """Return whether the copy of a cache that an argument is has been made there, whole and with its dtype."""
+        """Return whether the copy of state that an argument is has been made there, whole and with its dtype."""
         span, memory = span_of(self._program, argument), arena_of(self._program, argument)
         value = self._value(device, argument, seen)
         is_whole = value is not None and (value.start, value.end, value.dtype) == (*span, argument.view.dtype)

@@ -17,10 +17,10 @@ from picompile_runtime.devices.machine import is_machine, missing_features
 from picompile_runtime.errors import MachineError, RequestError
 from picompile_runtime.request_checks import shown
 
-ACCESSES = ("in", "out", "scratch", "tickets", "adds", "cache", "sets", "awaits", "abandons")
+ACCESSES = ("in", "out", "scratch", "tickets", "adds", "state", "sets", "awaits", "abandons")
 """Ways in which a kernel uses an argument: it reads it, fills it, uses it as scratch memory, finds zeros in it and
-leaves zeros, adds to its counters, reads and writes it as a KV cache, sets it as a flag, waits for it as a flag, or
-notes in it that it gave up waiting."""
+leaves zeros, adds to its counters, reads and writes the state of sequences in it, sets it as a flag, waits for it as a
+flag, or notes in it that it gave up waiting."""
 
 _MOST = 2**31 - 1
 

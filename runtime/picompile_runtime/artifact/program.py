@@ -23,6 +23,7 @@ SCORE_MASKED = "score_masked"  # `score` with the neurons that predictors name; 
 BATCH = "batch"  # the function that reads a token each of several sequences; only programs for several have it
 ONE_TOKEN_EACH = ("decode", BATCH)  # functions that read one token of each sequence
 MOST_SEQUENCES = 256
+STATE_KINDS = ("positional", "recurrent")
 STATS_ROW_BYTES = 16  # int64 [computed, fired]
 DEVICES = ("host", "device")  # where calls run, as program.json says it; "device" is the accelerator
 UPLOAD_OP = "upload"  # the operator that copies weights, whose bytes other calls then read with their own types
@@ -87,13 +88,34 @@ class TopLogits:
 
 
 @dataclass(frozen=True)
+class StateTensor(Tensor):
+    """State of an operator: a tensor [sequences, *the shape of one sequence].
+
+    Attributes:
+        kind: one of STATE_KINDS. `positional` state has a row for each token, `recurrent` state a fixed size.
+        layer: the operator's layer.
+        grows: the dimension of a sequence's shape that has the rows of tokens; None for recurrent state.
+    """
+
+    kind: str = "positional"
+    layer: int = 0
+    grows: int | None = None
+
+    @property
+    def sequence_bytes(self) -> int:
+        """Size of one sequence's state in bytes."""
+        return self.size_bytes // self.shape[0]
+
+
+@dataclass(frozen=True)
 class Program:
     """A whole program.
 
     Attributes:
         buffers: tensors at their offsets in the arena of their memory.
-        state: the KV caches, with a slot for each of `sequences`.
-        memories: the memory of each buffer and cache (by kind and name): host, device (the accelerator's) or shared.
+        state: what operators keep between tokens, with a slot for each of `sequences`.
+        memories: the memory of each buffer and state tensor (by kind and name): host, device (the accelerator's) or
+            shared.
         streamed: names of the weights that the accelerator uses and that stay with the host.
         batch_rows: how many tokens a step of BATCH reads at most; 1 if there is no such function.
         functions: the calls of each of FUNCTIONS, of SCORE_MASKED in some programs, and of BATCH if there is one.
@@ -112,7 +134,7 @@ class Program:
     accelerator_arena_bytes: int
     shared_arena_bytes: int
     buffers: Mapping[str, Tensor]
-    state: Mapping[str, Tensor]
+    state: Mapping[str, StateTensor]
     functions: Mapping[str, tuple[Call, ...]]
     logits: Mapping[str, str]
     top_logits: Mapping[str, TopLogits]
@@ -129,6 +151,12 @@ class Program:
     def waiting_kernels(self) -> frozenset[str]:
         """Names of the kernels that wait for the other side."""
         return frozenset(call.kernel for calls in self.functions.values() for call in calls if call.op in WAITING_OPS)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the positional state, on the host and on an accelerator, that hold one token."""
+        positional = sum(each.size_bytes for each in self.state.values() if each.kind == "positional")
+        return positional // (self.sequences * self.context)
 
     def rows(self, function: str) -> int:
         """Return how many tokens a step of a function reads at most."""
@@ -150,12 +178,12 @@ def read_program(text: bytes, weights: Mapping[str, Tensor], where: str) -> Prog
     arenas = {memory: root.integer(_arena(memory)) for memory in MEMORIES}
     of_buffers, of_state = root.object("buffers").members(), root.object("state").members()
     buffers = {name: _buffer(entry, arenas[_memory(entry)]) for name, entry in of_buffers.items()}
-    state = {name: _tensor(entry) for name, entry in of_state.items()}
+    sequences = root.integer("sequences", 1, MOST_SEQUENCES)
+    state = {name: _state(entry, sequences) for name, entry in of_state.items()}
     memories = {("buffer", name): _memory(entry) for name, entry in of_buffers.items()}
     memories |= {("state", name): _memory(entry) for name, entry in of_state.items()}
     sources: dict[str, Mapping[str, Tensor]] = {"buffer": buffers, "state": state, "weight": weights}
     functions = root.object("functions")
-    sequences = root.integer("sequences", 1, MOST_SEQUENCES)
     # An artifact of before drafts has a row for each sequence.
     batch_rows = root.integer("batch_rows", sequences, MOST_SEQUENCES) if "batch_rows" in root.data else sequences
     optional = (SCORE_MASKED,) if SCORE_MASKED in functions.data else ()
@@ -197,6 +225,13 @@ def _tensor(entry: Fields, offset: int = 0) -> Tensor:
     if (dtype := entry.text("dtype")) not in _DTYPES:
         raise entry.wrong("dtype", f"one of {', '.join(_DTYPES)}")
     return Tensor(dtype, entry.shape("shape"), offset)
+
+
+def _state(entry: Fields, sequences: int) -> StateTensor:
+    of_one, kind = _tensor(entry), entry.one_of("kind", STATE_KINDS)
+    # The rows of a token are whole: the last dimension never grows.
+    grows = entry.integer("grows", 0, len(of_one.shape) - 2) if kind == "positional" else None
+    return StateTensor(of_one.dtype, (sequences, *of_one.shape), kind=kind, layer=entry.integer("layer"), grows=grows)
 
 
 def _buffer(entry: Fields, arena_bytes: int) -> Tensor:

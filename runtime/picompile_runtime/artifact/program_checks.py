@@ -73,11 +73,11 @@ def _check_statistics(program: Program, where: str) -> None:
 
 
 def _check_state(program: Program, where: str) -> None:
-    """Check the shape of caches: kernels write at the slot and the position that they are given."""
+    """Check that positional state has a row for each position: kernels write at the position that they are given."""
     for name, tensor in program.state.items():
-        if len(tensor.shape) != 4 or (tensor.shape[0], tensor.shape[2]) != (program.sequences, program.context):
-            shape = f"[{program.sequences}, kv_heads, {program.context}, head_dim]"
-            raise ArtifactError(f"{where}: state: {name} must be {shape}")
+        if tensor.grows is not None and tensor.shape[1 + tensor.grows] != program.context:
+            rows = f"{program.context} rows, one for each position, in dimension {tensor.grows}"
+            raise ArtifactError(f"{where}: state: {name} must have {rows}")
 
 
 def _check_own_places(program: Program, where: str) -> None:

@@ -207,7 +207,7 @@ def step_bytes(
     """
     shares = {row.part.stats_row: row.read_share for row in firing}
     return [
-        call.weight_bytes - _idle_bytes(artifact, call, shares) + rows * _cache_bytes(artifact, call, cached)
+        call.weight_bytes - _idle_bytes(artifact, call, shares) + rows * _state_bytes(artifact, call, cached)
         for call in artifact.program.functions[function]
     ]
 
@@ -230,11 +230,12 @@ def _idle_bytes(artifact: Artifact, call: Call, shares: dict[int, float]) -> flo
     return artifact.tensors[matrices[-1]].size_bytes * (1 - shares.get(rows[0], 1.0))
 
 
-def _cache_bytes(artifact: Artifact, call: Call, cached: float) -> float:
-    """Return the bytes that an attention call reads of one sequence's cache."""
-    if call.op != "attention":
-        return 0.0
+def _state_bytes(artifact: Artifact, call: Call, cached: float) -> float:
+    """Return the bytes that a call reads of one sequence's state: attention of the rows that it sees, others of all."""
     program = artifact.program
-    seen = min(cached, call.window or cached)
-    names = {arg.name for arg in call.args if arg.kind == "state"}
-    return sum(program.state[name].size_bytes for name in names) / program.sequences * seen / program.context
+    states = [program.state[name] for name in {arg.name for arg in call.args if arg.kind == "state"}]
+    whole = sum(each.sequence_bytes for each in states if each.grows is None)
+    if call.op != "attention":
+        return whole
+    rows = sum(each.sequence_bytes for each in states if each.grows is not None)
+    return whole + rows * min(cached, call.window or cached) / program.context

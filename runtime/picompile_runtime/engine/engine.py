@@ -1,10 +1,10 @@
-"""The engine: a loaded artifact, its KV cache, and each sequence's position in the cache."""
+"""The engine: a loaded artifact, and the state and position of each sequence."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from weakref import WeakSet
 
@@ -68,7 +68,7 @@ def load(
 
 
 class Engine:
-    """Runs sequences of tokens. Each sequence has a slot of the KV cache: slot 0 unless a method is given another.
+    """Runs sequences of tokens. Each sequence has a slot, which holds its state (as the KV cache): slot 0 by default.
 
     An artifact has as many slots as `--sequences` said when it was compiled. Sequences do not affect each other, but
     `decode_sequences` reads one token of each in a single step, which takes little longer than a step for one token.
@@ -93,6 +93,7 @@ class Engine:
         self._lock = threading.RLock()
         self._positions = [0] * self._program.sequences
         self._counted = dict.fromkeys(ONE_TOKEN_EACH, 0)
+        self._stepping: Sequence[int] = ()  # the slots of a step that has not ended
         self._refusal = ""  # why it cannot be used any more
         _engines.add(self)
 
@@ -113,7 +114,7 @@ class Engine:
 
     @property
     def sequences(self) -> int:
-        """Number of slots of the KV cache."""
+        """Number of slots."""
         return self._program.sequences
 
     @property
@@ -143,7 +144,8 @@ class Engine:
     def rewind(self, position: int, slot: int = 0) -> None:
         """Forget the tokens of the sequence in `slot` from `position` on.
 
-        Raises RequestError unless `position` is from 0 to the number of tokens read so far.
+        Raises RequestError unless `position` is from 0 to the number of tokens read so far, and `reusable` where the
+        sequence cannot go back to every position.
         """
         with self._lock:
             self._open()
@@ -151,23 +153,57 @@ class Engine:
             seen = self._positions[slot]
             if not isinstance(position, int | np.integer) or isinstance(position, bool) or not 0 <= position <= seen:
                 raise RequestError(f"cannot rewind to position {shown(position)}; {seen} tokens were seen")
+            nearest = self._reusable(slot, position)
+            if nearest != position:
+                raise RequestError(
+                    f"cannot rewind to position {position}: the model's recurrent state is not kept there; "
+                    f"rewind to {nearest}, the last position before that it was kept at, and read on from there"
+                )
+            for state in self._executor.states:
+                state.cut(slot, nearest, seen)
             self._positions[slot] = int(position)
 
+    @property
+    def can_cut(self) -> bool:
+        """Whether a sequence can go back to every position. Recurrent state goes back to checkpoints only."""
+        return all(state.can_cut for state in self._executor.states)
+
+    def reusable(self, prefix: int, slot: int = 0) -> int:
+        """Return how many of the first `prefix` tokens of the sequence in `slot` need not be read again.
+
+        This is the last position up to `prefix` that `rewind` can go back to, and that `copy` can copy. Raises
+        RequestError unless `prefix` is from 0 to the number of tokens read so far.
+        """
+        with self._lock:
+            self._open()
+            check_slot(slot, self.sequences)
+            return self._reusable(slot, whole_number("the prefix", prefix, 0, self._positions[slot]))
+
+    def checkpoint(self, slot: int = 0) -> None:
+        """Keep what recurrent state needs for `rewind` to come back to the position that `slot` has now.
+
+        The engine does so after each chunk of a prompt, and keeps a bounded number of such positions for each slot.
+        """
+        with self._lock:
+            self._open()
+            check_slot(slot, self.sequences)
+            self._keep(slot)
+
     def release(self, slot: int = 0) -> None:
-        """Give back the memory that the KV cache keeps for `slot` behind the tokens that it holds.
+        """Give back the memory that `slot` keeps beside that for the tokens that it holds.
 
         The system takes whole pages. Memory of a GPU is kept.
         """
         with self._lock:
             self._open()
             check_slot(slot, self.sequences)
-            self._executor.release_cache(slot, self._positions[slot])
+            for state in self._executor.states:
+                state.release(slot, self._positions[slot])
 
     @property
     def cache_token_bytes(self) -> int:
         """Bytes of the KV cache, on the host and on a GPU, that hold one token."""
-        program = self._program
-        return sum(tensor.size_bytes for tensor in program.state.values()) // (program.sequences * program.context)
+        return self._program.token_bytes
 
     def copy(self, source: int, target: int, count: int | None = None) -> None:
         """Copy the sequence in slot `source` to slot `target`, so that a common prompt is read only once.
@@ -178,7 +214,7 @@ class Engine:
             count: how many tokens to copy, from the first on; by default all.
 
         Raises:
-            RequestError: there is no such slot, or `source` has fewer tokens.
+            RequestError: there is no such slot, `source` has fewer tokens, or so many are not `reusable`.
         """
         with self._lock:
             self._open()
@@ -186,7 +222,13 @@ class Engine:
             check_slot(target, self.sequences)
             seen = self._positions[source]
             tokens = whole_number("the number of tokens to copy", seen if count is None else count, 0, seen)
-            self._executor.copy_cache(source, target, tokens)
+            nearest = self._reusable(source, tokens)
+            if nearest != tokens:
+                raise RequestError(
+                    f"cannot copy {tokens} tokens: the model's recurrent state is not kept there; copy {nearest}"
+                )
+            for state in self._executor.states:
+                state.copy(source, target, tokens, seen)
             self._positions[target] = tokens
 
     def check(self, ids: Sequence[int], slot: int = 0) -> None:
@@ -228,7 +270,7 @@ class Engine:
     def read_chunk(self, ids: Sequence[int], slot: int = 0, is_last: bool = True) -> Scores | None:
         """Read one chunk of a prompt in a single step, and return the scores of the next token if it `is_last`.
 
-        Every bit of the scores and of the KV cache is the same however a prompt is cut into chunks.
+        Every bit of the scores and of the state is the same however a prompt is cut into chunks.
 
         Args:
             ids: 1 to `chunk` token ids, which follow those already read in the slot.
@@ -276,13 +318,16 @@ class Engine:
 
     @property
     def most_checked(self) -> int:
-        """The most tokens that `read_each` reads in a step; 1 if the artifact was made to check no draft."""
-        return 1 if self._program.has_accelerator else self._program.batch_rows
+        """The most tokens that `read_each` reads in a step; 1 if the artifact was made to check no draft.
+
+        It is 1 as well where a sequence cannot go back to every position, which tokens that are not accepted need.
+        """
+        return self._program.batch_rows if self.can_cut and not self._program.has_accelerator else 1
 
     def read_each(self, ids: Sequence[int], slot: int = 0) -> list[Scores]:
         """Read tokens of one sequence in one step, and return the scores that follow each of them.
 
-        This is how the tokens of a draft are checked: scores and the KV cache have the bits that `read` gives one
+        This is how the tokens of a draft are checked: scores and the state have the bits that `read` gives one
         token after another. `rewind` forgets those that are not accepted.
 
         Args:
@@ -299,9 +344,9 @@ class Engine:
             if count == 1:
                 return [self._scores(self._decode(int(tokens[0]), slot), 0)]
             first = self._positions[slot]
-            self._executor.run_sequences(tokens, range(first, first + count), [slot] * count)
+            rows = tokens, range(first, first + count), [slot] * count
+            self._step([slot], count, self._executor.run_sequences, *rows)
             self._counted[BATCH] += count
-            self._positions[slot] += count
             return [self._scores(BATCH, row) for row in range(count)]
 
     @property
@@ -482,8 +527,7 @@ class Engine:
         return self._decode(token, slot)
 
     def _decode(self, token: int, slot: int) -> str:
-        self._executor.run_one(token, self._positions[slot], slot)
-        self._positions[slot] += 1
+        self._step([slot], 1, self._executor.run_one, token, self._positions[slot], slot)
         self._counted["decode"] += 1
         return "decode"
 
@@ -497,10 +541,8 @@ class Engine:
             check_room(1, position, self.context, slot)
         if len(ids) == 1:
             return self._decode(int(ids[0]), slots[0]), 1
-        self._executor.run_sequences(ids, positions, slots)
+        self._step(slots, 1, self._executor.run_sequences, ids, positions, slots)
         self._counted[BATCH] += len(ids)
-        for slot in slots:
-            self._positions[slot] += 1
         return BATCH, len(ids)
 
     def _scores(self, function: str, row: int) -> Scores:
@@ -514,14 +556,43 @@ class Engine:
         return Scores(logits, self._executor.top_logits(function, row))
 
     def _read(self, function: str, tokens: NDArray[np.int32], slot: int) -> str:
-        self._executor.run(function, tokens, self._positions[slot], slot)
-        self._positions[slot] += len(tokens)
+        self._step([slot], len(tokens), self._executor.run, function, tokens, self._positions[slot], slot)
+        self._keep(slot)
         return function
+
+    def _step(self, slots: Sequence[int], count: int, run: Callable[..., None], *arguments: object) -> None:
+        """Run a step that reads `count` tokens of each of the sequences in `slots`."""
+        self._stepping = slots
+        try:
+            run(*arguments)
+        except BaseException:
+            self._recover()
+            raise
+        for slot in slots:
+            self._positions[slot] += count
+        self._stepping = ()
+
+    def _recover(self) -> None:
+        """Let the sequences of a step that was not completed go back to where their state is sure."""
+        for slot in self._stepping:
+            for state in self._executor.states:
+                self._positions[slot] = state.recover(slot, self._positions[slot])
+        self._stepping = ()
+
+    def _reusable(self, slot: int, prefix: int) -> int:
+        for state in self._executor.states:
+            prefix = state.reusable(slot, prefix, self._positions[slot])
+        return int(prefix)
+
+    def _keep(self, slot: int) -> None:
+        for state in self._executor.states:
+            state.keep(slot, self._positions[slot])
 
     def _after_fork(self) -> None:
         """Let a forked process use the engine as its parent's last whole step left it, if its accelerator allows it."""
         self._lock = threading.RLock()
         self._refusal = self._executor.after_fork() or self._refusal
+        self._recover()
 
 
 _engines: WeakSet[Engine] = WeakSet()

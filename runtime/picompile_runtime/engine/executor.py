@@ -1,4 +1,4 @@
-"""A program in memory: its buffers, caches and weights, and each of its functions as a list of calls.
+"""A program in memory: its buffers, state and weights, and each of its functions as a list of calls.
 
 With an accelerator, a function is two lists of calls, one for the host and one for the accelerator. Both begin at once
 and meet at flags in shared memory; a step is over when both lists have run.
@@ -6,7 +6,6 @@ and meet at flags in shared memory; a step is over when both lists have run.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,6 +28,14 @@ from picompile_runtime.engine.layout import (
     fit_accelerator,
     host_layout,
     weights_of,
+)
+from picompile_runtime.engine.state import (
+    AcceleratorState,
+    HostState,
+    SequenceState,
+    StateMemory,
+    host_state_bytes,
+    sequence_states,
 )
 from picompile_runtime.engine.timing import CallSpan, CallTimes, step_timeout
 from picompile_runtime.errors import KernelError, RequestError
@@ -58,6 +65,7 @@ class Executor:
         self._accelerator: Accelerator | None = None
         self.unpinned_bytes = 0
         self.buffers: dict[str, NDArray[Any]] = {}
+        self.states: tuple[SequenceState, ...] = ()
         try:
             check_code(artifact, self.library)
             _check_memory(self._program, cache_tokens)
@@ -93,9 +101,8 @@ class Executor:
             self.unpinned_bytes = self._accelerator.unpinned_bytes
             of_host = {key: (shared, tensor.offset) for key, tensor in _shared_buffers(program).items()}
             host = HostLayout({**host.places, **of_host})
-        self.buffers = _arrays(host, "buffer", program.buffers)
-        self._state = _arrays(host, "state", program.state)
-        self._caches = {name: memory for (kind, name), (memory, _) in host.places.items() if kind == "state"}
+        self.buffers = _buffers(host, program.buffers)
+        self.states = sequence_states(program, self._state_memories(host))
         tensors, waits = TensorTable(), program.waiting_kernels
         self._host_calls: dict[str, CallList] = {
             name: self.library.bind(
@@ -111,6 +118,17 @@ class Executor:
         self.check_weights = artifact.check_weights if self._is_mapped(artifact) else _nothing
         artifact.check_weights()  # so all that was loaded is from the file that was checked
 
+    def _state_memories(self, host: HostLayout) -> dict[str, StateMemory]:
+        """Return the memory of each state tensor."""
+        found: dict[str, StateMemory] = {
+            name: HostState(memory) for (kind, name), (memory, _) in host.places.items() if kind == "state"
+        }
+        if self._accelerator is not None:
+            for (kind, name), (memory, _) in self._accelerator_layout.places.items():
+                if kind == "state":
+                    found[name] = AcceleratorState(self._accelerator, memory)
+        return found
+
     def _is_mapped(self, artifact: Artifact) -> bool:
         """Return whether steps read the weights from the mapped file."""
         memory = self._weights.memory if isinstance(self._weights, ResidentWeights) else self._weights
@@ -118,7 +136,7 @@ class Executor:
 
     def _load_weights(self, artifact: Artifact, threads: int) -> dict[str, tuple[Any, int]]:
         """Load and return the host's weights by name: all, or those that are not in the accelerator's memory."""
-        other_bytes = self._program.arena_bytes + _cache_bytes(self._program)
+        other_bytes = self._program.arena_bytes + host_state_bytes(self._program)
         tensors = artifact.tensors
         if not self._program.has_accelerator:
             sha256 = artifact.manifest.files[WEIGHTS].sha256
@@ -206,23 +224,6 @@ class Executor:
             memory, offset = self._accelerator_layout.places["buffer", f"{name}.device"]
             self._accelerator.write(memory, offset, np.zeros(self.buffers[name].nbytes, np.uint8))
 
-    def copy_cache(self, source: int, target: int, count: int) -> None:
-        """Copy the first `count` positions of the KV cache from slot `source` to slot `target`."""
-        for state in self._state.values():
-            state[target, :, :count] = state[source, :, :count]
-        for name, tensor in self._program.state.items():
-            if self._accelerator is not None and name not in self._state:
-                memory, _ = self._accelerator_layout.places["state", name]
-                self._accelerator.copy(memory, _slot_moves(tensor, source, target, count))
-
-    def release_cache(self, slot: int, first: int) -> None:
-        """Give back whole pages of the host's caches that hold positions of `slot` from `first` on."""
-        for name, memory in self._caches.items():
-            for start, stop in _unused_ranges(self._program.state[name], slot, first):
-                start, stop = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
-                if start < stop:
-                    memory.madvise(mmap.MADV_DONTNEED, start, stop - start)
-
     def start_timing(self, slowly: bool = False) -> None:
         """Measure every call from now on. An accelerator that this makes slower is measured only with `slowly`."""
         timed = self._accelerator is not None and (slowly or not self._accelerator.slow_stamps)
@@ -261,8 +262,8 @@ class Executor:
             # Before any memory is freed that it sees.
             self._accelerator.close()
             self._accelerator = None
-        self._host_calls, self._accelerator_calls, self.buffers, self._state, self._weights = {}, {}, {}, {}, None
-        self._caches = {}
+        self._host_calls, self._accelerator_calls, self.buffers, self._weights = {}, {}, {}, None
+        self.states = ()
         self._step = self._tokens = self._positions = self._slots = np.empty(0, np.int32)
         self.library.close()
 
@@ -320,12 +321,12 @@ def _await_accelerator(accelerator: Accelerator, only_wait: bool) -> None:
             raise
 
 
-def _arrays(host: HostLayout, kind: str, tensors: Mapping[str, Tensor]) -> dict[str, NDArray[Any]]:
-    """Return the tensors of a kind that are in the host's memory, as arrays by name."""
+def _buffers(host: HostLayout, tensors: Mapping[str, Tensor]) -> dict[str, NDArray[Any]]:
+    """Return the buffers that are in the host's memory, as arrays by name."""
     found = {}
     for name, tensor in tensors.items():
-        if (kind, name) in host.places:
-            memory, offset = host.places[kind, name]
+        if ("buffer", name) in host.places:
+            memory, offset = host.places["buffer", name]
             found[name] = array_at(memory, Tensor(tensor.dtype, tensor.shape, offset))
     return found
 
@@ -348,39 +349,12 @@ def _breaks(calls: Sequence[Call]) -> list[int]:
     return found
 
 
-def _slot_moves(tensor: Tensor, source: int, target: int, count: int) -> list[tuple[int, int, int]]:
-    """Return what to copy in a cache [sequences, heads, context, width]: (from, to, bytes) for each head."""
-    _, heads, context, width = tensor.shape
-    row_bytes = width * np.dtype(tensor.dtype).itemsize
-    head_bytes = context * row_bytes
-    starts = ((source * heads + head, target * heads + head) for head in range(heads) if count and source != target)
-    return [(first * head_bytes, second * head_bytes, count * row_bytes) for first, second in starts]
-
-
-def _unused_ranges(tensor: Tensor, slot: int, first: int) -> list[tuple[int, int]]:
-    """Return where a cache [sequences, heads, context, width] holds positions of `slot` from `first` on, in bytes."""
-    _, heads, context, width = tensor.shape
-    row_bytes = width * np.dtype(tensor.dtype).itemsize
-    head_bytes = context * row_bytes
-    if first == 0:
-        return [(slot * heads * head_bytes, (slot + 1) * heads * head_bytes)]
-    starts = (head * head_bytes for head in range(slot * heads, (slot + 1) * heads))
-    return [(start + first * row_bytes, start + head_bytes) for start in starts]
-
-
-def _cache_bytes(program: Program) -> int:
-    """Return the size of the caches on the host."""
-    return sum(tensor.size_bytes for name, tensor in program.state.items() if program.memories["state", name] == "host")
-
-
 def _check_memory(program: Program, cache_tokens: int | None) -> None:
-    """Raise DoesNotFitError unless all caches of the host can be full at the same time, or hold `cache_tokens`."""
+    """Raise DoesNotFitError unless the state on the host fits with all slots full, or with `cache_tokens` in them."""
     sequences = "" if program.sequences == 1 else f"{program.sequences} sequences of "
-    what, cache_bytes = f"{sequences}{program.context} tokens", _cache_bytes(program)
+    what = f"{sequences}{program.context} tokens"
     if cache_tokens is not None and cache_tokens < program.sequences * program.context:
         what = f"{cache_tokens} tokens"
-        # Each head of each slot has pages of its own, of which the last is partly unused.
-        heads = sum(tensor.shape[0] * tensor.shape[1] for tensor in program.state.values())
-        per_token = cache_bytes / (program.sequences * program.context)
-        cache_bytes = min(cache_bytes, round(per_token * cache_tokens) + heads * mmap.PAGESIZE)
-    check_total(cache_bytes + program.arena_bytes, f"a cache for {what}")
+    else:
+        cache_tokens = None
+    check_total(host_state_bytes(program, cache_tokens) + program.arena_bytes, f"a cache for {what}")

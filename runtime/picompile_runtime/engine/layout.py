@@ -47,7 +47,7 @@ class AcceleratorLayout:
 
 
 def host_layout(program: Program, weights: Mapping[str, tuple[Any, int]]) -> HostLayout:
-    """Allocate the host's arena and caches, zeroed, and return them with the `weights` by name.
+    """Allocate the host's arena and state, zeroed, and return them with the `weights` by name.
 
     Raises DoesNotFitError.
     """
@@ -58,11 +58,11 @@ def host_layout(program: Program, weights: Mapping[str, tuple[Any, int]]) -> Hos
             places["buffer", name] = (arena, tensor.offset)
     for name, tensor in program.state.items():
         if program.memories["state", name] == "host":
-            cache = anonymous_map(tensor.size_bytes, f"the cache {name}")
+            state = anonymous_map(tensor.size_bytes, f"the state {name}")
             # Pages of 2 MiB would be taken whole for the first token of a short sequence.
             with suppress(OSError, AttributeError):
-                cache.madvise(mmap.MADV_NOHUGEPAGE)
-            places["state", name] = (cache, 0)
+                state.madvise(mmap.MADV_NOHUGEPAGE)
+            places["state", name] = (state, 0)
     return HostLayout(places)
 
 
@@ -99,7 +99,7 @@ def accelerator_layout(
             places["buffer", name] = (arenas[memory], tensor.offset)
     for name, tensor in program.state.items():
         if program.memories["state", name] == "device":
-            places["state", name] = (accelerator.allocate(tensor.size_bytes, f"the cache {name}"), 0)
+            places["state", name] = (accelerator.allocate(tensor.size_bytes, f"the state {name}"), 0)
     used = weights_of(program, "device")
     own = {name: tensors[name] for name in used if name not in program.streamed}
     places |= _upload(accelerator, mapped, own)

@@ -132,7 +132,8 @@ class Conversation:
         if len(ids) >= self.context:
             raise self._full(messages, len(ids))
         held = self._answer.held_tokens if self._answer else []
-        reused = min(_common(held[: self._engine.position], ids), max(0, len(ids) - _LEAST_READ))
+        common = min(_common(held[: self._engine.position], ids), max(0, len(ids) - _LEAST_READ))
+        reused = self._engine.reusable(common)
         params = self.options.params
         if params.seed is not None:
             params = replace(params, seed=(params.seed + self._answers) % _SEEDS)

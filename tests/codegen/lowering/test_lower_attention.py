@@ -11,7 +11,7 @@ from helpers.kernels.lowered import Runner, quantized, relative_error
 from picompile.testing import LLAMA, OPT, GraphShape, random_weights, run
 from picompile_codegen.lowering.function import LowerOptions
 from picompile_codegen.lowering.lower import lower
-from picompile_codegen.lowering.program import LoweredProgram, ProgramTensor
+from picompile_codegen.lowering.program import LoweredProgram, ProgramState
 from picompile_passes.graph.nodes import arguments, calls
 from picompile_passes.graph.operands import ADD, ATTENTION
 from picompile_passes.passes.insert_predictors import InsertPredictors
@@ -77,8 +77,12 @@ def test_options_equal_eager(tmp_path: Path, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("kv_dtype", ["float16", "float32", "q8"])
 def test_the_kv_cache_is_declared_for_every_dtype(kv_dtype: str) -> None:
     program = lower(quantized(WIDE, NONE), replace(OPTIONS, kv_dtype=kv_dtype)).program
-    data = ProgramTensor("int8" if kv_dtype == "q8" else kv_dtype, (3, 2, 12, 72))
-    scales = {f"{side}.0.scale": ProgramTensor("float16", (3, 2, 12, 3)) for side in "kv"} if kv_dtype == "q8" else {}
+    data = ProgramState("int8" if kv_dtype == "q8" else kv_dtype, (3, 2, 12, 72), grows=1)
+    scales = (
+        {f"{side}.0.scale": ProgramState("float16", (3, 2, 12, 3), grows=1) for side in "kv"}
+        if kv_dtype == "q8"
+        else {}
+    )
     assert program.state == {"k.0": data, "v.0": data, **scales}
     assert program.state_bytes == 2 * 3 * 2 * 12 * {"float16": 144, "float32": 288, "q8": 72 + 6}[kv_dtype]
 

@@ -167,7 +167,7 @@ def toy_program(toy: Toy, context: int, chunk: int, sequences: int = 1) -> dict[
         "device_arena_bytes": 0,
         "shared_arena_bytes": 0,
         "buffers": arena.buffers,
-        "state": {"k.0": {"dtype": "float32", "shape": [sequences, 1, context, DIM]}},
+        "state": {"k.0": {"layer": 0, "dtype": "float32", "shape": [1, context, DIM], "grows": 1}},
         "functions": {
             "decode": [*body(1), ffn, head(one, "logits")],
             "prefill": body(chunk)[:2],

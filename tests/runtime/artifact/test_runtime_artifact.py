@@ -170,8 +170,12 @@ WRONG_PROGRAMS = [
     (set_at(*DECODE, 2, {"weight": "table", "offset": 2, "shape": [1, 1]}), "is not inside of table"),
     (set_at(*DECODE, 2, {"weight": "table", "dtype": "int64"}), "is not inside of table"),
     (set_at(*DECODE, 2, {"weight": "table", "shape": [49, 16]}), "the table has fewer than 50 rows"),
-    (set_at("state", "k.0", "shape", [1, 1, 39, 16]), r"k.0 must be \[1, kv_heads, 40, head_dim\]"),
-    (set_at("state", "k.0", "shape", [1, 40, 16]), "k.0 must be"),
+    (set_at("state", "k.0", "shape", [1, 39, 16]), "k.0 must have 40 rows, one for each position, in dimension 1"),
+    (set_at("state", "k.0", "grows", 0), "k.0 must have 40 rows, one for each position, in dimension 0"),
+    (set_at("state", "k.0", "grows", 2), "k.0: grows must be an integer from 0 to 1"),
+    (lambda program: program["state"]["k.0"].pop("grows"), "k.0: grows must be .*, but is missing"),
+    (set_at("state", "k.0", "kind", "eternal"), "k.0: kind must be one of positional, recurrent"),
+    (set_at("state", "k.0", "shape", [40, 16]), "grows must be an integer from 0 to 0"),
     (set_at("state", {"k\n\x1b[31m": {"dtype": 3}}), r"state: k\?\?\[31m: dtype must be"),
     (set_at("sequences", 0), "sequences must be an integer from 1 to 256"),
     (set_at("sequences", 2), "batch must be a list, but is missing"),
@@ -180,7 +184,6 @@ WRONG_PROGRAMS = [
 ]
 WRONG_PROGRAMS_OF_THREE = [
     (set_at("sequences", 2), r"logits.batch must be float32 \[2, 50\]"),
-    (set_at("state", "k.0", "shape", [1, 3, 40, 16]), r"k.0 must be \[3, kv_heads, 40, head_dim\]"),
     (lambda program: program["functions"].pop("batch"), "batch must be a list, but is missing"),
     (lambda program: program["logits"].pop("batch"), "batch must be a text, but is missing"),
     (set_at("buffers", "slots", "shape", [3]), r"slots must be int32 \[8\]"),
@@ -232,13 +235,13 @@ def test_any_wrong_value_is_an_error_or_harmless(folder: Path, name: str) -> Non
 
 def test_a_cache_larger_than_the_machine_does_not_fit(make_artifact: Callable[..., Path]) -> None:
     """Nor do several, each of which would fit by itself."""
-    state = {"k.0": {"dtype": "float32", "shape": [1, 2**15, 2**24, 16]}}
+    state = {"k.0": {"dtype": "float32", "shape": [2**15, 2**24, 16], "layer": 0, "grows": 1}}
     folder = make_artifact(program={"context": 2**24, "state": state}, manifest={"context": 2**24})
     with pytest.raises(DoesNotFitError, match=r"cache for 16777216 tokens needs 32768.00 GiB .* has .*--context"):
         load(folder)
     machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    one = {"dtype": "float32", "shape": [3, 1, 40, machine_bytes // 2000]}
-    assert 4 * np.prod(one["shape"]) < machine_bytes / 4
+    one = {"dtype": "float32", "shape": [1, 40, machine_bytes // 2000], "layer": 0, "grows": 1}
+    assert 3 * 4 * np.prod(one["shape"]) < machine_bytes / 4
     folder = make_artifact("several", sequences=3, program={"state": {f"{side}.0": one for side in "kvwxy"}})
     with pytest.raises(DoesNotFitError, match=r"a cache for 3 sequences of 40 tokens needs .*\(--sequences\)"):
         load(folder)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers.states import host_states
 from helpers.toys.toy_artifact import make_toy, reference_logits
 from picompile_runtime import Engine, KernelError, RequestError, load
 
@@ -24,7 +25,7 @@ IDS, LOGITS = TEXTS[0], EXPECTED[0]
 @pytest.fixture
 def engine(make_artifact: Callable[..., Path]) -> Engine:
     engine = load(make_artifact(toy=TOY, sequences=SLOTS), threads=2)
-    for cache in engine._executor._state.values():
+    for cache in host_states(engine).values():
         cache[:] = np.nan
     return engine
 
@@ -103,13 +104,13 @@ def test_steps_do_not_read_other_slots(engine: Engine) -> None:
     for slot in (0, 2, 3):
         engine.prefill(TEXTS[slot][: 5 + slot], slot)
     before = {}
-    for name, cache in engine._executor._state.items():
+    for name, cache in host_states(engine).items():
         cache[[1, 3, 4]] = np.nan
         for slot in (0, 2):
             cache[slot, :, engine.positions[slot] :] = np.nan
         before[name] = cache.copy()
     step(engine, [2, 0])
-    for name, cache in engine._executor._state.items():
+    for name, cache in host_states(engine).items():
         np.testing.assert_array_equal(cache[[1, 3, 4]], before[name][[1, 3, 4]])
         for slot in (0, 2):
             last = engine.positions[slot] - 1
@@ -280,7 +281,7 @@ def resident_bytes() -> int:
 
 def test_memory_is_committed_only_when_used(make_artifact: Callable[..., Path]) -> None:
     """A cache of 1 GiB must not cost 1 GiB."""
-    state = {"k.0": {"dtype": "float32", "shape": [1, 1, 2**24, 16]}}
+    state = {"k.0": {"dtype": "float32", "layer": 0, "grows": 1, "shape": [1, 2**24, 16]}}
     folder = make_artifact(toy=TOY, program={"state": state, "context": 2**24}, manifest={"context": 2**24})
     before = resident_bytes()
     engine = load(folder)
