@@ -36,7 +36,7 @@ from picompile.skipping import SkippingOptions, checkpoint_limits, skipping_site
 from picompile.skipping.limits import no_limits, saved_weights
 from picompile.skipping.search import count_left_out
 from picompile.streaming import negative_log_likelihood, new_states, run_segment, split_layers
-from picompile_passes.dialect.ops import SparseFfnOperands
+from picompile_passes.dialect.sparse_ffn import SparseFfnOperands
 from picompile_passes.graph.materialize import WeightSource, evaluate_constant
 from picompile_passes.graph.nodes import arguments, calls
 from picompile_passes.graph.operands import LINEAR, SPARSE_FFN

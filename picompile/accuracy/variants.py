@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from picompile.predictors.firing import FiringRule
-from picompile_passes.dialect.ops import SparseFfnOperands
+from picompile_passes.dialect.sparse_ffn import SparseFfnOperands
 from picompile_passes.formats import GROUP
 from picompile_passes.formats.packing import dequantize_rows, quantize_rows
 from picompile_passes.graph.materialize import WeightSource

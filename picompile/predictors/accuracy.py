@@ -16,7 +16,8 @@ from picompile.intervals import Estimate, block_size, estimate_mean, token_block
 from picompile.predictors.firing import FiringRule
 from picompile.progress import Advance, NoProgress, Progress
 from picompile.streaming import stream_windows
-from picompile_passes.dialect.ops import SparseFfnOperands, neuron_rms
+from picompile_passes.dialect.neurons import neuron_rms
+from picompile_passes.dialect.sparse_ffn import SparseFfnOperands
 from picompile_passes.graph.materialize import WeightSource
 from picompile_passes.graph.nodes import arguments, calls, is_call
 from picompile_passes.graph.operands import DIVIDE_BY_RMS, SPARSE_FFN

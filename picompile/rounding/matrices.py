@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.fx import Node
 
 from picompile.streaming import Segment
-from picompile_passes.dialect.ops import SparseFfnOperands, neuron_rms
+from picompile_passes.dialect.neurons import neuron_rms
+from picompile_passes.dialect.sparse_ffn import SparseFfnOperands
 from picompile_passes.formats import FORMATS
 from picompile_passes.graph.nodes import arguments, attribute, has_real_data, is_call
 from picompile_passes.graph.operands import (

@@ -19,7 +19,7 @@ from picompile.errors import UnsupportedModelError
 from picompile.progress import Progress
 from picompile.skipping.limits import Limits, limits_at, no_limits, saved_weights
 from picompile.streaming import new_states, run_segment, split_layers
-from picompile_passes.dialect.ops import SparseFfnOperands
+from picompile_passes.dialect.sparse_ffn import SparseFfnOperands
 from picompile_passes.graph.materialize import WeightSource
 from picompile_passes.graph.nodes import arguments, calls
 from picompile_passes.graph.operands import NEURON_LIMITS, SPARSE_FFN

@@ -23,8 +23,8 @@ from torch.fx import GraphModule, Node
 from picompile.progress import Advance, Progress
 from picompile.skipping.limits import no_limits
 from picompile.streaming import Segment, new_states, run_segment, segment_constants, split_layers, trace_window
-from picompile_passes.dialect import eager_function
-from picompile_passes.dialect.ops import SparseFfnOperands
+from picompile_passes.dialect import operator_of
+from picompile_passes.dialect.sparse_ffn import SparseFfnOperands
 from picompile_passes.graph.materialize import WeightSource
 from picompile_passes.graph.nodes import arguments, is_call
 from picompile_passes.graph.operands import NEURON_LIMITS, SPARSE_FFN
@@ -129,9 +129,8 @@ class _Probe:
         """The functions to call instead of the segment's own."""
         found: dict[Node, Callable[..., Tensor]] = {}
         for node in self.segment.nodes:
-            own = eager_function(node.target)
-            if own is not None:
-                found[node] = own
+            if (operator := operator_of(node.target)) is not None:
+                found[node] = operator.eager
             if is_call(node, SPARSE_FFN):
                 found[node] = self._block(node)
         return found

@@ -10,7 +10,8 @@ from torch import Tensor
 from picompile.synth.firing import Neurons, make_neurons, share_of_firings
 from picompile.synth.tokens import Tokens, calibration_tokens
 from picompile.synth.writer import CONSTANT, Recipe
-from picompile_passes.dialect import ops
+from picompile_passes.dialect.rms_norm import rms_norm
+from picompile_passes.dialect.rotary import rotary
 
 # Energy that all attentions add to the stream, as a share of the embedding's.
 _ATTENTION_SHARE = 0.06
@@ -26,8 +27,8 @@ def attend(recipe: Recipe, layer: int, x: Tensor, tokens: Tokens) -> Tensor:
     if "positions" not in shape.family.names:
         exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
         frequencies = shape.rope_theta**-exponents
-        q = ops.rotary(q, tokens.positions, frequencies, shape.heads, 1.0)
-        k = ops.rotary(k, tokens.positions, frequencies, shape.kv_heads, 1.0)
+        q = rotary(q, tokens.positions, frequencies, shape.heads, 1.0)
+        k = rotary(k, tokens.positions, frequencies, shape.kv_heads, 1.0)
     q, k, v = (part.view(tokens.sequences, tokens.length, -1, shape.head_dim).transpose(1, 2) for part in (q, k, v))
     mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shape.heads != shape.kv_heads)
     mixed = mixed.transpose(1, 2).reshape(len(x), -1)
@@ -250,7 +251,7 @@ def _norm(recipe: Recipe, layer: int, role: str, stream: Tensor, feeds_ffn: bool
     shape, name = recipe.shape, recipe.name(role, layer)
     weight = recipe.weights.put(f"{name}.weight", torch.ones(shape.hidden))
     if shape.family.norm == "rms":
-        normed: Tensor = ops.rms_norm(stream, weight, shape.eps)
+        normed: Tensor = rms_norm(stream, weight, shape.eps)
         return normed
     bias = torch.zeros(shape.hidden)
     if feeds_ffn and recipe.offset == "norm":

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from picompile.testing.weights import RandomWeights, random_weights, vocabulary
 from picompile_passes.dialect import parse_activation
-from picompile_passes.dialect.ops import neuron_outputs
+from picompile_passes.dialect.neurons import neuron_outputs
 from picompile_passes.graph.materialize import WeightSource, materialize, node_values
 from picompile_passes.graph.nodes import arguments, is_call
 from picompile_passes.graph.operands import FFN, PREDICT, SPARSE_FFN

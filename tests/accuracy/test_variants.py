@@ -11,7 +11,7 @@ from picompile.accuracy.variants import round_cache, silence_below
 from picompile.predictors.firing import MEASURES, FiringRule
 from picompile.streaming import new_states, run_segment, split_layers
 from picompile.testing import GraphShape, build, random_weights
-from picompile_passes.dialect.ops import neuron_outputs
+from picompile_passes.dialect.neurons import neuron_outputs
 from picompile_passes.formats.packing import dequantize_rows, quantize_rows
 from picompile_passes.graph.materialize import WeightSource, evaluate_constant
 from picompile_passes.graph.nodes import arguments, calls

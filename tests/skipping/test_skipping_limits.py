@@ -15,7 +15,7 @@ from picompile.skipping.search import Rise, SkippingSearch
 from picompile.skipping.sensitivities import measure_sensitivities
 from picompile.streaming import new_states, run_segment, split_layers, streamed_perplexity
 from picompile.testing import RandomWeights, random_weights
-from picompile_passes.dialect.ops import neuron_outputs
+from picompile_passes.dialect.neurons import neuron_outputs
 from picompile_passes.graph.nodes import arguments, calls
 from picompile_passes.graph.operands import SPARSE_FFN
 

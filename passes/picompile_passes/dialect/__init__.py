@@ -1,47 +1,51 @@
-"""The graph dialect: a dozen operators that every supported model is made of.
+"""The graph dialect: a dozen operators that every supported model is made of, one in each file.
 
-Each operator is a `torch.library.custom_op` with a fake implementation and an eager reference, so that a graph at any
-stage runs in plain PyTorch and can be compared with the stage before it. Leading dimensions are free:
-`[tokens, hidden]` stands for `[..., tokens, hidden]`.
+An operator is a `torch.library.custom_op` with a fake implementation and an eager reference, so that a graph at any
+stage runs in plain PyTorch and can be compared with the stage before it. `OPERATORS` has all of them by name.
+
+Symbols: T tokens, D hidden size, F neurons of a feed-forward block, V vocabulary. All floats are float32. Matrices have
+one row for each output (`linear`) or for each neuron (`ffn`: gate, up *and* down, which is the transpose of a
+checkpoint's down projection), because a row is what is stored, moved and skipped.
+
+A package offers an operator by an entry point of the group `picompile.operators`, which has the operator's name and
+leads to an `Operator`.
 """
 
+from importlib import import_module
+from pkgutil import iter_modules
+
+from torch._ops import OpOverload
+
 from picompile_passes.dialect.activations import ACTIVATIONS, Activation, parse_activation
-from picompile_passes.dialect.ops import (
-    attention,
-    dequantize,
-    divide_by_rms,
-    eager_function,
-    elementwise,
-    embedding,
-    ffn,
-    layer_norm,
-    linear,
-    predict,
-    quantize,
-    rms_norm,
-    rotary,
-    sparse_ffn,
-)
+from picompile_passes.dialect.operator import Call, Operator, Part, operator, operator_of
 from picompile_passes.formats.packing import dequantize_rows, quantize_rows
+from picompile_passes.plugins import Registry
 
 __all__ = [
     "ACTIVATIONS",
+    "OPERATORS",
     "Activation",
-    "attention",
-    "dequantize",
+    "Call",
+    "Operator",
     "dequantize_rows",
-    "divide_by_rms",
-    "eager_function",
-    "elementwise",
-    "embedding",
-    "ffn",
-    "layer_norm",
-    "linear",
+    "operator",
+    "operator_of",
     "parse_activation",
-    "predict",
-    "quantize",
     "quantize_rows",
-    "rms_norm",
-    "rotary",
-    "sparse_ffn",
+    "targets_of",
 ]
+
+
+def _builtin() -> tuple[Operator, ...]:
+    """Return the operators that the modules of this folder declare."""
+    modules = [import_module(f"{__name__}.{module.name}") for module in iter_modules(__path__)]
+    found = [value for module in modules for value in vars(module).values() if isinstance(value, Operator)]
+    return tuple(dict.fromkeys(found))
+
+
+OPERATORS: Registry[Operator] = Registry("operator", "picompile.operators", Operator, _builtin())
+
+
+def targets_of(part: Part) -> tuple[OpOverload, ...]:
+    """Return what nodes call that are of a part of a layer, by our own operators and those of packages."""
+    return tuple(each.target for each in OPERATORS.values() if each.part == part)

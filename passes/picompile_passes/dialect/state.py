@@ -27,12 +27,3 @@ class State:
     shapes: Callable[[Mapping[str, Any]], Mapping[str, tuple[int, ...]]]
     dtypes: tuple[str, ...] = ("float32",)
     operands: tuple[str, ...] = ()
-
-
-def _keys_and_values(values: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the KV cache of a call of attention, from its arguments."""
-    heads = values["kv_heads"]
-    return {name: (heads, TOKENS, int(values[name].meta["val"].shape[-1]) // heads) for name in ("k", "v")}
-
-
-KV_CACHE = State("positional", _keys_and_values, ("float16", "float32", "q8", "q4"), operands=("k", "v"))

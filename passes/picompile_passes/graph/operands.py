@@ -1,4 +1,4 @@
-"""The operators that passes match, by name, and what their arguments are: dimensions, matrices, rows of neurons.
+"""The operators that our passes match, by name, and the operands of calls: matrices, rows of neurons.
 
 `SharedConstants`, `Projection` and `input_rows` make the operands of new nodes.
 """
@@ -12,9 +12,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import Node
 
-# The import registers `torch.ops.picompile`.
-import picompile_passes.dialect  # noqa: F401
-from picompile_passes.dialect.state import KV_CACHE, State
+from picompile_passes.dialect import OPERATORS, operator_of
+from picompile_passes.dialect.state import State
 from picompile_passes.graph.nodes import arguments, is_call
 from picompile_passes.graph.rewriter import Rewriter
 
@@ -36,23 +35,22 @@ class SharedConstants:
         return node
 
 
-DIALECT = torch.ops.picompile
-ADD: OpOverload = torch.ops.aten.add.Tensor
+ADD = OPERATORS["add"].target
 TRANSPOSE: OpOverload = torch.ops.aten.transpose.int
 INDEX_SELECT: OpOverload = torch.ops.aten.index_select.default
-EMBEDDING: OpOverload = DIALECT.embedding.default
-LINEAR: OpOverload = DIALECT.linear.default
-RMS_NORM: OpOverload = DIALECT.rms_norm.default
-LAYER_NORM: OpOverload = DIALECT.layer_norm.default
-ROTARY: OpOverload = DIALECT.rotary.default
-ATTENTION: OpOverload = DIALECT.attention.default
-FFN: OpOverload = DIALECT.ffn.default
-PREDICT: OpOverload = DIALECT.predict.default
-SPARSE_FFN: OpOverload = DIALECT.sparse_ffn.default
-DIVIDE_BY_RMS: OpOverload = DIALECT.divide_by_rms.default
-ELEMENTWISE: OpOverload = DIALECT.elementwise.default
-QUANTIZE: OpOverload = DIALECT.quantize.default
-DEQUANTIZE: OpOverload = DIALECT.dequantize.default
+EMBEDDING = OPERATORS["embedding"].target
+LINEAR = OPERATORS["linear"].target
+RMS_NORM = OPERATORS["rms_norm"].target
+LAYER_NORM = OPERATORS["layer_norm"].target
+ROTARY = OPERATORS["rotary"].target
+ATTENTION = OPERATORS["attention"].target
+FFN = OPERATORS["ffn"].target
+PREDICT = OPERATORS["predict"].target
+SPARSE_FFN = OPERATORS["sparse_ffn"].target
+DIVIDE_BY_RMS = OPERATORS["divide_by_rms"].target
+ELEMENTWISE = OPERATORS["elementwise"].target
+QUANTIZE = OPERATORS["quantize"].target
+DEQUANTIZE = OPERATORS["dequantize"].target
 
 # Operators that only move elements, of which constants may be made besides pointwise ones.
 _MOVES_CONSTANTS: frozenset[Any] = frozenset(
@@ -75,60 +73,29 @@ def makes_constants(target: object) -> bool:
     return isinstance(target, OpOverload) and target.namespace == "aten" and torch.Tag.pointwise in target.tags
 
 
-_FFN_DIMENSIONS = {
-    "x": "TD",
-    "gate": "FD",
-    "up": "FD",
-    "down": "FE",
-    "gate_bias": "F",
-    "up_bias": "F",
-    "down_bias": "E",
-}
-
-# The dimensions of arguments. A letter stands for the same size throughout a call; T is the graph's token count.
-DIMENSIONS: dict[OpOverload, dict[str, str]] = {
-    EMBEDDING: {"ids": "T", "weight": "VD"},
-    LINEAR: {"x": "TK", "weight": "NK", "bias": "N"},
-    RMS_NORM: {"x": "TD", "weight": "D"},
-    LAYER_NORM: {"x": "TD", "weight": "D", "bias": "D"},
-    ROTARY: {"x": "TD", "positions": "T", "inverse_frequency": "H"},
-    ATTENTION: {"q": "TQ", "k": "TK", "v": "TV", "slopes": "S", "sinks": "S"},
-    FFN: _FFN_DIMENSIONS,
-    SPARSE_FFN: _FFN_DIMENSIONS | {"mask": "TM", "neurons": "F", "gate_limits": "F", "output_limits": "F"},
-    ADD: {"self": "TD", "other": "TD"},
-    DIVIDE_BY_RMS: {"x": "TE", "bias": "D"},
-}
-
-# The state that an operator keeps between tokens, for those that keep any.
-STATES: dict[OpOverload, State] = {ATTENTION: KV_CACHE}
-
-# The arguments that quantization packs; none of `ffn`, which is gone by then. The list that `predict` takes may hold
-# vectors too.
-MATRICES: dict[OpOverload, tuple[str, ...]] = {
-    EMBEDDING: ("weight",),
-    LINEAR: ("weight",),
-    PREDICT: ("weights",),
-    SPARSE_FFN: ("gate", "up", "down"),
-}
-
 # The arguments of a feed-forward block that have one row for each neuron.
-NEURON_ROWS = ("gate", "up", "down", "gate_bias", "up_bias")
+NEURON_ROWS = OPERATORS["ffn"].neuron_operands
 
 # Those of a `sparse_ffn` that have one number for each neuron, below which the neuron is left out.
-NEURON_LIMITS = ("gate_limits", "output_limits")
+NEURON_LIMITS = tuple(name for name in OPERATORS["sparse_ffn"].neuron_operands if name.endswith("_limits"))
+
+# All that a `sparse_ffn` over some of the rows takes these rows of.
+NEURON_OPERANDS = (*NEURON_ROWS, *NEURON_LIMITS)
 
 
 def state_of(node: Node) -> State | None:
     """Return the state that `node` keeps between tokens, or None."""
-    return STATES.get(node.target) if isinstance(node.target, OpOverload) else None
+    operator = operator_of(node.target)
+    return None if operator is None else operator.state
 
 
 def matrix_operands(node: Node) -> list[Node]:
     """Return the matrices that `node` multiplies with, in the order of its arguments; maybe none."""
-    names = MATRICES.get(node.target, ()) if isinstance(node.target, OpOverload) else ()
-    values = arguments(node) if names else {}
-    found: list[object] = []
-    for name in names:
+    operator = operator_of(node.target)
+    if operator is None or not operator.packed:
+        return []
+    values, found = arguments(node), list[object]()
+    for name in operator.packed:
         value = values[name]
         found.extend(value if isinstance(value, (list, tuple)) else [value])
     return [operand for operand in found if isinstance(operand, Node) and operand.meta["val"].dim() == 2]

@@ -14,8 +14,7 @@ from picompile_passes.graph.nodes import arguments, calls
 from picompile_passes.graph.operands import (
     ADD,
     INDEX_SELECT,
-    NEURON_LIMITS,
-    NEURON_ROWS,
+    NEURON_OPERANDS,
     PREDICT,
     SPARSE_FFN,
     sparse_ffn_args,
@@ -99,8 +98,7 @@ def _part(rewriter: Rewriter, block: Node, device: str, rows: torch.Tensor, valu
         sources = (values["mask"],)
         mask = rewriter.call(PREDICT, list(args.values()), before=block, sources=sources, layer=layer, device=device)
         masked = {"mask": mask, "neurons": None}
-    of_neurons = (*NEURON_ROWS, *NEURON_LIMITS)
-    selected = {name: select(values[name]) for name in of_neurons if values[name] is not None}
+    selected = {name: select(values[name]) for name in NEURON_OPERANDS if values[name] is not None}
     operands = sparse_ffn_args(values | selected | masked)
     return rewriter.call(SPARSE_FFN, operands, before=block, sources=(block,), layer=layer, device=device)
 

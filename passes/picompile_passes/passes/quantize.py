@@ -14,7 +14,6 @@ from picompile_passes.graph.operands import (
     DEQUANTIZE,
     EMBEDDING,
     LINEAR,
-    MATRICES,
     PREDICT,
     QUANTIZE,
     makes_logits,
@@ -123,8 +122,7 @@ def _parameters(node: Node) -> set[str]:
 def _substitute(rewriter: Rewriter, user: Node, old: Node, new: Node) -> None:
     """Passes `new` for `old` wherever it is a matrix operand of `user`."""
     values = arguments(user)
-    for name in MATRICES[user.target]:  # type: ignore[index]
-        value = values[name]
+    for name, value in values.items():
         if value is old:
             rewriter.set_argument(user, name, new)
         elif isinstance(value, (list, tuple)) and old in value:

@@ -14,8 +14,7 @@ from picompile_passes.graph.operands import (
     ADD,
     DEQUANTIZE,
     INDEX_SELECT,
-    NEURON_LIMITS,
-    NEURON_ROWS,
+    NEURON_OPERANDS,
     PREDICT,
     QUANTIZE,
     SPARSE_FFN,
@@ -116,17 +115,6 @@ def _check_exact(node: Node, block: dict[str, Any], predictor: dict[str, Any]) -
         yield Fault(node, f"its threshold is {predictor['threshold']}, {activation.text}'s {activation.threshold}")
 
 
-def check_limits(graph_module: GraphModule) -> Iterator[Fault]:
-    """Limits of neurons are float32; only a block with a gate has limits of it."""
-    for node in calls(graph_module.graph, SPARSE_FFN):
-        values = arguments(node)
-        for name in NEURON_LIMITS:
-            if values[name] is not None and values[name].meta["val"].dtype != torch.float32:
-                yield Fault(node, f"its {name} are {value_text(values[name].meta['val'])}, not float32")
-        if values["gate_limits"] is not None and values["gate"] is None:
-            yield Fault(node, "has gate_limits, but no gate")
-
-
 @dataclass(frozen=True)
 class _SelectedRows:
     """Rows of one weight: all rows of `source` where `table` is None, else those that `table` names."""
@@ -173,8 +161,7 @@ def _check_split(graph_module: GraphModule, parts: list[Node]) -> Iterator[Fault
 def _selection(part: Node) -> dict[str, _SelectedRows]:
     """Return where the rows of each weight of `part` come from, those of its row-local predictor included."""
     values = arguments(part)
-    of_neurons = (*NEURON_ROWS, *NEURON_LIMITS)
-    found = {name: _rows(values[name]) for name in of_neurons if values[name] is not None}
+    found = {name: _rows(values[name]) for name in NEURON_OPERANDS if values[name] is not None}
     predictor = arguments(values["mask"])
     if predictor_kind(predictor["kind"]).row_local:
         found |= {f"predictor weight {i}": _rows(weight) for i, weight in enumerate(predictor["weights"])}

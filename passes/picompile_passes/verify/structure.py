@@ -1,6 +1,5 @@
 """Rules of all graphs (form, operators, values, arguments, layer numbers, provenance) and of packed matrices."""
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,23 +8,19 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
-from picompile_passes.dialect.expressions import parse_expression
+from picompile_passes.dialect import Call, operator_of
+from picompile_passes.dialect.operator import Form
 from picompile_passes.errors import PropagateError
 from picompile_passes.formats import FORMATS
 from picompile_passes.graph.nodes import arguments, attribute, calls, constant_nodes, is_call
 from picompile_passes.graph.operands import (
     ATTENTION,
     DEQUANTIZE,
-    DIMENSIONS,
-    DIVIDE_BY_RMS,
     ELEMENTWISE,
     FFN,
-    LAYER_NORM,
     LINEAR,
     PREDICT,
     QUANTIZE,
-    RMS_NORM,
-    ROTARY,
     SPARSE_FFN,
     makes_constants,
     matrix_operands,
@@ -34,9 +29,6 @@ from picompile_passes.graph.values import fake_result, same_shape, same_value, v
 from picompile_passes.verify.rule import Fault, Rule
 
 _INPUTS = ("tokens", "positions")
-
-# Capture never creates these operators: a pass did, and must have noted its provenance.
-_MADE_BY_PASSES = (PREDICT, SPARSE_FFN, DIVIDE_BY_RMS, QUANTIZE, DEQUANTIZE)
 
 
 def check_well_formed(graph_module: GraphModule) -> Iterator[Fault]:
@@ -88,10 +80,10 @@ def check_values(graph_module: GraphModule) -> Iterator[Fault]:
             yield Fault(node, f'meta["val"] is {value_text(node.meta["val"])}, but the value {value_text(expected)}')
 
 
-def operators_rule(on_tokens: frozenset[OpOverload], on_constants: frozenset[OpOverload] = frozenset()) -> Rule:
-    """Return the rule that every call is one of `on_tokens`.
+def operators_rule(on_tokens: Form, on_constants: Form | None = None) -> Rule:
+    """Return the rule that every call is of an operator that graphs of the form `on_tokens` may call.
 
-    Where it depends on no input it is one of `on_constants`, or moves elements, or computes each by itself.
+    Where it depends on no input it is one for `on_constants`, or moves elements, or computes each by itself.
     """
 
     def check(graph_module: GraphModule) -> Iterator[Fault]:
@@ -103,14 +95,19 @@ def operators_rule(on_tokens: frozenset[OpOverload], on_constants: frozenset[OpO
             if node.op != "call_function":
                 continue
             if node in constants:
-                allowed = node.target in on_constants or makes_constants(node.target)
+                allowed = _is_for(node, on_constants) or makes_constants(node.target)
             else:
-                allowed = node.target in on_tokens
+                allowed = _is_for(node, on_tokens)
             if not allowed:
                 side = "constants" if node in constants else "tokens"
                 yield Fault(node, f"{node.target} is not allowed on {side} at this stage")
 
     return Rule("operators", check)
+
+
+def _is_for(node: Node, form: Form | None) -> bool:
+    operator = operator_of(node.target)
+    return operator is not None and form in operator.forms
 
 
 def check_token_path(graph_module: GraphModule) -> Iterator[Fault]:
@@ -119,7 +116,9 @@ def check_token_path(graph_module: GraphModule) -> Iterator[Fault]:
     for node in graph_module.graph.nodes:
         if node.op != "call_function" or node in constants:
             continue
-        value, dtype = node.meta["val"], torch.bool if is_call(node, PREDICT) else torch.float32
+        operator = operator_of(node.target)
+        dtype = torch.bool if operator is not None and operator.part == "mask" else torch.float32
+        value = node.meta["val"]
         if value.dim() != 2 or not same_shape(value.shape[:1], _tokens(graph_module)) or value.dtype != dtype:
             yield Fault(node, f"is {value_text(value)}, not {str(dtype).removeprefix('torch.')}[tokens, dim]")
 
@@ -129,16 +128,20 @@ def _tokens(graph_module: GraphModule) -> Any:
 
 
 def check_arguments(graph_module: GraphModule) -> Iterator[Fault]:
-    """The dimensions of each call's arguments agree with one another, as `operands.DIMENSIONS` has them."""
+    """The dimensions of each call's arguments agree with one another, and its operator's own checks hold."""
     constants = constant_nodes(graph_module.graph)
     for node in graph_module.graph.nodes:
+        operator = operator_of(node.target)
         # Sums of constants have shapes of their own.
-        for_operator = DIMENSIONS.get(node.target, {}) if node.op == "call_function" and node not in constants else {}
+        if operator is None or node in constants:
+            continue
         sizes: dict[str, tuple[str, Any]] = {"T": ("tokens", _tokens(graph_module)[0])}
-        values = arguments(node) if for_operator else {}
-        for name, letters in for_operator.items():
+        values = arguments(node)
+        for name, letters in operator.dimensions.items():
             if isinstance(values[name], Node):
                 yield from _check_argument(node, name, values[name].meta["val"], letters, sizes)
+        for check in operator.checks:
+            yield from (Fault(node, message) for message in check(Call(node, values, constants)))
 
 
 def _check_argument(
@@ -151,59 +154,6 @@ def _check_argument(
         first, expected = sizes.setdefault(letter, (name, size))
         if not same_shape((size,), (expected,)):
             yield Fault(node, f"{name} is {value_text(value)}, but {first} makes that {size} a {expected}")
-
-
-def check_heads(graph_module: GraphModule) -> Iterator[Fault]:
-    """Heads divide q, k and v, and equally many query heads share each key head; slopes and sinks have one of each."""
-    for node in calls(graph_module.graph, ATTENTION):
-        values = arguments(node)
-        heads, kv_heads = values["heads"], values["kv_heads"]
-        q, k, v = (int(values[name].meta["val"].shape[1]) for name in "qkv")
-        if heads % kv_heads or q % heads or k % kv_heads or v % kv_heads or q // heads != k // kv_heads:
-            yield Fault(node, f"{heads} heads and {kv_heads} key heads do not fit q, k, v of {q}, {k}, {v}")
-        for name in ("slopes", "sinks"):
-            if values[name] is not None and tuple(values[name].meta["val"].shape) != (heads,):
-                yield Fault(node, f"its {name} are {value_text(values[name].meta['val'])}, not one for each of {heads}")
-    for node in calls(graph_module.graph, ROTARY):
-        values = arguments(node)
-        frequencies, dim = (int(values[name].meta["val"].shape[-1]) for name in ("inverse_frequency", "x"))
-        if 2 * frequencies * values["heads"] != dim:
-            yield Fault(node, f"{values['heads']} heads of {frequencies} frequencies do not fit {dim}")
-
-
-def check_groups(graph_module: GraphModule) -> Iterator[Fault]:
-    """The groups of a norm divide its features."""
-    for node in calls(graph_module.graph, RMS_NORM, LAYER_NORM):
-        groups, dim = arguments(node)["groups"], int(node.meta["val"].shape[-1])
-        if groups < 1 or dim % groups:
-            yield Fault(node, f"{groups} groups do not divide {dim} features")
-
-
-def check_expressions(graph_module: GraphModule) -> Iterator[Fault]:
-    """The expression of an `elementwise` can be read, and its inputs have a number for each element or token."""
-    constants = constant_nodes(graph_module.graph)
-    for node in calls(graph_module.graph, ELEMENTWISE):
-        inputs, expression = arguments(node).values()
-        try:
-            parse_expression(expression, len(inputs))
-        except ValueError as error:
-            yield Fault(node, f"its expression: {error}")
-        dim = int(node.meta["val"].shape[-1])
-        for value in inputs:
-            shape = value.meta["val"].shape
-            fits = shape[-1] in (1, dim) and len(shape) == (1 if value in constants else 2)
-            if not fits:
-                yield Fault(node, f"{value.name} is {value_text(value.meta['val'])}, which does not fit {dim} columns")
-
-
-def check_windows(graph_module: GraphModule) -> Iterator[Fault]:
-    """The window of an attention is a number of tokens, or 0 for all; its soft cap is positive, or 0 for none."""
-    for node in calls(graph_module.graph, ATTENTION):
-        values = arguments(node)
-        if values["window"] < 0:
-            yield Fault(node, f"its window is {values['window']}")
-        if not 0 <= values["softcap"] < math.inf:
-            yield Fault(node, f"its soft cap is {values['softcap']}")
 
 
 def check_unused(graph_module: GraphModule) -> Iterator[Fault]:
@@ -236,14 +186,6 @@ def check_layers(graph_module: GraphModule) -> Iterator[Fault]:
         last = number
 
 
-def check_gates(graph_module: GraphModule) -> Iterator[Fault]:
-    """A gated block has its activation on the gate; otherwise no predictor could tell which neurons are silent."""
-    for node in calls(graph_module.graph, FFN, SPARSE_FFN):
-        values = arguments(node)
-        if values["gate"] is not None and values["activation"] == "identity" != values["up_activation"]:
-            yield Fault(node, f"its up has the activation {values['up_activation']}, its gate none")
-
-
 def check_head(graph_module: GraphModule) -> Iterator[Fault]:
     """The graph returns one value, the logits. A `linear` computes it, or an `elementwise` of one."""
     output = graph_module.graph.output_node()
@@ -255,8 +197,10 @@ def check_head(graph_module: GraphModule) -> Iterator[Fault]:
 
 def check_provenance(graph_module: GraphModule) -> Iterator[Fault]:
     """A node that only a pass can have made names the pass and its sources."""
-    for node in calls(graph_module.graph, *_MADE_BY_PASSES):
-        if "from" not in node.meta:
+    for node in graph_module.graph.nodes:
+        operator = operator_of(node.target)
+        # Capture makes operators of dense graphs alone.
+        if operator is not None and "dense" not in operator.forms and "from" not in node.meta:
             yield Fault(node, 'has no meta["from"]')
 
 

@@ -15,7 +15,7 @@ from picompile.predictors.profile.directory import ProfileDirectory
 from picompile.progress import Progress
 from picompile.streaming import Segment, WindowLoss, run_segment
 from picompile_passes.dialect import parse_activation
-from picompile_passes.dialect.ops import neuron_outputs, neuron_rms
+from picompile_passes.dialect.neurons import neuron_outputs, neuron_rms
 from picompile_passes.graph.materialize import WeightSource
 from picompile_passes.graph.nodes import arguments, is_call
 from picompile_passes.graph.operands import LAYER_NORM, RMS_NORM

@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 from picompile.predictors.firing import FiringRule
 from picompile.predictors.profile.files import read_tensors, write_tensors
 from picompile_passes.dialect.activations import parse_activation
-from picompile_passes.dialect.ops import neuron_outputs, neuron_rms
+from picompile_passes.dialect.neurons import neuron_outputs, neuron_rms
 from picompile_passes.graph.materialize import WeightSource, evaluate_constant
 from picompile_passes.graph.nodes import arguments, calls, is_call
 from picompile_passes.graph.operands import FFN, LAYER_NORM, RMS_NORM

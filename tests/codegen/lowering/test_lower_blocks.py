@@ -24,7 +24,7 @@ from picompile_codegen.lowering.program import FfnPart, ProgramCall
 from picompile_codegen.specs import KernelSpec
 from picompile_codegen.specs.arguments import Declaration, floats, mask
 from picompile_passes.dialect import parse_activation
-from picompile_passes.dialect.ops import kept_outputs
+from picompile_passes.dialect.sparse_ffn import SparseFfnOperands
 from picompile_passes.errors import RegistryError, UnsupportedGraphError
 from picompile_passes.graph.materialize import materialize
 from picompile_passes.graph.nodes import arguments, calls
@@ -198,8 +198,7 @@ def counts_of(graph_module: GraphModule) -> dict[str, list[int]]:
                     first = torch.nn.functional.linear(values["x"], values["gate"], values["gate_bias"])
                     activated = parse_activation(values["activation"]).function(first)
                     computed = computed & (activated.abs() > values["gate_limits"])
-                names = ("x", "mask", "neurons", "gate", "up", "gate_bias", "up_bias", "activation", "up_activation")
-                kept = kept_outputs(*(values[name] for name in (*names, "gate_limits", "output_limits")))
+                kept = SparseFfnOperands(**values).kept_outputs()
                 found[node.name] = [int(computed.sum()), int((kept != 0).sum())]
             return super().run_node(node)
 

@@ -406,19 +406,13 @@ FAULTS: dict[tuple[Stage, str], list[tuple[Any, ...]]] = {
         (change(FFN, gate=[[0.0] * OPT.hidden] * (OPT.ffn - 1)), "up is float32[40, 24], but gate makes that 40 a 39"),
         (change(LINEAR, bias=[[0.0] * OPT.hidden]), "bias is float32[1, 24], which has not 1 dimensions"),
         (change(ATTENTION, sinks=[[0.5] * OPT.heads]), "sinks is float32[1, 3], which has not 1 dimensions"),
-    ],
-    (C1, "heads"): [
         (lambda g: key_of_width(g, 25), "3 heads and 3 key heads do not fit q, k, v of 24, 25, 24"),
         (lambda g: key_of_width(g, 36), "3 heads and 3 key heads do not fit q, k, v of 24, 36, 24"),
         (two_key_heads, "3 heads and 2 key heads do not fit q, k, v of 24, 16, 16"),
         (change(ROTARY, inverse_frequency=[0.5, 0.25]), "3 heads of 2 frequencies do not fit 24", LLAMA),
         (change(ATTENTION, slopes=[0.5] * (OPT.heads - 1)), "its slopes are float32[2], not one for each of 3"),
-    ],
-    (C1, "groups"): [
         (change(LAYER_NORM, groups=5), "5 groups do not divide 24 features"),
         (change(LAYER_NORM, groups=0), "0 groups do not divide 24 features"),
-    ],
-    (C1, "expressions"): [
         (lambda g: calculate(g, "twice(x0)"), "there is no function twice of 1 operands"),
         (lambda g: calculate(g, "mul(x0, x1)"), "step 0 reads x1, which there is not"),
         (vector_of_an_expression_is_too_short, "float32[23], which does not fit 24 columns"),
@@ -426,17 +420,13 @@ FAULTS: dict[tuple[Stage, str], list[tuple[Any, ...]]] = {
             lambda g: calculate(g, "mul(x0, x1)", constant(g, [[0.5] * OPT.hidden])),
             "float32[1, 24], which does not fit 24 columns",
         ),
-    ],
-    (C1, "windows"): [
         (change(ATTENTION, window=-1), "its window is -1"),
         (change(ATTENTION, softcap=-30.0), "its soft cap is -30.0"),
         (change(ATTENTION, softcap=float("inf")), "its soft cap is inf"),
-    ],
-    (C1, "gates"): [
         (
             change(FFN, gate=lambda g, block: arguments(block)["up"], up_activation="relu", activation="identity"),
             "at ffn: its up has the activation relu, its gate none",
-        )
+        ),
     ],
     (C1, "unused"): [
         (lambda g: g.register_buffer("left_over", torch.zeros(3)), "weight left_over is read by no node"),
@@ -507,11 +497,11 @@ FAULTS: dict[tuple[Stage, str], list[tuple[Any, ...]]] = {
         ),
         (change(DIVIDE_BY_RMS, bias=[0.0]), "its bias has 1 elements, not 24", NORMED),
     ],
-    (C2, "limits"): [
+    (C2, "arguments"): [
         (lambda g: limited(g, "gate_limits"), "has gate_limits, but no gate"),
         (lambda g: limited(g, "output_limits", torch.float64), "its output_limits are float64[40], not float32"),
+        (change(SPARSE_FFN, output_limits=[0.0, 1.0]), "output_limits is float32[2], but"),
     ],
-    (C2, "arguments"): [(change(SPARSE_FFN, output_limits=[0.0, 1.0]), "output_limits is float32[2], but")],
     (C3, "parts"): [
         (one_part_has_limits, "output_limits is not selected from the same weight as in"),
         (lambda g: table(g, 0)[:1].fill_(2), "neuron 2 is in the layer's parts more than once"),

@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.fx import Node
 
 from picompile_passes.base import Pass, Stage
+from picompile_passes.dialect import Operator, operator_of
 from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.graph.nodes import arguments, constant_nodes
 from picompile_passes.graph.operands import (
     ADD,
     ATTENTION,
-    DIMENSIONS,
     ELEMENTWISE,
     EMBEDDING,
     FFN,
@@ -22,25 +22,12 @@ from picompile_passes.graph.operands import (
     LAYER_NORM,
     LINEAR,
     RMS_NORM,
-    ROTARY,
     SharedConstants,
     makes_constants,
 )
 from picompile_passes.graph.rewriter import Rewriter
 from picompile_passes.graph.values import same_shape, value_text
 from picompile_passes.passes.canonicalize.forms import Forms
-
-# For each operator, which of its arguments are values for each token.
-_VALUES: dict[Any, tuple[int, ...]] = {
-    EMBEDDING: (0,),
-    LINEAR: (0,),
-    RMS_NORM: (0,),
-    LAYER_NORM: (0,),
-    ROTARY: (0,),
-    ATTENTION: (0, 1, 2),
-    FFN: (0,),
-    ADD: (0, 1),
-}
 
 
 @dataclass(frozen=True)
@@ -112,22 +99,22 @@ class _FlatBuilder:
 
     def _values(self, node: Node) -> list[Node]:
         """Return the values among the arguments of an operator of the dialect."""
-        if node.target is EMBEDDING:
-            return []
         if node.target is ELEMENTWISE:
             return [value for value in node.args[0] if value not in self._constant]  # type: ignore[union-attr, misc]
-        return [node.args[position] for position in _VALUES[node.target]]  # type: ignore[misc]
+        return [arguments(node)[name] for name in _operator(node).values]
 
     def _counterpart(self, node: Node) -> Node:
-        args = list(arguments(node).values()) if node.kwargs else list(node.args)
+        named = arguments(node)
+        args = list(named.values()) if node.kwargs else list(node.args)
         if node.target is EMBEDDING:
             args[0], args[2] = self._ids(node)
         elif node.target is ELEMENTWISE:
             values = self._values(node)
             args[0] = [self._resolve(value, node) if value in values else value for value in args[0]]  # type: ignore[union-attr, arg-type]
         else:
-            for position in _VALUES[node.target]:
-                args[position] = self._resolve(args[position], node)  # type: ignore[arg-type]
+            for position, name in enumerate(named):
+                if name in _operator(node).values:
+                    args[position] = self._resolve(named[name], node)
         if args == list(node.args) and node.meta["val"].dim() == 2:
             return node
         return self._rewriter.call(node.target, args, before=node, sources=(node,), layer=_layer(node))  # type: ignore[arg-type]
@@ -226,16 +213,23 @@ def _kept_groups(table: Tensor, groups: int, columns: int) -> int | None:
     return len(parts) if torch.equal(parts, whole) else None
 
 
+def _operator(node: Node) -> Operator:
+    operator = operator_of(node.target)
+    assert operator is not None
+    return operator
+
+
 def _check_operator(node: Node, forms: Forms) -> None:
     if node.target is ELEMENTWISE:
         if node.meta["val"].shape[-1] != forms.columns(node):
             raise _unsupported(node, "it works on each head, not on all features of a token")
         return
-    if node.target not in _VALUES or (node.target is ADD and (node.kwargs or len(node.args) != 2)):
+    operator = operator_of(node.target)
+    is_dense = operator is not None and "dense" in operator.forms
+    if operator is None or not is_dense or (node.target is ADD and (node.kwargs or len(node.args) != 2)):
         raise _unsupported(node, "it has no counterpart in the dialect")
-    positions = _VALUES[node.target]
-    values = [value for position in positions if isinstance(value := node.args[position], Node)]
-    if len(values) != len(positions):
+    values = [value for name in operator.values if isinstance(value := arguments(node)[name], Node)]
+    if len(values) != len(operator.values):
         raise _unsupported(node, "it takes a number where the dialect takes a value")
     if node.target is ADD and not all(forms.columns(value) == forms.columns(node) for value in values):
         raise _unsupported(node, "it adds values of different shapes")
@@ -251,10 +245,11 @@ def _check_weights(node: Node, forms: Forms) -> None:
     """Whether all that `node` takes besides values is constant, of the form that the dialect has it in."""
     if node.target is ELEMENTWISE:
         return
-    values = {node.args[position] for position in _VALUES[node.target]}
-    for name, letters in DIMENSIONS[node.target].items():  # type: ignore[index]
+    operator = _operator(node)
+    for name, letters in operator.dimensions.items():
         weight = arguments(node)[name]
-        if not isinstance(weight, Node) or weight in values or weight.op == "placeholder":
+        is_value = name in operator.values or (node.target is EMBEDDING and name == "ids")
+        if not isinstance(weight, Node) or is_value or weight.op == "placeholder":
             continue
         if weight.meta["val"].dim() != len(letters):
             raise _unsupported(node, f"its {name} is {value_text(weight.meta['val'])}")

@@ -1,0 +1,43 @@
+"""`ffn`: a feed-forward block, of which every neuron is computed."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from picompile_passes.dialect.neurons import gate_is_active, neuron_outputs, neuron_rms
+from picompile_passes.dialect.operator import operator
+
+FFN_DIMENSIONS = {
+    "x": "TD",
+    "gate": "FD",
+    "up": "FD",
+    "down": "FE",
+    "gate_bias": "F",
+    "up_bias": "F",
+    "down_bias": "E",
+}
+
+
+@operator(part="block", dimensions=FFN_DIMENSIONS, result="TE", forms=("dense",), checks=(gate_is_active,))
+def ffn(
+    x: Tensor,
+    gate: Tensor | None,
+    up: Tensor,
+    down: Tensor,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+    up_activation: str,
+    norm_eps: float | None = None,
+) -> Tensor:
+    """y = h · down + down_bias, h = activation(x · gateᵀ) ∘ up_activation(x · upᵀ): one feed-forward block.
+
+    Without a gate, h = activation(x · upᵀ). `up_activation` is `identity` but for dReLU models (arXiv 2406.05955),
+    where it is `relu`. With `norm_eps`, h is divided by sqrt(mean(h²) + norm_eps) before down, the mean being that of
+    a token's neurons (BitNet b1.58, arXiv 2504.12285). x [T, D]; gate, up, down [F, D]; gate_bias, up_bias [F];
+    down_bias [D] → [T, D].
+    """
+    hidden = neuron_outputs(x, gate, up, gate_bias, up_bias, activation, up_activation)
+    if norm_eps is not None:
+        hidden = hidden / neuron_rms(hidden, norm_eps)
+    return F.linear(hidden, down.transpose(0, 1), down_bias)

@@ -1,0 +1,104 @@
+"""`sparse_ffn`: a feed-forward block, of which the neurons of a mask are computed."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from picompile_passes.dialect.ffn import FFN_DIMENSIONS
+from picompile_passes.dialect.neurons import gate_is_active, neuron_factors
+from picompile_passes.dialect.operator import Call, operator
+
+_LIMITS = {"gate_limits": "F", "output_limits": "F"}
+
+
+class SparseFfnOperands(NamedTuple):
+    """The operands of a `sparse_ffn`, and what its neurons give of them."""
+
+    x: Tensor
+    mask: Tensor
+    neurons: Tensor | None
+    gate: Tensor | None
+    up: Tensor
+    down: Tensor
+    gate_bias: Tensor | None
+    up_bias: Tensor | None
+    down_bias: Tensor | None
+    activation: str
+    up_activation: str
+    squares: bool = False
+    gate_limits: Tensor | None = None
+    output_limits: Tensor | None = None
+
+    def factors(self) -> tuple[Tensor, Tensor | None]:
+        """Return the `neuron_factors`."""
+        matrices, biases = (self.x, self.gate, self.up), (self.gate_bias, self.up_bias)
+        return neuron_factors(*matrices, *biases, self.activation, self.up_activation)
+
+    def outputs(self) -> Tensor:
+        """Return the factor of each neuron's down row, of every neuron: [T, F]."""
+        activated, raised = self.factors()
+        return activated if raised is None else activated * raised
+
+    def kept_outputs(self) -> Tensor:
+        """Return the factor of each neuron's down row, 0 for a neuron that is left out: [T, F]."""
+        return self.keep(*self.factors())
+
+    def keep(self, activated: Tensor, raised: Tensor | None) -> Tensor:
+        """Return the `kept_outputs`, given the `factors`."""
+        hidden = activated if raised is None else activated * raised
+        kept = self.mask if self.neurons is None else self.mask.index_select(-1, self.neurons)
+        if self.gate_limits is not None and raised is not None:
+            kept = kept & (activated.abs() > self.gate_limits)
+        if self.output_limits is not None:
+            kept = kept & ~(hidden.abs() <= self.output_limits)
+        # `where`, not a product: a skipped neuron that overflowed to infinity must not turn into NaN.
+        return torch.where(kept, hidden, torch.zeros_like(hidden))
+
+    def result(self, kept: Tensor) -> Tensor:
+        """Return y, given the `kept_outputs`."""
+        y = F.linear(kept, self.down.transpose(0, 1), self.down_bias)
+        return torch.cat([y, kept.square().sum(-1, keepdim=True)], dim=-1) if self.squares else y
+
+
+def _limits_fit(call: Call) -> Iterator[str]:
+    """Limits of neurons are float32; only a block with a gate has limits of it."""
+    for name in _LIMITS:
+        limits = call.values[name]
+        if limits is not None and limits.meta["val"].dtype != torch.float32:
+            yield f"its {name} are {call.text(name)}, not float32"
+    if call.values["gate_limits"] is not None and call.values["gate"] is None:
+        yield "has gate_limits, but no gate"
+
+
+def _with_squares(x: Tensor, down: Tensor, squares: bool, **_: Any) -> Tensor:
+    return x.new_empty((*x.shape[:-1], down.shape[1] + squares))
+
+
+@operator(
+    part="block",
+    operands=SparseFfnOperands,
+    dimensions=FFN_DIMENSIONS | {"mask": "TM", "neurons": "F"} | _LIMITS,
+    result=_with_squares,
+    packed=("gate", "up", "down"),
+    forms=("sparse",),
+    checks=(gate_is_active, _limits_fit),
+)
+def sparse_ffn(block: SparseFfnOperands) -> Tensor:
+    """y = Σ kept[r] · h[r] · down[r] + down_bias: `ffn` over the neurons that are kept.
+
+    Neuron r is kept if the mask names it, and if it is above its limits, float32 [F], where these are given:
+
+        kept[r] = mask[r] ∧ |activation(x · gate[r] + gate_bias[r])| > gate_limits[r] ∧ ¬(|h[r]| ≤ output_limits[r])
+
+    A neuron that is left out contributes nothing, whatever its h. Only a block with a gate has `gate_limits`.
+
+    mask bool [T, F of the mask]. The rows may be a part of the block: then row r is neuron `neurons[r]` of the mask
+    (int64 [F]); without a table row r is neuron r. Otherwise as `ffn` without a norm.
+
+    With `squares` the result is [T, D + 1]: its last column is Σ h² over the neurons that are kept, by which
+    `divide_by_rms` normalizes the others. Sums of parts of a block are then those of the whole block.
+    """
+    return block.result(block.kept_outputs())
