@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from picompile.synth import SHAPES
+from picompile.synth.shapes import SHAPES
 
 
 def picompile(*arguments: object) -> str:

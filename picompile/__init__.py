@@ -10,7 +10,8 @@
 Names are resolved on first use, so importing this package imports neither torch nor a compiler.
 """
 
-from typing import TYPE_CHECKING
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from picompile.errors import (
     AccuracyError,
@@ -21,13 +22,14 @@ from picompile.errors import (
     UnsupportedModelError,
     UsageError,
 )
-from picompile.lazy import lazy
 from picompile_runtime.version import __version__
 
 if TYPE_CHECKING:
     from picompile.compile import compile_model
     from picompile.config import CompileOptions
-    from picompile.frontend import Captured, capture_module, load_model
+    from picompile.frontend.captured import Captured
+    from picompile.frontend.hf import load_model
+    from picompile.frontend.module import capture_module
     from picompile_runtime import Engine, load, verify
 
 __all__ = [
@@ -50,17 +52,21 @@ __all__ = [
 ]
 
 _HOME = {
-    "Captured": "picompile.frontend",
+    "Captured": "picompile.frontend.captured",
     "CompileOptions": "picompile.config",
     "Engine": "picompile_runtime",
-    "capture_module": "picompile.frontend",
+    "capture_module": "picompile.frontend.module",
     "compile_model": "picompile.compile",
     "load": "picompile_runtime",
-    "load_model": "picompile.frontend",
+    "load_model": "picompile.frontend.hf",
     "verify": "picompile_runtime",
 }
 
-__getattr__ = lazy(__name__, _HOME)
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
 
 
 def __dir__() -> list[str]:

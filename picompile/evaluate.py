@@ -12,7 +12,7 @@ from picompile.progress import NoProgress, Progress
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
-    from picompile.frontend import Captured
+    from picompile.frontend.captured import Captured
     from picompile_runtime import Engine
 
 # Firing is counted in decode steps only; so many are enough to see it where the text itself is read in chunks.
@@ -164,7 +164,7 @@ def dense_perplexity(
 
 
 def _capture(model: Path, vocabulary: int, activation: str | None) -> "Captured":
-    from picompile.frontend import load_model
+    from picompile.frontend.hf import load_model
 
     captured = load_model(model, activation)
     if captured.facts.vocab != vocabulary:

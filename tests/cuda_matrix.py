@@ -20,7 +20,8 @@ from helpers.ptx.machine_code import machine_faults
 from helpers.ptx.syntax import parse
 from picompile.compile.passes import pipeline_passes, run_passes
 from picompile.config import CompileOptions
-from picompile.frontend import Captured, load_model
+from picompile.frontend.captured import Captured
+from picompile.frontend.hf import load_model
 from picompile.progress import NoProgress
 from picompile_codegen.cuda.build import build_cuda
 from picompile_codegen.lowering.function import LowerOptions

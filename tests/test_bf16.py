@@ -11,7 +11,7 @@ from helpers.decoders import Llama
 from helpers.support import Cli
 from picompile.compile import bf16, compile_model
 from picompile.config import CompileOptions
-from picompile.frontend import capture_module
+from picompile.frontend.module import capture_module
 from picompile.machine import TARGETS
 from picompile_codegen.build.isa import BF16_BASE
 from picompile_runtime.devices.machine import is_machine, missing_features

@@ -13,8 +13,9 @@ from picompile.compile import compile_model
 from picompile.compile.comparison import _held_out
 from picompile.config import CompileOptions, resolve
 from picompile.errors import AccuracyError, UsageError
-from picompile.frontend import load_model
-from picompile.predictors.profile import ProfileOptions, profile_model
+from picompile.frontend.hf import load_model
+from picompile.predictors.profile.options import ProfileOptions
+from picompile.predictors.profile.run import profile_model
 from picompile.predictors.profile.windows import checkpoint_tokenizer
 from picompile.rounding import RoundingOptions, calibration_text
 from picompile.skipping.calibration import _windows

@@ -16,7 +16,7 @@ from picompile.compile.lower import warn_if_large
 from picompile.compile.passes import pipeline_passes
 from picompile.config import CompileOptions
 from picompile.errors import DoesNotFitError, TargetError, UnsupportedModelError, UsageError
-from picompile.frontend import capture_module
+from picompile.frontend.module import capture_module
 from picompile.progress import NoProgress
 from picompile.quantities import parse_accuracy_bound, parse_checked_bound, parse_share
 from picompile_codegen.lowering import program as codegen_program

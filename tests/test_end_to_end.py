@@ -19,7 +19,8 @@ from helpers.reference import eager_logits, relative_error, round_weights
 from picompile.compile import compile_model
 from picompile.compile.passes import pipeline_passes
 from picompile.config import CompileOptions
-from picompile.frontend import Captured, load_model
+from picompile.frontend.captured import Captured
+from picompile.frontend.hf import load_model
 from picompile_passes.base import Stage, stage_of
 from picompile_passes.graph.materialize import materialize
 from picompile_passes.pipeline import GraphPass, Pipeline

@@ -36,7 +36,8 @@ from picompile.choices import CHUNK
 from picompile.compile import compile_model
 from picompile.compile import lower as compile_lower
 from picompile.config import CompileOptions
-from picompile.frontend import Captured, load_model
+from picompile.frontend.captured import Captured
+from picompile.frontend.hf import load_model
 from picompile_codegen.lowering.placement import ON_HOST, Placement
 from test_end_to_end import BYTES_TOLERANCE, TOLERANCE, Capture, captured
 from test_prediction import held_out, write_predictors

@@ -5,8 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from picompile.accuracy import Estimate
-from picompile.intervals import block_size, estimate_mean, student_quantile, token_blocks
+from picompile.intervals import Estimate, block_size, estimate_mean, student_quantile, token_blocks
 
 
 def test_blocks_are_equal_parts_of_windows() -> None:

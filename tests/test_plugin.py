@@ -21,7 +21,7 @@ from helpers.support import ROOT, BuildOnce, Cli, Ended
 from picompile.compile import compile_model
 from picompile.compile.passes import pipeline_passes
 from picompile.config import CompileOptions
-from picompile.frontend import load_model
+from picompile.frontend.hf import load_model
 from picompile_passes.graph.materialize import materialize
 from picompile_passes.pipeline import Pipeline
 

@@ -23,12 +23,14 @@ from picompile.artifact.reuse import unchanged_tensors
 from picompile.compile import compile_model
 from picompile.config import CompileOptions
 from picompile.errors import AccuracyError, UsageError
-from picompile.frontend import Captured, load_model
+from picompile.frontend.captured import Captured
 from picompile.frontend.checkpoint import fingerprint
+from picompile.frontend.hf import load_model
 from picompile.machine import TARGETS
-from picompile.predictors import LayerPredictor, load_predictors, save_predictors
 from picompile.predictors.accuracy import check_artifact
+from picompile.predictors.files import load_predictors, save_predictors
 from picompile.predictors.predictor_set import PredictorSet
+from picompile.predictors.store import LayerPredictor
 from picompile.progress import Advance, NoProgress
 from picompile_codegen.build import host_library as build
 from picompile_codegen.build import host_library as toolchain

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from picompile.config import CompileOptions
 from picompile.errors import UsageError
-from picompile.predictors.profile import ProfileOptions
-from picompile.predictors.train import TrainOptions
+from picompile.predictors.profile.options import ProfileOptions
+from picompile.predictors.train.options import TrainOptions
 from picompile.quantities import parse_bandwidth, parse_budget, parse_bytes, parse_count, shortened
 
 UNITS = {"": 1, "B": 1, "Gi": 2**30}

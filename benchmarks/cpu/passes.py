@@ -19,7 +19,7 @@ def measure(shape: str, layers: int) -> dict[str, object]:
     start = time.perf_counter()
     from picompile.compile.passes import pipeline_passes
     from picompile.config import CompileOptions
-    from picompile.frontend import capture_config
+    from picompile.frontend.hf import capture_config
     from picompile.synth.shapes import find_shape
     from picompile_passes.base import Pass
     from picompile_passes.pipeline import Pipeline, Timings, each, verifying

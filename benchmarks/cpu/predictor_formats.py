@@ -28,14 +28,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from picompile.frontend import Captured, load_model
+from picompile.frontend.captured import Captured
+from picompile.frontend.hf import load_model
 from picompile.intervals import Estimate, block_size, estimate_mean, token_blocks
-from picompile.predictors import Predictors
 from picompile.predictors.accuracy import LayerAccuracy, first_windows, measure_layers
-from picompile.predictors.profile import Profile, ProfileOptions, held_out_windows, profile_model
-from picompile.predictors.train import TrainOptions, train_predictors
+from picompile.predictors.profile.options import ProfileOptions
+from picompile.predictors.profile.profile import Profile
+from picompile.predictors.profile.run import profile_model
+from picompile.predictors.profile.windows import held_out_windows
+from picompile.predictors.store import Predictors
 from picompile.predictors.train.candidates import split
 from picompile.predictors.train.data import ROWS, layer_data, measure_curve, measure_firing
+from picompile.predictors.train.options import TrainOptions
+from picompile.predictors.train.run import train_predictors
 from picompile.streaming import stream_windows
 from picompile_passes.formats import FORMATS
 from picompile_passes.formats.packing import dequantize_rows, quantize_rows

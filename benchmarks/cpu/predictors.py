@@ -25,13 +25,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from picompile.frontend import load_model
-from picompile.predictors import Predictors
+from picompile.frontend.hf import load_model
 from picompile.predictors.accuracy import measure_layers
 from picompile.predictors.firing import FiringRule
-from picompile.predictors.profile import Profile, ProfileOptions, profile_model
+from picompile.predictors.profile.options import ProfileOptions
+from picompile.predictors.profile.profile import Profile
+from picompile.predictors.profile.run import profile_model
 from picompile.predictors.profile.text import CalibrationText, library_texts
-from picompile.predictors.train import TrainOptions, train_predictors
+from picompile.predictors.store import Predictors
+from picompile.predictors.train.options import TrainOptions
+from picompile.predictors.train.run import train_predictors
 from picompile.streaming import streamed_perplexity
 from picompile_passes.passes.canonicalize import canonicalize
 

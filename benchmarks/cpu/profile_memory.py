@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import few_layers, watch
-from picompile.synth import SHAPES
+from picompile.synth.shapes import SHAPES
 
 
 def _arguments() -> argparse.Namespace:

@@ -26,8 +26,9 @@ from torch.fx import GraphModule
 
 from benchmarks.peers.gguf import export
 from picompile.choices import base_format, parse_bits
-from picompile.frontend import Captured, load_model
-from picompile.predictors.profile import held_out_windows
+from picompile.frontend.captured import Captured
+from picompile.frontend.hf import load_model
+from picompile.predictors.profile.windows import held_out_windows
 from picompile.progress import NoProgress
 from picompile.rounding import RoundingOptions, checkpoint_formats, round_checkpoint
 from picompile.rounding.losses import divergence

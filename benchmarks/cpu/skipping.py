@@ -27,13 +27,14 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from benchmarks.common import picompile, picompile_json
-from picompile.frontend import load_model
-from picompile.predictors.profile import held_out_windows
+from picompile.frontend.hf import load_model
+from picompile.predictors.profile.windows import held_out_windows
 from picompile.progress import NoProgress
 from picompile.quantities import parse_share
 from picompile.rounding.losses import divergence
-from picompile.skipping import SkippingOptions, checkpoint_limits, skipping_sites
-from picompile.skipping.limits import no_limits, saved_weights
+from picompile.skipping.calibration import checkpoint_limits
+from picompile.skipping.limits import no_limits, saved_weights, skipping_sites
+from picompile.skipping.options import SkippingOptions
 from picompile.skipping.search import count_left_out
 from picompile.streaming import negative_log_likelihood, new_states, run_segment, split_layers
 from picompile_passes.dialect.sparse_ffn import SparseFfnOperands

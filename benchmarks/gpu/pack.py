@@ -25,8 +25,7 @@ from benchmarks.gpu.pack_bundled import BundledOptions, pack_bundled
 from benchmarks.gpu.sources import SCHEMA, commit, sources_digest, tracked_bytes
 from benchmarks.gpu.split import Planned
 from picompile.machine import TARGETS
-from picompile.synth import find_shape
-from picompile.synth.shapes import shape_from_config
+from picompile.synth.shapes import find_shape, shape_from_config
 from picompile_codegen.build.host_library import build_host_library
 from picompile_codegen.build.isa import ISAS
 

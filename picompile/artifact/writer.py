@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch.fx import GraphModule
 
     from picompile.artifact.code import AcceleratorTarget, Code
-    from picompile.frontend import Captured
+    from picompile.frontend.captured import Captured
     from picompile.frontend.tokenizer_files import TokenizerFiles
     from picompile_codegen.lowering.lower import Lowered
     from picompile_passes.graph.materialize import WeightSource

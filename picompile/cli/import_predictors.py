@@ -38,7 +38,8 @@ def import_predictors_command(
     require_model_folder(model)
     require_output(output, overwrite=force, marker="predictors.json")
 
-    from picompile.predictors.powerinfer import find_source, import_predictors
+    from picompile.predictors.powerinfer.importer import import_predictors
+    from picompile.predictors.powerinfer.sources import find_source
 
     found = find_source(source)
     if found.header is not None and importlib.util.find_spec("gguf") is None:

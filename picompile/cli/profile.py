@@ -23,7 +23,7 @@ from picompile.predictors.profile.text import read_calibration
 from picompile.quantities import parse_accuracy_bound
 
 if TYPE_CHECKING:
-    from picompile.predictors.profile import Profile
+    from picompile.predictors.profile.profile import Profile
 
 
 class Measure(str, Enum):
@@ -102,7 +102,8 @@ def profile_command(
     texts = read_calibration([*(calibration or ()), *([] if held_out is None else [held_out])])
     allowed = parse_accuracy_bound(gate)
 
-    from picompile.predictors.profile import ProfileOptions, profile_model
+    from picompile.predictors.profile.options import ProfileOptions
+    from picompile.predictors.profile.run import profile_model
 
     options = ProfileOptions(
         calibration=texts if held_out is None else texts[:-1],

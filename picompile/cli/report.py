@@ -30,7 +30,8 @@ def report_command(
     """
     require_page(output, "-o", overwrite=force)
 
-    from picompile.report import read_sources, render_report, require_matplotlib
+    from picompile.report.drawing import require_matplotlib
+    from picompile.report.page import read_sources, render_report
 
     require_matplotlib()
     sources = read_sources(paths)

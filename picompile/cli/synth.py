@@ -54,7 +54,8 @@ def synth_command(
         raise UsageError(f"--active must be above 0 and at most 1, not {active:g}")
     require_output(output, overwrite=False, marker="config.json")
 
-    from picompile.synth import find_shape, synthesize
+    from picompile.synth.shapes import find_shape
+    from picompile.synth.synthesis import synthesize
 
     found = find_shape(shape)
     with parents_of(output), progress() as shown:

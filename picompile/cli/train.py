@@ -21,7 +21,7 @@ from picompile.output import parents_of
 from picompile.quantities import parse_accuracy_bound, parse_share
 
 if TYPE_CHECKING:
-    from picompile.predictors import Predictors
+    from picompile.predictors.store import Predictors
 
 
 class Input(str, Enum):
@@ -121,8 +121,9 @@ def train_command(
     if not profile.is_dir():
         raise UsageError(f"{profile}: no such folder; picompile profile makes it")
 
-    from picompile.predictors.profile import load_profile
-    from picompile.predictors.train import TrainOptions, train_predictors
+    from picompile.predictors.profile.profile import load_profile
+    from picompile.predictors.train.options import TrainOptions
+    from picompile.predictors.train.run import train_predictors
 
     options = TrainOptions(
         gate=bound,

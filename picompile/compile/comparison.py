@@ -6,9 +6,9 @@ from pathlib import Path
 
 from torch.fx import GraphModule
 
-from picompile.accuracy import CheckpointComparison, ComparedArtifact, Variant, compare_variants
-from picompile.accuracy.measure import ComparedText
-from picompile.accuracy.variants import round_cache, silence_below
+from picompile.accuracy.comparison import CheckpointComparison
+from picompile.accuracy.measure import ComparedArtifact, ComparedText, compare_variants
+from picompile.accuracy.variants import Variant, round_cache, silence_below
 from picompile.artifact.writer import WrittenArtifact
 from picompile.choices import AUTO_BITS, is_budget, is_calibrated
 from picompile.compile.accuracy import runnable_here
@@ -94,7 +94,7 @@ def _held_out(checkpoint: Path, predictors: PredictorSet | None, config: Compile
     if config.skipping is not None:
         learned.append(config.skipping.options.text_tokens)
     if learned and (predictors is None or predictors.profile is None):
-        from picompile.predictors.profile import ProfileOptions
+        from picompile.predictors.profile.options import ProfileOptions
         from picompile.predictors.profile.windows import checkpoint_windows
 
         options = ProfileOptions(calibration=rounding.calibration, tokens=max(learned), activation=rounding.activation)

@@ -30,8 +30,8 @@ from picompile.compile.plan import check_checkpoint, check_given_plan, place_neu
 from picompile.compile.weights import choose_formats, choose_limits, round_weights, warn_of_rounding
 from picompile.config import CompileConfig, CompileOptions, cache_context, resolve
 from picompile.errors import AccuracyError, UsageError
-from picompile.frontend import Captured, load_model
-from picompile.frontend.hf import open_checkpoint
+from picompile.frontend.captured import Captured
+from picompile.frontend.hf import load_model, open_checkpoint
 from picompile.frontend.tokenizer_files import TokenizerFiles, read_tokenizer
 from picompile.output import OutputPath, reserve
 from picompile.placement.plan import Plan

@@ -9,8 +9,7 @@ from torch.fx import GraphModule
 from picompile.choices import base_format
 from picompile.config import CompileConfig, CompileOptions, predictor_quant
 from picompile.errors import UsageError
-from picompile.frontend import Captured
-from picompile.frontend.captured import ModelFacts
+from picompile.frontend.captured import Captured, ModelFacts
 from picompile.placement.plan import Plan
 from picompile.predictors.predictor_set import PredictorSet
 from picompile.progress import Progress

@@ -6,8 +6,7 @@ from pathlib import Path
 from picompile.choices import base_format
 from picompile.config import CompileConfig, CompileOptions
 from picompile.errors import UsageError
-from picompile.frontend import Captured
-from picompile.frontend.captured import ModelFacts
+from picompile.frontend.captured import Captured, ModelFacts
 from picompile.frontend.checkpoint import fingerprint
 from picompile.placement.counting import count_bytes
 from picompile.placement.machine import MachineOptions, find_machine
@@ -15,9 +14,9 @@ from picompile.placement.model_bytes import ModelBytes, Packing
 from picompile.placement.plan import Plan
 from picompile.placement.planning import PlanOptions, make_plan, whole_plan
 from picompile.placement.sources import NOT_KEPT, FiringSource, given_profile, made_profile, model_firing
-from picompile.predictors import Predictors
 from picompile.predictors.predictor_set import PredictorSet
-from picompile.predictors.profile import ProfileOptions
+from picompile.predictors.profile.options import ProfileOptions
+from picompile.predictors.store import Predictors
 from picompile.progress import Progress
 
 

@@ -11,11 +11,12 @@ from picompile.choices import is_budget, parse_bits
 from picompile.compile.passes import all_passes, insert_pass, insert_passes, quantize_pass, run_passes
 from picompile.config import CompileConfig
 from picompile.errors import UsageError
-from picompile.frontend import Captured
+from picompile.frontend.captured import Captured
 from picompile.predictors.predictor_set import PredictorSet
 from picompile.progress import Progress
 from picompile.rounding import RoundingOptions, checkpoint_formats, round_checkpoint
-from picompile.skipping import checkpoint_limits, skipping_sites
+from picompile.skipping.calibration import checkpoint_limits
+from picompile.skipping.limits import skipping_sites
 from picompile_passes.formats import head_format
 from picompile_passes.graph.materialize import WeightSource
 from picompile_passes.passes.canonicalize import CANONICALIZE

@@ -8,7 +8,8 @@ from picompile.frontend.activation import with_activation
 from picompile.frontend.json_file import read_json_object
 
 if TYPE_CHECKING:
-    from picompile.frontend.gguf import GgufModel, GgufTokenizer
+    from picompile.frontend.gguf.model import GgufModel
+    from picompile.frontend.gguf.tokenizer import GgufTokenizer
 
 
 def is_gguf(model: Path) -> bool:
@@ -34,7 +35,7 @@ def opened_gguf(file: Path) -> "GgufModel":
 
 @lru_cache(maxsize=1)
 def _opened(file: Path, changed_ns: int, size: int) -> "GgufModel":
-    from picompile.frontend.gguf import open_gguf
+    from picompile.frontend.gguf.model import open_gguf
 
     return open_gguf(file)
 
@@ -42,6 +43,6 @@ def _opened(file: Path, changed_ns: int, size: int) -> "GgufModel":
 @lru_cache(maxsize=1)
 def gguf_tokenizer(opened: "GgufModel") -> "GgufTokenizer":
     """Return the tokenizer in a GGUF file; raises as `read_gguf_tokenizer` does."""
-    from picompile.frontend.gguf import read_gguf_tokenizer
+    from picompile.frontend.gguf.tokenizer import read_gguf_tokenizer
 
     return read_gguf_tokenizer(opened.header)

@@ -10,7 +10,7 @@ from picompile.frontend.json_file import read_json_object, read_text, token_ids
 from picompile.frontend.model_file import gguf_tokenizer, is_gguf, opened_gguf
 
 if TYPE_CHECKING:
-    from picompile.frontend.gguf import GgufTokenizer
+    from picompile.frontend.gguf.tokenizer import GgufTokenizer
 
 _COPIED = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 # Without tokenizer.json, transformers can still build a fast tokenizer from one of these.

@@ -4,9 +4,6 @@
 and `host` measure. `targets` imports none of the other three.
 """
 
-from typing import TYPE_CHECKING
-
-from picompile.lazy import lazy
 from picompile.machine.targets import (
     HOST_EFFICIENCY,
     LAUNCH_READS_S,
@@ -26,9 +23,6 @@ from picompile.machine.targets import (
     target_names,
 )
 
-if TYPE_CHECKING:
-    from picompile.machine.measured import find_target
-
 __all__ = [
     "HOST_EFFICIENCY",
     "LAUNCH_READS_S",
@@ -41,13 +35,9 @@ __all__ = [
     "find_compiled_targets",
     "find_native_target",
     "find_row",
-    "find_target",
     "gpu_of",
     "may_have_gpu",
     "native_target",
     "pcie_bytes_per_s",
     "target_names",
 ]
-
-# Imported on first use: it needs the driver of a GPU.
-__getattr__ = lazy(__name__, {"find_target": "picompile.machine.measured"})

@@ -21,7 +21,7 @@ from picompile_codegen.lowering.arena import align
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
-    from picompile.predictors import Predictors
+    from picompile.predictors.store import Predictors
     from picompile_codegen.cpu import Kernel
     from picompile_codegen.lowering.lower import Lowered
     from picompile_codegen.lowering.program import LoweredProgram, ProgramCall

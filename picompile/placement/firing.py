@@ -13,8 +13,8 @@ from picompile.errors import UsageError
 from picompile.quantities import parse_share
 
 if TYPE_CHECKING:
-    from picompile.predictors import Predictors
     from picompile.predictors.profile.profile import Profile
+    from picompile.predictors.store import Predictors
 
 
 @dataclass(frozen=True)

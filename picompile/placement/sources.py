@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
     from picompile.placement.firing import Firing
     from picompile.placement.model_bytes import ModelBytes, Packing
-    from picompile.predictors import Predictors
-    from picompile.predictors.profile import Profile, ProfileOptions
-    from picompile.predictors.store import BlockShape
+    from picompile.predictors.profile.options import ProfileOptions
+    from picompile.predictors.profile.profile import Profile
+    from picompile.predictors.store import BlockShape, Predictors
 
 
 NOT_KEPT = "a profile made for this plan"
@@ -54,8 +54,7 @@ def given_profile(profile: Path | None, work: Path | None, fingerprint: str) -> 
 
     Raise `UsageError` for a profile of another model.
     """
-    from picompile.predictors.profile import load_profile
-    from picompile.predictors.profile.profile import read_description
+    from picompile.predictors.profile.profile import load_profile, read_description
 
     if profile is None:
         if work is None or not (read_description(work / "profile") or {}).get("complete"):
@@ -74,7 +73,7 @@ def made_profile(
 
     Without `work` the profile is deleted at the end of the block, and reads no more text than a plan needs.
     """
-    from picompile.predictors.profile import profile_model
+    from picompile.predictors.profile.run import profile_model
     from picompile_codegen.build.object_cache import temporary_folder
 
     if work is not None:
@@ -139,13 +138,13 @@ class PlannedModel:
 def find_model(options: ModelOptions, progress: Progress) -> PlannedModel:
     """Return the model, counted. Raise `UsageError`, `UnsupportedModelError`, and what profiling raises."""
     if options.source is None:
-        from picompile.synth import find_config
+        from picompile.synth.shapes import find_config
 
         name, config = find_config(str(options.shape))
         return _of_config(name, config, FiringSource(None, options.firing), None, options, progress)
     if not options.is_profile:
         return _of_checkpoint(options.source, options, progress)
-    from picompile.predictors.profile import load_profile
+    from picompile.predictors.profile.profile import load_profile
 
     profile = load_profile(options.source)
     if profile.config is None:
@@ -192,7 +191,7 @@ def _of_config(
                 model = predicting_early(model, range(len(model.layers)))
             return PlannedModel(model, model_firing(model, source, None), fingerprint)
         from picompile.frontend.hf import capture_config
-        from picompile.predictors import load_predictors
+        from picompile.predictors.files import load_predictors
 
         predictors = load_predictors(options.predictors)
         # Checked before all layers are captured, which takes seconds for a few.
@@ -208,10 +207,10 @@ def _of_config(
 
 
 def _of_checkpoint(folder: Path, options: ModelOptions, progress: Progress) -> PlannedModel:
-    from picompile.frontend import load_model
     from picompile.frontend.checkpoint import fingerprint
+    from picompile.frontend.hf import load_model
     from picompile.placement.counting import count_bytes
-    from picompile.predictors.profile import ProfileOptions
+    from picompile.predictors.profile.options import ProfileOptions
 
     mark = fingerprint(folder, options.activation)
     given = _given(options, mark)
@@ -287,7 +286,7 @@ def _layers(config: Mapping[str, Any]) -> int:
 
 def _load_predictors(folder: Path, options: ModelOptions) -> "Predictors | None":
     """Return the predictors that were given, or that compile would take: from its work folder, or beside the model."""
-    from picompile.predictors import load_predictors
+    from picompile.predictors.files import load_predictors
 
     if options.predictors is not None:
         return load_predictors(options.predictors)
@@ -300,7 +299,7 @@ def _load_predictors(folder: Path, options: ModelOptions) -> "Predictors | None"
 
 
 def _block_shapes(graph_module: "GraphModule") -> "dict[int, BlockShape]":
-    from picompile.predictors import block_shapes
+    from picompile.predictors.store import block_shapes
     from picompile_passes.passes.canonicalize import canonicalize
 
     return block_shapes(canonicalize(graph_module))

@@ -18,16 +18,17 @@ from typing import TYPE_CHECKING
 from picompile.errors import UsageError
 from picompile.frontend.checkpoint import fingerprint
 from picompile.frontend.model_file import is_gguf, opened_gguf
-from picompile.predictors import Predictors, block_shapes, load_predictors
 from picompile.predictors.config import PredictorConfig
+from picompile.predictors.files import load_predictors
 from picompile.predictors.firing import FiringRule
+from picompile.predictors.store import Predictors, block_shapes
 from picompile.progress import Progress
 from picompile_passes.passes.canonicalize import canonical_form
 
 if TYPE_CHECKING:
-    from picompile.frontend import Captured
+    from picompile.frontend.captured import Captured
     from picompile.predictors.accuracy import AccuracyReport
-    from picompile.predictors.profile import Profile
+    from picompile.predictors.profile.profile import Profile
     from picompile_passes.graph.materialize import WeightSource
     from picompile_passes.passes.insert_predictors import InsertPredictors
 
@@ -76,7 +77,7 @@ class PredictorSet:
         """Choose larger predictors for `layers` among those that were trained. Return None where there are none."""
         if self.trained is None or not layers:
             return None
-        from picompile.predictors.train import tighten
+        from picompile.predictors.train.choose import tighten
 
         larger = tighten(self.trained, layers)
         return None if larger is None else replace(self, predictors=larger)
@@ -149,7 +150,8 @@ def _beside(model: Path, config: PredictorConfig) -> Path | None:
 
 def _within(model: Path, scratch: Path, config: PredictorConfig, progress: Progress) -> Path | None:
     """Return a folder in `scratch` with the predictors of PowerInfer that are in the file `model`, if any."""
-    from picompile.predictors.powerinfer import PredictorSource, find_source, import_predictors
+    from picompile.predictors.powerinfer.importer import import_predictors
+    from picompile.predictors.powerinfer.sources import PredictorSource, find_source
 
     if not _takes_found(config) or not is_gguf(model):
         return None
@@ -176,7 +178,8 @@ def find_held_out(model: Path, config: PredictorConfig) -> HeldOut:
     Raises:
         UsageError: the text is too short, the model has no tokenizer, or the profile is of another model.
     """
-    from picompile.predictors.profile import held_out_windows, load_profile
+    from picompile.predictors.profile.profile import load_profile
+    from picompile.predictors.profile.windows import held_out_windows
 
     if config.profile is not None:
         profile = load_profile(config.profile)
@@ -191,8 +194,11 @@ def _held_out_of(profile: "Profile") -> HeldOut:
 
 
 def _trained(model: Path, work: Path, config: PredictorConfig, progress: Progress) -> PredictorSet:
-    from picompile.predictors.profile import ProfileOptions, load_profile, profile_model
-    from picompile.predictors.train import TrainOptions, train_predictors
+    from picompile.predictors.profile.options import ProfileOptions
+    from picompile.predictors.profile.profile import load_profile
+    from picompile.predictors.profile.run import profile_model
+    from picompile.predictors.train.options import TrainOptions
+    from picompile.predictors.train.run import train_predictors
 
     if config.profile is not None:
         profile = load_profile(config.profile)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from picompile.predictors import LayerPredictor, Predictors
+from picompile.predictors.store import LayerPredictor, Predictors
 from picompile.report.numbers import NOTHING, count, measured, percent, ratio, share, whole
 from picompile.report.profile import FiringSummary, imported_counts, summarize
 

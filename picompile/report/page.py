@@ -6,7 +6,8 @@ from pathlib import Path
 
 from picompile.errors import UsageError
 from picompile.placement.plan import Plan
-from picompile.predictors import Predictors, load_predictors
+from picompile.predictors.files import load_predictors
+from picompile.predictors.store import Predictors
 from picompile.report import numbers
 from picompile.report.artifact import artifact_section
 from picompile.report.artifact_facts import ArtifactFacts, read_artifact

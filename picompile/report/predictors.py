@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from picompile.predictors import Predictors
+from picompile.predictors.store import Predictors
 from picompile.report import numbers
 from picompile.report.artifact_facts import accuracy_table
 from picompile.report.drawing import INK, Canvas, draw, drawable, ramp

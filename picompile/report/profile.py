@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from picompile.errors import UsageError
-from picompile.predictors import Predictors
 from picompile.predictors.firing import CONTRIBUTION, MAGNITUDE
 from picompile.predictors.profile.files import read_tensors
 from picompile.predictors.profile.profile import layer_file
+from picompile.predictors.store import Predictors
 from picompile.report import numbers
 from picompile.report.drawing import INK, SERIES, Canvas, from_zero, layer_axis, picture, ramp
 from picompile.report.numbers import (
@@ -31,7 +31,7 @@ from picompile.report.numbers import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from picompile.predictors.profile import LayerProfile, Profile
+    from picompile.predictors.profile.profile import LayerProfile, Profile
 
 
 Counts = NDArray[np.int64] | NDArray[np.float64]
@@ -142,7 +142,7 @@ class FiringProfile:
 
 def read_profile(folder: Path) -> FiringProfile:
     """Read a folder that `picompile profile` wrote. Raise `UsageError` for one that is not whole."""
-    from picompile.predictors.profile import load_profile
+    from picompile.predictors.profile.profile import load_profile
 
     profile = load_profile(folder)
     return FiringProfile(profile, tuple(_layer(profile, layer) for layer in profile.layers))

@@ -16,39 +16,3 @@ constant direction, which the residual stream carries and nothing else reads or 
 bias, the bias is the offset. Tokens flow through each layer as it is made, and offsets are quantiles of what the gates
 then see (`network`). Memory holds one matrix at a time.
 """
-
-from typing import TYPE_CHECKING
-
-from picompile.lazy import lazy
-
-if TYPE_CHECKING:
-    from picompile.synth.network import SynthesizedFiring
-    from picompile.synth.shapes import SHAPES, ModelShape, find_config, find_shape, shape_from_config
-    from picompile.synth.synthesis import Synthesis, predictor_rank, synthesize
-
-__all__ = [
-    "SHAPES",
-    "ModelShape",
-    "Synthesis",
-    "SynthesizedFiring",
-    "find_config",
-    "find_shape",
-    "predictor_rank",
-    "shape_from_config",
-    "synthesize",
-]
-
-# Imported on first use: making a checkpoint needs torch, knowing its shape does not.
-_HOME = {
-    "SHAPES": "picompile.synth.shapes",
-    "ModelShape": "picompile.synth.shapes",
-    "Synthesis": "picompile.synth.synthesis",
-    "SynthesizedFiring": "picompile.synth.network",
-    "find_config": "picompile.synth.shapes",
-    "find_shape": "picompile.synth.shapes",
-    "predictor_rank": "picompile.synth.synthesis",
-    "shape_from_config": "picompile.synth.shapes",
-    "synthesize": "picompile.synth.synthesis",
-}
-
-__getattr__ = lazy(__name__, _HOME)

@@ -84,7 +84,7 @@ def make_model(config: Mapping[str, Any], seed: int = 0, dtype: torch.dtype = to
     Raises `UnsupportedModelError` for one that cannot be captured.
     """
     # transformers takes seconds to import, and most tests need none of its models.
-    from picompile.frontend import capture_config
+    from picompile.frontend.hf import capture_config
 
     graph_module = capture_config(config)
     weights = random_weights(graph_module, seed, dtype)

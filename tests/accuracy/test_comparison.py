@@ -5,7 +5,8 @@ import math
 
 import pytest
 
-from picompile.accuracy import CheckpointComparison, Estimate, VariantAccuracy
+from picompile.accuracy.comparison import CheckpointComparison, VariantAccuracy
+from picompile.intervals import Estimate
 
 
 def _comparison(

@@ -10,11 +10,14 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 import picompile_runtime
-from picompile.accuracy import CheckpointComparison, ComparedArtifact, Variant, compare_variants, measure
+from picompile.accuracy import measure
+from picompile.accuracy.comparison import CheckpointComparison
 from picompile.accuracy.distances import TokenDistances, measure_tokens
-from picompile.accuracy.measure import ComparedText
+from picompile.accuracy.measure import ComparedArtifact, ComparedText, compare_variants
+from picompile.accuracy.variants import Variant
 from picompile.errors import UnsupportedModelError
-from picompile.frontend import Captured, load_model
+from picompile.frontend.captured import Captured
+from picompile.frontend.hf import load_model
 from picompile.progress import NoProgress
 from picompile_passes.graph.materialize import materialize
 from picompile_passes.passes.canonicalize import canonicalize

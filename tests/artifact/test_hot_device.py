@@ -20,7 +20,7 @@ from picompile.compile import compile_model
 from picompile.compile.passes import pipeline_passes, run_passes
 from picompile.config import CompileOptions, resolve
 from picompile.errors import AccuracyError, UsageError
-from picompile.frontend import load_model
+from picompile.frontend.hf import load_model
 from picompile.machine import TARGETS
 from picompile.progress import NoProgress
 from picompile_codegen import cuda

@@ -68,8 +68,8 @@ def accepted_fault(folder: Path, compiled: bool) -> str | None:
     import torch
 
     from picompile.errors import UnsupportedModelError
-    from picompile.frontend import load_model
     from picompile.frontend.config import quiet_transformers
+    from picompile.frontend.hf import load_model
     from picompile_passes.graph.materialize import materialize
 
     ids = torch.arange(20) * 7 % 256

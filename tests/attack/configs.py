@@ -234,7 +234,7 @@ def _eager_logits(model: nn.Module, ids: Tensor) -> Tensor:
 
 def _compare(folder: Path, expected: list[Tensor] | str, seed: int) -> Outcome:
     from picompile.errors import UnsupportedModelError
-    from picompile.frontend import capture_config, load_model
+    from picompile.frontend.hf import capture_config, load_model
     from picompile_passes.graph.materialize import materialize
     from picompile_passes.passes.canonicalize import canonicalize
 

@@ -169,8 +169,8 @@ class Attack:
 def is_complete(output: Path) -> bool:
     """Whether a reader takes what is there for a profile, or for predictors."""
     from picompile.errors import UsageError
-    from picompile.predictors import load_predictors
-    from picompile.predictors.profile import load_profile
+    from picompile.predictors.files import load_predictors
+    from picompile.predictors.profile.profile import load_profile
 
     for load in (load_profile, load_predictors):
         try:

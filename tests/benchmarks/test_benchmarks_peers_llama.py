@@ -21,7 +21,7 @@ from benchmarks.gpu.llama_sources import FACTS, TOP, trim
 from benchmarks.gpu.models import ModelOptions
 from benchmarks.gpu.report import merged, text_of
 from benchmarks.gpu.split import sizes_of, split_by_budget
-from picompile.synth import find_shape
+from picompile.synth.shapes import find_shape
 
 TINY = {"hidden": 64, "ffn": 96, "layers": 2, "heads": 4, "kv_heads": 2, "vocab": 300}
 # Prints a row for each test, as llama-bench does with -o jsonl; after one row it does what MODE says.

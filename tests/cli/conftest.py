@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from helpers.support import BUNDLED_MODEL, BuildOnce
-from picompile.predictors.profile import ProfileOptions, profile_model
+from picompile.predictors.profile.options import ProfileOptions
+from picompile.predictors.profile.run import profile_model
 
 
 def _profile(model: Path) -> Callable[[Path], None]:

@@ -29,7 +29,9 @@ IDS = "1,15,7,200,31"
 
 @pytest.fixture
 def nothing_profiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("picompile.predictors.profile.profile_model", lambda *_: pytest.fail("the model was profiled"))
+    monkeypatch.setattr(
+        "picompile.predictors.profile.run.profile_model", lambda *_: pytest.fail("the model was profiled")
+    )
 
 
 def tokens(cli: Cli, artifact: Path) -> list[int]:
@@ -99,7 +101,7 @@ def test_a_profile_is_made_where_it_is_needed(
     cli: Cli, tiny_model: Path, tiny_profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The profile is made of the given text; without a work folder it is short, and nothing of it stays."""
-    from picompile.predictors.profile import load_profile
+    from picompile.predictors.profile.profile import load_profile
 
     asked = []
 
@@ -108,7 +110,7 @@ def test_a_profile_is_made_where_it_is_needed(
         shutil.copytree(tiny_profile, output)
         return load_profile(output)
 
-    monkeypatch.setattr("picompile.predictors.profile.profile_model", profile_model)
+    monkeypatch.setattr("picompile.predictors.profile.run.profile_model", profile_model)
     text = tmp_path / "text.txt"
     text.write_text("def f(x): return x")
     words = (*FOR_4090, *SMALL, "--calibration", text)

@@ -22,7 +22,7 @@ from picompile.machine import pcie_bytes_per_s
 from picompile.machine.host import Host
 from picompile.placement.plan import MemoryRow, Plan
 from picompile.placement.plan_file import read_plan
-from picompile.synth import SHAPES
+from picompile.synth.shapes import SHAPES
 from picompile_runtime.devices.cuda.driver import CudaError
 
 CURVE = ("--shape", "tiny-reglu", "--firing", "10%", "--target", "4090")

@@ -18,7 +18,8 @@ FAST = ("--recall", "90%", "--budget", "100%", "--gate", "off", "--no-exact", "-
 
 @pytest.fixture(scope="module")
 def profile(build_once: BuildOnce, tiny_model: Path) -> Path:
-    from picompile.predictors.profile import ProfileOptions, profile_model
+    from picompile.predictors.profile.options import ProfileOptions
+    from picompile.predictors.profile.run import profile_model
     from picompile.predictors.profile.text import CalibrationText
 
     text = CalibrationText("words", " ".join(random.choices(["up", "down", "gate", "and", "mask"], k=1500)))

@@ -26,7 +26,8 @@ from relufication.pair import open_pair  # noqa: E402
 
 import picompile_runtime  # noqa: E402
 from picompile.errors import UnsupportedModelError, UsageError  # noqa: E402
-from picompile.predictors.profile import ProfileOptions, profile_model  # noqa: E402
+from picompile.predictors.profile.options import ProfileOptions  # noqa: E402
+from picompile.predictors.profile.run import profile_model  # noqa: E402
 from picompile.predictors.profile.text import CalibrationText  # noqa: E402
 
 WINDOW = 32

@@ -8,7 +8,7 @@ import pytest
 from helpers import families
 from helpers.canonical import Model, canonicalize
 from helpers.one_thread import one_thread
-from picompile.frontend import load_model
+from picompile.frontend.hf import load_model
 
 __all__ = ["model", "one_thread"]
 

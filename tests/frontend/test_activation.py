@@ -12,15 +12,15 @@ from helpers.gguf_files import EXAMPLES, build, write_example
 from helpers.small_models import small_config, small_model
 from picompile import UnsupportedModelError, UsageError
 from picompile.config import CompileOptions
-from picompile.frontend import hf, load_model
+from picompile.frontend import hf
 from picompile.frontend.activation import dialect_text, with_activation
 from picompile.frontend.build import call_model
 from picompile.frontend.checkpoint import fingerprint
 from picompile.frontend.families import ACTIVATIONS
-from picompile.frontend.hf import raw_activation
+from picompile.frontend.hf import load_model, raw_activation
 from picompile.frontend.model_file import read_config
-from picompile.predictors.profile import ProfileOptions
-from picompile.predictors.train import TrainOptions
+from picompile.predictors.profile.options import ProfileOptions
+from picompile.predictors.train.options import TrainOptions
 from picompile_passes.graph.materialize import materialize
 
 Raw = dict[str, Any]

@@ -11,10 +11,11 @@ from transformers import LlamaConfig
 from helpers.canonical import Model, canonicalize
 from helpers.families import VARIANTS, VOCABULARY
 from helpers.reference import eager_logits, relative_error
-from picompile.frontend import capture_config, hf
+from picompile.frontend import hf
 from picompile.frontend.build import build_model, call_model
 from picompile.frontend.export import export_decoder
 from picompile.frontend.families import find_family
+from picompile.frontend.hf import capture_config
 from picompile_passes.graph.nodes import arguments, calls
 from picompile_passes.graph.operands import ATTENTION, EMBEDDING, FFN
 

@@ -10,7 +10,8 @@ from helpers.canonical import Model, canonicalize
 from helpers.decoders import Gpt, Llama
 from helpers.reference import relative_error
 from picompile import UnsupportedModelError, UsageError
-from picompile.frontend import Captured, capture_module
+from picompile.frontend.captured import Captured
+from picompile.frontend.module import capture_module
 from picompile_passes.errors import UnsupportedGraphError
 
 

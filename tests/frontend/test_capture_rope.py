@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from helpers.canonical import Model, canonicalize
 from helpers.reference import eager_logits, relative_error
 from picompile import CompileOptions, UsageError, compile_model
-from picompile.frontend import Captured, load_model
+from picompile.frontend.captured import Captured
+from picompile.frontend.hf import load_model
 from picompile_passes.graph.nodes import arguments, calls
 from picompile_passes.graph.operands import ROTARY
 

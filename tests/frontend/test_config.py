@@ -9,10 +9,9 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from picompile import UnsupportedModelError
-from picompile.frontend import capture_config
 from picompile.frontend.config import make_config, unknown_keys
 from picompile.frontend.families import FAMILIES, find_family
-from picompile.frontend.hf import open_checkpoint, raw_activation
+from picompile.frontend.hf import capture_config, open_checkpoint, raw_activation
 from picompile_passes.graph.nodes import arguments, calls
 from picompile_passes.graph.operands import ATTENTION
 from picompile_passes.passes.canonicalize import canonicalize

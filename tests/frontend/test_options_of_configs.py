@@ -10,10 +10,10 @@ import torch
 
 from helpers.small_models import causal_types, small_config, small_model
 from picompile import UnsupportedModelError
-from picompile.frontend import capture_config
 from picompile.frontend.build import call_model
 from picompile.frontend.checkpoint import ModuleWeights
 from picompile.frontend.export import first_names
+from picompile.frontend.hf import capture_config
 from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.graph.materialize import materialize
 from picompile_passes.graph.nodes import arguments, calls

@@ -11,11 +11,11 @@ from torch.fx import GraphModule
 from helpers.small_models import small_config
 from helpers.support import Cli
 from picompile import UnsupportedModelError
-from picompile.frontend import attention, capture_config, facts, proof
+from picompile.frontend import attention, facts, proof
 from picompile.frontend.build import build_model
 from picompile.frontend.config import make_config
 from picompile.frontend.families import find_family, rope_limit
-from picompile.frontend.hf import raw_activation
+from picompile.frontend.hf import capture_config, raw_activation
 from picompile_passes.errors import PassesError
 from picompile_passes.passes.canonicalize import raise_elementwise, raise_norms
 

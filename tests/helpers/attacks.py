@@ -135,7 +135,7 @@ def import_once() -> None:
     """Import what commands need for seconds. Nothing is computed here: torch's threads would not outlive a fork."""
     for name in (
         *("transformers.models.llama.modeling_llama", "picompile.cli.app", "picompile.compile"),
-        *("picompile.placement.planning", "picompile.predictors.profile", "picompile_codegen.lowering.lower"),
+        *("picompile.placement.planning", "picompile.predictors.profile.run", "picompile_codegen.lowering.lower"),
         "picompile_codegen.build.host_library",
     ):
         importlib.import_module(name)

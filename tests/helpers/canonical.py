@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from picompile.frontend import Captured
+from picompile.frontend.captured import Captured
 from picompile_passes.base import Stage
 from picompile_passes.graph.materialize import materialize
 from picompile_passes.passes.canonicalize import CANONICALIZE

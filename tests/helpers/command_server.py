@@ -71,10 +71,10 @@ def main() -> None:
 def _import_all() -> None:
     """Import the modules that most commands need."""
     for name in (
-        "picompile.frontend",
+        "picompile.frontend.hf",
         "picompile.cli",
         "picompile.compile",
-        "picompile.placement",
+        "picompile.placement.planning",
         "picompile_codegen.build.host_library",
         "picompile_codegen.lowering.lower",
         "picompile_runtime",
@@ -86,7 +86,7 @@ def _import_all() -> None:
 
 def _capture_bundled_model() -> None:
     """So that the processes of commands need not: a process captures a model once."""
-    from picompile.frontend import load_model
+    from picompile.frontend.hf import load_model
 
     load_model(Path(__file__).parents[2] / "models" / "tiny-reglu")
 

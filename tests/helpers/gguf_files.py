@@ -399,7 +399,8 @@ _ODD_NUMBERS = (
 def refusal(file: Path) -> str | None:
     """The line that a file is refused with as a model, None for one that is read to its end."""
     from picompile.errors import PicompileError
-    from picompile.frontend.gguf import open_gguf, read_gguf_tokenizer
+    from picompile.frontend.gguf.model import open_gguf
+    from picompile.frontend.gguf.tokenizer import read_gguf_tokenizer
 
     try:
         opened = open_gguf(file)

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from picompile.errors import UsageError
 from picompile.placement.firing import CURVES, Firing, computed_ratios, firing_of_curve, firing_of_profile
-from picompile.predictors import LayerPredictor, Predictors
 from picompile.predictors.profile.profile import LayerProfile, Profile
+from picompile.predictors.store import LayerPredictor, Predictors
 from picompile.synth.firing import beta_rates, share_of_firings
 
 

@@ -23,7 +23,7 @@ from picompile.placement.model_bytes import LayerBytes, LayerLaunches, ModelByte
 from picompile.placement.policies import dense
 from picompile.placement.problem import PlacementTask, places_of
 from picompile.placement.times import ALL_ON_ACCELERATOR, PartPlaces, transfer_launches
-from picompile.predictors import LayerPredictor, Predictors
+from picompile.predictors.store import LayerPredictor, Predictors
 from picompile_codegen.lowering.function import LowerOptions
 from picompile_codegen.lowering.lower import lower
 from picompile_codegen.lowering.placement import Placement

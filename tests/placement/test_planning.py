@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import picompile.placement
 from picompile.errors import DoesNotFitError, SolverError, UsageError
 from picompile.placement import policies
 from picompile.placement.machine import Machine
@@ -130,11 +129,3 @@ def test_no_plan_takes_more_than_its_budgets() -> None:
             short = replace(plan.machine, **{field: plan.taken_bytes(device) - 1})
             with pytest.raises(SolverError, match=f"bytes of the {device}'s memory"):
                 check_budgets(replace(plan, machine=short))
-
-
-def test_the_package_resolves_its_names() -> None:
-    for name in picompile.placement.__all__:
-        found = getattr(picompile.placement, name)
-        assert callable(found) and found.__name__ == name
-    with pytest.raises(AttributeError, match="nothing_such"):
-        _ = picompile.placement.nothing_such

@@ -26,9 +26,8 @@ from picompile.placement.firing import estimate_rank, firing_of_curve
 from picompile.placement.model_bytes import LayerBytes, LayerLaunches, ModelBytes, Packing
 from picompile.placement.shape_outline import outline_of_config
 from picompile.placement.tally import tally
-from picompile.predictors import LayerPredictor, Predictors
-from picompile.synth import SHAPES, find_config
-from picompile.synth.shapes import tensor_shapes
+from picompile.predictors.store import LayerPredictor, Predictors
+from picompile.synth.shapes import SHAPES, find_config, tensor_shapes
 from picompile.testing import GraphShape, build
 from picompile_codegen.lowering.function import LowerOptions
 from picompile_codegen.lowering.lower import Lowered, lower

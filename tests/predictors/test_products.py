@@ -11,7 +11,8 @@ from helpers.layers import random_layer
 from helpers.support import BuildOnce, save_tiny_llama
 from picompile import products
 from picompile.errors import UsageError
-from picompile.predictors.profile import ProfileOptions, profile_model
+from picompile.predictors.profile.options import ProfileOptions
+from picompile.predictors.profile.run import profile_model
 from picompile.predictors.profile.text import CalibrationText
 from picompile.predictors.train.candidates import split
 from picompile.predictors.train.data import measure_firing

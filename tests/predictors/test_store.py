@@ -16,7 +16,8 @@ from helpers.damage import damages, replaced
 from picompile.cli.train import _show as show_predictors
 from picompile.errors import UsageError
 from picompile.frontend.checkpoint import ModuleWeights
-from picompile.predictors import BlockShape, LayerPredictor, load_predictors, save_predictors
+from picompile.predictors.files import load_predictors, save_predictors
+from picompile.predictors.store import BlockShape, LayerPredictor
 from picompile_passes.errors import PassOptionError
 from picompile_passes.formats.packing import dequantize_rows, quantize_rows
 

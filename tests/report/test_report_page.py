@@ -16,7 +16,7 @@ from helpers.report_pages import Page, checked_page
 from picompile.errors import UsageError
 from picompile.predictors.train.choose import curves
 from picompile.predictors.train.data import measure_curve
-from picompile.report import read_sources, render_report
+from picompile.report.page import read_sources, render_report
 from picompile.report.predictors import read_candidates
 
 

@@ -15,7 +15,7 @@ from helpers.report_pages import Page, checked_page
 from helpers.report_plans import GPU_BYTES, HOST_BYTES, MARGIN, random_plan, write_plan_file
 from picompile.errors import UsageError
 from picompile.placement.plan import MemoryRow, Plan
-from picompile.report import read_sources, render_report
+from picompile.report.page import read_sources, render_report
 from picompile.report.plan_pictures import memory_picture, split_picture, time_picture, timeline_pictures
 from picompile_runtime import ArtifactError
 

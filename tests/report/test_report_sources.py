@@ -8,10 +8,11 @@ import pytest
 
 from helpers.report_folders import FINGERPRINT, predictor_row, write_artifact, write_predictors, write_profile
 from picompile.errors import UsageError
-from picompile.predictors import Predictors
-from picompile.report import firing_curve, numbers, read_sources, share_for, summarize
+from picompile.predictors.store import Predictors
+from picompile.report import numbers
 from picompile.report.artifact_facts import ArtifactFacts
-from picompile.report.profile import FiringProfile, sampled
+from picompile.report.page import read_sources
+from picompile.report.profile import FiringProfile, firing_curve, sampled, share_for, summarize
 from picompile_runtime import ArtifactError
 
 

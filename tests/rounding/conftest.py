@@ -16,7 +16,7 @@ Transformed = Callable[..., GraphModule]
 @pytest.fixture(scope="session")
 def transformed() -> Transformed:
     """The graph of a variant of tests/helpers/families.py in canonical form, behind some more passes."""
-    from picompile.frontend import capture_config
+    from picompile.frontend.hf import capture_config
 
     captured = functools.cache(lambda name: capture_config(config_of(name, 2)))
 

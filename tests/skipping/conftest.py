@@ -16,7 +16,7 @@ Limited = Callable[[str], GraphModule]
 @pytest.fixture(scope="session")
 def canonical() -> Limited:
     """The canonical graph of a variant."""
-    from picompile.frontend import capture_config
+    from picompile.frontend.hf import capture_config
 
     return functools.cache(lambda name: canonicalize(capture_config(config_of(name, 2))))
 
@@ -24,7 +24,7 @@ def canonical() -> Limited:
 @pytest.fixture(scope="session")
 def limited(canonical: Limited) -> Limited:
     """The predicted graph of a variant, with limits wherever its blocks can have some."""
-    from picompile.skipping import skipping_sites
+    from picompile.skipping.limits import skipping_sites
     from picompile.skipping.options import SITES
 
     @functools.cache

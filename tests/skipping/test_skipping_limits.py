@@ -9,8 +9,9 @@ from torch.fx import GraphModule, Node
 
 from picompile.errors import UnsupportedModelError, UsageError
 from picompile.progress import NoProgress
-from picompile.skipping import SkippingOptions, sensitivities, skipping_sites
-from picompile.skipping.limits import limits_at, no_limits, saved_weights
+from picompile.skipping import sensitivities
+from picompile.skipping.limits import limits_at, no_limits, saved_weights, skipping_sites
+from picompile.skipping.options import SkippingOptions
 from picompile.skipping.search import Rise, SkippingSearch
 from picompile.skipping.sensitivities import measure_sensitivities
 from picompile.streaming import new_states, run_segment, split_layers, streamed_perplexity

@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 
 from helpers.families import VARIANTS, VOCABULARY
 from picompile.errors import UsageError
-from picompile.frontend import capture_config
+from picompile.frontend.hf import capture_config
 from picompile.progress import NoProgress
 from picompile.streaming import new_states, run_segment, split_layers, stream_windows, streamed_perplexity
 from picompile.testing import RandomWeights, graphs, random_weights

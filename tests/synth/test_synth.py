@@ -17,9 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from helpers.products import sampled
 from picompile.errors import DoesNotFitError, UnsupportedModelError, UsageError
 from picompile.frontend.bamboo import BambooConfig, BambooForCausalLM, FatReLU
-from picompile.synth import SHAPES, Synthesis, find_config, find_shape, shape_from_config, synthesize
 from picompile.synth.firing import beta_rates, firing_offsets, share_of_firings
-from picompile.synth.shapes import tensor_shapes
+from picompile.synth.shapes import SHAPES, find_config, find_shape, shape_from_config, tensor_shapes
+from picompile.synth.synthesis import Synthesis, synthesize
 from picompile.synth.writer import CheckpointWriter
 
 TINY = ("tiny-reglu", "tiny-opt", "tiny-drelu", "tiny-falcon")

@@ -3,8 +3,8 @@ import torch
 from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
-from picompile.frontend import capture_config
 from picompile.frontend.families import ACTIVATIONS, find_family
+from picompile.frontend.hf import capture_config
 from picompile.testing import assert_equivalent, configurations, make_model, models
 from picompile_passes.base import Stage
 from picompile_passes.verify import verify

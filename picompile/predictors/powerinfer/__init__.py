@@ -14,27 +14,3 @@ Such files are taken to be hostile. Their headers are checked here, by code that
 imports nothing heavy. Only then does another process read them, with limits on its memory and time; what it hands back
 is a safetensors file.
 """
-
-from typing import TYPE_CHECKING
-
-from picompile.lazy import lazy
-
-if TYPE_CHECKING:
-    from picompile.predictors.powerinfer.guard import GuardLimits, read_guarded
-    from picompile.predictors.powerinfer.importer import Imported, import_predictors
-    from picompile.predictors.powerinfer.sources import PredictorSource, find_source
-
-__all__ = ["GuardLimits", "Imported", "PredictorSource", "find_source", "import_predictors", "read_guarded"]
-
-
-# Resolved on first use: the guarded process needs none of them, and a refusal should not wait for imports.
-_HOME = {
-    "Imported": ".importer",
-    "GuardLimits": ".guard",
-    "PredictorSource": ".sources",
-    "find_source": ".sources",
-    "import_predictors": ".importer",
-    "read_guarded": ".guard",
-}
-
-__getattr__ = lazy(__name__, _HOME)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.fx import GraphModule
 
-    from picompile.predictors import LayerPredictor
+    from picompile.predictors.store import LayerPredictor
 
 
 # The names that the model families have in config.json for the layers, the hidden size and the neurons of a block.
@@ -176,9 +176,9 @@ def _check_model(
     path: Path, shapes: Shapes, counts: "Mapping[int, Tensor]", model: Path, activation: str | None
 ) -> str:
     """Check everything against the model's graph; return the model's fingerprint."""
-    from picompile.frontend import load_model
     from picompile.frontend.checkpoint import fingerprint
-    from picompile.predictors import block_shapes
+    from picompile.frontend.hf import load_model
+    from picompile.predictors.store import block_shapes
     from picompile_passes.passes.canonicalize import canonicalize
 
     graph_module = canonicalize(load_model(model, activation).graph_module)
@@ -209,7 +209,7 @@ def _check_norms(path: Path, graph_module: "GraphModule") -> None:
 
 
 def _layers(shapes: Shapes, threshold: float) -> "tuple[LayerPredictor, ...]":
-    from picompile.predictors import LayerPredictor
+    from picompile.predictors.store import LayerPredictor
 
     layers = []
     for layer, parts in sorted(shapes.items()):

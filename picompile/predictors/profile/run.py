@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from picompile.errors import UnsupportedModelError, UsageError
-from picompile.frontend import load_model
+from picompile.frontend.hf import load_model
 from picompile.frontend.model_file import read_config
 from picompile.output import OutputPath, discard, link_tree, reserve
 from picompile.output.place import require_folder_or_nothing

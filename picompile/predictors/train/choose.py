@@ -9,9 +9,8 @@ from torch import Tensor
 
 from picompile.errors import UsageError
 from picompile.output import reserve
-from picompile.predictors import LayerPredictor, Predictors, load_predictors
-from picompile.predictors.files import FACTS_FILE, write_predictors
-from picompile.predictors.store import tensor_name
+from picompile.predictors.files import FACTS_FILE, load_predictors, write_predictors
+from picompile.predictors.store import LayerPredictor, Predictors, tensor_name
 from picompile.predictors.train.candidates import SIGN_SCALE, LayerResult, load_result, load_weights
 from picompile.predictors.train.data import CurvePoint
 from picompile.predictors.train.directory import TrainingDirectory

@@ -12,13 +12,15 @@ import torch
 from torch.fx import GraphModule
 
 from picompile.errors import AccuracyError, UsageError
-from picompile.frontend import Captured, load_model
+from picompile.frontend.captured import Captured
 from picompile.frontend.checkpoint import fingerprint
+from picompile.frontend.hf import load_model
 from picompile.output import OutputPath, reserve
-from picompile.predictors import BlockShape, Predictors, block_shapes, load_predictors
 from picompile.predictors.accuracy import LayerAccuracy, first_windows, measure_layers, rank_layers_by_error
+from picompile.predictors.files import load_predictors
 from picompile.predictors.firing import FiringRule
-from picompile.predictors.profile import Profile
+from picompile.predictors.profile.profile import Profile
+from picompile.predictors.store import BlockShape, Predictors, block_shapes
 from picompile.predictors.train.candidates import JobSettings, LayerResult, load_result
 from picompile.predictors.train.choose import ChoiceLimits, Selection, assemble, choice_key
 from picompile.predictors.train.data import LayerData, find_blocks, layer_data, reads_norm

@@ -13,7 +13,7 @@ from helpers.gguf_files import EXAMPLES, POWERINFER_EXAMPLES, build, byte_level_
 from picompile.errors import UnsupportedModelError
 from picompile.frontend.config import make_config, unknown_keys
 from picompile.frontend.families import find_family
-from picompile.frontend.gguf import read_header
+from picompile.frontend.gguf.header import read_header
 from picompile.frontend.gguf.model_config import model_config
 
 

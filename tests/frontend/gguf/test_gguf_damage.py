@@ -8,8 +8,8 @@ import pytest
 
 from helpers.gguf_files import byte_level_metadata, damaged, refusal, save_example, write_file
 from picompile.errors import UnsupportedModelError
-from picompile.frontend.gguf import GgufModel, open_gguf
 from picompile.frontend.gguf.header import read_header as read_bounded
+from picompile.frontend.gguf.model import GgufModel, open_gguf
 
 BOUND_S = 5.0
 

@@ -21,7 +21,7 @@ from helpers.gguf_files import (
 )
 from helpers.products import sampled
 from picompile.errors import UnsupportedModelError, UsageError
-from picompile.frontend.gguf import GgufModel, open_gguf
+from picompile.frontend.gguf.model import GgufModel, open_gguf
 from picompile.frontend.gguf.model_config import model_classes
 
 # transformers has no processor for Falcon, so that several groups of heads are in a wrong order there.

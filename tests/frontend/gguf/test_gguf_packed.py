@@ -10,8 +10,10 @@ from gguf import GGMLQuantizationType, dequantize
 from helpers.gguf_files import POWERINFER_EXAMPLES, save_example
 from helpers.products import sampled
 from picompile.errors import UnsupportedModelError
-from picompile.frontend.gguf import GgufModel, GgufWeights, blocks, open_gguf
+from picompile.frontend.gguf import blocks
 from picompile.frontend.gguf.blocks import UNPACKED, row_bytes, unpack
+from picompile.frontend.gguf.model import GgufModel, open_gguf
+from picompile.frontend.gguf.weights import GgufWeights
 from picompile_passes.formats import FORMATS
 from picompile_passes.formats.packing import dequantize_rows
 

@@ -8,7 +8,8 @@ import pytest
 
 from helpers.gguf_files import byte_level_metadata, save_example, sentencepiece_metadata
 from picompile.errors import UnsupportedModelError
-from picompile.frontend.gguf import GgufTokenizer, read_gguf_tokenizer, read_header
+from picompile.frontend.gguf.header import read_header
+from picompile.frontend.gguf.tokenizer import GgufTokenizer, read_gguf_tokenizer
 from picompile.frontend.tokenizer_files import generation_eos, read_tokenizer
 
 TEXTS = ["hello world", "  he said: hello\n\nworld 12345", "<s>hello</s>", "日本"]

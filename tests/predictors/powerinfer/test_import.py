@@ -28,11 +28,13 @@ from helpers.powerinfer_files import (
 )
 from picompile.errors import DoesNotFitError, UsageError
 from picompile.frontend.checkpoint import fingerprint
-from picompile.predictors import Predictors, load_predictors
-from picompile.predictors.powerinfer import GuardLimits, PredictorSource, find_source, import_predictors, read_guarded
+from picompile.predictors.files import load_predictors
 from picompile.predictors.powerinfer.child_torch import read_activations, read_files
+from picompile.predictors.powerinfer.guard import GuardLimits, read_guarded
 from picompile.predictors.powerinfer.handover import RefusedError, write_parts
-from picompile.predictors.powerinfer.importer import check_by_config, computes_above
+from picompile.predictors.powerinfer.importer import check_by_config, computes_above, import_predictors
+from picompile.predictors.powerinfer.sources import PredictorSource, find_source
+from picompile.predictors.store import Predictors
 from picompile_passes.predictors import predictor_kind
 
 # Those of `tiny_model`.

@@ -19,7 +19,9 @@ from picompile.cli.profile import _show as show_profile
 from picompile.errors import DoesNotFitError, UnsupportedModelError, UsageError
 from picompile.frontend.checkpoint import fingerprint
 from picompile.predictors.firing import FiringRule
-from picompile.predictors.profile import ProfileOptions, load_profile, profile_model
+from picompile.predictors.profile.options import ProfileOptions
+from picompile.predictors.profile.profile import load_profile
+from picompile.predictors.profile.run import profile_model
 
 
 @pytest.fixture(scope="module")

@@ -21,15 +21,11 @@ from helpers.support import BuildOnce, save_byte_tokenizer, save_tiny_llama
 from picompile.errors import UsageError
 from picompile.output import reserve
 from picompile.predictors.firing import MEASURES, FiringRule
-from picompile.predictors.profile import (
-    Profile,
-    ProfileOptions,
-    files,
-    held_out_windows,
-    load_profile,
-    profile_model,
-    thresholds,
-)
+from picompile.predictors.profile import files, thresholds
+from picompile.predictors.profile.options import ProfileOptions
+from picompile.predictors.profile.profile import Profile, load_profile
+from picompile.predictors.profile.run import profile_model
+from picompile.predictors.profile.windows import held_out_windows
 from picompile.progress import NoProgress
 
 WINDOW = 64

@@ -9,7 +9,8 @@ from helpers.support import BuildOnce
 @pytest.fixture(scope="session")
 def small_profile(build_once: BuildOnce, tiny_model: Path) -> Path:
     """A profile of `tiny_model`. Tests must not change it."""
-    from picompile.predictors.profile import ProfileOptions, profile_model
+    from picompile.predictors.profile.options import ProfileOptions
+    from picompile.predictors.profile.run import profile_model
     from picompile.predictors.profile.text import CalibrationText
 
     words = ["neuron", "gate", "up", "down", "hot", "cold", "mask", "fires", "and", "the", "is", "not"]

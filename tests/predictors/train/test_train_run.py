@@ -12,13 +12,14 @@ import pytest
 from helpers.support import BUNDLED_MODEL, BuildOnce
 from picompile import products
 from picompile.errors import AccuracyError, UsageError
-from picompile.predictors import block_shapes, load_predictors
+from picompile.predictors.files import load_predictors
 from picompile.predictors.firing import FiringRule
-from picompile.predictors.profile import Profile, load_profile
-from picompile.predictors.train import TrainOptions, tighten, train_predictors
-from picompile.predictors.train.choose import ChoiceLimits, Selection
+from picompile.predictors.profile.profile import Profile, load_profile
+from picompile.predictors.store import block_shapes
+from picompile.predictors.train.choose import ChoiceLimits, Selection, tighten
 from picompile.predictors.train.directory import TrainingDirectory
-from picompile.predictors.train.run import _TrainingRun
+from picompile.predictors.train.options import TrainOptions
+from picompile.predictors.train.run import _TrainingRun, train_predictors
 from picompile.progress import NoProgress
 
 OPTIONS = TrainOptions(gate=None, budget=1.0, recall=0.9, exact=False, epochs=1, gate_tokens=128, jobs=1)
@@ -60,7 +61,7 @@ def test_every_layer_gets_a_predictor_that_reaches_its_target(trained: Path, tin
 def test_the_recorded_perplexity_is_that_of_the_predicted_graph(
     trained: Path, tiny_model: Path, profile: Profile
 ) -> None:
-    from picompile.frontend import load_model
+    from picompile.frontend.hf import load_model
     from picompile.streaming import streamed_perplexity
     from picompile_passes.passes.canonicalize import canonicalize
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.fx import GraphModule
 
     from picompile.config import CompileOptions
-    from picompile.frontend import Captured
+    from picompile.frontend.captured import Captured
 
 IDS = np.random.default_rng(4).integers(0, 300, 50).tolist()
 WINDOW = 24
@@ -45,7 +45,7 @@ def captured(tiny_model: Path) -> Captured:
     """The tiny model, and the weights of a predictor and limits beside its own."""
     import torch
 
-    from picompile.frontend import load_model
+    from picompile.frontend.hf import load_model
     from picompile.testing import RandomWeights
 
     model = load_model(tiny_model)
