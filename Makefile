@@ -21,6 +21,8 @@ PROMPT ?= class Reader:
 MINUTES ?= 10
 # The GPU of `make gpu-pack`: its compute capability times ten.
 SM ?= 90
+# A llama-bench for it that you have built, to be measured beside; without one the pack has no peer.
+LLAMA ?=
 # What `make coverage` runs; a folder of tests is quicker than all.
 TESTS ?= tests
 
@@ -77,10 +79,9 @@ bench: $(VENV)/.installed
 	    $(BIN)/picompile bench build/bench/reglu-1.3b-$$quant || exit 1; \
 	done
 
-# What each step has made is used again: kernels, and the build of llama.cpp, which takes the longest.
+# Kernels that were built before are used again.
 gpu-pack: $(VENV)/.installed-dev
-	$(BIN)/python -m benchmarks.gpu.llama all -o build/llama.tar.xz --sm $(SM)
-	$(BIN)/python -m benchmarks.gpu.pack -o build/gpu --sm $(SM) --llama build/llama.tar.xz
+	$(BIN)/python -m benchmarks.gpu.pack -o build/gpu --sm $(SM) $(if $(LLAMA),--llama $(LLAMA))
 	$(BIN)/python tests/gpu_rehearsal.py build/gpu
 
 docs: $(VENV)/.installed-docs

@@ -15,6 +15,7 @@ from helpers.support import BUNDLED_MODEL, ROOT
 DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
     *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "benchmarks").glob("*/README.md")),
 ]
 
 # Architecture decision records have links, but no commands to run.

@@ -129,7 +129,7 @@ def _ready(options: argparse.Namespace) -> None:
 
 
 def _write(options: argparse.Namespace) -> None:
-    """Write weights, use as much memory as the engine will, and give that back; then a file for llama.cpp."""
+    """Write weights, use as much memory as the engine will, and give that back; then a file for a packed llama.cpp."""
     pack, wanted, begin_s = _pack(options), (options.model, options.quant, options.variant), time.monotonic()
     (entry,) = (each for each in pack["models"] if (each["model"], each["quant"], each["variant"]) == wanted)
     options.work = work_folder(options.work, 0)
@@ -139,6 +139,8 @@ def _write(options: argparse.Namespace) -> None:
     with prepared(options.pack / entry["file"], options.work / LARGE, active=options.active, skew=True):
         print(f"weights of {entry['weight_bytes'] / 1e9:.1f} GB after {time.monotonic() - begin_s:.1f} s")
         print(f"memory: {touch(int(_BESIDE_SHARE * entry['weight_bytes']), _BESIDE_S)}")
+    if pack["llama"] is None:
+        return
     output = prepare_gguf(LlamaShape.of(options.model, entry["shape"]), options.work)
     print(f"llama.cpp's file of {output.stat().st_size / 1e9:.1f} GB after {time.monotonic() - begin_s:.1f} s")
 
@@ -156,7 +158,8 @@ def _scheduled(options: argparse.Namespace) -> None:
         needed = max((each["weight_bytes"] for each in pack["models"]), default=0)
     else:
         # The weights, and llama.cpp's.
-        needed = sum(large[key] for key in ("weight_bytes", "dense_bytes")) if large else 0
+        files = ("weight_bytes", "dense_bytes") if pack["llama"] else ("weight_bytes",)
+        needed = sum(large[key] for key in files) if large else 0
     options.work = work_folder(options.work, needed)
     _cache_beside(options.work)
     if options.memory:
@@ -174,7 +177,7 @@ def _scheduled(options: argparse.Namespace) -> None:
             if not has_room(options.work.parent, needed):
                 run.say(f"{options.work.parent} has no room for {needed / 1e9:.1f} GB of weights")
             elif large and options.verb != "more" and not options.pretend:
-                writer.start(large, active_of(large, options.active))
+                writer.start(large, active_of(large, options.active), pack["llama"] is not None)
             run.do_parts(parts_of(options.verb, options, pack), workers)
             run.results["writer"] = writer.said()
             run.say(f"the writer of weights: {'; '.join(writer.said()[-3:]) or 'nothing so far'}")

@@ -1,4 +1,4 @@
-"""Runs llama-bench for `peers_llama_cuda.py`: llama.cpp with as many layers on the GPU as a budget holds.
+"""Runs a llama-bench that somebody has built: llama.cpp with as many layers on the GPU as a budget holds.
 
 The layers are counted as for picompile's dense layer offloading (`models.py`): of the budget 5 % stay free, the
 head comes first, and a layer needs its matrices and its keys and values for `context` tokens. llama.cpp takes more than
@@ -15,9 +15,9 @@ Layers that do not fit are computed by the CPU. There are two ways to hold their
 The results are rows of benchmarks.gpu's list of models. What is missing is a row with a reason.
 """
 
-import json
 import os
 import signal
+import site
 import statistics
 import subprocess
 import sys
@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.llama_build import BUILT, library_folders
+from benchmarks.outputs import llama_bench_rows
 
 Result = dict[str, Any]
 WAYS: Mapping[str, Sequence[str]] = {"pinned": (), "repacked": ("--no-host", "1")}
@@ -89,31 +89,31 @@ def gpu_layers(facts: Mapping[str, Any], budget_bytes: int, context: int) -> int
     return 0 if layers is None else layers + 1
 
 
-def bench(folder: Path, model: Path, facts: Mapping[str, Any], options: BenchOptions) -> Iterator[list[Result]]:
+def bench(program: Path, model: Path, facts: Mapping[str, Any], options: BenchOptions) -> Iterator[list[Result]]:
     """All rows, again and again, more of them known each time."""
     done: list[Result] = []
     for way in options.ways:
-        run = _Run(_command(folder, model, facts, options, way), options.limit_s)
+        run = _Run(_command(program, model, facts, options, way), options.limit_s)
         for _ in _measure(run):
             yield done + [_measured(row, way, facts, options, run) for row in run.rows]
         done += [_measured(row, way, facts, options, run) for row in run.rows]
-        done += _missing(run, way, facts, options, _version(folder))
+        done += _missing(run, way, facts, options)
         yield done
 
 
-def _command(folder: Path, model: Path, facts: Mapping[str, Any], options: BenchOptions, way: str) -> list[str]:
+def _command(program: Path, model: Path, facts: Mapping[str, Any], options: BenchOptions, way: str) -> list[str]:
     numbers = {
         "-ngl": [gpu_layers(facts, options.budget_bytes, options.context)], "-p": options.prompts_of(way),
         "-n": [options.tokens], "-t": options.threads, "-r": [options.repeats],
     }  # fmt: skip
     counts = [text for key, values in numbers.items() for text in (key, ",".join(map(str, values)))]
     # One row a line as soon as it is known, and no mmap: pages of a file are not pinned.
-    return [str(folder / "bin" / "llama-bench"), "-m", str(model), *counts, "-o", "jsonl", "-lm", "none", *WAYS[way]]
+    return [str(program), "-m", str(model), *counts, "-o", "jsonl", "-lm", "none", *WAYS[way]]
 
 
 def _measure(run: _Run) -> Iterator[None]:
     """Fills `run`; yields at each new row. Whatever happens to the program, `run` says it."""
-    folders = [*map(str, library_folders()), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
+    folders = [os.path.dirname(run.command[0]), *_cuda_folders(), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
     environment = {**os.environ, "LD_LIBRARY_PATH": ":".join(folders)}
     before = _memory_bytes()
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
@@ -179,15 +179,13 @@ def _memory_bytes() -> int | None:
 def _parsed(out: Any) -> list[Result]:
     """The rows that are whole."""
     out.seek(0)
-    rows = []
-    for line in out.read().splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and "avg_ts" in row:
-            rows.append(row)
-    return rows
+    return llama_bench_rows(out.read())
+
+
+def _cuda_folders() -> Iterator[str]:
+    """Yield the folders in which Python packages, such as PyTorch's, have libraries of CUDA."""
+    for packages in dict.fromkeys([*site.getsitepackages(), *sys.path]):
+        yield from map(str, Path(packages, "nvidia").glob("*/lib"))
 
 
 def _reason(code: int, err: Any) -> str | None:
@@ -236,9 +234,7 @@ def _measured(found: Result, way: str, facts: Mapping[str, Any], options: BenchO
     return row if run.taken_bytes is None else {**row, "taken_bytes": run.taken_bytes}
 
 
-def _missing(
-    run: _Run, way: str, facts: Mapping[str, Any], options: BenchOptions, version: Mapping[str, Any]
-) -> Iterator[Result]:
+def _missing(run: _Run, way: str, facts: Mapping[str, Any], options: BenchOptions) -> Iterator[Result]:
     """A row for each test that the program did not come to."""
     known = {(row["n_threads"], row["n_prompt"], row["n_gen"]) for row in run.rows}
     tests = [(count, 0, f"pp{count}") for count in options.prompts_of(way) if count]
@@ -248,9 +244,4 @@ def _missing(
         for prompt, tokens, test in tests:
             if (threads, prompt, tokens) not in known:
                 reason = run.reason or "llama-bench has no such row"
-                yield {"label": _label(of_row, test, threads), **of_row, **version, "reason": reason}
-
-
-def _version(folder: Path) -> Result:
-    path = folder / BUILT
-    return {"build": json.loads(path.read_text())} if path.exists() else {}
+                yield {"label": _label(of_row, test, threads), **of_row, "reason": reason}

@@ -1,18 +1,18 @@
 """Packs what `benchmarks.gpu` runs, on a machine with picompile and without a GPU.
 
-    python -m benchmarks.gpu.pack -o build/gpu --sm 90 [--llama build/llama.tar.xz] [--more] [--budget 0.333]
+    python -m benchmarks.gpu.pack -o build/gpu --sm 90 [--llama PATH] [--more] [--budget 0.333]
 
 The pack is a folder of some MB: kernels as cubin and PTX with a list of cases, artifacts of whole models without their
-weights, the bundled model with its weights and the tokens that this machine's processor chooses with it, and a build of
-llama.cpp. It names the commit and the sources that it was made from, and `benchmarks.gpu` refuses others. `make
-gpu-pack` makes all of it, and rehearses both commands. The pack says nothing of speed: nothing in it has run on a GPU
-until `benchmarks.gpu` has run there.
+weights, the bundled model with its weights and the tokens that this machine's processor chooses with it, and, with
+`--llama`, a llama-bench that you have built for CUDA, with the shared libraries beside it. The pack names the commit
+and the sources that it was made from, and `benchmarks.gpu` refuses others. `make gpu-pack` makes it and rehearses both
+commands. It says nothing of speed: nothing in it has run on a GPU until `benchmarks.gpu` has run there.
 """
 
 import argparse
 import json
-import shutil
 import sys
+import tarfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,6 +22,7 @@ from benchmarks import ROOT
 from benchmarks.gpu.cases import pack_kernels, small_cases, speed_cases
 from benchmarks.gpu.models import ModelOptions, pack_model
 from benchmarks.gpu.pack_bundled import BundledOptions, pack_bundled
+from benchmarks.gpu.prepared import LLAMA_PROGRAM
 from benchmarks.gpu.sources import SCHEMA, commit, sources_digest, tracked_bytes
 from benchmarks.gpu.split import Planned
 from picompile.machine import TARGETS
@@ -60,6 +61,10 @@ def main() -> None:
     # An earlier pack may have had other files, and all files here are carried.
     for path in (*options.output.glob("*.zip"), *options.output.glob("*.tar.xz")):
         path.unlink()
+    if options.llama is None:
+        _say("no llama.cpp: the pack has no peer; --llama PATH takes a llama-bench that was built for CUDA")
+    elif not options.llama.is_file():
+        sys.exit(f"{options.llama}: no program; --llama takes the path of a llama-bench that was built for CUDA")
     build_host_library((), options.output / HOST, ISAS[_HOST_ISA])
     kernels = []
     for name, cases in (("small", list(small_cases())), ("speed", [] if options.small else list(speed_cases()))):
@@ -77,7 +82,7 @@ def main() -> None:
         "checks": list(checks(options)),
         "bundled": list(_bundled(options)),
         "models": [entry for text in _wanted(options) for entry in _models(text, options)],
-        "llama": None if options.llama is None else shutil.copy(options.llama, options.output / LLAMA).name,
+        "llama": None if options.llama is None else pack_program(options.llama, options.output / LLAMA),
     }
     (options.output / "pack.json").write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
     pack_bytes = sum(path.stat().st_size for path in options.output.rglob("*") if path.is_file())
@@ -99,13 +104,24 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--models", nargs="*", default=list(MODELS), metavar="SHAPE:QUANT")
     parser.add_argument("--more", action="store_true", help="also what a second quarter of an hour measures")
-    parser.add_argument("--llama", type=Path, help="a build that `peers_llama_cuda.py carry` packed")
+    parser.add_argument(
+        "--llama", type=Path, metavar="PATH", help="a built llama-bench; libraries beside it are packed"
+    )
     parser.add_argument("--budget", type=float, default=1 / 3, help="share of the dense model that the GPU may hold")
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--isas", nargs="+", default=list(TARGETS["h100"].isas), help="of the models; checks: the last")
     parser.add_argument("--small", action="store_true", help="no kernels whose speed is measured")
     parser.add_argument("--bundled", type=Path, default=BUNDLED, help="a model folder, packed with its weights")
     return parser.parse_args(given)
+
+
+def pack_program(program: Path, output: Path) -> str:
+    """Pack a built llama-bench with the shared libraries beside it; return the name of the archive."""
+    with tarfile.open(output, "w:xz") as archive:
+        archive.add(program.resolve(), LLAMA_PROGRAM)
+        for path in sorted(program.resolve().parent.glob("*.so*")):
+            archive.add(path, path.name)
+    return output.name
 
 
 def _wanted(options: argparse.Namespace) -> list[str]:

@@ -27,6 +27,8 @@ from benchmarks.gpu.llama_gguf import LlamaShape, facts_of, write_gguf
 from picompile_runtime.artifact.manifest import WEIGHTS
 
 _LOCK, _KEY = "lock", "prepared.sha256"
+# The name of a built program in its archive in a pack.
+LLAMA_PROGRAM = "llama-bench"
 _FOLDER, _SHARED_MEMORY = "picompile-gpu", Path("/dev/shm")
 # Bytes that checks and their code take of a folder.
 _LEAST_BYTES = 2**28
@@ -130,10 +132,11 @@ class Writer:
         self._number = options.work / "writer.pid"
         options.work.mkdir(parents=True, exist_ok=True)
 
-    def start(self, entry: dict[str, Any], active: float) -> None:
-        """Write the weights of one variant of a model, and then as large a one for llama.cpp, unless they are there."""
+    def start(self, entry: dict[str, Any], active: float, with_gguf: bool) -> None:
+        """Write the weights of one variant of a model, and then a file for llama.cpp, unless they are there."""
         work = self._options.work
-        if self._is_at_work() or ((work / LARGE / _KEY).exists() and facts_of(work / GGUF).exists()):
+        made = [work / LARGE / _KEY, *([facts_of(work / GGUF)] if with_gguf else [])]
+        if self._is_at_work() or all(path.exists() for path in made):
             return
         asked = ["--model", entry["model"], "--quant", entry["quant"], "--variant", entry["variant"]]
         folders = [str(self._options.pack), "--work", str(work.parent), "--active", str(active)]

@@ -10,6 +10,7 @@ from benchmarks import ROOT
 # The version of the files of packs and results.
 SCHEMA = 4
 _FOLDERS = ("picompile", "passes", "codegen", "runtime", "benchmarks/gpu")
+_SHARED = ("benchmarks/__init__.py", "benchmarks/outputs.py")
 _SUFFIXES = frozenset({".py", ".c", ".h", ".cuh"})
 
 
@@ -25,6 +26,7 @@ def sources_digest() -> str:
 def _files() -> Iterator[Path]:
     for name in _FOLDERS:
         yield from (path for path in (ROOT / name).rglob("*") if path.suffix in _SUFFIXES)
+    yield from (ROOT / name for name in _SHARED)
 
 
 def commit() -> str:

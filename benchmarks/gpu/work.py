@@ -19,7 +19,7 @@ from benchmarks.gpu.host import ping_pong, read_bandwidths, start_seconds
 from benchmarks.gpu.kernels import TIMING, Timing, copy_bandwidth, images_of, run_case
 from benchmarks.gpu.llama_bench import WAYS, BenchOptions, bench
 from benchmarks.gpu.llama_gguf import LlamaShape, facts_of
-from benchmarks.gpu.prepared import LARGE, LLAMA, SMALL, prepare_gguf
+from benchmarks.gpu.prepared import LARGE, LLAMA, LLAMA_PROGRAM, SMALL, prepare_gguf
 from benchmarks.gpu.schedule import DEPTH, threads
 from benchmarks.gpu.units import Unit
 from picompile_runtime import DoesNotFitError, MachineError
@@ -146,7 +146,6 @@ def _llama(options: Namespace, content: Mapping[str, Any]) -> Iterator[Result]:
     folder = options.work / LLAMA
     with tarfile.open(options.pack / content["file"]) as archive:
         archive.extractall(folder, filter="data")
-    (build,) = folder.iterdir()
     model = prepare_gguf(LlamaShape.of(content["model"], content["shape"]), options.work)
     facts = json.loads(facts_of(model).read_text())
     asked = BenchOptions(
@@ -155,7 +154,7 @@ def _llama(options: Namespace, content: Mapping[str, Any]) -> Iterator[Result]:
     for way in WAYS:
         left_s = content["ends_s"] - time.monotonic() - _LLAMA_END_S
         known = 0
-        for rows in bench(build, model, facts, replace(asked, limit_s=max(1.0, left_s), ways=(way,))):
+        for rows in bench(folder / LLAMA_PROGRAM, model, facts, replace(asked, limit_s=max(1.0, left_s), ways=(way,))):
             yield from rows[known:]
             known = len(rows)
 

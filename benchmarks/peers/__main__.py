@@ -2,9 +2,9 @@
 
     pip install 'picompile[gguf,report]'                     # beside picompile
     pip install llama-cpp-python openvino safetensors        # into any Python; --peer-python names it
-    git clone https://github.com/SJTU-IPADS/PowerInfer       # anywhere; --powerinfer names it
     python -m benchmarks.peers --work build/bench --quick
-    python -m benchmarks.peers --work build/bench --peer-python ~/peers/bin/python --powerinfer ~/PowerInfer
+    python -m benchmarks.peers --work build/bench --peer-python ~/peers/bin/python
+    python -m benchmarks.peers --work build/bench --program PowerInfer=~/PowerInfer/build/bin/main --sweeps decode
 
 All have the weights of one checkpoint of `synth`. Sweeps:
 
@@ -19,13 +19,16 @@ Contenders, and what each is:
 
 picompile   learned, exact and none are its predictors; `learned` are those that synth makes
 llama.cpp   llama-cpp-python's build; a GGUF file that is q4_0 or f16 in all matrices; SiLU or GELU in place of ReLU
-PowerInfer  built from its sources, on the CPU; q4_0 or f16 in all matrices, `learned`'s predictors in the same format
+llama-bench, ik_llama.cpp, PowerInfer
+            programs that you have built; their paths are given by --program NAME=PATH, and what they print is read.
+            PowerInfer's is `main`, the others' llama-bench; q4_0 or f16 in all matrices, and for PowerInfer `learned`'s
+            predictors in the same format
 OpenVINO    a stateful model as optimum-intel makes it, f16, int8 or int4 weights (q4_0's numbers), KV cache f16
 torch       transformers' model, weights bfloat16 or float16, sdpa, DynamicCache
 
 A group is a point of a sweep. In each of its rounds every contender is measured once, in turn, in a process that stays
-loaded; behind each of picompile's turns the memory's bandwidth is measured, as `picompile bench` does. Figures are
-medians over the rounds. Who is not installed is left out, and the table says so.
+loaded (built programs load it anew); behind each of picompile's turns the memory's bandwidth is measured, as
+`picompile bench` does. Figures are medians over the rounds. Who is not installed is left out, and the table says so.
 
 Every group goes into the JSON file when it is done. A run that was broken off goes on behind the last one, unless the
 code generator has changed since, or the target or the peers are others; `--anew` starts over. Measuring takes half an
@@ -42,9 +45,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.contender import Workers, measure_group
+from benchmarks.peers.contender import Workers, measure_group, prepare
+from benchmarks.peers.engines import PROGRAMS, SWEEPS
 from benchmarks.peers.files import Files, LeftOutError
-from benchmarks.peers.plan import SWEEPS, Group, Scale, groups
+from benchmarks.peers.plan import Group, Scale, groups
 from benchmarks.peers.plot import plot
 from benchmarks.peers.tables import tables
 from picompile.machine.host import cpu_name
@@ -60,7 +64,7 @@ def main() -> None:
     file = options.json or options.work / ("peers-quick.json" if options.quick else "peers.json")
     scale = Scale(options.shape, options.opt_shape, options.active, formats=options.formats, quick=options.quick)
     planned = groups(scale, options.sweeps or (_QUICK if options.quick else SWEEPS))
-    files = Files(options.work, options.target, options.peer_python, options.as_is, options.powerinfer)
+    files = Files(options.work, options.target, options.peer_python, options.as_is, dict(options.program))
     stored = {} if options.anew else _stored(file, files)
     left = [group for group in planned if group.key not in stored]
     _prepare([group for group in left if group.model in scale.models], files)
@@ -100,7 +104,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--active", type=float, default=0.10, help="share of the neurons that fire")
     parser.add_argument("--target", default="native", help="what picompile compiles for")
     parser.add_argument("--peer-python", default=sys.executable, help="the Python of llama.cpp and OpenVINO")
-    parser.add_argument("--powerinfer", type=Path, help="the folder of PowerInfer's sources; it is built in there")
+    parser.add_argument(
+        "--program", type=_program, action="append", default=[], metavar="NAME=PATH",
+        help=f"a built program, and the engine that it is: {', '.join(PROGRAMS)}",
+    )  # fmt: skip
     parser.add_argument("--rounds", type=int, help="of each group; default 5 of decode and opt, 3 of the rest")
     parser.add_argument("--json", type=Path, help="default: peers.json, or peers-quick.json, in the work folder")
     parser.add_argument("--plot", type=Path, help="draw a picture")
@@ -111,12 +118,22 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def _program(text: str) -> tuple[str, Path]:
+    name, _, path = text.partition("=")
+    found = Path(path).expanduser().resolve()
+    if name not in PROGRAMS:
+        raise argparse.ArgumentTypeError(f"{name} is none of {', '.join(PROGRAMS)}")
+    if not os.access(found, os.X_OK) or found.is_dir():
+        raise argparse.ArgumentTypeError(f"{found} is not a program")
+    return name, found
+
+
 def _prepare(left: list[Group], files: Files) -> None:
     """Makes files before anything is measured. Who has none is left out when its turn comes, with the reason."""
     for group in left:
         for contender in group.contenders:
             try:
-                files.command(contender, group.model_of(contender))
+                prepare(contender, group.model_of(contender), files)
             except LeftOutError as error:
                 print(f"{contender.label}: {error}", file=sys.stderr, flush=True)
 

@@ -1,7 +1,8 @@
-"""This end of the workers: starting them, asking them, and one measurement in turn for each of a group."""
+"""Runs contenders: workers that stay loaded, built programs, and one measurement in turn for each of a group."""
 
 import json
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -10,8 +11,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.files import Files, LeftOutError
-from benchmarks.peers.plan import Contender, Group, Model, Task
+from benchmarks import environment
+from benchmarks.outputs import OutputError, Reading
+from benchmarks.peers.engines import ENGINES, PROGRAMS, Engine, Task
+from benchmarks.peers.files import Files, LeftOutError, module
+from benchmarks.peers.plan import Contender, Group, Model
 
 # A reply that takes longer will not come. Filling a context of 4096 tokens takes a minute or two.
 _LIMIT_S = 900
@@ -25,7 +29,13 @@ class Worker:
     def __init__(self, command: Sequence[str]) -> None:
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - it lives as long as the process
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, bufsize=1
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            bufsize=1,
+            env=environment(),
         )
         self.about: dict[str, Any] = self._reply()["about"]
 
@@ -68,15 +78,73 @@ class Worker:
         return lines[-1] if lines else f"ended with {code}"
 
 
+class Program:
+    """A built program, which loads its model anew for each measurement and prints a speed."""
+
+    def __init__(self, engine: Engine, path: Path, model: Path) -> None:
+        self._engine, self._path, self._model = engine, path, model
+        self.about: dict[str, Any] = {"version": f"{engine.name}, {path}"}
+
+    def measure(self, task: Task) -> dict[str, Any]:
+        """Return the reply that a worker would give. Raises LeftOutError where there is no speed."""
+        if task.batch > 1:
+            raise LeftOutError("several sequences are not measured of it")
+        command = [str(self._path), *map(str, self._engine.arguments(self._model, task))]
+        try:
+            ran = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=_LIMIT_S
+            )
+        except OSError as error:
+            raise LeftOutError(f"{self._path}: {error.strerror}") from error
+        except subprocess.TimeoutExpired as error:
+            raise LeftOutError(f"{self._path}: nothing came in {_LIMIT_S} s") from error
+        if ran.returncode:
+            last = (ran.stderr.strip().splitlines() or [""])[-1]
+            raise LeftOutError(f"{self._path} ended with {ran.returncode}: {last}")
+        reading = self._reading(ran, task.op == "prefill")
+        self.about["system"] = reading.system
+        return {"seconds": task.counted / reading.tokens_per_s, "facts": {}}
+
+    def _reading(self, ran: "subprocess.CompletedProcess[str]", is_prompt: bool) -> Reading:
+        """Rows are on standard output, times that `main` prints on standard error."""
+        try:
+            return self._engine.read(ran.stdout, is_prompt)
+        except OutputError:
+            try:
+                return self._engine.read(ran.stderr, is_prompt)
+            except OutputError as error:
+                raise LeftOutError(f"{self._path}: {error}") from error
+
+    def close(self) -> None:
+        """Nothing runs between measurements."""
+
+
+def prepare(contender: Contender, model: Model, files: Files) -> Path:
+    """Return the file that a contender runs, made if it is not there. Raises LeftOutError where it cannot take part."""
+    # The program first: who has none need not wait for the file.
+    if contender.engine in PROGRAMS and contender.engine not in files.programs:
+        raise LeftOutError(f"name a built program: --program {contender.engine}=PATH")
+    return files.file(contender, model)
+
+
+def start(contender: Contender, model: Model, files: Files) -> Worker | Program:
+    """Start a contender. Raises LeftOutError where it cannot take part."""
+    engine, file = ENGINES[contender.engine], prepare(contender, model, files)
+    if engine.arguments:
+        return Program(engine, files.programs[engine.name], file)
+    python = sys.executable if engine.is_ours else files.peer_python
+    return Worker(module(python, f"{engine.worker}_worker", file, contender.format))
+
+
 class Workers:
-    """The workers of a group, each started once; those that the next group does not need are ended."""
+    """The contenders of a group, each started once; those that the next group does not need are ended."""
 
     def __init__(self, files: Files) -> None:
         self._files = files
-        self._running: dict[tuple[Contender, Model], Worker] = {}
+        self._running: dict[tuple[Contender, Model], Worker | Program] = {}
         self._left_out: dict[tuple[Contender, Model], str] = {}
 
-    def of(self, group: Group) -> tuple[dict[Contender, Worker], dict[Contender, str]]:
+    def of(self, group: Group) -> tuple[dict[Contender, Worker | Program], dict[Contender, str]]:
         """The running ones of a group, and why others are not among them."""
         wanted = {(contender, group.model_of(contender)): contender for contender in group.contenders}
         for key in [key for key in self._running if key not in wanted]:
@@ -97,7 +165,7 @@ class Workers:
         if (contender, model) in self._running or (contender, model) in self._left_out:
             return
         try:
-            self._running[contender, model] = Worker(self._files.command(contender, model))
+            self._running[contender, model] = start(contender, model, self._files)
         except LeftOutError as error:
             self._left_out[contender, model] = str(error)
 

@@ -13,12 +13,14 @@ import hashlib
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from benchmarks import ROOT
+from benchmarks import ROOT, environment
+from benchmarks.peers.engines import ENGINES
 from benchmarks.peers.plan import Contender, Model
-from benchmarks.peers.powerinfer_build import build
 
 _CODEGEN = ROOT / "codegen" / "picompile_codegen"
 # Tokens of a sequence in an artifact for many: their caches together are then those of one long sequence.
@@ -31,47 +33,39 @@ class LeftOutError(Exception):
 
 @dataclass(frozen=True)
 class Files:
-    """`target` is what picompile compiles for, `peer_python` where llama.cpp and OpenVINO are installed, `powerinfer`
-    the folder of PowerInfer's sources.
+    """A method for each kind of file that a record of `ENGINES` names.
 
-    With `as_is`, artifacts that another state of the code generator made are taken.
+    `target` is what picompile compiles for, `peer_python` where llama.cpp and OpenVINO are installed, and `programs`
+    are the paths of built programs by the names of their engines. With `as_is`, artifacts that another state of the
+    code generator made are taken.
     """
 
     work: Path
     target: str
     peer_python: str
     as_is: bool = False
-    powerinfer: Path | None = None
+    programs: Mapping[str, Path] = field(default_factory=dict)
     sources: str = field(default_factory=lambda: _sources())
 
     @property
-    def options(self) -> dict[str, str | None]:
+    def options(self) -> dict[str, Any]:
         """The options that figures depend on, besides the sources."""
-        powerinfer = None if self.powerinfer is None else str(self.powerinfer.resolve())
-        return {"target": self.target, "peer_python": self.peer_python, "powerinfer": powerinfer}
+        programs = {name: str(path) for name, path in sorted(self.programs.items())}
+        return {"target": self.target, "peer_python": self.peer_python, "programs": programs}
 
-    def command(self, contender: Contender, model: Model) -> list[str]:
-        """The command of the contender's worker. Its files are there when this returns."""
-        if contender.engine == "picompile":
-            return [*_module(sys.executable, "picompile_worker"), str(self._artifact(contender, model))]
-        if contender.engine == "llama.cpp":
-            return [*_module(self.peer_python, "llama_worker"), str(self._gguf(contender, model))]
-        if contender.engine == "PowerInfer":
-            # The library first: who has none need not wait for the file.
-            command = [*_module(self.peer_python, "powerinfer_worker"), str(self._powerinfer_library())]
-            return [*command, str(self._gguf(contender, model, "powerinfer"))]
-        if contender.engine == "OpenVINO":
-            return [*_module(self.peer_python, "openvino_worker"), str(self._openvino(contender, model))]
-        return [*_module(sys.executable, "torch_worker"), str(self.checkpoint(model)), contender.format]
+    def file(self, contender: Contender, model: Model) -> Path:
+        """Return the file or folder that the contender runs; it is made if it is not there."""
+        path: Path = getattr(self, ENGINES[contender.engine].file)(contender, model)
+        return path
 
-    def checkpoint(self, model: Model) -> Path:
+    def checkpoint(self, contender: Contender, model: Model) -> Path:
         folder = self.work / model.name
         if not folder.exists():
             _say(f"making {folder}")
             _picompile("synth", "--shape", model.shape, "--active", model.active, "--seed", 0, "-o", folder)
         return folder
 
-    def _artifact(self, contender: Contender, model: Model) -> Path:
+    def artifact(self, contender: Contender, model: Model) -> Path:
         several = contender.sequences > 1
         suffix = f".s{contender.sequences}" if several else ""
         folder = self.work / f"{model.name}.{contender.format}.{contender.predictor}{suffix}"
@@ -81,34 +75,29 @@ class Files:
         _say(f"compiling {folder}")
         options = ["--context", _BATCH_CONTEXT, "--sequences", contender.sequences] if several else []
         _picompile(
-            "compile", self.checkpoint(model), "-o", folder, "--target", self.target, "--quant", contender.format,
-            "--predictor", contender.predictor, "--gate", "off", "--force", *options,
+            "compile", self.checkpoint(contender, model), "-o", folder, "--target", self.target,
+            "--quant", contender.format, "--predictor", contender.predictor, "--gate", "off", "--force", *options,
         )  # fmt: skip
         stamp.write_text(sources)
         return folder
 
-    def _gguf(self, contender: Contender, model: Model, *kind: str) -> Path:
+    def gguf(self, contender: Contender, model: Model, *kind: str) -> Path:
         file = self.work / ".".join((model.name, contender.format, *kind, "gguf"))
         if not file.exists():
             _say(f"making {file}")
-            export = [*_module(sys.executable, "gguf"), str(self.checkpoint(model)), str(file)]
-            _run([*export, contender.format, *kind])
+            export = [self.checkpoint(contender, model), file, contender.format, *kind]
+            _run(module(sys.executable, "gguf", *export))
         return file
 
-    def _powerinfer_library(self) -> Path:
-        if self.powerinfer is None:
-            raise LeftOutError("name the folder of its sources with --powerinfer")
-        try:
-            return build(self.powerinfer, "avx2" if self.target == "cpu-avx2" else "native")
-        except (OSError, subprocess.CalledProcessError) as error:
-            raise LeftOutError(f"it cannot be built: {error}") from error
+    def powerinfer(self, contender: Contender, model: Model) -> Path:
+        return self.gguf(contender, model, "powerinfer")
 
-    def _openvino(self, contender: Contender, model: Model) -> Path:
+    def openvino(self, contender: Contender, model: Model) -> Path:
         file = self.work / f"{model.name}.{contender.format}.xml"
         if not file.exists():
             _say(f"making {file}")
-            export = ["--export", str(self.checkpoint(model)), str(file), contender.format]
-            _run([*_module(self.peer_python, "openvino_worker"), *export])
+            export = ["--export", self.checkpoint(contender, model), file, contender.format]
+            _run(module(self.peer_python, "openvino_worker", *export))
         return file
 
     def remove(self, model: Model) -> None:
@@ -128,8 +117,9 @@ def _sources() -> str:
     return digest.hexdigest()
 
 
-def _module(python: str, name: str) -> list[str]:
-    return [python, "-m", f"benchmarks.peers.{name}"]
+def module(python: str, name: str, *arguments: object) -> list[str]:
+    """Return the command of a module of this folder."""
+    return [python, "-m", f"benchmarks.peers.{name}", *map(str, arguments)]
 
 
 def _picompile(*arguments: object) -> None:
@@ -137,7 +127,7 @@ def _picompile(*arguments: object) -> None:
 
 
 def _run(command: list[str]) -> None:
-    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    finished = subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
     if finished.returncode != 0:
         reason = (finished.stderr.strip().splitlines() or [f"ended with {finished.returncode}"])[-1]
         raise LeftOutError(f"{' '.join(command[1:3])}: {reason}")

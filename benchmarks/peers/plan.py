@@ -1,12 +1,14 @@
 """The sweeps that `benchmarks.peers` measures. The entries of a group are measured in turn and compared.
 
-A group has one model, one task and several contenders, of which at most one is llama.cpp: ratios are to it.
+A group has one model, one task and several contenders. Ratios are to the one that is called llama.cpp.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
+
+from benchmarks.peers.engines import ENGINES, SWEEPS, Task
 
 FIRING = (0.03, 0.05, 0.10, 0.20, 0.50, 1.00)
 CONTEXTS = (128, 512, 1024, 2048, 4096)
@@ -16,12 +18,11 @@ THREADS = (2, 1)
 # Of each group, of those that the table has with their spread, and of the points of a curve.
 ROUNDS = {"decode": 5, "opt": 5}
 FEWER_ROUNDS = 3
-SWEEPS = ("decode", "prefill", "context", "batch", "opt", "firing")
 _Number = TypeVar("_Number", int, float)
 # What is left of a model's positions for the steps behind the longest context.
 _ROOM = 96
-# The format of llama.cpp and PowerInfer that stands for one of ours.
-_GGUF = {"q4": "q4_0", "f16": "f16"}
+# Sweeps with every format of an engine; the others have the nearest one.
+_WHOLE = ("decode", "prefill")
 
 
 @dataclass(frozen=True)
@@ -52,22 +53,6 @@ class Contender:
 
 
 @dataclass(frozen=True)
-class Task:
-    """See `worker.py`."""
-
-    op: str
-    threads: int
-    context: int
-    tokens: int
-    batch: int = 1
-
-    @property
-    def counted(self) -> int:
-        """Tokens that a measurement of it reads."""
-        return self.context if self.op == "prefill" else self.tokens * self.batch
-
-
-@dataclass(frozen=True)
 class Group:
     """`x` is what the sweep goes over; `format` is ours, to which the contenders are alike or near.
 
@@ -83,7 +68,7 @@ class Group:
     dense: Model
 
     def model_of(self, contender: Contender) -> Model:
-        return self.model if contender.engine in ("picompile", "PowerInfer") else self.dense
+        return self.model if ENGINES[contender.engine].skips else self.dense
 
     @property
     def key(self) -> str:
@@ -127,29 +112,22 @@ def groups(scale: Scale, sweeps: Sequence[str]) -> list[Group]:
     return [group for sweep in SWEEPS if sweep in sweeps for group in makers[sweep](scale)]
 
 
-def _ours(format: str, *predictors: str, sequences: int = 1) -> tuple[Contender, ...]:
-    return tuple(Contender("picompile", format, predictor, sequences) for predictor in predictors)
-
-
-def _llama(format: str) -> Contender:
-    return Contender("llama.cpp", _GGUF[format])
-
-
-def _powerinfer(format: str) -> Contender:
-    return Contender("PowerInfer", _GGUF[format])
-
-
-def _others(format: str) -> tuple[Contender, ...]:
-    """Who has no format of these bytes is measured beside the nearest one."""
-    if format == "q4":
-        return (Contender("OpenVINO", "q4"), Contender("OpenVINO", "q8"))
-    return (Contender("OpenVINO", "f16"), Contender("torch", "bfloat16"), Contender("torch", "float16"))
+def _contenders(sweep: str, format: str, *predictors: str, sequences: int = 1) -> tuple[Contender, ...]:
+    """Ours with each of the predictors, then every engine that takes part in the sweep."""
+    ours = [Contender("picompile", format, predictor, sequences) for predictor in predictors]
+    peers = [
+        Contender(engine.name, its)
+        for engine in ENGINES.values()
+        if engine.name != "picompile" and sweep in engine.sweeps
+        for its in engine.formats.get(format, ())[: None if sweep in _WHOLE else 1]
+    ]
+    return (*ours, *peers)
 
 
 def _decode(scale: Scale) -> Iterator[Group]:
     model = Model(scale.shape, scale.active)
     for format in scale.formats:
-        contenders = (*_ours(format, "learned", "exact", "none"), _llama(format), _powerinfer(format), *_others(format))
+        contenders = _contenders("decode", format, "learned", "exact", "none")
         for threads in THREADS[:1] if scale.quick else THREADS:
             task = Task("decode", threads, 128, 32 if format == "f16" else 64)
             yield Group("decode", format, threads, model, task, contenders, model)
@@ -158,15 +136,14 @@ def _decode(scale: Scale) -> Iterator[Group]:
 def _prefill(scale: Scale) -> Iterator[Group]:
     model = Model(scale.shape, scale.active)
     for format in scale.formats:
-        contenders = (*_ours(format, "learned"), _llama(format), _powerinfer(format), *_others(format))
+        contenders = _contenders("prefill", format, "learned")
         yield Group("prefill", format, 2, model, Task("prefill", 2, PROMPT, 0), contenders, model)
 
 
 def _opt(scale: Scale) -> Iterator[Group]:
     model = Model(scale.opt_shape, scale.active)
     for format in scale.formats:
-        torch = () if format == "q4" else (Contender("torch", "bfloat16"),)
-        contenders = (*_ours(format, "learned", "none"), _llama(format), *torch)
+        contenders = _contenders("opt", format, "learned", "none")
         yield Group("opt", format, 2, model, Task("decode", 2, 128, 32), contenders, model)
 
 
@@ -175,7 +152,7 @@ def _firing(scale: Scale) -> Iterator[Group]:
     for active in scale.some(FIRING):
         model = Model(scale.shape, active)
         for format in scale.formats:
-            contenders = (*_ours(format, "learned"), _llama(format))
+            contenders = _contenders("firing", format, "learned")
             yield Group("firing", format, active, model, task, contenders, dense)
 
 
@@ -183,7 +160,7 @@ def _context(scale: Scale) -> Iterator[Group]:
     """The longest context is the model's last tokens."""
     model = Model(scale.shape, scale.active)
     for format in scale.formats:
-        contenders = (*_ours(format, "learned"), _llama(format))
+        contenders = _contenders("context", format, "learned")
         for context in scale.some(CONTEXTS):
             task = Task("decode", 2, min(context, scale.positions - _ROOM), 32)
             yield Group("context", format, context, model, task, contenders, model)
@@ -192,8 +169,7 @@ def _context(scale: Scale) -> Iterator[Group]:
 def _batch(scale: Scale) -> Iterator[Group]:
     model = Model(scale.shape, scale.active)
     for format in scale.formats:
-        ours = _ours(format, "learned", sequences=max(BATCHES))
-        torch = () if format == "q4" else (Contender("torch", "bfloat16"),)
+        contenders = _contenders("batch", format, "learned", sequences=max(BATCHES))
         for batch in scale.some(BATCHES):
             task = Task("decode", 2, 128, 16, batch)
-            yield Group("batch", format, batch, model, task, (*ours, _llama(format), *torch), model)
+            yield Group("batch", format, batch, model, task, contenders, model)

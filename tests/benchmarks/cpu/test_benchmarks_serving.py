@@ -9,8 +9,15 @@ from typing import Any
 import pytest
 
 from helpers.benchmark_scripts import run_benchmark
+from helpers.serving_process import build_serving_artifact
+from helpers.support import BuildOnce
 
 pytestmark = pytest.mark.slow("starts servers and sends many requests")
+
+
+@pytest.fixture(scope="session")
+def artifact(build_once: BuildOnce) -> Path:
+    return build_serving_artifact(build_once)
 
 
 def run(name: str, *arguments: object, **options: Any) -> Any:
