@@ -41,7 +41,7 @@ PYTEST = $(BIN)/pytest -n $(JOBS) --dist worksteal --durations=20
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
-	$(BIN)/picompile compile models/tiny-reglu -o build/tiny-reglu --force
+	$(BIN)/picompile compile models/tiny-reglu -o build/tiny-reglu --overwrite
 	$(BIN)/picompile inspect build/tiny-reglu
 	$(BIN)/picompile run build/tiny-reglu -p "$(PROMPT)" -n 160 --echo --temp 0.5 --top-p 0.9 --repetition-penalty 1.1 --seed 1
 
@@ -75,7 +75,7 @@ bench: $(VENV)/.installed
 	test -d build/bench/reglu-1.3b || \
 	    $(BIN)/picompile synth --shape reglu-1.3b --active 0.10 --seed 0 -o build/bench/reglu-1.3b
 	for quant in q4 f16; do \
-	    $(BIN)/picompile compile build/bench/reglu-1.3b -o build/bench/reglu-1.3b-$$quant --quant $$quant --force && \
+	    $(BIN)/picompile compile build/bench/reglu-1.3b -o build/bench/reglu-1.3b-$$quant --quant $$quant --overwrite && \
 	    $(BIN)/picompile bench build/bench/reglu-1.3b-$$quant || exit 1; \
 	done
 

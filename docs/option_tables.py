@@ -36,7 +36,7 @@ def _options(function: Any) -> Iterator[tuple[str, Any, OptionInfo, Any]]:
     for name, parameter in inspect.signature(function).parameters.items():
         if get_origin(hints[name]) is Annotated:
             kind, declared = get_args(hints[name])[:2]
-            if isinstance(declared, OptionInfo):
+            if isinstance(declared, OptionInfo) and not declared.hidden:
                 yield name, kind, declared, parameter.default
 
 
@@ -66,7 +66,8 @@ def _default(kind: Any, default: Any) -> str:
 
 def _cell(text: str) -> str:
     """Return help as one line of Markdown; rich's bold marks names of commands and options."""
-    return re.sub(r"\[bold\](.*?)\[/\]", r"`\1`", " ".join(text.split())).replace("|", "\\|")
+    text = re.sub(r"\[bold\](.*?)\[/\]", r"`\1`", " ".join(text.split()))
+    return text.replace(r"\[", "[").replace("|", "\\|")
 
 
 def with_tables(page: str) -> str:

@@ -3,21 +3,14 @@
 import re
 
 from picompile.errors import UsageError
+from picompile.options import Option, one_of
 from picompile_passes.formats import FORMATS
 
 # The built-in formats of matrices; packages may offer more, which `FORMATS` has as well.
 QUANTIZATIONS = FORMATS.builtin
 FORMATS_HELP = "Weight format: " + "; ".join(f"{name}: {FORMATS[name].summary}" for name in QUANTIZATIONS)
-# How weights are rounded: so that errors on calibration text make up for each other, or each to the nearest value.
-ROUNDINGS = ("calibrated", "nearest")
-DEFAULT_ROUNDING_TOKENS = 32_768
 # Fewer tokens say nothing about neurons that fire on one token in a hundred.
 LEAST_CALIBRATION_TOKENS = 1024
-# Tokens that perplexity is measured on while limits for skipping are searched; they are read in windows of 512.
-DEFAULT_SKIP_TOKENS = 16_384
-LEAST_SKIP_TOKENS = 512
-# Whether prompts of float16 weights are multiplied in bfloat16, where processors can: if it costs little, or as asked.
-BF16_CHOICES = ("auto", "on", "off")
 PREDICTORS = ("exact", "learned", "sign", "none")
 # Predictors that leave out no neuron that fires. They need neither training nor an accuracy check.
 LOSSLESS = ("exact", "none")
@@ -25,17 +18,25 @@ LOSSLESS = ("exact", "none")
 KV_DTYPES = {"f16": "float16", "f32": "float32"} | {name: name for name in QUANTIZATIONS if FORMATS[name].cache}
 DEFAULT_CONTEXT = 4096
 MOST_SEQUENCES = 256
-# With these a step has eight tokens: two tiles of four that share what is read of a matrix.
-DRAFT_TOKENS = 7
 # Tokens of a prompt that are read together: weights are unpacked once for all of them. More would gain a few percent,
 # but whoever stops a prompt, or waits for another answer, would wait longer.
 CHUNK = 128
 # With a GPU: what a chunk costs over the bus does not grow with its tokens.
 GPU_CHUNK = 512
-# The accuracy bound: by which share the predictors may raise the perplexity.
-DEFAULT_ACCURACY_BOUND = 0.001
 # No model has so many layers; files and pictures of layers beyond it are neither looked for nor drawn.
 MOST_LAYERS = 10_000
+
+CONTEXT = Option(
+    f"Longest sequence, in tokens. Default: the model's own limit, at most {DEFAULT_CONTEXT}.", metavar="N", least=1
+)
+KV_DTYPE = Option("Element type of the KV cache. Default: f16, but f32 for FATReLU models.", choices=tuple(KV_DTYPES))
+CHUNK_OPTION = Option(
+    f"Tokens of a prompt that are read together. Default: {CHUNK}, or {GPU_CHUNK} with a GPU, to which the host's "
+    "weights are copied once for each chunk.",
+    metavar="N",
+    least=2,
+    aliases=("--prefill-chunk",),
+)
 
 
 def default_chunk(context: int, *, on_gpu: bool) -> int:
@@ -81,8 +82,15 @@ def is_budget(quant: str) -> bool:
 def check_predictor_quant(quant: str) -> None:
     """Raise `UsageError` unless `quant` is a format or `auto`."""
     if quant != "auto" and quant not in FORMATS:
-        known = ", ".join(FORMATS)
-        raise UsageError(f"unknown quantization {quant!r} of predictors; known are auto, {known}")
+        raise UsageError(f"unknown quantization {quant!r} of predictors; known are auto, {', '.join(FORMATS)}")
+
+
+PREDICTOR_QUANT = Option(
+    f"Weight format of predictors: auto, {one_of(QUANTIZATIONS)}. auto: that of the model, but q6 where it has 4 bits. "
+    "Fewer bits make smaller predictors, which name other neurons: the accuracy check says what that costs.",
+    metavar="FORMAT",
+    check=check_predictor_quant,
+)
 
 
 def check_quant(quant: str) -> None:

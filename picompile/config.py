@@ -11,19 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from picompile.choices import (
-    BF16_CHOICES,
-    DEFAULT_ACCURACY_BOUND,
-    DEFAULT_ROUNDING_TOKENS,
-    DEFAULT_SKIP_TOKENS,
-    DRAFT_TOKENS,
-    KV_DTYPES,
+    CHUNK_OPTION,
+    CONTEXT,
+    FORMATS_HELP,
+    KV_DTYPE,
     LEAST_CALIBRATION_TOKENS,
-    LEAST_SKIP_TOKENS,
     LOSSLESS,
     MOST_SEQUENCES,
+    PREDICTOR_QUANT,
     PREDICTORS,
-    ROUNDINGS,
-    check_predictor_quant,
     check_quant,
     default_chunk,
     default_kv_dtype,
@@ -33,163 +29,222 @@ from picompile.choices import (
     resolve_context,
 )
 from picompile.errors import UsageError
-from picompile.frontend.activation import check_activation
+from picompile.frontend.activation import ACTIVATION
 from picompile.machine import gpu_of
-from picompile.quantities import require_whole
-from picompile.skipping.options import SITES, SkippingOptions, check_bound, check_sites
+from picompile.options import OVERWRITE, check_options, documented, option
+from picompile.placement.machine import (
+    HOST_BANDWIDTH,
+    HOST_MEMORY,
+    VRAM_BUDGET,
+    MachineOptions,
+    check_machine_options,
+)
+from picompile.predictors.profile.text import CALIBRATION, CalibrationText
+from picompile.quantities import parse_accuracy, parse_checked_bound, parse_share
+from picompile.skipping.options import SITES, SkippingOptions, check_sites
 
 if TYPE_CHECKING:
     from picompile.frontend.captured import ModelFacts
     from picompile.machine import Target
-    from picompile.placement.machine import MachineOptions
     from picompile.placement.plan import Plan
     from picompile.predictors.config import PredictorConfig
-    from picompile.predictors.profile.text import CalibrationText
     from picompile.skipping.search import FoundLimits
 
-HOT_DEVICES = ("cuda", "cpu")
 _TRAINED = ("learned", "sign")
 # Elements of one tensor: indices have 32 bits.
 _MOST_ELEMENTS = 2**31 - 1
 
 
+def _read_hot(text: str, flag: str) -> Mapping[int, Sequence[int]]:
+    from picompile.placement.hot_file import read_hot
+
+    return read_hot(Path(text))
+
+
+def _read_plan(text: str, flag: str) -> "Plan":
+    from picompile.placement.plan_file import read_plan
+
+    return read_plan(Path(text))
+
+
+def _check_predictor(kind: str) -> None:
+    """Raise `UsageError` unless `kind` is one of ours or of a plug-in.
+
+    A plug-in's kind with weights of its own is none of them: it comes with the folder that holds them.
+    """
+    if kind in PREDICTORS:
+        return
+    from picompile_passes.predictors import predictor_kind, predictor_kinds
+
+    others = [name for name in predictor_kinds() if name not in PREDICTORS]
+    known = (*PREDICTORS, *(name for name in others if predictor_kind(name).parameters is None))
+    if kind not in known:
+        raise UsageError(f"unknown predictor {kind!r}; known are {', '.join(known)}")
+
+
+@documented
 @dataclass(frozen=True)
 class CompileOptions:
     """The options of a compilation. The constructor raises `UsageError` for values that fit no model.
 
-    Attributes:
-        target: rows of the table of targets, separated by commas; the artifact has code for each.
-        quant: weight format: f16, q8, q6, q4m or q4. With the last two the output head and embeddings are in q6. Or a
-            budget such as `5.2bpw`, bits a weight on average: each matrix gets the format, from q4 to q8, with which
-            they all lose least together. `auto` is the smallest budget with which predictions stay as they are, but for
-            a divergence of 0.01 nats.
-        predictor: None is `exact` if the activation leaves neurons silent, otherwise `none`. `learned`, `sign` and the
-            kinds of plug-ins leave out neurons, so the accuracy check applies to them.
-        predictor_quant: weight format of predictors' own matrices; `auto` is `quant`, but q6 where that has 4 bits.
-            None is what the plan has, or `auto`.
-        context: longest sequence, in tokens; None is the model's own limit, at most 4096.
-        sequences: how many sequences the cache holds, each with a context of its own; they can be decoded together.
-        draft_tokens: how many tokens of a draft a step can check beside the next one, from 0 on; a program with a GPU
-            checks none.
-        kv_dtype: f16, f32, q8 or q4, which has no kernels for a GPU; None is f16, but f32 if rounding would move
-            neurons across a jump of the activation (FATReLU).
-        chunk: tokens of a prompt that are read together; None is what the plan has, or `choices.default_chunk`.
-        bf16: whether prompts are computed in bfloat16, where the weights are f16 and the target has it: `on`, `off`, or
-            `auto`, where that keeps to the accuracy bound `gate`.
-        hot: the hot neurons by layer.
-        plan: a plan of this model's neurons, which says which are hot. It is given instead of `hot`. With neither, a
-            plan is made if the target has a GPU.
-        vram_budget, host_memory, host_bandwidth: the machine to make a plan for, as text, as in `picompile plan`.
-        hot_device: the accelerator that computes hot neurons: `cuda` is the target's GPU and the default if it has one;
-            `cpu` is a second partition of the CPU, with the same schedule but no GPU. None, for a target without a GPU,
-            has hot and cold neurons computed one after the other on the host. Without a plan, the accelerator has
-            everything but embeddings and cold neurons, and layers that `hot` does not name are hot altogether.
-        passes: extra passes as text, `name{option=value}@stage`; options and stage may be left out. Each runs as soon
-            as the graph has reached the stage, or else the one that the pass requires.
-        dump_ir: a folder that receives the graph after every pass.
-        verify: whether the graph is checked at every stage.
-        overwrite: whether the artifact may replace another.
-        predictors: the folder with learned predictors. Without it they, or the thresholds of `sign`, are trained.
-        profile: the folder with the profile to train and plan with; without it one is made. A plan needs a profile only
-            if the GPU cannot hold the whole model.
-        calibration: the text files, or texts, to make a profile from and to round weights for; `-` is standard input.
-        gate: the accuracy bound: the share by which predictors may raise the perplexity; `math.inf` measures it and
-            allows any. None measures nothing.
-        gate_tokens: how many tokens of held-out text the accuracy check reads at most, and so the comparison with the
-            checkpoint.
-        accuracy: the share by which the perplexity of the whole artifact may exceed the checkpoint's; `math.inf` for
-            any. None does not compare with the checkpoint.
-        work: a folder that keeps the profile, the predictors and rounded weights for the next time.
-        activation: the activation of the feed-forward blocks, where config.json names another than the model was
-            trained with, as `load_model` takes it; None takes what config.json says.
-        rounding: `calibrated` rounds weights so that their errors on the calibration text make up for each other;
-            `nearest` rounds each by itself. None is `calibrated` where there is calibration text or a work folder, the
-            model is a folder or file, and the format has fewer than 8 bits.
-        rounding_tokens: how many tokens of the text weights are rounded for, at most.
-        skip: leave out neurons that contribute little, as many as raise the perplexity by no more than this share; None
-            leaves out none but by predictors. It takes any activation, and no training.
-        skip_at: where to skip, of `picompile.skipping.options.SITES`; empty for all.
-        skip_tokens: how many tokens of the text perplexity is measured on for that, at most.
+    Here, `off` of an accuracy bound is None and `report` is `math.inf`, shares are numbers, `hot` and `plan` are what
+    their files hold, and texts may stand for files of `calibration`. None leaves the choice to the compiler.
     """
 
-    target: str = "cpu"
-    quant: str = "q4"
-    predictor: str | None = None
-    predictor_quant: str | None = None
-    context: int | None = None
-    sequences: int = 1
-    draft_tokens: int = DRAFT_TOKENS
-    kv_dtype: str | None = None
-    chunk: int | None = None
-    bf16: str = "auto"
-    hot: Mapping[int, Sequence[int]] | None = None
-    plan: "Plan | None" = None
-    vram_budget: str | None = None
-    host_memory: str | None = None
-    host_bandwidth: str | None = None
-    hot_device: str | None = None
-    passes: tuple[str, ...] = ()
-    dump_ir: Path | None = None
-    verify: bool = True
-    overwrite: bool = False
-    predictors: Path | None = None
-    profile: Path | None = None
-    calibration: "tuple[Path | CalibrationText, ...]" = ()
-    gate: float | None = DEFAULT_ACCURACY_BOUND
-    gate_tokens: int = 4096
-    accuracy: float | None = None
-    work: Path | None = None
-    activation: str | None = None
-    rounding: str | None = None
-    rounding_tokens: int = DEFAULT_ROUNDING_TOKENS
-    skip: float | None = None
-    skip_at: tuple[str, ...] = ()
-    skip_tokens: int = DEFAULT_SKIP_TOKENS
+    target: str = option(
+        "cpu",
+        "The machine to compile for, or several separated by commas; see `picompile targets`. native: this machine's "
+        "processor and no other.",
+        metavar="NAME",
+        env="PICOMPILE_TARGET",
+        check=gpu_of,
+    )
+    quant: str = option(
+        "q4",
+        f"{FORMATS_HELP}. With 4 bits the output head and embeddings are in q6. Or a budget, as in 5.2bpw: bits a "
+        "weight on average, spent where they keep most; auto: as few as keep the model's predictions.",
+        metavar="FORMAT",
+        check=check_quant,
+    )
+    rounding: str | None = option(
+        None,
+        "How weights are rounded. calibrated: so that errors on calibration text make up for each other. nearest: each "
+        "by itself. Default: calibrated with --calibration or --work, for formats below 8 bits.",
+        choices=("calibrated", "nearest"),
+    )
+    rounding_tokens: int = option(
+        32_768, "Tokens that weights are rounded for, at most.", metavar="N", least=LEAST_CALIBRATION_TOKENS
+    )
+    activation: str | None = ACTIVATION.field(None)
+    predictor: str | None = option(
+        None,
+        "Method used to predict active neurons. exact: from the gating matrix, computed in full; lossless, ReLU family "
+        "only. learned: a small trained predictor for each layer. sign: the signs of the weights. none: compute every "
+        "neuron. Or a plug-in's kind. Default: exact where neurons can be silent, else none.",
+        metavar="KIND",
+        check=_check_predictor,
+    )
+    predictor_quant: str | None = PREDICTOR_QUANT.field(None)
+    predictors: Path | None = option(
+        None, "Take the predictors that train or import-predictors made. Default: train them.", metavar="FOLDER"
+    )
+    profile: Path | None = option(
+        None, "Train predictors and plan with this profile. Default: make one.", metavar="FOLDER"
+    )
+    calibration: tuple[Path | CalibrationText, ...] = CALIBRATION.field(())
+    accuracy_bound: float | None = option(
+        "0.1%",
+        "How far predictors may raise the perplexity on held-out text. report: measure, and allow any. off: measure "
+        "nothing.",
+        metavar="SHARE",
+        parse=parse_checked_bound,
+        least=0,
+        aliases=("--gate",),
+    )
+    check_tokens: int = option(
+        4096,
+        "Tokens of held-out text that the accuracy check reads, at most.",
+        metavar="N",
+        least=2,
+        aliases=("--gate-tokens",),
+    )
+    accuracy: float | None = option(
+        None,
+        "Compare the artifact with MODEL in float32 on held-out text, part by part, and refuse it if its perplexity is "
+        "further above; report sets no bound. Default: do not compare.",
+        metavar="SHARE",
+        parse=parse_accuracy,
+        least=0,
+    )
+    skip: float | None = option(
+        None,
+        "Leave out neurons that contribute little, known from gate and output, as many as raise the perplexity by no "
+        "more than this; for any activation, without training. Default: none.",
+        metavar="SHARE",
+        parse=parse_share,
+        above=0,
+        most=1,
+    )
+    skip_at: tuple[str, ...] = option(
+        (),
+        "Where to skip. gate: neurons, before up and down are read. output: neurons, before down is read. Repeatable. "
+        "Default: gate and output.",
+        metavar="PLACE",
+    )
+    # Read in windows of 512 tokens.
+    skip_tokens: int = option(
+        16_384, "Tokens that perplexity is measured on for --skip, at most.", metavar="N", least=512
+    )
+    work: Path | None = option(
+        None,
+        "Keep the profile, the predictors and rounded weights here, and continue from what is there.",
+        metavar="DIR",
+    )
+    context: int | None = CONTEXT.field(None)
+    chunk: int | None = CHUNK_OPTION.field(None)
+    sequences: int = option(
+        1,
+        "Sequences that the KV cache holds; they can be decoded together.",
+        metavar="N",
+        least=1,
+        most=MOST_SEQUENCES,
+    )
+    # By default a step has eight tokens: two tiles of four that share what is read of a matrix.
+    draft_tokens: int = option(
+        7,
+        "Tokens of a draft that one step can check (run --draft); 0 for none, as with a GPU.",
+        metavar="N",
+        least=0,
+        most=MOST_SEQUENCES - 1,
+    )
+    bf16: str = option(
+        "auto",
+        "Whether prompts are computed in bfloat16 where weights are f16 and the target has it (native, "
+        "cpu-avx512-bf16). auto: where that keeps the perplexity within --accuracy-bound, which is measured.",
+        choices=("auto", "on", "off"),
+    )
+    kv_dtype: str | None = KV_DTYPE.field(None)
+    passes: tuple[str, ...] = option(
+        (),
+        "Run one more pass, written name{option=value,…}@stage; options and stage are optional. Repeatable.",
+        metavar="NAME",
+        flags=("--pass",),
+    )
+    hot: Mapping[int, Sequence[int]] | None = option(
+        None,
+        'Split feed-forward blocks by hand: a JSON file of hot neurons by layer, {"0": [5, 17], "1": [3]}.',
+        metavar="FILE",
+        parse=_read_hot,
+    )
+    plan: "Plan | None" = option(
+        None,
+        "Split feed-forward blocks by this plan of picompile plan. Default: with a GPU, make one.",
+        metavar="FILE",
+        parse=_read_plan,
+    )
+    vram_budget: str | None = VRAM_BUDGET.field(None)
+    host_memory: str | None = HOST_MEMORY.field(None)
+    host_bandwidth: str | None = HOST_BANDWIDTH.field(None)
+    hot_device: str | None = option(
+        None,
+        "The accelerator of hot neurons and of what the plan puts beside them. cuda: the target's GPU. cpu: a second "
+        "partition of the CPU, with the same schedule. Default: cuda if the target has a GPU; else hot and cold "
+        "neurons run one after the other on the host.",
+        choices=("cuda", "cpu"),
+    )
+    dump_ir: Path | None = option(None, "Write the graph after each pass to DIR/NNN_pass-name.txt.", metavar="DIR")
+    verify: bool = option(True, "Check the graph at every stage.")
+    overwrite: bool = OVERWRITE.field(False)
 
     def __post_init__(self) -> None:
         """Raise `UsageError` for options that fit no model."""
-        check_activation(self.activation)
+        check_options(self)
         gpu = gpu_of(self.target)
-        for value, known, name in (
-            (self.rounding, (None, *ROUNDINGS), "rounding"),
-            (self.predictor, (None, *_predictors(self.predictor)), "predictor"),
-            (self.kv_dtype, (None, *KV_DTYPES), "KV cache type"),
-            (self.hot_device, (None, *HOT_DEVICES), "hot device"),
-        ):
-            if value not in known:
-                raise UsageError(f"unknown {name} {value!r}; known are {', '.join(k for k in known if k)}")
-        check_quant(self.quant)
-        check_predictor_quant(self.predictor_quant or "auto")
         self._require_skipping()
         self._require_use()
-        require_whole(
-            context=self.context,
-            sequences=self.sequences,
-            draft_tokens=self.draft_tokens,
-            prefill_chunk=self.chunk,
-            gate_tokens=self.gate_tokens,
-            rounding_tokens=self.rounding_tokens,
-            skip_tokens=self.skip_tokens,
-        )
         self._require_rounding()
-        if self.gate_tokens < 2:
-            raise UsageError(f"the accuracy check must read at least 2 tokens, not {self.gate_tokens}")
-        if self.accuracy is not None and not self.accuracy >= 0:
-            raise UsageError(f"the bound on accuracy must be a share from 0 on, not {self.accuracy}")
-        if self.context is not None and self.context < 1:
-            raise UsageError(f"the context must be at least 1 token, not {self.context}")
-        if not 1 <= self.sequences <= MOST_SEQUENCES:
-            raise UsageError(f"the cache can hold from 1 to {MOST_SEQUENCES} sequences, not {self.sequences}")
-        if not 0 <= self.draft_tokens < MOST_SEQUENCES:
-            raise UsageError(
-                f"a step can check from 0 to {MOST_SEQUENCES - 1} tokens of a draft, not {self.draft_tokens}"
-            )
         if self.kv_dtype == "q4" and gpu is not None:
             raise UsageError("a KV cache in q4 has no kernels for a GPU; choose q8")
-        if self.bf16 not in BF16_CHOICES:
-            raise UsageError(f"bf16 is {', '.join(BF16_CHOICES[:-1])} or {BF16_CHOICES[-1]}, not {self.bf16!r}")
-        if self.chunk is not None and self.chunk < 2:
-            raise UsageError(f"the prefill chunk must be at least 2 tokens, not {self.chunk}")
         if self.hot_device == "cuda" and gpu is None:
             raise UsageError(f"hot device cuda needs a target with a GPU, and {self.target} has none")
         if self.plan is not None:
@@ -198,25 +253,18 @@ class CompileOptions:
 
     def _require_rounding(self) -> None:
         """Raise `UsageError` for options of rounding that make no sense, or that nothing reads."""
-        if self.rounding_tokens < LEAST_CALIBRATION_TOKENS:
-            raise UsageError(
-                f"weights must be rounded for at least {LEAST_CALIBRATION_TOKENS} tokens, not {self.rounding_tokens}"
-            )
         if self.rounding == "calibrated" and not self._can_calibrate:
             raise UsageError(f"rounding calibrated is for formats of fewer than 8 bits, not {self.quant}; leave it out")
-        if self.rounding_tokens != DEFAULT_ROUNDING_TOKENS and not self._rounds_by_text:
+        if self.rounding_tokens != type(self).rounding_tokens and not self._rounds_by_text:
             raise UsageError("rounding tokens given, but each weight is rounded to the nearest; leave them out")
 
     def _require_skipping(self) -> None:
         """Raise `UsageError` for options of skipping that make no sense, or that another one forbids."""
-        if self.skip_tokens < LEAST_SKIP_TOKENS:
-            raise UsageError(f"skipping is measured on at least {LEAST_SKIP_TOKENS} tokens, not {self.skip_tokens}")
         if self.skip is None:
-            if self.skip_at or self.skip_tokens != DEFAULT_SKIP_TOKENS:
+            if self.skip_at or self.skip_tokens != type(self).skip_tokens:
                 what = "places to skip at" if self.skip_at else "tokens to measure skipping on"
                 raise UsageError(f"{what} given, but not how much skipping may cost; give it, as --skip 1%")
             return
-        check_bound(self.skip)
         check_sites(self.skip_at or SITES)
         if self.predictor == "exact":
             raise UsageError("skip leaves out silent neurons too, and predictor exact no others; leave one of them out")
@@ -237,8 +285,6 @@ class CompileOptions:
 
     def _require_machine(self, gpu: "Target | None") -> None:
         """Raise `UsageError` for wrong sizes of a machine, and for any if no plan is made."""
-        from picompile.placement.machine import check_machine_options
-
         for name in ("vram_budget", "host_memory", "host_bandwidth"):
             option = f"--{name.replace('_', '-')}"
             if getattr(self, name) is None:
@@ -254,7 +300,7 @@ class CompileOptions:
 
     def _require_neurons(self, plan: "Plan") -> None:
         if self.hot is not None:
-            raise UsageError("hot neurons and a plan, which has its own; give one of them")
+            raise UsageError("hot and plan both say which neurons are hot; give one of them")
         if any(layer.hot is None for layer in plan.layers):
             raise UsageError(
                 f"the plan of {plan.model} is made of {plan.firing}, which says nothing of single neurons; plan with "
@@ -292,24 +338,9 @@ class CompileOptions:
         """Whether the predictor is lossless: it leaves out no neuron that fires."""
         return self.predictor is None or self.predictor in LOSSLESS
 
-    def _machine(self, gpu: "Target") -> "MachineOptions":
+    def _machine(self, gpu: "Target") -> MachineOptions:
         """Return the machine with this GPU, as the user describes it."""
-        from picompile.placement.machine import MachineOptions
-
         return MachineOptions(gpu.name, self.vram_budget, self.host_memory, self.host_bandwidth)
-
-
-def _predictors(wanted: str | None) -> tuple[str, ...]:
-    """Return the known kinds: ours, and those of plug-ins unless `wanted` is one of ours.
-
-    A plug-in's kind with weights of its own is left out: it comes with the folder that holds them.
-    """
-    if wanted is None or wanted in PREDICTORS:
-        return PREDICTORS
-    from picompile_passes.predictors import predictor_kind, predictor_kinds
-
-    others = [name for name in predictor_kinds() if name not in PREDICTORS]
-    return (*PREDICTORS, *(name for name in others if predictor_kind(name).parameters is None))
 
 
 @dataclass(frozen=True)
@@ -322,7 +353,7 @@ class PlacementConfig:
 
     hot: Mapping[int, Sequence[int]] | None
     plan: "Plan | None"
-    machine: "MachineOptions | None"
+    machine: MachineOptions | None
     accelerator: str | None
 
 
@@ -337,7 +368,7 @@ class RoundingConfig:
 
     compensates: bool
 
-    calibration: "tuple[Path | CalibrationText, ...]"
+    calibration: tuple[Path | CalibrationText, ...]
     tokens: int
     work: Path | None
     activation: str | None
@@ -457,9 +488,11 @@ def resolve(options: CompileOptions, facts: "ModelFacts") -> CompileConfig:
             profile=options.profile,
             calibration=options.calibration,
             work=options.work,
-            accuracy_bound=None if options.gate is None or math.isinf(options.gate) else options.gate,
-            is_checked=options.gate is not None,
-            check_tokens=options.gate_tokens,
+            accuracy_bound=None
+            if options.accuracy_bound is None or math.isinf(options.accuracy_bound)
+            else options.accuracy_bound,
+            is_checked=options.accuracy_bound is not None,
+            check_tokens=options.check_tokens,
             activation=options.activation,
         ),
         rounding=RoundingConfig(
@@ -467,7 +500,7 @@ def resolve(options: CompileOptions, facts: "ModelFacts") -> CompileConfig:
         ),
         comparison=None
         if options.accuracy is None
-        else ComparisonConfig(options.accuracy if math.isfinite(options.accuracy) else None, options.gate_tokens),
+        else ComparisonConfig(options.accuracy if math.isfinite(options.accuracy) else None, options.check_tokens),
         skipping=None
         if options.skip is None
         else SkippingConfig(

@@ -32,6 +32,13 @@ def parse_count(text: str) -> int | None:
     return int(text[-_MOST_DIGITS:]) if digits else None
 
 
+def parse_least_one(text: str, option: str) -> int:
+    """Return the number from 1 on that `text` writes. Raise `UsageError`."""
+    if not (number := parse_count(text.strip())):
+        raise UsageError(f"{option}: {shortened(repr(text))} is no whole number from 1 on")
+    return number
+
+
 def shortened(text: str, most: int = 40) -> str:
     """Return the text, or its beginning and an ellipsis, so that an error message stays readable."""
     return text if len(text) <= most else f"{text[:most]}…"
@@ -51,17 +58,17 @@ def parse_share(text: str, option: str, *, highest: float = 1.0) -> float:
     return value
 
 
-def parse_accuracy_bound(text: str, option: str = "--gate") -> float | None:
+def parse_accuracy_bound(text: str, option: str) -> float | None:
     """Return the bound on the relative rise of perplexity, or None for `off`. Raise `UsageError`."""
     return None if text.strip().lower() == "off" else parse_share(text, option)
 
 
-def parse_checked_bound(text: str, option: str = "--gate") -> float | None:
+def parse_checked_bound(text: str, option: str) -> float | None:
     """Return the bound as `parse_accuracy_bound` does, and infinity for `report`. Raise `UsageError`."""
     return math.inf if text.strip().lower() == "report" else parse_accuracy_bound(text, option)
 
 
-def parse_accuracy(text: str, option: str = "--accuracy") -> float:
+def parse_accuracy(text: str, option: str) -> float:
     """Return the bound on the relative rise of perplexity, infinite for `report`. Raise `UsageError`."""
     return math.inf if text.strip().lower() == "report" else parse_share(text, option)
 

@@ -109,7 +109,9 @@ def check_rows(engine: Engine) -> None:
 def test_rows_do_not_depend_on_their_company(
     models: dict[str, Path], tmp_path: Path, name: str, quant: str, predictor: str
 ) -> None:
-    options = CompileOptions(quant=quant, predictor=predictor, gate=None, sequences=SEQUENCES, context=160, chunk=32)
+    options = CompileOptions(
+        quant=quant, predictor=predictor, accuracy_bound=None, sequences=SEQUENCES, context=160, chunk=32
+    )
     compile_model(models[name], tmp_path / "artifact", options)
     with picompile_runtime.load(tmp_path / "artifact", threads=2) as engine:
         check_rows(engine)
@@ -118,7 +120,7 @@ def test_rows_do_not_depend_on_their_company(
 
 @pytest.mark.parametrize("predictor", ["sign", "learned"])
 def test_rows_with_masks_do_not_depend_on_their_company(tmp_path: Path, predictor: str) -> None:
-    options = CompileOptions(predictor=predictor, gate=None, sequences=SEQUENCES, context=160, chunk=32)
+    options = CompileOptions(predictor=predictor, accuracy_bound=None, sequences=SEQUENCES, context=160, chunk=32)
     compile_model(BUNDLED_MODEL, tmp_path / "artifact", options)
     with picompile_runtime.load(tmp_path / "artifact", threads=2) as engine:
         check_rows(engine)
@@ -130,7 +132,7 @@ def test_rows_with_masks_do_not_depend_on_their_company(tmp_path: Path, predicto
 def test_rows_of_a_split_model_do_not_depend_on_their_company(models: dict[str, Path], tmp_path: Path) -> None:
     hot = {layer: range(20) for layer in range(build("opt-pre-norm").config.num_hidden_layers)}
     sizes = {"sequences": SEQUENCES, "context": 160, "chunk": 32}
-    options = CompileOptions(quant="q4", gate=None, hot_device="cpu", hot=hot, **sizes)
+    options = CompileOptions(quant="q4", accuracy_bound=None, hot_device="cpu", hot=hot, **sizes)
     compile_model(models["opt-pre-norm"], tmp_path / "artifact", options)
     with picompile_runtime.load(tmp_path / "artifact", threads=2) as engine:
         check_rows(engine)
@@ -138,7 +140,7 @@ def test_rows_of_a_split_model_do_not_depend_on_their_company(models: dict[str, 
 
 @pytest.mark.parametrize("name", ["llama-relu", "qwen2"])
 def test_a_prompt_is_the_same_however_it_is_cut(models: dict[str, Path], tmp_path: Path, name: str) -> None:
-    options = CompileOptions(quant="q4", gate=None, sequences=2, context=160, chunk=32)
+    options = CompileOptions(quant="q4", accuracy_bound=None, sequences=2, context=160, chunk=32)
     compile_model(models[name], tmp_path / "artifact", options)
     with picompile_runtime.load(tmp_path / "artifact", threads=2) as engine:
         ids = np.random.default_rng(1).integers(0, engine.vocab, 100).tolist()
@@ -157,7 +159,7 @@ def test_a_prompt_is_the_same_however_it_is_cut(models: dict[str, Path], tmp_pat
 def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundled model for three long texts."""
     artifact = tmp_path_factory.mktemp("long") / "artifact"
-    compile_model(BUNDLED_MODEL, artifact, CompileOptions(gate=None, sequences=3, context=1024))
+    compile_model(BUNDLED_MODEL, artifact, CompileOptions(accuracy_bound=None, sequences=3, context=1024))
     return artifact
 
 

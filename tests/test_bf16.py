@@ -40,7 +40,18 @@ def isas(artifact: Path) -> list[str]:
 def test_what_it_costs_is_measured_and_said(
     cli: Cli, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = ("--quant", "f16", "--target", TARGET.name, "--context", 64, "--gate", "5%", "--gate-tokens", 200)
+    options = (
+        "--quant",
+        "f16",
+        "--target",
+        TARGET.name,
+        "--context",
+        64,
+        "--accuracy-bound",
+        "5%",
+        "--check-tokens",
+        200,
+    )
     ended = cli("compile", tiny_model, "-o", tmp_path / "artifact", *options)
     assert ended.code == 0, ended.err
     assert " by prompts in bfloat16, on " in ended.out
@@ -74,7 +85,7 @@ def test_what_it_costs_is_measured_and_said(
     [
         ({"quant": "f16", "bf16": "off"}, [BF16_BASE]),
         ({"quant": "f16", "bf16": "on"}, [BF16, BF16_BASE]),
-        ({"quant": "f16", "gate": None}, [BF16, BF16_BASE]),
+        ({"quant": "f16", "accuracy_bound": None}, [BF16, BF16_BASE]),
         ({"quant": "q8"}, [BF16_BASE]),
         # Nobody can tell what it costs where there is no tokenizer to read a text.
         ({"quant": "f16", "tokenizer": False}, [BF16_BASE]),

@@ -23,7 +23,7 @@ from test_prediction import held_out, write_predictors
 
 __all__ = ["held_out"]
 
-SMALL: dict[str, Any] = {"context": 128, "gate_tokens": 1024}
+SMALL: dict[str, Any] = {"context": 128, "check_tokens": 1024}
 
 
 def _compared(artifact: Path, model: Path = BUNDLED_MODEL, **options: Any) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def test_the_cache_is_rounded_as_the_artifact_rounds_it(tmp_path: Path) -> None:
 
 @pytest.mark.slow("compiles a model and compares it with its checkpoint; one is fast")
 def test_weights_are_to_blame(cli: Cli, tmp_path: Path) -> None:
-    words = ("--quant", "q4", "--rounding", "nearest", "--context", 128, "--gate-tokens", 1024, "--accuracy", "0.1%")
+    words = ("--quant", "q4", "--rounding", "nearest", "--context", 128, "--check-tokens", 1024, "--accuracy", "0.1%")
     ended = cli("compile", BUNDLED_MODEL, "-o", tmp_path / "artifact", *words)
     assert (ended.code, ended.out, ended.err.count("\n")) == (7, "", 1)
     for said in ("more than 0.1 %", "most is lost by weights in q4", "--quant q4m or q6"):
@@ -82,9 +82,9 @@ def test_weights_are_to_blame(cli: Cli, tmp_path: Path) -> None:
 @pytest.mark.slow("compiles a model and compares it with its checkpoint; one is fast")
 def test_predictors_are_to_blame(held_out: Path, tmp_path: Path) -> None:
     predictors = write_predictors(BUNDLED_MODEL, tmp_path / "predictors", bias=0.0)
-    options = {"predictor": "learned", "predictors": predictors, "calibration": (held_out,), "gate": None}
+    options = {"predictor": "learned", "predictors": predictors, "calibration": (held_out,), "accuracy_bound": None}
     with pytest.raises(AccuracyError, match=r"most is lost by predictors \(weights in q8 .*or larger pred") as refused:
-        _compared(tmp_path / "artifact", quant="q8", gate_tokens=300, accuracy=0.02, **options)
+        _compared(tmp_path / "artifact", quant="q8", check_tokens=300, accuracy=0.02, **options)
     assert refused.value.exit_code == 7
     assert [path.name for path in tmp_path.iterdir()] == ["predictors"]
 
@@ -93,9 +93,9 @@ def test_predictors_are_to_blame(held_out: Path, tmp_path: Path) -> None:
 def test_an_artifact_with_predictors_has_both_figures(tiny_model: Path, held_out: Path, tmp_path: Path) -> None:
     """Its last streamed graph has the same masks as the artifact."""
     predictors = write_predictors(tiny_model, tmp_path / "predictors", bias=0.0)
-    options = {"predictor": "learned", "predictors": predictors, "calibration": (held_out,), "gate": math.inf}
+    options = {"predictor": "learned", "predictors": predictors, "calibration": (held_out,), "accuracy_bound": math.inf}
     hot = {0: range(0, 200, 3)}
-    found = _compared(tmp_path / "artifact", tiny_model, context=64, gate_tokens=200, quant="q8", hot=hot, **options)
+    found = _compared(tmp_path / "artifact", tiny_model, context=64, check_tokens=200, quant="q8", hot=hot, **options)
     weights, chosen, cache, runtime = found["lines"]
     assert [line["part"] for line in found["lines"]] == ["weights", "predictors", "kv_cache", "runtime"]
     assert chosen["kl_nats"] > 10 * weights["kl_nats"]
@@ -142,7 +142,7 @@ def test_models_that_cannot_be_compared(tiny_model: Path, tmp_path: Path) -> Non
         compile_model(bare, tmp_path / "artifact", options)
     assert [path.name for path in tmp_path.iterdir()] == ["bare"]
     for bound in (-0.1, float("nan")):
-        with pytest.raises(UsageError, match="the bound on accuracy"):
+        with pytest.raises(UsageError, match="accuracy must be at least 0"):
             CompileOptions(accuracy=bound)
     # A text may be given to compare on, and for nothing else.
     assert CompileOptions(quant="q8", accuracy=0.01, calibration=(Path("text"),)).calibration == (Path("text"),)
@@ -159,9 +159,15 @@ def test_recall_and_thresholds_are_by_the_measure_of_the_profile(tmp_path: Path)
     weights["model.layers.0.mlp.down_proj.weight"][:, ::2] *= 0.01
     save_file(weights, model / "model.safetensors", {"format": "pt"})
     text.write_text(" ".join(f"value {n} = {n * n % 97}" for n in range(400)))
-    profiling = ProfileOptions((text,), tokens=1500, samples=1500, window=64, gate=0.001, by="contribution")
+    profiling = ProfileOptions((text,), tokens=1500, samples=1500, window=64, accuracy_bound=0.001, by="contribution")
     profile = profile_model(model, tmp_path / "profile", profiling)
-    options = {"predictor": "learned", "profile": profile.folder, "gate": math.inf, "gate_tokens": 256, "context": 64}
+    options = {
+        "predictor": "learned",
+        "profile": profile.folder,
+        "accuracy_bound": math.inf,
+        "check_tokens": 256,
+        "context": 64,
+    }
     lines = _compared(tmp_path / "artifact", model, accuracy=1.0, **options)["lines"]
     (layer,) = json.loads((tmp_path / "artifact" / "report.json").read_text())["accuracy"]["layers"]
     assert layer["firing_share"] == pytest.approx(profile.layers[0].firing_share, abs=0.1)

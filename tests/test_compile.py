@@ -35,7 +35,7 @@ def test_what_is_there_stays_until_it_is_replaced(
     output, options = tmp_path / "artifact", {"quant": "f16", "context": 32}
     compile_model(tiny_model, output, CompileOptions(**options))
     before = _files(output)
-    with pytest.raises(UsageError, match="--force"):
+    with pytest.raises(UsageError, match="--overwrite"):
         compile_model(tiny_model, output, CompileOptions(**options))
 
     def fail(*_: object) -> Tensor:
@@ -73,12 +73,12 @@ def test_the_same_inputs_give_the_same_bytes(tiny_model: Path, tmp_path: Path, m
         ({"hot_device": "tpu"}, UsageError, "unknown hot device 'tpu'"),
         ({"predictor": "psychic"}, UsageError, "psychic"),
         ({"kv_dtype": "f8"}, UsageError, "f8"),
-        ({"bf16": "yes"}, UsageError, "bf16 is auto, on or off, not 'yes'"),
+        ({"bf16": "yes"}, UsageError, "unknown bf16 'yes'; known are auto, on, off"),
         ({"context": 0}, UsageError, "at least 1"),
         ({"chunk": 1}, UsageError, "at least 2"),
-        ({"draft_tokens": 256}, UsageError, "from 0 to 255 tokens of a draft, not 256"),
+        ({"draft_tokens": 256}, UsageError, "draft tokens must be at least 0 and at most 255, not 256"),
         ({"kv_dtype": "q4", "target": "4090"}, UsageError, "a KV cache in q4 has no kernels for a GPU; choose q8"),
-        ({"sequences": 257}, UsageError, "from 1 to 256 sequences, not 257"),
+        ({"sequences": 257}, UsageError, "sequences must be at least 1 and at most 256, not 257"),
     ],
 )
 def test_options_are_checked_at_once(options: dict[str, object], error: type[Exception], text: str) -> None:
@@ -211,8 +211,8 @@ def test_shares_are_parsed() -> None:
 
 
 def test_the_accuracy_check_can_be_off() -> None:
-    assert parse_accuracy_bound("Off ") is parse_checked_bound("off") is None
-    assert parse_checked_bound("Report") == math.inf
-    assert parse_accuracy_bound("0.5%") == parse_checked_bound("0.5%") == pytest.approx(0.005)
-    with pytest.raises(UsageError, match="--gate"):
-        parse_checked_bound("reports")
+    assert parse_accuracy_bound("Off ", "") is parse_checked_bound("off", "") is None
+    assert parse_checked_bound("Report", "") == math.inf
+    assert parse_accuracy_bound("0.5%", "") == parse_checked_bound("0.5%", "") == pytest.approx(0.005)
+    with pytest.raises(UsageError, match="--accuracy-bound"):
+        parse_checked_bound("reports", "--accuracy-bound")

@@ -54,10 +54,10 @@ def compiled(
 
     def compile_it(target: str, **options: object) -> Path:
         artifact = tmp_path / target
-        given: dict[str, object] = {"quant": "f16", "kv_dtype": "f32", "gate": None, "chunk": 16, **options}
+        given: dict[str, object] = {"quant": "f16", "kv_dtype": "f32", "accuracy_bound": None, "chunk": 16, **options}
         given |= {} if target == "cpu" else {"hot": HOT}
         if options["predictor"] != "exact":
-            given |= {"calibration": (held_out,), "gate_tokens": 40}
+            given |= {"calibration": (held_out,), "check_tokens": 40}
         if options["predictor"] == "learned":
             given["predictors"] = write_predictors(model, tmp_path / "predictors", bias=UNDOUBTED)
         compile_for_test(model, artifact, target=target, **given)

@@ -214,9 +214,9 @@ def test_hybrid_steps_with_learned_predictors(
 ) -> None:
     """Masks go to the host: of half of the neurons, and of none, for which the device does not wait."""
     predictors = write_predictors(tiny_model, tmp_path / "predictors", bias)
-    options = {"predictor": "learned", "predictors": predictors, "calibration": (held_out,), "gate_tokens": 40}
+    options = {"predictor": "learned", "predictors": predictors, "calibration": (held_out,), "check_tokens": 40}
     hot = hot_sets(200, (0.5, 0.0), np.random.default_rng(1))
-    pair = compile_pair(tiny_model, tmp_path, quant="f16", gate=None, hot=hot, chunk=64, **options)
+    pair = compile_pair(tiny_model, tmp_path, quant="f16", accuracy_bound=None, hot=hot, chunk=64, **options)
     check_bits(pair, random_ids(300, 4), naps, *DELAYS)
     with picompile_runtime.load(pair.hybrid, threads=2) as engine:
         greedy(engine, [1, 2, 3], 10)

@@ -87,14 +87,16 @@ def compiled(model: Path, text: Path, folder: Path, *, bias: float = 0.0, **opti
     """Compile into `folder` with random predictors beside it; return what the report says of accuracy."""
     predictors = write_predictors(model, folder.with_name("predictors"), bias=bias)
     learned = {"predictor": "learned", "predictors": predictors, "calibration": (text,), "context": 64}
-    compile_model(model, folder, CompileOptions(**{"quant": "f16", "gate_tokens": 100, **learned, **options}))
+    compile_model(model, folder, CompileOptions(**{"quant": "f16", "check_tokens": 100, **learned, **options}))
     accuracy: dict[str, Any] = json.loads((folder / "report.json").read_text())["accuracy"]
     return accuracy
 
 
 @pytest.mark.slow("compiles a model with predictors")
 def test_the_artifact_says_what_its_predictors_cost(tiny_model: Path, held_out: Path, tmp_path: Path) -> None:
-    accuracy = compiled(tiny_model, held_out, tmp_path / "artifact", context=128, gate=math.inf, gate_tokens=300)
+    accuracy = compiled(
+        tiny_model, held_out, tmp_path / "artifact", context=128, accuracy_bound=math.inf, check_tokens=300
+    )
     assert accuracy["bound"] is None
     assert accuracy["relative_change"] == pytest.approx(accuracy["perplexity"] / accuracy["dense_perplexity"] - 1)
     assert abs(accuracy["relative_change"]) > 1e-4, "half of the neurons are left out, and nothing is lost"
@@ -118,7 +120,7 @@ def test_the_artifact_says_what_its_predictors_cost(tiny_model: Path, held_out: 
         assert all(0.2 < part.computed_share < 0.8 for part in engine.firing())
     assert picompile_runtime.verify(tmp_path / "artifact").predictor == "learned"
     # Predictors that compute every neuron pass any bound.
-    accuracy = compiled(tiny_model, held_out, tmp_path / "every", bias=1e4, gate=1e-4)
+    accuracy = compiled(tiny_model, held_out, tmp_path / "every", bias=1e4, accuracy_bound=1e-4)
     assert [layer["weighted_recall"] for layer in accuracy["layers"]] == [1, 1]
 
 
@@ -126,7 +128,7 @@ def test_the_artifact_says_what_its_predictors_cost(tiny_model: Path, held_out: 
 def test_figures_of_layers_are_of_packed_predictors(tiny_model: Path, held_out: Path, tmp_path: Path) -> None:
     found = {}
     for quant in ("f16", "q8", "q4"):
-        options = {"predictor_quant": quant, "gate": math.inf, "gate_tokens": 200}
+        options = {"predictor_quant": quant, "accuracy_bound": math.inf, "check_tokens": 200}
         layers = compiled(tiny_model, held_out, tmp_path / quant, **options)["layers"]
         found[quant] = np.array([layer["computed_share"] for layer in layers])
     differences = {quant: np.abs(shares - found["f16"]).max() for quant, shares in found.items()}
@@ -149,7 +151,12 @@ def test_what_would_be_refused_is_read_as_it_is_generated(tiny_model: Path, held
             yield advance
 
     options = CompileOptions(
-        context=64, predictor="learned", predictors=predictors, calibration=(held_out,), gate=math.inf, gate_tokens=100
+        context=64,
+        predictor="learned",
+        predictors=predictors,
+        calibration=(held_out,),
+        accuracy_bound=math.inf,
+        check_tokens=100,
     )
     compile_model(tiny_model, tmp_path / "artifact", options, Counted())
     whole, masked = "accuracy check, every neuron", "accuracy check, predicted neurons"
@@ -170,11 +177,11 @@ def test_an_accuracy_bound_that_is_not_met(cli: Cli, tiny_model: Path, held_out:
     predictors = write_predictors(tiny_model, tmp_path / "predictors", bias=-2.0)
     ended = cli(
         "compile", tiny_model, "-o", tmp_path / "artifact", "--predictor", "learned", "--predictors", predictors,
-        "--calibration", held_out, "--context", 64, "--gate", "0.01%", "--gate-tokens", 200,
+        "--calibration", held_out, "--context", 64, "--accuracy-bound", "0.01%", "--check-tokens", 200,
     )  # fmt: skip
     assert ended.code == 7
     assert ended.err.count("\n") == 1
-    for said in ("0.01 %", "layers", "recall by contribution", "--gate"):
+    for said in ("0.01 %", "layers", "recall by contribution", "--accuracy-bound"):
         assert said in ended.err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["predictors"]
 
@@ -225,7 +232,7 @@ def test_predictors_and_options_that_do_not_fit(cli: Cli, tiny_model: Path, tmp_
 def test_a_plug_in_kind_without_weights(tiny_model: Path, held_out: Path, tmp_path: Path) -> None:
     """It is inserted in every layer; where it has no kernel, that is said."""
     add_predictor_kind(EVERY_NEURON)
-    options = CompileOptions(context=64, predictor=EVERY_NEURON.name, gate=None)
+    options = CompileOptions(context=64, predictor=EVERY_NEURON.name, accuracy_bound=None)
     with pytest.raises(UnsupportedGraphError, match=EVERY_NEURON.name):
         compile_model(tiny_model, tmp_path / "artifact", options)
     assert list(tmp_path.iterdir()) == []
@@ -262,7 +269,7 @@ def contents(folder: Path) -> Mapping[str, bytes]:
 def retrying(predictors: Path, text: Path, bound: float = 1e-4) -> CompileOptions:
     # In q4 the arithmetic of prompts and of decoding differs by more than the bound.
     learned = {"predictor": "learned", "predictors": predictors, "calibration": (text,)}
-    return CompileOptions(quant="f16", context=64, gate=bound, gate_tokens=100, **learned)
+    return CompileOptions(quant="f16", context=64, accuracy_bound=bound, check_tokens=100, **learned)
 
 
 @pytest.fixture

@@ -109,7 +109,7 @@ def test_counts_are_parsed() -> None:
         (CompileOptions, "context", 64.0),
         (CompileOptions, "sequences", 2.5),
         (CompileOptions, "chunk", True),
-        (CompileOptions, "gate_tokens", "4096"),
+        (CompileOptions, "check_tokens", "4096"),
         (ProfileOptions, "tokens", 1024.0),
         (ProfileOptions, "window", 128.0),
         (TrainOptions, "ranks", 8.0),

@@ -110,7 +110,7 @@ def test_code_for_a_gpu_gives_the_same_tokens(
     """Half of the neurons are cold. The stand-in driver runs the kernels in the emulation, ten seconds a token."""
     rng = np.random.default_rng(1)
     hot = {layer: tuple(sorted(rng.choice(1536, 768, replace=False).tolist())) for layer in range(30)}
-    options = {"quant": "q4m", "context": 64, "chunk": 16, "gate": None, "rounding": "nearest"}
+    options = {"quant": "q4m", "context": 64, "chunk": 16, "accuracy_bound": None, "rounding": "nearest"}
     found = {}
     for target in ("cpu", "4090"):
         artifact = tmp_path / target

@@ -272,7 +272,7 @@ def main() -> None:
     profile = profile_model(given.model, work / "profile", counts)
     options = TrainOptions(
         exact=not given.learned_only,
-        gate=None,
+        accuracy_bound=None,
         ranks=given.rank,
         budget=1.0 if given.rank else 0.06,
         overwrite=True,

@@ -117,12 +117,16 @@ def main_table(bench: Bench, ranks: Sequence[int]) -> dict[str, Any]:
         return predictors
 
     row("adaptive", TrainOptions(), "both")
-    learned = row("adaptive, learned only", TrainOptions(exact=False, gate=None), "both")
+    learned = row("adaptive, learned only", TrainOptions(exact=False, accuracy_bound=None), "both")
     rank = max(1, learned.parameters // width(profile))
-    row(f"fixed {rank}", TrainOptions(exact=False, gate=None, ranks=rank, weighting="none", budget=1.0), "fixed")
-    row("sign", TrainOptions(kind="sign", exact=False, gate=None), "sign")
+    row(
+        f"fixed {rank}",
+        TrainOptions(exact=False, accuracy_bound=None, ranks=rank, weighting="none", budget=1.0),
+        "fixed",
+    )
+    row("sign", TrainOptions(kind="sign", exact=False, accuracy_bound=None), "sign")
     for rank in ranks:
-        row(f"rank {rank}", TrainOptions(exact=False, gate=None, ranks=rank, budget=1.0), f"rank-{rank}")
+        row(f"rank {rank}", TrainOptions(exact=False, accuracy_bound=None, ranks=rank, budget=1.0), f"rank-{rank}")
     print(f"profile {profile_s:.0f} s, adaptive predictors {rows['adaptive']['train_s']:.0f} s", flush=True)
     return {"profile_s": profile_s, "rows": rows}
 
@@ -142,8 +146,8 @@ def other_text(bench: Bench) -> list[dict[str, Any]]:
     for made_from, profile in profiles.items():
         rules = profile.firing_rules
         for name, options in (
-            ("adaptive", TrainOptions(gate=None)),
-            ("adaptive, learned only", TrainOptions(exact=False, gate=None)),
+            ("adaptive", TrainOptions(accuracy_bound=None)),
+            ("adaptive, learned only", TrainOptions(exact=False, accuracy_bound=None)),
         ):
             predictors, _ = bench.train(made_from, profile, options)
             for read, other in profiles.items():

@@ -26,7 +26,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=2, help="at least 2")
     parser.add_argument("--tokens", type=int, default=65_536)
     parser.add_argument("--samples", type=int, default=32_768)
-    parser.add_argument("--train", metavar="OPTIONS", help="train as well; --gate off is given")
+    parser.add_argument("--train", metavar="OPTIONS", help="train as well; --accuracy-bound off is given")
     parser.add_argument("--work", type=Path, default=Path("build/profile-memory"))
     return parser.parse_args()
 
@@ -39,7 +39,7 @@ def main() -> None:
     found["profile"] = _run(options, ["profile", str(model), "-o", str(output), *size], output, output / "layers")
     if options.train is not None:
         folder = options.work / "predictors"
-        words = ["train", str(model), "--profile", str(output), "-o", str(folder), "--gate", "off"]
+        words = ["train", str(model), "--profile", str(output), "-o", str(folder), "--accuracy-bound", "off"]
         found["train"] = _run(options, [*words, *shlex.split(options.train)], folder, folder / "work" / "layers")
     print(json.dumps(found, indent=1))
 

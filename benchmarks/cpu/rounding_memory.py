@@ -35,7 +35,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _command(options: argparse.Namespace, model: Path, work: Path) -> list[str]:
-    words = ["compile", model, "-o", options.work / "artifact", "--force", "--quant", options.quant, "--work", work]
+    words = ["compile", model, "-o", options.work / "artifact", "--overwrite", "--quant", options.quant, "--work", work]
     words += ["--rounding", "calibrated", "--rounding-tokens", options.tokens]
     return [sys.executable, "-m", "picompile", *map(str, words)]
 

@@ -76,7 +76,8 @@ class Files:
         options = ["--context", _BATCH_CONTEXT, "--sequences", contender.sequences] if several else []
         _picompile(
             "compile", self.checkpoint(contender, model), "-o", folder, "--target", self.target,
-            "--quant", contender.format, "--predictor", contender.predictor, "--gate", "off", "--force", *options,
+            "--quant", contender.format, "--predictor", contender.predictor, "--accuracy-bound", "off",
+            "--overwrite", *options,
         )  # fmt: skip
         stamp.write_text(sources)
         return folder

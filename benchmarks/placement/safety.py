@@ -10,7 +10,8 @@ import numpy as np
 
 from benchmarks.placement.models import Row, counted, random_task
 from picompile.errors import DoesNotFitError, SolverError
-from picompile.placement.planning import OBJECTIVES, PlanOptions, make_plan
+from picompile.placement.goal import OBJECTIVES
+from picompile.placement.planning import PlanOptions, make_plan
 from picompile.placement.problem import PlacementTask
 
 
@@ -20,7 +21,13 @@ def safety(options: argparse.Namespace) -> list[Row]:
         rng = np.random.default_rng((options.seed, number))
         task = absurd(random_task(rng, options.layers), rng)
         margin, objective = float(rng.choice([0.0, 0.05, 0.1, 0.5, 0.99])), str(rng.choice(OBJECTIVES))
-        plan_options = PlanOptions("random", task.machine, objective, margin, int(rng.choice([0, task.tokens, 10**9])))
+        plan_options = PlanOptions(
+            "random",
+            task.machine,
+            objective=objective,
+            margin=margin,
+            tokens=int(rng.choice([0, task.tokens, 10**9])),
+        )
         try:
             plan = make_plan(task.model, task.firing, plan_options)
         except DoesNotFitError as error:

@@ -18,9 +18,9 @@ from picompile.machine import TARGETS
 from picompile.placement import policies
 from picompile.placement.counting import shape_bytes
 from picompile.placement.firing import firing_of_curve
+from picompile.placement.goal import OBJECTIVES
 from picompile.placement.machine import machine_of
 from picompile.placement.model_bytes import Packing
-from picompile.placement.planning import OBJECTIVES
 from picompile.placement.problem import PlacementTask, dense_first, impact_problem, latency_problem
 from picompile.placement.solver import solve
 from picompile.placement.times import group_count

@@ -16,10 +16,10 @@ from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from picompile_server.declared import KEY_VARIABLE
 from picompile_server.http.app import AppSettings, make_app
 from picompile_server.http.models import ModelSet
 from picompile_server.model import load_model
-from picompile_server.options import KEY_VARIABLE
 from picompile_server.scheduler import SchedulerOptions
 
 _STICKY = RequestRouterConfig(request_router_class="ray.serve.experimental.consistent_hash_router.ConsistentHashRouter")

@@ -85,7 +85,7 @@ class CheckpointComparison:
         """The message for an artifact that does not meet its bound."""
         change, worst = self.lines[-1].relative_change, self.worst
         if change.low is None or change.high is None:
-            interval = f" ({self.tokens:,} tokens, too few for an interval: read more with --gate-tokens)"
+            interval = f" ({self.tokens:,} tokens, too few for an interval: read more with --check-tokens)"
         else:
             interval = f" (95 %: {_range(change.low, change.high)})"
         parts = ", ".join(f"{line.title} {signed(line.added_change)}" for line in self.lines)

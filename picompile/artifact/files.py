@@ -74,7 +74,7 @@ def check_output(output: Path, overwrite: bool) -> None:
     parent = output.absolute().parent
     if holds_something(output):
         if not overwrite:
-            raise UsageError(f"{output} exists; choose another place or overwrite it with --force")
+            raise UsageError(f"{output} exists; choose another place or overwrite it with --overwrite")
         if not (output / "manifest.json").is_file():
             raise UsageError(f"{output} exists and is no artifact; it will not be overwritten")
     require_parent_folder(output)

@@ -26,6 +26,7 @@ from picompile.cli.eval import eval_command
 from picompile.cli.import_predictors import import_predictors_command
 from picompile.cli.inspect import inspect_command
 from picompile.cli.models import models_command
+from picompile.cli.options import takes_options
 from picompile.cli.passes import passes_command
 from picompile.cli.plan import plan_command
 from picompile.cli.profile import profile_command
@@ -237,7 +238,7 @@ def _root(
 
 
 for _name, _command in COMMANDS.items():
-    app.command(_name)(_command)
+    app.command(_name)(takes_options(_command))
 
 
 @dataclass

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from picompile.cli.checks import format_bytes, require_text_file, require_trace_output, write_trace
-from picompile.cli.options import ArtifactArgument, DebugOption, JsonOption, ReplanOption, ThreadsOption, run_option
+from picompile.cli.options import ArtifactArgument, DebugOption, DraftOption, JsonOption, ReplanOption, ThreadsOption
 from picompile.cli.progress import progress
 from picompile.errors import UsageError
 
@@ -68,7 +68,7 @@ def bench_command(
             "is overwritten.",
         ),
     ] = None,
-    draft: Annotated[str, run_option("draft")] = "none",
+    draft: DraftOption = "none",
     threads: ThreadsOption = None,
     replan: ReplanOption = False,
     json_output: JsonOption = False,

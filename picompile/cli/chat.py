@@ -1,28 +1,34 @@
 """`picompile chat`: talk with a model in the terminal."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from picompile.cli.options import ArtifactArgument, DebugOption, ReplanOption, ThreadsOption, run_option
+from picompile.cli.options import ArtifactArgument, DebugOption
 from picompile.cli.progress import progress
 from picompile.errors import UsageError
-from picompile_runtime.run_options import RUN_OPTIONS
+from picompile_runtime.run_options import RUN_OPTIONS, SAMPLING
 
 if TYPE_CHECKING:
     from picompile.cli.chat_session import ChatSession
     from picompile_runtime.engine.engine import Engine
     from picompile_runtime.sampling.chat_answer import ChatOptions
 
-# The default of each option, but for the temperature: that of `run` is for text that can be compared.
-_DEFAULTS: Any = {key: option.default for key, option in RUN_OPTIONS.items()}
-_TEMPERATURE = 0.8
+CHAT_OPTIONS = {key: RUN_OPTIONS[key] for key in ("max_tokens", *SAMPLING, "draft", "threads", "replan")} | {
+    "max_tokens": replace(
+        RUN_OPTIONS["max_tokens"], help="Tokens of an answer, at most. Default: as many as fit.", default=None
+    ),
+    # That of `run` is for text that can be compared.
+    "temperature": replace(RUN_OPTIONS["temperature"], default=0.8),
+}
 
 
 def chat_command(
     artifact: ArtifactArgument,
+    *,
     prompt: Annotated[
         str | None, typer.Option("-p", "--prompt", metavar="TEXT", help="Answer this and end; - reads it from stdin.")
     ] = None,
@@ -30,21 +36,7 @@ def chat_command(
     load: Annotated[
         Path | None, typer.Option("--load", metavar="FILE", help="Go on with a chat that /save wrote.")
     ] = None,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "-n", "--max-tokens", metavar="N", min=1, help="Tokens of an answer, at most. Default: as many as fit."
-        ),
-    ] = None,
-    temperature: Annotated[float, run_option("temp")] = _TEMPERATURE,
-    top_k: Annotated[int, run_option("top_k")] = _DEFAULTS["top_k"],
-    top_p: Annotated[float, run_option("top_p")] = _DEFAULTS["top_p"],
-    min_p: Annotated[float, run_option("min_p")] = _DEFAULTS["min_p"],
-    repetition_penalty: Annotated[float, run_option("repetition_penalty")] = _DEFAULTS["repetition_penalty"],
-    seed: Annotated[int | None, run_option("seed")] = None,
-    draft: Annotated[str, run_option("draft")] = _DEFAULTS["draft"],
-    threads: ThreadsOption = None,
-    replan: ReplanOption = False,
+    values: Annotated[dict[str, Any], CHAT_OPTIONS],
     debug: DebugOption = False,
 ) -> None:
     """Talk with a model; /help in the chat lists its commands.
@@ -62,18 +54,11 @@ def chat_command(
     from picompile_runtime.sampling.chat_answer import ChatOptions
     from picompile_runtime.sampling.sampler import SamplingParams
 
-    params = SamplingParams(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-    )
+    params = SamplingParams(**{name: values[name] for name in SAMPLING})
     with progress() as shown:
-        engine = load_engine(artifact, threads, replan, shown)
+        engine = load_engine(artifact, values["threads"], values["replan"], shown)
     with engine:
-        session = _session(engine, ChatOptions(params, max_tokens, draft), load, system)
+        session = _session(engine, ChatOptions(params, values["max_tokens"], values["draft"]), load, system)
         _chat(session, prompt)
 
 

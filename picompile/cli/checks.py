@@ -69,7 +69,7 @@ def require_text_file(path: Path) -> str:
 def require_output(output: Path, *, overwrite: bool, marker: str) -> None:
     """Raise `UsageError` if the folder `output` cannot be made, or one is in the way.
 
-    Only a folder that contains `marker` is ever overwritten: `-o ~ --force` must not delete a home folder.
+    Only a folder that contains `marker` is ever overwritten: `-o ~ --overwrite` must not delete a home folder.
     """
     require_folder_or_nothing(output)
     if output.exists():
@@ -83,7 +83,7 @@ def _require_replaceable(output: Path, *, overwrite: bool, marker: str) -> None:
     if not (output / marker).is_file():
         raise UsageError(f"{output}: exists and has no {marker}, so it is not overwritten; choose another output")
     if not overwrite:
-        raise UsageError(f"{output}: exists; give --force to overwrite it, or choose another output")
+        raise UsageError(f"{output}: exists; give --overwrite to overwrite it, or choose another output")
 
 
 def require_output_file(path: Path, option: str, require_kind: Callable[[Path], None], *, overwrite: bool) -> None:
@@ -100,7 +100,7 @@ def require_output_file(path: Path, option: str, require_kind: Callable[[Path], 
             raise UsageError(f"{path}: not a regular file; choose another")
         require_kind(path)
         if not overwrite:
-            raise UsageError(f"{path}: exists; give --force to overwrite it, or choose another file")
+            raise UsageError(f"{path}: exists; give --overwrite to overwrite it, or choose another file")
     _require_writable(path)
 
 

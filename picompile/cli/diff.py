@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from picompile.cli.checks import require_page, require_text_file, write_page
-from picompile.cli.options import DebugOption, JsonOption
+from picompile.cli.options import DebugOption, JsonOption, OverwriteOption
 from picompile.errors import UsageError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def diff_command(
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Write a page that shows both graphs side by side.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a page that is at this path.")] = False,
+    overwrite: OverwriteOption = False,
     json_output: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -46,10 +46,10 @@ def diff_command(
       picompile diff build/ir/007_flatten-tokens.txt build/ir/010_quantize.txt --html build/diff.html
     """
     if html is not None:
-        require_page(html, "--html", overwrite=force)
+        require_page(html, "--html", overwrite=overwrite)
     found = _find(before, after)
     if html is not None:
-        write_page(html, _page(found), "--html", overwrite=force)
+        write_page(html, _page(found), "--html", overwrite=overwrite)
     if json_output:
         print(json.dumps(_json(found), indent=2, ensure_ascii=False))
         return

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from picompile.cli.checks import require_model_folder, require_output
-from picompile.cli.options import ActivationOption, DebugOption, FolderOutputOption
+from picompile.cli.options import ActivationOption, DebugOption, FolderOutputOption, OverwriteOption
 from picompile.cli.progress import progress
 from picompile.errors import UsageError
 from picompile.output import parents_of
@@ -22,7 +22,7 @@ def import_predictors_command(
     ],
     output: FolderOutputOption,
     activation: ActivationOption = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace FOLDER if it holds predictors.")] = False,
+    overwrite: OverwriteOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Import predictors that others have trained, from PowerInfer's files.
@@ -36,7 +36,7 @@ def import_predictors_command(
       picompile import-predictors ReluLLaMA-7B-Predictor --model ReluLLaMA-7B -o build/predictors
     """
     require_model_folder(model)
-    require_output(output, overwrite=force, marker="predictors.json")
+    require_output(output, overwrite=overwrite, marker="predictors.json")
 
     from picompile.predictors.powerinfer.importer import import_predictors
     from picompile.predictors.powerinfer.sources import find_source
@@ -45,7 +45,7 @@ def import_predictors_command(
     if found.header is not None and importlib.util.find_spec("gguf") is None:
         raise UsageError("GGUF files are read with the gguf package; install it: pip install 'picompile[gguf]'")
     with parents_of(output), progress() as shown:
-        result = import_predictors(found, model, output, shown, overwrite=force, activation=activation)
+        result = import_predictors(found, model, output, shown, overwrite=overwrite, activation=activation)
     ranks = [layer.rank for layer in result.layers if layer.rank is not None]
     layers = f"{len(ranks)} layer{'s' if len(ranks) > 1 else ''}"
     print(f"{output}: predictors of {layers}, ranks {min(ranks)} to {max(ranks)}, {result.parameters:,} parameters")

@@ -1,12 +1,152 @@
-"""Options and arguments that several commands share."""
+"""The parameters of commands, made of options that are declared elsewhere: on fields of dataclasses, or in a table.
 
+    def compile_command(model: ModelArgument, options: CompileOptions) -> None:
+
+`takes_options` makes a command of this function, which has the model and every option of `CompileOptions`; the function
+gets the dataclass. A value is parsed, and the dataclass checks it, before the function is called.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
 from enum import Enum
+from functools import partial, wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
-from picompile_runtime.run_options import RUN_OPTIONS
+from picompile.frontend.activation import ACTIVATION
+from picompile.options import OVERWRITE, Option, check_value, options_of
+from picompile_runtime.run_options import RUN_OPTIONS, RunOption
+
+
+@dataclass(frozen=True)
+class _Declared:
+    """An option of a command: what `Option` has, and the name, the type and the default of its value."""
+
+    name: str
+    kind: Any
+    default: Any
+    option: Option
+
+    @property
+    def flag(self) -> str:
+        """The spelling of the option; a flag that is set by default has one more, which unsets it."""
+        words = self.name.replace("_", "-")
+        if self.option.flags:
+            return self.option.flags[-1]
+        return f"--{words}/--no-{words}" if self.default is True else f"--{words}"
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether the option may be given several times."""
+        return get_origin(self.kind) is tuple
+
+    @property
+    def alias(self) -> str:
+        """The parameter that has the value of an alias."""
+        return f"{self.name}_alias"
+
+    def parameters(self) -> Iterator[Parameter]:
+        """Yield the parameter of the option, and one that is not listed for its aliases."""
+        kind, default = self._typer_kind(), self.option.written or self.default
+        if self.option.choices and default is not None:
+            default = kind(default)
+        if default is None or default == ():
+            kind, default = kind | None, None
+        yield _parameter(self.name, typer_option(kind, self.option, self.flag), default)
+        if self.option.aliases:
+            hidden = typer.Option(*self.option.aliases, hidden=True)
+            yield _parameter(self.alias, Annotated[kind | None, hidden], None)
+
+    def _typer_kind(self) -> Any:
+        """Return the type that typer makes of the option's text; `Option.parse` makes the value of it."""
+        if self.option.choices:
+            return Enum(self.name, {choice: choice for choice in self.option.choices}, type=str)
+        if not self.is_repeated:
+            return self.kind if self.option.parse is None else str
+        item = get_args(self.kind)[0]
+        return list[next(iter(get_args(item)), item)]  # type: ignore[misc]
+
+    def take(self, given: dict[str, Any]) -> Any:
+        """Return the value that the command was given, taken out of the values of its parameters."""
+        value, other = given.pop(self.name), given.pop(self.alias, None)
+        value = value if other in (None, []) else other
+        if self.is_repeated:
+            return tuple(value or ())
+        if self.option.parse is not None and value is not None:
+            value = self.option.parse(value, self.flag)
+        value = value.value if isinstance(value, Enum) else value
+        check_value(self.flag, self.kind, value, self.option)
+        return value
+
+
+def takes_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Return the command of `function`, which has an option for each that the annotations of its parameters name.
+
+    A dataclass stands for the options of its fields; `Annotated[kind, Option(...)]` is one option, and
+    `Annotated[dict[str, Any], RUN_OPTIONS]` are those of a table of the runtime.
+    """
+    parameters: list[Parameter] = []
+    made: dict[str, Callable[[dict[str, Any]], Any]] = {}
+    for name, hint in get_type_hints(function, include_extras=True).items():
+        if name == "return":
+            continue
+        default = signature(function).parameters[name].default
+        kind, option = get_args(hint)[:2] if get_origin(hint) is Annotated else (hint, None)
+        if isinstance(kind, type) and is_dataclass(kind):
+            declared = [_Declared(each.name, each.type, each.default, found) for each, found in options_of(kind)]
+            made[name] = partial(_make, kind, declared)
+        elif isinstance(option, Mapping):
+            # Those of a command line of the runtime; each command has its own for debugging.
+            declared = [_declared_run_option(each) for key, each in option.items() if key != "debug"]
+            made[name] = partial(_make, dict, declared)
+        elif isinstance(option, Option):
+            declared = [_Declared(name, kind, default, option)]
+            made[name] = declared[0].take
+        else:
+            parameters.append(_parameter(name, hint, default))
+            continue
+        parameters += (parameter for each in declared for parameter in each.parameters())
+
+    @wraps(function)
+    def command(**given: Any) -> None:
+        values = {name: make(given) for name, make in made.items()}
+        function(**given, **values)
+
+    command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in parameters}
+    return command
+
+
+def _make(kind: Any, declared: Sequence[_Declared], given: dict[str, Any]) -> Any:
+    return kind(**{each.name: each.take(given) for each in declared})
+
+
+def _parameter(name: str, kind: Any, default: Any) -> Parameter:
+    return Parameter(name, Parameter.KEYWORD_ONLY, annotation=kind, default=default)
+
+
+def typer_option(kind: Any, option: Option, flag: str, **more: Any) -> Any:
+    """Return the annotation of a parameter that is `option`, with values of the type `kind`."""
+    whole = kind in (int, int | None)
+    least, most = (int(bound) if whole and bound is not None else bound for bound in (option.least, option.most))
+    text = re.sub("`(.*?)`", r"[bold]\1[/]", option.help.replace("[", r"\["))
+    facts = {"help": text, "metavar": option.metavar, "envvar": option.env, "min": least, "max": most, **more}
+    return Annotated[kind, typer.Option(*(option.flags or (flag,)), **facts)]
+
+
+def of_run_option(option: RunOption) -> Option:
+    """Return an option that the runtime declares, for its own command lines."""
+    return Option(option.help, option.metavar, option.names, least=option.least, most=option.most)
+
+
+def _declared_run_option(option: RunOption) -> _Declared:
+    kind: Any = tuple[str, ...] if option.repeated else option.kind
+    default = () if option.repeated else option.default
+    return _Declared(option.key, kind if default is not None else kind | None, default, of_run_option(option))
 
 
 def _set_debug(context: typer.Context, wanted: bool) -> bool:
@@ -15,139 +155,18 @@ def _set_debug(context: typer.Context, wanted: bool) -> bool:
     return wanted
 
 
-def run_option(key: str, **more: Any) -> Any:
-    """Return the option of `picompile run` that `picompile_runtime.run_options` declares under `key`."""
-    declared = RUN_OPTIONS[key]
-    return typer.Option(
-        *declared.names,
-        help=declared.help,
-        metavar=declared.metavar,
-        min=declared.least if declared.kind is not int or declared.least is None else int(declared.least),
-        max=declared.most if declared.kind is not int or declared.most is None else int(declared.most),
-        **more,
-    )
-
-
 # Eager, so that it counts for errors in the options after it as well.
-DebugOption = Annotated[bool, run_option("debug", callback=_set_debug, is_eager=True)]
-JsonOption = Annotated[bool, run_option("json")]
-ThreadsOption = Annotated[int | None, run_option("threads")]
-ReplanOption = Annotated[bool, run_option("replan")]
+DebugOption = Annotated[
+    bool, typer.Option("--debug", help=RUN_OPTIONS["debug"].help, callback=_set_debug, is_eager=True)
+]
+JsonOption = Annotated[bool, of_run_option(RUN_OPTIONS["json"])]
+ThreadsOption = Annotated[int | None, of_run_option(RUN_OPTIONS["threads"])]
+ReplanOption = Annotated[bool, of_run_option(RUN_OPTIONS["replan"])]
+DraftOption = Annotated[str, of_run_option(RUN_OPTIONS["draft"])]
 ArtifactArgument = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="A compiled model's folder.")]
 ModelArgument = Annotated[
     Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder (config.json, *.safetensors), or a GGUF file.")
 ]
-
-
-def _check_activation(name: str | None) -> str | None:
-    from picompile.frontend.activation import check_activation
-
-    check_activation(name)
-    return name
-
-
-ActivationOption = Annotated[
-    str | None,
-    typer.Option(
-        "--activation",
-        metavar="NAME",
-        help="Activation of MODEL's feed-forward blocks, where its config.json names another than it was trained with: "
-        "relu, silu, … or fatrelu(0.01). Default: what config.json says.",
-        callback=_check_activation,
-        show_default=False,
-    ),
-]
-PredictorQuantOption = Annotated[
-    str | None,
-    typer.Option(
-        "--predictor-quant",
-        metavar="FORMAT",
-        help="Weight format of predictors: auto, f16, q8, q6, q4m or q4. auto: that of the model, but q6 where it has "
-        "4 bits. Fewer bits make smaller predictors, which name other neurons: the accuracy check says what that "
-        "costs.",
-        show_default=False,
-    ),
-]
+ActivationOption = Annotated[str | None, ACTIVATION]
+OverwriteOption = Annotated[bool, OVERWRITE]
 FolderOutputOption = Annotated[Path, typer.Option("-o", "--output", metavar="FOLDER", help="The folder to make.")]
-
-CalibrationOption = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--calibration",
-        metavar="FILE",
-        help="Text to learn from; repeatable; - reads standard input. Default: the sources and documents of Python's "
-        "standard library, and text sampled from the model.",
-        allow_dash=True,
-        show_default=False,
-    ),
-]
-AccuracyBoundOption = Annotated[
-    str,
-    typer.Option(
-        metavar="SHARE",
-        help="Accuracy bound: how far predictors may raise the perplexity on held-out text; off sets none.",
-    ),
-]
-AccuracyOption = Annotated[
-    str | None,
-    typer.Option(
-        "--accuracy",
-        metavar="SHARE",
-        help="Compare the artifact with MODEL in float32 on held-out text, part by part, and refuse it if its "
-        "perplexity is further above; report sets no bound. Default: do not compare.",
-        show_default=False,
-    ),
-]
-# Options on the machine to plan for.
-VramBudgetOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SIZE",
-        help="GPU memory to use: 8GiB, 80%, or auto, which is what is free here, or 96 % of a GPU in the table.",
-    ),
-]
-HostMemoryOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SIZE", help="Memory of the host. Default: 64GiB, or what is available if the target is this machine."
-    ),
-]
-HostBandwidthOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="RATE",
-        help="Read bandwidth of the host's memory, as in 67.2GB/s. Default: 51.2 (two channels of DDR4-3200), or as "
-        "measured if the target is this machine.",
-    ),
-]
-
-
-class Rounding(str, Enum):
-    """How weights are rounded, as `picompile.choices.ROUNDINGS` has it."""
-
-    CALIBRATED = "calibrated"
-    NEAREST = "nearest"
-
-
-class Bf16(str, Enum):
-    """Whether prompts are computed in bfloat16, as `picompile.choices.BF16_CHOICES` has it."""
-
-    AUTO = "auto"
-    ON = "on"
-    OFF = "off"
-
-
-class HotDeviceOption(str, Enum):
-    """Where hot neurons run, as `picompile.compile` has it."""
-
-    CUDA = "cuda"
-    CPU = "cpu"
-
-
-class KvDtype(str, Enum):
-    """Element types of the key/value cache."""
-
-    F16 = "f16"
-    F32 = "f32"
-    Q8 = "q8"
-    Q4 = "q4"

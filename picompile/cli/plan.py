@@ -1,33 +1,23 @@
 """`picompile plan`: which parts of a model go on the GPU of a machine, and how fast that is expected to be."""
 
 import json
-from enum import Enum
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from picompile.choices import FORMATS_HELP
 from picompile.cli.checks import require_model_folder, require_output_file
-from picompile.cli.options import (
-    ActivationOption,
-    DebugOption,
-    HostBandwidthOption,
-    HostMemoryOption,
-    JsonOption,
-    KvDtype,
-    PredictorQuantOption,
-    VramBudgetOption,
-)
+from picompile.cli.options import DebugOption, JsonOption, OverwriteOption
 from picompile.cli.plan_show import show_plan
 from picompile.cli.progress import progress
 from picompile.errors import UsageError
 from picompile.machine import may_have_gpu
 from picompile.output import parents_of
+from picompile.placement.goal import PlanGoal
 from picompile.placement.machine import MachineOptions, check_machine_options, find_machine
 from picompile.placement.sources import ModelOptions, find_model
-from picompile.quantities import parse_share
 
 
 def require_plan_output(path: Path, *, overwrite: bool) -> None:
@@ -64,7 +54,14 @@ def check_model_options(options: ModelOptions) -> None:
 
     # Made for its checks alone. Values that are not known yet are replaced by valid ones.
     predictor, context = options.predictor or "auto", options.context or 1
-    Packing(options.quant, predictor, context, options.batch, options.kv_dtype, predictor_quant=options.predictor_quant)
+    Packing(
+        options.quant,
+        predictor,
+        context,
+        options.batch,
+        options.kv_dtype,
+        predictor_quant=options.predictor_quant or "auto",
+    )
 
 
 def _check_firing(options: ModelOptions) -> None:
@@ -90,80 +87,16 @@ def _check_firing(options: ModelOptions) -> None:
         firing_of_curve(options.firing, 1, 1)
 
 
-class PredictorInput(str, Enum):
-    """Inputs of predictors that differ in when a prediction can be made; see `train --input`."""
-
-    BLOCK = "block"
-    PREVIOUS = "previous"
-
-
-class Objective(str, Enum):
-    """The objectives of a plan, as in `picompile.placement.planning`."""
-
-    LATENCY = "latency"
-    IMPACT = "impact"
-
-
 def plan_command(
+    machine_options: MachineOptions,
+    model_options: ModelOptions,
+    goal: PlanGoal,
     source: Annotated[
         Path | None,
         typer.Argument(
             metavar="MODEL|PROFILE", help="A Hugging Face folder, or what profile made.", show_default=False
         ),
     ] = None,
-    target: Annotated[
-        str, typer.Option(metavar="NAME", help="The machine to plan for; see [bold]picompile targets[/].")
-    ] = "local",
-    shape: Annotated[
-        str | None,
-        typer.Option(metavar="NAME|FILE", help="No model, but a shape: opt-175b, llama-70b, …, or a config.json."),
-    ] = None,
-    activation: ActivationOption = None,
-    firing: Annotated[
-        str | None,
-        typer.Option(
-            metavar="CURVE",
-            help="How neurons fire where there is no profile: opt, falcon, bamboo, reglu-7b, reglu-13b, reglu-70b; "
-            "the share that fires on a token, 10%; or also the share that makes 80 % of the firings, 10%:30%.",
-        ),
-    ] = None,
-    profile: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="How MODEL's neurons fire. Default: profile it.")
-    ] = None,
-    predictors: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="What train made: real sizes, and what they compute.")
-    ] = None,
-    work: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Take and keep profile and predictors here, as compile does.")
-    ] = None,
-    quant: Annotated[str, typer.Option(metavar="FORMAT", help=f"{FORMATS_HELP}.")] = "q4",
-    predictor: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KIND",
-            help="learned, exact, sign or none, or a plug-in's. Default: learned where neurons can be silent, else "
-            "none.",
-            show_default=False,
-        ),
-    ] = None,
-    predictor_quant: PredictorQuantOption = None,
-    predictor_input: Annotated[
-        PredictorInput | None,
-        typer.Option(help="What the predictors of a shape read, as with train. Default: block.", show_default=False),
-    ] = None,
-    context: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="Longest sequence, in tokens. Default: the model's own, 4096 at most."),
-    ] = None,
-    prefill_chunk: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", min=2, help="Tokens of a prompt that are read together. Default: 128, or 512 with a GPU."
-        ),
-    ] = None,
-    batch: Annotated[
-        int, typer.Option(metavar="N", min=1, max=65_536, help="Sequences that are decoded at the same time.")
-    ] = 1,
     prompt: Annotated[
         int | None,
         typer.Option(
@@ -173,26 +106,10 @@ def plan_command(
             "an answer.",
         ),
     ] = None,
-    at: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=0, help="Tokens in the cache where speed counts. Default: half the context."),
-    ] = None,
-    kv_dtype: Annotated[
-        KvDtype | None,
-        typer.Option(help="Element type of the key/value cache. Default: f16, and f32 for FATReLU models."),
-    ] = None,
-    vram_budget: VramBudgetOption = None,
-    host_memory: HostMemoryOption = None,
-    host_bandwidth: HostBandwidthOption = None,
-    margin: Annotated[str, typer.Option(metavar="SHARE", help="How much of either memory to leave free.")] = "5%",
-    objective: Annotated[
-        Objective,
-        typer.Option(help="latency: least time of a token. impact: most firings on the GPU, as PowerInfer published."),
-    ] = Objective.LATENCY,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the plan, for compile --plan.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite a plan that is in the way.")] = False,
+    overwrite: OverwriteOption = False,
     json_output: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -207,29 +124,10 @@ def plan_command(
       picompile plan build/profile --target 4090 -o build/plan.json
       picompile plan models/tiny-reglu --profile build/profile --target cpu
     """
-    machine_options = MachineOptions(target, vram_budget, host_memory, host_bandwidth)
-    model_options = ModelOptions(
-        source=source,
-        shape=shape,
-        firing=firing,
-        profile=profile,
-        predictors=predictors,
-        work=work,
-        quant=quant,
-        predictor=predictor,
-        context=context,
-        batch=batch,
-        kv_dtype=None if kv_dtype is None else kv_dtype.value,
-        activation=activation,
-        chunk=prefill_chunk,
-        on_gpu=may_have_gpu(target),
-        predictor_quant=predictor_quant or "auto",
-        predictor_input=None if predictor_input is None else predictor_input.value,
-    )
-    kept_free = parse_margin(margin)
+    model_options = replace(model_options, source=source, on_gpu=may_have_gpu(machine_options.target))
     check_machine_options(machine_options)
     if output is not None:
-        require_plan_output(output, overwrite=force)
+        require_plan_output(output, overwrite=overwrite)
     check_model_options(model_options)
 
     from picompile.placement.plan_file import write_plan
@@ -242,14 +140,7 @@ def plan_command(
         if machine.warning is not None:
             shown.say(machine.warning)
         found = find_model(model_options, shown)
-        options = PlanOptions(
-            target=target,
-            machine=machine.machine,
-            objective=objective.value,
-            margin=kept_free,
-            tokens=at,
-            fingerprint=found.fingerprint,
-        )
+        options = PlanOptions(machine_options.target, machine.machine, fingerprint=found.fingerprint, **vars(goal))
         with shown.step("plan"):
             plan = make_plan(found.model, found.firing, options)
             estimate, unknown = None, "" if prompt is None else unknown_about_prompts(plan, machine.target)
@@ -259,18 +150,10 @@ def plan_command(
             shown.say(f"the time of a prompt cannot be predicted: {unknown}")
     if output is not None:
         with parents_of(output):
-            check = partial(require_plan_output, output, overwrite=force)
-            write_plan(output, plan, overwrite=force, check=check)
+            check = partial(require_plan_output, output, overwrite=overwrite)
+            write_plan(output, plan, overwrite=overwrite, check=check)
     if json_output:
         of_prompt = {} if prompt is None else {"prompt": None if estimate is None else estimate.to_json()}
         print(json.dumps(plan.to_json() | of_prompt, ensure_ascii=False))
     else:
         show_plan(plan, machine.target.description, machine.host_source, estimate)
-
-
-def parse_margin(text: str) -> float:
-    """Return the share that `--margin` leaves free. Raise `UsageError`."""
-    margin = parse_share(text, "--margin")
-    if margin >= 1:
-        raise UsageError(f"--margin: {text!r} leaves no memory to use; it must be below 100%")
-    return margin

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from picompile.cli.checks import require_page, write_page
-from picompile.cli.options import DebugOption
+from picompile.cli.options import DebugOption, OverwriteOption
 from picompile.cli.progress import progress
 
 
@@ -15,7 +15,7 @@ def report_command(
         list[Path], typer.Argument(metavar="PATH...", help="Profiles, predictors, artifacts and plans, in any order.")
     ],
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="The HTML page to write.")],
-    force: Annotated[bool, typer.Option("--force", help="Replace a page that is at this path.")] = False,
+    overwrite: OverwriteOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Show profiles, predictors, artifacts and plans in pictures, on one HTML page.
@@ -28,7 +28,7 @@ def report_command(
       picompile report build/profile -o build/profile.html
       picompile report build/profile build/predictors build/tiny -o build/report.html
     """
-    require_page(output, "-o", overwrite=force)
+    require_page(output, "-o", overwrite=overwrite)
 
     from picompile.report.drawing import require_matplotlib
     from picompile.report.page import read_sources, render_report
@@ -37,5 +37,5 @@ def report_command(
     sources = read_sources(paths)
     with progress() as shown, shown.step("draw", len(sources)) as advance:
         html = render_report(sources, advance)
-    write_page(output, html, "-o", overwrite=force)
+    write_page(output, html, "-o", overwrite=overwrite)
     print(f"{output}: {len(sources)} section{'s' if len(sources) > 1 else ''}, {len(html.encode()) / 1e6:.2f} MB")

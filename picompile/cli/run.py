@@ -10,23 +10,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from picompile.cli.checks import require_text_file
-from picompile.cli.options import ArtifactArgument, DebugOption, JsonOption, ReplanOption, ThreadsOption, run_option
+from picompile.cli.options import ArtifactArgument, DebugOption
 from picompile.cli.progress import progress
 from picompile.errors import UsageError
 from picompile.quantities import parse_count, shortened
-from picompile_runtime.run_options import RUN_OPTIONS
+from picompile_runtime.run_options import RUN_OPTIONS, SAMPLING
 
 if TYPE_CHECKING:
     from picompile_runtime.engine.engine import Engine
     from picompile_runtime.sampling.generate import Generation, GenerationStats
     from picompile_runtime.sampling.sampler import SamplingParams
 
-# The default of each option.
-_DEFAULTS: Any = {key: option.default for key, option in RUN_OPTIONS.items()}
-
 
 def run_command(
     artifact: ArtifactArgument,
+    *,
     prompt: Annotated[
         str | None, typer.Option("-p", "--prompt", metavar="TEXT", help="What to continue; - reads it from stdin.")
     ] = None,
@@ -37,19 +35,8 @@ def run_command(
         str | None,
         typer.Option("--ids", metavar="IDS", help="The prompt as token ids, as in 1,15,7; answers with ids."),
     ] = None,
-    max_tokens: Annotated[int, run_option("max_tokens")] = _DEFAULTS["max_tokens"],
-    temperature: Annotated[float, run_option("temp")] = _DEFAULTS["temp"],
-    top_k: Annotated[int, run_option("top_k")] = _DEFAULTS["top_k"],
-    top_p: Annotated[float, run_option("top_p")] = _DEFAULTS["top_p"],
-    min_p: Annotated[float, run_option("min_p")] = _DEFAULTS["min_p"],
-    repetition_penalty: Annotated[float, run_option("repetition_penalty")] = _DEFAULTS["repetition_penalty"],
-    seed: Annotated[int | None, run_option("seed")] = None,
-    stop: Annotated[list[str] | None, run_option("stop")] = None,
-    draft: Annotated[str, run_option("draft")] = _DEFAULTS["draft"],
-    threads: ThreadsOption = None,
-    replan: ReplanOption = False,
+    values: Annotated[dict[str, Any], RUN_OPTIONS],
     echo: Annotated[bool, typer.Option("--echo", help="Print the prompt before the text.")] = False,
-    json_output: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Continue a prompt; the text appears as it is made.
@@ -68,12 +55,12 @@ def run_command(
     from picompile.loading import load_engine
     from picompile_runtime import SamplingParams
 
-    params = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+    params = SamplingParams(**{name: values[name] for name in SAMPLING})
     with progress() as shown:
-        engine = load_engine(artifact, threads, replan, shown)
+        engine = load_engine(artifact, values["threads"], values["replan"], shown)
     with engine:
-        generation = _start(engine, source, params, max_tokens, stop or (), draft)
-        if json_output:
+        generation = _start(engine, source, params, values["max_tokens"], values["stop"], values["draft"])
+        if values["json"]:
             _print_json(generation, has_text=isinstance(source, str))
         else:
             _stream(generation, source if echo else "")

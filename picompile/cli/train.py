@@ -1,44 +1,19 @@
 """`picompile train`: predictors for a model, from a profile of it."""
 
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from picompile.cli.checks import require_model_folder
-from picompile.cli.options import (
-    AccuracyBoundOption,
-    ActivationOption,
-    DebugOption,
-    FolderOutputOption,
-    JsonOption,
-    ModelArgument,
-)
+from picompile.cli.options import DebugOption, FolderOutputOption, JsonOption, ModelArgument
 from picompile.cli.progress import progress
 from picompile.errors import UsageError
 from picompile.output import parents_of
-from picompile.quantities import parse_accuracy_bound, parse_share
+from picompile.predictors.train.options import TrainOptions
 
 if TYPE_CHECKING:
     from picompile.predictors.store import Predictors
-
-
-class Input(str, Enum):
-    """The input of a learned predictor."""
-
-    AUTO = "auto"
-    BLOCK = "block"
-    STREAM = "stream"
-    PREVIOUS = "previous"
-
-
-class Device(str, Enum):
-    """Where the arithmetic is done."""
-
-    AUTO = "auto"
-    CPU = "cpu"
-    CUDA = "cuda"
 
 
 def train_command(
@@ -47,59 +22,7 @@ def train_command(
         Path, typer.Option(metavar="FOLDER", help="The profile that [bold]picompile profile[/] made of MODEL.")
     ],
     output: FolderOutputOption,
-    activation: ActivationOption = None,
-    gate: AccuracyBoundOption = "0.1%",
-    budget: Annotated[
-        str, typer.Option(metavar="SHARE", help="Parameters of all predictors, as a share of the model's parameters.")
-    ] = "6%",
-    recall: Annotated[
-        str,
-        typer.Option(metavar="SHARE", help="The share of what firing neurons contribute that a predictor must find."),
-    ] = "99.7%",
-    computed: Annotated[
-        float,
-        typer.Option(
-            metavar="X", min=1, help="Neurons computed for each one that fires, at most, as far as the budget allows."
-        ),
-    ] = 1.5,
-    exact: Annotated[
-        bool, typer.Option("--exact/--no-exact", help="Allow exact predictors for layers where they read fewer bytes.")
-    ] = True,
-    input_: Annotated[
-        Input,
-        typer.Option(
-            "--input",
-            help="What predictors read. block: the block's input. stream: that input before its norm. previous: the "
-            "input of the block before.",
-            metavar="auto|block|stream|previous",
-        ),
-    ] = Input.AUTO,
-    rank: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="Use this rank for all layers. Default: search a rank for each layer."),
-    ] = None,
-    jobs: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", min=1, help="Layers trained at the same time. Default: one for each core, as memory allows."
-        ),
-    ] = None,
-    device: Annotated[Device, typer.Option(help="Where training runs. auto: CUDA if there is a device.")] = Device.AUTO,
-    bf16: Annotated[
-        bool,
-        typer.Option(
-            "--bf16",
-            help="Multiply in bfloat16 while predictors are fitted, which takes less time on processors that have it.",
-        ),
-    ] = False,
-    ray: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ADDRESS", help="Train on a Ray cluster; local starts one on this machine. Needs picompile[ray]."
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed for the order of the samples.")] = 0,
-    force: Annotated[bool, typer.Option("--force", help="Replace predictors that are at this path.")] = False,
+    options: TrainOptions,
     json_output: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -112,35 +35,15 @@ def train_command(
     \b
     Examples:
       picompile train models/tiny-reglu --profile build/profile -o build/predictors
-      picompile train models/tiny-reglu --profile build/profile -o build/small --budget 4% --gate off
+      picompile train models/tiny-reglu --profile build/profile -o build/small --budget 4% --accuracy-bound off
     """
     require_model_folder(model)
-    bound, share, least = parse_accuracy_bound(gate), parse_share(budget, "--budget"), parse_share(recall, "--recall")
-    if not share or not least:
-        raise UsageError("--budget and --recall must be above 0")
     if not profile.is_dir():
         raise UsageError(f"{profile}: no such folder; picompile profile makes it")
 
     from picompile.predictors.profile.profile import load_profile
-    from picompile.predictors.train.options import TrainOptions
     from picompile.predictors.train.run import train_predictors
 
-    options = TrainOptions(
-        gate=bound,
-        budget=share,
-        recall=least,
-        computed_ratio=computed,
-        exact=exact,
-        input=input_.value,
-        ranks=rank,
-        jobs=jobs,
-        device=device.value,
-        bf16=bf16,
-        ray=ray,
-        seed=seed,
-        overwrite=force,
-        activation=activation,
-    )
     loaded = load_profile(profile)
     with parents_of(output), progress() as shown:
         predictors = train_predictors(model, loaded, output, options, shown)

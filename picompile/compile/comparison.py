@@ -120,7 +120,7 @@ def _variants(
         title = f"weights in {'chosen formats' if config.quant == AUTO_BITS else config.quant}{extra}"
         yield Variant("weights", title, _weights_remedy(config), whole, weights)
     if silenced := silence_below(whole, rules):
-        remedy = "a profile with thresholds of a smaller --gate"
+        remedy = "a profile with thresholds of a smaller --accuracy-bound"
         yield Variant("thresholds", "thresholds", remedy, whole, weights, silenced)
     if limits is not None:
         remedy = "a smaller --skip"

@@ -7,6 +7,7 @@ from typing import Any
 from picompile.errors import UnsupportedModelError, UsageError
 from picompile.frontend.config import field_defaults
 from picompile.frontend.families import ACTIVATIONS, FAMILIES, Family, find_family, is_threshold
+from picompile.options import Option
 from picompile.quantities import shortened
 
 # What transformers' configs of causal language models call the activation of their feed-forward blocks.
@@ -89,6 +90,14 @@ def _named(family: Family, raw: Mapping[str, Any]) -> Iterator[tuple[str, str | 
             yield field, f"fatrelu({float(threshold)!r})"
         else:
             yield field, ACTIVATIONS.get(name) if isinstance(name, str) else None
+
+
+ACTIVATION = Option(
+    "Activation of MODEL's feed-forward blocks, where its config.json names another than it was trained with: relu, "
+    "silu, … or fatrelu(0.01). Default: what config.json says.",
+    metavar="NAME",
+    check=dialect_text,
+)
 
 
 def _threshold(activation: str) -> float | None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from picompile.errors import UsageError
 from picompile.machine import HOST_EFFICIENCY, LOCAL, TARGETS, Target, find_row
+from picompile.options import Option, option
 from picompile.quantities import parse_bandwidth, parse_budget, parse_bytes
 
 # The share of a GPU's bandwidth that kernels reach. It is an assumption: copies reach some 90 % of the datasheet's
@@ -68,14 +69,27 @@ _HOST_BYTES = 64 * 2**30
 _HOST_BYTES_PER_S = 2 * 3200e6 * 8
 
 
+VRAM_BUDGET = Option(
+    "GPU memory to use: 8GiB, 80%, or auto, which is what is free here, or 96 % of a GPU in the table.", metavar="SIZE"
+)
+HOST_MEMORY = Option(
+    "Memory of the host. Default: 64GiB, or what is available if the target is this machine.", metavar="SIZE"
+)
+HOST_BANDWIDTH = Option(
+    "Read bandwidth of the host's memory, as in 67.2GB/s. Default: 51.2 (two channels of DDR4-3200), or as measured "
+    "if the target is this machine.",
+    metavar="RATE",
+)
+
+
 @dataclass(frozen=True)
 class MachineOptions:
     """The user's options about a machine: sizes and bandwidths as text, None for what was left out."""
 
-    target: str
-    vram_budget: str | None = None
-    host_memory: str | None = None
-    host_bandwidth: str | None = None
+    target: str = option(LOCAL, "The machine to plan for; see `picompile targets`.", metavar="NAME")
+    vram_budget: str | None = VRAM_BUDGET.field(None)
+    host_memory: str | None = HOST_MEMORY.field(None)
+    host_bandwidth: str | None = HOST_BANDWIDTH.field(None)
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from typing import Any
 
 from picompile.errors import SolverError, UsageError
 from picompile.output import writing_file
+from picompile.placement.goal import OBJECTIVES
 from picompile.placement.machine import Machine
 from picompile.placement.plan import FORMAT, SCHEMA, MemoryRow, Plan, PlanLayer, check_budgets
-from picompile.placement.planning import OBJECTIVES
 from picompile.predictors.description import adding_advice, check_schema, choice, layer_number, number, read_object
 from picompile_passes.formats import FORMATS
 from picompile_runtime.artifact.fields import Fields

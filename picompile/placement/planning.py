@@ -6,9 +6,10 @@ from functools import partial
 
 import numpy as np
 
-from picompile.errors import DoesNotFitError, UsageError
+from picompile.errors import DoesNotFitError
 from picompile.placement import policies
 from picompile.placement.firing import Firing, LayerFiring
+from picompile.placement.goal import PlanGoal
 from picompile.placement.machine import Machine
 from picompile.placement.model_bytes import ModelBytes
 from picompile.placement.plan import Plan, PlanLayer, check_budgets, device_name, memory_account
@@ -28,35 +29,15 @@ from picompile.placement.schedule import plan_graph, token_s
 from picompile.placement.solver import GAP, solve
 from picompile.placement.times import GROUP, PartPlaces, computed_by_groups
 
-OBJECTIVES = ("latency", "impact")
-# Pinning takes a part of this margin: 1.6 % of the cold weights' bytes in the host's memory, and 0.2 % of them in the
-# GPU's. The runtime counts both when it loads (artifact/weights.py, engine/layout.py), where less may be free.
-DEFAULT_MARGIN = 0.05
-
 
 @dataclass(frozen=True)
-class PlanOptions:
-    """The options of a plan.
-
-    `machine` has the budgets as `gpu_bytes` and `host_bytes`; the share `margin` of each is left free. `tokens` is the
-    number of tokens in the cache for which the speed is predicted; None is half the context. Raises `UsageError`.
-    """
+class PlanOptions(PlanGoal):
+    """The options of a plan: its goal, and the machine, which has the budgets as `gpu_bytes` and `host_bytes`."""
 
     target: str
     machine: Machine
-    objective: str = "latency"
-    margin: float = DEFAULT_MARGIN
-    tokens: int | None = None
     gap: float = GAP
     fingerprint: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.objective not in OBJECTIVES:
-            raise UsageError(f"unknown objective {self.objective!r}; known are {', '.join(OBJECTIVES)}")
-        if not 0 <= self.margin < 1:
-            raise UsageError(f"the margin must be a share from 0 to below 1, not {self.margin}")
-        if self.tokens is not None and self.tokens < 0:
-            raise UsageError(f"there cannot be {self.tokens} tokens in the cache")
 
     @property
     def capacity(self) -> Machine:

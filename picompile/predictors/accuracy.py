@@ -235,7 +235,7 @@ class AccuracyReport:
         change, bound = 100 * self.result.relative_change, 100 * (self.bound or 0)
         return (
             f"the predictors raise the perplexity by {change:.3g} %, more than {bound:.3g} %; most is missed "
-            f"in layers {named or 'none'}; train larger ones, or allow more with --gate"
+            f"in layers {named or 'none'}; train larger ones, or allow more with --accuracy-bound"
         )
 
     def to_json(self) -> dict[str, Any]:

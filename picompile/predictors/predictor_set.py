@@ -207,6 +207,6 @@ def _trained(model: Path, work: Path, config: PredictorConfig, progress: Progres
         settings = ProfileOptions(calibration=config.calibration, activation=config.activation)
         profile = profile_model(model, work / "profile", settings, progress)
     folder = work / "predictors"
-    training = TrainOptions(kind=config.kind, gate=config.accuracy_bound, activation=config.activation)
+    training = TrainOptions(kind=config.kind, accuracy_bound=config.accuracy_bound, activation=config.activation)
     predictors = train_predictors(model, profile, folder, training, progress)
     return PredictorSet(training.kind, predictors, _held_out_of(profile), profile.firing_rules, folder, profile)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from picompile_runtime.engine.engine import load
 from picompile_runtime.errors import PicompileRuntimeError
-from picompile_runtime.run_options import RUN_OPTIONS, RunOption
+from picompile_runtime.run_options import RUN_OPTIONS, SAMPLING, RunOption
 from picompile_runtime.sampling.generate import Generation, generate
 from picompile_runtime.sampling.sampler import SamplingParams
 from picompile_runtime.sampling.tokenizer import Tokenizer
@@ -34,6 +34,7 @@ def _add(parser: argparse.ArgumentParser, option: RunOption) -> None:
     shown = option.help if option.default is None else f"{option.help} [default: {option.default}]"
     parser.add_argument(
         *option.names,
+        dest=option.key,
         action="append" if option.repeated else "store",
         type=option.kind,
         default=[] if option.repeated else option.default,
@@ -43,14 +44,7 @@ def _add(parser: argparse.ArgumentParser, option: RunOption) -> None:
 
 
 def _run(options: argparse.Namespace) -> None:
-    params = SamplingParams(
-        temperature=options.temp,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        repetition_penalty=options.repetition_penalty,
-        seed=options.seed,
-    )
+    params = SamplingParams(**{name: getattr(options, name) for name in SAMPLING})
     with load(options.artifact, options.threads, options.replan) as engine:
         tokenizer = Tokenizer.of(engine.artifact)
         generation = generate(

@@ -29,12 +29,20 @@ class RunOption:
         return self.names[-1].removeprefix("--").replace("-", "_")
 
 
+# The options that `SamplingParams` takes, by the names that it has for them.
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+
 RUN_OPTIONS = {
     option.key: option
     for option in (
         RunOption(("-n", "--max-tokens"), int, "Tokens to generate, at most.", 128, "N", least=1),
         RunOption(
-            ("--temp",), float, "Temperature: 0 takes the likeliest token, above 0 draws one.", 0.0, "X", least=0
+            ("--temp", "--temperature"),
+            float,
+            "Temperature: 0 takes the likeliest token, above 0 draws one.",
+            0.0,
+            "X",
+            least=0,
         ),
         RunOption(("--top-k",), int, "Draw from the N likeliest tokens; 0 draws from all.", 40, "N", least=0),
         RunOption(

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 
 from picompile_runtime.errors import PicompileRuntimeError
 from picompile_runtime.run_options import RunOption
-from picompile_server.options import SERVE_OPTIONS, serve_options
+from picompile_server.declared import SERVE_OPTIONS
+from picompile_server.options import serve_options
 
 
 def _parser() -> argparse.ArgumentParser:

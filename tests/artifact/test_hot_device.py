@@ -213,8 +213,8 @@ def lossy(model: Path, folder: Path, text: Path, **changes: object) -> CompileOp
         "predictors": write_predictors(model, folder / "predictors", bias=0.0),
         "calibration": (text,),
         "hot": {0: range(1, 200, 3)},
-        "gate": math.inf,
-        "gate_tokens": 60,
+        "accuracy_bound": math.inf,
+        "check_tokens": 60,
     }
     return CompileOptions(**{**options, **changes})
 
@@ -257,7 +257,9 @@ def test_the_accuracy_check_reads_without_the_gpu(
     assert read["accuracy"]["relative_change"] == accuracy_of(tmp_path / "gpu")["relative_change"]
     # A bound that is not met leaves nothing.
     with pytest.raises(AccuracyError, match="the predictors raise the perplexity"):
-        compile_model(gpu_model, tmp_path / "other", lossy(gpu_model, tmp_path, held_out, target="4090", gate=1e-9))
+        compile_model(
+            gpu_model, tmp_path / "other", lossy(gpu_model, tmp_path, held_out, target="4090", accuracy_bound=1e-9)
+        )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gpu", "host", "predictors"]
 
 

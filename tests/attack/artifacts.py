@@ -51,8 +51,8 @@ def make_bases(folder: Path) -> None:
     text.write_text("".join(f"line {number}: def f(x): return x ** {number}\n" for number in range(60)))
     predictors = write_predictors(llama, folder / "predictors", bias=0.0)
     sizes = {"context": CONTEXT, "chunk": CHUNK}
-    learned = {"predictor": "learned", "predictors": predictors, "calibration": (text,), "gate": None}
-    several = {"sequences": SEQUENCES, "gate_tokens": 64, **learned, **sizes}
+    learned = {"predictor": "learned", "predictors": predictors, "calibration": (text,), "accuracy_bound": None}
+    several = {"sequences": SEQUENCES, "check_tokens": 64, **learned, **sizes}
     random = np.random.default_rng(0)
     hot = {layer: sorted(random.permutation(96)[:40].tolist()) for layer in range(2)}
     compile_for_test(llama, folder / "masked", quant="f16", **several)

@@ -66,7 +66,7 @@ class Disks:
         replaces, kbytes = command.force and draw.random() < 0.5, int(2 ** draw.uniform(0, 12))
         case = fresh_case(self._work / "case")
         output = case / "outputs" / "out"
-        words = [*self._attack.words(command, output), *["--force"] * replaces]
+        words = [*self._attack.words(command, output), *["--overwrite"] * replaces]
         older = sum(path.stat().st_size + 8192 for path in reference.older.rglob("*")) // 1024 if replaces else 0
         with self._disk(kind, case, kbytes, older):
             if replaces:
@@ -78,7 +78,7 @@ class Disks:
             said = (case / "output.txt").read_text()
             wrong = self._attack.state(command, reference, output, before) or left_behind(case)
         wrong = wrong or _wrong_end(code, said, _READ_ONLY if kind == "read-only" else _FULL)
-        told = f"{name}{' --force' * replaces}, {kind}, {kbytes} kB: {wrong}"
+        told = f"{name}{' --overwrite' * replaces}, {kind}, {kbytes} kB: {wrong}"
         return f"{name} {kind}: {code}", told if wrong else None
 
     def _disk(self, kind: str, case: Path, kbytes: int, older: int) -> AbstractContextManager[None]:

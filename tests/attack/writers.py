@@ -2,7 +2,7 @@
 
     python tests/attack/writers.py [--number 100] [--seconds 900] [--seed 0] [--commands compile,synth]
 
-A case draws a command, whether its output is new or replaces an older one (`--force`), a signal, and a moment. A
+A case draws a command, whether its output is new or replaces an older one (`--overwrite`), a signal, and a moment. A
 command that goes on with what it began can be killed several times. After the kill, the output must be what it was
 before, or what the command makes undisturbed, byte for byte; or, for `profile` and `train`, which go on with what they
 began, an output that no reader takes for one. Asked to stop, the process must end with 128 plus the signal's number and
@@ -36,7 +36,7 @@ _POLL_S = 0.002
 
 @dataclass(frozen=True)
 class Command:
-    """A command, `OUT` among its words for the output; `older` makes what `--force` replaces.
+    """A command, `OUT` among its words for the output; `older` makes what `--overwrite` replaces.
 
     `public` says which files, relative to the output, a reader looks at; `goes_on` whether an output may be unfinished.
     """
@@ -67,7 +67,7 @@ def commands(work: Path) -> dict[str, Command]:
     compile_ = ("compile", model, "-o", "OUT", "--context", "64", "--target", "native")
     profile = ("profile", model, "-o", "OUT", "--calibration", text, "--window", "128", "--samples", "200")
     profiled = ("train", model, "--profile", str(work / "profile"), "-o", "OUT")
-    train = (*profiled, "--gate", "off", "--budget", "100%", "--no-exact")
+    train = (*profiled, "--accuracy-bound", "off", "--budget", "100%", "--no-exact")
     return {
         "compile": Command((*compile_, "--quant", "q4"), (*compile_, "--quant", "f16")),
         "profile": Command(profile, (*profile, "--seed", "1"), lambda name: not _is_hidden(name), goes_on=True),
@@ -104,15 +104,15 @@ class Attack:
         replaces, number = command.force and draw.random() < 0.5, draw.choice(SIGNALS)
         elsewhere, moment_s = draw.random() < 0.3, draw.uniform(0.0, 1.05 * reference.seconds)
         times = draw.choice((1, 1, 1, 4)) if command.goes_on else 1
-        told = f"{name}{' --force' * replaces}, {times} times {number.name} after {moment_s:.3f} s"
+        told = f"{name}{' --overwrite' * replaces}, {times} times {number.name} after {moment_s:.3f} s"
         case = fresh_case(self._work / "case")
         output = case / "outputs" / "out"
         if replaces:
             shutil.copytree(reference.older, output)
         before = digests(output)
         for _ in range(times):
-            code = run_command([*self.words(command, output), *["--force"] * replaces], case, moment_s, number)
-        way = f"{name}{' --force' * replaces} {number.name if code in (-number, 128 + number) else 'ended before'}"
+            code = run_command([*self.words(command, output), *["--overwrite"] * replaces], case, moment_s, number)
+        way = f"{name}{' --overwrite' * replaces} {number.name if code in (-number, 128 + number) else 'ended before'}"
         # Asked to stop, a command that had not ended says so; before it can, the signal itself ends the process.
         wrong = (
             self.state(command, reference, output, before)
@@ -141,7 +141,7 @@ class Attack:
             code = run_command([*plan, "-o", str(output.with_name("plan.json"))], case)
             output.with_name("plan.json").unlink(missing_ok=True)
             return f"plan ended with {code}" if code else left_behind(case, but_temporary=True)
-        again = [*self.words(command, output), *["--force"] * replaces]
+        again = [*self.words(command, output), *["--overwrite"] * replaces]
         is_there = not command.goes_on and not replaces and output.exists()
         code = run_command(again, case)
         if code != (2 if is_there else 0):

@@ -11,7 +11,7 @@ from helpers.support import BuildOnce, Cli, compile_for_test
 from picompile.cli.accuracy_show import comparison_text, show_comparison
 from picompile.cli.weights_show import weights_text
 
-TOKENS = {"context": 64, "gate_tokens": 400}
+TOKENS = {"context": 64, "check_tokens": 400}
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def _table(text: str) -> list[str]:
 @pytest.mark.slow("compiles a model; the fast tests have an artifact that was compared")
 def test_compile_prints_one_table(cli: Cli, tiny_model: Path, tmp_path: Path) -> None:
     output = tmp_path / "artifact"
-    options = ["--quant", "q8", "--context", "64", "--gate-tokens", "400", "--accuracy", "report"]
+    options = ["--quant", "q8", "--context", "64", "--check-tokens", "400", "--accuracy", "report"]
     ended = cli("compile", tiny_model, "-o", output, *options)
     assert (ended.code, ended.err) == (0, "")
     comparison = json.loads((output / "report.json").read_text())["checkpoint_accuracy"]

@@ -15,9 +15,9 @@ from picompile.predictors.profile.prepare import own_windows
 from picompile.predictors.profile.windows import held_out_windows
 from picompile.progress import NoProgress
 
-FAST = ("--recall", "90%", "--budget", "100%", "--gate", "off", "--no-exact", "--rank", "8", "--jobs", "1")
+FAST = ("--recall", "90%", "--budget", "100%", "--accuracy-bound", "off", "--no-exact", "--rank", "8", "--jobs", "1")
 # The kernels of `tiny_artifact`.
-SMALL = ("--quant", "f16", "--context", "64", "--gate", "off", "--gate-tokens", "64")
+SMALL = ("--quant", "f16", "--context", "64", "--accuracy-bound", "off", "--check-tokens", "64")
 RELU = ("--activation", "relu")
 ANOTHER = "profile of another model"
 

@@ -28,7 +28,7 @@ def test_compile_prints_a_summary(cli: Cli, tiny_model: Path, tmp_path: Path) ->
     manifest = json.loads((output / "manifest.json").read_text())
     assert (manifest["quant"], manifest["context"], manifest["kv_dtype"]) == ("q8", 32, "float32")
     assert (manifest["predictor"], manifest["sequences"]) == ("exact", 1)
-    assert cli("compile", tiny_model, "-o", output, "--quant", "q4", "--predictor", "none", "--force").code == 0
+    assert cli("compile", tiny_model, "-o", output, "--quant", "q4", "--predictor", "none", "--overwrite").code == 0
     manifest = json.loads((output / "manifest.json").read_text())
     assert (manifest["quant"], manifest["predictor"]) == ("q4", "none")
     assert [path.name for path in output.parent.iterdir()] == ["artifact"]

@@ -185,10 +185,10 @@ def test_output_that_is_in_the_way(cli: Cli, model: Path, tiny_artifact: Path, t
     compile_, synth = ("compile", model), ("synth", "--shape", "tiny-reglu")
     for words, place, *says in (
         (compile_, output, "out", "choose another"),
-        ((*compile_, "--force"), output, "out", "choose another"),
+        ((*compile_, "--overwrite"), output, "out", "choose another"),
         (synth, output, "out", "choose another"),
-        ((*compile_, "--force"), tmp_path / "link", "link"),
-        (compile_, artifact, "--force"),
+        ((*compile_, "--overwrite"), tmp_path / "link", "link"),
+        (compile_, artifact, "--overwrite"),
         (compile_, tmp_path / "file" / "artifact", "file"),
         # /proc refuses even root, which these tests may run as.
         (compile_, "/proc/artifact", "/proc"),

@@ -109,9 +109,9 @@ def test_a_page(cli: Cli, ir: Path, tmp_path: Path) -> None:
     text = html.read_text(encoding="utf-8")
     assert text.startswith("<!doctype html>") and 'data-node="sparse_ffn"' in text
     same = ("diff", ir / "000_input.txt", ir / "000_input.txt", "--html", html, "--json")
-    assert_refused(cli(*same), 2, "--force")
+    assert_refused(cli(*same), 2, "--overwrite")
     assert html.read_text(encoding="utf-8") == text
-    ended = cli(*same, "--force")
+    ended = cli(*same, "--overwrite")
     assert ended.code == 0 and json.loads(ended.out)["added"] == []
     assert html.read_text(encoding="utf-8") != text
 
@@ -133,8 +133,8 @@ def test_what_cannot_be_compared(cli: Cli, ir: Path, tmp_path: Path) -> None:
         ((cut, dump), "has 8"),
         ((dump, binary), "not UTF-8"),
         ((dump,), "B"),
-        ((dump, dump, "--html", notes, "--force"), "is no HTML page"),
-        ((dump, dump, "--html", tmp_path, "--force"), "is a folder"),
+        ((dump, dump, "--html", notes, "--overwrite"), "is no HTML page"),
+        ((dump, dump, "--html", tmp_path, "--overwrite"), "is a folder"),
         ((dump, dump, "--html", notes / "page.html"), "page.html"),
     ):
         assert_refused(cli("diff", *words), 2, says)

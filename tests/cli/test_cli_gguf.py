@@ -48,7 +48,7 @@ def test_compile_takes_the_predictors_of_the_file(cli: Cli, tmp_path: Path, powe
     ended = cli("import-predictors", powerinfer_file, "--model", powerinfer_file, "-o", tmp_path / "predictors")
     assert (ended.code, ended.err) == (0, "")
     # A profile would cost minutes for a model that brings its predictors.
-    options = ["--predictor", "learned", "--gate", "off", "--quant", "f16", "--gate-tokens", 64]
+    options = ["--predictor", "learned", "--accuracy-bound", "off", "--quant", "f16", "--check-tokens", 64]
     artifacts = tmp_path / "own", tmp_path / "imported"
     for artifact, given in zip(artifacts, ([], ["--predictors", tmp_path / "predictors"]), strict=True):
         ended = cli("compile", powerinfer_file, "-o", artifact, *options, *given)
@@ -64,10 +64,10 @@ def test_compile_takes_the_predictors_of_the_file(cli: Cli, tmp_path: Path, powe
 def test_every_command_takes_a_file(cli: Cli, tmp_path: Path, powerinfer_file: Path, text: Path) -> None:
     """Profile, train with the profile, plan with both, compile with both, measure and run."""
     profile, predictors, plan, artifact = (tmp_path / name for name in ("profile", "predictors", "plan", "artifact"))
-    unchecked = ["--gate", "off", "--gate-tokens", 64]
+    unchecked = ["--accuracy-bound", "off", "--check-tokens", 64]
     for command in (
         ["profile", powerinfer_file, "-o", profile, "--calibration", text, "--tokens", 2048, "--window", 64],
-        ["train", powerinfer_file, "--profile", profile, "-o", predictors, "--gate", "off", "--jobs", 1],
+        ["train", powerinfer_file, "--profile", profile, "-o", predictors, "--accuracy-bound", "off", "--jobs", 1],
         ["plan", powerinfer_file, "--profile", profile, "--predictors", predictors, "--target", "4090", "-o", plan],
         ["compile", powerinfer_file, "-o", artifact, "--predictor", "learned", "--predictors", predictors, *unchecked],
         ["eval", artifact, "--against", powerinfer_file, "--text", text],

@@ -22,10 +22,10 @@ def test_import_and_overwrite(cli: Cli, tmp_path: Path, tiny_model: Path) -> Non
     assert (ended.code, ended.err) == (0, "")
     assert ended.out == f"{output}: predictors of 2 layers, ranks 32 to 64, 28,816 parameters\n"
     again = cli("import-predictors", tmp_path / "a.powerinfer.gguf", "--model", tiny_model, "-o", output)
-    assert again.code == 2 and "give --force to overwrite it" in again.err
+    assert again.code == 2 and "give --overwrite to overwrite it" in again.err
     write_gguf(tmp_path / "a.powerinfer.gguf", random_predictors(SIZES, 22), threshold=2.0)
     write_activations(tmp_path / "activation", [torch.arange(200), torch.arange(200)])
-    forced = cli("import-predictors", tmp_path, "--model", tiny_model, "-o", output, "--force")
+    forced = cli("import-predictors", tmp_path, "--model", tiny_model, "-o", output, "--overwrite")
     assert forced.code == 0 and forced.out.splitlines()[1].startswith(f"{output / 'layers'}: how often each neuron")
     facts = json.loads((output / "predictors.json").read_text())
     assert [layer["threshold"] for layer in facts["layers"]] == pytest.approx([2.0, 2.0], abs=1e-6)

@@ -68,7 +68,7 @@ def test_the_time_of_a_prompt(cli: Cli) -> None:
     assert found and both
     assert float(found[1]) < float(both[1])
     assert f"Is it worth it here? Yes: {both[2]} times as fast as dense inference." in ended.out
-    estimate = json.loads(cli("plan", *words, "1500", "--prefill-chunk", "128", "--json").out)["prompt"]
+    estimate = json.loads(cli("plan", *words, "1500", "--chunk", "128", "--json").out)["prompt"]
     assert (estimate["tokens"], estimate["chunks"]) == (1500, 12)
     assert estimate["copy_s"] == pytest.approx(12 * estimate["copied_bytes"] / (0.8 * pcie_bytes_per_s(4, 8)))
     assert_refused(cli("plan", *words, "9000"), 2, "--prompt: 9000 tokens are more than the context, 4096")
@@ -89,9 +89,9 @@ def test_json_is_the_plan(cli: Cli, tmp_path: Path) -> None:
     assert plan["gpu_budget_bytes"] == int(24 * 2**30 * 0.96)
     assert plan["host_budget_bytes"] == 64 * 2**30
     assert plan["machine"]["gpu_bytes"] == int(plan["gpu_budget_bytes"] * 0.95)
-    assert_refused(cli("plan", *CURVE, *words, "--quant", "q8"), 2, "give --force")
+    assert_refused(cli("plan", *CURVE, *words, "--quant", "q8"), 2, "give --overwrite")
     assert json.loads(output.read_text()) == plan
-    assert cli("plan", *CURVE, *words, "--quant", "q8", "--force").code == 0
+    assert cli("plan", *CURVE, *words, "--quant", "q8", "--overwrite").code == 0
     assert read_plan(output).quant == "q8"
 
 
@@ -257,7 +257,7 @@ def test_bad_input(cli: Cli, tiny_model: Path, tiny_profile: Path, tmp_path: Pat
         ((*CURVE, "--vram-budget", "much"), "--vram-budget: 'much' is no size"),
         ((*CURVE, "--host-memory", "50%"), "--host-memory"),
         ((*CURVE, "--host-bandwidth", "0"), "--host-bandwidth"),
-        ((*CURVE, "--margin", "100%"), "--margin: '100%' leaves no memory"),
+        ((*CURVE, "--margin", "100%"), "--margin must be at least 0 and below 1"),
         ((*CURVE, "--batch", "0"), "--batch"),
         ((*CURVE, "--context", "4097"), "more than the model's 4096 positions"),
         ((*CURVE, "-o", tmp_path), "is a folder"),
@@ -283,7 +283,7 @@ def test_bad_input(cli: Cli, tiny_model: Path, tiny_profile: Path, tmp_path: Pat
 @pytest.mark.slow("compiles a model with a plan")
 def test_compiles_as_planned(cli: Cli, build_once: BuildOnce, bundled_profile: Path, tmp_path: Path) -> None:
     path, artifact = tmp_path / "plan.json", tmp_path / "artifact"
-    words = ("--quant", "f16", "--predictor", "exact", "--vram-budget", "8MiB", "--prefill-chunk", "128", *SLOW_HOST)
+    words = ("--quant", "f16", "--predictor", "exact", "--vram-budget", "8MiB", "--chunk", "128", *SLOW_HOST)
     _plan(cli, bundled_profile, *words, "-o", path)
     plan = read_plan(path)
     hot = [layer.hot_neurons for layer in plan.layers]
@@ -359,7 +359,7 @@ def test_compile_refuses_unfit_plans(cli: Cli, tiny_model: Path, tiny_plan: Path
         ((tmp_path,), "is no file"),
         ((damaged,), "not readable as JSON"),
         ((hot,), "is not a plan"),
-        ((tiny_plan, "--hot", hot), "--plan and --hot"),
+        ((tiny_plan, "--hot", hot), "hot and plan both say"),
         ((curve,), "says nothing of single neurons"),
         ((other,), "is of another model ('tiny-model')"),
         ((wrong,), "1 layers of 200 neurons, but the model has 2 of 200"),

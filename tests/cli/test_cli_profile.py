@@ -34,7 +34,7 @@ def test_profile(cli: Cli, tiny_model: Path, text: Path, tmp_path: Path) -> None
     assert {"layer", "neurons", "threshold", "firing_share", "never_fired"} <= set(facts["layers"][0])
     for option in (("--seed", "3"), ("--by", "contribution")):
         other = cli(*words, *option, stdin=text.read_text())
-        assert_refused(other, 2, f"{folder}: holds a profile of other inputs; give --force to overwrite it")
+        assert_refused(other, 2, f"{folder}: holds a profile of other inputs; give --overwrite to overwrite it")
 
 
 def test_bad_input(cli: Cli, tiny_model: Path, text: Path, tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_bad_input(cli: Cli, tiny_model: Path, text: Path, tmp_path: Path) -> No
         ((tiny_model, "--calibration", "-"), "standard input: is empty"),
         ((tiny_model, "--calibration", "-", "--held-out", "-"), "standard input (-) is given twice"),
         ((tiny_model, "--calibration", text, "--window", "257"), "more than the model's 256 positions"),
-        ((tiny_model, "--calibration", text, "--gate", "much"), "--gate: 'much' is no share"),
+        ((tiny_model, "--calibration", text, "--accuracy-bound", "much"), "--accuracy-bound: 'much' is no share"),
         ((tmp_path / "no",), "no such file or folder"),
         ((tiny_model, "--calibration", text, "--by", "energy"), "'energy' is not one of 'magnitude', 'contribution'"),
         ((tiny_model, "--calibration", text, "-o", taken), "has no profile.json"),

@@ -22,9 +22,9 @@ def test_a_report_on_an_artifact(cli: Cli, tiny_artifact: Path, tmp_path: Path) 
 
     again = cli("report", tiny_artifact, "-o", page)
     assert again.code == 2
-    assert "--force" in again.err
+    assert "--overwrite" in again.err
     page.write_text("<!doctype html>old")
-    assert cli("report", tiny_artifact, "-o", page, "--force").code == 0
+    assert cli("report", tiny_artifact, "-o", page, "--overwrite").code == 0
     assert page.read_text(encoding="utf-8") == text
 
 
@@ -54,12 +54,12 @@ def test_places_where_no_page_is_written(cli: Cli, tiny_artifact: Path, tmp_path
         (tmp_path / "pipe", "not a regular file"),
         (tmp_path / "lost", "a link to nowhere"),
     ):
-        assert_refused(cli("report", tiny_artifact, "-o", place, "--force"), 2, says)
+        assert_refused(cli("report", tiny_artifact, "-o", place, "--overwrite"), 2, says)
     assert notes.read_text() == "mine"
     assert {path.name for path in tmp_path.iterdir()} == {"notes.txt", "pipe", "lost"}
     (tmp_path / "link").symlink_to("old")
     (tmp_path / "old").write_text("<!doctype html>old")
-    assert cli("report", tiny_artifact, "-o", tmp_path / "link", "--force").code == 0
+    assert cli("report", tiny_artifact, "-o", tmp_path / "link", "--overwrite").code == 0
     assert (tmp_path / "link").is_symlink()
     assert "feed-forward" in (tmp_path / "old").read_text(encoding="utf-8")
 

@@ -13,20 +13,22 @@ import httpx
 import pytest
 
 from helpers.support import Cli
+from picompile.cli.options import takes_options
 from picompile.cli.serve import serve_command
 from picompile_runtime import RequestError
+from picompile_server.declared import SERVE_OPTIONS
 from picompile_server.main import _parser
-from picompile_server.options import SERVE_OPTIONS, ServeOptions, parse_size, serve_options
+from picompile_server.options import ServeOptions, parse_size, serve_options
 
 pytestmark = pytest.mark.slow("starts servers in processes of their own; what they call has fast tests")
 
 
 def test_both_command_lines_take_every_option(monkeypatch: pytest.MonkeyPatch) -> None:
     parsed = vars(_parser().parse_args(["build/tiny"]))
-    parameters = inspect.signature(serve_command).parameters
+    parameters = inspect.signature(takes_options(serve_command)).parameters
     for key, option in SERVE_OPTIONS.items():
         assert parsed[key] == (False if option.kind is bool else option.default)
-        assert parameters[key].default == parsed[key]
+        assert parameters[key].default == (parsed[key] or None if option.repeated else parsed[key])
     assert set(parameters) == {"artifact", *SERVE_OPTIONS}
     monkeypatch.delenv("PICOMPILE_API_KEY", raising=False)
     assert serve_options("build/tiny", parsed) == ServeOptions({"tiny": Path("build/tiny")})

@@ -13,7 +13,7 @@ from helpers.support import BuildOnce, Cli, save_tiny_llama
 from picompile_passes.graph.nodes import calls
 from picompile_passes.graph.operands import FFN
 
-FAST = ("--recall", "90%", "--budget", "100%", "--gate", "off", "--no-exact", "--rank", "8", "--jobs", "1")
+FAST = ("--recall", "90%", "--budget", "100%", "--accuracy-bound", "off", "--no-exact", "--rank", "8", "--jobs", "1")
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,19 @@ def test_a_missed_accuracy_bound_ends_with_seven(
 
     # Random weights may do better with neurons left out.
     monkeypatch.setattr("picompile.predictors.train.run.streamed_perplexity", worse)
-    wanted = ("--recall", "50%", "--budget", "100%", "--gate", "2%", "--no-exact", "--rank", "2", "--jobs", "1")
+    wanted = (
+        "--recall",
+        "50%",
+        "--budget",
+        "100%",
+        "--accuracy-bound",
+        "2%",
+        "--no-exact",
+        "--rank",
+        "2",
+        "--jobs",
+        "1",
+    )
     ended = cli("train", tiny_model, "--profile", profile, "-o", tmp_path / "p", *wanted)
     assert ended.code == 7
     assert ended.err.splitlines()[-1].startswith("error: with predictors the perplexity rises by 2.500%, more than 2.0")
@@ -57,7 +69,15 @@ def test_a_missed_accuracy_bound_ends_with_seven(
 
 def test_options_are_checked(cli: Cli, tiny_model: Path, profile: Path, tmp_path: Path) -> None:
     for words in (
-        *("--gate much", "--budget 0", "--budget 700%", "--recall x", "--input sideways", "--rank 0", "--jobs 0"),
+        *(
+            "--accuracy-bound much",
+            "--budget 0",
+            "--budget 700%",
+            "--recall x",
+            "--input sideways",
+            "--rank 0",
+            "--jobs 0",
+        ),
         *("--device abacus", "--computed 0.5", "--seed -1"),
     ):
         option, value = words.split()

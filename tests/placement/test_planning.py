@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from picompile.errors import DoesNotFitError, SolverError, UsageError
 from picompile.placement import policies
+from picompile.placement.goal import OBJECTIVES
 from picompile.placement.machine import Machine
 from picompile.placement.plan import Plan, check_budgets
-from picompile.placement.planning import OBJECTIVES, PlanOptions, make_plan
+from picompile.placement.planning import PlanOptions, make_plan
 from picompile.placement.problem import PlacementTask, evaluate, latency_problem
 from picompile.testing.tasks import random_task
 
@@ -21,7 +22,7 @@ _MIB = 2**20
 
 
 def options_of(task: PlacementTask, margin: float = 0.05, objective: str = "latency") -> PlanOptions:
-    return PlanOptions("random", task.machine, objective, margin, task.tokens)
+    return PlanOptions("random", task.machine, objective=objective, margin=margin, tokens=task.tokens)
 
 
 def taken(plan: Plan, device: str) -> int:
@@ -75,7 +76,7 @@ def test_the_infeasible_error_names_the_smallest_budgets(seed: int, objective: s
             continue
         for budget, fits in ((int(found[1]) * _MIB, True), ((int(found[1]) - 2) * _MIB, False)):
             machine = Machine(**{**vars(task.machine), name: max(0, budget)})
-            options = PlanOptions("random", machine, objective, tokens=task.tokens)
+            options = PlanOptions("random", machine, objective=objective, tokens=task.tokens)
             if fits:
                 make_plan(task.model, task.firing, options)
             elif budget > 0:
@@ -108,7 +109,7 @@ def test_without_a_gpu_everything_is_on_the_host() -> None:
     task = random_task(5)
     machine = Machine(0, 0.0, 1 << 40, 30e9, 0.0, 0.0)
     for objective in ("latency", "impact"):
-        plan = make_plan(task.model, task.firing, PlanOptions("cpu", machine, objective))
+        plan = make_plan(task.model, task.firing, PlanOptions("cpu", machine, objective=objective))
         assert {row.device for row in plan.memory} == {"host"}
         assert all(layer.hot_neurons == 0 for layer in plan.layers)
         assert set(plan.baselines) == {"host"}

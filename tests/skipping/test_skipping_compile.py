@@ -61,7 +61,7 @@ def test_a_silu_model_skips_and_keeps_its_bytes(silu_model: Path, text: Path, tm
 
 @pytest.mark.slow("measures and compiles a model")
 def test_the_accuracy_table(silu_model: Path, text: Path, tmp_path: Path) -> None:
-    options = {"skip": 0.05, "accuracy": float("inf"), "calibration": (text,), "gate_tokens": 256}
+    options = {"skip": 0.05, "accuracy": float("inf"), "calibration": (text,), "check_tokens": 256}
     report = _compile(silu_model, tmp_path / "artifact", **options)
     lines = report["checkpoint_accuracy"]["lines"]
     assert [line["part"] for line in lines] == ["skipping", "kv_cache", "runtime"]
@@ -87,13 +87,13 @@ def test_a_damaged_report_is_told() -> None:
 
 def test_options_that_make_no_sense(tmp_path: Path) -> None:
     for wrong, why in (
-        ({"skip": 0.0}, "share above 0"),
-        ({"skip": float("nan")}, "share above 0"),
+        ({"skip": 0.0}, "above 0"),
+        ({"skip": float("nan")}, "above 0"),
         ({"skip": 0.01, "skip_at": ("head",)}, "unknown place to skip 'head'"),
         ({"skip": 0.01, "skip_at": ("gate", "gate")}, "each place to skip once"),
         ({"skip_at": ("gate",)}, "not how much skipping may cost"),
         ({"skip": 0.01, "predictor": "exact"}, "leave one of them out"),
-        ({"skip": 0.01, "skip_tokens": 1}, "at least 512 tokens"),
+        ({"skip": 0.01, "skip_tokens": 1}, "at least 512"),
     ):
         with pytest.raises(UsageError, match=why):
             CompileOptions(**wrong)

@@ -155,7 +155,7 @@ def check_profile_output(output: Path, task: ProfileTask) -> None:
             raise UsageError(f"{output}: exists and has no {PROFILE_FILE}, so it is not overwritten")
     if description is not None and description.get("complete") is True and not task.options.overwrite:
         if description.get("inputs") != task.inputs:
-            raise UsageError(f"{output}: holds a profile of other inputs; give --force to overwrite it")
+            raise UsageError(f"{output}: holds a profile of other inputs; give --overwrite to overwrite it")
     elif description is None:
         _check_disk(output, task)
 

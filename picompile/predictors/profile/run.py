@@ -196,7 +196,7 @@ class _ProfileRun:
 
     def _rules(self, tokens: _TokenWindows) -> tuple[dict[int, FiringRule], dict[str, Any] | None]:
         blocks = [block for segment in self.model.segments for block in segment.blocks]
-        by, bound = self.task.options.by, self.task.options.gate
+        by, bound = self.task.options.by, self.task.options.accuracy_bound
         if bound is None or all(map(can_be_silent, blocks)):
             return {}, None
         return ThresholdSearch(self.model, tokens.held_out.tolist(), by, bound, self.directory, self.progress).run()

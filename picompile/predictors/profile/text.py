@@ -17,6 +17,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 from picompile.errors import UsageError
+from picompile.options import Option
+
+CALIBRATION = Option(
+    "Text to learn from; repeatable; - reads standard input. Default: the sources and documents of Python's standard "
+    "library, and text sampled from the model.",
+    metavar="FILE",
+)
 
 # Far more than is ever profiled on; bytes after this are not read.
 _MOST_BYTES = 1 << 28

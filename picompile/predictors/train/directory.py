@@ -80,7 +80,7 @@ class TrainingDirectory:
         if not ours and any(path.name != "work" for path in self.folder.iterdir()):
             raise UsageError(f"{self.folder}: exists and has no {FACTS_FILE}, so it is not overwritten")
         if self.complete and not overwrite and not self.holds(inputs):
-            raise UsageError(f"{self.folder}: holds predictors of other inputs; give --force to overwrite them")
+            raise UsageError(f"{self.folder}: holds predictors of other inputs; give --overwrite to overwrite them")
 
     def open(self, inputs: str, candidates: str) -> str:
         """Prepare the folder. Its candidates are kept if their inputs have the hash `candidates`.

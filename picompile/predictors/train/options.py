@@ -1,11 +1,12 @@
 """Options of training, and the rank that a learned predictor starts from. Imports no torch, as plans need the rank."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from picompile.errors import UsageError
-from picompile.frontend.activation import check_activation
-from picompile.quantities import require_whole
+from picompile.frontend.activation import ACTIVATION
+from picompile.options import OVERWRITE, check_options, documented, option
+from picompile.quantities import parse_accuracy_bound, parse_least_one, parse_share, require_whole
 
 # The rank that a learned predictor starts from. Imports no torch: plans estimate predictors with it.
 
@@ -35,85 +36,107 @@ INPUT_CHOICES = ("auto", "block", "stream", "previous")
 WEIGHTINGS = ("contribution", "none")
 DEVICES = ("auto", "cpu", "cuda")
 
-# The target on samples that training has not seen. Other text is less like them: with a target of 99.5 %, an OPT of
-# 22 million parameters found 99.43 % on held-out text in its worst layer.
-DEFAULT_RECALL = 0.997
 
-
+@documented
 @dataclass(frozen=True)
 class TrainOptions:
     """How predictors are trained and chosen.
 
-    Attributes:
-        kind: `learned`, or `sign`, for which only the threshold is searched.
-        gate: Accuracy bound: the largest relative rise of the model's perplexity on held-out text. None accepts any.
-        budget: Limit on the parameters of all predictors, as a share of the model's.
-        recall: The share of the contribution of firing neurons that a layer's predictor must find.
-        computed_ratio: How many neurons it may compute for each one that fires, as far as the budget allows.
-        exact: Allow the exact predictor where it is the better choice.
-        input: The input of learned predictors; `auto` compares all inputs.
-        ranks: Fixes the rank of all layers (an int) or of single ones.
-        weighting: `none` counts all missed firings alike. With this and `ranks`, predictors are those of PowerInfer and
-            Deja Vu except for their form.
-        epochs: Passes over the samples.
-        rounds: How often the choice may be tightened to meet the accuracy bound.
-        gate_tokens: Held-out tokens of the accuracy check.
-        seed: Seed of the order of the samples.
-        device: Where PyTorch trains: `auto`, `cpu` or `cuda`.
-        bf16: Multiply matrices from values rounded to bfloat16 while predictors are fitted. What they find is measured
-            in float32.
-        jobs: How many layers are trained at a time (None: one per core, as far as 5 GiB of memory allow). It does not
-            change the result.
-        ray: The address of a Ray cluster that trains instead. It does not change the result.
-        overwrite: Replace predictors of other inputs.
-        activation: The activation of the feed-forward blocks, as `load_model` takes it: the one that the profile was
-            made with. None takes what config.json says.
+    Here, `off` of the accuracy bound is None, and shares are numbers. With `ranks` and without `weighting`, predictors
+    are those of PowerInfer and Deja Vu except for their form. Neither `jobs` nor `ray` changes the result.
+
+    `kind` is `learned`, or `sign`, for which only the threshold is searched. `weighting` `none` counts all missed
+    firings alike. `epochs` are passes over the samples, and `rounds` how often the choice may be tightened to meet the
+    accuracy bound. `ranks` may also have ranks of single layers.
     """
 
     kind: str = "learned"
-    gate: float | None = 0.001
-    budget: float = 0.06
-    recall: float = DEFAULT_RECALL
-    computed_ratio: float = 1.5
-    exact: bool = True
-    input: str = "auto"
-    ranks: int | Mapping[int, int] | None = None
+    activation: str | None = ACTIVATION.field(None)
+    accuracy_bound: float | None = option(
+        "0.1%",
+        "Accuracy bound: how far predictors may raise the perplexity on held-out text; off sets none.",
+        metavar="SHARE",
+        parse=parse_accuracy_bound,
+        aliases=("--gate",),
+    )
+    budget: float = option(
+        "6%",
+        "Parameters of all predictors, as a share of the model's parameters.",
+        metavar="SHARE",
+        parse=parse_share,
+        above=0,
+        most=1,
+    )
+    # The target on samples that training has not seen. Other text is less like them: with a target of 99.5 %, an OPT of
+    # 22 million parameters found 99.43 % on held-out text in its worst layer.
+    recall: float = option(
+        "99.7%",
+        "The share of what firing neurons contribute that a predictor must find.",
+        metavar="SHARE",
+        parse=parse_share,
+        above=0,
+        most=1,
+    )
+    computed_ratio: float = option(
+        1.5,
+        "Neurons computed for each one that fires, at most, as far as the budget allows.",
+        metavar="X",
+        least=1,
+        aliases=("--computed",),
+    )
+    exact: bool = option(True, "Allow exact predictors for layers where they read fewer bytes.")
+    input: str = option(
+        "auto",
+        "What predictors read. block: the block's input. stream: that input before its norm. previous: the input of "
+        "the block before.",
+        choices=INPUT_CHOICES,
+    )
+    ranks: int | Mapping[int, int] | None = option(
+        None,
+        "Use this rank for all layers. Default: search a rank for each layer.",
+        flags=("--rank",),
+        metavar="N",
+        parse=parse_least_one,
+    )
     weighting: str = "contribution"
     epochs: int = 3
     rounds: int = 5
-    gate_tokens: int = 8192
-    seed: int = 0
-    device: str = "auto"
-    bf16: bool = False
-    jobs: int | None = None
-    ray: str | None = field(default=None, compare=False)
-    overwrite: bool = field(default=False, compare=False)
-    activation: str | None = None
+    check_tokens: int = 8192
+    jobs: int | None = option(
+        None,
+        "Layers trained at the same time. Default: one for each core, as memory allows.",
+        metavar="N",
+        least=1,
+    )
+    device: str = option("auto", "Where training runs. auto: CUDA if there is a device.", choices=DEVICES)
+    bf16: bool = option(
+        False,
+        "Multiply in bfloat16 while predictors are fitted, which takes less time on processors that have it.",
+    )
+    ray: str | None = option(
+        None,
+        "Train on a Ray cluster; local starts one on this machine. Needs picompile[ray].",
+        metavar="ADDRESS",
+        compare=False,
+    )
+    seed: int = option(0, "Seed for the order of the samples.", metavar="N", least=0)
+    overwrite: bool = OVERWRITE.field(False, compare=False)
 
     def __post_init__(self) -> None:
         """Raise `UsageError` for values that make no sense."""
-        check_activation(self.activation)
+        check_options(self)
         for name, value, known in (
             ("predictor", self.kind, KINDS),
-            ("input", self.input, INPUT_CHOICES),
             ("weighting", self.weighting, WEIGHTINGS),
-            ("device", self.device, DEVICES),
         ):
             if value not in known:
                 raise UsageError(f"unknown {name} {value!r}; known are {', '.join(known)}")
-        for name, share in (("budget", self.budget), ("recall", self.recall)):
-            if not 0 < share <= 1:
-                raise UsageError(f"the {name} must be above 0 and at most 1, not {share}")
         given = self.ranks.values() if isinstance(self.ranks, Mapping) else () if self.ranks is None else (self.ranks,)
         for rank in given:
             require_whole(rank=rank)
-        numbers = ("epochs", "rounds", "gate_tokens", "seed", "jobs")
-        require_whole(**{name: getattr(self, name) for name in numbers})
-        counts = (*given, self.epochs, self.gate_tokens, self.jobs or 1)
-        if any(count < 1 for count in counts) or self.rounds < 0:
-            raise UsageError("ranks, epochs, gate tokens and jobs must be at least 1, rounds at least 0")
-        if self.computed_ratio < 1:
-            raise UsageError(f"the computed ratio must be at least 1, not {self.computed_ratio}")
+        require_whole(epochs=self.epochs, rounds=self.rounds, check_tokens=self.check_tokens)
+        if any(count < 1 for count in (*given, self.epochs, self.check_tokens)) or self.rounds < 0:
+            raise UsageError("ranks, epochs and check tokens must be at least 1, rounds at least 0")
 
     def rank_of(self, layer: int) -> int | None:
         """Return the rank that is asked for; None if it is to be searched."""

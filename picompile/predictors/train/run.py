@@ -163,7 +163,7 @@ class _TrainingRun:
     def inputs(self) -> str:
         """Return a hash of everything that the result depends on."""
         o = self.options
-        chosen = (o.gate, o.budget, o.recall, o.computed_ratio, o.exact, o.rounds, o.gate_tokens)
+        chosen = (o.accuracy_bound, o.budget, o.recall, o.computed_ratio, o.exact, o.rounds, o.check_tokens)
         return digest(self.candidate_inputs, chosen)
 
     @cached_property
@@ -269,17 +269,17 @@ class _TrainingRun:
             perplexity, dense = check.predicted(choice_key(predictors.layers), predictors), check.dense()
             selection.write(self.directory)
             change = perplexity / dense - 1
-            if self.options.gate is None or change <= self.options.gate:
+            if self.options.accuracy_bound is None or change <= self.options.accuracy_bound:
                 break
             worst = rank_layers_by_error({layer.layer: layer.missed_energy for layer in check.layers(predictors)})
             tighter = selection.tightened(worst)
             if number == self.options.rounds or not worst or not selection.changes(tighter, results):
                 self._discard()
-                raise AccuracyError(_inaccurate_message(change, self.options.gate, worst), worst)
+                raise AccuracyError(_inaccurate_message(change, self.options.accuracy_bound, worst), worst)
             self.progress.say(f"perplexity {change:+.3%}: layers {', '.join(map(str, worst))} get larger predictors")
             selection = tighter
         facts = {
-            "bound": self.options.gate,
+            "bound": self.options.accuracy_bound,
             "dense_perplexity": dense,
             "perplexity": perplexity,
             "relative_change": change,
@@ -294,7 +294,7 @@ class _TrainingRun:
         return selection, facts
 
     def _accuracy_check(self, selection: Selection) -> AccuracyCheck:
-        windows = first_windows(self.profile.held_out(), self.options.gate_tokens)
+        windows = first_windows(self.profile.held_out(), self.options.check_tokens)
         weights, rules = self.captured.weights, self.profile.firing_rules
         return AccuracyCheck(self.graph_module, weights, windows, rules, self.progress, selection.measured)
 
@@ -316,5 +316,5 @@ class _TrainingRun:
 def _inaccurate_message(change: float, bound: float, layers: list[int]) -> str:
     return (
         f"with predictors the perplexity rises by {change:.3%}, more than {bound:.3%}; most is missed in layers "
-        f"{', '.join(map(str, layers))}; allow more with --gate or --budget, or exact predictors"
+        f"{', '.join(map(str, layers))}; allow more with --accuracy-bound or --budget, or exact predictors"
     )

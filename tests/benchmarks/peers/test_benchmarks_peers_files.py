@@ -34,7 +34,7 @@ def test_powerinfers_file_is_the_checkpoint_with_its_predictors(cli: Cli, checkp
     assert file.read_bytes()[:4] == b"PWRI"
     results = []
     for model, output in ((checkpoint, tmp_path / "ours"), (file, tmp_path / "theirs")):
-        options = ["--quant", "f16", "--predictor", "learned", "--gate", "off", "--target", "cpu-avx2"]
+        options = ["--quant", "f16", "--predictor", "learned", "--accuracy-bound", "off", "--target", "cpu-avx2"]
         assert cli("compile", model, "-o", output, "--context", 64, *options).code == 0
         results.append(json.loads(cli("run", output, "--ids", IDS, "-n", 24, "--json").out)["tokens"])
         bench = json.loads(cli("bench", output, "-p", 8, "-n", 16, "-r", 1, "-t", 1, "--json").out)["decode"]

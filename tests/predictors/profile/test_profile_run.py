@@ -132,7 +132,7 @@ def test_silu_gets_thresholds_within_the_accuracy_bound(
     build_once: BuildOnce, prose: Path, tmp_path: Path, by: str
 ) -> None:
     folder = build_once("tiny-silu", lambda folder: save_tiny_llama(folder, hidden_act="silu"))
-    profile = profiled(folder, tmp_path / "profile", prose, tokens=1024, gate=0.01, by=by)
+    profile = profiled(folder, tmp_path / "profile", prose, tokens=1024, accuracy_bound=0.01, by=by)
     found = profile.thresholds
     assert found is not None and found["by"] == profile.by == by
     assert profile.firing_rules == {row.layer: FiringRule(row.threshold, by) for row in profile.layers}
@@ -180,7 +180,9 @@ def test_a_search_reads_as_much_as_makes_it_clear(
         return losses(search, rules, step, part)
 
     monkeypatch.setattr(thresholds.ThresholdSearch, "_losses", counted)
-    options = ProfileOptions((prose,), window=16, tokens=1024, gate=gate, held_out=(prose,), held_out_tokens=640)
+    options = ProfileOptions(
+        (prose,), window=16, tokens=1024, accuracy_bound=gate, held_out=(prose,), held_out_tokens=640
+    )
     some = profile_model(folder, tmp_path / "some", options)
     windows, parts = len(some.held_out()), sum(read)
     read.clear()
@@ -215,7 +217,7 @@ def uneven(build_once: BuildOnce) -> Path:
 
 
 def test_contribution_silences_more_than_magnitude(uneven: Path, prose: Path, tmp_path: Path) -> None:
-    profiles = {by: profiled(uneven, tmp_path / by, prose, tokens=1024, gate=0.001, by=by) for by in MEASURES}
+    profiles = {by: profiled(uneven, tmp_path / by, prose, tokens=1024, accuracy_bound=0.001, by=by) for by in MEASURES}
     shares = {by: (profile.thresholds or {})["silenced_share"] for by, profile in profiles.items()}
     assert shares["contribution"] > max(0.45, shares["magnitude"] + 0.1)
     for by, profile in profiles.items():
@@ -272,7 +274,7 @@ def model(request: pytest.FixtureRequest, build_once: BuildOnce, tiny_model: Pat
 
 
 def options(prose: Path, **more: object) -> ProfileOptions:
-    return ProfileOptions((prose,), tokens=1024, samples=100, window=128, gate=0.01, **more)  # type: ignore[arg-type]
+    return ProfileOptions((prose,), tokens=1024, samples=100, window=128, accuracy_bound=0.01, **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow("ends and resumes a profiling again and again")
@@ -375,7 +377,7 @@ def test_a_complete_profile_stays_until_another_takes_its_place(
     before, said = digests(folder), Mock(wraps=NoProgress())
     profile_model(tiny_model, folder, options(prose, seed=1), said)
     said.say.assert_called_once_with(f"{folder}: is complete already")
-    with pytest.raises(UsageError, match="profile of other inputs; give --force"):
+    with pytest.raises(UsageError, match="profile of other inputs; give --overwrite"):
         profile_model(tiny_model, folder, options(prose, seed=2))
     assert digests(folder) == before
     with monkeypatch.context() as patch, pytest.raises(Ended):

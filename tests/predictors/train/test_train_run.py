@@ -22,7 +22,7 @@ from picompile.predictors.train.options import TrainOptions
 from picompile.predictors.train.run import _TrainingRun, train_predictors
 from picompile.progress import NoProgress
 
-OPTIONS = TrainOptions(gate=None, budget=1.0, recall=0.9, exact=False, epochs=1, gate_tokens=128, jobs=1)
+OPTIONS = TrainOptions(accuracy_bound=None, budget=1.0, recall=0.9, exact=False, epochs=1, check_tokens=128, jobs=1)
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_other_inputs_need_force_and_keep_the_candidates(
     folder = tmp_path / "p"
     shutil.copytree(trained, folder)
     other = dataclasses.replace(OPTIONS, exact=True, budget=0.01)
-    with pytest.raises(UsageError, match="other inputs; give --force"):
+    with pytest.raises(UsageError, match="other inputs; give --overwrite"):
         train_predictors(tiny_model, profile, folder, other)
     assert _bytes(folder) == _bytes(trained)
     layer = (folder / "work" / "layers" / "000.safetensors").stat()
@@ -188,7 +188,7 @@ def test_beyond_the_bound_layers_grow_until_none_can(
     told = Mock(wraps=NoProgress())
     with pytest.raises(AccuracyError, match=r"the perplexity rises by .*most is missed in layers") as refused:
         # A rise of less than nothing cannot be met by what misses anything.
-        strict = dataclasses.replace(OPTIONS, gate=-1.0, rounds=2)
+        strict = dataclasses.replace(OPTIONS, accuracy_bound=-1.0, rounds=2)
         train_predictors(tiny_model, profile, tmp_path / "p", strict, told)
     assert refused.value.exit_code == 7
     assert set(refused.value.layers) <= {0, 1} and refused.value.layers
@@ -196,7 +196,7 @@ def test_beyond_the_bound_layers_grow_until_none_can(
     assert not (tmp_path / "p" / "predictors.json").exists()
     with pytest.raises(UsageError, match="neither"):
         load_predictors(tmp_path / "p")
-    loose = dataclasses.replace(OPTIONS, gate=2 * change + 0.01)
+    loose = dataclasses.replace(OPTIONS, accuracy_bound=2 * change + 0.01)
     assert train_predictors(tiny_model, profile, tmp_path / "p", loose).gate["rounds"] == 0
 
 
