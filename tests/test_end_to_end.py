@@ -21,9 +21,9 @@ from picompile.compile.passes import pipeline_passes
 from picompile.config import CompileOptions
 from picompile.frontend.captured import Captured
 from picompile.frontend.hf import load_model
-from picompile_passes.base import Stage, stage_of
+from picompile_passes.base import GraphPass, Stage, stage_of
 from picompile_passes.graph.materialize import materialize
-from picompile_passes.pipeline import GraphPass, Pipeline
+from picompile_passes.pipeline import Pipeline
 
 PROMPTS = (1, 2, 17, 300)
 STEPS = 32

@@ -6,6 +6,7 @@ Who may import whom is in pyproject.toml, `[tool.importlinter]`.
 import subprocess
 import sys
 from collections.abc import Iterable
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import grimp
@@ -31,6 +32,15 @@ def test_a_package_needs_only_its_declared_dependencies(package: str, dependenci
     graph = grimp.build_graph(package, include_external_packages=True)
     foreign = {name for name in graph.modules if graph.is_module_squashed(name)} - set(sys.stdlib_module_names)
     assert foreign == dependencies
+
+
+def test_no_modules_import_in_a_circle() -> None:
+    """Imports inside functions, and for type checkers, count as all others do."""
+    graph = grimp.build_graph(
+        "picompile", "picompile_passes", "picompile_codegen", "picompile_runtime", "picompile_server"
+    )
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    TopologicalSorter(imports).prepare()  # a CycleError names the modules
 
 
 def loaded_by(statement: str, packages: Iterable[str] = HEAVY) -> set[str]:

@@ -13,7 +13,7 @@ import abc
 import copy
 import enum
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from torch.fx import Graph, GraphModule, Node
 
@@ -72,6 +72,29 @@ class PassResult:
 
     graph_module: GraphModule
     modified: bool
+
+
+class GraphPass(Protocol):
+    """A `Pass` or a `Pipeline`: what a pipeline consists of, and is itself."""
+
+    @property
+    def name(self) -> str:
+        """The name in messages."""
+        ...
+
+    @property
+    def requires(self) -> Stage:
+        """The earliest stage it accepts."""
+        ...
+
+    @property
+    def ensures(self) -> Stage | None:
+        """The stage of its result; None where it is that of its input."""
+        ...
+
+    def __call__(self, graph_module: GraphModule) -> PassResult:
+        """Runs it."""
+        ...
 
 
 class Pass(abc.ABC):

@@ -8,38 +8,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from torch.fx import GraphModule
 
-from picompile_passes.base import PassResult, Stage, check_stage, stage_of
+from picompile_passes.base import GraphPass, PassResult, Stage, check_stage, stage_of
 from picompile_passes.errors import PassError, PassOptionError, StageError, is_for_the_user
 from picompile_passes.graph.dump import graph_text
+from picompile_passes.reproducer import write_reproducer
 from picompile_passes.verify import verify
-
-
-class GraphPass(Protocol):
-    """A `Pass` or a `Pipeline`: what a pipeline consists of, and is itself."""
-
-    @property
-    def name(self) -> str:
-        """The name in messages."""
-        ...
-
-    @property
-    def requires(self) -> Stage:
-        """The earliest stage it accepts."""
-        ...
-
-    @property
-    def ensures(self) -> Stage | None:
-        """The stage of its result; None where it is that of its input."""
-        ...
-
-    def __call__(self, graph_module: GraphModule) -> PassResult:
-        """Runs it."""
-        ...
-
 
 Hook = Callable[[GraphModule, GraphPass, GraphModule, float], None]
 
@@ -94,8 +70,6 @@ class Pipeline:
         context = error.context if isinstance(error, PassError) else ""
         script = None
         if self.reproducers is not None:
-            from picompile_passes.reproducer import write_reproducer
-
             script = write_reproducer(self.reproducers, pass_, before, cause)
         return PassError(pass_.name, [other.name for other in self.passes[:position]], cause, context, script)
 

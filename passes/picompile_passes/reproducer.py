@@ -11,21 +11,16 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch.fx import Graph, GraphModule, Node
 
-from picompile_passes.base import copy_graph_module, stage_of
+from picompile_passes.base import GraphPass, copy_graph_module, stage_of
 from picompile_passes.errors import PassError, PassesError, VerifyError, is_for_the_user
 from picompile_passes.graph.nodes import argument_position, calls
 from picompile_passes.graph.operands import ATTENTION, FFN, PREDICT, SPARSE_FFN
 from picompile_passes.graph.source import graph_source, pass_source
 from picompile_passes.graph.values import same_value
 from picompile_passes.verify import verify
-
-if TYPE_CHECKING:
-    from picompile_passes.pipeline import GraphPass
-
 
 Keeps = Callable[[GraphModule], bool]
 
@@ -117,7 +112,7 @@ if __name__ == "__main__":
 
 
 def write_reproducer(
-    where: Path | Callable[[], Path], pass_: "GraphPass", before: GraphModule, cause: Exception
+    where: Path | Callable[[], Path], pass_: GraphPass, before: GraphModule, cause: Exception
 ) -> Path | None:
     """Write `reproducer_NAME.py` for the failure of a pass, and return its path.
 
@@ -166,7 +161,7 @@ def _verifies(graph_module: GraphModule) -> bool:
     return True
 
 
-def _failure(pass_: "GraphPass", graph_module: GraphModule) -> Exception | None:
+def _failure(pass_: GraphPass, graph_module: GraphModule) -> Exception | None:
     """Return the error of running `pass_` and verifying its result; None where none is raised, or one for the user."""
     try:
         after = pass_(graph_module).graph_module
@@ -187,7 +182,7 @@ def _signature(error: Exception) -> tuple[object, ...]:
     return (type(error), frames[-1].filename, frames[-1].lineno) if frames else (type(error),)
 
 
-def _script(pass_: "GraphPass", graph_module: GraphModule) -> str:
+def _script(pass_: GraphPass, graph_module: GraphModule) -> str:
     failure = _failure(pass_, graph_module)
     message = f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"
     construct, imports, package = pass_source(pass_)

@@ -189,7 +189,7 @@ def _code(manifest: "Manifest") -> list[dict[str, Any]]:
 def _program(folder: Path) -> "tuple[Program, Mapping[str, Tensor]]":
     """Return the program, and the tensors of the weights file by name."""
     from picompile_runtime import ArtifactError
-    from picompile_runtime.artifact.program import read_program
+    from picompile_runtime.artifact.program_file import read_program
     from picompile_runtime.artifact.weights import read_header
     from picompile_runtime.devices.memory import map_file
 

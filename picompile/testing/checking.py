@@ -12,11 +12,10 @@ from torch.fx import GraphModule
 from picompile.testing.properties import PROPERTIES, Snapshot, Trial
 from picompile.testing.strategies import graphs as graphs_of
 from picompile.testing.weights import random_weights
-from picompile_passes.base import Effect, PassResult, Stage
+from picompile_passes.base import Effect, GraphPass, PassResult, Stage
 from picompile_passes.errors import is_for_the_user
 from picompile_passes.graph.dump import graph_text
 from picompile_passes.graph.materialize import WeightSource
-from picompile_passes.pipeline import GraphPass
 
 PassChoice = GraphPass | st.SearchStrategy[Any] | Callable[[GraphModule], st.SearchStrategy[Any]]
 

@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 
 from picompile.testing.equivalence import assert_equivalent, structure
 from picompile.testing.weights import every_neuron, neuron_rows
-from picompile_passes.base import Effect, PassResult, Stage, copy_graph_module, set_stage, stage_of
+from picompile_passes.base import Effect, GraphPass, PassResult, Stage, copy_graph_module, set_stage, stage_of
 from picompile_passes.errors import PassesError, StageError, UnsupportedGraphError
 from picompile_passes.graph.dump import graph_text
 from picompile_passes.graph.materialize import WeightSource
@@ -21,7 +21,7 @@ from picompile_passes.passes.canonicalize import canonicalize
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
 from picompile_passes.passes.quantize import Quantize
-from picompile_passes.pipeline import GraphPass, Pipeline, verifying
+from picompile_passes.pipeline import Pipeline, verifying
 from picompile_passes.verify import verify
 
 # The metadata that passes may change on nodes that they keep.

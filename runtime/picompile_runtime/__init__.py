@@ -21,7 +21,8 @@ from picompile_runtime.version import __version__
 
 if TYPE_CHECKING:
     from picompile_runtime.artifact.manifest import Manifest
-    from picompile_runtime.artifact.reader import Artifact, open_artifact, verify
+    from picompile_runtime.artifact.reader import Artifact, open_artifact
+    from picompile_runtime.artifact.verify import verify
     from picompile_runtime.bench.bandwidth import memory_bandwidth
     from picompile_runtime.bench.measure import measure
     from picompile_runtime.bench.perplexity import Perplexity, perplexity
@@ -96,7 +97,7 @@ _HOME = {
     "memory_bandwidth": "picompile_runtime.bench.bandwidth",
     "open_artifact": "picompile_runtime.artifact.reader",
     "perplexity": "picompile_runtime.bench.perplexity",
-    "verify": "picompile_runtime.artifact.reader",
+    "verify": "picompile_runtime.artifact.verify",
 }
 
 

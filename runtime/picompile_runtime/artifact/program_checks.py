@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from picompile_runtime.artifact.program import Program
 from picompile_runtime.errors import ArtifactError
-
-if TYPE_CHECKING:
-    from picompile_runtime.artifact.program import Program
-
 
 # step[0] = tokens in this step, step[1] = position of the first, step[2] = their sequence's slot; the rest is reserved.
 _STEP_FIELDS = 8

@@ -34,7 +34,8 @@ from picompile_runtime.artifact.files import (
 )
 from picompile_runtime.artifact.interfaces import CodeVariant, choose_variant
 from picompile_runtime.artifact.manifest import PROGRAM, WEIGHTS, Manifest, read_manifest
-from picompile_runtime.artifact.program import Argument, Program, read_program
+from picompile_runtime.artifact.program import Argument, Program
+from picompile_runtime.artifact.program_file import read_program
 from picompile_runtime.artifact.weights import read_header
 from picompile_runtime.devices.cpu.native import HostLibrary
 from picompile_runtime.devices.memory import Tensor, array_at, map_file
@@ -148,37 +149,18 @@ def open_artifact(path: str | os.PathLike[str], isa: str | None = None) -> Artif
         return _of_one_folder(folder, read)
 
 
-def verify(path: str | os.PathLike[str], progress: Progress | None = None) -> Manifest:
-    """Check every byte of the artifact in the folder `path`, and return its manifest.
+def open_hashed(path: str | os.PathLike[str], progress: Progress | None = None) -> Artifact:
+    """Open the artifact in the folder `path` as `open_artifact` does, and hash every byte whatever is known of it.
 
-    All files are hashed. Code that runs on this machine is loaded, and its kernels are checked against the program.
-
-    Args:
-        path: the artifact's folder.
-        progress: called with a file's name, how many of its bytes are checked, and its size in bytes.
-
-    Raises:
-        ArtifactError: the artifact is not whole or not valid.
-        DoesNotFitError: this process has too little memory, or may not open more files.
-        RequestError: `path` cannot be a path.
+    `progress` is called with a file's name, how many of its bytes are checked, and its size in bytes.
     """
-    from picompile_runtime.artifact.call_order import check_code
-
     folder = artifact_folder(path)
 
     def read() -> Artifact:
         return _open(folder, read_manifest(folder), progress, trust_stamps=False)
 
     with translate_system_errors(folder):
-        artifact = _of_one_folder(folder, read)
-        try:
-            _verify_accelerator(artifact)
-            for variant in artifact.manifest.code:
-                if variant.runs_here:
-                    check_code(artifact, artifact.load_code(variant))
-        finally:
-            artifact.close()
-    return artifact.manifest
+        return _of_one_folder(folder, read)
 
 
 def _of_one_folder(folder: Path, read: Callable[[], Artifact]) -> Artifact:
@@ -201,20 +183,6 @@ def _identity(folder: Path) -> tuple[int, int] | None:
         status = os.stat(folder)
         return status.st_dev, status.st_ino
     return None
-
-
-def _verify_accelerator(artifact: Artifact) -> None:
-    """Raise ArtifactError if the accelerator's code lacks a kernel."""
-    code = artifact.manifest.accelerator
-    if code is None:
-        return
-    if code.kind == "cuda":
-        from picompile_runtime.devices.cuda.open import check_images
-
-        check_images(artifact)
-    for variant in code.variants:
-        if variant.runs_here:
-            artifact.load_accelerator_code(variant)
 
 
 def _open(

@@ -33,7 +33,8 @@ from picompile_codegen.lowering.program import Device, LoweredProgram, ProgramCa
 from picompile_passes.graph.builder import GraphBuilder
 from picompile_passes.graph.operands import ADD, EMBEDDING, LINEAR, RMS_NORM
 from picompile_passes.passes.insert_predictors import InsertPredictors
-from picompile_runtime.artifact.program import WAITING_OPS, read_program
+from picompile_runtime.artifact.program import WAITING_OPS
+from picompile_runtime.artifact.program_file import read_program
 from picompile_runtime.devices.memory import Tensor as Stored
 
 CONTEXT, CHUNK, SEQUENCES = 32, 5, 3

@@ -1,0 +1,49 @@
+"""Checks a whole artifact: every byte of its files, and its kernels against its program."""
+
+from __future__ import annotations
+
+import os
+
+from picompile_runtime.artifact.call_order import check_code
+from picompile_runtime.artifact.files import Progress, translate_system_errors
+from picompile_runtime.artifact.manifest import Manifest
+from picompile_runtime.artifact.reader import Artifact, open_hashed
+from picompile_runtime.devices.cuda.open import check_images
+
+
+def verify(path: str | os.PathLike[str], progress: Progress | None = None) -> Manifest:
+    """Check every byte of the artifact in the folder `path`, and return its manifest.
+
+    All files are hashed. Code that runs on this machine is loaded, and its kernels are checked against the program.
+
+    Args:
+        path: the artifact's folder.
+        progress: called with a file's name, how many of its bytes are checked, and its size in bytes.
+
+    Raises:
+        ArtifactError: the artifact is not whole or not valid.
+        DoesNotFitError: this process has too little memory, or may not open more files.
+        RequestError: `path` cannot be a path.
+    """
+    artifact = open_hashed(path, progress)
+    with translate_system_errors(artifact.folder):
+        try:
+            _verify_accelerator(artifact)
+            for variant in artifact.manifest.code:
+                if variant.runs_here:
+                    check_code(artifact, artifact.load_code(variant))
+        finally:
+            artifact.close()
+    return artifact.manifest
+
+
+def _verify_accelerator(artifact: Artifact) -> None:
+    """Raise ArtifactError if the accelerator's code lacks a kernel."""
+    code = artifact.manifest.accelerator
+    if code is None:
+        return
+    if code.kind == "cuda":
+        check_images(artifact)
+    for variant in code.variants:
+        if variant.runs_here:
+            artifact.load_accelerator_code(variant)
