@@ -8,7 +8,7 @@ from picompile_passes.formats import FORMATS
 
 # The built-in formats of matrices; packages may offer more, which `FORMATS` has as well.
 QUANTIZATIONS = FORMATS.builtin
-FORMATS_HELP = "Weight format: " + "; ".join(f"{name}: {FORMATS[name].summary}" for name in QUANTIZATIONS)
+FORMATS_HELP = "Weight format: " + ", ".join(f"{name} ({FORMATS[name].summary})" for name in QUANTIZATIONS)
 # Fewer tokens say nothing about neurons that fire on one token in a hundred.
 LEAST_CALIBRATION_TOKENS = 1024
 PREDICTORS = ("exact", "learned", "sign", "none")

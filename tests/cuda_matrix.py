@@ -27,6 +27,7 @@ from picompile_codegen.cuda.build import build_cuda
 from picompile_codegen.lowering.function import LowerOptions
 from picompile_codegen.lowering.lower import lower
 from picompile_codegen.lowering.placement import ON_HOST, Placement
+from picompile_passes.formats import FORMATS
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
 
@@ -44,7 +45,7 @@ class Model(NamedTuple):
 MODELS = (
     *(
         Model("llama-relu", quant, predictor, sequences=1 if predictor == "none" else 3)
-        for quant in ("f16", "q8", "q6", "q4m", "q4")
+        for quant in FORMATS.builtin
         for predictor in ("exact", "none", "learned", "sign")
     ),
     *(Model("llama-relu", "f16", "exact", kv_dtype) for kv_dtype in ("float32", "q8")),

@@ -22,6 +22,7 @@ from picompile.config import CompileOptions
 from picompile.frontend.captured import Captured
 from picompile.frontend.hf import load_model
 from picompile_passes.base import GraphPass, Stage, stage_of
+from picompile_passes.formats import FORMATS
 from picompile_passes.graph.materialize import materialize
 from picompile_passes.pipeline import Pipeline
 
@@ -59,8 +60,8 @@ def _compiled_logits(artifact: Path, ids: list[int], prompt: int, threads: int) 
 
 # The graph of each family is checked in f16, whose rounding hides least; the kernels of the other formats with a block
 # of each kind: gated, with biases, beside attention, of two activations, and with a norm across neurons.
-FORMATS = [
-    *(("llama-relu", quant) for quant in ("q8", "q6", "q4m", "q4")),
+QUANTIZED = [
+    *(("llama-relu", quant) for quant in FORMATS.builtin if quant != "f16"),
     *[
         ("opt-pre-norm", "q8"),
         ("opt-post-norm", "q4"),
@@ -74,7 +75,7 @@ FORMATS = [
 
 
 @pytest.mark.slow("compiles a model per family and format; one in f16 is fast", but=("llama-relu-f16",))
-@pytest.mark.parametrize(("name", "quant"), [*((name, "f16") for name in VARIANTS), *FORMATS])
+@pytest.mark.parametrize(("name", "quant"), [*((name, "f16") for name in VARIANTS), *QUANTIZED])
 def test_logits_equal_eager_transformers(name: str, quant: str, captured: Capture, tmp_path: Path) -> None:
     artifact = tmp_path / "artifact"
     # The cache as it comes with f16 weights; in float32 with the others.

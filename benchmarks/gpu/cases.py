@@ -44,8 +44,9 @@ from picompile_codegen.specs import (
     TopLogitsSpec,
     UploadSpec,
 )
+from picompile_passes import formats
 
-FORMATS = ("f16", "q8", "q6", "q4m", "q4")
+FORMATS = formats.FORMATS.builtin
 
 
 def _linear_add(eps: float, **linear: Any) -> LinearAddSpec:

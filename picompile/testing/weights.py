@@ -222,6 +222,13 @@ def _of_q4m(shape: torch.Size, scale: float, generator: torch.Generator) -> Tens
     return _drawn({-30.0: 0.25, 15.0: 0.5, 0.0: 0.25}, shape, scale, generator)
 
 
+def _of_mxfp4(shape: torch.Size, scale: float, generator: torch.Generator) -> Tensor:
+    """6, -3, 1.5 and 0: numbers of E2M1, whichever of them is the largest of a group, and all that q6 needs. Their mean
+    is 0.
+    """
+    return _drawn({6.0: 0.1, -3.0: 0.3, 1.5: 0.2, 0.0: 0.4}, shape, scale, generator)
+
+
 def _drawn(shares: dict[float, float], shape: torch.Size, scale: float, generator: torch.Generator) -> Tensor:
     """Numbers of units that are drawn with these shares, of standard deviation near `scale`."""
     units, chances = torch.tensor([*shares]), torch.tensor([*shares.values()])
@@ -243,6 +250,7 @@ _DRAW: dict[str | None, Callable[[torch.Size, float, torch.Generator], Tensor]] 
     "q6": _of_q6,
     "q4m": _of_q4m,
     "q4": _of_q4,
+    "mxfp4": _of_mxfp4,
 }
 
 

@@ -33,11 +33,12 @@ from picompile_codegen.specs import (
     TakeLastSpec,
     TopLogitsSpec,
 )
+from picompile_passes import formats
 from picompile_passes.dialect import parse_activation
 from picompile_passes.dialect.activations import ACTIVATIONS
 from picompile_passes.dialect.expressions import FUNCTIONS, evaluate_expression
 
-FORMATS = ("f16", "q8", "q6", "q4m", "q4")
+FORMATS = formats.FORMATS.builtin
 # Part of a vector, whole ones, a rest behind them, no multiple of four, and several blocks of a GPU with a rest.
 DIMS = (5, 96, 100, 99, 700)
 # Rows, and how many of them count.

@@ -15,9 +15,10 @@ from picompile_codegen.cuda import dot
 from picompile_codegen.signs import pack_signs, sign_row_bytes
 from picompile_codegen.specs import PredictLowRankSpec, PredictSignsSpec
 from picompile_codegen.weight_panels import to_panels
+from picompile_passes import formats
 from picompile_passes.dialect import dequantize_rows, quantize_rows
 
-FORMATS = ("f16", "q8", "q6", "q4m", "q4")
+FORMATS = formats.FORMATS.builtin
 # (neurons, rank, dim): one of everything; odd sizes; a rank wider than a group; sizes that are worth several threads;
 # ranks that a warp of a GPU reads in turns; rows longer than a block of its threads.
 Shape = tuple[int, int, int]
@@ -86,7 +87,10 @@ def test_low_rank(either: Workbench, form: str, shape: Shape, relu: bool) -> Non
 @pytest.mark.parametrize(
     ("formats", "relu", "panels"),
     [
-        *((each, False, False) for each in (("f16", "f16"), ("q8", "q4"), ("q6", "q6"), ("q4m", "q4m"), ("q4", "q4"))),
+        *(
+            (each, False, False)
+            for each in (("f16", "f16"), ("q8", "q4"), ("q6", "q6"), ("q4m", "q4m"), ("q4", "q4"), ("mxfp4", "mxfp4"))
+        ),
         *((("q8", "q8"), False, True), (("q4", "q6"), True, True), (("q4m", "q8"), False, True)),
     ],
     ids=lambda value: "x".join(value) if isinstance(value, tuple) else str(value),

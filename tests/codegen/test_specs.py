@@ -15,8 +15,9 @@ from picompile_codegen.backend import find_bodies
 from picompile_codegen.errors import CodegenError
 from picompile_codegen.signs import sign_row_bytes
 from picompile_codegen.specs import KernelArgument, KernelSpec, LayerNormSpec, LinearSpec, RmsNormSpec
+from picompile_passes import formats
 
-FORMATS = ("f16", "q8", "q6", "q4m", "q4")
+FORMATS = formats.FORMATS.builtin
 KV_DTYPES = ("float16", "float32", "q8")
 ROWS = (1, 13)
 CPU_BODIES, CUDA_BODIES = find_bodies(cpu.__name__), find_bodies(cuda.__name__)

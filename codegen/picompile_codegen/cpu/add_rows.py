@@ -22,13 +22,13 @@ from picompile_codegen.cpu.quantized import (
     BYTES_OF_LANE,
     byte_inverse,
     byte_scale,
+    decode_codes,
     dot_signed,
     dot_unsigned,
     each_step,
     high_words,
     pack_bytes,
     row_lanes,
-    split_codes,
     wide_groups,
 )
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, maximum
@@ -274,7 +274,7 @@ def _add_block(
         _bytes_of_four(matrix, [matrix.data[n, columns] for n in four], plane, bit, lanes)
         for four, plane in zip_longest(_fours(rows.numbers), planes)
     ]
-    dot = dot_unsigned if matrix.has_nibbles else dot_signed
+    dot = dot_signed if matrix.least_raw < 0 else dot_unsigned
     for index, own in zip(rows.indices, factors, strict=True):
         scale = bind(repeat(own.scales, numbers))
         offset = None if own.offsets is None else bind(repeat(own.offsets, numbers))
@@ -297,7 +297,7 @@ def _bytes_of_four(
     quads = _interleave(rows, lanes)
     if not matrix.has_nibbles:
         return [bind(tirx.reinterpret(f"int8x{BYTES_OF_LANE * lanes}", quad)) for quad in quads]
-    pairs = [split_codes(quad, above, bit, lanes) for quad, above in zip_longest(quads, plane or ())]
+    pairs = [decode_codes(matrix, quad, above, bit, lanes) for quad, above in zip_longest(quads, plane or ())]
     low, high = zip(*pairs, strict=True)
     return [*low, *high]
 

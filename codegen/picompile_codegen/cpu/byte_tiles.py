@@ -19,12 +19,12 @@ from picompile_codegen.cpu.quantized import (
     SCALES_TOGETHER,
     QuantizedRows,
     add_neighbours,
+    decode_codes,
     dot_signed,
     dot_unsigned,
     multiply_pairs,
     padded_groups,
     quantize_row,
-    split_codes,
 )
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, local_vectors, loop, minimum, parallel
 from picompile_codegen.cpu.vector import LANES, at, fma, splat, to_floats, transpose
@@ -47,7 +47,7 @@ def byte_tile() -> RegisterTile:
 def raw_offset(matrix: KernelMatrix) -> float:
     """Return the offset that makes a byte of a block the weight over its scale; times the byte of its group's zero
     where groups have zeros."""
-    return signed_offset() if matrix.form.lowest < 0 else matrix.offset
+    return signed_offset() if matrix.least_raw < 0 else matrix.offset
 
 
 def quads_in_words(largest: int) -> int:
@@ -141,7 +141,7 @@ def multiply_rows_of_bytes(
     """
     tile, is_unsigned = byte_tile(), raw_offset(matrix) != 0
     block = ByteBlock.declare(
-        tile.vectors, padded_groups(matrix.groups), is_unsigned, matrix.form.highest, matrix.has_zeros
+        tile.vectors, padded_groups(matrix.groups), is_unsigned, matrix.largest_raw, matrix.has_zeros
     )
     with loop(0, tile.vectors) as vector:
         _lay_out(matrix, [bind(row(vector * tile.lanes + i)) for i in range(tile.lanes)], block, vector)
@@ -200,7 +200,10 @@ def _quads(matrix: KernelMatrix, numbers: list[Expr], first: Expr) -> list[list[
         planes: list[Expr | None] = [None] * (QUADS // 2)
         if matrix.form.has_planes:
             planes = _planes(matrix, numbers, first, i // (QUADS // 2))
-        pairs = [split_codes(word, plane, 0, lanes) for word, plane in zip(words[i:], planes, strict=False)]
+        pairs = [
+            decode_codes(matrix, word, plane, 0, lanes, raw_offset(matrix))
+            for word, plane in zip(words[i:], planes, strict=False)
+        ]
         groups.append([low for low, _ in pairs] + [high for _, high in pairs])
     return groups
 

@@ -19,13 +19,14 @@ from picompile_codegen.cpu.matrix import HIGH_GROUPS, KernelMatrix, each_group
 from picompile_codegen.cpu.quantized import (
     BYTES_OF_LANE,
     QuantizedVector,
+    decode_codes,
     dot_pair,
     dot_signed,
+    dot_signed_pair,
     each_step,
     high_words,
     quantize_vector,
     row_lanes,
-    split_codes,
     wide_groups,
 )
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind
@@ -195,10 +196,11 @@ class _ByteProducts:
             raw = matrix.data[self.number, at((first + i) * matrix.group_elements, width)]
             if matrix.form.has_planes and i % HIGH_GROUPS == 0:
                 plane = high_words(matrix, self.number, first + i, lanes)
-            low, high = split_codes(_words(raw, lanes), plane, i % HIGH_GROUPS * 2, lanes)
+            low, high = decode_codes(matrix, _words(raw, lanes), plane, i % HIGH_GROUPS * 2, lanes)
+            multiply_pair = dot_signed_pair if matrix.least_raw < 0 else dot_pair
             for vector in self.vectors:
                 starts = ((first + i) * GROUP + half for half in (0, width))
-                yield dot_pair(
+                yield multiply_pair(
                     low, high, [bind(vector.bytes[vector.row, at(at_half, width)]) for at_half in starts], lanes
                 )
 

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from tvm import tirx
 
+from picompile_codegen.cpu.decode import look_up, scale_floats, table_bias
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, prefetch
 from picompile_codegen.cpu.vector import FLOATS, LANES, at, splat, splat_int, to_floats
@@ -67,6 +68,8 @@ class MatrixRow:
     def group(self, group: Expr) -> Group:
         """Load group `first` + `group`. Columns that are padding have zero weights."""
         unpack = _raw_nibbles if self.matrix.has_nibbles else _raw_bytes_or_halves
+        if self.matrix.form.table:
+            unpack = _raw_of_table
         raw = tuple(bind(vector) for vector in unpack(self.matrix, self.number, self.first + group))
         scale = self.factor if self.scales is None else bind(splat(self.scales[group]))
         if self.offsets is not None:
@@ -146,7 +149,21 @@ class KernelMatrix(MatrixTensors):
     @property
     def offset(self) -> float:
         """Added to the raw value of each weight, before scaling; times the byte of its group's zero if it has one."""
+        if self.form.table:
+            return 0.0 - table_bias(self.form)
         return -1.0 / ZERO_STEPS if self.form.zero is None else 0.0 - self.form.zero
+
+    @property
+    def least_raw(self) -> int:
+        """The least raw value."""
+        return min(self.form.table) + table_bias(self.form) if self.form.table else self.form.lowest
+
+    @property
+    def largest_raw(self) -> int:
+        """The largest magnitude of raw values."""
+        if not self.form.table:
+            return self.form.highest
+        return max(max(self.form.table) + table_bias(self.form), -self.least_raw)
 
     @property
     def data_line_elements(self) -> int:
@@ -176,8 +193,8 @@ class KernelMatrix(MatrixTensors):
 
         Of eight, a few may be past the last group: zeros.
         """
-        start = first + self.form.scale_offset_bytes(self.columns) // 2
-        return bind(to_floats(self.scale[number, at(start, lanes)], lanes))  # type: ignore[index]
+        start = first + self.form.scale_offset_bytes(self.columns) // self.form.scale_bytes
+        return bind(scale_floats(self.form, self.scale[number, at(start, lanes)], lanes))  # type: ignore[index]
 
     def zeros_from(self, number: Expr, first: Expr, lanes: int = LANES) -> Expr:
         """Return the bytes of the zeros of `lanes` groups of a row from `first` on, as float32."""
@@ -245,10 +262,10 @@ class KernelMatrix(MatrixTensors):
         """
         if self.scale is None:
             return None
-        scale, start = self.scale, first + self.form.scale_offset_bytes(self.columns) // 2
+        scale, start = self.scale, first + self.form.scale_offset_bytes(self.columns) // self.form.scale_bytes
 
         def scales(index: Expr, lanes: int) -> Expr:
-            value = to_floats(scale[number, at(start + index, lanes)], lanes)
+            value = scale_floats(self.form, scale[number, at(start + index, lanes)], lanes)
             return value if factor is None else value * splat(factor, lanes)
 
         return _side_by_side(groups, scales)
@@ -298,6 +315,21 @@ def _raw_nibbles(matrix: KernelMatrix, row: Expr, group: Expr) -> list[Expr]:
         low.append(tirx.Cast(FLOATS, first))
         high.append(tirx.Cast(FLOATS, second))
     return low + high
+
+
+def _raw_of_table(matrix: KernelMatrix, row: Expr, group: Expr) -> list[Expr]:
+    """Look up the codes of a group, which lie as in `_raw_nibbles`."""
+    count, bias = GROUP // 2, table_bias(matrix.form)
+    pairs = bind(matrix.data[row, at(group * matrix.group_elements, count)])
+    four, low = (tirx.Broadcast(tirx.IntImm("uint8", value), count) for value in (4, 15))
+    values = [value + bias for value in matrix.form.table]
+    found = []
+    for codes in (bind(pairs & low), bind(pairs >> four)):
+        entries = look_up(values, codes, count, "int8" if matrix.least_raw < 0 else "uint8")
+        for start in range(0, count, LANES):
+            eight = bind(tirx.Shuffle([entries], list(range(start, start + LANES))))
+            found.append(tirx.Cast(FLOATS, tirx.Cast(f"int32x{LANES}", eight)))
+    return found
 
 
 def groups_of(columns: int) -> int:

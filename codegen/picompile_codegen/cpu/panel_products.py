@@ -13,14 +13,15 @@ from tvm import tirx
 
 from picompile_codegen.build import isa
 from picompile_codegen.cpu.byte_tiles import QUADS, ByteInputs, byte_lanes, four_bytes, quads_in_words, raw_offset
+from picompile_codegen.cpu.decode import scale_floats
 from picompile_codegen.cpu.matrix import CACHE_LINE_BYTES, HIGH_GROUPS, KernelMatrix
 from picompile_codegen.cpu.quantized import (
     QuantizedRows,
     add_neighbours,
+    decode_codes,
     dot_signed,
     dot_unsigned,
     multiply_pairs,
-    split_codes,
 )
 from picompile_codegen.cpu.tensor import (
     Expr,
@@ -90,7 +91,11 @@ class PanelMatrix:
         if self.matrix.has_nibbles:
             stored, high = QUADS // 2, planes or self._planes(panel, group, lane)
             words = [self._words(panel, group * stored + quad, lane) for quad in range(stored)]
-            pairs = [split_codes(word, plane, high.bit, lanes) for word, plane in zip(words, high.words, strict=True)]
+            offset = raw_offset(self.matrix)
+            pairs = [
+                decode_codes(self.matrix, word, plane, high.bit, lanes, offset)
+                for word, plane in zip(words, high.words, strict=True)
+            ]
             return [low for low, _ in pairs] + [high for _, high in pairs]
         words = [self._words(panel, group * QUADS + quad, lane) for quad in range(QUADS)]
         if self.is_unsigned:
@@ -125,9 +130,10 @@ class PanelMatrix:
 
     def scales(self, panel: Expr, group: Expr, lane: int) -> Expr:
         """Return the scales of a group of the rows from `lane` on, float32."""
-        start = PANEL_ROWS * self.matrix.form.scale_offset_bytes(self.matrix.columns) // 2
+        form = self.matrix.form
+        start = PANEL_ROWS * form.scale_offset_bytes(self.matrix.columns) // form.scale_bytes
         scales = self.matrix.scale[panel, at(start + group * PANEL_ROWS + lane, byte_lanes())]  # type: ignore[index]
-        return bind(to_floats(scales, byte_lanes()))
+        return bind(scale_floats(form, scales, byte_lanes()))
 
     def zeros(self, panel: Expr, group: Expr, lane: int) -> Expr:
         """Return the bytes of the zeros of a group of the rows from `lane` on, float32."""
@@ -278,7 +284,7 @@ def _dot(panels: PanelMatrix, codes: list[Expr], values: list[Expr], start: Expr
 
 def _dot_in_words(panels: PanelMatrix, codes: list[Expr], values: list[Expr], start: Expr | None) -> Expr:
     """Add up as many products as fit 16 bits before they are added in 32."""
-    most = quads_in_words(panels.matrix.form.highest)
+    most = quads_in_words(panels.matrix.largest_raw)
     total = None if start is None else bind(start)
     for first in range(0, QUADS, most):
         words = multiply_pairs(codes[first], values[first])

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from tvm import tirx
 
 from picompile_codegen.build import isa
+from picompile_codegen.cpu.decode import look_up
 from picompile_codegen.cpu.matrix import KernelMatrix, each_group
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, intrinsic, local, loop, maximum, select
 from picompile_codegen.cpu.vector import LANES, at, highest, load, splat, splat_int, store, total
@@ -96,6 +97,11 @@ def dot_pair(low: Expr, high: Expr, signed: list[Expr], lanes: int = LANES) -> E
     return add_neighbours(bind(pairs[0] + pairs[1]), lanes)
 
 
+def dot_signed_pair(low: Expr, high: Expr, signed: list[Expr], lanes: int = LANES) -> Expr:
+    """Return the sums that `dot_pair` does, for int8."""
+    return dot_signed(high, signed[1], dot_signed(low, signed[0], lanes=lanes), lanes)
+
+
 def split_codes(words: Expr, plane: Expr | None = None, bit: int = 0, lanes: int = LANES) -> tuple[Expr, Expr]:
     """The low and the high four bits of each byte of uint32 words, each as four uint8 a word.
 
@@ -108,6 +114,21 @@ def split_codes(words: Expr, plane: Expr | None = None, bit: int = 0, lanes: int
         low = bind(low | _fifth_and_sixth(plane, bit, lanes))
         high = bind(high | _fifth_and_sixth(plane, bit + 2, lanes))
     return bind(tirx.reinterpret(f"uint8x{4 * lanes}", low)), bind(tirx.reinterpret(f"uint8x{4 * lanes}", high))
+
+
+def decode_codes(
+    matrix: KernelMatrix, words: Expr, plane: Expr | None = None, bit: int = 0, lanes: int = LANES, offset: float = 0.0
+) -> tuple[Expr, Expr]:
+    """Return the raw values of the codes that `split_codes` gives, as bytes.
+
+    Those in a table are such that `offset`, or else `matrix.offset`, is to be added to them.
+    """
+    low, high = split_codes(words, plane, bit, lanes)
+    table, bias = matrix.form.table, -int(offset or matrix.offset)
+    if not table:
+        return low, high
+    values, dtype = [value + bias for value in table], "int8" if min(table) + bias < 0 else "uint8"
+    return look_up(values, low, 4 * lanes, dtype), look_up(values, high, 4 * lanes, dtype)
 
 
 def high_words(matrix: KernelMatrix, number: Expr, group: Expr, lanes: int) -> Expr:

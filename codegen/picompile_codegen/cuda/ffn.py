@@ -52,6 +52,8 @@ def _resident(block: CudaFfn) -> int:
     bias of the gate, on sm_90.
     """
     spec, bundle = block.spec, block.bundle
+    if bundle.form.table:
+        return 0
     is_dense, is_in_parts = not (spec.is_exact or spec.is_masked), in_parts(spec.dim)
     if bundle.form.has_planes:
         return 2 if is_dense or is_in_parts else 0

@@ -64,7 +64,7 @@ def _resident(spec: LinearSpec, w: CudaMatrix) -> int:
     Where x is in several parts ptxas takes up to 74 registers for q4, where 64 do and a fourth block fits. For q4m it
     would spill up to 16 bytes.
     """
-    return 4 if w.has_nibbles and not w.has_zeros and in_parts(spec.k) else 0
+    return 4 if w.has_nibbles and not (w.has_zeros or w.form.table) and in_parts(spec.k) else 0
 
 
 def _runs_together(spec: LinearAddSpec, w: CudaMatrix, columns: ColumnLanes, vectors: NormVectors) -> int:

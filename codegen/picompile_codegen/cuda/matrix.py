@@ -16,7 +16,7 @@ from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, when
 from picompile_codegen.cpu.vector import at, splat
 from picompile_codegen.cuda.function import WARP, blocks_for
 from picompile_codegen.cuda.memory import extern
-from picompile_passes.formats import FORMATS, GROUP, HIGH_BLOCK, LOW_BITS, ZERO_STEPS, Codec
+from picompile_passes.formats import E8M0, FORMATS, GROUP, HIGH_BLOCK, LOW_BITS, ZERO_STEPS, Codec
 
 _MOST_LANES = 4
 _MOST_THREADS = 1024
@@ -145,14 +145,24 @@ class CudaMatrix(MatrixTensors):
         words = _words(self.data, row, number)
         units_a_group = GROUP // self.unit_weights
         group = number if units_a_group == 1 else number // units_a_group
-        start = form.scale_offset_bytes(self.columns) // form.scale_bytes
-        scale = bind(tirx.Cast("float32", self.scale[row, start + group]))  # type: ignore[index]
+        scale = bind(self.group_scale(row, group))
         if form.has_planes:
             return Unit(first, _six_bits(words, self._high_bits(row, group)), scale)
+        if form.table:
+            looked_up = look_up(form, words)
+            return Unit(first, tuple(value for found in looked_up for value in _bytes(found)), scale)
         if self.has_nibbles:
             zero = (self._zero(row, group),) if self.has_zeros else ()
             return Unit(first, _nibbles(words, *zero), bind(scale * _NIBBLE_SCALE))
         return Unit(first, _bytes(words), scale)
+
+    def group_scale(self, row: Expr, group: Expr) -> Expr:
+        """Load the scale of a group, float32: what a code of 1, or a 1 in the format's table, stands for."""
+        form = self.form
+        start = form.scale_offset_bytes(self.columns) // form.scale_bytes
+        stored = self.scale[row, start + group]  # type: ignore[index]
+        scale = extern("pi_power", stored) if form.scale == E8M0 else tirx.Cast("float32", stored)
+        return scale if form.table_step == 1.0 else scale * form.table_step
 
     def _zero(self, row: Expr, group: Expr) -> Expr:
         """Load the zero of a group, of a matrix that has one for each, as `pi_nibble` takes it."""
@@ -209,5 +219,15 @@ def six_bit_words(low: Sequence[Expr], high: Sequence[Expr]) -> tuple[list[Expr]
     return first, second
 
 
-def _bytes(words: tuple[Expr, ...]) -> tuple[Expr, ...]:
+def look_up(form: Codec, words: Sequence[Expr]) -> tuple[list[Expr], list[Expr]]:
+    """Return words of four signed bytes each: what the format's table has for low and for high halves of bytes."""
+    entries = bytes(value & 255 for value in form.table)
+    table = [tirx.const(int.from_bytes(entries[i : i + 4], "little"), "uint32") for i in (0, 4, 8, 12)]
+    low, high = (
+        [bind(tirx.call_pure_extern("uint32", "pi_look_up", word, half, *table)) for word in words] for half in (0, 1)
+    )
+    return low, high
+
+
+def _bytes(words: Sequence[Expr]) -> tuple[Expr, ...]:
     return tuple(bind(extern("pi_byte", words[i // 4], i % 4)) for i in range(UNIT_BYTES))

@@ -40,6 +40,20 @@ static __device__ __forceinline__ float pi_byte(uint word, int index) {
   return __uint_as_float(__byte_perm(shifted, 0x4B000000u, 0x7440 | index)) - 8388736.0f;
 }
 
+// The power of two whose exponent plus 127 is `stored`, but 0 for 0.
+static __device__ __forceinline__ float pi_power(uchar stored) { return __uint_as_float((uint)stored << 23); }
+
+// Looks up four codes of four bits, the low half of `codes`, in a table of 16 bytes: four words, the first one lowest.
+static __device__ __forceinline__ uint pi_four_entries(uint codes, uint a, uint b, uint c, uint d) {
+  uint places = codes & 0x7777u;
+  return __byte_perm(__byte_perm(a, b, places), __byte_perm(c, d, places), 0x3210u | ((codes & 0x8888u) >> 1));
+}
+
+// Looks up the low (`half` is 0) or the high four bits of each byte of `word` in such a table.
+static __device__ __forceinline__ uint pi_look_up(uint word, int half, uint a, uint b, uint c, uint d) {
+  return __byte_perm(pi_four_entries(word, a, b, c, d), pi_four_entries(word >> 16, a, b, c, d), half ? 0x7531 : 0x6420);
+}
+
 // D += A B, with A [16, 16], B [16, 8]; instructions.cuh says which lane has what.
 static __device__ __forceinline__ void pi_mma(float *d, const uint *a, const uint *b) {
 #if PI_SM >= 80

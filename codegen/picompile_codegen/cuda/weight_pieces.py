@@ -11,9 +11,9 @@ from tvm import tirx
 
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind
 from picompile_codegen.cpu.vector import at
-from picompile_codegen.cuda.matrix import UNIT_BYTES, CudaMatrix, six_bit_words
+from picompile_codegen.cuda.matrix import UNIT_BYTES, CudaMatrix, look_up, six_bit_words
 from picompile_codegen.cuda.memory import address, place_in, registers, run_extern
-from picompile_passes.formats import GROUP, HIGH_BLOCK, ZERO_STEPS
+from picompile_passes.formats import FLOAT16, GROUP, HIGH_BLOCK, ZERO_STEPS
 
 PIECE = GROUP // 2
 # Halves that are stored at once: 16 bytes. A piece is two such runs.
@@ -54,8 +54,13 @@ class PieceRegisters:
     def load(self, matrix: CudaMatrix, piece: WeightPiece) -> None:
         """Read a piece of a matrix of the format for which the registers are."""
         form = matrix.form
-        start = form.scale_offset_bytes(matrix.columns) // form.scale_bytes
-        self._scale[0] = matrix.scale[piece.row, start + piece.group]  # type: ignore[index]
+        if form.scale == FLOAT16 and form.table_step == 1.0:
+            start = form.scale_offset_bytes(matrix.columns) // form.scale_bytes
+            self._scale[0] = matrix.scale[piece.row, start + piece.group]  # type: ignore[index]
+        else:
+            # Infinity times a code of 0 would be no number.
+            scale = tirx.Min(matrix.group_scale(piece.row, piece.group), tirx.const(65504.0, "float32"))
+            self._scale[0] = tirx.Cast("float16", scale)
         if not (matrix.has_nibbles or form.has_planes):
             self._read(matrix, piece.row, piece.group * GROUP + piece.half * PIECE, 0, 4)
             return
@@ -90,6 +95,8 @@ class PieceRegisters:
         if not matrix.has_nibbles:
             pairs = [_word("pi_byte_codes", words[i // 2], i % 2) for i in range(RUN)]
             return pairs[: RUN // 2], pairs[RUN // 2 :]
+        if matrix.form.table:
+            return self._table_codes()
         zero = 0.0 if matrix.has_zeros else matrix.form.zero
         low, high = (
             [_word(name, words[i // 2], i % 2, tirx.const(zero, "float32")) for i in range(RUN // 2)]
@@ -99,6 +106,13 @@ class PieceRegisters:
             return low, high
         own = _word("pi_both", self._zero[0])
         return [_word("pi_less", pair, own) for pair in low], [_word("pi_less", pair, own) for pair in high]
+
+    def _table_codes(self) -> tuple[list[Expr], list[Expr]]:
+        first, second = (
+            [_word("pi_byte_codes", found[i // 2], i % 2) for i in range(RUN // 2)]
+            for found in look_up(self._matrix.form, [self._words[i] for i in range(2)])
+        )
+        return first, second
 
     def _six_bits(self) -> tuple[list[Expr], list[Expr]]:
         words = [self._words[i] for i in range(4)]

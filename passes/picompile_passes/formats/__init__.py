@@ -8,7 +8,7 @@ A package offers a format by an entry point of the group `picompile.formats`, wh
 a `Codec`.
 """
 
-from picompile_passes.formats import f16, q4, q4m, q6, q8
+from picompile_passes.formats import f16, mxfp4, q4, q4m, q6, q8
 from picompile_passes.formats.codec import (
     COARSE_BITS,
     E8M0,
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 FORMATS: Registry[Codec] = Registry(
-    "weight format", "picompile.formats", Codec, (f16.CODEC, q8.CODEC, q6.CODEC, q4m.CODEC, q4.CODEC)
+    "weight format", "picompile.formats", Codec, (f16.CODEC, q8.CODEC, q6.CODEC, q4m.CODEC, q4.CODEC, mxfp4.CODEC)
 )
 
 

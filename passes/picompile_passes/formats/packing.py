@@ -1,15 +1,18 @@
 """Rows of matrices, packed and unpacked in eager PyTorch, and the grids of values that groups of weights may take."""
 
+import math
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from picompile_passes.formats import FLOAT16, FORMATS, GROUP, HIGH_BLOCK, ZERO_STEPS, Codec, ScaleType
+from picompile_passes.formats import E8M0, FLOAT16, FORMATS, GROUP, HIGH_BLOCK, ZERO_STEPS, Codec, ScaleType
 
 # float16 reaches 65504; a bfloat16 checkpoint can hold more, and infinity would spread through every later layer.
 _F16_MAX = 65504.0
+# Powers of two that are scales: normal float32 numbers, and no weight is beyond float16.
+_EXPONENTS = (-126, 13)
 _HALF = GROUP // 2
 _HIGH_GROUPS = HIGH_BLOCK // GROUP
 
@@ -53,14 +56,15 @@ def group_grid(groups: Tensor, form: Codec, shrink: float = 1.0) -> GroupGrid:
 
     What lies outside a smaller span is rounded to its end, and what lies inside more finely.
     """
-    assert form.scale is not None
+    if form.scale == E8M0:
+        return _best_power(groups, form, shrink)
     if form.zero is None:
         low = groups.amin(dim=-1).clamp_(max=0.0) * shrink
         high = groups.amax(dim=-1).clamp_(min=0.0) * shrink
-        scale = _rounded_scale((high - low) / (form.highest - form.lowest), form.scale)
+        scale = _as_f16((high - low) / (form.highest - form.lowest))
         zero = (-low * _inverse(scale) * ZERO_STEPS).round_().clamp_(0.0, 255.0) / ZERO_STEPS
         return GroupGrid(form, scale, zero)
-    values = _table_values(form) if form.table else torch.tensor([form.lowest, form.highest]) - form.zero
+    values = _extremes(form)
     furthest = float(values[values.abs().argmax()])
     if bool((values == -furthest).any()):
         scale = groups.abs().amax(dim=-1) * shrink / abs(furthest)
@@ -68,15 +72,36 @@ def group_grid(groups: Tensor, form: Codec, shrink: float = 1.0) -> GroupGrid:
         # One value is further from 0 than all others, so the extreme gets it, whatever its sign.
         extreme = groups.gather(-1, groups.abs().argmax(dim=-1, keepdim=True)).squeeze(-1)
         scale = extreme * shrink / furthest
-    scale = _rounded_scale(scale, form.scale)
+    scale = _as_f16(scale)
     return GroupGrid(form, scale, torch.full_like(scale, form.zero))
 
 
-def _rounded_scale(scale: Tensor, kind: ScaleType) -> Tensor:
-    """Return the scale nearest to each of `scale`, which is overwritten, that a format can store."""
-    if kind == FLOAT16:
-        return scale.clamp_(-_F16_MAX, _F16_MAX).to(torch.float16).to(torch.float32)
-    raise NotImplementedError(kind)
+def _extremes(form: Codec) -> Tensor:
+    """Return values over their scale, with the least and the greatest among them, of a format with one zero."""
+    return _table_values(form) if form.table else torch.tensor([form.lowest, form.highest]) - (form.zero or 0.0)
+
+
+def _as_f16(scale: Tensor) -> Tensor:
+    return scale.clamp_(-_F16_MAX, _F16_MAX).to(torch.float16).to(torch.float32)
+
+
+def _best_power(groups: Tensor, form: Codec, shrink: float) -> GroupGrid:
+    """Return grids whose scales are powers of two: of the two that span most and all of a group, the nearer one.
+
+    The first is the scale of the OCP specification, 2^(floor(log2 of the largest weight) - floor(log2 of the largest
+    value)).
+    """
+    largest = groups.abs().amax(dim=-1) * shrink
+    most = math.floor(math.log2(float(_extremes(form).abs().max())))
+    exponents = (torch.frexp(largest).exponent - 1 - most).clamp_(*_EXPONENTS)
+    grids = []
+    for more in (0, 1):
+        scale = torch.ldexp(torch.ones_like(largest), (exponents + more).clamp_(*_EXPONENTS))
+        scale = torch.where(largest == 0, 0.0, scale)
+        grids.append(GroupGrid(form, scale, torch.full_like(scale, form.zero or 0.0)))
+    errors = [(grid.nearest(groups) - groups).square_().sum(dim=-1) for grid in grids]
+    scale = torch.where(errors[1] < errors[0], grids[1].scale, grids[0].scale)
+    return GroupGrid(form, scale, grids[0].zero)
 
 
 def _table_values(form: Codec) -> Tensor:

@@ -63,9 +63,9 @@ def attends(name: str, rows: int, tokens: int, position: int) -> Case:
 
 CASES = {
     **{f"linear-{form}": products(form, SHAPE) for form in ("f16", "q8")},
-    **{f"linear-{form}": products(form, WIDE if form == "q4" else ODD) for form in ("q4", "q4m", "q6")},
+    **{f"linear-{form}": products(form, WIDE if form == "q4" else ODD) for form in ("q4", "q4m", "q6", "mxfp4")},
     "linear-f16-chunk": products("f16", WIDE, 7),
-    **{f"linear-{form}-chunk": products(form, SHAPE, 7) for form in ("q4", "q4m", "q6")},
+    **{f"linear-{form}-chunk": products(form, SHAPE, 7) for form in ("q4", "q4m", "q6", "mxfp4")},
     "ffn-q4": block("reglu", "exact", "q4", 1),
     **{f"ffn-{form}": block("opt", "exact", form, 1) for form in ("q4m", "q6")},
     **{f"ffn-{form}-chunk": block("opt", "dense", form, ffn.CHUNK) for form in ("q4m", "q6")},

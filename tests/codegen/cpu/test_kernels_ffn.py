@@ -14,6 +14,7 @@ from picompile_codegen import cpu
 from picompile_codegen.cpu import Kernel
 from picompile_codegen.errors import CodegenError
 from picompile_codegen.specs import CountedFfnSpec, FfnSpec
+from picompile_passes import formats
 from picompile_passes.dialect import dequantize_rows, parse_activation, quantize_rows
 
 CHUNK = 13
@@ -45,7 +46,7 @@ BLOCKS = {
     # More neurons than a panel has rows, and a block of bytes: test_isa_kernels.py has chunks of it.
     "long": Block(1100, 40, gated=False, activation="relu"),
 }
-FORMATS = ("f16", "q8", "q6", "q4m", "q4")
+FORMATS = formats.FORMATS.builtin
 # What a part of a block has a mask of: more columns than the part has neurons.
 MASK_COLUMNS = 1000
 

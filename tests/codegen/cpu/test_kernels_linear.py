@@ -12,9 +12,10 @@ from picompile_codegen import cpu
 from picompile_codegen.cpu import Kernel
 from picompile_codegen.specs import LinearSpec
 from picompile_codegen.weight_panels import PANEL_ROWS, has_panels, to_panels
+from picompile_passes import formats
 from picompile_passes.formats import FORMATS as EVERY_FORMAT
 
-FORMATS = ("f16", "q8", "q6", "q4m", "q4")
+FORMATS = formats.FORMATS.builtin
 IN_PANELS = FORMATS[1:]
 # (n, k): a model's size; neither a multiple of a vector, a group or a block; a vocabulary and a width of many blocks.
 SHAPES = ((64, 96), (251, 72), (10, 100), (1009, 1100))
@@ -110,7 +111,7 @@ def test_layout_of_panels(form: str, columns: int) -> None:
     for row in range(rows):
         panel, place = divmod(row, PANEL_ROWS)
         for byte in range(layout.row_bytes(columns)):
-            start, unit = (0, 4) if byte < zeros else (zeros, 1) if byte < scales else (scales, 2)
+            start, unit = (0, 4) if byte < zeros else (zeros, 1) if byte < scales else (scales, layout.scale_bytes)
             number, inside = divmod(byte - start, unit)
             found = panels[panel, PANEL_ROWS * start + (number * PANEL_ROWS + place) * unit + inside]
             assert found == data[row, byte], (row, byte)

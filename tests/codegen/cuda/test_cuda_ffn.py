@@ -19,10 +19,11 @@ from helpers.products import sampled
 from picompile_codegen import cuda
 from picompile_codegen.cuda import CudaKernel, dot, ffn_down, ffn_hidden, mma
 from picompile_codegen.specs import CountedFfnSpec
+from picompile_passes import formats
 from picompile_passes.dialect import parse_activation
 
 CHUNK = 13
-FORMATS = ("f16", "q8", "q6", "q4m", "q4")
+FORMATS = formats.FORMATS.builtin
 BLOCKS = {
     **CPU_BLOCKS,
     "odd": LIMITED_BLOCKS["odd"],

@@ -12,12 +12,14 @@ from helpers.products import sampled
 from picompile_codegen import cuda
 from picompile_codegen.cuda import mma
 from picompile_codegen.specs import LinearSpec
+from picompile_passes import formats
 
-FORMATS = ("f16", "q8", "q6", "q4m", "q4")
+FORMATS = formats.FORMATS.builtin
 CHUNK = 67
 SLOW = "compiles a kernel per case"
 # Large tiles read each format at once, and predictors row by row, in fast tests.
-FEW = ("f16", "q4", *(pytest.param(form, marks=pytest.mark.slow("like q4")) for form in ("q8", "q6", "q4m")))
+OTHERS = [form for form in FORMATS if form not in ("f16", "q4")]
+FEW = ("f16", "q4", *(pytest.param(form, marks=pytest.mark.slow("like q4")) for form in OTHERS))
 SMALL = (70, 45)
 Size = tuple[int, int]
 

@@ -9,10 +9,11 @@ import torch
 from benchmarks.gpu.instructions import WEIGHTS, longest_loops
 from helpers.kernels.cuda_workbench import CudaWorkbench
 from picompile_codegen.specs import EmbeddingSpec
-from picompile_passes.formats import FORMATS, GROUP, ZERO_STEPS
+from picompile_passes.formats import E8M0, FORMATS, GROUP, ZERO_STEPS
 from picompile_passes.formats.packing import GroupGrid, pack_codes
 
 SCALES = np.array([1, -1, 0.1, 65504, -65504, 2**-14, 2**-24, -3 * 2**-24, 0], np.float16)
+POWERS = np.exp2([0, -1, 13, -24, 120, -125]).astype(np.float32)
 LOOPS = (
     "linear 8192x8192",
     *(
@@ -33,14 +34,14 @@ FOUR, THREE, TWO = 64, 80, 128
 REGISTERS = {"q4": (FOUR, THREE), "q4m": (THREE, THREE), "q6": (THREE, TWO)}
 
 
-@pytest.mark.parametrize("format_name", BOUNDS)
+@pytest.mark.parametrize("format_name", [*BOUNDS, "mxfp4"])
 def test_every_code_in_every_place(workbench: CudaWorkbench, format_name: str) -> None:
     """All codes in all places of five groups, beside others, and with all zeros of q4m: bit for bit the weights."""
     form, groups = FORMATS[format_name], 5
     row, group, place = np.ogrid[:256, :groups, :GROUP]
     codes = torch.from_numpy((row + 7 * group + 11 * place) % (form.highest + 1)).to(torch.float32)
     zero = torch.from_numpy((row + 51 * group)[..., 0] % 256 / ZERO_STEPS).to(torch.float32)
-    scale = torch.from_numpy(np.resize(SCALES, (256, groups))).to(torch.float32)
+    scale = torch.from_numpy(np.resize(POWERS if form.scale == E8M0 else SCALES, (256, groups))).to(torch.float32)
     grid = GroupGrid(form, scale, zero if form.zero is None else torch.full_like(zero, form.zero))
     dim = groups * GROUP
     data = torch.zeros(256, form.row_bytes(dim), dtype=torch.uint8)

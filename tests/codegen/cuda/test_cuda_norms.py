@@ -13,8 +13,10 @@ from helpers.products import sampled
 from picompile_codegen import cuda
 from picompile_codegen.cuda.build import compile_cuda, function_resources
 from picompile_codegen.specs import LinearAddSpec, LinearSpec, Norm, SumNormSpec
+from picompile_passes import formats
 
-FORMATS = ("f16", "q4", *(pytest.param(form, marks=pytest.mark.slow("like q4")) for form in ("q8", "q6", "q4m")))
+OTHERS = [form for form in formats.FORMATS if form not in ("f16", "q4")]
+FORMATS = ("f16", "q4", *(pytest.param(form, marks=pytest.mark.slow("like q4")) for form in OTHERS))
 NORMS = ("none", "rms", "layer", "bare")
 # Less than a warp, several warps with and without a rest, and more than a block has threads for.
 DIMS = (5, 96, 131, 4228)

@@ -65,7 +65,7 @@ def test_what_is_multiplied_whole_lies_in_panels() -> None:
 
 
 @pytest.mark.slow("compiles two programs per format, which takes seconds; kernels of both layouts are fast")
-@pytest.mark.parametrize("form", ["q8", "q4", "q4m"])
+@pytest.mark.parametrize("form", ["q8", "q4", "q4m", "mxfp4"])
 def test_programs_of_both_layouts_compute_the_same(tmp_path: Path, form: str) -> None:
     """And a step for several sequences gives each the bits that it has alone."""
     graph_module = graph(form)

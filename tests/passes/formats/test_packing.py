@@ -1,5 +1,7 @@
 """Weight formats: what packing and unpacking leave of a matrix, where the bytes of a row lie, and grids of groups."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from helpers.graphs import PROFILE
-from picompile_passes.formats import FORMATS, GROUP, packing, predictor_format
+from picompile_passes.formats import E8M0, FLOAT16, FORMATS, GROUP, Codec, packing, predictor_format
 from picompile_passes.formats.packing import dequantize_rows, quantize_rows
 
 QUANTIZED = [name for name, form in FORMATS.items() if form.scale_bytes]
@@ -47,8 +49,9 @@ def test_weights_are_off_by_half_a_step_at_most(rows: int, columns: int, seed: i
         return
     groups = in_groups(weight)
     step = groups.abs().amax(-1) / {"q8": 127, "q6": 32, "q4": 8}.get(name, 1)
-    # What is as far from zero as the extreme, on the other side, is a whole step off.
-    most = {"q8": 0.5, "q6": 1.0, "q4": 1.0, "q4m": 0.5 + 1 / 32}[name]
+    # What is as far from zero as the extreme, on the other side, is a whole step off. Of mxfp4, with the larger scale
+    # that the largest weight may call for, a gap is a third of that weight; with the smaller one, a quarter is cut off.
+    most = {"q8": 0.5, "q6": 1.0, "q4": 1.0, "q4m": 0.5 + 1 / 32, "mxfp4": 1 / 4}[name]
     if name == "q4m":
         step = (groups.amax(-1).clamp(min=0) - groups.amin(-1).clamp(max=0)) / 15
     # Scales are rounded to float16, which counts as often as a code has steps.
@@ -69,7 +72,7 @@ def test_zeros_stay_zeros_and_padding_is_no_weight(columns: int) -> None:
         assert dequantize_rows(quantize_rows(huge, name), name, columns).isfinite().all()
         errors[name] = float((dequantize_rows(packed, name, columns) - weight).norm())
     bits = sorted(FORMATS, key=lambda name: FORMATS[name].bits)
-    assert bits == ["q4", "q4m", "q6", "q8", "f16"]
+    assert bits == ["mxfp4", "q4", "q4m", "q6", "q8", "f16"]
     assert columns < 160 or sorted(bits, key=lambda name: -errors[name]) == bits
 
 
@@ -125,9 +128,12 @@ def test_layout_of_codes(name: str, columns: int) -> None:
     zeros = groups if form.zero is None else 0
     assert row[data : data + zeros].tolist() == [g * 7 % 241 for g in range(zeros)]
     start = data + -(-zeros // 16) * 16
-    assert row[start : start + 2 * groups].view(np.float16).tolist() == grid.scale[0].tolist()
+    end = start + form.scale_bytes * groups
+    stored = row[start:end]
+    scales = np.exp2(stored - 127.0) if form.scale == E8M0 else stored.view(np.float16)
+    assert scales.tolist() == grid.scale[0].tolist()
     assert not row[data + zeros : start].any()
-    assert not row[start + 2 * groups :].any()
+    assert not row[end:].any()
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
@@ -137,11 +143,15 @@ def test_a_grid_spans_its_group(name: str) -> None:
     extremes = groups.gather(1, groups.abs().argmax(1, keepdim=True))[:, 0]
     nearest = grid.nearest(groups)
     found = nearest.gather(1, groups.abs().argmax(1, keepdim=True))[:, 0]
-    assert torch.allclose(found, extremes, rtol=5e-3 if name != "q4m" else 2e-2)
+    assert torch.allclose(found, extremes, rtol={"q4m": 2e-2, "mxfp4": 0.25}.get(name, 5e-3))
     assert torch.equal(nearest, grid.values(grid.codes(groups)))
     assert torch.equal(grid.nearest(nearest), nearest)
     # Half of the span: values inside are nearer, and those outside are at its end.
     half = packing.group_grid(groups, FORMATS[name], shrink=0.5)
+    if name == "mxfp4":
+        # Of half the span and all of it the better one was chosen.
+        assert ((half.scale == grid.scale) | (half.scale == grid.scale / 2)).all()
+        return
     assert torch.allclose(half.scale, grid.scale / 2, rtol=1e-3)
     assert half.nearest(groups).abs().max() < 0.6 * nearest.abs().max()
 
@@ -156,5 +166,55 @@ def test_zeros_of_one_sided_groups_are_at_an_end(sign: float) -> None:
 
 
 def test_predictors_have_six_bits_at_least() -> None:
-    expected = {"f16": "f16", "q8": "q8", "q6": "q6", "q4m": "q6", "q4": "q6"}
+    expected = {"f16": "f16", "q8": "q8", "q6": "q6", "q4m": "q6", "q4": "q6", "mxfp4": "q6"}
     assert {name: predictor_format(name) for name in FORMATS} == expected
+
+
+# Sign, exponent and mantissa of E2M1 ("FP4") in the OCP Microscaling Formats (MX) Specification v1.0, section 5.3.3.
+E2M1 = [
+    (-1) ** (code >> 3) * (0.5 * (code & 1) if code & 6 == 0 else 2 ** ((code >> 1 & 3) - 1) * (1 + 0.5 * (code & 1)))
+    for code in range(16)
+]
+
+
+def test_mxfp4_is_that_of_the_specification() -> None:
+    row = torch.zeros(1, FORMATS["mxfp4"].row_bytes(GROUP), dtype=torch.uint8)
+    row[0, :16] = torch.tensor([code | (15 - code) << 4 for code in range(16)])
+    for exponent in (1, 100, 127, 250):
+        row[0, 16] = exponent
+        expected = torch.tensor([*E2M1, *E2M1[::-1]], dtype=torch.float64) * 2.0 ** (exponent - 127)
+        assert dequantize_rows(row, "mxfp4", GROUP).double().tolist() == [expected.tolist()]
+
+
+def test_mxfp4_rounds_to_the_nearest_number_and_to_the_even_one_of_two() -> None:
+    """With 6 in the group its scale is 1; between two numbers the one without a last bit is taken."""
+    values = sorted(set(E2M1))
+    middles = [(a + b) / 2 for a, b in pairwise(values)]
+    even = [0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0]
+    group = torch.tensor([6.0, *middles, *[m * 1.001 for m in middles]] + [0.0] * (31 - 2 * len(middles)))
+    found = dequantize_rows(quantize_rows(group[None], "mxfp4"), "mxfp4", GROUP)[0].tolist()
+    expected = {m: even[round(np.searchsorted([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], abs(m))) + 1] for m in middles}
+    count = len(middles)
+    assert [abs(v) for v in found[1 : 1 + count]] == [expected[m] for m in middles]
+    beyond = [a if abs(a) > abs(b) else b for a, b in pairwise(values)]
+    assert found[1 + count : 1 + 2 * count] == beyond
+
+
+def test_mxfp4_has_the_scale_of_the_specification_or_a_nearer_one() -> None:
+    groups = matrix(200, GROUP, 0)
+    grid = packing.group_grid(groups, FORMATS["mxfp4"])
+    given = torch.exp2(groups.abs().amax(-1).log2().floor() - 2)
+    assert set((grid.scale / given).tolist()) == {1.0, 2.0}
+    plain = packing.GroupGrid(grid.form, given, grid.zero)
+    assert ((grid.nearest(groups) - groups).norm(dim=-1) <= (plain.nearest(groups) - groups).norm(dim=-1)).all()
+
+
+def test_a_table_of_large_numbers_and_float16_scales() -> None:
+    form = Codec(
+        "nf", 4, FLOAT16, highest=15, table=(-127, -88, -66, -50, -36, -23, -12, 0, 10, 20, 31, 43, 56, 71, 92, 127)
+    )
+    groups = matrix(40, GROUP, 1)
+    grid = packing.group_grid(groups, form)
+    levels = torch.tensor(form.table) * grid.scale[:, None]
+    nearest = (groups[..., None] - levels[:, None]).abs().amin(-1)
+    assert torch.allclose((grid.nearest(groups) - groups).abs(), nearest, atol=1e-6)

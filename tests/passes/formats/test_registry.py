@@ -1,0 +1,75 @@
+"""The registry of weight formats: each is documented, has a reference for tests, and names others that there are."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from helpers.installed import install
+from helpers.support import ROOT
+from picompile.testing import weights
+from picompile_passes.errors import RegistryError
+from picompile_passes.formats import FORMATS
+
+PLUGIN = """
+from picompile_passes.formats import FLOAT16, Codec
+
+CODEC = Codec("plugged", 4, FLOAT16, highest=15, table=tuple(range(-8, 8)), summary="16 levels")
+"""
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
+    """`plugin("name = leveled:CODEC")` installs a package that offers formats; it is forgotten in the end."""
+    monkeypatch.setattr(FORMATS, "_known", dict(FORMATS._known))
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    yield lambda *points: install(tmp_path / "site", "leveled", PLUGIN, "picompile.formats", points)
+    sys.modules.pop("leveled", None)
+
+
+def documented() -> dict[str, list[str]]:
+    """Return the cells of the table of formats in docs/format.md, by the name of the format."""
+    lines = (ROOT / "docs" / "format.md").read_text().partition("## Weight formats")[2].partition("A group is")[0]
+    rows = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in lines.splitlines() if "`" in line]
+    return {row[0].strip("`"): row[1:] for row in rows[1:]}
+
+
+def test_each_format_is_documented_with_its_sizes() -> None:
+    found = documented()
+    assert set(found) == set(FORMATS.builtin)
+    for name, (_, zeros, scales, _, bits) in found.items():
+        form = FORMATS[name]
+        assert float(bits) == form.bits
+        assert scales == (f"K/32 {form.scale.name}" if form.scale else "none")
+        assert zeros.startswith("K/32 bytes") if form.zero is None else zeros == "none"
+
+
+def test_each_format_has_weights_that_it_represents() -> None:
+    assert set(weights._DRAW) - {None} == set(FORMATS.builtin)
+
+
+@pytest.mark.parametrize("name", FORMATS.builtin)
+def test_what_a_format_says_fits_together(name: str) -> None:
+    form = FORMATS[name]
+    assert form.summary
+    assert all(FORMATS[finer].bits > form.bits for finer in form.finer)
+    assert all(FORMATS[other].bits > form.bits for other in (form.head, form.predictors) if other)
+    if form.table:
+        assert len(form.table) == 2**form.data_bits
+        assert -127 <= min(form.table) < 0 < max(form.table) <= 127
+        assert 0 in form.table
+
+
+def test_a_package_offers_a_format(plugin: Callable[..., str]) -> None:
+    plugin("plugged = leveled:CODEC")
+    assert "leveled" not in sys.modules
+    assert [*FORMATS][-1] == "plugged"
+    assert FORMATS["plugged"].bits == 4.5
+    assert "q5" not in FORMATS
+
+
+def test_a_name_of_ours_cannot_be_taken(plugin: Callable[..., str]) -> None:
+    plugin("q4 = leveled:CODEC")
+    with pytest.raises(RegistryError, match="two weight formats are called q4: one from picompile and leveled:CODEC"):
+        list(FORMATS)
