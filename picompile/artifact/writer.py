@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from picompile.choices import KV_DTYPES
 from picompile.machine import find_compiled_targets
 from picompile.output.files import json_bytes
 from picompile.progress import Progress
@@ -242,10 +241,7 @@ def _manifest(
         "model": model,
         "quant": contents.quant,
         "predictor": "+".join(sorted({part.predictor for part in program.ffn})) or "none",
-        # What the elements of a cache with scales are made of tells which it is.
-        "kv_dtype": {"int8": KV_DTYPES["q8"], "uint8": KV_DTYPES["q4"]}.get(
-            program.state["k.0"].dtype, program.state["k.0"].dtype
-        ),
+        "kv_dtype": program.kv_dtype,
         "context": program.context,
         "chunk": program.chunk,
         "sequences": program.sequences,

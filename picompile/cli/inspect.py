@@ -57,13 +57,20 @@ def _memory(program: "Program", tensors: Mapping[str, "Tensor"]) -> dict[str, di
         "host": sum(tensors[name].size_bytes for name in kept),
         "shared": 0,
     }
-    caches = dict.fromkeys(arenas, 0)
-    for name, tensor in program.state.items():
-        caches[program.memories["state", name]] += tensor.size_bytes
     return {
-        memory: {"weights": weights[memory], "kv_cache": caches[memory], "workspace": arenas[memory]}
+        memory: {"weights": weights[memory], **_state_bytes(program, memory), "workspace": arenas[memory]}
         for memory in arenas
     }
+
+
+def _state_bytes(program: "Program", *memories: str) -> dict[str, int]:
+    """Return the bytes of the KV cache in `memories` and, if there is any, of recurrent state."""
+    found = {"positional": 0, "recurrent": 0}
+    for name, tensor in program.state.items():
+        if program.memories["state", name] in memories:
+            found[tensor.kind] += tensor.size_bytes
+    recurrent = {"recurrent_state": found["recurrent"]} if found["recurrent"] else {}
+    return {"kv_cache": found["positional"], **recurrent}
 
 
 def _kernels(folder: Path, code: "AcceleratorCode") -> Iterator[dict[str, Any]]:
@@ -137,7 +144,6 @@ def collect(folder: Path) -> dict[str, Any]:
 
     manifest = read_manifest(folder)
     program, tensors = _program(folder)
-    state_bytes = sum(tensor.size_bytes for tensor in program.state.values())
     return {
         "artifact": str(folder),
         "model": dict(manifest.model),
@@ -152,7 +158,7 @@ def collect(folder: Path) -> dict[str, Any]:
         "files": {name: entry.size_bytes for name, entry in manifest.files.items()},
         "memory_bytes": {
             "weights": manifest.files["weights.safetensors"].size_bytes,
-            "kv_cache": state_bytes,
+            **_state_bytes(program, "host", "device"),
             "workspace": program.arena_bytes + program.accelerator_arena_bytes + program.shared_arena_bytes,
         },
         "token_bytes": _bytes_by_operator(program),
@@ -260,6 +266,8 @@ def _rows(facts: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
         yield "left out", skipping_text(facts["skipping"])
     yield "context", f"{several}{facts['context']} tokens, prompts in chunks of {facts['chunk']}"
     yield "kv cache", f"{facts['kv_dtype']}, {format_bytes(memory['kv_cache'])} when full"
+    if "recurrent_state" in memory:
+        yield "recurrent state", format_bytes(memory["recurrent_state"])
     yield "workspace", format_bytes(memory["workspace"])
     yield "feed-forward", _ffn_text(facts["parts"])
     if facts["plan"] is not None:

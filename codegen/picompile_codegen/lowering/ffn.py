@@ -5,14 +5,13 @@ together need almost every one; `lower` gives these functions no predictors. Onl
 cost, has some: it computes every neuron, and drops those that the masks leave out.
 
 A package that offers a predictor kind offers its kernel, too: an entry point of the group `picompile.predictor_kernels`
-has the kind's name and leads to a `PredictorLowering`. It appends calls to the function; the last call writes the
+has the kind's name and leads to a `packages.Lowering`. It appends calls to the function; the last call writes the
 buffer that `mask_buffer` returned. `_low_rank` below is one. The specs of a package bring
 their bodies (`KernelSpec.bodies`). The feed-forward block then computes the neurons that the mask names.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from importlib.metadata import entry_points
 from typing import Any
 
 import torch
@@ -20,19 +19,17 @@ from torch.fx import Node
 
 from picompile_codegen.lowering.counted import call_block
 from picompile_codegen.lowering.function import DECODING, Bindings, Function, dimension
+from picompile_codegen.lowering.packages import Lowering, packaged_lowering
 from picompile_codegen.lowering.program import Arg, FfnPart, tensor_bytes
 from picompile_codegen.lowering.streaming import stream_block, streams
 from picompile_codegen.signs import sign_row_bytes
 from picompile_codegen.specs import FfnSpec, PredictLowRankSpec, PredictSignsSpec
-from picompile_passes.errors import RegistryError, UnsupportedGraphError
+from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.graph.nodes import arguments
 from picompile_passes.graph.operands import NEURON_LIMITS
 from picompile_passes.predictors import sign_limit
 
 ENTRY_POINT_GROUP = "picompile.predictor_kernels"
-
-# lowering(predict, function)
-PredictorLowering = Callable[[Node, Function], None]
 
 # `exact` is decided inside the block's own kernel, and `none` decides nothing: neither has a predictor kernel.
 _WITHOUT_KERNEL = ("exact", "none")
@@ -63,23 +60,14 @@ def mask_buffer(node: Node, function: Function) -> Arg:
     return function.result(node, "uint8")
 
 
-def _lowering(node: Node, kind: str) -> PredictorLowering:
-    if kind in _PREDICTOR_LOWERINGS:
-        return _PREDICTOR_LOWERINGS[kind]
-    points = list(entry_points(group=ENTRY_POINT_GROUP, name=kind))
-    if not points:
+def _lowering(node: Node, kind: str) -> Lowering:
+    found = _PREDICTOR_LOWERINGS.get(kind) or packaged_lowering(ENTRY_POINT_GROUP, kind)
+    if found is None:
         raise UnsupportedGraphError(f"{node.name}: there is no CPU kernel for predictor kind {kind!r}")
-    if len(points) > 1:
-        offers = " and ".join(point.value for point in points)
-        raise RegistryError(f"two packages offer a kernel for predictor kind {kind!r}: {offers}")
-    try:
-        lowering: PredictorLowering = points[0].load()
-    except Exception as error:
-        raise RegistryError(f"{points[0].value}, for predictor kind {kind!r}, does not import: {error}") from error
-    return lowering
+    return found
 
 
-def _low_rank(relu: bool) -> PredictorLowering:
+def _low_rank(relu: bool) -> Lowering:
     def lower(node: Node, function: Function) -> None:
         values, weights = arguments(node), function.shared.weights
         fc1, fc2, bias = values["weights"]
@@ -130,7 +118,7 @@ def _number(value: float, function: Function) -> Arg:
     return function.shared.weights.computed(f"number.{value!r}", (1,), lambda _: torch.tensor([value]))
 
 
-_PREDICTOR_LOWERINGS: dict[str, PredictorLowering] = {
+_PREDICTOR_LOWERINGS: dict[str, Lowering] = {
     "learned": _low_rank(relu=False),
     "learned-relu": _low_rank(relu=True),
     "sign": _signs,

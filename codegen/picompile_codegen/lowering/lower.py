@@ -114,7 +114,15 @@ def lower(graph_module: GraphModule, options: LowerOptions) -> Lowered:
     for function in functions:
         function.read_inputs(max(options.chunk, options.batch_rows))
     vocab, layers = dimension(nodes[-1]), len({unmasked[each].meta["layer"] for each in mixers})
-    program = LoweredProgram(options.context, options.chunk, vocab, layers, options.sequences, options.batch_rows)
+    program = LoweredProgram(
+        context=options.context,
+        chunk=options.chunk,
+        vocab=vocab,
+        layers=layers,
+        sequences=options.sequences,
+        batch_rows=options.batch_rows,
+        kv_dtype=options.kv_dtype,
+    )
     program.state, program.ffn, program.streamed = shared.state, shared.ffn, list(shared.streamed)
     program.logits = {function.name: function.logits for function in functions if function.name != "prefill"}
     program.top_logits = {function.name: function.top_logits for function in functions if function.top_logits}

@@ -1,20 +1,25 @@
 """Each operator of the dialect as kernel calls: one function an operator, and the table of them.
 
+A package that offers an operator offers its lowering, too: an entry point of the group `picompile.operator_kernels` has
+the operator's name and leads to a `packages.Lowering`, such as `_add` below. The specs of a package bring their bodies
+(`KernelSpec.bodies`).
+
 Where the output head runs on the accelerator, logits stay there, and the runtime copies them when the step is over: a
 chunk's logits are megabytes, which the copy engine of a GPU moves at the speed of the bus. Where the next token may be
 asked for, the highest of them go to the host within the step, which reads the others only if it needs them.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from torch._ops import OpOverload
 from torch.fx import Node
 
 from picompile_codegen.lowering.attention import extend_cache, lower_attention, lower_rotary
 from picompile_codegen.lowering.ffn import lower_predict, lower_sparse_ffn
 from picompile_codegen.lowering.function import Bindings, Function, dimension
 from picompile_codegen.lowering.linear import is_returned, linear_call
+from picompile_codegen.lowering.packages import Lowering, packaged_lowering
 from picompile_codegen.lowering.program import Arg, TopLogitsBuffers
 from picompile_codegen.lowering.streaming import stream_linear, streams
 from picompile_codegen.specs import (
@@ -30,6 +35,8 @@ from picompile_codegen.specs import (
 from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.graph import operands as op
 from picompile_passes.graph.nodes import arguments, constant_nodes
+
+ENTRY_POINT_GROUP = "picompile.operator_kernels"
 
 # A token is chosen after each of these functions.
 CHOOSING = ("decode", "prefill_last", "batch")
@@ -145,7 +152,7 @@ def _add(node: Node, function: Function) -> None:
     function.call(kernel, {"a": a, "b": b, "y": function.result(node)}, op="add")
 
 
-_LOWERINGS: dict[Any, Callable[[Node, Function], None]] = {
+_LOWERINGS: dict[Any, Lowering] = {
     op.EMBEDDING: _embedding,
     op.ELEMENTWISE: _elementwise,
     op.LINEAR: _linear,
@@ -159,9 +166,8 @@ _LOWERINGS: dict[Any, Callable[[Node, Function], None]] = {
     op.ADD: _add,
 }
 
-
 # Operators that can update their state alone, without their result.
-_UPDATES: dict[Any, Callable[[Node, Function], None]] = {op.ATTENTION: extend_cache}
+_UPDATES: dict[Any, Lowering] = {op.ATTENTION: extend_cache}
 
 
 def lower_state(node: Node, function: Function) -> None:
@@ -169,9 +175,13 @@ def lower_state(node: Node, function: Function) -> None:
     _UPDATES.get(node.target, lower_node)(node, function)
 
 
+def _packaged(node: Node) -> Lowering | None:
+    return packaged_lowering(ENTRY_POINT_GROUP, node.target._opname) if isinstance(node.target, OpOverload) else None
+
+
 def lower_node(node: Node, function: Function) -> None:
     """Append the calls of one node. Raises `UnsupportedGraphError` for an operator without a kernel."""
-    lowering = _LOWERINGS.get(node.target)
+    lowering = _LOWERINGS.get(node.target) or _packaged(node)
     if lowering is None:
         raise UnsupportedGraphError(f"{node.name}: there is no kernel for {node.target}")
     lowering(node, function)

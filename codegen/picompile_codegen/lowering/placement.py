@@ -19,6 +19,7 @@ from picompile_passes.graph.operands import (
     RMS_NORM,
     ROTARY,
     SPARSE_FFN,
+    state_of,
 )
 from picompile_passes.predictors import predictor_kind
 
@@ -59,9 +60,17 @@ def place(nodes: Sequence[Node], placement: Placement, *, streams: bool = False)
     last = max((layer for node, layer in layers.items() if is_call(node, ATTENTION)), default=-1)
     devices = {node: _device(node, layers[node], last, placement) for node in nodes}
     if streams and "device" in devices.values():
-        come = [node for node in nodes if 0 <= layers[node] <= last and not is_call(node, EMBEDDING)]
+        come = [
+            node for node in nodes if 0 <= layers[node] <= last and not is_call(node, EMBEDDING) and _can_lend(node)
+        ]
         devices.update(dict.fromkeys(come, "device"))
     return devices
+
+
+def _can_lend(node: Node) -> bool:
+    """Return whether the state of `node`, if it keeps any, can be lent to the device, as a KV cache is."""
+    state = state_of(node)
+    return state is None or state.kind == "positional"
 
 
 def _device(node: Node, layer: int, last: int, placement: Placement) -> Device:
@@ -71,7 +80,7 @@ def _device(node: Node, layer: int, last: int, placement: Placement) -> Device:
         return "host"
     if is_call(node, PREDICT):
         on_device = layer in placement.predictors
-    elif is_call(node, ATTENTION, ROTARY):
+    elif is_call(node, ROTARY) or state_of(node):
         on_device = layer in placement.caches
     elif layer > last:
         on_device = placement.head

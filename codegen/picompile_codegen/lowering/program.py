@@ -155,7 +155,7 @@ class LoweredProgram:
     """Everything the runtime executes. All functions share the arenas, the state and the weights.
 
     The state has a place, a slot, for each of `sequences`. A step of `batch` reads `batch_rows` tokens at most, each of
-    any slot. An arena in each memory holds its buffers.
+    any slot. `kv_dtype` is that of the KV cache, if it has one. An arena in each memory holds its buffers.
     `top_logits` has the functions whose logits are in the accelerator's memory, and where the highest of them are.
     `streamed` weights stay with the host: where the device uses them, for prompts, it reads them from there.
     The calls of a function are in order for each device; between devices, order is made by flags in shared memory.
@@ -167,6 +167,7 @@ class LoweredProgram:
     layers: int
     sequences: int = 1
     batch_rows: int = 1
+    kv_dtype: str = "float16"
     arena_bytes: int = 0
     device_arena_bytes: int = 0
     shared_arena_bytes: int = 0

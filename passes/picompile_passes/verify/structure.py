@@ -14,7 +14,6 @@ from picompile_passes.errors import PropagateError
 from picompile_passes.formats import FORMATS
 from picompile_passes.graph.nodes import arguments, attribute, calls, constant_nodes, is_call
 from picompile_passes.graph.operands import (
-    ATTENTION,
     DEQUANTIZE,
     ELEMENTWISE,
     FFN,
@@ -170,10 +169,13 @@ def check_unused(graph_module: GraphModule) -> Iterator[Fault]:
 
 
 def check_layers(graph_module: GraphModule) -> Iterator[Fault]:
-    """Attentions are numbered 0, 1, … in order; each block has the number of one of these layers, also in order."""
+    """Mixers are numbered 0, 1, … in order; each block has the number of one of these layers, also in order."""
     count = 0
-    for node in calls(graph_module.graph, ATTENTION):
-        number = arguments(node)["layer"]
+    for node in graph_module.graph.nodes:
+        operator = operator_of(node.target)
+        if operator is None or operator.part != "mixer":
+            continue
+        number = arguments(node).get("layer", count)
         if number != count or node.meta.get("layer") != count:
             yield Fault(node, f"is layer {number}, and {node.meta.get('layer')} by its metadata; it should be {count}")
         count += 1

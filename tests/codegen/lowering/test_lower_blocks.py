@@ -17,6 +17,7 @@ from picompile.testing import TESTING_KINDS, GraphShape, build, random_weights, 
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.tensor import loop
 from picompile_codegen.lowering import ffn as lower_predict
+from picompile_codegen.lowering import packages
 from picompile_codegen.lowering.ffn import mask_buffer
 from picompile_codegen.lowering.function import Function, LowerOptions, dimension
 from picompile_codegen.lowering.lower import Lowered, lower
@@ -313,7 +314,7 @@ def name_even_neurons(spec: "EvenNeurons", function: KernelFunction) -> None:
 def offer(monkeypatch: pytest.MonkeyPatch, *values: str) -> None:
     points = [EntryPoint(TESTING_KINDS[0], value, lower_predict.ENTRY_POINT_GROUP) for value in values]
     found = {(lower_predict.ENTRY_POINT_GROUP, TESTING_KINDS[0]): points}
-    monkeypatch.setattr(lower_predict, "entry_points", lambda *, group, name: found.get((group, name), []))
+    monkeypatch.setattr(packages, "entry_points", lambda *, group, name: found.get((group, name), []))
 
 
 def test_kernel_of_a_package(monkeypatch: pytest.MonkeyPatch) -> None:

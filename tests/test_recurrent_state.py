@@ -1,0 +1,191 @@
+"""An operator with recurrent state: lowered, and in an engine, whose sequences go back to checkpoints."""
+
+import importlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import picompile_runtime
+from helpers import leak
+from helpers.states import host_states
+from helpers.toys.toy_artifact import code_entry, write_manifest
+from picompile.artifact.files import write_weights
+from picompile.testing import random_weights, run
+from picompile_codegen.build.host_library import build_host_library
+from picompile_codegen.lowering.function import LowerOptions
+from picompile_codegen.lowering.lower import Lowered, lower
+from picompile_passes.base import Stage
+from picompile_passes.graph.materialize import evaluate_constant
+from picompile_passes.passes.insert_predictors import InsertPredictors
+from picompile_passes.passes.partition import Partition
+from picompile_passes.passes.quantize import Quantize
+from picompile_passes.pipeline import Pipeline
+from picompile_passes.verify import verify
+from picompile_runtime import Engine, KernelError, RequestError
+from picompile_runtime.engine.state import MOST_CHECKPOINTS
+from picompile_server.slots import SlotTable
+
+CHUNK, CONTEXT, SLOTS = 4, 48, 3
+OPTIONS = LowerOptions(CONTEXT, CHUNK, "float16", SLOTS, draft_tokens=5)
+IDS = [int(token) for token in np.random.default_rng(5).integers(0, leak.VOCAB, 40)]
+
+
+def _nothing(size_bytes: int) -> None:
+    pass
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, np.ndarray, Lowered]]:
+    """The folder of an artifact, the logits after each of IDS in eager PyTorch, and the program."""
+    with pytest.MonkeyPatch.context() as patch:
+        site = tmp_path_factory.mktemp("site")
+        leak.install(site)
+        patch.syspath_prepend(str(site))
+        importlib.invalidate_caches()
+        passes = (InsertPredictors("none"), Partition({}), Quantize("f16"))
+        verify(before := leak.leaking(2), Stage.CANONICAL)
+        graph_module = Pipeline(passes)(before).graph_module
+        verify(graph_module, Stage.QUANTIZED)
+        lowered = lower(graph_module, OPTIONS)
+        weights = random_weights(graph_module, representable="f16")
+        folder = tmp_path_factory.mktemp("leak")
+        (folder / "kernels").mkdir()
+        build_host_library(lowered.kernels, folder / "kernels" / "host.so")
+        tensors = list(lowered.weights.tensors.values())
+        write_weights(
+            folder / "weights.safetensors",
+            tensors,
+            lambda node: evaluate_constant(graph_module, node, weights),
+            _nothing,
+        )
+        (folder / "program.json").write_text(json.dumps(lowered.program.to_json()))
+        write_manifest(folder, CONTEXT, CHUNK, {"sequences": SLOTS, "code": [code_entry()]})
+        yield folder, run(graph_module, weights, torch.tensor(IDS)).numpy(), lowered
+
+
+@pytest.fixture
+def engine(artifact: tuple[Path, np.ndarray, Lowered]) -> Iterator[Engine]:
+    with picompile_runtime.load(artifact[0], threads=2) as engine:
+        yield engine
+
+
+def close(actual: np.ndarray, expected: np.ndarray) -> None:
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_whole_last_mixer_runs_where_its_state_depends_on_all_operands(
+    artifact: tuple[Path, np.ndarray, Lowered],
+) -> None:
+    program = artifact[2].program
+    ops = {name: [call.op for call in calls] for name, calls in program.functions.items()}
+    assert ops["prefill"][-1] == "leak" and ops["prefill"].count("leak") == 2
+    assert ops["prefill_last"].index("take_last") > max(i for i, op in enumerate(ops["prefill_last"]) if op == "leak")
+    state = {"kind": "recurrent", "layer": 1, "dtype": "float32", "shape": [leak.HIDDEN]}
+    assert program.state["memory.1"].to_json() == state
+    assert program.layers == 2
+
+
+def test_steps_of_all_kinds_compute_what_eager_pytorch_does(
+    engine: Engine, artifact: tuple[Path, np.ndarray, Lowered]
+) -> None:
+    expected = artifact[1]
+    close(engine.prefill(IDS[:11]), expected[10])
+    close(engine.decode(IDS[11]), expected[11])
+    close(np.concatenate(list(engine.score(IDS[12:21]))), expected[12:21])
+    close(engine.prefill(IDS[:6], slot=2), expected[5])
+    close(engine.decode_sequences([IDS[6], IDS[21]], [2, 0]), expected[[6, 21]])
+    assert engine.read_chunk(IDS[:4], slot=1, is_last=False) is None
+    close(engine.read_chunk(IDS[4:7], slot=1).logits(), expected[6])
+
+
+def test_a_copy_goes_on_by_itself(engine: Engine, artifact: tuple[Path, np.ndarray, Lowered]) -> None:
+    expected = artifact[1]
+    engine.prefill(IDS[:7])
+    engine.copy(0, 2)
+    engine.copy(0, 1, 4)  # the end of the first chunk
+    close(engine.decode(IDS[7], slot=2), expected[7])
+    close(engine.decode(IDS[4], slot=1), expected[4])
+    close(engine.decode(IDS[7]), expected[7])
+    engine.rewind(4, slot=2)  # checkpoints are copied as well
+    close(engine.decode(IDS[4], slot=2), expected[4])
+    with pytest.raises(
+        RequestError, match="cannot copy 6 tokens: the model's recurrent state is not kept there; copy 4"
+    ):
+        engine.copy(0, 1, 6)
+
+
+def test_a_sequence_goes_back_to_checkpoints_only(engine: Engine, artifact: tuple[Path, np.ndarray, Lowered]) -> None:
+    expected = artifact[1]
+    assert not engine.can_cut
+    assert engine.most_checked == 1  # no drafts
+    engine.prefill(IDS[:10])
+    for token in IDS[10:13]:
+        engine.decode(token)
+    assert [engine.reusable(prefix) for prefix in (13, 12, 10, 9, 8, 5, 3, 0)] == [13, 10, 10, 8, 8, 4, 0, 0]
+    with pytest.raises(RequestError, match=r"cannot rewind to position 12: .* rewind to 10, the last position before"):
+        engine.rewind(12)
+    assert engine.position == 13
+    engine.rewind(8)
+    assert engine.reusable(8) == 8
+    close(engine.decode(IDS[8]), expected[8])
+    engine.checkpoint()
+    engine.decode(IDS[0])
+    engine.rewind(9)
+    close(engine.decode(IDS[9]), expected[9])
+    engine.reset()
+    assert not any(state[0].any() for state in host_states(engine).values())
+    close(engine.decode(IDS[0]), expected[0])
+    with pytest.raises(RequestError, match="the prefix must be"):
+        engine.reusable(2)
+
+
+def test_checkpoints_are_bounded_and_spread(engine: Engine) -> None:
+    engine.prefill(IDS)
+    kept = sorted(engine._executor.states[0]._kept[0])
+    assert len(kept) == MOST_CHECKPOINTS
+    assert kept[-1] == len(IDS)
+    assert max(np.diff([0, *kept])) <= 3 * CHUNK
+
+
+def test_a_step_that_fails_leaves_the_last_sure_state(
+    engine: Engine, artifact: tuple[Path, np.ndarray, Lowered], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.prefill(IDS[:6])
+    engine.decode(IDS[6])
+
+    def fail(*arguments: object) -> None:
+        for state in host_states(engine).values():
+            state[:] = np.nan
+        raise KernelError("it broke")
+
+    with monkeypatch.context() as patch, pytest.raises(KernelError, match="it broke"):
+        patch.setattr(engine._executor, "run_one", fail)
+        engine.decode(IDS[7])
+    assert engine.position == 6
+    close(engine.decode(IDS[6]), artifact[1][6])
+
+
+def test_a_prefix_is_reused_from_the_nearest_checkpoint(engine: Engine) -> None:
+    table = SlotTable(engine.sequences, engine.context, reusable=engine.reusable)
+    first, second = np.array(IDS[:14], np.int32), np.array([*IDS[:10], 1, 2, 3, 4, 5, 6], np.int32)
+    table.begin(table.place(first), first, 0)
+    engine.prefill(first)
+    table.prompt_read(0, len(first))
+    table.release(0)
+    place = table.place(second)
+    assert (place.slot, place.reused, place.source) == (0, 8, None)
+    assert table.rewind(0) == 14
+
+
+def test_memory_is_checked_for_checkpoints_too(
+    artifact: tuple[Path, np.ndarray, Lowered], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena = artifact[2].program.arena_bytes
+    state = 2 * SLOTS * leak.HIDDEN * 4
+    monkeypatch.setattr("picompile_runtime.devices.memory._machine_bytes", lambda: arena + state * MOST_CHECKPOINTS)
+    with pytest.raises(picompile_runtime.DoesNotFitError, match="a cache for 3 sequences of 48 tokens"):
+        picompile_runtime.load(artifact[0])
