@@ -11,6 +11,7 @@ import torch
 
 import picompile_runtime
 from helpers import leak
+from helpers.fake_engine import Told, answer_alone
 from helpers.states import host_states
 from helpers.toys.toy_artifact import code_entry, write_manifest
 from picompile.artifact.files import write_weights
@@ -25,8 +26,10 @@ from picompile_passes.passes.partition import Partition
 from picompile_passes.passes.quantize import Quantize
 from picompile_passes.pipeline import Pipeline
 from picompile_passes.verify import verify
-from picompile_runtime import Engine, KernelError, RequestError
+from picompile_runtime import Engine, KernelError, RequestError, SamplingParams
 from picompile_runtime.engine.state import MOST_CHECKPOINTS
+from picompile_server.request import ServingRequest
+from picompile_server.scheduler import Scheduler
 from picompile_server.slots import SlotTable
 
 CHUNK, CONTEXT, SLOTS = 4, 48, 3
@@ -151,6 +154,13 @@ def test_checkpoints_are_bounded_and_spread(engine: Engine) -> None:
     assert max(np.diff([0, *kept])) <= 3 * CHUNK
 
 
+def test_a_pinned_checkpoint_stays(engine: Engine) -> None:
+    engine.prefill(IDS[:3])
+    engine.checkpoint()
+    engine.prefill(IDS[3:])
+    assert engine.reusable(3) == 3
+
+
 def test_a_step_that_fails_leaves_the_last_sure_state(
     engine: Engine, artifact: tuple[Path, np.ndarray, Lowered], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,6 +189,27 @@ def test_a_prefix_is_reused_from_the_nearest_checkpoint(engine: Engine) -> None:
     place = table.place(second)
     assert (place.slot, place.reused, place.source) == (0, 8, None)
     assert table.rewind(0) == 14
+
+
+def test_the_server_answers_as_if_each_request_were_alone(engine: Engine) -> None:
+    """Slots reuse prefixes up to checkpoints, and answers are read again from there."""
+    random = np.random.default_rng(8)
+    requests = []
+    for number in range(9):
+        own = random.integers(0, leak.VOCAB, random.integers(1, 12)).tolist()
+        prompt = (IDS[:18] if number % 3 else []) + own
+        requests.append(ServingRequest(prompt, SamplingParams(temperature=0.8, seed=number), 10, ignore_end=True))
+    expected = [answer_alone(engine, request, 0) for request in requests]
+    engine.reset()
+    scheduler = Scheduler(engine, start=False)
+    told = [Told() for _ in requests]
+    for each, request in zip(told, requests, strict=True):
+        scheduler.submit(request, each)
+        for _ in range(random.integers(0, 30)):
+            scheduler.step()
+    scheduler.close()
+    assert [each.answer() for each in told] == expected
+    assert scheduler.stats().cached_tokens >= 3 * 16
 
 
 def test_memory_is_checked_for_checkpoints_too(

@@ -91,8 +91,12 @@ def lower_leak(node: Node, function: Function) -> None:
     """Append the call of a leak."""
     values, options = arguments(node), function.shared.options
     spec = LeakSpec(dimension(node), values["decay"], function.rows, function.mode, options.context, options.sequences)
-    bindings: Bindings = {"x": function.value(values["x"]), "y": function.result(node)}
-    function.call(function.kernel(spec), bindings | state_tensors(node, function), op="leak", layer=node.meta["layer"])
+    bindings: Bindings = {
+        "x": function.value(values["x"]),
+        "y": function.result(node),
+        **state_tensors(node, function),
+    }
+    function.call(function.kernel(spec), bindings, op="leak", layer=node.meta["layer"])
 
 
 def install(folder: Path) -> None:

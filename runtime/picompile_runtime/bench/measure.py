@@ -113,6 +113,7 @@ class BenchmarkRunner:
         engine.reset()
         if start:
             engine.read(text[:start].tolist())
+            engine.checkpoint()
             self._copy()
 
     def run(self) -> BenchmarkRound:

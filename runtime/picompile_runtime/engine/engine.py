@@ -182,12 +182,13 @@ class Engine:
     def checkpoint(self, slot: int = 0) -> None:
         """Keep what recurrent state needs for `rewind` to come back to the position that `slot` has now.
 
-        The engine does so after each chunk of a prompt, and keeps a bounded number of such positions for each slot.
+        The engine does so after each chunk of a prompt, and keeps a bounded number of such positions for each slot. The
+        last one that this method kept stays among them until the sequence goes back behind it.
         """
         with self._lock:
             self._open()
             check_slot(slot, self.sequences)
-            self._keep(slot)
+            self._keep(slot, pin=True)
 
     def release(self, slot: int = 0) -> None:
         """Give back the memory that `slot` keeps beside that for the tokens that it holds.
@@ -584,9 +585,9 @@ class Engine:
             prefix = state.reusable(slot, prefix, self._positions[slot])
         return int(prefix)
 
-    def _keep(self, slot: int) -> None:
+    def _keep(self, slot: int, pin: bool = False) -> None:
         for state in self._executor.states:
-            state.keep(slot, self._positions[slot])
+            state.keep(slot, self._positions[slot], pin)
 
     def _after_fork(self) -> None:
         """Let a forked process use the engine as its parent's last whole step left it, if its accelerator allows it."""

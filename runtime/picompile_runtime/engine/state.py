@@ -116,8 +116,8 @@ class SequenceState(Protocol):
     def release(self, slot: int, seen: int) -> None:
         """Give back memory that the tokens of `slot` do not need."""
 
-    def keep(self, slot: int, seen: int) -> None:
-        """Keep a checkpoint of the sequence in `slot` at the position that it has reached."""
+    def keep(self, slot: int, seen: int, pin: bool = False) -> None:
+        """Keep a checkpoint of the sequence in `slot` at its position `seen`; the last that is pinned stays."""
 
     def recover(self, slot: int, seen: int) -> int:
         """Go back to the last position at which the state is sure, after a step that failed, and return it."""
@@ -158,7 +158,7 @@ class PositionalState:
             for start in starts:
                 memory.release(start + seen * row_bytes, start + _context(tensor) * row_bytes)
 
-    def keep(self, slot: int, seen: int) -> None:
+    def keep(self, slot: int, seen: int, pin: bool = False) -> None:
         """Do nothing: every position is kept."""
 
     def recover(self, slot: int, seen: int) -> int:
@@ -189,6 +189,7 @@ class RecurrentState:
         self._placed = placed
         # For each slot, checkpoints by position: a copy of each tensor.
         self._kept: list[dict[int, list[Bytes]]] = [{} for _ in range(placed[0][0].shape[0])]
+        self._pinned = [0] * len(self._kept)
 
     def reusable(self, slot: int, prefix: int, seen: int) -> int:
         """Return `prefix` if the sequence is there, else the position of the last checkpoint up to it."""
@@ -215,8 +216,12 @@ class RecurrentState:
     def release(self, slot: int, seen: int) -> None:
         """Do nothing: the size does not depend on the number of tokens."""
 
-    def keep(self, slot: int, seen: int) -> None:
-        """Keep a checkpoint. Of too many the one goes whose neighbours are nearest to each other, never the last."""
+    def keep(self, slot: int, seen: int, pin: bool = False) -> None:
+        """Keep a checkpoint.
+
+        Of too many the one goes whose neighbours are nearest to each other, never the last nor the one that is pinned.
+        """
+        self._pinned[slot] = seen if pin else self._pinned[slot]
         kept = self._kept[slot]
         kept[seen] = []
         for tensor, memory in self._placed:
@@ -225,7 +230,7 @@ class RecurrentState:
         if len(kept) > MOST_CHECKPOINTS:
             places = [0, *sorted(kept)]
             gaps = {places[i]: places[i + 1] - places[i - 1] for i in range(1, len(places) - 1)}
-            del kept[min(gaps, key=lambda place: gaps[place])]
+            del kept[min(gaps.keys() - {self._pinned[slot]}, key=lambda place: (gaps[place], place))]
 
     def recover(self, slot: int, seen: int) -> int:
         """Restore the last checkpoint, and return its position."""
