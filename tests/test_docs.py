@@ -1,5 +1,6 @@
 """The documentation is true: every command in it runs, every link leads somewhere, and its Python works."""
 
+import importlib
 import os
 import re
 import shlex
@@ -233,3 +234,11 @@ def test_option_tables_are_those_of_the_command_line() -> None:
     code = "import option_tables as o; text = o.PAGE.read_text(); print(o.with_tables(text) == text)"
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "docs", capture_output=True, text=True, check=True)
     assert ran.stdout == "True\n"
+
+
+def test_the_table_of_operators_is_that_of_their_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python docs/operator_table.py` writes it."""
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    table = importlib.import_module("operator_table")
+    assert table.with_table(text := TUTORIAL.read_text(encoding="utf-8")) == text
+    assert "| `sparse_ffn` | block | sparse |" in text

@@ -8,18 +8,20 @@ can be given only in Python.
 """
 
 import dataclasses
-import importlib
 import inspect
 import re
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
+from functools import partial
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from pkgutil import walk_packages
 from typing import Any
 
+from picompile_passes import passes
 from picompile_passes.base import Pass
 from picompile_passes.errors import PassOptionError, RegistryError
-from picompile_passes.passes import BUILTIN
 
 _FORM = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9_.-]*)(\{(?P<options>.*)\})?", re.DOTALL)
 _QUOTES = "'\""
@@ -171,7 +173,7 @@ def registrations() -> dict[str, Registration]:
         RegistryError: If two passes have the same name.
     """
     found: dict[str, Registration] = {}
-    for entry in [*map(_from_table, BUILTIN), *map(_from_entry_point, entry_points(group=ENTRY_POINT_GROUP))]:
+    for entry in [*_builtin(), *map(_from_entry_point, entry_points(group=ENTRY_POINT_GROUP))]:
         if entry.name in found:
             other = found[entry.name]
             raise RegistryError(
@@ -214,10 +216,13 @@ def make_pass(text: str) -> Pass:
     return made
 
 
-def _from_table(name: str) -> Registration:
-    location = BUILTIN[name]
-    module, _, attribute = location.partition(":")
-    return Registration(name, location, "picompile", lambda: getattr(importlib.import_module(module), attribute))
+def _builtin() -> Iterator[Registration]:
+    """Yield the passes that the modules of `picompile_passes.passes` define."""
+    for found in walk_packages(passes.__path__, f"{passes.__name__}."):
+        module = import_module(found.name)
+        for name, value in vars(module).items():
+            if inspect.isclass(value) and issubclass(value, Pass) and value.__module__ == module.__name__:
+                yield Registration(value.name, f"{found.name}:{name}", "picompile", partial(getattr, module, name))
 
 
 def _from_entry_point(point: EntryPoint) -> Registration:

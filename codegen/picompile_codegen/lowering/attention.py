@@ -7,6 +7,7 @@ import torch
 from torch.fx import Node
 
 from picompile_codegen.lowering.function import Bindings, Function, dimension
+from picompile_codegen.lowering.operators import lowers, updates
 from picompile_codegen.lowering.packing import Evaluate
 from picompile_codegen.lowering.program import Arg
 from picompile_codegen.lowering.state import state_tensors
@@ -17,6 +18,7 @@ from picompile_passes.graph.nodes import arguments, is_call
 from picompile_passes.graph.operands import ATTENTION, ROTARY
 
 
+@lowers(ROTARY)
 def lower_rotary(node: Node, function: Function) -> None:
     """Append the call of a rotary embedding, unless attention does its work."""
     if all(is_call(user, ATTENTION) and _turned_inside(user, function) for user in node.users):
@@ -63,6 +65,7 @@ def _rotary_table(
     return produce
 
 
+@updates(ATTENTION)
 def extend_cache(node: Node, function: Function) -> None:
     """Append the calls that write this step's keys and values into the cache of attention `node`."""
     values, caches = arguments(node), state_tensors(node, function)
@@ -139,6 +142,7 @@ def _cache_tensor(cache: Arg, function: Function) -> tuple[str, tuple[int, ...]]
     return tensor.dtype, tensor.shape
 
 
+@lowers(ATTENTION)
 def lower_attention(node: Node, function: Function) -> None:
     """Append the calls that extend the cache and attend to it: one call where a step has one token of a sequence."""
     values, options = arguments(node), function.shared.options

@@ -19,6 +19,7 @@ from torch.fx import Node
 
 from picompile_codegen.lowering.counted import call_block
 from picompile_codegen.lowering.function import DECODING, Bindings, Function, dimension
+from picompile_codegen.lowering.operators import lowers
 from picompile_codegen.lowering.packages import Lowering, packaged_lowering
 from picompile_codegen.lowering.program import Arg, FfnPart, tensor_bytes
 from picompile_codegen.lowering.streaming import stream_block, streams
@@ -26,7 +27,7 @@ from picompile_codegen.signs import sign_row_bytes
 from picompile_codegen.specs import FfnSpec, PredictLowRankSpec, PredictSignsSpec
 from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.graph.nodes import arguments
-from picompile_passes.graph.operands import NEURON_LIMITS
+from picompile_passes.graph.operands import NEURON_LIMITS, PREDICT, SPARSE_FFN
 from picompile_passes.predictors import sign_limit
 
 ENTRY_POINT_GROUP = "picompile.predictor_kernels"
@@ -35,6 +36,7 @@ ENTRY_POINT_GROUP = "picompile.predictor_kernels"
 _WITHOUT_KERNEL = ("exact", "none")
 
 
+@lowers(PREDICT)
 def lower_predict(node: Node, function: Function) -> None:
     """Append the calls that compute the mask of each row.
 
@@ -125,6 +127,7 @@ _PREDICTOR_LOWERINGS: dict[str, Lowering] = {
 }
 
 
+@lowers(SPARSE_FFN)
 def lower_sparse_ffn(node: Node, function: Function) -> None:
     """Append the call of a feed-forward block.
 

@@ -39,7 +39,8 @@ from picompile_codegen.lowering.function import (
 )
 from picompile_codegen.lowering.fusion import Fusions, find_fusions, joined_linears
 from picompile_codegen.lowering.neuron_bounds import neuron_bounds
-from picompile_codegen.lowering.ops import lower_node, lower_state, top_logits_shapes
+from picompile_codegen.lowering.operators import lower_node, lower_state
+from picompile_codegen.lowering.ops import top_logits_shapes
 from picompile_codegen.lowering.packing import WeightTable
 from picompile_codegen.lowering.placement import place
 from picompile_codegen.lowering.program import Device, LoweredProgram, Memory, ProgramTensor, kernels_for, tensor_bytes

@@ -1,8 +1,4 @@
-"""Each operator of the dialect as kernel calls: one function an operator, and the table of them.
-
-A package that offers an operator offers its lowering, too: an entry point of the group `picompile.operator_kernels` has
-the operator's name and leads to a `packages.Lowering`, such as `_add` below. The specs of a package bring their bodies
-(`KernelSpec.bodies`).
+"""Operators without state as kernel calls, and what the host chooses a token from.
 
 Where the output head runs on the accelerator, logits stay there, and the runtime copies them when the step is over: a
 chunk's logits are megabytes, which the copy engine of a GPU moves at the speed of the bus. Where the next token may be
@@ -10,16 +6,12 @@ asked for, the highest of them go to the host within the step, which reads the o
 """
 
 from dataclasses import replace
-from typing import Any
 
-from torch._ops import OpOverload
 from torch.fx import Node
 
-from picompile_codegen.lowering.attention import extend_cache, lower_attention, lower_rotary
-from picompile_codegen.lowering.ffn import lower_predict, lower_sparse_ffn
 from picompile_codegen.lowering.function import Bindings, Function, dimension
 from picompile_codegen.lowering.linear import is_returned, linear_call
-from picompile_codegen.lowering.packages import Lowering, packaged_lowering
+from picompile_codegen.lowering.operators import lowers
 from picompile_codegen.lowering.program import Arg, TopLogitsBuffers
 from picompile_codegen.lowering.streaming import stream_linear, streams
 from picompile_codegen.specs import (
@@ -32,11 +24,8 @@ from picompile_codegen.specs import (
     RmsNormSpec,
     TopLogitsSpec,
 )
-from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.graph import operands as op
 from picompile_passes.graph.nodes import arguments, constant_nodes
-
-ENTRY_POINT_GROUP = "picompile.operator_kernels"
 
 # A token is chosen after each of these functions.
 CHOOSING = ("decode", "prefill_last", "batch")
@@ -65,6 +54,7 @@ def top_logits_shapes(logits: str, rows: int, vocab: int) -> list[tuple[str, str
     return [(names.scores, "float32", shape), (names.ids, "int32", shape)]
 
 
+@lowers(op.EMBEDDING)
 def _embedding(node: Node, function: Function) -> None:
     values = arguments(node)
     matrix = function.shared.weights.matrix(values["weight"])
@@ -83,6 +73,7 @@ def _embedding(node: Node, function: Function) -> None:
     function.call(kernel, bindings, op="embedding", weight_bytes=matrix.row_bytes * function.rows)
 
 
+@lowers(op.LINEAR)
 def _linear(node: Node, function: Function) -> None:
     spec, bindings = linear_call(node, function)
     is_output = is_returned(node)
@@ -95,6 +86,7 @@ def _linear(node: Node, function: Function) -> None:
         hand_over(node, y, function)
 
 
+@lowers(op.RMS_NORM)
 def _rms_norm(node: Node, function: Function) -> None:
     values = arguments(node)
     spec = RmsNormSpec(dim=dimension(node), rows=function.rows, eps=values["eps"], groups=values["groups"])
@@ -103,6 +95,7 @@ def _rms_norm(node: Node, function: Function) -> None:
     function.call(kernel, bindings | function.vectors(values, "weight"), op="norm")
 
 
+@lowers(op.LAYER_NORM)
 def _layer_norm(node: Node, function: Function) -> None:
     values = arguments(node)
     kernel = function.kernel(
@@ -119,6 +112,7 @@ def _layer_norm(node: Node, function: Function) -> None:
     function.call(kernel, bindings | function.vectors(values, "weight", "bias"), op="norm")
 
 
+@lowers(op.ELEMENTWISE)
 def _elementwise(node: Node, function: Function) -> None:
     values = arguments(node)
     dim, constants = dimension(node), constant_nodes(node.graph)
@@ -135,6 +129,7 @@ def _elementwise(node: Node, function: Function) -> None:
         hand_over(node, bindings["y"], function)  # type: ignore[arg-type]
 
 
+@lowers(op.DIVIDE_BY_RMS)
 def _divide_by_rms(node: Node, function: Function) -> None:
     values = arguments(node)
     bias = values["bias"] is not None
@@ -145,43 +140,9 @@ def _divide_by_rms(node: Node, function: Function) -> None:
     function.call(function.kernel(spec), bindings | function.vectors(values, "bias"), op="ffn_norm")
 
 
+@lowers(op.ADD)
 def _add(node: Node, function: Function) -> None:
     values = arguments(node)
     kernel = function.kernel(AddSpec(dim=dimension(node), rows=function.rows))
     a, b = function.value(values["self"]), function.value(values["other"])
     function.call(kernel, {"a": a, "b": b, "y": function.result(node)}, op="add")
-
-
-_LOWERINGS: dict[Any, Lowering] = {
-    op.EMBEDDING: _embedding,
-    op.ELEMENTWISE: _elementwise,
-    op.LINEAR: _linear,
-    op.RMS_NORM: _rms_norm,
-    op.LAYER_NORM: _layer_norm,
-    op.ROTARY: lower_rotary,
-    op.ATTENTION: lower_attention,
-    op.PREDICT: lower_predict,
-    op.SPARSE_FFN: lower_sparse_ffn,
-    op.DIVIDE_BY_RMS: _divide_by_rms,
-    op.ADD: _add,
-}
-
-# Operators that can update their state alone, without their result.
-_UPDATES: dict[Any, Lowering] = {op.ATTENTION: extend_cache}
-
-
-def lower_state(node: Node, function: Function) -> None:
-    """Append the calls that update the state of `node`; they may compute its result as well."""
-    _UPDATES.get(node.target, lower_node)(node, function)
-
-
-def _packaged(node: Node) -> Lowering | None:
-    return packaged_lowering(ENTRY_POINT_GROUP, node.target._opname) if isinstance(node.target, OpOverload) else None
-
-
-def lower_node(node: Node, function: Function) -> None:
-    """Append the calls of one node. Raises `UnsupportedGraphError` for an operator without a kernel."""
-    lowering = _LOWERINGS.get(node.target) or _packaged(node)
-    if lowering is None:
-        raise UnsupportedGraphError(f"{node.name}: there is no kernel for {node.target}")
-    lowering(node, function)

@@ -21,9 +21,11 @@ from picompile_codegen.lowering.program import Arg
 from picompile_codegen.lowering.slices import slices_of
 from picompile_codegen.specs import AddSpec, FfnSpec, JoinColumnsSpec, LinearSpec, UploadSpec
 from picompile_codegen.specs.arguments import ITEM_BYTES
+from picompile_passes.dialect import OPERATORS
+from picompile_passes.graph.operands import NEURON_OPERANDS
 
 # Vectors that have an element for each neuron.
-_OF_NEURONS = ("gate_bias", "up_bias", "gate_limits", "output_limits")
+_OF_NEURONS = tuple(name for name in NEURON_OPERANDS if OPERATORS["sparse_ffn"].dimensions[name] == "F")
 
 
 def streams(node: Node, matrix: PackedMatrix | Arg, function: Function) -> bool:
