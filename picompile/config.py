@@ -4,9 +4,8 @@ Options are checked as far as possible before anything is read. Once the model i
 which all later steps take.
 """
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +15,8 @@ from picompile.choices import (
     FORMATS_HELP,
     KV_DTYPE,
     LEAST_CALIBRATION_TOKENS,
-    LOSSLESS,
     MOST_SEQUENCES,
     PREDICTOR_QUANT,
-    PREDICTORS,
     check_quant,
     default_chunk,
     default_kv_dtype,
@@ -29,7 +26,6 @@ from picompile.choices import (
     resolve_context,
 )
 from picompile.errors import UsageError
-from picompile.frontend.activation import ACTIVATION
 from picompile.machine import gpu_of
 from picompile.options import OVERWRITE, check_options, documented, option
 from picompile.placement.machine import (
@@ -39,15 +35,14 @@ from picompile.placement.machine import (
     MachineOptions,
     check_machine_options,
 )
-from picompile.predictors.profile.text import CALIBRATION, CalibrationText
-from picompile.quantities import parse_accuracy, parse_checked_bound, parse_share
+from picompile.predictors.config import PredictorOptions
+from picompile.quantities import parse_accuracy, parse_share
 from picompile.skipping.options import SITES, SkippingOptions, check_sites
 
 if TYPE_CHECKING:
     from picompile.frontend.captured import ModelFacts
     from picompile.machine import Target
     from picompile.placement.plan import Plan
-    from picompile.predictors.config import PredictorConfig
     from picompile.skipping.search import FoundLimits
 
 _TRAINED = ("learned", "sign")
@@ -67,24 +62,9 @@ def _read_plan(text: str, flag: str) -> "Plan":
     return read_plan(Path(text))
 
 
-def _check_predictor(kind: str) -> None:
-    """Raise `UsageError` unless `kind` is one of ours or of a plug-in.
-
-    A plug-in's kind with weights of its own is none of them: it comes with the folder that holds them.
-    """
-    if kind in PREDICTORS:
-        return
-    from picompile_passes.predictors import predictor_kind, predictor_kinds
-
-    others = [name for name in predictor_kinds() if name not in PREDICTORS]
-    known = (*PREDICTORS, *(name for name in others if predictor_kind(name).parameters is None))
-    if kind not in known:
-        raise UsageError(f"unknown predictor {kind!r}; known are {', '.join(known)}")
-
-
 @documented
-@dataclass(frozen=True)
-class CompileOptions:
+@dataclass(frozen=True, kw_only=True)
+class CompileOptions(PredictorOptions):
     """The options of a compilation. The constructor raises `UsageError` for values that fit no model.
 
     Here, `off` of an accuracy bound is None and `report` is `math.inf`, shares are numbers, `hot` and `plan` are what
@@ -115,39 +95,7 @@ class CompileOptions:
     rounding_tokens: int = option(
         32_768, "Tokens that weights are rounded for, at most.", metavar="N", least=LEAST_CALIBRATION_TOKENS
     )
-    activation: str | None = ACTIVATION.field(None)
-    predictor: str | None = option(
-        None,
-        "Method used to predict active neurons. exact: from the gating matrix, computed in full; lossless, ReLU family "
-        "only. learned: a small trained predictor for each layer. sign: the signs of the weights. none: compute every "
-        "neuron. Or a plug-in's kind. Default: exact where neurons can be silent, else none.",
-        metavar="KIND",
-        check=_check_predictor,
-    )
     predictor_quant: str | None = PREDICTOR_QUANT.field(None)
-    predictors: Path | None = option(
-        None, "Take the predictors that train or import-predictors made. Default: train them.", metavar="FOLDER"
-    )
-    profile: Path | None = option(
-        None, "Train predictors and plan with this profile. Default: make one.", metavar="FOLDER"
-    )
-    calibration: tuple[Path | CalibrationText, ...] = CALIBRATION.field(())
-    accuracy_bound: float | None = option(
-        "0.1%",
-        "How far predictors may raise the perplexity on held-out text. report: measure, and allow any. off: measure "
-        "nothing.",
-        metavar="SHARE",
-        parse=parse_checked_bound,
-        least=0,
-        aliases=("--gate",),
-    )
-    check_tokens: int = option(
-        4096,
-        "Tokens of held-out text that the accuracy check reads, at most.",
-        metavar="N",
-        least=2,
-        aliases=("--gate-tokens",),
-    )
     accuracy: float | None = option(
         None,
         "Compare the artifact with MODEL in float32 on held-out text, part by part, and refuse it if its perplexity is "
@@ -174,11 +122,6 @@ class CompileOptions:
     # Read in windows of 512 tokens.
     skip_tokens: int = option(
         16_384, "Tokens that perplexity is measured on for --skip, at most.", metavar="N", least=512
-    )
-    work: Path | None = option(
-        None,
-        "Keep the profile, the predictors and rounded weights here, and continue from what is there.",
-        metavar="DIR",
     )
     context: int | None = CONTEXT.field(None)
     chunk: int | None = CHUNK_OPTION.field(None)
@@ -296,7 +239,7 @@ class CompileOptions:
                     f"{option}: --hot or --plan says which neurons are hot, so no plan is made; leave it out"
                 )
         if gpu is not None:
-            check_machine_options(self._machine(gpu))
+            check_machine_options(MachineOptions(gpu.name, self.vram_budget, self.host_memory, self.host_bandwidth))
 
     def _require_neurons(self, plan: "Plan") -> None:
         if self.hot is not None:
@@ -334,113 +277,58 @@ class CompileOptions:
         return self.calibrates or is_budget(self.quant)
 
     @property
-    def is_lossless(self) -> bool:
-        """Whether the predictor is lossless: it leaves out no neuron that fires."""
-        return self.predictor is None or self.predictor in LOSSLESS
-
-    def _machine(self, gpu: "Target") -> MachineOptions:
-        """Return the machine with this GPU, as the user describes it."""
+    def machine(self) -> MachineOptions | None:
+        """The machine to make a plan for, None where no plan is made."""
+        gpu = gpu_of(self.target)
+        if gpu is None or not self.makes_plan:
+            return None
         return MachineOptions(gpu.name, self.vram_budget, self.host_memory, self.host_bandwidth)
 
 
-@dataclass(frozen=True)
-class PlacementConfig:
-    """Which neurons are hot, and where they run.
+@dataclass(frozen=True, kw_only=True)
+class CompileConfig(CompileOptions):
+    """The configuration of one compilation: its options, with all that depends on the model filled in.
 
-    At most one of the first three is not None: `hot` has the neurons by layer and `plan` is a plan, both given by the
-    user; `machine` is the machine to make a plan for. `accelerator` is `cuda`, `cpu`, or None without an accelerator.
+    `resolve` makes it. None means that there is no such thing, a plan for example; it never means a default.
+
+    Attributes:
+        insert_kind: what `InsertPredictors` is told: `predictor`, or `auto` where the user left it open, which decides
+            block by block.
+        tensors: formats of matrices by the names of their parameters, once they are chosen.
+        limits: limits of neurons, once they are found, where `skip` asks for them.
+        bits_per_weight, loss_nats: what formats that were chosen for a budget take, and are estimated to lose.
     """
 
-    hot: Mapping[int, Sequence[int]] | None
-    plan: "Plan | None"
-    machine: MachineOptions | None
-    accelerator: str | None
-
-
-@dataclass(frozen=True)
-class RoundingConfig:
-    """The text that weights are rounded for: files, or a default if there are none, and the most tokens of it.
-
-    `compensates` says whether weights are rounded for it, and not each to the nearest value. `work` is the folder that
-    keeps the result, None where it is not kept. `activation` is as in `CompileOptions`. `bits_per_weight` and
-    `loss_nats` are what formats that were chosen for a budget take and are estimated to lose, None where none were.
-    """
-
-    compensates: bool
-
-    calibration: tuple[Path | CalibrationText, ...]
-    tokens: int
-    work: Path | None
-    activation: str | None
+    context: int
+    chunk: int
+    kv_dtype: str
+    predictor: str
+    predictor_quant: str
+    rounding: str
+    insert_kind: str
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    limits: "FoundLimits | None" = None
     bits_per_weight: float | None = None
     loss_nats: float | None = None
 
-    def to_json(self) -> dict[str, Any]:
+    def __post_init__(self) -> None:
+        """Check nothing: the options were checked."""
+
+    @property
+    def skipping(self) -> SkippingOptions | None:
+        """How limits of neurons are searched, None where none are."""
+        if self.skip is None:
+            return None
+        return SkippingOptions(self.skip, self.calibration, tokens=self.skip_tokens, activation=self.activation)
+
+    def rounding_json(self) -> dict[str, Any]:
         """Return how weights are rounded, as report.json says it."""
-        found: dict[str, Any] = {"method": "calibrated" if self.compensates else "nearest"}
-        if self.compensates:
-            found["tokens"] = self.tokens
+        found: dict[str, Any] = {"method": self.rounding}
+        if self.calibrates:
+            found["tokens"] = self.rounding_tokens
         if self.bits_per_weight is not None:
             found |= {"bits_per_weight": self.bits_per_weight, "loss_nats": self.loss_nats}
         return found
-
-
-@dataclass(frozen=True)
-class ComparisonConfig:
-    """The comparison with the checkpoint: the share by which perplexity may rise, None for any; the most tokens."""
-
-    bound: float | None
-    tokens: int
-
-
-@dataclass(frozen=True)
-class SkippingConfig:
-    """How much of a model is skipped, and at which sites; none means all of `SITES`.
-
-    `work` is the folder that keeps what was measured, None where it is not kept.
-    """
-
-    options: SkippingOptions
-    sites: tuple[str, ...]
-    work: Path | None
-
-
-@dataclass(frozen=True)
-class DebugConfig:
-    """Extra passes as text, the folder for dumps of the graph (None: no dumps), and whether graphs are verified."""
-
-    passes: tuple[str, ...]
-    dump_ir: Path | None
-    verify: bool
-
-
-@dataclass(frozen=True)
-class CompileConfig:
-    """The configuration of one compilation: `CompileOptions` with every default filled in.
-
-    None means that there is no such thing, a plan for example; it never means a default. `targets` are names separated
-    by commas; `kv_dtype` is a key of `KV_DTYPES`; `context` and `chunk` are in tokens. `tensors` has the formats of
-    matrices by the names of their parameters, once they are chosen, where `quant` is a budget of bits, and `limits`
-    has those of neurons, once they are found, where `skipping` asks for them.
-    """
-
-    targets: str
-    quant: str
-    predictor_quant: str
-    context: int
-    sequences: int
-    draft_tokens: int
-    kv_dtype: str
-    chunk: int
-    bf16: str
-    predictor: "PredictorConfig"
-    rounding: RoundingConfig
-    comparison: ComparisonConfig | None
-    skipping: SkippingConfig | None
-    placement: PlacementConfig
-    debug: DebugConfig
-    tensors: Mapping[str, str] = field(default_factory=dict)
-    limits: "FoundLimits | None" = None
 
 
 def _chunk(options: CompileOptions, context: int) -> int:
@@ -465,59 +353,20 @@ def resolve(options: CompileOptions, facts: "ModelFacts") -> CompileConfig:
         UsageError: the context exceeds the model's positions, the cache has more elements than a 32-bit index can
             address, or there is no cache of that type for the model's heads.
     """
-    from picompile.predictors.config import PredictorConfig
-
     _check_heads(options, facts)
-    gpu, skips = gpu_of(options.target), options.skip is not None
     context = cache_context(options, facts)
-    return CompileConfig(
-        targets=options.target,
-        quant=options.quant,
-        predictor_quant=predictor_quant(options),
-        context=context,
-        sequences=options.sequences,
-        draft_tokens=options.draft_tokens,
-        kv_dtype=options.kv_dtype or default_kv_dtype(facts.activation),
-        chunk=_chunk(options, context),
-        bf16=options.bf16,
-        predictor=PredictorConfig(
-            kind=options.predictor or ("none" if skips else default_predictor(facts.activation)),
-            # Limits leave out silent neurons as `exact` does, and others.
-            insert_kind=options.predictor or ("none" if skips else "auto"),
-            predictors=options.predictors,
-            profile=options.profile,
-            calibration=options.calibration,
-            work=options.work,
-            accuracy_bound=None
-            if options.accuracy_bound is None or math.isinf(options.accuracy_bound)
-            else options.accuracy_bound,
-            is_checked=options.accuracy_bound is not None,
-            check_tokens=options.check_tokens,
-            activation=options.activation,
-        ),
-        rounding=RoundingConfig(
-            options.calibrates, options.calibration, options.rounding_tokens, options.work, options.activation
-        ),
-        comparison=None
-        if options.accuracy is None
-        else ComparisonConfig(options.accuracy if math.isfinite(options.accuracy) else None, options.check_tokens),
-        skipping=None
-        if options.skip is None
-        else SkippingConfig(
-            SkippingOptions(
-                options.skip, options.calibration, tokens=options.skip_tokens, activation=options.activation
-            ),
-            options.skip_at,
-            options.work,
-        ),
-        placement=PlacementConfig(
-            hot=options.hot,
-            plan=options.plan,
-            machine=options._machine(gpu) if options.makes_plan and gpu is not None else None,
-            accelerator=options.accelerator,
-        ),
-        debug=DebugConfig(options.passes, options.dump_ir, options.verify),
-    )
+    # Limits leave out silent neurons as `exact` does, and others.
+    kind = options.predictor if options.skip is None else options.predictor or "none"
+    found = {
+        "context": context,
+        "chunk": _chunk(options, context),
+        "kv_dtype": options.kv_dtype or default_kv_dtype(facts.activation),
+        "predictor": kind or default_predictor(facts.activation),
+        "predictor_quant": predictor_quant(options),
+        "rounding": "calibrated" if options.calibrates else "nearest",
+    }
+    given = {each.name: getattr(options, each.name) for each in fields(options)}
+    return CompileConfig(insert_kind=kind or "auto", **(given | found))
 
 
 def _check_heads(options: CompileOptions, facts: "ModelFacts") -> None:

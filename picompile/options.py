@@ -73,8 +73,11 @@ def option(default: Any, help: str, *, repr: bool = True, compare: bool = True, 
 
 
 def options_of(kind: type) -> Iterator[tuple[Field[Any], Option]]:
-    """Yield the fields of a dataclass that are options."""
-    for each in fields(kind):
+    """Yield the fields of a dataclass that are options; its own come before those of its bases."""
+    home = {
+        name: at for at, each in reversed([*enumerate(kind.__mro__)]) for name in vars(each).get("__annotations__", ())
+    }
+    for each in sorted(fields(kind), key=lambda found: home[found.name]):
         if _KEY in each.metadata:
             yield each, each.metadata[_KEY]
 

@@ -118,7 +118,7 @@ def test_what_was_calibrated_on_is_not_read(tmp_path: Path, search: bool) -> Non
     assert found.source == f"the end of {text}"
     if search:
         assert config.skipping is not None
-        learning, measuring, _ = _windows(BUNDLED_MODEL, config.skipping.options)
+        learning, measuring, _ = _windows(BUNDLED_MODEL, config.skipping)
         read = [*learning, *measuring]
     else:
         read = [calibration_text(BUNDLED_MODEL, RoundingOptions((text,))).calibration.flatten().tolist()]

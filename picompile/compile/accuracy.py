@@ -47,7 +47,7 @@ def check_accuracy(
     captured = artifact.contents.captured
     quant = predictor_format(base_format(config.quant), config.predictor_quant)
     with runnable_here(artifact, plan, config, progress) as folder:
-        return predictors.check_accuracy(folder, captured, quant, config.context, config.predictor, progress)
+        return predictors.check_accuracy(folder, captured, quant, config.context, config, progress)
 
 
 @contextmanager

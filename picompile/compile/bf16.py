@@ -59,8 +59,8 @@ def choose_bf16(
     """
     code = artifact.contents.code
     with_bf16 = [each for each in code if each.isa.prompts_in_bf16]
-    bound = config.predictor.accuracy_bound
-    if not with_bf16 or config.bf16 != "auto" or not config.predictor.is_checked:
+    bound = config.finite_bound
+    if not with_bf16 or config.bf16 != "auto" or not config.is_checked:
         return artifact, None
     if not runs_here(with_bf16):
         progress.say("this machine cannot check prompts in bfloat16, so they are in float32; --bf16 on does not check")
@@ -82,13 +82,13 @@ def _held_out(artifact: WrittenArtifact, predictors: PredictorSet | None, config
     checkpoint = artifact.contents.checkpoint
     if checkpoint is None or artifact.contents.tokenizer.tokenizer_json is None:
         raise UsageError("the model has no tokenizer")
-    return predictors.held_out if predictors is not None else find_held_out(checkpoint, config.predictor)
+    return predictors.held_out if predictors is not None else find_held_out(checkpoint, config)
 
 
 def _measure(
     artifact: WrittenArtifact, found: HeldOut, bound: float | None, config: CompileConfig, progress: Progress
 ) -> Bf16Accuracy:
-    tokens = min(config.predictor.check_tokens, _MOST_TOKENS)
+    tokens = min(config.check_tokens, _MOST_TOKENS)
     windows = first_windows(found.windows, tokens, config.context + 1)
     with progress.step("prompts in bfloat16", 2 * sum(len(window) - 1 for window in windows)) as advance:
 

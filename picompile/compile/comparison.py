@@ -1,5 +1,6 @@
 """The driver's step that compares an artifact with its checkpoint: on which text, and with which lossy parts."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +13,8 @@ from picompile.accuracy.variants import Variant, round_cache, silence_below
 from picompile.artifact.writer import WrittenArtifact
 from picompile.choices import AUTO_BITS, is_budget, is_calibrated
 from picompile.compile.accuracy import runnable_here
-from picompile.compile.passes import compilation_passes, run_passes
-from picompile.config import CompileConfig, CompileOptions, PlacementConfig
+from picompile.compile.passes import all_passes, insert_passes, quantize_pass, run_passes
+from picompile.config import CompileConfig, CompileOptions
 from picompile.errors import UsageError
 from picompile.frontend.tokenizer_files import TokenizerFiles
 from picompile.placement.plan import Plan
@@ -55,7 +56,7 @@ def compare_artifact(
         UsageError: the text is too short, or the model is a module in memory.
         UnsupportedModelError: logits are not numbers.
     """
-    if config.comparison is None:
+    if config.accuracy is None:
         return None
     contents = artifact.contents
     if contents.checkpoint is None:
@@ -71,14 +72,14 @@ def compare_artifact(
             title="runtime arithmetic",
             remedy="" if config.quant == "f16" else "--quant f16, which computes with floats",
         )
-        return compare_variants(reference, variants, compared, text, config.comparison.bound, progress)
+        bound = config.accuracy if math.isfinite(config.accuracy) else None
+        return compare_variants(reference, variants, compared, text, bound, progress)
 
 
 def _text(checkpoint: Path, predictors: PredictorSet | None, config: CompileConfig) -> ComparedText:
-    assert config.comparison is not None
     found = _held_out(checkpoint, predictors, config)
     # The last id of a window is only predicted.
-    windows = first_windows(found.windows, config.comparison.tokens, config.context + 1)
+    windows = first_windows(found.windows, config.check_tokens, config.context + 1)
     return ComparedText(windows, found.source)
 
 
@@ -88,19 +89,19 @@ def _held_out(checkpoint: Path, predictors: PredictorSet | None, config: Compile
     A profile reads as much of a text as these do, or more, and holds out what comes behind; predictors that were given
     come with no such text, but what is behind the text of the others is held out.
     """
-    rounding, learned = config.rounding, list[int]()
-    if rounding.compensates or is_budget(config.quant):
-        learned.append(rounding.tokens)
+    learned = list[int]()
+    if config.calibrates or is_budget(config.quant):
+        learned.append(config.rounding_tokens)
     if config.skipping is not None:
-        learned.append(config.skipping.options.text_tokens)
+        learned.append(config.skipping.text_tokens)
     if learned and (predictors is None or predictors.profile is None):
         from picompile.predictors.profile.options import ProfileOptions
         from picompile.predictors.profile.windows import checkpoint_windows
 
-        options = ProfileOptions(calibration=rounding.calibration, tokens=max(learned), activation=rounding.activation)
+        options = ProfileOptions(calibration=config.calibration, tokens=max(learned), activation=config.activation)
         text = checkpoint_windows(checkpoint, options)
         return HeldOut(text.held_out.tolist(), text.held_out_source)
-    return predictors.held_out if predictors is not None else find_held_out(checkpoint, config.predictor)
+    return predictors.held_out if predictors is not None else find_held_out(checkpoint, config)
 
 
 def _variants(
@@ -112,7 +113,7 @@ def _variants(
     """
     contents = artifact.contents
     graph_module, weights = contents.graph_module, contents.weights
-    extra = " and extra passes" if config.debug.passes else ""
+    extra = " and extra passes" if config.passes else ""
     limits = contents.skipping
     rules = {} if predictors is None else predictors.firing_rules
     whole = graph_module if predictors is None and limits is None else _whole_graph(artifact, config, progress)
@@ -143,21 +144,19 @@ def _whole_graph(
 
     With `limits` those below them are left out.
     """
-    config = config if limits else replace(config, limits=None)
-    every = replace(config.predictor, insert_kind="none")
-    config = replace(config, predictor=every, placement=PlacementConfig(None, None, None, None))
+    config = replace(config, insert_kind="none", limits=config.limits if limits else None)
     captured = artifact.contents.captured
-    passes = compilation_passes(config, captured.facts, None, None)
-    return run_passes(captured, passes, progress, verify=config.debug.verify)
+    passes = all_passes(insert_passes(config, None), {}, quantize_pass(config), config.passes)
+    return run_passes(captured, passes, progress, verify=config.verify)
 
 
 def _weights_remedy(config: CompileConfig) -> str:
     if is_budget(config.quant):
-        bits = config.rounding.bits_per_weight
+        bits = config.bits_per_weight
         finer = f"a larger budget than {bits:.2f} bits a weight, or --quant q8"
     else:
         formats = FORMATS[config.quant].finer
         finer = f"--quant {' or '.join(formats)}" if formats else ""
-    if is_calibrated(config.quant) and not config.rounding.compensates:
+    if is_calibrated(config.quant) and not config.calibrates:
         return f"{finer}, or calibrated rounding (--work DIR)"
     return finer

@@ -99,7 +99,7 @@ def _compile_into(
     config = resolve(options, captured.facts)
     if checkpoint is None:
         # A module has no tokenizer, so its weights are not rounded for a text, and the report must not say so.
-        config = replace(config, rounding=replace(config.rounding, compensates=False))
+        config = replace(config, rounding="nearest")
     warn_of_rounding(captured, base_format(config.quant), progress)
     check_given_plan(config, captured.facts, progress)
     source = _Source(checkpoint, captured, tokenizer, config, code, accelerator)
@@ -137,7 +137,7 @@ def _compile(
     it does not meet that on its distance from the checkpoint.
     """
     captured, config = source.captured, source.config
-    predictors = obtain_predictors(source.checkpoint, captured, scratch, config.predictor, progress)
+    predictors = obtain_predictors(source.checkpoint, captured, scratch, config, progress)
     config, captured = choose_limits(source.checkpoint, captured, config, predictors, scratch, progress)
     config = choose_formats(source.checkpoint, captured, config, predictors, scratch, progress)
     source = replace(source, captured=captured, config=config)
@@ -147,7 +147,7 @@ def _compile(
     for attempt in count():
         plan = place_neurons(config, captured, source.checkpoint, predictors, progress)
         passes = compilation_passes(config, captured.facts, predictors, plan)
-        graph_module = run_passes(captured, passes, progress, config.debug.dump_ir, verify=config.debug.verify)
+        graph_module = run_passes(captured, passes, progress, config.dump_ir, verify=config.verify)
         lowered = lower_for(graph_module, captured.facts, plan, config, source.accelerator, progress)
         warn_if_large(lowered.program, progress)
         contents = _contents(source, graph_module, lowered, weights, predictors, plan)
@@ -156,7 +156,7 @@ def _compile(
         if previous is not None:
             shutil.rmtree(previous.folder)
         report = None
-        if predictors is not None and config.predictor.is_checked:
+        if predictors is not None and config.is_checked:
             report = check_accuracy(artifact, predictors, plan, config, progress)
         if predictors is None or report is None or report.met:
             break
@@ -225,7 +225,7 @@ def _contents(
         source.captured,
         source.checkpoint,
         source.tokenizer,
-        source.config.targets,
+        source.config.target,
         source.config.quant,
         source.code,
         source.accelerator,
@@ -234,5 +234,5 @@ def _contents(
         base if predictors is None else predictors.weights(base),
         None if plan is None else plan.to_json(),
         None if source.config.limits is None else source.config.limits.to_json(),
-        source.config.rounding.to_json(),
+        source.config.rounding_json(),
     )

@@ -84,7 +84,7 @@ def compilation_passes(
             of layers that it does not name are hot.
     """
     insert = insert_passes(config, predictors)
-    return all_passes(insert, _hot_neurons(config, facts, plan), quantize_pass(config), config.debug.passes)
+    return all_passes(insert, _hot_neurons(config, facts, plan), quantize_pass(config), config.passes)
 
 
 def quantize_pass(config: CompileConfig) -> Pass:
@@ -96,7 +96,7 @@ def quantize_pass(config: CompileConfig) -> Pass:
 def insert_pass(config: CompileConfig, predictors: PredictorSet | None) -> InsertPredictors:
     """Return the pass that inserts predictors: the lossy ones, or those of the config's lossless kind."""
 
-    return InsertPredictors(config.predictor.insert_kind) if predictors is None else predictors.insert_pass()
+    return InsertPredictors(config.insert_kind) if predictors is None else predictors.insert_pass()
 
 
 def insert_passes(config: CompileConfig, predictors: PredictorSet | None) -> list[Pass]:
@@ -122,8 +122,8 @@ def _hot_neurons(config: CompileConfig, facts: ModelFacts, plan: Plan | None) ->
     """Return the neurons of each layer's hot part."""
     if plan is not None:
         return plan.hot_neurons()
-    hot = dict(config.placement.hot or {})
-    if config.placement.accelerator is None:
+    hot = dict(config.hot or {})
+    if config.accelerator is None:
         return hot
     return {layer: hot.get(layer, range(facts.ffn)) for layer in range(facts.layers)} | hot
 

@@ -36,7 +36,7 @@ def check_given_plan(config: CompileConfig, facts: ModelFacts, progress: Progres
     Raises:
         UsageError: the plan has other layers than the model that `facts` are about.
     """
-    plan = config.placement.plan
+    plan = config.plan
     if plan is None:
         return
     neurons = {layer.neurons for layer in plan.layers}
@@ -46,10 +46,10 @@ def check_given_plan(config: CompileConfig, facts: ModelFacts, progress: Progres
     for what, planned, compiled in (
         ("weights in", plan.quant, config.quant),
         ("a context of", plan.context, config.context),
-        ("predictor", plan.predictor, config.predictor.kind),
+        ("predictor", plan.predictor, config.predictor),
         ("predictors in", plan.predictor_quant, config.predictor_quant),
         ("a number of sequences of", plan.batch, config.sequences),
-        ("chunks of", plan.chunk, config.chunk if config.placement.accelerator == "cuda" else plan.chunk),
+        ("chunks of", plan.chunk, config.chunk if config.accelerator == "cuda" else plan.chunk),
     ):
         if planned != compiled:
             progress.say(f"the plan is for {what} {planned}, but this compiles for {compiled}; its figures do not hold")
@@ -77,11 +77,11 @@ def place_neurons(
         DoesNotFitError: the model does not fit the machine.
         UsageError: the profile is of another model, or none can be made.
     """
-    if config.placement.machine is None:
-        return config.placement.plan
+    if config.machine is None:
+        return config.plan
 
-    mark = None if checkpoint is None else fingerprint(checkpoint, config.predictor.activation)
-    settings = _plan_options(config.placement.machine, mark, progress)
+    mark = None if checkpoint is None else fingerprint(checkpoint, config.activation)
+    settings = _plan_options(config.machine, mark, progress)
     learned = None if predictors is None or predictors.kind != "learned" else predictors.predictors
     with progress.step("plan"):
         model = _count_model(config, captured, learned)
@@ -105,7 +105,7 @@ def _count_model(config: CompileConfig, captured: Captured, predictors: Predicto
 
     packing = Packing(
         base_format(config.quant),
-        config.predictor.kind,
+        config.predictor,
         config.context,
         config.sequences,
         config.kv_dtype,
@@ -129,12 +129,12 @@ def _firing_source(
             "the model does not fully fit the GPU, and a module in memory has no profile to choose hot neurons "
             "by; compile a model folder, or say which with hot or plan"
         )
-    profile, work, activation = config.predictor.profile, config.predictor.work, config.predictor.activation
+    profile, work, activation = config.profile, config.work, config.activation
     if predictors is not None and predictors.profile is not None:
         is_kept = profile is not None or work is not None
         return nullcontext(FiringSource(predictors.profile, source=None if is_kept else NOT_KEPT))
     given = given_profile(profile, work, fingerprint(checkpoint, activation))
     if given is not None:
         return nullcontext(FiringSource(given))
-    settings = ProfileOptions(calibration=config.predictor.calibration, activation=activation)
+    settings = ProfileOptions(calibration=config.calibration, activation=activation)
     return made_profile(checkpoint, work, settings, progress)

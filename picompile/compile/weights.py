@@ -47,19 +47,18 @@ def choose_limits(
         UsageError: the text cannot be used, the model is a module in memory, or nothing of it can be skipped.
         UnsupportedModelError: the model's logits are not finite numbers.
     """
-    skipping = config.skipping
-    if skipping is None:
+    if config.skipping is None:
         return config, captured
     if checkpoint is None:
         raise UsageError("skip needs a model folder, whose tokenizer reads text; leave it out")
 
-    canonical = run_passes(captured, CANONICALIZE, progress, verify=config.debug.verify)
-    sites = skipping_sites(canonical, skipping.sites)
+    canonical = run_passes(captured, CANONICALIZE, progress, verify=config.verify)
+    sites = skipping_sites(canonical, config.skip_at)
     insert = [sites.insertion(insert_pass(config, predictors))]
-    graph_module = run_passes(replace(captured, graph_module=canonical), insert, progress, verify=config.debug.verify)
+    graph_module = run_passes(replace(captured, graph_module=canonical), insert, progress, verify=config.verify)
     weights = captured.weights if predictors is None else predictors.weights(captured.weights)
-    folder = (skipping.work or scratch / "work") / "skipping"
-    found = checkpoint_limits(checkpoint, graph_module, weights, folder, skipping.options, progress)
+    folder = (config.work or scratch / "work") / "skipping"
+    found = checkpoint_limits(checkpoint, graph_module, weights, folder, config.skipping, progress)
     limited = replace(captured, weights=found.limits.weights(captured.weights))
     return replace(config, limits=found), limited
 
@@ -86,17 +85,16 @@ def choose_formats(
         raise UsageError(f"quant {config.quant} needs a model folder, whose tokenizer reads text; choose a format")
 
     quantize = quantize_pass(config)
-    passes = all_passes(insert_passes(config, predictors), {}, quantize, config.debug.passes)
+    passes = all_passes(insert_passes(config, predictors), {}, quantize, config.passes)
     # Extra passes may come behind quantization: losses are measured on the graph before it.
     passes = passes[: passes.index(quantize)]
-    graph_module = run_passes(captured, passes, progress, verify=config.debug.verify)
+    graph_module = run_passes(captured, passes, progress, verify=config.verify)
     weights = captured.weights if predictors is None else predictors.weights(captured.weights)
-    folder = (config.rounding.work or scratch / "work") / "bits"
+    folder = (config.work or scratch / "work") / "bits"
     chosen = checkpoint_formats(
         checkpoint, graph_module, weights, folder, _rounding_options(config), parse_bits(config.quant), progress
     )
-    rounding = replace(config.rounding, bits_per_weight=chosen.bits_per_weight, loss_nats=chosen.loss_nats)
-    return replace(config, tensors=chosen.formats, rounding=rounding)
+    return replace(config, tensors=chosen.formats, bits_per_weight=chosen.bits_per_weight, loss_nats=chosen.loss_nats)
 
 
 def _exact_tables(captured: Captured, quant: str) -> dict[str, str]:
@@ -133,17 +131,15 @@ def round_weights(
         UnsupportedModelError: the model's values are not finite numbers.
     """
     base = captured.weights
-    if not config.rounding.compensates or checkpoint is None:
+    if not config.calibrates or checkpoint is None:
         return base
 
-    passes = all_passes(insert_passes(config, predictors), {}, quantize_pass(config), config.debug.passes)
-    graph_module = run_passes(captured, passes, progress, verify=config.debug.verify)
+    passes = all_passes(insert_passes(config, predictors), {}, quantize_pass(config), config.passes)
+    graph_module = run_passes(captured, passes, progress, verify=config.verify)
     weights = base if predictors is None else predictors.weights(base)
-    folder = (config.rounding.work or scratch / "work") / "rounding"
+    folder = (config.work or scratch / "work") / "rounding"
     return round_checkpoint(checkpoint, graph_module, weights, folder, _rounding_options(config), progress).onto(base)
 
 
 def _rounding_options(config: CompileConfig) -> RoundingOptions:
-
-    rounding = config.rounding
-    return RoundingOptions(rounding.calibration, rounding.tokens, activation=rounding.activation)
+    return RoundingOptions(config.calibration, config.rounding_tokens, activation=config.activation)

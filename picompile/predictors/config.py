@@ -1,44 +1,90 @@
-"""The options of a compilation that concern its predictors, with every default filled in."""
+"""The options of a compilation that concern its predictors."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from picompile.choices import LOSSLESS
+from picompile.choices import LOSSLESS, PREDICTORS
+from picompile.errors import UsageError
+from picompile.frontend.activation import ACTIVATION
+from picompile.options import option
+from picompile.predictors.profile.text import CALIBRATION, CalibrationText
+from picompile.quantities import parse_checked_bound
 
-if TYPE_CHECKING:
-    from picompile.predictors.profile.text import CalibrationText
 
+def _check_predictor(kind: str) -> None:
+    """Raise `UsageError` unless `kind` is one of ours or of a plug-in.
 
-@dataclass(frozen=True)
-class PredictorConfig:
-    """Which predictors a model gets, what they are trained on, and what they may cost.
-
-    `kind` is the kind of the model's blocks. `insert_kind` is what `InsertPredictors` is told: `kind`, or `auto` where
-    the user left it open, which decides block by block.
-
-    A path is None where none was given: `predictors` is a folder of trained ones, `profile` of a profile to train on;
-    `work` keeps what is made. `calibration` are text files to profile on.
-
-    `accuracy_bound` is the share by which perplexity may rise, None where it may rise by any; the accuracy check reads
-    at most `check_tokens` tokens, if `is_checked`.
-
-    `activation` is the one that the user gave for the model, None where config.json has it: profile and predictors must
-    be of the model with it.
+    A plug-in's kind with weights of its own is none of them: it comes with the folder that holds them.
     """
+    if kind in PREDICTORS:
+        return
+    from picompile_passes.predictors import predictor_kind, predictor_kinds
 
-    kind: str
-    insert_kind: str
-    predictors: Path | None
-    profile: Path | None
-    calibration: "tuple[Path | CalibrationText, ...]"
-    work: Path | None
-    accuracy_bound: float | None
-    is_checked: bool
-    check_tokens: int
-    activation: str | None = None
+    others = [name for name in predictor_kinds() if name not in PREDICTORS]
+    known = (*PREDICTORS, *(name for name in others if predictor_kind(name).parameters is None))
+    if kind not in known:
+        raise UsageError(f"unknown predictor {kind!r}; known are {', '.join(known)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictorOptions:
+    """Which predictors a model gets, what they are trained on, and what they may cost."""
+
+    activation: str | None = ACTIVATION.field(None)
+    predictor: str | None = option(
+        None,
+        "Method used to predict active neurons. exact: from the gating matrix, computed in full; lossless, ReLU family "
+        "only. learned: a small trained predictor for each layer. sign: the signs of the weights. none: compute every "
+        "neuron. Or a plug-in's kind. Default: exact where neurons can be silent, else none.",
+        metavar="KIND",
+        check=_check_predictor,
+    )
+    predictors: Path | None = option(
+        None, "Take the predictors that train or import-predictors made. Default: train them.", metavar="FOLDER"
+    )
+    profile: Path | None = option(
+        None, "Train predictors and plan with this profile. Default: make one.", metavar="FOLDER"
+    )
+    calibration: tuple[Path | CalibrationText, ...] = CALIBRATION.field(())
+    accuracy_bound: float | None = option(
+        "0.1%",
+        "How far predictors may raise the perplexity on held-out text. report: measure, and allow any. off: measure "
+        "nothing.",
+        metavar="SHARE",
+        parse=parse_checked_bound,
+        least=0,
+        aliases=("--gate",),
+    )
+    check_tokens: int = option(
+        4096,
+        "Tokens of held-out text that the accuracy check reads, at most.",
+        metavar="N",
+        least=2,
+        aliases=("--gate-tokens",),
+    )
+    work: Path | None = option(
+        None,
+        "Keep the profile, the predictors and rounded weights here, and continue from what is there.",
+        metavar="DIR",
+    )
+
+    @property
+    def kind(self) -> str:
+        """The predictor's kind. `auto` where it depends on a model that is not known yet."""
+        return self.predictor or "auto"
 
     @property
     def is_lossless(self) -> bool:
         """Whether no neuron that fires is left out, so that there is nothing to train and nothing to check."""
-        return self.kind in LOSSLESS
+        return self.predictor is None or self.predictor in LOSSLESS
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether the perplexity with predictors is measured."""
+        return self.accuracy_bound is not None
+
+    @property
+    def finite_bound(self) -> float | None:
+        """The share by which the perplexity may rise, None where it may rise by any."""
+        return None if self.accuracy_bound is None or math.isinf(self.accuracy_bound) else self.accuracy_bound

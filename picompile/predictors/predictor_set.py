@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from picompile.errors import UsageError
 from picompile.frontend.checkpoint import fingerprint
 from picompile.frontend.model_file import is_gguf, opened_gguf
-from picompile.predictors.config import PredictorConfig
+from picompile.predictors.config import PredictorOptions
 from picompile.predictors.files import load_predictors
 from picompile.predictors.firing import FiringRule
 from picompile.predictors.store import Predictors, block_shapes
@@ -88,7 +88,7 @@ class PredictorSet:
         captured: "Captured",
         quant: str,
         context: int,
-        config: PredictorConfig,
+        config: PredictorOptions,
         progress: Progress,
     ) -> "AccuracyReport":
         """Return what the predictors cost.
@@ -105,16 +105,16 @@ class PredictorSet:
 
         # The last id of a window is only predicted.
         windows = first_windows(self.held_out.windows, config.check_tokens, context + 1)
-        result = check_artifact(artifact, windows, progress=progress, bound=config.accuracy_bound)
+        result = check_artifact(artifact, windows, progress=progress, bound=config.finite_bound)
         predicted = self.insert_pass()(canonical_form(captured.graph_module)).graph_module
         layer_windows = first_windows(self.held_out.windows, _LAYER_TOKENS, context)
         weights = self.weights(captured.weights, quant)
         layers = measure_layers(predicted, weights, layer_windows, self.firing_rules, progress)
-        return AccuracyReport(config.accuracy_bound, result, self.held_out.source, tuple(layers))
+        return AccuracyReport(config.finite_bound, result, self.held_out.source, tuple(layers))
 
 
 def obtain_predictors(
-    checkpoint: Path | None, captured: "Captured", scratch: Path, config: PredictorConfig, progress: Progress
+    checkpoint: Path | None, captured: "Captured", scratch: Path, config: PredictorOptions, progress: Progress
 ) -> PredictorSet | None:
     """Return the lossy predictors that `config` asks for, trained if need be; None where the predictor is lossless.
 
@@ -142,13 +142,13 @@ def obtain_predictors(
     return _trained(checkpoint, work, config, progress)
 
 
-def _beside(model: Path, config: PredictorConfig) -> Path | None:
+def _beside(model: Path, config: PredictorOptions) -> Path | None:
     """Return the predictors in the model's own folder, if any."""
     beside = (model.parent if model.is_file() else model) / "predictors.safetensors"
     return beside if _takes_found(config) and beside.is_file() else None
 
 
-def _within(model: Path, scratch: Path, config: PredictorConfig, progress: Progress) -> Path | None:
+def _within(model: Path, scratch: Path, config: PredictorOptions, progress: Progress) -> Path | None:
     """Return a folder in `scratch` with the predictors of PowerInfer that are in the file `model`, if any."""
     from picompile.predictors.powerinfer.importer import import_predictors
     from picompile.predictors.powerinfer.sources import PredictorSource, find_source
@@ -161,18 +161,18 @@ def _within(model: Path, scratch: Path, config: PredictorConfig, progress: Progr
     return scratch / "imported"
 
 
-def _takes_found(config: PredictorConfig) -> bool:
+def _takes_found(config: PredictorOptions) -> bool:
     """Return whether predictors that are there are taken: not where the user gave something to train on."""
     return config.kind == "learned" and not (config.profile or config.calibration)
 
 
-def _given(model: Path, captured: "Captured", path: Path, config: PredictorConfig) -> PredictorSet:
+def _given(model: Path, captured: "Captured", path: Path, config: PredictorOptions) -> PredictorSet:
     predictors = load_predictors(path)
     predictors.require_model(fingerprint(model, config.activation), block_shapes(canonical_form(captured.graph_module)))
     return PredictorSet(config.kind, predictors, find_held_out(model, config))
 
 
-def find_held_out(model: Path, config: PredictorConfig) -> HeldOut:
+def find_held_out(model: Path, config: PredictorOptions) -> HeldOut:
     """Return text that nothing is trained on: that of the profile that `config` names, or else its calibration text.
 
     Raises:
@@ -193,7 +193,7 @@ def _held_out_of(profile: "Profile") -> HeldOut:
     return HeldOut(profile.held_out(), profile.held_out_source)
 
 
-def _trained(model: Path, work: Path, config: PredictorConfig, progress: Progress) -> PredictorSet:
+def _trained(model: Path, work: Path, config: PredictorOptions, progress: Progress) -> PredictorSet:
     from picompile.predictors.profile.options import ProfileOptions
     from picompile.predictors.profile.profile import load_profile
     from picompile.predictors.profile.run import profile_model
@@ -207,6 +207,6 @@ def _trained(model: Path, work: Path, config: PredictorConfig, progress: Progres
         settings = ProfileOptions(calibration=config.calibration, activation=config.activation)
         profile = profile_model(model, work / "profile", settings, progress)
     folder = work / "predictors"
-    training = TrainOptions(kind=config.kind, accuracy_bound=config.accuracy_bound, activation=config.activation)
+    training = TrainOptions(kind=config.kind, accuracy_bound=config.finite_bound, activation=config.activation)
     predictors = train_predictors(model, profile, folder, training, progress)
     return PredictorSet(training.kind, predictors, _held_out_of(profile), profile.firing_rules, folder, profile)

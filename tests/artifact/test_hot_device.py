@@ -327,7 +327,7 @@ def test_the_format_of_predictors_is_the_planned_one(
 
 
 def test_a_module_in_memory_has_no_profile(gpu_model: Path, tmp_path: Path) -> None:
-    options = CompileOptions("4090", context=32, hot_device="cpu", vram_budget="300kB", host_bandwidth="0.02")
+    options = CompileOptions(target="4090", context=32, hot_device="cpu", vram_budget="300kB", host_bandwidth="0.02")
     with pytest.raises(UsageError, match="a module in memory has no profile"):
         compile_model(load_model(gpu_model), tmp_path / "artifact", options)
     assert list(tmp_path.iterdir()) == []
