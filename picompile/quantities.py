@@ -44,17 +44,15 @@ def shortened(text: str, most: int = 40) -> str:
     return text if len(text) <= most else f"{text[:most]}…"
 
 
-def parse_share(text: str, option: str, *, highest: float = 1.0) -> float:
-    """Return the share from 0 to `highest` that `text` writes, as `0.1%` or `0.001`. Raise `UsageError`."""
+def parse_share(text: str, option: str) -> float:
+    """Return the share from 0 to 1 that `text` writes, as `0.1%` or `0.001`. Raise `UsageError`."""
     number = text.strip()
     try:
         value = float(number[:-1]) / 100 if number.endswith("%") else float(number)
     except ValueError:
         value = math.nan
-    if not 0 <= value <= highest:
-        raise UsageError(
-            f"{option}: {shortened(repr(text))} is no share from 0 to {highest:.0%}; write it as 0.1% or 0.001"
-        )
+    if not 0 <= value <= 1:
+        raise UsageError(f"{option}: {shortened(repr(text))} is no share from 0 to 100%; write it as 0.1% or 0.001")
     return value
 
 

@@ -1,7 +1,7 @@
 """The step graph of a decoded token: which part of a layer waits for which, where it runs, and when.
 
-It is one networkx graph. Its longest path has the steps that a token waits for (`critical_path`), and its length is the
-token's time (`token_s`). The earliest start of each step gives the timeline that reports draw (`schedule`).
+It is one networkx graph. The length of its longest path is the token's time (`token_s`). The earliest start of
+each step gives the timeline that reports draw (`schedule`).
 """
 
 from collections.abc import Sequence
@@ -86,15 +86,8 @@ def schedule(graph: "nx.DiGraph") -> list[Step]:
     return sorted(steps, key=lambda step: step.start_s)
 
 
-def critical_path(graph: "nx.DiGraph") -> list[StepName]:
-    """Return the steps that a token waits for, one after the other; those that take no time are left out."""
-    import networkx as nx
-
-    return [node for node in nx.dag_longest_path(graph, weight="seconds") if graph.nodes[node]["seconds"]]
-
-
 def token_s(graph: "nx.DiGraph") -> float:
-    """Return the length of the critical path in seconds."""
+    """Return the length of the longest path in seconds."""
     import networkx as nx
 
     # A token begins with a step of no time, so that every other has an edge that leads to it.

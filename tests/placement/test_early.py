@@ -15,7 +15,7 @@ from picompile.placement.problem import (
     evaluate,
     latency_problem,
 )
-from picompile.placement.schedule import critical_path, plan_graph, schedule, token_s
+from picompile.placement.schedule import plan_graph, schedule, token_s
 from picompile.placement.solver import solve
 from picompile.placement.times import PartPlaces
 from picompile.testing.tasks import random_task
@@ -90,8 +90,6 @@ def test_a_plan_says_what_is_hidden(seed: int) -> None:
     np.testing.assert_allclose(plan.token_s, layers_s + plan.head_s + switches * plan.switch_s)
     graph = plan_graph(plan.layers, (plan.head, plan.head_s), plan.switch_s)
     np.testing.assert_allclose(token_s(graph), plan.token_s)
-    waited = sum(graph.nodes[step]["seconds"] for step in critical_path(graph))
-    np.testing.assert_allclose(waited, plan.token_s)
     for device in ("gpu", "host", "link"):
         own = [step for step in schedule(graph) if step.device == device]
         assert all(after.start_s >= step.end_s - 1e-12 for step, after in pairwise(own))

@@ -61,7 +61,6 @@ class MatrixRow:
     matrix: "KernelMatrix"
     number: Expr
     first: Expr
-    factor: Expr | None
     scales: KernelTensor | None
     offsets: KernelTensor | None
 
@@ -71,7 +70,7 @@ class MatrixRow:
         if self.matrix.form.table:
             unpack = _raw_of_table
         raw = tuple(bind(vector) for vector in unpack(self.matrix, self.number, self.first + group))
-        scale = self.factor if self.scales is None else bind(splat(self.scales[group]))
+        scale = None if self.scales is None else bind(splat(self.scales[group]))
         if self.offsets is not None:
             return Group(raw, bind(splat(self.offsets[group])), scale)
         return Group(raw, splat(self.matrix.offset) if self.matrix.offset else None, scale)
@@ -180,13 +179,13 @@ class KernelMatrix(MatrixTensors):
         """Size in memory."""
         return self.rows * self.row_bytes
 
-    def row(self, number: Expr, *, factor: Expr | None = None) -> MatrixRow:
-        """Begin to read a row, times the scalar `factor`."""
-        return self._row(number, 0, self.groups, factor)
+    def row(self, number: Expr) -> MatrixRow:
+        """Begin to read a row."""
+        return self._row(number, 0, self.groups)
 
     def part_of_row(self, number: Expr, first: Expr, groups: int) -> MatrixRow:
         """Begin to read `groups` groups of a row; the first is a multiple of 8, or of 4 if `groups` is 4."""
-        return self._row(number, first, groups, None)
+        return self._row(number, first, groups)
 
     def scales_from(self, number: Expr, first: Expr, lanes: int = LANES) -> Expr:
         """Return the scales of `lanes` groups of a row from `first` on, as float32.
@@ -250,12 +249,11 @@ class KernelMatrix(MatrixTensors):
         with loop(0, self.row_bytes // CACHE_LINE_BYTES) as line:
             self.fetch(number, line)
 
-    def _row(self, number: Expr, first: Expr, groups: int, factor: Expr | None) -> MatrixRow:
-        scales = self._unpack_scales(number, first, groups, factor)
-        in_lanes = None if factor is None or scales is not None else bind(splat(factor))
-        return MatrixRow(self, number, first, in_lanes, scales, self._unpack_offsets(number, first, groups))
+    def _row(self, number: Expr, first: Expr, groups: int) -> MatrixRow:
+        scales = self._unpack_scales(number, first, groups)
+        return MatrixRow(self, number, first, scales, self._unpack_offsets(number, first, groups))
 
-    def _unpack_scales(self, number: Expr, first: Expr, groups: int, factor: Expr | None) -> KernelTensor | None:
+    def _unpack_scales(self, number: Expr, first: Expr, groups: int) -> KernelTensor | None:
         """Return the scales as float32, side by side. Converted singly, each would cost as much as a vector of weights.
 
         A load may pass the last scale, but not the end of the row: both begin at multiples of 16 bytes.
@@ -263,12 +261,9 @@ class KernelMatrix(MatrixTensors):
         if self.scale is None:
             return None
         scale, start = self.scale, first + self.form.scale_offset_bytes(self.columns) // self.form.scale_bytes
-
-        def scales(index: Expr, lanes: int) -> Expr:
-            value = scale_floats(self.form, scale[number, at(start + index, lanes)], lanes)
-            return value if factor is None else value * splat(factor, lanes)
-
-        return _side_by_side(groups, scales)
+        return _side_by_side(
+            groups, lambda index, lanes: scale_floats(self.form, scale[number, at(start + index, lanes)], lanes)
+        )
 
     def _unpack_offsets(self, number: Expr, first: Expr, groups: int) -> KernelTensor | None:
         """Return the offsets of groups as float32, side by side, or None where all have the same one.

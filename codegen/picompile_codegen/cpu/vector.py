@@ -46,8 +46,9 @@ def fma(a: Expr, b: Expr, c: Expr, lanes: int = LANES) -> Expr:
     return intrinsic(f"float32x{lanes}", "llvm.fma", a, b, c)
 
 
-def total(value: Expr, lanes: int = LANES) -> Expr:
+def total(value: Expr) -> Expr:
     """The sum of all lanes: halves first, then quarters."""
+    lanes = LANES
     while lanes > 1:
         value, lanes = add_halves(value, lanes), lanes // 2
     return bind(value)

@@ -5,7 +5,6 @@ few rows at a time, so that neighbouring lanes read neighbouring addresses and m
 in turns and are added up in shared memory, in a fixed order. The last block of a tile adds up its slices, in order.
 """
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -92,9 +91,8 @@ def add_down(
     groups: NeuronGroups,
     plan: DownPlan,
     hidden: KernelTensor,
-    prepare: Callable[[ThreadIndex], None] | None = None,
 ) -> None:
-    """Write the launch of y = hidden · down + bias, and declare its memory; blocks call `prepare` first."""
+    """Write the launch of y = hidden · down + bias, and declare its memory."""
     rows = block.spec.rows
     slices = function.scratch("slices", "float32", rows * plan.slices, plan.columns)
     tickets = function.tickets(rows * plan.tiles)
@@ -102,8 +100,6 @@ def add_down(
         function.launch(grid=(rows * plan.tiles, plan.slices), block=DOWN_THREADS) as place,
         when(place.block % rows < function.tokens(rows)),
     ):
-        if prepare is not None:
-            prepare(place)
         _add_rows(block, replace(groups, neurons=block.neurons()), plan, hidden, slices, place)
         with when(last_block(tickets, place.block, plan.slices, place)):
             _add_slices(block, plan, slices, place)
