@@ -12,10 +12,12 @@
 | watch passes run | the hooks `verifying`, `Dump` and `Timings`; `each` joins several |
 | test a pass | `GraphBuilder`, `verify` and `picompile.testing` |
 | add a predictor kind | `PredictorKind`, `add_predictor_kind` |
+| add an operator | `operator`; `OPERATORS` has an `Operator` by name, `operator_of` by what a node calls |
 | raise and catch errors | `PassOptionError` and `UnsupportedGraphError` for the user; `PassesError` is the root |
 """
 
 from picompile_passes.base import Effect, Pass, PassResult, Stage, stage_of
+from picompile_passes.dialect import OPERATORS, Operator, operator, operator_of
 from picompile_passes.errors import (
     PassError,
     PassesError,
@@ -76,6 +78,7 @@ __all__ = [
     "LAYER_NORM",
     "LINEAR",
     "NEURON_ROWS",
+    "OPERATORS",
     "PREDICT",
     "QUANTIZE",
     "RMS_NORM",
@@ -86,6 +89,7 @@ __all__ = [
     "Effect",
     "GraphBuilder",
     "InsertPredictors",
+    "Operator",
     "Partition",
     "Pass",
     "PassError",
@@ -122,6 +126,8 @@ __all__ = [
     "make_pass",
     "materialize",
     "matrix_operands",
+    "operator",
+    "operator_of",
     "registrations",
     "stage_of",
     "verify",

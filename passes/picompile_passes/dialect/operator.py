@@ -85,7 +85,11 @@ class Operator:
     checks: tuple[Check, ...] = ()
 
     def __post_init__(self) -> None:
-        """Make the operator known to `operator_of`."""
+        """Make the operator known to `operator_of`. Raise `ValueError` for a fact about an operand that it has not."""
+        has = {argument.name for argument in self.target._schema.arguments}
+        for name in (*self.dimensions, *self.packed):
+            if name not in has:
+                raise ValueError(f"operator {self.name} has no operand {name!r}")
         _BY_TARGET[self.target] = self
 
     def __call__(self, *operands: Any, **named: Any) -> Any:
