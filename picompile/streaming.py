@@ -1,10 +1,9 @@
 """Layer streaming: a graph is cut after each layer, and windows of tokens run through one segment at a time.
 
-Cuts lie where the fewest bytes are live. Memory holds the weights of one segment and the live values of each window.
+Memory holds the weights of one segment and the live values of each window.
 """
 
 import itertools
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,13 +16,11 @@ from torch.fx.node import map_arg
 
 from picompile.errors import UsageError
 from picompile.progress import Advance, NoProgress, Progress
+from picompile_passes.graph.layers import layer_of, token_calls
 from picompile_passes.graph.materialize import WeightSource, evaluate_constant
 from picompile_passes.graph.nodes import constant_nodes, is_call
-from picompile_passes.graph.operands import ATTENTION, FFN, SPARSE_FFN
+from picompile_passes.graph.operands import FFN, SPARSE_FFN
 from picompile_runtime.bench.perplexity import Perplexity
-
-# Stands for an unknown token count when sizes are compared.
-_TOKENS = 512
 
 
 @dataclass(frozen=True)
@@ -51,75 +48,29 @@ class Segment:
     @property
     def title(self) -> str:
         """A short name of the segment: `layer 3`, `embedding` or `head`."""
-        layers = sorted({node.meta["layer"] for node in self.blocks if "layer" in node.meta})
-        if layers:
-            return f"layer {', '.join(map(str, layers))}"
-        return "embedding" if not self.inputs else "head"
+        first = self.nodes[0]
+        return f"layer {first.meta['layer']}" if "layer" in first.meta else str(first.meta["part"])
 
 
 def split_layers(graph_module: GraphModule) -> tuple[Segment, ...]:
     """Return the segments of a canonical or later graph: the part before the layers, each layer, and the part after.
 
-    A cut lies after the last feed-forward block of a layer and before the first of the next. A segment may hold no
-    block; it holds several where a cut is impossible because a live value is not a tensor.
+    A layer without a block is a segment, too.
     """
     constant = constant_nodes(graph_module.graph)
-    order = [n for n in graph_module.graph.nodes if n.op == "call_function" and n not in constant]
-    live = _live_values(order, graph_module.graph.output_node())
-    cuts = [0, *_cuts(order, live), len(order)]
-    return tuple(
-        _segment(graph_module, order[start:end], live[start], live[end], constant)
-        for start, end in itertools.pairwise(cuts)
-        if start < end
-    )
+    # Passes may have put a call of one layer among those of another, but none reads a value of a later layer.
+    order = sorted(token_calls(graph_module.graph), key=layer_of)
+    segments, live = list[Segment](), tuple[Node, ...]()
+    for layer, calls in itertools.groupby(order, layer_of):
+        nodes = tuple(calls)
+        after = tuple(value for value in (*live, *nodes) if any(_reads_behind(user, layer) for user in value.users))
+        segments.append(_segment(graph_module, nodes, live, after, constant))
+        live = after
+    return tuple(segments)
 
 
-def _live_values(order: Sequence[Node], output: Node) -> list[list[Node]]:
-    """Return, for each position between two calls, the values live there: `len(order) + 1` lists."""
-    position = {node: index for index, node in enumerate(order)}
-    end = len(order) + 1
-    last = {node: max((end if u is output else position.get(u, 0) for u in node.users), default=0) for node in order}
-    alive: list[Node] = []
-    live: list[list[Node]] = [[]]
-    for place, node in enumerate(order, start=1):
-        alive = [other for other in (*alive, node) if last[other] >= place]
-        live.append(alive)
-    return live
-
-
-def _cuts(order: Sequence[Node], live: Sequence[Sequence[Node]]) -> Iterator[int]:
-    """Yield the positions of the cuts, in order; of positions with the same cost, the first."""
-    first = next((i for i, node in enumerate(order) if is_call(node, ATTENTION, FFN, SPARSE_FFN)), 0)
-    groups = _block_positions(order)
-    ranges = [(1, first)] if first > 1 else []
-    ranges += [(own[-1] + 1, after[0]) for own, after in itertools.pairwise(groups)]
-    if groups:
-        ranges.append((groups[-1][-1] + 1, len(order) - 1))
-    for start, end in ranges:
-        places = range(start, end + 1)
-        best = min(places, key=lambda place: _live_bytes(live[place]), default=None)
-        if best is not None and math.isfinite(_live_bytes(live[best])):
-            yield best
-
-
-def _block_positions(order: Sequence[Node]) -> list[list[int]]:
-    """Return the positions of the feed-forward blocks, the parts of a partitioned one in one list."""
-    groups: dict[Any, list[int]] = {}
-    for index, node in enumerate(order):
-        if is_call(node, FFN, SPARSE_FFN):
-            groups.setdefault(node.meta.get("layer", node), []).append(index)
-    return list(groups.values())
-
-
-def _live_bytes(nodes: Sequence[Node]) -> float:
-    """Return the bytes of a window's live values; infinite if one of them cannot be kept."""
-    return sum(_bytes(node.meta.get("val")) for node in nodes)
-
-
-def _bytes(value: object) -> float:
-    if not isinstance(value, Tensor):
-        return math.inf
-    return math.prod(size if isinstance(size, int) else _TOKENS for size in value.shape) * value.element_size()
+def _reads_behind(user: Node, layer: float) -> bool:
+    return user.op == "output" or layer_of(user) > layer
 
 
 def _segment(

@@ -186,7 +186,7 @@ def _check_unchanged(before: Graph, rewriter: Rewriter) -> None:
 
 
 def _described(node: Node) -> tuple[object, ...]:
-    meta = {key: value for key, value in node.meta.items() if key in ("layer", "device", "notes")}
+    meta = {key: value for key, value in node.meta.items() if key in ("layer", "part", "device", "notes")}
     return (node.op, node.target, str(node.args), str(node.kwargs), meta)
 
 

@@ -12,12 +12,14 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
-from picompile_passes.base import GraphPass, copy_graph_module, stage_of
+from picompile_passes.base import GraphPass, Stage, copy_graph_module, stage_of
 from picompile_passes.errors import PassError, PassesError, VerifyError, is_for_the_user
+from picompile_passes.graph.layers import mark_layers, token_calls
 from picompile_passes.graph.nodes import argument_position, calls
-from picompile_passes.graph.operands import ATTENTION, FFN, PREDICT, SPARSE_FFN
+from picompile_passes.graph.operands import ATTENTION
+from picompile_passes.graph.rewriter import MARKS
 from picompile_passes.graph.source import graph_source, pass_source
 from picompile_passes.graph.values import same_value
 from picompile_passes.verify import verify
@@ -56,7 +58,7 @@ def _attempt(graph_module: GraphModule, names: Sequence[str], keeps: Keeps, choi
         return None
     if keeps(smaller):
         return smaller
-    _number_layers(smaller.graph)
+    _mark_layers(smaller)
     return smaller if keeps(smaller) else None
 
 
@@ -85,14 +87,16 @@ def _substitutes(node: Node) -> list[Node]:
     return [other for other in node.all_input_nodes if same_value(other.meta.get("val"), node.meta["val"])]
 
 
-def _number_layers(graph: Graph) -> None:
-    """Number attentions 0, 1, … and give each block the number of the attention before it."""
-    count = 0
-    for node in calls(graph, ATTENTION, FFN, PREDICT, SPARSE_FFN):
-        if node.target is ATTENTION:
-            node.update_arg(argument_position(node, "layer"), count)
-            count += 1
-        node.meta["layer"] = max(0, count - 1)
+def _mark_layers(graph_module: GraphModule) -> None:
+    """Number attentions 0, 1, … again and, in a graph that has marks of layers, derive these anew."""
+    graph = graph_module.graph
+    if stage_of(graph_module) >= Stage.CANONICAL:
+        for node in token_calls(graph):
+            for key in MARKS:
+                node.meta.pop(key, None)
+        mark_layers(graph)
+    for number, node in enumerate(calls(graph, ATTENTION)):
+        node.update_arg(argument_position(node, "layer"), node.meta.get("layer", number))
 
 
 _REDUCE_SECONDS = 20.0

@@ -25,7 +25,7 @@ from picompile_passes.pipeline import Pipeline, verifying
 from picompile_passes.verify import verify
 
 # The metadata that passes may change on nodes that they keep.
-_MAY_CHANGE = ("val", "layer", "device", "notes")
+_MAY_CHANGE = ("val", "layer", "part", "device", "notes")
 
 # Rounding all weights to float16 moves logits by some 2^-11 of their size, and by more where they cancel.
 _F16_BOUND = 0.05

@@ -36,8 +36,9 @@ def neuron_rows(graph_module: GraphModule, weights: WeightSource) -> dict[int, T
     two graphs have the same neurons where these are equal.
     """
     parts: dict[int, list[Tensor]] = {}
-    for block in calls(graph_module.graph, FFN, SPARSE_FFN):
-        parts.setdefault(block.meta["layer"], []).append(_rows(graph_module, block, weights))
+    for number, block in enumerate(calls(graph_module.graph, FFN, SPARSE_FFN)):
+        # A graph that is not canonical yet has no numbers of layers, and one part of each block.
+        parts.setdefault(block.meta.get("layer", number), []).append(_rows(graph_module, block, weights))
     return {layer: _sorted(torch.cat(rows)) for layer, rows in parts.items()}
 
 
@@ -353,9 +354,9 @@ def every_neuron(graph_module: GraphModule) -> GraphModule:
     rewriter = Rewriter(result, "testing")
     for block in calls(result.graph, SPARSE_FFN):
         mask = arguments(block)["mask"]
-        x, layer = arguments(block)["x"], block.meta.get("layer")
+        x = arguments(block)["x"]
         rows = rewriter.constant("rows", torch.zeros(int(mask.meta["val"].shape[1]), 1))
-        everything = rewriter.call(PREDICT, (x, [rows], "none", 0.0), before=block, sources=(mask,), layer=layer)
+        everything = rewriter.call(PREDICT, (x, [rows], "none", 0.0), before=block, sources=(mask,))
         rewriter.set_argument(block, "mask", everything)
         for name in NEURON_LIMITS:
             if arguments(block)[name] is not None:

@@ -1,5 +1,6 @@
 """Every family: both graphs give the logits of transformers, and the canonical one is as small as it can be."""
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from picompile.frontend.build import build_model, call_model
 from picompile.frontend.export import export_decoder
 from picompile.frontend.families import find_family
 from picompile.frontend.hf import capture_config
+from picompile_passes.graph.layers import token_calls
 from picompile_passes.graph.nodes import arguments, calls
 from picompile_passes.graph.operands import ATTENTION, EMBEDDING, FFN
 
@@ -78,6 +80,11 @@ def test_every_family(name: str, model: Models) -> None:
     assert {name for name, tensor in held if tensor.is_meta} <= set(variant.captured.weights.names())
     # What is not a weight is small: frequencies and row tables.
     assert sum(tensor.numel() for _, tensor in held if not tensor.is_meta) < 3000
+    # Marks are derived from the graph alone; torch.export knows the modules.
+    for node in token_calls(graph):
+        modules = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+        traced = re.findall(r"\.(?:layers|h)\.(\d+)", modules[-1]) if modules else []
+        assert node.meta["part"] == "head" or node.meta.get("layer") == (int(traced[0]) if traced else None)
     if name in _BLOCKS:
         blocks = [arguments(block) for block in calls(graph, FFN)]
         assert [(block["activation"], block["up_activation"]) for block in blocks] == [_BLOCKS[name]] * 2

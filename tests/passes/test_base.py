@@ -215,7 +215,7 @@ def test_an_analysis_runs_at_any_stage_and_leaves_it():
         assert notes[0] == {"users": 1, "why": "counted, once"}
         # What is written already is no change.
         assert not CountUsers()(result.graph_module).modified
-        assert "  # users 1, why 'counted, once'" in graph_text(result.graph_module)
+        assert "part head, users 1, why 'counted, once'" in graph_text(result.graph_module)
         if pass_ is not None:
             graph_module = pass_(graph_module).graph_module
     with pytest.raises(StageError, match="needs a graph of stage canonical to quantized, but this one is captured"):

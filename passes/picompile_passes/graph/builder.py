@@ -11,6 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from picompile_passes.base import Stage, set_stage
+from picompile_passes.graph.layers import mark_layers
 from picompile_passes.graph.rewriter import Provenance
 from picompile_passes.graph.values import fake_call, fake_like
 
@@ -58,13 +59,14 @@ class GraphBuilder:
         op: Callable[..., Any],
         *args: Any,
         layer: int | None = None,
+        part: str | None = None,
         device: str | None = None,
         name: str | None = None,
         **kwargs: Any,
     ) -> Node:
         """Call `op` and return the node; nodes among the arguments stand for their values.
 
-        `layer` and `device` are written on the node. `name` is the name of the node where that is free. Raises
+        `layer`, `part` and `device` are written on the node. `name` is the name of the node where that is free. Raises
         `PropagateError` where `op` does not accept the arguments.
         """
         value = fake_call(self.graph, op, args, kwargs)
@@ -73,14 +75,19 @@ class GraphBuilder:
             node = self.graph.create_node("call_function", op, args, kwargs, name=hint)
         node.meta["val"] = value
         node.meta["from"] = Provenance("builder", ())
-        for key, given in (("layer", layer), ("device", device)):
+        for key, given in (("layer", layer), ("part", part), ("device", device)):
             if given is not None:
                 node.meta[key] = given
         return node
 
     def finish(self, logits: Node, stage: Stage = Stage.CANONICAL) -> GraphModule:
-        """Return the graph module that computes `logits`, at `stage`. Unused nodes and parameters are kept."""
+        """Return the graph module that computes `logits`, at `stage`. Unused nodes and parameters are kept.
+
+        From the canonical stage on, calls without a layer and a part get them, as in any graph of these stages.
+        """
         self._end.args = (logits,)
+        if stage >= Stage.CANONICAL:
+            mark_layers(self.graph)
         if stage <= Stage.CANONICAL:
             # What capture gives comes from no pass; later stages hold nodes that must say where they come from.
             for node in self.graph.nodes:

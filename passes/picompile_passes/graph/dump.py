@@ -57,7 +57,7 @@ def _argument(value: Any) -> str:
 
 
 def _notes(node: Node) -> str:
-    notes = [f"layer {node.meta['layer']}"] if "layer" in node.meta else []
+    notes = [f"{key} {node.meta[key]}" for key in ("layer", "part") if key in node.meta]
     if "device" in node.meta:
         notes.append(str(node.meta["device"]))
     notes += [f"{key} {value!r}" for key, value in node.meta.get("notes", {}).items()]

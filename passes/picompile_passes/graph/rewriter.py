@@ -23,6 +23,9 @@ class Provenance(NamedTuple):
 # Where torch.export notes the module that a node was traced in; a new node inherits it from its first source.
 _INHERITED_META = ("nn_module_stack", "stack_trace")
 
+# What `picompile_passes.graph.layers` notes of a value that depends on the tokens.
+MARKS = ("layer", "part")
+
 
 class Rewriter:
     """Changes one graph on behalf of one pass.
@@ -55,19 +58,18 @@ class Rewriter:
         *,
         before: Node,
         sources: Sequence[Node],
-        layer: int | None = None,
         device: str | None = None,
     ) -> Node:
         """Create a call of `op` in front of the node `before`, and return it.
 
-        Its value comes from running the fake implementation of `op` on the values of `args`.
+        Its value comes from running the fake implementation of `op` on the values of `args`. If it depends on the
+        tokens, it is of the layer and the part that the first marked one of `sources` is of.
 
         Args:
             op: The operator.
             args: Its arguments by position; nodes stand for their values.
             before: The node in front of which the call goes.
             sources: The nodes that it stands for, at least one: its provenance.
-            layer: The layer's number, where the call belongs to one.
             device: "hot" or "cold", where the layer is partitioned.
 
         Raises:
@@ -80,7 +82,10 @@ class Rewriter:
         with self.graph.inserting_before(before):
             node = self.graph.create_node("call_function", op, tuple(args), {}, name=op._opname)
         self._describe(node, value, sources)
-        self.annotate(node, layer=layer, device=device)
+        if any(read.op == "placeholder" or "part" in read.meta for read in node.all_input_nodes):
+            marked = next((source for source in sources if "part" in source.meta), None)
+            node.meta.update({} if marked is None else {key: marked.meta[key] for key in MARKS if key in marked.meta})
+        self.annotate(node, device=device)
         return node
 
     def constant(self, name_hint: str, tensor: Tensor, *, sources: Sequence[Node] = ()) -> Node:
@@ -150,14 +155,22 @@ class Rewriter:
         self.changes += 1
 
     def annotate(
-        self, node: Node, *, layer: int | None = None, device: str | None = None, **notes: int | float | str
+        self,
+        node: Node,
+        *,
+        layer: int | None = None,
+        part: str | None = None,
+        device: str | None = None,
+        **notes: int | float | str,
     ) -> None:
-        """Write layer number, device and `notes` of any name on `node`; what is None stays as it is.
+        """Write layer number, part, device and `notes` of any name on `node`; what is None stays as it is.
 
         Notes are in `node.meta["notes"]` and appear in dumps. Writing what is there already is not a change.
         """
         self._check_own("annotate", node)
-        given = {key: value for key, value in (("layer", layer), ("device", device)) if value is not None}
+        given = {
+            key: value for key, value in (("layer", layer), ("part", part), ("device", device)) if value is not None
+        }
         known = node.meta.get("notes", {})
         if all(node.meta.get(key) == value for key, value in given.items()) and known == known | notes:
             return

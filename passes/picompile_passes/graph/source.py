@@ -106,7 +106,7 @@ class _SourceWriter:
             raise ValueError(f"{node.name} is a {node.op}")
         given = [_target(node.target), *map(self.text, node.args)]
         given += [f"{key}={self.text(value)}" for key, value in node.kwargs.items()]
-        given += [f"{key}={node.meta[key]!r}" for key in ("layer", "device") if key in node.meta]
+        given += [f"{key}={node.meta[key]!r}" for key in ("layer", "part", "device") if key in node.meta]
         return f"{self._names[node]} = b.call({', '.join(given)}, name={node.name!r})"
 
     def text(self, value: Any) -> str:

@@ -141,16 +141,16 @@ class InsertPredictors(Pass):
         source = self._input(layer, kind, inputs)
         threshold = activation.threshold if kind.name == "exact" else self.thresholds.get(layer, kind.threshold)
         args = (source, self._weights(rewriter, block, kind, source), kind.name, threshold)
-        mask = rewriter.call(PREDICT, args, before=block, sources=(block,), layer=layer)
+        mask = rewriter.call(PREDICT, args, before=block, sources=(block,))
         x, eps = values.pop("x"), values.pop("norm_eps")
         bias = values["down_bias"]
         operands = values if eps is None else values | {"down_bias": None}
         limits = self._limits(rewriter, block)
         operands = {"x": x, "mask": mask, "neurons": None, **operands, "squares": eps is not None, **limits}
-        sparse = rewriter.call(SPARSE_FFN, sparse_ffn_args(operands), before=block, sources=(block,), layer=layer)
+        sparse = rewriter.call(SPARSE_FFN, sparse_ffn_args(operands), before=block, sources=(block,))
         if eps is not None:
             division = (sparse, bias, int(values["up"].meta["val"].shape[0]), eps)
-            sparse = rewriter.call(DIVIDE_BY_RMS, division, before=block, sources=(block,), layer=layer)
+            sparse = rewriter.call(DIVIDE_BY_RMS, division, before=block, sources=(block,))
         rewriter.replace(block, sparse)
 
     def _kind(self, block: Node, activation: Activation) -> PredictorKind:

@@ -96,11 +96,11 @@ def _part(rewriter: Rewriter, block: Node, device: str, rows: torch.Tensor, valu
     if predictor_kind(predictor["kind"]).row_local:
         args = predictor | {"weights": [select(weight) for weight in predictor["weights"]]}
         sources = (values["mask"],)
-        mask = rewriter.call(PREDICT, list(args.values()), before=block, sources=sources, layer=layer, device=device)
+        mask = rewriter.call(PREDICT, list(args.values()), before=block, sources=sources, device=device)
         masked = {"mask": mask, "neurons": None}
     selected = {name: select(values[name]) for name in NEURON_OPERANDS if values[name] is not None}
     operands = sparse_ffn_args(values | selected | masked)
-    return rewriter.call(SPARSE_FFN, operands, before=block, sources=(block,), layer=layer, device=device)
+    return rewriter.call(SPARSE_FFN, operands, before=block, sources=(block,), device=device)
 
 
 def _selector(rewriter: Rewriter, block: Node, table: Node) -> Callable[[Node], Node]:

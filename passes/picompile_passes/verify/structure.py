@@ -12,15 +12,13 @@ from picompile_passes.dialect import Call, operator_of
 from picompile_passes.dialect.operator import Form
 from picompile_passes.errors import PropagateError
 from picompile_passes.formats import FORMATS
+from picompile_passes.graph.layers import PARTS, layer_of, operator_part, token_calls
 from picompile_passes.graph.nodes import arguments, attribute, calls, constant_nodes, is_call
 from picompile_passes.graph.operands import (
     DEQUANTIZE,
     ELEMENTWISE,
-    FFN,
     LINEAR,
-    PREDICT,
     QUANTIZE,
-    SPARSE_FFN,
     makes_constants,
     matrix_operands,
 )
@@ -169,23 +167,43 @@ def check_unused(graph_module: GraphModule) -> Iterator[Fault]:
 
 
 def check_layers(graph_module: GraphModule) -> Iterator[Fault]:
-    """Mixers are numbered 0, 1, … in order; each block has the number of one of these layers, also in order."""
-    count = 0
-    for node in graph_module.graph.nodes:
-        operator = operator_of(node.target)
-        if operator is None or operator.part != "mixer":
-            continue
-        number = arguments(node).get("layer", count)
-        if number != count or node.meta.get("layer") != count:
-            yield Fault(node, f"is layer {number}, and {node.meta.get('layer')} by its metadata; it should be {count}")
-        count += 1
-    last = 0
-    for node in calls(graph_module.graph, FFN, PREDICT, SPARSE_FFN):
-        number = node.meta.get("layer")
-        if not isinstance(number, int) or not last <= number < count:
-            yield Fault(node, f"is of layer {number}, where {last} to {count - 1} may stand")
-            return
-        last = number
+    """Every value has the marks of its layer and part, and none reads one of a later layer.
+
+    Layers are numbered 0, 1, …: each has a mixer or a block, and at most one mixer of each operator, whose argument
+    `layer` is this number.
+    """
+    nodes = token_calls(graph_module.graph)
+    mixers: set[tuple[object, int | None]] = set()
+    numbers: set[int] = set()
+    for node in nodes:
+        yield from _check_marks(node)
+        layer, part = node.meta.get("layer"), operator_part(node)
+        if part in ("mixer", "block"):
+            numbers.add(layer or 0)
+        if part == "mixer":
+            number = arguments(node).get("layer", layer)
+            if number != layer:
+                yield Fault(node, f"keeps its state as layer {number}, but {_place(node)}")
+            if (node.target, layer) in mixers:
+                yield Fault(node, f"is a second {node.target} of layer {layer}")
+            mixers.add((node.target, layer))
+    if missing := set(range(len(numbers))) - numbers:
+        yield Fault(None, f"no mixer and no block is of layer {min(missing)}, but one is of layer {max(numbers)}")
+
+
+def _check_marks(node: Node) -> Iterator[Fault]:
+    layer, part = node.meta.get("layer"), node.meta.get("part")
+    expected = own if (own := operator_part(node)) in ("mixer", "block") else part
+    in_layer = part not in ("embedding", "head")
+    if part not in PARTS or part != expected or in_layer != (isinstance(layer, int) and layer >= 0):
+        yield Fault(node, _place(node))
+    for read in node.all_input_nodes:
+        if layer_of(read) > layer_of(node):
+            yield Fault(node, f"{_place(node)}, but reads {read.name}, which {_place(read)}")
+
+
+def _place(node: Node) -> str:
+    return f"is of the part {node.meta.get('part')} and of layer {node.meta.get('layer')}"
 
 
 def check_head(graph_module: GraphModule) -> Iterator[Fault]:

@@ -9,9 +9,9 @@ from picompile_passes.graph.dump_reader import DumpGraph, DumpNode, replace_node
 
 # Which layer each node of a dump belongs to.
 #
-# Dumps say it of a few nodes: attention and feed-forward blocks carry it as a note, weights in their names. The others
-# get it from what they compute with. A node of no layer is of the head, which comes before them (embeddings, tables
-# that all layers read), or of the tail, which comes after (the last norm, the logits).
+# From the canonical stage on, notes say it of all that depends on the tokens. Before, and of constants, names of
+# weights say it; the others get it from what they compute with. A node of no layer is of the head, which comes before
+# them (embeddings, tables that all layers read), or of the tail, which comes after (the last norm, the logits).
 
 
 HEAD = -1
@@ -71,6 +71,8 @@ def _stated(graph: DumpGraph, constants: frozenset[str]) -> dict[str, int]:
 def _own_number(node: DumpNode) -> int | None:
     if node.notes.get("layer", "").isdecimal():
         return int(node.notes["layer"])
+    if "part" in node.notes:
+        return TAIL if node.notes["part"] == "head" else HEAD
     match = _IN_WEIGHT.search(node.weight)
     return int(match[1] or match[2]) if match else None
 

@@ -142,7 +142,7 @@ def _attending_to_heads(b: Builder, x: Value) -> Value:
 
 def _block_without_attention(b: Builder, x: Value) -> Value:
     weights = [b.parameter(name, 40, HIDDEN) for name in ("up", "down")]
-    return b.call(FFN, x, None, *weights, None, None, None, "relu", "identity", layer=0)
+    return b.call(FFN, x, None, *weights, None, None, None, "relu", "identity")
 
 
 def _headed(change: Write) -> Write:
@@ -195,7 +195,7 @@ def _norm(b: Builder, x: Value, *shape: int) -> Value:
             "it is torch.float64, not float32",
         ),
         (_attending_to_heads, "it attends to other dimensions than the tokens"),
-        (_block_without_attention, r"ffn .*: a feed-forward block more than the 0 attentions"),
+        (_block_without_attention, r"ffn .*: a feed-forward block before the first attention"),
     ],
 )
 def test_operators_outside_the_dialect_are_named(change: Write, message: str) -> None:

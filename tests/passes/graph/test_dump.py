@@ -23,12 +23,12 @@ def test_a_line_says_shape_arguments_and_origin():
         f"sparse_ffn_1 float32[{symbol}, 24] = picompile.sparse_ffn(x=layer_norm_3, mask=predict_1, "
         "up=model_layers_1_fc1_weight, down=transpose_1, up_bias=model_layers_1_fc1_bias, "
         "down_bias=model_layers_1_fc2_bias, activation='relu', up_activation='identity', "
-        "squares=False) # layer 1, from insert-predictors(ffn_1)"
+        "squares=False) # layer 1, part block, from insert-predictors(ffn_1)"
     )
     hot = next(node for node in calls(after.graph, PREDICT) if node.meta.get("device") == "hot")
     assert line(text, hot.name) == (
         f"{hot.name} bool[{symbol}, 2] = picompile.predict(x=layer_norm_1, weights=[index_select, index_select_1], "
-        "kind='exact', threshold=0.0) # layer 0, hot, from partition(predict)"
+        "kind='exact', threshold=0.0) # layer 0, part block, hot, from partition(predict)"
     )
     assert line(text, "output") == "output = output(linear_8)"
 

@@ -52,6 +52,7 @@ def assert_read_back(graph_module):
         assert found.inputs == tuple(other.name for other in node.all_input_nodes)
         assert found.weight == (str(node.target) if node.op == "get_attr" else "")
         assert found.notes.get("layer") == (str(node.meta["layer"]) if "layer" in node.meta else None)
+        assert found.notes.get("part") == node.meta.get("part")
         assert found.notes.get("device") == node.meta.get("device")
         assert found.origin == (tuple(node.meta["from"]) if "from" in node.meta else None)
         assert line.partition("  = ")[2].partition("  # ")[0] == found.expression
@@ -61,7 +62,14 @@ def test_notes_of_all_kinds():
     graph_module = copy_graph_module(build(LLAMA))
     node = next(iter(graph_module.graph.find_nodes(op="call_function", target=EMBEDDING)))
     node.meta.update(layer=3, device="cold", notes={"weight_bytes": 4096, "share": 0.5, "why": "rare, and\nlarge"})
-    notes = {"layer": "3", "device": "cold", "weight_bytes": "4096", "share": "0.5", "why": r"'rare, and\nlarge'"}
+    notes = {
+        "layer": "3",
+        "part": "embedding",
+        "device": "cold",
+        "weight_bytes": "4096",
+        "share": "0.5",
+        "why": r"'rare, and\nlarge'",
+    }
     assert read_dump(graph_text(graph_module)).nodes[node.name].notes == notes
 
 

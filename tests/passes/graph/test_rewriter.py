@@ -36,12 +36,12 @@ def head(graph_module):
 def test_a_call_gets_its_value_with_the_token_count_left_open(graph_module, rewriter):
     old = head(graph_module)
     x, weight, _ = old.args
-    new = rewriter.call(LINEAR, (x, weight, None), before=old, sources=(old, x), layer=3, device="hot")
+    new = rewriter.call(LINEAR, (x, weight, None), before=old, sources=(old, x), device="hot")
     assert value_text(new.meta["val"]) == value_text(old.meta["val"])
     assert isinstance(new.meta["val"].shape[0], torch.SymInt)
     assert new.meta["val"].fake_mode is fake_mode_of(graph_module.graph)
     assert new.meta["from"] == ("test-pass", (old.name, x.name))
-    assert (new.meta["layer"], new.meta["device"]) == (3, "hot")
+    assert (new.meta.get("layer"), new.meta["part"], new.meta["device"]) == (None, "head", "hot")
     assert new.next is old
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
 
 from picompile.testing import LLAMA, OPT, GraphShape, build
 from picompile_passes.base import Stage
@@ -75,8 +76,9 @@ def change(op: object, **values: object) -> Callable[[GraphModule], None]:
     return apply
 
 
-def make(graph_module: GraphModule, op: object, *args: object, before: Node, layer: int | None = None) -> Node:
-    return Rewriter(graph_module, "breaker").call(op, args, before=before, sources=(), layer=layer)
+def make(graph_module: GraphModule, op: object, *args: object, before: Node) -> Node:
+    sources = [*(value for value in tree_leaves(args) if isinstance(value, Node)), before]
+    return Rewriter(graph_module, "breaker").call(op, args, before=before, sources=sources)
 
 
 def constant(graph_module: GraphModule, values: list) -> Node:
@@ -145,15 +147,15 @@ def calls_a_module(g: GraphModule) -> None:
 def sparse_block_before_predictors(g: GraphModule) -> None:
     block = first(g, FFN)
     x, *rest = arguments(block).values()
-    mask = make(g, PREDICT, x, [rest[1]], "none", 0.0, before=block, layer=0)
-    block.replace_all_uses_with(make(g, SPARSE_FFN, x, mask, None, *rest, before=block, layer=0))
+    mask = make(g, PREDICT, x, [rest[1]], "none", 0.0, before=block)
+    block.replace_all_uses_with(make(g, SPARSE_FFN, x, mask, None, *rest, before=block))
     g.graph.erase_node(block)
 
 
 def dense_block_is_left(g: GraphModule) -> None:
     block = first(g, SPARSE_FFN)
     x, _, _, *rest = list(arguments(block).values())[:11]
-    block.replace_all_uses_with(make(g, FFN, x, *rest, before=block, layer=0))
+    block.replace_all_uses_with(make(g, FFN, x, *rest, before=block))
     sweep(g)
 
 
@@ -207,13 +209,17 @@ def vector_of_an_expression_is_too_short(g: GraphModule) -> None:
 def attention_counts_from_one(g: GraphModule) -> None:
     for node in calls(g.graph, ATTENTION):
         put(node, "layer", arguments(node)["layer"] + 1)
-        node.meta["layer"] += 1
+    for node in g.graph.nodes:
+        if "layer" in node.meta:
+            node.meta["layer"] += 1
 
 
-def attention_repeats_a_number(g: GraphModule) -> None:
-    *_, last = calls(g.graph, ATTENTION)
-    put(last, "layer", 0)
-    last.meta["layer"] = 0
+def layers_are_one(g: GraphModule) -> None:
+    for node in g.graph.nodes:
+        if "layer" in node.meta:
+            node.meta["layer"] = 0
+    for node in calls(g.graph, ATTENTION):
+        put(node, "layer", 0)
 
 
 def blocks_are_out_of_order(g: GraphModule) -> None:
@@ -433,12 +439,22 @@ FAULTS: dict[tuple[Stage, str], list[tuple[Any, ...]]] = {
         (lambda g: make(g, ADD, head(g).args[0], head(g).args[0], before=head(g)), "its value is not used"),
     ],
     (C1, "layers"): [
-        (attention_counts_from_one, "is layer 1, and 1 by its metadata; it should be 0"),
-        (attention_repeats_a_number, "is layer 0, and 0 by its metadata; it should be 1"),
-        (lambda g: first(g, ATTENTION).meta.update(layer=1), "is layer 0, and 1 by its metadata; it should be 0"),
-        (lambda g: first(g, FFN).meta.pop("layer"), "is of layer None, where 0 to 1 may stand"),
-        (lambda g: list(calls(g.graph, FFN))[-1].meta.update(layer=2), "is of layer 2, where 0 to 1 may stand"),
-        (blocks_are_out_of_order, "is of layer 0, where 1 to 1 may stand"),
+        (attention_counts_from_one, "no mixer and no block is of layer 0, but one is of layer 2"),
+        (layers_are_one, "is a second picompile.attention.default of layer 0"),
+        (change(ATTENTION, layer=1), "keeps its state as layer 1, but is of the part mixer and of layer 0"),
+        (
+            lambda g: first(g, ATTENTION).meta.update(layer=1),
+            "keeps its state as layer 0, but is of the part mixer and of",
+        ),
+        (lambda g: first(g, FFN).meta.pop("layer"), "is of the part block and of layer None"),
+        (lambda g: first(g, FFN).meta.update(part="mixer"), "is of the part mixer and of layer 0"),
+        (lambda g: first(g, ADD).meta.pop("part"), "is of the part None and of layer"),
+        (lambda g: head(g).meta.update(layer=1), "is of the part head and of layer 1"),
+        (
+            lambda g: first(g, FFN).meta.update(layer=1),
+            "reads ffn, which is of the part block and of layer 1",
+        ),
+        (blocks_are_out_of_order, "reads ffn, which is of the part block and of layer 1"),
     ],
     (C1, "head"): [
         (lambda g: setattr(output(g), "args", (make(g, ADD, head(g), head(g), before=output(g)),)), "returns add_"),

@@ -75,7 +75,7 @@ class DropSilentNeurons(Pass):
             name: rewriter.call(INDEX_SELECT, (weight, 0, table), before=block, sources=(weight,))
             for name, weight in whole.items()
         }
-        smaller = rewriter.call(FFN, [*(values | selected).values()], before=block, sources=(block,), layer=layer)
+        smaller = rewriter.call(FFN, [*(values | selected).values()], before=block, sources=(block,))
         rewriter.annotate(smaller, silent_dropped=total - len(kept))
         rewriter.replace(block, smaller)
 

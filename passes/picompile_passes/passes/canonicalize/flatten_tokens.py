@@ -6,12 +6,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import Graph, Node
 
-from picompile_passes.base import Pass, Stage
+from picompile_passes.base import Pass, Stage, stage_of
 from picompile_passes.dialect import Operator, operator_of
 from picompile_passes.errors import UnsupportedGraphError
-from picompile_passes.graph.nodes import arguments, constant_nodes
+from picompile_passes.graph.layers import mark_layers
+from picompile_passes.graph.nodes import arguments, calls, constant_nodes
 from picompile_passes.graph.operands import (
     ADD,
     ATTENTION,
@@ -40,7 +41,8 @@ class FlattenTokens(Pass):
        those columns of its inputs, and so are those of a norm where each group's stay together.
     3. Ids that are the tokens → the tokens; ids that are positions plus a constant → the positions, and the constant
        goes into the embedding's offset.
-    4. Anything else on the way to the output cannot be expressed: `UnsupportedGraphError` names it.
+    4. Each value gets the marks of its layer and its part of the model (`graph/layers.py`). A layer has one block.
+    5. Anything else on the way to the output cannot be expressed: `UnsupportedGraphError` names it.
     """
 
     name: ClassVar[str] = "flatten-tokens"
@@ -48,13 +50,17 @@ class FlattenTokens(Pass):
     ensures: ClassVar[Stage] = Stage.CANONICAL
 
     def rewrite(self, rewriter: Rewriter) -> None:
-        """Rebuild the graph; one that is canonical already stays as it is."""
+        """Rebuild the graph and mark its layers; one that is canonical already stays as it is."""
         output = next(node for node in rewriter.graph.nodes if node.op == "output")
         builder = _FlatBuilder(rewriter)
         result = builder.build(output.args[0])
         if rewriter.changes:
             output.args = (result,)
+        if stage_of(rewriter.graph_module) < Stage.CANONICAL:
             rewriter.changed(output)
+            rewriter.graph.eliminate_dead_code()
+            mark_layers(rewriter.graph)
+            _check_blocks(rewriter.graph)
 
 
 class _FlatBuilder:
@@ -77,7 +83,6 @@ class _FlatBuilder:
             raise _unsupported(root, "it makes the logits, which only a linear does")
         needed = self._needed(value)
         nodes = list(self._rewriter.graph.nodes)
-        _check_layers([node for node in nodes if node in needed])
         for node in nodes:
             if node in needed:
                 self._flat[node] = self._counterpart(node)
@@ -117,7 +122,7 @@ class _FlatBuilder:
                     args[position] = self._resolve(named[name], node)
         if args == list(node.args) and node.meta["val"].dim() == 2:
             return node
-        return self._rewriter.call(node.target, args, before=node, sources=(node,), layer=_layer(node))  # type: ignore[arg-type]
+        return self._rewriter.call(node.target, args, before=node, sources=(node,))  # type: ignore[arg-type]
 
     def _resolve(self, value: Node, user: Node) -> Node:
         """The flat value that has exactly the columns of `value`."""
@@ -258,10 +263,15 @@ def _check_weights(node: Node, forms: Forms) -> None:
                 raise _unsupported(part, f"the {name} of {node.name} is not computed from parameters alone")
 
 
-def _check_layers(nodes: list[Node]) -> None:
-    attentions, blocks = ([node for node in nodes if node.target is op] for op in (ATTENTION, FFN))
-    if len(blocks) > len(attentions):
-        raise _unsupported(blocks[len(attentions)], f"a feed-forward block more than the {len(attentions)} attentions")
+def _check_blocks(graph: Graph) -> None:
+    """Refuse a layer with several blocks, and a block before the first layer: what follows names blocks by layers."""
+    taken = set[int]()
+    for block in calls(graph, FFN):
+        if block.meta["part"] != "block":
+            raise _unsupported(block, "a feed-forward block before the first attention")
+        if block.meta["layer"] in taken:
+            raise _unsupported(block, f"a second feed-forward block of layer {block.meta['layer']}")
+        taken.add(block.meta["layer"])
 
 
 def _made_of(constant: Node) -> Iterator[Node]:
@@ -273,12 +283,6 @@ def _made_of(constant: Node) -> Iterator[Node]:
             seen.add(node)
             stack.extend(node.all_input_nodes)
             yield node
-
-
-def _layer(node: Node) -> int | None:
-    if node.target is ATTENTION:
-        return int(node.args[6])  # type: ignore[arg-type]
-    return node.meta.get("layer")
 
 
 def _unsupported(node: Node, why: str) -> UnsupportedGraphError:

@@ -65,7 +65,7 @@ def _emit(rewriter: Rewriter, node: Node, layer: int, options: list[Any], repeat
         raise UnsupportedGraphError(f"{node.name} ({node.target}): its q, k and v are not of its dimensions")
 
     def call(op: Any, *args: Any) -> Node:
-        return rewriter.call(op, args, before=node, sources=(node,), layer=layer)
+        return rewriter.call(op, args, before=node, sources=(node,))
 
     def side_by_side(value: Node) -> Node:
         return call(_aten.flatten.using_ints, call(_aten.transpose.int, value, -2, -3), -2, -1)

@@ -93,12 +93,12 @@ class RaiseFFN(Pass):
     ensures: ClassVar[Stage] = Stage.CAPTURED
 
     def rewrite(self, rewriter: Rewriter) -> None:
-        """Numbers layers in the order in which their blocks appear."""
+        """Raise every block of two or three linears."""
         forms = Forms(rewriter.graph_module)
         found = [block for node in calls(rewriter.graph, LINEAR) if (block := _block(forms, node)) is not None]
         constants = SharedConstants(rewriter)
-        for layer, block in enumerate(found):
-            block.emit(rewriter, constants, layer)
+        for block in found:
+            block.emit(rewriter, constants)
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class _RaisedFfn:
     up_activation: str
     norm: "_Norm | None" = None
 
-    def emit(self, rewriter: Rewriter, constants: SharedConstants, layer: int) -> None:
+    def emit(self, rewriter: Rewriter, constants: SharedConstants) -> None:
         """Puts the `ffn` in the place of the down projection."""
         gate_weight, gate_bias = (None, None) if self.gate is None else self.gate.rows(rewriter, constants, self.down)
         up_weight, up_bias = self.up.rows(rewriter, constants, self.down)
@@ -127,7 +127,7 @@ class _RaisedFfn:
             scaled = self.norm.scaled(rewriter, down_weight, self.down)
             args = (*args[:3], scaled, *args[4:], self.norm.eps)
             linears.append(self.norm.node)
-        new = rewriter.call(FFN, args, before=self.down, sources=(self.down, *linears), layer=layer)
+        new = rewriter.call(FFN, args, before=self.down, sources=(self.down, *linears))
         rewriter.replace(self.down, new)
 
 
