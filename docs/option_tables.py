@@ -4,14 +4,11 @@ A table stands between the lines `<!-- options of COMMAND -->` and `<!-- end of 
 that the file is what this script would write.
 """
 
-import inspect
 import re
-from collections.abc import Iterator
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Any
 
-from typer.models import OptionInfo
+from typer.main import get_command
 
 from picompile.cli.app import app
 
@@ -21,47 +18,25 @@ _TABLE = re.compile(r"(<!-- options of ([\w-]+) -->\n).*?(<!-- end of options --
 
 def option_table(command: str) -> str:
     """Return the Markdown table of the options of `command`: how each is written, its default, what it does."""
-    (function,) = (found.callback for found in app.registered_commands if found.name == command)
-    assert function is not None
+    found: Any = get_command(app)
     rows = ["| option | default | what it does |", "| --- | --- | --- |"]
-    for name, kind, option, default in _options(function):
-        if name != "debug":
-            rows.append(f"| {_written(name, kind, option)} | {_default(kind, default)} | {_cell(option.help or '')} |")
+    for option in found.commands[command].params:
+        if option.param_type_name == "option" and not option.hidden and option.name not in ("debug", "help"):
+            rows.append(f"| {_written(option)} | {_default(option)} | {_cell(option.help or '')} |")
     return "\n".join(rows) + "\n"
 
 
-def _options(function: Any) -> Iterator[tuple[str, Any, OptionInfo, Any]]:
-    """Yield name, type, declaration and default of each option of a command's function."""
-    hints = get_type_hints(function, include_extras=True)
-    for name, parameter in inspect.signature(function).parameters.items():
-        if get_origin(hints[name]) is Annotated:
-            kind, declared = get_args(hints[name])[:2]
-            if isinstance(declared, OptionInfo) and not declared.hidden:
-                yield name, kind, declared, parameter.default
-
-
-def _written(name: str, kind: Any, option: OptionInfo) -> str:
+def _written(option: Any) -> str:
     """Return the spellings of an option, short ones first, and what it takes."""
-    # Inside of `Annotated`, the first spelling is where the default would be.
-    texts = [text for text in (option.default, *(option.param_decls or ())) if isinstance(text, str)]
-    declared = [part for text in texts for part in text.split("/") if part.startswith("-")]
-    names = sorted(declared or [f"--{name.replace('_', '-')}"], key=len)
-    if kind is bool:
-        return ", ".join(f"`{spelling}`" for spelling in names)
-    value = option.metavar or "|".join(choice.value for choice in _choices(kind)) or "VALUE"
-    *short, last = names
-    return ", ".join([*(f"`{spelling}`" for spelling in short), f"`{last} {value}`"]).replace("|", "\\|")
+    *others, last = sorted([*option.opts, *option.secondary_opts], key=len)
+    value = "" if option.is_flag else f" {option.metavar or 'VALUE'}"
+    return ", ".join(f"`{spelling}`" for spelling in (*others, last + value)).replace("|", "\\|")
 
 
-def _choices(kind: Any) -> list[Enum]:
-    kinds = [kind, *get_args(kind)]
-    return [choice for found in kinds if isinstance(found, type) and issubclass(found, Enum) for choice in found]
-
-
-def _default(kind: Any, default: Any) -> str:
-    if default is inspect.Parameter.empty:
+def _default(option: Any) -> str:
+    if option.required:
         return "required"
-    return "" if kind is bool or default in (None, ()) else f"`{getattr(default, 'value', default)}`"
+    return "" if option.is_flag or option.default is None else f"`{getattr(option.default, 'value', option.default)}`"
 
 
 def _cell(text: str) -> str:

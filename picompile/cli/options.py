@@ -134,7 +134,8 @@ def typer_option(kind: Any, option: Option, flag: str, **more: Any) -> Any:
     whole = kind in (int, int | None)
     least, most = (int(bound) if whole and bound is not None else bound for bound in (option.least, option.most))
     text = re.sub("`(.*?)`", r"[bold]\1[/]", option.help.replace("[", r"\["))
-    facts = {"help": text, "metavar": option.metavar, "envvar": option.env, "min": least, "max": most, **more}
+    metavar = option.metavar or "|".join(option.choices) or None
+    facts = {"help": text, "metavar": metavar, "envvar": option.env, "min": least, "max": most, **more}
     return Annotated[kind, typer.Option(*(option.flags or (flag,)), **facts)]
 
 

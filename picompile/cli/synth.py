@@ -1,6 +1,5 @@
 """`picompile synth`: a checkpoint of a given shape whose neurons fire at a given rate."""
 
-from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -10,15 +9,8 @@ from picompile.cli.checks import require_output
 from picompile.cli.options import DebugOption
 from picompile.cli.progress import progress
 from picompile.errors import UsageError
+from picompile.options import Option
 from picompile.output import parents_of
-
-
-class Dtype(str, Enum):
-    """Element types of a checkpoint, as `picompile.synth` has them."""
-
-    F16 = "f16"
-    BF16 = "bf16"
-    F32 = "f32"
 
 
 def synth_command(
@@ -31,7 +23,7 @@ def synth_command(
         float, typer.Option(metavar="X", help="Share of the neurons that fire for a token: above 0, at most 1.")
     ] = 0.10,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="The same seed gives the same checkpoint.")] = 0,
-    dtype: Annotated[Dtype, typer.Option(help="Element type of the checkpoint.")] = Dtype.F16,
+    dtype: Annotated[str, Option("Element type of the checkpoint.", choices=("f16", "bf16", "f32"))] = "f16",
     rank: Annotated[
         int | None,
         typer.Option(
@@ -59,7 +51,7 @@ def synth_command(
 
     found = find_shape(shape)
     with parents_of(output), progress() as shown:
-        result = synthesize(found, active, seed, output, dtype.value, shown, rank)
+        result = synthesize(found, active, seed, output, dtype, shown, rank)
     print(
         f"{output}: {result.parameters / 1e6:,.1f} M parameters, {result.dtype}, "
         f"{result.measured_active:.2%} of the neurons fire"

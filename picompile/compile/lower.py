@@ -1,5 +1,7 @@
 """The driver's lowering: the program that a config asks for, and a warning where this machine cannot hold it."""
 
+from dataclasses import fields
+
 from torch.fx import GraphModule
 
 from picompile.artifact.code import AcceleratorTarget
@@ -37,17 +39,18 @@ def lower_for(
         progress: is told of the step.
         panels: whether weights may lie in panels; not where the host is to read those of a GPU.
     """
-
+    known = {each.name for each in fields(LowerOptions)}
+    # Options of a compilation that lowering has as well, under the same names.
+    given = {each.name: getattr(config, each.name) for each in fields(config) if each.name in known}
     options = LowerOptions(
-        config.context,
-        config.chunk,
-        KV_DTYPES[config.kv_dtype],
-        config.sequences,
-        None if accelerator is None else accelerator.kind,
-        _placement(plan, facts.layers),
-        scores_masks=True,
-        draft_tokens=config.draft_tokens,
-        panels=panels,
+        **given
+        | {
+            "kv_dtype": KV_DTYPES[config.kv_dtype],
+            "accelerator": None if accelerator is None else accelerator.kind,
+            "placement": _placement(plan, facts.layers),
+            "scores_masks": True,
+            "panels": panels,
+        }
     )
     with progress.step("lower"):
         return lower(graph_module, options)
