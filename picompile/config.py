@@ -38,6 +38,7 @@ from picompile.placement.machine import (
 from picompile.predictors.config import PredictorOptions
 from picompile.quantities import parse_accuracy, parse_share
 from picompile.skipping.options import SITES, SkippingOptions, check_sites
+from picompile_codegen.registry import BACK_ENDS
 
 if TYPE_CHECKING:
     from picompile.frontend.captured import ModelFacts
@@ -60,6 +61,12 @@ def _read_plan(text: str, flag: str) -> "Plan":
     from picompile.placement.plan_file import read_plan
 
     return read_plan(Path(text))
+
+
+def _check_accelerator(name: str) -> None:
+    """Raise `UsageError` unless `name` is that of a back end."""
+    if name not in (known := tuple(BACK_ENDS)):
+        raise UsageError(f"unknown hot device {name!r}; known are {', '.join(known)}")
 
 
 @documented
@@ -171,9 +178,10 @@ class CompileOptions(PredictorOptions):
     hot_device: str | None = option(
         None,
         "The accelerator of hot neurons and of what the plan puts beside them. cuda: the target's GPU. cpu: a second "
-        "partition of the CPU, with the same schedule. Default: cuda if the target has a GPU; else hot and cold "
-        "neurons run one after the other on the host.",
-        choices=("cuda", "cpu"),
+        "partition of the CPU, with the same schedule. Or a plug-in's back end. Default: cuda if the target has a GPU; "
+        "else hot and cold neurons run one after the other on the host.",
+        metavar="NAME",
+        check=_check_accelerator,
     )
     dump_ir: Path | None = option(None, "Write the graph after each pass to DIR/NNN_pass-name.txt.", metavar="DIR")
     verify: bool = option(True, "Check the graph at every stage.")
@@ -188,8 +196,8 @@ class CompileOptions(PredictorOptions):
         self._require_rounding()
         if self.kv_dtype == "q4" and gpu is not None:
             raise UsageError("a KV cache in q4 has no kernels for a GPU; choose q8")
-        if self.hot_device == "cuda" and gpu is None:
-            raise UsageError(f"hot device cuda needs a target with a GPU, and {self.target} has none")
+        if self.on_gpu and gpu is None:
+            raise UsageError(f"hot device {self.hot_device} needs a target with a GPU, and {self.target} has none")
         if self.plan is not None:
             self._require_neurons(self.plan)
         self._require_machine(gpu)
@@ -257,8 +265,14 @@ class CompileOptions(PredictorOptions):
 
     @property
     def accelerator(self) -> str | None:
-        """Where hot neurons run: `hot_device` if given, else `cuda` for a target with a GPU, else None."""
-        return self.hot_device or ("cuda" if gpu_of(self.target) is not None else None)
+        """The back end of hot neurons: `hot_device` if given, else that of the target's GPU, else None."""
+        gpu = gpu_of(self.target)
+        return self.hot_device or (None if gpu is None else gpu.back_end)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the accelerator is a GPU."""
+        return self.accelerator is not None and BACK_ENDS[self.accelerator].is_gpu
 
     @property
     def _can_calibrate(self) -> bool:
@@ -335,9 +349,9 @@ def _chunk(options: CompileOptions, context: int) -> int:
     """Return how many tokens of a prompt are read together: as given, as planned, or by default."""
     if options.chunk is not None:
         return options.chunk
-    if options.plan is not None and options.accelerator == "cuda":
+    if options.plan is not None and options.on_gpu:
         return options.plan.chunk
-    return default_chunk(context, on_gpu=options.accelerator == "cuda")
+    return default_chunk(context, on_gpu=options.on_gpu)
 
 
 def predictor_quant(options: CompileOptions) -> str:

@@ -35,7 +35,7 @@ from picompile.progress import Advance, NoProgress
 from picompile_codegen.build import host_library as build
 from picompile_codegen.build import host_library as toolchain
 from picompile_codegen.build.isa import Isa
-from picompile_codegen.cpu import Kernel
+from picompile_codegen.cpu.kernel import Kernel
 from picompile_codegen.lowering.function import LowerOptions
 from picompile_codegen.lowering.lower import lower
 from picompile_codegen.lowering.packing import Evaluate, PackedTensor

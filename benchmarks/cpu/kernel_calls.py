@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from picompile_codegen.cpu import Kernel
+from picompile_codegen.cpu.kernel import Kernel
 from picompile_runtime.devices.cpu.native import HostLibrary, seconds_of
 from picompile_runtime.devices.memory import aligned_zeros
 

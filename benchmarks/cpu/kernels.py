@@ -24,7 +24,7 @@ from picompile.machine import find_native_target
 from picompile_codegen import cpu
 from picompile_codegen.build.host_library import build_host_library
 from picompile_codegen.build.isa import ISAS, targeting
-from picompile_codegen.cpu import Kernel
+from picompile_codegen.cpu.kernel import Kernel
 from picompile_codegen.lowering.program import tensor_bytes
 from picompile_codegen.specs import FfnSpec, LinearSpec
 from picompile_codegen.weight_panels import has_panels

@@ -23,8 +23,7 @@ import psutil
 
 import picompile_runtime
 from picompile_codegen.build.host_library import build_host_library
-from picompile_codegen.cpu import Kernel
-from picompile_codegen.cpu.kernel import KernelFunction
+from picompile_codegen.cpu.kernel import Kernel, KernelFunction
 from picompile_codegen.cpu.tensor import loop, parallel
 from picompile_runtime.devices.cpu.native import HostLibrary
 from picompile_runtime.devices.memory import aligned_zeros

@@ -13,6 +13,7 @@ from typing import Any
 
 from picompile_codegen import cuda
 from picompile_codegen.cuda.build import build_cuda
+from picompile_codegen.cuda.function import CudaKernel
 from picompile_codegen.signs import sign_row_bytes
 from picompile_codegen.specs import (
     AddSpec,
@@ -115,7 +116,7 @@ class Case:
     shares: tuple[float, ...] = field(default=())
     streamed: bool = False
 
-    def to_json(self, kernel: cuda.CudaKernel) -> dict[str, Any]:
+    def to_json(self, kernel: CudaKernel) -> dict[str, Any]:
         """The entry in the pack's list."""
         arguments = [
             {

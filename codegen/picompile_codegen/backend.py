@@ -1,30 +1,40 @@
 """Back ends: where code for a kernel comes from.
 
-A back end's bodies are the functions of its folder that `body` marks with the specs that they write:
+A back end is a folder with a `BackEnd`, found by its name in `picompile_codegen.registry`. Its bodies are the functions
+of the folder that `body` marks with the specs that they write:
 
     @body(NegateSpec)
     def negate(spec: NegateSpec, function: KernelFunction) -> None:
         ...
+
+This module imports neither torch nor TVM, and no folder of a back end does before a kernel is written.
 """
 
 from collections.abc import Callable, Mapping
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, lru_cache
 from importlib import import_module
+from pathlib import Path
 from pkgutil import iter_modules
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from picompile_codegen.build.isa import Isa, current, targeting
 from picompile_codegen.errors import CodegenError
-from picompile_codegen.specs.arguments import KernelSpec
 from picompile_passes.errors import UnsupportedGraphError
+
+if TYPE_CHECKING:
+    from picompile_codegen.specs.arguments import KernelSpec
 
 # body(spec, function): writes the statements of the kernel of `spec`.
 Body = Callable[[Any, Any], None]
 BodyT = TypeVar("BodyT", bound=Body)
 
 _MARK = "__picompile_specs__"
+# A model or two have this many. Writing one takes up to 0.1 s, and comparing it with others three times as long.
+_KEPT_KERNELS = 512
 
 
-def body(*specs: type[KernelSpec]) -> Callable[[BodyT], BodyT]:
+def body(*specs: "type[KernelSpec]") -> Callable[[BodyT], BodyT]:
     """Mark a function as the body of the kernels of `specs` for the back end whose folder it lies in."""
 
     def mark(function: BodyT) -> BodyT:
@@ -35,7 +45,7 @@ def body(*specs: type[KernelSpec]) -> Callable[[BodyT], BodyT]:
 
 
 @cache
-def find_bodies(package: str) -> Mapping[type[KernelSpec], Body]:
+def find_bodies(package: str) -> Mapping["type[KernelSpec]", Body]:
     """Return the bodies in the modules of the folder `package`, by the type of their spec.
 
     Raises:
@@ -53,14 +63,85 @@ def find_bodies(package: str) -> Mapping[type[KernelSpec], Body]:
     return found
 
 
-def body_of(spec: KernelSpec, package: str) -> Body:
-    """Return the body of `spec` in the folder `package` of a back end, or the one that the spec brings along for it.
+@dataclass(frozen=True)
+class CodeTarget:
+    """The machine that an accelerator's code is for.
 
-    Raises:
-        UnsupportedGraphError: If there is none.
+    `isas` are the instruction sets that the host has code for, best first; `sm` is the compute capability of the
+    target's GPU times ten, 0 without one.
     """
-    back_end = package.rpartition(".")[2]
-    found = spec.bodies().get(back_end) or find_bodies(package).get(type(spec))
-    if found is None:
-        raise UnsupportedGraphError(f"there is no kernel of {type(spec).__name__} for back end {back_end}")
-    return found
+
+    isas: tuple[Isa, ...]
+    sm: int = 0
+
+
+@dataclass(frozen=True)
+class BackEnd:
+    """One way to make code for kernels.
+
+    Attributes:
+        name: how options, manifests and entry points call it.
+        package: the folder of its kernels' bodies.
+        begin: `begin(spec)` returns a kernel to be written, a `picompile_codegen.cpu.kernel.KernelFunction`.
+        build: `build(kernels, folder, target)` writes the code of an accelerator's kernels, by their specs, into the
+            artifact's folder `kernels/`, and returns the accelerator's entry of manifest.json without its kind. Texts
+            among its values that name files are relative to the artifact.
+        require: raises `ToolchainError` where code cannot be built on this machine.
+        is_gpu: whether it makes code for the GPU of a target.
+        panels: whether its kernels read matrices in panels of rows (`weight_panels.py`).
+        fuses: whether it has kernels that do what several nodes ask for (`lowering/fusion.py`).
+        counts: whether its kernels are told how many neurons they compute, so that layers share them
+            (`lowering/neuron_bounds.py`).
+    """
+
+    name: str
+    package: str
+    begin: Callable[["KernelSpec"], Any]
+    build: Callable[[Mapping["KernelSpec", Any], Path, CodeTarget], dict[str, Any]]
+    require: Callable[[], None] = lambda: None
+    is_gpu: bool = False
+    panels: bool = True
+    fuses: bool = False
+    counts: bool = False
+
+    def write_kernel(self, spec: "KernelSpec") -> Any:
+        """Return the kernel of `spec`, for the current instruction set where there are several.
+
+        Raises:
+            UnsupportedGraphError: For a spec that has no body here.
+        """
+        write = spec.bodies().get(self.name) or find_bodies(self.package).get(type(spec))
+        if write is None:
+            raise UnsupportedGraphError(f"there is no kernel of {type(spec).__name__} for back end {self.name}")
+        function = self.begin(spec)
+        with function:
+            write(spec, function)
+        return function.kernel()
+
+    def kernel(self, spec: "KernelSpec") -> Any:
+        """Return what `write_kernel` returns, the same object for equal specs."""
+        return _kept_kernel(self, spec, current())
+
+    def kernels_for(self, isa: Isa, built: Mapping["KernelSpec", Any]) -> tuple[Any, ...]:
+        """Return each of `built`, by its spec, for `isa`.
+
+        Raises:
+            CodegenError: For a kernel with another name or other arguments there: one program serves the code of all
+                instruction sets.
+        """
+        with targeting(isa):
+            again = tuple(self.kernel(spec) for spec in built)
+        for kernel, other in zip(built.values(), again, strict=True):
+            if (kernel.name, kernel.arguments) != (other.name, other.arguments):
+                raise CodegenError(f"kernel {kernel.name} has another name or other arguments for {isa.name}")
+        return again
+
+
+@lru_cache(maxsize=_KEPT_KERNELS)
+def _kept_kernel(back_end: BackEnd, spec: "KernelSpec", isa: Isa) -> Any:
+    return back_end.write_kernel(spec)
+
+
+def forget_kernels() -> None:
+    """Forget the kernels that were written, for tests that change how they are written."""
+    _kept_kernel.cache_clear()

@@ -4,12 +4,14 @@ The kernels of all instruction sets have the same names and arguments, so that o
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from picompile.machine import find_compiled_targets, gpu_of, native_target
 from picompile.progress import Progress
+from picompile_codegen.backend import CodeTarget
+from picompile_codegen.registry import BACK_ENDS
 
 if TYPE_CHECKING:
     from picompile_codegen.build.isa import Isa
@@ -25,8 +27,7 @@ class Code:
 
     def to_json(self) -> dict[str, Any]:
         """Return the manifest's entry, which has all that the runtime needs to choose."""
-        isa = self.isa
-        return {"isa": isa.name, "machine": isa.machine, "features": list(isa.features), "file": self.file}
+        return self.isa.entry(self.file)
 
 
 def planned_code(targets: str, *, bf16: bool = False) -> list[Code]:
@@ -86,23 +87,29 @@ def build_code(code: Sequence[Code], lowered: "Lowered", folder: Path, progress:
 
 @dataclass(frozen=True)
 class AcceleratorTarget:
-    """An accelerator to compile for: a second partition of the CPU, or a GPU of compute capability `sm` / 10."""
+    """An accelerator to compile for: the name of its back end, and the compute capability of a GPU times ten."""
 
-    kind: Literal["cpu", "cuda"]
+    kind: str
     sm: int = 0
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether it is the GPU of a target."""
+        return BACK_ENDS[self.kind].is_gpu
 
     def build(self, code: "Sequence[Code]", lowered: "Lowered", folder: Path, progress: Progress) -> dict[str, Any]:
         """Compile its kernels of `lowered` into `folder`; return the manifest's entry. Raise `BuildError`."""
-        if self.kind == "cpu":
-            return _build_cpu(code, lowered, folder, progress)
-        return _build_cuda(self.sm, lowered, folder, progress)
+        target = CodeTarget(tuple(each.isa for each in code), self.sm)
+        build = BACK_ENDS[self.kind].build
+        with progress.step("accelerator"):
+            return {"kind": self.kind, **build(lowered.accelerator_built, folder / "kernels", target)}
 
 
 def accelerator_target(kind: str | None, targets: str) -> AcceleratorTarget | None:
     """Return the accelerator to compile for, or None where there is none.
 
     Args:
-        kind: `cuda`, `cpu` (a second partition of the CPU), or None.
+        kind: the name of its back end, or None.
         targets: names of rows of the table of targets; the GPU among them has the compute capability.
 
     Raises:
@@ -110,35 +117,6 @@ def accelerator_target(kind: str | None, targets: str) -> AcceleratorTarget | No
     """
     if kind is None:
         return None
-    gpu = gpu_of(targets)
-    if kind == "cpu" or gpu is None or gpu.sm is None:
-        return AcceleratorTarget("cpu")
-    from picompile_codegen.cuda.build import require_nvrtc
-
-    require_nvrtc()
-    return AcceleratorTarget("cuda", gpu.sm)
-
-
-def _build_cpu(code: "Sequence[Code]", lowered: "Lowered", folder: Path, progress: Progress) -> dict[str, Any]:
-    """Build for each instruction set that the host has code for: whichever is chosen, both sides have it."""
-    from picompile_codegen.build.host_library import build_host_library
-
-    variants = [replace(each, file=f"kernels/hot.{each.isa.name}.so") for each in code]
-    with progress.step("accelerator", len(variants)) as advance:
-        for each in variants:
-            build_host_library(lowered.accelerator_kernels_for(each.isa), folder / each.file, each.isa)
-            advance(1)
-    return {"kind": "cpu", "code": [each.to_json() for each in variants]}
-
-
-def _build_cuda(sm: int, lowered: "Lowered", folder: Path, progress: Progress) -> dict[str, Any]:
-    from picompile_codegen import cuda
-    from picompile_codegen.cuda.build import build_cuda
-    from picompile_codegen.specs import PingPongSpec
-
-    with progress.step("accelerator"):
-        # The runtime asks with the last one whether the GPU sees what the host writes.
-        files = build_cuda(
-            [*lowered.accelerator_built.values(), cuda.write_kernel(PingPongSpec())], folder / "kernels", sm
-        )
-    return {"kind": "cuda", "sm": sm, **{role: f"kernels/{name}" for role, name in files.items()}}
+    back_end, gpu = BACK_ENDS[kind], gpu_of(targets)
+    back_end.require()
+    return AcceleratorTarget(kind, (gpu.sm or 0) if back_end.is_gpu and gpu is not None else 0)

@@ -38,7 +38,7 @@ def collect_device(
         "sm": code.sm or None,
         "code": [variant.isa for variant in code.variants],
         "memory_bytes": _memory(program, tensors),
-        "kernels": [] if code.kind != "cuda" else list(_kernels(folder, code)),
+        "kernels": list(_kernels(folder, code)) if "launches" in code.files else [],
     }
 
 
@@ -94,11 +94,12 @@ def _kernels(folder: Path, code: "AcceleratorCode") -> Iterator[dict[str, Any]]:
 
 def accelerator_rows(device: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the lines on the accelerator for the table of facts."""
-    if device["kind"] == "cuda":
-        sm = device["sm"]
+    if sm := device["sm"]:
         yield "accelerator", f"GPU of compute capability {sm // 10}.{sm % 10}; newer ones by PTX"
-    else:
+    elif device["code"]:
         yield "accelerator", f"a second partition of the CPU: {', '.join(device['code'])}"
+    else:
+        yield "accelerator", device["kind"]
     for memory, parts in device["memory_bytes"].items():
         held = [f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in parts.items() if size]
         yield _MEMORY_TITLES[memory], ", ".join(held) or "nothing"

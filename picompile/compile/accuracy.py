@@ -60,7 +60,7 @@ def runnable_here(
     """
     contents, folder = artifact.contents, artifact.folder
     accelerator = contents.accelerator
-    has_gpu = accelerator is not None and accelerator.kind == "cuda"
+    has_gpu = accelerator is not None and accelerator.is_gpu
     if runs_here(contents.code) and not has_gpu:
         yield folder
         return

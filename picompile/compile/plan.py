@@ -49,7 +49,7 @@ def check_given_plan(config: CompileConfig, facts: ModelFacts, progress: Progres
         ("predictor", plan.predictor, config.predictor),
         ("predictors in", plan.predictor_quant, config.predictor_quant),
         ("a number of sequences of", plan.batch, config.sequences),
-        ("chunks of", plan.chunk, config.chunk if config.accelerator == "cuda" else plan.chunk),
+        ("chunks of", plan.chunk, config.chunk if config.on_gpu else plan.chunk),
     ):
         if planned != compiled:
             progress.say(f"the plan is for {what} {planned}, but this compiles for {compiled}; its figures do not hold")

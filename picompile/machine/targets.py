@@ -55,6 +55,7 @@ class Target:
     `host_efficiency` is the share of its bandwidth that kernels reach.
 
     `isas` are the instruction sets that code is made for, best first; machines without any can only be planned for.
+    `back_end` names the back end that makes code for the GPU, None without one.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Target:
     source: str = ""
     isas: tuple[str, ...] = ()
     host_efficiency: float = HOST_EFFICIENCY
+    back_end: str | None = None
 
     @property
     def compiles(self) -> bool:
@@ -114,6 +116,7 @@ def _gpu(
         tensor_flops_per_s=tensor_tflops * 1e12,
         source=source,
         isas=_HOST_ISAS,
+        back_end="cuda",
     )
 
 

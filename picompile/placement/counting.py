@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.fx import GraphModule
 
     from picompile.predictors.store import Predictors
-    from picompile_codegen.cpu import Kernel
+    from picompile_codegen.cpu.kernel import WrittenKernel
     from picompile_codegen.lowering.lower import Lowered
     from picompile_codegen.lowering.program import LoweredProgram, ProgramCall
     from picompile_codegen.specs import KernelSpec
@@ -170,7 +170,7 @@ def tallied_program(lowered: "Lowered", batch: int) -> TalliedProgram:
     )
 
 
-def _tallied_call(call: "ProgramCall", kernel: "Kernel", launches: int) -> TalliedCall:
+def _tallied_call(call: "ProgramCall", kernel: "WrittenKernel", launches: int) -> TalliedCall:
     tensors, reads, made = dict[str, str](), list[str](), None
     for parameter, argument in zip(kernel.arguments, call.args, strict=True):
         if argument.space != "buffer":
@@ -194,7 +194,7 @@ def _launches_of(spec: "KernelSpec", batch: int) -> int:
 
     A plug-in's predictor without a CUDA kernel, which cannot be compiled for a GPU, counts as 1.
     """
-    from picompile_codegen.lowering.program import cuda_kernel_of
+    from picompile_codegen.registry import BACK_ENDS
     from picompile_passes.errors import UnsupportedGraphError
 
     # A plan may have more sequences than an artifact can hold.
@@ -205,7 +205,7 @@ def _launches_of(spec: "KernelSpec", batch: int) -> int:
         names = {field.name for field in fields(spec)}
         spec = replace(spec, **{name: value for name, value in changed.items() if name in names})
     try:
-        return len(cuda_kernel_of(spec).grids)
+        return len(BACK_ENDS["cuda"].kernel(spec).grids)
     except UnsupportedGraphError:
         return 1
 

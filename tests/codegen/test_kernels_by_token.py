@@ -12,9 +12,9 @@ from helpers.kernels.caches import in_q4, in_q8, spread
 from helpers.kernels.cuda_workbench import CudaWorkbench
 from helpers.kernels.workbench import Array, Workbench, assert_rows, packed, uniform
 from helpers.products import sampled
-from picompile_codegen import cpu, cuda
+from picompile_codegen import cuda
 from picompile_codegen.cpu import vector
-from picompile_codegen.cpu.kernel import KernelFunction
+from picompile_codegen.cpu.kernel import Kernel, KernelFunction
 from picompile_codegen.cpu.tensor import bind, when
 from picompile_codegen.cuda.function import CudaFunction
 from picompile_codegen.specs import (
@@ -193,7 +193,7 @@ def test_functions_of_expressions(either: Workbench) -> None:
             assert (np.abs(measured[finite] - wanted) <= 1e-6 * np.maximum(np.abs(wanted), 1.0)).all(), name
 
 
-def activation_kernel(bench: Workbench, names: list[str], points: int) -> cpu.Kernel:
+def activation_kernel(bench: Workbench, names: list[str], points: int) -> Kernel:
     """A row for each activation."""
     if not isinstance(bench, CudaWorkbench):
         function = KernelFunction("activations", "every activation")
@@ -213,7 +213,7 @@ def activation_kernel(bench: Workbench, names: list[str], points: int) -> cpu.Ke
         with on_gpu.launch(grid=1, block=1024) as place, when(place.thread < points):
             for row, name in enumerate(names):
                 y[row, place.thread] = bind(cuda.memory.activate(name, given[0, place.thread]))
-    return on_gpu.cuda_kernel()
+    return on_gpu.kernel()
 
 
 def test_activations(either: Workbench) -> None:

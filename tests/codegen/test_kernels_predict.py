@@ -10,7 +10,7 @@ from helpers.kernels.cuda_workbench import CudaWorkbench
 from helpers.kernels.workbench import Array, Workbench, as_seen, assert_rows, packed, uniform
 from helpers.products import sampled
 from picompile_codegen import cpu
-from picompile_codegen.cpu import Kernel
+from picompile_codegen.cpu.kernel import Kernel
 from picompile_codegen.cuda import dot
 from picompile_codegen.signs import pack_signs, sign_row_bytes
 from picompile_codegen.specs import PredictLowRankSpec, PredictSignsSpec

@@ -23,7 +23,7 @@ from tvm.tirx.compilation_pipeline import finalize_device_passes, finalize_host_
 from picompile_codegen.build.interfaces import interfaces_source
 from picompile_codegen.build.isa import DEFAULT_ISA, ISAS, Isa
 from picompile_codegen.build.object_cache import cached_object, object_key, temporary_folder
-from picompile_codegen.cpu import Kernel
+from picompile_codegen.cpu.kernel import Kernel
 from picompile_codegen.errors import BuildError, CodegenError, ToolchainError
 
 # TVM's pipeline `tirx` lowers kernels to LLVM's input here, without the passes that kernels do not need.

@@ -49,6 +49,10 @@ class Isa:
         target: dict[str, Any] = {"kind": "llvm", "mcpu": self.mcpu, "mtriple": self.triple}
         return target | ({"mattr": list(self.mattr)} if self.mattr else {})
 
+    def entry(self, file: str) -> dict[str, Any]:
+        """Return the manifest's entry of code in `file`, which has all that the runtime needs to choose."""
+        return {"isa": self.name, "machine": self.machine, "features": list(self.features), "file": file}
+
 
 # abm is lzcnt, which older processors take for another instruction: a wrong result, and not even an illegal one.
 _AVX2 = ("abm", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe")

@@ -242,7 +242,7 @@ class KernelFunction:
         """Which step this is: no two in a row have the same number."""
         return bind(self["step"][_STEP_NUMBER])
 
-    def kernel(self) -> Kernel:
+    def kernel(self) -> WrittenKernel:
         """Return the finished kernel, once its body has ended."""
         return Kernel(self.name, self.prim_func(), self.arguments(), **self._bounds, isa=current().name)
 

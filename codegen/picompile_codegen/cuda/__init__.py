@@ -1,20 +1,41 @@
-"""The bodies of kernels for NVIDIA GPUs: TVM TIR to CUDA C."""
+"""The back end for NVIDIA GPUs: bodies of kernels as TVM TIR, which becomes CUDA C, a cubin and PTX."""
 
-from picompile_codegen.backend import body_of
-from picompile_codegen.cuda.build import CudaSource, cuda_source
-from picompile_codegen.cuda.function import CudaFunction, CudaKernel
-from picompile_codegen.specs import KernelSpec
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["CudaKernel", "CudaSource", "cuda_source", "write_kernel"]
+from picompile_codegen.backend import BackEnd, CodeTarget
+
+if TYPE_CHECKING:
+    from picompile_codegen.cuda.function import CudaFunction, CudaKernel
+    from picompile_codegen.specs.arguments import KernelSpec
 
 
-def write_kernel(spec: KernelSpec) -> CudaKernel:
-    """Return the CUDA kernel of `spec`.
+def _begin(spec: "KernelSpec") -> "CudaFunction":
+    from picompile_codegen.cuda.function import CudaFunction
 
-    Raises:
-        UnsupportedGraphError: For a spec that has no body here.
-    """
-    write, function = body_of(spec, __name__), CudaFunction(spec)
-    with function:
-        write(spec, function)
-    return function.cuda_kernel()
+    return CudaFunction(spec)
+
+
+def _build(kernels: Mapping["KernelSpec", "CudaKernel"], folder: Path, target: CodeTarget) -> dict[str, Any]:
+    from picompile_codegen.cuda.build import build_cuda
+    from picompile_codegen.specs.transfer import PingPongSpec
+
+    # The runtime asks with the last one whether the GPU sees what the host writes.
+    files = build_cuda([*kernels.values(), write_kernel(PingPongSpec())], folder, target.sm)
+    return {"sm": target.sm, **{role: f"kernels/{name}" for role, name in files.items()}}
+
+
+def _require() -> None:
+    from picompile_codegen.cuda.build import require_nvrtc
+
+    require_nvrtc()
+
+
+BACK_END = BackEnd("cuda", __name__, _begin, _build, _require, is_gpu=True, panels=False, fuses=True, counts=True)
+
+
+def write_kernel(spec: "KernelSpec") -> "CudaKernel":
+    """Return the CUDA kernel of `spec`. Raises as `BackEnd.write_kernel`."""
+    kernel: CudaKernel = BACK_END.write_kernel(spec)
+    return kernel

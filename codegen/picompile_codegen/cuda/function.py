@@ -115,7 +115,7 @@ class CudaFunction(KernelFunction):
         """Let the copy engine copy argument `source` to argument `target`, in the place of all launches."""
         self._copied = source, target
 
-    def cuda_kernel(self) -> CudaKernel:
+    def kernel(self) -> CudaKernel:
         """Return the finished kernel, once its body has ended."""
         return CudaKernel(
             self.name, self.prim_func(), self.arguments(), **self._bounds, grids=tuple(self._grids), copied=self._copied

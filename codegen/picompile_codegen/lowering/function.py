@@ -5,11 +5,12 @@ Buffers whose lifetimes do not overlap share memory.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from torch.fx import Node
 
-from picompile_codegen.cpu import Kernel
+from picompile_codegen.backend import BackEnd
+from picompile_codegen.cpu.kernel import WrittenKernel
 from picompile_codegen.lowering.arena import Lifetime, place_buffers
 from picompile_codegen.lowering.neuron_bounds import ALL_ALIKE, NeuronBounds
 from picompile_codegen.lowering.packing import PackedMatrix, WeightTable
@@ -23,10 +24,9 @@ from picompile_codegen.lowering.program import (
     ProgramState,
     ProgramTensor,
     TopLogitsBuffers,
-    cuda_kernel_of,
-    kernel_of,
     tensor_bytes,
 )
+from picompile_codegen.registry import BACK_ENDS
 from picompile_codegen.specs import FLAG_SHAPE, STEP_SHAPE, CopyWordsSpec, KernelSpec, Mode
 
 
@@ -65,7 +65,8 @@ STAGES = ("stage.0", "stage.1")
 DECODING = ("decode", "batch")
 
 Bindings = dict[str, Arg | PackedMatrix]
-AnyKernel = Any  # a Kernel of the CPU, or a CudaKernel, which is not imported where no GPU is compiled for
+HOST = "cpu"
+"""The host's back end."""
 
 
 @dataclass(frozen=True)
@@ -73,22 +74,27 @@ class LowerOptions:
     """Options of lowering that the graph does not contain.
 
     `context` and `chunk` in tokens; `kv_dtype` float16, float32, q8 or q4; `sequences` have a place in the state.
-    `accelerator` is a GPU (`cuda`) or a second partition of the CPU (`cpu`), None for a program that has none, and
-    `placement` says what runs there. With `scores_masks` a program without an accelerator has the function
-    `score_masked` as well, if its predictors have kernels for chunks. A step of `batch` can check `draft_tokens` tokens
-    of a draft beside the one that it reads anyway, on the CPU. Without `panels` weights are laid out as a GPU reads
-    them, though the program has none.
+    `accelerator` names the back end of a GPU (`cuda`), of a second partition of the CPU (`cpu`) or of a plug-in, None
+    for a program that has none, and `placement` says what runs there. With `scores_masks` a program without an
+    accelerator has the function `score_masked` as well, if its predictors have kernels for chunks. A step of `batch`
+    can check `draft_tokens` tokens of a draft beside the one that it reads anyway, on the CPU. Without `panels` weights
+    are laid out as a GPU reads them, though the program has none.
     """
 
     context: int
     chunk: int
     kv_dtype: str
     sequences: int = 1
-    accelerator: Literal["cpu", "cuda"] | None = None
+    accelerator: str | None = None
     placement: Placement = ON_HOST
     scores_masks: bool = False
     draft_tokens: int = 0
     panels: bool = True
+
+    @property
+    def back_end(self) -> BackEnd:
+        """The accelerator's back end; without one the host's."""
+        return BACK_ENDS[self.accelerator or HOST]
 
     @property
     def batch_rows(self) -> int:
@@ -109,8 +115,8 @@ class Shared:
     weights: WeightTable = field(default_factory=WeightTable)
     state: dict[str, ProgramState] = field(default_factory=dict)
     ffn: list[FfnPart] = field(default_factory=list)
-    kernels: dict[KernelSpec, Kernel] = field(default_factory=dict)
-    accelerator_kernels: dict[KernelSpec, AnyKernel] = field(default_factory=dict)
+    kernels: dict[KernelSpec, WrittenKernel] = field(default_factory=dict)
+    accelerator_kernels: dict[KernelSpec, WrittenKernel] = field(default_factory=dict)
     transfers: int = 0
     streamed: dict[str, None] = field(default_factory=dict)
     stage_bytes: int = 0
@@ -123,16 +129,16 @@ class Shared:
         """The number of rows of the statistics that are taken."""
         return len(self.ffn)
 
-    def kernel(self, device: Device, spec: KernelSpec) -> AnyKernel:
+    def kernel(self, device: Device, spec: KernelSpec) -> WrittenKernel:
         """Return the kernel of `spec`, which is built once: most layers ask for the same few.
 
         Raises:
-            UnsupportedGraphError: For a spec that has no body for the GPU that `device` is.
+            UnsupportedGraphError: For a spec that has no body for `device`.
         """
-        built: dict[KernelSpec, AnyKernel] = self.kernels if device == "host" else self.accelerator_kernels
+        built = self.kernels if device == "host" else self.accelerator_kernels
         if spec not in built:
-            is_gpu = device == "device" and self.options.accelerator == "cuda"
-            built[spec] = cuda_kernel_of(spec) if is_gpu else kernel_of(spec)
+            back_end = BACK_ENDS[HOST] if device == "host" else self.options.back_end
+            built[spec] = back_end.kernel(spec)
         return built[spec]
 
 
@@ -172,7 +178,7 @@ class Function:
             return "sequences"
         return "one" if self.rows == 1 else "chunk"
 
-    def kernel(self, spec: KernelSpec) -> AnyKernel:
+    def kernel(self, spec: KernelSpec) -> WrittenKernel:
         """Return the kernel of `spec` for the current device."""
         return self.shared.kernel(self.device, spec)
 
@@ -244,7 +250,7 @@ class Function:
 
     def call(
         self,
-        kernel: AnyKernel,
+        kernel: WrittenKernel,
         bindings: Bindings,
         *,
         op: str,

@@ -23,13 +23,13 @@ from heapq import heapify, heappop, heappush
 from torch.fx import GraphModule, Node
 
 from picompile_codegen.build.isa import Isa
-from picompile_codegen.cpu import Kernel
+from picompile_codegen.cpu.kernel import Kernel, WrittenKernel
 from picompile_codegen.lowering.arena import Lifetime, align
 from picompile_codegen.lowering.ffn import makes_mask
 from picompile_codegen.lowering.function import (
     DECODING,
+    HOST,
     STAGES,
-    AnyKernel,
     Bindings,
     Function,
     LowerOptions,
@@ -43,10 +43,11 @@ from picompile_codegen.lowering.operators import lower_node, lower_state
 from picompile_codegen.lowering.ops import top_logits_shapes
 from picompile_codegen.lowering.packing import WeightTable
 from picompile_codegen.lowering.placement import place
-from picompile_codegen.lowering.program import Device, LoweredProgram, Memory, ProgramTensor, kernels_for, tensor_bytes
+from picompile_codegen.lowering.program import Device, LoweredProgram, Memory, ProgramTensor, tensor_bytes
 from picompile_codegen.lowering.shared_memory import shared_overlap
 from picompile_codegen.lowering.state import state_operands
 from picompile_codegen.lowering.transfer import publish
+from picompile_codegen.registry import BACK_ENDS
 from picompile_codegen.specs import FLAG_SHAPE, STEP_SHAPE, KernelSpec, TakeLastSpec
 from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.graph.nodes import arguments, constant_nodes, is_call
@@ -60,22 +61,18 @@ class Lowered:
     """A program, the tensors it reads, and the kernels it calls by their specs, the host's and the accelerator's."""
 
     program: LoweredProgram
-    built: Mapping[KernelSpec, Kernel]
-    accelerator_built: Mapping[KernelSpec, AnyKernel]
+    built: Mapping[KernelSpec, WrittenKernel]
+    accelerator_built: Mapping[KernelSpec, WrittenKernel]
     weights: WeightTable
 
     @property
-    def kernels(self) -> tuple[Kernel, ...]:
+    def kernels(self) -> tuple[WrittenKernel, ...]:
         """The kernels for the instruction set that was current when the graph was lowered."""
         return tuple(self.built.values())
 
     def kernels_for(self, isa: Isa) -> tuple[Kernel, ...]:
         """Return the host's kernels for `isa`."""
-        return kernels_for(isa, self.built)
-
-    def accelerator_kernels_for(self, isa: Isa) -> tuple[Kernel, ...]:
-        """Return the kernels of an accelerator that is a partition of the CPU, for `isa`."""
-        return kernels_for(isa, self.accelerator_built)
+        return BACK_ENDS[HOST].kernels_for(isa, self.built)
 
 
 def lower(graph_module: GraphModule, options: LowerOptions) -> Lowered:
@@ -87,7 +84,7 @@ def lower(graph_module: GraphModule, options: LowerOptions) -> Lowered:
     mixers = [position for position, node in enumerate(unmasked) if state_of(node)]
     if not mixers:
         raise UnsupportedGraphError("no operator of the graph keeps anything between tokens")
-    shared, last = Shared(options, WeightTable(options.panels and options.accelerator != "cuda")), mixers[-1]
+    shared, last = Shared(options, WeightTable(options.panels and options.back_end.panels)), mixers[-1]
     shared.weights.find_layouts(nodes)
     if not shared.weights.panels:  # a GPU reads them
         shared.joined = joined_linears(nodes)
@@ -95,7 +92,7 @@ def lower(graph_module: GraphModule, options: LowerOptions) -> Lowered:
             shared.weights.join(
                 [arguments(node)["weight"] for node in group], [arguments(node)["bias"] for node in group]
             )
-    if options.accelerator == "cuda":
+    if options.accelerator is not None and options.back_end.counts:
         decoding, prompts = _devices("decode", nodes, shared), _devices("prefill", nodes, shared)
         shared.bounds = neuron_bounds(nodes, decoding, prompts)
     decode = _whole("decode", 1, nodes, shared, "logits")
@@ -163,7 +160,7 @@ def _lower_all(nodes: Sequence[Node], function: Function) -> None:
     So what the host needs is sent before the device begins with what takes long, and its result is asked for after.
     """
     ordered, fusions = _host_first(nodes, function.devices), Fusions()
-    if function.shared.options.accelerator == "cuda":
+    if function.shared.options.accelerator is not None and function.shared.options.back_end.fuses:
         fusions = find_fusions(ordered, function.devices, function.shared.joined, function.rows, function.lent)
     for node in ordered:
         if node in fusions.inside:
@@ -289,7 +286,7 @@ def _overlap_in_shared(function: Function) -> Callable[[Lifetime, Lifetime], boo
     """
     if function.name in DECODING:
         return lambda one, other: True
-    kernels: dict[tuple[Device, str], AnyKernel] = {
+    kernels: dict[tuple[Device, str], WrittenKernel] = {
         ("host", kernel.name): kernel for kernel in function.shared.kernels.values()
     }
     kernels |= {("device", kernel.name): kernel for kernel in function.shared.accelerator_kernels.values()}

@@ -1,20 +1,11 @@
-"""The flat program that `program.json` holds, as dataclasses: kernel calls over planned buffers; and its kernels."""
+"""The flat program that `program.json` holds, as dataclasses: kernel calls over planned buffers."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from picompile_codegen.build.isa import Isa, current, targeting
-from picompile_codegen.cpu import Kernel, write_kernel
-from picompile_codegen.errors import CodegenError
-from picompile_codegen.specs import KernelSpec
 from picompile_codegen.specs.arguments import ITEM_BYTES
 from picompile_passes.dialect.state import StateKind
-
-if TYPE_CHECKING:
-    from picompile_codegen.cuda import CudaKernel
 
 PROGRAM_SCHEMA = 4
 
@@ -205,53 +196,3 @@ class LoweredProgram:
     def state_bytes(self) -> int:
         """Bytes of the state of all sequences at full context."""
         return sum(tensor_bytes(tensor.dtype, tensor.shape) for tensor in self.state.values())
-
-
-# Kernels are written once for each instruction set.
-
-
-# A model or two have this many. Writing one takes up to 0.1 s, and comparing it with others three times as long.
-_KEPT_KERNELS = 256
-
-
-def kernel_of(spec: KernelSpec) -> Kernel:
-    """Return the CPU kernel of `spec` for the current instruction set; the same object for equal specs."""
-    return _kernel_of(spec, current())
-
-
-@lru_cache(maxsize=_KEPT_KERNELS)
-def _kernel_of(spec: KernelSpec, isa: Isa) -> Kernel:
-    return write_kernel(spec)
-
-
-@lru_cache(maxsize=_KEPT_KERNELS)
-def cuda_kernel_of(spec: KernelSpec) -> "CudaKernel":
-    """Return the CUDA kernel of `spec`; the same object for equal specs.
-
-    Raises:
-        UnsupportedGraphError: For a spec that has no body for GPUs.
-    """
-    from picompile_codegen import cuda
-
-    return cuda.write_kernel(spec)
-
-
-def forget_kernels() -> None:
-    """Forget the kernels that were written, for tests that change how they are written."""
-    _kernel_of.cache_clear()
-    cuda_kernel_of.cache_clear()
-
-
-def kernels_for(isa: Isa, built: Mapping[KernelSpec, Kernel]) -> tuple[Kernel, ...]:
-    """Return each of `built`, by its spec, for `isa`.
-
-    Raises:
-        CodegenError: For a kernel with another name or other arguments there: one program serves the code of all
-            instruction sets.
-    """
-    with targeting(isa):
-        again = tuple(kernel_of(spec) for spec in built)
-    for kernel, other in zip(built.values(), again, strict=True):
-        if (kernel.name, kernel.arguments) != (other.name, other.arguments):
-            raise CodegenError(f"kernel {kernel.name} has another name or other arguments for {isa.name}")
-    return again

@@ -19,6 +19,7 @@ from picompile_runtime.artifact.program import BATCH, DEVICES, UPLOAD_OP, Argume
 from picompile_runtime.artifact.program_checks import DEVICE_NAMES
 from picompile_runtime.artifact.reader import Artifact
 from picompile_runtime.devices.cpu.native import HostLibrary
+from picompile_runtime.devices.open_accelerator import accelerator_kind
 from picompile_runtime.errors import ArtifactError
 
 # A kernel that waits for values takes this, where it does not wait for none of them.
@@ -301,13 +302,7 @@ def check_code(artifact: Artifact, library: HostLibrary) -> None:
 
 
 def _accelerator_interfaces(artifact: Artifact) -> Mapping[str, KernelInterface]:
-    code = artifact.manifest.accelerator
-    if code is not None and code.kind == "cuda":
-        from picompile_runtime.devices.cuda.open import read_cuda_images
-
-        found: Mapping[str, KernelInterface] | None = read_cuda_images(artifact).interfaces
-    else:
-        found = artifact.load_accelerator_code().interfaces()
+    found = accelerator_kind(artifact).interfaces(artifact)
     if found is None:
         raise ArtifactError(
             f"{artifact.folder}: the accelerator's code does not say what its kernels are; compile it again"

@@ -29,10 +29,10 @@ _ZEROS = "0" * 64
 
 @dataclass(frozen=True)
 class AcceleratorCode:
-    """The code for the accelerator.
+    """The code for the accelerator, of the kind that a back end of this name makes it for.
 
-    With `kind` "cpu", `variants` lists it, best first. With `kind` "cuda", it is for compute capability `sm` (times
-    ten), and `files` names its cubin, ptx and launches.
+    `variants` lists code for processors, best first. `files` names others by their roles; a GPU's is for compute
+    capability `sm` (times ten).
     """
 
     kind: str
@@ -137,15 +137,16 @@ def _accelerator(root: Fields, files: Mapping[str, FileEntry]) -> AcceleratorCod
     if "hot_device" not in root.data:
         return None
     entry = root.object("hot_device")
-    if (kind := entry.text("kind")) == "cpu":
-        return AcceleratorCode(kind, _code(entry, files))
-    if kind != "cuda":
-        raise entry.wrong("kind", "cpu or cuda")
-    names = {role: entry.text(role) for role in ("cubin", "ptx", "launches")}
+    names = {role: name for role, name in entry.data.items() if isinstance(name, str) and role != "kind"}
     for role, name in names.items():
         if name not in files:
             raise entry.wrong(role, "one of the artifact's files")
-    return AcceleratorCode(kind, sm=entry.integer("sm", 10, 999), files=names)
+    return AcceleratorCode(
+        entry.text("kind"),
+        variants=_code(entry, files) if "code" in entry.data else (),
+        sm=entry.integer("sm", 10, 999) if "sm" in entry.data else 0,
+        files=names,
+    )
 
 
 def _code(root: Fields, files: Mapping[str, FileEntry]) -> tuple[CodeVariant, ...]:

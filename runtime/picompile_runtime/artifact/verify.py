@@ -7,8 +7,8 @@ import os
 from picompile_runtime.artifact.call_order import check_code
 from picompile_runtime.artifact.files import Progress, translate_system_errors
 from picompile_runtime.artifact.manifest import Manifest
-from picompile_runtime.artifact.reader import Artifact, open_hashed
-from picompile_runtime.devices.cuda.open import check_images
+from picompile_runtime.artifact.reader import open_hashed
+from picompile_runtime.devices.open_accelerator import accelerator_kind
 
 
 def verify(path: str | os.PathLike[str], progress: Progress | None = None) -> Manifest:
@@ -28,22 +28,11 @@ def verify(path: str | os.PathLike[str], progress: Progress | None = None) -> Ma
     artifact = open_hashed(path, progress)
     with translate_system_errors(artifact.folder):
         try:
-            _verify_accelerator(artifact)
+            if artifact.manifest.accelerator is not None:
+                accelerator_kind(artifact).verify(artifact)
             for variant in artifact.manifest.code:
                 if variant.runs_here:
                     check_code(artifact, artifact.load_code(variant))
         finally:
             artifact.close()
     return artifact.manifest
-
-
-def _verify_accelerator(artifact: Artifact) -> None:
-    """Raise ArtifactError if the accelerator's code lacks a kernel."""
-    code = artifact.manifest.accelerator
-    if code is None:
-        return
-    if code.kind == "cuda":
-        check_images(artifact)
-    for variant in code.variants:
-        if variant.runs_here:
-            artifact.load_accelerator_code(variant)

@@ -22,6 +22,7 @@ from picompile_runtime.bench.bandwidth import KINDS, KernelTime, MemoryReader, k
 from picompile_runtime.bench.drafting import DraftedTokens, decode_drafting, draft_figures
 from picompile_runtime.bench.speed import SpeedStatistics
 from picompile_runtime.bench.trace import TracedStep, hybrid_figures, recorded
+from picompile_runtime.devices.open_accelerator import accelerator_kind
 from picompile_runtime.engine.engine import Engine
 from picompile_runtime.engine.timing import FiringCounts, mean_shares
 from picompile_runtime.errors import RequestError
@@ -252,8 +253,7 @@ class _Measurement:
 
         Then rounds have no times of its calls, and its memory is not the one whose bandwidth is measured.
         """
-        code = self.engine.artifact.manifest.accelerator
-        return self.program.has_accelerator and code is not None and code.kind == "cuda"
+        return self.program.has_accelerator and not accelerator_kind(self.engine.artifact).on_cpu
 
     @property
     def bandwidths(self) -> list[float]:

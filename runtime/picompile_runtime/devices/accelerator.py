@@ -8,15 +8,19 @@ order, while the host does something else. The two meet at flags in shared memor
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from picompile_runtime.devices.cpu.native import Stamps
 from picompile_runtime.devices.memory import Tensor
+
+if TYPE_CHECKING:
+    from picompile_runtime.artifact.interfaces import KernelInterface
+    from picompile_runtime.artifact.reader import Artifact
 
 
 @dataclass(frozen=True)
@@ -105,3 +109,23 @@ class Accelerator(Protocol):
 
     def close(self) -> None:
         """Free all memory. Nothing may be called afterwards."""
+
+
+@dataclass(frozen=True)
+class AcceleratorKind:
+    """One kind of accelerators, by the name of the back end that makes code for it.
+
+    Attributes:
+        name: as manifest.json calls it.
+        open: `open(artifact, threads)` opens the accelerator that an artifact is for; one that is part of the CPU runs
+            `threads` threads. Raises MachineError if this machine has none, ArtifactError if there is no code for it.
+        interfaces: returns what the artifact's code says of its kernels, None where it says nothing.
+        verify: raises ArtifactError if the code lacks a kernel that the program calls. It needs no accelerator.
+        on_cpu: whether it is part of the CPU, with which it shares threads and memory.
+    """
+
+    name: str
+    open: Callable[[Artifact, int], Accelerator]
+    interfaces: Callable[[Artifact], Mapping[str, KernelInterface] | None]
+    verify: Callable[[Artifact], None]
+    on_cpu: bool = False

@@ -18,7 +18,7 @@ from picompile_codegen.build.isa import DEFAULT_ISA, ISAS, Isa, current, targeti
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.tensor import loop
 from picompile_codegen.errors import BuildError, CodegenError
-from picompile_codegen.lowering.program import kernels_for
+from picompile_codegen.registry import BACK_ENDS
 from picompile_codegen.specs import AddSpec, KernelSpec, LinearSpec, RmsNormSpec
 from picompile_codegen.specs.arguments import Declaration
 
@@ -79,7 +79,7 @@ def test_kernels_are_written_for_one_instruction_set(tmp_path: Path) -> None:
     expected = cpu.write_kernel(spec)
     assert expected.isa == DEFAULT_ISA
     for isa in ISAS.values():
-        (kernel,) = kernels_for(isa, {spec: expected})
+        (kernel,) = BACK_ENDS["cpu"].kernels_for(isa, {spec: expected})
         assert (kernel.isa, kernel.name, kernel.arguments) == (isa.name, expected.name, expected.arguments)
     with targeting(ISAS["aarch64-dotprod"]):
         kernel = cpu.write_kernel(spec)
@@ -111,9 +111,9 @@ def add_first_row(spec: "WiderElsewhere", function: KernelFunction) -> None:
 
 def test_a_kernel_with_other_arguments_elsewhere_is_refused() -> None:
     built = {WiderElsewhere(8): cpu.write_kernel(WiderElsewhere(8))}
-    assert kernels_for(ISAS[DEFAULT_ISA], built)
+    assert BACK_ENDS["cpu"].kernels_for(ISAS[DEFAULT_ISA], built)
     with pytest.raises(CodegenError, match="kernel add_8_r1 has another name or other arguments for x86-64-v4"):
-        kernels_for(ISAS["x86-64-v4"], built)
+        BACK_ENDS["cpu"].kernels_for(ISAS["x86-64-v4"], built)
 
 
 def test_passes_that_are_left_out_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,7 @@ from picompile_codegen import cpu
 from picompile_codegen.build import host_library as build
 from picompile_codegen.build.host_library import build_host_library
 from picompile_codegen.build.isa import DEFAULT_ISA, ISAS, targeting
-from picompile_codegen.cpu import Kernel
-from picompile_codegen.cpu.kernel import KernelFunction
+from picompile_codegen.cpu.kernel import Kernel, KernelFunction
 from picompile_codegen.errors import BuildError, CodegenError, ToolchainError
 from picompile_codegen.specs import AddSpec, LinearSpec, symbol
 

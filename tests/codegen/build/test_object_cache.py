@@ -13,8 +13,7 @@ from picompile_codegen.build import object_cache
 from picompile_codegen.build.host_library import build_host_library
 from picompile_codegen.build.isa import ISAS, targeting
 from picompile_codegen.build.object_cache import VARIABLE, object_key, temporary_folder
-from picompile_codegen.cpu import Kernel
-from picompile_codegen.cpu.kernel import KernelFunction
+from picompile_codegen.cpu.kernel import Kernel, KernelFunction
 from picompile_codegen.cpu.tensor import loop
 from picompile_codegen.errors import BuildError, TemporaryFolderError
 from picompile_codegen.specs import AddSpec

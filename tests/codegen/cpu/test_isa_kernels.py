@@ -21,7 +21,8 @@ from helpers.kernels.emulated import EmulatedWorkbench, require
 from helpers.kernels.workbench import Workbench
 from picompile_codegen.build.host_library import build_host_library
 from picompile_codegen.build.isa import ISAS, Isa, targeting
-from picompile_codegen.cpu import Kernel, write_kernel
+from picompile_codegen.cpu import write_kernel
+from picompile_codegen.cpu.kernel import Kernel
 from picompile_runtime.devices.machine import is_machine, missing_features
 
 SHAPE, WIDE = (251, 72), (10, 100)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from helpers.kernels.workbench import Workbench, assert_close, packed, uniform
 from picompile_codegen.build.isa import ISAS, targeting
-from picompile_codegen.cpu import Kernel
+from picompile_codegen.cpu.kernel import Kernel
 from picompile_runtime.devices.machine import is_machine, missing_features
 
 ISA = next(isa for isa in ISAS.values() if isa.prompts_in_bf16)

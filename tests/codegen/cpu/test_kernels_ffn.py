@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from helpers.kernels.workbench import Array, Workbench, as_seen, assert_close, packed, uniform
 from helpers.products import sampled
 from picompile_codegen import cpu
-from picompile_codegen.cpu import Kernel
+from picompile_codegen.cpu.kernel import Kernel
 from picompile_codegen.errors import CodegenError
 from picompile_codegen.specs import CountedFfnSpec, FfnSpec
 from picompile_passes import formats

@@ -12,7 +12,7 @@ from test_kernels_ffn import Example as WithoutLimits
 from helpers.kernels.workbench import Array, Workbench
 from helpers.products import sampled
 from picompile_codegen import cpu
-from picompile_codegen.cpu import Kernel
+from picompile_codegen.cpu.kernel import Kernel
 from picompile_passes.dialect import parse_activation
 
 BLOCKS = {

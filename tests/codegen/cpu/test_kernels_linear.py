@@ -9,7 +9,7 @@ import torch
 from helpers.kernels.workbench import Array, Workbench, as_seen, assert_close, packed, uniform
 from helpers.products import sampled
 from picompile_codegen import cpu
-from picompile_codegen.cpu import Kernel
+from picompile_codegen.cpu.kernel import Kernel
 from picompile_codegen.specs import LinearSpec
 from picompile_codegen.weight_panels import PANEL_ROWS, has_panels, to_panels
 from picompile_passes import formats

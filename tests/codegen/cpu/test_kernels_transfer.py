@@ -12,7 +12,7 @@ from helpers.kernels.workbench import Array, Workbench, uniform
 from picompile_codegen import cpu
 from picompile_codegen.build import host_library as build_module
 from picompile_codegen.build.host_library import build_host_library
-from picompile_codegen.cpu import Kernel
+from picompile_codegen.cpu.kernel import Kernel
 from picompile_codegen.specs import (
     FLAG_SHAPE,
     BorrowCacheSpec,

@@ -12,7 +12,7 @@ from helpers.kernels.cuda_workbench import CudaWorkbench
 from helpers.kernels.halves import weights_in_halves
 from helpers.kernels.workbench import Array, assert_close, assert_rows, uniform
 from picompile_codegen import cuda
-from picompile_codegen.cuda import CudaKernel
+from picompile_codegen.cuda.function import CudaKernel
 from picompile_codegen.errors import CodegenError
 from picompile_codegen.specs import AttentionSpec, Mode
 

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from picompile_codegen import cuda
 from picompile_codegen.cpu.tensor import bind, when
 from picompile_codegen.cuda import build as toolchain
-from picompile_codegen.cuda.build import Resources, build_cuda, compile_cuda, function_resources
-from picompile_codegen.cuda.function import CudaFunction
+from picompile_codegen.cuda.build import Resources, build_cuda, compile_cuda, cuda_source, function_resources
+from picompile_codegen.cuda.function import CudaFunction, CudaKernel
 from picompile_codegen.errors import BuildError, CodegenError, ToolchainError
 
 # 200 numbers of a thread that are found by a computed index cannot be in registers. Of `local` ptxas 13.0 printed 254
@@ -31,7 +30,7 @@ extern "C" __global__ void none(float *a) { a[threadIdx.x] *= 2; }
 """
 
 
-def _doubled() -> cuda.CudaKernel:
+def _doubled() -> CudaKernel:
     """y = 2 x, and then y = 2 y: two launches."""
     function = CudaFunction("doubled", 100)
     with function:
@@ -41,11 +40,11 @@ def _doubled() -> cuda.CudaKernel:
                 i = bind(place.block * 32 + place.thread)
                 with when(i < 100):
                     y[0, i] = source[0, i] * 2.0
-    return function.cuda_kernel()
+    return function.kernel()
 
 
 def test_a_kernel_becomes_its_launches() -> None:
-    source = cuda.cuda_source([_doubled()])
+    source = cuda_source([_doubled()])
     first, second = source.launches["doubled_100"]
     # The arguments are step, x and y; parameters are in TVM's order, and only those that are used.
     assert (sorted(first.args), second.args) == ([1, 2], (2,))
@@ -80,7 +79,7 @@ def test_memory_is_ordered_by_releases_and_acquires_alone(sm: int) -> None:
       pi_wait(a + 3, a + 16, 1);
       pi_signal(a + 4, 1);
     }"""
-    ptx = compile_cuda(cuda.cuda_source([]).text + kernel, sm)[1].decode()
+    ptx = compile_cuda(cuda_source([]).text + kernel, sm)[1].decode()
     for instruction in ("atom.acq_rel.gpu.global.inc.u32", "st.release.sys.global.s32", "fence.acq_rel.sys"):
         assert instruction in ptx
     assert "membar" not in ptx

@@ -17,7 +17,8 @@ from helpers.kernels.halves import in_halves, weights_in_halves
 from helpers.kernels.workbench import Array
 from helpers.products import sampled
 from picompile_codegen import cuda
-from picompile_codegen.cuda import CudaKernel, dot, ffn_down, ffn_hidden, mma
+from picompile_codegen.cuda import dot, ffn_down, ffn_hidden, mma
+from picompile_codegen.cuda.function import CudaKernel
 from picompile_codegen.specs import CountedFfnSpec
 from picompile_passes import formats
 from picompile_passes.dialect import parse_activation

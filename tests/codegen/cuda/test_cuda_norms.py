@@ -11,7 +11,7 @@ from helpers.kernels.cuda_workbench import CudaWorkbench
 from helpers.kernels.workbench import Array, assert_rows, packed, uniform
 from helpers.products import sampled
 from picompile_codegen import cuda
-from picompile_codegen.cuda.build import compile_cuda, function_resources
+from picompile_codegen.cuda.build import compile_cuda, cuda_source, function_resources
 from picompile_codegen.specs import LinearAddSpec, LinearSpec, Norm, SumNormSpec
 from picompile_passes import formats
 
@@ -77,7 +77,7 @@ def test_nan_stays(workbench: CudaWorkbench) -> None:
     [("q4", "rms", 8 + 2), ("q8", "layer", 8 + 8 + 4), ("q8", "bare", 8 + 8 + 1), ("q4", "layer", 8 + 8 + 8)],
 )
 def test_a_norm_waits_for_memory_once_in_a_turn(form: str, norm: str, turns: int) -> None:
-    text = cuda.cuda_source([cuda.write_kernel(linear_add(form, (8192, 8192), norm))]).text
+    text = cuda_source([cuda.write_kernel(linear_add(form, (8192, 8192), norm))]).text
     of_last_block = text.rpartition("pi_is_last")[2]
     assert of_last_block.count("pi_loads_first()") == turns
 
@@ -85,7 +85,7 @@ def test_a_norm_waits_for_memory_once_in_a_turn(form: str, norm: str, turns: int
 def test_norms_behind_projections_do_not_spill() -> None:
     """Formats and sizes with few registers to spare. tests/cuda_matrix.py compiles many more."""
     cases = [("q4", (5120, 5120), "layer"), ("q4", (8192, 8192), "rms"), ("f16", (8192, 8192), "layer")]
-    source = cuda.cuda_source([cuda.write_kernel(linear_add(*case)) for case in cases])
+    source = cuda_source([cuda.write_kernel(linear_add(*case)) for case in cases])
     found = function_resources(compile_cuda(source.text, 90)[0])
     assert [each.local_bytes for each in found.values()] == [0] * len(cases)
 

@@ -14,8 +14,7 @@ from helpers.kernels.cuda_workbench import CudaWorkbench
 from helpers.kernels.emulator import ORDERS, Emulated
 from helpers.kernels.workbench import Array, uniform
 from picompile_codegen import cuda
-from picompile_codegen.cuda import cuda_source
-from picompile_codegen.cuda.build import KernelLaunch
+from picompile_codegen.cuda.build import KernelLaunch, cuda_source
 from picompile_codegen.specs import (
     BorrowCacheSpec,
     CopyWordsSpec,

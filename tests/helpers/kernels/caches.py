@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from helpers.kernels.workbench import Array, uniform
 from picompile_codegen import cpu
-from picompile_codegen.cpu import Kernel
+from picompile_codegen.cpu.kernel import Kernel
 from picompile_codegen.specs import AttentionSpec, Mode
 from picompile_passes.formats import FORMATS, GROUP
 from picompile_passes.formats.packing import dequantize_rows, quantize_rows

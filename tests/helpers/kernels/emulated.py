@@ -12,7 +12,7 @@ import pytest
 
 from helpers.kernels.workbench import Guarded, Workbench
 from picompile_codegen.build.isa import Isa
-from picompile_codegen.cpu import Kernel
+from picompile_codegen.cpu.kernel import Kernel
 
 DRIVER = Path(__file__).parent / "kernel_driver.c"
 _DL_CODES = {"i": 0, "u": 1, "f": 2}  # numpy's kind -> DLDataTypeCode

@@ -15,8 +15,8 @@ import pytest
 from numpy.typing import NDArray
 
 from helpers.kernels.lowered import Runner
+from picompile_codegen.backend import forget_kernels
 from picompile_codegen.cpu import tensor
-from picompile_codegen.lowering.program import forget_kernels
 from picompile_runtime.devices.cpu.native import HostLibrary
 
 Array = NDArray[Any]

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from picompile_codegen.build.host_library import build_host_library
 from picompile_codegen.build.isa import DEFAULT_ISA, ISAS, Isa
-from picompile_codegen.cpu import Kernel, write_kernel
+from picompile_codegen.cpu import write_kernel
+from picompile_codegen.cpu.kernel import Kernel
 from picompile_codegen.specs import KernelArgument, KernelSpec
 from picompile_passes.dialect import dequantize_rows, quantize_rows
 from picompile_runtime.devices.cpu.native import HostLibrary

@@ -418,7 +418,7 @@ def test_top_logits_leave_the_others_to_the_accelerator(make_hybrid: Callable[..
     ("hot_device", "match"),
     [
         (None, "has calls for an accelerator, and no code for one; compile it again"),
-        ({"kind": "tpu"}, "kind must be cpu or cuda"),
+        ({"kind": "tpu"}, "is for an accelerator of the kind 'tpu', which no package here opens"),
         ({"kind": "cpu", "code": []}, "code must be a list of one variant or more"),
         ({"kind": "cpu", "code": [code_entry(file="program.json")]}, "file must be one of the artifact's files"),
         ({"kind": "cuda", "sm": 89, "cubin": "no", "ptx": HOT, "launches": HOT}, "cubin must be one of"),

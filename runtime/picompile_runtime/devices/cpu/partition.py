@@ -9,14 +9,17 @@ from __future__ import annotations
 import mmap
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from picompile_runtime.devices.accelerator import ArgumentView
+from picompile_runtime.devices.accelerator import AcceleratorKind, ArgumentView
 from picompile_runtime.devices.cpu.native import CallList, HostLibrary, Stamps, TensorTable
 from picompile_runtime.devices.memory import anonymous_map, array_at, protect
+
+if TYPE_CHECKING:
+    from picompile_runtime.artifact.reader import Artifact
 
 
 class CpuPartition:
@@ -141,3 +144,19 @@ class CpuPartition:
 
 def _one_thread() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="picompile-device")
+
+
+def _open(artifact: Artifact, threads: int) -> CpuPartition:
+    return CpuPartition(artifact.load_accelerator_code(), threads, artifact.program.waiting_kernels)
+
+
+def _verify(artifact: Artifact) -> None:
+    code = artifact.manifest.accelerator
+    for variant in () if code is None else code.variants:
+        if variant.runs_here:
+            artifact.load_accelerator_code(variant)
+
+
+KIND = AcceleratorKind(
+    "cpu", _open, lambda artifact: artifact.load_accelerator_code().interfaces(), _verify, on_cpu=True
+)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from picompile_runtime.artifact.program import UPLOAD_OP
 from picompile_runtime.artifact.reader import Artifact
-from picompile_runtime.devices.accelerator import ArgumentView
+from picompile_runtime.devices.accelerator import AcceleratorKind, ArgumentView
 from picompile_runtime.devices.cpu.native import HostLibrary
 from picompile_runtime.devices.cuda.accelerator import BoundGraphs, CudaAccelerator
 from picompile_runtime.devices.cuda.module import CudaImages, check_arguments, read_images
@@ -174,10 +174,18 @@ def _check_copies(artifact: Artifact, images: CudaImages) -> None:
 def read_cuda_images(artifact: Artifact) -> CudaImages:
     """Return an artifact's GPU code. Raises ArtifactError if it has none, or a wrong one."""
     code = artifact.manifest.accelerator
-    if code is None or code.kind != "cuda":
+    if code is None or not {"launches", "cubin", "ptx"} <= code.files.keys():
         raise ArtifactError(f"{artifact.folder}: has no code for a GPU; compile it again")
     text, cubin, ptx = (artifact.texts[code.files[role]] for role in ("launches", "cubin", "ptx"))
     images = read_images(text, cubin, ptx, str(artifact.folder / code.files["launches"]))
     if images.sm != code.sm:
         raise ArtifactError(f"{artifact.folder}: manifest.json and {code.files['launches']} disagree on sm")
     return images
+
+
+KIND = AcceleratorKind(
+    "cuda",
+    lambda artifact, threads: open_cuda_accelerator(artifact),
+    lambda artifact: read_cuda_images(artifact).interfaces,
+    check_images,
+)

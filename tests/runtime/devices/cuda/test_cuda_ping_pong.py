@@ -13,13 +13,14 @@ import pytest
 from helpers.kernels.emulator import Emulated
 from helpers.toys.toy_gpu import CUBIN, IMAGES, PTX
 from picompile_codegen import cuda
+from picompile_codegen.cuda.build import cuda_source
 from picompile_codegen.specs import PingPongSpec
 from picompile_runtime import MachineError
 from picompile_runtime.devices.cpu.native import HostLibrary
 from picompile_runtime.devices.cuda import CudaAccelerator, CudaImages, GpuLaunch, ping_pong
 from picompile_runtime.devices.cuda import open as opening
 
-SOURCE = cuda.cuda_source([cuda.write_kernel(PingPongSpec())])
+SOURCE = cuda_source([cuda.write_kernel(PingPongSpec())])
 (LAUNCH,) = SOURCE.launches["ping_pong"]
 PING_PONG = CudaImages(
     89, 89, CUBIN, PTX, {"ping_pong": (GpuLaunch(LAUNCH.symbol, (1, 1, 1), (LAUNCH.grid.threads, 1, 1), LAUNCH.args),)}
