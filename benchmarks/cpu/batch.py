@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.cpu.kernels import Case, arguments_of, best_isa
+from benchmarks.script import argument_parser, heading, row
 from picompile_codegen import cpu
 from picompile_codegen.build.host_library import build_host_library
 from picompile_codegen.build.isa import ISAS, targeting
@@ -82,12 +83,9 @@ class _Bound:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser = argument_parser(__doc__, threads=os.cpu_count(), tokens=[1, 2, 4, 8, 16, 32], rounds=12)
     parser.add_argument("--formats", nargs="+", default=["q4", "f16"])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--rate", type=float, default=0.1, help="share of the neurons that masks name")
-    parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--isa", choices=ISAS, default=best_isa(), help="what is compiled for; default: the best here")
     options = parser.parse_args()
     for format_name in options.formats:
@@ -101,8 +99,7 @@ def _measure(format_name: str, options: argparse.Namespace) -> None:
         bound = [_Bound(case, Path(folder), options.isa, options.rate) for case in cases]
         reader = MemoryReader(bound[0].library, options.threads)
         print(f"\n{format_name}, {options.threads} threads, {options.isa}, masks of {options.rate:.0%}\n")
-        print("| tokens | " + " | ".join(case.label for case in cases) + " | GB/s |")
-        print("| --- " * (len(cases) + 2) + "|")
+        print(heading("tokens", *(case.label for case in cases), "GB/s"))
         for tokens in options.tokens:
             times: list[list[float]] = [[] for _ in cases]
             speeds = []
@@ -110,8 +107,8 @@ def _measure(format_name: str, options: argparse.Namespace) -> None:
                 speeds.append(float(np.median(reader.read())) / 1e9)
                 for block, found in zip(bound, times, strict=True):
                     found.append(block.us_a_token(tokens, options.threads))
-            medians = " | ".join(f"{statistics.median(found):.0f}" for found in times)
-            print(f"| {tokens} | {medians} | {statistics.median(speeds):.0f} |", flush=True)
+            medians = (f"{statistics.median(found):.0f}" for found in (*times, speeds))
+            print(row(tokens, *medians), flush=True)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 python -m benchmarks.cpu.compile_memory MODEL --quant q4 [--limit-gb 6]
 """
 
-import argparse
 import json
 import shutil
 import sys
@@ -11,11 +10,11 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.common import watch
+from benchmarks.script import argument_parser
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
+    parser = argument_parser(__doc__, "model")
     parser.add_argument("--quant", default="q4")
     parser.add_argument("--limit-gb", type=float, help="RLIMIT_AS of the process: all mapped memory, in GB")
     options = parser.parse_args()

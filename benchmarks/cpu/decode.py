@@ -13,20 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import picompile, picompile_json
+from benchmarks.script import argument_parser, heading, row
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(
+        __doc__, active=0.10, work=Path("build/bench"), threads=[2, 1], prompt=128, tokens=64, rounds=3
+    )
     parser.add_argument("--shape", default="reglu-1.3b")
-    parser.add_argument("--active", type=float, default=0.10)
-    parser.add_argument("--work", type=Path, default=Path("build/bench"))
     parser.add_argument("--model", type=Path, help="use this checkpoint instead of making one")
     parser.add_argument("--quant", nargs="+", default=["q4", "f16"])
     parser.add_argument("--predictor", nargs="+", default=["exact", "none"])
-    parser.add_argument("--threads", type=int, nargs="+", default=[2, 1])
-    parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=3)
     return parser.parse_args()
 
 
@@ -50,7 +47,7 @@ def _artifacts(options: argparse.Namespace) -> dict[tuple[str, str], Path]:
     return artifacts
 
 
-def _row(key: tuple[str, str, int], results: list[dict[str, Any]]) -> str:
+def _line(key: tuple[str, str, int], results: list[dict[str, Any]]) -> str:
     quant, predictor, threads = key
     median = {
         name: statistics.median(result[part][field] for result in results)
@@ -63,10 +60,9 @@ def _row(key: tuple[str, str, int], results: list[dict[str, Any]]) -> str:
             ("computed", "decode", "computed_share"),
         )
     }
-    return (
-        f"| {quant} | {predictor} | {threads} | {median['decode']:.1f} | {median['prefill']:.1f} "
-        f"| {median['bytes'] / 1e6:.0f} | {median['share']:.0%} | {median['firing']:.1%} | {median['computed']:.1%} |"
-    )
+    speeds = (f"{median['decode']:.1f}", f"{median['prefill']:.1f}", f"{median['bytes'] / 1e6:.0f}")
+    shares = (f"{median['share']:.0%}", f"{median['firing']:.1%}", f"{median['computed']:.1%}")
+    return row(quant, predictor, threads, *speeds, *shares)
 
 
 def main() -> None:
@@ -82,12 +78,10 @@ def main() -> None:
                 )
                 results.setdefault((quant, predictor, threads), []).append(measured)
     columns = ("format", "predictor", "threads", "decode tokens/s", "prefill tokens/s", "MB a token", "bandwidth")
-    header = [*columns, "fire", "computed"]
-    print(f"| {' | '.join(header)} |")
-    print(f"|{' --- |' * len(header)}")
+    print(heading(*columns, "fire", "computed"))
     for key, rows in results.items():
-        print(_row(key, rows))
-    bandwidth = statistics.median(row["bandwidth_bytes_per_s"] for rows in results.values() for row in rows)
+        print(_line(key, rows))
+    bandwidth = statistics.median(each["bandwidth_bytes_per_s"] for rows in results.values() for each in rows)
     print(f"\nMedians of {options.rounds} interleaved rounds; measured bandwidth {bandwidth / 1e9:.1f} GB/s (median).")
 
 

@@ -40,6 +40,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from benchmarks import ROOT
 from benchmarks.common import picompile
 from benchmarks.cpu.schemas import Schema, drawn, read
+from benchmarks.script import argument_parser
 from picompile_runtime import Engine, RequestError, Sampler, SamplingParams, Tokenizer, load
 from picompile_server.grammar import GrammarCompiler
 from picompile_server.request import Grammar
@@ -73,9 +74,8 @@ class Outcome:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__, seed=0)
     parser.add_argument("--count", type=int, default=200, help="how many schemas")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tokens", type=int, default=500, help="the most tokens of an answer")
     parser.add_argument("--schemas", type=Path, help="a folder of JSONSchemaBench")
     parser.add_argument("--model", type=Path, help="an artifact of the bundled model")

@@ -7,7 +7,6 @@ comes from memory, as it does when a model decodes. A time is the least of many 
 stretch of memory that was read before and after a kernel's turn, with the same threads.
 """
 
-import argparse
 import os
 import tempfile
 import time
@@ -20,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.cpu.kernel_calls import Arguments, KernelCalls, copied_arguments, fill_with_bytes
+from benchmarks.script import argument_parser
 from picompile.machine import find_native_target
 from picompile_codegen import cpu
 from picompile_codegen.build.host_library import build_host_library
@@ -110,8 +110,7 @@ def best_isa() -> str:
 
 def main() -> None:
     """Builds all kernels into one library and prints a line for each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser = argument_parser(__doc__, threads=os.cpu_count())
     parser.add_argument("--formats", nargs="+", default=["f16", "q8", "q4"])
     parser.add_argument("--only", default="", help="measure the kernels whose name in the table has this text")
     parser.add_argument("--seconds", type=float, default=0.5, help="for each kernel")

@@ -13,6 +13,8 @@ import subprocess
 import sys
 import time
 
+from benchmarks.script import argument_parser, heading, row
+
 
 def measure(shape: str, layers: int) -> dict[str, object]:
     """One run in this process."""
@@ -53,10 +55,9 @@ def run(shape: str, layers: int) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__, repetitions=3)
     parser.add_argument("--shape", default="reglu-1.3b")
     parser.add_argument("--layers", default="12,24,48,96", help="numbers of layers")
-    parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--by-pass", action="store_true", help="the time of each pass too, without its verification")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -64,14 +65,22 @@ def main() -> None:
     if options.one:
         print(json.dumps(measure(options.shape, counts[0])))
         return
-    print("| layers | nodes captured | nodes quantized | capture s | passes s | process s | process ms a layer |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    columns = (
+        "layers",
+        "nodes captured",
+        "nodes quantized",
+        "capture s",
+        "passes s",
+        "process s",
+        "process ms a layer",
+    )
+    print(heading(*columns))
     for layers in counts:
         runs = [run(options.shape, layers) for _ in range(options.repetitions)]
         median = {key: statistics.median(float(str(r[key])) for r in runs) for key in runs[0] if key.endswith("_s")}
-        nodes = f"{runs[0]['captured_nodes']} | {runs[0]['quantized_nodes']}"
-        seconds = " | ".join(f"{median[key]:.1f}" for key in ("capture_s", "passes_s", "process_s"))
-        print(f"| {layers} | {nodes} | {seconds} | {1e3 * median['process_s'] / layers:.0f} |")
+        nodes = (runs[0]["captured_nodes"], runs[0]["quantized_nodes"])
+        seconds = (f"{median[key]:.1f}" for key in ("capture_s", "passes_s", "process_s"))
+        print(row(layers, *nodes, *seconds, f"{1e3 * median['process_s'] / layers:.0f}"))
         if options.by_pass:
             print({name: round(float(s), 2) for name, s in dict(runs[0]["by_pass"]).items()}, file=sys.stderr)  # type: ignore[call-overload]
 

@@ -13,9 +13,7 @@ rounded one does not (lost), and the reverse (gained), both as shares of those t
 Everything runs in PyTorch, layer by layer, in float32 with rounded weights. `--text` adds a text to the held-out one.
 """
 
-import argparse
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from benchmarks.script import argument_parser, heading, row, write_json
 from picompile.frontend.captured import Captured
 from picompile.frontend.hf import load_model
 from picompile.intervals import Estimate, block_size, estimate_mean, token_blocks
@@ -228,43 +227,39 @@ def joined(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def show_flips(flips: Mapping[str, Mapping[str, float]]) -> None:
-    print("\n| predictors | lost | gained | most lost | error of scores | most |\n" + "| --- " * 6 + "|")
+    print(f"\n{heading('predictors', 'lost', 'gained', 'most lost', 'error of scores', 'most')}")
     for form, each in flips.items():
         cells = [each[name] for name in ("lost", "gained", "most_lost", "error", "most_error")]
-        print(f"| {form} | " + " | ".join(f"{cell:.3%}" for cell in cells) + " |", flush=True)
+        print(row(form, *(f"{cell:.3%}" for cell in cells)), flush=True)
 
 
 COLUMNS = ("recall", "lowest_recall", "weighted_recall", "lowest_weighted_recall", "precision", "computed_share")
 
 
 def show_heading() -> None:
-    print(f"\n| weights | predictors | text | {' | '.join(COLUMNS)} | perplexity | beside f16 | MB |")
-    print("| --- " * (len(COLUMNS) + 6) + "|", flush=True)
+    print(f"\n{heading('weights', 'predictors', 'text', *COLUMNS, 'perplexity', 'beside f16', 'MB')}", flush=True)
 
 
-def show(quant: str, name: str, row: Mapping[str, Any]) -> None:
-    for text, each in row["texts"].items():
+def show(quant: str, name: str, figures: Mapping[str, Any]) -> None:
+    for text, each in figures["texts"].items():
         cells = [f"{each[column]:.2%}" for column in COLUMNS]
         for change in (each["change"], each["change_from_f16"]):
             reach = "" if change["low"] is None else f" ± {(change['high'] - change['low']) / 2:.3%}"
             cells.append(f"{change['value']:+.3%}{reach}")
-        print(f"| {quant} | {name} | {text} | {' | '.join(cells)} | {row['row_bytes'] / 1e6:.2f} |", flush=True)
+        print(row(quant, name, text, *cells, f"{figures['row_bytes'] / 1e6:.2f}"), flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--work", type=Path, default=Path("build/bench-predictor-formats"))
+    parser = argument_parser(
+        __doc__, "model", "--json", work=Path("build/bench-predictor-formats"), profile_tokens=65_536, samples=32_768
+    )
     parser.add_argument("--quants", default="f16,q4", help="formats of the other matrices, with commas")
     parser.add_argument("--formats", default="q8,q6,q4m,q4", help="formats of predictors beside f16, with commas")
     parser.add_argument("--refit", default="q4m,q4", help="formats to choose thresholds for anew, with commas")
     parser.add_argument("--tokens", type=int, default=8192, help="of each text, at most")
     parser.add_argument("--text", type=Path, action="append", default=[], help="another text to read; repeatable")
-    parser.add_argument("--profile-tokens", type=int, default=65_536)
-    parser.add_argument("--samples", type=int, default=32_768)
     parser.add_argument("--rank", type=int, help="of all layers; default: chosen within 6 %% of the parameters")
     parser.add_argument("--learned-only", action="store_true", help="no exact predictors")
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     work = given.work / given.model.stem
     work.mkdir(parents=True, exist_ok=True)
@@ -301,8 +296,7 @@ def main() -> None:
         for form, others in again.items():
             rows[f"{quant} {form} refitted"] = bench.row(others, quant, form, dense)
             show(quant, f"{form}, refitted", rows[f"{quant} {form} refitted"])
-    if given.json:
-        given.json.write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n")
+    write_json(given.json, result | {"rows": rows})
 
 
 if __name__ == "__main__":

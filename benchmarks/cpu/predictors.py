@@ -15,18 +15,17 @@ as the adaptive ones. What is in the work folder is not made again. At the end, 
 documents alone are measured on both.
 """
 
-import argparse
 import dataclasses
-import json
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.script import argument_parser, heading, row, write_json
 from picompile.frontend.hf import load_model
-from picompile.predictors.accuracy import measure_layers
+from picompile.predictors.accuracy import first_windows, measure_layers
 from picompile.predictors.firing import FiringRule
 from picompile.predictors.profile.options import ProfileOptions
 from picompile.predictors.profile.profile import Profile
@@ -87,46 +86,38 @@ class Bench:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--work", type=Path, default=Path("build/bench-predictors"))
+    parser = argument_parser(__doc__, "model", "--json", work=Path("build/bench-predictors"))
     parser.add_argument("--ranks", default="", help="ranks of the trade-off, with commas")
     parser.add_argument("--tokens", type=int, default=8192, help="of held-out text, at most")
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     work = given.work / given.model.name
     work.mkdir(parents=True, exist_ok=True)
     bench = Bench(given.model, work, given.tokens)
     ranks = [int(rank) for rank in given.ranks.split(",") if rank]
     result = {"model": str(given.model), **main_table(bench, ranks), "texts": other_text(bench)}
-    if given.json:
-        given.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(given.json, result)
 
 
 def main_table(bench: Bench, ranks: Sequence[int]) -> dict[str, Any]:
     profile, profile_s = bench.profile("both", ProfileOptions())
-    windows = held_out(profile, bench.tokens)
+    windows = first_windows(profile.held_out(), bench.tokens)
     rules = profile.firing_rules
     rows: dict[str, dict[str, Any]] = {}
     show_heading()
 
-    def row(name: str, options: TrainOptions, candidates: str) -> Predictors:
+    def add(name: str, options: TrainOptions, candidates: str) -> Predictors:
         predictors, train_s = bench.train(candidates, profile, options)
         rows[name] = bench.measure(predictors, windows, rules) | {"train_s": train_s}
         show(name, rows[name])
         return predictors
 
-    row("adaptive", TrainOptions(), "both")
-    learned = row("adaptive, learned only", TrainOptions(exact=False, accuracy_bound=None), "both")
+    add("adaptive", TrainOptions(), "both")
+    learned = add("adaptive, learned only", TrainOptions(exact=False, accuracy_bound=None), "both")
     rank = max(1, learned.parameters // width(profile))
-    row(
-        f"fixed {rank}",
-        TrainOptions(exact=False, accuracy_bound=None, ranks=rank, weighting="none", budget=1.0),
-        "fixed",
-    )
-    row("sign", TrainOptions(kind="sign", exact=False, accuracy_bound=None), "sign")
+    add(f"fixed {rank}", TrainOptions(exact=False, accuracy_bound=None, ranks=rank, weighting="none", budget=1.0), "fixed")
+    add("sign", TrainOptions(kind="sign", exact=False, accuracy_bound=None), "sign")
     for rank in ranks:
-        row(f"rank {rank}", TrainOptions(exact=False, accuracy_bound=None, ranks=rank, budget=1.0), f"rank-{rank}")
+        add(f"rank {rank}", TrainOptions(exact=False, accuracy_bound=None, ranks=rank, budget=1.0), f"rank-{rank}")
     print(f"profile {profile_s:.0f} s, adaptive predictors {rows['adaptive']['train_s']:.0f} s", flush=True)
     return {"profile_s": profile_s, "rows": rows}
 
@@ -151,7 +142,7 @@ def other_text(bench: Bench) -> list[dict[str, Any]]:
         ):
             predictors, _ = bench.train(made_from, profile, options)
             for read, other in profiles.items():
-                measured = bench.measure(predictors, held_out(other, bench.tokens), rules)
+                measured = bench.measure(predictors, first_windows(other.held_out(), bench.tokens), rules)
                 show(f"{name}, from {made_from}, on {read}", measured)
                 found.append({"kind": name, "made_from": made_from, "read": read, **measured})
     return found
@@ -161,15 +152,6 @@ def texts(kind: str, held_out: bool) -> tuple[CalibrationText, ...]:
     """The standard library's sources, or the topics of the language reference that it carries."""
     both = library_texts(held_out, seed=0)
     return tuple(text for text in both if text.source.startswith("topics/") == (kind == "documents"))
-
-
-def held_out(profile: Profile, tokens: int) -> list[list[int]]:
-    windows: list[list[int]] = []
-    for window in profile.held_out():
-        if sum(map(len, windows)) + len(window) > tokens and windows:
-            break
-        windows.append(list(window))
-    return windows
 
 
 COLUMNS = (
@@ -184,13 +166,12 @@ COLUMNS = (
 
 
 def show_heading() -> None:
-    print("| predictors | " + " | ".join(title for title, _, _ in COLUMNS) + " | ranks |")
-    print("| --- " * (len(COLUMNS) + 2) + "|", flush=True)
+    print(heading("predictors", *(title for title, _, _ in COLUMNS), "ranks"), flush=True)
 
 
-def show(name: str, row: Mapping[str, Any]) -> None:
-    cells: Iterable[str] = (form.format(row[key]) for _, key, form in COLUMNS)
-    print(f"| {name} | " + " | ".join(cells) + f" | {', '.join(map(str, row['ranks']))} |", flush=True)
+def show(name: str, figures: Mapping[str, Any]) -> None:
+    cells = (form.format(figures[key]) for _, key, form in COLUMNS)
+    print(row(name, *cells, ", ".join(map(str, figures["ranks"]))), flush=True)
 
 
 if __name__ == "__main__":

@@ -17,17 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import few_layers, watch
+from benchmarks.script import argument_parser
 from picompile.synth.shapes import SHAPES
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__, tokens=65_536, samples=32_768, work=Path("build/profile-memory"))
     parser.add_argument("--shape", default="llama-7b")
     parser.add_argument("--layers", type=int, default=2, help="at least 2")
-    parser.add_argument("--tokens", type=int, default=65_536)
-    parser.add_argument("--samples", type=int, default=32_768)
     parser.add_argument("--train", metavar="OPTIONS", help="train as well; --accuracy-bound off is given")
-    parser.add_argument("--work", type=Path, default=Path("build/profile-memory"))
     return parser.parse_args()
 
 

@@ -11,7 +11,6 @@ libllama.so, as llama-quantize calls it, without an importance matrix); `pip ins
 library as llama_cpp/lib/libllama.so. Its files are read back and run in the same way.
 """
 
-import argparse
 import ctypes
 import json
 import math
@@ -25,6 +24,7 @@ import torch
 from torch.fx import GraphModule
 
 from benchmarks.peers.gguf import export
+from benchmarks.script import argument_parser
 from picompile.choices import base_format, parse_bits
 from picompile.frontend.captured import Captured
 from picompile.frontend.hf import load_model
@@ -213,15 +213,12 @@ def plot(rows: Sequence[Row], model: str, output: Path) -> None:
 
 def main() -> None:
     """Measure every row."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--work", type=Path, default=Path("build/bench-quantization"))
+    parser = argument_parser(
+        __doc__, "model", "--json", "--plot", work=Path("build/bench-quantization"), rounding_tokens=32_768
+    )
     parser.add_argument("--tokens", type=int, default=16_384, help="of held-out text")
-    parser.add_argument("--rounding-tokens", type=int, default=32_768)
     parser.add_argument("--quants", default=",".join(QUANTS))
     parser.add_argument("--llama", type=Path, help="libllama.so")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path)
     given = parser.parse_args()
     captured = load_model(given.model)
     windows, source = held_out_windows(given.model, tokens=given.tokens)

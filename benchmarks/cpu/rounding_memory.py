@@ -21,16 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import few_layers, watch
+from benchmarks.script import argument_parser
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__, tokens=65_536, work=Path("build/rounding-memory"))
     parser.add_argument("--shape", default="llama-7b")
     parser.add_argument("--layers", type=int, default=2, help="at least 2")
-    parser.add_argument("--tokens", type=int, default=65_536)
     parser.add_argument("--quant", default="q4")
     parser.add_argument("--kill", action="store_true", help="kill a second run, and go on")
-    parser.add_argument("--work", type=Path, default=Path("build/rounding-memory"))
     return parser.parse_args()
 
 

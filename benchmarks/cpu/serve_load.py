@@ -25,6 +25,7 @@ from typing import Any
 
 import httpx
 
+from benchmarks.script import argument_parser
 from benchmarks.serving import ServedArtifact
 from picompile_runtime import Tokenizer, open_artifact
 
@@ -162,13 +163,8 @@ def percentiles(values: list[float]) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("artifact", type=Path)
-    parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--minutes", type=float, default=10)
+    parser = argument_parser(__doc__, "artifact", "--threads", streams=64, minutes=10.0, seed=0)
     parser.add_argument("--requests", type=int, default=60, help="requests that differ; each is asked for alone first")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     with ServedArtifact(options.artifact, threads=options.threads) as server:

@@ -17,11 +17,11 @@ import random
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import httpx
 
+from benchmarks.script import argument_parser
 from benchmarks.serving import ServedArtifact
 
 
@@ -82,16 +82,9 @@ def measure(options: argparse.Namespace, client: httpx.Client) -> dict[str, Any]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("artifact", type=Path)
-    parser.add_argument("--tokens", type=int, default=2000)
-    parser.add_argument("--question", type=int, default=32)
-    parser.add_argument("--answer", type=int, default=64)
-    parser.add_argument("--pause", type=float, default=3.0)
-    parser.add_argument("--vocab", type=int, default=32000)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int)
+    parser = argument_parser(
+        __doc__, "artifact", "--threads", tokens=2000, question=32, answer=64, pause=3.0, vocab=32000, rounds=3, seed=0
+    )
     options = parser.parse_args()
     with (
         ServedArtifact(options.artifact, threads=options.threads) as server,

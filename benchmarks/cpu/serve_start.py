@@ -34,17 +34,15 @@ from typing import Any
 
 import httpx
 
+from benchmarks.script import argument_parser
+
 _PATIENCE_S = 300.0
 _POLL_S = 0.002
 _TOKENS = 64
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("artifact", type=Path)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--streams", type=int, default=8)
-    parser.add_argument("--threads", type=int)
+    parser = argument_parser(__doc__, "artifact", "--threads", rounds=5, streams=8)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     result = measure(options)

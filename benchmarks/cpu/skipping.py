@@ -11,7 +11,6 @@ their rows of up and down, and then as many by their outputs as make a quarter. 
 with each bound and without any, and all artifacts are measured in turn.
 """
 
-import argparse
 import json
 import math
 import statistics
@@ -27,6 +26,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from benchmarks.common import picompile, picompile_json
+from benchmarks.script import argument_parser
 from picompile.frontend.hf import load_model
 from picompile.predictors.profile.windows import held_out_windows
 from picompile.progress import NoProgress
@@ -240,20 +240,15 @@ def plot(rows: Sequence[Row], oracle: Sequence[Row], model: str, output: Path) -
 
 def main() -> None:
     """Measure every row."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
+    parser = argument_parser(__doc__, "model", "--json", "--plot", work=Path("build/bench-skipping"), rounds=5)
     parser.add_argument("--bounds", nargs="*", default=["0.1%", "1%", "5%"])
     parser.add_argument("--oracle", nargs="*", type=float, default=list(ORACLE), help="shares that the oracle skips")
     parser.add_argument("--ranked", nargs="*", default=[], metavar="GATE:ALL", help="shares that ranking leaves out")
-    parser.add_argument("--work", type=Path, default=Path("build/bench-skipping"))
     parser.add_argument("--tokens", type=int, default=8_192, help="of held-out text")
     parser.add_argument("--skip-tokens", type=int, default=16_384, help="of calibration text")
     parser.add_argument("--at", nargs="*", default=[], help="places to skip")
     parser.add_argument("--speed", action="store_true")
     parser.add_argument("--quant", default="q4")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path)
     given = parser.parse_args()
     captured = load_model(given.model)
     canonical = canonicalize(captured.graph_module)

@@ -13,7 +13,6 @@ from 87 % sparsity on.
 """
 
 import argparse
-import json
 import os
 import statistics
 import tempfile
@@ -26,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.cpu.kernels import Case, arguments_of, best_isa
+from benchmarks.script import argument_parser, markdown, write_json
 from picompile_codegen import cpu
 from picompile_codegen.build.host_library import build_host_library
 from picompile_codegen.build.isa import ISAS, targeting
@@ -105,12 +105,10 @@ def table(rows: Sequence[Row]) -> str:
     """Time relative to dense: a row for each sparsity, a column for each kernel."""
     labels = list(dict.fromkeys(row["label"] for row in rows))
     found = {(row["label"], row["sparsity"]): row for row in rows}
-    lines = [["sparsity", *labels], ["---"] * (1 + len(labels))]
-    dense = [f"{found[label, 0.0]['dense_seconds'] * 1e3:.2f} ms" for label in labels]
-    lines.append(["dense", *dense])
+    lines = [["dense", *(f"{found[label, 0.0]['dense_seconds'] * 1e3:.2f} ms" for label in labels)]]
     for sparsity in SPARSITIES:
         lines.append([f"{sparsity:.0%}", *(f"{found[label, sparsity]['of_dense']:.1%}" for label in labels)])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown(["sparsity", *labels], lines)
 
 
 def plot(rows: Sequence[Row], file: Path) -> None:
@@ -140,14 +138,10 @@ def plot(rows: Sequence[Row], file: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser = argument_parser(__doc__, "--plot", "--json", threads=os.cpu_count(), rounds=40)
     parser.add_argument("--formats", nargs="+", default=["f16", "q4"])
     parser.add_argument("--shapes", nargs="+", default=SHAPES, type=_shape, metavar="DIMxNEURONS")
     parser.add_argument("--isa", choices=ISAS, default=best_isa(), help="what is compiled for; default: the best here")
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--plot", type=Path, help="draw a picture")
-    parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
     isa = ISAS[options.isa]
     with targeting(isa), tempfile.TemporaryDirectory() as folder:
@@ -164,9 +158,8 @@ def main() -> None:
             label = f"{format}, {dim} × {neurons}"
             speeds.append(float(np.median(reader.read())))
             rows += [{"label": label} | row for row in measure(library, pair, options)]
-    if options.json:
-        result = {"threads": options.threads, "isa": isa.name, "bandwidth_bytes_per_s": speeds, "rows": rows}
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    result = {"threads": options.threads, "isa": isa.name, "bandwidth_bytes_per_s": speeds, "rows": rows}
+    write_json(options.json, result)
     if options.plot:
         plot(rows, options.plot)
     print(table(rows))

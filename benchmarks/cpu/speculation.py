@@ -10,14 +10,13 @@ tokens/s of both, their ratio, and which share of the tokens was drafted and acc
 compared; a difference ends the benchmark.
 """
 
-import argparse
 import statistics
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 from benchmarks import ROOT
+from benchmarks.script import argument_parser, heading
 from picompile_runtime import Engine, SamplingParams, Tokenizer, generate, load
 from picompile_runtime.bench.drafting import DraftedTokens, decode_drafting, decode_plainly
 from picompile_runtime.sampling.speculation import DRAFTS
@@ -104,13 +103,9 @@ def _row(title: str, ways: dict[str, _Way], rounds: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("artifact", type=Path)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=300)
-    parser.add_argument("--threads", type=int)
+    parser = argument_parser(__doc__, "artifact", "--threads", rounds=3, tokens=300)
     options = parser.parse_args()
-    print("| text | without | with drafts | ratio | drafted | accepted |\n| --- | --- | --- | --- | --- | --- |")
+    print(heading("text", "without", "with drafts", "ratio", "drafted", "accepted"))
     with load(options.artifact, options.threads) as engine:
         for title, prompt in _PROMPTS.items():
             likeliest = _generations(engine, prompt, options.tokens, SamplingParams(temperature=0))

@@ -22,6 +22,7 @@ import numpy as np
 import psutil
 
 import picompile_runtime
+from benchmarks.script import argument_parser, heading, row
 from picompile_codegen.build.host_library import build_host_library
 from picompile_codegen.cpu.kernel import Kernel, KernelFunction
 from picompile_codegen.cpu.tensor import loop, parallel
@@ -34,11 +35,7 @@ _REGIONS = 200
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("artifact", type=Path)
-    parser.add_argument("--threads", type=int, nargs="+", default=[2, 1])
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--prompt", type=int, default=128)
+    parser = argument_parser(__doc__, "artifact", threads=[2, 1], rounds=9, prompt=128)
     parser.add_argument("--tokens", type=int, default=24, help="decoded in each turn")
     parser.add_argument("--core", type=int, default=min(os.sched_getaffinity(0)), help="the one that is taken")
     return parser.parse_args()
@@ -71,10 +68,10 @@ def _print_region_cost(thread_counts: list[int]) -> None:
         build_host_library([parallel_kernel, serial_kernel], Path(folder) / "host.so")
         library = HostLibrary(Path(folder) / "host.so")
     work = min(_seconds_a_call(library, serial_kernel, 1, 200))
-    print("| threads | a region beyond its work, least, ns | median, ns |\n| --- | --- | --- |")
+    print(heading("threads", "a region beyond its work, least, ns", "median, ns"))
     for threads in thread_counts:
         seconds = [second - work / threads for second in _seconds_a_call(library, parallel_kernel, threads, 500)]
-        print(f"| {threads} | {1e9 * min(seconds):.0f} | {1e9 * statistics.median(seconds):.0f} |")
+        print(row(threads, f"{1e9 * min(seconds):.0f}", f"{1e9 * statistics.median(seconds):.0f}"))
 
 
 @contextmanager
@@ -113,12 +110,12 @@ def _print_decoding(options: argparse.Namespace) -> None:
                 start, before = time.perf_counter(), process.cpu_times().user
                 speeds.setdefault((threads, True), []).append(_decode_speed(engine, text, options.prompt))
                 taken[threads].append((process.cpu_times().user - before) / (time.perf_counter() - start))
-    print("\n| threads | tokens/s | one core taken | of quiet | of its core, the other process had |")
-    print("| --- | --- | --- | --- | --- |")
+    print()
+    print(heading("threads", "tokens/s", "one core taken", "of quiet", "of its core, the other process had"))
     for threads in options.threads:
         quiet, busy = (statistics.median(speeds[threads, is_busy]) for is_busy in (False, True))
         share = statistics.median(taken[threads])
-        print(f"| {threads} | {quiet:.1f} | {busy:.1f} | {busy / quiet:.0%} | {share:.0%} |")
+        print(row(threads, f"{quiet:.1f}", f"{busy:.1f}", f"{busy / quiet:.0%}", f"{share:.0%}"))
     print(f"\nMedians of {options.rounds} interleaved rounds of {options.tokens} tokens behind {options.prompt}.")
 
 

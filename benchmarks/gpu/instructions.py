@@ -8,13 +8,13 @@ rate of the others (`sass.py` lists them). A multiprocessor issues four instruct
 pipe, so no kernel takes fewer cycles than the larger of all / 4 and integer / 2.
 """
 
-import argparse
 import json
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.gpu.sass import Count, disassemble, weight_loops
+from benchmarks.script import argument_parser
 from picompile_codegen import cuda
 from picompile_codegen.cuda.build import build_cuda
 from picompile_codegen.cuda.function import CudaKernel
@@ -66,7 +66,7 @@ def _read_bits(format_name: str) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--sm", nargs="+", type=int, default=[89, 90])
     parser.add_argument("--formats", nargs="+", choices=sorted(FORMATS), default=["q4"])
     options = parser.parse_args()

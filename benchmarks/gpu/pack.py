@@ -25,6 +25,7 @@ from benchmarks.gpu.pack_bundled import BundledOptions, pack_bundled
 from benchmarks.gpu.prepared import LLAMA_PROGRAM
 from benchmarks.gpu.sources import SCHEMA, commit, sources_digest, tracked_bytes
 from benchmarks.gpu.split import Planned
+from benchmarks.script import argument_parser
 from picompile.machine import TARGETS
 from picompile.synth.shapes import find_shape, shape_from_config
 from picompile_codegen.build.host_library import build_host_library
@@ -97,7 +98,7 @@ def main() -> None:
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the options; those of the command line, if none are `given`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__, context=2048)
     parser.add_argument("-o", "--output", type=Path, default=Path("build/gpu"))
     parser.add_argument(
         "--sm", type=int, default=90, help="compute capability times ten; an H100's and an H200's is 90"
@@ -108,7 +109,6 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         "--llama", type=Path, metavar="PATH", help="a built llama-bench; libraries beside it are packed"
     )
     parser.add_argument("--budget", type=float, default=1 / 3, help="share of the dense model that the GPU may hold")
-    parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--isas", nargs="+", default=list(TARGETS["h100"].isas), help="of the models; checks: the last")
     parser.add_argument("--small", action="store_true", help="no kernels whose speed is measured")
     parser.add_argument("--bundled", type=Path, default=BUNDLED, help="a model folder, packed with its weights")

@@ -15,7 +15,6 @@ The model is split as `picompile plan` splits it, and lowered as `picompile comp
 Times are predicted from these by `picompile.placement.prompts`, none is measured.
 """
 
-import argparse
 import json
 import tempfile
 import time
@@ -27,6 +26,7 @@ from random import Random
 from benchmarks.gpu.models import ModelOptions, model_graph, model_split
 from benchmarks.gpu.sass import disassemble, loops_with
 from benchmarks.gpu.split import Planned
+from benchmarks.script import argument_parser
 from picompile.artifact.code import Code, build_code
 from picompile.machine import TARGETS, native_target
 from picompile.progress import NoProgress
@@ -78,16 +78,14 @@ def host_weight_bytes(lowered: Lowered) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__, cycles=32, sequences=1)
     parser.add_argument("--shape", default="llama-70b")
     parser.add_argument(
         "--target", default="4090", choices=sorted(name for name in TARGETS if TARGETS[name].vram_bytes)
     )
     parser.add_argument("--firing", default="5%")
     parser.add_argument("--quant", default="q4")
-    parser.add_argument("--cycles", type=int, default=32)
     parser.add_argument("--draws", type=int, default=0, help="random numbers of hot neurons, 0 for the plan's")
-    parser.add_argument("--sequences", type=int, default=1)
     options = parser.parse_args()
     sm = TARGETS[options.target].sm
     assert sm is not None

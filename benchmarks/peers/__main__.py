@@ -51,6 +51,7 @@ from benchmarks.peers.files import Files, LeftOutError
 from benchmarks.peers.plan import Group, Scale, groups
 from benchmarks.peers.plot import plot
 from benchmarks.peers.tables import tables
+from benchmarks.script import argument_parser
 from picompile.machine.host import cpu_name
 
 _QUICK = ("decode", "prefill")
@@ -94,7 +95,7 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__, "--plot")
     parser.add_argument("--work", type=Path, default=Path("build/bench"), help="where checkpoints and artifacts are")
     parser.add_argument("--quick", action="store_true", help="decode and prefill, 2 threads; of --sweeps the ends")
     parser.add_argument("--sweeps", nargs="+", choices=SWEEPS, help="default: all")
@@ -110,7 +111,6 @@ def _arguments() -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--rounds", type=int, help="of each group; default 5 of decode and opt, 3 of the rest")
     parser.add_argument("--json", type=Path, help="default: peers.json, or peers-quick.json, in the work folder")
-    parser.add_argument("--plot", type=Path, help="draw a picture")
     parser.add_argument("--anew", action="store_true", help="measure again what the JSON file has")
     parser.add_argument("--prepare", action="store_true", help="only make the files")
     parser.add_argument("--as-is", action="store_true", help="take artifacts though the code generator has changed")

@@ -5,7 +5,7 @@
 So many clients ask at the same moment for an answer of some tokens, each with a prompt of its own of random tokens, and
 read it as a stream. Both servers get the same token ids by `/v1/completions`, greedy, and must not end before. They run
 one after the other, in turns; each is started anew for every round, with as many threads. FILE is the same model for
-llama.cpp, as `benchmarks/peers/gguf.py --vocabulary` writes it.
+llama.cpp, as `python -m benchmarks.peers.gguf … vocabulary` writes it.
 
 Prints for each number of streams the medians: tokens/s from asking to the end of the last answer, tokens/s
 between the moment when all have their first token and the end of the first answer, and the time to the first token.
@@ -27,6 +27,7 @@ from typing import Any
 
 import httpx
 
+from benchmarks.script import argument_parser, heading, row
 from benchmarks.serving import ServedArtifact
 
 
@@ -121,29 +122,23 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("artifact", type=Path)
+    parser = argument_parser(__doc__, "artifact", streams=[1, 8, 32], vocab=32000, threads=2, rounds=3)
     parser.add_argument("--llama-server", type=Path, required=True)
     parser.add_argument("--gguf", type=Path, required=True)
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--prompt", type=int, default=32, help="tokens of each prompt")
     parser.add_argument("--tokens", type=int, default=64, help="tokens of each answer")
     parser.add_argument("--context", type=int, default=512, help="tokens of a slot of llama.cpp's server")
-    parser.add_argument("--vocab", type=int, default=32000)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--llama-options", default="", help="more options of llama.cpp's server, in one text")
     options = parser.parse_args()
     result = measure(options)
-    print("| streams | picompile | llama.cpp | ratio | decoding alone | first token |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    print(heading("streams", "picompile", "llama.cpp", "ratio", "decoding alone", "first token"))
     for streams in options.streams:
         ours, theirs = result[f"picompile, {streams}"], result[f"llama.cpp, {streams}"]
         ratio = ours["tokens_per_s"] / theirs["tokens_per_s"]
         decoding = f"{ours['decode_tokens_per_s']:.1f} and {theirs['decode_tokens_per_s']:.1f}"
         first = f"{ours['first_token_s']:.2f} and {theirs['first_token_s']:.2f} s"
-        speeds = f"{ours['tokens_per_s']:.1f} | {theirs['tokens_per_s']:.1f} | {ratio:.2f} ×"
-        print(f"| {streams} | {speeds} | {decoding} | {first} |")
+        speeds = (f"{ours['tokens_per_s']:.1f}", f"{theirs['tokens_per_s']:.1f}", f"{ratio:.2f} ×")
+        print(row(streams, *speeds, decoding, first))
     print(json.dumps(result, indent=2), file=sys.stderr)
     return 0
 

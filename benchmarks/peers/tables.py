@@ -1,8 +1,11 @@
 """The results of `benchmarks.peers` as Markdown."""
 
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+from benchmarks.script import heading
+from benchmarks.script import row as line
 
 Results = Mapping[str, Any]
 _SWEPT = {"firing": "neurons that fire", "context": "tokens in the cache", "batch": "sequences"}
@@ -36,12 +39,12 @@ def peer(group: Results) -> float | None:
 
 def _contenders(groups: Sequence[Results]) -> Iterator[str]:
     measured = ("tokens/s", "least – most", "of llama.cpp", "MB a token", "of bandwidth", "computed")
-    yield from _header(("contender", "threads", *measured))
+    yield heading("contender", "threads", *measured)
     for group in groups:
         for label, row in group["results"].items():
             spread = f"{min(row['tokens_per_s']):.1f} – {max(row['tokens_per_s']):.1f}"
             threads = str(group["task"]["threads"])
-            yield _line((label, threads, f"{speed(row):.1f}", spread, _ratio(row, group), *_bytes(row, group)))
+            yield line(label, threads, f"{speed(row):.1f}", spread, _ratio(row, group), *_bytes(row, group))
 
 
 def _bytes(row: Results, group: Results) -> Iterator[str]:
@@ -56,14 +59,14 @@ def _bytes(row: Results, group: Results) -> Iterator[str]:
 def _swept(groups: Sequence[Results], name: str) -> Iterator[str]:
     """A row for each x; every contender's speed, and ours against llama.cpp's."""
     labels = list(dict.fromkeys(label for group in groups for label in group["results"]))
-    yield from _header((name, *(f"{label}, tokens/s" for label in labels), "of llama.cpp"))
+    yield heading(name, *(f"{label}, tokens/s" for label in labels), "of llama.cpp")
     for group in groups:
         cells = [f"{group['x']:.0%}" if group["sweep"] == "firing" else str(group["x"])]
         for label in labels:
             row = group["results"].get(label)
             cells.append(f"{speed(row):.1f}" if row else "")
         ours = next((row for row in group["results"].values() if row["engine"] == "picompile"), None)
-        yield _line([*cells, _ratio(ours, group) if ours else ""])
+        yield line(*cells, _ratio(ours, group) if ours else "")
 
 
 def _ratio(row: Results, group: Results) -> str:
@@ -82,13 +85,3 @@ def _notes(groups: Sequence[Results]) -> Iterator[str]:
         yield f"- {about['version']}: {about['system']}"
     left_out = {f"{label}: {why}" for group in groups for label, why in group["left_out"].items()}
     yield from (f"- Left out: {line}" for line in sorted(left_out))
-
-
-def _header(names: Iterable[str]) -> Iterator[str]:
-    names = list(names)
-    yield _line(names)
-    yield f"|{' --- |' * len(names)}"
-
-
-def _line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"

@@ -14,7 +14,6 @@ safety    random budgets, shapes and contexts, absurd ones among them: what a pl
 Figures come as JSON with --json FILE, and as a table at the end.
 """
 
-import argparse
 import json
 import time
 from collections.abc import Sequence
@@ -24,13 +23,13 @@ from benchmarks.placement.models import Row
 from benchmarks.placement.policies import compare_policies, prefixes
 from benchmarks.placement.safety import safety
 from benchmarks.placement.times import times
+from benchmarks.script import argument_parser, markdown, write_json
 
 
 def table(rows: Sequence[Row]) -> str:
     """In Markdown; a column for every name in any row."""
     names = list(dict.fromkeys(name for row in rows for name in row))
-    lines = [names, ["---"] * len(names), *([cell(row.get(name)) for name in names] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown(names, ([cell(row.get(name)) for name in names] for row in rows))
 
 
 def cell(value: object) -> str:
@@ -40,9 +39,7 @@ def cell(value: object) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="also write the rows here")
-    parser.add_argument("--seed", type=int, default=0)
+    parser = argument_parser(__doc__, "--json", seed=0)
     commands = parser.add_subparsers(required=True)
     of_times = commands.add_parser("times")
     of_times.add_argument("--direct", action="store_true", help="the direct programs too")
@@ -67,8 +64,7 @@ def main() -> None:
     options = parser.parse_args()
     start = time.perf_counter()
     rows = options.run(options)
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    write_json(options.json, rows)
     print(json.dumps({"seconds": round(time.perf_counter() - start, 1)}))
     print(table(rows))
 

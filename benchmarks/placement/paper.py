@@ -8,15 +8,14 @@ outputs of 512 tokens. Nothing is fitted case by case: machines are as in datash
 and one number for an exchange is inferred from all cases together. Both it and picompile's own are shown.
 """
 
-import argparse
 import json
 import statistics
 import time
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 
 from benchmarks.placement.models import GIB, WEIGHT_BYTES
+from benchmarks.script import argument_parser, markdown, write_json
 from picompile.machine import SYNC_S, TARGETS
 from picompile.placement import policies
 from picompile.placement.counting import shape_bytes
@@ -135,20 +134,19 @@ def row_of(case: Case, sync_s: float) -> dict[str, object]:
 
 
 def table(rows: list[dict[str, object]]) -> str:
-    head = "| machine | weights | model | PowerInfer: paper | predicted | llama.cpp: paper | predicted "
-    head += "| ratio: paper | predicted | predicted over paper | picompile's own plan |"
-    lines = [head, "| --- " * 11 + "|"]
+    names = ["machine", "weights", "model", "PowerInfer: paper", "predicted", "llama.cpp: paper", "predicted"]
+    names += ["ratio: paper", "predicted", "predicted over paper", "picompile's own plan"]
+    lines = []
     keys = ("powerinfer paper", "powerinfer predicted", "llama.cpp paper", "llama.cpp predicted", "ratio paper")
     keys += ("ratio predicted", "off by", "picompile predicted")
     for row in rows:
         values = (f"{float(str(row[key])):.2g}" if row.get(key) is not None else "does not fit" for key in keys)
-        lines.append(f"| {row['machine']} | {row['quant']} | {row['model']} | {' | '.join(values)} |")
-    return "\n".join(lines)
+        lines.append([row["machine"], row["quant"], row["model"], *values])
+    return markdown(names, lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="also write the rows here")
+    parser = argument_parser(__doc__, "--json")
     options = parser.parse_args()
     start, results = time.perf_counter(), {}
     for label, sync_s in (("published engine", PUBLISHED_SYNC_S), ("picompile", SYNC_S)):
@@ -160,8 +158,7 @@ def main() -> None:
         results[label] = rows
         print(json.dumps(summary))
         print(table(rows), flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    write_json(options.json, results)
     print(json.dumps({"seconds": round(time.perf_counter() - start, 1)}))
 
 
