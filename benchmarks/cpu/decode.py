@@ -12,7 +12,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import picompile, picompile_json
+from benchmarks.cpu.commands import picompile, picompile_json
 from benchmarks.script import argument_parser, heading, row
 
 

@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from benchmarks import ROOT
-from benchmarks.common import picompile
+from benchmarks.cpu.commands import picompile
 from benchmarks.cpu.schemas import Schema, drawn, read
 from benchmarks.script import argument_parser
 from picompile_runtime import Engine, RequestError, Sampler, SamplingParams, Tokenizer, load

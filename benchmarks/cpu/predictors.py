@@ -114,7 +114,11 @@ def main_table(bench: Bench, ranks: Sequence[int]) -> dict[str, Any]:
     add("adaptive", TrainOptions(), "both")
     learned = add("adaptive, learned only", TrainOptions(exact=False, accuracy_bound=None), "both")
     rank = max(1, learned.parameters // width(profile))
-    add(f"fixed {rank}", TrainOptions(exact=False, accuracy_bound=None, ranks=rank, weighting="none", budget=1.0), "fixed")
+    add(
+        f"fixed {rank}",
+        TrainOptions(exact=False, accuracy_bound=None, ranks=rank, weighting="none", budget=1.0),
+        "fixed",
+    )
     add("sign", TrainOptions(kind="sign", exact=False, accuracy_bound=None), "sign")
     for rank in ranks:
         add(f"rank {rank}", TrainOptions(exact=False, accuracy_bound=None, ranks=rank, budget=1.0), f"rank-{rank}")

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from benchmarks.common import picompile, picompile_json
+from benchmarks.cpu.commands import picompile, picompile_json
 from benchmarks.script import argument_parser
 from picompile.frontend.hf import load_model
 from picompile.predictors.profile.windows import held_out_windows

@@ -1,0 +1,227 @@
+"""Time and peak memory of compiling, profiling, training and rounding.
+
+    python -m benchmarks.cpu.memory compile MODEL --quant q4 [--limit-gb 6]
+    python -m benchmarks.cpu.memory profile [--tokens 65536] [--train "--rank 832"]
+    python -m benchmarks.cpu.memory rounding [--tokens 65536] [--kill]
+
+`compile` compiles a model, inside a limit of all mapped memory if there is one. The others make a checkpoint of a 7B
+shape with `--layers` layers, and profile it, and train predictors for it with the options that `--train` gives, or
+compile it with calibrated rounding. A layer's time is that between the files of two; the estimate for the whole model
+is its layers times that, plus the rest. Memory does not depend on the number of layers. With `--kill` a run is killed
+behind the first layer and run again, and what it ends with is compared with what the whole run gave.
+
+A layer takes two cores about 3 minutes of the profile and 7 of rounding, and one core 18 of training; a checkpoint
+takes 4 GB of disk. Results are JSON.
+"""
+
+import argparse
+import hashlib
+import itertools
+import json
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.cpu.commands import picompile
+from benchmarks.script import argument_parser
+from picompile.synth.shapes import SHAPES
+
+_PICOMPILE = (sys.executable, "-m", "picompile")
+
+
+def _descendants(pid: int) -> list[int]:
+    try:
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    except psutil.Error:
+        return []
+
+
+def _memory(pid: int) -> dict[str, int]:
+    """Anonymous and resident bytes of a process; none of one that has ended.
+
+    From counters that the kernel keeps. `smaps_rollup` walks all pages: of a process of 3 GB that takes half of a core,
+    and stops the process meanwhile.
+    """
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return {}
+    fields = dict(line.split(":", 1) for line in lines if line.startswith(("RssAnon:", "VmRSS:")))
+    return {name: int(value.split()[0]) * 1024 for name, value in fields.items()}
+
+
+@dataclass(frozen=True)
+class Watched:
+    """How a process went. Bytes are peaks; `anonymous_bytes` leaves out mapped files."""
+
+    seconds: float
+    anonymous_bytes: int
+    resident_bytes: int
+    returncode: int
+
+
+def watch(command: list[str], limit_bytes: int | None = None) -> Watched:
+    """Runs a command and samples the memory of all its processes together, up to 50 times a second.
+
+    Pages that several of them share, such as libraries, are counted in each.
+
+    `limit_bytes` is set on the process with RLIMIT_AS, which counts every mapped byte, files and libraries included.
+    """
+    prefix = ["prlimit", f"--as={limit_bytes}"] if limit_bytes else []
+    start = time.monotonic()
+    process = subprocess.Popen([*prefix, *command], stdout=subprocess.DEVNULL)
+    peaks = {"RssAnon": 0, "VmRSS": 0}
+
+    def sample() -> None:
+        while process.poll() is None:
+            sums = dict.fromkeys(peaks, 0)
+            for pid in [process.pid, *_descendants(process.pid)]:
+                for name, size in _memory(pid).items():
+                    sums[name] += size
+            for name, size in sums.items():
+                peaks[name] = max(peaks[name], size)
+            time.sleep(0.02)
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    returncode = process.wait()
+    thread.join()
+    return Watched(time.monotonic() - start, peaks["RssAnon"], peaks["VmRSS"], returncode)
+
+
+def few_layers(shape: str, layers: int, work: Path) -> Path:
+    """Return a checkpoint in `work` of the first `layers` layers of a shape, 10 % of whose neurons fire."""
+    folder = work / f"{shape}-{layers}-layers"
+    if not folder.exists():
+        work.mkdir(parents=True, exist_ok=True)
+        config = work / "config.json"
+        config.write_text(json.dumps({**SHAPES[shape].config, "num_hidden_layers": layers}))
+        picompile("synth", "--shape", config, "--active", 0.1, "-o", folder)
+    return folder
+
+
+def _peaks(result: Watched) -> dict[str, Any]:
+    return {
+        "seconds": round(result.seconds, 1),
+        "peak_anonymous_bytes": result.anonymous_bytes,
+        "peak_resident_bytes": result.resident_bytes,
+    }
+
+
+def _run(words: list[object], layer_files: Path) -> dict[str, Any]:
+    """Run a command of picompile, which writes a file into `layer_files` for each layer."""
+    result = watch([*_PICOMPILE, *map(str, words)])
+    if result.returncode:
+        sys.exit(f"picompile {' '.join(map(str, words))} ended with {result.returncode}")
+    ended = sorted(path.stat().st_mtime for path in layer_files.iterdir())
+    return _peaks(result) | {"between_files_seconds": [round(b - a, 1) for a, b in itertools.pairwise(ended)]}
+
+
+def _estimated(options: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
+    """Add a layer's time, and the hours that the whole shape would take."""
+    layers, between = SHAPES[options.shape].layers, found["between_files_seconds"]
+    layer_s = sum(between) / len(between)
+    hours = (found["seconds"] + (layers - options.layers) * layer_s) / 3600
+    return found | {"layer_seconds": round(layer_s, 1), "layers": layers, "estimated_hours": round(hours, 2)}
+
+
+def measure_compile(options: argparse.Namespace) -> dict[str, Any]:
+    limit = int(options.limit_gb * 1e9) if options.limit_gb else None
+    with tempfile.TemporaryDirectory(prefix="picompile-memory-", dir=options.model.resolve().parent) as folder:
+        words = ["compile", options.model, "-o", f"{folder}/artifact", "--quant", options.quant]
+        result = watch([*_PICOMPILE, *map(str, words)], limit)
+    return _peaks(result) | {"returncode": result.returncode, "limit_bytes": limit}
+
+
+def measure_profile(options: argparse.Namespace) -> dict[str, Any]:
+    model, output = few_layers(options.shape, options.layers, options.work), options.work / "profile"
+    predictors = options.work / "predictors"
+    for folder in (output, predictors):
+        shutil.rmtree(folder, ignore_errors=True)
+    words = ["profile", model, "-o", output, "--tokens", options.tokens, "--samples", options.samples]
+    found: dict[str, Any] = {"profile": _estimated(options, _run(words, output / "layers"))}
+    if options.train is not None:
+        words = [
+            "train",
+            model,
+            "--profile",
+            output,
+            "-o",
+            predictors,
+            "--accuracy-bound",
+            "off",
+            *shlex.split(options.train),
+        ]
+        found["train"] = _estimated(options, _run(words, predictors / "work" / "layers"))
+    return {"tokens": options.tokens, "samples": options.samples, **found}
+
+
+def measure_rounding(options: argparse.Namespace) -> dict[str, Any]:
+    model, work = few_layers(options.shape, options.layers, options.work), options.work / "whole"
+    shutil.rmtree(work, ignore_errors=True)
+    found = _run(_rounding(options, model, work), work / "rounding" / "layers")
+    if options.kill:
+        found["same_bytes_after_kill"] = _killed(options, model) == _hashes(work)
+    return {"tokens": options.tokens, "quant": options.quant, **found}
+
+
+def _rounding(options: argparse.Namespace, model: Path, work: Path) -> list[object]:
+    words = ["compile", model, "-o", options.work / "artifact", "--overwrite", "--quant", options.quant, "--work", work]
+    return [*words, "--rounding", "calibrated", "--rounding-tokens", options.tokens]
+
+
+def _hashes(work: Path) -> dict[str, str]:
+    files = sorted((work / "rounding" / "layers").iterdir())
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def _killed(options: argparse.Namespace, model: Path) -> dict[str, str]:
+    """Kill a run behind its first layer, run it again, and return the hashes of its files."""
+    work = options.work / "killed"
+    shutil.rmtree(work, ignore_errors=True)
+    command = [*_PICOMPILE, *map(str, _rounding(options, model, work))]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        # The state behind a layer is written after the layer's file.
+        while process.poll() is None and not (work / "rounding" / "state.safetensors").exists():
+            time.sleep(0.2)
+        time.sleep(5)
+        process.send_signal(signal.SIGKILL)
+    subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
+    return _hashes(work)
+
+
+_MEASURES: Mapping[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+    "compile": measure_compile, "profile": measure_profile, "rounding": measure_rounding,
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argument_parser(
+        __doc__, shape="llama-7b", layers=2, tokens=65_536, samples=32_768, quant="q4", work=Path("build/memory")
+    )
+    parser.add_argument("what", choices=_MEASURES)
+    parser.add_argument("model", type=Path, nargs="?", help="of `compile`")
+    parser.add_argument("--limit-gb", type=float, help="RLIMIT_AS of `compile`: all mapped memory, in GB")
+    parser.add_argument("--train", metavar="OPTIONS", help="of `profile`: train as well; --accuracy-bound off is given")
+    parser.add_argument("--kill", action="store_true", help="of `rounding`: kill a second run, and go on")
+    options = parser.parse_args()
+    if (options.what == "compile") != (options.model is not None):
+        parser.error("`compile` takes a model, and the others take none")
+    found = _MEASURES[options.what](options)
+    print(json.dumps(found, indent=1))
+    sys.exit(found.get("returncode", 0))
+
+
+if __name__ == "__main__":
+    main()
