@@ -8,7 +8,9 @@ A package offers a format by an entry point of the group `picompile.formats`, wh
 a `Codec`.
 """
 
-from picompile_passes.formats import f16, mxfp4, q4, q4m, q6, q8
+from importlib import import_module
+from pkgutil import iter_modules
+
 from picompile_passes.formats.codec import (
     COARSE_BITS,
     E8M0,
@@ -39,9 +41,18 @@ __all__ = [
     "predictor_format",
 ]
 
-FORMATS: Registry[Codec] = Registry(
-    "weight format", "picompile.formats", Codec, (f16.CODEC, q8.CODEC, q6.CODEC, q4m.CODEC, q4.CODEC, mxfp4.CODEC)
-)
+# Modules of this folder that are no format.
+_COMMON = ("codec", "packing")
+
+
+def _builtin() -> tuple[Codec, ...]:
+    """Return the formats of this folder, those of the most bits first."""
+    names = [module.name for module in iter_modules(__path__) if module.name not in _COMMON]
+    codecs = [import_module(f"{__name__}.{name}").CODEC for name in names]
+    return tuple(sorted(codecs, key=lambda codec: -codec.bits))
+
+
+FORMATS: Registry[Codec] = Registry("weight format", "picompile.formats", Codec, _builtin())
 
 
 def head_format(format_name: str) -> str:
