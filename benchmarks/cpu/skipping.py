@@ -40,7 +40,7 @@ from picompile.streaming import negative_log_likelihood, new_states, run_segment
 from picompile_passes.dialect.sparse_ffn import SparseFfnOperands
 from picompile_passes.graph.materialize import WeightSource, evaluate_constant
 from picompile_passes.graph.nodes import arguments, calls
-from picompile_passes.graph.operands import LINEAR, SPARSE_FFN
+from picompile_passes.graph.operands import LINEAR, SPARSE_FFN, matrix_operands
 from picompile_passes.passes.canonicalize import canonicalize
 from picompile_passes.passes.insert_predictors import InsertPredictors
 
@@ -106,11 +106,8 @@ class Bench:
     @property
     def _all_weights(self) -> int:
         """The weights of the matrices that a token is multiplied with."""
-        count = 0
-        for node in calls(self.graph_module.graph, LINEAR, SPARSE_FFN):
-            operands = [arguments(node).get(name) for name in ("weight", "gate", "up", "down")]
-            count += sum(each.meta["val"].numel() for each in operands if each is not None)
-        return count
+        nodes = calls(self.graph_module.graph, LINEAR, SPARSE_FFN)
+        return sum(matrix.meta["val"].numel() for node in nodes for matrix in matrix_operands(node))
 
     def limited(self, name: str, weights: WeightSource) -> Row:
         """Judge limits that `weights` has."""

@@ -24,8 +24,8 @@ from picompile.rounding.matrices import source_of
 from picompile.streaming import Segment, State, new_states, run_window, segment_constants, split_layers
 from picompile_passes.formats.packing import dequantize_rows, quantize_rows
 from picompile_passes.graph.materialize import WeightSource, evaluate_constant
-from picompile_passes.graph.nodes import arguments, is_call
-from picompile_passes.graph.operands import LINEAR, SPARSE_FFN
+from picompile_passes.graph.nodes import is_call
+from picompile_passes.graph.operands import LINEAR, SPARSE_FFN, matrix_operands
 
 # The format that is tried.
 _TRIED = BUDGET_FORMATS[0]
@@ -87,9 +87,7 @@ def _sites(segments: Sequence[Segment]) -> list[_Site]:
     """Return the units of a graph."""
     found: dict[str, _Site] = {}
     for node in (node for segment in segments for node in segment.nodes if is_call(node, LINEAR, SPARSE_FFN)):
-        values, is_block = arguments(node), is_call(node, SPARSE_FFN)
-        operands = [values[name] for name in (("gate", "up", "down") if is_block else ("weight",))]
-        matrices = [matrix for matrix in operands if matrix is not None]
+        matrices, is_block = matrix_operands(node), is_call(node, SPARSE_FFN)
         sources = [source_of(matrix) for matrix in matrices]
         if not all(sources):
             continue

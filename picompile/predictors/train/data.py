@@ -17,12 +17,7 @@ from picompile_passes.dialect.activations import parse_activation
 from picompile_passes.dialect.neurons import neuron_outputs, neuron_rms
 from picompile_passes.graph.materialize import WeightSource, evaluate_constant
 from picompile_passes.graph.nodes import arguments, calls, is_call
-from picompile_passes.graph.operands import FFN, LAYER_NORM, RMS_NORM
-
-# The data that the training of one layer depends on: the block's weights, its norm, and the samples.
-
-
-_WEIGHTS = ("gate", "up", "down", "gate_bias", "up_bias")
+from picompile_passes.graph.operands import FFN, LAYER_NORM, NEURON_ROWS, RMS_NORM
 
 
 @dataclass(frozen=True)
@@ -169,7 +164,7 @@ def layer_data(
     own = samples_of(layer)
     if own is None:
         raise ValueError(f"no samples of layer {layer}")
-    tensors: dict[str, Any] = {name: constant(values[name]) for name in _WEIGHTS}
+    tensors: dict[str, Any] = {name: constant(values[name]) for name in NEURON_ROWS}
     return LayerData(
         layer=layer,
         samples=own,
@@ -198,7 +193,7 @@ def _norm(block: Node, constant: Any) -> Norm:
 
 def save_layer_data(path: Path, data: LayerData) -> None:
     """Write the data for a worker process."""
-    tensors = {name: getattr(data, name) for name in _WEIGHTS if getattr(data, name) is not None}
+    tensors = {name: getattr(data, name) for name in NEURON_ROWS if getattr(data, name) is not None}
     facts: dict[str, Any] = {name: getattr(data, name) for name in ("layer", "activation", "up_activation", "norm_eps")}
     facts["rule"] = asdict(data.rule)
     for name, samples in (("samples", data.samples), ("previous", data.previous)):
@@ -225,7 +220,7 @@ def load_layer_data(path: Path) -> LayerData:
         return Samples(tensors[name], None if norm is None else Norm(norm["op"], norm["eps"], *parts))
 
     read = {"samples": samples("samples"), "previous": samples("previous")}
-    weights = {name: tensors.get(name) for name in _WEIGHTS}
+    weights = {name: tensors.get(name) for name in NEURON_ROWS}
     given: dict[str, Any] = {**facts, **read, **weights, "rule": FiringRule(**facts["rule"])}
     return LayerData(**{field.name: given[field.name] for field in fields(LayerData)})
 
