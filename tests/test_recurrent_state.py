@@ -12,6 +12,7 @@ import torch
 import picompile_runtime
 from helpers import leak
 from helpers.fake_engine import Told, answer_alone
+from helpers.kernels.lowered import Runner, relative_error
 from helpers.states import host_states
 from helpers.toys.toy_artifact import code_entry, write_manifest
 from picompile.artifact.files import write_weights
@@ -19,6 +20,7 @@ from picompile.testing import random_weights, run
 from picompile_codegen.build.host_library import build_host_library
 from picompile_codegen.lowering.function import LowerOptions
 from picompile_codegen.lowering.lower import Lowered, lower
+from picompile_codegen.lowering.placement import Placement
 from picompile_passes.base import Stage
 from picompile_passes.graph.materialize import evaluate_constant
 from picompile_passes.passes.insert_predictors import InsertPredictors
@@ -42,32 +44,38 @@ def _nothing(size_bytes: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def artifact(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, np.ndarray, Lowered]]:
-    """The folder of an artifact, the logits after each of IDS in eager PyTorch, and the program."""
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The operator's package is installed in this process."""
     with pytest.MonkeyPatch.context() as patch:
         site = tmp_path_factory.mktemp("site")
         leak.install(site)
         patch.syspath_prepend(str(site))
         importlib.invalidate_caches()
-        passes = (InsertPredictors("none"), Partition({}), Quantize("f16"))
-        verify(before := leak.leaking(2), Stage.CANONICAL)
-        graph_module = Pipeline(passes)(before).graph_module
-        verify(graph_module, Stage.QUANTIZED)
-        lowered = lower(graph_module, OPTIONS)
-        weights = random_weights(graph_module, representable="f16")
-        folder = tmp_path_factory.mktemp("leak")
-        (folder / "kernels").mkdir()
-        build_host_library(lowered.kernels, folder / "kernels" / "host.so")
-        tensors = list(lowered.weights.tensors.values())
-        write_weights(
-            folder / "weights.safetensors",
-            tensors,
-            lambda node: evaluate_constant(graph_module, node, weights),
-            _nothing,
-        )
-        (folder / "program.json").write_text(json.dumps(lowered.program.to_json()))
-        write_manifest(folder, CONTEXT, CHUNK, {"sequences": SLOTS, "code": [code_entry()]})
-        yield folder, run(graph_module, weights, torch.tensor(IDS)).numpy(), lowered
+        yield
+
+
+@pytest.fixture(scope="module")
+def artifact(installed: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray, Lowered]:
+    """The folder of an artifact, the logits after each of IDS in eager PyTorch, and the program."""
+    passes = (InsertPredictors("none"), Partition({}), Quantize("f16"))
+    verify(before := leak.leaking(2), Stage.CANONICAL)
+    graph_module = Pipeline(passes)(before).graph_module
+    verify(graph_module, Stage.QUANTIZED)
+    lowered = lower(graph_module, OPTIONS)
+    weights = random_weights(graph_module, representable="f16")
+    folder = tmp_path_factory.mktemp("leak")
+    (folder / "kernels").mkdir()
+    build_host_library(lowered.kernels, folder / "kernels" / "host.so")
+    tensors = list(lowered.weights.tensors.values())
+    write_weights(
+        folder / "weights.safetensors",
+        tensors,
+        lambda node: evaluate_constant(graph_module, node, weights),
+        _nothing,
+    )
+    (folder / "program.json").write_text(json.dumps(lowered.program.to_json()))
+    write_manifest(folder, CONTEXT, CHUNK, {"sequences": SLOTS, "code": [code_entry()]})
+    return folder, run(graph_module, weights, torch.tensor(IDS)).numpy(), lowered
 
 
 @pytest.fixture
@@ -90,6 +98,30 @@ def test_the_whole_last_mixer_runs_where_its_state_depends_on_all_operands(
     state = {"kind": "recurrent", "layer": 1, "dtype": "float32", "shape": [leak.HIDDEN]}
     assert program.state["memory.1"].to_json() == state
     assert program.layers == 2
+
+
+PLACEMENTS = {
+    "all": Placement.all_of(2),
+    "state with the host": Placement(attention=frozenset({0, 1}), caches=frozenset({0}), head=True),
+}
+
+
+@pytest.mark.slow("compiles both sides of a program")
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_either_side_keeps_recurrent_state(placement: str, installed: None, tmp_path: Path) -> None:
+    """Of layers whose state is the host's, prompts are read by both."""
+    partition = Partition({layer: list(range(leak.FFN_SIZE)) for layer in range(2)})
+    graph_module = Pipeline((InsertPredictors("none"), partition, Quantize("f16")))(leak.leaking(2)).graph_module
+    options = LowerOptions(CONTEXT, CHUNK, "float32", 1, "cpu", PLACEMENTS[placement])
+    lowered, weights = lower(graph_module, options), random_weights(graph_module, representable="f16")
+    assert {each.memory for each in lowered.program.state.values()} == (
+        {"device"} if placement == "all" else {"device", "host"}
+    )
+    runner = Runner(tmp_path / "host.so", lowered, graph_module, weights)
+    expected = run(graph_module, weights, torch.tensor(IDS[:11]))
+    assert relative_error(runner.score(IDS[:11], CHUNK), expected) < 1e-5
+    runner.forget()
+    assert relative_error(runner.decode(IDS[:11]), expected) < 1e-5
 
 
 def test_steps_of_all_kinds_compute_what_eager_pytorch_does(

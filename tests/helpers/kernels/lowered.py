@@ -55,6 +55,7 @@ class Runner:
         self._arenas = dict(zip(("host", "device", "shared"), arenas, strict=True))
         self._memory = {"buffer": {name: self._place(tensor) for name, tensor in self.program.buffers.items()}}
         self._memory["state"] = {name: _poisoned(tensor) for name, tensor in self.program.state.items()}
+        self._begin()
         self._memory["weight"] = {}
         for tensor in lowered.weights.tensors.values():
             value = tensor.produce(lambda node: evaluate_constant(graph_module, node, weights)).numpy()
@@ -117,6 +118,13 @@ class Runner:
         """No position of any cache was written."""
         for state in self._memory["state"].values():
             state.reshape(-1).view(np.uint8)[:] = 255
+        self._begin()
+
+    def _begin(self) -> None:
+        """Every sequence begins with recurrent state of zeros."""
+        for name, tensor in self.program.state.items():
+            if tensor.kind == "recurrent":
+                self._memory["state"][name][:] = 0
 
     def _poison(self) -> None:
         buffers = self._memory["buffer"]
