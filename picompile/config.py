@@ -113,8 +113,8 @@ class CompileOptions(PredictorOptions):
     )
     skip: float | None = option(
         None,
-        "Leave out neurons that contribute little, known from gate and output, as many as raise the perplexity by no "
-        "more than this; for any activation, without training. Default: none.",
+        "Skip neurons that contribute little, known from gate and output. SHARE bounds the rise in perplexity, as in "
+        "1%; any activation, no training. Default: none.",
         metavar="SHARE",
         parse=parse_share,
         above=0,
@@ -122,8 +122,8 @@ class CompileOptions(PredictorOptions):
     )
     skip_at: tuple[str, ...] = option(
         (),
-        "Where to skip. gate: neurons, before up and down are read. output: neurons, before down is read. Repeatable. "
-        "Default: gate and output.",
+        "Where to skip neurons. gate: before up and down are read. output: before down is read. Repeatable. Default: "
+        "gate and output.",
         metavar="PLACE",
     )
     # Read in windows of 512 tokens.

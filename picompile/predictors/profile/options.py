@@ -55,8 +55,8 @@ class ProfileOptions:
     # Left out of that text too, for profiles of earlier versions: see `ProfileTask.inputs`.
     by: str = option(
         MAGNITUDE,
-        "SiLU and GELU models: what thresholds are of: the magnitude of a neuron's output, or its contribution, which "
-        "is that times the length of the neuron's row of the down matrix.",
+        "SiLU and GELU models: the measure that thresholds apply to. magnitude: that of a neuron's output. "
+        "contribution: magnitude times the length of the neuron's row of the down matrix.",
         choices=MEASURES,
         repr=False,
     )
