@@ -66,7 +66,7 @@ def _read_plan(text: str, flag: str) -> "Plan":
 def _check_accelerator(name: str) -> None:
     """Raise `UsageError` unless `name` is that of a back end."""
     if name not in (known := tuple(BACK_ENDS)):
-        raise UsageError(f"unknown hot device {name!r}; known are {', '.join(known)}")
+        raise UsageError(f"unknown accelerator {name!r}; known are {', '.join(known)}")
 
 
 @documented
@@ -175,13 +175,14 @@ class CompileOptions(PredictorOptions):
     vram_budget: str | None = VRAM_BUDGET.field(None)
     host_memory: str | None = HOST_MEMORY.field(None)
     host_bandwidth: str | None = HOST_BANDWIDTH.field(None)
-    hot_device: str | None = option(
+    accelerator: str | None = option(
         None,
-        "The accelerator of hot neurons and of what the plan puts beside them. cuda: the target's GPU. cpu: a second "
+        "Where hot neurons run, and what the plan puts beside them. cuda: the target's GPU. cpu: a second "
         "partition of the CPU, with the same schedule. Or a plug-in's back end. Default: cuda if the target has a GPU; "
         "else hot and cold neurons run one after the other on the host.",
         metavar="NAME",
         check=_check_accelerator,
+        aliases=("--hot-device",),
     )
     dump_ir: Path | None = option(None, "Write the graph after each pass to DIR/NNN_pass-name.txt.", metavar="DIR")
     verify: bool = option(True, "Check the graph at every stage.")
@@ -197,7 +198,7 @@ class CompileOptions(PredictorOptions):
         if self.kv_dtype == "q4" and gpu is not None:
             raise UsageError("a KV cache in q4 has no kernels for a GPU; choose q8")
         if self.on_gpu and gpu is None:
-            raise UsageError(f"hot device {self.hot_device} needs a target with a GPU, and {self.target} has none")
+            raise UsageError(f"accelerator {self.accelerator} needs a target with a GPU, and {self.target} has none")
         if self.plan is not None:
             self._require_neurons(self.plan)
         self._require_machine(gpu)
@@ -264,15 +265,15 @@ class CompileOptions(PredictorOptions):
         return self.plan is None and self.hot is None and gpu_of(self.target) is not None
 
     @property
-    def accelerator(self) -> str | None:
-        """The back end of hot neurons: `hot_device` if given, else that of the target's GPU, else None."""
+    def back_end(self) -> str | None:
+        """The back end of hot neurons: `accelerator` if given, else that of the target's GPU, else None."""
         gpu = gpu_of(self.target)
-        return self.hot_device or (None if gpu is None else gpu.back_end)
+        return self.accelerator or (None if gpu is None else gpu.back_end)
 
     @property
     def on_gpu(self) -> bool:
         """Whether the accelerator is a GPU."""
-        return self.accelerator is not None and BACK_ENDS[self.accelerator].is_gpu
+        return self.back_end is not None and BACK_ENDS[self.back_end].is_gpu
 
     @property
     def _can_calibrate(self) -> bool:

@@ -40,7 +40,7 @@ def test_a_package_prints_the_kernels_of_a_model(installed: Path, gpu_model: Pat
     """Compiling, verifying and inspecting go through it; opening says what it is."""
     artifact = tmp_path / "artifact"
     sizes = {"quant": "f16", "context": 32, "chunk": 16, "hot": {0: range(1, 200, 3)}}
-    compile_for_test(gpu_model, artifact, hot_device="printing", **sizes)
+    compile_for_test(gpu_model, artifact, accelerator="printing", **sizes)
     program = json.loads((artifact / "program.json").read_text())
     called = {call["kernel"] for call in program["functions"]["decode"] if call.get("device")}
     printed = (artifact / "kernels" / "printed.txt").read_text()
@@ -55,8 +55,8 @@ def test_a_package_prints_the_kernels_of_a_model(installed: Path, gpu_model: Pat
 
 def test_names_of_back_ends_are_checked(installed: Path, tmp_path: Path) -> None:
     assert tuple(BACK_ENDS) == ("cpu", "cuda", "printing")
-    with pytest.raises(UsageError, match="unknown hot device 'tpu'; known are cpu, cuda, printing"):
-        compile_for_test(tmp_path, tmp_path / "artifact", hot_device="tpu")
+    with pytest.raises(UsageError, match="unknown accelerator 'tpu'; known are cpu, cuda, printing"):
+        compile_for_test(tmp_path, tmp_path / "artifact", accelerator="tpu")
     (installed / "entry_points.txt").write_text("[picompile.backends]\ncuda = printing:BACK_END\n")
     with pytest.raises(RegistryError, match="two back ends are called cuda: one from picompile and printing:BACK_END"):
         list(BACK_ENDS)

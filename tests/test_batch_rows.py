@@ -132,7 +132,7 @@ def test_rows_with_masks_do_not_depend_on_their_company(tmp_path: Path, predicto
 def test_rows_of_a_split_model_do_not_depend_on_their_company(models: dict[str, Path], tmp_path: Path) -> None:
     hot = {layer: range(20) for layer in range(build("opt-pre-norm").config.num_hidden_layers)}
     sizes = {"sequences": SEQUENCES, "context": 160, "chunk": 32}
-    options = CompileOptions(quant="q4", accuracy_bound=None, hot_device="cpu", hot=hot, **sizes)
+    options = CompileOptions(quant="q4", accuracy_bound=None, accelerator="cpu", hot=hot, **sizes)
     compile_model(models["opt-pre-norm"], tmp_path / "artifact", options)
     with picompile_runtime.load(tmp_path / "artifact", threads=2) as engine:
         check_rows(engine)

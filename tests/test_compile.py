@@ -70,7 +70,7 @@ def test_the_same_inputs_give_the_same_bytes(tiny_model: Path, tmp_path: Path, m
     ("options", "error", "text"),
     [
         ({"target": "4090,2080ti"}, TargetError, "one GPU"),
-        ({"hot_device": "tpu"}, UsageError, "unknown hot device 'tpu'"),
+        ({"accelerator": "tpu"}, UsageError, "unknown accelerator 'tpu'"),
         ({"predictor": "psychic"}, UsageError, "psychic"),
         ({"kv_dtype": "f8"}, UsageError, "f8"),
         ({"bf16": "yes"}, UsageError, "unknown bf16 'yes'; known are auto, on, off"),

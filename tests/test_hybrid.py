@@ -76,7 +76,7 @@ class Pair:
 def compile_pair(model: Captured | Path, folder: Path, **options: object) -> Pair:
     pair = Pair(folder / "apart", folder / "hybrid")
     compile_model(model, pair.apart, CompileOptions(**options))  # type: ignore[arg-type]
-    compile_model(model, pair.hybrid, CompileOptions(hot_device="cpu", **options))  # type: ignore[arg-type]
+    compile_model(model, pair.hybrid, CompileOptions(accelerator="cpu", **options))  # type: ignore[arg-type]
     return pair
 
 
@@ -157,7 +157,7 @@ def test_trained_model_gives_the_same_tokens(tmp_path: Path) -> None:
     expected = tokens_of(tmp_path / "whole", prompt, 100)
     for share in (0.1, 0.9):
         hot = hot_sets(model.facts.ffn, (share,) * model.facts.layers, np.random.default_rng(int(10 * share)))
-        compile_model(model, tmp_path / str(share), CompileOptions(quant="f16", hot=hot, hot_device="cpu"))
+        compile_model(model, tmp_path / str(share), CompileOptions(quant="f16", hot=hot, accelerator="cpu"))
         assert tokens_of(tmp_path / str(share), prompt, 100) == expected, share
 
 

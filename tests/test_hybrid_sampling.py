@@ -25,7 +25,7 @@ PARAMS = [SamplingParams(temperature=0), SamplingParams(seed=5), SamplingParams(
 def hybrid_artifact(build_once: BuildOnce, gpu_model: Path) -> Path:
     """`gpu_artifact` for a second partition of the CPU, with room for several sequences."""
     sizes = {"quant": "f16", "context": 32, "chunk": 16, "hot": HOT, "sequences": SEQUENCES}
-    return build_once("sampling-hybrid", lambda folder: compile_for_test(gpu_model, folder, hot_device="cpu", **sizes))
+    return build_once("sampling-hybrid", lambda folder: compile_for_test(gpu_model, folder, accelerator="cpu", **sizes))
 
 
 @pytest.fixture

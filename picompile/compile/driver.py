@@ -185,9 +185,9 @@ def _check_before_capture(
         )
     pipeline_passes(options)
     # The code of an accelerator on the CPU has the instruction sets of the host's, which the check may not change.
-    bf16 = options.bf16 != "off" and options.quant == "f16" and options.accelerator is None
+    bf16 = options.bf16 != "off" and options.quant == "f16" and options.back_end is None
     code = planned_code(options.target, bf16=bf16)
-    accelerator = accelerator_target(options.accelerator, options.target)
+    accelerator = accelerator_target(options.back_end, options.target)
     if options.accuracy is not None and not isinstance(model, str | os.PathLike):
         raise UsageError(
             "accuracy compares with a model folder or a GGUF file, not with a module in memory; leave it out"

@@ -123,7 +123,7 @@ def _hot_neurons(config: CompileConfig, facts: ModelFacts, plan: Plan | None) ->
     if plan is not None:
         return plan.hot_neurons()
     hot = dict(config.hot or {})
-    if config.accelerator is None:
+    if config.back_end is None:
         return hot
     return {layer: hot.get(layer, range(facts.ffn)) for layer in range(facts.layers)} | hot
 

@@ -50,7 +50,7 @@ BLOCK = functools.partial(
 
 
 def test_every_gpu_of_the_table_is_compiled_for() -> None:
-    assert {name: accelerator_target(CompileOptions(target=name).accelerator, name) for name in ROWS} == {
+    assert {name: accelerator_target(CompileOptions(target=name).back_end, name) for name in ROWS} == {
         name: AcceleratorTarget("cuda", sm) for name, sm in ROWS.items() if sm is not None
     }
     assert {*ROWS.values()} == {75, 80, 86, 89, 90, 120}
@@ -268,7 +268,7 @@ def test_a_partition_of_the_cpu_is_judged_by_itself(
     gpu_model: Path, held_out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("picompile.compile.accuracy.native_code", lambda file: pytest.fail("another program was made"))
-    compile_model(gpu_model, tmp_path / "both", lossy(gpu_model, tmp_path, held_out, hot_device="cpu"))
+    compile_model(gpu_model, tmp_path / "both", lossy(gpu_model, tmp_path, held_out, accelerator="cpu"))
     compile_model(gpu_model, tmp_path / "host", lossy(gpu_model, tmp_path, held_out))
     found, expected = accuracy_of(tmp_path / "both"), accuracy_of(tmp_path / "host")
     # Programs with an accelerator read token by token, others in chunks with masks: sums come in another order.
@@ -300,7 +300,7 @@ def test_learned_predictors_are_in_the_plan(
     gpu_model: Path, held_out: Path, tmp_path: Path, form: str, row_bytes: tuple[int, int]
 ) -> None:
     """With the sizes that they have in their format; whether all fits is asked with them."""
-    options = lossy(gpu_model, tmp_path, held_out, target="4090", hot_device="cpu", hot=None, predictor_quant=form)
+    options = lossy(gpu_model, tmp_path, held_out, target="4090", accelerator="cpu", hot=None, predictor_quant=form)
     compile_model(gpu_model, tmp_path / "artifact", options)
     report = json.loads((tmp_path / "artifact" / "report.json").read_text())
     formats = report["weight_formats"]
@@ -327,7 +327,7 @@ def test_the_format_of_predictors_is_the_planned_one(
 
 
 def test_a_module_in_memory_has_no_profile(gpu_model: Path, tmp_path: Path) -> None:
-    options = CompileOptions(target="4090", context=32, hot_device="cpu", vram_budget="300kB", host_bandwidth="0.02")
+    options = CompileOptions(target="4090", context=32, accelerator="cpu", vram_budget="300kB", host_bandwidth="0.02")
     with pytest.raises(UsageError, match="a module in memory has no profile"):
         compile_model(load_model(gpu_model), tmp_path / "artifact", options)
     assert list(tmp_path.iterdir()) == []

@@ -57,7 +57,7 @@ def make_bases(folder: Path) -> None:
     hot = {layer: sorted(random.permutation(96)[:40].tolist()) for layer in range(2)}
     compile_for_test(llama, folder / "masked", quant="f16", **several)
     compile_for_test(opt, folder / "opt", quant="q8", kv_dtype="q8", **sizes)
-    compile_for_test(llama, folder / "hybrid", quant="f16", hot=hot, hot_device="cpu", **several)
+    compile_for_test(llama, folder / "hybrid", quant="f16", hot=hot, accelerator="cpu", **several)
 
 
 def find_bases(folder: Path) -> list[Base]:

@@ -35,7 +35,7 @@ def lending_artifact(build_once: BuildOnce) -> Path:
     def make(folder: Path) -> None:
         folder.mkdir()
         save_tiny_llama(folder / "model", num_hidden_layers=3)
-        options = {"quant": "f16", "context": 32, "chunk": 16, "hot": {0: range(20)}, "hot_device": "cpu"}
+        options = {"quant": "f16", "context": 32, "chunk": 16, "hot": {0: range(20)}, "accelerator": "cpu"}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(compile_lower, "_placement", lambda plan, layers: ON_HOST)
             compile_for_test(folder / "model", folder / "artifact", **options)

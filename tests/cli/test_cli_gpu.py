@@ -21,7 +21,7 @@ from picompile_runtime.engine import layout as device_memory
 __all__ = ["fake_cuda", "fake_library", "gpu", "gpu_artifact", "gpu_kernels", "gpu_model", "host_artifact"]
 
 # The same schedule on two partitions of the CPU: the plan is the GPU's, and what it comes to can be run.
-FOR_4090 = ("--target", "4090", "--hot-device", "cpu", "--quant", "f16", "--context", "32")
+FOR_4090 = ("--target", "4090", "--accelerator", "cpu", "--quant", "f16", "--context", "32")
 # A host so slow that the GPU is worth it for a tiny model, and a GPU so small that not all of it fits.
 SMALL = ("--vram-budget", "800kB", "--host-bandwidth", "0.02")
 IDS = "1,15,7,200,31"
@@ -152,7 +152,7 @@ def test_bad_input_is_told_before_the_model_is_captured(
         (("4090", "--hot", hot, "--vram-budget", "1GiB"), "--vram-budget: --hot or --plan says"),
         (("4090", "--hot", hot, "--profile", tiny_profile), "profile given, but predictor auto needs none"),
         (("4090", "--profile", tiny_profile), "is a profile of another model"),
-        (("cpu", "--hot-device", "cuda"), "hot device cuda needs a target with a GPU"),
+        (("cpu", "--accelerator", "cuda"), "accelerator cuda needs a target with a GPU"),
     ):
         assert_refused(cli("compile", gpu_model, "-o", tmp_path / "artifact", "--target", *words), 2, message)
         assert list(tmp_path.iterdir()) == [hot]

@@ -42,7 +42,7 @@ def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def tiny_hybrid(build_once: BuildOnce, tiny_model: Path) -> Path:
     """Two layers, half of whose neurons are on a second partition of the CPU, with all else that can be there."""
     hot = {0: range(0, 200, 2), 1: range(100)}
-    options = {"quant": "f16", "context": 64, "hot": hot, "hot_device": "cpu", "sequences": 2}
+    options = {"quant": "f16", "context": 64, "hot": hot, "accelerator": "cpu", "sequences": 2}
     return build_once("tiny-hybrid", lambda folder: compile_for_test(tiny_model, folder, **options))
 
 
