@@ -67,8 +67,7 @@ class MatrixRow:
     def group(self, group: Expr) -> Group:
         """Load group `first` + `group`. Columns that are padding have zero weights."""
         unpack = _raw_nibbles if self.matrix.has_nibbles else _raw_bytes_or_halves
-        if self.matrix.form.table:
-            unpack = _raw_of_table
+        unpack = _raw_of_table if self.matrix.form.table else unpack
         raw = tuple(bind(vector) for vector in unpack(self.matrix, self.number, self.first + group))
         scale = None if self.scales is None else bind(splat(self.scales[group]))
         if self.offsets is not None:
