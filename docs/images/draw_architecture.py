@@ -1,4 +1,4 @@
-"""Draw architecture.svg: the steps of a compilation with the types between them, the runtime, and the four packages.
+"""Draw architecture.svg: the steps of a compilation with the types between them, the runtime, and the five packages.
 
 python docs/images/draw_architecture.py > docs/images/architecture.svg
 """
@@ -6,13 +6,14 @@ python docs/images/draw_architecture.py > docs/images/architecture.svg
 from dataclasses import dataclass
 from html import escape
 
-WIDTH, HEIGHT = 1120, 850
+WIDTH, HEIGHT = 1120, 890
 # The colour of a package: border, and fill.
 COLOURS = {
     "picompile": ("#1f6feb", "#eaf2fe"),
     "passes": ("#1a7f37", "#e6f6ea"),
     "codegen": ("#bc4c00", "#fdf0e6"),
     "runtime": ("#8250df", "#f3ecfd"),
+    "server": ("#bf3989", "#fdedf6"),
     "file": ("#6e7781", "#f6f8fa"),
 }
 TEXT, MUTED = "#1f2328", "#57606a"
@@ -61,7 +62,7 @@ def label(
     colour: str = TEXT,
     anchor: str = "start",
 ) -> str:
-    """Return a line of text; what stands in `backticks` is a name from the code, in a fixed width."""
+    """Return a line of text. Names in `backticks` are drawn in a fixed-width font."""
     parts = escape(text).split("`")
     code = f'<tspan font-family="Menlo, Consolas, DejaVu Sans Mono, monospace" font-size="{0.92 * size:.1f}">'
     spans = "".join(f"{code}{part}</tspan>" if number % 2 else part for number, part in enumerate(parts))
@@ -77,7 +78,7 @@ def arrow(points: list[tuple[int, int]], *, dashed: bool = False) -> str:
 
 
 def typed_arrow(left: Box, right: Box, *types: str) -> str:
-    """Return an arrow between two boxes of one row: above it the type that goes along, below it what that holds."""
+    """Return an arrow between two boxes of one row: the type above it, what that holds below it."""
     middle, y = (left.right + right.x) / 2, left.middle
     parts = [arrow([(left.right, y), (right.x - 2, y)]), label(middle, y - 9, types[0], size=12.5, anchor="middle")]
     for number, line in enumerate(types[1:]):
@@ -112,7 +113,7 @@ def compilation() -> list[str]:
         height,
         "picompile",
         "7 write",
-        ("code, packed weights", "`artifact/`, codegen’s `build/`"),
+        ("code, packed weights", "`artifact/`, `build/`"),
     )
     check = Box(
         left[3], second, width, height, "picompile", "8 accuracy check", ("perplexity, by running it", "`predictors/`")
@@ -120,7 +121,7 @@ def compilation() -> list[str]:
     boxes = [capture, resolve, predict, plan, rewrite, lower, write, check]
     turn = (plan.y + plan.height + rewrite.y) // 2 - 6
     return [
-        heading(36, "A compilation: picompile/compile.py"),
+        heading(36, "A compilation: picompile/compile/"),
         label(
             24,
             60,
@@ -205,7 +206,7 @@ def decoding() -> list[str]:
 
 def packages() -> list[str]:
     """Return the third part: who imports whom."""
-    y, height = 692, 128
+    y, height, lower = 692, 128, 762
     driver = Box(
         24,
         y,
@@ -216,17 +217,21 @@ def packages() -> list[str]:
         ("driver, command line, plans,", "predictors, reports", "transformers, HiGHS, typer"),
     )
     codegen = Box(374, y, 230, 58, "codegen", "picompile_codegen", ("kernels, lowering; TVM",))
-    runtime = Box(374, y + 70, 230, 58, "runtime", "picompile_runtime", ("numpy, tokenizers, Jinja alone",))
     passes = Box(724, y, 250, 58, "passes", "picompile_passes", ("dialect, passes, verifier; torch",))
-    note = ("No arrow leads back: the runtime", "needs neither torch nor TVM, and", "passes know nothing of kernels.")
+    server = Box(374, lower, 230, 58, "server", "picompile_server", ("scheduler, HTTP server; starlette",))
+    runtime = Box(724, lower, 250, 58, "runtime", "picompile_runtime", ("numpy, tokenizers, Jinja alone",))
+    below = lower + 58 + 16
+    note = "No arrow leads back: runtime and server need neither torch nor TVM, and passes know nothing of kernels."
     return [
         heading(666, "The packages: an arrow is an import"),
-        *(box.draw() for box in (driver, codegen, runtime, passes)),
+        *(box.draw() for box in (driver, codegen, passes, server, runtime)),
         arrow([(driver.right, codegen.middle), (codegen.x - 2, codegen.middle)]),
-        arrow([(driver.right, runtime.middle), (runtime.x - 2, runtime.middle)]),
         arrow([(codegen.right, codegen.middle), (passes.x - 2, codegen.middle)]),
         arrow([(314, codegen.middle), (314, y - 12), (passes.x + 125, y - 12), (passes.x + 125, y - 2)]),
-        *(label(724, y + 90 + 17 * number, line, size=12.5, colour=MUTED) for number, line in enumerate(note)),
+        arrow([(driver.right, server.middle), (server.x - 2, server.middle)]),
+        arrow([(server.right, server.middle), (runtime.x - 2, server.middle)]),
+        arrow([(314, server.middle), (314, below), (runtime.x + 125, below), (runtime.x + 125, lower + 60)]),
+        label(24, below + 28, note, size=12.5, colour=MUTED),
     ]
 
 
@@ -235,7 +240,7 @@ def main() -> None:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
         'font-family="Helvetica, Arial, sans-serif" role="img" aria-labelledby="title">',
-        '<title id="title">The steps of a compilation, of a run, and the four packages</title>',
+        '<title id="title">The steps of a compilation, of a run, and the five packages</title>',
         '<defs><marker id="head" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="8" markerHeight="8" orient="auto">'
         f'<path d="M0 0 L10 5 L0 10 z" fill="{TEXT}"/></marker></defs>',
         f'<rect x="0.5" y="0.5" width="{WIDTH - 1}" height="{HEIGHT - 1}" rx="8" fill="#ffffff" stroke="#d0d7de"/>',
