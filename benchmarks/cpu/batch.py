@@ -14,11 +14,11 @@ import argparse
 import os
 import statistics
 import tempfile
-import time
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks.cpu.kernel_calls import KernelCalls
 from benchmarks.cpu.kernels import Case, arguments_of, best_isa
 from benchmarks.script import argument_parser, heading, row
 from picompile_codegen import cpu
@@ -27,7 +27,7 @@ from picompile_codegen.build.isa import ISAS, targeting
 from picompile_codegen.specs import FfnSpec, LinearSpec
 from picompile_codegen.weight_panels import has_panels
 from picompile_runtime.bench.bandwidth import MemoryReader
-from picompile_runtime.devices.cpu.native import CallList, HostLibrary
+from picompile_runtime.devices.cpu.native import HostLibrary
 
 _NEURONS, _DIM = 5632, 2048
 
@@ -64,22 +64,18 @@ class _Bound:
         path = folder / f"{case.kernel.name}.so"
         build_host_library([case.kernel], path, ISAS[isa])
         self.library, rng = HostLibrary(path), np.random.default_rng(0)
-        sets = arguments_of(case, rng)
-        self.shared = sets[0]
+        self.calls = KernelCalls(self.library, case.kernel, arguments_of(case, rng))
+        self.shared = self.calls.shared
         # x is zero, so that biases alone decide: of `exact` half of the neurons fire, and all that a mask names.
         if "gate_bias" in self.shared:
             fires = rng.random(self.shared["gate_bias"].shape) < (1.0 if "mask" in self.shared else 0.5)
             self.shared["gate_bias"][:] = np.where(fires, 1.0, -1.0)
         if "mask" in self.shared:
             self.shared["mask"][:] = rng.random(self.shared["mask"].shape) < rate
-        names = [*case.kernel.params]
-        self.calls: CallList = self.library.bind([(case.kernel.name, [s[name] for name in names]) for s in sets])
 
     def us_a_token(self, tokens: int, threads: int) -> float:
         self.shared["step"][0] = tokens
-        start = time.perf_counter()
-        self.library.run(self.calls, threads)
-        return 1e6 * (time.perf_counter() - start) / len(self.calls) / tokens
+        return 1e6 * float(self.calls.seconds(threads).mean()) / tokens
 
 
 def main() -> None:

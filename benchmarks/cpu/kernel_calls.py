@@ -1,7 +1,6 @@
 """Kernels by themselves: their arguments, in so many copies that a call finds its weights in no cache."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,10 +45,10 @@ def fill_with_bytes(array: NDArray[np.generic], rng: np.random.Generator) -> Non
 
 
 class KernelCalls:
-    """Calls of one kernel, each with arguments of its own."""
+    """Calls of one kernel, each with arguments of its own; `shared` has those of the first, and what all share."""
 
-    def __init__(self, library: Path, kernel: Kernel, arguments: Sequence[Arguments]) -> None:
-        self._library = HostLibrary(library)
+    def __init__(self, library: HostLibrary, kernel: Kernel, arguments: Sequence[Arguments]) -> None:
+        self._library, self.shared = library, arguments[0]
         self._calls = self._library.bind(
             [(kernel.name, [arrays[name] for name in kernel.params]) for arrays in arguments]
         )

@@ -91,7 +91,7 @@ def arguments_of(case: Case, rng: np.random.Generator) -> list[Arguments]:
     return list(copied_arguments(case.kernel, fill, case.matrices, copies))
 
 
-def bytes_per_s(library: Path, case: Case, threads: int, limit_s: float) -> float:
+def bytes_per_s(library: HostLibrary, case: Case, threads: int, limit_s: float) -> float:
     """Bytes of weights that a call reads, over the least time of a call within `limit_s`."""
     calls = KernelCalls(library, case.kernel, arguments_of(case, np.random.default_rng(0)))
     best, end = float("inf"), time.perf_counter() + limit_s
@@ -123,11 +123,12 @@ def main() -> None:
         path = Path(folder) / "host.so"
         # Two shares of inputs are two cases of one kernel.
         build_host_library(list({case.kernel.name: case.kernel for _, case in table}.values()), path, isa)
-        reader = MemoryReader(HostLibrary(path), options.threads)
+        library = HostLibrary(path)
+        reader = MemoryReader(library, options.threads)
         print(f"{options.threads} threads, {isa.name}\n{'':4} {'kernel':28} {'GB/s':>6} {'reading':>8} {'share':>6}")
         before = reader.read().max()
         for name, case in table:
-            speed = bytes_per_s(path, case, options.threads, options.seconds)
+            speed = bytes_per_s(library, case, options.threads, options.seconds)
             after = reader.read().max()
             bandwidth = float(max(before, after))
             print(f"{name:4} {case.label:28} {speed / 1e9:6.1f} {bandwidth / 1e9:8.1f} {speed / bandwidth:6.0%}")

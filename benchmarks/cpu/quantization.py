@@ -13,7 +13,6 @@ library as llama_cpp/lib/libllama.so. Its files are read back and run in the sam
 
 import ctypes
 import json
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ import gguf
 import torch
 from torch.fx import GraphModule
 
+from benchmarks.cpu.divergence import measure_loss
 from benchmarks.peers.gguf import export
 from benchmarks.script import argument_parser
 from picompile.choices import base_format, parse_bits
@@ -31,8 +31,7 @@ from picompile.frontend.hf import load_model
 from picompile.predictors.profile.windows import held_out_windows
 from picompile.progress import NoProgress
 from picompile.rounding import RoundingOptions, checkpoint_formats, round_checkpoint
-from picompile.rounding.losses import divergence
-from picompile.streaming import negative_log_likelihood, stream_windows
+from picompile.streaming import stream_windows
 from picompile_passes.formats import FORMATS
 from picompile_passes.graph.materialize import WeightSource
 from picompile_passes.graph.nodes import arguments, calls, is_call
@@ -44,8 +43,6 @@ from picompile_passes.passes.quantize import Quantize
 QUANTS = ("q4", "q4m", "5.0bpw", "5.2bpw", "5.5bpw", "q6", "q8")
 # The numbers of llama.cpp's enum llama_ftype.
 LLAMA = {"Q4_0": 2, "Q4_K_M": 15, "Q5_K_M": 17, "Q6_K": 18, "Q8_0": 7}
-# Windows whose logits are in memory at a time.
-_TOGETHER = 4
 
 
 @dataclass(frozen=True)
@@ -73,18 +70,13 @@ class Bench:
 
     def row(self, name: str, rounding: str, bits: float, graph: GraphModule, weights: WeightSource) -> Row:
         """Read the text with the model and with a copy."""
-        dense, nll, base, kl, tokens = canonicalize(self.captured.graph_module), 0.0, 0.0, 0.0, 0
-        for start in range(0, len(self.windows), _TOGETHER):
-            windows = self.windows[start : start + _TOGETHER]
-            pairs = zip(_logits(dense, self.captured.weights, windows), _logits(graph, weights, windows), strict=True)
-            for (exact, other), ids in zip(pairs, windows, strict=True):
-                targets = torch.tensor(list(ids)[1:])
-                base += negative_log_likelihood(exact[:-1], targets)
-                nll += negative_log_likelihood(other[:-1], targets)
-                kl += divergence(exact[:-1], other[:-1])
-                tokens += len(targets)
-        change = math.expm1((nll - base) / tokens)
-        return Row(name, rounding, bits, math.exp(nll / tokens), change, kl / tokens)
+        dense = canonicalize(self.captured.graph_module)
+        loss = measure_loss(
+            self.windows,
+            lambda windows, _: _logits(dense, self.captured.weights, windows),
+            lambda windows: _logits(graph, weights, windows),
+        )
+        return Row(name, rounding, bits, loss.perplexity, loss.relative_change, loss.kl_nats)
 
     def ours(self, quant: str, *, calibrated: bool) -> Row:
         """Quantize as `compile` does."""

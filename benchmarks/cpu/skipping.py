@@ -26,17 +26,17 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from benchmarks.cpu.commands import picompile, picompile_json
+from benchmarks.cpu.divergence import measure_loss
 from benchmarks.script import argument_parser
 from picompile.frontend.hf import load_model
 from picompile.predictors.profile.windows import held_out_windows
 from picompile.progress import NoProgress
 from picompile.quantities import parse_share
-from picompile.rounding.losses import divergence
 from picompile.skipping.calibration import checkpoint_limits
 from picompile.skipping.limits import no_limits, saved_weights, skipping_sites
 from picompile.skipping.options import SkippingOptions
 from picompile.skipping.search import count_left_out
-from picompile.streaming import negative_log_likelihood, new_states, run_segment, split_layers
+from picompile.streaming import new_states, run_segment, split_layers
 from picompile_passes.dialect.sparse_ffn import SparseFfnOperands
 from picompile_passes.graph.materialize import WeightSource, evaluate_constant
 from picompile_passes.graph.nodes import arguments, calls
@@ -46,8 +46,6 @@ from picompile_passes.passes.insert_predictors import InsertPredictors
 
 # Shares of neurons that the oracle leaves out.
 ORACLE = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-# Windows whose logits are in memory at a time.
-_TOGETHER = 4
 
 
 @dataclass(frozen=True)
@@ -76,17 +74,12 @@ class Bench:
 
     def row(self, name: str, weights: WeightSource, replaced: Mapping[Node, Callable[..., Tensor]]) -> Row:
         """Read the text with the model as it is, and with calls computed in another way; `skipped` is 0."""
-        nll, base, kl, tokens = 0.0, 0.0, 0.0, 0
-        for start in range(0, len(self.windows), _TOGETHER):
-            windows = self.windows[start : start + _TOGETHER]
-            others = self._logits(weights, windows, replaced)
-            for exact, other, ids in zip(self._whole[start : start + _TOGETHER], others, windows, strict=True):
-                targets = torch.tensor(list(ids)[1:])
-                base += negative_log_likelihood(exact[:-1], targets)
-                nll += negative_log_likelihood(other[:-1], targets)
-                kl += divergence(exact[:-1], other[:-1])
-                tokens += len(targets)
-        return Row(name, 0.0, math.exp(nll / tokens), math.expm1((nll - base) / tokens), kl / tokens)
+        loss = measure_loss(
+            self.windows,
+            lambda windows, first: self._whole[first : first + len(windows)],
+            lambda windows: self._logits(weights, windows, replaced),
+        )
+        return Row(name, 0.0, loss.perplexity, loss.relative_change, loss.kl_nats)
 
     @cached_property
     def _whole(self) -> list[Tensor]:

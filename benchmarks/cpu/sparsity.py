@@ -17,13 +17,13 @@ import os
 import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.cpu.kernel_calls import KernelCalls
 from benchmarks.cpu.kernels import Case, arguments_of, best_isa
 from benchmarks.script import argument_parser, markdown, write_json
 from picompile_codegen import cpu
@@ -31,20 +31,12 @@ from picompile_codegen.build.host_library import build_host_library
 from picompile_codegen.build.isa import ISAS, targeting
 from picompile_codegen.specs import FfnSpec
 from picompile_runtime.bench.bandwidth import MemoryReader
-from picompile_runtime.devices.cpu.native import CallList, HostLibrary, seconds_of
+from picompile_runtime.devices.cpu.native import HostLibrary
 
 SPARSITIES = (0.0, 0.3, 0.5, 0.7, 0.87, 0.9, 0.95, 0.99)
 SHAPES = ((4096, 4096), (4096, 11008))
 _GENERAL_KERNELS = 0.87
 Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Bound:
-    """A kernel with calls for every copy of its weights; they share one mask."""
-
-    calls: CallList
-    mask: NDArray[np.uint8] | None
 
 
 def feed_forward(kind: str, format: str, dim: int, neurons: int) -> Case:
@@ -56,12 +48,11 @@ def feed_forward(kind: str, format: str, dim: int, neurons: int) -> Case:
     return Case(f"ffn {kind} {dim}x{neurons}", kernel)
 
 
-def bound(library: HostLibrary, case: Case) -> Bound:
-    sets = arguments_of(case, np.random.default_rng(0))
+def bound(library: HostLibrary, case: Case) -> KernelCalls:
+    calls = KernelCalls(library, case.kernel, arguments_of(case, np.random.default_rng(0)))
     for name in ("gate_bias", "up_bias"):
-        sets[0][name][:] = 1.0
-    calls = library.bind([(case.kernel.name, [arrays[name] for name in case.kernel.params]) for arrays in sets])
-    return Bound(calls, sets[0].get("mask"))
+        calls.shared[name][:] = 1.0
+    return calls
 
 
 def masks(neurons: int, sparsity: float, rng: np.random.Generator) -> Iterator[NDArray[np.uint8]]:
@@ -78,27 +69,22 @@ def masks(neurons: int, sparsity: float, rng: np.random.Generator) -> Iterator[N
 def measure(library: HostLibrary, cases: Mapping[str, Case], options: argparse.Namespace) -> list[Row]:
     """Rows of one format and shape: dense, and masked by sparsity."""
     dense, masked = (bound(library, cases[kind]) for kind in ("dense", "masked"))
-    neurons = masked.mask.shape[1]
+    mask = masked.shared["mask"]
+    neurons = mask.shape[1]
     turns = {sparsity: masks(neurons, sparsity, np.random.default_rng(1)) for sparsity in SPARSITIES}
     times: dict[float | None, list[float]] = {sparsity: [] for sparsity in (None, *SPARSITIES)}
     for _ in range(options.rounds):
-        times[None] += _seconds(library, dense, options.threads)
+        times[None] += dense.seconds(options.threads).tolist()
         for sparsity in SPARSITIES:
             # As many calls of each: sparse ones are short.
-            masked.mask[:] = next(turns[sparsity])
-            times[sparsity] += _seconds(library, masked, options.threads)
+            mask[:] = next(turns[sparsity])
+            times[sparsity] += masked.seconds(options.threads).tolist()
     of_dense = statistics.median(times[None])
     return [
         {"sparsity": sparsity, "seconds": statistics.median(times[sparsity]), "dense_seconds": of_dense}
         | {"of_dense": statistics.median(times[sparsity]) / of_dense}
         for sparsity in SPARSITIES
     ]
-
-
-def _seconds(library: HostLibrary, kernel: Bound, threads: int) -> list[float]:
-    stamps = np.zeros((len(kernel.calls), 2), np.int64)
-    library.run(kernel.calls, threads, stamps)
-    return seconds_of(stamps).tolist()
 
 
 def table(rows: Sequence[Row]) -> str:
