@@ -61,7 +61,7 @@ class Effect(enum.Enum):
     ROUNDS = "rounds"
     """The logits change because the pass rounds weights; they stay the same where the weights need no rounding."""
     SKIPS = "skips"
-    """The logits change where neurons that fire are missed, or inputs left out; else they stay the same."""
+    """The logits change where neurons that fire are missed or left out; else they stay the same."""
     CHANGES = "changes"
     """The logits are those of another model, on purpose."""
 

@@ -145,11 +145,11 @@ INPUTS = ("block", "stream", "previous")
 
 PREDICTORS = "predictors.layers."
 """The prefix of the names of parameters that passes add, whose values say what is skipped: those of predictors, and
-limits of inputs. Layer, dot and the parameter follow."""
+limits of neurons. Layer, dot and the parameter follow."""
 
 
 def is_limit(name: str) -> bool:
-    """Return whether the parameter `name` of a graph holds limits, of neurons or of inputs."""
+    """Return whether the parameter `name` of a graph holds limits of neurons."""
     return name.startswith(PREDICTORS) and name.endswith("_limits")
 
 
