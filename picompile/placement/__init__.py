@@ -6,7 +6,7 @@
 | part | where |
 | --- | --- |
 | what can be placed where | `problem.places_of`; the memory that it takes is `problem.fixed_bytes` |
-| what it costs | `times.LayerTimes`, `launches.count_launches`; `problem.impact_problem` has the paper's objective |
+| what it costs | `counting`, `times.LayerTimes`; `problem.impact_problem` has the paper's objective |
 | the placement problem | `problem.PlacementProblem`: choices for each stage, two memories, transfers between stages |
 | the solver | `solver.solve`, to a proven gap |
 | placement by rules instead | `policies` |

@@ -1,45 +1,58 @@
-"""Count a model's bytes on the packed tensors, caches and buffers that compiling it would make.
+"""Count a model's bytes and launches on the tensors and calls that compiling it would make.
 
-The graph is lowered as for an artifact, but no weight is read and no kernel is compiled. `tally` then finds the part of
-the model that each tensor belongs to.
+The graph is lowered twice, without reading a weight or compiling a kernel: for the host, whose tensors and buffers have
+the bytes, and for an accelerator that computes everything, whose calls have the launches. A tensor belongs to the first
+call of a decoded token that reads it; a call belongs to the layer and the part that its node is marked with.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from torch.fx import GraphModule, Node
 
 from picompile.choices import KV_DTYPES, MOST_LAYERS, MOST_SEQUENCES, default_kv_dtype
 from picompile.errors import UnsupportedModelError, UsageError
-from picompile.placement.derived_bytes import derive_bytes
-from picompile.placement.firing import Firing
-from picompile.placement.launches import TalliedCall
-from picompile.placement.model_bytes import ModelBytes, Packing, predicting_early
-from picompile.placement.shape_outline import outline_of_config
-from picompile.placement.tally import TalliedBlock, TalliedProgram, tally
+from picompile.placement.firing import Firing, estimate_rank
+from picompile.placement.model_bytes import LayerBytes, LayerLaunches, ModelBytes, Packing, predicting_early
+from picompile.predictors.store import BlockShape, Predictors, block_shapes
+from picompile.synth.graph import shape_graph
+from picompile.synth.shapes import plain_shape
+from picompile_codegen.errors import CodegenError
 from picompile_codegen.lowering.arena import align
+from picompile_codegen.lowering.function import LowerOptions
+from picompile_codegen.lowering.lower import Lowered, lower
+from picompile_codegen.lowering.placement import Placement
+from picompile_codegen.lowering.program import FfnPart, LoweredProgram, ProgramCall, tensor_bytes
+from picompile_passes.base import Pass
+from picompile_passes.errors import UnsupportedGraphError
+from picompile_passes.graph.nodes import arguments, calls, is_call
+from picompile_passes.graph.operands import ADD, FFN, LAYER_NORM, RMS_NORM, SPARSE_FFN
+from picompile_passes.passes.canonicalize import canonicalize
+from picompile_passes.passes.insert_predictors import InsertPredictors
+from picompile_passes.passes.partition import Partition
+from picompile_passes.passes.quantize import Quantize
+from picompile_passes.pipeline import Pipeline
+from picompile_passes.predictors import predictor_kind
 
-if TYPE_CHECKING:
-    from torch.fx import GraphModule
-
-    from picompile.predictors.store import Predictors
-    from picompile_codegen.cpu.kernel import WrittenKernel
-    from picompile_codegen.lowering.lower import Lowered
-    from picompile_codegen.lowering.program import LoweredProgram, ProgramCall
-    from picompile_codegen.specs import KernelSpec
-    from picompile_passes.base import Pass
-
-# A part of a split layer has at most three vectors of its own, one element a neuron: its neuron numbers and the biases
-# of gate and up. Each is padded to 64 bytes.
-SPLIT_BYTES = 3 * 64
-# Parameters that say where the rows of a step are.
-_PLACES = ("step", "tokens", "positions", "slots")
+_ELEMENT_BYTES = 4
+# Parameters of kernels: rows and elements of each neuron; and tables of angles and thresholds, which layers share.
+_MATRICES = ("decide_w", "neuron_w", "signs")
+_BIASES = ("gate_bias", "up_bias")
+_LIMITS = ("gate_limits", "output_limits")
+_TABLES = ("cos", "sin", "threshold", "most")
+# The part of `LayerLaunches` that a call of this operator counts into; others count as `attention`.
+_COUNTED_AS = {"predict": "predictor", "ffn": "hot", "attention": "kv_cache", "rotary": "kv_cache", "cache": "kv_cache"}
+# What brings the step's inputs and the embedding is in the time of the first transfer.
+_TRANSFERS = ("inputs", "receive", "send")
 
 
 def count_bytes(
     name: str,
-    graph_module: "GraphModule",
+    graph_module: GraphModule,
     packing: Packing,
-    predictors: "Predictors | None" = None,
+    predictors: Predictors | None = None,
     firing: Firing | None = None,
 ) -> ModelBytes:
     """Return the bytes and launches of the captured model `graph_module`.
@@ -53,17 +66,16 @@ def count_bytes(
         UnsupportedGraphError: the model cannot be compiled in this way.
         UsageError: kernels cannot count the context.
     """
-    model = _count(name, graph_module, packing, predictors, firing, 0)
-    inputs = {} if predictors is None else predictors.insert_pass().inputs
+    insert = None if predictors is None else predictors.insert_pass()
+    model = graph_bytes(name, canonicalize(graph_module), packing, insert, firing)
+    inputs = {} if insert is None else insert.inputs
     return predicting_early(model, [layer for layer, read in inputs.items() if read == "previous"])
 
 
 def shape_bytes(name: str, config: Mapping[str, Any], packing: Packing, firing: Firing | None = None) -> ModelBytes:
     """Return the bytes and launches of the model that a config.json of these contents describes.
 
-    They come from the numbers of the config alone where `shape_outline` knows its family and all of its fields, without
-    torch, transformers or TVM. Other models are captured and lowered, as far as their first two layers: all layers but
-    the first, behind the embedding, are alike.
+    They are counted on its first two layers: all layers but the first, behind the embedding, are alike.
 
     Raises as `count_bytes` does, `UnsupportedModelError` for a config that cannot be captured, and `UsageError` for a
     context that is longer than it allows.
@@ -76,28 +88,26 @@ def shape_bytes(name: str, config: Mapping[str, Any], packing: Packing, firing: 
     limit = config.get("max_position_embeddings")
     if isinstance(limit, int) and packing.context > limit:
         raise UsageError(f"a context of {packing.context} tokens is more than the model's {limit} positions")
-    outline = outline_of_config(config)
-    derived = None if outline is None else derive_bytes(name, outline, packing, firing)
-    return derived or lowered_shape_bytes(name, config, packing, firing)
-
-
-def lowered_shape_bytes(
-    name: str, config: Mapping[str, Any], packing: Packing, firing: Firing | None = None
-) -> ModelBytes:
-    """Return what `shape_bytes` returns, from the captured and lowered graph of the first two layers."""
-    from picompile.frontend.hf import capture_config
-
-    layers = config["num_hidden_layers"]
-    captured = capture_config(shortened(config, layers, min(layers, 2)))
-    more = max(0, layers - 2)
-    counted = _count(name, captured, packing, None, firing, more)
+    kept = min(layers, 2)
+    canonical = config_graph(name, shortened(config, layers, kept))
+    counted = graph_bytes(name, canonical, packing, None, firing, layers - kept)
     # Of what is not in layers only the statistics grow with their number: two int64 each.
-    statistics = align(16 * layers) - align(16 * len(counted.layers))
+    statistics = align(16 * layers) - align(16 * kept)
     return replace(
         counted,
-        layers=counted.layers + counted.layers[1:] * more,
+        layers=counted.layers + counted.layers[1:] * (layers - kept),
         workspace_bytes=counted.workspace_bytes + statistics,
     )
+
+
+def config_graph(name: str, config: Mapping[str, Any]) -> GraphModule:
+    """Return the canonical graph of a config.json: captured, which takes seconds, unless its shape says everything."""
+    shape = plain_shape(name, config)
+    if shape is not None:
+        return shape_graph(shape)
+    from picompile.frontend.hf import capture_config
+
+    return canonicalize(capture_config(config))
 
 
 def shortened(config: Mapping[str, Any], layers: int, kept: int) -> dict[str, Any]:
@@ -110,116 +120,197 @@ def _for_each(key: str, value: object, layers: int) -> bool:
     return isinstance(value, list) and len(value) == layers and key.startswith("layer")
 
 
-def _count(
+def graph_bytes(
     name: str,
-    graph_module: "GraphModule",
+    canonical: GraphModule,
     packing: Packing,
-    predictors: "Predictors | None",
-    firing: Firing | None,
-    more: int,
+    insert: InsertPredictors | None = None,
+    firing: Firing | None = None,
+    more: int = 0,
 ) -> ModelBytes:
-    """Count a graph. `more` layers like its second are not in it, but ranks are chosen by the parameters of all."""
-    from picompile.predictors.store import block_shapes
-    from picompile_codegen.errors import CodegenError
-    from picompile_codegen.lowering.function import LowerOptions
-    from picompile_codegen.lowering.lower import lower
-    from picompile_passes.passes.canonicalize import canonicalize
-    from picompile_passes.passes.quantize import Quantize
-    from picompile_passes.pipeline import Pipeline
+    """Return the bytes and launches of a canonical graph, whose predictors are those of `insert`, if given.
 
-    parameters = _parameters(graph_module, more)
-    canonical = canonicalize(graph_module)
-    blocks = block_shapes(canonical)
+    `more` layers like its second are not in it, but ranks are chosen by the parameters of all. Raises as `count_bytes`.
+    """
+    blocks, parameters = block_shapes(canonical), _parameters(canonical, more)
     if not blocks:
         raise UnsupportedModelError(f"{name}: the model has no feed-forward block whose neurons could be placed")
-    if predictors is None:
-        insert = _insert_pass(blocks, packing.predictor, parameters, len(blocks) + more, firing)
-    else:
-        insert = predictors.insert_pass()
-    quantized = Pipeline((insert, Quantize(packing.quant, packing.predictor_quant, tensors=packing.tensors)))(
-        canonical
-    ).graph_module
-    kv_dtype = KV_DTYPES[packing.kv_dtype or _kv_dtype(canonical)]
+    passes: tuple[Pass, ...] = (
+        insert or _insert_pass(blocks, packing.predictor, parameters, len(blocks) + more, firing),
+        Partition({layer: range(block.neurons) for layer, block in blocks.items()}),
+        Quantize(packing.quant, packing.predictor_quant, tensors=packing.tensors),
+    )
+    quantized = Pipeline(passes)(canonical).graph_module
+    options = LowerOptions(packing.context, packing.chunk, KV_DTYPES[packing.kv_dtype or _kv_dtype(canonical)])
     try:
-        lowered = lower(quantized, LowerOptions(packing.context, packing.chunk, kv_dtype))
+        on_host = lower(quantized, options)
+        launches, head_launches = _launches(quantized, options, min(packing.batch, MOST_SEQUENCES))
     except CodegenError as error:
         raise UsageError(
             f"{name}: no kernels can be made for a context of {packing.context} tokens: {error}"
         ) from error
-    first = next(iter(blocks.values()))
-    return tally(tallied_program(lowered, packing.batch), packing, name, first.hidden, parameters)
-
-
-def tallied_program(lowered: "Lowered", batch: int) -> TalliedProgram:
-    """Return the program to tally of a graph lowered for the host alone, decoding `batch` sequences together."""
-    from picompile_codegen.lowering.program import tensor_bytes
-    from picompile_passes.predictors import predictor_kind
-
-    program, calls = lowered.program, lowered.program.functions["decode"]
-    kernels = {kernel.name: kernel for kernel in lowered.kernels}
-    launches = _launches_by_kernel(lowered, calls, batch)
-    return TalliedProgram(
-        calls=tuple(_tallied_call(call, kernels[call.kernel], launches[call.kernel]) for call in calls),
-        weight_bytes={name: tensor_bytes(each.dtype, each.shape) for name, each in lowered.weights.tensors.items()},
-        cache_bytes={name: tensor_bytes(each.dtype, each.shape) for name, each in program.state.items()},
-        blocks=tuple(
-            TalliedBlock(part.neurons, part.predictor, predictor_kind(part.predictor).row_local) for part in program.ffn
-        ),
-        workspace_bytes=_workspace_bytes(program, batch),
-        top_logits_launches=_top_logits_launches(program.vocab, batch),
+    tensors, parts = _Tensors(on_host), on_host.program.ffn
+    return ModelBytes(
+        name=name,
+        quant=packing.quant,
+        predictor="+".join(sorted({part.predictor for part in parts})),
+        context=packing.context,
+        batch=packing.batch,
+        hidden=next(iter(blocks.values())).hidden,
+        parameters=parameters,
+        layers=tuple(tensors.layer(part, packing.batch, launches[part.layer]) for part in parts),
+        embedding_bytes=tensors.bytes_of("embedding"),
+        head_bytes=tensors.bytes_of("head"),
+        tied=tensors.tied,
+        table_bytes=tensors.bytes_of("table"),
+        workspace_bytes=_workspace_bytes(on_host.program, packing.batch),
+        head_launches=head_launches,
+        chunk=packing.chunk,
+        predictor_quant=packing.predictor_quant,
     )
 
 
-def _tallied_call(call: "ProgramCall", kernel: "WrittenKernel", launches: int) -> TalliedCall:
-    tensors, reads, made = dict[str, str](), list[str](), None
-    for parameter, argument in zip(kernel.arguments, call.args, strict=True):
-        if argument.space != "buffer":
-            tensors.setdefault(parameter.name.partition(".")[0], argument.name)
-        elif parameter.access == "in" and parameter.name not in _PLACES:
-            reads.append(argument.name)
-        elif parameter.access == "out" and made is None:
-            made = argument.name, parameter.shape[-1]
-    name, width = made or ("", 0)
-    return TalliedCall(call.op, tensors, launches, tuple(reads), name, width)
+class _Tensor(NamedTuple):
+    """A packed weight or cache, and what reads it first: the call's operator, and the parameter of its kernel.
 
-
-def _launches_by_kernel(lowered: "Lowered", calls: "Sequence[ProgramCall]", batch: int) -> dict[str, int]:
-    """Return the launches of each kernel in `calls`, by its name, counted on its CUDA kernel without compiling it."""
-    specs = {kernel.name: spec for spec, kernel in lowered.built.items()}
-    return {call.kernel: _launches_of(specs[call.kernel], batch) for call in calls}
-
-
-def _launches_of(spec: "KernelSpec", batch: int) -> int:
-    """Return the launches of the CUDA kernel of `spec` in a step of `batch` sequences.
-
-    A plug-in's predictor without a CUDA kernel, which cannot be compiled for a GPU, counts as 1.
+    `owner` is a layer, `embedding`, `head` or `table`.
     """
-    from picompile_codegen.registry import BACK_ENDS
-    from picompile_passes.errors import UnsupportedGraphError
 
-    # A plan may have more sequences than an artifact can hold.
-    batch = min(batch, MOST_SEQUENCES)
-    if batch > 1:
-        # The function for several sequences asks for these values instead.
-        changed: dict[str, Any] = {"rows": batch, "sequences": batch, "mode": "sequences", "rowwise": True}
-        names = {field.name for field in fields(spec)}
-        spec = replace(spec, **{name: value for name, value in changed.items() if name in names})
+    size: int
+    op: str
+    parameter: str
+    owner: int | str
+
+
+class _Tensors:
+    """The tensors of a lowered program, with the parts of the model that they belong to."""
+
+    def __init__(self, lowered: Lowered) -> None:
+        program, kernels = lowered.program, {kernel.name: kernel for kernel in lowered.kernels}
+        readers: dict[str, tuple[ProgramCall, str]] = {}
+        for call in program.functions["decode"]:
+            for argument, given in zip(kernels[call.kernel].arguments, call.args, strict=True):
+                if given.space != "buffer":
+                    readers.setdefault(given.name, (call, argument.name.partition(".")[0]))
+        head = {arg.name for call in program.functions["decode"] if call.op == "head" for arg in call.args}
+        self.tied = any(call.op == "embedding" and name in head for name, (call, _) in readers.items())
+        self._all = []
+        for name, tensor in (lowered.weights.tensors | program.state).items():
+            size, reader = tensor_bytes(tensor.dtype, tensor.shape), readers.get(name)
+            op, parameter = ("", "") if reader is None else (reader[0].op, reader[1])
+            owner = "head" if name in head else "table" if reader is None else _owner(*reader)
+            self._all.append(_Tensor(size, op, parameter, owner))
+
+    def bytes_of(self, owner: str) -> int:
+        return sum(tensor.size for tensor in self._all if tensor.owner == owner)
+
+    def layer(self, part: FfnPart, batch: int, launches: LayerLaunches) -> LayerBytes:
+        """Return the bytes of the layer whose block is `part`."""
+        mine = [tensor for tensor in self._all if tensor.owner == part.layer]
+        rows = {each.parameter: each.size // part.neurons for each in mine if each.parameter in _MATRICES}
+        of_block = [each for each in mine if each.op == "ffn" or each.parameter in _MATRICES]
+        caches = [each for each in mine if "cache" in each.parameter]
+        of_predictor = [each for each in mine if each.op == "predict" and each.parameter not in _MATRICES]
+        names = [each.parameter for each in of_block]
+        biases = _ELEMENT_BYTES * sum(name in _BIASES for name in names)
+        neuron_bytes = sum(rows.values()) + biases + _ELEMENT_BYTES * sum(name in _LIMITS for name in names)
+        of_gate = min(biases, _ELEMENT_BYTES) + _ELEMENT_BYTES * ("gate_limits" in names)
+        gating_bytes = {
+            "exact": rows.get("decide_w", 0) + of_gate,
+            "sign": rows.get("signs", 0),
+            "none": neuron_bytes,
+        }
+        apart = sum(each.size for each in (*of_block, *of_predictor, *caches))
+        return LayerBytes(
+            attention_bytes=sum(each.size for each in mine) - apart,
+            predictor_bytes=sum(each.size for each in of_predictor),
+            neurons=part.neurons,
+            neuron_bytes=neuron_bytes,
+            # A gate with limits decides as `exact` does, whatever the predictor is called.
+            gating_bytes=gating_bytes.get("exact" if "decide_w" in rows else part.predictor, 0),
+            shared_bytes=sum(each.size for each in of_block) - part.neurons * neuron_bytes,
+            kv_cache_bytes=batch * sum(each.size for each in caches),
+            launches=launches,
+            number_bytes=0 if predictor_kind(part.predictor).row_local else _ELEMENT_BYTES,
+        )
+
+
+def _owner(call: ProgramCall, parameter: str) -> int | str:
+    """Return the layer that a tensor belongs to which `call` reads first, or what it belongs to outside of layers."""
+    if parameter in _TABLES:
+        return "table"
+    if call.op == "embedding":
+        return "embedding"
+    if _mark(call, "part") == "head":
+        return "head" if call.op == "linear" else "table"
+    return int(_mark(call, "layer") or 0)
+
+
+def _mark(call: ProgramCall, key: str) -> Any:
+    return None if call.node is None else call.node.meta.get(key)
+
+
+def _launches(
+    graph_module: GraphModule, options: LowerOptions, sequences: int
+) -> tuple[Mapping[int, LayerLaunches], int]:
+    """Return the launches of a step of so many sequences on an accelerator that computes everything: by layer, and
+    those of the output head.
+
+    A norm at the beginning of a layer is computed with the last addition of the layer before. Not counted are:
+
+    1. that it is a launch of its own in the first layer, and in one behind a layer of the host;
+    2. the further inputs of a step of several sequences;
+    3. that the hot part of such a step, if no mask is made, may add up fewer slices than the whole block.
+    """
+    blocks = list(calls(graph_module.graph, SPARSE_FFN))
+    lowered = _on_accelerator(graph_module, options, sequences, len(blocks))
+    kernels = {kernel.name: kernel for kernel in lowered.accelerator_built.values()}
+    counts = {owner: Counter[str]() for owner in ("head", *(block.meta["layer"] for block in blocks))}
+    launched = lowered.program.functions["decode" if sequences == 1 else "batch"]
+    first = next((call for call in launched if _begins(call)), None)
+    for call in launched:
+        if call.device == "device" and call.op not in _TRANSFERS and call is not first:
+            owner = "head" if _mark(call, "part") == "head" else int(_mark(call, "layer") or 0)
+            counts[owner][_COUNTED_AS.get(call.op, "attention")] += kernels[call.kernel].launches
+    of_layers = {
+        block.meta["layer"]: LayerLaunches(
+            **{part: counts[block.meta["layer"]][part] for part in ("attention", "kv_cache", "predictor", "hot")},
+            receive=_receives_alone(block),
+        )
+        for block in blocks
+    }
+    return of_layers, counts["head"].total()
+
+
+def _on_accelerator(graph_module: GraphModule, options: LowerOptions, sequences: int, layers: int) -> Lowered:
+    """Return the graph as a GPU computes it all; where that has no kernel, as a partition of the CPU does."""
+    on_gpu = replace(
+        options, sequences=sequences, accelerator="cuda", placement=Placement.all_of(layers), only_decoding=True
+    )
     try:
-        return len(BACK_ENDS["cuda"].kernel(spec).grids)
+        return lower(graph_module, on_gpu)
     except UnsupportedGraphError:
-        return 1
+        return lower(graph_module, replace(on_gpu, accelerator="cpu"))
 
 
-def _top_logits_launches(vocab: int, batch: int) -> int:
-    from picompile_codegen.specs import TopLogitsSpec
+def _begins(call: ProgramCall) -> bool:
+    """Return whether a call is the norm of what comes from the embedding."""
+    node = call.node
+    return node is not None and call.op == "norm" and arguments(node)["x"].meta.get("part") == "embedding"
 
-    return _launches_of(TopLogitsSpec(vocab, rows=1), batch)
+
+def _receives_alone(block: Node) -> tuple[int, int]:
+    """Return the launches that receive the host's part of a layer's block: where it is the whole block, and else.
+
+    An addition behind the block receives it. A norm does not; but it is computed with the addition of both parts.
+    """
+    if all(is_call(user, ADD) for user in block.users):
+        return 0, 0
+    return 1, int(not all(is_call(user, RMS_NORM, LAYER_NORM) for user in block.users))
 
 
-def _workspace_bytes(program: "LoweredProgram", batch: int) -> int:
+def _workspace_bytes(program: LoweredProgram, batch: int) -> int:
     """Return the bytes of the arena, and for each further sequence those of a token's activations and logits."""
-    from picompile_codegen.lowering.program import tensor_bytes
-
     spans = [
         (buffer.offset or 0, (buffer.offset or 0) + tensor_bytes(buffer.dtype, buffer.shape))
         for name, buffer in program.buffers.items()
@@ -229,21 +320,18 @@ def _workspace_bytes(program: "LoweredProgram", batch: int) -> int:
     return program.arena_bytes + (batch - 1) * (of_token + align(4 * program.vocab))
 
 
-def _parameters(graph_module: "GraphModule", more: int) -> int:
+def _parameters(canonical: GraphModule, more: int) -> int:
     """Return the parameters of the model, with `more` layers like its second."""
-    # Captured graphs have parameters on the meta device; other tensors are constants with values.
-    sizes = {name: tensor.numel() for name, tensor in graph_module.named_buffers() if tensor.is_meta}
+    # Parameters are on the meta device; other tensors are constants with values.
+    tensors = dict(canonical.named_buffers()) | dict(canonical.named_parameters())
+    sizes = {name: tensor.numel() for name, tensor in tensors.items() if tensor.is_meta}
     second = sum(size for name, size in sizes.items() if ".1." in name and name.replace(".1.", ".0.", 1) in sizes)
     return sum(sizes.values()) + more * second
 
 
 def _insert_pass(
-    blocks: Mapping[int, Any], predictor: str, parameters: int, layers: int, firing: Firing | None
-) -> "Pass":
-    from picompile.placement.firing import estimate_rank
-    from picompile_passes.passes.insert_predictors import InsertPredictors
-    from picompile_passes.predictors import predictor_kind
-
+    blocks: Mapping[int, BlockShape], predictor: str, parameters: int, layers: int, firing: Firing | None
+) -> InsertPredictors:
     if predictor == "auto" or not predictor_kind(predictor).has_rank:
         return InsertPredictors(predictor)
     ranks = {
@@ -253,10 +341,7 @@ def _insert_pass(
     return InsertPredictors(predictor, ranks=ranks)
 
 
-def _kv_dtype(canonical: "GraphModule") -> str:
+def _kv_dtype(canonical: GraphModule) -> str:
     """Return the cache's type as the compiler chooses it; one block that needs f32 decides for the whole model."""
-    from picompile_passes.graph.nodes import arguments, calls
-    from picompile_passes.graph.operands import FFN
-
     wanted = {default_kv_dtype(arguments(block)["activation"]) for block in calls(canonical.graph, FFN)}
     return "f32" if "f32" in wanted else "f16"

@@ -71,6 +71,11 @@ class LayerLaunches:
     receive: tuple[int, int] = (0, 0)
 
 
+# A part of a split layer has at most three vectors of its own, one element a neuron: its neuron numbers and the biases
+# of gate and up. Each is padded to 64 bytes.
+SPLIT_BYTES = 3 * 64
+
+
 @dataclass(frozen=True)
 class LayerBytes:
     """The bytes and launches of one layer.
@@ -88,7 +93,7 @@ class LayerBytes:
         launches: launches on the accelerator.
         number_bytes: a neuron's number. Each part of a split block has the numbers of its neurons if a predictor makes
             one mask for both. So a part of n neurons takes at most n · (`neuron_bytes` + `number_bytes`) +
-            `counting.SPLIT_BYTES`, and the hot part `shared_bytes` more.
+            `SPLIT_BYTES`, and the hot part `shared_bytes` more.
         predicts_early: whether the predictor reads what the block of the layer before reads, so that its mask can be
             made while that layer waits for the host.
     """

@@ -10,10 +10,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from picompile.placement.counting import SPLIT_BYTES
 from picompile.placement.firing import Firing
 from picompile.placement.machine import Machine
-from picompile.placement.model_bytes import LayerBytes, ModelBytes
+from picompile.placement.model_bytes import SPLIT_BYTES, LayerBytes, ModelBytes
 from picompile.placement.times import (
     ALL_ON_ACCELERATOR,
     ALL_ON_HOST,

@@ -1,5 +1,6 @@
 """The bytes of a model to plan and how its neurons fire, from a checkpoint, a profile or a shape."""
 
+import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -156,7 +157,8 @@ def find_model(options: ModelOptions, progress: Progress) -> PlannedModel:
         from picompile.synth.shapes import find_config
 
         name, config = find_config(str(options.shape))
-        return _of_config(name, config, FiringSource(None, options.firing), None, options, progress)
+        with _uncollected():
+            return _of_config(name, config, FiringSource(None, options.firing), None, options, progress)
     if not options.is_profile:
         return _of_checkpoint(options.source, options, progress)
     from picompile.predictors.profile.profile import load_profile
@@ -168,6 +170,18 @@ def find_model(options: ModelOptions, progress: Progress) -> PlannedModel:
             f"plan MODEL --profile {options.source}"
         )
     return _of_config(profile.model_name, profile.config, FiringSource(profile), profile.fingerprint, options, progress)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Keep Python from looking for garbage, which takes a quarter of the time that PyTorch and TVM take to import."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def model_firing(model: "ModelBytes", source: FiringSource, predictors: "Predictors | None") -> "Firing":

@@ -7,6 +7,8 @@ from types import MappingProxyType
 from typing import Any
 
 from picompile.errors import UnsupportedModelError, UsageError
+from picompile.frontend.families import activation_text
+from picompile.frontend.families import find_family as known_family
 from picompile.frontend.json_file import read_json_object
 from picompile.synth.families import FAMILIES, SynthFamily, find_family
 from picompile_passes.silence import SPARSE_ACTIVATIONS
@@ -18,6 +20,8 @@ from picompile_passes.silence import SPARSE_ACTIVATIONS
 _LARGEST = 1 << 20
 # With fewer dimensions there is no room for a low-rank subspace beside the constant directions.
 _SMALLEST_HIDDEN = 32
+# OPT's table of positions starts two rows late.
+POSITION_OFFSET = 2
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,10 @@ def shape_from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
     Raises `UsageError` for a value that makes no sense and `UnsupportedModelError` for what synth does not make.
     """
     family = _family(name, config)
+    return _read_shape(name, config, family, _activation(name, config, family))
+
+
+def _read_shape(name: str, config: Mapping[str, Any], family: SynthFamily, activation: str) -> ModelShape:
     read = _Reader(name, config)
     hidden, heads = read.count(family.fields["hidden"]), read.count(family.fields["heads"])
     head_dim = read.count("head_dim", hidden // heads)
@@ -73,7 +81,7 @@ def shape_from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
         head_dim=head_dim,
         vocab=read.count("vocab_size"),
         positions=read.count("max_position_embeddings", 2048),
-        activation=_activation(name, config, family),
+        activation=activation,
         eps=read.number(family.fields["eps"], 1e-5),
         rope_theta=_Reader(name, config.get("rope_parameters") or config).number("rope_theta", 10000.0),
         tied=bool(config.get("tie_word_embeddings", family.tied)),
@@ -90,6 +98,30 @@ def shape_from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
             f"{name}: a vocabulary of {shape.vocab} cannot hold 256 bytes and the special tokens {list(shape.specials)}"
         )
     return shape
+
+
+# Fields that say nothing of a model's shape.
+_NEUTRAL = frozenset(
+    {
+        *("_name_or_path", "architectures", "dtype", "hidden_act_param", "initializer_range", "model_type"),
+        *("pretraining_tp", "torch_dtype", "transformers_version", "use_cache"),
+    }
+)
+
+
+def plain_shape(name: str, config: Mapping[str, Any]) -> ModelShape | None:
+    """Return the shape of a `config.json` that has no fields but those of the named shapes of its family.
+
+    None for any other: what its further fields change only transformers knows.
+    """
+    named = [shape.config for shape in SHAPES.values() if shape.config.get("model_type") == config.get("model_type")]
+    given = {key for key, value in config.items() if value is not None}
+    if not named or not given <= _NEUTRAL.union(*named):
+        return None
+    try:
+        return _read_shape(name, config, _family(name, config), activation_text(config, known_family(config), ""))
+    except (UsageError, UnsupportedModelError):
+        return None
 
 
 def _family(name: str, config: Mapping[str, Any]) -> SynthFamily:
@@ -162,8 +194,7 @@ def tensor_shapes(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
     names = shape.family.names
     yield f"{names['embedding']}.weight", (shape.vocab, shape.hidden)
     if "positions" in names:
-        # OPT's table starts two rows late.
-        yield f"{names['positions']}.weight", (shape.positions + 2, shape.hidden)
+        yield f"{names['positions']}.weight", (shape.positions + POSITION_OFFSET, shape.hidden)
     for layer in range(shape.layers):
         yield from _layer_tensors(shape, layer)
     yield from _norm_tensors(shape, names["final_norm"])

@@ -83,6 +83,11 @@ class WrittenKernel:
         """Number of tickets: blocks of a GPU count each other with them, and all calls share them."""
         return sum(argument.shape[0] for argument in self.arguments if argument.access == "tickets")
 
+    @property
+    def launches(self) -> int:
+        """Number of launches that a call takes."""
+        return 1
+
 
 @dataclass(frozen=True)
 class Kernel(WrittenKernel):

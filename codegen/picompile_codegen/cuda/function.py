@@ -75,6 +75,11 @@ class CudaKernel(WrittenKernel):
     grids: tuple[Grid, ...] = ()
     copied: tuple[str, str] | None = None
 
+    @property
+    def launches(self) -> int:
+        """Number of launches that a call takes: none where the copy engine does all."""
+        return len(self.grids)
+
 
 class CudaFunction(KernelFunction):
     """A CUDA kernel being written: arguments are declared as for the CPU, statements belong to a launch."""

@@ -78,7 +78,8 @@ class LowerOptions:
     for a program that has none, and `placement` says what runs there. With `scores_masks` a program without an
     accelerator has the function `score_masked` as well, if its predictors have kernels for chunks. A step of `batch`
     can check `draft_tokens` tokens of a draft beside the one that it reads anyway, on the CPU. Without `panels` weights
-    are laid out as a GPU reads them, though the program has none.
+    are laid out as a GPU reads them, though the program has none. `only_decoding` leaves out the functions that read
+    prompts, for a planner.
     """
 
     context: int
@@ -90,6 +91,7 @@ class LowerOptions:
     scores_masks: bool = False
     draft_tokens: int = 0
     panels: bool = True
+    only_decoding: bool = False
 
     @property
     def back_end(self) -> BackEnd:
@@ -149,7 +151,7 @@ class Function:
     `rows` is how many tokens a call can take: 1, or a chunk. `logits` names the buffer that the head writes,
     `top_logits` those with the highest of them, where the head is on the accelerator.
 
-    Calls are appended for `device`, the one of the node that is being lowered; `devices` has that of every node.
+    Calls are appended for `node`, which is being lowered, and its `device`; `devices` has that of every node.
     The accelerator computes the nodes `lent` with weights and state that are the host's.
     A value that the other device needs is sent there as soon as it is made; `arrivals` has what then waits for it and
     gives its place (see `transfer.py`). `counts` has, by mask, how many neurons of it the host computes.
@@ -162,6 +164,7 @@ class Function:
     devices: Mapping[Node, Device] = field(default_factory=dict)
     lent: frozenset[Node] = frozenset()
     device: Device = "host"
+    node: Node | None = None
     calls: list[ProgramCall] = field(default_factory=list)
     buffers: dict[str, ProgramTensor] = field(default_factory=dict)
     values: dict[tuple[Node, Device], Arg] = field(default_factory=dict)
@@ -275,7 +278,9 @@ class Function:
             args.append(bound.view(part) if isinstance(bound, PackedMatrix) else bound)
         if weight_bytes is None:
             weight_bytes = sum(bound.bytes for bound in bindings.values() if isinstance(bound, PackedMatrix))
-        self.calls.append(ProgramCall(kernel.name, tuple(args), op, layer, weight_bytes, window, self.device))
+        self.calls.append(
+            ProgramCall(kernel.name, tuple(args), op, layer, weight_bytes, window, self.device, self.node)
+        )
 
     def _place(self, name: str) -> Arg:
         """Return the buffer that says where rows are: one for all of them, or one for each."""

@@ -99,12 +99,13 @@ def lower(graph_module: GraphModule, options: LowerOptions) -> Lowered:
     shared.resident = frozenset(
         arg.name for call in decode.calls if call.device == "device" for arg in call.args if arg.space == "weight"
     )
-    functions = [
-        decode,
-        _prefill(unmasked, last, shared),
-        _prefill_last(unmasked, last, shared),
-        _whole("score", options.chunk, unmasked, shared, "logits.score"),
-    ]
+    functions = [decode]
+    if not options.only_decoding:
+        functions += [
+            _prefill(unmasked, last, shared),
+            _prefill_last(unmasked, last, shared),
+            _whole("score", options.chunk, unmasked, shared, "logits.score"),
+        ]
     if options.scores_masks and options.accelerator is None and _has_chunk_masks(nodes, options.chunk):
         functions.append(_whole("score_masked", options.chunk, nodes, shared, "logits.score"))
     if options.batch_rows > 1:
@@ -165,7 +166,7 @@ def _lower_all(nodes: Sequence[Node], function: Function) -> None:
     for node in ordered:
         if node in fusions.inside:
             continue
-        function.device = function.devices[node]
+        function.node, function.device = node, function.devices[node]
         made = fusions.lower(node, function)
         if made is None:
             lower_node(node, function)

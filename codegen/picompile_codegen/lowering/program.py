@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal
 
+from torch.fx import Node
+
 from picompile_codegen.specs.arguments import ITEM_BYTES
 from picompile_passes.dialect.state import StateKind
 
@@ -82,7 +84,8 @@ class Arg:
 class ProgramCall:
     """One kernel call. `weight_bytes` is what it reads of weights when every neuron is computed.
 
-    `window` of an attention: how many positions a token sees at most, 0 for all that there are.
+    `window` of an attention: how many positions a token sees at most, 0 for all that there are. `node` is what the call
+    was made for: the last of several nodes that are one call. Only in memory.
     """
 
     kernel: str
@@ -92,6 +95,7 @@ class ProgramCall:
     weight_bytes: int
     window: int = 0
     device: Device = "host"
+    node: Node | None = field(default=None, compare=False, repr=False)
 
     def to_json(self) -> dict[str, Any]:
         """Return the form in program.json."""
