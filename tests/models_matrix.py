@@ -107,14 +107,19 @@ def page(entries: Iterable[Mapping[str, Any]]) -> str:
     lines = [
         "# Models that are known to work",
         "",
-        "Any class that transformers' `AutoModelForCausalLM` has is tried; this is what came of it.",
-        f"`tests/models_matrix.py` made this page with transformers {transformers.__version__}: a small random model",
-        "of each class, compiled in f16, gives eager PyTorch's greedy tokens for three prompts and 20 tokens each.",
-        f"{classes} classes do. Each compilation compares its own model with eager PyTorch before it starts.",
+        "```console",
+        "$ picompile models llama",
+        "```",
         "",
-        "A neuron can be *silent* where the activation that the class has by default is exactly zero for some inputs.",
-        "A checkpoint may name another one. No activation is named where feed-forward blocks are not of the dialect's",
-        "form, so that every neuron is computed.",
+        f"{classes} decoder classes of transformers are known to compile; this table lists them.",
+        f"`tests/models_matrix.py` made this page with transformers {transformers.__version__}: it tries every class of",
+        "`AutoModelForCausalLM`. A class is listed if a small random model, compiled in f16, gives eager PyTorch's",
+        "greedy tokens for three prompts and 20 tokens each. Each compilation also compares its own model with eager",
+        "PyTorch before it starts.",
+        "",
+        "Neurons can be *silent* if the class's default activation is exactly zero for some inputs; a checkpoint may",
+        "name another activation. The column is empty if the dialect cannot express the class's feed-forward blocks as",
+        "such; then every neuron is computed.",
         "",
         "| class | model type | activation | neurons can be silent |",
         "| --- | --- | --- | --- |",
@@ -123,7 +128,7 @@ def page(entries: Iterable[Mapping[str, Any]]) -> str:
         silent = "yes" if entry["silent"] else "no"
         activation = entry["activation"] if entry["blocks"] else ""
         lines.append(f"| {entry['class']} | {entry['model_type']} | {activation} | {silent} |")
-    lines += ["", "## Refused", "", "Each of these ends in one line and exit code 3.", ""]
+    lines += ["", "## Refused", "", "Compiling one of these ends with one line on stderr and exit code 3.", ""]
     lines += ["| class | model type | why |", "| --- | --- | --- |"]
     for entry in others:
         lines.append(f"| {entry['class']} | {entry['model_type']} | {_why(entry)} |")
@@ -132,7 +137,7 @@ def page(entries: Iterable[Mapping[str, Any]]) -> str:
 
 def _why(entry: Mapping[str, Any]) -> str:
     if entry["result"] == "untried":
-        return "not tried: transformers itself takes no small config of ours"
+        return "not tried: transformers itself rejects our small config"
     reason: str = entry["reason"].partition(": ")[2].replace("|", "/")
     return reason if entry["result"] == "refused" else f"{entry['result']}: {reason}"
 
