@@ -177,7 +177,7 @@ def _order(*passes: str) -> list[str]:
 
 def test_a_pass_runs_where_the_graph_reaches_its_stage() -> None:
     own = _order()
-    assert own[-4:] == ["flatten-tokens", "insert-predictors", "partition", "quantize"]
+    assert own[-5:] == ["flatten-tokens", "stamp-layers", "insert-predictors", "partition", "quantize"]
     # Twice the same: what requires captured comes first, what requires predicted behind the predictors.
     assert _order("partition{hot=(0:(1,))}", "remove-copies") == ["remove-copies", *own[:-2], "partition", *own[-2:]]
     assert _order("remove-copies@canonical")[-4:] == ["remove-copies", *own[-3:]]

@@ -147,8 +147,10 @@ def _insert_extra(own: Sequence[Pass], extra: Sequence[tuple[Pass, Stage | None]
     ordered, reached = [], min(Stage)
     waiting = [(pass_, pass_.requires if stage is None else max(stage, pass_.requires)) for pass_, stage in extra]
     for pass_ in own:
-        ordered += [other for other, stage in waiting if stage <= reached]
-        waiting = [(other, stage) for other, stage in waiting if stage > reached]
+        # One of ours that stays in a stage completes what the pass before it makes: canonical graphs get all layers.
+        if pass_.ensures is not None:
+            ordered += [other for other, stage in waiting if stage <= reached]
+            waiting = [(other, stage) for other, stage in waiting if stage > reached]
         ordered.append(pass_)
         reached = max(reached, pass_.ensures or reached)
     return [*ordered, *(other for other, _ in waiting)]

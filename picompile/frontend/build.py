@@ -124,8 +124,8 @@ def _check_numbers(model: nn.Module) -> None:
             )
 
 
-def capture_model(model: nn.Module, rebuild: Callable[[str], nn.Module]) -> GraphModule:
-    """Return the captured graph of a model of transformers.
+def capture_model(model: nn.Module, rebuild: Callable[[str], nn.Module], *, whole: bool = False) -> GraphModule:
+    """Return the captured graph of a model of transformers; `whole` is as in `export_decoder`.
 
     A model that asks no registry for its attention computes it by itself, and must then be given a mask: `rebuild`
     makes the model once more, to attend in the way that it is told. Raises `UnsupportedModelError`.
@@ -141,7 +141,7 @@ def capture_model(model: nn.Module, rebuild: Callable[[str], nn.Module]) -> Grap
         _keep_frequencies(asked)
         with quiet_transformers():
             try:
-                graph_module = export_decoder(asked, call_model, longest or _MAX_TOKENS)
+                graph_module = export_decoder(asked, call_model, longest or _MAX_TOKENS, whole=whole)
             except UnsupportedModelError:
                 if getattr(model, "_supports_attention_backend", False) or implementation == _IMPLEMENTATIONS[-1]:
                     raise

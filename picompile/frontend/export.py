@@ -1,6 +1,7 @@
 """A decoder module to a captured graph, through `torch.export`, without its weights."""
 
 import copy
+import logging
 import traceback
 import warnings
 from collections.abc import Callable
@@ -14,12 +15,17 @@ from torch.fx import Graph, GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from picompile.errors import UnsupportedModelError
+from picompile.frontend.layer_kinds import LayerList, PassedLayers, find_layers, hollow
 from picompile_passes.base import Stage, set_stage
 from picompile_passes.graph.nodes import attribute, calls, has_real_data
 from picompile_passes.graph.operands import ATTENTION
+from picompile_passes.passes.canonicalize import raised_form
+from picompile_passes.passes.canonicalize.stamp_layers import check_stamps, set_stamps
 
 # How a module is called: (module, tokens [1, T], positions [1, T]) → logits [1, T, V].
 DecoderCall = Callable[[nn.Module, Tensor, Tensor], Tensor]
+
+_LOG = logging.getLogger(__name__)
 
 _EXAMPLE_TOKENS = 8
 _WRAPPED = "decoder"
@@ -45,17 +51,42 @@ class _Unbatched(nn.Module):
         return self.call(self.decoder, tokens.unsqueeze(0), positions.unsqueeze(0)).squeeze(0)
 
 
-def export_decoder(module: nn.Module, call: DecoderCall, max_tokens: int) -> GraphModule:
+def export_decoder(module: nn.Module, call: DecoderCall, max_tokens: int, *, whole: bool = False) -> GraphModule:
     """Return the captured graph of `module`, for 1 to `max_tokens` tokens.
+
+    Of layers of one kind the graph has the first two, and the pass `stamp-layers` adds the others. With `whole`, and
+    for a module of which it cannot be shown that its layers are of one kind, the graph has all.
 
     The module is not touched. Its parameters come out as float32 on the meta device, its buffers as they are. A tied
     parameter has the first of its names. Raises `UnsupportedModelError` where `torch.export` cannot follow the module.
     """
+    layers = None if whole else find_layers(module)
+    if layers is not None:
+        try:
+            graph_module = _export(module, call, max_tokens, layers)
+            set_stamps(graph_module, layers.stamps)
+            check_stamps(raised_form(graph_module))
+            return graph_module
+        except Exception as error:
+            # Whatever cannot be shown, or is wrong with the model, the capture of all layers shows or says.
+            _LOG.debug("all layers are captured: %s", error)
+    return _export(module, call, max_tokens, None)
+
+
+def _export(module: nn.Module, call: DecoderCall, max_tokens: int, layers: LayerList | None) -> GraphModule:
+    """Return the captured graph of `module`, with the first layers alone where `layers` says that they show all."""
     tokens = torch.export.Dim("tokens", min=1, max=max(max_tokens, _EXAMPLE_TOKENS))
-    with FakeTensorMode(shape_env=ShapeEnv()):
-        wrapped = _Unbatched(_without_weights(module), call).eval()
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        wrapped = _Unbatched(_without_weights(module, layers), call).eval()
         example = torch.zeros(_EXAMPLE_TOKENS, dtype=torch.int64)
         positions = torch.zeros(_EXAMPLE_TOKENS, dtype=torch.int64)
+        if layers is not None:
+            found = list(wrapped.decoder.get_submodule(layers.name).children())
+            # Buffers are real; torch.export takes care of them by itself.
+            mode.allow_non_fake_inputs = True
+            with torch.no_grad():
+                PassedLayers(found, layers).check(lambda: wrapped(example, positions))
+            mode.allow_non_fake_inputs = False
     try:
         with warnings.catch_warnings(), torch.no_grad():
             # torch's own use of what it deprecates.
@@ -107,9 +138,15 @@ def first_names(module: nn.Module) -> dict[str, tuple[str, ...]]:
     return {first: tuple(others) for first, *others in names.values()}
 
 
-def _without_weights(module: nn.Module) -> nn.Module:
-    """Return a copy with float32 parameters without data (in the active fake mode), and with the same buffers."""
+def _without_weights(module: nn.Module, layers: LayerList | None) -> nn.Module:
+    """Return a copy with float32 parameters without data (in the active fake mode), and with the same buffers.
+
+    Layers that are not captured have neither.
+    """
     memo: dict[int, object] = {}
+    if layers is not None:
+        uncaptured = list(module.get_submodule(layers.name).children())[layers.captured :]
+        memo = {id(layer): hollow(layer) for layer in uncaptured}
     for parameter in module.parameters():
         empty = torch.empty(parameter.shape, dtype=torch.float32)
         memo[id(parameter)] = nn.Parameter(empty, requires_grad=False)

@@ -11,7 +11,8 @@ from picompile.frontend.captured import ModelFacts
 from picompile.frontend.families import rope_limit, text_config
 from picompile_passes.graph.nodes import arguments, calls
 from picompile_passes.graph.operands import ATTENTION, EMBEDDING, FFN
-from picompile_passes.passes.canonicalize import canonical_form
+from picompile_passes.passes.canonicalize import raised_form
+from picompile_passes.passes.canonicalize.stamp_layers import stamps_of
 
 # Fields of configs for the longest text, where it is not called max_position_embeddings.
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
@@ -43,7 +44,7 @@ def graph_facts(captured: GraphModule, what: str) -> GraphFacts:
     Raises `UnsupportedModelError`, which names `what` it is, for a graph without attention, and what the raising passes
     raise.
     """
-    graph = canonical_form(captured).graph
+    graph, stamps = raised_form(captured).graph, stamps_of(captured)
     attentions, blocks = list(calls(graph, ATTENTION)), list(calls(graph, FFN))
     if not attentions:
         raise UnsupportedModelError(f"{what} is no decoder: it has no attention")
@@ -55,7 +56,7 @@ def graph_facts(captured: GraphModule, what: str) -> GraphFacts:
     tables = [_width(each["weight"], 0) - each["offset"] for each in lookups if each["ids"].target == "positions"]
     return GraphFacts(
         hidden=_width(arguments(blocks[0])["down"]) if blocks else _width(next(iter(lookups))["weight"]),
-        layers=len(attentions),
+        layers=len(attentions) if stamps is None else len(stamps.sources),
         heads=attention["heads"],
         kv_heads=attention["kv_heads"],
         head_dim=_width(attention["q"]) // attention["heads"],
@@ -71,7 +72,7 @@ def block_activations(captured: GraphModule) -> list[str]:
 
     Raises what the raising passes raise.
     """
-    blocks = calls(canonical_form(captured).graph, FFN)
+    blocks = calls(raised_form(captured).graph, FFN)
     return sorted({arguments(block)["activation"] for block in blocks})
 
 

@@ -146,7 +146,7 @@ def _made(raw: Mapping[str, Any], family: Family, activation: str | None, seed: 
             f"the model cannot be compared with eager PyTorch: no smaller one of its kind can be made, and it has "
             f"{parameters:,} parameters"
         )
-    captured = capture_model(model, build)
+    captured = capture_model(model, build, whole=True)
     eager = build("eager")
     _fill(eager, seed)
     weights = ModuleWeights({name: eager.get_parameter(name) for name in first_names(eager)})

@@ -14,6 +14,7 @@ from picompile_passes.passes.canonicalize.raise_norms import RaiseNorms
 from picompile_passes.passes.canonicalize.raise_rotary import RaiseRotary
 from picompile_passes.passes.canonicalize.raise_scores import RaiseScores
 from picompile_passes.passes.canonicalize.remove_copies import RemoveCopies
+from picompile_passes.passes.canonicalize.stamp_layers import StampLayers
 from picompile_passes.pipeline import Pipeline
 
 CANONICALIZE: tuple[Pass, ...] = (
@@ -26,6 +27,7 @@ CANONICALIZE: tuple[Pass, ...] = (
     RaiseFFN(),
     RaiseElementwise(),
     FlattenTokens(),
+    StampLayers(),
 )
 
 
@@ -35,6 +37,7 @@ def canonicalize(graph_module: GraphModule) -> GraphModule:
 
 
 _known: WeakKeyDictionary[GraphModule, GraphModule] = WeakKeyDictionary()
+_raised: WeakKeyDictionary[GraphModule, GraphModule] = WeakKeyDictionary()
 
 
 def canonical_form(graph_module: GraphModule) -> GraphModule:
@@ -43,5 +46,12 @@ def canonical_form(graph_module: GraphModule) -> GraphModule:
     Neither module may be changed. A pass may be run on them, since it changes a copy.
     """
     if graph_module not in _known:
-        _known[graph_module] = canonicalize(graph_module)
+        _known[graph_module] = StampLayers()(raised_form(graph_module)).graph_module
     return _known[graph_module]
+
+
+def raised_form(graph_module: GraphModule) -> GraphModule:
+    """Return the canonical graph of the layers that were captured, as `canonical_form` does that of all layers."""
+    if graph_module not in _raised:
+        _raised[graph_module] = Pipeline(CANONICALIZE[:-1])(graph_module).graph_module
+    return _raised[graph_module]
