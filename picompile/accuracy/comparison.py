@@ -37,7 +37,7 @@ class VariantAccuracy:
     added_kl: float
 
     def to_json(self) -> dict[str, Any]:
-        """Return what the artifact's report says."""
+        """Return the entry of the artifact's report."""
         return {
             "part": self.part,
             "title": self.title,
@@ -96,7 +96,7 @@ class CheckpointComparison:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return what the artifact's report says: the figures of the whole artifact, and those of each line."""
+        """Return the entry of the artifact's report: the figures of the whole artifact, and of each line."""
         whole = self.lines[-1].to_json()
         kept = ("perplexity", "relative_change", "relative_change_interval", "kl_nats", "kl_nats_interval")
         return {

@@ -1,8 +1,8 @@
 """Reading a text with the checkpoint, with each variant of it, and with the artifact.
 
-A variant runs layer by layer and leaves the hidden states before the output head. The logits of one window at a time
-are then computed of these, and compared with the checkpoint's. So memory holds one layer, or the two heads, with the
-hidden states of two variants and the logits of one window, however long the text is.
+A variant runs layer by layer and yields the hidden states before the output head. For one window at a time, logits are
+computed from these and compared with the checkpoint's. So memory holds one layer, or the two heads, with the hidden
+states of two variants and the logits of one window, however long the text is.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -44,7 +44,7 @@ class ComparedArtifact:
 
 @dataclass(frozen=True)
 class ComparedText:
-    """Windows of token ids to compare on, and where they are from. The first id of each is given, not predicted."""
+    """Windows of token ids for the comparison, and their source. The first id of each is given, not predicted."""
 
     windows: Sequence[Sequence[int]]
     source: str
@@ -158,7 +158,7 @@ def _read(engine: Engine, ids: Sequence[int], by_decode: bool) -> Iterator[Tenso
 def _compare(
     reference: _Head, windows: Iterable[Iterable[Tensor]], text: ComparedText, advance: Advance
 ) -> TokenDistances:
-    """Return the distances of logits that come window by window, each in chunks, from those of the checkpoint."""
+    """Return the distances from the checkpoint's logits, of logits that come window by window, each in chunks."""
     parts = []
     for expected, chunks, targets in zip(reference.logits(), windows, text.targets, strict=True):
         seen = 0

@@ -1,4 +1,4 @@
-"""The model with one lossy part after another: a graph, its weights, and calls that are computed in another way."""
+"""Variants of the model, each with one more lossy part: graph, weights, and calls that are computed differently."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""The GPU of this machine: its name, and how fast its memory, its slot, a transfer to it and back, and a launch are."""
+"""The GPU of this machine: its name, the bandwidths of memory and slot, and the times of a transfer and a launch."""
 
 import statistics
 from collections.abc import Callable
@@ -44,7 +44,7 @@ class GpuSpeed:
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is copied. The buffers are large, so that caches and the launch of a copy do not count.
+    """The amount of copying for a measurement. Large buffers make caches and the launch of a copy negligible.
 
     A round makes `copies` copies. There are at least `rounds` rounds, and they take at least `least_s`: an idle GPU
     clocks down its memory and its slot, and needs some tenths of a second to come back. `transfer_bytes` are 4,096

@@ -170,7 +170,7 @@ def measure_local(*, anew: bool = False) -> LocalMachine:
 
 
 def cached_local() -> LocalMachine | None:
-    """Return what the cache has of this machine, None if it was not measured."""
+    """Return the cached figures of this machine, None if it was not measured."""
     machine, no_gpu = _machine()
     return load(machine, no_gpu)
 

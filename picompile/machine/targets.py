@@ -299,7 +299,7 @@ def gpu_of(names: str) -> Target | None:
 
 
 def may_have_gpu(name: str) -> bool:
-    """Return whether the row called `name` has a GPU, or is this machine, of which that is found out later."""
+    """Return whether the row called `name` has a GPU, or may have one, as this machine may until it is measured."""
     return name == LOCAL or (name in TARGETS and TARGETS[name].sm is not None)
 
 

@@ -1,7 +1,7 @@
-"""Renaming without overwriting, swapping two names, and removal of what dead writers left beside their outputs.
+"""Renaming without overwriting, swapping two names, and removal of files that dead writers left beside their outputs.
 
-Linux has both as renameat2 (man 2 renameat2). ext4, XFS, Btrfs, tmpfs and most others know its flags; NFS, and what
-lies behind FUSE, may not. Each function says what is done there.
+Both kinds of renaming are renameat2 on Linux (man 2 renameat2). ext4, XFS, Btrfs, tmpfs and most others support its
+flags; NFS and FUSE file systems may not. Each function says what it does there.
 """
 
 import ctypes
@@ -166,7 +166,7 @@ def discard(path: Path) -> None:
 
 
 def _restore(output: Path) -> None:
-    """Put back what a writer moved aside before it died, unless something new is at `output`."""
+    """Put back the old output that a writer moved aside before it died, unless there is a new one at `output`."""
     if os.path.lexists(output):
         return
     for path in _leftovers_of(output, OLD):

@@ -1,7 +1,7 @@
 """The lock on an output path: `flock` on a hidden file beside it, which the kernel frees when its holder dies.
 
-The file is there as long as the writer is, and one that died leaves it: so it also says where to look for leftovers.
-It is removed while the lock is held, and whoever gets a lock checks that the name still leads to the file it locked.
+The file exists as long as the writer does, and a writer that dies leaves it: so it also shows where leftovers may be.
+It is removed while the lock is held; after locking, a process checks that the name still leads to the locked file.
 """
 
 import errno
@@ -94,7 +94,7 @@ def acquire(output: Path, wait_s: float) -> Lock:
 
 
 def acquire_folder(output: Path) -> Lock:
-    """Return a lock on a folder itself, for one that nothing can be made beside: a volume on a read-only system, say.
+    """Return a lock on a folder itself, if nothing can be made beside it: a volume on a read-only system, say.
 
     Raise `UsageError` if another process holds it.
     """
@@ -113,7 +113,7 @@ def acquire_folder(output: Path) -> Lock:
 
 
 def dead_locks(folder: Path) -> Iterator[tuple[str, Lock]]:
-    """Yield the locks in `folder` whose holders died, now held by this process, with the names of their outputs."""
+    """Yield the locks in `folder` whose holders died, and the names of their outputs; this process holds them now."""
     for entry in names_in(folder):
         if not (entry.startswith(".") and entry.endswith(_SUFFIX)):
             continue
@@ -131,7 +131,7 @@ def dead_locks(folder: Path) -> Iterator[tuple[str, Lock]]:
 
 
 def names_in(folder: Path) -> list[str]:
-    """The names in `folder`; none where this user may not list them."""
+    """Return the names in `folder`; none if this user may not list them."""
     try:
         return os.listdir(folder)
     except PermissionError:

@@ -164,7 +164,7 @@ class OutputPath:
         sync_folder(self.path.parent)
 
     def _exchange(self, source: Path) -> bool:
-        """Gives `source` the path, and what was there the name of `source`, or none; false where nothing was there."""
+        """Put `source` at the path, and the old output in its place or nowhere. Return false if there was none."""
         try:
             exchange(source, self.path)
         except FileNotFoundError:
@@ -176,7 +176,7 @@ class OutputPath:
         return True
 
     def _move_aside(self, source: Path) -> None:
-        """Two renamings. Whoever dies between them leaves an `.old`, which the next writer puts back."""
+        """Rename twice. A process that dies in between leaves an `.old`, which the next writer puts back."""
         aside = temporary_name(self.path, OLD)
         try:
             self.path.rename(aside)
@@ -269,7 +269,7 @@ def _appeared(path: Path) -> UsageError:
 
 
 def _mode_for(path: Path) -> int:
-    """The mode of a new folder at `path`: of the one that it replaces, or what the umask leaves."""
+    """Return the mode of a new folder at `path`: that of the folder it replaces, or the umask's default."""
     with suppress(OSError):
         status = path.stat()
         if stat.S_ISDIR(status.st_mode):

@@ -29,7 +29,7 @@ _WORST_SHARE = 0.8
 
 
 def rank_layers_by_error(missed: Mapping[int, float]) -> list[int]:
-    """Return the layers that miss most of what all miss together, the worst first; none that misses nothing.
+    """Return the layers with the largest shares of all missed energy, the worst first, without those that miss none.
 
     `missed` is each layer's missed energy, as `picompile.predictors.accuracy` measures it.
     """
@@ -71,7 +71,7 @@ def first_windows(windows: Sequence[Sequence[int]], tokens: int, longest: int | 
 
 @dataclass(frozen=True)
 class LayerAccuracy:
-    """How well one layer's predictor knows which neurons fire.
+    """The accuracy of one layer's predictor.
 
     Shares are of the layer's neurons, per token; `rank` is None but for learned kinds. A neuron that its limits leave
     out does not count as computed.
@@ -224,7 +224,7 @@ class AccuracyReport:
 
     @property
     def worst_layers(self) -> list[int]:
-        """The layers that miss most of what all miss together, the worst first."""
+        """The layers with the largest shares of all missed energy, the worst first."""
         return rank_layers_by_error({layer.layer: layer.missed_energy for layer in self.layers})
 
     @property
@@ -239,7 +239,7 @@ class AccuracyReport:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return what the artifact's report says."""
+        """Return the entry of the artifact's report."""
         return {
             "bound": self.bound,
             "dense_perplexity": self.result.dense_perplexity,

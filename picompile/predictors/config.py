@@ -29,7 +29,7 @@ def _check_predictor(kind: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictorOptions:
-    """Which predictors a model gets, what they are trained on, and what they may cost."""
+    """Options of a model's predictors: their kind, their training text, and the perplexity that they may cost."""
 
     activation: str | None = ACTIVATION.field(None)
     predictor: str | None = option(
@@ -76,7 +76,7 @@ class PredictorOptions:
 
     @property
     def is_lossless(self) -> bool:
-        """Whether no neuron that fires is left out, so that there is nothing to train and nothing to check."""
+        """Whether every firing neuron is computed, so that nothing needs training or checking."""
         return self.predictor is None or self.predictor in LOSSLESS
 
     @property
@@ -86,5 +86,5 @@ class PredictorOptions:
 
     @property
     def finite_bound(self) -> float | None:
-        """The share by which the perplexity may rise, None where it may rise by any."""
+        """The share by which the perplexity may rise; None for no bound."""
         return None if self.accuracy_bound is None or math.isinf(self.accuracy_bound) else self.accuracy_bound

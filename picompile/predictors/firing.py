@@ -17,7 +17,7 @@ MEASURES = (MAGNITUDE, CONTRIBUTION)
 
 @dataclass(frozen=True)
 class FiringRule:
-    """The rule by which neurons of one layer fire: where the measure `by` of their output is above `threshold`.
+    """The firing rule of one layer: a neuron fires if the measure `by` of its output is above `threshold`.
 
     A threshold of 0 is that of neurons that can be silent: they fire where their output is not zero, by any measure.
     """
@@ -30,14 +30,14 @@ class FiringRule:
         check_measure(self.by)
 
     def measure(self, magnitude: "Tensor", lengths: "Tensor") -> "Tensor":
-        """Return what is compared with the threshold: [tokens, neurons].
+        """Return the values that are compared with the threshold: [tokens, neurons].
 
         `magnitude` is |h| [tokens, neurons], and `lengths` [neurons] are the lengths of the down rows.
         """
         return magnitude * lengths if self.by == CONTRIBUTION else magnitude
 
     def fires(self, magnitude: "Tensor", lengths: "Tensor") -> "Tensor":
-        """Return which neurons fire: bool [tokens, neurons], of the same arguments as `measure`."""
+        """Return the mask of firing neurons, bool [tokens, neurons]; the arguments are those of `measure`."""
         # A product can underflow to zero where its factors do not.
         return magnitude > 0 if self.threshold == 0 else self.measure(magnitude, lengths) > self.threshold
 

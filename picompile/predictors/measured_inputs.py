@@ -1,4 +1,4 @@
-"""A hash of all that a measurement of a graph depends on: nothing is measured again that was measured of the same."""
+"""A hash of everything that a measurement of a graph depends on, so that it is measured only once."""
 
 import hashlib
 import json

@@ -1,13 +1,13 @@
-"""The lossy predictors of one compilation: where they come from, what they cost, and how they grow.
+"""The lossy predictors of one compilation: their source, their cost, and larger ones in their place.
 
-They are, in this order,
+The first of these sources that exists is used:
 
-1. those of the folder `predictors`;
-2. those that lie beside the model's weights, `predictors.safetensors`, as `picompile synth` writes them;
-3. those in the model's own file, where it is one of PowerInfer's;
-4. trained on the profile in the folder `profile`, or on one that is made first, in the work folder.
+1. the folder `predictors`;
+2. `predictors.safetensors` beside the model's weights, as `picompile synth` writes it;
+3. the model's own file, if it is one of PowerInfer's;
+4. training, on the profile in the folder `profile`, or on one that is made first, in the work folder.
 
-Only predictors that were trained here can grow: `train` keeps its candidates.
+Only predictors that were trained here can be replaced by larger ones: `train` keeps its candidates.
 """
 
 from collections.abc import Sequence
@@ -74,7 +74,7 @@ class PredictorSet:
         return base if self.predictors is None else self.predictors.weights(base, quant)
 
     def choose_larger(self, layers: Sequence[int]) -> "PredictorSet | None":
-        """Choose larger predictors for `layers` among those that were trained. Return None where there are none."""
+        """Choose larger predictors for `layers` among the trained candidates. Return None if there are none."""
         if self.trained is None or not layers:
             return None
         from picompile.predictors.train.choose import tighten
@@ -173,7 +173,7 @@ def _given(model: Path, captured: "Captured", path: Path, config: PredictorOptio
 
 
 def find_held_out(model: Path, config: PredictorOptions) -> HeldOut:
-    """Return text that nothing is trained on: that of the profile that `config` names, or else its calibration text.
+    """Return held-out text: that of the profile that `config` names, or else from its calibration text.
 
     Raises:
         UsageError: the text is too short, the model has no tokenizer, or the profile is of another model.

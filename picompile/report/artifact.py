@@ -56,7 +56,7 @@ def bytes_picture(name: str, operator_bytes: Mapping[str, int]) -> PagePicture:
 
 
 def _title(operator: str) -> str:
-    """Return the operator in words; one of a later version by its name, as far as fonts have it."""
+    """Return the operator in words; an operator of a later version by its name, in characters that fonts have."""
     return _OPERATORS.get(operator) or drawable(operator)
 
 

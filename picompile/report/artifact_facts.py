@@ -1,4 +1,4 @@
-"""An artifact as the report needs it: its parts, the bytes of its weights, and the accuracy of its predictors."""
+"""Facts of an artifact for the report: its parts, the bytes of its weights, and the accuracy of its predictors."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ class ReportedFfn:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """The accuracy of the predictors: the `figures` of the accuracy check on `text`, and those of each layer."""
+    """The accuracy of the predictors: the `figures` of the accuracy check on `text`, and each layer's figures."""
 
     figures: Mapping[str, float | None]
     text: str

@@ -1,4 +1,4 @@
-"""The table of an artifact against its checkpoint: what each lossy part costs."""
+"""The table that compares an artifact with its checkpoint: the cost of each lossy part."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

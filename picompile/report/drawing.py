@@ -76,7 +76,7 @@ class Canvas:
         self.hovers[name] = text
 
     def axes(self, *, x: str, y: str) -> "Axes":
-        """Return the only axes of the figure, with what stands at them."""
+        """Return the only axes of the figure, with their labels."""
         axes = self.figure.add_subplot()
         axes.set(xlabel=x, ylabel=y)
         return axes
@@ -99,7 +99,7 @@ def draw(
     size: tuple[int, int] = (WIDTH, HEIGHT),
     margins: Mapping[str, float] | None = None,
 ) -> Markup:
-    """Return the SVG of what `paint` draws. `name` is unlike those of other pictures of the page; `size` in CSS pixels.
+    """Return the picture that `paint` draws as SVG. `name` is unique on the page; `size` is in CSS pixels.
 
     `margins`, as shares of the size, are found by trying unless they are given: half the work of drawing. `title` and
     `description` are what a reader hears who does not see the picture.
@@ -138,7 +138,7 @@ def picture(
     words: str,
     size: tuple[int, int] = TALL,
 ) -> PagePicture:
-    """Draw a picture for the page; `words` explain it to readers, the other arguments are those of `draw`."""
+    """Draw a picture for the page; `words` describe it, the other arguments are as in `draw`."""
     return PagePicture(title, draw(paint, name=name, title=title, description=description, size=size), words)
 
 

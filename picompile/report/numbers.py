@@ -1,4 +1,4 @@
-"""Numbers as the report writes them; a dash where nothing was measured."""
+"""Formats of numbers in the report; a dash stands for what was not measured."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -68,13 +68,13 @@ def measured(value: object) -> float | None:
 
 
 def share(value: object) -> float | None:
-    """Return a share that was measured: from 0 to 1, but for what summing rounds off."""
+    """Return a measured share: from 0 to 1, within the rounding of sums."""
     known = measured(value)
     return None if known is None or not -1e-6 <= known <= 1 + 1e-6 else min(max(known, 0.0), 1.0)
 
 
 def whole(value: object) -> int | None:
-    """Return a count that was measured, or None for what is none."""
+    """Return a measured count, or None if it is not a count."""
     known = measured(value)
     return None if known is None or known < 0 else int(known)
 
@@ -138,7 +138,7 @@ UNFOLDED = 12
 
 @dataclass(frozen=True)
 class PagePicture:
-    """One picture, and what it shows in plain words."""
+    """A picture, and its description in plain words."""
 
     title: str
     svg: Markup
@@ -189,7 +189,7 @@ Part = Pictures | Table
 
 @dataclass(frozen=True)
 class PageSection:
-    """All about one source. `facts` are names and values; `anchor` is what the summary links to."""
+    """The section of a source. `facts` are names and values; the summary links to `anchor`."""
 
     anchor: str
     kind: str

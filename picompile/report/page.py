@@ -27,7 +27,7 @@ _WANTED = (
 
 
 def read_sources(paths: Sequence[Path]) -> list[Source]:
-    """Read them. Raise `UsageError` for what is none of these, `ArtifactError` for a broken artifact."""
+    """Read the sources. Raise `UsageError` for anything else, `ArtifactError` for a broken artifact."""
     # All are recognized before the first is read.
     recognized = [(path, _reader(path)) for path in paths]
     return [read(path) for path, read in recognized]
@@ -84,7 +84,7 @@ TEXTS = frozenset({"model", "predictor", "planned for"})
 
 @dataclass(frozen=True)
 class SummaryRow:
-    """One source: what it is, where its section begins, and a figure for each of some columns."""
+    """A source's row in the summary: its kind, the link to its section, and a figure for each of some columns."""
 
     anchor: str
     kind: str
@@ -93,7 +93,7 @@ class SummaryRow:
 
 
 def summary_row(anchor: str, source: Source) -> SummaryRow:
-    """Return the row of a source; what it does not know is a dash."""
+    """Return the row of a source, with a dash for unknown figures."""
     if isinstance(source, FiringProfile):
         kind, cells = "profile", _profile(source)
     elif isinstance(source, Predictors):
@@ -106,7 +106,7 @@ def summary_row(anchor: str, source: Source) -> SummaryRow:
 
 
 def without_empty(rows: Sequence[SummaryRow]) -> tuple[list[str], list[SummaryRow]]:
-    """Return the columns of which some row knows something, and the rows with those only."""
+    """Return the columns that are not empty in all rows, and the rows with only these columns."""
     kept = numbers.known_columns([row.cells for row in rows], len(COLUMNS))
     return [COLUMNS[i] for i in kept], [replace(row, cells=[row.cells[i] for i in kept]) for row in rows]
 
@@ -193,7 +193,7 @@ def _kinds(kinds: Sequence[str]) -> str:
 
 
 def render_report(sources: Sequence[Source], advance: Callable[[int], None] = lambda _: None) -> str:
-    """Return the HTML of a report on `sources`, in their order. `advance` is told of each section that is drawn."""
+    """Return the HTML of a report on `sources`, in their order. Calls `advance` for each section that is drawn."""
     profiles = [source for source in sources if isinstance(source, FiringProfile)]
     sections = []
     for number, source in enumerate(sources, 1):

@@ -1,4 +1,4 @@
-"""The section of a plan, and the part of an artifact's section on its plan. All times are predicted."""
+"""The section of a plan, and the part about a plan in an artifact's section. All times are predicted."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -161,14 +161,14 @@ def plan_section(anchor: str, source: PlanFacts) -> PageSection:
 
 
 def plan_parts(anchor: str, plan: Plan) -> list[Part]:
-    """Return the same for an artifact that was split by `plan`: what its own facts do not say is in a table."""
+    """Return the section's part for an artifact that `plan` split: a table of what its own facts lack."""
     columns = ("what", "as planned")
     facts = Table("Placement", columns, _plan_facts(plan), frozenset(columns))
     return [facts, *_parts(f"{anchor}-plan", plan)]
 
 
 def gain_text(plan: Plan, baseline: str) -> str:
-    """Return the plan's tokens/s against those of a baseline."""
+    """Return the ratio of the plan's tokens/s to a baseline's."""
     return numbers.times(numbers.ratio(plan.tokens_per_s, plan.baselines.get(baseline)))
 
 

@@ -87,7 +87,7 @@ def split_picture(name: str, plan: Plan) -> PagePicture:
 
 
 def time_picture(name: str, plan: Plan) -> PagePicture:
-    """Return the picture of each layer's predicted times; the part that another hides is below the axis."""
+    """Return the picture of each layer's predicted times, with a part that another one hides below the axis."""
     unit, factor = numbers.time_unit(max((layer.total_s for layer in plan.layers), default=0.0))
     shown = [part for part in PARTS if any(part in _stack(layer) for layer in plan.layers)]
 
@@ -131,7 +131,7 @@ def hot_computed_share(layer: PlanLayer) -> float | None:
 
 
 def hot_shares(plan: Plan) -> tuple[float | None, float | None]:
-    """Return the hot share of all neurons of the model, and that of the computed ones."""
+    """Return the hot share of the model's neurons, and the hot share of its computed neurons."""
     layers = plan.layers
     hot, neurons = sum(layer.hot_neurons for layer in layers), sum(layer.neurons for layer in layers)
     computed = sum(layer.hot_computed for layer in layers), sum(layer.computed for layer in layers)
@@ -196,7 +196,7 @@ def devices_of(plan: Plan) -> list[str]:
 
 
 def memory_picture(name: str, plan: Plan) -> PagePicture:
-    """Return a bar for each device, by kind, up to what it may take and what it has."""
+    """Return a bar for each device, by kind of use, up to its budget and its memory."""
     devices = devices_of(plan)
 
     def paint(canvas: Canvas) -> None:
@@ -250,7 +250,7 @@ def _bytes_by_title(plan: Plan, device: str) -> dict[tuple[str, str], int]:
 
 
 def budget_text(plan: Plan, device: str) -> str:
-    """Return what a plan takes of a device's budget: `17.2 GB of 24 GB`."""
+    """Return the part of a device's budget that a plan takes: `17.2 GB of 24 GB`."""
     return f"{numbers.size(plan.taken_bytes(device))} of {numbers.size(plan.budget_bytes(device))}"
 
 
@@ -285,7 +285,7 @@ def plan_schedule(plan: Plan) -> "list[Step]":
 
 
 def _kind(layer: PlanLayer) -> tuple[str, str, str, bool, bool]:
-    """Return what layers of one kind have in common: where their parts are computed."""
+    """Return the places where parts of a layer are computed, which layers of one kind have in common."""
     return layer.attention, layer.kv_cache, layer.predictor, bool(layer.hot_s), bool(layer.cold_s)
 
 

@@ -1,4 +1,4 @@
-"""Pictures of predictors, layer by layer: their accuracy, what they miss, and their ranks."""
+"""Pictures of predictors, layer by layer: their accuracy, the energy that they miss, and their ranks."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -90,7 +90,7 @@ def computed_picture(name: str, layers: Layers) -> PagePicture | None:
 
 
 def missed_picture(name: str, layers: Layers) -> PagePicture | None:
-    """Return the share of each block's output that is missed; None where nothing was measured, or nothing missed."""
+    """Return the missed share of each block's output; None if it was not measured, or is zero everywhere."""
     rows = [(layer.layer, layer.missed_energy) for layer in layers if layer.missed_energy is not None]
     if not any(missed for _, missed in rows):
         return None

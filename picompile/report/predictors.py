@@ -1,6 +1,6 @@
-"""The trade-off of each layer: how much is missed against how much is computed, for predictors of several ranks.
+"""The trade-off of each layer: missed against computed neurons, for predictors of several ranks.
 
-Read from the `curves` of predictors.json. A candidate that was trained gives a line, a threshold a point on it.
+It is read from the `curves` of predictors.json. Each trained candidate is a line, each threshold a point on it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -77,7 +77,7 @@ def _points(rows: Iterable[Any]) -> Iterable[TradeoffPoint]:
 def tradeoff_pictures(
     name: str, candidates: Sequence[TradeoffCandidate], layers: Sequence[LayerFigures]
 ) -> list[PagePicture]:
-    """Return a picture for each layer that has candidates; what was taken is marked."""
+    """Return a picture for each layer that has candidates; the chosen one is marked."""
     taken = {layer.layer: layer for layer in layers}
     by_layer: dict[int, list[TradeoffCandidate]] = {}
     for candidate in candidates:
@@ -115,7 +115,7 @@ def _picture(name: str, layer: int, candidates: Sequence[TradeoffCandidate], tak
 
 
 def _styles_text(labels: Sequence[str]) -> str:
-    """Return which line is of which kind and input, where there are several."""
+    """Return the legend of predictor kinds and inputs, if there are several."""
     return ", ".join(f"{style}: {label}" for style, label in zip(_STYLES, labels, strict=False)) if labels[1:] else ""
 
 
@@ -217,7 +217,7 @@ def accuracy_pictures(anchor: str, layers: Sequence[LayerFigures]) -> list[PageP
 
 
 def layers_table(layers: Sequence[LayerFigures], words: str) -> Table:
-    """Return all that is known of each layer's predictor."""
+    """Return the known facts about each layer's predictor."""
     rows = [_row(layer) for layer in layers]
     texts = frozenset({"kind", "input"})
     return Table("Each layer", _COLUMNS, rows, texts, words, folded=len(rows) > UNFOLDED).without_empty()

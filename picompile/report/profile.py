@@ -108,7 +108,7 @@ def _counts(file: Path) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class ProfiledLayer:
-    """One layer: how often each neuron fired `[neurons]`, and what its firings contributed `[neurons]`.
+    """A layer's firing counts `[neurons]`, and the contribution of each neuron's firings `[neurons]`.
 
     A neuron fires where what it sends to the down matrix is, by the profile's measure, above `threshold`.
     """

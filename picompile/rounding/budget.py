@@ -1,10 +1,10 @@
-"""A budget of bits: which format each matrix gets, so that together they lose least and take no more than that.
+"""A format for each matrix, within a budget of bits, such that the total loss is least.
 
 Choose a format f(u) for each unit u to
 
     minimize Σ loss[u, f(u)]   subject to   Σ weights[u] · bits[f(u)] ≤ budget · Σ weights[u],
 
-or, for a bound on the loss, the other way about. HiGHS solves both.
+or, for a bound on the loss, the reverse: the fewest bits. HiGHS solves both.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ _LARGEST_LOSS = 1e4
 
 @dataclass(frozen=True)
 class MatrixUnit:
-    """Matrices that have one format: `parameters` are what they are made of, `weights` how many they are.
+    """Matrices that share a format: the names of their `parameters`, and their number of `weights`.
 
     `losses` has the loss of each format of `BUDGET_FORMATS` alone, all else as it is in the checkpoint.
     """
@@ -55,7 +55,7 @@ def fit_loss(units: Sequence[MatrixUnit], bound: float) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class ChosenFormats:
-    """A format for each matrix, by the name of its parameter; what they take and lose altogether."""
+    """A format for each matrix, by the name of its parameter; and the bits and the loss of all together."""
 
     formats: Mapping[str, str]
     bits_per_weight: float

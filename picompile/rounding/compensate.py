@@ -1,13 +1,13 @@
-"""Rounding with compensation: weights that are not rounded yet make up for the errors of those that are.
+"""Rounding with compensation: weights that are not rounded yet compensate for the errors of those that are.
 
-Where a matrix W is multiplied with inputs x whose second moments are H = Σ x · xᵀ, rounding it to Q costs
-tr((W - Q) · H · (W - Q)ᵀ). Inputs are taken one after another; the error of the weights of each is spread over those of
-the inputs that follow, as the inverse of H says (GPTQ, arXiv 2210.17323). With U upper triangular and Uᵀ · U = H⁻¹,
+If a matrix W is multiplied with inputs x whose second moments are H = Σ x · xᵀ, rounding it to Q costs
+tr((W - Q) · H · (W - Q)ᵀ). Inputs are taken one after another; the error of one input's weights is distributed over the
+weights of the following inputs, by the inverse of H (GPTQ, arXiv 2210.17323). With U upper triangular and Uᵀ · U = H⁻¹,
 
     e = (w - q) / U[i, i],   w[j] -= U[i, j] · e   for all j > i
 
-The order of the inputs is free but for groups that share a scale: inputs of large moments come first, because later
-ones have fewer left that could make up for them.
+The order of the inputs is free, except that groups share a scale: inputs with large moments come first, because fewer
+inputs are left to compensate for later ones.
 """
 
 from abc import ABC, abstractmethod
@@ -200,7 +200,7 @@ class _GroupsOfOutputs(_Rounding):
         self._scale, self._zero = (torch.empty(inputs, groups) for _ in range(2))
 
     def begin(self, first: int, weights: Tensor, sizes: Tensor) -> None:
-        """Do nothing: no scale is shared by several inputs."""
+        """Do nothing: every input has scales of its own."""
 
     def round(self, number: int, weights: Tensor) -> Tensor:
         """Return the nearest weights on the best grids of the input's groups."""

@@ -1,4 +1,4 @@
-"""Losses of matrices in a format: the divergence of the model's predictions when it alone is rounded.
+"""Losses of matrices in a format: the divergence of the model's predictions if only that matrix is rounded.
 
 Windows of text run through the layers once for the model as it is, and once more for each unit of matrices, from the
 layer on in which the unit is rounded. Behind the head, the mean of KL(model ‖ model with the unit rounded) over all
@@ -34,7 +34,7 @@ _TRIED = BUDGET_FORMATS[0]
 def measure_losses(
     graph_module: GraphModule, weights: WeightSource, windows: Sequence[Sequence[int]], progress: Progress
 ) -> list[MatrixUnit]:
-    """Return the matrices of a predicted graph as units, with what each loses in each format.
+    """Return the matrices of a predicted graph as units, with the loss of each in each format.
 
     The matrices of a feed-forward block are one unit, since they are read together, and so are those that are made of
     one parameter: fused projections, or a head with the table of embeddings. Matrices that are computed from several
@@ -72,7 +72,7 @@ def measure_losses(
 
 @dataclass
 class _Site:
-    """Matrices that are rounded together, and the parameters that they are made of."""
+    """Matrices that are rounded together, and their parameters."""
 
     name: str
     parameters: list[str]
@@ -133,7 +133,7 @@ class _Variant:
     loss: float = 0.0
 
     def run(self, segment: Segment, constants: Mapping[Node, Tensor]) -> None:
-        """Run the windows through a segment, with those of its constants rounded that are of the unit."""
+        """Run the windows through a segment, with the unit's constants rounded."""
         rounded = {node: _nearest(constants[node], _TRIED) for node in self.site.matrices_in(segment)}
         self.states = [run_window(segment, {**constants, **rounded}, state) for state in self.states]
 

@@ -34,7 +34,7 @@ class MatrixKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix of which a graph packs all or some rows in the format `form`; it is the value of the node `value`.
+    """A matrix, the value of the node `value`; the graph packs all or some of its rows in the format `form`.
 
     Its rows are outputs or, with `rows_are_inputs`, inputs: the neurons of a down matrix.
     """
@@ -109,7 +109,7 @@ def _matrix(operand: Node, rows_are_inputs: bool) -> Matrix | None:
 
 
 def source_of(matrix: Node) -> Node | None:
-    """Return the parameter that a matrix is, or of which it is the transpose or rows; None where it is computed."""
+    """Return the parameter of a matrix: itself, its transpose or some rows of it. None if the matrix is computed."""
     whole = _whole(matrix)
     source = whole.all_input_nodes[0] if is_call(whole, TRANSPOSE) else whole
     is_parameter = source.op == "get_attr" and not has_real_data(attribute(source.graph.owning_module, source.target))  # type: ignore[arg-type]
@@ -117,7 +117,7 @@ def source_of(matrix: Node) -> Node | None:
 
 
 def _whole(matrix: Node) -> Node:
-    """Return the matrix of which `matrix` has rows, which are each rounded by themselves, or `matrix`."""
+    """Return the matrix that `matrix` takes rows from, which are rounded one by one, or `matrix` itself."""
     if is_call(matrix, INDEX_SELECT) and matrix.args[1] == 0:
         return matrix.all_input_nodes[0]
     return matrix

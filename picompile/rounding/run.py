@@ -1,4 +1,4 @@
-"""Rounding a model: layer by layer, each for the inputs that it gets from the layers before it, as they are rounded.
+"""Rounding a model layer by layer, each layer for the inputs that it gets from the rounded layers before it.
 
 A layer's matrices are rounded group by group, in the order in which they are used: once the queries, keys and values of
 a layer are rounded, the windows run up to its attention output, and so on. So every matrix sees the inputs that it will

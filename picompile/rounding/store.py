@@ -1,13 +1,13 @@
-"""The folder that rounded matrices are kept in, and the weight source that has them.
+"""The folder of rounded matrices, and a weight source that reads it.
 
-| file | is |
+| file | contents |
 | --- | --- |
 | `rounding.json` | a hash of the inputs, and whether the folder is complete |
 | `layers/000.safetensors` | the rounded matrices of a segment of the graph, packed |
 | `state.safetensors` | the live values of every window behind the last segment that is done, until all are |
 
-Every file appears whole, and a segment's file before the state behind it: so whenever a process ends, the next one goes
-on, and ends with the same bytes.
+Every file appears whole, and a segment's file before the state behind it: so whenever a process ends, the next one
+continues, and ends with the same bytes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -64,7 +64,7 @@ class RoundingDirectory:
         write_tensors(self._file(segment), tensors, {names[key]: forms[key] for key in matrices})
 
     def finish(self) -> None:
-        """Say that the folder is complete, and remove what only an unfinished run needs."""
+        """Mark the folder as complete, and remove the files that only an unfinished run needs."""
         self._write_notes(complete=True)
         (self.folder / _STATE).unlink(missing_ok=True)
 
@@ -82,7 +82,7 @@ class RoundingDirectory:
 
 
 class RoundedWeights:
-    """A weight source of `base` whose matrices come rounded, where files have them in the format that is asked for."""
+    """The weight source `base` with rounded matrices, where files have them in the requested format."""
 
     def __init__(self, base: WeightSource) -> None:
         """Begin with no rounded matrix."""
@@ -112,7 +112,7 @@ class RoundedWeights:
         return self.base.load(name)
 
     def packed(self, name: str, format_name: str, transposed: bool = False) -> Tensor | None:
-        """Return the rounded rows of a matrix, or those that `base` has in the format; None where there are none."""
+        """Return the rounded rows of a matrix, or `base`'s rows in that format; None if there are none."""
         form, file = self._files.get(MatrixKey(name, transposed), ("", None))
         if file is None or form != format_name:
             packed = getattr(self.base, "packed", None)

@@ -1,11 +1,11 @@
-"""The limits of one compilation: the text that they are measured on, and the folder that keeps them.
+"""The limits of one compilation: their calibration text, and the folder that keeps them.
 
-| file | is |
+| file | contents |
 | --- | --- |
 | `skipping.json` | a hash of the inputs, and the rise of the loss at each price that was tried |
 | `sensitivities.safetensors` | what `measure_sensitivities` returned |
 
-Sensitivities are measured on other windows of the text than perplexity is.
+Sensitivities and perplexity are measured on different windows of the text.
 """
 
 from collections.abc import Mapping
@@ -85,7 +85,7 @@ def checkpoint_limits(
 
 
 def _tried(notes: Mapping[str, Any]) -> dict[int, Rise]:
-    """Return what was tried, by its step; nothing where the file was written by somebody else."""
+    """Return the prices that were tried, by step; none if another program wrote the file."""
     try:
         return {int(step): Rise(float(rise["nats"]), float(rise["error"])) for step, rise in notes["tried"].items()}
     except (KeyError, TypeError, ValueError, AttributeError):

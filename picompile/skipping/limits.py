@@ -1,9 +1,9 @@
 """Limits from sensitivities: one number, the price of a byte, sets the limits of all layers together.
 
-Left-out values change the predictions by about ½ Σ (v · s)² nats, where s is a value's sensitivity, and save the bytes
-of the rows that they would be multiplied with. Most bytes are saved for a change where each value is left out whose
-change for a byte is below one price λ: |v| · s ≤ √(2 λ · bytes). So a place's limit is τ · √bytes / s, and τ is all
-that is to be found.
+Skipping values changes the predictions by about ½ Σ (v · s)² nats, where s is a value's sensitivity. It saves the bytes
+of the rows that they would be multiplied with. For a given change, most bytes are saved by skipping each value whose
+change for a byte is below one price λ: |v| · s ≤ √(2 λ · bytes). So a place's limit is τ · √bytes / s, and only τ is
+to be found.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Options of skipping: where, how far, and on which text."""
+"""Options of skipping: its places, its bound, and its text."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +14,7 @@ SITES = ("gate", "output")
 
 @dataclass(frozen=True)
 class SkippingOptions:
-    """How much of a model is skipped.
+    """Options that decide how much of a model is skipped.
 
     Attributes:
         bound: the share by which skipping may raise the perplexity of the text.

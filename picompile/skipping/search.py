@@ -130,7 +130,7 @@ class SkippingSearch:
 
 @dataclass(frozen=True)
 class FoundLimits:
-    """Limits, and what they do on the text that they were searched on.
+    """Limits, and their effect on the text that they were searched on.
 
     `left_out` has the share of neurons left out by each limits' parameter: by their gate, or by their gate or output.
     """
@@ -164,7 +164,7 @@ def price_of(step: int) -> float:
 
 
 def count_left_out(graph_module: GraphModule, counts: dict[str, int]) -> dict[Node, Callable[..., Tensor]]:
-    """Return functions for the calls with limits that count in `counts` what these leave out."""
+    """Return functions for the calls with limits; they count in `counts` what the limits skip."""
     return {node: _counted(node, counts) for node in calls(graph_module.graph, SPARSE_FFN)}
 
 

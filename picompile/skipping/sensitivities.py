@@ -1,10 +1,10 @@
 """Sensitivities: how much the model's predictions depend on each neuron that may be skipped.
 
-To leave out the value v at a place changes the predictions by about ½ (v · g)² nats in Kullback-Leibler divergence,
+Skipping the value v at a place changes the predictions by about ½ (v · g)² nats in Kullback-Leibler divergence,
 where g is the gradient, with respect to that value, of the log-probability of a token drawn from the model's own
 prediction: the mean of g² is the diagonal of the Fisher information. The sensitivity of a place is the root of that
-mean, in nats for a unit of the value. WINA (arXiv 2505.19427) takes the norm of the weights that a value is multiplied
-with in its place, which knows nothing of the layers behind.
+mean, in nats for a unit of the value. WINA (arXiv 2505.19427) uses the norm of the weights that a value is multiplied
+with instead, which ignores the layers behind.
 
 Windows run forward layer by layer, then backward layer by layer, each layer being computed again for its gradients. So
 memory holds the weights of one layer, and the values between layers of a few windows.

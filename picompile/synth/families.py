@@ -1,6 +1,6 @@
-"""The model families that synth makes: how each writes its configuration, and how it names its tensors.
+"""The model families that synth makes: the configuration and the tensor names of each.
 
-Names are those of transformers' own checkpoints. A role is what a tensor does (`q`, `gate`, `attention_norm`); a
+Names are those of transformers' own checkpoints. A role is a tensor's function (`q`, `gate`, `attention_norm`); a
 family's `names` give each role its place in the checkpoint, `{}` being the layer.
 """
 

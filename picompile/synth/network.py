@@ -36,7 +36,7 @@ def attend(recipe: Recipe, layer: int, x: Tensor, tokens: Tokens) -> Tensor:
 
 
 def _energy(recipe: Recipe, layer: int) -> float:
-    """Return what one attention adds to the stream.
+    """Return one attention's contribution to the stream.
 
     Between an embedding and the same table as a head, likeness is symmetric: where a leads to b, b mostly leads to a.
     Attention is not symmetric. As a large part of the last stream it keeps generation from going in circles.
@@ -241,7 +241,7 @@ def _measure(recipe: Recipe, neurons: Neurons, checked: Tensor) -> SynthesizedFi
 
 
 def _ffn_energy(recipe: Recipe) -> float:
-    """Return what one FFN adds to the stream: less if few neurons fire, since their sum then varies much."""
+    """Return one FFN's contribution to the stream: less if few neurons fire, since their sum then varies much."""
     firing = float(recipe.rates.sum())
     return _FFN_SHARE / recipe.shape.layers * firing / (firing + _MANY)
 

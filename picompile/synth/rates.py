@@ -1,6 +1,6 @@
-"""How often each neuron fires: rates that follow a Beta distribution. Needs numpy alone; plans are made of these too.
+"""Firing rates of neurons, which follow a Beta distribution. Needs only numpy; plans from curves use these rates too.
 
-Hot and cold neurons of trained models look like it: a few neurons make most of the firings.
+Trained models have similar distributions: a few hot neurons make most of the firings.
 """
 
 import numpy as np

@@ -26,7 +26,7 @@ POSITION_OFFSET = 2
 
 @dataclass(frozen=True)
 class ModelShape:
-    """One model's shape. `config` is what its `config.json` says; the other fields are read from it.
+    """A model's shape. `config` is the content of its `config.json`; the other fields are read from it.
 
     `activation` is in the dialect's text form. `query_bias`, `output_bias` and `ffn_bias` say whether these linear
     layers have a bias. `specials` are the token ids that stand for no text (start, end, padding).

@@ -34,7 +34,7 @@ _CONFIG_DTYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
 
 @dataclass(frozen=True)
 class Synthesis:
-    """The request, and what was measured on tokens that were not used for calibration."""
+    """The request, and measurements on tokens that were not used for calibration."""
 
     shape: str
     active: float
@@ -56,7 +56,7 @@ def synthesize(
     progress: Progress | None = None,
     rank: int | None = None,
 ) -> Synthesis:
-    """Write a checkpoint whose FFN neurons fire at a given rate, and return what was measured.
+    """Write a checkpoint whose FFN neurons fire at a given rate, and return its measurements.
 
     The same arguments give the same bytes on the same machine with the same number of threads. After an error nothing
     is left behind.

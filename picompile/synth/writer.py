@@ -179,7 +179,7 @@ class Recipe:
 
     @property
     def offset(self) -> str:
-        """Where the offset of a neuron's gate comes from.
+        """The source of the offset of a neuron's gate.
 
         `bias`: the gate has one. `norm`: the bias of the layer norm before the FFN carries the constant direction.
         `stream`: the embedding carries it, and it stays in the residual stream.

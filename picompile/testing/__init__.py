@@ -4,11 +4,11 @@ Needs hypothesis: `pip install 'picompile[testing]'`. The parts, by the question
 
 | | |
 | --- | --- |
-| does this pass keep its promises? | `check_pass`, which holds it to `PROPERTIES` |
+| does this pass keep its promises? | `check_pass`, which checks `PROPERTIES` |
 | do these two graphs compute the same? | `assert_equivalent`, within `TOLERANCES` or a bound |
 | which graphs are there? | `graphs`, `shapes` and `build`, `captured_decoders`, `configurations` and `models` |
 | what else varies? | `pipelines`, `skipping_predictors`, `hot_sets`, `partitions`, `masks`, `targets` |
-| what is placed, and on what? | `tasks` and `random_task`: a model's bytes, how its neurons fire, and a machine |
+| which placement tasks are there? | `tasks` and `random_task`: a model's bytes, its firing, and a machine |
 | what does a graph compute? | `random_weights`, `run`, `every_neuron` |
 | was a graph changed? | `structure` |
 """

@@ -25,7 +25,7 @@ _SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_bas
 
 
 class PropertyError(AssertionError):
-    """One of `PROPERTIES` does not hold for a pass. Names the property, the pass, and what is wrong."""
+    """A pass breaks one of `PROPERTIES`. The text names the property, the pass, and the fault."""
 
     def __init__(self, name: str, pass_: GraphPass, fault: str) -> None:
         self.property = name

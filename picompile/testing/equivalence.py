@@ -223,7 +223,7 @@ def _logits(module: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def _fault(expected: Tensor, actual: Tensor, tolerance: float, bound: float | None) -> str | None:
-    """Return what is wrong with the logits `actual` [tokens, vocabulary], or None."""
+    """Return a description of the fault in the logits `actual` [tokens, vocabulary], or None."""
     if actual.shape != expected.shape:
         return f"logits are {list(actual.shape)}, not {list(expected.shape)}"
     for name, logits in (("an expected", expected), ("a computed", actual)):

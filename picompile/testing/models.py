@@ -74,7 +74,7 @@ def configurations(family: str | None = None) -> st.SearchStrategy[dict[str, Any
 
 
 def models(family: str | None = None) -> st.SearchStrategy[TestModel]:
-    """Models of `configurations(family)`, captured. Takes 0.3 to 1 s for each, for that is what torch.export takes."""
+    """Models of `configurations(family)`, captured. Each takes torch.export 0.3 to 1 s."""
     return st.builds(make_model, configurations(family), st.integers(0, 2**16))
 
 

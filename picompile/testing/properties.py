@@ -87,7 +87,7 @@ def honest(trial: Trial) -> Iterator[str]:
 
 
 def leads_to_its_stage(trial: Trial) -> Iterator[str]:
-    """The result is of the stage that the pass ensures; of the input's, where it ensures none."""
+    """The result's stage is the one that the pass ensures, or else the input's."""
     expected = trial.was.stage if trial.pass_.ensures is None else trial.pass_.ensures
     if stage_of(trial.after) != expected:
         yield f"the result is {stage_of(trial.after).text}, not {expected.text}"
@@ -102,7 +102,7 @@ def verifies(trial: Trial) -> Iterator[str]:
 
 
 def keeps_metadata(trial: Trial) -> Iterator[str]:
-    """Every node has a value; a new one says which pass made it, and from what; an old one keeps what it said."""
+    """Every node has a value; a new node names the pass and the nodes it was made from; an old node keeps its names."""
     old = {node.name: node for node in trial.before.graph.nodes}
     had_values = all("val" in node.meta for node in old.values() if node.op != "output")
     for node in trial.after.graph.nodes:
@@ -187,7 +187,7 @@ def refuses_other_stages(trial: Trial) -> Iterator[str]:
 
 
 def continues(trial: Trial) -> Iterator[str]:
-    """The rest of the pipeline takes the result, and what comes out at its end still computes the same."""
+    """The rest of the pipeline accepts the result, and its final graph still computes the same."""
     if not trial.result.modified:
         return
     try:

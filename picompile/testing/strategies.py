@@ -1,4 +1,4 @@
-"""Hypothesis strategies of what passes are run on and with: graphs of any stage, neuron sets, pipelines, targets."""
+"""Hypothesis strategies for testing passes: graphs of any stage, neuron sets, pipelines, targets."""
 
 from collections.abc import Mapping
 from random import Random
@@ -101,14 +101,14 @@ _GRAPHS = {
 
 @st.composite
 def masks(draw: st.DrawFn, tokens: int, neurons: int) -> Tensor:
-    """Which neurons fire for which token: bool [tokens, neurons], from none to all of them."""
+    """Masks of firing neurons: bool [tokens, neurons], from none to all of them."""
     share = draw(st.sampled_from([0.5, 0.1, 0.9, 0.0, 1.0]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
     return torch.rand(tokens, neurons, generator=generator) < share
 
 
 def partitions(neurons: int) -> st.SearchStrategy[tuple[int, ...]]:
-    """Hot sets among `neurons`: any mostly, or a stretch, one, none or all of them; ascending."""
+    """Hot sets among `neurons`, ascending: mostly any set; also a range, one, none or all of them."""
     everything = tuple(range(neurons))
     if neurons < 2:
         return st.sampled_from([everything, ()])
@@ -141,7 +141,7 @@ def _without_none(hot: Mapping[int, tuple[int, ...] | None]) -> dict[int, tuple[
 
 
 def targets() -> st.SearchStrategy[Target]:
-    """Rows of `TARGETS`, and machines that nobody has made."""
+    """Rows of `TARGETS`, and machines that do not exist."""
     names = st.from_regex(r"[a-z0-9][a-z0-9-]{0,11}", fullmatch=True).filter(lambda name: name not in TARGETS)
     features = st.lists(st.sampled_from(_FEATURES), unique=True).map(tuple)
     machines = st.sampled_from(_MACHINES)
@@ -195,6 +195,6 @@ def _passes(graph_module: GraphModule | None, stage: Stage = Stage.CAPTURED) -> 
 
 
 def _kinds(graph_module: GraphModule) -> list[str]:
-    """The kinds of `insert-predictors` that lose nothing, of those that the graph allows."""
+    """The lossless kinds of `insert-predictors` that the graph allows."""
     activations = [parse_activation(arguments(block)["activation"]) for block in calls(graph_module.graph, FFN)]
     return ["auto", "none", *(["exact"] if all(activation.sparse for activation in activations) else [])]

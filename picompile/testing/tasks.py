@@ -41,7 +41,7 @@ def random_task(seed: int, most_layers: int = 6, most_neurons: int = 700) -> Pla
 
 
 def whole_bytes(model: ModelBytes) -> int:
-    """About what the model takes."""
+    """About as many bytes as the model takes."""
     layers = sum(
         layer.attention_bytes + layer.predictor_bytes + layer.kv_cache_bytes + layer.neurons * layer.neuron_bytes
         for layer in model.layers

@@ -75,7 +75,7 @@ def predictor_names(graph_module: GraphModule) -> frozenset[str]:
 
 
 def _parameters_of(weights: Iterable[Node]) -> frozenset[str]:
-    """The names of all parameters that `weights` are made of."""
+    """The names of all parameters that `weights` depend on."""
     names: set[str] = set()
     stack = list(weights)
     while stack:

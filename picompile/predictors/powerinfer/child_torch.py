@@ -15,7 +15,7 @@ SHARE_TOKENS = 1_000_000
 
 
 def read_files(files: Mapping[str, str]) -> list[Part]:
-    """`layers.N.fc1` and `layers.N.fc2` of each layer's state dict. Raises `RefusedError`."""
+    """Return `layers.N.fc1` and `layers.N.fc2` from each layer's state dict. Raises `RefusedError`."""
     parts = []
     for layer, file in files.items():
         state, name_of_file = _load(file), os.path.basename(file)
@@ -29,7 +29,7 @@ def read_files(files: Mapping[str, str]) -> list[Part]:
 
 
 def read_activations(files: Mapping[str, str]) -> list[Part]:
-    """`layers.N.counts` of each layer's statistics: the tensor's numbers, or shares turned into counts.
+    """Return `layers.N.counts` from each layer's statistics: the tensor's numbers, or shares turned into counts.
 
     Raises `RefusedError` for what is no list of numbers from zero.
     """

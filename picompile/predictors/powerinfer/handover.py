@@ -1,4 +1,4 @@
-"""The handover from the guarded process: its file names and exit codes, and the safetensors file that it writes."""
+"""The interface to the guarded process: its file names and exit codes, and the safetensors file that it writes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The kind of a user's SOURCE, found out by names and headers alone."""
+"""Detection of the kind of a user's SOURCE, by names and headers alone."""
 
 import json
 import re
@@ -23,7 +23,7 @@ _LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 
 @dataclass(frozen=True)
 class PredictorSource:
-    """Where predictors are: in one GGUF file, `header`, or in `files`, a torch file a layer; one of them is given.
+    """The files of predictors: one GGUF file, `header`, or `files`, a torch file a layer; one of them is given.
 
     `threshold` is the sparse threshold that is written there. `activations` are the files with activation statistics
     by layer; there may be none.
@@ -51,7 +51,7 @@ class PredictorSource:
 
 
 def find_source(path: Path) -> PredictorSource:
-    """Return `path` as what it is: a PowerInfer GGUF file, a folder with one, or a folder of `model_N.pt`.
+    """Return the source at `path`: a PowerInfer GGUF file, a folder with one, or a folder of `model_N.pt`.
 
     Raises `UsageError`, in one line, for anything else, and for files whose headers are not in order.
     """
@@ -116,7 +116,7 @@ def _configured_threshold(folder: Path) -> float:
 
 
 def _threshold(file: Path, name: str, value: object) -> float:
-    """`value` as a number that a float32 can hold, which is what PowerInfer compares with."""
+    """Return `value` rounded to float32, with which PowerInfer compares."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LARGEST_FLOAT32:
         raise UsageError(f"{file}: {name} is {str(value)[:40]!r}, not a number of float32")
     return float(value)

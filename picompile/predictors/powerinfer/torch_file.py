@@ -14,7 +14,7 @@ _MOST_ENTRIES = 64
 
 
 def check_torch_file(file: Path) -> None:
-    """Raises `UsageError`, in one line, for what is no such archive, or is larger inside than outside."""
+    """Check the archive. Raises `UsageError`, in one line, for any other file, and for one larger inside than out."""
     if not file.is_file():  # opening a pipe would wait for a writer
         raise UsageError(f"{file}: not a file")
     try:

@@ -1,1 +1,1 @@
-"""Profiling: how a model's neurons fire on text, and samples of what its feed-forward blocks read, layer by layer."""
+"""Profiling: counts of a model's firing neurons on text, and samples of its blocks' inputs, layer by layer."""

@@ -34,7 +34,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_notes(path: Path) -> dict[str, Any]:
-    """Return the JSON object in `path`, or an empty one if it cannot be read: what it records is then made again."""
+    """Return the JSON object in `path`, or an empty one if it cannot be read, so that its contents are made again."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -15,7 +15,7 @@ WINDOW = 512
 @documented
 @dataclass(frozen=True)
 class ProfileOptions:
-    """How a model is profiled.
+    """Options of profiling a model.
 
     Here, `off` of the accuracy bound is None, shares are numbers, and texts may stand for files. `held_out_tokens` are
     the most held-out tokens.

@@ -1,4 +1,4 @@
-"""The steps before a profile: its texts, those that the model writes itself among them, and its folder."""
+"""Preparation of a profile: its texts, including text that the model generates, and its folder."""
 
 import hashlib
 import json

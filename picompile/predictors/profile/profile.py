@@ -1,4 +1,4 @@
-"""A profile: how a model's neurons fire, and samples of the inputs of its feed-forward blocks. A folder on disk."""
+"""A profile, a folder on disk: firing counts of a model's neurons, and samples of its feed-forward blocks' inputs."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -39,7 +39,7 @@ def layer_file(layer: int) -> str:
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """How the neurons of one layer fire.
+    """The firing statistics of one layer.
 
     A neuron fires on a token if its output, by the profile's measure, is above `threshold`.
     `firing_share` is the mean share of neurons that fire on a token; the share `neurons_for_80_percent` of the neurons

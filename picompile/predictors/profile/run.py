@@ -1,6 +1,6 @@
 """Profiling: from a checkpoint and texts to a profile, layer by layer.
 
-1. tokens      texts become windows of tokens; a small model adds some of its own
+1. tokens      texts become windows of tokens; a small model generates some more
 2. thresholds  SiLU and GELU models only: the magnitude or contribution below which a neuron counts as silent
 3. layers      all windows go through one layer, whose firings are counted, before the next is read
 """

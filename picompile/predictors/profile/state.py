@@ -1,4 +1,4 @@
-"""The state of an unfinished pass over windows of tokens, in a file: what a process that was killed goes on from."""
+"""The state of an unfinished pass over windows of tokens, in a file from which the next process continues."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

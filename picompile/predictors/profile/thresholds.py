@@ -1,11 +1,11 @@
 """Search for the firing thresholds of models whose neurons are never quite silent (SiLU, GELU).
 
 A neuron whose output, by magnitude or by contribution, is below its layer's threshold counts as silent. Each layer's
-threshold is the same quantile of what is measured, as in CATS (arXiv 2404.08763), which goes by magnitude. The search
-finds the largest quantile with which the perplexity on held-out text stays within the accuracy bound: one run over the
-held-out text with the dense model, which also counts what is measured, and six bisections. A bisection reads a quarter
-of the text at first, then half and then all of it, until it is clear on which side of the bound the change is: windows
-are compared one by one, so that what differs between texts does not count. What is found reads all of it.
+threshold is the same quantile of that measure, as in CATS (arXiv 2404.08763), which uses magnitudes. The search finds
+the largest quantile with which the perplexity on held-out text stays within the accuracy bound. It takes one run of the
+dense model over the held-out text, which also gathers the quantiles, and six bisections. A bisection reads a quarter of
+the text at first, then half and then all of it, until it is clear on which side of the bound the change is. Windows are
+compared one by one, so differences between texts do not count. The result is measured on the whole text.
 """
 
 import math

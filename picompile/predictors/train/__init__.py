@@ -5,5 +5,5 @@
 
 1. jobs      each layer is trained at several ranks (`fit_layer`); all of these candidates are kept
 2. choice    one candidate a layer, so that the fewest bytes are read within the budget of parameters
-3. gate      the model's perplexity with all predictors; beyond the bound, layers that miss most get larger ones
+3. check     the model's perplexity with all predictors; beyond the bound, layers that miss most get larger ones
 """

@@ -236,7 +236,7 @@ _SMALLEST, _LARGEST = 2.0**-14, 65504.0
 
 @dataclass(frozen=True)
 class FiringLabels:
-    """Which neurons fire on which samples, and how much each firing contributes.
+    """Firing labels of the samples, and the contribution of each firing.
 
     `contribution` float16 [samples, neurons] is 0 where a neuron is silent, else |h| · ‖down row‖ in units of the
     layer's mean, with h as a norm across the neurons leaves it. `decided_share` is the share of neurons that the gating
@@ -284,7 +284,7 @@ _SHOWN_RECALLS = (0.9, 0.95, 0.97, 0.98, 0.985, 0.99, 0.9925, 0.995, 0.9965, 0.9
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """How a predictor does at one threshold. Shares are of all neurons and tokens."""
+    """Figures of a predictor at one threshold. Shares refer to all neurons and tokens."""
 
     threshold: float
     recall: float

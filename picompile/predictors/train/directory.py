@@ -1,10 +1,10 @@
-"""The folder that training works in: what it depends on, and how far it has come.
+"""The work folder of training: its inputs and its progress.
 
-| file | is |
+| file | contents |
 | --- | --- |
 | `work/training.json` | the inputs, and whether training is complete |
 | `work/layers/000.safetensors` | the candidates of a layer |
-| `work/choice.json` | each layer's target, the limits, and the perplexities that were measured |
+| `work/choice.json` | each layer's target, the limits, and the measured perplexities |
 | `predictors.json`, `predictors.safetensors` | the result, written last |
 
 An existing result stays until a new one replaces it, in one step with the notes on it.
@@ -40,7 +40,7 @@ class TrainingDirectory:
 
     @property
     def work(self) -> Path:
-        """The folder of what is kept beside the result."""
+        """The folder of files that are kept beside the result."""
         return self.folder / "work"
 
     def layer_file(self, layer: int) -> Path:

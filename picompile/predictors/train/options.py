@@ -40,7 +40,7 @@ DEVICES = ("auto", "cpu", "cuda")
 @documented
 @dataclass(frozen=True)
 class TrainOptions:
-    """How predictors are trained and chosen.
+    """Options of training and choosing predictors.
 
     Here, `off` of the accuracy bound is None, and shares are numbers. With `ranks` and without `weighting`, predictors
     are those of PowerInfer and Deja Vu except for their form. Neither `jobs` nor `ray` changes the result.

@@ -26,7 +26,7 @@ def section_title(section: int) -> str:
 
 
 def constant_names(graph: DumpGraph) -> frozenset[str]:
-    """Return the nodes whose values depend on no placeholder: weights and what is computed from them alone."""
+    """Return the nodes whose values depend on no placeholder: weights and values computed from weights alone."""
     constant: set[str] = set()
     for node in graph.nodes.values():
         is_call = node.operator not in ("placeholder", "output", "weight")
@@ -109,7 +109,7 @@ def _pull_into_layers(
 
 
 def _of_users(layers: Iterable[int]) -> int:
-    """Return the layer that all users are of; `HEAD` where there is no such layer."""
+    """Return the layer that all users belong to, or `HEAD`."""
     distinct = set(layers)
     return distinct.pop() if len(distinct) == 1 else HEAD
 
@@ -130,7 +130,7 @@ _SYMBOL = re.compile(r"\b[su]\d+\b")
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two dumps, with the names of the nodes that only one of them has, and what changed in the others."""
+    """Two dumps, with the names of the nodes that only one of them has, and the changes of the others."""
 
     before: DumpGraph
     after: DumpGraph

@@ -35,7 +35,7 @@ _COUNTER = re.compile(r"_\d+$")
 
 @dataclass(frozen=True)
 class Fold:
-    """Layer `shown` stands for those in `alike`, and `sizes` says what is other in them: pairs (there, in `shown`)."""
+    """Layer `shown` stands for the layers in `alike`; `sizes` has pairs of sizes that differ (there, in `shown`)."""
 
     shown: int
     sizes: Mapping[int, tuple[tuple[str, str], ...]]
@@ -48,7 +48,7 @@ class Fold:
 
 @dataclass
 class _Written:
-    """One layer: its text, the distinct sizes in it, and where its entries come from."""
+    """A layer as written: its text, the distinct sizes in it, and the origin of its entries."""
 
     lines: list[str] = field(default_factory=list)
     sizes: dict[str, int] = field(default_factory=dict)
@@ -143,7 +143,7 @@ def _write(comparison: Comparison, layer: int, sides: Iterable[_Side], *, whole:
 
 
 def _pairs(comparison: Comparison, layer: int, before: _Side, after: _Side) -> Iterator[str]:
-    """Yield which node of the layer before is which node after."""
+    """Yield pairs of matching nodes: one of the layer before, one of the layer after."""
     gone = set(comparison.removed)
     for name in before.names[layer]:
         if name not in gone:
@@ -274,7 +274,7 @@ def layers_text(layers: Iterable[int]) -> str:
 
 
 def changes_json(comparison: Comparison) -> dict[str, Any]:
-    """Return all changes, for programs; nothing is folded, but what could be is said."""
+    """Return all changes, for programs. Nothing is folded; layers that could be are listed."""
     return {
         "before": _graph_json(comparison.before),
         "after": _graph_json(comparison.after),

@@ -15,7 +15,7 @@ _MOST_UNEQUAL = 2.0
 
 @dataclass(frozen=True)
 class Compared:
-    """Two dumps that a page shows, and what they are called."""
+    """Two dumps that a page shows, and their names."""
 
     before_name: str
     after_name: str
@@ -44,7 +44,7 @@ class FoldTable:
 
 @dataclass(frozen=True)
 class Half:
-    """One section of one graph; `names` are those in the layers that are like it."""
+    """A section of one graph; `names` are the node names in layers like it."""
 
     picture: picture.Picture
     names: FoldTable
@@ -52,7 +52,7 @@ class Half:
 
 @dataclass(frozen=True)
 class GraphSection:
-    """One section of both graphs: the head, a layer, which may stand for others, or the tail."""
+    """A section of both graphs: the head, the tail, or a layer, which may stand for others."""
 
     title: str
     before: Half
@@ -76,7 +76,7 @@ class ShownGraph:
 
     @property
     def widths(self) -> tuple[float, float]:
-        """The shares of the page's width that the two sides get, so that both are drawn at one scale."""
+        """The two sides' shares of the page's width, with which both are drawn at one scale."""
         before = max((section.before.picture.width for section in self.sections), default=1.0)
         after = max((section.after.picture.width for section in self.sections), default=1.0)
         return max(before, after / _MOST_UNEQUAL), max(after, before / _MOST_UNEQUAL)

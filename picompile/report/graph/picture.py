@@ -1,7 +1,7 @@
 """The boxes of the picture: one for each node that depends on the tokens, with its weights inside.
 
-Most nodes of a graph are weights and what is computed from them alone. Drawn as boxes they would hide the way of the
-tokens; so each is a row of the box that reads it: the weight's name, and the operators on it.
+Most nodes of a graph are weights, or are computed from weights alone. As boxes they would hide the path of the tokens.
+So each is a row in the box that reads it: the weight's name, and the operators on it.
 """
 
 import re
@@ -30,7 +30,7 @@ class Chip:
 
 @dataclass(frozen=True)
 class BoxRow:
-    """One thing a box reads: a weight with the operators on it, or a value of another section."""
+    """An input of a box: a weight with the operators on it, or a value of another section."""
 
     label: str
     chip: Chip
@@ -40,7 +40,7 @@ class BoxRow:
 
 @dataclass(frozen=True)
 class Box:
-    """One node of the picture; `inputs` are the boxes it reads, with the names of the arguments."""
+    """A node of the picture; `inputs` are the boxes that it reads, with the names of the arguments."""
 
     name: str
     title: str
@@ -54,7 +54,7 @@ class Box:
 
 
 class Panel:
-    """One of the two graphs as boxes. Every node is the subject of one box or one chip, and mentioned in others."""
+    """A graph as boxes. Every node is the subject of one box or one chip, and may be mentioned in others."""
 
     def __init__(self, comparison: Comparison, *, after: bool) -> None:
         self.after = after
@@ -87,7 +87,7 @@ class Panel:
         return SAME if kept and source in other.nodes[target].inputs else own
 
     def hover(self, name: str) -> str:
-        """Return all that the dump says of a node, and what changed."""
+        """Return the dump's lines about a node, and its changes."""
         node = self.graph.nodes[name]
         lines = [f"{name}  {node.shape}", f"= {node.expression}"]
         lines += [f"{key} {value}" for key, value in node.notes.items()]
@@ -113,7 +113,7 @@ class Panel:
         return self._make(node, rows, inputs)
 
     def _constant_box(self, name: str) -> Box:
-        """Return a weight that nothing of its section reads, or what is computed from it."""
+        """Return a weight that nothing in its section reads, or the value computed from it."""
         node = self.graph.nodes[name]
         read = [(key, word) for key, word in _read(node) if word in self.graph.nodes]
         rows = [row for key, word in read for row in self._constant_rows(word, key, self.section[name])]
@@ -186,7 +186,7 @@ def short_operator(operator: str) -> str:
 
 
 def short_shape(shape: str) -> str:
-    """`[s52, 192]` of `float32[s52, 192]`, which most values are; `i64[70]` of `int64[70]`."""
+    """Shorten a type: `float32[s52, 192]`, the usual dtype, becomes `[s52, 192]`; `int64[70]` becomes `i64[70]`."""
     kind, bracket, sizes = shape.partition("[")
     if not bracket or not kind or kind == "float32":
         return f"{bracket}{sizes}" if bracket else shape

@@ -1,1 +1,1 @@
-"""Whole decoders as capture gives them, each written in a style of its own, for tests of the raising passes."""
+"""Whole decoders in the form that capture gives, each in a style of its own, for tests of the raising passes."""

@@ -342,7 +342,7 @@ def _with_dimensions(w: CaptureWriter, places: Node, last: int) -> Node:
 
 
 def _added_triangles(w: CaptureWriter, hidden: float, window: int) -> Node:
-    """transformers 4's: a full matrix of which the upper triangle stays, and the lower one outside the window."""
+    """Return the mask of transformers 4: a full matrix, cut to the upper triangle and the lower outside the window."""
     full = w.call(_aten.full.default, [w.size(), w.size()], hidden)
     later = w.call(_aten.triu.default, full, 1)
     return later if window == 0 else w.call(_aten.add.Tensor, later, w.call(_aten.tril.default, full, -window))

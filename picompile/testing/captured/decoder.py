@@ -1,4 +1,4 @@
-"""Whole decoders as capture gives them, each in a style of its own: what the raising passes must understand.
+"""Whole decoders in the form that capture gives, each in a style of its own, which the raising passes must recognize.
 
 The graphs are built call by call, without `torch.export`, in some tens of milliseconds. A `CapturedStyle` says how
 a decoder is written; `captured_styles` draws one, `build_captured` writes it, `captured_decoders` does both.

@@ -1,7 +1,7 @@
-"""How a captured decoder is written: a `CapturedStyle` has one field for every choice that models make differently.
+"""Styles of captured decoders: a `CapturedStyle` has one field for every choice that models make differently.
 
-The first choice of each field is the plainest, which is what a failing example shrinks to. Where one choice leaves
-another without meaning (a window where the mask is `is_causal`), `consistent` corrects it. `ACTIVATIONS` names the ways
+The first choice of each field is the plainest; failing examples shrink to it. Where one choice makes another
+meaningless (a window where the mask is `is_causal`), `consistent` corrects it. `ACTIVATIONS` names the ways
 in which models write each activation.
 """
 
@@ -176,7 +176,7 @@ TABLE_ROWS = 64
 
 
 def one_of(*choices: Any) -> Any:
-    """A field of a style: the choices it has, of which the first is the default."""
+    """A field of a style: its choices, the first of which is the default."""
     return field(default=choices[0], metadata={"choices": choices})
 
 
@@ -197,7 +197,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class NormStyle:
-    """How normalizations are written. `writing` and what follows it are for those written out.
+    """The style of normalizations. `writing` and the fields after it apply to those written out.
 
     `centered` is a layer norm as the root mean square of deviations from the mean, `centered twice` one that computes
     them twice. `one_more` adds 1 to the weight (Gemma).
@@ -215,7 +215,7 @@ class NormStyle:
 
 @dataclass(frozen=True)
 class LinearStyle:
-    """How products with a weight are written. `conv1d` is GPT-2's: the weight has one row for each input."""
+    """The style of products with a weight. `conv1d` is GPT-2's: the weight has one row for each input."""
 
     product: str = one_of("linear", "linear plus bias", "matmul", "flattened", "conv1d")
     transposed: str = one_of("permute", "t", "transpose")
@@ -224,7 +224,7 @@ class LinearStyle:
 
 @dataclass(frozen=True)
 class MaskStyle:
-    """How later tokens are hidden. `window` 0 is none; with `alternate`, every second layer has none.
+    """The style of causal masks. `window` 0 means no window; with `alternate`, every second layer has none.
 
     `slopes` is how the mask adds ALiBi: slopes times the positions of keys, or times their distance from the query.
     """
@@ -240,7 +240,7 @@ class MaskStyle:
 
 @dataclass(frozen=True)
 class AttentionStyle:
-    """How attention is written, from the projections to their merging.
+    """The style of attention, from the projections to their merging.
 
     `picompile`: with our operator, as capture of transformers' models gives it; that alone may have a soft cap and
     sinks. `products`: as two products and a softmax. `head_norm` is of each head of queries and keys, before or after
@@ -266,7 +266,7 @@ class AttentionStyle:
 
 @dataclass(frozen=True)
 class PositionStyle:
-    """Where positions enter. `turning` is the part of a head that a rotary embedding turns.
+    """The style of positions. `turning` is the part of a head that a rotary embedding turns.
 
     `slice` and `sliced sinusoid` are the first rows of a table, of a parameter or a buffer.
     """
@@ -288,7 +288,7 @@ class PositionStyle:
 
 @dataclass(frozen=True)
 class FfnStyle:
-    """How feed-forward blocks are written. `up_activation`, `fused` and `up_first` are for gated ones."""
+    """The style of feed-forward blocks. `up_activation`, `fused` and `up_first` apply to gated ones."""
 
     linear: LinearStyle = field(default_factory=LinearStyle)
     gated: bool = one_of(False, True)
@@ -304,7 +304,7 @@ class FfnStyle:
 
 @dataclass(frozen=True)
 class CapturedStyle:
-    """One decoder, as its author wrote it. `copies` is the seed of the copies strewn over it, 0 for none.
+    """The style of a decoder. `copies` is the seed of the copies inserted into it, 0 for none.
 
     `embedding_factor` and `residual_factor` are what the embedding, and what is added to the residual stream, is
     multiplied by; `logits` is what becomes of the head's result.
@@ -335,7 +335,7 @@ class CapturedStyle:
 
 
 def consistent(style: CapturedStyle) -> CapturedStyle:
-    """`style` with sizes that its way of splitting allows, and without what means nothing in it."""
+    """Return `style` with sizes that its way of splitting allows, and without choices that mean nothing in it."""
     return replace(
         style,
         sizes=_sizes(style),

@@ -51,7 +51,7 @@ class CaptureWriter:
                 torch._check(self.tokens.meta["val"].shape[0] <= max_tokens)  # type: ignore[no-untyped-call]
 
     def call(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
-        """Calls `op`, and sometimes a copy of what it gives."""
+        """Call `op`, and sometimes copy the result."""
         return self._perhaps_copied(self.builder.call(op, *args, **kwargs))
 
     def parameter(self, name: str, *shape: int) -> Node:
