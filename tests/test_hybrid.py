@@ -1,4 +1,4 @@
-"""Artifacts whose hot neurons are on a second partition of the CPU give what those without a hot device give.
+"""Artifacts whose hot neurons are on a second partition of the CPU give what those without an accelerator give.
 
 With the same hot neurons, all logits have the same bits, whichever side is late. Where neurons are not in two parts,
 sums are in another order: then it is greedy tokens that are the same. Each family has one format and one pair of
@@ -50,7 +50,7 @@ PAIRS = ((0.0, 0.1), (0.5, 0.5), (1.0, 0.5), (0.5, 0.0), (0.9, 0.1))
 DELAYS = {
     "nobody": ((), ()),
     "host": (SIDES[:1], ()),
-    "device": (SIDES[1:], ()),
+    "accelerator": (SIDES[1:], ()),
     "both": (SIDES, ()),
     "exchanges": (SIDES, EXCHANGES),
 }
@@ -87,7 +87,7 @@ def check_bits(pair: Pair, ids: list[int], naps: Naps, *delays: str) -> None:
     for name in delays:
         sides, before = DELAYS[name]
         with naps.delaying(sides, len(ids), before=before), picompile_runtime.load(pair.hybrid, threads=2) as engine:
-            assert "device" in {call.device for call in engine._program.functions["decode"]}
+            assert "accelerator" in {call.device for call in engine._program.functions["decode"]}
             poison(engine)
             assert_same_bits(every_step(engine, ids), expected)
             assert shares_of(engine) == shares
@@ -202,7 +202,7 @@ def test_a_plan_with_nothing_on_the_accelerator(
     monkeypatch.setattr(compile_lower, "_placement", lambda plan, layers: ON_HOST)
     pair = compile_pair(captured("llama-relu"), tmp_path, quant="f16", hot={0: (), 1: ()})
     manifest = json.loads((pair.hybrid / "manifest.json").read_text())
-    assert "hot_device" not in manifest
+    assert "accelerator" not in manifest
     assert picompile_runtime.verify(pair.hybrid).accelerator is None
     assert tokens_of(pair.hybrid, [3, 1, 4]) == tokens_of(pair.apart, [3, 1, 4])
 

@@ -1,4 +1,4 @@
-"""Generation where the head runs on the hot device: the host gets the highest logits, and chooses the same tokens."""
+"""Generation where the head runs on the accelerator: the host gets the highest logits, and chooses the same tokens."""
 
 import ctypes
 from collections.abc import Iterator, Sequence

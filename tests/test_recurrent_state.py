@@ -115,7 +115,7 @@ def test_either_side_keeps_recurrent_state(placement: str, installed: None, tmp_
     options = LowerOptions(CONTEXT, CHUNK, "float32", 1, "cpu", PLACEMENTS[placement])
     lowered, weights = lower(graph_module, options), random_weights(graph_module, representable="f16")
     assert {each.memory for each in lowered.program.state.values()} == (
-        {"device"} if placement == "all" else {"device", "host"}
+        {"accelerator"} if placement == "all" else {"accelerator", "host"}
     )
     runner = Runner(tmp_path / "host.so", lowered, graph_module, weights)
     expected = run(graph_module, weights, torch.tensor(IDS[:11]))

@@ -106,7 +106,7 @@ def make(name: str, folder: Path) -> Streamed:
 def streamed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Streamed]:
     with pytest.MonkeyPatch.context() as patch:
         # Less than 64 neurons take: slices have as many all the same.
-        patch.setattr(slices, "STAGE_BYTES", 1)
+        patch.setattr(slices, "STAGING_BYTES", 1)
         yield make(request.param, tmp_path_factory.mktemp(request.param))
 
 
@@ -119,7 +119,7 @@ def gpu(streamed: Streamed, fake_cuda: ctypes.CDLL, monkeypatch: pytest.MonkeyPa
 def test_slices_are_copied_once_for_a_chunk(streamed: Streamed) -> None:
     """Each block has several, which together are its weights."""
     artifact = open_artifact(streamed.artifact)
-    calls = artifact.program.calls("prefill_last", "device")
+    calls = artifact.program.calls("prefill_last", "accelerator")
     uploads = [call for call in calls if call.op == "upload"]
     assert len(uploads) >= 3 * 2
     sources, targets = zip(*[call.args[-2:] for call in uploads], strict=True)
@@ -131,7 +131,7 @@ def test_slices_are_copied_once_for_a_chunk(streamed: Streamed) -> None:
         assert ends[-1] == artifact.tensors[name].size_bytes
     # Stages take turns.
     stages = [stage.name for stage in targets if stage.view.offset == 0]
-    assert all({first, second} == {"stage.0", "stage.1"} for first, second in pairwise(stages))
+    assert all({first, second} == {"staging.0", "staging.1"} for first, second in pairwise(stages))
 
 
 def deliver(monkeypatch: pytest.MonkeyPatch, copies: str) -> None:
@@ -171,7 +171,7 @@ def test_weights_that_cannot_be_pinned_give_the_same_bits(
             engine.start_timing(slowly=True)
             np.testing.assert_array_equal(engine.prefill(gpu.ids), expected)
     uploads = [
-        call for call in open_artifact(gpu.artifact).program.calls("prefill_last", "device") if call.op == "upload"
+        call for call in open_artifact(gpu.artifact).program.calls("prefill_last", "accelerator") if call.op == "upload"
     ]
     sizes = [call.args[-1].view.size_bytes for call in uploads]
     assert max(sizes) > 2 * BUFFER_BYTES and all(size % BUFFER_BYTES for size in sizes)

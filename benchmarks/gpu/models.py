@@ -125,14 +125,14 @@ def _write(
     """All but the weights' file. `weights.json` and `constants.bin` come last, so that the manifest has them not."""
     code = [Code(ISAS[name], f"kernels/host.{name}.so") for name in options.isas]
     build_code(code, lowered, folder, NoProgress())
-    hot_device = None
+    accelerator = None
     if lowered.accelerator_built:
-        hot_device = AcceleratorTarget("cuda", options.sm).build(code, lowered, folder, NoProgress())
+        accelerator = AcceleratorTarget("cuda", options.sm).build(code, lowered, folder, NoProgress())
     weights = ModuleWeights({})
     captured = Captured(graph, weights, _facts(shape))
     tokenizer = TokenizerFiles(None, None)
     contents = ArtifactContents(captured, None, tokenizer, "cpu", options.quant, code, None, graph, lowered, weights)
-    write_program(contents, lowered, folder, code, "", hot_device)
+    write_program(contents, lowered, folder, code, "", accelerator)
     tensors, constants = _tensors(graph, lowered, split)
     (folder / "weights.json").write_bytes(json_bytes({"tensors": tensors}))
     (folder / "constants.bin").write_bytes(constants)
@@ -170,7 +170,7 @@ def _uses(lowered: Lowered) -> dict[str, dict[str, Any]]:
     """Return the use of each weight by a kernel: operator, parameter, format, columns and layer."""
     # Kernels of the two devices have the same names where they do the same, and not the same arguments.
     kernels = {("host", each.name): each for each in lowered.built.values()}
-    kernels |= {("device", each.name): each for each in lowered.accelerator_built.values()}
+    kernels |= {("accelerator", each.name): each for each in lowered.accelerator_built.values()}
     formats = _formats(lowered)
     found: dict[str, dict[str, Any]] = {}
     for calls in lowered.program.functions.values():

@@ -62,7 +62,7 @@ def lowered_model(
 def launches(lowered: Lowered, function: str) -> int:
     """Launches on the device of one call of a function; copies are none."""
     grids = {kernel.name: len(kernel.grids) for kernel in lowered.accelerator_built.values()}
-    return sum(grids[call.kernel] for call in lowered.program.functions[function] if call.device == "device")
+    return sum(grids[call.kernel] for call in lowered.program.functions[function] if call.device == "accelerator")
 
 
 def copied_bytes(lowered: Lowered, function: str) -> int:

@@ -33,7 +33,14 @@ from picompile.placement.problem import (
     least_groups,
 )
 from picompile.placement.solver import GAP
-from picompile.placement.times import ALL_ON_ACCELERATOR, ALL_ON_HOST, GROUP, PartPlaces, Times, computed_by_groups
+from picompile.placement.times import (
+    ALL_ON_ACCELERATOR,
+    ALL_ON_HOST,
+    GROUP_NEURONS,
+    PartPlaces,
+    Times,
+    computed_by_groups,
+)
 
 TIME_LIMIT_S = 190.0
 
@@ -116,7 +123,7 @@ def most_lost_s(task: PlacementTask) -> float:
     """
     lost_bytes = 0.0
     for layer, firing in zip(task.model.layers, task.firing.layers, strict=True):
-        looked_at = min(GROUP, layer.neurons) * layer.gating_bytes
+        looked_at = min(GROUP_NEURONS, layer.neurons) * layer.gating_bytes
         lost_bytes += looked_at + computed_by_groups(firing)[1] * (layer.neuron_bytes - layer.gating_bytes)
     return float(lost_bytes) / task.machine.gpu_read_bytes_per_s
 

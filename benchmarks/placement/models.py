@@ -13,7 +13,7 @@ from picompile.placement.machine import Machine, machine_of
 from picompile.placement.model_bytes import LayerBytes, LayerLaunches, ModelBytes
 from picompile.placement.problem import PlacementTask, fixed_bytes, group_bytes
 from picompile.placement.solver import GAP
-from picompile.placement.times import ALL_ON_ACCELERATOR, GROUP, group_count
+from picompile.placement.times import ALL_ON_ACCELERATOR, GROUP_NEURONS, group_count
 
 GIB = 2**30
 WEIGHT_BYTES = {"f16": 2.0, "q8": 1.0625, "q4": 0.5625}
@@ -132,7 +132,7 @@ def random_task(rng: np.random.Generator, most_layers: int = 100) -> PlacementTa
 def few_groups(rng: np.random.Generator) -> PlacementTask:
     """Return a random task with up to three layers of up to five groups, and devices more alike than real ones."""
     task = random_task(rng, 3)
-    layers = tuple(replace(layer, neurons=int(rng.integers(1, 5 * GROUP + 1))) for layer in task.model.layers)
+    layers = tuple(replace(layer, neurons=int(rng.integers(1, 5 * GROUP_NEURONS + 1))) for layer in task.model.layers)
     model = replace(task.model, layers=layers[:3])
     neurons = sum(group_count(layer.neurons) * group_bytes(layer) for layer in layers)
     fixed = placed_bytes(model) - neurons

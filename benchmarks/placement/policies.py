@@ -24,7 +24,7 @@ from picompile.placement.problem import (
     latency_problem,
 )
 from picompile.placement.solver import solve
-from picompile.placement.times import GROUP, PartPlaces, transfer_launches
+from picompile.placement.times import GROUP_NEURONS, PartPlaces, transfer_launches
 
 FITTING = (0.1, 0.25, 0.5, 0.8, 1.0)
 
@@ -135,13 +135,13 @@ def any_sets_s(task: PlacementTask, number: int, where: PartPlaces, sets: NDArra
     """Return the seconds of a layer with each of `sets`, bool [any, groups], on the GPU: float64 [any]."""
     layer, machine, shares = task.model.layers[number], task.machine, task.firing.layers[number].shares
     times = task.layer_times(number).times(where)
-    starts = range(0, layer.neurons, GROUP)
+    starts = range(0, layer.neurons, GROUP_NEURONS)
     read_bytes = -np.diff(times.cold_s) * machine.host_read_bytes_per_s
     launch_s = times.hot_s[-1] - read_bytes.sum() / machine.gpu_read_bytes_per_s
     some, all_hot = sets.any(axis=1), sets.all(axis=1)
     hot_s = sets @ read_bytes / machine.gpu_read_bytes_per_s + np.where(some, launch_s, 0.0)
     cold_s = ~sets @ read_bytes / machine.host_read_bytes_per_s
-    silent = np.asarray([np.prod(1 - shares[start : start + GROUP]) for start in starts])
+    silent = np.asarray([np.prod(1 - shares[start : start + GROUP_NEURONS]) for start in starts])
     cold_fires = np.where(all_hot, 0.0, 1.0) if layer.gating_bytes else 1 - np.where(sets, 1.0, silent).prod(axis=1)
     exchanges = np.where(some, 1.0, 0.0)
     if where.attention_on_accelerator:

@@ -237,7 +237,7 @@ def _manifest(
         "abi": ABI,
         "target": ",".join(target.name for target in find_compiled_targets(contents.targets)),
         "code": [each.to_json() for each in code],
-        **({} if accelerator is None else {"hot_device": accelerator}),
+        **({} if accelerator is None else {"accelerator": accelerator}),
         "model": model,
         "quant": contents.quant,
         "predictor": "+".join(sorted({part.predictor for part in program.ffn})) or "none",

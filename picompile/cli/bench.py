@@ -13,7 +13,7 @@ from picompile.cli.options import ArtifactArgument, DebugOption, DraftOption, Js
 from picompile.cli.progress import progress
 from picompile.errors import UsageError
 
-_TITLES = {"host": "a token, host", "device": "accelerator"}
+_TITLES = {"host": "a token, host", "accelerator": "accelerator"}
 _PROMPT_TOKENS = 512
 _DECODE_TOKENS = 128
 
@@ -174,7 +174,7 @@ def _hybrid(hybrid: Mapping[str, Any] | None) -> Iterator[str]:
     """Yield lines on how host and accelerator share the work of a token; none without an accelerator."""
     if hybrid is None:
         return
-    host, device, both = (1e3 * hybrid[f"{name}_s_per_token"] for name in ("host", "device", "overlap"))
+    host, device, both = (1e3 * hybrid[f"{name}_s_per_token"] for name in ("host", "accelerator", "overlap"))
     share = f"{hybrid['overlap_share']:.0%} of the shorter"
     yield f"devices    host {host:.3f} ms a token, accelerator {device:.3f} ms, both {both:.3f} ms: {share}"
     skipped = hybrid["skipped_per_token"]

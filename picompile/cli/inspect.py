@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 _WIDTH = 120
-_MEMORY_TITLES = {"device": "on accelerator", "host": "on the host", "shared": "shared memory"}
+_MEMORY_TITLES = {"accelerator": "on accelerator", "host": "on the host", "shared": "shared memory"}
 _RESOURCES = ("registers", "local_bytes", "shared_bytes")
 
 
@@ -46,14 +46,14 @@ def _memory(program: "Program", tensors: Mapping[str, "Tensor"]) -> dict[str, di
     """Return the bytes in each memory. Streamed weights are in the host's, where the accelerator reads them."""
     from picompile_runtime.engine.layout import weights_of
 
-    used, kept = weights_of(program, "device"), weights_of(program, "host")
+    used, kept = weights_of(program, "accelerator"), weights_of(program, "host")
     arenas = {
-        "device": program.accelerator_arena_bytes,
+        "accelerator": program.accelerator_arena_bytes,
         "host": program.arena_bytes,
         "shared": program.shared_arena_bytes,
     }
     weights = {
-        "device": sum(tensors[name].size_bytes for name in used if name not in program.streamed),
+        "accelerator": sum(tensors[name].size_bytes for name in used if name not in program.streamed),
         "host": sum(tensors[name].size_bytes for name in kept),
         "shared": 0,
     }
@@ -155,11 +155,11 @@ def collect(folder: Path) -> dict[str, Any]:
         "chunk": manifest.chunk,
         "sequences": manifest.sequences,
         "code": _code(manifest),
-        "hot_device": collect_device(folder, manifest, program, tensors),
+        "accelerator": collect_device(folder, manifest, program, tensors),
         "files": {name: entry.size_bytes for name, entry in manifest.files.items()},
         "memory_bytes": {
             "weights": manifest.files["weights.safetensors"].size_bytes,
-            **_state_bytes(program, "host", "device"),
+            **_state_bytes(program, "host", "accelerator"),
             "workspace": program.arena_bytes + program.accelerator_arena_bytes + program.shared_arena_bytes,
         },
         "token_bytes": _bytes_by_operator(program),
@@ -244,9 +244,9 @@ def _show(facts: Mapping[str, Any]) -> None:
     if facts["checkpoint_accuracy"] is not None:
         print()
         show_comparison(facts["checkpoint_accuracy"])
-    if facts["hot_device"] is not None and facts["hot_device"]["kernels"]:
+    if facts["accelerator"] is not None and facts["accelerator"]["kernels"]:
         print()
-        show_kernels(facts["hot_device"]["kernels"])
+        show_kernels(facts["accelerator"]["kernels"])
 
 
 def _rows(facts: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
@@ -276,8 +276,8 @@ def _rows(facts: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     yield "read per token", ", ".join(f"{op} {format_bytes(read)}" for op, read in facts["token_bytes"].items())
     yield "program", f"{facts['calls']['decode']} calls a token, {facts['kernels']} kernels"
     yield "runs on", "\n".join(map(_code_text, facts["code"]))
-    if facts["hot_device"] is not None:
-        yield from accelerator_rows(facts["hot_device"])
+    if facts["accelerator"] is not None:
+        yield from accelerator_rows(facts["accelerator"])
     yield "files", f"{len(facts['files']) + 1}, {format_bytes(sum(facts['files'].values()))}"
 
 

@@ -269,7 +269,7 @@ def _launches(
     launched = lowered.program.functions["decode" if sequences == 1 else "batch"]
     first = next((call for call in launched if _begins(call)), None)
     for call in launched:
-        if call.device == "device" and call.op not in _TRANSFERS and call is not first:
+        if call.device == "accelerator" and call.op not in _TRANSFERS and call is not first:
             owner = "head" if _mark(call, "part") == "head" else int(_mark(call, "layer") or 0)
             counts[owner][_COUNTED_AS.get(call.op, "attention")] += kernels[call.kernel].launches
     of_layers = {

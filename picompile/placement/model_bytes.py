@@ -145,16 +145,16 @@ class ModelBytes:
     predictor_quant: str = "auto"
 
     @property
-    def stage_bytes(self) -> int:
-        """The most that both stages for weights of the host take of the accelerator's memory, when it reads prompts."""
+    def staging_bytes(self) -> int:
+        """The most that both staging buffers take of the accelerator's memory, when it reads prompts."""
         slices = (
             min(
                 max(layer.neurons * layer.neuron_bytes, layer.attention_bytes),
-                max(STAGE_BYTES, SLICE_NEURONS * layer.neuron_bytes),
+                max(STAGING_BYTES, SLICE_NEURONS * layer.neuron_bytes),
             )
             for layer in self.layers
         )
-        return STAGES * max(slices)
+        return STAGING_BUFFERS * max(slices)
 
     @property
     def lent_bytes(self) -> int:
@@ -174,8 +174,8 @@ def predicting_early(model: ModelBytes, layers: Collection[int]) -> ModelBytes:
     return replace(model, layers=tuple(changed))
 
 
-# Two stages of the accelerator take turns for weights that come from the host (`picompile_codegen.lowering.streaming`):
-# slices of so many bytes, and of a block of so many neurons at least.
-STAGE_BYTES, STAGES, SLICE_NEURONS = 64 * 2**20, 2, 64
+# Two staging buffers of the accelerator take turns for weights that come from the host
+# (`picompile_codegen.lowering.streaming`): slices of so many bytes, and of a block of so many neurons at least.
+STAGING_BYTES, STAGING_BUFFERS, SLICE_NEURONS = 64 * 2**20, 2, 64
 # One kernel sends and one receives: both are in the time of a transfer (`Machine.crossing_s`).
 CROSSING_LAUNCHES = 2

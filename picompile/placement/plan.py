@@ -170,7 +170,7 @@ def memory_account(
         taken[device, "workspace"] += model.workspace_bytes
         taken[device, "tables"] += model.table_bytes
         if device == "gpu":
-            taken[device, "staging"] += model.stage_bytes
+            taken[device, "staging"] += model.staging_bytes
     if taken["gpu", "staging"] and taken["host", "kv cache"]:
         for device in ("gpu", "host"):
             taken[device, "staging"] += model.lent_bytes

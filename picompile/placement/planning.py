@@ -27,7 +27,7 @@ from picompile.placement.problem import (
 )
 from picompile.placement.schedule import plan_graph, token_s
 from picompile.placement.solver import GAP, solve
-from picompile.placement.times import GROUP, PartPlaces, computed_by_groups
+from picompile.placement.times import GROUP_NEURONS, PartPlaces, computed_by_groups
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def _layer(task: PlacementTask, number: int, where: PartPlaces, groups: int, pre
     times = task.layer_times(number).times(where)
     seconds = times.at(groups)
     computed = computed_by_groups(firing)
-    hot = min(groups * GROUP, layer.neurons)
+    hot = min(groups * GROUP_NEURONS, layer.neurons)
     return PlanLayer(
         layer=number,
         neurons=layer.neurons,

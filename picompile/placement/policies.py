@@ -152,7 +152,7 @@ def infeasible_placement_error(
     problem, any_gpu = problems(task), replace(machine, gpu_bytes=_ANY_BYTES)
     host = least_host_bytes(problem) + (lent if problem.gpu_capacity_bytes > 0 else 0)
     gpu: float | None = None
-    of_gpu = everywhere + model.stage_bytes
+    of_gpu = everywhere + model.staging_bytes
     if machine.gpu_bytes_per_s:
         gpu = _least_gpu_bytes(task, problems, of_gpu + lent, kept * _MIB)
         gpu = None if gpu is None else gpu + lent

@@ -16,7 +16,7 @@ from picompile.placement.model_bytes import SPLIT_BYTES, LayerBytes, ModelBytes
 from picompile.placement.times import (
     ALL_ON_ACCELERATOR,
     ALL_ON_HOST,
-    GROUP,
+    GROUP_NEURONS,
     LayerTimes,
     PartPlaces,
     computed_by_groups,
@@ -215,7 +215,7 @@ def fixed_bytes(layer: LayerBytes, where: PartPlaces, *, split: bool | None = No
 
 def group_bytes(layer: LayerBytes) -> int:
     """Return the bytes of a full group in a block that is split."""
-    return GROUP * (layer.neuron_bytes + layer.number_bytes)
+    return GROUP_NEURONS * (layer.neuron_bytes + layer.number_bytes)
 
 
 def capacities(task: PlacementTask) -> tuple[int, int]:
@@ -226,7 +226,7 @@ def capacities(task: PlacementTask) -> tuple[int, int]:
     """
     model, machine = task.model, task.machine
     everywhere, lent = model.workspace_bytes + model.table_bytes, task.lent_bytes
-    gpu_bytes = machine.gpu_bytes - model.stage_bytes - everywhere - lent
+    gpu_bytes = machine.gpu_bytes - model.staging_bytes - everywhere - lent
     # To an accelerator that is too small for anything nothing is lent.
     host_bytes = machine.host_bytes - model.embedding_bytes - everywhere - (lent if gpu_bytes > 0 else 0)
     return max(0, gpu_bytes), host_bytes
@@ -339,7 +339,7 @@ def least_groups(machine: Machine, neuron_bytes: int) -> int | None:
     gained_s = neuron_bytes * (1 / machine.host_bytes_per_s - 1 / machine.gpu_bytes_per_s)
     if gained_s <= 0:
         return None
-    return max(1, math.ceil(machine.sync_s / gained_s / GROUP))
+    return max(1, math.ceil(machine.sync_s / gained_s / GROUP_NEURONS))
 
 
 def _impact_layer_stage(task: PlacementTask, number: int, where: PartPlaces) -> PlacementStage:

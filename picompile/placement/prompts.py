@@ -2,10 +2,10 @@
 
 A chunk of tokens goes through all layers on the GPU. Cold neurons and projections of layers whose attention is with the
 host come over the bus meanwhile, once for each chunk, while the layers before are multiplied; so a chunk takes about as
-long as the slower of both, and a few percent more, since two stages cannot hide everything. Caches of the host come as
-well, as far as they are filled, and new keys and values go back: the GPU waits for these, and the bus carries nothing
-else meanwhile. Attention between tokens and the head, which only the last token needs, are left out: at 1,500 tokens
-they are a few percent, too.
+long as the slower of both, and a few percent more, since two staging buffers cannot hide everything. Caches of the host
+come as well, as far as they are filled, and new keys and values go back: the GPU waits for these, and the bus carries
+nothing else meanwhile. Attention between tokens and the head, which only the last token needs, are left out: at 1,500
+tokens they are a few percent, too.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from typing import Any
 
 from picompile.errors import UsageError
 from picompile.machine import LOCAL, Target
-from picompile.placement.model_bytes import STAGE_BYTES, ModelBytes
+from picompile.placement.model_bytes import STAGING_BYTES, ModelBytes
 from picompile.placement.plan import Plan
 
 # Tokens of the answer by which a plan is judged together with a prompt: PowerInfer's paper answers with up to 256.
@@ -83,7 +83,7 @@ def prompt_estimate(model: ModelBytes, plan: Plan, target: Target, tokens: int, 
     copy_s = chunks * sum(sizes) / bus
     # What little hides: the first slice of each graph.
     graphs = range(0, len(sizes), _GRAPH_LAYERS)
-    first_s = chunks * sum(min(STAGE_BYTES, sizes[start]) for start in graphs) / bus
+    first_s = chunks * sum(min(STAGING_BYTES, sizes[start]) for start in graphs) / bus
     reached = target.tensor_flops_per_s * _OF_FAST_ONES.get(target.sm or 0, TENSOR_EFFICIENCY)
     arithmetic_s = 2 * _layer_parameters(model) * tokens / reached
     dense_s = -(-tokens // _DENSE_CHUNK) * _dense_left_bytes(model, plan) / bus

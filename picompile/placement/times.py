@@ -34,7 +34,7 @@ from picompile.placement.firing import LayerFiring
 from picompile.placement.machine import Machine
 from picompile.placement.model_bytes import CROSSING_LAUNCHES, LayerBytes
 
-GROUP = 64
+GROUP_NEURONS = 64
 # Queries, keys and values go to a cache on the host, and the result of attention comes back.
 _CACHE_LAUNCHES = 4
 
@@ -109,13 +109,13 @@ def hidden_s(predict_s: float, before: Times) -> NDArray[np.float64]:
 
 def group_count(neurons: int) -> int:
     """Return the number of groups in a layer; the last may be short."""
-    return -(-neurons // GROUP)
+    return -(-neurons // GROUP_NEURONS)
 
 
 def computed_by_groups(firing: LayerFiring) -> NDArray[np.float64]:
     """Return how many neurons of the first n groups are computed for a token, n from 0 on: float64 [groups + 1]."""
     neurons = len(firing.shares)
-    ends = np.minimum(np.arange(group_count(neurons) + 1) * GROUP, neurons)
+    ends = np.minimum(np.arange(group_count(neurons) + 1) * GROUP_NEURONS, neurons)
     computed: NDArray[np.float64] = firing.computed_sums[ends]
     return computed
 
@@ -160,7 +160,7 @@ class LayerTimes:
     def _neurons(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         layer, machine = self.layer, self.machine
         computed = self._computed
-        ends = np.minimum(np.arange(len(computed)) * GROUP, layer.neurons)
+        ends = np.minimum(np.arange(len(computed)) * GROUP_NEURONS, layer.neurons)
         skipped = layer.neuron_bytes - layer.gating_bytes
         hot = ends * layer.gating_bytes + computed * skipped
         cold = (layer.neurons - ends) * layer.gating_bytes + (computed[-1] - computed) * skipped
@@ -202,6 +202,6 @@ class LayerTimes:
         if self.layer.gating_bytes:
             # The gating matrix is read for every cold neuron, whether or not it fires.
             return np.concatenate((np.ones(groups), [0.0]))
-        ends = np.minimum(np.arange(groups + 1) * GROUP, neurons)
+        ends = np.minimum(np.arange(groups + 1) * GROUP_NEURONS, neurons)
         fires: NDArray[np.float64] = -np.expm1(self.firing.silent_logs[ends])
         return fires

@@ -14,7 +14,6 @@ import pytest
 from benchmarks.gpu.sass import disassemble
 from helpers.gpu_artifacts import gpu_artifact, gpu_model
 from helpers.report_plans import random_plan
-from picompile.artifact import code as hot_device
 from picompile.artifact.code import AcceleratorTarget, accelerator_target
 from picompile.compile import compile_model
 from picompile.compile.passes import pipeline_passes, run_passes
@@ -24,7 +23,7 @@ from picompile.frontend.hf import load_model
 from picompile.machine import TARGETS
 from picompile.progress import NoProgress
 from picompile_codegen import cuda
-from picompile_codegen.cuda.build import build_cuda
+from picompile_codegen.cuda.build import FILES, build_cuda
 from picompile_codegen.cuda.function import CudaKernel
 from picompile_codegen.lowering.function import LowerOptions
 from picompile_codegen.lowering.lower import lower
@@ -223,13 +222,12 @@ def lossy(model: Path, folder: Path, text: Path, **changes: object) -> CompileOp
 def no_gpu_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gate does not read it, and it takes long to make."""
 
-    def build(sm: int, lowered: object, folder: Path, progress: object) -> dict[str, Any]:
-        files = {"cubin": "kernels/device.cubin", "ptx": "kernels/device.ptx", "launches": "kernels/device.json"}
-        for name in files.values():
+    def build(kernels: object, folder: Path, sm: int) -> dict[str, str]:
+        for name in FILES.values():
             (folder / name).write_text("no code")
-        return {"kind": "cuda", "sm": sm, **files}
+        return FILES
 
-    monkeypatch.setattr(hot_device, "_build_cuda", build)
+    monkeypatch.setattr("picompile_codegen.cuda.build.build_cuda", build)
 
 
 def accuracy_of(artifact: Path) -> dict[str, Any]:
@@ -251,9 +249,9 @@ def test_the_accuracy_check_reads_without_the_gpu(
         "host.so", "device.cubin", "device.ptx", "device.json"
     }  # fmt: skip
     program = json.loads((tmp_path / "gpu" / "program.json").read_text())
-    assert any(call.get("device") == "device" for call in program["functions"]["decode"])
+    assert any(call.get("device") == "accelerator" for call in program["functions"]["decode"])
     read = json.loads((tmp_path / "gpu" / "manifest.json").read_text())
-    assert read["hot_device"]["sm"] == 89
+    assert read["accelerator"]["sm"] == 89
     assert read["accuracy"]["relative_change"] == accuracy_of(tmp_path / "gpu")["relative_change"]
     # A bound that is not met leaves nothing.
     with pytest.raises(AccuracyError, match="the predictors raise the perplexity"):

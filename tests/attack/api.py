@@ -281,7 +281,7 @@ def _word(value: Any) -> str:
 
 
 def write_folders(base: Path) -> list[Path]:
-    """Write artifacts for three sequences: for the host alone, and with a partition of the CPU as hot device.
+    """Write artifacts for three sequences: for the host alone, and with a partition of the CPU as the accelerator.
 
     A third one, which is damaged, lies beside them.
     """

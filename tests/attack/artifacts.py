@@ -37,7 +37,7 @@ class Base:
 
 
 def make_bases(folder: Path) -> None:
-    """Compile models with everything that programs have: masks, batches, caches in bytes, positions, a hot device."""
+    """Compile models with everything that programs have: masks, batches, caches in bytes, positions, an accelerator."""
     import numpy as np
 
     from helpers.families import build, save

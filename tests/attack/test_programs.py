@@ -163,8 +163,8 @@ def _tickets_elsewhere(program: Json) -> None:
     """The blocks of a kernel count each other in memory that other kernels write."""
     call = next(call for call in program["functions"]["decode"] if _has(call, "tickets"))
     tickets = next(arg for arg in call["args"] if arg.get("buffer") == "tickets")
-    program["buffers"]["other"] = {**program["buffers"]["tickets"], "offset": program["device_arena_bytes"]}
-    program["device_arena_bytes"] += 2**16
+    program["buffers"]["other"] = {**program["buffers"]["tickets"], "offset": program["accelerator_arena_bytes"]}
+    program["accelerator_arena_bytes"] += 2**16
     tickets["buffer"] = "other"
 
 
@@ -174,7 +174,7 @@ def _tickets_over_values(program: Json) -> None:
 
 
 def _stage_that_the_host_sees(program: Json) -> None:
-    program["buffers"]["stage.1"] |= {"memory": "shared", "offset": program["shared_arena_bytes"]}
+    program["buffers"]["staging.1"] |= {"memory": "shared", "offset": program["shared_arena_bytes"]}
     program["shared_arena_bytes"] += 2**20
 
 
@@ -184,7 +184,7 @@ def _copy_as_a_launch(program: Json) -> None:
 
 def _count_in_a_buffer(program: Json) -> None:
     """It may change while the kernel reads it."""
-    call_of(program, "counted_ffn", "prefill_last")["args"][2] = {"buffer": "step.device", "shape": [1]}
+    call_of(program, "counted_ffn", "prefill_last")["args"][2] = {"buffer": "step.accelerator", "shape": [1]}
 
 
 def _has(call: Json, buffer: str) -> bool:
@@ -207,7 +207,7 @@ def _calls(program: Json, kernel: str) -> list[Json]:
 def _lend_without_waiting(program: Json) -> None:
     """The host goes on to the next layer before it knows that the accelerator has what it lent."""
     for kernel in ("wait", "cache_write"):
-        for call in [call for call in _calls(program, kernel) if call.get("device") != "device"][:2]:
+        for call in [call for call in _calls(program, kernel) if call.get("device") != "accelerator"][:2]:
             program["functions"]["prefill_last"].remove(call)
 
 
@@ -234,7 +234,7 @@ def _attend_to_something_else(program: Json) -> None:
         ("masked", lambda program: _drop(program, "linear_f16_300"), "nothing whole is left in logits"),
         ("masked", _step_of_another, "is given tokens for its step"),
         ("hybrid", lambda program: _drop(program, "signal"), "waits for a flag that nobody sets"),
-        ("hybrid", lambda program: _drop(program, "copy_words"), "reads step in step.device, where nothing whole"),
+        ("hybrid", lambda program: _drop(program, "copy_words"), "reads step in step.accelerator, where nothing whole"),
         ("hybrid", _send_where_the_layer_before_was_sent, r"x\.sent, shared memory that may be in use in this step"),
         # What random damage hardly finds.
         ("masked", _misaligned_weight, "at byte 4, which is no multiple of 64"),
@@ -248,8 +248,8 @@ def _attend_to_something_else(program: Json) -> None:
         ("gpu", _copy_as_a_launch, "upload.* is called as add; only copies are called as upload, and all of them"),
         ("gpu", _count_in_a_buffer, r"is given no weight of int32 for count"),
         ("lending", _lend_without_waiting, "nothing whole has been written|shared memory that may be in use"),
-        ("lending", _forget_to_borrow, "where no copy of a cache is"),
-        ("lending", _attend_to_something_else, "is given q where another of its arg|where no copy of a cache is"),
+        ("lending", _forget_to_borrow, "where no copy of state is"),
+        ("lending", _attend_to_something_else, "is given q where another of its arg|where no copy of state is"),
     ],
 )
 def test_a_wrong_program_is_refused(

@@ -91,9 +91,9 @@ def test_nothing_is_profiled_if_the_model_fits_the_gpu(
     facts = json.loads(cli("inspect", tmp_path / "artifact", "--json").out)
     assert set(facts["parts"]) == {"hot"}
     # All but the embedding is on the device.
-    memory, used = facts["hot_device"]["memory_bytes"], 300 * 192
+    memory, used = facts["accelerator"]["memory_bytes"], 300 * 192
     assert (memory["host"]["weights"], memory["host"]["kv_cache"]) == (used, 0)
-    assert memory["device"]["weights"] <= sum(row["bytes"] for row in plan["memory"] if row["device"] == "gpu")
+    assert memory["accelerator"]["weights"] <= sum(row["bytes"] for row in plan["memory"] if row["device"] == "gpu")
 
 
 @pytest.mark.slow("compiles a model for a GPU")
@@ -173,15 +173,15 @@ def test_without_nvrtc(cli: Cli, gpu_model: Path, tmp_path: Path, monkeypatch: p
 
 def test_inspect_shows_memory_and_kernel_resources(cli: Cli, gpu_artifact: Path) -> None:
     facts = json.loads(cli("inspect", gpu_artifact, "--json").out)
-    device, memory = facts["hot_device"], facts["hot_device"]["memory_bytes"]
+    device, memory = facts["accelerator"], facts["accelerator"]["memory_bytes"]
     assert (device["kind"], device["sm"], device["code"]) == ("cuda", 89, [])
     program = json.loads((gpu_artifact / "program.json").read_text())
-    arenas = {"device": "device_arena_bytes", "host": "arena_bytes", "shared": "shared_arena_bytes"}
+    arenas = {"accelerator": "accelerator_arena_bytes", "host": "arena_bytes", "shared": "shared_arena_bytes"}
     assert {name: part["workspace"] for name, part in memory.items()} == {
         name: program[key] for name, key in arenas.items()
     }
     # Two kv heads of 24 elements in f16, and as much for values.
-    assert memory["device"]["kv_cache"] == facts["memory_bytes"]["kv_cache"] == 2 * 2 * 24 * 32 * 2
+    assert memory["accelerator"]["kv_cache"] == facts["memory_bytes"]["kv_cache"] == 2 * 2 * 24 * 32 * 2
     assert memory["shared"]["weights"] == 0
     launches = json.loads((gpu_artifact / "kernels" / "device.json").read_text())["kernels"].values()
     keys = ("symbol", "registers", "local_bytes", "shared_bytes", "grid", "block")
@@ -248,7 +248,7 @@ def least_bytes(cli: Cli, gpu_artifact: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(device_memory, "_SPARED_BYTES", 0)
     monkeypatch.setattr(device_memory, "_PIECE_BYTES", 1)  # the model is smaller than any piece
     monkeypatch.setattr(CudaAccelerator, "graph_bytes", lambda self, kernels: 0)
-    memory = json.loads(cli("inspect", gpu_artifact, "--json").out)["hot_device"]["memory_bytes"]["device"]
+    memory = json.loads(cli("inspect", gpu_artifact, "--json").out)["accelerator"]["memory_bytes"]["accelerator"]
     return memory["kv_cache"] + memory["workspace"], memory["weights"]
 
 

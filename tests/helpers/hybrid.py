@@ -1,4 +1,4 @@
-"""Artifacts for a host and a hot device that is a second partition of the CPU: hot sets, steps of all kinds, delays."""
+"""Artifacts for a host and a second partition of the CPU as accelerator: hot sets, steps of all kinds, delays."""
 
 import ctypes
 import subprocess
@@ -19,11 +19,11 @@ from picompile_runtime.devices.memory import aligned_zeros, array_at
 HERE = Path(__file__).parent
 SHARES = (0.0, 0.1, 0.5, 0.9, 1.0)
 CHUNK, SEQUENCES = 7, 3
-SIDES = ("host", "device")
+SIDES = ("host", "accelerator")
 EXCHANGES = ("send", "receive", "wait", "signal")
 # What a step finds in memory; all else it must write before it reads it.
 _KEPT = ("step", "tokens", "positions", "slots", "flags", "abandoned", "stats", "stats.batch")
-_KEPT_ON_DEVICE = ("stats.device", "stats.batch.device")
+_KEPT_ON_DEVICE = ("stats.accelerator", "stats.batch.accelerator")
 
 HotSets = Mapping[int, Sequence[int]]
 
@@ -164,7 +164,7 @@ class Naps:
         ) -> CallList:
             side = SIDES["/hot." in library.name]
             state = aligned_zeros((2,), np.uint32)
-            state[:] = seed + (side == "device"), most_us
+            state[:] = seed + (side == "accelerator"), most_us
             bound = []
             for name, arrays in calls:
                 if side in sides and name.startswith(tuple(before)):

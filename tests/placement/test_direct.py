@@ -23,7 +23,14 @@ from picompile.placement.problem import (
     places_of,
 )
 from picompile.placement.solver import solve
-from picompile.placement.times import ALL_ON_ACCELERATOR, ALL_ON_HOST, GROUP, PartPlaces, group_count, transfer_launches
+from picompile.placement.times import (
+    ALL_ON_ACCELERATOR,
+    ALL_ON_HOST,
+    GROUP_NEURONS,
+    PartPlaces,
+    group_count,
+    transfer_launches,
+)
 from picompile.testing.tasks import random_task, whole_bytes
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -32,12 +39,12 @@ ROUNDING = 1e-6
 
 def small_task(seed: int) -> PlacementTask:
     """Up to three layers of up to five groups, on a machine with a GPU of which mostly some is free for neurons."""
-    task, rng = random_task(seed, 3, 5 * GROUP), np.random.default_rng(seed)
+    task, rng = random_task(seed, 3, 5 * GROUP_NEURONS), np.random.default_rng(seed)
     model = replace(task.model, head_bytes=task.model.head_bytes // 100, workspace_bytes=10, table_bytes=10)
     neurons = sum(group_count(layer.neurons) * group_bytes(layer) for layer in model.layers)
     fixed = sum(fixed_bytes(layer, ALL_ON_ACCELERATOR)[0] for layer in model.layers) + model.head_bytes + 20
     gpu = int(fixed * rng.choice([1.0, 1.0, 1.0, rng.uniform(0, 1)]) + neurons * rng.uniform(0, 1.1)) + 1
-    gpu += model.stage_bytes + model.lent_bytes
+    gpu += model.staging_bytes + model.lent_bytes
     host = int(whole_bytes(model) * rng.choice([2.0, rng.uniform(0, 1)])) + 2 * neurons
     sync_s = float(10 ** rng.uniform(-9, -3))
     machine = replace(task.machine, gpu_bytes=gpu, host_bytes=host, sync_s=sync_s)
@@ -78,9 +85,9 @@ def best_of_all(
 def group_sums(task: PlacementTask, number: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """(bytes read in each group, firings of each) of a layer."""
     layer, shares = task.model.layers[number], task.firing.layers[number].shares
-    starts = range(0, layer.neurons, GROUP)
-    fired = np.asarray([shares[start : start + GROUP].sum() for start in starts])
-    looked_at = np.asarray([len(shares[start : start + GROUP]) for start in starts]) * layer.gating_bytes
+    starts = range(0, layer.neurons, GROUP_NEURONS)
+    fired = np.asarray([shares[start : start + GROUP_NEURONS].sum() for start in starts])
+    looked_at = np.asarray([len(shares[start : start + GROUP_NEURONS]) for start in starts]) * layer.gating_bytes
     return looked_at + fired * (layer.neuron_bytes - layer.gating_bytes), fired
 
 
@@ -88,7 +95,7 @@ def impact_costs(task: PlacementTask, number: int, where: PartPlaces) -> NDArray
     """Firings that a layer's sets of groups do not bring to the GPU, negative; infinite where inequality 4 fails."""
     layer, machine = task.model.layers[number], task.machine
     sets = subsets(group_count(layer.neurons))
-    size = GROUP * sets.sum(axis=1) * layer.neuron_bytes
+    size = GROUP_NEURONS * sets.sum(axis=1) * layer.neuron_bytes
     worth = size / machine.gpu_bytes_per_s + machine.sync_s <= size / machine.host_bytes_per_s
     allowed = ~sets.any(axis=1) | (worth & where.attention_on_accelerator)
     return np.where(allowed, -(sets @ group_sums(task, number)[1]), np.inf)
@@ -103,8 +110,8 @@ def latency_costs(task: PlacementTask, number: int, where: PartPlaces) -> NDArra
     launch_s = layer.hot_launches * machine.launch_s
     hot_s = sets @ read / machine.gpu_read_bytes_per_s + np.where(sets.any(axis=1), launch_s, 0.0)
     cold_s = ~sets @ read / machine.host_read_bytes_per_s
-    starts = range(0, layer.neurons, GROUP)
-    silent = np.asarray([np.prod(1 - shares[start : start + GROUP]) for start in starts])
+    starts = range(0, layer.neurons, GROUP_NEURONS)
+    silent = np.asarray([np.prod(1 - shares[start : start + GROUP_NEURONS]) for start in starts])
     fires = 1 - np.where(sets, 1.0, silent).prod(axis=1)
     if layer.gating_bytes:
         fires = np.where(sets.all(axis=1), 0.0, 1.0)

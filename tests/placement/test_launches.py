@@ -128,7 +128,7 @@ def found(model: Model, layers: Sequence[Layer], head: bool, reads: str = "block
     assert sum(call.op == "inputs" for call in calls) <= 1 or model.batch > 1
     launched = Counter[str]()
     for call in calls:
-        if call.device == "device":
+        if call.device == "accelerator":
             launched[call.op] += launches[call.kernel]
     return launched
 

@@ -50,7 +50,7 @@ def test_every_byte_is_in_the_memory_table_and_within_the_budgets(seed: int, mar
         slack += 64 * (layer.neuron_bytes + layer.number_bytes) + layer.neurons * layer.number_bytes + 2 * 192
     devices = {row.device for row in plan.memory}
     weights += len(devices) * (model.workspace_bytes + model.table_bytes)
-    weights += model.stage_bytes if "gpu" in devices else 0
+    weights += model.staging_bytes if "gpu" in devices else 0
     lends = "gpu" in devices and any(layer.kv_cache == "host" for layer in plan.layers)
     weights += 2 * model.lent_bytes if lends else 0
     assert weights <= taken(plan, "gpu") + taken(plan, "host") <= weights + slack

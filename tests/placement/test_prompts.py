@@ -12,7 +12,7 @@ from picompile.machine import TARGETS
 from picompile.placement import counting
 from picompile.placement.firing import Firing, LayerFiring
 from picompile.placement.machine import machine_of
-from picompile.placement.model_bytes import SLICE_NEURONS, STAGE_BYTES, ModelBytes, Packing
+from picompile.placement.model_bytes import SLICE_NEURONS, STAGING_BYTES, ModelBytes, Packing
 from picompile.placement.plan import MemoryRow, Plan
 from picompile.placement.planning import PlanOptions, make_plan
 from picompile.placement.prompts import (
@@ -86,14 +86,14 @@ def test_what_cannot_be_said(model: ModelBytes) -> None:
 
 
 def test_stages_are_those_of_the_lowered_program(model: ModelBytes) -> None:
-    assert (STAGE_BYTES, SLICE_NEURONS) == (slices.STAGE_BYTES, slices.LEAST)
+    assert (STAGING_BYTES, SLICE_NEURONS) == (slices.STAGING_BYTES, slices.LEAST)
     layer = model.layers[0]
     for neurons in (1, 64, 1000, 5000, 9900, layer.neurons):
         parts = list(slices.slices_of(neurons, layer.neuron_bytes))
         assert sum(count for _, count in parts) == neurons
         assert [start for start, _ in parts] == [sum(count for _, count in parts[:i]) for i in range(len(parts))]
         assert min(count for _, count in parts) > 0.6 * max(count for _, count in parts)
-        assert 2 * max(count for _, count in parts) * layer.neuron_bytes <= model.stage_bytes
+        assert 2 * max(count for _, count in parts) * layer.neuron_bytes <= model.staging_bytes
 
 
 @pytest.mark.slow("lowers models")
@@ -124,7 +124,7 @@ def test_what_comes_from_the_host_is_what_the_program_copies() -> None:
     assert len(borrowed) == 2 * 3
     of_layer = sum(tensor_bytes(each.dtype, each.shape) for each in borrowed.values()) // 3
     assert of_layer == model.lent_bytes
-    assert 0 < 2 * buffers["stage.0"].shape[0] <= model.stage_bytes
+    assert 0 < 2 * buffers["staging.0"].shape[0] <= model.staging_bytes
 
 
 def test_memory_is_kept_for_caches_that_are_lent(model: ModelBytes) -> None:
@@ -134,7 +134,7 @@ def test_memory_is_kept_for_caches_that_are_lent(model: ModelBytes) -> None:
         staging = {row.device: row.bytes for row in plan.memory if row.what == "staging"}
         caches = {layer.kv_cache for layer in plan.layers}
         assert ("host" in caches and bool(plan.taken_bytes("gpu"))) == lends
-        gpu = model.stage_bytes + (model.lent_bytes if lends else 0) if gpu_bytes else 0
+        gpu = model.staging_bytes + (model.lent_bytes if lends else 0) if gpu_bytes else 0
         assert (staging.get("gpu", 0), staging.get("host", 0)) == (gpu, model.lent_bytes if lends else 0)
     # For each chunk, what comes before it as well.
     of_position = (
@@ -147,7 +147,7 @@ def test_memory_is_kept_for_caches_that_are_lent(model: ModelBytes) -> None:
 
 def test_a_gpu_too_small_for_copies_of_caches_is_left_out(model: ModelBytes) -> None:
     """It has room for some neurons, and none for what the host would lend it."""
-    needed = (model.stage_bytes + model.workspace_bytes + model.table_bytes) / 0.95
+    needed = (model.staging_bytes + model.workspace_bytes + model.table_bytes) / 0.95
     for share in (0.1, 0.5, 0.9):
         plan = plan_for(model, int(needed + share * model.lent_bytes))
         assert not plan.taken_bytes("gpu")
@@ -158,7 +158,7 @@ def test_a_gpu_too_small_for_copies_of_caches_is_left_out(model: ModelBytes) -> 
 
 def test_a_host_that_can_hold_everything_needs_no_room_for_what_it_would_lend(model: ModelBytes) -> None:
     """Beside a GPU for fewer neurons than a copy of a cache takes of the host."""
-    whole, needed = plan_for(model, 0).taken_bytes("host"), model.stage_bytes + model.workspace_bytes
+    whole, needed = plan_for(model, 0).taken_bytes("host"), model.staging_bytes + model.workspace_bytes
     gpu_bytes = int((needed + model.table_bytes + 1.2 * model.lent_bytes) / 0.95)
     plan = plan_for(model, gpu_bytes, int((whole + 0.1 * model.lent_bytes) / 0.95))
     assert not plan.taken_bytes("gpu") and plan.taken_bytes("host") == whole

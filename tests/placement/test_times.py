@@ -5,7 +5,7 @@ from hypothesis import given
 from test_solver import SEEDS
 
 from picompile.placement.problem import PlacementTask, places_of
-from picompile.placement.times import GROUP, LayerTimes, PartPlaces, Times, transfer_launches
+from picompile.placement.times import GROUP_NEURONS, LayerTimes, PartPlaces, Times, transfer_launches
 from picompile.testing.tasks import random_task
 
 
@@ -20,7 +20,7 @@ def with_gpu(seed: int) -> PlacementTask:
 def expected_parts(model: LayerTimes, where: PartPlaces, groups: int) -> dict[str, float]:
     layer, machine, shares = model.layer, model.machine, model.firing.shares
     gpu, host = machine.gpu_bytes_per_s * machine.gpu_efficiency, machine.host_bytes_per_s * machine.host_efficiency
-    hot = min(groups * GROUP, layer.neurons)
+    hot = min(groups * GROUP_NEURONS, layer.neurons)
 
     def neurons(which: range) -> float:
         return sum(layer.gating_bytes + shares[neuron] * (layer.neuron_bytes - layer.gating_bytes) for neuron in which)

@@ -81,7 +81,7 @@ def extend_cache(node: Node, function: Function) -> None:
     function.device = "host"
     received = {side: arrival(function) for side, arrival in arrivals.items()}
     _write(node, received, caches, function.shared.options.sequences, function)
-    function.device = "device"
+    function.device = "accelerator"
 
 
 def _write(node: Node, x: Mapping[str, Arg], caches: Mapping[str, Arg], sequences: int, function: Function) -> None:
@@ -105,11 +105,11 @@ def _write(node: Node, x: Mapping[str, Arg], caches: Mapping[str, Arg], sequence
 
 
 def _borrow_caches(node: Node, function: Function) -> dict[str, Arg]:
-    """Append the calls that lend the device the host's caches of attention `node`, of the sequence that the step is of.
+    """Append the calls that lend the accelerator the host's caches of attention `node`, of the step's sequence.
 
-    The host copies what it has of earlier positions to shared memory, and the device copies it to its own, where it
-    adds the keys and values of this step. It sends these to the host, whose caches are whole then, too. In this order:
-    whoever writes to shared memory knows that the other side has read what was there (see `shared_memory.py`).
+    The host copies what it has of earlier positions to shared memory, and the accelerator copies it to its own, where
+    it adds the keys and values of this step. It sends these to the host, whose caches are whole then, too. In this
+    order: whoever writes to shared memory knows that the other side has read what was there (see `shared_memory.py`).
     """
     options, layer = function.shared.options, arguments(node)["layer"]
     caches, lent = state_tensors(node, function), dict[str, Arg]()
@@ -122,7 +122,7 @@ def _borrow_caches(node: Node, function: Function) -> dict[str, Arg]:
         whole = replace(cache, shape=(options.sequences, heads, options.context * width))
         function.call(kernel, {"cache": whole, "y": lent[key]}, op="cache", layer=layer)
     flag, borrowed = signal(function), dict[str, Arg]()
-    function.device = "device"
+    function.device = "accelerator"
     for key, cache in caches.items():
         dtype, (_, heads, _, width) = _cache_tensor(cache, function)
         borrowed[key] = function.buffer(f"{key}.borrowed", dtype, (1, heads, options.context, width))

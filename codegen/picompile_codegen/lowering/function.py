@@ -59,8 +59,8 @@ def plan_buffers(
 
 
 STATS_ROW_BYTES = 16
-# Buffers of the device for weights that come from the host.
-STAGES = ("stage.0", "stage.1")
+# Buffers of the accelerator for weights that come from the host.
+STAGING = ("staging.0", "staging.1")
 # These functions compute the neurons of masks, and count them; the others compute every neuron.
 DECODING = ("decode", "batch")
 
@@ -121,7 +121,7 @@ class Shared:
     accelerator_kernels: dict[KernelSpec, WrittenKernel] = field(default_factory=dict)
     transfers: int = 0
     streamed: dict[str, None] = field(default_factory=dict)
-    stage_bytes: int = 0
+    staging_bytes: int = 0
     joined: Mapping[Node, tuple[Node, ...]] = field(default_factory=dict)
     bounds: NeuronBounds = ALL_ALIKE
     resident: frozenset[str] = frozenset()
@@ -193,7 +193,7 @@ class Function:
         return Arg("buffer", name)
 
     def result(self, node: Node, dtype: str = "float32") -> Arg:
-        """Return a new buffer [rows, dim] for the value of `node`; shared where the device needs what the host
+        """Return a new buffer [rows, dim] for the value of `node`; shared where the accelerator needs what the host
         makes."""
         is_shared = self.device == "host" and self.crosses(node)
         buffer = self.buffer(node.name, dtype, (self.rows, dimension(node)), "shared" if is_shared else None)
@@ -206,7 +206,7 @@ class Function:
 
     def has(self, node: Node) -> bool:
         """Return whether some call has made the value of `node`."""
-        return (node, "host") in self.values or (node, "device") in self.values
+        return (node, "host") in self.values or (node, "accelerator") in self.values
 
     def value(self, node: Node) -> Arg:
         """Return the value of `node` for the current device, which waits for it where the other has made it."""
@@ -223,7 +223,7 @@ class Function:
 
     def own(self, name: str) -> str:
         """Return the name of the current device's own buffer, where both devices have one called `name`."""
-        return name if self.device == "host" else f"{name}.device"
+        return name if self.device == "host" else f"{name}.accelerator"
 
     def flag(self) -> Arg:
         """Return a new flag of this step. Functions never run at the same time, so they share their flags."""
@@ -232,10 +232,10 @@ class Function:
         (words,) = FLAG_SHAPE
         return Arg("buffer", "flags", shape=FLAG_SHAPE, offset=number * words * 4)
 
-    def next_stage(self) -> str:
-        """Return the name of the stage for the next slice of weights (see `streaming.py`): there are two, in turns."""
+    def next_staging(self) -> str:
+        """Return the name of the staging buffer for the next slice of weights: there are two, in turns."""
         self.staged += 1
-        return STAGES[self.staged % len(STAGES)]
+        return STAGING[self.staged % len(STAGING)]
 
     def counters(self, row: int) -> Arg:
         """Return row `row` of the statistics of this function, for a kernel's `stats`."""
@@ -287,15 +287,15 @@ class Function:
         return self.input(name) if name == "step" else replace(self.input(name), shape=(self.rows,))
 
     def read_inputs(self, rows: int) -> None:
-        """Prepend the calls that copy the inputs that the device reads to its own memory; `rows` are those of the
+        """Prepend the calls that copy the inputs that the accelerator reads to its own memory; `rows` are those of the
         buffers."""
         calls, self.calls = self.calls, []
         for name, arg in self.inputs.items():
             words = STEP_SHAPE[0] if name == "step" else rows
-            kernel = self.shared.kernel("device", CopyWordsSpec(words))
+            kernel = self.shared.kernel("accelerator", CopyWordsSpec(words))
             bindings = {"step": Arg("buffer", "step"), "source": Arg("buffer", name), "y": arg}
             args = tuple(bindings[parameter] for parameter in kernel.params)
-            self.calls.append(ProgramCall(kernel.name, args, "inputs", None, 0, device="device"))
+            self.calls.append(ProgramCall(kernel.name, args, "inputs", None, 0, device="accelerator"))
         self.calls += calls
 
 

@@ -178,7 +178,7 @@ class _Finder:
 
     def _is_here(self, node: Node) -> bool:
         """Return whether the accelerator computes one of these nodes."""
-        return node in self.places and self.devices[node] == "device"
+        return node in self.places and self.devices[node] == "accelerator"
 
     def _inner_addition(self, terms: Sequence[Node]) -> int | None:
         """Return the place of a term that is an addition which only one node reads, while there is room for its

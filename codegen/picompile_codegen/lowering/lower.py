@@ -29,7 +29,7 @@ from picompile_codegen.lowering.ffn import makes_mask
 from picompile_codegen.lowering.function import (
     DECODING,
     HOST,
-    STAGES,
+    STAGING,
     Bindings,
     Function,
     LowerOptions,
@@ -97,7 +97,7 @@ def lower(graph_module: GraphModule, options: LowerOptions) -> Lowered:
         shared.bounds = neuron_bounds(nodes, decoding, prompts)
     decode = _whole("decode", 1, nodes, shared, "logits")
     shared.resident = frozenset(
-        arg.name for call in decode.calls if call.device == "device" for arg in call.args if arg.space == "weight"
+        arg.name for call in decode.calls if call.device == "accelerator" for arg in call.args if arg.space == "weight"
     )
     functions = [decode]
     if not options.only_decoding:
@@ -158,7 +158,8 @@ def _devices(name: str, nodes: Sequence[Node], shared: Shared) -> dict[Node, Dev
 def _lower_all(nodes: Sequence[Node], function: Function) -> None:
     """Append the calls of `nodes`, those of the host as early as they can be.
 
-    So what the host needs is sent before the device begins with what takes long, and its result is asked for after.
+    So what the host needs is sent before the accelerator begins with what takes long, and its result is asked for
+    after.
     """
     ordered, fusions = _host_first(nodes, function.devices), Fusions()
     if function.shared.options.accelerator is not None and function.shared.options.back_end.fuses:
@@ -178,8 +179,8 @@ def _lower_all(nodes: Sequence[Node], function: Function) -> None:
 def _host_first(nodes: Sequence[Node], devices: Mapping[Node, Device]) -> list[Node]:
     """Return `nodes` in an order that keeps dependencies.
 
-    Of the nodes that can come next, those of the host come first. Of those of the device the ones come first that wait
-    for fewer values of the host, one after the other: so a prediction from the layer before is made while the host
+    Of the nodes that can come next, those of the host come first. Of those of the accelerator the ones come first that
+    wait for fewer values of the host, one after the other: so a prediction from the layer before is made while the host
     still computes that layer. Among equals the one that was first comes first.
     """
     inside = set(nodes)
@@ -207,7 +208,7 @@ def _arrivals(nodes: Sequence[Node], devices: Mapping[Node, Device]) -> dict[Nod
     """Return how many values of the host each node waits for, one after the other."""
     found: dict[Node, int] = {}
     for node in nodes:
-        crosses = devices[node] == "device"
+        crosses = devices[node] == "accelerator"
         sources = (source for source in node.all_input_nodes if source in found)
         found[node] = max((found[each] + (crosses and devices[each] == "host") for each in sources), default=0)
     return found
@@ -276,7 +277,7 @@ def _place(program: LoweredProgram, functions: Sequence[Function], shared: Share
             ends[memory] = max(ends[memory], end)
         program.functions[function.name] = function.calls
     program.arena_bytes = ends["host"]
-    program.device_arena_bytes, program.shared_arena_bytes = ends.get("device", 0), ends.get("shared", 0)
+    program.accelerator_arena_bytes, program.shared_arena_bytes = ends.get("accelerator", 0), ends.get("shared", 0)
 
 
 def _overlap_in_shared(function: Function) -> Callable[[Lifetime, Lifetime], bool]:
@@ -290,7 +291,7 @@ def _overlap_in_shared(function: Function) -> Callable[[Lifetime, Lifetime], boo
     kernels: dict[tuple[Device, str], WrittenKernel] = {
         ("host", kernel.name): kernel for kernel in function.shared.kernels.values()
     }
-    kernels |= {("device", kernel.name): kernel for kernel in function.shared.accelerator_kernels.values()}
+    kernels |= {("accelerator", kernel.name): kernel for kernel in function.shared.accelerator_kernels.values()}
     return shared_overlap(function.calls, kernels)
 
 
@@ -302,24 +303,24 @@ def _reserved(program: LoweredProgram, shared: Shared) -> tuple[dict[str, Progra
     counts: dict[str, tuple[int, ...]] = {"stats": (parts, 2), "stats.unused": (2,)}
     if program.batch_rows > 1:
         counts["stats.batch"] = (parts, 2)
-    hybrid = bool(shared.accelerator_kernels)  # nothing may be left for the device
+    hybrid = bool(shared.accelerator_kernels)  # nothing may be left for the accelerator
     place_of = _Offsets()
     for name, shape in inputs.items():
         place_of.add(name, "int32", shape, "shared" if hybrid else "host")
     for name, shape in counts.items():
         place_of.add(name, "int64", shape, "host")
-    _reserve_logits(program, "device" if shared.options.placement.head and hybrid else "host", place_of)
+    _reserve_logits(program, "accelerator" if shared.options.placement.head and hybrid else "host", place_of)
     if hybrid:
         for name, shape in inputs.items():
-            place_of.add(f"{name}.device", "int32", shape, "device")
+            place_of.add(f"{name}.accelerator", "int32", shape, "accelerator")
         for name, shape in counts.items():
-            place_of.add(f"{name}.device", "int64", shape, "device")
+            place_of.add(f"{name}.accelerator", "int64", shape, "accelerator")
         place_of.add("flags", "int32", (max(1, shared.transfers), *FLAG_SHAPE), "shared")
         place_of.add("abandoned", "int32", FLAG_SHAPE, "shared")
         if tickets := max(kernel.tickets for kernel in shared.accelerator_kernels.values()):
-            place_of.add("tickets", "int32", (tickets,), "device")
-    for stage in STAGES if shared.stage_bytes else ():
-        place_of.add(stage, "uint8", (shared.stage_bytes,), "device")
+            place_of.add("tickets", "int32", (tickets,), "accelerator")
+    for name in STAGING if shared.staging_bytes else ():
+        place_of.add(name, "uint8", (shared.staging_bytes,), "accelerator")
     return place_of.buffers, place_of.ends
 
 

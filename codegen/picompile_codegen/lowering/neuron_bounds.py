@@ -37,11 +37,11 @@ def neuron_bounds(
 ) -> NeuronBounds:
     """Return the bounds for a graph with `nodes`, whose devices are those of a step and those of a prompt's chunk."""
     blocks = [node for node in nodes if is_call(node, SPARSE_FFN)]
-    decoded = [_neurons(block) for block in blocks if decoding[block] == "device" and _is_part(block)]
+    decoded = [_neurons(block) for block in blocks if decoding[block] == "accelerator" and _is_part(block)]
     of_host = [block for block in blocks if decoding[block] == "host"]
     listed = [_neurons(block) for block in of_host]
-    sent = [_neurons(block) for block in of_host if decoding[_mask(block)] == "device"]
-    whole = [count for block in blocks if prompts[block] == "device" for count in _pieces(block)]
+    sent = [_neurons(block) for block in of_host if decoding[_mask(block)] == "accelerator"]
+    whole = [count for block in blocks if prompts[block] == "accelerator" for count in _pieces(block)]
     in_words = all(count % 4 == 0 for count in sent)
     return NeuronBounds(_most(decoded), _most(whole), _most(listed), _most(sent), in_words)
 

@@ -82,7 +82,7 @@ def _linear(node: Node, function: Function) -> None:
         stream_linear(spec, bindings, y, function)
         return
     function.call(function.kernel(spec), bindings | {"y": y}, op="head" if op.makes_logits(node) else "linear")
-    if is_output and function.device == "device":
+    if is_output and function.device == "accelerator":
         hand_over(node, y, function)
 
 
@@ -125,7 +125,7 @@ def _elementwise(node: Node, function: Function) -> None:
     is_output = is_returned(node)
     bindings["y"] = Arg("buffer", function.logits) if is_output else function.result(node)
     function.call(function.kernel(spec), bindings, op="elementwise")
-    if is_output and function.device == "device":
+    if is_output and function.device == "accelerator":
         hand_over(node, bindings["y"], function)  # type: ignore[arg-type]
 
 

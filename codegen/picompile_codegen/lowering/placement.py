@@ -16,7 +16,7 @@ from picompile_passes.graph.operands import (
 from picompile_passes.predictors import predictor_kind
 
 # The device of each part of a block, by the name that `Partition` gives it.
-_PARTS: dict[str, Device] = {"hot": "device", "cold": "host"}
+_PARTS: dict[str, Device] = {"hot": "accelerator", "cold": "host"}
 
 
 @dataclass(frozen=True)
@@ -45,17 +45,18 @@ ON_HOST = Placement()
 def place(nodes: Sequence[Node], placement: Placement, *, streams: bool = False) -> dict[Node, Device]:
     """Return the device of each of `nodes`, which are in the order of the graph.
 
-    With `streams` the device computes all layers, if it computes anything at all: weights of the host come to it when
-    they are needed, and caches are lent to it. For a whole chunk of a prompt that takes less time than the host does.
+    With `streams` the accelerator computes all layers, if it computes anything at all: weights of the host come to it
+    when they are needed, and caches are lent to it. For a whole chunk of a prompt that takes less time than the host
+    does.
     """
     devices = {node: _device(node, placement) for node in nodes}
-    if streams and "device" in devices.values():
-        devices |= {node: "device" for node in nodes if "layer" in node.meta and _can_lend(node)}
+    if streams and "accelerator" in devices.values():
+        devices |= {node: "accelerator" for node in nodes if "layer" in node.meta and _can_lend(node)}
     return devices
 
 
 def _can_lend(node: Node) -> bool:
-    """Return whether the state of `node`, if it keeps any, can be lent to the device, as a KV cache is."""
+    """Return whether the state of `node`, if it keeps any, can be lent to the accelerator, as a KV cache is."""
     state = state_of(node)
     return state is None or state.kind == "positional"
 
@@ -72,7 +73,7 @@ def _device(node: Node, placement: Placement) -> Device:
         on_device = layer in placement.caches
     else:
         on_device = layer in placement.attention
-    return "device" if on_device else "host"
+    return "accelerator" if on_device else "host"
 
 
 def _is_split(predict: Node) -> bool:

@@ -14,9 +14,9 @@ PROGRAM_SCHEMA = 4
 Space = Literal["buffer", "state", "weight"]
 
 # Where a call runs: on the host, or on the accelerator, which is a GPU or a second partition of the CPU.
-Device = Literal["host", "device"]
+Device = Literal["host", "accelerator"]
 # Where a tensor lies: in a device's own memory, or in memory of the host that both see.
-Memory = Literal["host", "device", "shared"]
+Memory = Literal["host", "accelerator", "shared"]
 
 
 def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
@@ -152,7 +152,7 @@ class LoweredProgram:
     The state has a place, a slot, for each of `sequences`. A step of `batch` reads `batch_rows` tokens at most, each of
     any slot. `kv_dtype` is that of the KV cache, if it has one. An arena in each memory holds its buffers.
     `top_logits` has the functions whose logits are in the accelerator's memory, and where the highest of them are.
-    `streamed` weights stay with the host: where the device uses them, for prompts, it reads them from there.
+    `streamed` weights stay with the host: where the accelerator uses them, for prompts, it reads them from there.
     The calls of a function are in order for each device; between devices, order is made by flags in shared memory.
     """
 
@@ -164,7 +164,7 @@ class LoweredProgram:
     batch_rows: int = 1
     kv_dtype: str = "float16"
     arena_bytes: int = 0
-    device_arena_bytes: int = 0
+    accelerator_arena_bytes: int = 0
     shared_arena_bytes: int = 0
     buffers: dict[str, ProgramTensor] = field(default_factory=dict)
     state: dict[str, ProgramState] = field(default_factory=dict)
@@ -185,7 +185,7 @@ class LoweredProgram:
             "sequences": self.sequences,
             "batch_rows": self.batch_rows,
             "arena_bytes": self.arena_bytes,
-            "device_arena_bytes": self.device_arena_bytes,
+            "accelerator_arena_bytes": self.accelerator_arena_bytes,
             "shared_arena_bytes": self.shared_arena_bytes,
             "buffers": {name: tensor.to_json() for name, tensor in self.buffers.items()},
             "state": {name: tensor.to_json() for name, tensor in self.state.items()},

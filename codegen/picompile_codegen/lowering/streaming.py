@@ -1,6 +1,6 @@
 """Weights that stay with the host, on an accelerator: they come slice by slice while it computes.
 
-Two stages in the accelerator's memory take turns: while one is multiplied with, the next slice is copied to the other.
+Two staging buffers of the accelerator take turns: while one is multiplied with, the next slice is copied to the other.
 Each weight crosses the bus once for a chunk of a prompt.
 
 1. A slice of a feed-forward block has some of its neurons, and is a block of its own, with as many tokens. The results
@@ -86,18 +86,18 @@ def _vectors(bindings: Mapping[str, Arg], names: Sequence[str], start: int, coun
 def _staged(
     matrices: Mapping[str, PackedMatrix], total: int, start: int, count: int, function: Function
 ) -> dict[str, PackedMatrix]:
-    """Append the copies of a slice's weights to the next stage; return the matrices there.
+    """Append the copies of a slice's weights to the next staging buffer; return the matrices there.
 
     The slice has `count` of `total` neurons or outputs, from `start` on.
     """
     function.shared.streamed |= dict.fromkeys(each.name for each in matrices.values())
-    stage, at, found = function.next_stage(), 0, dict[str, PackedMatrix]()
+    staging, at, found = function.next_staging(), 0, dict[str, PackedMatrix]()
     for name, matrix in matrices.items():
         rows = matrix.rows // total
-        found[name] = replace(matrix, name=stage, rows=count * rows, space="buffer", offset=at)
+        found[name] = replace(matrix, name=staging, rows=count * rows, space="buffer", offset=at)
         _upload(function, matrix, matrix.offset + start * rows * matrix.row_bytes, found[name])
         at = align(at + found[name].bytes)
-    function.shared.stage_bytes = max(function.shared.stage_bytes, at)
+    function.shared.staging_bytes = max(function.shared.staging_bytes, at)
     return found
 
 

@@ -24,22 +24,22 @@ ABANDONED = Arg("buffer", "abandoned")
 def publish(node: Node, function: Function) -> None:
     """Append the calls that send the value of `node`, just made on the current device, to the other if it needs it."""
     users = [user for user in node.users if function.devices.get(user, function.device) != function.device]
-    if is_call(node, PREDICT) and users and function.device == "device":
+    if is_call(node, PREDICT) and users and function.device == "accelerator":
         x = arguments(users[0])["x"]
-        # A mask that the device makes before what its block reads is sent with that.
+        # A mask that the accelerator makes before what its block reads is sent with that.
         if function.devices[x] == "host" or function.has(x):
             _send_mask(node, users[0], function)
         return
     if any(not _comes_otherwise(user, function) for user in users):
         _send_value(node, function)
     for user in users:
-        mask = arguments(user)["mask"] if is_call(user, SPARSE_FFN) and function.device == "device" else None
-        if mask is not None and arguments(user)["x"] is node and (mask, "device") in function.values:
+        mask = arguments(user)["mask"] if is_call(user, SPARSE_FFN) and function.device == "accelerator" else None
+        if mask is not None and arguments(user)["x"] is node and (mask, "accelerator") in function.values:
             _send_mask(mask, user, function)
 
 
 def send(function: Function, x: Arg, out: Arg, dim: int) -> Arg:
-    """Append the device's copy of x float32 [rows, dim] to shared memory; return the flag that is set behind it."""
+    """Append the accelerator's copy of x float32 [rows, dim] to shared memory; return the flag behind it."""
     flag = function.flag()
     kernel = function.kernel(SendSpec(dim=dim, rows=function.rows))
     function.call(kernel, {"x": x, "out": out, "flag": flag}, op="send")
@@ -60,12 +60,12 @@ def _comes_otherwise(user: Node, function: Function) -> bool:
     if not is_call(user, SPARSE_FFN) or function.device == "host":
         return False
     mask = arguments(user)["mask"]
-    return function.devices.get(mask) == "device" and makes_mask(mask, function.rows)
+    return function.devices.get(mask) == "accelerator" and makes_mask(mask, function.rows)
 
 
 def _send_value(node: Node, function: Function) -> None:
     value, columns = function.values[node, function.device], dimension(node)
-    if function.device == "device":
+    if function.device == "accelerator":
         out = function.buffer(f"{node.name}.sent", "float32", (function.rows, columns), "shared")
         function.arrivals[node] = WaitForValue(out, send(function, value, out, columns))
         return
@@ -85,7 +85,7 @@ def _send_mask(mask: Node, block: Node, function: Function) -> None:
     """Append the call that sends the host's part of `mask`, the input of `block`, and how many neurons it names."""
     values, rows = arguments(block), function.rows
     # Where the host has the input, there is nothing to send along: what the mask was made from takes its place.
-    x = values["x"] if function.devices[values["x"]] == "device" else arguments(mask)["x"]
+    x = values["x"] if function.devices[values["x"]] == "accelerator" else arguments(mask)["x"]
     neurons, dim = dimension(mask), dimension(x)
     table = values["neurons"]
     columns = neurons if table is None else int(table.meta["val"].shape[0])
@@ -130,7 +130,7 @@ class WaitForValue:
 
 @dataclass(frozen=True)
 class Receive:
-    """The arrival of a value on the device, which waits and copies it; where `count` is 0 it takes zeros at once."""
+    """The arrival of a value on the accelerator, which waits and copies it, or takes zeros where `count` is 0."""
 
     shared: Arg
     flag: Arg
@@ -157,7 +157,7 @@ class Receive:
 
 
 def pending_receive(node: Node, function: Function) -> Receive:
-    """Return the arrival of numbers of the host that the device has not received yet."""
+    """Return the arrival of numbers of the host that the accelerator has not received yet."""
     arrival = function.arrivals[node]
     assert isinstance(arrival, Receive)
     return arrival

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 
 from picompile_runtime.artifact.interfaces import KernelInterface, KernelParameter
 from picompile_runtime.artifact.program import BATCH, UPLOAD_OP, WAITING_OPS, Argument, Call, Program
-from picompile_runtime.artifact.program_checks import DEVICE_NAMES
 from picompile_runtime.devices.memory import ALIGNMENT
 from picompile_runtime.errors import ArtifactError
 
@@ -39,7 +38,7 @@ def check_calls(
             if interface is not None and not fault:
                 fault = _number_fault(call, interface, numbers, checked)
             if fault:
-                place = f"{function}, call {number} on the {DEVICE_NAMES[device]}"
+                place = f"{function}, call {number} on the {device}"
                 raise ArtifactError(f"{where}: {place}: {call.kernel} {fault}")
 
 
@@ -99,7 +98,7 @@ def _counted_shares(
 
 
 def _place_fault(argument: Argument, parameter: KernelParameter) -> str:
-    name, access = argument.name.removesuffix(".device"), parameter.access
+    name, access = argument.name.removesuffix(".accelerator"), parameter.access
     if parameter.name == "step":
         expected = argument.kind == "buffer"
     elif access == "state" and argument.kind == "buffer":

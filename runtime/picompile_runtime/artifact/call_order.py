@@ -16,7 +16,6 @@ from picompile_runtime.artifact.call_checks import INPUTS, arena_of, check_calls
 from picompile_runtime.artifact.interfaces import KernelInterface, KernelParameter
 from picompile_runtime.artifact.manifest import PROGRAM
 from picompile_runtime.artifact.program import BATCH, DEVICES, UPLOAD_OP, Argument, Call, Program
-from picompile_runtime.artifact.program_checks import DEVICE_NAMES
 from picompile_runtime.artifact.reader import Artifact
 from picompile_runtime.devices.cpu.native import HostLibrary
 from picompile_runtime.devices.open_accelerator import accelerator_kind
@@ -100,7 +99,7 @@ class _OrderCheck:
 
     def __init__(self, program: Program, function: str, kernels: Interfaces) -> None:
         self._program, self._function, self._kernels = program, function, kernels
-        self._arenas = {memory: _Arena() for memory in ("host", "device", "shared")}
+        self._arenas = {memory: _Arena() for memory in ("host", "accelerator", "shared")}
         self._uses_of_shared: list[_SharedUse] = []
         # For each flag that was set: by which device, and how many calls of each device are over by then.
         self._set: dict[int, tuple[str, dict[str, int]]] = {}
@@ -129,13 +128,13 @@ class _OrderCheck:
                 while done[device] < len(calls[device]) and self._may_run(device, calls[device][done[device]]):
                     call = calls[device][done[device]]
                     if fault := self._run(device, done[device], call):
-                        place = f"{self._function}, call {done[device]} on the {DEVICE_NAMES[device]}"
+                        place = f"{self._function}, call {done[device]} on the {device}"
                         raise ArtifactError(f"{where}: {place}: {call.kernel} {fault}")
                     done[device] += 1
         for device in DEVICES:
             if done[device] < len(calls[device]):
                 waiting = calls[device][done[device]].kernel
-                place = f"{self._function}, call {done[device]} on the {DEVICE_NAMES[device]}"
+                place = f"{self._function}, call {done[device]} on the {device}"
                 raise ArtifactError(f"{where}: {place}: {waiting} waits for a flag that nobody sets")
         if missing := self._missing_result():
             raise ArtifactError(f"{where}: {self._function}: nothing whole is left in {missing}")
@@ -295,7 +294,7 @@ def check_code(artifact: Artifact, library: HostLibrary) -> None:
         return int(weight.min()), int(weight.max())
 
     program, where = artifact.program, str(artifact.folder / PROGRAM)
-    kernels = {"host": of_host, "device": _accelerator_interfaces(artifact) if program.has_accelerator else {}}
+    kernels = {"host": of_host, "accelerator": _accelerator_interfaces(artifact) if program.has_accelerator else {}}
     for device, table in kernels.items():
         check_calls(program, device, table, numbers, where)
     check_order(program, kernels, where)

@@ -134,9 +134,9 @@ def _files(root: Fields) -> Mapping[str, FileEntry]:
 
 
 def _accelerator(root: Fields, files: Mapping[str, FileEntry]) -> AcceleratorCode | None:
-    if "hot_device" not in root.data:
+    if "accelerator" not in root.data:
         return None
-    entry = root.object("hot_device")
+    entry = root.object("accelerator")
     names = {role: name for role, name in entry.data.items() if isinstance(name, str) and role != "kind"}
     for role, name in names.items():
         if name not in files:

@@ -16,10 +16,10 @@ ONE_TOKEN_EACH = ("decode", BATCH)  # functions that read one token of each sequ
 MOST_SEQUENCES = 256
 STATE_KINDS = ("positional", "recurrent")
 STATS_ROW_BYTES = 16  # int64 [computed, fired]
-DEVICES = ("host", "device")  # where calls run, as program.json says it; "device" is the accelerator
+DEVICES = ("host", "accelerator")  # where calls run
 UPLOAD_OP = "upload"  # the operator that copies weights, whose bytes other calls then read with their own types
 WAITING_OPS = ("wait", "receive")  # operators that wait for the other side
-MEMORIES = ("host", "device", "shared")
+MEMORIES = ("host", "accelerator", "shared")
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Program:
     @cached_property
     def has_accelerator(self) -> bool:
         """Whether some calls run on an accelerator."""
-        return any(call.device == "device" for calls in self.functions.values() for call in calls)
+        return any(call.device == "accelerator" for calls in self.functions.values() for call in calls)
 
     @property
     def waiting_kernels(self) -> frozenset[str]:

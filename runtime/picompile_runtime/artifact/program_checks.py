@@ -10,7 +10,6 @@ from picompile_runtime.errors import ArtifactError
 # step[0] = tokens in this step, step[1] = position of the first, step[2] = their sequence's slot; the rest is reserved.
 _STEP_FIELDS = 8
 _FLAG_WORDS = 16
-DEVICE_NAMES = {"host": "host", "device": "accelerator"}
 """Names of program.json's devices, as messages have them."""
 
 # A kernel that overwrote these would make others go wrong.
@@ -78,7 +77,7 @@ def _check_state(program: Program, where: str) -> None:
 
 def _check_own_places(program: Program, where: str) -> None:
     """Check that no buffer overlaps those that control the kernels."""
-    for own in (own for name in _OWN_PLACE for own in (name, f"{name}.device") if own in program.buffers):
+    for own in (own for name in _OWN_PLACE for own in (name, f"{name}.accelerator") if own in program.buffers):
         kept = program.buffers[own]
         for name, other in program.buffers.items():
             if program.memories["buffer", name] != program.memories["buffer", own]:
@@ -94,7 +93,7 @@ def _check_lookups(program: Program, where: str) -> None:
     for call in (call for calls in program.functions.values() for call in calls if call.op == "embedding"):
         rows = max(
             (
-                needed.get(argument.name.removesuffix(".device"), 0)
+                needed.get(argument.name.removesuffix(".accelerator"), 0)
                 for argument in call.args
                 if argument.kind == "buffer"
             ),
@@ -110,23 +109,23 @@ def _check_sides(program: Program, where: str) -> None:
         for argument in call.args:
             memory = program.memories.get((argument.kind, argument.name), call.device)
             if memory not in (call.device, "shared"):
-                given = f"{call.kernel} on the {DEVICE_NAMES[call.device]} is given {argument.name}"
+                given = f"{call.kernel} on the {call.device} is given {argument.name}"
                 raise ArtifactError(f"{where}: {given}, which is in {_memory_name(memory)} memory")
     has_accelerator = program.has_accelerator
     for (kind, name), memory in program.memories.items():
         if memory != "host" and (not has_accelerator or (kind, memory) == ("state", "shared")):
             raise ArtifactError(f"{where}: {kind} {name} may not be in {_memory_name(memory)} memory")
     for name in ("step", "tokens", "positions", "slots", "stats"):
-        if program.memories.get(("buffer", name)) == "device":
+        if program.memories.get(("buffer", name)) == "accelerator":
             raise ArtifactError(f"{where}: buffers: {name} must not be in the accelerator's memory")
     for name in ("flags", "abandoned"):
         if program.has_accelerator and program.memories["buffer", name] != "shared":
             raise ArtifactError(f"{where}: buffers: {name} must be in shared memory")
     counts = [name for name in ("stats", "stats.batch") if program.has_accelerator and name in program.buffers]
     for name in counts:
-        own, twin = program.buffers[name], program.buffers.get(f"{name}.device")
+        own, twin = program.buffers[name], program.buffers.get(f"{name}.accelerator")
         if twin is None or (twin.dtype, twin.shape) != (own.dtype, own.shape):
-            raise ArtifactError(f"{where}: buffers: {name}.device must be {own.dtype} {list(own.shape)}")
+            raise ArtifactError(f"{where}: buffers: {name}.accelerator must be {own.dtype} {list(own.shape)}")
 
 
 def _check_logits(program: Program, where: str) -> None:
@@ -139,9 +138,9 @@ def _check_logits(program: Program, where: str) -> None:
     known = [name for top in program.top_logits.values() for name in (top.scores, top.ids)]
     known += [name for function, name in program.logits.items() if function not in (*program.top_logits, "score")]
     for name in known:
-        if program.memories["buffer", name] == "device":
+        if program.memories["buffer", name] == "accelerator":
             raise ArtifactError(f"{where}: buffers: {name} must not be in the accelerator's memory")
 
 
 def _memory_name(memory: str) -> str:
-    return "the accelerator's" if memory == "device" else memory
+    return "the accelerator's" if memory == "accelerator" else memory

@@ -63,7 +63,7 @@ def read_program(text: bytes, weights: Mapping[str, Tensor], where: str) -> Prog
         sequences=sequences,
         batch_rows=batch_rows,
         arena_bytes=arenas["host"],
-        accelerator_arena_bytes=arenas["device"],
+        accelerator_arena_bytes=arenas["accelerator"],
         shared_arena_bytes=arenas["shared"],
         buffers=buffers,
         state=state,

@@ -86,7 +86,9 @@ class Artifact:
     def load_accelerator_code(self, variant: CodeVariant | None = None) -> HostLibrary:
         """Map and return the code for an accelerator that is a partition of the CPU, as `load_code` does."""
         code = self.manifest.accelerator
-        return self._load((variant or choose_variant(() if code is None else code.variants, self.isa)).file, "device")
+        return self._load(
+            (variant or choose_variant(() if code is None else code.variants, self.isa)).file, "accelerator"
+        )
 
     def _load(self, file: str, device: str) -> HostLibrary:
         sha256 = self.manifest.files[file].sha256

@@ -133,7 +133,7 @@ _KINDS = {
     # Prompts copy weights of the host.
     UPLOAD_OP: "exchange",
 }
-_STATISTICS = tuple(f"stats{function}{device}" for function in ("", ".batch") for device in ("", ".device"))
+_STATISTICS = tuple(f"stats{function}{device}" for function in ("", ".batch") for device in ("", ".accelerator"))
 REST = "norms and rest"
 KINDS = (*dict.fromkeys(_KINDS.values()), REST)
 

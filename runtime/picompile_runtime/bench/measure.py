@@ -262,7 +262,7 @@ class _Measurement:
 
     def seconds(self, device: str, chosen: NDArray[np.bool_]) -> float:
         """Return the seconds per token of the `chosen` calls of a step, all of which are on `device`."""
-        if device == "device" and self.on_gpu:
+        if device == "accelerator" and self.on_gpu:
             spans = [np.array([span.end_ns - span.begin_ns for span in step.spans]) for step in self.steps]
             return float(np.median([1e-9 * each[chosen].sum() / self.lengths.sequences for each in spans]))
         return float(np.median([each.call_s[chosen].sum() / self.tokens for each in self.rounds]))

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from picompile_runtime.artifact.program import WAITING_OPS, Call, Program
+from picompile_runtime.artifact.program import DEVICES, WAITING_OPS, Call, Program
 from picompile_runtime.bench.bandwidth import kind, statistics_rows
 from picompile_runtime.engine.engine import Engine
 from picompile_runtime.engine.timing import CallSpan
@@ -34,7 +34,7 @@ class Overlap:
 
 def overlap(steps: Sequence[TracedStep]) -> Overlap:
     """Return the overlap of host and accelerator over all `steps`."""
-    host, device = (list(_computing(steps, side)) for side in ("host", "device"))
+    host, device = (list(_computing(steps, side)) for side in ("host", "accelerator"))
     both_ns, of_host, of_device = 0, 0, 0
     while of_host < len(host) and of_device < len(device):
         (begin_ns, end_ns), (other_begin_ns, other_end_ns) = host[of_host], device[of_device]
@@ -72,7 +72,7 @@ class StepTime:
     @classmethod
     def of(cls, step: TracedStep) -> StepTime | None:
         """Return the times of a step, or None if the accelerator has no part in it."""
-        spans = [span for span in step.spans if span.call.device == "device"]
+        spans = [span for span in step.spans if span.call.device == "accelerator"]
         if not spans:
             return None
         whole_ns = max(span.end_ns for span in spans) - min(span.begin_ns for span in spans)
@@ -102,7 +102,7 @@ def hybrid_figures(program: Program, steps: Sequence[TracedStep], sequences: int
     skippable = _skippable_rows(program, function)
     return {
         "host_s_per_token": 1e-9 * found.host_ns / tokens,
-        "device_s_per_token": 1e-9 * found.device_ns / tokens,
+        "accelerator_s_per_token": 1e-9 * found.device_ns / tokens,
         "overlap_s_per_token": 1e-9 * found.both_ns / tokens,
         "overlap_share": found.share,
         "exchanges_per_token": sum(call.op in ("send", "signal") for call in program.functions[function]) / sequences,
@@ -146,8 +146,7 @@ def _computing(steps: Sequence[TracedStep], device: str) -> Iterator[tuple[int, 
 
 
 # Names of the processes in a trace file. A browser shows them above each other, on one axis of time.
-_TRACKS = {"host": "host", "device": "accelerator"}
-_PIDS = {device: pid for pid, device in enumerate(_TRACKS)}
+_PIDS = {device: pid for pid, device in enumerate(DEVICES)}
 
 
 @dataclass(frozen=True)
@@ -195,7 +194,7 @@ def chrome_trace(steps: Sequence[TracedStep]) -> dict[str, Any]:
 
 
 def _process(device: str) -> dict[str, Any]:
-    return {"name": "process_name", "ph": "M", "pid": _PIDS[device], "tid": 0, "args": {"name": _TRACKS[device]}}
+    return {"name": "process_name", "ph": "M", "pid": _PIDS[device], "tid": 0, "args": {"name": device}}
 
 
 def _events(step: TracedStep, number: int, origin_ns: int) -> Iterator[dict[str, Any]]:

@@ -84,7 +84,7 @@ class Executor:
         """Leave weights with the host if they `may_move` and the accelerator has too little memory for all."""
         accelerator, program = self._accelerator, artifact.program
         if accelerator is not None and (free_bytes := accelerator.free_bytes()) is not None:
-            names = [call.kernel for name in program.functions for call in program.calls(name, "device")]
+            names = [call.kernel for name in program.functions for call in program.calls(name, "accelerator")]
             graph_bytes = accelerator.graph_bytes(names)
             self._program = fit_accelerator(program, artifact.tensors, free_bytes, may_move, graph_bytes)
         moved_names = self._program.streamed - program.streamed
@@ -151,7 +151,7 @@ class Executor:
     def _bind_accelerator(self, function: str) -> Any:
         if self._accelerator is None:
             return None
-        view, calls = self._accelerator_layout.view, self._program.calls(function, "device")
+        view, calls = self._accelerator_layout.view, self._program.calls(function, "accelerator")
         bound = [(call.kernel, [view(arg) for arg in call.args]) for call in calls]
         return self._accelerator.bind(bound, () if function in ONE_TOKEN_EACH else _breaks(calls))
 
@@ -184,7 +184,7 @@ class Executor:
         always copied.
         """
         name, vocab = self._program.logits[function], self._program.vocab
-        if self._accelerator is not None and self._program.memories["buffer", name] == "device":
+        if self._accelerator is not None and self._program.memories["buffer", name] == "accelerator":
             memory, offset = self._accelerator_layout.places["buffer", name]
             of_accelerator = np.empty((rows, vocab), np.float32)
             self._accelerator.read(memory, offset + first * vocab * 4, of_accelerator.reshape(-1).view(np.uint8))
@@ -209,7 +209,7 @@ class Executor:
             return None
         counts: NDArray[np.int64] = self.buffers[name].copy()
         if self._accelerator is not None:
-            memory, offset = self._accelerator_layout.places["buffer", f"{name}.device"]
+            memory, offset = self._accelerator_layout.places["buffer", f"{name}.accelerator"]
             of_accelerator = np.zeros(counts.nbytes, np.uint8)
             self._accelerator.read(memory, offset, of_accelerator)
             counts += of_accelerator.view(np.int64).reshape(counts.shape)
@@ -221,13 +221,13 @@ class Executor:
             return
         self.buffers[name][:] = 0
         if self._accelerator is not None:
-            memory, offset = self._accelerator_layout.places["buffer", f"{name}.device"]
+            memory, offset = self._accelerator_layout.places["buffer", f"{name}.accelerator"]
             self._accelerator.write(memory, offset, np.zeros(self.buffers[name].nbytes, np.uint8))
 
     def start_timing(self, slowly: bool = False) -> None:
         """Measure every call from now on. An accelerator that this makes slower is measured only with `slowly`."""
         timed = self._accelerator is not None and (slowly or not self._accelerator.slow_stamps)
-        self._times = CallTimes(self._program, ("host", "device") if timed else ("host",))
+        self._times = CallTimes(self._program, ("host", "accelerator") if timed else ("host",))
 
     def stop_timing(self) -> None:
         """Stop measuring, and forget the times."""
@@ -280,7 +280,7 @@ class Executor:
             return
         self._step[3] = self._step[3] % _MOST_STEPS + 1
         self._abandoned[:] = 0
-        of_accelerator = None if times is None else times.stamps(function, "device")
+        of_accelerator = None if times is None else times.stamps(function, "accelerator")
         # Without taking turns, of two engines with the same code one could run on the host and the other on the
         # accelerator, and each would wait for ever.
         with self.library.turn():

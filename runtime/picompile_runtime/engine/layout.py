@@ -91,16 +91,16 @@ def accelerator_layout(
     shared, array = accelerator.share(program.shared_arena_bytes, "memory for transfers between host and accelerator")
     arenas = {
         "shared": shared,
-        "device": accelerator.allocate(program.accelerator_arena_bytes, "the model's workspace"),
+        "accelerator": accelerator.allocate(program.accelerator_arena_bytes, "the model's workspace"),
     }
     places: dict[tuple[str, str], tuple[Any, int]] = {}
     for name, tensor in program.buffers.items():
         if (memory := program.memories["buffer", name]) in arenas:
             places["buffer", name] = (arenas[memory], tensor.offset)
     for name, tensor in program.state.items():
-        if program.memories["state", name] == "device":
+        if program.memories["state", name] == "accelerator":
             places["state", name] = (accelerator.allocate(tensor.size_bytes, f"the state {name}"), 0)
-    used = weights_of(program, "device")
+    used = weights_of(program, "accelerator")
     own = {name: tensors[name] for name in used if name not in program.streamed}
     places |= _upload(accelerator, mapped, own)
     if streamed := [name for name in used if name in program.streamed]:
@@ -178,8 +178,10 @@ class AcceleratorNeed:
 
 def accelerator_need(program: Program, tensors: Mapping[str, Tensor], graph_bytes: int = 0) -> AcceleratorNeed:
     """Return the memory that `program` needs with its weights `tensors`; the driver keeps `graph_bytes` for graphs."""
-    caches = (tensor for name, tensor in program.state.items() if program.memories["state", name] == "device")
-    pinned_bytes = _packed_bytes(tensors[name] for name in weights_of(program, "device") if name in program.streamed)
+    caches = (tensor for name, tensor in program.state.items() if program.memories["state", name] == "accelerator")
+    pinned_bytes = _packed_bytes(
+        tensors[name] for name in weights_of(program, "accelerator") if name in program.streamed
+    )
     tables_bytes = pinned_bytes // _MAPPED_BYTES * _TABLE_BYTES
     return AcceleratorNeed(
         weights=_pieces(_packed_bytes(tensors[name] for name in _own_weights(program))),
@@ -252,7 +254,7 @@ def _moved_weights(program: Program, tensors: Mapping[str, Tensor], wanted_bytes
 def _read_bytes(program: Program, tensors: Mapping[str, Tensor]) -> dict[str, float]:
     """Return about how many bytes of each of the accelerator's weights a decoding step reads."""
     read: dict[str, float] = {}
-    for call in program.calls("decode", "device"):
+    for call in program.calls("decode", "accelerator"):
         names = {arg.name for arg in call.args if arg.kind == "weight"}
         stored = sum(tensors[name].size_bytes for name in names)
         for name in names:
@@ -267,7 +269,7 @@ def _density(call: Call, program: Program) -> float:
 
 
 def _own_weights(program: Program) -> list[str]:
-    return [name for name in weights_of(program, "device") if name not in program.streamed]
+    return [name for name in weights_of(program, "accelerator") if name not in program.streamed]
 
 
 def _pieces(size_bytes: int) -> int:

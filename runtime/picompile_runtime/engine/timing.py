@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from picompile_runtime.artifact.program import WAITING_OPS, Call, FeedForward, Program
-from picompile_runtime.artifact.program_checks import DEVICE_NAMES
 from picompile_runtime.devices.cpu.native import Stamps
 from picompile_runtime.errors import RequestError
 
@@ -49,7 +48,7 @@ class CallTimes:
 
     def add(self, function: str) -> None:
         """Add the times of the step of `function` that has just run."""
-        for device in ("host", "device"):
+        for device in ("host", "accelerator"):
             stamps = self._stamps.get((function, device))
             if stamps is not None:
                 self._sums[function, device] += stamps[:, 1] - stamps[:, 0]
@@ -142,9 +141,9 @@ def _wait(calls: Sequence[Call], flag: int, held: int) -> str:
         return f"host or accelerator waited too long for flag {flag}, which held {held}"
     number = [call for call in calls if call.device == waiting.device].index(waiting)
     return (
-        f"the {DEVICE_NAMES[waiting.device]} waited too long in its call {number}, "
+        f"the {waiting.device} waited too long in its call {number}, "
         f"{waiting.kernel}{_layer(calls, waiting)}, for flag {flag}, which held {held} and is set by {setting.kernel} "
-        f"on the {DEVICE_NAMES[setting.device]}"
+        f"on the {setting.device}"
     )
 
 

@@ -116,7 +116,7 @@ def test_each_thing_is_in_the_graph() -> None:
     assert graph.output_node().args[0].target is ELEMENTWISE
     program = lower(quantized(CASES["gemma"]), options(Placement.all_of(2))).program
     last = [call.device for call in program.functions["decode"] if call.op == "elementwise"][-1]
-    assert last == "device", "arithmetic behind the head is where the head is"
+    assert last == "accelerator", "arithmetic behind the head is where the head is"
     graph = quantized(CASES["one head of keys"]).graph
     assert [arguments(node)["groups"] for node in calls(graph, LAYER_NORM)][1:3] == [4, 1]
     graph = quantized(CASES["tables of positions"]).graph

@@ -1,4 +1,4 @@
-"""Programs for a host and a hot device: what runs where has no influence, and nothing is read before it is there."""
+"""Programs for a host and an accelerator: what runs where has no influence, and nothing is read before it is there."""
 
 import json
 from collections import deque
@@ -154,7 +154,7 @@ def test_placement_does_not_change_the_results(name: str, naps: Naps, tmp_path: 
         if number == 0 and name == "parallel":
             functions = runner.program.functions
             functions["decode"] = [call for call in functions["decode"] if call.op != "wait"]
-            with naps.delaying(("device",), seed=1):
+            with naps.delaying(("accelerator",), seed=1):
                 runner.bind()
             wrong = every_step(runner)["token 8"]
             assert not np.array_equal(wrong, expected["token 8"]), "a program without waits gives wrong results"
@@ -174,7 +174,7 @@ def check_function(program: LoweredProgram, function: str, ahead: float, seed: i
     call in the list that uses memory writes it. With `ahead` 0 and 1 whoever may read too early does.
     """
     calls, random = program.functions[function], np.random.default_rng(seed)
-    queues = [deque(call for call in calls if call.device == device) for device in ("host", "device")]
+    queues = [deque(call for call in calls if call.device == device) for device in ("host", "accelerator")]
     shared = {name: tensor for name, tensor in program.buffers.items() if tensor.memory == "shared"}
     places = {name: range(*_span(tensor), 64) for name, tensor in shared.items() if name not in GIVEN}
     used = {id(call): {arg.name for arg in call.args if arg.space == "buffer"} & places.keys() for call in calls}
@@ -270,7 +270,7 @@ def test_caches_are_lent_one_after_another() -> None:
     program = lower(graph_module, options(ON_HOST, "q8")).program
     check_memory(program)
     calls = program.functions["prefill_last"]
-    assert [call.device for call in calls if call.op == "attention"] == ["device"] * 3
+    assert [call.device for call in calls if call.op == "attention"] == ["accelerator"] * 3
     assert all(tensor.memory == "host" for tensor in program.state.values())
     lent = [call for call in calls if call.kernel.startswith("lend_cache")]
     borrowed = [call for call in calls if call.kernel.startswith("borrow_cache")]
@@ -286,7 +286,7 @@ def test_caches_are_lent_one_after_another() -> None:
 
 def test_the_slices_of_a_block_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """The norm of its neurons reads the sum of all, and adds the bias of down."""
-    monkeypatch.setattr(slices, "STAGE_BYTES", 1)
+    monkeypatch.setattr(slices, "STAGING_BYTES", 1)
     case = Case(replace(CASES["plain"].shape, layers=1, ffn_norm=True), InsertPredictors("exact"), {0: range(2)})
     calls = lower(case.graph(), options(ON_HOST)).program.functions["score"]
     made = {call.args[-1].name: call for call in calls}
@@ -328,26 +328,26 @@ def test_blocks_of_different_sizes_share_kernels_for_a_gpu() -> None:
 
     for function in ("decode", "batch"):
         assert kernels(function, "host") == {"counted_ffn_masked_f16_128"}
-        assert kernels(function, "device") == {"counted_ffn_masked_f16_100"}
-    assert kernels("score", "device") == {"counted_ffn_dense_f16_128"}
+        assert kernels(function, "accelerator") == {"counted_ffn_masked_f16_100"}
+    assert kernels("score", "accelerator") == {"counted_ffn_dense_f16_128"}
 
 
 # ---- what crosses ----
 
 
-@pytest.mark.parametrize("place", ["device", "host", "another function"])
+@pytest.mark.parametrize("place", ["accelerator", "host", "another function"])
 def test_a_projection_that_is_made_elsewhere_is_added_by_itself(place: str) -> None:
     b = GraphBuilder()
     embedded = b.call(EMBEDDING, b.tokens, b.parameter("e", 5, 6), 0)
     x = b.call(RMS_NORM, embedded, b.parameter("n", 6), 1e-5)
     y = b.call(LINEAR, x, b.parameter("w", 6, 6), None)
     total = b.call(ADD, x, y)
-    devices: dict[Node, Device] = {x: "device", total: "device"}
+    devices: dict[Node, Device] = {x: "accelerator", total: "accelerator"}
     if place != "another function":
-        devices[y] = "device" if place == "device" else "host"
+        devices[y] = "accelerator" if place == "accelerator" else "host"
     nodes = [node for node in (x, y, total) if node in devices]
     found = find_fusions(nodes, devices, {}, rows=1).sums.get(total)
-    expected = {"device": Sum(total, (x, y), y, None, None, ()), "host": Sum(total, (x, y), None, y, None, ())}
+    expected = {"accelerator": Sum(total, (x, y), y, None, None, ()), "host": Sum(total, (x, y), None, y, None, ())}
     assert found == expected.get(place)
 
 
@@ -356,7 +356,7 @@ def test_a_value_that_is_added_to_itself_is_no_sum_of_two() -> None:
     x = b.call(EMBEDDING, b.tokens, b.parameter("e", 5, 6), 0)
     total = b.call(ADD, x, x)
     nodes = [x, total, b.call(RMS_NORM, total, b.parameter("n", 6), 1e-5)]
-    assert find_fusions(nodes, dict.fromkeys(nodes, "device"), {}, rows=1).sums == {}
+    assert find_fusions(nodes, dict.fromkeys(nodes, "accelerator"), {}, rows=1).sums == {}
 
 
 def test_no_transfers_where_everything_is_on_the_device() -> None:
@@ -375,7 +375,9 @@ def test_logits_stay_with_the_head() -> None:
     for head in (True, False):
         program = lower(graph_module, options(replace(Placement.all_of(3), head=head))).program
         memories = {function: program.buffers[name].memory for function, name in program.logits.items()}
-        assert memories == dict.fromkeys(("decode", "prefill_last", "batch", "score"), "device" if head else "host")
+        assert memories == dict.fromkeys(
+            ("decode", "prefill_last", "batch", "score"), "accelerator" if head else "host"
+        )
         assert set(program.top_logits) == ({"decode", "prefill_last", "batch"} if head else set())
         assert ("leading" in program.to_json()) == head
         for function, leading in program.top_logits.items():
@@ -392,7 +394,7 @@ def test_a_prediction_from_the_layer_before_is_made_while_the_host_computes(devi
     case = replace(case, shape=replace(case.shape, parallel=False))
     placement = Placement.all_of(case.shape.layers)
     program = lower(case.graph(), replace(options(placement), accelerator=device)).program
-    calls = [call for call in program.functions["decode"] if call.device == "device"]
+    calls = [call for call in program.functions["decode"] if call.device == "accelerator"]
     order = [(call.op, call.layer) for call in calls if call.op in ("predict", "ffn", "attention", "send", "receive")]
     received, sent = ("receive", None), ("send", None)
     expected = [received, ("attention", 0), ("predict", 0), sent, ("ffn", 0), received]
@@ -417,7 +419,7 @@ def test_predictions_that_a_plan_counts_as_early_wait_for_no_cold_neurons(
     case = replace(CASES["gated"], predictors=previous, hot=dict.fromkeys(range(4), hot))
     placement = Placement(frozenset({0, 1, 3}), caches, predictors, head=True)
     program = lower(case.graph(), replace(options(placement), accelerator=device)).program
-    calls = [call for call in program.functions["decode"] if call.device == "device"]
+    calls = [call for call in program.functions["decode"] if call.device == "accelerator"]
     layers = [LayerBytes(1, 1, 77, 1, 0, 1, 1, LayerLaunches(1, 1, 1, 1), 4, number > 0) for number in range(4)]
     wheres = [PartPlaces(layer in placement.attention, layer in caches, layer in predictors) for layer in range(4)]
     early = [
@@ -450,4 +452,4 @@ def test_a_program_with_nothing_for_the_device() -> None:
     with_device, alone = (lower(graph_module, options(placement)) for placement in (ON_HOST, None))
     assert with_device.program.to_json() == alone.program.to_json()
     assert not with_device.accelerator_built
-    assert (alone.program.device_arena_bytes, alone.program.shared_arena_bytes) == (0, 0)
+    assert (alone.program.accelerator_arena_bytes, alone.program.shared_arena_bytes) == (0, 0)

@@ -44,7 +44,7 @@ def nodes_of(shape: GraphShape, kind: str = "learned") -> list[Node]:
 
 def on_device(nodes: list[Node], placement: Placement) -> list[Node]:
     devices = place(nodes, placement)
-    return [node for node in nodes if devices[node] == "device"]
+    return [node for node in nodes if devices[node] == "accelerator"]
 
 
 def moved(nodes: list[Node], placement: Placement) -> list[Node]:

@@ -25,7 +25,7 @@ from picompile_runtime.devices.cpu.native import HostLibrary
 from picompile_runtime.devices.memory import aligned_zeros
 
 # What is to be kept from step to step; all else a step must write before it reads it.
-_KEPT = ("flags", "abandoned", "stats", "stats.batch", "stats.device", "stats.batch.device")
+_KEPT = ("flags", "abandoned", "stats", "stats.batch", "stats.accelerator", "stats.batch.accelerator")
 
 
 def quantized(shape: GraphShape, *passes: Pass, form: str = "f16") -> GraphModule:
@@ -49,10 +49,10 @@ class Runner:
         self._libraries: dict[Device, HostLibrary] = {"host": HostLibrary(path)}
         if lowered.accelerator_built:
             build_host_library(lowered.accelerator_built.values(), path.with_name("hot.so"))
-            self._libraries["device"] = HostLibrary(path.with_name("hot.so"))
-        sizes = (self.program.arena_bytes, self.program.device_arena_bytes, self.program.shared_arena_bytes)
+            self._libraries["accelerator"] = HostLibrary(path.with_name("hot.so"))
+        sizes = (self.program.arena_bytes, self.program.accelerator_arena_bytes, self.program.shared_arena_bytes)
         arenas = [aligned_zeros((size,), np.uint8) for size in sizes]
-        self._arenas = dict(zip(("host", "device", "shared"), arenas, strict=True))
+        self._arenas = dict(zip(("host", "accelerator", "shared"), arenas, strict=True))
         self._memory = {"buffer": {name: self._place(tensor) for name, tensor in self.program.buffers.items()}}
         self._memory["state"] = {name: _poisoned(tensor) for name, tensor in self.program.state.items()}
         self._begin()
@@ -94,7 +94,7 @@ class Runner:
         self._number += 1
         self._memory["buffer"]["step"][3] = self._number
         with ThreadPoolExecutor(1) as device:
-            running = device.submit(self._libraries["device"].run, self._calls[function, "device"], threads)
+            running = device.submit(self._libraries["accelerator"].run, self._calls[function, "accelerator"], threads)
             self._libraries["host"].run(self._calls[function, "host"], 1)
             running.result()
         assert self._memory["buffer"]["abandoned"][0] == 0, "one device waited in vain for the other"
@@ -174,7 +174,9 @@ class Runner:
 
     def stats(self, name: str = "stats") -> NDArray[np.int64]:
         """[parts, 2]: computed and fired since the last call, on all devices."""
-        buffers = [self._memory["buffer"][each] for each in (name, f"{name}.device") if each in self.program.buffers]
+        buffers = [
+            self._memory["buffer"][each] for each in (name, f"{name}.accelerator") if each in self.program.buffers
+        ]
         counts: NDArray[np.int64] = sum(buffer.copy() for buffer in buffers)
         for buffer in buffers:
             buffer[:] = 0

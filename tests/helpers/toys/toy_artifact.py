@@ -96,7 +96,7 @@ class Arena:
     """Buffers one behind the other in each memory."""
 
     def __init__(self, buffers: dict[str, Any]) -> None:
-        self.buffers, self.ends = buffers, {"host": 0, "device": 0, "shared": 0}
+        self.buffers, self.ends = buffers, {"host": 0, "accelerator": 0, "shared": 0}
 
     def place(self, name: str, dtype: str, shape: list[int], memory: str = "host") -> None:
         offset = self.ends[memory]
@@ -164,7 +164,7 @@ def toy_program(toy: Toy, context: int, chunk: int, sequences: int = 1) -> dict[
         "layers": 1,
         "sequences": sequences,
         "arena_bytes": arena.ends["host"],
-        "device_arena_bytes": 0,
+        "accelerator_arena_bytes": 0,
         "shared_arena_bytes": 0,
         "buffers": arena.buffers,
         "state": {"k.0": {"layer": 0, "dtype": "float32", "shape": [1, context, DIM], "grows": 1}},

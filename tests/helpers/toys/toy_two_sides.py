@@ -48,15 +48,15 @@ def hybrid_program(toy: Toy, context: int, chunk: int, sequences: int) -> Json:
         memory.place(name, dtype, shape, "shared")
     twins = {name: program["buffers"][name] for name in ("step", "positions", "slots", "stats", "stats.batch")}
     for name, buffer in twins.items():
-        memory.place(f"{name}.device", buffer["dtype"], buffer["shape"], "device")
-    for name, rows in (("x.device", most), ("y.device", most), ("last.device", 1)):
-        memory.place(name, "float32", [rows, DIM], "device")
+        memory.place(f"{name}.accelerator", buffer["dtype"], buffer["shape"], "accelerator")
+    for name, rows in (("x.accelerator", most), ("y.accelerator", most), ("last.accelerator", 1)):
+        memory.place(name, "float32", [rows, DIM], "accelerator")
     for name in ("y", "last"):
         del program["buffers"][name]
-    program["state"]["k.0"]["memory"] = "device"
+    program["state"]["k.0"]["memory"] = "accelerator"
     return {
         **program,
-        "device_arena_bytes": memory.ends["device"],
+        "accelerator_arena_bytes": memory.ends["accelerator"],
         "shared_arena_bytes": memory.ends["shared"],
         "functions": {name: _split(calls) for name, calls in program["functions"].items()},
     }
@@ -69,7 +69,7 @@ _ABANDONED = {"buffer": "abandoned"}
 def _moved(argument: Json) -> Json:
     """Return the argument that the accelerator is given in the place of the host's."""
     name = argument.get("buffer")
-    return {**argument, "buffer": f"{name}.device"} if name in _ON_DEVICE else argument
+    return {**argument, "buffer": f"{name}.accelerator"} if name in _ON_DEVICE else argument
 
 
 def _flag(number: int) -> Json:
@@ -88,14 +88,14 @@ def _split(calls: list[Json]) -> list[Json]:
     words = [name for name in ("step", "positions", "slots") if name in [argument.get("buffer") for argument in used]]
     split = [embed, _call("toy_signal", step, _flag(0), op="signal")]
     for name in words:
-        split.append(_call("toy_words", {"buffer": name}, _moved({"buffer": name}), op="inputs", device="device"))
+        split.append(_call("toy_words", {"buffer": name}, _moved({"buffer": name}), op="inputs", device="accelerator"))
     received = (_moved(step), x, _flag(0), _ABANDONED, _moved(x))
-    split.append(_call("toy_receive", *received, op="receive", device="device"))
-    split += [{**call, "device": "device", "args": [*map(_moved, call["args"])]} for call in inner]
+    split.append(_call("toy_receive", *received, op="receive", device="accelerator"))
+    split += [{**call, "device": "accelerator", "args": [*map(_moved, call["args"])]} for call in inner]
     if head is not None:
         _, source, *rest = head["args"]
         sent = {"buffer": "sent", "shape": source.get("shape", [1, DIM])}
-        split.append(_call("toy_send", _moved(step), _moved(source), sent, _flag(1), op="send", device="device"))
+        split.append(_call("toy_send", _moved(step), _moved(source), sent, _flag(1), op="send", device="accelerator"))
         split.append(_call("toy_wait", step, _flag(1), _ABANDONED, op="wait"))
         split.append({**head, "args": [step, sent, *rest]})
     return split
@@ -117,7 +117,7 @@ def write_hybrid(
     change(program)
     write_artifact(folder, library, toy, context, chunk, sequences, program)
     shutil.copyfile(library, folder / HOT)
-    hot_device = {"kind": "cpu", "code": [code_entry(file=HOT)]}
-    fields = {"sequences": sequences, "hot_device": hot_device, **(manifest or {})}
+    accelerator = {"kind": "cpu", "code": [code_entry(file=HOT)]}
+    fields = {"sequences": sequences, "accelerator": accelerator, **(manifest or {})}
     write_manifest(folder, context, chunk, {key: value for key, value in fields.items() if value is not None})
     return folder

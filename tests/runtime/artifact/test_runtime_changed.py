@@ -93,7 +93,9 @@ print("written")
 """
 
 
-@sampled(side=[("host", "host"), ("hybrid", "host"), ("hybrid", "device")], mapped="01", slow="loads in new processes")
+@sampled(
+    side=[("host", "host"), ("hybrid", "host"), ("hybrid", "accelerator")], mapped="01", slow="loads in new processes"
+)
 def test_a_write_to_a_weight_ends_the_process(
     side: tuple[str, str], mapped: str, tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -116,9 +116,14 @@ def test_parts_of_a_steps_time_add_up() -> None:
         return CallSpan(Call("kernel", (), op, 0, 0, device=device), begin_ns, end_ns)
 
     spans = [
-        span("inputs", "device", 1000, 1001), span("linear", "device", 1003, 1010), span("send", "device", 1010, 1012),
-        span("ffn", "device", 1013, 1033), span("ffn", "host", 1012, 1052), span("receive", "device", 1034, 1060),
-        span("add", "device", 1060, 1065), span("head", "host", 1065, 2000),
+        span("inputs", "accelerator", 1000, 1001),
+        span("linear", "accelerator", 1003, 1010),
+        span("send", "accelerator", 1010, 1012),
+        span("ffn", "accelerator", 1013, 1033),
+        span("ffn", "host", 1012, 1052),
+        span("receive", "accelerator", 1034, 1060),
+        span("add", "accelerator", 1060, 1065),
+        span("head", "host", 1065, 2000),
     ]  # fmt: skip
     found = StepTime.of(TracedStep("decode", 0, 3000, tuple(spans)))
     assert found is not None
@@ -151,7 +156,7 @@ def test_bench_of_a_gpu(gpu_artifact: Path, gpu: ctypes.CDLL, monkeypatch: pytes
     assert (decode["floor_tokens_per_s"], decode["bandwidth_share"]) == (None, None)
     for row in decode["kernels"]:
         assert row["s_per_token"] > 0
-        assert (row["floor_s_per_token"] is None) == (row["floor_share"] is None) == (row["device"] == "device")
+        assert (row["floor_s_per_token"] is None) == (row["floor_share"] is None) == (row["device"] == "accelerator")
     ended = cli("bench", gpu_artifact, "-p", "5", "-n", "3", "-r", "1", "-t", "1")
     assert (ended.code, ended.err) == (0, "")
     assert "floor        unknown, since the bandwidth of the GPU's memory is not measured" in ended.out
@@ -186,7 +191,7 @@ def test_bench_of_host_and_accelerator(tiny_hybrid: Path, tiny_artifact: Path) -
             assert {event["name"] for event in events if event["cat"] == "wait"} == {wait}
         together, hybrid, decode = overlap(steps[1:]), result["hybrid"], result["decode"]
         assert 0 <= together.both_ns <= min(together.host_ns, together.device_ns)
-        times = [hybrid[f"{name}_s_per_token"] for name in ("host", "device", "overlap")]
+        times = [hybrid[f"{name}_s_per_token"] for name in ("host", "accelerator", "overlap")]
         assert times == pytest.approx([1e-9 * ns / (5 * sequences) for ns in vars(together).values()], rel=1e-12)
         assert hybrid["overlap_share"] == together.share
         exchanges = sum(call.op in ("send", "signal") for call in functions[function])
@@ -196,9 +201,9 @@ def test_bench_of_host_and_accelerator(tiny_hybrid: Path, tiny_artifact: Path) -
         step_times = hybrid["step"]
         assert step_times["gpu_s"] > step_times["compute_s"] > step_times["hot_s"] > 0
         assert step_times["exchange_s"] > 0 and step_times["cold_s"] > 0
-        assert {row["device"] for row in decode["kernels"]} == {"host", "device"}
+        assert {row["device"] for row in decode["kernels"]} == {"host", "accelerator"}
         assert all(row["s_per_token"] > 0 and row["floor_s_per_token"] is not None for row in decode["kernels"])
-        for device in ("host", "device"):
+        for device in ("host", "accelerator"):
             # Calls of a device take no longer than the steps that they are in.
             spent = sum(row["s_per_token"] for row in decode["kernels"] if row["device"] == device)
             assert spent < 1 / decode["tokens_per_s"]
@@ -220,8 +225,8 @@ def test_steps_without_cold_neurons_are_counted() -> None:
         return Call("block", (argument(mask, "uint8", 1, 8), statistics), "ffn", 0, 0)
 
     count = argument("count", "int32", 1)
-    send = Call("send", (argument("sent", "uint8", 1, 8), count), "send", 0, 0, device="device")
-    receive = Call("receive", (count,), "receive", 0, 0, device="device")
+    send = Call("send", (argument("sent", "uint8", 1, 8), count), "send", 0, 0, device="accelerator")
+    receive = Call("receive", (count,), "receive", 0, 0, device="accelerator")
     program: Any = SimpleNamespace(functions={"decode": (send, block("sent", 1), block("own", 2), receive)})
     steps = [TracedStep("decode", 0, 9, (), frozenset(rows)) for rows in ([], [1], [1, 2], [0, 2])]
     assert hybrid_figures(program, steps, 1)["skipped_per_token"] == 0.5
@@ -271,9 +276,9 @@ def test_overlap_of_random_calls_is_that_of_every_nanosecond() -> None:
             yield str(random.choice(["ffn", "wait", "receive", "linear"])), begin, end
 
     for turn in range(30):
-        of_side = {device: list(calls()) for device in ("host", "device")}
+        of_side = {device: list(calls()) for device in ("host", "accelerator")}
         if turn < 2:  # an idle side
-            of_side["device"] = [("receive", 0, 1000)] * turn
+            of_side["accelerator"] = [("receive", 0, 1000)] * turn
         busy = np.zeros((2, 1000), bool)
         for row, of_one in zip(busy, of_side.values(), strict=True):
             for op, begin, end in of_one:

@@ -20,7 +20,7 @@ def _pieces_of_a_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_memory, "_PIECE_BYTES", 1)
 
 
-def call(op: str, *names: str, layer: int | None = None, read: int | None = None, device: str = "device") -> Call:
+def call(op: str, *names: str, layer: int | None = None, read: int | None = None, device: str = "accelerator") -> Call:
     stored = sum(TENSORS[name].size_bytes for name in names)
     arguments = tuple(Argument("weight", name, TENSORS[name]) for name in names)
     return Call("k", arguments, op, layer, stored if read is None else read, device=device)
@@ -51,7 +51,7 @@ def program() -> Program:
         functions={"decode": decode, "prefill": (), "prefill_last": (), "score": ()},
         logits={},
         ffn=tuple(FeedForward(layer, "hot", 10, "exact", layer) for layer in (0, 1)),
-        memories={("state", "k"): "device", ("state", "v"): "host"},
+        memories={("state", "k"): "accelerator", ("state", "v"): "host"},
         top_logits={},
         streamed=frozenset(),
     )
@@ -87,7 +87,7 @@ def test_memory_comes_in_large_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     need = accelerator_need(replace(program(), streamed=frozenset({"table"})), TENSORS)
     assert need.weights == ALL - own_bytes("table")
     monkeypatch.setattr(device_memory, "_PIECE_BYTES", 1000)
-    whole = replace(program(), memories={("state", "k"): "device", ("state", "v"): "device"})
+    whole = replace(program(), memories={("state", "k"): "accelerator", ("state", "v"): "accelerator"})
     need = accelerator_need(whole, TENSORS)
     assert (need.weights, need.kv_cache, need.workspace) == (-(-ALL // 1000) * 1000, 2000, 1000)
 

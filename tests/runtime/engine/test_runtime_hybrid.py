@@ -144,7 +144,7 @@ def replace_calls(
 STEP_TIMEOUTS = {
     "host": r"step timeout: the accelerator waited too long in its call \d, toy_receive, for flag 0, which held \d "
     r"and is set by toy_signal on the host; flags set in step \d: 1, of 2",
-    "device": r"step timeout: the host waited too long in its call 2, toy_wait, for flag 1, which held \d and is "
+    "accelerator": r"step timeout: the host waited too long in its call 2, toy_wait, for flag 1, which held \d and is "
     r"set by toy_send on the accelerator; flags set in step \d: 0, of 2",
 }
 
@@ -159,7 +159,7 @@ USES: dict[str, Callable[[Engine], np.ndarray]] = {
 
 @pytest.mark.parametrize("function", USES)
 @pytest.mark.parametrize("answers", [True, False], ids=["fails", "never answers"])
-@pytest.mark.parametrize("side", ["host", "device"])
+@pytest.mark.parametrize("side", ["host", "accelerator"])
 def test_a_side_that_fails_ends_the_step_and_no_more(
     side: str, answers: bool, function: str, make_hybrid: Callable[..., Path], impatient_library: Path, alone: Engine
 ) -> None:
@@ -181,7 +181,7 @@ def test_a_side_that_fails_ends_the_step_and_no_more(
         np.testing.assert_array_equal(engine.decode(IDS[9]), alone.decode(IDS[9]))
 
 
-@pytest.mark.parametrize("first", ["host", "device"])
+@pytest.mark.parametrize("first", ["host", "accelerator"])
 def test_the_error_is_that_of_the_side_that_failed_first(
     first: str, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -328,21 +328,21 @@ def moved(name: str) -> Callable[[Any], None]:
     """Puts a buffer of the runtime's into the accelerator's memory."""
 
     def change(program: Any) -> None:
-        program["buffers"][name].update(memory="device", offset=program["device_arena_bytes"])
-        program["device_arena_bytes"] += 4096
+        program["buffers"][name].update(memory="accelerator", offset=program["accelerator_arena_bytes"])
+        program["accelerator_arena_bytes"] += 4096
 
     return change
 
 
 def copied_tokens(program: Any) -> None:
     """Lets the accelerator read its own copy of the tokens, and a table that has too few rows for them."""
-    copy = program["buffers"]["positions.device"] | {"offset": program["device_arena_bytes"]}
-    program["buffers"]["tokens.device"] = copy
-    program["device_arena_bytes"] += 64
-    args = [{"buffer": "step.device"}, {"buffer": "tokens.device", "shape": [1]}]
+    copy = program["buffers"]["positions.accelerator"] | {"offset": program["accelerator_arena_bytes"]}
+    program["buffers"]["tokens.accelerator"] = copy
+    program["accelerator_arena_bytes"] += 64
+    args = [{"buffer": "step.accelerator"}, {"buffer": "tokens.accelerator", "shape": [1]}]
     table = {"weight": "table", "shape": [TOY.vocab - 1, 16]}
     call = program["functions"]["decode"][0]
-    call.update(device="device", args=[*args, table, {"buffer": "x.device", "shape": [1, 16]}])
+    call.update(device="accelerator", args=[*args, table, {"buffer": "x.accelerator", "shape": [1, 16]}])
 
 
 def picks_top_logits(function: str, count: int, memory: str = "shared", ids: str = "int32") -> Callable[[Any], None]:
@@ -362,20 +362,26 @@ def picks_top_logits(function: str, count: int, memory: str = "shared", ids: str
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (call_with("toy_head", 1, {"buffer": "last.device"}), "toy_head on the host is given last.device, .* accel"),
+        (
+            call_with("toy_head", 1, {"buffer": "last.accelerator"}),
+            "toy_head on the host is given last.accelerator, .* accel",
+        ),
         (call_with("toy_ffn", 3, {"buffer": "stats"}), "toy_ffn on the accelerator is given stats, .* in host memory"),
         (set_at("state", "k.0", "memory", "host"), "toy_cache on the accelerator is given k.0, .* in host memory"),
-        (set_at("state", "k.0", "memory", "gpu"), "memory must be one of host, device, shared"),
-        (set_at("functions", "decode", 0, "device", "gpu"), "device must be one of host, device"),
+        (set_at("state", "k.0", "memory", "gpu"), "memory must be one of host, accelerator, shared"),
+        (set_at("functions", "decode", 0, "device", "gpu"), "device must be one of host, accelerator"),
         (lambda program: program["buffers"].pop("flags"), "flags"),
-        (lambda program: program["buffers"].pop("stats.device"), "stats.device"),
+        (lambda program: program["buffers"].pop("stats.accelerator"), "stats.accelerator"),
         (set_at("buffers", "flags", "shape", [2, 8]), r"flags must be int32 \[2, 16\]|not inside of flags"),
         (set_at("buffers", "abandoned", "shape", [1]), r"abandoned must be int32 \[16\]"),
-        (set_at("buffers", "stats.batch.device", "shape", [3, 2]), r"stats.batch.device must be int64 \[2, 2\]"),
+        (
+            set_at("buffers", "stats.batch.accelerator", "shape", [3, 2]),
+            r"stats.batch.accelerator must be int64 \[2, 2\]",
+        ),
         (over("flags", "x"), "x overlaps flags"),
         (over("sent", "step"), "sent overlaps step"),
-        (over("stats.batch.device", "last.device"), "last.device overlaps stats.batch.device"),
-        (set_at("device_arena_bytes", 64), "such that the buffer ends inside the arena"),
+        (over("stats.batch.accelerator", "last.accelerator"), "last.accelerator overlaps stats.batch.accelerator"),
+        (set_at("accelerator_arena_bytes", 64), "such that the buffer ends inside the arena"),
         (set_at("streamed", ["nothing"]), "there are no weights called nothing"),
         (set_at("streamed", "head"), "streamed must be"),
         (copied_tokens, "toy_embed: the table has fewer than 50 rows"),
@@ -383,7 +389,7 @@ def picks_top_logits(function: str, count: int, memory: str = "shared", ids: str
         (picks_top_logits("prefill", 5), "leading: prefill is no function that gives logits"),
         (picks_top_logits("batch", 5), r"leading.scores must be float32 \[3, 5\]"),
         (picks_top_logits("decode", 5, ids="float32"), r"leading.ids must be int32 \[1, 5\]"),
-        (picks_top_logits("decode", 5, memory="device"), "leading.scores must not be in the accelerator's memory"),
+        (picks_top_logits("decode", 5, memory="accelerator"), "leading.scores must not be in the accelerator's memory"),
         (set_at("leading", {"decode": {"scores": "x"}}), "decode: ids must be a text, but is missing"),
         (set_at("leading", ["decode"]), "leading must be an object"),
     ],
@@ -401,8 +407,8 @@ def test_top_logits_leave_the_others_to_the_accelerator(make_hybrid: Callable[..
         picks_top_logits("decode", 5)(program)
         for function in ("decode", "prefill_last"):
             program["functions"][function].pop()  # the head, which is the host's
-        program["buffers"]["logits"].update(memory="device", offset=program["device_arena_bytes"])
-        program["device_arena_bytes"] += 4 * 64
+        program["buffers"]["logits"].update(memory="accelerator", offset=program["accelerator_arena_bytes"])
+        program["accelerator_arena_bytes"] += 4 * 64
 
     refused(make_hybrid(change=change), "buffers: logits must not be in the accelerator's memory")
 
@@ -415,7 +421,7 @@ def test_top_logits_leave_the_others_to_the_accelerator(make_hybrid: Callable[..
 
 
 @pytest.mark.parametrize(
-    ("hot_device", "match"),
+    ("accelerator", "match"),
     [
         (None, "has calls for an accelerator, and no code for one; compile it again"),
         ({"kind": "tpu"}, "is for an accelerator of the kind 'tpu', which no package here opens"),
@@ -427,10 +433,10 @@ def test_top_logits_leave_the_others_to_the_accelerator(make_hybrid: Callable[..
     ],
 )
 def test_manifests_without_a_valid_accelerator_raise(
-    make_hybrid: Callable[..., Path], hot_device: Any, match: str
+    make_hybrid: Callable[..., Path], accelerator: Any, match: str
 ) -> None:
     for_others = "made-up" in match
-    refused(make_hybrid(manifest={"hot_device": hot_device}), match, MachineError if for_others else ArtifactError)
+    refused(make_hybrid(manifest={"accelerator": accelerator}), match, MachineError if for_others else ArtifactError)
 
 
 def test_accelerator_code_that_lacks_a_kernel_raises(make_hybrid: Callable[..., Path], library: Path) -> None:

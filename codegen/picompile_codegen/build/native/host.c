@@ -119,7 +119,7 @@ static int is_set(const int32_t *flag, int32_t step) {
 }
 
 /* Whoever gives up says in `abandoned` for which flag it waited, as a distance in bytes, and what that held: words 1 and
- * 2 are the host's, or a hot device's that is a partition of the CPU, 3 and 4 a GPU's. */
+ * 2 are the host's, or an accelerator's that is a partition of the CPU, 3 and 4 a GPU's. */
 static void give_up(const int32_t *flag, int32_t *abandoned) {
   abandoned[1] = (int32_t)((intptr_t)flag - (intptr_t)abandoned);
   abandoned[2] = atomic_load_explicit((const _Atomic int32_t *)flag, memory_order_relaxed);

@@ -1,4 +1,4 @@
-"""An NVIDIA GPU as the hot device; see `picompile_runtime.devices.accelerator`.
+"""An NVIDIA GPU as the accelerator; see `picompile_runtime.devices.accelerator`.
 
 Nothing is compiled when it is opened, unless the GPU is newer than the artifact's cubin: then the driver compiles the
 PTX. What runs is one graph or several in one stream; writes are copied in another, so that they do not wait for it. In

@@ -156,7 +156,7 @@ def check_images(artifact: Artifact) -> None:
     """Raise ArtifactError if the GPU code lacks a kernel that the program calls. This needs no GPU."""
     images, program = read_cuda_images(artifact), artifact.program
     _check_copies(artifact, images)
-    for call in (call for name in program.functions for call in program.calls(name, "device")):
+    for call in (call for name in program.functions for call in program.calls(name, "accelerator")):
         if call.kernel not in images.kernels and call.kernel not in images.copies:
             raise ArtifactError(f"{artifact.folder}: the GPU code has no kernel {call.kernel}; compile the model again")
         for launch in images.kernels.get(call.kernel, ()):
@@ -165,7 +165,7 @@ def check_images(artifact: Artifact) -> None:
 
 def _check_copies(artifact: Artifact, images: CudaImages) -> None:
     """Raise ArtifactError if a kernel that is a copy beside the launches is called as if it were one of these."""
-    for call in (call for name in artifact.program.functions for call in artifact.program.calls(name, "device")):
+    for call in (call for name in artifact.program.functions for call in artifact.program.calls(name, "accelerator")):
         if (call.kernel in images.copies) != (call.op == UPLOAD_OP):
             copies = f"only copies are called as {UPLOAD_OP}, and all of them"
             raise ArtifactError(f"{artifact.folder}: {call.kernel} is called as {call.op}; {copies}")

@@ -20,7 +20,7 @@ def interfaces(artifact: Artifact) -> Mapping[str, KernelInterface]:
 
 def verify(artifact: Artifact) -> None:
     printed, program = interfaces(artifact), artifact.program
-    called = {call.kernel for name in program.functions for call in program.calls(name, "device")}
+    called = {call.kernel for name in program.functions for call in program.calls(name, "accelerator")}
     if missing := called - set(printed):
         raise ArtifactError(f"{artifact.folder}: {min(missing)} was not printed")
 
