@@ -51,12 +51,12 @@ def train_command(
 
 
 def _show(predictors: "Predictors") -> None:
-    gate, share = predictors.gate, predictors.parameters / (predictors.model_parameters or 1)
+    accuracy, share = predictors.accuracy, predictors.parameters / (predictors.model_parameters or 1)
     print(f"{predictors.path}: {predictors.parameters} parameters, {share:.2%} of the model's")
-    if {"perplexity", "dense_perplexity", "relative_change", "tokens"} <= gate.keys():
+    if {"perplexity", "dense_perplexity", "relative_change", "tokens"} <= accuracy.keys():
         print(
-            f"perplexity {gate['perplexity']:.4f}, dense {gate['dense_perplexity']:.4f}, "
-            f"change {gate['relative_change']:+.3%} over {gate['tokens']} tokens"
+            f"perplexity {accuracy['perplexity']:.4f}, dense {accuracy['dense_perplexity']:.4f}, "
+            f"change {accuracy['relative_change']:+.3%} over {accuracy['tokens']} tokens"
         )
     for layer in predictors.layers:
         rank = f"rank {layer.rank} of {layer.input}" if layer.learned else ""

@@ -15,7 +15,7 @@ from picompile.predictors.predictor_set import PredictorSet
 from picompile.progress import Progress
 from picompile_passes.formats import predictor_format
 
-_STAND_IN_FILE = "kernels/gate.so"
+_STAND_IN_FILE = "kernels/check.so"
 
 
 def require_checkable(options: CompileOptions, code: Sequence[Code]) -> None:

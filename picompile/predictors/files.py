@@ -53,7 +53,7 @@ def _described(folder: Path, facts: Fields) -> Predictors:
     layers = tuple(LayerPredictor.from_json(entry) for entry in facts.objects("layers"))
     check_order(facts, [layer.layer for layer in layers])
     model = facts.object("model")
-    gate = _accuracy_facts(facts.object("gate")) if "gate" in facts.data else {}
+    accuracy = _accuracy_facts(facts.object("gate")) if "gate" in facts.data else {}
     curves = facts.data.get("curves", [])
     if not isinstance(curves, list):
         raise facts.wrong("curves", "a list")
@@ -65,16 +65,16 @@ def _described(folder: Path, facts: Fields) -> Predictors:
     used = {name: header for name, header in headers.items() if name in wanted}
     parameters = model.integer("parameters", 1) if model.data.get("parameters") is not None else None
     described = (_word(model, "fingerprint"), _word(model, "name"), parameters)
-    return Predictors(folder, layers, used, *described, gate, curves)
+    return Predictors(folder, layers, used, *described, accuracy, curves)
 
 
-def _accuracy_facts(gate: Fields) -> Mapping[str, Any]:
+def _accuracy_facts(accuracy: Fields) -> Mapping[str, Any]:
     """Return the facts of training's accuracy check unchanged, after a check that its figures are numbers."""
     for key in _FIGURES:
         # NaN and infinity are results of a measurement, too.
-        if key in gate.data and figure(gate, key) is None and not isinstance(gate.data[key], float):
-            raise gate.wrong(key, "a number")
-    return gate.data
+        if key in accuracy.data and figure(accuracy, key) is None and not isinstance(accuracy.data[key], float):
+            raise accuracy.wrong(key, "a number")
+    return accuracy.data
 
 
 def _word(fields: Fields, key: str) -> str | None:
@@ -145,7 +145,7 @@ def save_predictors(
     layers: Sequence[LayerPredictor],
     tensors: Mapping[str, Tensor],
     model: Mapping[str, Any],
-    gate: Mapping[str, Any] | None = None,
+    accuracy: Mapping[str, Any] | None = None,
     curves: Sequence[Mapping[str, Any]] = (),
 ) -> None:
     """Write the predictors of a model to `folder`, which appears whole and replaces what is there.
@@ -158,7 +158,7 @@ def save_predictors(
         tensors: `layers.N.fc1`, `layers.N.fc2` and `layers.N.bias` of every learned layer. They are written as f16, one
             at a time, so that a mapping may make each one on access.
         model: `{"fingerprint", "name"}` and, if known, `"parameters"`, the number of the model's parameters.
-        gate: Facts of the accuracy check.
+        accuracy: Facts of the accuracy check.
         curves: Trade-off curves of the layers.
 
     Raises:
@@ -168,7 +168,7 @@ def save_predictors(
     from picompile.output import replacing
 
     with replacing(folder) as place:
-        write_predictors(place, layers, tensors, model, gate, curves)
+        write_predictors(place, layers, tensors, model, accuracy, curves)
 
 
 def write_predictors(
@@ -176,7 +176,7 @@ def write_predictors(
     layers: Sequence[LayerPredictor],
     tensors: Mapping[str, Tensor],
     model: Mapping[str, Any],
-    gate: Mapping[str, Any] | None = None,
+    accuracy: Mapping[str, Any] | None = None,
     curves: Sequence[Mapping[str, Any]] = (),
 ) -> None:
     """Write the files of `save_predictors` into an existing folder, without replacing it as a whole."""
@@ -203,7 +203,7 @@ def write_predictors(
         "schema": SCHEMA,
         "picompile": __version__,
         "model": dict(model),
-        "gate": dict(gate or {}),
+        "gate": dict(accuracy or {}),
         "layers": [layer.to_json() for layer in layers],
         "curves": list(curves),
     }

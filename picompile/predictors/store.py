@@ -151,8 +151,8 @@ class BlockShape(NamedTuple):
 class Predictors:
     """A predictor set: one predictor for every layer, read from `path` and checked.
 
-    `fingerprint`, `name` and `model_parameters` are those of the model, None if they were not recorded. `gate` has the
-    facts of training's accuracy check, `curves` the trade-off curves of each layer.
+    `fingerprint`, `name` and `model_parameters` are those of the model, None if they were not recorded. `accuracy` has
+    the facts of training's accuracy check, `curves` the trade-off curves of each layer.
     """
 
     path: Path
@@ -161,7 +161,7 @@ class Predictors:
     fingerprint: str | None = None
     name: str | None = None
     model_parameters: int | None = None
-    gate: Mapping[str, Any] = field(default_factory=dict)
+    accuracy: Mapping[str, Any] = field(default_factory=dict)
     curves: Sequence[Mapping[str, Any]] = ()
 
     @property

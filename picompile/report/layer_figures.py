@@ -51,10 +51,10 @@ def of_predictors(predictors: Predictors, firing: Mapping[int, FiringSummary] | 
     found = [of_predictor(layer, *known.get(layer.layer, (None, None))) for layer in predictors.layers]
     missed = {
         entry.get("layer"): measured(entry.get("missed_energy"))
-        for entry in _sequence(predictors.gate.get("layers"))
+        for entry in _sequence(predictors.accuracy.get("layers"))
         if isinstance(entry, Mapping) and isinstance(entry.get("layer"), int)
     }
-    targets: Sequence[Any] = _sequence(predictors.gate.get("targets"))
+    targets: Sequence[Any] = _sequence(predictors.accuracy.get("targets"))
     if len(targets) != len(found):
         targets = [None] * len(found)
     return [

@@ -198,8 +198,8 @@ class PageSection:
     parts: Sequence[Part]
 
 
-def relative_change(gate: Mapping[str, Any]) -> float | None:
+def relative_change(accuracy: Mapping[str, Any]) -> float | None:
     """Return how far the predictors raise the perplexity."""
-    found = measured(gate.get("relative_change"))
-    quotient = ratio(measured(gate.get("perplexity")), measured(gate.get("dense_perplexity")))
+    found = measured(accuracy.get("relative_change"))
+    quotient = ratio(measured(accuracy.get("perplexity")), measured(accuracy.get("dense_perplexity")))
     return found if found is not None or quotient is None else quotient - 1

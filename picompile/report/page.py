@@ -128,9 +128,9 @@ def _predictors(source: Predictors) -> dict[str, str]:
         "parameters": parameters_text(source, brief=True),
         "size": numbers.size(sum(layer.bytes_f16 or 0 for layer in layers) or None),
         **_layers(layers),
-        "dense perplexity": numbers.perplexity(numbers.measured(source.gate.get("dense_perplexity"))),
-        "with predictors": numbers.perplexity(numbers.measured(source.gate.get("perplexity"))),
-        "change": numbers.change(relative_change(source.gate)),
+        "dense perplexity": numbers.perplexity(numbers.measured(source.accuracy.get("dense_perplexity"))),
+        "with predictors": numbers.perplexity(numbers.measured(source.accuracy.get("perplexity"))),
+        "change": numbers.change(relative_change(source.accuracy)),
     }
 
 

@@ -192,7 +192,7 @@ def predictors_section(anchor: str, predictors: Predictors, profiles: Sequence[F
         ("parameters", parameters_text(predictors)),
         ("in f16", numbers.size(sum(layer.bytes_f16 or 0 for layer in layers) or None)),
     ]
-    parts: list[Part | None] = [accuracy_table(predictors.gate, layers)]
+    parts: list[Part | None] = [accuracy_table(predictors.accuracy, layers)]
     counts = imported_counts(predictors)
     pictures = [curves_picture(f"{anchor}-curves", counts)] if counts else []
     pictures += [*rank_pictures(f"{anchor}-rank", layers), *accuracy_pictures(anchor, layers)]

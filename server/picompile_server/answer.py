@@ -1,4 +1,4 @@
-"""One answer on its way: its request, checked, how its tokens are chosen, and when it ends."""
+"""An answer in progress: its checked request, its sampler, and the conditions of its end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _UNLIMITED = 2**63 - 1
 
 
 class AnswerState:
-    """A request that was taken, and how far its answer is. It depends on nothing that other answers do.
+    """An accepted request and the progress of its answer, which depends on no other answer.
 
     It is made on the caller's thread; after that only the engine's thread uses it.
 
@@ -85,7 +85,7 @@ class AnswerState:
         return self._admitted_s is not None
 
     def start(self) -> None:
-        """Note that the answer was admitted, and make what chooses its tokens. Raises what its grammar raises."""
+        """Note that the answer was admitted, and make its sampler. Raises the errors of its grammar."""
         self._admitted_s = time.monotonic()
         self._sampler.observe(self.prompt)
         if self._speculation is not None:
@@ -139,7 +139,7 @@ class AnswerState:
         return TokenChosen(token, named, fired_share), self._end_reason(token, position)
 
     def draft(self, position: int) -> list[int]:
-        """Return a draft of what follows the token that was chosen last, empty if that should be read alone.
+        """Return a draft of the tokens after the last chosen one; empty if that should be read alone.
 
         `position` is how many tokens were read.
         """

@@ -1,4 +1,4 @@
-"""The answers that have a slot: their prompts are read chunk by chunk, and their tokens are generated side by side."""
+"""The answers that have a slot: prompts are read chunk by chunk, and all answers get their tokens in shared steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHARED_TURN_TOKENS = 64
 
 
 class Batch:
-    """Does the engine's steps, on one thread. At most one prompt is being read; all others wait in the queue.
+    """The running answers; one thread does their steps. At most one prompt is being read; others wait in the queue.
 
     So a request is placed when the engine is ready for its prompt, and finds in the slots whatever was read before.
     What other threads see, the slots and the counts, changes under `lock`; steps and listeners run without it.
@@ -60,7 +60,7 @@ class Batch:
         return self._kv_tokens is None or self.reserved_tokens + answer.reserved_tokens <= self._kv_tokens
 
     def admit(self, answer: AnswerState) -> None:
-        """Give a slot to an answer that `fits`, with what is known of its prompt; an error of its grammar ends it.
+        """Give a slot to an answer that `fits`, with the known part of its prompt; an error of its grammar ends it.
 
         Raises RequestError or KernelError if the engine fails.
         """
@@ -178,7 +178,7 @@ class Batch:
         return True
 
     def _choose_each(self, answer: AnswerState, rows: list[Scores], drafted: list[int], share: float | None) -> None:
-        """Choose the tokens of one answer as far as they are those of the draft, and the one that follows these."""
+        """Choose one answer's tokens as long as they agree with the draft, and one token more."""
         slot, accepted = answer.slot, 0
         for scores, draft in zip(rows, [*drafted, None], strict=True):
             with self._lock:
@@ -248,14 +248,14 @@ class Batch:
         self._events.append((answer, answer.finished(reason, error)))
 
     def fail(self, error: BaseException) -> None:
-        """End all running answers with an error of the engine, after which nobody knows what the cache holds."""
+        """End all running answers with an error of the engine, after which the content of the cache is unknown."""
         for answer in self.running:
             self.end(answer, "error", one_line(error))
         with self._lock:
             self.slots.forget_all()
 
     def tell(self) -> None:
-        """Tell the listeners what has happened. One that raises an error is not told anything more."""
+        """Send events to the listeners. One that raises an error gets no more of them."""
         while self._events:
             events, self._events = self._events, []
             for answer, event in events:

@@ -1,4 +1,4 @@
-"""How many neurons fire while answers are made."""
+"""The share of neurons that fire while answers are generated."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Grammars: which tokens may come next, so that an answer is JSON of a schema, matches a pattern, or calls tools.
+"""Grammars restrict the next token, so that an answer is JSON of a schema, matches a pattern, or calls tools.
 
-llguidance computes the allowed tokens. Grammars are tried in a process of their own before they are used in this one:
+llguidance computes the allowed tokens. Grammars are tried in a separate process before they are used in this one:
 some take minutes, gigabytes or all of the stack (grammar_worker.py).
 """
 
@@ -91,18 +91,18 @@ class GrammarCompiler:
         self._lock = threading.Lock()
 
     def json_schema(self, schema: Mapping[str, Any] | bool) -> Callable[[], Grammar]:
-        """Return what makes a grammar of JSON that satisfies a schema.
+        """Return a maker of the grammar of JSON that satisfies a schema.
 
         Raises RequestError, in one line, if it is not a schema or asks for something that cannot be enforced.
         """
         return self.grammar("JSON schema", f"start: {json_rule(schema)}")
 
     def json_object(self) -> Callable[[], Grammar]:
-        """Return what makes a grammar of any JSON object."""
+        """Return a maker of the grammar of any JSON object."""
         return self.json_schema({"type": "object"})
 
     def regex(self, pattern: str) -> Callable[[], Grammar]:
-        """Return what makes a grammar of the texts that a regular expression matches from beginning to end.
+        """Return a maker of the grammar of texts that a regular expression matches from beginning to end.
 
         Its syntax is that of Rust's crate `regex`, which has no look-around. Raises RequestError.
         """
@@ -112,13 +112,13 @@ class GrammarCompiler:
         return self.grammar("regular expression", f"start: /{regex_to_lark(pattern, '')}/")
 
     def choice(self, texts: Sequence[str]) -> Callable[[], Grammar]:
-        """Return what makes a grammar of some texts, one of which is the answer. Raises RequestError."""
+        """Return a maker of a grammar whose answer is one of some texts. Raises RequestError."""
         if isinstance(texts, str) or not all(isinstance(text, str) and text for text in texts) or not texts:
             raise RequestError(f"choices are a list of texts that are not empty, not {shown(texts)}")
         return self.grammar("list of choices", f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, texts))}")
 
     def lark(self, text: str) -> Callable[[], Grammar]:
-        """Return what makes a grammar that is written in llguidance's variant of Lark's syntax. Raises RequestError."""
+        """Return a maker of a grammar in llguidance's variant of Lark's syntax. Raises RequestError."""
         if not isinstance(text, str) or text.lstrip()[:1] in ("", "{"):
             raise RequestError(f"a grammar is a text in Lark's syntax, not {shown(text)}")
         if (found := _NO_MASK.search(text)) is not None:
@@ -126,13 +126,13 @@ class GrammarCompiler:
         return self.grammar("grammar", text)
 
     def gbnf(self, text: str) -> Callable[[], Grammar]:
-        """Return what makes a grammar that is written in llama.cpp's GBNF. Raises RequestError."""
+        """Return a maker of a grammar in llama.cpp's GBNF. Raises RequestError."""
         if not isinstance(text, str) or not text.strip():
             raise RequestError(f"a grammar is a text in GBNF, not {shown(text)}")
         return self.grammar("grammar", _GBNF_ESCAPE.sub(_unescaped, text), "gbnf")
 
     def grammar(self, what: str, text: str, kind: str = "lark") -> Callable[[], Grammar]:
-        """Return what makes a grammar that errors call `what`, of a text in the syntax `kind`. Raises RequestError.
+        """Return a maker of the grammar of a text in the syntax `kind`; errors call it `what`. Raises RequestError.
 
         The grammars that it makes share what they learn of the text, and its limits: they are for one request. Grammars
         of another one are not affected, so that an answer does not depend on those of others.
@@ -157,7 +157,7 @@ class GrammarCompiler:
 
 
 def _unescaped(escape: re.Match[str]) -> str:
-    """Return what `\\u00e9` or `\\U0001F600` stands for in GBNF, which llguidance does not read."""
+    """Return the character of `\\u00e9` or `\\U0001F600` in GBNF, which llguidance does not read."""
     code = int(escape[1] or escape[2] or "0", 16)
     if not code or code > sys.maxunicode or 0xD800 <= code < 0xE000:
         return escape[0]
@@ -228,7 +228,7 @@ class TokenGrammar:
 
 
 def _readable(error: str, with_line: bool = False) -> str:
-    """Return what llguidance says as one line, in the words of whoever sent the grammar."""
+    """Return llguidance's error as one line, in the terms of the client's grammar."""
     lines = [line.strip() for line in error.splitlines() if line.strip()] or ["it fails"]
     reason = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
     place = _PLACE.match(lines[0])

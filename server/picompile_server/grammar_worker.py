@@ -1,4 +1,4 @@
-"""Tries grammars in a process under limits, before this one takes them; see grammar.py and limited_worker.py.
+"""Try grammars in a process under limits, before the server uses them; see grammar.py and limited_worker.py.
 
 llguidance limits its own work only roughly: some grammars take minutes and gigabytes, and deep ones overflow the stack,
 which ends the process. So each is tried in a fork, which may end.
@@ -19,7 +19,7 @@ _STEPS = 6
 
 
 def handler(start: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
-    """Return what tries a grammar: its request has the `grammar` in the syntax `kind`, its answer the `lark`.
+    """Return a function that tries a grammar: a request has the `grammar` in the syntax `kind`, its answer the `lark`.
 
     `start` has the `tokens` as `pack` writes them, the `end_tokens`, and limits of the fork: `grammar_cpu_s`,
     `grammar_bytes` beyond what the process has, and `stack_bytes`.

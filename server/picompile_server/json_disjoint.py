@@ -1,7 +1,7 @@
-"""Whether two JSON schemas plainly exclude each other, so that of both at most one holds, and `oneOf` is `anyOf`.
+"""A test whether two JSON schemas exclude each other, so that at most one of them holds and `oneOf` is `anyOf`.
 
 llguidance proves some of that itself, but does not look behind a `$ref`, as pydantic writes every union with one.
-Only a part of each schema is looked at: what that part excludes, the whole excludes, too.
+Only a part of each schema is looked at: if those parts exclude each other, the schemas do, too.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _work(parts: list[Schema]) -> int:
 
 
 def _parts(schema: object, root: Schema) -> Iterator[Schema]:
-    """Yield the schema that must hold where `schema` does: itself, or what it refers to.
+    """Yield the schema that holds if `schema` does: itself, or the target of its reference.
 
     Up to draft 7 nothing else counts beside a `$ref`.
     """
@@ -88,7 +88,7 @@ def _parts(schema: object, root: Schema) -> Iterator[Schema]:
 
 
 def _resolved(reference: object, root: Schema) -> object:
-    """Return what a reference within the schema points to, None if it points elsewhere."""
+    """Return the target of a reference within the schema, None if it points elsewhere."""
     if not isinstance(reference, str) or not reference.startswith("#") or len(reference) > _MOST_LETTERS:
         return None
     found: object = root
@@ -110,7 +110,7 @@ def _types(parts: list[Schema]) -> set[str]:
 
 
 def _values(parts: list[Schema]) -> set[str] | None:
-    """Return the values that one of the parts names, as JSON; None if none names any."""
+    """Return the values that one of the parts lists, as JSON; None if none lists any."""
     for part in parts:
         named = [part["const"]] if "const" in part else part.get("enum")
         if isinstance(named, list):

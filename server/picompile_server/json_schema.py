@@ -1,6 +1,6 @@
-"""JSON schemas as llguidance takes them, with JSON that small models can neither stretch nor spoil.
+"""Translation of JSON schemas for llguidance, such that small models can write neither endless nor ambiguous JSON.
 
-llguidance refuses keywords that it does not implement, so what it accepts it enforces; five things are left to us:
+llguidance refuses keywords that it does not implement, and enforces all others. Five things are left to us:
 
 1. Formats that it does not know are dropped, since a format is an annotation unless a validator says otherwise (JSON
    Schema 2020-12, validation, 7.2.1), and so are keywords that ask for nothing, such as `"uniqueItems": false`.
@@ -68,7 +68,7 @@ def json_rule(schema: object) -> str:
 
 
 class _Rewriter:
-    """Writes schemas without what asks for nothing, and in words that llguidance knows."""
+    """A translator that writes schemas in llguidance's keywords, without those that have no effect."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root

@@ -1,4 +1,4 @@
-"""Values and patterns of JSON schemas that llguidance would change without a word: refused here, or written otherwise.
+"""Values and patterns of JSON schemas that llguidance would silently change: rejected here, or rewritten.
 
 1. It reads numbers as floats of 64 bits, so that integers beyond 2^53 become other ones.
 2. It leaves control characters out of a constant text if they cannot be written, which they cannot without `\\u`.

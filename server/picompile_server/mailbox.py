@@ -1,4 +1,4 @@
-"""Events of answers on their way from the engine's thread to coroutines."""
+"""A mailbox that carries events of answers from the engine's thread to coroutines."""
 
 from __future__ import annotations
 

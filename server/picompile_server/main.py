@@ -38,7 +38,7 @@ def _add(parser: argparse.ArgumentParser, option: RunOption) -> None:
 
 
 def _bounded(option: RunOption) -> Callable[[str], float]:
-    """Return what reads an option's number, and refuses one that is out of its bounds."""
+    """Return a parser of an option's number, which rejects one out of bounds."""
     least = option.least if option.least is not None else -math.inf
     most = option.most if option.most is not None else math.inf
 
@@ -55,7 +55,7 @@ def _bounded(option: RunOption) -> Callable[[str], float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until a signal asks to end, and return the exit code, which is that of the error, if any."""
+    """Serve until a signal ends it, and return the exit code, which is the error's, if any."""
     options = vars(_parser().parse_args(arguments))
     try:
         from picompile_server.http.server import serve

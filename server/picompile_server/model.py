@@ -1,4 +1,4 @@
-"""A model that is served: its engine, its tokenizer, its scheduler, under the name that requests give."""
+"""A served model: its engine, its tokenizer and its scheduler, under the name that requests give."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the options of `picompile serve` mean; `declared` has them."""
+"""Interpretation of the options of `picompile serve`, which `declared` has."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ServeOptions:
 
 
 def serve_options(artifact: str | os.PathLike[str] | None, values: Mapping[str, Any]) -> ServeOptions:
-    """Return what the options of a command line mean.
+    """Return the settings that a command line's options give.
 
     Args:
         artifact: the artifact that needs no name: its folder's is taken.
@@ -91,7 +91,7 @@ def _models(artifact: str | os.PathLike[str] | None, named: Sequence[str]) -> di
 
 
 def _keys(given: Sequence[str], file: str | None) -> tuple[str, ...]:
-    """Return all API keys: those of options, of a file, and of the environment."""
+    """Return all API keys, from options, a file and the environment."""
     keys = [*given]
     if file is not None:
         try:

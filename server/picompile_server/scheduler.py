@@ -76,7 +76,7 @@ class Answer:
         self._cancel = cancel
 
     def cancel(self) -> None:
-        """End the answer, whose slot is free after the step that runs now. It does nothing if the answer has ended.
+        """End the answer; its slot is free after the current step. Does nothing if the answer has ended.
 
         It may be called from any thread, a listener included. The listener is told that the answer has `Finished`.
         """
@@ -84,7 +84,7 @@ class Answer:
 
 
 class Scheduler:
-    """Answers many requests on one engine, which nobody else may use meanwhile.
+    """A scheduler that answers many requests on one engine, which nothing else may use meanwhile.
 
     A sequence depends on nothing but its own request: its tokens are the same whichever others run beside it.
     """
@@ -160,7 +160,7 @@ class Scheduler:
             )
 
     def slots(self) -> tuple[SlotState, ...]:
-        """Return what each slot of the KV cache does. It may be called from any thread."""
+        """Return the state of each slot of the KV cache. It may be called from any thread."""
         with self._lock:
             return self._batch.slots.states()
 
@@ -196,7 +196,7 @@ class Scheduler:
         return has_worked
 
     def _run(self) -> None:
-        """Do turns until the scheduler is closed; sleep while there is nothing to do."""
+        """Do turns until the scheduler is closed; sleep while it is idle."""
         while True:
             if self.step():
                 continue

@@ -1,13 +1,13 @@
-"""The slots of an engine: which tokens each holds, and which slot a new request gets.
+"""The slots of an engine: the tokens that each holds, and the choice of a slot for a new request.
 
-A slot goes on holding its tokens when its answer has ended, until another request gets it. The next question of a chat
-begins with what its slot holds, and many requests begin with one system prompt: what is there is not read again.
+A slot keeps its tokens after its answer has ended, until another request gets it. The next question of a chat begins
+with its slot's tokens, and many requests begin with one system prompt: such a prefix is not read again.
 
 Only *canonical* tokens are reused: those that were read as a prompt. A decode step leaves out neurons, so its keys and
 values differ in bits from those of a prompt, and an answer must not depend on how its prompt came into the cache. The
-part of an answer becomes canonical when the scheduler reads it again, which it does while there is nothing else to do.
+part of an answer becomes canonical when the scheduler reads it again, which it does while it is idle.
 
-`SlotTable` only keeps the books. The scheduler moves the engine's positions, and tells the table.
+`SlotTable` only keeps records. The scheduler moves the engine's positions, and tells the table.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LEAST_TOKENS = 16
 
 @dataclass(frozen=True)
 class SlotState:
-    """A slot as `Scheduler.slots` shows it: what it does, the tokens in its cache, and the number of its request."""
+    """A slot as `Scheduler.slots` shows it: its state, the tokens in its cache, and the number of its request."""
 
     slot: int
     activity: SlotActivity
@@ -217,7 +217,7 @@ class SlotTable:
             found.forget()
 
     def forget_all(self) -> None:
-        """Forget what every slot holds, because the cache may not have it any more."""
+        """Forget the tokens of every slot, because the cache may not have them any more."""
         for slot in self._slots:
             slot.forget()
 

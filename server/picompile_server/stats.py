@@ -1,4 +1,4 @@
-"""The numbers of a scheduler: what it has done since it was made, and what it has to do."""
+"""The statistics of a scheduler: its work so far, and the requests that wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the tokens of an answer to its text, up to the first stop text; and the text of single tokens."""
+"""Text of an answer's tokens, up to the first stop text; and the text of single tokens."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class TextAssembler:
 
 
 class TokenTexts:
-    """The text of each token by itself, as log-probabilities name it. Special tokens have theirs, too."""
+    """The text of each single token, for log-probabilities. Special tokens have a text, too."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

@@ -1,4 +1,4 @@
-"""The formats in which models write calls of tools: the texts around a function's name and its arguments, as JSON."""
+"""The formats in which models write tool calls: the texts around a function's name and its JSON arguments."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ToolFormat:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """All texts that calls are made of, besides names and arguments."""
+        """All texts in calls besides names and arguments."""
         return self.begin, self.before_name, self.before_arguments, self.after_arguments, self.between, self.end
 
 
@@ -151,5 +151,5 @@ _SIGNS: tuple[tuple[Callable[[str], bool], ToolFormat | None], ...] = (
 
 
 def find_format(template: str) -> ToolFormat | None:
-    """Return how the model whose chat template this is writes calls; None if that is not known."""
+    """Return the format of calls for the model with this chat template; None if it is not known."""
     return next((found for fits, found in _SIGNS if fits(template)), None)

@@ -27,7 +27,7 @@ def tool_grammar(
     special_tokens: Mapping[str, int],
     schema: Mapping[str, Any] | bool | None = None,
 ) -> Callable[[], Grammar]:
-    """Return what makes a grammar of answers that call what is offered, with arguments that satisfy the schemas.
+    """Return a maker of the grammar of answers that call offered tools, with arguments that satisfy the schemas.
 
     Args:
         compiler: the model's.
@@ -56,7 +56,7 @@ def tool_grammar(
 
 
 def _enforceable(compiler: GrammarCompiler, function: ToolFunction, end_s: float) -> ToolFunction:
-    """Return a function whose schema can be enforced: that of a function that is not strict may have to be dropped."""
+    """Return a function whose schema can be enforced: if it is not strict, its own schema may be dropped."""
     if time.monotonic() > end_s:
         raise RequestError(f"the schemas of the tools take more than {_PATIENCE_S:.0f} s; give fewer, or simpler ones")
     try:
@@ -113,7 +113,7 @@ def _start(style: ToolFormat, trigger: str, behind: str, special_tokens: Mapping
 
 
 def lark_text(text: str, special_tokens: Mapping[str, int]) -> str:
-    """Return what stands for a text in a grammar, in which names of special tokens stand for the tokens."""
+    """Return the grammar of a text, in which names of special tokens stand for the tokens."""
     names = sorted((name for name in special_tokens if name in text), key=len, reverse=True)
     parts = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
     written = (f"<[{special_tokens[part]}]>" if part in special_tokens else json.dumps(part) for part in parts if part)

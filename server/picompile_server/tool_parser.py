@@ -1,4 +1,4 @@
-"""From the text of an answer to its content and its calls of tools, all at once or piece by piece."""
+"""A parser that splits an answer's text into content and tool calls, at once or piece by piece."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class ToolCallParser:
         return self._calls > 0
 
     def feed(self, text: str) -> AnswerDelta:
-        """Add text, and return what is now certain."""
+        """Add text, and return the part that is now certain."""
         self._held += text
         while self._held and self._read():
             pass
@@ -148,7 +148,7 @@ class ToolCallParser:
         return self._json.is_complete
 
     def _read_end(self) -> bool:
-        """Read what is behind the arguments: the end of the call, and the beginning of the next one or the last end."""
+        """Read the text after the arguments: the end of the call, and the beginning of the next one or the last end."""
         after, between = self._style.after_arguments, self._style.between + self._style.before_name
         if self._held.startswith(after + between):
             self._held = self._held[len(after) :]
@@ -162,14 +162,14 @@ class ToolCallParser:
         return True
 
     def _read_rest(self) -> bool:
-        """Read what is behind the last call. Spaces there are not content."""
+        """Read the text after the last call. Spaces there are not content."""
         self._held = self._held.lstrip()
         if self._held:
             self._read = self._read_text
         return bool(self._held)
 
     def _wait_for(self, text: str, given: str) -> bool:
-        """Wait for more of `text`, of which some is given, or go on with what is no call as content."""
+        """Wait for the rest of `text`, part of which has come, or pass on text that is no call as content."""
         if text.startswith(given):
             return False
         self._held = self._spaces + self._held

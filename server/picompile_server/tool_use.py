@@ -1,4 +1,4 @@
-"""The use of tools by one model: its prompt describes them, its answers are held to calls of them, and are parsed."""
+"""Tool use of one model: its prompt describes the tools, a grammar restricts its answers, and a parser reads them."""
 
 from __future__ import annotations
 
@@ -86,14 +86,14 @@ class ToolUse:
     def grammar(
         self, compiler: GrammarCompiler, offer: ToolOffer, schema: Mapping[str, Any] | bool | None = None
     ) -> Callable[[], Grammar]:
-        """Return what makes a grammar of answers to an offer. An answer that calls nothing is JSON of the `schema`.
+        """Return a maker of the grammar of answers to an offer. An answer without calls is JSON of the `schema`.
 
         Raises RequestError as `tool_grammar` does.
         """
         return tool_grammar(compiler, self.style, offer, self._tokenizer.special_tokens, schema)
 
     def parser(self, has_schema: bool = False) -> ToolCallParser:
-        """Return what reads one answer to an offer, made with a schema or without."""
+        """Return a parser of one answer to an offer, made with or without a schema."""
         return ToolCallParser(self.style, has_schema)
 
     def _encode(
@@ -201,7 +201,7 @@ def _with_system(messages: Sequence[Message], text: str) -> list[Message]:
 
 
 def _with_first_user(messages: Sequence[Message], text: str) -> list[Message]:
-    """Return messages of which the first of the user begins with `text`."""
+    """Return messages in which the user's first begins with `text`."""
     place = next((place for place, message in enumerate(messages) if message.get("role") == "user"), None)
     if place is None:
         return [{"role": "user", "content": text}, *messages]

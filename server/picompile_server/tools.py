@@ -1,4 +1,4 @@
-"""Tools of a chat: functions that the model may call, and whether it may, must, or must call one of them."""
+"""Tools of a chat: functions that the model may call, and whether it may call any, must call one, or a given one."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class ToolOffer:
 def read_offer(
     tools: Sequence[Mapping[str, Any]] | None, choice: str | Mapping[str, Any] | None = None, parallel: bool = True
 ) -> ToolOffer | None:
-    """Return what a request offers the model; None if it may call nothing.
+    """Return the tools that a request offers the model; None if it may call none.
 
     Args:
         tools: OpenAI's `tools`.

@@ -1,4 +1,4 @@
-"""The bytes of every token of a model, as llguidance wants them."""
+"""The bytes of every token of a model, in llguidance's form."""
 
 from __future__ import annotations
 

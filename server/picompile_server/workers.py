@@ -1,4 +1,4 @@
-"""Threads for work that requests need before they are asked, such as cutting texts into tokens."""
+"""Threads for work before a request reaches the scheduler, such as tokenizing texts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Result = TypeVar("Result")
 
 
 class Workers:
-    """Some threads with a queue that is bounded: who would wait behind too many others is told so at once."""
+    """Some threads with a bounded queue: a call that would wait behind too many others fails at once."""
 
     def __init__(self, name: str, threads: int, most_waiting: int) -> None:
         """Make the workers.
@@ -29,7 +29,7 @@ class Workers:
         self._places = threading.Semaphore(threads + most_waiting)
 
     async def run(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Return what a function returns that a thread calls. Raises QueueFullError, and what the function raises."""
+        """Call a function on a thread, and return its result. Raises QueueFullError, and the function's errors."""
         if not self._places.acquire(blocking=False):
             raise QueueFullError(f"{self._most} requests wait to be prepared already; try again later")
         try:

@@ -53,7 +53,7 @@ def test_written_predictors_are_read_back(tmp_path: Path) -> None:
     read = load_predictors(tmp_path / "p")
     assert read.layers == tuple(sorted(LAYERS, key=lambda layer: layer.layer))
     assert (read.fingerprint, read.name) == ("ab" * 16, "some-model")
-    assert (read.gate, read.curves) == ({"met": True}, [{"layer": 0}])
+    assert (read.accuracy, read.curves) == ({"met": True}, [{"layer": 0}])
     for name, tensor in tensors.items():
         _, layer, part = name.split(".")
         assert torch.equal(read.tensor(int(layer), part), tensor)
@@ -204,7 +204,7 @@ def test_names_and_figures_that_cannot_be_shown(folder: Path) -> None:
     content = replaced(content, ("model", "name"), "\udcff\u4e2d")
     facts.write_text(json.dumps(replaced(content, ("gate", "perplexity"), float("inf"))))
     read = load_predictors(folder)
-    assert (read.name, read.layers[0].recall, read.gate["perplexity"]) == ("?\u4e2d", None, float("inf"))
+    assert (read.name, read.layers[0].recall, read.accuracy["perplexity"]) == ("?\u4e2d", None, float("inf"))
 
 
 @settings(max_examples=25)

@@ -73,7 +73,7 @@ def test_figures_are_in_words_too(html: str) -> None:
         assert words in page.text
     for words in (f"{own:,} ({own / 100:.2f} %)", "99.75 %", "99.85 %", "0.400 %"):
         assert words in page.text
-    # The artifact is beyond its gate.
+    # The artifact is beyond its bound.
     assert "no" in page.of("td")
     for row in (predictor_row(1, 1), predictor_row(2, 1)):
         assert {str(row["rank"]), f"{100 * row['weighted_recall']:.2f} %"} <= set(page.of("td"))
@@ -116,7 +116,7 @@ def test_names_are_escaped(tmp_path: Path) -> None:
 
 
 def test_predictors_without_figures(tmp_path: Path) -> None:
-    """Imported ones: no figures, no gate, no curves; the profile of their model knows how layers fire."""
+    """Imported ones: no figures, no accuracy check, no curves; the profile of their model knows how layers fire."""
     rows = [predictor_row(layer, 2, measured=False) for layer in range(3)]
     alone = Page(made(tmp_path / "alone", rows))
     assert alone.of("h4") == [] and "recall" not in alone.of("th")

@@ -309,7 +309,7 @@ def tighten(folder: Path, layers: Sequence[int]) -> Predictors | None:
                 return None
         except UsageError:
             return None
-        tighter.write(directory, current.gate)
+        tighter.write(directory, current.accuracy)
         files = {result.layer: directory.layer_file(result.layer) for result in results}
         model = {"fingerprint": current.fingerprint, "name": current.name, "parameters": current.model_parameters}
         # The facts of the accuracy check are about the earlier choice, so they are left out.

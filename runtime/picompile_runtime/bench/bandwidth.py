@@ -33,7 +33,7 @@ _PASSES = 10
 
 
 class MemoryReader:
-    """Reads memory with the threads that run kernels, slice by slice, so that a disturbance affects only one slice."""
+    """A reader of memory with the kernels' threads, slice by slice, so that a disturbance affects only one slice."""
 
     def __init__(self, library: HostLibrary, threads: int, size_bytes: int = _BUFFER_BYTES) -> None:
         """Allocate the memory; `library` is the code of an artifact.
@@ -179,7 +179,7 @@ class KernelTime:
 
 
 def kind(call: Call) -> str:
-    """Return which of KINDS a call is."""
+    """Return the kind of a call, one of KINDS."""
     return _KINDS.get(call.op, REST)
 
 

@@ -1,4 +1,4 @@
-"""Measures the speed of an engine, in tokens per second and as a share of the memory's bandwidth.
+"""Measurement of an engine's speed, in tokens per second and as a share of the memory's bandwidth.
 
 A round reads a prompt, then decodes tokens one by one. Decoding reads each weight that it uses once a token, so the
 memory's bandwidth sets a floor to its time: the bytes that a token must move / bandwidth. The bandwidth is measured

@@ -1,4 +1,4 @@
-"""The perplexity of a text: how surprised the compiled model is by it."""
+"""The perplexity of a text under the compiled model."""
 
 from __future__ import annotations
 

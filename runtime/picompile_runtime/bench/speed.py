@@ -1,4 +1,4 @@
-"""Speeds of several rounds."""
+"""Statistics of the speeds of several rounds."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _TRANSFERS = ("exchange", "waits")
 
 @dataclass(frozen=True)
 class Overlap:
-    """How long host and accelerator computed, without waiting for each other, and how long both did at once."""
+    """The times that host and accelerator computed without waiting for each other, and both at once."""
 
     host_ns: int
     device_ns: int

@@ -1,1 +1,1 @@
-"""Where a program runs: on the host's CPU, and on an accelerator, which is a GPU or a second partition of the CPU."""
+"""The devices that run a program: the host's CPU, and an accelerator, a GPU or a second partition of the CPU."""

@@ -81,7 +81,7 @@ class Accelerator(Protocol):
         """Copy inside one memory; each move is (from offset, to offset, bytes), and no two overlap."""
 
     def bind(self, calls: Sequence[tuple[str, Sequence[ArgumentView]]], breaks: Sequence[int] = ()) -> Any:
-        """Prepare a list of calls, each a kernel's name and its arguments, and return what `start` takes.
+        """Prepare a list of calls, each a kernel's name and its arguments, and return the list for `start`.
 
         `breaks` are the numbers of calls, ascending, before which the accelerator may do something else for a moment.
         Raises ArtifactError, and DoesNotFitError as `adopt` says.
@@ -91,7 +91,7 @@ class Accelerator(Protocol):
         """Set abandoned[0], which the host's waits look at, as soon as a list of calls is known to have failed."""
 
     def start(self, calls: Any, stamps: Stamps | None = None) -> None:
-        """Begin to run what `bind` returned, and return without waiting for it.
+        """Start a list from `bind`, and return without waiting for it.
 
         When `wait` has returned without an error, `stamps`, int64 [calls, 2], has the times when each call began and
         ended, in ns of the clock of `time.monotonic_ns`.

@@ -1,7 +1,7 @@
-"""Opens the accelerator that an artifact is for.
+"""Opening of the accelerator that an artifact is for.
 
-A package offers a kind of accelerators by an entry point of the group `picompile_runtime.devices`, which has the kind's
-name and leads to an `AcceleratorKind`. Ours are found in the same way, so that none is imported that nobody needs.
+A package offers a kind of accelerator by an entry point of the group `picompile_runtime.devices`: its name is the
+kind's, its value an `AcceleratorKind`. Ours are found in the same way, so that only the needed one is imported.
 """
 
 from __future__ import annotations

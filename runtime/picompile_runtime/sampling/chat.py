@@ -41,7 +41,7 @@ class Conversation:
 
     @property
     def options(self) -> ChatOptions:
-        """Options of the answers to come. A new seed is that of the next answer."""
+        """Options of future answers. A new seed applies to the next answer."""
         return self._options
 
     @options.setter
@@ -70,7 +70,7 @@ class Conversation:
         return len(self._encoded(self.messages, add_generation_prompt=False)) if self._messages else 0
 
     def set_system(self, text: str) -> bool:
-        """Set the system prompt, which counts for the whole chat from the next answer on. An empty one removes it.
+        """Set the system prompt of the whole chat, from the next answer on. An empty one removes it.
 
         Returns:
             Whether the model's chat template uses it.

@@ -1,4 +1,4 @@
-"""One answer of a chat: how it is made, and what it took."""
+"""One answer of a chat: its options, its generation, and its statistics."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ChatMessage:
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """How answers are made.
+    """Options of the answers.
 
     Attributes:
         params: how to choose tokens. With a seed, the n-th answer of a chat is drawn with the seed plus n - 1.

@@ -1,6 +1,6 @@
 """Chat templates: Jinja programs that came with a model, rendered in a sandbox as transformers renders them.
 
-Jinja's sandbox keeps a template from reading files and other objects, but not from computing for ever. So a separate
+Jinja's sandbox keeps a template from reading files and other objects, but not from running forever. So a separate
 process renders it, with limited memory and time. It is started for the first chat and ends with the tokenizer.
 """
 

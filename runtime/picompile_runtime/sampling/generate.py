@@ -1,4 +1,4 @@
-"""Generates text: it takes a prompt and yields pieces of text while they are made."""
+"""Generation of text: a prompt goes in, pieces of text come out as they are generated."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ class Generation(Iterator[str]):
         self._reason = "max_tokens" if len(self.tokens) == self._max_tokens else "context"
 
     def _step(self) -> list[int]:
-        """Read the last token and a draft of what follows, and return the tokens that do follow."""
+        """Read the last token and a draft, and return the tokens that really follow."""
         last = self.tokens[-1:]
         if self._speculation is None:
             return [self._sampler.sample(self._engine.read(last))]

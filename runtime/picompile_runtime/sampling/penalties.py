@@ -16,7 +16,7 @@ from picompile_runtime.errors import RequestError
 
 
 class ScoreChanges:
-    """Changes the scores of one sequence, and remembers which tokens occurred in it as far as a penalty needs it."""
+    """Penalties on the scores of one sequence, with the tokens that occurred in it as far as a penalty needs them."""
 
     def __init__(
         self, vocab: int, bias: Mapping[int, float], repetition: float, presence: float, frequency: float

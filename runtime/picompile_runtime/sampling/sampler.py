@@ -131,7 +131,7 @@ _MANY = 1024  # tokens; sorting fewer takes hardly any time
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to choose the next token.
+    """Parameters of sampling: how the next token is chosen.
 
     Attributes:
         temperature: 0 takes the most probable token, the one with the lowest id among equals.
@@ -175,7 +175,7 @@ class SamplingParams:
 
 
 class _CheckedBias(dict[int, float]):
-    """A `logit_bias` that was checked. Parameters that are made of others share it."""
+    """A checked `logit_bias`. Parameters derived from others share it."""
 
 
 def _checked_bias(bias: object) -> Mapping[int, float]:
@@ -196,7 +196,7 @@ def _checked_bias(bias: object) -> Mapping[int, float]:
 
 
 class Sampler:
-    """Chooses the tokens of one sequence, and remembers which tokens occurred in it."""
+    """The sampler of one sequence, which remembers the tokens that occurred in it."""
 
     def __init__(self, params: SamplingParams, vocab: int) -> None:
         """Make a sampler for a vocabulary of `vocab` tokens. Raises RequestError if an argument makes no sense."""

@@ -4,9 +4,9 @@ A step for a few tokens takes less time than as many steps for one, since matric
 scores has the bits that decoding gives, and the sampler chooses from the rows in order, until it chooses another token
 than was drafted. So the text is the one without drafts, token by token, whatever the temperature and the seed.
 
-Drafts come from the text itself (n-grams, or prompt lookup decoding): where its last tokens stood before, the tokens
-behind them are expected to follow again. Whether they do is seen at every token, also where nothing was drafted. So a
-draft costs time only where drafts would have been accepted lately.
+Drafts come from the text itself (n-grams, or prompt lookup decoding): if its last tokens occurred before, the tokens
+that followed them then are the draft. Every token is compared with the draft that would have been made, even if none
+was. So drafts are made, and cost time, only where they would have been accepted lately.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LEAST_GAIN = 1.05
 
 
 class NgramDraft:
-    """Drafts what follows a text from what followed its last tokens before."""
+    """A drafter that expects the tokens that followed the text's last tokens earlier."""
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
@@ -136,7 +136,7 @@ class DraftPolicy:
         self._seconds[tokens] = seconds if before is None else before + (seconds - before) * _TIME_WEIGHT
 
     def _expected_seconds(self, tokens: int) -> float:
-        """Return what a step for so many tokens takes: as measured, or as its tokens cost in the last one measured."""
+        """Return the time of a step for so many tokens: as measured, or estimated from the last measured one."""
         if tokens in self._seconds:
             return self._seconds[tokens]
         one, known = self._seconds[1], max(count for count in self._seconds if count < tokens)
@@ -149,14 +149,14 @@ def _kind(length: int) -> int:
 
 
 class Speculation:
-    """The drafts for one text, and what their checks have taught."""
+    """The drafts for one text, and the statistics of their checks."""
 
     def __init__(self, most_tokens: int) -> None:
         """Make drafts of at most so many tokens."""
         self._ngrams, self._policy = NgramDraft(), DraftPolicy(most_tokens)
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Append tokens to the text, and compare each with what would have been drafted."""
+        """Append tokens to the text, and compare each with the draft that would have been made."""
         for token in tokens:
             if first := self._ngrams.draft(1):
                 self._policy.saw_token(self._ngrams.length, first[0] == token)

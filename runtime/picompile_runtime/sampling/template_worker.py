@@ -1,4 +1,4 @@
-"""Renders a chat template in a process under limits; see chat_template.py and limited_worker.py.
+"""Rendering of a chat template in a process under limits; see chat_template.py and limited_worker.py.
 
 It imports nothing of this package: the process has other things to load.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def handler(start: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
-    """Return what renders `start["template"]`: it takes the template's variables, and its answer has the `text`.
+    """Return a function that renders `start["template"]`: it takes a template's variables and answers with `text`.
 
     `start["tokens"]` are the special tokens by name, `start["limits"]["letters"]` the most characters of a text.
     """

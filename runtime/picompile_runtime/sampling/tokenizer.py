@@ -187,14 +187,14 @@ def _byte_tokens(tokenizer: Any) -> frozenset[int]:
 
 
 class StreamDecoder:
-    """Turns tokens into text as they come. The pieces joined are the text of all tokens decoded at once.
+    """A decoder that turns tokens into text as they come. Its pieces, joined, are the text of all tokens.
 
     A piece ends only where later tokens cannot change the text before: text that ends in a replacement character may
     be the beginning of a character (vLLM and TGI hold it back, too).
     """
 
     def __init__(self, tokenizer: Tokenizer, shown: Mapping[int, str] = _NO_TOKENS) -> None:
-        """Make a decoder; `shown` are special tokens that are to have a text, and what it is."""
+        """Make a decoder; `shown` maps special tokens that get a text to that text."""
         self._tokenizer = tokenizer
         self._shown = shown
         self._silent = frozenset(tokenizer.special_tokens.values()) - shown.keys()

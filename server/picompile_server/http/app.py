@@ -1,4 +1,4 @@
-"""The application: which path is answered by what, and who may ask."""
+"""The application: its routes, and the checks of who may use them."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def make_app(models: ModelSet, settings: AppSettings | None = None) -> Starlette
 
 
 def _cors(origins: Sequence[str]) -> list[Middleware]:
-    """Return what allows pages of some origins to ask; without any, browsers let no other page read an answer."""
+    """Return the middleware that allows pages of some origins; without it, browsers let no other page read answers."""
     if not origins:
         return []
     return [

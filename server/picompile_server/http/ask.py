@@ -1,4 +1,4 @@
-"""From the fields of a request to what the scheduler is asked for."""
+"""Conversion of a request's fields to requests of the scheduler."""
 
 from __future__ import annotations
 

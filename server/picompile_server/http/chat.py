@@ -49,7 +49,7 @@ async def create_chat_completion(request: Request) -> Response:
 
 
 async def _grammar(body: ChatBody, model: ServedModel, offer: ToolOffer | None) -> WatchedGrammar | None:
-    """Return what restricts the answers' tokens: to calls of what is offered, or to the form that is asked for."""
+    """Return the restriction of the answers' tokens: to calls of the offered tools, or to the requested form."""
     if offer is None:
         return await grammar_of(body, model)
     if asks_for_form(body):
@@ -138,7 +138,7 @@ class _ChatWriter:
             self._tokens[index] += found[0].tokens
 
     def _added(self, index: int, event: Event) -> tuple[Delta, MessageDelta] | None:
-        """Return what an event adds to the answer and to its message; None if it is nothing."""
+        """Return an event's additions to the answer and to its message; None if there are none."""
         delta = self._reply.take(index, event)
         return None if delta is None else (delta, self._builders[index].take(delta.text, delta.finish))
 

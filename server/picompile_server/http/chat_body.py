@@ -188,7 +188,7 @@ class ChatBody(TextBody):
         return [message.for_template() for message in self.messages]
 
     def offer(self) -> ToolOffer | None:
-        """Return what the model may call, None for nothing. Raises RequestError if the tools make no sense."""
+        """Return the tools that the model may call, None for no tools. Raises RequestError if they make no sense."""
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
         choice = self.tool_choice.model_dump() if isinstance(self.tool_choice, ChosenTool) else self.tool_choice
         return read_offer(tools, choice, self.parallel_tool_calls is not False)

@@ -1,4 +1,4 @@
-"""Prompts of POST /v1/completions: their token ids, cut short if that is asked for, and their text if it is echoed."""
+"""Prompts of POST /v1/completions: their token ids, truncated on request, and their text for `echo`."""
 
 from __future__ import annotations
 

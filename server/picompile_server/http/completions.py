@@ -132,7 +132,7 @@ class _CompletionWriter:
             written.finish = delta.finish
 
     def _added(self, index: int, event: Event) -> tuple[Delta, list[_Place]] | None:
-        """Return what an event adds, the echoed prompt included; None if it is nothing."""
+        """Return an event's additions, the echoed prompt included; None if there are none."""
         delta, prompt = self._reply.take(index, event), self._prompts[index]
         if isinstance(event, PromptRead) and self._body.echo:
             answer = self._reply.answers[index]

@@ -68,7 +68,7 @@ def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | 
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """Return what a client is told about an error of the runtime, or about one that nobody expected."""
+    """Return the client's error for one of the runtime, or for an unexpected one."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFullError):

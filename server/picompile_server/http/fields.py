@@ -1,4 +1,4 @@
-"""Fields that several endpoints take: how to choose tokens, where to stop, what the answer must look like."""
+"""Fields that several endpoints take: sampling, stop texts, and the form of the answer."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class RequestBody(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """Options of a stream: what it tells besides its text."""
+    """Options of a stream: its contents besides text."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
@@ -204,7 +204,7 @@ class TextBody(RequestBody):
     @field_validator("json_schema", "grammar")
     @classmethod
     def _not_empty(cls, value: Any) -> Any:
-        """Take what llama.cpp's server takes for nothing as nothing."""
+        """Return None for values that llama.cpp's server takes as unset."""
         return value or None
 
     @model_validator(mode="after")

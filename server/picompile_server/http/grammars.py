@@ -1,4 +1,4 @@
-"""Restricting an answer's tokens as a request asks for it, and telling whose fault it is if an answer cannot go on."""
+"""Restrictions of an answer's tokens on request, and errors that say who is at fault if an answer cannot continue."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ class _Watched:
 
 
 async def grammar_of(body: TextBody, model: ServedModel) -> WatchedGrammar | None:
-    """Return what restricts the answers' tokens, None if the request asks for nothing. Raises RequestError."""
+    """Return the restriction of the answers' tokens, None if the request asks for none. Raises RequestError."""
     if not asks_for_form(body):
         return None
     return WatchedGrammar(await model.grammar_workers.run(lambda: _compile(body, model.grammars)))
 
 
 def asks_for_form(body: TextBody) -> bool:
-    """Return whether a request says what the text must look like."""
+    """Return whether a request prescribes the form of the text."""
     form = body.response_format
     wanted = (body.structured_outputs, body.json_schema, body.grammar)
     return any(each is not None for each in wanted) or (form is not None and form.type != "text")

@@ -1,4 +1,4 @@
-"""Who may ask: API keys, and names of this host against pages that have another name point to it."""
+"""Access checks: API keys, and `Host` names, against pages whose name was pointed to this host (DNS rebinding)."""
 
 from __future__ import annotations
 

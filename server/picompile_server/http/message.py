@@ -41,7 +41,7 @@ class MessageBuilder:
         self.finish: FinishName | None = None
 
     def take(self, text: str, finish: FinishName | None) -> MessageDelta:
-        """Add text, the last if there is a reason why it ends, and return what that adds to the message."""
+        """Add text, the last if there is a finish reason, and return its additions to the message."""
         if self._parser is None:
             self._content += text
             self.finish = finish

@@ -1,4 +1,4 @@
-"""GET /metrics: what the server does, as Prometheus reads it."""
+"""GET /metrics: the server's figures in Prometheus' format."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Metrics:
         )
 
     def token_observer(self, model: str) -> Callable[[float], None]:
-        """Return what notes a token of `model`, given the seconds since the one before it."""
+        """Return a function that records a token of `model`, given the seconds since the one before it."""
         return self._between.labels(model).observe
 
     def note_answer(self, model: str, outcome: str, times: AnswerTimes | None, tokens: int) -> None:
@@ -82,7 +82,7 @@ class Metrics:
             self._first.labels(model).observe(times.first_token_s - times.submitted_s)
 
     def note_response(self, path: str, status: int) -> None:
-        """Note that a request was answered; `path` is that of its route."""
+        """Record that a request was answered; `path` is its route's."""
         self._responses.labels(path, str(status)).inc()
 
     def text(self) -> bytes:

@@ -1,4 +1,4 @@
-"""The models of a server: those that are loaded, and those that are still on their way."""
+"""The models of a server: those that are loaded, and those that are still loading."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ State = Literal["loading", "ok", "draining"]
 
 
 class ModelSet:
-    """The models that a server has or will have, by name. The first is the one for requests that name none.
+    """The models that a server has or will have, by name. Requests without a name get the first.
 
     Attributes:
         loaded: those that answer requests.

@@ -60,7 +60,7 @@ def _described(model: ServedModel) -> dict[str, Any]:
 
 
 async def slots(request: Request) -> Response:
-    """Answer with what each slot of each model's KV cache does."""
+    """Answer with the state of each slot of each model's KV cache."""
     models: ModelSet = request.app.state.models
     return json_response([slot for model in models.all().values() for slot in _slots(model)])
 

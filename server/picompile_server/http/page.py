@@ -14,7 +14,7 @@ _INLINE = re.compile(rb"<(script|style)\b[^>]*>(.*?)</\1>", re.DOTALL | re.IGNOR
 
 
 def load_page() -> tuple[bytes, str]:
-    """Return the page, and a Content-Security-Policy under which it works and nothing else does.
+    """Return the page, and a Content-Security-Policy that allows only the page's own contents.
 
     Its scripts and styles are allowed by their hashes, so that text that a model writes can never become one.
     """

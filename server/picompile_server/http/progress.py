@@ -98,7 +98,7 @@ class AnswerProgress:
         return total / steps if steps else None
 
     def take(self, event: Event) -> Delta | None:
-        """Take an event, and return what it adds; None if that is nothing.
+        """Take an event, and return its additions; None if there are none.
 
         Raises ApiError if the answer has failed. When the assembler has found a stop text, cancel the answer.
         """

@@ -1,4 +1,4 @@
-"""HTTP/1.1 as uvicorn has it with h11, and clients that go away are noticed whatever they have sent before."""
+"""uvicorn's HTTP/1.1 with h11, which also notices that a client has disconnected after it sent more data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class WatchfulProtocol(H11Protocol):
     """
 
     def data_received(self, data: bytes) -> None:
-        """Take what a client has sent."""
+        """Take data that a client has sent."""
         super().data_received(data)
         behind, _ = self.conn.trailing_data
         if self.flow.read_paused and self.conn.their_state is h11.DONE and len(behind) <= _MOST_BEHIND:

@@ -1,6 +1,6 @@
 """Fields of other servers, or of OpenAI's, that would change an answer and that this server does not have.
 
-Fields that nobody has are ignored, as other servers do; to ignore one of these would be to answer another question.
+Unknown fields are ignored, as other servers do. To ignore one of these would be to answer another question.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Refusal:
-    """A field that is refused unless its value is one of `neutral`, which ask for nothing. `hint` says what to do."""
+    """A field that is rejected unless its value is one of `neutral`, which have no effect. `hint` says what to do."""
 
     name: str
     neutral: tuple[Any, ...] = ()
@@ -125,7 +125,7 @@ RESPONSES = (
 
 
 def refused_field(data: Mapping[str, Any], refusals: Iterable[Refusal]) -> Refusal | None:
-    """Return the first of `refusals` that a request's fields call for, None if there is none."""
+    """Return the first of `refusals` that applies to a request's fields, None if none does."""
     for refusal in refusals:
         if refusal.name not in data:
             continue

@@ -60,7 +60,7 @@ class Reply:
         return self._started
 
     def take(self, index: int, event: Event) -> Delta | None:
-        """Return what an event adds to an answer, None if it is nothing. Raises ApiError if the answer has failed."""
+        """Return an event's additions to an answer, None if there are none. Raises ApiError if the answer failed."""
         answer = self.answers[index]
         before_s, before = answer.last_token_s, answer.generated
         delta = answer.take(event)

@@ -114,7 +114,7 @@ class TopLogprobSchema(_Schema):
 
 
 class ChatLogprobSchema(TopLogprobSchema):
-    """A token of a message, and what could have come in its place."""
+    """A token of a message, and its alternatives."""
 
     top_logprobs: list[TopLogprobSchema]
 
@@ -257,7 +257,7 @@ class HealthSchema(_Schema):
 
 
 class SlotSchema(_Schema):
-    """A slot of a model's KV cache, and what it does."""
+    """A slot of a model's KV cache, and its state."""
 
     id: int
     model: str

@@ -1,4 +1,4 @@
-"""A server from its first request to its last: it binds, loads its models while it answers, and drains at the end."""
+"""A server's lifetime: it binds, loads its models while it answers, and drains at the end."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class _Loader:
         self.error: BaseException | None = None
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin to load; `loop` is told of each model."""
+        """Begin to load; `loop` gets each loaded model."""
         _say(f"loading {', '.join(self._options.models)}; {self._url}/health answers 503 until then")
         threading.Thread(target=self._load_all, args=(loop,), name="loader", daemon=True).start()
 

@@ -1,4 +1,4 @@
-"""Answers on their way to a client: as server-sent events, or collected. Both end when the client goes away."""
+"""Delivery of answers to a client, as server-sent events or collected. Both end when the client disconnects."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ def sse(content: Any, name: str | None = None) -> bytes:
 
 
 class Writer(Protocol):
-    """Turns the events of answers into what a client is sent."""
+    """A writer that turns events of answers into a client's data."""
 
     def begin(self) -> bytes:
-        """Return what comes before the first event."""
+        """Return the data before the first event."""
 
     def take(self, index: int, event: Event) -> bytes:
-        """Return what an event of the answer at `index` adds, often nothing."""
+        """Return the data for an event of the answer at `index`, often nothing."""
 
     def end(self) -> bytes:
-        """Return what comes after the last event."""
+        """Return the data after the last event."""
 
     def fail(self, error: ApiError) -> bytes:
-        """Return what comes if an answer fails; nothing follows."""
+        """Return the data for a failed answer; nothing follows."""
 
     def close(self) -> None:
-        """Note that nothing more comes, whatever the reason."""
+        """Note the end of the stream, whatever the reason."""
 
 
 class EventStream(Response):
@@ -92,7 +92,7 @@ class EventStream(Response):
         return self._writing_s is not None and time.monotonic() - self._writing_s > STALLED_S
 
     def _written(self, batch: list[tuple[int, Event]]) -> bytes:
-        """Return what to send for some events. If one is an error, the stream ends with it."""
+        """Return the data for some events. If one is an error, the stream ends with it."""
         parts = []
         for index, event in batch:
             if self._has_failed:
@@ -161,7 +161,7 @@ async def _until_gone(
 
 
 def _told(error: Exception) -> ApiError:
-    """Return what the client is told. An error that nobody expected goes to the log as well."""
+    """Return the client's error. An unexpected error goes to the log as well."""
     told = as_api_error(error)
     if told.code == "internal_error":
         _LOG.error("an answer failed", exc_info=error)

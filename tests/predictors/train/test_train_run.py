@@ -75,9 +75,9 @@ def test_the_recorded_perplexity_is_that_of_the_predicted_graph(
     with products.fast_products():
         perplexity = streamed_perplexity(predicted, predictors.weights(captured.weights), windows)
         dense = streamed_perplexity(graph, captured.weights, windows)
-    assert perplexity == pytest.approx(predictors.gate["perplexity"])
-    assert dense == pytest.approx(predictors.gate["dense_perplexity"])
-    assert perplexity != predictors.gate["dense_perplexity"]
+    assert perplexity == pytest.approx(predictors.accuracy["perplexity"])
+    assert dense == pytest.approx(predictors.accuracy["dense_perplexity"])
+    assert perplexity != predictors.accuracy["dense_perplexity"]
 
 
 @pytest.mark.slow("trains in several processes")
@@ -183,8 +183,8 @@ def test_signs_are_only_searched_for_a_threshold(tiny_model: Path, profile: Prof
 def test_beyond_the_bound_layers_grow_until_none_can(
     trained: Path, tiny_model: Path, profile: Profile, tmp_path: Path
 ) -> None:
-    dense = load_predictors(trained).gate["dense_perplexity"]
-    change = abs(load_predictors(trained).gate["perplexity"] / dense - 1)
+    dense = load_predictors(trained).accuracy["dense_perplexity"]
+    change = abs(load_predictors(trained).accuracy["perplexity"] / dense - 1)
     told = Mock(wraps=NoProgress())
     with pytest.raises(AccuracyError, match=r"the perplexity rises by .*most is missed in layers") as refused:
         # A rise of less than nothing cannot be met by what misses anything.
@@ -197,7 +197,7 @@ def test_beyond_the_bound_layers_grow_until_none_can(
     with pytest.raises(UsageError, match="neither"):
         load_predictors(tmp_path / "p")
     loose = dataclasses.replace(OPTIONS, accuracy_bound=2 * change + 0.01)
-    assert train_predictors(tiny_model, profile, tmp_path / "p", loose).gate["rounds"] == 0
+    assert train_predictors(tiny_model, profile, tmp_path / "p", loose).accuracy["rounds"] == 0
 
 
 def test_tightening_misses_less_without_training(

@@ -1,7 +1,7 @@
 """A GPU as the accelerator, through the CUDA driver alone. It is imported only for artifacts with code for a GPU.
 
-Nothing here has run on a GPU yet: tests use a stand-in for the driver (tests/helpers/fake_cuda), which makes callers
-keep the rules of the driver API and runs kernels on the CPU.
+Nothing here has run on a GPU yet: tests use a stand-in for the driver (tests/helpers/fake_cuda), which enforces the
+rules of the driver API and runs kernels on the CPU.
 """
 
 from picompile_runtime.devices.cuda.accelerator import CudaAccelerator

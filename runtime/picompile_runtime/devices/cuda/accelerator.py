@@ -1,10 +1,10 @@
 """An NVIDIA GPU as the accelerator; see `picompile_runtime.devices.accelerator`.
 
 Nothing is compiled when it is opened, unless the GPU is newer than the artifact's cubin: then the driver compiles the
-PTX. What runs is one graph or several in one stream; writes are copied in another, so that they do not wait for it. In
-a third one, copies of weights that the host keeps become parts of graphs; where the system cannot pin these weights,
-the copies go through pinned buffers: see `bounce`. Calls that are stamped run as graphs of their
-own, which record events as well: see `stopwatch`.
+PTX. There are three streams. The first runs one graph or several. The second copies writes, so that they do not wait
+for the first. In the third, copies of weights that the host keeps become parts of graphs; if the system cannot pin
+these weights, the copies go through pinned buffers: see `bounce`. Stamped calls run as graphs of their own, which also
+record events: see `stopwatch`.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ class CudaAccelerator:
         self._watch = FailureWatch(has_failed, abandoned)
 
     def start(self, calls: BoundGraphs, stamps: Stamps | None = None) -> None:
-        """Begin to run what `bind` returned, and return without waiting for it.
+        """Start a list from `bind`, and return without waiting for it.
 
         `stamps` are as exact as `GpuStopwatch` says; calls that get them must be waited for before others are started.
         """
@@ -387,7 +387,7 @@ class CudaAccelerator:
         return self._streams[-1]
 
     def _keep(self, stack: ExitStack) -> None:
-        """Leave it to `close` to free what is in `stack`."""
+        """Let `close` free the contents of `stack`."""
         self._owned.push(stack.pop_all())
 
     def _launches(self, name: str, views: Sequence[ArgumentView]) -> Iterator[BoundLaunch | BoundCopy]:

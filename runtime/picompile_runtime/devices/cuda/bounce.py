@@ -23,7 +23,7 @@ _BUFFERS = 2
 
 
 class CopyPart(ctypes.Structure):
-    """A copy inside the host's memory: what `pi_copy_part` of native/host.c takes."""
+    """A copy inside the host's memory: the arguments of `pi_copy_part` in native/host.c."""
 
     _fields_ = (("target", c_void_p), ("source", c_void_p), ("size_bytes", c_uint64))
 
@@ -38,7 +38,7 @@ class _Buffer:
 
 
 class BounceBuffers:
-    """Two pinned buffers of `size_bytes`, the stream in which captures have the host fill them, and who does that.
+    """Two pinned buffers of `size_bytes`, with the stream and the host function that fill them in captures.
 
     `function` is the address of `pi_copy_part`. It is C, so that the driver's thread needs nothing of Python, which may
     be busy or about to end; and nothing in it can fail.

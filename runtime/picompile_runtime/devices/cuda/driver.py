@@ -211,7 +211,7 @@ class Driver:
         return 10 * major.value + minor.value
 
     def total_bytes(self, device: int) -> int:
-        """Return the size of the GPU's memory in bytes, without what the driver keeps."""
+        """Return the size of the GPU's memory in bytes, without the driver's part."""
         size = c_size_t()
         self.call("cuDeviceTotalMem_v2", byref(size), device)
         return size.value
@@ -290,7 +290,7 @@ class Driver:
             self.call("cuMemHostUnregister", address)
 
     def submit(self, stream: c_void_p) -> None:
-        """Make the driver begin what is in the stream: Windows and WSL2 hold launches back until they are asked.
+        """Make the driver begin the stream's work: Windows and WSL2 hold launches back until asked.
 
         The result is not needed: it is an error while work is left, and a wait will report failures.
         """

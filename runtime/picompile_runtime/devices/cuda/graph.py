@@ -1,4 +1,4 @@
-"""Makes one CUDA graph of a list of launches and copies; one call of the driver starts it, however many they are.
+"""Capture of a list of launches and copies as one CUDA graph, which one call of the driver starts.
 
 Launches run one after the other. Copies run in an order of their own beside them: each begins when the launches before
 it that use its target are over, and the next launch that does waits for it. A copy from memory that is not pinned is
@@ -99,7 +99,7 @@ def runnable_graph(
 
 
 def _bounced(driver: Driver, nodes: Sequence[Node], stream: c_void_p, copies: c_void_p | None) -> BouncedCopies | None:
-    """Return what captures copies from memory that is not pinned; None if there are no such copies."""
+    """Return the object that captures copies from memory that is not pinned; None if there are no such copies."""
     buffers = [node.buffers for node in nodes if isinstance(node, BoundCopy) and node.buffers is not None]
     if not buffers:
         return None

@@ -1,4 +1,4 @@
-"""Opens the GPU for an artifact, and checks that host and GPU see each other's writes while a kernel runs.
+"""Opening of the GPU for an artifact, with a check that host and GPU see each other's writes while a kernel runs.
 
 A hybrid step relies on that: host and GPU meet at flags in pinned memory in the middle of one CUDA graph. Linux allows
 it, but not every system does: under WSL2 a kernel may see what the host writes only after the kernel has ended.

@@ -1,4 +1,4 @@
-"""Measures when calls on a GPU ran, and watches for failures of the GPU while a step runs."""
+"""Measurement of the times of calls on a GPU, and a watch for failures of the GPU while a step runs."""
 
 from __future__ import annotations
 
