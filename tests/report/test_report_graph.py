@@ -229,8 +229,8 @@ def test_a_page_names_stages_and_changes(stages: dict[str, DumpGraph]) -> None:
     comparison = step(stages, "canonical", "predicted")
     html = render_page([Compared("a.txt", "b.txt", comparison)])
     parsed = GraphPage(html)
-    titles = parsed.of("title")
-    assert titles[0] == "a.txt → b.txt"
+    assert parsed.of("title") == ["a.txt → b.txt"]
+    titles = parsed.values("title")
     nodes = f"{len(comparison.after.nodes)} nodes"
     for words in ("canonical", "predicted", "4 removed", "8 added", "4 changed", nodes):
         assert words in parsed.text

@@ -6,7 +6,7 @@ So each is a row in the box that reads it: the weight's name, and the operators 
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from picompile.report.graph.changes import HEAD, SAME, TAIL, Comparison, constant_names, origin_text, users_of
 from picompile.report.graph.layout import NodePosition, Point, Route, lay_out
@@ -30,7 +30,10 @@ class Chip:
 
 @dataclass(frozen=True)
 class BoxRow:
-    """An input of a box: a weight with the operators on it, or a value of another section."""
+    """An input of a box: a weight with the operators on it, or a value of another section.
+
+    `label` is the argument it is passed for, empty where that says nothing.
+    """
 
     label: str
     chip: Chip
@@ -129,7 +132,7 @@ class Panel:
             badge=node.notes.get("device", ""),
             status=self.status(node.name),
             hover=self.hover(node.name),
-            rows=tuple(_without_repeats(rows)),
+            rows=tuple(_with_labels([*_without_repeats(rows)])),
             inputs=inputs,
         )
 
@@ -177,6 +180,12 @@ def _without_repeats(rows: list[BoxRow]) -> Iterator[BoxRow]:
     yield from tables.values()
 
 
+def _with_labels(rows: list[BoxRow]) -> Iterator[BoxRow]:
+    """Yield the rows without the labels that say nothing: those of single rows, and those that repeat the text."""
+    for row in rows:
+        yield row if len(rows) > 1 and row.label != row.chip.text else replace(row, label="")
+
+
 def short_operator(operator: str) -> str:
     """`linear` of `picompile.linear`, `add` of `aten.add.Tensor`."""
     for namespace in ("picompile.", "aten."):
@@ -211,47 +220,20 @@ def _detail(node: DumpNode) -> str:
 # Boxes and arrows of one section of a graph, with their places. Lengths in pixels.
 
 
-PADDING = 9.0
-TITLE_HEIGHT = 19.0
-NAME_HEIGHT = 15.0
-ROW_HEIGHT = 15.0
-STEP_HEIGHT = 18.0
-PORT_HEIGHT = 22.0
 MARGIN = 6.0
+_PADDING = 9.0
+_HEAD_HEIGHT = 34.0
+_RULE_HEIGHT = 13.0
+_ROW_HEIGHT = 15.0
+_STEPS_HEIGHT = 18.0
+_PORT_HEIGHT = 22.0
 
-# Text is measured before any font is known: monospaced ones are 0.6 em wide, bold sans-serif ones about as much.
+# Text is measured before any font is known: monospaced ones are 0.6 em wide, bold sans-serif ones about as much. Sizes,
+# as heights above, are those of graph.css.
 _MONO = 0.602
-TITLE_SIZE, NAME_SIZE, ROW_SIZE = 13.0, 11.0, 10.5
-_STEP_PADDING = 5.0
-_STEP_GAP = 12.0
-
-
-@dataclass(frozen=True)
-class PlacedStep:
-    """One operator on a weight, from the left edge of its box."""
-
-    chip: Chip
-    x: float
-    width: float
-
-
-@dataclass(frozen=True)
-class PlacedRow:
-    """A row, from the upper edge of its box; `label` is empty where there is but one row."""
-
-    row: BoxRow
-    label: str
-    y: float
-    steps: tuple[PlacedStep, ...]
-
-
-@dataclass(frozen=True)
-class PlacedBox:
-    """A box at its place."""
-
-    box: Box
-    place: NodePosition
-    rows: tuple[PlacedRow, ...]
+_TITLE_SIZE, _NAME_SIZE, _ROW_SIZE, _STEP_SIZE = 13.0, 11.0, 10.5, 9.5
+# Beside the text of an operator on a weight: its padding, and the sign before it.
+_STEP_EXTRA = 25.0
 
 
 @dataclass(frozen=True)
@@ -282,7 +264,7 @@ class Picture:
 
     width: float
     height: float
-    boxes: tuple[PlacedBox, ...]
+    boxes: tuple[tuple[Box, NodePosition], ...]
     ports: tuple[Port, ...]
     arrows: tuple[Arrow, ...]
 
@@ -301,7 +283,7 @@ def draw(panel: Panel, section: int) -> Picture:
     layout = lay_out(sizes, edges)
     ports = [Port(name, layout.boxes[_entry(name)], name, panel.status(name)) for name in entries]
     ports += [Port(text, layout.boxes[_exit(name)], name, panel.status(name)) for name, text in exits.items()]
-    placed = tuple(PlacedBox(box, layout.boxes[box.name], tuple(_rows(box))) for box in boxes)
+    placed = tuple((box, layout.boxes[box.name]) for box in boxes)
     arrows = tuple(_arrow(panel, route, boxes) for route in layout.routes)
     return Picture(layout.width + 2 * MARGIN, layout.height + 2 * MARGIN, placed, tuple(ports), arrows)
 
@@ -325,7 +307,7 @@ def _exit_text(panel: Panel, name: str, section: int) -> str:
 
 
 def _port_size(text: str) -> tuple[float, float]:
-    return _mono(text, NAME_SIZE) + 2 * PADDING, PORT_HEIGHT
+    return _mono(text, _NAME_SIZE) + 2 * _PADDING, _PORT_HEIGHT
 
 
 def _mono(text: str, size: float) -> float:
@@ -333,35 +315,14 @@ def _mono(text: str, size: float) -> float:
 
 
 def _size(box: Box) -> tuple[float, float]:
-    title = len(box.title) * TITLE_SIZE * 0.6 + _mono(f"  {box.detail}", ROW_SIZE) + _mono(box.badge, ROW_SIZE) + 26
-    name = _mono(f"{box.name}  {box.shape}", NAME_SIZE)
-    rows = list(_rows(box))
-    widths = [_row_width(row) for row in rows]
-    bottom = rows[-1].y + (STEP_HEIGHT if rows[-1].steps else 0.0) + 4 if rows else TITLE_HEIGHT + NAME_HEIGHT
-    return max(title, name, *widths) + 2 * PADDING, bottom + PADDING
-
-
-def _row_width(row: PlacedRow) -> float:
-    first = _mono(f"{row.label} {row.row.chip.text} {row.row.shape}".strip(), ROW_SIZE)
-    return max([first, *(step.x + step.width - PADDING for step in row.steps)])
-
-
-def _rows(box: Box) -> Iterable[PlacedRow]:
-    """Yield the rows from top to bottom; `y` is the baseline of a row's text."""
-    y = TITLE_HEIGHT + NAME_HEIGHT + PADDING
-    for row in box.rows:
-        y += ROW_HEIGHT
-        label = row.label if len(box.rows) > 1 and row.label != row.chip.text else ""
-        yield PlacedRow(row, label, y, tuple(_steps(row.steps)))
-        y += STEP_HEIGHT if row.steps else 0.0
-
-
-def _steps(chips: Sequence[Chip]) -> Iterable[PlacedStep]:
-    x = PADDING + _STEP_GAP
-    for chip in chips:
-        width = _mono(chip.text, ROW_SIZE - 1) + 2 * _STEP_PADDING
-        yield PlacedStep(chip, x, width)
-        x += width + _STEP_GAP
+    widths = [
+        len(box.title) * _TITLE_SIZE * 0.6 + _mono(f"  {box.detail}{box.badge}", _ROW_SIZE) + 26,
+        _mono(f"{box.name}  {box.shape}", _NAME_SIZE),
+        *(_mono(f"{row.label} {row.chip.text} {row.shape}".strip(), _ROW_SIZE) for row in box.rows),
+        *(sum(_mono(step.text, _STEP_SIZE) + _STEP_EXTRA for step in row.steps) for row in box.rows),
+    ]
+    rows = sum(_ROW_HEIGHT + (_STEPS_HEIGHT if row.steps else 0.0) for row in box.rows)
+    return max(widths) + 2 * _PADDING, _HEAD_HEIGHT + (_RULE_HEIGHT + rows if rows else 0.0) + _PADDING
 
 
 def _arrow(panel: Panel, route: Route, boxes: Iterable[Box]) -> Arrow:
