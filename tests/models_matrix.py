@@ -23,7 +23,7 @@ import transformers
 from torch import nn
 
 from helpers.small_models import causal_types, small_config, small_model
-from picompile_passes.silence import silences_neurons
+from picompile_passes.dialect.activations import parse_activation
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "picompile" / "models.json"
@@ -68,7 +68,7 @@ def _compiled(model: nn.Module, folder: Path) -> dict[str, Any]:
     facts = json.loads((folder / "artifact" / "manifest.json").read_text())["model"]
     result: dict[str, Any] = {"result": "ok" if wrong is None else "wrong", "activation": facts["activation"]}
     result["blocks"] = facts["ffn"] > 0
-    result["silent"] = facts["ffn"] > 0 and silences_neurons(facts["activation"])
+    result["silent"] = facts["ffn"] > 0 and parse_activation(facts["activation"]).sparse
     return result if wrong is None else result | {"reason": wrong}
 
 

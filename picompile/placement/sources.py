@@ -272,13 +272,13 @@ def _packing(options: ModelOptions, limit: object, activation: str) -> "Packing"
     """Return how the model is packed; `limit` is the number of positions in its config."""
     from picompile.choices import default_chunk, resolve_context
     from picompile.placement.model_bytes import Packing
-    from picompile_passes.silence import silences_neurons
+    from picompile_passes.dialect.activations import parse_activation
 
     longest = limit if isinstance(limit, int) and limit > 0 else None
     context = resolve_context(options.context, longest)
     predictor = options.predictor
     if predictor is None:
-        predictor = "learned" if options.predictors or silences_neurons(activation) else "none"
+        predictor = "learned" if options.predictors or parse_activation(activation).sparse else "none"
     chunk = options.chunk or default_chunk(context, on_gpu=options.on_gpu)
     return Packing(
         options.quant,

@@ -11,7 +11,7 @@ from picompile.frontend.families import activation_text
 from picompile.frontend.families import find_family as known_family
 from picompile.frontend.json_file import read_json_object
 from picompile.synth.families import FAMILIES, SynthFamily, find_family
-from picompile_passes.silence import SPARSE_ACTIVATIONS
+from picompile_passes.dialect.activations import ACTIVATIONS
 
 # A shape that can be synthesized: the facts of a Hugging Face `config.json` of a supported family.
 
@@ -169,8 +169,9 @@ def _activation(name: str, config: Mapping[str, Any], family: SynthFamily) -> st
     if text == "fatrelu":
         # ProSparse writes the threshold beside the name (arXiv 2402.13516).
         return f"fatrelu({_Reader(name, config).number('hidden_act_param', 0.01)!r})"
-    if text not in SPARSE_ACTIVATIONS:
-        sparse = ", ".join(SPARSE_ACTIVATIONS)
+    known = [name for name, activation in ACTIVATIONS.items() if activation.sparse]
+    if text not in known:
+        sparse = ", ".join(known)
         raise UnsupportedModelError(f"{name}: {text!r} leaves no neuron silent; synth needs one of {sparse}, fatrelu")
     return str(text)
 

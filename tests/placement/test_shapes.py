@@ -30,13 +30,11 @@ from picompile_codegen.lowering.function import LowerOptions
 from picompile_codegen.lowering.lower import Lowered, lower
 from picompile_codegen.lowering.program import tensor_bytes
 from picompile_passes.base import Pass
-from picompile_passes.dialect.activations import ACTIVATIONS, parse_activation
 from picompile_passes.passes.canonicalize import CANONICALIZE
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
 from picompile_passes.passes.quantize import Quantize
 from picompile_passes.pipeline import Pipeline
-from picompile_passes.silence import SPARSE_ACTIVATIONS, silences_neurons
 
 PREDICTORS = ("exact", "none", "learned", "sign")
 
@@ -366,9 +364,3 @@ print("transformers" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False"
-
-
-def test_sparse_activations_are_those_of_the_dialect() -> None:
-    assert tuple(name for name, activation in ACTIVATIONS.items() if activation.sparse) == SPARSE_ACTIVATIONS
-    for text in (*ACTIVATIONS, "fatrelu(0.05)"):
-        assert silences_neurons(text) == parse_activation(text).sparse
