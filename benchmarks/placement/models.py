@@ -13,7 +13,7 @@ from picompile.placement.machine import Machine, machine_of
 from picompile.placement.model_bytes import LayerBytes, LayerLaunches, ModelBytes
 from picompile.placement.problem import PlacementTask, fixed_bytes, group_bytes
 from picompile.placement.solver import GAP
-from picompile.placement.times import ALL_ON_ACCELERATOR, GROUP_NEURONS, group_count
+from picompile.placement.times import ALL_ON_ACCELERATOR, group_count
 
 GIB = 2**30
 WEIGHT_BYTES = {"f16": 2.0, "q8": 1.0625, "q4": 0.5625}
@@ -127,23 +127,6 @@ def random_task(rng: np.random.Generator, most_layers: int = 100) -> PlacementTa
     model = random_model(rng, most_layers)
     machine = random_machine(rng, model)
     return PlacementTask(model, random_firing(rng, model), machine, int(model.context * rng.random()))
-
-
-def few_groups(rng: np.random.Generator) -> PlacementTask:
-    """Return a random task with up to three layers of up to five groups, and devices more alike than real ones."""
-    task = random_task(rng, 3)
-    layers = tuple(replace(layer, neurons=int(rng.integers(1, 5 * GROUP_NEURONS + 1))) for layer in task.model.layers)
-    model = replace(task.model, layers=layers[:3])
-    neurons = sum(group_count(layer.neurons) * group_bytes(layer) for layer in layers)
-    fixed = placed_bytes(model) - neurons
-    machine = replace(
-        task.machine,
-        gpu_bytes=fixed + int(neurons * rng.uniform(0, 1.1)),
-        host_bytes=2 * everything_bytes(model),
-        gpu_bytes_per_s=task.machine.host_bytes_per_s * 10 ** rng.uniform(-0.3, 1.3),
-        sync_s=10 ** rng.uniform(-8, -4),
-    )
-    return PlacementTask(model, random_firing(rng, model), machine, task.tokens)
 
 
 def repeated(task: PlacementTask, times: int, seed: int = 0) -> PlacementTask:

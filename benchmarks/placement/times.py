@@ -1,4 +1,4 @@
-"""How long both objectives take by the size of the model, with the direct programs beside them."""
+"""How long both objectives take by the size of the model."""
 
 import argparse
 import json
@@ -6,13 +6,11 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.placement.direct import direct_impact, direct_latency, restricted
-from benchmarks.placement.models import GIB, Row, everything_bytes, placed_bytes, repeated, solved
+from benchmarks.placement.models import GIB, Row, everything_bytes, placed_bytes, repeated
 from picompile.errors import SolverError
 from picompile.machine import TARGETS
 from picompile.placement import policies
@@ -21,12 +19,12 @@ from picompile.placement.firing import firing_of_curve
 from picompile.placement.goal import OBJECTIVES
 from picompile.placement.machine import machine_of
 from picompile.placement.model_bytes import Packing
-from picompile.placement.problem import PlacementTask, dense_first, impact_problem, latency_problem
+from picompile.placement.problem import PlacementTask, impact_problem, latency_problem
 from picompile.placement.solver import solve
 from picompile.placement.times import group_count
 from picompile.synth.shapes import find_config
 
-# Shape, firing curve, how many times in a row; the first three are those of the direct program.
+# Shape, firing curve, how many times in a row.
 SIZES = (
     ("llama-7b", "reglu-7b", 1),
     ("llama-70b", "reglu-70b", 1),
@@ -38,15 +36,8 @@ SIZES = (
 # Of the model, on the GPU; 24 GiB are 0.22 of OPT-175B in q4.
 # Of OPT-175B several times in a row every second one.
 BUDGETS = (0.05, 0.12, 0.22, 0.36, 0.5, 0.7, 0.9)
-DIRECT_BUDGET = 0.22
 CONTEXT = 2048
 LIMIT_S = 60.0
-# Name, label, style and colour of what `direct_times` measures: neurons alone, all else placed beforehand.
-DIRECT = (
-    ("direct impact", "direct program, impact", "*:", "#7d3c98"),
-    ("direct latency, any sets", "direct program, neurons alone, any sets", "+:", "#e08a2e"),
-    ("direct latency, in order", "direct program, neurons alone, in order", "x:", "#c0392b"),
-)
 
 
 def of_size(shape: str, curve: str, times: int) -> PlacementTask:
@@ -75,8 +66,6 @@ def times(options: argparse.Namespace) -> list[Row]:
         row: Row = {"shape": shape, "layers": layers, "groups a layer": groups, "groups": layers * groups}
         budgets = BUDGETS if repetitions == 1 else BUDGETS[1::2]
         rows.append(row | solve_times([with_budget(task, share) for share in budgets]))
-        if options.direct and repetitions == 1:
-            rows[-1] |= direct_times(with_budget(task, DIRECT_BUDGET), options.direct_limit)
         print(json.dumps(rows[-1]), flush=True)
     if options.plot:
         plot(rows, options.plot)
@@ -117,28 +106,6 @@ def solve_times(tasks: Sequence[PlacementTask]) -> Row:
     return row | {f"{name} worst gap": max(values, default=np.nan) for name, values in gaps.items()}
 
 
-def direct_times(task: PlacementTask, limit_s: float) -> Row:
-    """The direct programs at one budget, and the same programs in the prefix form."""
-    wheres, head_on_accelerator = dense_first(task, kv_cache_on_accelerator=True)
-    same = solve(restricted(latency_problem(task), wheres, head_on_accelerator))
-    row: Row = {"prefix form, same program s": same.seconds if same else None}
-    programs = {
-        "impact": lambda: direct_impact(task, True, time_limit_s=limit_s),
-        "latency, any sets": lambda: direct_latency(task, wheres, head_on_accelerator, False, time_limit_s=limit_s),
-        "latency, in order": lambda: direct_latency(task, wheres, head_on_accelerator, True, time_limit_s=limit_s),
-    }
-    for name, run in programs.items():
-        start = time.perf_counter()
-        try:
-            found = run()
-        except SolverError:
-            found = None
-        row[f"direct {name} s"] = time.perf_counter() - start
-        row[f"direct {name} gap"] = found.gap if found else None
-        print(json.dumps(row), flush=True)
-    return row
-
-
 def plot(rows: Sequence[Row], file: Path) -> None:
     """Seconds against the number of groups, both on a logarithmic scale."""
     import matplotlib
@@ -151,17 +118,11 @@ def plot(rows: Sequence[Row], file: Path) -> None:
         ("latency worst s", "latency, worst of the budgets", "o-", "#1f6fb4"),
         ("latency median s", "latency, median", "o--", "#8ab8dd"),
         ("impact worst s", "impact, worst of the budgets", "s-", "#3a8a4d"),
-        ("prefix form, same program s", "latency, neurons alone", "^-", "#777777"),
-        *((f"{name} s", label, style, color) for name, label, style, color in DIRECT),
     )
     for key, label, style, color in lines:
         points = [(float(str(row["groups"])), float(str(row[key]))) for row in rows if row.get(key) is not None]
         if points:
             axes.loglog(*zip(*points, strict=True), style, color=color, label=label)
-    for row, (name, *_) in product(rows, DIRECT):
-        if f"{name} s" in row and not solved(row[f"{name} gap"]):
-            place = (float(str(row["groups"])), float(str(row[f"{name} s"])))
-            axes.annotate("not solved", place, xytext=(6, 0), textcoords="offset points", va="center", fontsize=8)
     axes.set(xlabel="groups of 64 neurons, all layers", ylabel="solve time in seconds")
     axes.grid(alpha=0.3, which="both", linewidth=0.5)
     figure.legend(fontsize=8, frameon=False, loc="outside lower center", ncols=2)

@@ -21,9 +21,8 @@ from picompile.placement.plan import Plan
 ANSWER_TOKENS = 256
 # Copies from pinned memory reach 25 of the 31.5 GB/s of PCIe 4.0 x16.
 PCIE_EFFICIENCY = 0.8
-# An assumption: of the tensor cores' peak. Kernels have the instructions for more (benchmarks/gpu/prompt_counts.py),
-# though not where tensor cores are fast: an A100 takes a quarter of the time for a multiplication, an H100 an
-# eighth, which `mma` alone cannot reach.
+# An assumption: of the tensor cores' peak. Kernels have the instructions for more, though not where tensor cores are
+# fast: an A100 takes a quarter of the time for a multiplication, an H100 an eighth, which `mma` alone cannot reach.
 TENSOR_EFFICIENCY = 0.5
 _OF_FAST_ONES = {80: 0.4, 90: 0.25}
 # Layers of a graph of launches (`picompile_runtime`), whose first copy nothing hides.

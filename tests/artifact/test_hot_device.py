@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu.sass import disassemble
 from helpers.gpu_artifacts import gpu_artifact, gpu_model
+from helpers.ptx.sass import disassemble
 from helpers.report_plans import random_plan
 from picompile.artifact.code import AcceleratorTarget, accelerator_target
 from picompile.compile import compile_model

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-# The programs are a benchmark's.
-from benchmarks.placement.direct import Direct, direct_impact, direct_latency, most_lost_s, restricted
+from helpers.direct_placement import Direct, direct_impact, direct_latency, most_lost_s, restricted
 from picompile.placement.problem import (
     PlacementProblem,
     PlacementTask,

@@ -1,4 +1,4 @@
-"""Benchmarks of whole models, on small ones: PowerInfer's file, what is left out, and formats of predictors."""
+"""Files that peers read, of small models: PowerInfer's."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from helpers.benchmark_scripts import run_benchmark
-from helpers.support import BUNDLED_MODEL, Cli
+from helpers.support import Cli
 
 pytestmark = pytest.mark.slow("makes and compiles models")
 
@@ -42,18 +42,3 @@ def test_powerinfers_file_is_the_checkpoint_with_its_predictors(cli: Cli, checkp
     assert results[:2] == results[2:]
     assert 0.1 < results[1] < 0.4
     assert len(set(results[0])) > 3
-
-
-def test_formats_of_predictors_are_compared_with_f16(tmp_path: Path) -> None:
-    counts = ("--profile-tokens", 2048, "--samples", 1024, "--tokens", 512, "--rank", 16)
-    formats = ("--quants", "f16,q4", "--formats", "q8,q4", "--refit", "q4", "--learned-only")
-    found = tmp_path / "found.json"
-    run_benchmark("cpu.predictor_formats", BUNDLED_MODEL, *counts, *formats, "--work", tmp_path, "--json", found)
-    result = json.loads(found.read_text())
-    assert result["flips"]["q8"]["lost"] < result["flips"]["q4"]["lost"] < 0.2
-    assert 0 < result["flips"]["q8"]["error"] < 0.02 < result["flips"]["q4"]["error"] < 0.2
-    rows = {name: row["texts"]["library"] for name, row in result["rows"].items()}
-    assert list(rows) == [f"{quant} {form}" for quant in ("f16", "q4") for form in ("f16", "q8", "q4", "q4 refitted")]
-    assert rows["f16 f16"]["change_from_f16"]["value"] == 0
-    assert 0 < abs(rows["f16 q4"]["recall"] - rows["f16 f16"]["recall"]) < 0.1
-    assert result["rows"]["q4 q4"]["row_bytes"] < result["rows"]["q4 q8"]["row_bytes"]

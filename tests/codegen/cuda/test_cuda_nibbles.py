@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.gpu.instructions import WEIGHTS, longest_loops
 from helpers.kernels.cuda_workbench import CudaWorkbench
+from helpers.ptx.instructions import WEIGHTS, longest_loops
 from picompile_codegen.specs import EmbeddingSpec
 from picompile_passes.formats import E8M0, FORMATS, GROUP, ZERO_STEPS
 from picompile_passes.formats.packing import GroupGrid, pack_codes

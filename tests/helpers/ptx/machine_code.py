@@ -11,9 +11,9 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from benchmarks.gpu.sass import disassemble, innermost_loops, operations
 from helpers.ptx.device_code import DeviceCode
 from helpers.ptx.loads import loads_of
+from helpers.ptx.sass import disassemble, innermost_loops, operations
 from helpers.ptx.syntax import PtxKernel
 from picompile_codegen.cuda.build import function_resources
 

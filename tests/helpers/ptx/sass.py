@@ -91,12 +91,6 @@ def weight_loops(text: str, bits: int) -> list[Count]:
     return found
 
 
-def loops_with(text: str, operation: str) -> list[Counter[str]]:
-    """Count the instructions of each innermost loop of a function that has an operation, by name."""
-    loops = (Counter(_operation(line).partition(".")[0] for line in loop) for loop in innermost_loops(text, operation))
-    return list(loops)
-
-
 def operations(text: str) -> list[str]:
     """Return the operations of a function with their modifiers, in the order of the code, as `LDG.E.128`."""
     return [_operation(instruction) for _, instruction in _LINE.findall(text) if instruction]

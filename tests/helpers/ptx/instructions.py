@@ -1,7 +1,5 @@
 """Counts the instructions that CUDA kernels of decode take for 128 weights, by disassembly. It needs no GPU.
 
-    python -m benchmarks.gpu.instructions [--sm 89 90] [--formats q4 q8 f16]
-
 For each kernel its longest inner loop over weights is counted, with all that the loop does beside multiplying: reads,
 addresses, and for each row the sum over a warp. `integer` are the instructions of the integer pipe, which has half the
 rate of the others (`sass.py` lists them). A multiprocessor issues four instructions a cycle and two for the integer
@@ -9,12 +7,10 @@ pipe, so no kernel takes fewer cycles than the larger of all / 4 and integer / 2
 """
 
 import json
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks.gpu.sass import Count, disassemble, weight_loops
-from benchmarks.script import argument_parser
+from helpers.ptx.sass import Count, disassemble, weight_loops
 from picompile_codegen import cuda
 from picompile_codegen.cuda.build import build_cuda
 from picompile_codegen.cuda.function import CudaKernel
@@ -22,7 +18,6 @@ from picompile_codegen.specs import FfnSpec, LinearSpec
 from picompile_passes.formats import FORMATS, LOW_BITS
 
 WEIGHTS = 128
-COLUMNS = ("kernel", "registers", "all", "integer")
 
 
 def kernels(format_name: str) -> dict[str, tuple[CudaKernel, int]]:
@@ -63,23 +58,3 @@ def _read_bits(format_name: str) -> int:
     form = FORMATS[format_name]
     # The 16 bytes that have the high bits of a group have those of another, which another lane computes.
     return 2 * LOW_BITS if form.has_planes else form.data_bits
-
-
-def main() -> None:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--sm", nargs="+", type=int, default=[89, 90])
-    parser.add_argument("--formats", nargs="+", choices=sorted(FORMATS), default=["q4"])
-    options = parser.parse_args()
-    for sm in options.sm:
-        for format_name in options.formats:
-            print(f"sm_{sm}, {format_name}, instructions for {WEIGHTS} weights")
-            print("| " + " | ".join(COLUMNS) + " |\n" + "| --- " * len(COLUMNS) + "|")
-            with tempfile.TemporaryDirectory() as folder:
-                found = longest_loops(format_name, sm, Path(folder))
-            for name, (loop, launch) in found.items():
-                total, integer = loop.per(WEIGHTS)
-                print(f"| {name} | {launch['registers']} | {total:.0f} | {integer:.0f} |")
-
-
-if __name__ == "__main__":
-    main()
