@@ -40,15 +40,15 @@ def main(
     variant: Annotated[str, typer.Option(help=f"What to train: {', '.join(VARIANTS)}.")] = "tiny-reglu",
     steps: Annotated[int, typer.Option(help="Train for so many steps; 0 for no bound.", min=0)] = 0,
     minutes: Annotated[float, typer.Option(help="Train for so long; 0 for no bound.", min=0)] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the first weights and of the order of the text.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the first weights and of the order of the text.")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in the work folder.")] = False,
     work: Annotated[
         Path | None, typer.Option(help="Where the checkpoint is; build/train-VARIANT if not given.")
     ] = None,
     tests_data: Annotated[Path | None, typer.Option(help="Also write held-out text and prompts here.")] = None,
     l1: Annotated[float, typer.Option(help="Penalty on the mean magnitude, for sparsity.", min=0)] = 0.5,
-    learning_rate: Annotated[float, typer.Option(help="At its peak.")] = 1.5e-3,
-    tokens_per_step: Annotated[int, typer.Option(help="In one update.", min=MAX_CONTEXT)] = 2048,
+    learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1.5e-3,
+    tokens_per_step: Annotated[int, typer.Option(help="Tokens in one update.", min=MAX_CONTEXT)] = 2048,
     threads: Annotated[int, typer.Option(help="CPU threads.", min=1)] = 2,
 ) -> None:
     """Train a small language model that fires sparsely, on Python's standard library."""

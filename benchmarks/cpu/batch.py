@@ -82,7 +82,7 @@ def main() -> None:
     parser = argument_parser(__doc__, threads=os.cpu_count(), tokens=[1, 2, 4, 8, 16, 32], rounds=12)
     parser.add_argument("--formats", nargs="+", default=["q4", "f16"])
     parser.add_argument("--rate", type=float, default=0.1, help="share of the neurons that masks name")
-    parser.add_argument("--isa", choices=ISAS, default=best_isa(), help="what is compiled for; default: the best here")
+    parser.add_argument("--isa", choices=ISAS, default=best_isa(), help="instruction set; default: the best here")
     options = parser.parse_args()
     for format_name in options.formats:
         _measure(format_name, options)

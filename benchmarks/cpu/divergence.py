@@ -1,4 +1,4 @@
-"""What a copy of a model loses on a text: perplexity, and the KL divergence of its predictions from the model's."""
+"""The loss of a model's copy on a text: in perplexity, and as KL divergence of its predictions from the model's."""
 
 import math
 from collections.abc import Callable, Sequence

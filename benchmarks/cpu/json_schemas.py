@@ -1,11 +1,11 @@
-"""Whether every answer that a JSON schema restricts is valid, and what the grammar costs for each token.
+"""Validity of answers that a JSON schema restricts, and the cost of the grammar for each token.
 
     python -m benchmarks.cpu.json_schemas [--count 200] [--schemas FOLDER] [--model ARTIFACT] [--tokenizer FILE]
 
 For each schema an answer is made from random scores, with a vocabulary of 2,048 and one of 49,152 tokens, and two by
-the bundled model: greedy and with temperature 1. What is finished is read as JSON and checked by the package
-jsonschema; one invalid answer ends the benchmark with 1. Printed are how many answers were valid, how many were cut at
-the most tokens, which schemas were refused and why, and the processor time of `allowed` and `accept` for each token.
+the bundled model: greedy and with temperature 1. Finished answers are read as JSON and checked by the package
+jsonschema; one invalid answer ends the benchmark with exit code 1. It prints how many answers were valid, how many were
+cut at the token limit, which schemas were refused and why, and the processor time of `allowed` and `accept` a token.
 
 Random scores hardly ever end: a quote has one chance in thousands. So after 40 tokens a bonus that grows with every
 token is added to the scores of the end token and of tokens that begin with a quote or a closing bracket. The model's
@@ -75,7 +75,7 @@ class Outcome:
 
 def main() -> None:
     parser = argument_parser(__doc__, seed=0)
-    parser.add_argument("--count", type=int, default=200, help="how many schemas")
+    parser.add_argument("--count", type=int, default=200, help="number of schemas")
     parser.add_argument("--tokens", type=int, default=500, help="the most tokens of an answer")
     parser.add_argument("--schemas", type=Path, help="a folder of JSONSchemaBench")
     parser.add_argument("--model", type=Path, help="an artifact of the bundled model")

@@ -113,8 +113,8 @@ def main() -> None:
     parser = argument_parser(__doc__, threads=os.cpu_count())
     parser.add_argument("--formats", nargs="+", default=["f16", "q8", "q4"])
     parser.add_argument("--only", default="", help="measure the kernels whose name in the table has this text")
-    parser.add_argument("--seconds", type=float, default=0.5, help="for each kernel")
-    parser.add_argument("--isa", choices=ISAS, default=best_isa(), help="what is compiled for; default: the best here")
+    parser.add_argument("--seconds", type=float, default=0.5, help="seconds for each kernel")
+    parser.add_argument("--isa", choices=ISAS, default=best_isa(), help="instruction set; default: the best here")
     options = parser.parse_args()
     isa = ISAS[options.isa]
     with targeting(isa):

@@ -8,7 +8,7 @@
 shape with `--layers` layers, and profile it, and train predictors for it with the options that `--train` gives, or
 compile it with calibrated rounding. A layer's time is that between the files of two; the estimate for the whole model
 is its layers times that, plus the rest. Memory does not depend on the number of layers. With `--kill` a run is killed
-behind the first layer and run again, and what it ends with is compared with what the whole run gave.
+after the first layer and resumed, and its result is compared with that of an uninterrupted run.
 
 A layer takes two cores about 3 minutes of the profile and 7 of rounding, and one core 18 of training; a checkpoint
 takes 4 GB of disk. Results are JSON.
@@ -211,7 +211,7 @@ def main() -> None:
         __doc__, shape="llama-7b", layers=2, tokens=65_536, samples=32_768, quant="q4", work=Path("build/memory")
     )
     parser.add_argument("what", choices=_MEASURES)
-    parser.add_argument("model", type=Path, nargs="?", help="of `compile`")
+    parser.add_argument("model", type=Path, nargs="?", help="the model to compile (`compile` only)")
     parser.add_argument("--limit-gb", type=float, help="RLIMIT_AS of `compile`: all mapped memory, in GB")
     parser.add_argument("--train", metavar="OPTIONS", help="of `profile`: train as well; --accuracy-bound off is given")
     parser.add_argument("--kill", action="store_true", help="of `rounding`: kill a second run, and go on")

@@ -58,7 +58,7 @@ def main() -> None:
     parser = argument_parser(__doc__, repetitions=3)
     parser.add_argument("--shape", default="reglu-1.3b")
     parser.add_argument("--layers", default="12,24,48,96", help="numbers of layers")
-    parser.add_argument("--by-pass", action="store_true", help="the time of each pass too, without its verification")
+    parser.add_argument("--by-pass", action="store_true", help="also the time of each pass, without its verification")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     counts = [int(text) for text in options.layers.split(",")]

@@ -1,17 +1,17 @@
-"""Predictors of a model against each other, on held-out text: what they find, what they cost, what they lose.
+"""Comparison of a model's predictors on held-out text: recall, cost and perplexity.
 
 python -m benchmarks.cpu.predictors models/tiny-reglu [--work build/predictors] [--json FILE] [--ranks 24,32,48,64,80]
 
 One profile, made from the standard library's code and documents, serves all rows:
 
-- adaptive: what `compile --predictor learned` gives: a rank for each layer, exact where that is cheaper
-- adaptive, learned only: the same without exact layers
+- adaptive: as `compile --predictor learned` trains them, with a rank for each layer, exact where that is cheaper
+- adaptive, learned only: without exact layers
 - fixed: one rank for all layers, the same size in total, every missed firing counted alike, as PowerInfer has it
 - sign: the signs of the weights, no training
 
-All are held to the same recall by contribution on the samples, 99.7 %. Perplexity, recall and what they compute are
-then measured on text that no one has seen. `--ranks` draws the trade-off: the rows of one rank for all layers, trained
-as the adaptive ones. What is in the work folder is not made again. At the end, predictors made from code alone and from
+All must have the same recall by contribution on the samples, 99.7 %. Perplexity, recall and the computed neurons are
+then measured on held-out text. `--ranks` draws the trade-off: each row has one rank for all layers, trained as the
+adaptive ones. Results in the work folder are not made again. At the end, predictors made from code alone and from
 documents alone are measured on both.
 """
 
@@ -88,7 +88,7 @@ class Bench:
 def main() -> None:
     parser = argument_parser(__doc__, "model", "--json", work=Path("build/bench-predictors"))
     parser.add_argument("--ranks", default="", help="ranks of the trade-off, with commas")
-    parser.add_argument("--tokens", type=int, default=8192, help="of held-out text, at most")
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens of held-out text, at most")
     given = parser.parse_args()
     work = given.work / given.model.name
     work.mkdir(parents=True, exist_ok=True)

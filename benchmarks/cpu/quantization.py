@@ -1,4 +1,4 @@
-"""Measure what weight formats keep of a model for the bits that they take, beside llama.cpp's formats of the model.
+"""Measure a model's loss in each weight format against its bits, beside llama.cpp's formats.
 
 python -m benchmarks.cpu.quantization MODEL [--work DIR] [--tokens 16384] [--llama LIBRARY] [--json FILE] [--plot FILE]
 
@@ -208,7 +208,7 @@ def main() -> None:
     parser = argument_parser(
         __doc__, "model", "--json", "--plot", work=Path("build/bench-quantization"), rounding_tokens=32_768
     )
-    parser.add_argument("--tokens", type=int, default=16_384, help="of held-out text")
+    parser.add_argument("--tokens", type=int, default=16_384, help="tokens of held-out text")
     parser.add_argument("--quants", default=",".join(QUANTS))
     parser.add_argument("--llama", type=Path, help="libllama.so")
     given = parser.parse_args()

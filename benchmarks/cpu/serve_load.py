@@ -1,4 +1,4 @@
-"""Many clients at once: whether each gets the text that it gets alone, and how long it waits.
+"""Many clients at once: a check that each gets the same text as alone, and the times that they wait.
 
     python -m benchmarks.cpu.serve_load ARTIFACT [--streams 64] [--minutes 10] [--requests 60] [--out FILE.json]
 

@@ -1,4 +1,4 @@
-"""How much sooner the next question of a long chat is answered, since what its slot holds is not read again.
+"""Time to the first token of a long chat's next question, with and without reuse of its slot's tokens.
 
     python -m benchmarks.cpu.serve_prefix ARTIFACT [--tokens 2000] [--question 32] [--answer 64] [--threads N]
 

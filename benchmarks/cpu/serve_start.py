@@ -1,4 +1,4 @@
-"""How long a server takes until it answers: at its first start, at later ones, and after it was killed.
+"""The time until a server answers: at its first start, at later ones, and after it was killed.
 
     python -m benchmarks.cpu.serve_start ARTIFACT [--rounds 5] [--streams 8] [--threads N] [--out FILE.json]
 

@@ -1,4 +1,4 @@
-"""From what sparsity on the sparse feed-forward kernel beats the dense one.
+"""The sparsity from which on the sparse feed-forward kernel beats the dense one.
 
     python -m benchmarks.cpu.sparsity [--threads N] [--formats f16 q4] [--plot docs/images/sparsity.png] [--json FILE]
 
@@ -8,8 +8,8 @@ turn, over so many copies of the weights that together they are larger than any 
 as it does when a model decodes. Kernels take turns; a time is the median over the calls of all rounds.
 
 The sparse kernel's list of firing neurons is made from the mask in the time that is measured; the mask is given.
-For comparison, what the PowerInfer paper (arXiv 2312.12456) says of general sparse kernels: they beat dense ones only
-from 87 % sparsity on.
+For comparison: by the PowerInfer paper (arXiv 2312.12456), general sparse kernels beat dense ones only from 87 %
+sparsity on.
 """
 
 import argparse
@@ -127,7 +127,7 @@ def main() -> None:
     parser = argument_parser(__doc__, "--plot", "--json", threads=os.cpu_count(), rounds=40)
     parser.add_argument("--formats", nargs="+", default=["f16", "q4"])
     parser.add_argument("--shapes", nargs="+", default=SHAPES, type=_shape, metavar="DIMxNEURONS")
-    parser.add_argument("--isa", choices=ISAS, default=best_isa(), help="what is compiled for; default: the best here")
+    parser.add_argument("--isa", choices=ISAS, default=best_isa(), help="instruction set; default: the best here")
     options = parser.parse_args()
     isa = ISAS[options.isa]
     with targeting(isa), tempfile.TemporaryDirectory() as folder:

@@ -2,12 +2,11 @@
 
     python -m benchmarks.cpu.speculation ARTIFACT [--rounds 3] [--tokens 300] [--threads N]
 
-The artifact generates what follows prompts: by the likeliest tokens, code that is to be written again and the beginning
-of prose, both of which repeat; and tokens that are drawn at a temperature of 1, which hardly repeat. And it reads files
-of this repository as if it had generated them: their tokens are given, so that what the model would say does not
-matter, and drafts are accepted where the text has them. Both ways take turns, and turns at being first. Prints a table:
-tokens/s of both, their ratio, and which share of the tokens was drafted and accepted. The tokens that are generated are
-compared; a difference ends the benchmark.
+The artifact continues prompts. By the likeliest tokens, it writes code again and continues the beginning of prose, both
+of which repeat; drawn at a temperature of 1, tokens hardly repeat. It also reads files of this repository as if it were
+generating them: their tokens are given, whatever the model would say, and drafts are accepted where the text agrees.
+Decoding with and without drafts take turns, also at being first. It prints a table: tokens/s of both, their ratio, and
+the shares of tokens that were drafted and accepted. Generated tokens are compared; a difference ends the benchmark.
 """
 
 import statistics

@@ -67,7 +67,7 @@ def _arguments() -> argparse.Namespace:
     _add_common(case)
     case.add_argument("label", help="the kernel's name in the pack; a wrong one lists all")
     ready = verbs.add_parser("ready", help="say whether a pack was made from these sources")
-    ready.add_argument("pack", type=Path, help="what benchmarks.gpu.pack wrote")
+    ready.add_argument("pack", type=Path, help="folder that benchmarks.gpu.pack wrote")
     tables = verbs.add_parser("tables", help="show the results of several runs as one")
     tables.add_argument("files", type=Path, nargs="+")
     write = verbs.add_parser("write", help="prepare the weights of a model: `first` and `second` start this")
@@ -80,7 +80,7 @@ def _arguments() -> argparse.Namespace:
 
 def _add_schedule(parser: argparse.ArgumentParser, verb: str) -> None:
     _add_common(parser)
-    parser.add_argument("--results", type=Path, required=True, help="a folder for what is found")
+    parser.add_argument("--results", type=Path, required=True, help="folder for the results")
     parser.set_defaults(asked=None, model=None)
     if verb == "first":
         parser.add_argument("--asked", type=float, help="output of `date +%%s` when the machine was asked for")
@@ -93,7 +93,7 @@ def _add_schedule(parser: argparse.ArgumentParser, verb: str) -> None:
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("pack", type=Path, help="what benchmarks.gpu.pack wrote")
+    parser.add_argument("pack", type=Path, help="folder that benchmarks.gpu.pack wrote")
     parser.add_argument("--work", type=Path, help="folder for weights (default: /dev/shm if it has room, else /tmp)")
     parser.add_argument(
         "--active", type=float, default=0.05, help="share of neurons computed for a token (default: 0.05)"

@@ -83,7 +83,7 @@ _SPECS: Mapping[str, Callable[..., KernelSpec]] = {
     "ffn": FfnSpec,
     "join_columns": JoinColumnsSpec,
     "layer_norm": LayerNormSpec,
-    "leading_logits": TopLogitsSpec,
+    "top_logits": TopLogitsSpec,
     "linear": LinearSpec,
     "linear_add": _linear_add,
     "predict_low_rank": PredictLowRankSpec,
@@ -192,11 +192,11 @@ def small_cases() -> Iterator[Case]:
     yield Case("take_last", "take_last", {"dim": 700, "rows": 5})
     yield Case("join columns", "join_columns", {"widths": (64, 64, 20), "rows": 5})
     for vocab, rows in ((50, 1), (5003, 3), (70001, 1)):
-        yield Case(f"leading logits {vocab}", "leading_logits", {"vocab": vocab, "rows": rows})
-    yield from _exchanges(dim=333, neurons=200, columns=60, rows=3)
+        yield Case(f"top logits {vocab}", "top_logits", {"vocab": vocab, "rows": rows})
+    yield from _transfers(dim=333, neurons=200, columns=60, rows=3)
 
 
-def _exchanges(dim: int, neurons: int, columns: int, rows: int, speed: bool = False) -> Iterator[Case]:
+def _transfers(dim: int, neurons: int, columns: int, rows: int, speed: bool = False) -> Iterator[Case]:
     yield Case("send", "send", {"dim": dim, "rows": rows}, speed)
     mask = {"dim": dim, "neurons": neurons, "columns": columns, "rows": rows}
     yield Case("send mask", "send_mask", mask, speed)
@@ -251,8 +251,8 @@ def speed_cases() -> Iterator[Case]:
     yield Case("rms_norm 8192", "rms_norm", {"dim": 8192, "rows": 1, "eps": 1e-5}, True)
     yield Case("add 8192", "add", {"dim": 8192, "rows": 1}, True)
     for vocab in (32000, 128256, 262144):
-        yield Case(f"leading logits {vocab}", "leading_logits", {"vocab": vocab, "rows": 1}, True)
-    yield from _exchanges(dim=8192, neurons=28672, columns=20000, rows=1, speed=True)
+        yield Case(f"top logits {vocab}", "top_logits", {"vocab": vocab, "rows": 1}, True)
+    yield from _transfers(dim=8192, neurons=28672, columns=20000, rows=1, speed=True)
     yield from chunk_cases()
 
 

@@ -68,7 +68,7 @@ def join_columns(make: Maker) -> Example:
     return Example(make.inputs, {"y": numpy_of(torch.cat(parts, dim=1))}, tokens=make.tokens)
 
 
-def leading_logits(make: Maker) -> Example:
+def top_logits(make: Maker) -> Example:
     """Each score is there several times, so that it matters which of them is first."""
     p = make.parameters
     logits = make.rng.integers(-2000, 2000, (make.tokens, p["vocab"])).astype(np.float32)
@@ -270,7 +270,7 @@ _MAKERS: Mapping[str, Callable[[Maker], Example]] = {
     "add": add,
     "join_columns": join_columns,
     "take_last": take_last,
-    "leading_logits": leading_logits,
+    "top_logits": top_logits,
     "send": send,
     "send_mask": send,
     "counted_send_mask": send,

@@ -1,4 +1,4 @@
-"""Measures the machine before anything of a model runs on it: exchanges with the GPU, and the speed of memory."""
+"""Measures the machine before anything of a model runs on it: round trips to the GPU, and the speed of memory."""
 
 from collections.abc import Sequence
 from contextlib import closing
@@ -13,19 +13,19 @@ from picompile_runtime.bench.bandwidth import MemoryReader
 from picompile_runtime.devices.accelerator import ArgumentView
 from picompile_runtime.devices.cpu.native import HostLibrary
 from picompile_runtime.devices.cuda import CudaAccelerator, CudaImages
-from picompile_runtime.devices.cuda import ping_pong as exchange
+from picompile_runtime.devices.cuda import ping_pong as round_trips
 from picompile_runtime.devices.memory import Tensor
 
 _PASSES = 5
 
 
 def ping_pong(images: CudaImages, library: Path, rounds: int) -> dict[str, Any]:
-    """Return the seconds of exchanges between host and GPU, where each waits for what the other writes.
+    """Return the seconds of round trips between host and GPU, where each waits for the other's write.
 
     Raises MachineError where one of them does not see the other's writes.
     """
     with closing(CudaAccelerator(images)) as device:
-        return asdict(exchange(device, HostLibrary(library), rounds))
+        return asdict(round_trips(device, HostLibrary(library), rounds))
 
 
 def start_seconds(images: CudaImages, library: Path, counts: Sequence[int]) -> dict[str, float | None]:
@@ -40,7 +40,7 @@ def start_seconds(images: CudaImages, library: Path, counts: Sequence[int]) -> d
         views = [ArgumentView(memory, Tensor("int32", (8,), offset)) for offset in (0, 1024, 2048)]
         for count in counts:
             try:
-                found[str(count)] = exchange(device, HostLibrary(library), 1, [(kernel, views)] * count).start_s
+                found[str(count)] = round_trips(device, HostLibrary(library), 1, [(kernel, views)] * count).start_s
             except MachineError:
                 found[str(count)] = None
     return found

@@ -104,13 +104,18 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         "--sm", type=int, default=90, help="compute capability times ten; an H100's and an H200's is 90"
     )
     parser.add_argument("--models", nargs="*", default=list(MODELS), metavar="SHAPE:QUANT")
-    parser.add_argument("--more", action="store_true", help="also what a second quarter of an hour measures")
+    parser.add_argument("--more", action="store_true", help="also pack for a second quarter of an hour")
     parser.add_argument(
         "--llama", type=Path, metavar="PATH", help="a built llama-bench; libraries beside it are packed"
     )
     parser.add_argument("--budget", type=float, default=1 / 3, help="share of the dense model that the GPU may hold")
-    parser.add_argument("--isas", nargs="+", default=list(TARGETS["h100"].isas), help="of the models; checks: the last")
-    parser.add_argument("--small", action="store_true", help="no kernels whose speed is measured")
+    parser.add_argument(
+        "--isas",
+        nargs="+",
+        default=list(TARGETS["h100"].isas),
+        help="instruction sets of the models; checks use the last",
+    )
+    parser.add_argument("--small", action="store_true", help="leave out kernels whose speed is measured")
     parser.add_argument("--bundled", type=Path, default=BUNDLED, help="a model folder, packed with its weights")
     return parser.parse_args(given)
 

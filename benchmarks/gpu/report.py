@@ -26,7 +26,7 @@ _COLUMNS = {
     "computed": ("all", 1, "{:.1%}"), "of hot": ("hot", 1, "{:.1%}"), "of cold": ("cold", 1, "{:.1%}"),
     "GPU ms": ("gpu_s", 1e-3, "{:.2f}"), "of it computing": ("compute_s", 1e-3, "{:.2f}"),
     "hot ms": ("hot_s", 1e-3, "{:.2f}"),
-    "exchange ms": ("exchange_s", 1e-3, "{:.2f}"), "idle ms": ("idle_s", 1e-3, "{:.2f}"),
+    "transfer ms": ("exchange_s", 1e-3, "{:.2f}"), "idle ms": ("idle_s", 1e-3, "{:.2f}"),
     "cold, host ms": ("cold_s", 1e-3, "{:.2f}"), "host GB/s": ("host_bytes_per_s", 1e9, "{:.0f}"),
     "prompt tokens/s": ("prompt_speeds", 1, "{}"), "why not": ("reason", 1, "{}"),
 }  # fmt: skip
@@ -204,7 +204,7 @@ def _heading(results: Result) -> str:
 def _of_host(results: Result) -> Iterator[str]:
     if found := results.get("ping_pong"):
         rounds, p50, p99 = found["rounds"], 1e6 * found["p50_s"], 1e6 * found["p99_s"]
-        yield f"{rounds} exchanges of host and GPU: {p50:.1f} µs in the median, {p99:.1f} µs for 99 %"
+        yield f"{rounds} round trips of host and GPU: {p50:.1f} µs in the median, {p99:.1f} µs for 99 %"
     for launches, seconds in results.get("start_s", {}).items():
         started = "takes no more: it waits" if seconds is None else f"is started in {1e6 * seconds:.0f} µs"
         yield f"a graph of {launches} launches behind one that waits for the host {started}"

@@ -97,23 +97,23 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argument_parser(__doc__, "--plot")
     parser.add_argument("--work", type=Path, default=Path("build/bench"), help="where checkpoints and artifacts are")
-    parser.add_argument("--quick", action="store_true", help="decode and prefill, 2 threads; of --sweeps the ends")
+    parser.add_argument("--quick", action="store_true", help="decode and prefill, 2 threads; only the ends of --sweeps")
     parser.add_argument("--sweeps", nargs="+", choices=SWEEPS, help="default: all")
     parser.add_argument("--formats", nargs="+", default=["q4", "f16"], choices=["q4", "f16"])
-    parser.add_argument("--shape", default="reglu-1.3b", help="of synth: a name, or a config.json of a LLaMA")
+    parser.add_argument("--shape", default="reglu-1.3b", help="shape for synth: a name, or a LLaMA's config.json")
     parser.add_argument("--opt-shape", default="opt-1.3b")
     parser.add_argument("--active", type=float, default=0.10, help="share of the neurons that fire")
-    parser.add_argument("--target", default="native", help="what picompile compiles for")
+    parser.add_argument("--target", default="native", help="picompile's --target")
     parser.add_argument("--peer-python", default=sys.executable, help="the Python of llama.cpp and OpenVINO")
     parser.add_argument(
         "--program", type=_program, action="append", default=[], metavar="NAME=PATH",
         help=f"a built program, and the engine that it is: {', '.join(PROGRAMS)}",
     )  # fmt: skip
-    parser.add_argument("--rounds", type=int, help="of each group; default 5 of decode and opt, 3 of the rest")
+    parser.add_argument("--rounds", type=int, help="rounds of each group; default: 5 of decode and opt, 3 of the rest")
     parser.add_argument("--json", type=Path, help="default: peers.json, or peers-quick.json, in the work folder")
-    parser.add_argument("--anew", action="store_true", help="measure again what the JSON file has")
+    parser.add_argument("--anew", action="store_true", help="measure again even what the JSON file has")
     parser.add_argument("--prepare", action="store_true", help="only make the files")
-    parser.add_argument("--as-is", action="store_true", help="take artifacts though the code generator has changed")
+    parser.add_argument("--as-is", action="store_true", help="use artifacts even if the code generator has changed")
     parser.add_argument("--keep", action="store_true", help="keep the files of other firing rates")
     return parser.parse_args()
 

@@ -1,11 +1,11 @@
-"""The published system, predicted: PowerInfer and llama.cpp on both machines of the paper, beside what it measured.
+"""The published system, predicted: PowerInfer and llama.cpp on both machines of the paper, beside its own measurements.
 
 python -m benchmarks.placement.paper [--json FILE]
 
 PowerInfer is the paper's policy with the KV cache on the host; llama.cpp is dense layers on the GPU in order, as many
 as fit. Figures of the paper are the labels of bars in figures 10, 11 and 13 of arXiv 2312.12456v2, of two digits, for
 outputs of 512 tokens. Nothing is fitted case by case: machines are as in datasheets, firing has the paper's figures,
-and one number for an exchange is inferred from all cases together. Both it and picompile's own are shown.
+and one number, the time of a transfer, is inferred from all cases together. Both it and picompile's own are shown.
 """
 
 import json

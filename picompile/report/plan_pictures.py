@@ -108,9 +108,9 @@ def time_picture(name: str, plan: Plan) -> PagePicture:
             canvas.figure.legend(loc="outside lower center", ncols=3)
 
     words = (
-        "What a layer is expected to take of a token's time, by part. Hot neurons, on the GPU, and cold ones, on the "
-        "host, are computed at the same time: the slower of them counts and is above the axis, the other below. Of a "
-        "prediction the part is left out that the GPU makes while the layer before waits for the host."
+        "Each layer's predicted share of a token's time, by part. Hot neurons, on the GPU, and cold ones, on the host, "
+        "are computed at once: the slower of them counts and is above the axis, the other below. A predictor's time "
+        "does not include the part that passes while the layer before waits for the host."
     )
     return picture(paint, name, "Where a token's time goes", _time_description(plan), words)
 

@@ -39,7 +39,7 @@ CASES = [
     Case("send mask", "send_mask", MASK),
     Case("norm", "rms_norm", {"dim": 100, "rows": 3, "eps": 1e-5}),
     Case("upload", "upload", {"size": 5000}),
-    Case("leading", "leading_logits", {"vocab": 2100, "rows": 3}),
+    Case("leading", "top_logits", {"vocab": 2100, "rows": 3}),
     Case("ffn shared", "counted_ffn", ffn("f16", "masked", 130, 40, mask_columns=150, count=77), shares=(0.3,)),
     Case("chunk shared", "counted_ffn", ffn("q4", "dense", 130, 40, rows=5, count=77)),
     Case("send mask shared", "counted_send_mask", {**MASK, "count": 28, "in_words": True}),

@@ -34,7 +34,7 @@ OF_EACH_KIND = (
     *("ffn masked q4", "ffn exact f16", "ffn dense q6", "ffn chunk q8", "ffn batch", "ffn without gate", "ffn part"),
     *("ffn part, shared q8", "ffn chunk, shared f16", "attention long q8", "attention float16"),
     *("attention chunk float16", "cache q8", "rms_norm", "layer_norm", "rotary", "add", "take_last", "join columns"),
-    *("leading logits 5003", "send mask", "send mask, shared", "receive", "receive mask", "sum with norm, received"),
+    *("top logits 5003", "send mask", "send mask, shared", "receive", "receive mask", "sum with norm, received"),
     *("borrow cache", "copy words", "send"),
 )
 # By architecture: sm_75 has no asynchronous copies, and smaller products of matrices.

@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m picompile_silent", description="Counts how often each neuron fires.")
     parser.add_argument("model", type=Path, metavar="MODEL", help="a Hugging Face folder with a tokenizer.json")
-    parser.add_argument("texts", type=Path, metavar="TEXT_FILE", nargs="+", help="what the model reads")
+    parser.add_argument("texts", type=Path, metavar="TEXT_FILE", nargs="+", help="text that the model reads")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", required=True, help="where the counts go, as JSON")
     parser.add_argument("--tokens", type=_positive, metavar="N", help="read no more than N tokens in all")
     parser.add_argument("--window", type=_positive, metavar="N", default=256, help="tokens read together (256)")
