@@ -7,7 +7,7 @@
 | name an operator | `ADD`, `TRANSPOSE`, `INDEX_SELECT` of aten, and `EMBEDDING` to `DEQUANTIZE` of the dialect |
 | find the weights of a node | `NEURON_ROWS`, `matrix_operands`, `gating_side`, `gating_weights` |
 | run a graph with weights | `materialize`, `evaluate_constant`, `WeightSource` |
-| run passes | `canonicalize`, `Pipeline`, `make_pass`, `CANONICALIZE` |
+| run passes | `canonicalize`, `Pipeline`, `make_pass`, `CANONICALIZE`; `PASSES` has all by name |
 | name our passes | `InsertPredictors`, `Partition`, `Quantize` |
 | watch passes run | the hooks `verifying`, `Dump` and `Timings`; `each` joins several |
 | test a pass | `GraphBuilder`, `verify` and `picompile.testing` |
@@ -62,7 +62,7 @@ from picompile_passes.passes.partition import Partition
 from picompile_passes.passes.quantize import Quantize
 from picompile_passes.pipeline import Dump, Pipeline, Timings, each, verifying
 from picompile_passes.predictors import PredictorKind, add_predictor_kind
-from picompile_passes.registry import find_pass, make_pass, registrations
+from picompile_passes.registry import PASSES, find_pass, make_pass
 from picompile_passes.verify import verify
 
 __all__ = [
@@ -79,6 +79,7 @@ __all__ = [
     "LINEAR",
     "NEURON_ROWS",
     "OPERATORS",
+    "PASSES",
     "PREDICT",
     "QUANTIZE",
     "RMS_NORM",
@@ -128,7 +129,6 @@ __all__ = [
     "matrix_operands",
     "operator",
     "operator_of",
-    "registrations",
     "stage_of",
     "verify",
     "verifying",

@@ -18,7 +18,7 @@ RUNTIME = ROOT / "runtime" / "picompile_runtime"
 RUNTIME_DEPENDENCIES = {"numpy", "tokenizers", "jinja2"}
 SERVER = ROOT / "server" / "picompile_server"
 SERVER_DEPENDENCIES = {"starlette", "uvicorn", "pydantic", "pydantic_core", "prometheus_client", "llguidance", "h11"}
-HEAVY = {"torch", "tvm", "tvm_ffi", "transformers", "picompile_passes.dialect", "picompile_codegen"}
+HEAVY = {"torch", "tvm", "tvm_ffi", "transformers", "picompile_passes.dialect", "picompile_codegen.specs"}
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,13 @@ This module imports neither torch nor TVM, and no folder of a back end does befo
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from importlib import import_module
 from pathlib import Path
-from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from picompile_codegen.build.isa import Isa, current, targeting
 from picompile_codegen.errors import CodegenError
 from picompile_passes.errors import UnsupportedGraphError
+from picompile_passes.plugins import mark, marked
 
 if TYPE_CHECKING:
     from picompile_codegen.specs.arguments import KernelSpec
@@ -29,19 +28,13 @@ if TYPE_CHECKING:
 Body = Callable[[Any, Any], None]
 BodyT = TypeVar("BodyT", bound=Body)
 
-_MARK = "__picompile_specs__"
 # A model or two have this many. Writing one takes up to 0.1 s, and comparing it with others three times as long.
 _KEPT_KERNELS = 512
 
 
 def body(*specs: "type[KernelSpec]") -> Callable[[BodyT], BodyT]:
     """Mark a function as the body of the kernels of `specs` for the back end whose folder it lies in."""
-
-    def mark(function: BodyT) -> BodyT:
-        setattr(function, _MARK, specs)
-        return function
-
-    return mark
+    return mark("bodies", *specs)
 
 
 @cache
@@ -49,18 +42,9 @@ def find_bodies(package: str) -> Mapping["type[KernelSpec]", Body]:
     """Return the bodies in the modules of the folder `package`, by the type of their spec.
 
     Raises:
-        CodegenError: If two functions are bodies of the same spec.
+        RegistryError: If two functions are bodies of the same spec.
     """
-    found: dict[type[KernelSpec], Body] = {}
-    for module in iter_modules(import_module(package).__path__, f"{package}."):
-        for value in vars(import_module(module.name)).values():
-            if getattr(value, "__module__", None) != module.name:
-                continue  # imported from where it is defined
-            for spec in getattr(value, _MARK, ()):
-                if found.setdefault(spec, value) is not value:
-                    one, other = found[spec].__qualname__, f"{module.name}.{value.__qualname__}"
-                    raise CodegenError(f"{package}: two bodies of {spec.__name__}: {one} and {other}")
-    return found
+    return marked("bodies", package)
 
 
 @dataclass(frozen=True)

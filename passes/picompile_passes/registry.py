@@ -11,17 +11,14 @@ import dataclasses
 import inspect
 import re
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
-from functools import partial
-from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
-from pkgutil import walk_packages
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
 from picompile_passes import passes
 from picompile_passes.base import Pass
-from picompile_passes.errors import PassOptionError, RegistryError
+from picompile_passes.errors import PassOptionError
+from picompile_passes.plugins import Registry, members
 
 _FORM = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9_.-]*)(\{(?P<options>.*)\})?", re.DOTALL)
 _QUOTES = "'\""
@@ -150,38 +147,16 @@ def _unquote(text: str) -> str:
     return text[1:-1] if quoted else text
 
 
-# A pass is imported only when it is asked for. An entry point's name must be the `name` of the pass class it leads to.
+def _fault(thing: Any) -> str:
+    """Return why `thing` is no pass, or nothing if it is one."""
+    if not (inspect.isclass(thing) and issubclass(thing, Pass)):
+        return "is not a subclass of Pass"
+    return "" if is_dataclass(thing) and not inspect.isabstract(thing) else "is not a dataclass with a rewrite method"
 
 
-ENTRY_POINT_GROUP = "picompile.passes"
-
-
-@dataclass(frozen=True)
-class Registration:
-    """A registered pass: its name, where its class is, which package offers it, and how to import it."""
-
-    name: str
-    location: str
-    origin: str
-    load: Callable[[], Any]
-
-
-def registrations() -> dict[str, Registration]:
-    """Return all registered passes by name, sorted.
-
-    Raises:
-        RegistryError: If two passes have the same name.
-    """
-    found: dict[str, Registration] = {}
-    for entry in [*_builtin(), *map(_from_entry_point, entry_points(group=ENTRY_POINT_GROUP))]:
-        if entry.name in found:
-            other = found[entry.name]
-            raise RegistryError(
-                f"two passes are called {entry.name}: {other.location} from {other.origin} "
-                f"and {entry.location} from {entry.origin}"
-            )
-        found[entry.name] = entry
-    return dict(sorted(found.items()))
+PASSES = Registry[type[Pass]](
+    "pass", "picompile.passes", object, (each for each in members(passes.__name__) if not _fault(each)), _fault
+)
 
 
 def find_pass(name: str) -> type[Pass]:
@@ -189,19 +164,11 @@ def find_pass(name: str) -> type[Pass]:
 
     Raises:
         PassOptionError: If there is no such pass.
-        RegistryError: If it cannot be imported or is not a pass.
+        RegistryError: If it cannot be imported or is not a pass, or if two passes have the same name.
     """
-    known = registrations()
-    if name not in known:
+    if name not in (known := sorted(PASSES)):
         raise PassOptionError(f"there is no pass {name}; there are {', '.join(known)}")
-    registration = known[name]
-    try:
-        pass_class = registration.load()
-    except Exception as error:
-        raise RegistryError(f"pass {name} from {registration.origin} does not import: {error}") from error
-    _check_class(registration, pass_class)
-    found: type[Pass] = pass_class
-    return found
+    return PASSES[name]
 
 
 def make_pass(text: str) -> Pass:
@@ -214,27 +181,3 @@ def make_pass(text: str) -> Pass:
     name, options = split_pass(text)
     made: Pass = construct(name, find_pass(name), options)
     return made
-
-
-def _builtin() -> Iterator[Registration]:
-    """Yield the passes that the modules of `picompile_passes.passes` define."""
-    for found in walk_packages(passes.__path__, f"{passes.__name__}."):
-        module = import_module(found.name)
-        for name, value in vars(module).items():
-            if inspect.isclass(value) and issubclass(value, Pass) and value.__module__ == module.__name__:
-                yield Registration(value.name, f"{found.name}:{name}", "picompile", partial(getattr, module, name))
-
-
-def _from_entry_point(point: EntryPoint) -> Registration:
-    origin = point.dist.name if point.dist is not None else "an unknown package"
-    return Registration(point.name, point.value, origin, point.load)
-
-
-def _check_class(registration: Registration, found: object) -> None:
-    where = f"{registration.location} from {registration.origin}"
-    if not (inspect.isclass(found) and issubclass(found, Pass)):
-        raise RegistryError(f"{where} is not a subclass of Pass")
-    if inspect.isabstract(found) or not is_dataclass(found):
-        raise RegistryError(f"{where} is not a dataclass with a rewrite method")
-    if found.name != registration.name:
-        raise RegistryError(f"{where} is registered as {registration.name} but calls itself {found.name}")

@@ -44,9 +44,9 @@ def passes_command(
       picompile passes --json
     """
     if explain is not None:
-        from picompile_passes.registry import find_pass, registrations
+        from picompile_passes.registry import find_pass
 
-        facts = _explain(find_pass(explain), registrations()[explain])
+        facts = _explain(find_pass(explain))
         print(json.dumps(facts, indent=2, ensure_ascii=False)) if json_output else _show(facts)
         return
     rows = list_passes()
@@ -63,12 +63,14 @@ def passes_command(
 
 def list_passes() -> list[dict[str, Any]]:
     """Return the facts to list, a pass each, with those that installed packages add."""
-    from picompile_passes.registry import find_pass, registrations
+    from picompile_passes.registry import PASSES
 
-    return [{**_describe(find_pass(name)), "origin": entry.origin} for name, entry in registrations().items()]
+    return [_describe(PASSES[name]) for name in sorted(PASSES)]
 
 
 def _describe(pass_class: "type[Pass]") -> dict[str, Any]:
+    from picompile_passes.registry import PASSES
+
     return {
         "name": pass_class.name,
         "requires": pass_class.requires.text,
@@ -76,6 +78,7 @@ def _describe(pass_class: "type[Pass]") -> dict[str, Any]:
         "effect": pass_class.default_effect.value,
         "summary": (inspect.getdoc(pass_class) or "").partition("\n")[0],
         "options": {field.name: _type_name(field.type) for field in _options(pass_class)},
+        "origin": PASSES.origin(pass_class.name),
     }
 
 
@@ -90,7 +93,7 @@ def _type_name(kind: Any) -> str:
     return re.sub(r"\b[a-z_]+\.(?=[\w.])", "", text)
 
 
-def _explain(pass_class: "type[Pass]", registration: Any) -> dict[str, Any]:
+def _explain(pass_class: "type[Pass]") -> dict[str, Any]:
     """Return everything that `--explain --json` prints."""
     from picompile_passes.verify import RULES
 
@@ -101,8 +104,7 @@ def _explain(pass_class: "type[Pass]", registration: Any) -> dict[str, Any]:
     return {
         **_describe(pass_class),
         "idempotent": pass_class.idempotent,
-        "origin": registration.origin,
-        "location": registration.location,
+        "location": f"{pass_class.__module__}:{pass_class.__qualname__}",
         "doc": inspect.getdoc(pass_class) or "",
         "options": options,
         "example": f"{pass_class.name}{{{','.join(examples)}}}" if examples else pass_class.name,

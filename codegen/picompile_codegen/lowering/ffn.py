@@ -5,12 +5,12 @@ together need almost every one; `lower` gives these functions no predictors. Onl
 cost, has some: it computes every neuron, and drops those that the masks leave out.
 
 A package that offers a predictor kind offers its kernel, too: an entry point of the group `picompile.predictor_kernels`
-has the kind's name and leads to a `packages.Lowering`. It appends calls to the function; the last call writes the
+has the kind's name and leads to an `operators.Lowering`. It appends calls to the function; the last call writes the
 buffer that `mask_buffer` returned. `_low_rank` below is one. The specs of a package bring
 their bodies (`KernelSpec.bodies`). The feed-forward block then computes the neurons that the mask names.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +19,7 @@ from torch.fx import Node
 
 from picompile_codegen.lowering.counted import call_block
 from picompile_codegen.lowering.function import DECODING, Bindings, Function, dimension
-from picompile_codegen.lowering.operators import lowers
-from picompile_codegen.lowering.packages import Lowering, packaged_lowering
+from picompile_codegen.lowering.operators import Lowering, lowers
 from picompile_codegen.lowering.program import Arg, FfnPart, tensor_bytes
 from picompile_codegen.lowering.streaming import stream_block, streams
 from picompile_codegen.signs import sign_row_bytes
@@ -28,9 +27,8 @@ from picompile_codegen.specs import FfnSpec, PredictLowRankSpec, PredictSignsSpe
 from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.graph.nodes import arguments
 from picompile_passes.graph.operands import NEURON_LIMITS, PREDICT, SPARSE_FFN
+from picompile_passes.plugins import Registry
 from picompile_passes.predictors import sign_limit
-
-ENTRY_POINT_GROUP = "picompile.predictor_kernels"
 
 # `exact` is decided inside the block's own kernel, and `none` decides nothing: neither has a predictor kernel.
 _WITHOUT_KERNEL = ("exact", "none")
@@ -46,27 +44,22 @@ def lower_predict(node: Node, function: Function) -> None:
     """
     if makes_mask(node, function.rows):
         kind = arguments(node)["kind"]
-        _lowering(node, kind)(node, function)
+        if (lowering := PREDICTOR_LOWERINGS.get(kind)) is None:
+            raise UnsupportedGraphError(f"{node.name}: there is no kernel for predictor kind {kind!r}")
+        lowering(node, function)
 
 
 def makes_mask(node: Node, rows: int) -> bool:
     """Return whether there is a kernel that predicts as `node` does for `rows` tokens."""
     kind = arguments(node)["kind"]
     # A plug-in's predictor kernel takes one token. With several tokens, every neuron is computed.
-    return kind in _PREDICTOR_LOWERINGS or (rows == 1 and kind not in _WITHOUT_KERNEL)
+    return kind in PREDICTOR_LOWERINGS.builtin or (rows == 1 and kind not in _WITHOUT_KERNEL)
 
 
 def mask_buffer(node: Node, function: Function) -> Arg:
     """Return a new buffer uint8 [rows, neurons] for the mask that `node` predicts: 1 for a neuron to compute, 0 for
     others."""
     return function.result(node, "uint8")
-
-
-def _lowering(node: Node, kind: str) -> Lowering:
-    found = _PREDICTOR_LOWERINGS.get(kind) or packaged_lowering(ENTRY_POINT_GROUP, kind)
-    if found is None:
-        raise UnsupportedGraphError(f"{node.name}: there is no CPU kernel for predictor kind {kind!r}")
-    return found
 
 
 def _low_rank(relu: bool) -> Lowering:
@@ -120,11 +113,12 @@ def _number(value: float, function: Function) -> Arg:
     return function.shared.weights.computed(f"number.{value!r}", (1,), lambda _: torch.tensor([value]))
 
 
-_PREDICTOR_LOWERINGS: dict[str, Lowering] = {
-    "learned": _low_rank(relu=False),
-    "learned-relu": _low_rank(relu=True),
-    "sign": _signs,
-}
+PREDICTOR_LOWERINGS = Registry[Lowering](
+    "predictor kernel",
+    "picompile.predictor_kernels",
+    Callable,
+    {"learned": _low_rank(relu=False), "learned-relu": _low_rank(relu=True), "sign": _signs},
+)
 
 
 @lowers(SPARSE_FFN)

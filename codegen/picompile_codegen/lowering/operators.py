@@ -9,52 +9,48 @@ A package that offers an operator offers its function by an entry point of the g
 has the operator's name. Its specs bring their bodies (`KernelSpec.bodies`).
 """
 
-import inspect
 from collections.abc import Callable, Mapping
 from functools import cache
-from importlib import import_module
-from pkgutil import iter_modules
-from typing import TypeVar
 
 from torch._ops import OpOverload
 from torch.fx import Node
 
 from picompile_codegen.lowering.function import Function
-from picompile_codegen.lowering.packages import Lowering, packaged_lowering
 from picompile_passes.dialect import operator_of
 from picompile_passes.errors import UnsupportedGraphError
+from picompile_passes.plugins import Registry, mark, marked
 
-LoweringT = TypeVar("LoweringT", bound=Lowering)
+# lowering(node, function): appends the calls of a node.
+Lowering = Callable[[Node, Function], None]
 
-ENTRY_POINT_GROUP = "picompile.operator_kernels"
-_LOWERS, _UPDATES = "__picompile_lowers__", "__picompile_updates__"
+_FOLDER = __name__.rpartition(".")[0]
 
 
-def lowers(*targets: OpOverload) -> Callable[[LoweringT], LoweringT]:
+def lowers(*targets: OpOverload) -> Callable[[Lowering], Lowering]:
     """Mark the function that appends the calls of nodes that call one of `targets`."""
-    return _marking(_LOWERS, targets)
+    return mark("lowerings", *targets)
 
 
-def updates(*targets: OpOverload) -> Callable[[LoweringT], LoweringT]:
+def updates(*targets: OpOverload) -> Callable[[Lowering], Lowering]:
     """Mark the function that appends the calls which update the state of such nodes alone, without their result."""
-    return _marking(_UPDATES, targets)
-
-
-def _marking(mark: str, targets: tuple[OpOverload, ...]) -> Callable[[LoweringT], LoweringT]:
-    def set_mark(function: LoweringT) -> LoweringT:
-        setattr(function, mark, targets)
-        return function
-
-    return set_mark
+    return mark("updates", *targets)
 
 
 @cache
-def _marked(mark: str) -> Mapping[object, Lowering]:
-    """Return the functions of this folder that have the mark, by what nodes call."""
-    package = __name__.rpartition(".")[0]
-    modules = [import_module(each.name) for each in iter_modules(import_module(package).__path__, f"{package}.")]
-    functions = [value for module in modules for value in vars(module).values() if inspect.isfunction(value)]
-    return {target: function for function in functions for target in getattr(function, mark, ())}
+def _lowerings() -> Registry[Lowering]:
+    """Return the lowerings by the operator's name."""
+    ours = {_name(target): function for target, function in marked("lowerings", _FOLDER).items()}
+    return Registry("operator kernel", "picompile.operator_kernels", Callable, ours)
+
+
+@cache
+def _updates() -> Mapping[OpOverload, Lowering]:
+    return marked("updates", _FOLDER)
+
+
+def _name(target: object) -> str:
+    operator = operator_of(target)
+    return "" if operator is None else operator.name
 
 
 def lower_node(node: Node, function: Function) -> None:
@@ -64,9 +60,7 @@ def lower_node(node: Node, function: Function) -> None:
         UnsupportedGraphError: For an operator without a kernel.
         RegistryError: For one whose package's lowering does not import.
     """
-    lowering = _marked(_LOWERS).get(node.target)
-    if lowering is None and (operator := operator_of(node.target)) is not None:
-        lowering = packaged_lowering(ENTRY_POINT_GROUP, operator.name)
+    lowering = _lowerings().get(_name(node.target))
     if lowering is None:
         raise UnsupportedGraphError(f"{node.name}: there is no kernel for {node.target}")
     lowering(node, function)
@@ -74,4 +68,4 @@ def lower_node(node: Node, function: Function) -> None:
 
 def lower_state(node: Node, function: Function) -> None:
     """Append the calls that update the state of `node`; they may compute its result as well."""
-    _marked(_UPDATES).get(node.target, lower_node)(node, function)
+    _updates().get(node.target, lower_node)(node, function)  # type: ignore[call-overload]

@@ -11,15 +11,12 @@ A package offers an operator by an entry point of the group `picompile.operators
 leads to an `Operator`.
 """
 
-from importlib import import_module
-from pkgutil import iter_modules
-
 from torch._ops import OpOverload
 
 from picompile_passes.dialect.activations import ACTIVATIONS, Activation, parse_activation
 from picompile_passes.dialect.operator import Call, Operator, Part, operator, operator_of
 from picompile_passes.formats.packing import dequantize_rows, quantize_rows
-from picompile_passes.plugins import Registry
+from picompile_passes.plugins import Registry, members
 
 __all__ = [
     "ACTIVATIONS",
@@ -36,14 +33,9 @@ __all__ = [
 ]
 
 
-def _builtin() -> tuple[Operator, ...]:
-    """Return the operators that the modules of this folder declare."""
-    modules = [import_module(f"{__name__}.{module.name}") for module in iter_modules(__path__)]
-    found = [value for module in modules for value in vars(module).values() if isinstance(value, Operator)]
-    return tuple(dict.fromkeys(found))
-
-
-OPERATORS: Registry[Operator] = Registry("operator", "picompile.operators", Operator, _builtin())
+OPERATORS = Registry[Operator](
+    "operator", "picompile.operators", Operator, (each for each in members(__name__) if isinstance(each, Operator))
+)
 
 
 def targets_of(part: Part) -> tuple[OpOverload, ...]:

@@ -8,9 +8,6 @@ A package offers a format by an entry point of the group `picompile.formats`, wh
 a `Codec`.
 """
 
-from importlib import import_module
-from pkgutil import iter_modules
-
 from picompile_passes.formats.codec import (
     COARSE_BITS,
     E8M0,
@@ -23,7 +20,7 @@ from picompile_passes.formats.codec import (
     Codec,
     ScaleType,
 )
-from picompile_passes.plugins import Registry
+from picompile_passes.plugins import Registry, members
 
 __all__ = [
     "COARSE_BITS",
@@ -41,18 +38,9 @@ __all__ = [
     "predictor_format",
 ]
 
-# Modules of this folder that are no format.
-_COMMON = ("codec", "packing")
-
-
-def _builtin() -> tuple[Codec, ...]:
-    """Return the formats of this folder, those of the most bits first."""
-    names = [module.name for module in iter_modules(__path__) if module.name not in _COMMON]
-    codecs = [import_module(f"{__name__}.{name}").CODEC for name in names]
-    return tuple(sorted(codecs, key=lambda codec: -codec.bits))
-
-
-FORMATS: Registry[Codec] = Registry("weight format", "picompile.formats", Codec, _builtin())
+# The formats of this folder, those of the most bits first. `packing` imports torch, and is no format.
+_CODECS = [value for value in members(__name__, skip=("packing",)) if isinstance(value, Codec)]
+FORMATS = Registry[Codec]("weight format", "picompile.formats", Codec, sorted(_CODECS, key=lambda codec: -codec.bits))
 
 
 def head_format(format_name: str) -> str:

@@ -16,14 +16,13 @@ from helpers.kernels.regions import Regions, check_step, every_region
 from picompile.testing import TESTING_KINDS, GraphShape, build, random_weights, run, with_predictors
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.tensor import loop
-from picompile_codegen.lowering import ffn as lower_predict
-from picompile_codegen.lowering import packages
-from picompile_codegen.lowering.ffn import mask_buffer
+from picompile_codegen.lowering.ffn import PREDICTOR_LOWERINGS, mask_buffer
 from picompile_codegen.lowering.function import Function, LowerOptions, dimension
 from picompile_codegen.lowering.lower import Lowered, lower
 from picompile_codegen.lowering.program import FfnPart, ProgramCall
 from picompile_codegen.specs import KernelSpec
 from picompile_codegen.specs.arguments import Declaration, floats, mask
+from picompile_passes import plugins
 from picompile_passes.dialect import parse_activation
 from picompile_passes.dialect.sparse_ffn import SparseFfnOperands
 from picompile_passes.errors import RegistryError, UnsupportedGraphError
@@ -312,9 +311,9 @@ def name_even_neurons(spec: "EvenNeurons", function: KernelFunction) -> None:
 
 
 def offer(monkeypatch: pytest.MonkeyPatch, *values: str) -> None:
-    points = [EntryPoint(TESTING_KINDS[0], value, lower_predict.ENTRY_POINT_GROUP) for value in values]
-    found = {(lower_predict.ENTRY_POINT_GROUP, TESTING_KINDS[0]): points}
-    monkeypatch.setattr(packages, "entry_points", lambda *, group, name: found.get((group, name), []))
+    points = [EntryPoint(TESTING_KINDS[0], value, "picompile.predictor_kernels") for value in values]
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [each for each in points if each.group == group])
+    monkeypatch.setattr(PREDICTOR_LOWERINGS, "_known", dict(PREDICTOR_LOWERINGS._known))
 
 
 def test_kernel_of_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,9 +331,9 @@ def test_kernel_of_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("values", "error", "message"),
     [
-        ((), UnsupportedGraphError, "no CPU kernel for predictor kind 'testing-linear'"),
+        ((), UnsupportedGraphError, "no kernel for predictor kind 'testing-linear'"),
         (("no_such_module:f",), RegistryError, "does not import: No module named 'no_such_module'"),
-        (("one:f", "two:f"), RegistryError, "two packages offer .* 'testing-linear': one:f and two:f"),
+        (("one:f", "two:f"), RegistryError, "two predictor kernels are called testing-linear: one:f .* and two:f"),
     ],
 )
 def test_faulty_packages(

@@ -14,9 +14,10 @@ from helpers.kernels.cuda_workbench import CudaWorkbench
 from helpers.kernels.lowered import Runner, relative_error
 from picompile.testing import OPT, build, random_weights, run
 from picompile_codegen import cuda
-from picompile_codegen.lowering import packages
+from picompile_codegen.lowering import operators
 from picompile_codegen.lowering.function import LowerOptions
 from picompile_codegen.lowering.lower import lower
+from picompile_passes import plugins
 from picompile_passes.dialect import OPERATORS
 from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.graph.nodes import calls
@@ -145,7 +146,9 @@ def test_its_own_checks_and_its_dimensions_are_verified(gated_model: GraphModule
 
 
 def test_a_package_may_lack_the_kernel(gated_model: GraphModule, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packages, "entry_points", lambda **_: [])
+    monkeypatch.setattr(plugins, "entry_points", lambda **_: [])
+    known = operators._lowerings()._known
+    monkeypatch.setattr(operators._lowerings(), "_known", {name: known[name] for name in known if name != "gated"})
     with pytest.raises(UnsupportedGraphError, match="there is no kernel for picompile_gating"):
         lower(gated_model, OPTIONS)
 
