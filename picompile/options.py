@@ -27,7 +27,7 @@ _Class = TypeVar("_Class", bound=type)
 
 @dataclass(frozen=True)
 class Option:
-    """What is known of an option besides the name, the type and the default, which its field has.
+    """The declaration of an option, besides the name, type and default of its field.
 
     Attributes:
         help: what the option does, in Markdown.

@@ -63,7 +63,7 @@ def _memory(pid: int) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Watched:
-    """How a process went. Bytes are peaks; `anonymous_bytes` leaves out mapped files."""
+    """The result of a process. Bytes are peaks; `anonymous_bytes` leaves out mapped files."""
 
     seconds: float
     anonymous_bytes: int

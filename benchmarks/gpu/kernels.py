@@ -29,7 +29,7 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True)
 class Timing:
-    """How kernels are timed.
+    """Options of timing kernels.
 
     Weights that take turns have `working_set_bytes`, several times the second-level cache of an H100, which has 50 MB,
     or of an H200. A GPU that had nothing to do raises its clocks only after `warm_up_s`. A graph of launches takes

@@ -20,7 +20,7 @@ _MOST_GUARDED = 2**24
 
 @dataclass(frozen=True)
 class _Place:
-    """Where an argument is: copy i begins at `start` + i · `stride` of `memory`; `host` is its array, if shared."""
+    """The place of an argument: copy i begins at `start` + i · `stride` of `memory`; `host` is its array, if shared."""
 
     memory: Any
     start: int

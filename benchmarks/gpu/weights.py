@@ -112,7 +112,7 @@ def _bytes(tensor: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class Firing:
-    """How often neurons are computed: a share `active` of all, for any token. What they come to is about `added`."""
+    """The rates at which neurons are computed: a share `active` of all, for any token. Their sum is about `added`."""
 
     active: float
     skew: bool
@@ -166,7 +166,7 @@ def _content(tensor: Mapping[str, Any], constants: bytes, number: int, blocks: B
 
 
 def block_rows(rows: int, columns: int, parts: int = 1) -> int:
-    """How many rows of a random matrix differ: an odd number times `parts`, so that no power of two repeats them."""
+    """Return a random matrix's distinct rows: an odd number times `parts`, so that no power of two repeats them."""
     return min(rows, max(1, _BLOCK_ELEMENTS // columns // parts - 1 | 1) * parts)
 
 

@@ -12,7 +12,7 @@ _GGUF = {"q4": ("q4_0",), "f16": ("f16",)}
 
 @dataclass(frozen=True)
 class Task:
-    """What is measured once: see `worker.py`."""
+    """A single measurement: see `worker.py`."""
 
     op: str
     threads: int

@@ -81,7 +81,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured."""
+    """The amount of measurements."""
 
     shape: str = "reglu-1.3b"
     opt_shape: str = "opt-1.3b"
@@ -100,7 +100,7 @@ class Scale:
         return (values[0], values[-1]) if self.quick else values
 
     def rounds(self, sweep: str) -> int:
-        """How often each contender of a group is measured."""
+        """The number of rounds for each contender of a group."""
         return FEWER_ROUNDS if self.quick else ROUNDS.get(sweep, FEWER_ROUNDS)
 
 

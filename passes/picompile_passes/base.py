@@ -54,7 +54,7 @@ def set_stage(graph_module: GraphModule, stage: Stage) -> None:
 
 
 class Effect(enum.Enum):
-    """How a pass changes the logits."""
+    """The effect of a pass on the logits."""
 
     EXACT = "exact"
     """The logits stay the same, up to the rounding of float32."""
@@ -116,7 +116,7 @@ class Pass(abc.ABC):
 
     @property
     def effect(self) -> Effect:
-        """How the pass changes the logits. A pass whose options decide that overrides this property."""
+        """The effect on the logits. A pass whose options decide it overrides this property."""
         return self.default_effect
 
     @abc.abstractmethod

@@ -24,7 +24,7 @@ Tensors = tuple[GraphModule, Sequence[PackedTensor]]
 
 @dataclass(frozen=True)
 class FileRange:
-    """Where the bytes of a tensor lie: `size_bytes` from `start` on in the file `path`."""
+    """The bytes of a tensor in a file: `size_bytes` from `start` on in `path`."""
 
     path: Path
     start: int

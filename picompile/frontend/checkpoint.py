@@ -32,7 +32,7 @@ READ_ERRORS = (SafetensorError, OSError, ValueError)
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """Where a tensor lies and what it is. `dtype` as safetensors names it; `name` is the tensor's in its file."""
+    """A tensor's place, dtype and shape. `dtype` is safetensors' name; `name` is the tensor's in its file."""
 
     file: Path
     dtype: str

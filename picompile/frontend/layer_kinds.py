@@ -1,9 +1,9 @@
-"""The kinds of a model's layers: which layers compute the same, so that one of them shows what all of them do.
+"""The kinds of a model's layers: layers of one kind compute the same, so that one of them stands for all.
 
 Layers are of one kind if their modules are: classes, attributes, the shapes of parameters and the values of buffers,
 and what the config says of each layer. Nothing is taken from names of fields. `PassedLayers` shows that the model
-treats all layers of a kind alike, and an attribute that is the layer's number may be handed on, but not be computed
-with. Whatever cannot be shown is no error: such a model is captured layer by layer.
+treats all layers of a kind alike. An attribute that holds the layer's number may be passed on, but not computed with.
+If this cannot be shown, that is no error: such a model is captured layer by layer.
 """
 
 import functools
@@ -44,7 +44,7 @@ class LayerList:
 
     @property
     def stamps(self) -> Stamps:
-        """What the pass `stamp-layers` needs to know."""
+        """The record for the pass `stamp-layers`."""
         return Stamps(f"{self.name}.", self.sources, self.captured)
 
 

@@ -36,7 +36,7 @@ class ClosedError(RequestError):
 
 @dataclass(frozen=True)
 class SchedulerOptions:
-    """How requests are scheduled.
+    """Options of scheduling requests.
 
     Attributes:
         max_waiting: how many requests may wait, beyond those for which slots are free.

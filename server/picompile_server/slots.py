@@ -39,7 +39,7 @@ class SlotState:
 
 @dataclass(frozen=True)
 class SlotChoice:
-    """Where a request's prompt goes: `reused` of its tokens are in `slot`, or are to be copied there from `source`."""
+    """The place of a request's prompt: `reused` of its tokens are in `slot`, or must be copied there from `source`."""
 
     slot: int
     reused: int = 0

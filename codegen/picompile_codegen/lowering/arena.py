@@ -1,4 +1,4 @@
-"""Where in the arena each activation lives: buffers whose lifetimes do not overlap share memory. Imports no torch."""
+"""Places of activations in the arena: buffers whose lifetimes do not overlap share memory. Imports no torch."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass

@@ -24,7 +24,7 @@ def _round_up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class ScaleType:
-    """How the scale of a group is stored: `item_bytes` bytes, which kernels read as elements of `dtype`."""
+    """A type of scales: `item_bytes` bytes for each group, which kernels read as elements of `dtype`."""
 
     name: str
     dtype: str

@@ -19,7 +19,7 @@ _IN_OWN_DTYPE = (TRANSPOSE, INDEX_SELECT, QUANTIZE)
 
 
 class WeightSource(Protocol):
-    """Where the values of parameters come from: a checkpoint, or a module in memory."""
+    """A source of the parameters' values: a checkpoint, or a module in memory."""
 
     def names(self) -> Iterable[str]:
         """The names of all tensors there are."""

@@ -60,7 +60,7 @@ def _kind_imports(graph_module: GraphModule) -> list[str]:
 
 
 def pass_source(pass_: Any) -> tuple[str, list[str], str]:
-    """How to make `pass_`, the import lines it takes, and the package it is from where that is not picompile's own."""
+    """Return the code that makes `pass_`, its import lines, and its package if that is not picompile's own."""
     inner = getattr(pass_, "passes", None)
     if inner is not None:
         parts = [pass_source(part) for part in inner]

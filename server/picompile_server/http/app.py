@@ -33,7 +33,7 @@ _CLIENT_GONE = 499
 
 @dataclass(frozen=True)
 class AppSettings:
-    """Who may ask, and how much.
+    """Access rules: who may send requests, and how large.
 
     Attributes:
         keys: API keys; with none, every request is answered.

@@ -20,10 +20,10 @@ _META_KEY = "stamps"
 
 @dataclass(frozen=True)
 class Stamps:
-    """What a graph says of the layers that it has not.
+    """The layers that a graph lacks, and the captured layers that they equal.
 
     Attributes:
-        prefix: how the names of all layers' parameters begin, up to the layer's number.
+        prefix: the beginning of all layers' parameter names, up to the layer's number.
         sources: for each layer of the model, the captured one that it equals.
         captured: how many layers the graph has; they are the first ones.
     """
@@ -34,12 +34,12 @@ class Stamps:
 
 
 def set_stamps(graph_module: GraphModule, stamps: Stamps) -> None:
-    """Note that the graph has the first layers of a model only, and what the others are."""
+    """Record that the graph has only the first layers of a model, and the others in `stamps`."""
     graph_module.meta[_META_KEY] = stamps
 
 
 def stamps_of(graph_module: GraphModule) -> Stamps | None:
-    """Return what a graph says of the layers that it has not; None where it has all."""
+    """Return the record of the layers that a graph lacks; None if it has all layers."""
     stamps: Stamps | None = graph_module.meta.get(_META_KEY)
     return stamps
 
