@@ -2,18 +2,23 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+import torch
+from torch.fx import GraphModule
 
 from picompile.errors import UsageError
 from picompile.frontend.activation import check_activation
+from picompile.frontend.captured import Captured
+from picompile.frontend.hf import load_model
+from picompile.loading import load_engine
 from picompile.products import fast_products
 from picompile.progress import NoProgress, Progress
-
-if TYPE_CHECKING:
-    from torch.fx import GraphModule
-
-    from picompile.frontend.captured import Captured
-    from picompile_runtime import Engine
+from picompile_passes.graph.materialize import materialize
+from picompile_passes.passes.canonicalize import canonicalize
+from picompile_runtime import Engine, Tokenizer
+from picompile_runtime.bench.perplexity import Perplexity, negative_log_likelihood, perplexity
 
 # Firing is counted in decode steps only; so many are enough to see it where the text itself is read in chunks.
 _FIRING_TOKENS = 128
@@ -52,9 +57,6 @@ def evaluate(
             errors of their own.
     """
     _check_activation(activation, against)
-    from picompile.loading import load_engine
-    from picompile_runtime import Tokenizer
-    from picompile_runtime.bench.perplexity import perplexity
 
     progress = progress or NoProgress()
     with load_engine(artifact, threads, replan, progress) as engine:
@@ -94,7 +96,7 @@ def _check_activation(activation: str | None, against: Path | None) -> None:
         raise UsageError("--activation applies to the model of --against; name that model, or leave this out")
 
 
-def _layers(engine: "Engine", ids: Sequence[int], *, measure: bool) -> list[dict[str, Any]]:
+def _layers(engine: Engine, ids: Sequence[int], *, measure: bool) -> list[dict[str, Any]]:
     """Return the predictor kind, and shares of the neurons computed and firing, of each feed-forward part.
 
     Recall, precision and rank are those that the accuracy check measured when the artifact was made; None without one.
@@ -139,10 +141,6 @@ def dense_perplexity(
 
     Raises `UsageError` where the vocabulary is not the artifact's.
     """
-    import numpy as np
-    import torch
-
-    from picompile_runtime.bench.perplexity import Perplexity, negative_log_likelihood
 
     progress = progress or NoProgress()
     with progress.step("capture the dense model"):
@@ -163,17 +161,13 @@ def dense_perplexity(
     return Perplexity(nll, len(ids) - 1).perplexity
 
 
-def _capture(model: Path, vocabulary: int, activation: str | None) -> "Captured":
-    from picompile.frontend.hf import load_model
-
+def _capture(model: Path, vocabulary: int, activation: str | None) -> Captured:
     captured = load_model(model, activation)
     if captured.facts.vocab != vocabulary:
         raise UsageError(f"{model}: has {captured.facts.vocab} tokens, the artifact {vocabulary}: another model")
     return captured
 
 
-def _dense_graph(captured: "Captured") -> "GraphModule":
-    from picompile_passes.graph.materialize import materialize
-    from picompile_passes.passes.canonicalize import canonicalize
+def _dense_graph(captured: Captured) -> GraphModule:
 
     return materialize(canonicalize(captured.graph_module), captured.weights)

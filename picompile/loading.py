@@ -1,18 +1,14 @@
 """Loading an artifact for a command, and telling the user what of its weights makes it slower than planned."""
 
 import os
-from typing import TYPE_CHECKING
 
 from picompile.progress import Progress
+from picompile_runtime import load
+from picompile_runtime.engine.engine import Engine
 
-if TYPE_CHECKING:
-    from picompile_runtime.engine.engine import Engine
 
-
-def load_engine(artifact: str | os.PathLike[str], threads: int | None, replan: bool, progress: Progress) -> "Engine":
+def load_engine(artifact: str | os.PathLike[str], threads: int | None, replan: bool, progress: Progress) -> Engine:
     """Return the engine of `picompile_runtime.load`, shown as a step of `progress`. Raises as that does."""
-    from picompile_runtime import load
-
     with progress.step("check and load"):
         engine = load(artifact, threads, replan)
     if engine.moved_bytes:

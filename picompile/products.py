@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from picompile.errors import UsageError
 from picompile_runtime.devices.machine import cpu_features, missing_features
-
-if TYPE_CHECKING:
-    from torch.utils._python_dispatch import TorchDispatchMode
 
 # Any of these gives a processor products of bfloat16, by the names that Linux has for them.
 _BF16_FEATURES = ("avx512_bf16", "amx_bf16", "bf16")
@@ -34,8 +34,6 @@ def fast_products() -> Iterator[None]:
     PyTorch's setting holds for all threads, and is put back when the last such block ends. The function that this
     returns decorates functions, too.
     """
-    import torch
-
     if not _onednn_is_faster():
         yield
         return
@@ -67,8 +65,6 @@ def _made_by_intel() -> bool:
 
 def _allowed_bf16_is_float32() -> bool:
     """Return whether a product that may round to bfloat16 does not."""
-    import torch
-
     generator = torch.Generator().manual_seed(0)
     x, w = torch.randn(256, 512, generator=generator), torch.randn(512, 256, generator=generator)
     matrices = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
@@ -103,9 +99,7 @@ def products_in_bf16(wanted: bool) -> Iterator[None]:
 
 
 @cache
-def _bf16_mode() -> "type[TorchDispatchMode]":
-    import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
+def _bf16_mode() -> type[TorchDispatchMode]:
 
     mm, addmm = torch.ops.aten.mm.default, torch.ops.aten.addmm.default
 

@@ -6,23 +6,23 @@ The kernels of all instruction sets have the same names and arguments, so that o
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from picompile.machine import find_compiled_targets, gpu_of, native_target
 from picompile.progress import Progress
 from picompile_codegen.backend import CodeTarget
+from picompile_codegen.build.host_library import build_host_library, require_c_compilers
+from picompile_codegen.build.isa import BF16_BASE, ISAS, Isa
+from picompile_codegen.lowering.lower import Lowered
 from picompile_codegen.registry import BACK_ENDS
-
-if TYPE_CHECKING:
-    from picompile_codegen.build.isa import Isa
-    from picompile_codegen.lowering.lower import Lowered
+from picompile_runtime.devices.machine import is_machine, missing_features
 
 
 @dataclass(frozen=True)
 class Code:
     """The code for one instruction set, and its file in the artifact."""
 
-    isa: "Isa"
+    isa: Isa
     file: str
 
     def to_json(self) -> dict[str, Any]:
@@ -41,8 +41,6 @@ def planned_code(targets: str, *, bf16: bool = False) -> list[Code]:
         MachineError: `native` is asked for, and no code can be made for this processor.
         ToolchainError: this machine cannot link the code.
     """
-    from picompile_codegen.build.host_library import require_c_compilers
-    from picompile_codegen.build.isa import BF16_BASE, ISAS
 
     wanted = {isa for target in find_compiled_targets(targets) for isa in target.isas}
     if any(ISAS[name].prompts_in_bf16 for name in wanted):
@@ -57,27 +55,21 @@ def planned_code(targets: str, *, bf16: bool = False) -> list[Code]:
 
 def runs_here(code: Sequence[Code]) -> bool:
     """Return whether this machine can run any of `code`."""
-    from picompile_runtime.devices.machine import is_machine, missing_features
-
     return any(is_machine(each.isa.machine) and not missing_features(each.isa.features) for each in code)
 
 
 def native_code(file: str) -> Code:
     """Return the best code for this machine but for bfloat16, to be put into `file`. Raise `MachineError` for none."""
-    from picompile_codegen.build.isa import BF16_BASE, ISAS
-
     isa = ISAS[native_target().isas[0]]
     return Code(ISAS[BF16_BASE] if isa.prompts_in_bf16 else isa, file)
 
 
-def _apart(isa: "Isa") -> Code:
+def _apart(isa: Isa) -> Code:
     return Code(isa, f"kernels/host.{isa.name}.so")
 
 
-def build_code(code: Sequence[Code], lowered: "Lowered", folder: Path, progress: Progress) -> None:
+def build_code(code: Sequence[Code], lowered: Lowered, folder: Path, progress: Progress) -> None:
     """Compile the host's kernels of `lowered` into the artifact's `folder`. Raise `BuildError`."""
-    from picompile_codegen.build.host_library import build_host_library
-
     (folder / "kernels").mkdir(exist_ok=True)
     with progress.step("kernels", len(code)) as advance:
         for each in code:
@@ -97,7 +89,7 @@ class AcceleratorTarget:
         """Whether it is the GPU of a target."""
         return BACK_ENDS[self.kind].is_gpu
 
-    def build(self, code: "Sequence[Code]", lowered: "Lowered", folder: Path, progress: Progress) -> dict[str, Any]:
+    def build(self, code: "Sequence[Code]", lowered: Lowered, folder: Path, progress: Progress) -> dict[str, Any]:
         """Compile its kernels of `lowered` into `folder`; return the manifest's entry. Raise `BuildError`."""
         target = CodeTarget(tuple(each.isa for each in code), self.sm)
         build = BACK_ENDS[self.kind].build

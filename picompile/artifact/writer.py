@@ -4,22 +4,23 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch.fx import GraphModule
+
+from picompile.artifact import files
+from picompile.artifact.code import AcceleratorTarget, Code, build_code
+from picompile.artifact.reuse import unchanged_tensors
+from picompile.frontend.captured import Captured
+from picompile.frontend.tokenizer_files import TokenizerFiles, generation_eos
 from picompile.machine import find_compiled_targets
 from picompile.output.files import json_bytes
 from picompile.progress import Progress
+from picompile_codegen.lowering.lower import Lowered
+from picompile_codegen.lowering.program import tensor_bytes
+from picompile_passes.graph.materialize import WeightSource, evaluate_constant
 from picompile_runtime.artifact.manifest import ABI, FORMAT, PROGRAM, SCHEMA, WEIGHTS, sealed
 from picompile_runtime.version import __version__
-
-if TYPE_CHECKING:
-    from torch.fx import GraphModule
-
-    from picompile.artifact.code import AcceleratorTarget, Code
-    from picompile.frontend.captured import Captured
-    from picompile.frontend.tokenizer_files import TokenizerFiles
-    from picompile_codegen.lowering.lower import Lowered
-    from picompile_passes.graph.materialize import WeightSource
 
 
 @dataclass(frozen=True)
@@ -32,16 +33,16 @@ class ArtifactContents:
     and `rounding` how weights were rounded.
     """
 
-    captured: "Captured"
+    captured: Captured
     checkpoint: Path | None
-    tokenizer: "TokenizerFiles"
+    tokenizer: TokenizerFiles
     targets: str
     quant: str
-    code: "Sequence[Code]"
-    accelerator: "AcceleratorTarget | None"
-    graph_module: "GraphModule"
-    lowered: "Lowered"
-    weights: "WeightSource"
+    code: Sequence[Code]
+    accelerator: AcceleratorTarget | None
+    graph_module: GraphModule
+    lowered: Lowered
+    weights: WeightSource
     plan: Mapping[str, Any] | None = None
     skipping: Mapping[str, Any] | None = None
     rounding: Mapping[str, Any] | None = None
@@ -60,7 +61,7 @@ class WrittenArtifact:
     accelerator: dict[str, Any] | None
 
 
-def make_room(output: Path, lowered: "Lowered", previous: WrittenArtifact | None = None) -> WrittenArtifact | None:
+def make_room(output: Path, lowered: Lowered, previous: WrittenArtifact | None = None) -> WrittenArtifact | None:
     """Remove `previous` where the disk of `output` cannot hold another artifact beside it.
 
     Returns:
@@ -69,8 +70,6 @@ def make_room(output: Path, lowered: "Lowered", previous: WrittenArtifact | None
     Raises:
         DoesNotFitError: the disk cannot hold the artifact of `lowered`.
     """
-    from picompile.artifact import files
-
     needed = files.weights_bytes(list(lowered.weights.tensors.values()))
     if previous is not None and not files.has_room(output, needed):
         shutil.rmtree(previous.folder)
@@ -93,8 +92,6 @@ def write_artifact(
 
     Raises `BuildError` where a kernel cannot be compiled.
     """
-    from picompile.artifact.code import build_code
-
     lowered = contents.lowered
     folder.mkdir()
     build_code(contents.code, lowered, folder, progress)
@@ -144,9 +141,6 @@ def _write_weights(
     contents: ArtifactContents, folder: Path, previous: WrittenArtifact | None, progress: Progress
 ) -> str:
     """Write the weights' file. Return its sha256."""
-    from picompile.artifact import files
-    from picompile.artifact.reuse import unchanged_tensors
-    from picompile_passes.graph.materialize import evaluate_constant
 
     tensors = list(contents.lowered.weights.tensors.values())
     unchanged = {}
@@ -166,9 +160,9 @@ def _write_weights(
 
 def write_program(
     contents: ArtifactContents,
-    lowered: "Lowered",
+    lowered: Lowered,
     folder: Path,
-    code: "Sequence[Code]",
+    code: Sequence[Code],
     weights_sha256: str,
     accelerator: Mapping[str, Any] | None = None,
     accuracy: MeasuredAccuracy | None = None,
@@ -194,10 +188,8 @@ def write_program(
     (folder / "manifest.json").write_bytes(sealed(manifest))
 
 
-def _report(lowered: "Lowered", contents: ArtifactContents, accuracy: MeasuredAccuracy) -> dict[str, Any]:
+def _report(lowered: Lowered, contents: ArtifactContents, accuracy: MeasuredAccuracy) -> dict[str, Any]:
     """Return what is known of each feed-forward block, of its plan, of what is skipped, and of the accuracy."""
-    from picompile_codegen.lowering.program import tensor_bytes
-
     sizes = {name: tensor_bytes(tensor.dtype, tensor.shape) for name, tensor in lowered.weights.tensors.items()}
     report = {
         "schema": 1,
@@ -220,14 +212,12 @@ def _without_neurons(plan: Mapping[str, Any]) -> dict[str, Any]:
 
 def _manifest(
     contents: ArtifactContents,
-    lowered: "Lowered",
-    code: "Sequence[Code]",
+    lowered: Lowered,
+    code: Sequence[Code],
     accelerator: Mapping[str, Any] | None,
     accuracy: MeasuredAccuracy,
 ) -> dict[str, Any]:
     """Return the manifest without the records of its files."""
-    from picompile.frontend.tokenizer_files import generation_eos
-
     program, model = lowered.program, asdict(contents.captured.facts)
     model["eos_token_ids"] = sorted({*model["eos_token_ids"], *generation_eos(contents.checkpoint)})
     return {
@@ -251,8 +241,6 @@ def _manifest(
 
 def _file_records(folder: Path, weights_sha256: str) -> dict[str, Any]:
     """Return the size and hash of every file in `folder` but the manifest."""
-    from picompile.artifact import files
-
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     return {
         name: files.file_record(folder / name, weights_sha256 if name == WEIGHTS else None)

@@ -20,6 +20,8 @@ from picompile.frontend.tokenizer_files import TokenizerFiles
 from picompile.placement.plan import Plan
 from picompile.predictors.accuracy import first_windows
 from picompile.predictors.predictor_set import HeldOut, PredictorSet, find_held_out
+from picompile.predictors.profile.options import ProfileOptions
+from picompile.predictors.profile.windows import checkpoint_windows
 from picompile.progress import Progress
 from picompile_passes.formats import FORMATS
 from picompile_passes.passes.canonicalize import canonical_form
@@ -95,9 +97,6 @@ def _held_out(checkpoint: Path, predictors: PredictorSet | None, config: Compile
     if config.skipping is not None:
         learned.append(config.skipping.text_tokens)
     if learned and (predictors is None or predictors.profile is None):
-        from picompile.predictors.profile.options import ProfileOptions
-        from picompile.predictors.profile.windows import checkpoint_windows
-
         options = ProfileOptions(calibration=config.calibration, tokens=max(learned), activation=config.activation)
         text = checkpoint_windows(checkpoint, options)
         return HeldOut(text.held_out.tolist(), text.held_out_source)

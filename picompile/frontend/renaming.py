@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from picompile.errors import UnsupportedModelError
 from picompile.frontend.checkpoint import READ_ERRORS, TensorHeader, open_file
@@ -22,8 +24,6 @@ def rename(folder: Path, headers: Mapping[str, TensorHeader], model: nn.Module) 
     Raises `UnsupportedModelError` where two tensors would have one name, and for tensors of which transformers makes
     others, which is not supported.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     transforms = get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]

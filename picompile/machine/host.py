@@ -5,6 +5,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from picompile_runtime.bench.bandwidth import memory_bandwidth, scattered_share
+from picompile_runtime.devices.memory import growth_bytes
+
 # Files with the limit of a container's memory: control groups, version 2 and version 1.
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 # The buffer that is read to measure the bandwidth: as in `picompile_runtime.bench.bandwidth`, but at most this share of
@@ -37,8 +40,6 @@ def cpu_name() -> str:
 
 def host_memory() -> tuple[int, int]:
     """Return the bytes of memory that this process may use, and how many of them are available now."""
-    from picompile_runtime.devices.memory import growth_bytes
-
     lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     fields = {name: value for name, _, value in (line.partition(":") for line in lines)}
     total, available = (int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
@@ -58,8 +59,6 @@ def _limits() -> list[int]:
 
 def measure_host(threads: int) -> Host:
     """Measure the memory bandwidth with `threads` threads, which takes a second or two."""
-    from picompile_runtime.bench.bandwidth import memory_bandwidth, scattered_share
-
     total_bytes, available_bytes = host_memory()
     size_bytes = min(_BUFFER_BYTES, available_bytes // _BUFFER_SHARE)
     return Host(total_bytes, memory_bandwidth(threads, size_bytes), scattered_share(threads, size_bytes))

@@ -18,6 +18,7 @@ from picompile.machine.targets import LAUNCH_READS_S, LOCAL, TARGETS, Target, fi
 from picompile_runtime import ArtifactError
 from picompile_runtime.artifact.fields import Fields
 from picompile_runtime.devices.cuda.driver import CudaError
+from picompile_runtime.devices.machine import default_threads
 
 # Increased when something is measured in another way.
 _SCHEMA = 2
@@ -177,8 +178,6 @@ def cached_local() -> LocalMachine | None:
 
 def _machine() -> tuple[MeasuredMachine, str]:
     """Return this machine, and why it has no GPU if it has none."""
-    from picompile_runtime.devices.machine import default_threads
-
     gpu, no_gpu = None, ""
     try:
         gpu = find_gpu()

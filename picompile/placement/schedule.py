@@ -6,12 +6,10 @@ each step gives the timeline that reports draw (`schedule`).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import networkx as nx
 
 from picompile.placement.plan import PlanLayer
-
-if TYPE_CHECKING:
-    import networkx as nx
 
 # A step as (layer, part); the layer is None for the output head and the transfers around it.
 StepName = tuple[int | None, str]
@@ -30,7 +28,7 @@ class Step:
     end_s: float
 
 
-def plan_graph(layers: Sequence[PlanLayer], head: tuple[str, float], switch_s: float) -> "nx.DiGraph":
+def plan_graph(layers: Sequence[PlanLayer], head: tuple[str, float], switch_s: float) -> nx.DiGraph:
     """Return the steps of a token: nodes `StepName` with `device` and `seconds`, edges to the steps that wait for them.
 
     An edge has the `seconds` of the step that it leads to, so that the longest path takes the token's time.
@@ -45,7 +43,6 @@ def plan_graph(layers: Sequence[PlanLayer], head: tuple[str, float], switch_s: f
         switch_s: seconds of a transfer of the stream.
     """
     # Imported where it is used: reading a plan needs no graph.
-    import networkx as nx
 
     graph: nx.DiGraph = nx.DiGraph()
     last, side = _add(graph, [], None, "begin", "host", 0.0), "host"
@@ -72,10 +69,8 @@ def plan_graph(layers: Sequence[PlanLayer], head: tuple[str, float], switch_s: f
     return graph
 
 
-def schedule(graph: "nx.DiGraph") -> list[Step]:
+def schedule(graph: nx.DiGraph) -> list[Step]:
     """Return when each step runs at the earliest, in order of the starts; steps that take no time are left out."""
-    import networkx as nx
-
     ends: dict[StepName, float] = {}
     steps = []
     for node in nx.topological_sort(graph):
@@ -86,16 +81,14 @@ def schedule(graph: "nx.DiGraph") -> list[Step]:
     return sorted(steps, key=lambda step: step.start_s)
 
 
-def token_s(graph: "nx.DiGraph") -> float:
+def token_s(graph: nx.DiGraph) -> float:
     """Return the length of the longest path in seconds."""
-    import networkx as nx
-
     # A token begins with a step of no time, so that every other has an edge that leads to it.
     return float(nx.dag_longest_path_length(graph, weight="seconds"))
 
 
 def _add(
-    graph: "nx.DiGraph",
+    graph: nx.DiGraph,
     after: Sequence[StepName],
     layer: int | None,
     part: str,

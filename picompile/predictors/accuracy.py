@@ -21,7 +21,7 @@ from picompile_passes.dialect.sparse_ffn import SparseFfnOperands
 from picompile_passes.graph.materialize import WeightSource
 from picompile_passes.graph.nodes import arguments, calls, is_call
 from picompile_passes.graph.operands import DIVIDE_BY_RMS, SPARSE_FFN
-from picompile_runtime import Engine
+from picompile_runtime import Engine, load
 from picompile_runtime.bench.perplexity import Perplexity, Reading, token_losses
 
 # The layers that are named make this share of the missed energy.
@@ -268,8 +268,6 @@ def check_artifact(
 
     No window may be longer than the context and one. Raises what the runtime raises.
     """
-    from picompile_runtime import load
-
     progress = progress or NoProgress()
     lengths = [len(window) - 1 for window in windows]
     with load(artifact, threads) as engine:

@@ -14,6 +14,7 @@ from typing import Any
 
 from picompile.choices import MOST_LAYERS
 from picompile.errors import UsageError
+from picompile.frontend.checkpoint import one_line
 from picompile_runtime import ArtifactError
 from picompile_runtime.artifact.fields import Fields
 
@@ -35,7 +36,6 @@ def read_object(path: Path, format_name: str, what: str) -> dict[str, Any]:
             content = json.loads(json.dumps(content, ensure_ascii=False).encode("utf-8", "replace"))
     except (ValueError, OSError, RecursionError) as error:
         # Reading a plan needs no torch, which checkpoints do.
-        from picompile.frontend.checkpoint import one_line
 
         raise UsageError(f"{path}: not readable as JSON: {one_line(error)}") from error
     if not isinstance(content, dict) or content.get("format") != format_name:

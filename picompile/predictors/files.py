@@ -10,8 +10,11 @@ from torch import Tensor
 
 from picompile.errors import UsageError
 from picompile.frontend.checkpoint import READ_ERRORS, TensorHeader, one_line, open_file
+from picompile.output import replacing
+from picompile.output.files import json_bytes
 from picompile.predictors.description import adding_advice, check_order, check_schema, figure, read_object
 from picompile.predictors.store import PARTS, LayerPredictor, Predictors, tensor_name
+from picompile.synth.writer import CheckpointWriter
 from picompile_runtime.artifact.fields import Fields
 from picompile_runtime.version import __version__
 
@@ -165,8 +168,6 @@ def save_predictors(
         KeyError: A tensor is missing; nothing is changed.
         ValueError: A tensor has the wrong shape; nothing is changed.
     """
-    from picompile.output import replacing
-
     with replacing(folder) as place:
         write_predictors(place, layers, tensors, model, accuracy, curves)
 
@@ -180,8 +181,6 @@ def write_predictors(
     curves: Sequence[Mapping[str, Any]] = (),
 ) -> None:
     """Write the files of `save_predictors` into an existing folder, without replacing it as a whole."""
-    from picompile.output.files import json_bytes
-    from picompile.synth.writer import CheckpointWriter
 
     layers = sorted(layers, key=lambda layer: layer.layer)
     learned = [layer for layer in layers if layer.learned]

@@ -13,25 +13,29 @@ Only predictors that were trained here can be replaced by larger ones: `train` k
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from picompile.errors import UsageError
+from picompile.frontend.captured import Captured
 from picompile.frontend.checkpoint import fingerprint
 from picompile.frontend.model_file import is_gguf, opened_gguf
+from picompile.predictors.accuracy import AccuracyReport, check_artifact, first_windows, measure_layers
 from picompile.predictors.config import PredictorOptions
 from picompile.predictors.files import load_predictors
 from picompile.predictors.firing import FiringRule
+from picompile.predictors.powerinfer.importer import import_predictors
+from picompile.predictors.powerinfer.sources import PredictorSource, find_source
+from picompile.predictors.profile.options import ProfileOptions
+from picompile.predictors.profile.profile import Profile, load_profile
+from picompile.predictors.profile.run import profile_model
+from picompile.predictors.profile.windows import held_out_windows
 from picompile.predictors.store import Predictors, block_shapes
+from picompile.predictors.train.choose import tighten
+from picompile.predictors.train.options import TrainOptions
+from picompile.predictors.train.run import train_predictors
 from picompile.progress import Progress
+from picompile_passes.graph.materialize import WeightSource
 from picompile_passes.passes.canonicalize import canonical_form
-
-if TYPE_CHECKING:
-    from picompile.frontend.captured import Captured
-    from picompile.predictors.accuracy import AccuracyReport
-    from picompile.predictors.profile.profile import Profile
-    from picompile_passes.graph.materialize import WeightSource
-    from picompile_passes.passes.insert_predictors import InsertPredictors
-
+from picompile_passes.passes.insert_predictors import InsertPredictors
 
 # How much text each layer's mask is judged on; the accuracy check of the whole model reads more.
 _LAYER_TOKENS = 256
@@ -58,15 +62,13 @@ class PredictorSet:
     held_out: HeldOut
     firing_rules: dict[int, FiringRule] = field(default_factory=dict)
     trained: Path | None = None
-    profile: "Profile | None" = None
+    profile: Profile | None = None
 
-    def insert_pass(self) -> "InsertPredictors":
+    def insert_pass(self) -> InsertPredictors:
         """Return the pass that puts the predictors into a canonical graph."""
-        from picompile_passes.passes.insert_predictors import InsertPredictors
-
         return InsertPredictors(self.kind) if self.predictors is None else self.predictors.insert_pass()
 
-    def weights(self, base: "WeightSource", quant: str | None = None) -> "WeightSource":
+    def weights(self, base: WeightSource, quant: str | None = None) -> WeightSource:
         """Return a source of the model's weights, `base`, and those of the predictors, rounded to the format `quant`.
 
         None rounds nothing.
@@ -77,7 +79,6 @@ class PredictorSet:
         """Choose larger predictors for `layers` among the trained candidates. Return None if there are none."""
         if self.trained is None or not layers:
             return None
-        from picompile.predictors.train.choose import tighten
 
         larger = tighten(self.trained, layers)
         return None if larger is None else replace(self, predictors=larger)
@@ -85,12 +86,12 @@ class PredictorSet:
     def check_accuracy(
         self,
         artifact: Path,
-        captured: "Captured",
+        captured: Captured,
         quant: str,
         context: int,
         config: PredictorOptions,
         progress: Progress,
-    ) -> "AccuracyReport":
+    ) -> AccuracyReport:
         """Return what the predictors cost.
 
         Args:
@@ -101,8 +102,6 @@ class PredictorSet:
             config: has the bound, and how many tokens to read.
             progress: is told of each step.
         """
-        from picompile.predictors.accuracy import AccuracyReport, check_artifact, first_windows, measure_layers
-
         # The last id of a window is only predicted.
         windows = first_windows(self.held_out.windows, config.check_tokens, context + 1)
         result = check_artifact(artifact, windows, progress=progress, bound=config.finite_bound)
@@ -114,7 +113,7 @@ class PredictorSet:
 
 
 def obtain_predictors(
-    checkpoint: Path | None, captured: "Captured", scratch: Path, config: PredictorOptions, progress: Progress
+    checkpoint: Path | None, captured: Captured, scratch: Path, config: PredictorOptions, progress: Progress
 ) -> PredictorSet | None:
     """Return the lossy predictors that `config` asks for, trained if need be; None where the predictor is lossless.
 
@@ -150,8 +149,6 @@ def _beside(model: Path, config: PredictorOptions) -> Path | None:
 
 def _within(model: Path, scratch: Path, config: PredictorOptions, progress: Progress) -> Path | None:
     """Return a folder in `scratch` with the predictors of PowerInfer that are in the file `model`, if any."""
-    from picompile.predictors.powerinfer.importer import import_predictors
-    from picompile.predictors.powerinfer.sources import PredictorSource, find_source
 
     if not _takes_found(config) or not is_gguf(model):
         return None
@@ -166,7 +163,7 @@ def _takes_found(config: PredictorOptions) -> bool:
     return config.kind == "learned" and not (config.profile or config.calibration)
 
 
-def _given(model: Path, captured: "Captured", path: Path, config: PredictorOptions) -> PredictorSet:
+def _given(model: Path, captured: Captured, path: Path, config: PredictorOptions) -> PredictorSet:
     predictors = load_predictors(path)
     predictors.require_model(fingerprint(model, config.activation), block_shapes(canonical_form(captured.graph_module)))
     return PredictorSet(config.kind, predictors, find_held_out(model, config))
@@ -178,8 +175,6 @@ def find_held_out(model: Path, config: PredictorOptions) -> HeldOut:
     Raises:
         UsageError: the text is too short, the model has no tokenizer, or the profile is of another model.
     """
-    from picompile.predictors.profile.profile import load_profile
-    from picompile.predictors.profile.windows import held_out_windows
 
     if config.profile is not None:
         profile = load_profile(config.profile)
@@ -189,16 +184,11 @@ def find_held_out(model: Path, config: PredictorOptions) -> HeldOut:
     return HeldOut(windows, source)
 
 
-def _held_out_of(profile: "Profile") -> HeldOut:
+def _held_out_of(profile: Profile) -> HeldOut:
     return HeldOut(profile.held_out(), profile.held_out_source)
 
 
 def _trained(model: Path, work: Path, config: PredictorOptions, progress: Progress) -> PredictorSet:
-    from picompile.predictors.profile.options import ProfileOptions
-    from picompile.predictors.profile.profile import load_profile
-    from picompile.predictors.profile.run import profile_model
-    from picompile.predictors.train.options import TrainOptions
-    from picompile.predictors.train.run import train_predictors
 
     if config.profile is not None:
         profile = load_profile(config.profile)

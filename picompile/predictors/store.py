@@ -3,22 +3,20 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.fx import GraphModule
 
 from picompile.errors import UsageError
 from picompile.frontend.checkpoint import READ_ERRORS, TensorHeader, one_line, open_file
 from picompile.predictors.description import LARGEST_F32, choice, figure, layer_number, number
+from picompile_passes.formats.packing import dequantize_rows, quantize_rows
 from picompile_passes.graph.materialize import WeightSource
+from picompile_passes.graph.nodes import arguments, calls
+from picompile_passes.graph.operands import FFN
+from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_runtime.artifact.fields import Fields
-
-if TYPE_CHECKING:
-    from torch.fx import GraphModule
-
-    from picompile_passes.graph.materialize import WeightSource
-    from picompile_passes.passes.insert_predictors import InsertPredictors
-
 
 LEARNED_KINDS = ("learned", "learned-relu")
 LOSSLESS_KINDS = ("exact", "none")
@@ -185,13 +183,11 @@ class Predictors:
             raise UsageError(f"{header.file}: cannot read {name}: {one_line(error)}") from error
         return tensor
 
-    def weights(self, base: "WeightSource", quant: str | None = None) -> OverlayWeights:
+    def weights(self, base: WeightSource, quant: str | None = None) -> OverlayWeights:
         """Return `base` and the learned predictors' tensors, under the names that `insert_pass` gives them.
 
         Their matrices have the values that the weight format `quant` gives them; None: those of the file.
         """
-        from picompile_passes.formats.packing import dequantize_rows, quantize_rows
-
         shapes = {f"predictors.{name}": header.shape for name, header in self.headers.items()}
 
         def load(name: str) -> Tensor:
@@ -203,10 +199,8 @@ class Predictors:
 
         return OverlayWeights(base, shapes, load)
 
-    def insert_pass(self) -> "InsertPredictors":
+    def insert_pass(self) -> InsertPredictors:
         """Return the pass that inserts these predictors into a canonical graph."""
-        from picompile_passes.passes.insert_predictors import InsertPredictors
-
         learned = [layer for layer in self.layers if layer.learned]
         return InsertPredictors(
             kind="auto",
@@ -243,10 +237,8 @@ class Predictors:
                 )
 
 
-def block_shapes(graph_module: "GraphModule") -> dict[int, BlockShape]:
+def block_shapes(graph_module: GraphModule) -> dict[int, BlockShape]:
     """Return the sizes of the feed-forward blocks of a canonical graph by layer."""
-    from picompile_passes.graph.nodes import arguments, calls
-    from picompile_passes.graph.operands import FFN
 
     shapes = {}
     for index, block in enumerate(calls(graph_module.graph, FFN)):

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from picompile.placement.plan import Plan
 from picompile.predictors.accuracy import rank_layers_by_error
@@ -12,11 +12,9 @@ from picompile.report import numbers
 from picompile.report.layer_figures import LayerFigures, of_entry
 from picompile.report.numbers import NOTHING, Table, measured, relative_change, whole
 from picompile.report.plan import plan_of_report
-
-if TYPE_CHECKING:
-    from picompile_runtime.artifact.fields import Fields
-    from picompile_runtime.artifact.manifest import Manifest
-
+from picompile_runtime import ArtifactError
+from picompile_runtime.artifact.fields import Fields, parse_object
+from picompile_runtime.artifact.manifest import Manifest, read_manifest
 
 # The row of the statistics that a feed-forward call counts into is its place in the buffer.
 _STATS_ROW_BYTES = 16
@@ -53,7 +51,7 @@ class ArtifactFacts:
     """
 
     path: Path
-    manifest: "Manifest"
+    manifest: Manifest
     parts: tuple[ReportedFfn, ...]
     operator_bytes: Mapping[str, int]
     format_counts: Mapping[str, int]
@@ -76,9 +74,6 @@ class _Reader(NamedTuple):
 
 def read_artifact(folder: Path) -> ArtifactFacts:
     """Read the small files of an artifact, not its weights. Raise `ArtifactError` for one that is not whole."""
-    from picompile_runtime import ArtifactError
-    from picompile_runtime.artifact.fields import parse_object
-    from picompile_runtime.artifact.manifest import read_manifest
 
     manifest = read_manifest(folder)
     try:
@@ -110,7 +105,7 @@ def read_artifact(folder: Path) -> ArtifactFacts:
     )
 
 
-def _readers(program: "Fields") -> dict[str, _Reader]:
+def _readers(program: Fields) -> dict[str, _Reader]:
     """Return the tensors that decoding a token reads."""
     found: dict[str, _Reader] = {}
     for call in program.object("functions").objects("decode"):
@@ -129,7 +124,7 @@ def _readers(program: "Fields") -> dict[str, _Reader]:
     return found
 
 
-def _part(entry: "Fields", row_bytes: Mapping[int | None, int]) -> ReportedFfn:
+def _part(entry: Fields, row_bytes: Mapping[int | None, int]) -> ReportedFfn:
     return ReportedFfn(
         layer=entry.integer("layer"),
         part=entry.text("part"),
@@ -139,7 +134,7 @@ def _part(entry: "Fields", row_bytes: Mapping[int | None, int]) -> ReportedFfn:
     )
 
 
-def _accuracy(entry: "Fields") -> Accuracy:
+def _accuracy(entry: Fields) -> Accuracy:
     names = ("bound", "dense_perplexity", "perplexity", "relative_change", "tokens")
     rows = entry.objects("layers") if entry.data.get("layers") else []
     return Accuracy(

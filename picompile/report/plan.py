@@ -4,10 +4,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from picompile.errors import UsageError
 from picompile.placement.plan import SCHEMA, Plan, PlanLayer
+from picompile.placement.plan_file import plan_of, read_plan
 from picompile.report import numbers
 from picompile.report.numbers import NOTHING, UNFOLDED, PageSection, Part, Pictures, Table
 from picompile.report.plan_pictures import (
@@ -22,10 +22,7 @@ from picompile.report.plan_pictures import (
     time_picture,
     timeline_pictures,
 )
-
-if TYPE_CHECKING:
-    from picompile_runtime.artifact.fields import Fields
-
+from picompile_runtime.artifact.fields import Fields
 
 # Enough to tell a plan from a file of weights, which would take long to read.
 _HEAD_BYTES = 64
@@ -50,19 +47,16 @@ def is_json_object(path: Path) -> bool:
 
 def read_plan_facts(path: Path) -> PlanFacts:
     """Read the file of a plan. Raise `UsageError` for one that is damaged, or that is none."""
-    from picompile.placement.plan_file import read_plan
-
     return PlanFacts(path, read_plan(path))
 
 
-def plan_of_report(report: "Fields") -> Plan | None:
+def plan_of_report(report: Fields) -> Plan | None:
     """Return the plan in an artifact's report.json, None where there is none. Raise `ArtifactError` for a damaged one.
 
     It does not list the neurons on the GPU: they are in the artifact.
     """
     if report.data.get("plan") is None:
         return None
-    from picompile.placement.plan_file import plan_of
 
     fields = report.object("plan")
     if fields.data.get("schema") != SCHEMA:

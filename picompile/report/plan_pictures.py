@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from picompile.placement.plan import Plan, PlanLayer
+from picompile.placement.schedule import plan_graph, schedule
 from picompile.report import numbers
 from picompile.report.drawing import FAINT, INK, MUTED, SERIES, WIDTH, Canvas, drawable, layer_axis, picture
 from picompile.report.numbers import PagePicture
@@ -278,8 +279,6 @@ def timeline_pictures(name: str, plan: Plan) -> tuple[list[PagePicture], int]:
 
 def plan_schedule(plan: Plan) -> "list[Step]":
     """Return the steps of a token by the plan, each with its start and end; of devices that there are."""
-    from picompile.placement.schedule import plan_graph, schedule
-
     graph = plan_graph(plan.layers, (plan.head, plan.head_s), plan.switch_s)
     return [step for step in schedule(graph) if step.device in DEVICES and step.part in STEPS]
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from picompile.errors import UsageError
 from picompile.predictors.firing import CONTRIBUTION, MAGNITUDE
 from picompile.predictors.profile.files import read_tensors
-from picompile.predictors.profile.profile import layer_file
+from picompile.predictors.profile.profile import layer_file, load_profile
 from picompile.predictors.store import Predictors
 from picompile.report import numbers
 from picompile.report.drawing import INK, SERIES, Canvas, from_zero, layer_axis, picture, ramp
@@ -142,8 +142,6 @@ class FiringProfile:
 
 def read_profile(folder: Path) -> FiringProfile:
     """Read a folder that `picompile profile` wrote. Raise `UsageError` for one that is not whole."""
-    from picompile.predictors.profile.profile import load_profile
-
     profile = load_profile(folder)
     return FiringProfile(profile, tuple(_layer(profile, layer) for layer in profile.layers))
 

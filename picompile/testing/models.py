@@ -10,6 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from picompile.frontend.bamboo import FatReLU
+from picompile.frontend.build import call_model
+from picompile.frontend.families import find_family
+from picompile.frontend.hf import capture_config
 from picompile.testing.weights import RandomWeights, random_weights
 
 Draw = dict[str, st.SearchStrategy[Any]]
@@ -84,7 +88,6 @@ def make_model(config: Mapping[str, Any], seed: int = 0, dtype: torch.dtype = to
     Raises `UnsupportedModelError` for one that cannot be captured.
     """
     # transformers takes seconds to import, and most tests need none of its models.
-    from picompile.frontend.hf import capture_config
 
     graph_module = capture_config(config)
     weights = random_weights(graph_module, seed, dtype)
@@ -103,14 +106,10 @@ class _Eager(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """tokens and positions int64 [T] → logits [T, V]."""
-        from picompile.frontend.build import call_model
-
         return call_model(self.model, tokens.unsqueeze(0), positions.unsqueeze(0)).squeeze(0)
 
 
 def _transformers_model(config: Mapping[str, Any]) -> nn.Module:
-    from picompile.frontend.bamboo import FatReLU
-    from picompile.frontend.families import find_family
 
     family = find_family(config)
     values = dict(config)

@@ -15,7 +15,15 @@ from helpers.products import sampled
 from helpers.terminal import terminal
 
 COMMAND = [sys.executable, "-m", "picompile"]
-HEAVY = {"torch", "tvm", "tvm_ffi", "transformers", "picompile_passes.dialect", "picompile_codegen", "safetensors"}
+HEAVY = {
+    "torch",
+    "tvm",
+    "tvm_ffi",
+    "transformers",
+    "safetensors",
+    "picompile_passes.dialect",
+    "picompile_codegen.specs",
+}
 
 
 def modules_after(*commands: str) -> tuple[list[int], set[str]]:

@@ -20,7 +20,6 @@ from picompile.machine.gpu import GpuName, GpuSpeed
 from picompile.machine.host import Host, cpu_name, host_memory, measure_host
 from picompile.machine.kept import keep
 from picompile.machine.measured import LocalMachine, cache_file, cached_local, find_target, measure_local
-from picompile_runtime.bench import bandwidth
 from picompile_runtime.devices.cuda.driver import CudaError
 
 GPU = GpuName("GPU of nobody", "12.4", 89, 9_000_000_001)
@@ -225,8 +224,8 @@ def test_the_buffer_is_a_small_part_of_memory(
 ) -> None:
     if limit_bytes > psutil.virtual_memory().available and psutil.virtual_memory().available < 8 * 2**29:
         pytest.skip("needs 4 GiB of memory")
-    monkeypatch.setattr(bandwidth, "memory_bandwidth", lambda threads, size_bytes: float(threads * size_bytes))
-    monkeypatch.setattr(bandwidth, "scattered_share", lambda threads, size_bytes: threads / size_bytes)
+    monkeypatch.setattr(host, "memory_bandwidth", lambda threads, size_bytes: float(threads * size_bytes))
+    monkeypatch.setattr(host, "scattered_share", lambda threads, size_bytes: threads / size_bytes)
     limits.write_text(str(limit_bytes))
     measured = measure_host(3)
     assert measured.bytes == min(limit_bytes, psutil.virtual_memory().total)

@@ -4,22 +4,30 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.fx import GraphModule
 
 from picompile.errors import UnsupportedModelError, UsageError
 from picompile.frontend.activation import check_activation
+from picompile.frontend.checkpoint import fingerprint
+from picompile.frontend.hf import load_model
 from picompile.frontend.model_file import read_config
 from picompile.output import OutputPath, reserve
+from picompile.predictors.files import write_predictors
 from picompile.predictors.powerinfer.guard import read_guarded
 from picompile.predictors.powerinfer.sources import PARTS, PredictorSource
+from picompile.predictors.profile.profile import layer_file
+from picompile.predictors.store import LayerPredictor, block_shapes
 from picompile.progress import NoProgress, Progress
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torch.fx import GraphModule
-
-    from picompile.predictors.store import LayerPredictor
-
+from picompile_passes.graph.nodes import arguments, calls
+from picompile_passes.graph.operands import FFN, stream_of
+from picompile_passes.passes.canonicalize import canonicalize
 
 # The names that the model families have in config.json for the layers, the hidden size and the neurons of a block.
 _LAYERS = ("num_hidden_layers", "n_layer")
@@ -85,7 +93,7 @@ _SMALLEST_STEP = 2.0**-24
 class Imported:
     """The result of an import: the predictors of each layer, and how many layers have counts."""
 
-    layers: "tuple[LayerPredictor, ...]"
+    layers: tuple[LayerPredictor, ...]
     counted_layers: int
 
     @property
@@ -150,16 +158,12 @@ def computes_above(threshold: float) -> float:
     difference matters: if relu(fc1·x) is zero, all logits are zero, and every neuron is computed. For a threshold of 0
     the result is a step that f16 has too.
     """
-    import numpy as np
-
     below = float(np.nextafter(np.float32(threshold), np.float32(-math.inf)))
     return min(below, -_SMALLEST_STEP) if threshold == 0 else below
 
 
-def _handed_back(file: Path) -> "tuple[Shapes, dict[int, Tensor]]":
+def _handed_back(file: Path) -> tuple[Shapes, dict[int, Tensor]]:
     """Return the shapes of the predictors by layer and part, and the counts by layer."""
-    from safetensors import safe_open
-
     shapes: dict[int, dict[str, tuple[int, ...]]] = {}
     counts: dict[int, Tensor] = {}
     with safe_open(str(file), framework="pt") as handle:
@@ -172,14 +176,8 @@ def _handed_back(file: Path) -> "tuple[Shapes, dict[int, Tensor]]":
     return shapes, counts
 
 
-def _check_model(
-    path: Path, shapes: Shapes, counts: "Mapping[int, Tensor]", model: Path, activation: str | None
-) -> str:
+def _check_model(path: Path, shapes: Shapes, counts: Mapping[int, Tensor], model: Path, activation: str | None) -> str:
     """Check everything against the model's graph; return the model's fingerprint."""
-    from picompile.frontend.checkpoint import fingerprint
-    from picompile.frontend.hf import load_model
-    from picompile.predictors.store import block_shapes
-    from picompile_passes.passes.canonicalize import canonicalize
 
     graph_module = canonicalize(load_model(model, activation).graph_module)
     blocks = block_shapes(graph_module)
@@ -196,10 +194,8 @@ def _check_model(
     return fingerprint(model, activation)
 
 
-def _check_norms(path: Path, graph_module: "GraphModule") -> None:
+def _check_norms(path: Path, graph_module: GraphModule) -> None:
     """Raise if a block has no norm before it, and so no input for PowerInfer's predictors."""
-    from picompile_passes.graph.nodes import arguments, calls
-    from picompile_passes.graph.operands import FFN, stream_of
 
     for block in calls(graph_module.graph, FFN):
         if stream_of(arguments(block)["x"]) is None:
@@ -208,9 +204,7 @@ def _check_norms(path: Path, graph_module: "GraphModule") -> None:
             )
 
 
-def _layers(shapes: Shapes, threshold: float) -> "tuple[LayerPredictor, ...]":
-    from picompile.predictors.store import LayerPredictor
-
+def _layers(shapes: Shapes, threshold: float) -> tuple[LayerPredictor, ...]:
     layers = []
     for layer, parts in sorted(shapes.items()):
         (rank, hidden), (neurons, _) = parts["fc1"], parts["fc2"]
@@ -227,9 +221,7 @@ class _HandedBackTensors(Mapping[str, "Tensor"]):
         self._neurons = {f"layers.{layer}.bias": parts["fc2"][0] for layer, parts in shapes.items()}
         self._names = [f"layers.{layer}.{part}" for layer in shapes for part in PARTS]
 
-    def __getitem__(self, name: str) -> "Tensor":
-        import torch
-        from safetensors import safe_open
+    def __getitem__(self, name: str) -> Tensor:
 
         if name in self._neurons:
             return torch.zeros(self._neurons[name], dtype=torch.float16)
@@ -246,15 +238,11 @@ class _HandedBackTensors(Mapping[str, "Tensor"]):
 
 def _write(
     place: OutputPath,
-    layers: "tuple[LayerPredictor, ...]",
-    tensors: "Mapping[str, Tensor]",
-    counts: "Mapping[int, Tensor]",
+    layers: tuple[LayerPredictor, ...],
+    tensors: Mapping[str, Tensor],
+    counts: Mapping[int, Tensor],
     model: Mapping[str, Any],
 ) -> None:
-    from safetensors.torch import save_file
-
-    from picompile.predictors.files import write_predictors
-    from picompile.predictors.profile.profile import layer_file
 
     with place.folder() as folder:
         write_predictors(folder, layers, tensors, model)

@@ -5,11 +5,12 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from picompile.artifact.lossless import compile_lossless
 from picompile.errors import UsageError
+from picompile.frontend.captured import ModelFacts
 from picompile.frontend.checkpoint import fingerprint
 from picompile.frontend.hf import open_checkpoint
 from picompile.output.place import require_disk_space, require_folder_or_nothing
@@ -25,11 +26,9 @@ from picompile.predictors.profile.windows import (
     window_size,
 )
 from picompile.progress import Progress
+from picompile_codegen.build.object_cache import temporary_folder
+from picompile_runtime import SamplingParams, Tokenizer, generate, load
 from picompile_runtime.version import __version__
-
-if TYPE_CHECKING:
-    from picompile.frontend.captured import ModelFacts
-
 
 # Text that the model itself generates: what it will read when it generates.
 
@@ -63,8 +62,6 @@ def own_windows(
     Each text begins with one of `starts`, in turn. The model is compiled for this, into a temporary folder;
     `activation` is what `load_model` takes. Raises what compiling and generating raise.
     """
-    from picompile.artifact.lossless import compile_lossless
-    from picompile_codegen.build.object_cache import temporary_folder
 
     with temporary_folder() as folder:
         artifact = folder / "artifact"
@@ -78,8 +75,6 @@ def own_windows(
 
 
 def _pieces(artifact: Path, count: int, window: int, starts: Sequence[Sequence[int]], seed: int) -> Iterator[list[int]]:
-    from picompile_runtime import SamplingParams, Tokenizer, generate, load
-
     with load(artifact) as engine:
         tokenizer = Tokenizer.of(engine.artifact)
         number = 0
@@ -103,7 +98,7 @@ class ProfileTask:
 
     model: Path
     options: ProfileOptions
-    facts: "ModelFacts"
+    facts: ModelFacts
     fingerprint: str
     text: TextWindows
     own_tokens: int
