@@ -1,7 +1,7 @@
-"""The interfaces of kernels as JSON: the part of an artifact's code that says how it may be called.
+"""The interfaces of kernels as JSON: the part of an artifact's code that declares how it may be called.
 
-A program is data, and may be damaged or made by somebody else; the code is what is trusted. So the code says of each
-kernel what its arguments are and do, and the runtime holds every call of a program against that before it runs.
+A program is data, and may be damaged or made by somebody else; only the code is trusted. So the code declares each
+kernel's arguments and their use, and the runtime checks every call of a program against that before it runs.
 """
 
 import json

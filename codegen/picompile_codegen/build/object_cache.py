@@ -1,16 +1,16 @@
 """Folders for temporary files, and the cache of compiled kernels in the user's cache folder.
 
-A temporary folder is locked as long as its process lives: the kernel frees the lock of one that was killed, and the
-next folder that is made removes what it left. Whoever makes one checks, once it has the lock, that nobody removed it
-before.
+A temporary folder is locked as long as its process lives. If a process is killed, the operating system frees the lock,
+and the next process that makes a folder removes the old one. A process checks, once it has the lock, that its folder
+was not removed in between.
 
-A kernel takes up to seconds to compile, and models have most of theirs in common: those of the same sizes, whatever the
-weights, the predictor or the plan. The key of an object is the hash of all that makes it: the kernel as TVM gets it,
+A kernel takes up to seconds to compile, and models share most kernels: those of the same sizes, whatever the weights,
+the predictor or the plan. The key of an object is the hash of everything that determines it: the kernel as TVM gets it,
 the instruction set, the pipeline, and the versions of TVM and LLVM. PICOMPILE_CACHE names another folder, or is `off`.
 
-An entry is a file: a mark, the sha256 of its key and its content, the content. One that is empty, torn, changed, of
-another key or of a version before is as good as none: it is made again and replaced. Linked into an artifact, it would
-be wrong code that nothing notices.
+An entry is a file: a mark, the sha256 of its key and its content, the content. An entry that is empty, truncated,
+changed, of another key or of an older version counts as missing: it is made again and replaced. In an artifact, it
+would be wrong code that nothing would notice.
 """
 
 import fcntl
@@ -181,7 +181,7 @@ def _keep(key: str, content: bytes, kept: Path) -> None:
 
 
 def _tidy(folder: Path) -> None:
-    """Delete what was used longest ago until the rest is small enough; others may do so at the same time."""
+    """Delete the least recently used entries until the rest is small enough; other processes may do so, too."""
     found = []
     for path in _files(folder, _ENTRY):
         with suppress(OSError):

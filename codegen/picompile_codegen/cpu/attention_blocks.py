@@ -34,7 +34,7 @@ from picompile_passes.formats import GROUP
 
 
 def _lanes(dim: int, multiple: int = 1) -> int:
-    """Return the lanes of vectors for rows of `dim` elements: the most of which all are used, `multiple` elements each.
+    """Return the lanes of vectors for rows of `dim` elements, `multiple` elements a lane: the most that are all used.
 
     Fewer instructions leave more time to ask for what is to be read next, also where memory is what is waited for.
     """

@@ -2,8 +2,8 @@
 
 A task takes queries of one head of keys: those of consecutive tokens, and of all the heads that share it. It goes
 through the keys a block at a time, with a running maximum, sum and output for each query (arXiv 1805.02867). A block of
-keys is turned into float32 once for all queries of the task, and so that it lies column by column: the scores of eight
-keys are then one vector, and no lanes need to be added up. Weights times values have the same form.
+keys is converted to float32 once for all queries of the task, and transposed: the scores of eight keys are then one
+vector, and no lanes need to be added up. Weights times values have the same form.
 """
 
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ def queries_of_task(rows: int, group: int) -> int:
 
 @dataclass(frozen=True)
 class ChunkQueries:
-    """`count` queries, in the order of their positions, and what is kept of each from block to block.
+    """`count` queries, in the order of their positions, and the running state of each from block to block.
 
     `q` float32 [queries, head_dim] is scaled. Query i sees the positions `firsts`[i] … `lasts`[i]. `maxima` of scores
     and, of the last block, `rescale` [queries]; `sums` [queries, LANES], whose lanes are yet to be added up; `outputs`

@@ -42,7 +42,7 @@ class PositionSpan:
 
 @dataclass(frozen=True)
 class Queries:
-    """`count` query heads and what is kept of each from block to block.
+    """`count` query heads, and the running state of each from block to block.
 
     `q` float32 [padded count, padded head_dim] is scaled; `outputs` [padded count, padded value_dim] are yet to be
     divided by the sums. `maxima` and `sums` [tiles, LANES] have the lanes of a vector of scores: lanes of one query
@@ -182,7 +182,7 @@ class Work:
 
 
 def lanes_below(limit: Expr, lanes_each: int = 1) -> Expr:
-    """True in the lanes of the first `limit` keys, of which each has so many lanes."""
+    """Return a mask that is true in the lanes of the first `limit` keys, each of which has so many lanes."""
     numbers = [tirx.IntImm("int32", lane // lanes_each) for lane in range(LANES)]
     # Not bound: TVM cannot bind a vector of truth values.
     return tirx.Shuffle(numbers, list(range(LANES))) < tirx.Broadcast(bind(limit), LANES)

@@ -1,4 +1,4 @@
-"""Products of pairs of bfloat16, as AVX-512 BF16 has them: a vector of 32-bit words, each of two numbers.
+"""Products of pairs of bfloat16 with AVX-512 BF16, on vectors of 32-bit words that hold two numbers each.
 
 Words are typed as float32 here: TVM turns arithmetic of bfloat16 into that of float32, and does not let values of that
 type reach LLVM. So LLVM's intrinsics are called from functions in LLVM's own language, which are linked into each

@@ -1,4 +1,4 @@
-"""Scales and codes of packed matrices in vectors: what stored bytes stand for, by the format's `Codec`."""
+"""Decoding of scales and codes of packed matrices in vectors, by the format's `Codec`."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ _MOST_UNSIGNED = 64
 
 
 def scale_floats(form: Codec, stored: Expr, lanes: int) -> Expr:
-    """Return the float32 scales of as many groups: what a raw code of 1 stands for."""
+    """Return the float32 scales of as many groups: the value of a raw code of 1."""
     if form.scale != E8M0:
         scales = to_floats(stored, lanes)
     else:
@@ -27,7 +27,7 @@ def scale_floats(form: Codec, stored: Expr, lanes: int) -> Expr:
 
 
 def table_bias(form: Codec) -> int:
-    """Return what is added to the values of a table: what makes them small bytes without a sign, or 0."""
+    """Return the offset that makes a table's values small unsigned bytes, or 0."""
     least = min(form.table)
     return -least if max(form.table) - least < _MOST_UNSIGNED else 0
 

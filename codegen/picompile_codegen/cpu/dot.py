@@ -1,4 +1,4 @@
-"""Products of rows of a packed matrix with one vector, or a few: what decoding is made of.
+"""Products of a packed matrix's rows with one vector, or a few: most of the work of decoding.
 
 A matrix is read once, front to back; all else stays in the first-level cache. So these are bound by memory, as long as
 a group of weights costs no more cycles than its bytes take to arrive. In f16 a group takes four conversions and four

@@ -266,7 +266,7 @@ def _activate(
 
 
 def _named(arguments: FfnArguments, mask: KernelTensor, t: Expr, first: Expr, valid: int) -> Expr:
-    """Return what the mask of token t has for neurons `first` …, float32x8: 1 for those that it names."""
+    """Return the mask of token t for neurons `first` …, float32x8: 1 for those that it names."""
     if arguments.table is None:
         return load(mask, t, first, valid=valid)
     columns = [arguments.table[first + i] for i in range(valid)]

@@ -1,9 +1,9 @@
-"""Slices of a feed-forward block's neurons, for one token or several, and how they are added up to y.
+"""Slices of a feed-forward block's neurons, for one token or several, and their sum y.
 
-A slice goes through its neurons a few at a time: products with gate and up, and the activation; then the rows of down
-of those whose output is not zero, four at a time, times their outputs, are added to the slice's own y (`add_rows.py`).
-While rows are read, as many of neurons further on are fetched. Where a limit may leave a neuron out, its row of down is
-fetched once its output is known to be above: until the neurons beside it are computed, the row arrives.
+A slice goes through its neurons a few at a time: products with gate and up, and the activation. Then, for neurons
+whose output is not zero, four rows of down at a time, times their outputs, are added to the slice's own y
+(`add_rows.py`). While rows are read, rows of later neurons are prefetched. If a limit may skip a neuron, its row
+of down is prefetched only once its output is known to be above the limit; it arrives while neighbours are computed.
 """
 
 from collections.abc import Callable

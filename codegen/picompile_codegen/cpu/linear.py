@@ -1,4 +1,4 @@
-"""Products of rows of a packed matrix with the activations of tokens: projections, and what makes hidden values.
+"""Products of a packed matrix's rows with tokens' activations: projections, and the hidden values of blocks.
 
 A prompt's tokens are multiplied in tiles, by packed panels of float32 (`panels.py`) or of bytes (`byte_tiles.py`).
 """

@@ -1,10 +1,10 @@
-"""Packed matrices as kernels read them: a row's weights, a group of 32 at a time, as vectors of float32.
+"""Readers of packed matrices: a row's weights, a group of 32 at a time, as vectors of float32.
 
 The formats are those of `picompile_passes.formats.packing`. A weight is (raw + offset) · scale: `raw` is its code,
-`offset` the zero of the codes, negated, and `scale` that of the group, 1 in f16. The three come apart here: a kernel
-that adds up a row need not spend an instruction on each of them for each weight.
+`offset` the zero of the codes, negated, and `scale` that of the group, 1 in f16. The three are returned separately: a
+kernel that adds up a row need not spend an instruction on each of them for each weight.
 
-What a format is says its `Codec` in `picompile_passes.formats`.
+`picompile_passes.formats` has the `Codec` of each format.
 """
 
 from collections.abc import Callable, Sequence

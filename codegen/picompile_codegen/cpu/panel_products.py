@@ -1,9 +1,9 @@
 """Products of a matrix in panels with the quantized activations of any number of tokens.
 
-A task takes a panel: sixteen rows, whose codes lie side by side (`weight_panels.py`). A vector has four codes of as
-many rows as it has lanes. Times four bytes of a token in every lane, it adds to as many sums; those of a group of 32
-columns are integers. Then they are scaled and added up in float32, group after group. So an output has the same bits
-whichever tokens are multiplied beside it, and whether it is one or a chunk of them.
+A task takes a panel: sixteen rows, whose codes lie side by side (`weight_panels.py`). A vector has four codes of each
+row, a row in each lane. It is multiplied with four bytes of a token, the same in each lane, and added to the sums.
+Within a group of 32 columns these are integers; then they are scaled and added up in float32, group after group. So an
+output has the same bits whichever tokens are multiplied beside it, one or a chunk of them.
 """
 
 from collections.abc import Callable
@@ -42,7 +42,7 @@ _QUAD_BYTES = 4 * PANEL_ROWS
 
 
 def tile_sizes(rows: int) -> tuple[int, ...]:
-    """Return how many tokens are multiplied with a vector of codes at a time: most at first, then what is left.
+    """Return how many tokens are multiplied with a vector of codes at a time: the most at first, then the rest.
 
     Their sums, one vector each, leave registers for the eight vectors of a group's codes.
     """

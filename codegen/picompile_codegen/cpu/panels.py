@@ -1,10 +1,10 @@
-"""Products of matrices by packed panels, as BLIS has them: what reading a prompt is made of.
+"""Products of matrices by packed panels, as in BLIS: most of the work of reading a prompt.
 
 A panel of weights is a part of a matrix, laid out for multiplication: for each column of a slice, the weights of all
 outputs side by side. A panel of tokens has the inputs of eight tokens side by side, column by column. The sums of a
 tile, a few tokens by a few vectors of outputs, stay in registers while a slice of columns goes by: for each column a
-few loads of weights, and one of an input for each token. Where an instruction set computes prompts in bfloat16, a word
-of a panel is that of two columns.
+few loads of weights, and one of an input for each token. If an instruction set computes prompts in bfloat16, a word of
+a panel holds two columns.
 
 Weights are packed once for all tokens of a chunk, by the task that multiplies them; tokens once for all tasks. The
 products of an output are added up in the order of the columns, whichever tokens share its tile.
@@ -170,7 +170,7 @@ def _eight(vector: Expr, start: int) -> Expr:
 
 
 def import_functions(function: KernelFunction) -> None:
-    """Make known what products of panels call. It comes behind the declarations of a kernel."""
+    """Declare the functions that products of panels call, behind the declarations of a kernel."""
     if isa.current().prompts_in_bf16:
         function.import_llvm(FUNCTIONS)
 

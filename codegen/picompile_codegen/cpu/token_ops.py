@@ -1,4 +1,4 @@
-"""Kernels that treat each token by itself, and the rows of a step: at which position of which sequence each is.
+"""Kernels that treat each token by itself, and the position and sequence of each row of a step.
 
 A kernel that depends on positions is made for one mode of a step, see `specs.arguments.Mode`.
 """

@@ -1,4 +1,4 @@
-"""The next tokens of several sequences: rows of activations, each of which is multiplied as decoding multiplies one.
+"""Products for the next tokens of several sequences: each row of activations is multiplied as in decoding.
 
 Matrices are read once for all of them. Every row of the result has the bits that it has alone: rows are added up in
 the order of `dot.py`, however many there are. So the text of a sequence does not depend on which others are decoded

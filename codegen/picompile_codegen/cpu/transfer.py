@@ -1,7 +1,7 @@
 """Transfers between host and accelerator: the bodies for the host, and for an accelerator that is part of the CPU.
 
-`picompile_codegen.specs.transfer` says who calls what; `picompile_codegen.cuda.transfer` has the bodies for a GPU. How
-to wait is in native/host.c.
+`picompile_codegen.specs.transfer` says which side calls which kernel; `picompile_codegen.cuda.transfer` has the bodies
+for a GPU. Waiting is implemented in native/host.c.
 """
 
 from tvm import tirx

@@ -1,8 +1,8 @@
-"""Attention on a GPU: which launches it is made of.
+"""Attention on a GPU: the choice of its launches.
 
-Single tokens are in `attention_decode.py`, chunks of a prompt in `attention_chunk.py`. Where one block would have too
-many positions to go through, blocks share them, and `attention_merge.py` puts together what they gave: in the last
-block of a single token's head, and in a launch that follows those of a chunk.
+Single tokens are in `attention_decode.py`, chunks of a prompt in `attention_chunk.py`. If one block would have too many
+positions, several blocks share them, and `attention_merge.py` combines their results: for a single token, in the last
+block of a head; for a chunk, in a launch of its own.
 """
 
 from picompile_codegen.backend import body

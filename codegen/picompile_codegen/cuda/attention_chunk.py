@@ -2,8 +2,8 @@
 
 A block takes queries of one head of keys: those of consecutive tokens, and of all the heads that share it. It goes
 through the keys with a running maximum, sum and output for each query (arXiv 1805.02867). Outputs stay in registers;
-what is multiplied comes through the memory of the block, as halves, and is multiplied on tensor cores with sums in
-float32, as in FlashAttention-2 (arXiv 2307.08691). Scores, maxima and sums are float32.
+factors are staged as halves in the block's shared memory and multiplied on tensor cores with sums in float32, as in
+FlashAttention-2 (arXiv 2307.08691). Scores, maxima and sums are float32.
 """
 
 from collections.abc import Callable, Sequence

@@ -201,7 +201,7 @@ class Tile:
     count: Expr
 
     def row(self, index: Expr) -> tuple[Expr, Expr, Expr]:
-        """Return where the row of a position is; past the last, the last again, since what lies behind it is not
+        """Return the place of a position's row; past the last, the last again, since memory behind it is not
         defined."""
         return (*self.head, bind(self.begin + minimum(index, self.count - 1)))
 

@@ -95,7 +95,7 @@ def _missing() -> ToolchainError:
 
 
 def _checked(result: tuple[Any, ...], nvrtc: Any) -> Any:
-    """Return what a call gave beside its status."""
+    """Return the result of a call, after a check of its status."""
     status, *values = result
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         raise BuildError(f"NVRTC failed: {status.name}")

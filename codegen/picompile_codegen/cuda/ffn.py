@@ -1,16 +1,16 @@
 """Feed-forward blocks on a GPU: of one token, of several sequences' next tokens with a mask each, and of a chunk.
 
-Of one token or several sequences:
-1. Groups of neurons are computed, a block for each, as far as they are asked for (`ffn_hidden.py`).
-2. The rows of down of those that fired are added up, a block for each tile of columns and slice of neurons; the last
-   block of a tile adds up its slices (`ffn_down.py`).
+For one token or several sequences:
+1. Each thread block computes a group of neurons, as far as the mask names them (`ffn_hidden.py`).
+2. Each thread block adds up the rows of down of neurons that fired, for a tile of columns and a slice of neurons; the
+   last block of a tile adds up its slices (`ffn_down.py`).
 The sizes fix the order of all sums, and so every bit of y, whichever thread comes first. There is no list of all
-neurons that fired: a launch that made one would take longer than it takes each block to make the list of its own.
-Blocks of all tokens for the same neurons run at about the same time: what one has read, the next finds in the cache.
+neurons that fired: a launch to make one would take longer than each block takes to make its own list.
+Blocks of all tokens for the same neurons run at about the same time, so later ones find the rows in the cache.
 
-Of a chunk, which is dense, since some token needs almost every neuron, on tensor cores (`mma.py`): tiles of tokens and
+For a chunk, which is dense, since some token needs almost every neuron, on tensor cores (`mma.py`): tiles of tokens and
 neurons are multiplied with gate and up at once, which the activation follows; then tiles of tokens and columns with
-down (`ffn_down.py`), in slices of the neurons where there are few tiles. What is multiplied is rounded to halves first.
+down (`ffn_down.py`), in slices of the neurons if there are few tiles. Factors are rounded to halves first.
 """
 
 from tvm import tirx
@@ -146,7 +146,7 @@ def _multiply_hidden(
 
 
 def _sent(block: CudaFfn, first: Expr, up: Expr | None, neuron: Expr) -> Expr:
-    """Return what a neuron sends down, from its products with `first_matrix` and, where there is a gate, with up."""
+    """Return a neuron's output, from its products with `first_matrix` and, if there is a gate, with up."""
     spec = block.spec
     first = biased(first, block.first_bias, neuron)
     output = block.output(first, None if up is None else biased(up, block.up_bias, neuron))

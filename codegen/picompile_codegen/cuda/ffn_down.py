@@ -1,4 +1,4 @@
-"""Rows of down times what their neurons send, added up: for one token by slices, for many tokens by tiles.
+"""Sums of rows of down times their neurons' outputs: by slices for one token, by tiles for many tokens.
 
 For one token, a block has a tile of columns and a slice of the neurons. A lane has 16 bytes of each row, and its warp a
 few rows at a time, so that neighbouring lanes read neighbouring addresses and many reads are under way. Warps take rows
@@ -75,7 +75,7 @@ class DownPlan:
 
 @dataclass(frozen=True)
 class _Slice:
-    """The work of one block: whose hidden, where it begins and ends, and the list of rows to add in shared memory."""
+    """The work of a thread block: its token's hidden values, its range, and its list of rows in shared memory."""
 
     token: Expr
     start: Expr

@@ -38,7 +38,7 @@ class CudaFfn(FfnTensors[CudaMatrix]):
         return tirx.And(first > self.spec.threshold, is_above) if self.spec.is_sparse else is_above
 
     def sent(self, first: Expr, up: Expr | None, neuron: Expr) -> Expr:
-        """Return what a neuron sends down: h, or 0 if that is within the limit of its output."""
+        """Return a neuron's output: h, or 0 if that is within the limit of its output."""
         return self.above_limit(self.output(first, up), neuron)
 
     def above_limit(self, value: Expr, neuron: Expr) -> Expr:

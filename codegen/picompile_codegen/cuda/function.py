@@ -1,9 +1,9 @@
-"""CUDA kernels, and how one is written.
+"""CUDA kernels, and the interface that their bodies are written with.
 
 A kernel takes the arguments of its spec, as the CPU's does, and scratch memory of its own; it is one or several
-launches that run one after the other. All sizes are known when it is written, grids too: what changes from step to step
-comes in `step`, and blocks without work end at once. So a list of launches never changes, and is captured into a graph
-once.
+launches that run one after the other. All sizes are fixed when it is written, grids too: whatever changes from step to
+step is in `step`, and blocks without work end at once. So a list of launches never changes, and is captured into a
+graph once.
 
     @body(NegateSpec)
     def negate(spec: NegateSpec, function: CudaFunction) -> None:

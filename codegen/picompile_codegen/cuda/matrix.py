@@ -1,4 +1,4 @@
-"""Rows of activations and packed matrices, as the threads of a GPU read and write them.
+"""Reading and writing rows of activations and packed matrices by the threads of a GPU.
 
 The weight formats are those of `picompile_passes.formats.packing`. Weights are read 16 bytes at a time, a unit: 8
 weights in f16, 16 in q8, and a group of 32 in q4 and q4m, in the order of the columns. In q6 a unit is a group as well:
@@ -157,7 +157,7 @@ class CudaMatrix(MatrixTensors):
         return Unit(first, _bytes(words), scale)
 
     def group_scale(self, row: Expr, group: Expr) -> Expr:
-        """Load the scale of a group, float32: what a code of 1, or a 1 in the format's table, stands for."""
+        """Load the scale of a group, float32: the value of a code of 1, or of a 1 in the format's table."""
         form = self.form
         start = form.scale_offset_bytes(self.columns) // form.scale_bytes
         stored = self.scale[row, start + group]  # type: ignore[index]

@@ -1,4 +1,4 @@
-"""Memory of a block and of a thread, and what its threads do together: sums, maxima, numbers of those with a flag."""
+"""Memory of a thread block and of a thread, and a block's joint operations: sums, maxima, counts of flags."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Products of many tokens on tensor cores: tiles of results, both factors of which come through the memory of a block.
+"""Products of many tokens on tensor cores, by tiles of results, with both factors in a block's shared memory.
 
 A block goes through its factors 32 columns at a time, a step. While a step is multiplied, the activations of the next
 one are copied to other memory, and its weights are read into registers (or copied, where they are halves). Which

@@ -1,4 +1,4 @@
-"""Kernels that treat each token by itself, on a GPU, and what writes the KV cache."""
+"""Kernels on a GPU that treat each token by itself, and the kernel that extends the KV cache."""
 
 from collections.abc import Callable
 from itertools import accumulate

@@ -1,12 +1,12 @@
-"""Top logits on a GPU: the highest 64 scores of each slice of a vocabulary, then the highest 64 of what these found.
+"""Top logits on a GPU: the highest 64 scores of each slice of a vocabulary, then the highest 64 of all slices.
 
-Runs of 64 keys are sorted, and of pairs of runs the higher halves are kept. A network of compare-and-swap steps (K. E.
+Runs of 64 keys are sorted; of two runs, the higher half is kept. A network of compare-and-swap steps (K. E.
 Batcher, Sorting networks and their applications, 1968) takes the same steps whatever the numbers are: it has no
 branches that threads could take differently, and no atomics. A warp sorts a run, so that steps inside of one need no
 barrier.
 
-A score and its token are one key, of which no two are equal: so the result has one order only, and does not depend on
-the threads'. The scores themselves, with all their bits, are read once more at the end.
+A score and its token form one key, and no two keys are equal. So there is only one possible order of the result,
+whichever order threads run in. The scores themselves, with all their bits, are read once more at the end.
 """
 
 from collections.abc import Sequence
@@ -128,7 +128,7 @@ _LAST_ID = 2**31 - 1
 
 @body(TopLogitsSpec)
 def top_logits(spec: TopLogitsSpec, function: CudaFunction) -> None:
-    """Write the launches of a `TopLogitsSpec`: search each slice, then merge what they found."""
+    """Write the launches of a `TopLogitsSpec`: search each slice, then merge their results."""
     logits, scores, ids, rows = function["logits"], function["scores"], function["ids"], spec.rows
     slices = blocks_for(spec.vocab, _SLICE)
     found = function.scratch("found", "int64", rows, slices * RUN)

@@ -1,12 +1,12 @@
 """Transfers between host and GPU, through memory of the host that is mapped for the GPU.
 
-What the host writes while a kernel runs is read by `pi_load_shared`. The compiler would read it with instructions for
-memory that nobody changes, whose cache may hold what was there before the flag was set.
+`pi_load_shared` reads data that the host writes while a kernel runs. The compiler would use instructions for constant
+memory, whose cache may hold data from before the flag was set.
 
-What is sent is written by one block. A flag may be set only when all of it is there, and threads of one block can wait
-for each other; blocks could only count each other, in memory that begins at zero, which scratch memory does not. Nobody
-waits for writes, so one block should do (not measured). Reads wait for the bus, so what is received is read by as many
-blocks as it takes to have all of it under way at once. Each of them waits for the flag itself.
+One block writes all data to send. A flag may be set only when all are there, and threads of one block can wait
+for each other; several blocks could only count each other, in memory that begins at zero, and scratch memory does not.
+Writes wait for nothing, so one block should be enough (not measured). Reads wait for the bus, so as many blocks receive
+data as it takes to have all reads under way at once. Each of them waits for the flag itself.
 """
 
 from collections.abc import Callable

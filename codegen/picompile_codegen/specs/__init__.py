@@ -3,7 +3,7 @@
 `cpu.write_kernel(spec)` and `cuda.write_kernel(spec)` write the kernel of a spec: the body is found by the spec's type
 (`picompile_codegen.backend`), and takes its arguments by the names that the spec gives them.
 
-A new spec need not be exported here: whoever uses it imports it from its module.
+A new spec need not be exported here: import it from its module.
 """
 
 from picompile_codegen.specs.arguments import (

@@ -34,7 +34,7 @@ ITEM_BYTES = {"float32": 4, "float16": 2, "int32": 4, "int64": 8, "int8": 1, "ui
 
 @dataclass(frozen=True)
 class KernelArgument:
-    """One argument: `name`, `dtype` and static `shape`, what the kernel does with it, and what may be in it.
+    """An argument of a kernel: `name`, `dtype` and static `shape`, its use, and bounds of its values.
 
     Integers that the kernel takes for indices must be less than `below`, and not negative; those that it writes are.
     `copies` names the argument of which this one becomes a copy. `counted` names an int32 [1] argument n; the first
@@ -205,12 +205,12 @@ def mask(name: str, rows: int, columns: int, access: Access = "in") -> KernelArg
 
 
 def count_up_to(most: int, name: str = "count") -> KernelArgument:
-    """Return an int32 argument [1] for how many there are of what `counted` arguments have room for `most` of."""
+    """Return an int32 argument [1]: the number of entries in `counted` arguments that have room for `most`."""
     return KernelArgument(name, "int32", (1,), below=most + 1)
 
 
 def counted(declaration: Declaration, by: str) -> Declaration:
-    """Return `declaration` of an argument of which the argument `by` says how much there is."""
+    """Return `declaration` of an argument whose number of entries the argument `by` gives."""
     if isinstance(declaration, KernelArgument | MatrixArgument):
         return replace(declaration, counted=by)
     raise CodegenError(f"{declaration.name} is always there whole")
@@ -232,7 +232,7 @@ def optional_floats(arguments: Iterable[tuple[str, int, bool]]) -> Iterator[Kern
 
 
 def rows_of_step(mode: Mode, rows: int, context: int, sequences: int) -> Iterator[KernelArgument]:
-    """Yield what tells the rows of `mode` apart: positions below `context`, slots below `sequences` if several."""
+    """Yield arguments that locate the rows of `mode`: positions below `context`, slots below `sequences` if several."""
     if mode == "sequences":
         yield indices("positions", rows, context)
         if sequences > 1:

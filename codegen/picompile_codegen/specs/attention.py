@@ -1,4 +1,4 @@
-"""Attention, what extends the KV cache, and what lends a cache of the host to an accelerator."""
+"""Specs of attention, of extending the KV cache, and of lending a cache of the host to an accelerator."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,9 +1,9 @@
-"""Transfers between host and accelerator: what is sent, what is received, and the flags between them.
+"""Transfers between host and accelerator: kernels that send and receive, and the flags between the sides.
 
-What is sent and what is received lies in memory that both sides see. The accelerator calls `send`, `send_mask`,
-`receive` and `receive_mask`; the host calls `wait` before it reads what was sent, and `signal` when what it wrote may
-be received. A flag holds the number of the last step, step[3], in which it was set. `abandoned` is not 0 once either
-side has given up; then nobody waits any more.
+Transferred data are in memory that both sides see. The accelerator calls `send`, `send_mask`, `receive` and
+`receive_mask`. The host calls `wait` before it reads data that were sent, and `signal` when the accelerator may receive
+its data. A flag holds the number of the last step, step[3], in which it was set. `abandoned` is not 0 once either side
+has failed; then neither side waits any longer.
 """
 
 from collections.abc import Iterator
@@ -123,7 +123,7 @@ class ReceiveSpec(KernelSpec):
 
 
 def received(rows: int, dim: int, *, counted: bool) -> Iterator[KernelArgument]:
-    """Yield what a kernel takes that receives float32 [rows, dim]: `source`, its flag and, if `counted`, `count`."""
+    """Yield arguments of a kernel that receives float32 [rows, dim]: `source`, its flag and, if `counted`, `count`."""
     yield floats("source", rows, dim)
     yield flag("awaits")
     yield flag("abandons", "abandoned")
@@ -173,7 +173,7 @@ class UploadSpec(KernelSpec):
 
 @dataclass(frozen=True)
 class CopyWordsSpec(KernelSpec):
-    """y = source, int32 [words]: what changes from step to step, from shared memory to the accelerator's."""
+    """y = source, int32 [words]: the variables of a step, from shared memory to the accelerator's."""
 
     words: int
 
