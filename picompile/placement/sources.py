@@ -1,6 +1,7 @@
 """The bytes of a model to plan and how its neurons fire, from a checkpoint, a profile or a shape."""
 
 import gc
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -154,10 +155,10 @@ class PlannedModel:
 def find_model(options: ModelOptions, progress: Progress) -> PlannedModel:
     """Return the model, counted. Raise `UsageError`, `UnsupportedModelError`, and what profiling raises."""
     if options.source is None:
-        from picompile.synth.shapes import find_config
-
-        name, config = find_config(str(options.shape))
         with _uncollected():
+            from picompile.synth.shapes import find_config
+
+            name, config = find_config(str(options.shape))
             return _of_config(name, config, FiringSource(None, options.firing), None, options, progress)
     if not options.is_profile:
         return _of_checkpoint(options.source, options, progress)
@@ -174,14 +175,19 @@ def find_model(options: ModelOptions, progress: Progress) -> PlannedModel:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Keep Python from looking for garbage, which takes a quarter of the time that PyTorch and TVM take to import."""
-    was_enabled = gc.isenabled()
+    """Keep Python from looking for garbage while PyTorch and TVM are imported, and among what they define later on.
+
+    It would take a quarter of the time of planning a shape.
+    """
+    if "torch" in sys.modules or not gc.isenabled():
+        yield
+        return
     gc.disable()
     try:
         yield
     finally:
-        if was_enabled:
-            gc.enable()
+        gc.freeze()
+        gc.enable()
 
 
 def model_firing(model: "ModelBytes", source: FiringSource, predictors: "Predictors | None") -> "Firing":
