@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from picompile.placement.machine import MachineOptions, find_machine
+from picompile.placement.model_options import ModelOptions
 from picompile.placement.planning import PlanOptions, make_plan
-from picompile.placement.sources import ModelOptions, find_model
+from picompile.placement.sources import find_model
 from picompile.progress import NoProgress
 from picompile.synth.shapes import ModelShape
 from picompile_codegen.lowering.placement import ON_HOST, Placement

@@ -17,7 +17,8 @@ from picompile.machine import may_have_gpu
 from picompile.output import parents_of
 from picompile.placement.goal import PlanGoal
 from picompile.placement.machine import MachineOptions, check_machine_options, find_machine
-from picompile.placement.sources import ModelOptions, find_model
+from picompile.placement.model_options import ModelOptions
+from picompile.processes import uncollected
 
 
 def require_plan_output(path: Path, *, overwrite: bool) -> None:
@@ -130,9 +131,11 @@ def plan_command(
         require_plan_output(output, overwrite=overwrite)
     check_model_options(model_options)
 
-    from picompile.placement.plan_file import write_plan
-    from picompile.placement.planning import PlanOptions, make_plan
-    from picompile.placement.prompts import prompt_estimate, unknown_about_prompts
+    with uncollected():
+        from picompile.placement.plan_file import write_plan
+        from picompile.placement.planning import PlanOptions, make_plan
+        from picompile.placement.prompts import prompt_estimate, unknown_about_prompts
+        from picompile.placement.sources import find_model
 
     with progress() as shown:
         with shown.step("machine"):

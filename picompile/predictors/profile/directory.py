@@ -12,7 +12,8 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from picompile.predictors.profile.files import read_notes, write_json
-from picompile.predictors.profile.profile import FORMAT, PROFILE_FILE, SCHEMA, TOKENS_FILE, read_description
+from picompile.predictors.profile.options import PROFILE_FILE
+from picompile.predictors.profile.profile import FORMAT, SCHEMA, TOKENS_FILE, read_description
 from picompile.predictors.profile.state import StateFile
 
 _STATE_FILE = "state.safetensors"

@@ -9,6 +9,7 @@ from picompile.predictors.firing import MAGNITUDE, MEASURES
 from picompile.predictors.profile.text import CALIBRATION, CalibrationText
 from picompile.quantities import parse_accuracy_bound
 
+PROFILE_FILE = "profile.json"
 WINDOW = 512
 
 

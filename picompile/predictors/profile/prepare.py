@@ -15,8 +15,8 @@ from picompile.frontend.checkpoint import fingerprint
 from picompile.frontend.hf import open_checkpoint
 from picompile.output.place import require_disk_space, require_folder_or_nothing
 from picompile.predictors.firing import MAGNITUDE
-from picompile.predictors.profile.options import ProfileOptions
-from picompile.predictors.profile.profile import PROFILE_FILE, read_description
+from picompile.predictors.profile.options import PROFILE_FILE, ProfileOptions
+from picompile.predictors.profile.profile import read_description
 from picompile.predictors.profile.text import read_calibration
 from picompile.predictors.profile.windows import (
     TextWindows,

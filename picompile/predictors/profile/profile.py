@@ -20,12 +20,12 @@ from picompile.predictors.description import (
 )
 from picompile.predictors.firing import MAGNITUDE, MEASURES, FiringRule
 from picompile.predictors.profile.files import read_kinds, read_tensors
+from picompile.predictors.profile.options import PROFILE_FILE
 from picompile.predictors.profile.windows import windows_sha256
 from picompile_runtime.artifact.fields import Fields
 
 FORMAT = "picompile-profile"
 SCHEMA = 1
-PROFILE_FILE = "profile.json"
 TOKENS_FILE = "tokens.safetensors"
 PLACES = ("stream", "block")
 
