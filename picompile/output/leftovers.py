@@ -11,7 +11,6 @@ import re
 import secrets
 import shutil
 import stat
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
@@ -115,14 +114,11 @@ def _function() -> Any:
 # | `.NAME.picompile-lock` | the lock on NAME |
 #
 # Only the holder of the lock on NAME has such things, so the next holder removes them; an `.old` goes back to its place
-# if nothing is there. Versions before had no locks, and eight other characters for the digits: nobody can tell whether
-# their writers live, so such leftovers are removed by the next writer of NAME when nothing in them changed for a week.
+# if nothing is there.
 
 
 PARTIAL, OLD = "partial", "old"
 _DIGITS = 16
-# No compilation runs so long without writing.
-_SURELY_DEAD_S = 7 * 86400.0
 
 
 def temporary_name(output: Path, kind: str) -> Path:
@@ -133,7 +129,7 @@ def temporary_name(output: Path, kind: str) -> Path:
 def sweep(output: Path) -> None:
     """Remove leftovers of `output`, whose lock is held, and of other dead writers in its folder."""
     _restore(output)
-    remove = [*_leftovers_of(output, PARTIAL), *_leftovers_of(output, OLD), *_leftovers_of_earlier_versions(output)]
+    remove = [*_leftovers_of(output, PARTIAL), *_leftovers_of(output, OLD)]
     for name, lock in dead_locks(output.parent):
         other = output.with_name(name)
         _restore(other)
@@ -181,24 +177,3 @@ def _restore(output: Path) -> None:
 def _leftovers_of(output: Path, kind: str) -> Iterator[Path]:
     pattern = re.compile(rf"\.{re.escape(stem_of(output.name))}\.[0-9a-f]{{{_DIGITS}}}\.{kind}")
     return (output.with_name(name) for name in names_in(output.parent) if pattern.fullmatch(name))
-
-
-def _leftovers_of_earlier_versions(output: Path) -> Iterator[Path]:
-    # As `tempfile` names them.
-    pattern = re.compile(rf"\.{re.escape(output.name)}\.[a-z0-9_]{{8}}\.(partial|old|work|import)")
-    for name in names_in(output.parent):
-        path = output.with_name(name)
-        # An earlier version moved what was there into `.old` first: without an output that may be all there is.
-        if not pattern.fullmatch(name) or (name.endswith(OLD) and not os.path.lexists(output)):
-            continue
-        if _last_change_s(path) < time.time() - _SURELY_DEAD_S:
-            yield path
-
-
-def _last_change_s(path: Path) -> float:
-    latest = 0.0
-    for each in (path, *path.rglob("*")):
-        with suppress(OSError):
-            status = each.lstat()
-            latest = max(latest, status.st_mtime, status.st_ctime)
-    return latest or float("inf")

@@ -1,6 +1,6 @@
 """A predictor set: the predictor of each layer, and their tensors as a weight source."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -104,6 +104,22 @@ def _needed(kind: str) -> tuple[str, ...]:
 def tensor_name(layer: int, part: str) -> str:
     """Return the name of a part's tensor in `predictors.safetensors`; in a graph it has the prefix `predictors.`."""
     return f"layers.{layer}.{part}"
+
+
+class TensorsOnAccess(Mapping[str, Tensor]):
+    """Tensors by name, each read by a function of its own whenever it is asked for."""
+
+    def __init__(self, reads: Mapping[str, Callable[[], Tensor]]) -> None:
+        self._reads = reads
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._reads[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._reads)
+
+    def __len__(self) -> int:
+        return len(self._reads)
 
 
 class OverlayWeights:

@@ -177,23 +177,17 @@ def test_leftovers_of_a_dead_writer_are_removed(next_output: str, tmp_path: Path
     assert names(tmp_path) == {"gone", "out"}
 
 
-def test_files_that_are_not_ours_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_are_not_ours_are_left_alone(tmp_path: Path) -> None:
     dies_holding(tmp_path / "out")
-    zeros, legacy = "0" * 16, {".out.ab12_xyz.partial", ".out.ab12_xyz.old", ".out.ab12_xyz.work"}
+    zeros = "0" * 16
     others = {f".out.{zeros[1:]}.partial", f".out.{zeros}.partial.bak", f".out.{'g' * 16}.partial"}
     others |= {f"out.{zeros}.partial", f".outer.{zeros}.partial", ".other.ab12_xyz.partial"}
-    for name in others | legacy:
+    for name in others:
         make_folder(tmp_path / name, "other")
     (tmp_path / ".x.picompile-lock").write_text("not what a lock holds")
     with reserve(tmp_path / "out", overwrite=True):
         pass
-    # What a version without locks may be writing now goes after a week; without an output, the old is all there is.
-    assert names(tmp_path) == {*others, *legacy, ".x.picompile-lock"}
-    now = time.time()
-    monkeypatch.setattr(time, "time", lambda: now + 8 * 86400)
-    with reserve(tmp_path / "out", overwrite=True):
-        pass
-    assert names(tmp_path) == {*others, ".out.ab12_xyz.old", ".x.picompile-lock"}
+    assert names(tmp_path) == {*others, ".x.picompile-lock"}
 
 
 def test_a_name_as_long_as_a_name_can_be(tmp_path: Path) -> None:

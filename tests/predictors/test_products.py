@@ -1,6 +1,7 @@
 """Products in bfloat16: what they are of, where they are asked for, and that PyTorch's setting is put back."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from picompile.predictors.profile.run import profile_model
 from picompile.predictors.profile.text import CalibrationText
 from picompile.predictors.train.candidates import split
 from picompile.predictors.train.data import measure_firing
-from picompile.predictors.train.fit import FitSettings, InitialPredictor, ReducedRankStart, fit
+from picompile.predictors.train.fit import InitialPredictor, JobSettings, ReducedRankStart, fit
 from picompile.products import fast_products, products_in_bf16, require_bf16
 from picompile_runtime.devices.machine import cpu_features, missing_features
 
@@ -110,10 +111,8 @@ def test_a_fit_in_bf16_finds_as_much() -> None:
     contribution = measure_firing(data, test).contribution
     start = ReducedRankStart(data, contribution, "block", train).of_rank(24)
     start = InitialPredictor(start.fc1, start.fc2 + torch.randn_like(start.fc2) * start.fc2.std(), start.bias)
-    fitted = [
-        fit(data, contribution, "block", start, FitSettings(4, "contribution", 0.97, 0, train, bf16=bf16))
-        for bf16 in (False, True)
-    ]
+    how = JobSettings("learned", "block", None, "contribution", 4, 0.97, 0, "cpu", 0.4)
+    fitted = [fit(data, contribution, "block", start, replace(how, bf16=bf16), train) for bf16 in (False, True)]
     rounded, exact = fitted[1].scores(data.inputs("block", test)), fitted[0].scores(data.inputs("block", test))
     assert not torch.equal(rounded, exact)
     agree = ((rounded > 0) == (exact > 0)).double().mean()

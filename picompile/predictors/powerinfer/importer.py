@@ -1,8 +1,9 @@
 """Import of PowerInfer's predictors: from a source to a predictor set that fits the model."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from picompile.predictors.files import write_predictors
 from picompile.predictors.powerinfer.guard import read_guarded
 from picompile.predictors.powerinfer.sources import PARTS, PredictorSource
 from picompile.predictors.profile.profile import layer_file
-from picompile.predictors.store import LayerPredictor, block_shapes
+from picompile.predictors.store import LayerPredictor, TensorsOnAccess, block_shapes, tensor_name
 from picompile.progress import NoProgress, Progress
 from picompile_passes.graph.nodes import arguments, calls
 from picompile_passes.graph.operands import FFN, stream_of
@@ -134,13 +135,8 @@ def import_predictors(
             fingerprint = _check_model(source.path, shapes, counts, model, activation)
         layers = _layers(shapes, computes_above(source.threshold))
         with progress.step("write"):
-            _write(
-                place,
-                layers,
-                _HandedBackTensors(file, shapes),
-                counts,
-                {"fingerprint": fingerprint, "name": model.name},
-            )
+            described = {"fingerprint": fingerprint, "name": model.name}
+            _write(place, layers, _tensors(file, shapes), counts, described)
     return Imported(layers, len(counts))
 
 
@@ -213,27 +209,19 @@ def _layers(shapes: Shapes, threshold: float) -> tuple[LayerPredictor, ...]:
     return tuple(layers)
 
 
-class _HandedBackTensors(Mapping[str, "Tensor"]):
-    """The tensors that the guarded process wrote, read on access, and biases of zero."""
+def _tensors(file: Path, shapes: Shapes) -> Mapping[str, Tensor]:
+    """Return the tensors that the guarded process wrote, read on access, and biases of zero."""
 
-    def __init__(self, file: Path, shapes: Shapes) -> None:
-        self._file = file
-        self._neurons = {f"layers.{layer}.bias": parts["fc2"][0] for layer, parts in shapes.items()}
-        self._names = [f"layers.{layer}.{part}" for layer in shapes for part in PARTS]
-
-    def __getitem__(self, name: str) -> Tensor:
-
-        if name in self._neurons:
-            return torch.zeros(self._neurons[name], dtype=torch.float16)
-        with safe_open(str(self._file), framework="pt") as handle:
+    def read(name: str) -> Tensor:
+        with safe_open(str(file), framework="pt") as handle:
             tensor: Tensor = handle.get_tensor(name)
         return tensor
 
-    def __iter__(self) -> Iterator[str]:
-        return iter([*self._names, *self._neurons])
-
-    def __len__(self) -> int:
-        return len(self._names) + len(self._neurons)
+    reads: dict[str, Callable[[], Tensor]] = {}
+    for layer, parts in shapes.items():
+        reads |= {name: partial(read, name) for name in (tensor_name(layer, part) for part in PARTS)}
+        reads[tensor_name(layer, "bias")] = partial(torch.zeros, parts["fc2"][0], dtype=torch.float16)
+    return TensorsOnAccess(reads)
 
 
 def _write(

@@ -47,7 +47,7 @@ from picompile.predictors.profile.profile import (
     read_description,
 )
 from picompile.predictors.profile.thresholds import ThresholdSearch
-from picompile.predictors.profile.windows import windows_sha256
+from picompile.predictors.profile.windows import TextWindows
 from picompile.products import fast_products, products_in_bf16, require_bf16
 from picompile.progress import NoProgress, Progress
 from picompile.streaming import Segment, split_layers
@@ -135,20 +135,6 @@ def capture(folder: Path, activation: str | None = None) -> SegmentedModel:
 
 
 @dataclass(frozen=True)
-class _TokenWindows:
-    """The windows that are run, int32 [windows, window], and descriptions of their sources."""
-
-    calibration: Tensor
-    held_out: Tensor
-    sources: tuple[str, ...]
-
-    @property
-    def sha256(self) -> str:
-        """The hash of the token ids."""
-        return windows_sha256(self.calibration, self.held_out)
-
-
-@dataclass(frozen=True)
 class _ProfileRun:
     task: ProfileTask
     model: SegmentedModel
@@ -163,7 +149,7 @@ class _ProfileRun:
             self._layers(tokens, rules)
         self._finish(tokens, rules, search)
 
-    def _tokens(self) -> _TokenWindows:
+    def _tokens(self) -> TextWindows:
         """Return the windows. They are written to disk first, so that a resumed run has the same ones."""
         text, path = self.task.text, self.directory.folder / TOKENS_FILE
         if not path.is_file():
@@ -173,7 +159,8 @@ class _ProfileRun:
             write_tensors(path, windows, {"own": str(own.numel())})
         windows, metadata = read_tensors(path)
         own_source = (f"{metadata['own']} tokens of the model's own",) if metadata["own"] != "0" else ()
-        return _TokenWindows(windows["calibration"], windows["held_out"], (*text.sources, *own_source))
+        calibration, held_out = windows["calibration"], windows["held_out"]
+        return replace(text, calibration=calibration, held_out=held_out, sources=(*text.sources, *own_source))
 
     def _own_windows(self) -> Tensor:
         text, facts, count = self.task.text, self.task.facts, self.task.own_tokens
@@ -194,14 +181,14 @@ class _ProfileRun:
             self.progress.say(f"without text of the model's own: {error}")
             return nothing
 
-    def _rules(self, tokens: _TokenWindows) -> tuple[dict[int, FiringRule], dict[str, Any] | None]:
+    def _rules(self, tokens: TextWindows) -> tuple[dict[int, FiringRule], dict[str, Any] | None]:
         blocks = [block for segment in self.model.segments for block in segment.blocks]
         by, bound = self.task.options.by, self.task.options.accuracy_bound
         if bound is None or all(map(can_be_silent, blocks)):
             return {}, None
         return ThresholdSearch(self.model, tokens.held_out.tolist(), by, bound, self.directory, self.progress).run()
 
-    def _layers(self, tokens: _TokenWindows, rules: Mapping[int, FiringRule]) -> None:
+    def _layers(self, tokens: TextWindows, rules: Mapping[int, FiringRule]) -> None:
         options = self.task.options
         positions = draw_positions(options.samples, tokens.calibration.numel(), options.seed)
 
@@ -221,13 +208,12 @@ class _ProfileRun:
         for collector in found:
             write_tensors(self.directory.folder / layer_file(layer_of(collector.block)), collector.tensors())
 
-    def _finish(self, tokens: _TokenWindows, rules: Mapping[int, FiringRule], search: Mapping[str, Any] | None) -> None:
+    def _finish(self, tokens: TextWindows, rules: Mapping[int, FiringRule], search: Mapping[str, Any] | None) -> None:
         layers = tuple(
             self._summary(layer_of(block), rules, "block" if norm_of(segment, block) is None else "stream", tokens)
             for segment in self.model.segments
             for block in segment.blocks
         )
-        text = self.task.text
         profile = Profile(
             folder=self.directory.folder,
             fingerprint=self.task.fingerprint,
@@ -238,14 +224,14 @@ class _ProfileRun:
             tokens=tokens.calibration.numel(),
             sample_count=min(self.task.options.samples, tokens.calibration.numel()),
             sources=tokens.sources,
-            held_out_source=text.held_out_source,
+            held_out_source=tokens.held_out_source,
             held_out_tokens=tokens.held_out.numel(),
             thresholds=search,
             config=self.config,
         )
         self.directory.finish(describe(profile, self.task.inputs, __version__, tokens.sha256))
 
-    def _summary(self, layer: int, rules: Mapping[int, FiringRule], place: str, tokens: _TokenWindows) -> LayerProfile:
+    def _summary(self, layer: int, rules: Mapping[int, FiringRule], place: str, tokens: TextWindows) -> LayerProfile:
         counts = read_tensors(self.directory.folder / layer_file(layer), only="counts")[0]["counts"]
         threshold = rules.get(layer, FiringRule()).threshold
         return LayerProfile(layer, len(counts), threshold, place=place, **summarize(counts, tokens.calibration.numel()))

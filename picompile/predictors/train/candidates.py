@@ -21,7 +21,7 @@ from picompile.predictors.train.data import (
     measure_curve,
     measure_firing,
 )
-from picompile.predictors.train.fit import FitSettings, InitialPredictor, ReducedRankStart, fit
+from picompile.predictors.train.fit import InitialPredictor, JobSettings, ReducedRankStart, fit
 from picompile.predictors.train.options import round_rank, start_rank
 from picompile.products import fast_products
 
@@ -34,26 +34,6 @@ _RANK_FACTORS = (0.35, 0.45, 0.6, 0.75, 1.0, 1.25)
 # Another input is chosen only if its cost is below this share of the block's: costs are measured on the samples that
 # also make the choice.
 _WORTH_CHANGING = 0.98
-
-
-@dataclass(frozen=True)
-class JobSettings:
-    """The `TrainOptions` that the candidates depend on, and the layer's skewness."""
-
-    kind: str
-    input: str
-    rank: int | None
-    weighting: str
-    epochs: int
-    recall: float
-    seed: int
-    device: str
-    skewness: float
-    bf16: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the settings as they are sent to a worker."""
-        return dict(vars(self))
 
 
 @dataclass(frozen=True)
@@ -113,22 +93,13 @@ def _learned_candidates(
     data: LayerData, firing: FiringLabels, train: slice, test: slice, settings: JobSettings
 ) -> tuple[tuple[Candidate, ...], dict[str, float]]:
     ranks = _ranks(data, firing, settings)
-    how = FitSettings(
-        epochs=settings.epochs,
-        weighting=settings.weighting,
-        recall=settings.recall,
-        seed=settings.seed * 1000 + data.layer,
-        train=train,
-        device=settings.device,
-        bf16=settings.bf16,
-    )
     starts: dict[str, ReducedRankStart] = {}
 
-    def candidate(name: str, rank: int, how: FitSettings) -> Candidate:
+    def candidate(name: str, rank: int, settings: JobSettings) -> Candidate:
         if name not in starts:
             starts[name] = ReducedRankStart(data, firing.contribution, name, train)
         start = starts[name].of_rank(rank)
-        trained = fit(data, firing.contribution, name, start, how)
+        trained = fit(data, firing.contribution, name, start, settings, train)
         # With few samples, training can end worse than it started.
         found = [_measured_candidate(data, firing, name, rank, each.rounded(), test) for each in (trained, start)]
         return min(found, key=lambda each: each.curve.at(settings.recall).computed_share)
@@ -136,7 +107,7 @@ def _learned_candidates(
     name = settings.input
     inputs: dict[str, float] = {}
     if name == "auto":
-        shorter = replace(how, epochs=1)
+        shorter = replace(settings, epochs=1)
         rank = ranks[len(ranks) // 2]
         for choice in data.input_choices:
             inputs[choice] = _read_weights(data, candidate(choice, rank, shorter), settings.recall)
@@ -147,7 +118,7 @@ def _learned_candidates(
     elif name not in data.input_choices:
         # The first layer has no previous one, and some blocks have no norm: they read the block's input.
         name = "block"
-    return tuple(candidate(name, rank, how) for rank in ranks), inputs
+    return tuple(candidate(name, rank, settings) for rank in ranks), inputs
 
 
 def _ranks(data: LayerData, firing: FiringLabels, settings: JobSettings) -> list[int]:
@@ -228,11 +199,12 @@ def load_result(path: Path) -> LayerResult:
         raise UsageError(f"{path}: damaged: {one_line(error)}; remove it, and train goes on") from error
 
 
-def load_weights(path: Path, number: int) -> dict[str, Tensor]:
-    """Return fc1, fc2 and bias of candidate `number`, mapped from the file. Raise `UsageError` if it is damaged."""
+def load_weight(path: Path, number: int, part: str) -> Tensor:
+    """Return a part of candidate `number`, mapped from the file. Raise `UsageError` if it is damaged."""
     try:
         with open_file(path) as file:
-            return {name: file.get_tensor(f"{number}.{name}") for name in ("fc1", "fc2", "bias")}
+            tensor: Tensor = file.get_tensor(f"{number}.{part}")
+            return tensor
     except READ_ERRORS as error:
         raise UsageError(f"{path}: damaged: {one_line(error)}; remove it, and train goes on") from error
 

@@ -1,17 +1,16 @@
 """The choice of one predictor a layer, over all layers at once, and its result as a predictor set."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from picompile.errors import UsageError
 from picompile.output import reserve
 from picompile.predictors.files import FACTS_FILE, load_predictors, write_predictors
-from picompile.predictors.store import LayerPredictor, Predictors, tensor_name
-from picompile.predictors.train.candidates import SIGN_SCALE, LayerResult, load_result, load_weights
+from picompile.predictors.store import PARTS, LayerPredictor, Predictors, TensorsOnAccess, tensor_name
+from picompile.predictors.train.candidates import SIGN_SCALE, LayerResult, load_result, load_weight
 from picompile.predictors.train.data import CurvePoint
 from picompile.predictors.train.directory import TrainingDirectory
 
@@ -220,28 +219,6 @@ class Selection:
         )
 
 
-class _ChosenTensors(Mapping[str, Tensor]):
-    """The tensors of the chosen candidates, read from the layers' files on access."""
-
-    def __init__(self, files: Mapping[int, Path], choices: Sequence[PredictorChoice]) -> None:
-        self._files = files
-        self._numbers = {choice.layer: choice.candidate for choice in choices if choice.candidate is not None}
-        self._held: tuple[int, Mapping[str, Tensor]] = (-1, {})
-
-    def __getitem__(self, name: str) -> Tensor:
-        _, layer, part = name.split(".")
-        number = int(layer)
-        if self._held[0] != number:
-            self._held = number, load_weights(self._files[number], self._numbers[number])
-        return self._held[1][part]
-
-    def __iter__(self) -> Iterator[str]:
-        return (tensor_name(layer, part) for layer in self._numbers for part in ("fc1", "fc2", "bias"))
-
-    def __len__(self) -> int:
-        return 3 * len(self._numbers)
-
-
 def assemble(
     folder: Path,
     results: Sequence[LayerResult],
@@ -256,7 +233,13 @@ def assemble(
     """
     layers = [layer_entry(result, choice) for result, choice in zip(results, choices, strict=True)]
     (folder / FACTS_FILE).unlink(missing_ok=True)
-    write_predictors(folder, layers, _ChosenTensors(files, choices), model, accuracy, curves(results))
+    tensors = {
+        tensor_name(choice.layer, part): partial(load_weight, files[choice.layer], choice.candidate, part)
+        for choice in choices
+        if choice.candidate is not None
+        for part in PARTS
+    }
+    write_predictors(folder, layers, TensorsOnAccess(tensors), model, accuracy, curves(results))
     return load_predictors(folder)
 
 

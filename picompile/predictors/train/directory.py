@@ -67,8 +67,7 @@ class TrainingDirectory:
     def _made(self) -> str | None:
         """Return the inputs of the predictors in the folder; None if there are none."""
         notes = self.read(_NOTES)
-        # Earlier versions removed predictors first, and had no `made`.
-        made = notes.get("made", notes.get("inputs"))
+        made = notes.get("made")
         return made if self.complete and isinstance(made, str) else None
 
     def check(self, inputs: str, *, overwrite: bool) -> None:

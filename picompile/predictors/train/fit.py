@@ -145,15 +145,18 @@ _WARM_UP = 0.1
 
 
 @dataclass(frozen=True)
-class FitSettings:
-    """Settings of `fit`. Those that `TrainOptions` has too mean the same; `train` are the samples to train on."""
+class JobSettings:
+    """The `TrainOptions` that the candidates of a layer depend on, and the layer's skewness."""
 
-    epochs: int
+    kind: str
+    input: str
+    rank: int | None
     weighting: str
+    epochs: int
     recall: float
     seed: int
-    train: slice
-    device: str = "cpu"
+    device: str
+    skewness: float
     bf16: bool = False
 
     @property
@@ -165,7 +168,7 @@ class FitSettings:
 
 
 def fit(
-    data: LayerData, contribution: Tensor, name: str, start: InitialPredictor, how: FitSettings
+    data: LayerData, contribution: Tensor, name: str, start: InitialPredictor, how: JobSettings, train: slice
 ) -> InitialPredictor:
     """Train a predictor that reads the input `name`, from `start`, and return it.
 
@@ -179,18 +182,19 @@ def fit(
         name: What the predictor reads: one of `data.input_choices`.
         start: The predictor to start from.
         how: The settings.
+        train: The samples to train on.
     """
     parts = [part.to(how.device).clone() for part in (start.fc1, start.fc2, start.bias)]
     optimizer = _Adam(parts, _step_sizes(start))
-    count = how.train.stop - how.train.start
+    count = train.stop - train.start
     batch = max(1, min(_BATCH, count // _LEAST_STEPS))
-    unit = 1.0 if how.silence is None else _mean_firing_contribution(contribution[how.train])
+    unit = 1.0 if how.silence is None else _mean_firing_contribution(contribution[train])
     steps = how.epochs * (count // batch)
-    generator = torch.Generator().manual_seed(how.seed)
+    generator = torch.Generator().manual_seed(how.seed * 1000 + data.layer)
     order = torch.empty(0, dtype=torch.int64)
     for step in range(steps):
         if len(order) < batch:
-            order = torch.randperm(count, generator=generator) + how.train.start
+            order = torch.randperm(count, generator=generator) + train.start
         rows, order = order[:batch], order[batch:]
         x = data.inputs(name, rows).to(how.device)
         weight = contribution[rows].to(how.device).float()

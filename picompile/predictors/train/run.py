@@ -21,10 +21,11 @@ from picompile.predictors.files import load_predictors
 from picompile.predictors.firing import FiringRule
 from picompile.predictors.profile.profile import Profile
 from picompile.predictors.store import BlockShape, Predictors, block_shapes
-from picompile.predictors.train.candidates import JobSettings, LayerResult, load_result
+from picompile.predictors.train.candidates import LayerResult, load_result
 from picompile.predictors.train.choose import ChoiceLimits, Selection, assemble, choice_key
 from picompile.predictors.train.data import LayerData, find_blocks, layer_data, reads_norm
 from picompile.predictors.train.directory import TrainingDirectory, digest
+from picompile.predictors.train.fit import JobSettings
 from picompile.predictors.train.options import TrainOptions
 from picompile.predictors.train.workers import count_jobs, require_ray, train_locally, train_on_cluster
 from picompile.products import fast_products, require_bf16

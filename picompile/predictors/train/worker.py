@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from picompile.predictors.train.candidates import JobSettings, run_job
+from picompile.predictors.train.candidates import run_job
+from picompile.predictors.train.fit import JobSettings
 
 
 def main() -> None:

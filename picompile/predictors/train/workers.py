@@ -4,9 +4,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -14,8 +15,9 @@ from typing import Any
 import torch
 
 from picompile.errors import PicompileError, UsageError
-from picompile.predictors.train.candidates import JobSettings, LayerResult, fit_layer, load_result, run_job, save_result
+from picompile.predictors.train.candidates import LayerResult, fit_layer, load_result, run_job, save_result
 from picompile.predictors.train.data import LayerData, save_layer_data
+from picompile.predictors.train.fit import JobSettings
 
 # Training layers in worker processes of this machine.
 
@@ -43,34 +45,38 @@ def train_locally(
     `prepare` gathers a layer's data in this process, when a worker is free for it. If `jobs` is 1, training runs in
     this process too; the bytes are the same.
     """
-    if jobs == 1:
-        for layer in layers:
-            data = _hand_over(layer, prepare, layer_file)
-            run_job(data[0], layer_file(layer), data[1])
-            data[0].unlink()
+
+    def hand_over(layer: int) -> tuple[Path, Path, JobSettings]:
+        data, settings = prepare(layer)
+        path = layer_file(layer).with_suffix(".data")
+        save_layer_data(path, data)
+        return path, layer_file(layer), settings
+
+    with nullcontext(_run_here) if jobs == 1 else _workers(min(jobs, len(layers))) as submit:
+        for layer, done in _as_completed(layers, jobs, lambda layer: submit(*hand_over(layer))):
+            done.result()
+            layer_file(layer).with_suffix(".data").unlink()
             yield load_result(layer_file(layer))
-        return
-    with _workers(min(jobs, len(layers))) as submit:
-        running: dict[Future[None], tuple[int, Path]] = {}
-        waiting = list(layers)
-        while waiting or running:
-            while waiting and len(running) < jobs:
-                layer = waiting.pop(0)
-                data = _hand_over(layer, prepare, layer_file)
-                running[submit(data[0], layer_file(layer), data[1])] = layer, data[0]
-            for done in wait(running, return_when=FIRST_COMPLETED).done:
-                layer, handed = running.pop(done)
-                done.result()
-                handed.unlink()
-                yield load_result(layer_file(layer))
 
 
-def _hand_over(layer: int, prepare: Prepare, layer_file: Callable[[int], Path]) -> tuple[Path, JobSettings]:
-    """Write a layer's data to a file that a worker reads; return it and the job's settings."""
-    data, settings = prepare(layer)
-    path = layer_file(layer).with_suffix(".data")
-    save_layer_data(path, data)
-    return path, settings
+def _as_completed(
+    layers: Sequence[int], most: int, submit: Callable[[int], "Future[Any]"]
+) -> "Iterator[tuple[int, Future[Any]]]":
+    """Submit a job for each layer, at most `most` at a time; yield the layers and their jobs as they end."""
+    waiting, running = list(layers), dict[Future[Any], int]()
+    while waiting or running:
+        while waiting and len(running) < most:
+            layer = waiting.pop(0)
+            running[submit(layer)] = layer
+        for done in wait(running, return_when=FIRST_COMPLETED).done:
+            yield running.pop(done), done
+
+
+def _run_here(data: Path, result: Path, settings: JobSettings) -> "Future[None]":
+    run_job(data, result, settings)
+    done = Future[None]()
+    done.set_result(None)
+    return done
 
 
 @contextmanager
@@ -78,9 +84,11 @@ def _workers(count: int) -> Iterator[Callable[[Path, Path, JobSettings], "Future
     """Start `count` worker processes, each with a thread here that waits for it; they end with the block."""
     with ExitStack() as stack:
         free: SimpleQueue[subprocess.Popen[str]] = SimpleQueue()
-        processes = [_start() for _ in range(count)]
+        processes = [stack.enter_context(_start()) for _ in range(count)]
+        pool = stack.enter_context(ThreadPoolExecutor(count))
         for process in processes:
-            stack.callback(_end, process)
+            # Called before the pool waits for its threads, because those wait for the processes.
+            stack.callback(process.kill)
             free.put(process)
 
         def run(data: Path, result: Path, settings: JobSettings) -> None:
@@ -90,15 +98,7 @@ def _workers(count: int) -> Iterator[Callable[[Path, Path, JobSettings], "Future
             finally:
                 free.put(process)
 
-        pool = stack.enter_context(ThreadPoolExecutor(count))
-        # Called before the pool waits for its threads, because those wait for the processes.
-        stack.callback(_kill, processes)
         yield lambda data, result, settings: pool.submit(run, data, result, settings)
-
-
-def _kill(processes: "list[subprocess.Popen[str]]") -> None:
-    for process in processes:
-        process.kill()
 
 
 def _start() -> "subprocess.Popen[str]":
@@ -111,16 +111,8 @@ def _start() -> "subprocess.Popen[str]":
     )
 
 
-def _end(process: "subprocess.Popen[str]") -> None:
-    process.kill()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            pipe.close()
-    process.wait()
-
-
 def _ask(process: "subprocess.Popen[str]", data: Path, result: Path, settings: JobSettings) -> None:
-    job = {"data": str(data), "result": str(result), "settings": settings.to_json()}
+    job = {"data": str(data), "result": str(result), "settings": asdict(settings)}
     answer = ""
     try:
         if process.stdin is not None and process.stdout is not None:
@@ -186,15 +178,8 @@ def train_on_cluster(
     with _connected(ray, address):
         remote = ray.remote(num_cpus=1, num_gpus=1 if device == "cuda" else 0)(_job)
         most = int(ray.cluster_resources().get("CPU", 1)) + _TASKS_AHEAD
-        waiting = list(layers)
-        running: dict[Any, int] = {}
-        while waiting or running:
-            while waiting and len(running) < most:
-                layer = waiting.pop(0)
-                running[remote.remote(*prepare(layer))] = layer
-            (done,), _ = ray.wait(list(running), num_returns=1)
-            layer = running.pop(done)
-            save_result(layer_file(layer), ray.get(done))
+        for layer, done in _as_completed(layers, most, lambda layer: remote.remote(*prepare(layer)).future()):
+            save_result(layer_file(layer), done.result())
             yield load_result(layer_file(layer))
 
 

@@ -14,11 +14,10 @@ from picompile.errors import UsageError
 from picompile.predictors.firing import FiringRule
 from picompile.predictors.train.candidates import (
     Candidate,
-    JobSettings,
     LayerResult,
     fit_layer,
     load_result,
-    load_weights,
+    load_weight,
     save_result,
     split,
 )
@@ -31,7 +30,7 @@ from picompile.predictors.train.data import (
     measure_firing,
     save_layer_data,
 )
-from picompile.predictors.train.fit import FitSettings, InitialPredictor, ReducedRankStart, fit
+from picompile.predictors.train.fit import InitialPredictor, JobSettings, ReducedRankStart, fit
 from picompile.predictors.train.options import round_rank, start_rank
 
 SETTINGS = JobSettings("learned", "block", None, "contribution", 2, 0.99, 0, "cpu", 0.4)
@@ -96,7 +95,7 @@ def test_training_mends_a_bad_start(shape: str) -> None:
     contribution = measure_firing(data, test).contribution
     start = ReducedRankStart(data, contribution, "block", train).of_rank(12)
     spoilt = dataclasses.replace(start, fc2=start.fc2 + torch.randn(start.fc2.shape) * start.fc2.std())
-    trained = fit(data, contribution, "block", spoilt, FitSettings(8, "contribution", 0.97, 0, train))
+    trained = fit(data, contribution, "block", spoilt, dataclasses.replace(SETTINGS, epochs=8, recall=0.97), train)
     before, after, good = (_curve(data, weights).at(0.97).computed_ratio for weights in (spoilt, trained, start))
     assert after < before - 0.5 * (before - good)
 
@@ -111,7 +110,8 @@ def test_contribution_counts_where_it_is_asked_to() -> None:
         contribution = measure_firing(data, test).contribution
         start = ReducedRankStart(data, contribution, "block", train).of_rank(6)
         for weighting in ratios:
-            weights = fit(data, contribution, "block", start, FitSettings(12, weighting, 0.95, 0, train))
+            how = dataclasses.replace(SETTINGS, weighting=weighting, epochs=12, recall=0.95)
+            weights = fit(data, contribution, "block", start, how, train)
             ratios[weighting] += _curve(data, weights).at(0.95).computed_ratio
     assert ratios["contribution"] < 0.95 * ratios["none"]
 
@@ -196,8 +196,8 @@ def test_results_travel_through_a_file(tmp_path: Path) -> None:
     read = load_result(tmp_path / "003.safetensors")
     assert dataclasses.replace(read, candidates=()) == dataclasses.replace(result, candidates=())
     for number, (mine, other) in enumerate(zip(result.candidates, read.candidates, strict=True)):
-        weights = load_weights(tmp_path / "003.safetensors", number)
-        assert all(torch.equal(weights[part], mine.weights[part]) for part in ("fc1", "fc2", "bias"))
+        weights = {part: load_weight(tmp_path / "003.safetensors", number, part) for part in ("fc1", "fc2", "bias")}
+        assert all(torch.equal(weights[part], mine.weights[part]) for part in weights)
         assert mine.parameters == sum(part.numel() for part in weights.values())
         for target in (0.5, 0.99, 0.999):
             assert vars(mine.curve.at(target)) == pytest.approx(vars(other.curve.at(target)))
