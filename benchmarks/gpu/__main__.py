@@ -2,14 +2,13 @@
 
     python -m benchmarks.gpu first build/gpu --results FOLDER [--asked SECONDS] [--shm 100G] [--memory 128]
     python -m benchmarks.gpu second build/gpu --results FOLDER
-    python -m benchmarks.gpu more build/gpu --results FOLDER [--model NAME]
     python -m benchmarks.gpu case build/gpu 'linear q4'
     python -m benchmarks.gpu ready build/gpu
     python -m benchmarks.gpu tables FOLDER/first.json FOLDER/second.json
 
 `first` says whether results are right, and the speed of the kernels that matter most; `second` measures the model of
-70 billion parameters, and llama.cpp with the same memory; `more` has what is left of a model. Each keeps a clock: its
-parts end at the times of `schedule.py`, whatever happens, and a line is printed for each result as it comes.
+70 billion parameters, and llama.cpp with the same memory. Each keeps a clock: its parts end at the times of
+`schedule.py`, whatever happens, and a line is printed for each result as it comes.
 `case` checks one kernel alone, `ready` says whether the pack was made from these sources, and `tables` shows the
 results of several runs as one.
 
@@ -44,7 +43,6 @@ Result = dict[str, Any]
 _SCHEDULED = {
     "first": "say whether results are right, and time 16 kernels",
     "second": "measure the model of 70 billion parameters, and llama.cpp",
-    "more": "measure the variants of one model that the other two leave out",
 }
 # The host's part of a model is in memory once more beside the file of its weights, and so are PyTorch and the engine.
 _BESIDE_SHARE, _BESIDE_S = 0.7, 60.0
@@ -81,11 +79,9 @@ def _arguments() -> argparse.Namespace:
 def _add_schedule(parser: argparse.ArgumentParser, verb: str) -> None:
     _add_common(parser)
     parser.add_argument("--results", type=Path, required=True, help="folder for the results")
-    parser.set_defaults(asked=None, model=None)
+    parser.set_defaults(asked=None)
     if verb == "first":
         parser.add_argument("--asked", type=float, help="output of `date +%%s` when the machine was asked for")
-    if verb == "more":
-        parser.add_argument("--model", default="llama-70b", help="model of the pack (default: %(default)s)")
     parser.add_argument("--shm", metavar="SIZE", help="remount /dev/shm with this size first; needs root")
     parser.add_argument("--memory", metavar="GIB", help="memory promised for the machine, if it begins with less")
     parser.add_argument("--pretend", type=json.loads, help=argparse.SUPPRESS)
@@ -136,7 +132,7 @@ def _write(options: argparse.Namespace) -> None:
     _cache_beside(options.work)
     # Whoever measures meanwhile comes first.
     os.nice(19)
-    with prepared(options.pack / entry["file"], options.work / LARGE, active=options.active, skew=True):
+    with prepared(options.pack / entry["file"], options.work / LARGE, active=options.active):
         print(f"weights of {entry['weight_bytes'] / 1e9:.1f} GB after {time.monotonic() - begin_s:.1f} s")
         print(f"memory: {touch(int(_BESIDE_SHARE * entry['weight_bytes']), _BESIDE_S)}")
     if pack["llama"] is None:
@@ -154,12 +150,9 @@ def _scheduled(options: argparse.Namespace) -> None:
     pack = _pack(options)
     refused = enlarge(options.shm) if options.shm else None
     large = next((each for each in pack["models"] if each["variant"] == PLANNED), None)
-    if options.verb == "more":
-        needed = max((each["weight_bytes"] for each in pack["models"]), default=0)
-    else:
-        # The weights, and llama.cpp's.
-        files = ("weight_bytes", "dense_bytes") if pack["llama"] else ("weight_bytes",)
-        needed = sum(large[key] for key in files) if large else 0
+    # The weights, and llama.cpp's.
+    files = ("weight_bytes", "dense_bytes") if pack["llama"] else ("weight_bytes",)
+    needed = sum(large[key] for key in files) if large else 0
     options.work = work_folder(options.work, needed)
     _cache_beside(options.work)
     if options.memory:
@@ -167,8 +160,7 @@ def _scheduled(options: argparse.Namespace) -> None:
     times = clock(options.asked, _BEGIN_S, options.scale) if options.verb == "first" else Clock(_BEGIN_S, options.scale)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     writer = Writer(options)
-    name = f"more-{options.model}" if options.verb == "more" else options.verb
-    run = Run(options, options.results / name, times)
+    run = Run(options, options.results / options.verb, times)
     try:
         with run, Workers(options) as workers:
             run.say(f"{options.verb}: pack of commit {pack['commit']}, weights in {options.work}")
@@ -176,7 +168,7 @@ def _scheduled(options: argparse.Namespace) -> None:
                 run.say(f"/dev/shm keeps its size: {refused}")
             if not has_room(options.work.parent, needed):
                 run.say(f"{options.work.parent} has no room for {needed / 1e9:.1f} GB of weights")
-            elif large and options.verb != "more" and not options.pretend:
+            elif large and not options.pretend:
                 writer.start(large, active_of(large, options.active), pack["llama"] is not None)
             run.do_parts(parts_of(options.verb, options, pack), workers)
             run.results["writer"] = writer.said()

@@ -62,7 +62,7 @@ def check_model(pack: Path, work: Path, entry: Mapping[str, Any], threads: int) 
     """A prompt and some tokens after it, against eager PyTorch: logits, and which token each of them chooses."""
     rounds_to_bytes = entry["quant"] != "f16" and entry["variant"] != "gpu"
     added = _CHECKED_ADDED_OF_BYTES if rounds_to_bytes else _CHECKED_ADDED
-    firing = {"active": _CHECKED_ACTIVE, "skew": True, "added": added}
+    firing = {"active": _CHECKED_ACTIVE, "added": added}
     with prepared(pack / entry["file"], work, **firing) as (folder, _), load(folder, threads) as engine:
         eager = EagerModel(engine.artifact, entry)
         tokens = eager.draw(np.random.default_rng(1), _PROMPT, _DECODED, MARGIN)

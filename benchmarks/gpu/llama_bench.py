@@ -201,7 +201,7 @@ def _reason(code: int, err: Any) -> str | None:
 def _facts(way: str, facts: Mapping[str, Any], options: BenchOptions) -> Result:
     layers = layers_that_fit(facts, options.budget_bytes, options.context)
     return {
-        "model": facts["name"], "quant": _QUANT, "variant": f"llama.cpp {way}", "skew": None, "hot": 0,
+        "model": facts["name"], "quant": _QUANT, "variant": f"llama.cpp {way}", "hot": 0,
         "budget": options.budget_bytes / facts["dense_bytes"], "dense_bytes": facts["dense_bytes"],
         # Its tokens are compared with nothing.
         "resident_layers": layers or 0, "is_right": None,

@@ -10,9 +10,7 @@ GPU, and split as `picompile plan` splits: see `split.py`):
 | variant | on the GPU | feed-forward |
 | --- | --- | --- |
 | `hybrid` | head, attention, caches and predictors, and of each layer as many neurons as then fit | sparse |
-| `layers` | head and as many whole layers as fit, the first ones; the CPU computes the others | sparse |
-| `layers_dense` | the same | dense |
-| `cpu` | nothing | sparse |
+| `layers_dense` | head and as many whole layers as fit, the first ones; the CPU computes the others | dense |
 | `gpu` | everything but the embedding, whatever the budget | sparse |
 """
 
@@ -72,9 +70,8 @@ def pack_model(shape: ModelShape, options: ModelOptions, variant: str, folder: P
     """Writes the zip file of one variant into `folder`; its entry in the pack's list."""
     sizes, split = sizes_of(shape, options), model_split(shape, options, variant)
     graph = model_graph(shape, options, split, dense=variant.startswith("layers_dense"))
-    device = None if variant == "cpu" else "cuda"
     lowered = lower(
-        graph, LowerOptions(options.context, min(_CHUNK, options.context), "float16", 1, device, split.placement)
+        graph, LowerOptions(options.context, min(_CHUNK, options.context), "float16", 1, "cuda", split.placement)
     )
     name = f"{shape.name}.{options.quant}.{variant}"
     with TemporaryDirectory() as work:

@@ -1,6 +1,6 @@
 """Packs what `benchmarks.gpu` runs, on a machine with picompile and without a GPU.
 
-    python -m benchmarks.gpu.pack -o build/gpu --sm 90 [--llama PATH] [--more] [--budget 0.333]
+    python -m benchmarks.gpu.pack -o build/gpu --sm 90 [--llama PATH] [--budget 0.333]
 
 The pack is a folder of some MB: kernels as cubin and PTX with a list of cases, artifacts of whole models without their
 weights, the bundled model with its weights and the tokens that this machine's processor chooses with it, and, with
@@ -31,10 +31,9 @@ from picompile.synth.shapes import find_shape, shape_from_config
 from picompile_codegen.build.host_library import build_host_library
 from picompile_codegen.build.isa import ISAS
 
-# The models of the two commands, and what a second quarter of an hour has beside them. Not Llama 7B: its attention,
-# which comes first, takes a third of the bytes, and no neuron is hot then. Bamboo's has fewer heads.
-MODELS, MORE_MODELS = ("llama-70b:q4",), ("bamboo-7b:f16",)
-VARIANTS, MORE_VARIANTS = ("hybrid", "layers_dense"), ("layers", "cpu", "gpu")
+# The models of the two commands. Not Llama 7B: its attention, which comes first, takes a third of the bytes, and no
+# neuron is hot then.
+MODELS, VARIANTS = ("llama-70b:q4",), ("hybrid", "layers_dense")
 # Of these also what is planned for a GPU that people have at home, by how neurons of such a model fire.
 PLANNED = {"llama-70b": Planned("4090", "reglu-70b")}
 BUNDLED = ROOT / "models" / "tiny-reglu"
@@ -47,8 +46,6 @@ CHECK_CONFIG = {
 CHECK_BUDGET, CHECK_RANK, CHECK_CONTEXT = 0.6, 32, 96
 # The library of the host for what no artifact is needed for. It has no kernels, so any machine of the kind runs it.
 HOST, _HOST_ISA = "host.so", "x86-64-v3"
-# All on one device is measured of models with so many weights in blocks: minutes are dear, and no bar needs it.
-_MOST_ON_ONE_DEVICE = 10e9
 # The repository and the pack may have so many bytes: 64 MiB can be carried, and two are spared.
 MOST_CARRIED_BYTES = 62 * 2**20
 # The file of a pack with a build of llama.cpp.
@@ -82,7 +79,7 @@ def main() -> None:
         "kernels": kernels,
         "checks": list(checks(options)),
         "bundled": list(_bundled(options)),
-        "models": [entry for text in _wanted(options) for entry in _models(text, options)],
+        "models": [entry for text in options.models for entry in _models(text, options)],
         "llama": None if options.llama is None else pack_program(options.llama, options.output / LLAMA),
     }
     (options.output / "pack.json").write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
@@ -104,7 +101,6 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         "--sm", type=int, default=90, help="compute capability times ten; an H100's and an H200's is 90"
     )
     parser.add_argument("--models", nargs="*", default=list(MODELS), metavar="SHAPE:QUANT")
-    parser.add_argument("--more", action="store_true", help="also pack for a second quarter of an hour")
     parser.add_argument(
         "--llama", type=Path, metavar="PATH", help="a built llama-bench; libraries beside it are packed"
     )
@@ -129,22 +125,16 @@ def pack_program(program: Path, output: Path) -> str:
     return output.name
 
 
-def _wanted(options: argparse.Namespace) -> list[str]:
-    return [*options.models, *(MORE_MODELS if options.more else ())]
-
-
 def _models(text: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     name, _, quant = text.partition(":")
     shape = find_shape(name)
-    if shape.activation != "relu" or shape.config["model_type"] not in ("llama", "bamboo"):
-        sys.exit(f"{name}: only the shapes of Llama and Bamboo with ReLU are measured")
+    if shape.activation != "relu" or shape.config["model_type"] != "llama":
+        sys.exit(f"{name}: only the shapes of Llama with ReLU are measured")
     # Predictors of 6 % of the parameters at most, and ranks that are read in whole cache lines.
     rank, planned = max(32, shape.hidden // 8 // 32 * 32), PLANNED.get(name)
     isas = tuple(options.isas)
     settings = ModelOptions(quant or "q4", options.budget, rank, options.context, options.sm, isas, planned)
-    is_large = 3 * shape.layers * shape.ffn * shape.hidden > _MOST_ON_ONE_DEVICE
-    variants = [*VARIANTS, *(MORE_VARIANTS if options.more else ())]
-    variants = [variant for variant in variants if not (is_large and variant in ("cpu", "gpu"))]
+    variants = list(VARIANTS)
     if planned is not None:
         variants += [f"{variant}_{planned.target}" for variant in ("hybrid", "layers_dense")]
     for variant in variants:

@@ -13,7 +13,6 @@ _PLANNED, _LLAMA = "_4090", "llama.cpp"
 _LISTS = ("kernels", "checks", "models", "failed")
 # A bar about 5 % firing says nothing where another share was computed.
 _ACTIVE, _ACTIVE_WITHIN = 0.05, 0.01
-_ABLATION = (("layers_dense", True), ("layers", True), ("hybrid", False), ("hybrid", True))
 
 # Of all tables: the columns, the value of a row that each is of, its unit, and how it is written.
 _COLUMNS = {
@@ -48,7 +47,7 @@ def merged(runs: Sequence[Result]) -> Result:
 
 
 def _name(row: Result) -> tuple[Any, ...]:
-    return tuple(row.get(key) for key in ("folder", "label", "model", "quant", "variant", "skew", "weights"))
+    return tuple(row.get(key) for key in ("folder", "label", "model", "quant", "variant", "weights"))
 
 
 def line(row: Result, results: Result) -> str:
@@ -101,7 +100,7 @@ def _timed(results: Result, label: str) -> list[Result]:
 
 
 def _models(rows: Sequence[Result]) -> Iterator[Bar]:
-    hybrids = _best([row for row in rows if row["variant"] == "hybrid" and row["skew"]])
+    hybrids = _best([row for row in rows if row["variant"] == "hybrid"])
     for row in hybrids or [{"model": "a model", "quant": "", "variant": "hybrid"}]:
         name, of_row = f"{row['model']} {row['quant']}".strip(), [row] if hybrids else []
         dense, computed = dense_offloading(rows, row), row.get("computed", {}).get("all", 0.0)
@@ -112,9 +111,6 @@ def _models(rows: Sequence[Result]) -> Iterator[Bar]:
         what, taken = f"{name}: the budget as a multiple of the GPU's memory in use", row.get("taken_bytes")
         budgets = [row["budget"] * row["dense_bytes"] / taken] if taken else []
         yield _at_least(what, "≥ 1", budgets, 1.0, "{:.2f}", of_row)
-        yield _ablation(
-            name, [other for other in rows if other["model"] == row["model"] and other["quant"] == row["quant"]]
-        )
 
 
 def _best(rows: Sequence[Result]) -> list[Result]:
@@ -126,21 +122,6 @@ def _best(rows: Sequence[Result]) -> list[Result]:
     for row in sorted(rows, key=lambda row: (row["is_right"] is False, row.get("tokens_per_s", 0.0))):
         best[_name(row)] = row
     return list(best.values())
-
-
-def _ablation(name: str, rows: Sequence[Result]) -> Bar:
-    """Dense layer offloading; with predictors and operators; and with the engine; and with the policy.
-
-    Where no neurons are hot, the last two are one.
-    """
-    found = {(row["variant"], row["skew"]): row.get("tokens_per_s") for row in _best(rows)}
-    has_hot = any(row["hot"] for row in rows if row["variant"] == "hybrid")
-    speeds = [found.get(step) for step in _ABLATION if has_hot or step != ("hybrid", False)]
-    text = " → ".join(NOT_MEASURED if speed is None else f"{speed:.2f}" for speed in speeds) + " tokens/s"
-    known = [speed for speed in speeds if speed is not None]
-    verdict = known == sorted(set(known)) if len(known) == len(speeds) else None
-    what = f"{name}: dense; + predictors and operators; + engine; + policy"
-    return what, "each faster", text if known else "", verdict
 
 
 def dense_offloading(models: Sequence[Result], row: Result) -> dict[str, float]:
@@ -257,12 +238,9 @@ def describe(row: Result) -> str:
     layers, target = row.get("resident_layers"), _target(row["variant"])
     hot = f"hybrid, {row.get('hot')} neurons of each layer hot"
     text = {
-        "hybrid": f"{hot}, as planned" if target else hot + (", by policy" if row.get("skew") else ""),
-        "layers": f"{layers} layers on the GPU, predictors and sparse operators",
+        "hybrid": f"{hot}, as planned" if target else hot,
         "layers_dense": f"{layers} layers on the GPU, dense, the others on the CPU",
         "copied": f"{layers} layers on the GPU, dense, the others copied"
         + ("" if row.get("computes", True) else " and not computed"),
-        "cpu": "all on the CPU, sparse",
-        "gpu": "all on the GPU, sparse",
     }[row["variant"].removesuffix(target)]
     return f"memory of a {target.strip('_')}: {text}" if target else text

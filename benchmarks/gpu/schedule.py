@@ -29,8 +29,6 @@ _THREADS = 16
 MOST_LAUNCHES = 1500
 PROMPTS, DEPTH = (64, 512, 1536), 512
 _LARGE, PLANNED = "llama-70b", "hybrid_4090"
-# Each variant in `more` has so long.
-_MORE_S = 85
 # Kernels that the first command times, and for which shares of their neurons.
 FIRST_KERNELS: Mapping[str, tuple[float, ...]] = {
     "linear 8192x8192 q4": (),
@@ -143,21 +141,9 @@ def _second(options: Namespace, pack: Result) -> list[Part]:
     ]
 
 
-def _more(options: Namespace, pack: Result) -> list[Part]:
-    """A second quarter of an hour: what the two commands leave out, of one model of the pack."""
-    model = options.model
-    parts = [Part("machine", 45, [Unit("machine", "facts", _smallest(pack), {}, is_gate=True), *_limits(pack)])]
-    others = ("layers", "layers_dense") if model == _LARGE else ("hybrid", "copied", "layers_dense", "cpu", "gpu")
-    for units in (_of(options, pack, each, model=model) for each in others):
-        parts += [Part(units[0].facts["variant"], parts[-1].ends_s + _MORE_S, units)] if units else []
-    blind = _of(options, pack, "hybrid", model=model, skew=False)
-    return parts + ([Part("hybrid, blind", parts[-1].ends_s + _MORE_S, blind)] if blind else [])
-
-
 SCHEDULES: Mapping[str, Callable[[Namespace, Result], list[Part]]] = {
     "first": _first,
     "second": _second,
-    "more": _more,
 }
 
 
@@ -166,10 +152,10 @@ def _smallest(pack: Result) -> Result:
     return {"folder": pack["kernels"][0]["folder"], "host": pack["host"]}
 
 
-def _entry(pack: Result, variant: str, model: str = _LARGE) -> Result | None:
+def _entry(pack: Result, variant: str) -> Result | None:
     """Return the pack's entry for a variant; copies are of the same layers as the dense one."""
     name = variant.replace("copied", "layers_dense")
-    return next((each for each in pack["models"] if (each["model"], each["variant"]) == (model, name)), None)
+    return next((each for each in pack["models"] if (each["model"], each["variant"]) == (_LARGE, name)), None)
 
 
 def _of(
@@ -179,22 +165,19 @@ def _of(
     *,
     prompts: Sequence[int] = PROMPTS,
     count: int | None = None,
-    model: str = _LARGE,
-    skew: bool = True,
 ) -> list[Unit]:
-    entry = _entry(pack, variant, model)
-    # With no hot neurons there are none to be chosen.
-    if entry is None or not (skew or entry["hot"]):
+    entry = _entry(pack, variant)
+    if entry is None:
         return []
-    plan = {"prompts": list(prompts), "threads": count or threads(), "skew": skew}
+    plan = {"prompts": list(prompts), "threads": count or threads()}
     kind = "copied" if variant.startswith("copied") else "model"
     return [_model(options, entry | {"variant": variant}, kind, **plan)]
 
 
 def _model(options: Namespace, entry: Result, kind: str, table: str = "models", **plan: Any) -> Unit:
-    content = entry | {"active": active_of(entry, options.active), "skew": True, "threads": threads(), **plan}
+    content = entry | {"active": active_of(entry, options.active), "threads": threads(), **plan}
     facts = {key: entry[key] for key in _OF_MODEL}
-    facts |= {"variant": entry["variant"], "skew": content["skew"], "active": content["active"]}
+    facts |= {"variant": entry["variant"], "active": content["active"]}
     if table == "checks":
         facts = {"label": f"{entry['model']} {entry['quant']} {entry['variant']}, {kind}"}
     return Unit(kind, table, content, facts, _REST_S)
@@ -262,7 +245,7 @@ def _llama(pack: Result) -> list[Unit]:
         return []
     content = {key: entry[key] for key in ("model", "shape", "budget")} | {"file": pack["llama"], "threads": threads()}
     facts = {key: entry[key] for key in ("model", "quant", "budget", "dense_bytes")}
-    facts |= {"label": "llama.cpp", "variant": "llama.cpp", "hot": 0, "skew": None}
+    facts |= {"label": "llama.cpp", "variant": "llama.cpp", "hot": 0}
     return [Unit("llama", "models", content, facts, _REST_S)]
 
 

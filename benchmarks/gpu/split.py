@@ -10,7 +10,7 @@ from picompile.placement.planning import PlanOptions, make_plan
 from picompile.placement.sources import find_model
 from picompile.progress import NoProgress
 from picompile.synth.shapes import ModelShape
-from picompile_codegen.lowering.placement import ON_HOST, Placement
+from picompile_codegen.lowering.placement import Placement
 from picompile_passes.formats import FORMATS, predictor_format
 
 # Neurons of a layer that the GPU gets are a multiple of this, as in a plan.
@@ -101,15 +101,11 @@ def split_by_budget(sizes: Sizes, budget: float, kind: str) -> Split:
     Attention is first, since it is always used; then come neurons, the same number in every layer.
     """
     every = range(sizes.layers)
-    if kind == "cpu":
-        return Split({}, ON_HOST, budget)
     if kind == "gpu":
         return Split(dict.fromkeys(every, sizes.neurons), Placement.all_of(sizes.layers), budget)
     budget_bytes = int((1 - _SPARED_SHARE) * budget * sizes.dense)
     if kind != "hybrid":
-        predictor = 0 if kind == "layers_dense" else sizes.predictor
-        layer = sizes.layer + sizes.cache + predictor
-        count = min(max(budget_bytes - sizes.head, 0) // layer, sizes.layers)
+        count = min(max(budget_bytes - sizes.head, 0) // (sizes.layer + sizes.cache), sizes.layers)
         resident = frozenset(range(count))
         hot = {index: sizes.neurons if index < count else 0 for index in every}
         return Split(hot, Placement(resident, resident, resident, head=True), budget)

@@ -8,8 +8,8 @@ each token, other ones for another token:
 - The rows of a predictor's first matrix add up to zero, so that only what tokens differ in reaches its hidden values;
   these and the rows of the second matrix are scaled so that logits are normal, with a deviation of about 1. The bias of
   a neuron is the quantile of its rate: it is computed for that share of the tokens.
-- Hot neurons are the first of a layer. With a `skew` they have the share that a power law gives them in which 26 % of
-  the neurons fire 80 % of the times, as PowerInfer's paper says of OPT-30B; without, all neurons have the same rate.
+- Hot neurons are the first of a layer. They have the share that a power law gives them in which 26 % of the neurons
+  fire 80 % of the times, as PowerInfer's paper says of OPT-30B.
 
 Which share was computed indeed is read from the engine's counters, and reported beside every speed.
 """
@@ -54,7 +54,7 @@ ADDED = 5e-4
 _TOKEN_DEVIATION = (1 / 12) ** 0.5 / (13 / 12) ** 0.5
 
 
-def write_artifact(archive: Path, folder: Path, active: float, skew: bool, added: float = ADDED) -> None:
+def write_artifact(archive: Path, folder: Path, active: float, added: float = ADDED) -> None:
     """Extracts a pack's zip file into `folder` and makes the weights, and their entry in the manifest.
 
     `active` is the share of neurons to compute, `added` the deviation of what attention or a block adds to the stream.
@@ -63,7 +63,7 @@ def write_artifact(archive: Path, folder: Path, active: float, skew: bool, added
     with zipfile.ZipFile(archive) as opened:
         opened.extractall(folder)
     content, manifest = (json.loads((folder / name).read_text()) for name in ("weights.json", "manifest.json"))
-    path, blocks = folder / WEIGHTS, Blocks(Firing(active, skew, manifest["model"]["ffn"], added))
+    path, blocks = folder / WEIGHTS, Blocks(Firing(active, manifest["model"]["ffn"], added))
     size = _write(path, content["tensors"], (folder / "constants.bin").read_bytes(), blocks)
     manifest["files"][WEIGHTS] = {"bytes": size, "sha256": os.urandom(32).hex()}
     text = sealed(manifest)
@@ -115,13 +115,12 @@ class Firing:
     """The rates at which neurons are computed: a share `active` of all, for any token. Their sum is about `added`."""
 
     active: float
-    skew: bool
     neurons: int
     added: float = ADDED
 
     def rates(self, hot: int) -> tuple[float, float]:
         """For which share of the tokens a hot neuron is computed, and for which a cold one."""
-        if not 0 < hot < self.neurons or not self.skew:
+        if not 0 < hot < self.neurons:
             return self.active, self.active
         share = hot / self.neurons
         of_hot = min(_MOST, self.active * share**_POWER / share)

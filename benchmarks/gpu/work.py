@@ -123,7 +123,7 @@ def _bundled(options: Namespace, content: Mapping[str, Any]) -> Iterator[Result]
 
 
 def _firing(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {"active": content["active"], "skew": content["skew"]}
+    return {"active": content["active"]}
 
 
 def _smoke(options: Namespace, content: Mapping[str, Any]) -> Iterator[Result]:

@@ -25,9 +25,9 @@ class ToolFormat:
 
     name: str
     trigger: str
-    before_name: str
-    before_arguments: str
-    after_arguments: str
+    before_name: str = '{"name": "'
+    before_arguments: str = '", "arguments": '
+    after_arguments: str = "}"
     begin: str = ""
     between: str = ""
     end: str = ""
@@ -56,7 +56,6 @@ HERMES = ToolFormat(
     name="hermes",
     trigger="<tool_call>",
     before_name='<tool_call>\n{"name": "',
-    before_arguments='", "arguments": ',
     after_arguments="}\n</tool_call>",
     between="\n",
 )
@@ -64,9 +63,7 @@ HERMES = ToolFormat(
 LLAMA = ToolFormat(
     name="llama",
     trigger='{"name"',
-    before_name='{"name": "',
     before_arguments='", "parameters": ',
-    after_arguments="}",
     is_whole=True,
     before="<|python_tag|>",
     most_calls=1,
@@ -76,9 +73,6 @@ MISTRAL = ToolFormat(
     name="mistral",
     trigger="[TOOL_CALLS]",
     begin="[TOOL_CALLS][",
-    before_name='{"name": "',
-    before_arguments='", "arguments": ',
-    after_arguments="}",
     between=", ",
     end="]",
     has_short_ids=True,
@@ -97,9 +91,6 @@ GRANITE = ToolFormat(
     name="granite",
     trigger="<|tool_call|>",
     begin="<|tool_call|>[",
-    before_name='{"name": "',
-    before_arguments='", "arguments": ',
-    after_arguments="}",
     between=", ",
     end="]",
 )
@@ -108,7 +99,6 @@ PHI = ToolFormat(
     name="phi",
     trigger="<|tool_call|>",
     before_name='<|tool_call|>{"name": "',
-    before_arguments='", "arguments": ',
     after_arguments="}<|/tool_call|>",
 )
 # DeepSeek R1 and V3.

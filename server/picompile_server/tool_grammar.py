@@ -7,7 +7,6 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from picompile_runtime.errors import RequestError
 from picompile_server.grammar import GrammarCompiler
@@ -25,7 +24,6 @@ def tool_grammar(
     style: ToolFormat,
     offer: ToolOffer,
     special_tokens: Mapping[str, int],
-    schema: Mapping[str, Any] | bool | None = None,
 ) -> Callable[[], Grammar]:
     """Return a maker of the grammar of answers that call offered tools, with arguments that satisfy the schemas.
 
@@ -34,16 +32,13 @@ def tool_grammar(
         style: how the model writes calls.
         offer: the functions, and whether the answer may be text instead.
         special_tokens: ids of the tokens that are no text; a grammar names them by their ids.
-        schema: the JSON schema of an answer that calls nothing; None if it is any text, which calls may follow.
 
     Raises:
         RequestError: a schema cannot be enforced, that of a function only if it is strict, or the grammar is too large.
     """
-    if schema is not None and style.is_whole and offer.mode == "auto":
-        raise RequestError("this model's calls of tools look like any JSON; give tools or a response_format, not both")
 
     def made(offer: ToolOffer) -> Callable[[], Grammar]:
-        return compiler.grammar("list of tools", _lark(style, offer, special_tokens, compiler.has_end, schema))
+        return compiler.grammar("list of tools", _lark(style, offer, special_tokens, compiler.has_end))
 
     try:
         return made(offer)
@@ -73,7 +68,6 @@ def _lark(
     offer: ToolOffer,
     special_tokens: Mapping[str, int],
     has_end: bool,
-    schema: Mapping[str, Any] | bool | None,
 ) -> str:
     def text(value: str) -> str:
         return lark_text(value, special_tokens)
@@ -94,8 +88,6 @@ def _lark(
     opening = style.begin + style.before_name
     if offer.mode == "required":
         return "\n".join([f"start: {text(opening)} body {rest}", *rules])
-    if schema is not None:
-        return "\n".join([f"start: answer | {text(opening)} body {rest}", f"answer: {json_rule(schema)}", *rules])
     behind = f"{text(opening[len(style.trigger) :])} body {rest}"
     return "\n".join([*_start(style, text(style.trigger), behind, special_tokens), *rules])
 

@@ -63,10 +63,8 @@ class ToolCallParser:
     none is content, too.
     """
 
-    def __init__(self, style: ToolFormat, has_schema: bool = False) -> None:
-        """Make a parser; with `has_schema`, answers are JSON or calls, which are then the whole answer."""
+    def __init__(self, style: ToolFormat) -> None:
         self._style = style
-        self._is_whole = style.is_whole or has_schema
         self._opening = style.begin + style.before_name
         self._held = self._spaces = ""  # what is held back, and spaces before it
         self._calls = 0  # that have a name
@@ -104,7 +102,7 @@ class ToolCallParser:
     def _read_content(self) -> bool:
         trigger = self._style.trigger
         place = self._held.find(trigger)
-        if self._is_whole and place != 0 and not trigger.startswith(self._held):
+        if self._style.is_whole and place != 0 and not trigger.startswith(self._held):
             self._read = self._read_text
             return True
         if place < 0:

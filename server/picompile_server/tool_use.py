@@ -83,18 +83,16 @@ class ToolUse:
             # some templates have no system message, and say so
             return self._encode(_with_first_user(chat, described), None, add_generation_prompt, arguments)
 
-    def grammar(
-        self, compiler: GrammarCompiler, offer: ToolOffer, schema: Mapping[str, Any] | bool | None = None
-    ) -> Callable[[], Grammar]:
-        """Return a maker of the grammar of answers to an offer. An answer without calls is JSON of the `schema`.
+    def grammar(self, compiler: GrammarCompiler, offer: ToolOffer) -> Callable[[], Grammar]:
+        """Return a maker of the grammar of answers to an offer.
 
         Raises RequestError as `tool_grammar` does.
         """
-        return tool_grammar(compiler, self.style, offer, self._tokenizer.special_tokens, schema)
+        return tool_grammar(compiler, self.style, offer, self._tokenizer.special_tokens)
 
-    def parser(self, has_schema: bool = False) -> ToolCallParser:
-        """Return a parser of one answer to an offer, made with or without a schema."""
-        return ToolCallParser(self.style, has_schema)
+    def parser(self) -> ToolCallParser:
+        """Return a parser of one answer to an offer."""
+        return ToolCallParser(self.style)
 
     def _encode(
         self,

@@ -64,7 +64,7 @@ def _pack(folder: Path) -> None:
         {"folder": name, "cases": pack_kernels(cases, folder / f"{name}.zip", 90)}
         for name, cases in (("small", CASES), ("speed", TIMED))
     ]
-    entries = tiny_models(folder, "f16", ("hybrid", "layers_dense", "cpu"))
+    entries = tiny_models(folder, "f16", ("hybrid", "layers_dense"))
     del entries["layers_dense_4090"]
     save_tiny_llama(folder / "model", num_hidden_layers=1)
     bundled = BundledOptions(folder / "model", "h100", 40, 4, ("a", "sparse rows"), (("f16", "split"),))
@@ -157,9 +157,8 @@ def ran(
     verb: str = "first",
     *options: str,
     variables: dict[str, str] | None = None,
-    name: str | None = None,
 ) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-    """How a command ended, and its results in the file `name`. `variables` replace those of the environment.
+    """How a command ended, and its results. `variables` replace those of the environment.
 
     Parts have ten times their time: kernels in emulation are slow.
     """
@@ -172,4 +171,4 @@ def ran(
         check=False,
         cwd=folder,
     )
-    return ended, json.loads((folder / "results" / f"{name or verb}.json").read_text())
+    return ended, json.loads((folder / "results" / f"{verb}.json").read_text())

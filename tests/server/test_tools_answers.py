@@ -48,8 +48,8 @@ def joined(deltas: Sequence[AnswerDelta]) -> tuple[str, list[tuple[str, str]]]:
     return "".join(delta.content for delta in deltas), calls
 
 
-def streamed(style: ToolFormat, parts: Sequence[str], **options: Any) -> tuple[str, list[tuple[str, str]]]:
-    parser = ToolCallParser(style, **options)
+def streamed(style: ToolFormat, parts: Sequence[str]) -> tuple[str, list[tuple[str, str]]]:
+    parser = ToolCallParser(style)
     return joined([*(parser.feed(part) for part in parts), parser.finish()])
 
 
@@ -77,8 +77,6 @@ def test_text_around_calls_is_content(style: ToolFormat) -> None:
 def test_a_call_that_must_be_the_whole_answer_is_one_at_the_beginning_alone() -> None:
     text = f"Like this: {LLAMA.write(CALLS[:1])}"
     assert parse_answer(LLAMA, text) == (text, ())
-    assert streamed(HERMES, [f"a {HERMES.write(CALLS)}"], has_schema=True) == (f"a {HERMES.write(CALLS)}", [])
-    assert streamed(HERMES, [HERMES.write(CALLS)], has_schema=True) == ("", CALLS)
 
 
 @settings(max_examples=150)
@@ -174,9 +172,9 @@ def offered(choice: Any = "auto", parallel: bool = True, tools: Any = TOOLS) -> 
     return offer
 
 
-def fits(style: ToolFormat, offer: ToolOffer, text: str, schema: Any = None) -> bool:
+def fits(style: ToolFormat, offer: ToolOffer, text: str) -> bool:
     tokenizer = tool_model(style.name)
-    maker = ToolUse(tokenizer).grammar(compiler(style.name), offer, schema)
+    maker = ToolUse(tokenizer).grammar(compiler(style.name), offer)
     return takes(maker, tokenizer, text, EOS)
 
 
@@ -234,20 +232,6 @@ def test_llama_may_say_that_code_follows() -> None:
     tag, maker = tokenizer.special_tokens["<|python_tag|>"], ToolUse(tokenizer).grammar(compiler("llama"), offered())
     assert follow(maker(), [tag, *tokenizer.encode(LLAMA.write([CALL]))]) is True
     assert follow(maker(), [tag, *tokenizer.encode("print")]) is None
-
-
-@each_format
-def test_an_answer_may_be_json_where_it_does_not_call(style: ToolFormat) -> None:
-    schema = {"type": "object", "properties": {"name": {"const": "get"}, "x": {"type": "string"}}, "required": ["name"]}
-    if style.is_whole:
-        with pytest.raises(RequestError, match="give tools or a response_format, not both"):
-            fits(style, offered("auto"), "", schema)
-        return
-    assert fits(style, offered("auto"), '{"name": "get"}', schema)
-    assert fits(style, offered("auto"), style.write([CALL, NOW]), schema)
-    assert not fits(style, offered("auto"), "Hello", schema)
-    assert not fits(style, offered("auto"), f"Hello {style.write([CALL])}", schema)
-    assert not fits(style, offered("required"), '{"name": "get"}', schema)
 
 
 HARD = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}

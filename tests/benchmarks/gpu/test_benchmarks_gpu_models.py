@@ -39,9 +39,9 @@ __all__ = ["fake_cuda", "fake_library", "gpu_pack", "kernels"]
 def test_kernels_of_both_devices_may_have_one_name() -> None:
     """As where whole layers are on one device or the other; in q4 their arguments are not the same."""
     shape, options = shape_from_config("two", SHAPE | {"num_hidden_layers": 2}), ModelOptions("q4", 0.7, 32, 40, 90, ())
-    split = split_by_budget(sizes_of(shape, options), 0.75, "layers")
+    split = split_by_budget(sizes_of(shape, options), 0.75, "layers_dense")
     assert sorted(split.hot.values()) == [0, 384]
-    graph = _gpu_models.model_graph(shape, options, split, dense=False)
+    graph = _gpu_models.model_graph(shape, options, split, dense=True)
     lowered = lower(graph, LowerOptions(40, 64, "float16", 1, "cuda", split.placement))
     assert {each.name for each in lowered.built.values()} & {each.name for each in lowered.accelerator_built.values()}
     uses = _gpu_models._uses(lowered)
