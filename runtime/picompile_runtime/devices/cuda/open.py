@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -51,13 +51,19 @@ class RoundTrips:
     start_s: float
 
 
-def ping_pong(gpu: CudaAccelerator, library: HostLibrary, rounds: int) -> RoundTrips:
+def ping_pong(
+    gpu: CudaAccelerator,
+    library: HostLibrary,
+    rounds: int,
+    behind: Sequence[tuple[str, Sequence[ArgumentView]]] = (),
+) -> RoundTrips:
     """Transfer 32 words and two flags between host and GPU `rounds` times, through memory as the engine uses it.
 
     Args:
         gpu: the GPU, with an image that has the kernel `ping_pong`.
         library: a `host.so` of the same version.
         rounds: 1 to 2**20.
+        behind: calls that the GPU makes after it, in the same graph, as for `CudaAccelerator.bind`.
 
     Returns:
         The times of the round trips.
@@ -72,7 +78,7 @@ def ping_pong(gpu: CudaAccelerator, library: HostLibrary, rounds: int) -> RoundT
     spans = dict(zip(_ARGUMENTS, pairwise([0, *accumulate(_ARGUMENTS.values())]), strict=True))
     parts = {name: array.view(np.int32)[start:stop] for name, (start, stop) in spans.items()}
     views = [ArgumentView(memory, Tensor("int32", (stop - start,), 4 * start)) for start, stop in spans.values()]
-    bound = gpu.bind([(KERNEL, views)])
+    bound = gpu.bind([(KERNEL, views), *behind])
     for _ in range(_ATTEMPTS):
         array[:] = 0
         parts["step"][0] = rounds
