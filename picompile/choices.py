@@ -12,8 +12,8 @@ FORMATS_HELP = "Weight format: " + ", ".join(f"{name} ({FORMATS[name].summary})"
 # Fewer tokens say nothing about neurons that fire on one token in a hundred.
 LEAST_CALIBRATION_TOKENS = 1024
 PREDICTORS = ("exact", "learned", "sign", "none")
-# Predictors that leave out no neuron that fires. They need neither training nor an accuracy check.
-LOSSLESS = ("exact", "none")
+# Predictors that are trained, or whose threshold is searched, on text.
+TRAINED = ("learned", "sign")
 # Element types of the key/value cache, and what the code generator calls them.
 KV_DTYPES = {"f16": "float16", "f32": "float32"} | {name: name for name in QUANTIZATIONS if FORMATS[name].cache}
 DEFAULT_CONTEXT = 4096

@@ -17,6 +17,7 @@ from picompile.choices import (
     LEAST_CALIBRATION_TOKENS,
     MOST_SEQUENCES,
     PREDICTOR_QUANT,
+    TRAINED,
     check_quant,
     default_chunk,
     default_kv_dtype,
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from picompile.placement.plan import Plan
     from picompile.skipping.search import FoundLimits
 
-_TRAINED = ("learned", "sign")
 # Elements of one tensor: indices have 32 bits.
 _MOST_ELEMENTS = 2**31 - 1
 
@@ -228,7 +228,7 @@ class CompileOptions(PredictorOptions):
             planned = self.makes_plan and what != "predictors"
             rounds = self._rounds_by_text and what == "calibration text"
             read = (self.accuracy is not None or self.skip is not None) and what != "predictors"
-            if wanted and not (planned or rounds or read) and self.predictor not in _TRAINED:
+            if wanted and not (planned or rounds or read) and self.predictor not in TRAINED:
                 nearest = what == "calibration text" and self.rounding == "nearest"
                 also = ", and rounding to the nearest reads none" if nearest else ""
                 raise UsageError(

@@ -11,7 +11,7 @@
 | name our passes | `InsertPredictors`, `Partition`, `Quantize` |
 | watch passes run | the hooks `verifying`, `Dump` and `Timings`; `each` joins several |
 | test a pass | `GraphBuilder`, `verify` and `picompile.testing` |
-| add a predictor kind | `PredictorKind`, `add_predictor_kind` |
+| add a predictor kind | `PredictorKind`; `PREDICTOR_KINDS` has all by name, `PREDICTOR_KINDS.add` one more |
 | add an operator | `operator`; `OPERATORS` has an `Operator` by name, `operator_of` by what a node calls |
 | raise and catch errors | `PassOptionError` and `UnsupportedGraphError` for the user; `PassesError` is the root |
 """
@@ -61,7 +61,7 @@ from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
 from picompile_passes.passes.quantize import Quantize
 from picompile_passes.pipeline import Dump, Pipeline, Timings, each, verifying
-from picompile_passes.predictors import PredictorKind, add_predictor_kind
+from picompile_passes.predictors import PREDICTOR_KINDS, PredictorKind
 from picompile_passes.registry import PASSES, find_pass, make_pass
 from picompile_passes.verify import verify
 
@@ -81,6 +81,7 @@ __all__ = [
     "OPERATORS",
     "PASSES",
     "PREDICT",
+    "PREDICTOR_KINDS",
     "QUANTIZE",
     "RMS_NORM",
     "ROTARY",
@@ -111,7 +112,6 @@ __all__ = [
     "UnsupportedGraphError",
     "VerifyError",
     "WeightSource",
-    "add_predictor_kind",
     "arguments",
     "attribute",
     "calls",

@@ -45,7 +45,7 @@ from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
 from picompile_passes.passes.quantize import Quantize
 from picompile_passes.pipeline import Pipeline
-from picompile_passes.predictors import PredictorKind, add_predictor_kind
+from picompile_passes.predictors import PREDICTOR_KINDS, PredictorKind
 from picompile_runtime.bench.perplexity import token_losses
 from picompile_runtime.devices.machine import is_machine
 
@@ -231,7 +231,7 @@ def test_predictors_and_options_that_do_not_fit(cli: Cli, tiny_model: Path, tmp_
 @pytest.mark.slow("compiles a model")
 def test_a_plug_in_kind_without_weights(tiny_model: Path, held_out: Path, tmp_path: Path) -> None:
     """It is inserted in every layer; where it has no kernel, that is said."""
-    add_predictor_kind(EVERY_NEURON)
+    PREDICTOR_KINDS.add(EVERY_NEURON)
     options = CompileOptions(context=64, predictor=EVERY_NEURON.name, accuracy_bound=None)
     with pytest.raises(UnsupportedGraphError, match=EVERY_NEURON.name):
         compile_model(tiny_model, tmp_path / "artifact", options)

@@ -12,7 +12,7 @@ The gating matrix is the gate, or up where there is no gate. `learned-relu` is t
 2312.12456) and Deja Vu (arXiv 2310.17157). `sign` is that of SparseInfer (arXiv 2411.12692), and needs no training.
 
 A package offers a kind by an entry point of the group `picompile.predictors`, which has the kind's name and leads to a
-`PredictorKind`; it is imported when a graph or a pass names it. A program adds one by `add_predictor_kind`, before it
+`PredictorKind`; it is imported when a graph or a pass names it. A program adds one by `PREDICTOR_KINDS.add`, before it
 makes graphs that use it.
 """
 
@@ -42,6 +42,8 @@ class PredictorKind:
             A kind without any gets the gating matrix of the block.
         threshold: The default threshold.
         reads_bias: Whether a kind without parameters also gets the bias of the gating matrix, where it has one.
+        lossless: Whether no neuron that fires is left out. Such a kind has no threshold to choose, and needs no check.
+        in_block: Whether the block's own kernel decides, so that no kernel makes a mask before it.
     """
 
     name: str
@@ -51,6 +53,8 @@ class PredictorKind:
     parameters: Mapping[str, str] | None = None
     threshold: float = 0.0
     reads_bias: bool = False
+    lossless: bool = False
+    in_block: bool = False
 
     @property
     def has_rank(self) -> bool:
@@ -113,19 +117,16 @@ def _rows_of_fc2(weights: list[Tensor]) -> int:
     return int(weights[1].shape[0])
 
 
-BUILTIN_KINDS = (
-    PredictorKind("exact", _exact, first_rows, row_local=True, reads_bias=True),
-    PredictorKind("none", _none, first_rows, row_local=True),
+_BUILTIN = (
+    PredictorKind("exact", _exact, first_rows, row_local=True, reads_bias=True, lossless=True, in_block=True),
+    PredictorKind("none", _none, first_rows, row_local=True, lossless=True, in_block=True),
     PredictorKind("learned", _learned, _rows_of_fc2, row_local=False, parameters=_OF_LEARNED),
     PredictorKind("learned-relu", _learned_relu, _rows_of_fc2, row_local=False, parameters=_OF_LEARNED),
     # Half of the columns: above it the sum is more likely positive than not.
     PredictorKind("sign", _sign, first_rows, row_local=True, threshold=0.5),
 )
 
-
-ENTRY_POINT_GROUP = "picompile.predictors"
-
-_KINDS = Registry("predictor kind", ENTRY_POINT_GROUP, PredictorKind, BUILTIN_KINDS)
+PREDICTOR_KINDS = Registry[PredictorKind]("predictor kind", "picompile.predictors", PredictorKind, _BUILTIN)
 
 
 def predictor_kind(name: str) -> PredictorKind:
@@ -136,26 +137,6 @@ def predictor_kind(name: str) -> PredictorKind:
         RegistryError: If a package offers it, and it does not import, is no `PredictorKind`, or shares its name.
     """
     try:
-        return _KINDS[name]
+        return PREDICTOR_KINDS[name]
     except KeyError:
-        raise ValueError(f"unknown predictor kind {name!r}; known are {', '.join(_KINDS)}") from None
-
-
-def add_predictor_kind(kind: PredictorKind) -> None:
-    """Make `kind` known by its name to the operator `predict`, to passes and to the verifier.
-
-    Adding the same object again has no effect.
-
-    Raises:
-        ValueError: If another kind has the name.
-    """
-    _KINDS.add(kind)
-
-
-def predictor_kinds() -> tuple[str, ...]:
-    """Return the names of all kinds without importing any.
-
-    Raises:
-        RegistryError: If two kinds have the same name.
-    """
-    return tuple(_KINDS)
+        raise ValueError(f"unknown predictor kind {name!r}; known are {', '.join(PREDICTOR_KINDS)}") from None

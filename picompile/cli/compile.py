@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from picompile.choices import BUDGET_FORMATS, LOSSLESS, is_budget, parse_bits
+from picompile.choices import BUDGET_FORMATS, is_budget, parse_bits
 from picompile.cli.accuracy_show import reported_comparison, show_comparison
 from picompile.cli.checks import (
     checkpoint_weights,
@@ -66,6 +66,8 @@ def _least_bits(quant: str) -> float:
 
 
 def _summary(artifact: Path) -> str:
+    from picompile_passes.predictors import predictor_kind
+
     manifest = json.loads((artifact / "manifest.json").read_text(encoding="utf-8"))
     size = sum(record["bytes"] for record in manifest["files"].values())
     facts = f"{manifest['quant']}, {manifest['predictor']}, context {manifest['context']}"
@@ -77,7 +79,7 @@ def _summary(artifact: Path) -> str:
         text += f"\nmatrices: {weights_text(report['weight_formats'], report['rounding'])}"
     if accuracy := manifest.get("accuracy"):
         text += f"\nperplexity {_change_text(accuracy)} by its predictors, on {_text_of(accuracy)}"
-    elif not set(manifest["predictor"].split("+")) <= set(LOSSLESS):
+    elif not all(predictor_kind(kind).lossless for kind in manifest["predictor"].split("+")):
         text += "\nwhat its predictors cost was not measured (--accuracy-bound off)"
     if (bf16 := manifest.get("bf16_accuracy")) and any("bf16" in entry["isa"] for entry in manifest["code"]):
         text += f"\nperplexity {_change_text(bf16)} by prompts in bfloat16, on {_text_of(bf16)}"

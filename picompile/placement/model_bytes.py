@@ -12,7 +12,7 @@ from picompile.choices import (
 )
 from picompile.errors import UsageError
 from picompile_passes.formats import FORMATS
-from picompile_passes.predictors import predictor_kinds
+from picompile_passes.predictors import PREDICTOR_KINDS
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def _known_predictors(wanted: str) -> tuple[str, ...]:
     """Return the kinds that can be asked for. Plug-ins are only looked for if `wanted` is none of our kinds."""
     if wanted in ("auto", *PREDICTORS):
         return ("auto", *PREDICTORS)
-    return ("auto", *predictor_kinds())
+    return ("auto", *PREDICTOR_KINDS)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from picompile_passes.dialect.sparse_ffn import SparseFfnOperands
 from picompile_passes.graph.materialize import WeightSource
 from picompile_passes.graph.nodes import arguments, calls, is_call
 from picompile_passes.graph.operands import DIVIDE_BY_RMS, SPARSE_FFN
+from picompile_passes.predictors import predictor_kind
 from picompile_runtime import Engine, load
 from picompile_runtime.bench.perplexity import Perplexity, Reading, token_losses
 
@@ -156,7 +157,7 @@ class _Block:
     def accuracy(self) -> LayerAccuracy:
         fired, computed, both, contribution, kept, missed, whole, neurons = self._sums.tolist()
         kind = self._predictor["kind"]
-        rank = int(self._predictor["weights"][0].meta["val"].shape[0]) if kind.startswith("learned") else None
+        rank = int(self._predictor["weights"][0].meta["val"].shape[0]) if predictor_kind(kind).has_rank else None
         return LayerAccuracy(
             layer=self.node.meta["layer"],
             kind=kind,

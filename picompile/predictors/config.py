@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from picompile.choices import LOSSLESS, PREDICTORS
+from picompile.choices import PREDICTORS
 from picompile.errors import UsageError
 from picompile.frontend.activation import ACTIVATION
 from picompile.options import option
@@ -19,10 +19,10 @@ def _check_predictor(kind: str) -> None:
     """
     if kind in PREDICTORS:
         return
-    from picompile_passes.predictors import predictor_kind, predictor_kinds
+    from picompile_passes.predictors import PREDICTOR_KINDS
 
-    others = [name for name in predictor_kinds() if name not in PREDICTORS]
-    known = (*PREDICTORS, *(name for name in others if predictor_kind(name).parameters is None))
+    others = [name for name in PREDICTOR_KINDS if name not in PREDICTORS]
+    known = (*PREDICTORS, *(name for name in others if PREDICTOR_KINDS[name].parameters is None))
     if kind not in known:
         raise UsageError(f"unknown predictor {kind!r}; known are {', '.join(known)}")
 
@@ -77,7 +77,9 @@ class PredictorOptions:
     @property
     def is_lossless(self) -> bool:
         """Whether every firing neuron is computed, so that nothing needs training or checking."""
-        return self.predictor is None or self.predictor in LOSSLESS
+        from picompile_passes.predictors import predictor_kind
+
+        return self.predictor is None or predictor_kind(self.predictor).lossless
 
     @property
     def is_checked(self) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from picompile.choices import TRAINED
 from picompile.errors import UsageError
 from picompile.frontend.captured import Captured
 from picompile.frontend.checkpoint import fingerprint
@@ -131,7 +132,7 @@ def obtain_predictors(
         return None
     if checkpoint is None:
         raise UsageError("lossy predictors need a model folder; a module in memory can be compiled with exact or none")
-    if config.kind not in ("learned", "sign"):
+    if config.kind not in TRAINED:
         return PredictorSet(config.kind, None, find_held_out(checkpoint, config))
     found = config.predictors or _beside(checkpoint, config) or _within(checkpoint, scratch, config, progress)
     if found is not None:

@@ -14,13 +14,13 @@ from picompile.predictors.description import LARGEST_F32, choice, figure, layer_
 from picompile_passes.formats.packing import dequantize_rows, quantize_rows
 from picompile_passes.graph.materialize import WeightSource
 from picompile_passes.graph.nodes import arguments, calls
-from picompile_passes.graph.operands import FFN
+from picompile_passes.graph.operands import FFN, INPUTS
 from picompile_passes.passes.insert_predictors import InsertPredictors
+from picompile_passes.predictors import PREDICTOR_KINDS
 from picompile_runtime.artifact.fields import Fields
 
-LEARNED_KINDS = ("learned", "learned-relu")
-LOSSLESS_KINDS = ("exact", "none")
-INPUTS = ("block", "stream", "previous")
+LEARNED_KINDS = tuple(name for name in PREDICTOR_KINDS.builtin if PREDICTOR_KINDS[name].has_rank)
+LOSSLESS_KINDS = tuple(name for name in PREDICTOR_KINDS.builtin if PREDICTOR_KINDS[name].lossless)
 
 # The tensors of a learned predictor.
 PARTS = ("fc1", "fc2", "bias")
@@ -223,7 +223,7 @@ class Predictors:
             kinds={layer.layer: layer.kind for layer in self.layers},
             ranks={layer.layer: layer.rank for layer in learned if layer.rank is not None},
             inputs={layer.layer: layer.input for layer in learned if layer.input is not None},
-            thresholds={layer.layer: layer.threshold for layer in self.layers if layer.kind not in ("exact", "none")},
+            thresholds={layer.layer: layer.threshold for layer in self.layers if layer.kind not in LOSSLESS_KINDS},
         )
 
     def require_model(self, fingerprint: str | None, blocks: Mapping[int, BlockShape]) -> None:

@@ -24,7 +24,7 @@ from picompile_passes.graph.operands import (
 )
 from picompile_passes.graph.rewriter import Rewriter
 from picompile_passes.passes.insert_predictors import InsertPredictors
-from picompile_passes.predictors import PredictorKind, add_predictor_kind, predictor_kind
+from picompile_passes.predictors import PREDICTOR_KINDS, PredictorKind, predictor_kind
 
 # Random weights for graphs: `random_weights`; and the neurons of blocks by their weights: `neuron_rows`.
 
@@ -288,7 +288,7 @@ LOW_RANK_KIND = PredictorKind(
 TESTING_KINDS = (LINEAR_KIND.name, LOW_RANK_KIND.name)
 
 for _kind in (LINEAR_KIND, LOW_RANK_KIND):
-    add_predictor_kind(_kind)
+    PREDICTOR_KINDS.add(_kind)
 
 SKIPPING_KINDS = ("learned", "learned-relu", "sign", *TESTING_KINDS)
 """The kinds that skip neurons which fire."""

@@ -11,20 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.installed import install
-from picompile_passes import plugins, predictors
+from picompile_passes import plugins
 from picompile_passes.dialect import dequantize_rows, quantize_rows
 from picompile_passes.errors import PassOptionError, RegistryError
 from picompile_passes.formats import FORMATS
 from picompile_passes.graph.operands import PREDICT
 from picompile_passes.passes.insert_predictors import InsertPredictors
-from picompile_passes.predictors import (
-    ENTRY_POINT_GROUP,
-    PredictorKind,
-    add_predictor_kind,
-    predictor_kind,
-    predictor_kinds,
-    sign_limit,
-)
+from picompile_passes.predictors import PREDICTOR_KINDS, PredictorKind, predictor_kind, sign_limit
 
 PLUGIN = """
 from picompile.passes import PredictorKind
@@ -103,9 +96,9 @@ def test_a_fake_value_has_the_shape_of_the_real_one(kind):
 
 def test_a_name_that_is_taken_cannot_be_added():
     exact = predictor_kind("exact")
-    add_predictor_kind(exact)
+    PREDICTOR_KINDS.add(exact)
     with pytest.raises(ValueError, match="there is a predictor kind 'exact' already"):
-        add_predictor_kind(PredictorKind("exact", exact.evaluate, exact.neurons, row_local=True))
+        PREDICTOR_KINDS.add(PredictorKind("exact", exact.evaluate, exact.neurons, row_local=True))
     assert predictor_kind("exact") is exact
     with pytest.raises(ValueError, match=r"unknown predictor kind 'magic'; known are exact, none, learned, .*sign"):
         predictor_kind("magic")
@@ -114,22 +107,22 @@ def test_a_name_that_is_taken_cannot_be_added():
 @pytest.fixture
 def plugin(tmp_path, monkeypatch):
     """`plugin("name = predicting:KIND")` installs a package that offers predictor kinds; it is forgotten in the end."""
-    monkeypatch.setattr(predictors._KINDS, "_known", dict(predictors._KINDS._known))
+    monkeypatch.setattr(PREDICTOR_KINDS, "_known", dict(PREDICTOR_KINDS._known))
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    yield lambda *points: install(tmp_path / "site", "predicting", PLUGIN, ENTRY_POINT_GROUP, points)
+    yield lambda *points: install(tmp_path / "site", "predicting", PLUGIN, "picompile.predictors", points)
     sys.modules.pop("predicting", None)
 
 
 def test_an_installed_package_offers_a_kind_which_is_imported_when_it_is_named(plugin):
     plugin("plugged = predicting:KIND")
-    assert "plugged" in predictor_kinds()
+    assert "plugged" in [*PREDICTOR_KINDS]
     InsertPredictors("exact", kinds={0: "plugged"})
     with pytest.raises(PassOptionError, match=r"layer 3: 'plug' is not one of auto, exact, none, .*plugged"):
         InsertPredictors(kinds={3: "plug"})
     assert "predicting" not in sys.modules
     kind = predictor_kind("plugged")
     assert kind is predictor_kind("plugged")
-    assert predictor_kinds().count("plugged") == 1
+    assert [*PREDICTOR_KINDS].count("plugged") == 1
     mask = PREDICT(torch.ones(1, 2), [torch.tensor([[0.2, 0.2], [0.1, 0.1]])], "plugged", 0.3)
     assert mask.tolist() == [[True, False]]
 
@@ -184,15 +177,15 @@ def test_a_program_and_a_package_may_name_the_same_kind_but_not_two(plugin):
     plugin("plugged = predicting:KIND")
     import predicting
 
-    add_predictor_kind(predicting.KIND)
-    assert predictor_kinds().count("plugged") == 1
-    predictors._KINDS._known["plugged"] = predicting.OTHER
+    PREDICTOR_KINDS.add(predicting.KIND)
+    assert [*PREDICTOR_KINDS].count("plugged") == 1
+    PREDICTOR_KINDS._known["plugged"] = predicting.OTHER
     with pytest.raises(RegistryError, match="two predictor kinds are called plugged: one that this program added and"):
-        predictor_kinds()
+        list(PREDICTOR_KINDS)
 
 
 def test_a_name_given_twice_by_packages_is_an_error(monkeypatch):
-    points = [EntryPoint("plugged", f"{module}:KIND", ENTRY_POINT_GROUP) for module in ("one", "other")]
+    points = [EntryPoint("plugged", f"{module}:KIND", "picompile.predictors") for module in ("one", "other")]
     monkeypatch.setattr(plugins, "entry_points", lambda group: points)
     with pytest.raises(RegistryError, match=r"two predictor kinds are called plugged: one:KIND .* and other:KIND from"):
-        predictor_kinds()
+        list(PREDICTOR_KINDS)

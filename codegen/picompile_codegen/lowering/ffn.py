@@ -28,10 +28,7 @@ from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.graph.nodes import arguments
 from picompile_passes.graph.operands import NEURON_LIMITS, PREDICT, SPARSE_FFN
 from picompile_passes.plugins import Registry
-from picompile_passes.predictors import sign_limit
-
-# `exact` is decided inside the block's own kernel, and `none` decides nothing: neither has a predictor kernel.
-_WITHOUT_KERNEL = ("exact", "none")
+from picompile_passes.predictors import predictor_kind, sign_limit
 
 
 @lowers(PREDICT)
@@ -53,7 +50,7 @@ def makes_mask(node: Node, rows: int) -> bool:
     """Return whether there is a kernel that predicts as `node` does for `rows` tokens."""
     kind = arguments(node)["kind"]
     # A plug-in's predictor kernel takes one token. With several tokens, every neuron is computed.
-    return kind in PREDICTOR_LOWERINGS.builtin or (rows == 1 and kind not in _WITHOUT_KERNEL)
+    return kind in PREDICTOR_LOWERINGS.builtin or (rows == 1 and not predictor_kind(kind).in_block)
 
 
 def mask_buffer(node: Node, function: Function) -> Arg:
@@ -139,7 +136,7 @@ def lower_sparse_ffn(node: Node, function: Function) -> None:
     # The mask is fetched before x, because the other side may send both in one transfer.
     masked = _mask(values["mask"], values["neurons"], function)
     bindings: Bindings = {"x": function.value(values["x"]), "y": function.result(node)}
-    gates_decide = kind == "exact" or (values["gate_limits"] is not None and kind in _WITHOUT_KERNEL)
+    gates_decide = kind == "exact" or (values["gate_limits"] is not None and predictor_kind(kind).in_block)
     decide = weights.matrix(parts.pop(0)) if gates_decide else None
     bundle = weights.bundle(f"layers.{layer}.ffn.neurons" + ("" if part == "all" else f".{part}"), parts)
     if decide is not None:

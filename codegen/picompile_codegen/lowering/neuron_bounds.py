@@ -11,6 +11,7 @@ from picompile_codegen.lowering.slices import slices_of
 from picompile_passes.formats import FORMATS
 from picompile_passes.graph.nodes import arguments, is_call
 from picompile_passes.graph.operands import SPARSE_FFN
+from picompile_passes.predictors import predictor_kind
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def _mask(block: Node) -> Node:
 
 def _is_part(block: Node) -> bool:
     """Return whether a block computes a part of its mask's columns, or needs no mask."""
-    return arguments(block)["neurons"] is not None or arguments(_mask(block))["kind"] in ("exact", "none")
+    return arguments(block)["neurons"] is not None or predictor_kind(arguments(_mask(block))["kind"]).in_block
 
 
 def _pieces(block: Node) -> list[int]:

@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 from picompile_passes.base import stage_of
 from picompile_passes.graph.nodes import arguments, attribute, calls, has_real_data
 from picompile_passes.graph.operands import PREDICT
-from picompile_passes.predictors import BUILTIN_KINDS, predictor_kind
+from picompile_passes.predictors import PREDICTOR_KINDS, predictor_kind
 
 # A longer constant is written compressed.
 _LITERAL_ELEMENTS = 64
@@ -55,7 +55,7 @@ def graph_source(graph_module: GraphModule, imports: Sequence[str] = ()) -> str:
 def _kind_imports(graph_module: GraphModule) -> list[str]:
     """Lines that make known the predictor kinds of the graph that a program has added."""
     names = {str(arguments(node)["kind"]) for node in calls(graph_module.graph, PREDICT)}
-    modules = {predictor_kind(name).evaluate.__module__ for name in names - {kind.name for kind in BUILTIN_KINDS}}
+    modules = {predictor_kind(name).evaluate.__module__ for name in names.difference(PREDICTOR_KINDS.builtin)}
     return [f"import {module}  # a predictor kind" for module in sorted(modules - {"__main__"})]
 
 

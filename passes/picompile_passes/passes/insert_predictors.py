@@ -24,9 +24,7 @@ from picompile_passes.graph.operands import (
     stream_of,
 )
 from picompile_passes.graph.rewriter import Rewriter
-from picompile_passes.predictors import PredictorKind, predictor_kind, predictor_kinds
-
-_LOSSLESS = ("auto", "exact", "none")
+from picompile_passes.predictors import PREDICTOR_KINDS, PredictorKind, predictor_kind
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,7 @@ class InsertPredictors(Pass):
             object.__setattr__(self, option, given)
         for option in NEURON_LIMITS:
             object.__setattr__(self, option, tuple(sorted({int(layer) for layer in getattr(self, option)})))
-        known = ("auto", *predictor_kinds())
+        known = ("auto", *PREDICTOR_KINDS)
         self._check_choice("kind", {None: self.kind}, known)
         self._check_choice("kinds", self.kinds, known)
         self._check_choice("inputs", self.inputs, INPUTS)
@@ -116,7 +114,8 @@ class InsertPredictors(Pass):
     def effect(self) -> Effect:
         """Exact where all kinds are lossless and there are no limits; else neurons that fire may be skipped."""
         has_limits = bool(self.gate_limits or self.output_limits)
-        lossless = not has_limits and {self.kind, *self.kinds.values()} <= set(_LOSSLESS)
+        kinds = {self.kind, *self.kinds.values()} - {"auto"}
+        lossless = not has_limits and all(predictor_kind(kind).lossless for kind in kinds)
         return Effect.EXACT if lossless else Effect.SKIPS
 
     def rewrite(self, rewriter: Rewriter) -> None:
@@ -169,7 +168,7 @@ class InsertPredictors(Pass):
             raise self._wrong("ranks", f"predictor {name} has no rank", layer)
         if layer not in self.ranks and kind.has_rank:
             raise self._wrong("ranks", f"predictor {name} needs one", layer)
-        if layer in self.thresholds and name in _LOSSLESS:
+        if layer in self.thresholds and kind.lossless:
             raise self._wrong("thresholds", f"predictor {name} takes none", layer)
         return kind
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from picompile.choices import TRAINED
 from picompile.errors import UsageError
 from picompile.frontend.activation import ACTIVATION
 from picompile.options import OVERWRITE, check_options, documented, option
@@ -31,7 +32,6 @@ def round_rank(rank: float, most: int) -> int:
 # Options of training.
 
 
-KINDS = ("learned", "sign")
 INPUT_CHOICES = ("auto", "block", "stream", "previous")
 WEIGHTINGS = ("contribution", "none")
 DEVICES = ("auto", "cpu", "cuda")
@@ -126,7 +126,7 @@ class TrainOptions:
         """Raise `UsageError` for values that make no sense."""
         check_options(self)
         for name, value, known in (
-            ("predictor", self.kind, KINDS),
+            ("predictor", self.kind, TRAINED),
             ("weighting", self.weighting, WEIGHTINGS),
         ):
             if value not in known:
