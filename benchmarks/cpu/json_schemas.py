@@ -1,6 +1,6 @@
 """Validity of answers that a JSON schema restricts, and the cost of the grammar for each token.
 
-    python -m benchmarks.cpu.json_schemas [--count 200] [--schemas FOLDER] [--model ARTIFACT] [--tokenizer FILE]
+    python -m benchmarks.cpu.json_schemas SCHEMAS [--count 200] [--model ARTIFACT] [--tokenizer FILE]
 
 For each schema an answer is made from random scores, with a vocabulary of 2,048 and one of 49,152 tokens, and two by
 the bundled model: greedy and with temperature 1. Finished answers are read as JSON and checked by the package
@@ -12,13 +12,15 @@ token is added to the scores of the end token and of tokens that begin with a qu
 scores are left as they are.
 
 Without --model the bundled model is compiled; without --tokenizer a byte-level vocabulary of 49,152 tokens is trained
-on the source of Python's library. --schemas reads JSONSchemaBench's files (maskbench/data) instead of drawing.
+on the source of Python's library. SCHEMAS is a folder of JSONSchemaBench (Geng et al. 2025, arXiv 2501.10868),
+maskbench/data: files that have a schema as `schema`, or are one.
 """
 
 import argparse
 import decimal
 import itertools
 import json
+import random
 import sys
 import sysconfig
 import tempfile
@@ -39,7 +41,6 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from benchmarks import ROOT
 from benchmarks.cpu.commands import picompile
-from benchmarks.cpu.schemas import Schema, drawn, read
 from benchmarks.script import argument_parser
 from picompile_runtime import Engine, RequestError, Sampler, SamplingParams, Tokenizer, load
 from picompile_server.grammar import GrammarCompiler
@@ -53,6 +54,7 @@ _MOST_DIGITS = 32  # of a token
 _PATIENT_TOKENS, _BONUS = 40, 0.1
 _PROMPT = "# A JSON document\ndata = "
 
+Schema = dict[str, Any]
 # Takes what may come next and how many tokens there are, and returns the next one.
 Choose = Callable[[NDArray[np.bool_], int], int]
 
@@ -75,9 +77,9 @@ class Outcome:
 
 def main() -> None:
     parser = argument_parser(__doc__, seed=0)
+    parser.add_argument("schemas", type=Path, help="a folder of JSONSchemaBench")
     parser.add_argument("--count", type=int, default=200, help="number of schemas")
     parser.add_argument("--tokens", type=int, default=500, help="the most tokens of an answer")
-    parser.add_argument("--schemas", type=Path, help="a folder of JSONSchemaBench")
     parser.add_argument("--model", type=Path, help="an artifact of the bundled model")
     parser.add_argument(
         "--tokenizer", type=Path, help="a large vocabulary, as tokenizer.json, whose token 0 ends a text"
@@ -85,14 +87,19 @@ def main() -> None:
     options = parser.parse_args()
     sys.set_int_max_str_digits(0)  # numbers may be long
     decimal.getcontext().prec = 2 * options.tokens * _MOST_DIGITS
-    if options.schemas is None:
-        schemas = list(drawn(options.count, options.seed))
-    else:
-        schemas = list(read(options.schemas, options.count, options.seed))
+    schemas = list(_read(options.schemas, options.count, options.seed))
     with _engine(options.model) as engine:
         outcomes = _run(schemas, options, engine)
     if any(outcome.invalid for outcome in outcomes):
         sys.exit(1)
+
+
+def _read(folder: Path, count: int, seed: int) -> Iterator[tuple[str, Schema]]:
+    """Yield some schemas of a folder, with the names of their kinds."""
+    files = sorted(folder.rglob("*.json"))
+    for path in random.Random(seed).sample(files, min(count, len(files))):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        yield path.stem.partition("---")[0].partition("_")[0], content.get("schema", content)
 
 
 def _run(schemas: list[tuple[str, Schema]], options: argparse.Namespace, engine: Engine) -> list[Outcome]:

@@ -1,4 +1,4 @@
-"""Tools to test passes and placements: random models of every stage, weights, and the properties of a pass.
+"""Tools to test passes: random models of every stage, weights, and the properties of a pass.
 
 Needs hypothesis: `pip install 'picompile[testing]'`. The parts, by the question they answer:
 
@@ -6,9 +6,8 @@ Needs hypothesis: `pip install 'picompile[testing]'`. The parts, by the question
 | --- | --- |
 | does this pass keep its promises? | `check_pass`, which checks `PROPERTIES` |
 | do these two graphs compute the same? | `assert_equivalent`, within `TOLERANCES` or a bound |
-| which graphs are there? | `graphs`, `shapes` and `build`, `captured_decoders`, `configurations` and `models` |
+| which graphs are there? | `graphs`, `shapes` and `build`, `captured_decoders` |
 | what else varies? | `pipelines`, `skipping_predictors`, `hot_sets`, `partitions`, `masks`, `targets` |
-| which placement tasks are there? | `tasks` and `random_task`: a model's bytes, its firing, and a machine |
 | what does a graph compute? | `random_weights`, `run`, `every_neuron` |
 | was a graph changed? | `structure` |
 """
@@ -22,11 +21,9 @@ from picompile.testing.captured.decoder import build_captured, captured_decoders
 from picompile.testing.captured.style import CapturedStyle
 from picompile.testing.checking import PropertyError, check_pass, check_run
 from picompile.testing.equivalence import TOLERANCES, assert_equivalent, run, structure
-from picompile.testing.models import TestModel, configurations, make_model, models
 from picompile.testing.properties import PROPERTIES
 from picompile.testing.shapes import LLAMA, OPT, GraphShape, build, shapes
 from picompile.testing.strategies import graphs, hot_sets, masks, partitions, pipelines, targets
-from picompile.testing.tasks import random_task, tasks
 from picompile.testing.weights import (
     SKIPPING_KINDS,
     TESTING_KINDS,
@@ -48,7 +45,6 @@ __all__ = [
     "GraphShape",
     "PropertyError",
     "RandomWeights",
-    "TestModel",
     "assert_equivalent",
     "build",
     "build_captured",
@@ -56,22 +52,17 @@ __all__ = [
     "captured_styles",
     "check_pass",
     "check_run",
-    "configurations",
     "every_neuron",
     "graphs",
     "hot_sets",
-    "make_model",
     "masks",
-    "models",
     "partitions",
     "pipelines",
-    "random_task",
     "random_weights",
     "run",
     "shapes",
     "skipping_predictors",
     "structure",
     "targets",
-    "tasks",
     "with_predictors",
 ]

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
+from helpers.random_models import models
 from helpers.support import HYPOTHESIS_PROFILE as PROFILE
 from picompile.testing import (
     PROPERTIES,
@@ -22,7 +23,6 @@ from picompile.testing import (
     check_run,
     graphs,
     hot_sets,
-    models,
     pipelines,
     random_weights,
     shapes,

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from helpers.direct_placement import Direct, direct_impact, direct_latency, most_lost_s, restricted
+from helpers.random_tasks import random_task, whole_bytes
 from picompile.placement.problem import (
     PlacementProblem,
     PlacementTask,
@@ -30,7 +31,6 @@ from picompile.placement.times import (
     group_count,
     transfer_launches,
 )
-from picompile.testing.tasks import random_task, whole_bytes
 
 SEEDS = st.integers(0, 2**32 - 1)
 ROUNDING = 1e-6

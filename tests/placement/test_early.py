@@ -7,6 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from test_solver import SEEDS, random_places
 
+from helpers.random_tasks import random_task
 from picompile.errors import DoesNotFitError
 from picompile.placement.model_bytes import predicting_early
 from picompile.placement.planning import PlanOptions, make_plan
@@ -18,7 +19,6 @@ from picompile.placement.problem import (
 from picompile.placement.schedule import plan_graph, schedule, token_s
 from picompile.placement.solver import solve
 from picompile.placement.times import PartPlaces
-from picompile.testing.tasks import random_task
 
 
 def early_task(seed: int) -> PlacementTask:

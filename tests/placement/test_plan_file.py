@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.damage import STRANGE, Place, places, replaced, strange_values, without
+from helpers.random_tasks import random_task
 from picompile.errors import DoesNotFitError, UsageError
 from picompile.placement.firing import Firing
 from picompile.placement.plan import Plan
 from picompile.placement.plan_file import read_plan, write_plan
 from picompile.placement.planning import PlanOptions, make_plan
-from picompile.testing.tasks import random_task
 
 
 def random_plan(seed: int, *, numbered: bool) -> Plan:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.random_tasks import random_task
 from picompile.errors import DoesNotFitError, SolverError, UsageError
 from picompile.placement import policies
 from picompile.placement.goal import OBJECTIVES
@@ -15,7 +16,6 @@ from picompile.placement.machine import Machine
 from picompile.placement.plan import Plan, check_budgets
 from picompile.placement.planning import PlanOptions, make_plan
 from picompile.placement.problem import PlacementTask, evaluate, latency_problem
-from picompile.testing.tasks import random_task
 
 SEEDS = st.integers(0, 2**32 - 1)
 _MIB = 2**20

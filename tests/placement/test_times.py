@@ -4,9 +4,9 @@ import numpy as np
 from hypothesis import given
 from test_solver import SEEDS
 
+from helpers.random_tasks import random_task
 from picompile.placement.problem import PlacementTask, places_of
 from picompile.placement.times import GROUP_NEURONS, LayerTimes, PartPlaces, Times, transfer_launches
-from picompile.testing.tasks import random_task
 
 
 def with_gpu(seed: int) -> PlacementTask:

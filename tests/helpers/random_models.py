@@ -3,7 +3,7 @@
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -54,15 +54,12 @@ _PLAIN = {"rope_type": "default", "rope_theta": 100.0}
 
 
 @dataclass(frozen=True)
-class TestModel:
+class RandomModel:
     """One model: its `config`, its graph at stage captured, random weights for it, and itself with these weights.
 
     `module` is transformers' own model with its own attention, called as module(tokens int64 [T], positions int64 [T])
     → logits [T, V]. It computes in the dtype of the weights.
     """
-
-    __test__: ClassVar[bool] = False
-    """pytest shall not take it for tests."""
 
     config: Mapping[str, Any]
     graph_module: GraphModule = field(repr=False)
@@ -77,12 +74,12 @@ def configurations(family: str | None = None) -> st.SearchStrategy[dict[str, Any
     return _FAMILIES[family]() if family is not None else st.one_of(*(make() for make in _FAMILIES.values()))
 
 
-def models(family: str | None = None) -> st.SearchStrategy[TestModel]:
+def models(family: str | None = None) -> st.SearchStrategy[RandomModel]:
     """Models of `configurations(family)`, captured. Each takes torch.export 0.3 to 1 s."""
     return st.builds(make_model, configurations(family), st.integers(0, 2**16))
 
 
-def make_model(config: Mapping[str, Any], seed: int = 0, dtype: torch.dtype = torch.float32) -> TestModel:
+def make_model(config: Mapping[str, Any], seed: int = 0, dtype: torch.dtype = torch.float32) -> RandomModel:
     """The model that a config.json of the contents `config` describes, with `random_weights` of `seed` and `dtype`.
 
     Raises `UnsupportedModelError` for one that cannot be captured.
@@ -91,7 +88,7 @@ def make_model(config: Mapping[str, Any], seed: int = 0, dtype: torch.dtype = to
 
     graph_module = capture_config(config)
     weights = random_weights(graph_module, seed, dtype)
-    return TestModel(config, graph_module, weights, _Eager(config, weights).to(dtype))
+    return RandomModel(config, graph_module, weights, _Eager(config, weights).to(dtype))
 
 
 class _Eager(nn.Module):

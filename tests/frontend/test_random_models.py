@@ -3,9 +3,10 @@ import torch
 from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
+from helpers.random_models import configurations, make_model, models
 from picompile.frontend.families import ACTIVATIONS, find_family
 from picompile.frontend.hf import capture_config
-from picompile.testing import assert_equivalent, configurations, make_model, models
+from picompile.testing import assert_equivalent
 from picompile_passes.base import Stage
 from picompile_passes.verify import verify
 
@@ -77,7 +78,7 @@ def test_models_are_captured_as_transformers_computes_them(family):
     def check(model, seed):
         verify(model.graph_module, Stage.CAPTURED)
         assert_equivalent(model.module, model.graph_module, weights=model.weights, seed=seed)
-        assert repr(model) == f"TestModel(config={model.config!r})"
+        assert repr(model) == f"RandomModel(config={model.config!r})"
 
     check()
 
