@@ -27,8 +27,9 @@ from picompile.frontend.captured import Captured
 from picompile.frontend.checkpoint import fingerprint
 from picompile.frontend.hf import load_model
 from picompile.machine import TARGETS
+from picompile.predictors import files as predictor_files
 from picompile.predictors.accuracy import check_artifact
-from picompile.predictors.files import load_predictors, save_predictors
+from picompile.predictors.files import load_predictors
 from picompile.predictors.predictor_set import PredictorSet
 from picompile.predictors.store import LayerPredictor
 from picompile.progress import Advance, NoProgress
@@ -72,7 +73,7 @@ def write_predictors(model: Path, folder: Path, bias: float | Sequence[float], r
         tensors[f"layers.{layer}.fc2"] = torch.randn(neurons, rank, generator=generator) / rank**0.5
         tensors[f"layers.{layer}.bias"] = torch.tensor(bias).repeat(neurons)[:neurons]
         layers.append(LayerPredictor(layer, "learned", "block", rank, parameters=1, bytes_f16=2))
-    save_predictors(folder, layers, tensors, {"fingerprint": fingerprint(model), "name": "tiny"})
+    predictor_files.write_predictors(folder, layers, tensors, {"fingerprint": fingerprint(model), "name": "tiny"})
     return folder
 
 

@@ -17,7 +17,7 @@ removes such files: a writer that died has left them. No process ever judges by 
 
 from picompile.output.files import DISK_FULL, atomic_file, explaining_write_errors, link_tree, parents_of
 from picompile.output.leftovers import discard
-from picompile.output.place import OutputPath, replacing, reserve, writing_file
+from picompile.output.place import OutputPath, reserve, writing_file
 
 __all__ = [
     "DISK_FULL",
@@ -27,7 +27,6 @@ __all__ = [
     "explaining_write_errors",
     "link_tree",
     "parents_of",
-    "replacing",
     "reserve",
     "writing_file",
 ]

@@ -233,13 +233,6 @@ def reserve(
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yield a folder that replaces `path`, whatever is there, after waiting for other writers. For short work."""
-    with reserve(path, overwrite=True, wait_s=_SHORT_WAIT_S) as place, place.folder() as folder:
-        yield folder
-
-
-@contextmanager
 def writing_file(path: Path, *, overwrite: bool, check: Callable[[], None] = lambda: None) -> Iterator[BinaryIO]:
     """Yield a file that appears at `path` whole or not at all, after waiting for other writers. Links stay links."""
     resolved = path.resolve()

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from picompile.errors import UsageError
 from picompile.frontend.checkpoint import READ_ERRORS, TensorHeader, one_line, open_file
-from picompile.output import replacing
 from picompile.output.files import json_bytes
 from picompile.predictors.description import adding_advice, check_order, check_schema, figure, read_object
 from picompile.predictors.store import PARTS, LayerPredictor, Predictors, tensor_name
@@ -143,7 +142,7 @@ def _require_finite(name: str, header: TensorHeader) -> None:
         raise UsageError(f"{header.file}: {name} holds values that are no numbers; train again")
 
 
-def save_predictors(
+def write_predictors(
     folder: Path,
     layers: Sequence[LayerPredictor],
     tensors: Mapping[str, Tensor],
@@ -151,12 +150,10 @@ def save_predictors(
     accuracy: Mapping[str, Any] | None = None,
     curves: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """Write the predictors of a model to `folder`, which appears whole and replaces what is there.
-
-    The caller checks that `folder` may be replaced.
+    """Write the predictors of a model to `folder`. The caller checks that what is there may be replaced.
 
     Args:
-        folder: The output.
+        folder: The output, which need not exist.
         layers: The predictor of each layer.
         tensors: `layers.N.fc1`, `layers.N.fc2` and `layers.N.bias` of every learned layer. They are written as f16, one
             at a time, so that a mapping may make each one on access.
@@ -168,20 +165,6 @@ def save_predictors(
         KeyError: A tensor is missing; nothing is changed.
         ValueError: A tensor has the wrong shape; nothing is changed.
     """
-    with replacing(folder) as place:
-        write_predictors(place, layers, tensors, model, accuracy, curves)
-
-
-def write_predictors(
-    folder: Path,
-    layers: Sequence[LayerPredictor],
-    tensors: Mapping[str, Tensor],
-    model: Mapping[str, Any],
-    accuracy: Mapping[str, Any] | None = None,
-    curves: Sequence[Mapping[str, Any]] = (),
-) -> None:
-    """Write the files of `save_predictors` into an existing folder, without replacing it as a whole."""
-
     layers = sorted(layers, key=lambda layer: layer.layer)
     learned = [layer for layer in layers if layer.learned]
     table = [
@@ -191,6 +174,7 @@ def write_predictors(
     ]
     for layer in learned:
         _check_shapes(layer, dict(table))
+    folder.mkdir(exist_ok=True)
     stem = WEIGHTS_FILE.removesuffix(".safetensors")
     # One file, whatever its size: its header is enough to find a tensor, without an index of shards.
     with CheckpointWriter(folder, stem, table, "f16", shard_bytes=1 << 62) as writer:

@@ -97,9 +97,8 @@ def read_artifact(folder: Path) -> ArtifactFacts:
     accuracy = _accuracy(report.object("accuracy")) if report.data.get("accuracy") else None
     operator_bytes = dict(operators.most_common())
     compared = report.object("checkpoint_accuracy").data if report.data.get("checkpoint_accuracy") else None
-    # Artifacts of earlier versions have no formats of their own matrices.
-    forms = report.object("weight_formats") if report.data.get("weight_formats") else None
-    counts = {} if forms is None else dict(Counter(forms.text(name) for name in forms.data).most_common())
+    forms = report.object("weight_formats")
+    counts = dict(Counter(forms.text(name) for name in forms.data).most_common())
     return ArtifactFacts(
         folder, manifest, parts, operator_bytes, counts, predictors, accuracy, plan_of_report(report), compared
     )

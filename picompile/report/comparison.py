@@ -1,22 +1,12 @@
 """The table that compares an artifact with its checkpoint: the cost of each lossy part."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from picompile.report import numbers
 from picompile.report.numbers import NOTHING, Table, measured
 
-_COLUMNS = (
-    "with",
-    "perplexity",
-    "change",
-    "95 %",
-    "adds",
-    "KL, nats",
-    "95 % of KL",
-    "adds to KL",
-    "same top token",
-)
+_Line = Mapping[str, Any]
 
 _WORDS = (
     "The checkpoint in float32, and then with one lossy part after another, on {tokens} tokens of {text}. KL is the "
@@ -31,29 +21,16 @@ def comparison_table(comparison: Mapping[str, Any]) -> Table | None:
     known = [line for line in lines if isinstance(line, dict)] if isinstance(lines, list) else []
     if not known:
         return None
-    reference = numbers.perplexity(measured(comparison.get("checkpoint_perplexity")))
+    reference = {"perplexity": comparison.get("checkpoint_perplexity")}
     tokens = numbers.count(numbers.whole(comparison.get("tokens")))
-    return Table(
-        "What it costs against the checkpoint",
-        _COLUMNS,
-        [("checkpoint in float32", reference, *[NOTHING] * (len(_COLUMNS) - 2)), *map(_row, known)],
-        texts=frozenset({"with"}),
-        words=_WORDS.format(tokens=tokens, text=str(comparison.get("text") or "held-out text")),
-    ).without_empty()
+    words = _WORDS.format(tokens=tokens, text=str(comparison.get("text") or "held-out text"))
+    columns = {"with": lambda line: "checkpoint in float32" if line is reference else _title(line), **_COLUMNS}
+    title = "What it costs against the checkpoint"
+    return Table.of(title, [reference, *known], columns, frozenset({"with"}), words).without_empty()
 
 
-def _row(line: Mapping[str, Any]) -> tuple[str, ...]:
-    return (
-        f"+ {line.get('title') or line.get('part') or NOTHING}",
-        numbers.perplexity(measured(line.get("perplexity"))),
-        numbers.change(measured(line.get("relative_change"))),
-        _interval(line.get("relative_change_interval"), numbers.change),
-        numbers.change(measured(line.get("added_change"))),
-        _nats(measured(line.get("kl_nats"))),
-        _interval(line.get("kl_nats_interval"), _nats),
-        _nats(measured(line.get("added_kl_nats"))),
-        numbers.percent(numbers.share(line.get("same_top_share")), 2),
-    )
+def _title(line: _Line) -> str:
+    return f"+ {line.get('title') or line.get('part') or NOTHING}"
 
 
 def _nats(value: float | None) -> str:
@@ -65,3 +42,15 @@ def _interval(ends: object, text: Any) -> str:
         return NOTHING
     low, high = low_high
     return f"{text(low)} to {text(high)}"
+
+
+_COLUMNS: Mapping[str, Callable[[_Line], str]] = {
+    "perplexity": lambda line: numbers.perplexity(measured(line.get("perplexity"))),
+    "change": lambda line: numbers.change(measured(line.get("relative_change"))),
+    "95 %": lambda line: _interval(line.get("relative_change_interval"), numbers.change),
+    "adds": lambda line: numbers.change(measured(line.get("added_change"))),
+    "KL, nats": lambda line: _nats(measured(line.get("kl_nats"))),
+    "95 % of KL": lambda line: _interval(line.get("kl_nats_interval"), _nats),
+    "adds to KL": lambda line: _nats(measured(line.get("added_kl_nats"))),
+    "same top token": lambda line: numbers.percent(numbers.share(line.get("same_top_share")), 2),
+}

@@ -1,6 +1,6 @@
 """The figures of a layer's predictor, read from predictors.json or from an artifact."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,19 +83,16 @@ def of_predictor(
     )
 
 
+_READ: Mapping[str, Callable[[object], Any]] = {
+    "rank": whole,
+    **dict.fromkeys(("recall", "weighted_recall", "precision", "firing_share", "computed_share"), share),
+    "missed_energy": measured,
+}
+
+
 def of_entry(layer: int, kind: str, entry: Mapping[str, Any]) -> LayerFigures:
     """Return the measured figures in an entry of predictors.json, or of `accuracy` in an artifact's report.json."""
-    return LayerFigures(
-        layer=layer,
-        kind=kind,
-        rank=whole(entry.get("rank")),
-        recall=share(entry.get("recall")),
-        weighted_recall=share(entry.get("weighted_recall")),
-        precision=share(entry.get("precision")),
-        firing_share=share(entry.get("firing_share")),
-        computed_share=share(entry.get("computed_share")),
-        missed_energy=measured(entry.get("missed_energy")),
-    )
+    return LayerFigures(layer, kind, **{name: read(entry.get(name)) for name, read in _READ.items()})
 
 
 def parameters_text(predictors: Predictors, *, brief: bool = False) -> str:

@@ -1,13 +1,15 @@
 """Formats of numbers in the report; a dash stands for what was not measured."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import floor, log10
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from markupsafe import Markup
 
 NOTHING = "–"
+
+_Item = TypeVar("_Item")
 
 # Between a number and its unit no line ends.
 _SPACE = "\u00a0"
@@ -171,6 +173,19 @@ class Table:
     texts: frozenset[str] = frozenset()
     words: str = ""
     folded: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        title: str,
+        items: Iterable[_Item],
+        columns: Mapping[str, Callable[[_Item], str]],
+        texts: frozenset[str] = frozenset(),
+        words: str = "",
+    ) -> "Table":
+        """Return the table with a row for each of `items`: what `columns` say of it, by their names."""
+        rows = [[text(item) for text in columns.values()] for item in items]
+        return cls(title, list(columns), rows, texts, words, folded=len(rows) > UNFOLDED)
 
     def without_empty(self) -> "Table":
         """Return the table without the columns that hold `NOTHING` in every row."""

@@ -1,7 +1,7 @@
 """The section of a plan, and the part about a plan in an artifact's section. All times are predicted."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from picompile.errors import UsageError
 from picompile.placement.plan import SCHEMA, Plan, PlanLayer
 from picompile.placement.plan_file import plan_of, read_plan
 from picompile.report import numbers
-from picompile.report.numbers import NOTHING, UNFOLDED, PageSection, Part, Pictures, Table
+from picompile.report.numbers import NOTHING, PageSection, Part, Pictures, Table
 from picompile.report.plan_pictures import (
     DEVICES,
     budget_text,
@@ -66,25 +66,33 @@ def plan_of_report(report: Fields) -> Plan | None:
     return plan_of(fields)
 
 
-_COLUMNS = (
-    "layer",
-    "neurons",
-    "on the GPU",
-    "share",
-    "of the computed",
-    "attention on",
-    "KV cache on",
-    "predictor on",
-    "attention",
-    "KV cache",
-    "predictor",
-    "of it hidden",
-    "hot neurons",
-    "cold neurons",
-    "transfer",
-    "layer's time",
-    "limit",
-)
+def _place(part: str) -> Callable[[PlanLayer], str]:
+    return lambda layer: DEVICES.get(getattr(layer, part), NOTHING)
+
+
+def _time(part: str) -> Callable[[PlanLayer], str]:
+    return lambda layer: numbers.seconds(getattr(layer, part) or None)
+
+
+_COLUMNS: Mapping[str, Callable[[PlanLayer], str]] = {
+    "layer": lambda layer: str(layer.layer),
+    "neurons": lambda layer: f"{layer.neurons:,}",
+    "on the GPU": lambda layer: f"{layer.hot_neurons:,}",
+    "share": lambda layer: numbers.percent(hot_share(layer)),
+    "of the computed": lambda layer: numbers.percent(hot_computed_share(layer)),
+    "attention on": _place("attention"),
+    "KV cache on": _place("kv_cache"),
+    "predictor on": _place("predictor"),
+    "attention": _time("attention_s"),
+    "KV cache": _time("kv_cache_s"),
+    "predictor": _time("predict_s"),
+    "of it hidden": _time("predict_hidden_s"),
+    "hot neurons": _time("hot_s"),
+    "cold neurons": _time("cold_s"),
+    "transfer": _time("exchange_s"),
+    "layer's time": _time("total_s"),
+    "limit": lambda layer: limit_text(layer.limit),
+}
 _TEXTS = frozenset({"attention on", "KV cache on", "predictor on", "limit"})
 _WORDS = (
     "Times are predicted for one token. Hot and cold neurons are computed at the same time, so a layer's time has the "
@@ -114,25 +122,7 @@ def memory_table(plan: Plan) -> Table:
 
 def layers_table(plan: Plan) -> Table:
     """Return the table of layers: where their parts are, and the predicted times."""
-    rows = [
-        (
-            str(layer.layer),
-            f"{layer.neurons:,}",
-            f"{layer.hot_neurons:,}",
-            numbers.percent(hot_share(layer)),
-            numbers.percent(hot_computed_share(layer)),
-            *(DEVICES.get(place, NOTHING) for place in (layer.attention, layer.kv_cache, layer.predictor)),
-            *(numbers.seconds(time_s or None) for time_s in _times(layer)),
-            limit_text(layer.limit),
-        )
-        for layer in plan.layers
-    ]
-    return Table("Each layer of the plan", _COLUMNS, rows, _TEXTS, _WORDS, len(rows) > UNFOLDED).without_empty()
-
-
-def _times(layer: PlanLayer) -> tuple[float, ...]:
-    before = layer.attention_s, layer.kv_cache_s, layer.predict_s, layer.predict_hidden_s
-    return (*before, layer.hot_s, layer.cold_s, layer.exchange_s, layer.total_s)
+    return Table.of("Each layer of the plan", plan.layers, _COLUMNS, _TEXTS, _WORDS).without_empty()
 
 
 def limit_text(name: str) -> str:

@@ -3,7 +3,7 @@
 It is read from the `curves` of predictors.json. Each trained candidate is a line, each threshold a point on it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -147,24 +147,24 @@ def _taken_text(taken: LayerFigures | None) -> str:
     return f"{taken.kind}{rank}: {recall} by contribution, {ratio}"
 
 
-_COLUMNS = (
-    "layer",
-    "kind",
-    "input",
-    "rank",
-    "parameters",
-    "in f16",
-    "threshold",
-    "fire",
-    "computed",
-    "computed / fire",
-    "recall",
-    "by contribution",
-    "target",
-    "precision",
-    "skewness",
-    "missed energy",
-)
+_COLUMNS: Mapping[str, Callable[[LayerFigures], str]] = {
+    "layer": lambda layer: str(layer.layer),
+    "kind": lambda layer: layer.kind,
+    "input": lambda layer: layer.input or NOTHING,
+    "rank": lambda layer: numbers.count(layer.rank),
+    "parameters": lambda layer: numbers.count(layer.parameters),
+    "in f16": lambda layer: numbers.size(layer.bytes_f16),
+    "threshold": lambda layer: numbers.decimal(layer.threshold),
+    "fire": lambda layer: numbers.percent(layer.firing_share, 2),
+    "computed": lambda layer: numbers.percent(layer.computed_share, 2),
+    "computed / fire": lambda layer: numbers.times(layer.computed_ratio),
+    "recall": lambda layer: numbers.recall(layer.recall),
+    "by contribution": lambda layer: numbers.recall(layer.weighted_recall),
+    "target": lambda layer: numbers.recall(layer.target),
+    "precision": lambda layer: numbers.percent(layer.precision, 1),
+    "skewness": lambda layer: numbers.percent(layer.skewness, 1),
+    "missed energy": lambda layer: numbers.percent(layer.missed_energy, 3),
+}
 _TRADEOFF_WORDS = (
     "Each line is a predictor that was trained for the layer, of the rank that the legend gives; moving its threshold "
     "moves along it. To the right: how many neurons are computed for one that fires. Upwards: the share of the firing "
@@ -218,30 +218,7 @@ def accuracy_pictures(anchor: str, layers: Sequence[LayerFigures]) -> list[PageP
 
 def layers_table(layers: Sequence[LayerFigures], words: str) -> Table:
     """Return the known facts about each layer's predictor."""
-    rows = [_row(layer) for layer in layers]
-    texts = frozenset({"kind", "input"})
-    return Table("Each layer", _COLUMNS, rows, texts, words, folded=len(rows) > UNFOLDED).without_empty()
-
-
-def _row(layer: LayerFigures) -> tuple[str, ...]:
-    return (
-        str(layer.layer),
-        layer.kind,
-        layer.input or NOTHING,
-        numbers.count(layer.rank),
-        numbers.count(layer.parameters),
-        numbers.size(layer.bytes_f16),
-        numbers.decimal(layer.threshold),
-        numbers.percent(layer.firing_share, 2),
-        numbers.percent(layer.computed_share, 2),
-        numbers.times(layer.computed_ratio),
-        numbers.recall(layer.recall),
-        numbers.recall(layer.weighted_recall),
-        numbers.recall(layer.target),
-        numbers.percent(layer.precision, 1),
-        numbers.percent(layer.skewness, 1),
-        numbers.percent(layer.missed_energy, 3),
-    )
+    return Table.of("Each layer", layers, _COLUMNS, frozenset({"kind", "input"}), words).without_empty()
 
 
 def kinds_text(kinds: Sequence[str]) -> str:

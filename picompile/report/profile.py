@@ -1,6 +1,6 @@
 """The section of a profile: figures of firing counts, pictures of them, and tables."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,13 +11,12 @@ from numpy.typing import NDArray
 from picompile.errors import UsageError
 from picompile.predictors.firing import CONTRIBUTION, MAGNITUDE
 from picompile.predictors.profile.files import read_tensors
-from picompile.predictors.profile.profile import layer_file, load_profile
+from picompile.predictors.profile.profile import LayerProfile, Profile, layer_file, load_profile
 from picompile.predictors.store import Predictors
 from picompile.report import numbers
 from picompile.report.drawing import INK, SERIES, Canvas, from_zero, layer_axis, picture, ramp
 from picompile.report.numbers import (
     NOTHING,
-    UNFOLDED,
     PagePicture,
     PageSection,
     Part,
@@ -30,8 +29,6 @@ from picompile.report.numbers import (
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-    from picompile.predictors.profile.profile import LayerProfile, Profile
 
 
 Counts = NDArray[np.int64] | NDArray[np.float64]
@@ -107,24 +104,12 @@ def _counts(file: Path) -> NDArray[np.int64]:
 
 
 @dataclass(frozen=True)
-class ProfiledLayer:
-    """A layer's firing counts `[neurons]`, and the contribution of each neuron's firings `[neurons]`.
-
-    A neuron fires where what it sends to the down matrix is, by the profile's measure, above `threshold`.
-    """
-
-    layer: int
-    threshold: float
-    counts: NDArray[np.int64]
-    contribution: NDArray[np.float64]
-
-
-@dataclass(frozen=True)
 class FiringProfile:
-    """The firings of all layers of the profile `of`."""
+    """The profile `of`: by layer, how often each neuron fired, and what its firings contributed, both `[neurons]`."""
 
-    of: "Profile"
-    layers: tuple[ProfiledLayer, ...]
+    of: Profile
+    counts: Mapping[int, NDArray[np.int64]]
+    contribution: Mapping[int, NDArray[np.float64]]
 
     @property
     def path(self) -> Path:
@@ -133,22 +118,19 @@ class FiringProfile:
 
     def figures(self) -> dict[int, FiringSummary]:
         """Return the figures of each layer."""
-        return {layer.layer: summarize([layer.counts], self.of.tokens) for layer in self.layers}
+        return {layer: summarize([counts], self.of.tokens) for layer, counts in self.counts.items()}
 
     def model_figures(self) -> FiringSummary:
         """Return the figures of the whole model."""
-        return summarize([layer.counts for layer in self.layers], self.of.tokens)
+        return summarize([*self.counts.values()], self.of.tokens)
 
 
 def read_profile(folder: Path) -> FiringProfile:
     """Read a folder that `picompile profile` wrote. Raise `UsageError` for one that is not whole."""
     profile = load_profile(folder)
-    return FiringProfile(profile, tuple(_layer(profile, layer) for layer in profile.layers))
-
-
-def _layer(profile: "Profile", layer: "LayerProfile") -> ProfiledLayer:
-    counts, contribution = profile.counts(layer.layer).numpy(), profile.contribution(layer.layer).double().numpy()
-    return ProfiledLayer(layer.layer, layer.threshold, counts, contribution)
+    layers = [layer.layer for layer in profile.layers]
+    counts = {layer: profile.counts(layer).numpy() for layer in layers}
+    return FiringProfile(profile, counts, {layer: profile.contribution(layer).double().numpy() for layer in layers})
 
 
 _NAMED_LAYERS = 8
@@ -246,16 +228,16 @@ def _extremes(shares: Mapping[int, float]) -> tuple[str, str] | None:
     return f"{percent(shares[least])} (layer {least})", f"{percent(shares[most])} (layer {most})"
 
 
-_COLUMNS = (
-    "layer",
-    "neurons",
-    "threshold",
-    "fire for a token",
-    "make 80 % of firings",
-    "make 80 % of contribution",
-    "skewness",
-    "never fired",
-)
+_COLUMNS: Mapping[str, Callable[[tuple[LayerProfile, FiringSummary, Counts]], str]] = {
+    "layer": lambda row: str(row[0].layer),
+    "neurons": lambda row: f"{row[1].neurons:,}",
+    "threshold": lambda row: numbers.decimal(numbers.measured(row[0].threshold)),
+    "fire for a token": lambda row: numbers.percent(row[1].firing_share, 2),
+    "make 80 % of firings": lambda row: numbers.percent(row[1].neurons_for_80_percent, 2),
+    "make 80 % of contribution": lambda row: numbers.percent(share_for(firing_curve(row[2]), 0.8), 2),
+    "skewness": lambda row: numbers.percent(row[1].skewness, 2),
+    "never fired": lambda row: f"{row[1].never_fired:,}",
+}
 _SKEWNESS = "Skewness is the share of the firings that the most active fifth of the neurons makes."
 _LENGTH = "the length of its row of the down matrix"
 # By the profile's measure.
@@ -274,7 +256,7 @@ def profile_section(anchor: str, profile: FiringProfile) -> PageSection:
         ("model", of.model_name),
         ("fingerprint", of.fingerprint[:16]),
         ("text", f"{of.tokens:,} tokens, in windows of {of.window}: {', '.join(of.sources) or NOTHING}"),
-        ("neurons", f"{model.neurons:,} in {numbers.counted(len(profile.layers), 'layer')}"),
+        ("neurons", f"{model.neurons:,} in {numbers.counted(len(figures), 'layer')}"),
         ("fire for a token", numbers.percent(model.firing_share, 2)),
         ("make 80 % of the firings", numbers.percent(model.neurons_for_80_percent, 2)),
         ("never fired", numbers.counted(model.never_fired, "neuron")),
@@ -282,31 +264,13 @@ def profile_section(anchor: str, profile: FiringProfile) -> PageSection:
     if of.thresholds is not None:
         facts.append(("thresholds are of", of.by))
     pictures = [
-        curves_picture(f"{anchor}-curves", {layer.layer: layer.counts for layer in profile.layers}),
+        curves_picture(f"{anchor}-curves", profile.counts),
         layers_picture(f"{anchor}-layers", figures),
     ]
-    tables = [_layers_table(profile, figures), *_search_tables(of.thresholds, of.by)]
-    parts: list[Part] = [Pictures(pictures), *tables]
+    rows = [(layer, figures[layer.layer], profile.contribution[layer.layer]) for layer in of.layers]
+    layers = Table.of("Each layer", rows, _COLUMNS, words=_WORDS[of.by])
+    parts: list[Part] = [Pictures(pictures), layers, *_search_tables(of.thresholds, of.by)]
     return PageSection(anchor, "profile", str(profile.path), facts, parts)
-
-
-def _layers_table(profile: FiringProfile, figures: Mapping[int, FiringSummary]) -> Table:
-    rows = []
-    for layer in profile.layers:
-        firing, contribution = figures[layer.layer], firing_curve(layer.contribution)
-        rows.append(
-            (
-                str(layer.layer),
-                f"{firing.neurons:,}",
-                numbers.decimal(numbers.measured(layer.threshold)),
-                numbers.percent(firing.firing_share, 2),
-                numbers.percent(firing.neurons_for_80_percent, 2),
-                numbers.percent(share_for(contribution, 0.8), 2),
-                numbers.percent(firing.skewness, 2),
-                f"{firing.never_fired:,}",
-            )
-        )
-    return Table("Each layer", _COLUMNS, rows, words=_WORDS[profile.of.by], folded=len(rows) > UNFOLDED)
 
 
 def _search_tables(search: Mapping[str, Any] | None, by: str) -> list[Table]:

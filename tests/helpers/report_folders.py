@@ -104,7 +104,7 @@ def write_artifact(folder: Path, **report: Any) -> None:
         for row, (layer, part, neurons, predictor) in enumerate(parts)
     ]
     _write(folder / "program.json", {"functions": {"decode": calls}})
-    _write(folder / "report.json", {"schema": 1, "ffn": ffn, "weight_bytes": sizes, **report})
+    _write(folder / "report.json", {"schema": 1, "ffn": ffn, "weight_bytes": sizes, "weight_formats": {}, **report})
     manifest = {
         "format": "picompile-artifact",
         "schema": 4,

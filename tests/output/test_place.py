@@ -4,20 +4,26 @@ import errno
 import fcntl
 import os
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
 
 from picompile.errors import DoesNotFitError, UsageError
-from picompile.output import OutputPath, place, replacing, reserve, writing_file
+from picompile.output import OutputPath, place, reserve, writing_file
 from picompile.output import leftovers as rename
 from picompile.output.leftovers import UnsupportedRenameError
 from picompile.output.lock import acquire
 
 PARTIAL = f".out.{'0' * 16}.partial"
 OLD = f".out.{'0' * 16}.old"
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    with reserve(path, overwrite=True) as reserved, reserved.folder() as folder:
+        yield folder
 
 
 def names(folder: Path) -> set[str]:

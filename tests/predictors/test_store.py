@@ -16,7 +16,7 @@ from helpers.damage import damages, replaced
 from picompile.cli.train import _show as show_predictors
 from picompile.errors import UsageError
 from picompile.frontend.checkpoint import ModuleWeights
-from picompile.predictors.files import load_predictors, save_predictors
+from picompile.predictors.files import load_predictors, write_predictors
 from picompile.predictors.store import BlockShape, LayerPredictor
 from picompile_passes.errors import PassOptionError
 from picompile_passes.formats.packing import dequantize_rows, quantize_rows
@@ -43,13 +43,13 @@ def _tensors() -> dict[str, Tensor]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    save_predictors(tmp_path / "p", LAYERS, _tensors(), MODEL, {"met": True}, [{"layer": 0}])
+    write_predictors(tmp_path / "p", LAYERS, _tensors(), MODEL, {"met": True}, [{"layer": 0}])
     return tmp_path / "p"
 
 
 def test_written_predictors_are_read_back(tmp_path: Path) -> None:
     tensors = _tensors()
-    save_predictors(tmp_path / "p", LAYERS, tensors, MODEL, {"met": True}, [{"layer": 0}])
+    write_predictors(tmp_path / "p", LAYERS, tensors, MODEL, {"met": True}, [{"layer": 0}])
     read = load_predictors(tmp_path / "p")
     assert read.layers == tuple(sorted(LAYERS, key=lambda layer: layer.layer))
     assert (read.fingerprint, read.name) == ("ab" * 16, "some-model")
@@ -62,7 +62,7 @@ def test_written_predictors_are_read_back(tmp_path: Path) -> None:
     # Predictors are the same bytes in whatever order they come, rounded to f16; what is given is left alone.
     given = {name: tensor.float() * (1 + 1e-5) for name, tensor in reversed(tensors.items())}
     before = {name: tensor.clone() for name, tensor in given.items()}
-    save_predictors(tmp_path / "q", LAYERS[::-1], given, MODEL, {"met": True}, [{"layer": 0}])
+    write_predictors(tmp_path / "q", LAYERS[::-1], given, MODEL, {"met": True}, [{"layer": 0}])
     for name in ("predictors.json", "predictors.safetensors"):
         assert (tmp_path / "p" / name).read_bytes() == (tmp_path / "q" / name).read_bytes()
     assert all(torch.equal(given[name], before[name]) for name in before)
@@ -71,7 +71,7 @@ def test_written_predictors_are_read_back(tmp_path: Path) -> None:
 def test_a_predictor_of_the_wrong_shape_is_not_written(tmp_path: Path, folder: Path) -> None:
     before = (folder / "predictors.safetensors").read_bytes()
     with pytest.raises(ValueError, match="layer 2"):
-        save_predictors(folder, LAYERS, _tensors() | {"layers.2.fc2": torch.zeros(NEURONS, 12)}, MODEL)
+        write_predictors(folder, LAYERS, _tensors() | {"layers.2.fc2": torch.zeros(NEURONS, 12)}, MODEL)
     assert (folder / "predictors.safetensors").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["p"]
 
@@ -194,7 +194,7 @@ def described(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp("described") / "p"
     gate = {"bound": 0.001, "dense_perplexity": 9.5, "perplexity": 9.6, "relative_change": 0.0105, "tokens": 126}
     model = {**MODEL, "parameters": 10_000}
-    save_predictors(folder, LAYERS, _tensors(), model, gate, [{"layer": 0, "points": [{"recall": 0.5}]}])
+    write_predictors(folder, LAYERS, _tensors(), model, gate, [{"layer": 0, "points": [{"recall": 0.5}]}])
     return folder, json.loads((folder / "predictors.json").read_text())
 
 

@@ -25,8 +25,8 @@ def test_a_profile_gives_its_counts(tmp_path: Path) -> None:
     profile = found[2]
     assert isinstance(profile, FiringProfile)
     assert profile.of.fingerprint == FINGERPRINT
-    for layer, values in zip(profile.layers, counts, strict=True):
-        np.testing.assert_array_equal(layer.counts, values)
+    for found_counts, values in zip(profile.counts.values(), counts, strict=True):
+        np.testing.assert_array_equal(found_counts, values)
     assert profile.model_figures().firing_share == pytest.approx(np.concatenate(counts).mean() / (8 * 24))
     assert profile.figures()[2].never_fired >= 1
 

@@ -170,21 +170,24 @@ class Comparison:
                     made[source].append(name)
         return {name: tuple(names) for name, names in made.items() if names}
 
-    def status(self, name: str, *, after: bool) -> str:
-        """Return what happened to the node `name` of the first dump, or of the second."""
-        if name in self.changed:
+
+class Side:
+    """One of the two graphs of a comparison, with what is asked of its nodes again and again."""
+
+    def __init__(self, comparison: Comparison, *, after: bool) -> None:
+        self.comparison = comparison
+        self.after = after
+        self.graph: DumpGraph = comparison.after if after else comparison.before
+        self.section = comparison.after_sections if after else comparison.before_sections
+        self.users = users_of(self.graph)
+        self.own = ADDED if after else REMOVED
+        self._own_nodes = frozenset(comparison.added if after else comparison.removed)
+
+    def status(self, name: str) -> str:
+        """Return what happened to a node."""
+        if name in self.comparison.changed:
             return CHANGED
-        if after:
-            return ADDED if name in self._added else SAME
-        return REMOVED if name in self._removed else SAME
-
-    @cached_property
-    def _added(self) -> frozenset[str]:
-        return frozenset(self.added)
-
-    @cached_property
-    def _removed(self) -> frozenset[str]:
-        return frozenset(self.removed)
+        return self.own if name in self._own_nodes else SAME
 
 
 def compare(before: DumpGraph, after: DumpGraph) -> Comparison:

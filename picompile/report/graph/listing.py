@@ -13,9 +13,9 @@ from picompile.report.graph.changes import (
     SAME,
     TAIL,
     Comparison,
+    Side,
     origin_text,
     section_title,
-    users_of,
 )
 from picompile_passes.graph.dump_reader import DumpGraph, DumpNode, replace_nodes
 
@@ -71,7 +71,7 @@ def fold(comparison: Comparison, *, whole: bool) -> list[Fold]:
     `whole` compares all that is in the layers. Otherwise only changes are compared, and layers without are left out.
     """
     layers = layers_of(comparison)
-    sides = [_Side(comparison, layers, after=False), _Side(comparison, layers, after=True)]
+    sides = [_LayeredSide(comparison, layers, after=False), _LayeredSide(comparison, layers, after=True)]
     written = {layer: _write(comparison, layer, sides, whole=whole) for layer in layers}
     groups: dict[tuple[str, ...], list[int]] = {}
     for layer in layers[1:]:
@@ -101,19 +101,16 @@ def _fold(group: list[int], written: Mapping[int, _Written]) -> Fold:
     return Fold(shown, sizes)
 
 
-class _Side:
-    """One of the two graphs, with figures that are needed again and again."""
+class _LayeredSide(Side):
+    """A side with the nodes of each layer, and their positions in it."""
 
     def __init__(self, comparison: Comparison, layers: list[int], *, after: bool) -> None:
-        self.after = after
-        self.graph: DumpGraph = comparison.after if after else comparison.before
-        self.section = comparison.after_sections if after else comparison.before_sections
+        super().__init__(comparison, after=after)
         self.names: dict[int, list[str]] = {layer: [] for layer in layers}
         for name, layer in self.section.items():
             self.names.setdefault(layer, []).append(name)
         self.position = {name: number for names in self.names.values() for number, name in enumerate(names)}
         self.previous = dict(zip(layers[1:], layers, strict=False))
-        self.users = users_of(self.graph)
 
     def is_entry(self, name: str, layer: int) -> bool:
         """Return whether `layer` gets the value of `name` from the layer before, and not from values for all layers."""
@@ -128,13 +125,13 @@ class _Side:
         return f"{self.position[name]} {node.operator} {node.shape}"
 
 
-def _write(comparison: Comparison, layer: int, sides: Iterable[_Side], *, whole: bool) -> _Written:
+def _write(comparison: Comparison, layer: int, sides: Iterable[_LayeredSide], *, whole: bool) -> _Written:
     written = _Written()
     for side in sides:
         written.entries.append("after" if side.after else "before")
         entries: dict[str, int] = {}
         for name in side.names[layer]:
-            status = comparison.status(name, after=side.after)
+            status = side.status(name)
             if whole or status != SAME:
                 written.lines.append(" ".join([status, *_node(side, name, layer, written, entries)]))
     if written.lines:
@@ -142,7 +139,7 @@ def _write(comparison: Comparison, layer: int, sides: Iterable[_Side], *, whole:
     return written
 
 
-def _pairs(comparison: Comparison, layer: int, before: _Side, after: _Side) -> Iterator[str]:
+def _pairs(comparison: Comparison, layer: int, before: _LayeredSide, after: _LayeredSide) -> Iterator[str]:
     """Yield pairs of matching nodes: one of the layer before, one of the layer after."""
     gone = set(comparison.removed)
     for name in before.names[layer]:
@@ -151,7 +148,7 @@ def _pairs(comparison: Comparison, layer: int, before: _Side, after: _Side) -> I
             yield f"{before.position[name]} is {after.position[name] if here else name}"
 
 
-def _node(side: _Side, name: str, layer: int, written: _Written, entries: dict[str, int]) -> Iterator[str]:
+def _node(side: _LayeredSide, name: str, layer: int, written: _Written, entries: dict[str, int]) -> Iterator[str]:
     """Yield all that is said of a node, with everything that is particular to the layer taken out."""
     node = side.graph.nodes[name]
 
@@ -175,7 +172,7 @@ def _weight(node: DumpNode, layer: int) -> str:
     return re.sub(rf"(?:(?<=\.)|^layer_|^){layer}(?=[._])", "own", name, count=1)
 
 
-def _reference(side: _Side, word: str, layer: int, written: _Written, entries: dict[str, int]) -> str:
+def _reference(side: _LayeredSide, word: str, layer: int, written: _Written, entries: dict[str, int]) -> str:
     if word not in side.graph.nodes:
         return word
     section = side.section[word]

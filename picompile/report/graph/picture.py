@@ -8,10 +8,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from picompile.report.graph.changes import HEAD, SAME, TAIL, Comparison, constant_names, origin_text, users_of
+from picompile.report.graph.changes import HEAD, SAME, TAIL, Comparison, Side, constant_names, origin_text
 from picompile.report.graph.layout import NodePosition, Point, Route, lay_out
 from picompile.report.graph.listing import change_text, layers_text
-from picompile_passes.graph.dump_reader import DumpGraph, DumpNode, words_of
+from picompile_passes.graph.dump_reader import DumpNode, words_of
 
 _STRING = re.compile(r"'([^']*)'")
 _SHORT_TYPES = {"float": "f", "bfloat": "bf", "uint": "u", "int": "i"}
@@ -56,15 +56,11 @@ class Box:
     inputs: Mapping[str, str]
 
 
-class Panel:
-    """A graph as boxes. Every node is the subject of one box or one chip, and may be mentioned in others."""
+class Panel(Side):
+    """One of the two graphs as boxes. Every node is the subject of one box or one chip, and mentioned in others."""
 
     def __init__(self, comparison: Comparison, *, after: bool) -> None:
-        self.after = after
-        self.comparison = comparison
-        self.graph: DumpGraph = comparison.after if after else comparison.before
-        self.section = comparison.after_sections if after else comparison.before_sections
-        self.users = users_of(self.graph)
+        super().__init__(comparison, after=after)
         self.constants = constant_names(self.graph)
         self._shown: set[str] = set()
 
@@ -78,16 +74,11 @@ class Panel:
                 yield self._constant_box(name)
         yield from boxes
 
-    def status(self, name: str) -> str:
-        """Return what happened to a node."""
-        return self.comparison.status(name, after=self.after)
-
     def edge_status(self, source: str, target: str) -> str:
         """Return what happened to an edge: `same` if the other graph has it too, between the same nodes."""
         other = self.comparison.before if self.after else self.comparison.after
-        own = "added" if self.after else "removed"
-        kept = self.status(source) != own and self.status(target) != own
-        return SAME if kept and source in other.nodes[target].inputs else own
+        kept = self.own not in (self.status(source), self.status(target))
+        return SAME if kept and source in other.nodes[target].inputs else self.own
 
     def hover(self, name: str) -> str:
         """Return the dump's lines about a node, and its changes."""
