@@ -2,12 +2,14 @@
 
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from picompile.frontend.activation import with_activation
-from picompile.frontend.gguf.model import GgufModel, open_gguf
-from picompile.frontend.gguf.tokenizer import GgufTokenizer, read_gguf_tokenizer
 from picompile.frontend.json_file import read_json_object
+
+if TYPE_CHECKING:
+    from picompile.frontend.gguf.model import GgufModel
+    from picompile.frontend.gguf.tokenizer import GgufTokenizer
 
 
 def is_gguf(model: Path) -> bool:
@@ -25,18 +27,22 @@ def read_config(model: Path, activation: str | None = None) -> dict[str, Any]:
     return with_activation(raw, activation)
 
 
-def opened_gguf(file: Path) -> GgufModel:
+def opened_gguf(file: Path) -> "GgufModel":
     """Return the model in a GGUF file, which is read once as long as it does not change; raises as `open_gguf` does."""
     status = file.stat()
     return _opened(file.resolve(), status.st_mtime_ns, status.st_size)
 
 
 @lru_cache(maxsize=1)
-def _opened(file: Path, changed_ns: int, size: int) -> GgufModel:
+def _opened(file: Path, changed_ns: int, size: int) -> "GgufModel":
+    from picompile.frontend.gguf.model import open_gguf
+
     return open_gguf(file)
 
 
 @lru_cache(maxsize=1)
-def gguf_tokenizer(opened: GgufModel) -> GgufTokenizer:
+def gguf_tokenizer(opened: "GgufModel") -> "GgufTokenizer":
     """Return the tokenizer in a GGUF file; raises as `read_gguf_tokenizer` does."""
+    from picompile.frontend.gguf.tokenizer import read_gguf_tokenizer
+
     return read_gguf_tokenizer(opened.header)

@@ -3,15 +3,14 @@
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-
-from tokenizers import Tokenizer
-from transformers import AutoTokenizer
+from typing import TYPE_CHECKING
 
 from picompile.errors import UnsupportedModelError
-from picompile.frontend.config import quiet_transformers
-from picompile.frontend.gguf.tokenizer import GgufTokenizer
 from picompile.frontend.json_file import read_json_object, read_text, token_ids
 from picompile.frontend.model_file import gguf_tokenizer, is_gguf, opened_gguf
+
+if TYPE_CHECKING:
+    from picompile.frontend.gguf.tokenizer import GgufTokenizer
 
 _COPIED = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 # Without tokenizer.json, transformers can still build a fast tokenizer from one of these.
@@ -30,7 +29,7 @@ class TokenizerFiles:
 
     tokenizer_json: str | None
     folder: Path | None
-    made: GgufTokenizer | None = None
+    made: "GgufTokenizer | None" = None
 
     def write(self, target: Path) -> None:
         """Write the files into an artifact."""
@@ -77,6 +76,9 @@ def _check_descriptions(folder: Path) -> None:
 
 
 def _converted(folder: Path) -> str:
+    from transformers import AutoTokenizer
+
+    from picompile.frontend.config import quiet_transformers
 
     try:
         with quiet_transformers():
@@ -89,6 +91,8 @@ def _converted(folder: Path) -> str:
 
 
 def _check(text: str, folder: Path, vocabulary: int) -> None:
+    from tokenizers import Tokenizer
+
     try:
         tokenizer = Tokenizer.from_str(text)
     except Exception as error:

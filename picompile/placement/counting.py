@@ -14,7 +14,6 @@ from torch.fx import GraphModule, Node
 
 from picompile.choices import KV_DTYPES, MOST_LAYERS, MOST_SEQUENCES, default_kv_dtype
 from picompile.errors import UnsupportedModelError, UsageError
-from picompile.frontend.hf import capture_config
 from picompile.placement.firing import Firing, estimate_rank
 from picompile.placement.model_bytes import LayerBytes, LayerLaunches, ModelBytes, Packing, predicting_early
 from picompile.predictors.store import BlockShape, Predictors, block_shapes
@@ -106,6 +105,8 @@ def config_graph(name: str, config: Mapping[str, Any]) -> GraphModule:
     shape = plain_shape(name, config)
     if shape is not None:
         return shape_graph(shape)
+    from picompile.frontend.hf import capture_config
+
     return canonicalize(capture_config(config))
 
 

@@ -4,16 +4,17 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from picompile.errors import UsageError
-from picompile.predictors.profile.profile import Profile
-from picompile.predictors.store import Predictors
-from picompile.predictors.train.options import TrainOptions, round_rank, start_rank
 from picompile.quantities import parse_share
-from picompile.synth.rates import SKEW, beta_rates, share_of_firings
+
+if TYPE_CHECKING:
+    from picompile.predictors.profile.profile import Profile
+    from picompile.predictors.store import Predictors
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,8 @@ def estimate_rank(hidden: int, neurons: int, layer_parameters: float, firing: Fi
     training's budget, a share of the model's parameters: here of `layer_parameters`, which are a layer's with its part
     of those outside of layers. Without `firing` the budget alone decides.
     """
+    from picompile.predictors.train.options import TrainOptions, round_rank, start_rank
+
     most = max(1, int((TrainOptions().budget * layer_parameters - neurons) // (hidden + neurons)))
     if firing is not None:
         most = min(most, start_rank(hidden, neurons, *_mean_firing(firing)))
@@ -110,7 +113,7 @@ CURVES: Mapping[str, _Curve] = {
 }
 
 
-def firing_of_profile(profile: Profile, batch: int = 1, computed: Mapping[int, float] | None = None) -> Firing:
+def firing_of_profile(profile: "Profile", batch: int = 1, computed: Mapping[int, float] | None = None) -> Firing:
     """Return the firing of a profile's layers, in the profile's order of layers.
 
     `computed` has by layer how many neurons its predictor computes for each one that fires, 1 for layers that it lacks.
@@ -142,7 +145,7 @@ def firing_of_curve(text: str, layers: int, neurons: int, batch: int = 1, comput
     )
 
 
-def computed_ratios(predictors: Predictors) -> dict[int, float]:
+def computed_ratios(predictors: "Predictors") -> dict[int, float]:
     """Return how many neurons each layer's predictor computes for one that fires: as measured, or else as usual."""
     return {
         layer.layer: layer.computed_share / layer.firing_share
@@ -176,12 +179,15 @@ def _parse(text: str) -> _Curve:
 
 def _rates(active: float, neurons: int, skew: float | None) -> NDArray[np.float64]:
     """Return the firing rates of a layer, ascending: float64 [neurons]."""
+    from picompile.synth.rates import SKEW, beta_rates
+
     return beta_rates(active, neurons, SKEW if skew is None else skew)
 
 
 @cache
 def _skew(text: str, active: float, hot: float) -> float:
     """Return the skew with which the share `hot` of the neurons makes 80 % of the firings. Raise `UsageError`."""
+    from picompile.synth.rates import share_of_firings
 
     def reached(skew: float) -> float:
         return share_of_firings(_rates(active, _SAMPLE, skew))

@@ -1,4 +1,7 @@
-"""The bytes of a model to plan and how its neurons fire, from a checkpoint, a profile or a shape."""
+"""The bytes of a model to plan and how its neurons fire, from a checkpoint, a profile or a shape.
+
+Shapes need no transformers, so what captures a model is imported where that is done.
+"""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -16,7 +19,6 @@ from picompile.choices import (
 from picompile.errors import UsageError
 from picompile.frontend.checkpoint import fingerprint
 from picompile.frontend.families import activation_text, find_family
-from picompile.frontend.hf import activation_of, capture_config, load_model
 from picompile.placement.counting import count_bytes, shape_bytes, shortened
 from picompile.placement.firing import COMPUTED_RATIOS, Firing, computed_ratios, firing_of_curve, firing_of_profile
 from picompile.placement.model_bytes import ModelBytes, Packing, predicting_early
@@ -24,7 +26,6 @@ from picompile.placement.model_options import ModelOptions
 from picompile.predictors.files import load_predictors
 from picompile.predictors.profile.options import ProfileOptions
 from picompile.predictors.profile.profile import Profile, load_profile, read_description
-from picompile.predictors.profile.run import profile_model
 from picompile.predictors.store import BlockShape, Predictors, block_shapes
 from picompile.progress import Progress
 from picompile.synth.shapes import find_config
@@ -80,6 +81,8 @@ def made_profile(model: Path, work: Path | None, options: ProfileOptions, progre
 
     Without `work` the profile is deleted at the end of the block, and reads no more text than a plan needs.
     """
+
+    from picompile.predictors.profile.run import profile_model
 
     if work is not None:
         work.mkdir(parents=True, exist_ok=True)
@@ -159,6 +162,8 @@ def _of_config(
                 f"{options.predictors}: has {len(predictors.layers)} layers, the model {_layers(config)}; "
                 "train predictors for this model"
             )
+        from picompile.frontend.hf import capture_config
+
         graph_module = capture_config(config)
         predictors.require_model(fingerprint, _block_shapes(graph_module))
         model = count_bytes(name, graph_module, packing, predictors, ranks)
@@ -170,6 +175,8 @@ def _of_checkpoint(folder: Path, options: ModelOptions, progress: Progress) -> P
     mark = fingerprint(folder, options.activation)
     given = _given(options, mark)
     loaded = _load_predictors(folder, options)
+    from picompile.frontend.hf import load_model
+
     with progress.step("capture"):
         captured = load_model(folder, options.activation)
     if captured.warning is not None:
@@ -221,6 +228,8 @@ def _activation(config: Mapping[str, Any]) -> str:
         return activation_text(config, family, "")
 
     layers = _layers(config)
+    from picompile.frontend.hf import activation_of
+
     return activation_of(shortened(config, layers, min(layers, 2)))
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from picompile.choices import LEAST_CALIBRATION_TOKENS
 from picompile.errors import UsageError
-from picompile.frontend.hf import open_checkpoint
 from picompile.frontend.tokenizer_files import read_tokenizer
 from picompile.predictors.profile.options import WINDOW, ProfileOptions
 from picompile.predictors.profile.text import CalibrationText, library_name, library_texts, read_calibration
@@ -76,6 +75,8 @@ def checkpoint_windows(checkpoint: Path, options: ProfileOptions) -> TextWindows
         UsageError: the texts cannot be read or are too short, or the model has no tokenizer.
         UnsupportedModelError: the model is not supported.
     """
+    from picompile.frontend.hf import open_checkpoint
+
     facts = open_checkpoint(checkpoint, options.activation).facts
     tokenizer = checkpoint_tokenizer(checkpoint, facts.vocab)
     return text_windows(tokenizer, window_size(options, facts.max_positions), options)
@@ -129,6 +130,8 @@ def held_out_windows(
         UsageError: The texts are too short, or the model has no tokenizer.
         UnsupportedModelError: The model is not supported.
     """
+    from picompile.frontend.hf import open_checkpoint
+
     facts = open_checkpoint(model, activation).facts
     tokenizer = checkpoint_tokenizer(model, facts.vocab)
     options = ProfileOptions(held_out=calibration, held_out_tokens=tokens)
