@@ -1,10 +1,11 @@
 """The choices that compiling and planning share, with their limits and defaults."""
 
 import re
+from typing import TypeGuard
 
 from picompile.errors import UsageError
 from picompile.options import Option, one_of
-from picompile_passes.formats import FORMATS
+from picompile_passes.formats import CACHE_FORMATS, FORMATS
 
 # The built-in formats of matrices; packages may offer more, which `FORMATS` has as well.
 QUANTIZATIONS = FORMATS.builtin
@@ -15,7 +16,7 @@ PREDICTORS = ("exact", "learned", "sign", "none")
 # Predictors that are trained, or whose threshold is searched, on text.
 TRAINED = ("learned", "sign")
 # Element types of the key/value cache, and what the code generator calls them.
-KV_DTYPES = {"f16": "float16", "f32": "float32"} | {name: name for name in QUANTIZATIONS if FORMATS[name].cache}
+KV_DTYPES = {"f16": "float16", "f32": "float32"} | {name: name for name in CACHE_FORMATS}
 DEFAULT_CONTEXT = 4096
 MOST_SEQUENCES = 256
 # Tokens of a prompt that are read together: weights are unpacked once for all of them. More would gain a few percent,
@@ -42,6 +43,17 @@ CHUNK_OPTION = Option(
 def default_chunk(context: int, *, on_gpu: bool) -> int:
     """Return how many tokens of a prompt are read together by default; a context of `context` tokens has no more."""
     return max(2, min(GPU_CHUNK if on_gpu else CHUNK, context))
+
+
+def finer_cache(kv_dtype: str) -> str:
+    """Return the key of `KV_DTYPES` that rounds less than `kv_dtype`, which is not f32."""
+    finest_first = ("f32", "f16", *CACHE_FORMATS)
+    return finest_first[finest_first.index(kv_dtype) - 1]
+
+
+def has_spread_cache(kv_dtype: str | None) -> TypeGuard[str]:
+    """Return whether a cache of this type holds each group turned, as `Codec.spread_cache` says."""
+    return kv_dtype is not None and kv_dtype in CACHE_FORMATS and FORMATS[kv_dtype].spread_cache
 
 
 def default_kv_dtype(activation: str) -> str:

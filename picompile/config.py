@@ -22,6 +22,8 @@ from picompile.choices import (
     default_chunk,
     default_kv_dtype,
     default_predictor,
+    finer_cache,
+    has_spread_cache,
     is_budget,
     is_calibrated,
     resolve_context,
@@ -195,8 +197,9 @@ class CompileOptions(PredictorOptions):
         self._require_skipping()
         self._require_use()
         self._require_rounding()
-        if self.kv_dtype == "q4" and gpu is not None:
-            raise UsageError("a KV cache in q4 has no kernels for a GPU; choose q8")
+        if has_spread_cache(self.kv_dtype) and self.back_end and not BACK_ENDS[self.back_end].spread_caches:
+            finer = finer_cache(self.kv_dtype)
+            raise UsageError(f"a KV cache in {self.kv_dtype} has no kernels for {self.back_end}; choose {finer}")
         if self.on_gpu and gpu is None:
             raise UsageError(f"accelerator {self.accelerator} needs a target with a GPU, and {self.target} has none")
         if self.plan is not None:
@@ -388,10 +391,10 @@ def _check_heads(options: CompileOptions, facts: "ModelFacts") -> None:
     """Raise `UsageError` for a model whose heads do not fit the type of the KV cache."""
     from picompile_passes.formats import GROUP
 
-    if options.kv_dtype == "q4" and facts.head_dim % GROUP:
+    if has_spread_cache(options.kv_dtype) and facts.head_dim % GROUP:
         raise UsageError(
-            f"a KV cache in q4 needs heads whose width is a multiple of {GROUP}, and this model's is {facts.head_dim}; "
-            "choose q8"
+            f"a KV cache in {options.kv_dtype} needs heads whose width is a multiple of {GROUP}, and this model's is "
+            f"{facts.head_dim}; choose {finer_cache(options.kv_dtype)}"
         )
 
 

@@ -77,7 +77,7 @@ def test_the_same_inputs_give_the_same_bytes(tiny_model: Path, tmp_path: Path, m
         ({"context": 0}, UsageError, "at least 1"),
         ({"chunk": 1}, UsageError, "at least 2"),
         ({"draft_tokens": 256}, UsageError, "draft tokens must be at least 0 and at most 255, not 256"),
-        ({"kv_dtype": "q4", "target": "4090"}, UsageError, "a KV cache in q4 has no kernels for a GPU; choose q8"),
+        ({"kv_dtype": "q4", "target": "4090"}, UsageError, "a KV cache in q4 has no kernels for cuda; choose q8"),
         ({"sequences": 257}, UsageError, "sequences must be at least 1 and at most 256, not 257"),
     ],
 )

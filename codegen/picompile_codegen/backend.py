@@ -74,6 +74,7 @@ class BackEnd:
         is_gpu: whether it makes code for the GPU of a target.
         panels: whether its kernels read matrices in panels of rows (`weight_panels.py`).
         fuses: whether it has kernels that do what several nodes ask for (`lowering/fusion.py`).
+        spread_caches: whether its attention reads caches whose groups are spread (`Codec.spread_cache`).
         counts: whether its kernels are told how many neurons they compute, so that layers share them
             (`lowering/neuron_bounds.py`).
     """
@@ -86,6 +87,7 @@ class BackEnd:
     is_gpu: bool = False
     panels: bool = True
     fuses: bool = False
+    spread_caches: bool = True
     counts: bool = False
 
     def write_kernel(self, spec: "KernelSpec") -> Any:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from picompile.choices import has_spread_cache
 from picompile.predictors.firing import FiringRule
 from picompile_passes.dialect.sparse_ffn import SparseFfnOperands
 from picompile_passes.formats import GROUP
@@ -83,11 +84,11 @@ def _rounded(rows: Tensor, kv_heads: int, kv_dtype: str) -> Tensor:
     if kv_dtype == "f16":
         return rows.to(torch.float16).to(torch.float32)
     width = rows.shape[-1] // kv_heads
-    if kv_dtype == "q4":
+    if has_spread_cache(kv_dtype):
         rows = _spread(rows)
     packed = quantize_rows(rows.reshape(-1, width), kv_dtype)
     rounded = dequantize_rows(packed, kv_dtype, width).reshape(rows.shape)
-    return _spread(rounded) if kv_dtype == "q4" else rounded
+    return _spread(rounded) if has_spread_cache(kv_dtype) else rounded
 
 
 def _spread(rows: Tensor) -> Tensor:

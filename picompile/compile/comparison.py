@@ -11,7 +11,7 @@ from picompile.accuracy.comparison import CheckpointComparison
 from picompile.accuracy.measure import ComparedArtifact, ComparedText, compare_variants
 from picompile.accuracy.variants import Variant, round_cache, silence_below
 from picompile.artifact.writer import WrittenArtifact
-from picompile.choices import AUTO_BITS, is_budget, is_calibrated
+from picompile.choices import AUTO_BITS, finer_cache, is_budget, is_calibrated
 from picompile.compile.accuracy import runnable_here
 from picompile.compile.passes import all_passes, insert_passes, quantize_pass, run_passes
 from picompile.config import CompileConfig, CompileOptions
@@ -25,9 +25,6 @@ from picompile.predictors.profile.windows import checkpoint_windows
 from picompile.progress import Progress
 from picompile_passes.formats import FORMATS
 from picompile_passes.passes.canonicalize import canonical_form
-
-# The type of a KV cache that rounds less, by type.
-_FINER_CACHE = {"q4": "q8", "q8": "f16", "f16": "f32"}
 
 
 def require_comparable(options: CompileOptions, tokenizer: TokenizerFiles) -> None:
@@ -131,7 +128,7 @@ def _variants(
             "predictors", "predictors", "--predictor exact or none, or larger predictors", graph_module, weights
         )
     if config.kv_dtype != "f32":
-        remedy = f"--kv-dtype {_FINER_CACHE[config.kv_dtype]}"
+        remedy = f"--kv-dtype {finer_cache(config.kv_dtype)}"
         rounded = round_cache(graph_module, config.kv_dtype)
         yield Variant("kv_cache", f"KV cache in {config.kv_dtype}", remedy, graph_module, weights, rounded)
 

@@ -9,6 +9,7 @@ from picompile.choices import (
     KV_DTYPES,
     PREDICTORS,
     check_predictor_quant,
+    has_spread_cache,
 )
 from picompile.errors import UsageError
 from picompile_passes.formats import FORMATS
@@ -38,7 +39,7 @@ class Packing:
         for value, known, name in (
             (self.quant, FORMATS, "quantization"),
             (self.predictor, _known_predictors(self.predictor), "predictor"),
-            (self.kv_dtype or "f16", tuple(name for name in KV_DTYPES if name != "q4"), "KV cache type"),
+            (self.kv_dtype or "f16", tuple(name for name in KV_DTYPES if not has_spread_cache(name)), "KV cache type"),
         ):
             if value not in known:
                 raise UsageError(f"unknown {name} {value!r}; known are {', '.join(known)}")

@@ -32,7 +32,9 @@ def _require() -> None:
     require_nvrtc()
 
 
-BACK_END = BackEnd("cuda", __name__, _begin, _build, _require, is_gpu=True, panels=False, fuses=True, counts=True)
+BACK_END = BackEnd(
+    "cuda", __name__, _begin, _build, _require, is_gpu=True, panels=False, fuses=True, spread_caches=False, counts=True
+)
 
 
 def write_kernel(spec: "KernelSpec") -> "CudaKernel":

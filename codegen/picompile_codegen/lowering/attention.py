@@ -13,7 +13,7 @@ from picompile_codegen.lowering.program import Arg
 from picompile_codegen.lowering.state import state_tensors
 from picompile_codegen.lowering.transfer import ABANDONED, WaitForValue, send, signal
 from picompile_codegen.specs import AttentionSpec, BorrowCacheSpec, CacheWriteSpec, LendCacheSpec, RotarySpec
-from picompile_codegen.specs.arguments import SCALED
+from picompile_passes.formats import CACHE_FORMATS
 from picompile_passes.graph.nodes import arguments, is_call
 from picompile_passes.graph.operands import ATTENTION, ROTARY
 
@@ -100,7 +100,7 @@ def _write(node: Node, x: Mapping[str, Arg], caches: Mapping[str, Arg], sequence
             )
         )
         bindings: Bindings = {"x": x[side], "cache": caches[side]}
-        bindings |= {"cache_scales": caches[f"{side}_scales"]} if options.kv_dtype in SCALED else {}
+        bindings |= {"cache_scales": caches[f"{side}_scales"]} if options.kv_dtype in CACHE_FORMATS else {}
         function.call(kernel, bindings, op="cache", layer=values["layer"])
 
 

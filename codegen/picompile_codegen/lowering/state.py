@@ -4,8 +4,9 @@ from torch.fx import Node
 
 from picompile_codegen.lowering.function import Function
 from picompile_codegen.lowering.program import Arg, Memory, ProgramState
-from picompile_codegen.specs.arguments import SCALED, cache_data, scale_groups
+from picompile_codegen.specs.arguments import cache_data, scale_groups
 from picompile_passes.dialect.state import TOKENS
+from picompile_passes.formats import CACHE_FORMATS
 from picompile_passes.graph.nodes import arguments
 from picompile_passes.graph.operands import state_of
 
@@ -24,7 +25,7 @@ def state_tensors(node: Node, function: Function) -> dict[str, Arg]:
         *rows, dim = (options.context if size == TOKENS else size for size in shape)
         own = f"{name}.{node.meta['layer']}"
         tensors = {name: (own, *cache_data(dtype, dim))}
-        if dtype in SCALED:
+        if dtype in CACHE_FORMATS:
             tensors[f"{name}_scales"] = (f"{own}.scale", "float16", scale_groups(dim))
         for key, (stored, element, width) in tensors.items():
             tensor = ProgramState(

@@ -8,13 +8,11 @@ from typing import Any, Literal
 
 from picompile_codegen.errors import CodegenError
 from picompile_codegen.weight_panels import PANEL_ROWS
-from picompile_passes.formats import FORMATS, GROUP
+from picompile_passes.formats import CACHE_FORMATS, FORMATS, GROUP
 
 STEP_SHAPE = (8,)
 # A flag is a cache line, of which the first element counts.
 FLAG_SHAPE = (16,)
-# Caches whose rows have a scale for every 32 elements.
-SCALED = tuple(name for name in FORMATS.builtin if FORMATS[name].cache)
 
 # A kernel reads `in`, fills `out`, uses `scratch`, adds to the counters of `adds`, reads and writes the `state` of
 # sequences, `sets` a flag, `awaits` one, and writes to `abandons` when it gives up. It finds zeros in `tickets`, and
@@ -108,7 +106,7 @@ class CacheArgument:
         rows = (self.sequences, self.kv_heads, self.context)
         dtype, width = cache_data(self.kv_dtype, self.dim)
         data = KernelArgument(self.name, dtype, (*rows, width), "state")
-        if self.kv_dtype not in SCALED:
+        if self.kv_dtype not in CACHE_FORMATS:
             return (data,)
         return data, KernelArgument(f"{self.name}_scales", "float16", (*rows, scale_groups(self.dim)), "state")
 
@@ -166,17 +164,14 @@ def cache_data(kv_dtype: str, dim: int) -> tuple[str, int]:
     """Return the dtype of rows of a cache, and how many elements a row of `dim` numbers has.
 
     Raises:
-        CodegenError: For q4 and rows that are not whole groups of 32.
+        CodegenError: For rows that are not whole groups of 32, where the format needs these.
     """
-    match kv_dtype:
-        case "q8":
-            return "int8", dim
-        case "q4":
-            if dim % GROUP:
-                raise CodegenError(f"a cache in q4 needs heads whose width is a multiple of {GROUP}, not {dim}")
-            return "uint8", scale_groups(dim) * (GROUP // 2)
-        case _:
-            return kv_dtype, dim
+    if kv_dtype not in CACHE_FORMATS:
+        return kv_dtype, dim
+    codec = FORMATS[kv_dtype]
+    if codec.spread_cache and dim % GROUP:
+        raise CodegenError(f"a cache in {kv_dtype} needs heads whose width is a multiple of {GROUP}, not {dim}")
+    return codec.data_dtype, dim * codec.data_bits // 8
 
 
 def scale_groups(dim: int) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor
 from picompile_passes.dialect.heads import split_heads
 from picompile_passes.dialect.operator import Call, operator
 from picompile_passes.dialect.state import TOKENS, State
+from picompile_passes.formats import CACHE_FORMATS
 
 
 def _keys_and_values(values: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -45,7 +46,7 @@ def _like_values(q: Tensor, v: Tensor, heads: int, kv_heads: int, **_: Any) -> T
     part="mixer",
     dimensions={"q": "TQ", "k": "TK", "v": "TV", "slopes": "S", "sinks": "S"},
     result=_like_values,
-    state=State("positional", _keys_and_values, ("float16", "float32", "q8", "q4"), operands=("k", "v")),
+    state=State("positional", _keys_and_values, ("float16", "float32", *CACHE_FORMATS), operands=("k", "v")),
     checks=(_heads_fit, _window_is_possible),
 )
 def attention(

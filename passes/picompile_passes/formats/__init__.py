@@ -23,6 +23,7 @@ from picompile_passes.formats.codec import (
 from picompile_passes.plugins import Registry, members
 
 __all__ = [
+    "CACHE_FORMATS",
     "COARSE_BITS",
     "E8M0",
     "FLOAT16",
@@ -41,6 +42,9 @@ __all__ = [
 # The formats of this folder, those of the most bits first. `packing` imports torch, and is no format.
 _CODECS = [value for value in members(__name__, skip=("packing",)) if isinstance(value, Codec)]
 FORMATS = Registry[Codec]("weight format", "picompile.formats", Codec, sorted(_CODECS, key=lambda codec: -codec.bits))
+
+# Where keys and values can be stored as quantized rows.
+CACHE_FORMATS = tuple(name for name in FORMATS.builtin if FORMATS[name].cache)
 
 
 def head_format(format_name: str) -> str:

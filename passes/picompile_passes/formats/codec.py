@@ -60,6 +60,8 @@ class Codec:
         calibrated: Whether it rounds so coarsely that calibration is worth its time.
         budget: Whether budgets of bits choose from it.
         cache: Whether keys and values can be stored in it.
+        spread_cache: Whether they are stored as the product of each group, which is whole, and the orthogonal Hadamard
+            matrix, so that one large element does not coarsen the other codes.
         finer: Formats that lose less, the smallest first.
         head: The format of the output head and of embeddings; its own without.
         predictors: The format of predictors' own matrices; its own without.
@@ -79,6 +81,7 @@ class Codec:
     calibrated: bool = False
     budget: bool = False
     cache: bool = False
+    spread_cache: bool = False
     finer: tuple[str, ...] = ()
     head: str = ""
     predictors: str = ""

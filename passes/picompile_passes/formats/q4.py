@@ -17,6 +17,7 @@ CODEC = Codec(
     calibrated=True,
     budget=True,
     cache=True,
+    spread_cache=True,
     finer=("q4m", "q6"),
     # As in q4m.
     head="q6",
