@@ -7,6 +7,7 @@ another machine. A file that cannot be written only costs the time to measure ag
 import platform
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from time import time
 from typing import Any
@@ -44,14 +45,8 @@ def load(machine: "MeasuredMachine", no_gpu: str) -> "LocalMachine | None":
 
 
 def _speed(fields: Fields) -> GpuSpeed:
-    return GpuSpeed(
-        fields.integer("free_bytes"),
-        _positive(fields, "copy_bytes_per_s"),
-        _positive(fields, "down_bytes_per_s"),
-        _positive(fields, "up_bytes_per_s"),
-        _positive(fields, "exchange_s"),
-        _positive(fields, "launch_gap_s"),
-    )
+    free_bytes, *speeds = (each.name for each in dataclass_fields(GpuSpeed))
+    return GpuSpeed(fields.integer(free_bytes), *(_positive(fields, name) for name in speeds))
 
 
 def _positive(fields: Fields, key: str) -> float:

@@ -189,14 +189,9 @@ class Table:
 
     def without_empty(self) -> "Table":
         """Return the table without the columns that hold `NOTHING` in every row."""
-        kept = known_columns(self.rows, len(self.columns))
+        kept = [i for i in range(len(self.columns)) if any(row[i] != NOTHING for row in self.rows)]
         columns = [self.columns[i] for i in kept]
         return replace(self, columns=columns, rows=[[row[i] for i in kept] for row in self.rows])
-
-
-def known_columns(rows: Sequence[Sequence[str]], columns: int) -> list[int]:
-    """Return the numbers of the columns that hold something in some row."""
-    return [i for i in range(columns) if any(row[i] != NOTHING for row in rows)]
 
 
 Part = Pictures | Table

@@ -1,7 +1,6 @@
 """The report: recognize and read its sources, summarize them in a table, and render the page."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 from picompile.errors import UsageError
@@ -12,7 +11,7 @@ from picompile.report import numbers
 from picompile.report.artifact import artifact_section
 from picompile.report.artifact_facts import ArtifactFacts, read_artifact
 from picompile.report.layer_figures import LayerFigures, of_predictors, parameters_text
-from picompile.report.numbers import PageSection, relative_change
+from picompile.report.numbers import PageSection, Table, relative_change
 from picompile.report.plan import PlanFacts, gain_text, is_json_object, plan_section, read_plan_facts, taken_text
 from picompile.report.plan_pictures import hot_shares
 from picompile.report.predictors import predictors_section
@@ -82,33 +81,15 @@ COLUMNS = (
 TEXTS = frozenset({"model", "predictor", "planned for"})
 
 
-@dataclass(frozen=True)
-class SummaryRow:
-    """A source's row in the summary: its kind, the link to its section, and a figure for each of some columns."""
-
-    anchor: str
-    kind: str
-    name: str
-    cells: Sequence[str]
-
-
-def summary_row(anchor: str, source: Source) -> SummaryRow:
-    """Return the row of a source, with a dash for unknown figures."""
+def _cells(source: Source) -> dict[str, str]:
+    """Return what is known of a source, by columns of the summary."""
     if isinstance(source, FiringProfile):
-        kind, cells = "profile", _profile(source)
-    elif isinstance(source, Predictors):
-        kind, cells = "predictors", _predictors(source)
-    elif isinstance(source, PlanFacts):
-        kind, cells = "plan", {"model": source.plan.model, "predictor": source.plan.predictor, **_plan(source.plan)}
-    else:
-        kind, cells = "artifact", _artifact(source)
-    return SummaryRow(anchor, kind, str(source.path), [cells.get(column, numbers.NOTHING) for column in COLUMNS])
-
-
-def without_empty(rows: Sequence[SummaryRow]) -> tuple[list[str], list[SummaryRow]]:
-    """Return the columns that are not empty in all rows, and the rows with only these columns."""
-    kept = numbers.known_columns([row.cells for row in rows], len(COLUMNS))
-    return [COLUMNS[i] for i in kept], [replace(row, cells=[row.cells[i] for i in kept]) for row in rows]
+        return _profile(source)
+    if isinstance(source, Predictors):
+        return _predictors(source)
+    if isinstance(source, PlanFacts):
+        return {"model": source.plan.model, "predictor": source.plan.predictor, **_plan(source.plan)}
+    return _artifact(source)
 
 
 def _profile(source: FiringProfile) -> dict[str, str]:
@@ -199,8 +180,9 @@ def render_report(sources: Sequence[Source], advance: Callable[[int], None] = la
     for number, source in enumerate(sources, 1):
         sections.append(_section(f"s{number}", source, profiles))
         advance(1)
-    columns, rows = without_empty([summary_row(f"s{number}", source) for number, source in enumerate(sources, 1)])
-    return render("report", "report", "picompile report", columns=columns, rows=rows, sections=sections, texts=TEXTS)
+    cells = [[known.get(column, numbers.NOTHING) for column in COLUMNS] for known in map(_cells, sources)]
+    summary = Table("summary", COLUMNS, cells, TEXTS).without_empty()
+    return render("report", "report", "picompile report", summary=summary, sections=sections)
 
 
 def _section(anchor: str, source: Source, profiles: Sequence[FiringProfile]) -> PageSection:

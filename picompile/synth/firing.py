@@ -5,18 +5,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from picompile.synth import rates as firing_rates
-from picompile.synth.rates import SKEW
 from picompile.synth.writer import Recipe
 from picompile_passes.dialect.activations import parse_activation
 
 # Pooled samples that make a layer's quantile function; enough for tails of one in 100,000.
 _POOL = 1 << 20
-
-
-def beta_rates(active: float, neurons: int, skew: float = SKEW) -> Tensor:
-    """Return `rates.beta_rates` as a tensor, float64 [neurons]."""
-    return torch.from_numpy(firing_rates.beta_rates(active, neurons, skew))
 
 
 def firing_offsets(levels: Tensor, rates: Tensor) -> Tensor:
@@ -37,11 +30,6 @@ def firing_offsets(levels: Tensor, rates: Tensor) -> Tensor:
     beyond = (wanted - wanted.clamp(-edge, edge)) * ordered.std()
     offsets: Tensor = interpolate(wanted, scores, quantiles) + beyond
     return offsets
-
-
-def share_of_firings(rates: Tensor, share: float = 0.8) -> float:
-    """Return `rates.share_of_firings` of a tensor [neurons]."""
-    return firing_rates.share_of_firings(rates.to(torch.float64).numpy(), share)
 
 
 def interpolate(at: Tensor, x: Tensor, y: Tensor) -> Tensor:

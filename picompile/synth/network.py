@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from picompile.synth.firing import Neurons, make_neurons, share_of_firings
+from picompile.synth.firing import Neurons, make_neurons
+from picompile.synth.rates import share_of_firings
 from picompile.synth.tokens import Tokens, calibration_tokens
 from picompile.synth.writer import CONSTANT, Recipe
 from picompile_passes.dialect.rms_norm import rms_norm
@@ -236,7 +237,7 @@ def _measure(recipe: Recipe, neurons: Neurons, checked: Tensor) -> SynthesizedFi
         rate=float(fired.float().mean()),
         recall=both / max(1.0, float(fired.sum())),
         precision=both / max(1.0, float(predicted.sum())),
-        hot_share=share_of_firings(recipe.rates),
+        hot_share=share_of_firings(recipe.rates.numpy()),
     )
 
 

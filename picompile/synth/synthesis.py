@@ -1,8 +1,6 @@
 """The synthesis of a checkpoint: from a shape and a firing rate to a Hugging Face folder."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +10,8 @@ import torch
 from picompile.errors import UsageError
 from picompile.output import reserve
 from picompile.progress import NoProgress, Progress
-from picompile.synth.firing import beta_rates
 from picompile.synth.network import SynthesizedFiring, make_network
+from picompile.synth.rates import beta_rates
 from picompile.synth.shapes import ModelShape, tensor_shapes
 from picompile.synth.tokens import write_tokenizer
 from picompile.synth.writer import (
@@ -83,8 +81,12 @@ def synthesize(
         check_disk(output, sum(needed))
         _write_json(folder / "config.json", {**shape.config, "dtype": _CONFIG_DTYPES[dtype]})
         write_tokenizer(shape, folder)
-        with _writers(folder, weights, predictors, dtype) as writers:
-            recipe = _recipe(shape, active, seed, rank, *writers)
+        # Predictors are one file, whatever their size.
+        with (
+            CheckpointWriter(folder, "model", weights, dtype, SHARD_BYTES) as weight_writer,
+            CheckpointWriter(folder, "predictors", predictors, dtype, needed[1] + 1) as predictor_writer,
+        ):
+            recipe = _recipe(shape, active, seed, rank, weight_writer, predictor_writer)
             title = f"Synthesizing {shape.name}"
             with torch.inference_mode(), (progress or NoProgress()).step(title, shape.layers + 2) as advance:
                 layers = make_network(recipe, advance)
@@ -121,7 +123,7 @@ def _recipe(
         shape=shape,
         seed=seed,
         rank=rank,
-        rates=beta_rates(active, shape.ffn),
+        rates=torch.from_numpy(beta_rates(active, shape.ffn)),
         direction=direction,
         signs=signs,
         subspace=random_subspace(seed, directions, torch.stack([direction, direction * signs])),
@@ -149,18 +151,6 @@ def _predictor_table(shape: ModelShape, rank: int) -> Table:
             (f"layers.{layer}.bias", (shape.ffn,)),
         )
     ]
-
-
-@contextmanager
-def _writers(
-    folder: Path, weights: Table, predictors: Table, dtype: str
-) -> Iterator[tuple[CheckpointWriter, CheckpointWriter]]:
-    predictor_bytes = table_bytes(predictors, dtype) + 1
-    with (
-        CheckpointWriter(folder, "model", weights, dtype, SHARD_BYTES) as weight_writer,
-        CheckpointWriter(folder, "predictors", predictors, dtype, predictor_bytes) as predictor_writer,
-    ):
-        yield weight_writer, predictor_writer
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from picompile.errors import UsageError
 from picompile.placement.firing import CURVES, Firing, computed_ratios, firing_of_curve, firing_of_profile
 from picompile.predictors.profile.profile import LayerProfile, Profile
 from picompile.predictors.store import LayerPredictor, Predictors
-from picompile.synth.firing import beta_rates, share_of_firings
+from picompile.synth.rates import beta_rates, share_of_firings
 
 
 class Counted(Profile):
@@ -35,7 +35,7 @@ def profile() -> Profile:
 
 def hot(shares: NDArray[np.float64]) -> float:
     """The share of the neurons that makes 80 % of the firings."""
-    return share_of_firings(torch.from_numpy(shares.ravel().copy()))
+    return share_of_firings(shares.ravel())
 
 
 def stacked(firing: Firing) -> NDArray[np.float64]:
@@ -100,7 +100,7 @@ def test_curves_are_those_of_the_paper(name: str, layers: int, active: float, of
 def test_plain_shares() -> None:
     for text in ("12.5%", " 0.125 "):
         for layer in firing_of_curve(text, 3, 777).layers:
-            assert layer.shares.tolist() == beta_rates(0.125, 777).flip(0).tolist()
+            assert layer.shares.tolist() == beta_rates(0.125, 777)[::-1].tolist()
     for share, few in ((0.1, 0.3), (0.03, 0.2), (0.4, 0.6)):
         shares = firing_of_curve(f"{share}:{few}", 1, 1000).layers[0].shares
         assert shares.mean() == pytest.approx(share, rel=1e-6)

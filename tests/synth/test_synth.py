@@ -17,7 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from helpers.products import sampled
 from picompile.errors import DoesNotFitError, UnsupportedModelError, UsageError
 from picompile.frontend.bamboo import BambooConfig, BambooForCausalLM, FatReLU
-from picompile.synth.firing import beta_rates, firing_offsets, share_of_firings
+from picompile.synth.firing import firing_offsets
+from picompile.synth.rates import beta_rates, share_of_firings
 from picompile.synth.shapes import SHAPES, find_config, find_shape, shape_from_config, tensor_shapes
 from picompile.synth.synthesis import Synthesis, synthesize
 from picompile.synth.writer import CheckpointWriter
@@ -117,7 +118,7 @@ def test_predictors_know_the_few_neurons_that_make_most_firings(make: Make, name
     fired, predicted = [], []
     for layer, (x, mask) in enumerate(zip(watch.inputs, watch.fired, strict=True)):
         # Neurons that all fired alike would need 80 % of themselves for 80 % of the firings.
-        assert share_of_firings(mask.double().mean(0)) < 0.45
+        assert share_of_firings(mask.double().mean(0).numpy()) < 0.45
         fc1, fc2, bias = (predictors[f"layers.{layer}.{part}"].float() for part in ("fc1", "fc2", "bias"))
         assert fc1.shape[0] == fc2.shape[1] == 32
         fired.append(mask.flatten())
@@ -267,7 +268,7 @@ def test_a_checkpoint_with_a_hole_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("active", (0.001, 0.03, 0.5, 0.7, 1.0))
 def test_rates_are_a_beta_distribution(active: float) -> None:
-    rates = beta_rates(active, 1000)
+    rates = torch.from_numpy(beta_rates(active, 1000))
     assert rates.mean().item() == pytest.approx(active, rel=1e-6)
     assert (rates.diff() >= 0).all() and rates[0] >= 0 and rates[-1] <= 1
     a = 0.5 if active <= 0.5 else 0.5 * active / max(1 - active, 1e-12)

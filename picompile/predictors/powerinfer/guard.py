@@ -82,11 +82,7 @@ def _request(source: PredictorSource, folder: Path, limits: GuardLimits) -> dict
     return {
         "parent": os.getpid(),
         "output": str(folder.absolute()),
-        "limits": {
-            "memory_bytes": limits.memory_bytes,
-            "cpu_s": limits.cpu_s,
-            "file_bytes": limits.file_bytes,
-        },
+        "limits": {name: value for name, value in vars(limits).items() if name != "wall_s"},
         "gguf": None if source.header is None else _gguf_request(source, source.header),
         "files": {str(layer): str(file.absolute()) for layer, file in source.files.items()},
         "activations": {str(layer): str(file.absolute()) for layer, file in source.activations.items()},
