@@ -29,7 +29,7 @@ from picompile.choices import (
     resolve_context,
 )
 from picompile.errors import UsageError
-from picompile.machine import gpu_of
+from picompile.machine.targets import gpu_of
 from picompile.options import OVERWRITE, check_options, documented, option
 from picompile.placement.machine import (
     HOST_BANDWIDTH,
@@ -45,7 +45,7 @@ from picompile_codegen.registry import BACK_ENDS
 
 if TYPE_CHECKING:
     from picompile.frontend.captured import ModelFacts
-    from picompile.machine import Target
+    from picompile.machine.targets import Target
     from picompile.placement.plan import Plan
     from picompile.skipping.search import FoundLimits
 

@@ -75,7 +75,7 @@ def _code_for_this_machine() -> Iterator[None]:
     Tests of several instruction sets ask for `every_isa`. Prompts in bfloat16 would be too far from eager PyTorch; they
     have tests of their own.
     """
-    from picompile.machine import TARGETS, find_native_target
+    from picompile.machine.targets import TARGETS, find_native_target
     from picompile_codegen.build.isa import BF16_BASE, ISAS
 
     native = find_native_target()
@@ -91,7 +91,7 @@ def _code_for_this_machine() -> Iterator[None]:
 @pytest.fixture
 def every_isa(monkeypatch: pytest.MonkeyPatch) -> None:
     """The targets as users have them."""
-    from picompile.machine import TARGETS
+    from picompile.machine.targets import TARGETS
 
     for name, row in ALL_TARGETS.items():
         monkeypatch.setitem(TARGETS, name, row)

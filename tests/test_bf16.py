@@ -12,7 +12,7 @@ from helpers.support import Cli
 from picompile.compile import bf16, compile_model
 from picompile.config import CompileOptions
 from picompile.frontend.module import capture_module
-from picompile.machine import TARGETS
+from picompile.machine.targets import TARGETS
 from picompile_codegen.build.isa import BF16_BASE
 from picompile_runtime.devices.machine import is_machine, missing_features
 from picompile_runtime.errors import RequestError

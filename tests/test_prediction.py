@@ -26,7 +26,7 @@ from picompile.errors import AccuracyError, UsageError
 from picompile.frontend.captured import Captured
 from picompile.frontend.checkpoint import fingerprint
 from picompile.frontend.hf import load_model
-from picompile.machine import TARGETS
+from picompile.machine.targets import TARGETS
 from picompile.predictors import files as predictor_files
 from picompile.predictors.accuracy import check_artifact
 from picompile.predictors.files import load_predictors

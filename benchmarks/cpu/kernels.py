@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from benchmarks.cpu.kernel_calls import Arguments, KernelCalls, copied_arguments, fill_with_bytes
 from benchmarks.script import argument_parser
-from picompile.machine import find_native_target
+from picompile.machine.targets import find_native_target
 from picompile_codegen import cpu
 from picompile_codegen.build.host_library import build_host_library
 from picompile_codegen.build.isa import ISAS, targeting

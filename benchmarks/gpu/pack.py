@@ -26,7 +26,7 @@ from benchmarks.gpu.prepared import LLAMA_PROGRAM
 from benchmarks.gpu.sources import SCHEMA, commit, sources_digest, tracked_bytes
 from benchmarks.gpu.split import Planned
 from benchmarks.script import argument_parser
-from picompile.machine import TARGETS
+from picompile.machine.targets import TARGETS
 from picompile.synth.shapes import find_shape, shape_from_config
 from picompile_codegen.build.host_library import build_host_library
 from picompile_codegen.build.isa import ISAS

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from picompile.machine import TARGETS
+from picompile.machine.targets import TARGETS
 from picompile.placement.firing import Firing, LayerFiring
 from picompile.placement.machine import Machine, machine_of
 from picompile.placement.model_bytes import LayerBytes, LayerLaunches, ModelBytes

@@ -16,7 +16,7 @@ from functools import cache
 
 from benchmarks.placement.models import GIB, WEIGHT_BYTES
 from benchmarks.script import argument_parser, markdown, write_json
-from picompile.machine import SYNC_S, TARGETS
+from picompile.machine.targets import SYNC_S, TARGETS
 from picompile.placement import policies
 from picompile.placement.counting import shape_bytes
 from picompile.placement.firing import Firing, firing_of_curve

@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.placement.models import GIB, Row, everything_bytes, placed_bytes, repeated
 from picompile.errors import SolverError
-from picompile.machine import TARGETS
+from picompile.machine.targets import TARGETS
 from picompile.placement import policies
 from picompile.placement.counting import shape_bytes
 from picompile.placement.firing import firing_of_curve

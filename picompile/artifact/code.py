@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from picompile.machine import find_compiled_targets, gpu_of, native_target
+from picompile.machine.targets import find_compiled_targets, gpu_of, native_target
 from picompile.progress import Progress
 from picompile_codegen.backend import CodeTarget
 from picompile_codegen.build.host_library import build_host_library, require_c_compilers

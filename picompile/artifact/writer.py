@@ -13,7 +13,7 @@ from picompile.artifact.code import AcceleratorTarget, Code, build_code
 from picompile.artifact.reuse import unchanged_tensors
 from picompile.frontend.captured import Captured
 from picompile.frontend.tokenizer_files import TokenizerFiles, generation_eos
-from picompile.machine import find_compiled_targets
+from picompile.machine.targets import find_compiled_targets
 from picompile.output.files import json_bytes
 from picompile.progress import Progress
 from picompile_codegen.lowering.lower import Lowered

@@ -19,7 +19,7 @@ from picompile.cli.checks import format_bytes
 from picompile.cli.options import DebugOption, JsonOption
 from picompile.cli.progress import progress
 from picompile.errors import PicompileError
-from picompile.machine import TARGETS, find_native_target
+from picompile.machine.targets import TARGETS, find_native_target
 
 if TYPE_CHECKING:
     from picompile.machine.measured import LocalMachine

@@ -13,7 +13,7 @@ from picompile.cli.options import DebugOption, JsonOption, OverwriteOption
 from picompile.cli.plan_show import show_plan
 from picompile.cli.progress import progress
 from picompile.errors import UsageError
-from picompile.machine import may_have_gpu
+from picompile.machine.targets import may_have_gpu
 from picompile.output import parents_of
 from picompile.placement.goal import PlanGoal
 from picompile.placement.machine import MachineOptions, check_machine_options, find_machine

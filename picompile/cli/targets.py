@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from picompile.cli.checks import format_bytes
 from picompile.cli.options import DebugOption, JsonOption
-from picompile.machine import TARGETS, Target
+from picompile.machine.targets import TARGETS, Target
 
 _WIDTH = 120
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from picompile.errors import UsageError
-from picompile.machine import HOST_EFFICIENCY, LOCAL, TARGETS, Target, find_row
+from picompile.machine.targets import HOST_EFFICIENCY, LOCAL, TARGETS, Target, find_row
 from picompile.options import Option, option
 from picompile.quantities import parse_bandwidth, parse_budget, parse_bytes
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from picompile.errors import UsageError
-from picompile.machine import LOCAL, Target
+from picompile.machine.targets import LOCAL, Target
 from picompile.placement.model_bytes import STAGING_BYTES, ModelBytes
 from picompile.placement.plan import Plan
 

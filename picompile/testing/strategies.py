@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx import GraphModule
 
-from picompile.machine import TARGETS, Target
+from picompile.machine.targets import TARGETS, Target
 from picompile.testing.captured.decoder import captured_decoders
 from picompile.testing.shapes import build, shapes
 from picompile.testing.weights import skipping_predictors

@@ -20,7 +20,7 @@ from picompile.compile.passes import pipeline_passes, run_passes
 from picompile.config import CompileOptions, resolve
 from picompile.errors import AccuracyError, UsageError
 from picompile.frontend.hf import load_model
-from picompile.machine import TARGETS
+from picompile.machine.targets import TARGETS
 from picompile.progress import NoProgress
 from picompile_codegen import cuda
 from picompile_codegen.cuda.build import FILES, build_cuda

@@ -8,7 +8,7 @@ import pytest
 
 from helpers.refusals import assert_refused
 from helpers.support import CPU_TARGET, BuildOnce, Cli, compile_for_test
-from picompile.machine import find_native_target
+from picompile.machine.targets import find_native_target
 from picompile_codegen.build.host_library import c_compiler
 from picompile_codegen.build.isa import BF16_BASE, ISAS
 from picompile_codegen.errors import ToolchainError

@@ -18,8 +18,8 @@ from helpers.refusals import assert_refused
 from helpers.support import BUNDLED_MODEL, BuildOnce, Cli, compile_for_test
 from picompile.cli.plan_show import verdict
 from picompile.machine import measured as local
-from picompile.machine import pcie_bytes_per_s
 from picompile.machine.host import Host
+from picompile.machine.targets import pcie_bytes_per_s
 from picompile.placement.plan import MemoryRow, Plan
 from picompile.placement.plan_file import read_plan
 from picompile.synth.shapes import SHAPES

@@ -12,11 +12,11 @@ import pytest
 from helpers.refusals import assert_refused
 from helpers.support import Cli
 from picompile.cli import doctor
-from picompile.machine import TARGETS, find_native_target
 from picompile.machine import measured as local
 from picompile.machine.gpu import GpuName, GpuSpeed
 from picompile.machine.host import Host
 from picompile.machine.measured import cache_file, measure_local
+from picompile.machine.targets import TARGETS, find_native_target
 from picompile_runtime.devices.cuda.driver import CudaError
 
 GPU = GpuName("GPU of nobody", "12.4", 89, 24 * 10**9)

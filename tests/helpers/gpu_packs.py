@@ -19,7 +19,7 @@ from benchmarks.gpu.sources import SCHEMA, sources_digest
 from helpers.fake_cuda.fixtures import fake_cuda, fake_library
 from helpers.kernels.emulator import Emulated
 from helpers.support import BuildOnce, save_tiny_llama
-from picompile.machine import native_target
+from picompile.machine.targets import native_target
 from picompile.synth.shapes import shape_from_config
 from picompile_codegen.build.host_library import build_host_library
 

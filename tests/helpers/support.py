@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from picompile.machine import TARGETS
+from picompile.machine.targets import TARGETS
 
 ROOT = Path(__file__).resolve().parents[2]
 BUNDLED_MODEL = ROOT / "models" / "tiny-reglu"

@@ -14,12 +14,13 @@ import psutil
 import pytest
 
 from helpers.damage import places, replaced, without
-from picompile.machine import LAUNCH_READS_S, TARGETS, gpu, host
+from picompile.machine import gpu, host
 from picompile.machine import measured as local
 from picompile.machine.gpu import GpuName, GpuSpeed
 from picompile.machine.host import Host, cpu_name, host_memory, measure_host
 from picompile.machine.kept import keep
 from picompile.machine.measured import LocalMachine, cache_file, cached_local, find_target, measure_local
+from picompile.machine.targets import LAUNCH_READS_S, TARGETS
 from picompile_runtime.devices.cuda.driver import CudaError
 
 GPU = GpuName("GPU of nobody", "12.4", 89, 9_000_000_001)

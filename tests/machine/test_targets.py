@@ -8,8 +8,8 @@ from dataclasses import fields
 import pytest
 
 from picompile.errors import TargetError
-from picompile.machine import LOCAL, TARGETS, find_compiled_targets, gpu_of, target_names
 from picompile.machine.measured import find_target
+from picompile.machine.targets import LOCAL, TARGETS, find_compiled_targets, gpu_of, target_names
 from picompile_runtime import MachineError
 from picompile_runtime.devices import machine
 

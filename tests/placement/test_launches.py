@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from helpers.families import config_of
 from picompile.choices import KV_DTYPES
 from picompile.frontend.hf import capture_config
-from picompile.machine import TARGETS
+from picompile.machine.targets import TARGETS
 from picompile.placement.counting import count_bytes
 from picompile.placement.firing import Firing, LayerFiring
 from picompile.placement.machine import machine_of

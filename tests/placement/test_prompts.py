@@ -8,7 +8,7 @@ import pytest
 from helpers.families import config_of
 from picompile.errors import DoesNotFitError, UsageError
 from picompile.frontend.hf import capture_config
-from picompile.machine import TARGETS
+from picompile.machine.targets import TARGETS
 from picompile.placement import counting
 from picompile.placement.firing import Firing, LayerFiring
 from picompile.placement.machine import machine_of

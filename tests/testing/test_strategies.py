@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from picompile.machine import TARGETS, Target
+from picompile.machine.targets import TARGETS, Target
 from picompile.testing import (
     LLAMA,
     SKIPPING_KINDS,

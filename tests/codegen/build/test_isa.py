@@ -10,7 +10,7 @@ import pytest
 import tvm
 from tvm.target.codegen import llvm_get_cpu_features
 
-from picompile.machine import TARGETS
+from picompile.machine.targets import TARGETS
 from picompile_codegen import cpu
 from picompile_codegen.build import host_library as build
 from picompile_codegen.build.host_library import build_host_library, llvm_target
