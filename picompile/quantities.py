@@ -7,6 +7,8 @@ from fractions import Fraction
 
 from picompile.errors import UsageError
 
+# The largest float32, in which activations are computed and thresholds compared.
+LARGEST_FLOAT32 = 3.4028234663852886e38
 # No count has more digits, and Python reads no number of more than 4,300.
 _MOST_DIGITS = 18
 

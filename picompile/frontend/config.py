@@ -15,8 +15,9 @@ from typing import Any
 
 from picompile.choices import MOST_LAYERS
 from picompile.errors import UnsupportedModelError
-from picompile.frontend.families import LARGEST_FLOAT32, Family, check_config, rope_limit, text_config
+from picompile.frontend.families import Family, check_config, rope_limit, text_config
 from picompile.frontend.json_file import token_ids
+from picompile.quantities import LARGEST_FLOAT32
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeGuard, cast
 
 from picompile.errors import UnsupportedModelError
+from picompile.quantities import LARGEST_FLOAT32
 
 # How transformers calls the activations that the dialect has.
 ACTIVATIONS = {
@@ -29,9 +30,6 @@ ACTIVATIONS = {
     "swish": "silu",
     "tanh": "tanh",
 }
-
-# The largest float32, in which activations are computed.
-LARGEST_FLOAT32 = 3.4028234663852886e38
 
 # Rotary embeddings whose frequencies do not depend on how long the text is.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")

@@ -1,8 +1,9 @@
 """The table of targets, and lookups in it by name and by what this machine's processor can run. Measures nothing."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from picompile.errors import TargetError
+from picompile_codegen.build.isa import ISAS
 
 # Names beside those of the rows: this machine as measured, and the best row that this machine's processor can run.
 LOCAL = "local"
@@ -32,12 +33,8 @@ HOST_EFFICIENCY = 0.7
 # Transfers per second and lane, of which 128 of 130 bits are data. (PCIe 3.0, 4.0 and 5.0, base specifications.)
 _PCIE_TRANSFERS_PER_S = {3: 8e9, 4: 16e9, 5: 32e9}
 
-# The instruction sets that code is made for are those of picompile_codegen.build.isa, which is not imported here: a
-# command that only runs models loads no compiler.
-_CPU_FEATURES = ("abm", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe")
 # The host code of targets with a GPU; people whose processor has AVX-512 need not ask for it.
 _HOST_ISAS = ("x86-64-v4-vnni", "x86-64-v3")
-_AVX512_FEATURES = (*_CPU_FEATURES, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 
 
 @dataclass(frozen=True)
@@ -102,11 +99,8 @@ def _gpu(
     `tensor_tflops` are those of float16 with float32 sums, without sparsity, in NVIDIA's white papers of the
     architectures. Consumer GPUs since Ampere have twice their float32 rate, and Turing's four times.
     """
-    return Target(
-        name,
-        description,
-        machine="x86_64",
-        features=_CPU_FEATURES,
+    return replace(
+        _cpu(name, description, *_HOST_ISAS),
         sm=sm,
         vram_bytes=vram_gib * 2**30,
         gpu_bytes_per_s=bus_bits * pin_bits_per_s / 8,
@@ -115,34 +109,24 @@ def _gpu(
         launch_s=LAUNCH_S,
         tensor_flops_per_s=tensor_tflops * 1e12,
         source=source,
-        isas=_HOST_ISAS,
         back_end="cuda",
     )
 
 
-def _cpu(name: str, description: str, features: tuple[str, ...], *isas: str) -> Target:
-    return Target(name, description, "x86_64", features, isas=isas)
+def _cpu(name: str, description: str, *isas: str) -> Target:
+    """Return a row without a GPU. Its processor has the least of `isas`, which is the last."""
+    least = ISAS[isas[-1]]
+    return Target(name, description, least.machine, least.features, isas=isas)
 
 
 # Compute capabilities: https://developer.nvidia.com/cuda-gpus
 _ROWS = (
-    _cpu("cpu", "x86-64-v3 and v4 VNNI", _CPU_FEATURES, *_HOST_ISAS),
-    _cpu("cpu-avx2", "x86-64-v3: AVX2", _CPU_FEATURES, "x86-64-v3"),
-    _cpu("cpu-avx512", "x86-64-v4: AVX-512", _AVX512_FEATURES, "x86-64-v4"),
-    _cpu("cpu-avx512-vnni", "x86-64-v4 and VNNI", (*_AVX512_FEATURES, "avx512_vnni"), "x86-64-v4-vnni"),
-    _cpu(
-        "cpu-avx512-bf16",
-        "x86-64-v4, VNNI and bfloat16",
-        (*_AVX512_FEATURES, "avx512_vnni", "avx512_bf16"),
-        "x86-64-v4-bf16",
-    ),
-    Target(
-        "cpu-arm64",
-        "AArch64, dot products",
-        "aarch64",
-        ("asimd", "asimddp", "asimdhp", "fphp"),
-        isas=("aarch64-dotprod",),
-    ),
+    _cpu("cpu", "x86-64-v3 and v4 VNNI", *_HOST_ISAS),
+    _cpu("cpu-avx2", "x86-64-v3: AVX2", "x86-64-v3"),
+    _cpu("cpu-avx512", "x86-64-v4: AVX-512", "x86-64-v4"),
+    _cpu("cpu-avx512-vnni", "x86-64-v4 and VNNI", "x86-64-v4-vnni"),
+    _cpu("cpu-avx512-bf16", "x86-64-v4, VNNI and bfloat16", "x86-64-v4-bf16"),
+    _cpu("cpu-arm64", "AArch64, dot products", "aarch64-dotprod"),
     _gpu(
         "2080ti",
         "GeForce RTX 2080 Ti",

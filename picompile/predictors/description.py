@@ -18,9 +18,6 @@ from picompile.frontend.checkpoint import one_line
 from picompile_runtime import ArtifactError
 from picompile_runtime.artifact.fields import Fields
 
-# The largest float32: thresholds are compared in float32.
-LARGEST_F32 = 3.4028234663852886e38
-
 
 def read_object(path: Path, format_name: str, what: str) -> dict[str, Any]:
     """Return the JSON object in `path`, whose `format` must be `format_name`.

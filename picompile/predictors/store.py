@@ -10,7 +10,8 @@ from torch.fx import GraphModule
 
 from picompile.errors import UsageError
 from picompile.frontend.checkpoint import READ_ERRORS, TensorHeader, one_line, open_file
-from picompile.predictors.description import LARGEST_F32, choice, figure, layer_number, number
+from picompile.predictors.description import choice, figure, layer_number, number
+from picompile.quantities import LARGEST_FLOAT32
 from picompile_passes.formats.packing import dequantize_rows, quantize_rows
 from picompile_passes.graph.materialize import WeightSource
 from picompile_passes.graph.nodes import arguments, calls
@@ -83,7 +84,7 @@ class LayerPredictor:
 _READ: Mapping[str, Callable[[Fields, str], Any]] = {
     "input": lambda entry, key: choice(entry, key, INPUTS),
     "rank": lambda entry, key: entry.integer(key, 1),
-    "threshold": lambda entry, key: number(entry, key, -LARGEST_F32, LARGEST_F32),
+    "threshold": lambda entry, key: number(entry, key, -LARGEST_FLOAT32, LARGEST_FLOAT32),
     "parameters": Fields.integer,
     "bytes_f16": Fields.integer,
     **dict.fromkeys(

@@ -9,6 +9,7 @@ from typing import Any
 from picompile.errors import UsageError
 from picompile.frontend.gguf.header import GgufHeader, TensorEntry, read_header
 from picompile.predictors.powerinfer.torch_file import check_torch_file
+from picompile.quantities import LARGEST_FLOAT32
 
 PARTS = ("fc1", "fc2")
 READ_TYPES = ("F32", "F16", "Q4_0", "Q8_0")
@@ -18,7 +19,6 @@ _PREDICTOR = re.compile(r"model_(0|[1-9][0-9]*)\.pt")
 _ACTIVATION = re.compile(r"activation_(0|[1-9][0-9]*)\.pt")
 _SPARSE_THRESHOLD = "powerinfer.sparse_threshold"
 _LARGEST_CONFIG_BYTES = 1 << 20
-_LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def _configured_threshold(folder: Path) -> float:
 
 def _threshold(file: Path, name: str, value: object) -> float:
     """Return `value` rounded to float32, with which PowerInfer compares."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LARGEST_FLOAT32:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST_FLOAT32:
         raise UsageError(f"{file}: {name} is {str(value)[:40]!r}, not a number of float32")
     return float(value)
 

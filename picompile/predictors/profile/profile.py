@@ -9,7 +9,6 @@ from torch import Tensor
 
 from picompile.errors import UsageError
 from picompile.predictors.description import (
-    LARGEST_F32,
     adding_advice,
     check_order,
     check_schema,
@@ -22,6 +21,7 @@ from picompile.predictors.firing import MAGNITUDE, MEASURES, FiringRule
 from picompile.predictors.profile.files import read_kinds, read_tensors
 from picompile.predictors.profile.options import PROFILE_FILE
 from picompile.predictors.profile.windows import windows_sha256
+from picompile.quantities import LARGEST_FLOAT32
 from picompile_runtime.artifact.fields import Fields
 
 FORMAT = "picompile-profile"
@@ -249,7 +249,7 @@ def _layer(entry: Fields) -> LayerProfile:
     return LayerProfile(
         layer=layer_number(entry),
         neurons=neurons,
-        threshold=number(entry, "threshold", 0, LARGEST_F32),
+        threshold=number(entry, "threshold", 0, LARGEST_FLOAT32),
         firing_share=number(entry, "firing_share", 0, 1),
         neurons_for_80_percent=number(entry, "neurons_for_80_percent", 0, 1),
         never_fired=entry.integer("never_fired", 0, neurons),
