@@ -1,29 +1,35 @@
 """A server in a process of its own, for the benchmarks of serving."""
 
+import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
 import httpx
 
 _LISTENING = re.compile(r"http://[\d.]+:(\d+)")
-_READY_S = 120.0
+_READY_S, _POLL_S = 120.0, 0.002
 
 
 class ServedArtifact:
-    """`picompile serve` on a free port; ready when the block begins, ended by SIGTERM with it."""
+    """`picompile serve` on a free port; ready when the block begins, ended by SIGTERM with it.
 
-    def __init__(self, artifact: Path, threads: int | None = None, options: Sequence[str] = ()) -> None:
-        command = [sys.executable, "-m", "picompile_server", str(artifact), "--port", "0", *options]
+    `start_s` is how long it took from the start of its process until it was ready.
+    """
+
+    def __init__(self, artifact: Path, threads: int | None = None, variables: Mapping[str, str] | None = None) -> None:
+        command = [sys.executable, "-m", "picompile_server", str(artifact), "--port", "0"]
         if threads is not None:
             command += ["--threads", str(threads)]
-        self._process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        start, environment = time.monotonic(), {**os.environ, **(variables or {})}
+        self._process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
         self.url = self._listening()
-        self.start_s = self._await_ready()
+        self._await_ready(start)
+        self.start_s = time.monotonic() - start
 
     def _listening(self) -> str:
         assert self._process.stderr is not None
@@ -32,12 +38,12 @@ class ServedArtifact:
                 return found[0]
         raise RuntimeError(f"the server ended with exit code {self._process.wait()} before it listened")
 
-    def _await_ready(self) -> float:
-        start = time.monotonic()
-        while time.monotonic() < start + _READY_S:
-            if httpx.get(f"{self.url}/health").status_code == httpx.codes.OK:
-                return time.monotonic() - start
-            time.sleep(0.05)
+    def _await_ready(self, start: float) -> None:
+        with httpx.Client(base_url=self.url) as client:
+            while time.monotonic() < start + _READY_S:
+                if client.get("/health").status_code == httpx.codes.OK:
+                    return
+                time.sleep(_POLL_S)
         raise RuntimeError(f"the server was not ready in {_READY_S:.0f} s")
 
     def resident_bytes(self) -> int:

@@ -1,8 +1,9 @@
 """Weights for tests: random ones for graphs, rows of neurons, and predictors that err."""
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from hypothesis import strategies as st
@@ -197,40 +198,7 @@ def _half(shape: torch.Size, scale: float, generator: torch.Generator) -> Tensor
     return _normal(shape, scale, generator).to(torch.float16).to(torch.float32)
 
 
-def _of_q8(shape: torch.Size, scale: float, generator: torch.Generator) -> Tensor:
-    """0 and ±127 units: whichever of them meet in a group of 32, its scale is one unit."""
-    values = torch.randint(-1, 2, shape, generator=generator) * 127.0
-    return values * _power_of_two(scale / (127.0 * (2 / 3) ** 0.5))
-
-
-def _of_q4(shape: torch.Size, scale: float, generator: torch.Generator) -> Tensor:
-    """-8, 4, -2, 1 and 0 units: whichever of them is the largest of a group of 32, it is -8 of the group's scale, and
-    the others are then integers of -7 to 7. No size has both signs, for q4 has no +8. Their mean is 0.
-    """
-    return _drawn({-8.0: 0.1, 4.0: 0.2, -2.0: 0.2, 1.0: 0.4, 0.0: 0.1}, shape, scale, generator)
-
-
-def _of_q6(shape: torch.Size, scale: float, generator: torch.Generator) -> Tensor:
-    """-32, 16, -8, 4, -2, 1 and 0 units: the largest of a group is -32 of its scale, as in q4. Their mean is 0."""
-    shares = {-32.0: 0.05, 16.0: 0.1, -8.0: 0.1, 4.0: 0.2, -2.0: 0.1, 1.0: 0.2, 0.0: 0.25}
-    return _drawn(shares, shape, scale, generator)
-
-
-def _of_q4m(shape: torch.Size, scale: float, generator: torch.Generator) -> Tensor:
-    """-30, 15 and 0 units: the 15 steps of a group's span are of 1, 2 or 3 units, and 0 is one of its codes. Their mean
-    is 0.
-    """
-    return _drawn({-30.0: 0.25, 15.0: 0.5, 0.0: 0.25}, shape, scale, generator)
-
-
-def _of_mxfp4(shape: torch.Size, scale: float, generator: torch.Generator) -> Tensor:
-    """6, -3, 1.5 and 0: numbers of E2M1, whichever of them is the largest of a group, and all that q6 needs. Their mean
-    is 0.
-    """
-    return _drawn({6.0: 0.1, -3.0: 0.3, 1.5: 0.2, 0.0: 0.4}, shape, scale, generator)
-
-
-def _drawn(shares: dict[float, float], shape: torch.Size, scale: float, generator: torch.Generator) -> Tensor:
+def _drawn(shares: Mapping[float, float], shape: torch.Size, scale: float, generator: torch.Generator) -> Tensor:
     """Numbers of units that are drawn with these shares, of standard deviation near `scale`."""
     units, chances = torch.tensor([*shares]), torch.tensor([*shares.values()])
     count = max(1, shape.numel())
@@ -244,14 +212,25 @@ def _power_of_two(value: float) -> float:
     return float(2.0 ** round(torch.tensor(value).log2().item()))
 
 
+# The units that a matrix is drawn from, with the share of each. Their mean is 0, and the
+# format holds exactly whichever of them meet in a group of 32:
+# - q8: the group's scale is one unit.
+# - q4, q6: the largest of a group is -8 or -32 of its scale, and the others are integers then. No size has both signs,
+#   for there is no +8.
+# - q4m: the 15 steps of a group's span are of 1, 2 or 3 units, and 0 is one of its codes.
+# - mxfp4: numbers of E2M1, whichever is the largest, and all that q6, the head's format, needs.
+_SHARES: Mapping[str, Mapping[float, float]] = {
+    "q8": {-127.0: 1 / 3, 127.0: 1 / 3, 0.0: 1 / 3},
+    "q6": {-32.0: 0.05, 16.0: 0.1, -8.0: 0.1, 4.0: 0.2, -2.0: 0.1, 1.0: 0.2, 0.0: 0.25},
+    "q4m": {-30.0: 0.25, 15.0: 0.5, 0.0: 0.25},
+    "q4": {-8.0: 0.1, 4.0: 0.2, -2.0: 0.2, 1.0: 0.4, 0.0: 0.1},
+    "mxfp4": {6.0: 0.1, -3.0: 0.3, 1.5: 0.2, 0.0: 0.4},
+}
+
 _DRAW: dict[str | None, Callable[[torch.Size, float, torch.Generator], Tensor]] = {
     None: _normal,
     "f16": _half,
-    "q8": _of_q8,
-    "q6": _of_q6,
-    "q4m": _of_q4m,
-    "q4": _of_q4,
-    "mxfp4": _of_mxfp4,
+    **{name: partial(_drawn, shares) for name, shares in _SHARES.items()},
 }
 
 

@@ -16,15 +16,6 @@ _LETTERS = string.ascii_letters + string.digits
 
 
 @dataclass(frozen=True)
-class ToolCall:
-    """A call of a function: its id, the function's name, and the arguments as JSON, which a cut answer may lack."""
-
-    id: str
-    name: str
-    arguments: str
-
-
-@dataclass(frozen=True)
 class ToolCallDelta:
     """The part of the call at `index` that a piece of text adds. The first of a call has the `id` and the `name`."""
 
@@ -40,20 +31,6 @@ class AnswerDelta:
 
     content: str = ""
     calls: tuple[ToolCallDelta, ...] = ()
-
-
-def parse_answer(style: ToolFormat, text: str) -> tuple[str, tuple[ToolCall, ...]]:
-    """Return the content of a whole answer, without spaces before a call, and its calls."""
-    parser = ToolCallParser(style)
-    deltas = [parser.feed(text), parser.finish()]
-    parts: dict[int, list[ToolCallDelta]] = {}
-    for delta in (delta for each in deltas for delta in each.calls):
-        parts.setdefault(delta.index, []).append(delta)
-    calls = tuple(
-        ToolCall(each[0].id or "", each[0].name or "", "".join(delta.arguments for delta in each))
-        for each in parts.values()
-    )
-    return "".join(delta.content for delta in deltas), calls
 
 
 class ToolCallParser:

@@ -22,7 +22,7 @@ from picompile_runtime import RequestError, StreamDecoder
 from picompile_server.grammar import GrammarCompiler
 from picompile_server.tool_formats import FORMATS, HERMES, LLAMA, ToolFormat
 from picompile_server.tool_grammar import lark_text, tool_grammar
-from picompile_server.tool_parser import AnswerDelta, ToolCallDelta, ToolCallParser, parse_answer
+from picompile_server.tool_parser import AnswerDelta, ToolCallDelta, ToolCallParser
 from picompile_server.tool_use import ToolUse
 from picompile_server.tools import ToolOffer, read_offer
 
@@ -56,27 +56,29 @@ def streamed(style: ToolFormat, parts: Sequence[str]) -> tuple[str, list[tuple[s
 @each_format
 def test_calls_are_read_as_they_are_written(style: ToolFormat) -> None:
     calls = CALLS[: style.most_calls]
-    content, found = parse_answer(style, style.write(calls))
-    assert content == "" and [(call.name, call.arguments) for call in found] == calls
-    assert len({call.id for call in found}) == len(calls)
+    parser = ToolCallParser(style)
+    deltas = [parser.feed(style.write(calls)), parser.finish()]
+    assert joined(deltas) == ("", calls)
+    ids = {call.id for delta in deltas for call in delta.calls if call.id is not None}
+    assert len(ids) == len(calls)
     wanted = "[a-zA-Z0-9]{9}" if style.has_short_ids else "call_[0-9a-f]{24}"
-    assert all(re.fullmatch(wanted, call.id) for call in found)
+    assert all(re.fullmatch(wanted, id_) for id_ in ids)
 
 
 @each_format
 def test_text_around_calls_is_content(style: ToolFormat) -> None:
     for text in ("", "Hello.\n\n", " < [TOOL <tool_cal {", '{"a": 1}'):
-        assert parse_answer(style, text) == (text, ())
+        assert streamed(style, [text]) == (text, [])
     if not style.is_whole:
-        content, calls = parse_answer(style, f"Let me see. \n\n{style.write(CALLS)}")
-        assert content == "Let me see." and [call.name for call in calls] == ["get_weather", "now"]
-        content, calls = parse_answer(style, f"\n\n{style.write(CALLS)}\n")
+        content, calls = streamed(style, [f"Let me see. \n\n{style.write(CALLS)}"])
+        assert content == "Let me see." and [name for name, _ in calls] == ["get_weather", "now"]
+        content, calls = streamed(style, [f"\n\n{style.write(CALLS)}\n"])
         assert content == "" and len(calls) == 2
 
 
 def test_a_call_that_must_be_the_whole_answer_is_one_at_the_beginning_alone() -> None:
     text = f"Like this: {LLAMA.write(CALLS[:1])}"
-    assert parse_answer(LLAMA, text) == (text, ())
+    assert streamed(LLAMA, [text]) == (text, [])
 
 
 @settings(max_examples=150)
@@ -127,10 +129,10 @@ def test_a_call_comes_piece_by_piece() -> None:
 def test_a_call_that_is_cut_has_what_there_is_of_its_arguments(style: ToolFormat) -> None:
     whole = style.write(CALLS[:1])
     for end in range(len(style.trigger), len(whole)):
-        content, calls = parse_answer(style, whole[:end])
+        content, calls = streamed(style, [whole[:end]])
         written = whole[:end].partition(CALLS[0][0] + style.before_arguments)[2]
         assert content == "" and len(calls) == bool(f"{CALLS[0][0]}{style.before_arguments}" in whole[:end])
-        assert all(written.startswith(call.arguments) and CALLS[0][1].startswith(call.arguments) for call in calls)
+        assert all(written.startswith(given) and CALLS[0][1].startswith(given) for _, given in calls)
 
 
 def test_what_only_begins_like_a_call_is_content() -> None:
@@ -140,7 +142,7 @@ def test_what_only_begins_like_a_call_is_content() -> None:
         '<tool_call>\n{"name": "a b',
         '<tool_call>\n{"name": "a" }',
     ):
-        assert parse_answer(HERMES, text) == (text, ())
+        assert streamed(HERMES, [text]) == (text, [])
         assert streamed(HERMES, list(text)) == (text, [])
     first = HERMES.write(CALLS[1:])
     for rest in ("and more", '<tool_call>\n{"name": "a b"'):  # behind a call
@@ -279,9 +281,9 @@ def test_random_answers_are_calls_of_what_is_offered(style: ToolFormat) -> None:
         assert ids is not None
         decoder = StreamDecoder(tokenizer, tools.shown_tokens)
         text = "".join([*(decoder.push(token) for token in ids if token != EOS), decoder.flush()])
-        content, calls = parse_answer(style, text)
+        content, calls = streamed(style, [text])
         assert content == "" and calls
-        for name, arguments in ((call.name, call.arguments) for call in calls):
+        for name, arguments in calls:
             assert json.loads(arguments) in ([{}] if name == "get_now" else [{"city": "Köln"}, {"city": "Ulm"}])
 
 

@@ -26,9 +26,8 @@ def run(name: str, *arguments: object, **options: Any) -> Any:
 
 
 def test_how_long_a_server_takes_to_start(artifact: Path) -> None:
-    found = run("cpu.serve_start", artifact, "--rounds", 1, "--streams", 3)
-    assert found["drained"] | {"s": 0} == {"streams": 3, "complete": 3, "exit_code": 0, "s": 0}
-    for start in ("first_s", "warm_s", "cold_s", "restart_s"):
+    found = run("cpu.serve_start", artifact, "--rounds", 1)
+    for start in ("first_s", "warm_s", "cold_s"):
         assert 0 < found[start]["median"] <= found[start]["worst"]
 
 
