@@ -13,13 +13,13 @@ _WIDTH = 130
 _HEADINGS = ("perplexity", "change", "95 %", "adds", "KL, nats", "95 %", "adds", "same top")
 
 
-def reported_comparison(artifact: Path) -> dict[str, Any] | None:
-    """Return the comparison in the artifact's report; None if there is none, or the report cannot be read."""
+def reported(artifact: Path, what: str) -> dict[str, Any] | None:
+    """Return an object of the artifact's report; None if it has none of this name, or cannot be read."""
     try:
         report = json.loads((artifact / "report.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    found = report.get("checkpoint_accuracy") if isinstance(report, dict) else None
+    found = report.get(what) if isinstance(report, dict) else None
     return found if isinstance(found, dict) else None
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from picompile.choices import BUDGET_FORMATS, is_budget, parse_bits
-from picompile.cli.accuracy_show import reported_comparison, show_comparison
+from picompile.cli.accuracy_show import reported, show_comparison
 from picompile.cli.checks import (
     checkpoint_weights,
     format_bytes,
@@ -56,7 +56,7 @@ def compile_command(
     with parents_of(output), progress() as shown:
         compile_model(model, output, options, shown)
     print(_summary(output))
-    if (comparison := reported_comparison(output)) is not None:
+    if (comparison := reported(output, "checkpoint_accuracy")) is not None:
         show_comparison(comparison)
 
 

@@ -1,6 +1,5 @@
 """The contents of an artifact, as `picompile inspect` shows them; for an accelerator its memory and kernels."""
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -11,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from picompile.cli.accuracy_show import comparison_text, show_comparison
+from picompile.cli.accuracy_show import comparison_text, reported, show_comparison
 from picompile.cli.checks import format_bytes
 from picompile.cli.plan_show import size, tokens
 from picompile.cli.skipping_show import skipping_text
@@ -29,6 +28,8 @@ from picompile_runtime.engine.layout import weights_of
 
 _WIDTH = 120
 _MEMORY_TITLES = {"accelerator": "on accelerator", "host": "on the host", "shared": "shared memory"}
+# The objects of an artifact's report that are shown.
+_REPORTED = ("accuracy", "checkpoint_accuracy", "skipping", "rounding", "weight_formats", "plan")
 _RESOURCES = ("registers", "local_bytes", "shared_bytes")
 
 
@@ -148,12 +149,7 @@ def collect(folder: Path) -> dict[str, Any]:
             for part in program.ffn
         ],
         "parts": _parts(program, str(folder / "program.json")),
-        "accuracy": _reported(folder, "accuracy"),
-        "checkpoint_accuracy": _reported(folder, "checkpoint_accuracy"),
-        "skipping": _reported(folder, "skipping"),
-        "rounding": _reported(folder, "rounding"),
-        "weight_formats": _reported(folder, "weight_formats"),
-        "plan": _reported(folder, "plan"),
+        **{what: reported(folder, what) for what in _REPORTED},
     }
 
 
@@ -245,16 +241,6 @@ def _rows(facts: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     if facts["accelerator"] is not None:
         yield from accelerator_rows(facts["accelerator"])
     yield "files", f"{len(facts['files']) + 1}, {format_bytes(sum(facts['files'].values()))}"
-
-
-def _reported(folder: Path, what: str) -> dict[str, Any] | None:
-    """Return an object of the artifact's report; None if it has none of this name, or cannot be read."""
-    try:
-        report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    found = report.get(what) if isinstance(report, dict) else None
-    return found if isinstance(found, dict) else None
 
 
 def _code_text(code: Mapping[str, Any]) -> str:

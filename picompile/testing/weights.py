@@ -219,7 +219,7 @@ def _power_of_two(value: float) -> float:
 #   for there is no +8.
 # - q4m: the 15 steps of a group's span are of 1, 2 or 3 units, and 0 is one of its codes.
 # - mxfp4: numbers of E2M1, whichever is the largest, and all that q6, the head's format, needs.
-_SHARES: Mapping[str, Mapping[float, float]] = {
+_UNITS: Mapping[str, Mapping[float, float]] = {
     "q8": {-127.0: 1 / 3, 127.0: 1 / 3, 0.0: 1 / 3},
     "q6": {-32.0: 0.05, 16.0: 0.1, -8.0: 0.1, 4.0: 0.2, -2.0: 0.1, 1.0: 0.2, 0.0: 0.25},
     "q4m": {-30.0: 0.25, 15.0: 0.5, 0.0: 0.25},
@@ -230,7 +230,7 @@ _SHARES: Mapping[str, Mapping[float, float]] = {
 _DRAW: dict[str | None, Callable[[torch.Size, float, torch.Generator], Tensor]] = {
     None: _normal,
     "f16": _half,
-    **{name: partial(_drawn, shares) for name, shares in _SHARES.items()},
+    **{name: partial(_drawn, shares) for name, shares in _UNITS.items()},
 }
 
 
