@@ -6,12 +6,12 @@ follows the reader's light or dark mode. The same figure gives the same bytes: n
 
 import io
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
-from xml.etree.ElementTree import Element, SubElement
+from xml.etree.ElementTree import Element
 
 from markupsafe import Markup
 
@@ -56,7 +56,8 @@ _STYLE = {
     "grid.color": FAINT,
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
 }
-_NAMES = {"{http://www.w3.org/2000/svg}": "", "{http://www.w3.org/1999/xlink}": ""}
+_NAMESPACES = re.compile(r' xmlns(:\w+)?="[^"]*"|\bxlink:(?=href=)')
+_REFERENCE = re.compile(r'(?:url\(|href=")#([\w-]+)')
 _NUMBER = re.compile(r"-?\d+\.\d+")
 _COLOUR = re.compile(r"#0000[0-9a-f]{2}")
 _FONT = re.compile(r"font-family:[^;]*;?\s*")
@@ -116,7 +117,7 @@ def draw(
         buffer = io.BytesIO()
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
-    root = _clean(buffer.getvalue(), name, canvas.hovers)
+    root = _clean(buffer.getvalue().decode(), canvas.hovers)
     root.attrib = {
         "viewBox": root.attrib["viewBox"],
         "role": "img",
@@ -154,55 +155,37 @@ def _style(salt: str) -> Iterator[None]:
         yield
 
 
-def _clean(svg: bytes, name: str, hovers: Mapping[str, str]) -> Element:
-    """Return matplotlib's SVG without metadata and styles, with the page's colours and `hovers`."""
-    root = ElementTree.fromstring(svg)
-    for parent in list(root.iter()):
-        for child in list(parent):
-            if child.tag.endswith(("}metadata", "}style")):
-                parent.remove(child)
-    referred = {match for element in root.iter() for match in _references(element)}
-    for element in root.iter():
-        _clean_element(element, name, referred)
-        if (text := hovers.get(element.attrib.pop("data-hover", ""))) is not None:
-            element.set("class", "hover")
-            title = SubElement(element, "title")
-            title.text = text
-            element.remove(title)
+def _clean(svg: str, hovers: Mapping[str, str]) -> Element:
+    """Return matplotlib's SVG without metadata and styles, with the page's colours and `hovers`.
+
+    Identifiers that something refers to are hashes, salted with the picture's name; others go.
+    """
+    root = ElementTree.fromstring(_NAMESPACES.sub("", svg))
+    referred = set(_REFERENCE.findall(svg))
+    for element in list(root.iter()):
+        for child in list(element):
+            if child.tag in ("metadata", "style"):
+                element.remove(child)
+        kept = element.attrib
+        identity = kept.pop("id", "")
+        if identity in referred:
+            kept["id"] = identity
+        # A hundredth of a pixel is enough, and the page a third of the size.
+        for key in {"d", "x", "y", "transform"} & kept.keys():
+            kept[key] = " ".join(_NUMBER.sub(_rounded, kept[key]).split())
+        if "style" in kept:
+            kept["style"] = _COLOUR.sub(lambda found: _VARIABLES[found[0]], _FONT.sub("", kept["style"]))
+        element.text, element.tail = (element.text or "").strip(), None
+        if identity in hovers:
+            kept["class"] = "hover"
+            title = Element("title")
+            title.text = hovers[identity]
             element.insert(0, title)
     return root
 
 
-def _references(element: Element) -> Sequence[str]:
-    return re.findall(r"#([\w-]+)", " ".join(value for key, value in element.items() if key.endswith(("href", "path"))))
-
-
-def _clean_element(element: Element, name: str, referred: set[str]) -> None:
-    for uri, prefix in _NAMES.items():
-        element.tag = element.tag.replace(uri, prefix)
-    kept = {key.rpartition("}")[2]: value for key, value in element.items()}
-    identity = kept.pop("id", "")
-    if identity in referred:
-        kept["id"] = f"{name}-{identity}"
-    elif identity.startswith("hover-"):
-        kept["data-hover"] = identity
-    for key in ("href", "clip-path"):
-        if key in kept:
-            kept[key] = kept[key].replace("#", f"#{name}-")
-    if "d" in kept:
-        kept["d"] = " ".join(_rounded(kept["d"]).split())
-    for key in ("x", "y", "transform"):
-        if key in kept:
-            kept[key] = _rounded(kept[key])
-    if "style" in kept:
-        kept["style"] = _COLOUR.sub(lambda found: _VARIABLES[found[0]], _FONT.sub("", kept["style"]))
-    element.attrib = kept
-    element.text, element.tail = (element.text or "").strip(), None
-
-
-def _rounded(numbers: str) -> str:
-    """Return a hundredth of a pixel is enough, and the page a third of the size."""
-    return _NUMBER.sub(lambda found: f"{float(found[0]):.2f}".rstrip("0").rstrip("."), numbers)
+def _rounded(number: re.Match[str]) -> str:
+    return f"{float(number[0]):.2f}".rstrip("0").rstrip(".")
 
 
 def layer_axis(canvas: Canvas, *axes: "Axes") -> None:
