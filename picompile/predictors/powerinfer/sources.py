@@ -1,13 +1,12 @@
 """Detection of the kind of a user's SOURCE, by names and headers alone."""
 
-import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from picompile.errors import UsageError
+from picompile.errors import UnsupportedModelError, UsageError
 from picompile.frontend.gguf.header import GgufHeader, TensorEntry, read_header
+from picompile.frontend.json_file import read_json_object
 from picompile.predictors.powerinfer.torch_file import check_torch_file
 from picompile.quantities import LARGEST_FLOAT32
 
@@ -111,7 +110,10 @@ def _configured_threshold(folder: Path) -> float:
     file = folder / "config.json"
     if not file.is_file():
         return 0.0
-    value = _read_json(file).get("sparse_threshold")
+    try:
+        value = read_json_object(file, _LARGEST_CONFIG_BYTES).get("sparse_threshold")
+    except UnsupportedModelError as error:
+        raise UsageError(str(error)) from error
     return 0.0 if value is None else _threshold(file, "sparse_threshold", value)
 
 
@@ -120,15 +122,3 @@ def _threshold(file: Path, name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST_FLOAT32:
         raise UsageError(f"{file}: {name} is {str(value)[:40]!r}, not a number of float32")
     return float(value)
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    if file.stat().st_size > _LARGEST_CONFIG_BYTES:
-        raise UsageError(f"{file}: more than {_LARGEST_CONFIG_BYTES:,} bytes for a configuration")
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{file}: not readable as JSON") from error
-    if not isinstance(values, dict):
-        raise UsageError(f"{file}: not a JSON object")
-    return values

@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from picompile.choices import TRAINED
-from picompile.errors import UsageError
 from picompile.frontend.activation import ACTIVATION
-from picompile.options import OVERWRITE, check_options, documented, option
-from picompile.quantities import parse_accuracy_bound, parse_least_one, parse_share, require_whole
+from picompile.options import OVERWRITE, Option, check_options, check_value, documented, option
+from picompile.quantities import parse_accuracy_bound, parse_least_one, parse_share
 
 # The rank that a learned predictor starts from. Imports no torch: plans estimate predictors with it.
 
@@ -125,18 +124,16 @@ class TrainOptions:
     def __post_init__(self) -> None:
         """Raise `UsageError` for values that make no sense."""
         check_options(self)
-        for name, value, known in (
-            ("predictor", self.kind, TRAINED),
-            ("weighting", self.weighting, WEIGHTINGS),
+        ranks = self.ranks.values() if isinstance(self.ranks, Mapping) else (self.ranks,)
+        for name, kind, value, declared in (
+            ("predictor", str, self.kind, Option("", choices=TRAINED)),
+            ("weighting", str, self.weighting, Option("", choices=WEIGHTINGS)),
+            *(("rank", int, rank, Option("", least=1)) for rank in ranks),
+            ("epochs", int, self.epochs, Option("", least=1)),
+            ("check_tokens", int, self.check_tokens, Option("", least=1)),
+            ("rounds", int, self.rounds, Option("", least=0)),
         ):
-            if value not in known:
-                raise UsageError(f"unknown {name} {value!r}; known are {', '.join(known)}")
-        given = self.ranks.values() if isinstance(self.ranks, Mapping) else () if self.ranks is None else (self.ranks,)
-        for rank in given:
-            require_whole(rank=rank)
-        require_whole(epochs=self.epochs, rounds=self.rounds, check_tokens=self.check_tokens)
-        if any(count < 1 for count in (*given, self.epochs, self.check_tokens)) or self.rounds < 0:
-            raise UsageError("ranks, epochs and check tokens must be at least 1, rounds at least 0")
+            check_value(name, kind, value, declared)
 
     def rank_of(self, layer: int) -> int | None:
         """Return the rank that is asked for; None if it is to be searched."""
