@@ -12,8 +12,6 @@ decode    a token after 128 others, 2 threads and 1: every contender
 prefill   512 tokens, 2 threads
 context   decode with 128 to 4096 tokens in the cache
 batch     decode 1 to 32 sequences at a time, tokens of all of them together
-opt       decode, the OPT shape
-firing    decode where 3 to 100 % of the neurons fire
 
 Contenders, and what each is:
 
@@ -32,8 +30,7 @@ loaded (built programs load it anew); behind each of picompile's turns the memor
 
 Every group goes into the JSON file when it is done. A run that was broken off goes on behind the last one, unless the
 code generator has changed since, or the target or the peers are others; `--anew` starts over. Measuring takes half an
-hour on two cores; the files that are missing are made before, some forty minutes and 50 GB of disk in all. Those of
-other firing rates are made when their turn comes and deleted after it, unless `--keep`: 5 minutes each.
+hour on two cores; the files that are missing are made before. Another rate of firing is another model: `--active`.
 """
 
 import argparse
@@ -63,12 +60,12 @@ def main() -> None:
     options = _arguments()
     options.work.mkdir(parents=True, exist_ok=True)
     file = options.json or options.work / ("peers-quick.json" if options.quick else "peers.json")
-    scale = Scale(options.shape, options.opt_shape, options.active, formats=options.formats, quick=options.quick)
+    scale = Scale(options.shape, options.active, formats=options.formats, quick=options.quick)
     planned = groups(scale, options.sweeps or (_QUICK if options.quick else SWEEPS))
     files = Files(options.work, options.target, options.peer_python, options.as_is, dict(options.program))
     stored = {} if options.anew else _stored(file, files)
     left = [group for group in planned if group.key not in stored]
-    _prepare([group for group in left if group.model in scale.models], files)
+    _prepare(left, files)
     if options.prepare:
         return
     if left and (load := os.getloadavg()[0]) > _QUIET:
@@ -83,9 +80,6 @@ def main() -> None:
                 stored[group.key] = measured
                 _store(file, files, stored)
             print(f"{number}/{len(left)} {group.key}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
-            if not options.keep and group.model not in {*scale.models, *(other.model for other in left[number:])}:
-                workers.close()
-                files.remove(group.model)
     results = [stored[group.key] for group in planned if group.key in stored]
     if not results:
         sys.exit("nothing could be measured")
@@ -101,7 +95,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--sweeps", nargs="+", choices=SWEEPS, help="default: all")
     parser.add_argument("--formats", nargs="+", default=["q4", "f16"], choices=["q4", "f16"])
     parser.add_argument("--shape", default="reglu-1.3b", help="shape for synth: a name, or a LLaMA's config.json")
-    parser.add_argument("--opt-shape", default="opt-1.3b")
     parser.add_argument("--active", type=float, default=0.10, help="share of the neurons that fire")
     parser.add_argument("--target", default="native", help="picompile's --target")
     parser.add_argument("--peer-python", default=sys.executable, help="the Python of llama.cpp and OpenVINO")
@@ -109,12 +102,11 @@ def _arguments() -> argparse.Namespace:
         "--program", type=_program, action="append", default=[], metavar="NAME=PATH",
         help=f"a built program, and the engine that it is: {', '.join(PROGRAMS)}",
     )  # fmt: skip
-    parser.add_argument("--rounds", type=int, help="rounds of each group; default: 5 of decode and opt, 3 of the rest")
+    parser.add_argument("--rounds", type=int, help="rounds of each group; default: 5 of decode, 3 of the rest")
     parser.add_argument("--json", type=Path, help="default: peers.json, or peers-quick.json, in the work folder")
     parser.add_argument("--anew", action="store_true", help="measure again even what the JSON file has")
     parser.add_argument("--prepare", action="store_true", help="only make the files")
     parser.add_argument("--as-is", action="store_true", help="use artifacts even if the code generator has changed")
-    parser.add_argument("--keep", action="store_true", help="keep the files of other firing rates")
     return parser.parse_args()
 
 
@@ -133,7 +125,7 @@ def _prepare(left: list[Group], files: Files) -> None:
     for group in left:
         for contender in group.contenders:
             try:
-                prepare(contender, group.model_of(contender), files)
+                prepare(contender, group.model, files)
             except LeftOutError as error:
                 print(f"{contender.label}: {error}", file=sys.stderr, flush=True)
 

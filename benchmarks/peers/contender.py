@@ -146,7 +146,7 @@ class Workers:
 
     def of(self, group: Group) -> tuple[dict[Contender, Worker | Program], dict[Contender, str]]:
         """The running ones of a group, and why others are not among them."""
-        wanted = {(contender, group.model_of(contender)): contender for contender in group.contenders}
+        wanted = {(contender, group.model): contender for contender in group.contenders}
         for key in [key for key in self._running if key not in wanted]:
             self._running.pop(key).close()
         for key in wanted:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks.outputs import Reading, llama_bench_reading, printed_timings_reading
 
-SWEEPS = ("decode", "prefill", "context", "batch", "opt", "firing")
+SWEEPS = ("decode", "prefill", "context", "batch")
 _GGUF = {"q4": ("q4_0",), "f16": ("f16",)}
 
 
@@ -37,7 +37,6 @@ class Engine:
         sweeps: those that it takes part in.
         worker: the module of this folder that keeps a model loaded and answers requests; "" of a built program.
         is_ours: the worker runs in this Python, not in that of `--peer-python`.
-        skips: its speed depends on which neurons fire.
         arguments: of a built program, those after its path, for a model file and a task.
         read: of a built program, the speed in what it printed, of a prompt or of decoding.
     """
@@ -48,7 +47,6 @@ class Engine:
     sweeps: Sequence[str] = SWEEPS
     worker: str = ""
     is_ours: bool = False
-    skips: bool = False
     arguments: Callable[[Path, Task], list[object]] | None = None
     read: Callable[[str, bool], Reading] | None = None
 
@@ -77,17 +75,16 @@ _ALONE = ("decode", "prefill")
 ENGINES = {
     engine.name: engine
     for engine in (
-        Engine("picompile", "artifact", {"q4": ("q4",), "f16": ("f16",)}, worker="picompile", is_ours=True, skips=True),
+        Engine("picompile", "artifact", {"q4": ("q4",), "f16": ("f16",)}, worker="picompile", is_ours=True),
         Engine("llama.cpp", "gguf", worker="llama"),
         Engine("llama-bench", "gguf", sweeps=_ALONE, arguments=_llama_bench, read=llama_bench_reading),
         Engine("ik_llama.cpp", "gguf", sweeps=_ALONE, arguments=_ik_llama_bench, read=llama_bench_reading),
         Engine(
-            "PowerInfer", "powerinfer", sweeps=_ALONE, skips=True,
-            arguments=_powerinfer_main, read=printed_timings_reading,
+            "PowerInfer", "powerinfer", sweeps=_ALONE, arguments=_powerinfer_main, read=printed_timings_reading
         ),
         Engine("OpenVINO", "openvino", {"q4": ("q4", "q8"), "f16": ("f16",)}, _ALONE, worker="openvino"),
         Engine(
-            "torch", "checkpoint", {"f16": ("bfloat16", "float16")}, (*_ALONE, "opt", "batch"),
+            "torch", "checkpoint", {"f16": ("bfloat16", "float16")}, (*_ALONE, "batch"),
             worker="torch", is_ours=True,
         ),
     )

@@ -10,7 +10,6 @@
 """
 
 import hashlib
-import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -100,14 +99,6 @@ class Files:
             export = ["--export", self.checkpoint(contender, model), file, contender.format]
             _run(module(self.peer_python, "openvino_worker", *export))
         return file
-
-    def remove(self, model: Model) -> None:
-        """All files of a model."""
-        for path in [self.work / model.name, *self.work.glob(f"{model.name}.*")]:
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
 
 
 def _sources() -> str:

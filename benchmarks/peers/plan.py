@@ -10,13 +10,12 @@ from typing import TypeVar
 
 from benchmarks.peers.engines import ENGINES, SWEEPS, Task
 
-FIRING = (0.03, 0.05, 0.10, 0.20, 0.50, 1.00)
 CONTEXTS = (128, 512, 1024, 2048, 4096)
 BATCHES = (1, 2, 4, 8, 16, 32)
 PROMPT = 512
 THREADS = (2, 1)
 # Of each group, of those that the table has with their spread, and of the points of a curve.
-ROUNDS = {"decode": 5, "opt": 5}
+ROUNDS = {"decode": 5}
 FEWER_ROUNDS = 3
 _Number = TypeVar("_Number", int, float)
 # What is left of a model's positions for the steps behind the longest context.
@@ -54,10 +53,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Group:
-    """`x` is what the sweep goes over; `format` is ours, to which the contenders are alike or near.
-
-    `dense` is the model of engines whose speed does not depend on what fires: one for all firing rates.
-    """
+    """`x` is what the sweep goes over; `format` is ours, to which the contenders are alike or near."""
 
     sweep: str
     format: str
@@ -65,10 +61,6 @@ class Group:
     model: Model
     task: Task
     contenders: tuple[Contender, ...]
-    dense: Model
-
-    def model_of(self, contender: Contender) -> Model:
-        return self.model if ENGINES[contender.engine].skips else self.dense
 
     @property
     def key(self) -> str:
@@ -84,16 +76,15 @@ class Scale:
     """The amount of measurements."""
 
     shape: str = "reglu-1.3b"
-    opt_shape: str = "opt-1.3b"
     active: float = 0.10
     positions: int = 4096
     formats: Sequence[str] = ("q4", "f16")
     quick: bool = False
 
     @property
-    def models(self) -> tuple[Model, Model]:
-        """Those that most sweeps have, whose files are kept."""
-        return Model(self.shape, self.active), Model(self.opt_shape, self.active)
+    def model(self) -> Model:
+        """The model of all sweeps."""
+        return Model(self.shape, self.active)
 
     def some(self, values: Sequence[_Number]) -> Sequence[_Number]:
         """All values, or of a quick run the first and the last."""
@@ -105,10 +96,8 @@ class Scale:
 
 
 def groups(scale: Scale, sweeps: Sequence[str]) -> list[Group]:
-    """In the order of `SWEEPS`, so that models change rarely."""
-    makers = {
-        "decode": _decode, "prefill": _prefill, "opt": _opt, "firing": _firing, "context": _context, "batch": _batch,
-    }  # fmt: skip
+    """In the order of `SWEEPS`."""
+    makers = {"decode": _decode, "prefill": _prefill, "context": _context, "batch": _batch}
     return [group for sweep in SWEEPS if sweep in sweeps for group in makers[sweep](scale)]
 
 
@@ -125,51 +114,31 @@ def _contenders(sweep: str, format: str, *predictors: str, sequences: int = 1) -
 
 
 def _decode(scale: Scale) -> Iterator[Group]:
-    model = Model(scale.shape, scale.active)
     for format in scale.formats:
         contenders = _contenders("decode", format, "learned", "exact", "none")
         for threads in THREADS[:1] if scale.quick else THREADS:
             task = Task("decode", threads, 128, 32 if format == "f16" else 64)
-            yield Group("decode", format, threads, model, task, contenders, model)
+            yield Group("decode", format, threads, scale.model, task, contenders)
 
 
 def _prefill(scale: Scale) -> Iterator[Group]:
-    model = Model(scale.shape, scale.active)
     for format in scale.formats:
         contenders = _contenders("prefill", format, "learned")
-        yield Group("prefill", format, 2, model, Task("prefill", 2, PROMPT, 0), contenders, model)
-
-
-def _opt(scale: Scale) -> Iterator[Group]:
-    model = Model(scale.opt_shape, scale.active)
-    for format in scale.formats:
-        contenders = _contenders("opt", format, "learned", "none")
-        yield Group("opt", format, 2, model, Task("decode", 2, 128, 32), contenders, model)
-
-
-def _firing(scale: Scale) -> Iterator[Group]:
-    dense, task = Model(scale.shape, scale.active), Task("decode", 2, 128, 32)
-    for active in scale.some(FIRING):
-        model = Model(scale.shape, active)
-        for format in scale.formats:
-            contenders = _contenders("firing", format, "learned")
-            yield Group("firing", format, active, model, task, contenders, dense)
+        yield Group("prefill", format, 2, scale.model, Task("prefill", 2, PROMPT, 0), contenders)
 
 
 def _context(scale: Scale) -> Iterator[Group]:
     """The longest context is the model's last tokens."""
-    model = Model(scale.shape, scale.active)
     for format in scale.formats:
         contenders = _contenders("context", format, "learned")
         for context in scale.some(CONTEXTS):
             task = Task("decode", 2, min(context, scale.positions - _ROOM), 32)
-            yield Group("context", format, context, model, task, contenders, model)
+            yield Group("context", format, context, scale.model, task, contenders)
 
 
 def _batch(scale: Scale) -> Iterator[Group]:
-    model = Model(scale.shape, scale.active)
     for format in scale.formats:
         contenders = _contenders("batch", format, "learned", sequences=max(BATCHES))
         for batch in scale.some(BATCHES):
             task = Task("decode", 2, 128, 16, batch)
-            yield Group("batch", format, batch, model, task, contenders, model)
+            yield Group("batch", format, batch, scale.model, task, contenders)

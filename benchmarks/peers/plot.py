@@ -1,4 +1,4 @@
-"""The results as a picture: decoding at the base point, and by firing rate, context and sequences."""
+"""The results as a picture: decoding at the base point, and by context and sequences."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +13,6 @@ _COLORS = {
     "PowerInfer": "#8a5fb0", "OpenVINO": "#3a8a4d", "torch": "#777777",
 }  # fmt: skip
 _SWEPT = {
-    "firing": "neurons that fire, %",
     "context": "tokens in the cache",
     "batch": "sequences at a time",
 }
@@ -66,20 +65,16 @@ def _bars(axes: Any, groups: Sequence[Results]) -> None:
 def _lines(axes: Any, groups: Sequence[Results], sweep: str) -> None:
     labels = dict.fromkeys(label for group in groups for label in group["results"])
     for label in labels:
-        points = [(_x(group), speed(group["results"][label])) for group in groups if label in group["results"]]
+        points = [(group["x"], speed(group["results"][label])) for group in groups if label in group["results"]]
         style = "o-" if label.startswith("picompile") else "s--"
         axes.plot(*zip(*points, strict=True), style, color=_color(label), label=label, markersize=4)
-    values = sorted({_x(group) for group in groups})
+    values = sorted({group["x"] for group in groups})
     axes.set_xscale("log")
     axes.set_xticks(values, [f"{value:g}" for value in values])
     axes.minorticks_off()
     axes.set(xlabel=_SWEPT[sweep], ylabel="tokens/s, all sequences" if sweep == "batch" else "tokens/s", ylim=(0, None))
     axes.grid(alpha=0.3, linewidth=0.5)
     axes.legend(fontsize=8, frameon=False)
-
-
-def _x(group: Results) -> float:
-    return 100 * group["x"] if group["sweep"] == "firing" else group["x"]
 
 
 def _color(label: str) -> str:

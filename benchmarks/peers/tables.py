@@ -8,8 +8,8 @@ from benchmarks.script import heading
 from benchmarks.script import row as line
 
 Results = Mapping[str, Any]
-_SWEPT = {"firing": "neurons that fire", "context": "tokens in the cache", "batch": "sequences"}
-_ALONE = {"decode": "Decoding", "prefill": "Reading a prompt", "opt": "Decoding, OPT"}
+_SWEPT = {"context": "tokens in the cache", "batch": "sequences"}
+_ALONE = {"decode": "Decoding", "prefill": "Reading a prompt"}
 
 
 def tables(groups: Sequence[Results]) -> str:
@@ -61,7 +61,7 @@ def _swept(groups: Sequence[Results], name: str) -> Iterator[str]:
     labels = list(dict.fromkeys(label for group in groups for label in group["results"]))
     yield heading(name, *(f"{label}, tokens/s" for label in labels), "of llama.cpp")
     for group in groups:
-        cells = [f"{group['x']:.0%}" if group["sweep"] == "firing" else str(group["x"])]
+        cells = [str(group["x"])]
         for label in labels:
             row = group["results"].get(label)
             cells.append(f"{speed(row):.1f}" if row else "")
