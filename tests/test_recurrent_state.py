@@ -16,6 +16,8 @@ from helpers.kernels.lowered import Runner, relative_error
 from helpers.states import host_states
 from helpers.toys.toy_artifact import code_entry, write_manifest
 from picompile.artifact.files import write_weights
+from picompile.placement.counting import graph_bytes
+from picompile.placement.model_bytes import Packing
 from picompile.testing import random_weights, run
 from picompile_codegen.build.host_library import build_host_library
 from picompile_codegen.lowering.function import LowerOptions
@@ -52,6 +54,14 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.syspath_prepend(str(site))
         importlib.invalidate_caches()
         yield
+
+
+def test_a_plan_counts_the_state_as_it_does_a_kv_cache(installed: None) -> None:
+    model = graph_bytes("leak", leak.leaking(2), Packing("f16", "none", CONTEXT, batch=SLOTS))
+    (state,) = {layer.kv_cache_bytes for layer in model.layers}
+    # A float32 for each column and sequence.
+    assert state == 4 * leak.HIDDEN * SLOTS
+    assert all(layer.launches.kv_cache == 1 for layer in model.layers)
 
 
 @pytest.fixture(scope="module")

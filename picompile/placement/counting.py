@@ -27,6 +27,7 @@ from picompile_codegen.lowering.placement import Placement
 from picompile_codegen.lowering.program import FfnPart, LoweredProgram, ProgramCall, tensor_bytes
 from picompile_passes.base import Pass
 from picompile_passes.errors import UnsupportedGraphError
+from picompile_passes.graph.layers import operator_part
 from picompile_passes.graph.nodes import arguments, calls, is_call
 from picompile_passes.graph.operands import ADD, FFN, LAYER_NORM, RMS_NORM, SPARSE_FFN
 from picompile_passes.passes.canonicalize import canonicalize
@@ -42,8 +43,8 @@ _MATRICES = ("decide_w", "neuron_w", "signs")
 _BIASES = ("gate_bias", "up_bias")
 _LIMITS = ("gate_limits", "output_limits")
 _TABLES = ("cos", "sin", "threshold", "most")
-# The part of `LayerLaunches` that a call of this operator counts into; others count as `attention`.
-_COUNTED_AS = {"predict": "predictor", "ffn": "hot", "attention": "kv_cache", "rotary": "kv_cache", "cache": "kv_cache"}
+# The field of `LayerLaunches` that calls of operators of this part count into; others count as `attention`.
+_COUNTED_AS = {"mask": "predictor", "block": "hot", "mixer": "kv_cache", "position": "kv_cache"}
 # What brings the step's inputs and the embedding is in the time of the first transfer.
 _TRANSFERS = ("inputs", "receive", "send")
 
@@ -171,13 +172,13 @@ def graph_bytes(
 
 
 class _Tensor(NamedTuple):
-    """A packed weight or cache, and what reads it first: the call's operator, and the parameter of its kernel.
+    """A packed weight or state, and what reads it first: the part of the operator, and the parameter of its kernel.
 
     `owner` is a layer, `embedding`, `head` or `table`.
     """
 
     size: int
-    op: str
+    part: str
     parameter: str
     owner: int | str
 
@@ -197,9 +198,11 @@ class _Tensors:
         self._all = []
         for name, tensor in (lowered.weights.tensors | program.state).items():
             size, reader = tensor_bytes(tensor.dtype, tensor.shape), readers.get(name)
-            op, parameter = ("", "") if reader is None else (reader[0].op, reader[1])
+            part, parameter = ("", "") if reader is None else (_part(reader[0]), reader[1])
+            if name in program.state:
+                part = "state"
             owner = "head" if name in head else "table" if reader is None else _owner(*reader)
-            self._all.append(_Tensor(size, op, parameter, owner))
+            self._all.append(_Tensor(size, part, parameter, owner))
 
     def bytes_of(self, owner: str) -> int:
         return sum(tensor.size for tensor in self._all if tensor.owner == owner)
@@ -208,9 +211,9 @@ class _Tensors:
         """Return the bytes of the layer whose block is `part`."""
         mine = [tensor for tensor in self._all if tensor.owner == part.layer]
         rows = {each.parameter: each.size // part.neurons for each in mine if each.parameter in _MATRICES}
-        of_block = [each for each in mine if each.op == "ffn" or each.parameter in _MATRICES]
-        caches = [each for each in mine if "cache" in each.parameter]
-        of_predictor = [each for each in mine if each.op == "predict" and each.parameter not in _MATRICES]
+        of_block = [each for each in mine if each.part == "block" or each.parameter in _MATRICES]
+        caches = [each for each in mine if each.part == "state"]
+        of_predictor = [each for each in mine if each.part == "mask" and each.parameter not in _MATRICES]
         names = [each.parameter for each in of_block]
         biases = _ELEMENT_BYTES * sum(name in _BIASES for name in names)
         neuron_bytes = sum(rows.values()) + biases + _ELEMENT_BYTES * sum(name in _LIMITS for name in names)
@@ -246,6 +249,11 @@ def _owner(call: ProgramCall, parameter: str) -> int | str:
     return int(_mark(call, "layer") or 0)
 
 
+def _part(call: ProgramCall) -> str:
+    """Return the part in a layer of the operator that a call computes, such as `mixer`; nothing for a transfer."""
+    return (operator_part(call.node) or "") if call.node is not None else ""
+
+
 def _mark(call: ProgramCall, key: str) -> Any:
     return None if call.node is None else call.node.meta.get(key)
 
@@ -271,7 +279,7 @@ def _launches(
     for call in launched:
         if call.device == "accelerator" and call.op not in _TRANSFERS and call is not first:
             owner = "head" if _mark(call, "part") == "head" else int(_mark(call, "layer") or 0)
-            counts[owner][_COUNTED_AS.get(call.op, "attention")] += kernels[call.kernel].launches
+            counts[owner][_COUNTED_AS.get(_part(call), "attention")] += kernels[call.kernel].launches
     of_layers = {
         block.meta["layer"]: LayerLaunches(
             **{part: counts[block.meta["layer"]][part] for part in ("attention", "kv_cache", "predictor", "hot")},
