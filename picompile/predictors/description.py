@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from picompile.choices import MOST_LAYERS
-from picompile.errors import UsageError
-from picompile.frontend.checkpoint import one_line
+from picompile.errors import UnsupportedModelError, UsageError
+from picompile.frontend.json_file import read_json_object
 from picompile_runtime import ArtifactError
 from picompile_runtime.artifact.fields import Fields
+
+# Plans list the neurons of each layer; none comes near.
+_MOST_BYTES = 1 << 30
 
 
 def read_object(path: Path, format_name: str, what: str) -> dict[str, Any]:
@@ -26,18 +29,14 @@ def read_object(path: Path, format_name: str, what: str) -> dict[str, Any]:
         UsageError: The file cannot be read or has another format; `what` names in words what it must be.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-        content = json.loads(text, object_pairs_hook=_without_repeats)
-        if "\\u" in text:
-            # File names need not be valid text: halves of surrogate pairs are valid JSON, but cannot be printed.
-            content = json.loads(json.dumps(content, ensure_ascii=False).encode("utf-8", "replace"))
-    except (ValueError, OSError, RecursionError) as error:
-        # Reading a plan needs no torch, which checkpoints do.
-
-        raise UsageError(f"{path}: not readable as JSON: {one_line(error)}") from error
-    if not isinstance(content, dict) or content.get("format") != format_name:
+        content = read_json_object(path, _MOST_BYTES)
+    except UnsupportedModelError as error:
+        raise UsageError(str(error)) from error
+    if content.get("format") != format_name:
         raise UsageError(f"{path}: is not {what}")
-    return content
+    # File names need not be valid text: halves of surrogate pairs are valid JSON, but cannot be printed.
+    printable: dict[str, Any] = json.loads(json.dumps(content, ensure_ascii=False).encode("utf-8", "replace"))
+    return printable
 
 
 def check_schema(path: Path, content: dict[str, Any], schema: int, advice: str) -> None:
@@ -93,10 +92,3 @@ def choice(fields: Fields, key: str, known: Sequence[str]) -> str:
     if not isinstance(value, str) or value not in known:
         raise fields.wrong(key, f"one of {', '.join(known)}")
     return value
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key stands twice in an object")
-    return found

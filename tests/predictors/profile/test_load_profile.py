@@ -67,7 +67,7 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (lambda f: (f / "profile.json").unlink(), "is no profile: it has no profile.json"),
     (lambda f: (f / "profile.json").write_text("{"), "not readable as JSON"),
     (lambda f: change(f, format="picompile-artifact"), "is not a profile's description"),
-    (lambda f: (f / "profile.json").write_text('{"schema": 1, "schema": 1}'), "a key stands twice"),
+    (lambda f: (f / "profile.json").write_text('{"schema": 1, "schema": 1}'), "the key 'schema' stands twice"),
     (lambda f: change(f, schema=2), "has schema 2, not 1"),
     (lambda f: change(f, complete=False), "not complete"),
     (lambda f: change(f, model=None), "damaged"),
