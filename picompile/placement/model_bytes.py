@@ -12,6 +12,7 @@ from picompile.choices import (
     has_spread_cache,
 )
 from picompile.errors import UsageError
+from picompile_codegen.lowering.slices import LEAST, STAGING, STAGING_BYTES
 from picompile_passes.formats import FORMATS
 from picompile_passes.predictors import PREDICTOR_KINDS
 
@@ -150,11 +151,11 @@ class ModelBytes:
         slices = (
             min(
                 max(layer.neurons * layer.neuron_bytes, layer.attention_bytes),
-                max(STAGING_BYTES, SLICE_NEURONS * layer.neuron_bytes),
+                max(STAGING_BYTES, LEAST * layer.neuron_bytes),
             )
             for layer in self.layers
         )
-        return STAGING_BUFFERS * max(slices)
+        return len(STAGING) * max(slices)
 
     @property
     def lent_bytes(self) -> int:
@@ -174,8 +175,5 @@ def predicting_early(model: ModelBytes, layers: Collection[int]) -> ModelBytes:
     return replace(model, layers=tuple(changed))
 
 
-# Two staging buffers of the accelerator take turns for weights that come from the host
-# (`picompile_codegen.lowering.streaming`): slices of so many bytes, and of a block of so many neurons at least.
-STAGING_BYTES, STAGING_BUFFERS, SLICE_NEURONS = 64 * 2**20, 2, 64
 # One kernel sends and one receives: both are in the time of a transfer (`Machine.crossing_s`).
 CROSSING_LAUNCHES = 2

@@ -14,8 +14,9 @@ from typing import Any
 
 from picompile.errors import UsageError
 from picompile.machine.targets import LOCAL, Target
-from picompile.placement.model_bytes import STAGING_BYTES, ModelBytes
+from picompile.placement.model_bytes import ModelBytes
 from picompile.placement.plan import Plan
+from picompile_codegen.lowering.slices import STAGING_BYTES
 
 # Tokens of the answer by which a plan is judged together with a prompt: PowerInfer's paper answers with up to 256.
 ANSWER_TOKENS = 256

@@ -26,6 +26,7 @@ from picompile_codegen.lowering.program import (
     TopLogitsBuffers,
     tensor_bytes,
 )
+from picompile_codegen.lowering.slices import STAGING
 from picompile_codegen.registry import BACK_ENDS
 from picompile_codegen.specs import FLAG_SHAPE, STEP_SHAPE, CopyWordsSpec, KernelSpec, Mode
 
@@ -59,8 +60,6 @@ def plan_buffers(
 
 
 STATS_ROW_BYTES = 16
-# Buffers of the accelerator for weights that come from the host.
-STAGING = ("staging.0", "staging.1")
 # These functions compute the neurons of masks, and count them; the others compute every neuron.
 DECODING = ("decode", "batch")
 

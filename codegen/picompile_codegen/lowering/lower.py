@@ -29,7 +29,6 @@ from picompile_codegen.lowering.ffn import makes_mask
 from picompile_codegen.lowering.function import (
     DECODING,
     HOST,
-    STAGING,
     Bindings,
     Function,
     LowerOptions,
@@ -45,6 +44,7 @@ from picompile_codegen.lowering.packing import WeightTable
 from picompile_codegen.lowering.placement import place
 from picompile_codegen.lowering.program import Device, LoweredProgram, Memory, ProgramTensor, tensor_bytes
 from picompile_codegen.lowering.shared_memory import shared_overlap
+from picompile_codegen.lowering.slices import STAGING
 from picompile_codegen.lowering.state import state_operands
 from picompile_codegen.lowering.transfer import publish
 from picompile_codegen.registry import BACK_ENDS

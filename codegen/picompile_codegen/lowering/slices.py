@@ -5,6 +5,8 @@ A slice has rows of matrices: those of some neurons of a block, or of some outpu
 
 from collections.abc import Iterator
 
+# Buffers of the accelerator for weights that come from the host. They take turns.
+STAGING = ("staging.0", "staging.1")
 # A slice takes 3 ms on a bus of 25 GB/s, a hundred times what it costs to add its result.
 STAGING_BYTES = 64 * 2**20
 # A slice has a multiple of this many rows: whole tiles of the kernel that multiplies with it.
