@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 from pydantic.config import JsonDict
 
-from picompile_server.http.fields import SchemaObject, TextBody
+from picompile_server.http.fields import BodyPart, SchemaObject, TextBody
 from picompile_server.http.refusals import CHAT, Refusal
 from picompile_server.tools import ToolOffer, read_offer
 
@@ -45,19 +45,15 @@ MessageText = Annotated[
 ]
 
 
-class CalledFunction(BaseModel):
+class CalledFunction(BodyPart):
     """The name of a function that an earlier answer called, and its arguments as JSON."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
     name: str
     arguments: str
 
 
-class ToolCallBody(BaseModel):
+class ToolCallBody(BodyPart):
     """A call of a function in an earlier answer."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
     id: str | None = None
     type: Literal["function"] = "function"
@@ -72,12 +68,10 @@ _CALLS_TOOLS: JsonDict = {
 }
 
 
-class MessageBody(BaseModel):
+class MessageBody(BodyPart):
     """One message of a chat."""
 
-    model_config = ConfigDict(
-        strict=True, extra="ignore", frozen=True, json_schema_extra={"anyOf": [_HAS_CONTENT, _CALLS_TOOLS]}
-    )
+    model_config = ConfigDict(json_schema_extra={"anyOf": [_HAS_CONTENT, _CALLS_TOOLS]})
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: MessageText | None = None
@@ -106,10 +100,8 @@ class MessageBody(BaseModel):
         return message
 
 
-class FunctionBody(BaseModel):
+class FunctionBody(BodyPart):
     """A function that the model may call."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
     name: str = Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")
     description: str | None = None
@@ -117,27 +109,21 @@ class FunctionBody(BaseModel):
     strict: bool | None = None
 
 
-class ToolBody(BaseModel):
+class ToolBody(BodyPart):
     """A tool; all are functions."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
     type: Literal["function"]
     function: FunctionBody
 
 
-class ChosenFunction(BaseModel):
+class ChosenFunction(BodyPart):
     """The name of the function that must be called."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
     name: str
 
 
-class ChosenTool(BaseModel):
+class ChosenTool(BodyPart):
     """The tool that must be called."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
     type: Literal["function"]
     function: ChosenFunction

@@ -29,10 +29,14 @@ _INTEGERS = (-(2**63), 2**63 - 1)
 _MOST_TOKENS = 2**31 - 1
 
 
-class RequestBody(BaseModel):
-    """The body of a request. Types are taken as they are: "5" is no number. Unknown fields are ignored."""
+class BodyPart(BaseModel):
+    """An object in a request. Types are taken as they are: "5" is no number. Unknown fields are ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True, protected_namespaces=())
+
+
+class RequestBody(BodyPart):
+    """The body of a request."""
 
     refusals: ClassVar[tuple[Refusal, ...]] = ()
 
@@ -45,10 +49,8 @@ class RequestBody(BaseModel):
         return data
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(BodyPart):
     """Options of a stream: its contents besides text."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -66,10 +68,8 @@ def _finite(value: dict[str, Any]) -> dict[str, Any]:
 SchemaObject = Annotated[dict[str, Any], AfterValidator(_finite)]
 
 
-class JsonSchemaFormat(BaseModel):
+class JsonSchemaFormat(BodyPart):
     """A JSON schema as `response_format` has it."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, protected_namespaces=())
 
     name: str | None = None
     description: str | None = None
@@ -78,27 +78,21 @@ class JsonSchemaFormat(BaseModel):
     strict: bool | None = None
 
 
-class TextFormat(BaseModel):
+class TextFormat(BodyPart):
     """Any text."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
     type: Literal["text"]
 
 
-class JsonObjectFormat(BaseModel):
+class JsonObjectFormat(BodyPart):
     """A JSON object, of a schema if there is one, as llama.cpp's server has it."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, protected_namespaces=())
 
     type: Literal["json_object"]
     schema_: SchemaObject | None = Field(None, alias="schema")
 
 
-class NamedSchemaFormat(BaseModel):
+class NamedSchemaFormat(BodyPart):
     """JSON of a schema."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
     type: Literal["json_schema"]
     json_schema: JsonSchemaFormat
@@ -107,10 +101,8 @@ class NamedSchemaFormat(BaseModel):
 ResponseFormat = Annotated[TextFormat | JsonObjectFormat | NamedSchemaFormat, Field(discriminator="type")]
 
 
-class StructuredOutputs(BaseModel):
+class StructuredOutputs(BodyPart):
     """The form that the text must have, in one of four ways; the name is vLLM's."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, protected_namespaces=())
 
     # `json` is a method of pydantic's models.
     json_: SchemaObject | None = Field(None, alias="json")

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from picompile_server.http.chat_body import MessageText
-from picompile_server.http.fields import JsonObjectFormat, RequestBody, SchemaObject, TextBody, TextFormat
+from picompile_server.http.fields import BodyPart, JsonObjectFormat, RequestBody, SchemaObject, TextBody, TextFormat
 from picompile_server.http.refusals import RESPONSES, SAMPLING, Refusal
 
 
-class InputMessage(BaseModel):
+class InputMessage(BodyPart):
     """One message of the input."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: MessageText
 
 
-class FlatSchemaFormat(BaseModel):
+class FlatSchemaFormat(BodyPart):
     """JSON of a schema, as this endpoint writes it."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, protected_namespaces=())
 
     type: Literal["json_schema"]
     name: str | None = None
@@ -33,10 +29,8 @@ class FlatSchemaFormat(BaseModel):
     strict: bool | None = None
 
 
-class TextSettings(BaseModel):
+class TextSettings(BodyPart):
     """The form that the text must have."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
     format: Annotated[TextFormat | JsonObjectFormat | FlatSchemaFormat, Field(discriminator="type")] | None = None
     verbosity: Literal["medium"] | None = None
