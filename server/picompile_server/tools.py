@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,10 +9,7 @@ from typing import Any, Literal
 from picompile_runtime.errors import RequestError
 from picompile_runtime.request_checks import shown
 
-_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
-_MOST_TOOLS = 128  # OpenAI's
 _COMBINED = ("$ref", "allOf", "anyOf", "oneOf", "patternProperties", "additionalProperties", "unevaluatedProperties")
-_MODES: Mapping[str, Literal["auto", "required"]] = {"auto": "auto", "required": "required"}
 
 
 @dataclass(frozen=True)
@@ -74,53 +70,34 @@ def read_offer(
     """Return the tools that a request offers the model; None if it may call none.
 
     Args:
-        tools: OpenAI's `tools`.
+        tools: OpenAI's `tools`, whose form `ChatBody` checks.
         choice: OpenAI's `tool_choice`: "none", "auto", "required", or the function that must be called; None is "auto".
         parallel: OpenAI's `parallel_tool_calls`.
 
     Raises:
-        RequestError: they are not of that form, two functions have one name, or the chosen one is not among them.
+        RequestError: two functions have one name, the chosen one is not among them, or the parameters of one are no
+            schema of an object.
     """
-    if not tools:
-        if choice not in (None, "none", "auto"):
-            raise RequestError(f"tool_choice is {shown(choice)}, and there are no tools")
-        return None
-    if not isinstance(tools, Sequence) or isinstance(tools, str) or len(tools) > _MOST_TOOLS:
-        raise RequestError(f"tools must be a list of at most {_MOST_TOOLS} tools")
-    functions = tuple(_function(tool) for tool in tools)
+    functions = tuple(_function(**tool["function"]) for tool in tools or ())
     names = [function.name for function in functions]
     if (twice := next((name for name in names if names.count(name) > 1), None)) is not None:
         raise RequestError(f"two tools are called {twice}")
-    most_calls = ToolOffer.most_calls if parallel else 1
-    if choice == "none":
+    if not functions or choice == "none":
         return None
-    if choice is None or (isinstance(choice, str) and choice in _MODES):
-        return ToolOffer(functions, "auto" if choice is None else _MODES[choice], most_calls)
-    chosen = _member(choice, "function")
-    name = _member(chosen, "name")
-    if not isinstance(name, str) or _member(choice, "type") != "function":
-        raise RequestError(f"tool_choice must be none, auto, required, or a function's name, not {shown(choice)}")
-    if name not in names:
-        raise RequestError(f"tool_choice names {shown(name)}, and the tools are {', '.join(names)}")
-    return ToolOffer((functions[names.index(name)],), "required", 1)
+    if isinstance(choice, Mapping):
+        name = choice["function"]["name"]
+        if name not in names:
+            raise RequestError(f"tool_choice names {shown(name)}, and the tools are {', '.join(names)}")
+        return ToolOffer((functions[names.index(name)],), "required", 1)
+    most_calls = ToolOffer.most_calls if parallel else 1
+    return ToolOffer(functions, "required" if choice == "required" else "auto", most_calls)
 
 
-def _member(value: object, key: str) -> object:
-    return value.get(key) if isinstance(value, Mapping) else None
-
-
-def _function(tool: object) -> ToolFunction:
-    function = _member(tool, "function")
-    if _member(tool, "type") != "function" or not isinstance(function, Mapping):
-        raise RequestError(f'a tool must be {{"type": "function", "function": {{…}}}}, not {shown(tool)}')
-    name, description = function.get("name"), function.get("description")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise RequestError(f"a function's name must be up to 64 letters, digits and _-. , not {shown(name)}")
-    if description is not None and not isinstance(description, str):
-        raise RequestError(f"the description of {name} must be a text, not {shown(description)}")
-    parameters = function.get("parameters")
+def _function(
+    name: str, description: str | None = None, parameters: Mapping[str, Any] | None = None, strict: bool | None = None
+) -> ToolFunction:
     if parameters is None:
         parameters = {"type": "object", "properties": {}}
-    if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
+    if parameters.get("type", "object") != "object":
         raise RequestError(f"the parameters of {name} must be a JSON schema of an object, not {shown(parameters)}")
-    return ToolFunction(name, description or "", parameters, function.get("strict") is True)
+    return ToolFunction(name, description or "", parameters, strict is True)

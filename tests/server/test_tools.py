@@ -59,12 +59,7 @@ def test_nothing_is_offered() -> None:
 @pytest.mark.parametrize(
     ("tools", "named"),
     [
-        *((wrong, "tools must be a list") for wrong in ({"a": 1}, "abc", [NOW] * 129)),
-        *(([wrong], "a tool must be") for wrong in ({"type": "search"}, None, {"function": {"name": "a"}})),
-        *(([tool(name)], "a function's name must be") for name in ("a b", "", "a" * 65, "a\n", None)),
         ([NOW, NOW], "two tools are called now"),
-        ([tool("a", description=5)], "the description of a"),
-        ([tool("a", parameters=[])], "the parameters of a"),
         ([tool("a", parameters={"type": "string"})], "the parameters of a"),
     ],
 )
@@ -75,14 +70,8 @@ def test_tools_that_make_no_sense_are_refused(tools: Any, named: str) -> None:
 
 
 def test_choices_that_make_no_sense_are_refused() -> None:
-    now = {"type": "function", "function": {"name": "now"}}
-    then = {"type": "function", "function": {"name": "then"}}
-    for tools, choice in (([], "required"), (None, now)):
-        with pytest.raises(RequestError, match="there are no tools"):
-            read_offer(tools, choice)
-    for choice in ("sometimes", {"type": "allowed_tools"}, {"function": {"name": "now"}}, then):
-        with pytest.raises(RequestError, match="tool_choice"):
-            read_offer([NOW], choice)
+    with pytest.raises(RequestError, match=r"tool_choice names .then., and the tools are now"):
+        read_offer([NOW], {"type": "function", "function": {"name": "then"}})
 
 
 def test_arguments_have_no_names_of_their_own() -> None:

@@ -62,6 +62,13 @@ WRONG: dict[tuple[str, str], list[Any]] = {
     (CHAT, "functions"): [[{"name": "f"}]],
     (CHAT, "reasoning_effort"): ["high"],
     (CHAT, "tools[0].type"): [[{"type": "x"}]],
+    (CHAT, "tools[0].function.name"): [
+        [{"type": "function", "function": {"name": name}}] for name in ("a b", "", "a" * 65, "a\n", None)
+    ],
+    (CHAT, "tools[0].function.description"): [[{"type": "function", "function": {"name": "a", "description": 5}}]],
+    (CHAT, "tools[0].function.parameters"): [[{"type": "function", "function": {"name": "a", "parameters": []}}]],
+    (CHAT, "tools"): ["abc", {"a": 1}, [ADD] * 129],
+    (CHAT, "tool_choice"): ["sometimes"],
     (CHAT, "truncate_prompt_tokens"): [3],
     (CHAT, "return_token_ids"): [True],
     (RESPONSES, "input[0].type"): [[{"type": "function_call_output", "output": "x"}]],
