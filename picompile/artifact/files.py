@@ -22,11 +22,11 @@ from picompile.artifact.reuse import FileRange
 from picompile.errors import UsageError
 from picompile.output.files import safetensors_header
 from picompile.output.place import holds_something, require_disk_space, require_parent_folder
+from picompile_codegen.lowering.arena import ALIGNMENT_BYTES
 from picompile_codegen.lowering.packing import Evaluate, PackedTensor
 from picompile_codegen.lowering.program import tensor_bytes
 
 BLOCK_BYTES = 2 << 20
-ALIGNMENT_BYTES = 64
 
 # Files beside the weights: program, kernels, tokenizer. Generous, since it only guards against a full disk.
 _OTHER_BYTES = 64 << 20

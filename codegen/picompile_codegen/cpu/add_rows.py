@@ -17,7 +17,7 @@ from itertools import cycle, zip_longest
 from tvm import tirx
 
 from picompile_codegen.build import isa
-from picompile_codegen.cpu.matrix import HIGH_GROUPS, KernelMatrix, each_group
+from picompile_codegen.cpu.matrix import KernelMatrix, each_group
 from picompile_codegen.cpu.quantized import (
     BYTES_OF_LANE,
     byte_inverse,
@@ -33,7 +33,7 @@ from picompile_codegen.cpu.quantized import (
 )
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, maximum
 from picompile_codegen.cpu.vector import LANES, at, fma, load, repeat, splat, splat_int, store, to_floats
-from picompile_passes.formats import GROUP
+from picompile_passes.formats import GROUP, HIGH_GROUPS
 
 _QUAD = 4
 

@@ -15,7 +15,7 @@ from itertools import cycle
 from tvm import tirx
 
 from picompile_codegen.build import isa
-from picompile_codegen.cpu.matrix import HIGH_GROUPS, KernelMatrix, each_group
+from picompile_codegen.cpu.matrix import KernelMatrix, each_group
 from picompile_codegen.cpu.quantized import (
     BYTES_OF_LANE,
     QuantizedVector,
@@ -31,7 +31,7 @@ from picompile_codegen.cpu.quantized import (
 )
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind
 from picompile_codegen.cpu.vector import LANES, add_halves, at, fma, load, repeat, to_floats, totals, zero_vectors
-from picompile_passes.formats import GROUP
+from picompile_passes.formats import GROUP, HIGH_GROUPS
 
 # A multiply-add takes four cycles and two can start in each; four chains are enough while memory is what is waited for.
 _CHAINS = 4

@@ -19,7 +19,7 @@ from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, 
 from picompile_codegen.cpu.vector import FLOATS, LANES, at, splat, splat_int, to_floats
 from picompile_codegen.errors import CodegenError
 from picompile_codegen.specs.arguments import ITEM_BYTES
-from picompile_passes.formats import FORMATS, GROUP, HIGH_BLOCK, ZERO_STEPS, Codec
+from picompile_passes.formats import FORMATS, GROUP, HIGH_BLOCK, HIGH_GROUPS, ZERO_STEPS, Codec
 
 CACHE_LINE_BYTES = 64
 # How far ahead rows are prefetched where they follow one another, or leave out few: as much as a core reads in the
@@ -29,8 +29,7 @@ _ROW_BYTES_AHEAD = 8 * 1024
 # 7 to 15 % less time in q4 than with 8, on a Zen 5 with memory at 45 GB/s.
 _SCATTERED_BYTES_AHEAD = 16 * 1024
 
-# Groups whose high bits share 32 bytes, where codes lie in two planes.
-HIGH_GROUPS = HIGH_BLOCK // GROUP
+# Bytes of the high bits of a block, where codes lie in two planes.
 _HIGH_BYTES = HIGH_BLOCK // 4
 
 

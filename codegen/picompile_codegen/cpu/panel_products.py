@@ -14,7 +14,7 @@ from tvm import tirx
 from picompile_codegen.build import isa
 from picompile_codegen.cpu.byte_tiles import QUADS, ByteInputs, byte_lanes, four_bytes, quads_in_words, raw_offset
 from picompile_codegen.cpu.decode import scale_floats
-from picompile_codegen.cpu.matrix import CACHE_LINE_BYTES, HIGH_GROUPS, KernelMatrix
+from picompile_codegen.cpu.matrix import CACHE_LINE_BYTES, KernelMatrix
 from picompile_codegen.cpu.quantized import (
     QuantizedRows,
     add_neighbours,
@@ -36,6 +36,7 @@ from picompile_codegen.cpu.tensor import (
 from picompile_codegen.cpu.token_vectors import each_row
 from picompile_codegen.cpu.vector import at, fma, splat, to_floats, zero_vectors
 from picompile_codegen.weight_panels import PANEL_ROWS
+from picompile_passes.formats import HIGH_GROUPS
 
 # Bytes of four codes of each row of a panel.
 _QUAD_BYTES = 4 * PANEL_ROWS

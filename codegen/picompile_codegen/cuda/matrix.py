@@ -16,7 +16,7 @@ from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, when
 from picompile_codegen.cpu.vector import at, splat
 from picompile_codegen.cuda.function import WARP, blocks_for
 from picompile_codegen.cuda.memory import extern
-from picompile_passes.formats import E8M0, FORMATS, GROUP, HIGH_BLOCK, LOW_BITS, ZERO_STEPS, Codec
+from picompile_passes.formats import E8M0, FORMATS, GROUP, HIGH_GROUPS, LOW_BITS, ZERO_STEPS, Codec
 
 _MOST_LANES = 4
 _MOST_THREADS = 1024
@@ -92,7 +92,6 @@ class ColumnLanes:
 UNIT_BYTES = 16
 # `pi_nibble` returns weights times 2^-22; their scale makes up for it. Powers of two multiply without rounding.
 _NIBBLE_SCALE = 2.0**22
-_HIGH_GROUPS = HIGH_BLOCK // GROUP
 
 
 @dataclass(frozen=True)
@@ -174,7 +173,7 @@ class CudaMatrix(MatrixTensors):
         of element i + 16 from bit 6 on.
         """
         first = self.form.high_offset_bytes(self.columns) // UNIT_BYTES
-        words = _words(self.data, row, first + group // _HIGH_GROUPS * 2 + group % 2)
+        words = _words(self.data, row, first + group // HIGH_GROUPS * 2 + group % 2)
         # Groups 0 and 1 of four have them four bits lower, groups 2 and 3 not. TVM folds a difference into negative
         # numbers, which unsigned ones are not.
         one, four = tirx.const(1, "uint32"), tirx.const(4, "uint32")

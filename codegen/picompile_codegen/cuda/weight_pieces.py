@@ -13,13 +13,12 @@ from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind
 from picompile_codegen.cpu.vector import at
 from picompile_codegen.cuda.matrix import UNIT_BYTES, CudaMatrix, look_up, six_bit_words
 from picompile_codegen.cuda.memory import address, place_in, registers, run_extern
-from picompile_passes.formats import FLOAT16, GROUP, HIGH_BLOCK, ZERO_STEPS
+from picompile_passes.formats import FLOAT16, GROUP, HIGH_GROUPS, ZERO_STEPS
 
 PIECE = GROUP // 2
 # Halves that are stored at once: 16 bytes. A piece is two such runs.
 RUN = 8
 _WORD_BYTES = 4
-_HIGH_GROUPS = HIGH_BLOCK // GROUP
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class PieceRegisters:
             return
         self._read(matrix, piece.row, piece.group * UNIT_BYTES + piece.half * RUN, 0, 2)
         if form.has_planes:
-            block = piece.group // _HIGH_GROUPS * (2 * UNIT_BYTES) + piece.group % 2 * UNIT_BYTES
+            block = piece.group // HIGH_GROUPS * (2 * UNIT_BYTES) + piece.group % 2 * UNIT_BYTES
             self._read(matrix, piece.row, form.high_offset_bytes(matrix.columns) + block + piece.half * RUN, 2, 2)
             # Groups 0 and 1 of four have their high bits four bits lower than groups 2 and 3.
             shift = bind(tirx.Cast("uint32", (1 - piece.group // 2 % 2) * 4))

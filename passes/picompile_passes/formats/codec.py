@@ -10,6 +10,7 @@ ROW_ALIGNMENT_BYTES = 64
 # Codes of 6 bits lie in two planes: the low four bits of a row, and then the high two, in blocks of so many columns.
 LOW_BITS = 4
 HIGH_BLOCK = 4 * GROUP
+HIGH_GROUPS = HIGH_BLOCK // GROUP
 # A zero of a group's own is a byte, so many of which are one step of the codes.
 ZERO_STEPS = 16.0
 # Formats of so many bits a weight, or fewer, change what is of 4 to 6 bits already visibly when they round it again.

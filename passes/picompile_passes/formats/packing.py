@@ -7,14 +7,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from picompile_passes.formats import E8M0, FLOAT16, FORMATS, GROUP, HIGH_BLOCK, ZERO_STEPS, Codec, ScaleType
+from picompile_passes.formats import (
+    E8M0,
+    FLOAT16,
+    FORMATS,
+    GROUP,
+    HIGH_GROUPS,
+    ZERO_STEPS,
+    Codec,
+    ScaleType,
+)
 
 # float16 reaches 65504; a bfloat16 checkpoint can hold more, and infinity would spread through every later layer.
 _F16_MAX = 65504.0
 # Powers of two that are scales: normal float32 numbers, and no weight is beyond float16.
 _EXPONENTS = (-126, 13)
 _HALF = GROUP // 2
-_HIGH_GROUPS = HIGH_BLOCK // GROUP
 
 
 # Rows are packed a block at a time, so that packing needs a few MB beside its input and output, whatever their size. A
@@ -192,7 +200,7 @@ def data_bytes(codes: Tensor, form: Codec) -> Tensor:
         return nibbles
     rows, groups = whole.shape[:2]
     # [rows, blocks, pair of groups, group of the pair, half, element]
-    high = F.pad(whole >> 4, (0, 0, 0, -groups % _HIGH_GROUPS)).view(rows, -1, 2, 2, 2, _HALF)
+    high = F.pad(whole >> 4, (0, 0, 0, -groups % HIGH_GROUPS)).view(rows, -1, 2, 2, 2, _HALF)
     high = (high << _high_shifts()).sum(dim=(2, 4), dtype=torch.uint8)
     return torch.cat([nibbles.reshape(rows, -1), high.reshape(rows, -1)], dim=1)
 
