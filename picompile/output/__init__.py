@@ -2,13 +2,10 @@
 
 | module | is about |
 | --- | --- |
-| `checks` | preconditions of writing: a free path, a folder for it, disk space |
-| `place` | an output path that this process alone writes to, and the folder or file that replaces it |
+| `place` | checks of an output path before any work, and the path while this process alone writes to it |
 | `lock` | the lock on an output path, and the hidden file that carries it |
-| `leftovers` | removal of files that dead writers left beside their outputs |
-| `rename` | renaming without overwriting, swapping two names, and syncing to disk |
-| `files` | single files inside a folder that is already reserved; full-disk errors; hard links; parent folders |
-| `safetensors_file` | the header of a safetensors file that is written tensor by tensor |
+| `leftovers` | renaming and syncing, and removal of what writers that died left beside their outputs |
+| `files` | single files inside a folder that is already reserved; full-disk errors; hard links; safetensors headers |
 
 A writer of `NAME` holds the lock on it from its first check to its end. Until it is done, everything it makes is called
 `.NAME.<16 hex digits>.partial`, and only the holder of the lock may have such files. So a process that gets the lock

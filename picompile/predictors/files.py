@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +188,7 @@ def write_predictors(
         "picompile": __version__,
         "model": dict(model),
         "gate": dict(accuracy or {}),
-        "layers": [layer.to_json() for layer in layers],
+        "layers": [asdict(layer) for layer in layers],
         "curves": list(curves),
     }
     (folder / FACTS_FILE).write_bytes(json_bytes(facts))

@@ -27,7 +27,8 @@ class FiringRule:
 
     def __post_init__(self) -> None:
         """Raise `UsageError` for a measure that is not known."""
-        check_measure(self.by)
+        if self.by not in MEASURES:
+            raise UsageError(f"unknown measure {self.by!r} of firing; known are {', '.join(MEASURES)}")
 
     def measure(self, magnitude: "Tensor", lengths: "Tensor") -> "Tensor":
         """Return the values that are compared with the threshold: [tokens, neurons].
@@ -40,9 +41,3 @@ class FiringRule:
         """Return the mask of firing neurons, bool [tokens, neurons]; the arguments are those of `measure`."""
         # A product can underflow to zero where its factors do not.
         return magnitude > 0 if self.threshold == 0 else self.measure(magnitude, lengths) > self.threshold
-
-
-def check_measure(by: str) -> None:
-    """Raise `UsageError` for a measure that is not known."""
-    if by not in MEASURES:
-        raise UsageError(f"unknown measure {by!r} of firing; known are {', '.join(MEASURES)}")

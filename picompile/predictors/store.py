@@ -1,7 +1,7 @@
 """A predictor set: the predictor of each layer, and their tensors as a weight source."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,10 +60,6 @@ class LayerPredictor:
     def learned(self) -> bool:
         """Whether the predictor has weights of its own."""
         return self.kind in LEARNED_KINDS
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the entry of `predictors.json`."""
-        return asdict(self)
 
     @classmethod
     def from_json(cls, entry: Fields) -> "LayerPredictor":

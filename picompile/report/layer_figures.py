@@ -71,7 +71,7 @@ def of_predictor(
     layer: LayerPredictor, firing_share: float | None = None, skewness: float | None = None
 ) -> LayerFigures:
     """Return a layer of predictors.json; `firing_share` and `skewness` are used if it has none of its own."""
-    found, own_skewness = of_entry(layer.layer, layer.kind, layer.to_json()), share(layer.skewness)
+    found, own_skewness = of_entry(layer.layer, layer.kind, vars(layer)), share(layer.skewness)
     return replace(
         found,
         input=layer.input if layer.learned else None,

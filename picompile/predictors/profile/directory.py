@@ -36,7 +36,7 @@ class ProfileDirectory:
         """Prepare the folder; return whether it holds an unfinished profile of the same inputs to resume."""
         for temporary in self.folder.rglob(".*.tmp"):
             temporary.unlink()
-        known = description_inputs(self.folder) == self.inputs
+        known = (read_description(self.folder) or {}).get("inputs") == self.inputs
         if not known:
             self._clear()
             description = {"format": FORMAT, "schema": SCHEMA, "inputs": self.inputs, "complete": False}
@@ -86,9 +86,3 @@ class ProfileDirectory:
 def belongs_to_profile(path: PurePath) -> bool:
     """Return whether `path`, relative to a profile's folder, is a file of a profile."""
     return str(path) in _FILES or path.match(_LAYER_FILES)
-
-
-def description_inputs(folder: Path) -> str | None:
-    """Return the inputs of the profile, complete or not, in a folder; None if there is no profile."""
-    content = read_description(folder)
-    return None if content is None else str(content.get("inputs"))
