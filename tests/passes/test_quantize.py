@@ -52,7 +52,7 @@ def rounded(weights, form, predictors=None):
         rows = weight.T if name.endswith(DOWN) else weight
         stored = (predictors or form) if name.startswith("predictors.") else form
         if "embed" in name or "lm_head" in name:
-            stored = "q6" if form in ("q4", "q4m") else form
+            stored = "q6" if FORMATS[form].data_bits == 4 else form
         left = dequantize_rows(quantize_rows(rows, stored), stored, rows.shape[1])
         return left.T if name.endswith(DOWN) else left
 
