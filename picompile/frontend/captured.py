@@ -40,7 +40,9 @@ class Captured:
     """A model: its graph at stage captured, where its weights are, and what it is.
 
     The graph is forward(tokens int64 [T], positions int64 [T]) → logits float32 [T, V]. Its parameters are on the meta
-    device, under the names that `weights` knows. `warning` is a line for the user: what of a config.json has no effect.
+    device, under the names that `weights` knows. Of layers that compute the same it may have two alone: `canonicalize`
+    repeats them, and `materialize` refuses the graph before. `warning` is a line for the user: what of a config.json
+    has no effect.
     `prove` compares the graph with the model's own computation, and raises `UnsupportedModelError` where they differ;
     it is None for a module in memory.
     """

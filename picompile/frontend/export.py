@@ -19,8 +19,9 @@ from picompile.frontend.layer_kinds import LayerList, PassedLayers, find_layers,
 from picompile_passes.base import Stage, set_stage
 from picompile_passes.graph.nodes import attribute, calls, has_real_data
 from picompile_passes.graph.operands import ATTENTION
+from picompile_passes.graph.stamps import set_stamps
 from picompile_passes.passes.canonicalize import raised_form
-from picompile_passes.passes.canonicalize.stamp_layers import check_stamps, set_stamps
+from picompile_passes.passes.canonicalize.stamp_layers import check_stamps
 
 # How a module is called: (module, tokens [1, T], positions [1, T]) → logits [1, T, V].
 DecoderCall = Callable[[nn.Module, Tensor, Tensor], Tensor]

@@ -11,8 +11,8 @@ from picompile.frontend.captured import ModelFacts
 from picompile.frontend.families import rope_limit, text_config
 from picompile_passes.graph.nodes import arguments, calls
 from picompile_passes.graph.operands import ATTENTION, EMBEDDING, FFN
+from picompile_passes.graph.stamps import stamps_of
 from picompile_passes.passes.canonicalize import raised_form
-from picompile_passes.passes.canonicalize.stamp_layers import stamps_of
 
 # Fields of configs for the longest text, where it is not called max_position_embeddings.
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")

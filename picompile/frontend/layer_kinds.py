@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from picompile_passes.passes.canonicalize.stamp_layers import Stamps
+from picompile_passes.graph.stamps import Stamps
 
 # What `nn.Module` has for each module, besides what a class adds.
 _OWN = frozenset(vars(nn.Module()))

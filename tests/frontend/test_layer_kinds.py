@@ -16,12 +16,16 @@ from picompile.frontend.export import export_decoder
 from picompile.frontend.families import find_family
 from picompile.frontend.hf import raw_activation
 from picompile.frontend.layer_kinds import PassedLayers, UnequalLayersError, find_layers
+from picompile.testing import random_weights
 from picompile_passes.base import Stage
-from picompile_passes.errors import UnsupportedGraphError
+from picompile_passes.errors import UnsupportedGraphError, VerifyError
+from picompile_passes.graph.materialize import materialize
 from picompile_passes.graph.nodes import calls
 from picompile_passes.graph.operands import FFN
+from picompile_passes.graph.stamps import Stamps, set_stamps, stamps_of
 from picompile_passes.passes.canonicalize import canonicalize, raised_form
-from picompile_passes.passes.canonicalize.stamp_layers import Stamps, check_stamps, set_stamps, stamps_of
+from picompile_passes.passes.canonicalize.stamp_layers import check_stamps
+from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.verify import verify
 
 LAYERS, WIDTH = 7, 4
@@ -50,6 +54,12 @@ def test_the_stamped_graph_is_the_captured_one(name: str) -> None:
     assert description(canonical) == description(canonicalize(whole))
     assert stamps_of(canonical) is None
     if name == NAMES[0]:
+        weights = random_weights(whole)
+        with pytest.raises(UnsupportedGraphError, match=f"the graph has 2 of the model's {LAYERS} layers"):
+            materialize(stamped, weights)
+        predicted = InsertPredictors("none")(raised_form(stamped)).graph_module
+        with pytest.raises(VerifyError, match="all-layers"):
+            verify(predicted, Stage.PREDICTED)
         _check_refusals(raised_form(stamped))
 
 

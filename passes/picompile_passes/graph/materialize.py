@@ -12,6 +12,7 @@ from picompile_passes.base import copy_graph_module
 from picompile_passes.errors import PassesError, PassOptionError
 from picompile_passes.graph.nodes import attribute, has_real_data, is_call
 from picompile_passes.graph.operands import INDEX_SELECT, PREDICTORS, QUANTIZE, TRANSPOSE, is_limit
+from picompile_passes.graph.stamps import require_all_layers
 
 # These take the checkpoint's own dtype, so that no float32 copy of a whole matrix is made: operators that only move
 # elements, and quantization, which converts a block of rows at a time.
@@ -38,8 +39,10 @@ def materialize(graph_module: GraphModule, weights: WeightSource) -> GraphModule
     """Return the graph with float32 parameters in place of those on the meta device, to run in eager PyTorch.
 
     Raises `PassesError` for a parameter that `weights` lacks or holds in another shape, `PassOptionError` for a
-    predictor's parameter that `weights` lacks.
+    predictor's parameter that `weights` lacks, and `UnsupportedGraphError` for a captured graph whose layers are not
+    all there yet.
     """
+    require_all_layers(graph_module)
     result = copy_graph_module(graph_module)
     for target in sorted({str(node.target) for node in result.graph.nodes if node.op == "get_attr"}):
         tensor = attribute(result, target)

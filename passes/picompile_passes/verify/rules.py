@@ -18,7 +18,9 @@ _COMMON = (
     Rule("head", structure.check_head),
     Rule("provenance", structure.check_provenance),
 )
+# Passes for canonical graphs may run before layers that were captured once are repeated.
 _PREDICTED = (
+    Rule("all-layers", structure.check_all_layers),
     Rule("masks", masks.check_masks),
     Rule("predictors", masks.check_predictors),
     Rule("squares", squares.check_squares),

@@ -22,6 +22,7 @@ from picompile_passes.graph.operands import (
     makes_constants,
     matrix_operands,
 )
+from picompile_passes.graph.stamps import stamps_of
 from picompile_passes.graph.values import fake_result, same_shape, same_value, value_text
 from picompile_passes.verify.rule import Fault, Rule
 
@@ -202,6 +203,13 @@ def _check_marks(node: Node) -> Iterator[Fault]:
 
 def _place(node: Node) -> str:
     return f"is of the part {node.meta.get('part')} and of layer {node.meta.get('layer')}"
+
+
+def check_all_layers(graph_module: GraphModule) -> Iterator[Fault]:
+    """No layer waits for the pass `stamp-layers`."""
+    stamps = stamps_of(graph_module)
+    if stamps is not None:
+        yield Fault(None, f"has {stamps.captured} of the model's {len(stamps.sources)} layers")
 
 
 def check_head(graph_module: GraphModule) -> Iterator[Fault]:

@@ -31,6 +31,7 @@ from picompile_passes.graph.operands import (
     SPARSE_FFN,
 )
 from picompile_passes.graph.rewriter import Rewriter
+from picompile_passes.graph.stamps import Stamps, set_stamps
 from picompile_passes.graph.values import fake_like, fake_result
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
@@ -502,6 +503,9 @@ FAULTS: dict[tuple[Stage, str], list[tuple[Any, ...]]] = {
         (lambda g: learn(g, 0, (3, 23), (40, 3), (40,)), "fc1 of its predictor is float32[3, 23], not [3, 24]"),
         (lambda g: learn(g, 0, (2, 24), (40, 3), (40,)), "fc2 of its predictor is float32[40, 3], not [40, 2]"),
         (lambda g: learn(g, 0, (3, 24), (40, 3)), "its predictor learned has 2 weights, not fc1, fc2, bias"),
+    ],
+    (C2, "all-layers"): [
+        (lambda g: set_stamps(g, Stamps("model.layers.", (0, 1, 1), 2)), "has 2 of the model's 3 layers"),
     ],
     (C2, "squares"): [
         (change(DIVIDE_BY_RMS, neurons=39), "divides by 39 neurons, but there are 40", NORMED),

@@ -14,34 +14,7 @@ from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.graph.layers import layer_of, token_calls
 from picompile_passes.graph.nodes import argument_position, attribute, constant_nodes, has_real_data
 from picompile_passes.graph.rewriter import Provenance, Rewriter
-
-_META_KEY = "stamps"
-
-
-@dataclass(frozen=True)
-class Stamps:
-    """The layers that a graph lacks, and the captured layers that they equal.
-
-    Attributes:
-        prefix: the beginning of all layers' parameter names, up to the layer's number.
-        sources: for each layer of the model, the captured one that it equals.
-        captured: how many layers the graph has; they are the first ones.
-    """
-
-    prefix: str
-    sources: tuple[int, ...]
-    captured: int
-
-
-def set_stamps(graph_module: GraphModule, stamps: Stamps) -> None:
-    """Record that the graph has only the first layers of a model, and the others in `stamps`."""
-    graph_module.meta[_META_KEY] = stamps
-
-
-def stamps_of(graph_module: GraphModule) -> Stamps | None:
-    """Return the record of the layers that a graph lacks; None if it has all layers."""
-    stamps: Stamps | None = graph_module.meta.get(_META_KEY)
-    return stamps
+from picompile_passes.graph.stamps import Stamps, set_stamps, stamps_of
 
 
 def check_stamps(graph_module: GraphModule) -> None:
@@ -77,7 +50,7 @@ class StampLayers(Pass):
         layers = _Layers(rewriter.graph_module, stamps)
         layers.check()
         layers.stamp(self.name)
-        del rewriter.graph_module.meta[_META_KEY]
+        set_stamps(rewriter.graph_module, None)
         rewriter.changed(rewriter.graph.output_node())
 
 
