@@ -351,6 +351,7 @@ def test_many_query_heads_of_one_key_head_take_a_launch_more() -> None:
     assert shape_bytes("model", config, packing).layers[0].launches.kv_cache == 2
 
 
+@pytest.mark.slow("plans in a process of its own, which imports torch")
 def test_a_plan_of_a_named_shape_starts_no_transformers() -> None:
     """It would take two seconds to import. A machine needs neither PyTorch nor the solver."""
     options = "--shape opt-175b --firing opt --target 4090 --host-memory 512GiB"
