@@ -42,7 +42,7 @@ def test_what_is_there_stays_until_it_is_replaced(
         raise OSError("no space left on device")
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="no space left"):
-        patch.setattr("picompile_passes.graph.materialize.evaluate_constant", fail)
+        patch.setattr("picompile.artifact.writer.evaluate_constant", fail)
         compile_model(tiny_model, output, CompileOptions(**options, overwrite=True))
     assert [path.name for path in tmp_path.iterdir()] == ["artifact"]
     assert _files(output) == before

@@ -23,6 +23,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from helpers.attacks import options
 
 # What a reader says between the two renamings.
+# For short work a writer waits for others.
+_WAIT_S = 30.0
 _GONE = ("is not a folder", "cannot be opened (No such file or directory)")
 
 
@@ -60,7 +62,7 @@ def attack(
 
 def _write(artifacts: tuple[Path, Path], output: Path, number: int, end: float, seed: int, plain: bool) -> int:
     """Return how many replacements were made."""
-    from picompile.output import place, replacing
+    from picompile.output import place
     from picompile.output.leftovers import UnsupportedRenameError
 
     def no_exchange(first: Path, second: Path) -> None:
@@ -70,7 +72,7 @@ def _write(artifacts: tuple[Path, Path], output: Path, number: int, end: float, 
         place.exchange = no_exchange  # type: ignore[assignment]
     draw, made = random.Random(seed), 0
     while made < number and time.monotonic() < end:
-        with replacing(output) as folder:
+        with place.reserve(output, overwrite=True, wait_s=_WAIT_S) as reserved, reserved.folder() as folder:
             shutil.copytree(draw.choice(artifacts), folder, dirs_exist_ok=True)
         made += 1
     return made

@@ -90,8 +90,8 @@ def test_a_wrong_window_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_wrong_activation_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     right = proof.capture_model
 
-    def smooth(*arguments: Any) -> GraphModule:
-        graph_module = right(*arguments)
+    def smooth(*arguments: Any, **options: Any) -> GraphModule:
+        graph_module = right(*arguments, **options)
         for node in graph_module.graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default):
             node.target = torch.ops.aten.silu.default
         return graph_module

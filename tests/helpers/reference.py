@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from picompile_passes.dialect import dequantize_rows, quantize_rows
+from picompile_passes.formats import FORMATS
 
 # These hold a neuron in each column, and an artifact stores a neuron in a row: groups of 32 run the other way.
 _DOWN = ("down_proj", "fc2", "dense_4h_to_h")
@@ -28,7 +29,7 @@ def round_weights(model: nn.Module, format_name: str) -> None:
             continue
         seen.add(id(weight))
         if isinstance(module, nn.Embedding) or module is get_head():
-            weight.copy_(rounded(weight, "q6" if format_name in ("q4", "q4m") else format_name))
+            weight.copy_(rounded(weight, "q6" if FORMATS[format_name].data_bits == 4 else format_name))
         elif name.endswith(_DOWN):
             weight.copy_(rounded(weight.T, format_name).T)
         else:
