@@ -275,9 +275,10 @@ def _launches(
     kernels = {kernel.name: kernel for kernel in lowered.accelerator_built.values()}
     counts = {owner: Counter[str]() for owner in ("head", *(block.meta["layer"] for block in blocks))}
     launched = lowered.program.functions["decode" if sequences == 1 else "batch"]
-    first = next((call for call in launched if _begins(call)), None)
-    for call in launched:
-        if call.device == "accelerator" and call.op not in _TRANSFERS and call is not first:
+    on_accelerator = [call for call in launched if call.device == "accelerator"]
+    first = next(filter(_begins, on_accelerator), None)
+    for call in on_accelerator:
+        if call.op not in _TRANSFERS and call is not first:
             owner = "head" if _mark(call, "part") == "head" else int(_mark(call, "layer") or 0)
             counts[owner][_COUNTED_AS.get(_part(call), "attention")] += kernels[call.kernel].launches
     of_layers = {
