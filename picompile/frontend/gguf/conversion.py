@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, GGUFTensor, TensorProcessor
 
 from picompile.errors import UnsupportedModelError
 from picompile.frontend.config import one_line
@@ -41,8 +42,6 @@ class _FalconProcessor:
 
     def process(self, weights: Any, name: str, **kwargs: Any) -> Any:
         """Return what is made of a tensor, as transformers' processors do."""
-        from transformers.modeling_gguf_pytorch_utils import GGUFTensor
-
         if ".attn_qkv." in name:
             groups, per_group = self._kv_heads, self._heads // self._kv_heads
             head_dim = len(weights) // (self._heads + 2 * groups)
@@ -56,8 +55,6 @@ class _FalconProcessor:
 
 def processor_for(architecture: str, config: Mapping[str, Any]) -> Any:
     """Return transformers' processor for the tensors of an architecture, or ours."""
-    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
-
     if architecture == "falcon":
         return _FalconProcessor(config)
     # Bamboo's files come from the same converter as Llama's.
@@ -70,8 +67,6 @@ def row_order(processor: Any, name: str, shape: tuple[int, ...]) -> npt.NDArray[
 
     For a matrix, a vector counting as one of one column.
     """
-    from transformers.modeling_gguf_pytorch_utils import TensorProcessor
-
     rows, columns = shape[0], _PROBE_COLUMNS
     if type(processor).process is TensorProcessor.process:
         return np.arange(rows)

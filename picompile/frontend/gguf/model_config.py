@@ -11,6 +11,11 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import transformers
+from transformers.integrations.ggml import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CONFIG_MAPPING
+from transformers.integrations.gguf import get_gguf_config
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
 from picompile.errors import UnsupportedModelError
 from picompile.frontend.config import check_values, one_line, resolve
 from picompile.frontend.gguf.cursor import shown
@@ -97,8 +102,6 @@ def model_config(header: GgufHeader) -> dict[str, Any]:
 
 def model_classes(config: Mapping[str, Any]) -> tuple[Any, Any]:
     """Return the config and the model class of a `model_config`."""
-    import transformers
-
     name = config["architectures"][0]
     if name == "BambooForCausalLM":
         return tuple(resolve(f"picompile.frontend.bamboo:{part}") for part in ("BambooConfig", name))
@@ -117,8 +120,6 @@ def _powerinfer(values: MetadataValues) -> dict[str, Any]:
 
 
 def _of_transformers(values: MetadataValues) -> dict[str, Any]:
-    from transformers.integrations.ggml import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     architecture = values.architecture
     name = _RENAMED.get(architecture, architecture)
@@ -145,8 +146,6 @@ def _text_type(name: str) -> str:
 
 def _causal(name: str) -> Mapping[str, str]:
     """Return the classes of decoders, none for names in transformers' table that are no architectures."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
     # llama.cpp writes no architecture `mistral`.
     return {} if name == "mistral" else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -160,8 +159,6 @@ def _unknown(values: MetadataValues, known: Any) -> UnsupportedModelError:
 
 def _mapped(values: MetadataValues, name: str) -> dict[str, Any]:
     """Return the fields that transformers' table for `name` has keys for, and rotary embeddings."""
-    from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
-
     config: dict[str, Any] = {}
     for key, field in GGUF_CONFIG_MAPPING[name or values.architecture].items():
         if field in (None, -1):
@@ -177,8 +174,6 @@ def _mapped(values: MetadataValues, name: str) -> dict[str, Any]:
 
 def _lfm2(values: MetadataValues) -> dict[str, Any]:
     """Return what the newer of transformers' two GGUF readers makes of LFM2."""
-    from transformers.integrations.gguf import get_gguf_config
-
     header = values.header
     metadata: dict[str, Any] = {"general.architecture": "lfm2", **header.values}
     metadata["lfm2.attention.head_count_kv"] = values.counts("attention.head_count_kv")

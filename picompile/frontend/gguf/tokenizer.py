@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerFast
+from transformers.integrations.gguf import convert_gguf_tokenizer
+
 from picompile.errors import UnsupportedModelError, UsageError
 from picompile.frontend.config import one_line, quiet_transformers
 from picompile.frontend.gguf.cursor import shown
@@ -162,8 +165,6 @@ def _count_merges(tokens: list[str]) -> int:
 
 
 def _converted(header: GgufHeader, kind: str, lists: Mapping[str, list[Any] | None], config: dict[str, Any]) -> str:
-    from transformers import PreTrainedTokenizerFast
-    from transformers.integrations.gguf import convert_gguf_tokenizer
 
     given: dict[str, Any] = {name: values for name, values in lists.items() if values is not None}
     given |= {"tokenizer_type": kind, "pre_tokenizer_type": read_text(header, f"{_PREFIX}pre")}
