@@ -107,7 +107,7 @@ def test_notes_show_in_dumps() -> None:
     from picompile_passes.graph.dump import graph_text
 
     text = graph_text(CountWeightBytes()(build(SHAPE)).graph_module)
-    assert "layer 0, weight_bytes 11520, flops 5760" in text
+    assert "layer 0, part block, weight_bytes 11520, flops 5760" in text
 
 
 # drop-silent-neurons
