@@ -104,7 +104,7 @@ def test_every_command_of_the_readme_runs(run: Run, workplace: Path) -> None:
     (noted,) = (workplace / "build" / "dump").glob("*_count-weight-bytes.txt")
     # Gate, up and down: 200 neurons of 96 columns each, in float32.
     block = 3 * 200 * 96
-    assert f"layer 0, weight_bytes {block * 4}, flops {block * 2}" in noted.read_text(encoding="utf-8")
+    assert f"layer 0, part block, weight_bytes {block * 4}, flops {block * 2}" in noted.read_text(encoding="utf-8")
     counts = json.loads((workplace / "build" / "counts.json").read_text(encoding="utf-8"))
     assert {layer: len(numbers) for layer, numbers in counts.items()} == {"0": 200, "1": 200}
     left = {layer: sum(count >= 20 for count in numbers) for layer, numbers in counts.items()}
