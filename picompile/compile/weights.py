@@ -51,13 +51,12 @@ def choose_limits(
         return config, captured
     if checkpoint is None:
         raise UsageError("skip needs a model folder, whose tokenizer reads text; leave it out")
-
     canonical = run_passes(captured, CANONICALIZE, progress, verify=config.verify)
     sites = skipping_sites(canonical, config.skip_at)
     insert = [sites.insertion(insert_pass(config, predictors))]
     graph_module = run_passes(replace(captured, graph_module=canonical), insert, progress, verify=config.verify)
-    weights = captured.weights if predictors is None else predictors.weights(captured.weights)
-    folder = (config.work or scratch / "work") / "skipping"
+    weights = _weights_of(captured, predictors)
+    folder = _work(config, scratch) / "skipping"
     found = checkpoint_limits(checkpoint, graph_module, weights, folder, config.skipping, progress)
     limited = replace(captured, weights=found.limits.weights(captured.weights))
     return replace(config, limits=found), limited
@@ -83,14 +82,13 @@ def choose_formats(
         return replace(config, tensors=_exact_tables(captured, config.quant))
     if checkpoint is None:
         raise UsageError(f"quant {config.quant} needs a model folder, whose tokenizer reads text; choose a format")
-
     quantize = quantize_pass(config)
     passes = all_passes(insert_passes(config, predictors), {}, quantize, config.passes)
     # Extra passes may come behind quantization: losses are measured on the graph before it.
     passes = passes[: passes.index(quantize)]
     graph_module = run_passes(captured, passes, progress, verify=config.verify)
-    weights = captured.weights if predictors is None else predictors.weights(captured.weights)
-    folder = (config.work or scratch / "work") / "bits"
+    weights = _weights_of(captured, predictors)
+    folder = _work(config, scratch) / "bits"
     chosen = checkpoint_formats(
         checkpoint, graph_module, weights, folder, _rounding_options(config), parse_bits(config.quant), progress
     )
@@ -99,7 +97,6 @@ def choose_formats(
 
 def _exact_tables(captured: Captured, quant: str) -> dict[str, str]:
     """Return `quant` by the name of each matrix with a row for each token that the weights have in this format."""
-
     weights, vocab = captured.weights, captured.facts.vocab
     packed: Callable[[str, str], object] | None = getattr(weights, "packed", None)
     if packed is None or head_format(quant) == quant:
@@ -136,10 +133,20 @@ def round_weights(
 
     passes = all_passes(insert_passes(config, predictors), {}, quantize_pass(config), config.passes)
     graph_module = run_passes(captured, passes, progress, verify=config.verify)
-    weights = base if predictors is None else predictors.weights(base)
-    folder = (config.work or scratch / "work") / "rounding"
+    weights = _weights_of(captured, predictors)
+    folder = _work(config, scratch) / "rounding"
     return round_checkpoint(checkpoint, graph_module, weights, folder, _rounding_options(config), progress).onto(base)
 
 
 def _rounding_options(config: CompileConfig) -> RoundingOptions:
     return RoundingOptions(config.calibration, config.rounding_tokens, activation=config.activation)
+
+
+def _weights_of(captured: Captured, predictors: PredictorSet | None) -> WeightSource:
+    """Return the weights of the model, with those of its lossy predictors if it has any."""
+    return captured.weights if predictors is None else predictors.weights(captured.weights)
+
+
+def _work(config: CompileConfig, scratch: Path) -> Path:
+    """Return the folder for what these steps keep: the user's, or one in `scratch` that goes with it."""
+    return config.work or scratch / "work"

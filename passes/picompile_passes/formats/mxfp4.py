@@ -22,7 +22,7 @@ CODEC = Codec(
     panels=True,
     calibrated=True,
     finer=("q4", "q6"),
-    # As in q4m.
+    # The file of q4m says why these have 6 bits.
     head="q6",
     predictors="q6",
     summary="4-bit floats and a power of two for each 32",

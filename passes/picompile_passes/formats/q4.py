@@ -19,7 +19,7 @@ CODEC = Codec(
     cache=True,
     spread_cache=True,
     finer=("q4m", "q6"),
-    # As in q4m.
+    # The file of q4m says why these have 6 bits.
     head="q6",
     predictors="q6",
     ggml="Q4_0",
