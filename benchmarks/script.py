@@ -1,4 +1,4 @@
-"""What scripts share: their options, tables and files of results. It needs the standard library alone."""
+"""Options, tables and files of results that scripts share. It needs the standard library alone."""
 
 import argparse
 import json
@@ -28,7 +28,7 @@ def argument_parser(description: str | None, *names: str, **defaults: Any) -> ar
     for name, default in defaults.items():
         is_list = isinstance(default, list)
         kind, more = type(default[0] if is_list else default), {"nargs": "+"} if is_list else {}
-        # Of a path the class is that of the system.
+        # The class of a path depends on the system.
         kind = Path if issubclass(kind, Path) else kind
         parser.add_argument(
             f"--{name.replace('_', '-')}", type=kind, default=default, help=f"default: {default}", **more

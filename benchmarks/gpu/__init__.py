@@ -7,7 +7,7 @@ import sys
 
 from benchmarks import ROOT
 
-# What `python -m` runs.
+# The module that `python -m` runs.
 MODULE = "benchmarks.gpu"
 
 sys.path += [str(ROOT / name) for name in ("runtime", "passes")]

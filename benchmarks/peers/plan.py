@@ -18,7 +18,7 @@ THREADS = (2, 1)
 ROUNDS = {"decode": 5}
 FEWER_ROUNDS = 3
 _Number = TypeVar("_Number", int, float)
-# What is left of a model's positions for the steps behind the longest context.
+# The positions of a model that are left for the steps behind the longest context.
 _ROOM = 96
 # Sweeps with every format of an engine; the others have the nearest one.
 _WHOLE = ("decode", "prefill")

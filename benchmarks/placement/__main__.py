@@ -1,4 +1,4 @@
-"""How fast and how good placement is.
+"""The speed and the quality of placement.
 
 python -m benchmarks.placement times [--plot docs/images/solver_time.png]
 python -m benchmarks.placement policies [--instances 1000]

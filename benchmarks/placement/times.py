@@ -1,4 +1,4 @@
-"""How long both objectives take by the size of the model."""
+"""The time that both objectives take, by the size of the model."""
 
 import argparse
 import json

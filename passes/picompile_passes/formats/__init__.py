@@ -45,7 +45,7 @@ __all__ = [
 _CODECS = [value for value in members(__name__, skip=("packing",)) if isinstance(value, Codec)]
 FORMATS = Registry[Codec]("weight format", "picompile.formats", Codec, sorted(_CODECS, key=lambda codec: -codec.bits))
 
-# Where keys and values can be stored as quantized rows.
+# The formats in which keys and values can be stored as quantized rows.
 CACHE_FORMATS = tuple(name for name in FORMATS.builtin if FORMATS[name].cache)
 
 
