@@ -19,6 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from picompile_passes.errors import PassError, RewriteError, StageError, is_for_the_user
 from picompile_passes.graph.dump import context_text
+from picompile_passes.graph.nodes import MARKS
 from picompile_passes.graph.rewriter import Rewriter
 
 _META_KEY = "stage"
@@ -186,7 +187,7 @@ def _check_unchanged(before: Graph, rewriter: Rewriter) -> None:
 
 
 def _described(node: Node) -> tuple[object, ...]:
-    meta = {key: value for key, value in node.meta.items() if key in ("layer", "part", "device", "notes")}
+    meta = {key: value for key, value in node.meta.items() if key in (*MARKS, "notes")}
     return (node.op, node.target, str(node.args), str(node.kwargs), meta)
 
 

@@ -17,9 +17,8 @@ from torch.fx import GraphModule, Node
 from picompile_passes.base import GraphPass, Stage, copy_graph_module, stage_of
 from picompile_passes.errors import PassError, PassesError, VerifyError, is_for_the_user
 from picompile_passes.graph.layers import mark_layers, token_calls
-from picompile_passes.graph.nodes import argument_position, calls
+from picompile_passes.graph.nodes import INHERITED_MARKS, argument_position, calls
 from picompile_passes.graph.operands import ATTENTION
-from picompile_passes.graph.rewriter import MARKS
 from picompile_passes.graph.source import graph_source, pass_source
 from picompile_passes.graph.values import same_value
 from picompile_passes.verify import verify
@@ -92,7 +91,7 @@ def _mark_layers(graph_module: GraphModule) -> None:
     graph = graph_module.graph
     if stage_of(graph_module) >= Stage.CANONICAL:
         for node in token_calls(graph):
-            for key in MARKS:
+            for key in INHERITED_MARKS:
                 node.meta.pop(key, None)
         mark_layers(graph)
     for number, node in enumerate(calls(graph, ATTENTION)):

@@ -14,7 +14,7 @@ from picompile_passes.base import Effect, GraphPass, PassResult, Stage, copy_gra
 from picompile_passes.errors import PassesError, StageError, UnsupportedGraphError
 from picompile_passes.graph.dump import graph_text
 from picompile_passes.graph.materialize import WeightSource
-from picompile_passes.graph.nodes import arguments, calls, has_real_data
+from picompile_passes.graph.nodes import MARKS, arguments, calls, has_real_data
 from picompile_passes.graph.operands import PREDICTORS, SPARSE_FFN
 from picompile_passes.graph.rewriter import Provenance
 from picompile_passes.passes.canonicalize import canonicalize
@@ -25,7 +25,7 @@ from picompile_passes.pipeline import Pipeline, verifying
 from picompile_passes.verify import verify
 
 # The metadata that passes may change on nodes that they keep.
-_MAY_CHANGE = ("val", "layer", "part", "device", "notes")
+_MAY_CHANGE = ("val", *MARKS, "notes")
 
 # Rounding all weights to float16 moves logits by some 2^-11 of their size, and by more where they cancel.
 _F16_BOUND = 0.05

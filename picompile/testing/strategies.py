@@ -125,7 +125,7 @@ def _sample(neurons: int, count: int, seed: int) -> tuple[int, ...]:
 
 def hot_sets(graph_module: GraphModule) -> st.SearchStrategy[dict[int, tuple[int, ...]]]:
     """Layer → hot neurons, for some of the layers of `graph_module` that are not partitioned yet."""
-    blocks = [node for node in calls(graph_module.graph, FFN, SPARSE_FFN) if "device" not in node.meta]
+    blocks = [node for node in calls(graph_module.graph, FFN, SPARSE_FFN) if "neurons" not in node.meta]
     # A graph that is not canonical yet does not say which layer a block is of.
     sizes = {
         node.meta.get("layer", number): int(arguments(node)["up"].meta["val"].shape[0])

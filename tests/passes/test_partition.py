@@ -42,7 +42,7 @@ def test_rows_of_a_part_are_selected_by_its_table():
     before = predicted(OPT)
     after = Partition({0: (7, 2, 30)})(before).graph_module
     hot, cold = parts(after, 0)
-    assert (hot.meta["device"], cold.meta["device"]) == ("hot", "cold")
+    assert (hot.meta["neurons"], cold.meta["neurons"]) == ("hot", "cold")
     tables = []
     for part in (hot, cold):
         values = arguments(part)
@@ -50,7 +50,7 @@ def test_rows_of_a_part_are_selected_by_its_table():
         assert all(node.target is INDEX_SELECT for node in selected)
         (table,) = {arguments(node)["index"] for node in selected}
         tables.append(attribute(after, table.target))
-        assert values["mask"].meta["device"] == part.meta["device"]
+        assert values["mask"].meta["neurons"] == part.meta["neurons"]
         assert values["neurons"] is None
     assert [table.tolist() for table in tables] == [[2, 7, 30], [n for n in range(40) if n not in (2, 7, 30)]]
     assert all(table.dtype == torch.int64 for table in tables)
@@ -72,21 +72,21 @@ def test_squares_of_the_parts_are_added_before_they_divide(shape):
     assert_equivalent(before, after)
 
 
-@pytest.mark.parametrize(("hot", "device"), [((), "cold"), (tuple(range(40)), "hot")])
-def test_a_side_without_neurons_is_left_out(hot, device):
+@pytest.mark.parametrize(("hot", "marked"), [((), "cold"), (tuple(range(40)), "hot")])
+def test_a_side_without_neurons_is_left_out(hot, marked):
     before = predicted(OPT)
     after = Partition({1: hot})(before).graph_module
     (part,) = parts(after, 1)
-    assert part.meta["device"] == arguments(part)["mask"].meta["device"] == device
+    assert part.meta["neurons"] == arguments(part)["mask"].meta["neurons"] == marked
     assert not list(calls(after.graph, INDEX_SELECT))
-    # The input's own nodes, and the other layer, say nothing of a device.
-    assert all("device" not in node.meta for node in [*before.graph.nodes, *parts(after, 0)])
+    # The input's own nodes, and the other layer, have no mark.
+    assert all("neurons" not in node.meta for node in [*before.graph.nodes, *parts(after, 0)])
 
 
 def test_layers_that_are_not_named_stay_whole():
     after = Partition({1: (0,)})(predicted(LLAMA)).graph_module
     assert [len(parts(after, layer)) for layer in (0, 1)] == [1, 2]
-    assert "device" not in parts(after, 0)[0].meta
+    assert "neurons" not in parts(after, 0)[0].meta
     for part in parts(after, 1):
         assert list(arguments(arguments(part)["mask"])["weights"]) == [arguments(part)["gate"]]
 
@@ -111,7 +111,7 @@ def test_predictor_that_is_not_row_local_stays_whole(kind):
     after = Partition({0: (3, 0, 17), 1: (5,)})(before).graph_module
     hot, cold = parts(after, 0)
     assert arguments(hot)["mask"] is arguments(cold)["mask"]
-    assert "device" not in arguments(hot)["mask"].meta
+    assert "neurons" not in arguments(hot)["mask"].meta
     assert attribute(after, arguments(hot)["neurons"].target).tolist() == [0, 3, 17]
     verify(after, Stage.PARTITIONED)
     assert_equivalent(before, after)

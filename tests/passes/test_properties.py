@@ -100,15 +100,15 @@ def test_partition_puts_the_neurons_where_it_was_told(data, seed):
     hot = data.draw(hot_sets(before))
     after = check_run(Partition(hot), before, random_weights(before, seed), seed=seed).graph_module
     for layer, blocks in blocks_by_layer(after).items():
-        on_device = {block.meta.get("device"): neurons_of(after, block) for block in blocks}
+        by_mark = {block.meta.get("neurons"): neurons_of(after, block) for block in blocks}
         if layer not in hot:
-            assert set(on_device) == {None}
+            assert set(by_mark) == {None}
             continue
         total = neuron_count(before, layer)
         cold = [neuron for neuron in range(total) if neuron not in hot[layer]]
         wanted = {"hot": sorted(hot[layer]), "cold": cold}
-        assert on_device == {device: neurons for device, neurons in wanted.items() if neurons}
-        assert all(arguments(block)["mask"].meta.get("device") in (None, block.meta["device"]) for block in blocks)
+        assert by_mark == {mark: neurons for mark, neurons in wanted.items() if neurons}
+        assert all(arguments(block)["mask"].meta.get("neurons") in (None, block.meta["neurons"]) for block in blocks)
 
 
 @few(max_examples=2 * EXAMPLES)
@@ -161,7 +161,7 @@ def neuron_count(graph_module, layer):
 def neurons_of(graph_module, block):
     """Which neurons of the layer the rows of `block` are."""
     up = arguments(block)["up"]
-    table = arguments(up)["index"] if is_call(up, INDEX_SELECT) and "device" in block.meta else None
+    table = arguments(up)["index"] if is_call(up, INDEX_SELECT) and "neurons" in block.meta else None
     if table is not None and table.name.endswith("_neurons"):
         return attribute(graph_module, str(table.target)).tolist()
     return list(range(int(up.meta["val"].shape[0])))

@@ -213,12 +213,12 @@ def test_layers_are_numbered_anew():
 def test_a_graph_by_hand():
     b = GraphBuilder()
     table = b.parameter("embed.weight", 9, 4)
-    twice = b.call(ADD, *[b.call(EMBEDDING, b.tokens, table, 0, name="x", layer=3, device="hot")] * 2)
+    twice = b.call(ADD, *[b.call(EMBEDDING, b.tokens, table, 0, name="x", layer=3, neurons="hot")] * 2)
     shift = b.constant("shift", torch.arange(4.0))
     graph_module = b.finish(b.call(ADD, twice, b.read("shift")), Stage.CAPTURED)
     verify(graph_module, Stage.CAPTURED)
     node = graph_module.graph.find_nodes(op="call_function", target=EMBEDDING)[0]
-    assert (node.name, node.meta["layer"], node.meta["device"]) == ("x", 3, "hot")
+    assert (node.name, node.meta["layer"], node.meta["neurons"]) == ("x", 3, "hot")
     assert shift.users == {}
     weights = random_weights(graph_module)
     expected = 2 * weights.load("embed.weight")[torch.arange(3)] + torch.arange(4.0)

@@ -79,17 +79,17 @@ def test_every_kind_of_change(stages: dict[str, DumpGraph]) -> None:
     name = node_of(before, "predict", 2)
     node = before.nodes[name]
     arguments = tuple((key, "0.5" if key == "threshold" else value) for key, value in node.arguments)
-    notes = {**node.notes, "device": "cold", "n": "1"}
+    notes = {**node.notes, "neurons": "cold", "n": "1"}
     after = changed(before, name, shape="bool[9]", operator="x.y", arguments=arguments, notes=notes)
     (change,) = compare(before, after).changed.values()
     assert change == {
         "shape": (node.shape, "bool[9]"),
         "operator": ("picompile.predict", "x.y"),
         "threshold": ("0.0", "0.5"),
-        "note device": ("hot", "cold"),
+        "note neurons": ("hot", "cold"),
         "note n": ("", "1"),
     }
-    assert text(compare(before, after))[1].endswith("note device: hot → cold; note n: none → 1")
+    assert text(compare(before, after))[1].endswith("note neurons: hot → cold; note n: none → 1")
     # A name that was reused is another node.
     name = node_of(before, "add", 1)
     moved = changed(before, name, origin=("shuffle", (name,)))
@@ -134,7 +134,7 @@ SPOILED: dict[str, Callable[[DumpGraph], DumpGraph]] = {
     "a value of the head": lambda g: rewired(g, 2, "self", "embedding"),
     "another value of the layer": lambda g: rewired(g, 2, "other", node_of(g, "attention", 2)),
     "another number": lambda g: rewired(g, 2, "alpha", "2"),
-    "a note": lambda g: changed(g, node_of(g, "sparse_ffn", 2), notes={"layer": "2", "device": "hot"}),
+    "a note": lambda g: changed(g, node_of(g, "sparse_ffn", 2), notes={"layer": "2", "neurons": "hot"}),
     "another pass": lambda g: changed(g, node_of(g, "predict", 2), origin=("other", ("ffn",))),
     "fewer dimensions": lambda g: changed(g, node_of(g, "predict", 2), shape="bool[2]"),
 }

@@ -130,7 +130,7 @@ def lower_sparse_ffn(node: Node, function: Function) -> None:
     """
     values, weights = arguments(node), function.shared.weights
     kind = arguments(values["mask"])["kind"]
-    layer, part = node.meta["layer"], node.meta.get("device", "all")
+    layer, part = node.meta["layer"], node.meta.get("neurons", "all")
     gated = values["gate"] is not None
     parts = [values["gate"], values["up"], values["down"]] if gated else [values["up"], values["down"]]
     # The mask is fetched before x, because the other side may send both in one transfer.

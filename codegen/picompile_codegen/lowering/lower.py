@@ -50,8 +50,9 @@ from picompile_codegen.lowering.transfer import publish
 from picompile_codegen.registry import BACK_ENDS
 from picompile_codegen.specs import FLAG_SHAPE, STEP_SHAPE, KernelSpec, TakeLastSpec
 from picompile_passes.errors import UnsupportedGraphError
-from picompile_passes.graph.nodes import arguments, constant_nodes, is_call
-from picompile_passes.graph.operands import PREDICT, state_of
+from picompile_passes.graph.layers import operator_part
+from picompile_passes.graph.nodes import arguments, constant_nodes
+from picompile_passes.graph.operands import state_of
 
 __all__ = ["LowerOptions", "Lowered", "lower"]
 
@@ -131,7 +132,7 @@ def lower(graph_module: GraphModule, options: LowerOptions) -> Lowered:
 
 def _has_chunk_masks(nodes: Sequence[Node], chunk: int) -> bool:
     """Return whether there are predictors, and a kernel of each for chunks."""
-    predictors = [node for node in nodes if is_call(node, PREDICT)]
+    predictors = [node for node in nodes if operator_part(node) == "mask"]
     return bool(predictors) and all(makes_mask(node, chunk) for node in predictors)
 
 
@@ -258,7 +259,7 @@ def _ancestors(nodes: Sequence[Node]) -> set[Node]:
     waiting = list(nodes)
     while waiting:
         node = waiting.pop()
-        if node not in found and not is_call(node, PREDICT):
+        if node not in found and operator_part(node) != "mask":
             found.add(node)
             waiting.extend(node.all_input_nodes)
     return found

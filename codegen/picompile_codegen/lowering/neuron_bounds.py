@@ -69,7 +69,7 @@ def _is_part(block: Node) -> bool:
 
 def _pieces(block: Node) -> list[int]:
     """Return the numbers of neurons that are multiplied at once: those of slices, where weights come from the host."""
-    if block.meta.get("device", "cold") != "cold":
+    if block.meta.get("neurons", "cold") != "cold":
         return [_neurons(block)]
     values = arguments(block)
     matrices = [values[name] for name in ("gate", "up", "down") if values[name] is not None]

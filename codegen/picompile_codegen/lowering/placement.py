@@ -6,16 +6,12 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from picompile_codegen.lowering.program import Device
+from picompile_passes.graph.layers import operator_part
 from picompile_passes.graph.nodes import arguments, is_call
-from picompile_passes.graph.operands import (
-    PREDICT,
-    ROTARY,
-    SPARSE_FFN,
-    state_of,
-)
+from picompile_passes.graph.operands import ROTARY, SPARSE_FFN, state_of
 from picompile_passes.predictors import predictor_kind
 
-# The device of each part of a block, by the name that `Partition` gives it.
+# Where the neurons of each part of a block are computed.
 _PARTS: dict[str, Device] = {"hot": "accelerator", "cold": "host"}
 
 
@@ -62,12 +58,13 @@ def _can_lend(node: Node) -> bool:
 
 
 def _device(node: Node, placement: Placement) -> Device:
-    if is_call(node, SPARSE_FFN) or (is_call(node, PREDICT) and _is_split(node)):
-        return _PARTS[node.meta.get("device", "cold")]
+    is_mask = operator_part(node) == "mask"
+    if is_call(node, SPARSE_FFN) or (is_mask and _is_split(node)):
+        return _PARTS[node.meta.get("neurons", "cold")]
     layer = node.meta.get("layer")
     if layer is None:
         on_device = placement.head and node.meta.get("part") == "head"
-    elif is_call(node, PREDICT):
+    elif is_mask:
         on_device = layer in placement.predictors
     elif is_call(node, ROTARY) or state_of(node):
         on_device = layer in placement.caches

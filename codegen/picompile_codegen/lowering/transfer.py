@@ -15,8 +15,9 @@ from picompile_codegen.lowering.ffn import makes_mask
 from picompile_codegen.lowering.function import Bindings, Function, dimension
 from picompile_codegen.lowering.program import Arg
 from picompile_codegen.specs import ReceiveMaskSpec, ReceiveSpec, SendMaskSpec, SendSpec, SignalSpec, WaitSpec
+from picompile_passes.graph.layers import operator_part
 from picompile_passes.graph.nodes import arguments, is_call
-from picompile_passes.graph.operands import PREDICT, SPARSE_FFN
+from picompile_passes.graph.operands import SPARSE_FFN
 
 ABANDONED = Arg("buffer", "abandoned")
 
@@ -24,7 +25,7 @@ ABANDONED = Arg("buffer", "abandoned")
 def publish(node: Node, function: Function) -> None:
     """Append the calls that send the value of `node`, just made on the current device, to the other if it needs it."""
     users = [user for user in node.users if function.devices.get(user, function.device) != function.device]
-    if is_call(node, PREDICT) and users and function.device == "accelerator":
+    if operator_part(node) == "mask" and users and function.device == "accelerator":
         x = arguments(users[0])["x"]
         # A mask that the accelerator makes before what its block reads is sent with that.
         if function.devices[x] == "host" or function.has(x):
@@ -55,7 +56,7 @@ def signal(function: Function) -> Arg:
 
 def _comes_otherwise(user: Node, function: Function) -> bool:
     """Return whether `user` needs no value sent: it has no kernel, or its input is sent with its mask."""
-    if is_call(user, PREDICT):
+    if operator_part(user) == "mask":
         return not makes_mask(user, function.rows)
     if not is_call(user, SPARSE_FFN) or function.device == "host":
         return False

@@ -12,6 +12,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from picompile_passes.base import Stage, set_stage
 from picompile_passes.graph.layers import mark_layers
+from picompile_passes.graph.nodes import MARKS
 from picompile_passes.graph.rewriter import Provenance
 from picompile_passes.graph.values import fake_call, fake_like
 
@@ -60,13 +61,13 @@ class GraphBuilder:
         *args: Any,
         layer: int | None = None,
         part: str | None = None,
-        device: str | None = None,
+        neurons: str | None = None,
         name: str | None = None,
         **kwargs: Any,
     ) -> Node:
         """Call `op` and return the node; nodes among the arguments stand for their values.
 
-        `layer`, `part` and `device` are written on the node. `name` is the name of the node where that is free. Raises
+        `layer`, `part` and `neurons` are written on the node. `name` is the name of the node where that is free. Raises
         `PropagateError` where `op` does not accept the arguments.
         """
         value = fake_call(self.graph, op, args, kwargs)
@@ -75,7 +76,7 @@ class GraphBuilder:
             node = self.graph.create_node("call_function", op, args, kwargs, name=hint)
         node.meta["val"] = value
         node.meta["from"] = Provenance("builder", ())
-        for key, given in (("layer", layer), ("part", part), ("device", device)):
+        for key, given in zip(MARKS, (layer, part, neurons), strict=True):
             if given is not None:
                 node.meta[key] = given
         return node

@@ -58,8 +58,8 @@ def _argument(value: Any) -> str:
 
 def _notes(node: Node) -> str:
     notes = [f"{key} {node.meta[key]}" for key in ("layer", "part") if key in node.meta]
-    if "device" in node.meta:
-        notes.append(str(node.meta["device"]))
+    if "neurons" in node.meta:
+        notes.append(str(node.meta["neurons"]))
     notes += [f"{key} {value!r}" for key, value in node.meta.get("notes", {}).items()]
     if "from" in node.meta:
         pass_name, sources = node.meta["from"]

@@ -28,7 +28,7 @@ class DumpNode:
 
     `operator` is `weight`, `placeholder`, `output` or what is called; `weight` is the parameter's or buffer's name and
     empty for all others. `arguments` are names and values as text, `inputs` the nodes among them, each once. `notes`
-    holds `layer`, `device` and whatever else was annotated; `origin` the pass that made the node, and its sources.
+    holds `layer`, `neurons` and whatever else was annotated; `origin` the pass that made the node, and its sources.
     """
 
     name: str
@@ -112,8 +112,8 @@ def _split_origin(notes: str) -> tuple[str, tuple[str, tuple[str, ...]] | None]:
 
 
 def _read_notes(text: str) -> dict[str, str]:
-    """`layer 0, hot, bytes 4096, why 'rare, and large'` by keys, values as they stand; a word alone is the device."""
-    return {match["key"] or "device": match["value"] or match["word"] for match in _NOTE.finditer(text)}
+    """`layer 0, hot, bytes 4096, why 'rare, and large'` by keys, values as they stand; a word alone is `neurons`."""
+    return {match["key"] or "neurons": match["value"] or match["word"] for match in _NOTE.finditer(text)}
 
 
 def _read_expression(text: str, number: int) -> tuple[str, str, tuple[tuple[str, str], ...]]:

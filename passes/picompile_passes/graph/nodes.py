@@ -9,6 +9,10 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
+# The marks of a node's place, in `meta`: those that what is made from it gets as well, and all.
+INHERITED_MARKS = ("layer", "part")
+MARKS = (*INHERITED_MARKS, "neurons")
+
 
 def is_call(node: object, *ops: OpOverload) -> bool:
     """Return whether `node` is a node that calls one of `ops`."""

@@ -9,7 +9,7 @@ from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
 from picompile_passes.errors import RewriteError
-from picompile_passes.graph.nodes import argument_position
+from picompile_passes.graph.nodes import INHERITED_MARKS, MARKS, argument_position
 from picompile_passes.graph.values import fake_call, fake_like, fake_result
 
 
@@ -22,9 +22,6 @@ class Provenance(NamedTuple):
 
 # Where torch.export notes the module that a node was traced in; a new node inherits it from its first source.
 _INHERITED_META = ("nn_module_stack", "stack_trace")
-
-# What `picompile_passes.graph.layers` notes of a value that depends on the tokens.
-MARKS = ("layer", "part")
 
 
 class Rewriter:
@@ -58,7 +55,7 @@ class Rewriter:
         *,
         before: Node,
         sources: Sequence[Node],
-        device: str | None = None,
+        neurons: str | None = None,
     ) -> Node:
         """Create a call of `op` in front of the node `before`, and return it.
 
@@ -70,7 +67,7 @@ class Rewriter:
             args: Its arguments by position; nodes stand for their values.
             before: The node in front of which the call goes.
             sources: The nodes that it stands for, at least one: its provenance.
-            device: "hot" or "cold", where the layer is partitioned.
+            neurons: "hot" or "cold", where the layer is partitioned.
 
         Raises:
             PropagateError: `op` does not accept `args`.
@@ -84,8 +81,10 @@ class Rewriter:
         self._describe(node, value, sources)
         if any(read.op == "placeholder" or "part" in read.meta for read in node.all_input_nodes):
             marked = next((source for source in sources if "part" in source.meta), None)
-            node.meta.update({} if marked is None else {key: marked.meta[key] for key in MARKS if key in marked.meta})
-        self.annotate(node, device=device)
+            node.meta.update(
+                {} if marked is None else {key: marked.meta[key] for key in INHERITED_MARKS if key in marked.meta}
+            )
+        self.annotate(node, neurons=neurons)
         return node
 
     def constant(self, name_hint: str, tensor: Tensor, *, sources: Sequence[Node] = ()) -> Node:
@@ -160,17 +159,15 @@ class Rewriter:
         *,
         layer: int | None = None,
         part: str | None = None,
-        device: str | None = None,
+        neurons: str | None = None,
         **notes: int | float | str,
     ) -> None:
-        """Write layer number, part, device and `notes` of any name on `node`; what is None stays as it is.
+        """Write layer number, part, neurons and `notes` of any name on `node`; what is None stays as it is.
 
         Notes are in `node.meta["notes"]` and appear in dumps. Writing what is there already is not a change.
         """
         self._check_own("annotate", node)
-        given = {
-            key: value for key, value in (("layer", layer), ("part", part), ("device", device)) if value is not None
-        }
+        given = {key: value for key, value in zip(MARKS, (layer, part, neurons), strict=True) if value is not None}
         known = node.meta.get("notes", {})
         if all(node.meta.get(key) == value for key, value in given.items()) and known == known | notes:
             return

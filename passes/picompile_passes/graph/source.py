@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from picompile_passes.base import stage_of
-from picompile_passes.graph.nodes import arguments, attribute, calls, has_real_data
+from picompile_passes.graph.nodes import MARKS, arguments, attribute, calls, has_real_data
 from picompile_passes.graph.operands import PREDICT
 from picompile_passes.predictors import PREDICTOR_KINDS, predictor_kind
 
@@ -106,7 +106,7 @@ class _SourceWriter:
             raise ValueError(f"{node.name} is a {node.op}")
         given = [_target(node.target), *map(self.text, node.args)]
         given += [f"{key}={self.text(value)}" for key, value in node.kwargs.items()]
-        given += [f"{key}={node.meta[key]!r}" for key in ("layer", "part", "device") if key in node.meta]
+        given += [f"{key}={node.meta[key]!r}" for key in MARKS if key in node.meta]
         return f"{self._names[node]} = b.call({', '.join(given)}, name={node.name!r})"
 
     def text(self, value: Any) -> str:

@@ -32,7 +32,7 @@ class Partition(Pass):
        add adds these up as well.
     2. A row-local predictor is split in the same way. Any other stays whole, and the parts name their rows of its mask
        by `neurons`.
-    3. Where one part would have no neuron, the block stays as it is and gets the other part's device.
+    3. Where one part would have no neuron, the block stays as it is and is marked as the other part.
     4. Layers that are not in `hot` stay as they are. A layer that is partitioned already is an error.
     """
 
@@ -70,12 +70,11 @@ def _partition(rewriter: Rewriter, block: Node, layer: int, hot: Sequence[int]) 
     outside = [neuron for neuron in hot if not 0 <= neuron < total]
     if outside:
         raise PassOptionError(f"{_option(layer)}: neuron {outside[0]} is not among the layer's 0 to {total - 1}")
-    if "device" in block.meta:
+    if "neurons" in block.meta:
         raise PassOptionError(f"{_option(layer)}: that layer is partitioned already")
     if len(hot) in (0, total):
-        device = "hot" if hot else "cold"
-        rewriter.annotate(block, device=device)
-        rewriter.annotate(values["mask"], device=device)
+        for node in (block, values["mask"]):
+            rewriter.annotate(node, neurons="hot" if hot else "cold")
         return
     chosen = torch.zeros(total, dtype=torch.bool)
     chosen[list(hot)] = True
@@ -86,21 +85,21 @@ def _partition(rewriter: Rewriter, block: Node, layer: int, hot: Sequence[int]) 
     rewriter.replace(block, rewriter.call(ADD, parts, before=block, sources=(block,)))
 
 
-def _part(rewriter: Rewriter, block: Node, device: str, rows: torch.Tensor, values: dict[str, Any]) -> Node:
+def _part(rewriter: Rewriter, block: Node, neurons: str, rows: torch.Tensor, values: dict[str, Any]) -> Node:
     """One part's predictor and block. `rows` int64 [neurons of the part], `values` the arguments of the whole."""
     layer: int = block.meta["layer"]
-    table = rewriter.constant(f"layer_{layer}_{device}_neurons", rows, sources=(block,))
+    table = rewriter.constant(f"layer_{layer}_{neurons}_neurons", rows, sources=(block,))
     select = _selector(rewriter, block, table)
     predictor = arguments(values["mask"])
     masked: dict[str, Any] = {"neurons": table}
     if predictor_kind(predictor["kind"]).row_local:
         args = predictor | {"weights": [select(weight) for weight in predictor["weights"]]}
         sources = (values["mask"],)
-        mask = rewriter.call(PREDICT, list(args.values()), before=block, sources=sources, device=device)
+        mask = rewriter.call(PREDICT, list(args.values()), before=block, sources=sources, neurons=neurons)
         masked = {"mask": mask, "neurons": None}
     selected = {name: select(values[name]) for name in NEURON_OPERANDS if values[name] is not None}
     operands = sparse_ffn_args(values | selected | masked)
-    return rewriter.call(SPARSE_FFN, operands, before=block, sources=(block,), device=device)
+    return rewriter.call(SPARSE_FFN, operands, before=block, sources=(block,), neurons=neurons)
 
 
 def _selector(rewriter: Rewriter, block: Node, table: Node) -> Callable[[Node], Node]:

@@ -138,9 +138,9 @@ def check_parts(graph_module: GraphModule) -> Iterator[Fault]:
 
 
 def _check_split(graph_module: GraphModule, parts: list[Node]) -> Iterator[Fault]:
-    devices = [part.meta.get("device") for part in parts]
-    if sorted(map(str, devices)) != ["cold", "hot"]:
-        yield Fault(parts[-1], f"the layer's parts are on {devices}, not one hot and one cold")
+    kinds = [part.meta.get("neurons") for part in parts]
+    if sorted(map(str, kinds)) != ["cold", "hot"]:
+        yield Fault(parts[-1], f"the layer's parts are {kinds}, not one hot and one cold")
         return
     hot, cold = parts
     if not any(is_call(user, ADD) and set(user.all_input_nodes) == {hot, cold} for user in hot.users):

@@ -348,7 +348,7 @@ _IN_TITLES = ("layer", "part")
 
 def _notes(notes: Mapping[str, str]) -> Iterator[str]:
     """Return the texts of the notes that the section's title does not have already."""
-    return (value if key == "device" else f"{key} {value}" for key, value in notes.items() if key not in _IN_TITLES)
+    return (value if key == "neurons" else f"{key} {value}" for key, value in notes.items() if key not in _IN_TITLES)
 
 
 def change_text(change: Mapping[str, tuple[str, str]]) -> str:

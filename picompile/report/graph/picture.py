@@ -120,7 +120,7 @@ class Panel(Side):
             title=short_operator(node.operator),
             detail=_detail(node),
             shape=short_shape(node.shape),
-            badge=node.notes.get("device", ""),
+            badge=node.notes.get("neurons", ""),
             status=self.status(node.name),
             hover=self.hover(node.name),
             rows=tuple(_with_labels([*_without_repeats(rows)])),

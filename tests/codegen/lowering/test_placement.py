@@ -59,7 +59,7 @@ def counts(nodes: list[Node]) -> Counter[str]:
 
 
 def parts(nodes: list[Node]) -> list[tuple[int, str]]:
-    return [(node.meta["layer"], node.meta.get("device", "all")) for node in nodes if is_call(node, SPARSE_FFN)]
+    return [(node.meta["layer"], node.meta.get("neurons", "all")) for node in nodes if is_call(node, SPARSE_FFN)]
 
 
 @pytest.mark.parametrize("name", list(SHAPES))
@@ -147,5 +147,5 @@ def test_with_streams_the_device_has_all_layers(name: str, placement: Placement)
     assert {node for node in nodes if streams[node] == "host"} == kept
     assert all(without[node] == "host" for node in kept)
     # A plan may leave everything to the host: nothing comes to a device that has nothing.
-    cold = [node for node in nodes if node.meta.get("device") != "hot"]
+    cold = [node for node in nodes if node.meta.get("neurons") != "hot"]
     assert set(place(cold, ON_HOST, streams=True).values()) == {"host"}

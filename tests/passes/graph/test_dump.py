@@ -25,7 +25,7 @@ def test_a_line_says_shape_arguments_and_origin():
         "down_bias=model_layers_1_fc2_bias, activation='relu', up_activation='identity', "
         "squares=False) # layer 1, part block, from insert-predictors(ffn_1)"
     )
-    hot = next(node for node in calls(after.graph, PREDICT) if node.meta.get("device") == "hot")
+    hot = next(node for node in calls(after.graph, PREDICT) if node.meta.get("neurons") == "hot")
     assert line(text, hot.name) == (
         f"{hot.name} bool[{symbol}, 2] = picompile.predict(x=layer_norm_1, weights=[index_select, index_select_1], "
         "kind='exact', threshold=0.0) # layer 0, part block, hot, from partition(predict)"

@@ -53,7 +53,7 @@ def assert_read_back(graph_module):
         assert found.weight == (str(node.target) if node.op == "get_attr" else "")
         assert found.notes.get("layer") == (str(node.meta["layer"]) if "layer" in node.meta else None)
         assert found.notes.get("part") == node.meta.get("part")
-        assert found.notes.get("device") == node.meta.get("device")
+        assert found.notes.get("neurons") == node.meta.get("neurons")
         assert found.origin == (tuple(node.meta["from"]) if "from" in node.meta else None)
         assert line.partition("  = ")[2].partition("  # ")[0] == found.expression
 
@@ -61,11 +61,11 @@ def assert_read_back(graph_module):
 def test_notes_of_all_kinds():
     graph_module = copy_graph_module(build(LLAMA))
     node = next(iter(graph_module.graph.find_nodes(op="call_function", target=EMBEDDING)))
-    node.meta.update(layer=3, device="cold", notes={"weight_bytes": 4096, "share": 0.5, "why": "rare, and\nlarge"})
+    node.meta.update(layer=3, neurons="cold", notes={"weight_bytes": 4096, "share": 0.5, "why": "rare, and\nlarge"})
     notes = {
         "layer": "3",
         "part": "embedding",
-        "device": "cold",
+        "neurons": "cold",
         "weight_bytes": "4096",
         "share": "0.5",
         "why": r"'rare, and\nlarge'",
@@ -84,7 +84,7 @@ def test_what_is_no_node_and_no_note():
     ).nodes
     assert nodes["b"].arguments == (("x", "a"), ("s", "'a, (b)  # layer 7'"), ("t", '"it\'s"'))
     assert (nodes["b"].operator, nodes["b"].inputs) == ("f", ("a",))
-    assert (nodes["b"].notes, nodes["b"].origin) == ({"layer": "1", "device": "hot"}, ("partition", ("predict",)))
+    assert (nodes["b"].notes, nodes["b"].origin) == ({"layer": "1", "neurons": "hot"}, ("partition", ("predict",)))
     assert nodes["call"].inputs == ("e",)
 
 

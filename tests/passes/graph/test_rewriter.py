@@ -36,12 +36,12 @@ def head(graph_module):
 def test_a_call_gets_its_value_with_the_token_count_left_open(graph_module, rewriter):
     old = head(graph_module)
     x, weight, _ = old.args
-    new = rewriter.call(LINEAR, (x, weight, None), before=old, sources=(old, x), device="hot")
+    new = rewriter.call(LINEAR, (x, weight, None), before=old, sources=(old, x), neurons="hot")
     assert value_text(new.meta["val"]) == value_text(old.meta["val"])
     assert isinstance(new.meta["val"].shape[0], torch.SymInt)
     assert new.meta["val"].fake_mode is fake_mode_of(graph_module.graph)
     assert new.meta["from"] == ("test-pass", (old.name, x.name))
-    assert (new.meta.get("layer"), new.meta["part"], new.meta["device"]) == (None, "head", "hot")
+    assert (new.meta.get("layer"), new.meta["part"], new.meta["neurons"]) == (None, "head", "hot")
     assert new.next is old
 
 
@@ -113,8 +113,8 @@ def test_set_argument_computes_the_value_anew(graph_module, rewriter):
 def test_annotate_keeps_what_is_not_given(graph_module, rewriter):
     node = head(graph_module)
     rewriter.annotate(node, layer=4)
-    rewriter.annotate(node, device="cold")
-    assert (node.meta["layer"], node.meta["device"]) == (4, "cold")
+    rewriter.annotate(node, neurons="cold")
+    assert (node.meta["layer"], node.meta["neurons"]) == (4, "cold")
     assert rewriter.changes == 2
     rewriter.annotate(node)
     assert rewriter.changes == 2

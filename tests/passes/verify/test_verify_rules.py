@@ -533,10 +533,10 @@ FAULTS: dict[tuple[Stage, str], list[tuple[Any, ...]]] = {
         (parts_are_of_different_wholes, "up is not selected from the same weight as in"),
         (lambda g: put(parts(g)[1], "down_bias", arguments(parts(g)[0])["down_bias"]), "down_bias is here and in"),
         (
-            lambda g: parts(g)[1].meta.update(device="hot"),
-            "the layer's parts are on ['hot', 'hot'], not one hot and one cold",
+            lambda g: parts(g)[1].meta.update(neurons="hot"),
+            "the layer's parts are ['hot', 'hot'], not one hot and one cold",
         ),
-        (lambda g: parts(g)[0].meta.pop("device"), "the layer's parts are on [None, 'cold']"),
+        (lambda g: parts(g)[0].meta.pop("neurons"), "the layer's parts are [None, 'cold']"),
         (parts_are_not_added, "are not added"),
         (lambda g: put(parts(g)[0], "neurons", constant(g, [0, 1, 2])), "its neurons are breaker, not None"),
         (one_side_is_not_selected, "is selected by None, but up by None"),

@@ -109,7 +109,7 @@ class _Layers:
             args = list(map_arg(node.args, described))
             if (number := _layer_position(node)) is not None:
                 args[number] = "layer"
-            marks = (node.meta["part"], node.meta.get("device"), str(node.meta["val"]))
+            marks = (node.meta["part"], node.meta.get("neurons"), str(node.meta["val"]))
             yield node.target, str(args), str(map_arg(node.kwargs, described)), marks
 
     def _constant_text(self, node: Node, layer: int) -> str:
