@@ -1,4 +1,4 @@
-"""`picompile diff`: what differs between two dumps of a graph, as text and as a picture."""
+"""`picompile diff`: what differs between two dumps of a graph, as text and as a page."""
 
 import json
 import re
@@ -58,7 +58,7 @@ def diff_command(
     for line in lines:
         show(line)
     if html is not None:
-        print(f"{html}: the picture")
+        print(f"{html}: both graphs")
 
 
 @dataclass(frozen=True)

@@ -28,11 +28,5 @@ def render(template: str, command: str, title: str, **values: Any) -> str:
         lstrip_blocks=True,
     )
     environment.filters["unbroken"] = unbroken
-    environment.filters["px"] = _pixels
     html = environment.get_template(f"{template}.html.jinja").render(command=command, title=title, **values)
     return html.lstrip().encode("utf-8", "replace").decode("utf-8")
-
-
-def _pixels(length: float) -> str:
-    """Return a length in pixels, to a tenth, without a zero behind the point."""
-    return f"{length:.1f}".removesuffix(".0")

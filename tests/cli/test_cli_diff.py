@@ -105,7 +105,7 @@ def test_a_page(cli: Cli, ir: Path, tmp_path: Path) -> None:
     html = tmp_path / "made" / "page.html"
     ended = cli("diff", ir / "000_input.txt", ir / "001_insert-predictors.txt", "--html", html)
     assert (ended.code, ended.err) == (0, "")
-    assert ended.out.splitlines()[3:] == [f"{html}: the picture"]
+    assert ended.out.splitlines()[3:] == [f"{html}: both graphs"]
     text = html.read_text(encoding="utf-8")
     assert text.startswith("<!doctype html>") and 'data-node="sparse_ffn"' in text
     same = ("diff", ir / "000_input.txt", ir / "000_input.txt", "--html", html, "--json")

@@ -11,9 +11,7 @@ import pytest
 from helpers.report_pages import Page
 from picompile.report.graph import Compared, Comparison, compare, counts_text, listing, render_page
 from picompile.report.graph.changes import sections
-from picompile.report.graph.layout import lay_out
 from picompile.report.graph.listing import fold
-from picompile.report.graph.picture import short_operator
 from picompile.testing import GraphShape, build
 from picompile_passes.graph.dump import graph_text
 from picompile_passes.graph.dump_reader import DumpGraph, read_dump
@@ -55,9 +53,8 @@ def changed(graph: DumpGraph, name: str, **changes: object) -> DumpGraph:
 def node_of(graph: DumpGraph, operator: str, layer: int) -> str:
     """The first call of an operator in a layer."""
     places = sections(graph)
-    return next(
-        n.name for n in graph.nodes.values() if short_operator(n.operator) == operator and places[n.name] == layer
-    )
+    named = (f"picompile.{operator}", f"aten.{operator}.Tensor")
+    return next(n.name for n in graph.nodes.values() if n.operator in named and places[n.name] == layer)
 
 
 # What changed
@@ -149,80 +146,38 @@ def test_a_layer_with_one_difference_is_not_folded(stages: dict[str, DumpGraph])
             assert {1, 3} in groups or {0, 1, 3} in groups, name
 
 
-# The layout
-
-
-def overlap(first: tuple[float, float], second: tuple[float, float]) -> bool:
-    return first[0] < second[1] and second[0] < first[1]
-
-
-GRAPHS = [
-    [],
-    [("a", "b")],
-    [("a", "b"), ("b", "c"), ("a", "c")],
-    [("a", "d"), ("b", "d"), ("c", "d"), ("d", "e"), ("d", "f"), ("a", "f"), ("b", "g"), ("e", "g")],
-    [(x, y) for x in "abcd" for y in "efgh"],
-]
-
-
-@pytest.mark.parametrize("edges", GRAPHS, ids=len)
-def test_boxes_keep_clear_of_one_another_and_of_edges(edges: list[tuple[str, str]]) -> None:
-    sizes = {name: (40.0 + 13 * number, 20.0 + 7 * (number % 3)) for number, name in enumerate("abcdefgh")}
-    layout = lay_out(sizes, edges)
-    places = list(layout.boxes.values())
-    assert [(place.width, place.height) for place in places] == list(sizes.values())
-    assert all(p.x >= 0 and p.x + p.width <= layout.width + 0.01 and p.y + p.height <= layout.height for p in places)
-    for number, first in enumerate(places):
-        for second in places[:number]:
-            across = overlap((first.x, first.x + first.width), (second.x, second.x + second.width))
-            assert not (across and overlap((first.y, first.y + first.height), (second.y, second.y + second.height)))
-    for route in layout.routes:
-        source, target = (layout.boxes[name] for name in route.edge)
-        assert source.x < route.points[0][0] < source.x + source.width
-        assert target.x < route.points[-1][0] < target.x + target.width
-        ys = [y for _, y in route.points]
-        assert ys == sorted(ys)
-        assert (ys[0], ys[-1]) == (source.y + source.height, target.y)
-        # After the way out of the source's level come the bends, and last the way into the target.
-        bends = route.points[2:-2]
-        for (x, top), (_, bottom) in zip(bends[::2], bends[1::2], strict=True):
-            assert not [p for p in places if p.x < x < p.x + p.width and overlap((p.y, p.y + p.height), (top, bottom))]
-
-
 # The page
 
 
 class GraphPage(Page):
-    """A page, and its nodes: side, name and class."""
+    """A page, and its rows: for each graph the name of a node and what became of it, or None."""
 
     def __init__(self, html: str) -> None:
-        self.nodes: list[tuple[str, str, str]] = []
-        self._side = ""
+        self.rows: list[list[tuple[str, str] | None]] = []
         super().__init__(html)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         super().handle_starttag(tag, attrs)
         given = {key: value or "" for key, value in attrs}
-        if tag == "figure":
-            self._side = given["class"]
-        if "data-node" in given:
-            self.nodes.append((self._side, given["data-node"], given.get("class", "")))
-
-    def handle_endtag(self, tag: str) -> None:
-        super().handle_endtag(tag)
-        if tag == "figure":
-            self._side = ""
+        if tag == "tr":
+            self.rows.append([])
+        if tag == "td":
+            self.rows[-1].append((given["data-node"], given["class"]) if "data-node" in given else None)
 
 
 def page(*comparisons: Comparison) -> GraphPage:
     return GraphPage(render_page([Compared("a.txt", "b.txt", comparison) for comparison in comparisons]))
 
 
-@pytest.mark.parametrize("shape", [{}, {"gated": False, "window": 3}, {"fused": True, "parallel": True, "layers": 1}])
+@pytest.mark.parametrize("shape", [{"gated": False, "window": 3}, {"fused": True, "parallel": True}])
 def test_every_node_is_on_the_page_once_for_each_graph(shape: dict[str, object]) -> None:
-    comparison = step(dumps({0: (2,)}, **{"layers": 2, **shape}), "canonical", "quantized")
-    found = Counter(name for _, name, _ in page(comparison).nodes)
-    assert found == Counter([*comparison.before.nodes, *comparison.after.nodes])
+    comparison = step(dumps({0: (2,)}, layers=2, **shape), "canonical", "quantized")
+    rows = [row for row in page(comparison).rows if row]
+    for side, graph in enumerate((comparison.before, comparison.after)):
+        assert Counter(row[side][0] for row in rows if row[side]) == Counter([*graph.nodes])
+    kept = [row for row in rows if any(cell and cell[1].split()[0] in ("same", "changed") for cell in row)]
+    assert len(kept) == comparison.same + len(comparison.changed)
+    assert all(row[0] == row[1] for row in kept)
 
 
 def test_a_page_names_stages_and_changes(stages: dict[str, DumpGraph]) -> None:
@@ -230,21 +185,17 @@ def test_a_page_names_stages_and_changes(stages: dict[str, DumpGraph]) -> None:
     html = render_page([Compared("a.txt", "b.txt", comparison)])
     parsed = GraphPage(html)
     assert parsed.of("title") == ["a.txt → b.txt"]
-    titles = parsed.values("title")
     nodes = f"{len(comparison.after.nodes)} nodes"
-    for words in ("canonical", "predicted", "4 removed", "8 added", "4 changed", nodes):
+    for words in ("canonical", "predicted", "− 4 removed", "+ 8 added", "~ 4 changed", nodes, "layers 1-3: as layer 0"):
         assert words in parsed.text
-    assert any("from insert-predictors(ffn)" in title and "kind='exact'" in title for title in titles)
-    assert any("changed: other: ffn → sparse_ffn" in title for title in titles)
-    assert any("became predict, sparse_ffn" in title for title in titles)
-    arrows = re.findall(r'<path class="arrow (\w+)"[^>]*data-from="(\w+)" data-to="(\w+)"', html)
-    expected = {("removed", "rms_norm_1", "ffn"), ("added", "rms_norm_1", "predict"), ("same", "attention", "linear_3")}
-    assert expected <= set(arrows)
+    texts = parsed.of("td")
+    assert any("from insert-predictors(ffn)" in text and "kind='exact'" in text for text in texts)
+    assert parsed.of("em") == ["became predict, sparse_ffn", *["other: ffn → sparse_ffn"] * 2]
+    assert [("ffn", "removed"), ("predict", "added")] in parsed.rows
     # It loads nothing; an empty icon, so that browsers do not ask for one.
-    assert not re.search(r"https?:|@import|url\((?!#arrow-)", html)
+    assert not re.search(r"https?:|@import|url\(|<script", html)
     assert [*parsed.values("src"), *parsed.values("href")] == ["data:,"]
-    both = page(comparison, step(stages, "predicted", "partitioned"))
-    assert both.values("role").count("img") == 2 * 2 * 3
+    assert page(comparison, step(stages, "predicted", "partitioned")).of("h1").count("→") == 2
     assert "No dump differs" in page().text
 
 
@@ -253,8 +204,7 @@ def test_text_of_dumps_is_escaped() -> None:
     before = read_dump(f'# stage <b>, 2 nodes\na"&<i>  i64  = placeholder\nb  i64[<u>]  = f<g>(x=a"&<i>, s="{evil}")\n')
     comparison = compare(before, changed(before, "b", shape=evil))
     html = render_page([Compared(evil, "b & c", comparison)])
-    assert html.count("<script>") == 1
-    assert "alert('x')" not in html
+    assert "<script" not in html
     for tag in ("<i>", "<u>", "<g>"):
         assert tag not in html
     assert 'data-node="a&#34;&amp;&lt;i&gt;"' in html

@@ -319,7 +319,7 @@ def _section(comparison: Comparison, section: int, *, titled: bool) -> Iterator[
     for name in removed:
         yield _line(REMOVED, name, width, _removed_text(comparison, name))
     for name in added:
-        yield _line(ADDED, name, width, _added_text(comparison, name))
+        yield _line(ADDED, name, width, node_text(comparison.after.nodes[name]))
     for name in changed:
         yield _line(CHANGED, name, width, change_text(comparison.changed[name]))
 
@@ -329,14 +329,19 @@ def _line(kind: str, name: str, width: int, text: str) -> Line:
 
 
 def _removed_text(comparison: Comparison, name: str) -> str:
-    node = comparison.before.nodes[name]
+    node, became = comparison.before.nodes[name], became_text(comparison, name)
+    return f"{node.operator} {node.shape}" + (f"  {became}" if became else "")
+
+
+def became_text(comparison: Comparison, name: str) -> str:
+    """`became predict, sparse_ffn`: the nodes that a removed one became; nothing if it became none."""
     became = sorted(comparison.became.get(name, ()), key=lambda new: comparison.after.nodes[new].operator == "weight")
     more = f", … ({len(became)})" if len(became) > _MOST_NAMES else ""
-    return f"{node.operator} {node.shape}" + (f"  became {', '.join(became[:_MOST_NAMES])}{more}" if became else "")
+    return f"became {', '.join(became[:_MOST_NAMES])}{more}" if became else ""
 
 
-def _added_text(comparison: Comparison, name: str) -> str:
-    node = comparison.after.nodes[name]
+def node_text(node: DumpNode) -> str:
+    """Return a node's line of the dump without its name, and without what the title of its section says."""
     notes = "".join(f", {text}" for text in _notes(node.notes))
     origin = f"  from {origin_text(node)}" if node.origin else ""
     return f"{node.shape} = {node.expression}{notes}{origin}"

@@ -1,16 +1,22 @@
-"""The page: one HTML file with the pictures of two graphs side by side, section by section. It loads nothing."""
+"""The page of two graphs side by side, with a row for each node: one HTML file, which loads nothing."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from difflib import SequenceMatcher
+from itertools import zip_longest
 
-from picompile.report.graph import picture
-from picompile.report.graph.changes import HEAD, TAIL, Comparison, section_title
-from picompile.report.graph.listing import Fold, Line, counts, fold, layers_text, listing, sizes_text, weights_in
-from picompile.report.graph.picture import Panel
+from picompile.report.graph.changes import CHANGED, HEAD, REMOVED, SAME, TAIL, Comparison, Side, section_title
+from picompile.report.graph.listing import (
+    Fold,
+    became_text,
+    change_text,
+    counts,
+    fold,
+    fold_texts,
+    graph_summary,
+    node_text,
+)
 from picompile.report.shell import render
-from picompile_passes.graph.dump_reader import DumpGraph
-
-_MOST_UNEQUAL = 2.0
 
 
 @dataclass(frozen=True)
@@ -24,111 +30,74 @@ class Compared:
 
 @dataclass(frozen=True)
 class Cell:
-    """A node of a folded layer: its name and what happened to it."""
+    """One node of one graph: its name, its line in the dump, and what became of it or changed in it."""
 
     name: str
+    text: str
     status: str
+    change: str
+    is_weight: bool
+
+    @property
+    def key(self) -> tuple[str, bool]:
+        """The same for both cells of a node that is in both graphs."""
+        return self.name, self.status in (SAME, CHANGED)
 
 
-@dataclass(frozen=True)
-class FoldTable:
-    """The names of the nodes in the layers that are not drawn: for each node that is, its counterparts.
-
-    `sizes` says of each layer what is other in it.
-    """
-
-    layers: tuple[int, ...]
-    sizes: tuple[str, ...]
-    rows: tuple[tuple[str, tuple[Cell, ...]], ...]
-
-
-@dataclass(frozen=True)
-class Half:
-    """A section of one graph; `names` are the node names in layers like it."""
-
-    picture: picture.Picture
-    names: FoldTable
+Row = tuple[Cell | None, Cell | None]
 
 
 @dataclass(frozen=True)
 class GraphSection:
-    """A section of both graphs: the head, the tail, or a layer, which may stand for others."""
+    """The head, the tail, or a layer of both graphs; `alike` names the layers that it stands for."""
 
     title: str
-    before: Half
-    after: Half
-    folded: str
-
-
-@dataclass(frozen=True)
-class ShownGraph:
-    """All that the page says of one comparison."""
-
-    before_name: str
-    after_name: str
-    before: DumpGraph
-    after: DumpGraph
-    before_weights: int
-    after_weights: int
-    counts: dict[str, int]
-    sections: tuple[GraphSection, ...]
-    lines: tuple[Line, ...]
-
-    @property
-    def widths(self) -> tuple[float, float]:
-        """The two sides' shares of the page's width, with which both are drawn at one scale."""
-        before = max((section.before.picture.width for section in self.sections), default=1.0)
-        after = max((section.after.picture.width for section in self.sections), default=1.0)
-        return max(before, after / _MOST_UNEQUAL), max(after, before / _MOST_UNEQUAL)
+    alike: tuple[str, ...]
+    rows: tuple[Row, ...]
 
 
 def render_page(compared: Sequence[Compared]) -> str:
-    """Return the HTML of a page with the pictures of `compared`, one below the other."""
+    """Return the HTML of a page with the graphs of `compared`, one pair below the other."""
     title = f"{compared[0].before_name} → {compared[-1].after_name}" if compared else "no difference"
-    return render("graph", "diff", title, comparisons=[_shown(item) for item in compared], size=picture)
-
-
-def _shown(compared: Compared) -> ShownGraph:
-    comparison = compared.comparison
-    before, after = comparison.before, comparison.after
-    return ShownGraph(
-        compared.before_name,
-        compared.after_name,
-        before,
-        after,
-        weights_in(before),
-        weights_in(after),
-        counts(comparison),
-        tuple(_sections(comparison)),
-        tuple(listing(comparison)),
-    )
+    shown = [
+        {
+            "names": (item.before_name, item.after_name),
+            "summaries": (graph_summary(item.comparison.before), graph_summary(item.comparison.after)),
+            "counts": counts(item.comparison),
+            "sections": list(_sections(item.comparison)),
+        }
+        for item in compared
+    ]
+    return render("graph", "diff", title, comparisons=shown)
 
 
 def _sections(comparison: Comparison) -> Iterator[GraphSection]:
-    panels = Panel(comparison, after=False), Panel(comparison, after=True)
+    before, after = (_cells(Side(comparison, after=is_after)) for is_after in (False, True))
     folds = fold(comparison, whole=True)
     for shown in (Fold(HEAD, {}), *folds, Fold(TAIL, {})):
-        before, after = (Half(picture.draw(panel, shown.shown), _table(panel, shown)) for panel in panels)
-        if before.picture.boxes or after.picture.boxes:
-            yield GraphSection(section_title(shown.shown) if folds else "", before, after, _fold_text(shown))
+        rows = tuple(_rows(before.get(shown.shown, []), after.get(shown.shown, [])))
+        if rows:
+            yield GraphSection(section_title(shown.shown) if folds else "", tuple(fold_texts(shown)), rows)
 
 
-def _fold_text(shown: Fold) -> str:
-    if not shown.alike:
-        return ""
-    other = ", with other sizes" if any(shown.sizes.values()) else ""
-    return f"{layers_text(shown.alike)}: as layer {shown.shown}{other}"
+def _cells(side: Side) -> dict[int, list[Cell]]:
+    """Return the cells of each section in the order of the graph, but weights, most of the nodes, come last."""
+    found: dict[int, list[Cell]] = {}
+    for name, section in side.section.items():
+        node, status, change = side.graph.nodes[name], side.status(name), ""
+        if status == CHANGED:
+            change = change_text(side.comparison.changed[name])
+        elif status == REMOVED:
+            change = became_text(side.comparison, name)
+        found.setdefault(section, []).append(Cell(name, node_text(node), status, change, node.operator == "weight"))
+    return {section: sorted(cells, key=lambda cell: cell.is_weight) for section, cells in found.items()}
 
 
-def _table(panel: Panel, shown: Fold) -> FoldTable:
-    names: dict[int, list[str]] = {layer: [] for layer in (shown.shown, *shown.alike)}
-    for name, layer in panel.section.items():
-        if layer in names:
-            names[layer].append(name)
-    first, *others = names.values()
-    rows = zip(first, *others, strict=True)
-    return FoldTable(
-        shown.alike,
-        tuple(map(sizes_text, shown.sizes.values())),
-        tuple((row[0], tuple(Cell(name, panel.status(name)) for name in row[1:])) for row in rows),
-    )
+def _rows(before: Sequence[Cell], after: Sequence[Cell]) -> Iterator[Row]:
+    """Yield the cells of a section in pairs: a node that is in both graphs faces itself, others what took their place.
+
+    Of nodes whose order differs, those face themselves that are in order.
+    """
+    matcher = SequenceMatcher(None, [cell.key for cell in before], [cell.key for cell in after], autojunk=False)
+    for _, first, last, other_first, other_last in matcher.get_opcodes():
+        yield from zip_longest(before[first:last], after[other_first:other_last])
