@@ -1,25 +1,25 @@
 """Measures the kernels of decode alone, in bytes of weights per second, next to the machine's memory bandwidth.
 
-    python -m benchmarks.cpu.kernels [--threads N] [--formats f16 q8 q4] [--only TEXT] [--seconds S] [--isa NAME]
+    python -m benchmarks.cpu.kernels [--formats f16 q8 q4] [--firing 0.1 0.5] [--tokens 1 8] [--only TEXT] [--isa NAME]
 
 Weights exist in so many copies that together they are larger than any cache, and the copies take turns. So every byte
 comes from memory, as it does when a model decodes. A time is the least of many calls. The bandwidth is that of the best
-stretch of memory that was read before and after a kernel's turn, with the same threads.
+stretch of memory that was read before and after a kernel's turn, with the same threads. Kernels for several tokens are
+those of a step for several sequences; for them µs a token alone are shown, since tokens share weights.
 """
 
+import itertools
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.cpu.kernel_calls import Arguments, KernelCalls, copied_arguments, fill_with_bytes
-from benchmarks.script import argument_parser
+from benchmarks.script import argument_parser, heading, row
 from picompile.machine.targets import find_native_target
 from picompile_codegen import cpu
 from picompile_codegen.build.host_library import build_host_library
@@ -29,19 +29,24 @@ from picompile_codegen.lowering.program import tensor_bytes
 from picompile_codegen.specs import FfnSpec, LinearSpec
 from picompile_codegen.weight_panels import has_panels
 from picompile_runtime.bench.bandwidth import MemoryReader
-from picompile_runtime.devices.cpu.native import HostLibrary
+from picompile_runtime.devices.cpu.native import HostLibrary, seconds_of
+from picompile_runtime.devices.memory import aligned_zeros
 
 # Several times the third-level cache of a desktop processor.
 _WORKING_SET_BYTES = 192 * 2**20
-_FIRING = 0.10
+# Bytes below this make numbers below 1.06 in every format of weights and caches: nothing is infinite.
+_BYTES_BELOW = 0x3C
+Arguments = dict[str, NDArray[np.generic]]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel to measure, and the share of its weights that a call reads."""
+    """A kernel to measure for `tokens` tokens, of whose neurons a share fires, and the share of weights read."""
 
     label: str
     kernel: Kernel
+    tokens: int = 1
+    firing: float = 1.0
     share: float = 1.0
 
     @property
@@ -56,48 +61,64 @@ class Case:
         return sum(tensor_bytes(argument.dtype, argument.shape) for argument in found)
 
 
-def decoding(format_name: str) -> Iterator[Case]:
+def decoding(form: str, tokens: int, firing: Sequence[float]) -> Iterator[Case]:
     """Yield the kernels that a model of hidden size 2048 with 5632 neurons a layer runs for each token."""
+    several = f", {tokens} tokens" if tokens > 1 else ""
     for n, k in ((576, 576), (2048, 2048), (5632, 2048), (32000, 2048)):
-        panels = has_panels(format_name, n)
-        kernel = cpu.write_kernel(LinearSpec(format=format_name, n=n, k=k, rows=1, bias=False, panels=panels))
-        yield Case(f"linear {n}x{k}", kernel)
+        panels = has_panels(form, n)
+        rowwise = tokens > 1 and not panels
+        linear = LinearSpec(format=form, n=n, k=k, rows=tokens, bias=False, rowwise=rowwise, panels=panels)
+        yield Case(f"linear {n}x{k}{several}", cpu.write_kernel(linear), tokens)
     for kind in ("exact", "masked", "dense"):
         kernel = cpu.write_kernel(FfnSpec(
-            kind=kind, format=format_name, neurons=5632, dim=2048, rows=1, gated=True, activation="relu",
+            kind=kind, format=form, neurons=5632, dim=2048, rows=tokens, gated=True, activation="relu",
             up_activation="identity", gate_bias=True, up_bias=True, down_bias=False,
+            rowwise=tokens > 1 and kind != "masked",
         ))  # fmt: skip
-        share = {"exact": (1 + 2 * _FIRING) / 3, "masked": _FIRING, "dense": 1.0}[kind]
-        yield Case(f"ffn {kind}" + (f" {_FIRING:.0%}" if share < 1 else ""), kernel, share)
+        for part in firing if kind != "dense" else (1.0,):
+            share = {"exact": (1 + 2 * part) / 3, "masked": part, "dense": 1.0}[kind]
+            title = f"ffn {kind}{several}" + (f" {part:.0%}" if kind != "dense" else "")
+            yield Case(title, kernel, tokens, part, share)
 
 
-def arguments_of(case: Case, rng: np.random.Generator) -> list[Arguments]:
-    """Arguments of a kernel, with as many copies of its weights as make the working set.
+def arguments_of(case: Case, rng: np.random.Generator) -> Iterator[Arguments]:
+    """Yield the arguments of calls that differ in the copy of the weights, as many as make the working set.
 
-    x is zero, so that the biases alone decide which neurons fire: a tenth of them.
+    x is zero, so that the biases alone decide which neurons fire.
     """
-
-    def fill(name: str, array: NDArray[Any]) -> None:
+    shared = {each.name: aligned_zeros(each.shape, np.dtype(each.dtype)) for each in case.kernel.arguments}
+    for name, array in shared.items():
         if name in case.matrices:
-            fill_with_bytes(array, rng)
+            some = rng.integers(0, _BYTES_BELOW, 2**20, np.uint8)
+            array.view(np.uint8).reshape(-1)[:] = np.resize(some, array.nbytes)
         elif name == "mask":
-            array[:] = rng.random(array.shape) < _FIRING
-        elif name == "gate_bias" and "mask" not in case.kernel.params:
-            array[:] = np.where(rng.random(array.shape) < _FIRING, 1.0, -1.0)
+            array[:] = rng.random(array.shape) < case.firing
+        elif name == "gate_bias" and "mask" not in shared:
+            array[:] = np.where(rng.random(array.shape) < case.firing, 1.0, -1.0)
         elif name in ("gate_bias", "up_bias"):
             array[:] = 1.0
+        elif name == "step":
+            array.reshape(-1)[0] = case.tokens
+    for _ in range(max(1, int(_WORKING_SET_BYTES / (case.share * case.matrix_bytes)))):
+        arrays = dict(shared)
+        for name in case.matrices:
+            arrays[name] = aligned_zeros(shared[name].shape, shared[name].dtype)
+            arrays[name][:] = shared[name]
+            if (scale := name.replace(".data", ".scale")) in shared:
+                # Scales of weights lie behind them, in memory of the same copy.
+                arrays[scale] = arrays[name].view(np.float16)
+        yield arrays
 
-    copies = max(1, int(_WORKING_SET_BYTES / (case.share * case.matrix_bytes)))
-    return list(copied_arguments(case.kernel, fill, case.matrices, copies))
 
-
-def bytes_per_s(library: HostLibrary, case: Case, threads: int, limit_s: float) -> float:
-    """Bytes of weights that a call reads, over the least time of a call within `limit_s`."""
-    calls = KernelCalls(library, case.kernel, arguments_of(case, np.random.default_rng(0)))
-    best, end = float("inf"), time.perf_counter() + limit_s
+def seconds(library: HostLibrary, case: Case, threads: int, limit_s: float) -> float:
+    """Return the least time of a call within `limit_s`."""
+    copies, name = arguments_of(case, np.random.default_rng(0)), case.kernel.name
+    calls = library.bind([(name, [arrays[each] for each in case.kernel.params]) for arrays in copies])
+    best, end, stamps = float("inf"), time.perf_counter() + limit_s, np.zeros((len(calls), 2), np.int64)
     while time.perf_counter() < end:
-        best = min(best, float(calls.seconds(threads).min()))
-    return case.share * case.matrix_bytes / best
+        library.run(calls, threads, stamps)
+        best = min(best, float(seconds_of(stamps).min()))
+    return best
 
 
 def best_isa() -> str:
@@ -110,28 +131,35 @@ def best_isa() -> str:
 
 def main() -> None:
     """Builds all kernels into one library and prints a line for each."""
-    parser = argument_parser(__doc__, threads=os.cpu_count())
+    parser = argument_parser(__doc__, threads=os.cpu_count(), firing=[0.1], tokens=[1])
     parser.add_argument("--formats", nargs="+", default=["f16", "q8", "q4"])
     parser.add_argument("--only", default="", help="measure the kernels whose name in the table has this text")
     parser.add_argument("--seconds", type=float, default=0.5, help="seconds for each kernel")
     parser.add_argument("--isa", choices=ISAS, default=best_isa(), help="instruction set; default: the best here")
     options = parser.parse_args()
     isa = ISAS[options.isa]
-    with targeting(isa):
-        table = [(name, case) for name in options.formats for case in decoding(name) if options.only in case.label]
-    with tempfile.TemporaryDirectory() as folder:
+    with targeting(isa), tempfile.TemporaryDirectory() as folder:
+        cases = [
+            (name, case)
+            for name, tokens in itertools.product(options.formats, options.tokens)
+            for case in decoding(name, tokens, options.firing)
+            if options.only in case.label
+        ]
         path = Path(folder) / "host.so"
         # Two shares of inputs are two cases of one kernel.
-        build_host_library(list({case.kernel.name: case.kernel for _, case in table}.values()), path, isa)
+        build_host_library(list({case.kernel.name: case.kernel for _, case in cases}.values()), path, isa)
         library = HostLibrary(path)
         reader = MemoryReader(library, options.threads)
-        print(f"{options.threads} threads, {isa.name}\n{'':4} {'kernel':28} {'GB/s':>6} {'reading':>8} {'share':>6}")
+        print(f"{options.threads} threads, {isa.name}\n")
+        print(heading("format", "kernel", "µs a token", "GB/s", "reading", "share"))
         before = reader.read().max()
-        for name, case in table:
-            speed = bytes_per_s(library, case, options.threads, options.seconds)
+        for name, case in cases:
+            call_s = seconds(library, case, options.threads, options.seconds)
             after = reader.read().max()
-            bandwidth = float(max(before, after))
-            print(f"{name:4} {case.label:28} {speed / 1e9:6.1f} {bandwidth / 1e9:8.1f} {speed / bandwidth:6.0%}")
+            speed, bandwidth = case.share * case.matrix_bytes / call_s, float(max(before, after))
+            speeds = (f"{speed / 1e9:.1f}", f"{bandwidth / 1e9:.1f}", f"{speed / bandwidth:.0%}")
+            shown = speeds if case.tokens == 1 else ("", speeds[1], "")
+            print(row(name, case.label, f"{1e6 * call_s / case.tokens:.1f}", *shown), flush=True)
             before = after
 
 

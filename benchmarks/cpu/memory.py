@@ -2,35 +2,33 @@
 
     python -m benchmarks.cpu.memory compile MODEL --quant q4 [--limit-gb 6]
     python -m benchmarks.cpu.memory profile [--tokens 65536] [--train "--rank 832"]
-    python -m benchmarks.cpu.memory rounding [--tokens 65536] [--kill]
+    python -m benchmarks.cpu.memory rounding [--tokens 65536]
 
 `compile` compiles a model, inside a limit of all mapped memory if there is one. The others make a checkpoint of a 7B
 shape with `--layers` layers, and profile it, and train predictors for it with the options that `--train` gives, or
 compile it with calibrated rounding. A layer's time is that between the files of two; the estimate for the whole model
-is its layers times that, plus the rest. Memory does not depend on the number of layers. With `--kill` a run is killed
-after the first layer and resumed, and its result is compared with that of an uninterrupted run.
+is its layers times that, plus the rest. Memory does not depend on the number of layers.
 
 A layer takes two cores about 3 minutes of the profile and 7 of rounding, and one core 18 of training; a checkpoint
 takes 4 GB of disk. Results are JSON.
 """
 
 import argparse
-import hashlib
 import itertools
 import json
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 
 from benchmarks.cpu.commands import picompile
@@ -40,25 +38,18 @@ from picompile.synth.shapes import SHAPES
 _PICOMPILE = (sys.executable, "-m", "picompile")
 
 
-def _descendants(pid: int) -> list[int]:
-    try:
-        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
-    except psutil.Error:
-        return []
-
-
-def _memory(pid: int) -> dict[str, int]:
-    """Anonymous and resident bytes of a process; none of one that has ended.
+def _memory(pid: int) -> Iterator[tuple[int, int]]:
+    """Yield the anonymous and the resident bytes of a process and of each that it has started.
 
     From counters that the kernel keeps. `smaps_rollup` walks all pages: of a process of 3 GB that takes half of a core,
     and stops the process meanwhile.
     """
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return {}
-    fields = dict(line.split(":", 1) for line in lines if line.startswith(("RssAnon:", "VmRSS:")))
-    return {name: int(value.split()[0]) * 1024 for name, value in fields.items()}
+    with suppress(psutil.Error):
+        process = psutil.Process(pid)
+        for each in (process, *process.children(recursive=True)):
+            with suppress(psutil.Error):
+                memory = each.memory_info()
+                yield memory.rss - memory.shared, memory.rss
 
 
 @dataclass(frozen=True)
@@ -81,23 +72,11 @@ def watch(command: list[str], limit_bytes: int | None = None) -> Watched:
     prefix = ["prlimit", f"--as={limit_bytes}"] if limit_bytes else []
     start = time.monotonic()
     process = subprocess.Popen([*prefix, *command], stdout=subprocess.DEVNULL)
-    peaks = {"RssAnon": 0, "VmRSS": 0}
-
-    def sample() -> None:
-        while process.poll() is None:
-            sums = dict.fromkeys(peaks, 0)
-            for pid in [process.pid, *_descendants(process.pid)]:
-                for name, size in _memory(pid).items():
-                    sums[name] += size
-            for name, size in sums.items():
-                peaks[name] = max(peaks[name], size)
-            time.sleep(0.02)
-
-    thread = threading.Thread(target=sample)
-    thread.start()
-    returncode = process.wait()
-    thread.join()
-    return Watched(time.monotonic() - start, peaks["RssAnon"], peaks["VmRSS"], returncode)
+    peaks = np.zeros(2, np.int64)
+    while process.poll() is None:
+        np.maximum(peaks, np.sum([(0, 0), *_memory(process.pid)], axis=0), out=peaks)
+        time.sleep(0.02)
+    return Watched(time.monotonic() - start, *peaks.tolist(), process.wait())
 
 
 def few_layers(shape: str, layers: int, work: Path) -> Path:
@@ -170,35 +149,10 @@ def measure_profile(options: argparse.Namespace) -> dict[str, Any]:
 def measure_rounding(options: argparse.Namespace) -> dict[str, Any]:
     model, work = few_layers(options.shape, options.layers, options.work), options.work / "whole"
     shutil.rmtree(work, ignore_errors=True)
-    found = _run(_rounding(options, model, work), work / "rounding" / "layers")
-    if options.kill:
-        found["same_bytes_after_kill"] = _killed(options, model) == _hashes(work)
-    return {"tokens": options.tokens, "quant": options.quant, **found}
-
-
-def _rounding(options: argparse.Namespace, model: Path, work: Path) -> list[object]:
     words = ["compile", model, "-o", options.work / "artifact", "--overwrite", "--quant", options.quant, "--work", work]
-    return [*words, "--rounding", "calibrated", "--rounding-tokens", options.tokens]
-
-
-def _hashes(work: Path) -> dict[str, str]:
-    files = sorted((work / "rounding" / "layers").iterdir())
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-
-
-def _killed(options: argparse.Namespace, model: Path) -> dict[str, str]:
-    """Kill a run behind its first layer, run it again, and return the hashes of its files."""
-    work = options.work / "killed"
-    shutil.rmtree(work, ignore_errors=True)
-    command = [*_PICOMPILE, *map(str, _rounding(options, model, work))]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-        # The state behind a layer is written after the layer's file.
-        while process.poll() is None and not (work / "rounding" / "state.safetensors").exists():
-            time.sleep(0.2)
-        time.sleep(5)
-        process.send_signal(signal.SIGKILL)
-    subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
-    return _hashes(work)
+    words += ["--rounding", "calibrated", "--rounding-tokens", options.tokens]
+    found = _run(words, work / "rounding" / "layers")
+    return {"tokens": options.tokens, "quant": options.quant, **found}
 
 
 _MEASURES: Mapping[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
@@ -214,7 +168,6 @@ def main() -> None:
     parser.add_argument("model", type=Path, nargs="?", help="the model to compile (`compile` only)")
     parser.add_argument("--limit-gb", type=float, help="RLIMIT_AS of `compile`: all mapped memory, in GB")
     parser.add_argument("--train", metavar="OPTIONS", help="of `profile`: train as well; --accuracy-bound off is given")
-    parser.add_argument("--kill", action="store_true", help="of `rounding`: kill a second run, and go on")
     options = parser.parse_args()
     if (options.what == "compile") != (options.model is not None):
         parser.error("`compile` takes a model, and the others take none")

@@ -1,6 +1,6 @@
 """Measure a model's loss in each weight format against its bits, beside llama.cpp's formats.
 
-python -m benchmarks.cpu.quantization MODEL [--work DIR] [--tokens 16384] [--llama LIBRARY] [--json FILE] [--plot FILE]
+python -m benchmarks.cpu.quantization MODEL [--work DIR] [--tokens 16384] [--llama LIBRARY] [--json FILE]
 
 Every row is a copy of the model whose matrices are rounded, and nothing else: it runs in float32, layer by layer, on
 held-out text of the standard library. Its perplexity and the mean KL divergence of its predictions are compared with
@@ -12,19 +12,18 @@ library as llama_cpp/lib/libllama.so. Its files are read back and run in the sam
 """
 
 import ctypes
-import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import gguf
 import torch
 from torch.fx import GraphModule
 
-from benchmarks.cpu.divergence import measure_loss
 from benchmarks.peers.gguf import export
-from benchmarks.script import argument_parser
+from benchmarks.script import argument_parser, write_json
+from picompile.accuracy.distances import join_tokens, measure_tokens
 from picompile.choices import base_format, parse_bits
 from picompile.frontend.captured import Captured
 from picompile.frontend.hf import load_model
@@ -40,6 +39,8 @@ from picompile_passes.passes.canonicalize import canonicalize
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.quantize import Quantize
 
+# Windows whose logits are in memory at a time.
+_TOGETHER = 4
 QUANTS = ("q4", "q4m", "5.0bpw", "5.2bpw", "5.5bpw", "q6", "q8")
 # The numbers of llama.cpp's enum llama_ftype.
 LLAMA = {"Q4_0": 2, "Q4_K_M": 15, "Q5_K_M": 17, "Q6_K": 18, "Q8_0": 7}
@@ -70,13 +71,14 @@ class Bench:
 
     def row(self, name: str, rounding: str, bits: float, graph: GraphModule, weights: WeightSource) -> Row:
         """Read the text with the model and with a copy."""
-        dense = canonicalize(self.captured.graph_module)
-        loss = measure_loss(
-            self.windows,
-            lambda windows, _: _logits(dense, self.captured.weights, windows),
-            lambda windows: _logits(graph, weights, windows),
-        )
-        return Row(name, rounding, bits, loss.perplexity, loss.relative_change, loss.kl_nats)
+        dense, parts = canonicalize(self.captured.graph_module), []
+        for start in range(0, len(self.windows), _TOGETHER):
+            some = self.windows[start : start + _TOGETHER]
+            pairs = zip(_logits(dense, self.captured.weights, some), _logits(graph, weights, some), some, strict=True)
+            parts += [measure_tokens(a[:-1], b[:-1], torch.tensor(list(ids)[1:])) for a, b, ids in pairs]
+        found = join_tokens(parts)
+        change = math.expm1((found.nll - found.reference_nll).mean())
+        return Row(name, rounding, bits, math.exp(found.nll.mean()), change, float(found.kl.mean()))
 
     def ours(self, quant: str, *, calibrated: bool) -> Row:
         """Quantize as `compile` does."""
@@ -176,38 +178,9 @@ def show(row: Row) -> None:
     )
 
 
-def plot(rows: Sequence[Row], model: str, output: Path) -> None:
-    """Draw what each row loses for its bits."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    for rounding, marker, color in (
-        ("nearest", "o", "#9aa5b1"),
-        ("calibrated", "o", "#1f6feb"),
-        ("llama.cpp", "s", "#d1700f"),
-    ):
-        own = sorted((row for row in rows if row.rounding == rounding), key=lambda row: row.bits)
-        if own:
-            label = rounding if rounding == "llama.cpp" else f"picompile, {rounding}"
-            axes.plot([r.bits for r in own], [r.kl_nats for r in own], marker=marker, color=color, label=label)
-        for row in own:
-            axes.annotate(row.name, (row.bits, row.kl_nats), textcoords="offset points", xytext=(5, 5), fontsize=8)
-    axes.set_yscale("log")
-    axes.margins(x=0.1, y=0.1)
-    axes.set_xlabel("bits a weight that a token reads")
-    axes.set_ylabel("mean KL divergence, nats a token")
-    axes.set_title(f"{model}: what formats lose")
-    axes.grid(alpha=0.3, which="both")
-    axes.legend()
-    figure.savefig(output, dpi=120)
-
-
 def main() -> None:
     """Measure every row."""
-    parser = argument_parser(
-        __doc__, "model", "--json", "--plot", work=Path("build/bench-quantization"), rounding_tokens=32_768
-    )
+    parser = argument_parser(__doc__, "model", "--json", work=Path("build/bench-quantization"), rounding_tokens=32_768)
     parser.add_argument("--tokens", type=int, default=16_384, help="tokens of held-out text")
     parser.add_argument("--quants", default=",".join(QUANTS))
     parser.add_argument("--llama", type=Path, help="libllama.so")
@@ -221,9 +194,7 @@ def main() -> None:
     def add(row: Row) -> None:
         rows.append(row)
         show(row)
-        if given.json:
-            content: dict[str, Any] = {"model": str(given.model), "rows": [asdict(row) for row in rows]}
-            given.json.write_text(json.dumps(content, indent=1) + "\n")
+        write_json(given.json, {"model": str(given.model), "rows": [asdict(row) for row in rows]})
 
     for quant in filter(None, given.quants.split(",")):
         add(bench.ours(quant, calibrated=False))
@@ -232,8 +203,6 @@ def main() -> None:
     if given.llama is not None:
         for row in bench.llama(given.llama):
             add(row)
-    if given.plot is not None:
-        plot(rows, given.model.name, given.plot)
 
 
 if __name__ == "__main__":

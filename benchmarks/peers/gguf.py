@@ -1,12 +1,6 @@
 """A Hugging Face checkpoint as a GGUF file that llama.cpp runs: the same weights, as q4_0 or f16.
 
-llama.cpp has neither LLaMA with ReLU nor OPT. What it has does the same work, matrix by matrix:
-
-| checkpoint | GGUF architecture | what differs |
-| --- | --- | --- |
-| llama | llama | SiLU in place of ReLU |
-| opt | gpt2 | GELU in place of ReLU |
-
+llama.cpp has no LLaMA with ReLU: what it has, with SiLU, does the same work, matrix by matrix.
 So the files serve to measure speed; their text means nothing. Every matrix is in the format asked for, table of tokens
 and head too (`llama-quantize --pure`), norms and biases in float32. There is no vocabulary but its size; with
 `vocabulary` each token gets a made-up text, without which llama.cpp's server does not start.
@@ -55,18 +49,19 @@ def export(model: Path, output: Path, format: str, vocabulary: bool = False, pow
     config = json.loads((model / "config.json").read_text())
     unfinished = output.with_suffix(".unfinished")
     with ExitStack() as stack:
+        if config["model_type"] != "llama":
+            sys.exit(f"{model}: is no LLaMA")
         checkpoint = Checkpoint(model, stack)
-        is_llama = config["model_type"] == "llama"
-        writer = gguf.GGUFWriter(unfinished, "llama" if is_llama else "gpt2")
-        (_describe_llama if is_llama else _describe_opt)(writer, config)
+        writer = gguf.GGUFWriter(unfinished, "llama")
+        _describe(writer, config)
         writer.add_file_type(_FILE_TYPES[format])
         if vocabulary or powerinfer:
             _describe_vocabulary(writer, config["vocab_size"])
         else:
             writer.add_tokenizer_model("no_vocab")
-        tensors = list((_llama_tensors if is_llama else _opt_tensors)(checkpoint, config))
+        tensors = list(_llama_tensors(checkpoint, config))
         if powerinfer:
-            if not is_llama or (model / "predictors.json").exists():
+            if (model / "predictors.json").exists():
                 sys.exit(f"{model}: PowerInfer's file is made of a LLaMA with the predictors of synth")
             writer.add_float32("powerinfer.sparse_threshold", 0.0)
             predictors = _Tensors([model / "predictors.safetensors"], stack)
@@ -137,7 +132,7 @@ def _describe_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
     writer.add_eos_token_id(2)
 
 
-def _describe_llama(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+def _describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count_kv(config["num_key_value_heads"])
@@ -145,17 +140,6 @@ def _describe_llama(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_rope_dimension_count(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
     rotary = config.get("rope_parameters") or config
     writer.add_rope_freq_base(rotary.get("rope_theta", 10000.0))
-    _describe(writer, config)
-
-
-def _describe_opt(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["ffn_dim"])
-    writer.add_layer_norm_eps(1e-5)
-    _describe(writer, config)
-
-
-def _describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_head_count(config["num_attention_heads"])
@@ -222,37 +206,6 @@ def _signed_predictor(
         return np.concatenate([matrix, -matrix], axis=1)
 
     return first, second
-
-
-def _opt_tensors(checkpoint: Checkpoint, config: dict[str, Any]) -> Iterator[_Tensor]:
-    positions, hidden = config["max_position_embeddings"], config["hidden_size"]
-
-    def pair(name: str, source: str) -> Iterator[_Tensor]:
-        for part in ("weight", "bias"):
-            key = f"model.decoder.{source}.{part}"
-            shape = checkpoint.shape(key)
-            yield _Tensor(f"{name}.{part}", shape, lambda key=key: checkpoint[key], len(shape) == 2)  # type: ignore[misc]
-
-    def attention(new: str, old: str) -> Iterator[_Tensor]:
-        for part, shape in (("weight", (3 * hidden, hidden)), ("bias", (3 * hidden,))):
-            keys = [f"model.decoder.{old}.self_attn.{name}_proj.{part}" for name in "qkv"]
-            read = lambda keys=keys: np.concatenate([checkpoint[key] for key in keys])  # noqa: E731
-            yield _Tensor(f"{new}.attn_qkv.{part}", shape, read, part == "weight")
-
-    table, places = "model.decoder.embed_tokens.weight", "model.decoder.embed_positions.weight"
-    yield _Tensor("token_embd.weight", checkpoint.shape(table), lambda: checkpoint[table], True)
-    # OPT's table starts two rows late.
-    yield _Tensor("position_embd.weight", (positions, hidden), lambda: checkpoint[places][2:], False)
-    for layer in range(config["num_hidden_layers"]):
-        old, new = f"layers.{layer}", f"blk.{layer}"
-        yield from pair(f"{new}.attn_norm", f"{old}.self_attn_layer_norm")
-        yield from attention(new, old)
-        yield from pair(f"{new}.attn_output", f"{old}.self_attn.out_proj")
-        yield from pair(f"{new}.ffn_norm", f"{old}.final_layer_norm")
-        yield from pair(f"{new}.ffn_up", f"{old}.fc1")
-        yield from pair(f"{new}.ffn_down", f"{old}.fc2")
-    yield from pair("output_norm", "final_layer_norm")
-    yield _Tensor("output.weight", checkpoint.shape(table), lambda: checkpoint[table], True)
 
 
 if __name__ == "__main__":

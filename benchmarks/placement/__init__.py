@@ -1,1 +1,1 @@
-"""Placements: solve times, policies and safety."""
+"""Solve times of placements."""

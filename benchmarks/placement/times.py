@@ -1,28 +1,35 @@
-"""The time that both objectives take, by the size of the model."""
+"""Seconds that `picompile plan` takes to solve a placement, for both objectives, by the size of the model.
 
-import argparse
+    python -m benchmarks.placement.times [--most 10] [--json FILE]
+
+`plan` is the latency objective with all policies that the solver starts from. Prints a table, and a line for each
+budget of the accelerator's memory as it is solved.
+"""
+
 import json
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
-from benchmarks.placement.models import GIB, Row, everything_bytes, placed_bytes, repeated
+from benchmarks.script import argument_parser, markdown, write_json
 from picompile.errors import SolverError
 from picompile.machine.targets import TARGETS
 from picompile.placement import policies
 from picompile.placement.counting import shape_bytes
-from picompile.placement.firing import firing_of_curve
+from picompile.placement.firing import Firing, LayerFiring, firing_of_curve
 from picompile.placement.goal import OBJECTIVES
 from picompile.placement.machine import machine_of
-from picompile.placement.model_bytes import Packing
-from picompile.placement.problem import PlacementTask, impact_problem, latency_problem
+from picompile.placement.model_bytes import ModelBytes, Packing
+from picompile.placement.problem import PlacementTask, fixed_bytes, group_bytes, impact_problem, latency_problem
 from picompile.placement.solver import solve
-from picompile.placement.times import group_count
+from picompile.placement.times import ALL_ON_ACCELERATOR, group_count
 from picompile.synth.shapes import find_config
+
+GIB = 2**30
+Row = dict[str, object]
 
 # Shape, firing curve, how many times in a row.
 SIZES = (
@@ -33,8 +40,8 @@ SIZES = (
     ("opt-175b", "opt", 5),
     ("opt-175b", "opt", 10),
 )
-# Of the model, on the GPU; 24 GiB are 0.22 of OPT-175B in q4.
-# Of OPT-175B several times in a row every second one.
+# Shares of the model on the accelerator; 24 GiB are 0.22 of OPT-175B in q4. Of OPT-175B several times in a row every
+# second one.
 BUDGETS = (0.05, 0.12, 0.22, 0.36, 0.5, 0.7, 0.9)
 CONTEXT = 2048
 LIMIT_S = 60.0
@@ -45,8 +52,28 @@ def of_size(shape: str, curve: str, times: int) -> PlacementTask:
     name, config = find_config(shape)
     model = shape_bytes(name, config, Packing("q4", "learned", CONTEXT))
     firing = firing_of_curve(curve, len(model.layers), model.layers[0].neurons)
-    machine = machine_of(TARGETS["4090"], 0, 2 * times * everything_bytes(model), 67.2e9)
+    machine = machine_of(TARGETS["4090"], 0, 2 * times * (placed_bytes(model) + model.embedding_bytes), 67.2e9)
     return repeated(PlacementTask(model, firing, machine, CONTEXT // 2), times)
+
+
+def placed_bytes(model: ModelBytes) -> int:
+    """All that could be on the accelerator."""
+    layers = sum(
+        fixed_bytes(layer, ALL_ON_ACCELERATOR)[0] + group_count(layer.neurons) * group_bytes(layer)
+        for layer in model.layers
+    )
+    return layers + model.head_bytes + model.workspace_bytes + model.table_bytes
+
+
+def repeated(task: PlacementTask, times: int) -> PlacementTask:
+    """Return the task of a model whose layers are repeated `times` times; every layer has firing of its own."""
+    rng = np.random.default_rng(0)
+    layers = []
+    for layer in task.firing.layers * times:
+        shares = np.minimum(layer.shares * rng.lognormal(0.0, 0.2) * rng.lognormal(0.0, 0.1, len(layer.shares)), 1.0)
+        layers.append(LayerFiring(np.sort(shares)[::-1].copy()))
+    model = replace(task.model, layers=task.model.layers * times)
+    return replace(task, model=model, firing=Firing(tuple(layers), "noisy"))
 
 
 def with_budget(task: PlacementTask, share: float) -> PlacementTask:
@@ -54,10 +81,11 @@ def with_budget(task: PlacementTask, share: float) -> PlacementTask:
     return replace(task, machine=replace(task.machine, gpu_bytes=int(share * placed_bytes(task.model))))
 
 
-def times(options: argparse.Namespace) -> list[Row]:
+def times(most: int) -> list[Row]:
+    """Return a row for each size, up to `most` times OPT-175B."""
     rows, bases = [], dict[str, PlacementTask]()
     for shape, curve, repetitions in SIZES:
-        if repetitions > options.most:
+        if repetitions > most:
             continue
         base = bases.setdefault(shape, of_size(shape, curve, 1))
         machine = replace(base.machine, host_bytes=repetitions * base.machine.host_bytes)
@@ -67,8 +95,6 @@ def times(options: argparse.Namespace) -> list[Row]:
         budgets = BUDGETS if repetitions == 1 else BUDGETS[1::2]
         rows.append(row | solve_times([with_budget(task, share) for share in budgets]))
         print(json.dumps(rows[-1]), flush=True)
-    if options.plot:
-        plot(rows, options.plot)
     return rows
 
 
@@ -106,25 +132,21 @@ def solve_times(tasks: Sequence[PlacementTask]) -> Row:
     return row | {f"{name} worst gap": max(values, default=np.nan) for name, values in gaps.items()}
 
 
-def plot(rows: Sequence[Row], file: Path) -> None:
-    """Seconds against the number of groups, both on a logarithmic scale."""
-    import matplotlib
+def cell(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(6.8, 5.0), layout="constrained")
-    lines = (
-        ("latency worst s", "latency, worst of the budgets", "o-", "#1f6fb4"),
-        ("latency median s", "latency, median", "o--", "#8ab8dd"),
-        ("impact worst s", "impact, worst of the budgets", "s-", "#3a8a4d"),
-    )
-    for key, label, style, color in lines:
-        points = [(float(str(row["groups"])), float(str(row[key]))) for row in rows if row.get(key) is not None]
-        if points:
-            axes.loglog(*zip(*points, strict=True), style, color=color, label=label)
-    axes.set(xlabel="groups of 64 neurons, all layers", ylabel="solve time in seconds")
-    axes.grid(alpha=0.3, which="both", linewidth=0.5)
-    figure.legend(fontsize=8, frameon=False, loc="outside lower center", ncols=2)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=130)
+def main() -> None:
+    parser = argument_parser(__doc__, "--json")
+    parser.add_argument("--most", type=int, default=10, help="largest size, in multiples of OPT-175B")
+    options = parser.parse_args()
+    rows = times(options.most)
+    write_json(options.json, rows)
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    print(markdown(names, ([cell(row.get(name)) for name in names] for row in rows)))
+
+
+if __name__ == "__main__":
+    main()

@@ -51,14 +51,6 @@ def decode_drafting(engine: Engine, before: Sequence[int], tokens: Sequence[int]
     return DraftedTokens(time.perf_counter() - begin, len(tokens), draft_tokens, accepted_tokens)
 
 
-def decode_plainly(engine: Engine, tokens: Sequence[int]) -> DraftedTokens:
-    """Read `tokens`, one a step, for comparison."""
-    begin = time.perf_counter()
-    for token in tokens:
-        engine.read([token])
-    return DraftedTokens(time.perf_counter() - begin, len(tokens), 0, 0)
-
-
 def draft_figures(rounds: Sequence[DraftedTokens]) -> dict[str, Any]:
     """Return the figures of rounds that read as many tokens each, as `bench --json` has them."""
     tokens = rounds[0].tokens

@@ -31,14 +31,6 @@ def test_how_long_a_server_takes_to_start(artifact: Path) -> None:
         assert 0 < found[start]["median"] <= found[start]["worst"]
 
 
-def test_a_prefix_is_found(artifact: Path) -> None:
-    sizes = ("--tokens", 600, "--answer", 32, "--question", 16, "--vocab", 200, "--pause", 1, "--rounds", 1)
-    found = run("cpu.serve_prefix", artifact, *sizes)
-    assert found["prompt_tokens"] == {"first": 600, "second": 648}
-    assert found["first"]["cached_tokens"] == [0, 0] and found["without"]["cached_tokens"] == [0]
-    assert found["next"]["cached_tokens"][0] >= 600 <= found["at once"]["cached_tokens"][0]
-
-
 def test_texts_under_load_are_those_of_requests_alone(artifact: Path) -> None:
     """Memory is told by a longer run alone: here it may grow, and then the benchmark ends with 1."""
     found = run("cpu.serve_load", artifact, "--streams", 8, "--minutes", 0.2, "--requests", 6, codes=(0, 1))

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers.benchmark_scripts import run_benchmark
 from helpers.speculation import WrongDrafts
 from helpers.support import BUNDLED_MODEL
 from helpers.toys.toy_artifact import make_toy
@@ -172,9 +171,6 @@ def test_repeated_text_is_drafted(tmp_path: Path, even_steps: None) -> None:
             drafted = generate(engine, Tokenizer.of(engine.artifact), CODE, DRAWS[0], 40, draft="ngram")
             assert len("".join(drafted)) > 40
             assert (drafted.stats.accepted_tokens > 0) == (draft_tokens > 0)
-    printed = run_benchmark("cpu.speculation", tmp_path / "artifact", "--rounds", 1, "--tokens", 30, "--threads", 1)
-    rows = [line.split("|") for line in printed.splitlines()[2:]]
-    assert len(rows) == 10 and all(float(row[2]) > 0 and float(row[3]) > 0 for row in rows)
 
 
 def test_read_each_checks_its_tokens(engine: Engine) -> None:
