@@ -39,7 +39,7 @@ from picompile.placement.machine import (
     check_machine_options,
 )
 from picompile.predictors.config import PredictorOptions
-from picompile.quantities import parse_accuracy, parse_share
+from picompile.quantities import parse_checked_bound, parse_share
 from picompile.skipping.options import SITES, SkippingOptions, check_sites
 from picompile_codegen.registry import BACK_ENDS
 
@@ -105,13 +105,14 @@ class CompileOptions(PredictorOptions):
         32_768, "Tokens that weights are rounded for, at most.", metavar="N", least=LEAST_CALIBRATION_TOKENS
     )
     predictor_quant: str | None = PREDICTOR_QUANT.field(None)
-    accuracy: float | None = option(
+    checkpoint_bound: float | None = option(
         None,
         "Compare the artifact with MODEL in float32 on held-out text, part by part, and refuse it if its perplexity is "
-        "further above; report sets no bound. Default: do not compare.",
+        "further above; report: compare, and allow any. Default: do not compare.",
         metavar="SHARE",
-        parse=parse_accuracy,
+        parse=parse_checked_bound,
         least=0,
+        aliases=("--accuracy",),
     )
     skip: float | None = option(
         None,
@@ -230,7 +231,7 @@ class CompileOptions(PredictorOptions):
         for what, wanted in given.items():
             planned = self.makes_plan and what != "predictors"
             rounds = self._rounds_by_text and what == "calibration text"
-            read = (self.accuracy is not None or self.skip is not None) and what != "predictors"
+            read = (self.checkpoint_bound is not None or self.skip is not None) and what != "predictors"
             if wanted and not (planned or rounds or read) and self.predictor not in TRAINED:
                 nearest = what == "calibration text" and self.rounding == "nearest"
                 also = ", and rounding to the nearest reads none" if nearest else ""

@@ -68,11 +68,6 @@ def parse_checked_bound(text: str, option: str) -> float | None:
     return math.inf if text.strip().lower() == "report" else parse_accuracy_bound(text, option)
 
 
-def parse_accuracy(text: str, option: str) -> float:
-    """Return the bound on the relative rise of perplexity, infinite for `report`. Raise `UsageError`."""
-    return math.inf if text.strip().lower() == "report" else parse_share(text, option)
-
-
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 _NUMBER = r"(?P<number>\d+(?:\.\d*)?|\.\d+)"
 _SIZE = re.compile(_NUMBER + r"\s*(?:(?P<prefix>[kmgtp]?)(?P<binary>i?)(?P<bytes>b?))", re.IGNORECASE | re.ASCII)

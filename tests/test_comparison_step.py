@@ -27,7 +27,7 @@ SMALL: dict[str, Any] = {"context": 128, "check_tokens": 1024}
 
 
 def _compared(artifact: Path, model: Path = BUNDLED_MODEL, **options: Any) -> dict[str, Any]:
-    compile_model(model, artifact, CompileOptions(**{**SMALL, "accuracy": float("inf"), **options}))
+    compile_model(model, artifact, CompileOptions(**{**SMALL, "checkpoint_bound": float("inf"), **options}))
     report = json.loads((artifact / "report.json").read_text())
     found: dict[str, Any] = report["checkpoint_accuracy"]
     return found
@@ -64,14 +64,25 @@ def test_the_cache_is_rounded_as_the_artifact_rounds_it(tmp_path: Path) -> None:
         assert cache["kl_nats"] > least
         assert abs(runtime["added_kl_nats"]) < 0.1 * cache["kl_nats"]
         assert abs(runtime["added_change"]) < change
-    (line,) = _compared(tmp_path / "f32", quant="f16", kv_dtype="f32", accuracy=0.001)["lines"]
+    (line,) = _compared(tmp_path / "f32", quant="f16", kv_dtype="f32", checkpoint_bound=0.001)["lines"]
     assert line["part"] == "runtime"
     assert line["kl_nats"] < 1e-5 and abs(line["relative_change"]) < 1e-4
 
 
 @pytest.mark.slow("compiles a model and compares it with its checkpoint; one is fast")
 def test_weights_are_to_blame(cli: Cli, tmp_path: Path) -> None:
-    words = ("--quant", "q4", "--rounding", "nearest", "--context", 128, "--check-tokens", 1024, "--accuracy", "0.1%")
+    words = (
+        "--quant",
+        "q4",
+        "--rounding",
+        "nearest",
+        "--context",
+        128,
+        "--check-tokens",
+        1024,
+        "--checkpoint-bound",
+        "0.1%",
+    )
     ended = cli("compile", BUNDLED_MODEL, "-o", tmp_path / "artifact", *words)
     assert (ended.code, ended.out, ended.err.count("\n")) == (7, "", 1)
     for said in ("more than 0.1 %", "most is lost by weights in q4", "--quant q4m or q6"):
@@ -84,7 +95,7 @@ def test_predictors_are_to_blame(held_out: Path, tmp_path: Path) -> None:
     predictors = write_predictors(BUNDLED_MODEL, tmp_path / "predictors", bias=0.0)
     options = {"predictor": "learned", "predictors": predictors, "calibration": (held_out,), "accuracy_bound": None}
     with pytest.raises(AccuracyError, match=r"most is lost by predictors \(weights in q8 .*or larger pred") as refused:
-        _compared(tmp_path / "artifact", quant="q8", check_tokens=300, accuracy=0.02, **options)
+        _compared(tmp_path / "artifact", quant="q8", check_tokens=300, checkpoint_bound=0.02, **options)
     assert refused.value.exit_code == 7
     assert [path.name for path in tmp_path.iterdir()] == ["predictors"]
 
@@ -113,7 +124,9 @@ def test_what_was_calibrated_on_is_not_read(tmp_path: Path, search: bool) -> Non
     text = tmp_path / "text.txt"
     text.write_text("".join(f"value_{number} = compute({number}) # {number * number}\n" for number in range(9000)))
     more = {"quant": "q8", "skip": 0.01, "skip_tokens": 30_000} if search else {"quant": "q4"}
-    config = resolve(CompileOptions(calibration=(text,), accuracy=0.01, **more), load_model(BUNDLED_MODEL).facts)
+    config = resolve(
+        CompileOptions(calibration=(text,), checkpoint_bound=0.01, **more), load_model(BUNDLED_MODEL).facts
+    )
     found = _held_out(BUNDLED_MODEL, None, config)
     assert found.source == f"the end of {text}"
     if search:
@@ -130,7 +143,7 @@ def test_what_was_calibrated_on_is_not_read(tmp_path: Path, search: bool) -> Non
 
 
 def test_models_that_cannot_be_compared(tiny_model: Path, tmp_path: Path) -> None:
-    options = CompileOptions(accuracy=0.01)
+    options = CompileOptions(checkpoint_bound=0.01)
     with pytest.raises(UsageError, match="not with a module in memory"):
         compile_model(load_model(tiny_model), tmp_path / "artifact", options)
     bare = tmp_path / "bare"
@@ -138,14 +151,14 @@ def test_models_that_cannot_be_compared(tiny_model: Path, tmp_path: Path) -> Non
     for path in tiny_model.iterdir():
         if "token" not in path.name:
             (bare / path.name).symlink_to(path)
-    with pytest.raises(UsageError, match=r"--accuracy reads text, and the model has no tokenizer.json"):
+    with pytest.raises(UsageError, match=r"--checkpoint-bound reads text, and the model has no tokenizer.json"):
         compile_model(bare, tmp_path / "artifact", options)
     assert [path.name for path in tmp_path.iterdir()] == ["bare"]
     for bound in (-0.1, float("nan")):
-        with pytest.raises(UsageError, match="accuracy must be at least 0"):
-            CompileOptions(accuracy=bound)
+        with pytest.raises(UsageError, match="checkpoint bound must be at least 0"):
+            CompileOptions(checkpoint_bound=bound)
     # A text may be given to compare on, and for nothing else.
-    assert CompileOptions(quant="q8", accuracy=0.01, calibration=(Path("text"),)).calibration == (Path("text"),)
+    assert CompileOptions(quant="q8", checkpoint_bound=0.01, calibration=(Path("text"),)).calibration == (Path("text"),)
     with pytest.raises(UsageError, match="needs none"):
         CompileOptions(quant="q8", calibration=(Path("text"),))
 

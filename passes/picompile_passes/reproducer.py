@@ -7,6 +7,7 @@ of the nodes first, then quarters, down to single nodes.
 """
 
 import re
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -112,6 +113,11 @@ Written by picompile. Run it with a Python that has picompile{also}.
 if __name__ == "__main__":
     Pipeline(({construct},), hook=verifying)(graph())
 '''
+
+
+def make_reproducer_folder() -> Path:
+    """Make a folder that only this user can read. It stays, since what is in it is for people."""
+    return Path(tempfile.mkdtemp(prefix="picompile-reproducer-"))
 
 
 def write_reproducer(

@@ -92,7 +92,8 @@ class CheckpointComparison:
         remedy = f"choose {worst.remedy}, or allow" if worst.remedy else "allow"
         return (
             f"the perplexity is {signed(change.value)} against the checkpoint's{interval}, more than "
-            f"{100 * (self.bound or 0):.3g} %; most is lost by {worst.title} ({parts}); {remedy} more with --accuracy"
+            f"{100 * (self.bound or 0):.3g} %; most is lost by {worst.title} ({parts}); {remedy} more with "
+            "--checkpoint-bound"
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
 from picompile_passes.passes.quantize import Quantize
 from picompile_passes.pipeline import Pipeline
+from picompile_passes.reproducer import make_reproducer_folder
 
 # What is compiled for, and the format of the weights.
 _TARGET = "cpu"
@@ -41,7 +42,7 @@ def compile_lossless(
     tokenizer = read_tokenizer(model, captured.facts.vocab)
     passes = (*CANONICALIZE, InsertPredictors("auto"), Partition({}), Quantize(_QUANT))
     with progress.step("passes"):
-        graph_module = Pipeline(passes)(captured.graph_module).graph_module
+        graph_module = Pipeline(passes, reproducers=make_reproducer_folder)(captured.graph_module).graph_module
     kv_dtype = KV_DTYPES[default_kv_dtype(captured.facts.activation)]
     options = LowerOptions(context, CHUNK, kv_dtype, 1, None, Placement.all_of(captured.facts.layers))
     with progress.step("lower"):

@@ -41,7 +41,7 @@ def compile_command(
       picompile compile models/tiny-reglu -o build/tiny
       picompile compile models/tiny-reglu -o build/f16 --quant f16 --context 512
       picompile compile models/tiny-reglu -o build/learned --predictor learned --work build/work
-      picompile compile models/tiny-reglu -o build/checked --accuracy 5%
+      picompile compile models/tiny-reglu -o build/checked --checkpoint-bound 5%
       picompile compile models/tiny-reglu -o build/4090 --target 4090 --vram-budget 8GiB
     """
     require_model_folder(model)

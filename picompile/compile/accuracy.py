@@ -20,7 +20,7 @@ _STAND_IN_FILE = "kernels/check.so"
 
 def require_checkable(options: CompileOptions, code: Sequence[Code]) -> None:
     """Raise `MachineError` where an accuracy check is due, and no code for it can be made for this machine."""
-    is_due = (not options.is_lossless and options.accuracy_bound is not None) or options.accuracy is not None
+    is_due = (not options.is_lossless and options.accuracy_bound is not None) or options.checkpoint_bound is not None
     if is_due and not runs_here(code):
         native_code(_STAND_IN_FILE)
 

@@ -29,8 +29,8 @@ from picompile_passes.passes.canonicalize import canonical_form
 
 def require_comparable(options: CompileOptions, tokenizer: TokenizerFiles) -> None:
     """Raise `UsageError` where a model without a tokenizer is to be compared with its checkpoint."""
-    if options.accuracy is not None and tokenizer.tokenizer_json is None:
-        raise UsageError("--accuracy reads text, and the model has no tokenizer.json; add the model's own")
+    if options.checkpoint_bound is not None and tokenizer.tokenizer_json is None:
+        raise UsageError("--checkpoint-bound reads text, and the model has no tokenizer.json; add the model's own")
 
 
 def compare_artifact(
@@ -55,11 +55,11 @@ def compare_artifact(
         UsageError: the text is too short, or the model is a module in memory.
         UnsupportedModelError: logits are not numbers.
     """
-    if config.accuracy is None:
+    if config.checkpoint_bound is None:
         return None
     contents = artifact.contents
     if contents.checkpoint is None:
-        raise UsageError("only a model folder or a GGUF file can be compared with; leave out accuracy")
+        raise UsageError("only a model folder or a GGUF file can be compared with; leave out checkpoint_bound")
     text = _text(contents.checkpoint, predictors, config)
     reference = (canonical_form(contents.captured.graph_module), contents.captured.weights)
     variants = list(_variants(artifact, predictors, config, progress))
@@ -71,7 +71,7 @@ def compare_artifact(
             title="runtime arithmetic",
             remedy="" if config.quant == "f16" else "--quant f16, which computes with floats",
         )
-        bound = config.accuracy if math.isfinite(config.accuracy) else None
+        bound = config.checkpoint_bound if math.isfinite(config.checkpoint_bound) else None
         return compare_variants(reference, variants, compared, text, bound, progress)
 
 

@@ -60,7 +60,7 @@ def compile_model(
 
     Returns:
         What the predictors cost; None where they are lossless, so that nothing was checked. The comparison with the
-        checkpoint, if `options.accuracy` asks for one, is in the artifact's report.json.
+        checkpoint, if `options.checkpoint_bound` asks for one, is in the artifact's report.json.
 
     Raises:
         UsageError: the options do not fit the model, or `output` is in the way (exit code 2).
@@ -188,9 +188,9 @@ def _check_before_capture(
     bf16 = options.bf16 != "off" and options.quant == "f16" and options.back_end is None
     code = planned_code(options.target, bf16=bf16)
     accelerator = accelerator_target(options.back_end, options.target)
-    if options.accuracy is not None and not isinstance(model, str | os.PathLike):
+    if options.checkpoint_bound is not None and not isinstance(model, str | os.PathLike):
         raise UsageError(
-            "accuracy compares with a model folder or a GGUF file, not with a module in memory; leave it out"
+            "checkpoint_bound compares with a model folder or a GGUF file, not with a module in memory; leave it out"
         )
     require_checkable(options, code)
     if isinstance(model, str | os.PathLike):

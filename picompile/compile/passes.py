@@ -1,6 +1,5 @@
 """The driver's passes: from the captured graph to the quantized one, with the extra ones that the user asks for."""
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from picompile_passes.passes.partition import Partition
 from picompile_passes.passes.quantize import Quantize
 from picompile_passes.pipeline import Dump, Pipeline, each, verifying
 from picompile_passes.registry import make_pass
+from picompile_passes.reproducer import make_reproducer_folder
 
 
 def run_passes(
@@ -43,13 +43,8 @@ def run_passes(
     dump = Dump(dump_ir) if dump_ir is not None else None
     with progress.step("passes", len(passes)) as advance:
         hook = each(dump, verifying if verify else None, lambda *_: advance(1))
-        pipeline = Pipeline(tuple(passes), hook, reproducers=dump_ir or _make_reproducer_folder)
+        pipeline = Pipeline(tuple(passes), hook, reproducers=dump_ir or make_reproducer_folder)
         return pipeline(captured.graph_module).graph_module
-
-
-def _make_reproducer_folder() -> Path:
-    """Make a folder that only this user can read. It stays, since what is in it is for people."""
-    return Path(tempfile.mkdtemp(prefix="picompile-reproducer-"))
 
 
 def pipeline_passes(options: CompileOptions, insert: Pass | None = None) -> list[Pass]:

@@ -56,7 +56,7 @@ def _described(folder: Path, facts: Fields) -> Predictors:
     layers = tuple(LayerPredictor.from_json(entry) for entry in facts.objects("layers"))
     check_order(facts, [layer.layer for layer in layers])
     model = facts.object("model")
-    accuracy = _accuracy_facts(facts.object("gate")) if "gate" in facts.data else {}
+    accuracy = _accuracy_facts(facts.object("accuracy")) if "accuracy" in facts.data else {}
     curves = facts.data.get("curves", [])
     if not isinstance(curves, list):
         raise facts.wrong("curves", "a list")
@@ -187,7 +187,7 @@ def write_predictors(
         "schema": SCHEMA,
         "picompile": __version__,
         "model": dict(model),
-        "gate": dict(accuracy or {}),
+        "accuracy": dict(accuracy or {}),
         "layers": [asdict(layer) for layer in layers],
         "curves": list(curves),
     }

@@ -292,7 +292,7 @@ def _search_tables(search: Mapping[str, Any] | None, by: str) -> list[Table]:
         )
         for share, perplexity in sorted(found.items())
     ]
-    bound = numbers.percent(numbers.measured(search.get("gate")), 2)
+    bound = numbers.percent(numbers.measured(search.get("accuracy_bound")), 2)
     words = (
         f"Each layer's threshold is the same quantile of its {by}s: the largest with which the perplexity of "
         f"held-out text stays within {bound} of that with every neuron, {numbers.perplexity(dense)}."

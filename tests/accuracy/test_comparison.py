@@ -35,9 +35,10 @@ def test_the_refusal_names_the_part_that_adds_most() -> None:
     assert refused.worst.part == "part-1"
     assert refused.refusal == (
         "the perplexity is +1.63 % against the checkpoint's (95 %: +1.53 to +1.83 %), more than 1 %; most is lost by "
-        "part 1 (part 0 +0.50 %, part 1 +1.23 %, part 2 -0.10 %); choose --quant q8, or allow more with --accuracy"
+        "part 1 (part 0 +0.50 %, part 1 +1.23 %, part 2 -0.10 %); choose --quant q8, or allow more with "
+        "--checkpoint-bound"
     )
-    assert _comparison(0.02).refusal.endswith("(part 0 +2.00 %); allow more with --accuracy")
+    assert _comparison(0.02).refusal.endswith("(part 0 +2.00 %); allow more with --checkpoint-bound")
     assert "(123 tokens, too few for an interval: read more" in _comparison(0.02, intervals=False).refusal
 
 

@@ -1,4 +1,4 @@
-"""`compile --accuracy`, and what `inspect` and `report` show of it and of rounding."""
+"""`compile --checkpoint-bound`, and what `inspect` and `report` show of it and of rounding."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,8 @@ TOKENS = {"context": 64, "check_tokens": 400}
 def artifact(build_once: BuildOnce, tiny_model: Path) -> Path:
     """`tiny_model` with the kernels of `tiny_artifact`, compared with its checkpoint. Tests must not change it."""
     return build_once(
-        "tiny-compared", lambda folder: compile_for_test(tiny_model, folder, quant="f16", accuracy=0.5, **TOKENS)
+        "tiny-compared",
+        lambda folder: compile_for_test(tiny_model, folder, quant="f16", checkpoint_bound=0.5, **TOKENS),
     )
 
 
@@ -32,7 +33,7 @@ def _table(text: str) -> list[str]:
 @pytest.mark.slow("compiles a model; the fast tests have an artifact that was compared")
 def test_compile_prints_one_table(cli: Cli, tiny_model: Path, tmp_path: Path) -> None:
     output = tmp_path / "artifact"
-    options = ["--quant", "q8", "--context", "64", "--check-tokens", "400", "--accuracy", "report"]
+    options = ["--quant", "q8", "--context", "64", "--check-tokens", "400", "--checkpoint-bound", "report"]
     ended = cli("compile", tiny_model, "-o", output, *options)
     assert (ended.code, ended.err) == (0, "")
     comparison = json.loads((output / "report.json").read_text())["checkpoint_accuracy"]
@@ -70,7 +71,11 @@ def test_artifacts_that_were_not_compared(cli: Cli, tiny_artifact: Path) -> None
 
 def test_bounds_that_are_no_share(cli: Cli, tiny_model: Path, tmp_path: Path) -> None:
     for text in ("150%", "-1%", "most", "nan", ""):
-        assert_refused(cli("compile", tiny_model, "-o", tmp_path / "artifact", f"--accuracy={text}"), 2, "--accuracy")
+        assert_refused(
+            cli("compile", tiny_model, "-o", tmp_path / "artifact", f"--checkpoint-bound={text}"),
+            2,
+            "--checkpoint-bound",
+        )
 
 
 DAMAGED: list[dict[str, Any]] = [

@@ -37,7 +37,7 @@ def test_train_prints_a_summary(cli: Cli, tiny_model: Path, profile: Path, tmp_p
     assert ended.out.count("rank 8 of ") == 2
     shown = cli("train", tiny_model, "--profile", profile, "-o", output, *FAST, "--json")
     made = json.loads(shown.out)
-    assert made == json.loads((output / "predictors.json").read_text()) and made["gate"]["bound"] is None
+    assert made == json.loads((output / "predictors.json").read_text()) and made["accuracy"]["bound"] is None
 
 
 def test_a_missed_accuracy_bound_ends_with_seven(

@@ -82,7 +82,14 @@ def write_predictors(folder: Path, rows: Sequence[Mapping[str, Any]], **changes:
     folder.mkdir(parents=True)
     save_file(tensors, folder / "predictors.safetensors")
     model = {"fingerprint": FINGERPRINT, "name": "some-model"}
-    content = {"format": "picompile-predictors", "schema": 1, "model": model, "gate": {}, "layers": rows, "curves": []}
+    content = {
+        "format": "picompile-predictors",
+        "schema": 1,
+        "model": model,
+        "accuracy": {},
+        "layers": rows,
+        "curves": [],
+    }
     _write(folder / "predictors.json", {**content, **changes})
 
 

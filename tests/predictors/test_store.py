@@ -161,7 +161,7 @@ def test_wrong_tensors_are_refused(folder: Path, change: dict[str, Tensor | None
         ({"layers": [{"layer": 0, "kind": "exact"}, {"layer": 0, "kind": "none"}]}, "in order, each once"),
         ({"layers": [{"layer": 0, "kind": "exact", "threshold": "low"}]}, "threshold must be a number"),
         ({"model": {"parameters": "many"}}, "parameters must be an integer from 1"),
-        ({"gate": {"perplexity": "low"}}, "gate: perplexity must be a finite number, but is 'low'"),
+        ({"accuracy": {"perplexity": "low"}}, "accuracy: perplexity must be a finite number, but is 'low'"),
         ({"curves": {}}, "curves must be a list"),
     ],
 )
@@ -202,7 +202,7 @@ def test_names_and_figures_that_cannot_be_shown(folder: Path) -> None:
     facts = folder / "predictors.json"
     content = replaced(json.loads(facts.read_text()), ("layers", 0, "recall"), float("nan"))
     content = replaced(content, ("model", "name"), "\udcff\u4e2d")
-    facts.write_text(json.dumps(replaced(content, ("gate", "perplexity"), float("inf"))))
+    facts.write_text(json.dumps(replaced(content, ("accuracy", "perplexity"), float("inf"))))
     read = load_predictors(folder)
     assert (read.name, read.layers[0].recall, read.accuracy["perplexity"]) == ("?\u4e2d", None, float("inf"))
 

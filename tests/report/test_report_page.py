@@ -25,7 +25,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """A profile, predictors and an artifact, with all that can be known of them."""
     base = tmp_path_factory.mktemp("report")
     rows = [predictor_row(0, 1, kind="exact"), predictor_row(1, 1), predictor_row(2, 1)]
-    gate = {
+    accuracy = {
         "bound": 0.001,
         "dense_perplexity": 20.0,
         "perplexity": 20.01,
@@ -39,7 +39,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     }
     model = {"fingerprint": FINGERPRINT, "name": "some-model", "parameters": 10_000}
     write_profile(base / "profile", seed=1)
-    write_predictors(base / "predictors", rows, gate=gate, model=model, curves=[curve(1, 4), curve(1, 8), curve(2, 8)])
+    write_predictors(
+        base / "predictors", rows, accuracy=accuracy, model=model, curves=[curve(1, 4), curve(1, 8), curve(2, 8)]
+    )
     accuracy = {"dense_perplexity": 30.0, "perplexity": 30.3, "bound": 0.001, "tokens": 99, "layers": rows[1:]}
     line = {"title": "weights in q4", "perplexity": 30.2, "relative_change": 0.0067, "added_change": 0.0067}
     line |= {"relative_change_interval": [0.005, 0.0081], "kl_nats": 0.0123, "same_top_share": 0.9}
@@ -94,9 +96,15 @@ EVIL = '</title></svg><script>alert("x")</script>&<b>\'$a_1$'
 def test_names_are_escaped(tmp_path: Path) -> None:
     rows = [{**predictor_row(0, 3), "kind": "learned"}, {**predictor_row(1, 3, kind="none"), "kind": EVIL}]
     curves = [{**curve(0, 4), "input": EVIL, "kind": EVIL}]
-    gate = {"perplexity": 3.0, "text": EVIL, "rounds": EVIL, "targets": [EVIL, 1], "layers": [EVIL, {"layer": EVIL}]}
+    accuracy = {
+        "perplexity": 3.0,
+        "text": EVIL,
+        "rounds": EVIL,
+        "targets": [EVIL, 1],
+        "layers": [EVIL, {"layer": EVIL}],
+    }
     folder = tmp_path / "<i>\"quoted\" & 'odd'"
-    write_predictors(folder, rows, curves=curves, gate=gate, model={"fingerprint": EVIL, "name": EVIL})
+    write_predictors(folder, rows, curves=curves, accuracy=accuracy, model={"fingerprint": EVIL, "name": EVIL})
     write_profile(tmp_path / "profile", seed=1, model={"fingerprint": EVIL, "name": EVIL, "hidden": 5})
     write_artifact(
         tmp_path / "artifact",
@@ -129,8 +137,8 @@ def test_predictors_without_figures(tmp_path: Path) -> None:
 
 def test_curves_of_another_form_are_skipped(tmp_path: Path) -> None:
     odd = [None, {}, {"layer": 0, "rank": 1, "points": []}, {"points": [1, {}]}, "x"]
-    gate = {"layers": odd, "targets": odd}
-    page = Page(made(tmp_path / "predictors", [predictor_row(0, 9)], curves=odd, gate=gate))
+    accuracy = {"layers": odd, "targets": odd}
+    page = Page(made(tmp_path / "predictors", [predictor_row(0, 9)], curves=odd, accuracy=accuracy))
     assert len(page.of("h4")) == 4 and "layer 0" not in page.of("h4")
 
 
@@ -186,7 +194,13 @@ def test_a_model_in_which_no_neuron_fires(tmp_path: Path) -> None:
 
 
 def test_the_measure_of_thresholds_is_told(tmp_path: Path) -> None:
-    search = {"gate": 0.01, "silenced_share": 0.5, "dense_perplexity": 9.0, "perplexity": 9.01, "tried": {"0.5": 9.01}}
+    search = {
+        "accuracy_bound": 0.01,
+        "silenced_share": 0.5,
+        "dense_perplexity": 9.0,
+        "perplexity": 9.01,
+        "tried": {"0.5": 9.01},
+    }
     for by in ("magnitude", "contribution"):
         write_profile(tmp_path / by, seed=1, layers=1, thresholds=search | {"by": by})
         page = Page(render_report(read_sources([tmp_path / by])))

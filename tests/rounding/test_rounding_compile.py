@@ -86,7 +86,7 @@ def test_another_budget_measures_nothing_again(
 
 @pytest.mark.slow("rounds and compiles a model")
 def test_standard_input_is_read_once_for_all_steps(cli: Cli, tiny_model: Path, tmp_path: Path) -> None:
-    words = ("--context", "32", "--rounding-tokens", "1024", "--accuracy-bound", "off", "--accuracy", "report")
+    words = ("--context", "32", "--rounding-tokens", "1024", "--accuracy-bound", "off", "--checkpoint-bound", "report")
     for quant in ("q4", "5bpw"):
         ended = cli(
             "compile", tiny_model, "-o", tmp_path / quant, "--quant", quant, "--calibration", "-", *words, stdin=_TEXT

@@ -61,7 +61,7 @@ def test_a_silu_model_skips_and_keeps_its_bytes(silu_model: Path, text: Path, tm
 
 @pytest.mark.slow("measures and compiles a model")
 def test_the_accuracy_table(silu_model: Path, text: Path, tmp_path: Path) -> None:
-    options = {"skip": 0.05, "accuracy": float("inf"), "calibration": (text,), "check_tokens": 256}
+    options = {"skip": 0.05, "checkpoint_bound": float("inf"), "calibration": (text,), "check_tokens": 256}
     report = _compile(silu_model, tmp_path / "artifact", **options)
     lines = report["checkpoint_accuracy"]["lines"]
     assert [line["part"] for line in lines] == ["skipping", "kv_cache", "runtime"]

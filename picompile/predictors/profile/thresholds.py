@@ -69,7 +69,7 @@ class ThresholdSearch:
         change = self._read(found, low, len(self.windows)) if low else Estimate(0.0, 0.0, 0.0)
         return self._rules(found, low), {
             "by": self.by,
-            "gate": self.accuracy_bound,
+            "accuracy_bound": self.accuracy_bound,
             "silenced_share": low / _STEPS,
             "dense_perplexity": found["dense_perplexity"],
             "perplexity": found["dense_perplexity"] * _exp(change.value),

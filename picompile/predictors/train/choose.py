@@ -198,7 +198,7 @@ class Selection:
     def write(self, directory: TrainingDirectory, accuracy: Mapping[str, Any] | None = None) -> None:
         """Write the selection, and the facts that the accuracy check found about it."""
         targets = {str(layer): target for layer, target in self.targets.items()}
-        content = {"targets": targets, "limits": asdict(self.limits), "measured": self.measured, "gate": accuracy}
+        content = {"targets": targets, "limits": asdict(self.limits), "measured": self.measured, "accuracy": accuracy}
         directory.write(_CHOICE_FILE, content)
 
     def choices(self, results: Sequence[LayerResult]) -> list[PredictorChoice]:

@@ -61,7 +61,7 @@ def swap_layer(folder: Path) -> None:
     shutil.copy(folder / "tokens.safetensors", folder / "layers" / "001.safetensors")
 
 
-FOUND = {"gate": 0.01, "silenced_share": 0.5, "dense_perplexity": 9.0, "perplexity": 9.01}
+FOUND = {"accuracy_bound": 0.01, "silenced_share": 0.5, "dense_perplexity": 9.0, "perplexity": 9.01}
 
 DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (lambda f: (f / "profile.json").unlink(), "is no profile: it has no profile.json"),

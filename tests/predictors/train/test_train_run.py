@@ -53,8 +53,8 @@ def test_every_layer_gets_a_predictor_that_reaches_its_target(trained: Path, tin
         assert layer.parameters == (layer.rank or 0) * (96 + 200) + 200
         assert 0 < (layer.skewness or 0) <= 1
     facts = json.loads((trained / "predictors.json").read_text())
-    assert facts["gate"]["bound"] is None
-    assert facts["gate"]["tokens"] == 126
+    assert facts["accuracy"]["bound"] is None
+    assert facts["accuracy"]["tokens"] == 126
     assert not list((trained / "work").rglob("*.data"))
 
 
