@@ -18,7 +18,6 @@ TRAINED = ("learned", "sign")
 # Element types of the key/value cache, and what the code generator calls them.
 KV_DTYPES = {"f16": "float16", "f32": "float32"} | {name: name for name in CACHE_FORMATS}
 DEFAULT_CONTEXT = 4096
-MOST_SEQUENCES = 256
 # Tokens of a prompt that are read together: weights are unpacked once for all of them. More would gain a few percent,
 # but whoever stops a prompt, or waits for another answer, would wait longer.
 CHUNK = 128

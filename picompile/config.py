@@ -15,7 +15,6 @@ from picompile.choices import (
     FORMATS_HELP,
     KV_DTYPE,
     LEAST_CALIBRATION_TOKENS,
-    MOST_SEQUENCES,
     PREDICTOR_QUANT,
     TRAINED,
     check_quant,
@@ -42,6 +41,7 @@ from picompile.predictors.config import PredictorOptions
 from picompile.quantities import parse_checked_bound, parse_share
 from picompile.skipping.options import SITES, SkippingOptions, check_sites
 from picompile_codegen.registry import BACK_ENDS
+from picompile_runtime.artifact import MOST_SEQUENCES
 
 if TYPE_CHECKING:
     from picompile.frontend.captured import ModelFacts

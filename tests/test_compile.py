@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 import picompile_runtime
 from picompile.artifact.files import check_disk
-from picompile.choices import MOST_SEQUENCES
 from picompile.compile import compile_model
 from picompile.compile.lower import warn_if_large
 from picompile.compile.passes import pipeline_passes
@@ -20,7 +19,6 @@ from picompile.frontend.module import capture_module
 from picompile.progress import NoProgress
 from picompile.quantities import parse_accuracy_bound, parse_checked_bound, parse_share
 from picompile_codegen.lowering import program as codegen_program
-from picompile_runtime.artifact import program
 
 
 def _files(folder: Path) -> dict[str, bytes]:
@@ -97,8 +95,6 @@ def test_options_that_do_not_fit_the_model_leave_nothing(tiny_model: Path, tmp_p
     with pytest.raises(DoesNotFitError, match="GiB free"):
         check_disk(output, 1 << 60)
     assert list(tmp_path.iterdir()) == []
-    # The runtime takes as many sequences.
-    assert MOST_SEQUENCES == program.MOST_SEQUENCES
 
 
 @pytest.mark.parametrize(("total_bytes", "said"), [(2**20, False), (2**20 - 1, True)])

@@ -57,7 +57,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def test_a_plan_counts_the_state_as_it_does_a_kv_cache(installed: None) -> None:
-    model = graph_bytes("leak", leak.leaking(2), Packing("f16", "none", CONTEXT, batch=SLOTS))
+    model = graph_bytes("leak", leak.leaking(2), Packing("f16", "none", CONTEXT, sequences=SLOTS))
     (state,) = {layer.kv_cache_bytes for layer in model.layers}
     # A float32 for each column and sequence.
     assert state == 4 * leak.HIDDEN * SLOTS

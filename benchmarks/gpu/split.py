@@ -126,7 +126,7 @@ def split_by_plan(shape: ModelShape, sizes: Sizes, options: Options, planned: Pl
         return split_by_budget(sizes, budget, kind)
     model = ModelOptions(
         source=None, shape=shape.name, firing=planned.firing, profile=None, predictors=None, work=None,
-        quant=options.quant, predictor="learned", context=options.context, batch=1, kv_dtype="f16", on_gpu=True,
+        quant=options.quant, predictor="learned", context=options.context, sequences=1, kv_dtype="f16", on_gpu=True,
     )  # fmt: skip
     found = find_model(model, NoProgress())
     plan = make_plan(found.model, found.firing, PlanOptions(planned.target, machine))

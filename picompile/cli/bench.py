@@ -12,6 +12,7 @@ from picompile.cli.checks import format_bytes, require_text_file, require_trace_
 from picompile.cli.options import ArtifactArgument, DebugOption, DraftOption, JsonOption, ReplanOption, ThreadsOption
 from picompile.cli.progress import progress
 from picompile.errors import UsageError
+from picompile_runtime.artifact import MOST_SEQUENCES
 
 _TITLES = {"host": "a token, host", "accelerator": "accelerator"}
 _PROMPT_TOKENS = 512
@@ -43,13 +44,13 @@ def bench_command(
             "prompt, and the prompt before decoding.",
         ),
     ] = None,
-    batch: Annotated[
+    sequences: Annotated[
         int,
         typer.Option(
-            "--batch",
+            "--sequences",
             metavar="N",
             min=1,
-            max=256,
+            max=MOST_SEQUENCES,
             help="Sequences that are decoded together; compile the artifact with at least as many --sequences.",
         ),
     ] = 1,
@@ -111,7 +112,7 @@ def bench_command(
                 ids,
                 lambda done, total: advance(1),
                 depth=depth,
-                sequences=batch,
+                sequences=sequences,
                 trace=None if trace is None else partial(write_trace, trace),
                 draft=draft,
             )
@@ -142,7 +143,7 @@ def fit_lengths(
 def _show(result: Mapping[str, Any]) -> None:
     prefill, decode = result["prefill"], result["decode"]
     bandwidth, best = (format_bytes(result[f"bandwidth_{which}bytes_per_s"]) for which in ("", "best_"))
-    several = "" if decode["batch"] == 1 else f", {decode['batch']} sequences together"
+    several = "" if decode["sequences"] == 1 else f", {decode['sequences']} sequences together"
     print(f"prompt     {prefill['tokens_per_s']:9.1f} tokens/s ± {prefill['stdev']:.1f}")
     print(
         f"decode     {decode['tokens_per_s']:9.1f} tokens/s ± {decode['stdev']:.1f}, behind {decode['depth']}{several}"

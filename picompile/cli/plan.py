@@ -59,7 +59,7 @@ def check_model_options(options: ModelOptions) -> None:
         options.quant,
         predictor,
         context,
-        options.batch,
+        options.sequences,
         options.kv_dtype,
         predictor_quant=options.predictor_quant or "auto",
     )

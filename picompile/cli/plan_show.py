@@ -55,9 +55,9 @@ def show_plan(plan: "Plan", target: str, host_source: str, prompt: "PromptEstima
 
 
 def _header(plan: "Plan", target: str, host_source: str) -> Iterator[str]:
-    batch = "" if plan.batch == 1 else f", {plan.batch} sequences"
+    several = "" if plan.sequences == 1 else f", {plan.sequences} sequences"
     bandwidth = f"{plan.machine.host_bytes_per_s / 1e9:.3g} GB/s"
-    yield f"model   {plan.model}, {_parameters(plan.parameters)}, {plan.quant}, context {plan.context}{batch}"
+    yield f"model   {plan.model}, {_parameters(plan.parameters)}, {plan.quant}, context {plan.context}{several}"
     yield f"firing  {plan.firing}; predictor {plan.predictor}"
     yield f"target  {plan.target}: {target}"
     yield f"host    {size(plan.host_budget_bytes)} at {bandwidth} ({host_source})"

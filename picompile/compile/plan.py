@@ -48,7 +48,7 @@ def check_given_plan(config: CompileConfig, facts: ModelFacts, progress: Progres
         ("a context of", plan.context, config.context),
         ("predictor", plan.predictor, config.predictor),
         ("predictors in", plan.predictor_quant, config.predictor_quant),
-        ("a number of sequences of", plan.batch, config.sequences),
+        ("a number of sequences of", plan.sequences, config.sequences),
         ("chunks of", plan.chunk, config.chunk if config.on_gpu else plan.chunk),
     ):
         if planned != compiled:

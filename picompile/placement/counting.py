@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch.fx import GraphModule, Node
 
-from picompile.choices import KV_DTYPES, MOST_LAYERS, MOST_SEQUENCES, default_kv_dtype
+from picompile.choices import KV_DTYPES, MOST_LAYERS, default_kv_dtype
 from picompile.errors import UnsupportedModelError, UsageError
 from picompile.placement.firing import Firing, estimate_rank
 from picompile.placement.model_bytes import LayerBytes, LayerLaunches, ModelBytes, Packing, predicting_early
@@ -36,6 +36,7 @@ from picompile_passes.passes.partition import Partition
 from picompile_passes.passes.quantize import Quantize
 from picompile_passes.pipeline import Pipeline
 from picompile_passes.predictors import predictor_kind
+from picompile_runtime.artifact import MOST_SEQUENCES
 
 _ELEMENT_BYTES = 4
 # Parameters of kernels: rows and elements of each neuron; and tables of angles and thresholds, which layers share.
@@ -59,8 +60,8 @@ def count_bytes(
     """Return the bytes and launches of the captured model `graph_module`.
 
     `predictors`, if given, replace `packing.predictor`. Learned predictors that are not given have the rank that
-    `estimate_rank` returns for `firing`. At batch 1 the sum of all bytes is that of the artifact's tensors, the KV
-    cache and the arena. Each further sequence adds its cache, and a token's activations and logits.
+    `estimate_rank` returns for `firing`. For one sequence, the sum of all bytes is that of the artifact's tensors, the
+    KV cache and the arena. Each further sequence adds its cache, and a token's activations and logits.
 
     Raises:
         UnsupportedModelError: the model has no feed-forward block.
@@ -145,7 +146,7 @@ def graph_bytes(
     options = LowerOptions(packing.context, packing.chunk, KV_DTYPES[packing.kv_dtype or _kv_dtype(canonical)])
     try:
         on_host = lower(quantized, options)
-        launches, head_launches = _launches(quantized, options, min(packing.batch, MOST_SEQUENCES))
+        launches, head_launches = _launches(quantized, options, min(packing.sequences, MOST_SEQUENCES))
     except CodegenError as error:
         raise UsageError(
             f"{name}: no kernels can be made for a context of {packing.context} tokens: {error}"
@@ -156,15 +157,15 @@ def graph_bytes(
         quant=packing.quant,
         predictor="+".join(sorted({part.predictor for part in parts})),
         context=packing.context,
-        batch=packing.batch,
+        sequences=packing.sequences,
         hidden=next(iter(blocks.values())).hidden,
         parameters=parameters,
-        layers=tuple(tensors.layer(part, packing.batch, launches[part.layer]) for part in parts),
+        layers=tuple(tensors.layer(part, packing.sequences, launches[part.layer]) for part in parts),
         embedding_bytes=tensors.bytes_of("embedding"),
         head_bytes=tensors.bytes_of("head"),
         tied=tensors.tied,
         table_bytes=tensors.bytes_of("table"),
-        workspace_bytes=_workspace_bytes(on_host.program, packing.batch),
+        workspace_bytes=_workspace_bytes(on_host.program, packing.sequences),
         head_launches=head_launches,
         chunk=packing.chunk,
         predictor_quant=packing.predictor_quant,
@@ -207,7 +208,7 @@ class _Tensors:
     def bytes_of(self, owner: str) -> int:
         return sum(tensor.size for tensor in self._all if tensor.owner == owner)
 
-    def layer(self, part: FfnPart, batch: int, launches: LayerLaunches) -> LayerBytes:
+    def layer(self, part: FfnPart, sequences: int, launches: LayerLaunches) -> LayerBytes:
         """Return the bytes of the layer whose block is `part`."""
         mine = [tensor for tensor in self._all if tensor.owner == part.layer]
         rows = {each.parameter: each.size // part.neurons for each in mine if each.parameter in _MATRICES}
@@ -232,7 +233,7 @@ class _Tensors:
             # A gate with limits decides as `exact` does, whatever the predictor is called.
             gating_bytes=gating_bytes.get("exact" if "decide_w" in rows else part.predictor, 0),
             shared_bytes=sum(each.size for each in of_block) - part.neurons * neuron_bytes,
-            kv_cache_bytes=batch * sum(each.size for each in caches),
+            kv_cache_bytes=sequences * sum(each.size for each in caches),
             launches=launches,
             number_bytes=0 if predictor_kind(part.predictor).row_local else _ELEMENT_BYTES,
         )
@@ -318,7 +319,7 @@ def _receives_alone(block: Node) -> tuple[int, int]:
     return 1, int(not all(is_call(user, RMS_NORM, LAYER_NORM) for user in block.users))
 
 
-def _workspace_bytes(program: LoweredProgram, batch: int) -> int:
+def _workspace_bytes(program: LoweredProgram, sequences: int) -> int:
     """Return the bytes of the arena, and for each further sequence those of a token's activations and logits."""
     spans = [
         (buffer.offset or 0, (buffer.offset or 0) + tensor_bytes(buffer.dtype, buffer.shape))
@@ -326,7 +327,7 @@ def _workspace_bytes(program: LoweredProgram, batch: int) -> int:
         if name.startswith("decode.")
     ]
     of_token = align(max(end for _, end in spans)) - min(start for start, _ in spans)
-    return program.arena_bytes + (batch - 1) * (of_token + align(4 * program.vocab))
+    return program.arena_bytes + (sequences - 1) * (of_token + align(4 * program.vocab))
 
 
 def _parameters(canonical: GraphModule, more: int) -> int:

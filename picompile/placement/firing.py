@@ -113,34 +113,34 @@ CURVES: Mapping[str, _Curve] = {
 }
 
 
-def firing_of_profile(profile: "Profile", batch: int = 1, computed: Mapping[int, float] | None = None) -> Firing:
+def firing_of_profile(profile: "Profile", sequences: int = 1, computed: Mapping[int, float] | None = None) -> Firing:
     """Return the firing of a profile's layers, in the profile's order of layers.
 
     `computed` has by layer how many neurons its predictor computes for each one that fires, 1 for layers that it lacks.
-    With `batch` tokens at a time a neuron is computed if any of them needs it.
+    With `sequences` tokens at a time a neuron is computed if any of them needs it.
     """
     layers = []
     for layer in profile.layers:
         counts = profile.counts(layer.layer).numpy()
         order = np.argsort(-counts, kind="stable")
         shares = counts[order] / profile.tokens
-        layers.append(LayerFiring(_computed(shares, batch, (computed or {}).get(layer.layer, 1.0)), order))
+        layers.append(LayerFiring(_computed(shares, sequences, (computed or {}).get(layer.layer, 1.0)), order))
     return Firing(tuple(layers), f"the profile {profile.folder}")
 
 
-def firing_of_curve(text: str, layers: int, neurons: int, batch: int = 1, computed: float = 1.0) -> Firing:
+def firing_of_curve(text: str, layers: int, neurons: int, sequences: int = 1, computed: float = 1.0) -> Firing:
     """Return the firing that the curve `text` gives to `layers` layers of `neurons` neurons. Raise `UsageError`.
 
     `text` is one of `CURVES`, or the share of the neurons that fires (`10%`, `0.1`), or that share and the share of the
-    neurons that makes 80 % of the firings (`10%:30%`). `batch` is as in `firing_of_profile`, and so is `computed`, here
-    one number for all layers.
+    neurons that makes 80 % of the firings (`10%:30%`). `sequences` is as in `firing_of_profile`, and so is `computed`,
+    here one number for all layers.
     """
     curve = _parse(text)
     skew = None if curve.hot is None else _skew(text, curve.active, curve.hot)
     shares = _rates(curve.active, neurons, skew)[::-1]
     weights = curve.growth ** (np.arange(layers) / max(1, layers - 1))
     return Firing(
-        tuple(LayerFiring(_computed(of_layer, batch, computed)) for of_layer in _weighted(shares, weights)),
+        tuple(LayerFiring(_computed(of_layer, sequences, computed)) for of_layer in _weighted(shares, weights)),
         f"the curve {text.strip()}",
     )
 
@@ -155,9 +155,9 @@ def computed_ratios(predictors: "Predictors") -> dict[int, float]:
     }
 
 
-def _computed(shares: NDArray[np.float64], batch: int, ratio: float) -> NDArray[np.float64]:
+def _computed(shares: NDArray[np.float64], sequences: int, ratio: float) -> NDArray[np.float64]:
     of_token = np.minimum(shares * ratio, 1.0)
-    return of_token if batch == 1 else 1 - (1 - of_token) ** batch
+    return of_token if sequences == 1 else 1 - (1 - of_token) ** sequences
 
 
 def _parse(text: str) -> _Curve:

@@ -22,14 +22,14 @@ class Packing:
     """How a model is packed and run. Raises `UsageError` for values that no model can be packed with.
 
     `quant`, `predictor`, `context`, `kv_dtype` and `chunk` are as in `CompileOptions`, with `auto` for a predictor of
-    None. `batch` sequences are decoded together, each with a cache of its own. `tensors` has the formats of single
+    None. So many `sequences` are decoded together, each with a cache of its own. `tensors` has the formats of single
     matrices, by the names of their parameters, and `predictor_quant` the format of predictors' own.
     """
 
     quant: str = "q4"
     predictor: str = "auto"
     context: int = DEFAULT_CONTEXT
-    batch: int = 1
+    sequences: int = 1
     kv_dtype: str | None = None
     chunk: int = CHUNK
     tensors: Mapping[str, str] = field(default_factory=dict, hash=False)
@@ -44,7 +44,11 @@ class Packing:
         ):
             if value not in known:
                 raise UsageError(f"unknown {name} {value!r}; known are {', '.join(known)}")
-        for count, name, least in ((self.context, "context", 1), (self.batch, "batch", 1), (self.chunk, "chunk", 2)):
+        for count, name, least in (
+            (self.context, "context", 1),
+            (self.sequences, "sequences", 1),
+            (self.chunk, "chunk", 2),
+        ):
             if count < least:
                 raise UsageError(f"the {name} must be at least {least}, not {count}")
 
@@ -118,7 +122,7 @@ class LayerBytes:
 
 @dataclass(frozen=True)
 class ModelBytes:
-    """The bytes and launches of a whole model at one weight format, context and batch.
+    """The bytes and launches of a whole model at one weight format, context and number of sequences.
 
     A token reads one row of the `embedding_bytes` and all of the `head_bytes`. If they are one matrix (`tied`), it
     counts as the head's, and `embedding_bytes` has only tables of positions. `table_bytes` are small tables that both
@@ -132,7 +136,7 @@ class ModelBytes:
     quant: str
     predictor: str
     context: int
-    batch: int
+    sequences: int
     hidden: int
     parameters: int
     layers: tuple[LayerBytes, ...]
@@ -160,7 +164,7 @@ class ModelBytes:
     @property
     def lent_bytes(self) -> int:
         """The most that a copy of a layer's cache takes that the host lends to the accelerator: one sequence's."""
-        return max(layer.kv_cache_bytes for layer in self.layers) // self.batch
+        return max(layer.kv_cache_bytes for layer in self.layers) // self.sequences
 
 
 def predicting_early(model: ModelBytes, layers: Collection[int]) -> ModelBytes:

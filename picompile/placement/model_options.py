@@ -43,7 +43,7 @@ class ModelOptions:
     )
     context: int | None = CONTEXT.field(None)
     chunk: int | None = CHUNK_OPTION.field(None)
-    batch: int = option(1, "Sequences that are decoded at the same time.", metavar="N", least=1, most=65_536)
+    sequences: int = option(1, "Sequences that are decoded at the same time.", metavar="N", least=1, most=65_536)
     kv_dtype: str | None = KV_DTYPE.field(None)
     on_gpu: bool = False
 

@@ -67,10 +67,10 @@ class Plan:
 
     The budgets are the memory that may be taken of GPU and host; the share `margin` of each is left free, and `machine`
     has what remains. `tokens` is the number of tokens in the cache for which the speed is predicted. `token_s` is the
-    time of one step, which gives `batch` tokens. `gap` is how much less any placement could cost by the same objective,
-    as a share. `baselines` has the tokens/s of dense inference on the same machine, by name: `layers-first` and `host`,
-    each if it fits. `fingerprint` is the checkpoint's, None for a shape. `chunk` tokens of a prompt are read together.
-    Predictors' own matrices are in `predictor_quant`: a format, or `auto`.
+    time of one step, which gives `sequences` tokens. `gap` is how much less any placement could cost by the same
+    objective, as a share. `baselines` has the tokens/s of dense inference on the same machine, by name: `layers-first`
+    and `host`, each if it fits. `fingerprint` is the checkpoint's, None for a shape. `chunk` tokens of a
+    prompt are read together. Predictors' own matrices are in `predictor_quant`: a format, or `auto`.
     """
 
     model: str
@@ -79,7 +79,7 @@ class Plan:
     quant: str
     predictor: str
     context: int
-    batch: int
+    sequences: int
     tokens: int
     target: str
     machine: Machine
@@ -102,7 +102,7 @@ class Plan:
     @property
     def tokens_per_s(self) -> float:
         """The predicted tokens/s of all sequences together."""
-        return self.batch / self.token_s
+        return self.sequences / self.token_s
 
     def budget_bytes(self, device: str) -> int:
         """Return the bytes that may be taken of a device, its margin included."""

@@ -65,7 +65,7 @@ def plan_of(content: Fields) -> Plan:
         quant=content.text("quant"),
         predictor=content.text("predictor"),
         context=context,
-        batch=content.integer("batch", 1),
+        sequences=content.integer("sequences", 1),
         tokens=content.integer("tokens", 0, context),
         target=content.text("target"),
         machine=_machine(content.object("machine")),
@@ -153,4 +153,4 @@ def _fingerprint(content: Fields) -> str | None:
 def _check_speed(content: Fields, plan: Plan) -> None:
     """Raise `ArtifactError` if the speed, which the file has for other programs, is not that of its other fields."""
     if abs(number(content, "tokens_per_s", 0) - plan.tokens_per_s) > 1e-6 * plan.tokens_per_s:
-        raise content.wrong("tokens_per_s", f"batch over token_s, which is {plan.tokens_per_s:.6g}")
+        raise content.wrong("tokens_per_s", f"sequences over token_s, which is {plan.tokens_per_s:.6g}")

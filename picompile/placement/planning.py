@@ -101,7 +101,7 @@ def plan_of_places(
         quant=model.quant,
         predictor=model.predictor,
         context=model.context,
-        batch=model.batch,
+        sequences=model.sequences,
         tokens=task.tokens,
         target=options.target,
         machine=task.machine,
@@ -192,7 +192,7 @@ def _baselines(task: PlacementTask) -> dict[str, float]:
     for name, policy in (("layers-first", policies.layers_first), ("host", policies.host_only)):
         totals = evaluate(problem, policy(dense, problem))
         if totals.fits(problem) and (name == "host" or task.machine.gpu_bytes > 0):
-            found[name] = task.model.batch / totals.cost
+            found[name] = task.model.sequences / totals.cost
     return found
 
 

@@ -167,7 +167,7 @@ class PlacementTask:
         """Return the cost model of a layer."""
         layer = self.model.layers[number]
         read = layer.kv_cache_bytes * min(self.tokens, self.model.context) / self.model.context
-        crossing = self.model.batch * (_FLOAT32_BYTES * self.model.hidden + layer.neurons / 8)
+        crossing = self.model.sequences * (_FLOAT32_BYTES * self.model.hidden + layer.neurons / 8)
         return LayerTimes(layer, self.firing.layers[number], self.machine, read, crossing)
 
 
@@ -245,7 +245,7 @@ def latency_problem(task: PlacementTask) -> PlacementProblem:
         stages=(*stages, _head_stage(task, gpu_capacity > 0)),
         gpu_capacity_bytes=gpu_capacity,
         host_capacity_bytes=host_capacity,
-        switch_cost=task.machine.crossing_s(_FLOAT32_BYTES * task.model.hidden * task.model.batch),
+        switch_cost=task.machine.crossing_s(_FLOAT32_BYTES * task.model.hidden * task.model.sequences),
         from_host=True,
     )
 

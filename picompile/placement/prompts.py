@@ -100,7 +100,7 @@ def gain_with_answer(plan: Plan, prompt: PromptEstimate) -> float | None:
     inference does not fit."""
     if not plan.baselines:
         return None
-    dense_s = prompt.dense_s + ANSWER_TOKENS * plan.batch / max(plan.baselines.values())
+    dense_s = prompt.dense_s + ANSWER_TOKENS * plan.sequences / max(plan.baselines.values())
     return dense_s / (prompt.total_s + ANSWER_TOKENS * plan.token_s)
 
 
@@ -117,7 +117,7 @@ def _cache_bytes(model: ModelBytes, plan: Plan, tokens: int, chunk: int) -> int:
     For each chunk those of all positions before it come, and the keys and values of its own go back.
     """
     of_position = sum(
-        layer.kv_cache_bytes / model.batch / model.context
+        layer.kv_cache_bytes / model.sequences / model.context
         for placed, layer in zip(plan.layers, model.layers, strict=True)
         if placed.kv_cache == "host"
     )

@@ -48,17 +48,17 @@ class FiringSource:
     curve: str | None = None
     source: str | None = None
 
-    def firing(self, shape: tuple[int, int], batch: int = 1, ratios: Mapping[int, float] | None = None) -> Firing:
+    def firing(self, shape: tuple[int, int], sequences: int = 1, ratios: Mapping[int, float] | None = None) -> Firing:
         """Return the firing of a model of `shape` (layers, neurons).
 
-        `ratios` has by layer how many neurons are computed for one that fires, 1 without it; `batch` as in
+        `ratios` has by layer how many neurons are computed for one that fires, 1 without it; `sequences` as in
         `firing_of_profile`.
         """
         if self.profile is not None:
-            firing = firing_of_profile(self.profile, batch, ratios)
+            firing = firing_of_profile(self.profile, sequences, ratios)
             return firing if self.source is None else replace(firing, source=self.source)
         ratio = sum(ratios.values()) / len(ratios) if ratios else 1.0
-        return firing_of_curve(str(self.curve), *shape, batch=batch, computed=ratio)
+        return firing_of_curve(str(self.curve), *shape, sequences=sequences, computed=ratio)
 
 
 def given_profile(profile: Path | None, work: Path | None, fingerprint: str) -> Profile | None:
@@ -129,7 +129,7 @@ def model_firing(model: ModelBytes, source: FiringSource, predictors: Predictors
         ratios = computed_ratios(predictors)
     else:
         ratios = dict.fromkeys(range(len(model.layers)), COMPUTED_RATIOS.get(model.predictor, 1.0))
-    firing = source.firing((len(model.layers), model.layers[0].neurons), model.batch, ratios)
+    firing = source.firing((len(model.layers), model.layers[0].neurons), model.sequences, ratios)
     found = [len(layer.shares) for layer in firing.layers]
     if found != [layer.neurons for layer in model.layers]:
         raise UsageError(f"{firing.source} has other layers or neurons than the model; profile the model again")
@@ -214,7 +214,7 @@ def _packing(options: ModelOptions, limit: object, activation: str) -> Packing:
         options.quant,
         predictor,
         context,
-        options.batch,
+        options.sequences,
         options.kv_dtype,
         chunk,
         predictor_quant=options.predictor_quant or "auto",

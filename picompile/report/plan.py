@@ -183,7 +183,7 @@ def _model_facts(plan: Plan) -> list[tuple[str, str]]:
         ("parameters", f"{plan.parameters:,}"),
         ("weights", plan.quant),
         ("predictor", plan.predictor),
-        ("context", f"{plan.context:,} tokens, {numbers.counted(plan.batch, 'sequence')} at a time"),
+        ("context", f"{plan.context:,} tokens, {numbers.counted(plan.sequences, 'sequence')} at a time"),
     ]
 
 

@@ -54,9 +54,9 @@ def test_a_split_model_for_several_sequences_gives_the_same_text(
     assert facts["sequences"] == 3 and "3 sequences of 64 tokens" in cli("inspect", output).out
     assert facts["memory_bytes"]["kv_cache"] == 3 * 2 * 2 * 2 * 64 * 24 * 2
     lengths = ["-p", "3", "-n", "4", "-d", "20", "-r", "1", "-t", "1"]
-    decode = json.loads(cli("bench", output, *lengths, "--batch", "2", "--json").out)["decode"]
-    assert (decode["batch"], decode["depth"]) == (2, 20)
-    assert_refused(cli("bench", output, *lengths, "--batch", "4"), 2, "compiled for 3 (--sequences)")
+    decode = json.loads(cli("bench", output, *lengths, "--sequences", "2", "--json").out)["decode"]
+    assert (decode["sequences"], decode["depth"]) == (2, 20)
+    assert_refused(cli("bench", output, *lengths, "--sequences", "4"), 2, "compiled for 3 (--sequences)")
 
 
 def test_run_prints_the_text(cli: Cli, tiny_artifact: Path) -> None:
@@ -126,7 +126,7 @@ def test_bench(cli: Cli, tiny_artifact: Path, tmp_path: Path) -> None:
     result = json.loads(ended.out)
     assert {"prefill", "decode", "threads", "bandwidth_bytes_per_s"} <= set(result)
     decode = result["decode"]
-    assert (decode["depth"], decode["batch"], result["threads"]) == (16, 1, 1)
+    assert (decode["depth"], decode["sequences"], result["threads"]) == (16, 1, 1)
     assert 0 < decode["firing_share"] <= decode["computed_share"] < 1
     assert decode["tokens_per_s"] > 0 and result["prefill"]["tokens_per_s"] > 0
     (tmp_path / "text").write_text("some words, " * 3)

@@ -79,12 +79,12 @@ def test_the_time_of_a_prompt(cli: Cli) -> None:
 
 def test_json_is_the_plan(cli: Cli, tmp_path: Path) -> None:
     output = tmp_path / "new" / "plan.json"
-    words = ("--json", "-o", output, "--context", "37", "--at", "7", "--batch", "3")
+    words = ("--json", "-o", output, "--context", "37", "--at", "7", "--sequences", "3")
     ended = cli("plan", *CURVE, *words, "--quant", "f16")
     assert (ended.code, ended.err) == (0, "")
     plan = json.loads(ended.out)
     assert plan == json.loads(output.read_text())
-    assert (plan["context"], plan["tokens"], plan["batch"], plan["quant"]) == (37, 7, 3, "f16")
+    assert (plan["context"], plan["tokens"], plan["sequences"], plan["quant"]) == (37, 7, 3, "f16")
     assert (plan["fingerprint"], plan["firing"]) == (None, "the curve 10%")
     assert plan["gpu_budget_bytes"] == int(24 * 2**30 * 0.96)
     assert plan["host_budget_bytes"] == 64 * 2**30
@@ -258,7 +258,7 @@ def test_bad_input(cli: Cli, tiny_model: Path, tiny_profile: Path, tmp_path: Pat
         ((*CURVE, "--host-memory", "50%"), "--host-memory"),
         ((*CURVE, "--host-bandwidth", "0"), "--host-bandwidth"),
         ((*CURVE, "--margin", "100%"), "--margin must be at least 0 and below 1"),
-        ((*CURVE, "--batch", "0"), "--batch"),
+        ((*CURVE, "--sequences", "0"), "--sequences"),
         ((*CURVE, "--context", "4097"), "more than the model's 4096 positions"),
         ((*CURVE, "-o", tmp_path), "is a folder"),
         ((*CURVE, "-o", taken), "exists and is no plan"),

@@ -25,7 +25,7 @@ def random_task(seed: int, most_layers: int = 6, most_neurons: int = 700) -> Pla
         quant="q4",
         predictor="learned",
         context=context,
-        batch=int(rng.choice([1, 1, 1, 4])),
+        sequences=int(rng.choice([1, 1, 1, 4])),
         hidden=int(rng.integers(8, 4096)),
         parameters=int(rng.integers(1, 10**9)),
         layers=layers,

@@ -68,11 +68,11 @@ def test_profile_with_predictors_and_batch() -> None:
     text=st.sampled_from((*CURVES, "10%", "0.3", "7%:35%", "100%", "60%")),
     layers=st.integers(1, 9),
     neurons=st.integers(1, 300),
-    batch=st.integers(1, 5),
+    sequences=st.integers(1, 5),
     computed=st.floats(1, 8),
 )
-def test_shares_of_a_curve_descend(text: str, layers: int, neurons: int, batch: int, computed: float) -> None:
-    firing = firing_of_curve(text, layers, neurons, batch, computed)
+def test_shares_of_a_curve_descend(text: str, layers: int, neurons: int, sequences: int, computed: float) -> None:
+    firing = firing_of_curve(text, layers, neurons, sequences, computed)
     shares = stacked(firing)
     assert shares.shape == (layers, neurons)
     assert shares.dtype == np.float64

@@ -120,7 +120,7 @@ def latency_costs(task: PlacementTask, number: int, where: PartPlaces) -> NDArra
         if layer.predictor_bytes and not where.predictor_on_accelerator:
             exchanges = 1.0 + np.where(sets.any(axis=1) & ~sets.all(axis=1), fires, 0.0)
         exchanges = exchanges + (not where.kv_cache_on_accelerator)
-    crossing_s = machine.crossing_s(2 * task.model.batch * (4 * task.model.hidden + layer.neurons / 8))
+    crossing_s = machine.crossing_s(2 * task.model.sequences * (4 * task.model.hidden + layer.neurons / 8))
     beside_s = max(0.0, crossing_s - 2 * machine.launch_s)
     none, some, every = transfer_launches(layer, where)
     launches = np.where(sets.all(axis=1), every, np.where(sets.any(axis=1), some, none))

@@ -44,12 +44,12 @@ class Model(NamedTuple):
     predictor: str
     quant: str = "q4"
     context: int = 40
-    batch: int = 1
+    sequences: int = 1
     kv_dtype: str = "f16"
 
     @property
     def packing(self) -> Packing:
-        return Packing(self.quant, self.predictor, self.context, self.batch, self.kv_dtype, CHUNK)
+        return Packing(self.quant, self.predictor, self.context, self.sequences, self.kv_dtype, CHUNK)
 
 
 MODELS = (
@@ -64,12 +64,12 @@ MODELS = (
     Model("falcon-7b", "learned"),
     Model("falcon-40b", "exact", "f16", context=384),
     Model("falcon-serial", "learned", "q8"),
-    Model("bitnet", "learned", "q8", batch=3),
+    Model("bitnet", "learned", "q8", sequences=3),
     Model("nemotron", "sign"),
     Model("nanochat", "exact"),
-    Model("llama-relu", "learned", batch=3),
+    Model("llama-relu", "learned", sequences=3),
     # Two launches of a plain block of several tokens, where there are three of one.
-    Model("opt-galactica", "none", batch=3),
+    Model("opt-galactica", "none", sequences=3),
 )
 # Norms of heads run where projections do. With the cache on the other side they cross over and back, which the
 # planner does not count.
@@ -120,12 +120,12 @@ def found(model: Model, layers: Sequence[Layer], head: bool, reads: str = "block
         head,
     )
     kv_dtype = KV_DTYPES[model.kv_dtype]
-    options = LowerOptions(model.context, CHUNK, kv_dtype, model.batch, "cuda", placement)
+    options = LowerOptions(model.context, CHUNK, kv_dtype, model.sequences, "cuda", placement)
     lowered = lower(graph_module.graph_module, options)
     launches = {kernel.name: len(kernel.grids) for kernel in lowered.accelerator_built.values()}
-    calls = lowered.program.functions["decode" if model.batch == 1 else "batch"]
+    calls = lowered.program.functions["decode" if model.sequences == 1 else "batch"]
     # The first transfer pays for it.
-    assert sum(call.op == "inputs" for call in calls) <= 1 or model.batch > 1
+    assert sum(call.op == "inputs" for call in calls) <= 1 or model.sequences > 1
     launched = Counter[str]()
     for call in calls:
         if call.device == "accelerator":

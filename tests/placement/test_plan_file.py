@@ -91,7 +91,7 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (lambda p: change_hot(p, lambda hot, neurons: [hot[0], *hot[:-1]]), "in order, each once"),
     (lambda p: change(p, "machine", "gpu_bytes", value=-1), "gpu_bytes must be an integer"),
     (lambda p: change(p, "baselines", "host", value="fast"), "baselines: host must be a number"),
-    (lambda p: change(p, "tokens_per_s", value=1e-3), "tokens_per_s must be batch over token_s"),
+    (lambda p: change(p, "tokens_per_s", value=1e-3), "tokens_per_s must be sequences over token_s"),
 ]
 
 

@@ -64,7 +64,7 @@ def lowered(config: Mapping[str, Any], packing: Packing, insert: Pass, hot: Mapp
     passes = (*CANONICALIZE, insert, *([Partition(hot)] if hot is not None else []), Quantize(packing.quant))
     graph_module = Pipeline(passes)(captured(config)).graph_module
     kv_dtype = KV_DTYPES[packing.kv_dtype or "f16"]
-    return lower(graph_module, LowerOptions(packing.context, packing.chunk, kv_dtype, packing.batch))
+    return lower(graph_module, LowerOptions(packing.context, packing.chunk, kv_dtype, packing.sequences))
 
 
 def learned(rank: int, layers: int) -> Predictors:
@@ -157,13 +157,13 @@ def test_bytes_of_predictors() -> None:
     assert none.gating_bytes == none.neuron_bytes == 3 * 192
 
 
-@pytest.mark.parametrize("batch", [2, 80])
-def test_an_artifact_for_several_sequences_takes_no_more_than_is_counted(batch: int) -> None:
+@pytest.mark.parametrize("sequences", [2, 80])
+def test_an_artifact_for_several_sequences_takes_no_more_than_is_counted(sequences: int) -> None:
     """Exactly the caches; of the workspace it is an estimate."""
-    config, packing = config_of("llama-relu", 2), Packing("q4", "exact", 100, batch)
+    config, packing = config_of("llama-relu", 2), Packing("q4", "exact", 100, sequences)
     counted = count_bytes("llama", captured(config), packing)
     program = lowered(config, packing, InsertPredictors("exact")).program
-    assert program.sequences == batch
+    assert program.sequences == sequences
     assert sum(layer.kv_cache_bytes for layer in counted.layers) == program.state_bytes
     assert program.arena_bytes <= counted.workspace_bytes < 3 * program.arena_bytes
 
@@ -271,7 +271,7 @@ def test_estimated_ranks() -> None:
         ({"kv_dtype": "f8"}, "f8"),
         ({"predictor_quant": "q5"}, "q5"),
         ({"context": 0}, "context"),
-        ({"batch": 0}, "batch"),
+        ({"sequences": 0}, "sequences"),
         ({"chunk": 1}, "chunk"),
         ({"context": 385}, "385 .* 384 positions"),
     ],
@@ -295,7 +295,7 @@ def drawn_packing(predictor: str) -> Packing:
         random.choice(QUANTIZATIONS),
         predictor,
         context=random.choice((1, 9, 40, 200, 384)),
-        batch=random.choice((1, 1, 3, 70)),
+        sequences=random.choice((1, 1, 3, 70)),
         kv_dtype=random.choice((None, "f16", "f32", "q8")),
         chunk=random.choice((2, 16, 64)),
         predictor_quant=random.choice(("auto", *QUANTIZATIONS)),

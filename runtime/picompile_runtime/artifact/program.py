@@ -13,7 +13,6 @@ FUNCTIONS = ("decode", "prefill", "prefill_last", "score")
 SCORE_MASKED = "score_masked"  # `score` with the neurons that predictors name; some programs have it
 BATCH = "batch"  # the function that reads a token each of several sequences; only programs for several have it
 ONE_TOKEN_EACH = ("decode", BATCH)  # functions that read one token of each sequence
-MOST_SEQUENCES = 256
 STATE_KINDS = ("positional", "recurrent")
 STATS_ROW_BYTES = 16  # int64 [computed, fired]
 DEVICES = ("host", "accelerator")  # where calls run

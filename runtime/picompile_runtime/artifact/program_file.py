@@ -10,13 +10,13 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from picompile_runtime.artifact import MOST_SEQUENCES
 from picompile_runtime.artifact.fields import Fields, parse_object
 from picompile_runtime.artifact.program import (
     BATCH,
     DEVICES,
     FUNCTIONS,
     MEMORIES,
-    MOST_SEQUENCES,
     SCHEMA,
     SCORE_MASKED,
     STATE_KINDS,

@@ -304,7 +304,7 @@ def _decode(measured: _Measurement) -> dict[str, Any]:
     return {
         **asdict(SpeedStatistics.of(measured.tokens, [each.decode_s for each in rounds])),
         "depth": lengths.decode_depth,
-        "batch": lengths.sequences,
+        "sequences": lengths.sequences,
         "bytes_per_token": round(token_bytes),
         "floor_tokens_per_s": None if measured.on_gpu else float(np.median(bandwidths)) / token_bytes,
         "bandwidth_share": None if measured.on_gpu else float(np.median(shares)),

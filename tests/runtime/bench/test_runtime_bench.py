@@ -53,7 +53,7 @@ def test_the_result_adds_up(folder: Path) -> None:
     assert progress == [(1, 4), (2, 4), (3, 4), (4, 4)]
     assert result["hybrid"] is None and result["draft"] is None
     decode, bandwidth = result["decode"], result["bandwidth_bytes_per_s"]
-    assert (decode["depth"], decode["batch"], result["threads"]) == (20, 1, 1)
+    assert (decode["depth"], decode["sequences"], result["threads"]) == (20, 1, 1)
     assert (decode["computed_share"], decode["firing_share"]) == (0.75, 0.25)
     assert 0 < bandwidth <= result["bandwidth_best_bytes_per_s"]
     assert decode["floor_tokens_per_s"] == pytest.approx(bandwidth / decode["bytes_per_token"], rel=1e-3)
@@ -120,7 +120,7 @@ def test_all_sequences_decode_from_the_same_depth(make_artifact: Callable[..., P
     assert all(len(set(tokens)) > 1 for tokens, _ in batches)
     assert batches[:5] == batches[5:]
     decode = result["decode"]
-    assert (decode["batch"], decode["computed_share"]) == (3, 0.25)
+    assert (decode["sequences"], decode["computed_share"]) == (3, 0.25)
     # A third of the weights, and a cache of its own.
     assert decode["bytes_per_token"] == round((4 * 4 * 16 + 4 * 16 * 50 + 4 * 16 * 32 * 0.75) / 3 + 4 * 16 * (6 + 3))
 
