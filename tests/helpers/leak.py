@@ -96,7 +96,7 @@ def lower_leak(node: Node, function: Function) -> None:
         "y": function.result(node),
         **state_tensors(node, function),
     }
-    function.call(function.kernel(spec), bindings, op="leak", layer=node.meta["layer"])
+    function.call(spec, bindings, layer=node.meta["layer"])
 
 
 def install(folder: Path) -> None:

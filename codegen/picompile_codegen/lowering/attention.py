@@ -24,17 +24,15 @@ def lower_rotary(node: Node, function: Function) -> None:
     if all(is_call(user, ATTENTION) and _turned_inside(user, function) for user in node.users):
         return
     values = arguments(node)
-    kernel = function.kernel(
-        RotarySpec(
-            heads=values["heads"],
-            head_dim=dimension(node) // values["heads"],
-            rows=function.rows,
-            context=function.shared.options.context,
-            mode=function.mode,
-        )
+    spec = RotarySpec(
+        heads=values["heads"],
+        head_dim=dimension(node) // values["heads"],
+        rows=function.rows,
+        context=function.shared.options.context,
+        mode=function.mode,
     )
     bindings: Bindings = {"x": function.value(values["x"]), "y": function.result(node)}
-    function.call(kernel, bindings | _angles(node, function), op="rotary")
+    function.call(spec, bindings | _angles(node, function))
 
 
 def _angles(node: Node, function: Function) -> Bindings:
@@ -88,20 +86,18 @@ def _write(node: Node, x: Mapping[str, Arg], caches: Mapping[str, Arg], sequence
     """Append the calls that write keys and values `x` into `caches` for `sequences`."""
     values, options = arguments(node), function.shared.options
     for side in ("k", "v"):
-        kernel = function.kernel(
-            CacheWriteSpec(
-                kv_heads=values["kv_heads"],
-                head_dim=dimension(values[side]) // values["kv_heads"],
-                context=options.context,
-                rows=function.rows,
-                kv_dtype=options.kv_dtype,
-                mode=function.mode,
-                sequences=sequences,
-            )
+        spec = CacheWriteSpec(
+            kv_heads=values["kv_heads"],
+            head_dim=dimension(values[side]) // values["kv_heads"],
+            context=options.context,
+            rows=function.rows,
+            kv_dtype=options.kv_dtype,
+            mode=function.mode,
+            sequences=sequences,
         )
         bindings: Bindings = {"x": x[side], "cache": caches[side]}
         bindings |= {"cache_scales": caches[f"{side}_scales"]} if options.kv_dtype in CACHE_FORMATS else {}
-        function.call(kernel, bindings, op="cache", layer=values["layer"])
+        function.call(spec, bindings, layer=values["layer"])
 
 
 def _borrow_caches(node: Node, function: Function) -> dict[str, Arg]:
@@ -118,18 +114,17 @@ def _borrow_caches(node: Node, function: Function) -> dict[str, Arg]:
         dtype, shape = _cache_tensor(cache, function)
         _, heads, _, width = shape
         lent[key] = function.buffer(f"{key}.lent", dtype, (heads, options.context * width), "shared")
-        kernel = function.kernel(LendCacheSpec(heads, width, dtype, options.context, options.sequences))
+        lend = LendCacheSpec(heads, width, dtype, options.context, options.sequences)
         whole = replace(cache, shape=(options.sequences, heads, options.context * width))
-        function.call(kernel, {"cache": whole, "y": lent[key]}, op="cache", layer=layer)
+        function.call(lend, {"cache": whole, "y": lent[key]}, layer=layer)
     flag, borrowed = signal(function), dict[str, Arg]()
     function.device = "accelerator"
     for key, cache in caches.items():
         dtype, (_, heads, _, width) = _cache_tensor(cache, function)
         borrowed[key] = function.buffer(f"{key}.borrowed", dtype, (1, heads, options.context, width))
-        kernel = function.kernel(BorrowCacheSpec(heads, width, dtype, options.context))
         y = replace(borrowed[key], shape=(heads, options.context * width))
         bindings: Bindings = {"source": lent[key], "flag": flag, "abandoned": ABANDONED, "y": y}
-        function.call(kernel, bindings, op="receive", layer=layer)
+        function.call(BorrowCacheSpec(heads, width, dtype, options.context), bindings, layer=layer)
     extend_cache(node, function)
     x = {side: function.value(arguments(node)[side]) for side in ("k", "v")}
     _write(node, x, borrowed, 1, function)
@@ -154,25 +149,23 @@ def lower_attention(node: Node, function: Function) -> None:
         caches, sequences = state_tensors(node, function), options.sequences
         if not extend:
             extend_cache(node, function)
-    kernel = function.kernel(
-        AttentionSpec(
-            heads=values["heads"],
-            kv_heads=values["kv_heads"],
-            head_dim=dimension(values["q"]) // values["heads"],
-            value_dim=dimension(values["v"]) // values["kv_heads"],
-            context=options.context,
-            rows=function.rows,
-            kv_dtype=options.kv_dtype,
-            scale=values["scale"],
-            window=values["window"],
-            mode=function.mode,
-            sequences=sequences,
-            extend=extend,
-            turn=turned,
-            softcap=values["softcap"],
-            slopes=values["slopes"] is not None,
-            sinks=values["sinks"] is not None,
-        )
+    spec = AttentionSpec(
+        heads=values["heads"],
+        kv_heads=values["kv_heads"],
+        head_dim=dimension(values["q"]) // values["heads"],
+        value_dim=dimension(values["v"]) // values["kv_heads"],
+        context=options.context,
+        rows=function.rows,
+        kv_dtype=options.kv_dtype,
+        scale=values["scale"],
+        window=values["window"],
+        mode=function.mode,
+        sequences=sequences,
+        extend=extend,
+        turn=turned,
+        softcap=values["softcap"],
+        slopes=values["slopes"] is not None,
+        sinks=values["sinks"] is not None,
     )
     bindings: Bindings = {f"{name[0]}_cache{name[1:]}": cache for name, cache in caches.items()}
     for name in ("q", "k", "v"):
@@ -181,7 +174,7 @@ def lower_attention(node: Node, function: Function) -> None:
     if turned:
         bindings |= _angles(values["q"], function)
     bindings |= {"y": function.result(node), **function.vectors(values, "slopes", "sinks")}
-    function.call(kernel, bindings, op="attention", layer=values["layer"], window=values["window"])
+    function.call(spec, bindings, layer=values["layer"], window=values["window"])
 
 
 def _turned_inside(node: Node, function: Function) -> bool:

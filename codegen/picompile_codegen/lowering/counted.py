@@ -24,7 +24,7 @@ def call_block(spec: FfnSpec, bindings: Bindings, function: Function, layer: int
         if spec.is_masked and spec.mask_columns is None:
             bindings["mask"] = _flat(bindings["mask"], spec.rows * spec.neurons)
         spec = CountedFfnSpec(**_values(spec) | {"neurons": most})
-    function.call(function.kernel(spec), bindings, op="ffn", layer=layer)
+    function.call(spec, bindings, layer=layer)
 
 
 def call_send_mask(spec: SendMaskSpec, bindings: Bindings, function: Function) -> None:
@@ -34,7 +34,7 @@ def call_send_mask(spec: SendMaskSpec, bindings: Bindings, function: Function) -
         bindings = bindings | {"columns": _number(spec.columns, function)}
         bindings["out_mask"] = _flat(bindings["out_mask"], spec.rows * spec.columns)
         spec = CountedSendMaskSpec(**_values(spec) | {"columns": bounds.sent}, in_words=bounds.sends_words)
-    function.call(function.kernel(spec), bindings, op="send")
+    function.call(spec, bindings)
 
 
 def _most_neurons(spec: FfnSpec, function: Function) -> int | None:

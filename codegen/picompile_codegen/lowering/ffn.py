@@ -64,16 +64,14 @@ def _low_rank(relu: bool) -> Lowering:
         values, weights = arguments(node), function.shared.weights
         fc1, fc2, bias = values["weights"]
         first, second = weights.whole_matrices([fc1, fc2])
-        kernel = function.kernel(
-            PredictLowRankSpec(
-                formats=(first.format, second.format),
-                neurons=second.rows,
-                rank=first.rows,
-                dim=dimension(values["x"]),
-                relu=relu,
-                rows=function.rows,
-                panels=first.panels,
-            )
+        spec = PredictLowRankSpec(
+            formats=(first.format, second.format),
+            neurons=second.rows,
+            rank=first.rows,
+            dim=dimension(values["x"]),
+            relu=relu,
+            rows=function.rows,
+            panels=first.panels,
         )
         bindings: Bindings = {
             "x": function.value(values["x"]),
@@ -84,7 +82,7 @@ def _low_rank(relu: bool) -> Lowering:
             "mask": mask_buffer(node, function),
         }
         read = first.bytes + second.bytes + tensor_bytes("float32", (second.rows,))
-        function.call(kernel, bindings, op="predict", layer=node.meta["layer"], weight_bytes=read)
+        function.call(spec, bindings, layer=node.meta["layer"], weight_bytes=read)
 
     return lower
 
@@ -94,7 +92,7 @@ def _signs(node: Node, function: Function) -> None:
     (matrix,) = values["weights"]
     neurons, dim = (int(size) for size in matrix.meta["val"].shape)
     row_bytes = sign_row_bytes(dim)
-    kernel = function.kernel(PredictSignsSpec(neurons=neurons, dim=dim, row_bytes=row_bytes, rows=function.rows))
+    spec = PredictSignsSpec(neurons=neurons, dim=dim, row_bytes=row_bytes, rows=function.rows)
     bindings: Bindings = {
         "x": function.value(values["x"]),
         "signs": function.shared.weights.signs(matrix),
@@ -102,7 +100,7 @@ def _signs(node: Node, function: Function) -> None:
         "most": _number(dim - sign_limit(dim, values["threshold"]) - 1, function),
         "mask": mask_buffer(node, function),
     }
-    function.call(kernel, bindings, op="predict", layer=node.meta["layer"], weight_bytes=neurons * row_bytes)
+    function.call(spec, bindings, layer=node.meta["layer"], weight_bytes=neurons * row_bytes)
 
 
 def _number(value: float, function: Function) -> Arg:

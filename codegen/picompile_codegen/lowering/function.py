@@ -29,6 +29,7 @@ from picompile_codegen.lowering.program import (
 from picompile_codegen.lowering.slices import STAGING
 from picompile_codegen.registry import BACK_ENDS
 from picompile_codegen.specs import FLAG_SHAPE, STEP_SHAPE, CopyWordsSpec, KernelSpec, Mode
+from picompile_passes.dialect import operator_name
 
 
 def _lifetimes(calls: Sequence[ProgramCall], sizes: Mapping[str, int]) -> list[Lifetime]:
@@ -180,10 +181,6 @@ class Function:
             return "sequences"
         return "one" if self.rows == 1 else "chunk"
 
-    def kernel(self, spec: KernelSpec) -> WrittenKernel:
-        """Return the kernel of `spec` for the current device."""
-        return self.shared.kernel(self.device, spec)
-
     def buffer(self, hint: str, dtype: str, shape: tuple[int, ...], memory: Memory | None = None) -> Arg:
         """Return a new buffer, in the memory of the current device or in `memory`, to be placed when all is
         complete."""
@@ -252,19 +249,20 @@ class Function:
 
     def call(
         self,
-        kernel: WrittenKernel,
+        spec: KernelSpec,
         bindings: Bindings,
         *,
-        op: str,
+        op: str = "",
         layer: int | None = None,
         weight_bytes: int | None = None,
         window: int = 0,
     ) -> None:
-        """Append a call. Parameters are bound by name; scratch is made as the kernel asks for it.
+        """Append a call of the kernel of `spec`. Parameters are bound by name; scratch is made as the kernel asks.
 
-        `weight_bytes` is the size of the matrices unless it is given; `window` as in `ProgramCall`.
+        `op` is what the spec says unless it is given, or the name of the node's operator; `weight_bytes` the size of
+        the matrices unless it is given; `window` as in `ProgramCall`.
         """
-        args: list[Arg] = []
+        kernel, args = self.shared.kernel(self.device, spec), list[Arg]()
         for parameter in kernel.params:
             name, _, part = parameter.partition(".")
             if parameter in kernel.scratch:
@@ -278,7 +276,16 @@ class Function:
         if weight_bytes is None:
             weight_bytes = sum(bound.bytes for bound in bindings.values() if isinstance(bound, PackedMatrix))
         self.calls.append(
-            ProgramCall(kernel.name, tuple(args), op, layer, weight_bytes, window, self.device, self.node)
+            ProgramCall(
+                kernel.name,
+                tuple(args),
+                op or spec.op or operator_name(self.node and self.node.target),
+                layer,
+                weight_bytes,
+                window,
+                self.device,
+                self.node,
+            )
         )
 
     def _place(self, name: str) -> Arg:
@@ -288,13 +295,10 @@ class Function:
     def read_inputs(self, rows: int) -> None:
         """Prepend the calls that copy the inputs that the accelerator reads to its own memory; `rows` are those of the
         buffers."""
-        calls, self.calls = self.calls, []
+        calls, self.calls, self.device, self.node = self.calls, [], "accelerator", None
         for name, arg in self.inputs.items():
-            words = STEP_SHAPE[0] if name == "step" else rows
-            kernel = self.shared.kernel("accelerator", CopyWordsSpec(words))
-            bindings = {"step": Arg("buffer", "step"), "source": Arg("buffer", name), "y": arg}
-            args = tuple(bindings[parameter] for parameter in kernel.params)
-            self.calls.append(ProgramCall(kernel.name, args, "inputs", None, 0, device="accelerator"))
+            spec = CopyWordsSpec(STEP_SHAPE[0] if name == "step" else rows)
+            self.call(spec, {"step": Arg("buffer", "step"), "source": Arg("buffer", name), "y": arg})
         self.calls += calls
 
 

@@ -209,8 +209,7 @@ def _lower_joined(nodes: Sequence[Node], function: Function) -> None:
     bindings |= {"w": weights.joined_matrix(values[0]["weight"]), "y": y}
     if spec.bias:
         bindings["bias"] = weights.joined_vector(values[0]["bias"])
-    kernel = function.kernel(LinearSpec(spec.format, outputs, spec.k, spec.rows, spec.bias))
-    function.call(kernel, bindings, op="linear")
+    function.call(LinearSpec(spec.format, outputs, spec.k, spec.rows, spec.bias), bindings)
     start = 0
     for node in nodes:
         place = Arg("buffer", y.name, "float32", (1, dimension(node)), start * ITEM_BYTES["float32"])
@@ -224,7 +223,7 @@ def _lower_sum(found: Sum, function: Function) -> None:
     if found.linear is not None:
         spec, bindings = linear_call(found.linear, function)
         bindings |= {"added": function.value(found.terms[0]), **vectors, **_results(found, function)}
-        function.call(function.kernel(LinearAddSpec(spec, norm)), bindings, op="linear")
+        function.call(LinearAddSpec(spec, norm), bindings)
         return
     pending = None if found.received is None else pending_receive(found.received, function)
     here = found.terms if pending is None else found.terms[:-1]
@@ -233,8 +232,8 @@ def _lower_sum(found: Sum, function: Function) -> None:
     bindings |= _results(found, function)
     counted = pending is not None and pending.count is not None
     dim, terms = dimension(found.last), len(found.terms)
-    kernel = function.kernel(SumNormSpec(dim, function.rows, terms, norm, pending is not None, counted))
-    function.call(kernel, bindings, op="add" if pending is None else "receive")
+    summed = SumNormSpec(dim, function.rows, terms, norm, pending is not None, counted)
+    function.call(summed, bindings, op="add" if pending is None else "receive")
 
 
 def _results(found: Sum, function: Function) -> Bindings:

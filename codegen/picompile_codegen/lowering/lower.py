@@ -237,7 +237,7 @@ def _prefill_last(nodes: Sequence[Node], last: int, shared: Shared) -> Function:
         # What the other device has is all rows.
         function.values = {key: value for key, value in function.values.items() if key[0] is not node}
         bindings["y"] = function.result(node)
-        function.call(function.kernel(TakeLastSpec(dimension(node), rows)), bindings, op="take_last")
+        function.call(TakeLastSpec(dimension(node), rows), bindings)
         publish(node, function)
     _lower_all(tail, function)
     return function

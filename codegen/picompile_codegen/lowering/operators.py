@@ -2,8 +2,8 @@
 
     @lowers(negate.target)
     def lower_negate(node: Node, function: Function) -> None:
-        kernel = function.kernel(NegateSpec(dim=dimension(node), rows=function.rows))
-        function.call(kernel, {"x": function.value(arguments(node)["x"]), "y": function.result(node)}, op="negate")
+        spec = NegateSpec(dim=dimension(node), rows=function.rows)
+        function.call(spec, {"x": function.value(arguments(node)["x"]), "y": function.result(node)})
 
 A package that offers an operator offers its function by an entry point of the group `picompile.operator_kernels`, which
 has the operator's name. Its specs bring their bodies (`KernelSpec.bodies`).
@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 from torch.fx import Node
 
 from picompile_codegen.lowering.function import Function
-from picompile_passes.dialect import operator_of
+from picompile_passes.dialect import operator_name
 from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.plugins import Registry, mark, marked
 
@@ -39,18 +39,13 @@ def updates(*targets: OpOverload) -> Callable[[Lowering], Lowering]:
 @cache
 def _lowerings() -> Registry[Lowering]:
     """Return the lowerings by the operator's name."""
-    ours = {_name(target): function for target, function in marked("lowerings", _FOLDER).items()}
+    ours = {operator_name(target): function for target, function in marked("lowerings", _FOLDER).items()}
     return Registry("operator kernel", "picompile.operator_kernels", Callable, ours)
 
 
 @cache
 def _updates() -> Mapping[OpOverload, Lowering]:
     return marked("updates", _FOLDER)
-
-
-def _name(target: object) -> str:
-    operator = operator_of(target)
-    return "" if operator is None else operator.name
 
 
 def lower_node(node: Node, function: Function) -> None:
@@ -60,7 +55,7 @@ def lower_node(node: Node, function: Function) -> None:
         UnsupportedGraphError: For an operator without a kernel.
         RegistryError: For one whose package's lowering does not import.
     """
-    lowering = _lowerings().get(_name(node.target))
+    lowering = _lowerings().get(operator_name(node.target))
     if lowering is None:
         raise UnsupportedGraphError(f"{node.name}: there is no kernel for {node.target}")
     lowering(node, function)

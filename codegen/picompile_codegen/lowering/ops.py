@@ -38,8 +38,7 @@ def hand_over(node: Node, logits: Arg, function: Function) -> None:
     function.top_logits = top_logits_buffers(function.logits)
     # The end of the step, which the host waits for, is all the order that these need.
     scores, ids = (Arg("buffer", name) for name in (function.top_logits.scores, function.top_logits.ids))
-    kernel = function.kernel(TopLogitsSpec(vocab=dimension(node), rows=function.rows))
-    function.call(kernel, {"logits": logits, "scores": scores, "ids": ids}, op="leading")
+    function.call(TopLogitsSpec(dimension(node), function.rows), {"logits": logits, "scores": scores, "ids": ids})
 
 
 def top_logits_buffers(logits: str) -> TopLogitsBuffers:
@@ -58,19 +57,17 @@ def top_logits_shapes(logits: str, rows: int, vocab: int) -> list[tuple[str, str
 def _embedding(node: Node, function: Function) -> None:
     values = arguments(node)
     matrix = function.shared.weights.matrix(values["weight"])
-    kernel = function.kernel(
-        EmbeddingSpec(
-            format=matrix.format,
-            vocab=matrix.rows,
-            dim=dimension(node),
-            rows=function.rows,
-            offset=values["offset"],
-        )
+    spec = EmbeddingSpec(
+        format=matrix.format,
+        vocab=matrix.rows,
+        dim=dimension(node),
+        rows=function.rows,
+        offset=values["offset"],
     )
     ids = replace(function.input(values["ids"].name), shape=(function.rows,))
     bindings: Bindings = {"ids": ids, "w": matrix, "y": function.result(node)}
     # A lookup reads one row a token, not the table.
-    function.call(kernel, bindings, op="embedding", weight_bytes=matrix.row_bytes * function.rows)
+    function.call(spec, bindings, weight_bytes=matrix.row_bytes * function.rows)
 
 
 @lowers(op.LINEAR)
@@ -81,7 +78,7 @@ def _linear(node: Node, function: Function) -> None:
     if streams(node, bindings["w"], function):
         stream_linear(spec, bindings, y, function)
         return
-    function.call(function.kernel(spec), bindings | {"y": y}, op="head" if op.makes_logits(node) else "linear")
+    function.call(spec, bindings | {"y": y}, op="head" if op.makes_logits(node) else "linear")
     if is_output and function.device == "accelerator":
         hand_over(node, y, function)
 
@@ -90,26 +87,23 @@ def _linear(node: Node, function: Function) -> None:
 def _rms_norm(node: Node, function: Function) -> None:
     values = arguments(node)
     spec = RmsNormSpec(dim=dimension(node), rows=function.rows, eps=values["eps"], groups=values["groups"])
-    kernel = function.kernel(spec)
     bindings: Bindings = {"x": function.value(values["x"]), "y": function.result(node)}
-    function.call(kernel, bindings | function.vectors(values, "weight"), op="norm")
+    function.call(spec, bindings | function.vectors(values, "weight"))
 
 
 @lowers(op.LAYER_NORM)
 def _layer_norm(node: Node, function: Function) -> None:
     values = arguments(node)
-    kernel = function.kernel(
-        LayerNormSpec(
-            dim=dimension(node),
-            rows=function.rows,
-            eps=values["eps"],
-            weight=values["weight"] is not None,
-            bias=values["bias"] is not None,
-            groups=values["groups"],
-        )
+    spec = LayerNormSpec(
+        dim=dimension(node),
+        rows=function.rows,
+        eps=values["eps"],
+        weight=values["weight"] is not None,
+        bias=values["bias"] is not None,
+        groups=values["groups"],
     )
     bindings: Bindings = {"x": function.value(values["x"]), "y": function.result(node)}
-    function.call(kernel, bindings | function.vectors(values, "weight", "bias"), op="norm")
+    function.call(spec, bindings | function.vectors(values, "weight", "bias"))
 
 
 @lowers(op.ELEMENTWISE)
@@ -124,7 +118,7 @@ def _elementwise(node: Node, function: Function) -> None:
     spec = ElementwiseSpec(dim=dim, rows=function.rows, inputs=kinds, expression=values["expression"])
     is_output = is_returned(node)
     bindings["y"] = Arg("buffer", function.logits) if is_output else function.result(node)
-    function.call(function.kernel(spec), bindings, op="elementwise")
+    function.call(spec, bindings)
     if is_output and function.device == "accelerator":
         hand_over(node, bindings["y"], function)  # type: ignore[arg-type]
 
@@ -137,12 +131,11 @@ def _divide_by_rms(node: Node, function: Function) -> None:
         dim=dimension(node), rows=function.rows, neurons=values["neurons"], eps=values["eps"], bias=bias
     )
     bindings: Bindings = {"x": function.value(values["x"]), "y": function.result(node)}
-    function.call(function.kernel(spec), bindings | function.vectors(values, "bias"), op="ffn_norm")
+    function.call(spec, bindings | function.vectors(values, "bias"))
 
 
 @lowers(op.ADD)
 def _add(node: Node, function: Function) -> None:
     values = arguments(node)
-    kernel = function.kernel(AddSpec(dim=dimension(node), rows=function.rows))
     a, b = function.value(values["self"]), function.value(values["other"])
-    function.call(kernel, {"a": a, "b": b, "y": function.result(node)}, op="add")
+    function.call(AddSpec(dimension(node), function.rows), {"a": a, "b": b, "y": function.result(node)})

@@ -42,13 +42,12 @@ def stream_linear(spec: LinearSpec, bindings: Bindings, y: Arg, function: Functi
     for number, (start, outputs) in enumerate(slices):
         part = y if len(slices) == 1 else function.buffer("slice", "float32", (spec.rows, outputs))
         parts[f"x{number}"] = part
-        kernel = function.kernel(replace(spec, n=outputs))
         staged = _staged({"w": matrix}, spec.n, start, outputs, function)
         sliced: Bindings = {**_vectors(rest, ("bias",), start, outputs), **staged, "y": part}
-        function.call(kernel, sliced, op="linear")
+        function.call(replace(spec, n=outputs), sliced)
     if len(slices) > 1:
-        kernel = function.kernel(JoinColumnsSpec(tuple(outputs for _, outputs in slices), spec.rows))
-        function.call(kernel, parts | {"y": y}, op="linear")
+        joined = JoinColumnsSpec(tuple(outputs for _, outputs in slices), spec.rows)
+        function.call(joined, parts | {"y": y})
 
 
 def stream_block(spec: FfnSpec, bindings: Bindings, node: Node, function: Function) -> None:
@@ -67,8 +66,7 @@ def stream_block(spec: FfnSpec, bindings: Bindings, node: Node, function: Functi
         if total is not None:
             is_last = (start, neurons) == slices[-1]
             added = rest["y"] if is_last else function.buffer("sum", "float32", shape)
-            kernel = function.kernel(AddSpec(shape[1], spec.rows))
-            function.call(kernel, {"a": total, "b": y, "y": added}, op="add")
+            function.call(AddSpec(shape[1], spec.rows), {"a": total, "b": y, "y": added})
             y = added
         total = y
 
@@ -104,5 +102,4 @@ def _staged(
 def _upload(function: Function, matrix: PackedMatrix, offset: int, part: PackedMatrix) -> None:
     source = Arg("weight", matrix.name, "uint8", (part.bytes,), offset)
     target = Arg("buffer", part.name, "uint8", (part.bytes,), part.offset)
-    kernel = function.kernel(UploadSpec(part.bytes))
-    function.call(kernel, {"source": source, "y": target}, op="upload")
+    function.call(UploadSpec(part.bytes), {"source": source, "y": target})

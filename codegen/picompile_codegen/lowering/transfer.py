@@ -14,7 +14,15 @@ from picompile_codegen.lowering.counted import call_send_mask
 from picompile_codegen.lowering.ffn import makes_mask
 from picompile_codegen.lowering.function import Bindings, Function, dimension
 from picompile_codegen.lowering.program import Arg
-from picompile_codegen.specs import ReceiveMaskSpec, ReceiveSpec, SendMaskSpec, SendSpec, SignalSpec, WaitSpec
+from picompile_codegen.specs import (
+    KernelSpec,
+    ReceiveMaskSpec,
+    ReceiveSpec,
+    SendMaskSpec,
+    SendSpec,
+    SignalSpec,
+    WaitSpec,
+)
 from picompile_passes.graph.layers import operator_part
 from picompile_passes.graph.nodes import arguments, is_call
 from picompile_passes.graph.operands import SPARSE_FFN
@@ -42,15 +50,14 @@ def publish(node: Node, function: Function) -> None:
 def send(function: Function, x: Arg, out: Arg, dim: int) -> Arg:
     """Append the accelerator's copy of x float32 [rows, dim] to shared memory; return the flag behind it."""
     flag = function.flag()
-    kernel = function.kernel(SendSpec(dim=dim, rows=function.rows))
-    function.call(kernel, {"x": x, "out": out, "flag": flag}, op="send")
+    function.call(SendSpec(dim=dim, rows=function.rows), {"x": x, "out": out, "flag": flag})
     return flag
 
 
 def signal(function: Function) -> Arg:
     """Append the host's call that sets a flag behind what it has written to shared memory; return the flag."""
     flag = function.flag()
-    function.call(function.kernel(SignalSpec()), {"flag": flag}, op="signal")
+    function.call(SignalSpec(), {"flag": flag})
     return flag
 
 
@@ -124,8 +131,7 @@ class WaitForValue:
 
     def __call__(self, function: Function) -> Arg:
         """Append the call that waits; return where the value is then."""
-        kernel = function.kernel(WaitSpec())
-        function.call(kernel, {"flag": self.flag, "abandoned": ABANDONED}, op="wait")
+        function.call(WaitSpec(), {"flag": self.flag, "abandoned": ABANDONED})
         return self.shared
 
 
@@ -149,11 +155,10 @@ class Receive:
         """Append the call that receives the value; return where it is then."""
         rows, columns = self.shape
         y = function.buffer("received", self.dtype, self.shape)
+        spec: KernelSpec = ReceiveSpec(dim=columns, rows=rows, counted=self.count is not None)
         if self.dtype == "uint8":
-            kernel = function.kernel(ReceiveMaskSpec(neurons=columns, rows=rows))
-        else:
-            kernel = function.kernel(ReceiveSpec(dim=columns, rows=rows, counted=self.count is not None))
-        function.call(kernel, self.bindings | {"y": y}, op="receive")
+            spec = ReceiveMaskSpec(neurons=columns, rows=rows)
+        function.call(spec, self.bindings | {"y": y})
         return y
 
 

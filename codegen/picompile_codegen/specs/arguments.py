@@ -4,7 +4,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from picompile_codegen.errors import CodegenError
 from picompile_codegen.weight_panels import PANEL_ROWS
@@ -129,12 +129,19 @@ class KernelSpec(ABC):
     """Declares a kernel: the fields are its parameters, from which its name and its arguments follow.
 
     Every spec is a frozen dataclass. Kernels of equal specs are the same kernel, so a name holds every parameter.
+
+    Attributes:
+        named: The form of the kernel's name, with the fields in braces, unless `name` is overridden.
+        op: What a program calls a call of the kernel; without one it is the name of the operator that is lowered.
     """
 
+    named: ClassVar[str] = ""
+    op: ClassVar[str] = ""
+
     @property
-    @abstractmethod
     def name(self) -> str:
         """The kernel's symbol. Artifacts contain it."""
+        return symbol(self.named.format_map(vars(self)))
 
     @abstractmethod
     def declare(self) -> Iterator[Declaration]:

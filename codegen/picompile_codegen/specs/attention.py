@@ -29,6 +29,8 @@ class CacheWriteSpec(KernelSpec):
     x float32 [rows, kv_heads · d], cache kv_dtype [sequences, kv_heads, context, d].
     """
 
+    op = "cache"
+
     kv_heads: int
     head_dim: int
     context: int
@@ -145,17 +147,14 @@ class LendCacheSpec(KernelSpec):
     `width` is that of a row of keys, of values or of their scales.
     """
 
+    named = "lend_cache_{dtype}_{kv_heads}x{width}_c{context}_s{sequences}"
+    op = "cache"
+
     kv_heads: int
     width: int
     dtype: str
     context: int
     sequences: int
-
-    @property
-    def name(self) -> str:
-        """The kernel's symbol."""
-        shape = (f"{self.kv_heads}x{self.width}", f"c{self.context}", f"s{self.sequences}")
-        return symbol("lend_cache", self.dtype, *shape)
 
     def declare(self) -> Iterator[Declaration]:
         """Yield the arguments in order."""
@@ -171,15 +170,13 @@ class BorrowCacheSpec(KernelSpec):
     source `dtype` [kv_heads, context · width], shared → y like source. What y has of later positions is undefined.
     """
 
+    named = "borrow_cache_{dtype}_{kv_heads}x{width}_c{context}"
+    op = "receive"
+
     kv_heads: int
     width: int
     dtype: str
     context: int
-
-    @property
-    def name(self) -> str:
-        """The kernel's symbol."""
-        return symbol("borrow_cache", self.dtype, f"{self.kv_heads}x{self.width}", f"c{self.context}")
 
     def declare(self) -> Iterator[Declaration]:
         """Yield the arguments in order."""

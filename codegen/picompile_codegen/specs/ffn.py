@@ -55,6 +55,8 @@ class FfnSpec(KernelSpec):
     adds to it and does not set it.
     """
 
+    op = "ffn"
+
     kind: str
     format: str
     neurons: int

@@ -18,6 +18,8 @@ class LinearAddSpec(KernelSpec):
     and y are called norm_weight and norm_bias → normed [1, n].
     """
 
+    op = "linear"
+
     linear: LinearSpec
     norm: Norm | None = None
 

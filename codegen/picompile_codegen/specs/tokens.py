@@ -28,13 +28,11 @@ MOST_TOP_LOGITS = 64
 class AddSpec(KernelSpec):
     """y = a + b. a, b float32 [rows, dim] → y [rows, dim]."""
 
+    named = "add_{dim}_r{rows}"
+    op = "add"
+
     dim: int
     rows: int
-
-    @property
-    def name(self) -> str:
-        """The kernel's symbol."""
-        return symbol("add", self.dim, f"r{self.rows}")
 
     def declare(self) -> Iterator[Declaration]:
         """Yield the arguments in order."""
@@ -47,13 +45,11 @@ class AddSpec(KernelSpec):
 class TakeLastSpec(KernelSpec):
     """y[0] = x[n - 1], the last of the rows that count. x float32 [rows, dim] → y [1, dim]."""
 
+    named = "take_last_{dim}_r{rows}"
+    op = "take_last"
+
     dim: int
     rows: int
-
-    @property
-    def name(self) -> str:
-        """The kernel's symbol."""
-        return symbol("take_last", self.dim, f"r{self.rows}")
 
     def declare(self) -> Iterator[Declaration]:
         """Yield the arguments in order."""
@@ -64,6 +60,8 @@ class TakeLastSpec(KernelSpec):
 @dataclass(frozen=True)
 class JoinColumnsSpec(KernelSpec):
     """y[t] = x0[t], x1[t], … one behind the other. Each xi float32 [rows, widths[i]] → y float32 [rows, Σ widths]."""
+
+    op = "linear"
 
     widths: tuple[int, ...]
     rows: int
@@ -87,16 +85,13 @@ class EmbeddingSpec(KernelSpec):
     An id outside the table reads whatever lies there: ids are checked before they get here.
     """
 
+    named = "embedding_{format}_{vocab}x{dim}_r{rows}_o{offset}"
+
     format: str
     vocab: int
     dim: int
     rows: int
     offset: int
-
-    @property
-    def name(self) -> str:
-        """The kernel's symbol."""
-        return symbol("embedding", self.format, f"{self.vocab}x{self.dim}", f"r{self.rows}", f"o{self.offset}")
 
     def declare(self) -> Iterator[Declaration]:
         """Yield the arguments in order."""
@@ -111,6 +106,8 @@ class RmsNormSpec(KernelSpec):
 
     x float32 [rows, dim], weight float32 [dim] → y like x.
     """
+
+    op = "norm"
 
     dim: int
     rows: int
@@ -135,6 +132,8 @@ class LayerNormSpec(KernelSpec):
 
     x float32 [rows, dim], weight, bias [dim] → y like x.
     """
+
+    op = "norm"
 
     dim: int
     rows: int
@@ -166,6 +165,8 @@ class DivideByRmsSpec(KernelSpec):
 
     x float32 [rows, dim + 1], bias float32 [dim] → y [rows, dim].
     """
+
+    op = "ffn_norm"
 
     dim: int
     rows: int
@@ -248,6 +249,8 @@ class LinearSpec(KernelSpec):
     `panels`, whose w is laid out in panels (`weight_panels.py`); GPUs have none.
     """
 
+    op = "linear"
+
     format: str
     n: int
     k: int
@@ -279,6 +282,9 @@ class TopLogitsSpec(KernelSpec):
     first; NaN comes before all numbers.
     """
 
+    named = "leading_logits_{vocab}_r{rows}"
+    op = "leading"
+
     vocab: int
     rows: int
 
@@ -286,11 +292,6 @@ class TopLogitsSpec(KernelSpec):
     def count(self) -> int:
         """The number of logits of a row that are kept."""
         return min(MOST_TOP_LOGITS, self.vocab)
-
-    @property
-    def name(self) -> str:
-        """The kernel's symbol."""
-        return symbol("leading_logits", self.vocab, f"r{self.rows}")
 
     def declare(self) -> Iterator[Declaration]:
         """Yield the arguments in order."""

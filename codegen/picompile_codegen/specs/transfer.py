@@ -28,13 +28,11 @@ from picompile_codegen.specs.arguments import (
 class SendSpec(KernelSpec):
     """out = x, then the flag is set. x float32 [rows, dim] → out [rows, dim], shared."""
 
+    named = "send_{dim}_r{rows}"
+    op = "send"
+
     dim: int
     rows: int
-
-    @property
-    def name(self) -> str:
-        """The kernel's symbol."""
-        return symbol("send", self.dim, f"r{self.rows}")
 
     def declare(self) -> Iterator[Declaration]:
         """Yield the arguments in order."""
@@ -51,15 +49,13 @@ class SendMaskSpec(KernelSpec):
     columns], both shared; count int32 [1].
     """
 
+    named = "send_mask_{neurons}to{columns}x{dim}_r{rows}"
+    op = "send"
+
     dim: int
     neurons: int
     columns: int
     rows: int
-
-    @property
-    def name(self) -> str:
-        """The kernel's symbol."""
-        return symbol("send_mask", f"{self.neurons}to{self.columns}x{self.dim}", f"r{self.rows}")
 
     def declare(self) -> Iterator[Declaration]:
         """Yield the arguments in order."""
@@ -107,6 +103,8 @@ class ReceiveSpec(KernelSpec):
     With `counted`, count int32 [1] says how much the host had to do; for nothing y is 0, and nobody waits.
     """
 
+    op = "receive"
+
     dim: int
     rows: int
     counted: bool
@@ -135,13 +133,11 @@ def received(rows: int, dim: int, *, counted: bool) -> Iterator[KernelArgument]:
 class ReceiveMaskSpec(KernelSpec):
     """y = source, once the flag is set. source uint8 [rows, neurons], shared → y [rows, neurons]."""
 
+    named = "receive_mask_{neurons}_r{rows}"
+    op = "receive"
+
     neurons: int
     rows: int
-
-    @property
-    def name(self) -> str:
-        """The kernel's symbol."""
-        return symbol("receive_mask", self.neurons, f"r{self.rows}")
 
     def declare(self) -> Iterator[Declaration]:
         """Yield the arguments in order."""
@@ -158,12 +154,10 @@ class UploadSpec(KernelSpec):
     A GPU has no kernel for it: its copy engine moves the bytes, while kernels run that do not use `y`.
     """
 
-    size: int
+    named = "upload_{size}"
+    op = "upload"
 
-    @property
-    def name(self) -> str:
-        """The kernel's symbol."""
-        return symbol("upload", self.size)
+    size: int
 
     def declare(self) -> Iterator[Declaration]:
         """Yield the arguments in order."""
@@ -175,12 +169,10 @@ class UploadSpec(KernelSpec):
 class CopyWordsSpec(KernelSpec):
     """y = source, int32 [words]: the variables of a step, from shared memory to the accelerator's."""
 
-    words: int
+    named = "copy_words_{words}"
+    op = "inputs"
 
-    @property
-    def name(self) -> str:
-        """The kernel's symbol."""
-        return symbol("copy_words", self.words)
+    words: int
 
     def declare(self) -> Iterator[Declaration]:
         """Yield the arguments in order."""
@@ -192,10 +184,8 @@ class CopyWordsSpec(KernelSpec):
 class WaitSpec(KernelSpec):
     """Return when the flag is set: the host's turn. Only the host has this kernel."""
 
-    @property
-    def name(self) -> str:
-        """The kernel's symbol."""
-        return "wait"
+    named = "wait"
+    op = "wait"
 
     def declare(self) -> Iterator[Declaration]:
         """Yield the arguments in order."""
@@ -207,10 +197,8 @@ class WaitSpec(KernelSpec):
 class SignalSpec(KernelSpec):
     """Set the flag: the accelerator may go on. Only the host has this kernel."""
 
-    @property
-    def name(self) -> str:
-        """The kernel's symbol."""
-        return "signal"
+    named = "signal"
+    op = "signal"
 
     def declare(self) -> Iterator[Declaration]:
         """Yield the arguments in order."""
@@ -225,10 +213,7 @@ class PingPongSpec(KernelSpec):
     a GPU has this kernel: the other side is `pi_ping_pong` of native/host.c, which says more.
     """
 
-    @property
-    def name(self) -> str:
-        """The kernel's symbol."""
-        return "ping_pong"
+    named = "ping_pong"
 
     def declare(self) -> Iterator[Declaration]:
         """Yield the arguments in order."""

@@ -14,7 +14,7 @@ leads to an `Operator`.
 from torch._ops import OpOverload
 
 from picompile_passes.dialect.activations import ACTIVATIONS, Activation, parse_activation
-from picompile_passes.dialect.operator import Call, Operator, Part, operator, operator_of
+from picompile_passes.dialect.operator import Call, Operator, Part, operator, operator_name, operator_of
 from picompile_passes.formats.packing import dequantize_rows, quantize_rows
 from picompile_passes.plugins import Registry, members
 
@@ -26,6 +26,7 @@ __all__ = [
     "Operator",
     "dequantize_rows",
     "operator",
+    "operator_name",
     "operator_of",
     "parse_activation",
     "quantize_rows",

@@ -115,6 +115,11 @@ def operator_of(target: object) -> Operator | None:
     return _BY_TARGET.get(target)
 
 
+def operator_name(target: object) -> str:
+    """Return the name of the operator that a call of `target` calls; nothing for a function that is none."""
+    return _BY_TARGET[target].name if target in _BY_TARGET else ""
+
+
 def operator(
     *,
     result: str | Callable[..., Tensor],

@@ -88,11 +88,9 @@ def test_kernels_are_written_for_one_instruction_set(tmp_path: Path) -> None:
 class WiderElsewhere(KernelSpec):
     """Adds as many rows as the instruction set likes."""
 
-    dim: int
+    named = "add_{dim}_r1"
 
-    @property
-    def name(self) -> str:
-        return f"add_{self.dim}_r1"
+    dim: int
 
     def declare(self) -> Iterator[Declaration]:
         return AddSpec(self.dim, rows=1 + (current().registers > 16)).declare()

@@ -285,17 +285,14 @@ def of_testing_kind() -> GraphModule:
 def lower_linear(node: Node, function: Function) -> None:
     """The kernel of a package, made of ours: every neuron of an even number."""
     even = function.shared.weights.computed("even", (1,), lambda _: torch.zeros(1))
-    kernel = function.kernel(EvenNeurons(dimension(node)))
-    function.call(kernel, {"unused": even, "mask": mask_buffer(node, function)}, op="predict")
+    function.call(EvenNeurons(dimension(node)), {"unused": even, "mask": mask_buffer(node, function)})
 
 
 @dataclass(frozen=True)
 class EvenNeurons(KernelSpec):
-    neurons: int
+    named = "even_{neurons}"
 
-    @property
-    def name(self) -> str:
-        return f"even_{self.neurons}"
+    neurons: int
 
     def declare(self) -> Iterator[Declaration]:
         yield floats("unused", 1)

@@ -40,7 +40,7 @@ from picompile_codegen.cpu.tensor import bind, parallel
 from picompile_codegen.cuda import memory
 from picompile_codegen.cuda.function import blocks_for
 from picompile_codegen.lowering.function import dimension
-from picompile_codegen.specs.arguments import KernelSpec, floats, floats_out, symbol
+from picompile_codegen.specs.arguments import KernelSpec, floats, floats_out
 from picompile_passes.dialect import Call, operator
 from picompile_passes.graph.nodes import arguments
 
@@ -65,12 +65,10 @@ def gated(x: Tensor, y: Tensor, sign: int = 1) -> Tensor:
 
 @dataclass(frozen=True)
 class GatedSpec(KernelSpec):
+    named = "gated_{dim}_r{rows}"
+
     dim: int
     rows: int
-
-    @property
-    def name(self):
-        return symbol("gated", self.dim, f"r{self.rows}")
 
     def declare(self):
         yield floats("a", self.rows, self.dim)
@@ -101,9 +99,9 @@ def on_gpu(spec, function):
 
 
 def lower_gated(node, function):
-    values, kernel = arguments(node), function.kernel(GatedSpec(dimension(node), function.rows))
+    values, spec = arguments(node), GatedSpec(dimension(node), function.rows)
     a, b = function.value(values["x"]), function.value(values["y"])
-    function.call(kernel, {"a": a, "b": b, "y": function.result(node)}, op="gated")
+    function.call(spec, {"a": a, "b": b, "y": function.result(node)})
 """
 KERNELS = ("[picompile.operator_kernels]", "gated = picompile_gating:lower_gated")
 OPTIONS = LowerOptions(context=16, chunk=4, kv_dtype="float32")
