@@ -12,9 +12,10 @@ from tvm.target.codegen import llvm_get_cpu_features
 
 from picompile.machine.targets import TARGETS
 from picompile_codegen import cpu
-from picompile_codegen.build import host_library as build
-from picompile_codegen.build.host_library import build_host_library, llvm_target
+from picompile_codegen.build import kernel_objects as build
+from picompile_codegen.build.host_library import build_host_library
 from picompile_codegen.build.isa import DEFAULT_ISA, ISAS, Isa, current, targeting
+from picompile_codegen.build.kernel_objects import llvm_target
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.tensor import loop
 from picompile_codegen.errors import BuildError, CodegenError
