@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 
@@ -25,7 +26,6 @@ from picompile.placement.problem import (
     latency_problem,
     predicts_early,
 )
-from picompile.placement.schedule import plan_graph, token_s
 from picompile.placement.solver import GAP, solve
 from picompile.placement.times import GROUP_NEURONS, PartPlaces, computed_by_groups
 
@@ -93,7 +93,6 @@ def plan_of_places(
         hidden = float(hidden_after(task, number, where)[place.groups])
     head = device_name(head_where.attention_on_accelerator)
     seconds = head_s(model, task.machine, head_where.attention_on_accelerator)
-    graph = plan_graph(layers, (head, seconds), problem.switch_cost)
     plan = Plan(
         model=model.name,
         fingerprint=options.fingerprint,
@@ -115,7 +114,7 @@ def plan_of_places(
         head_s=seconds,
         switch_s=problem.switch_cost,
         memory=memory_account(task, [*wheres, head_where], places),
-        token_s=token_s(graph),
+        token_s=_token_s(layers, head, seconds, problem.switch_cost),
         gap=gap,
         baselines=_baselines(task),
         chunk=model.chunk,
@@ -123,6 +122,16 @@ def plan_of_places(
     )
     check_budgets(plan)
     return plan
+
+
+def _token_s(layers: Sequence[PlanLayer], head: str, head_s: float, switch_s: float) -> float:
+    """Return the seconds of a token: of all layers, the head, and transfers where the stream changes sides.
+
+    The stream begins and ends on the host.
+    """
+    sides = ["host", *(layer.attention for layer in layers), head, "host"]
+    switches = sum(one != other for one, other in pairwise(sides))
+    return sum(layer.total_s for layer in layers) + head_s + switches * switch_s
 
 
 def _solve(task: PlacementTask, problem: PlacementProblem, options: PlanOptions) -> tuple[list[StagePlace], float]:

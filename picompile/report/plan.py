@@ -20,7 +20,6 @@ from picompile.report.plan_pictures import (
     memory_picture,
     split_picture,
     time_picture,
-    timeline_pictures,
 )
 from picompile_runtime.artifact.fields import Fields
 
@@ -130,16 +129,12 @@ def limit_text(name: str) -> str:
     return _LIMITS.get(name, name)
 
 
-_TIMELINE_WORDS = (
-    "Predicted, for the first layers of each kind. Hot neurons run on the GPU while cold ones run on the host; a "
-    "transfer waits for both."
-)
 _BASELINES = {"layers-first": "dense, whole layers on the GPU", "host": "dense, all on the host"}
 _OBJECTIVES = {"latency": "least time for a token", "impact": "most firings on the GPU"}
 
 
 def plan_section(anchor: str, source: PlanFacts) -> PageSection:
-    """Return the section: facts, places, times, memory, and the timeline of a token."""
+    """Return the section: facts, places, times and memory."""
     facts = [("model", source.plan.model), *_model_facts(source.plan), *_plan_facts(source.plan)]
     return PageSection(anchor, "plan", str(source.path), facts, _parts(anchor, source.plan))
 
@@ -167,14 +162,7 @@ def _parts(anchor: str, plan: Plan) -> list[Part]:
     pictures = [time_picture(f"{anchor}-time", plan), memory_picture(f"{anchor}-memory", plan)]
     if any(layer.hot_neurons for layer in plan.layers):
         pictures.insert(0, split_picture(f"{anchor}-split", plan))
-    timelines, left_out = timeline_pictures(f"{anchor}-timeline", plan)
-    more = f" {numbers.counted(left_out, 'more kind')} of layers not drawn." if left_out else ""
-    return [
-        Pictures(pictures),
-        Pictures(timelines, title="What runs when", words=_TIMELINE_WORDS + more),
-        memory_table(plan),
-        layers_table(plan),
-    ]
+    return [Pictures(pictures), memory_table(plan), layers_table(plan)]
 
 
 def _model_facts(plan: Plan) -> list[tuple[str, str]]:

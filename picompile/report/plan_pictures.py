@@ -1,18 +1,14 @@
-"""Pictures of a plan: its split, its times and memory, and timelines, with the same colours in all of them."""
+"""Pictures of a plan: its split, its times and memory, with the same colours in all of them."""
 
-from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from picompile.placement.plan import Plan, PlanLayer
-from picompile.placement.schedule import plan_graph, schedule
 from picompile.report import numbers
 from picompile.report.drawing import FAINT, INK, MUTED, SERIES, WIDTH, Canvas, drawable, layer_axis, picture
 from picompile.report.numbers import PagePicture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-    from picompile.placement.schedule import Step
 
 
 PARTS = {
@@ -25,15 +21,7 @@ PARTS = {
 }
 """The parts of a layer's time → (name, colour)."""
 
-STEPS = {
-    **PARTS,
-    "head": ("output head", SERIES[5]),
-    "switch": ("stream transfer", MUTED),
-    "end": ("stream transfer", MUTED),
-}
-"""The steps of a schedule → (name, colour)."""
-
-DEVICES = {"gpu": "GPU", "host": "host", "link": "link"}
+DEVICES = {"gpu": "GPU", "host": "host"}
 
 _KINDS = {
     "hot neurons": ("hot neurons", SERIES[1]),
@@ -139,13 +127,6 @@ def hot_shares(plan: Plan) -> tuple[float | None, float | None]:
     return numbers.ratio(hot, neurons), numbers.ratio(*computed)
 
 
-def device_of(layer: PlanLayer, part: str) -> str:
-    """Return where a part of a layer is computed, in words."""
-    places = {"hot": "gpu", "cold": "host", "exchange": "link", "predict": layer.predictor}
-    place = places.get(part) or (layer.kv_cache if part == "kv_cache" else layer.attention)
-    return DEVICES.get(place, place)
-
-
 def _stack(layer: PlanLayer) -> dict[str, tuple[float, float]]:
     """Return (start, height) of each part's bar in seconds; the hidden part's bar goes downwards."""
     slower, quicker = ("hot", "cold") if layer.hot_s >= layer.cold_s else ("cold", "hot")
@@ -173,7 +154,8 @@ def _split_text(layer: PlanLayer) -> str:
 
 def _part_text(layer: PlanLayer, part: str) -> str:
     title, duration = PARTS[part][0], numbers.seconds(seconds_of(layer, part))
-    place = f" on the {device_of(layer, part)}" if part in ("attention", "kv_cache", "predict") else ""
+    places = {"attention": layer.attention, "kv_cache": layer.kv_cache, "predict": layer.predictor}
+    place = f" on the {DEVICES.get(places[part], places[part])}" if part in places else ""
     hidden = ""
     if part == "predict" and layer.predict_hidden_s:
         hidden = f", {numbers.seconds(layer.predict_hidden_s)} of it in the layer before,"
@@ -259,112 +241,3 @@ def _description(plan: Plan, device: str) -> str:
     parts = ", ".join(f"{title} {numbers.size(taken)}" for (title, _), taken in _bytes_by_title(plan, device).items())
     of = f"of which {numbers.size(plan.capacity_bytes(device))} may be taken"
     return f"{DEVICES[device]}: {budget_text(plan, device)}, {of}: {parts or 'nothing'}"
-
-
-_MOST_LAYERS = 3
-_MOST_KINDS = 4
-
-
-def timeline_pictures(name: str, plan: Plan) -> tuple[list[PagePicture], int]:
-    """Return a timeline for each kind of layer, of its first layers in a row, and how many kinds were left out.
-
-    The kinds with the most layers are drawn.
-    """
-    steps, windows = plan_schedule(plan), list(_windows(plan.layers))
-    common = sorted(windows, key=lambda window: -window[1])[:_MOST_KINDS]
-    drawn = [window for window in windows if window in common]
-    pictures = [_picture(f"{name}-{i}", plan, window, count, steps) for i, (window, count) in enumerate(drawn)]
-    return pictures, len(windows) - len(drawn)
-
-
-def plan_schedule(plan: Plan) -> "list[Step]":
-    """Return the steps of a token by the plan, each with its start and end; of devices that there are."""
-    graph = plan_graph(plan.layers, (plan.head, plan.head_s), plan.switch_s)
-    return [step for step in schedule(graph) if step.device in DEVICES and step.part in STEPS]
-
-
-def _kind(layer: PlanLayer) -> tuple[str, str, str, bool, bool]:
-    """Return the places where parts of a layer are computed, which layers of one kind have in common."""
-    return layer.attention, layer.kv_cache, layer.predictor, bool(layer.hot_s), bool(layer.cold_s)
-
-
-def _windows(layers: Sequence[PlanLayer]) -> Iterator[tuple[range, int]]:
-    """Yield for each kind the places of its first layers in a row, and how many layers are of the kind."""
-    kinds = [_kind(layer) for layer in layers]
-    for kind in dict.fromkeys(kinds):
-        first = last = kinds.index(kind)
-        while last + 1 < min(len(kinds), first + _MOST_LAYERS) and kinds[last + 1] == kind:
-            last += 1
-        yield range(first, last + 1), kinds.count(kind)
-
-
-def _picture(name: str, plan: Plan, window: range, count: int, steps: "Sequence[Step]") -> PagePicture:
-    # Of a model this small the output head is shown as well.
-    whole = len(window) == len(plan.layers)
-    shown = [step for step in steps if step.layer in window or (whole and step.layer is None)]
-    lanes = [device for device in DEVICES if any(step.device == device for step in shown)]
-    start = min((step.start_s for step in shown), default=0.0)
-    unit, factor = numbers.time_unit(max((step.end_s for step in shown), default=0.0) - start)
-
-    def paint(canvas: Canvas) -> None:
-        axes = canvas.axes(x=f"predicted time ({unit})", y="")
-        for number in window:
-            if began := [step.start_s for step in shown if step.layer == number]:
-                _begin_layer(axes, (min(began) - start) * factor, f" layer {plan.layers[number].layer}")
-        for (title, colour), alike in _by_title(shown).items():
-            widths = [(step.end_s - step.start_s) * factor for step in alike]
-            starts = [(step.start_s - start) * factor for step in alike]
-            places = [lanes.index(step.device) for step in alike]
-            bars = axes.barh(places, widths, left=starts, height=0.6, **_bar_style(colour, title))
-            for bar, step in zip(bars, alike, strict=True):
-                canvas.hover(bar, _step_text(plan, step))
-        axes.set_yticks(range(len(lanes)), [DEVICES[lane] for lane in lanes])
-        axes.set_ylim(max(len(lanes), 1) - 0.5, -0.5)
-        axes.grid(axis="y", visible=False)
-        if shown:
-            canvas.figure.legend(loc="outside lower center", ncols=3)
-
-    title = f"One token in {_layers_text(plan, window)}"
-    description = ", ".join(_step_text(plan, step) for step in shown) or "Nothing takes time"
-    words = f"{_kind_text(plan.layers[window[0]])} {_count_text(count, len(plan.layers))}"
-    return picture(paint, name, title, f"{description}.", words, size=(WIDTH, 150 + 42 * max(len(lanes), 1)))
-
-
-def _begin_layer(axes: "Axes", place: float, text: str) -> None:
-    axes.axvline(place, color=FAINT, linewidth=1.2)
-    axes.annotate(text, (place, 1), xycoords=("data", "axes fraction"), va="bottom")
-
-
-def _by_title(steps: "Sequence[Step]") -> "dict[tuple[str, str], list[Step]]":
-    """Return the steps by (name, colour), in the order of `STEPS`."""
-    found: dict[tuple[str, str], list[Step]] = {}
-    for step in sorted(steps, key=lambda step: list(STEPS).index(step.part)):
-        found.setdefault(STEPS[step.part], []).append(step)
-    return found
-
-
-def _layers_text(plan: Plan, window: range) -> str:
-    first, last = plan.layers[window[0]].layer, plan.layers[window[-1]].layer
-    return f"layer {first}" if first == last else f"layers {first} to {last}"
-
-
-def _step_text(plan: Plan, step: "Step") -> str:
-    title, duration = STEPS[step.part][0], numbers.seconds(step.end_s - step.start_s)
-    where = "" if step.layer is None else f"layer {plan.layers[step.layer].layer}: "
-    return f"{where}{title}, {duration} on the {DEVICES[step.device]}"
-
-
-def _kind_text(layer: PlanLayer) -> str:
-    kv_cache = (
-        "with its KV cache" if layer.kv_cache == layer.attention else f"KV cache on the {DEVICES[layer.kv_cache]}"
-    )
-    predictor = "" if layer.predictor == "none" else f", predictor on the {DEVICES[layer.predictor]}"
-    sides = {(True, True): "both", (True, False): "the GPU", (False, True): "the host", (False, False): "neither"}
-    neurons = f"neurons on {sides[bool(layer.hot_s), bool(layer.cold_s)]}"
-    return f"Attention on the {DEVICES[layer.attention]}, {kv_cache}{predictor}; {neurons}."
-
-
-def _count_text(count: int, layers: int) -> str:
-    if count == layers:
-        return "So are all layers." if layers > 1 else "It is the only layer."
-    return f"So {'is' if count == 1 else 'are'} {count} of {layers} layers."

@@ -16,7 +16,6 @@ from picompile.placement.problem import (
     evaluate,
     latency_problem,
 )
-from picompile.placement.schedule import plan_graph, schedule, token_s
 from picompile.placement.solver import solve
 from picompile.placement.times import PartPlaces
 
@@ -69,7 +68,7 @@ def test_a_prediction_fills_the_time_in_which_the_accelerator_waits(seed: int) -
 @settings(max_examples=15)
 @given(SEEDS)
 def test_a_plan_says_what_is_hidden(seed: int) -> None:
-    """Layers, head and transfers make a token's time; so do the steps of the graph, none of which overlap."""
+    """Layers, head and transfers make a token's time."""
     task = early_task(seed)
     try:
         plan = make_plan(task.model, task.firing, PlanOptions("random", task.machine, margin=0.0, tokens=task.tokens))
@@ -88,11 +87,6 @@ def test_a_plan_says_what_is_hidden(seed: int) -> None:
     switches = sum(one != other for one, other in pairwise(sides))
     layers_s = sum(layer.total_s for layer in plan.layers)
     np.testing.assert_allclose(plan.token_s, layers_s + plan.head_s + switches * plan.switch_s)
-    graph = plan_graph(plan.layers, (plan.head, plan.head_s), plan.switch_s)
-    np.testing.assert_allclose(token_s(graph), plan.token_s)
-    for device in ("gpu", "host", "link"):
-        own = [step for step in schedule(graph) if step.device == device]
-        assert all(after.start_s >= step.end_s - 1e-12 for step, after in pairwise(own))
 
 
 @settings(max_examples=15)

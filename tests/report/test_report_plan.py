@@ -16,7 +16,7 @@ from helpers.report_plans import GPU_BYTES, HOST_BYTES, MARGIN, random_plan, wri
 from picompile.errors import UsageError
 from picompile.placement.plan import MemoryRow, Plan
 from picompile.report.page import read_sources, render_report
-from picompile.report.plan_pictures import memory_picture, split_picture, time_picture, timeline_pictures
+from picompile.report.plan_pictures import memory_picture, split_picture, time_picture
 from picompile_runtime import ArtifactError
 
 UNITS = {"ns": 1e-9, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -125,40 +125,13 @@ def test_the_memory_picture_shows_the_plans_memory() -> None:
     assert found == pytest.approx(expected, rel=6e-3)
 
 
-def test_hot_and_cold_neurons_run_at_the_same_time() -> None:
-    plan = random_plan(8, 1)
-    layer = plan.layers[0]
-    (picture,), left_out = timeline_pictures("t", plan)
-    assert left_out == 0
-    bars = {re.split(r": |, ", text)[-2]: place for text, place in hovers(str(picture.svg)).items() if "layer" in text}
-    hot, cold, transfer = bars["hot neurons"], bars["cold neurons"], bars["transfer"]
-    assert hot[0] == pytest.approx(cold[0], abs=0.02) and hot[1] != cold[1]
-    assert transfer[0] == pytest.approx(max(hot[2], cold[2]), abs=0.02)
-    pixels_per_s = (bars["attention"][2] - bars["attention"][0]) / layer.attention_s
-    for part, name in PARTS.items():
-        assert bars[part][2] - bars[part][0] == pytest.approx(pixels_per_s * getattr(layer, name), abs=0.05)
-
-
-def test_each_kind_of_layer_has_a_timeline() -> None:
-    plan = random_plan(9, 9)
-    pictures, left_out = timeline_pictures("t", plan)
-    assert [picture.title for picture in pictures] == ["One token in layers 0 to 2", "One token in layers 7 to 8"]
-    assert "So are 7 of 9 layers" in pictures[0].words and left_out == 0
-    places = (("gpu", "host", "gpu"), ("gpu", "host", "host"), ("gpu", "gpu", "host"), ("host", "host", "none"))
-    layers = list(plan.layers)
-    for number, (attention, kv_cache, predictor) in enumerate(places):
-        layers[number] = replace(layers[number], attention=attention, kv_cache=kv_cache, predictor=predictor)
-    pictures, left_out = timeline_pictures("t", replace(plan, layers=tuple(layers)))
-    assert (len(pictures), left_out) == (4, 2)
-
-
 def test_a_page_of_a_plan(tmp_path: Path) -> None:
     plan = random_plan(10, 40)
     html = page_of(tmp_path, plan)
     with matplotlib.rc_context({"font.size": 30, "axes.grid": False, "svg.fonttype": "path"}):
         assert page_of(tmp_path, plan) == html
-    page = checked_page(html, pictures=5)
-    assert page.of("h4")[:2] == ["What is on the GPU", "Where a token's time goes"] and len(page.of("h4")) == 5
+    page = checked_page(html, pictures=3)
+    assert page.of("h4")[:2] == ["What is on the GPU", "Where a token's time goes"] and len(page.of("h4")) == 3
     # The summary and the facts.
     rate = f"{1 / plan.token_s:.3g}"
     gain, facts = f"{1 / plan.token_s / 2.5:.2f} ×", page.of("dd")
@@ -179,10 +152,10 @@ def test_nothing_on_the_gpu(tmp_path: Path) -> None:
     memory = tuple(row for row in plan.memory if row.device == "host")
     changes: dict[str, Any] = {"layers": on_host, "machine": machine, "memory": memory, "gpu_budget_bytes": 0}
     page = Page(page_of(tmp_path, replace(plan, head="host", gap=0.0, baselines={"host": 1.0}, **changes)))
-    assert page.of("h4") == ["Where a token's time goes", "What it takes of the memory", "One token in layers 0 to 2"]
+    assert page.of("h4") == ["Where a token's time goes", "What it takes of the memory"]
     assert "none" in page.of("dd")
     assert "nothing, by the objective" in page.of("dd")
-    # No lane, no column and no budget of a GPU that there is not.
+    # No column and no budget of a GPU that there is not.
     assert "GPU" not in page.of("text")
     assert "GPU" not in page.of("th")
 
@@ -208,7 +181,7 @@ def test_an_artifact_shows_its_plan(tmp_path: Path) -> None:
     write_artifact(tmp_path / "artifact", plan=content)
     path = write_plan_file(tmp_path / "plan.json", plan)
     # Beside the plan itself, ids are still unlike one another.
-    page = checked_page(render_report(read_sources([tmp_path / "artifact", path])), pictures=11)
+    page = checked_page(render_report(read_sources([tmp_path / "artifact", path])), pictures=7)
     assert page.of("a") == [str(tmp_path / "artifact"), str(path)]
     assert page.of("h4").count("Where a token's time goes") == 2
     assert {"predicted tokens/s", "planned for"} <= {text.replace("\n", " ") for text in page.of("th")}
