@@ -82,7 +82,7 @@ def _code_for_this_machine() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if native is not None:
             isas = tuple(BF16_BASE if ISAS[name].prompts_in_bf16 else name for name in native.isas)
-            rows = [CPU_TARGET, *(row for row in TARGETS.values() if row.sm is not None)]
+            rows = [CPU_TARGET, *(row for row in TARGETS.values() if row.back_end)]
             for row in rows:
                 patch.setitem(TARGETS, row.name, replace(row, isas=isas))
         yield

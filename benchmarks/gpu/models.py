@@ -124,7 +124,7 @@ def _write(
     build_code(code, lowered, folder, NoProgress())
     accelerator = None
     if lowered.accelerator_built:
-        accelerator = AcceleratorTarget("cuda", options.sm).build(code, lowered, folder, NoProgress())
+        accelerator = AcceleratorTarget("cuda", f"sm_{options.sm}").build(code, lowered, folder, NoProgress())
     weights = ModuleWeights({})
     captured = Captured(graph, weights, _facts(shape))
     tokenizer = TokenizerFiles(None, None)

@@ -154,7 +154,7 @@ def checks(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def _bundled(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """For the row of the targets that has this compute capability, with the same instruction sets as all of them."""
-    target = next((row.name for row in TARGETS.values() if row.sm == options.sm), None)
+    target = next((row.name for row in TARGETS.values() if row.architecture == f"sm_{options.sm}"), None)
     if target is None:
         _say(f"no bundled model: no target has compute capability {options.sm / 10}")
         return

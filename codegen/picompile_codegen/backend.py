@@ -51,12 +51,12 @@ def find_bodies(package: str) -> Mapping["type[KernelSpec]", Body]:
 class CodeTarget:
     """The machine that an accelerator's code is for.
 
-    `isas` are the instruction sets that the host has code for, best first; `sm` is the compute capability of the
-    target's GPU times ten, 0 without one.
+    `isas` are the instruction sets that the host has code for, best first; `architecture` is that of the
+    target's GPU, as its back end calls it, and empty without one.
     """
 
     isas: tuple[Isa, ...]
-    sm: int = 0
+    architecture: str = ""
 
 
 @dataclass(frozen=True)

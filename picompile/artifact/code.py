@@ -79,10 +79,10 @@ def build_code(code: Sequence[Code], lowered: Lowered, folder: Path, progress: P
 
 @dataclass(frozen=True)
 class AcceleratorTarget:
-    """An accelerator to compile for: the name of its back end, and the compute capability of a GPU times ten."""
+    """An accelerator to compile for: the name of its back end, and the architecture of a GPU, as that calls it."""
 
     kind: str
-    sm: int = 0
+    architecture: str = ""
 
     @property
     def is_gpu(self) -> bool:
@@ -91,7 +91,7 @@ class AcceleratorTarget:
 
     def build(self, code: "Sequence[Code]", lowered: Lowered, folder: Path, progress: Progress) -> dict[str, Any]:
         """Compile its kernels of `lowered` into `folder`; return the manifest's entry. Raise `BuildError`."""
-        target = CodeTarget(tuple(each.isa for each in code), self.sm)
+        target = CodeTarget(tuple(each.isa for each in code), self.architecture)
         build = BACK_ENDS[self.kind].build
         with progress.step("accelerator"):
             return {"kind": self.kind, **build(lowered.accelerator_built, folder / "kernels", target)}
@@ -102,13 +102,13 @@ def accelerator_target(kind: str | None, targets: str) -> AcceleratorTarget | No
 
     Args:
         kind: the name of its back end, or None.
-        targets: names of rows of the table of targets; the GPU among them has the compute capability.
+        targets: names of rows of the table of targets; the GPU among them has the architecture.
 
     Raises:
         ToolchainError: there is nothing to make its code with.
     """
     if kind is None:
         return None
-    back_end, gpu = BACK_ENDS[kind], gpu_of(targets)
-    back_end.require()
-    return AcceleratorTarget(kind, (gpu.sm or 0) if back_end.is_gpu and gpu is not None else 0)
+    BACK_ENDS[kind].require()
+    gpu = gpu_of(targets)
+    return AcceleratorTarget(kind, "" if gpu is None else gpu.architecture)

@@ -167,7 +167,7 @@ def _gpu(local: "LocalMachine") -> Iterator[Finding]:
         yield Finding("gpu", f"{_gpu_without_driver() or 'none'}; {local.no_gpu}")
         return
     memory = f"{format_bytes(gpu.total_bytes)}, {format_bytes(speed.free_bytes)} free when measured"
-    targets = ", ".join(row.name for row in TARGETS.values() if row.sm == gpu.sm)
+    targets = ", ".join(row.name for row in TARGETS.values() if row.architecture == f"sm_{gpu.sm}")
     code = f"; --target with code for it: {targets}" if targets else ""
     yield Finding("gpu", f"{gpu.name}, sm_{gpu.sm}, {memory}, CUDA {gpu.driver}{code}")
     yield Finding("gpu bandwidth", f"{format_bytes(speed.copy_bytes_per_s)}/s, copying")

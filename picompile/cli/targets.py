@@ -42,7 +42,7 @@ def _print_table(rows: Sequence[Target]) -> None:
     from rich.table import Table
 
     table = Table("target", "machine", box=None, pad_edge=False)
-    for right in ("memory", "bandwidth", "PCIe", "sm"):
+    for right in ("memory", "bandwidth", "PCIe", "architecture"):
         table.add_column(right, justify="right")
     table.add_column("for")
     for row in rows:
@@ -52,7 +52,7 @@ def _print_table(rows: Sequence[Target]) -> None:
 
 
 def _gpu(row: Target) -> tuple[str, str, str, str]:
-    if row.sm is None:
+    if not row.vram_bytes:
         return "", "", "", ""
     memory, pcie = format_bytes(row.gpu_bytes_per_s), format_bytes(row.pcie_bytes_per_s)
-    return f"{row.vram_bytes / 2**30:.3g} GiB", f"{memory}/s", f"{pcie}/s", str(row.sm)
+    return f"{row.vram_bytes / 2**30:.3g} GiB", f"{memory}/s", f"{pcie}/s", row.architecture

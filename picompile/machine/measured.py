@@ -118,7 +118,7 @@ class LocalMachine:
             f"this machine: {self.machine.cpu}, {gpu.name}",
             platform.machine(),
             cpu.features,
-            sm=gpu.sm,
+            architecture=f"sm_{gpu.sm}",
             vram_bytes=gpu.total_bytes,
             gpu_bytes_per_s=speed.copy_bytes_per_s,
             # A plan has one figure for both directions.

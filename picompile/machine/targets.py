@@ -42,7 +42,7 @@ class Target:
     """A machine to plan or to compile for: a processor, and a GPU where `vram_bytes` is not 0.
 
     `machine` and `features` are the processor's; `features` are what compiled code needs at least, as the kernel names
-    them in /proc/cpuinfo. `sm` is the GPU's compute capability times ten, None without a GPU. `vram_bytes` is the size
+    them in /proc/cpuinfo. `architecture` is the GPU's, as its back end calls it. `vram_bytes` is the size
     that it is sold with, of which the driver keeps some percent. `gpu_bytes_per_s` is the highest bandwidth of its
     memory, `pcie_bytes_per_s` that of its slot in each direction; both are theoretical except for `local`. `sync_s` is
     one transfer of a vector to the GPU and back, with the kernels that send and receive. `launch_s` is the cost of a
@@ -59,7 +59,7 @@ class Target:
     description: str
     machine: str
     features: tuple[str, ...]
-    sm: int | None = None
+    architecture: str = ""
     vram_bytes: int = 0
     gpu_bytes_per_s: float = 0.0
     pcie_bytes_per_s: float = 0.0
@@ -86,7 +86,7 @@ def _gpu(
     name: str,
     description: str,
     *,
-    sm: int,
+    architecture: str,
     vram_gib: int,
     bus_bits: int,
     pin_bits_per_s: float,
@@ -101,7 +101,7 @@ def _gpu(
     """
     return replace(
         _cpu(name, description, *_HOST_ISAS),
-        sm=sm,
+        architecture=architecture,
         vram_bytes=vram_gib * 2**30,
         gpu_bytes_per_s=bus_bits * pin_bits_per_s / 8,
         pcie_bytes_per_s=pcie_bytes_per_s(*pcie),
@@ -130,7 +130,7 @@ _ROWS = (
     _gpu(
         "2080ti",
         "GeForce RTX 2080 Ti",
-        sm=75,
+        architecture="sm_75",
         vram_gib=11,
         bus_bits=352,
         pin_bits_per_s=14e9,
@@ -141,7 +141,7 @@ _ROWS = (
     _gpu(
         "3060",
         "GeForce RTX 3060",
-        sm=86,
+        architecture="sm_86",
         vram_gib=12,
         bus_bits=192,
         pin_bits_per_s=15e9,
@@ -153,7 +153,7 @@ _ROWS = (
     _gpu(
         "3090",
         "GeForce RTX 3090",
-        sm=86,
+        architecture="sm_86",
         vram_gib=24,
         bus_bits=384,
         pin_bits_per_s=19.5e9,
@@ -165,7 +165,7 @@ _ROWS = (
     _gpu(
         "4060",
         "GeForce RTX 4060",
-        sm=89,
+        architecture="sm_89",
         vram_gib=8,
         bus_bits=128,
         pin_bits_per_s=17e9,
@@ -179,7 +179,7 @@ _ROWS = (
     _gpu(
         "4070",
         "GeForce RTX 4070",
-        sm=89,
+        architecture="sm_89",
         vram_gib=12,
         bus_bits=192,
         pin_bits_per_s=21e9,
@@ -191,7 +191,7 @@ _ROWS = (
     _gpu(
         "4080",
         "GeForce RTX 4080",
-        sm=89,
+        architecture="sm_89",
         vram_gib=16,
         bus_bits=256,
         pin_bits_per_s=22.4e9,
@@ -203,7 +203,7 @@ _ROWS = (
     _gpu(
         "4090",
         "GeForce RTX 4090",
-        sm=89,
+        architecture="sm_89",
         vram_gib=24,
         bus_bits=384,
         pin_bits_per_s=21e9,
@@ -215,7 +215,7 @@ _ROWS = (
     _gpu(
         "5090",
         "GeForce RTX 5090",
-        sm=120,
+        architecture="sm_120",
         vram_gib=32,
         bus_bits=512,
         pin_bits_per_s=28e9,
@@ -226,7 +226,7 @@ _ROWS = (
     _gpu(
         "a100",
         "A100 SXM4",
-        sm=80,
+        architecture="sm_80",
         vram_gib=80,
         bus_bits=5120,
         # https://www.svethardware.cz/nvidia-predstavila-akcelerator-a100-s-80-gb-rychle-pameti/55366
@@ -238,7 +238,7 @@ _ROWS = (
     _gpu(
         "h100",
         "H100 SXM5",
-        sm=90,
+        architecture="sm_90",
         vram_gib=80,
         bus_bits=5120,
         # No rate of a pin is published: that of the 3,350 GB/s which are.
@@ -276,7 +276,7 @@ def find_compiled_targets(names: str) -> tuple[Target, ...]:
 
 def gpu_of(names: str) -> Target | None:
     """Return the row with a GPU among those that `names` lists, if any. Raise `TargetError` for several."""
-    rows = [target for target in find_compiled_targets(names) if target.sm is not None]
+    rows = [target for target in find_compiled_targets(names) if target.back_end]
     if len(rows) > 1:
         raise TargetError(f"{names}: an artifact is for one GPU; compile the model for each of them")
     return rows[0] if rows else None
@@ -284,7 +284,7 @@ def gpu_of(names: str) -> Target | None:
 
 def may_have_gpu(name: str) -> bool:
     """Return whether the row called `name` has a GPU, or may have one, as this machine may until it is measured."""
-    return name == LOCAL or (name in TARGETS and TARGETS[name].sm is not None)
+    return name == LOCAL or (name in TARGETS and TARGETS[name].vram_bytes > 0)
 
 
 def _find_compiled(name: str) -> Target:
@@ -322,4 +322,4 @@ def find_native_target() -> Target | None:
 
 def _single_rows() -> list[Target]:
     """Return one row for each instruction set; the best one of a machine comes last."""
-    return [row for row in TARGETS.values() if len(row.isas) == 1 and row.sm is None]
+    return [row for row in TARGETS.values() if len(row.isas) == 1 and not row.vram_bytes]

@@ -25,7 +25,7 @@ PCIE_EFFICIENCY = 0.8
 # An assumption: of the tensor cores' peak. Kernels have the instructions for more, though not where tensor cores are
 # fast: an A100 takes a quarter of the time for a multiplication, an H100 an eighth, which `mma` alone cannot reach.
 TENSOR_EFFICIENCY = 0.5
-_OF_FAST_ONES = {80: 0.4, 90: 0.25}
+_OF_FAST_ONES = {"sm_80": 0.4, "sm_90": 0.25}
 # Layers of a graph of launches (`picompile_runtime`), whose first copy nothing hides.
 _GRAPH_LAYERS = 8
 # Keys and values go back as float32, for each byte of a cache in float16 two. For a q8 cache, which the plan does not
@@ -84,7 +84,7 @@ def prompt_estimate(model: ModelBytes, plan: Plan, target: Target, tokens: int, 
     # What little hides: the first slice of each graph.
     graphs = range(0, len(sizes), _GRAPH_LAYERS)
     first_s = chunks * sum(min(STAGING_BYTES, sizes[start]) for start in graphs) / bus
-    reached = target.tensor_flops_per_s * _OF_FAST_ONES.get(target.sm or 0, TENSOR_EFFICIENCY)
+    reached = target.tensor_flops_per_s * _OF_FAST_ONES.get(target.architecture, TENSOR_EFFICIENCY)
     arithmetic_s = 2 * _layer_parameters(model) * tokens / reached
     dense_s = -(-tokens // _DENSE_CHUNK) * _dense_left_bytes(model, plan) / bus
     cache_bytes = _cache_bytes(model, plan, tokens, chunk)

@@ -50,7 +50,7 @@ def test_targets_are_a_table(cli: Cli, without_gpu: None) -> None:
     lines = {line.split()[0]: line for line in ended.out.splitlines() if line[:1] not in ("", " ")}
     assert {*TARGETS, "local"} <= set(lines)
     assert "plan, compile" in lines["cpu"]
-    figures = ["24", "GiB", "1.01", "TB/s", "31.5", "GB/s", "89", "plan,", "compile"]
+    figures = ["24", "GiB", "1.01", "TB/s", "31.5", "GB/s", "sm_89", "plan,", "compile"]
     assert lines["4090"].split() == ["4090", "GeForce", "RTX", "4090", *figures]
     assert all(row.source in ended.out for row in TARGETS.values())
     assert "not measured yet" in lines["local"]

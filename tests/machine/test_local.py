@@ -103,7 +103,7 @@ def test_a_gpu_that_could_not_be_measured_is_tried_again(counted: Counted) -> No
 
 def test_the_row_has_what_was_measured(counted: Counted) -> None:
     row = find_target("local")
-    assert (row.name, row.sm, row.vram_bytes) == ("local", 89, 9_000_000_001)
+    assert (row.name, row.architecture, row.vram_bytes) == ("local", "sm_89", 9_000_000_001)
     assert (row.gpu_bytes_per_s, row.pcie_bytes_per_s, row.sync_s) == (9.1e11, 2.4e10, 1.7e-5)
     assert row.launch_s == 1.1e-6 + LAUNCH_READS_S
     assert row.host_efficiency == 0.6
@@ -111,7 +111,7 @@ def test_the_row_has_what_was_measured(counted: Counted) -> None:
     assert row.features == TARGETS["cpu"].features
     counted.gpu = None
     row = find_target("local")
-    assert (row.sm, row.vram_bytes, row.gpu_bytes_per_s, row.pcie_bytes_per_s, row.sync_s) == (None, 0, 0, 0, 0)
+    assert (row.architecture, row.vram_bytes, row.gpu_bytes_per_s, row.pcie_bytes_per_s, row.sync_s) == ("", 0, 0, 0, 0)
     assert row.host_efficiency == 0.6
     assert measure_local().no_gpu == measure_local().no_gpu == "no driver today"
     assert counted.times == 2

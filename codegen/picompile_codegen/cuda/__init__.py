@@ -21,9 +21,10 @@ def _build(kernels: Mapping["KernelSpec", "CudaKernel"], folder: Path, target: C
     from picompile_codegen.cuda.build import build_cuda
     from picompile_codegen.specs.transfer import PingPongSpec
 
+    sm = int(target.architecture.removeprefix("sm_"))
     # The runtime asks with the last one whether the GPU sees what the host writes.
-    files = build_cuda([*kernels.values(), write_kernel(PingPongSpec())], folder, target.sm)
-    return {"sm": target.sm, **{role: f"kernels/{name}" for role, name in files.items()}}
+    files = build_cuda([*kernels.values(), write_kernel(PingPongSpec())], folder, sm)
+    return {"sm": sm, **{role: f"kernels/{name}" for role, name in files.items()}}
 
 
 def _require() -> None:
