@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from picompile_runtime.engine.engine import load
 from picompile_runtime.errors import PicompileRuntimeError
-from picompile_runtime.run_options import RUN_OPTIONS, SAMPLING, RunOption
+from picompile_runtime.run_options import RUN_OPTIONS, SAMPLING
 from picompile_runtime.sampling.generate import Generation, generate
 from picompile_runtime.sampling.sampler import SamplingParams
 from picompile_runtime.sampling.tokenizer import Tokenizer
@@ -22,25 +22,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("artifact", metavar="ARTIFACT", help="A compiled model's folder.")
     parser.add_argument("-p", "--prompt", required=True, metavar="TEXT", help="What to continue.")
     for option in RUN_OPTIONS.values():
-        _add(parser, option)
+        option.add_to(parser)
     return parser
-
-
-def _add(parser: argparse.ArgumentParser, option: RunOption) -> None:
-    """Declare one option of both command lines."""
-    if option.kind is bool:
-        parser.add_argument(*option.names, action="store_true", help=option.help)
-        return
-    shown = option.help if option.default is None else f"{option.help} [default: {option.default}]"
-    parser.add_argument(
-        *option.names,
-        dest=option.key,
-        action="append" if option.repeated else "store",
-        type=option.kind,
-        default=[] if option.repeated else option.default,
-        metavar=option.metavar,
-        help=shown,
-    )
 
 
 def _run(options: argparse.Namespace) -> None:

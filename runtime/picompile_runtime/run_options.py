@@ -1,8 +1,10 @@
-"""The options of `picompile run` and `picompile-run`, declared once for both command lines.
+"""The options of `picompile run` and `picompile-run`, declared once for both command lines, and argparse's part.
 
 Defaults are those of `SamplingParams`, which a test holds: importing it here would import numpy for every `--help`.
 """
 
+import argparse
+import math
 from dataclasses import dataclass
 
 
@@ -27,6 +29,33 @@ class RunOption:
     def key(self) -> str:
         """The name under which a program finds the value: the long spelling with underscores."""
         return self.names[-1].removeprefix("--").replace("-", "_")
+
+    def add_to(self, parser: argparse.ArgumentParser, bounded: bool = False) -> None:
+        """Declare the option in a parser of argparse, which checks the bounds if it is `bounded`."""
+        text = self.help.replace("%", "%%")
+        if self.kind is bool:
+            parser.add_argument(*self.names, action="store_true", help=text)
+            return
+        parser.add_argument(
+            *self.names,
+            dest=self.key,
+            action="append" if self.repeated else "store",
+            type=self._read if bounded and self.least is not None else self.kind,
+            default=[] if self.repeated else self.default,
+            metavar=self.metavar,
+            help=text if self.default is None else f"{text} [default: {self.default}]",
+        )
+
+    def _read(self, text: str) -> float:
+        """Return an option's number. Raises ArgumentTypeError if it is none, or out of bounds."""
+        least, most = (-math.inf if self.least is None else self.least, math.inf if self.most is None else self.most)
+        try:
+            number = self.kind(text)
+        except ValueError:
+            number = math.nan
+        if not isinstance(number, int | float) or not least <= number <= most:
+            raise argparse.ArgumentTypeError(f"must be a number from {least:g} to {most:g}, not {text[:80]!r}")
+        return number
 
 
 # The options that `SamplingParams` takes, by the names that it has for them.

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from picompile_runtime.errors import PicompileRuntimeError
-from picompile_runtime.run_options import RunOption
 from picompile_server.declared import SERVE_OPTIONS
 from picompile_server.options import serve_options
 
@@ -17,41 +15,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="picompile-serve", description="Serve compiled models by OpenAI's API.")
     parser.add_argument("artifact", metavar="ARTIFACT", nargs="?", help="A compiled model's folder.")
     for option in SERVE_OPTIONS.values():
-        _add(parser, option)
+        option.add_to(parser, bounded=True)
     return parser
-
-
-def _add(parser: argparse.ArgumentParser, option: RunOption) -> None:
-    """Declare one option of both command lines."""
-    text = option.help.replace("%", "%%")
-    if option.kind is bool:
-        parser.add_argument(*option.names, action="store_true", help=text)
-        return
-    parser.add_argument(
-        *option.names,
-        action="append" if option.repeated else "store",
-        type=option.kind if option.least is None else _bounded(option),
-        default=option.default,
-        metavar=option.metavar,
-        help=text if option.default is None else f"{text} [default: {option.default}]",
-    )
-
-
-def _bounded(option: RunOption) -> Callable[[str], float]:
-    """Return a parser of an option's number, which rejects one out of bounds."""
-    least = option.least if option.least is not None else -math.inf
-    most = option.most if option.most is not None else math.inf
-
-    def read(text: str) -> float:
-        try:
-            number = option.kind(text)
-        except ValueError:
-            number = math.nan
-        if not isinstance(number, int | float) or not least <= number <= most:
-            raise argparse.ArgumentTypeError(f"must be a number from {least:g} to {most:g}, not {text[:80]!r}")
-        return number
-
-    return read
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

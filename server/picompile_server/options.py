@@ -59,10 +59,10 @@ def serve_options(artifact: str | os.PathLike[str] | None, values: Mapping[str, 
     """
     kv_memory = values["kv_memory"]
     return ServeOptions(
-        models=_models(artifact, values["model"] or ()),
+        models=_models(artifact, values["model"]),
         host=values["host"],
         port=values["port"],
-        keys=_keys(values["api_key"] or (), values["api_key_file"]),
+        keys=_keys(values["api_key"], values["api_key_file"]),
         threads=values["threads"],
         replan=values["replan"],
         max_waiting=values["max_waiting"],
@@ -70,8 +70,8 @@ def serve_options(artifact: str | os.PathLike[str] | None, values: Mapping[str, 
         reread=not values["no_reread"],
         draft=check_draft(values["draft"]),
         most_body_bytes=parse_size(values["max_body"], "--max-body"),
-        origins=tuple(values["cors"] or ()),
-        hosts=tuple(values["allowed_host"] or ()),
+        origins=tuple(values["cors"]),
+        hosts=tuple(values["allowed_host"]),
         drain_s=values["drain_timeout"],
     )
 

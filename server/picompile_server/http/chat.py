@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,13 +13,13 @@ from picompile_server.http.ask import check_prompt, sampling_params, with_index
 from picompile_server.http.body import read_body
 from picompile_server.http.chat_body import ChatBody
 from picompile_server.http.chat_prompt import encode_messages
-from picompile_server.http.errors import ApiError, json_response
+from picompile_server.http.errors import ApiError
 from picompile_server.http.grammars import WatchedGrammar, asks_for_form, grammar_of
 from picompile_server.http.logprobs import chat_logprobs
 from picompile_server.http.message import MessageBuilder, MessageDelta
 from picompile_server.http.progress import AnswerProgress, Delta, NamedToken
-from picompile_server.http.reply import Reply
-from picompile_server.http.stream import DONE, EventStream, collect, sse
+from picompile_server.http.reply import Reply, ReplyWriter
+from picompile_server.http.stream import deliver, sse
 from picompile_server.model import ServedModel
 from picompile_server.request import Event, ServingRequest
 from picompile_server.text import TextAssembler
@@ -38,14 +37,7 @@ async def create_chat_completion(request: Request) -> Response:
     reply = _reply(body, model, asked, offer, request)
     builders = [MessageBuilder(None if offer is None else model.tool_use.parser()) for _ in asked]
     writer = _ChatWriter(body, reply, builders)
-    answers = reply.start()
-    if body.stream:
-        return EventStream(answers, writer)
-    try:
-        await collect(request, answers, writer.note)
-    finally:
-        writer.close()
-    return json_response(writer.whole())
+    return await deliver(request, reply.start(), writer, body.stream)
 
 
 async def _grammar(body: ChatBody, model: ServedModel, offer: ToolOffer | None) -> WatchedGrammar | None:
@@ -79,25 +71,23 @@ def _requests(
 def _reply(
     body: ChatBody, model: ServedModel, asked: Sequence[ServingRequest], offer: ToolOffer | None, request: Request
 ) -> Reply:
-    now_s, options = time.monotonic(), body.stream_options
     stops = [*body.stops, *model.tokenizer.chat_stops]
     shown = {} if offer is None else model.tool_use.shown_tokens
+    assemblers = [TextAssembler(model.tokenizer, stops, shown=shown) for _ in asked]
     return Reply(
         "chatcmpl-",
         "chat.completion.chunk" if body.stream else "chat.completion",
         model,
-        [AnswerProgress(model, each, TextAssembler(model.tokenizer, stops, shown=shown), now_s) for each in asked],
-        body.answers,
+        [AnswerProgress(model, each, text) for each, text in zip(asked, assemblers, strict=True)],
         request.app.state.metrics,
-        with_usage=bool(options and options.include_usage),
-        continuous_usage=bool(options and options.continuous_usage_stats),
-        continuous_timings=bool(body.timings_per_token),
+        body,
     )
 
 
-class _ChatWriter:
+class _ChatWriter(ReplyWriter):
     def __init__(self, body: ChatBody, reply: Reply, builders: Sequence[MessageBuilder]) -> None:
-        self._body, self._reply, self._builders = body, reply, builders
+        super().__init__(reply)
+        self._body, self._builders = body, builders
         self._tokens: list[list[NamedToken]] = [[] for _ in builders]
 
     def begin(self) -> bytes:
@@ -132,7 +122,6 @@ class _ChatWriter:
         return sse(self._reply.chunk(choice, self._reply.answers[index], delta))
 
     def note(self, index: int, event: Event) -> None:
-        """Take an event of an answer that is not streamed."""
         found = self._added(index, event)
         if found is not None:
             self._tokens[index] += found[0].tokens
@@ -143,7 +132,6 @@ class _ChatWriter:
         return None if delta is None else (delta, self._builders[index].take(delta.text, delta.finish))
 
     def whole(self) -> Any:
-        """Return the reply to a request that is not streamed."""
         return self._reply.whole([self._choice(index) for index in range(len(self._builders))])
 
     def _choice(self, index: int) -> dict[str, Any]:
@@ -152,12 +140,3 @@ class _ChatWriter:
         if self._body.top is not None:
             named = {"content": chat_logprobs(texts, self._tokens[index]), "refusal": None}
         return {"index": index, "message": builder.message(), "logprobs": named, "finish_reason": builder.finish}
-
-    def end(self) -> bytes:
-        return (sse(self._reply.counts_chunk()) if self._reply.with_usage else b"") + DONE
-
-    def fail(self, error: ApiError) -> bytes:
-        return sse(error.body()) + DONE
-
-    def close(self) -> None:
-        self._reply.close()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,12 +14,12 @@ from picompile_server.http.ask import sampling_params, with_index
 from picompile_server.http.body import read_body
 from picompile_server.http.completion_body import CompletionBody
 from picompile_server.http.completion_prompt import Prompt, read_prompt
-from picompile_server.http.errors import ApiError, json_response
+from picompile_server.http.errors import ApiError
 from picompile_server.http.grammars import grammar_of
 from picompile_server.http.logprobs import completion_logprobs, prompt_logprobs
 from picompile_server.http.progress import AnswerProgress, Delta
-from picompile_server.http.reply import Reply
-from picompile_server.http.stream import DONE, EventStream, collect, sse
+from picompile_server.http.reply import Reply, ReplyWriter
+from picompile_server.http.stream import deliver, sse
 from picompile_server.model import ServedModel
 from picompile_server.request import Event, PromptRead, ServingRequest, TokenLogProbability
 from picompile_server.text import TextAssembler
@@ -41,16 +39,8 @@ async def create_completion(request: Request) -> Response:
     asked = await _requests(body, model, prompts)
     reply = _reply(body, model, asked, request)
     writer = _CompletionWriter(body, reply, [prompt for prompt in prompts for _ in range(body.answers)])
-    answers = reply.start()
-    if body.stream:
-        return EventStream(answers, writer)
-    try:
-        await collect(request, answers, writer.note)
-    finally:
-        writer.close()
-    if body.prompt_logprobs is None and not body.echo:
-        return json_response(writer.whole())
-    return await asyncio.to_thread(lambda: json_response(writer.whole()))  # may be large
+    is_large = body.prompt_logprobs is not None or bool(body.echo)
+    return await deliver(request, reply.start(), writer, body.stream, is_large)
 
 
 async def _requests(body: CompletionBody, model: ServedModel, prompts: Sequence[Prompt]) -> list[ServingRequest]:
@@ -76,22 +66,11 @@ async def _requests(body: CompletionBody, model: ServedModel, prompts: Sequence[
 
 
 def _reply(body: CompletionBody, model: ServedModel, asked: Sequence[ServingRequest], request: Request) -> Reply:
-    now_s, options = time.monotonic(), body.stream_options
     answers = [
-        AnswerProgress(model, each, TextAssembler(model.tokenizer, body.stops, each.prompt), now_s, keeps_end=True)
+        AnswerProgress(model, each, TextAssembler(model.tokenizer, body.stops, each.prompt), keeps_end=True)
         for each in asked
     ]
-    return Reply(
-        "cmpl-",
-        "text_completion",
-        model,
-        answers,
-        body.answers,
-        request.app.state.metrics,
-        with_usage=bool(options and options.include_usage),
-        continuous_usage=bool(options and options.continuous_usage_stats),
-        continuous_timings=bool(body.timings_per_token),
-    )
+    return Reply("cmpl-", "text_completion", model, answers, request.app.state.metrics, body)
 
 
 @dataclass
@@ -104,13 +83,11 @@ class _Written:
     told: int | None = None
 
 
-class _CompletionWriter:
+class _CompletionWriter(ReplyWriter):
     def __init__(self, body: CompletionBody, reply: Reply, prompts: Sequence[Prompt]) -> None:
-        self._body, self._reply, self._prompts = body, reply, prompts
+        super().__init__(reply)
+        self._body, self._prompts = body, prompts
         self._written = [_Written() for _ in prompts]
-
-    def begin(self) -> bytes:
-        return b""
 
     def take(self, index: int, event: Event) -> bytes:
         found = self._added(index, event)
@@ -122,7 +99,6 @@ class _CompletionWriter:
         return sse(self._reply.chunk(choice, answer, delta))
 
     def note(self, index: int, event: Event) -> None:
-        """Take an event of an answer that is not streamed."""
         found = self._added(index, event)
         if found is not None:
             delta, places = found
@@ -157,7 +133,6 @@ class _CompletionWriter:
         return {**prompt, "token_ids": tokens[before or 0 :]}
 
     def whole(self) -> Any:
-        """Return the reply to a request that is not streamed."""
         texts, top = self._reply.model.texts, self._body.prompt_logprobs
         choices = []
         for index, (written, answer) in enumerate(zip(self._written, self._reply.answers, strict=True)):
@@ -165,12 +140,3 @@ class _CompletionWriter:
             choice["prompt_logprobs"] = None if top is None else prompt_logprobs(texts, answer.prompt, top)
             choices.append(choice)
         return self._reply.whole(choices)
-
-    def end(self) -> bytes:
-        return (sse(self._reply.counts_chunk()) if self._reply.with_usage else b"") + DONE
-
-    def fail(self, error: ApiError) -> bytes:
-        return sse(error.body()) + DONE
-
-    def close(self) -> None:
-        self._reply.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -66,8 +67,8 @@ class AnswerProgress:
     model: ServedModel
     request: ServingRequest
     assembler: TextAssembler
-    asked_s: float
     keeps_end: bool = False
+    asked_s: float = field(default_factory=time.monotonic)
     tokens: list[int] = field(default_factory=list)
     cached_tokens: int = 0
     prompt: Sequence[TokenLogProbability | None] = ()

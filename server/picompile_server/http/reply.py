@@ -9,8 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from picompile_server.http.counts import timings, usage
+from picompile_server.http.errors import ApiError
+from picompile_server.http.fields import StreamOptions, TextBody
 from picompile_server.http.metrics import Metrics
 from picompile_server.http.progress import AnswerProgress, Delta
+from picompile_server.http.stream import DONE, sse
 from picompile_server.mailbox import Answers
 from picompile_server.model import ServedModel
 from picompile_server.request import Event
@@ -25,22 +28,16 @@ class Reply:
         kind: its member `object`.
         model: who answers.
         answers: the progress of each answer, prompt by prompt.
-        per_prompt: how many answers each prompt has.
         metrics: what is told how the answers went.
-        with_usage: whether the chunks of a stream have the member `usage`, null but in the last one.
-        continuous_usage: whether it is not null, but the counts so far.
-        continuous_timings: whether every chunk of a stream has the member `timings`.
+        body: the request's fields, which say how many answers each prompt has and what the chunks of a stream tell.
     """
 
     prefix: str
     kind: str
     model: ServedModel
     answers: Sequence[AnswerProgress]
-    per_prompt: int
     metrics: Metrics
-    with_usage: bool = False
-    continuous_usage: bool = False
-    continuous_timings: bool = False
+    body: TextBody
     created_s: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
@@ -51,6 +48,7 @@ class Reply:
             "model": self.model.name,
             "system_fingerprint": self.model.fingerprint,
         }
+        self._streamed = self.body.stream_options or StreamOptions()
         self._started: Answers | None = None
         self._note_token = self.metrics.token_observer(self.model.name)
 
@@ -73,21 +71,22 @@ class Reply:
     def chunk(self, choice: dict[str, Any], answer: AnswerProgress, delta: Delta | None) -> Any:
         """Return a chunk of a stream with one `choice`, made of `delta`; None before the first."""
         chunk: dict[str, Any] = {**self._head, "choices": [choice]}
-        if self.with_usage:
-            chunk["usage"] = usage([answer], 1) if self.continuous_usage else None
+        if self._streamed.include_usage:  # null but in the last chunk, unless the counts so far are wanted
+            chunk["usage"] = usage([answer], 1) if self._streamed.continuous_usage_stats else None
         if delta is not None and delta.finish is not None:
             chunk["timings"] = timings([answer])
-        elif delta is not None and self.continuous_timings:
+        elif delta is not None and self.body.timings_per_token:
             chunk["timings"] = {**timings([answer]), "fired_share": delta.fired_share}
         return chunk
 
-    def counts_chunk(self) -> Any:
-        """Return the last chunk of a stream, which has no choice but the counts of all answers."""
-        return {**self._head, "choices": [], **self.counts()}
+    def end(self) -> bytes:
+        """Return the end of a stream of chunks, with the counts of all answers if they are wanted."""
+        counts = {**self._head, "choices": [], **self.counts()}
+        return (sse(counts) if self._streamed.include_usage else b"") + DONE
 
     def counts(self) -> dict[str, Any]:
         """Return the members `usage` and `timings`."""
-        return {"usage": usage(self.answers, self.per_prompt), "timings": timings(self.answers)}
+        return {"usage": usage(self.answers, self.body.answers), "timings": timings(self.answers)}
 
     def whole(self, choices: Sequence[dict[str, Any]]) -> Any:
         """Return the reply as one JSON object."""
@@ -97,3 +96,26 @@ class Reply:
         """Note how the answers went."""
         for answer in self.answers:
             self.metrics.note_answer(self.model.name, answer.outcome or "cancelled", answer.times, answer.generated)
+
+
+class ReplyWriter:
+    """The parts that writers of replies share: those of a stream of OpenAI's chunks, which begins with its answers."""
+
+    def __init__(self, reply: Reply) -> None:
+        self._reply = reply
+
+    def begin(self) -> bytes:
+        """Return the data before the first event."""
+        return b""
+
+    def end(self) -> bytes:
+        """Return the data after the last event."""
+        return self._reply.end()
+
+    def fail(self, error: ApiError) -> bytes:
+        """Return the data for a failed answer."""
+        return sse(error.body()) + DONE
+
+    def close(self) -> None:
+        """Note how the answers went."""
+        self._reply.close()

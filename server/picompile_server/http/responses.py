@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from typing import Any
 
@@ -12,12 +11,12 @@ from starlette.responses import Response
 from picompile_server.http.ask import check_letters, check_prompt, sampling_params
 from picompile_server.http.body import read_body
 from picompile_server.http.counts import timings, usage
-from picompile_server.http.errors import ApiError, json_response
+from picompile_server.http.errors import ApiError
 from picompile_server.http.grammars import grammar_of
 from picompile_server.http.progress import AnswerProgress
-from picompile_server.http.reply import Reply
+from picompile_server.http.reply import Reply, ReplyWriter
 from picompile_server.http.response_body import ResponseBody
-from picompile_server.http.stream import EventStream, collect, sse
+from picompile_server.http.stream import deliver, sse
 from picompile_server.model import ServedModel
 from picompile_server.request import Event, ServingRequest
 from picompile_server.text import TextAssembler
@@ -34,24 +33,16 @@ async def create_response(request: Request) -> Response:
     fields = body.as_text()
     grammar = await grammar_of(fields, model)
     asked = ServingRequest(ids, sampling_params(fields, model), body.max_output_tokens, grammar=grammar)
-    progress = AnswerProgress(
-        model, asked, TextAssembler(model.tokenizer, model.tokenizer.chat_stops), time.monotonic()
-    )
-    reply = Reply("", "", model, [progress], 1, request.app.state.metrics)
+    progress = AnswerProgress(model, asked, TextAssembler(model.tokenizer, model.tokenizer.chat_stops))
+    reply = Reply("", "", model, [progress], request.app.state.metrics, fields)
     writer = _ResponseWriter(body, reply, asked)
-    answers = reply.start()
-    if body.stream:
-        return EventStream(answers, writer)
-    try:
-        await collect(request, answers, writer.note)
-    finally:
-        writer.close()
-    return json_response(writer.whole())
+    return await deliver(request, reply.start(), writer, body.stream)
 
 
-class _ResponseWriter:
+class _ResponseWriter(ReplyWriter):
     def __init__(self, body: ResponseBody, reply: Reply, asked: ServingRequest) -> None:
-        self._body, self._reply, self._asked = body, reply, asked
+        super().__init__(reply)
+        self._body, self._asked = body, asked
         self._id, self._message_id = f"resp_{uuid.uuid4().hex}", f"msg_{uuid.uuid4().hex}"
         self._text = ""
         self._finish: str | None = None
@@ -92,9 +83,6 @@ class _ResponseWriter:
     def fail(self, error: ApiError) -> bytes:
         told = {"code": "server_error", "message": error.message}
         return self._event("response.failed", response={**self._response("failed"), "error": told})
-
-    def close(self) -> None:
-        self._reply.close()
 
     def whole(self) -> Any:
         """Return the response as one JSON object."""

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from picompile_server.http.errors import ApiError, as_api_error
+from picompile_server.http.errors import ApiError, as_api_error, json_response
 from picompile_server.mailbox import Answers
 from picompile_server.request import Event
 
@@ -49,8 +49,30 @@ class Writer(Protocol):
     def fail(self, error: ApiError) -> bytes:
         """Return the data for a failed answer; nothing follows."""
 
+    def note(self, index: int, event: Event) -> None:
+        """Take an event of an answer that is not streamed."""
+
+    def whole(self) -> Any:
+        """Return the reply to a request that is not streamed."""
+
     def close(self) -> None:
-        """Note the end of the stream, whatever the reason."""
+        """Note the end of the answers, whatever the reason."""
+
+
+async def deliver(
+    request: Request, answers: Answers, writer: Writer, is_streamed: bool | None, is_large: bool = False
+) -> Response:
+    """Return a stream of the answers, or the reply with all of them, which is written on a thread if it `is_large`.
+
+    Raises as `collect` does.
+    """
+    if is_streamed:
+        return EventStream(answers, writer)
+    try:
+        await collect(request, answers, writer.note)
+    finally:
+        writer.close()
+    return await asyncio.to_thread(lambda: json_response(writer.whole())) if is_large else json_response(writer.whole())
 
 
 class EventStream(Response):
