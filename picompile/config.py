@@ -38,8 +38,9 @@ from picompile.placement.machine import (
     check_machine_options,
 )
 from picompile.predictors.config import PredictorOptions
+from picompile.predictors.profile.options import ProfileOptions
 from picompile.quantities import parse_checked_bound, parse_share
-from picompile.skipping.options import SITES, SkippingOptions, check_sites
+from picompile.skipping.options import check_sites
 from picompile_codegen.registry import BACK_ENDS
 from picompile_runtime.artifact import MOST_SEQUENCES
 
@@ -128,6 +129,7 @@ class CompileOptions(PredictorOptions):
         "Where to skip neurons. gate: before up and down are read. output: before down is read. Repeatable. Default: "
         "gate and output.",
         metavar="PLACE",
+        check=check_sites,
     )
     # Read in windows of 512 tokens.
     skip_tokens: int = option(
@@ -221,7 +223,6 @@ class CompileOptions(PredictorOptions):
                 what = "places to skip at" if self.skip_at else "tokens to measure skipping on"
                 raise UsageError(f"{what} given, but not how much skipping may cost; give it, as --skip 1%")
             return
-        check_sites(self.skip_at or SITES)
         if self.predictor == "exact":
             raise UsageError("skip leaves out silent neurons too, and predictor exact no others; leave one of them out")
 
@@ -333,12 +334,9 @@ class CompileConfig(CompileOptions):
     def __post_init__(self) -> None:
         """Check nothing: the options were checked."""
 
-    @property
-    def skipping(self) -> SkippingOptions | None:
-        """How limits of neurons are searched, None where none are."""
-        if self.skip is None:
-            return None
-        return SkippingOptions(self.skip, self.calibration, tokens=self.skip_tokens, activation=self.activation)
+    def text(self, tokens: int) -> ProfileOptions:
+        """Return the text that the steps of the compilation read, at most `tokens` of it, as profiling is told."""
+        return ProfileOptions(calibration=self.calibration, tokens=tokens, activation=self.activation)
 
     def rounding_json(self) -> dict[str, Any]:
         """Return how weights are rounded, as report.json says it."""

@@ -16,9 +16,9 @@ from picompile.errors import AccuracyError, UsageError
 from picompile.frontend.hf import load_model
 from picompile.predictors.profile.options import ProfileOptions
 from picompile.predictors.profile.run import profile_model
-from picompile.predictors.profile.windows import checkpoint_tokenizer
-from picompile.rounding import RoundingOptions, calibration_text
+from picompile.predictors.profile.windows import checkpoint_tokenizer, checkpoint_windows
 from picompile.skipping.calibration import _windows
+from picompile.skipping.options import SENSITIVITY_TOKENS
 from test_prediction import held_out, write_predictors
 
 __all__ = ["held_out"]
@@ -130,11 +130,10 @@ def test_what_was_calibrated_on_is_not_read(tmp_path: Path, search: bool) -> Non
     found = _held_out(BUNDLED_MODEL, None, config)
     assert found.source == f"the end of {text}"
     if search:
-        assert config.skipping is not None
-        learning, measuring, _ = _windows(BUNDLED_MODEL, config.skipping)
+        learning, measuring, _ = _windows(BUNDLED_MODEL, config.text(config.skip_tokens + SENSITIVITY_TOKENS))
         read = [*learning, *measuring]
     else:
-        read = [calibration_text(BUNDLED_MODEL, RoundingOptions((text,))).calibration.flatten().tolist()]
+        read = [checkpoint_windows(BUNDLED_MODEL, config.text(config.rounding_tokens)).calibration.flatten().tolist()]
     decode = checkpoint_tokenizer(BUNDLED_MODEL, 4096).decode
     calibrated_on = {line for window in read for line in decode(window).split("\n")[1:-1]}
     assert len(calibrated_on) > 1000

@@ -27,9 +27,10 @@ from picompile.accuracy.distances import join_tokens, measure_tokens
 from picompile.choices import base_format, parse_bits
 from picompile.frontend.captured import Captured
 from picompile.frontend.hf import load_model
+from picompile.predictors.profile.options import ProfileOptions
 from picompile.predictors.profile.windows import held_out_windows
 from picompile.progress import NoProgress
-from picompile.rounding import RoundingOptions, checkpoint_formats, round_checkpoint
+from picompile.rounding import checkpoint_formats, round_checkpoint
 from picompile.streaming import stream_windows
 from picompile_passes.formats import FORMATS
 from picompile_passes.graph.materialize import WeightSource
@@ -82,7 +83,7 @@ class Bench:
 
     def ours(self, quant: str, *, calibrated: bool) -> Row:
         """Quantize as `compile` does."""
-        options, tensors = RoundingOptions(tokens=self.rounding_tokens), {}
+        options, tensors = ProfileOptions(tokens=self.rounding_tokens), {}
         predicted = InsertPredictors()(canonicalize(self.captured.graph_module)).graph_module
         if parse_bits(quant) is not None:
             tensors = checkpoint_formats(

@@ -20,9 +20,9 @@ from picompile.frontend.tokenizer_files import TokenizerFiles
 from picompile.placement.plan import Plan
 from picompile.predictors.accuracy import first_windows
 from picompile.predictors.predictor_set import HeldOut, PredictorSet, find_held_out
-from picompile.predictors.profile.options import ProfileOptions
 from picompile.predictors.profile.windows import checkpoint_windows
 from picompile.progress import Progress
+from picompile.skipping.options import SENSITIVITY_TOKENS
 from picompile_passes.formats import FORMATS
 from picompile_passes.passes.canonicalize import canonical_form
 
@@ -91,11 +91,10 @@ def _held_out(checkpoint: Path, predictors: PredictorSet | None, config: Compile
     learned = list[int]()
     if config.calibrates or is_budget(config.quant):
         learned.append(config.rounding_tokens)
-    if config.skipping is not None:
-        learned.append(config.skipping.text_tokens)
+    if config.skip is not None:
+        learned.append(config.skip_tokens + SENSITIVITY_TOKENS)
     if learned and (predictors is None or predictors.profile is None):
-        options = ProfileOptions(calibration=config.calibration, tokens=max(learned), activation=config.activation)
-        text = checkpoint_windows(checkpoint, options)
+        text = checkpoint_windows(checkpoint, config.text(max(learned)))
         return HeldOut(text.held_out.tolist(), text.held_out_source)
     return predictors.held_out if predictors is not None else find_held_out(checkpoint, config)
 

@@ -14,9 +14,10 @@ from picompile.errors import UsageError
 from picompile.frontend.captured import Captured
 from picompile.predictors.predictor_set import PredictorSet
 from picompile.progress import Progress
-from picompile.rounding import RoundingOptions, checkpoint_formats, round_checkpoint
+from picompile.rounding import checkpoint_formats, round_checkpoint
 from picompile.skipping.calibration import checkpoint_limits
 from picompile.skipping.limits import skipping_sites
+from picompile.skipping.options import SENSITIVITY_TOKENS
 from picompile_passes.formats import head_format
 from picompile_passes.graph.materialize import WeightSource
 from picompile_passes.passes.canonicalize import CANONICALIZE
@@ -47,7 +48,7 @@ def choose_limits(
         UsageError: the text cannot be used, the model is a module in memory, or nothing of it can be skipped.
         UnsupportedModelError: the model's logits are not finite numbers.
     """
-    if config.skipping is None:
+    if config.skip is None:
         return config, captured
     if checkpoint is None:
         raise UsageError("skip needs a model folder, whose tokenizer reads text; leave it out")
@@ -57,7 +58,8 @@ def choose_limits(
     graph_module = run_passes(replace(captured, graph_module=canonical), insert, progress, verify=config.verify)
     weights = _weights_of(captured, predictors)
     folder = _work(config, scratch) / "skipping"
-    found = checkpoint_limits(checkpoint, graph_module, weights, folder, config.skipping, progress)
+    text = config.text(config.skip_tokens + SENSITIVITY_TOKENS)
+    found = checkpoint_limits(checkpoint, graph_module, weights, folder, text, config.skip, progress)
     limited = replace(captured, weights=found.limits.weights(captured.weights))
     return replace(config, limits=found), limited
 
@@ -90,7 +92,13 @@ def choose_formats(
     weights = _weights_of(captured, predictors)
     folder = _work(config, scratch) / "bits"
     chosen = checkpoint_formats(
-        checkpoint, graph_module, weights, folder, _rounding_options(config), parse_bits(config.quant), progress
+        checkpoint,
+        graph_module,
+        weights,
+        folder,
+        config.text(config.rounding_tokens),
+        parse_bits(config.quant),
+        progress,
     )
     return replace(config, tensors=chosen.formats, bits_per_weight=chosen.bits_per_weight, loss_nats=chosen.loss_nats)
 
@@ -135,11 +143,8 @@ def round_weights(
     graph_module = run_passes(captured, passes, progress, verify=config.verify)
     weights = _weights_of(captured, predictors)
     folder = _work(config, scratch) / "rounding"
-    return round_checkpoint(checkpoint, graph_module, weights, folder, _rounding_options(config), progress).onto(base)
-
-
-def _rounding_options(config: CompileConfig) -> RoundingOptions:
-    return RoundingOptions(config.calibration, config.rounding_tokens, activation=config.activation)
+    text = config.text(config.rounding_tokens)
+    return round_checkpoint(checkpoint, graph_module, weights, folder, text, progress).onto(base)
 
 
 def _weights_of(captured: Captured, predictors: PredictorSet | None) -> WeightSource:

@@ -7,16 +7,13 @@ The format of each matrix may be chosen for a budget of bits: `losses.py` measur
 spends the bits. `calibration.py` does all of this for one compilation.
 """
 
-from picompile.rounding.calibration import calibration_text, checkpoint_formats, round_checkpoint
-from picompile.rounding.options import RoundingOptions
+from picompile.rounding.calibration import checkpoint_formats, round_checkpoint
 from picompile.rounding.run import round_model
 from picompile.rounding.store import RoundedWeights, RoundingDirectory
 
 __all__ = [
     "RoundedWeights",
     "RoundingDirectory",
-    "RoundingOptions",
-    "calibration_text",
     "checkpoint_formats",
     "round_checkpoint",
     "round_model",

@@ -10,27 +10,14 @@ from picompile.output import reserve
 from picompile.output.place import require_disk_space
 from picompile.predictors.measured_inputs import inputs_sha256
 from picompile.predictors.profile.options import ProfileOptions
-from picompile.predictors.profile.windows import TextWindows, checkpoint_windows
+from picompile.predictors.profile.windows import checkpoint_windows
 from picompile.progress import Progress
 from picompile.rounding.budget import ChosenFormats, chosen_formats, fit_budget, fit_loss
 from picompile.rounding.losses import measure_losses, read_losses, write_losses
-from picompile.rounding.options import RoundingOptions
 from picompile.rounding.run import round_model
 from picompile.rounding.store import RoundedWeights, RoundingDirectory
 from picompile_passes.formats import FORMATS
 from picompile_passes.graph.materialize import WeightSource
-
-
-def calibration_text(checkpoint: Path, options: RoundingOptions) -> TextWindows:
-    """Return the windows of tokens that weights are rounded for.
-
-    Raises:
-        UsageError: the texts cannot be read or are too short, or the model has no tokenizer.
-    """
-    wanted = ProfileOptions(
-        calibration=options.calibration, tokens=options.tokens, seed=options.seed, activation=options.activation
-    )
-    return checkpoint_windows(checkpoint, wanted)
 
 
 def round_checkpoint(
@@ -38,7 +25,7 @@ def round_checkpoint(
     graph_module: GraphModule,
     weights: WeightSource,
     folder: Path,
-    options: RoundingOptions,
+    options: ProfileOptions,
     progress: Progress,
 ) -> RoundedWeights:
     """Round the matrices of a model; return a source that has them.
@@ -48,7 +35,7 @@ def round_checkpoint(
         graph_module: its quantized graph, with predictors where it has any, and not partitioned.
         weights: the values of its parameters and of its predictors.
         folder: where the result is kept. A complete one of the same inputs is read, and an unfinished one gone on with.
-        options: what to round for.
+        options: the text to round for, as profiling is told.
         progress: is told of each step.
 
     Raises:
@@ -56,7 +43,7 @@ def round_checkpoint(
         UnsupportedModelError: the model's values are not finite numbers.
         DoesNotFitError: the disk is too small.
     """
-    text = calibration_text(checkpoint, options)
+    text = checkpoint_windows(checkpoint, options)
     mark = fingerprint(checkpoint, options.activation)
     inputs = inputs_sha256(graph_module, weights, mark, text.sha256)
     with reserve(folder.resolve(), overwrite=True, parents=True):
@@ -66,7 +53,7 @@ def round_checkpoint(
         return round_model(graph_module, weights, text.calibration.tolist(), directory, progress)
 
 
-def _require_disk(checkpoint: Path, folder: Path, options: RoundingOptions, tokens: int) -> None:
+def _require_disk(checkpoint: Path, folder: Path, options: ProfileOptions, tokens: int) -> None:
     """Raise `DoesNotFitError` where the disk of `folder` cannot hold the rounded matrices and the states of windows."""
     facts = open_checkpoint(checkpoint, options.activation).facts
     # The live values of all tokens in float32, old and new.
@@ -86,7 +73,7 @@ def checkpoint_formats(
     graph_module: GraphModule,
     weights: WeightSource,
     folder: Path,
-    options: RoundingOptions,
+    options: ProfileOptions,
     bits: float | None,
     progress: Progress,
 ) -> ChosenFormats:
@@ -97,14 +84,14 @@ def checkpoint_formats(
         graph_module: its predicted graph.
         weights: the values of its parameters and of its predictors.
         folder: keeps the losses that were measured. Those of the same inputs are read.
-        options: the text to measure on.
+        options: the text to measure on, as profiling is told.
         bits: the budget, in bits a weight on average; None takes as few as lose 0.01 nats together.
         progress: is told of each step.
 
     Raises:
         UsageError: the text cannot be used, or another process is at work in `folder`.
     """
-    text = calibration_text(checkpoint, options)
+    text = checkpoint_windows(checkpoint, options)
     windows = text.calibration[:, :_LOSS_WINDOW].tolist()[:_LOSS_WINDOWS]
     mark = fingerprint(checkpoint, options.activation)
     inputs = inputs_sha256(graph_module, weights, mark, str(windows))

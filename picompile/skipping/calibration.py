@@ -9,7 +9,7 @@ Sensitivities and perplexity are measured on different windows of the text.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from picompile.predictors.profile.options import ProfileOptions
 from picompile.predictors.profile.windows import checkpoint_windows
 from picompile.progress import Progress
 from picompile.skipping.limits import no_limits
-from picompile.skipping.options import SkippingOptions
+from picompile.skipping.options import SENSITIVITY_TOKENS
 from picompile.skipping.search import FoundLimits, Rise, SkippingSearch
 from picompile.skipping.sensitivities import measure_sensitivities
 from picompile_passes.graph.materialize import WeightSource
@@ -38,7 +38,8 @@ def checkpoint_limits(
     graph_module: GraphModule,
     weights: WeightSource,
     folder: Path,
-    options: SkippingOptions,
+    options: ProfileOptions,
+    bound: float,
     progress: Progress,
 ) -> FoundLimits:
     """Find the limits of a model.
@@ -48,7 +49,8 @@ def checkpoint_limits(
         graph_module: its predicted graph, with limits, and not quantized.
         weights: the values of its parameters and of its predictors.
         folder: keeps what was measured. What was measured of the same inputs is read.
-        options: how far, and on which text.
+        options: the text to measure on, as profiling is told.
+        bound: the share by which skipping may raise the perplexity of the text.
         progress: is told of each step.
 
     Raises:
@@ -57,7 +59,7 @@ def checkpoint_limits(
     """
     learning, measuring, text_mark = _windows(checkpoint, options)
     # What was measured for one bound serves for every other.
-    mark = f"{fingerprint(checkpoint, options.activation)} {text_mark} {replace(options, bound=1.0)}"
+    mark = f"{fingerprint(checkpoint, options.activation)} {text_mark} {options.seed}"
     # The limits are not known yet.
     inputs = inputs_sha256(graph_module, no_limits(graph_module).weights(weights), mark)
     with reserve(folder.resolve(), overwrite=True, parents=True):
@@ -74,7 +76,7 @@ def checkpoint_limits(
             weights=weights,
             sensitivities=sensitivities,
             windows=measuring,
-            bound=options.bound,
+            bound=bound,
             progress=progress,
             tried=_tried(notes),
             save=lambda tried: write_json(
@@ -92,20 +94,14 @@ def _tried(notes: Mapping[str, Any]) -> dict[int, Rise]:
         return {}
 
 
-def _windows(checkpoint: Path, options: SkippingOptions) -> tuple[list[list[int]], list[list[int]], str]:
+def _windows(checkpoint: Path, options: ProfileOptions) -> tuple[list[list[int]], list[list[int]], str]:
     """Return the windows for sensitivities, those for perplexity, and a hash of the text."""
-    wanted = ProfileOptions(
-        calibration=options.calibration,
-        tokens=options.text_tokens,
-        seed=options.seed,
-        activation=options.activation,
-    )
-    text = checkpoint_windows(checkpoint, wanted)
+    text = checkpoint_windows(checkpoint, options)
     count, size = text.calibration.shape
     if count < 2 or size < 2:
         raise UsageError(f"limits need a text of at least 2 windows of {size} tokens; give a longer one")
     # The windows are drawn at random, since those of one file follow each other.
     order = torch.randperm(count, generator=torch.Generator().manual_seed(options.seed))
     rows: list[list[int]] = text.calibration[order].tolist()
-    learning = max(1, min(count - 1, options.sensitivity_tokens // size))
+    learning = max(1, min(count - 1, SENSITIVITY_TOKENS // size))
     return rows[:learning], rows[learning:], text.sha256

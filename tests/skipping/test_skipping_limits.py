@@ -11,7 +11,6 @@ from picompile.errors import UnsupportedModelError, UsageError
 from picompile.progress import NoProgress
 from picompile.skipping import sensitivities
 from picompile.skipping.limits import limits_at, no_limits, saved_weights, skipping_sites
-from picompile.skipping.options import SkippingOptions
 from picompile.skipping.search import Rise, SkippingSearch
 from picompile.skipping.sensitivities import measure_sensitivities
 from picompile.streaming import new_states, run_segment, split_layers, streamed_perplexity
@@ -89,12 +88,6 @@ def test_places_that_a_model_has(
             assert not is_gated or saved[str(limits["gate_limits"].target)] == 2 * hidden
     with pytest.raises(UsageError, match="nothing of this model can be skipped at gate"):
         skipping_sites(canonical("opt-pre-norm"), ("gate",))
-
-
-def test_options_that_make_no_sense() -> None:
-    for wrong in ({"bound": 0.0}, {"bound": math.nan}, {"bound": math.inf}, {"tokens": 1}, {"sensitivity_tokens": 0}):
-        with pytest.raises(UsageError):
-            SkippingOptions(**{"bound": 0.01, **wrong})
 
 
 _TOKEN, _DRAWS = 7, 400
