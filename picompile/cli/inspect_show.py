@@ -265,7 +265,7 @@ def _ffn_text(parts: Mapping[str, Mapping[str, int]]) -> str:
 def _plan_text(plan: Mapping[str, Any]) -> str:
     """Return the target, budget and speed of the plan that split the blocks, even if the report is damaged."""
     try:
-        budget, speed = size(plan["gpu_budget_bytes"]), tokens(plan["tokens_per_s"]).strip()
+        budget, speed = size(plan["accelerator_budget_bytes"]), tokens(plan["tokens_per_s"]).strip()
         return f"for {plan['target']}, {budget} of its GPU memory: {speed} tokens/s predicted, not measured"
     except (KeyError, TypeError, ValueError):
         return "cannot be read"

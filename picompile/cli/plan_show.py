@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 WORTH = 1.1
 
 _MOST_ROWS = 14
-_HEADINGS = {"gpu": "GPU", "host": "host"}
+_HEADINGS = {"accelerator": "GPU", "host": "host"}
 _BASELINES = {"layers-first": "dense, by layers", "host": "dense, on the CPU"}
 _KINDS = ("attention", "kv cache", "predictors", "hot neurons", "cold neurons", "output head", "embedding", "tables")
 _ORDER = {what: place for place, what in enumerate(_KINDS)}
-_LIMITS = {"attention": "attention", "gpu": "GPU", "host": "CPU", "exchange": "transfer"}
+_LIMITS = {"attention": "attention", "accelerator": "GPU", "host": "CPU", "exchange": "transfer"}
 
 _NOTES = (
     "hot: of the layer's neurons, on the GPU; computed: of them, for a token;",
@@ -95,7 +95,7 @@ def _worth(plan: "Plan", prompt: "PromptEstimate | None" = None) -> Iterator[str
         if name in plan.baselines:
             gain = plan.tokens_per_s / plan.baselines[name]
             yield f"{tokens(plan.baselines[name])} tokens/s {title}: the plan is {gain:.2f} times as fast"
-        elif name == "host" or plan.gpu_budget_bytes:
+        elif name == "host" or plan.accelerator_budget_bytes:
             yield f"{'-':>6} {title}: does not fit"
     yield f"Is it worth it here? {verdict(plan, prompt)}"
 
@@ -116,7 +116,7 @@ def verdict(plan: "Plan", prompt: "PromptEstimate | None" = None) -> str:
         speed = "as fast as the plan" if gain > 1 / WORTH else f"faster{way}"
         return f"No: dense inference is {speed}.{fits}"
     text = f"Yes: {gain:.2f} times as fast as dense inference."
-    if plan.gpu_budget_bytes and not plan.taken_bytes("gpu"):
+    if plan.accelerator_budget_bytes and not plan.taken_bytes("accelerator"):
         return f"{text}\nBut without the GPU, which would cost more than it saves: nothing is put on it."
     return f"{text}{fits}"
 
@@ -126,7 +126,7 @@ def dense_fits_gpu(plan: "Plan") -> bool:
     counted = [row for row in plan.memory if row.what not in ("predictors", "embedding", "staging")]
     # GPU and host each have these, so they are counted twice.
     twice = [row for row in counted if row.what in ("workspace", "tables")]
-    needed = sum(row.bytes for row in counted) - sum(row.bytes for row in twice if row.device == "gpu")
+    needed = sum(row.bytes for row in counted) - sum(row.bytes for row in twice if row.device == "accelerator")
     return needed <= plan.machine.gpu_bytes
 
 
@@ -138,7 +138,7 @@ def tokens(per_s: float) -> str:
 def _memory_table(plan: "Plan") -> "Table":
     from rich.table import Table
 
-    devices = [device for device in ("gpu", "host") if device == "host" or plan.gpu_budget_bytes]
+    devices = [device for device in _HEADINGS if device == "host" or plan.accelerator_budget_bytes]
     table = Table("memory", box=None, pad_edge=False)
     for device in devices:
         table.add_column(_HEADINGS[device], justify="right", min_width=10)

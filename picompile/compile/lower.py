@@ -62,10 +62,10 @@ def _placement(plan: Plan | None, layers: int) -> Placement:
     if plan is None:
         return Placement.all_of(layers)
     return Placement(
-        attention=frozenset(each.layer for each in plan.layers if each.attention == "gpu"),
-        caches=frozenset(each.layer for each in plan.layers if each.kv_cache == "gpu"),
-        predictors=frozenset(each.layer for each in plan.layers if each.predictor == "gpu"),
-        head=plan.head == "gpu",
+        attention=frozenset(each.layer for each in plan.layers if each.attention == "accelerator"),
+        caches=frozenset(each.layer for each in plan.layers if each.kv_cache == "accelerator"),
+        predictors=frozenset(each.layer for each in plan.layers if each.predictor == "accelerator"),
+        head=plan.head == "accelerator",
     )
 
 

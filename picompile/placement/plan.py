@@ -12,17 +12,20 @@ from picompile.placement.problem import PlacementTask, StagePlace, fixed_bytes, 
 from picompile.placement.times import PartPlaces
 
 FORMAT = "picompile-plan"
-SCHEMA = 4
+SCHEMA = 5
+
+DEVICES = ("accelerator", "host")
+LIMITS = ("attention", *DEVICES, "exchange")
 
 
 def device_name(on_accelerator: bool) -> str:
     """Return the name that plans have for the accelerator or the host."""
-    return "gpu" if on_accelerator else "host"
+    return DEVICES[0] if on_accelerator else DEVICES[1]
 
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """The bytes of one kind (`what`) on a `device`, gpu or host."""
+    """The bytes of one kind (`what`) on a `device`, accelerator or host."""
 
     device: str
     what: str
@@ -33,12 +36,12 @@ class MemoryRow:
 class PlanLayer:
     """The placement of one layer.
 
-    `attention`, `kv_cache` and `predictor` say where these are: gpu or host. `predictor` is none if the layer has no
-    predictor with weights of its own. `computed` is the mean number of neurons computed for a token, `hot_computed` of
-    them on the GPU. The seconds are predicted for a token; `total_s` is the whole layer's. `limit` names the part that
-    takes most of it: attention, gpu, host or exchange. `predict_hidden_s` of the prediction are made while the layer
-    before waits for the host, and are not in `total_s`. `hot` has the numbers of the neurons on the GPU, None in a plan
-    that is made from a curve and not from a model's neurons.
+    `attention`, `kv_cache` and `predictor` say where these are: accelerator or host. `predictor` is none if the layer
+    has no predictor with weights of its own. `computed` is the mean number of neurons computed for a token,
+    `hot_computed` of them on the accelerator. The seconds are predicted for a token; `total_s` is the whole layer's.
+    `limit` names the part that takes most of it, one of `LIMITS`. `predict_hidden_s` of the prediction are made while
+    the layer before waits for the host, and are not in `total_s`. `hot` has the numbers of the hot neurons, None in a
+    plan that is made from a curve and not from a model's neurons.
     """
 
     layer: int
@@ -65,7 +68,7 @@ class PlanLayer:
 class Plan:
     """The placement of a model on a machine.
 
-    The budgets are the memory that may be taken of GPU and host; the share `margin` of each is left free, and `machine`
+    The budgets are the memory that may be taken of both; the share `margin` of each is left free, and `machine`
     has what remains. `tokens` is the number of tokens in the cache for which the speed is predicted. `token_s` is the
     time of one step, which gives `sequences` tokens. `gap` is how much less any placement could cost by the same
     objective, as a share. `baselines` has the tokens/s of dense inference on the same machine, by name: `layers-first`
@@ -83,7 +86,7 @@ class Plan:
     tokens: int
     target: str
     machine: Machine
-    gpu_budget_bytes: int
+    accelerator_budget_bytes: int
     host_budget_bytes: int
     margin: float
     objective: str
@@ -106,11 +109,11 @@ class Plan:
 
     def budget_bytes(self, device: str) -> int:
         """Return the bytes that may be taken of a device, its margin included."""
-        return self.gpu_budget_bytes if device == "gpu" else self.host_budget_bytes
+        return self.accelerator_budget_bytes if device == "accelerator" else self.host_budget_bytes
 
     def capacity_bytes(self, device: str) -> int:
         """Return the bytes that may be filled: the budget less its margin."""
-        return self.machine.gpu_bytes if device == "gpu" else self.machine.host_bytes
+        return self.machine.gpu_bytes if device == "accelerator" else self.machine.host_bytes
 
     def bytes_by_kind(self) -> dict[str, dict[str, int]]:
         """Return the bytes of each kind, by device."""
@@ -141,7 +144,7 @@ def check_budgets(plan: Plan) -> None:
     each side needs besides layers. The rest is what the solver may fill, as constraints of the placement problem. If
     nothing fits, `policies.infeasible_placement_error` is raised before there is a plan.
     """
-    for device in ("gpu", "host"):
+    for device in DEVICES:
         taken_bytes, limit_bytes = plan.taken_bytes(device), plan.capacity_bytes(device)
         if taken_bytes > limit_bytes:
             raise SolverError(f"the placement takes {taken_bytes} bytes of the {device}'s memory, of {limit_bytes}")
@@ -162,16 +165,16 @@ def memory_account(
         ):
             taken[device_name(on_accelerator), what] += size
             left[0 if on_accelerator else 1] -= size
-        taken["gpu", "hot neurons"] += left[0] + moved
+        taken["accelerator", "hot neurons"] += left[0] + moved
         taken["host", "cold neurons"] += left[1] - moved
     taken[device_name(wheres[-1].attention_on_accelerator), "output head"] += model.head_bytes
     taken["host", "embedding"] += model.embedding_bytes
     for device in {device for (device, _), size in taken.items() if size}:
         taken[device, "workspace"] += model.workspace_bytes
         taken[device, "tables"] += model.table_bytes
-        if device == "gpu":
+        if device == "accelerator":
             taken[device, "staging"] += model.staging_bytes
-    if taken["gpu", "staging"] and taken["host", "kv cache"]:
-        for device in ("gpu", "host"):
+    if taken["accelerator", "staging"] and taken["host", "kv cache"]:
+        for device in DEVICES:
             taken[device, "staging"] += model.lent_bytes
     return tuple(MemoryRow(device, what, size) for (device, what), size in sorted(taken.items()) if size)

@@ -10,13 +10,10 @@ from picompile.errors import SolverError, UsageError
 from picompile.output import writing_file
 from picompile.placement.goal import OBJECTIVES
 from picompile.placement.machine import Machine
-from picompile.placement.plan import FORMAT, SCHEMA, MemoryRow, Plan, PlanLayer, check_budgets
+from picompile.placement.plan import DEVICES, FORMAT, LIMITS, SCHEMA, MemoryRow, Plan, PlanLayer, check_budgets
 from picompile.predictors.description import adding_advice, check_schema, choice, layer_number, number, read_object
 from picompile_passes.formats import FORMATS
 from picompile_runtime.artifact.fields import Fields
-
-DEVICES = ("gpu", "host")
-LIMITS = ("attention", "gpu", "host", "exchange")
 
 _WHAT = "a plan of picompile plan"
 _ADVICE = "plan again"
@@ -69,7 +66,7 @@ def plan_of(content: Fields) -> Plan:
         tokens=content.integer("tokens", 0, context),
         target=content.text("target"),
         machine=_machine(content.object("machine")),
-        gpu_budget_bytes=content.integer("gpu_budget_bytes", 0, _MOST_BYTES),
+        accelerator_budget_bytes=content.integer("accelerator_budget_bytes", 0, _MOST_BYTES),
         host_budget_bytes=content.integer("host_budget_bytes", 0, _MOST_BYTES),
         margin=number(content, "margin", 0, 1),
         objective=choice(content, "objective", OBJECTIVES),

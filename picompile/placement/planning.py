@@ -104,7 +104,7 @@ def plan_of_places(
         tokens=task.tokens,
         target=options.target,
         machine=task.machine,
-        gpu_budget_bytes=options.machine.gpu_bytes,
+        accelerator_budget_bytes=options.machine.gpu_bytes,
         host_budget_bytes=options.machine.host_bytes,
         margin=options.margin,
         objective=options.objective,
@@ -185,7 +185,7 @@ def _limit(seconds: Mapping[str, float], predict_hidden_s: float) -> str:
     """Return the part that takes most of a layer's time; of hot and cold neurons only the slower side counts."""
     shares = {
         "attention": seconds["attention_s"] + seconds["kv_cache_s"] + seconds["predict_s"] - predict_hidden_s,
-        "gpu": seconds["hot_s"] if seconds["hot_s"] >= seconds["cold_s"] else 0.0,
+        "accelerator": seconds["hot_s"] if seconds["hot_s"] >= seconds["cold_s"] else 0.0,
         "host": seconds["cold_s"] if seconds["cold_s"] > seconds["hot_s"] else 0.0,
         "exchange": seconds["exchange_s"],
     }

@@ -61,7 +61,7 @@ class PromptEstimate:
 
 def unknown_about_prompts(plan: Plan, target: Target) -> str:
     """Return why the time of a prompt cannot be predicted, an empty text if it can."""
-    if not plan.taken_bytes("gpu"):
+    if not plan.taken_bytes("accelerator"):
         return "prompts would be read on the host, whose speed at them is not known"
     return "" if target.tensor_flops_per_s else f"the speed of the tensor cores of target {target.name} is not known"
 

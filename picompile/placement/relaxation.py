@@ -73,7 +73,7 @@ class Kind(NamedTuple):
 
 
 # All choices that have the stream on the accelerator, whatever their own kind.
-ON_ACCELERATOR = Kind("on gpu", True, True)
+ON_ACCELERATOR = Kind("on accelerator", True, True)
 
 Limits = Mapping[Kind, Limit]
 

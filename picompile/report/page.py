@@ -136,7 +136,7 @@ def _plan(plan: Plan) -> dict[str, str]:
         "on the GPU": numbers.percent(hot_shares(plan)[0]),
         "predicted tokens/s": numbers.rate(plan.tokens_per_s),
         "against layers-first": gain_text(plan, "layers-first"),
-        "GPU memory": taken_text(plan, "gpu"),
+        "GPU memory": taken_text(plan, "accelerator"),
         "host memory": taken_text(plan, "host"),
     }
 

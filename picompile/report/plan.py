@@ -100,7 +100,7 @@ _WORDS = (
 )
 _LIMITS = {
     "attention": "attention, cache and predictor",
-    "gpu": "hot neurons",
+    "accelerator": "hot neurons",
     "host": "cold neurons",
     "exchange": "transfer",
 }
@@ -179,7 +179,7 @@ def _plan_facts(plan: Plan) -> list[tuple[str, str]]:
     hot, computed = map(numbers.percent, hot_shares(plan))
     return [
         ("target", plan.target),
-        *((DEVICES[device], _device_text(plan, device)) for device in ("gpu", "host")),
+        *((title, _device_text(plan, device)) for device, title in DEVICES.items()),
         (
             "link",
             f"{numbers.size(plan.machine.pcie_bytes_per_s)}/s, a transfer {numbers.seconds(plan.machine.sync_s)}",
@@ -200,8 +200,8 @@ def _device_text(plan: Plan, device: str) -> str:
     if device not in devices_of(plan):
         return "none"
     machine = plan.machine
-    speed = machine.gpu_bytes_per_s if device == "gpu" else machine.host_bytes_per_s
-    share = machine.gpu_efficiency if device == "gpu" else machine.host_efficiency
+    speed = machine.gpu_bytes_per_s if device == "accelerator" else machine.host_bytes_per_s
+    share = machine.gpu_efficiency if device == "accelerator" else machine.host_efficiency
     budget, reads = numbers.size(plan.budget_bytes(device)), numbers.percent(share, 0)
     return f"budget {budget}, {numbers.size(speed)}/s, of which kernels reach {reads}"
 

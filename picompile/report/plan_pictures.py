@@ -21,7 +21,7 @@ PARTS = {
 }
 """The parts of a layer's time → (name, colour)."""
 
-DEVICES = {"gpu": "GPU", "host": "host"}
+DEVICES = {"accelerator": "GPU", "host": "host"}
 
 _KINDS = {
     "hot neurons": ("hot neurons", SERIES[1]),
@@ -175,7 +175,7 @@ def _time_description(plan: Plan) -> str:
 
 def devices_of(plan: Plan) -> list[str]:
     """Return the devices that have a budget, or that something lies on."""
-    return [device for device in ("gpu", "host") if plan.budget_bytes(device) or plan.taken_bytes(device)]
+    return [device for device in DEVICES if plan.budget_bytes(device) or plan.taken_bytes(device)]
 
 
 def memory_picture(name: str, plan: Plan) -> PagePicture:

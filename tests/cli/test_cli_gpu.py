@@ -83,17 +83,19 @@ def test_nothing_is_profiled_if_the_model_fits_the_gpu(
     ended = cli("compile", tiny_model, "-o", tmp_path / "artifact", *FOR_4090, "--vram-budget", "80%")
     assert (ended.code, ended.err) == (0, "")
     plan = json.loads((tmp_path / "artifact" / "report.json").read_text())["plan"]
-    assert plan["gpu_budget_bytes"] == int(24 * 2**30 * 0.96 * 0.8)
+    assert plan["accelerator_budget_bytes"] == int(24 * 2**30 * 0.96 * 0.8)
     assert plan["predictor"] == "exact"
     assert plan["firing"] == "no profile, every neuron counted as firing"
     for layer in plan["layers"]:
-        assert (layer["hot_neurons"], layer["attention"], layer["kv_cache"]) == (200, "gpu", "gpu")
+        assert (layer["hot_neurons"], layer["attention"], layer["kv_cache"]) == (200, "accelerator", "accelerator")
     facts = json.loads(cli("inspect", tmp_path / "artifact", "--json").out)
     assert set(facts["parts"]) == {"hot"}
     # All but the embedding is on the device.
     memory, used = facts["accelerator"]["memory_bytes"], 300 * 192
     assert (memory["host"]["weights"], memory["host"]["kv_cache"]) == (used, 0)
-    assert memory["accelerator"]["weights"] <= sum(row["bytes"] for row in plan["memory"] if row["device"] == "gpu")
+    assert memory["accelerator"]["weights"] <= sum(
+        row["bytes"] for row in plan["memory"] if row["device"] == "accelerator"
+    )
 
 
 @pytest.mark.slow("compiles a model for a GPU")

@@ -86,9 +86,9 @@ def test_json_is_the_plan(cli: Cli, tmp_path: Path) -> None:
     assert plan == json.loads(output.read_text())
     assert (plan["context"], plan["tokens"], plan["sequences"], plan["quant"]) == (37, 7, 3, "f16")
     assert (plan["fingerprint"], plan["firing"]) == (None, "the curve 10%")
-    assert plan["gpu_budget_bytes"] == int(24 * 2**30 * 0.96)
+    assert plan["accelerator_budget_bytes"] == int(24 * 2**30 * 0.96)
     assert plan["host_budget_bytes"] == 64 * 2**30
-    assert plan["machine"]["gpu_bytes"] == int(plan["gpu_budget_bytes"] * 0.95)
+    assert plan["machine"]["gpu_bytes"] == int(plan["accelerator_budget_bytes"] * 0.95)
     assert_refused(cli("plan", *CURVE, *words, "--quant", "q8"), 2, "give --overwrite")
     assert json.loads(output.read_text()) == plan
     assert cli("plan", *CURVE, *words, "--quant", "q8", "--overwrite").code == 0
@@ -100,7 +100,7 @@ def test_options_reach_the_plan(cli: Cli, tiny_model: Path) -> None:
     plan = _plan(cli, tiny_model, "--firing", "10%:30%", "--target", "3090", "--vram-budget", "50%", *words)
     assert plan["host_budget_bytes"] == plan["machine"]["host_bytes"] == 3 * 10**9
     assert plan["machine"]["host_bytes_per_s"] == 7e9
-    assert plan["gpu_budget_bytes"] == plan["machine"]["gpu_bytes"] == int(24 * 2**30 * 0.96) // 2
+    assert plan["accelerator_budget_bytes"] == plan["machine"]["gpu_bytes"] == int(24 * 2**30 * 0.96) // 2
     assert (plan["objective"], plan["margin"], plan["model"]) == ("impact", 0.0, "tiny-model")
     assert plan["fingerprint"] is not None
     assert all(layer["hot"] is None for layer in plan["layers"])
@@ -201,7 +201,7 @@ SAME = "No: dense inference is as fast as the plan."
 
 def test_the_verdict_on_a_plan(curve_plan: Plan) -> None:
     host = [("host", "cold neurons", 900), ("host", "embedding", 5000), ("host", "tables", 50)]
-    gpu = [("gpu", "attention", 50), ("gpu", "tables", 50), ("gpu", "predictors", 70)]
+    gpu = [("accelerator", "attention", 50), ("accelerator", "tables", 50), ("accelerator", "predictors", 70)]
     for rows, dense, gpu_bytes, says in (
         ([*host, *gpu], {}, 949, "Yes: dense, the model does not fit this machine."),
         ([*host, *gpu], {"host": 2.0}, 949, f"Yes: 5.00 {DENSE}"),

@@ -19,7 +19,10 @@ def random_plan(seed: int, layers: int = 5, **changes: Any) -> Plan:
     random = np.random.default_rng(seed)
     rows = tuple(random_layer(random, number, split=number < max(1, layers - 2)) for number in range(layers))
     memory = (
-        *(MemoryRow("gpu", what, int(random.integers(1e8, 5e9))) for what in ("attention", "hot neurons", "workspace")),
+        *(
+            MemoryRow("accelerator", what, int(random.integers(1e8, 5e9)))
+            for what in ("attention", "hot neurons", "workspace")
+        ),
         *(MemoryRow("host", what, int(random.integers(1e8, 9e9))) for what in ("attention", "cold neurons", "tables")),
     )
     plan = Plan(
@@ -33,13 +36,13 @@ def random_plan(seed: int, layers: int = 5, **changes: Any) -> Plan:
         tokens=1024,
         target="4090",
         machine=Machine(int(GPU_BYTES * (1 - MARGIN)), 1.008e12, int(HOST_BYTES * (1 - MARGIN)), 6.7e10, 3.15e10, 1e-5),
-        gpu_budget_bytes=GPU_BYTES,
+        accelerator_budget_bytes=GPU_BYTES,
         host_budget_bytes=HOST_BYTES,
         margin=MARGIN,
         objective="latency",
         firing="the curve some",
         layers=rows,
-        head="gpu",
+        head="accelerator",
         head_s=3e-4,
         switch_s=2e-5,
         memory=memory,
@@ -55,7 +58,7 @@ def random_layer(random: np.random.Generator, number: int, *, split: bool) -> Pl
     neurons = int(random.integers(100, 9999))
     hot = int(random.integers(1, neurons)) if split else 0
     computed = float(random.uniform(0.05, 0.3) * neurons)
-    side = "gpu" if split else "host"
+    side = "accelerator" if split else "host"
     names = ("attention_s", "kv_cache_s", "predict_s", "hot_s", "cold_s", "exchange_s")
     seconds = {name: float(random.uniform(5e-5, 5e-4)) for name in names}
     if not split:

@@ -81,7 +81,7 @@ def test_a_plan_says_what_is_hidden(seed: int) -> None:
         if layer.predict_hidden_s:
             assert task.model.layers[number].predicts_early
             before = plan.layers[number - 1]
-            assert layer.attention == layer.predictor == before.attention == "gpu"
+            assert layer.attention == layer.predictor == before.attention == "accelerator"
             assert layer.predict_hidden_s <= before.cold_s - before.hot_s
     sides = ["host", *(layer.attention for layer in plan.layers), plan.head, "host"]
     switches = sum(one != other for one, other in pairwise(sides))

@@ -41,7 +41,7 @@ def test_every_byte_is_in_the_memory_table_and_within_the_budgets(seed: int, mar
     except DoesNotFitError:
         return
     check_budgets(plan)
-    assert taken(plan, "gpu") <= task.machine.gpu_bytes * (1 - margin)
+    assert taken(plan, "accelerator") <= task.machine.gpu_bytes * (1 - margin)
     assert taken(plan, "host") <= task.machine.host_bytes * (1 - margin)
     weights, slack = model.embedding_bytes + model.head_bytes, 0
     for layer in model.layers:
@@ -50,10 +50,10 @@ def test_every_byte_is_in_the_memory_table_and_within_the_budgets(seed: int, mar
         slack += 64 * (layer.neuron_bytes + layer.number_bytes) + layer.neurons * layer.number_bytes + 2 * 192
     devices = {row.device for row in plan.memory}
     weights += len(devices) * (model.workspace_bytes + model.table_bytes)
-    weights += model.staging_bytes if "gpu" in devices else 0
-    lends = "gpu" in devices and any(layer.kv_cache == "host" for layer in plan.layers)
+    weights += model.staging_bytes if "accelerator" in devices else 0
+    lends = "accelerator" in devices and any(layer.kv_cache == "host" for layer in plan.layers)
     weights += 2 * model.lent_bytes if lends else 0
-    assert weights <= taken(plan, "gpu") + taken(plan, "host") <= weights + slack
+    assert weights <= taken(plan, "accelerator") + taken(plan, "host") <= weights + slack
 
 
 @pytest.mark.slow("plans many random models")
@@ -125,7 +125,7 @@ def test_no_plan_takes_more_than_its_budgets() -> None:
     task = random_task(7)
     plan = make_plan(task.model, task.firing, options_of(task, 0.0))
     check_budgets(plan)
-    for device, field in (("gpu", "gpu_bytes"), ("host", "host_bytes")):
+    for device, field in (("accelerator", "gpu_bytes"), ("host", "host_bytes")):
         if plan.taken_bytes(device):
             short = replace(plan.machine, **{field: plan.taken_bytes(device) - 1})
             with pytest.raises(SolverError, match=f"bytes of the {device}'s memory"):

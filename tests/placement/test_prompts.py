@@ -56,7 +56,7 @@ def test_both_sides_are_counted(model: ModelBytes) -> None:
     plan = plan_for(model, 8 * GIB)
     found = prompt_estimate(model, plan, TARGET, 1100, 512)
     layers = list(zip(plan.layers, model.layers, strict=True))
-    assert {placed.attention for placed, _ in layers} == {"gpu"}
+    assert {placed.attention for placed, _ in layers} == {"accelerator"}
     cold = sum((placed.neurons - placed.hot_neurons) * layer.neuron_bytes for placed, layer in layers)
     assert (found.chunks, found.copied_bytes) == (3, cold)
     assert found.copy_s == pytest.approx(3 * cold / (plan.machine.pcie_bytes_per_s * PCIE_EFFICIENCY))
@@ -104,10 +104,10 @@ def test_what_comes_from_the_host_is_what_the_program_copies() -> None:
     plan = plan_for(model, GIB)
     placed = [
         replace(plan.layers[0], attention="host", kv_cache="host", hot_neurons=0),
-        replace(plan.layers[1], attention="gpu", kv_cache="host", hot_neurons=64),
+        replace(plan.layers[1], attention="accelerator", kv_cache="host", hot_neurons=64),
         replace(plan.layers[2], attention="host", kv_cache="host", hot_neurons=128),
     ]
-    plan = replace(plan, layers=tuple(placed), memory=(MemoryRow("gpu", "hot neurons", 1),))
+    plan = replace(plan, layers=tuple(placed), memory=(MemoryRow("accelerator", "hot neurons", 1),))
     hot = {layer.layer: range(layer.hot_neurons) for layer in placed}
     passes = (*CANONICALIZE, InsertPredictors("exact"), Partition(hot), Quantize("q4"))
     placement = Placement(frozenset({1}), frozenset(), frozenset(), head=True)
@@ -132,9 +132,9 @@ def test_memory_is_kept_for_caches_that_are_lent(model: ModelBytes) -> None:
         plan = plan_for(model, gpu_bytes)
         staging = {row.device: row.bytes for row in plan.memory if row.what == "staging"}
         caches = {layer.kv_cache for layer in plan.layers}
-        assert ("host" in caches and bool(plan.taken_bytes("gpu"))) == lends
+        assert ("host" in caches and bool(plan.taken_bytes("accelerator"))) == lends
         gpu = model.staging_bytes + (model.lent_bytes if lends else 0) if gpu_bytes else 0
-        assert (staging.get("gpu", 0), staging.get("host", 0)) == (gpu, model.lent_bytes if lends else 0)
+        assert (staging.get("accelerator", 0), staging.get("host", 0)) == (gpu, model.lent_bytes if lends else 0)
     # For each chunk, what comes before it as well.
     of_position = (
         sum(layer.kv_cache == "host" for layer in plan.layers) * model.layers[0].kv_cache_bytes / model.context
@@ -149,10 +149,10 @@ def test_a_gpu_too_small_for_copies_of_caches_is_left_out(model: ModelBytes) -> 
     needed = (model.staging_bytes + model.workspace_bytes + model.table_bytes) / 0.95
     for share in (0.1, 0.5, 0.9):
         plan = plan_for(model, int(needed + share * model.lent_bytes))
-        assert not plan.taken_bytes("gpu")
+        assert not plan.taken_bytes("accelerator")
         assert "staging" not in {row.what for row in plan.memory}
     small = plan_for(model, int(needed + 40 * model.lent_bytes))
-    assert {layer.kv_cache for layer in small.layers} == {"host"} and small.taken_bytes("gpu")
+    assert {layer.kv_cache for layer in small.layers} == {"host"} and small.taken_bytes("accelerator")
 
 
 def test_a_host_that_can_hold_everything_needs_no_room_for_what_it_would_lend(model: ModelBytes) -> None:
@@ -160,7 +160,7 @@ def test_a_host_that_can_hold_everything_needs_no_room_for_what_it_would_lend(mo
     whole, needed = plan_for(model, 0).taken_bytes("host"), model.staging_bytes + model.workspace_bytes
     gpu_bytes = int((needed + model.table_bytes + 1.2 * model.lent_bytes) / 0.95)
     plan = plan_for(model, gpu_bytes, int((whole + 0.1 * model.lent_bytes) / 0.95))
-    assert not plan.taken_bytes("gpu") and plan.taken_bytes("host") == whole
+    assert not plan.taken_bytes("accelerator") and plan.taken_bytes("host") == whole
     with pytest.raises(DoesNotFitError) as caught:
         plan_for(model, gpu_bytes, int((whole - 0.5 * model.lent_bytes) / 0.95))
     named = re.search(r"--host-memory (\d+)MiB", str(caught.value))

@@ -119,7 +119,7 @@ def test_the_solution_is_the_best_of_all_but_for_the_gap(
 
 def test_a_stage_waits_for_nobody_unless_the_next_predicts_early() -> None:
     """The saving is had where the next stage predicts early, even if that stage alone is dearer so."""
-    before = Choice("gpu", 1, 0, np.asarray([5.0]), early_costs=np.asarray([2.0]))
+    before = Choice("accelerator", 1, 0, np.asarray([5.0]), early_costs=np.asarray([2.0]))
     late, early = Choice("late", 0, 1, np.asarray([1.0])), Choice("early", 1, 0, np.asarray([3.0]), predicts_early=True)
     stages = PlacementStage((before,)), PlacementStage((late, early))
     for capacity, choice, cost in ((2, 1, 5.0), (1, 0, 6.0)):
@@ -153,7 +153,7 @@ def test_capacities_count_to_the_byte() -> None:
     groups, size = 40, int(rng.integers(10**6, 2 * 10**6))
     costs = np.linspace(1, 0.1, groups + 1) ** 2
     stages = tuple(
-        PlacementStage((Choice("gpu", 7 * 10**8 + stage, groups * size, costs),), size) for stage in range(9)
+        PlacementStage((Choice("accelerator", 7 * 10**8 + stage, groups * size, costs),), size) for stage in range(9)
     )
     whole = 9 * (7 * 10**8 + groups * size) + 36
     assert whole == evaluate(PlacementProblem(stages, 0, 0), [StagePlace(0, groups)] * 9).gpu_bytes

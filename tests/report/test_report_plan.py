@@ -83,7 +83,7 @@ def test_the_time_picture_shows_the_plans_times(layers: int) -> None:
         layer = plan.layers[int(found[1])]
         assert seconds(found[4]) == pytest.approx(getattr(layer, PARTS[found[2]]), rel=6e-3)
         assert seconds(found[5]) == pytest.approx(layer.total_s, rel=6e-3)
-        assert found[3] in ({"gpu": "GPU", "host": "host"}[layer.attention], None)
+        assert found[3] in ({"accelerator": "GPU", "host": "host"}[layer.attention], None)
         bars[layer.layer, found[2]] = bottom - top
     times = {(layer.layer, part): getattr(layer, name) for layer in plan.layers for part, name in PARTS.items()}
     expected = {key: time_s for key, time_s in times.items() if time_s}
@@ -113,11 +113,11 @@ def test_the_split_picture_shows_the_plans_shares() -> None:
 def test_the_memory_picture_shows_the_plans_memory() -> None:
     plan = random_plan(5)
     expected = {(row.device, row.what): float(row.bytes) for row in plan.memory}
-    expected |= {("gpu", "limit"): (1 - MARGIN) * GPU_BYTES, ("host", "limit"): (1 - MARGIN) * HOST_BYTES}
-    names = {"workspace, tables": {"gpu": "workspace", "host": "tables"}}
+    expected |= {("accelerator", "limit"): (1 - MARGIN) * GPU_BYTES, ("host", "limit"): (1 - MARGIN) * HOST_BYTES}
+    names = {"workspace, tables": {"accelerator": "workspace", "host": "tables"}}
     found = {}
     for text in hovers(str(memory_picture("m", plan).svg)):
-        device, what = text.lower().split(": ")
+        device, what = text.lower().replace("gpu", "accelerator").split(": ")
         match = re.fullmatch(r"(.*?) ?([\d.]+) ([mg]b)( may be taken)?", what)
         assert match, text
         kind = "limit" if match[4] else names.get(match[1], {}).get(device, match[1])
@@ -150,7 +150,7 @@ def test_nothing_on_the_gpu(tmp_path: Path) -> None:
     on_host = tuple(replace(random_plan(12, 3).layers[2], layer=number) for number in range(3))
     machine = replace(plan.machine, gpu_bytes=0)
     memory = tuple(row for row in plan.memory if row.device == "host")
-    changes: dict[str, Any] = {"layers": on_host, "machine": machine, "memory": memory, "gpu_budget_bytes": 0}
+    changes: dict[str, Any] = {"layers": on_host, "machine": machine, "memory": memory, "accelerator_budget_bytes": 0}
     page = Page(page_of(tmp_path, replace(plan, head="host", gap=0.0, baselines={"host": 1.0}, **changes)))
     assert page.of("h4") == ["Where a token's time goes", "What it takes of the memory"]
     assert "none" in page.of("dd")
@@ -164,7 +164,7 @@ EVIL = "</title></svg><script>alert(1)</script>&<b>'$a_1$"
 
 
 def test_names_of_a_plan_are_escaped(tmp_path: Path) -> None:
-    rows = (MemoryRow("gpu", EVIL, 10**9), MemoryRow("gpu", "中\x01" + "x" * 99, 10**8))
+    rows = (MemoryRow("accelerator", EVIL, 10**9), MemoryRow("accelerator", "中\x01" + "x" * 99, 10**8))
     names = dict.fromkeys(("model", "target", "firing", "quant", "predictor"), EVIL)
     html = page_of(tmp_path, random_plan(15, memory=rows, baselines={EVIL: 1.0}, **names))
     assert "<script" not in html
