@@ -28,7 +28,7 @@ def import_predictors_command(
     """Import predictors that others have trained, from PowerInfer's files.
 
     SOURCE is taken to be hostile: its header is checked first, and another
-    process with limits on memory and time reads the rest.
+    process with limits on memory and time reads pickles.
 
     \b
     Examples:

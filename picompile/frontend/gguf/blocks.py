@@ -1,5 +1,8 @@
 """The blocks of GGML's tensor types: unpacked to numbers, or repacked as rows of ours without rounding again."""
 
+import math
+import mmap
+import warnings
 from collections.abc import Iterator
 
 import numpy as np
@@ -7,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from picompile.frontend.gguf.header import TensorEntry
 from picompile.frontend.gguf.tensor_types import TENSOR_TYPES
 from picompile_passes.formats import FORMATS, GROUP
 
@@ -35,6 +39,22 @@ def row_bytes(type_name: str, columns: int) -> int:
     """Return the bytes of a row of `columns` numbers."""
     elements, size_bytes = _BLOCKS[type_name]
     return columns // elements * size_bytes
+
+
+def read_tensor(data: mmap.mmap, entry: TensorEntry) -> Tensor:
+    """Return a tensor of the mapped file `data` in the file's shape; it must not be written to."""
+    if entry.type in PLAIN:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # memory that must not be written to
+            flat = torch.frombuffer(data, dtype=PLAIN[entry.type], count=math.prod(entry.shape), offset=entry.offset)
+        return flat.view(entry.shape)
+    return unpack(read_blocks(data, entry), entry.type, entry.shape[-1]).view(entry.shape)
+
+
+def read_blocks(data: mmap.mmap, entry: TensorEntry) -> Bytes:
+    """Return the bytes of a tensor of the mapped file `data`, uint8 [rows, row bytes]."""
+    stored = np.frombuffer(data, np.uint8, entry.size_bytes, entry.offset)
+    return stored.reshape(-1, row_bytes(entry.type, entry.shape[-1]))
 
 
 def unpack(data: Bytes, type_name: str, columns: int) -> Tensor:

@@ -5,7 +5,6 @@ import json
 import math
 import mmap
 import re
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +21,10 @@ from picompile.frontend.gguf.blocks import (
     REPACKED,
     UNPACKED,
     pack_f16,
+    read_blocks,
+    read_tensor,
     repack,
-    row_bytes,
     scales_are_finite,
-    unpack,
 )
 from picompile.frontend.gguf.conversion import convert, processor_for, row_order
 from picompile.frontend.gguf.cursor import shown
@@ -98,12 +97,12 @@ class GgufModel:
         entries = [self.header.tensors[source] for source in tensor.sources]
         order = self._order(tensor)
         if len(entries) == 1 and order is not None:
-            values = self._values(entries[0])
+            values = read_tensor(self._data, entries[0])
             values = values if _is_sorted(order) else values[torch.from_numpy(order)]
         elif len(entries) == 1 and _is_transposed(entries[0]):
-            values = self._values(entries[0]).T.contiguous()
+            values = read_tensor(self._data, entries[0]).T.contiguous()
         else:
-            stored = {entry.name: self._values(entry) for entry in entries}
+            stored = {entry.name: read_tensor(self._data, entry) for entry in entries}
             values = convert(self._processor, self._names, name, stored)
         if values.shape != tensor.shape:
             raise UnsupportedModelError(f"{tensor.file}: {name} is {list(values.shape)}, not {list(tensor.shape)}")
@@ -129,7 +128,7 @@ class GgufModel:
         same_rows = transposed == _is_transposed(entry) and (order is not None or transposed)
         if REPACKED.get(format_name) != tensor.type or not same_rows:
             return None
-        packed = repack(self._blocks(entry), entry.type, entry.shape[1])
+        packed = repack(read_blocks(self._data, entry), entry.type, entry.shape[1])
         if packed is None:
             return None
         if not scales_are_finite(packed, format_name, entry.shape[1]):
@@ -180,22 +179,6 @@ class GgufModel:
         entry = self.header.tensors[tensor.sources[0]]
         single = len(tensor.sources) == 1 and not _is_transposed(entry)
         return row_order(self._processor, entry.name, entry.shape) if single else None
-
-    def _values(self, entry: TensorEntry) -> Tensor:
-        """Return a tensor of the file in the file's shape."""
-        if entry.type in PLAIN:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # memory that must not be written to
-                flat = torch.frombuffer(
-                    self._data, dtype=PLAIN[entry.type], count=math.prod(entry.shape), offset=entry.offset
-                )
-            return flat.view(entry.shape)
-        return unpack(self._blocks(entry), entry.type, entry.shape[-1]).view(entry.shape)
-
-    def _blocks(self, entry: TensorEntry) -> "np.ndarray[Any, np.dtype[np.uint8]]":
-        """Return the bytes of a tensor, uint8 [rows, row bytes]."""
-        data = np.frombuffer(self._data, np.uint8, entry.size_bytes, entry.offset)
-        return data.reshape(-1, row_bytes(entry.type, entry.shape[-1]))
 
     def _check_values(self, name: str, values: Tensor) -> None:
         """Refuse what `checkpoint.py` refuses of safetensors, once for each parameter."""

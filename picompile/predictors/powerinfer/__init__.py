@@ -11,6 +11,6 @@ A neuron is computed unless fc2·relu(fc1·s) < threshold (default 0), where s i
 there are no biases (llm_build_ffn_sparse in llama.cpp, ggml_compute_forward_mul_mat_sparse in ggml.c).
 
 Such files are assumed hostile. Their headers are checked here, by code that never reads past the end of a file and
-imports nothing heavy. Only then does another process read them, with limits on its memory and time; its result is a
-safetensors file.
+imports nothing heavy. Only then are tensors read: those of a GGUF file as those of a model are, and pickles by another
+process, with limits on its memory and time; its result is a safetensors file.
 """

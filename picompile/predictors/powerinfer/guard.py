@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -11,15 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from picompile.errors import DoesNotFitError, UsageError
-from picompile.frontend.gguf.header import GgufHeader
 from picompile.predictors.powerinfer.handover import DISK_FULL, REFUSAL_FILE, REFUSED, TENSORS_FILE
 from picompile.predictors.powerinfer.sources import PredictorSource
 
 _MEMORY_BYTES = 256 << 20
-_CPU_S = 10.0
 # Slow machines and slow disks included.
-_BYTES_PER_S = 10e6
-_ELEMENTS_PER_S = 20e3
+_WALL_S, _BYTES_PER_S = 70.0, 2.5e6
 # Bytes per element of the copies of one tensor at a time: float64, float32, float16, and those of the library.
 _COPIES_BYTES = 32
 _LONGEST_REFUSAL = 400
@@ -30,28 +26,19 @@ class GuardLimits:
     """Limits of the guarded process beyond what it needs to start; `of` derives them from the size of the files."""
 
     memory_bytes: int
-    cpu_s: float
     wall_s: float
     file_bytes: int
 
     @classmethod
     def of(cls, source: PredictorSource) -> "GuardLimits":
         """Return the limits for `source`."""
-        files = [*source.files.values(), *source.activations.values()]
-        sizes = [file.stat().st_size for file in files]
-        header_s = 0.0
-        if source.header is not None:
-            header_s = source.header.elements / _ELEMENTS_PER_S
-            sizes += [entry.size_bytes for parts in source.tensors.values() for entry in parts.values()]
-        mapped = sum(sizes) if source.header is None else sum(sizes) + source.header.file.stat().st_size
-        # Q4_0 has an element in 4.5 bits.
-        memory_bytes = _MEMORY_BYTES + mapped + 2 * _COPIES_BYTES * max(sizes, default=0)
-        cpu_s = _CPU_S + header_s + sum(sizes) / _BYTES_PER_S
-        return cls(memory_bytes, cpu_s, 30 + 4 * cpu_s, (1 << 20) + 8 * sum(sizes))
+        sizes = [file.stat().st_size for file in (*source.files.values(), *source.activations.values())]
+        memory_bytes = _MEMORY_BYTES + sum(sizes) + 2 * _COPIES_BYTES * max(sizes, default=0)
+        return cls(memory_bytes, _WALL_S + sum(sizes) / _BYTES_PER_S, (1 << 20) + 8 * sum(sizes))
 
 
 def read_guarded(source: PredictorSource, folder: Path, limits: GuardLimits | None = None) -> Path:
-    """Read `source` in another process, and return the safetensors file that it left in `folder`.
+    """Read the pickled files of `source` in another process, and return the safetensors file that it left in `folder`.
 
     The file has `layers.N.fc1` [r, D] and `layers.N.fc2` [F, r] as f16, and `layers.N.counts` int64 [F] for layers with
     activation statistics. Raises `UsageError`, in one line, for files that the process refuses or breaks on, and
@@ -83,19 +70,9 @@ def _request(source: PredictorSource, folder: Path, limits: GuardLimits) -> dict
         "parent": os.getpid(),
         "output": str(folder.absolute()),
         "limits": {name: value for name, value in vars(limits).items() if name != "wall_s"},
-        "gguf": None if source.header is None else _gguf_request(source, source.header),
         "files": {str(layer): str(file.absolute()) for layer, file in source.files.items()},
         "activations": {str(layer): str(file.absolute()) for layer, file in source.activations.items()},
     }
-
-
-def _gguf_request(source: PredictorSource, header: GgufHeader) -> dict[str, Any]:
-    tensors = {
-        f"layers.{layer}.{part}": (entry.name, entry.shape)
-        for layer, parts in source.tensors.items()
-        for part, entry in parts.items()
-    }
-    return {"file": str(header.file.absolute()), "magic": header.magic.decode("ascii"), "tensors": tensors}
 
 
 def _environment() -> dict[str, str]:
@@ -111,8 +88,6 @@ def _failure(path: Path, folder: Path, code: int) -> UsageError | DoesNotFitErro
     if code == REFUSED:
         with contextlib.suppress(OSError):
             return UsageError(f"{path}: {_printable((folder / REFUSAL_FILE).read_text('utf-8', 'replace'))}")
-    if code == -signal.SIGXCPU:
-        return UsageError(f"{path}: reading it took more processor time than its size explains; refused")
     last = (folder / "stderr.txt").read_bytes()[-_LONGEST_REFUSAL:].decode(errors="replace").strip().splitlines()
     said = f": {_printable(last[-1])}" if last else ""
     ended = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"

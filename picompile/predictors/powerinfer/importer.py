@@ -1,6 +1,7 @@
 """Import of PowerInfer's predictors: from a source to a predictor set that fits the model."""
 
 import math
+import mmap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +18,8 @@ from torch.fx import GraphModule
 from picompile.errors import UnsupportedModelError, UsageError
 from picompile.frontend.activation import check_activation
 from picompile.frontend.checkpoint import fingerprint
+from picompile.frontend.gguf.blocks import read_tensor
+from picompile.frontend.gguf.header import TensorEntry
 from picompile.frontend.hf import load_model
 from picompile.frontend.model_file import read_config
 from picompile.output import OutputPath, reserve
@@ -128,15 +131,14 @@ def import_predictors(
         check_by_config(source.path, source.shapes, model)
     with reserve(output, overwrite=overwrite) as place, place.scratch() as folder:
         with progress.step("read"):
-            file = read_guarded(source, folder)
-            shapes, counts = _handed_back(file)
+            shapes, counts, tensors = read_predictors(source, folder)
             check_by_config(source.path, shapes, model)
         with progress.step("check"):
             fingerprint = _check_model(source.path, shapes, counts, model, activation)
         layers = _layers(shapes, computes_above(source.threshold))
         with progress.step("write"):
             described = {"fingerprint": fingerprint, "name": model.name}
-            _write(place, layers, _tensors(file, shapes), counts, described)
+            _write(place, layers, tensors, counts, described)
     return Imported(layers, len(counts))
 
 
@@ -156,6 +158,47 @@ def computes_above(threshold: float) -> float:
     """
     below = float(np.nextafter(np.float32(threshold), np.float32(-math.inf)))
     return min(below, -_SMALLEST_STEP) if threshold == 0 else below
+
+
+def read_predictors(source: PredictorSource, folder: Path) -> tuple[Shapes, dict[int, Tensor], Mapping[str, Tensor]]:
+    """Return the shapes of predictors by layer and part, the counts by layer, and the tensors by name, read on access.
+
+    Another process reads what is pickled, and hands it over by way of `folder`. Raises as `import_predictors` does; for
+    values that are no numbers on access.
+    """
+    shapes: Shapes = source.shapes
+    counts: dict[int, Tensor] = {}
+    reads: dict[str, Callable[[], Tensor]] = {}
+    if source.files or source.activations:
+        file = read_guarded(source, folder)
+        handed_back, counts = _handed_back(file)
+        shapes = shapes or handed_back
+        reads = {tensor_name(layer, part): partial(_load, file, layer, part) for layer in shapes for part in PARTS}
+    if source.header is not None:
+        with source.header.file.open("rb") as opened:
+            data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+        reads = {
+            tensor_name(layer, part): partial(_unpack, source.path, data, entry)
+            for layer, parts in source.tensors.items()
+            for part, entry in parts.items()
+        }
+    for layer, parts in shapes.items():
+        neurons = parts["fc2"][0] if "fc2" in parts else 0
+        reads[tensor_name(layer, "bias")] = partial(torch.zeros, neurons, dtype=torch.float16)
+    return shapes, counts, TensorsOnAccess(reads)
+
+
+def _load(file: Path, layer: int, part: str) -> Tensor:
+    with safe_open(str(file), framework="pt") as handle:
+        tensor: Tensor = handle.get_tensor(tensor_name(layer, part))
+    return tensor
+
+
+def _unpack(path: Path, data: mmap.mmap, entry: TensorEntry) -> Tensor:
+    values = read_tensor(data, entry).half()
+    if not bool(values.isfinite().all()):
+        raise UsageError(f"{path}: {entry.name} holds values that are no numbers, or too large for f16")
+    return values
 
 
 def _handed_back(file: Path) -> tuple[Shapes, dict[int, Tensor]]:
@@ -207,21 +250,6 @@ def _layers(shapes: Shapes, threshold: float) -> tuple[LayerPredictor, ...]:
         parameters = rank * hidden + neurons * rank + neurons
         layers.append(LayerPredictor(layer, "learned-relu", "stream", rank, threshold, parameters, 2 * parameters))
     return tuple(layers)
-
-
-def _tensors(file: Path, shapes: Shapes) -> Mapping[str, Tensor]:
-    """Return the tensors that the guarded process wrote, read on access, and biases of zero."""
-
-    def read(name: str) -> Tensor:
-        with safe_open(str(file), framework="pt") as handle:
-            tensor: Tensor = handle.get_tensor(name)
-        return tensor
-
-    reads: dict[str, Callable[[], Tensor]] = {}
-    for layer, parts in shapes.items():
-        reads |= {name: partial(read, name) for name in (tensor_name(layer, part) for part in PARTS)}
-        reads[tensor_name(layer, "bias")] = partial(torch.zeros, parts["fc2"][0], dtype=torch.float16)
-    return TensorsOnAccess(reads)
 
 
 def _write(
