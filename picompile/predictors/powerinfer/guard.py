@@ -10,8 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from picompile.errors import DoesNotFitError, UsageError
-from picompile.predictors.powerinfer.handover import DISK_FULL, REFUSAL_FILE, REFUSED, TENSORS_FILE
 from picompile.predictors.powerinfer.sources import PredictorSource
+
+TENSORS_FILE, REFUSAL_FILE = "tensors.safetensors", "refusal.txt"
+
+# Exit codes of the process. A full disk has a code of its own, because then the reason cannot be written to a file.
+REFUSED, DISK_FULL = 1, 5
 
 _MEMORY_BYTES = 256 << 20
 # Slow machines and slow disks included.
@@ -27,14 +31,14 @@ class GuardLimits:
 
     memory_bytes: int
     wall_s: float
-    file_bytes: int
 
     @classmethod
     def of(cls, source: PredictorSource) -> "GuardLimits":
         """Return the limits for `source`."""
         sizes = [file.stat().st_size for file in (*source.files.values(), *source.activations.values())]
-        memory_bytes = _MEMORY_BYTES + sum(sizes) + 2 * _COPIES_BYTES * max(sizes, default=0)
-        return cls(memory_bytes, _WALL_S + sum(sizes) / _BYTES_PER_S, (1 << 20) + 8 * sum(sizes))
+        # The files are mapped, and all tensors are held in f16.
+        memory_bytes = _MEMORY_BYTES + 2 * sum(sizes) + 2 * _COPIES_BYTES * max(sizes, default=0)
+        return cls(memory_bytes, _WALL_S + sum(sizes) / _BYTES_PER_S)
 
 
 def read_guarded(source: PredictorSource, folder: Path, limits: GuardLimits | None = None) -> Path:
@@ -69,7 +73,7 @@ def _request(source: PredictorSource, folder: Path, limits: GuardLimits) -> dict
     return {
         "parent": os.getpid(),
         "output": str(folder.absolute()),
-        "limits": {name: value for name, value in vars(limits).items() if name != "wall_s"},
+        "memory_bytes": limits.memory_bytes,
         "files": {str(layer): str(file.absolute()) for layer, file in source.files.items()},
         "activations": {str(layer): str(file.absolute()) for layer, file in source.activations.items()},
     }
