@@ -42,7 +42,7 @@ class TrainOptions:
     """Options of training and choosing predictors.
 
     Here, `off` of the accuracy bound is None, and shares are numbers. With `ranks` and without `weighting`, predictors
-    are those of PowerInfer and Deja Vu except for their form. Neither `jobs` nor `ray` changes the result.
+    are those of PowerInfer and Deja Vu except for their form. `jobs` does not change the result.
 
     `kind` is `learned`, or `sign`, for which only the threshold is searched. `weighting` `none` counts all missed
     firings alike. `epochs` are passes over the samples, and `rounds` how often the choice may be tightened to meet the
@@ -111,12 +111,6 @@ class TrainOptions:
     bf16: bool = option(
         False,
         "Multiply in bfloat16 while predictors are fitted, which takes less time on processors that have it.",
-    )
-    ray: str | None = option(
-        None,
-        "Train on a Ray cluster; local starts one on this machine. Needs picompile[ray].",
-        metavar="ADDRESS",
-        compare=False,
     )
     seed: int = option(0, "Seed for the order of the samples.", metavar="N", least=0)
     overwrite: bool = OVERWRITE.field(False, compare=False)

@@ -27,7 +27,7 @@ from picompile.predictors.train.data import LayerData, find_blocks, layer_data, 
 from picompile.predictors.train.directory import TrainingDirectory, digest
 from picompile.predictors.train.fit import JobSettings
 from picompile.predictors.train.options import TrainOptions
-from picompile.predictors.train.workers import count_jobs, require_ray, train_locally, train_on_cluster
+from picompile.predictors.train.workers import count_jobs, train_locally
 from picompile.products import fast_products, require_bf16
 from picompile.progress import NoProgress, Progress
 from picompile.streaming import streamed_perplexity
@@ -102,8 +102,6 @@ def train_predictors(
         AccuracyError: The accuracy bound cannot be met; the error names the layers, and no predictors are written.
     """
     options, progress = options or TrainOptions(), progress or NoProgress()
-    if options.ray is not None:
-        require_ray()
     mark = fingerprint(model, options.activation)
     profile.require_model(mark)
     directory = TrainingDirectory(output)
@@ -147,8 +145,7 @@ class _TrainingRun:
         """Raise `UsageError` if predictors cannot be fitted in bfloat16."""
         if self.device == "cuda":
             raise UsageError("--bf16: predictors are fitted in bfloat16 on the CPU only; add --device cpu")
-        if self.options.ray is None:
-            require_bf16()
+        require_bf16()
 
     @cached_property
     def candidate_inputs(self) -> str:
@@ -223,8 +220,6 @@ class _TrainingRun:
         return [load_result(self.directory.layer_file(layer)) for layer in self.layers]
 
     def _trained(self, missing: list[int]) -> Iterator[LayerResult]:
-        if self.options.ray is not None:
-            return train_on_cluster(missing, self.prepare, self.directory.layer_file, self.options.ray, self.device)
         jobs = count_jobs(self.options.jobs, max(1, len(missing)), self._job_bytes())
         return train_locally(missing, self.prepare, self.directory.layer_file, jobs)
 

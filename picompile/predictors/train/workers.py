@@ -1,26 +1,20 @@
-"""Training layers as jobs: in worker processes of this machine, or on a Ray cluster."""
+"""Training layers as jobs, in worker processes of this machine."""
 
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
 
-import torch
-
-from picompile.errors import PicompileError, UsageError
-from picompile.predictors.train.candidates import LayerResult, fit_layer, load_result, run_job, save_result
+from picompile.errors import PicompileError
+from picompile.predictors.train.candidates import LayerResult, load_result, run_job
 from picompile.predictors.train.data import LayerData, save_layer_data
 from picompile.predictors.train.fit import JobSettings
-
-# Training layers in worker processes of this machine.
-
 
 # Memory of all jobs together unless --jobs sets their number: with the parent process they stay below 6 GB.
 _MOST_BYTES = 5 << 30
@@ -53,23 +47,16 @@ def train_locally(
         return path, layer_file(layer), settings
 
     with nullcontext(_run_here) if jobs == 1 else _workers(min(jobs, len(layers))) as submit:
-        for layer, done in _as_completed(layers, jobs, lambda layer: submit(*hand_over(layer))):
-            done.result()
-            layer_file(layer).with_suffix(".data").unlink()
-            yield load_result(layer_file(layer))
-
-
-def _as_completed(
-    layers: Sequence[int], most: int, submit: Callable[[int], "Future[Any]"]
-) -> "Iterator[tuple[int, Future[Any]]]":
-    """Submit a job for each layer, at most `most` at a time; yield the layers and their jobs as they end."""
-    waiting, running = list(layers), dict[Future[Any], int]()
-    while waiting or running:
-        while waiting and len(running) < most:
-            layer = waiting.pop(0)
-            running[submit(layer)] = layer
-        for done in wait(running, return_when=FIRST_COMPLETED).done:
-            yield running.pop(done), done
+        waiting, running = list(layers), dict[Future[None], int]()
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                layer = waiting.pop(0)
+                running[submit(*hand_over(layer))] = layer
+            for done in wait(running, return_when=FIRST_COMPLETED).done:
+                layer = running.pop(done)
+                done.result()
+                layer_file(layer).with_suffix(".data").unlink()
+                yield load_result(layer_file(layer))
 
 
 def _run_here(data: Path, result: Path, settings: JobSettings) -> "Future[None]":
@@ -149,64 +136,3 @@ def _available_bytes() -> float:
     except OSError:
         pass
     return float("inf")
-
-
-# Training layers on a Ray cluster: the same job as in a worker process, as a remote task.
-
-
-# Tasks submitted beyond those that the cluster can run at once, so that none of its cores waits.
-_TASKS_AHEAD = 1
-
-
-def require_ray() -> Any:
-    """Return the ray module. Raise `UsageError` if it is not installed."""
-    try:
-        import ray
-    except ImportError as error:
-        raise UsageError("--ray needs ray: pip install 'picompile[ray]'") from error
-    return ray
-
-
-def train_on_cluster(
-    layers: list[int], prepare: Prepare, layer_file: Callable[[int], Path], address: str, device: str
-) -> Iterator[LayerResult]:
-    """Train `layers` on the cluster at `address`; `local` starts one on this machine and ends it afterwards.
-
-    Data and results are sent over the network; the machines need this version of picompile, but no shared folder.
-    """
-    ray = require_ray()
-    with _connected(ray, address):
-        remote = ray.remote(num_cpus=1, num_gpus=1 if device == "cuda" else 0)(_job)
-        most = int(ray.cluster_resources().get("CPU", 1)) + _TASKS_AHEAD
-        for layer, done in _as_completed(layers, most, lambda layer: remote.remote(*prepare(layer)).future()):
-            save_result(layer_file(layer), done.result())
-            yield load_result(layer_file(layer))
-
-
-def _job(data: LayerData, settings: JobSettings) -> LayerResult:
-    torch.set_num_threads(1)
-    return fit_layer(data, settings)
-
-
-@contextmanager
-def _connected(ray: Any, address: str) -> Iterator[None]:
-    try:
-        if address == "local":
-            # The loopback address is enough on one machine, and not every network lets another one be reached.
-            ray.init(
-                address="local",
-                _node_ip_address="127.0.0.1",
-                include_dashboard=False,
-                log_to_driver=False,
-                configure_logging=False,
-                # Ray gives its workers a low priority; beside other work they would need minutes just to import torch.
-                _system_config={"worker_niceness": 0},
-            )
-        else:
-            ray.init(address=address, log_to_driver=False, configure_logging=False)
-    except (ConnectionError, ValueError, RuntimeError, OSError) as error:
-        raise UsageError(f"--ray {address}: no cluster: {' '.join(str(error).split())}") from error
-    try:
-        yield
-    finally:
-        ray.shutdown()
