@@ -21,10 +21,13 @@ from picompile.synth.graph import shape_graph
 from picompile.synth.shapes import plain_shape
 from picompile_codegen.errors import CodegenError
 from picompile_codegen.lowering.arena import align
-from picompile_codegen.lowering.function import LowerOptions
+from picompile_codegen.lowering.function import HOST, LowerOptions
 from picompile_codegen.lowering.lower import Lowered, lower
 from picompile_codegen.lowering.placement import Placement
 from picompile_codegen.lowering.program import FfnPart, LoweredProgram, ProgramCall, tensor_bytes
+from picompile_codegen.registry import BACK_ENDS
+from picompile_codegen.specs import CopyWordsSpec, KernelArgument, ReceiveSpec, RmsNormSpec, SendSpec
+from picompile_codegen.specs.arguments import ITEM_BYTES
 from picompile_passes.base import Pass
 from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.graph.layers import operator_part
@@ -38,16 +41,10 @@ from picompile_passes.pipeline import Pipeline
 from picompile_passes.predictors import predictor_kind
 from picompile_runtime.artifact import MOST_SEQUENCES
 
-_ELEMENT_BYTES = 4
-# Parameters of kernels: rows and elements of each neuron; and tables of angles and thresholds, which layers share.
-_MATRICES = ("decide_w", "neuron_w", "signs")
-_BIASES = ("gate_bias", "up_bias")
-_LIMITS = ("gate_limits", "output_limits")
-_TABLES = ("cos", "sin", "threshold", "most")
 # The field of `LayerLaunches` that calls of operators of this part count into; others count as `attention`.
 _COUNTED_AS = {"mask": "predictor", "block": "hot", "mixer": "kv_cache", "position": "kv_cache"}
 # What brings the step's inputs and the embedding is in the time of the first transfer.
-_TRANSFERS = ("inputs", "receive", "send")
+_TRANSFERS = (CopyWordsSpec.op, ReceiveSpec.op, SendSpec.op)
 
 
 def count_bytes(
@@ -173,37 +170,43 @@ def graph_bytes(
 
 
 class _Tensor(NamedTuple):
-    """A packed weight or state, and what reads it first: the part of the operator, and the parameter of its kernel.
+    """A packed weight or state, and the part of the operator that reads it first.
 
-    `owner` is a layer, `embedding`, `head` or `table`.
+    `owner` is a layer, `embedding`, `head` or `table`. `of_neurons` is the size of the rows that it has for neurons,
+    and `gates` whether those of all neurons are read.
     """
 
     size: int
-    part: str
-    parameter: str
-    owner: int | str
+    part: str = ""
+    owner: int | str = "table"
+    of_neurons: int = 0
+    gates: bool = False
 
 
 class _Tensors:
     """The tensors of a lowered program, with the parts of the model that they belong to."""
 
     def __init__(self, lowered: Lowered) -> None:
-        program, kernels = lowered.program, {kernel.name: kernel for kernel in lowered.kernels}
-        readers: dict[str, tuple[ProgramCall, str]] = {}
+        program, specs = lowered.program, {kernel.name: spec for spec, kernel in lowered.built.items()}
+        readers: dict[str, tuple[ProgramCall, KernelArgument]] = {}
         for call in program.functions["decode"]:
-            for argument, given in zip(kernels[call.kernel].arguments, call.args, strict=True):
+            for argument, given in zip(lowered.built[specs[call.kernel]].arguments, call.args, strict=True):
                 if given.space != "buffer":
-                    readers.setdefault(given.name, (call, argument.name.partition(".")[0]))
-        head = {arg.name for call in program.functions["decode"] if call.op == "head" for arg in call.args}
-        self.tied = any(call.op == "embedding" and name in head for name, (call, _) in readers.items())
+                    readers.setdefault(given.name, (call, argument))
+        head = {arg.name for call in program.functions["decode"] if _owner(call) == "head" for arg in call.args}
+        self.tied = any(_owner(call) == "embedding" and name in head for name, (call, _) in readers.items())
+        shared = {name for name, tensor in lowered.weights.tensors.items() if tensor.shared}
         self._all = []
         for name, tensor in (lowered.weights.tensors | program.state).items():
-            size, reader = tensor_bytes(tensor.dtype, tensor.shape), readers.get(name)
-            part, parameter = ("", "") if reader is None else (_part(reader[0]), reader[1])
-            if name in program.state:
-                part = "state"
-            owner = "head" if name in head else "table" if reader is None else _owner(*reader)
-            self._all.append(_Tensor(size, part, parameter, owner))
+            size = tensor_bytes(tensor.dtype, tensor.shape)
+            if name not in readers or name in shared:
+                self._all.append(_Tensor(size))
+                continue
+            call, argument = readers[name]
+            part, owner = "state" if name in program.state else _part(call), "head" if name in head else _owner(call)
+            gates = specs[call.kernel].neuron_arguments.get(argument.name.partition(".")[0])
+            of_neurons = 0 if gates is None else tensor_bytes(argument.dtype, argument.shape)
+            self._all.append(_Tensor(size, part, owner, of_neurons, bool(gates)))
 
     def bytes_of(self, owner: str) -> int:
         return sum(tensor.size for tensor in self._all if tensor.owner == owner)
@@ -211,42 +214,30 @@ class _Tensors:
     def layer(self, part: FfnPart, sequences: int, launches: LayerLaunches) -> LayerBytes:
         """Return the bytes of the layer whose block is `part`."""
         mine = [tensor for tensor in self._all if tensor.owner == part.layer]
-        rows = {each.parameter: each.size // part.neurons for each in mine if each.parameter in _MATRICES}
-        of_block = [each for each in mine if each.part == "block" or each.parameter in _MATRICES]
+        of_block = [each for each in mine if each.part == "block" or each.of_neurons]
         caches = [each for each in mine if each.part == "state"]
-        of_predictor = [each for each in mine if each.part == "mask" and each.parameter not in _MATRICES]
-        names = [each.parameter for each in of_block]
-        biases = _ELEMENT_BYTES * sum(name in _BIASES for name in names)
-        neuron_bytes = sum(rows.values()) + biases + _ELEMENT_BYTES * sum(name in _LIMITS for name in names)
-        of_gate = min(biases, _ELEMENT_BYTES) + _ELEMENT_BYTES * ("gate_limits" in names)
-        gating_bytes = {
-            "exact": rows.get("decide_w", 0) + of_gate,
-            "sign": rows.get("signs", 0),
-            "none": neuron_bytes,
-        }
+        of_predictor = [each for each in mine if each.part == "mask" and not each.of_neurons]
+        neuron_bytes = sum(each.of_neurons for each in mine) // part.neurons
         apart = sum(each.size for each in (*of_block, *of_predictor, *caches))
         return LayerBytes(
             attention_bytes=sum(each.size for each in mine) - apart,
             predictor_bytes=sum(each.size for each in of_predictor),
             neurons=part.neurons,
             neuron_bytes=neuron_bytes,
-            # A gate with limits decides as `exact` does, whatever the predictor is called.
-            gating_bytes=gating_bytes.get("exact" if "decide_w" in rows else part.predictor, 0),
+            gating_bytes=sum(each.of_neurons for each in mine if each.gates) // part.neurons,
             shared_bytes=sum(each.size for each in of_block) - part.neurons * neuron_bytes,
             kv_cache_bytes=sequences * sum(each.size for each in caches),
             launches=launches,
-            number_bytes=0 if predictor_kind(part.predictor).row_local else _ELEMENT_BYTES,
+            number_bytes=0 if predictor_kind(part.predictor).row_local else ITEM_BYTES["int32"],
         )
 
 
-def _owner(call: ProgramCall, parameter: str) -> int | str:
+def _owner(call: ProgramCall) -> int | str:
     """Return the layer that a tensor belongs to which `call` reads first, or what it belongs to outside of layers."""
-    if parameter in _TABLES:
-        return "table"
-    if call.op == "embedding":
+    if _part(call) == "embedding":
         return "embedding"
     if _mark(call, "part") == "head":
-        return "head" if call.op == "linear" else "table"
+        return "head" if _part(call) == "linear" else "table"
     return int(_mark(call, "layer") or 0)
 
 
@@ -294,19 +285,20 @@ def _launches(
 
 def _on_accelerator(graph_module: GraphModule, options: LowerOptions, sequences: int, layers: int) -> Lowered:
     """Return the graph as a GPU computes it all; where that has no kernel, as a partition of the CPU does."""
+    gpu = next(name for name in BACK_ENDS.builtin if BACK_ENDS[name].is_gpu)
     on_gpu = replace(
-        options, sequences=sequences, accelerator="cuda", placement=Placement.all_of(layers), only_decoding=True
+        options, sequences=sequences, accelerator=gpu, placement=Placement.all_of(layers), only_decoding=True
     )
     try:
         return lower(graph_module, on_gpu)
     except UnsupportedGraphError:
-        return lower(graph_module, replace(on_gpu, accelerator="cpu"))
+        return lower(graph_module, replace(on_gpu, accelerator=HOST))
 
 
 def _begins(call: ProgramCall) -> bool:
     """Return whether a call is the norm of what comes from the embedding."""
     node = call.node
-    return node is not None and call.op == "norm" and arguments(node)["x"].meta.get("part") == "embedding"
+    return node is not None and call.op == RmsNormSpec.op and arguments(node)["x"].meta.get("part") == "embedding"
 
 
 def _receives_alone(block: Node) -> tuple[int, int]:

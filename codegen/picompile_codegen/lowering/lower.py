@@ -220,7 +220,7 @@ def _prefill(nodes: Sequence[Node], last: int, shared: Shared) -> Function:
     function = _begin("prefill", shared.options.chunk, nodes, shared)
     needed = _ancestors(state_operands(nodes[last]))
     _lower_all([node for node in nodes[:last] if node in needed], function)
-    function.device = function.devices[nodes[last]]
+    function.node, function.device = nodes[last], function.devices[nodes[last]]
     lower_state(nodes[last], function)
     return function
 

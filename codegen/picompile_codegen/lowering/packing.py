@@ -35,6 +35,7 @@ class PackedTensor:
     """One tensor of the weight file: uint8 [rows, row_bytes] or float32 [length].
 
     `nodes` are the constant subgraphs that `produce` evaluates; none where it computes the tensor from other things.
+    What is `shared` is no layer's own: lowering makes it for all that need it, as tables of angles.
     """
 
     name: str
@@ -42,6 +43,7 @@ class PackedTensor:
     shape: tuple[int, ...]
     produce: Callable[[Evaluate], Tensor]
     nodes: tuple[Node, ...] = ()
+    shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -180,9 +182,7 @@ class WeightTable:
     def joined_vector(self, node: Node) -> Arg:
         """Return the whole vector that `node` was joined to."""
         part = self.parts[_parameter_name(node)]
-        return self.computed(
-            part.name, (part.length,), lambda evaluate: part.produce(evaluate).to(torch.float32), part.nodes
-        )
+        return self.computed(part.name, (part.length,), part.produce, part.nodes, shared=False)
 
     def matrix(self, operand: Node) -> PackedMatrix:
         """Add a matrix on its own, or as a part of another."""
@@ -276,12 +276,18 @@ class WeightTable:
         name = _parameter_name(node)
         if name in self.parts:
             return replace(self.joined_vector(node), shape=(length,), offset=self.parts[name].start * 4)
-        return self.computed(name, (length,), lambda evaluate: evaluate(node).to(torch.float32), (node,))
+        return self.computed(name, (length,), lambda evaluate: evaluate(node), (node,), shared=False)
 
     def computed(
-        self, name: str, shape: tuple[int, ...], produce: Callable[[Evaluate], Tensor], nodes: tuple[Node, ...] = ()
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        produce: Callable[[Evaluate], Tensor],
+        nodes: tuple[Node, ...] = (),
+        *,
+        shared: bool = True,
     ) -> Arg:
-        """Add any float32 tensor, stored flat and zero-padded to the alignment."""
+        """Add any tensor as float32, stored flat and zero-padded to the alignment."""
         count = prod(shape)
         stored = -(-count // VECTOR_MULTIPLE) * VECTOR_MULTIPLE
 
@@ -290,5 +296,5 @@ class WeightTable:
             values[:count] = produce(evaluate).reshape(-1)
             return values
 
-        self._add(PackedTensor(name, "float32", (stored,), padded, nodes))
+        self._add(PackedTensor(name, "float32", (stored,), padded, nodes, shared))
         return Arg("weight", name, "float32", shape)

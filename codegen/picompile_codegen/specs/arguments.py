@@ -152,6 +152,11 @@ class KernelSpec(ABC):
         """The arguments that a caller gives, in order: all but scratch."""
         return (STEP, *(part for each in self.declare() for part in each.parts))
 
+    @property
+    def neuron_arguments(self) -> Mapping[str, bool]:
+        """Arguments with rows for each neuron, by name: whether those of all neurons are read, whatever a mask says."""
+        return {}
+
     def bodies(self) -> Mapping[str, Callable[[Any, Any], None]]:
         """Return the bodies that the spec of a plug-in brings along, by the name of the back end.
 

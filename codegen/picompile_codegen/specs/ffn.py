@@ -1,6 +1,6 @@
 """Feed-forward blocks, and the predictors that say which of their neurons to compute."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from picompile_codegen.specs.arguments import (
@@ -127,6 +127,12 @@ class FfnSpec(KernelSpec):
         return self.gate_limits or self.output_limits
 
     @property
+    def neuron_arguments(self) -> Mapping[str, bool]:
+        """Arguments with rows for each neuron, by name: whether those of all neurons are read."""
+        gating = ("decide_w", "gate_bias" if self.gated else "up_bias", "gate_limits") if self.is_exact else ()
+        return {name: self.kind == "dense" or name in gating for name in OF_NEURONS}
+
+    @property
     def bundle_parts(self) -> int:
         """Rows of a neuron in the bundle."""
         return 2 + self.gated - self.is_exact
@@ -234,6 +240,11 @@ class PredictSignsSpec(KernelSpec):
     dim: int
     row_bytes: int
     rows: int = 1
+
+    @property
+    def neuron_arguments(self) -> Mapping[str, bool]:
+        """The signs, which are read for all neurons."""
+        return {"signs": True}
 
     @property
     def name(self) -> str:
