@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.growth import touch
-from benchmarks.gpu.llama_gguf import LlamaShape
 from benchmarks.gpu.prepared import LARGE, Writer, enlarge, has_room, prepare_gguf, prepared, work_folder
 from benchmarks.gpu.report import merged, text_of
 from benchmarks.gpu.run import Run
@@ -137,7 +136,7 @@ def _write(options: argparse.Namespace) -> None:
         print(f"memory: {touch(int(_BESIDE_SHARE * entry['weight_bytes']), _BESIDE_S)}")
     if pack["llama"] is None:
         return
-    output = prepare_gguf(LlamaShape.of(options.model, entry["shape"]), options.work)
+    output = prepare_gguf(options.pack / entry["gguf"], options.work)
     print(f"llama.cpp's file of {output.stat().st_size / 1e9:.1f} GB after {time.monotonic() - begin_s:.1f} s")
 
 

@@ -1,9 +1,8 @@
-"""Runs a llama-bench that somebody has built: llama.cpp with as many layers on the GPU as a budget holds.
+"""Runs a llama-bench that somebody has built, with as many layers on the GPU as dense layer offloading has there.
 
-The layers are counted as for picompile's dense layer offloading (`models.py`): of the budget 5 % stay free, the
-head comes first, and a layer needs its matrices and its keys and values for `context` tokens. llama.cpp takes more than
-that: buffers for what it computes, the longer cache of longer prompts, and what CUDA and cuBLAS take for themselves. So
-the rule favours llama.cpp, and a row has what the GPU's memory was found to hold, where nvidia-smi tells.
+These are counted for picompile's kernels (`split.py`). llama.cpp takes more than that: buffers for what it computes,
+and what CUDA and cuBLAS take for themselves. So the rule favours llama.cpp, and a row has what the GPU's memory was
+found to hold, where nvidia-smi tells. llama.cpp counts the head as one layer, the first to go to the GPU.
 
 Layers that do not fit are computed by the CPU. There are two ways to hold their weights:
 
@@ -22,20 +21,19 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.outputs import llama_bench_rows
 
 Result = dict[str, Any]
-WAYS: Mapping[str, Sequence[str]] = {"pinned": (), "repacked": ("--no-host", "1")}
-_WITH_PROMPTS = "pinned"
-# As picompile's: q4_0 and q4 have the same bytes.
-_SPARED_SHARE, _QUANT = 0.05, "q4"
-_POLL_S, _END_S = 0.5, 10.0
+TOKENS, _REPEATS = 32, 2
+_END_S = 10.0
 # Whoever runs this may be killed; then the system ends llama-bench too (PR_SET_PDEATHSIG), which would keep the GPU.
 _ENDS_WITH_US = (
     sys.executable,
@@ -44,126 +42,114 @@ _ENDS_WITH_US = (
 )
 # Asking more often would disturb what is measured.
 _MEMORY_EVERY_S = 5.0
+_KEPT = (
+    *("n_threads", "n_prompt", "n_gen", "n_gpu_layers", "avg_ts", "stddev_ts", "samples_ts", "backends"),
+    *("gpu_info", "cpu_info", "build_commit", "flash_attn"),
+)
 
 
 @dataclass(frozen=True)
-class BenchOptions:
-    """Options of llama-bench: prompts and decoded tokens of these lengths, with each number of threads."""
+class Way:
+    """A way to hold weights, the length of the prompt that is read so, and further options of llama-bench."""
 
-    budget_bytes: int
-    prompts: Sequence[int] = (64, 512, 1536)
-    tokens: int = 128
-    threads: Sequence[int] = (16, 8)
-    repeats: int = 2
-    context: int = 512
-    limit_s: float = 240.0
-    ways: Sequence[str] = tuple(WAYS)
+    name: str
+    prompt: int
+    options: Sequence[str] = ()
 
-    def prompts_of(self, way: str) -> Sequence[int]:
-        """The prompts that are measured in this way; llama-bench takes 0 for none."""
-        return self.prompts if way == _WITH_PROMPTS else (0,)
+
+WAYS = (Way("pinned", 512), Way("repacked", 0, ("--no-host", "1")))
+
+
+@dataclass(frozen=True)
+class BenchedModel:
+    """The program, its model's file and name, and with how many layers on the GPU and threads it runs."""
+
+    program: Path
+    file: Path
+    name: str
+    layers: int
+    threads: int
+
+    def command(self, way: Way) -> list[str]:
+        """Return the command. It prints one row a line as soon as it is known."""
+        numbers = {"-ngl": self.layers + 1, "-p": way.prompt, "-n": TOKENS, "-t": self.threads, "-r": _REPEATS}
+        counts = [text for key, value in numbers.items() for text in (key, str(value))]
+        # No mmap: pages of a file are not pinned.
+        return [str(self.program), "-m", str(self.file), *counts, "-o", "jsonl", "-lm", "none", *way.options]
 
 
 @dataclass
-class _Run:
-    """One llama-bench and what it wrote."""
+class _Ended:
+    """How a program ended: why it has no more rows, and the most of the GPU's memory that it was found to hold."""
 
-    command: list[str]
-    limit_s: float
-    rows: list[Result] = field(default_factory=list)
-    taken_bytes: int | None = None
     reason: str | None = None
+    taken_bytes: int | None = None
 
 
-def layers_that_fit(facts: Mapping[str, Any], budget_bytes: int, context: int) -> int | None:
-    """Return how many layers the GPU holds beside the head; None where the head does not fit."""
-    left = int((1 - _SPARED_SHARE) * budget_bytes) - facts["head_bytes"]
-    if left < 0:
-        return None
-    return int(min(left // (facts["layer_bytes"] + context * facts["cache_bytes"]), facts["layers"]))
+def bench(model: BenchedModel, way: Way, limit_s: float) -> Iterator[Result]:
+    """Yield rows as they come, and then one with a reason for each test that the program did not come to."""
+    tests = {(way.prompt, 0): f"pp{way.prompt}", (0, TOKENS): f"tg{TOKENS}"}
+    if not way.prompt:
+        del tests[0, 0]
+    variant, ended = f"llama.cpp {way.name}", _Ended()
+    where = f"{model.name} q4_0, {variant}, {model.layers} layers on the GPU, {model.threads} threads"
+    # Its tokens are compared with nothing.
+    facts = {"variant": variant, "is_right": None}
+    for found in _rows(model.command(way), limit_s, ended):
+        test = tests.pop((found["n_prompt"], found["n_gen"]), f"{found['n_prompt']} and {found['n_gen']}")
+        row = {"label": f"{where}, {test}", **facts, **{key: found.get(key) for key in _KEPT}, **_speed(found)}
+        yield row if ended.taken_bytes is None else {**row, "taken_bytes": ended.taken_bytes}
+    for test in tests.values():
+        yield {"label": f"{where}, {test}", **facts, "reason": ended.reason or "llama-bench has no such row"}
 
 
-def gpu_layers(facts: Mapping[str, Any], budget_bytes: int, context: int) -> int:
-    """Return the layers for -ngl: llama.cpp counts the head as one, the first to go to the GPU."""
-    layers = layers_that_fit(facts, budget_bytes, context)
-    return 0 if layers is None else layers + 1
+def _speed(found: Result) -> Result:
+    """Return the median of a row. A library of CUDA that does not load is no error to llama.cpp: the CPU computes."""
+    if not found.get("gpu_info"):
+        return {"reason": f"llama.cpp found no GPU: {found.get('backends')}"}
+    median = statistics.median(found.get("samples_ts") or [found["avg_ts"]])
+    return {"prompts": {str(found["n_prompt"]): median}} if found["n_gen"] == 0 else {"tokens_per_s": median}
 
 
-def bench(program: Path, model: Path, facts: Mapping[str, Any], options: BenchOptions) -> Iterator[list[Result]]:
-    """All rows, again and again, more of them known each time."""
-    done: list[Result] = []
-    for way in options.ways:
-        run = _Run(_command(program, model, facts, options, way), options.limit_s)
-        for _ in _measure(run):
-            yield done + [_measured(row, way, facts, options, run) for row in run.rows]
-        done += [_measured(row, way, facts, options, run) for row in run.rows]
-        done += _missing(run, way, facts, options)
-        yield done
-
-
-def _command(program: Path, model: Path, facts: Mapping[str, Any], options: BenchOptions, way: str) -> list[str]:
-    numbers = {
-        "-ngl": [gpu_layers(facts, options.budget_bytes, options.context)], "-p": options.prompts_of(way),
-        "-n": [options.tokens], "-t": options.threads, "-r": [options.repeats],
-    }  # fmt: skip
-    counts = [text for key, values in numbers.items() for text in (key, ",".join(map(str, values)))]
-    # One row a line as soon as it is known, and no mmap: pages of a file are not pinned.
-    return [str(program), "-m", str(model), *counts, "-o", "jsonl", "-lm", "none", *WAYS[way]]
-
-
-def _measure(run: _Run) -> Iterator[None]:
-    """Fills `run`; yields at each new row. Whatever happens to the program, `run` says it."""
-    folders = [os.path.dirname(run.command[0]), *_cuda_folders(), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
-    environment = {**os.environ, "LD_LIBRARY_PATH": ":".join(folders)}
+def _rows(command: Sequence[str], limit_s: float, ended: _Ended) -> Iterator[Result]:
+    """Yield the rows that a program prints, as they come; `ended` then says how it ended, whatever happened."""
+    folders = [os.path.dirname(command[0]), *_cuda_folders(), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
+    environment, end_s = {**os.environ, "LD_LIBRARY_PATH": ":".join(folders)}, time.monotonic() + limit_s
     before = _memory_bytes()
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+    with (
+        tempfile.TemporaryFile("w+") as err,
+        subprocess.Popen(
+            [*_ENDS_WITH_US, *command], stdout=subprocess.PIPE, stderr=err, env=environment, text=True,
+            start_new_session=True,
+        ) as process,
+    ):  # fmt: skip
+        threading.Thread(target=_watch, args=(process, end_s, before, ended), daemon=True).start()
         try:
-            command = [*_ENDS_WITH_US, *run.command]
-            process = subprocess.Popen(command, stdout=out, stderr=err, env=environment, start_new_session=True)
-        except OSError as error:
-            run.reason = f"{run.command[0]}: {error.strerror}"
-            return
-        try:
-            for _ in _ends(process, time.monotonic() + run.limit_s, _watch(run, before)):
-                known = len(run.rows)
-                run.rows = _parsed(out)
-                if len(run.rows) > known:
-                    yield
+            for line in process.stdout or ():
+                yield from llama_bench_rows(line)
+            code = process.wait()
         finally:
-            is_late = process.poll() is None
             _end(process)
-        run.rows = _parsed(out)
-        run.reason = f"ended after {run.limit_s:.0f} s" if is_late else _reason(process.returncode, err)
+        ended.reason = f"ended after {limit_s:.0f} s" if time.monotonic() >= end_s else _reason(code, err)
 
 
-def _ends(process: subprocess.Popen[Any], deadline_s: float, watch: Callable[[], None]) -> Iterator[None]:
-    """Yields now and then until the process has ended, or the time is over."""
-    next_s = time.monotonic() + _MEMORY_EVERY_S
-    while time.monotonic() < deadline_s:
-        try:
-            process.wait(min(_POLL_S, max(0.0, deadline_s - time.monotonic())))
+def _watch(process: "subprocess.Popen[str]", end_s: float, before: int | None, ended: _Ended) -> None:
+    """Note now and then what the GPU's memory holds, and end the process when its time is over."""
+    while (left_s := end_s - time.monotonic()) > 0:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(min(_MEMORY_EVERY_S, left_s))
             return
-        except subprocess.TimeoutExpired:
-            yield
-        if time.monotonic() > next_s:
-            watch()
-            next_s = time.monotonic() + _MEMORY_EVERY_S
-
-
-def _end(process: subprocess.Popen[Any]) -> None:
-    """Ends the process with all that it has started."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait(_END_S)
-
-
-def _watch(run: _Run, before: int | None) -> Callable[[], None]:
-    def watch() -> None:
         now = _memory_bytes()
         if now is not None and before is not None:
-            run.taken_bytes = max(run.taken_bytes or 0, now - before)
+            ended.taken_bytes = max(ended.taken_bytes or 0, now - before)
+    _end(process)
 
-    return watch
+
+def _end(process: "subprocess.Popen[str]") -> None:
+    """Ends the process with all that it has started."""
+    if process.poll() is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _memory_bytes() -> int | None:
@@ -174,12 +160,6 @@ def _memory_bytes() -> int | None:
         return int(text.split()[0]) * 2**20
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return None
-
-
-def _parsed(out: Any) -> list[Result]:
-    """The rows that are whole."""
-    out.seek(0)
-    return llama_bench_rows(out.read())
 
 
 def _cuda_folders() -> Iterator[str]:
@@ -196,52 +176,3 @@ def _reason(code: int, err: Any) -> str | None:
     lines = [line.strip() for line in err.read().splitlines() if line.strip()]
     said = next((line for line in lines if "error" in line.lower()), lines[-1] if lines else "")
     return f"ended with {code}" + (f": {said}" if said else "")
-
-
-def _facts(way: str, facts: Mapping[str, Any], options: BenchOptions) -> Result:
-    layers = layers_that_fit(facts, options.budget_bytes, options.context)
-    return {
-        "model": facts["name"], "quant": _QUANT, "variant": f"llama.cpp {way}", "hot": 0,
-        "budget": options.budget_bytes / facts["dense_bytes"], "dense_bytes": facts["dense_bytes"],
-        # Its tokens are compared with nothing.
-        "resident_layers": layers or 0, "is_right": None,
-    }  # fmt: skip
-
-
-def _label(facts: Result, test: str, threads: int) -> str:
-    return (
-        f"{facts['model']} q4_0, {facts['variant']}, {facts['resident_layers']} layers on the GPU, "
-        f"{threads} threads, {test}"
-    )
-
-
-def _measured(found: Result, way: str, facts: Mapping[str, Any], options: BenchOptions, run: _Run) -> Result:
-    """A row of llama-bench as one of benchmarks.gpu's."""
-    of_row, is_prompt = _facts(way, facts, options), found["n_gen"] == 0
-    test = f"pp{found['n_prompt']}" if is_prompt else f"tg{found['n_gen']}"
-    samples = found.get("samples_ts") or [found["avg_ts"]]
-    kept = ("n_threads", "n_prompt", "n_gen", "n_gpu_layers", "avg_ts", "stddev_ts", "samples_ts", "backends")
-    median = statistics.median(samples)
-    speed = {"prompts": {str(found["n_prompt"]): median}} if is_prompt else {"tokens_per_s": median}
-    # A library of CUDA that does not load is no error to llama.cpp: it then computes everything on the CPU.
-    is_asked = gpu_layers(facts, options.budget_bytes, options.context) > 0
-    without = {"reason": f"llama.cpp found no GPU: {found.get('backends')}"}
-    row = {
-        "label": _label(of_row, test, found["n_threads"]), **of_row,
-        **(without if is_asked and not found.get("gpu_info") else speed),
-        **{key: found.get(key) for key in (*kept, "gpu_info", "cpu_info", "build_commit", "flash_attn")},
-    }  # fmt: skip
-    return row if run.taken_bytes is None else {**row, "taken_bytes": run.taken_bytes}
-
-
-def _missing(run: _Run, way: str, facts: Mapping[str, Any], options: BenchOptions) -> Iterator[Result]:
-    """A row for each test that the program did not come to."""
-    known = {(row["n_threads"], row["n_prompt"], row["n_gen"]) for row in run.rows}
-    tests = [(count, 0, f"pp{count}") for count in options.prompts_of(way) if count]
-    tests += [(0, options.tokens, f"tg{options.tokens}")] if options.tokens else []
-    of_row = _facts(way, facts, options)
-    for threads in options.threads:
-        for prompt, tokens, test in tests:
-            if (threads, prompt, tokens) not in known:
-                reason = run.reason or "llama-bench has no such row"
-                yield {"label": _label(of_row, test, threads), **of_row, "reason": reason}

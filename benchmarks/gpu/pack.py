@@ -22,6 +22,7 @@ from benchmarks import ROOT
 from benchmarks.gpu.cases import pack_kernels, small_cases, speed_cases
 from benchmarks.gpu.models import ModelOptions, pack_model
 from benchmarks.gpu.pack_bundled import BundledOptions, pack_bundled
+from benchmarks.gpu.pack_gguf import pack_gguf
 from benchmarks.gpu.prepared import LLAMA_PROGRAM
 from benchmarks.gpu.sources import SCHEMA, commit, sources_digest, tracked_bytes
 from benchmarks.gpu.split import Planned
@@ -126,20 +127,21 @@ def pack_program(program: Path, output: Path) -> str:
 
 
 def _models(text: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    name, _, quant = text.partition(":")
-    shape = find_shape(name)
+    given, _, quant = text.partition(":")
+    shape = find_shape(given)
     if shape.activation != "relu" or shape.config["model_type"] != "llama":
-        sys.exit(f"{name}: only the shapes of Llama with ReLU are measured")
+        sys.exit(f"{given}: only the shapes of Llama with ReLU are measured")
     # Predictors of 6 % of the parameters at most, and ranks that are read in whole cache lines.
-    rank, planned = max(32, shape.hidden // 8 // 32 * 32), PLANNED.get(name)
+    rank, planned = max(32, shape.hidden // 8 // 32 * 32), PLANNED.get(given)
     isas = tuple(options.isas)
     settings = ModelOptions(quant or "q4", options.budget, rank, options.context, options.sm, isas, planned)
     variants = list(VARIANTS)
     if planned is not None:
         variants += [f"{variant}_{planned.target}" for variant in ("hybrid", "layers_dense")]
+    name = None if options.llama is None else pack_gguf(shape, options.output)
     for variant in variants:
         _say(f"{shape.name} {quant}: {variant}")
-        yield pack_model(shape, settings, variant, options.output)
+        yield pack_model(shape, settings, variant, options.output) | {"gguf": name}
 
 
 def checks(options: argparse.Namespace) -> Iterator[dict[str, Any]]:

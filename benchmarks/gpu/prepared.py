@@ -22,8 +22,6 @@ from typing import Any
 
 from benchmarks import environment
 from benchmarks.gpu import MODULE
-from benchmarks.gpu.growth import Growth
-from benchmarks.gpu.llama_gguf import LlamaShape, facts_of, write_gguf
 from picompile_runtime.artifact.manifest import WEIGHTS
 
 _LOCK, _KEY = "lock", "prepared.sha256"
@@ -135,7 +133,7 @@ class Writer:
     def start(self, entry: dict[str, Any], active: float, with_gguf: bool) -> None:
         """Write the weights of one variant of a model, and then a file for llama.cpp, unless they are there."""
         work = self._options.work
-        made = [work / LARGE / _KEY, *([facts_of(work / GGUF)] if with_gguf else [])]
+        made = [work / LARGE / _KEY, *([work / GGUF] if with_gguf else [])]
         if self._is_at_work() or all(path.exists() for path in made):
             return
         asked = ["--model", entry["model"], "--quant", entry["quant"], "--variant", entry["variant"]]
@@ -163,10 +161,12 @@ class Writer:
         return f"{MODULE}\0write" in command
 
 
-def prepare_gguf(shape: LlamaShape, folder: Path) -> Path:
+def prepare_gguf(archive: Path, folder: Path) -> Path:
     """Write a file for llama.cpp unless it is there, or wait for another process that does; return its path."""
+    from benchmarks.gpu.weights import write_gguf
+
     output = folder / GGUF
     with _locked(folder / f"{GGUF}.{_LOCK}"):
-        if not facts_of(output).exists():
-            write_gguf(shape, 0, output, Growth().before)
+        if not output.exists():
+            write_gguf(archive, output)
     return output

@@ -239,13 +239,14 @@ def _with_shares(unit: Unit, shares: Sequence[float]) -> Unit:
 
 
 def _llama(pack: Result) -> list[Unit]:
-    """llama.cpp with the same memory as the hybrid engine that was planned."""
-    entry = _entry(pack, PLANNED)
-    if entry is None or pack["llama"] is None:
+    """llama.cpp with the memory of the hybrid engine that was planned, and dense offloading's layers in it."""
+    entry, dense = _entry(pack, PLANNED), _entry(pack, "layers_dense_4090")
+    if entry is None or dense is None or pack["llama"] is None:
         return []
-    content = {key: entry[key] for key in ("model", "shape", "budget")} | {"file": pack["llama"], "threads": threads()}
+    content = {"file": pack["llama"], "gguf": entry["gguf"], "model": entry["model"], "threads": threads()}
+    content["layers"] = dense["resident_layers"]
     facts = {key: entry[key] for key in ("model", "quant", "budget", "dense_bytes")}
-    facts |= {"label": "llama.cpp", "variant": "llama.cpp", "hot": 0}
+    facts |= {"label": "llama.cpp", "variant": "llama.cpp", "hot": 0, "resident_layers": dense["resident_layers"]}
     return [Unit("llama", "models", content, facts, _REST_S)]
 
 

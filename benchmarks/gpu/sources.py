@@ -10,7 +10,7 @@ from benchmarks import ROOT
 # The version of the files of packs and results.
 SCHEMA = 4
 _FOLDERS = ("picompile", "passes", "codegen", "runtime", "benchmarks/gpu")
-_SHARED = ("benchmarks/__init__.py", "benchmarks/outputs.py")
+_SHARED = ("benchmarks/__init__.py", "benchmarks/outputs.py", "benchmarks/peers/gguf.py")
 _SUFFIXES = frozenset({".py", ".c", ".h", ".cuh"})
 
 

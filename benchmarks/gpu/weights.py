@@ -1,4 +1,4 @@
-"""Makes an artifact of a pack whole: its weights, from a seed, and their entry in the manifest.
+"""Makes artifacts and GGUF files of a pack whole: their weights, from a seed, and their entry in the manifest.
 
 Nothing is trained, and the text means nothing. What fires is made so that a wanted share of the neurons is computed for
 each token, other ones for another token:
@@ -39,9 +39,11 @@ Array = NDArray[Any]
 
 # Different rows of a random matrix: so many elements. Drawing more takes minutes where a matrix has billions.
 _BLOCK_ELEMENTS = 2**22
-_PART_BYTES, _WRITERS, _ALIGNMENT = 2**26, 8, 64
+_PART_BYTES, _WRITERS, _ALIGNMENT, _GGUF_ALIGNMENT = 2**26, 8, 64, 32
 _DTYPES = {"uint8": "U8", "float32": "F32"}
 _VARIANTS = 3
+# Of whole numbers from -7 to 7, all equally likely.
+_NIBBLE_DEVIATION = (sum(i * i for i in range(-7, 8)) / 15) ** 0.5
 # Of all times that neurons fire, what the hottest 26 % of them have.
 _POWER = math.log(0.80) / math.log(0.26)
 # No neuron fires for more tokens than this.
@@ -63,8 +65,12 @@ def write_artifact(archive: Path, folder: Path, active: float, added: float = AD
     with zipfile.ZipFile(archive) as opened:
         opened.extractall(folder)
     content, manifest = (json.loads((folder / name).read_text()) for name in ("weights.json", "manifest.json"))
-    path, blocks = folder / WEIGHTS, Blocks(Firing(active, manifest["model"]["ffn"], added))
-    size = _write(path, content["tensors"], (folder / "constants.bin").read_bytes(), blocks)
+    path, blocks, tensors = (
+        folder / WEIGHTS,
+        Blocks(Firing(active, manifest["model"]["ffn"], added)),
+        content["tensors"],
+    )
+    size = _write(path, _header(tensors), tensors, blocks, (folder / "constants.bin").read_bytes())
     manifest["files"][WEIGHTS] = {"bytes": size, "sha256": os.urandom(32).hex()}
     text = sealed(manifest)
     (folder / "manifest.json").write_bytes(text)
@@ -72,16 +78,32 @@ def write_artifact(archive: Path, folder: Path, active: float, added: float = AD
         mark_verified(path, file.fileno(), hashlib.sha256(text).hexdigest())
 
 
-def _write(path: Path, tensors: Sequence[Mapping[str, Any]], constants: bytes, blocks: "Blocks") -> int:
+def write_gguf(archive: Path, output: Path) -> None:
+    """Make the GGUF file of `pack_gguf`'s zip file; it appears whole or not at all."""
+    with zipfile.ZipFile(archive) as opened:
+        header, tensors = opened.read("header"), json.loads(opened.read("tensors.json"))
+    unfinished = output.with_name(f"{output.name}.new")
+    header = header.ljust(_aligned(len(header), _GGUF_ALIGNMENT), b"\0")
+    _write(unfinished, header, tensors, Blocks(Firing(1.0, 0)), alignment=_GGUF_ALIGNMENT)
+    unfinished.replace(output)
+
+
+def _write(
+    path: Path,
+    header: bytes,
+    tensors: Sequence[Mapping[str, Any]],
+    blocks: "Blocks",
+    constants: bytes = b"",
+    alignment: int = 1,
+) -> int:
     """The file's size. Several threads write: one alone gets 2 GB/s into memory, which takes as long as measuring.
 
     A file that is there is written over, so that its pages are used again.
     """
-    header, growth = _header(tensors), Growth()
+    growth, offset = Growth(), len(header)
     path.touch()
     with path.open("r+b") as file, ThreadPoolExecutor(_WRITERS) as pool:
         os.pwrite(file.fileno(), header, 0)
-        offset = len(header)
         for number, tensor in enumerate(tensors):
             size, data = _bytes(tensor), _content(tensor, constants, number, blocks)
             growth.before(size)
@@ -89,7 +111,7 @@ def _write(path: Path, tensors: Sequence[Mapping[str, Any]], constants: bytes, b
             written = sum(pool.map(lambda part: os.pwrite(file.fileno(), *part), parts))
             if written != size:
                 raise OSError(f"{path}: {written} bytes of {size} were written; the disk is full")
-            offset += size
+            offset += _aligned(size, alignment)
         file.truncate(offset)
     return offset
 
@@ -102,8 +124,12 @@ def _header(tensors: Sequence[Mapping[str, Any]]) -> bytes:
         entries[tensor["name"]] = {"dtype": _DTYPES[tensor["dtype"]], "shape": tensor["shape"], "data_offsets": span}
         offset = span[1]
     text = json.dumps(entries, separators=(",", ":")).encode()
-    padded = -(-(8 + len(text)) // _ALIGNMENT) * _ALIGNMENT - 8
+    padded = _aligned(8 + len(text), _ALIGNMENT) - 8
     return padded.to_bytes(8, "little") + text.ljust(padded)
+
+
+def _aligned(size: int, alignment: int) -> int:
+    return -(-size // alignment) * alignment
 
 
 def _bytes(tensor: Mapping[str, Any]) -> int:
@@ -217,6 +243,21 @@ def _first(tensor: Mapping[str, Any], rng: np.random.Generator, firing: Firing) 
     return _pack(block / (_TOKEN_DEVIATION * columns**0.5), tensor["format"])
 
 
+def _q4_0(tensor: Mapping[str, Any], rng: np.random.Generator, firing: Firing) -> Array:
+    """Rows as ggml packs them, whose products with normalized activations stay about 1, like those of `_normal`.
+
+    A block of 32 columns is a float16 scale d and 16 bytes; byte j has weight j in its low half and weight j + 16 in
+    its high half, and a weight is (nibble - 8) * d.
+    """
+    columns, (count, row_bytes) = tensor["columns"], tensor["shape"]
+    rows = block_rows(count, columns)
+    nibbles = rng.integers(1, 16, (2, rows, columns // 32, 16), np.uint8)
+    packed = np.empty((rows, columns // 32, 18), np.uint8)
+    packed[..., :2] = np.frombuffer(np.float16(1 / (_NIBBLE_DEVIATION * columns**0.5)).tobytes(), np.uint8)
+    packed[..., 2:] = nibbles[0] | nibbles[1] << 4
+    return packed.reshape(rows, row_bytes)
+
+
 _ROLES: Mapping[str, Callable[[Mapping[str, Any], np.random.Generator, Firing], Array]] = {
     "embedding": _embedding,
     "linear": _normal,
@@ -225,4 +266,5 @@ _ROLES: Mapping[str, Callable[[Mapping[str, Any], np.random.Generator, Firing], 
     "fc1": _first,
     "fc2": _normal,
     "head": _normal,
+    "q4_0": _q4_0,
 }

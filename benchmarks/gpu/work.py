@@ -1,12 +1,10 @@
 """Does the work of each kind of unit, in a process that may fail: see `units.py`."""
 
-import json
 import tarfile
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -17,8 +15,7 @@ from benchmarks.gpu.dense import matrix_vector_seconds, measure_copied
 from benchmarks.gpu.engines import Plan, check_model, measure_model, smoke
 from benchmarks.gpu.host import ping_pong, read_bandwidths, start_seconds
 from benchmarks.gpu.kernels import TIMING, Timing, copy_bandwidth, images_of, run_case
-from benchmarks.gpu.llama_bench import WAYS, BenchOptions, bench
-from benchmarks.gpu.llama_gguf import LlamaShape, facts_of
+from benchmarks.gpu.llama_bench import WAYS, BenchedModel, bench
 from benchmarks.gpu.prepared import LARGE, LLAMA, LLAMA_PROGRAM, SMALL, prepare_gguf
 from benchmarks.gpu.schedule import DEPTH, threads
 from benchmarks.gpu.units import Unit
@@ -31,8 +28,8 @@ Result = dict[str, Any]
 _DECODED_TOKENS, _REPEATS, _COPIED_TOKENS = 32, 3, 8
 # The bundled model reads so many tokens and decodes so many, in so many rounds; on a stand-in fewer are compared.
 _BUNDLED_LENGTHS, _STAND_IN_TOKENS = (64, 32, 3), 8
-# llama.cpp reads one prompt, and is ended so long before its part is over: it has tens of GB to give back.
-_LLAMA_PROMPTS, _LLAMA_END_S = (512,), 10.0
+# llama.cpp is ended so long before its part is over: it has tens of GB to give back.
+_LLAMA_END_S = 10.0
 # On a stand-in nothing is measured, but all that measuring takes is done.
 _STAND_IN_TIMING = Timing(2**15, 2**20, 0.0, 0.0, 1, 3)
 _ROUNDS, _STAND_IN_ROUNDS = 10_000, 100
@@ -146,17 +143,10 @@ def _llama(options: Namespace, content: Mapping[str, Any]) -> Iterator[Result]:
     folder = options.work / LLAMA
     with tarfile.open(options.pack / content["file"]) as archive:
         archive.extractall(folder, filter="data")
-    model = prepare_gguf(LlamaShape.of(content["model"], content["shape"]), options.work)
-    facts = json.loads(facts_of(model).read_text())
-    asked = BenchOptions(
-        int(content["budget"] * facts["dense_bytes"]), _LLAMA_PROMPTS, _DECODED_TOKENS, (content["threads"],), 2
-    )
+    file = prepare_gguf(options.pack / content["gguf"], options.work)
+    model = BenchedModel(folder / LLAMA_PROGRAM, file, content["model"], content["layers"], content["threads"])
     for way in WAYS:
-        left_s = content["ends_s"] - time.monotonic() - _LLAMA_END_S
-        known = 0
-        for rows in bench(folder / LLAMA_PROGRAM, model, facts, replace(asked, limit_s=max(1.0, left_s), ways=(way,))):
-            yield from rows[known:]
-            known = len(rows)
+        yield from bench(model, way, max(1.0, content["ends_s"] - time.monotonic() - _LLAMA_END_S))
 
 
 _KINDS: Mapping[str, Callable[[Namespace, Mapping[str, Any]], Iterator[Result]]] = {

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import gguf
 import numpy as np
@@ -35,13 +35,30 @@ _POWERINFER_MAGIC = b"PWRI"
 
 
 @dataclass(frozen=True)
-class _Tensor:
+class GgufTensor:
     """A tensor of the file, how it is read from the checkpoint, and whether it is a matrix of the format asked for."""
 
     name: str
     shape: tuple[int, ...]
     read: Callable[[], Array]
     is_matrix: bool
+
+    def kind(self, format: str) -> gguf.GGMLQuantizationType:
+        """Return ggml's type. llama-quantize, too, leaves rows that are no whole blocks in f16."""
+        if not self.is_matrix:
+            return _F32
+        kind = _TYPES[format]
+        return kind if self.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0 else _TYPES["f16"]
+
+    def dtype(self, format: str) -> "np.dtype[Any]":
+        """Return the type of the elements that are stored."""
+        kinds: dict[gguf.GGMLQuantizationType, Any] = {_F32: np.float32, _TYPES["f16"]: np.float16}
+        return np.dtype(kinds.get(self.kind(format), np.uint8))
+
+    def stored_shape(self, format: str) -> tuple[int, ...]:
+        """Return the shape of the elements that are stored: of packed rows, their bytes."""
+        kind = self.kind(format)
+        return gguf.quant_shape_to_byte_shape(self.shape, kind) if kind == _TYPES["q4_0"] else self.shape
 
 
 def export(model: Path, output: Path, format: str, vocabulary: bool = False, powerinfer: bool = False) -> None:
@@ -52,25 +69,42 @@ def export(model: Path, output: Path, format: str, vocabulary: bool = False, pow
         if config["model_type"] != "llama":
             sys.exit(f"{model}: is no LLaMA")
         checkpoint = Checkpoint(model, stack)
-        writer = gguf.GGUFWriter(unfinished, "llama")
-        _describe(writer, config)
-        writer.add_file_type(_FILE_TYPES[format])
-        if vocabulary or powerinfer:
-            _describe_vocabulary(writer, config["vocab_size"])
-        else:
-            writer.add_tokenizer_model("no_vocab")
-        tensors = list(_llama_tensors(checkpoint, config))
+        tensors = list(llama_tensors(checkpoint, config))
         if powerinfer:
             if (model / "predictors.json").exists():
                 sys.exit(f"{model}: PowerInfer's file is made of a LLaMA with the predictors of synth")
-            writer.add_float32("powerinfer.sparse_threshold", 0.0)
             predictors = _Tensors([model / "predictors.safetensors"], stack)
             tensors = list(_powerinfer_tensors(tensors, checkpoint, predictors, config))
-        _write(writer, tensors, _TYPES[format])
+        writer = begin(unfinished, config, tensors, format, vocabulary, powerinfer)
+        for tensor in tensors:
+            writer.write_tensor_data(gguf.quants.quantize(tensor.read().astype(np.float32), tensor.kind(format)))
+        writer.close()
     if powerinfer:
         with open(unfinished, "r+b") as file:
             file.write(_POWERINFER_MAGIC)
     unfinished.replace(output)
+
+
+def begin(
+    output: Path, config: dict[str, Any], tensors: Sequence[GgufTensor], format: str, vocabulary: bool, powerinfer: bool
+) -> gguf.GGUFWriter:
+    """Write all of a file but the data of its tensors."""
+    writer = gguf.GGUFWriter(output, "llama")
+    _describe(writer, config)
+    writer.add_file_type(_FILE_TYPES[format])
+    if vocabulary or powerinfer:
+        _describe_vocabulary(writer, config["vocab_size"])
+    else:
+        writer.add_tokenizer_model("no_vocab")
+    if powerinfer:
+        writer.add_float32("powerinfer.sparse_threshold", 0.0)
+    for tensor in tensors:
+        kind, dtype, shape = tensor.kind(format), tensor.dtype(format), tensor.stored_shape(format)
+        writer.add_tensor_info(tensor.name, shape, dtype, int(np.prod(shape)) * dtype.itemsize, kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    return writer
 
 
 class _Tensors:
@@ -88,34 +122,20 @@ class _Tensors:
         return tuple(self._files[name].get_slice(name).get_shape())
 
 
+class TensorShapes(Protocol):
+    """A checkpoint whose tensors have shapes, and values where they are read."""
+
+    def __getitem__(self, name: str) -> Array: ...
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+
+
 class Checkpoint(_Tensors):
     """Tensors of a folder's model."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         files = [path for path in sorted(folder.glob("*.safetensors")) if path.name.startswith("model")]
         super().__init__(files, stack)
-
-
-def _write(writer: gguf.GGUFWriter, tensors: list[_Tensor], matrix: gguf.GGMLQuantizationType) -> None:
-    types = [_type(tensor, matrix) for tensor in tensors]
-    for tensor, kind in zip(tensors, types, strict=True):
-        shape = gguf.quant_shape_to_byte_shape(tensor.shape, kind) if kind == _TYPES["q4_0"] else tensor.shape
-        dtype = {_F32: np.float32, _TYPES["f16"]: np.float16}.get(kind, np.uint8)
-        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        writer.add_tensor_info(tensor.name, shape, np.dtype(dtype), size, kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for tensor, kind in zip(tensors, types, strict=True):
-        writer.write_tensor_data(gguf.quants.quantize(tensor.read().astype(np.float32), kind))
-    writer.close()
-
-
-def _type(tensor: _Tensor, matrix: gguf.GGMLQuantizationType) -> gguf.GGMLQuantizationType:
-    """llama-quantize, too, leaves rows that are no whole blocks in f16."""
-    if not tensor.is_matrix:
-        return _F32
-    return matrix if tensor.shape[-1] % gguf.GGML_QUANT_SIZES[matrix][0] == 0 else _TYPES["f16"]
 
 
 def _describe_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
@@ -146,11 +166,13 @@ def _describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_vocab_size(config["vocab_size"])
 
 
-def _llama_tensors(checkpoint: Checkpoint, config: dict[str, Any]) -> Iterator[_Tensor]:
-    def tensor(name: str, source: str, heads: int = 0) -> _Tensor:
+def llama_tensors(checkpoint: TensorShapes, config: dict[str, Any]) -> Iterator[GgufTensor]:
+    """Yield the tensors of a file, in its order."""
+
+    def tensor(name: str, source: str, heads: int = 0) -> GgufTensor:
         shape = checkpoint.shape(source)
         read = (lambda: _interleaved(checkpoint[source], heads)) if heads else (lambda: checkpoint[source])
-        return _Tensor(f"{name}.weight", shape, read, len(shape) == 2)
+        return GgufTensor(f"{name}.weight", shape, read, len(shape) == 2)
 
     yield tensor("token_embd", "model.embed_tokens.weight")
     for layer in range(config["num_hidden_layers"]):
@@ -174,23 +196,23 @@ def _interleaved(matrix: Array, heads: int) -> Array:
 
 
 def _powerinfer_tensors(
-    tensors: Sequence[_Tensor], checkpoint: Checkpoint, predictors: _Tensors, config: dict[str, Any]
-) -> Iterator[_Tensor]:
+    tensors: Sequence[GgufTensor], checkpoint: Checkpoint, predictors: _Tensors, config: dict[str, Any]
+) -> Iterator[GgufTensor]:
     """The tensors of a LLaMA for PowerInfer: down has a row for each neuron, and there are predictors."""
     for tensor in tensors:
         if not tensor.name.endswith("ffn_down.weight"):
             yield tensor
             continue
         name = tensor.name.replace("ffn_down", "ffn_down_t")
-        yield _Tensor(name, tensor.shape[::-1], lambda down=tensor: np.ascontiguousarray(down.read().T), True)  # type: ignore[misc]
+        yield GgufTensor(name, tensor.shape[::-1], lambda down=tensor: np.ascontiguousarray(down.read().T), True)  # type: ignore[misc]
     for layer in range(config["num_hidden_layers"]):
         if np.any(predictors[f"layers.{layer}.bias"]):
             sys.exit("PowerInfer's predictors have no bias")
         rank, hidden = predictors.shape(f"layers.{layer}.fc1")
         neurons, _ = predictors.shape(f"layers.{layer}.fc2")
         first, second = _signed_predictor(checkpoint, predictors, layer)
-        yield _Tensor(f"blk.{layer}.fc1.weight", (2 * rank, hidden), first, True)
-        yield _Tensor(f"blk.{layer}.fc2.weight", (neurons, 2 * rank), second, True)
+        yield GgufTensor(f"blk.{layer}.fc1.weight", (2 * rank, hidden), first, True)
+        yield GgufTensor(f"blk.{layer}.fc2.weight", (neurons, 2 * rank), second, True)
 
 
 def _signed_predictor(

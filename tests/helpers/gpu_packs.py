@@ -15,6 +15,7 @@ from benchmarks import environment
 from benchmarks.gpu.cases import Case, attention, ffn, pack_kernels
 from benchmarks.gpu.models import ModelOptions, pack_model
 from benchmarks.gpu.pack_bundled import BundledOptions, pack_bundled
+from benchmarks.gpu.pack_gguf import pack_gguf
 from benchmarks.gpu.sources import SCHEMA, sources_digest
 from helpers.fake_cuda.fixtures import fake_cuda, fake_library
 from helpers.kernels.emulator import Emulated
@@ -91,7 +92,8 @@ def tiny_models(folder: Path, quant: str, variants: Sequence[str]) -> dict[str, 
     """
     options = ModelOptions(quant, BUDGET, 32, 40, 90, native_target().isas[:1])
     shape = shape_from_config("llama-70b", SHAPE)
-    entries = {variant: pack_model(shape, options, variant, folder) for variant in variants}
+    gguf = {"gguf": pack_gguf(shape, folder)}
+    entries = {variant: pack_model(shape, options, variant, folder) | gguf for variant in variants}
     # Here they are the same split.
     for name in ("hybrid", "layers_dense"):
         entries[f"{name}_4090"] = entries[name] | {"variant": f"{name}_4090", "plan": {"computed": 0.3}}

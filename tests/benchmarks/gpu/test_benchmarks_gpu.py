@@ -49,7 +49,7 @@ THERE = {
 }
 OURS = {"benchmarks", "benchmarks.gpu", "benchmarks.outputs"}
 # Modules that make a pack, or count without a GPU.
-AT_HOME = {"cases", "models", "split", "pack_bundled", "pack"}
+AT_HOME = {"cases", "models", "split", "pack_bundled", "pack_gguf", "pack"}
 
 
 def test_what_runs_on_the_gpu_imports_no_compiler() -> None:

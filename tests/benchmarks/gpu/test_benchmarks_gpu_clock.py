@@ -25,7 +25,7 @@ SCALE = 1 / 12
 _LATER_S = 1.2
 _MODEL = {
     "model": "llama-70b", "quant": "q4", "budget": 0.6, "dense_bytes": 1, "weight_bytes": 1, "hot": 64,
-    "resident_layers": 1, "plan": None, "shape": {},
+    "resident_layers": 1, "plan": None, "shape": {}, "gguf": "llama-70b.gguf.zip",
 }  # fmt: skip
 _CASE = {"op": "linear", "shares": [], "speed": False}
 

@@ -1,26 +1,34 @@
 """llama.cpp beside benchmarks.gpu: its files and counts; a script stands for llama-bench."""
 
 import json
+import math
 import os
 import subprocess
 import sys
 import tarfile
+import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import gguf
 import pytest
 
-from benchmarks.gpu.llama_bench import BenchOptions, bench, gpu_layers, layers_that_fit
-from benchmarks.gpu.llama_gguf import LlamaShape, facts_of, write_gguf
+from benchmarks.gpu.llama_bench import WAYS, BenchedModel, Way, bench
 from benchmarks.gpu.models import ModelOptions
 from benchmarks.gpu.pack import pack_program
+from benchmarks.gpu.pack_gguf import pack_gguf
 from benchmarks.gpu.report import empty_results, merged, text_of
 from benchmarks.gpu.sources import SCHEMA
-from benchmarks.gpu.split import sizes_of, split_by_budget
-from picompile.synth.shapes import find_shape
+from benchmarks.gpu.split import sizes_of
+from benchmarks.gpu.weights import write_gguf
+from picompile.synth.shapes import find_shape, shape_from_config
 
-TINY = {"hidden": 64, "ffn": 96, "layers": 2, "heads": 4, "kv_heads": 2, "vocab": 300}
+TINY = {
+    "model_type": "llama", "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_act": "relu", "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+}  # fmt: skip
 # Prints a row for each test, as llama-bench does with -o jsonl; after one row it does what MODE says.
 FAKE = f"""#!{sys.executable}
 import json, os, sys, time
@@ -48,7 +56,7 @@ for threads in numbers["-t"]:
 @pytest.fixture
 def tiny(tmp_path: Path) -> Path:
     path = tmp_path / "tiny.gguf"
-    write_gguf(LlamaShape.of("tiny", TINY), 7, path)
+    write_gguf(tmp_path / pack_gguf(shape_from_config("tiny", TINY), tmp_path), path)
     return path
 
 
@@ -61,7 +69,7 @@ def program(tmp_path: Path) -> Path:
     return path
 
 
-def test_gguf_has_the_tensors_and_facts_of_a_llama(tiny: Path) -> None:
+def test_gguf_has_the_tensors_of_a_llama(tiny: Path) -> None:
     reader = gguf.GGUFReader(tiny)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     shapes = {name: tuple(reversed(tensor.shape.tolist())) for name, tensor in tensors.items()}
@@ -74,55 +82,40 @@ def test_gguf_has_the_tensors_and_facts_of_a_llama(tiny: Path) -> None:
     assert {tensor.tensor_type.name for name, tensor in tensors.items() if name in expected} == {"Q4_0"}
     for name in norms:
         assert tensors[f"{name}.weight"].data.tolist() == [1.0] * 64
-    facts = json.loads(facts_of(tiny).read_text())
-    sizes = {name: int(tensor.n_bytes) for name, tensor in tensors.items() if tensor.tensor_type.name == "Q4_0"}
-    of_layer = sum(size for name, size in sizes.items() if name.startswith("blk.0."))
-    assert (sum(sizes.values()), of_layer) == (facts["dense_bytes"], facts["layer_bytes"])
     known = {key: field.contents() for key, field in reader.fields.items()}
     assert known["general.architecture"] == known["tokenizer.ggml.model"] == "llama"
     assert (known["llama.block_count"], known["llama.attention.head_count_kv"]) == (2, 2)
-    assert known["llama.rope.dimension_count"] == known["llama.attention.key_length"] == 16
+    assert known["llama.rope.dimension_count"] == 16
     words, kinds = known["tokenizer.ggml.tokens"], known["tokenizer.ggml.token_type"]
     assert len(set(words)) == len(words) == len(kinds) == len(known["tokenizer.ggml.scores"]) == 300
     assert [words[3 + byte] for byte in (0, 10, 255)] == ["<0x00>", "<0x0A>", "<0xFF>"]
     assert (kinds[0], kinds[1], kinds[3], kinds[299]) == (2, 3, 6, 1)
 
 
-def test_gguf_values_are_as_wide_as_weights_and_the_same_for_a_seed(tiny: Path, tmp_path: Path) -> None:
+def test_gguf_values_are_as_wide_as_weights_and_always_the_same(tiny: Path, tmp_path: Path) -> None:
     tensor = next(each for each in gguf.GGUFReader(tiny).tensors if each.name == "blk.1.ffn_down.weight")
     values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
     assert values.shape == (64, 96) and abs(values.mean()) < 0.1 / 96**0.5
     assert 0.95 < values.std() * 96**0.5 < 1.05
-    for seed in (7, 8):
-        path = tmp_path / f"{seed}.gguf"
-        assert write_gguf(LlamaShape.of("tiny", TINY), seed, path) == path.stat().st_size
-        assert (path.read_bytes() == tiny.read_bytes()) == (seed == 7)
+    write_gguf(tmp_path / "tiny.gguf.zip", tmp_path / "again.gguf")
+    assert (tmp_path / "again.gguf").read_bytes() == tiny.read_bytes()
 
 
 @pytest.mark.parametrize("name", ["llama-7b", "llama-70b"])
-def test_as_many_layers_fit_as_of_picompile(name: str) -> None:
-    """The budget rule of dense layer offloading, whose kernels read rows of the same bytes."""
+def test_a_layer_has_the_bytes_of_picompiles(name: str, tmp_path: Path) -> None:
+    """So as many fit: the kernels of dense layer offloading read rows of the same bytes."""
     shape = find_shape(name)
-    fields = ("hidden", "ffn", "layers", "heads", "kv_heads", "head_dim", "vocab")
-    facts = LlamaShape.of(name, {field: getattr(shape, field) for field in fields}).facts()
-    options = ModelOptions("q4", 1 / 3, 32, 512, 90, ())
-    sizes = sizes_of(shape, options)
-    assert (sizes.layer, sizes.head, sizes.dense) == tuple(
-        facts[key] for key in ("layer_bytes", "head_bytes", "dense_bytes")
-    )
-    for share in (1 / 3, 1 / 7, 2.0):
-        split, budget = split_by_budget(sizes, share, "layers_dense"), int(share * sizes.dense)
-        resident = len([count for count in split.hot.values() if count])
-        assert layers_that_fit(facts, budget, 512) == resident
-        # llama.cpp counts the head as a layer.
-        assert gpu_layers(facts, budget, 512) == resident + 1
-    assert (layers_that_fit(facts, 1000, 512), gpu_layers(facts, 1000, 512)) == (None, 0)
+    with zipfile.ZipFile(tmp_path / pack_gguf(shape, tmp_path)) as archive:
+        tensors = json.loads(archive.read("tensors.json"))
+    found = sum(math.prod(tensor["shape"]) for tensor in tensors if tensor["kind"] == "matrix")
+    assert found == sizes_of(shape, ModelOptions("q4", 1 / 3, 32, 512, 90, ())).dense
 
 
-def _rows(program: Path, model: Path, **asked: Any) -> list[dict[str, Any]]:
-    """The last rows of a run, all that is known then."""
-    options = BenchOptions(int(9e9), prompts=(64,), tokens=16, threads=(4, 8), **asked)
-    return list(bench(program, model, json.loads(facts_of(model).read_text()), options))[-1]
+def _rows(program: Path, file: Path, limit_s: float = 60.0, ways: Sequence[Way] = WAYS) -> list[dict[str, Any]]:
+    """All rows of a run, with the facts that the schedule adds."""
+    model = BenchedModel(program, file, "tiny", 2, 4)
+    facts = {"model": "tiny", "quant": "q4", "hot": 0, "resident_layers": 2}
+    return [{**facts, **row} for way in ways for row in bench(model, way, limit_s)]
 
 
 @pytest.mark.parametrize("mode", ["works", "fails", "has no GPU"])
@@ -133,13 +126,14 @@ def test_rows_of_llama_bench_are_those_of_the_tables(
     monkeypatch.setenv("MODE", mode)
     rows = _rows(program, tiny)
     pinned, repacked = ([row for row in rows if row["variant"] == f"llama.cpp {way}"] for way in ("pinned", "repacked"))
-    assert len(pinned) == 4 and repacked and len(rows) == len(pinned) + len(repacked)
-    assert rows[0]["label"] == "tiny q4_0, llama.cpp pinned, 2 layers on the GPU, 4 threads, pp64"
+    assert (len(pinned), len(repacked), len(rows)) == (2, 1, 3)
+    assert rows[0]["label"] == "tiny q4_0, llama.cpp pinned, 2 layers on the GPU, 4 threads, pp512"
     if mode == "works":
-        assert rows[0]["prompts"] == {"64": 12.0 * 4}
+        assert rows[0]["prompts"] == {"512": 12.0 * 4}
+        # llama.cpp counts the head as a layer.
         assert (pinned[1]["tokens_per_s"], pinned[1]["n_gpu_layers"]) == (48.0, 3)
         found = empty_results(SCHEMA, stand_in=False) | {"models": rows}
-        assert not any("reason" in row for row in rows) and "tg16 | 48.00 |" in text_of(merged([found]))
+        assert not any("reason" in row for row in rows) and "tg32 | 48.00 |" in text_of(merged([found]))
     elif mode == "fails":
         assert all("ended with 3: main: error: failed to run prompt" in row["reason"] for row in pinned[1:])
     else:
@@ -149,8 +143,8 @@ def test_rows_of_llama_bench_are_those_of_the_tables(
 def test_a_llama_bench_that_hangs_is_ended(program: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows before are kept."""
     monkeypatch.setenv("MODE", "hangs")
-    rows = _rows(program, tiny, limit_s=2.0, ways=("pinned",))
-    assert rows[0]["prompts"] == {"64": 48.0} and {row.get("reason") for row in rows[1:]} == {"ended after 2 s"}
+    rows = _rows(program, tiny, limit_s=2.0, ways=WAYS[:1])
+    assert rows[0]["prompts"] == {"512": 48.0} and {row.get("reason") for row in rows[1:]} == {"ended after 2 s"}
     running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     assert str(program) not in running
 
