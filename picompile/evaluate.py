@@ -1,24 +1,19 @@
 """Evaluation: the perplexity of an artifact, its distance from the dense model, and how sparsely its neurons fired."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from torch.fx import GraphModule
-
 from picompile.errors import UsageError
 from picompile.frontend.activation import check_activation
-from picompile.frontend.captured import Captured
 from picompile.frontend.hf import load_model
 from picompile.loading import load_engine
 from picompile.products import fast_products
 from picompile.progress import NoProgress, Progress
-from picompile_passes.graph.materialize import materialize
+from picompile.streaming import streamed_perplexity
 from picompile_passes.passes.canonicalize import canonicalize
 from picompile_runtime import Engine, Tokenizer
-from picompile_runtime.bench.perplexity import Perplexity, negative_log_likelihood, perplexity
+from picompile_runtime.bench.perplexity import perplexity
 
 # Firing is counted in decode steps only; so many are enough to see it where the text itself is read in chunks.
 _FIRING_TOKENS = 128
@@ -65,10 +60,10 @@ def evaluate(
         with progress.step("artifact", len(ids) - 1) as advance:
             measured = perplexity(engine, ids, window, by_decode, _counter(advance))
         layers = _layers(engine, ids, measure=not by_decode)
-        vocabulary, computed = engine.vocab, engine.artifact.manifest.model.get("activation")
+        described = {**engine.artifact.manifest.model, "vocab": engine.vocab}
     dense = None
     if against is not None:
-        dense = dense_perplexity(against, ids, window, vocabulary, progress, activation, computed=computed)
+        dense = _dense_perplexity(against, activation, ids, window, described, progress)
     return {
         "perplexity": measured.perplexity,
         "dense_perplexity": dense,
@@ -124,50 +119,30 @@ def _layers(engine: Engine, ids: Sequence[int], *, measure: bool) -> list[dict[s
 
 
 @fast_products()
-def dense_perplexity(
+def _dense_perplexity(
     model: Path,
+    activation: str | None,
     ids: Sequence[int],
     window: int,
-    vocabulary: int,
-    progress: Progress | None = None,
-    activation: str | None = None,
-    *,
-    computed: str | None = None,
+    artifact: Mapping[str, Any],
+    progress: Progress,
 ) -> float:
-    """Return a checkpoint's perplexity in eager PyTorch: canonical graph, every neuron, original weights as float32.
+    """Return a checkpoint's perplexity in eager PyTorch: every neuron, and its own weights as float32, layer by layer.
 
-    Windows are those of `picompile_runtime.bench.perplexity`. `activation` is what `load_model` takes, and `computed`
-    is the artifact's: `progress` is told if the checkpoint has another.
+    Windows are those of `picompile_runtime.bench.perplexity`, and `activation` is what `load_model` takes. `progress`
+    is told if the checkpoint has another one than `artifact`, the model as the artifact describes it.
 
-    Raises `UsageError` where the vocabulary is not the artifact's.
+    Raises `UsageError` where the vocabulary is another.
     """
-
-    progress = progress or NoProgress()
     with progress.step("capture the dense model"):
-        captured = _capture(model, vocabulary, activation)
-        graph_module = _dense_graph(captured)
-    own = captured.facts.activation
+        captured = load_model(model, activation)
+        graph_module = canonicalize(captured.graph_module)
+    vocabulary, own, computed = captured.facts.vocab, captured.facts.activation, artifact.get("activation")
+    if vocabulary != artifact["vocab"]:
+        raise UsageError(f"{model}: has {vocabulary} tokens, the artifact {artifact['vocab']}: another model")
     if computed not in (None, own):
         progress.say(
             f"{model} computes {own}, the artifact {computed}: give the --activation that it was compiled with"
         )
-    nll, targets = 0.0, np.asarray(ids)
-    with progress.step("dense model", len(ids) - 1) as advance, torch.no_grad():
-        for start in range(0, len(ids) - 1, window):
-            tokens = torch.tensor(ids[start : min(start + window, len(ids) - 1)])
-            logits = graph_module(tokens, torch.arange(len(tokens)))
-            nll += float(negative_log_likelihood(logits.numpy(), targets[start + 1 : start + 1 + len(tokens)]).sum())
-            advance(len(tokens))
-    return Perplexity(nll, len(ids) - 1).perplexity
-
-
-def _capture(model: Path, vocabulary: int, activation: str | None) -> Captured:
-    captured = load_model(model, activation)
-    if captured.facts.vocab != vocabulary:
-        raise UsageError(f"{model}: has {captured.facts.vocab} tokens, the artifact {vocabulary}: another model")
-    return captured
-
-
-def _dense_graph(captured: Captured) -> GraphModule:
-
-    return materialize(canonicalize(captured.graph_module), captured.weights)
+    windows = [ids[start : start + window + 1] for start in range(0, len(ids) - 1, window)]
+    return streamed_perplexity(graph_module, captured.weights, windows, progress)

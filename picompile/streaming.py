@@ -300,7 +300,8 @@ def streamed_perplexity(
     if not windows:
         raise UsageError("perplexity needs a window of at least 2 tokens; give a longer text")
     total = WindowLoss(windows)
-    stream_windows(graph_module, weights, windows, total, progress)
+    # Nothing is computed for a window's last token: a window may have one more than the model has positions.
+    stream_windows(graph_module, weights, [window[:-1] for window in windows], total, progress)
     return total.perplexity
 
 
@@ -315,7 +316,7 @@ class WindowLoss:
     def __call__(self, node: Node, logits: Tensor) -> None:
         """Add the loss of the next window; logits [tokens, vocabulary]."""
         targets = torch.tensor(list(next(self._windows))[1:])
-        self.losses.append(negative_log_likelihood(logits[:-1], targets))
+        self.losses.append(negative_log_likelihood(logits[: len(targets)], targets))
         self._tokens += len(targets)
 
     @property

@@ -24,9 +24,7 @@ def eval_command(
     text: Annotated[Path, typer.Option(metavar="FILE", help="The text to predict.")],
     against: Annotated[
         Path | None,
-        typer.Option(
-            metavar="MODEL", help="Compare with this checkpoint, dense and in float32; its weights must fit memory."
-        ),
+        typer.Option(metavar="MODEL", help="Compare with this checkpoint, dense and in float32."),
     ] = None,
     activation: ActivationOption = None,
     max_tokens: Annotated[

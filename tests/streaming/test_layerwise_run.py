@@ -173,3 +173,9 @@ def test_perplexity(canonical: Canonical) -> None:
     assert streamed_perplexity(graph, weights, windows, NoProgress()) == pytest.approx(expected, rel=1e-5)
     with pytest.raises(UsageError, match="at least 2 tokens"):
         streamed_perplexity(graph, weights, [[3], []])
+
+
+def test_a_window_may_have_one_token_more_than_the_model_has_positions(canonical: Canonical) -> None:
+    graph, positions = canonical("opt-post-norm"), VARIANTS["opt-post-norm"].config["max_position_embeddings"]
+    weights, windows = random_weights(graph, seed=4), draw_windows((positions + 1,))
+    assert math.isfinite(streamed_perplexity(graph, weights, windows))
