@@ -352,7 +352,7 @@ def test_q8_of_numbers_of_all_sizes(either: Workbench) -> None:
 def test_q4_errors_are_within_their_bound(tmp_path: Path) -> None:
     """Each number is off by 1/16 of the largest of its 32 at most, or by 1/8 at the end of the grid that is nearer."""
     workbench = Workbench(tmp_path / "host.so")
-    rng, spec = np.random.default_rng(0), CacheWriteSpec(3, 96, CONTEXT, 1, "q4", "one", 4)
+    rng, spec = np.random.default_rng(0), CacheWriteSpec(3, 96, "q4", rows=1, context=CONTEXT, mode="one", sequences=4)
     for size in (0.0, 1e-6, 1e-3, 1.0, 300.0, 5e4):
         x = (size * uniform(rng, 1, 3 * 96)).reshape(1, -1)
         result = workbench.run(spec, {"x": x}, position=7, slot=1)

@@ -17,14 +17,12 @@ from picompile_codegen.cpu.tensor import loop
 from picompile_codegen.cpu.token_ops import step_rows
 from picompile_codegen.lowering.function import Bindings, Function, dimension
 from picompile_codegen.lowering.state import state_tensors
-from picompile_codegen.specs import KernelSpec, Mode
 from picompile_codegen.specs.arguments import (
     Declaration,
+    StepSpec,
     floats,
     floats_out,
-    mode_name,
     recurrent,
-    rows_of_step,
     symbol,
 )
 from picompile_passes.dialect.operator import operator
@@ -53,26 +51,21 @@ def leak(x: Tensor, decay: float) -> Tensor:
 
 
 @dataclass(frozen=True)
-class LeakSpec(KernelSpec):
+class LeakSpec(StepSpec):
     """memory[slot] = decay · memory[slot] + x[t] for each row t in order, and y[t] is what it is then."""
 
     dim: int
     decay: float
-    rows: int
-    mode: Mode
-    context: int
-    sequences: int
 
     @property
     def name(self) -> str:
-        places = (f"c{self.context}", f"s{self.sequences}")
-        return symbol("leak", self.dim, self.decay, mode_name(self.mode, self.rows), *places)
+        return symbol("leak", self.dim, self.decay, self.step_name, f"c{self.context}", f"s{self.sequences}")
 
     def declare(self) -> Iterator[Declaration]:
         yield floats("x", self.rows, self.dim)
         yield recurrent("memory", self.sequences, self.dim)
         yield floats_out("y", self.rows, self.dim)
-        yield from rows_of_step(self.mode, self.rows, self.context, self.sequences)
+        yield from self.step_arguments()
 
     def bodies(self) -> Mapping[str, Callable[[Any, Any], None]]:
         return {"cpu": _write}
@@ -80,7 +73,7 @@ class LeakSpec(KernelSpec):
 
 def _write(spec: LeakSpec, function: KernelFunction) -> None:
     x, memory, y = function["x"], function["memory"], function["y"]
-    rows = step_rows(function, spec.mode, spec.rows, spec.context, spec.sequences)
+    rows = step_rows(function, spec)
     with loop(0, rows.count) as t, loop(0, spec.dim) as c:
         slot = rows.slot(t)
         memory[slot, c] = memory[slot, c] * spec.decay + x[t, c]
@@ -89,8 +82,8 @@ def _write(spec: LeakSpec, function: KernelFunction) -> None:
 
 def lower_leak(node: Node, function: Function) -> None:
     """Append the call of a leak."""
-    values, options = arguments(node), function.shared.options
-    spec = LeakSpec(dimension(node), values["decay"], function.rows, function.mode, options.context, options.sequences)
+    values = arguments(node)
+    spec = LeakSpec(dimension(node), values["decay"], **function.step)
     bindings: Bindings = {
         "x": function.value(values["x"]),
         "y": function.result(node),

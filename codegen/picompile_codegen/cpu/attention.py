@@ -147,27 +147,27 @@ def finish(queries: Queries, emit: Callable[[Expr, Expr, Expr], None]) -> None:
 # merged in order, so that results do not depend on the number of threads.
 
 
-def attend_parts(spec: AttentionSpec, tensors: AttentionTensors, tokens: StepRows) -> None:
+def attend_parts(tensors: AttentionTensors, tokens: StepRows) -> None:
     """Attend by parts: a task takes a part of the positions of a head of keys, and the parts are merged in order."""
+    spec = tensors.spec
     last = local(1, dtype="int32")
     last[0] = 0
     with loop(0, tokens.count) as row:
         last[0] = maximum(last[0], tokens.position(row))
     parts = bind(last[0] // part_positions(spec) + 1)
     if spec.rows > 1:
-        _extend_caches(spec, tensors, tokens)
+        _extend_caches(tensors, tokens)
     with parallel(tokens.count * spec.kv_heads * parts) as task:
         unit = bind(task // parts)
         row = bind(unit // spec.kv_heads) if spec.rows > 1 else 0
-        _attend_part(spec, tensors, tokens, row, bind(unit - row * spec.kv_heads), bind(task - unit * parts))
+        _attend_part(tensors, tokens, row, bind(unit - row * spec.kv_heads), bind(task - unit * parts))
     with parallel(tokens.count * spec.heads) as task:
         row = bind(task // spec.heads) if spec.rows > 1 else 0
-        _merge_parts(spec, tensors, row, bind(task - row * spec.heads), bind(tokens.position(row)))
+        _merge_parts(tensors, row, bind(task - row * spec.heads), bind(tokens.position(row)))
 
 
-def _attend_part(
-    spec: AttentionSpec, tensors: AttentionTensors, tokens: StepRows, row: Expr, kv_head: Expr, part: Expr
-) -> None:
+def _attend_part(tensors: AttentionTensors, tokens: StepRows, row: Expr, kv_head: Expr, part: Expr) -> None:
+    spec = tensors.spec
     position, slot = bind(tokens.position(row)), bind(tokens.slot(row))
     begin, end = bind(part * part_positions(spec)), bind((part + 1) * part_positions(spec))
     first_seen = first_position(spec, position)
@@ -175,12 +175,12 @@ def _attend_part(
     stop = bind(minimum(end, position + 1))
     # Other rows may be further than this one, and a window leaves out the first parts.
     with when(first < stop):
-        keys, values = tensors.keys.head(slot, kv_head), tensors.values.head(slot, kv_head)
+        heads = tensors.heads(slot, kv_head)
         if spec.rows == 1:
             with when(stop == position + 1):
-                extend_cache(spec, tensors, row, position, keys, values)
-        queries = ready_queries(spec, tensors, row, position, kv_head, begin <= first_seen)
-        attend(PositionSpan(keys, values, first, stop, kv_head, stop), queries)
+                extend_cache(tensors, row, position, heads)
+        queries = ready_queries(tensors, row, position, kv_head, begin <= first_seen)
+        attend(PositionSpan(*heads, first, stop, kv_head, stop), queries)
 
         def emit(number: Expr, highest: Expr, weights: Expr) -> None:
             head = bind(kv_head * spec.group + number)
@@ -195,8 +195,9 @@ def _attend_part(
         finish(queries, emit)
 
 
-def _merge_parts(spec: AttentionSpec, tensors: AttentionTensors, row: Expr, head: Expr, position: Expr) -> None:
+def _merge_parts(tensors: AttentionTensors, row: Expr, head: Expr, position: Expr) -> None:
     """y = Σ exp(m_p - m) · outputs_p / Σ exp(m_p - m) · sum_p over parts p, with the largest m of their maxima m_p."""
+    spec = tensors.spec
     assert tensors.outputs is not None and tensors.extremes is not None
     outputs, extremes = tensors.outputs, tensors.extremes
     width = whole_vectors(spec.value_dim)
@@ -213,7 +214,7 @@ def _merge_parts(spec: AttentionSpec, tensors: AttentionTensors, row: Expr, head
         sums[at(0)] = sums[at(0)] + weight * splat(extremes[row, head, part, 1])
         blocks(width, lambda c, _: store(mixed, c, value=load(mixed, c) + load(outputs, row, head, part, c) * weight))
     factor = bind(splat(1.0) / sums[at(0)])
-    give(spec, tensors, row, head, lambda c: load(mixed, c) * factor)
+    give(tensors, row, head, lambda c: load(mixed, c) * factor)
 
 
 @body(AttentionSpec)
@@ -221,52 +222,54 @@ def attention(spec: AttentionSpec, function: KernelFunction) -> None:
     """Write the body of an `AttentionSpec`."""
     parts = 1 if spec.mode == "chunk" else -(-spec.context // part_positions(spec))
     tensors = AttentionTensors.of(spec, function, parts, whole_vectors(spec.value_dim))
-    tokens = step_rows(function, spec.mode, spec.rows, spec.context, spec.sequences)
+    tokens = step_rows(function, spec)
     if spec.mode == "chunk":
-        _attend_chunk(spec, tensors, tokens)
+        _attend_chunk(tensors, tokens)
     elif parts > 1:
-        attend_parts(spec, tensors, tokens)
+        attend_parts(tensors, tokens)
     else:
-        _attend_rows(spec, tensors, tokens)
+        _attend_rows(tensors, tokens)
 
 
-def _extend_caches(spec: AttentionSpec, tensors: AttentionTensors, tokens: StepRows) -> None:
+def _extend_caches(tensors: AttentionTensors, tokens: StepRows) -> None:
     """Write the keys and values of all rows before any row attends: rows may be of the same sequence."""
+    spec = tensors.spec
     if not spec.extend:
         return
     with parallel(tokens.count * spec.kv_heads) as task:
         row = bind(task // spec.kv_heads)
         kv_head, slot = bind(task - row * spec.kv_heads), bind(tokens.slot(row))
-        keys, values = tensors.keys.head(slot, kv_head), tensors.values.head(slot, kv_head)
-        extend_cache(spec, tensors, row, bind(tokens.position(row)), keys, values)
+        extend_cache(tensors, row, bind(tokens.position(row)), tensors.heads(slot, kv_head))
 
 
-def _attend_rows(spec: AttentionSpec, tensors: AttentionTensors, tokens: StepRows) -> None:
+def _attend_rows(tensors: AttentionTensors, tokens: StepRows) -> None:
     """Attend row by row: a task takes a head of keys and all queries of one row that share it."""
+    spec = tensors.spec
     if spec.rows > 1:
-        _extend_caches(spec, tensors, tokens)
+        _extend_caches(tensors, tokens)
     with parallel(tokens.count * spec.kv_heads) as task:
         row = bind(task // spec.kv_heads) if spec.rows > 1 else 0
         kv_head = bind(task - row * spec.kv_heads)
         position, slot = bind(tokens.position(row)), bind(tokens.slot(row))
-        keys, values = tensors.keys.head(slot, kv_head), tensors.values.head(slot, kv_head)
+        heads = tensors.heads(slot, kv_head)
         if spec.rows == 1:
-            extend_cache(spec, tensors, row, position, keys, values)
-        queries = ready_queries(spec, tensors, row, position, kv_head)
+            extend_cache(tensors, row, position, heads)
+        queries = ready_queries(tensors, row, position, kv_head)
         first = first_position(spec, position)
         # The thread that is given this task is mostly given the next one, too.
-        attend(PositionSpan(keys, values, first, bind(position + 1), kv_head + 1, first), queries)
+        attend(PositionSpan(*heads, first, bind(position + 1), kv_head + 1, first), queries)
 
         def emit(number: Expr, _: Expr, weights: Expr) -> None:
             factor = bind(splat(1.0) / splat(weights))
             head = bind(kv_head * spec.group + number)
-            give(spec, tensors, row, head, lambda c: load(queries.outputs, number, c) * factor)
+            give(tensors, row, head, lambda c: load(queries.outputs, number, c) * factor)
 
         finish(queries, emit)
 
 
-def _attend_chunk(spec: AttentionSpec, tensors: AttentionTensors, tokens: StepRows) -> None:
+def _attend_chunk(tensors: AttentionTensors, tokens: StepRows) -> None:
     """Attend by chunks: a task takes queries of consecutive tokens, of all heads that share a head of keys."""
+    spec = tensors.spec
     most = queries_of_task(spec.rows, spec.group)
     tiles = bind((tokens.count * spec.group + (most - 1)) // most)
     with parallel(spec.kv_heads * tiles) as task:
@@ -284,11 +287,11 @@ def _attend_chunk(spec: AttentionSpec, tensors: AttentionTensors, tokens: StepRo
             if tensors.sinks is not None:
                 queries.start_with_sink(i, tensors.sinks[head])
         slot = tokens.slot(0)
-        attend_queries(queries, tensors.keys.head(slot, kv_head), tensors.values.head(slot, kv_head), spec.group)
+        attend_queries(queries, *tensors.heads(slot, kv_head), spec.group)
         with loop(0, count) as i:
             row, head = _place(spec, kv_head, begin + i)
             factor = bind(splat(1.0) / splat(total(queries.sums[i, at(0)])))
-            give(spec, tensors, row, head, lambda c: load(queries.outputs, i, c) * factor)
+            give(tensors, row, head, lambda c: load(queries.outputs, i, c) * factor)
 
 
 def _place(spec: AttentionSpec, kv_head: Expr, query: Expr) -> tuple[Expr, Expr]:

@@ -245,6 +245,7 @@ class AttentionTensors:
     `extremes` the maximum of the scores and that sum.
     """
 
+    spec: AttentionSpec
     q: KernelTensor
     keys: Cache
     values: Cache
@@ -265,6 +266,7 @@ class AttentionTensors:
             outputs = function.scratch("outputs", "float32", spec.rows, spec.heads, parts, width)
             extremes = function.scratch("extremes", "float32", spec.rows, spec.heads, parts, 2)
         return cls(
+            spec=spec,
             q=function["q"],
             keys=cache_argument(function, "k_cache"),
             values=cache_argument(function, "v_cache"),
@@ -278,22 +280,26 @@ class AttentionTensors:
             extremes=extremes,
         )
 
+    def heads(self, slot: Expr, kv_head: Expr) -> tuple[CachedHead, CachedHead]:
+        """Return the keys and the values of one head of the sequence in `slot`."""
+        return self.keys.head(slot, kv_head), self.values.head(slot, kv_head)
+
 
 def first_position(spec: AttentionSpec, position: Expr) -> Expr:
     """Return the first position that a token at `position` sees."""
     return bind(maximum(position - (spec.window - 1), 0)) if spec.window else 0
 
 
-def give(spec: AttentionSpec, tensors: AttentionTensors, row: Expr, head: Expr, value: Callable[[Expr], Expr]) -> None:
+def give(tensors: AttentionTensors, row: Expr, head: Expr, value: Callable[[Expr], Expr]) -> None:
     """Write y of a head at `row`; `value(column)` returns its vectors."""
-    start = bind(head * spec.value_dim)
-    blocks(spec.value_dim, lambda c, n: store(tensors.y, row, start + c, value=value(c), valid=n))
+    width = tensors.spec.value_dim
+    start = bind(head * width)
+    blocks(width, lambda c, n: store(tensors.y, row, start + c, value=value(c), valid=n))
 
 
-def extend_cache(
-    spec: AttentionSpec, tensors: AttentionTensors, row: Expr, position: Expr, keys: CachedHead, values: CachedHead
-) -> None:
+def extend_cache(tensors: AttentionTensors, row: Expr, position: Expr, heads: tuple[CachedHead, CachedHead]) -> None:
     """Write this row's key and value to the caches."""
+    spec, (keys, values) = tensors.spec, heads
     if tensors.new_keys is None or tensors.new_values is None:
         return
     key_start, value_start = bind(keys.number * spec.head_dim), bind(values.number * spec.value_dim)
@@ -312,12 +318,13 @@ def extend_cache(
 
 
 def ready_queries(
-    spec: AttentionSpec, tensors: AttentionTensors, row: Expr, position: Expr, kv_head: Expr, is_first: Expr = True
+    tensors: AttentionTensors, row: Expr, position: Expr, kv_head: Expr, is_first: Expr = True
 ) -> Queries:
     """Return the query heads that share `kv_head`, scaled and, with `turn`, rotated.
 
     Where several tasks share the positions, sinks count in the one for which `is_first` holds.
     """
+    spec = tensors.spec
     queries = Queries.of(spec, position)
     if tensors.slopes is not None:
         queries.read_slopes(tensors.slopes, kv_head * spec.group)

@@ -249,7 +249,7 @@ def cache_argument(function: KernelFunction, name: str) -> Cache:
 def cache_write(spec: CacheWriteSpec, function: KernelFunction) -> None:
     """Write the body of a `CacheWriteSpec`."""
     x, cache = function["x"], cache_argument(function, "cache")
-    tokens = step_rows(function, spec.mode, spec.rows, spec.context, spec.sequences)
+    tokens = step_rows(function, spec)
     with parallel(tokens.count, when_worth=spec.rows > 1) as t:
         position, slot = bind(tokens.position(t)), tokens.slot(t)
         with loop(0, spec.kv_heads) as head:

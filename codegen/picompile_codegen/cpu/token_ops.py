@@ -22,12 +22,12 @@ from picompile_codegen.specs import (
     EmbeddingSpec,
     JoinColumnsSpec,
     LayerNormSpec,
-    Mode,
     RmsNormSpec,
     RotarySpec,
     TakeLastSpec,
     TopLogitsSpec,
 )
+from picompile_codegen.specs.arguments import StepSpec
 from picompile_passes.formats import GROUP
 
 
@@ -40,17 +40,14 @@ class StepRows:
     slot: Callable[[Expr], Expr]
 
 
-def step_rows(function: KernelFunction, mode: Mode, rows: int, context: int, sequences: int) -> StepRows:
-    """Read the rows of a step in `mode`: positions below `context`, slots below `sequences`.
-
-    A kernel of several launches calls this in each of them.
-    """
-    count = function.tokens(rows)
-    if mode == "sequences":
+def step_rows(function: KernelFunction, spec: StepSpec) -> StepRows:
+    """Read the rows of a step. A kernel of several launches calls this in each of them."""
+    count = function.tokens(spec.rows)
+    if spec.mode == "sequences":
         positions, slots = function["positions"], function.get("slots")
         return StepRows(count, lambda row: positions[row], lambda row: 0 if slots is None else slots[row])
-    first, slot = function.position(context), 0 if sequences == 1 else function.slot(sequences)
-    return StepRows(count, lambda row: bind(first + row) if mode == "chunk" else first, lambda _: slot)
+    first, slot = function.position(spec.context), 0 if spec.sequences == 1 else function.slot(spec.sequences)
+    return StepRows(count, lambda row: bind(first + row) if spec.mode == "chunk" else first, lambda _: slot)
 
 
 @body(AddSpec)
@@ -260,7 +257,7 @@ def angles_argument(function: KernelFunction) -> Angles | None:
 def rotary(spec: RotarySpec, function: KernelFunction) -> None:
     """Write the body of a `RotarySpec`."""
     x, y, angles = function["x"], function["y"], Angles(function["cos"], function["sin"])
-    tokens = step_rows(function, spec.mode, spec.rows, spec.context, sequences=1)
+    tokens = step_rows(function, spec)
     with parallel(tokens.count, when_worth=spec.rows > 1) as t:
         position = bind(tokens.position(t))
         with loop(0, spec.heads) as head:

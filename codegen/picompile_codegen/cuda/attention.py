@@ -24,18 +24,19 @@ def attention(spec: AttentionSpec, function: CudaFunction) -> None:
     parts = chunk_parts(spec) if is_chunk else decode_parts(spec)
     tensors = CudaAttentionTensors.of(spec, function, parts.count, padded_width(spec.value_dim))
     if not is_chunk:
-        attend_rows(function, spec, parts, tensors)
+        attend_rows(function, parts, tensors)
         return
-    attend_chunk(function, spec, parts, tensors)
+    attend_chunk(function, parts, tensors)
     if parts.count > 1:
-        _merge_chunk(function, spec, parts, tensors)
+        _merge_chunk(function, parts, tensors)
 
 
-def _merge_chunk(function: CudaFunction, spec: AttentionSpec, parts: Parts, tensors: CudaAttentionTensors) -> None:
+def _merge_chunk(function: CudaFunction, parts: Parts, tensors: CudaAttentionTensors) -> None:
     """Write the launch that merges the parts of a chunk: a block has a head of a row."""
+    spec = tensors.spec
     with function.launch(grid=(spec.heads, spec.rows), block=THREADS) as place:
-        tokens = step_rows(function, spec.mode, spec.rows, spec.context, spec.sequences)
+        tokens = step_rows(function, spec)
         with when(place.block_y < tokens.count):
             position = bind(tokens.position(place.block_y))
             span = parts.seen(first_position(spec, position), position)
-            merge_parts(spec, tensors, MergedHeads(place.block_y, place.block, 1, 1), span, parts, place)
+            merge_parts(tensors, MergedHeads(place.block_y, place.block, 1, 1), span, parts, place=place)

@@ -366,10 +366,11 @@ def _blocks(spec: AttentionSpec) -> int:
     return spec.kv_heads * _tiles(spec) * _slices(spec)
 
 
-def attend_chunk(function: CudaFunction, spec: AttentionSpec, parts: Parts, tensors: CudaAttentionTensors) -> None:
+def attend_chunk(function: CudaFunction, parts: Parts, tensors: CudaAttentionTensors) -> None:
     """Write the launch that attends to a chunk."""
+    spec = tensors.spec
     with function.launch(grid=(_blocks(spec), parts.count), block=THREADS, resident=_RESIDENT) as place:
-        tokens = step_rows(function, spec.mode, spec.rows, spec.context, spec.sequences)
+        tokens = step_rows(function, spec)
         work = bind(place.block // _slices(spec))
         total = bind(tokens.count * spec.group)
         begin = bind(work // spec.kv_heads * SIDE)
@@ -449,6 +450,6 @@ def _give(
                         c = bind(first_column + n * SIDE + warp.column_of(fragment, i))
                         with when(c < tile.spec.value_dim):
                             value = output[fragment * 4 + half * 2 + i]
-                            tensors.give(tile.spec, row, head, place.block_y, c, value, total)
+                            tensors.give(row, head, place.block_y, c, value=value, total=total)
             with when(tirx.And(warp.column_of(0, 0) == 0, first_column == 0)):
-                tensors.give_extremes(row, head, place.block_y, softmax.maxima[query], total)
+                tensors.give_extremes(row, head, place.block_y, highest=softmax.maxima[query], total=total)

@@ -46,16 +46,14 @@ class Parts:
 class CudaAttentionTensors(AttentionTensors):
     """Arguments of an attention kernel on a GPU. A block gives elements, to the result or to the output of its part."""
 
-    def give(
-        self, spec: AttentionSpec, row: Expr, head: Expr, part: Expr, column: Expr, value: Expr, total: Expr
-    ) -> None:
+    def give(self, row: Expr, head: Expr, part: Expr, column: Expr, *, value: Expr, total: Expr) -> None:
         """Write an element of a head's output: of the part or, where there is only one part, of the result."""
         if self.outputs is None:
-            self.y[row, head * spec.value_dim + column] = value / total
+            self.y[row, head * self.spec.value_dim + column] = value / total
         else:
             self.outputs[row, head, part, column] = value
 
-    def give_extremes(self, row: Expr, head: Expr, part: Expr, highest: Expr, total: Expr) -> None:
+    def give_extremes(self, row: Expr, head: Expr, part: Expr, *, highest: Expr, total: Expr) -> None:
         """Write the maximum and the sum that belong to the output of a part."""
         if self.extremes is not None:
             self.extremes[row, head, part, 0] = highest
@@ -119,16 +117,12 @@ def head_element(
 
 
 def extend_caches(
-    spec: AttentionSpec,
-    tensors: CudaAttentionTensors,
-    row: Expr,
-    place_in_caches: tuple[Expr, Expr, Expr],
-    place: ThreadIndex,
+    tensors: CudaAttentionTensors, row: Expr, place_in_caches: tuple[Expr, Expr, Expr], place: ThreadIndex
 ) -> None:
     """Write a row's key and value to (slot, head, position), each by one warp of the block."""
     if tensors.new_keys is None or tensors.new_values is None:
         return
-    _, head, position = place_in_caches
+    spec, (_, head, position) = tensors.spec, place_in_caches
     sides = (
         (tensors.keys, tensors.new_keys, spec.head_dim, tensors.angles),
         (tensors.values, tensors.new_values, spec.value_dim, None),

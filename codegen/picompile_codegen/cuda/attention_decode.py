@@ -156,18 +156,18 @@ class OnlineSoftmax:
     @classmethod
     def of(
         cls,
-        spec: AttentionSpec,
         tensors: CudaAttentionTensors,
         queries: HeldQueries,
         row_place: tuple[Expr, Expr, Expr],
         first: Expr,
+        *,
         place: ThreadIndex,
     ) -> "OnlineSoftmax":
         """Start with nothing seen, which is visible behind the next barrier. Positions from `first` on follow.
 
         Sinks are seen before the first position that the token sees at all.
         """
-        (_, kv_head, position), count = row_place, queries.count
+        spec, (_, kv_head, position), count = tensors.spec, row_place, queries.count
 
         def head(i: Expr) -> Expr:
             return bind(kv_head * spec.group + minimum(queries.first + i, spec.group - 1))
@@ -240,20 +240,21 @@ def _resident(spec: AttentionSpec, kv_dtype: str, parts: Parts) -> int:
     return 3 if is_small else 2
 
 
-def attend_rows(function: CudaFunction, spec: AttentionSpec, parts: Parts, tensors: CudaAttentionTensors) -> None:
+def attend_rows(function: CudaFunction, parts: Parts, tensors: CudaAttentionTensors) -> None:
     """Write one launch; two where several blocks must see a new key.
 
     Where there are several parts, the last block of them puts their outputs together.
     """
+    spec = tensors.spec
     queries = queries_of_block(spec, tensors.keys.data.dtype)
     sets = blocks_for(spec.group, queries)
     units = spec.kv_heads * sets
     if sets > 1 and tensors.new_keys is not None:
-        _extend(function, spec, tensors)
+        _extend(function, tensors)
     tickets = function.tickets(spec.rows * units) if parts.count > 1 else None
     resident = _resident(spec, tensors.keys.data.dtype, parts)
     with function.launch(grid=(units * parts.count, spec.rows), block=THREADS, resident=resident) as place:
-        tokens, row = step_rows(function, spec.mode, spec.rows, spec.context, spec.sequences), place.block_y
+        tokens, row = step_rows(function, spec), place.block_y
         part, unit = bind(place.block // units), bind(place.block % units)
         with when(row < tokens.count):
             position = bind(tokens.position(row))
@@ -263,40 +264,36 @@ def attend_rows(function: CudaFunction, spec: AttentionSpec, parts: Parts, tenso
             with when(first < stop):
                 if sets == 1 and tensors.new_keys is not None:
                     with when(stop == position + 1):
-                        extend_caches(spec, tensors, row, row_place, place)
-                first_query = bind(unit % sets * queries)
-                held = _read_queries(spec, tensors, queries, row, row_place, first_query, place)
-                _attend(spec, tensors, held, (row, part), row_place, (first, stop), parts, place)
+                        extend_caches(tensors, row, row_place, place)
+                taken = bind(unit % sets * queries), queries
+                held = _read_queries(tensors, taken, row, row_place, place=place)
+                _attend(tensors, held, (row, part), row_place, (first, stop), parts=parts, place=place)
                 if tickets is not None:
                     span = parts.seen(first_seen, position)
                     with when(last_block(tickets, row * units + unit, span[1] - span[0], place)):
                         heads = MergedHeads(
                             row, row_place[1] * spec.group + held.first, held.count, spec.group - held.first
                         )
-                        merge_parts(spec, tensors, heads, span, parts, place)
+                        merge_parts(tensors, heads, span, parts, place=place)
 
 
-def _extend(function: CudaFunction, spec: AttentionSpec, tensors: CudaAttentionTensors) -> None:
+def _extend(function: CudaFunction, tensors: CudaAttentionTensors) -> None:
     """Write the launch that extends the caches: a block has a new key and value of a head."""
+    spec = tensors.spec
     with function.launch(grid=(spec.kv_heads, spec.rows), block=64) as place:
-        tokens, row = step_rows(function, spec.mode, spec.rows, spec.context, spec.sequences), place.block_y
+        tokens, row = step_rows(function, spec), place.block_y
         with when(row < tokens.count):
             row_place = (bind(tokens.slot(row)), place.block, bind(tokens.position(row)))
-            extend_caches(spec, tensors, row, row_place, place)
+            extend_caches(tensors, row, row_place, place)
 
 
 def _read_queries(
-    spec: AttentionSpec,
-    tensors: CudaAttentionTensors,
-    count: int,
-    row: Expr,
-    row_place: tuple[Expr, Expr, Expr],
-    first: Expr,
-    place: ThreadIndex,
-) -> HeldQueries:
-    """Read query heads `first` … of those that share a head of keys, scaled and turned; past the last, the last
-    again."""
-    _, kv_head, position = row_place
+    tensors: CudaAttentionTensors, span: tuple[Expr, int], row: Expr, row_place: tuple[Expr, Expr, Expr],
+    *, place: ThreadIndex,
+) -> HeldQueries:  # fmt: skip
+    """Read the query heads of `span`, first and count, of those that share a head of keys, scaled and turned; past the
+    last, the last again."""
+    spec, (first, count), (_, kv_head, position) = tensors.spec, span, row_place
     memory = shared(count, spec.head_dim)
     with loop(0, blocks_for(count * spec.head_dim, THREADS)) as turn:
         index = bind(turn * THREADS + place.thread)
@@ -311,14 +308,13 @@ def _read_queries(
 
 
 def _attend(
-    spec: AttentionSpec, tensors: CudaAttentionTensors, queries: HeldQueries, of: tuple[Expr, Expr],
-    row_place: tuple[Expr, Expr, Expr],
-    span: tuple[Expr, Expr], parts: Parts, place: ThreadIndex,
+    tensors: CudaAttentionTensors, queries: HeldQueries, of: tuple[Expr, Expr], row_place: tuple[Expr, Expr, Expr],
+    span: tuple[Expr, Expr], *, parts: Parts, place: ThreadIndex,
 ) -> None:  # fmt: skip
     """Attend to the positions from `span`[0] up to `span`[1], and give their outputs."""
-    (slot, kv_head, _), (first, stop), (row, part) = row_place, span, of
+    spec, (slot, kv_head, _), (first, stop), (row, part) = tensors.spec, row_place, span, of
     scores = shared(queries.count, TILE)
-    weights = OnlineSoftmax.of(spec, tensors, queries, row_place, first, place)
+    weights = OnlineSoftmax.of(tensors, queries, row_place, first, place=place)
     mixture = Mixture.of(queries.count, tensors.values, place)
     tiles = blocks_for(parts.positions, TILE)
     with loop(0, 1 if tiles == 1 else bind((stop - first + (TILE - 1)) // TILE)) as number:
@@ -334,25 +330,15 @@ def _attend(
     def give(i: Expr, column: Expr, value: Expr) -> None:
         with when(queries.first + i < spec.group):
             head = bind(kv_head * spec.group + queries.first + i)
-            tensors.give(spec, row, head, part, column, value, weights.totals[i])
+            tensors.give(row, head, part, column, value=value, total=weights.totals[i])
 
     mixture.finish(give)
-    if tensors.extremes is not None:
-        _give_extremes(spec, tensors, queries, weights, (row, kv_head, part), place)
+    if tensors.extremes is None:
+        return
 
-
-def _give_extremes(
-    spec: AttentionSpec,
-    tensors: CudaAttentionTensors,
-    queries: HeldQueries,
-    weights: OnlineSoftmax,
-    of: tuple[Expr, Expr, Expr],
-    place: ThreadIndex,
-) -> None:
-    row, kv_head, part = of
-
-    def give(i: Expr, highest: Expr, total: Expr) -> None:
+    def give_extremes(i: Expr, highest: Expr, total: Expr) -> None:
         with when(queries.first + i < spec.group):
-            tensors.give_extremes(row, kv_head * spec.group + queries.first + i, part, highest, total)
+            head = kv_head * spec.group + queries.first + i
+            tensors.give_extremes(row, head, part, highest=highest, total=total)
 
-    weights.each(give)
+    weights.each(give_extremes)

@@ -12,7 +12,6 @@ from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, minimum
 from picompile_codegen.cuda.attention_common import THREADS, CudaAttentionTensors, Parts, padded_width, weight_of
 from picompile_codegen.cuda.function import WARP, ThreadIndex
 from picompile_codegen.cuda.memory import barrier, registers, shared, warp_max, warp_sum, zero_registers
-from picompile_codegen.specs import AttentionSpec
 
 # Columns of an output that a thread puts together: 16 bytes.
 _COLUMNS = 4
@@ -33,17 +32,15 @@ class MergedHeads:
 
 
 def merge_parts(
-    spec: AttentionSpec, tensors: CudaAttentionTensors, heads: MergedHeads, span: tuple[Expr, Expr],
-    parts: Parts, place: ThreadIndex,
-) -> None:  # fmt: skip
+    tensors: CudaAttentionTensors, heads: MergedHeads, span: tuple[Expr, Expr], parts: Parts, *, place: ThreadIndex
+) -> None:
     """Write y of `heads`, which the `THREADS` threads of a block share.
 
     `span` has the first part and the one behind the last.
     """
-    weights = shared(heads.count, parts.count)
-    _weigh_parts(tensors, heads, span, weights, place)
+    merge = _Merge(tensors, heads, span, shared(heads.count, parts.count), place=place)
+    merge.weigh_parts()
     barrier()
-    merge = _Merge(spec, tensors, heads, span, weights, place)
     if merge.sets > 1:
         merge.in_sets()
     else:
@@ -54,7 +51,6 @@ def merge_parts(
 class _Merge:
     """Sums of the outputs of parts times their weights: a thread has four columns of a head."""
 
-    spec: AttentionSpec
     tensors: CudaAttentionTensors
     heads: MergedHeads
     span: tuple[Expr, Expr]
@@ -64,7 +60,7 @@ class _Merge:
     @property
     def units(self) -> int:
         """Threads for the columns of a head."""
-        return padded_width(self.spec.value_dim) // _COLUMNS
+        return padded_width(self.tensors.spec.value_dim) // _COLUMNS
 
     @property
     def items(self) -> int:
@@ -75,6 +71,33 @@ class _Merge:
     def sets(self) -> int:
         """Sets of threads that take different parts, where there are threads to spare."""
         return max(1, THREADS // self.items)
+
+    def weigh_parts(self) -> None:
+        """weights[i, part] = w_p of the i-th head, by warp i."""
+        tensors, heads, span, weights, place = self.tensors, self.heads, self.span, self.weights, self.place
+        assert tensors.extremes is not None
+        number = bind(minimum(place.warp, heads.count - 1))
+        head = bind(heads.head(number))
+        places = [bind(place.lane + first) for first in range(0, weights.columns, WARP)]
+        insides = [bind(tirx.And(part >= span[0], part < span[1])) for part in places]
+        extremes = [
+            [
+                bind(tirx.if_then_else(inside, tensors.extremes[heads.row, head, part, i], other))
+                for i, other in ((0, LOWEST), (1, 0.0))
+            ]
+            for part, inside in zip(places, insides, strict=True)
+        ]
+        highest: Expr = LOWEST
+        for of_part, _ in extremes:
+            highest = tirx.Max(highest, of_part)
+        of_all, found, own = warp_max(highest), registers(len(places)), 0.0
+        for i, ((of_part, total), inside) in enumerate(zip(extremes, insides, strict=True)):
+            found[i] = weight_of(inside, of_part, of_all)
+            own = bind(own + found[i] * total)
+        of_head = warp_sum(own)
+        for i, (part, inside) in enumerate(zip(places, insides, strict=True)):
+            with when(tirx.And(place.warp < heads.count, inside)):
+                weights[number, part] = found[i] / of_head
 
     def in_turns(self) -> None:
         """Write the result, `THREADS` items at a time."""
@@ -123,38 +146,5 @@ class _Merge:
 
     def _give(self, item: Expr, i: int, value: Expr) -> None:
         number, column = item // self.units, bind(item % self.units * _COLUMNS + i)
-        with when(tirx.And(number < self.heads.left, column < self.spec.value_dim)):
-            self.tensors.y[self.heads.row, self.heads.head(number) * self.spec.value_dim + column] = value
-
-
-def _weigh_parts(
-    tensors: CudaAttentionTensors,
-    heads: MergedHeads,
-    span: tuple[Expr, Expr],
-    weights: KernelTensor,
-    place: ThreadIndex,
-) -> None:
-    """weights[i, part] = w_p of the i-th head, by warp i."""
-    assert tensors.extremes is not None
-    number = bind(minimum(place.warp, heads.count - 1))
-    head = bind(heads.head(number))
-    places = [bind(place.lane + first) for first in range(0, weights.columns, WARP)]
-    insides = [bind(tirx.And(part >= span[0], part < span[1])) for part in places]
-    extremes = [
-        [
-            bind(tirx.if_then_else(inside, tensors.extremes[heads.row, head, part, i], other))
-            for i, other in ((0, LOWEST), (1, 0.0))
-        ]
-        for part, inside in zip(places, insides, strict=True)
-    ]
-    highest: Expr = LOWEST
-    for of_part, _ in extremes:
-        highest = tirx.Max(highest, of_part)
-    of_all, found, own = warp_max(highest), registers(len(places)), 0.0
-    for i, ((of_part, total), inside) in enumerate(zip(extremes, insides, strict=True)):
-        found[i] = weight_of(inside, of_part, of_all)
-        own = bind(own + found[i] * total)
-    of_head = warp_sum(own)
-    for i, (part, inside) in enumerate(zip(places, insides, strict=True)):
-        with when(tirx.And(place.warp < heads.count, inside)):
-            weights[number, part] = found[i] / of_head
+        with when(tirx.And(number < self.heads.left, column < self.tensors.spec.value_dim)):
+            self.tensors.y[self.heads.row, self.heads.head(number) * self.tensors.spec.value_dim + column] = value

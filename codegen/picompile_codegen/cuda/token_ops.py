@@ -159,7 +159,7 @@ def rotary(spec: RotarySpec, function: CudaFunction) -> None:
     x, y, angles = function["x"], function["y"], Angles(function["cos"], function["sin"])
     half, pairs = spec.head_dim // 2, spec.heads * (spec.head_dim // 2)
     with function.launch(grid=(blocks_for(pairs, _ROTARY_THREADS), spec.rows), block=_ROTARY_THREADS) as place:
-        tokens = step_rows(function, spec.mode, spec.rows, spec.context, sequences=1)
+        tokens = step_rows(function, spec)
         row, pair = place.block_y, bind(place.block * _ROTARY_THREADS + place.thread)
         with when(tirx.And(row < tokens.count, pair < pairs)):
             head, i = bind(pair // half), bind(pair % half)
@@ -183,7 +183,7 @@ def cache_write(spec: CacheWriteSpec, function: CudaFunction) -> None:
     x, cache, dim = function["x"], cache_argument(function, "cache"), spec.head_dim
     grid = (blocks_for(spec.kv_heads * WARP, _CACHE_THREADS), spec.rows)
     with function.launch(grid=grid, block=_CACHE_THREADS) as place:
-        tokens = step_rows(function, spec.mode, spec.rows, spec.context, spec.sequences)
+        tokens = step_rows(function, spec)
         row, head = place.block_y, bind(place.block * (_CACHE_THREADS // WARP) + place.warp)
         with when(tirx.And(row < tokens.count, head < spec.kv_heads)):
             index = (bind(tokens.slot(row)), head, bind(tokens.position(row)))

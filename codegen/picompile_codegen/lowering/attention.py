@@ -27,9 +27,7 @@ def lower_rotary(node: Node, function: Function) -> None:
     spec = RotarySpec(
         heads=values["heads"],
         head_dim=dimension(node) // values["heads"],
-        rows=function.rows,
-        context=function.shared.options.context,
-        mode=function.mode,
+        **function.step | {"sequences": 1},
     )
     bindings: Bindings = {"x": function.value(values["x"]), "y": function.result(node)}
     function.call(spec, bindings | _angles(node, function))
@@ -89,11 +87,8 @@ def _write(node: Node, x: Mapping[str, Arg], caches: Mapping[str, Arg], sequence
         spec = CacheWriteSpec(
             kv_heads=values["kv_heads"],
             head_dim=dimension(values[side]) // values["kv_heads"],
-            context=options.context,
-            rows=function.rows,
             kv_dtype=options.kv_dtype,
-            mode=function.mode,
-            sequences=sequences,
+            **function.step | {"sequences": sequences},
         )
         bindings: Bindings = {"x": x[side], "cache": caches[side]}
         bindings |= {"cache_scales": caches[f"{side}_scales"]} if options.kv_dtype in CACHE_FORMATS else {}
@@ -154,13 +149,10 @@ def lower_attention(node: Node, function: Function) -> None:
         kv_heads=values["kv_heads"],
         head_dim=dimension(values["q"]) // values["heads"],
         value_dim=dimension(values["v"]) // values["kv_heads"],
-        context=options.context,
-        rows=function.rows,
         kv_dtype=options.kv_dtype,
         scale=values["scale"],
         window=values["window"],
-        mode=function.mode,
-        sequences=sequences,
+        **function.step | {"sequences": sequences},
         extend=extend,
         turn=turned,
         softcap=values["softcap"],

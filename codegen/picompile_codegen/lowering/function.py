@@ -181,6 +181,12 @@ class Function:
             return "sequences"
         return "one" if self.rows == 1 else "chunk"
 
+    @property
+    def step(self) -> dict[str, Any]:
+        """The fields of a `StepSpec` for this function's rows."""
+        options = self.shared.options
+        return {"rows": self.rows, "context": options.context, "mode": self.mode, "sequences": options.sequences}
+
     def buffer(self, hint: str, dtype: str, shape: tuple[int, ...], memory: Memory | None = None) -> Arg:
         """Return a new buffer, in the memory of the current device or in `memory`, to be placed when all is
         complete."""

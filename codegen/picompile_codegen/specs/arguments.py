@@ -166,6 +166,31 @@ class KernelSpec(ABC):
         return {}
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepSpec(KernelSpec):
+    """Declares a kernel to which it matters where the `rows` of a step are (see `Mode`).
+
+    Positions are below `context`, and slots below `sequences`.
+    """
+
+    rows: int
+    context: int
+    mode: Mode
+    sequences: int = 1
+
+    @property
+    def step_name(self) -> str:
+        """The part of the kernel's name that tells its mode from others."""
+        return f"b{self.rows}" if self.mode == "sequences" else f"r{self.rows}"
+
+    def step_arguments(self) -> Iterator[KernelArgument]:
+        """Yield the arguments that locate rows: positions, and slots if there are several."""
+        if self.mode == "sequences":
+            yield indices("positions", self.rows, self.context)
+            if self.sequences > 1:
+                yield indices("slots", self.rows, self.sequences)
+
+
 def symbol(*parts: object) -> str:
     """Return a C identifier that tells `parts` apart: `symbol("norm", 64, 1e-05)` is `norm_64_1em05`."""
     text = "_".join(str(part) for part in parts if part != "")
@@ -236,16 +261,3 @@ def flag(access: Access, name: str = "flag") -> KernelArgument:
 def optional_floats(arguments: Iterable[tuple[str, int, bool]]) -> Iterator[KernelArgument]:
     """Yield a float32 vector for each (name, length, whether this variant of the kernel has it)."""
     return (floats(name, length) for name, length, present in arguments if present)
-
-
-def rows_of_step(mode: Mode, rows: int, context: int, sequences: int) -> Iterator[KernelArgument]:
-    """Yield arguments that locate the rows of `mode`: positions below `context`, slots below `sequences` if several."""
-    if mode == "sequences":
-        yield indices("positions", rows, context)
-        if sequences > 1:
-            yield indices("slots", rows, sequences)
-
-
-def mode_name(mode: Mode, rows: int) -> str:
-    """Return the part of a kernel's name that tells its mode from others."""
-    return f"b{rows}" if mode == "sequences" else f"r{rows}"

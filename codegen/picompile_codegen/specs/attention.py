@@ -10,20 +10,18 @@ from picompile_codegen.specs.arguments import (
     Declaration,
     KernelArgument,
     KernelSpec,
-    Mode,
+    StepSpec,
     flag,
     floats,
     floats_out,
-    mode_name,
     optional_floats,
-    rows_of_step,
     symbol,
 )
 from picompile_codegen.specs.tokens import angles
 
 
 @dataclass(frozen=True)
-class CacheWriteSpec(KernelSpec):
+class CacheWriteSpec(StepSpec):
     """cache[slot, h, position] = x[t, h] for each row t, whose position and slot are those of `mode`.
 
     x float32 [rows, kv_heads · d], cache kv_dtype [sequences, kv_heads, context, d].
@@ -33,27 +31,23 @@ class CacheWriteSpec(KernelSpec):
 
     kv_heads: int
     head_dim: int
-    context: int
-    rows: int
     kv_dtype: str
-    mode: Mode
-    sequences: int
 
     @property
     def name(self) -> str:
         """The kernel's symbol."""
-        shape = (f"{self.kv_heads}x{self.head_dim}", mode_name(self.mode, self.rows))
+        shape = (f"{self.kv_heads}x{self.head_dim}", self.step_name)
         return symbol("cache_write", self.kv_dtype, *shape, f"c{self.context}", f"s{self.sequences}")
 
     def declare(self) -> Iterator[Declaration]:
         """Yield the arguments in order."""
         yield floats("x", self.rows, self.kv_heads * self.head_dim)
         yield CacheArgument("cache", self.kv_dtype, self.sequences, self.kv_heads, self.context, self.head_dim)
-        yield from rows_of_step(self.mode, self.rows, self.context, self.sequences)
+        yield from self.step_arguments()
 
 
 @dataclass(frozen=True)
-class AttentionSpec(KernelSpec):
+class AttentionSpec(StepSpec):
     """softmax(q · kᵀ · scale) · v for each query head, over the cached positions that a token may see.
 
     A row at position p sees positions max(0, p - window + 1) … p of its sequence, or all up to p when `window` is 0.
@@ -75,13 +69,9 @@ class AttentionSpec(KernelSpec):
     kv_heads: int
     head_dim: int
     value_dim: int
-    context: int
-    rows: int
     kv_dtype: str
     scale: float
     window: int
-    mode: Mode
-    sequences: int
     extend: bool = False
     turn: bool = False
     softcap: float = 0.0
@@ -100,7 +90,7 @@ class AttentionSpec(KernelSpec):
             "attention",
             self.kv_dtype,
             f"{self.heads}h{self.kv_heads}x{dims}",
-            mode_name(self.mode, self.rows),
+            self.step_name,
             f"c{self.context}",
             f"s{self.sequences}",
             self.scale,
@@ -136,7 +126,7 @@ class AttentionSpec(KernelSpec):
         yield CacheArgument("v_cache", *cache, self.value_dim)
         yield floats_out("y", self.rows, self.heads * self.value_dim)
         yield SCRATCH
-        yield from rows_of_step(self.mode, self.rows, self.context, self.sequences)
+        yield from self.step_arguments()
 
 
 @dataclass(frozen=True)

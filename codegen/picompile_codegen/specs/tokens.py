@@ -10,13 +10,11 @@ from picompile_codegen.specs.arguments import (
     KernelArgument,
     KernelSpec,
     MatrixArgument,
-    Mode,
+    StepSpec,
     floats,
     floats_out,
     indices,
-    mode_name,
     optional_floats,
-    rows_of_step,
     symbol,
 )
 
@@ -216,7 +214,7 @@ class ElementwiseSpec(KernelSpec):
 
 
 @dataclass(frozen=True)
-class RotarySpec(KernelSpec):
+class RotarySpec(StepSpec):
     """Turn each head's (x[i], x[i + d/2]) by the angle of its position, whose cosine and sine are in tables.
 
     x float32 [rows, heads · d], cos and sin float32 [context, d/2] → y like x. Positions are those of `mode`.
@@ -224,21 +222,18 @@ class RotarySpec(KernelSpec):
 
     heads: int
     head_dim: int
-    rows: int
-    context: int
-    mode: Mode
 
     @property
     def name(self) -> str:
         """The kernel's symbol."""
-        return symbol("rotary", f"{self.heads}x{self.head_dim}", mode_name(self.mode, self.rows), f"c{self.context}")
+        return symbol("rotary", f"{self.heads}x{self.head_dim}", self.step_name, f"c{self.context}")
 
     def declare(self) -> Iterator[Declaration]:
         """Yield the arguments in order."""
         yield floats("x", self.rows, self.heads * self.head_dim)
         yield from angles(self.context, self.head_dim)
         yield floats_out("y", self.rows, self.heads * self.head_dim)
-        yield from rows_of_step(self.mode, self.rows, self.context, sequences=1)
+        yield from self.step_arguments()
 
 
 @dataclass(frozen=True)
