@@ -27,12 +27,11 @@ def argument_parser(description: str | None, *names: str, **defaults: Any) -> ar
         parser.add_argument(name, **_WITHOUT_DEFAULT[name])
     for name, default in defaults.items():
         is_list = isinstance(default, list)
-        kind, more = type(default[0] if is_list else default), {"nargs": "+"} if is_list else {}
+        kind = type(default[0] if is_list else default)
         # The class of a path depends on the system.
         kind = Path if issubclass(kind, Path) else kind
-        parser.add_argument(
-            f"--{name.replace('_', '-')}", type=kind, default=default, help=f"default: {default}", **more
-        )
+        flag, nargs = f"--{name.replace('_', '-')}", "+" if is_list else None
+        parser.add_argument(flag, type=kind, nargs=nargs, default=default, help=f"default: {default}")
     return parser
 
 

@@ -107,7 +107,7 @@ def _run(schemas: list[tuple[str, Schema]], options: argparse.Namespace, engine:
     large = Tokenizer(options.tokenizer.read_bytes() if options.tokenizer else _trained())
     compilers = {tokenizer: _compiler(tokenizer) for tokenizer in (small, large)}
     rng = np.random.default_rng(options.seed)
-    kinds = [
+    kinds: list[tuple[Outcome, Tokenizer, Callable[[], Choose]]] = [
         (Outcome(f"random, {engine.vocab:,} tokens"), small, lambda: _random(small, rng)),
         (Outcome(f"random, {len(large.vocabulary()):,} tokens"), large, lambda: _random(large, rng)),
         (Outcome("model, greedy"), small, lambda: _model(engine, small, SamplingParams(temperature=0))),

@@ -76,7 +76,8 @@ def watch(command: list[str], limit_bytes: int | None = None) -> Watched:
     while process.poll() is None:
         np.maximum(peaks, np.sum([(0, 0), *_memory(process.pid)], axis=0), out=peaks)
         time.sleep(0.02)
-    return Watched(time.monotonic() - start, *peaks.tolist(), process.wait())
+    anonymous_bytes, resident_bytes = peaks.tolist()
+    return Watched(time.monotonic() - start, anonymous_bytes, resident_bytes, process.wait())
 
 
 def few_layers(shape: str, layers: int, work: Path) -> Path:

@@ -13,7 +13,7 @@ library as llama_cpp/lib/libllama.so. Its files are read back and run in the sam
 
 import ctypes
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -83,7 +83,8 @@ class Bench:
 
     def ours(self, quant: str, *, calibrated: bool) -> Row:
         """Quantize as `compile` does."""
-        options, tensors = ProfileOptions(tokens=self.rounding_tokens), {}
+        options = ProfileOptions(tokens=self.rounding_tokens)
+        tensors: Mapping[str, str] = {}
         predicted = InsertPredictors()(canonicalize(self.captured.graph_module)).graph_module
         if parse_bits(quant) is not None:
             tensors = checkpoint_formats(
@@ -94,7 +95,7 @@ class Bench:
                 options,
                 parse_bits(quant),
                 NoProgress(),
-            )
+            ).formats
         graph = Quantize(base_format(quant), tensors=tensors)(predicted).graph_module
         weights: WeightSource = self.captured.weights
         if calibrated:
@@ -133,7 +134,7 @@ def _bits(graph: GraphModule) -> tuple[float, int]:
     for node in calls(graph.graph, LINEAR, SPARSE_FFN):
         operands = [arguments(node).get(name) for name in ("weight", "gate", "up", "down")]
         for operand in operands:
-            if not is_call(operand, DEQUANTIZE):
+            if operand is None or not is_call(operand, DEQUANTIZE):
                 continue
             form, (rows, columns) = FORMATS[arguments(operand)["format"]], operand.meta["val"].shape
             weights += rows * columns

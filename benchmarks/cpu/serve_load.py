@@ -133,7 +133,9 @@ async def measure(options: argparse.Namespace, server: ServedArtifact) -> dict[s
         measured, seconds = Measured(), 60 * options.minutes
         start = time.monotonic()
         clients = [client_of(number, client, cases, start + seconds, measured) for number in range(options.streams)]
-        samples, *_ = await asyncio.gather(watch(server, start + seconds), *clients)
+        watching = asyncio.ensure_future(watch(server, start + seconds))
+        await asyncio.gather(watching, *clients)
+        samples = watching.result()
         lasted_s = time.monotonic() - start
         await asyncio.sleep(1)
         slots = (await client.get("/slots")).json()

@@ -55,7 +55,7 @@ def _seconds(product: Callable[[Tensor], Tensor], weights: list[Tensor]) -> floa
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) / 1e3 / (_ROUNDS * len(weights)))
-    return statistics.median(times[-_GRAPHS:])
+    return float(statistics.median(times[-_GRAPHS:]))
 
 
 class CopiedDecoder:

@@ -46,7 +46,7 @@ class EagerModel:
 
         Raises RuntimeError if no token has such a margin.
         """
-        tokens = rng.integers(0, self._shape["vocab"], prompt).tolist()
+        tokens: list[int] = rng.integers(0, self._shape["vocab"], prompt).tolist()
         for _ in range(decoded):
             for token in rng.integers(0, self._shape["vocab"], _MOST_DRAWN).tolist():
                 self.logits([*tokens, token], prompt)

@@ -47,7 +47,7 @@ def sum_norm(make: Maker) -> Example:
     """Return an example of a sum with its norm. What the host adds is there already."""
     p, received = make.parameters, make.parameters.get("received", False)
     names = [*(f"x{number}" for number in range(p["terms"] - received)), *(["source"] if received else [])]
-    y = sum(make.floats(name, make.tokens, p["dim"]) for name in names)
+    y = torch.stack([make.floats(name, make.tokens, p["dim"]) for name in names]).sum(dim=0)
     shared: tuple[str, ...] = ()
     if received:
         _flag(make, "flag", STEP_NUMBER)

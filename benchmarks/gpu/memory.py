@@ -108,7 +108,8 @@ class Arguments:
     def read(self, name: str) -> Array:
         """An argument as it is now."""
         argument = next(each for each in self._arguments if each["name"] == name)
-        return self._bytes(name, 0, _size(argument)).view(argument["dtype"]).reshape(argument["shape"])
+        found: Array = self._bytes(name, 0, _size(argument)).view(argument["dtype"]).reshape(argument["shape"])
+        return found
 
     def damaged(self) -> list[str]:
         """The arguments around which guards were written to."""
@@ -127,4 +128,4 @@ class Arguments:
 
 
 def _size(argument: dict[str, Any]) -> int:
-    return math.prod(argument["shape"]) * np.dtype(argument["dtype"]).itemsize
+    return int(math.prod(argument["shape"]) * np.dtype(argument["dtype"]).itemsize)

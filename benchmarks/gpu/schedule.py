@@ -169,9 +169,8 @@ def _of(
     entry = _entry(pack, variant)
     if entry is None:
         return []
-    plan = {"prompts": list(prompts), "threads": count or threads()}
     kind = "copied" if variant.startswith("copied") else "model"
-    return [_model(options, entry | {"variant": variant}, kind, **plan)]
+    return [_model(options, entry | {"variant": variant}, kind, prompts=list(prompts), threads=count or threads())]
 
 
 def _model(options: Namespace, entry: Result, kind: str, table: str = "models", **plan: Any) -> Unit:

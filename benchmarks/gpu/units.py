@@ -15,6 +15,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -189,8 +190,5 @@ def _worker(options: Namespace) -> tuple[Callable[..., Iterator[Result]], Callab
 
     Only here: PyTorch takes seconds to import, and the parent has no use for it.
     """
-    if options.pretend:
-        from benchmarks.gpu import pretend as module
-    else:
-        from benchmarks.gpu import work as module
+    module = import_module("benchmarks.gpu.pretend" if options.pretend else "benchmarks.gpu.work")
     return module.work, module.does_not_fit

@@ -133,7 +133,7 @@ def _aligned(size: int, alignment: int) -> int:
 
 
 def _bytes(tensor: Mapping[str, Any]) -> int:
-    return math.prod(tensor["shape"]) * np.dtype(tensor["dtype"]).itemsize
+    return int(math.prod(tensor["shape"]) * np.dtype(tensor["dtype"]).itemsize)
 
 
 @dataclass(frozen=True)

@@ -37,12 +37,14 @@ class Worker:
             bufsize=1,
             env=environment(),
         )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._requests, self._replies = self._process.stdin, self._process.stdout
         self.about: dict[str, Any] = self._reply()["about"]
 
     def measure(self, task: Task) -> dict[str, Any]:
         """The worker's reply. Raises LeftOutError where it has none."""
         try:
-            self._process.stdin.write(json.dumps(asdict(task)) + "\n")
+            self._requests.write(json.dumps(asdict(task)) + "\n")
         except BrokenPipeError:
             raise LeftOutError(self._last_words()) from None
         reply = self._reply()
@@ -52,19 +54,19 @@ class Worker:
 
     def close(self) -> None:
         """Ends the process: its standard input ends."""
-        self._process.stdin.close()
+        self._requests.close()
         try:
             self._process.wait(10)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._process.stdout.close()
+        self._replies.close()
         self._errors.close()
 
     def _reply(self) -> dict[str, Any]:
         timer = threading.Timer(_LIMIT_S, self._process.kill)
         timer.start()
-        line = self._process.stdout.readline()
+        line = self._replies.readline()
         timer.cancel()
         if not line:
             raise LeftOutError(self._last_words())
@@ -82,14 +84,16 @@ class Program:
     """A built program, which loads its model anew for each measurement and prints a speed."""
 
     def __init__(self, engine: Engine, path: Path, model: Path) -> None:
-        self._engine, self._path, self._model = engine, path, model
+        if engine.arguments is None or engine.read is None:
+            raise ValueError(f"{engine.name} is no built program")
+        self._arguments, self._read, self._path, self._model = engine.arguments, engine.read, path, model
         self.about: dict[str, Any] = {"version": f"{engine.name}, {path}"}
 
     def measure(self, task: Task) -> dict[str, Any]:
         """Return the reply that a worker would give. Raises LeftOutError where there is no speed."""
         if task.batch > 1:
             raise LeftOutError("several sequences are not measured of it")
-        command = [str(self._path), *map(str, self._engine.arguments(self._model, task))]
+        command = [str(self._path), *map(str, self._arguments(self._model, task))]
         try:
             ran = subprocess.run(
                 command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=_LIMIT_S
@@ -108,10 +112,10 @@ class Program:
     def _reading(self, ran: "subprocess.CompletedProcess[str]", is_prompt: bool) -> Reading:
         """Rows are on standard output, times that `main` prints on standard error."""
         try:
-            return self._engine.read(ran.stdout, is_prompt)
+            return self._read(ran.stdout, is_prompt)
         except OutputError:
             try:
-                return self._engine.read(ran.stderr, is_prompt)
+                return self._read(ran.stderr, is_prompt)
             except OutputError as error:
                 raise LeftOutError(f"{self._path}: {error}") from error
 

@@ -52,8 +52,8 @@ class GgufTensor:
 
     def dtype(self, format: str) -> "np.dtype[Any]":
         """Return the type of the elements that are stored."""
-        kinds: dict[gguf.GGMLQuantizationType, Any] = {_F32: np.float32, _TYPES["f16"]: np.float16}
-        return np.dtype(kinds.get(self.kind(format), np.uint8))
+        names = {_F32: "float32", _TYPES["f16"]: "float16"}
+        return np.dtype(names.get(self.kind(format), "uint8"))
 
     def stored_shape(self, format: str) -> tuple[int, ...]:
         """Return the shape of the elements that are stored: of packed rows, their bytes."""

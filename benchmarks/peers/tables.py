@@ -29,7 +29,7 @@ def tables(groups: Sequence[Results]) -> str:
 
 def speed(result: Results) -> float:
     """Median tokens/s of a contender."""
-    return statistics.median(result["tokens_per_s"])
+    return float(statistics.median(result["tokens_per_s"]))
 
 
 def peer(group: Results) -> float | None:
