@@ -1,18 +1,32 @@
-"""A server in a process of its own, for the benchmarks of serving."""
+"""A server in a process of its own, and streams of its answers, for the benchmarks of serving."""
 
+import json
 import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import httpx
 
 _LISTENING = re.compile(r"http://[\d.]+:(\d+)")
 _READY_S, _POLL_S = 120.0, 0.002
+
+
+async def stream(client: httpx.AsyncClient, request: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+    """Yield the chunks of a streamed completion as they come. Raises RuntimeError where one says that it failed."""
+    async with client.stream("POST", "/v1/completions", json=request) as response:
+        response.raise_for_status()
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                chunk = json.loads(line.removeprefix("data: "))
+                if "error" in chunk:
+                    raise RuntimeError(chunk["error"]["message"])
+                yield chunk
 
 
 class ServedArtifact:

@@ -19,6 +19,7 @@ import random
 import statistics
 import sys
 import time
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from typing import Any
 import httpx
 
 from benchmarks.script import argument_parser
-from benchmarks.serving import ServedArtifact
+from benchmarks.serving import ServedArtifact, stream
 from picompile_runtime import Tokenizer, open_artifact
 
 _TEXT = (
@@ -75,14 +76,8 @@ async def ask(
 ) -> str | None:
     """Return the text of an answer; None if the connection was closed after so many `pieces` of it."""
     start, before, text, seen = time.perf_counter(), None, "", 0
-    async with client.stream("POST", "/v1/completions", json=request) as response:
-        response.raise_for_status()
-        async for line in response.aiter_lines():
-            if not line.startswith("data: ") or line == "data: [DONE]":
-                continue
-            chunk = json.loads(line[6:])
-            if "error" in chunk:
-                raise RuntimeError(chunk["error"]["message"])
+    async with aclosing(stream(client, request)) as chunks:
+        async for chunk in chunks:
             now = time.perf_counter()
             if measured is not None:
                 (measured.first_s if before is None else measured.between_s).append(now - (before or start))

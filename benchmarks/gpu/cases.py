@@ -11,39 +11,21 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from picompile_codegen import cuda
+from picompile_codegen import cuda, specs
 from picompile_codegen.cuda.build import build_cuda
 from picompile_codegen.cuda.function import CudaKernel
 from picompile_codegen.signs import sign_row_bytes
 from picompile_codegen.specs import (
-    AddSpec,
-    AttentionSpec,
-    BorrowCacheSpec,
-    CacheWriteSpec,
     CopyWordsSpec,
     CountedFfnSpec,
     CountedSendMaskSpec,
-    EmbeddingSpec,
-    FfnSpec,
-    JoinColumnsSpec,
     KernelArgument,
     KernelSpec,
-    LayerNormSpec,
     LinearAddSpec,
     LinearSpec,
     PingPongSpec,
-    PredictLowRankSpec,
-    PredictSignsSpec,
-    ReceiveMaskSpec,
-    ReceiveSpec,
     RmsNormSpec,
-    RotarySpec,
-    SendMaskSpec,
-    SendSpec,
     SumNormSpec,
-    TakeLastSpec,
-    TopLogitsSpec,
-    UploadSpec,
 )
 from picompile_passes import formats
 
@@ -70,41 +52,29 @@ def _counted_send_mask(count: int, **mask: Any) -> CountedSendMaskSpec:
     return CountedSendMaskSpec(**mask)
 
 
-# The kernels that cases name. The names are in packs, which other machines read.
-_SPECS: Mapping[str, Callable[..., KernelSpec]] = {
-    "add": AddSpec,
-    "attention": AttentionSpec,
-    "borrow_cache": BorrowCacheSpec,
-    "cache_write": CacheWriteSpec,
-    "copy_words": CopyWordsSpec,
+# The kernels whose parameters are not their spec's.
+_BUILDERS: Mapping[str, Callable[..., KernelSpec]] = {
     "counted_ffn": _counted_ffn,
     "counted_send_mask": _counted_send_mask,
-    "embedding": EmbeddingSpec,
-    "ffn": FfnSpec,
-    "join_columns": JoinColumnsSpec,
-    "layer_norm": LayerNormSpec,
-    "top_logits": TopLogitsSpec,
-    "linear": LinearSpec,
     "linear_add": _linear_add,
-    "predict_low_rank": PredictLowRankSpec,
-    "predict_signs": PredictSignsSpec,
-    "receive": ReceiveSpec,
-    "receive_mask": ReceiveMaskSpec,
-    "rms_norm": RmsNormSpec,
-    "rotary": RotarySpec,
-    "send": SendSpec,
-    "send_mask": SendMaskSpec,
     "sum_norm": _sum_norm,
-    "take_last": TakeLastSpec,
-    "upload": UploadSpec,
 }
+
+
+def _spec(op: str, parameters: Mapping[str, Any]) -> KernelSpec:
+    """Return the spec of `op`, which is named as it is: `rms_norm` is RmsNormSpec."""
+    name = "".join(word.capitalize() for word in op.split("_"))
+    build: Callable[..., KernelSpec] = _BUILDERS.get(op) or getattr(specs, f"{name}Spec")
+    return build(**parameters)
+
+
 # Tokens of a chunk of a prompt.
 CHUNK = 512
 
 
 @dataclass(frozen=True)
 class Case:
-    """`op` is a key of `_SPECS`. A case of `speed` is measured, for each of `shares` of its neurons where it has any.
+    """`op` names a kernel. A case of `speed` is measured, for each of `shares` of its neurons where it has any.
 
     With `streamed` its weights are in memory of the host as well, which the GPU reads over the bus.
     """
@@ -270,7 +240,7 @@ def pack_kernels(cases: list[Case], output: Path, sm: int) -> list[dict[str, Any
     """Compiles the kernels of `cases`, and that of the ping-pong, into the zip file `output`; the entries of the pack's
     list.
     """
-    built = [cuda.write_kernel(_SPECS[case.op](**case.parameters)) for case in cases]
+    built = [cuda.write_kernel(_spec(case.op, case.parameters)) for case in cases]
     always = [cuda.write_kernel(spec) for spec in (PingPongSpec(), CopyWordsSpec(words=8))]
     with TemporaryDirectory() as work:
         build_cuda([*built, *always], Path(work), sm)

@@ -28,20 +28,16 @@ from typing import Any
 import httpx
 
 from benchmarks.script import argument_parser, heading, row
-from benchmarks.serving import ServedArtifact
+from benchmarks.serving import ServedArtifact, stream
 
 
 async def ask(client: httpx.AsyncClient, request: dict[str, Any]) -> list[float]:
     """Return when each piece of the answer came."""
-    times = []
-    async with client.stream("POST", "/v1/completions", json=request) as response:
-        response.raise_for_status()
-        async for line in response.aiter_lines():
-            if line.startswith("data: {"):
-                chunk = json.loads(line[6:])
-                if chunk["choices"] and chunk["choices"][0].get("finish_reason") is None:
-                    times.append(time.perf_counter())
-    return times
+    return [
+        time.perf_counter()
+        async for chunk in stream(client, request)
+        if chunk["choices"] and chunk["choices"][0].get("finish_reason") is None
+    ]
 
 
 async def together(url: str, streams: int, prompt: int, tokens: int, vocab: int, seed: int) -> dict[str, float]:
