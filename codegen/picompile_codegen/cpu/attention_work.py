@@ -306,10 +306,11 @@ def extend_cache(tensors: AttentionTensors, row: Expr, position: Expr, heads: tu
     source, start = tensors.new_keys, key_start
     if tensors.angles is not None:
         turned = local(1, spec.head_dim)
-        tensors.angles.turn(
-            source, row, start, spec.head_dim // 2, position,
-            lambda c, value, valid: store(turned, 0, c, value=value, valid=valid),
-        )  # fmt: skip
+
+        def keep(c: Expr, value: Expr, valid: int) -> None:
+            store(turned, 0, c, value=value, valid=valid)
+
+        tensors.angles.turn((source, row, start), position, keep)
         keys.write(position, lambda c, valid: load(turned, 0, c, valid=valid))
     else:
         keys.write(position, lambda c, valid: load(source, row, start + c, valid=valid))
@@ -341,7 +342,7 @@ def ready_queries(
             store(queries.q, i, c, value=value * scale, valid=valid)
 
         if tensors.angles is not None:
-            tensors.angles.turn(tensors.q, row, start, spec.head_dim // 2, position, keep)
+            tensors.angles.turn((tensors.q, row, start), position, keep)
         else:
             blocks(spec.head_dim, lambda c, valid: keep(c, load(tensors.q, row, start + c, valid=valid), valid))
     return queries

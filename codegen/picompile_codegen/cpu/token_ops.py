@@ -224,16 +224,11 @@ class Angles:
     sin: KernelTensor
 
     def turn(
-        self,
-        x: KernelTensor,
-        row: Expr,
-        start: Expr,
-        half: int,
-        position: Expr,
-        emit: Callable[[Expr, Expr, int], None],
+        self, head: tuple[KernelTensor, Expr, Expr], position: Expr, emit: Callable[[Expr, Expr, int], None]
     ) -> None:
-        """Turn the head x[row, start …], 2 · half wide, at `position`: `emit(column, value, valid)` gets the result,
-        a vector at a time."""
+        """Turn `head`, which is x[row, start …], at `position`: `emit(column, value, valid)` gets the result, a vector
+        at a time."""
+        (x, row, start), half = head, self.cos.columns
 
         def turn(c: Expr, valid: int) -> None:
             a = bind(load(x, row, start + c, valid=valid))
@@ -266,7 +261,7 @@ def rotary(spec: RotarySpec, function: KernelFunction) -> None:
             def emit(column: Expr, value: Expr, valid: int) -> None:
                 store(y, t, start + column, value=value, valid=valid)
 
-            angles.turn(x, t, start, spec.head_dim // 2, position, emit)
+            angles.turn((x, t, start), position, emit)
 
 
 # Top logits: the scores of a vocabulary that greedy and top-k sampling need.

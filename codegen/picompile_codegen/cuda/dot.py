@@ -3,14 +3,14 @@
 The activations are in the memory of a block, laid out so that 32 threads read them without waiting for each other.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from tvm import tirx
 
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, minimum, when
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, when
 from picompile_codegen.cuda.function import WARP, ThreadIndex, blocks_for
 from picompile_codegen.cuda.matrix import CudaMatrix, Unit
-from picompile_codegen.cuda.memory import barrier, loads_first, shared, warp_sum, zero_registers
+from picompile_codegen.cuda.memory import barrier, loads_first, shared
 
 _GROUP = 32
 # Threads read 16 bytes each from groups side by side. Four floats between groups put these reads in different banks.
@@ -87,52 +87,12 @@ class BlockInput:
         return self._vector
 
 
-def row_products(
-    inputs: BlockInput,
-    matrix: CudaMatrix,
-    row: Callable[[Expr], Expr],
-    count: Expr,
-    products: KernelTensor,
-    place: ThreadIndex,
-    together: int,
-) -> None:
-    """Compute x · row `row(i)` of the matrix for i < `count`, to be read by `product`.
-
-    All threads of the block must come.
-
-    `products` is shared memory [parts of the inputs, most rows]: TVM sees no races where each part is only written.
-    A warp reads `together` rows at a time: what it has read of x serves them all, and more reads are under way.
-    """
-    a_turn = inputs.threads // WARP * together
-    for part, (start, columns) in enumerate(inputs.parts()):
-        vector = inputs.fill(start, place)
-        with loop(0, (count + (a_turn - 1)) // a_turn) as turn:
-            first = bind(turn * a_turn + place.warp * together)
-            with when(first < count):
-                # Past the last row its own is read again, and nothing written.
-                rows = [bind(row(bind(minimum(first + i, count - 1)))) for i in range(together)]
-                sums = _part_products(vector, matrix, rows, start, columns, place.lane)
-                for i, total in enumerate(sums):
-                    with when(tirx.And(place.lane == 0, first + i < count)):
-                        products[part, first + i] = total
-    barrier()
-
-
 def product(products: KernelTensor, index: Expr) -> Expr:
     """Return the whole product of a row: the sum of its parts."""
     total = products[0, index]
     for part in range(1, products.rows):
         total = total + products[part, index]
     return bind(total)
-
-
-def _part_products(
-    vector: BlockVector, matrix: CudaMatrix, rows: Sequence[Expr], start: int, columns: int, lane: Expr
-) -> list[Expr]:
-    """Return the products over `columns` columns from `start` on, the same in all lanes of a warp."""
-    sums = zero_registers(len(rows))
-    add_part(vector, matrix, rows, (start, columns), sums, lane)
-    return [warp_sum(sums[i]) for i in range(len(rows))]
 
 
 def add_part(

@@ -11,11 +11,20 @@ from dataclasses import dataclass, replace
 from tvm import tirx
 
 from picompile_codegen.cpu.ffn_neurons import FfnTensors
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, minimum, select, when
-from picompile_codegen.cuda.dot import BlockInput, product, row_products
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, minimum, select, when
+from picompile_codegen.cuda.dot import BlockInput, add_part, product
 from picompile_codegen.cuda.function import WARP, ThreadIndex, blocks_for
 from picompile_codegen.cuda.matrix import CudaMatrix
-from picompile_codegen.cuda.memory import Numbering, activate, address, barrier, run_extern, shared
+from picompile_codegen.cuda.memory import (
+    Numbering,
+    activate,
+    address,
+    barrier,
+    run_extern,
+    shared,
+    warp_sum,
+    zero_registers,
+)
 
 
 @dataclass(frozen=True)
@@ -117,7 +126,10 @@ class _Listed:
 
 @dataclass(frozen=True)
 class _Group:
-    """The work of one block: a token, a group, and the block's memory."""
+    """The work of one block: a token, a group, and the block's memory.
+
+    `products` has a row for each part of the inputs, with room for as many results as there can be.
+    """
 
     block: CudaFfn
     groups: NeuronGroups
@@ -133,6 +145,28 @@ class _Group:
 
     def neuron(self, member: Expr) -> Expr:
         return self.groups.neuron(self.place.block_y, member)
+
+    def multiply(self, matrix: CudaMatrix, row: Callable[[Expr], Expr], count: Expr, together: int) -> None:
+        """Compute x · row `row(i)` of the matrix for i < `count`, to be read by `product`.
+
+        All threads of the block must come. TVM sees no races where each part of `products` is only written. A warp
+        reads `together` rows at a time: what it has read of x serves them all, and more reads are under way.
+        """
+        place, a_turn = self.place, self.inputs.threads // WARP * together
+        for part, span in enumerate(self.inputs.parts()):
+            vector = self.inputs.fill(span[0], place)
+            with loop(0, (count + (a_turn - 1)) // a_turn) as turn:
+                first = bind(turn * a_turn + place.warp * together)
+                with when(first < count):
+                    # Past the last row its own is read again, and nothing written.
+                    rows = [bind(row(bind(minimum(first + i, count - 1)))) for i in range(together)]
+                    sums = zero_registers(together)
+                    add_part(vector, matrix, rows, span, sums, place.lane)
+                    totals = [warp_sum(sums[i]) for i in range(together)]
+                    for i, total in enumerate(totals):
+                        with when(tirx.And(place.lane == 0, first + i < count)):
+                            self.products[part, first + i] = total
+        barrier()
 
 
 def compute_hidden(block: CudaFfn, groups: NeuronGroups, hidden: KernelTensor, place: ThreadIndex) -> None:
@@ -202,7 +236,7 @@ def _at_once(group: _Group, listed: _Listed) -> None:
         # Gate and up of a neuron are neighbours in the bundle.
         return block.first_row(group.neuron(listed.member(index // parts))) + index % parts
 
-    row_products(group.inputs, block.first_matrix, row, listed.count * parts, group.products, group.place, together)
+    group.multiply(block.first_matrix, row, listed.count * parts, together)
     thread = group.place.thread
     with when(thread < listed.count):
         member = bind(listed.member(thread))
@@ -215,15 +249,9 @@ def _at_once(group: _Group, listed: _Listed) -> None:
 def _one_after_the_other(group: _Group, listed: _Listed) -> Expr:
     """Compute the gate products of the listed neurons and the rest of those that fire; return how many these are."""
     block, thread = group.block, group.place.thread
-    row_products(
-        group.inputs,
-        block.first_matrix,
-        lambda index: block.first_row(group.neuron(listed.member(index))),
-        listed.count,
-        group.products,
-        group.place,
-        2 if block.spec.is_exact else 1,
-    )
+    together = 2 if block.spec.is_exact else 1
+    row = block.first_row
+    group.multiply(block.first_matrix, lambda i: row(group.neuron(listed.member(i))), listed.count, together)
     # There may be nobody listed; then the group's first stands in for what is not used.
     position = bind(tirx.Max(minimum(thread, listed.count - 1), 0))
     is_listed = bind(thread < listed.count)
@@ -237,15 +265,7 @@ def _one_after_the_other(group: _Group, listed: _Listed) -> Expr:
     flag = bind(tirx.And(is_listed, block.fires(first, neuron)))
     firing = _those(group, flag, lambda _: member, [(firsts, first)])
     if block.spec.gated:
-        row_products(
-            group.inputs,
-            block.bundle,
-            lambda index: block.up_row(group.neuron(firing.member(index))),
-            firing.count,
-            group.products,
-            group.place,
-            1,
-        )
+        group.multiply(block.bundle, lambda i: block.up_row(group.neuron(firing.member(i))), firing.count, 1)
     with when(thread < firing.count):
         member = bind(firing.member(thread))
         up = biased(product(group.products, thread), block.up_bias, group.neuron(member)) if block.spec.gated else None

@@ -6,7 +6,7 @@ Tiles are multiplied on tensor cores (`mma.py`).
 from tvm import tirx
 
 from picompile_codegen.backend import body
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, minimum, when
+from picompile_codegen.cpu.tensor import Expr, bind, minimum, when
 from picompile_codegen.cuda.dot import BlockInput, add_part, in_parts
 from picompile_codegen.cuda.function import WARP, CudaFunction, ThreadIndex, blocks_for
 from picompile_codegen.cuda.halves import Halves
@@ -27,23 +27,23 @@ _NORM_REGISTERS = 32
 @body(LinearSpec)
 def linear(spec: LinearSpec, function: CudaFunction) -> None:
     """Write the launch of a `LinearSpec`."""
-    x, w, bias, y = function["x"], CudaMatrix.argument(function, "w"), function.get("bias"), function["y"]
+    w = CudaMatrix.argument(function, "w")
     if spec.rows == 1:
         grid, resident = blocks_for(spec.n, _ROWS_A_BLOCK), _resident(spec, w)
         with function.launch(grid=grid, block=_ONE_THREADS, resident=resident) as place:
-            _one(x, w, bias, y, place)
+            _one(function, w, place)
         return
-    _chunk(spec, function, w, bias)
+    _chunk(spec, function, w)
 
 
 @body(LinearAddSpec)
 def linear_add(spec: LinearAddSpec, function: CudaFunction) -> None:
     """Write the launch of a `LinearAddSpec`: the last block to end writes the norm, if there is one."""
-    x, w, bias, y = function["x"], CudaMatrix.argument(function, "w"), function.get("bias"), function["y"]
+    w, y = CudaMatrix.argument(function, "w"), function["y"]
     dim, blocks = spec.linear.n, blocks_for(spec.linear.n, _ROWS_A_BLOCK)
     tickets = None if spec.norm is None else function.tickets(1)
     with function.launch(grid=blocks, block=_ONE_THREADS, resident=_resident(spec.linear, w)) as place:
-        _one(x, w, bias, y, place, function["added"])
+        _one(function, w, place)
         if spec.norm is None or tickets is None:
             return
         with when(last_block(tickets, 0, blocks, place)):
@@ -78,16 +78,10 @@ def _runs_together(spec: LinearAddSpec, w: CudaMatrix, columns: ColumnLanes, vec
     return max(1, _NORM_REGISTERS // (columns.lanes * read))
 
 
-def _one(
-    x: KernelTensor,
-    w: CudaMatrix,
-    bias: KernelTensor | None,
-    y: KernelTensor,
-    place: ThreadIndex,
-    added: KernelTensor | None = None,
-) -> None:
+def _one(function: CudaFunction, w: CudaMatrix, place: ThreadIndex) -> None:
     """Multiply one token: a warp takes two rows, and its lanes take the units of a row in turns."""
-    inputs = BlockInput(x, 0, w.columns, _ONE_THREADS)
+    bias, y, added = function.get("bias"), function["y"], function.get("added")
+    inputs = BlockInput(function["x"], 0, w.columns, _ONE_THREADS)
     sums = registers(_ROWS_A_WARP)
     first = bind(place.block * _ROWS_A_BLOCK + place.warp * _ROWS_A_WARP)
     # Past the last row its own is read again, and nothing written.
@@ -103,9 +97,9 @@ def _one(
             y[0, first + i] = product if added is None else added[0, first + i] + product
 
 
-def _chunk(spec: LinearSpec, function: CudaFunction, w: CudaMatrix, bias: KernelTensor | None) -> None:
+def _chunk(spec: LinearSpec, function: CudaFunction, w: CudaMatrix) -> None:
     """Multiply several tokens, a tile of tokens and rows to a block."""
-    x, y, tile = function["x"], function["y"], tile_for(spec.rows, spec.n)
+    x, bias, y, tile = function["x"], function.get("bias"), function["y"], tile_for(spec.rows, spec.n)
     halves = Halves.scratch(function, "halves", spec.rows, spec.k)
     halves.write(function, x)
     grid = (blocks_for(spec.n, tile.outputs), blocks_for(spec.rows, tile.tokens))

@@ -40,7 +40,7 @@ def predict_low_rank(spec: PredictLowRankSpec, function: CudaFunction) -> None:
         function.launch(grid=(rows, blocks_for(spec.neurons, _rows_a_block(lanes))), block=_MASK_THREADS) as place,
         when(place.block < function.tokens(rows)),
     ):
-        _compute_mask(hidden, fc2, function["bias"], function["threshold"], function["mask"], lanes, place)
+        _compute_mask(function, hidden, fc2, place)
 
 
 def _compute_hidden(x: KernelTensor, fc1: CudaMatrix, hidden: KernelTensor, relu: bool, place: ThreadIndex) -> None:
@@ -81,16 +81,9 @@ def _rows_a_block(lanes: int) -> int:
     return _MASK_THREADS // lanes * _turns(lanes)
 
 
-def _compute_mask(
-    hidden: KernelTensor,
-    fc2: CudaMatrix,
-    bias: KernelTensor,
-    threshold: KernelTensor,
-    mask: KernelTensor,
-    lanes: int,
-    place: ThreadIndex,
-) -> None:
+def _compute_mask(function: CudaFunction, hidden: KernelTensor, fc2: CudaMatrix, place: ThreadIndex) -> None:
     """mask[token] of the neurons of this block."""
+    bias, threshold, mask, lanes = function["bias"], function["threshold"], function["mask"], _lanes(fc2)
     token, at_once = place.block, _MASK_THREADS // lanes
     inputs = BlockInput(hidden, token, fc2.columns, _MASK_THREADS)
     sums = registers(_turns(lanes))
@@ -130,43 +123,36 @@ _UNIT = 4
 @body(PredictSignsSpec)
 def predict_signs(spec: PredictSignsSpec, function: CudaFunction) -> None:
     """Write the launch of a `PredictSignsSpec`."""
-    x, signs, most, mask = (function[name] for name in ("x", "signs", "most", "mask"))
     words = blocks_for(spec.dim, BLOCK_COLUMNS) * _WORDS_A_BLOCK
     with (
         function.launch(grid=(spec.rows, blocks_for(spec.neurons, _ROWS_A_BLOCK)), block=_SIGN_THREADS) as place,
         when(place.block < function.tokens(spec.rows)),
     ):
         packed = shared(words, dtype="int32")
-        _pack(x, packed, words, spec.dim, place)
+        _pack(function["x"], packed, place)
         barrier()
         with loop(0, _SIGN_TURNS) as turn:
             first = bind(place.block_y * _ROWS_A_BLOCK + turn * (_SIGN_WARPS * _SIGN_ROWS_TOGETHER) + place.warp)
             neurons = [bind(first + i * _SIGN_WARPS) for i in range(_SIGN_ROWS_TOGETHER)]
-            _compare(signs, packed, words, neurons, most, mask, place)
+            _compare(function, packed, neurons, place)
 
 
-def _pack(x: KernelTensor, packed: KernelTensor, words: int, dim: int, place: ThreadIndex) -> None:
+def _pack(x: KernelTensor, packed: KernelTensor, place: ThreadIndex) -> None:
     """The signs of x. Bit i of word l of a block of 256 columns is column 8 · i + l: a warp makes a word at once."""
+    words = packed.columns
     with loop(0, blocks_for(words, _SIGN_WARPS)) as turn:
         word = bind(turn * _SIGN_WARPS + place.warp)
         column = bind(word // _WORDS_A_BLOCK * BLOCK_COLUMNS + place.lane * _WORDS_A_BLOCK + word % _WORDS_A_BLOCK)
-        value = bind(tirx.if_then_else(column < dim, x[place.block, column], 0.0))
+        value = bind(tirx.if_then_else(column < x.columns, x[place.block, column], 0.0))
         below_zero = tirx.Cast("int32", value < 0.0)
         bits = bind(tirx.call_extern("uint32", "pi_ballot", below_zero))
         with when(tirx.And(place.lane == 0, word < words)):
             packed[word] = tirx.reinterpret("int32", bits)
 
 
-def _compare(
-    signs: KernelTensor,
-    packed: KernelTensor,
-    words: int,
-    neurons: list[Expr],
-    most: KernelTensor,
-    mask: KernelTensor,
-    place: ThreadIndex,
-) -> None:
+def _compare(function: CudaFunction, packed: KernelTensor, neurons: list[Expr], place: ThreadIndex) -> None:
     """The mask of a few neurons, whose rows the lanes of a warp read together."""
+    signs, most, mask, words = function["signs"], function["most"], function["mask"], packed.columns
     counts = zero_registers(len(neurons), "int32")
     with loop(0, blocks_for(words // _UNIT, WARP)) as turn:
         unit = bind(turn * WARP + place.lane)

@@ -48,10 +48,11 @@ def load_shared(tensor: KernelTensor, *index: Expr) -> Expr:
     return tirx.call_extern(tensor.dtype, "pi_load_shared", address(tensor, *index))
 
 
-def send_rows(x: KernelTensor, out: KernelTensor, tokens: Expr, dim: int, place: ThreadIndex) -> None:
+def send_rows(function: CudaFunction, tokens: Expr, place: ThreadIndex) -> None:
     """out = x in the rows that count. One block, `_READS` reads of a thread at a time."""
-    lanes = lanes_for(dim)
-    units = dim // lanes
+    x, out = function["x"], function["out"]
+    lanes = lanes_for(x.columns)
+    units = x.columns // lanes
 
     def copy(items: list[tuple[Expr, Expr]]) -> None:
         indices = [(bind(item // units), bind(item % units) * lanes) for item, _ in items]
@@ -102,15 +103,9 @@ class MaskSizes:
         return (row, start) if isinstance(self.columns, int) else (row * self.columns + start,)
 
 
-def send_bits(
-    mask: KernelTensor,
-    table: KernelTensor,
-    out_mask: KernelTensor,
-    tokens: Expr,
-    sizes: MaskSizes,
-    place: ThreadIndex,
-) -> Expr:
+def send_bits(function: CudaFunction, tokens: Expr, sizes: MaskSizes, place: ThreadIndex) -> Expr:
     """out_mask[t, i] = mask[t, table[i]] in the rows that count; gives how many ones this thread has written."""
+    mask, table, out_mask = function["mask"], function["table"], function["out_mask"]
     lanes, units = sizes.lanes, bind(sizes.columns // sizes.lanes)
     ones = zero_registers(1, "int32")
 
@@ -160,10 +155,10 @@ def add_up(value: Expr, total: KernelTensor, place: ThreadIndex) -> None:
             total[0] = of_block
 
 
-def receive_rows(
-    source: KernelTensor, y: KernelTensor, tokens: Expr, columns: int, wanted: Expr, place: ThreadIndex
-) -> None:
-    """y = source in the rows that count, or 0 unless it is `wanted`: `_READS` elements a thread."""
+def receive_rows(function: CudaFunction, rows: int, place: ThreadIndex) -> None:
+    """y = source in the rows that count once the host has it, or 0 unless it is wanted: `_READS` elements a thread."""
+    wanted, tokens, source, y = wait_for_host(function, place), function.tokens(rows), function["source"], function["y"]
+    columns = y.columns
     zero = tirx.const(0, source.dtype)
     first = bind(place.block * BLOCK_ELEMENTS + place.thread)
     numbers = [bind(first + i * THREADS) for i in range(_READS)]
@@ -187,7 +182,7 @@ _ALWAYS = tirx.IntImm("bool", 1)
 def send(spec: SendSpec, function: CudaFunction) -> None:
     """Write the launch of a `SendSpec`."""
     with function.launch(grid=1, block=THREADS) as place:
-        send_rows(function["x"], function["out"], function.tokens(spec.rows), spec.dim, place)
+        send_rows(function, function.tokens(spec.rows), place)
         barrier()
         _signal(function["flag"], function.step_number(), place)
 
@@ -197,9 +192,8 @@ def send_mask(spec: SendMaskSpec, function: CudaFunction) -> None:
     """Write the launch of a `SendMaskSpec`."""
     with function.launch(grid=1, block=THREADS) as place:
         tokens = function.tokens(spec.rows)
-        send_rows(function["x"], function["out"], tokens, spec.dim, place)
-        mask, table, out_mask = function["mask"], function["table"], function["out_mask"]
-        ones = send_bits(mask, table, out_mask, tokens, MaskSizes.of(spec, function), place)
+        send_rows(function, tokens, place)
+        ones = send_bits(function, tokens, MaskSizes.of(spec, function), place)
         add_up(ones, function["count"], place)
         _signal(function["flag"], function.step_number(), place)
 
@@ -208,16 +202,14 @@ def send_mask(spec: SendMaskSpec, function: CudaFunction) -> None:
 def receive(spec: ReceiveSpec, function: CudaFunction) -> None:
     """Write the launch of a `ReceiveSpec`."""
     with function.launch(grid=blocks_for(spec.rows * spec.dim, BLOCK_ELEMENTS), block=THREADS) as place:
-        wanted = wait_for_host(function, place)
-        receive_rows(function["source"], function["y"], function.tokens(spec.rows), spec.dim, wanted, place)
+        receive_rows(function, spec.rows, place)
 
 
 @body(ReceiveMaskSpec)
 def receive_mask(spec: ReceiveMaskSpec, function: CudaFunction) -> None:
     """Write the launch of a `ReceiveMaskSpec`."""
     with function.launch(grid=blocks_for(spec.rows * spec.neurons, BLOCK_ELEMENTS), block=THREADS) as place:
-        wanted = wait_for_host(function, place)
-        receive_rows(function["source"], function["y"], function.tokens(spec.rows), spec.neurons, wanted, place)
+        receive_rows(function, spec.rows, place)
 
 
 @body(BorrowCacheSpec)

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from torch.fx import Node
 
 from picompile_codegen.lowering.function import Bindings, Function, dimension
-from picompile_codegen.lowering.linear import is_returned, linear_call
+from picompile_codegen.lowering.linear import is_returned, linear_call, norm_call
 from picompile_codegen.lowering.packing import name_and_format
 from picompile_codegen.lowering.program import Arg, Device
 from picompile_codegen.lowering.transfer import pending_receive
-from picompile_codegen.specs import LayerNormSpec, LinearAddSpec, LinearSpec, Norm, RmsNormSpec, SumNormSpec
+from picompile_codegen.specs import LinearAddSpec, LinearSpec, SumNormSpec
 from picompile_codegen.specs.arguments import ITEM_BYTES
 from picompile_passes.graph.nodes import arguments, is_call
 from picompile_passes.graph.operands import ADD, LAYER_NORM, LINEAR, RMS_NORM
@@ -219,7 +219,8 @@ def _lower_joined(nodes: Sequence[Node], function: Function) -> None:
 
 def _lower_sum(found: Sum, function: Function) -> None:
     """Append the call of a sum."""
-    norm, vectors = _norm_of(found.norm, function)
+    norm, of_norm = (None, Bindings()) if found.norm is None else norm_call(found.norm, function)
+    vectors = {f"norm_{name}": vector for name, vector in of_norm.items()}
     if found.linear is not None:
         spec, bindings = linear_call(found.linear, function)
         bindings |= {"added": function.value(found.terms[0]), **vectors, **_results(found, function)}
@@ -239,15 +240,3 @@ def _lower_sum(found: Sum, function: Function) -> None:
 def _results(found: Sum, function: Function) -> Bindings:
     results: Bindings = {"y": function.result(found.last)}
     return results if found.norm is None else {**results, "normed": function.result(found.norm)}
-
-
-def _norm_of(node: Node | None, function: Function) -> tuple[Norm | None, Bindings]:
-    """Return the spec of a norm, and the bindings of its vectors."""
-    if node is None:
-        return None, {}
-    values, dim, rows = arguments(node), dimension(node), function.rows
-    vectors = {f"norm_{name}": each for name, each in function.vectors(values, "weight").items()}
-    if is_call(node, RMS_NORM):
-        return RmsNormSpec(dim, rows, values["eps"]), vectors
-    vectors |= {f"norm_{name}": each for name, each in function.vectors(values, "bias").items()}
-    return LayerNormSpec(dim, rows, values["eps"], values["weight"] is not None, values["bias"] is not None), vectors

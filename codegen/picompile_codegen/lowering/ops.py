@@ -10,7 +10,7 @@ from dataclasses import replace
 from torch.fx import Node
 
 from picompile_codegen.lowering.function import Bindings, Function, dimension
-from picompile_codegen.lowering.linear import is_returned, linear_call
+from picompile_codegen.lowering.linear import is_returned, linear_call, norm_call
 from picompile_codegen.lowering.operators import lowers
 from picompile_codegen.lowering.program import Arg, TopLogitsBuffers
 from picompile_codegen.lowering.streaming import stream_linear, streams
@@ -20,8 +20,6 @@ from picompile_codegen.specs import (
     DivideByRmsSpec,
     ElementwiseSpec,
     EmbeddingSpec,
-    LayerNormSpec,
-    RmsNormSpec,
     TopLogitsSpec,
 )
 from picompile_passes.graph import operands as op
@@ -83,27 +81,10 @@ def _linear(node: Node, function: Function) -> None:
         hand_over(node, y, function)
 
 
-@lowers(op.RMS_NORM)
-def _rms_norm(node: Node, function: Function) -> None:
-    values = arguments(node)
-    spec = RmsNormSpec(dim=dimension(node), rows=function.rows, eps=values["eps"], groups=values["groups"])
-    bindings: Bindings = {"x": function.value(values["x"]), "y": function.result(node)}
-    function.call(spec, bindings | function.vectors(values, "weight"))
-
-
-@lowers(op.LAYER_NORM)
-def _layer_norm(node: Node, function: Function) -> None:
-    values = arguments(node)
-    spec = LayerNormSpec(
-        dim=dimension(node),
-        rows=function.rows,
-        eps=values["eps"],
-        weight=values["weight"] is not None,
-        bias=values["bias"] is not None,
-        groups=values["groups"],
-    )
-    bindings: Bindings = {"x": function.value(values["x"]), "y": function.result(node)}
-    function.call(spec, bindings | function.vectors(values, "weight", "bias"))
+@lowers(op.RMS_NORM, op.LAYER_NORM)
+def _norm(node: Node, function: Function) -> None:
+    spec, vectors = norm_call(node, function)
+    function.call(spec, {"x": function.value(arguments(node)["x"]), "y": function.result(node), **vectors})
 
 
 @lowers(op.ELEMENTWISE)
