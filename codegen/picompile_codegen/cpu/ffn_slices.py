@@ -151,7 +151,8 @@ class _Waiting:
     @classmethod
     def declare(cls, arguments: FfnArguments, tokens: int) -> "_Waiting":
         """Declare memory for the neurons that wait, none at first."""
-        places = _NEURONS_TOGETHER + rows_together(arguments.bundle)[-1]
+        # Some are left over before more come, and `_fill_up` writes as many behind them.
+        places = _NEURONS_TOGETHER + 2 * (rows_together(arguments.bundle)[-1] - 1)
         return cls(local(places, dtype="int32"), local(tokens, places), counter())
 
 

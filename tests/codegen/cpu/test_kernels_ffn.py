@@ -8,6 +8,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from helpers.kernels.bounds import noting_bounds
 from helpers.kernels.workbench import Array, Workbench, as_seen, assert_close, packed, uniform
 from helpers.products import sampled
 from picompile_codegen import cpu
@@ -228,6 +229,20 @@ def test_ffn(workbench: Workbench, name: str, kind: str, form: str, rows: int) -
         example = Example(BLOCKS[name], kind, form, tokens, seed=rows + tokens)
         # GELU of a number far below zero is zero in float32 only.
         check(workbench, kernel_of(name, kind, form, rows), example, rows, counted=name != "gelu")
+
+
+def test_neurons_that_wait_fit_their_memory(workbench: Workbench) -> None:
+    """Of 48 neurons in a slice, 16 more are computed where some of the first 32 are left over; most fire."""
+    block = Block(768, 64, gated=False, activation="relu", biases="u")
+    kernel = noting_bounds(cpu.write_kernel(spec_of(block, "masked", "q4", 1)))
+    for seed in range(4):
+        example = Example(block, "masked", "q4", 1, seed)
+        example.mask(np.ones(block.neurons, bool), "masked", np.random.default_rng(seed))
+        example.biases["up_bias"][:] = 1.4 * np.abs(example.products("up")).std()
+        example.inputs["outside"] = np.zeros(1, np.int32)
+        results = workbench.run(kernel, example.inputs)
+        example.assert_output(results["y"])
+        assert results["outside"].tolist() == [0]
 
 
 @pytest.mark.slow("compiles a kernel per case; one of each kind is fast", but=("reglu-masked-f16",))
