@@ -155,27 +155,30 @@ def _pack_rows(
 @body(LinearSpec)
 def linear(spec: LinearSpec, function: KernelFunction) -> None:
     """Write the body of a `LinearSpec`."""
-    x, w, bias, y = function["x"], KernelMatrix.argument(function, "w"), function.get("bias"), function["y"]
+    w = KernelMatrix.argument(function, "w")
     if spec.panels:
-        _linear_in_panels(function, x, w, bias, y)
-        return
-    if spec.rows == 1:
-        _linear_one(x, w, bias, y)
-        return
-    if spec.rowwise:
-        _linear_rowwise(function, x, w, bias, y)
-        return
-    inputs = ChunkInputs.declare(function, "x", spec.rows, spec.k, w)
+        _linear_in_panels(function, w)
+    elif spec.rows == 1:
+        _linear_one(function, w)
+    elif spec.rowwise:
+        _linear_rowwise(function, w)
+    else:
+        _linear_of_chunk(function, w)
+
+
+def _linear_of_chunk(function: KernelFunction, w: KernelMatrix) -> None:
+    """Multiply several tokens in tiles."""
+    x, y = function["x"], function["y"]
+    inputs = ChunkInputs.declare(function, "x", x.rows, x.columns, w)
     import_functions(function)
-    tokens = function.tokens(spec.rows)
-    inputs.pack(x, tokens, spec.k)
-    project(TileProjection(w, spec.n, lambda row: row, bias), inputs, tokens, y)
+    tokens = function.tokens(x.rows)
+    inputs.pack(x, tokens, x.columns)
+    project(TileProjection(w, y.columns, lambda row: row, function.get("bias")), inputs, tokens, y)
 
 
-def _linear_rowwise(
-    function: KernelFunction, x: KernelTensor, w: KernelMatrix, bias: KernelTensor | None, y: KernelTensor
-) -> None:
+def _linear_rowwise(function: KernelFunction, w: KernelMatrix) -> None:
     """Multiply each token as `_linear_one` does."""
+    x, bias, y = function["x"], function.get("bias"), function["y"]
     vectors = TokenVectors.declare(function, "x", x, x.rows, w)
     tokens = function.tokens(x.rows)
     vectors.prepare(tokens)
@@ -186,10 +189,9 @@ def _linear_rowwise(
     multiply_rows(w, lambda row: row, w.rows, vectors, tokens, store)
 
 
-def _linear_in_panels(
-    function: KernelFunction, x: KernelTensor, w: KernelMatrix, bias: KernelTensor | None, y: KernelTensor
-) -> None:
+def _linear_in_panels(function: KernelFunction, w: KernelMatrix) -> None:
     """Multiply any number of tokens, each to the same bits."""
+    x, bias, y = function["x"], function.get("bias"), function["y"]
     inputs = ByteInputs.declare(function, "x", x.rows, w.columns, w)
     tokens = function.tokens(x.rows)
 
@@ -201,9 +203,9 @@ def _linear_in_panels(
     multiply_panels_of_bytes(w, inputs, tokens, store)
 
 
-def _linear_one(x: KernelTensor, w: KernelMatrix, bias: KernelTensor | None, y: KernelTensor) -> None:
+def _linear_one(function: KernelFunction, w: KernelMatrix) -> None:
     """Multiply one token with the rows, front to back."""
-    vector = prepare_vector(x, w)
+    bias, y, vector = function.get("bias"), function["y"], prepare_vector(function["x"], w)
     with parallel(w.rows, when_worth=worth_a_region(w.bytes)) as row:
         product = dot(w, row, vector, [row + w.rows_ahead])
         y[0, row] = product if bias is None else product + bias[row]

@@ -83,14 +83,11 @@ class _Slice:
     rows: KernelTensor
     outputs: KernelTensor
     numbering: Numbering
+    hidden: KernelTensor
 
 
 def add_down(
-    function: CudaFunction,
-    block: CudaFfn,
-    groups: NeuronGroups,
-    plan: DownPlan,
-    hidden: KernelTensor,
+    function: CudaFunction, block: CudaFfn, groups: NeuronGroups, plan: DownPlan, hidden: KernelTensor
 ) -> None:
     """Write the launch of y = hidden · down + bias, and declare its memory."""
     rows = block.spec.rows
@@ -118,6 +115,7 @@ def _add_rows(
         rows=shared(listed, dtype="int32"),
         outputs=shared(listed),
         numbering=Numbering(DOWN_THREADS),
+        hidden=hidden,
     )
     tile, bundle = bind(place.block // rows), block.bundle
     sums = zero_registers(bundle.unit_weights)
@@ -126,7 +124,7 @@ def _add_rows(
     unit = bind(minimum(tile * WARP + place.lane, bundle.units - 1))
     with loop(0, blocks_for(plan.places, listed)) as turn:
         first = bind(start + turn * listed)
-        count = _list(block, groups, part, hidden, first, listed // DOWN_THREADS, place, squares)
+        count = _list(block, groups, part, (first, listed // DOWN_THREADS), place=place, squares=squares)
         _add_listed(bundle, part, count, unit, sums, place.warp)
     row = bind(part.token * plan.slices + place.block_y)
     _add_warps(sums, bundle.unit_weights, slices, row, tile, place)
@@ -138,25 +136,20 @@ def _add_rows(
 
 
 def _list(
-    block: CudaFfn,
-    groups: NeuronGroups,
-    part: _Slice,
-    hidden: KernelTensor,
-    start: Expr,
-    turns: int,
-    place: ThreadIndex,
-    squares: KernelTensor | None,
-) -> Expr:
-    """List rows and outputs of the neurons of `turns` · 256 places that fired, in order; return how many there are.
+    block: CudaFfn, groups: NeuronGroups, part: _Slice, places: tuple[Expr, int],
+    *, place: ThreadIndex, squares: KernelTensor | None,
+) -> Expr:  # fmt: skip
+    """List rows and outputs of the neurons that fired, in order, of `places`: the first one, and 256 how many times.
 
-    Where there are `squares`, this thread's register for them, its outputs' squares are added to it.
+    Return how many there are. Where there are `squares`, this thread's register for them, its outputs' squares are
+    added to it.
     """
     is_dense = not (block.spec.is_masked or block.spec.is_exact or block.spec.has_limits)
-    listed = zero_registers(1, "int32")
+    listed, (start, turns) = zero_registers(1, "int32"), places
     for turn in range(turns):
         at = bind(start + turn * DOWN_THREADS + place.thread)
         inside = at < part.stop
-        output = bind(tirx.if_then_else(inside, hidden[part.token, at], 0.0))
+        output = bind(tirx.if_then_else(inside, part.hidden[part.token, at], 0.0))
         if squares is not None:
             squares[0] = squares[0] + output * output
         neuron = groups.at_place(at)

@@ -48,14 +48,14 @@ def linear_add(spec: LinearAddSpec, function: CudaFunction) -> None:
             return
         with when(last_block(tickets, 0, blocks, place)):
             columns = ColumnLanes.of(dim, place.thread, _ONE_THREADS)
-            vectors = NormVectors.of(columns, function.get("norm_weight"), function.get("norm_bias"), early=False)
+            vectors = NormVectors.of(columns, function, "norm_", early=False)
             out = function["normed"], 0, 0
 
             def values(number: int) -> list[Expr]:
                 return columns.load_run(number, y, 0)
 
             together = _runs_together(spec, w, columns, vectors)
-            write_norm(spec.norm, columns, values, vectors, out, place.thread, together)
+            write_norm(spec.norm, columns, values, vectors, out, thread=place.thread, together=together)
 
 
 def _resident(spec: LinearSpec, w: CudaMatrix) -> int:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind
 from picompile_codegen.cpu.token_ops import inverse_root
+from picompile_codegen.cuda.function import CudaFunction
 from picompile_codegen.cuda.matrix import ColumnLanes
 from picompile_codegen.cuda.memory import block_sum, loads_first
 from picompile_codegen.specs import Norm, RmsNormSpec
@@ -24,15 +25,16 @@ class NormVectors:
     def of(
         cls,
         columns: ColumnLanes,
-        weight: KernelTensor | None,
-        bias: KernelTensor | None,
+        function: CudaFunction,
+        prefix: str = "",
         *,
         first: Expr = 0,
         early: bool = True,
     ) -> "NormVectors":
         """Read elements from column `first` on: all now, so that they come while threads wait for each other.
 
-        Without `early` each is read where it is used, and takes no register before.
+        Names of arguments begin with `prefix`. Without `early` each is read where it is used, and takes no register
+        before.
         """
 
         def reader(vector: KernelTensor | None) -> OfRun | None:
@@ -45,7 +47,7 @@ class NormVectors:
 
             return [of_run(number) for number in range(len(columns.runs))].__getitem__ if early else of_run
 
-        return cls(reader(weight), reader(bias))
+        return cls(*(reader(function.get(f"{prefix}{name}")) for name in ("weight", "bias")))
 
 
 def write_norm(
@@ -54,6 +56,7 @@ def write_norm(
     values: OfRun,
     vectors: NormVectors,
     out: tuple[KernelTensor, Expr, Expr],
+    *,
     thread: Expr,
     together: int = 0,
 ) -> None:

@@ -28,9 +28,9 @@ def sum_norm(spec: SumNormSpec, function: CudaFunction) -> None:
         values = _sums(spec, function, columns, place)
         if spec.norm is None:
             return
-        vectors = NormVectors.of(columns, function.get("norm_weight"), function.get("norm_bias"))
+        vectors = NormVectors.of(columns, function, "norm_")
         out = function["normed"], place.block, 0
-        write_norm(spec.norm, columns, values.__getitem__, vectors, out, place.thread)
+        write_norm(spec.norm, columns, values.__getitem__, vectors, out, thread=place.thread)
 
 
 def _sums(spec: SumNormSpec, function: CudaFunction, columns: ColumnLanes, place: ThreadIndex) -> list[list[Expr]]:

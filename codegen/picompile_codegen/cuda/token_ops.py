@@ -130,8 +130,9 @@ def norm(spec: Norm, function: CudaFunction) -> None:
         first = 0 if spec.groups == 1 else bind(place.block_y * width)
         columns = ColumnLanes.of(width, place.thread)
         values = [columns.load_run(number, x, place.block, first=first) for number in range(len(columns.runs))]
-        vectors = NormVectors.of(columns, function.get("weight"), function.get("bias"), first=first)
-        write_norm(spec, columns, values.__getitem__, vectors, (function["y"], place.block, first), place.thread)
+        vectors = NormVectors.of(columns, function, first=first)
+        out = function["y"], place.block, first
+        write_norm(spec, columns, values.__getitem__, vectors, out, thread=place.thread)
 
 
 @body(DivideByRmsSpec)

@@ -142,9 +142,9 @@ def lower_sparse_ffn(node: Node, function: Function) -> None:
         if decide.format != bundle.format:
             raise UnsupportedGraphError(f"{node.name}: its matrices are {decide.format} and {bundle.format}")
     neurons = bundle.rows // len(parts)
-    stats = _statistics(
-        function, FfnPart(layer, part, neurons, kind, 0, len(parts), _kept_rows(values, len(parts), gates_decide))
-    )
+    rows, kept_rows = len(parts), _kept_rows(values, len(parts), gates_decide)
+    counted = FfnPart(layer, part, neurons, predictor=kind, stats_row=0, rows=rows, kept_rows=kept_rows)
+    stats = _statistics(function, counted)
     bindings |= masked | {"neuron_w": bundle, "stats": stats}
     spec = FfnSpec(
         kind="exact" if gates_decide else "masked" if masked else "dense",

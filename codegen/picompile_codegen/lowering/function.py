@@ -287,10 +287,10 @@ class Function:
                 tuple(args),
                 op or spec.op or operator_name(self.node and self.node.target),
                 layer,
-                weight_bytes,
-                window,
-                self.device,
-                self.node,
+                weight_bytes=weight_bytes,
+                window=window,
+                device=self.device,
+                node=self.node,
             )
         )
 

@@ -41,10 +41,10 @@ class Sum:
 
     last: Node
     terms: tuple[Node, ...]
-    linear: Node | None
-    received: Node | None
-    norm: Node | None
-    additions: tuple[Node, ...]
+    linear: Node | None = None
+    received: Node | None = None
+    norm: Node | None = None
+    additions: tuple[Node, ...] = ()
 
     @property
     def others(self) -> Iterator[Node]:
@@ -95,6 +95,7 @@ def find_fusions(
     nodes: Sequence[Node],
     devices: Mapping[Node, Device],
     joined: Mapping[Node, tuple[Node, ...]],
+    *,
     rows: int,
     lent: Set[Node] = frozenset(),
 ) -> Fusions:
@@ -133,7 +134,7 @@ class _Finder:
             return None
         norm = self._norm_of(node)
         if (pair := self._added_to_linear(node)) is not None:
-            return Sum(node, pair, pair[1], None, norm, ())
+            return Sum(node, pair, linear=pair[1], norm=norm)
         terms, additions = list(_operands(node)), list[Node]()
         while (number := self._inner_addition(terms)) is not None:
             additions.append(terms[number])
@@ -143,7 +144,7 @@ class _Finder:
             terms = [*(term for term in terms if term is not received), received]
         if len(terms) == 2 and received is None and norm is None:
             return None
-        return Sum(node, tuple(terms), None, received, norm, tuple(additions))
+        return Sum(node, tuple(terms), received=received, norm=norm, additions=tuple(additions))
 
     def _is_addition(self, node: Node) -> bool:
         if not (is_call(node, ADD) and self._is_here(node)):

@@ -96,7 +96,7 @@ def lower(graph_module: GraphModule, options: LowerOptions) -> Lowered:
     if options.accelerator is not None and options.back_end.counts:
         decoding, prompts = _devices("decode", nodes, shared), _devices("prefill", nodes, shared)
         shared.bounds = neuron_bounds(nodes, decoding, prompts)
-    decode = _whole("decode", 1, nodes, shared, "logits")
+    decode = _whole("decode", nodes, shared)
     shared.resident = frozenset(
         arg.name for call in decode.calls if call.device == "accelerator" for arg in call.args if arg.space == "weight"
     )
@@ -105,12 +105,12 @@ def lower(graph_module: GraphModule, options: LowerOptions) -> Lowered:
         functions += [
             _prefill(unmasked, last, shared),
             _prefill_last(unmasked, last, shared),
-            _whole("score", options.chunk, unmasked, shared, "logits.score"),
+            _whole("score", unmasked, shared),
         ]
     if options.scores_masks and options.accelerator is None and _has_chunk_masks(nodes, options.chunk):
-        functions.append(_whole("score_masked", options.chunk, nodes, shared, "logits.score"))
+        functions.append(_whole("score_masked", nodes, shared))
     if options.batch_rows > 1:
-        functions.append(_whole("batch", options.batch_rows, nodes, shared, "logits.batch"))
+        functions.append(_whole("batch", nodes, shared))
     for function in functions:
         function.read_inputs(max(options.chunk, options.batch_rows))
     vocab, layers = dimension(nodes[-1]), len({unmasked[each].meta["layer"] for each in mixers})
@@ -136,18 +136,20 @@ def _has_chunk_masks(nodes: Sequence[Node], chunk: int) -> bool:
     return bool(predictors) and all(makes_mask(node, chunk) for node in predictors)
 
 
-def _whole(name: str, rows: int, nodes: Sequence[Node], shared: Shared, logits: str) -> Function:
-    function = _begin(name, rows, nodes, shared, logits)
+def _whole(name: str, nodes: Sequence[Node], shared: Shared) -> Function:
+    function = _begin(name, nodes, shared)
     _lower_all(nodes, function)
     return function
 
 
-def _begin(name: str, rows: int, nodes: Sequence[Node], shared: Shared, logits: str = "logits") -> Function:
+def _begin(name: str, nodes: Sequence[Node], shared: Shared) -> Function:
     """Return a function without calls, with the devices of `nodes`."""
+    rows = {"decode": 1, "batch": shared.options.batch_rows}.get(name, shared.options.chunk)
+    logits = {"score": "logits.score", "score_masked": "logits.score", "batch": "logits.batch"}.get(name, "logits")
     devices = _devices(name, nodes, shared)
     at_home = devices if name in DECODING else _devices("decode", nodes, shared)
     lent = frozenset(node for node in nodes if devices[node] != at_home[node])
-    return Function(name, rows, shared, logits, devices, lent)
+    return Function(name, rows, shared, logits=logits, devices=devices, lent=lent)
 
 
 def _devices(name: str, nodes: Sequence[Node], shared: Shared) -> dict[Node, Device]:
@@ -164,7 +166,8 @@ def _lower_all(nodes: Sequence[Node], function: Function) -> None:
     """
     ordered, fusions = _host_first(nodes, function.devices), Fusions()
     if function.shared.options.accelerator is not None and function.shared.options.back_end.fuses:
-        fusions = find_fusions(ordered, function.devices, function.shared.joined, function.rows, function.lent)
+        joined = function.shared.joined
+        fusions = find_fusions(ordered, function.devices, joined, rows=function.rows, lent=function.lent)
     for node in ordered:
         if node in fusions.inside:
             continue
@@ -217,7 +220,7 @@ def _arrivals(nodes: Sequence[Node], devices: Mapping[Node, Device]) -> dict[Nod
 
 def _prefill(nodes: Sequence[Node], last: int, shared: Shared) -> Function:
     """Lower all that the state of the last mixer depends on; no node needs what that mixer makes of it."""
-    function = _begin("prefill", shared.options.chunk, nodes, shared)
+    function = _begin("prefill", nodes, shared)
     needed = _ancestors(state_operands(nodes[last]))
     _lower_all([node for node in nodes[:last] if node in needed], function)
     function.node, function.device = nodes[last], function.devices[nodes[last]]
@@ -226,7 +229,7 @@ def _prefill(nodes: Sequence[Node], last: int, shared: Shared) -> Function:
 
 
 def _prefill_last(nodes: Sequence[Node], last: int, shared: Shared) -> Function:
-    function = _begin("prefill_last", shared.options.chunk, nodes, shared)
+    function = _begin("prefill_last", nodes, shared)
     head, tail = nodes[: last + 1], nodes[last + 1 :]
     crossing = _crossing(head, tail)
     _lower_all(head, function)

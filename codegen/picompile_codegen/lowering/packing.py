@@ -39,10 +39,10 @@ class PackedTensor:
     """
 
     name: str
-    dtype: str
     shape: tuple[int, ...]
     produce: Callable[[Evaluate], Tensor]
     nodes: tuple[Node, ...] = ()
+    dtype: str = "uint8"
     shared: bool = False
 
 
@@ -176,7 +176,7 @@ class WeightTable:
         """Return the whole matrix that `operand` was joined to."""
         packed, format_name, columns = _quantized(operand)
         part, row_bytes = self.parts[_parameter_name(packed)], FORMATS[format_name].row_bytes(columns)
-        self._add(PackedTensor(part.name, "uint8", (part.length, row_bytes), part.produce, part.nodes))
+        self._add(PackedTensor(part.name, (part.length, row_bytes), part.produce, part.nodes))
         return PackedMatrix(part.name, format_name, part.length, row_bytes)
 
     def joined_vector(self, node: Node) -> Arg:
@@ -211,7 +211,7 @@ class WeightTable:
             return to_panels(evaluate(packed), format_name, columns)
 
         shape = (rows // PANEL_ROWS, panel_bytes(form, columns))
-        self._add(PackedTensor(name, "uint8", shape, produce, (packed,)))
+        self._add(PackedTensor(name, shape, produce, (packed,)))
         return PackedMatrix(name, format_name, rows, form.row_bytes(columns), panels=True)
 
     def bundle(self, name: str, operands: list[Node]) -> PackedMatrix:
@@ -236,7 +236,7 @@ class WeightTable:
                 packed[:, part] = evaluate(node)
             return packed.view(rows, row_bytes)
 
-        self._add(PackedTensor(name, "uint8", (rows, row_bytes), produce, tuple(nodes)))
+        self._add(PackedTensor(name, (rows, row_bytes), produce, tuple(nodes)))
         return PackedMatrix(name, format_name, rows, row_bytes)
 
     def signs(self, operand: Node) -> Arg:
@@ -248,7 +248,7 @@ class WeightTable:
         def produce(evaluate: Evaluate) -> Tensor:
             return pack_signs(evaluate(packed), format_name, columns)
 
-        self._add(PackedTensor(name, "uint8", (rows, row_bytes), produce, (packed,)))
+        self._add(PackedTensor(name, (rows, row_bytes), produce, (packed,)))
         return Arg("weight", name, "int32", (rows, row_bytes // 4))
 
     def numbers(self, node: Node) -> Arg:
@@ -267,7 +267,7 @@ class WeightTable:
             values[:count] = produce(evaluate)
             return values.view(torch.uint8)
 
-        self._add(PackedTensor(name, "uint8", (stored * 4,), padded, nodes))
+        self._add(PackedTensor(name, (stored * 4,), padded, nodes))
         return Arg("weight", name, "int32", (count,))
 
     def vector(self, node: Node) -> Arg:
@@ -296,5 +296,5 @@ class WeightTable:
             values[:count] = produce(evaluate).reshape(-1)
             return values
 
-        self._add(PackedTensor(name, "float32", (stored,), padded, nodes, shared))
+        self._add(PackedTensor(name, (stored,), padded, nodes, dtype="float32", shared=shared))
         return Arg("weight", name, "float32", shape)
