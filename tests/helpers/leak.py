@@ -23,7 +23,6 @@ from picompile_codegen.specs.arguments import (
     floats,
     floats_out,
     recurrent,
-    symbol,
 )
 from picompile_passes.dialect.operator import operator
 from picompile_passes.dialect.state import State
@@ -54,12 +53,10 @@ def leak(x: Tensor, decay: float) -> Tensor:
 class LeakSpec(StepSpec):
     """memory[slot] = decay · memory[slot] + x[t] for each row t in order, and y[t] is what it is then."""
 
+    named = "leak_{dim}_{decay}_{step_name}_c{context}_s{sequences}"
+
     dim: int
     decay: float
-
-    @property
-    def name(self) -> str:
-        return symbol("leak", self.dim, self.decay, self.step_name, f"c{self.context}", f"s{self.sequences}")
 
     def declare(self) -> Iterator[Declaration]:
         yield floats("x", self.rows, self.dim)

@@ -34,7 +34,7 @@ def send(spec: SendSpec, function: KernelFunction) -> None:
     """Write the body of a `SendSpec`."""
     x, out = function["x"], function["out"]
     _copy_rows(x, out, function.tokens(spec.rows), spec.dim)
-    _signal(function["flag"], function.step_number(), out, out)
+    _signal(function, out, out)
 
 
 @body(SendMaskSpec)
@@ -50,23 +50,22 @@ def send_mask(spec: SendMaskSpec, function: KernelFunction) -> None:
         total[0] = total[0] + tirx.Cast("int32", bit)
     function["count"][0] = total[0]
     _copy_rows(x, out, tokens, spec.dim)
-    _signal(function["flag"], function.step_number(), out, out_mask)
+    _signal(function, out, out_mask)
 
 
 @body(ReceiveSpec)
 def receive(spec: ReceiveSpec, function: KernelFunction) -> None:
     """Write the body of a `ReceiveSpec`."""
-    source, flag, abandoned, y = (function[name] for name in ("source", "flag", "abandoned", "y"))
-    count = function.get("count")
+    source, y, count = function["source"], function["y"], function.get("count")
     tokens = function.tokens(spec.rows)
     if count is None:
-        _wait(flag, abandoned, function.step_number(), source)
+        _wait(function, source)
         _copy_rows(source, y, tokens, spec.dim)
         return
     with when(count[0] == 0), loop(0, tokens) as t:
         blocks(spec.dim, lambda c, valid: store(y, t, c, value=splat(0.0), valid=valid))
     with when(count[0] != 0):
-        _wait(flag, abandoned, function.step_number(), source)
+        _wait(function, source)
         _copy_rows(source, y, tokens, spec.dim)
 
 
@@ -74,7 +73,7 @@ def receive(spec: ReceiveSpec, function: KernelFunction) -> None:
 def receive_mask(spec: ReceiveMaskSpec, function: KernelFunction) -> None:
     """Write the body of a `ReceiveMaskSpec`."""
     source, y = function["source"], function["y"]
-    _wait(function["flag"], function["abandoned"], function.step_number(), source)
+    _wait(function, source)
     with loop(0, function.tokens(spec.rows)) as t, loop(0, spec.neurons) as i:
         y[t, i] = source[t, i]
 
@@ -113,7 +112,7 @@ def lend_cache(spec: LendCacheSpec, function: KernelFunction) -> None:
 def borrow_cache(spec: BorrowCacheSpec, function: KernelFunction) -> None:
     """Write the body of a `BorrowCacheSpec`."""
     source, y = function["source"], function["y"]
-    _wait(function["flag"], function["abandoned"], function.step_number(), source)
+    _wait(function, source)
     count = bind(function.position(spec.context) * spec.width)
     with loop(0, spec.kv_heads) as head:
         _copy_elements(source, (head,), y, (head,), count)
@@ -122,15 +121,13 @@ def borrow_cache(spec: BorrowCacheSpec, function: KernelFunction) -> None:
 @body(WaitSpec)
 def wait(_: WaitSpec, function: KernelFunction) -> None:
     """Write the body of a `WaitSpec`."""
-    flag = function["flag"]
-    _wait(flag, function["abandoned"], function.step_number(), flag)
+    _wait(function, function["flag"])
 
 
 @body(SignalSpec)
 def signal(_: SignalSpec, function: KernelFunction) -> None:
     """Write the body of a `SignalSpec`."""
-    flag = function["flag"]
-    _signal(flag, function.step_number(), flag, flag)
+    _signal(function, function["flag"], function["flag"])
 
 
 def _copy_elements(
@@ -150,12 +147,14 @@ def _copy_rows(source: KernelTensor, target: KernelTensor, tokens: Expr, dim: in
         blocks(dim, lambda c, valid: store(target, t, c, value=load(source, t, c, valid=valid), valid=valid))
 
 
-def _signal(flag: KernelTensor, step: Expr, written: KernelTensor, also_written: KernelTensor) -> None:
-    T.evaluate(tirx.call_extern("void", "pi_signal", _start(flag), step, _start(written), _start(also_written)))
+def _signal(function: KernelFunction, *written: KernelTensor) -> None:
+    arguments = _start(function["flag"]), function.step_number(), *map(_start, written)
+    T.evaluate(tirx.call_extern("void", "pi_signal", *arguments))
 
 
-def _wait(flag: KernelTensor, abandoned: KernelTensor, step: Expr, awaited: KernelTensor) -> None:
-    T.evaluate(tirx.call_extern("void", "pi_wait", _start(flag), _start(abandoned), step, _start(awaited)))
+def _wait(function: KernelFunction, awaited: KernelTensor) -> None:
+    flags = _start(function["flag"]), _start(function["abandoned"])
+    T.evaluate(tirx.call_extern("void", "pi_wait", *flags, function.step_number(), _start(awaited)))
 
 
 def _start(tensor: KernelTensor) -> Expr:

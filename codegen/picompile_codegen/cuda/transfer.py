@@ -155,24 +155,6 @@ def add_up(value: Expr, total: KernelTensor, place: ThreadIndex) -> None:
             total[0] = of_block
 
 
-def receive_rows(function: CudaFunction, rows: int, place: ThreadIndex) -> None:
-    """y = source in the rows that count once the host has it, or 0 unless it is wanted: `_READS` elements a thread."""
-    wanted, tokens, source, y = wait_for_host(function, place), function.tokens(rows), function["source"], function["y"]
-    columns = y.columns
-    zero = tirx.const(0, source.dtype)
-    first = bind(place.block * BLOCK_ELEMENTS + place.thread)
-    numbers = [bind(first + i * THREADS) for i in range(_READS)]
-    indices = [(number // columns, number % columns) for number in numbers]
-    insides = [bind(number < tokens * columns) for number in numbers]
-    values = [
-        bind(tirx.if_then_else(tirx.And(inside, wanted), load_shared(source, *index), zero))
-        for index, inside in zip(indices, insides, strict=True)
-    ]
-    for index, inside, value in zip(indices, insides, values, strict=True):
-        with when(inside):
-            y[index] = value
-
-
 _COPY_THREADS = 256
 _MOST_ROUNDS = 2**20
 _ALWAYS = tirx.IntImm("bool", 1)
@@ -198,18 +180,25 @@ def send_mask(spec: SendMaskSpec, function: CudaFunction) -> None:
         _signal(function["flag"], function.step_number(), place)
 
 
-@body(ReceiveSpec)
-def receive(spec: ReceiveSpec, function: CudaFunction) -> None:
-    """Write the launch of a `ReceiveSpec`."""
-    with function.launch(grid=blocks_for(spec.rows * spec.dim, BLOCK_ELEMENTS), block=THREADS) as place:
-        receive_rows(function, spec.rows, place)
-
-
-@body(ReceiveMaskSpec)
-def receive_mask(spec: ReceiveMaskSpec, function: CudaFunction) -> None:
-    """Write the launch of a `ReceiveMaskSpec`."""
-    with function.launch(grid=blocks_for(spec.rows * spec.neurons, BLOCK_ELEMENTS), block=THREADS) as place:
-        receive_rows(function, spec.rows, place)
+@body(ReceiveMaskSpec, ReceiveSpec)
+def receive(spec: ReceiveMaskSpec | ReceiveSpec, function: CudaFunction) -> None:
+    """Write the launch of a `ReceiveSpec` or a `ReceiveMaskSpec`: a thread has `_READS` elements."""
+    source, y = function["source"], function["y"]
+    columns = y.columns
+    with function.launch(grid=blocks_for(spec.rows * columns, BLOCK_ELEMENTS), block=THREADS) as place:
+        wanted, tokens = wait_for_host(function, place), function.tokens(spec.rows)
+        zero = tirx.const(0, source.dtype)
+        first = bind(place.block * BLOCK_ELEMENTS + place.thread)
+        numbers = [bind(first + i * THREADS) for i in range(_READS)]
+        indices = [(number // columns, number % columns) for number in numbers]
+        insides = [bind(number < tokens * columns) for number in numbers]
+        values = [
+            bind(tirx.if_then_else(tirx.And(inside, wanted), load_shared(source, *index), zero))
+            for index, inside in zip(indices, insides, strict=True)
+        ]
+        for index, inside, value in zip(indices, insides, values, strict=True):
+            with when(inside):
+                y[index] = value
 
 
 @body(BorrowCacheSpec)

@@ -106,8 +106,8 @@ def _borrow_caches(node: Node, function: Function) -> dict[str, Arg]:
     caches, lent = state_tensors(node, function), dict[str, Arg]()
     function.device = "host"
     for key, cache in caches.items():
-        dtype, shape = _cache_tensor(cache, function)
-        _, heads, _, width = shape
+        tensor = function.shared.state[cache.name]
+        dtype, (_, heads, _, width) = tensor.dtype, tensor.shape
         lent[key] = function.buffer(f"{key}.lent", dtype, (heads, options.context * width), "shared")
         lend = LendCacheSpec(heads, width, dtype, options.context, options.sequences)
         whole = replace(cache, shape=(options.sequences, heads, options.context * width))
@@ -115,7 +115,8 @@ def _borrow_caches(node: Node, function: Function) -> dict[str, Arg]:
     flag, borrowed = signal(function), dict[str, Arg]()
     function.device = "accelerator"
     for key, cache in caches.items():
-        dtype, (_, heads, _, width) = _cache_tensor(cache, function)
+        tensor = function.shared.state[cache.name]
+        dtype, (_, heads, _, width) = tensor.dtype, tensor.shape
         borrowed[key] = function.buffer(f"{key}.borrowed", dtype, (1, heads, options.context, width))
         y = replace(borrowed[key], shape=(heads, options.context * width))
         bindings: Bindings = {"source": lent[key], "flag": flag, "abandoned": ABANDONED, "y": y}
@@ -124,12 +125,6 @@ def _borrow_caches(node: Node, function: Function) -> dict[str, Arg]:
     x = {side: function.value(arguments(node)[side]) for side in ("k", "v")}
     _write(node, x, borrowed, 1, function)
     return borrowed
-
-
-def _cache_tensor(cache: Arg, function: Function) -> tuple[str, tuple[int, ...]]:
-    """Return dtype and shape of a cache."""
-    tensor = function.shared.state[cache.name]
-    return tensor.dtype, tensor.shape
 
 
 @lowers(ATTENTION)

@@ -2,8 +2,9 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from string import Formatter
 from typing import Any, ClassVar, Literal
 
 from picompile_codegen.errors import CodegenError
@@ -124,6 +125,16 @@ SCRATCH = ScratchPlace()
 Declaration = KernelArgument | MatrixArgument | CacheArgument | ScratchPlace
 
 
+class _NameForm(Formatter):
+    """A form whose fields are a spec's: `{bias:b}` stands for b where `bias` holds, and for nothing elsewhere."""
+
+    def get_value(self, key: int | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return getattr(args[0], str(key))
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        return (format_spec if value else "") if format_spec else str(value)
+
+
 @dataclass(frozen=True)
 class KernelSpec(ABC):
     """Declares a kernel: the fields are its parameters, from which its name and its arguments follow.
@@ -131,7 +142,8 @@ class KernelSpec(ABC):
     Every spec is a frozen dataclass. Kernels of equal specs are the same kernel, so a name holds every parameter.
 
     Attributes:
-        named: The form of the kernel's name, with the fields in braces, unless `name` is overridden.
+        named: The form of the kernel's name, with fields in braces, unless `name` is overridden. `{bias:b}` is b where
+            `bias` holds, and nothing elsewhere; parts between underscores that are empty are left out.
         op: What a program calls a call of the kernel; without one it is the name of the operator that is lowered.
     """
 
@@ -141,7 +153,7 @@ class KernelSpec(ABC):
     @property
     def name(self) -> str:
         """The kernel's symbol. Artifacts contain it."""
-        return symbol(self.named.format_map(vars(self)))
+        return symbol(*_NameForm().vformat(self.named, (self,), {}).split("_"))
 
     @abstractmethod
     def declare(self) -> Iterator[Declaration]:

@@ -27,17 +27,12 @@ class CacheWriteSpec(StepSpec):
     x float32 [rows, kv_heads · d], cache kv_dtype [sequences, kv_heads, context, d].
     """
 
+    named = "cache_write_{kv_dtype}_{kv_heads}x{head_dim}_{step_name}_c{context}_s{sequences}"
     op = "cache"
 
     kv_heads: int
     head_dim: int
     kv_dtype: str
-
-    @property
-    def name(self) -> str:
-        """The kernel's symbol."""
-        shape = (f"{self.kv_heads}x{self.head_dim}", self.step_name)
-        return symbol("cache_write", self.kv_dtype, *shape, f"c{self.context}", f"s{self.sequences}")
 
     def declare(self) -> Iterator[Declaration]:
         """Yield the arguments in order."""

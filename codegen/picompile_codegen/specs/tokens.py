@@ -164,6 +164,7 @@ class DivideByRmsSpec(KernelSpec):
     x float32 [rows, dim + 1], bias float32 [dim] → y [rows, dim].
     """
 
+    named = "divide_by_rms_{dim}_r{rows}_n{neurons}_{eps}_{bias:b}"
     op = "ffn_norm"
 
     dim: int
@@ -171,13 +172,6 @@ class DivideByRmsSpec(KernelSpec):
     neurons: int
     eps: float
     bias: bool
-
-    @property
-    def name(self) -> str:
-        """The kernel's symbol."""
-        return symbol(
-            "divide_by_rms", self.dim, f"r{self.rows}", f"n{self.neurons}", self.eps, "b" if self.bias else ""
-        )
 
     def declare(self) -> Iterator[Declaration]:
         """Yield the arguments in order."""
@@ -220,13 +214,10 @@ class RotarySpec(StepSpec):
     x float32 [rows, heads · d], cos and sin float32 [context, d/2] → y like x. Positions are those of `mode`.
     """
 
+    named = "rotary_{heads}x{head_dim}_{step_name}_c{context}"
+
     heads: int
     head_dim: int
-
-    @property
-    def name(self) -> str:
-        """The kernel's symbol."""
-        return symbol("rotary", f"{self.heads}x{self.head_dim}", self.step_name, f"c{self.context}")
 
     def declare(self) -> Iterator[Declaration]:
         """Yield the arguments in order."""

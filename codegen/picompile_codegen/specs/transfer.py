@@ -20,7 +20,6 @@ from picompile_codegen.specs.arguments import (
     floats_out,
     indices,
     mask,
-    symbol,
 )
 
 
@@ -76,12 +75,9 @@ class CountedSendMaskSpec(SendMaskSpec):
     it.
     """
 
-    in_words: bool = False
+    named = "counted_send_mask_{neurons}to{columns}x{dim}_r{rows}_{in_words:words}"
 
-    @property
-    def name(self) -> str:
-        """The kernel's symbol."""
-        return symbol("counted", super().name, "words" if self.in_words else "")
+    in_words: bool = False
 
     def declare(self) -> Iterator[Declaration]:
         """Yield the arguments in order."""
@@ -103,16 +99,12 @@ class ReceiveSpec(KernelSpec):
     With `counted`, count int32 [1] says how much the host had to do; for nothing y is 0, and nobody waits.
     """
 
+    named = "receive_{dim}_r{rows}_{counted:counted}"
     op = "receive"
 
     dim: int
     rows: int
     counted: bool
-
-    @property
-    def name(self) -> str:
-        """The kernel's symbol."""
-        return symbol("receive", self.dim, f"r{self.rows}", "counted" if self.counted else "")
 
     def declare(self) -> Iterator[Declaration]:
         """Yield the arguments in order."""
