@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from picompile.errors import UnsupportedModelError, UsageError
 from picompile.frontend.activation import check_activation
 from picompile.frontend.json_file import read_json_object
 from picompile.frontend.model_file import is_gguf, opened_gguf, read_config
+from picompile.frontend.tensor_file import TensorHeader, explaining, headers_of, opened
 from picompile.frontend.weight_values import check_values
 from picompile.output.files import read_safetensors_header
 
@@ -25,19 +26,6 @@ INDEX_FILE = "model.safetensors.index.json"
 
 # The largest that is known, of a model of 90,000 tensors, has 9 MB.
 _MOST_INDEX_BYTES = 64 << 20
-
-# The errors that reading a file can end with.
-READ_ERRORS = (SafetensorError, OSError, ValueError)
-
-
-@dataclass(frozen=True)
-class TensorHeader:
-    """A tensor's place, dtype and shape. `dtype` is safetensors' name; `name` is the tensor's in its file."""
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    name: str = ""
 
 
 def check_folder(folder: Path) -> None:
@@ -63,7 +51,7 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
     """
     index = folder / INDEX_FILE
     if not index.is_file():
-        return _headers_of_file(folder / SINGLE_FILE)
+        return headers_of(folder / SINGLE_FILE)
     weight_map = _read_index(index)
     if (folder / SINGLE_FILE).is_file() and set(weight_map.values()) != {SINGLE_FILE}:
         raise UnsupportedModelError(
@@ -73,7 +61,7 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
     for name in sorted(set(weight_map.values())):
         if not (folder / name).is_file():
             raise UnsupportedModelError(f"{index}: names {name}, which is not there")
-        headers |= _headers_of_file(folder / name)
+        headers |= headers_of(folder / name)
     for name, file in weight_map.items():
         if name not in headers or headers[name].file != folder / file:
             raise UnsupportedModelError(f"{index}: says that {name} is in {file}, but it is not")
@@ -92,29 +80,6 @@ def _read_index(index: Path) -> dict[str, str]:
     if not weight_map:
         raise UnsupportedModelError(f"{index}: names no tensors")
     return weight_map
-
-
-def _headers_of_file(file: Path) -> dict[str, TensorHeader]:
-    try:
-        with open_file(file) as handle:
-            slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 (a handle is no mapping)
-            return {
-                name: TensorHeader(file, part.get_dtype(), tuple(part.get_shape()), name)
-                for name, part in slices.items()
-            }
-    except READ_ERRORS as error:
-        raise UnsupportedModelError(f"{file}: truncated or damaged: {one_line(error)}") from error
-
-
-def open_file(file: Path) -> contextlib.AbstractContextManager[Any]:
-    """Open one safetensors file, as a context. Raises what `READ_ERRORS` names where it cannot be read."""
-    handle: contextlib.AbstractContextManager[Any] = safe_open(str(file), framework="pt", device="cpu")
-    return handle
-
-
-def one_line(error: Exception) -> str:
-    """Return the text of an error without line breaks."""
-    return " ".join(str(error).split())
 
 
 # Which tensor of a checkpoint is which parameter of the model.
@@ -208,7 +173,7 @@ def ties_hold(expected: Mapping[str, ExpectedTensor], headers: Mapping[str, Tens
 def _equal_tensors(headers: Mapping[str, TensorHeader], left: str, right: str) -> bool:
     if headers[left].shape != headers[right].shape or headers[left].dtype != headers[right].dtype:
         return False
-    with open_file(headers[left].file) as left_file, open_file(headers[right].file) as right_file:
+    with opened(headers[left].file) as left_file, opened(headers[right].file) as right_file:
         # A matrix of integers takes the place of a tensor that the file does not have.
         if headers[left].name not in set(left_file.keys()) or headers[right].name not in set(right_file.keys()):
             return False
@@ -302,14 +267,12 @@ class FolderWeights:
             values = self._codes.load(stored)
             check_values(values, f"{file}: {stored}", "checkpoint")
             return values
-        try:
+        with explaining(file, f"cannot read {stored}"):
             if self._file != file:
                 self.close()
-                self._handle = self._opened.enter_context(open_file(file))
+                self._handle = self._opened.enter_context(safe_open(str(file), framework="pt", device="cpu"))
                 self._file = file
             tensor = self._handle.get_tensor(stored)
-        except READ_ERRORS as error:
-            raise UnsupportedModelError(f"{file}: cannot read {stored}: {one_line(error)}") from error
         if not isinstance(tensor, Tensor):
             raise UnsupportedModelError(f"{file}: {stored} is not a tensor")
         if stored not in self._checked:

@@ -19,7 +19,6 @@ from picompile.frontend.captured import Captured, ModelFacts
 from picompile.frontend.checkpoint import (
     ExpectedTensor,
     FolderWeights,
-    TensorHeader,
     check_folder,
     match_names,
     read_headers,
@@ -42,6 +41,7 @@ from picompile.frontend.model_file import is_gguf, opened_gguf, read_config
 from picompile.frontend.proof import prove
 from picompile.frontend.quantized import QuantizedTensors, find_layout
 from picompile.frontend.renaming import IgnoredTensors, rename
+from picompile.frontend.tensor_file import TensorHeader
 from picompile_passes.errors import PassesError
 
 # The number of a layer in a tensor's name: model.layers.1.mlp.up_proj.weight, transformer.h.1.ln_attn.bias.

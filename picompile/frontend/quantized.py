@@ -1,15 +1,14 @@
 """Checkpoints whose matrices are integers of GPTQ or AWQ: read one matrix at a time, as float32 or as rows of ours."""
 
 from collections.abc import Container, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from picompile.errors import UnsupportedModelError
-from picompile.frontend.checkpoint import READ_ERRORS, TensorHeader, one_line, open_file
 from picompile.frontend.quantized_codes import CodeLayout, QuantizedMatrix
+from picompile.frontend.tensor_file import TensorHeader, read_tensor
 from picompile_passes.formats import COARSE_BITS, FORMATS, GROUP
 from picompile_passes.formats.packing import data_bytes
 
@@ -197,13 +196,7 @@ class QuantizedTensors:
         return QuantizedMatrix(self.layout, qweight, qzeros, scales, groups)
 
     def _tensor(self, name: str) -> Tensor:
-        file: Path = self._stored[name].file
-        try:
-            with open_file(file) as opened:
-                tensor: Tensor = opened.get_tensor(name)
-        except READ_ERRORS as error:
-            raise UnsupportedModelError(f"{file}: cannot read {name}: {one_line(error)}") from error
-        return tensor
+        return read_tensor(self._stored[name].file, name)
 
 
 def _steps(inputs: int) -> Iterator[tuple[int, int]]:

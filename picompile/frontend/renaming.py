@@ -7,7 +7,6 @@ in its library; here they are only applied.
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +14,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from picompile.errors import UnsupportedModelError
-from picompile.frontend.checkpoint import READ_ERRORS, TensorHeader, open_file
+from picompile.frontend.tensor_file import TensorHeader, read_tensor
 
 
 def rename(folder: Path, headers: Mapping[str, TensorHeader], model: nn.Module) -> dict[str, TensorHeader]:
@@ -70,11 +69,7 @@ class IgnoredTensors:
 
     def _is_computed(self, name: str, computed: torch.Tensor) -> bool:
         header = self._headers[name]
-        try:
-            with open_file(header.file) as file:
-                stored: Any = file.get_tensor(header.name)
-        except READ_ERRORS as error:
-            raise UnsupportedModelError(f"{header.file}: cannot read {header.name}") from error
+        stored = read_tensor(header.file, header.name)
         if computed.is_meta:
             raise UnsupportedModelError(f"{header.file}: {name} is a buffer of values that no config.json makes")
         # As far apart as bfloat16 rounds.

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from picompile.errors import UnsupportedModelError
+from picompile.frontend.config import one_line, quiet_transformers
 from picompile.frontend.json_file import read_json_object, read_text, token_ids
 from picompile.frontend.model_file import gguf_tokenizer, is_gguf, opened_gguf
 
@@ -78,15 +79,13 @@ def _check_descriptions(folder: Path) -> None:
 def _converted(folder: Path) -> str:
     from transformers import AutoTokenizer
 
-    from picompile.frontend.config import quiet_transformers
-
     try:
         with quiet_transformers():
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
             return str(tokenizer.backend_tokenizer.to_str())
     except Exception as error:
         raise UnsupportedModelError(
-            f"{folder}: the tokenizer cannot be converted to tokenizer.json: {_one_line(error)}"
+            f"{folder}: the tokenizer cannot be converted to tokenizer.json: {one_line(error)}"
         ) from error
 
 
@@ -96,7 +95,7 @@ def _check(text: str, folder: Path, vocabulary: int) -> None:
     try:
         tokenizer = Tokenizer.from_str(text)
     except Exception as error:
-        raise UnsupportedModelError(f"{folder / 'tokenizer.json'} is no tokenizer: {_one_line(error)}") from error
+        raise UnsupportedModelError(f"{folder / 'tokenizer.json'} is no tokenizer: {one_line(error)}") from error
     highest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
     if highest >= vocabulary:
         raise UnsupportedModelError(
@@ -115,7 +114,3 @@ def generation_eos(folder: Path | None) -> tuple[int, ...]:
     if not path.is_file():
         return ()
     return token_ids(read_json_object(path), "eos_token_id", path)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]

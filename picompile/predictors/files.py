@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from picompile.errors import UsageError
-from picompile.frontend.checkpoint import READ_ERRORS, TensorHeader, one_line, open_file
+from picompile.frontend.tensor_file import TensorHeader, headers_of, read_tensor
 from picompile.output.files import json_bytes
 from picompile.predictors.description import adding_advice, check_order, check_schema, figure, read_object
 from picompile.predictors.store import PARTS, LayerPredictor, Predictors, tensor_name
@@ -48,7 +48,8 @@ def load_predictors(path: Path | str) -> Predictors:
     else:
         raise UsageError(f"{path}: neither {FACTS_FILE} nor {WEIGHTS_FILE} is there; picompile train makes them")
     for name, header in predictors.headers.items():
-        _require_finite(name, header)
+        if not bool(torch.isfinite(read_tensor(header.file, name, UsageError)).all()):
+            raise UsageError(f"{header.file}: {name} holds values that are no numbers; {_ADVICE}")
     return predictors
 
 
@@ -108,12 +109,7 @@ def _read_facts(file: Path) -> Fields:
 
 
 def _read_headers(file: Path) -> dict[str, TensorHeader]:
-    try:
-        with open_file(file) as handle:
-            slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 (a handle is no mapping)
-            headers = {name: TensorHeader(file, s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
-    except READ_ERRORS as error:
-        raise UsageError(f"{file}: cannot be read as predictors: {one_line(error)}") from error
+    headers = headers_of(file, "cannot be read as predictors", UsageError)
     return {name: header for name, header in headers.items() if _NAME.fullmatch(name)}
 
 
@@ -131,16 +127,6 @@ def _require_parts(file: Path, headers: Mapping[str, TensorHeader], layer: int, 
         shapes = ", ".join(f"{part} {list(shape)}" for part, shape in zip(PARTS, (fc1, fc2, bias), strict=True))
         of = "" if rank is None else f" of rank {rank}"
         raise UsageError(f"{file}: layer {layer}: {shapes} do not make a predictor{of}")
-
-
-def _require_finite(name: str, header: TensorHeader) -> None:
-    try:
-        with open_file(header.file) as handle:
-            finite = bool(torch.isfinite(handle.get_tensor(name)).all())
-    except READ_ERRORS as error:
-        raise UsageError(f"{header.file}: cannot read {name}: {one_line(error)}") from error
-    if not finite:
-        raise UsageError(f"{header.file}: {name} holds values that are no numbers; train again")
 
 
 def write_predictors(

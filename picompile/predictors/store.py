@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from picompile.errors import UsageError
-from picompile.frontend.checkpoint import READ_ERRORS, TensorHeader, one_line, open_file
+from picompile.frontend.tensor_file import TensorHeader, read_tensor
 from picompile.predictors.description import choice, figure, layer_number, number
 from picompile.quantities import LARGEST_FLOAT32
 from picompile_passes.formats.packing import dequantize_rows, quantize_rows
@@ -188,13 +188,7 @@ class Predictors:
             UsageError: The file has changed since it was read.
         """
         name = tensor_name(layer, part)
-        header = self.headers[name]
-        try:
-            with open_file(header.file) as handle:
-                tensor: Tensor = handle.get_tensor(name)
-        except READ_ERRORS as error:
-            raise UsageError(f"{header.file}: cannot read {name}: {one_line(error)}") from error
-        return tensor
+        return read_tensor(self.headers[name].file, name, UsageError)
 
     def weights(self, base: WeightSource, quant: str | None = None) -> OverlayWeights:
         """Return `base` and the learned predictors' tensors, under the names that `insert_pass` gives them.

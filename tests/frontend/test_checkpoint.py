@@ -17,8 +17,9 @@ from helpers.families import build, save
 from helpers.products import sampled
 from picompile import PicompileError, UnsupportedModelError, UsageError
 from picompile.frontend import hf
-from picompile.frontend.checkpoint import INDEX_FILE, SINGLE_FILE, TensorHeader, _equal_tensors
+from picompile.frontend.checkpoint import INDEX_FILE, SINGLE_FILE, _equal_tensors
 from picompile.frontend.hf import open_checkpoint
+from picompile.frontend.tensor_file import TensorHeader
 
 Checkpoints = Callable[..., Path]
 

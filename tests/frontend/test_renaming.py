@@ -21,9 +21,10 @@ from transformers import (
 )
 
 from picompile import UnsupportedModelError
-from picompile.frontend.checkpoint import SINGLE_FILE, TensorHeader
+from picompile.frontend.checkpoint import SINGLE_FILE
 from picompile.frontend.hf import load_model, open_checkpoint
 from picompile.frontend.renaming import IgnoredTensors
+from picompile.frontend.tensor_file import TensorHeader
 
 Tensors = dict[str, Tensor]
 _SIZES = {"num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 30, "max_position_embeddings": 64}

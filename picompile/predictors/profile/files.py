@@ -1,8 +1,7 @@
 """JSON and safetensors files that appear whole or not at all, written and read one tensor at a time."""
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from picompile.errors import UsageError
-from picompile.frontend.checkpoint import READ_ERRORS, one_line, open_file
+from picompile.frontend.tensor_file import opened
 from picompile.output import atomic_file
 from picompile.output.files import json_bytes, safetensors_header
 
@@ -61,23 +60,7 @@ def read_tensors(path: Path, only: str | None = None) -> tuple[dict[str, Tensor]
     Raises:
         UsageError: The file is missing, truncated or damaged.
     """
-    with _opened(path) as file:
+    with opened(path, "missing or damaged", UsageError) as file:
         names = [name for name in file.keys() if only in (None, name)]  # noqa: SIM118 (no mapping)
         # Copied, because sums depend on the memory layout: a run that is resumed must give the same bytes.
         return {name: file.get_tensor(name).clone() for name in names}, dict(file.metadata() or {})
-
-
-def read_kinds(path: Path) -> dict[str, str]:
-    """Return the dtype and shape of each tensor, from the header: `F16 [700, 192]`. Raise as `read_tensors` does."""
-    with _opened(path) as file:
-        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-        return {name: f"{found.get_dtype()} {list(found.get_shape())}" for name, found in slices.items()}
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    try:
-        with open_file(path) as file:
-            yield file
-    except READ_ERRORS as error:
-        raise UsageError(f"{path}: missing or damaged: {one_line(error)}") from error

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from picompile.errors import UsageError
+from picompile.frontend.tensor_file import headers_of
 from picompile.predictors.description import (
     adding_advice,
     check_order,
@@ -18,7 +19,7 @@ from picompile.predictors.description import (
     read_object,
 )
 from picompile.predictors.firing import MAGNITUDE, MEASURES, FiringRule
-from picompile.predictors.profile.files import read_kinds, read_tensors
+from picompile.predictors.profile.files import read_tensors
 from picompile.predictors.profile.options import PROFILE_FILE
 from picompile.predictors.profile.windows import windows_sha256
 from picompile.quantities import LARGEST_FLOAT32
@@ -305,7 +306,8 @@ def _check_files(profile: Profile) -> None:
 
 
 def _check_kinds(path: Path, kinds: Mapping[str, str]) -> None:
-    found = read_kinds(path)
+    headers = headers_of(path, "missing or damaged", UsageError)
+    found = {name: f"{header.dtype} {list(header.shape)}" for name, header in headers.items()}
     if found != kinds:
         raise UsageError(f"{path}: damaged: it holds {_listed(found)} instead of {_listed(kinds)}; {ADVICE}")
 

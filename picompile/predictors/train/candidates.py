@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from picompile.errors import UsageError
-from picompile.frontend.checkpoint import READ_ERRORS, one_line, open_file
+from picompile.frontend.tensor_file import opened
 from picompile.predictors.profile.files import write_tensors
 from picompile.predictors.train.data import (
     ROWS,
@@ -171,6 +171,7 @@ def _sign_candidate(data: LayerData, firing: FiringLabels, test: slice) -> Candi
 
 _FACTS = ("layer", "neurons", "hidden", "neuron_parameters", "decided_share", "skewness", "inputs")
 _CANDIDATE_FACTS = ("kind", "input", "rank", "parameters")
+_DAMAGED = "damaged; remove it, and train goes on"
 
 
 def save_result(path: Path, result: LayerResult) -> None:
@@ -186,27 +187,21 @@ def save_result(path: Path, result: LayerResult) -> None:
 
 def load_result(path: Path) -> LayerResult:
     """Read a result without the candidates' weights. Raise `UsageError` if the file is damaged."""
-    try:
-        with open_file(path) as file:
-            metadata, names = file.metadata(), [name for name in file.keys() if ".curve." in name]  # noqa: SIM118
-            tensors = {name: file.get_tensor(name).clone() for name in names}
+    with opened(path, _DAMAGED, UsageError) as file:
+        metadata, names = file.metadata(), [name for name in file.keys() if ".curve." in name]  # noqa: SIM118
+        tensors = {name: file.get_tensor(name).clone() for name in names}
         candidates = [
             Candidate(**facts, curve=_curve(tensors, number), weights={})
             for number, facts in enumerate(json.loads(metadata["candidates"]))
         ]
         return LayerResult(**json.loads(metadata["facts"]), candidates=tuple(candidates))
-    except (*READ_ERRORS, KeyError, TypeError) as error:
-        raise UsageError(f"{path}: damaged: {one_line(error)}; remove it, and train goes on") from error
 
 
 def load_weight(path: Path, number: int, part: str) -> Tensor:
     """Return a part of candidate `number`, mapped from the file. Raise `UsageError` if it is damaged."""
-    try:
-        with open_file(path) as file:
-            tensor: Tensor = file.get_tensor(f"{number}.{part}")
-            return tensor
-    except READ_ERRORS as error:
-        raise UsageError(f"{path}: damaged: {one_line(error)}; remove it, and train goes on") from error
+    with opened(path, _DAMAGED, UsageError) as file:
+        tensor: Tensor = file.get_tensor(f"{number}.{part}")
+    return tensor
 
 
 def _curve(tensors: dict[str, Any], number: int) -> RecallCurve:
