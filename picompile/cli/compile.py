@@ -22,6 +22,7 @@ from picompile.cli.weights_show import weights_text
 from picompile.config import CompileOptions
 from picompile.output import parents_of
 from picompile.output.place import require_disk_space
+from picompile.processes import uncollected
 from picompile_passes.formats import FORMATS
 
 
@@ -51,7 +52,8 @@ def compile_command(
     needed_bytes = int(checkpoint_weights(model) * _least_bits(options.quant) / 8)
     require_disk_space(output, needed_bytes, "{output}: needs about {needed} on disk, {free} are free")
 
-    from picompile.compile import compile_model
+    with uncollected():
+        from picompile.compile import compile_model
 
     with parents_of(output), progress() as shown:
         compile_model(model, output, options, shown)

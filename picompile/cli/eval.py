@@ -17,6 +17,7 @@ from picompile.cli.options import (
     ThreadsOption,
 )
 from picompile.cli.progress import progress
+from picompile.processes import uncollected
 
 
 def eval_command(
@@ -55,7 +56,8 @@ def eval_command(
     if against is not None:
         require_model_folder(against)
 
-    from picompile.evaluate import evaluate
+    with uncollected():
+        from picompile.evaluate import evaluate
 
     with progress() as shown:
         result = evaluate(

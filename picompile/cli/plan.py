@@ -129,9 +129,10 @@ def plan_command(
     check_machine_options(machine_options)
     if output is not None:
         require_plan_output(output, overwrite=overwrite)
-    check_model_options(model_options)
 
     with uncollected():
+        check_model_options(model_options)
+
         from picompile.placement.plan_file import write_plan
         from picompile.placement.planning import PlanOptions, make_plan
         from picompile.placement.prompts import prompt_estimate, unknown_about_prompts

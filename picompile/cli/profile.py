@@ -11,6 +11,7 @@ from picompile.output import parents_of
 from picompile.predictors.firing import CONTRIBUTION
 from picompile.predictors.profile.options import ProfileOptions
 from picompile.predictors.profile.text import read_calibration
+from picompile.processes import uncollected
 
 if TYPE_CHECKING:
     from picompile.predictors.profile.profile import Profile
@@ -40,7 +41,8 @@ def profile_command(
     count = len(options.calibration)
     options = replace(options, calibration=texts[:count], held_out=texts[count:])
 
-    from picompile.predictors.profile.run import profile_model
+    with uncollected():
+        from picompile.predictors.profile.run import profile_model
 
     with parents_of(output), progress() as shown:
         profile = profile_model(model, output, options, shown)

@@ -11,6 +11,7 @@ from picompile.cli.progress import progress
 from picompile.errors import UsageError
 from picompile.options import Option
 from picompile.output import parents_of
+from picompile.processes import uncollected
 
 
 def synth_command(
@@ -46,8 +47,9 @@ def synth_command(
         raise UsageError(f"--active must be above 0 and at most 1, not {active:g}")
     require_output(output, overwrite=False, marker="config.json")
 
-    from picompile.synth.shapes import find_shape
-    from picompile.synth.synthesis import synthesize
+    with uncollected():
+        from picompile.synth.shapes import find_shape
+        from picompile.synth.synthesis import synthesize
 
     found = find_shape(shape)
     with parents_of(output), progress() as shown:

@@ -11,6 +11,7 @@ from picompile.cli.progress import progress
 from picompile.errors import UsageError
 from picompile.output import parents_of
 from picompile.predictors.train.options import TrainOptions
+from picompile.processes import uncollected
 
 if TYPE_CHECKING:
     from picompile.predictors.store import Predictors
@@ -41,8 +42,9 @@ def train_command(
     if not profile.is_dir():
         raise UsageError(f"{profile}: no such folder; picompile profile makes it")
 
-    from picompile.predictors.profile.profile import load_profile
-    from picompile.predictors.train.run import train_predictors
+    with uncollected():
+        from picompile.predictors.profile.profile import load_profile
+        from picompile.predictors.train.run import train_predictors
 
     loaded = load_profile(profile)
     with parents_of(output), progress() as shown:

@@ -4,6 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+# A FakeTensorMode imports this. Here it comes with all else that is imported, while nothing looks for garbage.
+import torch._dynamo.config
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
