@@ -58,8 +58,11 @@ class WithoutWeights(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call `func`; `torch.empty` gets the meta device."""
+        """Call `func`; `torch.empty` gets the meta device, and what fills a tensor there does nothing."""
         kwargs = dict(kwargs or {})
+        filled = next(iter((*args, *kwargs.values())), None)
+        if getattr(func, "__module__", "") == nn.init.__name__ and isinstance(filled, Tensor) and filled.is_meta:
+            return filled
         if func is torch.empty and kwargs.get("device") is None:
             return func(*args, **kwargs | {"device": "meta"})
         if func in _FACTORIES:
