@@ -144,11 +144,14 @@ def _without_weights(module: nn.Module, layers: LayerList | None) -> nn.Module:
 
     Layers that are not captured have neither.
     """
-    memo: dict[int, object] = {}
+    uncaptured = []
     if layers is not None:
         uncaptured = list(module.get_submodule(layers.name).children())[layers.captured :]
-        memo = {id(layer): hollow(layer) for layer in uncaptured}
+    memo: dict[int, object] = {id(layer): hollow(layer) for layer in uncaptured}
+    left_out = {id(parameter) for layer in uncaptured for parameter in layer.parameters()}
     for parameter in module.parameters():
+        if id(parameter) in left_out:
+            continue
         empty = torch.empty(parameter.shape, dtype=torch.float32)
         memo[id(parameter)] = nn.Parameter(empty, requires_grad=False)
     for buffer in module.buffers():

@@ -54,7 +54,10 @@ def find_layers(module: nn.Module) -> LayerList | None:
     name, layers = next(((name, list(found)) for name, found in named if len(found) > 2), ("", []))
     if not layers or _shares(module, name):
         return None
-    facts = [_facts(layer) | _of_config(module, number, len(layers)) for number, layer in enumerate(layers)]
+    lists = _lists_of_configs(module, len(layers))
+    facts = [
+        _facts(layer) | {key: values[number] for key, values in lists.items()} for number, layer in enumerate(layers)
+    ]
     numbers = tuple(
         key
         for key, value in facts[1].items()
@@ -102,14 +105,14 @@ def _facts(layer: nn.Module) -> dict[tuple[str, str], Any]:
     return facts
 
 
-def _of_config(module: nn.Module, number: int, count: int) -> dict[tuple[str, str], Any]:
-    """Return what fields of configs say of the layer `number`: entries of lists with one for each layer."""
+def _lists_of_configs(module: nn.Module, layers: int) -> dict[tuple[str, str], Sequence[Any]]:
+    """Return the lists with one entry for each of `layers` in configs, by the place of the config and the field."""
     configs = {id(config): config for part in module.modules() if (config := getattr(part, "config", None)) is not None}
     return {
-        (str(place), name): value[number]
+        (str(place), name): value
         for place, config in enumerate(configs.values())
         for name, value in vars(config).items()
-        if isinstance(value, (list, tuple)) and len(value) == count
+        if isinstance(value, (list, tuple)) and len(value) == layers
     }
 
 
