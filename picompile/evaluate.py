@@ -58,12 +58,12 @@ def evaluate(
         ids = Tokenizer.of(engine.artifact).encode(text)[:max_tokens]
         window = window or engine.context
         with progress.step("artifact", len(ids) - 1) as advance:
-            measured = perplexity(engine, ids, window, by_decode, _counter(advance))
+            measured = perplexity(engine, ids, window, by_decode, progress=_counter(advance))
         layers = _layers(engine, ids, measure=not by_decode)
         described = {**engine.artifact.manifest.model, "vocab": engine.vocab}
     dense = None
     if against is not None:
-        dense = _dense_perplexity(against, activation, ids, window, described, progress)
+        dense = _dense_perplexity(against, activation, ids, window, artifact=described, progress=progress)
     return {
         "perplexity": measured.perplexity,
         "dense_perplexity": dense,

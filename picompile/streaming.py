@@ -64,7 +64,7 @@ def split_layers(graph_module: GraphModule) -> tuple[Segment, ...]:
     for layer, calls in itertools.groupby(order, layer_of):
         nodes = tuple(calls)
         after = tuple(value for value in (*live, *nodes) if any(_reads_behind(user, layer) for user in value.users))
-        segments.append(_segment(graph_module, nodes, live, after, constant))
+        segments.append(_segment(graph_module, nodes, before=live, after=after, constant=constant))
         live = after
     return tuple(segments)
 
@@ -156,7 +156,7 @@ def run_segment(
             # The state is emptied, not copied, so that a value is freed right after its last use.
             values: dict[Node, Any] = constants | state
             state.clear()
-            states[index] = _run_window(segment, values, observe, wanted, other)
+            states[index] = _run_window(segment, values, observe, wanted, replace=other)
             advance(_tokens(states[index]))
 
 
@@ -168,7 +168,7 @@ def segment_constants(segment: Segment, weights: WeightSource) -> dict[Node, Ten
 def run_window(segment: Segment, constants: Mapping[Node, Tensor], state: State) -> State:
     """Return the live values of one window after a segment; `state` has those before it, and stays as it is."""
     with torch.no_grad():
-        return _run_window(segment, {**constants, **state}, None, frozenset(), {})
+        return _run_window(segment, values={**constants, **state}, observe=None, wanted=frozenset(), replace={})
 
 
 def trace_window(
@@ -182,7 +182,7 @@ def trace_window(
     `replace` has a function with gradients for each call that has none.
     """
     with torch.enable_grad():
-        return _run_window(segment, {**constants, **state}, None, frozenset(), replace)
+        return _run_window(segment, values={**constants, **state}, observe=None, wanted=frozenset(), replace=replace)
 
 
 def observe_segment(
@@ -210,7 +210,7 @@ def observe_segment(
             if observe is not None:
                 for node in live:
                     observe(node, state[node])
-            _run_window(part, constants | state, observe, computed, replace or {})
+            _run_window(part, values=constants | state, observe=observe, wanted=computed, replace=replace or {})
 
 
 def window_values(
@@ -231,7 +231,13 @@ def window_values(
     found: list[Tensor] = []
     for state in states:
         with torch.no_grad():
-            _run_window(part, constants | state, lambda _, value: found.append(value), wanted, replace or {})
+            _run_window(
+                part,
+                values=constants | state,
+                observe=lambda _, value: found.append(value),
+                wanted=wanted,
+                replace=replace or {},
+            )
         yield found.pop()
 
 
@@ -245,7 +251,9 @@ def _part(segment: Segment, nodes: Collection[Node]) -> Segment:
             needed.add(node)
             waiting += [argument for argument in node.all_input_nodes if argument in own]
     chosen = [node for node in segment.nodes if node in needed]
-    return _segment(segment.graph_module, chosen, segment.inputs, (), frozenset(segment.constants))
+    return _segment(
+        segment.graph_module, nodes=chosen, before=segment.inputs, after=(), constant=frozenset(segment.constants)
+    )
 
 
 def _run_window(
@@ -301,7 +309,7 @@ def streamed_perplexity(
         raise UsageError("perplexity needs a window of at least 2 tokens; give a longer text")
     total = WindowLoss(windows)
     # Nothing is computed for a window's last token: a window may have one more than the model has positions.
-    stream_windows(graph_module, weights, [window[:-1] for window in windows], total, progress)
+    stream_windows(graph_module, weights, windows=[window[:-1] for window in windows], observe=total, progress=progress)
     return total.perplexity
 
 

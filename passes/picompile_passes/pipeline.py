@@ -71,7 +71,13 @@ class Pipeline:
         script = None
         if self.reproducers is not None:
             script = write_reproducer(self.reproducers, pass_, before, cause)
-        return PassError(pass_.name, [other.name for other in self.passes[:position]], cause, context, script)
+        return PassError(
+            pass_.name,
+            predecessors=[other.name for other in self.passes[:position]],
+            cause=cause,
+            context=context,
+            reproducer=script,
+        )
 
     def _run(self, pass_: GraphPass, before: GraphModule) -> GraphModule:
         start = time.perf_counter()

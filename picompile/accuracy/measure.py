@@ -72,7 +72,7 @@ class _Head:
     def logits(self) -> Iterator[Tensor]:
         """Yield the logits [tokens, vocabulary] of one window after another."""
         (node,) = self.segment.graph_module.graph.output_node().all_input_nodes
-        return window_values(self.segment, self.weights, self.states, node, self.replaced)
+        return window_values(self.segment, self.weights, self.states, node, replace=self.replaced)
 
 
 def compare_variants(
@@ -107,9 +107,9 @@ def compare_variants(
         with progress.step(f"compare {variant.title}", len(blocks)) as advance:
             found = _compare(reference, ([logits] for logits in own.logits()), text, advance)
         _require_numbers(found, variant.title)
-        lines.append(_line(variant.part, variant.title, variant.remedy, found, blocks, lines))
+        lines.append(_line(variant.part, variant.title, variant.remedy, found, blocks, before=lines))
     found = _compare_artifact(reference, artifact, text, progress)
-    lines.append(_line("runtime", artifact.title, artifact.remedy, found, blocks, lines))
+    lines.append(_line("runtime", artifact.title, artifact.remedy, found, blocks, before=lines))
     return CheckpointComparison(
         bound=bound,
         perplexity=perplexity_of(found.reference_nll),

@@ -44,11 +44,27 @@ def compile_lossless(
     with progress.step("passes"):
         graph_module = Pipeline(passes, reproducers=make_reproducer_folder)(captured.graph_module).graph_module
     kv_dtype = KV_DTYPES[default_kv_dtype(captured.facts.activation)]
-    options = LowerOptions(context, CHUNK, kv_dtype, 1, None, Placement.all_of(captured.facts.layers))
+    options = LowerOptions(
+        context,
+        chunk=CHUNK,
+        kv_dtype=kv_dtype,
+        sequences=1,
+        accelerator=None,
+        placement=Placement.all_of(captured.facts.layers),
+    )
     with progress.step("lower"):
         lowered = lower(graph_module, options)
     make_room(output, lowered)
     contents = ArtifactContents(
-        captured, model, tokenizer, _TARGET, _QUANT, code, None, graph_module, lowered, captured.weights
+        captured,
+        checkpoint=model,
+        tokenizer=tokenizer,
+        targets=_TARGET,
+        quant=_QUANT,
+        code=code,
+        accelerator=None,
+        graph_module=graph_module,
+        lowered=lowered,
+        weights=captured.weights,
     )
     write_artifact(contents, output, progress)

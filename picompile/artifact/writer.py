@@ -100,7 +100,7 @@ def write_artifact(
         accelerator = contents.accelerator.build(contents.code, lowered, folder, progress)
     sha256 = _write_weights(contents, folder, previous, progress)
     contents.tokenizer.write(folder)
-    write_program(contents, lowered, folder, contents.code, sha256, accelerator)
+    write_program(contents, lowered, folder, contents.code, weights_sha256=sha256, accelerator=accelerator)
     return WrittenArtifact(contents, folder, sha256, accelerator)
 
 

@@ -106,11 +106,11 @@ def bench_command(
                 raise UsageError(f"{text}: no tokens in it")
             result = measure(
                 engine,
-                prompt,
-                decode,
-                repeats,
-                ids,
-                lambda done, total: advance(1),
+                prompt_tokens=prompt,
+                decode_tokens=decode,
+                repeats=repeats,
+                ids=ids,
+                progress=lambda done, total: advance(1),
                 depth=depth,
                 sequences=sequences,
                 trace=None if trace is None else partial(write_trace, trace),

@@ -149,7 +149,7 @@ def plan_command(
             plan = make_plan(found.model, found.firing, options)
             estimate, unknown = None, "" if prompt is None else unknown_about_prompts(plan, machine.target)
             if prompt is not None and not unknown:
-                estimate = prompt_estimate(found.model, plan, machine.target, prompt, found.model.chunk)
+                estimate = prompt_estimate(found.model, plan, machine.target, tokens=prompt, chunk=found.model.chunk)
         if unknown:
             shown.say(f"the time of a prompt cannot be predicted: {unknown}")
     if output is not None:

@@ -59,7 +59,9 @@ def run_command(
     with progress() as shown:
         engine = load_engine(artifact, values["threads"], values["replan"], shown)
     with engine:
-        generation = _start(engine, source, params, values["max_tokens"], values["stop"], values["draft"])
+        generation = _start(
+            engine, source, params, max_tokens=values["max_tokens"], stop=values["stop"], draft=values["draft"]
+        )
         if values["json"]:
             _print_json(generation, has_text=isinstance(source, str))
         else:
@@ -101,12 +103,20 @@ def _start(
     from picompile_runtime import Tokenizer, generate
 
     if isinstance(source, str):
-        return generate(engine, Tokenizer.of(engine.artifact), source, params, max_tokens, stop, draft=draft)
+        return generate(
+            engine,
+            tokenizer=Tokenizer.of(engine.artifact),
+            prompt=source,
+            params=params,
+            max_tokens=max_tokens,
+            stop=stop,
+            draft=draft,
+        )
     if stop:
         raise UsageError("--stop is a text; it cannot be given with --ids")
     from picompile.cli.token_ids import generate_ids
 
-    return generate_ids(engine, source, params, max_tokens, draft)
+    return generate_ids(engine, ids=source, params=params, max_tokens=max_tokens, draft=draft)
 
 
 def _stream(generation: "Generation", before: str | list[int]) -> None:

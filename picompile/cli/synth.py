@@ -53,7 +53,7 @@ def synth_command(
 
     found = find_shape(shape)
     with parents_of(output), progress() as shown:
-        result = synthesize(found, active, seed, output, dtype, shown, rank)
+        result = synthesize(found, active, seed, output, dtype, progress=shown, rank=rank)
     print(
         f"{output}: {result.parameters / 1e6:,.1f} M parameters, {result.dtype}, "
         f"{result.measured_active:.2%} of the neurons fire"

@@ -30,4 +30,12 @@ def generate_ids(engine: Engine, ids: Sequence[int], params: SamplingParams, max
     speculation = speculate(draft, engine.most_checked)
     engine.reset()
     engine.check(ids)
-    return Generation(engine, IdDecoder(), list(ids), params, max_tokens, StopFinder(()), speculation=speculation)
+    return Generation(
+        engine,
+        decoder=IdDecoder(),
+        prompt_tokens=list(ids),
+        params=params,
+        max_tokens=max_tokens,
+        stop=StopFinder(()),
+        speculation=speculation,
+    )

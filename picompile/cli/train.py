@@ -48,7 +48,7 @@ def train_command(
 
     loaded = load_profile(profile)
     with parents_of(output), progress() as shown:
-        predictors = train_predictors(model, loaded, output, options, shown)
+        predictors = train_predictors(model, profile=loaded, output=output, options=options, progress=shown)
     print((output / "predictors.json").read_text(encoding="utf-8").rstrip()) if json_output else _show(predictors)
 
 

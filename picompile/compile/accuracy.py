@@ -67,7 +67,13 @@ def runnable_here(
     lowered = contents.lowered
     if accelerator is not None:
         lowered = lower_for(
-            contents.graph_module, contents.captured.facts, plan, config, None, progress, panels=not has_gpu
+            contents.graph_module,
+            contents.captured.facts,
+            plan,
+            config,
+            accelerator=None,
+            progress=progress,
+            panels=not has_gpu,
         )
     code = [native_code(_STAND_IN_FILE)]
     build_code(code, lowered, folder, progress)

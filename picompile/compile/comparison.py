@@ -72,7 +72,7 @@ def compare_artifact(
             remedy="" if config.quant == "f16" else "--quant f16, which computes with floats",
         )
         bound = config.checkpoint_bound if math.isfinite(config.checkpoint_bound) else None
-        return compare_variants(reference, variants, compared, text, bound, progress)
+        return compare_variants(reference, variants, artifact=compared, text=text, bound=bound, progress=progress)
 
 
 def _text(checkpoint: Path, predictors: PredictorSet | None, config: CompileConfig) -> ComparedText:
@@ -114,22 +114,35 @@ def _variants(
     whole = graph_module if predictors is None and limits is None else _whole_graph(artifact, config, progress)
     if config.quant != "f16" or extra:
         title = f"weights in {'chosen formats' if config.quant == AUTO_BITS else config.quant}{extra}"
-        yield Variant("weights", title, _weights_remedy(config), whole, weights)
+        yield Variant("weights", title, remedy=_weights_remedy(config), graph_module=whole, weights=weights)
     if silenced := silence_below(whole, rules):
         remedy = "a profile with thresholds of a smaller --accuracy-bound"
-        yield Variant("thresholds", "thresholds", remedy, whole, weights, silenced)
+        yield Variant(
+            "thresholds", title="thresholds", remedy=remedy, graph_module=whole, weights=weights, replaced=silenced
+        )
     if limits is not None:
         remedy = "a smaller --skip"
         limited = graph_module if predictors is None else _whole_graph(artifact, config, progress, limits=True)
-        yield Variant("skipping", "neurons below limits", remedy, limited, weights)
+        yield Variant("skipping", title="neurons below limits", remedy=remedy, graph_module=limited, weights=weights)
     if predictors is not None:
         yield Variant(
-            "predictors", "predictors", "--predictor exact or none, or larger predictors", graph_module, weights
+            "predictors",
+            title="predictors",
+            remedy="--predictor exact or none, or larger predictors",
+            graph_module=graph_module,
+            weights=weights,
         )
     if config.kv_dtype != "f32":
         remedy = f"--kv-dtype {finer_cache(config.kv_dtype)}"
         rounded = round_cache(graph_module, config.kv_dtype)
-        yield Variant("kv_cache", f"KV cache in {config.kv_dtype}", remedy, graph_module, weights, rounded)
+        yield Variant(
+            "kv_cache",
+            title=f"KV cache in {config.kv_dtype}",
+            remedy=remedy,
+            graph_module=graph_module,
+            weights=weights,
+            replaced=rounded,
+        )
 
 
 def _whole_graph(

@@ -150,7 +150,7 @@ def _compile(
         graph_module = run_passes(captured, passes, progress, config.dump_ir, verify=config.verify)
         lowered = lower_for(graph_module, captured.facts, plan, config, source.accelerator, progress)
         warn_if_large(lowered.program, progress)
-        contents = _contents(source, graph_module, lowered, weights, predictors, plan)
+        contents = _contents(source, graph_module, lowered, base=weights, predictors=predictors, plan=plan)
         previous = make_room(output, lowered, previous)
         artifact = write_artifact(contents, scratch / f"artifact-{attempt}", progress, previous)
         if previous is not None:
@@ -225,14 +225,14 @@ def _contents(
         source.captured,
         source.checkpoint,
         source.tokenizer,
-        source.config.target,
-        source.config.quant,
-        source.code,
-        source.accelerator,
-        graph_module,
-        lowered,
-        base if predictors is None else predictors.weights(base),
-        None if plan is None else plan.to_json(),
-        None if source.config.limits is None else source.config.limits.to_json(),
-        source.config.rounding_json(),
+        targets=source.config.target,
+        quant=source.config.quant,
+        code=source.code,
+        accelerator=source.accelerator,
+        graph_module=graph_module,
+        lowered=lowered,
+        weights=base if predictors is None else predictors.weights(base),
+        plan=None if plan is None else plan.to_json(),
+        skipping=None if source.config.limits is None else source.config.limits.to_json(),
+        rounding=source.config.rounding_json(),
     )

@@ -59,7 +59,9 @@ def choose_limits(
     weights = _weights_of(captured, predictors)
     folder = _work(config, scratch) / "skipping"
     text = config.text(config.skip_tokens + SENSITIVITY_TOKENS)
-    found = checkpoint_limits(checkpoint, graph_module, weights, folder, text, config.skip, progress)
+    found = checkpoint_limits(
+        checkpoint, graph_module, weights, folder, options=text, bound=config.skip, progress=progress
+    )
     limited = replace(captured, weights=found.limits.weights(captured.weights))
     return replace(config, limits=found), limited
 
@@ -96,9 +98,9 @@ def choose_formats(
         graph_module,
         weights,
         folder,
-        config.text(config.rounding_tokens),
-        parse_bits(config.quant),
-        progress,
+        options=config.text(config.rounding_tokens),
+        bits=parse_bits(config.quant),
+        progress=progress,
     )
     return replace(config, tensors=chosen.formats, bits_per_weight=chosen.bits_per_weight, loss_nats=chosen.loss_nats)
 
@@ -144,7 +146,7 @@ def round_weights(
     weights = _weights_of(captured, predictors)
     folder = _work(config, scratch) / "rounding"
     text = config.text(config.rounding_tokens)
-    return round_checkpoint(checkpoint, graph_module, weights, folder, text, progress).onto(base)
+    return round_checkpoint(checkpoint, graph_module, weights, folder, options=text, progress=progress).onto(base)
 
 
 def _weights_of(captured: Captured, predictors: PredictorSet | None) -> WeightSource:

@@ -67,7 +67,7 @@ def attention_forward(
                 f"{type(module).__name__} attends with a mask of its own beside a soft cap or sinks, "
                 "which is not supported"
             )
-        return _masked(query, key, value, attention_mask, scale), None
+        return _masked(query, key, value, mask=attention_mask, scale=scale), None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if attention_mask is None and not causal:
         raise UnsupportedModelError(

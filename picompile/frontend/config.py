@@ -227,7 +227,7 @@ def _is_left_out(config_class: type, key: str) -> bool:
 def check_values(raw: Mapping[str, Any]) -> None:
     """Raise `UnsupportedModelError` for values of a config.json that make no model, whatever its family."""
     for key, (least, most) in _COUNTS.items():
-        _check_count("", key, raw.get(key), least, most)
+        _check_count("", key, value=raw.get(key), least=least, most=most)
     for key in _NUMBERS:
         _check_number("", key, raw.get(key))
     for key in ("bos_token_id", "eos_token_id"):
@@ -269,7 +269,13 @@ def _check_rope(name: str, rope: Mapping[str, Any]) -> None:
             raise UnsupportedModelError(f"config.json: {name}{key} must be a name, not {repr(rope[key])[:60]}")
     for key in _ROPE_NUMBERS:
         _check_number(name, key, rope.get(key))
-    _check_count(name, "original_max_position_embeddings", rope.get("original_max_position_embeddings"), 1, _MOST)
+    _check_count(
+        name,
+        key="original_max_position_embeddings",
+        value=rope.get("original_max_position_embeddings"),
+        least=1,
+        most=_MOST,
+    )
 
 
 def _check_count(name: str, key: str, value: object, least: int, most: int) -> None:

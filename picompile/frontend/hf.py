@@ -88,7 +88,7 @@ def load_model(folder: Path | str, activation: str | None = None) -> Captured:
         _check_shown(checkpoint, activation, None if found is None else graph_module)
     facts = checkpoint.facts if found is None else with_graph(checkpoint.facts, found)
     prove_it = partial(prove, checkpoint.config, checkpoint.family, checkpoint.activation, graph_module)
-    return Captured(graph_module, checkpoint.weights, facts, checkpoint.warning, prove_it)
+    return Captured(graph_module, checkpoint.weights, facts, checkpoint.warning, prove=prove_it)
 
 
 def capture_config(raw: Mapping[str, Any]) -> GraphModule:
@@ -202,12 +202,14 @@ def _open_folder(folder: Path, raw: Mapping[str, Any]) -> Checkpoint:
     if not ties_hold(_expected(model), headers, prefix):
         config.tie_word_embeddings = False
         model = build_model(family, config, activation)
-    names = match_names(folder, _expected(model), headers, prefix, IgnoredTensors(headers, model))
+    names = match_names(
+        folder, expected=_expected(model), headers=headers, prefix=prefix, is_ignored=IgnoredTensors(headers, model)
+    )
     if quantized is not None:
         _check_orientation(folder, model, headers, names, quantized)
     weights = FolderWeights(headers, names, quantized)
     facts = _facts(folder, family, config, activation, model, weights.dtype)
-    return Checkpoint(raw, family, model, activation, weights, facts, config_warning(family, raw, config))
+    return Checkpoint(raw, family, model, activation, weights, facts, warning=config_warning(family, raw, config))
 
 
 def _check_orientation(
@@ -236,7 +238,7 @@ def _open_gguf(file: Path, raw: Mapping[str, Any]) -> Checkpoint:
     names = match_names(file, _expected(model), opened.tensors, f"{model.base_model_prefix}.")
     weights = GgufWeights(opened, names)
     facts = _facts(file, family, config, activation, model, weights.dtype)
-    return Checkpoint(raw, family, model, activation, weights, facts, None)
+    return Checkpoint(raw, family, model, activation, weights, facts, warning=None)
 
 
 def _check_layers(folder: Path, headers: Mapping[str, TensorHeader], config: Any, family: Family) -> None:

@@ -42,7 +42,9 @@ def capture_module(
         raise UsageError(f"max_positions must be at least 1, not {max_positions}")
     graph_module = export_decoder(module, call or _default_call(module), max_positions)
     parameters = {first: module.get_parameter(first) for first in first_names(module)}
-    facts = _facts(module, name, graph_module, parameters, max_positions, bos_token_id, tuple(eos_token_ids))
+    facts = _facts(
+        module, name, graph_module, parameters, max_positions, bos_token_id, eos_token_ids=tuple(eos_token_ids)
+    )
     return Captured(graph_module, ModuleWeights(parameters), facts)
 
 

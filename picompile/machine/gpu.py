@@ -87,7 +87,14 @@ def measure_gpu(effort: Effort | None = None) -> GpuSpeed:
             # Measured last, when the clocks of the GPU are up.
             exchange_s = _transfer_s(driver, stream, effort)
             launch_gap_s = _launch_gap_s(driver, stream, effort)
-    return GpuSpeed(free_bytes, copy, down, up, exchange_s, launch_gap_s)
+    return GpuSpeed(
+        free_bytes,
+        copy_bytes_per_s=copy,
+        down_bytes_per_s=down,
+        up_bytes_per_s=up,
+        exchange_s=exchange_s,
+        launch_gap_s=launch_gap_s,
+    )
 
 
 def _copy_bytes_per_s(driver: Driver, stream: c_void_p, size_bytes: int, effort: Effort) -> float:

@@ -40,7 +40,9 @@ def load(machine: "MeasuredMachine", no_gpu: str) -> "LocalMachine | None":
         if share > 1:
             raise host.wrong("scattered_share", "a share")
         memory = Host(host.integer("bytes", least=1), _positive(host, "bytes_per_s"), share)
-        return LocalMachine(machine, memory, speed, no_gpu, _positive(fields, "measured_at_s"))
+        return LocalMachine(
+            machine, host=memory, speed=speed, no_gpu=no_gpu, measured_at_s=_positive(fields, "measured_at_s")
+        )
     return None
 
 
@@ -158,7 +160,9 @@ def measure_local(*, anew: bool = False) -> LocalMachine:
             speed = measure_gpu()
         except CudaError as error:
             no_gpu = f"{machine.gpu.name}: {error}"
-    measured = LocalMachine(machine, measure_host(machine.threads), speed, no_gpu, time())
+    measured = LocalMachine(
+        machine, host=measure_host(machine.threads), speed=speed, no_gpu=no_gpu, measured_at_s=time()
+    )
     if speed is not None or machine.gpu is None:
         # Not stored if the GPU could not be measured: if another program fills it, it may be free the next time.
         store(measured)

@@ -66,7 +66,7 @@ def count_bytes(
         UsageError: kernels cannot count the context.
     """
     insert = None if predictors is None else predictors.insert_pass()
-    model = graph_bytes(name, canonicalize(graph_module), packing, insert, firing)
+    model = graph_bytes(name, canonical=canonicalize(graph_module), packing=packing, insert=insert, firing=firing)
     inputs = {} if insert is None else insert.inputs
     return predicting_early(model, [layer for layer, read in inputs.items() if read == "previous"])
 
@@ -89,7 +89,7 @@ def shape_bytes(name: str, config: Mapping[str, Any], packing: Packing, firing: 
         raise UsageError(f"a context of {packing.context} tokens is more than the model's {limit} positions")
     kept = min(layers, 2)
     canonical = config_graph(name, shortened(config, layers, kept))
-    counted = graph_bytes(name, canonical, packing, None, firing, layers - kept)
+    counted = graph_bytes(name, canonical, packing, insert=None, firing=firing, more=layers - kept)
     # Of what is not in layers only the statistics grow with their number: two int64 each.
     statistics = align(16 * layers) - align(16 * kept)
     return replace(
@@ -135,7 +135,7 @@ def graph_bytes(
     if not blocks:
         raise UnsupportedModelError(f"{name}: the model has no feed-forward block whose neurons could be placed")
     passes: tuple[Pass, ...] = (
-        insert or _insert_pass(blocks, packing.predictor, parameters, len(blocks) + more, firing),
+        insert or _insert_pass(blocks, packing.predictor, parameters, layers=len(blocks) + more, firing=firing),
         Partition({layer: range(block.neurons) for layer, block in blocks.items()}),
         Quantize(packing.quant, packing.predictor_quant, tensors=packing.tensors),
     )
@@ -206,7 +206,7 @@ class _Tensors:
             part, owner = "state" if name in program.state else _part(call), "head" if name in head else _owner(call)
             gates = specs[call.kernel].neuron_arguments.get(argument.name.partition(".")[0])
             of_neurons = 0 if gates is None else tensor_bytes(argument.dtype, argument.shape)
-            self._all.append(_Tensor(size, part, owner, of_neurons, bool(gates)))
+            self._all.append(_Tensor(size, part, owner, of_neurons, gates=bool(gates)))
 
     def bytes_of(self, owner: str) -> int:
         return sum(tensor.size for tensor in self._all if tensor.owner == owner)

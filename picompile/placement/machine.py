@@ -126,7 +126,7 @@ def find_machine(options: MachineOptions) -> PlanMachine:
     if row is None or not row.vram_bytes:
         return _this_machine(options)
     host, source = _host(options, None, _HOST_BYTES_PER_S, ("size assumed", "bandwidth assumed: dual-channel DDR4"))
-    return _with_gpu(row, options, int(row.vram_bytes * _USABLE), host, source)
+    return _with_gpu(row, options, usable_bytes=int(row.vram_bytes * _USABLE), host=host, source=source)
 
 
 def _this_machine(options: MachineOptions) -> PlanMachine:
@@ -139,7 +139,7 @@ def _this_machine(options: MachineOptions) -> PlanMachine:
     host, source = _host(options, available_bytes, measured.host.bytes_per_s, notes)
     target = replace(TARGETS.get(options.target, measured.target), host_efficiency=measured.target.host_efficiency)
     if target.vram_bytes and measured.speed is not None:
-        return _with_gpu(target, options, measured.speed.free_bytes, host, source)
+        return _with_gpu(target, options, usable_bytes=measured.speed.free_bytes, host=host, source=source)
     if options.vram_budget is not None:
         raise UsageError(f"--vram-budget: this machine has no GPU that can be used ({measured.no_gpu})")
     return PlanMachine(machine_of(target, 0, *host), target, source)

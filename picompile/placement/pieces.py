@@ -62,7 +62,9 @@ def make_piece(stage: int, number: int, choice: Choice, low: int, high: int, ear
     """Return the piece of choice `number` of a stage from `low` to `high` groups; `choice` has the costs to take."""
     costs = choice.costs[low - choice.first : high - choice.first + 1]
     kept = lower_hull(costs)
-    return Piece(stage, number, low, high, (low + kept).astype(np.float64), costs[kept], early)
+    return Piece(
+        stage, choice=number, low=low, high=high, at=(low + kept).astype(np.float64), value=costs[kept], early=early
+    )
 
 
 def choice_of(problem: PlacementProblem, piece: Piece) -> Choice:
@@ -108,7 +110,7 @@ def split(problem: PlacementProblem, piece: Piece, groups: int) -> Iterator[Piec
     choice = choice_of(problem, piece)
     for low, high in ((piece.low, groups - 1), (groups, groups), (groups + 1, piece.high)):
         if low <= high:
-            yield make_piece(piece.stage, piece.choice, choice, low, high, piece.early)
+            yield make_piece(piece.stage, number=piece.choice, choice=choice, low=low, high=high, early=piece.early)
 
 
 def _ranges(first: int, last: int) -> Iterator[tuple[int, int]]:
@@ -190,7 +192,7 @@ def _kept(
         choice = choice_of(problem, piece)
         for run in np.split(kept, np.flatnonzero(np.diff(kept) > 1) + 1):
             low, high = (piece.low + int(run[end]) for end in (0, -1))
-            yield make_piece(piece.stage, piece.choice, choice, low, high, piece.early)
+            yield make_piece(piece.stage, number=piece.choice, choice=choice, low=low, high=high, early=piece.early)
 
 
 def _bound(problem: PlacementProblem, best: NDArray[np.float64], prices: Prices) -> float:

@@ -58,7 +58,7 @@ def make_plan(model: ModelBytes, firing: Firing, options: PlanOptions) -> Plan:
     if fitting:
         places, gap = _solve(whole, apart, options)
         if all(where.kv_cache_on_accelerator for where in _wheres(apart, places)[:-1]):
-            return plan_of_places(whole, apart, places, gap, options)
+            return plan_of_places(whole, problem=apart, places=places, gap=gap, options=options)
     problem = latency_problem(task)
     try:
         places, gap = _solve(task, problem, options)
@@ -70,7 +70,7 @@ def make_plan(model: ModelBytes, firing: Firing, options: PlanOptions) -> Plan:
         places = min(fitting, key=lambda each: evaluate(apart, each).cost)
         best, cost = solve(apart, options.gap, known=fitting), evaluate(apart, places).cost
         gap = 0.0 if best is None else max(0.0, (cost - best.bound) / cost)
-        return plan_of_places(whole, apart, places, gap, options)
+        return plan_of_places(whole, problem=apart, places=places, gap=gap, options=options)
     return plan_of_places(task, problem, places, gap, options)
 
 
@@ -89,7 +89,7 @@ def plan_of_places(
     layers, hidden = list[PlanLayer](), 0.0
     for number, (where, place) in enumerate(zip(wheres, places, strict=False)):
         hidden = hidden if predicts_early(model.layers[number], where) else 0.0
-        layers.append(_layer(task, number, where, place.groups, hidden))
+        layers.append(_layer(task, number, where, place.groups, predict_hidden_s=hidden))
         hidden = float(hidden_after(task, number, where)[place.groups])
     head = device_name(head_where.attention_on_accelerator)
     seconds = head_s(model, task.machine, head_where.attention_on_accelerator)

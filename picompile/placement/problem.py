@@ -168,7 +168,13 @@ class PlacementTask:
         layer = self.model.layers[number]
         read = layer.kv_cache_bytes * min(self.tokens, self.model.context) / self.model.context
         crossing = self.model.sequences * (_FLOAT32_BYTES * self.model.hidden + layer.neurons / 8)
-        return LayerTimes(layer, self.firing.layers[number], self.machine, read, crossing)
+        return LayerTimes(
+            layer,
+            firing=self.firing.layers[number],
+            machine=self.machine,
+            kv_cache_read_bytes=read,
+            crossing_bytes=crossing,
+        )
 
 
 def predicts_early(layer: LayerBytes, where: PartPlaces) -> bool:
@@ -345,10 +351,24 @@ def least_groups(machine: Machine, neuron_bytes: int) -> int | None:
 def _impact_layer_stage(task: PlacementTask, number: int, where: PartPlaces) -> PlacementStage:
     layer = task.model.layers[number]
     accelerator_bytes, host_bytes = fixed_bytes(layer, where)
-    nothing = Choice(where, accelerator_bytes, host_bytes, np.zeros(1), 0, where.attention_on_accelerator)
+    nothing = Choice(
+        where,
+        gpu_bytes=accelerator_bytes,
+        host_bytes=host_bytes,
+        costs=np.zeros(1),
+        first=0,
+        on_accelerator=where.attention_on_accelerator,
+    )
     least = least_groups(task.machine, layer.neuron_bytes)
     fired = computed_by_groups(task.firing.layers[number])
     if not where.attention_on_accelerator or least is None or least >= len(fired):
         return PlacementStage((nothing,), group_bytes(layer))
-    some = Choice(where, accelerator_bytes, host_bytes, -fired[least:], least, where.attention_on_accelerator)
+    some = Choice(
+        where,
+        gpu_bytes=accelerator_bytes,
+        host_bytes=host_bytes,
+        costs=-fired[least:],
+        first=least,
+        on_accelerator=where.attention_on_accelerator,
+    )
     return PlacementStage((nothing, some), group_bytes(layer))

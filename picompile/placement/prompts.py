@@ -91,7 +91,15 @@ def prompt_estimate(model: ModelBytes, plan: Plan, target: Target, tokens: int, 
     cache_s = cache_bytes / bus
     total_s = max(copy_s, arithmetic_s) + cache_s + first_s
     return PromptEstimate(
-        tokens, chunks, sum(sizes), cache_bytes, copy_s, arithmetic_s, cache_s, total_s, max(dense_s, arithmetic_s)
+        tokens,
+        chunks,
+        copied_bytes=sum(sizes),
+        cache_bytes=cache_bytes,
+        copy_s=copy_s,
+        arithmetic_s=arithmetic_s,
+        cache_s=cache_s,
+        total_s=total_s,
+        dense_s=max(dense_s, arithmetic_s),
     )
 
 

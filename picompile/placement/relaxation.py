@@ -212,7 +212,7 @@ class Relaxation:
             price = max(0.0, -float(duals[row]))
             for number, coefficient in coefficients.items():
                 beside[number] += coefficient * price
-        return Prices(gpu, host, beside, given, sides)
+        return Prices(gpu, host_byte=host, pieces=beside, given=given, sides=sides)
 
     def _run(self, time_limit_s: float = _INFINITY) -> Any:
         # The limit holds for this run alone, whereas `getRunTime` counts all runs.

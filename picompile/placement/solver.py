@@ -287,7 +287,14 @@ class _Search:
             return None
         seconds = time.perf_counter() - self._started
         places, totals = self._best
-        return Solution(places, totals, min(bound, totals.cost), self._gap_to(self._best, bound), seconds, self._nodes)
+        return Solution(
+            places,
+            totals,
+            bound=min(bound, totals.cost),
+            gap=self._gap_to(self._best, bound),
+            seconds=seconds,
+            nodes=self._nodes,
+        )
 
 
 def _parts(limits: Limits, totals: Mapping[Kind, float]) -> list[Limits]:

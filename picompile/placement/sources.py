@@ -111,7 +111,14 @@ def find_model(options: ModelOptions, progress: Progress) -> PlannedModel:
     """Return the model, counted. Raise `UsageError`, `UnsupportedModelError`, and what profiling raises."""
     if options.source is None:
         name, config = find_config(str(options.shape))
-        return _of_config(name, config, FiringSource(None, options.firing), None, options, progress)
+        return _of_config(
+            name,
+            config,
+            source=FiringSource(None, options.firing),
+            fingerprint=None,
+            options=options,
+            progress=progress,
+        )
     if not options.is_profile:
         return _of_checkpoint(options.source, options, progress)
     profile = load_profile(options.source)
@@ -120,7 +127,14 @@ def find_model(options: ModelOptions, progress: Progress) -> PlannedModel:
             f"{options.source}: does not say what shape its model has, as profiles of earlier versions; "
             f"plan MODEL --profile {options.source}"
         )
-    return _of_config(profile.model_name, profile.config, FiringSource(profile), profile.fingerprint, options, progress)
+    return _of_config(
+        profile.model_name,
+        profile.config,
+        source=FiringSource(profile),
+        fingerprint=profile.fingerprint,
+        options=options,
+        progress=progress,
+    )
 
 
 def model_firing(model: ModelBytes, source: FiringSource, predictors: Predictors | None) -> Firing:
@@ -166,7 +180,7 @@ def _of_config(
 
         graph_module = capture_config(config)
         predictors.require_model(fingerprint, _block_shapes(graph_module))
-        model = count_bytes(name, graph_module, packing, predictors, ranks)
+        model = count_bytes(name, graph_module, packing, predictors, firing=ranks)
         return PlannedModel(model, model_firing(model, source, predictors), fingerprint)
 
 
@@ -189,7 +203,9 @@ def _of_checkpoint(folder: Path, options: ModelOptions, progress: Progress) -> P
     settings = ProfileOptions(activation=options.activation)
     known = made_profile(folder, options.work, settings, progress) if given is None else nullcontext(given)
     with known as source, progress.step("count"):
-        model = count_bytes(facts.name, graph_module, packing, predictors, source.firing((facts.layers, _SAMPLE)))
+        model = count_bytes(
+            facts.name, graph_module, packing, predictors, firing=source.firing((facts.layers, _SAMPLE))
+        )
         return PlannedModel(model, model_firing(model, source, predictors), mark)
 
 

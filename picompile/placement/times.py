@@ -144,7 +144,14 @@ class LayerTimes:
         predict = self.predict_s(where.predictor_on_accelerator)
         hot, cold = self._neurons()
         transfer = self._transfers(where)
-        return Times(np.full(size, attention), np.full(size, kv_cache), np.full(size, predict), hot, cold, transfer)
+        return Times(
+            np.full(size, attention),
+            kv_cache_s=np.full(size, kv_cache),
+            predict_s=np.full(size, predict),
+            hot_s=hot,
+            cold_s=cold,
+            exchange_s=transfer,
+        )
 
     def predict_s(self, on_accelerator: bool) -> float:
         """Return the seconds of the layer's predictor; 0 if it has no weights of its own."""

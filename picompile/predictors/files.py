@@ -96,7 +96,17 @@ def _bare(path: Path, file: Path) -> Predictors:
         _require_parts(file, headers, number, None)
         fc1, fc2 = (headers[tensor_name(number, part)].shape for part in ("fc1", "fc2"))
         parameters = fc1[0] * fc1[1] + fc2[0] * fc2[1] + fc2[0]
-        layers.append(LayerPredictor(number, "learned", "block", fc1[0], 0.0, parameters, 2 * parameters))
+        layers.append(
+            LayerPredictor(
+                number,
+                kind="learned",
+                input="block",
+                rank=fc1[0],
+                threshold=0.0,
+                parameters=parameters,
+                bytes_f16=2 * parameters,
+            )
+        )
     if not layers:
         raise UsageError(f"{file}: holds no predictors: no tensor is called layers.N.fc1")
     return Predictors(path, tuple(layers), headers)

@@ -109,7 +109,7 @@ class PredictorSet:
         predicted = self.insert_pass()(canonical_form(captured.graph_module)).graph_module
         layer_windows = first_windows(self.held_out.windows, _LAYER_TOKENS, context)
         weights = self.weights(captured.weights, quant)
-        layers = measure_layers(predicted, weights, layer_windows, self.firing_rules, progress)
+        layers = measure_layers(predicted, weights, windows=layer_windows, rules=self.firing_rules, progress=progress)
         return AccuracyReport(config.finite_bound, result, self.held_out.source, tuple(layers))
 
 
@@ -199,5 +199,12 @@ def _trained(model: Path, work: Path, config: PredictorOptions, progress: Progre
         profile = profile_model(model, work / "profile", settings, progress)
     folder = work / "predictors"
     training = TrainOptions(kind=config.kind, accuracy_bound=config.finite_bound, activation=config.activation)
-    predictors = train_predictors(model, profile, folder, training, progress)
-    return PredictorSet(training.kind, predictors, _held_out_of(profile), profile.firing_rules, folder, profile)
+    predictors = train_predictors(model, profile, output=folder, options=training, progress=progress)
+    return PredictorSet(
+        training.kind,
+        predictors,
+        held_out=_held_out_of(profile),
+        firing_rules=profile.firing_rules,
+        trained=folder,
+        profile=profile,
+    )

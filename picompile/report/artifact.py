@@ -52,7 +52,9 @@ def bytes_picture(name: str, operator_bytes: Mapping[str, int]) -> PagePicture:
     )
     description = ", ".join(f"{title} {size(taken)}" for title, taken in rows) + "."
     height = 90 + 26 * len(rows)
-    return picture(paint, name, "What the weights take", description, words, size=(WIDTH, height))
+    return picture(
+        paint, name, title="What the weights take", description=description, words=words, size=(WIDTH, height)
+    )
 
 
 def _title(operator: str) -> str:
@@ -90,7 +92,7 @@ def artifact_section(anchor: str, artifact: ArtifactFacts) -> PageSection:
         parts.append(layers_table(layers, _WORDS))
     if artifact.plan is not None:
         parts += plan_parts(anchor, artifact.plan)
-    return PageSection(anchor, "artifact", str(artifact.path), facts, parts)
+    return PageSection(anchor, kind="artifact", name=str(artifact.path), facts=facts, parts=parts)
 
 
 def _parts_table(artifact: ArtifactFacts) -> Table:

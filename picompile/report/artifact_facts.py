@@ -100,7 +100,15 @@ def read_artifact(folder: Path) -> ArtifactFacts:
     forms = report.object("weight_formats")
     counts = dict(Counter(forms.text(name) for name in forms.data).most_common())
     return ArtifactFacts(
-        folder, manifest, parts, operator_bytes, counts, predictors, accuracy, plan_of_report(report), compared
+        folder,
+        manifest,
+        parts,
+        operator_bytes,
+        format_counts=counts,
+        predictor_bytes=predictors,
+        accuracy=accuracy,
+        plan=plan_of_report(report),
+        comparison=compared,
     )
 
 

@@ -136,7 +136,7 @@ _OBJECTIVES = {"latency": "least time for a token", "impact": "most firings on t
 def plan_section(anchor: str, source: PlanFacts) -> PageSection:
     """Return the section: facts, places, times and memory."""
     facts = [("model", source.plan.model), *_model_facts(source.plan), *_plan_facts(source.plan)]
-    return PageSection(anchor, "plan", str(source.path), facts, _parts(anchor, source.plan))
+    return PageSection(anchor, kind="plan", name=str(source.path), facts=facts, parts=_parts(anchor, source.plan))
 
 
 def plan_parts(anchor: str, plan: Plan) -> list[Part]:

@@ -72,7 +72,7 @@ def split_picture(name: str, plan: Plan) -> PagePicture:
         "neurons computed for a token that are among them. The further the point is above its bar, the more the choice "
         "of the neurons gains."
     )
-    return picture(paint, name, "What is on the GPU", _split_description(plan), words)
+    return picture(paint, name, title="What is on the GPU", description=_split_description(plan), words=words)
 
 
 def time_picture(name: str, plan: Plan) -> PagePicture:
@@ -101,7 +101,7 @@ def time_picture(name: str, plan: Plan) -> PagePicture:
         "are computed at once: the slower of them counts and is above the axis, the other below. A predictor's time "
         "does not include the part that passes while the layer before waits for the host."
     )
-    return picture(paint, name, "Where a token's time goes", _time_description(plan), words)
+    return picture(paint, name, title="Where a token's time goes", description=_time_description(plan), words=words)
 
 
 def seconds_of(layer: PlanLayer, part: str) -> float:
@@ -184,7 +184,15 @@ def memory_picture(name: str, plan: Plan) -> PagePicture:
 
     def paint(canvas: Canvas) -> None:
         axes, named = canvas.axes(x="share of the budget (%)", y=""), set[str]()
-        largest = max([100.0, *(_draw_device(canvas, axes, plan, each, i, named) for i, each in enumerate(devices))])
+        largest = max(
+            [
+                100.0,
+                *(
+                    _draw_device(canvas, axes, plan, device=each, place=i, named=named)
+                    for i, each in enumerate(devices)
+                ),
+            ]
+        )
         axes.axvline(100, color=INK, linewidth=1.2)
         axes.set_yticks(range(len(devices)), [DEVICES[device] for device in devices])
         axes.set(xlim=(0, 1.03 * largest), ylim=(len(devices) - 0.45, -0.75))
@@ -198,7 +206,9 @@ def memory_picture(name: str, plan: Plan) -> PagePicture:
     )
     description = "; ".join(_description(plan, device) for device in devices) or "Nothing is taken"
     size = (WIDTH, 170 + 75 * max(len(devices), 1))
-    return picture(paint, name, "What it takes of the memory", f"{description}.", words, size)
+    return picture(
+        paint, name, title="What it takes of the memory", description=f"{description}.", words=words, size=size
+    )
 
 
 def _bar_style(colour: str, label: str | None) -> dict[str, Any]:

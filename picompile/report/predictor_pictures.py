@@ -32,7 +32,7 @@ def accuracy_picture(name: str, layers: Layers) -> PagePicture | None:
             (above, "recall", "s", SERIES[1]),
             (below, "precision", "D", SERIES[2]),
         ):
-            _dots(canvas, axes, layers, series[what], what, marker, colour)
+            _dots(canvas, axes, layers, values=series[what], what=what, marker=marker, colour=colour)
         lowest = min((v for key in ("by contribution", "recall") for v in series[key] if v is not None), default=0.0)
         above.set_ylim(100 - 112 * max(1 - lowest, 0.001), 100 + 12 * max(1 - lowest, 0.001))
         above.set_ylabel("recall (%)")
@@ -51,7 +51,7 @@ def accuracy_picture(name: str, layers: Layers) -> PagePicture | None:
         for what, values in series.items()
         if (known := [value for value in values if value is not None])
     )
-    return picture(paint, name, "Recall and precision", f"{description}.", words)
+    return picture(paint, name, title="Recall and precision", description=f"{description}.", words=words)
 
 
 def computed_picture(name: str, layers: Layers) -> PagePicture | None:
@@ -86,7 +86,7 @@ def computed_picture(name: str, layers: Layers) -> PagePicture | None:
     description = "Neurons that are computed against those that fire"
     if ratios:
         description += f": from {numbers.times(min(ratios))} to {numbers.times(max(ratios))}"
-    return picture(paint, name, "Computed against firing", f"{description}.", words)
+    return picture(paint, name, title="Computed against firing", description=f"{description}.", words=words)
 
 
 def missed_picture(name: str, layers: Layers) -> PagePicture | None:
@@ -109,7 +109,7 @@ def missed_picture(name: str, layers: Layers) -> PagePicture | None:
     )
     worst, most = max(rows, key=lambda row: row[1])
     description = f"Most is missed in layer {worst}: {numbers.percent(most, 3)}."
-    return picture(paint, name, "What is missed", description, words)
+    return picture(paint, name, title="What is missed", description=description, words=words)
 
 
 def _computed_text(layer: int, firing: float, computed: float) -> str:
@@ -158,7 +158,9 @@ def rank_pictures(name: str, layers: Sequence[LayerFigures]) -> list[PagePicture
             "is left to predict.",
         ),
     ):
-        found.append(_rank_picture(f"{name}-{key}", layers, measure, f"Rank against {key}", axis, words))
+        found.append(
+            _rank_picture(f"{name}-{key}", layers, measure, title=f"Rank against {key}", axis=axis, words=words)
+        )
     return [each for each in found if each is not None]
 
 

@@ -203,7 +203,7 @@ def predictors_section(anchor: str, predictors: Predictors, profiles: Sequence[F
     title = "Trade-off of each layer"
     parts.append(Pictures(tradeoffs, title, _TRADEOFF_WORDS, small=True, folded=folded) if tradeoffs else None)
     found = [part for part in parts if part is not None]
-    return PageSection(anchor, "predictors", str(predictors.path), facts, found)
+    return PageSection(anchor, kind="predictors", name=str(predictors.path), facts=facts, parts=found)
 
 
 def accuracy_pictures(anchor: str, layers: Sequence[LayerFigures]) -> list[PagePicture]:

@@ -165,7 +165,7 @@ def curves_picture(name: str, counts: Mapping[int, Counts]) -> PagePicture:
     description = f"Whole model: {_makers(mark)}"
     if extremes := _extremes({layer: share for layer, share in shares.items() if share is not None}):
         description += f"; by layer from {extremes[0]} to {extremes[1]}"
-    return picture(paint, name, "Who makes the firings", f"{description}.", words)
+    return picture(paint, name, title="Who makes the firings", description=f"{description}.", words=words)
 
 
 def layers_picture(name: str, layers: Mapping[int, FiringSummary]) -> PagePicture:
@@ -197,7 +197,7 @@ def layers_picture(name: str, layers: Mapping[int, FiringSummary]) -> PagePictur
     least, most = _extremes(shares) or ("", "")
     lost = counted(sum(figures.never_fired for figures in layers.values()), "neuron")
     description = f"From {least} to {most} of the neurons fire for a token; {lost} never fired."
-    return picture(paint, name, "How many fire", description, words)
+    return picture(paint, name, title="How many fire", description=description, words=words)
 
 
 def _mark(axes: "Axes", place: float) -> None:
@@ -270,7 +270,7 @@ def profile_section(anchor: str, profile: FiringProfile) -> PageSection:
     rows = [(layer, figures[layer.layer], profile.contribution[layer.layer]) for layer in of.layers]
     layers = Table.of("Each layer", rows, _COLUMNS, words=_WORDS[of.by])
     parts: list[Part] = [Pictures(pictures), layers, *_search_tables(of.thresholds, of.by)]
-    return PageSection(anchor, "profile", str(profile.path), facts, parts)
+    return PageSection(anchor, kind="profile", name=str(profile.path), facts=facts, parts=parts)
 
 
 def _search_tables(search: Mapping[str, Any] | None, by: str) -> list[Table]:

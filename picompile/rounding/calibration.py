@@ -50,7 +50,9 @@ def round_checkpoint(
         directory = RoundingDirectory(folder, inputs)
         if not directory.complete:
             _require_disk(checkpoint, folder, options, text.calibration.numel())
-        return round_model(graph_module, weights, text.calibration.tolist(), directory, progress)
+        return round_model(
+            graph_module, weights, windows=text.calibration.tolist(), directory=directory, progress=progress
+        )
 
 
 def _require_disk(checkpoint: Path, folder: Path, options: ProfileOptions, tokens: int) -> None:

@@ -121,13 +121,25 @@ class _SegmentRun:
         moments = Moments(group.matrices[0].inputs)
         if not group.of_neurons:
             nodes = (group.node,)
-            observe_segment(self.part.segment, self.rounded, self.states, nodes, lambda _, value: moments.add(value))
+            observe_segment(
+                self.part.segment,
+                weights=self.rounded,
+                states=self.states,
+                nodes=nodes,
+                observe=lambda _, value: moments.add(value),
+            )
             return moments.sum
         # The product with down is left out, and so is its matrix, which is not rounded yet.
         down: Node = arguments(group.node)["down"]
         replace = {group.node: moments.add_neurons}
         observe_segment(
-            self.part.segment, self.rounded, self.states, (group.node,), None, replace=replace, unread=(down,)
+            self.part.segment,
+            weights=self.rounded,
+            states=self.states,
+            nodes=(group.node,),
+            observe=None,
+            replace=replace,
+            unread=(down,),
         )
         return moments.sum
 

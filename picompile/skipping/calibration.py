@@ -67,7 +67,9 @@ def checkpoint_limits(
         notes = read_notes(folder / _NOTES)
         if notes.get("inputs") != inputs:
             notes = {"format": "picompile-skipping", "schema": 1, "inputs": inputs, "tried": {}}
-            sensitivities = measure_sensitivities(graph_module, weights, learning, options.seed, progress)
+            sensitivities = measure_sensitivities(
+                graph_module, weights, windows=learning, seed=options.seed, progress=progress
+            )
             write_tensors(folder / _SENSITIVITIES, sensitivities)
             write_json(folder / _NOTES, notes)
         sensitivities, _ = read_tensors(folder / _SENSITIVITIES)

@@ -122,7 +122,7 @@ class SkippingSearch:
 
         with self.progress.step(name, tokens * len(segments)) as advance:
             for segment in segments:
-                run_segment(segment, weights, states, score, logits, advance, replace)
+                run_segment(segment, weights, states, observe=score, nodes=logits, advance=advance, replace=replace)
         if left_out is not None:
             left_out |= {key: counts[key] / tokens / len(limits.tensors[key]) for key in sorted(counts)}
         return torch.cat(found).numpy()

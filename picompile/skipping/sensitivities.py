@@ -57,7 +57,9 @@ def measure_sensitivities(
         size = _windows_together(segments, max(map(len, windows)))
         for start in range(0, len(windows), size):
             together = windows[start : start + size]
-            for gradients in _gradients(graph_module, segments, weights, together, generator, advance):
+            for gradients in _gradients(
+                graph_module, segments, weights, windows=together, generator=generator, advance=advance
+            ):
                 for name, gradient in gradients.items():
                     square = gradient.double().square().sum(0)
                     sums[name] = sums[name] + square if name in sums else square

@@ -89,7 +89,7 @@ def make_neurons(recipe: Recipe, layer: int, x: Tensor, calibration: Tensor) -> 
     if not recipe.shape.family.two_sided:
         return _gated(recipe, layer, x, gating, offsets, predicted)
     wide = recipe.predictors.round(firing_offsets(levels, rates.sqrt()).float())
-    return _two_sided(recipe, layer, x, gating, offsets, wide, predicted)
+    return _two_sided(recipe, layer, x, gating, narrow=offsets, wide=wide, predicted=predicted)
 
 
 def _gating_matrix(recipe: Recipe, layer: int, x: Tensor) -> _GatingMatrix:
@@ -135,15 +135,15 @@ def _apply(recipe: Recipe, layer: int, role: str, matrix: Tensor, bias: Tensor, 
 
 def _plain(recipe: Recipe, layer: int, x: Tensor, gating: _GatingMatrix, offsets: Tensor, predicted: Tensor) -> Neurons:
     activation = parse_activation(recipe.shape.activation)
-    up = _apply(recipe, layer, "up", _rows(recipe, gating, offsets), offsets, x)
+    up = _apply(recipe, layer, role="up", matrix=_rows(recipe, gating, offsets), bias=offsets, x=x)
     return Neurons(activation.function(up), up > activation.threshold, predicted)
 
 
 def _gated(recipe: Recipe, layer: int, x: Tensor, gating: _GatingMatrix, offsets: Tensor, predicted: Tensor) -> Neurons:
     activation = parse_activation(recipe.shape.activation)
-    gate = _apply(recipe, layer, "gate", _rows(recipe, gating, offsets), offsets, x)
+    gate = _apply(recipe, layer, role="gate", matrix=_rows(recipe, gating, offsets), bias=offsets, x=x)
     drawn = recipe.uniform(recipe.name("up", layer), recipe.shape.ffn, recipe.shape.hidden, 1.0)
-    up = _apply(recipe, layer, "up", recipe.ignore_direction(drawn), torch.zeros_like(offsets), x)
+    up = _apply(recipe, layer, role="up", matrix=recipe.ignore_direction(drawn), bias=torch.zeros_like(offsets), x=x)
     return Neurons(activation.function(gate) * up, gate > activation.threshold, predicted)
 
 
@@ -159,7 +159,7 @@ def _two_sided(
     activation = parse_activation(recipe.shape.activation)
     gate_decides = torch.rand(len(narrow), generator=recipe.generator(f"{layer}.sides")) < 0.5
     gate_offsets, up_offsets = torch.where(gate_decides, narrow, wide), torch.where(gate_decides, wide, narrow)
-    gate = _apply(recipe, layer, "gate", _rows(recipe, gating, gate_offsets), gate_offsets, x)
-    up = _apply(recipe, layer, "up", _rows(recipe, gating, up_offsets), up_offsets, x)
+    gate = _apply(recipe, layer, role="gate", matrix=_rows(recipe, gating, gate_offsets), bias=gate_offsets, x=x)
+    up = _apply(recipe, layer, role="up", matrix=_rows(recipe, gating, up_offsets), bias=up_offsets, x=x)
     fired = (gate > activation.threshold) & (up > activation.threshold)
     return Neurons(activation.function(gate) * activation.function(up), fired, predicted)

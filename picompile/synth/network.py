@@ -28,12 +28,14 @@ def attend(recipe: Recipe, layer: int, x: Tensor, tokens: Tokens) -> Tensor:
     if "positions" not in shape.family.names:
         exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
         frequencies = shape.rope_theta**-exponents
-        q = rotary(q, tokens.positions, frequencies, shape.heads, 1.0)
-        k = rotary(k, tokens.positions, frequencies, shape.kv_heads, 1.0)
+        q = rotary(q, tokens.positions, inverse_frequency=frequencies, heads=shape.heads, scaling=1.0)
+        k = rotary(k, tokens.positions, inverse_frequency=frequencies, heads=shape.kv_heads, scaling=1.0)
     q, k, v = (part.view(tokens.sequences, tokens.length, -1, shape.head_dim).transpose(1, 2) for part in (q, k, v))
     mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shape.heads != shape.kv_heads)
     mixed = mixed.transpose(1, 2).reshape(len(x), -1)
-    return write_back(recipe, recipe.name("o", layer), mixed, _energy(recipe, layer), shape.output_bias)
+    return write_back(
+        recipe, name=recipe.name("o", layer), values=mixed, energy=_energy(recipe, layer), bias=shape.output_bias
+    )
 
 
 def _energy(recipe: Recipe, layer: int) -> float:
@@ -51,7 +53,7 @@ def _queries_keys_values(recipe: Recipe, layer: int, x: Tensor) -> tuple[Tensor,
     shape = recipe.shape
 
     def read(role: str, heads: int) -> Tensor:
-        return read_stream(recipe, recipe.name(role, layer), heads * shape.head_dim, x, _LOGITS**0.5)
+        return read_stream(recipe, name=recipe.name(role, layer), rows=heads * shape.head_dim, x=x, scale=_LOGITS**0.5)
 
     if shape.family.attention == "split":
         return read("q", shape.heads), read("k", shape.kv_heads), read("v", shape.kv_heads)
@@ -226,7 +228,9 @@ def _layer(recipe: Recipe, layer: int, stream: Tensor, tokens: Tokens) -> tuple[
         x = _norm(recipe, layer, "ffn_norm", stream if shape.family.parallel else attended, feeds_ffn=True)
     neurons = make_neurons(recipe, layer, x, tokens.calibration)
     energy = _ffn_energy(recipe)
-    added = write_back(recipe, recipe.name("down", layer), neurons.values, energy, shape.ffn_bias)
+    added = write_back(
+        recipe, name=recipe.name("down", layer), values=neurons.values, energy=energy, bias=shape.ffn_bias
+    )
     return attended + added, _measure(recipe, neurons, ~tokens.calibration)
 
 

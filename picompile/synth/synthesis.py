@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,12 +82,13 @@ def synthesize(
         check_disk(output, sum(needed))
         _write_json(folder / "config.json", {**shape.config, "dtype": _CONFIG_DTYPES[dtype]})
         write_tokenizer(shape, folder)
+        writer = partial(CheckpointWriter, folder, dtype=dtype)
         # Predictors are one file, whatever their size.
         with (
-            CheckpointWriter(folder, "model", weights, dtype, SHARD_BYTES) as weight_writer,
-            CheckpointWriter(folder, "predictors", predictors, dtype, needed[1] + 1) as predictor_writer,
+            writer("model", table=weights, shard_bytes=SHARD_BYTES) as weight_writer,
+            writer("predictors", table=predictors, shard_bytes=needed[1] + 1) as predictor_writer,
         ):
-            recipe = _recipe(shape, active, seed, rank, weight_writer, predictor_writer)
+            recipe = _recipe(shape, active, seed, rank, weights=weight_writer, predictors=predictor_writer)
             title = f"Synthesizing {shape.name}"
             with torch.inference_mode(), (progress or NoProgress()).step(title, shape.layers + 2) as advance:
                 layers = make_network(recipe, advance)

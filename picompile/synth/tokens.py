@@ -65,7 +65,13 @@ def calibration_tokens(shape: ModelShape, generator: torch.Generator) -> Tokens:
     if first is not None:
         ids[:, 0] = first
     number = torch.arange(sequences * length)
-    return Tokens(ids.flatten(), number % length, number < sequences // 3 * 2 * length, sequences, length)
+    return Tokens(
+        ids.flatten(),
+        positions=number % length,
+        calibration=number < sequences // 3 * 2 * length,
+        sequences=sequences,
+        length=length,
+    )
 
 
 def write_tokenizer(shape: ModelShape, folder: Path) -> None:

@@ -127,12 +127,12 @@ def _llama(shape: GraphShape) -> GraphModule:
     for i in range(shape.layers):
         name = f"model.layers.{i}"
         h = b.call(RMS_NORM, x, b.parameter(f"{name}.input_norm.weight", d), eps)
-        attended = b.call(ADD, x, _rotary_attention(b, shape, h, frequency, i))
+        attended = b.call(ADD, x, _rotary_attention(b, shape, h, frequency, layer=i))
         if not shape.parallel:
             h = b.call(RMS_NORM, attended, b.parameter(f"{name}.post_norm.weight", d), eps)
         gate, up = _gate_up(b, shape, f"{name}.mlp", i)
         down = b.call(TRANSPOSE, b.parameter(f"{name}.mlp.down_proj.weight", d, shape.ffn), 0, 1)
-        x = b.call(ADD, attended, _ffn(b, shape, h, (gate, up, down, None, None, None), i))
+        x = b.call(ADD, attended, _ffn(b, shape, h, weights=(gate, up, down, None, None, None), layer=i))
     x = b.call(RMS_NORM, x, b.parameter("model.norm.weight", d), eps)
     return b.finish(b.call(LINEAR, x, b.parameter("lm_head.weight", shape.vocab, d), None))
 
@@ -144,7 +144,7 @@ def _rotary_attention(b: GraphBuilder, shape: GraphShape, h: Node, frequency: No
     value = b.call(LINEAR, h, b.parameter(f"{name}.v_proj.weight", k, d), None)
     q = b.call(ROTARY, q, b.positions, frequency, shape.heads, 1.0)
     key = b.call(ROTARY, key, b.positions, frequency, shape.kv_heads, 1.0)
-    y = _attention(b, shape, (q, key, value), shape.kv_heads, layer)
+    y = _attention(b, shape, qkv=(q, key, value), kv_heads=shape.kv_heads, layer=layer)
     return b.call(LINEAR, y, b.parameter(f"{name}.o_proj.weight", d, d), None)
 
 
@@ -181,15 +181,15 @@ def _opt(shape: GraphShape) -> GraphModule:
     for i in range(shape.layers):
         name = f"model.layers.{i}"
         h = _layer_norm(b, shape, x, f"{name}.attn_norm")
-        q, k, v = (b.call(LINEAR, h, *_linear(b, shape, f"{name}.{p}_proj", d, d)) for p in "qkv")
-        y = _attention(b, shape, (q, k, v), shape.heads, i)
-        attended = b.call(ADD, x, b.call(LINEAR, y, *_linear(b, shape, f"{name}.out_proj", d, d)))
+        q, k, v = (b.call(LINEAR, h, *_linear(b, shape, name=f"{name}.{p}_proj", rows=d, columns=d)) for p in "qkv")
+        y = _attention(b, shape, qkv=(q, k, v), kv_heads=shape.heads, layer=i)
+        attended = b.call(ADD, x, b.call(LINEAR, y, *_linear(b, shape, name=f"{name}.out_proj", rows=d, columns=d)))
         if not shape.parallel:
             h = _layer_norm(b, shape, attended, f"{name}.ffn_norm")
-        up, up_bias = _linear(b, shape, f"{name}.fc1", shape.ffn, d)
-        down, down_bias = _linear(b, shape, f"{name}.fc2", d, shape.ffn)
+        up, up_bias = _linear(b, shape, name=f"{name}.fc1", rows=shape.ffn, columns=d)
+        down, down_bias = _linear(b, shape, name=f"{name}.fc2", rows=d, columns=shape.ffn)
         weights = (None, up, b.call(TRANSPOSE, down, 0, 1), None, up_bias, down_bias)
-        x = b.call(ADD, attended, _ffn(b, shape, h, weights, i))
+        x = b.call(ADD, attended, _ffn(b, shape, h, weights, layer=i))
     x = _layer_norm(b, shape, x, "model.norm")
     return b.finish(b.call(LINEAR, x, embedding, None))
 

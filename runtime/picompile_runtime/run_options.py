@@ -64,55 +64,75 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "see
 RUN_OPTIONS = {
     option.key: option
     for option in (
-        RunOption(("-n", "--max-tokens"), int, "Tokens to generate, at most.", 128, "N", least=1),
+        RunOption(
+            ("-n", "--max-tokens"), kind=int, help="Tokens to generate, at most.", default=128, metavar="N", least=1
+        ),
         RunOption(
             ("--temp", "--temperature"),
-            float,
-            "Temperature: 0 takes the likeliest token, above 0 draws one.",
-            0.0,
-            "X",
+            kind=float,
+            help="Temperature: 0 takes the likeliest token, above 0 draws one.",
+            default=0.0,
+            metavar="X",
             least=0,
         ),
-        RunOption(("--top-k",), int, "Draw from the N likeliest tokens; 0 draws from all.", 40, "N", least=0),
+        RunOption(
+            ("--top-k",),
+            kind=int,
+            help="Draw from the N likeliest tokens; 0 draws from all.",
+            default=40,
+            metavar="N",
+            least=0,
+        ),
         RunOption(
             ("--top-p",),
-            float,
-            "Draw from the likeliest tokens whose probabilities reach X together.",
-            0.95,
-            "X",
+            kind=float,
+            help="Draw from the likeliest tokens whose probabilities reach X together.",
+            default=0.95,
+            metavar="X",
             least=0,
             most=1,
         ),
         RunOption(
             ("--min-p",),
-            float,
-            "Draw from tokens at least X times as likely as the likeliest.",
-            0.0,
-            "X",
+            kind=float,
+            help="Draw from tokens at least X times as likely as the likeliest.",
+            default=0.0,
+            metavar="X",
             least=0,
             most=1,
         ),
         RunOption(
             ("--repetition-penalty",),
-            float,
-            "Above 1 makes tokens that have occurred less likely.",
-            1.0,
-            "X",
+            kind=float,
+            help="Above 1 makes tokens that have occurred less likely.",
+            default=1.0,
+            metavar="X",
             least=0,
         ),
         RunOption(
-            ("--seed",), int, "Seed that makes drawing repeatable. Default: a new one every time.", None, "N", least=0
+            ("--seed",),
+            kind=int,
+            help="Seed that makes drawing repeatable. Default: a new one every time.",
+            default=None,
+            metavar="N",
+            least=0,
         ),
         RunOption(
             ("--draft",),
-            str,
-            "Speculative decoding: ngram drafts what followed the same tokens before, and checks several tokens in one "
-            "step; none drafts nothing. The text is the same.",
-            "ngram",
-            "KIND",
+            kind=str,
+            help="Speculative decoding: ngram drafts what followed the same tokens before, and checks several tokens "
+            "in one step; none drafts nothing. The text is the same.",
+            default="ngram",
+            metavar="KIND",
         ),
         RunOption(
-            ("-t", "--threads"), int, "CPU threads. Default: one for each physical core.", None, "N", least=1, most=256
+            ("-t", "--threads"),
+            kind=int,
+            help="CPU threads. Default: one for each physical core.",
+            default=None,
+            metavar="N",
+            least=1,
+            most=256,
         ),
         RunOption(
             ("--replan",),
@@ -121,7 +141,9 @@ RUN_OPTIONS = {
             "them over the bus, instead of ending.",
             False,
         ),
-        RunOption(("--stop",), str, "End before this text; repeatable.", None, "TEXT", repeated=True),
+        RunOption(
+            ("--stop",), kind=str, help="End before this text; repeatable.", default=None, metavar="TEXT", repeated=True
+        ),
         RunOption(("--json",), bool, "Print one JSON object instead of text.", False),
         RunOption(("--debug",), bool, "Print the traceback of an error.", False),
     )

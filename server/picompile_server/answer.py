@@ -51,7 +51,7 @@ class AnswerState:
             raise RequestError(f"a scheduler takes a ServingRequest, not {shown(request)}")
         self.prompt = token_ids(request.prompt, engine.vocab)
         most = _UNLIMITED if request.max_tokens is None else request.max_tokens
-        self._most = whole_number("max_tokens", most, 0, _UNLIMITED, "0 or more")
+        self._most = whole_number("max_tokens", value=most, least=0, most=_UNLIMITED, must="0 or more")
         self._top = request.top_log_probabilities
         if self._top is not None:
             self._top = whole_number("top_log_probabilities", self._top, 0, engine.vocab)

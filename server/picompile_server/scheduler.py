@@ -62,10 +62,10 @@ class SchedulerOptions:
     draft: str = "none"
 
     def __post_init__(self) -> None:
-        whole_number("max_waiting", self.max_waiting, 0, _MOST, "0 or more")
+        whole_number("max_waiting", value=self.max_waiting, least=0, most=_MOST, must="0 or more")
         check_draft(self.draft)
         if self.kv_tokens is not None:
-            whole_number("kv_tokens", self.kv_tokens, 1, _MOST, "1 or more")
+            whole_number("kv_tokens", value=self.kv_tokens, least=1, most=_MOST, must="1 or more")
 
 
 class Answer:
@@ -101,7 +101,11 @@ class Scheduler:
         self.options = options or SchedulerOptions()
         self._lock = threading.Condition()
         self._batch = Batch(
-            engine, self._lock, self.options.kv_tokens, self.options.exact_reuse, self.options.prefix_reuse
+            engine,
+            lock=self._lock,
+            kv_tokens=self.options.kv_tokens,
+            exact_reuse=self.options.exact_reuse,
+            prefix_reuse=self.options.prefix_reuse,
         )
         self._rereads = self.options.reread and self.options.exact_reuse and self.options.prefix_reuse
         self._waiting: deque[AnswerState] = deque()

@@ -95,9 +95,9 @@ def accumulate(reduction: Reduction, h: ReductionInputs, tokens: Expr, *, when_w
         tile = float_tile() if h.quantized is None else byte_tile()
         sums = ChunkSums.zeros(reduction.y.rows, tokens, _BLOCK_COLUMNS, tile.lanes)
         if h.quantized is None:
-            _accumulate_floats(reduction, first_group, h.panels, tokens, sums)
+            _accumulate_floats(reduction, first_group, h=h.panels, tokens=tokens, sums=sums)
         else:
-            _accumulate_bytes(reduction, first_group, h.quantized, tokens, sums)
+            _accumulate_bytes(reduction, first_group, h=h.quantized, tokens=tokens, sums=sums)
         sums.emit(tokens, first_group * GROUP, reduction.matrix.columns, reduction.bias, reduction.y)
 
 
@@ -112,7 +112,15 @@ def _accumulate_floats(reduction: Reduction, first_group: Expr, h: TokenPanels, 
         unpack = _unpack if word_columns() == 1 else _unpack_pairs
         unpack(reduction, start, rows, first_group, weights)
         with loop(0, tiles) as number, loop(0, _BLOCK_COLUMNS // tile.outputs) as part:
-            multiply_panels(weights, h, (start, rows), number, sums, bind(part * tile.vectors), lambda _: None)
+            multiply_panels(
+                weights,
+                x=h,
+                columns=(start, rows),
+                tile=number,
+                sums=sums,
+                first_vector=bind(part * tile.vectors),
+                fetch=lambda _: None,
+            )
 
 
 def _unpack(reduction: Reduction, first_row: Expr, rows: Expr, first_group: Expr, weights: KernelTensor) -> None:
@@ -151,12 +159,23 @@ def _accumulate_bytes(reduction: Reduction, first_group: Expr, h: ByteInputs, to
         start = bind(index * _SLICE_GROUPS)
         groups = bind(minimum(_SLICE_GROUPS, total - start))
         with loop(0, groups) as group:
-            _unpack(reduction, bind((start + group) * GROUP), GROUP, first_group, weights)
+            _unpack(
+                reduction, first_row=bind((start + group) * GROUP), rows=GROUP, first_group=first_group, weights=weights
+            )
             with loop(0, vectors) as vector:
                 _requantize(weights, block, group, vector)
         with loop(0, tiles) as number, loop(0, vectors // tile.vectors) as part:
             first = bind(part * tile.vectors)
-            multiply_tile(block, first, (start, groups), h.rows, tokens, number, sums, first)
+            multiply_tile(
+                block,
+                first_vector=first,
+                groups=(start, groups),
+                x=h.rows,
+                tokens=tokens,
+                number=number,
+                sums=sums,
+                first_output=first,
+            )
 
 
 def _requantize(weights: KernelTensor, block: ByteBlock, group: Expr, vector: Expr) -> None:

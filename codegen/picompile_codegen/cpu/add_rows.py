@@ -208,7 +208,7 @@ def _add_step(rows: SomeRows, first: Expr, count: int, lanes: int, witnesses: li
     factors = []
     for of_index, witness in zip(rows.factors, witnesses, strict=True):
         products = [bind(s * splat(factor, lanes)) for s, factor in zip(scales, of_index, strict=True)]
-        factors.append(_factor_bytes(matrix, products, zeros, bind(splat(witness, lanes)), lanes))
+        factors.append(_factor_bytes(matrix, products, zeros, witness=bind(splat(witness, lanes)), lanes=lanes))
     planes: list[list[Expr]] = []
     together = BYTES_OF_LANE * lanes // matrix.group_elements
     for i in range(0, count, together):
@@ -218,7 +218,7 @@ def _add_step(rows: SomeRows, first: Expr, count: int, lanes: int, witnesses: li
                 _interleave([_high_bits(matrix, n, first + i, lanes) for n in four], lanes)
                 for four in _fours(rows.numbers)
             ]
-        _add_block(rows, first + i, i, lanes, factors, planes)
+        _add_block(rows, group=first + i, number=i, lanes=lanes, factors=factors, planes=planes)
 
 
 def _high_bits(matrix: KernelMatrix, number: Expr, group: Expr, lanes: int) -> Expr:
@@ -271,7 +271,7 @@ def _add_block(
     numbers = [number + i * groups // lanes for i in range(lanes)]
     columns, bit = at(group * matrix.group_elements, count), number % HIGH_GROUPS * 2
     bytes_of_fours = [
-        _bytes_of_four(matrix, [matrix.data[n, columns] for n in four], plane, bit, lanes)
+        _bytes_of_four(matrix, rows=[matrix.data[n, columns] for n in four], plane=plane, bit=bit, lanes=lanes)
         for four, plane in zip_longest(_fours(rows.numbers), planes)
     ]
     dot = dot_signed if matrix.least_raw < 0 else dot_unsigned
@@ -297,7 +297,10 @@ def _bytes_of_four(
     quads = _interleave(rows, lanes)
     if not matrix.has_nibbles:
         return [bind(tirx.reinterpret(f"int8x{BYTES_OF_LANE * lanes}", quad)) for quad in quads]
-    pairs = [decode_codes(matrix, quad, above, bit, lanes) for quad, above in zip_longest(quads, plane or ())]
+    pairs = [
+        decode_codes(matrix, words=quad, plane=above, bit=bit, lanes=lanes)
+        for quad, above in zip_longest(quads, plane or ())
+    ]
     low, high = zip(*pairs, strict=True)
     return [*low, *high]
 

@@ -106,7 +106,13 @@ def _adjust(work: Work, index: Expr, products: Expr) -> Expr:
     """Apply soft cap and slopes to the scores of the keys from `index` of the block on."""
     queries = work.queries
     slopes = None if queries.slopes is None else queries.slopes[work.tile, at(0)]
-    return adjusted(products, queries.softcap, slopes, work.block.begin + index - queries.position, queries.tile)
+    return adjusted(
+        products,
+        queries.softcap,
+        slope=slopes,
+        distance=work.block.begin + index - queries.position,
+        lanes_each=queries.tile,
+    )
 
 
 def _update_softmax(work: Work) -> Expr:
@@ -160,7 +166,7 @@ def attend_parts(tensors: AttentionTensors, tokens: StepRows) -> None:
     with parallel(tokens.count * spec.kv_heads * parts) as task:
         unit = bind(task // parts)
         row = bind(unit // spec.kv_heads) if spec.rows > 1 else 0
-        _attend_part(tensors, tokens, row, bind(unit - row * spec.kv_heads), bind(task - unit * parts))
+        _attend_part(tensors, tokens, row, kv_head=bind(unit - row * spec.kv_heads), part=bind(task - unit * parts))
     with parallel(tokens.count * spec.heads) as task:
         row = bind(task // spec.heads) if spec.rows > 1 else 0
         _merge_parts(tensors, row, bind(task - row * spec.heads), bind(tokens.position(row)))
@@ -179,7 +185,7 @@ def _attend_part(tensors: AttentionTensors, tokens: StepRows, row: Expr, kv_head
         if spec.rows == 1:
             with when(stop == position + 1):
                 extend_cache(tensors, row, position, heads)
-        queries = ready_queries(tensors, row, position, kv_head, begin <= first_seen)
+        queries = ready_queries(tensors, row, position, kv_head, is_first=begin <= first_seen)
         attend(PositionSpan(*heads, first, stop, kv_head, stop), queries)
 
         def emit(number: Expr, highest: Expr, weights: Expr) -> None:
@@ -281,7 +287,9 @@ def _attend_chunk(tensors: AttentionTensors, tokens: StepRows) -> None:
             row, head = _place(spec, kv_head, begin + i)
             position, start = bind(tokens.position(row)), bind(head * spec.head_dim)
             queries.firsts[i], queries.lasts[i] = first_position(spec, position), position
-            _copy(spec.head_dim, tensors.q, row, start, queries.q, i, splat(spec.query_scale))
+            _copy(
+                spec.head_dim, x=tensors.q, row=row, start=start, to=queries.q, to_row=i, factor=splat(spec.query_scale)
+            )
             if queries.slopes is not None and tensors.slopes is not None:
                 queries.slopes[i] = tensors.slopes[head]
             if tensors.sinks is not None:

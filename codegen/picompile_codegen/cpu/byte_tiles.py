@@ -89,7 +89,7 @@ class ByteInputs:
 
     def quantize(self, x: KernelTensor, token: Expr, columns: int) -> None:
         """Quantize one row."""
-        quantize_row(x, token, columns, self.rows, self.offset)
+        quantize_row(x, row=token, columns=columns, out=self.rows, offset=self.offset)
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,16 @@ def multiply_rows_of_bytes(
     with loop(0, tiles) as number:
         with loop(tile.outputs * number // tiles, tile.outputs * (number + 1) // tiles) as i:
             matrix.fetch_row(bind(row(tile.outputs + i)))
-        multiply_tile(block, 0, (0, matrix.groups), x.rows, tokens, number, sums, 0)
+        multiply_tile(
+            block,
+            first_vector=0,
+            groups=(0, matrix.groups),
+            x=x.rows,
+            tokens=tokens,
+            number=number,
+            sums=sums,
+            first_output=0,
+        )
 
 
 def _lay_out(matrix: KernelMatrix, numbers: list[Expr], block: ByteBlock, vector: Expr) -> None:
@@ -201,7 +210,7 @@ def _quads(matrix: KernelMatrix, numbers: list[Expr], first: Expr) -> list[list[
         if matrix.form.has_planes:
             planes = _planes(matrix, numbers, first, i // (QUADS // 2))
         pairs = [
-            decode_codes(matrix, word, plane, 0, lanes, raw_offset(matrix))
+            decode_codes(matrix, words=word, plane=plane, bit=0, lanes=lanes, offset=raw_offset(matrix))
             for word, plane in zip(words[i:], planes, strict=False)
         ]
         groups.append([low for low, _ in pairs] + [high for _, high in pairs])
@@ -255,7 +264,7 @@ def multiply_tile(
         registers[i, at(0, lanes)] = sums.values[token + t, first_output + v]
     with loop(0, count) as group:
         of_x = bind(start + group)
-        products = _multiply_group(block, group, first_vector, x, chosen, of_x)
+        products = _multiply_group(block, number=group, first_vector=first_vector, x=x, tokens=chosen, group=of_x)
         scales = [bind(block.scales[group, first_vector + v]) for v in range(shape.vectors)]
         for t, v, i in places:
             scale = bind(scales[v] * splat(x.scales[chosen[t], of_x], lanes))
@@ -288,7 +297,7 @@ def _multiply_group(
             for v, weight in enumerate(weights):
                 i = t * shape.vectors + v
                 if not block.quads_in_words:
-                    products[i] = _dot(block, weight, value, products[i], shape.lanes)
+                    products[i] = _dot(block, weights=weight, values=value, start=products[i], lanes=shape.lanes)
                     continue
                 pairs = multiply_pairs(weight, value)
                 words[i] = pairs if words[i] is None else bind(words[i] + pairs)

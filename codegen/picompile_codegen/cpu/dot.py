@@ -196,7 +196,9 @@ class _ByteProducts:
             raw = matrix.data[self.number, at((first + i) * matrix.group_elements, width)]
             if matrix.form.has_planes and i % HIGH_GROUPS == 0:
                 plane = high_words(matrix, self.number, first + i, lanes)
-            low, high = decode_codes(matrix, _words(raw, lanes), plane, i % HIGH_GROUPS * 2, lanes)
+            low, high = decode_codes(
+                matrix, words=_words(raw, lanes), plane=plane, bit=i % HIGH_GROUPS * 2, lanes=lanes
+            )
             multiply_pair = dot_signed_pair if matrix.least_raw < 0 else dot_pair
             for vector in self.vectors:
                 starts = ((first + i) * GROUP + half for half in (0, width))

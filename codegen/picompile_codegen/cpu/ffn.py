@@ -67,7 +67,7 @@ def ffn_one(function: KernelFunction, arguments: FfnArguments) -> None:
     is_worth = worth_a_region(arguments.bundle.bytes)
     listed = None if memory is None else make_list(arguments, vector, memory)
     with parallel(SLICES, when_worth=is_worth) as index:
-        compute_slice(arguments, vector, listed, slices, index, index)
+        compute_slice(arguments, vector, listed, slices, index, number=index)
     slices.add_up(arguments.y, arguments.down_bias, spec.dim, 1)
     slices.add_up_squares(arguments.y, spec.dim, 1)
     slices.count(arguments.stats, spec.neurons if listed is None else listed.count, 1)
@@ -110,7 +110,7 @@ def _compute_all(arguments: FfnArguments, vectors: TokenVectors, slices: Slices,
         group = bind(index // SLICES)
         first = bind(group * _TASK_TOKENS)
         stop = bind(minimum(first + _TASK_TOKENS, tokens))
-        compute_dense_slice(arguments, vectors, first, stop, slices, bind(index - group * SLICES))
+        compute_dense_slice(arguments, vectors, first, stop, slices, number=bind(index - group * SLICES))
 
 
 def _compute_above_limits(arguments: FfnArguments, vectors: TokenVectors, slices: Slices, tokens: Expr) -> None:
@@ -121,7 +121,14 @@ def _compute_above_limits(arguments: FfnArguments, vectors: TokenVectors, slices
     with parallel(tokens * SLICES) as index:
         number = bind(index // tokens)
         token = bind(index - number * tokens)
-        compute_slice(arguments, vectors[token], None, slices, bind(token * SLICES + number), number)
+        compute_slice(
+            arguments,
+            vector=vectors[token],
+            listed=None,
+            slices=slices,
+            index=bind(token * SLICES + number),
+            number=number,
+        )
 
 
 def _compute_listed(
@@ -142,7 +149,9 @@ def _compute_listed(
             compare_with_limit(arguments, listed, token, neuron)
 
         matrix = arguments.first_matrix
-        multiply_rows(matrix, arguments.first_row, arguments.spec.neurons, vectors, tokens, store)
+        multiply_rows(
+            matrix, row_of=arguments.first_row, count=arguments.spec.neurons, vectors=vectors, tokens=tokens, emit=store
+        )
     with parallel(tokens) as token:
         counts[token] = list_neurons(arguments, listed, token).count
 
@@ -151,8 +160,15 @@ def _compute_listed(
         with parallel(tokens * SLICES) as index:
             number = bind(index // tokens)
             token = bind(index - number * tokens)
-            neurons = NeuronList(listed.neurons, token, bind(counts[token]), products, known)
-            compute_slice(arguments, vectors[token], neurons, slices, bind(token * SLICES + number), number)
+            neurons = NeuronList(listed.neurons, row=token, count=bind(counts[token]), products=products, outputs=known)
+            compute_slice(
+                arguments,
+                vector=vectors[token],
+                listed=neurons,
+                slices=slices,
+                index=bind(token * SLICES + number),
+                number=number,
+            )
 
     if outputs is None:
         compute_slices(None)
@@ -221,17 +237,21 @@ def compute_chunk(arguments: FfnArguments, memory: ChunkMemory, tokens: Expr) ->
     first = TileProjection(arguments.first_matrix, spec.neurons, arguments.first_row, arguments.first_bias)
     up = TileProjection(arguments.bundle, spec.neurons, arguments.up_row, arguments.up_bias)
     with parallel(first.tasks, when_worth=is_worth) as task:
-        project_rows(first, task, memory.inputs, tokens, hidden if memory.gate is None else memory.gate)
+        project_rows(first, task, x=memory.inputs, tokens=tokens, out=hidden if memory.gate is None else memory.gate)
         if memory.gate is not None:
-            project_rows(up, task, memory.inputs, tokens, hidden)
+            project_rows(up, task, x=memory.inputs, tokens=tokens, out=hidden)
         with loop(0, tokens) as t:
-            _activate(arguments, task, first.tile.outputs, t, memory.gate, hidden)
+            _activate(arguments, block=task, size=first.tile.outputs, t=t, gate=memory.gate, hidden=hidden)
     memory.packed_hidden.pack(hidden, tokens, spec.neurons)
-    down = Reduction(arguments.bundle, spec.neurons, arguments.down_row, arguments.down_bias, arguments.y)
+    down = Reduction(
+        arguments.bundle, count=spec.neurons, row_of=arguments.down_row, bias=arguments.down_bias, y=arguments.y
+    )
     accumulate(down, memory.packed_hidden, tokens, when_worth=is_worth)
     if spec.squares:
         with parallel(tokens, when_worth=is_worth) as t:
-            arguments.y[t, spec.dim] = sum_row(hidden, t, 0, spec.neurons, lambda value: value * value)
+            arguments.y[t, spec.dim] = sum_row(
+                hidden, token=t, start=0, width=spec.neurons, term=lambda value: value * value
+            )
 
 
 def _activate(
@@ -254,7 +274,7 @@ def _activate(
             value = bind(value)
             value = select(tirx.abs(value) <= load(arguments.output_limits, c, valid=valid), splat(0.0), value)
         if arguments.mask is not None:
-            value = select(_named(arguments, arguments.mask, t, c, valid) > splat(0.0), value, splat(0.0))
+            value = select(_named(arguments, arguments.mask, t, first=c, valid=valid) > splat(0.0), value, splat(0.0))
         store(hidden, t, c, value=value, valid=valid)
 
     full, rest = divmod(spec.neurons, size)

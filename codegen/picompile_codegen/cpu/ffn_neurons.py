@@ -269,9 +269,9 @@ def _decide(arguments: FfnArguments, vector: Vector, memory: ListMemory, product
     full, rest = divmod(neurons, LANES)
     if full:
         with parallel(full, when_worth=is_worth) as block:
-            _decide_together(arguments, vector, memory, bind(block * LANES), LANES)
+            _decide_together(arguments, vector, memory, first=bind(block * LANES), count=LANES)
     if rest:
-        _decide_together(arguments, vector, memory, full * LANES, rest)
+        _decide_together(arguments, vector, memory, first=full * LANES, count=rest)
 
 
 def _decide_together(arguments: FfnArguments, vector: Vector, memory: ListMemory, first: Expr, count: int) -> None:

@@ -79,7 +79,7 @@ class Slices:
                 value[at(0)] = value[at(0)] + self.y[token * self.per_token + index, at(first)]
             summed = bind(value[at(0)])
             for column, lane, count in runs:
-                _store(y, token, column, summed, lane, count, bias)
+                _store(y, token, column, sums=summed, lane=lane, count=count, bias=bias)
 
         def add_columns(order: BlockOrder, token: Expr, start: Expr, columns: int) -> None:
             order.each(
@@ -182,7 +182,16 @@ def compute_slice(
         first = bind(start + part * _NEURONS_TOGETHER)
         with loop(first, minimum(first + _NEURONS_TOGETHER, stop)) as position:
             neuron, ahead = (_neuron(listed, place) for place in (position, minimum(position + distance, count - 1)))
-            _compute(arguments, [vector], listed, neuron, ahead, waiting, slices, [index])
+            _compute(
+                arguments,
+                vectors=[vector],
+                listed=listed,
+                neuron=neuron,
+                ahead=ahead,
+                waiting=waiting,
+                slices=slices,
+                indices=[index],
+            )
         with when(part == parts - 1):
             _fill_up(waiting, rows_together(arguments.bundle)[-1])
         following = bind(first + _NEURONS_TOGETHER)
@@ -190,9 +199,8 @@ def compute_slice(
         def next_neuron(i: Expr) -> Expr:
             return _neuron(listed, minimum(following + i, count - 1))
 
-        _add_waiting(
-            arguments, waiting, slices.y, [index], None if _adds_some(arguments, listed) else next_neuron
-        )  # fmt: skip
+        known = None if _adds_some(arguments, listed) else next_neuron
+        _add_waiting(arguments, waiting, out=slices.y, indices=[index], following=known)
 
 
 def compute_dense_slice(
@@ -218,10 +226,25 @@ def compute_dense_slice(
             with loop(start, following) as neuron:
                 ahead = bind(minimum(neuron + distance, neurons - 1))
                 inputs = [vectors[token] for token in tokens]
-                _compute(arguments, inputs, None, bind(neuron), ahead, waiting, slices, indices)
+                _compute(
+                    arguments,
+                    vectors=inputs,
+                    listed=None,
+                    neuron=bind(neuron),
+                    ahead=ahead,
+                    waiting=waiting,
+                    slices=slices,
+                    indices=indices,
+                )
             with when(part == parts - 1):
                 _fill_up(waiting, rows_together(arguments.bundle)[-1])
-            _add_waiting(arguments, waiting, slices.y, indices, lambda i: bind(minimum(following + i, neurons - 1)))
+            _add_waiting(
+                arguments,
+                waiting,
+                out=slices.y,
+                indices=indices,
+                following=lambda i: bind(minimum(following + i, neurons - 1)),
+            )
 
         each_tile(first, stop, compute)
 
@@ -242,7 +265,7 @@ def _compute(
     """
     if listed is not None and listed.outputs is not None:
         output = bind(listed.outputs[listed.row, neuron])
-        _wait(arguments, listed, neuron, [output], waiting, slices, indices)
+        _wait(arguments, listed, neuron, outputs=[output], waiting=waiting, slices=slices, indices=indices)
         return
     known = None if listed is None else listed.product(neuron)
     firsts = arguments.first_products(neuron, vectors, ahead) if known is None else [known]
@@ -350,7 +373,7 @@ def _add_waiting(
             numbers = [bind(waiting.numbers[place]) for place in places]
             outputs = [[bind(waiting.outputs[i, place]) for place in places] for i in range(len(indices))]
             ahead = [] if following is None else [bind(arguments.down_row(following(place))) for place in places]
-            add_rows(SomeRows(arguments.bundle, numbers, outputs, out, indices, ahead))
+            add_rows(SomeRows(arguments.bundle, numbers, factors=outputs, out=out, indices=indices, ahead=ahead))
         done[0] = first + times * together
     left = bind(done[0])
     for i in range(numbers_of_rows[-1] - 1):

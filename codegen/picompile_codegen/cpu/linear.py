@@ -103,9 +103,9 @@ def project_rows(projection: TileProjection, task: Expr, x: ChunkInputs, tokens:
         return projection.row_of(minimum(first + i, projection.count - 1))
 
     if x.panels is not None:
-        _multiply_floats(projection.matrix, row, x.panels, tokens, sums)
+        _multiply_floats(projection.matrix, row, x=x.panels, tokens=tokens, sums=sums)
     elif x.quantized is not None:
-        multiply_rows_of_bytes(projection.matrix, row, x.quantized, tokens, sums)
+        multiply_rows_of_bytes(projection.matrix, row, x=x.quantized, tokens=tokens, sums=sums)
     sums.emit(tokens, first, projection.count, projection.bias, out)
 
 
@@ -131,7 +131,7 @@ def _multiply_floats(
                 with loop(begin, end) as i:
                     matrix.fetch(row(i), line + step)
 
-            multiply_panels(weights, x, (start, count), number, sums, 0, fetch)
+            multiply_panels(weights, x, columns=(start, count), tile=number, sums=sums, first_vector=0, fetch=fetch)
 
 
 def _pack_rows(
@@ -186,7 +186,7 @@ def _linear_rowwise(function: KernelFunction, w: KernelMatrix) -> None:
     def store(token: Expr, row: Expr, product: Expr) -> None:
         y[token, row] = biased(product, bias, row)
 
-    multiply_rows(w, lambda row: row, w.rows, vectors, tokens, store)
+    multiply_rows(w, row_of=lambda row: row, count=w.rows, vectors=vectors, tokens=tokens, emit=store)
 
 
 def _linear_in_panels(function: KernelFunction, w: KernelMatrix) -> None:

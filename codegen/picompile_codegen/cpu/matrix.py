@@ -249,7 +249,7 @@ class KernelMatrix(MatrixTensors):
 
     def _row(self, number: Expr, first: Expr, groups: int) -> MatrixRow:
         scales = self._unpack_scales(number, first, groups)
-        return MatrixRow(self, number, first, scales, self._unpack_offsets(number, first, groups))
+        return MatrixRow(self, number, first, scales, offsets=self._unpack_offsets(number, first, groups))
 
     def _unpack_scales(self, number: Expr, first: Expr, groups: int) -> KernelTensor | None:
         """Return the scales as float32, side by side. Converted singly, each would cost as much as a vector of weights.

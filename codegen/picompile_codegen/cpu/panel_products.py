@@ -94,7 +94,7 @@ class PanelMatrix:
             words = [self._words(panel, group * stored + quad, lane) for quad in range(stored)]
             offset = raw_offset(self.matrix)
             pairs = [
-                decode_codes(self.matrix, word, plane, high.bit, lanes, offset)
+                decode_codes(self.matrix, words=word, plane=plane, bit=high.bit, lanes=lanes, offset=offset)
                 for word, plane in zip(words, high.words, strict=True)
             ]
             return [low for low, _ in pairs] + [high for _, high in pairs]
@@ -170,7 +170,7 @@ def multiply_panels_of_bytes(matrix: KernelMatrix, inputs: ByteInputs, tokens: E
     with parallel(panels.panels, when_worth=worth_a_region(matrix.bytes)) as panel:
 
         def multiply(first: Expr, count: int) -> None:
-            _multiply_tile(panels, panel, inputs.rows, (first, count), emit)
+            _multiply_tile(panels, panel, x=inputs.rows, tile=(first, count), emit=emit)
 
         _each_tile(tokens, inputs.rows.bytes.rows, multiply)
 
@@ -193,7 +193,7 @@ def _multiply_tile(panels: PanelMatrix, panel: Expr, x: QuantizedRows, tile: tup
     # One token leaves registers for the sums of all rows. So a panel is read front to back only once.
     together = PANEL_ROWS if tile[1] == 1 else byte_lanes()
     for start in range(0, PANEL_ROWS, together):
-        _multiply_rows(panels, panel, range(start, start + together, byte_lanes()), x, tile, emit)
+        _multiply_rows(panels, panel, parts=range(start, start + together, byte_lanes()), x=x, tile=tile, emit=emit)
 
 
 def _multiply_rows(
@@ -209,9 +209,9 @@ def _multiply_rows(
             _fetch(panels, panel, group, first)
         for part, (lane, high) in enumerate(zip(parts, planes, strict=True)):
             codes = panels.codes(panel, group, lane, high)
-            _add_group(panels, (panel, group, lane), codes, x, tile, sums, part)
+            _add_group(panels, place=(panel, group, lane), codes=codes, x=x, tile=tile, sums=sums, part=part)
 
-    _each_group(panels, panel, parts, count, add)
+    _each_group(panels, panel, parts, tokens=count, body=add)
     for part, lane in enumerate(parts):
         for t in range(count):
             products = bind(sums[t * len(parts) + part, at(0, lanes)])

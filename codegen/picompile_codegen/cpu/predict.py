@@ -85,9 +85,9 @@ def _predict_rows(
         mask[token, neuron] = tirx.Cast("uint8", product + bias[neuron] > threshold[0])
 
     inputs.prepare(tokens)
-    multiply_rows(fc1, lambda row: row, fc1.rows, inputs, tokens, keep)
+    multiply_rows(fc1, row_of=lambda row: row, count=fc1.rows, vectors=inputs, tokens=tokens, emit=keep)
     inner.prepare(tokens)
-    multiply_rows(fc2, lambda row: row, fc2.rows, inner, tokens, decide)
+    multiply_rows(fc2, row_of=lambda row: row, count=fc2.rows, vectors=inner, tokens=tokens, emit=decide)
 
 
 # The kernel that predicts by signs.
@@ -115,9 +115,11 @@ def _pack(x: KernelTensor, token: Expr, dim: int, packed: KernelTensor) -> None:
     full, rest = divmod(dim, BLOCK_COLUMNS)
     if full:
         with loop(0, full) as block:
-            _pack_block(x, token, bind(block * BLOCK_COLUMNS), BLOCK_COLUMNS, packed, block * LANES)
+            _pack_block(
+                x, token, first=bind(block * BLOCK_COLUMNS), columns=BLOCK_COLUMNS, packed=packed, word=block * LANES
+            )
     if rest:
-        _pack_block(x, token, full * BLOCK_COLUMNS, rest, packed, full * LANES)
+        _pack_block(x, token, first=full * BLOCK_COLUMNS, columns=rest, packed=packed, word=full * LANES)
 
 
 def _pack_block(x: KernelTensor, token: Expr, first: Expr, columns: int, packed: KernelTensor, word: Expr) -> None:

@@ -331,7 +331,7 @@ def quantize_to(x: KernelTensor, row: Expr, matrix: KernelMatrix, vector: Quanti
 
     if wide:
         _each_group(x, row, wide * GROUP, lambda group, inputs: quantize(group, inputs, _QUAD))
-    _each_group(x, row, matrix.columns, lambda group, inputs: quantize(group, inputs, _PAIR), wide)
+    _each_group(x, row, matrix.columns, body=lambda group, inputs: quantize(group, inputs, _PAIR), first=wide)
     # Last: LLVM 22 makes invalid code where a local array is filled by stores of which the first ones are constant.
     if matrix.has_nibbles and matrix.groups % 2:
         for half in (0, 16):

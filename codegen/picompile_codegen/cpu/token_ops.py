@@ -132,7 +132,7 @@ def rms_norm(spec: RmsNormSpec, function: KernelFunction) -> None:
     """Write the body of an `RmsNormSpec`."""
     x, weight, y, width = function["x"], function["weight"], function["y"], spec.dim // spec.groups
     with parallel(function.tokens(spec.rows), when_worth=spec.rows > 1) as t, _each_group(spec.groups, width) as start:
-        mean_square = sum_row(x, t, start, width, lambda value: value * value) / float(width)
+        mean_square = sum_row(x, token=t, start=start, width=width, term=lambda value: value * value) / float(width)
         factor = bind(splat(inverse_root(mean_square, spec.eps)))
 
         def scale(c: Expr, valid: int) -> None:
@@ -158,9 +158,11 @@ def layer_norm(spec: LayerNormSpec, function: KernelFunction) -> None:
     x, y, width = function["x"], function["y"], spec.dim // spec.groups
     weights, biases = function.get("weight"), function.get("bias")
     with parallel(function.tokens(spec.rows), when_worth=spec.rows > 1) as t, _each_group(spec.groups, width) as start:
-        center = bind(sum_row(x, t, start, width, lambda value: value) / float(width))
+        center = bind(sum_row(x, token=t, start=start, width=width, term=lambda value: value) / float(width))
         mean = bind(splat(center))
-        squares = sum_row(x, t, start, width, lambda value: (value - mean) * (value - mean), fill=center)
+        squares = sum_row(
+            x, token=t, start=start, width=width, term=lambda value: (value - mean) * (value - mean), fill=center
+        )
         factor = bind(splat(inverse_root(squares / float(width), spec.eps)))
 
         def scale(c: Expr, valid: int) -> None:

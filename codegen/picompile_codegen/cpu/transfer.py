@@ -105,7 +105,7 @@ def lend_cache(spec: LendCacheSpec, function: KernelFunction) -> None:
     count = bind(function.position(spec.context) * spec.width)
     cache_bytes = spec.kv_heads * spec.context * spec.width * ITEM_BYTES[spec.dtype]
     with parallel(spec.kv_heads, when_worth=worth_a_region(cache_bytes)) as head:
-        _copy_elements(cache, (slot, head), y, (head,), count)
+        _copy_elements(cache, from_row=(slot, head), target=y, to_row=(head,), count=count)
 
 
 @body(BorrowCacheSpec)
@@ -115,7 +115,7 @@ def borrow_cache(spec: BorrowCacheSpec, function: KernelFunction) -> None:
     _wait(function, source)
     count = bind(function.position(spec.context) * spec.width)
     with loop(0, spec.kv_heads) as head:
-        _copy_elements(source, (head,), y, (head,), count)
+        _copy_elements(source, from_row=(head,), target=y, to_row=(head,), count=count)
 
 
 @body(WaitSpec)

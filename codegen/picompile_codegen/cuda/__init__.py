@@ -34,7 +34,16 @@ def _require() -> None:
 
 
 BACK_END = BackEnd(
-    "cuda", __name__, _begin, _build, _require, is_gpu=True, panels=False, fuses=True, spread_caches=False, counts=True
+    "cuda",
+    package=__name__,
+    begin=_begin,
+    build=_build,
+    require=_require,
+    is_gpu=True,
+    panels=False,
+    fuses=True,
+    spread_caches=False,
+    counts=True,
 )
 
 

@@ -375,11 +375,13 @@ def attend_chunk(function: CudaFunction, parts: Parts, tensors: CudaAttentionTen
         total = bind(tokens.count * spec.group)
         begin = bind(work // spec.kv_heads * SIDE)
         with when(begin < total):
-            tile = ChunkTile(spec, tokens.slot(0), bind(work % spec.kv_heads), begin, total, tokens)
+            tile = ChunkTile(
+                spec, slot=tokens.slot(0), kv_head=bind(work % spec.kv_heads), begin=begin, total=total, tokens=tokens
+            )
             first, last = tile.seen(0)[0], tile.seen(SIDE - 1)[1]
             span = parts.span(place.block_y, first, bind(last + 1))
             with when(span[0] < span[1]):
-                _attend(tensors, tile, span, bind(place.block % _slices(spec) * _SLICE), place)
+                _attend(tensors, tile, span, first_column=bind(place.block % _slices(spec) * _SLICE), place=place)
 
 
 def _attend(
@@ -403,8 +405,8 @@ def _attend(
             scores[i] = 0.0
         with loop(0, blocks_for(spec.head_dim, DEPTH)) as depth:
             barrier()
-            load_queries(tensors.q, tile, depth, queries, place)
-            load_keys(tensors.keys, key_rows, depth, keys, place)
+            load_queries(tensors.q, queries=tile, depth=depth, memory=queries, place=place)
+            load_keys(tensors.keys, rows=key_rows, depth=depth, memory=keys, place=place)
             barrier()
             warp.multiply(queries, keys, DEPTH, scores)
         for fragment in range(_FRAGMENTS):
@@ -419,7 +421,7 @@ def _attend(
             for i in range(_FRAGMENTS * 4):
                 output[i] = output[i] * rescale[i % 4 // 2]
             barrier()
-            load_values(tensors.values, key_rows, first_column + n * SIDE, values, place)
+            load_values(tensors.values, rows=key_rows, first=first_column + n * SIDE, memory=values, place=place)
             barrier()
             warp.multiply(weights, values, SIDE, output, by_columns=True)
     _give(tensors, tile, outputs, softmax, first_column, warp, place)

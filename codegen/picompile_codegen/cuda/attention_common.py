@@ -129,7 +129,12 @@ def extend_caches(
     )
     for warp, (cache, source, dim, angles) in enumerate(sides):
         with when(place.warp == warp):
-            write_row(cache, place_in_caches, head_element(source, row, head * dim, dim, angles, position), place.lane)
+            write_row(
+                cache,
+                place_in_caches,
+                head_element(source, row, start=head * dim, dim=dim, angles=angles, position=position),
+                place.lane,
+            )
 
 
 # Rows are read as float32 in units of up to 16 bytes. They follow one another without padding, so a unit is as wide as

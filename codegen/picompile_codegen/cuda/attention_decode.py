@@ -188,7 +188,9 @@ class OnlineSoftmax:
         places = [bind(lane + j * WARP) for j in range(TILE // WARP)]
         found = [bind(tirx.if_then_else(p < tile.count, scores[query, p], LOWEST)) for p in places]
         seen, steps = [p < tile.count for p in places], [j * WARP for j in range(len(places))]
-        found = adjusted_scores(self.spec, found, seen, self.slope, tile.begin + lane - self.position, steps)
+        found = adjusted_scores(
+            self.spec, scores=found, seen=seen, slope=self.slope, first=tile.begin + lane - self.position, steps=steps
+        )
         before, total = bind(self.highest[query]), bind(self.totals[query])
         # Lanes write nothing but what they alone have read. TVM does not see that, and wants a barrier in between.
         barrier()
@@ -267,7 +269,15 @@ def attend_rows(function: CudaFunction, parts: Parts, tensors: CudaAttentionTens
                         extend_caches(tensors, row, row_place, place)
                 taken = bind(unit % sets * queries), queries
                 held = _read_queries(tensors, taken, row, row_place, place=place)
-                _attend(tensors, held, (row, part), row_place, (first, stop), parts=parts, place=place)
+                _attend(
+                    tensors,
+                    queries=held,
+                    of=(row, part),
+                    row_place=row_place,
+                    span=(first, stop),
+                    parts=parts,
+                    place=place,
+                )
                 if tickets is not None:
                     span = parts.seen(first_seen, position)
                     with when(last_block(tickets, row * units + unit, span[1] - span[0], place)):
@@ -300,7 +310,9 @@ def _read_queries(
         with when(index < count * spec.head_dim):
             i, column = bind(index // spec.head_dim), bind(index % spec.head_dim)
             head = bind(kv_head * spec.group + minimum(first + i, spec.group - 1))
-            element = head_element(tensors.q, row, head * spec.head_dim, spec.head_dim, tensors.angles, position)
+            element = head_element(
+                tensors.q, row, start=head * spec.head_dim, dim=spec.head_dim, angles=tensors.angles, position=position
+            )
             memory[i, column] = element(column) * spec.query_scale
     # Also for the new key and value: what a block has written it sees behind a barrier.
     barrier()

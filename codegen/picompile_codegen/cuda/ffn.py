@@ -81,7 +81,7 @@ def ffn_chunk(function: CudaFunction, block: CudaFfn) -> None:
     tile = tile_for(rows, neurons * matrices)
     grid = (blocks_for(neurons * matrices, tile.outputs), blocks_for(rows, tile.tokens))
     with function.launch(grid=grid, block=tile.threads, resident=tile.resident) as place:
-        _multiply_hidden(block, tile, x, hidden, function.tokens(rows), place)
+        _multiply_hidden(block, tile, x, hidden, tokens=function.tokens(rows), place=place)
     multiply_down(function, block, hidden)
     if block.spec.squares:
         with (
@@ -134,7 +134,7 @@ def _multiply_hidden(
 
     with when(has_tokens if block.count is None else tirx.And(has_tokens, first_neuron < neurons)):
         weights = RowWeights(tile, block.bundle, of_two if spec.gated else of_one, place)
-        products = multiply(tile, x, (first_token, tokens), (0, x.groups()), weights, place)
+        products = multiply(tile, x, span=(first_token, tokens), steps=(0, x.groups()), weights=weights, place=place)
         fragments = tile.output_fragments // matrices
         for token, value in products.each_token():
             for fragment in range(fragments):

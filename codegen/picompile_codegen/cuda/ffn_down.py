@@ -97,7 +97,9 @@ def add_down(
         function.launch(grid=(rows * plan.tiles, plan.slices), block=DOWN_THREADS) as place,
         when(place.block % rows < function.tokens(rows)),
     ):
-        _add_rows(block, replace(groups, neurons=block.neurons()), plan, hidden, slices, place)
+        _add_rows(
+            block, groups=replace(groups, neurons=block.neurons()), plan=plan, hidden=hidden, slices=slices, place=place
+        )
         with when(last_block(tickets, place.block, plan.slices, place)):
             _add_slices(block, plan, slices, place)
 
@@ -127,7 +129,7 @@ def _add_rows(
         count = _list(block, groups, part, (first, listed // DOWN_THREADS), place=place, squares=squares)
         _add_listed(bundle, part, count, unit, sums, place.warp)
     row = bind(part.token * plan.slices + place.block_y)
-    _add_warps(sums, bundle.unit_weights, slices, row, tile, place)
+    _add_warps(sums, lane_columns=bundle.unit_weights, slices=slices, row=row, tile=tile, place=place)
     if squares is not None:
         total = block_sum(squares[0], place.thread, DOWN_THREADS)
         # The blocks of all tiles have the same sum.
@@ -295,7 +297,9 @@ def multiply_down(function: CudaFunction, block: CudaFfn, hidden: KernelTensor) 
     outputs.write(function, hidden)
     grid, tile = (tiles.columns, tiles.tokens * tiles.slices), tiles.tile
     with function.launch(grid=grid, block=tile.threads, resident=tile.resident) as place:
-        _multiply_tile(block, tiles, outputs, block.y if slices is None else slices, function.tokens(rows), place)
+        _multiply_tile(
+            block, tiles, outputs, out=block.y if slices is None else slices, tokens=function.tokens(rows), place=place
+        )
     if slices is not None:
         with (
             function.launch(grid=(blocks_for(dim, _CHUNK_SUM_THREADS), rows), block=_CHUNK_SUM_THREADS) as place,
@@ -320,8 +324,16 @@ def _multiply_tile(
     is_there = first_token < tokens
     with when(is_there if block.count is None else tirx.And(is_there, begin < stop)):
         # Past the last neuron, where outputs are zero, its row is read again.
-        weights = ColumnWeights(tile, block.bundle, lambda j: block.down_row(minimum(j, last)), first_column, place)
-        products = multiply(tile, outputs, (first_token, tokens), (begin, stop), weights, place)
+        weights = ColumnWeights(
+            tile,
+            matrix=block.bundle,
+            row_of=lambda j: block.down_row(minimum(j, last)),
+            first=first_column,
+            place=place,
+        )
+        products = multiply(
+            tile, x=outputs, span=(first_token, tokens), steps=(begin, stop), weights=weights, place=place
+        )
         for token, column, total in products.each_result(first_column, block.spec.dim):
             out[number * rows + token, column] = total if bias is None else total + bias[column]
 

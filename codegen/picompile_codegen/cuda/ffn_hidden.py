@@ -161,7 +161,7 @@ class _Group:
                     # Past the last row its own is read again, and nothing written.
                     rows = [bind(row(bind(minimum(first + i, count - 1)))) for i in range(together)]
                     sums = zero_registers(together)
-                    add_part(vector, matrix, rows, span, sums, place.lane)
+                    add_part(vector, matrix, rows, part=span, sums=sums, lane=place.lane)
                     totals = [warp_sum(sums[i]) for i in range(together)]
                     for i, total in enumerate(totals):
                         with when(tirx.And(place.lane == 0, first + i < count)):
@@ -174,7 +174,9 @@ def compute_hidden(block: CudaFfn, groups: NeuronGroups, hidden: KernelTensor, p
     spec, groups = block.spec, replace(groups, neurons=block.neurons())
     inputs = BlockInput(block.x, place.block, spec.dim, HIDDEN_THREADS)
     products, outputs = shared(len(inputs.parts()), 2 * groups.size), shared(groups.size)
-    group = _Group(block, groups, place, inputs, Numbering(HIDDEN_THREADS), products, outputs)
+    group = _Group(
+        block, groups, place, inputs, numbering=Numbering(HIDDEN_THREADS), products=products, outputs=outputs
+    )
     with when(place.thread < groups.size):
         outputs[place.thread] = 0.0
     listed = _named(group) if spec.is_masked else _all(group)

@@ -89,7 +89,7 @@ def _one(function: CudaFunction, w: CudaMatrix, place: ThreadIndex) -> None:
     for i in range(_ROWS_A_WARP):
         sums[i] = 0.0
     for part in inputs.parts():
-        add_part(inputs.fill(part[0], place), w, rows, part, sums, place.lane)
+        add_part(inputs.fill(part[0], place), matrix=w, rows=rows, part=part, sums=sums, lane=place.lane)
     for i in range(_ROWS_A_WARP):
         product = warp_sum(sums[i])
         with when(tirx.And(place.lane == 0, first + i < w.rows)):
@@ -108,6 +108,8 @@ def _chunk(spec: LinearSpec, function: CudaFunction, w: CudaMatrix) -> None:
         first, first_row = bind(place.block_y * tile.tokens), bind(place.block * tile.outputs)
         with when(first < tokens):
             weights = RowWeights(tile, w, lambda r: [(True, w, minimum(first_row + r, spec.n - 1))], place)
-            products = multiply(tile, halves, (first, tokens), (0, halves.groups()), weights, place)
+            products = multiply(
+                tile, x=halves, span=(first, tokens), steps=(0, halves.groups()), weights=weights, place=place
+            )
             for token, row, value in products.each_result(first_row, spec.n):
                 y[token, row] = value if bias is None else value + bias[row]

@@ -89,12 +89,12 @@ def warp_max(value: Expr) -> Expr:
 
 def block_sum(value: Expr, thread: Expr, threads: int) -> Expr:
     """Return the sum over the threads of a block, the same bits in every thread. All of them must call this."""
-    return _over_block(value, thread, threads, warp_sum, 0.0)
+    return _over_block(value, thread, threads, over_warp=warp_sum, neutral=0.0)
 
 
 def block_max(value: Expr, thread: Expr, threads: int) -> Expr:
     """Return the largest value of the threads of a block, in every thread. All of them must call this."""
-    return _over_block(value, thread, threads, warp_max, -3.0e38)
+    return _over_block(value, thread, threads, over_warp=warp_max, neutral=-3.0e38)
 
 
 def _over_lanes(value: Expr, combine: Any, lanes: int) -> Expr:
@@ -175,7 +175,7 @@ def _sigmoid(x: Expr) -> Expr:
     return 1.0 / (1.0 + tirx.exp(-x))
 
 
-_ARITHMETIC = Arithmetic(float, _sigmoid, tirx.tanh, tirx.erf, tirx.exp)
+_ARITHMETIC = Arithmetic(float, sigmoid=_sigmoid, tanh=tirx.tanh, erf=tirx.erf, exp=tirx.exp)
 
 
 def activate(text: str, x: Expr) -> Expr:

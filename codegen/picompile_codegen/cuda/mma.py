@@ -194,7 +194,7 @@ class _Fetch:
             self._registers.load(matrix, piece)
             return
         for run, word in enumerate(self._places):
-            copy_run(self._memory, stage + word, matrix, piece, run)
+            copy_run(self._memory, at_word=stage + word, matrix=matrix, piece=piece, run=run)
 
     def finish(self, stage: Expr) -> None:
         if self._registers is None:

@@ -51,7 +51,7 @@ def _compute_hidden(x: KernelTensor, fc1: CudaMatrix, hidden: KernelTensor, relu
     with loop(0, blocks_for(units, _HIDDEN_THREADS)) as turn:
         unit = bind(turn * _HIDDEN_THREADS + place.thread)
         with when(unit < units):
-            values = _read(x, token, unit * fc1.unit_weights, fc1.unit_weights, fc1.columns)
+            values = _read(x, row=token, first=unit * fc1.unit_weights, count=fc1.unit_weights, columns=fc1.columns)
             total[0] = total[0] + unit_product(fc1.unit(row, unit), values)
     product = block_sum(total[0], place.thread, _HIDDEN_THREADS)
     with when(place.thread == 0):

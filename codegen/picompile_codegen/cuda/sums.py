@@ -30,7 +30,7 @@ def sum_norm(spec: SumNormSpec, function: CudaFunction) -> None:
             return
         vectors = NormVectors.of(columns, function, "norm_")
         out = function["normed"], place.block, 0
-        write_norm(spec.norm, columns, values.__getitem__, vectors, out, thread=place.thread)
+        write_norm(spec.norm, columns, values=values.__getitem__, vectors=vectors, out=out, thread=place.thread)
 
 
 def _sums(spec: SumNormSpec, function: CudaFunction, columns: ColumnLanes, place: ThreadIndex) -> list[list[Expr]]:

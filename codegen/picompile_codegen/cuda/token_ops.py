@@ -132,7 +132,7 @@ def norm(spec: Norm, function: CudaFunction) -> None:
         values = [columns.load_run(number, x, place.block, first=first) for number in range(len(columns.runs))]
         vectors = NormVectors.of(columns, function, first=first)
         out = function["y"], place.block, first
-        write_norm(spec, columns, values.__getitem__, vectors, out, thread=place.thread)
+        write_norm(spec, columns, values=values.__getitem__, vectors=vectors, out=out, thread=place.thread)
 
 
 @body(DivideByRmsSpec)

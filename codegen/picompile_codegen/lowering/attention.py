@@ -76,7 +76,7 @@ def extend_cache(node: Node, function: Function) -> None:
         arrivals[side] = WaitForValue(out, send(function, value, out, dim))
     function.device = "host"
     received = {side: arrival(function) for side, arrival in arrivals.items()}
-    _write(node, received, caches, function.shared.options.sequences, function)
+    _write(node, x=received, caches=caches, sequences=function.shared.options.sequences, function=function)
     function.device = "accelerator"
 
 
@@ -123,7 +123,7 @@ def _borrow_caches(node: Node, function: Function) -> dict[str, Arg]:
         function.call(BorrowCacheSpec(heads, width, dtype, options.context), bindings, layer=layer)
     extend_cache(node, function)
     x = {side: function.value(arguments(node)[side]) for side in ("k", "v")}
-    _write(node, x, borrowed, 1, function)
+    _write(node, x, caches=borrowed, sequences=1, function=function)
     return borrowed
 
 

@@ -210,10 +210,10 @@ def _lower_joined(nodes: Sequence[Node], function: Function) -> None:
     bindings |= {"w": weights.joined_matrix(values[0]["weight"]), "y": y}
     if spec.bias:
         bindings["bias"] = weights.joined_vector(values[0]["bias"])
-    function.call(LinearSpec(spec.format, outputs, spec.k, spec.rows, spec.bias), bindings)
+    function.call(LinearSpec(spec.format, n=outputs, k=spec.k, rows=spec.rows, bias=spec.bias), bindings)
     start = 0
     for node in nodes:
-        place = Arg("buffer", y.name, "float32", (1, dimension(node)), start * ITEM_BYTES["float32"])
+        place = Arg("buffer", y.name, dtype="float32", shape=(1, dimension(node)), offset=start * ITEM_BYTES["float32"])
         function.values[node, function.device] = place
         start += dimension(node)
 
@@ -234,7 +234,7 @@ def _lower_sum(found: Sum, function: Function) -> None:
     bindings |= _results(found, function)
     counted = pending is not None and pending.count is not None
     dim, terms = dimension(found.last), len(found.terms)
-    summed = SumNormSpec(dim, function.rows, terms, norm, pending is not None, counted)
+    summed = SumNormSpec(dim, function.rows, terms, norm, received=pending is not None, counted=counted)
     function.call(summed, bindings, op="add" if pending is None else "receive")
 
 

@@ -44,7 +44,9 @@ def neuron_bounds(
     sent = [_neurons(block) for block in of_host if decoding[_mask(block)] == "accelerator"]
     whole = [count for block in blocks if prompts[block] == "accelerator" for count in _pieces(block)]
     in_words = all(count % 4 == 0 for count in sent)
-    return NeuronBounds(_most(decoded), _most(whole), _most(listed), _most(sent), in_words)
+    return NeuronBounds(
+        _most(decoded), whole=_most(whole), listed=_most(listed), sent=_most(sent), sends_words=in_words
+    )
 
 
 def _most(counts: Iterable[int]) -> int | None:

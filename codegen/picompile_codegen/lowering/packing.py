@@ -71,7 +71,9 @@ class PackedMatrix:
         form = FORMATS[self.format]
         dtype = form.scale.dtype if form.scale and part == "scale" else form.data_dtype
         rows = self.rows // PANEL_ROWS if self.panels else self.rows
-        return Arg(self.space, self.name, dtype, (rows, self.bytes // rows // ITEM_BYTES[dtype]), self.offset)
+        return Arg(
+            self.space, self.name, dtype, shape=(rows, self.bytes // rows // ITEM_BYTES[dtype]), offset=self.offset
+        )
 
 
 @dataclass(frozen=True)

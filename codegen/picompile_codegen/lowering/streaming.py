@@ -42,7 +42,7 @@ def stream_linear(spec: LinearSpec, bindings: Bindings, y: Arg, function: Functi
     for number, (start, outputs) in enumerate(slices):
         part = y if len(slices) == 1 else function.buffer("slice", "float32", (spec.rows, outputs))
         parts[f"x{number}"] = part
-        staged = _staged({"w": matrix}, spec.n, start, outputs, function)
+        staged = _staged({"w": matrix}, total=spec.n, start=start, count=outputs, function=function)
         sliced: Bindings = {**_vectors(rest, ("bias",), start, outputs), **staged, "y": part}
         function.call(replace(spec, n=outputs), sliced)
     if len(slices) > 1:
@@ -60,7 +60,7 @@ def stream_block(spec: FfnSpec, bindings: Bindings, node: Node, function: Functi
     for start, neurons in slices:
         y = rest["y"] if len(slices) == 1 else function.buffer("slice", "float32", shape)
         sliced = replace(spec, neurons=neurons, down_bias=spec.down_bias and start == 0)
-        staged: Bindings = {**_staged(matrices, spec.neurons, start, neurons, function)}
+        staged: Bindings = {**_staged(matrices, total=spec.neurons, start=start, count=neurons, function=function)}
         staged |= _vectors(rest, _OF_NEURONS, start, neurons)
         call_block(sliced, staged | {"y": y}, function, node.meta["layer"])
         if total is not None:
@@ -100,6 +100,6 @@ def _staged(
 
 
 def _upload(function: Function, matrix: PackedMatrix, offset: int, part: PackedMatrix) -> None:
-    source = Arg("weight", matrix.name, "uint8", (part.bytes,), offset)
-    target = Arg("buffer", part.name, "uint8", (part.bytes,), part.offset)
+    source = Arg("weight", matrix.name, dtype="uint8", shape=(part.bytes,), offset=offset)
+    target = Arg("buffer", part.name, dtype="uint8", shape=(part.bytes,), offset=part.offset)
     function.call(UploadSpec(part.bytes), {"source": source, "y": target})

@@ -79,7 +79,9 @@ def _send_value(node: Node, function: Function) -> None:
         return
     flag = signal(function)
     dtype = function.buffers[value.name].dtype
-    function.arrivals[node] = Receive(value, flag, (function.rows, columns), dtype, _count(node, function))
+    function.arrivals[node] = Receive(
+        value, flag, shape=(function.rows, columns), dtype=dtype, count=_count(node, function)
+    )
 
 
 def _count(node: Node, function: Function) -> Arg | None:

@@ -37,7 +37,7 @@ class CacheWriteSpec(StepSpec):
     def declare(self) -> Iterator[Declaration]:
         """Yield the arguments in order."""
         yield floats("x", self.rows, self.kv_heads * self.head_dim)
-        yield CacheArgument("cache", self.kv_dtype, self.sequences, self.kv_heads, self.context, self.head_dim)
+        yield CacheArgument("cache", self.kv_dtype, self.sequences, self.kv_heads, self.context, dim=self.head_dim)
         yield from self.step_arguments()
 
 

@@ -221,8 +221,8 @@ class PredictLowRankSpec(KernelSpec):
     def declare(self) -> Iterator[Declaration]:
         """Yield the arguments in order."""
         yield floats("x", self.rows, self.dim)
-        yield MatrixArgument("fc1", self.formats[0], self.rank, self.dim, self.panels)
-        yield MatrixArgument("fc2", self.formats[1], self.neurons, self.rank, self.panels)
+        yield MatrixArgument("fc1", format=self.formats[0], rows=self.rank, columns=self.dim, panels=self.panels)
+        yield MatrixArgument("fc2", format=self.formats[1], rows=self.neurons, columns=self.rank, panels=self.panels)
         yield floats("bias", self.neurons)
         yield floats("threshold", 1)
         yield SCRATCH

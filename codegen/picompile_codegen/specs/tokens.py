@@ -254,7 +254,7 @@ class LinearSpec(KernelSpec):
     def declare(self) -> Iterator[Declaration]:
         """Yield the arguments in order."""
         yield floats("x", self.rows, self.k)
-        yield MatrixArgument("w", self.format, self.n, self.k, self.panels)
+        yield MatrixArgument("w", self.format, rows=self.n, columns=self.k, panels=self.panels)
         yield from optional_floats([("bias", self.n, self.bias)])
         yield SCRATCH
         yield floats_out("y", self.rows, self.n)

@@ -93,7 +93,16 @@ def _read_line(line: str, number: int, earlier: Mapping[str, DumpNode]) -> DumpN
     operator, weight, arguments = _read_expression(expression, number)
     words = (word for _, value in arguments for word in words_of(value))
     inputs = tuple(dict.fromkeys(word for word in words if word in earlier))
-    return DumpNode(match["name"], match["shape"], operator, weight, arguments, inputs, _read_notes(notes), origin)
+    return DumpNode(
+        match["name"],
+        shape=match["shape"],
+        operator=operator,
+        weight=weight,
+        arguments=arguments,
+        inputs=inputs,
+        notes=_read_notes(notes),
+        origin=origin,
+    )
 
 
 def _split_notes(rest: str) -> tuple[str, str]:

@@ -79,8 +79,8 @@ def _partition(rewriter: Rewriter, block: Node, layer: int, hot: Sequence[int]) 
     chosen = torch.zeros(total, dtype=torch.bool)
     chosen[list(hot)] = True
     parts = [
-        _part(rewriter, block, "hot", chosen.nonzero().flatten(), values),
-        _part(rewriter, block, "cold", (~chosen).nonzero().flatten(), values | {"down_bias": None}),
+        _part(rewriter, block, neurons="hot", rows=chosen.nonzero().flatten(), values=values),
+        _part(rewriter, block, neurons="cold", rows=(~chosen).nonzero().flatten(), values=values | {"down_bias": None}),
     ]
     rewriter.replace(block, rewriter.call(ADD, parts, before=block, sources=(block,)))
 

@@ -135,7 +135,7 @@ def check_arguments(graph_module: GraphModule) -> Iterator[Fault]:
         values = arguments(node)
         for name, letters in operator.dimensions.items():
             if isinstance(values[name], Node):
-                yield from _check_argument(node, name, values[name].meta["val"], letters, sizes)
+                yield from _check_argument(node, name, value=values[name].meta["val"], letters=letters, sizes=sizes)
         for check in operator.checks:
             yield from (Fault(node, message) for message in check(Call(node, values, constants)))
 

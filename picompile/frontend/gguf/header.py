@@ -119,7 +119,15 @@ def _read(file: Path, cursor: Cursor, most_elements: int) -> GgufHeader:
         values.read(cursor)
     types = POWERINFER_TYPES if magic == POWERINFER_MAGIC else TENSOR_TYPES
     tensors = _read_tensors(cursor, tensor_count, types, _alignment(values.numbers))
-    return GgufHeader(file, magic, values.numbers, tensors, values.elements, values.texts, values.arrays)
+    return GgufHeader(
+        file,
+        magic,
+        values=values.numbers,
+        tensors=tensors,
+        elements=values.elements,
+        texts=values.texts,
+        arrays=values.arrays,
+    )
 
 
 class _Values:
@@ -190,7 +198,10 @@ def _read_tensors(
         entries[entry.name] = entry
     start = _padded(cursor.at, alignment)
     _check_end(cursor.size, start + end, alignment)
-    return {e.name: TensorEntry(e.name, e.type, e.shape, start + e.offset, e.size_bytes) for e in entries.values()}
+    return {
+        e.name: TensorEntry(e.name, e.type, e.shape, offset=start + e.offset, size_bytes=e.size_bytes)
+        for e in entries.values()
+    }
 
 
 def _read_tensor(cursor: Cursor, types: dict[int, tuple[str, int, int]]) -> TensorEntry:
@@ -209,7 +220,9 @@ def _read_tensor(cursor: Cursor, types: dict[int, tuple[str, int, int]]) -> Tens
         elements *= size
     if elements == 0 or sizes[0] % block:
         raise HeaderError(f"{shown(name)} has dimensions {list(sizes)}, which {type_name} cannot have")
-    return TensorEntry(name, type_name, sizes[::-1], offset, elements // block * block_bytes)
+    return TensorEntry(
+        name, type=type_name, shape=sizes[::-1], offset=offset, size_bytes=elements // block * block_bytes
+    )
 
 
 def _padded(position: int, alignment: int) -> int:

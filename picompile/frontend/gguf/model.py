@@ -76,7 +76,9 @@ class GgufModel:
         self._architecture = read_text(header, "general.architecture") or ""
         self._processor = processor_for(self._architecture, config)
         layers = next(config[key] for key in ("num_hidden_layers", "n_layer") if key in config)
-        self._names = map_names(header, self._architecture, layers, parameters, self._processor)
+        self._names = map_names(
+            header, architecture=self._architecture, layers=layers, parameters=parameters, processor=self._processor
+        )
         sources = sources_by_parameter(header, self._names)
         self.tensors: Mapping[str, GgufTensor] = {
             name: self._describe(entries, parameters.get(name)) for name, entries in sources.items()
@@ -169,7 +171,7 @@ class GgufModel:
         if not plain and expected is not None and elements == math.prod(expected) and self._may_reshape(entry):
             shape = expected
         stored = entry.type if plain and entry.type in PLAIN else "F32"
-        return GgufTensor(self.header.file, stored, tuple(shape), entry.type, sources)
+        return GgufTensor(self.header.file, dtype=stored, shape=tuple(shape), type=entry.type, sources=sources)
 
     def _may_reshape(self, entry: TensorEntry) -> bool:
         """Return whether a processor makes another shape: rows for columns, one dimension more, two matrices in one."""

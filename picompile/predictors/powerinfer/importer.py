@@ -138,7 +138,7 @@ def import_predictors(
         layers = _layers(shapes, computes_above(source.threshold))
         with progress.step("write"):
             described = {"fingerprint": fingerprint, "name": model.name}
-            _write(place, layers, tensors, counts, described)
+            _write(place, layers, tensors, counts, model=described)
     return Imported(layers, len(counts))
 
 
@@ -248,7 +248,17 @@ def _layers(shapes: Shapes, threshold: float) -> tuple[LayerPredictor, ...]:
     for layer, parts in sorted(shapes.items()):
         (rank, hidden), (neurons, _) = parts["fc1"], parts["fc2"]
         parameters = rank * hidden + neurons * rank + neurons
-        layers.append(LayerPredictor(layer, "learned-relu", "stream", rank, threshold, parameters, 2 * parameters))
+        layers.append(
+            LayerPredictor(
+                layer,
+                kind="learned-relu",
+                input="stream",
+                rank=rank,
+                threshold=threshold,
+                parameters=parameters,
+                bytes_f16=2 * parameters,
+            )
+        )
     return tuple(layers)
 
 

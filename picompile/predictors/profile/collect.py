@@ -178,7 +178,7 @@ def run_pass(
     with progress.step(name, total) as advance:
         for number, segment in enumerate(chosen[first:], start=first):
             replace, finish = begin(segment, extra)
-            run_segment(segment, model.weights, states, loss, logits, advance, replace)
+            run_segment(segment, model.weights, states, observe=loss, nodes=logits, advance=advance, replace=replace)
             finish()
             if number + 1 < len(chosen):
                 directory.state.save(name, number + 1, states, extra)

@@ -65,7 +65,7 @@ def own_windows(
 
     with temporary_folder() as folder:
         artifact = folder / "artifact"
-        compile_lossless(model, artifact, window, progress, activation)
+        compile_lossless(model, output=artifact, context=window, progress=progress, activation=activation)
         with progress.step("text of the model's own", count) as advance:
             tokens = []
             for piece in _pieces(artifact, count, window, starts, seed):
@@ -131,7 +131,9 @@ def prepare(model: Path, options: ProfileOptions, progress: Progress) -> Profile
         without = "none of the model's own, since that would be too slow or too little"
         added = f"{own} tokens of the model's own" if own else without
         progress.say(f"no calibration text is given; it is {text.sources[0]}, and {added}")
-    return ProfileTask(model, options, facts, fingerprint(model, options.activation), text, own)
+    return ProfileTask(
+        model, options, facts, fingerprint=fingerprint(model, options.activation), text=text, own_tokens=own
+    )
 
 
 def check_profile_output(output: Path, task: ProfileTask) -> None:

@@ -110,7 +110,7 @@ def _profile(task: ProfileTask, output: Path, reserved: OutputPath, progress: Pr
     elif anything and not complete:
         progress.say(f"{output}: was begun with other inputs, and begins anew")
     try:
-        _ProfileRun(task, captured, config, directory, progress).run()
+        _ProfileRun(task, model=captured, config=config, directory=directory, progress=progress).run()
     except UnsupportedModelError:
         # A later run would fail in the same way.
         directory.discard()
@@ -186,7 +186,14 @@ class _ProfileRun:
         by, bound = self.task.options.by, self.task.options.accuracy_bound
         if bound is None or all(map(can_be_silent, blocks)):
             return {}, None
-        return ThresholdSearch(self.model, tokens.held_out.tolist(), by, bound, self.directory, self.progress).run()
+        return ThresholdSearch(
+            self.model,
+            windows=tokens.held_out.tolist(),
+            by=by,
+            accuracy_bound=bound,
+            directory=self.directory,
+            progress=self.progress,
+        ).run()
 
     def _layers(self, tokens: TextWindows, rules: Mapping[int, FiringRule]) -> None:
         options = self.task.options
@@ -202,7 +209,15 @@ class _ProfileRun:
 
         last = max(number for number, segment in enumerate(self.model.segments) if segment.blocks)
         windows = tokens.calibration.tolist()
-        run_pass(self.model, "layers", windows, begin, self.directory, self.progress, segments=last + 1)
+        run_pass(
+            self.model,
+            name="layers",
+            windows=windows,
+            begin=begin,
+            directory=self.directory,
+            progress=self.progress,
+            segments=last + 1,
+        )
 
     def _write(self, found: Sequence[LayerCollector]) -> None:
         for collector in found:

@@ -109,7 +109,13 @@ class ThresholdSearch:
     def _dense(self) -> dict[str, Any]:
         loss = WindowLoss(self.windows)
         histograms = run_pass(
-            self.model, "dense", self.windows, self._counting, self.directory, self.progress, loss=loss
+            self.model,
+            name="dense",
+            windows=self.windows,
+            begin=self._counting,
+            directory=self.directory,
+            progress=self.progress,
+            loss=loss,
         )
         counts = {layer: histogram.tolist() for layer, histogram in sorted(histograms.items())}
         found = {

@@ -216,7 +216,13 @@ def _checked(
     ):
         if found < least:
             raise UsageError(f"{name}: {found} tokens are too few; at least {least} are needed, or a smaller --window")
-    return TextWindows(cut_windows(calibration, window), cut_windows(tokens, window), names, held_out_name, library)
+    return TextWindows(
+        cut_windows(calibration, window),
+        held_out=cut_windows(tokens, window),
+        sources=names,
+        held_out_source=held_out_name,
+        library=library,
+    )
 
 
 def _least_tokens(window: int) -> int:

@@ -99,9 +99,12 @@ def _learned_candidates(
         if name not in starts:
             starts[name] = ReducedRankStart(data, firing.contribution, name, train)
         start = starts[name].of_rank(rank)
-        trained = fit(data, firing.contribution, name, start, settings, train)
+        trained = fit(data, firing.contribution, name, start, how=settings, train=train)
         # With few samples, training can end worse than it started.
-        found = [_measured_candidate(data, firing, name, rank, each.rounded(), test) for each in (trained, start)]
+        found = [
+            _measured_candidate(data, firing, name, rank, weights=each.rounded(), test=test)
+            for each in (trained, start)
+        ]
         return min(found, key=lambda each: each.curve.at(settings.recall).computed_share)
 
     name = settings.input
@@ -147,7 +150,7 @@ def _measured_candidate(
     parts = {"fc1": weights.fc1, "fc2": weights.fc2, "bias": weights.bias}
     count = sum(part.numel() for part in parts.values())
     stored = {key: part.half() for key, part in parts.items()}
-    return Candidate("learned", name, rank, count, measure_curve(blocks()), stored)
+    return Candidate("learned", input=name, rank=rank, parameters=count, curve=measure_curve(blocks()), weights=stored)
 
 
 # Spreads the shares of agreeing signs, which all lie around a half, over the bins of a curve.
@@ -164,7 +167,7 @@ def _sign_candidate(data: LayerData, firing: FiringLabels, test: slice) -> Candi
             # Agreeing minus differing columns is twice the share's distance from a half, times the columns.
             yield x @ signs.T * (SIGN_SCALE / 2 / data.hidden), firing.contribution[rows]
 
-    return Candidate("sign", None, None, 0, measure_curve(blocks()), {})
+    return Candidate("sign", input=None, rank=None, parameters=0, curve=measure_curve(blocks()), weights={})
 
 
 # A layer's result is one file, which appears whole or not at all.

@@ -117,7 +117,15 @@ def _trained_option(result: LayerResult, number: int, target: float, limits: Cho
         read = result.neurons * result.hidden // 16
     cost = read + point.computed_share * result.neurons * result.neuron_parameters
     excess = _excess(result, point, limits)
-    return PredictorChoice(result.layer, candidate.kind, number, point, candidate.parameters, cost, excess)
+    return PredictorChoice(
+        result.layer,
+        candidate.kind,
+        candidate=number,
+        point=point,
+        parameters=candidate.parameters,
+        cost=cost,
+        excess=excess,
+    )
 
 
 def _excess(result: LayerResult, point: CurvePoint, limits: ChoiceLimits) -> float:
@@ -130,14 +138,44 @@ def _lossless_option(result: LayerResult, limits: ChoiceLimits) -> PredictorChoi
     firing = result.candidates[0].curve.firing_share
     whole = result.neurons * result.neuron_parameters
     if result.decided_share is None:
-        point = CurvePoint(0.0, 1.0, 1.0, firing, 1.0, 1 / firing if firing else 1.0)
-        return PredictorChoice(result.layer, "none", None, point, 0, float(whole), _excess(result, point, limits))
+        point = CurvePoint(
+            0.0,
+            recall=1.0,
+            weighted_recall=1.0,
+            precision=firing,
+            computed_share=1.0,
+            computed_ratio=1 / firing if firing else 1.0,
+        )
+        return PredictorChoice(
+            result.layer,
+            kind="none",
+            candidate=None,
+            point=point,
+            parameters=0,
+            cost=float(whole),
+            excess=_excess(result, point, limits),
+        )
     share = result.decided_share
     ratio = share / firing if firing else 1.0
-    point = CurvePoint(0.0, 1.0, 1.0, firing / share if share else 1.0, share, ratio)
+    point = CurvePoint(
+        0.0,
+        recall=1.0,
+        weighted_recall=1.0,
+        precision=firing / share if share else 1.0,
+        computed_share=share,
+        computed_ratio=ratio,
+    )
     gating = result.neurons * result.hidden
     cost = gating + share * (whole - gating)
-    return PredictorChoice(result.layer, "exact", None, point, 0, cost, _excess(result, point, limits))
+    return PredictorChoice(
+        result.layer,
+        kind="exact",
+        candidate=None,
+        point=point,
+        parameters=0,
+        cost=cost,
+        excess=_excess(result, point, limits),
+    )
 
 
 def layer_entry(result: LayerResult, choice: PredictorChoice) -> LayerPredictor:
@@ -239,7 +277,9 @@ def assemble(
         if choice.candidate is not None
         for part in PARTS
     }
-    write_predictors(folder, layers, TensorsOnAccess(tensors), model, accuracy, curves(results))
+    write_predictors(
+        folder, layers, tensors=TensorsOnAccess(tensors), model=model, accuracy=accuracy, curves=curves(results)
+    )
     return load_predictors(folder)
 
 
@@ -298,5 +338,5 @@ def tighten(folder: Path, layers: Sequence[int]) -> Predictors | None:
         # The facts of the accuracy check are about the earlier choice, so they are left out.
         targets = {"targets": [tighter.targets[result.layer] for result in results]}
         with directory.publishing(reserved) as new:
-            assemble(new, results, tighter.choices(results), files, model, targets)
+            assemble(new, results, choices=tighter.choices(results), files=files, model=model, accuracy=targets)
     return load_predictors(folder)

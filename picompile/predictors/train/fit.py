@@ -55,7 +55,9 @@ class ReducedRankStart:
             centre = matrix @ self._mean + (0.0 if bias is None else bias) - (data.silent_at or 0.0)
             variance = None
         else:
-            matrix, centre, variance = _regression(data, contribution, name, train, self._mean, covariance)
+            matrix, centre, variance = _regression(
+                data, contribution, name, train, mean=self._mean, covariance=covariance
+            )
         values, vectors = torch.linalg.eigh(covariance)
         root = values.clamp_min(_LEAST_VARIANCE * float(values[-1].clamp_min(1e-30))).sqrt()
         self._whitened = (matrix @ vectors) * root
@@ -199,7 +201,7 @@ def fit(
         x = data.inputs(name, rows).to(how.device)
         weight = contribution[rows].to(how.device).float()
         with products_in_bf16(how.bf16):
-            gradients = _gradients(parts, x, weight, unit, how.silence)
+            gradients = _gradients(parts, x, contribution=weight, unit=unit, silence=how.silence)
         optimizer.step(gradients, _schedule((step + 1) / steps))
     return InitialPredictor(*(part.cpu() for part in parts))
 

@@ -292,7 +292,7 @@ class _TrainingRun:
     def _accuracy_check(self, selection: Selection) -> AccuracyCheck:
         windows = first_windows(self.profile.held_out(), self.options.check_tokens)
         weights, rules = self.captured.weights, self.profile.firing_rules
-        return AccuracyCheck(self.graph_module, weights, windows, rules, self.progress, selection.measured)
+        return AccuracyCheck(self.graph_module, weights, windows, rules, self.progress, known=selection.measured)
 
     def _assemble(
         self, folder: Path, results: list[LayerResult], selection: Selection, facts: dict[str, Any]
@@ -303,7 +303,7 @@ class _TrainingRun:
             "name": self.profile.model_name,
             "parameters": self.captured.facts.parameters,
         }
-        return assemble(folder, results, selection.choices(results), places, model, facts)
+        return assemble(folder, results, choices=selection.choices(results), files=places, model=model, accuracy=facts)
 
     def _discard(self) -> None:
         shutil.rmtree(self.directory.work / "tried", ignore_errors=True)

@@ -203,7 +203,7 @@ def compare(before: DumpGraph, after: DumpGraph) -> Comparison:
             changed[name] = change
     gone = set(removed)
     added = [name for name in after.nodes if name not in before.nodes or name in gone]
-    return Comparison(before, after, tuple(removed), tuple(added), changed)
+    return Comparison(before, after, removed=tuple(removed), added=tuple(added), changed=changed)
 
 
 def _renamed_symbols(before: DumpGraph, after: DumpGraph) -> dict[str, str]:

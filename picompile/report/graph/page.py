@@ -89,7 +89,9 @@ def _cells(side: Side) -> dict[int, list[Cell]]:
             change = change_text(side.comparison.changed[name])
         elif status == REMOVED:
             change = became_text(side.comparison, name)
-        found.setdefault(section, []).append(Cell(name, node_text(node), status, change, node.operator == "weight"))
+        found.setdefault(section, []).append(
+            Cell(name, text=node_text(node), status=status, change=change, is_weight=node.operator == "weight")
+        )
     return {section: sorted(cells, key=lambda cell: cell.is_weight) for section, cells in found.items()}
 
 

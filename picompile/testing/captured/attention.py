@@ -50,7 +50,9 @@ class AttentionWriter:
         q, k = self._scaled_late(q, k)
         merged = self._attended(q, k, v, name, layer)
         bias = self.style.attention.output_bias
-        return write_linear(self.w, self.style.attention.linear, merged, f"{name}.o_proj", self._hidden, bias=bias)
+        return write_linear(
+            self.w, style=self.style.attention.linear, x=merged, name=f"{name}.o_proj", outputs=self._hidden, bias=bias
+        )
 
     @property
     def _hidden(self) -> int:
@@ -113,7 +115,7 @@ class AttentionWriter:
 
     def _linear(self, x: Node, name: str, size: int) -> Node:
         attention = self.style.attention
-        return write_linear(self.w, attention.linear, x, name, size, bias=attention.qkv_bias)
+        return write_linear(self.w, style=attention.linear, x=x, name=name, outputs=size, bias=attention.qkv_bias)
 
     def _interleaved(self, fused: Node) -> tuple[Node, Node, Node]:
         """Falcon's: for each key head its queries, the key and the value side by side."""

@@ -49,7 +49,7 @@ class DecoderWriter:
         if self.style.final_norm:
             x = self._norm(x, "model.norm")
         if sizes.embedding:
-            x = write_linear(self.w, self.style.head, x, "model.project_out", sizes.embedding)
+            x = write_linear(self.w, style=self.style.head, x=x, name="model.project_out", outputs=sizes.embedding)
         if self.style.head_slice:
             # transformers keeps the logits of the last tokens, here of all.
             x = self.w.call(_aten.slice.Tensor, x, -2, 0, 2**63 - 1)
@@ -62,7 +62,7 @@ class DecoderWriter:
         x = self.w.call(_aten.embedding.default, table, self._ids())
         x = self._times(x, self.style.embedding_factor)
         if sizes.embedding:
-            x = write_linear(self.w, self.style.head, x, "model.project_in", sizes.hidden)
+            x = write_linear(self.w, style=self.style.head, x=x, name="model.project_in", outputs=sizes.hidden)
         x = write_position_embedding(self.w, self.style.positions, x)
         return (self._norm(x, "model.embed_norm") if self.style.embedding_norm else x), table
 
@@ -97,7 +97,7 @@ class DecoderWriter:
         return self.attention.write(x, f"{name}.self_attn", layer)
 
     def _feed_forward(self, x: Node, name: str) -> Node:
-        return write_ffn(self.w, self.style.ffn, x, f"{name}.mlp", self.style.sizes.ffn)
+        return write_ffn(self.w, style=self.style.ffn, x=x, name=f"{name}.mlp", neurons=self.style.sizes.ffn)
 
     def _times(self, x: Node, factor: float) -> Node:
         return x if factor == 1.0 else self.w.call(_aten.mul.Tensor, x, factor)
@@ -118,10 +118,12 @@ class DecoderWriter:
     def _head(self, x: Node, embedding: Node) -> Node:
         vocab = self.style.sizes.vocab
         if self.style.tied == "no" or self.style.head.product == "conv1d":
-            return write_linear(self.w, self.style.head, x, "lm_head", vocab, bias=self.style.head_bias)
+            return write_linear(
+                self.w, style=self.style.head, x=x, name="lm_head", outputs=vocab, bias=self.style.head_bias
+            )
         weight = embedding if self.style.tied == "one node" else self.w.builder.read("model.embed_tokens.weight")
         bias = self.w.parameter("lm_head.bias", vocab) if self.style.head_bias else None
-        return write_product(self.w, self.style.head, x, weight, bias)
+        return write_product(self.w, style=self.style.head, x=x, weight=weight, bias=bias)
 
     def _unbatched(self, logits: Node) -> Node:
         if self.style.batch == "none":

@@ -16,14 +16,18 @@ _LARGEST = 2**63 - 1
 def write_ffn(w: CaptureWriter, style: FfnStyle, x: Node, name: str, neurons: int) -> Node:
     """A block of `neurons` neurons on `x` […, n] → […, n]; OPT writes it for rows of tokens, whatever the batch."""
     inner = w.rows(x) if style.flat else x
-    hidden = _gated(w, style, inner, name, neurons) if style.gated else _plain(w, style, inner, name, neurons)
+    hidden = (
+        _gated(w, style, x=inner, name=name, neurons=neurons)
+        if style.gated
+        else _plain(w, style, x=inner, name=name, neurons=neurons)
+    )
     size = int(x.meta["val"].shape[-1])
-    result = write_linear(w, style.linear, hidden, f"{name}.down_proj", size, bias=style.down_bias)
+    result = write_linear(w, style=style.linear, x=hidden, name=f"{name}.down_proj", outputs=size, bias=style.down_bias)
     return w.like_rows_of(x, result) if style.flat else result
 
 
 def _plain(w: CaptureWriter, style: FfnStyle, x: Node, name: str, neurons: int) -> Node:
-    up = write_linear(w, style.linear, x, f"{name}.up_proj", neurons, bias=style.bias)
+    up = write_linear(w, style=style.linear, x=x, name=f"{name}.up_proj", outputs=neurons, bias=style.bias)
     return ACTIVATIONS[style.activation].write(w, up, style.threshold)
 
 
@@ -37,8 +41,8 @@ def _gated(w: CaptureWriter, style: FfnStyle, x: Node, name: str, neurons: int) 
 def _gate_and_up(w: CaptureWriter, style: FfnStyle, x: Node, name: str, neurons: int) -> list[Node]:
     if style.fused == "no":
         names = (f"{name}.gate_proj", f"{name}.up_proj")
-        return [write_linear(w, style.linear, x, each, neurons, bias=style.bias) for each in names]
-    fused = write_linear(w, style.linear, x, f"{name}.gate_up_proj", 2 * neurons, bias=style.bias)
+        return [write_linear(w, style=style.linear, x=x, name=each, outputs=neurons, bias=style.bias) for each in names]
+    fused = write_linear(w, style=style.linear, x=x, name=f"{name}.gate_up_proj", outputs=2 * neurons, bias=style.bias)
     if style.fused in ("interleaved", "strided"):
         return write_alternating(w, style.fused, fused)
     return write_parts(w, style.fused, fused, (neurons, neurons))
@@ -49,7 +53,7 @@ def write_linear(w: CaptureWriter, style: LinearStyle, x: Node, name: str, outpu
     inputs = int(x.meta["val"].shape[-1])
     shape = (inputs, outputs) if style.product == "conv1d" else (outputs, inputs)
     weight = w.parameter(f"{name}.weight", *shape)
-    return write_product(w, style, x, weight, w.parameter(f"{name}.bias", outputs) if bias else None)
+    return write_product(w, style, x, weight, bias=w.parameter(f"{name}.bias", outputs) if bias else None)
 
 
 def write_product(w: CaptureWriter, style: LinearStyle, x: Node, weight: Node, bias: Node | None) -> Node:

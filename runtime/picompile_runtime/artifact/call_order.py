@@ -114,7 +114,9 @@ class _OrderCheck:
         tensor = self._program.buffers[name]
         bounds = {"tokens": self._program.vocab, "positions": self._program.context, "slots": self._program.sequences}
         start, end = tensor.offset, tensor.offset + tensor.size_bytes
-        value = _BufferValue(name, start, end, "host", -1, tensor.dtype, name, bounds.get(name))
+        value = _BufferValue(
+            name, start, end, device="host", number=-1, dtype=tensor.dtype, source=name, below=bounds.get(name)
+        )
         self._arenas[self._program.memories["buffer", name]].write(start, end, value)
 
     def check(self, where: str) -> None:
@@ -296,7 +298,7 @@ def check_code(artifact: Artifact, library: HostLibrary) -> None:
     program, where = artifact.program, str(artifact.folder / PROGRAM)
     kernels = {"host": of_host, "accelerator": _accelerator_interfaces(artifact) if program.has_accelerator else {}}
     for device, table in kernels.items():
-        check_calls(program, device, table, numbers, where)
+        check_calls(program, device, kernels=table, numbers=numbers, where=where)
     check_order(program, kernels, where)
 
 

@@ -134,7 +134,9 @@ class BenchmarkRunner:
         call_s = np.array([seconds for _, seconds in engine.timing(lengths.function)])
         engine.stop_timing()
         speeds = np.concatenate([before, self._reader.read()])
-        return BenchmarkRound(prefill_s, decode_s, call_s, speeds, self._draft() if self._drafts else None)
+        return BenchmarkRound(
+            prefill_s, decode_s, call_s, bytes_per_s=speeds, drafting=self._draft() if self._drafts else None
+        )
 
     def _draft(self) -> DraftedTokens:
         self._engine.rewind(self._lengths.decode_depth)
@@ -224,7 +226,7 @@ def measure(
     if trace:
         trace(steps)
     of_decoding = [step for step in steps if step.function == lengths.function]
-    return _result(_Measurement(engine, lengths, rounds[1:], firing, of_decoding), engine.threads)
+    return _result(_Measurement(engine, lengths, rounds=rounds[1:], firing=firing, steps=of_decoding), engine.threads)
 
 
 @dataclass(frozen=True)
@@ -297,7 +299,7 @@ def _decode(measured: _Measurement) -> dict[str, Any]:
     # Several sequences read at most the sum of what each of them reads of a block, and no more than all of it.
     read = [_by_all(row, lengths.sequences) for row in firing]
     cached = lengths.decode_depth + (lengths.decode + 1) / 2
-    moved = step_bytes(measured.engine.artifact, lengths.function, read, cached, lengths.sequences)
+    moved = step_bytes(measured.engine.artifact, lengths.function, firing=read, cached=cached, rows=lengths.sequences)
     of_calls = np.array(moved) / lengths.sequences
     token_bytes, pairs = float(of_calls.sum()), zip(rounds, bandwidths, strict=True)
     shares = [token_bytes / speed * measured.tokens / each.decode_s for each, speed in pairs]
@@ -332,4 +334,4 @@ def _kernels(measured: _Measurement, of_calls: NDArray[np.float64]) -> Iterator[
             moved, seconds = float(of_calls[chosen].sum()), measured.seconds(device, chosen)
             is_known = device == "host" or not measured.on_gpu
             floor_s = moved / float(np.median(measured.bandwidths)) if is_known else None
-            yield KernelTime(name, device, int(chosen.sum()), moved, seconds, floor_s)
+            yield KernelTime(name, device, calls=int(chosen.sum()), bytes=moved, seconds=seconds, floor_s=floor_s)

@@ -175,7 +175,7 @@ def recorded(engine: Engine, function: str, run: Callable[[], object]) -> Traced
     end_ns = time.monotonic_ns()
     firing = engine.firing() if function == "decode" else []
     idle_rows = frozenset(row.part.stats_row for row in firing if row.computed_share == 0)
-    return TracedStep(function, begin_ns, end_ns, tuple(engine.spans(function)), idle_rows)
+    return TracedStep(function, begin_ns, end_ns, spans=tuple(engine.spans(function)), idle_rows=idle_rows)
 
 
 def chrome_trace(steps: Sequence[TracedStep]) -> dict[str, Any]:
@@ -198,12 +198,26 @@ def _process(device: str) -> dict[str, Any]:
 
 
 def _events(step: TracedStep, number: int, origin_ns: int) -> Iterator[dict[str, Any]]:
-    yield _event(step.function, "step", "host", (step.begin_ns, step.end_ns), origin_ns, {"step": number})
+    yield _event(
+        step.function,
+        category="step",
+        device="host",
+        span_ns=(step.begin_ns, step.end_ns),
+        origin_ns=origin_ns,
+        arguments={"step": number},
+    )
     for span in step.spans:
         call = span.call
         category = "wait" if call.op in WAITING_OPS else "compute"
         arguments = {"kernel": call.kernel, "layer": call.layer, "step": number}
-        yield _event(call.op, category, call.device, (span.begin_ns, span.end_ns), origin_ns, arguments)
+        yield _event(
+            call.op,
+            category,
+            call.device,
+            span_ns=(span.begin_ns, span.end_ns),
+            origin_ns=origin_ns,
+            arguments=arguments,
+        )
 
 
 def _event(

@@ -96,7 +96,11 @@ class Executor:
         host, self._accelerator_layout = host_layout(program, weights), AcceleratorLayout({})
         if self._accelerator is not None:
             self._accelerator_layout, shared = accelerator_layout(
-                program, self._accelerator, artifact.weights, artifact.tensors, weights
+                program,
+                accelerator=self._accelerator,
+                mapped=artifact.weights,
+                tensors=artifact.tensors,
+                of_host=weights,
             )
             self.unpinned_bytes = self._accelerator.unpinned_bytes
             of_host = {key: (shared, tensor.offset) for key, tensor in _shared_buffers(program).items()}
@@ -145,7 +149,9 @@ class Executor:
         wanted = {name: tensors[name] for name in weights_of(self._program, "host")}
         pins_memory = self._accelerator is not None and self._accelerator.pins_memory
         must_copy = bool(self._program.streamed) and pins_memory
-        self._weights, places = load_tensors(artifact.weights, wanted, threads, other_bytes, must_copy)
+        self._weights, places = load_tensors(
+            artifact.weights, tensors=wanted, threads=threads, other_bytes=other_bytes, must_copy=must_copy
+        )
         return {name: (self._weights, place) for name, place in places.items()}
 
     def _bind_accelerator(self, function: str) -> Any:
@@ -295,7 +301,9 @@ class Executor:
         if self._abandoned[0]:
             calls, step = self._program.functions[function], int(self._step[3])
             distance_bytes = self._program.buffers["flags"].offset - self._program.buffers["abandoned"].offset
-            reason = step_timeout(calls, step, self.buffers["flags"], self._abandoned, distance_bytes)
+            reason = step_timeout(
+                calls, step, flags=self.buffers["flags"], abandoned=self._abandoned, distance_bytes=distance_bytes
+            )
             raise KernelError(f"{function}: step timeout: {reason}")
 
     @property

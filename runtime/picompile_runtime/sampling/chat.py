@@ -138,7 +138,15 @@ class Conversation:
         if params.seed is not None:
             params = replace(params, seed=(params.seed + self._answers) % _SEEDS)
         options = replace(self.options, params=params)
-        answer = ChatAnswer(self._engine, self._tokenizer, messages, ids, reused, options, start_s)
+        answer = ChatAnswer(
+            self._engine,
+            tokenizer=self._tokenizer,
+            messages=messages,
+            prompt_tokens=ids,
+            reused_tokens=reused,
+            options=options,
+            start_s=start_s,
+        )
         self._before, self._messages, self._answer = self._messages, messages, answer
         self._answers += 1
         return answer

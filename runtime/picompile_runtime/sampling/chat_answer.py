@@ -46,7 +46,7 @@ class ChatOptions:
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
-            whole_number("max_tokens", self.max_tokens, 1, 2**63 - 1, "1 or more")
+            whole_number("max_tokens", value=self.max_tokens, least=1, most=2**63 - 1, must="1 or more")
 
 
 @dataclass(frozen=True)
@@ -153,11 +153,11 @@ class ChatAnswer(Iterator[str]):
         self._wait_s = time.perf_counter() - self._start_s
         self._generation = generation = generate(
             self._engine,
-            self._tokenizer,
-            self.prompt_tokens,
-            self._options.params,
-            self._options.max_tokens,
-            self._tokenizer.chat_stops,
+            tokenizer=self._tokenizer,
+            prompt=self.prompt_tokens,
+            params=self._options.params,
+            max_tokens=self._options.max_tokens,
+            stop=self._tokenizer.chat_stops,
             reused_tokens=self.read_tokens,
             draft=self._options.draft,
         )

@@ -76,7 +76,7 @@ def generate(
     if not tokens:
         raise RequestError("the prompt is empty, and this model has no token that begins a text; give a prompt")
     if max_tokens is not None:
-        max_tokens = whole_number("max_tokens", max_tokens, 1, 2**63 - 1, "1 or more")
+        max_tokens = whole_number("max_tokens", value=max_tokens, least=1, most=2**63 - 1, must="1 or more")
     if not isinstance(tokenizer, Tokenizer):
         raise RequestError(f"a text is made by a Tokenizer, not by {shown(tokenizer)}")
     speculation = speculate(draft, engine.most_checked)
@@ -84,13 +84,13 @@ def generate(
     reused_tokens = _reused(reused_tokens, len(tokens), engine, keep_position)
     made = Generation(
         engine,
-        StreamDecoder(tokenizer),
-        tokens,
-        params or SamplingParams(),
-        max_tokens,
-        StopFinder(stop),
-        reused_tokens,
-        speculation,
+        decoder=StreamDecoder(tokenizer),
+        prompt_tokens=tokens,
+        params=params or SamplingParams(),
+        max_tokens=max_tokens,
+        stop=StopFinder(stop),
+        reused_tokens=reused_tokens,
+        speculation=speculation,
     )
     if not keep_position:  # last, so that a rejected request changes nothing
         engine.rewind(reused_tokens)
@@ -101,7 +101,7 @@ def _reused(reused_tokens: int, prompt_tokens: int, engine: Engine, keep_positio
     """Return how many tokens of the prompt are not read again, or raise RequestError."""
     most = 0 if keep_position else min(prompt_tokens - 1, engine.position)
     must = "" if most else "0: with keep_position, or nothing read before, there is nothing to reuse"
-    return whole_number("reused_tokens", reused_tokens, 0, most, must)
+    return whole_number("reused_tokens", value=reused_tokens, least=0, most=most, must=must)
 
 
 class Generation(Iterator[str]):

@@ -160,14 +160,14 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         real_number("temperature", self.temperature, lambda value: value >= 0, "0 or more")
-        whole_number("top_k", self.top_k, 0, _MOST, "0 (off) or a positive integer")
+        whole_number("top_k", value=self.top_k, least=0, most=_MOST, must="0 (off) or a positive integer")
         real_number("top_p", self.top_p, lambda value: 0 < value <= 1, "above 0 and at most 1")
         real_number("min_p", self.min_p, lambda value: 0 <= value <= 1, "from 0 to 1")
         least, most = _PENALTIES
         must = f"from {least:f} to {most:.0f}"
         real_number("repetition_penalty", self.repetition_penalty, lambda value: least <= value <= most, must)
         if self.seed is not None:
-            whole_number("seed", self.seed, 0, _MOST, "a whole number from 0 to 2^128 - 1")
+            whole_number("seed", value=self.seed, least=0, most=_MOST, must="a whole number from 0 to 2^128 - 1")
         must = f"from -{_MOST_PENALTY:.0f} to {_MOST_PENALTY:.0f}"
         for name in ("presence_penalty", "frequency_penalty"):
             real_number(name, getattr(self, name), lambda value: abs(value) <= _MOST_PENALTY, must)
@@ -187,7 +187,7 @@ def _checked_bias(bias: object) -> Mapping[int, float]:
     must = f"from -{_MOST_BIAS:.0f} to {_MOST_BIAS:.0f}"
     return _CheckedBias(
         {
-            whole_number("a token of logit_bias", token, 0, 2**31 - 1, "a token id"): real_number(
+            whole_number("a token of logit_bias", value=token, least=0, most=2**31 - 1, must="a token id"): real_number(
                 f"the logit_bias of token {token}", value, lambda value: abs(value) <= _MOST_BIAS, must
             )
             for token, value in bias.items()
@@ -207,10 +207,10 @@ class Sampler:
         self._vocab = whole_number("the vocabulary", vocab, 1, 2**31 - 1)
         self._changes = ScoreChanges(
             self._vocab,
-            params.logit_bias,
-            params.repetition_penalty,
-            params.presence_penalty,
-            params.frequency_penalty,
+            bias=params.logit_bias,
+            repetition=params.repetition_penalty,
+            presence=params.presence_penalty,
+            frequency=params.frequency_penalty,
         )
 
     def observe(self, ids: Sequence[int] | NDArray[Any]) -> None:

@@ -76,11 +76,11 @@ def _reply(
     assemblers = [TextAssembler(model.tokenizer, stops, shown=shown) for _ in asked]
     return Reply(
         "chatcmpl-",
-        "chat.completion.chunk" if body.stream else "chat.completion",
-        model,
-        [AnswerProgress(model, each, text) for each, text in zip(asked, assemblers, strict=True)],
-        request.app.state.metrics,
-        body,
+        kind="chat.completion.chunk" if body.stream else "chat.completion",
+        model=model,
+        answers=[AnswerProgress(model, each, text) for each, text in zip(asked, assemblers, strict=True)],
+        metrics=request.app.state.metrics,
+        body=body,
     )
 
 

@@ -53,12 +53,12 @@ async def _requests(body: CompletionBody, model: ServedModel, prompts: Sequence[
     return [
         ServingRequest(
             ids,
-            with_index(params, index),
-            body.most_tokens,
-            max(tops, default=None),
-            with_prompt,
-            bool(body.ignore_eos),
-            grammar,
+            params=with_index(params, index),
+            max_tokens=body.most_tokens,
+            top_log_probabilities=max(tops, default=None),
+            with_prompt=with_prompt,
+            ignore_end=bool(body.ignore_eos),
+            grammar=grammar,
         )
         for ids in [np.array(prompt.ids, np.int32) for prompt in prompts]  # shared by the prompt's answers
         for index in range(body.answers)
@@ -70,7 +70,9 @@ def _reply(body: CompletionBody, model: ServedModel, asked: Sequence[ServingRequ
         AnswerProgress(model, each, TextAssembler(model.tokenizer, body.stops, each.prompt), keeps_end=True)
         for each in asked
     ]
-    return Reply("cmpl-", "text_completion", model, answers, request.app.state.metrics, body)
+    return Reply(
+        "cmpl-", kind="text_completion", model=model, answers=answers, metrics=request.app.state.metrics, body=body
+    )
 
 
 @dataclass

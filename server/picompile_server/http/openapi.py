@@ -61,25 +61,38 @@ OPERATIONS = (
     Operation("/v1/models/{model}", "One model", schemas.ModelSchema, errors=(*_ANY, 404, 503)),
     Operation(
         "/v1/completions",
-        "Continue prompts",
-        schemas.CompletionSchema,
-        CompletionBody,
-        (*_POST, 429),
+        summary="Continue prompts",
+        answer=schemas.CompletionSchema,
+        body=CompletionBody,
+        errors=(*_POST, 429),
         is_streamed=True,
     ),
     Operation(
         "/v1/chat/completions",
-        "Write the next message of a chat",
-        schemas.ChatCompletionSchema,
-        ChatBody,
-        (*_POST, 429),
+        summary="Write the next message of a chat",
+        answer=schemas.ChatCompletionSchema,
+        body=ChatBody,
+        errors=(*_POST, 429),
         is_streamed=True,
     ),
     Operation(
-        "/v1/responses", "Make a response", schemas.ResponseSchema, ResponseBody, (*_POST, 429), is_streamed=True
+        "/v1/responses",
+        summary="Make a response",
+        answer=schemas.ResponseSchema,
+        body=ResponseBody,
+        errors=(*_POST, 429),
+        is_streamed=True,
     ),
-    Operation("/tokenize", "Cut a text into tokens", schemas.TokensSchema, TokenizeBody, _POST),
-    Operation("/detokenize", "Turn tokens into text", schemas.DetokenizedSchema, DetokenizeBody, _POST),
+    Operation(
+        "/tokenize", summary="Cut a text into tokens", answer=schemas.TokensSchema, body=TokenizeBody, errors=_POST
+    ),
+    Operation(
+        "/detokenize",
+        summary="Turn tokens into text",
+        answer=schemas.DetokenizedSchema,
+        body=DetokenizeBody,
+        errors=_POST,
+    ),
 )
 
 

@@ -34,7 +34,7 @@ async def create_response(request: Request) -> Response:
     grammar = await grammar_of(fields, model)
     asked = ServingRequest(ids, sampling_params(fields, model), body.max_output_tokens, grammar=grammar)
     progress = AnswerProgress(model, asked, TextAssembler(model.tokenizer, model.tokenizer.chat_stops))
-    reply = Reply("", "", model, [progress], request.app.state.metrics, fields)
+    reply = Reply("", kind="", model=model, answers=[progress], metrics=request.app.state.metrics, body=fields)
     writer = _ResponseWriter(body, reply, asked)
     return await deliver(request, reply.start(), writer, body.stream)
 

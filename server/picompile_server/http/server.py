@@ -164,7 +164,9 @@ class _Loader:
         scheduling = SchedulerOptions(max_waiting=options.max_waiting, reread=options.reread, draft=options.draft)
         try:
             for name, folder in options.models.items():
-                model = load_model(name, folder, options.threads, options.replan, scheduling, options.kv_bytes)
+                model = load_model(
+                    name, folder, options.threads, options.replan, options=scheduling, kv_bytes=options.kv_bytes
+                )
                 try:
                     loop.call_soon_threadsafe(self._add, model)
                 except RuntimeError:  # the server has ended meanwhile

@@ -54,7 +54,9 @@ class RaiseAttention(Pass):
                 spans[key] = read_mask(mask_forms, node, mask, is_causal)
             span = spans[key]
             slopes = None if span.slopes is None else constants.get("slopes", span.slopes, values["attn_mask"])
-            _emit(rewriter, node, layer, [span.window, *([] if slopes is None else [0.0, slopes])], repeat)
+            _emit(
+                rewriter, node, layer, options=[span.window, *([] if slopes is None else [0.0, slopes])], repeat=repeat
+            )
 
 
 def _emit(rewriter: Rewriter, node: Node, layer: int, options: list[Any], repeat: int) -> None:

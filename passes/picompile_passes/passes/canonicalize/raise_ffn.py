@@ -175,7 +175,11 @@ def _block_of(forms: Forms, down: Node, hidden: Node) -> _RaisedFfn | None:
 
 def _plain(forms: Forms, down: Node, hidden: Node, x: Any) -> _RaisedFfn | None:
     activated = _activated(forms, hidden)
-    return None if activated is None else _RaisedFfn(x, None, activated[0], down, activated[1], "identity")
+    return (
+        None
+        if activated is None
+        else _RaisedFfn(x, gate=None, up=activated[0], down=down, activation=activated[1], up_activation="identity")
+    )
 
 
 def _gated(forms: Forms, down: Node, hidden: Node, x: Any) -> _RaisedFfn | None:
@@ -188,7 +192,7 @@ def _gated(forms: Forms, down: Node, hidden: Node, x: Any) -> _RaisedFfn | None:
     if first is None or second is None:
         return None
     gate, up = (second, first) if first[1] == "identity" else (first, second)
-    return _RaisedFfn(x, gate[0], up[0], down, gate[1], up[1])
+    return _RaisedFfn(x, gate=gate[0], up=up[0], down=down, activation=gate[1], up_activation=up[1])
 
 
 def _activated(forms: Forms, node: Node) -> tuple[Projection, str] | None:

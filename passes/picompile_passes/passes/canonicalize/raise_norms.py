@@ -47,12 +47,20 @@ class RaiseNorms(Pass):
             values = arguments(node)
             eps = torch.finfo(torch.float32).eps if values["eps"] is None else values["eps"]
             if len(values["normalized_shape"]) == 1:
-                _emit_rms_norm(rewriter, node, values["input"], values["weight"], eps, (node,))
+                _emit_rms_norm(rewriter, node, x=values["input"], weight=values["weight"], eps=eps, sources=(node,))
         for node in calls(rewriter.graph, _aten.layer_norm.default):
             values = arguments(node)
             if len(values["normalized_shape"]) == 1:
                 vectors = (values["weight"], values["bias"])
-                new = _normalized(rewriter, LAYER_NORM, node, values["input"], vectors, values["eps"], (node,))
+                new = _normalized(
+                    rewriter,
+                    op=LAYER_NORM,
+                    node=node,
+                    x=values["input"],
+                    vectors=vectors,
+                    eps=values["eps"],
+                    sources=(node,),
+                )
                 rewriter.replace(node, new)
 
 
@@ -65,7 +73,7 @@ def _raise_written_out(rewriter: Rewriter, anchor: Node, constant: frozenset[Nod
         if weight is None:
             _emit_weighted(rewriter, normed, x, eps, constant)
         else:
-            _emit_rms_norm(rewriter, normed, x, weight, eps, (anchor, normed))
+            _emit_rms_norm(rewriter, node=normed, x=x, weight=weight, eps=eps, sources=(anchor, normed))
 
 
 def _normed(anchor: Node, x: Node, constant: frozenset[Node]) -> Iterator[tuple[Node, Node | None]]:
@@ -143,9 +151,9 @@ def _emit_weighted(rewriter: Rewriter, normed: Node, x: Node, eps: float, consta
     """Emits the norm for `normed` = x · rsqrt(…), with the weight that all its uses multiply it by, or with ones."""
     products = [(product, other) for product, other in _products(normed) if _is_weight(other, x, constant)]
     for product, weight in products:
-        _emit_rms_norm(rewriter, product, x, weight, eps, (normed, product))
+        _emit_rms_norm(rewriter, node=product, x=x, weight=weight, eps=eps, sources=(normed, product))
     if len(products) < len(normed.users):
-        _emit_rms_norm(rewriter, normed, x, None, eps, (normed,))
+        _emit_rms_norm(rewriter, node=normed, x=x, weight=None, eps=eps, sources=(normed,))
 
 
 def _emit_rms_norm(
@@ -153,11 +161,18 @@ def _emit_rms_norm(
 ) -> None:
     centered = _centered(x)
     if centered is not None:
-        rewriter.replace(node, _normalized(rewriter, LAYER_NORM, node, centered, (weight, None), eps, sources))
+        rewriter.replace(
+            node,
+            _normalized(
+                rewriter, op=LAYER_NORM, node=node, x=centered, vectors=(weight, None), eps=eps, sources=sources
+            ),
+        )
         return
     if weight is None:
         weight = rewriter.constant("ones", torch.ones(int(x.meta["val"].shape[-1])), sources=sources)
-    rewriter.replace(node, _normalized(rewriter, RMS_NORM, node, x, (weight,), eps, sources))
+    rewriter.replace(
+        node, _normalized(rewriter, op=RMS_NORM, node=node, x=x, vectors=(weight,), eps=eps, sources=sources)
+    )
 
 
 def _normalized(

@@ -91,7 +91,7 @@ def read_rotation(form: Form, columns: int, heads: int) -> Rotation | None:
         return None
     first, second = halves
     order = torch.cat(halves)
-    rotation = Rotation(own[:, order].flatten(), order, factor, cosine[:, 0, first], -sine[:, 0, first])
+    rotation = Rotation(own[:, order].flatten(), order, factor, cosine=cosine[:, 0, first], sine=-sine[:, 0, first])
     expected = _rebuilt(rotation, own, first, second)
     return rotation if _agrees(expected, _RotationParts(own, other, cosine, sine)) else None
 

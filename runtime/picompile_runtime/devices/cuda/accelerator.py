@@ -401,7 +401,9 @@ class CudaAccelerator:
             check_arguments(launch, len(addresses), name)
             arguments = tuple(addresses[index] for index in launch.args)
             sizes = tuple(views[index].tensor.size_bytes for index in launch.args)
-            yield BoundLaunch(name, launch, self._module.function(launch.symbol), arguments, sizes)
+            yield BoundLaunch(
+                name, launch, function=self._module.function(launch.symbol), addresses=arguments, sizes=sizes
+            )
 
     def _copy(self, name: str, views: Sequence[ArgumentView]) -> BoundCopy:
         source, target = self._images.copies[name]
@@ -412,7 +414,7 @@ class CudaAccelerator:
         if address is None or given.tensor.size_bytes != size:
             raise ArtifactError(f"kernel {name}: it copies {size} bytes of the host's memory, and is given others")
         buffers = given.memory.buffers if isinstance(given.memory, UnpinnedMemory) else None
-        return BoundCopy(name, address, view_address(name, views[target]), size, buffers)
+        return BoundCopy(name, source=address, target=view_address(name, views[target]), size=size, buffers=buffers)
 
     def _does_not_fit(self, size_bytes: int, purpose: str) -> DoesNotFitError:
         needed, free = in_units(size_bytes, self._driver.free_bytes())

@@ -117,7 +117,11 @@ def _captured(
     stream, copies = streams
     try:
         with ExitStack() as events:
-            fork = None if copies is None else _Fork(driver, nodes, (stream, copies), bounced, events)
+            fork = (
+                None
+                if copies is None
+                else _Fork(driver, nodes, streams=(stream, copies), bounced=bounced, events=events)
+            )
             driver.call("cuStreamBeginCapture_v2", stream, _CAPTURE_RELAXED)
             try:
                 if fork is not None and fork.has_copies:
