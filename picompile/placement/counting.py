@@ -74,7 +74,8 @@ def count_bytes(
 def shape_bytes(name: str, config: Mapping[str, Any], packing: Packing, firing: Firing | None = None) -> ModelBytes:
     """Return the bytes and launches of the model that a config.json of these contents describes.
 
-    They are counted on its first two layers: all layers but the first, behind the embedding, are alike.
+    They are counted on three of its layers: all but the first, behind the embedding, and the last, whose norm may belong
+    to the head, are alike.
 
     Raises as `count_bytes` does, `UnsupportedModelError` for a config that cannot be captured, and `UsageError` for a
     context that is longer than it allows.
@@ -87,14 +88,14 @@ def shape_bytes(name: str, config: Mapping[str, Any], packing: Packing, firing: 
     limit = config.get("max_position_embeddings")
     if isinstance(limit, int) and packing.context > limit:
         raise UsageError(f"a context of {packing.context} tokens is more than the model's {limit} positions")
-    kept = min(layers, 2)
+    kept = min(layers, 3)
     canonical = config_graph(name, shortened(config, layers, kept))
     counted = graph_bytes(name, canonical, packing, insert=None, firing=firing, more=layers - kept)
     # Of what is not in layers only the statistics grow with their number: two int64 each.
     statistics = align(16 * layers) - align(16 * kept)
     return replace(
         counted,
-        layers=counted.layers + counted.layers[1:] * (layers - kept),
+        layers=counted.layers[:2] + counted.layers[1:2] * (layers - kept) + counted.layers[2:],
         workspace_bytes=counted.workspace_bytes + statistics,
     )
 
