@@ -80,8 +80,7 @@ def bind(value: Expr) -> Expr:
 def intrinsic(dtype: str, name: str, *values: Expr) -> Expr:
     """One of LLVM's functions.
 
-    TVM is not told that they are pure, as all of them are: it would put sums into one another wherever they are used,
-    and simplify all of that again and again, which for a feed-forward block of q4 takes half of the compilation.
+    TVM is not told that they are pure, as all of them are, and leaves what they are given as it is written.
     """
     return tirx.call_llvm_intrin(dtype, name, *values)
 
