@@ -180,7 +180,7 @@ def test_recall_and_thresholds_are_by_the_measure_of_the_profile(tmp_path: Path)
         "check_tokens": 256,
         "context": 64,
     }
-    lines = _compared(tmp_path / "artifact", model, accuracy=1.0, **options)["lines"]
+    lines = _compared(tmp_path / "artifact", model, checkpoint_bound=1.0, **options)["lines"]
     (layer,) = json.loads((tmp_path / "artifact" / "report.json").read_text())["accuracy"]["layers"]
     assert layer["firing_share"] == pytest.approx(profile.layers[0].firing_share, abs=0.1)
     # By magnitude, at this threshold, as many of the short rows' neurons would fire as of the long ones'.

@@ -27,7 +27,8 @@ def test_both_command_lines_take_every_option(monkeypatch: pytest.MonkeyPatch) -
     parsed = vars(_parser().parse_args(["build/tiny"]))
     parameters = inspect.signature(takes_options(serve_command)).parameters
     for key, option in SERVE_OPTIONS.items():
-        assert parsed[key] == (False if option.kind is bool else option.default)
+        unset = [] if option.repeated else False if option.kind is bool else option.default
+        assert parsed[key] == unset
         assert parameters[key].default == (parsed[key] or None if option.repeated else parsed[key])
     assert set(parameters) == {"artifact", *SERVE_OPTIONS}
     monkeypatch.delenv("PICOMPILE_API_KEY", raising=False)
