@@ -74,8 +74,8 @@ def count_bytes(
 def shape_bytes(name: str, config: Mapping[str, Any], packing: Packing, firing: Firing | None = None) -> ModelBytes:
     """Return the bytes and launches of the model that a config.json of these contents describes.
 
-    They are counted on three of its layers: all but the first, behind the embedding, and the last, whose norm may belong
-    to the head, are alike.
+    They are counted on three of its layers. All but the first, behind the embedding, and the last, whose norm may
+    belong to the head, are alike.
 
     Raises as `count_bytes` does, `UnsupportedModelError` for a config that cannot be captured, and `UsageError` for a
     context that is longer than it allows.
