@@ -246,7 +246,7 @@ def test_text_of_the_library_and_of_the_model_itself(
     # It was compiled before, with a context of one window.
     monkeypatch.setattr(
         "picompile.predictors.profile.prepare.compile_lossless",
-        lambda _, output, *more: shutil.copytree(tiny_artifact, output),
+        lambda _, output, **more: shutil.copytree(tiny_artifact, output),
     )
     said = Mock(wraps=NoProgress())
     options = ProfileOptions(tokens=2048, samples=16, window=WINDOW, held_out_tokens=200)

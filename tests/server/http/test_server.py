@@ -106,9 +106,9 @@ import sys, threading, time
 from picompile_server import model
 from picompile_server.http import server
 load = server.load_model
-def slowly(*arguments):
+def slowly(*arguments, **named):
     sys.stdin.readline()
-    return load(*arguments)
+    return load(*arguments, **named)
 server.load_model = slowly
 from picompile_server.main import main
 sys.exit(main(sys.argv[1:]))
