@@ -80,7 +80,7 @@ class BenchedModel:
 
 @dataclass
 class _Ended:
-    """How a program ended: why it has no more rows, and the most of the GPU's memory that it was found to hold."""
+    """The end of a program says why it has no more rows, and the most of the GPU's memory that it was found to hold."""
 
     reason: str | None = None
     taken_bytes: int | None = None

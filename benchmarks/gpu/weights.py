@@ -42,7 +42,7 @@ _BLOCK_ELEMENTS = 2**22
 _PART_BYTES, _WRITERS, _ALIGNMENT, _GGUF_ALIGNMENT = 2**26, 8, 64, 32
 _DTYPES = {"uint8": "U8", "float32": "F32"}
 _VARIANTS = 3
-# Of whole numbers from -7 to 7, all equally likely.
+# This is the deviation of whole numbers from -7 to 7, all equally likely.
 _NIBBLE_DEVIATION = (sum(i * i for i in range(-7, 8)) / 15) ** 0.5
 # Of all times that neurons fire, what the hottest 26 % of them have.
 _POWER = math.log(0.80) / math.log(0.26)

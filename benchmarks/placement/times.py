@@ -57,7 +57,7 @@ def of_size(shape: str, curve: str, times: int) -> PlacementTask:
 
 
 def placed_bytes(model: ModelBytes) -> int:
-    """All that could be on the accelerator."""
+    """Return the bytes of all that could be on the accelerator."""
     layers = sum(
         fixed_bytes(layer, ALL_ON_ACCELERATOR)[0] + group_count(layer.neurons) * group_bytes(layer)
         for layer in model.layers

@@ -13,14 +13,14 @@ _WIDTH = 130
 _HEADINGS = ("perplexity", "change", "95 %", "adds", "KL, nats", "95 %", "adds", "same top")
 
 
-def reported(artifact: Path, what: str) -> dict[str, Any] | None:
-    """Return an object of the artifact's report; None if it has none of this name, or cannot be read."""
+def reported(artifact: Path) -> dict[str, dict[str, Any]]:
+    """Return the objects of the artifact's report by name; none if the report cannot be read."""
     try:
         report = json.loads((artifact / "report.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None
-    found = report.get(what) if isinstance(report, dict) else None
-    return found if isinstance(found, dict) else None
+        return {}
+    fields = report if isinstance(report, dict) else {}
+    return {name: value for name, value in fields.items() if isinstance(value, dict)}
 
 
 def show_comparison(comparison: Mapping[str, Any]) -> None:

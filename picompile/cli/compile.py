@@ -58,7 +58,7 @@ def compile_command(
     with parents_of(output), progress() as shown:
         compile_model(model, output, options, shown)
     print(_summary(output))
-    if (comparison := reported(output, "checkpoint_accuracy")) is not None:
+    if (comparison := reported(output).get("checkpoint_accuracy")) is not None:
         show_comparison(comparison)
 
 

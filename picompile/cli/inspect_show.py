@@ -124,6 +124,7 @@ def collect(folder: Path) -> dict[str, Any]:
     """Return everything that `inspect --json` prints. Raise `ArtifactError`."""
     manifest = read_manifest(folder)
     program, tensors = _program(folder)
+    report = reported(folder)
     return {
         "artifact": str(folder),
         "model": dict(manifest.model),
@@ -149,7 +150,7 @@ def collect(folder: Path) -> dict[str, Any]:
             for part in program.ffn
         ],
         "parts": _parts(program, str(folder / "program.json")),
-        **{what: reported(folder, what) for what in _REPORTED},
+        **{what: report.get(what) for what in _REPORTED},
     }
 
 

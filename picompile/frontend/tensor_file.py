@@ -33,9 +33,7 @@ def opened(
 
 
 @contextmanager
-def explaining(
-    file: Path, what: str = "truncated or damaged", kind: type[PicompileError] = UnsupportedModelError
-) -> Iterator[None]:
+def explaining(file: Path, what: str, kind: type[PicompileError] = UnsupportedModelError) -> Iterator[None]:
     """Raise `kind` where the block cannot read the file, or make anything of its content; `what` says so."""
     try:
         yield

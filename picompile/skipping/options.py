@@ -1,4 +1,4 @@
-"""Where a model can skip neurons, and how much text shows what they do."""
+"""The options of skipping say where a model can skip neurons, and how much text shows what they do."""
 
 from picompile.errors import UsageError
 

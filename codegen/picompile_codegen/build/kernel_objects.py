@@ -64,7 +64,7 @@ def keep_on_stack(function: Any, *_: Any) -> Any:
         return var if buffer is None else tirx.BufferLoad(buffer, [0])
 
     def flatten(sequence: Any) -> Any:
-        # What a sequence within a sequence declares ends with it.
+        # Declarations end with their sequence, so those of a nested one move into the one around it.
         inner = (statement if isinstance(statement, tirx.SeqStmt) else [statement] for statement in sequence)
         return tirx.SeqStmt([statement for statements in inner for statement in statements])
 

@@ -13,6 +13,7 @@ the CPU's cache for the next, and many tokens share the work on the gate and up 
 every neuron is computed, a few tokens share the work on each weight.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tvm import tirx
@@ -114,17 +115,29 @@ def _compute_all(arguments: FfnArguments, vectors: TokenVectors, slices: Slices,
 
 
 def _compute_above_limits(arguments: FfnArguments, vectors: TokenVectors, slices: Slices, tokens: Expr) -> None:
-    """Compute every neuron of each token by itself: each adds rows of down of its own, in the groups that it has alone.
+    """Compute every neuron of each token by itself: each adds rows of down in the groups that it has alone."""
+    _compute_by_token(arguments, vectors, slices, tokens, neurons_of=lambda _: None)
 
-    A slice of one token is followed by the same slice of the next, which finds its rows in the cache.
+
+def _compute_by_token(
+    arguments: FfnArguments,
+    vectors: TokenVectors,
+    slices: Slices,
+    tokens: Expr,
+    neurons_of: Callable[[Expr], NeuronList | None],
+) -> None:
+    """Compute `neurons_of(token)` of each token, or every neuron where that is None.
+
+    A slice of one token is followed by the same slice of the next, which finds its neurons' rows in the cache.
     """
     with parallel(tokens * SLICES) as index:
         number = bind(index // tokens)
         token = bind(index - number * tokens)
+        listed = neurons_of(token)
         compute_slice(
             arguments,
             vector=vectors[token],
-            listed=None,
+            listed=listed,
             slices=slices,
             index=bind(token * SLICES + number),
             number=number,
@@ -156,19 +169,10 @@ def _compute_listed(
         counts[token] = list_neurons(arguments, listed, token).count
 
     def compute_slices(known: KernelTensor | None) -> None:
-        # A slice of one token is followed by the same slice of the next, which finds its neurons' rows in the cache.
-        with parallel(tokens * SLICES) as index:
-            number = bind(index // tokens)
-            token = bind(index - number * tokens)
-            neurons = NeuronList(listed.neurons, row=token, count=bind(counts[token]), products=products, outputs=known)
-            compute_slice(
-                arguments,
-                vector=vectors[token],
-                listed=neurons,
-                slices=slices,
-                index=bind(token * SLICES + number),
-                number=number,
-            )
+        def neurons_of(token: Expr) -> NeuronList:
+            return NeuronList(listed.neurons, row=token, count=bind(counts[token]), products=products, outputs=known)
+
+        _compute_by_token(arguments, vectors, slices, tokens, neurons_of)
 
     if outputs is None:
         compute_slices(None)

@@ -11,7 +11,7 @@ from picompile_passes.graph.nodes import arguments, is_call
 from picompile_passes.graph.operands import ROTARY, SPARSE_FFN, state_of
 from picompile_passes.predictors import predictor_kind
 
-# Where the neurons of each part of a block are computed.
+# Hot neurons are computed on the accelerator where there is one, cold ones on the host.
 _PARTS: dict[str, Device] = {"hot": "accelerator", "cold": "host"}
 
 

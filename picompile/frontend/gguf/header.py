@@ -64,15 +64,14 @@ class ArrayPlace:
 class GgufHeader:
     """The metadata of a GGUF file.
 
-    `values` has the single numbers; `texts` has the places of the strings, `arrays` those of the arrays, and
-    `elements` counts the elements of all arrays. `metadata.py` reads what lies at these places.
+    `values` has the single numbers; `texts` has the places of the strings, and `arrays` those of the arrays.
+    `metadata.py` reads what lies at these places.
     """
 
     file: Path
     magic: bytes
     values: dict[str, float]
     tensors: dict[str, TensorEntry]
-    elements: int
     texts: dict[str, int] = field(default_factory=dict)
     arrays: dict[str, ArrayPlace] = field(default_factory=dict)
 
@@ -124,7 +123,6 @@ def _read(file: Path, cursor: Cursor, most_elements: int) -> GgufHeader:
         magic,
         values=values.numbers,
         tensors=tensors,
-        elements=values.elements,
         texts=values.texts,
         arrays=values.arrays,
     )
@@ -137,7 +135,7 @@ class _Values:
         self.numbers: dict[str, float] = {}
         self.texts: dict[str, int] = {}
         self.arrays: dict[str, ArrayPlace] = {}
-        self.elements = 0
+        self._elements = 0
         self._most_elements = most_elements
 
     def read(self, cursor: Cursor) -> None:
@@ -154,8 +152,8 @@ class _Values:
             self.texts[key] = cursor.at
             cursor.skip_texts(1, shown(key))
         elif kind == ARRAY:
-            self.arrays[key] = _skip_array(cursor, shown(key), self._most_elements - self.elements)
-            self.elements += self.arrays[key].count
+            self.arrays[key] = _skip_array(cursor, shown(key), self._most_elements - self._elements)
+            self._elements += self.arrays[key].count
         else:
             raise HeaderError(f"{shown(key)} is of type {kind}, which there is not")
 

@@ -22,6 +22,7 @@ from picompile.frontend.gguf.blocks import read_tensor
 from picompile.frontend.gguf.header import TensorEntry
 from picompile.frontend.hf import load_model
 from picompile.frontend.model_file import read_config
+from picompile.frontend.tensor_file import read_tensor as read_stored
 from picompile.output import OutputPath, reserve
 from picompile.predictors.files import write_predictors
 from picompile.predictors.powerinfer.guard import read_guarded
@@ -173,7 +174,8 @@ def read_predictors(source: PredictorSource, folder: Path) -> tuple[Shapes, dict
         file = read_guarded(source, folder)
         handed_back, counts = _handed_back(file)
         shapes = shapes or handed_back
-        reads = {tensor_name(layer, part): partial(_load, file, layer, part) for layer in shapes for part in PARTS}
+        names = [tensor_name(layer, part) for layer in shapes for part in PARTS]
+        reads = {name: partial(read_stored, file, name, UsageError) for name in names}
     if source.header is not None:
         with source.header.file.open("rb") as opened:
             data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
@@ -186,12 +188,6 @@ def read_predictors(source: PredictorSource, folder: Path) -> tuple[Shapes, dict
         neurons = parts["fc2"][0] if "fc2" in parts else 0
         reads[tensor_name(layer, "bias")] = partial(torch.zeros, neurons, dtype=torch.float16)
     return shapes, counts, TensorsOnAccess(reads)
-
-
-def _load(file: Path, layer: int, part: str) -> Tensor:
-    with safe_open(str(file), framework="pt") as handle:
-        tensor: Tensor = handle.get_tensor(tensor_name(layer, part))
-    return tensor
 
 
 def _unpack(path: Path, data: mmap.mmap, entry: TensorEntry) -> Tensor:

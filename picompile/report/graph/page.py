@@ -40,7 +40,7 @@ class Cell:
 
     @property
     def key(self) -> tuple[str, bool]:
-        """The same for both cells of a node that is in both graphs."""
+        """The key of a row is the same for both cells of a node that is in both graphs."""
         return self.name, self.status in (SAME, CHANGED)
 
 

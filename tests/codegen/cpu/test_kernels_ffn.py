@@ -232,7 +232,7 @@ def test_ffn(workbench: Workbench, name: str, kind: str, form: str, rows: int) -
 
 
 def test_neurons_that_wait_fit_their_memory(workbench: Workbench) -> None:
-    """Of 48 neurons in a slice, 16 more are computed where some of the first 32 are left over; most fire."""
+    """The last 16 of a slice's 48 neurons come where some of the first 32 are left over; most neurons fire."""
     block = Block(768, 64, gated=False, activation="relu", biases="u")
     kernel = noting_bounds(cpu.write_kernel(spec_of(block, "masked", "q4", 1)))
     for seed in range(4):
