@@ -103,20 +103,19 @@ def _borrow_caches(node: Node, function: Function) -> dict[str, Arg]:
     order: whoever writes to shared memory knows that the other side has read what was there (see `shared_memory.py`).
     """
     options, layer = function.shared.options, arguments(node)["layer"]
-    caches, lent = state_tensors(node, function), dict[str, Arg]()
+    lends, lent = dict[str, LendCacheSpec](), dict[str, Arg]()
     function.device = "host"
-    for key, cache in caches.items():
+    for key, cache in state_tensors(node, function).items():
         tensor = function.shared.state[cache.name]
-        dtype, (_, heads, _, width) = tensor.dtype, tensor.shape
-        lent[key] = function.buffer(f"{key}.lent", dtype, (heads, options.context * width), "shared")
-        lend = LendCacheSpec(heads, width, dtype, options.context, options.sequences)
+        _, heads, _, width = tensor.shape
+        lent[key] = function.buffer(f"{key}.lent", tensor.dtype, (heads, options.context * width), "shared")
+        lends[key] = LendCacheSpec(heads, width, tensor.dtype, options.context, options.sequences)
         whole = replace(cache, shape=(options.sequences, heads, options.context * width))
-        function.call(lend, {"cache": whole, "y": lent[key]}, layer=layer)
+        function.call(lends[key], {"cache": whole, "y": lent[key]}, layer=layer)
     flag, borrowed = signal(function), dict[str, Arg]()
     function.device = "accelerator"
-    for key, cache in caches.items():
-        tensor = function.shared.state[cache.name]
-        dtype, (_, heads, _, width) = tensor.dtype, tensor.shape
+    for key, lend in lends.items():
+        heads, width, dtype = lend.kv_heads, lend.width, lend.dtype
         borrowed[key] = function.buffer(f"{key}.borrowed", dtype, (1, heads, options.context, width))
         y = replace(borrowed[key], shape=(heads, options.context * width))
         bindings: Bindings = {"source": lent[key], "flag": flag, "abandoned": ABANDONED, "y": y}

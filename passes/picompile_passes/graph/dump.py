@@ -5,7 +5,7 @@ from typing import Any
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
-from picompile_passes.graph.nodes import arguments
+from picompile_passes.graph.nodes import INHERITED_MARKS, arguments
 from picompile_passes.graph.values import value_text
 
 _CONTEXT_NODES = 10
@@ -57,7 +57,7 @@ def _argument(value: Any) -> str:
 
 
 def _notes(node: Node) -> str:
-    notes = [f"{key} {node.meta[key]}" for key in ("layer", "part") if key in node.meta]
+    notes = [f"{key} {node.meta[key]}" for key in INHERITED_MARKS if key in node.meta]
     if "neurons" in node.meta:
         notes.append(str(node.meta["neurons"]))
     notes += [f"{key} {value!r}" for key, value in node.meta.get("notes", {}).items()]
