@@ -73,12 +73,11 @@ def _reply(
 ) -> Reply:
     stops = [*body.stops, *model.tokenizer.chat_stops]
     shown = {} if offer is None else model.tool_use.shown_tokens
-    assemblers = [TextAssembler(model.tokenizer, stops, shown=shown) for _ in asked]
     return Reply(
         "chatcmpl-",
         kind="chat.completion.chunk" if body.stream else "chat.completion",
         model=model,
-        answers=[AnswerProgress(model, each, text) for each, text in zip(asked, assemblers, strict=True)],
+        answers=[AnswerProgress(model, each, TextAssembler(model.tokenizer, stops, shown=shown)) for each in asked],
         metrics=request.app.state.metrics,
         body=body,
     )

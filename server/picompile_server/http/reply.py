@@ -81,8 +81,9 @@ class Reply:
 
     def end(self) -> bytes:
         """Return the end of a stream of chunks, with the counts of all answers if they are wanted."""
-        counts = {**self._head, "choices": [], **self.counts()}
-        return (sse(counts) if self._streamed.include_usage else b"") + DONE
+        if not self._streamed.include_usage:
+            return DONE
+        return sse({**self._head, "choices": [], **self.counts()}) + DONE
 
     def counts(self) -> dict[str, Any]:
         """Return the members `usage` and `timings`."""
