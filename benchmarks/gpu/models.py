@@ -127,7 +127,7 @@ def _write(
         accelerator = AcceleratorTarget("cuda", f"sm_{options.sm}").build(code, lowered, folder, NoProgress())
     weights = ModuleWeights({})
     captured = Captured(graph, weights, _facts(shape))
-    tokenizer = TokenizerFiles(None, None)
+    tokenizer = TokenizerFiles()
     contents = ArtifactContents(captured, None, tokenizer, "cpu", options.quant, code, None, graph, lowered, weights)
     write_program(contents, lowered, folder, code, "", accelerator)
     tensors, constants = _tensors(graph, lowered, split)

@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from picompile.errors import UsageError
 from picompile.frontend.config import quiet_transformers
-from picompile.frontend.tokenizer_files import read_tokenizer
+from picompile.frontend.tokenizer.read import read_tokenizer
 from picompile.output import reserve
 from picompile.output.files import json_bytes
 from relufication.pair import Pair

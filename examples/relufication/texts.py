@@ -7,14 +7,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from relu_lm.training import say
 from torch import Tensor
 
 from picompile.errors import UsageError
-from picompile.frontend.tokenizer_files import read_tokenizer
+from picompile.frontend.tokenizer.read import read_tokenizer
 from picompile.predictors.profile.files import read_tensors, write_tensors
 from picompile.predictors.profile.prepare import own_windows
 from picompile.predictors.profile.windows import cut_windows, library_tokens
@@ -90,11 +89,7 @@ def open_tokenizer(model: Path, vocabulary: int) -> Tokenizer:
     files = read_tokenizer(model, vocabulary)
     if files.tokenizer_json is None:
         raise UsageError(f"{model}: has no tokenizer.json, which is needed to read text; add the model's own")
-    config: dict[str, Any] = files.made.tokenizer_config if files.made is not None else {}
-    template = ""
-    if files.folder is not None and (path := files.folder / "chat_template.jinja").is_file():
-        template = path.read_text("utf-8")
-    return Tokenizer(files.tokenizer_json, config, template)
+    return Tokenizer(files.tokenizer_json, files.tokenizer_config)
 
 
 def read_texts(model: Path, tokenizer: Tokenizer, options: TextOptions, work: Path) -> Texts:

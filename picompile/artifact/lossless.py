@@ -6,7 +6,7 @@ from picompile.artifact.code import planned_code
 from picompile.artifact.writer import ArtifactContents, make_room, write_artifact
 from picompile.choices import CHUNK, KV_DTYPES, default_kv_dtype
 from picompile.frontend.hf import load_model
-from picompile.frontend.tokenizer_files import read_tokenizer
+from picompile.frontend.tokenizer.read import read_tokenizer
 from picompile.progress import Progress
 from picompile_codegen.lowering.function import LowerOptions
 from picompile_codegen.lowering.lower import lower

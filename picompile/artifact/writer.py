@@ -12,7 +12,7 @@ from picompile.artifact import files
 from picompile.artifact.code import AcceleratorTarget, Code, build_code
 from picompile.artifact.reuse import unchanged_tensors
 from picompile.frontend.captured import Captured
-from picompile.frontend.tokenizer_files import TokenizerFiles, generation_eos
+from picompile.frontend.tokenizer_files import TokenizerFiles
 from picompile.machine.targets import find_compiled_targets
 from picompile.output.files import json_bytes
 from picompile.progress import Progress
@@ -219,7 +219,7 @@ def _manifest(
 ) -> dict[str, Any]:
     """Return the manifest without the records of its files."""
     program, model = lowered.program, asdict(contents.captured.facts)
-    model["eos_token_ids"] = sorted({*model["eos_token_ids"], *generation_eos(contents.checkpoint)})
+    model["eos_token_ids"] = sorted({*model["eos_token_ids"], *contents.tokenizer.eos_token_ids})
     return {
         "format": FORMAT,
         "schema": SCHEMA,

@@ -32,7 +32,8 @@ from picompile.config import CompileConfig, CompileOptions, cache_context, resol
 from picompile.errors import AccuracyError, UsageError
 from picompile.frontend.captured import Captured
 from picompile.frontend.hf import load_model, open_checkpoint
-from picompile.frontend.tokenizer_files import TokenizerFiles, read_tokenizer
+from picompile.frontend.tokenizer.read import read_tokenizer
+from picompile.frontend.tokenizer_files import TokenizerFiles
 from picompile.output import OutputPath, reserve
 from picompile.placement.plan import Plan
 from picompile.predictors.accuracy import AccuracyReport

@@ -9,7 +9,7 @@ from picompile.frontend.json_file import read_json_object
 
 if TYPE_CHECKING:
     from picompile.frontend.gguf.model import GgufModel
-    from picompile.frontend.gguf.tokenizer import GgufTokenizer
+    from picompile.frontend.tokenizer_files import TokenizerFiles
 
 
 def is_gguf(model: Path) -> bool:
@@ -41,7 +41,7 @@ def _opened(file: Path, changed_ns: int, size: int) -> "GgufModel":
 
 
 @lru_cache(maxsize=1)
-def gguf_tokenizer(opened: "GgufModel") -> "GgufTokenizer":
+def gguf_tokenizer(opened: "GgufModel") -> "TokenizerFiles":
     """Return the tokenizer in a GGUF file; raises as `read_gguf_tokenizer` does."""
     from picompile.frontend.gguf.tokenizer import read_gguf_tokenizer
 

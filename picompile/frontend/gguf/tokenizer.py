@@ -6,8 +6,6 @@ lists that were checked here, and never the file.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
@@ -15,9 +13,11 @@ from transformers.integrations.gguf import convert_gguf_tokenizer
 
 from picompile.errors import UnsupportedModelError, UsageError
 from picompile.frontend.config import one_line, quiet_transformers
+from picompile.frontend.end_tokens import with_end_tokens
 from picompile.frontend.gguf.cursor import shown
 from picompile.frontend.gguf.header import GgufHeader
 from picompile.frontend.gguf.metadata import is_array_of, read_array, read_text
+from picompile.frontend.tokenizer_files import TokenizerFiles
 
 _PREFIX = "tokenizer.ggml."
 # The types of the lists that transformers' converter takes.
@@ -34,30 +34,7 @@ _CONTROL, _USER_DEFINED = 3, 4
 _MOST_CUTS = 1 << 26
 
 
-@dataclass(frozen=True)
-class GgufTokenizer:
-    """The tokenizer of a GGUF file.
-
-    `tokenizer_json` is the text of tokenizer.json, None where none can be made, for which `reason` is a line.
-    `tokenizer_config` is the contents of tokenizer_config.json with the chat template, and `eos_token_ids` are the
-    tokens that end an answer.
-    """
-
-    tokenizer_json: str | None
-    tokenizer_config: dict[str, Any]
-    eos_token_ids: tuple[int, ...]
-    reason: str | None = None
-
-    def write(self, folder: Path) -> None:
-        """Write tokenizer.json, where there is one, tokenizer_config.json and generation_config.json to `folder`."""
-        if self.tokenizer_json is not None:
-            (folder / "tokenizer.json").write_text(self.tokenizer_json, encoding="utf-8")
-        _write_json(folder / "tokenizer_config.json", self.tokenizer_config)
-        if self.eos_token_ids:
-            _write_json(folder / "generation_config.json", {"eos_token_id": list(self.eos_token_ids)})
-
-
-def read_gguf_tokenizer(header: GgufHeader) -> GgufTokenizer:
+def read_gguf_tokenizer(header: GgufHeader) -> TokenizerFiles:
     """Return the tokenizer in the metadata of `header`.
 
     A vocabulary that transformers' converter has no tokenizer for gives one without `tokenizer_json`. Raises
@@ -69,23 +46,25 @@ def read_gguf_tokenizer(header: GgufHeader) -> GgufTokenizer:
         raise UnsupportedModelError(str(error)) from error
 
 
-def _read(header: GgufHeader) -> GgufTokenizer:
+def _read(header: GgufHeader) -> TokenizerFiles:
     lists = {name: _read_list(header, name) for name in _LISTS}
     tokens = lists["tokens"]
     count = 0 if tokens is None else len(tokens)
     ids = {key: _token_id(header, key, count) for key in {*_SPECIAL_TOKENS.values(), *_ENDS}}
     kind = read_text(header, f"{_PREFIX}model")
     config = _description(header, kind, ids, tokens or [])
-    ends = tuple(dict.fromkeys(number for key in _ENDS if (number := ids[key]) is not None))
+    generation = with_end_tokens({}, (number for key in _ENDS if (number := ids[key]) is not None))
     if tokens is None or kind is None:
-        return GgufTokenizer(None, config, ends, f"{header.file}: holds no tokenizer ({_PREFIX}model and tokens)")
+        return TokenizerFiles(
+            None, config, generation, f"{header.file}: holds no tokenizer ({_PREFIX}model and tokens)"
+        )
     _check_lists(header, lists, kind)
     try:
         text = _converted(header, kind, lists, config)
     except _RefusedError as refusal:
         reason = f"{header.file}: no tokenizer can be made of its vocabulary, which is {shown(kind)}: {refusal}"
-        return GgufTokenizer(None, config, ends, reason)
-    return GgufTokenizer(text, config, ends)
+        return TokenizerFiles(None, config, generation, reason)
+    return TokenizerFiles(text, config, generation)
 
 
 class _RefusedError(Exception):
@@ -194,7 +173,3 @@ def _without_strangers(text: str, count: int) -> str:
     if len(known) == len(content["added_tokens"]):
         return text
     return json.dumps({**content, "added_tokens": known}, ensure_ascii=False)
-
-
-def _write_json(file: Path, content: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from picompile.choices import LEAST_CALIBRATION_TOKENS
 from picompile.errors import UsageError
-from picompile.frontend.tokenizer_files import read_tokenizer
+from picompile.frontend.tokenizer.read import read_tokenizer
 from picompile.predictors.profile.options import WINDOW, ProfileOptions
 from picompile.predictors.profile.text import CalibrationText, library_name, library_texts, read_calibration
 from picompile_runtime import Tokenizer

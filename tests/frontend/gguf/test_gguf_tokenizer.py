@@ -9,14 +9,15 @@ import pytest
 from helpers.gguf_files import byte_level_metadata, save_example, sentencepiece_metadata
 from picompile.errors import UnsupportedModelError
 from picompile.frontend.gguf.header import read_header
-from picompile.frontend.gguf.tokenizer import GgufTokenizer, read_gguf_tokenizer
-from picompile.frontend.tokenizer_files import generation_eos, read_tokenizer
+from picompile.frontend.gguf.tokenizer import read_gguf_tokenizer
+from picompile.frontend.tokenizer.read import read_tokenizer
+from picompile.frontend.tokenizer_files import TokenizerFiles
 
 TEXTS = ["hello world", "  he said: hello\n\nworld 12345", "<s>hello</s>", "日本"]
 KINDS = {"bytes": byte_level_metadata(), "pieces": sentencepiece_metadata()}
 
 
-def read(folder: Path, **more: Any) -> GgufTokenizer:
+def read(folder: Path, **more: Any) -> TokenizerFiles:
     return read_gguf_tokenizer(read_header(save_example(folder, **more)))
 
 
@@ -51,7 +52,7 @@ def test_descriptions(tmp_path: Path) -> None:
         "add_bos_token": True,
     }
     found.write(tmp_path)
-    assert generation_eos(tmp_path) == (259, 260)
+    assert json.loads((tmp_path / "generation_config.json").read_text()) == {"eos_token_id": [259, 260]}
     # transformers' GPT-2 class adds `<|endoftext|>` behind the vocabulary, where the model has no row.
     added = json.loads(found.tokenizer_json or "")["added_tokens"]
     assert {token["content"] for token in added} == {"<s>", "</s>", "<|eot|>"}
