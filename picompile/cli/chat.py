@@ -22,7 +22,7 @@ CHAT_OPTIONS = {key: RUN_OPTIONS[key] for key in ("max_tokens", *SAMPLING, "draf
         RUN_OPTIONS["max_tokens"], help="Tokens of an answer, at most. Default: as many as fit.", default=None
     ),
     # That of `run` is for text that can be compared.
-    "temperature": replace(RUN_OPTIONS["temperature"], default=0.8),
+    "temperature": replace(RUN_OPTIONS["temperature"], default=0.8, of_model=True),
 }
 
 
@@ -52,12 +52,13 @@ def chat_command(
     """
     from picompile.loading import load_engine
     from picompile_runtime.sampling.chat_answer import ChatOptions
-    from picompile_runtime.sampling.sampler import SamplingParams
+    from picompile_runtime.sampling.option_values import OptionValues
 
-    params = SamplingParams(**{name: values[name] for name in SAMPLING})
+    sampling = OptionValues.of(CHAT_OPTIONS, values)
     with progress() as shown:
         engine = load_engine(artifact, values["threads"], values["replan"], shown)
     with engine:
+        params = sampling.params(engine.artifact)
         session = _session(engine, ChatOptions(params, values["max_tokens"], values["draft"]), load, system)
         _chat(session, prompt)
 

@@ -141,12 +141,12 @@ def typer_option(kind: Any, option: Option, flag: str, **more: Any) -> Any:
 
 def of_run_option(option: RunOption) -> Option:
     """Return an option that the runtime declares, for its own command lines."""
-    return Option(option.help, option.metavar, option.names, least=option.least, most=option.most)
+    return Option(option.text, option.metavar, option.names, least=option.least, most=option.most)
 
 
 def _declared_run_option(option: RunOption) -> _Declared:
     kind: Any = tuple[str, ...] if option.repeated else option.kind
-    default = () if option.repeated else option.default
+    default = () if option.repeated else option.unset
     return _Declared(option.key, kind if default is not None else kind | None, default, of_run_option(option))
 
 

@@ -14,7 +14,7 @@ from picompile.cli.options import ArtifactArgument, DebugOption
 from picompile.cli.progress import progress
 from picompile.errors import UsageError
 from picompile.quantities import parse_count, shortened
-from picompile_runtime.run_options import RUN_OPTIONS, SAMPLING
+from picompile_runtime.run_options import RUN_OPTIONS
 
 if TYPE_CHECKING:
     from picompile_runtime.engine.engine import Engine
@@ -53,14 +53,19 @@ def run_command(
     source = read_prompt(prompt, file, ids)
 
     from picompile.loading import load_engine
-    from picompile_runtime import SamplingParams
+    from picompile_runtime.sampling.option_values import OptionValues
 
-    params = SamplingParams(**{name: values[name] for name in SAMPLING})
+    sampling = OptionValues.of(RUN_OPTIONS, values)
     with progress() as shown:
         engine = load_engine(artifact, values["threads"], values["replan"], shown)
     with engine:
         generation = _start(
-            engine, source, params, max_tokens=values["max_tokens"], stop=values["stop"], draft=values["draft"]
+            engine,
+            source,
+            sampling.params(engine.artifact),
+            max_tokens=values["max_tokens"],
+            stop=values["stop"],
+            draft=values["draft"],
         )
         if values["json"]:
             _print_json(generation, has_text=isinstance(source, str))

@@ -31,6 +31,7 @@ from picompile.compile.weights import choose_formats, choose_limits, round_weigh
 from picompile.config import CompileConfig, CompileOptions, cache_context, resolve
 from picompile.errors import AccuracyError, UsageError
 from picompile.frontend.captured import Captured
+from picompile.frontend.generation_config import check_generation_config
 from picompile.frontend.hf import load_model, open_checkpoint
 from picompile.frontend.tokenizer.read import read_tokenizer
 from picompile.frontend.tokenizer_files import TokenizerFiles
@@ -207,6 +208,9 @@ def _capture(
     """Return the checkpoint folder, None for a module in memory, and the captured model."""
     if not isinstance(model, str | os.PathLike):
         return None, model
+    unread = check_generation_config(Path(model))
+    if unread is not None:
+        progress.say(unread)
     with progress.step("capture"):
         captured = load_model(Path(model), options.activation)
     if captured.warning is not None:

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 from picompile_runtime.engine.engine import load
 from picompile_runtime.errors import PicompileRuntimeError
-from picompile_runtime.run_options import RUN_OPTIONS, SAMPLING
+from picompile_runtime.run_options import RUN_OPTIONS
 from picompile_runtime.sampling.generate import Generation, generate
-from picompile_runtime.sampling.sampler import SamplingParams
+from picompile_runtime.sampling.option_values import OptionValues
 from picompile_runtime.sampling.tokenizer import Tokenizer
 
 
@@ -27,9 +27,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> None:
-    params = SamplingParams(**{name: getattr(options, name) for name in SAMPLING})
+    sampling = OptionValues.of(RUN_OPTIONS, vars(options))
     with load(options.artifact, options.threads, options.replan) as engine:
-        tokenizer = Tokenizer.of(engine.artifact)
+        params, tokenizer = sampling.params(engine.artifact), Tokenizer.of(engine.artifact)
         generation = generate(
             engine, tokenizer, options.prompt, params, options.max_tokens, options.stop, draft=options.draft
         )

@@ -13,7 +13,9 @@ class RunOption:
     """One option.
 
     `names` are its spellings, the short one first. `default` None means that the option has none of its own; its type
-    then is `kind`. `least` and `most` bound a number, both included. `repeated` options may be given several times.
+    then is `kind`. `least` and `most` bound a number, both included. `repeated` options may be given several times. An
+    option `of_model` that is not given has no value: what the model's generation_config.json says counts, and `default`
+    if that says nothing.
     """
 
     names: tuple[str, ...]
@@ -24,6 +26,17 @@ class RunOption:
     least: float | None = None
     most: float | None = None
     repeated: bool = False
+    of_model: bool = False
+
+    @property
+    def unset(self) -> int | float | bool | str | None:
+        """The value of an option that is not given."""
+        return None if self.of_model else self.default
+
+    @property
+    def text(self) -> str:
+        """The help, with the default if that depends on the model."""
+        return f"{self.help} Default: the model's own, else {self.default}." if self.of_model else self.help
 
     @property
     def key(self) -> str:
@@ -32,7 +45,7 @@ class RunOption:
 
     def add_to(self, parser: argparse.ArgumentParser, bounded: bool = False) -> None:
         """Declare the option in a parser of argparse, which checks the bounds if it is `bounded`."""
-        text = self.help.replace("%", "%%")
+        text = self.text.replace("%", "%%")
         if self.kind is bool:
             parser.add_argument(*self.names, action="store_true", help=text)
             return
@@ -41,9 +54,9 @@ class RunOption:
             dest=self.key,
             action="append" if self.repeated else "store",
             type=self._read if bounded and self.least is not None else self.kind,
-            default=[] if self.repeated else self.default,
+            default=[] if self.repeated else self.unset,
             metavar=self.metavar,
-            help=text if self.default is None else f"{text} [default: {self.default}]",
+            help=text if self.unset is None else f"{text} [default: {self.unset}]",
         )
 
     def _read(self, text: str) -> float:
@@ -78,10 +91,11 @@ RUN_OPTIONS = {
         RunOption(
             ("--top-k",),
             kind=int,
-            help="Draw from the N likeliest tokens; 0 draws from all.",
+            help="Draw from the N likeliest tokens; 0 or -1 draws from all.",
             default=40,
             metavar="N",
-            least=0,
+            least=-1,
+            of_model=True,
         ),
         RunOption(
             ("--top-p",),
@@ -91,6 +105,7 @@ RUN_OPTIONS = {
             metavar="X",
             least=0,
             most=1,
+            of_model=True,
         ),
         RunOption(
             ("--min-p",),
@@ -100,6 +115,7 @@ RUN_OPTIONS = {
             metavar="X",
             least=0,
             most=1,
+            of_model=True,
         ),
         RunOption(
             ("--repetition-penalty",),
@@ -108,6 +124,7 @@ RUN_OPTIONS = {
             default=1.0,
             metavar="X",
             least=0,
+            of_model=True,
         ),
         RunOption(
             ("--seed",),

@@ -11,10 +11,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from picompile_runtime.artifact.program import Program
-from picompile_runtime.artifact.reader import Artifact, open_artifact
+from picompile_runtime.artifact.reader import open_artifact
 from picompile_runtime.devices.machine import check_threads
 from picompile_runtime.engine.engine import Engine
-from picompile_runtime.errors import ArtifactError, RequestError
+from picompile_runtime.errors import RequestError
+from picompile_runtime.sampling.model_defaults import artifact_defaults
 from picompile_runtime.sampling.sampler import SamplingParams
 from picompile_runtime.sampling.tokenizer import Tokenizer
 from picompile_server.mailbox import Answers, Mailbox
@@ -27,10 +28,8 @@ if TYPE_CHECKING:
     from picompile_server.grammar import GrammarCompiler
     from picompile_server.tool_use import ToolUse
 
-# OpenAI's: every token may come, as probable as the model has it.
+# OpenAI's, where generation_config.json does not say: every token may come, as probable as the model has it.
 _DEFAULTS = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
-# Those of generation_config.json that a request can set, too; vLLM takes the same.
-_CONFIGURED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 # Shorter texts are cut into tokens sooner than another thread could begin.
 _SHORT_LETTERS = 256
@@ -53,7 +52,7 @@ class ServedModel:
     def __init__(self, name: str, engine: Engine, tokenizer: Tokenizer, scheduler: Scheduler) -> None:
         self.name, self.engine, self.tokenizer, self.scheduler = name, engine, tokenizer, scheduler
         self.texts = TokenTexts(tokenizer)
-        self.defaults = sampling_defaults(engine.artifact)
+        self.defaults = artifact_defaults(engine.artifact, _DEFAULTS)
         self.created_s = int(time.time())
         self.most_letters = 2 * engine.context * max(map(len, tokenizer.vocabulary()), default=1)
         self._mailbox: Mailbox | None = None
@@ -156,6 +155,7 @@ def load_model(
         check_threads(threads)
     artifact = open_artifact(folder)
     try:
+        artifact_defaults(artifact, _DEFAULTS)  # before anything takes long
         if kv_bytes is not None:
             options = replace(options, kv_tokens=kv_tokens(artifact.program, kv_bytes))
         engine = Engine(artifact, threads, replan, options.kv_tokens)
@@ -168,20 +168,6 @@ def load_model(
     except BaseException:
         engine.close()
         raise
-
-
-def sampling_defaults(artifact: Artifact) -> SamplingParams:
-    """Return how tokens are chosen where a request does not say: as the model's generation_config.json has it.
-
-    What that does not say is OpenAI's: temperature 1, and no token is ruled out. Raises ArtifactError if its values
-    make no sense.
-    """
-    config = artifact.json("generation_config.json")
-    given: Mapping[str, Any] = {key: config[key] for key in _CONFIGURED if config.get(key) is not None}
-    try:
-        return replace(_DEFAULTS, **given)
-    except RequestError as error:
-        raise ArtifactError(f"{artifact.folder / 'generation_config.json'}: {error}") from error
 
 
 def kv_tokens(program: Program, size_bytes: int) -> int:

@@ -18,6 +18,7 @@ from picompile.cli.run import read_prompt, run_command
 from picompile.errors import DoesNotFitError, UsageError
 from picompile_runtime.__main__ import _parser
 from picompile_runtime.run_options import RUN_OPTIONS, SAMPLING
+from picompile_runtime.sampling.model_defaults import FIELDS
 from picompile_runtime.sampling.sampler import SamplingParams
 
 
@@ -123,6 +124,8 @@ ONLY_SERVED = {"presence_penalty", "frequency_penalty", "logit_bias"}
 
 def test_defaults_are_those_of_the_sampler() -> None:
     declared = {key: option.default for key, option in RUN_OPTIONS.items()}
+    # The temperature is not of the model, so that texts of two runs can be compared.
+    assert {key for key, option in RUN_OPTIONS.items() if option.of_model} == {*FIELDS} - {"temperature"}
     # Command lines take the likeliest token unless they are told to draw.
     sampler = SamplingParams(temperature=0.0)
     names = {field.name for field in fields(sampler)} - ONLY_SERVED
@@ -134,5 +137,5 @@ def test_both_command_lines_take_every_option() -> None:
     parsed = vars(_parser().parse_args(["artifact", "-p", "text"]))
     command = inspect.signature(takes_options(run_command)).parameters
     for key, option in RUN_OPTIONS.items():
-        assert parsed[key] == ([] if option.repeated else option.default)
+        assert parsed[key] == ([] if option.repeated else option.unset)
         assert key in command

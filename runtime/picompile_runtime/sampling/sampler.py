@@ -135,8 +135,9 @@ class SamplingParams:
 
     Attributes:
         temperature: 0 takes the most probable token, the one with the lowest id among equals.
-        top_k: keeps the k most probable tokens; 0 keeps all.
-        top_p: keeps the most probable tokens that have this probability together; 1 keeps all.
+        top_k: keeps the k most probable tokens; 0 keeps all, and so does -1, which becomes 0. A float without a
+            fraction becomes an int.
+        top_p: keeps the most probable tokens that have this probability together; 1 keeps all, 0 the most probable one.
         min_p: keeps tokens at least this share as probable as the most probable one; 0 keeps all.
         repetition_penalty: makes tokens that occurred less probable above 1; 1 changes nothing.
         seed: makes the choices repeatable.
@@ -160,8 +161,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         real_number("temperature", self.temperature, lambda value: value >= 0, "0 or more")
-        whole_number("top_k", value=self.top_k, least=0, most=_MOST, must="0 (off) or a positive integer")
-        real_number("top_p", self.top_p, lambda value: 0 < value <= 1, "above 0 and at most 1")
+        object.__setattr__(self, "top_k", _checked_top_k(self.top_k))
+        real_number("top_p", self.top_p, lambda value: 0 <= value <= 1, "from 0 to 1")
         real_number("min_p", self.min_p, lambda value: 0 <= value <= 1, "from 0 to 1")
         least, most = _PENALTIES
         must = f"from {least:f} to {most:.0f}"
@@ -172,6 +173,16 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             real_number(name, getattr(self, name), lambda value: abs(value) <= _MOST_PENALTY, must)
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
+
+
+def _checked_top_k(given: object) -> int:
+    """Return `top_k` as a whole number from 0 on. Raises RequestError.
+
+    -1 is how vLLM and llama.cpp write that all tokens are kept, 0 how transformers does; 50.0 is what JSON writers make
+    of 50 where all numbers are floats.
+    """
+    value = int(given) if isinstance(given, float) and given.is_integer() else given
+    return max(whole_number("top_k", value, least=-1, most=_MOST, must="0 or -1 (off) or a positive integer"), 0)
 
 
 class _CheckedBias(dict[int, float]):

@@ -12,8 +12,6 @@ from picompile_server.http.fields import TextBody
 from picompile_server.model import ServedModel
 
 _SEEDS = 2**64
-# OpenAI allows 0 for the likeliest token alone; so does a share that no other token has.
-_LEAST_TOP_P = 1e-9
 
 
 def sampling_params(body: TextBody, model: ServedModel) -> SamplingParams:
@@ -21,8 +19,8 @@ def sampling_params(body: TextBody, model: ServedModel) -> SamplingParams:
     penalty = body.repetition_penalty if body.repetition_penalty is not None else body.repeat_penalty
     wanted: dict[str, Any] = {
         "temperature": body.temperature,
-        "top_p": None if body.top_p is None else max(body.top_p, _LEAST_TOP_P),
-        "top_k": None if body.top_k is None else max(body.top_k, 0),
+        "top_p": body.top_p,
+        "top_k": body.top_k,
         "min_p": body.min_p,
         "repetition_penalty": penalty,
         "presence_penalty": body.presence_penalty,

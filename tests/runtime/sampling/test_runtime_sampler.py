@@ -136,8 +136,8 @@ def test_extreme_logits_give_a_possible_token(logits: list[float], options: dict
 NO_NUMBERS: list[Any] = [None, "1", math.nan, math.inf, True, [], 10**5000, 1j, np.array([1.0, 2.0])]
 WRONG_VALUES: dict[str, list[Any]] = {
     "temperature": [-0.1],
-    "top_k": [-1, 1.5],
-    "top_p": [0, -1, 1.01],
+    "top_k": [-2, 1.5, -1.5],
+    "top_p": [-0.1, -1, 1.01],
     "min_p": [-0.1, 1.1],
     "repetition_penalty": [0, -1, 1e-320, 1e-7, 1e7, 1e308],
     "presence_penalty": [-2.1, 2.001],

@@ -69,7 +69,7 @@ def test_every_field_reaches_the_scheduler(client: TestClient, scheduler: FakeSc
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"top_p": 0}, {"top_p": 1e-9}),
+        ({"top_p": 0}, {"top_p": 0.0}),
         ({"top_k": -1}, {"top_k": 0}),
         ({"repeat_penalty": 1.2}, {"repetition_penalty": 1.2}),
         ({"seed": -1}, {"seed": 2**64 - 1}),
