@@ -22,6 +22,7 @@ import torch
 import transformers
 from torch import nn
 
+from helpers.greedy import first_difference
 from helpers.small_models import causal_types, small_config, small_model
 from picompile_passes.dialect.activations import parse_activation
 
@@ -29,10 +30,6 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "picompile" / "models.json"
 PAGE = ROOT / "docs" / "models.md"
 
-_PROMPTS = ([5], [7, 11, 13, 17, 19, 23, 29], list(range(40, 75)))
-_STEPS = 20
-# Of a standard deviation of the logits: float16 keys and values move them by less than a tenth of it.
-_NEAR_TIE = 0.02
 _MEMORY_BYTES = 14 << 30
 
 
@@ -64,33 +61,12 @@ def _compiled(model: nn.Module, folder: Path) -> dict[str, Any]:
         refused = getattr(error, "exit_code", 1) == 3
         reason = _line(error).replace(f"{folder}/", "")
         return {"result": "refused" if refused else "error", "reason": reason}
-    wrong = _first_difference(model, folder / "artifact")
+    wrong = first_difference(model, folder / "artifact")
     facts = json.loads((folder / "artifact" / "manifest.json").read_text())["model"]
     result: dict[str, Any] = {"result": "ok" if wrong is None else "wrong", "activation": facts["activation"]}
     result["blocks"] = facts["ffn"] > 0
     result["silent"] = facts["ffn"] > 0 and parse_activation(facts["activation"]).sparse
     return result if wrong is None else result | {"reason": wrong}
-
-
-def _first_difference(model: nn.Module, artifact: Path) -> str | None:
-    """Return where a greedy token is not eager's, None where all are."""
-    import picompile_runtime
-    from picompile.frontend.build import call_model
-
-    with picompile_runtime.load(artifact, threads=1) as engine:
-        for prompt in _PROMPTS:
-            ids = list(prompt)
-            engine.reset()
-            logits = engine.prefill(ids)
-            for step in range(_STEPS):
-                with torch.no_grad():
-                    expected = call_model(model, torch.tensor([ids]), torch.arange(len(ids)).unsqueeze(0))[0, -1]
-                found, best = int(logits.argmax()), int(expected.argmax())
-                if float(expected[best] - expected[found]) > _NEAR_TIE * float(expected.std()):
-                    return f"token {step} behind a prompt of {len(prompt)} is {found}, eager's {best}"
-                ids.append(best)
-                logits = engine.decode(best)
-    return None
 
 
 def _line(error: Exception) -> str:

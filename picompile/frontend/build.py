@@ -172,7 +172,12 @@ def _check_windows(config: Any) -> None:
 def _keep_frequencies(model: nn.Module) -> None:
     """Keep the rotary frequencies that a model begins with, where its module changes them beyond `rope_limit`."""
     for module in model.modules():
-        if getattr(module, "rope_type", None) in GROWING_ROPE_TYPES:
+        kinds = getattr(module, "rope_type", None)
+        if isinstance(kinds, dict):
+            # One for each kind of layer.
+            kept = {layers: "default" if kind in GROWING_ROPE_TYPES else kind for layers, kind in kinds.items()}
+            module.rope_type = kept  # type: ignore[assignment]
+        elif kinds in GROWING_ROPE_TYPES:
             module.rope_type = "default"  # type: ignore[assignment]
 
 

@@ -32,7 +32,7 @@ ACTIVATIONS = {
 }
 
 # Rotary embeddings whose frequencies do not depend on how long the text is.
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_ROPE_TYPES = ("default", "linear", "llama3", "proportional", "yarn")
 # And those whose frequencies are others for longer texts than a model was first trained on. It is captured as it is for
 # texts up to that length.
 GROWING_ROPE_TYPES = ("dynamic", "longrope")
@@ -237,21 +237,23 @@ def _with_text(config: Any) -> tuple[Any, ...]:
 
 
 def _check_rope(config: Any) -> None:
-    rope = getattr(config, "rope_parameters", None) or {}
-    # One for all layers, or one for each kind of layer.
-    by_layers = [value for value in rope.values() if isinstance(value, Mapping)]
-    known = _ROPE_TYPES if by_layers else (*_ROPE_TYPES, *GROWING_ROPE_TYPES)
-    for part in (rope, *by_layers):
-        kind = part.get("rope_type", "default")
+    known = (*_ROPE_TYPES, *GROWING_ROPE_TYPES)
+    for rope in _ropes(config):
+        kind = rope.get("rope_type", "default")
         if kind not in known:
             raise UnsupportedModelError(
-                f"rotary embeddings of type {kind}{' for a kind of layer' if by_layers else ''} are not supported; "
-                f"supported are {', '.join(known)}"
+                f"rotary embeddings of type {kind} are not supported; supported are {', '.join(known)}"
             )
-    if rope.get("rope_type") in GROWING_ROPE_TYPES and rope_limit(config) is None:
-        raise UnsupportedModelError(
-            f"config.json: rotary embeddings of type {rope['rope_type']} need the length up to which they are the same"
-        )
+        if kind in GROWING_ROPE_TYPES and _limit(config, rope) is None:
+            raise UnsupportedModelError(
+                f"config.json: rotary embeddings of type {kind} need the length up to which they are the same"
+            )
+
+
+def _ropes(config: Any) -> list[Mapping[str, Any]]:
+    """Return the descriptions of a config's rotary embeddings: one for all layers, or one for each kind of layer."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return [value for value in rope.values() if isinstance(value, Mapping)] or [rope]
 
 
 def rope_limit(config: Any) -> int | None:
@@ -260,12 +262,11 @@ def rope_limit(config: Any) -> int | None:
     Type `dynamic` has other frequencies beyond `max_position_embeddings`, `longrope` beyond
     `original_max_position_embeddings`, and from there on `llama_4_scaling_beta` scales queries (Ministral 3).
     """
-    limits = [limit for part in _with_text(config) if (limit := _own_limit(part)) is not None]
-    return min(limits, default=None)
+    limits = [_limit(part, rope) for part in _with_text(config) for rope in _ropes(part)]
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
-def _own_limit(config: Any) -> int | None:
-    rope = getattr(config, "rope_parameters", None) or {}
+def _limit(config: Any, rope: Mapping[str, Any]) -> int | None:
     names = {"dynamic": "max_position_embeddings", "longrope": "original_max_position_embeddings"}
     name = names.get(rope.get("rope_type", "default"))
     if rope.get("llama_4_scaling_beta"):

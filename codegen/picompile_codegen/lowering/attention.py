@@ -13,6 +13,7 @@ from picompile_codegen.lowering.program import Arg
 from picompile_codegen.lowering.state import state_tensors
 from picompile_codegen.lowering.transfer import ABANDONED, WaitForValue, send, signal
 from picompile_codegen.specs import AttentionSpec, BorrowCacheSpec, CacheWriteSpec, LendCacheSpec, RotarySpec
+from picompile_passes.dialect.rotary import rotary_tables
 from picompile_passes.formats import CACHE_FORMATS
 from picompile_passes.graph.nodes import arguments, is_call
 from picompile_passes.graph.operands import ATTENTION, ROTARY
@@ -36,27 +37,25 @@ def lower_rotary(node: Node, function: Function) -> None:
 def _angles(node: Node, function: Function) -> Bindings:
     """Return the tables of cosines and sines of a rotary embedding, float32 [context, head_dim / 2]."""
     values, context = arguments(node), function.shared.options.context
-    frequency, scaling = values["inverse_frequency"], values["scaling"]
+    frequency, scales = values["inverse_frequency"], (values["scaling"], values["still_scaling"])
     return {
         name: function.shared.weights.computed(
-            f"rotary.{name}.{frequency.target}.{scaling!r}",
+            f"rotary.{name}.{frequency.target}.{scales[0]!r}{'' if scales[1] == 1 else f'.{scales[1]!r}'}",
             (context, dimension(node) // values["heads"] // 2),
-            _rotary_table(of, frequency, scaling, context),
+            _rotary_table(which, frequency, scales, context),
             (frequency,),
         )
-        for name, of in (("cos", torch.cos), ("sin", torch.sin))
+        for which, name in enumerate(("cos", "sin"))
     }
 
 
 def _rotary_table(
-    of: Callable[[torch.Tensor], torch.Tensor], frequency: Node, scaling: float, context: int
+    which: int, frequency: Node, scales: tuple[float, float], context: int
 ) -> Callable[[Evaluate], torch.Tensor]:
-    """Return the producer of a table [context, head_dim / 2], in the arithmetic of the eager model: kernels need no
-    sine."""
+    """Return the producer of the table of cosines (`which` 0) or sines (1): kernels need no sine."""
 
     def produce(evaluate: Evaluate) -> torch.Tensor:
-        positions = torch.arange(context, dtype=torch.float32).unsqueeze(1)
-        return of(positions * evaluate(frequency).to(torch.float32)) * scaling
+        return rotary_tables(torch.arange(context), evaluate(frequency), *scales)[which]
 
     return produce
 
@@ -170,5 +169,5 @@ def _turned_inside(node: Node, function: Function) -> bool:
     if function.mode == "chunk" or not all(is_call(each, ROTARY) and list(each.users) == [node] for each in pair):
         return False
     q, k = (arguments(each) for each in pair)
-    alike = all(q[name] == k[name] for name in ("inverse_frequency", "scaling"))
+    alike = all(q[name] == k[name] for name in ("inverse_frequency", "scaling", "still_scaling"))
     return alike and (q["heads"], k["heads"]) == (values["heads"], values["kv_heads"])

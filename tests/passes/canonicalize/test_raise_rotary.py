@@ -86,23 +86,37 @@ def test_a_rotation_of_neighbouring_pairs_is_reordered() -> None:
     assert columns[:SIZE].tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
 
 
-def test_a_part_of_each_head_turns() -> None:
-    """As Phi and GPT-NeoX have it: the rest stays, and counts as turning by 0."""
+@pytest.mark.parametrize(("factor", "still"), [(1.0, 1.0), (1.25, 1.0), (1.25, 0.5)])
+def test_a_part_of_each_head_turns(factor: float, still: float) -> None:
+    """As Phi and GPT-NeoX have it: the rest stays, and counts as turning by 0; LongRoPE scales only what turns."""
     turning = 4
 
     def partly(b: Builder, x: Value, cos: Value, sin: Value) -> Value:
         part, rest = (x.slice(-1, *ends) for ends in ((0, turning), (turning, SIZE)))
         first, second = (part.slice(-1, *ends) for ends in ((0, 2), (2, 4)))
         sums = part * cos, b.aten("cat", [-second, first], -1) * sin
-        return b.aten("cat", [b.call(aten.add.Tensor, *sums), rest], -1)
+        return b.aten("cat", [b.call(aten.add.Tensor, *sums), rest if still == 1 else rest * still], -1)
 
     def write(b: Builder, x: Value) -> Value:
-        cos, sin = (table.slice(-1, 2, 4) for table in _cos_sin(b, False))
+        cos, sin = (table.slice(-1, 2, 4) for table in _cos_sin(b, False, factor))
         cos, sin = (b.aten("cat", [table, table], -1) for table in (cos, sin))
         return _attend(b, x, lambda part, _: partly(b, part, cos, sin))
 
     result = raised(write, RaiseRotary())
-    assert _frequencies_of(result, _rotaries(result)[0]).tolist() == [*FREQUENCIES[2:].tolist(), 0.0, 0.0]
+    for rotary in _rotaries(result):
+        assert _frequencies_of(result, rotary).tolist() == [*FREQUENCIES[2:].tolist(), 0.0, 0.0]
+        assert (rotary["scaling"], rotary["still_scaling"]) == (pytest.approx(factor), still)
+
+
+def test_what_is_still_has_one_factor() -> None:
+    """A head whose still elements are scaled by two numbers is no rotary embedding."""
+
+    def write(b: Builder, x: Value) -> Value:
+        cos, sin = _cos_sin(b, True, frequencies=FREQUENCIES * torch.tensor([1, 1, 0, 0]))
+        scales = b.constant("scales", torch.tensor([1.0, 1, 1, 0.5] * 2))
+        return _attend(b, x, lambda part, _: _halves(b, part, cos, sin) * scales)
+
+    refused(write, RaiseRotary(), "does not turn evenly")
 
 
 def _by_tables(rows: int, look_up: Write) -> Write:

@@ -21,6 +21,7 @@ from picompile_passes.passes.canonicalize.forms import Form, Forms, Term
 # A rotated head has elements c·x[a] ∓ s·x[b], c = g·cos(position · f), s = g·sin(position · f): a pair of elements (a,
 # b) for each frequency f, and a common factor g. How a model orders the pairs (halves, as Llama, or neighbours, as
 # GPT-J), whether it leaves some elements as they are, and where it multiplies by g shows in the form and nowhere else.
+# Elements that do not turn have a factor of their own: those that YaRN and LongRoPE turn are scaled, the rest is not.
 
 
 # The sampled factors are float32 cosines and sines, times a factor of a few float32 roundings.
@@ -40,14 +41,16 @@ class _RotationParts(NamedTuple):
 class Rotation:
     """A value of heads of d elements, each turned by position · frequency and multiplied by `factor`.
 
-    Elements are in the half-split order of the dialect's `rotary`: `order` [d] says which element of the value stands
-    at each place, `columns` [heads · d] which column of the root it is made from. `cosine` and `sine` [tokens, d/2] are
-    of the first halves, without the factor; both are None where nothing turns.
+    Pairs that do not turn are multiplied by `still_factor`. Elements are in the half-split order of the dialect's
+    `rotary`: `order` [d] says which element of the value stands at each place, `columns` [heads · d] which column of
+    the root it is made from. `cosine` and `sine` [tokens, d/2] are of the first halves, without the factors; both are
+    None where nothing turns.
     """
 
     columns: Tensor
     order: Tensor
     factor: float
+    still_factor: float = 1.0
     cosine: Tensor | None = None
     sine: Tensor | None = None
 
@@ -81,9 +84,12 @@ def read_rotation(form: Form, columns: int, heads: int) -> Rotation | None:
     parts = _parts(form, columns, heads)
     if parts is None:
         return None
-    factor = float(parts.cosine[0, 0, 0])
-    own, other, cosine, sine = parts.own, parts.other, parts.cosine / factor, parts.sine / factor
-    turning = (sine[:, 0] != 0).any(dim=0)
+    turning = (parts.sine[:, 0] != 0).any(dim=0)
+    first_factors = parts.cosine[0, 0]
+    still_factor = float(first_factors[~turning][0]) if not turning.all() else 1.0
+    factor = float(first_factors[turning][0]) if turning.any() else still_factor
+    factors = torch.where(turning, factor, still_factor)
+    own, other, cosine, sine = parts.own, parts.other, parts.cosine / factors, parts.sine / factors
     if not turning.any() and _close(cosine, torch.ones_like(cosine)) and not sine.any():
         return Rotation(own.flatten(), torch.arange(own.shape[1]), factor)
     halves = _halves(own[0], other[0], turning)
@@ -91,7 +97,9 @@ def read_rotation(form: Form, columns: int, heads: int) -> Rotation | None:
         return None
     first, second = halves
     order = torch.cat(halves)
-    rotation = Rotation(own[:, order].flatten(), order, factor, cosine=cosine[:, 0, first], sine=-sine[:, 0, first])
+    rotation = Rotation(
+        own[:, order].flatten(), order, factor, still_factor, cosine=cosine[:, 0, first], sine=-sine[:, 0, first]
+    )
     expected = _rebuilt(rotation, own, first, second)
     return rotation if _agrees(expected, _RotationParts(own, other, cosine, sine)) else None
 
@@ -134,7 +142,7 @@ def _halves(own: Tensor, other: Tensor, turning: Tensor) -> tuple[Tensor, Tensor
 
 
 def _rebuilt(rotation: Rotation, own: Tensor, first: Tensor, second: Tensor) -> _RotationParts:
-    """The parts that a value turned by `rotation` has, its factor left out."""
+    """The parts that a value turned by `rotation` has, its factors left out."""
     heads, size = own.shape
     cosine, sine = (
         torch.zeros(rotation.cosine.shape[0], heads, size, dtype=torch.float64)  # type: ignore[union-attr]
@@ -344,7 +352,7 @@ class _RotaryEmitter:
                 scale *= factor  # type: ignore[operator]
             else:
                 frequencies = self._constants.get("inverse_frequency", side.frequencies, node)
-                args = (value, self._positions, frequencies, count, factor)
+                args = (value, self._positions, frequencies, count, factor, side.rotation.still_factor)
                 value = self._rewriter.call(ROTARY, args, before=node, sources=(old, node))  # type: ignore[arg-type]
             self._rewriter.set_argument(node, name, value)
         self._rewriter.set_argument(node, "scale", scale)
@@ -355,7 +363,8 @@ class _RotaryEmitter:
             return
         frequencies = self._constants.get("inverse_frequency", side.frequencies, node)
         groups = arguments(node)["groups"]
-        args = (self._columns(side, node), self._positions, frequencies, groups, side.rotation.factor)
+        factors = side.rotation.factor, side.rotation.still_factor
+        args = (self._columns(side, node), self._positions, frequencies, groups, *factors)
         turned = self._rewriter.call(ROTARY, args, before=node, sources=(node.args[0], node))  # type: ignore[arg-type]
         self._rewriter.set_argument(node, "x", turned)
 
