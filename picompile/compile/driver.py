@@ -94,6 +94,8 @@ def _compile_into(
     checkpoint, captured = _capture(model, options, progress)
     # A model without its tokenizer is refused before anything takes long.
     tokenizer = read_tokenizer(checkpoint, captured.facts.vocab)
+    for line in filter(None, (tokenizer.reason, *tokenizer.notes)):
+        progress.say(line)
     require_comparable(options, tokenizer)
     if checkpoint is not None and captured.prove is not None:
         with progress.step("prove"):

@@ -19,12 +19,14 @@ class TokenizerFiles:
             of objects with `name` and `template` where there are several, wherever the checkpoint had them.
         generation_config: the contents of generation_config.json. `eos_token_id` lists all tokens that end an answer.
         reason: a line that says why there is no `tokenizer_json`, where the checkpoint has something like it.
+        notes: lines that a user should read: parts of the checkpoint that were not taken, and why.
     """
 
     tokenizer_json: str | None = None
     tokenizer_config: Mapping[str, Any] = field(default_factory=dict)
     generation_config: Mapping[str, Any] = field(default_factory=dict)
     reason: str | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:

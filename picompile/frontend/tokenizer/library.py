@@ -1,0 +1,167 @@
+"""Tokenizers as transformers builds them of a folder, and whether two of them read texts alike."""
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from picompile.errors import UnsupportedModelError
+from picompile.frontend.config import one_line, quiet_transformers
+
+# Fields of tokenizer_config.json that say which tokens there are, and not how a text is cut into them.
+_NAMES_TOKENS = ("tokenizer_class", "auto_map", "added_tokens_decoder", "chat_template", "model_max_length")
+_TOKENS_SUFFIXES = ("_token", "_special_tokens")
+
+
+class CannotBuildError(Exception):
+    """A tokenizer that transformers does not build; the message is one line."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A text that two tokenizers cut into other tokens."""
+
+    text: str
+    first: Sequence[int]
+    second: Sequence[int]
+
+    def __str__(self) -> str:
+        return f"{_shown(self.text)} is {_shown_ids(self.first)}, not {_shown_ids(self.second)}"
+
+
+def chosen_class(folder: Path) -> Any:
+    """Return the tokenizer of the class that transformers chooses, without code of the checkpoint's own.
+
+    Raises `CannotBuildError`.
+    """
+    from transformers import AutoTokenizer
+
+    with _building():
+        return AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False, mistral_format=False
+        )
+
+
+def of_file(folder: Path) -> Any:
+    """Return the tokenizer of tokenizer.json with the folder's other files laid over it, and nothing of any class.
+
+    Raises `CannotBuildError`.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    with _building():
+        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+
+
+def chosen_class_without_options(folder: Path, config: dict[str, Any]) -> Any:
+    """Return what `chosen_class` does, for a folder whose tokenizer_config.json names tokens and has no options.
+
+    Args:
+        folder: the checkpoint's.
+        config: the contents of its tokenizer_config.json.
+    """
+    with tempfile.TemporaryDirectory(prefix="picompile-tokenizer-") as name:
+        plain = Path(name)
+        for path in folder.iterdir():
+            if path.suffix in (".json", ".model", ".txt", ".tiktoken") and path.is_file():
+                os.symlink(path.resolve(), plain / path.name)
+        file = plain / "tokenizer_config.json"
+        file.unlink(missing_ok=True)
+        kept = {key: value for key, value in config.items() if key in _NAMES_TOKENS or key.endswith(_TOKENS_SUFFIXES)}
+        kept = {key: value for key, value in kept.items() if type(value) is not bool}
+        file.write_text(json.dumps(kept), encoding="utf-8")
+        return chosen_class(plain)
+
+
+def parsed(text: str, what: str) -> Any:
+    """Return the tokenizer of the tokenizers package in the text of a tokenizer.json, which cuts and fills up nothing.
+
+    Raises `UnsupportedModelError`, which names `what` it is, for any other text.
+    """
+    from tokenizers import Tokenizer
+
+    try:
+        with _building():
+            found = Tokenizer.from_str(text)
+    except CannotBuildError as error:
+        raise UnsupportedModelError(f"{what} is no tokenizer: {error}") from error
+    found.no_truncation()
+    found.no_padding()
+    return found
+
+
+def add_special(backend: Any, texts: Iterable[str]) -> None:
+    """Have tokens of the vocabulary read as special tokens, where they are not yet."""
+    from tokenizers import AddedToken
+
+    known = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    backend.add_special_tokens([AddedToken(text, normalized=False) for text in texts if text not in known])
+
+
+def has_backend(tokenizer: Any) -> bool:
+    """Return whether a tokenizer of transformers is one of the tokenizers package underneath."""
+    return hasattr(getattr(tokenizer, "backend_tokenizer", None), "to_str")
+
+
+def plain_backend(tokenizer: Any) -> Any:
+    """Return the tokenizer of the tokenizers package under one of transformers, which cuts and fills up nothing."""
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def first_difference(first: Any, second: Any, texts: Sequence[str]) -> Difference | None:
+    """Return the first text that two tokenizers of the tokenizers package cut otherwise; None if there is none.
+
+    They are compared with the tokens that each puts around a text, and without.
+    """
+    for around in (False, True):
+        pairs = zip(
+            texts,
+            first.encode_batch(texts, add_special_tokens=around),
+            second.encode_batch(texts, add_special_tokens=around),
+            strict=True,
+        )
+        for text, ours, theirs in pairs:
+            if ours.ids != theirs.ids:
+                return Difference(text, ours.ids, theirs.ids)
+    return None
+
+
+@contextmanager
+def _building() -> Iterator[None]:
+    """Raise whatever transformers and tokenizers raise, panics among them, as `CannotBuildError`."""
+    try:
+        with quiet_transformers(), quiet_panics():
+            yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise CannotBuildError(one_line(Exception(str(error) or type(error).__name__))) from error
+
+
+@contextmanager
+def quiet_panics() -> Iterator[None]:
+    """Keep what the tokenizers package prints of its panics from stderr; Python's own output comes after."""
+    kept = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= 40 else text[:39] + "…")
+
+
+def _shown_ids(ids: Sequence[int]) -> str:
+    return f"[{', '.join(map(str, ids[:8]))}{', …' if len(ids) > 8 else ''}]"

@@ -1,0 +1,64 @@
+"""Texts on which two tokenizers of one vocabulary are compared: fixed ones, and others drawn from the vocabulary."""
+
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+# Digits, spaces, line breaks, scripts, code, contractions: what splits and normalizers treat in ways of their own.
+_FIXED = (
+    "Hello world",
+    " leading space",
+    "  two  spaces   three    four",
+    "trailing  ",
+    "\n",
+    "a\n\nb\n \n  c\r\nd\te\t\tf",
+    "1 12 123 1234 12345 1,234.5 007 2024-01-31",
+    "it's I'm you'LL WE'D o'clock",
+    "HTTPServer camelCase snake_case kebab-case UPPER",
+    "for i in range(10):\n    print(f'{i:03d}')\n\treturn {\"a\": [1, 2]}",
+    "x!=y && z<=w -> (a|b)*c // d; #!$%^&",
+    "https://example.com/a?b=c&d=%20",
+    "naïve café Ångström ﬁ ① Ⅷ ﾊﾝ",
+    "cafe\u0301 n\u0303o",
+    "Привет мир, как дела?",
+    "日本語のテキスト。中文字符，測試",
+    "한국어 텍스트",
+    "العربية نص",
+    "हिन्दी पाठ",
+    "ไทย",
+    "emoji 👩‍👩‍👧 🇩🇪 👍🏽",
+    "\u00a0no\u2009thin\u3000wide\u200bzero",
+    "▁under▁score <0x0A> Ġ",
+    "…“quoted”—dash",
+    "the the the the",
+    "",
+)
+_DRAWN, _SPECIAL = 200, 100
+_LONGEST, _SEED = 8, 49
+
+
+def probe_texts(tokenizer: Any) -> list[str]:
+    """Return the texts for a tokenizer of the tokenizers package, the same ones for the same vocabulary."""
+    draw = Random(_SEED)
+    ids = sorted(tokenizer.get_vocab(with_added_tokens=False).values())
+    special = [token.content for _, token in sorted(tokenizer.get_added_tokens_decoder().items())]
+    return [*_FIXED, *_from_vocabulary(tokenizer, ids, draw), *_with_special(special, draw)]
+
+
+def _from_vocabulary(tokenizer: Any, ids: Sequence[int], draw: Random) -> list[str]:
+    """Return texts of tokens that are drawn, which a tokenizer may cut otherwise when it reads them."""
+    if not ids:
+        return []
+    drawn = [[draw.choice(ids) for _ in range(draw.randint(1, _LONGEST))] for _ in range(_DRAWN)]
+    return list(tokenizer.decode_batch(drawn, skip_special_tokens=False))
+
+
+def _with_special(special: Sequence[str], draw: Random) -> list[str]:
+    """Return special tokens alone, in a row, and beside text."""
+    if not special:
+        return []
+    chosen = special if len(special) <= _SPECIAL else draw.sample(special, _SPECIAL)
+    rows = ["".join(draw.choice(special) for _ in range(4)) for _ in range(_SPECIAL // 4)]
+    beside = ("a{}b", " {} ", "{}\n\n{}", "x {}  y", "\n{} 1")
+    mixed = [draw.choice(beside).format(draw.choice(special), draw.choice(special)) for _ in range(_SPECIAL)]
+    return [*chosen, *rows, *mixed]
