@@ -1,6 +1,7 @@
 """A tokenizer beside the model: tokens that the model has no row for."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,30 +11,30 @@ from picompile.frontend.tokenizer.library import parsed
 from picompile.frontend.tokenizer_files import TokenizerFiles
 
 
-def fitted(files: TokenizerFiles, tokenizer: Any, model: Path, vocabulary: int) -> TokenizerFiles:
+def fitted(files: TokenizerFiles, ids: Mapping[str, int], model: Path, vocabulary: int) -> TokenizerFiles:
     """Return the tokenizer without added tokens for which the model has no row.
 
     Args:
         files: the tokenizer, with a `tokenizer_json`.
-        tokenizer: the tokenizer of the tokenizers package that it is the text of.
+        ids: the ids of all its tokens, by name.
         model: the checkpoint.
         vocabulary: the number of tokens that the model has rows for.
 
     Raises `UnsupportedModelError` where it has other tokens without a row.
     """
-    highest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+    highest = max(ids.values(), default=-1)
     if highest < vocabulary:
         return files
     content = json.loads(files.tokenizer_json or "")
     beyond = [token for token in content["added_tokens"] if token["id"] >= vocabulary]
-    base = max(tokenizer.get_vocab(with_added_tokens=False).values(), default=-1)
+    names = {token["content"] for token in beyond}
+    others = max((number for name, number in ids.items() if name not in names), default=-1)
     content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < vocabulary]
-    if base >= vocabulary or not beyond or _around(content, vocabulary):
+    if others >= vocabulary or not beyond or _around(content, vocabulary):
         raise UnsupportedModelError(
             f"{model}: the tokenizer has token ids up to {highest}, the model only {vocabulary} tokens: "
             "it belongs to another model"
         )
-    names = {token["content"] for token in beyond}
     config = {name: value for name, value in files.tokenizer_config.items() if value not in names}
     first = min(beyond, key=lambda token: int(token["id"]))
     more = f" and {len(beyond) - 1} others" if len(beyond) > 1 else ""

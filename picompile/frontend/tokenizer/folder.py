@@ -14,7 +14,7 @@ from picompile.errors import UnsupportedModelError
 from picompile.frontend.end_tokens import with_end_tokens
 from picompile.frontend.json_file import read_json_object, read_text, token_ids
 from picompile.frontend.tokenizer import library
-from picompile.frontend.tokenizer.fit import fitted
+from picompile.frontend.tokenizer.complete import Source
 from picompile.frontend.tokenizer.probes import probe_texts
 from picompile.frontend.tokenizer.templates import TEMPLATE_FILES, folder_templates
 from picompile.frontend.tokenizer_files import TokenizerFiles
@@ -41,8 +41,8 @@ class _Built:
     notes: tuple[str, ...]
 
 
-def read_folder(folder: Path, vocabulary: int) -> TokenizerFiles:
-    """Return the tokenizer of a Hugging Face folder, for a model that has rows for `vocabulary` tokens.
+def read_folder(folder: Path) -> tuple[TokenizerFiles, Source]:
+    """Return the tokenizer of a Hugging Face folder, and what it was read from.
 
     Raises `UnsupportedModelError`, in one line, for files that cannot be read, that contradict each other, or that
     transformers builds no tokenizer of.
@@ -53,13 +53,13 @@ def read_folder(folder: Path, vocabulary: int) -> TokenizerFiles:
     generation = with_end_tokens(generation, ends)
     templates = folder_templates(folder, config)
     if not (folder / "tokenizer.json").is_file() and not any((folder / name).is_file() for name in _SLOW_SOURCES):
-        return TokenizerFiles(generation_config=generation)
+        return TokenizerFiles(generation_config=generation), Source()
     built = _of_file(folder, config) if (folder / "tokenizer.json").is_file() else _of_class(folder)
     _check_ids(folder, config, built.backend)
     description = {"tokenizer_class": "PreTrainedTokenizerFast", **built.special, **templates}
     notes = (*built.notes, *_unread(folder, built))
     files = TokenizerFiles(built.text, description, generation, notes=notes)
-    return fitted(files, built.backend, folder, vocabulary)
+    return files, Source(built.backend, built.special)
 
 
 def _check_files(folder: Path) -> None:

@@ -30,7 +30,7 @@ class Difference:
     second: Sequence[int]
 
     def __str__(self) -> str:
-        return f"{_shown(self.text)} is {_shown_ids(self.first)}, not {_shown_ids(self.second)}"
+        return f"{shown_text(self.text)} is {shown_ids(self.first)}, not {shown_ids(self.second)}"
 
 
 def chosen_class(folder: Path) -> Any:
@@ -159,9 +159,11 @@ def quiet_panics() -> Iterator[None]:
         os.close(nowhere)
 
 
-def _shown(text: str) -> str:
+def shown_text(text: str) -> str:
+    """Return a text for a message, in quotes and cut off where it is long."""
     return repr(text if len(text) <= 40 else text[:39] + "…")
 
 
-def _shown_ids(ids: Sequence[int]) -> str:
+def shown_ids(ids: Sequence[int]) -> str:
+    """Return token ids for a message, the first ones of many."""
     return f"[{', '.join(map(str, ids[:8]))}{', …' if len(ids) > 8 else ''}]"

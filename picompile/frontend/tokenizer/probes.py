@@ -1,6 +1,7 @@
-"""Texts on which two tokenizers of one vocabulary are compared: fixed ones, and others drawn from the vocabulary."""
+"""Texts and chats on which tokenizers are compared: fixed ones, and texts drawn from a vocabulary."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
@@ -62,3 +63,48 @@ def _with_special(special: Sequence[str], draw: Random) -> list[str]:
     beside = ("a{}b", " {} ", "{}\n\n{}", "x {}  y", "\n{} 1")
     mixed = [draw.choice(beside).format(draw.choice(special), draw.choice(special)) for _ in range(_SPECIAL)]
     return [*chosen, *rows, *mixed]
+
+
+@dataclass(frozen=True)
+class ProbeChat:
+    """A chat that a template is tried with; `what` says in a few words what is in it."""
+
+    what: str
+    messages: Sequence[Mapping[str, Any]]
+    prompt: bool = True
+    tools: Sequence[Mapping[str, Any]] | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.what
+
+
+_SYSTEM = {"role": "system", "content": "Be brief. <&> é"}
+_USER = {"role": "user", "content": " What is 2+2?\n"}
+_ANSWER = {"role": "assistant", "content": "It is 4. "}
+_THOUGHT = {**_ANSWER, "reasoning_content": "2 and 2"}
+_CALL = {
+    "id": "call00001",
+    "type": "function",
+    "function": {"name": "add", "arguments": {"a": 2, "b": [1, None, True], "c": "<é>"}},
+}
+_CALLS = {"role": "assistant", "content": None, "tool_calls": [_CALL]}
+_RESULT = {"role": "tool", "tool_call_id": "call00001", "name": "add", "content": "4"}
+_PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer", "description": "<one>"}}, "required": ["a"]}
+_TOOLS = ({"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": _PARAMETERS}},)
+
+PROBE_CHATS = (
+    ProbeChat("of one question", (_USER,)),
+    ProbeChat("of one question without the answer's beginning", (_USER,), prompt=False),
+    ProbeChat("with a system prompt", (_SYSTEM, _USER)),
+    ProbeChat("of three turns", (_USER, _ANSWER, _USER)),
+    ProbeChat("that ends with an answer", (_SYSTEM, _USER, _ANSWER), prompt=False),
+    ProbeChat("with reasoning", (_USER, _THOUGHT, _USER)),
+    ProbeChat("without thinking", (_USER,), arguments={"enable_thinking": False}),
+    ProbeChat("with thinking", (_USER,), arguments={"enable_thinking": True, "thinking": True}),
+    ProbeChat("with tools", (_SYSTEM, _USER), tools=_TOOLS),
+    ProbeChat("with a tool's call and result", (_USER, _CALLS, _RESULT), tools=_TOOLS),
+    ProbeChat("with a tool's call after reasoning", (_USER, {**_CALLS, "reasoning_content": "add"}, _RESULT)),
+    ProbeChat("of parts", ({"role": "user", "content": [{"type": "text", "text": "Hi"}]},)),
+    ProbeChat("of two questions", (_USER, _USER)),
+)

@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from picompile.frontend.model_file import gguf_tokenizer, is_gguf, opened_gguf
-from picompile.frontend.tokenizer.fit import fitted
+from picompile.frontend.tokenizer.complete import Source, completed
 from picompile.frontend.tokenizer.folder import read_folder
-from picompile.frontend.tokenizer.library import parsed
 from picompile.frontend.tokenizer_files import TokenizerFiles
 
 
@@ -24,16 +23,15 @@ def read_tokenizer(model: Path | None, vocabulary: int) -> TokenizerFiles:
     if model is None:
         return TokenizerFiles()
     if is_gguf(model):
-        files = gguf_tokenizer(opened_gguf(model))
-        text = files.tokenizer_json
-        return files if text is None else fitted(files, parsed(text, f"{model}: its tokenizer"), model, vocabulary)
+        return completed(gguf_tokenizer(opened_gguf(model)), model, vocabulary, Source())
     return _read_once(model.resolve(), model, vocabulary, _state(model))
 
 
 @lru_cache(maxsize=1)
 def _read_once(folder: Path, shown: Path, vocabulary: int, state: tuple[Any, ...]) -> TokenizerFiles:
     """Return a folder's tokenizer, which several steps of a compilation ask for; `state` tells changed files."""
-    return read_folder(shown, vocabulary)
+    files, source = read_folder(shown)
+    return completed(files, shown, vocabulary, source)
 
 
 def _state(folder: Path) -> tuple[Any, ...]:

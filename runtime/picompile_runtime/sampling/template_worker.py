@@ -63,6 +63,15 @@ def _environment() -> Any:
                 raise jinja2.exceptions.SecurityError(f"a namespace cannot have {name!r}")
             super().__setitem__(name, value)
 
+    class Dict:
+        """A template's `dict`. The type itself has more to offer."""
+
+        def __call__(self, *arguments: Any, **named: Any) -> dict[Any, Any]:
+            return dict(*arguments, **named)
+
+        def fromkeys(self, *arguments: Any) -> dict[Any, Any]:
+            return dict.fromkeys(*arguments)
+
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
@@ -71,7 +80,7 @@ def _environment() -> Any:
     )
     environment.filters["tojson"] = _to_json
     environment.globals["namespace"] = Namespace
-    environment.globals["dict"] = lambda *arguments, **named: dict(*arguments, **named)  # the type has more to offer
+    environment.globals["dict"] = Dict()
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment

@@ -104,6 +104,14 @@ class Tokenizer:
         added = self._tokenizer.get_added_tokens_decoder().items()
         return MappingProxyType({str(token.content): int(number) for number, token in added if token.special})
 
+    @cached_property
+    def added_tokens(self) -> Mapping[str, int]:
+        """The ids of the tokens that a text is searched for before it is cut, special ones and others, by name."""
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        return MappingProxyType(
+            {str(token.content): int(number) for number, token in sorted(added, key=lambda e: e[0])}
+        )
+
     @property
     def has_chat_template(self) -> bool:
         """Whether the model has a chat template of its own."""

@@ -1,0 +1,69 @@
+"""The last steps of reading a tokenizer, the same for folders and GGUF files: what the model and its template add."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from picompile.errors import UnsupportedModelError
+from picompile.frontend.end_tokens import with_end_tokens
+from picompile.frontend.tokenizer.check import check_ids, check_templates
+from picompile.frontend.tokenizer.fit import fitted
+from picompile.frontend.tokenizer.turn_end import turn_end_tokens
+from picompile.frontend.tokenizer_files import TokenizerFiles
+from picompile_runtime.errors import ArtifactError
+from picompile_runtime.sampling.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a tokenizer was read from.
+
+    Attributes:
+        tokenizer: the tokenizer of the tokenizers package that was written, None where nothing else has read it.
+        special: the special tokens by name that transformers hands to a chat template.
+    """
+
+    tokenizer: Any = None
+    special: Mapping[str, str] | None = None
+
+
+def completed(files: TokenizerFiles, model: Path, vocabulary: int, source: Source) -> TokenizerFiles:
+    """Return a tokenizer that fits the model and names all tokens that end an answer, after checks of it.
+
+    Args:
+        files: the tokenizer as it was read.
+        model: the checkpoint.
+        vocabulary: the number of tokens that the model has rows for.
+        source: what it is compared with.
+
+    Raises:
+        UnsupportedModelError: it cannot be read, cannot belong to the model, or differs from its source.
+    """
+    if files.tokenizer_json is None:
+        return files
+    tokenizer = _opened(files, model)
+    fit = fitted(files, tokenizer.vocabulary(), model, vocabulary)
+    if fit is not files:
+        files, tokenizer, source = fit, _opened(fit, model), replace(source, tokenizer=None)
+    notes = list(files.notes)
+    if source.tokenizer is not None:
+        notes += check_ids(tokenizer, source.tokenizer, str(model))
+    special = files.tokenizer_config if source.special is None else source.special
+    unusable = list(check_templates(tokenizer, _names(special), str(model)))
+    notes += unusable
+    named = tokenizer.vocabulary().get(str(files.tokenizer_config.get("eos_token")))
+    turn_end = () if unusable else turn_end_tokens(tokenizer)
+    ends = (*files.eos_token_ids, *(() if named is None else (named,)), *turn_end)
+    return replace(files, generation_config=with_end_tokens(files.generation_config, ends), notes=tuple(notes))
+
+
+def _names(special: Mapping[str, Any]) -> dict[str, str]:
+    return {name: text for name, text in special.items() if name.endswith("_token") and isinstance(text, str)}
+
+
+def _opened(files: TokenizerFiles, model: Path) -> Tokenizer:
+    try:
+        return Tokenizer(files.tokenizer_json or "", files.tokenizer_config)
+    except ArtifactError as error:
+        raise UnsupportedModelError(f"{model}: its tokenizer cannot be read: {error}") from error
