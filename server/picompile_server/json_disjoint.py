@@ -84,10 +84,10 @@ def _parts(schema: object, root: Schema) -> Iterator[Schema]:
         if "$ref" not in schema:
             yield schema
             return
-        schema = _resolved(schema["$ref"], root)
+        schema = resolved(schema["$ref"], root)
 
 
-def _resolved(reference: object, root: Schema) -> object:
+def resolved(reference: object, root: Schema) -> object:
     """Return the target of a reference within the schema, None if it points elsewhere."""
     if not isinstance(reference, str) or not reference.startswith("#") or len(reference) > _MOST_LETTERS:
         return None

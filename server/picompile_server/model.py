@@ -80,6 +80,17 @@ class ServedModel:
 
         return ToolUse(self.tokenizer)
 
+    def notes(self) -> list[str]:
+        """Return lines for whoever starts the server. It may render chats, which takes a moment: not for the loop."""
+        if not self.tokenizer.has_chat_template:
+            return [f"{self.name} has no chat template: chats are written as a plain dialogue"]
+        if self.tool_use.style is None:
+            return [
+                f"{self.name}: the chat template describes tools, in a format of calls that picompile does not know: "
+                "calls come as the content of answers"
+            ]
+        return []
+
     @property
     def end_tokens(self) -> frozenset[int]:
         """Tokens that end an answer."""

@@ -1,10 +1,49 @@
-"""The formats in which models write tool calls: the texts around a function's name and its JSON arguments."""
+"""The formats in which models write tool calls: the texts around a function's name and its arguments."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class TaggedArguments:
+    """Arguments one by one, each name and each value between two texts. A text stands as it is, all else as JSON."""
+
+    before_name: str
+    before_value: str
+    after_value: str
+
+    def write(self, arguments: str) -> str:
+        """Return the text of arguments, given as JSON."""
+        return "".join(
+            f"{self.before_name}{name}{self.before_value}{value if isinstance(value, str) else _json(value)}"
+            f"{self.after_value}"
+            for name, value in json.loads(arguments).items()
+        )
+
+
+@dataclass(frozen=True)
+class KeywordArguments:
+    """Arguments as Python writes them: names and literals. `is_json` if true, false and null are JSON's."""
+
+    is_json: bool = False
+
+    def write(self, arguments: str) -> str:
+        """Return the text of arguments, given as JSON."""
+        return ", ".join(f"{name}={self.literal(value)}" for name, value in json.loads(arguments).items())
+
+    def literal(self, value: object) -> str:
+        """Return the text of one value."""
+        if self.is_json or not (value is None or isinstance(value, bool)):
+            return _json(value)
+        return repr(value)
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 @dataclass(frozen=True)
@@ -17,6 +56,7 @@ class ToolFormat:
     Attributes:
         name: what it is known as.
         trigger: the beginning of a first call. In an answer that may call or not, a call is what begins with it.
+        arguments: how arguments are written, None for a JSON object.
         is_whole: whether a call is the whole answer, with no text before it: the trigger is one at the beginning only.
         before: a token that may come before a call, which has no text.
         most_calls: how many calls an answer may have.
@@ -31,6 +71,7 @@ class ToolFormat:
     begin: str = ""
     between: str = ""
     end: str = ""
+    arguments: TaggedArguments | KeywordArguments | None = None
     is_whole: bool = False
     before: str = ""
     # A model that cannot stop must not call for ever.
@@ -40,7 +81,8 @@ class ToolFormat:
     def write(self, calls: Sequence[tuple[str, str]]) -> str:
         """Return the text of some calls, each of a function's name and its arguments as JSON."""
         texts = (
-            f"{self.before_name}{name}{self.before_arguments}{arguments}{self.after_arguments}"
+            f"{self.before_name}{name}{self.before_arguments}"
+            f"{arguments if self.arguments is None else self.arguments.write(arguments)}{self.after_arguments}"
             for name, arguments in calls
         )
         return f"{self.begin}{self.between.join(texts)}{self.end}"
@@ -48,7 +90,10 @@ class ToolFormat:
     @property
     def texts(self) -> tuple[str, ...]:
         """All texts in calls besides names and arguments."""
-        return self.begin, self.before_name, self.before_arguments, self.after_arguments, self.between, self.end
+        tags = self.arguments
+        tagged = (tags.before_name, tags.before_value, tags.after_value) if isinstance(tags, TaggedArguments) else ()
+        around = (self.begin, self.before_name, self.before_arguments, self.after_arguments, self.between, self.end)
+        return *around, *tagged
 
 
 # Hermes 2 Pro, Qwen 2.5 and 3, SmolLM 3; and models that know no tools are told of this one.
@@ -123,19 +168,126 @@ DEEPSEEK_PLAIN = ToolFormat(
     end="<｜tool▁calls▁end｜>",
 )
 
-FORMATS = (HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, GRANITE, PHI, DEEPSEEK, DEEPSEEK_PLAIN)
+# Qwen 3 Coder, Qwen 3.5, Nemotron 3, Step 3.5.
+QWEN_XML = ToolFormat(
+    name="qwen-xml",
+    trigger="<tool_call>",
+    before_name="<tool_call>\n<function=",
+    before_arguments=">\n",
+    after_arguments="</function>\n</tool_call>",
+    between="\n",
+    arguments=TaggedArguments("<parameter=", ">\n", "\n</parameter>\n"),
+)
+# Seed-OSS.
+SEED = ToolFormat(
+    name="seed",
+    trigger="<seed:tool_call>",
+    before_name="<seed:tool_call>\n<function=",
+    before_arguments=">\n",
+    after_arguments="</function>\n</seed:tool_call>",
+    between="\n",
+    arguments=TaggedArguments("<parameter=", ">", "</parameter>\n"),
+)
+# GLM 4.5 and 4.6.
+GLM = ToolFormat(
+    name="glm",
+    trigger="<tool_call>",
+    before_name="<tool_call>",
+    before_arguments="\n",
+    after_arguments="</tool_call>",
+    between="\n",
+    arguments=TaggedArguments("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
+)
+# GLM 4.7, which has no line breaks.
+GLM_DENSE = ToolFormat(
+    name="glm-dense",
+    trigger="<tool_call>",
+    before_name="<tool_call>",
+    before_arguments="",
+    after_arguments="</tool_call>",
+    arguments=TaggedArguments("<arg_key>", "</arg_key><arg_value>", "</arg_value>"),
+)
+# MiniMax M2.
+MINIMAX = ToolFormat(
+    name="minimax",
+    trigger="<minimax:tool_call>",
+    begin="<minimax:tool_call>\n",
+    before_name='<invoke name="',
+    before_arguments='">\n',
+    after_arguments="</invoke>\n",
+    end="</minimax:tool_call>",
+    arguments=TaggedArguments('<parameter name="', '">', "</parameter>\n"),
+)
+# LFM 2 and 2.5.
+LFM = ToolFormat(
+    name="lfm",
+    trigger="<|tool_call_start|>",
+    begin="<|tool_call_start|>[",
+    before_name="",
+    before_arguments="(",
+    after_arguments=")",
+    between=", ",
+    end="]<|tool_call_end|>",
+    arguments=KeywordArguments(),
+)
+# OLMo 3.
+OLMO = ToolFormat(
+    name="olmo",
+    trigger="<function_calls>",
+    begin="<function_calls>",
+    before_name="",
+    before_arguments="(",
+    after_arguments=")",
+    between="\n",
+    end="</function_calls>",
+    arguments=KeywordArguments(is_json=True),
+)
+# Llama 3.2 and 4 where the template asks for Python.
+LLAMA_PYTHON = ToolFormat(
+    name="llama-python",
+    trigger="[",
+    begin="[",
+    before_name="",
+    before_arguments="(",
+    after_arguments=")",
+    between=", ",
+    end="]",
+    arguments=KeywordArguments(),
+    is_whole=True,
+    before="<|python_start|>",
+)
+# Nemotron Nano 2.
+NEMOTRON = ToolFormat(
+    name="nemotron",
+    trigger="<TOOLCALL>",
+    begin="<TOOLCALL>[",
+    between=", ",
+    end="]</TOOLCALL>",
+)
 
-# What a template has that writes calls so; the first that fits is the model's. Formats whose arguments are no JSON
-# come first: they are known, and not supported (Qwen 3 Coder, GLM 4.5).
+FORMATS = (
+    *(HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, GRANITE, PHI, DEEPSEEK, DEEPSEEK_PLAIN),
+    *(QWEN_XML, SEED, GLM, GLM_DENSE, MINIMAX, LFM, OLMO, LLAMA_PYTHON, NEMOTRON),
+)
+
+# What a template has that writes calls so; the first that fits is the model's.
 _SIGNS: tuple[tuple[Callable[[str], bool], ToolFormat | None], ...] = (
-    (lambda text: "<tool_call>" in text and ("<function=" in text or "<arg_key>" in text), None),
+    (lambda text: "<seed:tool_call>" in text and "<parameter=" in text, SEED),
+    (lambda text: "<minimax:tool_call>" in text and '<parameter name="' in text, MINIMAX),
+    (lambda text: "<tool_call>" in text and "<function=" in text and "<parameter=" in text, QWEN_XML),
+    (lambda text: "<tool_call>" in text and "</arg_key><arg_value>" in text, GLM_DENSE),
+    (lambda text: "<tool_call>" in text and "<arg_key>" in text, GLM),
+    (lambda text: any(sign in text for sign in ("<|tool_call_start|>", "<|tool_list_start|>", "List of tools: ")), LFM),
+    (lambda text: "<function_calls>" in text and "<invoke" not in text, OLMO),
+    (lambda text: "<TOOLCALL>[" in text, NEMOTRON),
+    (lambda text: "[func_name1(" in text, LLAMA_PYTHON),
     (lambda text: "[TOOL_CALLS]" in text and "[ARGS]" in text, MISTRAL_ARGS),
     (lambda text: "[TOOL_CALLS]" in text, MISTRAL),
     (lambda text: "<｜tool▁calls▁begin｜>" in text and "```json" in text, DEEPSEEK),
     (lambda text: "<｜tool▁calls▁begin｜>" in text, DEEPSEEK_PLAIN),
     (lambda text: "<|tool_call|>" in text and "<|/tool_call|>" in text, PHI),
     (lambda text: "<|tool_call|>" in text, GRANITE),
-    (lambda text: "<tool_call>" in text, HERMES),
+    (lambda text: "<tool_call>" in text and "```json" not in text, HERMES),
     (lambda text: re.search(r'\{"name": .*"parameters": ', text, re.DOTALL) is not None, LLAMA),
 )
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from picompile_runtime.errors import RequestError
 from picompile_server.grammar import GrammarCompiler
-from picompile_server.json_schema import json_rule
 from picompile_server.request import Grammar
+from picompile_server.tool_argument_grammar import argument_rules
 from picompile_server.tool_formats import ToolFormat
 from picompile_server.tools import ToolFunction, ToolOffer
 
@@ -74,14 +74,14 @@ def _lark(
 
     # Without an end token an answer can only end where nothing can follow.
     more = (min(style.most_calls, offer.most_calls) if has_end else 1) - 1
-    bodies = [
-        f"body{number}: {text(function.name + style.before_arguments)} {json_rule(function.arguments_schema)}"
-        f" {text(style.after_arguments)}"
-        for number, function in enumerate(offer.functions)
-    ]
+    bodies = []
+    for number, function in enumerate(offer.functions):
+        made = argument_rules(style.arguments, function, f"body{number}", text, special_tokens)
+        opening = text(function.name + style.before_arguments)
+        bodies += [f"body{number}: {opening} {made.expression} {text(style.after_arguments)}", *made.rules]
     rest = f"(more{{0,{more}}}) {text(style.end)}" if more else text(style.end)
     rules = [
-        f"body: {' | '.join(f'body{number}' for number in range(len(bodies)))}",
+        f"body: {' | '.join(f'body{number}' for number in range(len(offer.functions)))}",
         *bodies,
         *([f"more: {text(style.between + style.before_name)} body"] if more else []),
     ]

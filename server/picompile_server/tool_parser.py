@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import secrets
 import string
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
+from picompile_server.tool_arguments import ArgumentReader, JsonReader, argument_reader
 from picompile_server.tool_formats import ToolFormat
 
 _NAME = re.compile("[a-zA-Z0-9_.-]+")
@@ -40,12 +42,13 @@ class ToolCallParser:
     none is content, too.
     """
 
-    def __init__(self, style: ToolFormat) -> None:
-        self._style = style
+    def __init__(self, style: ToolFormat, schemas: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        """Make a parser of calls in the format `style`; `schemas` are those of the functions' arguments, by name."""
+        self._style, self._schemas = style, schemas or {}
         self._opening = style.begin + style.before_name
         self._held = self._spaces = ""  # what is held back, and spaces before it
         self._calls = 0  # that have a name
-        self._json = _JsonObject()
+        self._arguments: ArgumentReader = JsonReader()
         self._read: Callable[[], bool] = self._read_content
         self._content: list[str] = []
         self._deltas: list[ToolCallDelta] = []
@@ -105,22 +108,25 @@ class ToolCallParser:
             return self._wait_for(opening, self._held)
         end = _end_of_name(self._held, len(opening))
         if end == len(self._held) or not self._held.startswith(behind, end):
-            return self._wait_for(behind, self._held[end:])
-        self._deltas.append(ToolCallDelta(self._calls, id=self._new_id(), name=self._held[len(opening) : end]))
+            return self._wait_for(behind if end > len(opening) else "", self._held[end:])
+        if end == len(opening):  # a call has a name
+            return self._wait_for("", self._held)
+        name = self._held[len(opening) : end]
+        self._deltas.append(ToolCallDelta(self._calls, id=self._new_id(), name=name))
         self._held = self._held[end + len(behind) :]
         self._calls += 1
-        self._json = _JsonObject()
+        self._arguments = argument_reader(self._style, self._schemas.get(name, {}))
         self._read = self._read_arguments
         return True
 
     def _read_arguments(self) -> bool:
-        length = self._json.feed(self._held)
-        if length:
-            self._deltas.append(ToolCallDelta(self._calls - 1, self._held[:length]))
-            self._held = self._held[length:]
-        if self._json.is_complete:
+        length, written = self._arguments.feed(self._held)
+        if written:
+            self._deltas.append(ToolCallDelta(self._calls - 1, written))
+        self._held = self._held[length:]
+        if self._arguments.is_complete:
             self._read = self._read_end
-        return self._json.is_complete
+        return self._arguments.is_complete
 
     def _read_end(self) -> bool:
         """Read the text after the arguments: the end of the call, and the beginning of the next one or the last end."""
@@ -161,33 +167,6 @@ def _end_of_name(text: str, start: int) -> int:
     """Return where the name of a function ends that begins at `start`."""
     found = _NAME.match(text, start)
     return start if found is None else found.end()
-
-
-@dataclass
-class _JsonObject:
-    """Finds the end of a JSON object, or of whatever stands between two brackets that belong together."""
-
-    is_complete: bool = False
-    _depth: int = 0
-    _in_text: bool = False
-    _is_escaped: bool = field(default=False)
-
-    def feed(self, text: str) -> int:
-        """Read text, and return how much of it belongs to the object."""
-        for place, letter in enumerate(text):
-            if self._in_text:
-                self._in_text = letter != '"' or self._is_escaped
-                self._is_escaped = letter == "\\" and not self._is_escaped
-            elif letter == '"':
-                self._in_text = True
-            elif letter in "{[":
-                self._depth += 1
-            elif letter in "}]":
-                self._depth -= 1
-                if self._depth <= 0:
-                    self.is_complete = True
-                    return place + 1
-        return len(text)
 
 
 def _beginning(text: str, whole: str) -> int:

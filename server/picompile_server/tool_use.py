@@ -34,23 +34,38 @@ _SHORT_ID = re.compile("[a-zA-Z0-9]{9}")
 
 
 class ToolUse:
-    """One model's way to use tools.
+    """One model's way to use tools: as its template has it, and as Hermes has it for a template that knows no tools.
 
-    Attributes:
-        style: how it writes calls; as Hermes does if its template does not say.
-        shown_tokens: special tokens that calls are made of, and their texts, which the parser needs: give them to the
-            StreamDecoder of an answer that may call.
+    What the template does is tried on small chats when it is needed first, which takes a moment: not for the loop.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        template = tokenizer.chat_template(with_tools=True)
-        style = find_format(template)
-        self._is_known = style is not None
-        self._is_described = self._is_known and re.search(r"\btools\b", template) is not None
-        self.style: ToolFormat = style or HERMES
-        special = tokenizer.special_tokens.items()
-        self.shown_tokens = {number: name for name, number in special if any(name in text for text in self.style.texts)}
+        self._found = find_format(tokenizer.chat_template(with_tools=True))
+
+    @cached_property
+    def style(self) -> ToolFormat | None:
+        """How the model writes calls; None if its template has another format than those that are known."""
+        return self._found or (None if self.is_described else HERMES)
+
+    @cached_property
+    def shown_tokens(self) -> Mapping[int, str]:
+        """Special tokens that calls are made of, and their texts, which the parser needs.
+
+        Give them to the StreamDecoder of an answer that may call.
+        """
+        texts = () if self.style is None else self.style.texts
+        special = self._tokenizer.special_tokens.items()
+        return {number: name for name, number in special if any(name in text for text in texts)}
+
+    @cached_property
+    def is_described(self) -> bool:
+        """Whether the template describes the tools that it is given."""
+        return mentions_tools(self._template) and self._shows("needle", [_QUESTION], [_NEEDLE_TOOL])
+
+    @property
+    def _template(self) -> str:
+        return self._tokenizer.chat_template(with_tools=True)
 
     def encode(
         self,
@@ -71,8 +86,9 @@ class ToolUse:
             RequestError: arguments of a call are not JSON, or the template rejects the chat.
         """
         tools = offer.template_tools if offer is not None else None
-        chat = [self._with_calls(message) for message in messages] if self._is_known else _without_roles(messages)
-        if tools is None or self._is_described:
+        is_known = self._found is not None or self.is_described
+        chat = [self._with_calls(message) for message in messages] if is_known else _without_roles(messages)
+        if tools is None or self.is_described:
             return self._encode(chat, tools, add_generation_prompt, arguments)
         described = self._description(tools)
         try:
@@ -83,16 +99,24 @@ class ToolUse:
             # some templates have no system message, and say so
             return self._encode(_with_first_user(chat, described), None, add_generation_prompt, arguments)
 
-    def grammar(self, compiler: GrammarCompiler, offer: ToolOffer) -> Callable[[], Grammar]:
-        """Return a maker of the grammar of answers to an offer.
+    def grammar(self, compiler: GrammarCompiler, offer: ToolOffer) -> Callable[[], Grammar] | None:
+        """Return a maker of the grammar of answers to an offer; None if the format of calls is not known.
 
-        Raises RequestError as `tool_grammar` does.
+        Raises RequestError as `tool_grammar` does, and if a call is required in a format that is not known.
         """
+        if self.style is None and offer.mode == "required":
+            raise RequestError(
+                "the model's chat template writes calls in a format that this server does not know, so none can be "
+                "required; set tool_choice to auto, and read the calls from the content of the answer"
+            )
+        if self.style is None:
+            return None
         return tool_grammar(compiler, self.style, offer, self._tokenizer.special_tokens)
 
-    def parser(self) -> ToolCallParser:
-        """Return a parser of one answer to an offer."""
-        return ToolCallParser(self.style)
+    def parser(self, offer: ToolOffer) -> ToolCallParser | None:
+        """Return a parser of one answer to an offer; None if the format of calls is not known."""
+        schemas = {function.name: function.arguments_schema for function in offer.functions}
+        return None if self.style is None else ToolCallParser(self.style, schemas)
 
     def _encode(
         self,
@@ -105,17 +129,23 @@ class ToolUse:
 
     def _description(self, tools: Sequence[Mapping[str, Any]]) -> str:
         listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-        example = self.style.write([("function name", '{"parameter": "value"}')])
+        example = (self.style or HERMES).write([("function name", '{"parameter": "value"}')])
         return _DESCRIPTION.format(tools=listed, example=example)
 
     def _with_calls(self, message: Message) -> Message:
-        """Return a message as the template wants it: with objects or texts for arguments, and ids of its length."""
+        """Return a message as the template wants it: with objects or texts for arguments, and ids of its length.
+
+        If the template leaves calls out, they are in the content.
+        """
         changed = dict(message)
         if message.get("tool_call_id") is not None:
             changed["tool_call_id"] = self._id(str(message["tool_call_id"]))
         if message.get("tool_calls"):
-            changed["tool_calls"] = [self._call(call) for call in message["tool_calls"]]
             changed["content"] = message.get("content") or ""  # templates add to it, and fail at None
+            if self._writes_calls:
+                changed["tool_calls"] = [self._call(call) for call in message["tool_calls"]]
+            else:
+                changed["content"] += _written(self.style or HERMES, changed.pop("tool_calls"))
         return changed
 
     def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,30 +156,62 @@ class ToolUse:
 
     def _id(self, given: str) -> str:
         """Return an id that the template takes, the same one for the same id."""
-        if not self.style.has_short_ids or _SHORT_ID.fullmatch(given):
+        if self.style is None or not self.style.has_short_ids or _SHORT_ID.fullmatch(given):
             return given
         return hashlib.sha256(given.encode(errors="replace")).hexdigest()[:9]
 
     @cached_property
+    def _writes_calls(self) -> bool:
+        """Whether the template writes the calls of earlier turns, rather than leaving them out."""
+        return self._shows("needle", _called({"needle": 1})) or self._shows("needle", _called('{"needle": 1}'))
+
+    @cached_property
     def _takes_texts(self) -> bool:
-        """Whether the template wants arguments as JSON: most write JSON themselves, of objects. It is tried."""
+        """Whether the template wants arguments as JSON: most write JSON themselves, of objects."""
+        written = '"needle": 1'
+        return not self._shows(written, _called({"needle": 1})) and self._shows(written, _called('{"needle": 1}'))
 
-        def writes_json(arguments: object) -> bool:
-            call: dict[str, Any] = {
-                "id": "a" * 9,
-                "type": "function",
-                "function": {"name": "f", "arguments": arguments},
-            }
-            chat: list[Message] = [
-                {"role": "user", "content": "u"},
-                {"role": "assistant", "content": "", "tool_calls": [call]},
-            ]
-            try:
-                return '"needle": 1' in self._tokenizer.render_chat(chat, False, tools=[])
-            except RequestError:
-                return False
+    def _shows(self, text: str, chat: Sequence[Message], tools: Sequence[Message] = ()) -> bool:
+        """Return whether the template writes `text` somewhere in a chat."""
+        try:
+            return text in self._tokenizer.render_chat(chat, False, tools=tools)
+        except RequestError:
+            return False
 
-        return not writes_json({"needle": 1}) and writes_json('{"needle": 1}')
+
+_QUESTION: Message = {"role": "user", "content": "u"}
+_NEEDLE_TOOL: Message = {
+    "type": "function",
+    "function": {
+        "name": "needle",
+        "description": "d",
+        "parameters": {
+            "type": "object",
+            "properties": {"p": {"type": "string", "description": "d"}},
+            "required": ["p"],
+        },
+    },
+}
+
+
+def _called(arguments: object) -> list[Message]:
+    """Return a chat in which a function was called."""
+    call = {"id": "a" * 9, "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [_QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}]
+
+
+def mentions_tools(template: str) -> bool:
+    """Return whether a template may describe tools: it has the variable, or a word like it."""
+    return re.search(r"\btools\b", template) is not None
+
+
+def _written(style: ToolFormat, calls: Sequence[Mapping[str, Any]]) -> str:
+    """Return the text of calls. Raises RequestError for arguments that the format cannot write."""
+    named = [_named_arguments(call) for call in calls]
+    for name, given in named:
+        if style.arguments is not None and not isinstance(given, Mapping):
+            raise RequestError(f"the arguments of a call of {name} in a message are not a JSON object")
+    return style.write([(name, json.dumps(given, ensure_ascii=False)) for name, given in named])
 
 
 def _named_arguments(call: Mapping[str, Any]) -> tuple[str, Any]:
@@ -181,8 +243,7 @@ def _without_roles(messages: Sequence[Message]) -> list[dict[str, Any]]:
             else:
                 chat.append({"role": "user", "content": text})
         elif message.get("tool_calls"):
-            named = (_named_arguments(call) for call in message["tool_calls"])
-            calls = HERMES.write([(name, json.dumps(given, ensure_ascii=False)) for name, given in named])
+            calls = _written(HERMES, message["tool_calls"])
             content = message.get("content")
             chat.append({"role": "assistant", "content": f"{content}\n{calls}" if content else calls})
         else:

@@ -206,14 +206,99 @@ GEMMA = (
     "{% if add_generation_prompt %}{{'<start_of_turn>model\n'}}{% endif %}"
 )
 
-# Qwen 3 Coder: arguments are no JSON.
-XML = (
-    "{% if tools %}<tools>{% for tool in tools %}<function>{{ tool.function.name }}</function>{% endfor %}</tools>"
-    "{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-    "{% for call in m.tool_calls %}<tool_call>\n"
-    "<function={{ call.function.name }}>\n"
-    "{% for name, value in call.function.arguments.items() %}<parameter={{ name }}>\n"
-    "{{ value }}\n</parameter>\n{% endfor %}</function>\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+# Formats whose arguments are no JSON object. The first half of each describes the tools.
+_CHATML_TURN = (
+    "{% for m in messages %}<|im_start|>{{ 'user' if m.role == 'tool' else m.role }}\n"
+    "{{ '<tool_response>\n' + m.content + '\n</tool_response>' if m.role == 'tool' else m.content }}"
+)
+_CHATML_END = "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+_XML_TOOLS = (
+    "{% if tools %}<tools>{% for tool in tools %}\n<function>\n<name>{{ tool.function.name }}</name>\n"
+    "<description>{{ tool.function.description }}</description>{% for name, spec in "
+    "tool.function.parameters.properties | items %}<parameter>{{ name }}</parameter>{% endfor %}</function>"
+    "{% endfor %}</tools>{% endif %}"
+)
+_XML_VALUE = "{{ (v | tojson if v is mapping or (v is sequence and v is not string) else v | string) + "
+# Qwen 3 Coder.
+QWEN_XML = (
+    _XML_TOOLS + _CHATML_TURN + "{% for call in m.tool_calls %}\n<tool_call>\n<function={{ call.function.name }}>\n"
+    "{% for k, v in call.function.arguments | items %}<parameter={{ k }}>\n"
+    + _XML_VALUE
+    + "'\n</parameter>\n' }}{% endfor %}</function>\n</tool_call>{% endfor %}"
+    + _CHATML_END
+)
+# Seed-OSS, with its own signs of turns.
+SEED = (
+    "{%- if not tools is defined or tools is none %}{%- set tools = [] %}{%- endif %}"
+    "{% for t in tools %}Function:\ndef {{ t.function.name }}({% for name, spec in "
+    "t.function.parameters.properties.items() %}{{ name }}{% endfor %}): "
+    "{{ t.function.description | trim }}{% endfor %}{% for m in messages %}{{ bos_token + m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls %}"
+    "{{ '\n<seed:tool_call>\n<function=' + call.function.name + '>\n' }}"
+    "{% for k, v in call.function.arguments | items %}<parameter={{ k }}>"
+    + _XML_VALUE
+    + "'</parameter>\n' }}{% endfor %}{{ '</function>\n</seed:tool_call>' }}{% endfor %}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ bos_token }}assistant\n{% endif %}"
+)
+_GLM_TOOLS = "[gMASK]<sop>{% if tools %}<|system|>\n{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}"
+_GLM_TURN = (
+    "{% for m in messages %}{{ '<|observation|>' if m.role == 'tool' else '<|' + m.role + '|>' }}\n{{ m.content }}"
+    "{% for tc in m.tool_calls %}{{ '\n<tool_call>' + tc.function.name }}"
+)
+_GLM_END = "</tool_call>{% endfor %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+# GLM 4.5 and 4.7.
+GLM = (
+    _GLM_TOOLS + _GLM_TURN + "\n{% for k, v in tc.function.arguments.items() %}<arg_key>{{ k }}</arg_key>\n<arg_value>"
+    "{{ v | tojson if v is not string else v }}</arg_value>\n{% endfor %}" + _GLM_END
+)
+GLM_DENSE = (
+    _GLM_TOOLS + _GLM_TURN + "{% for k, v in tc.function.arguments.items() %}<arg_key>{{ k }}</arg_key><arg_value>"
+    "{{ v | tojson if v is not string else v }}</arg_value>{% endfor %}" + _GLM_END
+)
+MINIMAX = (
+    "{% if tools %}<tools>{% for tool in tools %}<tool>{{ tool.function | tojson }}</tool>{% endfor %}</tools>"
+    "{% endif %}{% for m in messages %}]~b]{{ m.role }}\n{{ m.content }}"
+    "{% if m.tool_calls %}{{ '\n<minimax:tool_call>\n' }}"
+    '{% for call in m.tool_calls %}<invoke name="{{ call.function.name }}">\n'
+    '{% for k, v in call.function.arguments | items %}<parameter name="{{ k }}">'
+    "{{ v | tojson if v is not string else v }}</parameter>\n{% endfor %}</invoke>\n{% endfor %}"
+    "</minimax:tool_call>{% endif %}[e~[\n{% endfor %}{% if add_generation_prompt %}]~b]ai\n{% endif %}"
+)
+# LFM 2, whose template leaves out calls.
+LFM = (
+    "{{ bos_token }}{% if tools %}<|im_start|>system\nList of tools: <|tool_list_start|>[{% for tool in tools %}"
+    "{{ tool | tojson }}{% endfor %}]<|tool_list_end|><|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}" + _CHATML_END
+)
+# OLMo 3.
+OLMO = (
+    "{% if tools is not none %}<|im_start|>system\n<functions>{{ tools | tojson }}</functions><|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ 'environment' if m.role == 'tool' else m.role }}\n{{ m.content }}"
+    "{% if m.tool_calls %}<function_calls>{% for call in m.tool_calls %}{% set ns = namespace(parts=[]) %}"
+    "{% for k, v in call.function.arguments.items() %}{% set ns.parts = ns.parts + [k ~ '=' ~ (v | tojson)] %}"
+    "{% endfor %}{{ call.function.name + '(' + ns.parts | join(', ') + ')' }}{{ '\n' if not loop.last }}{% endfor %}"
+    "</function_calls>{% endif %}" + _CHATML_END
+)
+LLAMA_PYTHON = (
+    "{{ bos_token }}{% if tools %}You MUST call in the format [func_name1(params_name1=params_value1)]."
+    "{% for t in tools %}{{ t | tojson }}{% endfor %}{% endif %}{% for m in messages %}<|header_start|>{{ m.role }}"
+    "<|header_end|>\n\n{% if m.tool_calls %}[{% for call in m.tool_calls %}{{ call.function.name + '(' }}"
+    "{% for k, v in call.function.arguments.items() %}{{ k }}={{ v | tojson }}{{ ', ' if not loop.last }}{% endfor %}"
+    "{{ ')' }}{{ ', ' if not loop.last }}{% endfor %}]{% else %}{{ m.content }}{% endif %}<|eot|>{% endfor %}"
+)
+NEMOTRON = (
+    "{% if tools %}<AVAILABLE_TOOLS>[{% for tool in tools %}{{ tool.function | tojson }}{% endfor %}]</AVAILABLE_TOOLS>"
+    "{% endif %}{% for m in messages %}<SPECIAL_11>{{ m.role }}\n{{ m.content }}{% if m.tool_calls %}<TOOLCALL>["
+    '{% for call in m.tool_calls %}{{ \'{"name": "\' + call.function.name + \'", "arguments": \' }}'
+    "{{ call.function.arguments | tojson }}{{ '}' }}{{ ', ' if not loop.last }}{% endfor %}]</TOOLCALL>{% endif %}\n"
+    "{% endfor %}"
+)
+# A format that nobody knows, as Kimi K2's and gpt-oss's are here.
+UNKNOWN = (
+    "{% if tools %}<declare>{{ tools | tojson }}</declare>{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for call in m.tool_calls %}"
+    "<call to={{ call.function.name }}>{{ call.function.arguments | tojson }}</call>"
+    "{% endfor %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
 # What templates do besides: macros, loops that end, tags for training, JSON in many forms, tests and filters.
@@ -256,7 +341,16 @@ TEMPLATES = {
     "deepseek": DEEPSEEK,
     "deepseek-plain": DEEPSEEK_PLAIN,
     "gemma": GEMMA,
-    "xml": XML,
+    "qwen-xml": QWEN_XML,
+    "seed": SEED,
+    "glm": GLM,
+    "glm-dense": GLM_DENSE,
+    "minimax": MINIMAX,
+    "lfm": LFM,
+    "olmo": OLMO,
+    "llama-python": LLAMA_PYTHON,
+    "nemotron": NEMOTRON,
+    "unknown": UNKNOWN,
     "smollm": SMOLLM,
     "zephyr": ZEPHYR,
 }

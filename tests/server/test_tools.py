@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from helpers.chat_templates import TEMPLATES
 from helpers.toys.toy_tool_models import tool_model
-from picompile_runtime import RequestError
+from picompile_runtime import RequestError, Tokenizer
 from picompile_server.tool_formats import FORMATS, HERMES, ToolFormat, find_format
 from picompile_server.tool_use import ToolUse
 from picompile_server.tools import ToolOffer, read_offer
@@ -92,7 +93,7 @@ def test_a_format_is_known_by_the_template() -> None:
     for style in FORMATS:
         assert find_format(TEMPLATES[style.name]) == style
         assert style.write([("a", "{}")]).startswith(style.trigger)
-    for name in ("", "chatml", "gemma", "zephyr", "smollm", "xml"):
+    for name in ("", "chatml", "gemma", "zephyr", "smollm", "unknown"):
         assert find_format(TEMPLATES.get(name, "")) is None
 
 
@@ -124,7 +125,10 @@ def test_tools_and_calls_of_earlier_turns_are_written_as_the_model_writes_them(s
     assert text.count("Söme") == 1 and text.count("Hi") == 1
     assert "weather" not in prompt(style.name, [USER], None)
     text, arguments = prompt(style.name, CHAT), '{"city": "Köln", "days": 2}'
-    assert f"weather{style.before_arguments}{arguments}" in text or f'"arguments": {arguments}' in text
+    ways = [style.write([("weather", arguments)])]
+    if style.arguments is None:
+        ways += [f"weather{style.before_arguments}{arguments}", f'"arguments": {arguments}']
+    assert any(way in text for way in ways)
     assert text.count("rain") == 1
     assert prompt(style.name, [USER, called({"city": "Köln", "days": 2}), RESULT]) == text  # as objects, too
     assert "weather" in prompt(style.name, CHAT, None)  # also where nothing is offered any more
@@ -139,7 +143,7 @@ def test_short_ids_are_the_same_for_call_and_result() -> None:
     assert prompt("mistral", kept).count("abcdef123") == 2
 
 
-@pytest.mark.parametrize("name", ["chatml", "zephyr", "xml", "", "deepseek-plain"])
+@pytest.mark.parametrize("name", ["chatml", "zephyr", "", "deepseek-plain"])
 def test_models_that_know_no_tools_are_told_of_them(name: str) -> None:
     brief = {"role": "system", "content": "Be brief."}
     text = prompt(name, [brief, USER])
@@ -152,6 +156,32 @@ def test_models_that_know_no_tools_are_told_of_them(name: str) -> None:
     assert HERMES.write([("weather", '{"city": "Köln", "days": 2}')]) in text
     assert "<tool_response>\nrain\n</tool_response>" in text
     assert ToolUse(tool_model(name)).style == HERMES
+
+
+def test_a_template_that_describes_tools_is_the_only_one_that_does() -> None:
+    """However its calls are written: they are the content of the answer, and the template's own words are all."""
+    tools = ToolUse(tool_model("unknown"))
+    assert OFFER is not None and tools.style is None and tools.is_described and not tools.shown_tokens
+    text = prompt("unknown", [USER, called(), RESULT])
+    assert text.startswith("<declare>[") and text.endswith("<tool>rain<assistant>") and "# Tools" not in text
+    assert '<call to=weather>{"city": "Köln", "days": 2}</call>' in text and "<tool_call>" not in text
+    assert tools.parser(OFFER) is None and tools.grammar(None, OFFER) is None  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="none can be required; set tool_choice to auto"):
+        tools.grammar(None, replace(OFFER, mode="required"))  # type: ignore[arg-type]
+
+
+def test_a_template_that_only_names_its_tools_variable_describes_none() -> None:
+    tokenizer = tool_model("")
+    silent = Tokenizer(tokenizer._tokenizer.to_str(), {}, "{# tools #}" + TEMPLATES["chatml"])
+    assert not ToolUse(silent).is_described and ToolUse(silent).style == HERMES
+
+
+def test_calls_that_a_template_leaves_out_are_content() -> None:
+    """LFM 2's writes no calls of earlier turns, and its text of an answer has them."""
+    text = prompt("lfm", [USER, called(content="Let me see."), RESULT])
+    assert 'Let me see.<|tool_call_start|>[weather(city="Köln", days=2)]<|tool_call_end|>' in text
+    with pytest.raises(RequestError, match="the arguments of a call of weather in a message are not a JSON object"):
+        prompt("lfm", [USER, called("[]")])
 
 
 def test_templates_without_a_system_message_get_it_in_the_first_question() -> None:

@@ -82,7 +82,7 @@ def test_a_call_that_must_be_the_whole_answer_is_one_at_the_beginning_alone() ->
 
 
 @settings(max_examples=150)
-@given(style=STYLES, data=st.data())
+@given(style=st.sampled_from([style for style in FORMATS if style.arguments is None]), data=st.data())
 def test_pieces_are_read_like_the_whole(style: ToolFormat, data: st.DataObject) -> None:
     content = data.draw(st.sampled_from(["", "a", "Hm. \n", " <|tool", "[TOOL"])) if not style.is_whole else ""
     values = st.dictionaries(st.text(max_size=3), st.text(max_size=5) | st.lists(st.integers(), max_size=2), max_size=2)
@@ -130,9 +130,11 @@ def test_a_call_that_is_cut_has_what_there_is_of_its_arguments(style: ToolFormat
     whole = style.write(CALLS[:1])
     for end in range(len(style.trigger), len(whole)):
         content, calls = streamed(style, [whole[:end]])
-        written = whole[:end].partition(CALLS[0][0] + style.before_arguments)[2]
-        assert content == "" and len(calls) == bool(f"{CALLS[0][0]}{style.before_arguments}" in whole[:end])
-        assert all(written.startswith(given) and CALLS[0][1].startswith(given) for _, given in calls)
+        _, opening, written = whole[:end].partition(CALLS[0][0] + style.before_arguments)
+        # a name ends where something follows it
+        assert content == "" and len(calls) == bool(opening and (style.before_arguments or written))
+        assert all(CALLS[0][1].startswith(given) for _, given in calls)
+        assert style.arguments is not None or all(written.startswith(given) for _, given in calls)
 
 
 def test_what_only_begins_like_a_call_is_content() -> None:
@@ -180,7 +182,7 @@ def fits(style: ToolFormat, offer: ToolOffer, text: str) -> bool:
     return takes(maker, tokenizer, text, EOS)
 
 
-OTHERS = [("put", "{}"), ("get", '{"city": "Bonn"}'), ("get", "{}"), ("get_now", '{"city": "Ulm"}'), ("get_now", "[]")]
+OTHERS = [("put", "{}"), ("get", '{"city": "Bonn"}'), ("get", "{}"), ("get_now", '{"city": "Ulm"}')]
 
 
 @each_format
@@ -190,7 +192,7 @@ def test_an_answer_must_call_where_it_is_required(style: ToolFormat) -> None:
     assert fits(style, offer, style.write([CALL, NOW, CALL])) == (style.most_calls > 1)
     for text in ("", "Hello", f"Hello {style.write([CALL])}", f"{style.write([CALL])} Hello"):
         assert not fits(style, offer, text), text
-    for call in OTHERS:
+    for call in [*OTHERS, *([("get_now", "[]")] if style.arguments is None else [])]:
         assert not fits(style, offer, style.write([call])) and not fits(style, offered("auto"), style.write([call]))
     assert fits(style, named, style.write([NOW])) and not fits(style, named, style.write([CALL]))
     assert not fits(style, named, style.write([NOW, NOW]))
@@ -200,7 +202,7 @@ def test_an_answer_must_call_where_it_is_required(style: ToolFormat) -> None:
 def test_an_answer_may_call_or_not(style: ToolFormat) -> None:
     offer = offered("auto")
     for text in ("", "Hello", '{"a": 1}', "é🙂\n\n", style.write([CALL]), "<tool", "[TOOL_CALL"):
-        assert fits(style, offer, text), text
+        assert fits(style, offer, text) != (style.is_whole and text.startswith(style.trigger) and "get" not in text)
     assert fits(style, offer, style.write([CALL, NOW])) == (style.most_calls > 1)
     behind = f"Let me see.\n{style.write([CALL])}"
     assert fits(style, offer, behind)  # as text, if a call must be the whole answer

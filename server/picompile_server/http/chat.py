@@ -35,7 +35,7 @@ async def create_chat_completion(request: Request) -> Response:
     check_prompt(ids, model)
     asked = _requests(body, model, ids, await _grammar(body, model, offer))
     reply = _reply(body, model, asked, offer, request)
-    builders = [MessageBuilder(None if offer is None else model.tool_use.parser()) for _ in asked]
+    builders = [MessageBuilder(None if offer is None else model.tool_use.parser(offer)) for _ in asked]
     writer = _ChatWriter(body, reply, builders)
     return await deliver(request, reply.start(), writer, body.stream)
 
@@ -48,7 +48,8 @@ async def _grammar(body: ChatBody, model: ServedModel, offer: ToolOffer | None) 
         raise ApiError(
             400, "an answer can have a form or call tools; leave out response_format, or set tool_choice to none"
         )
-    return WatchedGrammar(await model.grammar_workers.run(lambda: model.tool_use.grammar(model.grammars, offer)))
+    made = await model.grammar_workers.run(lambda: model.tool_use.grammar(model.grammars, offer))
+    return None if made is None else WatchedGrammar(made)
 
 
 def _requests(

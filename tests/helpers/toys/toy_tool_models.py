@@ -20,6 +20,8 @@ SPECIAL = {
         *("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"),
     ),
 }
+SPECIAL["lfm"] = ("<|tool_call_start|>", "<|tool_call_end|>", "<|tool_list_start|>", "<|tool_list_end|>")
+SPECIAL["glm-dense"] = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 SPECIAL["deepseek-plain"] = SPECIAL["deepseek"]
 
 
