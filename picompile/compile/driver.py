@@ -215,8 +215,8 @@ def _capture(
         progress.say(unread)
     with progress.step("capture"):
         captured = load_model(Path(model), options.activation)
-    if captured.warning is not None:
-        progress.say(captured.warning)
+    for line in captured.warnings:
+        progress.say(line)
     return Path(model), captured
 
 

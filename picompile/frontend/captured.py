@@ -41,8 +41,8 @@ class Captured:
 
     The graph is forward(tokens int64 [T], positions int64 [T]) → logits float32 [T, V]. Its parameters are on the meta
     device, under the names that `weights` knows. Of layers that compute the same it may have two alone: `canonicalize`
-    repeats them, and `materialize` refuses the graph before. `warning` is a line for the user: what of a config.json
-    has no effect.
+    repeats them, and `materialize` refuses the graph before. `warnings` are lines for the user: what of a config.json
+    or of the files has no effect.
     `prove` compares the graph with the model's own computation, and raises `UnsupportedModelError` where they differ;
     it is None for a module in memory.
     """
@@ -50,5 +50,5 @@ class Captured:
     graph_module: GraphModule
     weights: WeightSource
     facts: ModelFacts
-    warning: str | None = None
+    warnings: tuple[str, ...] = ()
     prove: Callable[[], None] | None = None

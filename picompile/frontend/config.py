@@ -156,16 +156,16 @@ def _with_floats(value: Any) -> Any:
     return [_with_floats(part) for part in value] if isinstance(value, list) else value
 
 
-def config_warning(family: Family, raw: Mapping[str, Any], config: Any) -> str | None:
-    """Return one line on what of a config.json has no effect, or not for all texts; None where there is nothing to say.
+def config_warnings(family: Family, raw: Mapping[str, Any], config: Any) -> tuple[str, ...]:
+    """Return lines on what of a config.json has no effect, or not for all texts; none where there is nothing to say.
 
     `config` is what `make_config` made of its contents, `raw`.
     """
-    unknown, limit = unknown_keys(family, raw), rope_limit(config)
+    unknown, limit = tuple(filter(None, [unknown_keys(family, raw)])), rope_limit(config)
     if limit is None or limit >= (getattr(text_config(config), "max_position_embeddings", None) or 0):
         return unknown
-    before = "config.json: " if unknown is None else f"{unknown}; "
-    return f"{before}the positions of tokens beyond {limit:,} are embedded in another way; the context ends there"
+    beyond = f"the positions of tokens beyond {limit:,} are embedded in another way; the context ends there"
+    return (*unknown, f"config.json: {beyond}")
 
 
 def unknown_keys(family: Family, raw: Mapping[str, Any]) -> str | None:

@@ -24,7 +24,7 @@ from picompile.frontend.checkpoint import (
     read_headers,
     ties_hold,
 )
-from picompile.frontend.config import config_warning, default_activation, make_config
+from picompile.frontend.config import config_warnings, default_activation, make_config
 from picompile.frontend.export import first_names
 from picompile.frontend.facts import (
     GraphFacts,
@@ -55,8 +55,8 @@ _LAYER_FIELDS = ("num_hidden_layers", "decoder_layers", "num_decoder_layers", "e
 class Checkpoint:
     """A folder that has been checked: the model without weights, and where the weights are.
 
-    `config` has the contents of config.json, with the activation that was given. `warning` is a line for the user,
-    where something of it has no effect.
+    `config` has the contents of config.json, with the activation that was given. `warnings` are lines for the
+    user, where something of it has no effect.
     """
 
     config: Mapping[str, Any]
@@ -65,7 +65,7 @@ class Checkpoint:
     activation: str | None
     weights: FolderWeights | GgufWeights
     facts: ModelFacts
-    warning: str | None
+    warnings: tuple[str, ...]
 
 
 def load_model(folder: Path | str, activation: str | None = None) -> Captured:
@@ -88,7 +88,7 @@ def load_model(folder: Path | str, activation: str | None = None) -> Captured:
         _check_shown(checkpoint, activation, None if found is None else graph_module)
     facts = checkpoint.facts if found is None else with_graph(checkpoint.facts, found)
     prove_it = partial(prove, checkpoint.config, checkpoint.family, checkpoint.activation, graph_module)
-    return Captured(graph_module, checkpoint.weights, facts, checkpoint.warning, prove=prove_it)
+    return Captured(graph_module, checkpoint.weights, facts, checkpoint.warnings, prove=prove_it)
 
 
 def capture_config(raw: Mapping[str, Any]) -> GraphModule:
@@ -209,7 +209,7 @@ def _open_folder(folder: Path, raw: Mapping[str, Any]) -> Checkpoint:
         _check_orientation(folder, model, headers, names, quantized)
     weights = FolderWeights(headers, names, quantized)
     facts = _facts(folder, family, config, activation, model, weights.dtype)
-    return Checkpoint(raw, family, model, activation, weights, facts, warning=config_warning(family, raw, config))
+    return Checkpoint(raw, family, model, activation, weights, facts, warnings=config_warnings(family, raw, config))
 
 
 def _check_orientation(
@@ -238,7 +238,7 @@ def _open_gguf(file: Path, raw: Mapping[str, Any]) -> Checkpoint:
     names = match_names(file, _expected(model), opened.tensors, f"{model.base_model_prefix}.")
     weights = GgufWeights(opened, names)
     facts = _facts(file, family, config, activation, model, weights.dtype)
-    return Checkpoint(raw, family, model, activation, weights, facts, warning=None)
+    return Checkpoint(raw, family, model, activation, weights, facts, warnings=())
 
 
 def _check_layers(folder: Path, headers: Mapping[str, TensorHeader], config: Any, family: Family) -> None:

@@ -193,8 +193,8 @@ def _of_checkpoint(folder: Path, options: ModelOptions, progress: Progress) -> P
 
     with progress.step("capture"):
         captured = load_model(folder, options.activation)
-    if captured.warning is not None:
-        progress.say(captured.warning)
+    for line in captured.warnings:
+        progress.say(line)
     facts, graph_module = captured.facts, captured.graph_module
     packing = _packing(options, facts.max_positions, facts.activation)
     predictors = loaded if options.predictors is not None or packing.predictor == "learned" else None

@@ -218,4 +218,4 @@ def test_warnings_of_transformers_are_not_shown(tmp_path: Path, capfd: pytest.Ca
     capfd.readouterr()
     opened = open_checkpoint(tmp_path)
     assert capfd.readouterr().err == ""
-    assert opened.warning == "config.json: neither transformers nor picompile knows rope_parameters.speed"
+    assert opened.warnings == ("config.json: neither transformers nor picompile knows rope_parameters.speed",)

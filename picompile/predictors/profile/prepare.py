@@ -124,8 +124,8 @@ def prepare(model: Path, options: ProfileOptions, progress: Progress) -> Profile
         facts = checkpoint.facts
         tokenizer = checkpoint_tokenizer(model, facts.vocab)
         text = text_windows(tokenizer, window_size(options, facts.max_positions), options)
-    if checkpoint.warning is not None:
-        progress.say(checkpoint.warning)
+    for line in checkpoint.warnings:
+        progress.say(line)
     own = own_tokens(facts.parameters, text.calibration.numel()) if text.library else 0
     if text.library:
         without = "none of the model's own, since that would be too slow or too little"

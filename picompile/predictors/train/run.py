@@ -168,8 +168,8 @@ class _TrainingRun:
     def captured(self) -> Captured:
         with self.progress.step("capture"):
             captured = load_model(self.model, self.options.activation)
-        if captured.warning is not None:
-            self.progress.say(captured.warning)
+        for line in captured.warnings:
+            self.progress.say(line)
         return captured
 
     @cached_property
