@@ -32,8 +32,11 @@ def check_folder(folder: Path) -> None:
     """Raise `UsageError` where there is no model folder, `UnsupportedModelError` where it is not in safetensors."""
     if not folder.is_dir():
         raise UsageError(f"{folder}: no such folder")
+    _check_adapter(folder)
     if not (folder / "config.json").is_file():
-        raise UsageError(f"{folder}: no config.json in it; MODEL is a Hugging Face folder")
+        inside = sorted(path.parent.name for path in folder.glob("*/config.json"))[:3]
+        hint = f"; {' and '.join(inside)} in it has one" if inside else ""
+        raise UsageError(f"{folder}: no config.json in it; MODEL is a Hugging Face folder{hint}")
     if (folder / SINGLE_FILE).is_file() or (folder / INDEX_FILE).is_file():
         return
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
@@ -42,6 +45,21 @@ def check_folder(folder: Path) -> None:
             "load with transformers where you trust them and save with save_pretrained"
         )
     raise UnsupportedModelError(f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE} is there")
+
+
+def _check_adapter(folder: Path) -> None:
+    """Refuse an adapter, which transformers puts on the model that it names: its own weights are no model."""
+    if not (folder / "adapter_config.json").is_file():
+        return
+    if (folder / "config.json").is_file() and not any(folder.glob("adapter_model.*")):
+        # The rest of a merge.
+        return
+    base = read_json_object(folder / "adapter_config.json").get("base_model_name_or_path")
+    named = f" of {base[:200]}" if isinstance(base, str) and base.isprintable() and base else ""
+    raise UnsupportedModelError(
+        f"{folder}: an adapter (LoRA){named}; merge it into its model: load both with peft, and save what "
+        "merge_and_unload returns"
+    )
 
 
 def read_headers(folder: Path) -> dict[str, TensorHeader]:
@@ -157,6 +175,11 @@ def match_names(
     return found
 
 
+def is_stored(name: str, tensor: ExpectedTensor, headers: Mapping[str, Any], prefix: str) -> bool:
+    """Return whether a checkpoint has the parameter `name`, under any of its names."""
+    return any(variant in headers for own in (name, *tensor.aliases) for variant in _variants(own, prefix))
+
+
 def ties_hold(expected: Mapping[str, ExpectedTensor], headers: Mapping[str, TensorHeader], prefix: str) -> bool:
     """Return whether tied parameters that a checkpoint holds under several of their names have the same values there.
 
@@ -236,9 +259,14 @@ class FolderWeights:
     """A `WeightSource` over a folder. Only one shard is open at a time, and only what is asked for is read."""
 
     def __init__(
-        self, headers: Mapping[str, TensorHeader], names: Mapping[str, str], codes: Codes | None = None
+        self,
+        headers: Mapping[str, TensorHeader],
+        names: Mapping[str, str],
+        codes: Codes | None = None,
+        zeros: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
-        """`codes` has the matrices that the files hold as integers."""
+        """`codes` has the matrices that the files hold as integers, `zeros` the shapes of parameters that are zero."""
+        self._zeros = dict(zeros or {})
         self._headers = headers
         self._codes = codes
         self._names = dict(names)
@@ -249,10 +277,12 @@ class FolderWeights:
 
     def names(self) -> Iterable[str]:
         """Return the names of the model's parameters."""
-        return self._names.keys()
+        return (*self._names, *self._zeros)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of the parameter `name`, from the header. Raises `KeyError` for a name that there is not."""
+        if name in self._zeros:
+            return self._zeros[name]
         return self._headers[self._names[name]].shape
 
     def load(self, name: str) -> Tensor:
@@ -261,6 +291,8 @@ class FolderWeights:
         Raises `KeyError` for a name that there is not, `UnsupportedModelError` for a file that has changed since and
         for values that no model has.
         """
+        if name in self._zeros:
+            return torch.zeros(self._zeros[name])
         header = self._headers[self._names[name]]
         file, stored = header.file, header.name
         if self._codes is not None and self._codes.is_quantized(stored):
@@ -286,6 +318,8 @@ class FolderWeights:
         uint8 [rows, row bytes] in `format_name`. None stands for everything else, and for rows that would have to be
         `transposed`.
         """
+        if name in self._zeros:
+            return None
         stored = self._headers[self._names[name]].name
         if transposed or self._codes is None or not self._codes.is_quantized(stored):
             return None

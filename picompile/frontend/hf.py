@@ -20,6 +20,7 @@ from picompile.frontend.checkpoint import (
     ExpectedTensor,
     FolderWeights,
     check_folder,
+    is_stored,
     match_names,
     read_headers,
     ties_hold,
@@ -37,6 +38,7 @@ from picompile.frontend.facts import (
 from picompile.frontend.families import Family, activation_text, find_family
 from picompile.frontend.gguf.weights import GgufWeights
 from picompile.frontend.json_file import token_ids
+from picompile.frontend.left_out import LeftOut, bias_line, lacking_biases
 from picompile.frontend.model_file import is_gguf, opened_gguf, read_config
 from picompile.frontend.proof import prove
 from picompile.frontend.quantized import QuantizedTensors, find_layout
@@ -202,14 +204,22 @@ def _open_folder(folder: Path, raw: Mapping[str, Any]) -> Checkpoint:
     if not ties_hold(_expected(model), headers, prefix):
         config.tie_word_embeddings = False
         model = build_model(family, config, activation)
+    expected, left_out = _expected(model), LeftOut(folder, headers, config)
+    has = [name for name, tensor in expected.items() if is_stored(name, tensor, headers, prefix)]
+    zeros = lacking_biases(model, expected, has)
     names = match_names(
-        folder, expected=_expected(model), headers=headers, prefix=prefix, is_ignored=IgnoredTensors(headers, model)
+        folder,
+        expected={name: tensor for name, tensor in expected.items() if name not in zeros},
+        headers=headers,
+        prefix=prefix,
+        is_ignored=IgnoredTensors(headers, model, left_out),
     )
     if quantized is not None:
         _check_orientation(folder, model, headers, names, quantized)
-    weights = FolderWeights(headers, names, quantized)
+    weights = FolderWeights(headers, names, quantized, zeros)
     facts = _facts(folder, family, config, activation, model, weights.dtype)
-    return Checkpoint(raw, family, model, activation, weights, facts, warnings=config_warnings(family, raw, config))
+    warnings = (*config_warnings(family, raw, config), *left_out.lines, *bias_line(folder, zeros))
+    return Checkpoint(raw, family, model, activation, weights, facts, warnings)
 
 
 def _check_orientation(

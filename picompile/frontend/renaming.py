@@ -14,7 +14,11 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from picompile.errors import UnsupportedModelError
+from picompile.frontend.left_out import LeftOut
 from picompile.frontend.tensor_file import TensorHeader, read_tensor
+
+# Tables and masks that earlier versions of a class kept in its checkpoints.
+_COMPUTED = re.compile(r"(inv_freq|masked_bias|attention\.bias|attn\.bias|position_ids)$")
 
 
 def rename(folder: Path, headers: Mapping[str, TensorHeader], model: nn.Module) -> dict[str, TensorHeader]:
@@ -49,23 +53,28 @@ def rename(folder: Path, headers: Mapping[str, TensorHeader], model: nn.Module) 
 class IgnoredTensors:
     """Tells which tensors of a checkpoint the model has no parameter for, and may leave out.
 
-    These are the names that transformers itself ignores for the model's class, and buffers that hold what the model
-    computes. `is_ignored` raises `UnsupportedModelError` for a buffer with other values.
+    These are the names that transformers itself ignores for the model's class, buffers that hold what the model
+    computes, and what `left_out` knows to be of another part. The call raises `UnsupportedModelError` for a buffer with
+    other values.
     """
 
-    def __init__(self, headers: Mapping[str, TensorHeader], model: nn.Module) -> None:
+    def __init__(self, headers: Mapping[str, TensorHeader], model: nn.Module, left_out: LeftOut) -> None:
         patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
         self._patterns = [re.compile(pattern) for pattern in patterns]
         self._buffers = dict(model.named_buffers())
         self._prefix = f"{getattr(model, 'base_model_prefix', '')}."
         self._headers = headers
+        self._left_out = left_out
 
     def __call__(self, name: str) -> bool:
         """Return whether the tensor `name` may be left out."""
-        if any(pattern.search(name) for pattern in self._patterns):
+        ignored = any(pattern.search(name) for pattern in self._patterns)
+        if ignored and _COMPUTED.search(name):
             return True
         own = next((own for own in (name, self._prefix + name) if own in self._buffers), None)
-        return own is not None and self._is_computed(name, self._buffers[own])
+        if own is not None:
+            return ignored or self._is_computed(name, self._buffers[own])
+        return self._left_out.take(name, ignored=ignored)
 
     def _is_computed(self, name: str, computed: torch.Tensor) -> bool:
         header = self._headers[name]

@@ -23,6 +23,7 @@ from transformers import (
 from picompile import UnsupportedModelError
 from picompile.frontend.checkpoint import SINGLE_FILE
 from picompile.frontend.hf import load_model, open_checkpoint
+from picompile.frontend.left_out import LeftOut
 from picompile.frontend.renaming import IgnoredTensors
 from picompile.frontend.tensor_file import TensorHeader
 
@@ -97,7 +98,8 @@ def test_a_buffer_that_no_config_makes(tmp_path: Path) -> None:
     save_file({"table": torch.ones(3)}, tmp_path / "a.safetensors")
     model = torch.nn.Module()
     model.register_buffer("table", torch.empty(3, device="meta"))
-    ignored = IgnoredTensors({"table": TensorHeader(tmp_path / "a.safetensors", "F32", (3,), "table")}, model)
+    left_out = LeftOut(tmp_path, ["table"], None)
+    ignored = IgnoredTensors({"table": TensorHeader(tmp_path / "a.safetensors", "F32", (3,), "table")}, model, left_out)
     with pytest.raises(UnsupportedModelError, match="table is a buffer of values that no config"):
         ignored("table")
 
