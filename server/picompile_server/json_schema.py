@@ -3,7 +3,7 @@
 llguidance refuses keywords that it does not implement, and enforces all others. Five things are left to us:
 
 1. Formats that it does not know are dropped, since a format is an annotation unless a validator says otherwise (JSON
-   Schema 2020-12, validation, 7.2.1), and so are keywords that ask for nothing, such as `"uniqueItems": false`.
+   Schema 2020-12, validation, 7.2.1), and so are keywords that ask for nothing (json_nothing.py).
 2. A key can occur twice where the schema does not name it. `minProperties` would count it twice, so it is refused.
 3. `oneOf` whose alternatives exclude each other is `anyOf` (json_disjoint.py).
 4. Characters cannot be written as `\\u0061`: a key could pass for another one.
@@ -20,6 +20,7 @@ from typing import Any
 from picompile_runtime.errors import RequestError
 from picompile_runtime.request_checks import shown
 from picompile_server.json_disjoint import Exclusion
+from picompile_server.json_nothing import asks_for_nothing
 from picompile_server.json_values import check_keyword, check_value, safe_pattern
 
 # Between two parts of JSON there may be a space, or a line break and an indentation. Models write both, compact and
@@ -27,25 +28,9 @@ from picompile_server.json_values import check_keyword, check_value, safe_patter
 _WHITESPACE = r"\x20|\n[\x20\x09]{0,32}"
 _OPTIONS = {"whitespace_pattern": _WHITESPACE, "json_allowed_escapes": 'nrbtf\\"'}
 
-# parser/src/json/formats.rs of llguidance.
-FORMATS = frozenset(
-    ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
-)  # fmt: skip
-_DRAFTS = ("2020-12/schema", "2019-09/schema", "draft-07/schema", "draft-06/schema", "draft-04/schema")
-
 # Keywords whose values are no schemas, and those whose values have names of the user's and then schemas.
 _VALUES = frozenset(("const", "enum", "default", "examples", "example"))
 _NAMED = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"))
-_NOTHING: Mapping[str, tuple[object, ...]] = {
-    "uniqueItems": (False,),
-    "dependencies": ({},),
-    "dependentRequired": ({},),
-    "dependentSchemas": ({},),
-    "propertyNames": ({}, True),
-    "unevaluatedProperties": ({}, True),
-    "unevaluatedItems": ({}, True),
-    "minContains": (0,),
-}
 _MOST_NESTED = 100
 _LONGEST_HOST = 253  # RFC 1035
 
@@ -93,14 +78,14 @@ class _Rewriter:
             if key in _NAMED and isinstance(value, Mapping):
                 name = safe_pattern if key == "patternProperties" else str
                 named = {name(key): self._inner(part, depth + 1) for key, part in value.items()}
-                found |= {key: named} if named or key not in _NOTHING else {}
+                found |= {key: named} if named or not asks_for_nothing(key, value, schema) else {}
             elif key in _VALUES:
                 if key in ("const", "enum"):
                     check_value(value)
                 found[key] = value
             elif key == "pattern" and isinstance(value, str):
                 found[key] = safe_pattern(value)
-            elif not _asks_for_nothing(key, value, schema):
+            elif not asks_for_nothing(key, value, schema):
                 check_keyword(key, value)
                 found[self._name(key, schema)] = self._inner(value, depth + 1)
         if found.get("format") == "hostname":  # whose length llguidance does not count
@@ -117,17 +102,3 @@ class _Rewriter:
         if key != "oneOf" or "anyOf" in schema or not self._has_one_base:
             return key
         return "anyOf" if self._exclusion.of_each_other(schema["oneOf"], schema.get("type")) else key
-
-
-def _asks_for_nothing(key: str, value: object, schema: Mapping[Any, Any]) -> bool:
-    if key == "format":
-        return isinstance(value, str) and value not in FORMATS
-    if key == "$schema":
-        return isinstance(value, str) and not value.rstrip("#").endswith(_DRAFTS)
-    if key == "x-guidance":
-        return True  # ours counts
-    if key == "if":
-        return "then" not in schema and "else" not in schema
-    if key in ("then", "else"):
-        return "if" not in schema
-    return any(value is nothing or (value == nothing and value is not True) for nothing in _NOTHING.get(key, ()))

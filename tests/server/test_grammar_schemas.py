@@ -15,7 +15,8 @@ from helpers import grammars
 from helpers.grammars import compiler
 from picompile_runtime import RequestError
 from picompile_server.json_disjoint import Exclusion
-from picompile_server.json_schema import FORMATS, json_rule
+from picompile_server.json_nothing import FORMATS
+from picompile_server.json_schema import json_rule
 from picompile_server.json_values import safe_pattern
 
 
@@ -57,6 +58,12 @@ ASKING_FOR_NOTHING: list[dict[str, Any]] = [
     {"uniqueItems": False},
     {"dependencies": {}, "dependentRequired": {}, "dependentSchemas": {}},
     {"propertyNames": {}},
+    *({"propertyNames": schema} for schema in (True, {"type": "string"}, {"type": ["null", "string"], "minLength": 0})),
+    {"propertyNames": {"pattern": "^.*$", "title": "a name"}, "unevaluatedProperties": {"description": "any"}},
+    {"not": False, "contains": {"const": 1}, "minContains": 0, "maxItems": 1, "uniqueItems": True},
+    {"not": {"type": ["null", "integer"]}},
+    {"title": "a", "description": "b", "default": {}, "examples": [], "$comment": "c"},
+    {"minProperties": 0, "additionalProperties": True, "patternProperties": {}, "required": []},
     {"unevaluatedProperties": True, "unevaluatedItems": {}},
     {"if": {"type": "string"}},
     {"then": {"type": "string"}, "else": {"type": "null"}},
@@ -78,7 +85,12 @@ def test_what_asks_for_nothing_changes_nothing() -> None:
     [
         ({"type": "array", "uniqueItems": True}, "keywords that are not supported"),
         ({"type": "object", "dependentRequired": {"a": ["b"]}}, "keywords that are not supported"),
-        ({"type": "object", "propertyNames": {"maxLength": 3}}, "keywords that are not supported"),
+        *(
+            ({"type": "object", "propertyNames": names}, "keywords that are not supported")
+            for names in ({"maxLength": 3}, {"type": "integer"}, {"format": "date"}, {"minLength": 1}, False)
+        ),
+        ({"type": "array", "contains": {}}, "keywords that are not supported"),
+        ({"type": "number", "not": {"type": "integer"}}, "keywords that are not supported"),
         ({"if": {"type": "string"}, "then": {"minLength": 1}}, "keywords that are not supported"),
         ({"type": "array", "contains": {"type": "string"}}, "keywords that are not supported"),
         ({"type": "object", "unevaluatedProperties": False}, "keywords that are not supported"),

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 from pydantic.config import JsonDict
 
-from picompile_server.http.fields import BodyPart, SchemaObject, TextBody
+from picompile_server.http.fields import BodyPart, SchemaObject, TextBody, TokenLimit
 from picompile_server.http.refusals import CHAT, Refusal
 from picompile_server.tools import ToolOffer, read_offer
 
@@ -129,14 +129,25 @@ class ChosenTool(BodyPart):
     function: ChosenFunction
 
 
+def _some(value: int) -> int:
+    if value == 0:
+        raise ValueError("a message has 1 token or more; give -1 for no limit")
+    return value
+
+
+# A chat's answer is never empty, unlike a completion, which may only read a prompt.
+AnswerLimit = Annotated[TokenLimit, AfterValidator(_some), Field(json_schema_extra={"not": {"const": 0}})]
+
+
 class ChatBody(TextBody):
     """A request for the next message of a chat."""
 
     refusals: ClassVar[tuple[Refusal, ...]] = CHAT
 
     messages: Annotated[list[MessageBody], Field(min_length=1, fail_fast=True)]
-    max_completion_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
-    max_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
+    max_completion_tokens: AnswerLimit | None = None
+    max_tokens: AnswerLimit | None = None
+    n_predict: AnswerLimit | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: Annotated[list[ToolBody], Field(max_length=128)] | None = None
@@ -148,8 +159,6 @@ class ChatBody(TextBody):
     def _fit(self) -> ChatBody:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs can only be given with logprobs")
-        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise ValueError("max_tokens and max_completion_tokens are one thing; give one of them")
         if self.tool_choice not in (None, "none", "auto") and not self.tools:
             raise ValueError("tool_choice can only be given with tools")
         return self
@@ -157,7 +166,7 @@ class ChatBody(TextBody):
     @property
     def most_tokens(self) -> int | None:
         """The most tokens that each answer may have; None for as many as the context holds."""
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return self.token_limit(None)
 
     @property
     def top(self) -> int | None:

@@ -61,6 +61,6 @@ class CompletionBody(TextBody):
         return self
 
     @property
-    def most_tokens(self) -> int:
-        """The most tokens that each answer may have."""
-        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+    def most_tokens(self) -> int | None:
+        """The most tokens that each answer may have; None for as many as the context holds."""
+        return self.token_limit(DEFAULT_MAX_TOKENS)

@@ -28,7 +28,7 @@ async def read_prompt(source: PromptSource, body: CompletionBody, model: ServedM
         ids = _shortened(whole, body, _specials_before(whole, model.tokenizer))
     else:
         whole, ids = source, _shortened(source, body)
-    check_prompt(ids, model, generates=body.most_tokens > 0)
+    check_prompt(ids, model, generates=body.most_tokens != 0)
     if not body.echo:
         return Prompt(ids)
     # Special tokens that the tokenizer has put around a text are not in it; those that a client names are its prompt.

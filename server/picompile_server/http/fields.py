@@ -167,13 +167,20 @@ Stops = Annotated[
 ]
 
 
+# How many tokens an answer may have; -1 is llama.cpp's and Ollama's word for no limit but the context.
+NO_LIMIT = -1
+TokenLimit = Annotated[int, Field(ge=NO_LIMIT, le=_MOST_TOKENS)]
+
+
 class TextBody(RequestBody):
-    """The fields of every request for text."""
+    """The fields of every request for text. `max_completion_tokens` and `n_predict` are `max_tokens`, too."""
 
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = Field(None, ge=0, le=_MOST_TOKENS)
+    max_tokens: TokenLimit | None = None
+    max_completion_tokens: TokenLimit | None = None
+    n_predict: TokenLimit | None = None
     n: int | None = Field(None, ge=1, le=MOST_ANSWERS)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
@@ -203,6 +210,8 @@ class TextBody(RequestBody):
     def _agree(self) -> TextBody:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options can only be given with stream")
+        if len({limit for limit in self._limits if limit is not None}) > 1:
+            raise ValueError("max_tokens, max_completion_tokens and n_predict are one thing; give one of them")
         if (
             None not in (self.repetition_penalty, self.repeat_penalty)
             and self.repetition_penalty != self.repeat_penalty
@@ -213,6 +222,18 @@ class TextBody(RequestBody):
         if has_format + sum(given is not None for given in others) > 1:
             raise ValueError("give only one of response_format, json_schema, grammar and structured_outputs")
         return self
+
+    @property
+    def _limits(self) -> Sequence[int | None]:
+        return self.max_tokens, self.max_completion_tokens, self.n_predict
+
+    def token_limit(self, default: int | None) -> int | None:
+        """Return the most tokens that each answer may have, None for as many as the context holds.
+
+        `default` counts where the request does not say.
+        """
+        given = next((limit for limit in self._limits if limit is not None), default)
+        return None if given == NO_LIMIT else given
 
     @property
     def answers(self) -> int:

@@ -51,7 +51,9 @@ def test_a_message_is_the_answer(client: TestClient, scheduler: FakeScheduler) -
     assert made["choices"] == [{"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}]
     # An answer may be as long as the context allows.
     assert (scheduler.asked[0].request.max_tokens, scheduler.asked[0].request.params) == (None, default_params())
-    for field in ("max_tokens", "max_completion_tokens"):
+    for field in ("max_tokens", "max_completion_tokens", "n_predict"):
+        chat(client, **{"max_tokens": -1, field: -1})
+        assert scheduler.asked[-1].request.max_tokens is None
         made = chat(client, **{field: 2})
         assert made["usage"]["completion_tokens"] == 2 and made["choices"][0]["finish_reason"] == "length"
 

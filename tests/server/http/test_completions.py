@@ -70,7 +70,7 @@ def test_every_field_reaches_the_scheduler(client: TestClient, scheduler: FakeSc
     ("fields", "expected"),
     [
         ({"top_p": 0}, {"top_p": 0.0}),
-        ({"top_k": -1}, {"top_k": 0}),
+        ({"top_k": -1, "max_tokens": None, "n_predict": None}, {"top_k": 0}),
         ({"repeat_penalty": 1.2}, {"repetition_penalty": 1.2}),
         ({"seed": -1}, {"seed": 2**64 - 1}),
         ({"temperature": None, "seed": None, "n": None, "stop": None}, {}),
