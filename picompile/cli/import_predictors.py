@@ -1,6 +1,5 @@
 """`picompile import-predictors`: predictors that PowerInfer's authors trained, made ours."""
 
-import importlib.util
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +8,6 @@ import typer
 from picompile.cli.checks import require_model_folder, require_output
 from picompile.cli.options import ActivationOption, DebugOption, FolderOutputOption, OverwriteOption
 from picompile.cli.progress import progress
-from picompile.errors import UsageError
 from picompile.output import parents_of
 
 
@@ -42,8 +40,6 @@ def import_predictors_command(
     from picompile.predictors.powerinfer.sources import find_source
 
     found = find_source(source)
-    if found.header is not None and importlib.util.find_spec("gguf") is None:
-        raise UsageError("GGUF files are read with the gguf package; install it: pip install 'picompile[gguf]'")
     with parents_of(output), progress() as shown:
         result = import_predictors(found, model, output, shown, overwrite=overwrite, activation=activation)
     ranks = [layer.rank for layer in result.layers if layer.rank is not None]

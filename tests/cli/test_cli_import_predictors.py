@@ -1,6 +1,5 @@
 """`picompile import-predictors`, with files as PowerInfer writes them."""
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -49,12 +48,3 @@ def test_bad_input(cli: Cli, tmp_path: Path, tiny_model: Path, monkeypatch: pyte
         file.write_bytes(content)
         assert_refused(cli("import-predictors", *words), 2, says)
         assert [path.name for path in tmp_path.iterdir()] == ["a.gguf"]
-
-
-def test_without_the_gguf_package(cli: Cli, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_gguf(tmp_path / "a.gguf", random_predictors(SIZES, 24))
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "gguf" else found(name, *rest))
-    ended = cli("import-predictors", tmp_path / "a.gguf", "--model", tiny_model, "-o", tmp_path / "out")
-    assert ended.code == 2
-    assert ended.err == "error: GGUF files are read with the gguf package; install it: pip install 'picompile[gguf]'\n"

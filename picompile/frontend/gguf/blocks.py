@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
 from torch import Tensor
 
 from picompile.frontend.gguf.header import TensorEntry
@@ -21,7 +23,8 @@ PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Types that the `gguf` package unpacks.
 UNPACKED = frozenset(
     {
-        *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "TQ1_0", "TQ2_0", "MXFP4"),
+        *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "TQ1_0", "TQ2_0"),
+        *("MXFP4", "NVFP4"),
         *("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M", "IQ4_NL", "IQ4_XS"),
     }
 )
@@ -59,9 +62,6 @@ def read_blocks(data: mmap.mmap, entry: TensorEntry) -> Bytes:
 
 def unpack(data: Bytes, type_name: str, columns: int) -> Tensor:
     """Return blocks uint8 [rows, row bytes] as float32 [rows, columns], a few rows at a time."""
-    from gguf import GGMLQuantizationType
-    from gguf.quants import dequantize
-
     kind = GGMLQuantizationType[type_name]
     values = torch.empty(len(data), columns, dtype=torch.float32)
     target = values.numpy()
