@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from picompile.errors import DoesNotFitError, UsageError
+from picompile.frontend.gguf.parts import models_in
 from picompile.frontend.gguf.tensor_types import MAGICS
 from picompile.output import DISK_FULL, parents_of, writing_file
 from picompile.output.files import read_safetensors_header
@@ -17,11 +18,12 @@ if TYPE_CHECKING:
     from picompile_runtime.bench.trace import TracedStep
 
 
+_NAMED_FILES = 8
 _MODEL = "MODEL is a Hugging Face folder with config.json and *.safetensors, or a GGUF file"
 
 
 def require_model_folder(folder: Path) -> None:
-    """Raise `UsageError` unless `folder` exists and looks like a Hugging Face checkpoint, or is a GGUF file."""
+    """Raise `UsageError` unless `folder` exists and is a Hugging Face checkpoint, or is or holds one GGUF file."""
     if not folder.exists():
         raise UsageError(f"{folder}: no such file or folder; {_MODEL}")
     if folder.is_file():
@@ -32,10 +34,13 @@ def require_model_folder(folder: Path) -> None:
     if not folder.is_dir():
         raise UsageError(f"{folder}: neither a folder nor a GGUF file; {_MODEL}")
     if not (folder / "config.json").is_file():
-        if found := sorted(folder.glob("*.gguf")):
-            raise UsageError(
-                f"{folder}: no config.json in it; to compile the GGUF file in it, name the file: {found[0]}"
-            )
+        found = models_in(folder)
+        if len(found) > 1:
+            names = ", ".join(file.name for file in found[:_NAMED_FILES])
+            more = f" and {len(found) - _NAMED_FILES} more" if len(found) > _NAMED_FILES else ""
+            raise UsageError(f"{folder}: several GGUF files are in it; name one of {names}{more}")
+        if found:
+            return require_model_folder(found[0])
         raise UsageError(f"{folder}: no config.json in it; {_MODEL}")
 
 

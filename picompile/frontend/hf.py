@@ -36,10 +36,11 @@ from picompile.frontend.facts import (
     with_graph,
 )
 from picompile.frontend.families import Family, activation_text, find_family
+from picompile.frontend.gguf.parts import model_name
 from picompile.frontend.gguf.weights import GgufWeights
 from picompile.frontend.json_file import token_ids
 from picompile.frontend.left_out import LeftOut, bias_line, lacking_biases
-from picompile.frontend.model_file import is_gguf, opened_gguf, read_config
+from picompile.frontend.model_file import gguf_file, is_gguf, opened_gguf, read_config
 from picompile.frontend.proof import prove
 from picompile.frontend.quantized import QuantizedTensors, find_layout
 from picompile.frontend.renaming import IgnoredTensors, rename
@@ -291,11 +292,11 @@ def raw_activation(family: Family, raw: Mapping[str, Any]) -> str | None:
 def _facts(
     folder: Path, family: Family, config: Any, activation: str | None, model: nn.Module, dtype: str
 ) -> ModelFacts:
-    found = config_facts(config)
+    found, file = config_facts(config), gguf_file(folder)
     bos = token_ids(vars(config), "bos_token_id", "config.json")
     numbers = {name: value for name, value in vars(found).items() if name != "positions"}
     return ModelFacts(
-        name=folder.resolve().stem if is_gguf(folder) else folder.resolve().name,
+        name=folder.resolve().name if file is None else model_name(file.resolve()),
         architecture=type(model).__name__,
         family=family.name,
         **numbers | {"activation": activation or found.activation},

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from picompile.frontend.activation import with_activation
+from picompile.frontend.gguf.parts import models_in, part_files
 from picompile.frontend.json_file import read_json_object
 
 if TYPE_CHECKING:
@@ -12,9 +13,22 @@ if TYPE_CHECKING:
     from picompile.frontend.tokenizer_files import TokenizerFiles
 
 
+def gguf_file(model: Path) -> Path | None:
+    """Return the GGUF file that `model` is, or the one that a folder without config.json holds; None without one.
+
+    Of a model in several files it is the first.
+    """
+    if model.is_file():
+        return model
+    if not model.is_dir() or (model / "config.json").exists():
+        return None
+    found = models_in(model)
+    return found[0] if len(found) == 1 else None
+
+
 def is_gguf(model: Path) -> bool:
-    """Return whether `model` is a file, which only a GGUF file may be."""
-    return model.is_file()
+    """Return whether `model` is a GGUF file, or a folder that stands for one."""
+    return gguf_file(model) is not None
 
 
 def read_config(model: Path, activation: str | None = None) -> dict[str, Any]:
@@ -27,14 +41,16 @@ def read_config(model: Path, activation: str | None = None) -> dict[str, Any]:
     return with_activation(raw, activation)
 
 
-def opened_gguf(file: Path) -> "GgufModel":
+def opened_gguf(model: Path) -> "GgufModel":
     """Return the model in a GGUF file, which is read once as long as it does not change; raises as `open_gguf` does."""
-    status = file.stat()
-    return _opened(file.resolve(), status.st_mtime_ns, status.st_size)
+    file = gguf_file(model) or model
+    # The links of a hub's cache point to files of other names: those of the parts stand beside the link.
+    status = [part.stat() for part in part_files(file) if part.exists()]
+    return _opened(file.absolute(), tuple((each.st_mtime_ns, each.st_size) for each in status))
 
 
 @lru_cache(maxsize=1)
-def _opened(file: Path, changed_ns: int, size: int) -> "GgufModel":
+def _opened(file: Path, changed: tuple[tuple[int, int], ...]) -> "GgufModel":
     from picompile.frontend.gguf.model import open_gguf
 
     return open_gguf(file)

@@ -90,7 +90,7 @@ def test_what_is_no_model(cli: Cli, tmp_path: Path) -> None:
     file = tmp_path / "b.gguf"
     file.write_bytes(b"GGML" + bytes(100))
     for command, model, says in (
-        ("compile", tmp_path, f"name the file: {file}"),
+        ("compile", tmp_path, f"{file}: neither a folder nor a GGUF file"),
         ("compile", file, "neither a folder nor a GGUF file"),
         ("profile", file, "neither a folder nor a GGUF file"),
     ):

@@ -22,7 +22,7 @@ VOCABULARY = 300
 _BLOCK = {"F32": 1, "F16": 1, "BF16": 1, "Q4_0": 32, "Q4_1": 32, "Q5_0": 32, "Q5_1": 32, "Q8_0": 32}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Example:
     """A small model: its class in transformers, its config, the architecture and the metadata of its GGUF file."""
 
@@ -140,7 +140,7 @@ def _opt_name(name: str) -> str:
 # What converters do to tensors.
 
 
-def _permuted(values: Array, heads: int) -> Array:
+def permuted(values: Array, heads: int) -> Array:
     """Llama's rows for rotary embeddings of neighbours: `permute` of convert_hf_to_gguf.py."""
     halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
     return halves.swapaxes(1, 2).reshape(values.shape)
@@ -149,7 +149,7 @@ def _permuted(values: Array, heads: int) -> Array:
 def _llama_split(config: Any, name: str, values: Array) -> Parts:
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     part = name.split(".")[2] if name.startswith("blk.") else ""
-    return [(name, _permuted(values, heads[part]) if part in heads else values)]
+    return [(name, permuted(values, heads[part]) if part in heads else values)]
 
 
 def _falcon_split(config: Any, name: str, values: Array) -> Parts:
@@ -302,7 +302,8 @@ _PARTIAL = {"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 
 _CONV = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False}
 _OPT = {"word_embed_proj_dim": 96, "ffn_dim": 160, "num_attention_heads": 4, "max_position_embeddings": 64}
 _RMS, _LAYER = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
-_TIED_WIDE = _config(head_dim=32, tie_word_embeddings=True)
+# llama.cpp takes the size of a head for the scale of attention, as all but the largest of these models do.
+_TIED_WIDE = _config(head_dim=32, query_pre_attn_scalar=32, tie_word_embeddings=True)
 
 # By name: the class in transformers without its end, and what `Example` has besides.
 _EXAMPLES: dict[str, tuple[Any, ...]] = {

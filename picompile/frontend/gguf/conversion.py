@@ -1,4 +1,4 @@
-"""Undoing what converters do to tensors, by transformers' own processors for each architecture.
+"""Undoing what converters do to tensors, by the records of architectures or by transformers' own processors.
 
 llama.cpp's converters change the order of rows (Llama's queries and keys, BLOOM's and Falcon's fused projections),
 transpose (GPT-2), or compute (1 + weight of Gemma's norms). A processor takes a whole tensor as numbers; where it only
@@ -16,7 +16,9 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, GGUFTens
 
 from picompile.errors import UnsupportedModelError
 from picompile.frontend.config import one_line
+from picompile.frontend.gguf.architectures import ARCHITECTURES, Architecture
 from picompile.frontend.gguf.cursor import shown
+from picompile.frontend.gguf.model_config import shared_field
 
 _PROBE_COLUMNS = 3
 # More than any vocabulary has; a file of one column can have a row for every two bytes.
@@ -53,13 +55,50 @@ class _FalconProcessor:
         return GGUFTensor(weights, name, {})
 
 
+class _RecordProcessor:
+    """What llama.cpp's converter does to the tensors of an architecture that has a record, undone."""
+
+    def __init__(self, record: Architecture, config: Mapping[str, Any]) -> None:
+        self._record = record
+        self._heads = shared_field(config, "attention.head_count")
+        self._kv_heads = shared_field(config, "attention.head_count_kv") or self._heads
+
+    def preprocess_name(self, name: str) -> str:
+        """Return `name`."""
+        return name
+
+    def perform_fallback_tensor_mapping(self, names: Any, suffix: str, qualifier: str, name: str) -> None:
+        """Add no names."""
+
+    def process(self, weights: Any, name: str, **kwargs: Any) -> Any:
+        """Return what is made of a tensor, as transformers' processors do."""
+        part = name.split(".")[2] if name.startswith("blk.") else ""
+        heads = {"attn_q": self._heads, "attn_k": self._kv_heads}.get(part)
+        if self._record.interleaved and heads:
+            pairs = weights.reshape(heads, len(weights) // heads // 2, 2, *weights.shape[1:])
+            weights = pairs.swapaxes(1, 2).reshape(weights.shape)
+        if self._record.rows_by_part and part == "attn_qkv":
+            parts = weights.reshape(3, self._heads, len(weights) // self._heads // 3, *weights.shape[1:])
+            weights = parts.swapaxes(0, 1).reshape(weights.shape)
+        if self._record.plus_one and name.endswith("norm.weight"):
+            weights = weights - 1
+        return GGUFTensor(weights, name, {})
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether every tensor stays as it is."""
+        return not (self._record.interleaved or self._record.rows_by_part or self._record.plus_one)
+
+
 def processor_for(architecture: str, config: Mapping[str, Any]) -> Any:
     """Return transformers' processor for the tensors of an architecture, or ours."""
     if architecture == "falcon":
         return _FalconProcessor(config)
     # Bamboo's files come from the same converter as Llama's.
-    known = {"bamboo": "llama"}.get(architecture, architecture)
-    return TENSOR_PROCESSORS.get(known, TensorProcessor)(config=dict(config))
+    record = ARCHITECTURES.get({"bamboo": "llama"}.get(architecture, architecture))
+    if record is not None:
+        return _RecordProcessor(record, config)
+    return TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=dict(config))
 
 
 def row_order(processor: Any, name: str, shape: tuple[int, ...]) -> npt.NDArray[np.int64] | None:
@@ -67,8 +106,8 @@ def row_order(processor: Any, name: str, shape: tuple[int, ...]) -> npt.NDArray[
 
     For a matrix, a vector counting as one of one column.
     """
-    rows, columns = shape[0], _PROBE_COLUMNS
-    if type(processor).process is TensorProcessor.process:
+    rows, columns = shape[0] if shape else 1, _PROBE_COLUMNS
+    if type(processor).process is TensorProcessor.process or getattr(processor, "is_plain", False):
         return np.arange(rows)
     if rows > _MOST_ROWS:
         return None

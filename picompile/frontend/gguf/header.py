@@ -7,7 +7,7 @@ and is found.
 
 import mmap
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,6 +23,7 @@ from picompile.frontend.gguf.tensor_types import (
     STRING,
     TENSOR_TYPES,
     UINT32,
+    unread_type,
 )
 
 VERSIONS = (2, 3)
@@ -42,13 +43,14 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor. `shape` as numpy has it, slowest dimension first; `offset` counts from the start of the file."""
+    """One tensor. `shape` as numpy has it, slowest dimension first; `offset` counts from the start of `file`."""
 
     name: str
     type: str
     shape: tuple[int, ...]
     offset: int
     size_bytes: int
+    file: Path = field(compare=False)
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ def _read(file: Path, cursor: Cursor, most_elements: int) -> GgufHeader:
     for _ in range(value_count):
         values.read(cursor)
     types = POWERINFER_TYPES if magic == POWERINFER_MAGIC else TENSOR_TYPES
-    tensors = _read_tensors(cursor, tensor_count, types, _alignment(values.numbers))
+    tensors = _read_tensors(file, cursor, tensor_count, types, _alignment(values.numbers))
     return GgufHeader(
         file,
         magic,
@@ -180,12 +182,12 @@ def _alignment(values: dict[str, float]) -> int:
 
 
 def _read_tensors(
-    cursor: Cursor, count: int, types: dict[int, tuple[str, int, int]], alignment: int
+    file: Path, cursor: Cursor, count: int, types: dict[int, tuple[str, int, int]], alignment: int
 ) -> dict[str, TensorEntry]:
     entries: dict[str, TensorEntry] = {}
     end = 0
     for _ in range(count):
-        entry = _read_tensor(cursor, types)
+        entry = _read_tensor(file, cursor, types)
         if entry.name in entries:
             raise HeaderError(f"the tensor {shown(entry.name)} is there twice")
         if entry.offset != _padded(end, alignment):
@@ -196,13 +198,10 @@ def _read_tensors(
         entries[entry.name] = entry
     start = _padded(cursor.at, alignment)
     _check_end(cursor.size, start + end, alignment)
-    return {
-        e.name: TensorEntry(e.name, e.type, e.shape, offset=start + e.offset, size_bytes=e.size_bytes)
-        for e in entries.values()
-    }
+    return {name: replace(entry, offset=start + entry.offset) for name, entry in entries.items()}
 
 
-def _read_tensor(cursor: Cursor, types: dict[int, tuple[str, int, int]]) -> TensorEntry:
+def _read_tensor(file: Path, cursor: Cursor, types: dict[int, tuple[str, int, int]]) -> TensorEntry:
     """One entry, its offset still counted from the start of the data."""
     name = cursor.text(_LONGEST_NAME, "a tensor's name")
     dimensions = cursor.number("I", shown(name))
@@ -211,7 +210,7 @@ def _read_tensor(cursor: Cursor, types: dict[int, tuple[str, int, int]]) -> Tens
     sizes = tuple(int(cursor.number("Q", shown(name))) for _ in range(dimensions))
     kind, offset = cursor.number("I", shown(name)), cursor.number("Q", shown(name))
     if kind not in types:
-        raise HeaderError(f"{shown(name)} is of tensor type {kind}, which there is not")
+        raise HeaderError(f"{shown(name)} is of tensor {unread_type(kind)}")
     type_name, block, block_bytes = types[kind]
     elements = 1
     for size in sizes:
@@ -219,7 +218,7 @@ def _read_tensor(cursor: Cursor, types: dict[int, tuple[str, int, int]]) -> Tens
     if elements == 0 or sizes[0] % block:
         raise HeaderError(f"{shown(name)} has dimensions {list(sizes)}, which {type_name} cannot have")
     return TensorEntry(
-        name, type=type_name, shape=sizes[::-1], offset=offset, size_bytes=elements // block * block_bytes
+        name, type=type_name, shape=sizes[::-1], offset=offset, size_bytes=elements // block * block_bytes, file=file
     )
 
 

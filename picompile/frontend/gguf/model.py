@@ -28,10 +28,12 @@ from picompile.frontend.gguf.blocks import (
 )
 from picompile.frontend.gguf.conversion import convert, processor_for, row_order
 from picompile.frontend.gguf.cursor import shown
-from picompile.frontend.gguf.header import GgufHeader, TensorEntry, read_header
+from picompile.frontend.gguf.header import GgufHeader, TensorEntry
 from picompile.frontend.gguf.metadata import read_text
-from picompile.frontend.gguf.model_config import model_classes, model_config
+from picompile.frontend.gguf.model_config import model_classes, model_config, shared_field
 from picompile.frontend.gguf.names import TRANSPOSED_DOWN, map_names, sources_by_parameter
+from picompile.frontend.gguf.parts import read_model_header
+from picompile.frontend.gguf.views import with_views
 from picompile.frontend.weight_values import check_values, damaged
 from picompile_passes.formats import FORMATS
 
@@ -71,23 +73,23 @@ class GgufModel:
 
     def __init__(self, header: GgufHeader, config: dict[str, Any], parameters: Mapping[str, tuple[int, ...]]) -> None:
         """`parameters` are the names of the state dict that `config` describes, and their shapes."""
-        self.header = header
         self.config = config
         self._architecture = read_text(header, "general.architecture") or ""
         self._processor = processor_for(self._architecture, config)
-        layers = next(config[key] for key in ("num_hidden_layers", "n_layer") if key in config)
+        layers = shared_field(config, "block_count")
         self._names = map_names(
             header, architecture=self._architecture, layers=layers, parameters=parameters, processor=self._processor
         )
+        self.header = header = with_views(header, self._names, parameters)
         sources = sources_by_parameter(header, self._names)
         self.tensors: Mapping[str, GgufTensor] = {
             name: self._describe(entries, parameters.get(name)) for name, entries in sources.items()
         }
         self._checked: set[str] = set()
-        with header.file.open("rb") as opened:
-            self._data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
-        if len(self._data) < max(entry.offset + entry.size_bytes for entry in header.tensors.values()):
-            raise UnsupportedModelError(f"{header.file}: has become shorter while it was read")
+        self._data = {file: _mapped(file) for file in {entry.file: None for entry in header.tensors.values()}}
+        for entry in header.tensors.values():
+            if len(self._data[entry.file]) < entry.offset + entry.size_bytes:
+                raise UnsupportedModelError(f"{entry.file}: has become shorter while it was read")
 
     def load(self, name: str) -> Tensor:
         """Return the parameter `name`: float32, float16 or bfloat16 as the file has it, quantized types as float32.
@@ -99,12 +101,12 @@ class GgufModel:
         entries = [self.header.tensors[source] for source in tensor.sources]
         order = self._order(tensor)
         if len(entries) == 1 and order is not None:
-            values = read_tensor(self._data, entries[0])
+            values = read_tensor(self._data[entries[0].file], entries[0])
             values = values if _is_sorted(order) else values[torch.from_numpy(order)]
         elif len(entries) == 1 and _is_transposed(entries[0]):
-            values = read_tensor(self._data, entries[0]).T.contiguous()
+            values = read_tensor(self._data[entries[0].file], entries[0]).T.contiguous()
         else:
-            stored = {entry.name: read_tensor(self._data, entry) for entry in entries}
+            stored = {entry.name: read_tensor(self._data[entry.file], entry) for entry in entries}
             values = convert(self._processor, self._names, name, stored)
         if values.shape != tensor.shape:
             raise UnsupportedModelError(f"{tensor.file}: {name} is {list(values.shape)}, not {list(tensor.shape)}")
@@ -130,7 +132,7 @@ class GgufModel:
         same_rows = transposed == _is_transposed(entry) and (order is not None or transposed)
         if REPACKED.get(format_name) != tensor.type or not same_rows:
             return None
-        packed = repack(read_blocks(self._data, entry), entry.type, entry.shape[1])
+        packed = repack(read_blocks(self._data[entry.file], entry), entry.type, entry.shape[1])
         if packed is None:
             return None
         if not scales_are_finite(packed, format_name, entry.shape[1]):
@@ -148,8 +150,8 @@ class GgufModel:
         digest = hashlib.sha256(json.dumps([self._architecture, own, config or self.config], sort_keys=True).encode())
         for name, entry in sorted(self.header.tensors.items()):
             start, end = entry.offset, entry.offset + entry.size_bytes
-            first = self._data[start : min(end, start + _SAMPLE_BYTES)]
-            samples = first + self._data[max(start, end - _SAMPLE_BYTES) : end]
+            data = self._data[entry.file]
+            samples = data[start : min(end, start + _SAMPLE_BYTES)] + data[max(start, end - _SAMPLE_BYTES) : end]
             digest.update(len(samples).to_bytes(8, "little"))
             digest.update(json.dumps([name, entry.type, entry.shape]).encode() + samples)
         return digest.hexdigest()
@@ -192,18 +194,16 @@ class GgufModel:
 def open_gguf(path: Path) -> GgufModel:
     """Return the model of the GGUF file `path`, everything about it checked but its numbers.
 
+    Of a model in several files, `path` is the first; the others lie beside it.
+
     Every parameter of the model that the metadata describe is there in its shape, and nothing else. Raises `UsageError`
-    for what is no file, and for a missing package; `UnsupportedModelError`, in one line, for a file that is damaged or
+    for what is no file; `UnsupportedModelError`, in one line, for a file that is damaged or
     whose model is not supported.
     """
     if not path.is_file():
         raise UsageError(f"{path}: no such file")
     try:
-        import gguf  # noqa: F401
-    except ImportError as error:
-        raise UsageError(f"{path}: reading GGUF files needs the package gguf: pip install picompile[gguf]") from error
-    try:
-        header = read_header(path, _MOST_ELEMENTS)
+        header = read_model_header(path, _MOST_ELEMENTS)
         config = model_config(header)
         model = _empty_model(path, config)
         parameters = {name: tuple(values.shape) for name, values in model.state_dict(keep_vars=True).items()}
@@ -213,6 +213,11 @@ def open_gguf(path: Path) -> GgufModel:
     _check_parameters(opened, model)
     _check_rotary(header, config, model)
     return opened
+
+
+def _mapped(file: Path) -> mmap.mmap:
+    with file.open("rb") as opened:
+        return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 def _empty_model(path: Path, config: Mapping[str, Any]) -> nn.Module:

@@ -1,29 +1,34 @@
 """From a GGUF file's metadata to the contents of a config.json.
 
-Which key is which field is transformers' own table, for the architectures that its GGUF reader has. Added is what that
-reader leaves to defaults of one published model although the file says it: head sizes, scaled and partial rotary
-embeddings, biases, Falcon's and GPT-2's sizes. PowerInfer's files have four architectures, all with ReLU.
+`architectures.py` has a record for each architecture that is read by one, and transformers' tables serve the others.
+Either way head sizes, scaled and partial rotary embeddings, biases and ties are added here, from the metadata and the
+tensors. PowerInfer's files have four architectures, all with ReLU.
 """
 
 import dataclasses
 import mmap
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import transformers
-from transformers.integrations.ggml import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CONFIG_MAPPING
-from transformers.integrations.gguf import get_gguf_config
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from picompile.errors import UnsupportedModelError
-from picompile.frontend.config import check_values, one_line, resolve
+from picompile.frontend.config import check_values, resolve
+from picompile.frontend.gguf.architectures import ARCHITECTURES, SHARED_KEYS, Architecture
 from picompile.frontend.gguf.cursor import shown
 from picompile.frontend.gguf.header import GgufHeader
 from picompile.frontend.gguf.metadata import read_text
 from picompile.frontend.gguf.rope import rope_scaling
 from picompile.frontend.gguf.tensor_types import POWERINFER_MAGIC
-from picompile.frontend.gguf.values import MetadataValues, shortest
+from picompile.frontend.gguf.transformers_tables import (
+    config_of_table,
+    known_architectures,
+    mapped_fields,
+    special_fields,
+)
+from picompile.frontend.gguf.unread_keys import check_kind, check_unread
+from picompile.frontend.gguf.values import MetadataValues, embedding_rows
 
 # PowerInfer's architectures: the class and the model type that they have at Hugging Face.
 _POWERINFER = {
@@ -32,39 +37,16 @@ _POWERINFER = {
     "falcon": ("FalconForCausalLM", "falcon"),
     "opt": ("OPTForCausalLM", "opt"),
 }
-# What transformers calls architectures that llama.cpp calls otherwise.
-_RENAMED = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss", "minimax-m2": "minimax_m2"}
-_TEXT_TYPES = {"gemma3": "gemma3_text", "gemma4": "gemma4_text"}
-# Fields of a config.json that are whole numbers wherever the table names them; others are not.
-_FLOAT_KEYS = re.compile(r"epsilon$|freq_base$")
 _TOKEN_IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 # Llama 405B has 126. A thousand are built in two seconds.
 _MOST_LAYERS = 1000
 _LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.")
 # Falcon and BLOOM share the matrices of embedding and head, and converters write both of them.
-_TIED_WITH_BOTH = ("falcon", "bloom")
+_TIED_WITH_BOTH = ("falcon", "bloom", "starcoder", "mpt")
 _COMPARED_BYTES = 1 << 20
-# Keys that change what llama.cpp computes and that no config here has a field for, with the values that change nothing.
-_NOT_READ: Mapping[str, tuple[float | bool, ...]] = {
-    "attention.causal": (True,),
-    "attention.clamp_kqv": (0.0,),
-    "attention.max_alibi_bias": (0.0,),
-    "attention.scale": (0.0,),
-    "attention.sliding_window_pattern": (),
-    "embedding_scale": (0.0, 1.0),
-    "logit_scale": (0.0, 1.0),
-    "residual_scale": (0.0, 1.0),
-    "rope.dimension_count_swa": (),
-    "rope.freq_base_swa": (),
-    "rope.scaling.yarn_attn_factor": (1.0,),
-    "rope.scaling.yarn_ext_factor": (-1.0, 1.0),
-    "rope.scaling.yarn_log_multiplier": (0.0,),
-}
-# Architectures whose classes have this window in all layers but every second or sixth, and these frequencies there.
-_USUAL: Mapping[str, Mapping[str, tuple[float | bool, ...]]] = {
-    "gemma2": {"attention.sliding_window_pattern": (2,)},
-    "gemma3": {"attention.sliding_window_pattern": (6,), "rope.freq_base_swa": (10000.0,)},
-}
+# Keys with numbers that are not whole, and those of them that llama.cpp leaves out where they are 0.
+_FLOAT_KEYS = re.compile(r"epsilon$|freq_base|scale$|softcapping$|clamp_kqv$")
+_OFF_AT_ZERO = re.compile(r"scale$|clamp_kqv$")
 # What transformers reads although no class has a field for it.
 _READ = ("architectures", "model_type", "head_dim", "rope_theta", "rope_scaling", "partial_rotary_factor")
 
@@ -72,23 +54,30 @@ _READ = ("architectures", "model_type", "head_dim", "rope_theta", "rope_scaling"
 def model_config(header: GgufHeader) -> dict[str, Any]:
     """Return the contents of the config.json that describes the model of `header`.
 
-    Raises `UnsupportedModelError`, in one line, for architectures that are not read, for values that make no model,
-    and for a file that is one part of several.
+    Raises `UnsupportedModelError`, in one line, for architectures that are not read, and for values that make no model.
     """
     architecture = read_text(header, "general.architecture") or ""
+    values = MetadataValues(header, architecture)
+    check_kind(values)
     if not architecture:
         raise UnsupportedModelError(f"{header.file}: no name of an architecture in it (general.architecture)")
-    if header.values.get("split.count", 1) not in (0, 1):
-        raise UnsupportedModelError(f"{header.file}: one part of a model in several files; merge them (gguf-split)")
-    values = MetadataValues(header, architecture)
-    for name, neutral in {**_NOT_READ, **_USUAL.get(architecture, {})}.items():
-        if (value := header.values.get(values.key(name))) is not None and value not in neutral:
-            raise UnsupportedModelError(f"{header.file}: {shown(values.key(name))} is {value!r:.40}, which is not read")
-        if values.key(name) in header.arrays:
-            raise UnsupportedModelError(f"{header.file}: {shown(values.key(name))} is a list, which is not read")
-    config = _powerinfer(values) if header.magic == POWERINFER_MAGIC else _of_transformers(values)
-    for add in (_vocabulary, _layers, _heads, _biases, _ties, *_SPECIAL.get(architecture, ())):
+    record = None if header.magic == POWERINFER_MAGIC else ARCHITECTURES.get(architecture)
+    fixed = {**({} if record is None else record.fixed), **_FIXED.get(architecture, {})}
+    check_unread(values, () if record is None else (*record.fields, *record.read), fixed)
+    if header.magic == POWERINFER_MAGIC:
+        config = _powerinfer(values)
+    elif record is not None:
+        config = _of_record(values, record)
+    else:
+        if architecture not in known_architectures():
+            raise _unknown(values, {*known_architectures(), *ARCHITECTURES})
+        config = config_of_table(values)
+    for add in (_vocabulary, _layers, _heads, _biases, _ties):
         config |= add(values, config)
+    if record is None:
+        config |= special_fields(values, config)
+    else:
+        config = _finished(values, record, config)
     known = {*_fields(config), *model_classes(config)[0].attribute_map, *_READ}
     config = {key: value for key, value in config.items() if key in known and (value is not None or key in _TOKEN_IDS)}
     try:
@@ -100,6 +89,10 @@ def model_config(header: GgufHeader) -> dict[str, Any]:
     return config
 
 
+# Keys that llama.cpp reads for architectures of transformers' tables, which have no place for them.
+_FIXED: Mapping[str, Mapping[str, tuple[float | bool, ...]]] = {"lfm2": {"attention.sliding_window": (0,)}}
+
+
 def model_classes(config: Mapping[str, Any]) -> tuple[Any, Any]:
     """Return the config and the model class of a `model_config`."""
     name = config["architectures"][0]
@@ -109,45 +102,9 @@ def model_classes(config: Mapping[str, Any]) -> tuple[Any, Any]:
     return model_class.config_class, model_class
 
 
-def _powerinfer(values: MetadataValues) -> dict[str, Any]:
-    if values.architecture not in _POWERINFER:
-        raise _unknown(values, _POWERINFER)
-    class_name, model_type = _POWERINFER[values.architecture]
-    # Its inference has ReLU for all of them: llm_build_ffn_sparse and build_falcon in llama.cpp at d3ebd7c.
-    activation = {"falcon": "activation", "opt": "activation_function"}.get(model_type, "hidden_act")
-    named = {"architectures": [class_name], "model_type": model_type, activation: "relu"}
-    return named | (_opt(values) if model_type == "opt" else _mapped(values, "llama" if model_type != "falcon" else ""))
-
-
-def _of_transformers(values: MetadataValues) -> dict[str, Any]:
-
-    architecture = values.architecture
-    name = _RENAMED.get(architecture, architecture)
-    known = {_RENAMED_BACK.get(key, key) for key in GGUF_CONFIG_MAPPING if _text_type(key) in _causal(key)}
-    if architecture not in known:
-        raise _unknown(values, known)
-    if architecture == "lfm2":
-        return _lfm2(values)
-    model_type = _text_type(name)
-    return {
-        "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]],
-        "model_type": model_type,
-        **GGUF_CONFIG_DEFAULTS_MAPPING.get(name, {}),
-        **_mapped(values, name),
-    }
-
-
-_RENAMED_BACK = {theirs: own for own, theirs in _RENAMED.items()}
-
-
-def _text_type(name: str) -> str:
-    return _TEXT_TYPES.get(name, name)
-
-
-def _causal(name: str) -> Mapping[str, str]:
-    """Return the classes of decoders, none for names in transformers' table that are no architectures."""
-    # llama.cpp writes no architecture `mistral`.
-    return {} if name == "mistral" else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+def shared_field(config: Mapping[str, Any], key: str) -> Any:
+    """Return the value of the field that has the metadata's `key`, whatever the class calls it; None without one."""
+    return next((config[field] for field in SHARED_KEYS[key] if config.get(field)), None)
 
 
 def _unknown(values: MetadataValues, known: Any) -> UnsupportedModelError:
@@ -157,32 +114,62 @@ def _unknown(values: MetadataValues, known: Any) -> UnsupportedModelError:
     )
 
 
-def _mapped(values: MetadataValues, name: str) -> dict[str, Any]:
-    """Return the fields that transformers' table for `name` has keys for, and rotary embeddings."""
-    config: dict[str, Any] = {}
-    for key, field in GGUF_CONFIG_MAPPING[name or values.architecture].items():
-        if field in (None, -1):
-            continue
-        found = values.above_zero(key) if _FLOAT_KEYS.search(key) else values.count(key)
-        if found is not None:
-            config[field] = found
-    if values.architecture not in ("gpt2", "bloom", "mamba", "gemma4"):
+def _of_record(values: MetadataValues, record: Architecture) -> dict[str, Any]:
+    """Return the fields that a record has keys for, and rotary embeddings."""
+    config: dict[str, Any] = {
+        "architectures": [record.model_class],
+        "model_type": record.model_type,
+        **record.constants,
+    }
+    fields = _fields(config)
+    keys = {key: name for key, names in SHARED_KEYS.items() for name in names if name in fields}
+    for key, name in {**keys, **record.fields}.items():
+        if (found := _number(values, key)) is not None:
+            config[name] = found
+    if record.has_rope:
         # llama.cpp's own default, whatever the class has.
         config["rope_theta"] = values.above_zero("rope.freq_base") or 10000.0
     return config
 
 
-def _lfm2(values: MetadataValues) -> dict[str, Any]:
-    """Return what the newer of transformers' two GGUF readers makes of LFM2."""
-    header = values.header
-    metadata: dict[str, Any] = {"general.architecture": "lfm2", **header.values}
-    metadata["lfm2.attention.head_count_kv"] = values.counts("attention.head_count_kv")
-    metadata["tokenizer.ggml.tokens"] = header.tensors["token_embd.weight"].shape[0] if _embedding(header) else None
-    try:
-        config: dict[str, Any] = get_gguf_config(metadata, tuple(header.tensors))
-    except Exception as error:
-        raise UnsupportedModelError(f"{header.file}: metadata of lfm2 is incomplete: {one_line(error)}") from error
-    return {key: shortest(value) if isinstance(value, float) else value for key, value in config.items()}
+def _number(values: MetadataValues, key: str) -> float | bool | None:
+    value = values.header.values.get(values.key(key))
+    if isinstance(value, bool):
+        return value
+    if not _FLOAT_KEYS.search(key):
+        return values.count(key)
+    return values.positive(key) if _OFF_AT_ZERO.search(key) else values.above_zero(key)
+
+
+def _finished(values: MetadataValues, record: Architecture, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config with its rotary embeddings in one field, and what the record adds."""
+    fields = _fields(config)
+    keys = [key for key in SHARED_KEYS if key.endswith("epsilon") and fields.intersection(SHARED_KEYS[key])]
+    if keys and all(shared_field(config, key) is None for key in keys):
+        raise UnsupportedModelError(f"{values.header.file}: no {shown(values.key(keys[0]))} in it")
+    if record.has_rope:
+        scaling = config.pop("rope_scaling", None) or {"rope_type": "default"}
+        rope = {**scaling, "rope_theta": config.pop("rope_theta")}
+        if (part := config.pop("partial_rotary_factor", None)) is not None:
+            rope["partial_rotary_factor"] = part
+        config["rope_parameters"] = rope
+        if "original_max_position_embeddings" in rope and rope["rope_type"] == "longrope":
+            config["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
+    for add in record.add:
+        config |= add(values, config)
+    return config
+
+
+def _powerinfer(values: MetadataValues) -> dict[str, Any]:
+    if values.architecture not in _POWERINFER:
+        raise _unknown(values, _POWERINFER)
+    class_name, model_type = _POWERINFER[values.architecture]
+    # Its inference has ReLU for all of them: llm_build_ffn_sparse and build_falcon in llama.cpp at d3ebd7c.
+    activation = {"falcon": "activation", "opt": "activation_function"}.get(model_type, "hidden_act")
+    named = {"architectures": [class_name], "model_type": model_type, activation: "relu"}
+    if model_type == "opt":
+        return named | _opt(values)
+    return named | mapped_fields(values, "falcon" if model_type == "falcon" else "llama")
 
 
 def _opt(values: MetadataValues) -> dict[str, Any]:
@@ -202,16 +189,12 @@ def _opt(values: MetadataValues) -> dict[str, Any]:
 # What every architecture gets. Each function returns fields to add.
 
 
-def _embedding(header: GgufHeader) -> bool:
-    entry = header.tensors.get("token_embd.weight")
-    return entry is not None and len(entry.shape) == 2
-
-
 def _vocabulary(values: MetadataValues, config: Mapping[str, Any]) -> dict[str, Any]:
     header = values.header
-    if not _embedding(header):
+    rows = embedding_rows(header)
+    if rows is None:
         raise UnsupportedModelError(f"{header.file}: no matrix token_embd.weight: a file without a model's weights")
-    size = config.get("vocab_size") or header.tensors["token_embd.weight"].shape[0]
+    size = config.get("vocab_size") or rows
     tokenizer = MetadataValues(header, "tokenizer.ggml")
     ids = {field: tokenizer.header.values.get(tokenizer.key(f"{key}_token_id")) for field, key in _TOKEN_IDS.items()}
     # Some files have -1 for a token that there is not; None keeps the class from having one of its own.
@@ -221,7 +204,7 @@ def _vocabulary(values: MetadataValues, config: Mapping[str, Any]) -> dict[str, 
 
 def _layers(values: MetadataValues, config: Mapping[str, Any]) -> dict[str, Any]:
     """Refuse a count of layers that the file has no tensors for: before a million of them are built, not after."""
-    layers = next((config[key] for key in ("num_hidden_layers", "n_layer") if config.get(key)), None)
+    layers = shared_field(config, "block_count")
     if layers is None or layers > _MOST_LAYERS:
         key = shown(values.key("block_count"))
         raise UnsupportedModelError(f"{values.header.file}: {key} is {layers}; 1 to {_MOST_LAYERS} layers are read")
@@ -236,8 +219,7 @@ def _layers(values: MetadataValues, config: Mapping[str, Any]) -> dict[str, Any]
 
 def _heads(values: MetadataValues, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return head sizes and counts, and what rotary embeddings depend on them."""
-    hidden = next((config[key] for key in ("hidden_size", "n_embd") if config.get(key)), None)
-    heads = next((config[key] for key in ("num_attention_heads", "n_head") if config.get(key)), None)
+    hidden, heads = shared_field(config, "embedding_length"), shared_field(config, "attention.head_count")
     if values.architecture == "mamba":
         return {}
     if not hidden or not heads:
@@ -257,15 +239,15 @@ def _heads(values: MetadataValues, config: Mapping[str, Any]) -> dict[str, Any]:
         del found["head_dim"]
     if "rope_theta" in config:
         rotary = values.count("rope.dimension_count")
-        if rotary and "rotary_dim" not in config and (rotary != head_dim or values.architecture in _PARTIAL):
-            found["partial_rotary_factor"] = rotary / head_dim
+        if "rotary_dim" not in config and ((rotary or head_dim) != head_dim or values.architecture in _PARTIAL):
+            found["partial_rotary_factor"] = (rotary or head_dim) / head_dim
         scaling = rope_scaling(values, {"hidden_size": hidden, "num_attention_heads": heads, **config, **found})
         found |= {"rope_scaling": scaling} if scaling else {}
     return found
 
 
 # Their classes turn a part of each head by default.
-_PARTIAL = ("stablelm", "nemotron")
+_PARTIAL = ("chatglm", "glm4", "gptneox", "nemotron", "orion", "phi2", "stablelm")
 
 
 def _fields(config: Mapping[str, Any]) -> set[str]:
@@ -275,11 +257,13 @@ def _fields(config: Mapping[str, Any]) -> set[str]:
 def _biases(values: MetadataValues, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that say where biases are, as far as the class has them."""
     ends = {name.partition(".")[2].partition(".")[2] for name in values.header.tensors if name.startswith("blk.")}
-    attention = bool({"attn_q.bias", "attn_qkv.bias", "attn_output.bias"} & ends)
-    has = {"attention_bias": attention, "mlp_bias": "ffn_up.bias" in ends, "use_qkv_bias": "attn_q.bias" in ends}
+    heads = bool({"attn_q.bias", "attn_qkv.bias"} & ends)
+    attention = heads or "attn_output.bias" in ends
+    has = {"attention_bias": attention, "mlp_bias": "ffn_up.bias" in ends, "use_qkv_bias": heads}
+    has |= {"attention_out_bias": "attn_output.bias" in ends}
     has |= {"use_bias": attention, "bias": attention, "use_parallel_residual": "ffn_norm.weight" not in ends}
     fields = _fields(config) if values.architecture not in ("mamba", "lfm2", "opt") else set()
-    return {name: value for name, value in has.items() if name in fields}
+    return {name: value for name, value in has.items() if name in fields and name not in config}
 
 
 def _ties(values: MetadataValues, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -295,76 +279,12 @@ def _equal_data(header: GgufHeader, left: str, right: str) -> bool:
     one, other = header.tensors[left], header.tensors[right]
     if (one.type, one.shape) != (other.type, other.shape):
         return False
-    with header.file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
+    if one.file != other.file:
+        return False
+    with one.file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
         for start in range(0, one.size_bytes, _COMPARED_BYTES):
             size = min(_COMPARED_BYTES, one.size_bytes - start)
             first, second = one.offset + start, other.offset + start
             if data[first : first + size] != data[second : second + size]:
                 return False
     return True
-
-
-# What single architectures get besides.
-
-
-def _falcon(values: MetadataValues, config: Mapping[str, Any]) -> dict[str, Any]:
-    heads, kv_heads = config["num_attention_heads"], values.count("attention.head_count_kv") or 1
-    tensors = values.header.tensors
-    grouped = kv_heads not in (1, heads)
-    return {
-        "num_kv_heads": kv_heads,
-        "multi_query": kv_heads == 1,
-        "new_decoder_architecture": grouped,
-        "num_ln_in_parallel_attn": 2 if "blk.0.attn_norm_2.weight" in tensors else 1,
-        "parallel_attn": True,
-        "alibi": False,
-        "ffn_hidden_size": values.count("feed_forward_length") or 4 * config["hidden_size"],
-        "layer_norm_epsilon": values.above_zero("attention.layer_norm_epsilon") or 1e-5,
-    }
-
-
-def _gpt2(values: MetadataValues, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {"n_positions": values.count("context_length"), "n_inner": values.count("feed_forward_length")}
-
-
-def _norm(field: str) -> Callable[[MetadataValues, Mapping[str, Any]], dict[str, Any]]:
-    """Return a function that takes `field` from the epsilon of plain layer norms, where there is one."""
-
-    def add(values: MetadataValues, config: Mapping[str, Any]) -> dict[str, Any]:
-        epsilon = values.above_zero("attention.layer_norm_epsilon")
-        return {} if epsilon is None else {field: epsilon}
-
-    return add
-
-
-def _window(values: MetadataValues, config: Mapping[str, Any]) -> dict[str, Any]:
-    window = values.count("attention.sliding_window")
-    return {"sliding_window": window} if window else {}
-
-
-def _experts(values: MetadataValues, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "moe_intermediate_size": values.count("expert_feed_forward_length"),
-        "shared_expert_intermediate_size": values.count("expert_shared_feed_forward_length"),
-    }
-
-
-def _gemma(values: MetadataValues, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return soft caps, and the scale of the largest models of Gemma 2 and 3, which llama.cpp tells by their layers."""
-    keys = ("attn_logit_softcapping", "final_logit_softcapping")
-    found: dict[str, Any] = {key: value for key in keys if (value := values.above_zero(key)) is not None}
-    if (values.architecture, config["num_hidden_layers"]) in (("gemma2", 46), ("gemma3", 62)):
-        found["query_pre_attn_scalar"] = config["hidden_size"] // config["num_attention_heads"]
-    return found
-
-
-_SPECIAL: dict[str, tuple[Callable[[MetadataValues, Mapping[str, Any]], dict[str, Any]], ...]] = {
-    "falcon": (_falcon,),
-    "gpt2": (_gpt2,),
-    "nemotron": (_norm("norm_eps"),),
-    "phi3": (_window,),
-    "qwen2moe": (_experts,),
-    "qwen3moe": (_experts,),
-    "gemma2": (_gemma,),
-    "gemma3": (_gemma,),
-}

@@ -4,16 +4,26 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
 from picompile.errors import UnsupportedModelError
+from picompile.frontend.gguf.architectures import ARCHITECTURES
 from picompile.frontend.gguf.cursor import shown
 from picompile.frontend.gguf.header import GgufHeader
-from picompile.frontend.gguf.rope import FREQUENCIES
+from picompile.frontend.gguf.rope import FREQUENCIES, LONG_FACTORS
 from picompile.frontend.gguf.tensor_types import POWERINFER_MAGIC
+from picompile.frontend.gguf.views import XIELU
 
 # PowerInfer's predictors, which `import-predictors` reads, and its split between two devices.
 _PREDICTOR = re.compile(r"blk\.[0-9]+\.(?:fc[12]\.weight|gpu_idx|gpu_bucket)")
-# What a file may have beside a model's parameters: the divisors of rotary frequencies are in the config.
-_IGNORED = re.compile(rf"{re.escape(FREQUENCIES)}|blk\.[0-9]+\.attn_rot_embd\.weight")
+# What a file may have beside a model's parameters: divisors of rotary frequencies are in the config.
+_IGNORED = re.compile("|".join((*map(re.escape, (FREQUENCIES, *LONG_FACTORS)), r"blk\.[0-9]+\.attn_rot_embd\.weight")))
+
+_MODULE = re.compile(r"(?:model\.)?layers\.([0-9]+)\.(.+)")
+# Numbers that files have in their metadata, and `views.py` finds there.
+_MODULES = {f"mlp.act_fn.{name}": f"xielu.{name}" for name in XIELU}
+# StableLM's norms of each head, which are rows of one tensor.
+_HEAD_NORM = re.compile(r"self_attn\.([qk])_layernorm\.norms\.([0-9]+)")
 
 # Matrices of experts, of which gate and up are one parameter.
 _OF_EXPERTS = re.compile(r"_exps\.")
@@ -62,7 +72,7 @@ def map_names(
             processor.perform_fallback_tensor_mapping(found, suffix, "", whole)
         else:
             found.setdefault(theirs + suffix, whole)
-    # Matrices of experts have no ending in the model's state dict.
+    # Matrices of experts have no ending in the model's state dict, nor have the sinks of attention.
     found |= {f"{name}.weight": ours for name, ours in found.items() if not name.endswith((".weight", ".bias"))}
     if header.magic == POWERINFER_MAGIC:
         found |= {name.replace(DOWN, TRANSPOSED_DOWN): parameter for name, parameter in found.items() if DOWN in name}
@@ -73,11 +83,20 @@ def _names_of(architecture: str, layers: int) -> Any:
     """Return a function from the name of a module to the name of its tensors in a file, or None."""
     if architecture == "opt":
         return _opt_name
-    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
-
-    known = "llama" if architecture == "bamboo" else architecture
+    record = ARCHITECTURES.get(architecture)
+    known = "llama" if architecture == "bamboo" else (record and record.names) or architecture
     number = next(number for number, name in MODEL_ARCH_NAMES.items() if name == known)
-    return get_tensor_name_map(number, layers).get_name
+    name_of = get_tensor_name_map(number, layers).get_name
+    modules = _MODULES if record is None else {**_MODULES, **record.modules}
+
+    def find(module: str) -> str | None:
+        match = _MODULE.fullmatch(module)
+        own = modules.get(match[2]) if match else None
+        if match and (norm := _HEAD_NORM.fullmatch(match[2])):
+            own = f"attn_{norm[1]}_norm.{norm[2]}"
+        return name_of(module) if own is None or match is None else f"blk.{match[1]}.{own}"
+
+    return find
 
 
 def _opt_name(module: str) -> str | None:

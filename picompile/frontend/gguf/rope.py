@@ -12,7 +12,7 @@ from picompile.frontend.gguf.values import MetadataValues, shortest
 
 FREQUENCIES = "rope_freqs.weight"
 # The tensors of longrope: factors for each frequency, of short and of long texts.
-_LONG_FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
+LONG_FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
 
 # Keys of yarn in the metadata, and in a config.json.
 _YARN_KEYS = {
@@ -24,6 +24,7 @@ _YARN_KEYS = {
 _LOW_FREQUENCY_FACTOR, _HIGH_FREQUENCY_FACTOR = 1.0, 4.0
 _ORIGINAL_CONTEXTS = (8192, *(1 << power for power in range(5, 21) if power != 13))
 _TOLERANCE = 1e-4
+_MOST_FREQUENCIES = 2048
 
 
 def rope_scaling(values: MetadataValues, config: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -33,46 +34,91 @@ def rope_scaling(values: MetadataValues, config: Mapping[str, Any]) -> dict[str,
     told.
     """
     header = values.header
-    if found := [name for name in _LONG_FACTORS if name in header.tensors]:
-        raise UnsupportedModelError(f"{header.file}: {found[0]}: rotary embeddings of type longrope are not supported")
+    if all(name in header.tensors for name in LONG_FACTORS):
+        return _of_long_factors(values, config)
+    attention = values.positive("rope.scaling.attn_factor")
     if FREQUENCIES in header.tensors:
-        return _of_frequencies(header, config)
-    kind = read_text(header, values.key("rope.scaling.type"))
-    factor = values.positive("rope.scaling.factor") or values.positive("rope.scale_linear")
+        scaling = _of_frequencies(header, config)
+    else:
+        kind = read_text(header, values.key("rope.scaling.type"))
+        factor = values.positive("rope.scaling.factor") or values.positive("rope.scale_linear")
+        if kind == "yarn" and factor is not None:
+            return _yarn(values, factor, attention or 1.0)
+        scaling = _linear(header, kind, factor)
+    if attention not in (None, 1.0):
+        key = shown(values.key("rope.scaling.attn_factor"))
+        raise UnsupportedModelError(f"{header.file}: {key} is {attention}, which only yarn and longrope have")
+    return scaling
+
+
+def _linear(header: GgufHeader, kind: str | None, factor: float | None) -> dict[str, Any] | None:
     if kind in (None, "none") and (factor is None or factor == 1 or kind == "none"):
         return None
-    if kind not in (None, "linear", "yarn") or factor is None:
+    if kind not in (None, "linear") or factor is None:
         raise UnsupportedModelError(
             f"{header.file}: rotary embeddings of type {shown(kind or '')} are not supported; supported are linear and "
-            "yarn, with a factor"
+            "yarn, with a factor, and longrope, with its tensors"
         )
-    scaling: dict[str, Any] = {"rope_type": kind or "linear", "factor": factor}
-    if kind == "yarn":
-        original = values.count("rope.scaling.original_context_length")
-        scaling |= {"original_max_position_embeddings": original} if original else {}
-        found_keys = {ours: values.positive(theirs) for theirs, ours in _YARN_KEYS.items()}
-        scaling |= {ours: number for ours, number in found_keys.items() if number is not None}
-        # llama.cpp multiplies by it what a config.json has as one number, and by default.
-        if (attention := values.positive("rope.scaling.attn_factor")) not in (None, 1.0):
-            scaling["attention_factor"] = attention * (0.1 * math.log(factor) + 1.0)
-    return scaling
+    return None if factor == 1 else {"rope_type": "linear", "factor": factor}
+
+
+def _yarn(values: MetadataValues, factor: float, attention: float) -> dict[str, Any]:
+    """Return yarn's scaling.
+
+    What multiplies cosines and sines is, in llama.cpp at 0c1e57098 (`src/llama-context.cpp`), 0.1 · ln(factor) + 1,
+    divided by 0.1 · m · ln(factor) + 1 where `yarn_log_multiplier` is m, and times `attn_factor`.
+    """
+    scaling: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
+    original = values.count("rope.scaling.original_context_length")
+    scaling |= {"original_max_position_embeddings": original} if original else {}
+    found_keys = {ours: values.positive(theirs) for theirs, ours in _YARN_KEYS.items()}
+    scaling |= {ours: number for ours, number in found_keys.items() if number is not None}
+    log = values.positive("rope.scaling.yarn_log_multiplier")
+    if attention == 1.0:
+        return scaling | ({} if log is None else {"mscale": 1.0, "mscale_all_dim": log})
+    return scaling | {"attention_factor": attention * _magnitude(factor, 1.0) / _magnitude(factor, log or 0.0)}
+
+
+def _magnitude(factor: float, multiplier: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * multiplier * math.log(factor) + 1.0
+
+
+def _of_long_factors(values: MetadataValues, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return longrope, whose factors for short and for long texts are tensors."""
+    header, original = values.header, values.count("rope.scaling.original_context_length")
+    if not original:
+        key = shown(values.key("rope.scaling.original_context_length"))
+        raise UnsupportedModelError(f"{header.file}: {LONG_FACTORS[0]}: longrope needs {key}")
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    rotary = values.count("rope.dimension_count") or head_dim
+    long, short = (_vector(header, name, rotary // 2) for name in LONG_FACTORS)
+    return {
+        "rope_type": "longrope",
+        "long_factor": [shortest(number) for number in long],
+        "short_factor": [shortest(number) for number in short],
+        "original_max_position_embeddings": original,
+        "attention_factor": values.positive("rope.scaling.attn_factor") or 1.0,
+    }
+
+
+def _vector(header: GgufHeader, name: str, size: int) -> list[float]:
+    """Return the `size` numbers of a tensor F32."""
+    entry = header.tensors[name]
+    if entry.type != "F32" or entry.shape != (size,) or size > _MOST_FREQUENCIES:
+        raise UnsupportedModelError(f"{header.file}: {name} is {entry.type} {list(entry.shape)}, not F32 [{size}]")
+
+    def read(cursor: Any) -> bytes:
+        cursor.skip(entry.offset, name)
+        data: bytes = cursor.take(entry.size_bytes, name)
+        return data
+
+    return [float(number) for number in memoryview(at_file(entry.file, read)).cast("f")]
 
 
 def _of_frequencies(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return Llama 3's scaling whose divisors are those of the tensor `rope_freqs.weight`."""
-    entry = header.tensors[FREQUENCIES]
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    if entry.type != "F32" or entry.shape != (head_dim // 2,) or head_dim > 4096:
-        raise UnsupportedModelError(
-            f"{header.file}: {FREQUENCIES} is {entry.type} {list(entry.shape)}, not F32 [{head_dim // 2}]"
-        )
-
-    def read(cursor: Any) -> bytes:
-        cursor.skip(entry.offset, FREQUENCIES)
-        data: bytes = cursor.take(entry.size_bytes, FREQUENCIES)
-        return data
-
-    divisors = memoryview(at_file(header.file, read)).cast("f").tolist()
+    divisors = _vector(header, FREQUENCIES, head_dim // 2)
     if all(divisor == 1 for divisor in divisors):
         return None
     theta, factor = float(config.get("rope_theta", 10000.0)), shortest(max(divisors))

@@ -57,6 +57,16 @@ class MetadataValues:
             raise self._error(name, f"is not a list of at most {_LONGEST_LIST} whole numbers")
         return listed
 
+    def flags(self, name: str) -> list[bool] | None:
+        """Return a list of truth values, which some writers keep as whole numbers; None for what is no list."""
+        if self.key(name) not in self.header.arrays:
+            return None
+        place = self.header.arrays[self.key(name)]
+        listed = read_array(self.header, self.key(name)) if place.count <= _LONGEST_LIST else None
+        if listed is None or not all(element in (0, 1) for element in listed):
+            raise self._error(name, f"is not a list of at most {_LONGEST_LIST} truth values")
+        return [bool(element) for element in listed]
+
     def positive(self, name: str) -> float | None:
         """Return a finite number above 0, as the decimal that it was most likely written as."""
         value = self.header.values.get(self.key(name))
@@ -91,3 +101,9 @@ def _as_float32(value: float) -> float:
     except OverflowError:
         return math.inf
     return float(rounded)
+
+
+def embedding_rows(header: GgufHeader) -> int | None:
+    """Return the tokens of the embedding, None for a file that has no such matrix."""
+    entry = header.tensors.get("token_embd.weight")
+    return entry.shape[0] if entry is not None and len(entry.shape) == 2 else None

@@ -25,7 +25,8 @@ def test_a_config_says_what_was_written(tmp_path: Path) -> None:
     config = config_of(tmp_path, **byte_level_metadata())
     assert json.loads(json.dumps(config)) == {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": 256,
-        "num_hidden_layers": 2, "intermediate_size": 160, "hidden_size": 96, "head_dim": 24, "rope_theta": 10000.0,
+        "num_hidden_layers": 2, "intermediate_size": 160, "hidden_size": 96, "head_dim": 24,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-06, "vocab_size": 300,
         "bos_token_id": 258, "eos_token_id": 259, "pad_token_id": None, "attention_bias": False, "mlp_bias": False,
         "tie_word_embeddings": False,
@@ -80,6 +81,7 @@ def test_other_architectures_of_powerinfer(tmp_path: Path) -> None:
             {"type": "yarn", "factor": 2.0, "attn_factor": 0.5},
             {"rope_type": "yarn", "factor": 2.0, "attention_factor": 0.5 * (1.0 + 0.1 * math.log(2.0))},
         ),
+        ({"attn_factor": 0.5}, "llama.rope.scaling.attn_factor is 0.5, which only yarn and longrope have"),
         ({"type": "longrope", "factor": 4.0}, "of type longrope"),
         ({"type": "linear"}, "with a factor"),
     ],
@@ -87,7 +89,8 @@ def test_other_architectures_of_powerinfer(tmp_path: Path) -> None:
 def test_rope_scaling(tmp_path: Path, values: dict[str, Any], expected: dict[str, Any] | str | None) -> None:
     more = {f"llama.rope.scaling.{key}": value for key, value in values.items()}
     if not isinstance(expected, str):
-        assert config_of(tmp_path, **more).get("rope_scaling") == expected
+        found = config_of(tmp_path, **more)["rope_parameters"]
+        assert found == {"rope_theta": 10000.0, **(expected or {"rope_type": "default"})}
         return
     with pytest.raises(UnsupportedModelError, match=expected):
         config_of(tmp_path, **more)
@@ -110,13 +113,14 @@ def test_llama3_is_told_by_its_frequencies(tmp_path: Path, factor: float, origin
     found = make_config(find_family(config), config)
     again, _ = ROPE_INIT_FUNCTIONS["llama3"](found, "cpu")
     torch.testing.assert_close(again, scaled, rtol=1e-6, atol=0)
-    assert config["rope_scaling"]["factor"] == factor
-    assert config_of(tmp_path, tensors={"rope_freqs.weight": np.ones(12)}).get("rope_scaling") is None
+    assert config["rope_parameters"]["factor"] == factor
+    plain = config_of(tmp_path, tensors={"rope_freqs.weight": np.ones(12)})["rope_parameters"]
+    assert plain["rope_type"] == "default"
 
 
 def test_heads_and_parts_of_them(tmp_path: Path) -> None:
-    assert config_of(tmp_path, "stablelm")["partial_rotary_factor"] == 0.5
-    assert config_of(tmp_path, "nemotron", **{"nemotron.rope.dimension_count": 24})["partial_rotary_factor"] == 1.0
+    for name, more, part in (("stablelm", {}, 0.5), ("nemotron", {"nemotron.rope.dimension_count": 24}, 1.0)):
+        assert config_of(tmp_path, name, **more)["rope_parameters"]["partial_rotary_factor"] == part
     assert config_of(tmp_path, "qwen3")["head_dim"] == 32
     assert "head_dim" not in config_of(tmp_path, "qwen2")
 
@@ -151,12 +155,15 @@ def test_values_in_other_forms(tmp_path: Path) -> None:
         ("llama", "logit_scale", 1.0, True),
         ("llama", "attention.sliding_window_pattern", 2, False),
         ("llama", "rope.freq_base_swa", 50000.0, False),
-        # Windows of Gemma 3 are its class's.
+        ("llama", "attention.temperature_scale", 0.1, False),
+        ("llama", "final_logit_softcapping", 30.0, False),
+        ("llama", "rope.freq_base_swa", 10000.0, True),
+        ("llama", "attention.key_length_swa", 48, False),
+        ("llama", "nextn_predict_layers", 1, False),
+        ("llama", "hidden_activation", "gelu", False),
+        ("lfm2", "attention.sliding_window", 16, False),
         ("gemma3", "attention.sliding_window_pattern", 6, True),
-        ("gemma3", "attention.sliding_window_pattern", 2, False),
-        ("gemma3", "attention.sliding_window_pattern", [True, False], False),
         ("gemma3", "rope.freq_base_swa", 10000.0, True),
-        ("gemma3", "rope.freq_base_swa", 50000.0, False),
         ("gemma3", "attn_logit_softcapping", 0.0, False),
     ],
 )
@@ -176,7 +183,10 @@ def test_keys_that_are_not_read_must_change_nothing(
         ({"llama.rope.freq_base": "many"}, "llama.rope.freq_base is not a number"),
         ({"llama.feed_forward_length": [1.0, 2.0]}, "is not a list of at most 16384 whole numbers"),
         ({"llama.feed_forward_length": [-1, -1]}, "is not a list of at most 16384 whole numbers"),
-        ({"tensors": {"rope_factors_long.weight": np.ones(12)}}, "of type longrope"),
+        (
+            {"tensors": {f"rope_factors_{name}.weight": np.ones(12) for name in ("long", "short")}},
+            "longrope needs llama.rope.scaling.original_context_length",
+        ),
         ({"tensors": {"rope_freqs.weight": np.linspace(1, 3, 12)}}, "not those of Llama 3's scaling"),
         ({"tensors": {"rope_freqs.weight": np.ones(11)}}, r"F32 \[11\], not F32 \[12\]"),
     ],
@@ -202,4 +212,4 @@ def test_the_largest_of_gemma_scale_otherwise(tmp_path: Path, name: str, layers:
     more = {f"{name}.block_count": layers, f"{name}.final_logit_softcapping": 30.0, "tensors": tensors}
     config = config_of(tmp_path, name, **more)
     assert config["query_pre_attn_scalar"] == 24 and config["final_logit_softcapping"] == 30.0
-    assert "query_pre_attn_scalar" not in config_of(tmp_path, name)
+    assert config_of(tmp_path, name)["query_pre_attn_scalar"] == 32

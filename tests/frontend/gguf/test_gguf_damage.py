@@ -77,3 +77,39 @@ def test_a_file_that_becomes_shorter(tmp_path: Path) -> None:
     parameters = {name: tensor.shape for name, tensor in opened.tensors.items()}
     with pytest.raises(UnsupportedModelError, match="has become shorter"):
         GgufModel(opened.header, opened.config, parameters)
+
+
+@pytest.mark.parametrize(
+    ("number", "says"),
+    [
+        (139, "is of tensor type 139, IQ4_K of ik_llama.cpp, which is not read; take a file of llama.cpp's types"),
+        (399, "type 399, Q8_K_R8 of ik_llama.cpp"),
+        (36, "type 36, I2_S of ik_llama.cpp"),
+        (31, "type 31, Q4_0_4_4, which llama.cpp has no longer; convert the model anew"),
+        (77, "type 77, which is not known"),
+        (15, "which Q8_K cannot have"),
+        (41, "has dimensions [96], which Q1_0 cannot have"),
+    ],
+)
+def test_types_that_are_not_read(tmp_path: Path, number: int, says: str) -> None:
+    file, name = save_example(tmp_path), b"blk.0.attn_norm.weight"
+    data = file.read_bytes()
+    at = data.index(name) + len(name) + 4 + 8
+    file.write_bytes(data[:at] + number.to_bytes(4, "little") + data[at + 4 :])
+    assert says in (refusal(file) or "")
+
+
+@pytest.mark.parametrize(
+    ("more", "architecture", "says"),
+    [
+        ({"general.type": "adapter"}, "llama", "an adapter (LoRA), which changes another model (general.type)"),
+        ({"general.type": "mmproj"}, "clip", "a projector of images or sound, and no language model"),
+        ({}, "clip", "a projector of images or sound"),
+        ({"general.type": "imatrix"}, "", "an importance matrix, and no model"),
+        ({"general.type": "vocab"}, "llama", "of the type vocab, and no model"),
+        ({}, "controlvector", "a control vector, which changes another model"),
+    ],
+)
+def test_files_that_are_no_models(tmp_path: Path, more: dict[str, str], architecture: str, says: str) -> None:
+    write_file(tmp_path / "model.gguf", architecture, more, {"a.weight": np.ones((3, 32))})
+    assert says in (refusal(tmp_path / "model.gguf") or "")
