@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from picompile.choices import is_budget, parse_bits
 from picompile.compile.passes import all_passes, insert_pass, insert_passes, quantize_pass, run_passes
 from picompile.config import CompileConfig
@@ -18,18 +20,49 @@ from picompile.rounding import checkpoint_formats, round_checkpoint
 from picompile.skipping.calibration import checkpoint_limits
 from picompile.skipping.limits import skipping_sites
 from picompile.skipping.options import SENSITIVITY_TOKENS
-from picompile_passes.formats import head_format
+from picompile_passes.formats import COARSE_BITS, FORMATS, head_format
+from picompile_passes.formats.packing import dequantize_rows, quantize_rows
 from picompile_passes.graph.materialize import WeightSource
 from picompile_passes.passes.canonicalize import CANONICALIZE
 
+# Twice the mean error of float16's last digit, squared, is below it.
+_SILENT_LOSS = 1e-6
+# Matrices, and rows of each, by which the loss of a second rounding is measured.
+_MEASURED_MATRICES = 4
+_MEASURED_ROWS = 64
+
 
 def warn_of_rounding(captured: Captured, quant: str, progress: Progress) -> None:
-    """Tell `progress` if most weights are of few bits already, and `quant` rounds them a second time."""
+    """Tell `progress` if most weights are quantized already and `quant` rounds them a second time, and what that costs.
+
+    Nothing is said of what is lost in the digits of float16.
+    """
     rounds_again: Callable[[str], str | None] | None = getattr(captured.weights, "rounds_again", None)
     stored = None if rounds_again is None else rounds_again(quant)
-    if stored is not None:
-        better = "--quant q4m or q8 keeps them closer to what they are"
-        progress.say(f"most weights of the model are {stored}, which {quant} rounds a second time; {better}")
+    loss = 0.0 if stored is None else _rounding_loss(captured.weights, captured.facts.vocab, quant)
+    if stored is None or loss < _SILENT_LOSS:
+        return
+    better = "; --quant q4m or q8 keeps them closer to what they are" if FORMATS[quant].bits <= COARSE_BITS else ""
+    progress.say(
+        f"most weights of the model are {stored}, which {quant} rounds a second time, with a relative squared error of "
+        f"{loss:.2g}{better}"
+    )
+
+
+def _rounding_loss(weights: WeightSource, vocab: int, quant: str) -> float:
+    """Return the relative squared error of `quant`, rounded to nearest: Σ (rounded - weight)² / Σ weight².
+
+    It is that of some rows of some matrices, spread over the model; tables with a row for each token are left out.
+    """
+    shapes = {name: weights.shape(name) for name in weights.names()}
+    names = [name for name, shape in shapes.items() if len(shape) == 2 and vocab not in shape]
+    error = total = 0.0
+    for name in names[:: max(1, len(names) // _MEASURED_MATRICES)][:_MEASURED_MATRICES]:
+        rows = weights.load(name)[:_MEASURED_ROWS].to(torch.float32)
+        rounded = dequantize_rows(quantize_rows(rows, quant), quant, rows.shape[1])
+        error += float((rounded - rows).square().sum())
+        total += float(rows.square().sum())
+    return error / total if total else 0.0
 
 
 def choose_limits(

@@ -196,10 +196,9 @@ def ties_hold(expected: Mapping[str, ExpectedTensor], headers: Mapping[str, Tens
 def _equal_tensors(headers: Mapping[str, TensorHeader], left: str, right: str) -> bool:
     if headers[left].shape != headers[right].shape or headers[left].dtype != headers[right].dtype:
         return False
+    if headers[left].quantized or headers[right].quantized:
+        return False
     with opened(headers[left].file) as left_file, opened(headers[right].file) as right_file:
-        # A matrix of integers takes the place of a tensor that the file does not have.
-        if headers[left].name not in set(left_file.keys()) or headers[right].name not in set(right_file.keys()):
-            return False
         slices = left_file.get_slice(headers[left].name), right_file.get_slice(headers[right].name)
         starts = range(0, headers[left].shape[0], _COMPARED_ROWS)
         blocks = ([tensor[start : start + _COMPARED_ROWS] for tensor in slices] for start in starts)
@@ -236,7 +235,7 @@ _ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
 
 class Codes(Protocol):
-    """Matrices that a checkpoint holds as integers: `frontend.quantized.QuantizedTensors`."""
+    """Quantized matrices of a checkpoint: `frontend.stored.StoredMatrices`."""
 
     def is_quantized(self, name: str) -> bool:
         """Return whether the tensor `name` is one of them."""
@@ -265,7 +264,7 @@ class FolderWeights:
         codes: Codes | None = None,
         zeros: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
-        """`codes` has the matrices that the files hold as integers, `zeros` the shapes of parameters that are zero."""
+        """`codes` has the matrices that the files hold quantized, `zeros` the shapes of parameters that are zero."""
         self._zeros = dict(zeros or {})
         self._headers = headers
         self._codes = codes
@@ -313,7 +312,7 @@ class FolderWeights:
         return tensor
 
     def packed(self, name: str, format_name: str, transposed: bool = False) -> Tensor | None:
-        """Return the rows of a matrix that the files hold as integers, packed without rounding them again, or None.
+        """Return the rows of a matrix that the files hold quantized, packed without rounding them again, or None.
 
         uint8 [rows, row bytes] in `format_name`. None stands for everything else, and for rows that would have to be
         `transposed`.

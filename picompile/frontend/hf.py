@@ -42,8 +42,8 @@ from picompile.frontend.json_file import token_ids
 from picompile.frontend.left_out import LeftOut, bias_line, lacking_biases
 from picompile.frontend.model_file import gguf_file, is_gguf, opened_gguf, read_config
 from picompile.frontend.proof import prove
-from picompile.frontend.quantized import QuantizedTensors, find_layout
 from picompile.frontend.renaming import IgnoredTensors, rename
+from picompile.frontend.stored.matrices import StoredMatrices, find_method, quantized_part
 from picompile.frontend.tensor_file import TensorHeader
 from picompile_passes.errors import PassesError
 
@@ -186,15 +186,16 @@ def open_checkpoint(folder: Path, activation: str | None = None) -> Checkpoint:
 def _open_folder(folder: Path, raw: Mapping[str, Any]) -> Checkpoint:
     """Return what `open_checkpoint` returns, of a folder; `raw` are the contents of its config.json."""
     family = find_family(raw)
-    layout = find_layout(raw)
+    method = find_method(raw)
     activation = raw_activation(family, raw)
     config = make_config(family, raw)
     headers = read_headers(folder)
-    if layout is None and (integers := next((name for name in headers if name.endswith(".qweight")), None)):
+    if method is None and (part := quantized_part(headers)) is not None:
         raise UnsupportedModelError(
-            f"{folder}: holds {integers}, integers of GPTQ or AWQ, but config.json has no quantization_config"
+            f"{folder}: holds {part}, a part of a quantized matrix, but no quantization_config in config.json, "
+            "quantize_config.json or quant_config.json says how to read it"
         )
-    quantized = None if layout is None else QuantizedTensors(layout, headers)
+    quantized = None if method is None else StoredMatrices(method, headers)
     headers = headers if quantized is None else quantized.headers
     _check_layers(folder, headers, config, family)
     model = build_model(family, config, activation)
@@ -219,15 +220,16 @@ def _open_folder(folder: Path, raw: Mapping[str, Any]) -> Checkpoint:
         _check_orientation(folder, model, headers, names, quantized)
     weights = FolderWeights(headers, names, quantized, zeros)
     facts = _facts(folder, family, config, activation, model, weights.dtype)
-    warnings = (*config_warnings(family, raw, config), *left_out.lines, *bias_line(folder, zeros))
+    notes = () if quantized is None else quantized.notes
+    warnings = (*config_warnings(family, raw, config), *left_out.lines, *bias_line(folder, zeros), *notes)
     return Checkpoint(raw, family, model, activation, weights, facts, warnings)
 
 
 def _check_orientation(
     folder: Path, model: nn.Module, headers: Mapping[str, TensorHeader], names: Mapping[str, str],
-    quantized: QuantizedTensors,
+    quantized: StoredMatrices,
 ) -> None:  # fmt: skip
-    """Refuse integers of GPT-2's matrices, whose rows are inputs: a square shape does not tell."""
+    """Refuse quantized matrices of GPT-2, whose rows are inputs: a square shape does not tell."""
     for name, stored in names.items():
         module = model.get_submodule(name.rpartition(".")[0])
         if quantized.is_quantized(headers[stored].name) and type(module).__name__ == "Conv1D":

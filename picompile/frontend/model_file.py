@@ -34,10 +34,11 @@ def is_gguf(model: Path) -> bool:
 def read_config(model: Path, activation: str | None = None) -> dict[str, Any]:
     """Return the contents of config.json, or what a GGUF file has in its place.
 
-    With an `activation` they name that one: every reader of a model takes its config from here. Raises
+    With an `activation` they name that one: every reader of a model takes its config from here. A quantization config
+    that stands in a file beside it is put in. Raises
     `UnsupportedModelError`, in one line, for what is damaged, and what `with_activation` raises.
     """
-    raw = opened_gguf(model).config if is_gguf(model) else read_json_object(model / "config.json")
+    raw = opened_gguf(model).config if is_gguf(model) else with_quantization(model, read_json_object(model / CONFIG))
     return with_activation(raw, activation)
 
 
@@ -47,6 +48,25 @@ def opened_gguf(model: Path) -> "GgufModel":
     # The links of a hub's cache point to files of other names: those of the parts stand beside the link.
     status = [part.stat() for part in part_files(file) if part.exists()]
     return _opened(file.absolute(), tuple((each.st_mtime_ns, each.st_size) for each in status))
+
+
+CONFIG = "config.json"
+# Files beside config.json that had the quantization config before it did, and the method that wrote each: AutoGPTQ's
+# and AutoAWQ's. The second has no `quant_method`.
+_QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+
+
+def with_quantization(folder: Path, raw: dict[str, Any]) -> dict[str, Any]:
+    """Return `raw`, the contents of config.json, with the quantization config of a file beside it if it has none.
+
+    Raises `UnsupportedModelError` for a file that is damaged.
+    """
+    if raw.get("quantization_config") or raw.get("compression_config"):
+        return raw
+    for name, method in _QUANTIZATION_FILES.items():
+        if (folder / name).is_file():
+            return raw | {"quantization_config": {"quant_method": method} | read_json_object(folder / name)}
+    return raw
 
 
 @lru_cache(maxsize=1)

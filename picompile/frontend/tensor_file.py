@@ -15,12 +15,16 @@ from picompile.frontend.config import one_line
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """A tensor's place, dtype and shape. `dtype` is safetensors' name; `name` is the tensor's in its file."""
+    """A tensor's place, dtype and shape. `dtype` is safetensors' name; `name` is the tensor's in its file.
+
+    With `quantized` it is a matrix that other tensors of the file stand for, and `name` that of its weight.
+    """
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
     name: str = ""
+    quantized: bool = False
 
 
 @contextmanager

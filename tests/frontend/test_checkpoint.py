@@ -304,9 +304,8 @@ def _expect(folder: Path, kind: type[PicompileError], message: str) -> None:
     assert len(str(caught.value)) < 600
 
 
-def test_a_matrix_of_integers_equals_no_tensor_that_is_stored(tmp_path: Path) -> None:
+def test_a_quantized_matrix_equals_no_tensor_that_is_stored(tmp_path: Path) -> None:
     file = tmp_path / "a.safetensors"
     save_file({"a": torch.ones(2, 3)}, file)
-    stored = {"a": "a", "again": "a", "b": "b"}
-    headers = {name: TensorHeader(file, "F32", (2, 3), origin) for name, origin in stored.items()}
+    headers = {name: TensorHeader(file, "F32", (2, 3), "a", quantized=name == "b") for name in ("a", "again", "b")}
     assert _equal_tensors(headers, "a", "again") and not _equal_tensors(headers, "a", "b")

@@ -1,0 +1,92 @@
+"""Matrices of small numbers with a scale for each block of rows and columns: FP8, FP4 and INT8."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from picompile.errors import UnsupportedModelError
+from picompile.frontend.stored.record import StoredFiles
+
+F8_DTYPES = ("F8_E4M3", "F8_E5M2")
+# Rows that are read at a time, at least: whole blocks.
+_ROWS = 128
+
+
+@dataclass(frozen=True)
+class ScaledBlocks:
+    """A matrix of weights (number - zero) × scale, zero and scale those of a block of rows and columns.
+
+    `rows` returns the numbers of the rows from its first to before its second argument, float32 [rows, inputs].
+    `scales` and `zeros`, if there are any, are float32 [blocks of rows, blocks of columns], for blocks of `block`.
+    """
+
+    rows: Callable[[int, int], Tensor]
+    shape: tuple[int, int]
+    scales: Tensor
+    block: tuple[int, int]
+    zeros: Tensor | None = None
+
+    def values(self) -> Tensor:
+        """Return the weights, float32 [outputs, inputs]."""
+        outputs, inputs = self.shape
+        values = torch.empty(outputs, inputs, dtype=torch.float32)
+        height = self.block[0] * max(1, _ROWS // self.block[0])
+        for start in range(0, outputs, height):
+            stop = min(outputs, start + height)
+            rows = torch.arange(start, stop) // self.block[0]
+            numbers = self.rows(start, stop)
+            if self.zeros is not None:
+                numbers = numbers - self._spread(self.zeros[rows])
+            torch.mul(numbers, self._spread(self.scales[rows]), out=values[start:stop])
+        return values
+
+    def packed(self, format_name: str) -> Tensor | None:
+        """Return None: none of our formats has such numbers."""
+        return None
+
+    def _spread(self, blocks: Tensor) -> Tensor:
+        """Return the number of its block for each column, [rows, inputs]."""
+        if blocks.shape[1] == 1:
+            return blocks
+        return blocks.repeat_interleave(self.block[1], dim=1)[:, : self.shape[1]]
+
+
+def grid_shape(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
+    """Return how many blocks a matrix of `shape` has, along rows and along columns."""
+    return -(-shape[0] // block[0]), -(-shape[1] // block[1])
+
+
+def matrix_shape(files: StoredFiles, module: str, part: str) -> tuple[int, int]:
+    """Return the shape of MODULE.part, which is a matrix. Raises `UnsupportedModelError` where it is none."""
+    header = files.headers[f"{module}.{part}"]
+    if len(header.shape) != 2:
+        raise UnsupportedModelError(f"{header.file}: {module}.{part} is {list(header.shape)}; a matrix is read")
+    return header.shape[0], header.shape[1]
+
+
+def numbers_of(files: StoredFiles, module: str, part: str) -> Callable[[int, int], Tensor]:
+    """Return `ScaledBlocks.rows` for a tensor [outputs, inputs] that holds one number in each element."""
+    stored = files.read(module, part)
+    return lambda start, stop: stored[start:stop].to(torch.float32)
+
+
+def fitting_block(
+    files: StoredFiles, module: str, shape: tuple[int, int], scale_part: str, candidates: list[tuple[int, int]]
+) -> tuple[int, int]:
+    """Return the one of `candidates`, sizes of blocks, by which a matrix has as many blocks as MODULE.scale_part says.
+
+    Sizes of -1 are those of the whole matrix. Raises `UnsupportedModelError` where none of them fits.
+    """
+    header = files.headers[f"{module}.{scale_part}"]
+    sizes = [(rows if rows > 0 else shape[0], columns if columns > 0 else shape[1]) for rows, columns in candidates]
+    for block in sizes:
+        rows, columns = grid_shape(shape, block)
+        flat = tuple(size for size in header.shape if size != 1)
+        if flat == tuple(size for size in (rows, columns) if size != 1):
+            return block
+    blocks = " or ".join(str(list(grid_shape(shape, block))) for block in sizes)
+    raise UnsupportedModelError(
+        f"{header.file}: {module}.{scale_part} is {list(header.shape)}, but a matrix of {list(shape)} needs {blocks}"
+    )

@@ -1,0 +1,160 @@
+"""FP8, compressed-tensors and bitsandbytes: every kind against its definition in float64, and what is refused."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from helpers.quantized_files import save_made
+from helpers.quantized_numbers import KINDS
+from picompile.errors import UnsupportedModelError
+from picompile.frontend.checkpoint import read_headers
+from picompile.frontend.model_file import read_config
+from picompile.frontend.stored import StoredMatrices, find_method
+from picompile_passes.formats.packing import dequantize_rows
+
+SHAPES = {"model.layers.0.mlp.up_proj": (64, 96), "lm_head": (33, 320)}
+REPACKED = {"packed-4": ("q8", "q4"), "packed-4-zeros": ("q8",), "packed-3-zeros": ("q8", "q4")}
+REPACKED |= {"packed-4-channel": ("q8", "q4")}
+
+
+def opened(folder: Path) -> StoredMatrices:
+    method = find_method(read_config(folder))
+    assert method is not None
+    return StoredMatrices(method, read_headers(folder))
+
+
+def change(folder: Path, change_it: Callable[[dict[str, Tensor]], object]) -> None:
+    """Save the tensors of a folder again, changed."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change_it(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind(tmp_path: Path, name: str) -> None:
+    kind = KINDS[name]
+    weights = save_made(tmp_path, kind.make, kind.config, SHAPES)
+    tensors = opened(tmp_path)
+    assert set(tensors.headers) == {*weights, "norm.weight"} and tensors.notes == ()
+    for parameter, expected in weights.items():
+        header = tensors.headers[parameter]
+        assert (header.dtype, header.shape, header.quantized) == ("F32", tuple(expected.shape), True)
+        found = tensors.load(parameter)
+        torch.testing.assert_close(found.double(), expected, rtol=2**-23 if name == "llm-int8" else 0, atol=0)
+        for form in ("q8", "q4"):
+            packed = tensors.packed(parameter, form)
+            assert (packed is not None) == (form in REPACKED.get(name, ())), form
+            assert packed is None or torch.equal(dequantize_rows(packed, form, expected.shape[1]), found)
+
+
+def test_modules_of_other_kinds_and_floats_are_beside_each_other(tmp_path: Path) -> None:
+    """Each of several config groups is known from its tensors, and what `ignore` names is as it is."""
+    names = ("packed-4", "packed-8", "float-channel", "nvfp4")
+    groups = {f"group_{n}": dict(KINDS[name].config["config_groups"]["group_0"]) for n, name in enumerate(names)}
+    config = {"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": groups}
+    shapes = {f"m{number}": (32, 64) for number in range(len(names))}
+    weights = save_made(tmp_path, lambda o, i, s: KINDS[names[s]].make(o, i, s), {**config, "ignore": ["head"]}, shapes)
+    change(tmp_path, lambda tensors: tensors.update({"head.weight": torch.ones(4, 4, dtype=torch.bfloat16)}))
+    found = opened(tmp_path)
+    assert all(torch.equal(found.load(name).double(), weight) for name, weight in weights.items())
+    assert found.headers["head.weight"].dtype == "BF16" and not found.is_quantized("head.weight")
+
+
+def test_scales_of_activations_are_left_out_with_a_note(tmp_path: Path) -> None:
+    kind = KINDS["fp8-matrix"]
+    save_made(tmp_path, kind.make, kind.config, {"up": (32, 64)})
+    more = {name: torch.ones(1) for name in ("up.input_scale", "up.output_scale")}
+    change(tmp_path, lambda tensors: tensors.update(more))
+    found = opened(tmp_path)
+    assert set(found.headers) == {"up.weight", "norm.weight"}
+    assert found.notes == ("activations are not rounded, as 2 tensors such as up.input_scale would have it",)
+
+
+def _drop(name: str) -> Callable[[dict[str, Tensor]], object]:
+    return lambda tensors: tensors.pop(f"up.{name}")
+
+
+def _as(name: str, changed: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], object]:
+    return lambda tensors: tensors.update({f"up.{name}": changed(tensors[f"up.{name}"])})
+
+
+_STATE = "weight.quant_state.bitsandbytes__nf4"
+
+
+def _text(text: str) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: torch.tensor(list(text.encode()), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change_it", "says"),
+    [
+        ("fp8-blocks", _drop("weight_scale_inv"), "holds up.weight, but no up.weight_scale_inv"),
+        (
+            "fp8-blocks",
+            _as("weight_scale_inv", lambda t: t[:-1]),
+            "but a matrix of [64, 96] needs [1, 1] or [64, 1] or",
+        ),
+        ("fp8-blocks", _as("weight_scale_inv", lambda t: t.int()), "up.weight_scale_inv is I32"),
+        ("fp8-blocks", _as("weight_scale_inv", lambda t: t / 0), "up.weight_scale_inv has NaN or infinite values"),
+        ("fp8-blocks", _as("weight", lambda t: t[None]), "up.weight is [1, 64, 96]; a matrix is read"),
+        ("fp8-blocks", lambda t: t.update({"up.weight_scale": torch.ones(1)}), "two scales"),
+        ("packed-4", _drop("weight_scale"), "holds up.weight_packed, but no up.weight_scale"),
+        ("packed-4", _drop("weight_shape"), "holds up.weight_packed, but no up.weight_shape"),
+        ("packed-4", _as("weight_shape", lambda t: t[:1]), "which are no [64] integers of 4 bits"),
+        ("packed-4", _as("weight_shape", lambda t: t + 8), "which are no [72, 104] integers of 4 bits"),
+        ("packed-4", _as("weight_packed", lambda t: t.long()), "up.weight_packed is I64; I32 or U8 is read"),
+        ("packed-4", _as("weight_scale", lambda t: t[:, :-1]), "up.weight_scale is [64, 2], but a matrix of [64, 96]"),
+        (
+            "packed-4",
+            lambda t: t.update({"up.weight": torch.ones(64, 96)}),
+            "holds up.weight and up.weight_packed: two",
+        ),
+        (
+            "packed-4-zeros",
+            _as("weight_zero_point", lambda t: t[:-1]),
+            "up.weight_zero_point is [7, 3]; [64, 96] needs",
+        ),
+        ("packed-4-order", _as("weight_g_idx", lambda t: t + 1), "up.weight_g_idx names groups that there are not"),
+        ("int-zeros", _as("weight_zero_point", lambda t: t[:-1]), "up.weight_zero_point is unlike its scales"),
+        ("int-group", lambda t: t.update({"up.weight_g_idx": torch.zeros(96).int()}), "read of packed integers alone"),
+        ("nvfp4", _as("weight_global_scale", lambda t: torch.ones(2)), "up.weight_global_scale is [2]"),
+        ("nvfp4", _drop("weight_global_scale"), "up.weight_scale is F8_E4M3; U8 or F8_E8M0 is read"),
+        ("nf4", _drop(_STATE), "up needs one of weight.quant_state.bitsandbytes__nf4 and"),
+        ("nf4", _as(_STATE, _text("{}")), "has no JSON of bitsandbytes with shape and blocksize"),
+        ("nf4", _as(_STATE, _text("[" * 60000)), "has no JSON of bitsandbytes with shape and blocksize"),
+        ("nf4", _as(_STATE, _text('{"shape": [64, -96], "blocksize": 64}')), "has no JSON of bitsandbytes"),
+        (
+            "nf4",
+            _as(_STATE, _text('{"shape": [64, 95], "blocksize": 64}')),
+            "up.weight.absmax has 96 numbers, but [64, 95]",
+        ),
+        ("nf4", _as("weight", lambda t: t[:-1]), "up.weight has 3071 numbers, but [64, 96] in blocks of 64 need 3072"),
+        ("nf4", _as("weight.absmax", lambda t: t / 0), "up.weight.absmax has NaN or infinite values"),
+        ("nf4", _as("weight.quant_map", lambda t: t[:-1]), "up.weight.quant_map has 15 numbers"),
+        ("nf4-nested", _drop("weight.nested_quant_map"), "but no up.weight.nested_quant_map"),
+        ("llm-int8", _as("SCB", lambda t: t[:-1]), "up.SCB is [63], but [64, 96] needs [64]"),
+        ("llm-int8", _as("weight", lambda t: t.half()), "up.weight is F16; I8 is read"),
+        ("llm-int8", _as("weight_format", lambda t: t + 2), "up.weight_format is not row"),
+    ],
+)
+def test_damaged_checkpoints(
+    tmp_path: Path, kind: str, change_it: Callable[[dict[str, Tensor]], object], says: str
+) -> None:
+    save_made(tmp_path, KINDS[kind].make, KINDS[kind].config, {"up": (64, 96)})
+    change(tmp_path, change_it)
+    with pytest.raises(UnsupportedModelError) as caught:
+        opened(tmp_path).load("up.weight")
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_codes_may_lie_in_other_elements(tmp_path: Path, dtype: torch.dtype) -> None:
+    """bitsandbytes stores its bytes as floats where FSDP asks for that."""
+    weights = save_made(tmp_path, KINDS["nf4"].make, KINDS["nf4"].config, {"up": (64, 96)})
+    change(tmp_path, _as("weight", lambda t: t.view(-1).view(dtype).view(-1, 1)))
+    assert torch.equal(opened(tmp_path).load("up.weight").double(), weights["up.weight"])
