@@ -35,8 +35,8 @@ def read_config(model: Path, activation: str | None = None) -> dict[str, Any]:
     """Return the contents of config.json, or what a GGUF file has in its place.
 
     With an `activation` they name that one: every reader of a model takes its config from here. A quantization config
-    that stands in a file beside it is put in. Raises
-    `UnsupportedModelError`, in one line, for what is damaged, and what `with_activation` raises.
+    that stands in a file beside it is put in. Raises `UnsupportedModelError`, in one line, for what is damaged, and
+    what `with_activation` raises.
     """
     raw = opened_gguf(model).config if is_gguf(model) else with_quantization(model, read_json_object(model / CONFIG))
     return with_activation(raw, activation)

@@ -81,7 +81,7 @@ def test_other_methods_are_refused(quantization: Any, says: str) -> None:
 
 def test_the_documentation_names_all_methods() -> None:
     page = (ROOT / "docs" / "cli.md").read_text()
-    table = page[page.index("### GGUF files and quantized checkpoints") : page.index("## targets, doctor")]
+    table = page[page.index("### Quantized checkpoints") : page.index("## targets, doctor")]
     named = re.findall(r"^\| `([^|]+)` \|", table, flags=re.MULTILINE)
     assert sorted(name for row in named for name in row.split("`, `")) == sorted(n for m in METHODS for n in m.names)
 
