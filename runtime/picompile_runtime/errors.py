@@ -44,6 +44,6 @@ class DoesNotFitError(PicompileRuntimeError):
 
 
 class MachineError(PicompileRuntimeError):
-    """The artifact is valid, but was made for another kind of machine."""
+    """The artifact is valid, but was made for another kind of machine, or its code may not run here."""
 
     exit_code = 6

@@ -30,7 +30,7 @@ _FILES = {
     errno.EACCES: _PERMISSIONS,
     errno.EPERM: _PERMISSIONS,
     errno.EIO: "its disk may be failing: copy the artifact from elsewhere",
-    errno.ELOOP: "an artifact has no symbolic links: copy the file itself",
+    errno.ELOOP: "its symbolic links lead to each other: copy the file itself",
     errno.ENAMETOOLONG: "give the folder that `picompile compile -o` wrote",
 }
 
@@ -94,7 +94,8 @@ class FileEntry:
 def open_file(folder: Path, name: str, stack: ExitStack) -> int:
     """Return a descriptor of the regular file `name` inside `folder`; `stack` closes it.
 
-    Symbolic links are not followed, so the file cannot lie outside the folder. Raises ArtifactError or DoesNotFitError.
+    It may be a symbolic link, also to a place outside, as in a Hugging Face cache: what it leads to is opened once, and
+    that is what is hashed and used. Raises ArtifactError or DoesNotFitError.
     """
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -102,7 +103,7 @@ def open_file(folder: Path, name: str, stack: ExitStack) -> int:
         parts = name.split("/")
         for index, part in enumerate(parts):
             kind = os.O_DIRECTORY if index < len(parts) - 1 else os.O_NONBLOCK  # a pipe must not make us wait
-            descriptor = os.open(part, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | kind, dir_fd=descriptor)
+            descriptor = os.open(part, os.O_RDONLY | os.O_CLOEXEC | kind, dir_fd=descriptor)
             stack.callback(os.close, descriptor)
     except OSError as error:
         raise system_error(folder / name, error) from error

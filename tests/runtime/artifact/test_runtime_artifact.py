@@ -80,8 +80,8 @@ def test_damaged_files_are_named(folder: Path, name: str, tmp_path: Path) -> Non
     load(folder).close()
     path.rename(tmp_path / "elsewhere")
     fails(folder, f"{name}: cannot be opened \\(No such file")
-    path.symlink_to(tmp_path / "elsewhere")
-    fails(folder, f"{name}: cannot be opened")
+    path.symlink_to(path.name)
+    fails(folder, f"{name}: cannot be opened .*links lead to each other")
     path.unlink()
     path.mkdir()
     fails(folder, f"{name}: is not a regular file")
@@ -94,8 +94,26 @@ def test_folders_without_an_artifact_raise(folder: Path, tmp_path: Path) -> None
     fails(tmp_path / "nothing", "is not a folder")
     fails(tmp_path, "manifest.json: cannot be opened")
     (folder / "kernels").rename(tmp_path / "elsewhere")
-    (folder / "kernels").symlink_to(tmp_path / "elsewhere")
     fails(folder, "host.so: cannot be opened")
+
+
+def test_files_may_be_links_as_in_a_hub_cache(folder: Path, tmp_path: Path) -> None:
+    """Each file of a snapshot leads to a blob beside it; what it leads to is held to the manifest."""
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "main"
+    blobs.mkdir()
+    for number, path in enumerate([path for path in folder.rglob("*") if path.is_file()]):
+        link = snapshot / path.relative_to(folder)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(blobs / str(number))
+        link.symlink_to(os.path.relpath(blobs / str(number), link.parent))
+    with load(snapshot) as engine:
+        assert engine.artifact.folder == snapshot
+    verify(snapshot)
+    weights = (snapshot / "weights.safetensors").resolve()
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
+    fails(snapshot, "weights.safetensors: was changed")
+    weights.unlink()
+    fails(snapshot, r"weights.safetensors: cannot be opened \(No such file")
 
 
 # ---- the manifest ----

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ import pytest
 from helpers.toys.toy_artifact import HERE, HOST_C, build_library
 from picompile_runtime.devices.cpu.native import CallList, HostLibrary, seconds_of
 from picompile_runtime.devices.memory import aligned_zeros
-from picompile_runtime.errors import ArtifactError, KernelError
+from picompile_runtime.errors import ArtifactError, KernelError, MachineError
 
 MANY_THREADS = (1, 2, 3, 8, 2, 1, 8, 3)
 TASKS_A_THREAD = 16  # host.c: PI_TASKS_A_THREAD
@@ -98,6 +99,14 @@ def test_calls_that_cannot_be_made_raise(host: HostLibrary, tmp_path: Path) -> N
             host.bind([("pool_fill", [array])])
     (tmp_path / "host.so").write_bytes(b"not a library")
     with pytest.raises(ArtifactError, match="cannot be loaded"):
+        HostLibrary(tmp_path / "host.so")
+
+
+def test_a_file_system_without_execution_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loader says only that a segment cannot be mapped."""
+    (tmp_path / "host.so").write_bytes(b"a library")
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_NOEXEC | os.ST_RDONLY))
+    with pytest.raises(MachineError, match=r"host\.so: cannot be run: .* mounted with noexec, .*; copy the artifact"):
         HostLibrary(tmp_path / "host.so")
 
 

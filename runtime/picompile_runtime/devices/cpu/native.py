@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from picompile_runtime.artifact.files import system_error
 from picompile_runtime.artifact.interfaces import KernelInterface, read_interfaces
-from picompile_runtime.errors import ArtifactError, KernelError
+from picompile_runtime.errors import ArtifactError, KernelError, MachineError
 
 # The shared libraries of artifacts in this process: each is loaded once, and unloaded after its last user.
 #
@@ -228,6 +228,13 @@ def seconds_of(stamps: Stamps) -> NDArray[np.float64]:
     return (stamps[:, 1] - stamps[:, 0]) * np.float64(1e-9)
 
 
+def _forbids_code(path: str | os.PathLike[str]) -> bool:
+    """Return whether no code may be mapped from the file system that has the file."""
+    with suppress(OSError):
+        return bool(os.statvfs(path).f_flag & os.ST_NOEXEC)
+    return False
+
+
 def compact_strides(shape: Sequence[int]) -> list[int]:
     """Return the strides in elements of a row-major tensor of this shape."""
     strides = [1] * len(shape)
@@ -274,6 +281,11 @@ class HostLibrary:
         except ArtifactError as error:
             raise ArtifactError(f"{self.name}: {error}") from error
         except OSError as error:
+            if _forbids_code(path):
+                raise MachineError(
+                    f"{self.name}: cannot be run: its file system is mounted with noexec, which forbids to run code "
+                    "from it; copy the artifact to another file system, or remount this one with exec"
+                ) from error
             raise system_error(self.name, error, "cannot be loaded as an artifact's code") from error
         self._give_back = weakref.finalize(self, give_back, self._shared)
         self._give_back.atexit = False  # other threads may still run its code
