@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from picompile_runtime.engine.engine import Engine
-from picompile_runtime.errors import KernelError, RequestError
+from picompile_runtime.errors import RequestError
 from picompile_runtime.request_checks import shown, token_ids
-from picompile_runtime.sampling.sampler import Logits
+from picompile_runtime.sampling.sampler import Logits, no_scores
 
 # The ways to read a text: see `token_losses`.
 Reading = Literal["chunks", "masked chunks", "tokens"]
@@ -89,7 +89,7 @@ def token_losses(engine: Engine, ids: Sequence[int], reading: Reading = "chunks"
         losses[start:stop] = negative_log_likelihood(logits, targets[start:stop])
         start = stop
     if np.isnan(losses).any():
-        raise KernelError("the model's logits contain NaN: its weights or the artifact's code are broken; try `verify`")
+        raise no_scores("contain NaN", engine.overflow())
     return losses
 
 

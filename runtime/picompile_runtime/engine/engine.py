@@ -554,7 +554,19 @@ class Engine:
                 self._open()
                 return self._executor.logits(function, 1, copy=False, first=row).ravel()
 
-        return Scores(logits, self._executor.top_logits(function, row))
+        return Scores(logits, self._executor.top_logits(function, row), self.overflow)
+
+    def overflow(self) -> str | None:
+        """Return why logits may be no numbers: a key or value overflows the float16 KV cache. None if none does."""
+        with self._lock:
+            for slot, seen in enumerate(self._positions):
+                for layer in (state.overflowed(slot, seen) for state in self._executor.states):
+                    if layer is not None:
+                        return (
+                            f"keys or values of layer {layer} are beyond 65504, the most that a KV cache in f16 holds; "
+                            "compile the model again with --kv-dtype f32"
+                        )
+        return None
 
     def _read(self, function: str, tokens: NDArray[np.int32], slot: int) -> str:
         self._step([slot], len(tokens), self._executor.run, function, tokens, self._positions[slot], slot)

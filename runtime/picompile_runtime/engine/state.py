@@ -122,6 +122,9 @@ class SequenceState(Protocol):
     def recover(self, slot: int, seen: int) -> int:
         """Go back to the last position at which the state is sure, after a step that failed, and return it."""
 
+    def overflowed(self, slot: int, seen: int) -> int | None:
+        """Return the first layer whose float16 state has an infinity, None if none has."""
+
 
 class PositionalState:
     """State with a row for each token."""
@@ -164,6 +167,18 @@ class PositionalState:
     def recover(self, slot: int, seen: int) -> int:
         """Return `seen`: a step writes only rows behind that."""
         return seen
+
+    def overflowed(self, slot: int, seen: int) -> int | None:
+        """Return the first layer with an infinity in the rows of a sequence's tokens, None if none has."""
+        halves = ((tensor, memory) for tensor, memory in self._placed if tensor.dtype == "float16")
+        for tensor, memory in sorted(halves, key=lambda each: each[0].layer):
+            row_bytes, starts = _rows(tensor, slot)
+            data = np.empty(seen * row_bytes, np.uint8)
+            for start in starts:
+                memory.read(start, data)
+                if np.isinf(data.view(np.float16)).any():
+                    return tensor.layer
+        return None
 
 
 def _context(tensor: StateTensor) -> int:
@@ -237,6 +252,10 @@ class RecurrentState:
         position = max(self._kept[slot], default=0)
         self._restore(slot, self._kept[slot].get(position))
         return position
+
+    def overflowed(self, slot: int, seen: int) -> int | None:
+        """Return None: this state is in float32."""
+        return None
 
     def _kept_up_to(self, slot: int, position: int) -> dict[int, list[Bytes]]:
         return {place: copies for place, copies in self._kept[slot].items() if place <= position}

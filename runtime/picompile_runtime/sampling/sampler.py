@@ -106,10 +106,12 @@ class Scores:
         logits: returns the scores of the whole vocabulary, float32 [vocab], in the engine's memory, which its next step
             overwrites. If the accelerator has them, it copies them from there.
         top_logits: the highest of them, which the host has already, if the accelerator has the others; else None.
+        reason: returns why they may be no numbers, if that is known.
     """
 
     logits: Callable[[], Logits]
     top_logits: TopScores | None = None
+    reason: Callable[[], str | None] | None = None
 
 
 # Choosing the next token from logits.
@@ -291,7 +293,7 @@ class Sampler:
         known = self._known(logits, allowed)
         if known is not None:
             token, highest = known.highest
-            check_highest(highest)
+            check_highest(highest, logits)
             return token
         ids, _, token, _ = self._choices(logits, allowed)
         return token if ids is None else int(ids[token])
@@ -303,7 +305,7 @@ class Sampler:
         top_k = int(self.params.top_k)
         if (known := self._known(logits, allowed)) is not None:
             _, highest = known.highest
-            check_highest(highest)
+            check_highest(highest, logits)
             found = known.at_least(highest) if highest == np.inf else known.top(top_k)
             if found is not None:
                 return *found, highest
@@ -326,7 +328,7 @@ class Sampler:
         """Return the tokens that are left, ascending, None for all; their scores; place and score of the likeliest."""
         scores = self._scores(logits)
         place, highest = likeliest(scores)
-        check_highest(highest)
+        check_highest(highest, logits)
         if allowed is None:
             return None, scores, place, highest
         if not isinstance(allowed, np.ndarray) or allowed.shape != scores.shape or allowed.dtype != np.bool_:
@@ -370,11 +372,21 @@ def likeliest(scores: NDArray[Any]) -> tuple[int, float]:
     return token, float(scores[token])
 
 
-def check_highest(highest: float) -> None:
-    """Raise KernelError if scores contain NaN or are all minus infinity, given the highest of them."""
+def check_highest(highest: float, logits: object = None) -> None:
+    """Raise KernelError if scores contain NaN or are all minus infinity, given the highest of them.
+
+    `logits` are what they were made of, which may know the reason.
+    """
     if math.isnan(highest) or highest == -math.inf:
         kind = "contain NaN" if math.isnan(highest) else "rule out every token"
-        raise KernelError(f"the model's logits {kind}: its weights or the artifact's code are broken; try `verify`")
+        reason = logits.reason() if isinstance(logits, Scores) and logits.reason is not None else None
+        raise no_scores(kind, reason)
+
+
+def no_scores(kind: str, reason: str | None) -> KernelError:
+    """Return the error for logits of a `kind` that no token can be chosen by, and the reason if it is known."""
+    found = reason or "its weights or the artifact's code are broken; try `verify`"
+    return KernelError(f"the model's logits {kind}: {found}")
 
 
 def _top_p(ids: Tokens, probabilities: Probabilities, top_p: float) -> tuple[Tokens, Probabilities]:

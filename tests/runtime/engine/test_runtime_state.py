@@ -1,6 +1,7 @@
 """State in an accelerator's memory: the same moves as on the host, and checkpoints that the host keeps."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -55,3 +56,17 @@ def test_checkpoints_are_restored_and_copied() -> None:
     state.copy(1, 1, 0, 4)
     assert array[1].tolist() == [0.0] * 6
     assert [state.reusable(slot, 9, 10) for slot in range(3)] == [4, 0, 4]
+
+
+def test_an_infinity_in_the_rows_of_tokens_is_found() -> None:
+    array, given = placed(POSITIONAL)
+    array[:] = 65504
+    other, more = placed(replace(POSITIONAL, layer=3))
+    other[:] = np.nan  # what is made of an infinity
+    single, of_float32 = placed(replace(POSITIONAL, dtype="float32", layer=1))
+    single[:] = np.inf
+    state = PositionalState([*more, *given, *of_float32])
+    assert state.overflowed(1, 5) is None
+    array[1, 1, 3, 2] = np.inf
+    assert [state.overflowed(1, seen) for seen in (3, 4)] == [None, 0] and state.overflowed(2, 5) is None
+    assert RecurrentState(placed(RECURRENT)[1]).overflowed(0, 5) is None
