@@ -91,8 +91,11 @@ def llm_int8(outputs: int, inputs: int, seed: int) -> tuple[dict[str, Tensor], T
     return tensors, codes * largest.double().view(-1, 1) / 127
 
 
-def packed(bits: int, group: int, zeros: bool = False, ordered: bool = False) -> Maker:
-    """Integers of compressed-tensors less half their range, packed, and a scale for each group of inputs."""
+def packed(bits: int, group: int, zeros: bool = False, ordered: bool = False, plain: bool = False) -> Maker:
+    """Integers of compressed-tensors less half their range, packed, and a scale for each group of inputs.
+
+    Zeros are packed too, but for those that are `plain`.
+    """
 
     def make(outputs: int, inputs: int, seed: int) -> tuple[dict[str, Tensor], Tensor]:
         draw, size = np.random.default_rng(seed), inputs if group == -1 else group
@@ -101,7 +104,8 @@ def packed(bits: int, group: int, zeros: bool = False, ordered: bool = False) ->
         tensors = {"weight_packed": stream(codes, bits), "weight_shape": torch.tensor([outputs, inputs])}
         if zeros:
             zero = draw.integers(0, 2**bits, zero.shape)
-            tensors["weight_zero_point"] = stream(zero.T, bits).T
+            own = torch.from_numpy(zero - 2 ** (bits - 1)).to(torch.int8)
+            tensors["weight_zero_point"] = own if plain else stream(zero.T, bits).T
         if ordered:
             index = draw.permutation(index)
             tensors["weight_g_idx"] = torch.from_numpy(index.astype(np.int32))
@@ -191,6 +195,7 @@ KINDS: dict[str, Kind] = {
     "int-group": Kind(_compressed("naive-quantized", num_bits=8, strategy="group", group_size=32), int8((1, 32))),
     "packed-4": Kind(_grouped(4, 32), packed(4, 32)),
     "packed-4-zeros": Kind(_grouped(4, 32), packed(4, 32, zeros=True)),
+    "packed-4-plain-zeros": Kind(_grouped(4, 32), packed(4, 32, zeros=True, plain=True)),
     "packed-4-order": Kind(_grouped(4, 32), packed(4, 32, ordered=True)),
     "packed-8": Kind(_grouped(8, 32), packed(8, 32)),
     "packed-3-zeros": Kind(_grouped(3, 32), packed(3, 32, zeros=True)),

@@ -1,9 +1,9 @@
 """compressed-tensors: what llm-compressor writes, of integers, FP8 and FP4.
 
 Which module is stored how is known from its tensors: `weight_packed` of int32 are integers of 1 to 8 bits less half
-their range, as one stream of bits along inputs (zeros lie so along outputs); of bytes, two FP4 numbers each, the first
-in the low half. A `weight` of int8 or float8 has a number in each element. `weight_scale`, and `weight_zero_point`
-where there is one, have a place for each group of inputs, row, block or matrix.
+their range, as one stream of bits along inputs (zeros lie so along outputs, or are int8); of bytes, two FP4 numbers
+each, the first in the low half. A `weight` of int8 or float8 has a number in each element. `weight_scale`, and
+`weight_zero_point` where there is one, have a place for each group of inputs, row, block or matrix.
 """
 
 from collections.abc import Callable
@@ -132,8 +132,9 @@ def _integers(files: StoredFiles, module: str, shape: tuple[int, int], weights: 
         file = files.headers[f"{module}.weight_packed"].file
         raise UnsupportedModelError(f"{file}: {module}.weight_packed has blocks of {block[0]} rows, which are not read")
     if (zeros := files.part(module, "weight_zero_point")) is not None:
-        needed = (words_of(outputs, bits), groups)
-        files.needed(module, "weight_zero_point", "weight_packed", ("I32",))
+        # Early versions did not pack them.
+        files.needed(module, "weight_zero_point", "weight_packed", ("I32", "I8"))
+        needed = (outputs if zeros.dtype == "I8" else words_of(outputs, bits), groups)
         if zeros.shape != needed:
             raise UnsupportedModelError(
                 f"{zeros.file}: {module}.weight_zero_point is {list(zeros.shape)}; {list(shape)} needs {list(needed)}"
@@ -143,7 +144,8 @@ def _integers(files: StoredFiles, module: str, shape: tuple[int, int], weights: 
         words, middle = files.read(module, "weight_packed"), 1 << (bits - 1)
         zeros = torch.full((groups, outputs), middle, dtype=torch.int16)
         if files.part(module, "weight_zero_point") is not None:
-            zeros = unpack(files.read(module, "weight_zero_point"), bits, outputs).T
+            stored = files.read(module, "weight_zero_point")
+            zeros = unpack(stored, bits, outputs).T if stored.dtype == torch.int32 else stored.T.short() + middle
 
         def codes(start: int, stop: int) -> Tensor:
             return unpack(words[:, words_of(start, bits) : words_of(stop, bits)].T, bits, stop - start)

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from picompile_passes.formats import FORMATS, GROUP
-from picompile_passes.formats.packing import data_bytes
+from picompile_passes.formats import FLOAT16, FORMATS, GROUP, ZERO_STEPS
+from picompile_passes.formats.packing import GroupGrid, pack_codes
 
 # Inputs that are unpacked at a time; a multiple of those that fill whole words.
 STEP = 256
+# The largest zero that a byte has in a format with a zero for each group.
+_MOST_ZERO = int(255 / ZERO_STEPS)
 
 
 @dataclass(frozen=True)
@@ -33,38 +35,39 @@ class IntegerMatrix:
         values = torch.empty(scales.shape[1], len(self.groups), dtype=torch.float32)
         for start, stop in self._steps():
             group_scales = scales[self.groups[start:stop]]
-            values[:, start:stop] = (self._differences(start, stop).to(torch.float32) * group_scales).T
+            differences = self.codes(start, stop) - self.zeros[self.groups[start:stop]]
+            values[:, start:stop] = (differences.to(torch.float32) * group_scales).T
         return values
 
     def packed(self, format_name: str) -> Tensor | None:
-        """Return the rows in q8 or q4, uint8 [outputs, row bytes], where that is exact; else None.
+        """Return the rows packed as a format of ours, uint8 [outputs, row bytes], where that is exact; else None.
 
-        It is where 32 columns side by side are of one group, scales are numbers of float16, and every code - zero is
-        one of the format: symmetric 4-bit matrices in q4, all 4-bit matrices in q8.
+        It is where 32 columns side by side are of one group, scales are numbers of float16, and the format has all
+        codes: symmetric 4-bit matrices in q4, and all of up to 4 bits in q4m, q6 and q8.
         """
         form, inputs, outputs = FORMATS[format_name], len(self.groups), self.scales.shape[1]
-        # A format's zeros, tables and planes are not those of the checkpoint.
-        if form.data_bits not in (4, 8) or form.zero is None or form.table or inputs % GROUP:
+        if form.table or form.scale != FLOAT16 or inputs % GROUP:
             return None
         by_group, halves = self.groups.view(-1, GROUP), self.scales.to(torch.float16)
         if not bool((by_group == by_group[:, :1]).all()) or not torch.equal(halves.to(self.scales.dtype), self.scales):
             return None
-        own_zero = int(form.zero)
-        packed = torch.zeros(outputs, form.row_bytes(inputs), dtype=torch.uint8)
+        zeros = self.zeros if form.zero is None else torch.full_like(self.zeros, int(form.zero))
+        least, most = (int(end) for end in torch.aminmax(zeros))
+        if form.zero is None and not 0 <= least <= most <= _MOST_ZERO:
+            return None
+        codes = torch.empty(outputs, inputs, dtype=torch.int16)
         for start, stop in self._steps():
-            codes = self._differences(start, stop).T.reshape(outputs, -1, GROUP)
-            low, high = torch.aminmax(codes)
-            if int(low) + own_zero < form.lowest or int(high) + own_zero > form.highest:
+            part = self.codes(start, stop)
+            if form.zero is not None:
+                part = part - self.zeros[self.groups[start:stop]] + int(form.zero)
+            low, high = torch.aminmax(part)
+            if int(low) < form.lowest or int(high) > form.highest:
                 return None
-            data = data_bytes(codes + own_zero, form).reshape(outputs, -1)
-            at = start * form.data_bits // 8
-            packed[:, at : at + data.shape[1]] = data
-        offset, count = form.scale_offset_bytes(inputs), inputs // GROUP
-        packed[:, offset : offset + 2 * count] = halves[by_group[:, 0]].T.contiguous().view(torch.uint8)
+            codes[:, start:stop] = part.T
+        packed = torch.zeros(outputs, form.row_bytes(inputs), dtype=torch.uint8)
+        scales, own = (each[by_group[:, 0]].T.to(torch.float32) for each in (halves, zeros))
+        pack_codes(codes.view(outputs, -1, GROUP), GroupGrid(form, scales, own), inputs, packed)
         return packed
-
-    def _differences(self, start: int, stop: int) -> Tensor:
-        return self.codes(start, stop) - self.zeros[self.groups[start:stop]]
 
     def _steps(self) -> Iterator[tuple[int, int]]:
         inputs = len(self.groups)

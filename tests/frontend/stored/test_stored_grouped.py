@@ -36,10 +36,11 @@ SCHEMES = {
     "auto-round-gptq": Scheme("auto-round", bits=3, checkpoint_format="auto_round:auto_gptq"),
     "auto-round-awq": Scheme("auto-round", checkpoint_format="auto_round:auto_awq"),
 }
-REPACKED = {name: ("q8",) for name, scheme in SCHEMES.items() if not scheme.desc_act and name != "awq-float32"}
-REPACKED |= {"gptq-sym": ("q8", "q4"), "gptq-3-sym": ("q8", "q4"), "gptq-8": (), "gptq-8-sym": ()}
-# Differences of 2-bit and 3-bit integers are numbers of q4.
-REPACKED |= dict.fromkeys(("gptq-2", "gptq-3", "gptq-3-v2", "auto-round-gptq"), ("q8", "q4"))
+# Formats that have all codes of up to 4 bits with any zero, and of 4 bits with a zero in the middle or 3 bits with any.
+FOUR, THREE = ("q8", "q6", "q4m"), ("q8", "q6", "q4m", "q4")
+REPACKED = dict.fromkeys(("gptq", "gptq-v2", "gptq-one-group", "gptq-large-groups"), FOUR)
+REPACKED |= dict.fromkeys(("awq", "auto-round", "auto-round-awq"), FOUR)
+REPACKED |= dict.fromkeys(("gptq-sym", "gptq-2", "gptq-3", "gptq-3-v2", "gptq-3-sym", "auto-round-gptq"), THREE)
 SHAPES = {"model.layers.0.mlp.up_proj": (64, 96), "lm_head": (32, 352)}
 
 
@@ -72,7 +73,7 @@ def test_every_layout(tmp_path: Path, name: str) -> None:
         exact = scheme.scale_dtype != torch.float32
         torch.testing.assert_close(found.double(), expected, rtol=0 if exact else 1e-7, atol=0)
         # Rows are repacked where that is exact.
-        for form in ("q8", "q4", "f16"):
+        for form in ("q8", "q6", "q4m", "q4", "f16", "mxfp4"):
             packed = tensors.packed(parameter, form)
             assert (packed is not None) == (form in REPACKED.get(name, ())), form
             if packed is not None:
@@ -84,7 +85,7 @@ def test_every_layout(tmp_path: Path, name: str) -> None:
 def test_what_is_rounded_a_second_time(tmp_path: Path) -> None:
     for name, said in (("awq", "AWQ"), ("gptq-sym", None), ("gptq", "GPTQ")):
         save_quantized(tmp_path, SCHEMES[name], SHAPES)
-        assert (opened(tmp_path).rounds_again("q4"), opened(tmp_path).rounds_again("q8")) == (said, None)
+        assert [opened(tmp_path).rounds_again(form) for form in ("q4", "q4m", "q8")] == [said, None, None]
     # Numbers decide, not what a config says of them.
     save_quantized(tmp_path, Scheme(sym=True, centred=False), SHAPES)
     assert opened(tmp_path).rounds_again("q4") == "GPTQ"

@@ -17,8 +17,8 @@ from picompile.frontend.stored import StoredMatrices, find_method
 from picompile_passes.formats.packing import dequantize_rows
 
 SHAPES = {"model.layers.0.mlp.up_proj": (64, 96), "lm_head": (33, 320)}
-REPACKED = {"packed-4": ("q8", "q4"), "packed-4-zeros": ("q8",), "packed-3-zeros": ("q8", "q4")}
-REPACKED |= {"packed-4-channel": ("q8", "q4")}
+REPACKED = dict.fromkeys(("packed-4", "packed-4-channel", "packed-3-zeros"), ("q8", "q4m", "q4"))
+REPACKED |= dict.fromkeys(("packed-4-zeros", "packed-4-plain-zeros"), ("q8", "q4m"))
 
 
 def opened(folder: Path) -> StoredMatrices:
@@ -46,7 +46,7 @@ def test_every_kind(tmp_path: Path, name: str) -> None:
         assert (header.dtype, header.shape, header.quantized) == ("F32", tuple(expected.shape), True)
         found = tensors.load(parameter)
         torch.testing.assert_close(found.double(), expected, rtol=2**-23 if name == "llm-int8" else 0, atol=0)
-        for form in ("q8", "q4"):
+        for form in ("q8", "q4m", "q4"):
             packed = tensors.packed(parameter, form)
             assert (packed is not None) == (form in REPACKED.get(name, ())), form
             assert packed is None or torch.equal(dequantize_rows(packed, form, expected.shape[1]), found)
@@ -119,6 +119,7 @@ def _text(text: str) -> Callable[[Tensor], Tensor]:
             _as("weight_zero_point", lambda t: t[:-1]),
             "up.weight_zero_point is [7, 3]; [64, 96] needs",
         ),
+        ("packed-4-plain-zeros", _as("weight_zero_point", lambda t: t[:-1]), "[63, 3]; [64, 96] needs [64, 3]"),
         ("packed-4-order", _as("weight_g_idx", lambda t: t + 1), "up.weight_g_idx names groups that there are not"),
         ("int-zeros", _as("weight_zero_point", lambda t: t[:-1]), "up.weight_zero_point is unlike its scales"),
         ("int-group", lambda t: t.update({"up.weight_g_idx": torch.zeros(96).int()}), "read of packed integers alone"),
