@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from picompile.errors import DoesNotFitError, UsageError
 from picompile.frontend.gguf.parts import models_in
 from picompile.frontend.gguf.tensor_types import MAGICS
+from picompile.frontend.stand_ins import refuse_stand_in
 from picompile.output import DISK_FULL, parents_of, writing_file
 from picompile.output.files import read_safetensors_header
 from picompile.output.place import existing_ancestor, require_folder_or_nothing
@@ -29,6 +30,7 @@ def require_model_folder(folder: Path) -> None:
     if folder.is_file():
         with folder.open("rb") as opened:
             if opened.read(4) not in MAGICS:
+                refuse_stand_in(folder, UsageError)
                 raise UsageError(f"{folder}: neither a folder nor a GGUF file; {_MODEL}")
         return
     if not folder.is_dir():

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from picompile.errors import UnsupportedModelError
+from picompile.frontend.stand_ins import refuse_stand_in
 
 # The largest config.json that is known, one with a label for each of 100,000 classes, has 5 MB.
 MOST_CONFIG_BYTES = 16 << 20
@@ -35,6 +36,7 @@ def read_text(file: Path, most_bytes: int) -> str:
             data = opened.read(most_bytes + 1)
         if len(data) > most_bytes:
             raise UnsupportedModelError(f"{file}: has more than {most_bytes >> 20} MiB, as no such file of a model has")
+        refuse_stand_in(file, content=data)
         return data.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UnsupportedModelError(f"{file}: cannot be read: {_reason(error)}") from error

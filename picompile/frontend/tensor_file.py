@@ -11,6 +11,7 @@ from torch import Tensor
 
 from picompile.errors import PicompileError, UnsupportedModelError
 from picompile.frontend.config import one_line
+from picompile.frontend.stand_ins import refuse_stand_in
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ def explaining(file: Path, what: str, kind: type[PicompileError] = UnsupportedMo
     try:
         yield
     except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+        refuse_stand_in(file, kind)
         raise kind(f"{file}: {what}: {one_line(error)}") from error
 
 

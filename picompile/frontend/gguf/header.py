@@ -25,6 +25,7 @@ from picompile.frontend.gguf.tensor_types import (
     UINT32,
     unread_type,
 )
+from picompile.frontend.stand_ins import refuse_stand_in
 
 VERSIONS = (2, 3)
 
@@ -98,6 +99,7 @@ def at_file(file: Path, read: Callable[[Cursor], _Result]) -> _Result:
             with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 return read(Cursor(data))
     except HeaderError as error:
+        refuse_stand_in(file, UsageError)
         raise UsageError(f"{file}: {error}") from error
     except (OSError, ValueError) as error:
         raise UsageError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}") from error

@@ -13,6 +13,7 @@ from typing import Any
 from picompile.errors import UnsupportedModelError
 from picompile.frontend.end_tokens import with_end_tokens
 from picompile.frontend.json_file import read_json_object, read_text, token_ids
+from picompile.frontend.stand_ins import refuse_stand_in
 from picompile.frontend.tokenizer import library
 from picompile.frontend.tokenizer.complete import Source
 from picompile.frontend.tokenizer.probes import probe_texts
@@ -68,6 +69,7 @@ def _check_files(folder: Path) -> None:
         path = folder / name
         if (path.exists() or path.is_symlink()) and not path.is_file():
             raise UnsupportedModelError(f"{path}: is no file, or a link to nowhere; the model would have no {name}")
+        refuse_stand_in(path)
 
 
 def _read_description(file: Path) -> dict[str, Any]:
