@@ -23,7 +23,10 @@ from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 
-ATTACKS = ("artifacts", "api", "checkpoints", "configs", "caches", "disks", "gguf_models", "replacements", "writers")
+ATTACKS = (
+    *("artifacts", "api", "checkpoints", "configs", "caches", "disks", "gguf_models", "replacements"),
+    *("tokenizer_files", "writers"),
+)
 
 
 @dataclass(frozen=True)

@@ -40,5 +40,5 @@ class TokenizerFiles:
         described = {"tokenizer_config.json": self.tokenizer_config, "generation_config.json": self.generation_config}
         for name, content in described.items():
             if content:
-                text = json.dumps(content, ensure_ascii=False, indent=2) + "\n"
-                (folder / name).write_text(text, encoding="utf-8")
+                # With escapes: half of a surrogate pair, which JSON may have, cannot be written otherwise.
+                (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="ascii")

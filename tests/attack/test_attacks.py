@@ -88,6 +88,7 @@ def test_two_writers_and_a_reader(
         ("caches.py", ["--number", "12"]),
         ("checkpoints.py", ["--number", "10"]),
         ("gguf_models.py", ["--number", "66"]),
+        ("tokenizer_files.py", ["--number", "300"]),
         ("api.py", ["--number", "80"]),
     ],
 )

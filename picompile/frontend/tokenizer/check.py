@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from picompile.errors import UnsupportedModelError
-from picompile.frontend.tokenizer.library import shown_ids, shown_text
+from picompile.frontend.tokenizer.library import guarded, printable, shown_ids, shown_text
 from picompile.frontend.tokenizer.probes import PROBE_CHATS, ProbeChat, probe_texts
 from picompile_runtime.errors import RequestError
 from picompile_runtime.sampling.tokenizer import Tokenizer
@@ -23,17 +23,22 @@ def check_ids(tokenizer: Tokenizer, source: Any, what: str) -> Iterator[str]:
 
     Raises:
         UnsupportedModelError: a text has other ids, or ids have another text.
+        CannotBuildError, RequestError: one of the two fails.
     """
-    texts = probe_texts(source)
+    with guarded():
+        texts = probe_texts(source)
     for around in (False, True):
-        for text, encoding in zip(texts, source.encode_batch(texts, add_special_tokens=around), strict=True):
+        with guarded():
+            expected = [encoding.ids for encoding in source.encode_batch(texts, add_special_tokens=around)]
+            written = source.decode_batch(expected, skip_special_tokens=True)
+        for text, ids, again in zip(texts, expected, written, strict=True):
             found = tokenizer.encode(text, special_tokens=around)
-            if found != encoding.ids:
+            if found != ids:
                 raise UnsupportedModelError(
                     f"{what}: the artifact's tokenizer reads {shown_text(text)} as {shown_ids(found)}, "
-                    f"and the checkpoint's as {shown_ids(encoding.ids)}"
+                    f"and the checkpoint's as {shown_ids(ids)}"
                 )
-            if tokenizer.decode(found) != source.decode(encoding.ids, skip_special_tokens=True):
+            if tokenizer.decode(found) != again:
                 raise UnsupportedModelError(f"{what}: the artifact's tokenizer writes {shown_ids(found)} otherwise")
     for text, number in tokenizer.added_tokens.items():
         found = tokenizer.encode(text, special_tokens=False)
@@ -62,7 +67,7 @@ def check_templates(tokenizer: Tokenizer, special: Mapping[str, str], what: str)
     for chat in PROBE_CHATS:
         ours, theirs = _ours(tokenizer, chat), None
         if _is_over_limit(ours):
-            yield f"{what}: the chat template cannot be used: {ours}"
+            yield f"{what}: the chat template cannot be used: {printable(str(ours))}"
             return
         for _ in range(2):  # a second time where the clock may have moved on between the two
             theirs = _theirs(tokenizer, chat, special)
@@ -73,7 +78,7 @@ def check_templates(tokenizer: Tokenizer, special: Mapping[str, str], what: str)
             raise UnsupportedModelError(f"{what}: the chat template is rendered otherwise than by transformers, {chat}")
         failures += [ours] if isinstance(ours, RequestError) else []
     if len(failures) == len(PROBE_CHATS):
-        yield f"{what}: the chat template fails on every chat: {failures[0]}"
+        yield f"{what}: the chat template fails on every chat: {printable(str(failures[0]))}"
 
 
 def _ours(tokenizer: Tokenizer, chat: ProbeChat) -> str | RequestError:

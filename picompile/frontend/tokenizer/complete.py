@@ -9,9 +9,10 @@ from picompile.errors import UnsupportedModelError
 from picompile.frontend.end_tokens import with_end_tokens
 from picompile.frontend.tokenizer.check import check_ids, check_templates
 from picompile.frontend.tokenizer.fit import fitted
+from picompile.frontend.tokenizer.library import CannotBuildError, printable
 from picompile.frontend.tokenizer.turn_end import turn_end_tokens
 from picompile.frontend.tokenizer_files import TokenizerFiles
-from picompile_runtime.errors import ArtifactError
+from picompile_runtime.errors import ArtifactError, RequestError
 from picompile_runtime.sampling.tokenizer import Tokenizer
 
 
@@ -42,10 +43,19 @@ def completed(files: TokenizerFiles, model: Path, vocabulary: int, source: Sourc
     """
     if files.tokenizer_json is None:
         return files
+    try:
+        return _completed(files, model, vocabulary, source)
+    except (RequestError, CannotBuildError) as error:
+        raise UnsupportedModelError(f"{model}: its tokenizer fails: {printable(str(error))}") from error
+
+
+def _completed(files: TokenizerFiles, model: Path, vocabulary: int, source: Source) -> TokenizerFiles:
     tokenizer = _opened(files, model)
     fit = fitted(files, tokenizer.vocabulary(), model, vocabulary)
     if fit is not files:
-        files, tokenizer, source = fit, _opened(fit, model), replace(source, tokenizer=None)
+        files, tokenizer, source = fit, _opened(fit, model), Source()
+    if any(number >= vocabulary for number in tokenizer.encode("a")):
+        raise UnsupportedModelError(f"{model}: the tokenizer puts a token around texts that the model has no row for")
     notes = list(files.notes)
     if source.tokenizer is not None:
         notes += check_ids(tokenizer, source.tokenizer, str(model))
@@ -66,4 +76,4 @@ def _opened(files: TokenizerFiles, model: Path) -> Tokenizer:
     try:
         return Tokenizer(files.tokenizer_json or "", files.tokenizer_config)
     except ArtifactError as error:
-        raise UnsupportedModelError(f"{model}: its tokenizer cannot be read: {error}") from error
+        raise UnsupportedModelError(f"{model}: its tokenizer cannot be read: {printable(str(error))}") from error

@@ -4,10 +4,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from picompile.errors import UnsupportedModelError
-from picompile.frontend.tokenizer.library import parsed
+from picompile.frontend.tokenizer.library import shown_text
 from picompile.frontend.tokenizer_files import TokenizerFiles
 
 
@@ -30,20 +29,16 @@ def fitted(files: TokenizerFiles, ids: Mapping[str, int], model: Path, vocabular
     names = {token["content"] for token in beyond}
     others = max((number for name, number in ids.items() if name not in names), default=-1)
     content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < vocabulary]
-    if others >= vocabulary or not beyond or _around(content, vocabulary):
+    if others >= vocabulary or not beyond:
         raise UnsupportedModelError(
             f"{model}: the tokenizer has token ids up to {highest}, the model only {vocabulary} tokens: "
             "it belongs to another model"
         )
-    config = {name: value for name, value in files.tokenizer_config.items() if value not in names}
+    named = files.tokenizer_config.items()
+    config = {name: value for name, value in named if not (isinstance(value, str) and value in names)}
     first = min(beyond, key=lambda token: int(token["id"]))
     more = f" and {len(beyond) - 1} others" if len(beyond) > 1 else ""
-    note = f"{model}: the model has no row for the added token {first['content']!r} ({first['id']}){more}: it is text"
+    shown = f"{shown_text(first['content'])} ({first['id']}){more}"
+    note = f"{model}: the model has no row for the added token {shown}: it is text"
     text = json.dumps(content, ensure_ascii=False)
     return replace(files, tokenizer_json=text, tokenizer_config=config, notes=(*files.notes, note))
-
-
-def _around(content: Any, vocabulary: int) -> bool:
-    """Return whether a tokenizer puts tokens around a text that the model has no row for."""
-    ids = parsed(json.dumps(content), "tokenizer.json").encode("", add_special_tokens=True).ids
-    return any(number >= vocabulary for number in ids)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from picompile.errors import UnsupportedModelError
 from picompile.frontend.config import one_line, quiet_transformers
 
 # Fields of tokenizer_config.json that say which tokens there are, and not how a text is cut into them.
@@ -18,7 +17,7 @@ _TOKENS_SUFFIXES = ("_token", "_special_tokens")
 
 
 class CannotBuildError(Exception):
-    """A tokenizer that transformers does not build; the message is one line."""
+    """A tokenizer that transformers does not build, or that fails on a text; the message is one line."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ def chosen_class(folder: Path) -> Any:
     """
     from transformers import AutoTokenizer
 
-    with _building():
+    with guarded():
         return AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False, mistral_format=False
         )
@@ -53,7 +52,7 @@ def of_file(folder: Path) -> Any:
     """
     from transformers import PreTrainedTokenizerFast
 
-    with _building():
+    with guarded():
         return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
 
 
@@ -75,23 +74,6 @@ def chosen_class_without_options(folder: Path, config: dict[str, Any]) -> Any:
         kept = {key: value for key, value in kept.items() if type(value) is not bool}
         file.write_text(json.dumps(kept), encoding="utf-8")
         return chosen_class(plain)
-
-
-def parsed(text: str, what: str) -> Any:
-    """Return the tokenizer of the tokenizers package in the text of a tokenizer.json, which cuts and fills up nothing.
-
-    Raises `UnsupportedModelError`, which names `what` it is, for any other text.
-    """
-    from tokenizers import Tokenizer
-
-    try:
-        with _building():
-            found = Tokenizer.from_str(text)
-    except CannotBuildError as error:
-        raise UnsupportedModelError(f"{what} is no tokenizer: {error}") from error
-    found.no_truncation()
-    found.no_padding()
-    return found
 
 
 def add_special(backend: Any, texts: Iterable[str]) -> None:
@@ -118,23 +100,20 @@ def plain_backend(tokenizer: Any) -> Any:
 def first_difference(first: Any, second: Any, texts: Sequence[str]) -> Difference | None:
     """Return the first text that two tokenizers of the tokenizers package cut otherwise; None if there is none.
 
-    They are compared with the tokens that each puts around a text, and without.
+    They are compared with the tokens that each puts around a text, and without. Raises `CannotBuildError` where one of
+    them fails on a text.
     """
     for around in (False, True):
-        pairs = zip(
-            texts,
-            first.encode_batch(texts, add_special_tokens=around),
-            second.encode_batch(texts, add_special_tokens=around),
-            strict=True,
-        )
-        for text, ours, theirs in pairs:
+        with guarded():
+            both = [each.encode_batch(texts, add_special_tokens=around) for each in (first, second)]
+        for text, ours, theirs in zip(texts, *both, strict=True):
             if ours.ids != theirs.ids:
                 return Difference(text, ours.ids, theirs.ids)
     return None
 
 
 @contextmanager
-def _building() -> Iterator[None]:
+def guarded() -> Iterator[None]:
     """Raise whatever transformers and tokenizers raise, panics among them, as `CannotBuildError`."""
     try:
         with quiet_transformers(), quiet_panics():
@@ -142,7 +121,8 @@ def _building() -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
-        raise CannotBuildError(one_line(Exception(str(error) or type(error).__name__))) from error
+        known = error if isinstance(error, Exception) and str(error) else Exception(str(error) or type(error).__name__)
+        raise CannotBuildError(printable(one_line(known))) from error
 
 
 @contextmanager
@@ -157,6 +137,11 @@ def quiet_panics() -> Iterator[None]:
         os.dup2(kept, 2)
         os.close(kept)
         os.close(nowhere)
+
+
+def printable(text: str) -> str:
+    """Return a text with escapes for what cannot be printed."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
 def shown_text(text: str) -> str:

@@ -6,7 +6,7 @@ from random import Random
 from typing import Any
 
 # Digits, spaces, line breaks, scripts, code, contractions: what splits and normalizers treat in ways of their own.
-_FIXED = (
+FIXED_TEXTS = (
     "Hello world",
     " leading space",
     "  two  spaces   three    four",
@@ -43,7 +43,7 @@ def probe_texts(tokenizer: Any) -> list[str]:
     draw = Random(_SEED)
     ids = sorted(tokenizer.get_vocab(with_added_tokens=False).values())
     special = [token.content for _, token in sorted(tokenizer.get_added_tokens_decoder().items())]
-    return [*_FIXED, *_from_vocabulary(tokenizer, ids, draw), *_with_special(special, draw)]
+    return [*FIXED_TEXTS, *_from_vocabulary(tokenizer, ids, draw), *_with_special(special, draw)]
 
 
 def _from_vocabulary(tokenizer: Any, ids: Sequence[int], draw: Random) -> list[str]:

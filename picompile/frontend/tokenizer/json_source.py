@@ -1,0 +1,94 @@
+"""The tokenizer of a folder with a tokenizer.json: the file, what other files add to it, and what a class changes.
+
+Where transformers' class reads the file otherwise, the file stands: it is what the model's authors published, and what
+transformers 4, vLLM and llama.cpp's converter read. Such cases are huggingface/transformers#45488 and #45920. Options
+of tokenizer_config.json that the class applies over the file, such as `add_prefix_space`, are taken.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from picompile.errors import UnsupportedModelError
+from picompile.frontend.json_file import read_text
+from picompile.frontend.tokenizer import library
+from picompile.frontend.tokenizer.built import Built, known_special
+from picompile.frontend.tokenizer.probes import probe_texts
+from picompile.frontend.tokenizer.trial import try_file
+
+FILE = "tokenizer.json"
+# The largest that is known, Gemma's, has 33 MB.
+MOST_TOKENIZER_BYTES = 256 << 20
+
+
+def build_of_json(folder: Path, config: Mapping[str, Any]) -> Built:
+    """Return the tokenizer of a folder's tokenizer.json.
+
+    Args:
+        folder: the checkpoint's.
+        config: the contents of its tokenizer_config.json.
+
+    Raises `UnsupportedModelError` where the files are no tokenizer.
+    """
+    text = read_text(folder / FILE, MOST_TOKENIZER_BYTES)
+    try_file(folder / FILE)
+    try:
+        backend, special, notes = _read(folder, config)
+        content = json.loads(text)
+        if content.get("post_processor") is None:
+            backend.post_processor = None  # transformers gives it one that adds nothing
+    except library.CannotBuildError as error:
+        raise UnsupportedModelError(f"{folder}: no tokenizer can be made of its files: {error}") from error
+    listed = tuple((token["content"], token["id"]) for token in content.get("added_tokens") or ())
+    return Built(backend, _text(backend, content, text), special, notes, listed)
+
+
+def _read(folder: Path, config: Mapping[str, Any]) -> tuple[Any, dict[str, str], tuple[str, ...]]:
+    tokenizer = library.of_file(folder)
+    backend, special = library.plain_backend(tokenizer), dict(tokenizer.special_tokens_map)
+    try:
+        chosen = library.chosen_class(folder)
+    except library.CannotBuildError as error:
+        note = f"{folder}: {FILE} is read as it is, since transformers' class for it fails: {error}"
+        return backend, special, (note,)
+    if not library.has_backend(chosen):
+        return backend, special, ()
+    special = known_special(chosen.special_tokens_map, backend)
+    library.add_special(backend, special.values())
+    backend, notes = _settled(folder, config, backend, chosen)
+    return backend, special, notes
+
+
+def _settled(folder: Path, config: Mapping[str, Any], backend: Any, chosen: Any) -> tuple[Any, tuple[str, ...]]:
+    """Return the tokenizer that holds where transformers' class may read tokenizer.json otherwise, and a line of it.
+
+    Args:
+        folder: the checkpoint's.
+        config: the contents of its tokenizer_config.json.
+        backend: the tokenizer of tokenizer.json.
+        chosen: that of transformers' class.
+    """
+    with library.guarded():
+        texts = probe_texts(backend)
+    theirs = library.plain_backend(chosen)
+    difference = library.first_difference(theirs, backend, texts)
+    if difference is None:
+        return backend, ()
+    try:
+        unmodified = library.plain_backend(library.chosen_class_without_options(folder, dict(config)))
+        if library.first_difference(unmodified, backend, texts) is None:
+            return theirs, ()
+    except library.CannotBuildError:
+        pass
+    name = type(chosen).__name__
+    note = f"{folder}: transformers' {name} reads {FILE} otherwise: {difference}; {FILE} stands"
+    return backend, (note,)
+
+
+def _text(backend: Any, content: Mapping[str, Any], text: str) -> str:
+    """Return the text of a tokenizer: that of the file where nothing was changed."""
+    written = str(backend.to_str())
+    now = json.loads(written)
+    parts = ("added_tokens", "normalizer", "pre_tokenizer", "post_processor", "decoder")
+    return text if all(now.get(part) == content.get(part) for part in parts) else written
