@@ -17,6 +17,7 @@ from picompile.frontend.end_tokens import with_end_tokens
 from picompile.frontend.gguf.cursor import shown
 from picompile.frontend.gguf.header import GgufHeader
 from picompile.frontend.gguf.metadata import is_array_of, read_array, read_text
+from picompile.frontend.gguf.sampling import with_sampling
 from picompile.frontend.tokenizer_files import TokenizerFiles
 
 _PREFIX = "tokenizer.ggml."
@@ -41,7 +42,7 @@ def read_gguf_tokenizer(header: GgufHeader) -> TokenizerFiles:
     `UnsupportedModelError`, in one line, for lists that contradict each other or cannot be read.
     """
     try:
-        return _read(header)
+        return with_sampling(_read(header), header)
     except UsageError as error:
         raise UnsupportedModelError(str(error)) from error
 

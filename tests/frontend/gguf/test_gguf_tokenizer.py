@@ -59,6 +59,21 @@ def test_descriptions(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "tokenizer_config.json").read_text()) == found.tokenizer_config
 
 
+def test_sampling_parameters_are_those_of_the_file(tmp_path: Path) -> None:
+    more = {"temp": 0.7, "top_k": 20, "top_p": 1.5, "penalty_repeat": 1.05, "xtc_probability": 0.0, "sequence": "edsk"}
+    metadata = byte_level_metadata() | {f"general.sampling.{key}": value for key, value in more.items()}
+    found = read(tmp_path, **metadata)
+    expected = {"temperature": 0.7, "top_k": 20, "top_p": 1.0, "repetition_penalty": 1.05, "eos_token_id": [259, 260]}
+    assert found.generation_config == expected and found.notes == ()
+    found = read(tmp_path, **byte_level_metadata(), **{"general.sampling.temp": -1.0, "general.sampling.mirostat": 2})
+    assert found.generation_config["temperature"] == 0
+    assert found.notes == (
+        "general.sampling.mirostat would change which tokens come, and picompile does not read them",
+    )
+    with pytest.raises(UnsupportedModelError, match=r"general\.sampling\.\*: min_p must be from 0 to 1, not 2"):
+        read(tmp_path, **byte_level_metadata(), **{"general.sampling.min_p": 2.0})
+
+
 def test_files_without_a_tokenizer(tmp_path: Path) -> None:
     found = read(tmp_path)
     assert found.tokenizer_json is None and "holds no tokenizer" in str(found.reason)
