@@ -18,6 +18,7 @@ from picompile.frontend.config import one_line, quiet_transformers, resolve
 from picompile.frontend.export import export_decoder
 from picompile.frontend.facts import config_facts
 from picompile.frontend.families import GROWING_ROPE_TYPES, Family
+from picompile.frontend.text_model import keep_text, own_config
 from picompile_passes.graph.nodes import calls
 from picompile_passes.graph.operands import ATTENTION
 from picompile_passes.passes.canonicalize.masks import MASK_TOKENS
@@ -96,7 +97,9 @@ def build_model(family: Family, config: Any, activation: str | None, attention: 
         try:
             with quiet_transformers(), WithoutWeights():
                 model: nn.Module = model_class._from_config(
-                    copy.deepcopy(config), attn_implementation=implementation, dtype=torch.float32
+                    copy.deepcopy(own_config(model_class, config)),
+                    attn_implementation=implementation,
+                    dtype=torch.float32,
                 )
             break
         except UnsupportedModelError:
@@ -111,6 +114,7 @@ def build_model(family: Family, config: Any, activation: str | None, attention: 
             for name in _ACTIVATION_MODULES:
                 if hasattr(module, name):
                     setattr(module, name, FatReLU(threshold))
+    keep_text(model)
     _check_numbers(model)
     return model.eval()
 

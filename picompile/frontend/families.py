@@ -7,6 +7,7 @@ reads the numbers of a config without starting transformers.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, TypeGuard, cast
 
 from picompile.errors import UnsupportedModelError
@@ -144,9 +145,19 @@ def _of_transformers(architecture: str | None, model_type: str | None) -> Family
     A config without a type is of the first type that has the class.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    )
 
-    for known_type, known in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+    # The last ones have a decoder that text alone may ask.
+    mappings = (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    )
+    for known_type, known in chain.from_iterable(mapping.items() for mapping in mappings):
         classes = known if isinstance(known, tuple) else (known,)
         is_type = model_type == known_type if model_type is not None else architecture in classes
         if is_type and (architecture is None or architecture in classes):

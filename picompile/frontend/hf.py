@@ -35,7 +35,7 @@ from picompile.frontend.facts import (
     positions_of,
     with_graph,
 )
-from picompile.frontend.families import Family, activation_text, find_family
+from picompile.frontend.families import Family, activation_text, find_family, text_config
 from picompile.frontend.gguf.parts import model_name
 from picompile.frontend.gguf.weights import GgufWeights
 from picompile.frontend.json_file import token_ids
@@ -45,6 +45,7 @@ from picompile.frontend.proof import prove
 from picompile.frontend.renaming import IgnoredTensors, rename
 from picompile.frontend.stored.matrices import StoredMatrices, find_method, quantized_part
 from picompile.frontend.tensor_file import TensorHeader
+from picompile.frontend.text_model import left_out_of
 from picompile_passes.errors import PassesError
 
 # The number of a layer in a tensor's name: model.layers.1.mlp.up_proj.weight, transformer.h.1.ln_attn.bias.
@@ -204,9 +205,9 @@ def _open_folder(folder: Path, raw: Mapping[str, Any]) -> Checkpoint:
     headers = rename(folder, headers, model)
     prefix = f"{model.base_model_prefix}."
     if not ties_hold(_expected(model), headers, prefix):
-        config.tie_word_embeddings = False
+        config.tie_word_embeddings = text_config(config).tie_word_embeddings = False
         model = build_model(family, config, activation)
-    expected, left_out = _expected(model), LeftOut(folder, headers, config)
+    expected, left_out = _expected(model), LeftOut(folder, headers, config, left_out_of(model))
     has = [name for name, tensor in expected.items() if is_stored(name, tensor, headers, prefix)]
     zeros = lacking_biases(model, expected, has)
     names = match_names(
@@ -271,7 +272,7 @@ def _check_layers(folder: Path, headers: Mapping[str, TensorHeader], config: Any
 def _check_layer_counts(folder: Path, headers: Mapping[str, TensorHeader], config: Any) -> None:
     """Refuse more layers than tensors. Names of layers are known with the model, and an encoder has others."""
     for name in _LAYER_FIELDS:
-        layers = getattr(config, name, None)
+        layers = getattr(config, name, getattr(text_config(config), name, None))
         if type(layers) is int and layers > max(1, len(headers)):
             raise UnsupportedModelError(
                 f"{folder}: config.json asks for {layers} layers ({name}), but there are {len(headers)} tensors"
@@ -295,7 +296,11 @@ def _facts(
     folder: Path, family: Family, config: Any, activation: str | None, model: nn.Module, dtype: str
 ) -> ModelFacts:
     found, file = config_facts(config), gguf_file(folder)
-    bos = token_ids(vars(config), "bos_token_id", "config.json")
+    # A config of several models may have them in its text's.
+    bos, eos = (
+        token_ids(vars(config), name, "config.json") or token_ids(vars(text_config(config)), name, "config.json")
+        for name in ("bos_token_id", "eos_token_id")
+    )
     numbers = {name: value for name, value in vars(found).items() if name != "positions"}
     return ModelFacts(
         name=folder.resolve().name if file is None else model_name(file.resolve()),
@@ -306,5 +311,5 @@ def _facts(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         checkpoint_dtype=dtype,
         bos_token_id=bos[0] if bos else None,
-        eos_token_ids=token_ids(vars(config), "eos_token_id", "config.json"),
+        eos_token_ids=eos,
     )

@@ -29,6 +29,7 @@ _PARTS: Mapping[str, re.Pattern[str]] = {
     # compressed-tensors, ModelOpt and Quark write them for vLLM.
     "scales of a quantized KV cache": re.compile(r"\.([kvq]|kv|prob_output)_scale$"),
 }
+_MODULES = "what reads images or sound"
 _OTHER = "tensors that transformers leaves out of this class"
 _ADAPTER = re.compile(r"\.(lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector|ia3_l)\b")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
@@ -39,9 +40,13 @@ _FURTHER = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers
 class LeftOut:
     """The tensors of a checkpoint that are left out, by the part that they are of."""
 
-    def __init__(self, folder: Path, names: Iterable[str], config: Any) -> None:
-        """`names` are the checkpoint's tensors, as the model calls them. Raises `UnsupportedModelError` for LoRA."""
+    def __init__(self, folder: Path, names: Iterable[str], config: Any, modules: Sequence[str] = ()) -> None:
+        """`names` are the checkpoint's tensors, as the model calls them, `modules` those that text does not need.
+
+        Raises `UnsupportedModelError` for LoRA.
+        """
         self._folder = folder
+        self._modules = tuple(f"{variant}." for name in modules for variant in (name, name.removeprefix("model.")))
         self._found: dict[str, list[str]] = {}
         text = text_config(config)
         self._layers = getattr(text, "num_hidden_layers", None)
@@ -61,6 +66,8 @@ class LeftOut:
     def take(self, name: str, *, ignored: bool = False) -> bool:
         """Return whether the tensor `name` is left out, and remember it. `ignored` tells that transformers does."""
         part = next((part for part, pattern in _PARTS.items() if pattern.search(name)), None)
+        if name.startswith(self._modules):
+            part = _MODULES
         if part is None and self._is_further_layer(name):
             part = "heads or layers that guess further tokens"
         if part is None and ignored:

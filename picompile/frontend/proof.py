@@ -39,6 +39,8 @@ _SMALL = {
     **dict.fromkeys(WINDOWS, 7),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "decoder_ffn_dim"), 96),
     "vocab_size": 256,
+    # Tokens that stand for an image or a sound, which no text has: they are beyond the tokens that are drawn.
+    **dict.fromkeys(("image_token_id", "image_token_index", "video_token_id", "audio_token_id"), 255),
     # Tokens that a smaller vocabulary need not have.
     **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"), 1),
 }

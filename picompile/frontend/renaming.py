@@ -37,7 +37,8 @@ def rename(folder: Path, headers: Mapping[str, TensorHeader], model: nn.Module) 
         target = name
         if name not in expected:
             target, pattern = rename_source_key(name, renamings, converters)
-            if pattern is not None and target != name:
+            # Others are of a part that is left out.
+            if pattern is not None and target != name and target in expected:
                 if ".experts." in name:
                     raise UnsupportedModelError(f"{folder}: mixtures of experts are not supported ({name})")
                 raise UnsupportedModelError(

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 # What fields of configs mean, by their names in any of the classes.
-_SIZES: Mapping[str, Any] = {
+SIZES: Mapping[str, Any] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "embed_dim", "emb_dim", "dim_model", "d_embed"), 64),
     **dict.fromkeys(("embedding_size", "word_embed_proj_dim"), 64),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "n_inner", "d_inner"), 96),
@@ -31,6 +31,7 @@ _SIZES: Mapping[str, Any] = {
     "num_experts_per_tok": 2,
     "q_lora_rank": 24,
     "first_k_dense_replace": 1,
+    "mlp_only_layers": [0],
     "v_head_dim": 12,
     "is_decoder": True,
     "expand": 2,
@@ -64,26 +65,31 @@ def causal_types() -> dict[str, str]:
     return {name: known if isinstance(known, str) else known[0] for name, known in NAMES.items()}
 
 
-def small_config(model_type: str, **more: Any) -> Any:
-    """Return a small config object of a model type. Raises whatever its class raises where none of ours fits it."""
+def config_class(model_type: str) -> Any:
+    """Return the config class of a model type."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    config_class = CONFIG_MAPPING[model_type]
-    known = {field.name for field in dataclasses.fields(config_class)}
-    values = {name: value for name, value in _SIZES.items() if name in known} | dict(_OF_TYPES.get(model_type, {}))
+    return CONFIG_MAPPING[model_type]
+
+
+def small_config(model_type: str, **more: Any) -> Any:
+    """Return a small config object of a model type. Raises whatever its class raises where none of ours fits it."""
+    own = config_class(model_type)
+    known = {field.name for field in dataclasses.fields(own)}
+    values = {name: value for name, value in SIZES.items() if name in known} | dict(_OF_TYPES.get(model_type, {}))
     if "kv_lora_rank" in known:
         # Latent attention has keys for each head.
         values["num_key_value_heads"] = 4
-    for name, inner in (getattr(config_class, "sub_configs", None) or {}).items():
+    for name, inner in (getattr(own, "sub_configs", None) or {}).items():
         if name in _INNER and dataclasses.is_dataclass(inner):
             fields = {field.name for field in dataclasses.fields(inner)}
-            values[name] = {key: value for key, value in _SIZES.items() if key in fields and value is not None}
+            values[name] = {key: value for key, value in SIZES.items() if key in fields and value is not None}
     failure: Exception | None = None
     for attempt in _ATTEMPTS:
         values |= {name: value for name, value in attempt.items() if name in known}
         try:
             given = {name: value for name, value in values.items() if value is not None or name == "pad_token_id"}
-            return config_class(**given | more)
+            return own(**given | more)
         except Exception as error:
             failure = error
     raise ValueError(f"no small config of {model_type}") from failure
@@ -98,10 +104,18 @@ def small_model(config: Any, seed: int = 0) -> nn.Module:
 
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     model_class = model_class[0] if isinstance(model_class, (tuple, list)) else model_class
+    # As `AutoModelForCausalLM.from_config` does it.
+    if model_class.config_class is (getattr(config, "sub_configs", None) or {}).get("text_config"):
+        config = config.get_text_config()
     torch.manual_seed(seed)
     model: nn.Module = model_class._from_config(
         copy.deepcopy(config), attn_implementation="eager", dtype=torch.float32
     ).eval()
+    return with_random_weights(model)
+
+
+def with_random_weights(model: nn.Module) -> nn.Module:
+    """Return `model` with random weights in place that are float16 numbers."""
     with torch.no_grad():
         for module in model.modules():
             for parameter in module.parameters(recurse=False):
