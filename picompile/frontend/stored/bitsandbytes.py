@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from picompile.errors import UnsupportedModelError
-from picompile.frontend.stored.blocks import ScaledBlocks, matrix_shape, numbers_of
+from picompile.frontend.stored.blocks import ScaledBlocks, look_up, matrix_shape, numbers_of, pair_table
 from picompile.frontend.stored.record import FLOAT_DTYPES, Found, Method, Settings, StoredFiles, StoredMatrix
 
 _STATE = "weight.quant_state.bitsandbytes__"
@@ -30,6 +30,8 @@ _PARTS_8 = ("weight", "SCB", "weight_format")
 # The JSON that bitsandbytes writes has some 200 bytes.
 _MOST_STATE_BYTES = 1 << 16
 _STEPS_8 = 127.0
+# Bytes of codes that are looked up at a time.
+_BYTES = 1 << 18
 
 
 def _open(settings: Settings) -> Callable[[StoredFiles], Found]:
@@ -131,17 +133,16 @@ class _Coded:
     def values(self) -> Tensor:
         """Return the weights, float32 [outputs, inputs]."""
         files, module, block = self.files, self.module, self.state.block
-        table, absmax = files.scales(module, "weight.quant_map"), self._absmax()
+        table = pair_table(files.scales(module, "weight.quant_map").view(-1), low_first=False)
+        absmax = self._absmax()
         stored = files.read(module, "weight").reshape(-1).view(torch.uint8)
         count = self.state.shape[0] * self.state.shape[1]
-        values = torch.empty(-(-count // block) * block)
-        step = block * 2 * max(1, (1 << 18) // block)
-        for start in range(0, count, step):
-            stop = min(count, start + step)
-            pairs = stored[start // 2 : -(-stop // 2)].to(torch.int64)
-            codes = torch.stack((pairs >> 4, pairs & 15), dim=1).view(-1)[: stop - start]
-            values[start:stop] = table[codes]
-        values.view(-1, block).mul_(absmax.view(-1, 1))
+        padded = -(-count // block) * block
+        values = torch.empty(padded + padded % 2)
+        for start in range(0, (count + 1) // 2, _BYTES):
+            part = stored[start : min((count + 1) // 2, start + _BYTES)]
+            values[2 * start : 2 * (start + len(part))] = look_up(part, table).view(-1)
+        values[:padded].view(-1, block).mul_(absmax.view(-1, 1))
         return values[:count].view(self.state.shape)
 
     def packed(self, format_name: str) -> Tensor | None:

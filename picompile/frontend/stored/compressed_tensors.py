@@ -19,8 +19,10 @@ from picompile.frontend.stored.blocks import (
     ScaledBlocks,
     fitting_block,
     grid_shape,
+    look_up,
     matrix_shape,
     numbers_of,
+    pair_table,
 )
 from picompile.frontend.stored.fp8 import left_out
 from picompile.frontend.stored.integers import IntegerMatrix
@@ -181,18 +183,19 @@ def _fp4_matrix(files: StoredFiles, module: str) -> StoredMatrix:
     block = fitting_block(files, module, shape, "weight_scale", [(1, _NVFP4 if is_nvfp4 else _MXFP4)])
 
     def numbers() -> ScaledBlocks:
-        stored, table = files.read(module, "weight_packed"), torch.tensor([*_E2M1, *(-value for value in _E2M1)])
-
-        def numbers_of_rows(start: int, stop: int) -> Tensor:
-            pairs = stored[start:stop].to(torch.int64)
-            return table[torch.stack((pairs & 15, pairs >> 4), dim=2)].view(stop - start, -1)
-
+        stored = files.read(module, "weight_packed")
+        table = pair_table(torch.tensor([*_E2M1, *(-value for value in _E2M1)]), low_first=True)
         scales = files.scales(module, "weight_scale")
         if is_nvfp4:
             scales = scales.to(torch.float32) / files.scales(module, "weight_global_scale").to(torch.float32)
         elif scales.dtype == torch.uint8:
             scales = scales.view(torch.float8_e8m0fnu)
-        return ScaledBlocks(numbers_of_rows, shape, scales.to(torch.float32).view(grid_shape(shape, block)), block)
+        return ScaledBlocks(
+            lambda start, stop: look_up(stored[start:stop], table),
+            shape,
+            scales.to(torch.float32).view(grid_shape(shape, block)),
+            block,
+        )
 
     return files.matrix(module, _PARTS_FP4, shape, numbers)
 

@@ -33,7 +33,7 @@ from picompile.frontend.stored.words import WHOLE, WORD_BITS, unpack, words_of
 _BITS = (2, 3, 4, 8)
 _FORMATS = ("gptq", "gptq_v2")
 # Codes of a matrix by which the reading of its zeros is checked, and the largest standard error of their mean.
-_SAMPLED = 1 << 20
+_SAMPLED = 1 << 18
 _MOST_ERROR = 0.05
 # Integers of more bits have steps that are small beside the weights, and a mean says nothing.
 _MOST_CHECKED_BITS = 4

@@ -1,7 +1,8 @@
 """FP8, compressed-tensors and bitsandbytes: every kind against its definition in float64, and what is refused."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -159,3 +160,34 @@ def test_codes_may_lie_in_other_elements(tmp_path: Path, dtype: torch.dtype) -> 
     weights = save_made(tmp_path, KINDS["nf4"].make, KINDS["nf4"].config, {"up": (64, 96)})
     change(tmp_path, _as("weight", lambda t: t.view(-1).view(dtype).view(-1, 1)))
     assert torch.equal(opened(tmp_path).load("up.weight").double(), weights["up.weight"])
+
+
+_ODD = (None, -1, 0, 16, 10**30, 1.5, True, "", "x", [], [1, 2], {}, {"a": 1})
+
+
+def _settings(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for key, value in config.items() if isinstance(config, dict) else ():
+        yield (*path, key)
+        yield from _settings(value, (*path, key))
+
+
+def _changed(config: Any, path: tuple[str, ...], value: Any) -> Any:
+    key, *rest = path
+    return {**config, key: _changed(config[key], tuple(rest), value) if rest else value}
+
+
+@pytest.mark.parametrize("name", ["fp8-blocks", "packed-4-zeros", "float-block", "nf4"])
+def test_odd_settings_are_refused_or_have_no_effect(tmp_path: Path, name: str) -> None:
+    kind = KINDS[name]
+    weight = save_made(tmp_path, kind.make, kind.config, {"up": (32, 64)})["up.weight"]
+    headers = read_headers(tmp_path)
+    for path in list(_settings(kind.config)):
+        for value in _ODD:
+            try:
+                method = find_method({"quantization_config": _changed(kind.config, path, value)})
+                assert method is not None
+                found = StoredMatrices(method, headers).load("up.weight")
+            except UnsupportedModelError as error:
+                assert "\n" not in str(error)
+            else:
+                assert torch.equal(found.double(), weight), (path, value)
