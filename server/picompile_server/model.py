@@ -6,6 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from picompile_runtime.artifact.program import Program
 from picompile_runtime.artifact.reader import open_artifact
 from picompile_runtime.devices.machine import check_threads
 from picompile_runtime.engine.engine import Engine
-from picompile_runtime.errors import RequestError
+from picompile_runtime.errors import PicompileRuntimeError, RequestError
 from picompile_runtime.sampling.model_defaults import artifact_defaults
 from picompile_runtime.sampling.sampler import SamplingParams
 from picompile_runtime.sampling.tokenizer import Tokenizer
@@ -80,16 +81,18 @@ class ServedModel:
 
         return ToolUse(self.tokenizer)
 
-    def notes(self) -> list[str]:
-        """Return lines for whoever starts the server. It may render chats, which takes a moment: not for the loop."""
-        if not self.tokenizer.has_chat_template:
-            return [f"{self.name} has no chat template: chats are written as a plain dialogue"]
-        if self.tool_use.style is None:
-            return [
-                f"{self.name}: the chat template describes tools, in a format of calls that picompile does not know: "
-                "calls come as the content of answers"
-            ]
-        return []
+    def tool_note(self) -> str | None:
+        """Return a line for whoever starts the server if calls of tools come as text; None if they do not.
+
+        It may render chats, which takes a moment: not for the loop.
+        """
+        with suppress(PicompileRuntimeError):  # a request that needs it says so
+            if self.tool_use.style is None:
+                return (
+                    f"{self.name}: the chat template describes tools, in a format of calls that picompile does not "
+                    "know: calls come as the content of answers"
+                )
+        return None
 
     @property
     def end_tokens(self) -> frozenset[int]:

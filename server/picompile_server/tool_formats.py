@@ -61,6 +61,7 @@ class ToolFormat:
         before: a token that may come before a call, which has no text.
         most_calls: how many calls an answer may have.
         has_short_ids: whether the template wants ids of nine letters and digits.
+        proof: what the template's text of a call with the arguments {"needle": 1} has, if the format is the model's.
     """
 
     name: str
@@ -77,6 +78,7 @@ class ToolFormat:
     # A model that cannot stop must not call for ever.
     most_calls: int = 32
     has_short_ids: bool = False
+    proof: str = '"needle": 1'
 
     def write(self, calls: Sequence[tuple[str, str]]) -> str:
         """Return the text of some calls, each of a function's name and its arguments as JSON."""
@@ -104,6 +106,13 @@ HERMES = ToolFormat(
     after_arguments="}\n</tool_call>",
     between="\n",
 )
+# EXAONE 4, which has no line breaks.
+HERMES_DENSE = ToolFormat(
+    name="hermes-dense",
+    trigger="<tool_call>",
+    before_name='<tool_call>{"name": "',
+    after_arguments="}</tool_call>",
+)
 # Llama 3.1 to 3.3, whose template refuses several calls in one message.
 LLAMA = ToolFormat(
     name="llama",
@@ -112,6 +121,7 @@ LLAMA = ToolFormat(
     is_whole=True,
     before="<|python_tag|>",
     most_calls=1,
+    proof='"parameters": {"needle": 1}',
 )
 # Mistral 7B v0.3, Nemo, Small 3.
 MISTRAL = ToolFormat(
@@ -267,7 +277,7 @@ NEMOTRON = ToolFormat(
 
 FORMATS = (
     *(HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, GRANITE, PHI, DEEPSEEK, DEEPSEEK_PLAIN),
-    *(QWEN_XML, SEED, GLM, GLM_DENSE, MINIMAX, LFM, OLMO, LLAMA_PYTHON, NEMOTRON),
+    *(HERMES_DENSE, QWEN_XML, SEED, GLM, GLM_DENSE, MINIMAX, LFM, OLMO, LLAMA_PYTHON, NEMOTRON),
 )
 
 # What a template has that writes calls so; the first that fits is the model's.
@@ -287,6 +297,7 @@ _SIGNS: tuple[tuple[Callable[[str], bool], ToolFormat | None], ...] = (
     (lambda text: "<｜tool▁calls▁begin｜>" in text, DEEPSEEK_PLAIN),
     (lambda text: "<|tool_call|>" in text and "<|/tool_call|>" in text, PHI),
     (lambda text: "<|tool_call|>" in text, GRANITE),
+    (lambda text: "<tool_call>{" in text and "```json" not in text, HERMES_DENSE),
     (lambda text: "<tool_call>" in text and "```json" not in text, HERMES),
     (lambda text: re.search(r'\{"name": .*"parameters": ', text, re.DOTALL) is not None, LLAMA),
 )

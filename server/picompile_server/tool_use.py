@@ -46,17 +46,26 @@ class ToolUse:
     @cached_property
     def style(self) -> ToolFormat | None:
         """How the model writes calls; None if its template has another format than those that are known."""
-        return self._found or (None if self.is_described else HERMES)
+        found = self._found
+        # A template may only look like one of a known format. Those that write no calls cannot show it.
+        if found and found.arguments is None and self._writes_calls and not self._shows(found.proof, self._sample):
+            found = None
+        return found or (None if self.is_described else HERMES)
 
     @cached_property
     def shown_tokens(self) -> Mapping[int, str]:
         """Special tokens that calls are made of, and their texts, which the parser needs.
 
-        Give them to the StreamDecoder of an answer that may call.
+        Give them to the StreamDecoder of an answer that may call. For a format that is not known, they are those that
+        the template writes with a call and not without one.
         """
-        texts = () if self.style is None else self.style.texts
+        if self.style is not None:
+            texts: tuple[str, ...] = self.style.texts
+            others = ""
+        else:
+            texts, others = (self._rendered(self._sample),), self._rendered(_UNCALLED)
         special = self._tokenizer.special_tokens.items()
-        return {number: name for name, number in special if any(name in text for text in texts)}
+        return {number: name for name, number in special if name not in others and any(name in text for text in texts)}
 
     @cached_property
     def is_described(self) -> bool:
@@ -160,6 +169,11 @@ class ToolUse:
             return given
         return hashlib.sha256(given.encode(errors="replace")).hexdigest()[:9]
 
+    @property
+    def _sample(self) -> list[Message]:
+        """A chat with a call, whose arguments are as the template takes them."""
+        return _called('{"needle": 1}' if self._takes_texts else {"needle": 1})
+
     @cached_property
     def _writes_calls(self) -> bool:
         """Whether the template writes the calls of earlier turns, rather than leaving them out."""
@@ -167,19 +181,24 @@ class ToolUse:
 
     @cached_property
     def _takes_texts(self) -> bool:
-        """Whether the template wants arguments as JSON: most write JSON themselves, of objects."""
+        """Whether the template wants arguments as JSON: most write JSON themselves, of objects. It is tried."""
         written = '"needle": 1'
         return not self._shows(written, _called({"needle": 1})) and self._shows(written, _called('{"needle": 1}'))
 
     def _shows(self, text: str, chat: Sequence[Message], tools: Sequence[Message] = ()) -> bool:
         """Return whether the template writes `text` somewhere in a chat."""
+        return text in self._rendered(chat, tools)
+
+    def _rendered(self, chat: Sequence[Message], tools: Sequence[Message] = ()) -> str:
+        """Return the text of a chat; none if the template rejects it."""
         try:
-            return text in self._tokenizer.render_chat(chat, False, tools=tools)
+            return self._tokenizer.render_chat(chat, False, tools=tools)
         except RequestError:
-            return False
+            return ""
 
 
 _QUESTION: Message = {"role": "user", "content": "u"}
+_UNCALLED: list[Message] = [_QUESTION, {"role": "assistant", "content": "a"}]
 _NEEDLE_TOOL: Message = {
     "type": "function",
     "function": {

@@ -48,6 +48,16 @@ HERMES = r"""{%- if tools %}
 {%- endif %}
 """
 
+# EXAONE 4.
+HERMES_DENSE = (
+    "{% if tools %}[|system|]{% for tool in tools %}<tool>{{ tool | tojson }}</tool>{% endfor %}A call: "
+    '<tool_call>{"name": function, "arguments": {}}</tool_call>[|endofturn|]\n{% endif %}'
+    "{% for m in messages %}[|{{ m.role }}|]{{ m.content }}{% for call in m.tool_calls %}"
+    '{{ \'<tool_call>{"name": "\' + call.function.name + \'", "arguments": \' + call.function.arguments | tojson }}'
+    "{{ '}</tool_call>' }}{{ '\n' if not loop.last }}{% endfor %}[|endofturn|]\n{% endfor %}"
+    "{% if add_generation_prompt %}[|assistant|]{% endif %}"
+)
+
 # Llama 3.1 and 3.2.
 LLAMA = r"""{{- bos_token }}
 {%- if not tools is defined %}{%- set tools = none %}{%- endif %}
@@ -333,6 +343,7 @@ ZEPHYR = (
 TEMPLATES = {
     "chatml": CHATML,
     "hermes": HERMES,
+    "hermes-dense": HERMES_DENSE,
     "llama": LLAMA,
     "mistral": MISTRAL,
     "mistral-args": MISTRAL_ARGS,

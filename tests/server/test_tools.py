@@ -161,7 +161,9 @@ def test_models_that_know_no_tools_are_told_of_them(name: str) -> None:
 def test_a_template_that_describes_tools_is_the_only_one_that_does() -> None:
     """However its calls are written: they are the content of the answer, and the template's own words are all."""
     tools = ToolUse(tool_model("unknown"))
-    assert OFFER is not None and tools.style is None and tools.is_described and not tools.shown_tokens
+    assert OFFER is not None and tools.style is None and tools.is_described
+    # Clients read calls from the content, where they need the tokens of which calls are made.
+    assert set(tools.shown_tokens.values()) == {"<call to=", "</call>"}
     text = prompt("unknown", [USER, called(), RESULT])
     assert text.startswith("<declare>[") and text.endswith("<tool>rain<assistant>") and "# Tools" not in text
     assert '<call to=weather>{"city": "Köln", "days": 2}</call>' in text and "<tool_call>" not in text
@@ -174,6 +176,14 @@ def test_a_template_that_only_names_its_tools_variable_describes_none() -> None:
     tokenizer = tool_model("")
     silent = Tokenizer(tokenizer._tokenizer.to_str(), {}, "{# tools #}" + TEMPLATES["chatml"])
     assert not ToolUse(silent).is_described and ToolUse(silent).style == HERMES
+
+
+def test_a_template_that_only_looks_like_one_of_a_known_format_is_not() -> None:
+    """Each has the sign of a format, and writes calls otherwise."""
+    for sign in ("<tool_call>", '{"name": "", "parameters": {}}', "[TOOL_CALLS]"):
+        text = "{# " + sign + " #}" + TEMPLATES["unknown"].replace("tojson }}</call>", "length }}needle</call>")
+        assert find_format(text) is not None
+        assert ToolUse(Tokenizer(tool_model("")._tokenizer.to_str(), {}, text)).style is None
 
 
 def test_calls_that_a_template_leaves_out_are_content() -> None:

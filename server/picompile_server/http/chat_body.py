@@ -68,6 +68,15 @@ _CALLS_TOOLS: JsonDict = {
 }
 
 
+# Fields of messages that would change the answer: the beginning of it, as Mistral, DeepSeek and Moonshot have it, and
+# what OpenAI had before tool_calls.
+_MESSAGE_REFUSALS = {
+    "prefix": "use /v1/completions to go on with a text",
+    "partial": "use /v1/completions to go on with a text",
+    "function_call": "use tool_calls",
+}
+
+
 class MessageBody(BodyPart):
     """One message of a chat."""
 
@@ -78,6 +87,18 @@ class MessageBody(BodyPart):
     name: str | None = None
     tool_calls: Annotated[list[ToolCallBody], Field(min_length=1, fail_fast=True)] | None = None
     tool_call_id: str | None = None
+    # The reasoning of an earlier answer, by the names that servers have for it.
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    thinking: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_beginning(cls, data: Any) -> Any:
+        for name, hint in _MESSAGE_REFUSALS.items():
+            if isinstance(data, dict) and data.get(name):
+                raise ValueError(f"{name} of a message is not supported; {hint}")
+        return data
 
     @model_validator(mode="after")
     def _has_content(self) -> MessageBody:
@@ -92,9 +113,9 @@ class MessageBody(BodyPart):
         # Templates are older than the role; OpenAI treats the two alike.
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": self.content or ""}
-        for key, value in (("name", self.name), ("tool_call_id", self.tool_call_id)):
-            if value is not None:
-                message[key] = value
+        for key in ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking"):
+            if getattr(self, key) is not None:
+                message[key] = getattr(self, key)
         if self.tool_calls:
             message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
         return message

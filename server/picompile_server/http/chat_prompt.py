@@ -18,7 +18,8 @@ async def encode_messages(
     tools = None if offer is None else offer.template_tools
     # All that the template is given may come into the prompt.
     more = [each for each in (tools, arguments, *(message.get("tool_calls") for message in messages)) if each]
-    letters = sum(len(message["content"]) for message in messages)
+    texts = (value for message in messages for value in message.values() if isinstance(value, str))
+    letters = sum(map(len, texts))
     check_letters(letters + sum(len(json.dumps(each, ensure_ascii=False)) for each in more), model)
     if not body.uses_tools:
         return await model.encode_chat(messages, add_generation_prompt, arguments=arguments)

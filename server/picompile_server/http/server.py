@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import FrameType
 
 import uvicorn
@@ -168,16 +168,19 @@ class _Loader:
                     name, folder, options.threads, options.replan, options=scheduling, kv_bytes=options.kv_bytes
                 )
                 try:
-                    loop.call_soon_threadsafe(self._add, model, model.notes())
+                    loop.call_soon_threadsafe(self._add, model)
                 except RuntimeError:  # the server has ended meanwhile
                     model.close(drain=False)
+                    continue
+                if (note := model.tool_note()) is not None:
+                    _say(note)
         except BaseException as error:
             self.error = error
             self._server.should_exit = True
 
-    def _add(self, model: ServedModel, notes: Sequence[str]) -> None:
+    def _add(self, model: ServedModel) -> None:
         self._models.add(model)
-        for note in notes:
-            _say(note)
+        if not model.tokenizer.has_chat_template:
+            _say(f"{model.name} has no chat template: chats are written as a plain dialogue")
         if self._models.state == "ok":
             _say(f"serving {', '.join(self._options.models)} at {self._url}")

@@ -21,6 +21,7 @@ SPECIAL = {
     ),
 }
 SPECIAL["lfm"] = ("<|tool_call_start|>", "<|tool_call_end|>", "<|tool_list_start|>", "<|tool_list_end|>")
+SPECIAL["unknown"] = ("<call to=", "</call>", "<assistant>")
 SPECIAL["glm-dense"] = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 SPECIAL["deepseek-plain"] = SPECIAL["deepseek"]
 

@@ -201,6 +201,31 @@ def test_a_call_in_a_stream(calling: TestClient) -> None:
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
+def test_calls_of_a_format_that_is_not_known_are_content() -> None:
+    """The template describes the tools, so nothing else does, and nothing restricts or parses the answer."""
+    model = templated("<call to=add>3</call>", "{% if tools %}{{ tools | tojson }}{% endif %}" + TEMPLATE)
+    client = client_of(model)
+    (choice,) = chat(client, tools=OFFERED)["choices"]
+    assert choice["message"]["content"] == "<call to=add>3</call>" and choice["finish_reason"] == "stop"
+    (request,) = model.scheduler.asked  # type: ignore[attr-defined]
+    assert request.request.grammar is None
+    prompt = str(model.tokenizer.decode(request.request.prompt))
+    assert prompt.startswith('[{"type": "function"') and "# Tools" not in prompt
+    refused = client.post(PATH, json={"messages": HELLO, "tools": OFFERED, "tool_choice": "required"})
+    assert refused.status_code == 400 and "none can be required" in refused.json()["error"]["message"]
+    note = model.tool_note()
+    assert note is not None and note.endswith("calls come as the content of answers")
+    assert templated().tool_note() is None
+
+
+def test_the_reasoning_of_earlier_turns_is_the_templates() -> None:
+    template = "{% for m in messages %}[{{ m.reasoning_content }}|{{ m.content }}]{% endfor %}"
+    client = client_of(templated(template=template))
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        said = {"role": "assistant", "content": "So.", name: "because"}
+        assert asked(client, [*HELLO, said, *HELLO]) == "[|Hi][because|So.][|Hi]"
+
+
 def test_without_an_offer_a_call_is_text(calling: TestClient) -> None:
     for fields in ({}, {"tools": OFFERED, "tool_choice": "none"}):
         (choice,) = chat(calling, **fields)["choices"]

@@ -57,6 +57,12 @@ WRONG: dict[tuple[str, str], list[Any]] = {
     (CHAT, "messages[0]"): [[123], [{"role": "user"}]],
     (CHAT, "messages[0].role"): [[{}], [{"role": "cook", "content": "x"}]],
     (CHAT, "messages[0].content"): [[{"role": "user", "content": 1}], [{"role": "user", "content": [IMAGE]}]],
+    (CHAT, "messages[1]"): [
+        [{"role": "user", "content": "x"}, {"role": "assistant", "content": "So", name: value}]
+        for name, value in (("prefix", True), ("partial", True), ("function_call", {"name": "f"}))
+    ],
+    (CHAT, "enable_thinking"): [True],
+    (CHAT, "thinking"): [{"type": "enabled"}],
     (CHAT, "messages[0].tool_calls[0]"): [[{"role": "assistant", "tool_calls": [0] * 1000}]],
     (CHAT, "logprobs"): [2],
     (CHAT, "modalities"): [["text", "audio"]],
