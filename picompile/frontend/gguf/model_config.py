@@ -22,6 +22,7 @@ from picompile.frontend.gguf.metadata import read_text
 from picompile.frontend.gguf.rope import rope_scaling
 from picompile.frontend.gguf.tensor_types import POWERINFER_MAGIC
 from picompile.frontend.gguf.transformers_tables import (
+    COMPILED,
     config_of_table,
     known_architectures,
     mapped_fields,
@@ -67,10 +68,11 @@ def model_config(header: GgufHeader) -> dict[str, Any]:
     if header.magic == POWERINFER_MAGIC:
         config = _powerinfer(values)
     elif record is not None:
+        _check_dense(values)
         config = _of_record(values, record)
     else:
         if architecture not in known_architectures():
-            raise _unknown(values, {*known_architectures(), *ARCHITECTURES})
+            raise _unknown(values, {*COMPILED, *ARCHITECTURES})
         config = config_of_table(values)
     for add in (_vocabulary, _layers, _heads, _biases, _ties):
         config |= add(values, config)
@@ -112,6 +114,14 @@ def _unknown(values: MetadataValues, known: Any) -> UnsupportedModelError:
         f"{values.header.file}: GGUF models of the architecture {shown(values.architecture)} are not supported; "
         f"supported are {', '.join(sorted(known))}"
     )
+
+
+def _check_dense(values: MetadataValues) -> None:
+    if experts := values.count("expert_count"):
+        raise UnsupportedModelError(
+            f"{values.header.file}: mixtures of experts are not supported ({shown(values.key('expert_count'))} is "
+            f"{experts})"
+        )
 
 
 def _of_record(values: MetadataValues, record: Architecture) -> dict[str, Any]:

@@ -19,6 +19,8 @@ from picompile.frontend.gguf.values import MetadataValues, embedding_rows, short
 # Transformers' names of architectures that llama.cpp names otherwise.
 _RENAMED = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss", "minimax-m2": "minimax_m2"}
 _TEXT_TYPES = {"gemma4": "gemma4_text"}
+# Those whose models compile.
+COMPILED = ("bloom", "falcon", "gpt2", "lfm2")
 # Fields of a config.json that are whole numbers wherever the table names them; others are not.
 _FLOAT_KEYS = re.compile(r"epsilon$|freq_base$")
 
