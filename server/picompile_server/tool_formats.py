@@ -106,6 +106,8 @@ HERMES = ToolFormat(
     after_arguments="}\n</tool_call>",
     between="\n",
 )
+# How calls of earlier turns are written if the template leaves them out, and the model's own format is not known.
+PLAIN = ToolFormat(name="plain", trigger='{"name"', between="\n")
 # EXAONE 4, which has no line breaks.
 HERMES_DENSE = ToolFormat(
     name="hermes-dense",

@@ -13,7 +13,7 @@ from picompile_runtime.errors import RequestError
 from picompile_runtime.sampling.tokenizer import Tokenizer
 from picompile_server.grammar import GrammarCompiler
 from picompile_server.request import Grammar
-from picompile_server.tool_formats import HERMES, ToolFormat, find_format
+from picompile_server.tool_formats import HERMES, PLAIN, ToolFormat, find_format
 from picompile_server.tool_grammar import tool_grammar
 from picompile_server.tool_parser import ToolCallParser
 from picompile_server.tools import ToolOffer
@@ -154,7 +154,7 @@ class ToolUse:
             if self._writes_calls:
                 changed["tool_calls"] = [self._call(call) for call in message["tool_calls"]]
             else:
-                changed["content"] += _written(self.style or HERMES, changed.pop("tool_calls"))
+                changed["content"] += _written(self.style or PLAIN, changed.pop("tool_calls"))
         return changed
 
     def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
@@ -182,8 +182,11 @@ class ToolUse:
     @cached_property
     def _takes_texts(self) -> bool:
         """Whether the template wants arguments as JSON: most write JSON themselves, of objects. It is tried."""
-        written = '"needle": 1'
-        return not self._shows(written, _called({"needle": 1})) and self._shows(written, _called('{"needle": 1}'))
+        of_object = self._rendered(_called({"needle": 1}))
+        # Others write an object member by member, and texts in another way; "{'needle'" is Python's own text of it.
+        if _WRITTEN in of_object or ("needle" in of_object and "{'needle'" not in of_object):
+            return False
+        return self._shows(_WRITTEN, _called(f"{{{_WRITTEN}}}"))
 
     def _shows(self, text: str, chat: Sequence[Message], tools: Sequence[Message] = ()) -> bool:
         """Return whether the template writes `text` somewhere in a chat."""
@@ -197,6 +200,7 @@ class ToolUse:
             return ""
 
 
+_WRITTEN = '"needle": 1'
 _QUESTION: Message = {"role": "user", "content": "u"}
 _UNCALLED: list[Message] = [_QUESTION, {"role": "assistant", "content": "a"}]
 _NEEDLE_TOOL: Message = {

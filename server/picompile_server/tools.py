@@ -9,6 +9,7 @@ from typing import Any, Literal
 from picompile_runtime.errors import RequestError
 from picompile_runtime.request_checks import shown
 
+_NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 _COMBINED = ("$ref", "allOf", "anyOf", "oneOf", "patternProperties", "additionalProperties", "unevaluatedProperties")
 
 
@@ -58,7 +59,12 @@ class ToolOffer:
     def template_tools(self) -> list[dict[str, Any]]:
         """The functions as OpenAI's API and chat templates describe tools."""
         described = (
-            {"name": function.name, "description": function.description, "parameters": dict(function.parameters)}
+            {
+                "name": function.name,
+                "description": function.description,
+                # As given, for the model has seen schemas in that order; templates look into the properties.
+                "parameters": dict(function.parameters or _NO_PARAMETERS),
+            }
             for function in self.functions
         )
         return [{"type": "function", "function": function} for function in described]
@@ -97,7 +103,7 @@ def _function(
     name: str, description: str | None = None, parameters: Mapping[str, Any] | None = None, strict: bool | None = None
 ) -> ToolFunction:
     if parameters is None:
-        parameters = {"type": "object", "properties": {}}
+        parameters = _NO_PARAMETERS
     if parameters.get("type", "object") != "object":
         raise RequestError(f"the parameters of {name} must be a JSON schema of an object, not {shown(parameters)}")
     return ToolFunction(name, description or "", parameters, strict is True)

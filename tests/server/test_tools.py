@@ -183,7 +183,23 @@ def test_a_template_that_only_looks_like_one_of_a_known_format_is_not() -> None:
     for sign in ("<tool_call>", '{"name": "", "parameters": {}}', "[TOOL_CALLS]"):
         text = "{# " + sign + " #}" + TEMPLATES["unknown"].replace("tojson }}</call>", "length }}needle</call>")
         assert find_format(text) is not None
-        assert ToolUse(Tokenizer(tool_model("")._tokenizer.to_str(), {}, text)).style is None
+        assert ToolUse(with_template(text)).style is None
+
+
+def with_template(text: str) -> Tokenizer:
+    return Tokenizer(tool_model("")._tokenizer.to_str(), {}, text)
+
+
+def test_arguments_are_texts_only_for_templates_that_cannot_write_objects() -> None:
+    """Some write objects member by member, and a text as it is; others make no JSON of an object."""
+    members, end = "{% for k, v in tc", "{% endfor %}</tool_call>"
+    text = "{% if tc.function.arguments is string %}{{ tc.function.arguments }}{% else %}"
+    glm = TEMPLATES["glm"].replace(members, text + members).replace(end, "{% endfor %}{% endif %}</tool_call>")
+    ids = ToolUse(with_template(glm)).encode([USER, called(), RESULT], OFFER)
+    assert "<arg_key>city</arg_key>\n<arg_value>Köln</arg_value>" in tool_model("").decode(ids)
+    python = TEMPLATES["unknown"].replace("call.function.arguments | tojson", "call.function.arguments | string")
+    ids = ToolUse(with_template(python)).encode([USER, called(), RESULT], OFFER)
+    assert '<call to=weather>{"city": "Köln", "days": 2}</call>' in tool_model("").decode(ids)
 
 
 def test_calls_that_a_template_leaves_out_are_content() -> None:
@@ -192,6 +208,10 @@ def test_calls_that_a_template_leaves_out_are_content() -> None:
     assert 'Let me see.<|tool_call_start|>[weather(city="Köln", days=2)]<|tool_call_end|>' in text
     with pytest.raises(RequestError, match="the arguments of a call of weather in a message are not a JSON object"):
         prompt("lfm", [USER, called("[]")])
+    # Kimi K2's has a format that is not known, and writes no calls either.
+    silent = ToolUse(with_template("{% if tools %}{{ tools }}{% endif %}" + TEMPLATES["chatml"]))
+    text = tool_model("").decode(silent.encode([USER, called()], OFFER))
+    assert 'assistant\n{"name": "weather", "arguments": {"city": "Köln", "days": 2}}<|im_end|>' in text
 
 
 def test_templates_without_a_system_message_get_it_in_the_first_question() -> None:
