@@ -15,7 +15,7 @@ from typing import Any
 
 from picompile.choices import MOST_LAYERS
 from picompile.errors import UnsupportedModelError
-from picompile.frontend.families import Family, check_config, rope_limit, text_config
+from picompile.frontend.families import Family, check_config
 from picompile.frontend.json_file import token_ids
 from picompile.quantities import LARGEST_FLOAT32
 
@@ -70,47 +70,19 @@ _NUMBERS = (
     *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "rope_theta", "partial_rotary_factor"),
     "attn_logit_softcapping",
 )
-_ROPE_NUMBERS = (
+ROPE_NUMBERS = (
     *("rope_theta", "factor", "partial_rotary_factor", "attention_factor", "beta_fast", "beta_slow"),
     *("low_freq_factor", "high_freq_factor", "mscale", "mscale_all_dim"),
 )
 _POSITIVE = ("rope_theta", "factor", "partial_rotary_factor", "attn_logit_softcapping")
-_ROPE_KEYS = (
-    *_ROPE_NUMBERS,
-    "rope_type",
-    "type",
-    "truncate",
-    "original_max_position_embeddings",
-    "short_factor",
-    "long_factor",
-    "llama_4_scaling_beta",
-)
-
 # Fields that say nothing of the logits, and cost memory or ends in an error where it is wrong.
-_UNUSED = frozenset(
+UNUSED = frozenset(
     {
         *("architectures", "auto_map", "model_type", "name_or_path", "torch_dtype", "dtype", "output_attentions"),
         *("id2label", "label2id", "num_labels", "problem_type", "attn_implementation", "experts_implementation"),
         *("quantization_config", "compression_config", "_name_or_path", "_attn_implementation", "_commit_hash"),
     }
 )
-# Fields that earlier versions wrote into every config.json.
-_FORMER = frozenset(
-    {
-        *("add_cross_attention", "cross_attention_hidden_size", "finetuning_task", "is_decoder", "pruned_heads"),
-        *("decoder_start_token_id", "sep_token_id", "prefix", "task_specific_params", "tf_legacy_loss", "torchscript"),
-        *("tie_encoder_decoder", "tokenizer_class", "use_bfloat16", "_attn_implementation_autoset"),
-        # Of published OPT, Falcon, Qwen2.5, Bamboo and SmolLM2 checkpoints; transformers' classes read none of them.
-        *("activation_dropout", "output_projection", "apply_residual_connection_post_layernorm", "ff_factor"),
-        *("pretraining_tp", "is_llama_config", "transformers.js_config"),
-    }
-)
-# Fields without effect where they have this value.
-_OFF = {"use_mrope": False, "rope_interleaved": False}
-# What is read although no field is declared for it.
-_READ = frozenset({"head_dim", "hidden_act_param", "n_embed", "partial_rotary_factor", "rope_scaling", "rope_theta"})
-
-_NAMED_KEYS = 8
 
 
 def make_config(family: Family, raw: Mapping[str, Any]) -> Any:
@@ -156,36 +128,6 @@ def _with_floats(value: Any) -> Any:
     return [_with_floats(part) for part in value] if isinstance(value, list) else value
 
 
-def config_warnings(family: Family, raw: Mapping[str, Any], config: Any) -> tuple[str, ...]:
-    """Return lines on what of a config.json has no effect, or not for all texts; none where there is nothing to say.
-
-    `config` is what `make_config` made of its contents, `raw`.
-    """
-    unknown, limit = tuple(filter(None, [unknown_keys(family, raw)])), rope_limit(config)
-    if limit is None or limit >= (getattr(text_config(config), "max_position_embeddings", None) or 0):
-        return unknown
-    beyond = f"the positions of tokens beyond {limit:,} are embedded in another way; the context ends there"
-    return (*unknown, f"config.json: {beyond}")
-
-
-def unknown_keys(family: Family, raw: Mapping[str, Any]) -> str | None:
-    """Return one line that names the keys of a config.json that have no effect and should be known to have none."""
-    known = _known_keys(family)
-    unknown = [key for key in raw if key not in known and not (key in _OFF and raw[key] is _OFF[key])]
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    unknown += [f"rope_parameters.{key}" for key in rope if key not in _ROPE_KEYS and not isinstance(rope[key], dict)]
-    parts = []
-    if unknown:
-        named = ", ".join(_printable(key) for key in unknown[:_NAMED_KEYS])
-        more = len(unknown) - _NAMED_KEYS
-        parts.append(f"neither transformers nor picompile knows {named}{f' and {more} more' if more > 0 else ''}")
-    if family.fixed_activation is not None and raw.get(family.activation, "relu") != "relu":
-        parts.append(f"{family.activation} has no effect on models of the family {family.name}")
-    if raw.get("auto_map"):
-        parts.append("auto_map names code in the checkpoint, which is never run")
-    return f"config.json: {'; '.join(parts)}" if parts else None
-
-
 def default_activation(family: Family) -> str:
     """Return the activation of a config of `family` that names none."""
     return str(field_defaults(family)[family.activation])
@@ -208,17 +150,9 @@ def field_defaults(family: Family) -> dict[str, Any]:
     return {field.name: field.default for field in dataclasses.fields(resolve(family.config_class))}
 
 
-def _known_keys(family: Family) -> frozenset[str]:
-    from transformers import GenerationConfig
-
-    generation = GenerationConfig._get_default_generation_params()
-    attributes = resolve(family.config_class).attribute_map
-    return frozenset({*field_defaults(family), *attributes, *generation, *_UNUSED, *_FORMER, *_READ})
-
-
 def _is_left_out(config_class: type, key: str) -> bool:
     """Return whether transformers shall not see a key: it has no effect, or would take the place of a method."""
-    if key in _UNUSED:
+    if key in UNUSED:
         return True
     declared = {field.name for field in dataclasses.fields(config_class)}
     return key not in declared and (key.startswith("_") or callable(getattr(config_class, key, None)))
@@ -267,7 +201,7 @@ def _check_rope(name: str, rope: Mapping[str, Any]) -> None:
     for key in ("rope_type", "type"):
         if not isinstance(rope.get(key, ""), str):
             raise UnsupportedModelError(f"config.json: {name}{key} must be a name, not {repr(rope[key])[:60]}")
-    for key in _ROPE_NUMBERS:
+    for key in ROPE_NUMBERS:
         _check_number(name, key, rope.get(key))
     _check_count(
         name,
@@ -299,7 +233,3 @@ def _as_float(value: Any) -> float:
         return float(value)
     except OverflowError:
         return math.inf
-
-
-def _printable(key: str) -> str:
-    return "".join(letter if letter.isprintable() else "?" for letter in key[:60])

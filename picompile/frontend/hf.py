@@ -25,7 +25,8 @@ from picompile.frontend.checkpoint import (
     read_headers,
     ties_hold,
 )
-from picompile.frontend.config import config_warnings, default_activation, make_config
+from picompile.frontend.config import default_activation, make_config
+from picompile.frontend.config_keys import config_warnings
 from picompile.frontend.export import first_names
 from picompile.frontend.facts import (
     GraphFacts,

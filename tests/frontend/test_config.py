@@ -9,7 +9,8 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from picompile import UnsupportedModelError
-from picompile.frontend.config import make_config, unknown_keys
+from picompile.frontend.config import make_config
+from picompile.frontend.config_keys import unknown_keys
 from picompile.frontend.families import FAMILIES, find_family
 from picompile.frontend.hf import capture_config, open_checkpoint, raw_activation
 from picompile_passes.graph.nodes import arguments, calls

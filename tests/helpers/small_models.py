@@ -30,7 +30,7 @@ SIZES: Mapping[str, Any] = {
     "moe_intermediate_size": 32,
     "num_experts_per_tok": 2,
     "q_lora_rank": 24,
-    "first_k_dense_replace": 1,
+    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), 1),
     "mlp_only_layers": [0],
     "v_head_dim": 12,
     "is_decoder": True,

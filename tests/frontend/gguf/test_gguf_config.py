@@ -11,7 +11,8 @@ import torch
 
 from helpers.gguf_files import EXAMPLES, POWERINFER_EXAMPLES, build, byte_level_metadata, save_example, write_file
 from picompile.errors import UnsupportedModelError
-from picompile.frontend.config import make_config, unknown_keys
+from picompile.frontend.config import make_config
+from picompile.frontend.config_keys import unknown_keys
 from picompile.frontend.families import find_family
 from picompile.frontend.gguf.header import read_header
 from picompile.frontend.gguf.model_config import model_config

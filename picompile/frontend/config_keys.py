@@ -1,0 +1,127 @@
+"""Keys of a config.json that have no effect: what a user should know of them, in one line."""
+
+import dataclasses
+import inspect
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from typing import Any
+
+from picompile.frontend.config import ROPE_NUMBERS, UNUSED, resolve
+from picompile.frontend.families import Family, rope_limit, text_config
+
+_ROPE_KEYS = (
+    *ROPE_NUMBERS,
+    "rope_type",
+    "type",
+    "truncate",
+    "original_max_position_embeddings",
+    "short_factor",
+    "long_factor",
+    "mrope_section",
+    "mrope_interleaved",
+    "llama_4_scaling_beta",
+)
+# Fields that earlier versions wrote into every config.json.
+_FORMER = frozenset(
+    {
+        *("add_cross_attention", "cross_attention_hidden_size", "finetuning_task", "is_decoder", "pruned_heads"),
+        *("decoder_start_token_id", "sep_token_id", "prefix", "task_specific_params", "tf_legacy_loss", "torchscript"),
+        *("tie_encoder_decoder", "tokenizer_class", "use_bfloat16", "_attn_implementation_autoset"),
+        # Of published OPT, Falcon, Qwen2.5, Bamboo and SmolLM2 checkpoints; transformers' classes read none of them.
+        *("activation_dropout", "output_projection", "apply_residual_connection_post_layernorm", "ff_factor"),
+        *("pretraining_tp", "is_llama_config", "transformers.js_config"),
+    }
+)
+# Fields without effect where they have this value.
+_OFF = {"use_mrope": False, "rope_interleaved": False}
+# What is read although no field is declared for it.
+_READ = frozenset(
+    {
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "head_dim",
+        "hidden_act_param",
+        "n_embed",
+        "partial_rotary_factor",
+        "rope_scaling",
+        "rope_theta",
+    }
+)
+
+_NAMED_KEYS = 8
+
+
+def config_warnings(family: Family, raw: Mapping[str, Any], config: Any) -> tuple[str, ...]:
+    """Return lines on what of a config.json has no effect, or not for all texts; none where there is nothing to say.
+
+    `config` is what `make_config` made of its contents, `raw`.
+    """
+    unknown, limit = tuple(filter(None, [unknown_keys(family, raw, config)])), rope_limit(config)
+    if limit is None or limit >= (getattr(text_config(config), "max_position_embeddings", None) or 0):
+        return unknown
+    beyond = f"the positions of tokens beyond {limit:,} are embedded in another way; the context ends there"
+    return (*unknown, f"config.json: {beyond}")
+
+
+def unknown_keys(family: Family, raw: Mapping[str, Any], config: Any = None) -> str | None:
+    """Return one line that names the keys of a config.json that have no effect and should be known to have none.
+
+    `config` is what `make_config` made of its contents, for a config of several models.
+    """
+    unknown = list(_unknown(family, raw, config))
+    parts = []
+    if unknown:
+        named = ", ".join(_printable(key) for key in unknown[:_NAMED_KEYS])
+        more = len(unknown) - _NAMED_KEYS
+        parts.append(f"neither transformers nor picompile knows {named}{f' and {more} more' if more > 0 else ''}")
+    if family.fixed_activation is not None and raw.get(family.activation, "relu") != "relu":
+        parts.append(f"{family.activation} has no effect on models of the family {family.name}")
+    if raw.get("auto_map"):
+        parts.append("auto_map names code in the checkpoint, which is never run")
+    return f"config.json: {'; '.join(parts)}" if parts else None
+
+
+def _unknown(family: Family, raw: Mapping[str, Any], config: Any) -> Iterator[str]:
+    """Yield the keys that neither transformers nor picompile reads, with those of the text in a config of several."""
+    own, text = resolve(family.config_class), None if config is None else text_config(config)
+    classes = (own,) if text is None or text is config else (own, type(text))
+    # Keys of the text may stand in either.
+    inner = raw.get("text_config")
+    parts = [("", raw, classes)]
+    if len(classes) > 1 and isinstance(inner, Mapping):
+        parts.append(("text_config.", inner, classes[1:]))
+    for name, part, known in parts:
+        yield from (f"{name}{key}" for key in part if not _is_known(key, part[key], known))
+        rope = part.get("rope_parameters") or part.get("rope_scaling") or {}
+        values = (key for key in rope if not isinstance(rope[key], dict))
+        yield from (f"{name}rope_parameters.{key}" for key in values if key not in _ROPE_KEYS)
+
+
+def _is_known(key: str, value: object, classes: tuple[type, ...]) -> bool:
+    if key in _OFF and value is _OFF[key]:
+        return True
+    return any(key in _known_keys(each) or f'"{key}"' in _source(each) for each in classes)
+
+
+@lru_cache(maxsize=64)
+def _known_keys(config_class: type) -> frozenset[str]:
+    from transformers import GenerationConfig
+
+    generation = GenerationConfig._get_default_generation_params()
+    fields = {field.name for field in dataclasses.fields(config_class)}
+    attributes = getattr(config_class, "attribute_map", {})
+    return frozenset({*fields, *attributes, *generation, *UNUSED, *_FORMER, *_READ})
+
+
+@lru_cache(maxsize=64)
+def _source(config_class: type) -> str:
+    """Return the code of a config class, which may read keys that are no fields, such as those of older versions."""
+    try:
+        return inspect.getsource(config_class)
+    except (OSError, TypeError):
+        return ""
+
+
+def _printable(key: str) -> str:
+    return "".join(letter if letter.isprintable() else "?" for letter in key[:60])
