@@ -9,7 +9,22 @@ _END_NAMES = frozenset(
     (
         *("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<|end|>", "<end_of_turn>"),
         *("</s>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>", "<turn|>", "<|tool_response>"),
-        *("<|return|>", "<|call|>", "<|flush|>", "<|calls|>"),
+        *("<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "[e~[", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
+    )
+)
+# Special tokens of models that fill in text between two files, after which such a text ends. From the same place.
+_FILL_IN_ENDS = frozenset(
+    (
+        *("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|file_sep|>"),
+        *("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    )
+)
+_FILL_IN = frozenset(
+    (
+        *("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<\uff5cfim\u2581begin\uff5c>", "<PRE>", "\u2581<PRE>"),
+        *("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<\uff5cfim\u2581hole\uff5c>", "<SUF>", "\u2581<SUF>"),
+        *("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<\uff5cfim\u2581end\uff5c>", "<MID>", "\u2581<MID>"),
+        *("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>", "<|prefix|>", "<|suffix|>", "<|middle|>"),
     )
 )
 # In these vocabularies a token of that list stands between parts of one answer. From the same place.
@@ -18,6 +33,7 @@ _GO_ON = (
     ({"<|flush|>", "<|call|>"}, "<|end|>"),  # Solar Open
     ({"<|flush|>", "<|calls|>"}, "<|end|>"),
     ({"<|tool_response>"}, "</s>"),  # Gemma 4
+    ({"<|plamo:eos|>"}, "</s>"),
 )
 
 
@@ -30,6 +46,21 @@ def named_end_tokens(special: Mapping[str, int]) -> tuple[int, ...]:
     """
     found = _END_NAMES & special.keys() - goes_on(special)
     return tuple(sorted(special[name] for name in found))
+
+
+def ends_by_name(name: str) -> bool:
+    """Return whether a special token of that name ends an answer in most vocabularies that have it."""
+    return name in _END_NAMES
+
+
+def fills_in_by_name(name: str) -> bool:
+    """Return whether a token of that name stands around or between the texts of a model that fills in text."""
+    return name in _FILL_IN or name in _FILL_IN_ENDS
+
+
+def fill_in_end_tokens(special: Mapping[str, int]) -> tuple[int, ...]:
+    """Return the ids of the special tokens that end a text which a model fills in, in ascending order."""
+    return tuple(sorted(special[name] for name in _FILL_IN_ENDS & special.keys()))
 
 
 def goes_on(special: Iterable[str]) -> set[str]:

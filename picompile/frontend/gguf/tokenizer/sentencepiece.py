@@ -1,0 +1,152 @@
+"""Vocabularies of sentencepiece: `llama` (BPE by scores), `gemma4` (BPE by merges) and `t5` (unigram)."""
+
+import base64
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import inf
+
+from picompile.frontend.gguf.tokenizer.assembly import (
+    MadeTokenizer,
+    Part,
+    bpe,
+    kept_ids,
+    sequence,
+    tokenizer_json,
+    whole_token,
+)
+from picompile.frontend.gguf.tokenizer.merges import merges_by_rank
+from picompile.frontend.gguf.tokenizer.special import SpecialTokens, find_special
+from picompile.frontend.gguf.tokenizer.vocabulary import NORMAL, UNUSED, USER_DEFINED, GgufVocabulary
+
+# The letter that stands for a space (U+2581), and one that no text has, for the time that a space is written.
+_SPACE, _NO_LETTER = "\u2581", "\ufdd0"
+
+
+def pieces_by_score(vocabulary: GgufVocabulary) -> MadeTokenizer:
+    """Return the tokenizer.json of a `llama` vocabulary.
+
+    The space before a text is one before each text between special tokens, as llama.cpp and most published files
+    have it. Raises `UnsupportedModelError` where no merges can be found.
+    """
+    prefix = vocabulary.flags.get("add_space_prefix", True)
+    around = (vocabulary.flags.get("add_bos_token", True), vocabulary.flags.get("add_eos_token", False))
+    if not prefix:
+        vocabulary = _with_rows_of_spaces(vocabulary)
+    merges = vocabulary.merges
+    if merges is None:
+        merges = merges_by_rank(vocabulary.file, _scores(vocabulary))
+    return _bpe_of_pieces(vocabulary, merges, prefix=prefix, around=around)
+
+
+def pieces_by_merges(vocabulary: GgufVocabulary, bos: bool) -> MadeTokenizer:
+    """Return the tokenizer.json of a vocabulary of pieces with merges; a text begins with the bos token if `bos`."""
+    prefix = vocabulary.flags.get("add_space_prefix", False)
+    around = (bos, vocabulary.flags.get("add_eos_token", False))
+    return _bpe_of_pieces(vocabulary, vocabulary.merges or [], prefix=prefix, around=around)
+
+
+def unigram(vocabulary: GgufVocabulary) -> MadeTokenizer:
+    """Return the tokenizer.json of a unigram vocabulary, whose scores are the logarithms of probabilities."""
+    prefix = vocabulary.flags.get("add_space_prefix", False)
+    around = (vocabulary.flags.get("add_bos_token", False), vocabulary.flags.get("add_eos_token", True))
+    special = find_special(vocabulary, ())
+    scores = vocabulary.scores or [0.0] * len(vocabulary.tokens)
+    kinds = list(zip(scores, vocabulary.types, strict=True))
+    least = min((score for score, kind in kinds if kind == NORMAL), default=0.0)
+    # Special tokens are found before; a low score of theirs would lower that of unknown letters.
+    listed = [score if kind == NORMAL else 0.0 if kind == USER_DEFINED else least for score, kind in kinds]
+    model = {
+        "type": "Unigram",
+        "unk_id": vocabulary.ids.get("unknown"),
+        "vocab": [list(pair) for pair in zip(vocabulary.tokens, listed, strict=True)],
+        "byte_fallback": _has_bytes(vocabulary),
+    }
+    ids = {name: number for number, name in enumerate(vocabulary.tokens)}
+    return _made(vocabulary, ids, special, model, prefix, around)
+
+
+def _bpe_of_pieces(
+    vocabulary: GgufVocabulary, merges: Sequence[tuple[str, str]], prefix: bool, around: tuple[bool, bool]
+) -> MadeTokenizer:
+    special = find_special(vocabulary, merges)
+    unknown = vocabulary.ids.get("unknown")
+    ids = kept_ids(vocabulary, merges)
+    model = bpe(
+        vocabulary,
+        ids,
+        merges,
+        unk_token=None if unknown is None else vocabulary.tokens[unknown],
+        fuse_unk=True,
+        byte_fallback=_has_bytes(vocabulary),
+    )
+    return _made(vocabulary, ids, special, model, prefix, around)
+
+
+def _made(
+    vocabulary: GgufVocabulary,
+    ids: Mapping[str, int],
+    special: SpecialTokens,
+    model: Part,
+    prefix: bool,
+    around: tuple[bool, bool],
+) -> MadeTokenizer:
+    normalizer, decoder = _normalizer(vocabulary, prefix), _decoder(special, prefix)
+    text = tokenizer_json(vocabulary, special, model, around, normalizer=normalizer, decoder=decoder)
+    return MadeTokenizer(text, ids, special, strips_space=prefix)
+
+
+def _with_rows_of_spaces(vocabulary: GgufVocabulary) -> GgufVocabulary:
+    """Return the vocabulary with its user-defined rows of spaces as sentencepiece has them, of U+2581.
+
+    Converters write Gemma's with spaces. There they are pieces that merge before all others, and a text may have them
+    with either letter.
+    """
+    names = [
+        name.replace(" ", _SPACE) if kind == USER_DEFINED and name and not name.strip(" ") else name
+        for name, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
+    ]
+    return replace(vocabulary, tokens=names)
+
+
+def _scores(vocabulary: GgufVocabulary) -> dict[str, float]:
+    """Return the scores of the pieces that are joined. Where all are equal, the order of tokens is theirs."""
+    listed = vocabulary.scores or [0.0] * len(vocabulary.tokens)
+    pieces = list(zip(vocabulary.tokens, listed, vocabulary.types, strict=True))
+    scores = {token: score for token, score, kind in pieces if kind == NORMAL}
+    if len(set(scores.values())) < 2:
+        scores = {token: -float(rank) for rank, token in enumerate(scores)}
+    rows = [token for token, _, kind in pieces if kind == USER_DEFINED and not token.strip(_SPACE)]
+    return {token: inf for token in rows if token} | scores
+
+
+def _has_bytes(vocabulary: GgufVocabulary) -> bool:
+    """Return whether bytes are tokens, with which letters are written that are no pieces. Gemma 2 lacks tab's."""
+    names = {token for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True) if kind != UNUSED}
+    return any(f"<0x{byte:02X}>" in names for byte in range(256))
+
+
+def _normalizer(vocabulary: GgufVocabulary, prefix: bool) -> Part | None:
+    parts: list[Part] = []
+    if vocabulary.charsmap:
+        text = base64.b64encode(vocabulary.charsmap).decode()
+        parts.append({"type": "Precompiled", "precompiled_charsmap": text})
+    if vocabulary.flags.get("remove_extra_whitespaces", False):
+        parts.append({"type": "Replace", "pattern": {"Regex": r"\A +| +\z"}, "content": ""})
+        parts.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
+    if prefix:
+        parts.append({"type": "Prepend", "prepend": _SPACE})
+    parts.append({"type": "Replace", "pattern": {"String": " "}, "content": _SPACE})
+    return sequence("normalizers", parts)
+
+
+def _decoder(special: SpecialTokens, prefix: bool) -> Part | None:
+    """Return the decoder, which writes spaces and bytes, and the names of special tokens as they are."""
+    spelled = sorted(name for name in special.names.values() if _SPACE in name and name.strip(_SPACE))
+    parts: list[Part] = [whole_token(name, name.replace(_SPACE, _NO_LETTER)) for name in spelled]
+    parts.append({"type": "Replace", "pattern": {"String": _SPACE}, "content": " "})
+    parts += [{"type": "ByteFallback"}, {"type": "Fuse"}]
+    if spelled:
+        parts.append({"type": "Replace", "pattern": {"String": _NO_LETTER}, "content": _SPACE})
+    if prefix:
+        parts.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    return sequence("decoders", parts)
