@@ -84,6 +84,8 @@ def write_architecture(file: Path, example: Example, model: nn.Module, fused: bo
         else:
             theirs = _tensor_name(written.table or example.architecture, name)
             tensors[theirs] = _as_converted(written, model.config, theirs, values)
+    if example.architecture == "deepseek2":
+        tensors = dict(part for name in tensors for part in _latent_parts(model.config, name, tensors[name]))
     tensors |= {name: np.stack(rows) for name, rows in stacked.items()}
     if example.architecture == "phi3":
         rope = model.config.rope_parameters
@@ -94,6 +96,15 @@ def write_architecture(file: Path, example: Example, model: nn.Module, fused: bo
             tensors[name.replace("attn_q", "attn_qkv")] = np.concatenate(parts)
     metadata = {f"{example.architecture}.{key}": value for key, value in example.metadata(model.config).items()}
     write_file(file, example.architecture, {**metadata, **listed, **more}, tensors)
+
+
+def _latent_parts(config: Any, name: str, values: Array) -> list[tuple[str, Array]]:
+    """Split what makes keys and values of a latent vector; the part for keys is transposed for each head."""
+    if "attn_kv_b" not in name:
+        return [(name, values)]
+    heads = values.reshape(config.num_attention_heads, -1, values.shape[-1])
+    key, value = heads[:, : config.qk_nope_head_dim], heads[:, config.qk_nope_head_dim :]
+    return [(name.replace("kv_b", "k_b"), key.swapaxes(1, 2)), (name.replace("kv_b", "v_b"), value)]
 
 
 def _tensor_name(table: str, name: str) -> str:
@@ -129,6 +140,27 @@ def _windows(config: Any) -> Values:
 
 def _window(config: Any) -> Values:
     return {"attention.sliding_window": config.sliding_window}
+
+
+def _latent(config: Any) -> Values:
+    """Sizes of latent attention, as the converter has them since it writes two parts."""
+    width = config.qk_nope_head_dim + config.qk_rope_head_dim
+    return {
+        "attention.q_lora_rank": config.q_lora_rank,
+        "attention.kv_lora_rank": config.kv_lora_rank,
+        "attention.key_length": config.kv_lora_rank + config.qk_rope_head_dim,
+        "attention.value_length": config.kv_lora_rank,
+        "attention.key_length_mla": width,
+        "attention.value_length_mla": config.v_head_dim,
+        "attention.head_count_kv": 1,
+        "rope.dimension_count": config.qk_rope_head_dim,
+    }
+
+
+def _minicpm3(config: Any) -> Values:
+    width = config.qk_nope_head_dim + config.qk_rope_head_dim
+    ranks = {"attention.q_lora_rank": config.q_lora_rank, "attention.kv_lora_rank": config.kv_lora_rank}
+    return ranks | {"attention.key_length": width, "attention.value_length": None}
 
 
 def _mpt(config: Any) -> Values:
@@ -194,6 +226,8 @@ _LONGROPE = {
     "long_factor": [4.0] * 8,
     "attention_factor": 1.25,
 }
+_MLA = {"num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8}
+_MLA |= {"qk_nope_head_dim": 8, "v_head_dim": 16}
 _INTERLEAVED, _PLUS_ONE = Written(interleaved=True), Written(plus_one=True)
 _COHERE = {"logit_scale": "logit_scale"}
 
@@ -206,6 +240,11 @@ _EXAMPLES: dict[tuple[str, str], tuple[str, Values, Written]] = {
     ("codeshell", ""): ("Starcoder2ForCausalLM", {**_FREE, "sliding_window": None}, Written()),
     ("cohere2", ""): ("Cohere2ForCausalLM", {**_FOUR, "tie_word_embeddings": True}, Written(_COHERE, _window)),
     ("command-r", ""): ("CohereForCausalLM", {**_BASE, "logit_scale": 0.25, "use_qk_norm": True}, Written(_COHERE)),
+    ("deepseek2", ""): (
+        "YoutuForCausalLM",
+        {**_BASE, **_MLA, "v_head_dim": 12, "tie_word_embeddings": True},
+        Written({}, _latent),
+    ),
     ("ernie4_5", ""): ("Ernie4_5ForCausalLM", {**_HEADS, "use_bias": True}, Written()),
     ("exaone", ""): ("LlamaForCausalLM", _FREE, Written()),
     ("exaone4", ""): ("Exaone4ForCausalLM", {**_FOUR, "sliding_window_pattern": 4}, Written({}, _windows)),
@@ -226,6 +265,11 @@ _EXAMPLES: dict[tuple[str, str], tuple[str, Values, Written]] = {
         "GraniteForCausalLM",
         {**_FREE, **_SCALES, "attention_multiplier": 0.25},
         Written({key: name for key, name in _GRANITE.items() if key != "attention.scale"}, interleaved=True),
+    ),
+    ("minicpm3", ""): (
+        "MiniCPM3ForCausalLM",
+        {**_BASE, **_MLA, "tie_word_embeddings": True},
+        Written({}, _minicpm3),
     ),
     ("mistral3", ""): (
         "Ministral3ForCausalLM",

@@ -145,6 +145,34 @@ def minicpm(values: MetadataValues, config: Mapping[str, Any]) -> Fields:
     return granite(values, config)
 
 
+def minicpm3(values: MetadataValues, config: Mapping[str, Any]) -> Fields:
+    """Return the sizes of latent attention; values of a head are as wide as the hidden state is for a head."""
+    value = values.count("attention.value_length") or config["hidden_size"] // config["num_attention_heads"]
+    return _latent(values, config, key=values.count("attention.key_length"), value=value)
+
+
+def youtu(values: MetadataValues, config: Mapping[str, Any]) -> Fields:
+    """Return the sizes of latent attention; files of 2025 and later have those of heads under other keys."""
+    key = values.count("attention.key_length_mla") or values.count("attention.key_length")
+    value = values.count("attention.value_length_mla") or values.count("attention.value_length")
+    return _latent(values, config, key=key, value=value)
+
+
+def _latent(values: MetadataValues, config: Mapping[str, Any], key: int | None, value: int | None) -> Fields:
+    rotary = values.count("rope.dimension_count")
+    if not rotary or not key or not value or rotary >= key:
+        raise UnsupportedModelError(f"{values.header.file}: no sizes of latent attention in it (rope.dimension_count)")
+    rope = {name: number for name, number in config["rope_parameters"].items() if name != "partial_rotary_factor"}
+    return {
+        "num_key_value_heads": config["num_attention_heads"],
+        "head_dim": rotary,
+        "qk_rope_head_dim": rotary,
+        "qk_nope_head_dim": key - rotary,
+        "v_head_dim": value,
+        "rope_parameters": rope,
+    }
+
+
 def mistral3(values: MetadataValues, config: Mapping[str, Any]) -> Fields:
     """Return Ministral 3's class where queries are scaled by the position; Mistral Small 3 is Llama's."""
     scale = values.positive("attention.temperature_scale")

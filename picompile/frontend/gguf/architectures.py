@@ -20,6 +20,7 @@ from picompile.frontend.gguf.architecture_fields import (
     granite,
     granite_window,
     minicpm,
+    minicpm3,
     mistral3,
     mpt,
     normed_heads,
@@ -28,6 +29,7 @@ from picompile.frontend.gguf.architecture_fields import (
     qwen,
     starcoder,
     windows,
+    youtu,
 )
 from picompile.frontend.gguf.values import MetadataValues
 
@@ -83,6 +85,7 @@ _GRANITE_SCALES = {
     "logit_scale": "logits_scaling",
 }
 _MINICPM_SCALES = {key: name for key, name in _GRANITE_SCALES.items() if key != "attention.scale"}
+_LATENT = {f"attention.{name}": name for name in ("q_lora_rank", "kv_lora_rank")}
 _SOFT_CAPS = {key: key for key in ("attn_logit_softcapping", "final_logit_softcapping")}
 _PATTERN = ("attention.sliding_window_pattern",)
 _ROPE_ALWAYS: Mapping[str, tuple[float | bool, ...]] = {"rope.scaling.finetuned": (True,)}
@@ -149,6 +152,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         read=(*_PATTERN, "rope.freq_base_swa"),
         plus_one=True,
     ),
+    # Youtu, the one model of DeepSeek's shape without experts.
+    "deepseek2": Architecture(
+        "YoutuForCausalLM", "youtu", fields=_LATENT, constants={"q_lora_rank": None}, add=(youtu,)
+    ),
     "glm4": Architecture("Glm4ForCausalLM", "glm4"),
     "gptneox": Architecture(
         "GPTNeoXForCausalLM", "gpt_neox", fields={"use_parallel_residual": "use_parallel_residual"}, rows_by_part=True
@@ -172,6 +179,14 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": _llama(interleaved=True, add=(bias_without_output,)),
     "minicpm": Architecture(
         "GraniteForCausalLM", "granite", fields=_MINICPM_SCALES, add=(minicpm,), names="granite", interleaved=True
+    ),
+    "minicpm3": Architecture(
+        "MiniCPM3ForCausalLM",
+        "minicpm3",
+        fields=_LATENT,
+        # llama.cpp has these numbers in its code, and files do not.
+        constants={"q_lora_rank": None, "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256},
+        add=(minicpm3,),
     ),
     "mistral3": _llama(
         interleaved=True,

@@ -82,7 +82,20 @@ class _RecordProcessor:
             weights = parts.swapaxes(0, 1).reshape(weights.shape)
         if self._record.plus_one and name.endswith("norm.weight"):
             weights = weights - 1
+        if part in ("attn_k_b", "attn_v_b"):
+            return self._latent(weights, name, part, kwargs["parsed_parameters"]["tensors"])
         return GGUFTensor(weights, name, {})
+
+    def _latent(self, weights: Any, name: str, part: str, kept: dict[str, Any]) -> Any:
+        """Join what makes keys and values of a latent vector: of each head the rows for its key, then for its value.
+
+        Files have those for keys transposed, [heads, rank, size].
+        """
+        kept[part] = np.swapaxes(weights, 1, 2) if part == "attn_k_b" else weights
+        if not {"attn_k_b", "attn_v_b"} <= kept.keys():
+            return GGUFTensor(weights, None, {})
+        joined = np.concatenate([kept.pop("attn_k_b"), kept.pop("attn_v_b")], axis=1)
+        return GGUFTensor(joined.reshape(-1, joined.shape[-1]), name, {})
 
     @property
     def is_plain(self) -> bool:

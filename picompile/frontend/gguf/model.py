@@ -41,7 +41,7 @@ from picompile_passes.formats import FORMATS
 _MOST_ELEMENTS = 4 << 20
 # Bytes of the start and of the end of each tensor that a fingerprint depends on.
 _SAMPLE_BYTES = 4096
-_RESHAPED = re.compile(r"\.ssm_|\.shortconv\.|_exps\.|_shexp\.")
+_RESHAPED = re.compile(r"\.ssm_|\.shortconv\.|_exps\.|_shexp\.|\.attn_[kv]_b\.")
 
 
 @dataclass(frozen=True)

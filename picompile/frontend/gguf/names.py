@@ -25,8 +25,9 @@ _MODULES = {f"mlp.act_fn.{name}": f"xielu.{name}" for name in XIELU}
 # StableLM's norms of each head, which are rows of one tensor.
 _HEAD_NORM = re.compile(r"self_attn\.([qk])_layernorm\.norms\.([0-9]+)")
 
-# Matrices of experts, of which gate and up are one parameter.
-_OF_EXPERTS = re.compile(r"_exps\.")
+# Matrices of experts, of which gate and up are one parameter, and those of latent attention for keys and values.
+_JOINED = re.compile(r"_exps\.|\.attn_[kv]_b\.")
+_LATENT, _LATENT_PARTS = ".attn_kv_b.", (".attn_k_b.", ".attn_v_b.")
 
 # PowerInfer writes down transposed, so that a neuron's weights lie together.
 DOWN, TRANSPOSED_DOWN = ".ffn_down.", ".ffn_down_t."
@@ -74,6 +75,8 @@ def map_names(
             found.setdefault(theirs + suffix, whole)
     # Matrices of experts have no ending in the model's state dict, nor have the sinks of attention.
     found |= {f"{name}.weight": ours for name, ours in found.items() if not name.endswith((".weight", ".bias"))}
+    for part in _LATENT_PARTS:
+        found |= {name.replace(_LATENT, part): ours for name, ours in found.items() if _LATENT in name}
     if header.magic == POWERINFER_MAGIC:
         found |= {name.replace(DOWN, TRANSPOSED_DOWN): parameter for name, parameter in found.items() if DOWN in name}
     return found
@@ -115,7 +118,7 @@ def sources_by_parameter(header: GgufHeader, names: Mapping[str, str]) -> dict[s
     for name in header.tensors:
         if name in names:
             others = found.get(names[name], ())
-            if others and not all(_OF_EXPERTS.search(each) for each in (name, *others)):
+            if others and not all(_JOINED.search(each) for each in (name, *others)):
                 raise UnsupportedModelError(
                     f"{header.file}: holds {shown(others[0])} and {shown(name)}: two tensors for one parameter"
                 )
