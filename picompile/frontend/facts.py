@@ -8,7 +8,7 @@ from torch.fx import GraphModule, Node
 
 from picompile.errors import UnsupportedModelError
 from picompile.frontend.captured import ModelFacts
-from picompile.frontend.families import rope_limit, text_config
+from picompile.frontend.families import rope_limit, rope_reach, text_config
 from picompile_passes.graph.nodes import arguments, calls
 from picompile_passes.graph.operands import ATTENTION, EMBEDDING, FFN
 from picompile_passes.graph.stamps import stamps_of
@@ -89,6 +89,9 @@ def config_facts(config: Any) -> GraphFacts:
         return next((value for value in values if type(value) is int and value > 0), 0)
 
     hidden, heads = number(*_WIDTHS), number(*_HEADS)
+    positions = number(*_POSITIONS)
+    # A config that names no limit has none.
+    longest = max(positions, rope_reach(config) or 0) if positions else 0
     return GraphFacts(
         hidden=hidden,
         layers=number(*_LAYERS),
@@ -98,7 +101,7 @@ def config_facts(config: Any) -> GraphFacts:
         ffn=number("intermediate_size", "ffn_dim", "ffn_hidden_size"),
         vocab=number("vocab_size"),
         activation="identity",
-        positions=min(filter(None, (number(*_POSITIONS), rope_limit(config))), default=None),
+        positions=min(filter(None, (longest, rope_limit(config))), default=None),
     )
 
 

@@ -277,6 +277,19 @@ def rope_limit(config: Any) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
 
 
+def rope_reach(config: Any) -> int | None:
+    """Return the longest text that YaRN extends a model to, None where no config says.
+
+    Published recipes (Qwen2.5's) add `rope_scaling` alone and leave `max_position_embeddings` as it is.
+    """
+    reaches = []
+    for rope in (rope for part in _with_text(config) for rope in _ropes(part)):
+        original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
+        if rope.get("rope_type") == "yarn" and isinstance(original, int) and isinstance(factor, int | float):
+            reaches.append(int(original * factor))
+    return min(reaches, default=None)
+
+
 def _limit(config: Any, rope: Mapping[str, Any]) -> int | None:
     names = {"dynamic": "max_position_embeddings", "longrope": "original_max_position_embeddings"}
     name = names.get(rope.get("rope_type", "default"))

@@ -13,7 +13,7 @@ from helpers.canonical import Model, canonicalize
 from helpers.reference import eager_logits, relative_error
 from picompile import CompileOptions, UsageError, compile_model
 from picompile.frontend.captured import Captured
-from picompile.frontend.hf import load_model
+from picompile.frontend.hf import load_model, open_checkpoint
 from picompile_passes.graph.nodes import arguments, calls
 from picompile_passes.graph.operands import ROTARY
 
@@ -71,6 +71,7 @@ def test_scaling_equals_eager_transformers(fields: dict, theta: float, kind: str
     node = next(calls(canonical.graph, ROTARY))
     frequencies = canonical.get_buffer(arguments(node)["inverse_frequency"].target)
     assert torch.equal(frequencies, module.inv_freq), "the frequencies come out exactly, not about"
+    assert open_checkpoint(checkpoint).facts.max_positions == 128
     assert arguments(node)["scaling"] == pytest.approx(module.attention_scaling, rel=1e-6)
 
 
@@ -91,3 +92,11 @@ def test_scaling_that_depends_on_the_length(scaling: dict, longest: int, checkpo
     captured.prove()
     with pytest.raises(UsageError, match=rf"{longest}"):
         compile_model(checkpoint, checkpoint / "artifact", CompileOptions(context=longest + 1))
+
+
+@pytest.mark.parametrize(("factor", "original", "longest"), [(4.0, 128, 512), (4.0, 16, 128), (2.5, 100, 250)])
+def test_yarn_extends_the_context(factor: float, original: int, longest: int, checkpoint: Path) -> None:
+    """Qwen2.5's recipe adds the scaling and leaves `max_position_embeddings`, here 128."""
+    scaling = {"type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+    _configure(checkpoint, {"rope_theta": 1e4, "rope_scaling": scaling})
+    assert open_checkpoint(checkpoint).facts.max_positions == longest
