@@ -4,11 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from picompile.errors import UnsupportedModelError
-
-_READ = 256  # bytes; a pointer is shorter, and a page begins with its doctype
-# The first line of a pointer: https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md
-_POINTER = b"version https://git-lfs.github.com/spec/"
-_PAGES = (b"<!doctype html", b"<html")
+from picompile_runtime.stand_ins import START_BYTES, describe_stand_in
 
 
 def refuse_stand_in(
@@ -21,13 +17,9 @@ def refuse_stand_in(
         kind: makes the error.
         content: its first bytes, if they are read already.
     """
-    start = _start(file) if content is None else content[:_READ]
-    if start.startswith(_POINTER):
-        raise kind(
-            f"{file}: is a Git LFS pointer, not the file itself; run `git lfs pull` in its folder, or download the file"
-        )
-    if start.lstrip().lower().startswith(_PAGES):
-        raise kind(f"{file}: is a web page, such as one that asks for a login, not the file itself; download it again")
+    found = describe_stand_in(_start(file) if content is None else content)
+    if found is not None:
+        raise kind(f"{file}: {found}")
 
 
 def _start(file: Path) -> bytes:
@@ -35,6 +27,6 @@ def _start(file: Path) -> bytes:
         return b""
     try:
         with file.open("rb") as opened:
-            return opened.read(_READ)
+            return opened.read(START_BYTES)
     except OSError:  # whoever reads the file says so
         return b""

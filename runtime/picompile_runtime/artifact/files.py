@@ -12,6 +12,7 @@ from pathlib import Path
 
 from picompile_runtime.errors import ArtifactError, DoesNotFitError, PicompileRuntimeError, RequestError
 from picompile_runtime.request_checks import shown
+from picompile_runtime.stand_ins import START_BYTES, describe_stand_in
 
 # Turns the system's errors while an artifact is opened or loaded into the runtime's, which name the cause.
 
@@ -113,17 +114,28 @@ def open_file(folder: Path, name: str, stack: ExitStack) -> int:
 
 
 def read_small_file(descriptor: int, where: str) -> bytes:
-    """Return the whole content of an open file. Raises ArtifactError, naming `where`, above 256 MiB."""
+    """Return the whole content of an open file. Raises ArtifactError, naming `where`, above 256 MiB.
+
+    So it does if another file stands there: see `describe_stand_in`.
+    """
     size = os.fstat(descriptor).st_size
     if size > _MOST_JSON_BYTES:
         raise ArtifactError(f"{where}: has {size} bytes, and at most {_MOST_JSON_BYTES} are read")
-    return os.pread(descriptor, size, 0)
+    content = os.pread(descriptor, size, 0)
+    _refuse_stand_in(content, where)
+    return content
+
+
+def _refuse_stand_in(start: bytes, where: object) -> None:
+    if (found := describe_stand_in(start)) is not None:
+        raise ArtifactError(f"{where}: {found}")
 
 
 def check_size(descriptor: int, entry: FileEntry, path: Path) -> None:
     """Raise ArtifactError unless the open file is as large as the manifest says."""
     size = os.fstat(descriptor).st_size
     if size != entry.size_bytes:
+        _refuse_stand_in(os.pread(descriptor, START_BYTES, 0), path)
         raise ArtifactError(f"{path}: has {size} bytes instead of {entry.size_bytes}; copy or compile it again")
 
 

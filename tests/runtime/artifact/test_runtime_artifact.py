@@ -90,6 +90,15 @@ def test_damaged_files_are_named(folder: Path, name: str, tmp_path: Path) -> Non
     fails(folder, f"{name}: is not a regular file")
 
 
+def test_pointers_of_git_lfs_are_named(folder: Path) -> None:
+    """As in a repository of artifacts that was cloned without its large files."""
+    for name in ("weights.safetensors", "program.json", "manifest.json"):
+        kept = (folder / name).read_bytes()
+        (folder / name).write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'4d' * 32}\nsize 5\n")
+        fails(folder, rf"{name}: is a Git LFS pointer, not the file itself; run `git lfs pull`")
+        (folder / name).write_bytes(kept)
+
+
 def test_folders_without_an_artifact_raise(folder: Path, tmp_path: Path) -> None:
     fails(tmp_path / "nothing", "is not a folder")
     fails(tmp_path, "manifest.json: cannot be opened")
