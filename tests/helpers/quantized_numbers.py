@@ -196,7 +196,10 @@ KINDS: dict[str, Kind] = {
     "packed-4": Kind(_grouped(4, 32), packed(4, 32)),
     "packed-4-zeros": Kind(_grouped(4, 32), packed(4, 32, zeros=True)),
     "packed-4-plain-zeros": Kind(_grouped(4, 32), packed(4, 32, zeros=True, plain=True)),
-    "packed-4-order": Kind(_grouped(4, 32), packed(4, 32, ordered=True)),
+    "packed-4-order": Kind(
+        _compressed("pack-quantized", num_bits=4, strategy="group", group_size=32, actorder="group"),
+        packed(4, 32, ordered=True),
+    ),
     "packed-8": Kind(_grouped(8, 32), packed(8, 32)),
     "packed-3-zeros": Kind(_grouped(3, 32), packed(3, 32, zeros=True)),
     "packed-4-channel": Kind(_compressed("pack-quantized", num_bits=4, strategy="channel"), packed(4, -1)),

@@ -23,7 +23,7 @@ def _open(settings: Settings) -> Callable[[StoredFiles], Found]:
         settings.refuse(f"with data_type {data_type!r:.40}")
     if act_bits not in (16, 32):
         settings.refuse(f"with act_bits {act_bits!r:.20}")
-    settings.without("rotation_config", "svdquant_config")
+    settings.without("rotation_config", "svdquant_config", "super_bits")
     overrides = settings.get("extra_config", default={})
     if not isinstance(overrides, dict):
         settings.refuse(f"with extra_config {overrides!r:.40}")

@@ -24,6 +24,8 @@ def _open(settings: Settings) -> Callable[[StoredFiles], Found]:
     version, zero_point = settings.get("version", default="gemm"), settings.values.get("zero_point", True)
     if str(version).lower() != "gemm" or zero_point is not True:
         settings.refuse(f"of version {version!r:.20}, or without zero_point")
+    if settings.get("backend") == "llm-awq":
+        settings.refuse("of the backend 'llm-awq'")
     form = settings.get("checkpoint_format", "format", default="gemm")
     if str(form).lower() != "gemm":
         settings.refuse(f"in the format {form!r:.40}")

@@ -50,10 +50,14 @@ _NVFP4, _MXFP4 = 16, 32
 
 @dataclass(frozen=True)
 class _Weights:
-    """The settings of a group of modules: bits, and weights of a block, -1 for all of a side."""
+    """The settings of a group of modules: bits, and weights of a block, -1 for all of a side.
+
+    `ordered` is whether blocks are not of inputs side by side, so that each matrix needs its `weight_g_idx`.
+    """
 
     bits: int
     block: tuple[int, int]
+    ordered: bool = False
 
 
 def _open(settings: Settings) -> Callable[[StoredFiles], Found]:
@@ -93,7 +97,7 @@ def _weights(settings: Settings, weights: Any) -> _Weights:
     strategy = own.get("strategy", default="group" if own.get("group_size") else "tensor")
     if strategy in ("group", "tensor_group"):
         size = own.whole("with groups of %s", own.get("group_size"), lambda value: value == -1 or 1 <= value <= 1 << 20)
-        return _Weights(bits, (1, size))
+        return _Weights(bits, (1, size), ordered=own.get("actorder") in (True, "group", "dynamic"))
     if strategy == "block":
         sizes = own.get("block_structure")
         if not isinstance(sizes, (list, tuple)) or len(sizes) != 2:
@@ -130,8 +134,10 @@ def _integers(files: StoredFiles, module: str, shape: tuple[int, int], weights: 
     bits = weights[0].bits
     block = fitting_block(files, module, shape, "weight_scale", [own.block for own in weights])
     groups = grid_shape(shape, (1, block[1]))[1]
+    file = files.headers[f"{module}.weight_packed"].file
+    if all(own.ordered for own in weights) and files.part(module, "weight_g_idx") is None:
+        raise UnsupportedModelError(f"{file}: no {module}.weight_g_idx, which actorder in quantization_config asks for")
     if block[0] not in (1, outputs):
-        file = files.headers[f"{module}.weight_packed"].file
         raise UnsupportedModelError(f"{file}: {module}.weight_packed has blocks of {block[0]} rows, which are not read")
     if (zeros := files.part(module, "weight_zero_point")) is not None:
         # Early versions did not pack them.

@@ -45,6 +45,8 @@ def _weights(**changes: Any) -> dict[str, Any]:
         ({"quant_method": "gptq", "bits": 4, "group_size": "many"}, "groups of 'many'"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq of version 'gemv'"),
         ({"quant_method": "awq", "bits": 4, "version": "exllama"}, "awq of version 'exllama'"),
+        ({"quant_method": "awq", "bits": 4, "backend": "llm-awq"}, "awq of the backend 'llm-awq'"),
+        ({"quant_method": "auto-round", "bits": 4, "super_bits": 6}, "auto-round with super_bits 6"),
         ({"quant_method": "awq", "bits": 4, "zero_point": False}, "without zero_point"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "gptq in the format 'marlin'"),
         ({"quant_method": "gptq", "bits": 3, "checkpoint_format": "gptq_p"}, "gptq in the format 'gptq_p'"),

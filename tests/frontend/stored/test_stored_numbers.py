@@ -121,6 +121,7 @@ def _text(text: str) -> Callable[[Tensor], Tensor]:
             "up.weight_zero_point is [7, 3]; [64, 96] needs",
         ),
         ("packed-4-plain-zeros", _as("weight_zero_point", lambda t: t[:-1]), "[63, 3]; [64, 96] needs [64, 3]"),
+        ("packed-4-order", _drop("weight_g_idx"), "no up.weight_g_idx, which actorder in quantization_config asks for"),
         ("packed-4-order", _as("weight_g_idx", lambda t: t + 1), "up.weight_g_idx names groups that there are not"),
         ("int-zeros", _as("weight_zero_point", lambda t: t[:-1]), "up.weight_zero_point is unlike its scales"),
         ("int-group", lambda t: t.update({"up.weight_g_idx": torch.zeros(96).int()}), "read of packed integers alone"),
