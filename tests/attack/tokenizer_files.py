@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from helpers import damage
 from helpers.attacks import attack, damage_file, import_once, options, run_case
+from helpers.sentencepiece_files import save_model
 from helpers.tokenizer_folders import CHATML, LINES, save_folder, train_byte_level
 
 ROWS = 1000
@@ -107,6 +108,8 @@ def save_bases(folder: Path) -> list[Path]:
     merges = "\n".join(" ".join(pair) for pair in model["merges"])
     files = {"vocab__json": model["vocab"], "merges__txt": merges, "tokenizer_config__json": config}
     bases.append(save_folder(folder / "old", None, config__json={"model_type": "gpt2"}, **files))
+    bases.append(save_folder(folder / "sentencepiece", None, tokenizer_config__json=config))
+    save_model(bases[-1] / "tokenizer.model")
     return [*bases, *_pieces(folder)]
 
 

@@ -16,7 +16,7 @@ from picompile.frontend.tokenizer.built import Built
 from picompile.frontend.tokenizer.complete import Source
 from picompile.frontend.tokenizer.json_source import FILE, MOST_TOKENIZER_BYTES, build_of_json
 from picompile.frontend.tokenizer.library import shown_text
-from picompile.frontend.tokenizer.other_sources import SOURCES, build_of_class
+from picompile.frontend.tokenizer.other_sources import SOURCES, build_without_json
 from picompile.frontend.tokenizer.templates import TEMPLATE_FILES, folder_templates
 from picompile.frontend.tokenizer_files import TokenizerFiles
 
@@ -37,7 +37,7 @@ def read_folder(folder: Path) -> tuple[TokenizerFiles, Source]:
     templates = folder_templates(folder, config)
     if not (folder / FILE).is_file() and not any((folder / name).is_file() for name in SOURCES):
         return TokenizerFiles(generation_config=generation), Source()
-    built = build_of_json(folder, config) if (folder / FILE).is_file() else build_of_class(folder)
+    built = build_of_json(folder, config) if (folder / FILE).is_file() else build_without_json(folder, config)
     _check_ids(folder, config, built)
     description = {"tokenizer_class": "PreTrainedTokenizerFast", **built.special, **templates}
     notes = (*built.notes, *_unread(folder, built))

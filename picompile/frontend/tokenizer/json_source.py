@@ -47,6 +47,8 @@ def build_of_json(folder: Path, config: Mapping[str, Any]) -> Built:
 def _read(folder: Path, config: Mapping[str, Any]) -> tuple[Any, dict[str, str], tuple[str, ...]]:
     tokenizer = library.of_file(folder)
     backend, special = library.plain_backend(tokenizer), dict(tokenizer.special_tokens_map)
+    with library.guarded():
+        backend = library.finding_whole(backend)
     try:
         chosen = library.chosen_class(folder)
     except library.CannotBuildError as error:

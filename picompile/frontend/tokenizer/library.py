@@ -3,7 +3,7 @@
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ from picompile.frontend.config import one_line, quiet_transformers
 
 # Fields of tokenizer_config.json that say which tokens there are, and not how a text is cut into them.
 _NAMES_TOKENS = ("tokenizer_class", "auto_map", "added_tokens_decoder", "chat_template", "model_max_length")
+_SUFFIXES = (".json", ".model", ".txt", ".tiktoken")
 _TOKENS_SUFFIXES = ("_token", "_special_tokens")
 
 
@@ -63,17 +64,23 @@ def chosen_class_without_options(folder: Path, config: dict[str, Any]) -> Any:
         folder: the checkpoint's.
         config: the contents of its tokenizer_config.json.
     """
+    kept = {key: value for key, value in config.items() if key in _NAMES_TOKENS or key.endswith(_TOKENS_SUFFIXES)}
+    kept = {key: value for key, value in kept.items() if type(value) is not bool}
+    with copied(folder, {"tokenizer_config.json": json.dumps(kept)}) as copy:
+        return chosen_class(copy)
+
+
+@contextmanager
+def copied(folder: Path, changed: Mapping[str, str]) -> Iterator[Path]:
+    """Yield a folder of links to the files of a tokenizer in `folder`, and of files with the texts of `changed`."""
     with tempfile.TemporaryDirectory(prefix="picompile-tokenizer-") as name:
-        plain = Path(name)
+        copy = Path(name)
         for path in folder.iterdir():
-            if path.suffix in (".json", ".model", ".txt", ".tiktoken") and path.is_file():
-                os.symlink(path.resolve(), plain / path.name)
-        file = plain / "tokenizer_config.json"
-        file.unlink(missing_ok=True)
-        kept = {key: value for key, value in config.items() if key in _NAMES_TOKENS or key.endswith(_TOKENS_SUFFIXES)}
-        kept = {key: value for key, value in kept.items() if type(value) is not bool}
-        file.write_text(json.dumps(kept), encoding="utf-8")
-        return chosen_class(plain)
+            if path.suffix in _SUFFIXES and path.name not in changed and path.is_file():
+                os.symlink(path.resolve(), copy / path.name)
+        for file, text in changed.items():
+            (copy / file).write_text(text, encoding="utf-8")
+        yield copy
 
 
 def add_special(backend: Any, texts: Iterable[str]) -> None:
@@ -82,6 +89,39 @@ def add_special(backend: Any, texts: Iterable[str]) -> None:
 
     known = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     backend.add_special_tokens([AddedToken(text, normalized=False) for text in texts if text not in known])
+
+
+def finding_whole(backend: Any) -> Any:
+    """Return a tokenizer that finds added tokens in a text as it is, where a normalizer keeps them from being found.
+
+    Tokens of added_tokens.json are searched for in the normalized text, by their normalized names. A normalizer that
+    puts a space before a text puts one before the name too, so that it is found nowhere but at the beginning.
+    """
+    from tokenizers import AddedToken, Tokenizer
+
+    added = sorted(backend.get_added_tokens_decoder().items())
+    encodings = backend.encode_batch(
+        [f"a {token.content}" if token.single_word else f"a{token.content}" for _, token in added],
+        add_special_tokens=False,
+    )
+    found = zip(added, encodings, strict=True)
+    lost = [token for (number, token), encoding in found if token.normalized and number not in encoding.ids]
+    if not lost:
+        return backend
+    backend.add_tokens(
+        [
+            AddedToken(
+                token.content,
+                single_word=token.single_word,
+                lstrip=token.lstrip,
+                rstrip=token.rstrip,
+                normalized=False,
+                special=token.special,
+            )
+            for token in lost
+        ]
+    )
+    return Tokenizer.from_str(backend.to_str())  # what was added twice is in one of its tables as it was before
 
 
 def has_backend(tokenizer: Any) -> bool:

@@ -32,6 +32,7 @@ class SentencePieceModel:
         add_dummy_prefix: whether a space is put before a text.
         remove_extra_whitespaces: whether spaces at the ends, and rows of them, are dropped.
         byte_fallback: whether unknown letters become bytes.
+        spaces_kept: whether spaces are no letter of pieces, or stand behind words.
         charsmap: the table of the normalizer, compiled; empty for none.
     """
 
@@ -43,6 +44,7 @@ class SentencePieceModel:
     add_dummy_prefix: bool
     remove_extra_whitespaces: bool
     byte_fallback: bool
+    spaces_kept: bool
     charsmap: bytes
 
 
@@ -79,8 +81,6 @@ def _read(data: memoryview) -> SentencePieceModel:
         if len(pieces) > _MOST_PIECES:
             raise MessageError("more pieces than any vocabulary has")
     trainer, normalizer = parts[_TRAINER], parts[_NORMALIZER]
-    if normalizer.get(5, 1) != 1 or trainer.get(24, 0) != 0:
-        raise UnsupportedModelError("a sentencepiece model that keeps spaces, or has them behind words, is not read")
     ids = {"unk": (40, 0), "bos": (41, 1), "eos": (42, 2), "pad": (43, -1)}
     numbers = {name: _signed(trainer.get(field, default)) for name, (field, default) in ids.items()}
     return SentencePieceModel(
@@ -92,6 +92,7 @@ def _read(data: memoryview) -> SentencePieceModel:
         add_dummy_prefix=bool(normalizer.get(3, 1)),
         remove_extra_whitespaces=bool(normalizer.get(4, 1)),
         byte_fallback=bool(trainer.get(35, 0)),
+        spaces_kept=normalizer.get(5, 1) != 1 or trainer.get(24, 0) != 0,
         charsmap=bytes(_message(normalizer.get(2, memoryview(b"")))),
     )
 
