@@ -256,7 +256,9 @@ def _tried(folder: Path, files: Any) -> str:
     ours = Tokenizer(
         (written / "tokenizer.json").read_text(), json.loads((written / "tokenizer_config.json").read_text())
     )
-    theirs = None if files.notes else plain_backend(AutoTokenizer.from_pretrained(folder))
+    # Without tokenizer.json, transformers needs packages for a model of sentencepiece, and reads it otherwise.
+    alone = (folder / "tokenizer.model").exists() and not (folder / "tokenizer.json").exists()
+    theirs = None if files.notes or alone else plain_backend(AutoTokenizer.from_pretrained(folder))
     for text in TEXTS:
         try:
             ids = ours.encode(text)

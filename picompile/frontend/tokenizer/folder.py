@@ -40,7 +40,7 @@ def read_folder(folder: Path) -> tuple[TokenizerFiles, Source]:
     built = build_of_json(folder, config) if (folder / FILE).is_file() else build_without_json(folder, config)
     _check_ids(folder, config, built)
     description = {"tokenizer_class": "PreTrainedTokenizerFast", **built.special, **templates}
-    notes = (*built.notes, *_unread(folder, built))
+    notes = (*built.notes, *_unread(folder, built), *_not_applied(folder, config, built))
     files = TokenizerFiles(built.text, description, generation, notes=notes)
     return files, Source(built.backend, built.special)
 
@@ -93,3 +93,13 @@ def _unread(folder: Path, built: Built) -> Iterator[str]:
         text, taken = value.get("content") if isinstance(value, Mapping) else value, built.special.get(name)
         if isinstance(text, str) and text != taken:
             yield f"{folder}: special_tokens_map.json has {name} {text!r}; tokenizer_config.json holds, with {taken!r}"
+
+
+def _not_applied(folder: Path, config: Mapping[str, Any], built: Built) -> Iterator[str]:
+    """Yield a line for each option of tokenizer_config.json that a tokenizer.json cannot hold."""
+    where = f"{folder}: tokenizer_config.json has"
+    if config.get("split_special_tokens"):
+        yield f"{where} split_special_tokens, which is not applied: special tokens in a text are special"
+    # transformers itself does not apply it to merged pieces.
+    if config.get("clean_up_tokenization_spaces") and type(built.backend.model).__name__ != "BPE":
+        yield f"{where} clean_up_tokenization_spaces, which is not applied: answers have the spaces that were written"

@@ -42,7 +42,7 @@ def chosen_class(folder: Path) -> Any:
 
     with guarded():
         return AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False, mistral_format=False
+            folder, local_files_only=True, trust_remote_code=False, mistral_format=False, split_special_tokens=False
         )
 
 
@@ -54,7 +54,7 @@ def of_file(folder: Path) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     with guarded():
-        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True, split_special_tokens=False)
 
 
 def chosen_class_without_options(folder: Path, config: dict[str, Any]) -> Any:

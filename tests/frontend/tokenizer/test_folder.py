@@ -88,6 +88,14 @@ def test_files_that_transformers_leaves_out_are_named(tmp_path: Path, trained: A
     assert "special_tokens_map.json has eos_token '</s>'; tokenizer_config.json holds, with '<|im_end|>'" in second
 
 
+def test_options_that_are_not_applied_are_named(tmp_path: Path, trained: Any) -> None:
+    config = {**CONFIG, "split_special_tokens": True, "clean_up_tokenization_spaces": True}
+    folder = save_folder(tmp_path, trained, tokenizer_config__json=config)
+    (note,) = read_tokenizer(folder, ROWS).notes  # the spaces of merged pieces stay in transformers, too
+    assert note.endswith("has split_special_tokens, which is not applied: special tokens in a text are special")
+    assert in_artifact(folder).encode("<|im_end|>") == [2]
+
+
 def test_a_class_that_reads_the_file_otherwise(tmp_path: Path) -> None:
     """GPT2Tokenizer builds a pre-tokenizer of its own, without the split of digits (transformers#45920)."""
     tokenizer = train_byte_level()
