@@ -198,7 +198,9 @@ def damage_file(path: Path, others: Sequence[Path], draw: random.Random) -> str:
     path.rename(kept)
     if how == "a folder":
         path.mkdir()
-    elif how == "a link":
+    elif how == "a link":  # to other content: links are followed
+        kept.unlink()
+        kept.write_bytes(content + b"\0")
         path.symlink_to(kept.name)
         return f"{path.name} {how}"
     elif how != "gone":
