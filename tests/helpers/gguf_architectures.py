@@ -66,10 +66,13 @@ def _metadata(written: Written) -> Callable[[Any], Values]:
     return values
 
 
-def write_architecture(file: Path, example: Example, model: nn.Module, fused: bool = False, **more: Any) -> None:
+def write_architecture(
+    file: Path, example: Example, model: nn.Module, fused: bool = False, type_name: str = "F32", **more: Any
+) -> None:
     """Write `model` as a GGUF file of an example's architecture; see `write_file`.
 
-    `fused` makes one tensor of queries, keys and values. `more` are values of the metadata under full keys.
+    Matrices are of `type_name`. `fused` makes one tensor of queries, keys and values. `more` are values of the metadata
+    under full keys.
     """
     written = WRITTEN[example]
     tensors: dict[str, Array] = {}
@@ -95,7 +98,7 @@ def write_architecture(file: Path, example: Example, model: nn.Module, fused: bo
             parts = [tensors.pop(name.replace("attn_q", f"attn_{letter}")) for letter in "qkv"]
             tensors[name.replace("attn_q", "attn_qkv")] = np.concatenate(parts)
     metadata = {f"{example.architecture}.{key}": value for key, value in example.metadata(model.config).items()}
-    write_file(file, example.architecture, {**metadata, **listed, **more}, tensors)
+    write_file(file, example.architecture, {**metadata, **listed, **more}, tensors, type_name)
 
 
 def _latent_parts(config: Any, name: str, values: Array) -> list[tuple[str, Array]]:

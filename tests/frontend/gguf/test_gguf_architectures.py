@@ -11,6 +11,7 @@ from helpers.gguf_models import check_logits
 from picompile.errors import UnsupportedModelError
 from picompile.frontend.gguf.architectures import ARCHITECTURES
 from picompile.frontend.gguf.model import open_gguf
+from picompile_passes.dialect import dequantize_rows
 
 # Each of these has something that no other has: the others are slow tests.
 QUICK = ("apertus", "cohere2", "gptneox", "granite_swa", "mistral3", "olmo2 with windows", "phi2", "smollm3")
@@ -44,6 +45,19 @@ def test_another_architecture(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", [*FUSED, "llama with q/k/v biases"])
 def test_fused_queries_keys_and_values(tmp_path: Path, name: str) -> None:
     check(tmp_path / "model.gguf", name, fused=True)
+
+
+@pytest.mark.parametrize("name", ["granite", "phi2"])
+def test_parts_and_moved_rows_are_packed_without_rounding(tmp_path: Path, name: str) -> None:
+    """Rows of Q8_0 that are moved, or lie within a fused matrix, have the same numbers packed and dequantized."""
+    example, file = ARCHITECTURE_EXAMPLES[name], tmp_path / "model.gguf"
+    write_architecture(file, example, build(example), fused=name == "phi2", type_name="Q8_0")
+    opened = open_gguf(file)
+    for part in "qkv":
+        parameter = f"model.layers.1.self_attn.{part}_proj.weight"
+        packed, values = opened.packed(parameter, "q8"), opened.load(parameter)
+        assert packed is not None and opened.tensors[parameter].type == "Q8_0"
+        assert torch.equal(dequantize_rows(packed, "q8", values.shape[1]), values)
 
 
 def test_each_record_has_an_example() -> None:
