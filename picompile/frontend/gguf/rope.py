@@ -85,10 +85,11 @@ def _magnitude(factor: float, multiplier: float) -> float:
 
 def _of_long_factors(values: MetadataValues, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return longrope, whose factors for short and for long texts are tensors."""
-    header, original = values.header, values.count("rope.scaling.original_context_length")
+    header = values.header
+    # llama.cpp's own default is the length of the context.
+    original = values.count("rope.scaling.original_context_length") or values.count("context_length")
     if not original:
-        key = shown(values.key("rope.scaling.original_context_length"))
-        raise UnsupportedModelError(f"{header.file}: {LONG_FACTORS[0]}: longrope needs {key}")
+        raise UnsupportedModelError(f"{header.file}: {LONG_FACTORS[0]}: longrope needs {values.key('context_length')}")
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     rotary = values.count("rope.dimension_count") or head_dim
     long, short = (_vector(header, name, rotary // 2) for name in LONG_FACTORS)

@@ -1,5 +1,6 @@
 """Architectures that records of our own read: each against the model that was written, in its class of transformers."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,11 @@ import torch
 from helpers.gguf_architectures import ARCHITECTURE_EXAMPLES, FUSED, write_architecture
 from helpers.gguf_files import build
 from helpers.gguf_models import check_logits
+from helpers.support import ROOT
 from picompile.errors import UnsupportedModelError
 from picompile.frontend.gguf.architectures import ARCHITECTURES
 from picompile.frontend.gguf.model import open_gguf
+from picompile.frontend.gguf.transformers_tables import COMPILED
 from picompile_passes.dialect import dequantize_rows
 
 # Each of these has something that no other has: the others are slow tests.
@@ -65,6 +68,13 @@ def test_each_record_has_an_example() -> None:
 
     tried = {example.architecture for example in (*ARCHITECTURE_EXAMPLES.values(), *EXAMPLES.values())}
     assert ARCHITECTURES.keys() <= tried | {"baichuan"}, "Baichuan's is InternLM2's, but for its layers"
+
+
+def test_the_documentation_has_all() -> None:
+    section = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8").partition("\n### GGUF files")[2]
+    section = section.partition("\n### ")[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    assert set(re.findall(r"`([\w-]+)`", " ".join(rows))) == {*ARCHITECTURES, *COMPILED}
 
 
 @pytest.mark.parametrize(

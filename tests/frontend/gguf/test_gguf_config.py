@@ -186,8 +186,8 @@ def test_keys_that_are_not_read_must_change_nothing(
         ({"llama.feed_forward_length": [1.0, 2.0]}, "is not a list of at most 16384 whole numbers"),
         ({"llama.feed_forward_length": [-1, -1]}, "is not a list of at most 16384 whole numbers"),
         (
-            {"tensors": {f"rope_factors_{name}.weight": np.ones(12) for name in ("long", "short")}},
-            "longrope needs llama.rope.scaling.original_context_length",
+            {"tensors": {f"rope_factors_{name}.weight": np.ones(11) for name in ("long", "short")}},
+            r"rope_factors_long.weight is F32 \[11\], not F32 \[12\]",
         ),
         ({"tensors": {"rope_freqs.weight": np.linspace(1, 3, 12)}}, "not those of Llama 3's scaling"),
         ({"tensors": {"rope_freqs.weight": np.ones(11)}}, r"F32 \[11\], not F32 \[12\]"),
