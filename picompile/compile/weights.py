@@ -3,7 +3,7 @@
 Weights are rounded once, before a plan tells which neurons are where.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,35 +33,45 @@ _MEASURED_ROWS = 64
 
 
 def warn_of_rounding(captured: Captured, quant: str, progress: Progress) -> None:
-    """Tell `progress` if most weights are quantized already and `quant` rounds them a second time, and what that costs.
+    """Tell `progress` if weights are quantized already and `quant` rounds them a second time, and what that costs.
 
-    Nothing is said of what is lost in the digits of float16.
+    Down projections are rounded again where other matrices are not: an artifact has a row for each neuron. Nothing is
+    said of what is lost in the digits of float16.
     """
-    rounds_again: Callable[[str], str | None] | None = getattr(captured.weights, "rounds_again", None)
-    stored = None if rounds_again is None else rounds_again(quant)
-    loss = 0.0 if stored is None else _rounding_loss(captured.weights, captured.facts.vocab, quant)
-    if stored is None or loss < _SILENT_LOSS:
+    rounds_again: Callable[..., str | None] | None = getattr(captured.weights, "rounds_again", None)
+    if rounds_again is None:
         return
-    better = "; --quant q4m or q8 keeps them closer to what they are" if FORMATS[quant].bits <= COARSE_BITS else ""
+    shapes = {name: captured.weights.shape(name) for name in captured.weights.names()}
+    matrices = [name for name, shape in shapes.items() if len(shape) == 2 and captured.facts.vocab not in shape]
+    down = [name for name in matrices if shapes[name] == (captured.facts.hidden, captured.facts.ffn)]
+    what, stored, names = "most weights", rounds_again(quant), matrices
+    if stored is None and captured.facts.hidden != captured.facts.ffn:
+        what, stored, names = "down projections", rounds_again(quant, transposed=True), down
+    loss = 0.0 if stored is None else _rounding_loss(captured.weights, names, quant, transposed=names is down)
+    if loss < _SILENT_LOSS:
+        return
+    better = "; --quant q4m or q8 keeps them closer to what they are"
     progress.say(
-        f"most weights of the model are {stored}, which {quant} rounds a second time, with a relative squared error of "
-        f"{loss:.2g}{better}"
+        f"{what} of the model are {stored}, which {quant} rounds a second time, with a relative squared error of "
+        f"{loss:.2g}{better if FORMATS[quant].bits <= COARSE_BITS else ''}"
     )
 
 
-def _rounding_loss(weights: WeightSource, vocab: int, quant: str) -> float:
+def _rounding_loss(weights: WeightSource, names: Sequence[str], quant: str, transposed: bool) -> float:
     """Return the relative squared error of `quant`, rounded to nearest: Σ (rounded - weight)² / Σ weight².
 
-    It is that of some rows of some matrices, spread over the model; tables with a row for each token are left out.
+    It is that of some rows of some of the matrices `names`, spread over the model; rows that can be packed as they are
+    have none.
     """
-    shapes = {name: weights.shape(name) for name in weights.names()}
-    names = [name for name, shape in shapes.items() if len(shape) == 2 and vocab not in shape]
+    packed: Callable[[str, str, bool], object] = getattr(weights, "packed", lambda *_: None)
     error = total = 0.0
     for name in names[:: max(1, len(names) // _MEASURED_MATRICES)][:_MEASURED_MATRICES]:
-        rows = weights.load(name)[:_MEASURED_ROWS].to(torch.float32)
-        rounded = dequantize_rows(quantize_rows(rows, quant), quant, rows.shape[1])
-        error += float((rounded - rows).square().sum())
+        matrix = weights.load(name)
+        rows = (matrix.T if transposed else matrix)[:_MEASURED_ROWS].to(torch.float32)
         total += float(rows.square().sum())
+        if packed(name, quant, transposed) is None:
+            rounded = dequantize_rows(quantize_rows(rows, quant), quant, rows.shape[1])
+            error += float((rounded - rows).square().sum())
     return error / total if total else 0.0
 
 

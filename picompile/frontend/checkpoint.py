@@ -249,8 +249,8 @@ class Codes(Protocol):
         """Return its rows packed, where that is exact."""
         ...
 
-    def rounds_again(self, format_name: str) -> str | None:
-        """Return what they are, such as AWQ, where `format_name` rounds them a second time; else None."""
+    def rounds_again(self, format_name: str, transposed: bool = False) -> str | None:
+        """Return what they are, such as AWQ, where `format_name` rounds their rows or columns again; else None."""
         ...
 
 
@@ -324,9 +324,12 @@ class FolderWeights:
             return None
         return self._codes.packed(stored, format_name)
 
-    def rounds_again(self, format_name: str) -> str | None:
-        """Return what the matrices are that `format_name` rounds a second time, such as AWQ; None where it does not."""
-        return None if self._codes is None else self._codes.rounds_again(format_name)
+    def rounds_again(self, format_name: str, transposed: bool = False) -> str | None:
+        """Return what the matrices are that `format_name` rounds a second time, such as AWQ; None where it does not.
+
+        With `transposed` it is asked of matrices whose columns are packed as rows.
+        """
+        return None if self._codes is None else self._codes.rounds_again(format_name, transposed)
 
     def close(self) -> None:
         """Close the shard that is open, if one is."""

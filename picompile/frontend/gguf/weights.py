@@ -39,16 +39,19 @@ class GgufWeights:
         """Return the rows of the parameter `name` without rounding them again, or None, as `GgufModel.packed` does."""
         return self._opened.packed(self._names[name], format_name, transposed)
 
-    def rounds_again(self, format_name: str) -> str | None:
+    def rounds_again(self, format_name: str, transposed: bool = False) -> str | None:
         """Return the type of most numbers, such as Q4_K, that the format rounds again although it has 6 bits or fewer.
 
         None where it does not, and for formats of more than `COARSE_BITS`: their rounding is small beside the first.
+        With `transposed` it is asked of matrices whose columns are packed as rows.
         """
         sizes: Counter[str] = Counter()
         for stored in self._names.values():
             sizes[self._opened.tensors[stored].type] += math.prod(self._opened.tensors[stored].shape)
         most = max(sizes, key=lambda kind: sizes[kind])
-        again = FORMATS[format_name].bits <= COARSE_BITS and most not in (*PLAIN, *REPACKED.values())
+        again = FORMATS[format_name].bits <= COARSE_BITS and most not in (
+            PLAIN if transposed else (*PLAIN, *REPACKED.values())
+        )
         return most if again else None
 
     def close(self) -> None:

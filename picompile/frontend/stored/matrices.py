@@ -8,6 +8,7 @@ from torch import Tensor
 from picompile.errors import UnsupportedModelError
 from picompile.frontend.stored.record import Found, Method, NotReadError, Settings, StoredFiles
 from picompile.frontend.tensor_file import TensorHeader, read_tensor
+from picompile_passes.formats import FORMATS
 from picompile_passes.plugins import members
 
 METHODS = sorted(
@@ -105,8 +106,13 @@ class StoredMatrices:
         """
         return self._matrices[name].numbers().packed(format_name)
 
-    def rounds_again(self, format_name: str) -> str | None:
-        """Return the method's name where the format rounds matrices a second time, else None. Reads a few of them."""
+    def rounds_again(self, format_name: str, transposed: bool = False) -> str | None:
+        """Return the method's name where the format rounds matrices a second time, else None. Reads a few of them.
+
+        With `transposed` it is asked of their columns, of which none is packed as it is.
+        """
+        if transposed:
+            return self.title if FORMATS[format_name].scale and self._matrices else None
         names = list(self._matrices)
         sampled = names[:: max(1, len(names) // _SAMPLES)][:_SAMPLES]
         return self.title if any(self.packed(name, format_name) is None for name in sampled) else None

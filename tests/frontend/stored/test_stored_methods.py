@@ -8,19 +8,23 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.fx import Graph, GraphModule
 
 import picompile_runtime
 from helpers.quantized_files import Maker, Scheme, save_quantized
 from helpers.quantized_numbers import KINDS
-from helpers.reference import eager_logits, relative_error
+from helpers.reference import eager_logits, relative_error, rounded
 from helpers.small_models import small_config, small_model
 from helpers.support import ROOT, save_tiny_llama
 from picompile.compile import compile_model
+from picompile.compile.weights import warn_of_rounding
 from picompile.config import CompileOptions
 from picompile.errors import UnsupportedModelError
+from picompile.frontend.captured import Captured
 from picompile.frontend.hf import open_checkpoint
 from picompile.frontend.stored import find_method
 from picompile.frontend.stored.matrices import METHODS
+from picompile.progress import NoProgress
 
 _PACKED = KINDS["packed-4"].config
 
@@ -146,6 +150,31 @@ def test_the_weights_of_a_model(tmp_path: Path, name: str) -> None:
     assert bool(checkpoint.warnings) == (name == "gptq-v2-labelled-v1")
     for parameter, expected in model.named_parameters():
         assert torch.equal(checkpoint.weights.load(parameter).float(), expected), parameter
+
+
+def test_the_loss_of_a_second_rounding_is_said(tmp_path: Path) -> None:
+    """Down projections have a row for each neuron in an artifact: they are rounded where others are not."""
+    said: list[str] = []
+
+    class Listening(NoProgress):
+        def say(self, text: str) -> None:
+            said.append(text)
+
+    model = save_quantized_model(tmp_path, *_MODELS["awq"])
+    checkpoint = open_checkpoint(tmp_path)
+    captured = Captured(GraphModule(torch.nn.Module(), Graph()), checkpoint.weights, checkpoint.facts)
+    for quant in ("q4", "q4m", "f16"):
+        warn_of_rounding(captured, quant, Listening())
+    losses = [float(re.findall(r"squared error of ([\d.e-]+)", line)[0]) for line in said]
+    assert [line.split(", which")[0] for line in said] == [
+        "most weights of the model are AWQ",
+        "down projections of the model are AWQ",
+    ]
+    projections = {name: weight.detach() for name, weight in model.named_parameters() if "_proj" in name}
+    down = [weight.T for name, weight in projections.items() if "down_proj" in name]
+    for loss, matrices, quant in ((losses[0], list(projections.values()), "q4"), (losses[1], down, "q4m")):
+        error = sum(float((rounded(weight, quant) - weight).square().sum()) for weight in matrices)
+        assert loss == pytest.approx(error / sum(float(weight.square().sum()) for weight in matrices), rel=0.25)
 
 
 @pytest.mark.slow("compiles a model")
