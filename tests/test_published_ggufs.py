@@ -7,15 +7,19 @@ here, and nothing of it is kept.
 
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
 from torch import nn
 
 import picompile_runtime
+from helpers.gguf_vocabularies import TEXTS
 from helpers.published_models import download, unpack
 from picompile.compile import compile_model
 from picompile.config import CompileOptions
+from picompile.frontend.gguf.header import read_header
+from picompile.frontend.gguf.tokenizer import read_gguf_tokenizer
 from picompile_runtime import Tokenizer
 
 pytestmark = pytest.mark.slow("downloads models of 93 and 240 MB and compares with transformers")
@@ -76,6 +80,28 @@ def engine(model_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     compile_model(model_file, artifact, CompileOptions(quant="f16", context=256))
     with picompile_runtime.load(artifact) as opened:
         yield opened
+
+
+def test_tokens_are_those_of_transformers(model_file: Path) -> None:
+    """transformers splits SmolLM2's texts as GPT-2's, so it is given that model's split."""
+    from tokenizers import pre_tokenizers
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(model_file.parent, gguf_file=model_file.name).backend_tokenizer
+    ours = Tokenizer(read_gguf_tokenizer(read_header(model_file)).tokenizer_json or "")
+    if theirs.normalizer is None:
+        digits, letters = (
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        )
+        theirs.pre_tokenizer = pre_tokenizers.Sequence([digits, letters])
+    draw = Random(49)
+    ids = [[draw.randrange(theirs.get_vocab_size()) for _ in range(draw.randint(1, 12))] for _ in range(300)]
+    special = [token.content for token in theirs.get_added_tokens_decoder().values()]
+    rows = ["".join(draw.choice([*special, *TEXTS, *_PROMPTS]) for _ in range(3)) for _ in range(200)]
+    for text in (*_PROMPTS, *TEXTS, *theirs.decode_batch(ids, skip_special_tokens=True), *rows):
+        if "\u2581" not in text:  # stands for a space in Gemma's vocabulary, where transformers has it otherwise
+            assert ours.encode(text, special_tokens=False) == theirs.encode(text, add_special_tokens=False).ids, text
 
 
 def test_greedy_texts_are_those_of_transformers(eager: nn.Module, engine: picompile_runtime.Engine) -> None:

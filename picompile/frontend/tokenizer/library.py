@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from picompile.frontend.config import one_line, quiet_transformers
+from picompile.frontend.panics import quiet_panics
 
 # Fields of tokenizer_config.json that say which tokens there are, and not how a text is cut into them.
 _NAMES_TOKENS = ("tokenizer_class", "auto_map", "added_tokens_decoder", "chat_template", "model_max_length")
@@ -163,20 +164,6 @@ def guarded() -> Iterator[None]:
     except BaseException as error:
         known = error if isinstance(error, Exception) and str(error) else Exception(str(error) or type(error).__name__)
         raise CannotBuildError(printable(one_line(known))) from error
-
-
-@contextmanager
-def quiet_panics() -> Iterator[None]:
-    """Keep what the tokenizers package prints of its panics from stderr; Python's own output comes after."""
-    kept = os.dup(2)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
 
 
 def printable(text: str) -> str:

@@ -1,7 +1,6 @@
 """The list of a GGUF file that its tokenizer is held to."""
 
 import re
-from typing import Any
 
 from picompile.errors import UnsupportedModelError
 from picompile.frontend.byte_letters import letter_bytes
@@ -9,23 +8,23 @@ from picompile.frontend.config import one_line
 from picompile.frontend.gguf.cursor import shown
 from picompile.frontend.gguf.tokenizer.assembly import MadeTokenizer
 from picompile.frontend.gguf.tokenizer.vocabulary import GgufVocabulary
+from picompile.frontend.panics import quiet_panics
 from picompile.frontend.tokenizer_check import ListedTokens, first_disagreement
 
+# A damaged table of a normalizer fails on some of them.
+_LETTERS = "".join(map(chr, range(0x20, 0x3400)))
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
 
 
 def hold_to_list(vocabulary: GgufVocabulary, made: MadeTokenizer) -> None:
     """Raise `UnsupportedModelError`, in one line, where a tokenizer that was made is none, or not the file's."""
-    found = first_disagreement(_parsed(vocabulary, made.text), _listed(vocabulary, made))
-    if found is not None:
-        raise UnsupportedModelError(f"{vocabulary.file}: no tokenizer.json can be made of its vocabulary: {found}")
-
-
-def _parsed(vocabulary: GgufVocabulary, text: str) -> Any:
     from tokenizers import Tokenizer
 
     try:
-        return Tokenizer.from_str(text)
+        with quiet_panics():
+            tokenizer = Tokenizer.from_str(made.text)
+            found = first_disagreement(tokenizer, _listed(vocabulary, made))
+            tokenizer.encode(_LETTERS if vocabulary.charsmap else "a")
     except (KeyboardInterrupt, SystemExit):
         raise
     # A panic of the tokenizers package is no Exception.
@@ -34,6 +33,8 @@ def _parsed(vocabulary: GgufVocabulary, text: str) -> Any:
         raise UnsupportedModelError(
             f"{vocabulary.file}: no tokenizer can be made of its vocabulary, which is {shown(vocabulary.model)}: {what}"
         ) from error
+    if found is not None:
+        raise UnsupportedModelError(f"{vocabulary.file}: no tokenizer.json can be made of its vocabulary: {found}")
 
 
 def _listed(vocabulary: GgufVocabulary, made: MadeTokenizer) -> ListedTokens:

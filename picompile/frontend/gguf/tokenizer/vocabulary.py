@@ -117,7 +117,11 @@ def _read_charsmap(header: GgufHeader) -> bytes:
         return b""
     if not is_array_of(header, key, int) or header.arrays[key].count > _MOST_CHARSMAP_BYTES:
         raise UnsupportedModelError(f"{header.file}: {key} is no list of bytes, or too long")
-    return bytes(number & 255 for number in read_array(header, key) or ())
+    table = bytes(number & 255 for number in read_array(header, key) or ())
+    # The tokenizers package takes the length of the table from its first four bytes, and memory for that much.
+    if table and (len(table) < 4 or (size := int.from_bytes(table[:4], "little")) % 4 or size + 4 > len(table)):
+        raise UnsupportedModelError(f"{header.file}: {key} is longer by its own count than in the file")
+    return table
 
 
 def _pairs(header: GgufHeader, merges: Sequence[str] | None) -> list[tuple[str, str]] | None:
