@@ -304,7 +304,7 @@ def _facts(
     )
     numbers = {name: value for name, value in vars(found).items() if name != "positions"}
     return ModelFacts(
-        name=folder.resolve().name if file is None else model_name(file.resolve()),
+        name=folder.resolve().name if file is None else model_name(file),
         architecture=type(model).__name__,
         family=family.name,
         **numbers | {"activation": activation or found.activation},

@@ -95,7 +95,15 @@ def test_what_is_no_model(cli: Cli, tmp_path: Path) -> None:
         ("profile", file, "neither a folder nor a GGUF file"),
     ):
         assert_refused(cli(command, model, "-o", tmp_path / "out"), 2, says)
-    file.unlink()
+    for name in ("a", "c"):
+        file.with_name(f"{name}.gguf").write_bytes(b"GGUF")
+    assert_refused(
+        cli("compile", tmp_path, "-o", tmp_path / "out"),
+        2,
+        "several GGUF files are in it; name one of a.gguf, b.gguf, c",
+    )
+    for each in tmp_path.glob("*.gguf"):
+        each.unlink()
     assert_refused(
         cli("compile", tmp_path, "-o", tmp_path / "out"), 2, "no config.json in it; MODEL is a Hugging Face folder"
     )

@@ -11,6 +11,7 @@ from gguf import GGUFReader, GGUFWriter
 from helpers.gguf_files import save_example
 from picompile.errors import PicompileError
 from picompile.frontend.gguf.model import open_gguf
+from picompile.frontend.hf import open_checkpoint
 from picompile.frontend.model_file import gguf_file, is_gguf, opened_gguf
 
 
@@ -90,6 +91,18 @@ def test_a_changed_part_is_read_again(tmp_path: Path) -> None:
     assert opened_gguf(first) is opened
     second.write_bytes(second.read_bytes())
     assert opened_gguf(first) is not opened
+
+
+def test_parts_behind_links(tmp_path: Path) -> None:
+    """A hub's cache has files by their hashes, and links with their names in another folder."""
+    whole = save_example(tmp_path)
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "snapshot").mkdir()
+    for number, part in enumerate(split(whole, tmp_path)):
+        blob = part.rename(tmp_path / "blobs" / f"hash{number}")
+        (tmp_path / "snapshot" / part.name).symlink_to(blob)
+    assert opened_gguf(tmp_path / "snapshot").fingerprint() == open_gguf(whole).fingerprint()
+    assert open_checkpoint(tmp_path / "snapshot").facts.name == "model"
 
 
 def test_a_folder_stands_for_its_one_model(tmp_path: Path) -> None:
