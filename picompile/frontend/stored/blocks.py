@@ -110,7 +110,7 @@ def fitting_block(
         flat = tuple(size for size in header.shape if size != 1)
         if flat == tuple(size for size in (rows, columns) if size != 1):
             return block
-    blocks = " or ".join(str(list(grid_shape(shape, block))) for block in sizes)
+    blocks = " or ".join(str(list(grid_shape(shape, block))) for block in sizes) or "settings of its weights"
     raise UnsupportedModelError(
         f"{header.file}: {module}.{scale_part} is {list(header.shape)}, but a matrix of {list(shape)} needs {blocks}"
     )

@@ -73,6 +73,7 @@ def _open(settings: Settings) -> Callable[[StoredFiles], Found]:
     transforms = settings.get("transform_config", default={})
     if transforms and (not isinstance(transforms, dict) or transforms.get("config_groups", True)):
         settings.refuse(f"with transform_config {transforms!r:.60}")
+    # A matrix without settings is refused where it is found.
     weights = [_weights(settings, group["weights"]) for group in groups.values() if group.get("weights") is not None]
 
     def find(files: StoredFiles) -> Found:

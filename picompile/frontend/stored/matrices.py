@@ -1,6 +1,7 @@
 """Finding the method of a quantized checkpoint, and reading its matrices one at a time."""
 
 from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -19,11 +20,12 @@ METHODS = sorted(
 _SAMPLES = 3
 
 
+@dataclass(frozen=True)
 class FoundMethod:
     """The method of a checkpoint and, in `find`, the function that finds its matrices."""
 
-    def __init__(self, method: Method, find: Callable[[StoredFiles], Found]) -> None:
-        self.method, self.find = method, find
+    method: Method
+    find: Callable[[StoredFiles], Found]
 
 
 def find_method(raw: Mapping[str, Any]) -> FoundMethod | None:

@@ -155,6 +155,13 @@ def test_damaged_checkpoints(
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_matrices_without_settings_are_refused(tmp_path: Path) -> None:
+    for name, says in (("int-channel", "needs settings of its weights"), ("packed-4", "integers of no bits")):
+        save_made(tmp_path, KINDS[name].make, {**KINDS[name].config, "config_groups": {}}, {"up": (64, 96)})
+        with pytest.raises(UnsupportedModelError, match=says):
+            opened(tmp_path)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_codes_may_lie_in_other_elements(tmp_path: Path, dtype: torch.dtype) -> None:
     """bitsandbytes stores its bytes as floats where FSDP asks for that."""
