@@ -51,7 +51,8 @@ def completed(files: TokenizerFiles, model: Path, vocabulary: int, source: Sourc
 
 def _completed(files: TokenizerFiles, model: Path, vocabulary: int, source: Source) -> TokenizerFiles:
     tokenizer = _opened(files, model)
-    fit = fitted(files, tokenizer.vocabulary(), model, vocabulary)
+    ids = tokenizer.vocabulary()
+    fit = fitted(files, ids, model, vocabulary)
     if fit is not files:
         files, tokenizer, source = fit, _opened(fit, model), Source()
     if any(number >= vocabulary for number in tokenizer.encode("a")):
@@ -62,7 +63,7 @@ def _completed(files: TokenizerFiles, model: Path, vocabulary: int, source: Sour
     special = files.tokenizer_config if source.special is None else source.special
     unusable = list(check_templates(tokenizer, _names(special), str(model)))
     notes += unusable
-    named = tokenizer.vocabulary().get(str(files.tokenizer_config.get("eos_token")))
+    named = ids.get(str(files.tokenizer_config.get("eos_token")))
     turn_end = () if unusable else turn_end_tokens(tokenizer)
     ends = (*files.eos_token_ids, *(() if named is None else (named,)), *turn_end)
     return replace(files, generation_config=with_end_tokens(files.generation_config, ends), notes=tuple(notes))

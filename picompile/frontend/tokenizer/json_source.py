@@ -18,6 +18,7 @@ from picompile.frontend.tokenizer.probes import probe_texts
 from picompile.frontend.tokenizer.trial import try_file
 
 FILE = "tokenizer.json"
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 # The largest that is known, Gemma's, has 33 MB.
 MOST_TOKENIZER_BYTES = 256 << 20
 
@@ -34,17 +35,18 @@ def build_of_json(folder: Path, config: Mapping[str, Any]) -> Built:
     text = read_text(folder / FILE, MOST_TOKENIZER_BYTES)
     try_file(folder / FILE)
     try:
-        backend, special, notes = _read(folder, config)
+        backend, special, notes, is_files = _read(folder, config)
         content = json.loads(text)
         if content.get("post_processor") is None:
             backend.post_processor = None  # transformers gives it one that adds nothing
     except library.CannotBuildError as error:
         raise UnsupportedModelError(f"{folder}: no tokenizer can be made of its files: {error}") from error
     listed = tuple((token["content"], token["id"]) for token in content.get("added_tokens") or ())
-    return Built(backend, _text(backend, content, text), special, notes, listed)
+    return Built(backend, _text(backend, content, text, is_files), special, notes, listed)
 
 
-def _read(folder: Path, config: Mapping[str, Any]) -> tuple[Any, dict[str, str], tuple[str, ...]]:
+def _read(folder: Path, config: Mapping[str, Any]) -> tuple[Any, dict[str, str], tuple[str, ...], bool]:
+    """Return the tokenizer, its named special tokens, notes, and whether it is that of the file."""
     tokenizer = library.of_file(folder)
     backend, special = library.plain_backend(tokenizer), dict(tokenizer.special_tokens_map)
     with library.guarded():
@@ -53,13 +55,13 @@ def _read(folder: Path, config: Mapping[str, Any]) -> tuple[Any, dict[str, str],
         chosen = library.chosen_class(folder)
     except library.CannotBuildError as error:
         note = f"{folder}: {FILE} is read as it is, since transformers' class for it fails: {error}"
-        return backend, special, (note,)
+        return backend, special, (note,), True
     if not library.has_backend(chosen):
-        return backend, special, ()
+        return backend, special, (), True
     special = known_special(chosen.special_tokens_map, backend)
     library.add_special(backend, special.values())
-    backend, notes = _settled(folder, config, backend, chosen)
-    return backend, special, notes
+    settled, notes = _settled(folder, config, backend, chosen)
+    return settled, special, notes, settled is backend
 
 
 def _settled(folder: Path, config: Mapping[str, Any], backend: Any, chosen: Any) -> tuple[Any, tuple[str, ...]]:
@@ -88,9 +90,17 @@ def _settled(folder: Path, config: Mapping[str, Any], backend: Any, chosen: Any)
     return backend, (note,)
 
 
-def _text(backend: Any, content: Mapping[str, Any], text: str) -> str:
-    """Return the text of a tokenizer: that of the file where nothing was changed."""
-    written = str(backend.to_str())
-    now = json.loads(written)
-    parts = ("added_tokens", "normalizer", "pre_tokenizer", "post_processor", "decoder")
-    return text if all(now.get(part) == content.get(part) for part in parts) else written
+def _text(backend: Any, content: Mapping[str, Any], text: str, is_files: bool) -> str:
+    """Return the text of a tokenizer: that of the file where nothing was added to it.
+
+    Args:
+        backend: the tokenizer.
+        content: the contents of tokenizer.json.
+        text: its text.
+        is_files: whether the tokenizer is that of the file, but for added tokens.
+    """
+    tokens = content.get("added_tokens") or ()
+    listed = {(token["content"], token["id"], *(token.get(flag) for flag in _FLAGS)) for token in tokens}
+    added = backend.get_added_tokens_decoder().items()
+    now = {(token.content, number, *(getattr(token, flag) for flag in _FLAGS)) for number, token in added}
+    return text if is_files and now == listed else str(backend.to_str())

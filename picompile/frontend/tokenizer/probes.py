@@ -41,7 +41,7 @@ _LONGEST, _SEED = 8, 49
 def probe_texts(tokenizer: Any) -> list[str]:
     """Return the texts for a tokenizer of the tokenizers package, the same ones for the same vocabulary."""
     draw = Random(_SEED)
-    ids = sorted(tokenizer.get_vocab(with_added_tokens=False).values())
+    ids = range(tokenizer.get_vocab_size(with_added_tokens=False))
     special = [token.content for _, token in sorted(tokenizer.get_added_tokens_decoder().items())]
     return [*FIXED_TEXTS, *_from_vocabulary(tokenizer, ids, draw), *_with_special(special, draw)]
 
