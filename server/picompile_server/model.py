@@ -87,7 +87,7 @@ class ServedModel:
         It may render chats, which takes a moment: not for the loop.
         """
         with suppress(PicompileRuntimeError):  # a request that needs it says so
-            if self.tool_use.style is None:
+            if self.tool_use.is_described and self.tool_use.style is None:
                 return (
                     f"{self.name}: the chat template describes tools, in a format of calls that picompile does not "
                     "know: calls come as the content of answers"

@@ -61,7 +61,7 @@ class ToolFormat:
         before: a token that may come before a call, which has no text.
         most_calls: how many calls an answer may have.
         has_short_ids: whether the template wants ids of nine letters and digits.
-        proof: what the template's text of a call with the arguments {"needle": 1} has, if the format is the model's.
+        proof: what a template's text of a call `f` with the arguments {"needle": 1} has, if the format is the model's.
     """
 
     name: str
@@ -105,6 +105,7 @@ HERMES = ToolFormat(
     before_name='<tool_call>\n{"name": "',
     after_arguments="}\n</tool_call>",
     between="\n",
+    proof='<tool_call>\n{"name": "f", "arguments": {"needle": 1}',
 )
 # How calls of earlier turns are written if the template leaves them out, and the model's own format is not known.
 PLAIN = ToolFormat(name="plain", trigger='{"name"', between="\n")
@@ -114,6 +115,7 @@ HERMES_DENSE = ToolFormat(
     trigger="<tool_call>",
     before_name='<tool_call>{"name": "',
     after_arguments="}</tool_call>",
+    proof='<tool_call>{"name": "f", "arguments": {"needle": 1}',
 )
 # Llama 3.1 to 3.3, whose template refuses several calls in one message.
 LLAMA = ToolFormat(
@@ -123,7 +125,7 @@ LLAMA = ToolFormat(
     is_whole=True,
     before="<|python_tag|>",
     most_calls=1,
-    proof='"parameters": {"needle": 1}',
+    proof='{"name": "f", "parameters": {"needle": 1}',
 )
 # Mistral 7B v0.3, Nemo, Small 3.
 MISTRAL = ToolFormat(
@@ -268,6 +270,14 @@ LLAMA_PYTHON = ToolFormat(
     is_whole=True,
     before="<|python_start|>",
 )
+# Apriel 1.5, Hunyuan A13B.
+TAGGED_LIST = ToolFormat(
+    name="tagged-list",
+    trigger="<tool_calls>",
+    begin="<tool_calls>[",
+    between=", ",
+    end="]</tool_calls>",
+)
 # Nemotron Nano 2.
 NEMOTRON = ToolFormat(
     name="nemotron",
@@ -279,7 +289,7 @@ NEMOTRON = ToolFormat(
 
 FORMATS = (
     *(HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, GRANITE, PHI, DEEPSEEK, DEEPSEEK_PLAIN),
-    *(HERMES_DENSE, QWEN_XML, SEED, GLM, GLM_DENSE, MINIMAX, LFM, OLMO, LLAMA_PYTHON, NEMOTRON),
+    *(HERMES_DENSE, QWEN_XML, SEED, GLM, GLM_DENSE, MINIMAX, LFM, OLMO, LLAMA_PYTHON, NEMOTRON, TAGGED_LIST),
 )
 
 # What a template has that writes calls so; the first that fits is the model's.
@@ -292,6 +302,7 @@ _SIGNS: tuple[tuple[Callable[[str], bool], ToolFormat | None], ...] = (
     (lambda text: any(sign in text for sign in ("<|tool_call_start|>", "<|tool_list_start|>", "List of tools: ")), LFM),
     (lambda text: "<function_calls>" in text and "<invoke" not in text, OLMO),
     (lambda text: "<TOOLCALL>[" in text, NEMOTRON),
+    (lambda text: "<tool_calls>[" in text, TAGGED_LIST),
     (lambda text: "[func_name1(" in text, LLAMA_PYTHON),
     (lambda text: "[TOOL_CALLS]" in text and "[ARGS]" in text, MISTRAL_ARGS),
     (lambda text: "[TOOL_CALLS]" in text, MISTRAL),
@@ -303,6 +314,12 @@ _SIGNS: tuple[tuple[Callable[[str], bool], ToolFormat | None], ...] = (
     (lambda text: "<tool_call>" in text and "```json" not in text, HERMES),
     (lambda text: re.search(r'\{"name": .*"parameters": ', text, re.DOTALL) is not None, LLAMA),
 )
+
+
+def format_of_call(text: str) -> ToolFormat | None:
+    """Return the format of a call `f` with the arguments {"needle": 1} in a template's text; None if none fits."""
+    written = {style.write([("f", '{"needle": 1}')]): style for style in FORMATS}
+    return written.get(max((call for call in written if call in text), key=len, default=""))
 
 
 def find_format(template: str) -> ToolFormat | None:

@@ -13,7 +13,7 @@ from picompile_runtime.errors import RequestError
 from picompile_runtime.sampling.tokenizer import Tokenizer
 from picompile_server.grammar import GrammarCompiler
 from picompile_server.request import Grammar
-from picompile_server.tool_formats import HERMES, PLAIN, ToolFormat, find_format
+from picompile_server.tool_formats import HERMES, PLAIN, ToolFormat, find_format, format_of_call
 from picompile_server.tool_grammar import tool_grammar
 from picompile_server.tool_parser import ToolCallParser
 from picompile_server.tools import ToolOffer
@@ -41,16 +41,22 @@ class ToolUse:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._found = find_format(tokenizer.chat_template(with_tools=True))
 
     @cached_property
     def style(self) -> ToolFormat | None:
         """How the model writes calls; None if its template has another format than those that are known."""
-        found = self._found
-        # A template may only look like one of a known format. Those that write no calls cannot show it.
-        if found and found.arguments is None and self._writes_calls and not self._shows(found.proof, self._sample):
-            found = None
-        return found or (None if self.is_described else HERMES)
+        return self._own_style or (None if self.is_described else HERMES)
+
+    @cached_property
+    def _own_style(self) -> ToolFormat | None:
+        """The format of the template's own text of a call, else the one that its words name; None if none is known."""
+        named = find_format(self._template)
+        if not self._writes_calls:
+            return named
+        text = self._rendered(self._sample)
+        # A template may write spaces of its own, or have the words of a format and write calls otherwise.
+        is_named = named is not None and (named.arguments is not None or named.proof in text)
+        return format_of_call(text) or (named if is_named else None)
 
     @cached_property
     def shown_tokens(self) -> Mapping[int, str]:
@@ -95,7 +101,7 @@ class ToolUse:
             RequestError: arguments of a call are not JSON, or the template rejects the chat.
         """
         tools = offer.template_tools if offer is not None else None
-        is_known = self._found is not None or self.is_described
+        is_known = self._own_style is not None or self.is_described
         chat = [self._with_calls(message) for message in messages] if is_known else _without_roles(messages)
         if tools is None or self.is_described:
             return self._encode(chat, tools, add_generation_prompt, arguments)

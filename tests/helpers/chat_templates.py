@@ -303,6 +303,8 @@ NEMOTRON = (
     "{{ call.function.arguments | tojson }}{{ '}' }}{{ ', ' if not loop.last }}{% endfor %}]</TOOLCALL>{% endif %}\n"
     "{% endfor %}"
 )
+# Apriel 1.5.
+TAGGED_LIST = NEMOTRON.replace("<TOOLCALL>", "<tool_calls>").replace("</TOOLCALL>", "</tool_calls>")
 # A format that nobody knows, as Kimi K2's and gpt-oss's are here.
 UNKNOWN = (
     "{% if tools %}<declare>{{ tools | tojson }}</declare>{% endif %}"
@@ -361,6 +363,7 @@ TEMPLATES = {
     "olmo": OLMO,
     "llama-python": LLAMA_PYTHON,
     "nemotron": NEMOTRON,
+    "tagged-list": TAGGED_LIST,
     "unknown": UNKNOWN,
     "smollm": SMOLLM,
     "zephyr": ZEPHYR,

@@ -186,6 +186,15 @@ def test_a_template_that_only_looks_like_one_of_a_known_format_is_not() -> None:
         assert ToolUse(with_template(text)).style is None
 
 
+def test_the_text_of_a_call_counts_more_than_words() -> None:
+    """Bielik's template explains calls without line breaks, and writes them with; Command R has Llama's words."""
+    text = TEMPLATES["hermes"].replace("A call:", "A call: <tool_call>{")
+    assert find_format(text) != HERMES and ToolUse(with_template(text)).style == HERMES
+    text = TEMPLATES["unknown"].replace("<call to={{ call.function.name }}>", '{"tool_name": "f", "parameters": ')
+    text = '{# {"name": "", "parameters": #}' + text
+    assert find_format(text) is not None and ToolUse(with_template(text)).style is None
+
+
 def with_template(text: str) -> Tokenizer:
     return Tokenizer(tool_model("")._tokenizer.to_str(), {}, text)
 
