@@ -26,6 +26,8 @@ _NAMES = {
 }
 # Those that change which tokens come if they are above 0, and are not read.
 _UNREAD = ("xtc_probability", "mirostat")
+# Tokens that llama.cpp never chooses: MiniMax's have embeddings of zeros.
+_SUPPRESSED = "tokenizer.ggml.suppress_tokens"
 
 
 def with_sampling(files: TokenizerFiles, header: GgufHeader) -> TokenizerFiles:
@@ -39,6 +41,7 @@ def with_sampling(files: TokenizerFiles, header: GgufHeader) -> TokenizerFiles:
     except RequestError as error:
         raise UnsupportedModelError(f"{header.file}: {_PREFIX}*: {error}") from error
     unread = [f"{_PREFIX}{key}" for key in _UNREAD if header.values.get(_PREFIX + key, 0) > 0]
+    unread += [_SUPPRESSED] if _SUPPRESSED in header.arrays else []
     note = f"{', '.join(unread)} would change which tokens come, and picompile does not read them"
     notes = (*files.notes, note) if unread else files.notes
     return replace(files, generation_config={**found, **files.generation_config}, notes=notes)

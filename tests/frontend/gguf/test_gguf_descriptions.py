@@ -59,3 +59,8 @@ def test_vocabularies_without_a_tokenizer(tmp_path: Path, kind: str) -> None:
     found = read_vocabulary_file(tmp_path, **{**pieces(["▁", "a"]), "model": kind, "eos_token_id": 2})
     assert found.tokenizer_json is None and found.eos_token_ids == (2,)
     assert f"which is {kind}: " in str(found.reason) and "\n" not in str(found.reason)
+
+
+def test_tokens_that_are_never_chosen_are_named(tmp_path: Path) -> None:
+    (note,) = read_vocabulary_file(tmp_path, **pieces(["▁", "a"]), suppress_tokens=[1, 2]).notes
+    assert note.startswith("tokenizer.ggml.suppress_tokens would change which tokens come")
