@@ -115,6 +115,11 @@ def build_model(family: Family, config: Any, activation: str | None, attention: 
                 if hasattr(module, name):
                     setattr(module, name, FatReLU(threshold))
     keep_text(model)
+    for module in model.modules():
+        # Not every class takes this as an argument of its forward.
+        own = getattr(module, "config", None)
+        if own is not None and hasattr(own, "use_cache"):
+            own.use_cache = False
     _check_numbers(model)
     return model.eval()
 

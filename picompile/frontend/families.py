@@ -38,6 +38,14 @@ _ROPE_TYPES = ("default", "linear", "llama3", "proportional", "yarn")
 # texts up to that length.
 GROWING_ROPE_TYPES = ("dynamic", "longrope")
 
+# Kinds of layers that keep another state between tokens than keys and values, as transformers calls them.
+_OTHER_MIXERS = {
+    "conv": "short convolution",
+    "linear_attention": "recurrence (linear attention or a state space)",
+    "hybrid": "recurrence beside attention",
+    "hybrid_sliding": "recurrence beside attention",
+}
+
 
 @dataclass(frozen=True)
 class Family:
@@ -230,8 +238,18 @@ def check_config(family: Family, config: Any) -> None:
     """Raise `UnsupportedModelError` for what a config can ask for and is not supported."""
     for part in _with_text(config):
         _check_rope(part)
+        _check_mixers(part)
     if family.is_known:
         _check_layer_types(config)
+
+
+def _check_mixers(config: Any) -> None:
+    """Refuse layers that are no attention by their name: what a graph shows of them is harder to read."""
+    kinds = dict.fromkeys(getattr(config, "layer_types", None) or ())
+    if other := next((kind for kind in kinds if kind in _OTHER_MIXERS), None):
+        raise UnsupportedModelError(
+            f"config.json: layer_types has {other}, layers of {_OTHER_MIXERS[other]}, which are not supported"
+        )
 
 
 def text_config(config: Any) -> Any:

@@ -38,9 +38,6 @@ def keep_text(model: nn.Module) -> None:
         path = next(same, None)
     if path is None:
         return
-    # Some classes hand this on to the text model under no name of their own.
-    for part in (config, text, _config(model.get_submodule(path))):
-        part.use_cache = False
     head = getattr(model, "get_output_embeddings", lambda: None)()
     left_out: list[str] = []
     above, owner = "", model

@@ -59,12 +59,15 @@ _EQUAL: list[tuple[str, dict[str, Any]]] = [
     # Up to the length from which it turns in another way; scaling of other kinds has test_capture_rope.py.
     ("phi3", {"rope_parameters": _LONG}),
     ("gemma3_text", {"rope_parameters": {"full_attention": _LONG, "sliding_attention": _PLAIN}, **_WINDOWS}),
+    # A class of mixtures, without experts: Granite 4's dense models. Its forward takes no `use_cache`.
+    ("granitemoehybrid", {"layer_types": ["full_attention"] * 2, "num_local_experts": 0}),
     ("minicpm3", {"attention_bias": True}),
     ("youtu", {"rope_interleave": False, "q_lora_rank": None}),
     ("youtu", {"rope_interleave": True}),
 ]  # fmt: skip
 _REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("bert", {"is_decoder": False}),
+    ("lfm2", {"layer_types": ["conv", "full_attention"]}),
     ("llama", {"is_causal": False}),
     # A norm of its own for each head.
     ("stablelm", {"qk_layernorm": True}),
@@ -97,3 +100,12 @@ def test_as_many_slopes_as_large_models_have() -> None:
     (attention,) = calls(graph.graph, ATTENTION)
     slopes = arguments(attention)["slopes"]
     assert slopes.meta["val"].shape == (16,)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kind"), [("lfm2", "short convolution"), ("granitemoehybrid", "recurrence"), ("mamba", "recurrence")]
+)
+def test_layers_that_are_no_attention_are_named(model_type: str, kind: str) -> None:
+    options = {"layer_types": ["conv", "full_attention"]} if model_type == "lfm2" else {}
+    with pytest.raises(UnsupportedModelError, match=rf"layer_types has \w+, layers of {kind}"):
+        capture_config(config_json(model_type, options))
