@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from helpers.chat_templates import TEMPLATES
+from helpers.tool_styles import STYLES
 from helpers.toys.toy_tool_models import tool_model
 from picompile_runtime import RequestError, Tokenizer
 from picompile_server.tool_formats import FORMATS, HERMES, ToolFormat, find_format
 from picompile_server.tool_use import ToolUse
 from picompile_server.tools import ToolOffer, read_offer
 
-each_format = pytest.mark.parametrize("style", FORMATS, ids=lambda style: style.name)
+each_format = pytest.mark.parametrize("style", STYLES)
 
 
 def tool(name: str, **function: Any) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.grammars import allowed, draw_answer, follow, takes
+from helpers.tool_styles import STYLES
 from helpers.toys.toy_tokenizers import EOS
 from helpers.toys.toy_tool_models import SPECIAL, tool_model
 from picompile_runtime import RequestError, StreamDecoder
@@ -26,8 +27,8 @@ from picompile_server.tool_parser import AnswerDelta, ToolCallDelta, ToolCallPar
 from picompile_server.tool_use import ToolUse
 from picompile_server.tools import ToolOffer, read_offer
 
-each_format = pytest.mark.parametrize("style", FORMATS, ids=lambda style: style.name)
-STYLES = st.sampled_from(FORMATS)
+each_format = pytest.mark.parametrize("style", STYLES)
+ANY_STYLE = st.sampled_from(FORMATS)
 CALLS = [("get_weather", '{"city": "Köln \\"}{", "days": [1, {"a": "\\\\"}]}'), ("now", "{}")]
 
 
@@ -95,7 +96,7 @@ def test_pieces_are_read_like_the_whole(style: ToolFormat, data: st.DataObject) 
 
 
 @settings(max_examples=300)
-@given(style=STYLES, data=st.data())
+@given(style=ANY_STYLE, data=st.data())
 def test_any_text_is_read_alike_however_it_is_cut(style: ToolFormat, data: st.DataObject) -> None:
     """A model without a grammar may write anything."""
     whole = style.write(CALLS)
