@@ -82,6 +82,7 @@ def test_tokens_that_take_spaces(tmp_path: Path) -> None:
     text = "<|end|> he<|endoftext|> he"
     assert names(plain, text) == ["<|end|>", "▁", "▁he", "<|endoftext|>", "▁", "▁he"]
     assert names(phi, text) == ["<|end|>", "▁he", "<|endoftext|>", "▁", "▁he"]
+    assert names(made(tmp_path, "phi3", **lists), text) == names(phi, text)
     masked = made(tmp_path, **with_tokens({**BYTES, "pre": "jina-v2-es"}, ["<mask>"], CONTROL))
     assert names(masked, "h  <mask> e") == ["h", "<mask>", "Ġ", "e"]
 

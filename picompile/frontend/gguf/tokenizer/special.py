@@ -80,13 +80,14 @@ def _stripping(
 ) -> tuple[frozenset[int], frozenset[int]]:
     """Return the tokens that take the spaces before them, and those that take the spaces behind them.
 
-    Files do not say which; from llama.cpp's src/llama-vocab.cpp ("Handle per token attributes").
+    Files do not say which; from llama.cpp's src/llama-vocab.cpp ("Handle per token attributes"). It knows Phi-3 by a
+    name that newer files write as "Phi 3"; all models of that architecture with pieces have these tokens.
     """
     names = {**control, **user_defined}
     name, pre = vocabulary.name.lower(), vocabulary.pre or ""
     if any(part in pre for part in ("jina-v2-de", "jina-v2-es", "jina-v2-code")):
         return _numbers(names, ("<mask>",)), frozenset()
-    if "phi-3" in name or "phi3" in name:
+    if "phi-3" in name or "phi3" in name or (vocabulary.architecture, vocabulary.model) == ("phi3", "llama"):
         return frozenset(), frozenset(names) - _numbers(names, ("<unk>", "<s>", "<|endoftext|>"))
     return _numbers(names, ("[MASK]",)) if "modern-bert" in name else frozenset(), frozenset()
 
