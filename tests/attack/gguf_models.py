@@ -9,6 +9,7 @@ the libraries take. A process is a fork of this one, which has the libraries.
 import resource
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,11 +17,16 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from helpers.attacks import attack, import_once, options, run_case
+from helpers.gguf_architectures import ARCHITECTURE_EXAMPLES, save_architecture
 from helpers.gguf_files import EXAMPLES, POWERINFER_EXAMPLES, byte_level_metadata, damaged, refusal, save_example
 
 BOUND_S = 5
 BOUND_BYTES = 1 << 30
-_EXAMPLES = [(name, False) for name in EXAMPLES] + [(name, True) for name in POWERINFER_EXAMPLES]
+_EXAMPLES = [
+    *((partial(save_example, name=name), name) for name in EXAMPLES),
+    *((partial(save_example, name=name, powerinfer=True), f"{name} of PowerInfer") for name in POWERINFER_EXAMPLES),
+    *((partial(save_architecture, name=name), name) for name in ARCHITECTURE_EXAMPLES),
+]
 
 
 def read(file: Path) -> str:
@@ -40,8 +46,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
 
         def case(seed: int) -> tuple[str, str | None]:
-            name, powerinfer = _EXAMPLES[seed % len(_EXAMPLES)]
-            file = save_example(Path(folder), name, "Q8_0", powerinfer, **byte_level_metadata())
+            save, name = _EXAMPLES[seed % len(_EXAMPLES)]
+            file = save(Path(folder), type_name="Q8_0", **byte_level_metadata())
             what, changed = list(damaged(file, 6, seed))[seed // len(_EXAMPLES) % 6]
             file.write_bytes(changed)
             ended = run_case(lambda: read(file), 4 * BOUND_S)

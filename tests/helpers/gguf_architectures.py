@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from helpers.gguf_files import VOCABULARY, Array, Example, permuted, write_file
+from helpers.gguf_files import VOCABULARY, Array, Example, build, permuted, write_file
 
 Values = dict[str, Any]
 _RMS, _LAYER = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
@@ -64,6 +64,13 @@ def _metadata(written: Written) -> Callable[[Any], Values]:
         return {key: value for key, value in found.items() if value is not None}
 
     return values
+
+
+def save_architecture(folder: Path, name: str, **more: Any) -> Path:
+    """Write an example with its random weights to model.gguf in a folder; see `write_architecture`."""
+    example = ARCHITECTURE_EXAMPLES[name]
+    write_architecture(folder / "model.gguf", example, build(example), **more)
+    return folder / "model.gguf"
 
 
 def write_architecture(

@@ -235,7 +235,7 @@ def _check_rotary(header: GgufHeader, config: Mapping[str, Any], model: nn.Modul
     """Refuse a file that turns a part of each head, if the class of its model turns all of it."""
     architecture = read_text(header, "general.architecture") or ""
     count = header.values.get(f"{architecture}.rope.dimension_count")
-    if architecture == "gemma4" or not count:
+    if not count:
         return
     for name, frequencies in model.named_buffers():
         if name.endswith("inv_freq") and 2 * frequencies.shape[-1] != count:

@@ -241,15 +241,10 @@ def _heads(values: MetadataValues, config: Mapping[str, Any]) -> dict[str, Any]:
     head_dim = values.count("attention.key_length") or config.get("head_dim") or hidden // heads
     if not head_dim:
         raise UnsupportedModelError(f"{values.header.file}: {heads} heads, but only {hidden} numbers for all of them")
-    if (
-        values.architecture not in ("gemma4", "deepseek2")
-        and (values.count("attention.value_length") or head_dim) != head_dim
-    ):
+    if values.architecture != "deepseek2" and (values.count("attention.value_length") or head_dim) != head_dim:
         raise UnsupportedModelError(f"{values.header.file}: heads whose keys and values differ in size")
     if "head_dim" in fields or head_dim != hidden // heads:
         found["head_dim"] = head_dim
-    if values.architecture == "gemma4":
-        del found["head_dim"]
     if "rope_theta" in config:
         rotary = values.count("rope.dimension_count")
         if "rotary_dim" not in config and ((rotary or head_dim) != head_dim or values.architecture in _PARTIAL):

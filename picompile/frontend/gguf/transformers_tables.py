@@ -18,7 +18,6 @@ from picompile.frontend.gguf.values import MetadataValues, embedding_rows, short
 
 # Transformers' names of architectures that llama.cpp names otherwise.
 _RENAMED = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss", "minimax-m2": "minimax_m2"}
-_TEXT_TYPES = {"gemma4": "gemma4_text"}
 # Those whose models compile.
 COMPILED = ("bloom", "falcon", "gpt2", "lfm2")
 # Fields of a config.json that are whole numbers wherever the table names them; others are not.
@@ -27,7 +26,7 @@ _FLOAT_KEYS = re.compile(r"epsilon$|freq_base$")
 
 def known_architectures() -> set[str]:
     """Return the architectures of decoders that transformers' table has."""
-    return {_RENAMED_BACK.get(key, key) for key in GGUF_CONFIG_MAPPING if _text_type(key) in _causal(key)}
+    return {_RENAMED_BACK.get(key, key) for key in GGUF_CONFIG_MAPPING if key in _causal(key)}
 
 
 def config_of_table(values: MetadataValues) -> dict[str, Any]:
@@ -36,10 +35,9 @@ def config_of_table(values: MetadataValues) -> dict[str, Any]:
     if architecture == "lfm2":
         return _lfm2(values)
     name = _RENAMED.get(architecture, architecture)
-    model_type = _text_type(name)
     return {
-        "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]],
-        "model_type": model_type,
+        "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]],
+        "model_type": name,
         **GGUF_CONFIG_DEFAULTS_MAPPING.get(name, {}),
         **mapped_fields(values, name),
     }
@@ -54,14 +52,10 @@ def special_fields(values: MetadataValues, config: Mapping[str, Any]) -> dict[st
 _RENAMED_BACK = {theirs: own for own, theirs in _RENAMED.items()}
 
 
-def _text_type(name: str) -> str:
-    return _TEXT_TYPES.get(name, name)
-
-
 def _causal(name: str) -> Mapping[str, str]:
     """Return the classes of decoders, none for names in transformers' table that are no architectures."""
-    # llama.cpp writes no architecture `mistral`.
-    return {} if name == "mistral" else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    # llama.cpp writes no architecture `mistral`. The table for Gemma 4 leaves out most of what its files say.
+    return {} if name in ("mistral", "gemma4") else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 def mapped_fields(values: MetadataValues, name: str) -> dict[str, Any]:
@@ -73,7 +67,7 @@ def mapped_fields(values: MetadataValues, name: str) -> dict[str, Any]:
         found = values.above_zero(key) if _FLOAT_KEYS.search(key) else values.count(key)
         if found is not None:
             config[field] = found
-    if values.architecture not in ("gpt2", "bloom", "mamba", "gemma4"):
+    if values.architecture not in ("gpt2", "bloom", "mamba"):
         # llama.cpp's own default, whatever the class has.
         config["rope_theta"] = values.above_zero("rope.freq_base") or 10000.0
     return config

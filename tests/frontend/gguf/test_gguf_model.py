@@ -123,7 +123,7 @@ def test_models_that_are_not_read(tmp_path: Path) -> None:
         ("vocab_size", 299, "makes model.embed_tokens.weight [300, 96], but its metadata make it [299, 96]"),
     ):
         refused(save_example(tmp_path, **{f"llama.{key}": value}), says)
-    for name in ("t5", "deci", "mistral", "general", "tokenizer", "qwen35"):
+    for name in ("t5", "deci", "mistral", "general", "tokenizer", "qwen35", "gemma4"):
         write_file(tmp_path / "model.gguf", name, {}, {"token_embd.weight": np.ones((3, 32))})
         refused(tmp_path / "model.gguf", f"GGUF models of the architecture {name} are not supported; supported are")
     # A part of each head is turned where the class turns all.
