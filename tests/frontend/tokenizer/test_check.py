@@ -28,7 +28,7 @@ MORE = {
 }
 
 
-@pytest.mark.slow("starts a renderer per template", but=("HERMES", "dict", "json", "generation"))
+@pytest.mark.slow("starts a renderer per template", but=("HERMES", "dict"))
 @pytest.mark.parametrize("name", [*TEMPLATES, *MORE])
 def test_templates_are_rendered_as_by_transformers(name: str) -> None:
     special = {"bos_token": "<s>", "eos_token": "</s>"}

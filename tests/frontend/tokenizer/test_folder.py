@@ -10,6 +10,7 @@ from tokenizers import AddedToken, pre_tokenizers
 from helpers.tokenizer_folders import CHATML, LINES, ROWS, assert_equal_ids, in_artifact, save_folder, train_byte_level
 from picompile.errors import UnsupportedModelError
 from picompile.frontend.tokenizer.read import read_tokenizer
+from picompile.frontend.tokenizer.templates import folder_templates
 from picompile_runtime.sampling.tokenizer import Tokenizer
 
 TEXTS = [*LINES, "", "  a  b", "<|im_start|>user\nhi<|im_end|>\n", "12345678", "<tool><|pad|>  x"]
@@ -131,6 +132,21 @@ def test_added_tokens_without_a_row(tmp_path: Path, trained: Any) -> None:
         read_tokenizer(folder, rows - 1)
 
 
+def test_templates_by_the_files_that_have_them(tmp_path: Path) -> None:
+    config = {"chat_template": [{"name": "default", "template": "config"}, {"name": "rag", "template": "r"}]}
+    save_folder(tmp_path, None, chat_template__json={"chat_template": "old"})
+    assert folder_templates(tmp_path, {}) == {"chat_template": "old"}
+    assert folder_templates(tmp_path, config) == config
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    (tmp_path / "chat_template.jinja").write_text("file")
+    listed = [{"name": "default", "template": "file"}, {"name": "tool_use", "template": "tools"}]
+    assert folder_templates(tmp_path, config) == {"chat_template": listed}
+    with pytest.raises(UnsupportedModelError, match="chat_template must be a text"):
+        folder_templates(save_folder(tmp_path / "other", None), {"chat_template": 5})
+
+
+@pytest.mark.slow("starts a renderer for each template, several times")
 def test_templates_of_all_files(tmp_path: Path, trained: Any) -> None:
     config = {**CONFIG, "chat_template": [{"name": "default", "template": "config"}]}
     folder = save_folder(tmp_path, trained, tokenizer_config__json=config, chat_template__json={"chat_template": "old"})

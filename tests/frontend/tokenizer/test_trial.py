@@ -16,6 +16,7 @@ ROBERTA = {"type": "RobertaProcessing", "sep": ["</s>", 10**6], "cls": ["<s>", 1
 ROBERTA |= {"trim_offsets": True, "add_prefix_space": False}
 
 
+@pytest.mark.slow("starts a process per tokenizer", but=("table", "around"))
 @pytest.mark.parametrize(
     ("part", "value", "says"),
     [

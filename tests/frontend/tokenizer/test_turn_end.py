@@ -21,6 +21,7 @@ def trained() -> Any:
     return train_byte_level(special=SPECIAL)
 
 
+@pytest.mark.slow("starts a renderer per template", but=("chatml", "glm", "gpt-oss"))
 @pytest.mark.parametrize(
     ("template", "ends"),
     [
