@@ -15,7 +15,9 @@ from picompile_runtime.sampling import chat_template
 from picompile_runtime.sampling.tokenizer import Tokenizer
 
 CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
-TEMPLATES = {name: text for name, text in vars(chat_templates).items() if name.isupper() and isinstance(text, str)}
+NAMED = vars(chat_templates).items()
+# Names that begin with an underscore are those of parts.
+TEMPLATES = {name: text for name, text in NAMED if name[0] != "_" and name.isupper() and isinstance(text, str)}
 # What templates may use of transformers' environment.
 MORE = {
     "dict": "{{ dict.fromkeys(['a', 'b'], messages|length) | tojson }}{{ dict(a=1) }}",
