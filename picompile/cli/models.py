@@ -1,7 +1,7 @@
 """`picompile models`: which of transformers' decoders are known to compile, and whether their neurons can be silent."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from typing import Annotated, Any
 
@@ -11,6 +11,23 @@ from picompile.cli.options import DebugOption, JsonOption
 from picompile.errors import UsageError
 
 _WIDTH = 170
+# Names for what transformers calls `layer_types`, and for layers without rotary embedding.
+_LAYERS = {
+    "full_attention": "full attention",
+    "sliding_attention": "sliding windows",
+    "chunked_attention": "chunked attention",
+    "conv": "short convolution",
+    "linear_attention": "recurrence",
+    "hybrid": "attention beside recurrence",
+    "hybrid_sliding": "windows beside recurrence",
+    "indexed_attention": "indexed attention",
+    "compressed_sparse_attention": "compressed sparse attention",
+    "heavily_compressed_attention": "heavily compressed attention",
+    "minimax_m3_sparse": "sparse attention",
+    "moe": "mixtures of experts",
+    "mlp": "feed-forward blocks alone",
+    "no_rope": "no rotary embedding",
+}
 _MOST_REASON = 80
 # Most reasons begin with this.
 _PREFIX = "the graph cannot be expressed in the dialect: "
@@ -27,8 +44,9 @@ def models_command(
 ) -> None:
     """List the models that are known to compile.
 
-    Each was compiled with small random weights, and gives the tokens of eager PyTorch. Other classes that transformers
-    has are tried all the same: a compilation compares its own model with eager PyTorch first.
+    Each was compiled with small random weights and every kind of layer that its class has, and gives the tokens of
+    eager PyTorch. Other classes that transformers has are tried all the same: a compilation compares its own model
+    with eager PyTorch first.
 
     \b
     Examples:
@@ -65,7 +83,7 @@ def _print_table(entries: list[dict[str, Any]]) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    for title in ("class", "model type", "activation", "silent", ""):
+    for title in ("class", "model type", "activation", "silent", "layers"):
         table.add_column(title, no_wrap=True)
     for entry in entries:
         table.add_row(entry["class"], entry["model_type"], *_cells(entry))
@@ -75,8 +93,17 @@ def _print_table(entries: list[dict[str, Any]]) -> None:
 
 def _cells(entry: Mapping[str, Any]) -> tuple[str, str, str]:
     if entry["result"] == "ok":
+        layers = layer_names(entry["kinds"])
         if not entry["blocks"]:
-            return "", "no", "its feed-forward blocks are not of the dialect's form: every neuron is computed"
-        return entry["activation"], "yes" if entry["silent"] else "no", ""
+            whole = "its feed-forward blocks are not of the dialect's form: every neuron is computed"
+            return "", "no", f"{layers}; {whole}" if layers else whole
+        return entry["activation"], "yes" if entry["silent"] else "no", layers
+    if entry["result"] == "part":
+        return "", "", f"{layer_names(entry['kinds'])} alone; refused: {layer_names(entry['refused_kinds'])}"
     reason = entry["reason"].partition(": ")[2].removeprefix(_PREFIX)
     return "", "", f"{entry['result']}: {reason[:_MOST_REASON]}"
+
+
+def layer_names(kinds: Iterable[str]) -> str:
+    """Return the names of kinds of layers, which are transformers' `layer_types` or one of ours."""
+    return ", ".join(_LAYERS[kind] for kind in kinds)

@@ -147,6 +147,10 @@ def test_models_are_listed(cli: Cli) -> None:
     every, refused, named = (
         json.loads(cli("models", *more, "--json").out) for more in ((), ("--refused",), ("mamba",))
     )
-    assert {entry["result"] for entry in every} == {"ok", "refused", "untried"}
+    assert {entry["result"] for entry in every} == {"ok", "part", "refused", "untried"}
     assert refused == [entry for entry in every if entry["result"] != "ok"]
+    # Layers of attention alone are no checkpoint of LFM2.
+    (lfm2,) = (entry for entry in every if entry["model_type"] == "lfm2")
+    assert lfm2["result"] == "part" and lfm2["kinds"] == ["full_attention"] and "conv" in lfm2["refused_kinds"]
+    assert "full attention alone; refused: short convolution" in cli("models", "lfm2").out
     assert {"mamba", "falcon_mamba"} <= {entry["model_type"] for entry in named}
