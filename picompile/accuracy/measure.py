@@ -25,7 +25,7 @@ from picompile.streaming import Segment, State, new_states, run_segment, split_l
 from picompile_passes.graph.materialize import WeightSource
 from picompile_runtime import Engine, load
 from picompile_runtime.bench.perplexity import decoded
-from picompile_runtime.errors import KernelError
+from picompile_runtime.sampling.sampler import no_scores
 
 
 @dataclass(frozen=True)
@@ -143,8 +143,8 @@ def _compare_artifact(
     with load(artifact.folder) as engine, progress.step("compare the artifact", total) as advance:
         chunks = (_read(engine, ids, artifact.by_decode) for ids in text.inputs)
         found = _compare(reference, chunks, text, advance)
-    if np.isnan(found.nll).any():
-        raise KernelError("the artifact's logits contain NaN: its weights or its code are broken")
+        if np.isnan(found.nll).any():
+            raise no_scores("contain NaN", engine.overflow())
     return found
 
 

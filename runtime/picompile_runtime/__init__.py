@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from picompile_runtime.engine.timing import FiringCounts
     from picompile_runtime.errors import (
         ArtifactError,
+        CacheOverflowError,
         DoesNotFitError,
         KernelError,
         MachineError,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Artifact",
     "ArtifactError",
+    "CacheOverflowError",
     "DoesNotFitError",
     "Engine",
     "FiringCounts",
@@ -74,6 +76,7 @@ __all__ = [
 _HOME = {
     "Artifact": "picompile_runtime.artifact.reader",
     "ArtifactError": "picompile_runtime.errors",
+    "CacheOverflowError": "picompile_runtime.errors",
     "DoesNotFitError": "picompile_runtime.errors",
     "Engine": "picompile_runtime.engine.engine",
     "FiringCounts": "picompile_runtime.engine.timing",

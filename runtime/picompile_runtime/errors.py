@@ -25,6 +25,12 @@ class KernelError(PicompileRuntimeError):
     """A kernel rejected its arguments or failed: a bug in the artifact's code or in the runtime."""
 
 
+class CacheOverflowError(KernelError):
+    """Logits are no numbers, since a key or value is beyond what the KV cache holds: a wider cache is needed."""
+
+    exit_code = 4
+
+
 class RequestError(PicompileRuntimeError):
     """The caller's request makes no sense or does not fit the model, such as a prompt longer than the context."""
 

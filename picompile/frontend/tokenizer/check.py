@@ -81,6 +81,12 @@ def check_templates(tokenizer: Tokenizer, special: Mapping[str, str], what: str)
         yield f"{what}: the chat template fails on every chat: {printable(str(failures[0]))}"
 
 
+def rendered_probes(tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield the texts of the chats that a template is tried with, without those that it fails on."""
+    if tokenizer.has_chat_template:
+        yield from (text for chat in PROBE_CHATS if isinstance(text := _ours(tokenizer, chat), str))
+
+
 def _ours(tokenizer: Tokenizer, chat: ProbeChat) -> str | RequestError:
     try:
         return tokenizer.render_chat(chat.messages, chat.prompt, chat.tools, chat.arguments)

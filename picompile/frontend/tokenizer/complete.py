@@ -1,15 +1,15 @@
 """The last steps of reading a tokenizer, the same for folders and GGUF files: what the model and its template add."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from picompile.errors import UnsupportedModelError
 from picompile.frontend.end_tokens import with_end_tokens
-from picompile.frontend.tokenizer.check import check_ids, check_templates
+from picompile.frontend.tokenizer.check import check_ids, check_templates, rendered_probes
 from picompile.frontend.tokenizer.fit import fitted
-from picompile.frontend.tokenizer.library import CannotBuildError, printable
+from picompile.frontend.tokenizer.library import CannotBuildError, printable, shown_text
 from picompile.frontend.tokenizer.turn_end import turn_end_tokens
 from picompile.frontend.tokenizer_files import TokenizerFiles
 from picompile_runtime.errors import ArtifactError, RequestError
@@ -54,7 +54,9 @@ def _completed(files: TokenizerFiles, model: Path, vocabulary: int, source: Sour
     ids = tokenizer.vocabulary()
     fit = fitted(files, ids, model, vocabulary)
     if fit is not files:
+        names = tokenizer.added_tokens
         files, tokenizer, source = fit, _opened(fit, model), Source()
+        _check_written(tokenizer, names.keys() - tokenizer.added_tokens.keys(), model)
     if any(number >= vocabulary for number in tokenizer.encode("a")):
         raise UnsupportedModelError(f"{model}: the tokenizer puts a token around texts that the model has no row for")
     notes = list(files.notes)
@@ -67,6 +69,16 @@ def _completed(files: TokenizerFiles, model: Path, vocabulary: int, source: Sour
     turn_end = () if unusable else turn_end_tokens(tokenizer)
     ends = (*files.eos_token_ids, *(() if named is None else (named,)), *turn_end)
     return replace(files, generation_config=with_end_tokens(files.generation_config, ends), notes=tuple(notes))
+
+
+def _check_written(tokenizer: Tokenizer, dropped: Set[str], model: Path) -> None:
+    """Refuse a template that writes a token for which the model has no row: every chat would be another prompt."""
+    text = "".join(rendered_probes(tokenizer))
+    if written := sorted(name for name in dropped if name in text):
+        raise UnsupportedModelError(
+            f"{model}: the chat template writes {shown_text(written[0])}, a token that the model has no row for: the "
+            "tokenizer or the template belongs to another model"
+        )
 
 
 def _names(special: Mapping[str, Any]) -> dict[str, str]:

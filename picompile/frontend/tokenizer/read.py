@@ -7,6 +7,7 @@ from typing import Any
 from picompile.frontend.model_file import gguf_tokenizer, is_gguf, opened_gguf
 from picompile.frontend.tokenizer.complete import Source, completed
 from picompile.frontend.tokenizer.folder import read_folder
+from picompile.frontend.tokenizer.templates import MORE_TEMPLATES
 from picompile.frontend.tokenizer_files import TokenizerFiles
 
 
@@ -36,5 +37,6 @@ def _read_once(folder: Path, shown: Path, vocabulary: int, state: tuple[Any, ...
 
 def _state(folder: Path) -> tuple[Any, ...]:
     """Return the names, times and sizes of the files that may belong to a tokenizer."""
-    files = sorted(path for path in folder.glob("**/*") if path.suffix != ".safetensors" and path.is_file())
+    found = (*folder.glob("*"), *folder.glob(f"{MORE_TEMPLATES}/*"))
+    files = sorted(path for path in found if path.suffix != ".safetensors" and path.is_file())
     return tuple((str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in files)

@@ -8,7 +8,8 @@ from picompile.errors import UnsupportedModelError
 from picompile.frontend.json_file import read_json_object, read_text
 
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
-_MORE = "additional_chat_templates"
+# A folder of further templates, each a file NAME.jinja.
+MORE_TEMPLATES = "additional_chat_templates"
 _MOST_BYTES = 16 << 20
 
 
@@ -37,8 +38,8 @@ def folder_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _of_files(folder: Path) -> dict[str, str]:
     files = {"default": folder / TEMPLATE_FILES[0]}
-    if (folder / _MORE).is_dir():
-        files |= {file.name.removesuffix(".jinja"): file for file in sorted((folder / _MORE).glob("*.jinja"))}
+    if (folder / MORE_TEMPLATES).is_dir():
+        files |= {file.name.removesuffix(".jinja"): file for file in sorted((folder / MORE_TEMPLATES).glob("*.jinja"))}
     return {name: read_text(file, _MOST_BYTES) for name, file in files.items() if file.is_file()}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from picompile_runtime.errors import KernelError, RequestError
+from picompile_runtime.errors import CacheOverflowError, KernelError, RequestError
 from picompile_runtime.request_checks import real_number, shown, token_ids, whole_number
 from picompile_runtime.sampling.penalties import ScoreChanges
 
@@ -385,8 +385,9 @@ def check_highest(highest: float, logits: object = None) -> None:
 
 def no_scores(kind: str, reason: str | None) -> KernelError:
     """Return the error for logits of a `kind` that no token can be chosen by, and the reason if it is known."""
-    found = reason or "its weights or the artifact's code are broken; try `verify`"
-    return KernelError(f"the model's logits {kind}: {found}")
+    if reason is not None:
+        return CacheOverflowError(f"the model's logits {kind}: {reason}")
+    return KernelError(f"the model's logits {kind}: its weights or the artifact's code are broken; try `verify`")
 
 
 def _top_p(ids: Tokens, probabilities: Probabilities, top_p: float) -> tuple[Tokens, Probabilities]:

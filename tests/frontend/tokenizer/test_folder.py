@@ -132,6 +132,13 @@ def test_added_tokens_without_a_row(tmp_path: Path, trained: Any) -> None:
         read_tokenizer(folder, rows - 1)
 
 
+def test_a_template_that_writes_a_token_without_a_row_is_refused(tmp_path: Path, trained: Any) -> None:
+    config = {**CONFIG, "pad_token": "<|pad|>", "chat_template": "{% for m in messages %}<|pad|>{% endfor %}"}
+    folder = save_folder(tmp_path, trained, tokenizer_config__json=config)
+    with pytest.raises(UnsupportedModelError, match=r"the chat template writes '<\|pad\|>', a token that"):
+        read_tokenizer(folder, trained.get_vocab_size())
+
+
 def test_templates_by_the_files_that_have_them(tmp_path: Path) -> None:
     config = {"chat_template": [{"name": "default", "template": "config"}, {"name": "rag", "template": "r"}]}
     save_folder(tmp_path, None, chat_template__json={"chat_template": "old"})

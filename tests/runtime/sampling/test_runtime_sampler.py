@@ -255,10 +255,11 @@ def test_masks_that_leave_nothing_raise_and_broken_logits_are_named(temperature:
             sampler.sample(broken, mask)
     with pytest.raises(KernelError, match="rule out every token"):
         sampler.sample(np.full(3, -np.inf))
-    for reason, said in (("keys overflow", "contain NaN: keys overflow$"), (None, "try `verify`$")):
+    for reason, said, code in (("keys overflow", "contain NaN: keys overflow$", 4), (None, "try `verify`$", 1)):
         for mask in (None, np.ones(3, bool)):
-            with pytest.raises(KernelError, match=said):
+            with pytest.raises(KernelError, match=said) as caught:
                 sampler.sample(Scores(lambda: nan, None, lambda reason=reason: reason), mask)  # type: ignore[misc]
+            assert caught.value.exit_code == code
     wrong: list[Any] = [np.ones(4, bool), np.ones(3), [True] * 3, "all"]
     for allowed in wrong:
         with pytest.raises(RequestError, match=r"^allowed must be bool \[3\], one for each token, not "):
