@@ -170,6 +170,7 @@ def test_prompts_are_multiplied_on_tensor_cores(tmp_path: Path, sm: int) -> None
         assert "LDSM" in text, name
 
 
+@pytest.mark.slow("disassembles all kernels of an artifact")
 def test_all_kernels_of_an_artifact_for_sm_89(gpu_artifact: Path) -> None:
     check_instructions(gpu_artifact / "kernels")
     check_resources(gpu_artifact / "kernels")

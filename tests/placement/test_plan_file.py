@@ -125,6 +125,7 @@ def small(tmp_path_factory: pytest.TempPathFactory, plan: Plan) -> tuple[Path, A
     return path, json.loads(path.read_text())
 
 
+@pytest.mark.slow("reads a plan for each field and each strange value")
 def test_every_field_of_a_plan_is_required_and_strange_values_are_harmless(small: tuple[Path, Any]) -> None:
     path, content = small
     for place in places(content):

@@ -79,7 +79,7 @@ def _ends(verb: str, text: str, pack: Path) -> dict[str, tuple[float, float]]:
     return ends
 
 
-@pytest.mark.slow("runs a whole schedule by the clock", but=("models",))
+@pytest.mark.slow("runs a whole schedule by the clock")
 @pytest.mark.parametrize("part", ["small kernels", "models", "smoke", "kernel times"])
 def test_a_part_that_hangs_leaves_time_for_the_next(part: str, pack: Path) -> None:
     code, text, results, took_s = _ran("first", pack, {part: {"how": "hangs"}})
