@@ -130,7 +130,7 @@ def test_what_changes_with_the_position_alone_is_found(monkeypatch: pytest.Monke
     """Queries are scaled from position 32 on, which none of the texts has."""
     _prove(_MINISTRAL3)
     monkeypatch.setattr(facts, "rope_limit", lambda config: None)
-    _expect(_MINISTRAL3 | {"bos_token_id": 3}, "at the positions 45 to 63 the canonical graph has other logits")
+    _expect(_MINISTRAL3 | {"bos_token_id": 3}, "at the positions 109 to 127 the canonical graph has other logits")
 
 
 @_TWICE
