@@ -14,10 +14,11 @@ from torch.overrides import TorchFunctionMode
 from picompile.errors import UnsupportedModelError
 from picompile.frontend.attention import ATTENTION_NAME, one_sequence, register_attention
 from picompile.frontend.bamboo import FatReLU
-from picompile.frontend.config import one_line, quiet_transformers, resolve
+from picompile.frontend.config import quiet_transformers, resolve
 from picompile.frontend.export import export_decoder
 from picompile.frontend.facts import config_facts
 from picompile.frontend.families import GROWING_ROPE_TYPES, Family
+from picompile.frontend.messages import one_line
 from picompile.frontend.text_model import keep_text, own_config
 from picompile_passes.graph.nodes import calls
 from picompile_passes.graph.operands import ATTENTION

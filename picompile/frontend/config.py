@@ -17,6 +17,7 @@ from picompile.choices import MOST_LAYERS
 from picompile.errors import UnsupportedModelError
 from picompile.frontend.families import Family, check_config
 from picompile.frontend.json_file import token_ids
+from picompile.frontend.messages import one_line
 from picompile.quantities import LARGEST_FLOAT32
 
 
@@ -137,12 +138,6 @@ def resolve(path: str) -> Any:
     """Return what `module:name` names."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
-
-
-def one_line(error: Exception) -> str:
-    """Return the text of an error in one line of bounded length, and its name where the text alone says too little."""
-    named = isinstance(error, LookupError | ArithmeticError | TypeError | AttributeError)
-    return " ".join(f"{type(error).__name__ + ': ' if named else ''}{error}".split())[:300]
 
 
 def field_defaults(family: Family) -> dict[str, Any]:

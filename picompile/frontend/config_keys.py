@@ -27,14 +27,14 @@ _FORMER = frozenset(
         *("add_cross_attention", "cross_attention_hidden_size", "finetuning_task", "is_decoder", "pruned_heads"),
         *("decoder_start_token_id", "sep_token_id", "prefix", "task_specific_params", "tf_legacy_loss", "torchscript"),
         *("tie_encoder_decoder", "tokenizer_class", "use_bfloat16", "_attn_implementation_autoset"),
-        # Of published OPT, Falcon, Qwen2.5, Bamboo and SmolLM2 checkpoints; transformers' classes read none of them.
+        # Published OPT, Falcon, Qwen2.5, Bamboo and SmolLM2 checkpoints have these; transformers' classes read none.
         *("activation_dropout", "output_projection", "apply_residual_connection_post_layernorm", "ff_factor"),
         *("pretraining_tp", "is_llama_config", "transformers.js_config"),
     }
 )
 # Fields without effect where they have this value.
 _OFF = {"use_mrope": False, "rope_interleaved": False}
-# What is read although no field is declared for it.
+# Keys that are read although no field is declared for them.
 _READ = frozenset(
     {
         "bos_token_id",

@@ -1,4 +1,4 @@
-"""What a checkpoint holds besides its decoder, and which biases it lacks: transformers says both in warnings.
+"""Tensors that a checkpoint has besides its decoder, and biases that it lacks: transformers warns of both.
 
 transformers loads a checkpoint with tensors too many, or too few, and logs their names. Here only tensors that are
 known to be something else than the decoder are left out, with one line that says so. All others are refused, since a

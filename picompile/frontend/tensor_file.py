@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from picompile.errors import PicompileError, UnsupportedModelError
-from picompile.frontend.config import one_line
+from picompile.frontend.messages import one_line
 from picompile.frontend.stand_ins import refuse_stand_in
 
 

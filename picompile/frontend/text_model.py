@@ -6,7 +6,7 @@ from torch import nn
 
 from picompile.frontend.families import text_config
 
-# Where a model keeps the names of what `keep_text` took from it.
+# The attribute in which a model keeps the names of the modules that `keep_text` took from it.
 _LEFT_OUT = "picompile_left_out"
 
 

@@ -1,4 +1,4 @@
-"""What stands where a model's file should be: a pointer of Git LFS, or a web page that was downloaded."""
+"""Files in the place of a model's: a pointer of Git LFS, or a web page that was downloaded."""
 
 from __future__ import annotations
 

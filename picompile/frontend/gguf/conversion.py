@@ -15,10 +15,9 @@ from torch import Tensor
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, GGUFTensor, TensorProcessor
 
 from picompile.errors import UnsupportedModelError
-from picompile.frontend.config import one_line
 from picompile.frontend.gguf.architectures import ARCHITECTURES, Architecture
-from picompile.frontend.gguf.cursor import shown
 from picompile.frontend.gguf.model_config import shared_field
+from picompile.frontend.messages import one_line, shown
 
 _PROBE_COLUMNS = 3
 # More than any vocabulary has; a file of one column can have a row for every two bytes.
@@ -56,7 +55,7 @@ class _FalconProcessor:
 
 
 class _RecordProcessor:
-    """What llama.cpp's converter does to the tensors of an architecture that has a record, undone."""
+    """Undo what llama.cpp's converter does to the tensors of an architecture that has a record."""
 
     def __init__(self, record: Architecture, config: Mapping[str, Any]) -> None:
         self._record = record

@@ -74,9 +74,3 @@ class Cursor:
             raise HeaderError(f"cut or forged: {what} reaches to byte {end:,}, and it has {self.size:,}")
         self.at = end
         return start
-
-
-def shown(text: str | bytes) -> str:
-    """Return a name out of the file as it can be printed: no control characters, not too long."""
-    name = text.decode("latin-1") if isinstance(text, bytes) else text
-    return name if name.isascii() and name.isprintable() and 0 < len(name) <= 64 else ascii(name[:64])

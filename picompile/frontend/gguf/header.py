@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from picompile.errors import UsageError
-from picompile.frontend.gguf.cursor import Cursor, HeaderError, shown
+from picompile.frontend.gguf.cursor import Cursor, HeaderError
 from picompile.frontend.gguf.tensor_types import (
     ARRAY,
     FLOAT32,
@@ -25,6 +25,7 @@ from picompile.frontend.gguf.tensor_types import (
     UINT32,
     unread_type,
 )
+from picompile.frontend.messages import shown
 from picompile.frontend.stand_ins import refuse_stand_in
 
 VERSIONS = (2, 3)

@@ -3,9 +3,10 @@
 import struct
 from typing import Any
 
-from picompile.frontend.gguf.cursor import Cursor, HeaderError, shown
+from picompile.frontend.gguf.cursor import Cursor, HeaderError
 from picompile.frontend.gguf.header import ArrayPlace, GgufHeader, at_file
 from picompile.frontend.gguf.tensor_types import FLOAT32, FLOAT64, SCALARS, STRING
+from picompile.frontend.messages import shown
 
 # The longest chat templates have 20 kB.
 _LONGEST_TEXT_BYTES = 4 << 20

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from picompile.errors import UnsupportedModelError, UsageError
-from picompile.frontend.config import one_line, quiet_transformers
+from picompile.frontend.config import quiet_transformers
 from picompile.frontend.gguf.blocks import (
     PLAIN,
     REPACKED,
@@ -27,13 +27,13 @@ from picompile.frontend.gguf.blocks import (
     scales_are_finite,
 )
 from picompile.frontend.gguf.conversion import convert, processor_for, row_order
-from picompile.frontend.gguf.cursor import shown
 from picompile.frontend.gguf.header import GgufHeader, TensorEntry
 from picompile.frontend.gguf.metadata import read_text
 from picompile.frontend.gguf.model_config import model_classes, model_config, shared_field
 from picompile.frontend.gguf.names import TRANSPOSED_DOWN, map_names, sources_by_parameter
 from picompile.frontend.gguf.parts import read_model_header
 from picompile.frontend.gguf.views import with_views
+from picompile.frontend.messages import one_line, shown
 from picompile.frontend.weight_values import check_values, damaged
 from picompile_passes.formats import FORMATS
 

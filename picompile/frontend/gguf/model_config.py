@@ -16,7 +16,6 @@ import transformers
 from picompile.errors import UnsupportedModelError
 from picompile.frontend.config import check_values, resolve
 from picompile.frontend.gguf.architectures import ARCHITECTURES, SHARED_KEYS, Architecture
-from picompile.frontend.gguf.cursor import shown
 from picompile.frontend.gguf.header import GgufHeader
 from picompile.frontend.gguf.metadata import read_text
 from picompile.frontend.gguf.rope import rope_scaling
@@ -30,6 +29,7 @@ from picompile.frontend.gguf.transformers_tables import (
 )
 from picompile.frontend.gguf.unread_keys import check_kind, check_unread
 from picompile.frontend.gguf.values import MetadataValues, embedding_rows
+from picompile.frontend.messages import shown
 
 # PowerInfer's architectures: the class and the model type that they have at Hugging Face.
 _POWERINFER = {

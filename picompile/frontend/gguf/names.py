@@ -8,15 +8,15 @@ from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
 from picompile.errors import UnsupportedModelError
 from picompile.frontend.gguf.architectures import ARCHITECTURES
-from picompile.frontend.gguf.cursor import shown
 from picompile.frontend.gguf.header import GgufHeader
 from picompile.frontend.gguf.rope import FREQUENCIES, LONG_FACTORS
 from picompile.frontend.gguf.tensor_types import POWERINFER_MAGIC
 from picompile.frontend.gguf.views import XIELU
+from picompile.frontend.messages import shown
 
 # PowerInfer's predictors, which `import-predictors` reads, and its split between two devices.
 _PREDICTOR = re.compile(r"blk\.[0-9]+\.(?:fc[12]\.weight|gpu_idx|gpu_bucket)")
-# What a file may have beside a model's parameters: divisors of rotary frequencies are in the config.
+# Tensors that are no parameters of a model: the config has the divisors of rotary frequencies.
 _IGNORED = re.compile("|".join((*map(re.escape, (FREQUENCIES, *LONG_FACTORS)), r"blk\.[0-9]+\.attn_rot_embd\.weight")))
 
 _MODULE = re.compile(r"(?:model\.)?layers\.([0-9]+)\.(.+)")

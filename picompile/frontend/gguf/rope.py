@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from picompile.errors import UnsupportedModelError
-from picompile.frontend.gguf.cursor import shown
 from picompile.frontend.gguf.header import GgufHeader, at_file
 from picompile.frontend.gguf.metadata import read_text
 from picompile.frontend.gguf.values import MetadataValues, shortest
+from picompile.frontend.messages import shown
 
 FREQUENCIES = "rope_freqs.weight"
 # The tensors of longrope: factors for each frequency, of short and of long texts.

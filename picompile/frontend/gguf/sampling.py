@@ -1,4 +1,4 @@
-"""How a GGUF file has tokens chosen, as the contents of generation_config.json: its keys `general.sampling.*`.
+"""Sampling defaults of a GGUF file (its keys `general.sampling.*`), as the contents of generation_config.json.
 
 llama.cpp takes them where no option says otherwise; its converter makes them of generation_config.json
 (ggml-org/llama.cpp#17120).
@@ -24,7 +24,7 @@ _NAMES = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
-# Those that change which tokens come if they are above 0, and are not read.
+# Keys that are not read; above 0 they change which tokens come.
 _UNREAD = ("xtc_probability", "mirostat")
 # Tokens that llama.cpp never chooses: MiniMax's have embeddings of zeros.
 _SUPPRESSED = "tokenizer.ggml.suppress_tokens"

@@ -13,12 +13,12 @@ from transformers.integrations.gguf import get_gguf_config
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from picompile.errors import UnsupportedModelError
-from picompile.frontend.config import one_line
 from picompile.frontend.gguf.values import MetadataValues, embedding_rows, shortest
+from picompile.frontend.messages import one_line
 
 # Transformers' names of architectures that llama.cpp names otherwise.
 _RENAMED = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss", "minimax-m2": "minimax_m2"}
-# Those whose models compile.
+# The architectures whose models compile.
 COMPILED = ("bloom", "falcon", "gpt2", "lfm2")
 # Fields of a config.json that are whole numbers wherever the table names them; others are not.
 _FLOAT_KEYS = re.compile(r"epsilon$|freq_base$")

@@ -7,9 +7,9 @@ sizes, which the shapes of tensors check, and without those of architectures tha
 from collections.abc import Collection, Mapping
 
 from picompile.errors import UnsupportedModelError
-from picompile.frontend.gguf.cursor import shown
 from picompile.frontend.gguf.metadata import read_text
 from picompile.frontend.gguf.values import MetadataValues, shortest
+from picompile.frontend.messages import shown
 
 Neutral = Mapping[str, tuple[float | bool, ...]]
 
@@ -55,7 +55,7 @@ _OF_WINDOWS: Mapping[str, tuple[str, ...]] = {
     "rope.dimension_count_swa": ("rope.dimension_count", "attention.key_length"),
     "rope.freq_base_swa": ("rope.freq_base",),
 }
-# Of a model, and of none.
+# Values of `general.type` for files that hold no language model.
 _KINDS = {
     "adapter": "an adapter (LoRA), which changes another model",
     "mmproj": "a projector of images or sound, and no language model",

@@ -5,9 +5,9 @@ import struct
 from dataclasses import dataclass
 
 from picompile.errors import UnsupportedModelError
-from picompile.frontend.gguf.cursor import shown
 from picompile.frontend.gguf.header import GgufHeader
 from picompile.frontend.gguf.metadata import read_array
+from picompile.frontend.messages import shown
 
 _MOST_COUNT = (1 << 31) - 1
 _LONGEST_LIST = 16_384

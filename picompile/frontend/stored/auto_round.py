@@ -7,8 +7,8 @@ from picompile.frontend.stored.gptq import GptqConfig, find_gptq
 from picompile.frontend.stored.grouped import groupings
 from picompile.frontend.stored.record import Found, Method, Settings, StoredFiles
 
-# Where zeros are stored less 1, and where as they are: auto_round's inference/backend.py. An asymmetric checkpoint of
-# its own format has them as they are.
+# Formats that store zeros less 1, and formats that store them as they are: auto_round's inference/backend.py. An
+# asymmetric checkpoint of its own format stores them as they are.
 _LESS_ONE = ("auto_round:auto_gptq", "auto_round:gptq", "auto_gptq", "gptq")
 _AS_THEY_ARE = ("auto_round", "auto_round:gptqmodel", "auto_round:tritonv2", "auto_round:exllamav2")
 _AWQ = ("auto_round:auto_awq", "auto_round:awq", "auto_awq", "awq")

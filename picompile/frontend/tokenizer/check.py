@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from picompile.errors import UnsupportedModelError
-from picompile.frontend.tokenizer.library import guarded, printable, shown_ids, shown_text
+from picompile.frontend.messages import printable, shown_ids, shown_text
+from picompile.frontend.tokenizer.library import guarded
 from picompile.frontend.tokenizer.probes import PROBE_CHATS, ProbeChat, probe_texts
 from picompile_runtime.errors import RequestError
 from picompile_runtime.sampling.tokenizer import Tokenizer

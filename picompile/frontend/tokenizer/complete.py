@@ -7,9 +7,10 @@ from typing import Any
 
 from picompile.errors import UnsupportedModelError
 from picompile.frontend.end_tokens import with_end_tokens
+from picompile.frontend.messages import printable, shown_text
+from picompile.frontend.panics import CannotBuildError
 from picompile.frontend.tokenizer.check import check_ids, check_templates, rendered_probes
 from picompile.frontend.tokenizer.fit import fitted
-from picompile.frontend.tokenizer.library import CannotBuildError, printable, shown_text
 from picompile.frontend.tokenizer.turn_end import turn_end_tokens
 from picompile.frontend.tokenizer_files import TokenizerFiles
 from picompile_runtime.errors import ArtifactError, RequestError
@@ -18,7 +19,7 @@ from picompile_runtime.sampling.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Source:
-    """What a tokenizer was read from.
+    """The tokenizer that an artifact's files were written from.
 
     Attributes:
         tokenizer: the tokenizer of the tokenizers package that was written, None where nothing else has read it.

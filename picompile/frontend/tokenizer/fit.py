@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from picompile.errors import UnsupportedModelError
-from picompile.frontend.tokenizer.library import shown_text
+from picompile.frontend.messages import shown_text
 from picompile.frontend.tokenizer_files import TokenizerFiles
 
 

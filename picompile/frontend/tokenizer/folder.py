@@ -11,11 +11,11 @@ from typing import Any
 from picompile.errors import UnsupportedModelError
 from picompile.frontend.end_tokens import with_end_tokens
 from picompile.frontend.json_file import read_json_object, token_ids
+from picompile.frontend.messages import shown_text
 from picompile.frontend.stand_ins import refuse_stand_in
 from picompile.frontend.tokenizer.built import Built
 from picompile.frontend.tokenizer.complete import Source
 from picompile.frontend.tokenizer.json_source import FILE, MOST_TOKENIZER_BYTES, build_of_json
-from picompile.frontend.tokenizer.library import shown_text
 from picompile.frontend.tokenizer.other_sources import SOURCES, build_without_json
 from picompile.frontend.tokenizer.templates import TEMPLATE_FILES, folder_templates
 from picompile.frontend.tokenizer_files import TokenizerFiles

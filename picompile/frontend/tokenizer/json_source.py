@@ -12,6 +12,7 @@ from typing import Any
 
 from picompile.errors import UnsupportedModelError
 from picompile.frontend.json_file import read_text
+from picompile.frontend.panics import CannotBuildError
 from picompile.frontend.tokenizer import library
 from picompile.frontend.tokenizer.built import Built, known_special
 from picompile.frontend.tokenizer.probes import probe_texts
@@ -39,7 +40,7 @@ def build_of_json(folder: Path, config: Mapping[str, Any]) -> Built:
         content = json.loads(text)
         if content.get("post_processor") is None:
             backend.post_processor = None  # transformers gives it one that adds nothing
-    except library.CannotBuildError as error:
+    except CannotBuildError as error:
         raise UnsupportedModelError(f"{folder}: no tokenizer can be made of its files: {error}") from error
     listed = tuple((token["content"], token["id"]) for token in content.get("added_tokens") or ())
     return Built(backend, _text(backend, content, text, is_files), special, notes, listed)
@@ -53,7 +54,7 @@ def _read(folder: Path, config: Mapping[str, Any]) -> tuple[Any, dict[str, str],
         backend = library.finding_whole(backend)
     try:
         chosen = library.chosen_class(folder)
-    except library.CannotBuildError as error:
+    except CannotBuildError as error:
         note = f"{folder}: {FILE} is read as it is, since transformers' class for it fails: {error}"
         return backend, special, (note,), True
     if not library.has_backend(chosen):
@@ -83,7 +84,7 @@ def _settled(folder: Path, config: Mapping[str, Any], backend: Any, chosen: Any)
         unmodified = library.plain_backend(library.chosen_class_without_options(folder, dict(config)))
         if library.first_difference(unmodified, backend, texts) is None:
             return theirs, ()
-    except library.CannotBuildError:
+    except CannotBuildError:
         pass
     name = type(chosen).__name__
     note = f"{folder}: transformers' {name} reads {FILE} otherwise: {difference}; {FILE} stands"

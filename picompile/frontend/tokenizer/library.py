@@ -9,17 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from picompile.frontend.config import one_line, quiet_transformers
-from picompile.frontend.panics import quiet_panics
+from picompile.frontend import panics
+from picompile.frontend.config import quiet_transformers
+from picompile.frontend.messages import shown_ids, shown_text
 
 # Fields of tokenizer_config.json that say which tokens there are, and not how a text is cut into them.
 _NAMES_TOKENS = ("tokenizer_class", "auto_map", "added_tokens_decoder", "chat_template", "model_max_length")
 _SUFFIXES = (".json", ".model", ".txt", ".tiktoken")
 _TOKENS_SUFFIXES = ("_token", "_special_tokens")
-
-
-class CannotBuildError(Exception):
-    """A tokenizer that transformers does not build, or that fails on a text; the message is one line."""
 
 
 @dataclass(frozen=True)
@@ -155,27 +152,6 @@ def first_difference(first: Any, second: Any, texts: Sequence[str]) -> Differenc
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Raise whatever transformers and tokenizers raise, panics among them, as `CannotBuildError`."""
-    try:
-        with quiet_transformers(), quiet_panics():
-            yield
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:
-        known = error if isinstance(error, Exception) and str(error) else Exception(str(error) or type(error).__name__)
-        raise CannotBuildError(printable(one_line(known))) from error
-
-
-def printable(text: str) -> str:
-    """Return a text with escapes for what cannot be printed."""
-    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
-
-
-def shown_text(text: str) -> str:
-    """Return a text for a message, in quotes and cut off where it is long."""
-    return repr(text if len(text) <= 40 else text[:39] + "…")
-
-
-def shown_ids(ids: Sequence[int]) -> str:
-    """Return token ids for a message, the first ones of many."""
-    return f"[{', '.join(map(str, ids[:8]))}{', …' if len(ids) > 8 else ''}]"
+    """Raise whatever transformers and tokenizers raise as `CannotBuildError`, and print nothing of theirs."""
+    with panics.guarded(), quiet_transformers():
+        yield

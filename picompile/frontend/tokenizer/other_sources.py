@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from picompile.errors import UnsupportedModelError
-from picompile.frontend.gguf.tokenizer.sentencepiece import pieces_by_score, unigram
-from picompile.frontend.gguf.tokenizer.vocabulary import GgufVocabulary
+from picompile.frontend.panics import CannotBuildError
 from picompile.frontend.tokenizer import library
 from picompile.frontend.tokenizer.built import Built, known_special
 from picompile.frontend.tokenizer.sentencepiece_model import UNIGRAM, SentencePieceModel, read_sentencepiece
+from picompile.frontend.vocabulary.sentencepiece import pieces_by_score, unigram
+from picompile.frontend.vocabulary.vocabulary import Vocabulary
 
 _PIECES = "tokenizer.model"
 # Files that hold a vocabulary.
@@ -35,7 +36,7 @@ def build_without_json(folder: Path, config: Mapping[str, Any]) -> Built:
         return _of_pieces(folder, config, model)
     try:
         tokenizer = library.chosen_class(folder)
-    except library.CannotBuildError as error:
+    except CannotBuildError as error:
         why = f"{_PIECES} is no model of sentencepiece" if file.is_file() else str(error)
         raise UnsupportedModelError(
             f"{folder}: has no tokenizer.json, and none can be made of its other files: {why}; add the model's own, "
@@ -59,7 +60,7 @@ def _of_pieces(folder: Path, config: Mapping[str, Any], model: SentencePieceMode
         backend = library.plain_backend(tokenizer)
         with library.guarded():
             backend = library.finding_whole(backend)
-    except library.CannotBuildError as error:
+    except CannotBuildError as error:
         raise UnsupportedModelError(f"{folder}: no tokenizer can be made of its files: {error}") from error
     own = {f"{name}_token": model.pieces[number] for name, number in model.ids.items()}
     special = known_special({**own, **tokenizer.special_tokens_map}, backend)
@@ -67,7 +68,7 @@ def _of_pieces(folder: Path, config: Mapping[str, Any], model: SentencePieceMode
     return Built(backend, str(backend.to_str()), special)
 
 
-def _vocabulary(file: Path, config: Mapping[str, Any], model: SentencePieceModel) -> GgufVocabulary:
+def _vocabulary(file: Path, config: Mapping[str, Any], model: SentencePieceModel) -> Vocabulary:
     """Return the pieces as a GGUF file has them, which is made of such a model.
 
     As with llama.cpp, texts of merged pieces begin with the bos token unless tokenizer_config.json says otherwise.
@@ -76,7 +77,7 @@ def _vocabulary(file: Path, config: Mapping[str, Any], model: SentencePieceModel
     flags = {"add_bos_token": True, "add_eos_token": False}
     flags |= {name: value for name, value in around.items() if isinstance(value, bool)}
     flags |= {"add_space_prefix": model.add_dummy_prefix, "remove_extra_whitespaces": model.remove_extra_whitespaces}
-    return GgufVocabulary(
+    return Vocabulary(
         file=file,
         model="t5" if model.kind == UNIGRAM else "llama",
         pre=None,

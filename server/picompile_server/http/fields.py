@@ -167,7 +167,7 @@ Stops = Annotated[
 ]
 
 
-# How many tokens an answer may have; -1 is llama.cpp's and Ollama's word for no limit but the context.
+# The number of tokens that an answer may have at most; -1 is llama.cpp's and Ollama's word for the whole context.
 NO_LIMIT = -1
 TokenLimit = Annotated[int, Field(ge=NO_LIMIT, le=_MOST_TOKENS)]
 

@@ -106,9 +106,9 @@ def test_more_merges_than_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     normal = set(tokens[259:])
     found = sum(token[:at] in normal and token[at:] in normal for token in normal for at in range(1, len(token)))
     assert found > 0
-    monkeypatch.setattr("picompile.frontend.gguf.tokenizer.merges.MOST_MERGES", found)
+    monkeypatch.setattr("picompile.frontend.vocabulary.merges.MOST_MERGES", found)
     assert read(tmp_path, **metadata).reason is None
-    monkeypatch.setattr("picompile.frontend.gguf.tokenizer.merges.MOST_MERGES", found - 1)
+    monkeypatch.setattr("picompile.frontend.vocabulary.merges.MOST_MERGES", found - 1)
     with pytest.raises(UnsupportedModelError, match=f"can be made in {found} ways of others"):
         read(tmp_path, **metadata)
 
@@ -128,6 +128,6 @@ def test_vocabularies_that_are_too_large(tmp_path: Path) -> None:
         read(tmp_path, **{key: value for key, value in more.items() if "type" not in key})
     for limit, says in (("_MOST_TOKENS", "300 tokens"), ("_MOST_SPECIAL_TOKENS", "3 special")):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(f"picompile.frontend.gguf.tokenizer.vocabulary.{limit}", 2)
+            patch.setattr(f"picompile.frontend.gguf.tokenizer.lists.{limit}", 2)
             with pytest.raises(UnsupportedModelError, match=f"{says}.* in its vocabulary; at most 2 are read"):
                 read(tmp_path, **metadata)

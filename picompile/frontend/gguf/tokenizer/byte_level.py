@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 from picompile.errors import UnsupportedModelError
 from picompile.frontend.byte_letters import as_letters, letter_bytes
-from picompile.frontend.gguf.cursor import shown
-from picompile.frontend.gguf.tokenizer.assembly import (
+from picompile.frontend.gguf.tokenizer.pre_tokenizers import PRE_TOKENIZERS, pre_of_architecture
+from picompile.frontend.messages import shown
+from picompile.frontend.vocabulary.assembly import (
     MadeTokenizer,
     Part,
     bpe,
@@ -14,16 +15,15 @@ from picompile.frontend.gguf.tokenizer.assembly import (
     tokenizer_json,
     whole_token,
 )
-from picompile.frontend.gguf.tokenizer.merges import merges_by_rank
-from picompile.frontend.gguf.tokenizer.pre_tokenizers import PRE_TOKENIZERS, pre_of_architecture
-from picompile.frontend.gguf.tokenizer.special import SpecialTokens, find_special
-from picompile.frontend.gguf.tokenizer.vocabulary import NORMAL, GgufVocabulary
+from picompile.frontend.vocabulary.merges import merges_by_rank
+from picompile.frontend.vocabulary.special import SpecialTokens, find_special
+from picompile.frontend.vocabulary.vocabulary import NORMAL, Vocabulary
 
 # Its merges follow from the order of its tokens, as with tiktoken's vocabularies: llama.cpp reads files without them.
 _MERGES_BY_RANK = "kimi-k2"
 
 
-def byte_level(vocabulary: GgufVocabulary) -> MadeTokenizer:
+def byte_level(vocabulary: Vocabulary) -> MadeTokenizer:
     """Return the tokenizer.json of a byte-level vocabulary.
 
     Raises `UnsupportedModelError` for a split that is not known, and for merges that are missing or contradict the
@@ -47,7 +47,7 @@ def byte_level(vocabulary: GgufVocabulary) -> MadeTokenizer:
     return MadeTokenizer(text, ids, special, byte_level=True, notes=notes)
 
 
-def _split(vocabulary: GgufVocabulary) -> tuple[str, tuple[str, ...]]:
+def _split(vocabulary: Vocabulary) -> tuple[str, tuple[str, ...]]:
     """Return the name of the vocabulary's split, and a line where it is a guess."""
     if vocabulary.pre:
         if vocabulary.pre in PRE_TOKENIZERS:
@@ -66,7 +66,7 @@ def _split(vocabulary: GgufVocabulary) -> tuple[str, tuple[str, ...]]:
     return "default", (note,)
 
 
-def _merges(vocabulary: GgufVocabulary, name: str) -> Sequence[tuple[str, str]]:
+def _merges(vocabulary: Vocabulary, name: str) -> Sequence[tuple[str, str]]:
     if vocabulary.merges is not None:
         return vocabulary.merges
     if name != _MERGES_BY_RANK:

@@ -6,7 +6,7 @@ from typing import Any
 from picompile.frontend.end_tokens import fill_in_end_tokens, goes_on, named_end_tokens, with_end_tokens
 from picompile.frontend.gguf.header import GgufHeader
 from picompile.frontend.gguf.metadata import read_text
-from picompile.frontend.gguf.tokenizer.vocabulary import PREFIX
+from picompile.frontend.gguf.tokenizer.lists import PREFIX
 
 _NAMED_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _TEMPLATE = "tokenizer.chat_template"

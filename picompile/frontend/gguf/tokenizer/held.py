@@ -4,40 +4,34 @@ import re
 
 from picompile.errors import UnsupportedModelError
 from picompile.frontend.byte_letters import letter_bytes
-from picompile.frontend.config import one_line
-from picompile.frontend.gguf.cursor import shown
-from picompile.frontend.gguf.tokenizer.assembly import MadeTokenizer
-from picompile.frontend.gguf.tokenizer.vocabulary import GgufVocabulary
-from picompile.frontend.panics import quiet_panics
+from picompile.frontend.messages import shown
+from picompile.frontend.panics import CannotBuildError, guarded
 from picompile.frontend.tokenizer_check import ListedTokens, first_disagreement
+from picompile.frontend.vocabulary.assembly import MadeTokenizer
+from picompile.frontend.vocabulary.vocabulary import Vocabulary
 
 # A damaged table of a normalizer fails on some of them.
 _LETTERS = "".join(map(chr, range(0x20, 0x3400)))
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
 
 
-def hold_to_list(vocabulary: GgufVocabulary, made: MadeTokenizer) -> None:
+def hold_to_list(vocabulary: Vocabulary, made: MadeTokenizer) -> None:
     """Raise `UnsupportedModelError`, in one line, where a tokenizer that was made is none, or not the file's."""
     from tokenizers import Tokenizer
 
     try:
-        with quiet_panics():
+        with guarded():
             tokenizer = Tokenizer.from_str(made.text)
             found = first_disagreement(tokenizer, _listed(vocabulary, made))
             tokenizer.encode(_LETTERS if vocabulary.charsmap else "a")
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    # A panic of the tokenizers package is no Exception.
-    except BaseException as error:
-        what = one_line(Exception(str(error) or type(error).__name__))
-        raise UnsupportedModelError(
-            f"{vocabulary.file}: no tokenizer can be made of its vocabulary, which is {shown(vocabulary.model)}: {what}"
-        ) from error
+    except CannotBuildError as error:
+        what = f"{vocabulary.file}: no tokenizer can be made of its vocabulary, which is {shown(vocabulary.model)}"
+        raise UnsupportedModelError(f"{what}: {error}") from error
     if found is not None:
         raise UnsupportedModelError(f"{vocabulary.file}: no tokenizer.json can be made of its vocabulary: {found}")
 
 
-def _listed(vocabulary: GgufVocabulary, made: MadeTokenizer) -> ListedTokens:
+def _listed(vocabulary: Vocabulary, made: MadeTokenizer) -> ListedTokens:
     # Under the file's own names, where the tokenizer spells some in another way.
     special = {number: vocabulary.tokens[number] for number in made.special.names}
     texts = {

@@ -1,4 +1,4 @@
-r"""How a byte-level vocabulary's texts are split before merging, by the name in `tokenizer.ggml.pre`.
+r"""Pre-tokenizers of byte-level vocabularies: the split of a text before merging, by its `tokenizer.ggml.pre`.
 
 The names are those of llama.cpp's src/llama-vocab.cpp. The expressions are those of the published tokenizer.json files,
 most of which stand there too, beside rewritings that C++ can run; where they differ, the published one counts, since

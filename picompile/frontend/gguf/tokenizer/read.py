@@ -8,17 +8,18 @@ from dataclasses import replace
 from typing import Any
 
 from picompile.errors import UnsupportedModelError, UsageError
-from picompile.frontend.gguf.cursor import shown
 from picompile.frontend.gguf.header import GgufHeader
 from picompile.frontend.gguf.sampling import with_sampling
-from picompile.frontend.gguf.tokenizer.assembly import MadeTokenizer
 from picompile.frontend.gguf.tokenizer.byte_level import byte_level
 from picompile.frontend.gguf.tokenizer.description import describe, end_tokens
 from picompile.frontend.gguf.tokenizer.held import hold_to_list
-from picompile.frontend.gguf.tokenizer.sentencepiece import pieces_by_merges, pieces_by_score, unigram
-from picompile.frontend.gguf.tokenizer.special import SpecialTokens, find_special
-from picompile.frontend.gguf.tokenizer.vocabulary import PREFIX, GgufVocabulary, read_vocabulary
+from picompile.frontend.gguf.tokenizer.lists import PREFIX, read_vocabulary
+from picompile.frontend.messages import shown
 from picompile.frontend.tokenizer_files import TokenizerFiles
+from picompile.frontend.vocabulary.assembly import MadeTokenizer
+from picompile.frontend.vocabulary.sentencepiece import pieces_by_merges, pieces_by_score, unigram
+from picompile.frontend.vocabulary.special import SpecialTokens, find_special
+from picompile.frontend.vocabulary.vocabulary import Vocabulary
 
 # Splits of byte-level files whose vocabulary is one of pieces: spaces are U+2581, and letters are no bytes.
 _PIECES_BY_MERGES = ("gemma4", "sarvam-moe", "granite-embed-multi-311m")
@@ -70,13 +71,13 @@ def _ends(ids: Mapping[str, int], special: SpecialTokens) -> dict[str, Any]:
     return end_tokens(ids, user_defined | {name: number for number, name in special.control.items()})
 
 
-def _with_default_ids(vocabulary: GgufVocabulary) -> dict[str, int]:
+def _with_default_ids(vocabulary: Vocabulary) -> dict[str, int]:
     """Return the named ids, with llama.cpp's for names that the file lacks."""
     defaults = _DEFAULT_IDS.get(vocabulary.model, {})
     return {name: number for name, number in defaults.items() if number < len(vocabulary.tokens)} | {**vocabulary.ids}
 
 
-def _made(vocabulary: GgufVocabulary) -> MadeTokenizer | str:
+def _made(vocabulary: Vocabulary) -> MadeTokenizer | str:
     """Return the tokenizer of a vocabulary, or why there is none."""
     if vocabulary.model == "gpt2":
         if vocabulary.pre in _PIECES_BY_MERGES:

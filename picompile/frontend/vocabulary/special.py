@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from picompile.frontend.end_tokens import ends_by_name, fills_in_by_name, goes_on
-from picompile.frontend.gguf.tokenizer.vocabulary import CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, GgufVocabulary
+from picompile.frontend.vocabulary.vocabulary import CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, Vocabulary
 
 # Ids of tokens that have no text of their own, whatever type the file gives them.
 _OF_NO_TEXT = ("bos", "eos", "eot", "eom")
@@ -48,7 +48,7 @@ class SpecialTokens:
         ]
 
 
-def find_special(vocabulary: GgufVocabulary, merges: Iterable[tuple[str, str]]) -> SpecialTokens:
+def find_special(vocabulary: Vocabulary, merges: Iterable[tuple[str, str]]) -> SpecialTokens:
     """Return the special tokens of a vocabulary whose pieces `merges` join.
 
     A normal token is one, too, where the file names its id as the end or the beginning of a text, or where llama.cpp
@@ -76,7 +76,7 @@ def find_special(vocabulary: GgufVocabulary, merges: Iterable[tuple[str, str]]) 
 
 
 def _stripping(
-    vocabulary: GgufVocabulary, control: Mapping[int, str], user_defined: Mapping[int, str]
+    vocabulary: Vocabulary, control: Mapping[int, str], user_defined: Mapping[int, str]
 ) -> tuple[frozenset[int], frozenset[int]]:
     """Return the tokens that take the spaces before them, and those that take the spaces behind them.
 

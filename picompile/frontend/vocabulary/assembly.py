@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from picompile.errors import UnsupportedModelError
-from picompile.frontend.gguf.cursor import shown
-from picompile.frontend.gguf.tokenizer.special import SpecialTokens
-from picompile.frontend.gguf.tokenizer.vocabulary import GgufVocabulary
+from picompile.frontend.messages import shown
+from picompile.frontend.vocabulary.special import SpecialTokens
+from picompile.frontend.vocabulary.vocabulary import Vocabulary
 
 Part = dict[str, Any]
 
@@ -35,7 +35,7 @@ class MadeTokenizer:
     notes: tuple[str, ...] = ()
 
 
-def kept_ids(vocabulary: GgufVocabulary, merges: Sequence[tuple[str, str]]) -> dict[str, int]:
+def kept_ids(vocabulary: Vocabulary, merges: Sequence[tuple[str, str]]) -> dict[str, int]:
     """Return the ids of the tokens by name, without fillers that no merge has."""
     named = {part for pair in merges for part in pair}
     return {
@@ -44,7 +44,7 @@ def kept_ids(vocabulary: GgufVocabulary, merges: Sequence[tuple[str, str]]) -> d
 
 
 def tokenizer_json(
-    vocabulary: GgufVocabulary, special: SpecialTokens, model: Part, around: tuple[bool, bool], **parts: Part | None
+    vocabulary: Vocabulary, special: SpecialTokens, model: Part, around: tuple[bool, bool], **parts: Part | None
 ) -> str:
     """Return the text of a tokenizer.json.
 
@@ -69,7 +69,7 @@ def tokenizer_json(
     return json.dumps(content, ensure_ascii=False)
 
 
-def bpe(vocabulary: GgufVocabulary, ids: Mapping[str, int], merges: Sequence[tuple[str, str]], **options: Any) -> Part:
+def bpe(vocabulary: Vocabulary, ids: Mapping[str, int], merges: Sequence[tuple[str, str]], **options: Any) -> Part:
     """Return a BPE model with the token ids by name and the merges, best first.
 
     Raises `UnsupportedModelError` for merges of tokens, or to a token, that the vocabulary lacks.
@@ -107,7 +107,7 @@ def whole_token(name: str, content: str) -> Part:
     return {"type": "Replace", "pattern": {"Regex": rf"\A{re.escape(name)}\z"}, "content": content}
 
 
-def _around(vocabulary: GgufVocabulary, around: tuple[bool, bool]) -> Part | None:
+def _around(vocabulary: Vocabulary, around: tuple[bool, bool]) -> Part | None:
     first = vocabulary.ids.get("bos") if around[0] else None
     last = vocabulary.ids.get("eos") if around[1] else None
     numbers = [number for number in (first, last) if number is not None]

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf
 
-from picompile.frontend.gguf.tokenizer.assembly import (
+from picompile.frontend.vocabulary.assembly import (
     MadeTokenizer,
     Part,
     bpe,
@@ -14,15 +14,15 @@ from picompile.frontend.gguf.tokenizer.assembly import (
     tokenizer_json,
     whole_token,
 )
-from picompile.frontend.gguf.tokenizer.merges import merges_by_rank
-from picompile.frontend.gguf.tokenizer.special import SpecialTokens, find_special
-from picompile.frontend.gguf.tokenizer.vocabulary import NORMAL, UNUSED, USER_DEFINED, GgufVocabulary
+from picompile.frontend.vocabulary.merges import merges_by_rank
+from picompile.frontend.vocabulary.special import SpecialTokens, find_special
+from picompile.frontend.vocabulary.vocabulary import NORMAL, UNUSED, USER_DEFINED, Vocabulary
 
 # The letter that stands for a space (U+2581), and one that no text has, for the time that a space is written.
 _SPACE, _NO_LETTER = "\u2581", "\ufdd0"
 
 
-def pieces_by_score(vocabulary: GgufVocabulary) -> MadeTokenizer:
+def pieces_by_score(vocabulary: Vocabulary) -> MadeTokenizer:
     """Return the tokenizer.json of a `llama` vocabulary.
 
     The space before a text is one before each text between special tokens, as llama.cpp and most published files
@@ -38,14 +38,14 @@ def pieces_by_score(vocabulary: GgufVocabulary) -> MadeTokenizer:
     return _bpe_of_pieces(vocabulary, merges, prefix=prefix, around=around)
 
 
-def pieces_by_merges(vocabulary: GgufVocabulary, bos: bool) -> MadeTokenizer:
+def pieces_by_merges(vocabulary: Vocabulary, bos: bool) -> MadeTokenizer:
     """Return the tokenizer.json of a vocabulary of pieces with merges; a text begins with the bos token if `bos`."""
     prefix = vocabulary.flags.get("add_space_prefix", False)
     around = (bos, vocabulary.flags.get("add_eos_token", False))
     return _bpe_of_pieces(vocabulary, vocabulary.merges or [], prefix=prefix, around=around)
 
 
-def unigram(vocabulary: GgufVocabulary) -> MadeTokenizer:
+def unigram(vocabulary: Vocabulary) -> MadeTokenizer:
     """Return the tokenizer.json of a unigram vocabulary, whose scores are the logarithms of probabilities."""
     prefix = vocabulary.flags.get("add_space_prefix", False)
     around = (vocabulary.flags.get("add_bos_token", False), vocabulary.flags.get("add_eos_token", True))
@@ -66,7 +66,7 @@ def unigram(vocabulary: GgufVocabulary) -> MadeTokenizer:
 
 
 def _bpe_of_pieces(
-    vocabulary: GgufVocabulary, merges: Sequence[tuple[str, str]], prefix: bool, around: tuple[bool, bool]
+    vocabulary: Vocabulary, merges: Sequence[tuple[str, str]], prefix: bool, around: tuple[bool, bool]
 ) -> MadeTokenizer:
     special = find_special(vocabulary, merges)
     unknown = vocabulary.ids.get("unknown")
@@ -83,7 +83,7 @@ def _bpe_of_pieces(
 
 
 def _made(
-    vocabulary: GgufVocabulary,
+    vocabulary: Vocabulary,
     ids: Mapping[str, int],
     special: SpecialTokens,
     model: Part,
@@ -95,7 +95,7 @@ def _made(
     return MadeTokenizer(text, ids, special, strips_space=prefix)
 
 
-def _with_rows_of_spaces(vocabulary: GgufVocabulary) -> GgufVocabulary:
+def _with_rows_of_spaces(vocabulary: Vocabulary) -> Vocabulary:
     """Return the vocabulary with its user-defined rows of spaces as sentencepiece has them, of U+2581.
 
     Converters write Gemma's with spaces. There they are pieces that merge before all others, and a text may have them
@@ -108,7 +108,7 @@ def _with_rows_of_spaces(vocabulary: GgufVocabulary) -> GgufVocabulary:
     return replace(vocabulary, tokens=names)
 
 
-def _scores(vocabulary: GgufVocabulary) -> dict[str, float]:
+def _scores(vocabulary: Vocabulary) -> dict[str, float]:
     """Return the scores of the pieces that are joined. Where all are equal, the order of tokens is theirs."""
     listed = vocabulary.scores or [0.0] * len(vocabulary.tokens)
     pieces = list(zip(vocabulary.tokens, listed, vocabulary.types, strict=True))
@@ -119,13 +119,13 @@ def _scores(vocabulary: GgufVocabulary) -> dict[str, float]:
     return {token: inf for token in rows if token} | scores
 
 
-def _has_bytes(vocabulary: GgufVocabulary) -> bool:
+def _has_bytes(vocabulary: Vocabulary) -> bool:
     """Return whether bytes are tokens, with which letters are written that are no pieces. Gemma 2 lacks tab's."""
     names = {token for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True) if kind != UNUSED}
     return any(f"<0x{byte:02X}>" in names for byte in range(256))
 
 
-def _normalizer(vocabulary: GgufVocabulary, prefix: bool) -> Part | None:
+def _normalizer(vocabulary: Vocabulary, prefix: bool) -> Part | None:
     parts: list[Part] = []
     if vocabulary.charsmap:
         text = base64.b64encode(vocabulary.charsmap).decode()

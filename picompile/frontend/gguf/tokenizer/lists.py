@@ -1,68 +1,28 @@
 """The vocabulary in a GGUF file's metadata: its lists, its numbers and its flags, checked against each other."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from picompile.errors import UnsupportedModelError
-from picompile.frontend.gguf.cursor import shown
 from picompile.frontend.gguf.header import GgufHeader
 from picompile.frontend.gguf.metadata import is_array_of, read_array, read_text
+from picompile.frontend.messages import shown
+from picompile.frontend.vocabulary.merges import MOST_MERGES
+from picompile.frontend.vocabulary.vocabulary import CONTROL, NORMAL, USER_DEFINED, Vocabulary
 
 PREFIX = "tokenizer.ggml."
-# Types of tokens, from ggml's gguf format (`TokenType` in its gguf-py/gguf/constants.py).
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 # Names of token ids, without `_token_id`.
 IDS = (
     *("bos", "eos", "eot", "eom", "unknown", "padding", "seperator", "mask"),
     *("fim_pre", "fim_suf", "fim_mid", "fim_pad", "fim_rep", "fim_sep"),
 )
 _LISTS: dict[str, type] = {"tokens": str, "merges": str, "scores": float, "token_type": int}
-# Gemma has 262,144 tokens, 6,414 of them of no text, and 514,906 merges. Twice as many take five seconds.
-_MOST_TOKENS, _MOST_SPECIAL_TOKENS, MOST_MERGES = 1 << 19, 1 << 16, 1 << 20
+# Gemma has 262,144 tokens, 6,414 of them of no text.
+_MOST_TOKENS, _MOST_SPECIAL_TOKENS = 1 << 19, 1 << 16
 _MOST_CHARSMAP_BYTES = 4 << 20
 
 
-@dataclass(frozen=True)
-class GgufVocabulary:
-    """A vocabulary as its file has it.
-
-    Attributes:
-        file: the file.
-        model: what kind it is, from `tokenizer.ggml.model`.
-        pre: the name of the split into pieces, None where the file has none.
-        architecture: the model's architecture; "" where the file has none.
-        name: the model's name; "" where the file has none.
-        tokens: the names of the tokens; the id is the place.
-        types: the type of each.
-        scores: the score of each, None where the file has none.
-        merges: the pairs that are merged, in order, None where the file lists none.
-        ids: token ids by name (`IDS`), those that the file has.
-        flags: numbers that stand for yes or no, by key without the prefix.
-        charsmap: the normalizer of sentencepiece, compiled; empty for none.
-    """
-
-    file: Path
-    model: str
-    pre: str | None
-    architecture: str
-    name: str
-    tokens: Sequence[str]
-    types: Sequence[int]
-    scores: Sequence[float] | None
-    merges: Sequence[tuple[str, str]] | None
-    ids: Mapping[str, int]
-    flags: Mapping[str, bool]
-    charsmap: bytes = b""
-
-    def is_used(self, number: int) -> bool:
-        """Return whether a token is more than a filler: converters fill unused rows of the model with `[PAD7]`."""
-        name = self.tokens[number]
-        return bool(name) and self.types[number] != UNUSED and name != f"[PAD{number}]"
-
-
-def read_vocabulary(header: GgufHeader) -> GgufVocabulary | None:
+def read_vocabulary(header: GgufHeader) -> Vocabulary | None:
     """Return the vocabulary of `header`, None where the file has none.
 
     Raises `UnsupportedModelError`, in one line, for lists that contradict each other or cannot be read.
@@ -72,7 +32,7 @@ def read_vocabulary(header: GgufHeader) -> GgufVocabulary | None:
     if tokens is None or model is None:
         return None
     _check_lists(header, lists)
-    vocabulary = GgufVocabulary(
+    vocabulary = Vocabulary(
         file=header.file,
         model=model,
         pre=read_text(header, f"{PREFIX}pre"),
@@ -157,7 +117,7 @@ def _check_lists(header: GgufHeader, lists: Mapping[str, list[Any] | None]) -> N
             raise UnsupportedModelError(f"{header.file}: {count:,} {what} in its vocabulary; at most {most:,} are read")
 
 
-def _check_names(vocabulary: GgufVocabulary) -> None:
+def _check_names(vocabulary: Vocabulary) -> None:
     """Refuse two tokens of one name, as llama.cpp does: a text that has it could be either."""
     known: dict[str, int] = {}
     for number, name in enumerate(vocabulary.tokens):
