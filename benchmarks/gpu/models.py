@@ -28,9 +28,9 @@ from picompile.artifact.code import AcceleratorTarget, Code, build_code
 from picompile.artifact.files import weights_bytes
 from picompile.artifact.writer import ArtifactContents, write_program
 from picompile.frontend.captured import Captured, ModelFacts
-from picompile.frontend.checkpoint import ModuleWeights
 from picompile.frontend.hf import capture_config
 from picompile.frontend.tokenizer_files import TokenizerFiles
+from picompile.frontend.weight_sources import ModuleWeights
 from picompile.output.files import json_bytes
 from picompile.progress import NoProgress
 from picompile.synth.shapes import ModelShape

@@ -18,7 +18,6 @@ from picompile.frontend.build import build_model, capture_model
 from picompile.frontend.captured import Captured, ModelFacts
 from picompile.frontend.checkpoint import (
     ExpectedTensor,
-    FolderWeights,
     check_folder,
     is_stored,
     match_names,
@@ -47,6 +46,7 @@ from picompile.frontend.renaming import IgnoredTensors, rename
 from picompile.frontend.stored.matrices import StoredMatrices, find_method, quantized_part
 from picompile.frontend.tensor_file import TensorHeader
 from picompile.frontend.text_model import left_out_of
+from picompile.frontend.weight_sources import FolderWeights
 from picompile_passes.errors import PassesError
 
 # The number of a layer in a tensor's name: model.layers.1.mlp.up_proj.weight, transformer.h.1.ln_attn.bias.

@@ -9,9 +9,9 @@ from torch.fx import GraphModule
 
 from picompile.errors import UnsupportedModelError, UsageError
 from picompile.frontend.captured import Captured, ModelFacts
-from picompile.frontend.checkpoint import ModuleWeights
 from picompile.frontend.export import DecoderCall, export_decoder, first_names
 from picompile.frontend.facts import graph_facts
+from picompile.frontend.weight_sources import ModuleWeights
 
 _DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 

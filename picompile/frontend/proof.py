@@ -18,11 +18,11 @@ from torch.fx import GraphModule, Node
 
 from picompile.errors import PicompileError, UnsupportedModelError
 from picompile.frontend.build import WINDOWS, build_model, call_model, capture_model
-from picompile.frontend.checkpoint import ModuleWeights
 from picompile.frontend.config import make_config, quiet_transformers
 from picompile.frontend.export import first_names
 from picompile.frontend.families import Family
 from picompile.frontend.messages import one_line
+from picompile.frontend.weight_sources import ModuleWeights
 from picompile_passes.errors import PassesError, UnsupportedGraphError
 from picompile_passes.graph.materialize import materialize, node_values
 from picompile_passes.graph.nodes import arguments, calls, constant_nodes, is_call

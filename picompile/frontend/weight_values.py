@@ -7,6 +7,9 @@ from torch import Tensor
 
 from picompile.errors import UnsupportedModelError
 
+# The names that safetensors has for the dtypes we read, and ours for them.
+DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
+
 _LARGEST_F16 = 65504.0
 # Below it float16 has fewer digits than its eleven bits, and none below a thousandth of it.
 _SMALLEST_F16 = 2.0**-14

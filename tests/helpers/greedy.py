@@ -9,9 +9,9 @@ from torch import nn
 
 from helpers.small_models import causal_types, small_config, small_model
 from picompile.frontend.build import call_model
-from picompile.frontend.checkpoint import ModuleWeights
 from picompile.frontend.export import first_names
 from picompile.frontend.hf import capture_config
+from picompile.frontend.weight_sources import ModuleWeights
 from picompile_passes.graph.materialize import materialize
 from picompile_passes.passes.canonicalize import canonicalize
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from helpers.damage import damages, replaced
 from picompile.cli.train import _show as show_predictors
 from picompile.errors import UsageError
-from picompile.frontend.checkpoint import ModuleWeights
+from picompile.frontend.weight_sources import ModuleWeights
 from picompile.predictors.files import load_predictors, write_predictors
 from picompile.predictors.store import BlockShape, LayerPredictor
 from picompile_passes.errors import PassOptionError

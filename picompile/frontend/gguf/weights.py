@@ -8,9 +8,8 @@ from torch import Tensor
 
 from picompile.frontend.gguf.blocks import PLAIN, REPACKED
 from picompile.frontend.gguf.model import GgufModel
+from picompile.frontend.weight_values import DTYPES
 from picompile_passes.formats import COARSE_BITS, FORMATS
-
-_DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 
 
 class GgufWeights:
@@ -60,8 +59,8 @@ class GgufWeights:
     @property
     def dtype(self) -> str:
         """`f32`, `f16` or `bf16`: the dtype that most numbers have when they are loaded."""
-        sizes = dict.fromkeys(_DTYPES, 0)
+        sizes = dict.fromkeys(DTYPES, 0)
         for stored in self._names.values():
             tensor = self._opened.tensors[stored]
             sizes[tensor.dtype] += math.prod(tensor.shape)
-        return _DTYPES[max(sizes, key=lambda dtype: sizes[dtype])]
+        return DTYPES[max(sizes, key=lambda dtype: sizes[dtype])]

@@ -1,0 +1,147 @@
+"""The weight sources of safetensors files, read one tensor at a time, and of modules in memory."""
+
+import contextlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from picompile.errors import UnsupportedModelError
+from picompile.frontend.tensor_file import TensorHeader, explaining
+from picompile.frontend.weight_values import DTYPES, check_values
+
+_ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+
+
+class Codes(Protocol):
+    """Quantized matrices of a checkpoint: `frontend.stored.StoredMatrices`."""
+
+    def is_quantized(self, name: str) -> bool:
+        """Return whether the tensor `name` is one of them."""
+        ...
+
+    def load(self, name: str) -> Tensor:
+        """Return its values in float32."""
+        ...
+
+    def packed(self, name: str, format_name: str) -> Tensor | None:
+        """Return its rows packed, where that is exact."""
+        ...
+
+    def rounds_again(self, format_name: str, transposed: bool = False) -> str | None:
+        """Return what they are, such as AWQ, where `format_name` rounds their rows or columns again; else None."""
+        ...
+
+
+class FolderWeights:
+    """A `WeightSource` over a folder. Only one shard is open at a time, and only what is asked for is read."""
+
+    def __init__(
+        self,
+        headers: Mapping[str, TensorHeader],
+        names: Mapping[str, str],
+        codes: Codes | None = None,
+        zeros: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
+        """`codes` has the matrices that the files hold quantized, `zeros` the shapes of parameters that are zero."""
+        self._zeros = dict(zeros or {})
+        self._headers = headers
+        self._codes = codes
+        self._names = dict(names)
+        self._checked: set[str] = set()
+        self._file: Path | None = None
+        self._handle: Any = None
+        self._opened = contextlib.ExitStack()
+
+    def names(self) -> Iterable[str]:
+        """Return the names of the model's parameters."""
+        return (*self._names, *self._zeros)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of the parameter `name`, from the header. Raises `KeyError` for a name that there is not."""
+        if name in self._zeros:
+            return self._zeros[name]
+        return self._headers[self._names[name]].shape
+
+    def load(self, name: str) -> Tensor:
+        """Return the parameter `name` in the checkpoint's dtype, mapped from the file: it must not be written to.
+
+        Raises `KeyError` for a name that there is not, `UnsupportedModelError` for a file that has changed since and
+        for values that no model has.
+        """
+        if name in self._zeros:
+            return torch.zeros(self._zeros[name])
+        header = self._headers[self._names[name]]
+        file, stored = header.file, header.name
+        if self._codes is not None and self._codes.is_quantized(stored):
+            values = self._codes.load(stored)
+            check_values(values, f"{file}: {stored}", "checkpoint")
+            return values
+        with explaining(file, f"cannot read {stored}"):
+            if self._file != file:
+                self.close()
+                self._handle = self._opened.enter_context(safe_open(str(file), framework="pt", device="cpu"))
+                self._file = file
+            tensor = self._handle.get_tensor(stored)
+        if not isinstance(tensor, Tensor):
+            raise UnsupportedModelError(f"{file}: {stored} is not a tensor")
+        if stored not in self._checked:
+            check_values(tensor, f"{file}: {stored}", "checkpoint")
+            self._checked.add(stored)
+        return tensor
+
+    def packed(self, name: str, format_name: str, transposed: bool = False) -> Tensor | None:
+        """Return the rows of a matrix that the files hold quantized, packed without rounding them again, or None.
+
+        uint8 [rows, row bytes] in `format_name`. None stands for everything else, and for rows that would have to be
+        `transposed`.
+        """
+        if name in self._zeros:
+            return None
+        stored = self._headers[self._names[name]].name
+        if transposed or self._codes is None or not self._codes.is_quantized(stored):
+            return None
+        return self._codes.packed(stored, format_name)
+
+    def rounds_again(self, format_name: str, transposed: bool = False) -> str | None:
+        """Return what the matrices are that `format_name` rounds a second time, such as AWQ; None where it does not.
+
+        With `transposed` it is asked of matrices whose columns are packed as rows.
+        """
+        return None if self._codes is None else self._codes.rounds_again(format_name, transposed)
+
+    def close(self) -> None:
+        """Close the shard that is open, if one is."""
+        self._opened.close()
+        self._file = self._handle = None
+
+    @property
+    def dtype(self) -> str:
+        """`f32`, `f16` or `bf16`: what most bytes of the checkpoint are."""
+        sizes = dict.fromkeys(_ELEMENT_BYTES, 0)
+        for stored in self._names.values():
+            header = self._headers[stored]
+            sizes[header.dtype] += torch.Size(header.shape).numel() * _ELEMENT_BYTES[header.dtype]
+        return DTYPES[max(sizes, key=lambda dtype: sizes[dtype])]
+
+
+class ModuleWeights:
+    """A `WeightSource` over the parameters of a module in memory."""
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self._parameters = dict(parameters)
+
+    def names(self) -> Iterable[str]:
+        """Return the names of the parameters."""
+        return self._parameters.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of the parameter `name`. Raises `KeyError` for a name that there is not."""
+        return tuple(self._parameters[name].shape)
+
+    def load(self, name: str) -> Tensor:
+        """Return the parameter `name` itself, on the CPU. Raises `KeyError` for a name that there is not."""
+        return self._parameters[name].detach().to("cpu")
