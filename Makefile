@@ -37,6 +37,9 @@ CONSTRAINTS ?= -c constraints.txt
 JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 4 ] && echo 4 || echo $$n)
 PYTEST = $(BIN)/pytest -n $(JOBS) --dist worksteal --durations=20
 
+# Without it each command that a test starts compiles every module anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-share test-slow test-all lint coverage fuzz bench gpu-pack docs constraints format clean
 .DELETE_ON_ERROR:
 

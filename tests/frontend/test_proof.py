@@ -164,6 +164,7 @@ def test_rotary_embeddings_of_a_nested_config_end_the_context(kind: str) -> None
     assert facts.config_facts(config).positions == rope_limit(config) == (64 if kind == "dynamic" else 32)
 
 
+@pytest.mark.slow("exports two models; right and wrong ones are fast")
 def test_comparisons_that_prove_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(*arguments: object) -> None:
         raise RuntimeError("of this\nkind")

@@ -193,6 +193,7 @@ def test_early_predictions_have_the_launches_of_others(model: Model) -> None:
             assert in_sums(found(model, layers, True, "previous")) == expected(counted(model), layers, True)
 
 
+@pytest.mark.slow("lowers two models per predictor; one is fast", but=("sign",))
 @pytest.mark.parametrize("predictor", ["learned", "sign", "exact"])
 def test_a_dense_model_has_no_launches_of_predictors(predictor: str) -> None:
     model, without = counted(Model("llama-relu", predictor)), counted(Model("llama-relu", "none"))

@@ -207,7 +207,7 @@ def test_names_and_figures_that_cannot_be_shown(folder: Path) -> None:
     assert (read.name, read.layers[0].recall, read.accuracy["perplexity"]) == ("?\u4e2d", None, float("inf"))
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(data=st.data())
 def test_anything_in_any_places(data: st.DataObject, described: tuple[Path, Any]) -> None:
     folder, content = described

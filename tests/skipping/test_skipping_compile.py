@@ -36,6 +36,7 @@ def _compile(model: Path, output: Path, **options: Any) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.slow("measures and compiles a model twice")
 def test_a_silu_model_skips_and_keeps_its_bytes(silu_model: Path, text: Path, tmp_path: Path) -> None:
     work = tmp_path / "work"
     options = {"skip": 0.05, "calibration": (text,), "work": work}

@@ -186,6 +186,7 @@ def test_no_neuron_fires_or_every_neuron(workbench: CudaWorkbench, case: Case) -
 OF_EDGES = [("odd", "exact", "go", "f16", 1), ("odd", "masked", "go", "f16", 1), ("odd", "exact", "go", "f16", CHUNK)]
 
 
+@pytest.mark.slow(SLOW, but=("('odd', 'exact', 'go', 'f16', 1)",))
 @pytest.mark.parametrize("case", OF_EDGES, ids=str)
 def test_limits_of_zero_and_infinite_ones(workbench: CudaWorkbench, case: Case) -> None:
     kernel, rows, names = kernel_of(case), case[4], [NAMES[letter] for letter in case[2]]

@@ -232,6 +232,7 @@ def test_steps_without_cold_neurons_are_counted() -> None:
     assert hybrid_figures(program, steps, 1)["skipped_per_token"] == 0.5
 
 
+@pytest.mark.slow("compiles an artifact for two devices; of one it is fast", but=("tiny_artifact",))
 @pytest.mark.parametrize("artifact", ["tiny_hybrid", "tiny_artifact"])
 def test_bench_writes_a_trace(cli: Cli, request: pytest.FixtureRequest, tmp_path: Path, artifact: str) -> None:
     folder, trace = request.getfixturevalue(artifact), tmp_path / "new" / "trace.json"
