@@ -1,6 +1,7 @@
 """Merges of a vocabulary that has scores instead of merges."""
 
 from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 
 from picompile.errors import UnsupportedModelError
@@ -22,17 +23,16 @@ def merges_by_rank(file: Path, scores: Mapping[str, float]) -> list[tuple[str, s
     """
     if sum(len(piece) ** 2 for piece in scores) > _MOST_CUTS:
         raise UnsupportedModelError(f"{file}: lists no merges, and has tokens that are too long to find them")
-    if sum(map(len, scores)) > MOST_MERGES:
-        count = sum(piece[:at] in scores and piece[at:] in scores for piece in scores for at in range(1, len(piece)))
-        if count > MOST_MERGES:
-            raise UnsupportedModelError(
-                f"{file}: its tokens can be made in {count:,} ways of others; at most {MOST_MERGES:,} are read"
-            )
-    cuts = [
+    ways = (
         (-score, -at, at - len(piece), rank, piece)
         for rank, (piece, score) in enumerate(scores.items())
         for at in range(1, len(piece))
         if piece[:at] in scores and piece[at:] in scores
-    ]
+    )
+    cuts = list(islice(ways, MOST_MERGES + 1))
+    if len(cuts) > MOST_MERGES:
+        raise UnsupportedModelError(
+            f"{file}: its tokens can be made in more than {MOST_MERGES:,} ways of others, and no more are read"
+        )
     cuts.sort()
     return [(piece[:-before], piece[-before:]) for _, before, _, _, piece in cuts]
