@@ -267,7 +267,15 @@ KINDS = ("normal", "ties", "equal", "rising", "falling", "zeros", "infinite", "r
 @sampled(
     slow="sorts large vocabularies in several orders of threads; small ones are fast",
     kind=KINDS,
-    vocab=(1, 37, 64, 65, 300, 2049, pytest.param(50257, marks=pytest.mark.slow("is large")), 70001),
+    vocab=(
+        1,
+        37,
+        64,
+        65,
+        300,
+        2049,
+        *(pytest.param(size, marks=pytest.mark.slow("is large")) for size in (50257, 70001)),
+    ),
     counts=((1, 1), (3, 3), (3, 2), (3, 1)),
     when=lambda kind, vocab, counts: vocab < 5000 or (counts == (1, 1) and kind in ("normal", "ties", "nan")),
 )

@@ -44,7 +44,7 @@ from picompile_passes.verify import verify
 
 # The same few in every run of `make test`, more where faults are planted in the passes, and as many as asked for in
 # `make fuzz`.
-EXAMPLES = {"ci": 4, "mutation": 20}.get(PROFILE, settings.default.max_examples)
+EXAMPLES = {"ci": 3, "mutation": 20}.get(PROFILE, settings.default.max_examples)
 pytestmark = pytest.mark.hypothesis
 few = partial(settings, deadline=None, suppress_health_check=list(HealthCheck))
 

@@ -91,6 +91,7 @@ def test_a_processor_without_them_is_told_first(
 
 
 @has_bf16
+@pytest.mark.slow("profiles a model twice; single products are fast")
 def test_a_profile_counts_nearly_the_same(build_once: BuildOnce, tmp_path: Path) -> None:
     model = build_once("wide-llama", lambda folder: save_tiny_llama(folder, hidden_size=64, intermediate_size=256))
     options: dict[str, Any] = {"tokens": 2048, "window": 128, "accuracy_bound": None}

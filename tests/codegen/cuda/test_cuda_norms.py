@@ -82,6 +82,7 @@ def test_a_norm_waits_for_memory_once_in_a_turn(form: str, norm: str, turns: int
     assert of_last_block.count("pi_loads_first()") == turns
 
 
+@pytest.mark.slow("compiles for each GPU")
 def test_norms_behind_projections_do_not_spill() -> None:
     """Formats and sizes with few registers to spare. tests/cuda_matrix.py compiles many more."""
     cases = [("q4", (5120, 5120), "layer"), ("q4", (8192, 8192), "rms"), ("f16", (8192, 8192), "layer")]

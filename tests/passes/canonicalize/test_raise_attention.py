@@ -185,6 +185,7 @@ def test_biases_that_rise_with_positions_become_slopes(
         assert torch.allclose(slopes, expected, rtol=2e-6, atol=1e-7)
 
 
+@pytest.mark.slow("exports rows of 4,097 tokens; short ones are fast")
 def test_slopes_of_many_tokens() -> None:
     """4097 tokens in rows of keys, which are never a square for each head."""
 

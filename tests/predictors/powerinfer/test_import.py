@@ -160,6 +160,7 @@ def assert_masks(found: Predictors, expected: list[Predictor], threshold: float)
         assert (np.abs(logits[wrong] - threshold) < 1e-3).all()
 
 
+@pytest.mark.slow("captures a model; a folder without statistics is fast")
 def test_folder_with_statistics(tmp_path: Path, tiny_model: Path) -> None:
     predictors = random_predictors(SIZES, 5)
     write_folder(tmp_path / "in", predictors)
