@@ -72,15 +72,22 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
         raise UnsupportedModelError(
             f"{folder}: has {SINGLE_FILE} and {INDEX_FILE}, which names other files: two models; take one away"
         )
-    headers: dict[str, TensorHeader] = {}
-    for name in sorted(set(weight_map.values())):
-        if not (folder / name).is_file():
-            raise UnsupportedModelError(f"{index}: names {name}, which is not there")
-        headers |= headers_of(folder / name)
+    shards: dict[str, dict[str, TensorHeader]] = {}
+    for file in sorted(set(weight_map.values())):
+        if not (folder / file).is_file():
+            raise UnsupportedModelError(f"{index}: names {file}, which is not there")
+        shards[file] = headers_of(folder / file)
     for name, file in weight_map.items():
-        if name not in headers or headers[name].file != folder / file:
+        if name not in shards[file]:
             raise UnsupportedModelError(f"{index}: says that {name} is in {file}, but it is not")
-    return {name: headers[name] for name in weight_map}
+    # Shards may have tensors that the index leaves out, and transformers reads them.
+    headers: dict[str, TensorHeader] = {}
+    for file, shard in shards.items():
+        for name, header in shard.items():
+            if name in headers and name not in weight_map:
+                raise UnsupportedModelError(f"{index}: {name} is in {headers[name].file.name} and in {file}")
+            headers[name] = header
+    return headers | {name: shards[file][name] for name, file in weight_map.items()}
 
 
 def _read_index(index: Path) -> dict[str, str]:

@@ -18,6 +18,7 @@ from picompile.errors import UnsupportedModelError
 from picompile.frontend.families import Family, check_config
 from picompile.frontend.json_file import token_ids
 from picompile.frontend.messages import one_line
+from picompile.frontend.rope_fields import ROPE_FIELDS, settled_rope
 from picompile.quantities import LARGEST_FLOAT32
 
 
@@ -93,8 +94,12 @@ def make_config(family: Family, raw: Mapping[str, Any]) -> Any:
     values that make no model, or one that is not supported.
     """
     check_values(raw)
+    raw = settled_rope(raw)
     config_class = resolve(family.config_class)
     kept = {key: _with_floats(value) for key, value in raw.items() if not _is_left_out(config_class, key)}
+    if isinstance(raw.get("text_config"), dict) and not hasattr(config_class, "rope_parameters"):
+        # transformers ends in an AttributeError of fields that only the text has.
+        kept = {key: value for key, value in kept.items() if key not in ROPE_FIELDS}
     values = copy.deepcopy(kept)
     if family.fixed_activation is not None or (family.is_known and values.get(family.activation) == "fatrelu"):
         values[family.activation] = "relu"

@@ -1,26 +1,17 @@
 """Keys of a config.json that have no effect: what a user should know of them, in one line."""
 
 import dataclasses
+import importlib.util
 import inspect
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
-from picompile.frontend.config import ROPE_NUMBERS, UNUSED, resolve
-from picompile.frontend.families import Family, rope_limit, text_config
+from picompile.frontend.config import UNUSED, resolve
+from picompile.frontend.families import Family, rope_limit, rotary_fields, text_config
+from picompile.frontend.rope_fields import rope_lines
 
-_ROPE_KEYS = (
-    *ROPE_NUMBERS,
-    "rope_type",
-    "type",
-    "truncate",
-    "original_max_position_embeddings",
-    "short_factor",
-    "long_factor",
-    "mrope_section",
-    "mrope_interleaved",
-    "llama_4_scaling_beta",
-)
 # Fields that earlier versions wrote into every config.json.
 _FORMER = frozenset(
     {
@@ -34,6 +25,8 @@ _FORMER = frozenset(
 )
 # Fields without effect where they have this value.
 _OFF = {"use_mrope": False, "rope_interleaved": False}
+# Factors of logits that a config class may declare and the model's code forget, as transformers' MPT does.
+_SCALES = ("logit_scale", "logits_scaling", "final_logit_softcapping", "attn_logit_softcapping")
 # Keys that are read although no field is declared for them.
 _READ = frozenset(
     {
@@ -49,6 +42,8 @@ _READ = frozenset(
     }
 )
 
+_PART = "partial_rotary_factor"
+
 _NAMED_KEYS = 8
 
 
@@ -57,11 +52,12 @@ def config_warnings(family: Family, raw: Mapping[str, Any], config: Any) -> tupl
 
     `config` is what `make_config` made of its contents, `raw`.
     """
-    unknown, limit = tuple(filter(None, [unknown_keys(family, raw, config)])), rope_limit(config)
-    if limit is None or limit >= (getattr(text_config(config), "max_position_embeddings", None) or 0):
-        return unknown
-    beyond = f"the positions of tokens beyond {limit:,} are embedded in another way; the context ends there"
-    return (*unknown, f"config.json: {beyond}")
+    unknown, limit = unknown_keys(family, raw, config), rope_limit(config)
+    lines = [*filter(None, [unknown]), *rope_lines(raw, config)]
+    if limit is not None and limit < (getattr(text_config(config), "max_position_embeddings", None) or 0):
+        beyond = f"the positions of tokens beyond {limit:,} are embedded in another way; the context ends there"
+        lines.append(f"config.json: {beyond}")
+    return tuple(lines)
 
 
 def unknown_keys(family: Family, raw: Mapping[str, Any], config: Any = None) -> str | None:
@@ -93,15 +89,39 @@ def _unknown(family: Family, raw: Mapping[str, Any], config: Any) -> Iterator[st
         parts.append(("text_config.", inner, classes[1:]))
     for name, part, known in parts:
         yield from (f"{name}{key}" for key in part if not _is_known(key, part[key], known))
-        rope = part.get("rope_parameters") or part.get("rope_scaling") or {}
-        values = (key for key in rope if not isinstance(rope[key], dict))
-        yield from (f"{name}rope_parameters.{key}" for key in values if key not in _ROPE_KEYS)
+        for form in ("rope_parameters", "rope_scaling"):
+            rope = part.get(form) or {}
+            values = (key for key in rope if not isinstance(rope[key], dict))
+            yield from (f"{name}{form}.{key}" for key in values if not _is_rope_key(key, known))
+    if text is not None and _turns_whole_heads(text, classes):
+        yield _PART
 
 
 def _is_known(key: str, value: object, classes: tuple[type, ...]) -> bool:
     if key in _OFF and value is _OFF[key]:
         return True
-    return any(key in _known_keys(each) or f'"{key}"' in _source(each) for each in classes)
+    if key in _SCALES and value is not None and all(_lacks(each, key) for each in classes):
+        return False
+    read = (f'"{key}"', f"self.{key}")[: 1 + key.startswith("_")]
+    return any(key in _known_keys(each) or any(text in _source(each) for text in read) for each in classes)
+
+
+def _turns_whole_heads(config: Any, classes: tuple[type, ...]) -> bool:
+    """Return whether a config says that a part of each head turns, and the model's own frequencies do not read it."""
+    ropes = [rope for rope in rotary_fields(config) if rope.get("rope_type", "default") == "default"]
+    partial = any((rope.get(_PART) or 1.0) != 1.0 for rope in ropes)
+    return partial and all(_lacks(each, _PART) and _PART not in _source(each) for each in classes)
+
+
+def _is_rope_key(key: str, classes: tuple[type, ...]) -> bool:
+    """Return whether transformers' code of rotary embeddings, or that of a model, names a key."""
+    return any(f'"{key}"' in text for each in classes for text in (_rope_code(), _source(each), _model_code(each)))
+
+
+def _lacks(config_class: type, key: str) -> bool:
+    """Return whether the code of a model is there, and has no word of a field."""
+    code = _model_code(config_class)
+    return code != "" and key not in code
 
 
 @lru_cache(maxsize=64)
@@ -121,6 +141,21 @@ def _source(config_class: type) -> str:
         return inspect.getsource(config_class)
     except (OSError, TypeError):
         return ""
+
+
+@lru_cache(maxsize=64)
+def _model_code(config_class: type) -> str:
+    """Return the code of a config class's models, which is not imported for it; "" where there is none."""
+    name = config_class.__module__.replace(".configuration_", ".modeling_")
+    found = importlib.util.find_spec(name)
+    return "" if found is None or found.origin is None else Path(found.origin).read_text()
+
+
+@lru_cache(maxsize=1)
+def _rope_code() -> str:
+    from transformers import modeling_rope_utils
+
+    return inspect.getsource(modeling_rope_utils)
 
 
 def _printable(key: str) -> str:

@@ -267,7 +267,7 @@ def _with_text(config: Any) -> tuple[Any, ...]:
 
 def _check_rope(config: Any) -> None:
     known = (*_ROPE_TYPES, *GROWING_ROPE_TYPES)
-    for rope in _ropes(config):
+    for rope in rotary_fields(config):
         kind = rope.get("rope_type", "default")
         if kind not in known:
             raise UnsupportedModelError(
@@ -279,7 +279,7 @@ def _check_rope(config: Any) -> None:
             )
 
 
-def _ropes(config: Any) -> list[Mapping[str, Any]]:
+def rotary_fields(config: Any) -> list[Mapping[str, Any]]:
     """Return the descriptions of a config's rotary embeddings: one for all layers, or one for each kind of layer."""
     rope = getattr(config, "rope_parameters", None) or {}
     return [value for value in rope.values() if isinstance(value, Mapping)] or [rope]
@@ -291,7 +291,7 @@ def rope_limit(config: Any) -> int | None:
     Type `dynamic` has other frequencies beyond `max_position_embeddings`, `longrope` beyond
     `original_max_position_embeddings`, and from there on `llama_4_scaling_beta` scales queries (Ministral 3).
     """
-    limits = [_limit(part, rope) for part in _with_text(config) for rope in _ropes(part)]
+    limits = [_limit(part, rope) for part in _with_text(config) for rope in rotary_fields(part)]
     return min((limit for limit in limits if limit is not None), default=None)
 
 
@@ -301,7 +301,7 @@ def rope_reach(config: Any) -> int | None:
     Published recipes (Qwen2.5's) add `rope_scaling` alone and leave `max_position_embeddings` as it is.
     """
     reaches = []
-    for rope in (rope for part in _with_text(config) for rope in _ropes(part)):
+    for rope in (rope for part in _with_text(config) for rope in rotary_fields(part)):
         original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
         if rope.get("rope_type") == "yarn" and isinstance(original, int) and isinstance(factor, int | float):
             reaches.append(int(original * factor))

@@ -40,7 +40,7 @@ from picompile.frontend.gguf.parts import model_name
 from picompile.frontend.gguf.weights import GgufWeights
 from picompile.frontend.json_file import token_ids
 from picompile.frontend.left_out import LeftOut, bias_line, lacking_biases
-from picompile.frontend.model_file import gguf_file, is_gguf, opened_gguf, read_config
+from picompile.frontend.model_file import QUANTIZATION_FILES, gguf_file, is_gguf, opened_gguf, read_config
 from picompile.frontend.proof import prove
 from picompile.frontend.renaming import IgnoredTensors, rename
 from picompile.frontend.stored.matrices import StoredMatrices, find_method, quantized_part
@@ -194,8 +194,8 @@ def _open_folder(folder: Path, raw: Mapping[str, Any]) -> Checkpoint:
     headers = read_headers(folder)
     if method is None and (part := quantized_part(headers)) is not None:
         raise UnsupportedModelError(
-            f"{folder}: holds {part}, a part of a quantized matrix, but no quantization_config in config.json, "
-            "quantize_config.json or quant_config.json says how to read it"
+            f"{folder}: holds {part}, a part of a quantized matrix, but neither config.json nor a file beside it "
+            f"({', '.join(QUANTIZATION_FILES)}) says how to read it"
         )
     quantized = None if method is None else StoredMatrices(method, headers)
     headers = headers if quantized is None else quantized.headers

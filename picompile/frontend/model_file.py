@@ -51,21 +51,28 @@ def opened_gguf(model: Path) -> "GgufModel":
 
 
 CONFIG = "config.json"
-# Files beside config.json that had the quantization config before it did, and the method that wrote each: AutoGPTQ's
-# and AutoAWQ's. The second has no `quant_method`.
-_QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+# Files beside config.json that had the quantization config before it did, and the method that wrote each: AutoGPTQ's,
+# AutoAWQ's and ModelOpt's. The last two have no `quant_method`.
+QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 
 
 def with_quantization(folder: Path, raw: dict[str, Any]) -> dict[str, Any]:
-    """Return `raw`, the contents of config.json, with the quantization config of a file beside it if it has none.
+    """Return `raw`, the contents of config.json, with the quantization config of its text or of a file beside it.
 
-    Raises `UnsupportedModelError` for a file that is damaged.
+    Its own comes first. Raises `UnsupportedModelError` for a file that is damaged.
     """
     if raw.get("quantization_config") or raw.get("compression_config"):
         return raw
-    for name, method in _QUANTIZATION_FILES.items():
+    text = raw.get("text_config")
+    if isinstance(text, dict) and text.get("quantization_config"):
+        return raw | {"quantization_config": text["quantization_config"]}
+    for name, method in QUANTIZATION_FILES.items():
         if (folder / name).is_file():
-            return raw | {"quantization_config": {"quant_method": method} | read_json_object(folder / name)}
+            content = read_json_object(folder / name)
+            inner = content.get("quantization")  # ModelOpt's stands beside the name of its program
+            return raw | {
+                "quantization_config": {"quant_method": method, **(inner if isinstance(inner, dict) else content)}
+            }
     return raw
 
 

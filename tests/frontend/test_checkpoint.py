@@ -246,6 +246,19 @@ def test_an_index_of_the_one_file(checkpoint: Checkpoints) -> None:
     assert set(open_checkpoint(folder).weights.names()) == set(names)
 
 
+def test_tensors_that_an_index_leaves_out_are_read(checkpoint: Checkpoints) -> None:
+    """As transformers does: a head of its own would be a tied one otherwise, and the model another."""
+    folder = checkpoint(shard="100KB")
+    index = json.loads((folder / INDEX_FILE).read_text())
+    last = index["weight_map"].pop("model.norm.weight")
+    (folder / INDEX_FILE).write_text(json.dumps(index))
+    assert "model.norm.weight" in open_checkpoint(folder).weights.names()
+    other = next(file for file in index["weight_map"].values() if file != last)
+    twice = load_file(folder / other) | {"model.norm.weight": torch.ones(64)}
+    save_file(twice, folder / other)
+    _expect(folder, UnsupportedModelError, "model.norm.weight is in model-.* and in model-")
+
+
 @pytest.mark.parametrize("layers", [3, 1000, 9_999])
 def test_more_layers_than_there_are_tensors_of(
     layers: int, checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch

@@ -7,7 +7,7 @@ import pytest
 from transformers import GenerationConfig
 
 from picompile.errors import UnsupportedModelError
-from picompile.frontend.generation_config import check_generation_config
+from picompile.frontend.generation_config import check_generation_config, read_generation_config
 from picompile_runtime.sampling.model_defaults import unread_fields
 
 
@@ -34,3 +34,13 @@ def test_what_transformers_has_by_default_changes_nothing(tmp_path: Path) -> Non
     """Older versions write every field, with its default."""
     written = json.loads(GenerationConfig().to_json_string(use_diff=False))
     assert unread_fields({**written, **GenerationConfig._get_default_generation_params()}) == []
+
+
+def test_without_the_file_fields_of_config_json_count(tmp_path: Path) -> None:
+    """transformers makes the file of them, and takes the text's where the model itself says nothing."""
+    text = {"repetition_penalty": 1.5, "temperature": 0.25, "hidden_size": 8}
+    (tmp_path / "config.json").write_text(json.dumps({"do_sample": False, "temperature": 0.5, "text_config": text}))
+    path, found = read_generation_config(tmp_path)
+    assert (path.name, found) == ("config.json", {"do_sample": False, "temperature": 0.5, "repetition_penalty": 1.5})
+    (tmp_path / "generation_config.json").write_text('{"top_k": 3}')
+    assert read_generation_config(tmp_path)[1] == {"top_k": 3}

@@ -181,6 +181,7 @@ KINDS: dict[str, Kind] = {
     "fp8-blocks": Kind(_BLOCKS, fp8((32, 32))),
     "fp8-powers": Kind({**_BLOCKS, "scale_fmt": "ue8m0"}, fp8((32, 32), power=True)),
     "fp8-matrix": Kind({"quant_method": "fp8", "weight_block_size": None}, fp8((-1, -1), "weight_scale", flat=True)),
+    "modelopt": Kind({"quant_method": "modelopt", "quant_algo": "FP8"}, fp8((-1, -1), "weight_scale", flat=True)),
     "fbgemm": Kind({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, fp8((1, -1), "weight_scale")),
     "float-channel": Kind(
         _compressed("float-quantized", num_bits=8, type="float", strategy="channel"), fp8((1, -1), "weight_scale")

@@ -1,6 +1,6 @@
 """Matrices of small numbers with a scale for each block of rows and columns: FP8, FP4 and INT8."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -101,16 +101,23 @@ def fitting_block(
 ) -> tuple[int, int]:
     """Return the one of `candidates`, sizes of blocks, by which a matrix has as many blocks as MODULE.scale_part says.
 
-    Sizes of -1 are those of the whole matrix. Raises `UnsupportedModelError` where none of them fits.
+    Sizes of -1 are those of the whole matrix. Scales of the exact shape come before those that have it but for sizes
+    of 1: [1, n] is a row of blocks, even if the matrix has n rows. Raises `UnsupportedModelError` where none fits.
     """
     header = files.headers[f"{module}.{scale_part}"]
     sizes = [(rows if rows > 0 else shape[0], columns if columns > 0 else shape[1]) for rows, columns in candidates]
-    for block in sizes:
-        rows, columns = grid_shape(shape, block)
-        flat = tuple(size for size in header.shape if size != 1)
-        if flat == tuple(size for size in (rows, columns) if size != 1):
-            return block
-    blocks = " or ".join(str(list(grid_shape(shape, block))) for block in sizes) or "settings of its weights"
+    grids = [grid_shape(shape, block) for block in sizes]
+    fitting = [block for block, grid in zip(sizes, grids, strict=True) if grid == tuple(header.shape)]
+    fitting += [
+        block for block, grid in zip(sizes, grids, strict=True) if _without_ones(grid) == _without_ones(header.shape)
+    ]
+    if fitting:
+        return fitting[0]
+    blocks = " or ".join(str(list(grid)) for grid in grids) or "settings of its weights"
     raise UnsupportedModelError(
         f"{header.file}: {module}.{scale_part} is {list(header.shape)}, but a matrix of {list(shape)} needs {blocks}"
     )
+
+
+def _without_ones(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(size for size in shape if size != 1)

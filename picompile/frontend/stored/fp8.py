@@ -30,9 +30,12 @@ from picompile.frontend.stored.record import (
 
 _SCALES = ("weight_scale_inv", "weight_scale")
 _DEFAULT_BLOCK = (128, 128)
+_MODELOPT = "modelopt"
 
 
 def _open(settings: Settings) -> Callable[[StoredFiles], Found]:
+    if settings.method == _MODELOPT and not str(settings.get("quant_algo", default=None)).startswith("FP8"):
+        settings.refuse(f"with quant_algo {settings.get('quant_algo', default=None)!r:.40}")
     sizes = settings.get("weight_block_size", default=list(_DEFAULT_BLOCK))
     if not isinstance(sizes, (list, tuple)) or len(sizes) != 2:
         settings.refuse(f"with weight_block_size {sizes!r:.40}")
@@ -73,9 +76,9 @@ def _matrix(files: StoredFiles, module: str, candidates: list[tuple[int, int]]) 
 
 
 METHOD = Method(
-    names=("fp8", "fbgemm_fp8"),
+    names=("fp8", "fbgemm_fp8", _MODELOPT),
     title="FP8",
-    summary="fp8 (scales of blocks, rows or matrices) and fbgemm_fp8",
+    summary="fp8 (scales of blocks, rows or matrices), fbgemm_fp8 and modelopt's FP8",
     marks=(".weight_scale_inv", ".weight_scale"),
     open=_open,
 )

@@ -10,6 +10,7 @@ from typing import Any
 
 from picompile.errors import UnsupportedModelError
 from picompile.frontend.end_tokens import with_end_tokens
+from picompile.frontend.generation_config import read_generation_config
 from picompile.frontend.json_file import read_json_object, token_ids
 from picompile.frontend.messages import shown_text
 from picompile.frontend.stand_ins import refuse_stand_in
@@ -31,8 +32,9 @@ def read_folder(folder: Path) -> tuple[TokenizerFiles, Source]:
     transformers builds no tokenizer of.
     """
     _check_files(folder)
-    config, generation, *_ = (_read_description(folder / name) for name in _DESCRIPTIONS)
-    ends = token_ids(generation, "eos_token_id", folder / "generation_config.json")
+    config, *_ = (_read_description(folder / name) for name in _DESCRIPTIONS)
+    file, generation = read_generation_config(folder)
+    ends = token_ids(generation, "eos_token_id", file)
     generation = with_end_tokens(generation, ends)
     templates = folder_templates(folder, config)
     if not (folder / FILE).is_file() and not any((folder / name).is_file() for name in SOURCES):

@@ -22,7 +22,7 @@ FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 # Fields of transformers' GenerationConfig that change which tokens come, and are not read, with the values that change
 # nothing (generation/configuration_utils.py, and generation/utils.py for when each has an effect).
-_UNREAD: Mapping[str, tuple[object, ...]] = {
+UNREAD: Mapping[str, tuple[object, ...]] = {
     "bad_words_ids": (),
     "begin_suppress_tokens": (),
     "constraints": (),
@@ -88,7 +88,7 @@ def artifact_defaults(artifact: Artifact, base: SamplingParams) -> SamplingParam
 
 def unread_fields(config: Mapping[str, Any]) -> list[str]:
     """Return the names of the fields that would change which tokens come, and that nothing here reads."""
-    return [name for name, neutral in _UNREAD.items() if not _is_nothing(config.get(name), neutral)]
+    return [name for name, neutral in UNREAD.items() if not _is_nothing(config.get(name), neutral)]
 
 
 def _is_nothing(value: object, neutral: tuple[object, ...]) -> bool:

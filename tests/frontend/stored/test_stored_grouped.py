@@ -1,5 +1,6 @@
 """GPTQ, AWQ and AutoRound: every layout against the formula in float64, exact repacking, and zeros against labels."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -200,7 +201,7 @@ def test_zero_biases_are_left_out_where_the_model_has_none(tmp_path: Path) -> No
 
 
 def test_configs_in_files_of_their_own(tmp_path: Path) -> None:
-    """AutoGPTQ's and AutoAWQ's early checkpoints have it beside config.json."""
+    """AutoGPTQ's and AutoAWQ's early checkpoints have it beside config.json, and others in the config of their text."""
     for name, scheme, keys in (
         ("quantize_config.json", Scheme(), {"bits": 4, "group_size": 32, "desc_act": False, "sym": False}),
         ("quant_config.json", Scheme("awq"), {"w_bit": 4, "q_group_size": 32, "zero_point": True, "version": "GEMM"}),
@@ -212,6 +213,13 @@ def test_configs_in_files_of_their_own(tmp_path: Path) -> None:
         (folder / name).write_text(str(keys).replace("'", '"').replace("True", "true").replace("False", "false"))
         found = opened(folder)
         assert all(torch.equal(found.load(parameter).double(), weight) for parameter, weight in weights.items())
+    text = {"quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": text}))
+    assert read_config(tmp_path)["quantization_config"] == text["quantization_config"]
+    (tmp_path / "config.json").write_text("{}")
+    theirs = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "exclude_modules": []}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(theirs))
+    assert read_config(tmp_path)["quantization_config"] == {"quant_method": "modelopt", **theirs["quantization"]}
 
 
 def _without(part: str) -> Callable[[dict[str, Tensor]], object]:

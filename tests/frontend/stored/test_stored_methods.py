@@ -67,6 +67,7 @@ def _weights(**changes: Any) -> dict[str, Any]:
         ({"quant_method": "auto-round", "bits": 4, "extra_config": {"a": 3}}, "auto-round with an override 3"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "fp8 with weight_block_size [128]"),
         ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "fp8 with blocks of 0"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt with quant_algo 'NVFP4'"),
         ({**_PACKED, "format": "marlin-24"}, "compressed-tensors in the format 'marlin-24'"),
         ({**_PACKED, "sparsity_config": {"format": "sparse-24-bitmask"}}, "compressed-tensors with sparsity_config"),
         ({**_PACKED, "transform_config": {"config_groups": {"u": {}}}}, "compressed-tensors with transform_config"),
@@ -105,7 +106,7 @@ def test_matrices_whose_rows_are_inputs_are_refused(tmp_path: Path) -> None:
     tensors |= {key: part for key, part in parts.items() if key.startswith(name)}
     save_file(tensors, tmp_path / "model.safetensors")
     assert weight.shape == (width, width)
-    with pytest.raises(UnsupportedModelError, match=r"c_proj\.\w+, a part of a quantized matrix, but no quantization"):
+    with pytest.raises(UnsupportedModelError, match=r"c_proj\.\w+, a part of a quantized matrix, but neither"):
         open_checkpoint(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": Scheme().config}))
     with pytest.raises(UnsupportedModelError, match=r"c_proj\.weight is quantized, which is not read for"):

@@ -17,7 +17,8 @@ from picompile.frontend.model_file import read_config
 from picompile.frontend.stored import StoredMatrices, find_method
 from picompile_passes.formats.packing import dequantize_rows
 
-SHAPES = {"model.layers.0.mlp.up_proj": (64, 96), "lm_head": (33, 320)}
+# A row of the last one's blocks has as many scales as it has rows.
+SHAPES = {"model.layers.0.mlp.up_proj": (64, 96), "lm_head": (33, 320), "gate": (32, 1024)}
 REPACKED = dict.fromkeys(("packed-4", "packed-4-channel", "packed-3-zeros"), ("q8", "q4m", "q4"))
 REPACKED |= dict.fromkeys(("packed-4-zeros", "packed-4-plain-zeros"), ("q8", "q4m"))
 
