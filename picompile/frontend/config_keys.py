@@ -25,8 +25,9 @@ _FORMER = frozenset(
 )
 # Fields without effect where they have this value.
 _OFF = {"use_mrope": False, "rope_interleaved": False}
-# Factors of logits that a config class may declare and the model's code forget, as transformers' MPT does.
-_SCALES = ("logit_scale", "logits_scaling", "final_logit_softcapping", "attn_logit_softcapping")
+# Fields that change logits, and that a config class may declare and the code of its model forget: transformers' MPT
+# has the first three, its BioGPT the last.
+_FORGOTTEN = ("logit_scale", "embedding_fraction", "norm_type", "layer_norm_eps")
 # Keys that are read although no field is declared for them.
 _READ = frozenset(
     {
@@ -100,10 +101,15 @@ def _unknown(family: Family, raw: Mapping[str, Any], config: Any) -> Iterator[st
 def _is_known(key: str, value: object, classes: tuple[type, ...]) -> bool:
     if key in _OFF and value is _OFF[key]:
         return True
-    if key in _SCALES and value is not None and all(_lacks(each, key) for each in classes):
+    if key in _FORGOTTEN and all(_lacks(each, key) and _is_set(each, key, value) for each in classes):
         return False
     read = (f'"{key}"', f"self.{key}")[: 1 + key.startswith("_")]
     return any(key in _known_keys(each) or any(text in _source(each) for text in read) for each in classes)
+
+
+def _is_set(config_class: type, key: str, value: object) -> bool:
+    """Return whether a value of a field is another than the class has for it."""
+    return value != next((field.default for field in dataclasses.fields(config_class) if field.name == key), None)
 
 
 def _turns_whole_heads(config: Any, classes: tuple[type, ...]) -> bool:
