@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from helpers.sentencepiece_files import UNIGRAM, WORDS, save_model
+from helpers.sentencepiece_files import UNIGRAM, WORDS, field, save_model
 from helpers.tokenizer_folders import CHATML, ROWS, in_artifact, save_folder
 from picompile.errors import UnsupportedModelError
 from picompile.frontend.tokenizer.read import read_tokenizer
@@ -66,6 +66,22 @@ def test_what_is_no_model_of_sentencepiece(tmp_path: Path) -> None:
     save_model(tmp_path / "tokenizer.model", kind=3)
     with pytest.raises(UnsupportedModelError, match="its pieces are words or letters"):
         read_tokenizer(tmp_path, ROWS)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (field(2, field(24, 1)), "treat_whitespace_as_suffix is set"),
+        (field(3, field(5, 0)), "escape_whitespaces is not set"),
+        (field(5, field(2, b"table")), "denormalizer_spec has a table"),
+    ],
+)
+def test_fields_that_are_not_read_are_refused(tmp_path: Path, more: bytes, said: str) -> None:
+    folder = save(tmp_path)
+    file = folder / "tokenizer.model"
+    file.write_bytes(file.read_bytes() + more)
+    with pytest.raises(UnsupportedModelError, match=rf"tokenizer\.model: {said}"):
+        read_tokenizer(folder, ROWS)
 
 
 @pytest.mark.slow("needs the package sentencepiece, which nothing else needs", but=("False-False",))
