@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from tokenizers import AddedToken, pre_tokenizers
 
 from helpers.tokenizer_folders import CHATML, LINES, ROWS, assert_equal_ids, in_artifact, save_folder, train_byte_level
@@ -117,6 +118,24 @@ def test_options_that_a_class_applies_over_the_file(tmp_path: Path) -> None:
     assert ours.encode("Hello") == ours.encode(" Hello")
     assert read_tokenizer(folder, ROWS).notes == ()
     assert_equal_ids(ours, auto(folder), TEXTS)
+
+
+def test_the_split_of_mistrals_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers replaces it where the folder says so, or else warns (transformers#42299)."""
+    monkeypatch.setattr(
+        tokenizers.Tokenizer, "get_vocab_size", lambda *_, **__: 131072
+    )  # it asks after large ones only
+    tokenizer = train_byte_level(pre_tokenizers.Split("e", "isolated"))
+    mistral = {"model_type": "mistral", "transformers_version": "4.50.0"}
+    saved = {**CONFIG, "fix_mistral_regex": True}
+    folder = save_folder(tmp_path / "mended", tokenizer, config__json=mistral, tokenizer_config__json=saved)
+    assert_equal_ids(in_artifact(folder), auto(folder), TEXTS)
+    assert read_tokenizer(folder, ROWS).notes == ()
+    folder = save_folder(tmp_path / "said", tokenizer, config__json=mistral, tokenizer_config__json=CONFIG)
+    (note,) = read_tokenizer(folder, ROWS).notes
+    assert "tokenizer.json has a wrong regular expression, by which " in note
+    assert note.endswith('"fix_mistral_regex": true in tokenizer_config.json mends it')
+    assert_equal_ids(in_artifact(folder), auto(folder), TEXTS)
 
 
 def test_added_tokens_without_a_row(tmp_path: Path, trained: Any) -> None:
