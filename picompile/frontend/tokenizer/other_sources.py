@@ -47,6 +47,11 @@ def build_without_json(folder: Path, config: Mapping[str, Any]) -> Built:
             f"{folder}: has no tokenizer.json, and {type(tokenizer).__name__} of transformers cannot write one; "
             "save it as a fast tokenizer"
         )
+    return built_of_class(tokenizer)
+
+
+def built_of_class(tokenizer: Any) -> Built:
+    """Return what a class of transformers built of a folder, one with a tokenizer of the tokenizers package."""
     backend = library.plain_backend(tokenizer)
     return Built(backend, str(backend.to_str()), known_special(tokenizer.special_tokens_map, backend))
 

@@ -211,6 +211,34 @@ def test_a_broken_description_is_refused_by_name(tmp_path: Path, trained: Any) -
         assert "\n" not in str(caught.value)
 
 
+def test_a_vocabulary_in_another_file(tmp_path: Path) -> None:
+    """transformers' class reads it where it is its own file; otherwise a line says that there is no tokenizer."""
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "hello", "##s", "world"]
+    config = {"tokenizer_class": "BertTokenizer", "do_lower_case": True}
+    folder = save_folder(tmp_path / "bert", None, vocab__txt="\n".join(words), tokenizer_config__json=config)
+    assert in_artifact(folder).encode("Hellos world") == [2, 5, 6, 7, 3]
+    assert_equal_ids(in_artifact(folder), auto(folder), ["Hellos world", "hello [MASK]", "x"])
+    for name, says in (
+        (
+            "vocab.txt",
+            "no tokenizer is made of vocab.txt: transformers chooses LlamaTokenizer, which reads no such file",
+        ),
+        ("qwen.tiktoken", "no tokenizer is made of qwen.tiktoken: transformers chooses LlamaTokenizer, which"),
+        ("tokenizer.model.v3", "no tokenizer is made of tokenizer.model.v3: transformers chooses"),
+        ("source.spm", "no tokenizer is made of source.spm: transformers chooses"),
+        ("notes.md", "has no file of a tokenizer, such as tokenizer.json; the model is prompted with token ids"),
+    ):
+        folder = save_folder(tmp_path / name, None, tokenizer_config__json={"tokenizer_class": "LlamaTokenizer"})
+        (folder / name).write_text("x")
+        files = read_tokenizer(folder, ROWS)
+        assert files.tokenizer_json is None and files.reason is not None
+        assert says in files.reason and "\n" not in files.reason
+    folder = save_folder(tmp_path / "link", None)
+    (folder / "vocab.txt").symlink_to("nowhere")
+    with pytest.raises(UnsupportedModelError, match=r"vocab\.txt: is a link to nowhere"):
+        read_tokenizer(folder, ROWS)
+
+
 def test_a_folder_without_tokenizer_json(tmp_path: Path, trained: Any) -> None:
     """GPT-2's vocab.json and merges.txt."""
     trained.add_special_tokens([AddedToken("<|endoftext|>")])
