@@ -76,7 +76,8 @@ def _of_pieces(folder: Path, config: Mapping[str, Any], model: SentencePieceMode
 def _vocabulary(file: Path, config: Mapping[str, Any], model: SentencePieceModel) -> Vocabulary:
     """Return the pieces as a GGUF file has them, which is made of such a model.
 
-    As with llama.cpp, texts of merged pieces begin with the bos token unless tokenizer_config.json says otherwise.
+    As with llama.cpp, texts of merged pieces begin with the bos token unless tokenizer_config.json says otherwise. As
+    with transformers, `legacy` there puts a space before the text behind each special token unless it is false.
     """
     around = {name: config.get(name) for name in ("add_bos_token", "add_eos_token")}
     flags = {"add_bos_token": True, "add_eos_token": False}
@@ -95,4 +96,5 @@ def _vocabulary(file: Path, config: Mapping[str, Any], model: SentencePieceModel
         ids={_GGUF_NAMES[name]: number for name, number in model.ids.items()},
         flags=flags,
         charsmap=model.charsmap,
+        prefix_once=config.get("legacy") is False,
     )

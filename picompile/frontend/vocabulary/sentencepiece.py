@@ -26,7 +26,7 @@ def pieces_by_score(vocabulary: Vocabulary) -> MadeTokenizer:
     """Return the tokenizer.json of a `llama` vocabulary.
 
     The space before a text is one before each text between special tokens, as llama.cpp and most published files
-    have it. Raises `UnsupportedModelError` where no merges can be found.
+    have it, unless `prefix_once`. Raises `UnsupportedModelError` where no merges can be found.
     """
     prefix = vocabulary.flags.get("add_space_prefix", True)
     around = (vocabulary.flags.get("add_bos_token", True), vocabulary.flags.get("add_eos_token", False))
@@ -90,8 +90,16 @@ def _made(
     prefix: bool,
     around: tuple[bool, bool],
 ) -> MadeTokenizer:
-    normalizer, decoder = _normalizer(vocabulary, prefix), _decoder(special, prefix)
-    text = tokenizer_json(vocabulary, special, model, around, normalizer=normalizer, decoder=decoder)
+    once, extra = prefix and vocabulary.prefix_once, vocabulary.flags.get("remove_extra_whitespaces", False)
+    text = tokenizer_json(
+        vocabulary,
+        special,
+        model,
+        around,
+        normalizer=_normalizer(vocabulary, prefix, extra, once),
+        pre_tokenizer=_prefix_once(extra) if once else None,
+        decoder=_decoder(special, prefix),
+    )
     return MadeTokenizer(text, ids, special, strips_space=prefix)
 
 
@@ -125,18 +133,36 @@ def _has_bytes(vocabulary: Vocabulary) -> bool:
     return any(f"<0x{byte:02X}>" in names for byte in range(256))
 
 
-def _normalizer(vocabulary: Vocabulary, prefix: bool) -> Part | None:
+def _normalizer(vocabulary: Vocabulary, prefix: bool, extra: bool, once: bool) -> Part | None:
     parts: list[Part] = []
     if vocabulary.charsmap:
         text = base64.b64encode(vocabulary.charsmap).decode()
         parts.append({"type": "Precompiled", "precompiled_charsmap": text})
-    if vocabulary.flags.get("remove_extra_whitespaces", False):
-        parts.append({"type": "Replace", "pattern": {"Regex": r"\A +| +\z"}, "content": ""})
+    if extra:
+        ends = r" +\z" if once else r"\A +| +\z"
+        parts.append({"type": "Replace", "pattern": {"Regex": ends}, "content": ""})
         parts.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
-    if prefix:
+    if prefix and not once:
         parts.append({"type": "Prepend", "prepend": _SPACE})
     parts.append({"type": "Replace", "pattern": {"String": " "}, "content": _SPACE})
     return sequence("normalizers", parts)
+
+
+def _prefix_once(extra: bool) -> Part:
+    """Return the pre-tokenizer that puts a space before the beginning of a text.
+
+    `Metaspace` puts none before a text that begins with its letter for a space, but sentencepiece does. So the first
+    one has another letter than the normalizer writes, and the second one replaces it. If `extra`, spaces at the
+    beginning are dropped: the one that is left of them is the space before the text.
+    """
+    kinds = [(_SPACE, "first")] if extra else [(" ", "first"), (_SPACE, "never")]
+    return {
+        "type": "Sequence",
+        "pretokenizers": [
+            {"type": "Metaspace", "replacement": letter, "prepend_scheme": scheme, "split": False}
+            for letter, scheme in kinds
+        ],
+    }
 
 
 def _decoder(special: SpecialTokens, prefix: bool) -> Part | None:

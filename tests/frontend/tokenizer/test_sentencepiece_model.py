@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from helpers.sentencepiece_files import UNIGRAM, WORDS, field, save_model
+from helpers.sentencepiece_files import BPE, UNIGRAM, WORDS, field, save_model
 from helpers.tokenizer_folders import CHATML, ROWS, in_artifact, save_folder
 from picompile.errors import UnsupportedModelError
 from picompile.frontend.tokenizer.read import read_tokenizer
@@ -66,6 +66,25 @@ def test_what_is_no_model_of_sentencepiece(tmp_path: Path) -> None:
     save_model(tmp_path / "tokenizer.model", kind=3)
     with pytest.raises(UnsupportedModelError, match="its pieces are words or letters"):
         read_tokenizer(tmp_path, ROWS)
+
+
+@pytest.mark.parametrize("kind", [BPE, UNIGRAM])
+def test_the_space_before_a_text_where_legacy_is_false(tmp_path: Path, kind: int) -> None:
+    """It is before the beginning alone, as by sentencepiece, and not behind special tokens (transformers#25073)."""
+    config = {"tokenizer_class": "LlamaTokenizer", "legacy": False}
+    folder = save(tmp_path / "once", {"kind": kind}, tokenizer_config__json=config)
+    for text, expected in (
+        ("hello</s>lo", ["▁hello", "</s>", "lo"]),
+        ("</s>hello", ["</s>", "h", "el", "lo"]),
+        ("hello</s> hello", ["▁hello", "</s>", "▁hello"]),
+        ("  hello<turn>lo", ["▁▁", "▁hello", "<turn>", "lo"]),
+        ("▁lo", ["▁▁", "lo"]),
+    ):
+        assert names(folder, text) == expected
+    assert in_artifact(folder).decode(in_artifact(folder).encode("  hello<turn>lo")) == "  hello<turn>lo"
+    folder = save(tmp_path / "extra", {"kind": kind, "extra": True}, tokenizer_config__json=config)
+    assert names(folder, "  hello</s>  lo ") == ["▁hello", "</s>", "▁", "lo"]
+    assert names(folder, "hello   lo") == ["▁hello", "▁", "lo"]
 
 
 @pytest.mark.parametrize(
