@@ -70,7 +70,7 @@ def _of_pieces(folder: Path, config: Mapping[str, Any], model: SentencePieceMode
     own = {f"{name}_token": model.pieces[number] for name, number in model.ids.items()}
     special = known_special({**own, **tokenizer.special_tokens_map}, backend)
     library.add_special(backend, special.values())
-    return Built(backend, str(backend.to_str()), special)
+    return Built(backend, str(backend.to_str()), special, made.notes)
 
 
 def _vocabulary(file: Path, config: Mapping[str, Any], model: SentencePieceModel) -> Vocabulary:

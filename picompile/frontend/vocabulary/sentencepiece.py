@@ -16,6 +16,7 @@ from picompile.frontend.vocabulary.assembly import (
 )
 from picompile.frontend.vocabulary.merges import merges_by_rank
 from picompile.frontend.vocabulary.special import SpecialTokens, find_special
+from picompile.frontend.vocabulary.ties import note_of_ties
 from picompile.frontend.vocabulary.vocabulary import NORMAL, UNUSED, USER_DEFINED, Vocabulary
 
 # The letter that stands for a space (U+2581), and one that no text has, for the time that a space is written.
@@ -32,10 +33,12 @@ def pieces_by_score(vocabulary: Vocabulary) -> MadeTokenizer:
     around = (vocabulary.flags.get("add_bos_token", True), vocabulary.flags.get("add_eos_token", False))
     if not prefix:
         vocabulary = _with_rows_of_spaces(vocabulary)
-    merges = vocabulary.merges
-    if merges is None:
-        merges = merges_by_rank(vocabulary.file, _scores(vocabulary))
-    return _bpe_of_pieces(vocabulary, merges, prefix=prefix, around=around)
+    if vocabulary.merges is not None:
+        return _bpe_of_pieces(vocabulary, vocabulary.merges, prefix=prefix, around=around)
+    scores = _scores(vocabulary)
+    merges = merges_by_rank(vocabulary.file, _distinct(scores))
+    made = _bpe_of_pieces(vocabulary, merges, prefix=prefix, around=around)
+    return replace(made, notes=note_of_ties(vocabulary.file, scores, merges))
 
 
 def pieces_by_merges(vocabulary: Vocabulary, bos: bool) -> MadeTokenizer:
@@ -117,14 +120,19 @@ def _with_rows_of_spaces(vocabulary: Vocabulary) -> Vocabulary:
 
 
 def _scores(vocabulary: Vocabulary) -> dict[str, float]:
-    """Return the scores of the pieces that are joined. Where all are equal, the order of tokens is theirs."""
+    """Return the scores of the pieces that are joined."""
     listed = vocabulary.scores or [0.0] * len(vocabulary.tokens)
     pieces = list(zip(vocabulary.tokens, listed, vocabulary.types, strict=True))
-    scores = {token: score for token, score, kind in pieces if kind == NORMAL}
-    if len(set(scores.values())) < 2:
-        scores = {token: -float(rank) for rank, token in enumerate(scores)}
     rows = [token for token, _, kind in pieces if kind == USER_DEFINED and not token.strip(_SPACE)]
+    scores = {token: score for token, score, kind in pieces if kind == NORMAL}
     return {token: inf for token in rows if token} | scores
+
+
+def _distinct(scores: Mapping[str, float]) -> Mapping[str, float]:
+    """Return the scores, or, where all are equal, the order of tokens as theirs, as converters leave it."""
+    if len({score for score in scores.values() if score != inf}) > 1:
+        return scores
+    return {token: score if score == inf else -float(rank) for rank, (token, score) in enumerate(scores.items())}
 
 
 def _has_bytes(vocabulary: Vocabulary) -> bool:

@@ -87,6 +87,14 @@ def test_the_space_before_a_text_where_legacy_is_false(tmp_path: Path, kind: int
     assert names(folder, "hello   lo") == ["▁hello", "▁", "lo"]
 
 
+def test_equal_scores_are_told(tmp_path: Path) -> None:
+    tied = [("ab", 0.0, 1), ("bc", 0.0, 1), *((letter, -1.0, 1) for letter in "abc")]
+    assert read_tokenizer(save(tmp_path / "apart", {"pieces": [*WORDS, tied[0], *tied[2:]]}), ROWS).notes == ()
+    folder = save(tmp_path / "tied", {"pieces": [*WORDS, tied[1], tied[0], *tied[2:]]})
+    (note,) = read_tokenizer(folder, ROWS).notes
+    assert note.endswith("'abc' is cut into 'a' 'bc', by sentencepiece and llama.cpp into 'ab' 'c'")
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [
