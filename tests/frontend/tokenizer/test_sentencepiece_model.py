@@ -87,12 +87,14 @@ def test_the_space_before_a_text_where_legacy_is_false(tmp_path: Path, kind: int
     assert names(folder, "hello   lo") == ["▁hello", "▁", "lo"]
 
 
-def test_equal_scores_are_told(tmp_path: Path) -> None:
-    tied = [("ab", 0.0, 1), ("bc", 0.0, 1), *((letter, -1.0, 1) for letter in "abc")]
-    assert read_tokenizer(save(tmp_path / "apart", {"pieces": [*WORDS, tied[0], *tied[2:]]}), ROWS).notes == ()
-    folder = save(tmp_path / "tied", {"pieces": [*WORDS, tied[1], tied[0], *tied[2:]]})
-    (note,) = read_tokenizer(folder, ROWS).notes
-    assert note.endswith("'abc' is cut into 'a' 'bc', by sentencepiece and llama.cpp into 'ab' 'c'")
+def test_pieces_of_equal_scores(tmp_path: Path) -> None:
+    """The leftmost is joined first where an order of merges can say so; otherwise a line names a text."""
+    letters = [(letter, -1.0, 1) for letter in "abc"]
+    folder = save(tmp_path / "row", {"pieces": [*WORDS, ("bc", 0.0, 1), ("ab", 0.0, 1), *letters]})
+    assert names(folder, "abc") == ["▁", "ab", "c"] and read_tokenizer(folder, ROWS).notes == ()
+    circle = [(piece, 0.0, 1) for piece in ("bc", "ab", "ca")]
+    (note,) = read_tokenizer(save(tmp_path / "circle", {"pieces": [*WORDS, *circle, *letters]}), ROWS).notes
+    assert "tokens have equal scores, so that '" in note and ", by sentencepiece and llama.cpp into '" in note
 
 
 @pytest.mark.parametrize(
