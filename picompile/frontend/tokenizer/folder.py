@@ -19,6 +19,7 @@ from picompile.frontend.tokenizer.complete import Source
 from picompile.frontend.tokenizer.json_source import FILE, MOST_TOKENIZER_BYTES, build_of_json
 from picompile.frontend.tokenizer.other_sources import SOURCES, build_without_json
 from picompile.frontend.tokenizer.templates import TEMPLATE_FILES, folder_templates
+from picompile.frontend.tokenizer.unlisted_sources import build_of_unlisted
 from picompile.frontend.tokenizer_files import TokenizerFiles
 
 _TOKENS = ("added_tokens.json", "special_tokens_map.json")
@@ -37,14 +38,23 @@ def read_folder(folder: Path) -> tuple[TokenizerFiles, Source]:
     ends = token_ids(generation, "eos_token_id", file)
     generation = with_end_tokens(generation, ends)
     templates = folder_templates(folder, config)
-    if not (folder / FILE).is_file() and not any((folder / name).is_file() for name in SOURCES):
-        return TokenizerFiles(generation_config=generation), Source()
-    built = build_of_json(folder, config) if (folder / FILE).is_file() else build_without_json(folder, config)
+    built = _built(folder, config)
+    if isinstance(built, str):
+        return TokenizerFiles(generation_config=generation, reason=built), Source()
     _check_ids(folder, config, built)
     description = {"tokenizer_class": "PreTrainedTokenizerFast", **built.special, **templates}
     notes = (*built.notes, *_unread(folder, built), *_not_applied(folder, config, built))
     files = TokenizerFiles(built.text, description, generation, notes=notes)
     return files, Source(built.backend, built.special)
+
+
+def _built(folder: Path, config: Mapping[str, Any]) -> Built | str:
+    """Return the tokenizer of the first files that hold one, or a line that says why there is none."""
+    if (folder / FILE).is_file():
+        return build_of_json(folder, config)
+    if any((folder / name).is_file() for name in SOURCES):
+        return build_without_json(folder, config)
+    return build_of_unlisted(folder)
 
 
 def _check_files(folder: Path) -> None:

@@ -6,7 +6,7 @@ of tokenizer_config.json that the class applies over the file, such as `add_pref
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,9 @@ from picompile.frontend.tokenizer.trial import try_file
 
 FILE = "tokenizer.json"
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+# The option of tokenizer_config.json with which transformers replaces the split of tokenizer.json.
+_MENDED = "fix_mistral_regex"
+_PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 # The largest that is known, Gemma's, has 33 MB.
 MOST_TOKENIZER_BYTES = 256 << 20
 
@@ -36,7 +39,9 @@ def build_of_json(folder: Path, config: Mapping[str, Any]) -> Built:
     text = read_text(folder / FILE, MOST_TOKENIZER_BYTES)
     try_file(folder / FILE)
     try:
-        backend, special, notes, is_files = _read(folder, config)
+        tokenizer = library.of_file(folder)
+        backend, special, notes, is_files = _read(folder, config, tokenizer)
+        notes = (*notes, *_split_that_transformers_mends(folder, config, tokenizer))
         content = json.loads(text)
         if content.get("post_processor") is None:
             backend.post_processor = None  # transformers gives it one that adds nothing
@@ -46,9 +51,14 @@ def build_of_json(folder: Path, config: Mapping[str, Any]) -> Built:
     return Built(backend, _text(backend, content, text, is_files), special, notes, listed)
 
 
-def _read(folder: Path, config: Mapping[str, Any]) -> tuple[Any, dict[str, str], tuple[str, ...], bool]:
-    """Return the tokenizer, its named special tokens, notes, and whether it is that of the file."""
-    tokenizer = library.of_file(folder)
+def _read(folder: Path, config: Mapping[str, Any], tokenizer: Any) -> tuple[Any, dict[str, str], tuple[str, ...], bool]:
+    """Return the tokenizer, its named special tokens, notes, and whether it is that of the file.
+
+    Args:
+        folder: the checkpoint's.
+        config: the contents of its tokenizer_config.json.
+        tokenizer: that of tokenizer.json, as `library.of_file` gives it.
+    """
     backend, special = library.plain_backend(tokenizer), dict(tokenizer.special_tokens_map)
     with library.guarded():
         backend = library.finding_whole(backend)
@@ -63,6 +73,24 @@ def _read(folder: Path, config: Mapping[str, Any]) -> tuple[Any, dict[str, str],
     library.add_special(backend, special.values())
     settled, notes = _settled(folder, config, backend, chosen)
     return settled, special, notes, settled is backend
+
+
+def _split_that_transformers_mends(folder: Path, config: Mapping[str, Any], tokenizer: Any) -> Iterator[str]:
+    """Yield a line where transformers says that the file splits texts wrongly, and a text is split otherwise if mended.
+
+    It says so of all folders of Mistral's that older versions saved (huggingface/transformers#42299), right ones too.
+    """
+    backend = library.plain_backend(tokenizer)
+    if getattr(backend, _MENDED, None) is not False or _MENDED in config:
+        return
+    with library.guarded():
+        texts = probe_texts(backend)
+    mended = library.plain_backend(library.of_file(folder, **{_MENDED: True}))
+    if difference := library.first_difference(backend, mended, texts):
+        yield (
+            f"{folder}: transformers says that {FILE} has a wrong regular expression, by which {difference}; "
+            f'"{_MENDED}": true in tokenizer_config.json mends it'
+        )
 
 
 def _settled(folder: Path, config: Mapping[str, Any], backend: Any, chosen: Any) -> tuple[Any, tuple[str, ...]]:
@@ -92,16 +120,29 @@ def _settled(folder: Path, config: Mapping[str, Any], backend: Any, chosen: Any)
 
 
 def _text(backend: Any, content: Mapping[str, Any], text: str, is_files: bool) -> str:
-    """Return the text of a tokenizer: that of the file where nothing was added to it.
+    """Return the text of a tokenizer: that of the file where nothing of it was added or changed.
 
     Args:
         backend: the tokenizer.
         content: the contents of tokenizer.json.
         text: its text.
-        is_files: whether the tokenizer is that of the file, but for added tokens.
+        is_files: whether the tokenizer is that of the file, but for added tokens and options that transformers applies.
     """
     tokens = content.get("added_tokens") or ()
     listed = {(token["content"], token["id"], *(token.get(flag) for flag in _FLAGS)) for token in tokens}
     added = backend.get_added_tokens_decoder().items()
     now = {(token.content, number, *(getattr(token, flag) for flag in _FLAGS)) for number, token in added}
-    return text if is_files and now == listed else str(backend.to_str())
+    return text if is_files and now == listed and _has_parts(backend, content) else str(backend.to_str())
+
+
+def _has_parts(backend: Any, content: Mapping[str, Any]) -> bool:
+    """Return whether a tokenizer prepares, splits and decodes texts by the parts that a tokenizer.json has."""
+    from tokenizers import Tokenizer
+
+    empty = {"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}
+    files = Tokenizer.from_str(json.dumps(empty | {name: content.get(name) for name in _PARTS}))
+    return all(_state(getattr(backend, name)) == _state(getattr(files, name)) for name in _PARTS)
+
+
+def _state(part: Any) -> Any:
+    return None if part is None else part.__getstate__()

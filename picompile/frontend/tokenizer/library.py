@@ -44,15 +44,20 @@ def chosen_class(folder: Path) -> Any:
         )
 
 
-def of_file(folder: Path) -> Any:
+def of_file(folder: Path, **options: Any) -> Any:
     """Return the tokenizer of tokenizer.json with the folder's other files laid over it, and nothing of any class.
+
+    Args:
+        folder: the checkpoint's.
+        options: options that stand above those of its tokenizer_config.json.
 
     Raises `CannotBuildError`.
     """
     from transformers import PreTrainedTokenizerFast
 
+    options = {"local_files_only": True, "split_special_tokens": False, **options}
     with guarded():
-        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True, split_special_tokens=False)
+        return PreTrainedTokenizerFast.from_pretrained(folder, **options)
 
 
 def chosen_class_without_options(folder: Path, config: dict[str, Any]) -> Any:

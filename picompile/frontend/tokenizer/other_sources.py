@@ -47,6 +47,11 @@ def build_without_json(folder: Path, config: Mapping[str, Any]) -> Built:
             f"{folder}: has no tokenizer.json, and {type(tokenizer).__name__} of transformers cannot write one; "
             "save it as a fast tokenizer"
         )
+    return built_of_class(tokenizer)
+
+
+def built_of_class(tokenizer: Any) -> Built:
+    """Return what a class of transformers built of a folder, one with a tokenizer of the tokenizers package."""
     backend = library.plain_backend(tokenizer)
     return Built(backend, str(backend.to_str()), known_special(tokenizer.special_tokens_map, backend))
 
@@ -65,13 +70,14 @@ def _of_pieces(folder: Path, config: Mapping[str, Any], model: SentencePieceMode
     own = {f"{name}_token": model.pieces[number] for name, number in model.ids.items()}
     special = known_special({**own, **tokenizer.special_tokens_map}, backend)
     library.add_special(backend, special.values())
-    return Built(backend, str(backend.to_str()), special)
+    return Built(backend, str(backend.to_str()), special, made.notes)
 
 
 def _vocabulary(file: Path, config: Mapping[str, Any], model: SentencePieceModel) -> Vocabulary:
     """Return the pieces as a GGUF file has them, which is made of such a model.
 
-    As with llama.cpp, texts of merged pieces begin with the bos token unless tokenizer_config.json says otherwise.
+    As with llama.cpp, texts of merged pieces begin with the bos token unless tokenizer_config.json says otherwise. As
+    with transformers, `legacy` there puts a space before the text behind each special token unless it is false.
     """
     around = {name: config.get(name) for name in ("add_bos_token", "add_eos_token")}
     flags = {"add_bos_token": True, "add_eos_token": False}
@@ -90,4 +96,5 @@ def _vocabulary(file: Path, config: Mapping[str, Any], model: SentencePieceModel
         ids={_GGUF_NAMES[name]: number for name, number in model.ids.items()},
         flags=flags,
         charsmap=model.charsmap,
+        prefix_once=config.get("legacy") is False,
     )

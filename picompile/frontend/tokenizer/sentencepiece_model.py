@@ -16,7 +16,7 @@ UNIGRAM, BPE = 1, 2
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 # Gemma's has 4 MB and 262,144 pieces.
 _MOST_BYTES, _MOST_PIECES = 64 << 20, 1 << 19
-_PIECES, _TRAINER, _NORMALIZER = 1, 2, 3
+_PIECES, _TRAINER, _NORMALIZER, _DENORMALIZER = 1, 2, 3, 5
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,9 @@ class SentencePieceModel:
         add_dummy_prefix: whether a space is put before a text.
         remove_extra_whitespaces: whether spaces at the ends, and rows of them, are dropped.
         byte_fallback: whether unknown letters become bytes.
-        spaces_kept: whether spaces are no letter of pieces, or stand behind words.
+        escape_whitespaces: whether a space is the letter U+2581 of pieces.
+        whitespace_as_suffix: whether the space of a word stands behind it, and the one before a text behind the text.
+        rewrites_answers: whether a table rewrites what is decoded.
         charsmap: the table of the normalizer, compiled; empty for none.
     """
 
@@ -44,7 +46,9 @@ class SentencePieceModel:
     add_dummy_prefix: bool
     remove_extra_whitespaces: bool
     byte_fallback: bool
-    spaces_kept: bool
+    escape_whitespaces: bool
+    whitespace_as_suffix: bool
+    rewrites_answers: bool
     charsmap: bytes
 
 
@@ -63,16 +67,27 @@ def read_sentencepiece(file: Path) -> SentencePieceModel | None:
         return None
     if not model.pieces:
         return None
-    if model.kind not in (UNIGRAM, BPE):
-        raise UnsupportedModelError(
-            f"{file}: its pieces are words or letters, which no decoder has; BPE and unigram are read"
-        )
+    if reason := _not_read(model):
+        raise UnsupportedModelError(f"{file}: {reason}")
     return model
+
+
+def _not_read(model: SentencePieceModel) -> str | None:
+    """Return why texts cannot be cut or written as the model says, in the words of its fields; None where they can."""
+    if model.kind not in (UNIGRAM, BPE):
+        return "its pieces are words or letters, which no decoder has; BPE and unigram are read"
+    if model.whitespace_as_suffix:
+        return "treat_whitespace_as_suffix is set: spaces stand behind words, and only spaces before words are read"
+    if not model.escape_whitespaces:
+        return "escape_whitespaces is not set: pieces have spaces as they are, and only those with U+2581 are read"
+    if model.rewrites_answers:
+        return "denormalizer_spec has a table that rewrites decoded texts, which is not read"
+    return None
 
 
 def _read(data: memoryview) -> SentencePieceModel:
     pieces: list[tuple[str, float, int]] = []
-    parts: dict[int, dict[int, Any]] = {_TRAINER: {}, _NORMALIZER: {}}
+    parts: dict[int, dict[int, Any]] = {_TRAINER: {}, _NORMALIZER: {}, _DENORMALIZER: {}}
     for number, value in fields(data):
         if number == _PIECES:
             pieces.append(_piece(_message(value)))
@@ -92,7 +107,9 @@ def _read(data: memoryview) -> SentencePieceModel:
         add_dummy_prefix=bool(normalizer.get(3, 1)),
         remove_extra_whitespaces=bool(normalizer.get(4, 1)),
         byte_fallback=bool(trainer.get(35, 0)),
-        spaces_kept=normalizer.get(5, 1) != 1 or trainer.get(24, 0) != 0,
+        escape_whitespaces=bool(normalizer.get(5, 1)),
+        whitespace_as_suffix=bool(trainer.get(24, 0)),
+        rewrites_answers=bool(parts[_DENORMALIZER].get(2)),
         charsmap=bytes(_message(normalizer.get(2, memoryview(b"")))),
     )
 

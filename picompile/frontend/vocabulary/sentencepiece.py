@@ -16,6 +16,7 @@ from picompile.frontend.vocabulary.assembly import (
 )
 from picompile.frontend.vocabulary.merges import merges_by_rank
 from picompile.frontend.vocabulary.special import SpecialTokens, find_special
+from picompile.frontend.vocabulary.ties import note_of_ties
 from picompile.frontend.vocabulary.vocabulary import NORMAL, UNUSED, USER_DEFINED, Vocabulary
 
 # The letter that stands for a space (U+2581), and one that no text has, for the time that a space is written.
@@ -26,16 +27,18 @@ def pieces_by_score(vocabulary: Vocabulary) -> MadeTokenizer:
     """Return the tokenizer.json of a `llama` vocabulary.
 
     The space before a text is one before each text between special tokens, as llama.cpp and most published files
-    have it. Raises `UnsupportedModelError` where no merges can be found.
+    have it, unless `prefix_once`. Raises `UnsupportedModelError` where no merges can be found.
     """
     prefix = vocabulary.flags.get("add_space_prefix", True)
     around = (vocabulary.flags.get("add_bos_token", True), vocabulary.flags.get("add_eos_token", False))
     if not prefix:
         vocabulary = _with_rows_of_spaces(vocabulary)
-    merges = vocabulary.merges
-    if merges is None:
-        merges = merges_by_rank(vocabulary.file, _scores(vocabulary))
-    return _bpe_of_pieces(vocabulary, merges, prefix=prefix, around=around)
+    if vocabulary.merges is not None:
+        return _bpe_of_pieces(vocabulary, vocabulary.merges, prefix=prefix, around=around)
+    scores = _scores(vocabulary)
+    merges = merges_by_rank(vocabulary.file, _distinct(scores))
+    made = _bpe_of_pieces(vocabulary, merges, prefix=prefix, around=around)
+    return replace(made, notes=note_of_ties(vocabulary.file, scores, merges))
 
 
 def pieces_by_merges(vocabulary: Vocabulary, bos: bool) -> MadeTokenizer:
@@ -90,8 +93,16 @@ def _made(
     prefix: bool,
     around: tuple[bool, bool],
 ) -> MadeTokenizer:
-    normalizer, decoder = _normalizer(vocabulary, prefix), _decoder(special, prefix)
-    text = tokenizer_json(vocabulary, special, model, around, normalizer=normalizer, decoder=decoder)
+    once, extra = prefix and vocabulary.prefix_once, vocabulary.flags.get("remove_extra_whitespaces", False)
+    text = tokenizer_json(
+        vocabulary,
+        special,
+        model,
+        around,
+        normalizer=_normalizer(vocabulary, prefix, extra, once),
+        pre_tokenizer=_prefix_once(extra) if once else None,
+        decoder=_decoder(special, prefix),
+    )
     return MadeTokenizer(text, ids, special, strips_space=prefix)
 
 
@@ -109,14 +120,19 @@ def _with_rows_of_spaces(vocabulary: Vocabulary) -> Vocabulary:
 
 
 def _scores(vocabulary: Vocabulary) -> dict[str, float]:
-    """Return the scores of the pieces that are joined. Where all are equal, the order of tokens is theirs."""
+    """Return the scores of the pieces that are joined."""
     listed = vocabulary.scores or [0.0] * len(vocabulary.tokens)
     pieces = list(zip(vocabulary.tokens, listed, vocabulary.types, strict=True))
-    scores = {token: score for token, score, kind in pieces if kind == NORMAL}
-    if len(set(scores.values())) < 2:
-        scores = {token: -float(rank) for rank, token in enumerate(scores)}
     rows = [token for token, _, kind in pieces if kind == USER_DEFINED and not token.strip(_SPACE)]
+    scores = {token: score for token, score, kind in pieces if kind == NORMAL}
     return {token: inf for token in rows if token} | scores
+
+
+def _distinct(scores: Mapping[str, float]) -> Mapping[str, float]:
+    """Return the scores, or, where all are equal, the order of tokens as theirs, as converters leave it."""
+    if len({score for score in scores.values() if score != inf}) > 1:
+        return scores
+    return {token: score if score == inf else -float(rank) for rank, (token, score) in enumerate(scores.items())}
 
 
 def _has_bytes(vocabulary: Vocabulary) -> bool:
@@ -125,18 +141,36 @@ def _has_bytes(vocabulary: Vocabulary) -> bool:
     return any(f"<0x{byte:02X}>" in names for byte in range(256))
 
 
-def _normalizer(vocabulary: Vocabulary, prefix: bool) -> Part | None:
+def _normalizer(vocabulary: Vocabulary, prefix: bool, extra: bool, once: bool) -> Part | None:
     parts: list[Part] = []
     if vocabulary.charsmap:
         text = base64.b64encode(vocabulary.charsmap).decode()
         parts.append({"type": "Precompiled", "precompiled_charsmap": text})
-    if vocabulary.flags.get("remove_extra_whitespaces", False):
-        parts.append({"type": "Replace", "pattern": {"Regex": r"\A +| +\z"}, "content": ""})
+    if extra:
+        ends = r" +\z" if once else r"\A +| +\z"
+        parts.append({"type": "Replace", "pattern": {"Regex": ends}, "content": ""})
         parts.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
-    if prefix:
+    if prefix and not once:
         parts.append({"type": "Prepend", "prepend": _SPACE})
     parts.append({"type": "Replace", "pattern": {"String": " "}, "content": _SPACE})
     return sequence("normalizers", parts)
+
+
+def _prefix_once(extra: bool) -> Part:
+    """Return the pre-tokenizer that puts a space before the beginning of a text.
+
+    `Metaspace` puts none before a text that begins with its letter for a space, but sentencepiece does. So the first
+    one has another letter than the normalizer writes, and the second one replaces it. If `extra`, spaces at the
+    beginning are dropped: the one that is left of them is the space before the text.
+    """
+    kinds = [(_SPACE, "first")] if extra else [(" ", "first"), (_SPACE, "never")]
+    return {
+        "type": "Sequence",
+        "pretokenizers": [
+            {"type": "Metaspace", "replacement": letter, "prepend_scheme": scheme, "split": False}
+            for letter, scheme in kinds
+        ],
+    }
 
 
 def _decoder(special: SpecialTokens, prefix: bool) -> Part | None:

@@ -25,6 +25,8 @@ class Vocabulary:
         ids: token ids by name, without `_token_id`, those that the file has.
         flags: numbers that stand for yes or no, by key without the prefix.
         charsmap: the normalizer of sentencepiece, compiled; empty for none.
+        prefix_once: whether the space before a text is only before its beginning, and not before the text behind each
+            special token.
     """
 
     file: Path
@@ -39,6 +41,7 @@ class Vocabulary:
     ids: Mapping[str, int]
     flags: Mapping[str, bool]
     charsmap: bytes = b""
+    prefix_once: bool = False
 
     def is_used(self, number: int) -> bool:
         """Return whether a token is more than a filler: converters fill unused rows of the model with `[PAD7]`."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from helpers.gguf_vocabularies import USER_DEFINED, made, pieces, with_tokens
+from helpers.gguf_vocabularies import USER_DEFINED, made, pieces, read_vocabulary_file, with_tokens
 
 WORDS = [
     "▁",
@@ -66,6 +66,21 @@ def test_rows_of_one_piece_with_equal_scores(tmp_path: Path) -> None:
     for count in range(1, 40):
         for text in (" " * count, "a" + " " * count + "the"):
             assert tokenizer.encode(text).tokens == tokens_by_scores(text, words, scores), text
+
+
+def test_equal_scores_of_pieces_that_overlap_are_told(tmp_path: Path) -> None:
+    """Chinese-LLaMA-Alpaca's new pieces all have the score 0; the leftmost pair of equals is no order of merges."""
+    words = ["▁t", "▁", "t", "人民", "国人", "中国", "民国", *"中国人民"]
+    scores = [-1.0, -2.0, -3.0, *[0.0] * 8]
+    (note,) = read_vocabulary_file(tmp_path, **pieces(words, scores)).notes
+    cut = "'国' '人民' '国', by sentencepiece and llama.cpp into '国人' '民国'"
+    assert note.endswith(f"tokens have equal scores, so that '国人民国' is cut into {cut}")
+    (note,) = read_vocabulary_file(tmp_path, **pieces(["a", "b", "c", "bc", "ab"], [0.0] * 5)).notes
+    assert "so that 'abc' is cut into 'a' 'bc', by sentencepiece and llama.cpp into 'ab' 'c'" in note
+    assert read_vocabulary_file(tmp_path, **pieces(["a", "b", "c", "d", "ab", "cd"], [-1.0] * 6)).notes == ()
+    rows = ["▁" * count for count in (2, 3, 4, 5, 8)]
+    lists = pieces([*WORDS, *rows], [*(-float(at) for at in range(len(WORDS))), *[-1e9] * len(rows)])
+    assert read_vocabulary_file(tmp_path, **lists).notes == ()
 
 
 def test_random_vocabularies(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from tokenizers import AddedToken, pre_tokenizers
 
 from helpers.tokenizer_folders import CHATML, LINES, ROWS, assert_equal_ids, in_artifact, save_folder, train_byte_level
@@ -119,6 +120,24 @@ def test_options_that_a_class_applies_over_the_file(tmp_path: Path) -> None:
     assert_equal_ids(ours, auto(folder), TEXTS)
 
 
+def test_the_split_of_mistrals_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers replaces it where the folder says so, or else warns (transformers#42299)."""
+    monkeypatch.setattr(
+        tokenizers.Tokenizer, "get_vocab_size", lambda *_, **__: 131072
+    )  # it asks after large ones only
+    tokenizer = train_byte_level(pre_tokenizers.Split("e", "isolated"))
+    mistral = {"model_type": "mistral", "transformers_version": "4.50.0"}
+    saved = {**CONFIG, "fix_mistral_regex": True}
+    folder = save_folder(tmp_path / "mended", tokenizer, config__json=mistral, tokenizer_config__json=saved)
+    assert_equal_ids(in_artifact(folder), auto(folder), TEXTS)
+    assert read_tokenizer(folder, ROWS).notes == ()
+    folder = save_folder(tmp_path / "said", tokenizer, config__json=mistral, tokenizer_config__json=CONFIG)
+    (note,) = read_tokenizer(folder, ROWS).notes
+    assert "tokenizer.json has a wrong regular expression, by which " in note
+    assert note.endswith('"fix_mistral_regex": true in tokenizer_config.json mends it')
+    assert_equal_ids(in_artifact(folder), auto(folder), TEXTS)
+
+
 def test_added_tokens_without_a_row(tmp_path: Path, trained: Any) -> None:
     rows = trained.get_vocab_size()
     templates = [{"name": "default", "template": "{{ pad_token }}"}, {"name": "x", "template": ""}]
@@ -190,6 +209,34 @@ def test_a_broken_description_is_refused_by_name(tmp_path: Path, trained: Any) -
         with pytest.raises(UnsupportedModelError, match=says) as caught:
             read_tokenizer(folder, ROWS)
         assert "\n" not in str(caught.value)
+
+
+def test_a_vocabulary_in_another_file(tmp_path: Path) -> None:
+    """transformers' class reads it where it is its own file; otherwise a line says that there is no tokenizer."""
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "hello", "##s", "world"]
+    config = {"tokenizer_class": "BertTokenizer", "do_lower_case": True}
+    folder = save_folder(tmp_path / "bert", None, vocab__txt="\n".join(words), tokenizer_config__json=config)
+    assert in_artifact(folder).encode("Hellos world") == [2, 5, 6, 7, 3]
+    assert_equal_ids(in_artifact(folder), auto(folder), ["Hellos world", "hello [MASK]", "x"])
+    for name, says in (
+        (
+            "vocab.txt",
+            "no tokenizer is made of vocab.txt: transformers chooses LlamaTokenizer, which reads no such file",
+        ),
+        ("qwen.tiktoken", "no tokenizer is made of qwen.tiktoken: transformers chooses LlamaTokenizer, which"),
+        ("tokenizer.model.v3", "no tokenizer is made of tokenizer.model.v3: transformers chooses"),
+        ("source.spm", "no tokenizer is made of source.spm: transformers chooses"),
+        ("notes.md", "has no file of a tokenizer, such as tokenizer.json; the model is prompted with token ids"),
+    ):
+        folder = save_folder(tmp_path / name, None, tokenizer_config__json={"tokenizer_class": "LlamaTokenizer"})
+        (folder / name).write_text("x")
+        files = read_tokenizer(folder, ROWS)
+        assert files.tokenizer_json is None and files.reason is not None
+        assert says in files.reason and "\n" not in files.reason
+    folder = save_folder(tmp_path / "link", None)
+    (folder / "vocab.txt").symlink_to("nowhere")
+    with pytest.raises(UnsupportedModelError, match=r"vocab\.txt: is a link to nowhere"):
+        read_tokenizer(folder, ROWS)
 
 
 def test_a_folder_without_tokenizer_json(tmp_path: Path, trained: Any) -> None:

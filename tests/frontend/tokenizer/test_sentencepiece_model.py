@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from helpers.sentencepiece_files import UNIGRAM, WORDS, save_model
+from helpers.sentencepiece_files import BPE, UNIGRAM, WORDS, field, save_model
 from helpers.tokenizer_folders import CHATML, ROWS, in_artifact, save_folder
 from picompile.errors import UnsupportedModelError
 from picompile.frontend.tokenizer.read import read_tokenizer
@@ -66,6 +66,51 @@ def test_what_is_no_model_of_sentencepiece(tmp_path: Path) -> None:
     save_model(tmp_path / "tokenizer.model", kind=3)
     with pytest.raises(UnsupportedModelError, match="its pieces are words or letters"):
         read_tokenizer(tmp_path, ROWS)
+
+
+@pytest.mark.parametrize("kind", [BPE, UNIGRAM])
+def test_the_space_before_a_text_where_legacy_is_false(tmp_path: Path, kind: int) -> None:
+    """It is before the beginning alone, as by sentencepiece, and not behind special tokens (transformers#25073)."""
+    config = {"tokenizer_class": "LlamaTokenizer", "legacy": False}
+    folder = save(tmp_path / "once", {"kind": kind}, tokenizer_config__json=config)
+    for text, expected in (
+        ("hello</s>lo", ["▁hello", "</s>", "lo"]),
+        ("</s>hello", ["</s>", "h", "el", "lo"]),
+        ("hello</s> hello", ["▁hello", "</s>", "▁hello"]),
+        ("  hello<turn>lo", ["▁▁", "▁hello", "<turn>", "lo"]),
+        ("▁lo", ["▁▁", "lo"]),
+    ):
+        assert names(folder, text) == expected
+    assert in_artifact(folder).decode(in_artifact(folder).encode("  hello<turn>lo")) == "  hello<turn>lo"
+    folder = save(tmp_path / "extra", {"kind": kind, "extra": True}, tokenizer_config__json=config)
+    assert names(folder, "  hello</s>  lo ") == ["▁hello", "</s>", "▁", "lo"]
+    assert names(folder, "hello   lo") == ["▁hello", "▁", "lo"]
+
+
+def test_pieces_of_equal_scores(tmp_path: Path) -> None:
+    """The leftmost is joined first where an order of merges can say so; otherwise a line names a text."""
+    letters = [(letter, -1.0, 1) for letter in "abc"]
+    folder = save(tmp_path / "row", {"pieces": [*WORDS, ("bc", 0.0, 1), ("ab", 0.0, 1), *letters]})
+    assert names(folder, "abc") == ["▁", "ab", "c"] and read_tokenizer(folder, ROWS).notes == ()
+    circle = [(piece, 0.0, 1) for piece in ("bc", "ab", "ca")]
+    (note,) = read_tokenizer(save(tmp_path / "circle", {"pieces": [*WORDS, *circle, *letters]}), ROWS).notes
+    assert "tokens have equal scores, so that '" in note and ", by sentencepiece and llama.cpp into '" in note
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (field(2, field(24, 1)), "treat_whitespace_as_suffix is set"),
+        (field(3, field(5, 0)), "escape_whitespaces is not set"),
+        (field(5, field(2, b"table")), "denormalizer_spec has a table"),
+    ],
+)
+def test_fields_that_are_not_read_are_refused(tmp_path: Path, more: bytes, said: str) -> None:
+    folder = save(tmp_path)
+    file = folder / "tokenizer.model"
+    file.write_bytes(file.read_bytes() + more)
+    with pytest.raises(UnsupportedModelError, match=rf"tokenizer\.model: {said}"):
+        read_tokenizer(folder, ROWS)
 
 
 @pytest.mark.slow("needs the package sentencepiece, which nothing else needs", but=("False-False",))
