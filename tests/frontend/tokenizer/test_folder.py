@@ -121,7 +121,10 @@ def test_options_that_a_class_applies_over_the_file(tmp_path: Path) -> None:
 
 def test_added_tokens_without_a_row(tmp_path: Path, trained: Any) -> None:
     rows = trained.get_vocab_size()
-    templates = [{"name": "default", "template": "{{ pad_token }}"}, {"name": "x", "template": ""}]
+    templates = [
+        {"name": "default", "template": "{{ pad_token }}{{ messages[0].content }}"},
+        {"name": "x", "template": ""},
+    ]
     config = {**CONFIG, "pad_token": "<|pad|>", "chat_template": templates}
     folder = save_folder(tmp_path, trained, tokenizer_config__json=config)
     files = read_tokenizer(folder, rows)
