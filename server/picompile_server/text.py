@@ -36,7 +36,7 @@ class TextAssembler:
 
         Args:
             tokenizer: the model's tokenizer.
-            stops: texts at which the answer ends.
+            stops: texts at which the answer ends, or names of special tokens.
             before: the tokens that the answer continues: some tokenizers write a space between two tokens, but none
                 at the beginning of a text.
             shown: special tokens that are to have a text, and what it is.
@@ -48,17 +48,17 @@ class TextAssembler:
         for token in before[-_TOKENS_BEFORE:]:
             self._decoder.push(token)
         self._decoder.settle()
-        self._stop = StopFinder(stops)
+        self._stop = StopFinder(stops, tokenizer.special_tokens)
         self.decoded = self.shown = 0
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a stop text was found: the answer ends there."""
+        """Whether a stop text or a stop token was found: the answer ends there."""
         return self._stop.found
 
     def push(self, token: int) -> str:
         """Add a token, and return the text that can now be shown, which is often empty."""
-        return self._show(self._decoder.push(token))
+        return "" if self._stop.ends_at(token) else self._show(self._decoder.push(token))
 
     def finish(self) -> str:
         """Return the rest of the text, after the last token."""

@@ -101,7 +101,7 @@ class ToolUse:
             RequestError: arguments of a call are not JSON, or the template rejects the chat.
         """
         tools = offer.template_tools if offer is not None else None
-        is_known = self._own_style is not None or self.is_described
+        is_known = self._own_style is not None or self.is_described or self._writes_turns
         chat = [self._with_calls(message) for message in messages] if is_known else _without_roles(messages)
         if tools is None or self.is_described:
             return self._encode(chat, tools, add_generation_prompt, arguments)
@@ -109,7 +109,7 @@ class ToolUse:
         try:
             return self._encode(_with_system(chat, described), None, add_generation_prompt, arguments)
         except RequestError:
-            if chat and chat[0].get("role") == "system":
+            if _begins_with_system(chat):
                 raise
             # some templates have no system message, and say so
             return self._encode(_with_first_user(chat, described), None, add_generation_prompt, arguments)
@@ -156,11 +156,13 @@ class ToolUse:
         if message.get("tool_call_id") is not None:
             changed["tool_call_id"] = self._id(str(message["tool_call_id"]))
         if message.get("tool_calls"):
-            changed["content"] = message.get("content") or ""  # templates add to it, and fail at None
             if self._writes_calls:
                 changed["tool_calls"] = [self._call(call) for call in message["tool_calls"]]
+                if message.get("content") is None:
+                    changed["content"] = None if self._takes_no_content else ""
             else:
-                changed["content"] += _written(self.style or PLAIN, changed.pop("tool_calls"))
+                calls = _written(self.style or PLAIN, changed.pop("tool_calls"))
+                changed["content"] = f"{message.get('content') or ''}{calls}"
         return changed
 
     def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
@@ -184,6 +186,19 @@ class ToolUse:
     def _writes_calls(self) -> bool:
         """Whether the template writes the calls of earlier turns, rather than leaving them out."""
         return self._shows("needle", _called({"needle": 1})) or self._shows("needle", _called('{"needle": 1}'))
+
+    @cached_property
+    def _writes_turns(self) -> bool:
+        """Whether the template writes calls of earlier turns and their results, in whatever format."""
+        result = {"role": "tool", "tool_call_id": "a" * 9, "name": "f", "content": "result"}
+        return self._writes_calls and self._shows("result", [*self._sample, result])
+
+    @cached_property
+    def _takes_no_content(self) -> bool:
+        """Whether the template writes a call without content: some add to it, and fail or write "None"."""
+        question, answer = self._sample
+        text = self._rendered([question, {**answer, "content": None}])
+        return "needle" in text and "None" not in text
 
     @cached_property
     def _takes_texts(self) -> bool:
@@ -281,9 +296,13 @@ def _without_roles(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return chat
 
 
+def _begins_with_system(messages: Sequence[Message]) -> bool:
+    return bool(messages) and messages[0].get("role") in ("system", "developer")
+
+
 def _with_system(messages: Sequence[Message], text: str) -> list[Message]:
     """Return messages whose system message ends with `text`."""
-    if messages and messages[0].get("role") == "system":
+    if _begins_with_system(messages):
         return [{**messages[0], "content": f"{messages[0].get('content') or ''}\n\n{text}"}, *messages[1:]]
     return [{"role": "system", "content": text}, *messages]
 

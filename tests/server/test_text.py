@@ -36,6 +36,19 @@ def test_an_empty_stop_text_is_refused() -> None:
         TextAssembler(byte_level(), [""])
 
 
+def test_the_name_of_a_special_token_is_a_stop() -> None:
+    """The token has no text, and what is held back before it is shown."""
+    tokenizer = byte_level()
+    tokens = tokenizer.encode("he<", special_tokens=False)
+    special = tokenizer.special_tokens["<eos>"]
+    assembler = TextAssembler(tokenizer, ["<b>", "<eos>"])
+    assert assembled(assembler, [*tokens, special]) == "he<" and assembler.is_stopped
+    assembler = TextAssembler(tokenizer, ["e", "<eos>"])
+    assert assembled(assembler, [*tokens, special]) == "h"
+    assembler = TextAssembler(tokenizer, ["<eos"])
+    assert assembled(assembler, [*tokens, special]) == "he<" and not assembler.is_stopped
+
+
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_a_prompts_last_characters_are_not_the_answers(name: str) -> None:
     """Bytes of characters are held back, but those of the prompt are known."""

@@ -173,6 +173,37 @@ def test_a_template_that_describes_tools_is_the_only_one_that_does() -> None:
         tools.grammar(None, replace(OFFER, mode="required"))  # type: ignore[arg-type]
 
 
+# Writes calls and results in a way of its own, and describes no tools.
+WRITES_TURNS = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.content is not none and m.content is defined %}[{{ m.content }}]"
+    "{% endif %}{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments | tojson }})"
+    "{% endfor %}{% endfor %}"
+)
+
+
+def test_a_template_that_writes_turns_with_calls_writes_them_though_it_describes_no_tools() -> None:
+    tokenizer = with_template(WRITES_TURNS)
+    text = tokenizer.decode(ToolUse(tokenizer).encode(CHAT, None))
+    assert text == '<user>[Hi]<assistant>weather({"city": "Köln", "days": 2})<tool>[rain]'
+    text = tokenizer.decode(ToolUse(tokenizer).encode([{"role": "developer", "content": "Be."}, *CHAT], OFFER))
+    assert text.startswith("<system>[Be.\n\n# Tools") and text.count("<system>") == 1 and "weather({" in text
+    # One that leaves out results knows no tools.
+    tokenizer = with_template("{% set messages = messages | rejectattr('role', 'eq', 'tool') %}" + WRITES_TURNS)
+    text = tokenizer.decode(ToolUse(tokenizer).encode(CHAT, None))
+    assert "<user>[<tool_response>\nrain\n</tool_response>]" in text and "weather({" not in text
+
+
+def test_a_call_without_content_has_none_unless_the_template_needs_a_text() -> None:
+    """An empty text is something else than none for templates that ask."""
+    adds = WRITES_TURNS.replace("m.content is not none and m.content is defined", "true")
+    adds = adds.replace("{{ m.content }}", "{{ m.content + '' }}")
+    for template, expected in ((WRITES_TURNS, "<assistant>weather("), (adds, "<assistant>[]weather(")):
+        tokenizer = with_template(template)
+        assert expected in tokenizer.decode(ToolUse(tokenizer).encode(CHAT, None))
+        empty = [USER, called(content=""), RESULT]
+        assert "<assistant>[]weather(" in tokenizer.decode(ToolUse(tokenizer).encode(empty, None))
+
+
 def test_a_template_that_only_names_its_tools_variable_describes_none() -> None:
     tokenizer = tool_model("")
     silent = Tokenizer(tokenizer._tokenizer.to_str(), {}, "{# tools #}" + TEMPLATES["chatml"])

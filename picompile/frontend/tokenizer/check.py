@@ -6,7 +6,7 @@ from typing import Any
 from picompile.errors import UnsupportedModelError
 from picompile.frontend.messages import printable, shown_ids, shown_text
 from picompile.frontend.tokenizer.library import guarded
-from picompile.frontend.tokenizer.probes import PROBE_CHATS, ProbeChat, probe_texts
+from picompile.frontend.tokenizer.probes import PROBE_CHATS, QUESTION, ProbeChat, probe_texts
 from picompile_runtime.errors import RequestError
 from picompile_runtime.sampling.tokenizer import Tokenizer
 
@@ -57,14 +57,14 @@ def check_templates(tokenizer: Tokenizer, special: Mapping[str, str], what: str)
         what: the checkpoint, for messages.
 
     Yields:
-        A line about a template that no chat can be rendered with.
+        A line about a template that no chat can be rendered with, or that never writes what the user says.
 
     Raises:
         UnsupportedModelError: a chat is rendered otherwise. That both fail is agreement.
     """
     if not tokenizer.has_chat_template:
         return
-    failures = []
+    failures, written = [], ""
     for chat in PROBE_CHATS:
         ours, theirs = _ours(tokenizer, chat), None
         if _is_over_limit(ours):
@@ -77,9 +77,14 @@ def check_templates(tokenizer: Tokenizer, special: Mapping[str, str], what: str)
             ours = _ours(tokenizer, chat)
         else:
             raise UnsupportedModelError(f"{what}: the chat template is rendered otherwise than by transformers, {chat}")
-        failures += [ours] if isinstance(ours, RequestError) else []
+        if isinstance(ours, RequestError):
+            failures.append(ours)
+        else:
+            written += ours
     if len(failures) == len(PROBE_CHATS):
         yield f"{what}: the chat template fails on every chat: {printable(str(failures[0]))}"
+    elif QUESTION not in written:
+        yield f"{what}: the chat template writes no text of the user's messages, neither as texts nor in parts"
 
 
 def rendered_probes(tokenizer: Tokenizer) -> Iterator[str]:
@@ -106,7 +111,8 @@ def _theirs(tokenizer: Tokenizer, chat: ProbeChat, special: Mapping[str, str]) -
     """Return transformers' text of a chat; None where it fails."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    messages = [{key: value for key, value in message.items() if value is not None} for message in chat.messages]
+    given = [{key: value for key, value in message.items() if value is not None} for message in chat.messages]
+    messages = tokenizer.fit_messages(given, with_tools=chat.tools is not None)
     try:
         (text,), _ = render_jinja_template(
             conversations=[messages],

@@ -9,6 +9,7 @@ from picompile.errors import UnsupportedModelError
 from picompile.frontend.end_tokens import with_end_tokens
 from picompile.frontend.messages import printable, shown_text
 from picompile.frontend.panics import CannotBuildError
+from picompile.frontend.tokenizer.chat_bos import with_chat_bos
 from picompile.frontend.tokenizer.check import check_ids, check_templates, rendered_probes
 from picompile.frontend.tokenizer.fit import fitted
 from picompile.frontend.tokenizer.turn_end import turn_end_tokens
@@ -24,10 +25,12 @@ class Source:
     Attributes:
         tokenizer: the tokenizer of the tokenizers package that was written, None where nothing else has read it.
         special: the special tokens by name that transformers hands to a chat template.
+        is_gguf: whether it is a GGUF file's.
     """
 
     tokenizer: Any = None
     special: Mapping[str, str] | None = None
+    is_gguf: bool = False
 
 
 def completed(files: TokenizerFiles, model: Path, vocabulary: int, source: Source) -> TokenizerFiles:
@@ -52,6 +55,8 @@ def completed(files: TokenizerFiles, model: Path, vocabulary: int, source: Sourc
 
 def _completed(files: TokenizerFiles, model: Path, vocabulary: int, source: Source) -> TokenizerFiles:
     tokenizer = _opened(files, model)
+    if source.is_gguf and (changed := with_chat_bos(files, tokenizer, str(model))) is not files:
+        files, tokenizer = changed, _opened(changed, model)
     ids = tokenizer.vocabulary()
     fit = fitted(files, ids, model, vocabulary)
     if fit is not files:

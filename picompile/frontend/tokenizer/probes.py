@@ -80,7 +80,9 @@ class ProbeChat:
 
 
 _SYSTEM = {"role": "system", "content": "Be brief. <&> é"}
-_USER = {"role": "user", "content": " What is 2+2?\n"}
+# What the user asks in nearly all chats. Templates may trim it.
+QUESTION = "What is 2+2?"
+_USER = {"role": "user", "content": f" {QUESTION}\n"}
 _ANSWER = {"role": "assistant", "content": "It is 4. "}
 _THOUGHT = {**_ANSWER, "reasoning_content": "2 and 2"}
 _CALL = {

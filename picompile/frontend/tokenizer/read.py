@@ -24,7 +24,7 @@ def read_tokenizer(model: Path | None, vocabulary: int) -> TokenizerFiles:
     if model is None:
         return TokenizerFiles()
     if is_gguf(model):
-        return completed(gguf_tokenizer(opened_gguf(model)), model, vocabulary, Source())
+        return completed(gguf_tokenizer(opened_gguf(model)), model, vocabulary, Source(is_gguf=True))
     return _read_once(model.resolve(), model, vocabulary, _state(model))
 
 

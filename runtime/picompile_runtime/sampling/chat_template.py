@@ -14,6 +14,7 @@ from typing import Any
 from picompile_runtime.errors import RequestError
 from picompile_runtime.limited_process import LimitedProcess
 from picompile_runtime.request_checks import shown
+from picompile_runtime.sampling.message_form import MessageForm
 
 # A usual rendering takes less than a hundredth of each.
 LIMITS = {"cpu_s": 5, "memory_bytes": 2**29, "letters": 2**22}
@@ -44,6 +45,7 @@ class ChatTemplate:
         self.text = template
         start = {"template": template, "tokens": _special_tokens(config)}
         self._process = LimitedProcess("the chat template", _HANDLER, start, LIMITS)
+        self._form = MessageForm(template, self._tried)
 
     def render(
         self,
@@ -55,7 +57,8 @@ class ChatTemplate:
         """Return the text of a chat.
 
         Args:
-            messages: each has `role` and `content`; keys whose value is None are left out.
+            messages: each has `role` and `content`, which are given in the form that the template reads; keys whose
+                value is None are left out.
             add_generation_prompt: whether to end with the beginning of the assistant's answer.
             tools: what the model may call, as OpenAI's API describes tools; None if it is offered none.
             arguments: further variables of the template, such as `enable_thinking`.
@@ -66,14 +69,26 @@ class ChatTemplate:
         own = {"tools": _json("tools", tools), "add_generation_prompt": bool(add_generation_prompt)}
         variables = {"documents": None, **_arguments(arguments), **own}
         try:
-            variables["messages"] = _json("messages", [_message(message) for message in messages])
+            given = _json("messages", [_message(message) for message in messages])
         except Exception as error:  # whatever json or a caller's object raises
             must = "messages must be a list of JSON objects"
             raise RequestError(f"{must}, not {shown(messages)}") from error
-        answer = self._process.ask(variables)
+        answer = self._process.ask({**variables, "messages": self.fit(given)})
         if "error" in answer:
             raise RequestError(f"the model's chat template rejects these messages: {answer['error']}")
         return str(answer["text"])
+
+    def fit(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return messages in the form that the template reads, see `MessageForm.fit`.
+
+        Raises RequestError if the template exceeds a limit.
+        """
+        return self._form.fit(messages)
+
+    def _tried(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Return the text of messages as they are, "" where the template rejects them."""
+        variables = {"documents": None, "tools": None, "add_generation_prompt": False}
+        return str(self._process.ask({**variables, "messages": list(messages)}).get("text", ""))
 
 
 def named_templates(config: Mapping[str, Any], file: str = "") -> dict[str, str]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from picompile_runtime.engine.engine import Engine
 from picompile_runtime.errors import RequestError
@@ -13,6 +14,8 @@ from picompile_runtime.request_checks import check_room, shown, token_ids, whole
 from picompile_runtime.sampling.sampler import Sampler, SamplingParams
 from picompile_runtime.sampling.speculation import Speculation, speculate
 from picompile_runtime.sampling.tokenizer import StreamDecoder, Tokenizer
+
+_NO_TOKENS: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,8 @@ def generate(
         prompt: a text or token ids.
         params: how to choose tokens.
         max_tokens: how many tokens to generate at most; None goes on to the end of the context.
-        stop: texts at which the text ends. No part of them is ever shown. It also ends at an end token of the model.
+        stop: texts at which the text ends. No part of them is ever shown. The name of a special token, which has no
+            text, ends it at that token. It also ends at an end token of the model.
         keep_position: whether to continue behind the tokens that the engine has read, instead of forgetting them.
         reused_tokens: how many tokens of the prompt, from the first on, the engine has read already. They are not read
             again; what the engine has read behind them is forgotten. A single token that is left to read is decoded,
@@ -88,7 +92,7 @@ def generate(
         prompt_tokens=tokens,
         params=params or SamplingParams(),
         max_tokens=max_tokens,
-        stop=StopFinder(stop),
+        stop=StopFinder(stop, tokenizer.special_tokens),
         reused_tokens=reused_tokens,
         speculation=speculation,
     )
@@ -168,7 +172,7 @@ class Generation(Iterator[str]):
             if token in self._end_tokens:
                 self._reason = "eos"
                 break
-            if piece := self._stop.feed(self._decoder.push(token)):
+            if not self._stop.ends_at(token) and (piece := self._stop.feed(self._decoder.push(token))):
                 yield piece
             if self._stop.found:
                 break
@@ -240,10 +244,15 @@ class StopFinder:
     """Finds the first stop text in a stream, however the stream is cut into pieces.
 
     The first is the one that is complete first, and the longest of those that are complete at the same character. Text
-    that may be the beginning of a stop text is held back until it is known not to be.
+    that may be the beginning of a stop text is held back until it is known not to be. Special tokens have no text: a
+    stop text that is exactly the name of one is found where that token comes.
     """
 
-    def __init__(self, stops: str | Sequence[str]) -> None:
+    def __init__(self, stops: str | Sequence[str], special_tokens: Mapping[str, int] = _NO_TOKENS) -> None:
+        """Make a finder of `stops`; `special_tokens` are the ids of the special tokens by name.
+
+        Raises RequestError: `stops` are no texts, or one of them is empty.
+        """
         try:
             self._stops = (stops,) if isinstance(stops, str) else tuple(stops)
         except TypeError as error:
@@ -252,17 +261,28 @@ class StopFinder:
             raise RequestError(f"stop must be a text or a list of texts, not {shown(stops)}")
         if not all(self._stops):
             raise RequestError("a stop text must not be empty")
+        self._tokens = frozenset(special_tokens[stop] for stop in self._stops if stop in special_tokens)
         self._held = ""
-        self.found = False
+        self._has_text = self._has_token = False
+
+    @property
+    def found(self) -> bool:
+        """Whether a stop text or a stop token was found."""
+        return self._has_text or self._has_token
+
+    def ends_at(self, token: int) -> bool:
+        """Return whether the text ends at this token. Feed what a decoder holds back of the tokens before it then."""
+        self._has_token = self._has_token or token in self._tokens
+        return self._has_token
 
     def feed(self, text: str) -> str:
         """Add text, and return what can be shown now; nothing after a stop text was found."""
-        if self.found:
+        if self._has_text:
             return ""
         text = self._held + text
         places = [(place + len(stop), place) for stop in self._stops if (place := text.find(stop)) >= 0]
         if places:
-            self.found, self._held = True, ""
+            self._has_text, self._held = True, ""
             return text[: min(places)[1]]
         shown = len(text) - self._beginning(text)
         self._held = text[shown:]

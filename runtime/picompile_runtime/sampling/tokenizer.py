@@ -127,6 +127,15 @@ class Tokenizer:
         chat = self._tool_chat if with_tools else self._chat
         return chat.text if chat is not None else ""
 
+    def fit_messages(self, messages: Sequence[Mapping[str, Any]], with_tools: bool = False) -> list[dict[str, Any]]:
+        """Return messages in the form that the model's own template reads, as `render_chat` gives them to it.
+
+        The content is a text, or a list of parts for a template that reads parts alone; the role `developer` is kept
+        by a template that knows it, and is `system` elsewhere.
+        """
+        chat = self._tool_chat if with_tools else self._chat
+        return [dict(message) for message in messages] if chat is None else chat.fit(messages)
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -110,9 +110,7 @@ class MessageBody(BodyPart):
 
     def for_template(self) -> dict[str, Any]:
         """Return the message as chat templates expect it."""
-        # Templates are older than the role; OpenAI treats the two alike.
-        role = "system" if self.role == "developer" else self.role
-        message: dict[str, Any] = {"role": role, "content": self.content or ""}
+        message: dict[str, Any] = {"role": self.role, "content": self.content}
         for key in ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking"):
             if getattr(self, key) is not None:
                 message[key] = getattr(self, key)

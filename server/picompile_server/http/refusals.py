@@ -18,6 +18,7 @@ class Refusal:
     neutral: tuple[Any, ...] = ()
     hint: str = "leave it out"
     is_false_neutral: bool = True
+    is_negative_neutral: bool = False
 
 
 _ALWAYS_NEUTRAL: tuple[Any, ...] = (None, False, [], {})
@@ -56,6 +57,8 @@ SAMPLING = (
     Refusal("repeat_last_n", (-1,)),
     Refusal("top_n_sigma", (-1, 0)),
     Refusal("top_a", (0,)),
+    Refusal("adaptive_target", is_negative_neutral=True),
+    Refusal("repetition_detection", ({"max_pattern_size": 0},)),
     Refusal("n_cmpl", (1,), "use n"),
     Refusal("min_keep", (0, 1)),
     Refusal("n_keep", (0,), "a full context ends the answer"),
@@ -90,10 +93,12 @@ CHAT = (
     *(Refusal(name, hint="use chat_template_kwargs") for name in ("think", "thinking", "enable_thinking")),
     *(Refusal(name, (-1,), "use max_tokens") for name in ("thinking_budget", "thinking_token_budget")),
     Refusal("reasoning_format", ("none", "auto"), "the answer has its reasoning in its content"),
+    Refusal("include_reasoning", (True,), "the answer has its reasoning in its content", is_false_neutral=False),
     Refusal("verbosity", ("medium",)),
     Refusal("echo"),
     Refusal("best_of", (1,), "use n"),
     Refusal("add_generation_prompt", (True,)),
+    Refusal("add_special_tokens", hint="the chat template writes the special tokens"),
     Refusal("continue_final_message"),
     Refusal("chat_template", hint="the model's own template is used"),
     Refusal("documents"),
@@ -134,6 +139,8 @@ def refused_field(data: Mapping[str, Any], refusals: Iterable[Refusal]) -> Refus
             continue
         value = data[refusal.name]
         neutral = (*_ALWAYS_NEUTRAL, *refusal.neutral)
+        if refusal.is_negative_neutral and isinstance(value, int | float) and value < 0:
+            continue
         if (value is False and not refusal.is_false_neutral) or not any(_is_same(value, each) for each in neutral):
             return refusal
     return None

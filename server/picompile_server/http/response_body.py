@@ -65,10 +65,7 @@ class ResponseBody(RequestBody):
         messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
         if isinstance(self.input, str):
             return [*messages, {"role": "user", "content": self.input}]
-        for message in self.input:
-            role = "system" if message.role == "developer" else message.role
-            messages.append({"role": role, "content": message.content})
-        return messages
+        return [*messages, *({"role": message.role, "content": message.content} for message in self.input)]
 
     def as_text(self) -> TextBody:
         """Return the fields that the other endpoints have, too."""

@@ -28,6 +28,7 @@ MORE = {
     "variables": "{{ documents is none }}{{ tools is none }}{{ bos_token }}{{ eos_token }}{{ image_token is defined }}",
     "whitespace": "  {% for m in messages %}\n  {% if true %}\n  x\n  {% endif %}\n  {% endfor %}\n{#- no -#}  \n",
 }
+SILENT = {"dict", "namespace", "dates", "variables", "whitespace"}
 
 
 @pytest.mark.slow("starts a renderer per template", but=("HERMES", "dict"))
@@ -35,7 +36,9 @@ MORE = {
 def test_templates_are_rendered_as_by_transformers(name: str) -> None:
     special = {"bos_token": "<s>", "eos_token": "</s>"}
     tokenizer = Tokenizer(train_byte_level().to_str(), special, {**TEMPLATES, **MORE}[name])
-    assert list(check_templates(tokenizer, special, "model")) == []
+    notes = list(check_templates(tokenizer, special, "model"))
+    silent = ["model: the chat template writes no text of the user's messages, neither as texts nor in parts"]
+    assert notes == (silent if name in SILENT else [])
 
 
 def test_a_template_that_is_rendered_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,7 +140,10 @@ def test_the_split_of_mistrals_texts(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_added_tokens_without_a_row(tmp_path: Path, trained: Any) -> None:
     rows = trained.get_vocab_size()
-    templates = [{"name": "default", "template": "{{ pad_token }}"}, {"name": "x", "template": ""}]
+    templates = [
+        {"name": "default", "template": "{{ pad_token }}{{ messages[0].content }}"},
+        {"name": "x", "template": ""},
+    ]
     config = {**CONFIG, "pad_token": "<|pad|>", "chat_template": templates}
     folder = save_folder(tmp_path, trained, tokenizer_config__json=config)
     files = read_tokenizer(folder, rows)

@@ -84,6 +84,17 @@ def test_stop_texts(scripted: Scripted) -> None:
     assert ("".join(generation), generation.stats.stop_reason) == ("hello", "stop")
 
 
+def test_a_stop_text_that_names_a_special_token_ends_at_it(scripted: Scripted) -> None:
+    tokenizer = metaspace()
+    start = tokenizer.special_tokens["<s>"]
+    engine = scripted([*tokenizer.encode("he", special_tokens=False), start, *tokenizer.encode("abe"), EOS])
+    for stop, reason in (("<s>", "stop"), ("<s", "eos")):
+        generation = generate(engine, tokenizer, byte_level().encode(PROMPT), GREEDY, stop=stop)
+        text = "".join(generation)
+        assert generation.stats.stop_reason == reason
+        assert (text == "he" and generation.tokens[-1] == start) == (reason == "stop")
+
+
 def by_character(text: str, stops: Sequence[str]) -> str:
     """The text before the stop text that is complete first (of several the longest)."""
     for end in range(1, len(text) + 1):

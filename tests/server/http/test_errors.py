@@ -68,6 +68,10 @@ WRONG: dict[tuple[str, str], list[Any]] = {
     (CHAT, "modalities"): [["text", "audio"]],
     (CHAT, "functions"): [[{"name": "f"}]],
     (CHAT, "reasoning_effort"): ["high"],
+    (CHAT, "include_reasoning"): [False],
+    (CHAT, "add_special_tokens"): [True],
+    (CHAT, "adaptive_target"): [0.5, 0],
+    (COMPLETIONS, "repetition_detection"): [{"max_pattern_size": 20, "min_count": 3}],
     (CHAT, "tools[0].type"): [[{"type": "x"}]],
     (CHAT, "tools[0].function.name"): [
         [{"type": "function", "function": {"name": name}}] for name in ("a b", "", "a" * 65, "a\n", None)
@@ -134,6 +138,12 @@ def test_what_asks_for_nothing_is_ignored(client: TestClient) -> None:
     }
     fields |= {"a name that no server has": {"x": [1]}, "logit_bias": {}, "stop": [], "length_penalty": 1.0}
     assert client.post(COMPLETIONS, json={"prompt": "x", **fields}).status_code == 200
+
+
+def test_what_asks_a_chat_for_nothing_is_ignored(client: TestClient) -> None:
+    fields = {"include_reasoning": True, "add_special_tokens": False, "adaptive_target": -0.5, "reasoning_effort": None}
+    fields |= {"repetition_detection": {"max_pattern_size": 0}}
+    assert client.post(CHAT, json={"messages": HELLO, **fields}).status_code == 200
 
 
 def test_an_unknown_model(client: TestClient) -> None:
