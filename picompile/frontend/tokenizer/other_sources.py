@@ -79,10 +79,10 @@ def _vocabulary(file: Path, config: Mapping[str, Any], model: SentencePieceModel
     As with llama.cpp, texts of merged pieces begin with the bos token unless tokenizer_config.json says otherwise. As
     with transformers, `legacy` there puts a space before the text behind each special token unless it is false.
     """
-    around = {name: config.get(name) for name in ("add_bos_token", "add_eos_token")}
     flags = {"add_bos_token": True, "add_eos_token": False}
-    flags |= {name: value for name, value in around.items() if isinstance(value, bool)}
     flags |= {"add_space_prefix": model.add_dummy_prefix, "remove_extra_whitespaces": model.remove_extra_whitespaces}
+    names = {name: name for name in ("add_bos_token", "add_eos_token")} | {"add_prefix_space": "add_space_prefix"}
+    flags |= {flag: config[name] for name, flag in names.items() if isinstance(config.get(name), bool)}
     return Vocabulary(
         file=file,
         model="t5" if model.kind == UNIGRAM else "llama",

@@ -82,6 +82,8 @@ def test_the_space_before_a_text_where_legacy_is_false(tmp_path: Path, kind: int
     ):
         assert names(folder, text) == expected
     assert in_artifact(folder).decode(in_artifact(folder).encode("  hello<turn>lo")) == "  hello<turn>lo"
+    folder = save(tmp_path / "none", {"kind": kind}, tokenizer_config__json={**config, "add_prefix_space": False})
+    assert names(folder, "hello</s>lo") == ["h", "el", "lo", "</s>", "lo"]
     folder = save(tmp_path / "extra", {"kind": kind, "extra": True}, tokenizer_config__json=config)
     assert names(folder, "  hello</s>  lo ") == ["▁hello", "</s>", "▁", "lo"]
     assert names(folder, "hello   lo") == ["▁hello", "▁", "lo"]
