@@ -80,14 +80,14 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
     for name, file in weight_map.items():
         if name not in shards[file]:
             raise UnsupportedModelError(f"{index}: says that {name} is in {file}, but it is not")
-    # Shards may have tensors that the index leaves out, and transformers reads them.
+    # Shards may have tensors that the index leaves out, and transformers reads them; of two it takes the last.
     headers: dict[str, TensorHeader] = {}
     for file, shard in shards.items():
         for name, header in shard.items():
-            if name in headers and name not in weight_map:
-                raise UnsupportedModelError(f"{index}: {name} is in {headers[name].file.name} and in {file}")
+            if name in headers:
+                raise UnsupportedModelError(f"{folder}: {name} is in {headers[name].file.name} and in {file}")
             headers[name] = header
-    return headers | {name: shards[file][name] for name, file in weight_map.items()}
+    return headers
 
 
 def _read_index(index: Path) -> dict[str, str]:
