@@ -188,7 +188,7 @@ def check_values(raw: Mapping[str, Any]) -> None:
 
 def _rope_parameters(raw: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Return the objects that describe rotary embeddings; one may hold others, by kinds of layers."""
-    for name in ("rope_parameters", "rope_scaling"):
+    for name in ROPE_FIELDS:
         value = raw.get(name)
         if isinstance(value, dict):
             yield f"{name}.", value

@@ -10,7 +10,7 @@ from typing import Any
 
 from picompile.frontend.config import UNUSED, resolve
 from picompile.frontend.families import Family, rope_limit, rotary_fields, text_config
-from picompile.frontend.rope_fields import rope_lines
+from picompile.frontend.rope_fields import ROPE_FIELDS, rope_lines
 
 # Fields that earlier versions wrote into every config.json.
 _FORMER = frozenset(
@@ -28,6 +28,7 @@ _OFF = {"use_mrope": False, "rope_interleaved": False}
 # Fields that change logits, and that a config class may declare and the code of its model forget: transformers' MPT
 # has the first three, its BioGPT the last.
 _FORGOTTEN = ("logit_scale", "embedding_fraction", "norm_type", "layer_norm_eps")
+_PART = "partial_rotary_factor"
 # Keys that are read although no field is declared for them.
 _READ = frozenset(
     {
@@ -37,13 +38,11 @@ _READ = frozenset(
         "head_dim",
         "hidden_act_param",
         "n_embed",
-        "partial_rotary_factor",
+        _PART,
         "rope_scaling",
         "rope_theta",
     }
 )
-
-_PART = "partial_rotary_factor"
 
 _NAMED_KEYS = 8
 
@@ -90,7 +89,7 @@ def _unknown(family: Family, raw: Mapping[str, Any], config: Any) -> Iterator[st
         parts.append(("text_config.", inner, classes[1:]))
     for name, part, known in parts:
         yield from (f"{name}{key}" for key in part if not _is_known(key, part[key], known))
-        for form in ("rope_parameters", "rope_scaling"):
+        for form in ROPE_FIELDS:
             rope = part.get(form) or {}
             values = (key for key in rope if not isinstance(rope[key], dict))
             yield from (f"{name}{form}.{key}" for key in values if not _is_rope_key(key, known))

@@ -6,11 +6,10 @@ from typing import Any
 
 from picompile.errors import UnsupportedModelError
 from picompile.frontend.json_file import read_json_object
+from picompile.frontend.model_file import CONFIG
 from picompile_runtime.errors import RequestError
 from picompile_runtime.sampling.model_defaults import FIELDS, FILE, UNREAD, sampling_defaults, unread_fields
 from picompile_runtime.sampling.sampler import SamplingParams
-
-_CONFIG = "config.json"
 
 
 def read_generation_config(checkpoint: Path) -> tuple[Path, dict[str, Any]]:
@@ -23,7 +22,7 @@ def read_generation_config(checkpoint: Path) -> tuple[Path, dict[str, Any]]:
     path = checkpoint / FILE
     if path.is_file():
         return path, read_json_object(path)
-    path = checkpoint / _CONFIG
+    path = checkpoint / CONFIG
     config = read_json_object(path) if path.is_file() else {}
     text = config.get("text_config")
     both = {**(text if isinstance(text, Mapping) else {}), **config}

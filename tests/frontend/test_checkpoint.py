@@ -247,7 +247,7 @@ def test_an_index_of_the_one_file(checkpoint: Checkpoints) -> None:
 
 
 def test_tensors_that_an_index_leaves_out_are_read(checkpoint: Checkpoints) -> None:
-    """As transformers does: a head of its own would be a tied one otherwise, and the model another."""
+    """transformers reads them too: a model without the head that it has would be another, with a tied one."""
     folder = checkpoint(shard="100KB")
     index = json.loads((folder / INDEX_FILE).read_text())
     last = index["weight_map"].pop("model.norm.weight")

@@ -34,8 +34,9 @@ _MODELOPT = "modelopt"
 
 
 def _open(settings: Settings) -> Callable[[StoredFiles], Found]:
-    if settings.method == _MODELOPT and not str(settings.get("quant_algo", default=None)).startswith("FP8"):
-        settings.refuse(f"with quant_algo {settings.get('quant_algo', default=None)!r:.40}")
+    algorithm = settings.get("quant_algo")
+    if settings.method == _MODELOPT and not str(algorithm).startswith("FP8"):
+        settings.refuse(f"with quant_algo {algorithm!r:.40}")
     sizes = settings.get("weight_block_size", default=list(_DEFAULT_BLOCK))
     if not isinstance(sizes, (list, tuple)) or len(sizes) != 2:
         settings.refuse(f"with weight_block_size {sizes!r:.40}")

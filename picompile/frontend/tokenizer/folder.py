@@ -21,9 +21,10 @@ from picompile.frontend.tokenizer.other_sources import SOURCES, build_without_js
 from picompile.frontend.tokenizer.templates import TEMPLATE_FILES, folder_templates
 from picompile.frontend.tokenizer.unlisted_sources import build_of_unlisted
 from picompile.frontend.tokenizer_files import TokenizerFiles
+from picompile_runtime.sampling.model_defaults import FILE as GENERATION_CONFIG
 
 _TOKENS = ("added_tokens.json", "special_tokens_map.json")
-_DESCRIPTIONS = ("tokenizer_config.json", "generation_config.json", *_TOKENS)
+_DESCRIPTIONS = ("tokenizer_config.json", *_TOKENS)
 
 
 def read_folder(folder: Path) -> tuple[TokenizerFiles, Source]:
@@ -59,7 +60,7 @@ def _built(folder: Path, config: Mapping[str, Any]) -> Built | str:
 
 def _check_files(folder: Path) -> None:
     """Refuse links to nowhere, and folders in a file's place: nobody would hear that the file was not read."""
-    for name in (FILE, *_DESCRIPTIONS, *TEMPLATE_FILES, *SOURCES):
+    for name in (FILE, GENERATION_CONFIG, *_DESCRIPTIONS, *TEMPLATE_FILES, *SOURCES):
         path = folder / name
         if (path.exists() or path.is_symlink()) and not path.is_file():
             raise UnsupportedModelError(f"{path}: is no file, or a link to nowhere; the model would have no {name}")

@@ -80,7 +80,7 @@ class ProbeChat:
 
 
 _SYSTEM = {"role": "system", "content": "Be brief. <&> é"}
-# What the user asks in nearly all chats. Templates may trim it.
+# The user asks this in nearly all chats, and templates may trim it.
 QUESTION = "What is 2+2?"
 _USER = {"role": "user", "content": f" {QUESTION}\n"}
 _ANSWER = {"role": "assistant", "content": "It is 4. "}
