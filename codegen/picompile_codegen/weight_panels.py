@@ -1,7 +1,7 @@
 """Panels: the layout of a packed matrix that is only ever multiplied with whole, as `cpu/panel_products.py` reads it.
 
 A panel is sixteen rows of a matrix. Where a row has four bytes of codes, a panel has those of all its rows side by
-side; so it does with scales and zeros. One load gives as many rows as a vector has lanes, and the sums of each row stay
+side; so it does with scales, zeros and minima. One load gives as many rows as a vector has lanes, and the sums of each row stay
 in a lane of its own. A panel takes the bytes of its rows.
 """
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 PANEL_ROWS = 16
 
 _CODE_BYTES = 4
+_FACTOR_BYTES = 2
 
 
 def has_panels(format_name: str, rows: int) -> bool:
@@ -34,8 +35,14 @@ def to_panels(packed: "Tensor", format_name: str, columns: int) -> "Tensor":
     form = FORMATS[format_name]
     panels = torch.empty(len(packed) // PANEL_ROWS, panel_bytes(form, columns), dtype=torch.uint8)
     start = 0
-    ends = (form.zero_offset_bytes(columns), form.scale_offset_bytes(columns), form.row_bytes(columns))
-    for end, unit in zip(ends, (_CODE_BYTES, 1, form.scale_bytes), strict=True):
+    ends = (
+        form.zero_offset_bytes(columns),
+        form.scale_offset_bytes(columns),
+        form.factor_offset_bytes(columns) if form.factor_bytes else form.row_bytes(columns),
+        form.row_bytes(columns),
+    )
+    units = (_CODE_BYTES, form.zero_bytes or 1, form.scale_bytes, _FACTOR_BYTES)
+    for end, unit in zip(ends, units, strict=True):
         if end > start:
             rows = packed[:, start:end].reshape(len(panels), PANEL_ROWS, -1, unit)
             part = panels[:, PANEL_ROWS * start : PANEL_ROWS * end]

@@ -70,15 +70,27 @@ class ByteInputs:
 
     @classmethod
     def declare(
-        cls, function: KernelFunction, name: str, rows: int, columns: int, matrix: KernelMatrix | None = None
+        cls,
+        function: KernelFunction,
+        name: str,
+        rows: int,
+        columns: int,
+        matrix: KernelMatrix | None = None,
+        parts: int = 1,
     ) -> "ByteInputs":
-        """Declare memory for `rows` tokens, for products with `matrix`, any like it, or a block of int8."""
+        """Declare memory for `rows` tokens, for products with `matrix`, any like it, or a block of int8.
+
+        Each input has `parts` bytes: two are for matrices in panels alone.
+        """
         groups = -(-columns // GROUP)
         has_zeros, padded = matrix is not None and matrix.has_zeros, padded_groups(groups)
+        sums = GROUP // matrix.form.group if matrix is not None else 1
         quantized = QuantizedRows(
-            function.scratch(f"{name}_bytes", "int8", rows, groups * GROUP),
+            function.scratch(f"{name}_bytes", "int8", rows, groups * GROUP * parts),
             function.scratch(f"{name}_scales", "float32", rows, padded),
-            function.scratch(f"{name}_offsets", "float32" if has_zeros else "int32", rows, padded),
+            function.scratch(f"{name}_offsets", "float32" if has_zeros else "int32", rows, padded * sums),
+            parts,
+            sums,
         )
         return cls(quantized, signed_offset() if matrix is None else raw_offset(matrix))
 
@@ -308,9 +320,9 @@ def _multiply_group(
     return products
 
 
-def four_bytes(x: QuantizedRows, token: Expr, group: Expr, quad: int, lanes: int) -> Expr:
-    """Bytes 4 · `quad` … of a group, again and again."""
-    four = bind(tirx.reinterpret("int32", x.bytes[token, at(group * GROUP + 4 * quad, 4)]))
+def four_bytes(x: QuantizedRows, token: Expr, group: Expr, quad: int, lanes: int, part: int = 0) -> Expr:
+    """Return bytes 4 · `quad` … of a group, again and again: the first ones of its activations, or others."""
+    four = bind(tirx.reinterpret("int32", x.bytes[token, at((group * x.parts + part) * GROUP + 4 * quad, 4)]))
     return bind(tirx.reinterpret(f"int8x{4 * lanes}", bind(tirx.Broadcast(four, lanes))))
 
 

@@ -157,7 +157,7 @@ def linear(spec: LinearSpec, function: KernelFunction) -> None:
     """Write the body of a `LinearSpec`."""
     w = KernelMatrix.argument(function, "w")
     if spec.panels:
-        _linear_in_panels(function, w)
+        _linear_in_panels(function, w, spec.activation_bytes)
     elif spec.rows == 1:
         _linear_one(function, w)
     elif spec.rowwise:
@@ -189,10 +189,10 @@ def _linear_rowwise(function: KernelFunction, w: KernelMatrix) -> None:
     multiply_rows(w, row_of=lambda row: row, count=w.rows, vectors=vectors, tokens=tokens, emit=store)
 
 
-def _linear_in_panels(function: KernelFunction, w: KernelMatrix) -> None:
+def _linear_in_panels(function: KernelFunction, w: KernelMatrix, activation_bytes: int) -> None:
     """Multiply any number of tokens, each to the same bits."""
     x, bias, y = function["x"], function.get("bias"), function["y"]
-    inputs = ByteInputs.declare(function, "x", x.rows, w.columns, w)
+    inputs = ByteInputs.declare(function, "x", x.rows, w.columns, w, activation_bytes)
     tokens = function.tokens(x.rows)
 
     def store(token: Expr, output: Expr, lanes: int, products: Expr) -> None:

@@ -125,8 +125,8 @@ class KernelMatrix(MatrixTensors):
 
     @property
     def has_zeros(self) -> bool:
-        """Whether each group has a zero of its own."""
-        return self.form.zero is None
+        """Whether each group has a zero or a minimum of its own."""
+        return self.form.has_zeros
 
     @property
     def groups(self) -> int:
@@ -145,7 +145,12 @@ class KernelMatrix(MatrixTensors):
 
     @property
     def offset(self) -> float:
-        """Added to the raw value of each weight, before scaling; times the byte of its group's zero if it has one."""
+        """Added to the raw value of each weight, before scaling; times the byte of its group's zero if it has one.
+
+        1 in formats with minima, which are added as they are, after scaling.
+        """
+        if self.form.minimum is not None:
+            return 1.0
         if self.form.table:
             return 0.0 - table_bias(self.form)
         return -1.0 / ZERO_STEPS if self.form.zero is None else 0.0 - self.form.zero

@@ -4,6 +4,9 @@ A task takes a panel: sixteen rows, whose codes lie side by side (`weight_panels
 row, a row in each lane. It is multiplied with four bytes of a token, the same in each lane, and added to the sums.
 Within a group of 32 columns these are integers; then they are scaled and added up in float32, group after group. So an
 output has the same bits whichever tokens are multiplied beside it, one or a chunk of them.
+
+Activations have one byte each, or two for products that are as good as those of floats: then the codes are multiplied
+with the high bytes first, and the sums times 255 are where those with the low bytes begin.
 """
 
 from collections.abc import Callable
@@ -13,15 +16,15 @@ from tvm import tirx
 
 from picompile_codegen.build import isa
 from picompile_codegen.cpu.byte_tiles import QUADS, ByteInputs, byte_lanes, four_bytes, quads_in_words, raw_offset
-from picompile_codegen.cpu.decode import scale_floats
+from picompile_codegen.cpu.decode import look_up, scale_floats
 from picompile_codegen.cpu.matrix import CACHE_LINE_BYTES, KernelMatrix
 from picompile_codegen.cpu.quantized import (
     QuantizedRows,
     add_neighbours,
-    decode_codes,
     dot_signed,
     dot_unsigned,
     multiply_pairs,
+    times_255,
 )
 from picompile_codegen.cpu.tensor import (
     Expr,
@@ -36,7 +39,7 @@ from picompile_codegen.cpu.tensor import (
 from picompile_codegen.cpu.token_vectors import each_row
 from picompile_codegen.cpu.vector import at, fma, splat, to_floats, zero_vectors
 from picompile_codegen.weight_panels import PANEL_ROWS
-from picompile_passes.formats import HIGH_GROUPS
+from picompile_passes.formats import BLOCK, GROUP, LOW_BITS, Plane
 
 # Bytes of four codes of each row of a panel.
 _QUAD_BYTES = 4 * PANEL_ROWS
@@ -55,11 +58,31 @@ def tile_sizes(rows: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class _Planes:
-    """High bits of codes: words for each vector of low ones, and the first of their bits that counts."""
+class GroupPlace:
+    """A group of 32 columns of a panel: number `index` · `count` + `number`, where `count` groups are computed in turn.
 
-    words: tuple[Expr | None, ...]
-    bit: int
+    Where the bits of a code lie depends on the number of its group: with a known `number`, shifts are by constants.
+    """
+
+    index: Expr
+    count: int = 1
+    number: int = 0
+
+    @property
+    def group(self) -> Expr:
+        """The number of the group."""
+        return self.index * self.count + self.number
+
+    def place_in(self, plane: Plane) -> tuple[Expr, Expr]:
+        """Return where the bits of a plane are: the first of 16 bytes of the plane, and the bit in each of them."""
+        pairs, group = plane.groups // 2, self.group
+        if plane.bits == LOW_BITS:
+            return group * (GROUP // 2), 0
+        if self.count % plane.groups:
+            start = group // plane.groups * GROUP + group % 2 * (GROUP // 2)
+            return start, group // 2 % pairs * (2 * plane.bits)
+        block, number = self.index * (self.count // plane.groups) + self.number // plane.groups, self.number
+        return block * GROUP + number % 2 * (GROUP // 2), number // 2 % pairs * (2 * plane.bits)
 
 
 @dataclass(frozen=True)
@@ -79,76 +102,118 @@ class PanelMatrix:
         return PANEL_ROWS * self.matrix.row_bytes // CACHE_LINE_BYTES
 
     @property
+    def scale_groups(self) -> int:
+        """Groups with a scale of their own among 32 columns."""
+        return GROUP // self.matrix.form.group
+
+    @property
+    def groups_in_turn(self) -> int:
+        """Groups that are computed in turn for one token, so that bits which share bytes are read once."""
+        planes = self.matrix.form.planes if self.matrix.has_nibbles else ()
+        return max((plane.groups for plane in planes if plane.bits < LOW_BITS), default=1)
+
+    @property
     def is_unsigned(self) -> bool:
         """Whether codes are multiplied as bytes without a sign."""
         return raw_offset(self.matrix) != 0
 
-    def codes(self, panel: Expr, group: Expr, lane: int, planes: "_Planes | None" = None) -> list[Expr]:
-        """Return eight vectors of bytes of the rows from `lane` on: columns 0 to 3 of a group, 4 to 7, and so on.
-
-        `planes` are the high bits, where they have been read before.
-        """
-        lanes = byte_lanes()
+    def codes(self, panel: Expr, place: GroupPlace, lane: int) -> list[Expr]:
+        """Return eight vectors of bytes of the rows from `lane` on: columns 0 to 3 of a group, 4 to 7, and so on."""
+        lanes, offset = byte_lanes(), raw_offset(self.matrix)
         if self.matrix.has_nibbles:
-            stored, high = QUADS // 2, planes or self._planes(panel, group, lane)
-            words = [self._words(panel, group * stored + quad, lane) for quad in range(stored)]
-            offset = raw_offset(self.matrix)
-            pairs = [
-                decode_codes(self.matrix, words=word, plane=plane, bit=high.bit, lanes=lanes, offset=offset)
-                for word, plane in zip(words, high.words, strict=True)
+            stored = [self._plane(panel, place, plane, lane) for plane in self.matrix.form.planes]
+            return [
+                self._decode([words[quad] for words in stored], half) for half in (0, 1) for quad in range(QUADS // 2)
             ]
-            return [low for low, _ in pairs] + [high for _, high in pairs]
-        words = [self._words(panel, group * QUADS + quad, lane) for quad in range(QUADS)]
-        if self.is_unsigned:
+        words = [self._words(panel, place.group * QUADS + quad, lane) for quad in range(QUADS)]
+        if offset:
             words = [bind(word ^ tirx.Broadcast(tirx.IntImm("uint32", 0x80808080), lanes)) for word in words]
-        dtype = "uint8" if self.is_unsigned else "int8"
+        dtype = "uint8" if offset else "int8"
         return [bind(tirx.reinterpret(f"{dtype}x{4 * lanes}", word)) for word in words]
 
-    def high_bits(self, panel: Expr, block: Expr, lane: int) -> "list[_Planes]":
-        """Return the high bits of each of the `HIGH_GROUPS` groups of a block: two groups share words."""
-        pairs = [
-            tuple(self._words(panel, self._high_quad(block * HIGH_GROUPS + i) + quad, lane) for quad in range(4))
-            for i in range(2)
-        ]
-        return [_Planes(pairs[i % 2], self.matrix.high_place(i)[1]) for i in range(HIGH_GROUPS)]
+    def _plane(self, panel: Expr, place: GroupPlace, plane: Plane, lane: int) -> list[tuple[Expr, int]]:
+        """Return the words with a plane's bits of four columns of a group each, and the first of their bits."""
+        start, bit = place.place_in(plane)
+        first = (start + self.matrix.form.plane_offset_bytes(plane, self.matrix.columns)) // 4
+        words = [self._words(panel, first + i, lane) for i in range(QUADS // 2)]
+        if isinstance(bit, int):
+            return [(word, bit) for word in words]
+        shift = tirx.Broadcast(tirx.Cast("uint32", bit), byte_lanes())
+        return [(bind(word >> shift), 0) for word in words]
 
-    def _planes(self, panel: Expr, group: Expr, lane: int) -> "_Planes":
-        """Return the high bits of any group, from bit 0 on; nothing in formats that have none."""
-        if not self.matrix.form.has_planes:
-            return _Planes((None,) * (QUADS // 2), 0)
-        shift = tirx.Broadcast(tirx.Cast("uint32", self.matrix.high_place(group)[1]), byte_lanes())
-        first = self._high_quad(group)
-        return _Planes(tuple(bind(self._words(panel, first + i, lane) >> shift) for i in range(QUADS // 2)), 0)
-
-    def _high_quad(self, group: Expr) -> Expr:
-        """Return the number of the first four bytes that have high bits of a group."""
-        return self.matrix.high_place(group)[0] // 4
+    def _decode(self, stored: list[tuple[Expr, int]], half: int) -> Expr:
+        """Return four codes of each row as bytes, of the words of all planes: the first 16 columns, or the others."""
+        lanes, form, codes = byte_lanes(), self.matrix.form, None
+        for plane, (words, bit) in zip(form.planes, stored, strict=True):
+            bits = _bits_of_bytes(words, bit + half * plane.bits, plane, lanes)
+            codes = bits if codes is None else codes | bits
+        found = bind(tirx.reinterpret(f"uint8x{4 * lanes}", bind(codes)))
+        if not form.table:
+            return found
+        bias = -int(raw_offset(self.matrix) or self.matrix.offset)
+        dtype = "int8" if min(form.table) + bias < 0 else "uint8"
+        return look_up([value + bias for value in form.table], found, 4 * lanes, dtype)
 
     def _words(self, panel: Expr, quad: Expr, lane: int) -> Expr:
         """Return the four bytes number `quad` of the rows from `lane` on, as uint32."""
         data = self.matrix.data[panel, at(quad * _QUAD_BYTES + 4 * lane, 4 * byte_lanes())]
         return bind(tirx.reinterpret(f"uint32x{byte_lanes()}", bind(data)))
 
-    def scales(self, panel: Expr, group: Expr, lane: int) -> Expr:
-        """Return the scales of a group of the rows from `lane` on, float32."""
-        form = self.matrix.form
-        start = PANEL_ROWS * form.scale_offset_bytes(self.matrix.columns) // form.scale_bytes
-        scales = self.matrix.scale[panel, at(start + group * PANEL_ROWS + lane, byte_lanes())]  # type: ignore[index]
-        return bind(scale_floats(form, scales, byte_lanes()))
+    def scales(self, panel: Expr, group: Expr, part: int, lane: int) -> Expr:
+        """Return the scales of part `part` of a group of 32, float32, for the rows from `lane` on."""
+        form, lanes = self.matrix.form, byte_lanes()
+        assert form.scale is not None
+        place = (group * self.scale_groups + part) * PANEL_ROWS + lane
+        start = form.scale_offset_bytes(self.matrix.columns)
+        if form.scale.in_blocks:
+            whole = self._integers(panel, start, place, "int8")
+            scales = whole * self._factors(panel, group, 0, lane)
+            return bind(scales if form.table_step == 1.0 else scales * splat(form.table_step, lanes))
+        stored = self.matrix.scale[panel, at(PANEL_ROWS * start // form.scale_bytes + place, lanes)]  # type: ignore[index]
+        return bind(scale_floats(form, stored, lanes))
 
-    def zeros(self, panel: Expr, group: Expr, lane: int) -> Expr:
-        """Return the bytes of the zeros of a group of the rows from `lane` on, float32."""
-        start, lanes = PANEL_ROWS * self.matrix.form.zero_offset_bytes(self.matrix.columns), byte_lanes()
-        zeros = self.matrix.data[panel, at(start + group * PANEL_ROWS + lane, lanes)]
-        return bind(to_floats(tirx.Cast(f"int32x{lanes}", zeros), lanes))
+    def shifts(self, panel: Expr, group: Expr, part: int, lane: int, scales: Expr) -> Expr:
+        """Return what `ByteInputs.offset` is to be multiplied with and added: minima, or zeros times `scales`."""
+        form, lanes = self.matrix.form, byte_lanes()
+        place = (group * self.scale_groups + part) * PANEL_ROWS + lane
+        start = form.zero_offset_bytes(self.matrix.columns)
+        if form.minimum is None:
+            return bind(self._integers(panel, start, place, "uint8") * scales)
+        if form.minimum.in_blocks:
+            return bind(self._integers(panel, start, place, "uint8") * self._factors(panel, group, 1, lane))
+        stored = self.matrix.scale[panel, at(PANEL_ROWS * start // form.minimum.item_bytes + place, lanes)]  # type: ignore[index]
+        return bind(to_floats(stored, lanes))
 
-    def fetch_beside(self, panel: Expr, group: Expr) -> None:
-        """Prefetch of the panel behind `panel` its share of lines, one of as many as there are groups."""
-        groups, lines = self.matrix.groups, self.lines
-        each = -(-lines // groups)
+    def _integers(self, panel: Expr, start: int, place: Expr, dtype: str) -> Expr:
+        """Return bytes of a part of a panel, which is behind `start` bytes of each row, as float32."""
+        lanes = byte_lanes()
+        stored = bind(self.matrix.data[panel, at(PANEL_ROWS * start + place, lanes)])
+        signed = stored if dtype == "uint8" else tirx.reinterpret(f"{dtype}x{lanes}", stored)
+        return bind(to_floats(tirx.Cast(f"int32x{lanes}", signed), lanes))
+
+    def _factors(self, panel: Expr, group: Expr, number: int, lane: int) -> Expr:
+        """Return float16 of the block that a group is in, as float32: those of scales, or with number 1 of minima."""
+        form, columns, lanes = self.matrix.form, self.matrix.columns, byte_lanes()
+        first = form.factor_offset_bytes(columns) // 2 + number * form.blocks(columns)
+        place = (first + group // (BLOCK // GROUP)) * PANEL_ROWS + lane
+        return bind(to_floats(self.matrix.scale[panel, at(place, lanes)], lanes))  # type: ignore[index]
+
+    def fetch(self, panel: Expr, group: Expr, groups: int) -> None:
+        """Prefetch of a panel the share of lines of group `group`, one of `groups`."""
+        each = -(-self.lines // groups)
         for i in range(each):
             line = (group * each + i) * CACHE_LINE_BYTES
-            prefetch(self.matrix.data, panel + 1, line, into_first_level=True)
+            prefetch(self.matrix.data, panel, line, into_first_level=True)
+
+
+def _bits_of_bytes(words: Expr, bit: int, plane: Plane, lanes: int) -> Expr:
+    """Return the bits of a plane, in each byte those from `bit` on, where they belong in a code, and zeros besides."""
+    left = plane.shift - bit
+    if left:
+        amount = tirx.Broadcast(tirx.IntImm("uint32", abs(left)), lanes)
+        words = words << amount if left > 0 else words >> amount
+    mask = (((1 << plane.bits) - 1) << plane.shift) * 0x01010101
+    return words & tirx.Broadcast(tirx.IntImm("uint32", mask), lanes)
 
 
 # Computes something of outputs `output` … `output` + lanes - 1 of a token, given their products: emit(token, output,
@@ -168,11 +233,20 @@ def multiply_panels_of_bytes(matrix: KernelMatrix, inputs: ByteInputs, tokens: E
     """Multiply `tokens` tokens with a matrix in panels; `emit` takes the products, those of a vector at a time."""
     panels = PanelMatrix(matrix)
     with parallel(panels.panels, when_worth=worth_a_region(matrix.bytes)) as panel:
+        multiply_panel(panels, panel, inputs, tokens, emit, behind=(panels, panel + 1))
 
-        def multiply(first: Expr, count: int) -> None:
-            _multiply_tile(panels, panel, x=inputs.rows, tile=(first, count), emit=emit)
 
-        _each_tile(tokens, inputs.rows.bytes.rows, multiply)
+def multiply_panel(
+    panels: PanelMatrix,
+    panel: Expr,
+    inputs: ByteInputs,
+    tokens: Expr,
+    emit: Emit,
+    behind: tuple[PanelMatrix, Expr],
+) -> None:
+    """Multiply `tokens` tokens with one panel, while the panel `behind` it is fetched."""
+    task = _Task(panels, panel, inputs.rows, emit, behind)
+    _each_tile(tokens, inputs.rows.bytes.rows, task.multiply_tile)
 
 
 def _each_tile(tokens: Expr, rows: int, body: Callable[[Expr, int], None]) -> None:
@@ -188,108 +262,107 @@ def _each_tile(tokens: Expr, rows: int, body: Callable[[Expr, int], None]) -> No
         first = bind(start + tiles * size)
 
 
-def _multiply_tile(panels: PanelMatrix, panel: Expr, x: QuantizedRows, tile: tuple[Expr, int], emit: Emit) -> None:
-    """Compute the outputs of a panel for `tile`, the first token and how many there are."""
-    # One token leaves registers for the sums of all rows. So a panel is read front to back only once.
-    together = PANEL_ROWS if tile[1] == 1 else byte_lanes()
-    for start in range(0, PANEL_ROWS, together):
-        _multiply_rows(panels, panel, parts=range(start, start + together, byte_lanes()), x=x, tile=tile, emit=emit)
+@dataclass(frozen=True)
+class _Task:
+    """The products of a panel with tokens `x`; the panel that is multiplied next lies in `behind`."""
+
+    panels: PanelMatrix
+    panel: Expr
+    x: QuantizedRows
+    emit: Emit
+    behind: tuple[PanelMatrix, Expr]
+
+    def multiply_tile(self, first: Expr, count: int) -> None:
+        """Compute the outputs of the panel for `count` tokens from `first` on."""
+        # One token leaves registers for the sums of all rows. So a panel is read front to back only once.
+        together = PANEL_ROWS if count == 1 else byte_lanes()
+        for start in range(0, PANEL_ROWS, together):
+            self._multiply_rows(range(start, start + together, byte_lanes()), first, count)
+
+    def _multiply_rows(self, parts: range, first: Expr, count: int) -> None:
+        """Compute the outputs of some rows for a tile; each of `parts` is the first row of a vector."""
+        lanes = byte_lanes()
+        sums = zero_vectors(count * len(parts), lanes)
+
+        def add(place: GroupPlace) -> None:
+            if parts[0] == 0:
+                # The first tokens to be multiplied with a panel have the next one fetched.
+                self._fetch(place.group, first)
+            for part, lane in enumerate(parts):
+                self._add_group(place, lane, (first, count), sums, part)
+
+        self._each_group(count, add)
+        for part, lane in enumerate(parts):
+            for t in range(count):
+                products = bind(sums[t * len(parts) + part, at(0, lanes)])
+                self.emit(first + t, bind(self.panel * PANEL_ROWS + lane), lanes, products)
+
+    def _fetch(self, group: Expr, first: Expr) -> None:
+        panels, panel = self.behind
+        if isinstance(first, int):
+            panels.fetch(panel, group, self.panels.matrix.groups)
+            return
+        with when(first == 0):
+            panels.fetch(panel, group, self.panels.matrix.groups)
+
+    def _each_group(self, tokens: int, body: Callable[[GroupPlace], None]) -> None:
+        """Run `body` for all groups, in order: for one token several in turn, since unpacking is most of its work."""
+        groups, together = self.panels.matrix.groups, self.panels.groups_in_turn
+        whole = groups // together if together > 1 and tokens == 1 else 0
+        if whole:
+            with loop(0, whole) as index:
+                for number in range(together):
+                    body(GroupPlace(index, together, number))
+        if whole * together < groups:
+            with loop(whole * together, groups) as group:
+                body(GroupPlace(group))
+
+    def _add_group(self, place: GroupPlace, lane: int, tile: tuple[Expr, int], sums: KernelTensor, part: int) -> None:
+        """Add the products of a group of columns to the sums of all tokens of a tile."""
+        panels, x, (first, count), lanes = self.panels, self.x, tile, byte_lanes()
+        group, each = bind(place.group), QUADS // panels.scale_groups
+        codes = panels.codes(self.panel, place, lane)
+        for number in range(panels.scale_groups):
+            scales = panels.scales(self.panel, group, number, lane)
+            shifts = panels.shifts(self.panel, group, number, lane, scales) if panels.matrix.has_zeros else None
+            quads, column = range(number * each, (number + 1) * each), bind(group * panels.scale_groups + number)
+            for t in range(count):
+                token, index = first + t, (t * (sums.rows // count) + part, at(0, lanes))
+                start = None if shifts is not None else tirx.Broadcast(x.offsets[token, column], lanes)
+                products = to_floats(self._dot([codes[quad] for quad in quads], token, group, quads, start), lanes)
+                scale = bind(scales * splat(x.scales[token, group], lanes))
+                sums[index] = fma(products, scale, sums[index], lanes)
+                if shifts is not None:
+                    sums[index] = fma(shifts, splat(x.offsets[token, column], lanes), sums[index], lanes)
+
+    def _dot(self, codes: list[Expr], token: Expr, group: Expr, quads: range, start: Expr | None) -> Expr:
+        """Return start + Σ of codes · activations of some of a group's columns, int32 of each lane."""
+        lanes, total = byte_lanes(), None
+        for part in range(self.x.parts):
+            values = [four_bytes(self.x, token, group, quad, lanes, part) for quad in quads]
+            is_last = part + 1 == self.x.parts
+            if total is not None:
+                total = times_255(total, lanes)
+            if is_last and start is not None:
+                total = bind(start) if total is None else bind(total + start)
+            total = self._dot_bytes(codes, values, total)
+        return total
+
+    def _dot_bytes(self, codes: list[Expr], values: list[Expr], total: Expr | None) -> Expr:
+        lanes, is_unsigned = byte_lanes(), self.panels.is_unsigned
+        if isa.current().bytes_dot == "maddubs" and is_unsigned:
+            return _dot_in_words(self.panels.matrix.largest_raw, codes, values, total)
+        for code, value in zip(codes, values, strict=True):
+            total = dot_unsigned(code, value, total, lanes) if is_unsigned else dot_signed(code, value, total, lanes)
+        return total
 
 
-def _multiply_rows(
-    panels: PanelMatrix, panel: Expr, parts: range, x: QuantizedRows, tile: tuple[Expr, int], emit: Emit
-) -> None:
-    """Compute the outputs of some rows of a panel for a tile; each of `parts` is the first row of a vector."""
-    lanes, (first, count) = byte_lanes(), tile
-    sums = zero_vectors(count * len(parts), lanes)
-
-    def add(group: Expr, planes: list[_Planes | None]) -> None:
-        if parts[0] == 0:
-            # The first tokens to be multiplied with a panel have the next one fetched.
-            _fetch(panels, panel, group, first)
-        for part, (lane, high) in enumerate(zip(parts, planes, strict=True)):
-            codes = panels.codes(panel, group, lane, high)
-            _add_group(panels, place=(panel, group, lane), codes=codes, x=x, tile=tile, sums=sums, part=part)
-
-    _each_group(panels, panel, parts, tokens=count, body=add)
-    for part, lane in enumerate(parts):
-        for t in range(count):
-            products = bind(sums[t * len(parts) + part, at(0, lanes)])
-            emit(first + t, bind(panel * PANEL_ROWS + lane), lanes, products)
-
-
-def _fetch(panels: PanelMatrix, panel: Expr, group: Expr, first: Expr) -> None:
-    if isinstance(first, int):
-        panels.fetch_beside(panel, group)
-        return
-    with when(first == 0):
-        panels.fetch_beside(panel, group)
-
-
-def _each_group(
-    panels: PanelMatrix,
-    panel: Expr,
-    parts: range,
-    tokens: int,
-    body: Callable[[Expr, list[_Planes | None]], None],
-) -> None:
-    """Run `body(group, the high bits of each part)` for all groups, in order.
-
-    High bits of a block of groups are read at once for one token, whose products take less than unpacking them.
-    """
-    groups = panels.matrix.groups
-    blocks = groups // HIGH_GROUPS if panels.matrix.form.has_planes and tokens == 1 else 0
-    if blocks:
-        with loop(0, blocks) as block:
-            planes = [panels.high_bits(panel, block, lane) for lane in parts]
-            for i in range(HIGH_GROUPS):
-                body(bind(block * HIGH_GROUPS + i), [each[i] for each in planes])
-    if blocks * HIGH_GROUPS < groups:
-        with loop(blocks * HIGH_GROUPS, groups) as group:
-            body(group, [None] * len(parts))
-
-
-def _add_group(
-    panels: PanelMatrix,
-    place: tuple[Expr, Expr, int],
-    codes: list[Expr],
-    x: QuantizedRows,
-    tile: tuple[Expr, int],
-    sums: KernelTensor,
-    part: int,
-) -> None:
-    """Add the products of a group of columns, `place[1]`, to the sums of all tokens of a tile."""
-    (_, group, _), (first, count), lanes = place, tile, byte_lanes()
-    scales = panels.scales(*place)
-    zeros = bind(panels.zeros(*place) * scales) if panels.matrix.has_zeros else None
-    for t in range(count):
-        token, index = first + t, (t * (sums.rows // count) + part, at(0, lanes))
-        values = [four_bytes(x, token, group, quad, lanes) for quad in range(QUADS)]
-        start = None if zeros is not None else tirx.Broadcast(x.offsets[token, group], lanes)
-        products = to_floats(_dot(panels, codes, values, start, lanes), lanes)
-        scale = bind(scales * splat(x.scales[token, group], lanes))
-        sums[index] = fma(products, scale, sums[index], lanes)
-        if zeros is not None:
-            sums[index] = fma(zeros, splat(x.offsets[token, group], lanes), sums[index], lanes)
-
-
-def _dot(panels: PanelMatrix, codes: list[Expr], values: list[Expr], start: Expr | None, lanes: int) -> Expr:
-    """Return start + Σ of codes · values of a group, int32 of each lane."""
-    if isa.current().bytes_dot == "maddubs" and panels.is_unsigned:
-        return _dot_in_words(panels, codes, values, start)
-    total = None if start is None else bind(start)
-    for code, value in zip(codes, values, strict=True):
-        total = dot_unsigned(code, value, total, lanes) if panels.is_unsigned else dot_signed(code, value, total, lanes)
-    return total
-
-
-def _dot_in_words(panels: PanelMatrix, codes: list[Expr], values: list[Expr], start: Expr | None) -> Expr:
+def _dot_in_words(largest: int, codes: list[Expr], values: list[Expr], total: Expr | None) -> Expr:
     """Add up as many products as fit 16 bits before they are added in 32."""
-    most = quads_in_words(panels.matrix.largest_raw)
-    total = None if start is None else bind(start)
-    for first in range(0, QUADS, most):
+    most = quads_in_words(largest)
+    for first in range(0, len(codes), most):
         words = multiply_pairs(codes[first], values[first])
-        for i in range(first + 1, min(first + most, QUADS)):
+        for i in range(first + 1, min(first + most, len(codes))):
             words = bind(words + multiply_pairs(codes[i], values[i]))
         summed = add_neighbours(words)
         total = summed if total is None else bind(total + summed)

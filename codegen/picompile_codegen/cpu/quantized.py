@@ -3,6 +3,9 @@
 Each 32 consecutive activations share a scale, the largest magnitude over 127; each becomes the nearest multiple of it,
 the even one of two. llama.cpp does so as well (Q8_0), with a float16 scale where this has a float32 one.
 
+With two bytes the scale is the largest magnitude over 32512, and a multiple of it is 255 · high + low: neither of these
+bytes is ever -128, which some instructions cannot negate. Errors are then 256 times smaller.
+
 Σ (raw + offset) · scale_w · bytes · scale_x is an integer sum times both scales, plus offset · scale_w · scale_x ·
 Σ bytes. In the second term all but scale_w is the same for every row: `offsets` holds it.
 """
@@ -163,19 +166,28 @@ def pack_bytes(values: list[Expr], lanes: int = LANES) -> Expr:
     return bind(low[0] | (low[1] << splat_int(8, lanes)) | (low[2] << splat_int(16, lanes)) | high)
 
 
-def byte_inverse(largest: Expr, lanes: int = LANES) -> Expr:
-    """Return the factors that make numbers of at most these magnitudes bytes: 127 over each."""
-    return select(largest > splat(0.0, lanes), splat(127.0, lanes) / largest, splat(0.0, lanes))
+# The largest magnitude of an activation over its scale, by its bytes.
+LARGEST_BYTES = {1: 127.0, 2: 255.0 * 127.0 + 127.0}
 
 
-def byte_scale(largest: Expr, witness: Expr, lanes: int = 1) -> Expr:
+def times_255(sums: Expr, lanes: int) -> Expr:
+    """Return 255 times integers of 32 bits, in two instructions where a multiplication takes ten cycles."""
+    return bind((sums << splat_int(8, lanes)) - sums)
+
+
+def byte_inverse(largest: Expr, lanes: int = LANES, most: float = LARGEST_BYTES[1]) -> Expr:
+    """Return the factors that make numbers of at most these magnitudes whole ones up to `most`, which is 127."""
+    return select(largest > splat(0.0, lanes), splat(most, lanes) / largest, splat(0.0, lanes))
+
+
+def byte_scale(largest: Expr, witness: Expr, lanes: int = 1, most: float = LARGEST_BYTES[1]) -> Expr:
     """Return the scale of such bytes: `largest` over 127, or NaN where `witness` is not a finite number.
 
     As one of LLVM's functions: TVM makes 0 of a product with 0.
     """
     dtype = "float32" if lanes == 1 else f"float32x{lanes}"
     zero = tirx.FloatImm("float32", 0.0) if lanes == 1 else splat(0.0, lanes)
-    return intrinsic(dtype, "llvm.fma", witness, zero, largest / 127.0)
+    return intrinsic(dtype, "llvm.fma", witness, zero, largest / most)
 
 
 # Products of 16-bit integers, for a q8 cache: two products are added up to one sum of 32 bits. This takes half the
@@ -241,12 +253,16 @@ SCALES_TOGETHER = LANES
 class QuantizedRows:
     """Activations of a chunk: `bytes` int8 [rows, groups · 32], `scales` float32 and `offsets` [rows, padded].
 
-    Offsets are int32, multiples of the scales; or float32, where they are to be multiplied with zeros of weights.
+    Offsets are int32, multiples of the scales; or float32, where they are to be multiplied with zeros of weights. An
+    activation has `parts` bytes: with two, the 32 high ones of a group lie before the low ones. A group has `sums`
+    offsets, one for each group of weights.
     """
 
     bytes: KernelTensor
     scales: KernelTensor
     offsets: KernelTensor
+    parts: int = 1
+    sums: int = 1
 
 
 @dataclass(frozen=True)
@@ -324,7 +340,7 @@ def quantize_to(x: KernelTensor, row: Expr, matrix: KernelMatrix, vector: Quanti
             place = _place_of_nibble(group, i, together) if matrix.has_nibbles else group * GROUP + i
             vector.bytes[vector.row, at(place)] = value
 
-        scale, summed = quantize_group(inputs, put)
+        scale, (summed,) = quantize_group(inputs, put)
         vector.scales[vector.row, group] = scale
         if vector.offsets is not None:
             vector.offsets[vector.row, group] = summed * scale * matrix.offset
@@ -344,26 +360,47 @@ def quantize_row(x: KernelTensor, row: Expr, columns: int, out: QuantizedRows, o
 
     def quantize(group: Expr, inputs: list[Expr]) -> None:
         def put(i: int, value: Expr) -> None:
-            out.bytes[row, at(group * GROUP + i)] = value
+            out.bytes[row, at(group * (GROUP * out.parts) + i)] = value
 
-        scale, summed = quantize_group(inputs, put)
+        scale, sums = quantize_group(inputs, put, out.parts, out.sums)
         out.scales[row, group] = scale
         is_whole = out.offsets.dtype == "int32"
-        out.offsets[row, group] = tirx.Cast("int32", summed) * int(offset) if is_whole else summed * scale * offset
+        for i, summed in enumerate(sums):
+            value = tirx.Cast("int32", summed) * int(offset) if is_whole else summed * scale * offset
+            out.offsets[row, group * out.sums + i] = value
 
     _each_group(x, row, columns, quantize)
 
 
-def quantize_group(inputs: list[Expr], put: Callable[[int, Expr], None]) -> tuple[Expr, Expr]:
-    """Return the scale of 32 activations and the sum of their bytes, float32; `put(i, v)` takes bytes i … i + 7."""
-    largest = highest(_largest(inputs))
-    inverse = bind(byte_inverse(bind(splat(largest))))
+def quantize_group(
+    inputs: list[Expr], put: Callable[[int, Expr], None], parts: int = 1, sums: int = 1
+) -> tuple[Expr, list[Expr]]:
+    """Return the scale of 32 activations, and the sums of each of `sums` parts of them over that scale, float32.
+
+    `put(i, v)` takes bytes i … i + 7 of the group.
+    """
+    largest, most = highest(_largest(inputs)), LARGEST_BYTES[parts]
+    inverse = bind(byte_inverse(bind(splat(largest)), most=most))
     rounded = [bind(tirx.nearbyint(value * inverse)) for value in inputs]
-    for i, value in enumerate(rounded):
-        put(i * LANES, tirx.Cast(f"int8x{LANES}", tirx.Cast(f"int32x{LANES}", value)))
-    summed = total((rounded[0] + rounded[1]) + (rounded[2] + rounded[3]))
+    high = rounded if parts == 1 else [bind(tirx.nearbyint(value * splat(1.0 / 255.0))) for value in rounded]
+    for i, value in enumerate(high):
+        put(i * LANES, _to_bytes(value))
+    if parts == 2:
+        for i, (value, above) in enumerate(zip(rounded, high, strict=True)):
+            put(GROUP + i * LANES, _to_bytes(value - above * splat(255.0)))
+    each = len(rounded) // sums
+    totals = [bind(total(_added(rounded[i : i + each]))) for i in range(0, len(rounded), each)]
+    witness = totals[0] if sums == 1 else bind(totals[0] + totals[1])
     # What is not a number or infinite must show: times zero it makes the scale NaN.
-    return bind(byte_scale(largest, summed)), summed
+    return bind(byte_scale(largest, witness, most=most)), totals
+
+
+def _added(vectors: list[Expr]) -> Expr:
+    return vectors[0] + vectors[1] if len(vectors) == 2 else (vectors[0] + vectors[1]) + (vectors[2] + vectors[3])
+
+
+def _to_bytes(whole: Expr) -> Expr:
+    return tirx.Cast(f"int8x{LANES}", tirx.Cast(f"int32x{LANES}", whole))
 
 
 def _each_group(

@@ -69,7 +69,7 @@ class PackedMatrix:
     def view(self, part: str) -> Arg:
         """Return the argument for kernel parameter `w.data` or `w.scale`: typed views of the same memory."""
         form = FORMATS[self.format]
-        dtype = form.scale.dtype if form.scale and part == "scale" else form.data_dtype
+        dtype = form.scale_dtype if part == "scale" else form.data_dtype
         rows = self.rows // PANEL_ROWS if self.panels else self.rows
         return Arg(
             self.space, self.name, dtype, shape=(rows, self.bytes // rows // ITEM_BYTES[dtype]), offset=self.offset

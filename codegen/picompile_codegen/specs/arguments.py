@@ -86,8 +86,8 @@ class MatrixArgument:
         data = KernelArgument(f"{self.name}.data", form.data_dtype, shape, counted=self.counted)
         if form.scale is None:
             return (data,)
-        shape = (rows, row_bytes // form.scale.item_bytes)
-        return data, replace(data, name=f"{self.name}.scale", dtype=form.scale.dtype, shape=shape)
+        shape = (rows, row_bytes // ITEM_BYTES[form.scale_dtype])
+        return data, replace(data, name=f"{self.name}.scale", dtype=form.scale_dtype, shape=shape)
 
 
 @dataclass(frozen=True)
@@ -207,6 +207,12 @@ def symbol(*parts: object) -> str:
     """Return a C identifier that tells `parts` apart: `symbol("norm", 64, 1e-05)` is `norm_64_1em05`."""
     text = "_".join(str(part) for part in parts if part != "")
     return re.sub(r"[^0-9A-Za-z_]", "", text.replace(".", "p").replace("-", "m"))
+
+
+def panels_name(panels: bool, activation_bytes: int) -> str:
+    """Return the part of a kernel's name that says whether its matrices lie in panels, and what they are multiplied
+    with."""
+    return ("panels" + "16" * (activation_bytes == 2)) if panels else ""
 
 
 def cache_data(kv_dtype: str, dim: int) -> tuple[str, int]:

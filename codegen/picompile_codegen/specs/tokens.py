@@ -15,6 +15,7 @@ from picompile_codegen.specs.arguments import (
     floats_out,
     indices,
     optional_floats,
+    panels_name,
     symbol,
 )
 
@@ -232,7 +233,8 @@ class LinearSpec(KernelSpec):
     """y = x · wᵀ + bias. x float32 [rows, k], w packed [n, k], bias float32 [n] → y float32 [rows, n].
 
     With `rowwise`, the CPU's kernel gives each row the bits that a kernel with rows = 1 gives it. So does any with
-    `panels`, whose w is laid out in panels (`weight_panels.py`); GPUs have none.
+    `panels`, whose w is laid out in panels (`weight_panels.py`); GPUs have none. In panels, x is multiplied as integers
+    of `activation_bytes` bytes, one or two.
     """
 
     op = "linear"
@@ -244,12 +246,14 @@ class LinearSpec(KernelSpec):
     bias: bool
     rowwise: bool = False
     panels: bool = False
+    activation_bytes: int = 1
 
     @property
     def name(self) -> str:
         """The kernel's symbol."""
         biased, rows = "b" if self.bias else "", ("each" if self.rowwise else "r") + str(self.rows)
-        return symbol("linear", self.format, f"{self.n}x{self.k}", rows, biased, "panels" if self.panels else "")
+        panels = panels_name(self.panels, self.activation_bytes)
+        return symbol("linear", self.format, f"{self.n}x{self.k}", rows, biased, panels)
 
     def declare(self) -> Iterator[Declaration]:
         """Yield the arguments in order."""

@@ -1,29 +1,35 @@
 """Weight formats: one file each, and `FORMATS`, which has all of them by name. Importing it imports no torch.
 
-A matrix is stored row by row. A row holds its data, then its zeros and its scales, then nothing up to a multiple of 64
-bytes, so that every row is one aligned, contiguous read. Columns are padded with zeros to a multiple of 32. The zeros
-of a row are padded to a multiple of 16 bytes.
+A matrix is stored row by row. A row holds its data, then its zeros or minima and its scales, then nothing up to a
+multiple of 64 bytes, so that every row is one aligned, contiguous read. Columns are padded with zeros to a multiple of
+32. The zeros of a row are padded to a multiple of 16 bytes. Formats without `rows` are only read in panels of 16 rows
+(`picompile_codegen/weight_panels.py`), so that rows need less padding.
 
 A package offers a format by an entry point of the group `picompile.formats`, which has the format's name and leads to
 a `Codec`.
 """
 
 from picompile_passes.formats.codec import (
+    BLOCK,
     COARSE_BITS,
     E8M0,
     FLOAT16,
     GROUP,
     HIGH_BLOCK,
     HIGH_GROUPS,
+    INT8,
     LOW_BITS,
     ROW_ALIGNMENT_BYTES,
+    UINT8,
     ZERO_STEPS,
     Codec,
+    Plane,
     ScaleType,
 )
 from picompile_passes.plugins import Registry, members
 
 __all__ = [
+    "BLOCK",
     "CACHE_FORMATS",
     "COARSE_BITS",
     "E8M0",
@@ -32,10 +38,13 @@ __all__ = [
     "GROUP",
     "HIGH_BLOCK",
     "HIGH_GROUPS",
+    "INT8",
     "LOW_BITS",
     "ROW_ALIGNMENT_BYTES",
+    "UINT8",
     "ZERO_STEPS",
     "Codec",
+    "Plane",
     "ScaleType",
     "head_format",
     "predictor_format",

@@ -1,20 +1,21 @@
 """Rows of matrices, packed and unpacked in eager PyTorch, and the grids of values that groups of weights may take."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from picompile_passes.formats import (
+    BLOCK,
     E8M0,
-    FLOAT16,
     FORMATS,
     GROUP,
-    HIGH_GROUPS,
+    INT8,
     ZERO_STEPS,
     Codec,
+    Plane,
     ScaleType,
 )
 
@@ -31,19 +32,52 @@ _BLOCK_ELEMENTS = 1 << 19
 
 
 @dataclass(frozen=True)
+class BlockScales:
+    """Scales, or minima, of types that are `in_blocks`: `whole` numbers of groups, times the `factor` of their block.
+
+    `whole` is int16 [..., groups], and `factor` float32 [..., blocks], exact in float16.
+    """
+
+    whole: Tensor
+    factor: Tensor
+
+    def values(self, group: int) -> Tensor:
+        """Return their products, float32 [..., groups], for groups of `group` weights."""
+        of_groups = self.factor.repeat_interleave(BLOCK // group, dim=-1)[..., : self.whole.shape[-1]]
+        return self.whole.to(torch.float32) * of_groups
+
+
+@dataclass(frozen=True)
 class GroupGrid:
     """The values that the weights of each group may take, as `Codec` defines them for the codes of `form`.
 
-    `scale` is float32 [...], exact in the format's type of scales, and `zero` float32 like it.
+    `scale` is float32 [..., groups], exact in the format's type of scales, and so are `zero` or `minimum`, where groups
+    have them. `scale_parts` and `minimum_parts` are what those in blocks are made of.
     """
 
     form: Codec
     scale: Tensor
     zero: Tensor
+    minimum: Tensor | None = None
+    scale_parts: BlockScales | None = None
+    minimum_parts: BlockScales | None = None
+
+    @classmethod
+    def of_parts(
+        cls, form: Codec, scale: "Tensor | BlockScales", minimum: "Tensor | BlockScales | None" = None
+    ) -> "GroupGrid":
+        """Return the grid with these scales and minima, those in blocks by their parts."""
+        scales, minima = (
+            each.values(form.group) if isinstance(each, BlockScales) else each for each in (scale, minimum)
+        )
+        assert scales is not None
+        parts = (each if isinstance(each, BlockScales) else None for each in (scale, minimum))
+        return cls(form, scales, torch.full_like(scales, form.zero or 0.0), minima, *parts)
 
     def codes(self, groups: Tensor) -> Tensor:
         """Return the codes nearest to `groups` float32 [..., n], as float32; the even one of two."""
-        scaled = groups * _inverse(self.scale).unsqueeze(-1)
+        above = groups if self.minimum is None else groups - self.minimum.unsqueeze(-1)
+        scaled = above * _inverse(self.scale).unsqueeze(-1)
         if self.form.table:
             return _nearest_in_table(scaled, self.form)
         return scaled.add_(self.zero.unsqueeze(-1)).round_().clamp_(self.form.lowest, self.form.highest)
@@ -52,7 +86,8 @@ class GroupGrid:
         """Return the weights that codes [..., n] stand for, float32."""
         if self.form.table:
             return _table_values(self.form)[codes.to(torch.int64)] * self.scale.unsqueeze(-1)
-        return (codes.to(torch.float32) - self.zero.unsqueeze(-1)) * self.scale.unsqueeze(-1)
+        values = (codes.to(torch.float32) - self.zero.unsqueeze(-1)) * self.scale.unsqueeze(-1)
+        return values if self.minimum is None else values.add_(self.minimum.unsqueeze(-1))
 
     def nearest(self, groups: Tensor) -> Tensor:
         """Return the values nearest to `groups` float32 [..., n]."""
@@ -62,10 +97,19 @@ class GroupGrid:
 def group_grid(groups: Tensor, form: Codec, shrink: float = 1.0) -> GroupGrid:
     """Return the grid that spans each group of weights, float32 [..., 32], or `shrink` times that span.
 
-    What lies outside a smaller span is rounded to its end, and what lies inside more finely.
+    What lies outside a smaller span is rounded to its end, and what lies inside more finely. Groups of a format whose
+    scales are in blocks are those of a row, float32 [..., groups, weights].
     """
     if form.scale == E8M0:
         return _best_power(groups, form, shrink)
+    if form.minimum is not None:
+        low = groups.amin(dim=-1).clamp_(max=0.0) * shrink
+        high = groups.amax(dim=-1).clamp_(min=0.0) * shrink
+        return GroupGrid.of_parts(
+            form,
+            _stored((high - low) / (form.highest - form.lowest), form.scale, form.group),
+            _stored(low, form.minimum, form.group),
+        )
     if form.zero is None:
         low = groups.amin(dim=-1).clamp_(max=0.0) * shrink
         high = groups.amax(dim=-1).clamp_(min=0.0) * shrink
@@ -80,8 +124,22 @@ def group_grid(groups: Tensor, form: Codec, shrink: float = 1.0) -> GroupGrid:
         # One value is further from 0 than all others, so the extreme gets it, whatever its sign.
         extreme = groups.gather(-1, groups.abs().argmax(dim=-1, keepdim=True)).squeeze(-1)
         scale = extreme * shrink / furthest
-    scale = _as_f16(scale)
-    return GroupGrid(form, scale, torch.full_like(scale, form.zero))
+    return GroupGrid.of_parts(form, _stored(scale, form.scale, form.group))
+
+
+def _stored(values: Tensor, kind: ScaleType | None, group: int = GROUP) -> "Tensor | BlockScales":
+    """Return the numbers of type `kind` that are nearest to `values` float32 [..., groups], groups of `group` weights.
+
+    The factor of a block makes the largest of its whole numbers the largest that the type has.
+    """
+    if kind is None or not kind.in_blocks:
+        return _as_f16(values)
+    most, per_block = 127 if kind == INT8 else 255, BLOCK // group
+    blocks = F.pad(values, (0, -values.shape[-1] % per_block)).unflatten(-1, (-1, per_block))
+    largest = blocks.gather(-1, blocks.abs().argmax(dim=-1, keepdim=True))
+    factor = _as_f16(largest / most)
+    whole = (blocks * _inverse(factor)).round_().clamp_(-most if kind == INT8 else 0, most).to(torch.int16)
+    return BlockScales(whole.flatten(-2)[..., : values.shape[-1]], factor.squeeze(-1))
 
 
 def _extremes(form: Codec) -> Tensor:
@@ -153,61 +211,84 @@ def _quantize_block(weight: Tensor, form: Codec, packed: Tensor) -> None:
     if form.scale is None:
         packed[:, : padded * 2] = values.clamp_(-_F16_MAX, _F16_MAX).to(torch.float16).view(torch.uint8)
         return
-    groups = values.view(rows, padded // GROUP, GROUP)
+    groups = values.view(rows, -1, form.group)
     grid = group_grid(groups, form)
     pack_codes(grid.codes(groups), grid, columns, packed)
 
 
 def pack_codes(codes: Tensor, grid: GroupGrid, columns: int, packed: Tensor) -> None:
-    """Write rows of codes [rows, groups, 32] and their grid [rows, groups] to `packed`.
+    """Write rows of codes [rows, groups, weights] and their grid [rows, groups] to `packed`.
 
     `packed` is uint8 [rows, row_bytes] of zeros for rows of `columns` weights.
     """
     form, rows = grid.form, codes.shape[0]
-    data = data_bytes(codes, form).reshape(rows, -1)
-    packed[:, : data.shape[1]] = data
-    if form.zero is None:
-        start = form.zero_offset_bytes(columns)
-        packed[:, start : start + grid.zero.shape[1]] = (grid.zero * ZERO_STEPS).to(torch.uint8)
     assert form.scale is not None
-    start = form.scale_offset_bytes(columns)
-    scale = _scale_bytes(grid.scale, form.scale)
-    packed[:, start : start + scale.shape[1]] = scale
+    _put(packed, 0, data_bytes(codes.reshape(rows, -1, GROUP), form).reshape(rows, -1))
+    start = form.zero_offset_bytes(columns)
+    if form.minimum is not None:
+        assert grid.minimum is not None
+        _put(packed, start, _scale_bytes(grid.minimum, grid.minimum_parts, form.minimum))
+    elif form.zero is None:
+        _put(packed, start, (grid.zero * ZERO_STEPS).to(torch.uint8))
+    _put(packed, form.scale_offset_bytes(columns), _scale_bytes(grid.scale, grid.scale_parts, form.scale))
+    start = form.factor_offset_bytes(columns)
+    for parts in (grid.scale_parts, grid.minimum_parts):
+        if parts is not None:
+            start = _put(packed, start, _float16_bytes(parts.factor))
 
 
-def _scale_bytes(scale: Tensor, kind: ScaleType) -> Tensor:
-    """Return scales float32 [rows, groups] as bytes, uint8 [rows, any]."""
-    if kind == FLOAT16:
-        return scale.to(torch.float16).contiguous().view(torch.uint8)
-    return (scale.contiguous().view(torch.int32) >> 23).to(torch.uint8)
+def _put(packed: Tensor, start: int, part: Tensor) -> int:
+    """Write a part of rows, uint8 [rows, any], from byte `start` on; return where it ends."""
+    packed[:, start : start + part.shape[1]] = part
+    return start + part.shape[1]
 
 
-def _scales(data: Tensor, kind: ScaleType) -> Tensor:
-    """Return the scales that bytes [rows, any] stand for, float32 [rows, groups]."""
-    if kind == FLOAT16:
-        return data.view(torch.float16).to(torch.float32)
-    return (data.to(torch.int32) << 23).view(torch.float32)
+def _float16_bytes(values: Tensor) -> Tensor:
+    return values.to(torch.float16).contiguous().view(torch.uint8)
+
+
+def _scale_bytes(scale: Tensor, parts: BlockScales | None, kind: ScaleType) -> Tensor:
+    """Return scales float32 [rows, groups], made of `parts` if they are in blocks, as bytes, uint8 [rows, any]."""
+    if parts is not None:
+        return parts.whole.to(torch.uint8)
+    if kind == E8M0:
+        return (scale.contiguous().view(torch.int32) >> 23).to(torch.uint8)
+    return _float16_bytes(scale)
+
+
+def _read_scales(packed: Tensor, start: int, count: int, kind: ScaleType, factors: Tensor) -> "Tensor | BlockScales":
+    """Return the `count` scales of rows whose bytes begin at `start`: float32 [rows, count], or of `factors` [rows, any]."""
+    data = packed[:, start : start + count * kind.item_bytes].contiguous()
+    if kind.in_blocks:
+        whole = data.view(torch.int8) if kind == INT8 else data
+        return BlockScales(whole.to(torch.int16), factors)
+    if kind == E8M0:
+        return (data.to(torch.int32) << 23).view(torch.float32)
+    return data.view(torch.float16).to(torch.float32)
 
 
 def data_bytes(codes: Tensor, form: Codec) -> Tensor:
-    """Return the data of rows of codes [rows, groups, 32] as bytes, uint8 [rows, any, any] or [rows, any]."""
+    """Return the data of rows of codes [rows, groups of 32, 32] as bytes, uint8 [rows, any] or with more dimensions."""
     if form.data_bits == 8:
         return codes.to(torch.int8).view(torch.uint8)
     whole = codes.to(torch.uint8)
-    low = whole & 15
-    nibbles = low[..., :_HALF] | (low[..., _HALF:] << 4)
-    if form.data_bits == 4:
-        return nibbles
-    rows, groups = whole.shape[:2]
-    # [rows, blocks, pair of groups, group of the pair, half, element]
-    high = F.pad(whole >> 4, (0, 0, 0, -groups % HIGH_GROUPS)).view(rows, -1, 2, 2, 2, _HALF)
-    high = (high << _high_shifts()).sum(dim=(2, 4), dtype=torch.uint8)
-    return torch.cat([nibbles.reshape(rows, -1), high.reshape(rows, -1)], dim=1)
+    return torch.cat([_plane_bytes(whole, plane) for plane in form.planes], dim=1)
 
 
-def _high_shifts() -> Tensor:
-    """Return the bit in its byte at which each pair of groups and half begins, [1, 1, 2, 1, 2, 1]."""
-    return torch.tensor([[0, 2], [4, 6]], dtype=torch.uint8).view(1, 1, 2, 1, 2, 1)
+def _plane_bytes(codes: Tensor, plane: Plane) -> Tensor:
+    """Return a plane's bits of codes uint8 [rows, groups of 32, 32] as bytes, uint8 [rows, any]."""
+    rows, groups = codes.shape[:2]
+    # [rows, 32 bytes, pair of groups, group of the pair, half, element]
+    bits = F.pad((codes >> plane.shift) & ((1 << plane.bits) - 1), (0, 0, 0, -groups % plane.groups))
+    bits = bits.view(rows, -1, plane.groups // 2, 2, 2, _HALF)
+    placed = (bits << _places(plane)).sum(dim=(2, 4), dtype=torch.uint8).view(rows, -1)
+    return placed[:, : plane.size_bytes(groups * GROUP)]
+
+
+def _places(plane: Plane) -> Tensor:
+    """Return the bit in its byte at which each pair of groups and half begins, [1, 1, pairs, 1, 2, 1]."""
+    starts = torch.arange(0, 8, plane.bits, dtype=torch.uint8)
+    return starts.view(1, 1, plane.groups // 2, 1, 2, 1)
 
 
 def dequantize_rows(packed: Tensor, format_name: str, columns: int) -> Tensor:
@@ -217,25 +298,39 @@ def dequantize_rows(packed: Tensor, format_name: str, columns: int) -> Tensor:
     data = packed[:, : form.zero_offset_bytes(columns)].contiguous()
     if form.scale is None:
         return data.view(torch.float16).to(torch.float32)[:, :columns]
-    groups, start = padded // GROUP, form.scale_offset_bytes(columns)
-    scale = _scales(packed[:, start : start + groups * form.scale_bytes].contiguous(), form.scale)
+    grid = _read_grid(packed, form, columns)
+    codes = _codes(data, form, padded // GROUP)
+    return grid.values(codes.view(len(packed), -1, form.group)).reshape(len(packed), padded)[:, :columns]
+
+
+def _read_grid(packed: Tensor, form: Codec, columns: int) -> GroupGrid:
+    """Return the grid of rows of a format that has scales."""
+    assert form.scale is not None
+    groups, blocks = form.groups(columns), form.blocks(columns)
+    start = form.factor_offset_bytes(columns)
+    stored = packed[:, start : start + blocks * form.factor_bytes].contiguous()
+    factors = stored.view(torch.float16).to(torch.float32)
+    scale = _read_scales(packed, form.scale_offset_bytes(columns), groups, form.scale, factors[:, :blocks])
+    start = form.zero_offset_bytes(columns)
+    if form.minimum is not None:
+        minimum = _read_scales(packed, start, groups, form.minimum, factors[:, -blocks:])
+        return GroupGrid.of_parts(form, scale, minimum)
+    grid = GroupGrid.of_parts(form, scale)
     if form.zero is None:
-        start = form.zero_offset_bytes(columns)
-        zero = packed[:, start : start + groups].to(torch.float32) / ZERO_STEPS
-    else:
-        zero = torch.full_like(scale, form.zero)
-    values = GroupGrid(form, scale, zero).values(_codes(data, form, groups))
-    return values.reshape(packed.shape[0], padded)[:, :columns]
+        return replace(grid, zero=packed[:, start : start + groups].to(torch.float32) / ZERO_STEPS)
+    return grid
 
 
 def _codes(data: Tensor, form: Codec, groups: int) -> Tensor:
-    """Return the codes of rows of data bytes, [rows, groups, 32]."""
+    """Return the codes of rows of data bytes, [rows, groups of 32, 32]."""
     rows = data.shape[0]
     if form.data_bits == 8:
         return data.view(torch.int8).view(rows, groups, GROUP)
-    pairs = data[:, : groups * _HALF].view(rows, groups, _HALF)
-    low = torch.cat([pairs & 15, pairs >> 4], dim=-1)
-    if form.data_bits == 4:
-        return low
-    high = data[:, groups * _HALF :].view(rows, -1, 1, 2, 1, _HALF)
-    return low | (((high >> _high_shifts()) & 3) << 4).reshape(rows, -1, GROUP)[:, :groups]
+    codes, start = torch.zeros(rows, groups, GROUP, dtype=torch.uint8), 0
+    for plane in form.planes:
+        size = plane.size_bytes(groups * GROUP)
+        stored = F.pad(data[:, start : start + size], (0, -size % GROUP)).view(rows, -1, 1, 2, 1, _HALF)
+        bits = (stored >> _places(plane)) & ((1 << plane.bits) - 1)
+        codes |= bits.reshape(rows, -1, GROUP)[:, :groups] << plane.shift
+        start += size
+    return codes

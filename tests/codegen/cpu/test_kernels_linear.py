@@ -25,12 +25,21 @@ PANELS = ((48, 72), (16, 100), (208, 1100))
 CHUNK = 37
 
 
-def linear(form: str, shape: tuple[int, int], rows: int, rowwise: bool = False, panels: bool | None = None) -> Kernel:
+def linear(
+    form: str,
+    shape: tuple[int, int],
+    rows: int,
+    rowwise: bool = False,
+    panels: bool | None = None,
+    activation_bytes: int = 1,
+) -> Kernel:
     """A kernel for a matrix in panels, if its shape is one of `PANELS`."""
     panels = shape in PANELS if panels is None else panels
     # About half of the shapes with a bias.
     bias = shape[0] % 32 == 16 or shape[0] % 2 == 1
-    return cpu.write_kernel(LinearSpec(form, *shape, rows, bias, rowwise=rowwise, panels=panels))
+    return cpu.write_kernel(
+        LinearSpec(form, *shape, rows, bias, rowwise=rowwise, panels=panels, activation_bytes=activation_bytes)
+    )
 
 
 def stored(data: Array, form: str, shape: tuple[int, int], panels: bool | None = None) -> Array:
@@ -44,26 +53,29 @@ def workbench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
     return Workbench(tmp_path_factory.mktemp("linear") / "host.so")
 
 
-def is_stored(form: str, shape: tuple[int, int], **_: object) -> bool:
-    return form in IN_PANELS or shape not in PANELS
+def is_stored(form: str, shape: tuple[int, int], activation_bytes: int = 1, **_: object) -> bool:
+    return form in IN_PANELS if shape in PANELS else EVERY_FORMAT[form].rows and activation_bytes == 1
 
 
 @sampled(
     form=FORMATS,
     shape=(*SHAPES, *PANELS),
     tokens=(None, 1, 2, 3, 7, CHUNK),
+    activation_bytes=(1, 2),
     when=is_stored,
     slow="compiles a kernel per case",
 )
-def test_linear(workbench: Workbench, form: str, shape: tuple[int, int], tokens: int | None) -> None:
+def test_linear(
+    workbench: Workbench, form: str, shape: tuple[int, int], tokens: int | None, activation_bytes: int
+) -> None:
     """`tokens` None is the kernel of decode, which has one row and does not look at the step. Threads change no bit."""
     rng = np.random.default_rng([*shape, tokens or 0])
-    kernel = linear(form, shape, rows=1 if tokens is None else CHUNK)
+    kernel = linear(form, shape, rows=1 if tokens is None else CHUNK, activation_bytes=activation_bytes)
     data, weights = packed(rng, form, *shape)
     x, bias = uniform(rng, tokens or 1, shape[1]), uniform(rng, shape[0])
     inputs, step = {"x": x, "w": stored(data, form, shape), "bias": bias}, -1 if tokens is None else tokens
     results = [workbench.run(kernel, inputs, tokens=step, threads=threads)["y"] for threads in (1, 2, 3, 5)]
-    expected = as_seen(x, form) @ weights.T + (bias if "bias" in kernel.params else 0)
+    expected = as_seen(x, form, activation_bytes) @ weights.T + (bias if "bias" in kernel.params else 0)
     assert_close(results[0][: len(x)], expected)
     assert np.isnan(results[0][len(x) :]).all()
     assert len({result.tobytes() for result in results}) == 1

@@ -141,11 +141,12 @@ def packed(rng: np.random.Generator, format_name: str, rows: int, columns: int) 
     return data.numpy(), dequantize_rows(data, format_name, columns).numpy().astype(np.float64)
 
 
-def as_seen(x: Array, format_name: str) -> NDArray[np.float64]:
+def as_seen(x: Array, format_name: str, activation_bytes: int = 1) -> NDArray[np.float64]:
     """Activations float32 [tokens, columns] as products with a matrix of this format see them.
 
-    All but f16 see bytes: each 32 columns' largest magnitude is 127 of them, the rest is rounded.
+    All but f16 see bytes: each 32 columns' largest magnitude is 127 of them, or 32512 of two bytes, the rest is rounded.
     """
+    most = np.float32({1: 127, 2: 32512}[activation_bytes])
     if format_name == "f16":
         return x.astype(np.float64)
     tokens, columns = x.shape
@@ -154,8 +155,8 @@ def as_seen(x: Array, format_name: str) -> NDArray[np.float64]:
     groups = groups.reshape(tokens, -1, 32)
     largest = np.abs(groups).max(axis=2, keepdims=True)
     with np.errstate(divide="ignore"):
-        inverse = np.where(largest > 0, np.float32(127) / largest, np.float32(0)).astype(np.float32)
-    values = np.rint(groups * inverse).astype(np.float64) * (largest / np.float32(127))
+        inverse = np.where(largest > 0, most / largest, np.float32(0)).astype(np.float32)
+    values = np.rint(groups * inverse).astype(np.float64) * (largest / most)
     return values.reshape(tokens, -1)[:, :columns]
 
 

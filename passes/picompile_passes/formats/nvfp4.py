@@ -1,0 +1,19 @@
+"""nvfp4: E2M1 numbers, as in mxfp4, and a scale for each 16, float16. NVFP4 has E4M3 scales, which float16 can hold."""
+
+from picompile_passes.formats.codec import FLOAT16, Codec
+from picompile_passes.formats.mxfp4 import CODEC as MXFP4
+
+CODEC = Codec(
+    "nvfp4",
+    4,
+    FLOAT16,
+    highest=15,
+    table=MXFP4.table,
+    table_step=MXFP4.table_step,
+    group=16,
+    panels=True,
+    rows=False,
+    finer=("q5", "q8"),
+    ggml="NVFP4",
+    summary="4-bit floats and a scale for each 16",
+)

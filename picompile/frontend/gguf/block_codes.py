@@ -1,0 +1,188 @@
+"""The blocks of GGML's tensor types as codes, scales and minima: what `Codec` calls them, with nothing rounded.
+
+Layouts are those of `ggml-quants.h` (ggml 0.25). A block has 32 weights, 64 (NVFP4) or 256 (K-quants, IQ4_XS). Byte i
+of 16 has elements i and i + 16, in its low and its high four bits; in K-quants a byte i of 32 has those of several 32.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from picompile_passes.formats import BLOCK, Codec
+from picompile_passes.formats.packing import BlockScales, GroupGrid
+
+Bytes = npt.NDArray[np.uint8]
+Numbers = npt.NDArray[np.float32] | npt.NDArray[np.int16]
+
+
+@dataclass(frozen=True)
+class BlockParts:
+    """Blocks of rows, [rows, blocks, any] each: codes uint8, and float32 scales and minima of their groups.
+
+    Scales that are products with a `scale_factor` float32 [rows, blocks] are int16; so are minima, with `minimum_factor`.
+    """
+
+    codes: Bytes
+    scales: Numbers
+    minima: Numbers | None = None
+    scale_factor: npt.NDArray[np.float32] | None = None
+    minimum_factor: npt.NDArray[np.float32] | None = None
+
+    def grid(self, form: Codec) -> tuple[Tensor, GroupGrid]:
+        """Return the codes [rows, groups, weights], and the grid of their groups, in the format `form`."""
+        rows = len(self.codes)
+        scale = _parts(self.scales, self.scale_factor)
+        minimum = None if self.minima is None else _parts(self.minima, self.minimum_factor)
+        codes = torch.from_numpy(np.ascontiguousarray(self.codes)).view(rows, -1, form.group)
+        return codes, GroupGrid.of_parts(form, scale, minimum)
+
+
+def _parts(values: Numbers, factor: npt.NDArray[np.float32] | None) -> Tensor | BlockScales:
+    numbers = torch.from_numpy(np.ascontiguousarray(values).reshape(len(values), -1))
+    return numbers if factor is None else BlockScales(numbers, torch.from_numpy(np.ascontiguousarray(factor)))
+
+
+def _nibbles(data: Bytes) -> Bytes:
+    """Return the codes of bytes [..., units, n]: the low four bits of a unit's n, then the high ones."""
+    return np.concatenate([data & 15, data >> 4], axis=-1)
+
+
+def _bits(data: Bytes, bits: int, starts: Sequence[int]) -> Bytes:
+    """Return `bits` bits of each byte [..., n] from each of `starts` on: [..., starts, n]."""
+    return (data[..., None, :] >> np.array(starts, np.uint8)[:, None]) & np.uint8((1 << bits) - 1)
+
+
+def _halves(data: Bytes) -> npt.NDArray[np.float32]:
+    """Return float16 [..., bytes] as float32 [..., numbers]."""
+    return np.ascontiguousarray(data).view(np.float16).astype(np.float32)
+
+
+def _high_bit(data: Bytes) -> Bytes:
+    """Return the 32 bits of 4 bytes, [..., 4] → [..., 32], each as the fifth bit of a code."""
+    return np.unpackbits(data, axis=-1, bitorder="little") << 4
+
+
+def _flat(codes: Bytes) -> Bytes:
+    return codes.reshape(*codes.shape[:2], -1)
+
+
+def _q4_0(b: Bytes) -> BlockParts:
+    return BlockParts(_nibbles(b[..., 2:]), _halves(b[..., :2]))
+
+
+def _q4_1(b: Bytes) -> BlockParts:
+    return BlockParts(_nibbles(b[..., 4:]), _halves(b[..., :2]), _halves(b[..., 2:4]))
+
+
+def _q5_0(b: Bytes) -> BlockParts:
+    return BlockParts(_nibbles(b[..., 6:]) | _high_bit(b[..., 2:6]), _halves(b[..., :2]))
+
+
+def _q5_1(b: Bytes) -> BlockParts:
+    codes = _nibbles(b[..., 8:]) | _high_bit(b[..., 4:8])
+    return BlockParts(codes, _halves(b[..., :2]), _halves(b[..., 2:4]))
+
+
+def _q8_0(b: Bytes) -> BlockParts:
+    return BlockParts(b[..., 2:], _halves(b[..., :2]))
+
+
+def _q2_k(b: Bytes) -> BlockParts:
+    scales, halves = b[..., :16], _halves(b[..., 80:])
+    codes = _bits(b[..., 16:80].reshape(*b.shape[:2], 2, 32), 2, (0, 2, 4, 6))
+    return _with_minima(codes, scales & 15, scales >> 4, halves)
+
+
+def _with_minima(codes: Bytes, scales: Bytes, minima: Bytes, halves: npt.NDArray[np.float32]) -> BlockParts:
+    """Return parts of blocks with minima; GGML subtracts these, and so the factor is negative."""
+    whole = (scales.astype(np.int16), minima.astype(np.int16))
+    return BlockParts(_flat(codes), *whole, scale_factor=halves[..., 0], minimum_factor=-halves[..., 1])
+
+
+def _q3_k(b: Bytes) -> BlockParts:
+    low = _bits(b[..., 32:96].reshape(*b.shape[:2], 2, 32), 2, (0, 2, 4, 6))
+    high = _bits(b[..., :32], 1, range(8)).reshape(low.shape)
+    packed = b[..., 96:108]
+    # Low four bits of 16 scales are in the first eight bytes, the high two of each four in the last four bytes.
+    scales = _nibbles(packed[..., :8]) | _flat(_bits(packed[..., 8:], 2, (0, 2, 4, 6))) << 4
+    whole = scales.astype(np.int16) - 32
+    return BlockParts(_flat(low | high << 2), whole, scale_factor=_halves(b[..., 108:])[..., 0])
+
+
+def _scales_and_minima(packed: Bytes) -> tuple[Bytes, Bytes]:
+    """Return eight scales and eight minima of 6 bits each of 12 bytes, as `get_scale_min_k4` does."""
+    first, second, third = packed[..., :4], packed[..., 4:8], packed[..., 8:]
+    scales = np.concatenate([first & 63, (third & 15) | (first >> 6) << 4], axis=-1)
+    minima = np.concatenate([second & 63, (third >> 4) | (second >> 6) << 4], axis=-1)
+    return scales, minima
+
+
+def _q4_k(b: Bytes) -> BlockParts:
+    codes = _nibbles(b[..., 16:].reshape(*b.shape[:2], 4, 32))
+    return _with_minima(codes, *_scales_and_minima(b[..., 4:16]), _halves(b[..., :4]))
+
+
+def _q5_k(b: Bytes) -> BlockParts:
+    high = _bits(b[..., 16:48], 1, range(8)).reshape(*b.shape[:2], 4, 64)
+    codes = _nibbles(b[..., 48:].reshape(*b.shape[:2], 4, 32)) | high << 4
+    return _with_minima(codes, *_scales_and_minima(b[..., 4:16]), _halves(b[..., :4]))
+
+
+def _q6_k(b: Bytes) -> BlockParts:
+    low = _nibbles(b[..., :128].reshape(*b.shape[:2], 2, 64))
+    high = _bits(b[..., 128:192].reshape(*b.shape[:2], 2, 32), 2, (0, 2, 4, 6)).reshape(low.shape)
+    scales = b[..., 192:208].view(np.int8).astype(np.int16)
+    return BlockParts(_flat(low | high << 4), scales, scale_factor=_halves(b[..., 208:])[..., 0])
+
+
+def _iq4_nl(b: Bytes) -> BlockParts:
+    return BlockParts(_nibbles(b[..., 2:]), _halves(b[..., :2]))
+
+
+def _iq4_xs(b: Bytes) -> BlockParts:
+    high = np.ascontiguousarray(b[..., 2:4]).view(np.uint16) >> np.arange(0, 16, 2, dtype=np.uint16) & 3
+    low = _bits(b[..., 4:8], 4, (0, 4)).swapaxes(-1, -2).reshape(*b.shape[:2], 8)
+    scales = (low | high << 4).astype(np.int16) - 32
+    codes = _nibbles(b[..., 8:].reshape(*b.shape[:2], 8, 16))
+    return BlockParts(_flat(codes), scales, scale_factor=_halves(b[..., :2])[..., 0])
+
+
+def _mxfp4(b: Bytes) -> BlockParts:
+    return BlockParts(_nibbles(b[..., 1:]), np.ldexp(np.float32(1), b[..., :1].astype(np.int32) - 127))
+
+
+def _nvfp4(b: Bytes) -> BlockParts:
+    exponent, mantissa = (b[..., :4] >> 3 & 15).astype(np.int32), b[..., :4].astype(np.int32) & 7
+    scales = np.ldexp((mantissa + 8 * (exponent > 0)).astype(np.float32), np.maximum(exponent, 1) - 10)
+    scales[b[..., :4] == 0x7F] = 0.0
+    return BlockParts(_flat(_nibbles(b[..., 4:].reshape(*b.shape[:2], 4, 8))), scales)
+
+
+_READERS: dict[str, Callable[[Bytes], BlockParts]] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
+    "NVFP4": _nvfp4,
+}
+
+
+def read_codes(data: Bytes, type_name: str, size_bytes: int, form: Codec) -> tuple[Tensor, GroupGrid]:
+    """Return the codes and the grid of rows of blocks, uint8 [rows, any] of `size_bytes` each, in the format `form`.
+
+    `form` has the numbers of the type: `form.ggml` is its name.
+    """
+    return _READERS[type_name](data.reshape(len(data), -1, size_bytes)).grid(form)
