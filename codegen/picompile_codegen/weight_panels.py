@@ -1,18 +1,16 @@
 """Panels: the layout of a packed matrix that is only ever multiplied with whole, as `cpu/panel_products.py` reads it.
 
 A panel is sixteen rows of a matrix. Where a row has four bytes of codes, a panel has those of all its rows side by
-side; so it does with scales, zeros and minima. One load gives as many rows as a vector has lanes, and the sums of each row stay
-in a lane of its own. A panel takes the bytes of its rows.
+side; so it does with scales, zeros and minima. One load gives as many rows as a vector has lanes, and the sums of each
+row stay in a lane of its own. A panel takes the bytes of its rows.
 """
 
 from typing import TYPE_CHECKING
 
-from picompile_passes.formats import FORMATS, Codec
+from picompile_passes.formats import FORMATS, PANEL_ROWS, Codec
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-PANEL_ROWS = 16
 
 _CODE_BYTES = 4
 _FACTOR_BYTES = 2
@@ -20,7 +18,7 @@ _FACTOR_BYTES = 2
 
 def has_panels(format_name: str, rows: int) -> bool:
     """Return whether a matrix of `rows` rows can be stored in panels: whole ones, in a format that has them."""
-    return FORMATS[format_name].panels and rows % PANEL_ROWS == 0
+    return FORMATS[format_name].has_panels(rows)
 
 
 def panel_bytes(form: Codec, columns: int) -> int:

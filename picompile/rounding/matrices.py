@@ -22,6 +22,7 @@ from picompile_passes.graph.operands import (
     QUANTIZE,
     SPARSE_FFN,
     TRANSPOSE,
+    dequantized,
 )
 
 
@@ -95,6 +96,8 @@ def _operands(node: Node) -> Sequence[tuple[Node, Node, bool]]:
 
 
 def _matrix(operand: Node, rows_are_inputs: bool) -> Matrix | None:
+    # Down of a block that computes all of its neurons is packed by its outputs.
+    operand, rows_are_inputs = dequantized(operand), rows_are_inputs and not is_call(operand, TRANSPOSE)
     if not is_call(operand, DEQUANTIZE):
         return None
     quantized = arguments(operand)["packed"]

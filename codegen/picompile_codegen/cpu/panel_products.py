@@ -97,6 +97,11 @@ class PanelMatrix:
         return self.matrix.rows // PANEL_ROWS
 
     @property
+    def rows(self) -> int:
+        """Rows of a panel."""
+        return PANEL_ROWS
+
+    @property
     def lines(self) -> int:
         """Cache lines of a panel."""
         return PANEL_ROWS * self.matrix.row_bytes // CACHE_LINE_BYTES

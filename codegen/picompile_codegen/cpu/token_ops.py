@@ -13,6 +13,7 @@ from tvm import tirx
 from picompile_codegen.backend import body
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.matrix import KernelMatrix, each_group
+from picompile_codegen.cpu.panel_rows import PanelRow
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, parallel, select, when
 from picompile_codegen.cpu.vector import LANES, at, blocks, compute, fma, load, splat, store, total
 from picompile_codegen.specs import (
@@ -110,10 +111,11 @@ def embedding(spec: EmbeddingSpec, function: KernelFunction) -> None:
     """Write the body of an `EmbeddingSpec`."""
     ids, w, y = function["ids"], KernelMatrix.argument(function, "w"), function["y"]
     with parallel(function.tokens(spec.rows), when_worth=spec.rows > 1) as t:
-        row = w.row(bind(ids[t] + spec.offset))
+        number = bind(ids[t] + spec.offset)
+        row, panel_row = (None, PanelRow(w, number)) if spec.panels else (w.row(number), None)
 
         def copy_group(group: Expr, lane_counts: tuple[int, ...]) -> None:
-            weights = row.group(group).weights()
+            weights = panel_row.weights(group) if row is None else row.group(group).weights()
             for i, valid in enumerate(lane_counts):
                 store(y, t, group * GROUP + i * LANES, value=weights[i], valid=valid)
 

@@ -20,13 +20,14 @@ from torch.fx import Node
 from picompile_codegen.lowering.counted import call_block
 from picompile_codegen.lowering.function import DECODING, Bindings, Function, dimension
 from picompile_codegen.lowering.operators import Lowering, lowers
+from picompile_codegen.lowering.packing import is_whole_block
 from picompile_codegen.lowering.program import Arg, FfnPart, tensor_bytes
 from picompile_codegen.lowering.streaming import stream_block, streams
 from picompile_codegen.signs import sign_row_bytes
-from picompile_codegen.specs import FfnSpec, PredictLowRankSpec, PredictSignsSpec
+from picompile_codegen.specs import FfnSpec, PredictLowRankSpec, PredictSignsSpec, WholeFfnSpec
 from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.graph.nodes import arguments
-from picompile_passes.graph.operands import NEURON_LIMITS, PREDICT, SPARSE_FFN
+from picompile_passes.graph.operands import NEURON_LIMITS, PREDICT, SPARSE_FFN, dequantized
 from picompile_passes.plugins import Registry
 from picompile_passes.predictors import predictor_kind, sign_limit
 
@@ -126,6 +127,9 @@ def lower_sparse_ffn(node: Node, function: Function) -> None:
     Where the kernel of a predictor has made a mask, the block computes the neurons of that mask; elsewhere all. Without
     one, a block with limits of its gates is lowered as with `exact`: the gates decide.
     """
+    if is_whole_block(node):
+        _lower_whole(node, function)
+        return
     values, weights = arguments(node), function.shared.weights
     kind = arguments(values["mask"])["kind"]
     layer, part = node.meta["layer"], node.meta.get("neurons", "all")
@@ -170,6 +174,37 @@ def lower_sparse_ffn(node: Node, function: Function) -> None:
         stream_block(spec, bindings, node, function)
     else:
         call_block(spec, bindings, function, layer)
+
+
+def _lower_whole(node: Node, function: Function) -> None:
+    """Append the call of a block that computes every neuron, with matrices in panels."""
+    values, layer = arguments(node), node.meta["layer"]
+    names = ("gate", "up") if values["gate"] is not None else ("up",)
+    operands = [*(values[name] for name in names), dequantized(values["down"])]
+    matrices = function.shared.weights.whole_matrices(operands)
+    if not all(matrix.panels for matrix in matrices):
+        raise UnsupportedGraphError(f"{node.name}: its matrices are not in panels, as its down matrix is packed for")
+    spec = WholeFfnSpec(
+        formats=tuple(matrix.format for matrix in matrices),
+        neurons=matrices[0].rows,
+        dim=matrices[-1].rows,
+        rows=function.rows,
+        gated=len(names) == 2,
+        activation=values["activation"],
+        up_activation=values["up_activation"],
+        gate_bias=values["gate_bias"] is not None,
+        up_bias=values["up_bias"] is not None,
+        down_bias=values["down_bias"] is not None,
+        activation_bytes=function.shared.options.activation_bytes,
+        counts=function.name in DECODING,
+    )
+    counted = FfnPart(layer, "all", spec.neurons, predictor="none", stats_row=0, rows=len(matrices), kept_rows=0)
+    bindings: Bindings = {"x": function.value(values["x"]), "y": function.result(node)}
+    bindings |= {f"{name}_w": matrix for name, matrix in zip((*names, "down"), matrices, strict=True)}
+    bindings |= function.vectors(values, "gate_bias", "up_bias", "down_bias") | {
+        "stats": _statistics(function, counted)
+    }
+    function.call(spec, bindings, layer=layer)
 
 
 def _mask(mask: Node, neurons: Node | None, function: Function) -> Bindings:

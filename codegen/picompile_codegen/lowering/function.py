@@ -79,7 +79,7 @@ class LowerOptions:
     accelerator has the function `score_masked` as well, if its predictors have kernels for chunks. A step of `batch`
     can check `draft_tokens` tokens of a draft beside the one that it reads anyway, on the CPU. Without `panels` weights
     are laid out as a GPU reads them, though the program has none. `only_decoding` leaves out the functions that read
-    prompts, for a planner.
+    prompts, for a planner. Matrices in panels are multiplied with activations of `activation_bytes` bytes.
     """
 
     context: int
@@ -92,6 +92,7 @@ class LowerOptions:
     draft_tokens: int = 0
     panels: bool = True
     only_decoding: bool = False
+    activation_bytes: int = 1
 
     @property
     def back_end(self) -> BackEnd:

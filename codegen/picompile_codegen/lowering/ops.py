@@ -54,13 +54,14 @@ def top_logits_shapes(logits: str, rows: int, vocab: int) -> list[tuple[str, str
 @lowers(op.EMBEDDING)
 def _embedding(node: Node, function: Function) -> None:
     values = arguments(node)
-    matrix = function.shared.weights.matrix(values["weight"])
+    (matrix,) = function.shared.weights.whole_matrices([values["weight"]])
     spec = EmbeddingSpec(
         format=matrix.format,
         vocab=matrix.rows,
         dim=dimension(node),
         rows=function.rows,
         offset=values["offset"],
+        panels=matrix.panels,
     )
     ids = replace(function.input(values["ids"].name), shape=(function.rows,))
     bindings: Bindings = {"ids": ids, "w": matrix, "y": function.result(node)}

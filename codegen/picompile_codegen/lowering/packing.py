@@ -20,7 +20,16 @@ from picompile_codegen.weight_panels import PANEL_ROWS, has_panels, panel_bytes,
 from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.formats import FORMATS
 from picompile_passes.graph.nodes import arguments, is_call
-from picompile_passes.graph.operands import DEQUANTIZE, INDEX_SELECT, LINEAR, PREDICT, QUANTIZE, TRANSPOSE
+from picompile_passes.graph.operands import (
+    DEQUANTIZE,
+    EMBEDDING,
+    INDEX_SELECT,
+    LINEAR,
+    PREDICT,
+    QUANTIZE,
+    SPARSE_FFN,
+    TRANSPOSE,
+)
 
 # evaluate(node) → the value of one constant subgraph
 Evaluate = Callable[[Node], Tensor]
@@ -124,6 +133,11 @@ def _quantized(operand: Node) -> tuple[Node, str, int]:
     return values["packed"], values["format"], values["columns"]
 
 
+def is_whole_block(node: Node) -> bool:
+    """Return whether `node` is a block whose down matrix is packed by outputs: it computes every neuron."""
+    return is_call(node, SPARSE_FFN) and is_call(arguments(node)["down"], TRANSPOSE)
+
+
 def name_and_format(operand: Node) -> tuple[str, str]:
     """Return what a matrix operand is called when it is packed on its own, and its format."""
     packed, format_name, _ = _quantized(operand)
@@ -149,8 +163,11 @@ class WeightTable:
     def find_layouts(self, nodes: Iterable[Node]) -> None:
         """Note which matrices some of `nodes` read by rows, before any is added."""
         for node in nodes:
-            if not is_call(node, LINEAR, PREDICT):
-                matrices = (each for each in node.all_input_nodes if is_call(each, DEQUANTIZE))
+            if not is_call(node, LINEAR, PREDICT, EMBEDDING):
+                # A transpose is that of a matrix which is multiplied with whole.
+                matrices = (
+                    [] if is_whole_block(node) else [each for each in node.all_input_nodes if is_call(each, DEQUANTIZE)]
+                )
                 self.in_rows.update(_parameter_name(_quantized(each)[0]) for each in matrices)
 
     def formats(self) -> dict[str, str]:
@@ -207,7 +224,7 @@ class WeightTable:
 
     def _in_panels(self, operand: Node) -> PackedMatrix:
         packed, format_name, columns = _quantized(operand)
-        name, rows, form = _parameter_name(packed), int(operand.meta["val"].shape[0]), FORMATS[format_name]
+        name, rows, form = _parameter_name(packed), int(packed.meta["val"].shape[0]), FORMATS[format_name]
 
         def produce(evaluate: Evaluate) -> Tensor:
             return to_panels(evaluate(packed), format_name, columns)

@@ -16,7 +16,7 @@ from picompile_codegen.specs.arguments import (
     symbol,
 )
 from picompile_codegen.specs.attention import AttentionSpec, BorrowCacheSpec, CacheWriteSpec, LendCacheSpec
-from picompile_codegen.specs.ffn import CountedFfnSpec, FfnSpec, PredictLowRankSpec, PredictSignsSpec
+from picompile_codegen.specs.ffn import CountedFfnSpec, FfnSpec, PredictLowRankSpec, PredictSignsSpec, WholeFfnSpec
 from picompile_codegen.specs.fused import LinearAddSpec, Norm, SumNormSpec
 from picompile_codegen.specs.tokens import (
     MOST_TOP_LOGITS,
@@ -85,5 +85,6 @@ __all__ = [
     "TopLogitsSpec",
     "UploadSpec",
     "WaitSpec",
+    "WholeFfnSpec",
     "symbol",
 ]

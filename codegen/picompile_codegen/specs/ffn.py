@@ -16,6 +16,7 @@ from picompile_codegen.specs.arguments import (
     indices,
     mask,
     optional_floats,
+    panels_name,
     symbol,
 )
 from picompile_passes.dialect.activations import parse_activation
@@ -160,6 +161,76 @@ class FfnSpec(KernelSpec):
         yield KernelArgument("stats", "int64", (2,), "adds")
         yield SCRATCH
         yield floats_out("y", self.rows, self.dim + self.squares)
+
+
+@dataclass(frozen=True)
+class WholeFfnSpec(KernelSpec):
+    """y = h · downᵀ + down_bias, h = activation(x · gateᵀ + gate_bias) ∘ up_activation(x · upᵀ + up_bias).
+
+    It computes every neuron, with matrices in panels (`weight_panels.py`): gate and up packed [neurons, dim] and down
+    [dim, neurons], in `formats` of their own. Without a gate h = activation(x · upᵀ + up_bias), and `formats` are those
+    of up and down. x float32 [rows, dim], y like x, biases float32 [neurons] and [dim]. x and h are multiplied as
+    integers of `activation_bytes` bytes. Each row has the bits that it has alone. GPUs have no such kernel.
+
+    `stats` int64 [2] is the number of computed neurons and the number of those with h ≠ 0, summed over rows. A kernel
+    that `counts` adds to it.
+    """
+
+    op = "ffn"
+
+    formats: tuple[str, ...]
+    neurons: int
+    dim: int
+    rows: int
+    gated: bool
+    activation: str
+    up_activation: str
+    gate_bias: bool
+    up_bias: bool
+    down_bias: bool
+    activation_bytes: int = 1
+    counts: bool = True
+
+    @property
+    def name(self) -> str:
+        """The kernel's symbol."""
+        up = "" if self.up_activation == "identity" else f"up_{self.up_activation}"
+        biases = "g" * self.gate_bias + "u" * self.up_bias + "d" * self.down_bias
+        return symbol(
+            "ffn_whole",
+            *(self.formats if len(set(self.formats)) > 1 else self.formats[:1]),
+            f"{self.neurons}x{self.dim}",
+            f"r{self.rows}",
+            "gated" if self.gated else "plain",
+            self.activation,
+            up,
+            biases and f"b{biases}",
+            panels_name(True, self.activation_bytes),
+            "counted" if self.counts else "",
+        )
+
+    @property
+    def neuron_arguments(self) -> Mapping[str, bool]:
+        """Arguments with rows for each neuron, all of which are read."""
+        return dict.fromkeys(("gate_w", "up_w", "gate_bias", "up_bias"), True)
+
+    def declare(self) -> Iterator[Declaration]:
+        """Yield the arguments in order."""
+        yield floats("x", self.rows, self.dim)
+        names = ("gate_w", "up_w") if self.gated else ("up_w",)
+        for name, form in zip(names, self.formats, strict=False):
+            yield MatrixArgument(name, form, rows=self.neurons, columns=self.dim, panels=True)
+        yield MatrixArgument("down_w", self.formats[-1], rows=self.dim, columns=self.neurons, panels=True)
+        yield from optional_floats(
+            [
+                ("gate_bias", self.neurons, self.gate_bias),
+                ("up_bias", self.neurons, self.up_bias),
+                ("down_bias", self.dim, self.down_bias),
+            ]
+        )
+        yield KernelArgument("stats", "int64", (2,), "adds")
+        yield SCRATCH
+        yield floats_out("y", self.rows, self.dim)
 
 
 @dataclass(frozen=True)

@@ -81,21 +81,23 @@ class JoinColumnsSpec(KernelSpec):
 class EmbeddingSpec(KernelSpec):
     """y[t] = w[ids[t] + offset]. ids int32 [rows], w packed [vocab, dim] → y float32 [rows, dim].
 
-    An id outside the table reads whatever lies there: ids are checked before they get here.
+    An id outside the table reads whatever lies there: ids are checked before they get here. With `panels`, which the
+    CPU has, w is laid out in panels: it is a head's matrix as well, or in a format that has no rows.
     """
 
-    named = "embedding_{format}_{vocab}x{dim}_r{rows}_o{offset}"
+    named = "embedding_{format}_{vocab}x{dim}_r{rows}_o{offset}_{panels:panels}"
 
     format: str
     vocab: int
     dim: int
     rows: int
     offset: int
+    panels: bool = False
 
     def declare(self) -> Iterator[Declaration]:
         """Yield the arguments in order."""
         yield indices("ids", self.rows, self.vocab - self.offset)
-        yield MatrixArgument("w", self.format, self.vocab, self.dim)
+        yield MatrixArgument("w", self.format, self.vocab, self.dim, panels=self.panels)
         yield floats_out("y", self.rows, self.dim)
 
 

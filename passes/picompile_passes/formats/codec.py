@@ -8,6 +8,8 @@ from functools import cached_property
 
 GROUP = 32
 ROW_ALIGNMENT_BYTES = 64
+# Rows that lie side by side in a panel, where kernels only multiply with whole matrices.
+PANEL_ROWS = 16
 # A scale of `INT8` is a multiple of a float16 that so many weights of a row share.
 BLOCK = 256
 # Codes of 6 bits lie in two planes: the low four bits of a row, and then the high two, in blocks of so many columns.
@@ -179,6 +181,10 @@ class Codec:
         low = LOW_BITS if self.data_bits >= LOW_BITS else 2
         sizes = (low, *(1 << i for i in (1, 0) if (self.data_bits - low) >> i & 1))
         return tuple(Plane(bits, sum(sizes[:i])) for i, bits in enumerate(sizes))
+
+    def has_panels(self, rows: int) -> bool:
+        """Return whether a matrix of so many rows can lie in panels: whole ones."""
+        return self.panels and rows % PANEL_ROWS == 0
 
     @property
     def bits(self) -> float:

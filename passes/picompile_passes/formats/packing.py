@@ -257,7 +257,10 @@ def _scale_bytes(scale: Tensor, parts: BlockScales | None, kind: ScaleType) -> T
 
 
 def _read_scales(packed: Tensor, start: int, count: int, kind: ScaleType, factors: Tensor) -> "Tensor | BlockScales":
-    """Return the `count` scales of rows whose bytes begin at `start`: float32 [rows, count], or of `factors` [rows, any]."""
+    """Return the `count` scales of rows that begin at byte `start`, as float32 [rows, count].
+
+    Those of a type in blocks are multiples of `factors`, float32 [rows, blocks].
+    """
     data = packed[:, start : start + count * kind.item_bytes].contiguous()
     if kind.in_blocks:
         whole = data.view(torch.int8) if kind == INT8 else data

@@ -101,6 +101,11 @@ def matrix_operands(node: Node) -> list[Node]:
     return [operand for operand in found if isinstance(operand, Node) and operand.meta["val"].dim() == 2]
 
 
+def dequantized(operand: Node) -> Node:
+    """Return the `dequantize` of a matrix in a quantized graph: the operand itself, or what it is the transpose of."""
+    return operand.all_input_nodes[0] if is_call(operand, TRANSPOSE) else operand
+
+
 @dataclass(frozen=True)
 class Projection:
     """The columns `table` of the result of `linear`, all of them where it is None, as a linear of their own."""

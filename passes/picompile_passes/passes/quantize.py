@@ -14,8 +14,13 @@ from picompile_passes.graph.operands import (
     DEQUANTIZE,
     EMBEDDING,
     LINEAR,
+    NEURON_LIMITS,
     PREDICT,
     QUANTIZE,
+    SPARSE_FFN,
+    TRANSPOSE,
+    dequantized,
+    input_rows,
     makes_logits,
     matrix_operands,
 )
@@ -39,6 +44,9 @@ class Quantize(Pass):
     5. A matrix that is made of one parameter in `tensors` is packed in the format that is given there.
     6. The matrix of the output head and those of embeddings are packed in the format `head`. `auto` is `format`, but
        q6 where that has 4 bits: in small models the head's errors cost more than those of all other matrices.
+    7. Where a block computes all of its neurons, and its matrices can lie in panels, down is
+       `transpose(dequantize(quantize(downᵀ)))`: it is packed in groups of each output's inputs, as a checkpoint has it.
+       In other blocks down is packed by neurons, which are read one by one.
     """
 
     name: ClassVar[str] = "quantize"
@@ -74,15 +82,37 @@ class Quantize(Pass):
         in_head = _head_matrices(rewriter.graph)
         packed: dict[Hashable, Node] = {}
         for user in list(rewriter.graph.nodes):
+            by_outputs = self._down_by_outputs(user)
             for weight in dict.fromkeys(matrix_operands(user)):
-                if is_call(weight, DEQUANTIZE):
+                if is_call(dequantized(weight), DEQUANTIZE):
                     continue
                 if weight not in constants:
                     raise UnsupportedGraphError(f"{user.name} multiplies by {weight.name}, which is not a constant")
-                key = _constant_key(weight)
+                stored = input_rows(rewriter, weight, before=weight.next) if weight is by_outputs else weight
+                key = _constant_key(stored)
                 if key not in packed:
-                    packed[key] = self._pack(rewriter, weight, self._format_for(user, weight, key in in_head))
-                _substitute(rewriter, user, weight, packed[key])
+                    packed[key] = self._pack(rewriter, stored, self._format_for(user, stored, key in in_head))
+                matrix = packed[key]
+                if weight is by_outputs:
+                    matrix = rewriter.call(TRANSPOSE, (matrix, 0, 1), before=matrix.next, sources=(weight,))
+                _substitute(rewriter, user, weight, matrix)
+
+    def _down_by_outputs(self, user: Node) -> Node | None:
+        """Return the down matrix of a block of which every neuron is always computed, None for any other node."""
+        if not is_call(user, SPARSE_FFN) or "neurons" in user.meta:
+            return None
+        values = arguments(user)
+        chosen = any(values[name] is not None for name in ("neurons", *NEURON_LIMITS)) or values["squares"]
+        if chosen or arguments(values["mask"])["kind"] != "none":
+            return None
+        rows = [
+            (values[name], values[name].meta["val"].shape[0]) for name in ("gate", "up") if values[name] is not None
+        ]
+        rows.append((values["down"], values["down"].meta["val"].shape[1]))
+        has_panels = all(
+            FORMATS[self._format_for(user, matrix, False)].has_panels(int(count)) for matrix, count in rows
+        )
+        return values["down"] if has_panels else None
 
     def _format_for(self, user: Node, weight: Node, in_head: bool) -> str:
         """Return the format that the matrix `weight` of `user` is packed in."""

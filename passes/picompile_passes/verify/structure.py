@@ -19,6 +19,7 @@ from picompile_passes.graph.operands import (
     ELEMENTWISE,
     LINEAR,
     QUANTIZE,
+    dequantized,
     makes_constants,
     matrix_operands,
 )
@@ -237,7 +238,7 @@ def check_packed(graph_module: GraphModule) -> Iterator[Fault]:
     """Every matrix is `dequantize(quantize(w, format), format, columns)` with one known format and the columns of w."""
     for node in graph_module.graph.nodes:
         for weight in matrix_operands(node):
-            if not is_call(weight, DEQUANTIZE):
+            if not is_call(dequantized(weight), DEQUANTIZE):
                 yield Fault(node, f"its matrix {weight.name} is not dequantized")
     for node in calls(graph_module.graph, DEQUANTIZE):
         packed, form, columns = arguments(node).values()

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from picompile_passes.formats import BLOCK, Codec
+from picompile_passes.formats import Codec
 from picompile_passes.formats.packing import BlockScales, GroupGrid
 
 Bytes = npt.NDArray[np.uint8]
@@ -23,7 +23,8 @@ Numbers = npt.NDArray[np.float32] | npt.NDArray[np.int16]
 class BlockParts:
     """Blocks of rows, [rows, blocks, any] each: codes uint8, and float32 scales and minima of their groups.
 
-    Scales that are products with a `scale_factor` float32 [rows, blocks] are int16; so are minima, with `minimum_factor`.
+    Scales that are products with a `scale_factor` float32 [rows, blocks] are int16; so are minima, which have a
+    `minimum_factor`.
     """
 
     codes: Bytes

@@ -144,7 +144,7 @@ def packed(rng: np.random.Generator, format_name: str, rows: int, columns: int) 
 def as_seen(x: Array, format_name: str, activation_bytes: int = 1) -> NDArray[np.float64]:
     """Activations float32 [tokens, columns] as products with a matrix of this format see them.
 
-    All but f16 see bytes: each 32 columns' largest magnitude is 127 of them, or 32512 of two bytes, the rest is rounded.
+    All but f16 see bytes: the largest magnitude of 32 columns is 127 of them, or 32512 of two bytes each.
     """
     most = np.float32({1: 127, 2: 32512}[activation_bytes])
     if format_name == "f16":
