@@ -8,7 +8,7 @@ from picompile.options import Option, one_of
 from picompile_passes.formats import CACHE_FORMATS, FORMATS
 
 # The built-in formats of matrices; packages may offer more, which `FORMATS` has as well.
-QUANTIZATIONS = FORMATS.builtin
+QUANTIZATIONS = tuple(name for name in FORMATS.builtin if FORMATS[name].rows)
 FORMATS_HELP = "Weight format: " + ", ".join(f"{name} ({FORMATS[name].summary})" for name in QUANTIZATIONS)
 # Fewer tokens say nothing about neurons that fire on one token in a hundred.
 LEAST_CALIBRATION_TOKENS = 1024
@@ -63,6 +63,11 @@ def default_kv_dtype(activation: str) -> str:
     return "f32" if activation.startswith("fatrelu") else "f16"
 
 
+# The numbers that a quantized checkpoint has, in a format that has the same for each matrix.
+STORED = "stored"
+# The format of a checkpoint that is not quantized, unless another is asked for.
+DEFAULT_QUANT = "q4"
+
 # A budget of bits a weight, for which each matrix gets a format of its own; `auto` takes as few as keep the model's
 # predictions.
 AUTO_BITS = "auto"
@@ -92,8 +97,9 @@ def is_budget(quant: str) -> bool:
 
 def check_predictor_quant(quant: str) -> None:
     """Raise `UsageError` unless `quant` is a format or `auto`."""
-    if quant != "auto" and quant not in FORMATS:
-        raise UsageError(f"unknown quantization {quant!r} of predictors; known are auto, {', '.join(FORMATS)}")
+    if quant != "auto" and (quant not in FORMATS or not FORMATS[quant].rows):
+        known = ", ".join(name for name in FORMATS if FORMATS[name].rows)
+        raise UsageError(f"unknown quantization {quant!r} of predictors; known are auto, {known}")
 
 
 PREDICTOR_QUANT = Option(
@@ -105,19 +111,28 @@ PREDICTOR_QUANT = Option(
 
 
 def check_quant(quant: str) -> None:
-    """Raise `UsageError` unless `quant` is a format, a budget, or `auto`."""
-    if quant not in FORMATS and not is_budget(quant):
-        formats = ", ".join(FORMATS)
-        raise UsageError(f"unknown quantization {quant!r}; known are {formats}, auto, and budgets like 5.2bpw")
+    """Raise `UsageError` unless `quant` is a format whose rows kernels can read, `stored`, a budget, or `auto`."""
+    if quant in FORMATS and not FORMATS[quant].rows:
+        raise UsageError(f"{quant} is a format of quantized checkpoints alone, which keep it with --quant {STORED}")
+    if quant not in FORMATS and quant != STORED and not is_budget(quant):
+        formats = ", ".join(name for name in FORMATS if FORMATS[name].rows)
+        raise UsageError(
+            f"unknown quantization {quant!r}; known are {formats}, {STORED}, auto, and budgets like 5.2bpw"
+        )
 
 
 def is_calibrated(quant: str) -> bool:
     """Return whether weights are rounded so coarsely that calibration is worth its time."""
-    return is_budget(quant) or FORMATS[quant].calibrated
+    return is_budget(quant) or (quant != STORED and FORMATS[quant].calibrated)
 
 
 def base_format(quant: str) -> str:
-    """Return the format of matrices that are given none of their own: q6 where `quant` is a budget, else `quant`."""
+    """Return the format of matrices that are given none of their own: q6 where `quant` is a budget, else `quant`.
+
+    In a checkpoint whose quantized matrices keep their numbers, all others are plain, and become float16.
+    """
+    if quant == STORED:
+        return "f16"
     return "q6" if is_budget(quant) else quant
 
 

@@ -5,17 +5,19 @@ which all later steps take.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from picompile.choices import (
     CHUNK_OPTION,
     CONTEXT,
+    DEFAULT_QUANT,
     FORMATS_HELP,
     KV_DTYPE,
     LEAST_CALIBRATION_TOKENS,
     PREDICTOR_QUANT,
+    STORED,
     TRAINED,
     check_quant,
     default_chunk,
@@ -89,10 +91,11 @@ class CompileOptions(PredictorOptions):
         env="PICOMPILE_TARGET",
         check=gpu_of,
     )
-    quant: str = option(
-        "q4",
-        f"{FORMATS_HELP}. With 4 bits the output head and embeddings are in q6. Or a budget, as in 5.2bpw: bits a "
-        "weight on average, spent where they keep most; auto: as few as keep the model's predictions.",
+    quant: str | None = option(
+        None,
+        f"{FORMATS_HELP}. With 4 bits the output head and embeddings are in q6. stored: the numbers that a quantized "
+        "checkpoint has. Or a budget, as in 5.2bpw: bits a weight on average, spent where they keep most; auto: as few "
+        f"as keep the model's predictions. Default: stored for a quantized checkpoint and a CPU, else {DEFAULT_QUANT}.",
         metavar="FORMAT",
         check=check_quant,
     )
@@ -106,6 +109,12 @@ class CompileOptions(PredictorOptions):
         32_768, "Tokens that weights are rounded for, at most.", metavar="N", least=LEAST_CALIBRATION_TOKENS
     )
     predictor_quant: str | None = PREDICTOR_QUANT.field(None)
+    activation_bits: str | None = option(
+        None,
+        "Bits of activations that matrices of 8 bits or fewer are multiplied with, on a CPU and where no neurons are "
+        "skipped. 16 loses nothing to speak of; 8 reads prompts faster. Default: 16 with stored, else 8.",
+        choices=("8", "16"),
+    )
     checkpoint_bound: float | None = option(
         None,
         "Compare the artifact with MODEL in float32 on held-out text, part by part, and refuse it if its perplexity is "
@@ -205,6 +214,10 @@ class CompileOptions(PredictorOptions):
             raise UsageError(f"a KV cache in {self.kv_dtype} has no kernels for {self.back_end}; choose {finer}")
         if self.on_gpu and gpu is None:
             raise UsageError(f"accelerator {self.accelerator} needs a target with a GPU, and {self.target} has none")
+        if self.quant == STORED and self.back_end is not None:
+            raise UsageError(
+                f"quant {STORED} is for a CPU alone: {self.back_end} has no kernels for it; choose a format"
+            )
         if self.plan is not None:
             self._require_neurons(self.plan)
         self._require_machine(gpu)
@@ -212,7 +225,9 @@ class CompileOptions(PredictorOptions):
     def _require_rounding(self) -> None:
         """Raise `UsageError` for options of rounding that make no sense, or that nothing reads."""
         if self.rounding == "calibrated" and not self._can_calibrate:
-            raise UsageError(f"rounding calibrated is for formats of fewer than 8 bits, not {self.quant}; leave it out")
+            raise UsageError(
+                f"rounding calibrated is for formats of fewer than 8 bits, not {self._format}; leave it out"
+            )
         if self.rounding_tokens != type(self).rounding_tokens and not self._rounds_by_text:
             raise UsageError("rounding tokens given, but each weight is rounded to the nearest; leave them out")
 
@@ -281,8 +296,13 @@ class CompileOptions(PredictorOptions):
         return self.back_end is not None and BACK_ENDS[self.back_end].is_gpu
 
     @property
+    def _format(self) -> str:
+        """The weight format, as far as it is known without the model."""
+        return self.quant or DEFAULT_QUANT
+
+    @property
     def _can_calibrate(self) -> bool:
-        return is_calibrated(self.quant)
+        return is_calibrated(self._format)
 
     @property
     def calibrates(self) -> bool:
@@ -294,7 +314,7 @@ class CompileOptions(PredictorOptions):
     @property
     def _rounds_by_text(self) -> bool:
         """Whether calibration text decides the formats of weights, or how they are rounded."""
-        return self.calibrates or is_budget(self.quant)
+        return self.calibrates or is_budget(self._format)
 
     @property
     def machine(self) -> MachineOptions | None:
@@ -316,9 +336,12 @@ class CompileConfig(CompileOptions):
             block by block.
         tensors: formats of matrices by the names of their parameters, once they are chosen.
         limits: limits of neurons, once they are found, where `skip` asks for them.
+        activation_bytes: bytes of an activation that matrices in panels are multiplied with.
         bits_per_weight, loss_nats: what formats that were chosen for a budget take, and are estimated to lose.
     """
 
+    quant: str
+    activation_bytes: int
     context: int
     chunk: int
     kv_dtype: str
@@ -363,8 +386,10 @@ def predictor_quant(options: CompileOptions) -> str:
     return options.predictor_quant or planned or "auto"
 
 
-def resolve(options: CompileOptions, facts: "ModelFacts") -> CompileConfig:
+def resolve(options: CompileOptions, facts: "ModelFacts", quant: str | None = None) -> CompileConfig:
     """Return the config of a compilation of the model that `facts` are about.
+
+    `quant` is the weight format where the user left it open, `DEFAULT_QUANT` unless given.
 
     Raises:
         UsageError: the context exceeds the model's positions, the cache has more elements than a 32-bit index can
@@ -374,13 +399,16 @@ def resolve(options: CompileOptions, facts: "ModelFacts") -> CompileConfig:
     context = cache_context(options, facts)
     # Limits leave out silent neurons as `exact` does, and others.
     kind = options.predictor if options.skip is None else options.predictor or "none"
+    options = replace(options, quant=options.quant or quant or DEFAULT_QUANT)
+    wide = options.activation_bits == "16" or (options.activation_bits is None and options.quant == STORED)
     found = {
+        "activation_bytes": 2 if wide else 1,
         "context": context,
         "chunk": _chunk(options, context),
         "kv_dtype": options.kv_dtype or default_kv_dtype(facts.activation),
         "predictor": kind or default_predictor(facts.activation),
         "predictor_quant": predictor_quant(options),
-        "rounding": "calibrated" if options.calibrates else "nearest",
+        "rounding": STORED if options.quant == STORED else "calibrated" if options.calibrates else "nearest",
     }
     given = {each.name: getattr(options, each.name) for each in fields(options)}
     return CompileConfig(insert_kind=kind or "auto", **(given | found))

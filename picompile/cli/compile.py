@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from picompile.choices import BUDGET_FORMATS, is_budget, parse_bits
+from picompile.choices import BUDGET_FORMATS, DEFAULT_QUANT, is_budget, parse_bits
 from picompile.cli.accuracy_show import reported, show_comparison
 from picompile.cli.checks import (
     checkpoint_weights,
@@ -49,7 +49,7 @@ def compile_command(
     require_context(model, options.context)
     require_output(output, overwrite=options.overwrite, marker="manifest.json")
     # Rows are padded, so an artifact is never smaller than this.
-    needed_bytes = int(checkpoint_weights(model) * _least_bits(options.quant) / 8)
+    needed_bytes = int(checkpoint_weights(model) * _least_bits(options.quant or DEFAULT_QUANT) / 8)
     require_disk_space(output, needed_bytes, "{output}: needs about {needed} on disk, {free} are free")
 
     with uncollected():

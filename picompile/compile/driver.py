@@ -20,13 +20,14 @@ from picompile.artifact.writer import (
     record_accuracy,
     write_artifact,
 )
-from picompile.choices import base_format
+from picompile.choices import STORED, base_format
 from picompile.compile.accuracy import check_accuracy, require_checkable
 from picompile.compile.bf16 import choose_bf16
 from picompile.compile.comparison import compare_artifact, require_comparable
 from picompile.compile.lower import lower_for, warn_if_large
 from picompile.compile.passes import compilation_passes, pipeline_passes, run_passes
 from picompile.compile.plan import check_checkpoint, check_given_plan, place_neurons
+from picompile.compile.stored import default_quant
 from picompile.compile.weights import choose_formats, choose_limits, round_weights, warn_of_rounding
 from picompile.config import CompileConfig, CompileOptions, cache_context, resolve
 from picompile.errors import AccuracyError, UsageError
@@ -100,11 +101,12 @@ def _compile_into(
     if checkpoint is not None and captured.prove is not None:
         with progress.step("prove"):
             captured.prove()
-    config = resolve(options, captured.facts)
+    config = resolve(options, captured.facts, default_quant(options, captured))
     if checkpoint is None:
         # A module has no tokenizer, so its weights are not rounded for a text, and the report must not say so.
         config = replace(config, rounding="nearest")
-    warn_of_rounding(captured, base_format(config.quant), progress)
+    if config.quant != STORED:
+        warn_of_rounding(captured, base_format(config.quant), progress)
     check_given_plan(config, captured.facts, progress)
     source = _Source(checkpoint, captured, tokenizer, config, code, accelerator)
     with place.scratch() as scratch:

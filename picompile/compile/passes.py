@@ -5,7 +5,7 @@ from pathlib import Path
 
 from torch.fx import GraphModule
 
-from picompile.choices import base_format
+from picompile.choices import DEFAULT_QUANT, base_format
 from picompile.config import CompileConfig, CompileOptions, predictor_quant
 from picompile.errors import UsageError
 from picompile.frontend.captured import Captured, ModelFacts
@@ -62,7 +62,7 @@ def pipeline_passes(options: CompileOptions, insert: Pass | None = None) -> list
 
     kind = str(options.predictor) if options.predictor is not None and options.is_lossless else "auto"
     hot = options.plan.hot_neurons() if options.plan is not None else dict(options.hot or {})
-    quantize = Quantize(base_format(options.quant), predictor_quant(options))
+    quantize = Quantize(base_format(options.quant or DEFAULT_QUANT), predictor_quant(options))
     return all_passes([insert or InsertPredictors(kind)], hot, quantize, options.passes)
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import torch
 
-from picompile.choices import is_budget, parse_bits
+from picompile.choices import STORED, is_budget, parse_bits
 from picompile.compile.passes import all_passes, insert_pass, insert_passes, quantize_pass, run_passes
+from picompile.compile.stored import choose_stored
 from picompile.config import CompileConfig
 from picompile.errors import UsageError
 from picompile.frontend.captured import Captured
@@ -125,6 +126,11 @@ def choose_formats(
     Raises:
         UsageError: the text cannot be used, or the model is a module in memory, which has no tokenizer for one.
     """
+    if config.quant == STORED:
+        passes = [*CANONICALIZE, *insert_passes(config, predictors)]
+        chosen_stored = choose_stored(captured, run_passes(captured, passes, progress, verify=config.verify))
+        progress.say(chosen_stored.text)
+        return replace(config, tensors=chosen_stored.formats)
     if not is_budget(config.quant):
         return replace(config, tensors=_exact_tables(captured, config.quant))
     if checkpoint is None:

@@ -51,8 +51,8 @@ def ffn_whole(spec: WholeFfnSpec, function: KernelFunction) -> None:
     inner = ByteInputs.declare(function, "hidden", spec.rows, spec.neurons, down, spec.activation_bytes)
     tokens = function.tokens(spec.rows)
 
-    for each in inputs.values():
-        quantize_tokens(x, tokens, spec.dim, each)
+    for quantized in inputs.values():
+        quantize_tokens(x, tokens, spec.dim, quantized)
     emits = _emits(spec, function, hidden)
     projections = [
         _Projection(PanelMatrix(matrix), inputs[matrix.format], emit)

@@ -38,8 +38,7 @@ from picompile_codegen.cpu.tensor import (
 )
 from picompile_codegen.cpu.token_vectors import each_row
 from picompile_codegen.cpu.vector import at, fma, splat, to_floats, zero_vectors
-from picompile_codegen.weight_panels import PANEL_ROWS
-from picompile_passes.formats import BLOCK, GROUP, LOW_BITS, Plane
+from picompile_passes.formats import BLOCK, GROUP, LOW_BITS, PANEL_ROWS, Plane
 
 # Bytes of four codes of each row of a panel.
 _QUAD_BYTES = 4 * PANEL_ROWS

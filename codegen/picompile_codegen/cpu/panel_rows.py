@@ -10,12 +10,11 @@ from tvm import tirx
 
 from picompile_codegen.cpu.byte_tiles import QUADS
 from picompile_codegen.cpu.decode import look_up
-from picompile_codegen.cpu.matrix import KernelMatrix
+from picompile_codegen.cpu.matrix import Group, KernelMatrix
 from picompile_codegen.cpu.panel_products import GroupPlace
 from picompile_codegen.cpu.tensor import Expr, bind
 from picompile_codegen.cpu.vector import FLOATS, LANES, at, splat, splat_int
-from picompile_codegen.weight_panels import PANEL_ROWS
-from picompile_passes.formats import BLOCK, E8M0, GROUP, Plane
+from picompile_passes.formats import BLOCK, E8M0, GROUP, PANEL_ROWS, Plane
 
 _INTS = f"int32x{LANES}"
 _WORD = 4
@@ -28,8 +27,11 @@ class PanelRow:
     matrix: KernelMatrix
     number: Expr
 
-    def weights(self, group: Expr) -> list[Expr]:
-        """Return the 32 weights of a group, as four vectors of float32."""
+    def group(self, group: Expr) -> Group:
+        """Load a group of 32 weights."""
+        return Group(tuple(self._weights(group)), None, None)
+
+    def _weights(self, group: Expr) -> list[Expr]:
         form, raw = self.matrix.form, self._raw(group)
         parts, weights = GROUP // form.group, []
         for part in range(parts):

@@ -112,10 +112,10 @@ def embedding(spec: EmbeddingSpec, function: KernelFunction) -> None:
     ids, w, y = function["ids"], KernelMatrix.argument(function, "w"), function["y"]
     with parallel(function.tokens(spec.rows), when_worth=spec.rows > 1) as t:
         number = bind(ids[t] + spec.offset)
-        row, panel_row = (None, PanelRow(w, number)) if spec.panels else (w.row(number), None)
+        row = PanelRow(w, number) if spec.panels else w.row(number)
 
         def copy_group(group: Expr, lane_counts: tuple[int, ...]) -> None:
-            weights = panel_row.weights(group) if row is None else row.group(group).weights()
+            weights = row.group(group).weights()
             for i, valid in enumerate(lane_counts):
                 store(y, t, group * GROUP + i * LANES, value=weights[i], valid=valid)
 

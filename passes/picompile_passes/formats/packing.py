@@ -135,7 +135,8 @@ def _stored(values: Tensor, kind: ScaleType | None, group: int = GROUP) -> "Tens
     if kind is None or not kind.in_blocks:
         return _as_f16(values)
     most, per_block = 127 if kind == INT8 else 255, BLOCK // group
-    blocks = F.pad(values, (0, -values.shape[-1] % per_block)).unflatten(-1, (-1, per_block))
+    padded = F.pad(values, (0, -values.shape[-1] % per_block))
+    blocks = padded.view(*padded.shape[:-1], -1, per_block)
     largest = blocks.gather(-1, blocks.abs().argmax(dim=-1, keepdim=True))
     factor = _as_f16(largest / most)
     whole = (blocks * _inverse(factor)).round_().clamp_(-most if kind == INT8 else 0, most).to(torch.int16)

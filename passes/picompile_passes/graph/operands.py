@@ -101,6 +101,15 @@ def matrix_operands(node: Node) -> list[Node]:
     return [operand for operand in found if isinstance(operand, Node) and operand.meta["val"].dim() == 2]
 
 
+def computes_every_neuron(node: Node) -> bool:
+    """Return whether `node` is a block of which every neuron is computed for every token, and that is in one part."""
+    if not is_call(node, SPARSE_FFN) or "neurons" in node.meta:
+        return False
+    values = arguments(node)
+    chosen = values["squares"] or any(values[name] is not None for name in ("neurons", *NEURON_LIMITS))
+    return not chosen and bool(arguments(values["mask"])["kind"] == "none")
+
+
 def dequantized(operand: Node) -> Node:
     """Return the `dequantize` of a matrix in a quantized graph: the operand itself, or what it is the transpose of."""
     return operand.all_input_nodes[0] if is_call(operand, TRANSPOSE) else operand

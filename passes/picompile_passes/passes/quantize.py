@@ -14,11 +14,10 @@ from picompile_passes.graph.operands import (
     DEQUANTIZE,
     EMBEDDING,
     LINEAR,
-    NEURON_LIMITS,
     PREDICT,
     QUANTIZE,
-    SPARSE_FFN,
     TRANSPOSE,
+    computes_every_neuron,
     dequantized,
     input_rows,
     makes_logits,
@@ -99,12 +98,9 @@ class Quantize(Pass):
 
     def _down_by_outputs(self, user: Node) -> Node | None:
         """Return the down matrix of a block of which every neuron is always computed, None for any other node."""
-        if not is_call(user, SPARSE_FFN) or "neurons" in user.meta:
+        if not computes_every_neuron(user):
             return None
         values = arguments(user)
-        chosen = any(values[name] is not None for name in ("neurons", *NEURON_LIMITS)) or values["squares"]
-        if chosen or arguments(values["mask"])["kind"] != "none":
-            return None
         rows = [
             (values[name], values[name].meta["val"].shape[0]) for name in ("gate", "up") if values[name] is not None
         ]

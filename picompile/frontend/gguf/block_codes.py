@@ -6,6 +6,7 @@ of 16 has elements i and i + 16, in its low and its high four bits; in K-quants 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,8 @@ from torch import Tensor
 from picompile_passes.formats import Codec
 from picompile_passes.formats.packing import BlockScales, GroupGrid
 
-Bytes = npt.NDArray[np.uint8]
+# uint8; what numpy's types make of shifts of it is wider.
+Bytes = npt.NDArray[Any]
 Numbers = npt.NDArray[np.float32] | npt.NDArray[np.int16]
 
 
@@ -49,7 +51,7 @@ def _parts(values: Numbers, factor: npt.NDArray[np.float32] | None) -> Tensor | 
 
 def _nibbles(data: Bytes) -> Bytes:
     """Return the codes of bytes [..., units, n]: the low four bits of a unit's n, then the high ones."""
-    return np.concatenate([data & 15, data >> 4], axis=-1)
+    return np.concatenate([data & np.uint8(15), data >> np.uint8(4)], axis=-1)
 
 
 def _bits(data: Bytes, bits: int, starts: Sequence[int]) -> Bytes:
@@ -64,7 +66,7 @@ def _halves(data: Bytes) -> npt.NDArray[np.float32]:
 
 def _high_bit(data: Bytes) -> Bytes:
     """Return the 32 bits of 4 bytes, [..., 4] → [..., 32], each as the fifth bit of a code."""
-    return np.unpackbits(data, axis=-1, bitorder="little") << 4
+    return np.unpackbits(data, axis=-1, bitorder="little") << np.uint8(4)
 
 
 def _flat(codes: Bytes) -> Bytes:

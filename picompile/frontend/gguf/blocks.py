@@ -12,9 +12,11 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
+from picompile.frontend.gguf.block_codes import read_codes
 from picompile.frontend.gguf.header import TensorEntry
 from picompile.frontend.gguf.tensor_types import TENSOR_TYPES
-from picompile_passes.formats import FORMATS, GROUP
+from picompile_passes.formats import E8M0, FORMATS
+from picompile_passes.formats.packing import pack_codes
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -28,12 +30,10 @@ UNPACKED = frozenset(
         *("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M", "IQ4_NL", "IQ4_XS"),
     }
 )
-# Our formats, and the type whose arithmetic each is. Both q4 and Q4_0 are (nibble - 8) × scale, with element i of a
-# group in the low and element i + 16 in the high bits of byte i; GGML puts each scale before its group.
-REPACKED = {name: FORMATS[name].ggml for name in FORMATS.builtin if FORMATS[name].ggml}
+# Types of blocks, and the format of ours that has their numbers, all of them, in other places.
+STORED = {FORMATS[name].ggml: name for name in FORMATS.builtin if FORMATS[name].ggml}
 
 _BLOCKS = {name: (elements, size_bytes) for name, elements, size_bytes in TENSOR_TYPES.values()}
-_SCALE_BYTES = 2
 # Unpacking takes some 16 bytes for an element beside the result.
 _STEP_ELEMENTS = 1 << 20
 
@@ -72,30 +72,33 @@ def unpack(data: Bytes, type_name: str, columns: int) -> Tensor:
 
 
 def repack(data: Bytes, type_name: str, columns: int) -> Tensor | None:
-    """Return blocks uint8 [rows, row bytes] of Q8_0 or Q4_0 as rows of q8 or q4: other places for the same numbers.
+    """Return blocks uint8 [rows, row bytes] as rows of the format that has their numbers: the same in other places.
 
-    None where a number is one that q8 has not: kernels negate bytes, and -(-128) is no byte.
+    None where a number is one that the format has not: kernels negate the bytes of q8, and -(-128) is no byte; a scale
+    of MXFP4 may be infinite, or below the numbers that float32 has whole. Raises `ValueError` for scales that are no
+    numbers.
     """
-    form = FORMATS[next(ours for ours, theirs in REPACKED.items() if theirs == type_name)]
-    size_bytes = _BLOCKS[type_name][1]
+    form, size_bytes = FORMATS[STORED[type_name]], _BLOCKS[type_name][1]
     packed = torch.zeros(len(data), form.row_bytes(columns), dtype=torch.uint8)
-    target, groups, offset = packed.numpy(), columns // GROUP, form.scale_offset_bytes(columns)
     for start, stop in _steps(len(data), columns):
-        blocks = data[start:stop].reshape(stop - start, groups, size_bytes)
-        if type_name == "Q8_0" and bool((blocks[..., _SCALE_BYTES:] == 0x80).any()):
+        codes, grid = read_codes(data[start:stop], type_name, size_bytes, form)
+        if form.data_bits == 8:
+            codes = codes.view(torch.int8)
+            if bool((codes == -128).any()):
+                return None
+        if form.scale == E8M0 and not _has_powers(grid.scale):
             return None
-        target[start:stop, :offset] = blocks[..., _SCALE_BYTES:].reshape(stop - start, offset)
-        scales = blocks[..., :_SCALE_BYTES].reshape(stop - start, groups * _SCALE_BYTES)
-        target[start:stop, offset : offset + groups * _SCALE_BYTES] = scales
+        for values in (grid.scale, grid.minimum):
+            if values is not None and not bool(torch.isfinite(values).all()):
+                raise ValueError("scales that are no numbers")
+        pack_codes(codes, grid, columns, packed[start:stop])
     return packed
 
 
-def scales_are_finite(packed: Tensor, format_name: str, columns: int) -> bool:
-    """Return whether the scales of rows of q8 or q4 are numbers."""
-    form = FORMATS[format_name]
-    offset = form.scale_offset_bytes(columns)
-    scales = packed[:, offset : offset + columns // GROUP * form.scale_bytes].contiguous()
-    return bool(torch.isfinite(scales.view(torch.float16)).all())
+def _has_powers(scales: Tensor) -> bool:
+    """Return whether these powers of two are normal numbers of float32, which alone E8M0 stands for in ours."""
+    least, most = torch.aminmax(scales)
+    return float(least) >= torch.finfo(torch.float32).tiny and bool(torch.isfinite(most))
 
 
 def pack_f16(values: Tensor) -> Tensor:

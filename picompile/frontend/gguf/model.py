@@ -18,13 +18,12 @@ from picompile.errors import UnsupportedModelError, UsageError
 from picompile.frontend.config import quiet_transformers
 from picompile.frontend.gguf.blocks import (
     PLAIN,
-    REPACKED,
+    STORED,
     UNPACKED,
     pack_f16,
     read_blocks,
     read_tensor,
     repack,
-    scales_are_finite,
 )
 from picompile.frontend.gguf.conversion import convert, processor_for, row_order
 from picompile.frontend.gguf.header import GgufHeader, TensorEntry
@@ -128,16 +127,28 @@ class GgufModel:
                 return None
             values = self.load(name)
             return pack_f16(values.T if transposed else values)
+        if self.stored_format(name, transposed) != format_name:
+            return None
         entry, order = self.header.tensors[tensor.sources[0]], self._order(tensor)
-        same_rows = transposed == _is_transposed(entry) and (order is not None or transposed)
-        if REPACKED.get(format_name) != tensor.type or not same_rows:
+        try:
+            packed = repack(read_blocks(self._data[entry.file], entry), entry.type, entry.shape[1])
+        except ValueError as error:
+            raise damaged(f"{tensor.file}: {name}", "file") from error
+        if packed is None or order is None or _is_sorted(order):
+            return packed
+        return packed[torch.from_numpy(order)]
+
+    def stored_format(self, name: str, transposed: bool = False) -> str | None:
+        """Return the format of ours that has the numbers of the parameter `name`, or of its transpose, in its rows.
+
+        None for plain numbers, for types that no format of ours has, and where rows are made of several tensors.
+        """
+        tensor = self.tensors[name]
+        if len(tensor.shape) != 2 or len(tensor.sources) != 1:
             return None
-        packed = repack(read_blocks(self._data[entry.file], entry), entry.type, entry.shape[1])
-        if packed is None:
-            return None
-        if not scales_are_finite(packed, format_name, entry.shape[1]):
-            raise damaged(f"{tensor.file}: {name}", "file")
-        return packed if order is None or _is_sorted(order) else packed[torch.from_numpy(order)]
+        is_transposed = _is_transposed(self.header.tensors[tensor.sources[0]])
+        same_rows = transposed == is_transposed and (transposed or self._order(tensor) is not None)
+        return STORED.get(tensor.type) if same_rows else None
 
     def fingerprint(self, config: Mapping[str, Any] | None = None) -> str:
         """Return hex digits that are the same for the same metadata of the model and the same tensors.

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
-from picompile.frontend.gguf.blocks import PLAIN, REPACKED
+from picompile.frontend.gguf.blocks import PLAIN
 from picompile.frontend.gguf.model import GgufModel
 from picompile.frontend.weight_values import DTYPES
 from picompile_passes.formats import COARSE_BITS, FORMATS
@@ -48,10 +48,15 @@ class GgufWeights:
         for stored in self._names.values():
             sizes[self._opened.tensors[stored].type] += math.prod(self._opened.tensors[stored].shape)
         most = max(sizes, key=lambda kind: sizes[kind])
-        again = FORMATS[format_name].bits <= COARSE_BITS and most not in (
-            PLAIN if transposed else (*PLAIN, *REPACKED.values())
-        )
+        keeps = not transposed and FORMATS[format_name].ggml == most
+        again = FORMATS[format_name].bits <= COARSE_BITS and most not in PLAIN and not keeps
         return most if again else None
+
+    def stored(self) -> Mapping[str, str | None]:
+        """Return the format that has the numbers of each quantized matrix, by parameter; None where there is none."""
+        tensors = {name: self._opened.tensors[stored] for name, stored in self._names.items()}
+        quantized = [name for name, tensor in tensors.items() if tensor.type not in PLAIN and len(tensor.shape) == 2]
+        return {name: self._opened.stored_format(self._names[name]) for name in quantized}
 
     def close(self) -> None:
         """Do nothing: the file is unmapped with the last tensor that lies in it."""
