@@ -22,7 +22,6 @@ def check_program(program: Program, where: str) -> None:
     _check_statistics(program, where)
     _check_state(program, where)
     _check_own_places(program, where)
-    _check_lookups(program, where)
     _check_sides(program, where)
     _check_logits(program, where)
 
@@ -85,22 +84,6 @@ def _check_own_places(program: Program, where: str) -> None:
             apart = other.offset + other.size_bytes <= kept.offset or kept.offset + kept.size_bytes <= other.offset
             if name != own and not apart:
                 raise ArtifactError(f"{where}: buffers: {name} overlaps {own}")
-
-
-def _check_lookups(program: Program, where: str) -> None:
-    """Check that tables indexed by token or position have a row for each: kernels do not check their indices."""
-    needed = {"tokens": program.vocab, "positions": program.context}
-    for call in (call for calls in program.functions.values() for call in calls if call.op == "embedding"):
-        rows = max(
-            (
-                needed.get(argument.name.removesuffix(".accelerator"), 0)
-                for argument in call.args
-                if argument.kind == "buffer"
-            ),
-            default=0,
-        )
-        if any(argument.kind == "weight" and argument.view.shape[0] < rows for argument in call.args):
-            raise ArtifactError(f"{where}: {call.kernel}: the table has fewer than {rows} rows")
 
 
 def _check_sides(program: Program, where: str) -> None:
