@@ -137,6 +137,14 @@ class Codec:
     summary: str = ""
 
     @property
+    def fitted(self) -> bool:
+        """Whether groups get the scales, and zeros or minima, that leave the least error, and not those of their span.
+
+        In 8 bits that changes next to nothing, and tables have no scale of least squares for the codes of a span.
+        """
+        return self.scale is not None and self.scale != E8M0 and self.data_bits < 8 and not self.table
+
+    @property
     def data_dtype(self) -> str:
         """The dtype that kernels read data as."""
         return {16: "float16", 8: "int8"}.get(self.data_bits, "uint8")

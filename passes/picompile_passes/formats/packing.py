@@ -17,6 +17,7 @@ from picompile_passes.formats import (
     Codec,
     Plane,
     ScaleType,
+    compiled,
 )
 
 # float16 reaches 65504; a bfloat16 checkpoint can hold more, and infinity would spread through every later layer.
@@ -143,6 +144,71 @@ def _stored(values: Tensor, kind: ScaleType | None, group: int = GROUP) -> "Tens
     return BlockScales(whole.flatten(-2)[..., : values.shape[-1]], factor.squeeze(-1))
 
 
+# Candidates for a group's scale, less one, from a code less to a code more than its span.
+_STEPS = compiled.STEPS
+
+
+def fitted_grid(groups: Tensor, form: Codec) -> GroupGrid:
+    """Return the grid of each group of weights, float32 [rows, groups, weights], that leaves the least error.
+
+    The error is Σ w (value - weight)², where w is the weight's magnitude and the root of the mean square of its group
+    together: of a few spans that reach up to a code further or less far, each with the scale, and the minimum, of least
+    squares for its codes. GGML makes its K-quants in this way (`make_qkx2_quants`, `make_qx_quants`).
+    """
+    weights = groups.square().mean(dim=-1, keepdim=True).sqrt() + groups.abs()
+    if not form.has_zeros:
+        return GroupGrid.of_parts(form, _stored(_fitted_scale(groups, weights, form), form.scale, form.group))
+    scale, minimum = _fitted_line(groups, weights, form)
+    stored = _stored(scale, form.scale, form.group)
+    if form.minimum is not None:
+        return GroupGrid.of_parts(form, stored, _stored(minimum, form.minimum, form.group))
+    grid = GroupGrid.of_parts(form, stored)
+    zero = (-minimum * _inverse(grid.scale) * ZERO_STEPS).round_().clamp_(0.0, 255.0) / ZERO_STEPS
+    return replace(grid, zero=zero)
+
+
+def _fitted_line(groups: Tensor, weights: Tensor, form: Codec) -> tuple[Tensor, Tensor]:
+    """Return scales and minima [rows, groups], of which a code is a multiple and a sum."""
+    # Only float16 has minima above 0.
+    highest, is_below = float(form.highest), form.minimum is None or form.minimum.in_blocks
+    low, high = groups.amin(dim=-1), groups.amax(dim=-1)
+    low = low.clamp(max=0.0) if is_below else low
+    span = high - low
+    scale, minimum, least = span.clamp(min=0.0) / highest, low, torch.full_like(low, torch.inf)
+    sw, sx = weights.sum(-1), (weights * groups).sum(-1)
+    for step in range(_STEPS + 1):
+        inverse = (highest + 2.0 * step / _STEPS - 1.0) * _inverse(span)
+        codes = ((groups - low.unsqueeze(-1)) * inverse.unsqueeze(-1)).round_().clamp_(0.0, highest)
+        weighted = weights * codes
+        sl, sl2, sxl = weighted.sum(-1), (weighted * codes).sum(-1), (weighted * groups).sum(-1)
+        determinant = sw * sl2 - sl * sl
+        found = (sw * sxl - sx * sl) / determinant, (sl2 * sx - sl * sxl) / determinant
+        above = (found[1] > 0) & is_below
+        of_codes, at_zero = torch.where(above, sxl / sl2, found[0]), torch.where(above, 0.0, found[1])
+        off = of_codes.unsqueeze(-1) * codes + at_zero.unsqueeze(-1) - groups
+        error = (weights * off.square()).sum(-1)
+        better = (determinant > 0) & (span > 0) & (error < least)
+        scale, minimum = torch.where(better, of_codes, scale), torch.where(better, at_zero, minimum)
+        least = torch.where(better, error, least)
+    return scale, minimum
+
+
+def _fitted_scale(groups: Tensor, weights: Tensor, form: Codec) -> Tensor:
+    """Return scales [rows, groups] of a format with one zero: the furthest code is the extreme's, whatever its sign."""
+    zero = form.zero or 0.0
+    low, high = form.lowest - zero, form.highest - zero
+    extreme = groups.gather(-1, groups.abs().argmax(dim=-1, keepdim=True)).squeeze(-1)
+    end = torch.full_like(extreme, low) if -low > high else high * extreme.sign()
+    scale, most = torch.where(extreme == 0, 0.0, extreme / end), torch.full_like(extreme, -torch.inf)
+    for step in range(_STEPS + 1):
+        inverse = (end + end.sign() * (2.0 * step / _STEPS - 1.0)) * _inverse(extreme)
+        codes = (groups * inverse.unsqueeze(-1)).round_().clamp_(low, high)
+        sl2, sxl = (weights * codes * codes).sum(-1), (weights * codes * groups).sum(-1)
+        better = (sl2 > 0) & (sxl.square() > most * sl2)
+        most, scale = torch.where(better, sxl.square() / sl2, most), torch.where(better, sxl / sl2, scale)
+    return scale
+
+
 def _extremes(form: Codec) -> Tensor:
     """Return values over their scale, with the least and the greatest among them, of a format with one zero."""
     return _table_values(form) if form.table else torch.tensor([form.lowest, form.highest]) - (form.zero or 0.0)
@@ -193,18 +259,23 @@ def _inverse(scale: Tensor) -> Tensor:
 def quantize_rows(weight: Tensor, format_name: str) -> Tensor:
     """Return `weight` [rows, columns], of any float dtype, packed as uint8 [rows, row_bytes].
 
-    Each group's weights are rounded to the nearest values of the grid that spans them.
+    Weights are rounded to the nearest values of their group's grid. In formats that are `fitted` that is the grid which
+    leaves the least error (`fitted_grid`), in others the one that spans the group.
     """
     form = FORMATS[format_name]
     rows, columns = weight.shape
     packed = torch.zeros(rows, form.row_bytes(columns), dtype=torch.uint8)
+    if compiled.rounds(form):
+        compiled.round_rows(weight, form, packed)
+        return packed
     block = max(1, _BLOCK_ELEMENTS // max(1, columns))
     for start in range(0, rows, block):
-        _quantize_block(weight[start : start + block], form, packed[start : start + block])
+        round_block(weight[start : start + block], form, packed[start : start + block])
     return packed
 
 
-def _quantize_block(weight: Tensor, form: Codec, packed: Tensor) -> None:
+def round_block(weight: Tensor, form: Codec, packed: Tensor) -> None:
+    """Round a few rows and write them to `packed`, as `quantize_rows` does, in PyTorch."""
     rows, columns = weight.shape
     padded = form.padded_columns(columns)
     values = torch.zeros(rows, padded, dtype=torch.float32)
@@ -213,7 +284,7 @@ def _quantize_block(weight: Tensor, form: Codec, packed: Tensor) -> None:
         packed[:, : padded * 2] = values.clamp_(-_F16_MAX, _F16_MAX).to(torch.float16).view(torch.uint8)
         return
     groups = values.view(rows, -1, form.group)
-    grid = group_grid(groups, form)
+    grid = fitted_grid(groups, form) if form.fitted else group_grid(groups, form)
     pack_codes(grid.codes(groups), grid, columns, packed)
 
 
@@ -222,6 +293,15 @@ def pack_codes(codes: Tensor, grid: GroupGrid, columns: int, packed: Tensor) -> 
 
     `packed` is uint8 [rows, row_bytes] of zeros for rows of `columns` weights.
     """
+    form = grid.form
+    if compiled.library() is not None and packed.is_contiguous():
+        compiled.pack_rows(codes.to(torch.int8 if form.lowest < 0 else torch.uint8), grid, columns, packed)
+        return
+    pack_in_pytorch(codes, grid, columns, packed)
+
+
+def pack_in_pytorch(codes: Tensor, grid: GroupGrid, columns: int, packed: Tensor) -> None:
+    """Write rows of codes as `pack_codes` does, in PyTorch: the reference of compiled code."""
     form, rows = grid.form, codes.shape[0]
     assert form.scale is not None
     _put(packed, 0, data_bytes(codes.reshape(rows, -1, GROUP), form).reshape(rows, -1))

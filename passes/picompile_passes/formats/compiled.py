@@ -1,0 +1,187 @@
+"""Rounding and packing of rows in compiled code, on all cores: `native/rounding.c`, which gcc makes when it is needed.
+
+`packing.py` is the reference. Packing gives the same bytes; rounding searches the same scales and minima, and may
+differ from it where two of them are equally good.
+"""
+
+import ctypes
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from picompile_passes.formats.codec import E8M0, FLOAT16, ZERO_STEPS, Codec, ScaleType
+
+_SOURCE = Path(__file__).with_name("native") / "rounding.c"
+# Neither contracted nor reassociated: the same weights give the same bytes on every machine.
+_FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-Wno-psabi", "-shared", "-fPIC")
+_MOST_PLANES = 2
+# Rows of a task have about so many weights, and what it rounds is this long in float32.
+_TASK_WEIGHTS = 1 << 18
+# Candidates for the scale of a group, less one, between a code less and a code more than its span.
+STEPS = 12
+# The types of scales and shifts in C.
+_FLOAT16, _E8M0, _IN_BLOCKS, _SIXTEENTHS = 1, 2, 3, 4
+
+
+class _Format(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("columns", "row_bytes", "zero_offset", "scale_offset", "factor_offset")),
+        *((name, ctypes.c_int32) for name in ("bits", "group", "planes")),
+        ("plane_bits", ctypes.c_int32 * _MOST_PLANES),
+        *((name, ctypes.c_int32) for name in ("lowest", "highest", "scale", "shift", "steps")),
+        ("zero", ctypes.c_float),
+    )
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """Return the compiled code, None where there is no gcc, or where it fails."""
+    compiler = shutil.which("gcc")
+    if compiler is None:
+        return None
+    with TemporaryDirectory(prefix="picompile-rounding-") as folder:
+        path = Path(folder) / "rounding.so"
+        built = subprocess.run([compiler, *_FLAGS, "-o", path, _SOURCE, "-lm"], capture_output=True, check=False)
+        return ctypes.CDLL(str(path)) if built.returncode == 0 else None
+
+
+def _kind(scale: ScaleType | None) -> int:
+    if scale is None:
+        return 0
+    return _IN_BLOCKS if scale.in_blocks else {FLOAT16: _FLOAT16, E8M0: _E8M0}[scale]
+
+
+def _format(form: Codec, columns: int, steps: int) -> _Format:
+    found = _Format(
+        columns=form.padded_columns(columns),
+        row_bytes=form.row_bytes(columns),
+        zero_offset=form.zero_offset_bytes(columns),
+        scale_offset=form.scale_offset_bytes(columns),
+        factor_offset=form.factor_offset_bytes(columns),
+        bits=form.data_bits,
+        group=form.group,
+        lowest=form.lowest,
+        highest=form.highest,
+        scale=_kind(form.scale),
+        shift=_SIXTEENTHS if form.zero is None else _kind(form.minimum),
+        steps=steps,
+        zero=form.zero or 0.0,
+    )
+    if form.data_bits < 8:
+        found.planes = len(form.planes)
+        for number, plane in enumerate(form.planes):
+            found.plane_bits[number] = plane.bits
+    return found
+
+
+def rounds(form: Codec) -> bool:
+    """Return whether compiled code rounds to `form`: whole numbers of fewer than 8 bits."""
+    return form.fitted and library() is not None
+
+
+def round_rows(weight: Tensor, form: Codec, packed: Tensor) -> None:
+    """Write `weight` [rows, columns], rounded, to `packed` uint8 [rows, row bytes], on all cores."""
+    code, (rows, columns) = library(), weight.shape
+    assert code is not None
+    layout = _format(form, columns, STEPS)
+
+    def task(start: int, stop: int) -> None:
+        values = weight[start:stop].to(torch.float32).contiguous()
+        given, target = ctypes.c_void_p(values.data_ptr()), ctypes.c_void_p(packed[start].data_ptr())
+        count, width = ctypes.c_int64(stop - start), ctypes.c_int64(columns)
+        if not code.pi_round_rows(ctypes.byref(layout), given, count, width, target):
+            raise MemoryError(f"rounding {rows} rows of {columns} weights")
+
+    in_tasks(rows, columns, task)
+
+
+def in_tasks(rows: int, columns: int, task: Callable[[int, int], None]) -> None:
+    """Run `task(start, stop)` for runs of rows, on all cores."""
+    step = max(1, _TASK_WEIGHTS // max(1, columns))
+    runs = [(start, min(rows, start + step)) for start in range(0, rows, step)]
+    if len(runs) == 1:
+        task(*runs[0])
+        return
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        for done in [pool.submit(task, *run) for run in runs]:
+            done.result()
+
+
+def pack_rows(codes: Tensor, grid: "Grid", columns: int, packed: Tensor) -> None:
+    """Write rows of codes uint8 [rows, columns padded] and their grid to `packed` uint8 [rows, row bytes]."""
+    code, form, rows = library(), grid.form, len(codes)
+    assert code is not None
+    groups, blocks = form.groups(columns), form.blocks(columns)
+    factors = torch.zeros(rows, 2, blocks)
+    whole, below = (torch.zeros(rows, groups, dtype=torch.int16) for _ in range(2))
+    for number, (parts, numbers) in enumerate(((grid.scale_parts, whole), (grid.minimum_parts, below))):
+        if parts is not None:
+            numbers[:] = parts.whole
+            factors[:, number] = parts.factor
+    if grid.scale_parts is None:
+        # Factors of minima alone: they come first.
+        factors = factors.flip(1).contiguous()
+    if form.zero is None:
+        below[:] = (grid.zero * ZERO_STEPS).to(torch.int16)
+    shift = grid.zero if grid.minimum is None else grid.minimum
+    tensors = [codes.contiguous(), grid.scale.contiguous(), shift.contiguous(), whole, below, factors]
+    given, *others = [ctypes.c_void_p(each.data_ptr()) for each in tensors]
+    layout = _format(form, columns, 0)
+    code.pi_pack_rows(ctypes.byref(layout), given, ctypes.c_int64(rows), *others, ctypes.c_void_p(packed.data_ptr()))
+
+
+class Parts(Protocol):
+    """What `packing.BlockScales` has of scales in blocks."""
+
+    @property
+    def whole(self) -> Tensor:
+        """The whole numbers of groups."""
+        ...
+
+    @property
+    def factor(self) -> Tensor:
+        """The factors of blocks."""
+        ...
+
+
+class Grid(Protocol):
+    """What `packing.GroupGrid` has of the groups of rows."""
+
+    @property
+    def form(self) -> Codec:
+        """The format."""
+        ...
+
+    @property
+    def scale(self) -> Tensor:
+        """Scales of groups."""
+        ...
+
+    @property
+    def zero(self) -> Tensor:
+        """Zeros of groups."""
+        ...
+
+    @property
+    def minimum(self) -> Tensor | None:
+        """Minima of groups."""
+        ...
+
+    @property
+    def scale_parts(self) -> Parts | None:
+        """The parts of scales in blocks."""
+        ...
+
+    @property
+    def minimum_parts(self) -> Parts | None:
+        """The parts of minima in blocks."""
+        ...

@@ -1,0 +1,267 @@
+/* Rows of weights, rounded to the codes of a format and packed as `Codec` describes.
+
+   Each group gets the scale, and the zero or minimum, that leave the least squared error, in which a weight counts by
+   its magnitude and that of its group: of a few that span the group, and a little less or more, each with the scale and
+   minimum of least squares for the codes that it gives. K-quants of GGML are made in this way.
+
+   Sixteen groups lie in the lanes of vectors, weight by weight. Vectors are GCC's own, and nothing is contracted or
+   reassociated, so that the same weights give the same bytes on every machine. */
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef float Floats __attribute__((vector_size(64)));
+typedef int32_t Ints __attribute__((vector_size(64)));
+typedef uint8_t Bytes __attribute__((vector_size(16)));
+
+enum { LANES = 16, MOST_WEIGHTS = 32, BLOCK = 256, HALF = 16, MOST_PLANES = 2 };
+enum { FLOAT16 = 1, E8M0 = 2, IN_BLOCKS = 3, SIXTEENTHS = 4 }; /* types of scales, minima and zeros */
+
+/* A format, and where the parts of a row of `columns` weights lie; compiled.py has the same fields. */
+typedef struct {
+    int64_t columns, row_bytes, zero_offset, scale_offset, factor_offset;
+    int32_t bits, group, planes, plane_bits[MOST_PLANES], lowest, highest, scale, shift, steps;
+    float zero;
+} Format;
+
+static Floats splat(float x) { return x - (Floats){0}; }
+static Floats choose(Ints mask, Floats a, Floats b) { return (Floats)((mask & (Ints)a) | (~mask & (Ints)b)); }
+static Floats least(Floats a, Floats b) { return choose(a < b, a, b); }
+static Floats most(Floats a, Floats b) { return choose(a > b, a, b); }
+static Floats magnitude(Floats a) { return (Floats)((Ints)a & 0x7FFFFFFF); }
+
+static Floats nearest(Floats x) {
+    /* 1.5 · 2^23 leaves no bit behind the point; ties go to the even number. */
+    const Floats round = splat(12582912.0f);
+    return (x + round) - round;
+}
+
+static Floats root(Floats a) {
+    for (int lane = 0; lane < LANES; lane++) a[lane] = sqrtf(a[lane]);
+    return a;
+}
+
+/* float16, rounded to nearest even; what is beyond its range becomes its largest number. */
+static uint16_t to_half(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    uint32_t sign = bits >> 16 & 0x8000, rest = bits & 0x7FFFFFFF;
+    if (rest > 0x7F800000) return 0x7E00;
+    if (rest >= 0x477FF000) return (uint16_t)(sign | 0x7BFF);
+    if (rest < 0x38800000) {
+        float small;
+        memcpy(&small, &rest, 4);
+        small += 0.5f;
+        memcpy(&rest, &small, 4);
+        return (uint16_t)(sign | (rest - 0x3F000000));
+    }
+    rest += 0xC8000FFF + (rest >> 13 & 1);
+    return (uint16_t)(sign | rest >> 13);
+}
+
+static float of_half(uint16_t half) {
+    uint32_t rest = half & 0x7FFF, bits = (rest << 13) + 0x38000000;
+    float value;
+    memcpy(&value, &bits, 4);
+    if (rest < 0x400) value = (float)rest * 5.9604644775390625e-8f;
+    return half & 0x8000 ? -value : value;
+}
+
+static float as_half(float value) { return of_half(to_half(value)); }
+static float inverse_of(float scale) { return scale == 0 ? 0 : 1 / scale; }
+static float clamp(float x, float low, float high) { return x < low ? low : x > high ? high : x; }
+
+/* How many codes a candidate's span is longer than that of its group. */
+static float stretch(const Format *f, int step) { return f->steps ? 2.0f * (float)step / (float)f->steps - 1 : 0; }
+
+/* Scales and minima of sixteen groups, whose weights are `x`, and how much each of them counts, `w`. */
+static void fit_both(const Format *f, const Floats *x, const Floats *w, Floats *scale, Floats *minimum) {
+    int is_below = f->shift != FLOAT16; /* only these have minima above 0 */
+    Floats lo = x[0], hi = x[0], sw = splat(0), sx = splat(0), sx2 = splat(0), top = splat((float)f->highest);
+    for (int i = 0; i < f->group; i++) {
+        lo = least(lo, x[i]), hi = most(hi, x[i]);
+        Floats product = w[i] * x[i];
+        sw += w[i], sx += product, sx2 += product * x[i];
+    }
+    if (is_below) lo = least(lo, splat(0));
+    Floats span = hi - lo, least_error = splat(INFINITY);
+    Ints is_wide = span > 0;
+    *scale = choose(is_wide, span, splat(0)) / top, *minimum = lo;
+    span = choose(is_wide, span, splat(1));
+    for (int step = 0; step <= f->steps; step++) {
+        Floats inverse = (top + stretch(f, step)) / span, sl = splat(0), sl2 = splat(0), sxl = splat(0);
+        for (int i = 0; i < f->group; i++) {
+            Floats codes = least(most(nearest((x[i] - lo) * inverse), splat(0)), top), weighted = w[i] * codes;
+            sl += weighted, sl2 += weighted * codes, sxl += weighted * x[i];
+        }
+        Floats determinant = sw * sl2 - sl * sl;
+        Ints is_line = (determinant > 0) & is_wide;
+        determinant = choose(is_line, determinant, splat(1));
+        Floats of_codes = (sw * sxl - sx * sl) / determinant, at_zero = (sl2 * sx - sl * sxl) / determinant;
+        if (is_below) {
+            Ints is_above = at_zero > 0;
+            of_codes = choose(is_above, sxl / choose(is_line, sl2, splat(1)), of_codes);
+            at_zero = choose(is_above, splat(0), at_zero);
+        }
+        Floats error = sx2 + of_codes * (of_codes * sl2 - 2 * sxl) + at_zero * (at_zero * sw - 2 * sx + 2 * of_codes * sl);
+        Ints is_better = is_line & (error < least_error);
+        least_error = choose(is_better, error, least_error);
+        *scale = choose(is_better, of_codes, *scale), *minimum = choose(is_better, at_zero, *minimum);
+    }
+}
+
+static Floats fit_scale(const Format *f, const Floats *x, const Floats *w) {
+    Floats extreme = x[0], low = splat((float)f->lowest - f->zero), high = splat((float)f->highest - f->zero);
+    for (int i = 1; i < f->group; i++) extreme = choose(magnitude(x[i]) > magnitude(extreme), x[i], extreme);
+    Ints is_some = extreme != 0;
+    /* The code furthest from 0 is the extreme's, whatever its sign; where both ends are as far, its sign stays. */
+    Floats end = -low[0] > high[0] ? low : choose(extreme > 0, high, -high), most_kept = splat(-INFINITY);
+    Floats best = choose(is_some, extreme / end, splat(0)), divisor = choose(is_some, extreme, splat(1));
+    for (int step = 0; f->steps && step <= f->steps; step++) {
+        Floats longer = splat(stretch(f, step)), sl2 = splat(0), sxl = splat(0);
+        Floats inverse = (end + choose(end < 0, -longer, longer)) / divisor;
+        for (int i = 0; i < f->group; i++) {
+            Floats codes = least(most(nearest(x[i] * inverse), low), high), weighted = w[i] * codes;
+            sl2 += weighted * codes, sxl += weighted * x[i];
+        }
+        Ints is_better = (sl2 > 0) & is_some & (sxl * sxl > most_kept * sl2);
+        Floats square = choose(is_better, sl2, splat(1));
+        most_kept = choose(is_better, sxl * sxl / square, most_kept), best = choose(is_better, sxl / square, best);
+    }
+    return best;
+}
+
+/* The grids of the groups of a row, rounded to what the format can hold of them. `whole` and `below` are the whole
+   numbers of scales and of minima or zeros, `factors` what a block's are multiples of, those of minima behind all. */
+typedef struct {
+    float *scale, *minimum, *factors;
+    int16_t *whole, *below;
+    uint8_t *codes;
+} Row;
+
+static void store_blocks(const Format *f, int64_t groups, float *values, int16_t *whole, float *factors, float end) {
+    int64_t together = BLOCK / f->group;
+    for (int64_t block = 0; block * together < groups; block++) {
+        int64_t first = block * together, last = first + together < groups ? first + together : groups;
+        float extreme = 0;
+        for (int64_t g = first; g < last; g++)
+            if (fabsf(values[g]) > fabsf(extreme)) extreme = values[g];
+        factors[block] = as_half(extreme / end);
+        float inverse = inverse_of(factors[block]), low = end == 255 ? 0 : -end;
+        for (int64_t g = first; g < last; g++) {
+            whole[g] = (int16_t)clamp(rintf(values[g] * inverse), low, end);
+            values[g] = (float)whole[g] * factors[block];
+        }
+    }
+}
+
+/* Fit groups `first` … of a row, sixteen of them, or those that are left. */
+static void fit_groups(const Format *f, const float *x, Row *row, int64_t first, int64_t groups) {
+    Floats values[MOST_WEIGHTS], weights[MOST_WEIGHTS], square = splat(0), scale, minimum = splat(0);
+    for (int lane = 0; lane < LANES; lane++) {
+        int64_t group = first + lane < groups ? first + lane : groups - 1;
+        for (int i = 0; i < f->group; i++) values[i][lane] = x[group * f->group + i];
+    }
+    for (int i = 0; i < f->group; i++) square += values[i] * values[i];
+    Floats size = root(square / (float)f->group);
+    for (int i = 0; i < f->group; i++) weights[i] = size + magnitude(values[i]);
+    if (f->shift) fit_both(f, values, weights, &scale, &minimum);
+    else scale = fit_scale(f, values, weights);
+    for (int lane = 0; lane < LANES && first + lane < groups; lane++)
+        row->scale[first + lane] = scale[lane], row->minimum[first + lane] = minimum[lane];
+}
+
+static void round_row(const Format *f, const float *x, Row *row) {
+    int64_t groups = f->columns / f->group, blocks = (f->columns + BLOCK - 1) / BLOCK;
+    for (int64_t g = 0; g < groups; g += LANES) fit_groups(f, x, row, g, groups);
+    if (f->scale == IN_BLOCKS) store_blocks(f, groups, row->scale, row->whole, row->factors, 127);
+    else for (int64_t g = 0; g < groups; g++) row->scale[g] = as_half(row->scale[g]);
+    if (f->shift == IN_BLOCKS) store_blocks(f, groups, row->minimum, row->below, row->factors + blocks, 255);
+    for (int64_t g = 0; g < groups; g++) {
+        float inverse = inverse_of(row->scale[g]);
+        if (f->shift == FLOAT16) row->minimum[g] = as_half(row->minimum[g]);
+        if (f->shift == SIXTEENTHS) {
+            row->below[g] = (int16_t)clamp(rintf(-row->minimum[g] * inverse * 16), 0, 255);
+            row->minimum[g] = -(float)row->below[g] / 16 * row->scale[g];
+        }
+        for (int64_t i = g * f->group; i < (g + 1) * f->group; i += LANES) {
+            Floats values;
+            memcpy(&values, x + i, sizeof values);
+            Floats codes = nearest((values - row->minimum[g]) * inverse + f->zero);
+            codes = least(most(codes, splat((float)f->lowest)), splat((float)f->highest));
+            Bytes bytes = __builtin_convertvector(__builtin_convertvector(codes, Ints), Bytes);
+            memcpy(row->codes + i, &bytes, sizeof bytes);
+        }
+    }
+}
+
+static void put_half(uint8_t *place, float value) {
+    uint16_t half = to_half(value);
+    memcpy(place, &half, 2);
+}
+
+static void put_scales(int32_t kind, int64_t groups, const float *values, const int16_t *whole, uint8_t *place) {
+    for (int64_t g = 0; g < groups; g++) {
+        uint32_t bits;
+        memcpy(&bits, values + g, 4);
+        if (kind == FLOAT16) put_half(place + 2 * g, values[g]);
+        else place[g] = kind == E8M0 ? (uint8_t)(bits >> 23) : (uint8_t)whole[g];
+    }
+}
+
+/* Write the bytes of a row. Codes of a plane lie as `Plane` says. */
+static void pack_row(const Format *f, const Row *row, uint8_t *packed) {
+    int64_t groups = f->columns / f->group, blocks = (f->columns + BLOCK - 1) / BLOCK;
+    uint8_t *data = packed;
+    memset(packed, 0, (size_t)f->row_bytes);
+    if (f->bits == 8) memcpy(packed, row->codes, (size_t)f->columns);
+    for (int plane = 0, shift = 0; f->bits < 8 && plane < f->planes; shift += f->plane_bits[plane++]) {
+        int bits = f->plane_bits[plane], mask = (1 << bits) - 1, together = 8 / bits;
+        for (int64_t g = 0; g < f->columns / (2 * HALF); g++) {
+            uint8_t *place = data + g / together * (2 * HALF) + g % 2 * HALF;
+            const uint8_t *codes = row->codes + g * 2 * HALF;
+            int at = (int)(g / 2 % (together / 2)) * 2 * bits;
+            for (int i = 0; i < HALF; i++)
+                place[i] |= (uint8_t)((codes[i] >> shift & mask) << at | (codes[i + HALF] >> shift & mask) << (at + bits));
+        }
+        int64_t whole = (f->columns / (2 * HALF) + together - 1) / together * together;
+        data += bits == 4 ? f->columns / 2 : whole * 2 * HALF * bits / 8;
+    }
+    if (f->shift == SIXTEENTHS) put_scales(IN_BLOCKS, groups, row->minimum, row->below, packed + f->zero_offset);
+    else if (f->shift) put_scales(f->shift, groups, row->minimum, row->below, packed + f->zero_offset);
+    put_scales(f->scale, groups, row->scale, row->whole, packed + f->scale_offset);
+    int64_t factors = blocks * ((f->scale == IN_BLOCKS) + (f->shift == IN_BLOCKS));
+    for (int64_t i = 0; i < factors; i++) put_half(packed + f->factor_offset + 2 * i, row->factors[i]);
+}
+
+/* Round rows of `given` weights each, which are padded with zeros, and pack them. Return 0 where memory is short. */
+int pi_round_rows(const Format *f, const float *x, int64_t rows, int64_t given, uint8_t *packed) {
+    int64_t groups = f->columns / f->group, blocks = (f->columns + BLOCK - 1) / BLOCK;
+    float *padded = calloc((size_t)(f->columns + 2 * groups + 2 * blocks), sizeof(float));
+    int16_t *whole = calloc((size_t)(2 * groups), sizeof(int16_t));
+    uint8_t *codes = malloc((size_t)f->columns);
+    if (padded && whole && codes) {
+        float *scale = padded + f->columns;
+        Row row = {scale, scale + groups, scale + 2 * groups, whole, whole + groups, codes};
+        for (int64_t r = 0; r < rows; r++) {
+            memcpy(padded, x + r * given, (size_t)given * sizeof(float));
+            round_row(f, padded, &row);
+            pack_row(f, &row, packed + r * f->row_bytes);
+        }
+    }
+    int done = padded && whole && codes;
+    free(padded), free(whole), free(codes);
+    return done;
+}
+
+/* Pack rows of codes whose scales and minima are known, those in blocks by their whole numbers and factors. */
+void pi_pack_rows(const Format *f, const uint8_t *codes, int64_t rows, float *scale, float *minimum, int16_t *whole,
+                  int16_t *below, float *factors, uint8_t *packed) {
+    int64_t groups = f->columns / f->group, blocks = (f->columns + BLOCK - 1) / BLOCK;
+    for (int64_t r = 0; r < rows; r++) {
+        Row row = {scale + r * groups, minimum + r * groups, factors + 2 * r * blocks, whole + r * groups,
+                   below + r * groups, (uint8_t *)codes + r * f->columns};
+        pack_row(f, &row, packed + r * f->row_bytes);
+    }
+}
