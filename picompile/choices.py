@@ -65,8 +65,10 @@ def default_kv_dtype(activation: str) -> str:
 
 # The numbers that a quantized checkpoint has, in a format that has the same for each matrix.
 STORED = "stored"
-# The format of a checkpoint that is not quantized, unless another is asked for.
-DEFAULT_QUANT = "q4"
+# A format of 4 bits or somewhat more for each matrix, without a text.
+FOUR_BITS = "4bit"
+# What a checkpoint that is not quantized is rounded to, unless the user asks for something else.
+DEFAULT_QUANT = FOUR_BITS
 
 # A budget of bits a weight, for which each matrix gets a format of its own; `auto` takes as few as keep the model's
 # predictions.
@@ -114,25 +116,26 @@ def check_quant(quant: str) -> None:
     """Raise `UsageError` unless `quant` is a format whose rows kernels can read, `stored`, a budget, or `auto`."""
     if quant in FORMATS and not FORMATS[quant].rows:
         raise UsageError(f"{quant} is a format of quantized checkpoints alone, which keep it with --quant {STORED}")
-    if quant not in FORMATS and quant != STORED and not is_budget(quant):
+    if quant not in FORMATS and quant not in (STORED, FOUR_BITS) and not is_budget(quant):
         formats = ", ".join(name for name in FORMATS if FORMATS[name].rows)
         raise UsageError(
-            f"unknown quantization {quant!r}; known are {formats}, {STORED}, auto, and budgets like 5.2bpw"
+            f"unknown quantization {quant!r}; known are {FOUR_BITS}, {formats}, {STORED}, auto, and budgets like 5.2bpw"
         )
 
 
 def is_calibrated(quant: str) -> bool:
     """Return whether weights are rounded so coarsely that calibration is worth its time."""
-    return is_budget(quant) or (quant != STORED and FORMATS[quant].calibrated)
+    return is_budget(quant) or quant == FOUR_BITS or (quant != STORED and FORMATS[quant].calibrated)
 
 
 def base_format(quant: str) -> str:
     """Return the format of matrices that are given none of their own: q6 where `quant` is a budget, else `quant`.
 
-    In a checkpoint whose quantized matrices keep their numbers, all others are plain, and become float16.
+    In a checkpoint whose quantized matrices keep their numbers, all others are plain, and become float16. q4m is the
+    best format of 4 bits whose rows kernels can read.
     """
-    if quant == STORED:
-        return "f16"
+    if quant in (STORED, FOUR_BITS):
+        return "f16" if quant == STORED else "q4m"
     return "q6" if is_budget(quant) else quant
 
 

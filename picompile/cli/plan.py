@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from picompile.choices import base_format
 from picompile.cli.checks import require_model_folder, require_output_file
 from picompile.cli.options import DebugOption, JsonOption, OverwriteOption
 from picompile.cli.plan_show import show_plan
@@ -56,7 +57,7 @@ def check_model_options(options: ModelOptions) -> None:
     # Made for its checks alone. Values that are not known yet are replaced by valid ones.
     predictor, context = options.predictor or "auto", options.context or 1
     Packing(
-        options.quant,
+        base_format(options.quant),
         predictor,
         context,
         options.sequences,

@@ -11,7 +11,7 @@ from picompile.accuracy.comparison import CheckpointComparison
 from picompile.accuracy.measure import ComparedArtifact, ComparedText, compare_variants
 from picompile.accuracy.variants import Variant, round_cache, silence_below
 from picompile.artifact.writer import WrittenArtifact
-from picompile.choices import AUTO_BITS, STORED, finer_cache, is_budget, is_calibrated
+from picompile.choices import AUTO_BITS, FOUR_BITS, STORED, finer_cache, is_budget, is_calibrated
 from picompile.compile.accuracy import runnable_here
 from picompile.compile.passes import all_passes, insert_passes, quantize_pass, run_passes
 from picompile.config import CompileConfig, CompileOptions
@@ -159,8 +159,8 @@ def _whole_graph(
 
 
 def _weights_remedy(config: CompileConfig) -> str:
-    if config.quant == STORED:
-        finer = "--quant f16"
+    if config.quant in (STORED, FOUR_BITS):
+        finer = "--quant f16" if config.quant == STORED else "--quant q6 or q8"
     elif is_budget(config.quant):
         bits = config.bits_per_weight
         finer = f"a larger budget than {bits:.2f} bits a weight, or --quant q8"

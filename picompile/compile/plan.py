@@ -44,7 +44,7 @@ def check_given_plan(config: CompileConfig, facts: ModelFacts, progress: Progres
         found = f"{len(plan.layers)} layers of {', '.join(map(str, sorted(neurons)))} neurons"
         raise UsageError(f"the plan is of {found}, but the model has {facts.layers} of {facts.ffn}; plan this one")
     for what, planned, compiled in (
-        ("weights in", plan.quant, config.quant),
+        ("weights in", plan.quant, base_format(config.quant)),
         ("a context of", plan.context, config.context),
         ("predictor", plan.predictor, config.predictor),
         ("predictors in", plan.predictor_quant, config.predictor_quant),

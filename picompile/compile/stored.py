@@ -5,26 +5,18 @@ or q8 where it had fewer bits.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from picompile.choices import DEFAULT_QUANT, STORED
+from picompile.compile.matrix_uses import matrix_uses
 from picompile.config import CompileOptions
 from picompile.errors import UsageError
 from picompile.frontend.captured import Captured
 from picompile_passes.formats import FORMATS
 from picompile_passes.graph.materialize import WeightSource
-from picompile_passes.graph.nodes import arguments, attribute, has_real_data, is_call
-from picompile_passes.graph.operands import (
-    INDEX_SELECT,
-    PREDICTORS,
-    SPARSE_FFN,
-    TRANSPOSE,
-    computes_every_neuron,
-    matrix_operands,
-)
 
 # Formats of matrices whose numbers cannot be kept: of what was plain, and of what had codes.
 _PLAIN, _ROUNDED = "f16", "q8"
@@ -75,50 +67,17 @@ def _counted(formats: Counter[str]) -> str:
 def choose_stored(captured: Captured, graph_module: GraphModule) -> StoredChoice:
     """Return a format for each quantized matrix of a predicted graph: its own wherever a kernel reads it so."""
     stored, formats, rounded = stored_formats(captured.weights), dict[str, str](), Counter[str]()
-    for node in graph_module.graph.nodes:
-        uses = list(_uses(graph_module, node))
-        together = [stored.get(use.parameter) if use.is_readable(stored) else None for use in uses]
-        is_block = is_call(node, SPARSE_FFN)
-        if is_block and not (computes_every_neuron(node) and all(map(_has_panels, uses, together))):
-            # Its matrices are read together, neuron by neuron.
-            together = [None] * len(uses)
-        plain = is_block and any(use.parameter not in stored for use in uses)
-        for use, form in zip(uses, together, strict=True):
-            if use.parameter in stored and use.parameter not in formats:
-                formats[use.parameter] = form or (_PLAIN if plain else _ROUNDED)
-                rounded.update([] if form else [formats[use.parameter]])
+    uses = list(matrix_uses(graph_module))
+    # The matrices of a block whose neurons may be skipped are read together, and have one format.
+    plain = {use.layer for use in uses if use.role in ("ffn", "down") and use.parameter not in stored}
+    for use in uses:
+        if use.parameter not in stored or use.parameter in formats:
+            continue
+        own, is_neuron = stored[use.parameter], use.role in ("ffn", "down")
+        kept = own is not None and (use.in_panels or (FORMATS[own].rows and not is_neuron))
+        if kept and own is not None:
+            formats[use.parameter] = own
+        else:
+            formats[use.parameter] = _PLAIN if is_neuron and use.layer in plain else _ROUNDED
+            rounded[formats[use.parameter]] += 1
     return StoredChoice(formats, rounded)
-
-
-@dataclass(frozen=True)
-class _Use:
-    """A matrix of a node: `rows` rows of a parameter, or with `transposed` of its transpose."""
-
-    parameter: str
-    rows: int
-    transposed: bool
-
-    def is_readable(self, stored: Mapping[str, str | None]) -> bool:
-        """Return whether kernels read these rows in the format that has the parameter's numbers."""
-        form = stored.get(self.parameter)
-        return form is not None and not self.transposed and (FORMATS[form].rows or FORMATS[form].has_panels(self.rows))
-
-
-def _has_panels(use: _Use, form: str | None) -> bool:
-    return form is not None and FORMATS[form].has_panels(use.rows)
-
-
-def _uses(graph_module: GraphModule, node: Node) -> Iterator[_Use]:
-    """Yield the matrices of a node that are made of one parameter of the model."""
-    down = arguments(node)["down"] if is_call(node, SPARSE_FFN) else None
-    for operand in matrix_operands(node):
-        rows, columns = (int(size) for size in operand.meta["val"].shape)
-        transposed, source = operand is down, operand
-        if is_call(source, INDEX_SELECT) and source.args[1] == 0:
-            source = source.all_input_nodes[0]
-        if is_call(source, TRANSPOSE):
-            transposed, source = not transposed, source.all_input_nodes[0]
-        name = str(source.target)
-        is_parameter = source.op == "get_attr" and not has_real_data(attribute(graph_module, name))
-        if is_parameter and not name.startswith(PREDICTORS):
-            yield _Use(name, columns if operand is down else rows, transposed)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from picompile.choices import STORED, is_budget, parse_bits
+from picompile.choices import FOUR_BITS, STORED, base_format, is_budget, parse_bits
+from picompile.compile.four_bits import choose_four_bits
 from picompile.compile.passes import all_passes, insert_pass, insert_passes, quantize_pass, run_passes
 from picompile.compile.stored import choose_stored
 from picompile.config import CompileConfig
@@ -131,8 +132,13 @@ def choose_formats(
         chosen_stored = choose_stored(captured, run_passes(captured, passes, progress, verify=config.verify))
         progress.say(chosen_stored.text)
         return replace(config, tensors=chosen_stored.formats)
+    if config.quant == FOUR_BITS and config.back_end is None and not config.calibrates:
+        passes = [*CANONICALIZE, *insert_passes(config, predictors)]
+        with progress.step("formats"):
+            predicted = run_passes(captured, passes, progress, verify=config.verify)
+            return replace(config, tensors=choose_four_bits(captured, predicted))
     if not is_budget(config.quant):
-        return replace(config, tensors=_exact_tables(captured, config.quant))
+        return replace(config, tensors=_exact_tables(captured, base_format(config.quant)))
     if checkpoint is None:
         raise UsageError(f"quant {config.quant} needs a model folder, whose tokenizer reads text; choose a format")
     quantize = quantize_pass(config)

@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 
 from picompile.choices import (
     MOST_LAYERS,
+    base_format,
     default_chunk,
     resolve_context,
 )
@@ -227,7 +228,7 @@ def _packing(options: ModelOptions, limit: object, activation: str) -> Packing:
         predictor = "learned" if options.predictors or parse_activation(activation).sparse else "none"
     chunk = options.chunk or default_chunk(context, on_gpu=options.on_gpu)
     return Packing(
-        options.quant,
+        base_format(options.quant),
         predictor,
         context,
         options.sequences,
