@@ -14,6 +14,7 @@ from picompile.choices import (
     CONTEXT,
     DEFAULT_QUANT,
     FORMATS_HELP,
+    FOUR_BITS,
     KV_DTYPE,
     LEAST_CALIBRATION_TOKENS,
     PREDICTOR_QUANT,
@@ -113,7 +114,7 @@ class CompileOptions(PredictorOptions):
     activation_bits: str | None = option(
         None,
         "Bits of activations that matrices of 8 bits or fewer are multiplied with, on a CPU and where no neurons are "
-        "skipped. 16 loses nothing to speak of; 8 reads prompts faster. Default: 16 with stored, else 8.",
+        "skipped. 16 loses nothing to speak of; 8 reads prompts faster. Default: 16 with stored and 4bit, else 8.",
         choices=("8", "16"),
     )
     checkpoint_bound: float | None = option(
@@ -401,7 +402,7 @@ def resolve(options: CompileOptions, facts: "ModelFacts", quant: str | None = No
     # Limits leave out silent neurons as `exact` does, and others.
     kind = options.predictor if options.skip is None else options.predictor or "none"
     options = replace(options, quant=options.quant or quant or DEFAULT_QUANT)
-    wide = options.activation_bits == "16" or (options.activation_bits is None and options.quant == STORED)
+    wide = options.activation_bits == "16" or (options.activation_bits is None and options.quant in (STORED, FOUR_BITS))
     found = {
         "activation_bytes": 2 if wide else 1,
         "context": context,

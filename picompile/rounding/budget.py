@@ -37,7 +37,7 @@ def fit_budget(units: Sequence[MatrixUnit], bits: float) -> dict[str, str]:
     """Return the format of each unit, by its name, that loses least within `bits` bits a weight on average."""
     total = sum(unit.weights for unit in units)
     sizes = [{form: unit.weights / total * FORMATS[form].bits for form in BUDGET_FORMATS} for unit in units]
-    return _solve(units, [unit.losses for unit in units], sizes, bits)
+    return _by_unit(units, least_cost([unit.losses for unit in units], sizes, bits))
 
 
 def fit_loss(units: Sequence[MatrixUnit], bound: float) -> dict[str, str]:
@@ -50,7 +50,11 @@ def fit_loss(units: Sequence[MatrixUnit], bound: float) -> dict[str, str]:
         return {unit.name: min(BUDGET_FORMATS, key=lambda form: unit.losses[form]) for unit in units}
     total = sum(unit.weights for unit in units)
     sizes = [{form: unit.weights / total * FORMATS[form].bits for form in BUDGET_FORMATS} for unit in units]
-    return _solve(units, sizes, [unit.losses for unit in units], bound)
+    return _by_unit(units, least_cost(sizes, [unit.losses for unit in units], bound))
+
+
+def _by_unit(units: Sequence[MatrixUnit], forms: Sequence[str]) -> dict[str, str]:
+    return {unit.name: form for unit, form in zip(units, forms, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -77,13 +81,14 @@ def mean_bits(units: Sequence[MatrixUnit], forms: Mapping[str, str]) -> float:
     return sum(unit.weights * FORMATS[forms[unit.name]].bits for unit in units) / sum(unit.weights for unit in units)
 
 
-def _solve(
-    units: Sequence[MatrixUnit],
-    costs: Sequence[Mapping[str, float]],
-    sizes: Sequence[Mapping[str, float]],
-    limit: float,
-) -> dict[str, str]:
-    """Return the choices of the least cost whose sizes add up to at most `limit`."""
+def least_cost(costs: Sequence[Mapping[str, float]], sizes: Sequence[Mapping[str, float]], limit: float) -> list[str]:
+    """Return a choice for each unit, such that their costs are least and their sizes add up to at most `limit`.
+
+    Args:
+        costs: the cost of each of a unit's choices. Some choice of all units fits.
+        sizes: their sizes.
+        limit: above 0.
+    """
     # highspy has no type annotations.
     make: Any = highspy.Highs
     solver = make()
@@ -91,14 +96,11 @@ def _solve(
     solver.setOptionValue("threads", 1)
     solver.setOptionValue("mip_rel_gap", 1e-6)
     scale = _LARGEST_LOSS / max(max(cost.values()) for cost in costs)
-    chosen = [{form: solver.addBinary() for form in BUDGET_FORMATS} for _ in units]
+    chosen = [{form: solver.addBinary() for form in cost} for cost in costs]
     for of_unit in chosen:
         solver.addConstr(solver.qsum(of_unit.values()) == 1)
-    pairs = [(place, form) for place in range(len(units)) for form in BUDGET_FORMATS]
+    pairs = [(place, form) for place, of_unit in enumerate(chosen) for form in of_unit]
     solver.addConstr(solver.qsum(chosen[u][form] * (sizes[u][form] / limit) for u, form in pairs) <= 1.0)
     solver.minimize(solver.qsum(chosen[u][form] * (costs[u][form] * scale) for u, form in pairs))
-    values = [{form: solver.val(of_unit[form]) for form in BUDGET_FORMATS} for of_unit in chosen]
-    return {
-        unit.name: max(BUDGET_FORMATS, key=lambda form: of_unit[form])
-        for unit, of_unit in zip(units, values, strict=True)
-    }
+    values = [{form: solver.val(variable) for form, variable in of_unit.items()} for of_unit in chosen]
+    return [max(of_unit, key=of_unit.__getitem__) for of_unit in values]
