@@ -1,4 +1,4 @@
-"""Look-ups in matrices in panels, and blocks of which every neuron is computed, against the same in float64."""
+"""Products and look-ups with matrices in panels, and blocks that compute every neuron, against the same in float64."""
 
 from itertools import pairwise
 
@@ -8,13 +8,13 @@ import torch
 
 from helpers.kernels.workbench import Array, Workbench, as_seen, assert_close, assert_rows, packed, uniform
 from helpers.products import sampled
+from helpers.weight_formats import PANEL_FORMATS, random_rows, weights_of_row
 from picompile_codegen import cpu
-from picompile_codegen.specs import EmbeddingSpec, WholeFfnSpec
+from picompile_codegen.specs import EmbeddingSpec, LinearSpec, WholeFfnSpec
 from picompile_codegen.weight_panels import to_panels
 from picompile_passes.dialect import parse_activation
 from picompile_passes.formats import FORMATS
 
-PANELS = tuple(name for name in FORMATS.builtin if FORMATS[name].panels)
 # More than two of the largest tiles, and something left over for each of the smaller ones.
 CHUNK = 37
 SLOW = "compiles a kernel per case"
@@ -29,11 +29,31 @@ def in_panels(data: Array, form: str, columns: int) -> Array:
     return to_panels(torch.from_numpy(data), form, columns).numpy()
 
 
-@sampled(form=PANELS, dim=(72, 300, 544), rows=(1, 7), slow=SLOW)
+def any_matrix(rng: np.random.Generator, form: str, rows: int, columns: int) -> tuple[Array, Array]:
+    """Return a matrix of any bytes, those too that no rounding makes, and its weights, float64 [rows, columns]."""
+    data = random_rows(rng, form, rows, columns)
+    return data, np.stack([weights_of_row(form, row, columns) for row in data])
+
+
+@sampled(form=PANEL_FORMATS, columns=(72, 544), tokens=(None, 7), activation_bytes=(1, 2), slow=SLOW)
+def test_any_bytes_are_multiplied(
+    workbench: Workbench, form: str, columns: int, tokens: int | None, activation_bytes: int
+) -> None:
+    """`tokens` None is the kernel of decode."""
+    rng = np.random.default_rng([columns, tokens or 0])
+    data, weights = any_matrix(rng, form, 32, columns)
+    x, rows = uniform(rng, tokens or 1, columns), tokens or 1
+    spec = LinearSpec(form, 32, columns, rows, bias=False, panels=True, activation_bytes=activation_bytes)
+    inputs, step = {"x": x, "w": in_panels(data, form, columns)}, -1 if tokens is None else tokens
+    found = workbench.run(cpu.write_kernel(spec), inputs, tokens=step)["y"]
+    assert_close(found, as_seen(x, form, activation_bytes) @ weights.T)
+
+
+@sampled(form=PANEL_FORMATS, dim=(72, 300, 544), rows=(1, 7), slow=SLOW)
 def test_embedding(workbench: Workbench, form: str, dim: int, rows: int) -> None:
-    """Each row has the numbers that the format gives it, to the bit but for a sum that is rounded once more."""
+    """Each row has the numbers that the format gives it, to the bit but for what is rounded more than once."""
     rng = np.random.default_rng([dim, rows])
-    data, weights = packed(rng, form, 48, dim)
+    data, weights = any_matrix(rng, form, 48, dim)
     ids = rng.integers(0, 46, rows).astype(np.int32)
     spec = EmbeddingSpec(format=form, vocab=48, dim=dim, rows=rows, offset=2, panels=True)
     found = workbench.run(cpu.write_kernel(spec), {"ids": ids, "w": in_panels(data, form, dim)}, tokens=rows)
@@ -42,7 +62,7 @@ def test_embedding(workbench: Workbench, form: str, dim: int, rows: int) -> None
 
 
 # Formats of gate, up and down: alike; each with other sums of inputs; and each of those with zeros or minima.
-TOGETHER = [(form,) * 3 for form in PANELS]
+TOGETHER = [(form,) * 3 for form in PANEL_FORMATS]
 TOGETHER += [(a, b, a) for a, b in pairwise(("q4", "q6_k", "q4_k", "iq4_xs", "q4m", "q2_k", "q5", "q8"))]
 BLOCKS = {
     "swiglu": {"gated": True, "activation": "silu", "up_activation": "identity", "biases": ""},
