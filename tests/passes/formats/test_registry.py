@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -31,9 +32,13 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
 
 def documented() -> dict[str, list[str]]:
     """Return the cells of the tables of formats in docs/format.md, by the name of the format."""
-    lines = (ROOT / "docs" / "format.md").read_text().partition("\n## Weight formats\n")[2].partition("\n## ")[0]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines.splitlines() if line[:3] == "| `"]
-    return {row[0].strip("`"): row[1:] for row in rows if row[0] != "`--quant`"}
+    text = (ROOT / "docs" / "format.md").read_text().partition("\n## Weight formats\n")[2].partition("\n## ")[0]
+    rows, found = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()], {}
+    for number, row in enumerate(rows):
+        if row[-1] == "bits a weight":
+            cells = takewhile(lambda cells: len(cells) > 1, rows[number + 2 :])
+            found |= {row[0].strip("`"): row[1:] for row in cells}
+    return found
 
 
 def test_each_format_is_documented_with_its_sizes() -> None:
