@@ -5,7 +5,7 @@ or q8 where it had fewer bits.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch.fx import GraphModule, Node
@@ -73,21 +73,36 @@ def _counted(formats: Counter[str]) -> str:
 
 
 def choose_stored(captured: Captured, graph_module: GraphModule) -> StoredChoice:
-    """Return a format for each quantized matrix of a predicted graph: its own wherever a kernel reads it so."""
-    stored, formats, rounded = stored_formats(captured.weights), dict[str, str](), Counter[str]()
-    for node in graph_module.graph.nodes:
-        uses = list(_uses(graph_module, node))
-        together = [stored.get(use.parameter) if use.is_readable(stored) else None for use in uses]
+    """Return a format for each quantized matrix of a predicted graph: its own wherever kernels read it so."""
+    stored, rounded = stored_formats(captured.weights), dict[str, str]()
+    uses = {node: list(_uses(graph_module, node)) for node in graph_module.graph.nodes}
+    # A matrix that one node cannot read as it is has another format for all, and so have those of the same block.
+    while lost := _lost(uses, stored, rounded):
+        rounded |= lost
+    used = [use.parameter for each in uses.values() for use in each]
+    formats = {name: form for name in used if (form := rounded.get(name) or stored.get(name)) is not None}
+    return StoredChoice(formats, Counter(rounded.values()))
+
+
+def _lost(
+    uses: Mapping[Node, Sequence["_Use"]], stored: Mapping[str, str | None], rounded: Mapping[str, str]
+) -> dict[str, str]:
+    """Return other formats for matrices that a node cannot read as they are, where those in `rounded` have others."""
+    lost = dict[str, str]()
+    for node, each in uses.items():
+        kept = [
+            stored.get(use.parameter) if use.parameter not in rounded and use.is_readable(stored) else None
+            for use in each
+        ]
         is_block = is_call(node, SPARSE_FFN)
-        if is_block and not (computes_every_neuron(node) and all(map(_has_panels, uses, together))):
+        if is_block and not (computes_every_neuron(node) and all(map(_has_panels, each, kept))):
             # Its matrices are read together, neuron by neuron.
-            together = [None] * len(uses)
-        plain = is_block and any(use.parameter not in stored for use in uses)
-        for use, form in zip(uses, together, strict=True):
-            if use.parameter in stored and use.parameter not in formats:
-                formats[use.parameter] = form or (_PLAIN if plain else _ROUNDED)
-                rounded.update([] if form else [formats[use.parameter]])
-    return StoredChoice(formats, rounded)
+            kept = [None] * len(each)
+        plain = is_block and any(use.parameter not in stored for use in each)
+        for use, form in zip(each, kept, strict=True):
+            if form is None and use.parameter in stored and use.parameter not in rounded:
+                lost.setdefault(use.parameter, _PLAIN if plain else _ROUNDED)
+    return lost
 
 
 @dataclass(frozen=True)
