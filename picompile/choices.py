@@ -97,11 +97,26 @@ def is_budget(quant: str) -> bool:
     return quant == AUTO_BITS or parse_bits(quant) is not None
 
 
+def row_formats() -> list[str]:
+    """Return the formats whose rows kernels can read: ours, and those of packages, which this loads."""
+    return [name for name in FORMATS if FORMATS[name].rows]
+
+
+def has_rows(name: str) -> bool:
+    """Return whether `name` is a format whose rows kernels can read."""
+    return name in FORMATS and FORMATS[name].rows
+
+
+def check_format(quant: str) -> None:
+    """Raise `UsageError` unless `quant` is a format whose rows kernels can read."""
+    if not has_rows(quant):
+        raise UsageError(f"unknown quantization {quant!r}; known are {', '.join(row_formats())}")
+
+
 def check_predictor_quant(quant: str) -> None:
-    """Raise `UsageError` unless `quant` is a format or `auto`."""
-    if quant != "auto" and (quant not in FORMATS or not FORMATS[quant].rows):
-        known = ", ".join(name for name in FORMATS if FORMATS[name].rows)
-        raise UsageError(f"unknown quantization {quant!r} of predictors; known are auto, {known}")
+    """Raise `UsageError` unless `quant` is a format whose rows kernels can read, or `auto`."""
+    if quant != "auto" and not has_rows(quant):
+        raise UsageError(f"unknown quantization {quant!r} of predictors; known are auto, {', '.join(row_formats())}")
 
 
 PREDICTOR_QUANT = Option(
@@ -117,10 +132,8 @@ def check_quant(quant: str) -> None:
     if quant in FORMATS and not FORMATS[quant].rows:
         raise UsageError(f"{quant} is a format of quantized checkpoints alone, which keep it with --quant {STORED}")
     if quant not in FORMATS and quant not in (STORED, FOUR_BITS) and not is_budget(quant):
-        formats = ", ".join(name for name in FORMATS if FORMATS[name].rows)
-        raise UsageError(
-            f"unknown quantization {quant!r}; known are {FOUR_BITS}, {formats}, {STORED}, auto, and budgets like 5.2bpw"
-        )
+        known = ", ".join((FOUR_BITS, *row_formats(), STORED))
+        raise UsageError(f"unknown quantization {quant!r}; known are {known}, auto, and budgets like 5.2bpw")
 
 
 def is_calibrated(quant: str) -> bool:

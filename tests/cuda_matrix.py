@@ -18,6 +18,7 @@ from helpers.families import build, save
 from helpers.ptx.device_code import code_in_folder
 from helpers.ptx.machine_code import machine_faults
 from helpers.ptx.syntax import parse
+from helpers.weight_formats import ROW_FORMATS
 from picompile.compile.passes import pipeline_passes, run_passes
 from picompile.config import CompileOptions
 from picompile.frontend.captured import Captured
@@ -27,7 +28,6 @@ from picompile_codegen.cuda.build import build_cuda
 from picompile_codegen.lowering.function import LowerOptions
 from picompile_codegen.lowering.lower import lower
 from picompile_codegen.lowering.placement import ON_HOST, Placement
-from picompile_passes.formats import FORMATS
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
 
@@ -45,7 +45,7 @@ class Model(NamedTuple):
 MODELS = (
     *(
         Model("llama-relu", quant, predictor, sequences=1 if predictor == "none" else 3)
-        for quant in FORMATS.builtin
+        for quant in ROW_FORMATS
         for predictor in ("exact", "none", "learned", "sign")
     ),
     *(Model("llama-relu", "f16", "exact", kv_dtype) for kv_dtype in ("float32", "q8")),

@@ -16,13 +16,13 @@ from torch.fx import GraphModule
 import picompile_runtime
 from helpers.families import VARIANTS, build, save
 from helpers.reference import eager_logits, relative_error, round_weights
+from helpers.weight_formats import ROW_FORMATS
 from picompile.compile import compile_model
 from picompile.compile.passes import pipeline_passes
 from picompile.config import CompileOptions
 from picompile.frontend.captured import Captured
 from picompile.frontend.hf import load_model
 from picompile_passes.base import GraphPass, Stage, stage_of
-from picompile_passes.formats import FORMATS
 from picompile_passes.graph.materialize import materialize
 from picompile_passes.pipeline import Pipeline
 
@@ -61,7 +61,7 @@ def _compiled_logits(artifact: Path, ids: list[int], prompt: int, threads: int) 
 # The graph of each family is checked in f16, whose rounding hides least; the kernels of the other formats with a block
 # of each kind: gated, with biases, beside attention, of two activations, and with a norm across neurons.
 QUANTIZED = [
-    *(("llama-relu", quant) for quant in FORMATS.builtin if quant != "f16"),
+    *(("llama-relu", quant) for quant in ROW_FORMATS if quant != "f16"),
     *[
         ("opt-pre-norm", "q8"),
         ("opt-post-norm", "q4"),

@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from picompile.choices import QUANTIZATIONS
 from picompile_codegen import cuda, specs
 from picompile_codegen.cuda.build import build_cuda
 from picompile_codegen.cuda.function import CudaKernel
@@ -27,9 +28,6 @@ from picompile_codegen.specs import (
     RmsNormSpec,
     SumNormSpec,
 )
-from picompile_passes import formats
-
-FORMATS = formats.FORMATS.builtin
 
 
 def _linear_add(eps: float, **linear: Any) -> LinearAddSpec:
@@ -129,7 +127,7 @@ def attention(context: int, kv_dtype: str, rows: int = 1, heads: tuple[int, int,
 
 def small_cases() -> Iterator[Case]:
     """Every kernel, small: seconds under a memory checker."""
-    for form in FORMATS:
+    for form in QUANTIZATIONS:
         yield Case(f"linear {form}", "linear", {"format": form, "n": 333, "k": 420, "rows": 1, "bias": True})
         yield Case(f"linear chunk {form}", "linear", {"format": form, "n": 130, "k": 200, "rows": 70, "bias": False})
         linear = {"format": form, "n": 333, "k": 420, "bias": form == "q8", "eps": 1e-5}

@@ -65,19 +65,19 @@ def _counted(formats: Counter[str]) -> str:
 
 
 def choose_stored(captured: Captured, graph_module: GraphModule) -> StoredChoice:
-    """Return a format for each quantized matrix of a predicted graph: its own wherever a kernel reads it so."""
-    stored, formats, rounded = stored_formats(captured.weights), dict[str, str](), Counter[str]()
-    uses = list(matrix_uses(graph_module))
-    # The matrices of a block whose neurons may be skipped are read together, and have one format.
+    """Return a format for each quantized matrix of a predicted graph: its own wherever all kernels read it so."""
+    stored, uses = stored_formats(captured.weights), list(matrix_uses(graph_module))
+    # The matrices of a block whose neurons may be skipped, or of which one is plain, are read together.
     plain = {use.layer for use in uses if use.role in ("ffn", "down") and use.parameter not in stored}
+    formats, rounded = dict[str, str](), dict[str, str]()
     for use in uses:
-        if use.parameter not in stored or use.parameter in formats:
+        if use.parameter not in stored:
             continue
         own, is_neuron = stored[use.parameter], use.role in ("ffn", "down")
-        kept = own is not None and (use.in_panels or (FORMATS[own].rows and not is_neuron))
-        if kept and own is not None:
+        is_plain = is_neuron and use.layer in plain
+        is_read = not is_plain and (use.in_panels or (own is not None and FORMATS[own].rows and not is_neuron))
+        if own is None or not is_read:
+            rounded[use.parameter] = _PLAIN if is_plain else _ROUNDED
+        elif own is not None:
             formats[use.parameter] = own
-        else:
-            formats[use.parameter] = _PLAIN if is_neuron and use.layer in plain else _ROUNDED
-            rounded[formats[use.parameter]] += 1
-    return StoredChoice(formats, rounded)
+    return StoredChoice(formats | rounded, Counter(rounded.values()))

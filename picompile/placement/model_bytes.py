@@ -8,12 +8,12 @@ from picompile.choices import (
     DEFAULT_CONTEXT,
     KV_DTYPES,
     PREDICTORS,
+    check_format,
     check_predictor_quant,
     has_spread_cache,
 )
 from picompile.errors import UsageError
 from picompile_codegen.lowering.slices import LEAST, STAGING, STAGING_BYTES
-from picompile_passes.formats import FORMATS
 from picompile_passes.predictors import PREDICTOR_KINDS
 
 
@@ -36,9 +36,9 @@ class Packing:
     predictor_quant: str = "auto"
 
     def __post_init__(self) -> None:
+        check_format(self.quant)
         check_predictor_quant(self.predictor_quant)
         for value, known, name in (
-            (self.quant, FORMATS, "quantization"),
             (self.predictor, _known_predictors(self.predictor), "predictor"),
             (self.kv_dtype or "f16", tuple(name for name in KV_DTYPES if not has_spread_cache(name)), "KV cache type"),
         ):

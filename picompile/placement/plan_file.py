@@ -6,13 +6,13 @@ from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any
 
+from picompile.choices import row_formats
 from picompile.errors import SolverError, UsageError
 from picompile.output import writing_file
 from picompile.placement.goal import OBJECTIVES
 from picompile.placement.machine import Machine
 from picompile.placement.plan import DEVICES, FORMAT, LIMITS, SCHEMA, MemoryRow, Plan, PlanLayer, check_budgets
 from picompile.predictors.description import adding_advice, check_schema, choice, layer_number, number, read_object
-from picompile_passes.formats import FORMATS
 from picompile_runtime.artifact.fields import Fields
 
 _WHAT = "a plan of picompile plan"
@@ -80,7 +80,7 @@ def plan_of(content: Fields) -> Plan:
         gap=number(content, "gap", 0),
         baselines=_baselines(content.object("baselines")),
         chunk=content.integer("chunk", 2),
-        predictor_quant=choice(content, "predictor_quant", ("auto", *FORMATS)),
+        predictor_quant=choice(content, "predictor_quant", ("auto", *row_formats())),
     )
     _check_speed(content, plan)
     return plan

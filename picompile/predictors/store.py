@@ -150,6 +150,12 @@ class OverlayWeights:
         packed: Callable[[str, str, bool], Tensor | None] | None = getattr(self._base, "packed", None)
         return None if packed is None or name in self._shapes else packed(name, format_name, transposed)
 
+    def stored(self) -> Mapping[str, str | None]:
+        """Return the format that has the numbers of each quantized matrix of `base`, None where no format has them."""
+        stored: Callable[[], Mapping[str, str | None]] | None = getattr(self._base, "stored", None)
+        found = {} if stored is None else stored()
+        return {name: form for name, form in found.items() if name not in self._shapes}
+
 
 class BlockShape(NamedTuple):
     """Sizes of a feed-forward block: its neurons, and its inputs."""

@@ -26,8 +26,8 @@ from picompile_passes.pipeline import Pipeline
 
 # Beside 0, all formats that are drawn hold it: its 127th, 15th, 8th and 32nd part are float16 numbers.
 _HELD_BY_ALL_FORMATS = 127 * 15 / 2048
-# Powers of two hold no number whose 127th part is a float16.
-_DRAWN_FORMATS = tuple(name for name in FORMATS.builtin if FORMATS[name].scale != E8M0)
+# Powers of two hold no number whose 127th part is a float16. Formats of quantized checkpoints alone hold others.
+_DRAWN_FORMATS = tuple(name for name in FORMATS.builtin if FORMATS[name].rows and FORMATS[name].scale != E8M0)
 _MACHINES = ("x86_64", "aarch64")
 _FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "asimd", "asimddp", "sve")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from picompile_passes.base import copy_graph_module, without_unused
-from picompile_passes.formats import FORMATS, predictor_format
+from picompile_passes.formats import predictor_format
 from picompile_passes.graph.materialize import WeightSource, evaluate_constant
 from picompile_passes.graph.nodes import arguments, attribute, calls, constant_nodes, has_real_data
 from picompile_passes.graph.operands import (
@@ -152,10 +152,11 @@ def random_weights(
 
     With `representable`, a weight format, every matrix is one that the format holds exactly: packed by rows or by
     columns, whole or any of them in any order, it comes out as it went in. Vectors are never packed. Raises
-    `ValueError` for another format.
+    `ValueError` for another format, also for those of quantized checkpoints alone.
     """
     if representable not in _DRAW:
-        raise ValueError(f"there is no weight format {representable!r}; there are {', '.join(FORMATS)}")
+        known = ", ".join(filter(None, _DRAW))
+        raise ValueError(f"no weights are known to be representable in {representable!r}, only in {known}")
     embedding_scale = _EMBEDDING_SCALES[seed % 2]
     other_scale = 1.0 if embedding_scale == 1.0 else _OTHER_SCALE
     embeddings = embedding_names(graph_module)

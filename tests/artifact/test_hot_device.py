@@ -14,6 +14,7 @@ import pytest
 from helpers.gpu_artifacts import gpu_artifact, gpu_model
 from helpers.ptx.sass import disassemble
 from helpers.report_plans import random_plan
+from helpers.weight_formats import ROW_FORMATS
 from picompile.artifact.code import AcceleratorTarget, accelerator_target
 from picompile.compile import compile_model
 from picompile.compile.passes import pipeline_passes, run_passes
@@ -29,7 +30,6 @@ from picompile_codegen.lowering.function import LowerOptions
 from picompile_codegen.lowering.lower import lower
 from picompile_codegen.lowering.placement import Placement
 from picompile_codegen.specs import AttentionSpec, FfnSpec, LinearSpec
-from picompile_passes.formats import FORMATS
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
 from test_prediction import held_out, write_predictors
@@ -155,7 +155,7 @@ def test_loads_of_long_rows_come_first(tmp_path: Path, sm: int) -> None:
 def test_prompts_are_multiplied_on_tensor_cores(tmp_path: Path, sm: int) -> None:
     """All of a step without a spill, and from sm_80 on copied to shared memory behind the multiplications' back."""
     block = BLOCK(kind="exact", format="q8", neurons=2048, dim=1024, rows=256)
-    linears = [LinearSpec(format=form, n=8192, k=1024, rows=256, bias=False) for form in FORMATS]
+    linears = [LinearSpec(format=form, n=8192, k=1024, rows=256, bias=False) for form in ROW_FORMATS]
     attention = AttentionSpec(
         heads=64, kv_heads=8, head_dim=128, value_dim=128, context=4096, rows=256, kv_dtype="float16", scale=0.1,
         mode="chunk", window=0, sequences=1,

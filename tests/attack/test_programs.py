@@ -155,6 +155,13 @@ def _send_where_the_layer_before_was_sent(program: Json) -> None:
     program["buffers"][second]["offset"] = program["buffers"][first]["offset"]
 
 
+def _table_of_fewer_rows(program: Json) -> None:
+    """A token could be one that the table does not have."""
+    for arg in call_of(program, "embedding")["args"]:
+        if "weight" in arg:
+            arg["shape"] = [arg["shape"][0] - 1, *arg["shape"][1:]]
+
+
 def _cache_in_no_memory(program: Json) -> None:
     next(iter(program["state"].values()))["memory"] = "shared"
 
@@ -239,6 +246,11 @@ def _attend_to_something_else(program: Json) -> None:
         # What random damage hardly finds.
         ("masked", _misaligned_weight, "at byte 4, which is no multiple of 64"),
         ("masked", _row_of_a_mask, "reads a part of"),
+        (
+            "masked",
+            _table_of_fewer_rows,
+            r"embedding\S+ takes w\.data \S+ \[300, \d+\], and is given \S+ \[299, ",
+        ),
         ("masked", _cache_in_no_memory, "may not be in shared memory"),
         # Tickets and copies are for their purpose alone: with another kernel's values, a block would add up what is not
         # there yet, or nothing at all.

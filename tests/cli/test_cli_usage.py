@@ -58,7 +58,7 @@ USAGE_ERRORS = {
     "eval x --text no/such/file": "no/such/file",
     "eval x --text /": "folder",
     "compile x": "-o",
-    "compile x -o y --quant q5": "q5",
+    "compile x -o y --quant q9": "q9",
     f"compile {BUNDLED_MODEL} -o y --predictor guessed": "guessed",
     "compile x -o y --kv-dtype q5": "q5",
     "compile x -o y --context 0": "--context",

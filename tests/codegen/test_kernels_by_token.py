@@ -12,6 +12,7 @@ from helpers.kernels.caches import in_q4, in_q8, spread
 from helpers.kernels.cuda_workbench import CudaWorkbench
 from helpers.kernels.workbench import Array, Workbench, assert_rows, packed, uniform
 from helpers.products import sampled
+from helpers.weight_formats import ROW_FORMATS
 from picompile_codegen import cuda
 from picompile_codegen.cpu import vector
 from picompile_codegen.cpu.kernel import Kernel, KernelFunction
@@ -33,12 +34,10 @@ from picompile_codegen.specs import (
     TakeLastSpec,
     TopLogitsSpec,
 )
-from picompile_passes import formats
 from picompile_passes.dialect import parse_activation
 from picompile_passes.dialect.activations import ACTIVATIONS
 from picompile_passes.dialect.expressions import FUNCTIONS, evaluate_expression
 
-FORMATS = formats.FORMATS.builtin
 # Part of a vector, whole ones, a rest behind them, no multiple of four, and several blocks of a GPU with a rest.
 DIMS = (5, 96, 100, 99, 700)
 # Rows, and how many of them count.
@@ -120,7 +119,7 @@ def test_join_columns(either: Workbench, widths: tuple[int, ...], tokens: int) -
     assert_rows(found["y"], np.concatenate(list(parts.values()), axis=1))
 
 
-@sampled(slow=SLOW, form=FORMATS, size=EMBEDDED, missing=(0, 2))
+@sampled(slow=SLOW, form=ROW_FORMATS, size=EMBEDDED, missing=(0, 2))
 def test_embedding(either: Workbench, form: str, size: tuple[int, int], missing: int) -> None:
     (dim, rows), rng = size, np.random.default_rng([*size, missing])
     tokens = max(rows - missing, 1)

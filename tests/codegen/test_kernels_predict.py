@@ -9,16 +9,15 @@ import torch
 from helpers.kernels.cuda_workbench import CudaWorkbench
 from helpers.kernels.workbench import Array, Workbench, as_seen, assert_rows, packed, uniform
 from helpers.products import sampled
+from helpers.weight_formats import ROW_FORMATS
 from picompile_codegen import cpu
 from picompile_codegen.cpu.kernel import Kernel
 from picompile_codegen.cuda import dot
 from picompile_codegen.signs import pack_signs, sign_row_bytes
 from picompile_codegen.specs import PredictLowRankSpec, PredictSignsSpec
 from picompile_codegen.weight_panels import to_panels
-from picompile_passes import formats
 from picompile_passes.dialect import dequantize_rows, quantize_rows
 
-FORMATS = formats.FORMATS.builtin
 # (neurons, rank, dim): one of everything; odd sizes; a rank wider than a group; sizes that are worth several threads;
 # ranks that a warp of a GPU reads in turns; rows longer than a block of its threads.
 Shape = tuple[int, int, int]
@@ -64,7 +63,7 @@ def clear_threshold(logits: Array) -> float:
 
 
 @sampled(
-    form=FORMATS,
+    form=ROW_FORMATS,
     shape=SHAPES,
     relu=(False, True),
     when=lambda shape, relu, **_: shape in (ODD, SHAPES[4]) or not relu,
@@ -146,7 +145,7 @@ def test_ranks_that_are_in_shared_memory_in_parts(monkeypatch: pytest.MonkeyPatc
     assert_rows(mask, logits > threshold)
 
 
-@sampled(form=FORMATS, shape=SIGN_SHAPES, tokens=(1, 5), slow=SLOW)
+@sampled(form=ROW_FORMATS, shape=SIGN_SHAPES, tokens=(1, 5), slow=SLOW)
 def test_signs(either: Workbench, form: str, shape: tuple[int, int], tokens: int) -> None:
     """Zeros count as positive, minus zero too."""
     if shape == SIGN_SHAPES[-1] and isinstance(either, CudaWorkbench):

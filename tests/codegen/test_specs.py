@@ -11,23 +11,23 @@ from typing import Any
 import pytest
 
 from helpers.products import cover
+from helpers.weight_formats import PANEL_FORMATS, ROW_FORMATS
 from picompile_codegen import cpu, cuda, specs
 from picompile_codegen.backend import find_bodies
 from picompile_codegen.signs import sign_row_bytes
 from picompile_codegen.specs import KernelArgument, KernelSpec, LayerNormSpec, LinearSpec, RmsNormSpec
-from picompile_passes import formats
 from picompile_passes.errors import RegistryError
 
-FORMATS = formats.FORMATS.builtin
 KV_DTYPES = ("float16", "float32", "q8")
 ROWS = (1, 13)
 CPU_BODIES, CUDA_BODIES = find_bodies(cpu.__name__), find_bodies(cuda.__name__)
 BOTH = (False, True)
 # Only the host calls these, and only a GPU those.
-HOST_ONLY = {specs.LendCacheSpec, specs.SignalSpec, specs.WaitSpec}
+HOST_ONLY = {specs.LendCacheSpec, specs.SignalSpec, specs.WaitSpec, specs.WholeFfnSpec}
 GPU_ONLY = {specs.CountedSendMaskSpec, specs.LinearAddSpec, specs.PingPongSpec, specs.SumNormSpec}
 
 CACHES = {"kv_heads": (1, 3), "context": (50,), "sequences": (1, 4)}
+ACTIVATION_BYTES = {"activation_bytes": (1, 2)}
 ROWWISE = {"rows": 13, "rowwise": True}
 PREDICTED = (("f16", "f16"), ("q8", "q4"), ("q4", "q8"), ("q6", "q4m"))
 
@@ -82,8 +82,22 @@ def ffns() -> list[Parameters]:
         return (each["kind"] != "exact" or not dense) and each["gated"] >= each["gate_limits"]
 
     limits = {"gate_limits": BOTH, "output_limits": BOTH}
-    layout = {"format": FORMATS, "rows": ROWS, "neurons": (77,), "dim": (72,)}
+    layout = {"format": ROW_FORMATS, "rows": ROWS, "neurons": (77,), "dim": (72,)}
     return pairs(is_block, block=blocks, kinds=kinds, **layout, **limits)
+
+
+def whole_blocks() -> list[Parameters]:
+    """Gated and not, each with formats of its own and with one; with all biases, some and none."""
+    three, two = (("q4",) * 3, ("q4_k", "q4_k", "q6_k"), ("q4m", "q8", "q2_k")), (("q5_1",) * 2, ("iq4_xs", "nvfp4"))
+    forms = [{"gated": len(each) == 3, "formats": each} for each in (*three, *two)]
+    biases = [{f"{name}_bias": name[0] in given for name in ("gate", "up", "down")} for given in ("", "ud", "gud")]
+    sizes = {"neurons": (80,), "dim": (48,), "rows": ROWS, "counts": BOTH, **ACTIVATION_BYTES}
+    activations = {"activation": ("silu", "fatrelu(0.25)"), "up_activation": ("identity", "relu")}
+
+    def is_block(each: Parameters) -> bool:
+        return bool(each["gated"] or (each["up_activation"] == "identity" and not each["gate_bias"]))
+
+    return pairs(is_block, forms=forms, biases=biases, **activations, **sizes)
 
 
 def norms_behind(dim: int, rows: int) -> list[Any]:
@@ -105,12 +119,15 @@ VARIANTS: dict[type[KernelSpec], list[Parameters]] = {
         *pairs(dim=(96, 99), rows=ROWS, inputs=("rtv",), expression=("t0 = mul(x0, x1); add(t0, x2)",)),
         *pairs(dim=(96,), rows=(1,), inputs=("rv", "rr"), expression=("mul(x0, x1)", "mul(x1, x0)", "mul(x0, 2.0)")),
     ],
-    specs.EmbeddingSpec: pairs(format=FORMATS, vocab=(50,), dim=(96, 100), rows=ROWS, offset=(0, 2)),
+    specs.EmbeddingSpec: [
+        *pairs(format=ROW_FORMATS, vocab=(50,), dim=(96, 100), rows=ROWS, offset=(0, 2)),
+        *pairs(format=PANEL_FORMATS, vocab=(64,), dim=(96, 100), rows=ROWS, offset=(0, 2), panels=(True,)),
+    ],
     specs.FfnSpec: ffns(),
     specs.LayerNormSpec: pairs(dim=(96, 99), rows=ROWS, eps=(1e-5,), weight=BOTH, bias=BOTH, groups=(1, 3)),
     specs.TopLogitsSpec: pairs(vocab=(37, 300, 3000), rows=ROWS),
     specs.LinearAddSpec: pairs(
-        linear=[LinearSpec(form, 64, 72, 1, bias) for form, bias in product(FORMATS, BOTH)],
+        linear=[LinearSpec(form, 64, 72, 1, bias) for form, bias in product(ROW_FORMATS, BOTH)],
         norm=norms_behind(64, 1),
     ),
     specs.SumNormSpec: [
@@ -118,7 +135,10 @@ VARIANTS: dict[type[KernelSpec], list[Parameters]] = {
         for rows, terms, (received, counted) in product(ROWS, (2, 4), ((False, False), (True, False), (True, True)))
         for norm in norms_behind(96, rows)
     ],
-    specs.LinearSpec: pairs(format=FORMATS, n=(64, 251), k=(72, 100), rows=ROWS, bias=BOTH),
+    specs.LinearSpec: [
+        *pairs(format=ROW_FORMATS, n=(64, 251), k=(72, 100), rows=ROWS, bias=BOTH),
+        *pairs(format=PANEL_FORMATS, n=(64,), k=(72, 100), rows=ROWS, bias=BOTH, panels=(True,), **ACTIVATION_BYTES),
+    ],
     specs.PredictLowRankSpec: pairs(formats=PREDICTED, neurons=(77,), rank=(5, 40), dim=(72,), relu=BOTH, rows=(1, 7)),
     specs.PredictSignsSpec: pairs(
         neurons=(50,), dims=[{"dim": dim, "row_bytes": sign_row_bytes(dim)} for dim in (13, 256, 257)], rows=(1, 7)
@@ -135,6 +155,7 @@ VARIANTS: dict[type[KernelSpec], list[Parameters]] = {
     specs.SendSpec: pairs(dim=(96, 99), rows=ROWS),
     specs.SendMaskSpec: pairs(dim=(96,), neurons=(200,), columns=(55, 60), rows=ROWS),
     specs.TakeLastSpec: pairs(dim=(96, 99), rows=ROWS),
+    specs.WholeFfnSpec: whole_blocks(),
     **{spec: [{}] for spec in (specs.PingPongSpec, specs.SignalSpec, specs.WaitSpec)},
 }
 
@@ -172,6 +193,8 @@ def test_bodies_take_the_arguments_of_their_spec(kind: type[KernelSpec]) -> None
         bodies = [module for module, found in ((cpu, CPU_BODIES), (cuda, CUDA_BODIES)) if kind in found]
         if isinstance(spec, specs.CountedFfnSpec) and not spec.is_masked:
             bodies.remove(cpu)
+        if isinstance(spec, specs.EmbeddingSpec | specs.LinearSpec) and spec.panels:
+            bodies.remove(cuda)
         written = [module.write_kernel(spec) for module in bodies]
         for kernel in written:
             assert kernel.name == spec.name

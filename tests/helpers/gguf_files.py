@@ -69,7 +69,7 @@ def write_example(
     A tensor can be left out. `more` are values of the metadata under full keys, or `tensors`: others by name.
     """
     config = model.config
-    tensors: dict[str, Array] = dict(more.pop("tensors", {})) | dict(_gguf_tensors(example, model))
+    tensors: dict[str, Array] = dict(more.pop("tensors", {})) | dict(gguf_tensors(example, model))
     tensors.pop(without, None)
     metadata = {f"{example.architecture}.{key}": value for key, value in example.metadata(config).items()}
     write_file(file, example.architecture, {**metadata, **more}, tensors, type_name)
@@ -79,9 +79,17 @@ def write_example(
 
 
 def write_file(
-    file: Path, architecture: str, metadata: Mapping[str, Any], tensors: Mapping[str, Array], type_name: str = "F32"
+    file: Path,
+    architecture: str,
+    metadata: Mapping[str, Any],
+    tensors: Mapping[str, Array],
+    type_name: str = "F32",
+    blocks: Mapping[str, str] | None = None,
 ) -> None:
-    """A GGUF file of these values and tensors. Lists become arrays, floats float32, whole numbers uint32."""
+    """A GGUF file of these values and tensors. Lists become arrays, floats float32, whole numbers uint32.
+
+    Tensors in `blocks` are blocks already, uint8 [rows, row bytes], of the types that it has for their names.
+    """
     from gguf import GGMLQuantizationType, GGUFWriter, quantize
 
     writer = GGUFWriter(file, architecture)
@@ -89,6 +97,9 @@ def write_file(
     for key, value in metadata.items():
         adds.get(type(value), writer.add_uint32)(key, value)
     for name, values in tensors.items():
+        if name in (blocks or {}):
+            writer.add_tensor(name, values, raw_dtype=GGMLQuantizationType[blocks[name]])
+            continue
         plain = values.ndim < 2 or "norm" in name or "ssm" in name or values.shape[-1] % _BLOCK[type_name]
         kind = GGMLQuantizationType["F32" if plain else type_name]
         data = np.ascontiguousarray(values.astype(np.float32))
@@ -102,7 +113,8 @@ def write_file(
     writer.close()
 
 
-def _gguf_tensors(example: Example, model: nn.Module) -> Parts:
+def gguf_tensors(example: Example, model: nn.Module) -> Parts:
+    """Yield the tensors of a model under the names that its GGUF file has for them."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     known = {"bamboo": "llama", "opt": "bert"}.get(example.architecture, example.architecture)

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -10,7 +12,7 @@ from picompile_passes.dialect import dequantize_rows, quantize_rows
 from picompile_passes.errors import PassOptionError
 from picompile_passes.formats import FORMATS
 from picompile_passes.graph.builder import GraphBuilder
-from picompile_passes.graph.nodes import arguments, calls
+from picompile_passes.graph.nodes import arguments, calls, is_call
 from picompile_passes.graph.operands import (
     DEQUANTIZE,
     ELEMENTWISE,
@@ -19,6 +21,7 @@ from picompile_passes.graph.operands import (
     PREDICT,
     QUANTIZE,
     SPARSE_FFN,
+    TRANSPOSE,
     matrix_operands,
 )
 from picompile_passes.passes.insert_predictors import InsertPredictors
@@ -39,22 +42,23 @@ def partitioned(shape=LLAMA, hot=None):
     return Partition(hot or {})(predicted).graph_module
 
 
-def rounded(weights, form, predictors=None):
+def rounded(weights, form, predictors=None, by_outputs=False):
     """Return the weights after `form` and back; predictors' own matrices use `predictors`, which defaults to `form`.
 
-    The head and embeddings use q6 where `form` has four bits. A down projection holds a neuron in each column, and is
-    packed by neuron.
+    The head and embeddings use q6 where `form` has four bits, but for formats of quantized checkpoints. A down
+    projection holds a neuron in each column, and is packed by neuron, unless `by_outputs`.
     """
 
     def keep(name, weight):
         if weight.dim() != 2:
             return weight
-        rows = weight.T if name.endswith(DOWN) else weight
+        by_neurons = name.endswith(DOWN) and not by_outputs
+        rows = weight.T if by_neurons else weight
         stored = (predictors or form) if name.startswith("predictors.") else form
         if "embed" in name or "lm_head" in name:
-            stored = "q6" if FORMATS[form].data_bits == 4 else form
+            stored = "q6" if form in ("q4", "q4m", "mxfp4") else form
         left = dequantize_rows(quantize_rows(rows, stored), stored, rows.shape[1])
-        return left.T if name.endswith(DOWN) else left
+        return left.T if by_neurons else left
 
     return RandomWeights({name: keep(name, weight) for name, weight in weights.tensors.items()})
 
@@ -78,11 +82,12 @@ def test_errors_of_formats_are_within_their_bounds():
     weights = random_weights(before)
     expected = run(before, weights)
     errors = {}
-    for form in FORMATS:
+    for form in FORMATS.builtin:
         actual = run(Quantize(form)(before).graph_module, weights)
         errors[form] = float((actual - expected).norm() / expected.norm())
     assert 0 < errors["f16"] < errors["q8"] < errors["q6"] < min(errors["q4m"], errors["q4"])
-    assert max(errors.values()) < 0.5
+    assert errors["q6_k"] < errors["q5"] < errors["q3_k"] < errors["q2_k"] < 1.0
+    assert max(error for form, error in errors.items() if form != "q2_k") < 0.5
 
 
 def test_matrices_are_packed_and_vectors_are_not():
@@ -145,6 +150,64 @@ def test_predictor_and_block_read_the_same_packed_gating_matrix():
     assert not Quantize("q8")(after).modified
 
 
+WHOLE = GraphShape(hidden=32, heads=2, kv_heads=2, ffn=48, activation="silu")
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("form", ["q4", "q6_k"])
+def test_down_is_packed_by_outputs_where_every_neuron_is_computed(gated, form):
+    before = partitioned(replace(WHOLE, gated=gated))
+    after = Quantize(form)(before).graph_module
+    verify(after, Stage.QUANTIZED)
+    stored = [arguments(block)["down"] for block in calls(before.graph, SPARSE_FFN)]
+    for block, down in zip(calls(after.graph, SPARSE_FFN), stored, strict=True):
+        transposed = arguments(block)["down"]
+        assert is_call(transposed, TRANSPOSE)
+        values = arguments(transposed.args[0])
+        assert (values["format"], values["columns"]) == (form, 48)
+        # Of a parameter that has its outputs in rows, nothing is transposed.
+        assert arguments(values["packed"])["weight"].target == down.args[0].target
+    weights = random_weights(before)
+    assert_close(run(after, weights), run(before, rounded(weights, form, by_outputs=True)))
+    assert not Quantize("q8")(after).modified
+
+
+@pytest.mark.parametrize(
+    ("change", "form", "tensors"),
+    [
+        ({"hidden": 24}, "q4", {}),
+        ({"ffn": 40}, "q4", {}),
+        ({}, "f16", {}),
+        ({}, "q4", {f"model.layers.{layer}.mlp.gate_proj.weight": "f16" for layer in (0, 1)}),
+        ({}, "q4", {f"model.layers.{layer}.mlp.down_proj.weight": "f16" for layer in (0, 1)}),
+    ],
+)
+def test_down_is_packed_by_neurons_where_a_matrix_has_no_panels(change, form, tensors):
+    before = partitioned(replace(WHOLE, **change))
+    after = Quantize(form, tensors=tensors)(before).graph_module
+    verify(after, Stage.QUANTIZED)
+    assert all(arguments(block)["down"].target is DEQUANTIZE for block in calls(after.graph, SPARSE_FFN))
+
+
+@pytest.mark.parametrize(
+    ("insert", "hot"),
+    [
+        (InsertPredictors("exact"), {}),
+        (InsertPredictors("learned", ranks={0: 16, 1: 16}), {}),
+        (InsertPredictors("none", output_limits=(0, 1)), {}),
+        (InsertPredictors("none"), {0: range(16), 1: range(48)}),
+    ],
+)
+def test_down_is_packed_by_neurons_where_these_are_read_one_by_one(insert, hot):
+    predicted = insert(build(replace(WHOLE, activation="relu"))).graph_module
+    before = Partition(hot)(predicted).graph_module
+    after = Quantize("q4")(before).graph_module
+    verify(after, Stage.QUANTIZED)
+    assert all(arguments(block)["down"].target is DEQUANTIZE for block in calls(after.graph, SPARSE_FFN))
+    weights = random_weights(before)
+    assert_close(run(after, weights), run(before, rounded(weights, "q4", "q6")))
+
+
 def test_the_head_has_its_format_where_logits_are_capped_too():
     b = GraphBuilder()
     x = b.call(EMBEDDING, b.tokens, b.parameter("embed", 9, 4), 0)
@@ -159,7 +222,5 @@ def test_the_head_has_its_format_where_logits_are_capped_too():
 
 
 def test_unknown_format_is_refused():
-    with pytest.raises(
-        PassOptionError, match="option format of pass quantize: 'q5' is not one of f16, q8, q6, q4m, q4"
-    ):
-        Quantize("q5")
+    with pytest.raises(PassOptionError, match=r"option format of pass quantize: 'q9' is not one of f16, q8, .*, q2_k$"):
+        Quantize("q9")

@@ -266,10 +266,11 @@ def test_estimated_ranks() -> None:
 @pytest.mark.parametrize(
     ("packing", "culprit"),
     [
-        ({"quant": "q5"}, "q5"),
+        ({"quant": "q9"}, "'q9'; known are f16, q8, q6, q4m, q4, mxfp4$"),
+        ({"quant": "q4_k"}, "unknown quantization 'q4_k'"),
         ({"predictor": "oracle"}, "oracle"),
         ({"kv_dtype": "f8"}, "f8"),
-        ({"predictor_quant": "q5"}, "q5"),
+        ({"predictor_quant": "q5"}, "unknown quantization 'q5' of predictors"),
         ({"context": 0}, "context"),
         ({"sequences": 0}, "sequences"),
         ({"chunk": 1}, "chunk"),

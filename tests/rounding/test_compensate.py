@@ -5,12 +5,13 @@ import torch
 from torch import Tensor
 
 from helpers.products import sampled
+from helpers.weight_formats import ROW_FORMATS
 from picompile.errors import UnsupportedModelError
 from picompile.rounding.compensate import best_grid, inverse_factor, round_neurons, round_rows
 from picompile_passes.formats import FORMATS
 from picompile_passes.formats.packing import dequantize_rows, quantize_rows
 
-_ROUNDED = [name for name, form in FORMATS.items() if form.scale]
+_ROUNDED = [name for name in ROW_FORMATS if FORMATS[name].scale]
 # Odd sizes: less than a group, several blocks of groups, a rest.
 _SIZES = [(5, 20, 17), (70, 100, 300), (33, 288, 500)]
 

@@ -133,6 +133,14 @@ def _quantized(operand: Node) -> tuple[Node, str, int]:
     return values["packed"], values["format"], values["columns"]
 
 
+def _require_rows(name: str, format_name: str) -> None:
+    """Raise `UnsupportedGraphError` for a matrix in a format that kernels only read in panels."""
+    if not FORMATS[format_name].rows:
+        raise UnsupportedGraphError(
+            f"{name}: no kernel reads single rows of {format_name}, only panels of {PANEL_ROWS}, on a CPU"
+        )
+
+
 def is_whole_block(node: Node) -> bool:
     """Return whether `node` is a block whose down matrix is packed by outputs: it computes every neuron."""
     return is_call(node, SPARSE_FFN) and is_call(arguments(node)["down"], TRANSPOSE)
@@ -194,6 +202,7 @@ class WeightTable:
     def joined_matrix(self, operand: Node) -> PackedMatrix:
         """Return the whole matrix that `operand` was joined to."""
         packed, format_name, columns = _quantized(operand)
+        _require_rows(_parameter_name(packed), format_name)
         part, row_bytes = self.parts[_parameter_name(packed)], FORMATS[format_name].row_bytes(columns)
         self._add(PackedTensor(part.name, (part.length, row_bytes), part.produce, part.nodes))
         return PackedMatrix(part.name, format_name, part.length, row_bytes)
@@ -236,13 +245,14 @@ class WeightTable:
     def bundle(self, name: str, operands: list[Node]) -> PackedMatrix:
         """Add matrices of equal shape whose rows interleave: row j · len(operands) + i is row j of operand i.
 
-        Raises `UnsupportedGraphError` where they differ in format.
+        Raises `UnsupportedGraphError` where they differ in format, or no kernel reads rows of theirs.
         """
         quantized = [_quantized(operand) for operand in operands]
         _, format_name, columns = quantized[0]
         formats = sorted({form for _, form, _ in quantized})
         if len(formats) > 1:
             raise UnsupportedGraphError(f"{name}: matrices that are read together are {' and '.join(formats)}")
+        _require_rows(name, format_name)
         row_bytes = FORMATS[format_name].row_bytes(columns)
         rows = int(operands[0].meta["val"].shape[0]) * len(operands)
         nodes = [node for node, _, _ in quantized]

@@ -155,7 +155,9 @@ def _iq4_xs(b: Bytes) -> BlockParts:
 
 
 def _mxfp4(b: Bytes) -> BlockParts:
-    return BlockParts(_nibbles(b[..., 1:]), np.ldexp(np.float32(1), b[..., :1].astype(np.int32) - 127))
+    with np.errstate(over="ignore"):  # 255 stands for no number
+        scales = np.ldexp(np.float32(1), b[..., :1].astype(np.int32) - 127)
+    return BlockParts(_nibbles(b[..., 1:]), scales)
 
 
 def _nvfp4(b: Bytes) -> BlockParts:

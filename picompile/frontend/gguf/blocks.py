@@ -15,7 +15,7 @@ from torch import Tensor
 from picompile.frontend.gguf.block_codes import read_codes
 from picompile.frontend.gguf.header import TensorEntry
 from picompile.frontend.gguf.tensor_types import TENSOR_TYPES
-from picompile_passes.formats import E8M0, FORMATS
+from picompile_passes.formats import E8M0, FORMATS, Codec
 from picompile_passes.formats.packing import pack_codes
 
 Bytes = npt.NDArray[np.uint8]
@@ -75,8 +75,8 @@ def repack(data: Bytes, type_name: str, columns: int) -> Tensor | None:
     """Return blocks uint8 [rows, row bytes] as rows of the format that has their numbers: the same in other places.
 
     None where a number is one that the format has not: kernels negate the bytes of q8, and -(-128) is no byte; a scale
-    of MXFP4 may be infinite, or below the numbers that float32 has whole. Raises `ValueError` for scales that are no
-    numbers.
+    of MXFP4 may be so large that weights are infinite, or below the numbers that float32 has whole. Raises `ValueError`
+    for scales that are no numbers.
     """
     form, size_bytes = FORMATS[STORED[type_name]], _BLOCKS[type_name][1]
     packed = torch.zeros(len(data), form.row_bytes(columns), dtype=torch.uint8)
@@ -86,7 +86,7 @@ def repack(data: Bytes, type_name: str, columns: int) -> Tensor | None:
             codes = codes.view(torch.int8)
             if bool((codes == -128).any()):
                 return None
-        if form.scale == E8M0 and not _has_powers(grid.scale):
+        if form.scale == E8M0 and not _has_powers(grid.scale, form):
             return None
         for values in (grid.scale, grid.minimum):
             if values is not None and not bool(torch.isfinite(values).all()):
@@ -95,10 +95,11 @@ def repack(data: Bytes, type_name: str, columns: int) -> Tensor | None:
     return packed
 
 
-def _has_powers(scales: Tensor) -> bool:
-    """Return whether these powers of two are normal numbers of float32, which alone E8M0 stands for in ours."""
+def _has_powers(scales: Tensor, form: Codec) -> bool:
+    """Return whether these powers of two are normal numbers of float32, as ours are, and all weights are finite."""
     least, most = torch.aminmax(scales)
-    return float(least) >= torch.finfo(torch.float32).tiny and bool(torch.isfinite(most))
+    largest = most * (max(form.table) * form.table_step)
+    return float(least) >= torch.finfo(torch.float32).tiny and bool(torch.isfinite(largest))
 
 
 def pack_f16(values: Tensor) -> Tensor:

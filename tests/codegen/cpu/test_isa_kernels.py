@@ -16,9 +16,11 @@ import test_kernels_attention as attention
 import test_kernels_by_token as by_token
 import test_kernels_ffn as ffn
 import test_kernels_linear as linear
+import test_kernels_panels as panels
 
 from helpers.kernels.emulated import EmulatedWorkbench, require
 from helpers.kernels.workbench import Workbench
+from helpers.weight_formats import PANEL_FORMATS, STORED_FORMATS
 from picompile_codegen.build.host_library import build_host_library
 from picompile_codegen.build.isa import ISAS, Isa, targeting
 from picompile_codegen.cpu import write_kernel
@@ -42,16 +44,30 @@ class Case:
     check: Callable[[Workbench], None]
 
 
-def products(form: str, shape: tuple[int, int], tokens: int | None = None) -> Case:
+def products(form: str, shape: tuple[int, int], tokens: int | None = None, activation_bytes: int = 1) -> Case:
     """Products of a matrix with one token or a chunk."""
     rows = 1 if tokens is None else linear.CHUNK
-    return Case(lambda: linear.linear(form, shape, rows), lambda bench: linear.test_linear(bench, form, shape, tokens))
+    return Case(
+        lambda: linear.linear(form, shape, rows, activation_bytes=activation_bytes),
+        lambda bench: linear.test_linear(bench, form, shape, tokens, activation_bytes),
+    )
+
+
+def whole(formats: tuple[str, ...], name: str, tokens: int | None, activation_bytes: int) -> Case:
+    """A block of which every neuron is computed."""
+    given = (formats, name, tokens, activation_bytes)
+    return Case(lambda: panels.whole_block(*given), lambda bench: panels.test_whole_block(bench, *given))
 
 
 def block(name: str, kind: str, form: str, rows: int) -> Case:
     return Case(
         lambda: ffn.kernel_of(name, kind, form, rows), lambda bench: ffn.test_ffn(bench, name, kind, form, rows)
     )
+
+
+def looked_up(form: str) -> Case:
+    """Rows of a table in panels."""
+    return Case(lambda: panels.embedding(form, 300, 7), lambda bench: panels.test_embedding(bench, form, 300, 7))
 
 
 def attends(name: str, rows: int, tokens: int, position: int) -> Case:
@@ -71,8 +87,13 @@ CASES = {
     **{f"ffn-{form}": block("opt", "exact", form, 1) for form in ("q4m", "q6")},
     **{f"ffn-{form}-chunk": block("opt", "dense", form, ffn.CHUNK) for form in ("q4m", "q6")},
     **{f"ffn-{form}-chunk": block("reglu", "dense", form, ffn.CHUNK) for form in ("f16", "q8")},
-    **{f"linear-{form}-panels": products(form, PANELS) for form in linear.IN_PANELS},
-    **{f"linear-{form}-panels-chunk": products(form, PANELS, linear.CHUNK) for form in linear.IN_PANELS},
+    # Of formats that only panels have, one token's activations have two bytes.
+    **{f"linear-{form}-panels": products(form, PANELS, None, 1 + (form in STORED_FORMATS)) for form in PANEL_FORMATS},
+    **{f"linear-{form}-panels-chunk": products(form, PANELS, linear.CHUNK) for form in PANEL_FORMATS},
+    **{f"linear-{form}-panels16-chunk": products(form, PANELS, linear.CHUNK, 2) for form in ("q8", "q4m", "iq4_xs")},
+    "ffn-panels": whole(("q4_k", "q4_k", "q6_k"), "swiglu", None, 2),
+    "ffn-panels-chunk": whole(("q8", "q4m", "q2_k"), "geglu", panels.CHUNK, 1),
+    **{f"embedding-{form}-panels": looked_up(form) for form in ("q8", "q4m", "mxfp4", "q5_1", "q6_k", "iq4_xs")},
     **{f"linear-{form}-long-chunk": products(form, LONG, linear.CHUNK) for form in ("f16", "q8", "q6")},
     **{f"ffn-{form}-long-chunk": block("long", "dense", form, ffn.CHUNK) for form in ("f16", "q8")},
     "rms-norm": Case(

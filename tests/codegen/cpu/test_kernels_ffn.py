@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from helpers.kernels.bounds import noting_bounds
 from helpers.kernels.workbench import Array, Workbench, as_seen, assert_close, packed, uniform
 from helpers.products import sampled
+from helpers.weight_formats import ROW_FORMATS
 from picompile_codegen import cpu
 from picompile_codegen.cpu.kernel import Kernel
 from picompile_codegen.errors import CodegenError
 from picompile_codegen.specs import CountedFfnSpec, FfnSpec
-from picompile_passes import formats
 from picompile_passes.dialect import dequantize_rows, parse_activation, quantize_rows
 
 CHUNK = 13
@@ -47,7 +47,6 @@ BLOCKS = {
     # More neurons than a panel has rows, and a block of bytes: test_isa_kernels.py has chunks of it.
     "long": Block(1100, 40, gated=False, activation="relu"),
 }
-FORMATS = formats.FORMATS.builtin
 # What a part of a block has a mask of: more columns than the part has neurons.
 MASK_COLUMNS = 1000
 
@@ -219,7 +218,7 @@ LARGER = [pytest.param(name, marks=pytest.mark.slow("like others")) for name in 
 @sampled(
     name=("reglu", "fatrelu", "opt", "swiglu", "bitnet", *LARGER),
     kind=("dense", "exact", "masked", "part"),
-    form=FORMATS,
+    form=ROW_FORMATS,
     rows=(1, CHUNK),
     when=is_kind,
     slow="compiles a kernel per case",
@@ -266,7 +265,7 @@ def test_masks_of_a_chunk_in_tiles(workbench: Workbench, name: str, kind: str, f
 @pytest.mark.slow("compiles a kernel per case; test_ffn has fast ones")
 @sampled(
     kind=("dense", "masked", "exact"),
-    form=FORMATS[1:],
+    form=ROW_FORMATS[1:],
     rows=(1, CHUNK),
     when=lambda kind, rows, **_: kind != "masked" or rows == 1,
     slow="compiles a kernel per case",

@@ -8,15 +8,13 @@ import torch
 
 from helpers.kernels.workbench import Array, Workbench, as_seen, assert_close, packed, uniform
 from helpers.products import sampled
+from helpers.weight_formats import PANEL_FORMATS, panels_of, random_rows
 from picompile_codegen import cpu
 from picompile_codegen.cpu.kernel import Kernel
 from picompile_codegen.specs import LinearSpec
 from picompile_codegen.weight_panels import PANEL_ROWS, has_panels, to_panels
-from picompile_passes import formats
-from picompile_passes.formats import FORMATS as EVERY_FORMAT
+from picompile_passes.formats import FORMATS
 
-FORMATS = formats.FORMATS.builtin
-IN_PANELS = FORMATS[1:]
 # (n, k): a model's size; neither a multiple of a vector, a group or a block; a vocabulary and a width of many blocks.
 SHAPES = ((64, 96), (251, 72), (10, 100), (1009, 1100))
 # Neither whole groups nor whole blocks of high bits; one panel; rows longer than a page.
@@ -54,11 +52,11 @@ def workbench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
 
 
 def is_stored(form: str, shape: tuple[int, int], activation_bytes: int = 1, **_: object) -> bool:
-    return form in IN_PANELS if shape in PANELS else EVERY_FORMAT[form].rows and activation_bytes == 1
+    return form in PANEL_FORMATS if shape in PANELS else FORMATS[form].rows and activation_bytes == 1
 
 
 @sampled(
-    form=FORMATS,
+    form=FORMATS.builtin,
     shape=(*SHAPES, *PANELS),
     tokens=(None, 1, 2, 3, 7, CHUNK),
     activation_bytes=(1, 2),
@@ -86,7 +84,9 @@ def test_linear(
     but=("(251, 72)-f16", "(10, 100)-q4]", "(48, 72)-q8"),
 )
 @pytest.mark.parametrize(
-    ("shape", "form"), [each for each in product((*SHAPES, *PANELS), FORMATS) if is_stored(*reversed(each))], ids=str
+    ("shape", "form"),
+    [each for each in product((*SHAPES, *PANELS), FORMATS.builtin) if is_stored(*reversed(each))],
+    ids=str,
 )
 def test_each_row_has_the_bits_that_it_has_alone(workbench: Workbench, form: str, shape: tuple[int, int]) -> None:
     rng = np.random.default_rng(shape)
@@ -99,7 +99,13 @@ def test_each_row_has_the_bits_that_it_has_alone(workbench: Workbench, form: str
         assert together.tobytes() == b"".join(alone[:tokens])
 
 
-@sampled(form=IN_PANELS, rows=(1, CHUNK), panels=(True, False), slow="compiles a kernel per case")
+@sampled(
+    form=PANEL_FORMATS,
+    rows=(1, CHUNK),
+    panels=(True, False),
+    when=lambda form, panels, **_: panels or FORMATS[form].rows,
+    slow="compiles a kernel per case",
+)
 def test_what_is_no_number_shows(workbench: Workbench, form: str, rows: int, panels: bool) -> None:
     """In panels and in rows, in whichever lane it is."""
     shape, rng = SHAPES[0], np.random.default_rng(rows)
@@ -111,24 +117,15 @@ def test_what_is_no_number_shows(workbench: Workbench, form: str, rows: int, pan
         assert np.isnan(workbench.run(linear(form, shape, rows, panels=panels), inputs, tokens=rows)["y"]).all()
 
 
-@pytest.mark.parametrize("form", IN_PANELS)
+@pytest.mark.parametrize("form", PANEL_FORMATS)
 @pytest.mark.parametrize("columns", [32, 72, 330])
 def test_layout_of_panels(form: str, columns: int) -> None:
-    """Four bytes of codes, a zero or a scale of each row side by side."""
-    layout, rows = EVERY_FORMAT[form], 3 * PANEL_ROWS
-    data, _ = packed(np.random.default_rng(columns), form, rows, columns)
-    panels = stored(data, form, (rows, columns), panels=True)
-    assert panels.shape == (3, PANEL_ROWS * layout.row_bytes(columns))
-    zeros, scales = layout.zero_offset_bytes(columns), layout.scale_offset_bytes(columns)
-    for row in range(rows):
-        panel, place = divmod(row, PANEL_ROWS)
-        for byte in range(layout.row_bytes(columns)):
-            start, unit = (0, 4) if byte < zeros else (zeros, 1) if byte < scales else (scales, layout.scale_bytes)
-            number, inside = divmod(byte - start, unit)
-            found = panels[panel, PANEL_ROWS * start + (number * PANEL_ROWS + place) * unit + inside]
-            assert found == data[row, byte], (row, byte)
+    """Four bytes of codes, a zero, a scale or a factor of each row lie side by side."""
+    rows = random_rows(np.random.default_rng(columns), form, 3 * PANEL_ROWS, columns)
+    panels = stored(rows, form, (len(rows), columns), panels=True)
+    assert np.array_equal(panels, panels_of(form, rows, columns))
 
 
 def test_which_matrices_have_panels() -> None:
-    assert tuple(name for name in EVERY_FORMAT if has_panels(name, 64)) == IN_PANELS
-    assert not any(has_panels(name, rows) for name in EVERY_FORMAT for rows in (1, 15, 63))
+    assert tuple(name for name in FORMATS if has_panels(name, 64)) == PANEL_FORMATS == FORMATS.builtin[1:]
+    assert not any(has_panels(name, rows) for name in FORMATS for rows in (1, 15, 63))

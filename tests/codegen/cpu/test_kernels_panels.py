@@ -1,4 +1,4 @@
-"""Look-ups in matrices in panels, and blocks of which every neuron is computed, against the same in float64."""
+"""Products and look-ups with matrices in panels, and blocks that compute every neuron, against the same in float64."""
 
 from itertools import pairwise
 
@@ -8,13 +8,14 @@ import torch
 
 from helpers.kernels.workbench import Array, Workbench, as_seen, assert_close, assert_rows, packed, uniform
 from helpers.products import sampled
+from helpers.weight_formats import PANEL_FORMATS, random_rows, weights_of_row
 from picompile_codegen import cpu
-from picompile_codegen.specs import EmbeddingSpec, WholeFfnSpec
+from picompile_codegen.cpu.kernel import Kernel
+from picompile_codegen.specs import EmbeddingSpec, LinearSpec, WholeFfnSpec
 from picompile_codegen.weight_panels import to_panels
 from picompile_passes.dialect import parse_activation
 from picompile_passes.formats import FORMATS
 
-PANELS = tuple(name for name in FORMATS.builtin if FORMATS[name].panels)
 # More than two of the largest tiles, and something left over for each of the smaller ones.
 CHUNK = 37
 SLOW = "compiles a kernel per case"
@@ -29,20 +30,43 @@ def in_panels(data: Array, form: str, columns: int) -> Array:
     return to_panels(torch.from_numpy(data), form, columns).numpy()
 
 
-@sampled(form=PANELS, dim=(72, 300, 544), rows=(1, 7), slow=SLOW)
+def any_matrix(rng: np.random.Generator, form: str, rows: int, columns: int) -> tuple[Array, Array]:
+    """Return a matrix of any bytes, those too that no rounding makes, and its weights, float64 [rows, columns]."""
+    data = random_rows(rng, form, rows, columns)
+    return data, np.stack([weights_of_row(form, row, columns) for row in data])
+
+
+@sampled(form=PANEL_FORMATS, columns=(72, 544), tokens=(None, 7), activation_bytes=(1, 2), slow=SLOW)
+def test_any_bytes_are_multiplied(
+    workbench: Workbench, form: str, columns: int, tokens: int | None, activation_bytes: int
+) -> None:
+    """`tokens` None is the kernel of decode."""
+    rng = np.random.default_rng([columns, tokens or 0])
+    data, weights = any_matrix(rng, form, 32, columns)
+    x, rows = uniform(rng, tokens or 1, columns), tokens or 1
+    spec = LinearSpec(form, 32, columns, rows, bias=False, panels=True, activation_bytes=activation_bytes)
+    inputs, step = {"x": x, "w": in_panels(data, form, columns)}, -1 if tokens is None else tokens
+    found = workbench.run(cpu.write_kernel(spec), inputs, tokens=step)["y"]
+    assert_close(found, as_seen(x, form, activation_bytes) @ weights.T)
+
+
+def embedding(form: str, dim: int, rows: int) -> Kernel:
+    return cpu.write_kernel(EmbeddingSpec(format=form, vocab=48, dim=dim, rows=rows, offset=2, panels=True))
+
+
+@sampled(form=PANEL_FORMATS, dim=(72, 300, 544), rows=(1, 7), slow=SLOW)
 def test_embedding(workbench: Workbench, form: str, dim: int, rows: int) -> None:
-    """Each row has the numbers that the format gives it, to the bit but for a sum that is rounded once more."""
+    """Each row has the numbers that the format gives it, to the bit but for what is rounded more than once."""
     rng = np.random.default_rng([dim, rows])
-    data, weights = packed(rng, form, 48, dim)
+    data, weights = any_matrix(rng, form, 48, dim)
     ids = rng.integers(0, 46, rows).astype(np.int32)
-    spec = EmbeddingSpec(format=form, vocab=48, dim=dim, rows=rows, offset=2, panels=True)
-    found = workbench.run(cpu.write_kernel(spec), {"ids": ids, "w": in_panels(data, form, dim)}, tokens=rows)
+    found = workbench.run(embedding(form, dim, rows), {"ids": ids, "w": in_panels(data, form, dim)}, tokens=rows)
     expected = weights[ids + 2].astype(np.float32)
     assert_rows(found["y"], expected, tolerance=3e-7 if FORMATS[form].minimum else 0.0)
 
 
 # Formats of gate, up and down: alike; each with other sums of inputs; and each of those with zeros or minima.
-TOGETHER = [(form,) * 3 for form in PANELS]
+TOGETHER = [(form,) * 3 for form in PANEL_FORMATS]
 TOGETHER += [(a, b, a) for a, b in pairwise(("q4", "q6_k", "q4_k", "iq4_xs", "q4m", "q2_k", "q5", "q8"))]
 BLOCKS = {
     "swiglu": {"gated": True, "activation": "silu", "up_activation": "identity", "biases": ""},
@@ -51,28 +75,37 @@ BLOCKS = {
 }
 
 
+NEURONS, DIM = 208, 80
+
+
+def whole_block(formats: tuple[str, ...], block: str, tokens: int | None, activation_bytes: int) -> Kernel:
+    own = BLOCKS[block]
+    spec = WholeFfnSpec(
+        formats=formats if own["gated"] else formats[1:],
+        neurons=NEURONS,
+        dim=DIM,
+        rows=1 if tokens is None else CHUNK,
+        gated=bool(own["gated"]),
+        activation=str(own["activation"]),
+        up_activation=str(own["up_activation"]),
+        activation_bytes=activation_bytes,
+        **{f"{name}_bias": name[0] in str(own["biases"]) for name in ("gate", "up", "down")},
+    )
+    return cpu.write_kernel(spec)
+
+
 @sampled(formats=TOGETHER, block=BLOCKS, tokens=(None, 3, CHUNK), activation_bytes=(1, 2), slow=SLOW)
 def test_whole_block(
     workbench: Workbench, formats: tuple[str, ...], block: str, tokens: int | None, activation_bytes: int
 ) -> None:
     """`tokens` None is the kernel of decode. Threads change no bit, and each token has the bits that it has alone."""
-    neurons, dim, own, rng = 208, 80, BLOCKS[block], np.random.default_rng([len(block), tokens or 0])
+    own, rng = BLOCKS[block], np.random.default_rng([len(block), tokens or 0])
     gated, biases = bool(own["gated"]), str(own["biases"])
     names = ("gate", "up", "down") if gated else ("up", "down")
-    spec = WholeFfnSpec(
-        formats=formats[-len(names) :],
-        neurons=neurons,
-        dim=dim,
-        rows=1 if tokens is None else CHUNK,
-        gated=gated,
-        activation=str(own["activation"]),
-        up_activation=str(own["up_activation"]),
-        activation_bytes=activation_bytes,
-        **{f"{name}_bias": name[0] in biases for name in ("gate", "up", "down")},
-    )
-    kernel, x, stats = cpu.write_kernel(spec), uniform(rng, tokens or 1, dim), np.array([5, 7], np.int64)
-    shapes = {"gate": (neurons, dim), "up": (neurons, dim), "down": (dim, neurons)}
-    forms = dict(zip(names, spec.formats, strict=True))
+    kernel = whole_block(formats, block, tokens, activation_bytes)
+    x, stats = uniform(rng, tokens or 1, DIM), np.array([5, 7], np.int64)
+    shapes = {"gate": (NEURONS, DIM), "up": (NEURONS, DIM), "down": (DIM, NEURONS)}
+    forms = dict(zip(names, formats[-len(names) :], strict=True))
     matrices = {name: packed(rng, forms[name], *shapes[name]) for name in names}
     inputs = {f"{name}_w": in_panels(data, forms[name], shapes[name][1]) for name, (data, _) in matrices.items()}
     offsets = {name: uniform(rng, shapes[name][0]) for name in ("gate", "up", "down")}
@@ -96,7 +129,7 @@ def test_whole_block(
     computed, fired = results[0]["stats"].tolist()
     # An output near 0 may be one or not.
     least, unsure = int((np.abs(hidden) >= 1e-3).sum()), int((np.abs(hidden) < 1e-3).sum())
-    assert computed == 5 + len(x) * neurons
+    assert computed == 5 + len(x) * NEURONS
     assert 7 + least <= fired <= 7 + least + unsure
     if tokens is not None:
         for row, value in zip(x, results[0]["y"], strict=False):

@@ -16,15 +16,14 @@ from helpers.kernels.cuda_workbench import CudaWorkbench
 from helpers.kernels.halves import in_halves, weights_in_halves
 from helpers.kernels.workbench import Array
 from helpers.products import sampled
+from helpers.weight_formats import ROW_FORMATS
 from picompile_codegen import cuda
 from picompile_codegen.cuda import dot, ffn_down, ffn_hidden, mma
 from picompile_codegen.cuda.function import CudaKernel
 from picompile_codegen.specs import CountedFfnSpec
-from picompile_passes import formats
 from picompile_passes.dialect import parse_activation
 
 CHUNK = 13
-FORMATS = formats.FORMATS.builtin
 BLOCKS = {
     **CPU_BLOCKS,
     "odd": LIMITED_BLOCKS["odd"],
@@ -129,7 +128,7 @@ def is_case(name: str, kind: str, limits: str, room: int | None, **_: object) ->
     name=("opt", "bitnet", "odd", "sliced"),
     kind=("dense", "exact", "masked", "part"),
     limits=("", "g", "o", "go"),
-    form=FORMATS,
+    form=ROW_FORMATS,
     rows=(1, CHUNK),
     # Most groups of the last one have no neuron.
     room=(None, 7, 1500),
@@ -147,7 +146,7 @@ def test_blocks(
     [
         *(
             (("wide", kind, "", form, 1), None)
-            for kind, form in (("exact", "f16"), *(("masked", f) for f in FORMATS[2:]))
+            for kind, form in (("exact", "f16"), *(("masked", f) for f in ROW_FORMATS[2:]))
         ),
         *((("whole", kind, "", form, 1), room) for kind, form, room in (("exact", "q6", 7), ("dense", "f16", None))),
         *((("fatrelu", "exact", "", "f16", rows), room) for rows, room in ((1, 1500), (CHUNK, None))),

@@ -9,16 +9,15 @@ from helpers.kernels.cuda_workbench import CudaWorkbench
 from helpers.kernels.halves import in_halves, weights_in_halves
 from helpers.kernels.workbench import Array, assert_close, assert_rows, packed, uniform
 from helpers.products import sampled
+from helpers.weight_formats import ROW_FORMATS
 from picompile_codegen import cuda
 from picompile_codegen.cuda import mma
 from picompile_codegen.specs import LinearSpec
-from picompile_passes import formats
 
-FORMATS = formats.FORMATS.builtin
 CHUNK = 67
 SLOW = "compiles a kernel per case"
 # Large tiles read each format at once, and predictors row by row, in fast tests.
-OTHERS = [form for form in FORMATS if form not in ("f16", "q4")]
+OTHERS = [form for form in ROW_FORMATS if form not in ("f16", "q4")]
 FEW = ("f16", "q4", *(pytest.param(form, marks=pytest.mark.slow("like q4")) for form in OTHERS))
 SMALL = (70, 45)
 Size = tuple[int, int]
@@ -52,7 +51,7 @@ def test_products_are_those_of_float64(workbench: CudaWorkbench, form: str, size
 
 
 @pytest.mark.slow(SLOW, but=("80-q4]",))
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", ROW_FORMATS)
 @pytest.mark.parametrize("sm", [75, 80])
 def test_large_tiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, form: str, sm: int) -> None:
     """Several tiles of tokens and of rows, the last of both begun; activations of any size."""

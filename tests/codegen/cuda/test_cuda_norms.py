@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 from helpers.kernels.cuda_workbench import CudaWorkbench
 from helpers.kernels.workbench import Array, assert_rows, packed, uniform
 from helpers.products import sampled
+from helpers.weight_formats import ROW_FORMATS
 from picompile_codegen import cuda
 from picompile_codegen.cuda.build import compile_cuda, cuda_source, function_resources
 from picompile_codegen.specs import LinearAddSpec, LinearSpec, Norm, SumNormSpec
-from picompile_passes import formats
 
-OTHERS = [form for form in formats.FORMATS if form not in ("f16", "q4")]
+OTHERS = [form for form in ROW_FORMATS if form not in ("f16", "q4")]
 FORMATS = ("f16", "q4", *(pytest.param(form, marks=pytest.mark.slow("like q4")) for form in OTHERS))
 NORMS = ("none", "rms", "layer", "bare")
 # Less than a warp, several warps with and without a rest, and more than a block has threads for.

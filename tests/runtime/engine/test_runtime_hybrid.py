@@ -334,17 +334,6 @@ def moved(name: str) -> Callable[[Any], None]:
     return change
 
 
-def copied_tokens(program: Any) -> None:
-    """Lets the accelerator read its own copy of the tokens, and a table that has too few rows for them."""
-    copy = program["buffers"]["positions.accelerator"] | {"offset": program["accelerator_arena_bytes"]}
-    program["buffers"]["tokens.accelerator"] = copy
-    program["accelerator_arena_bytes"] += 64
-    args = [{"buffer": "step.accelerator"}, {"buffer": "tokens.accelerator", "shape": [1]}]
-    table = {"weight": "table", "shape": [TOY.vocab - 1, 16]}
-    call = program["functions"]["decode"][0]
-    call.update(device="accelerator", args=[*args, table, {"buffer": "x.accelerator", "shape": [1, 16]}])
-
-
 def picks_top_logits(function: str, count: int, memory: str = "shared", ids: str = "int32") -> Callable[[Any], None]:
     """Return a change to a program: the accelerator picks the `count` highest logits of a function."""
 
@@ -384,7 +373,6 @@ def picks_top_logits(function: str, count: int, memory: str = "shared", ids: str
         (set_at("accelerator_arena_bytes", 64), "such that the buffer ends inside the arena"),
         (set_at("streamed", ["nothing"]), "there are no weights called nothing"),
         (set_at("streamed", "head"), "streamed must be"),
-        (copied_tokens, "toy_embed: the table has fewer than 50 rows"),
         *((moved(name), rf"{name}(,| must)") for name in ("step", "tokens", "logits", "stats", "flags")),
         (picks_top_logits("prefill", 5), "leading: prefill is no function that gives logits"),
         (picks_top_logits("batch", 5), r"leading.scores must be float32 \[3, 5\]"),
