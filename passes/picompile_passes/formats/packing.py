@@ -146,6 +146,9 @@ def _stored(values: Tensor, kind: ScaleType | None, group: int = GROUP) -> "Tens
 
 # Candidates for a group's scale, less one, from a code less to a code more than its span.
 _STEPS = compiled.STEPS
+# A candidate has to leave an error that is smaller by so much of Σ w weight². Else the span stays, which is exact
+# where weights lie on its grid.
+_WORTH = 1e-6
 
 
 def fitted_grid(groups: Tensor, form: Codec) -> GroupGrid:
@@ -173,9 +176,13 @@ def _fitted_line(groups: Tensor, weights: Tensor, form: Codec) -> tuple[Tensor, 
     highest, is_below = float(form.highest), form.minimum is None or form.minimum.in_blocks
     low, high = groups.amin(dim=-1), groups.amax(dim=-1)
     low = low.clamp(max=0.0) if is_below else low
+    # Zeros lie between the first code and the last.
+    high = high.clamp(min=0.0) if form.minimum is None else high
     span = high - low
-    scale, minimum, least = span.clamp(min=0.0) / highest, low, torch.full_like(low, torch.inf)
-    sw, sx = weights.sum(-1), (weights * groups).sum(-1)
+    scale, minimum = span.clamp(min=0.0) / highest, low
+    codes = ((groups - low.unsqueeze(-1)) * (highest * _inverse(span)).unsqueeze(-1)).round_()
+    least = (weights * (codes * scale.unsqueeze(-1) + low.unsqueeze(-1) - groups).square()).sum(-1)
+    sw, sx, worth = weights.sum(-1), (weights * groups).sum(-1), _WORTH * (weights * groups * groups).sum(-1)
     for step in range(_STEPS + 1):
         inverse = (highest + 2.0 * step / _STEPS - 1.0) * _inverse(span)
         codes = ((groups - low.unsqueeze(-1)) * inverse.unsqueeze(-1)).round_().clamp_(0.0, highest)
@@ -187,7 +194,7 @@ def _fitted_line(groups: Tensor, weights: Tensor, form: Codec) -> tuple[Tensor, 
         of_codes, at_zero = torch.where(above, sxl / sl2, found[0]), torch.where(above, 0.0, found[1])
         off = of_codes.unsqueeze(-1) * codes + at_zero.unsqueeze(-1) - groups
         error = (weights * off.square()).sum(-1)
-        better = (determinant > 0) & (span > 0) & (error < least)
+        better = (determinant > 0) & (span > 0) & (error < least - worth)
         scale, minimum = torch.where(better, of_codes, scale), torch.where(better, at_zero, minimum)
         least = torch.where(better, error, least)
     return scale, minimum
@@ -199,12 +206,14 @@ def _fitted_scale(groups: Tensor, weights: Tensor, form: Codec) -> Tensor:
     low, high = form.lowest - zero, form.highest - zero
     extreme = groups.gather(-1, groups.abs().argmax(dim=-1, keepdim=True)).squeeze(-1)
     end = torch.full_like(extreme, low) if -low > high else high * extreme.sign()
-    scale, most = torch.where(extreme == 0, 0.0, extreme / end), torch.full_like(extreme, -torch.inf)
+    scale = torch.where(extreme == 0, 0.0, extreme / end)
+    values = (groups * (end * _inverse(extreme)).unsqueeze(-1)).round_().clamp_(low, high) * scale.unsqueeze(-1)
+    most, worth = (weights * values * (2.0 * groups - values)).sum(-1), _WORTH * (weights * groups * groups).sum(-1)
     for step in range(_STEPS + 1):
         inverse = (end + end.sign() * (2.0 * step / _STEPS - 1.0)) * _inverse(extreme)
         codes = (groups * inverse.unsqueeze(-1)).round_().clamp_(low, high)
         sl2, sxl = (weights * codes * codes).sum(-1), (weights * codes * groups).sum(-1)
-        better = (sl2 > 0) & (sxl.square() > most * sl2)
+        better = (sl2 > 0) & (sxl.square() > (most + worth) * sl2)
         most, scale = torch.where(better, sxl.square() / sl2, most), torch.where(better, sxl / sl2, scale)
     return scale
 

@@ -72,6 +72,10 @@ static float as_half(float value) { return of_half(to_half(value)); }
 static float inverse_of(float scale) { return scale == 0 ? 0 : 1 / scale; }
 static float clamp(float x, float low, float high) { return x < low ? low : x > high ? high : x; }
 
+/* A candidate has to leave an error that is smaller by so much of Σ w x². Else the span itself stays, which is exact
+   where weights lie on its grid. */
+static const float WORTH = 1e-6f;
+
 /* How many codes a candidate's span is longer than that of its group. */
 static float stretch(const Format *f, int step) { return f->steps ? 2.0f * (float)step / (float)f->steps - 1 : 0; }
 
@@ -85,10 +89,15 @@ static void fit_both(const Format *f, const Floats *x, const Floats *w, Floats *
         sw += w[i], sx += product, sx2 += product * x[i];
     }
     if (is_below) lo = least(lo, splat(0));
-    Floats span = hi - lo, least_error = splat(INFINITY);
+    if (f->shift == SIXTEENTHS) hi = most(hi, splat(0)); /* zeros lie between the first code and the last */
+    Floats span = hi - lo, least_error = splat(0);
     Ints is_wide = span > 0;
     *scale = choose(is_wide, span, splat(0)) / top, *minimum = lo;
     span = choose(is_wide, span, splat(1));
+    for (int i = 0; i < f->group; i++) {
+        Floats off = nearest((x[i] - lo) * (top / span)) * *scale + lo - x[i];
+        least_error += w[i] * off * off;
+    }
     for (int step = 0; step <= f->steps; step++) {
         Floats inverse = (top + stretch(f, step)) / span, sl = splat(0), sl2 = splat(0), sxl = splat(0);
         for (int i = 0; i < f->group; i++) {
@@ -105,7 +114,7 @@ static void fit_both(const Format *f, const Floats *x, const Floats *w, Floats *
             at_zero = choose(is_above, splat(0), at_zero);
         }
         Floats error = sx2 + of_codes * (of_codes * sl2 - 2 * sxl) + at_zero * (at_zero * sw - 2 * sx + 2 * of_codes * sl);
-        Ints is_better = is_line & (error < least_error);
+        Ints is_better = is_line & (error < least_error - WORTH * sx2);
         least_error = choose(is_better, error, least_error);
         *scale = choose(is_better, of_codes, *scale), *minimum = choose(is_better, at_zero, *minimum);
     }
@@ -116,16 +125,22 @@ static Floats fit_scale(const Format *f, const Floats *x, const Floats *w) {
     for (int i = 1; i < f->group; i++) extreme = choose(magnitude(x[i]) > magnitude(extreme), x[i], extreme);
     Ints is_some = extreme != 0;
     /* The code furthest from 0 is the extreme's, whatever its sign; where both ends are as far, its sign stays. */
-    Floats end = -low[0] > high[0] ? low : choose(extreme > 0, high, -high), most_kept = splat(-INFINITY);
+    Floats end = -low[0] > high[0] ? low : choose(extreme > 0, high, -high), most_kept;
     Floats best = choose(is_some, extreme / end, splat(0)), divisor = choose(is_some, extreme, splat(1));
+    Floats inverse = end / divisor, sx2 = splat(0), kept = splat(0);
+    for (int i = 0; i < f->group; i++) {
+        Floats value = least(most(nearest(x[i] * inverse), low), high) * best, product = w[i] * x[i];
+        sx2 += product * x[i], kept += value * (2 * product - w[i] * value);
+    }
+    most_kept = kept;
     for (int step = 0; f->steps && step <= f->steps; step++) {
         Floats longer = splat(stretch(f, step)), sl2 = splat(0), sxl = splat(0);
-        Floats inverse = (end + choose(end < 0, -longer, longer)) / divisor;
+        inverse = (end + choose(end < 0, -longer, longer)) / divisor;
         for (int i = 0; i < f->group; i++) {
             Floats codes = least(most(nearest(x[i] * inverse), low), high), weighted = w[i] * codes;
             sl2 += weighted * codes, sxl += weighted * x[i];
         }
-        Ints is_better = (sl2 > 0) & is_some & (sxl * sxl > most_kept * sl2);
+        Ints is_better = (sl2 > 0) & is_some & (sxl * sxl > (most_kept + WORTH * sx2) * sl2);
         Floats square = choose(is_better, sl2, splat(1));
         most_kept = choose(is_better, sxl * sxl / square, most_kept), best = choose(is_better, sxl / square, best);
     }
