@@ -2,7 +2,7 @@
 
 A panel is sixteen rows of a matrix. Where a row has four bytes of codes, a panel has those of all its rows side by
 side; so it does with scales, zeros and minima. One load gives as many rows as a vector has lanes, and the sums of each
-row stay in a lane of its own. A panel takes the bytes of its rows.
+row stay in a lane of its own. A panel takes the bytes of its rows, without most of their padding.
 """
 
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ def has_panels(format_name: str, rows: int) -> bool:
 
 def panel_bytes(form: Codec, columns: int) -> int:
     """Return the bytes of a panel."""
-    return PANEL_ROWS * form.row_bytes(columns)
+    return PANEL_ROWS * form.panel_row_bytes(columns)
 
 
 def to_panels(packed: "Tensor", format_name: str, columns: int) -> "Tensor":
@@ -36,8 +36,8 @@ def to_panels(packed: "Tensor", format_name: str, columns: int) -> "Tensor":
     ends = (
         form.zero_offset_bytes(columns),
         form.scale_offset_bytes(columns),
-        form.factor_offset_bytes(columns) if form.factor_bytes else form.row_bytes(columns),
-        form.row_bytes(columns),
+        form.factor_offset_bytes(columns) if form.factor_bytes else form.panel_row_bytes(columns),
+        form.panel_row_bytes(columns),
     )
     units = (_CODE_BYTES, form.zero_bytes or 1, form.scale_bytes, _FACTOR_BYTES)
     for end, unit in zip(ends, units, strict=True):

@@ -186,8 +186,10 @@ def random_rows(rng: np.random.Generator, name: str, rows: int, columns: int) ->
 
 def panels_of(name: str, rows: Bytes, columns: int) -> Bytes:
     """Return the panels of 16 rows: numbers of the same place in each row lie side by side, and codes four by four."""
-    parts, row_bytes = row_parts(name, columns)
-    panels = np.zeros((len(rows) // 16, 16 * row_bytes), np.uint8)
+    parts, _ = row_parts(name, columns)
+    # Rows in panels are padded to four bytes.
+    end = max(part.start + part.count * part.item_bytes for part in parts.values())
+    panels = np.zeros((len(rows) // 16, 16 * (end + -end % 4)), np.uint8)
     for number, row in enumerate(rows):
         panel, place = divmod(number, 16)
         for part in parts.values():

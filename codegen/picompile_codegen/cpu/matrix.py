@@ -86,6 +86,7 @@ class MatrixTensors:
     columns: int
     data: KernelTensor
     scale: KernelTensor | None
+    panels: bool = False
 
     @classmethod
     def argument(cls: type[M], function: KernelFunction, name: str) -> M:
@@ -106,7 +107,7 @@ class MatrixTensors:
         if declared is None:
             return None
         data, scale = function[f"{name}.data"], function.get(f"{name}.scale")
-        return cls(declared.format, declared.rows, declared.columns, data, scale)
+        return cls(declared.format, declared.rows, declared.columns, data, scale, declared.panels)
 
 
 @dataclass(frozen=True)
@@ -174,8 +175,8 @@ class KernelMatrix(MatrixTensors):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row, a whole number of cache lines."""
-        return self.form.row_bytes(self.columns)
+        """Bytes of a row: a whole number of cache lines, but in panels, which are whole ones themselves."""
+        return self.form.panel_row_bytes(self.columns) if self.panels else self.form.row_bytes(self.columns)
 
     @property
     def bytes(self) -> int:

@@ -240,7 +240,7 @@ class WeightTable:
 
         shape = (rows // PANEL_ROWS, panel_bytes(form, columns))
         self._add(PackedTensor(name, shape, produce, (packed,)))
-        return PackedMatrix(name, format_name, rows, form.row_bytes(columns), panels=True)
+        return PackedMatrix(name, format_name, rows, form.panel_row_bytes(columns), panels=True)
 
     def bundle(self, name: str, operands: list[Node]) -> PackedMatrix:
         """Add matrices of equal shape whose rows interleave: row j · len(operands) + i is row j of operand i.

@@ -8,6 +8,7 @@ from string import Formatter
 from typing import Any, ClassVar, Literal
 
 from picompile_codegen.errors import CodegenError
+from picompile_codegen.weight_panels import panel_bytes
 from picompile_passes.formats import CACHE_FORMATS, FORMATS, GROUP, PANEL_ROWS
 
 STEP_SHAPE = (8,)
@@ -80,7 +81,7 @@ class MatrixArgument:
     def parts(self) -> tuple[KernelArgument, ...]:
         """The arguments that the matrix is passed as."""
         form, rows = FORMATS[self.format], self.rows // PANEL_ROWS if self.panels else self.rows
-        row_bytes = form.row_bytes(self.columns) * self.rows // rows
+        row_bytes = panel_bytes(form, self.columns) if self.panels else form.row_bytes(self.columns)
         shape = (rows, row_bytes // ITEM_BYTES[form.data_dtype])
         data = KernelArgument(f"{self.name}.data", form.data_dtype, shape, counted=self.counted)
         if form.scale is None:

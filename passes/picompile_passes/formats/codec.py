@@ -238,9 +238,17 @@ class Codec:
         return self.scale_offset_bytes(columns) + _round_up(self.groups(columns) * self.scale_bytes, _PANEL_PART_BYTES)
 
     def row_bytes(self, columns: int) -> int:
-        """Return the bytes of one row, padding included: the distance between two rows, or a 16th of a panel."""
+        """Return the bytes of one row, padding included: the distance between two rows."""
+        return (
+            _round_up(self.panel_row_bytes(columns), ROW_ALIGNMENT_BYTES)
+            if self.rows
+            else self.panel_row_bytes(columns)
+        )
+
+    def panel_row_bytes(self, columns: int) -> int:
+        """Return the bytes of a row in a panel, where it needs less padding: a 16th of the panel."""
         end = self.factor_offset_bytes(columns) + self.blocks(columns) * self.factor_bytes
-        return _round_up(end, ROW_ALIGNMENT_BYTES if self.rows else _PANEL_ROW_BYTES)
+        return _round_up(end, _PANEL_ROW_BYTES)
 
     @property
     def _part_bytes(self) -> int:
