@@ -95,8 +95,8 @@ class CompileOptions(PredictorOptions):
     quant: str | None = option(
         None,
         f"4bit: a format for each matrix, in no more bytes than llama.cpp's Q4_K_M. stored: the numbers that a "
-        f"quantized checkpoint has. {FORMATS_HELP}. With q4 and q4m the output head and embeddings are in q6. Or a "
-        "budget, as in 5.2bpw: bits a weight on average, spent where they keep most; auto: as few as keep the model's "
+        f"quantized checkpoint has. {FORMATS_HELP}. With q4, q4m and mxfp4 the output head and embeddings are in q6. Or "
+        "a budget, as in 5.2bpw: bits a weight on average, spent where they keep most; auto: as few as keep the model's "
         f"predictions. Default: stored for a quantized checkpoint and a CPU, else {DEFAULT_QUANT}.",
         metavar="FORMAT",
         check=check_quant,
@@ -220,6 +220,8 @@ class CompileOptions(PredictorOptions):
             raise UsageError(
                 f"quant {STORED} is for a CPU alone: {self.back_end} has no kernels for it; choose a format"
             )
+        if self.activation_bits == "16" and self.back_end is not None:
+            raise UsageError(f"activations of 16 bits: {self.back_end} has no kernels for them; leave them out")
         if self.plan is not None:
             self._require_neurons(self.plan)
         self._require_machine(gpu)

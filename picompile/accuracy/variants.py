@@ -86,7 +86,7 @@ def _rounded(rows: Tensor, kv_heads: int, kv_dtype: str) -> Tensor:
     width = rows.shape[-1] // kv_heads
     if has_spread_cache(kv_dtype):
         rows = _spread(rows)
-    packed = quantize_rows(rows.reshape(-1, width), kv_dtype)
+    packed = quantize_rows(rows.reshape(-1, width), kv_dtype, fit=False)
     rounded = dequantize_rows(packed, kv_dtype, width).reshape(rows.shape)
     return _spread(rounded) if has_spread_cache(kv_dtype) else rounded
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from picompile.choices import BUDGET_FORMATS, DEFAULT_QUANT, is_budget, parse_bits
+from picompile.choices import BUDGET_FORMATS, CANDIDATES, DEFAULT_QUANT, FOUR_BITS, STORED, is_budget, parse_bits
 from picompile.cli.accuracy_show import reported, show_comparison
 from picompile.cli.checks import (
     checkpoint_weights,
@@ -64,6 +64,8 @@ def compile_command(
 
 def _least_bits(quant: str) -> float:
     """Return how many bits a weight takes at least."""
+    if quant in (STORED, FOUR_BITS):
+        return min(FORMATS[name].bits for name in FORMATS if quant == STORED or name in CANDIDATES)
     return FORMATS[quant].bits if quant in FORMATS else parse_bits(quant) or FORMATS[BUDGET_FORMATS[0]].bits
 
 

@@ -106,7 +106,8 @@ def _compile_into(
         # A module has no tokenizer, so its weights are not rounded for a text, and the report must not say so.
         config = replace(config, rounding="nearest")
     if config.quant != STORED:
-        warn_of_rounding(captured, base_format(config.quant), progress)
+        by_neurons = config.predictor != "none" or config.back_end is not None or bool(config.hot)
+        warn_of_rounding(captured, base_format(config.quant), progress, by_neurons=by_neurons)
     check_given_plan(config, captured.facts, progress)
     source = _Source(checkpoint, captured, tokenizer, config, code, accelerator)
     with place.scratch() as scratch:

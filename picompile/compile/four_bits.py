@@ -17,6 +17,7 @@ from math import prod
 import torch
 from torch.fx import GraphModule
 
+from picompile.choices import CANDIDATES
 from picompile.compile.matrix_uses import MatrixUse, matrix_uses
 from picompile.frontend.captured import Captured
 from picompile.rounding.budget import least_cost
@@ -24,8 +25,6 @@ from picompile_passes.formats import BLOCK, FORMATS
 from picompile_passes.formats.packing import dequantize_rows, quantize_rows
 from picompile_passes.graph.materialize import WeightSource
 
-# Formats to choose from, by their bits. Kernels read all of them in panels.
-CANDIDATES = ("q4_k", "q4_1", "q5", "q5_k", "q6_k", "q8")
 # How much of a matrix's relative squared error the model feels, over what it feels of a gate matrix. The first and the
 # last eighth of the layers feel more. Measured with noise: SmolLM2-135M has 1.3, 3.1, 0.3 and 0.3 for v, down, o and
 # qk, and 3.1 · layers for its head; Gemma 3 270M has 0.8, 1.4, 0.7, 0.4 and 0.7 · layers.

@@ -54,13 +54,14 @@ class StoredChoice:
     def text(self) -> str:
         """One line about what is kept."""
         kept = Counter(self.formats.values()) - self.rounded
-        found = f"weights as the checkpoint has them: {_counted(kept)}"
+        found = f"weights as the checkpoint has them: {counted(kept)}"
         if not self.rounded:
             return found
-        return f"{found}; rounded again, because no kernel reads their numbers so: {_counted(self.rounded)}"
+        return f"{found}; rounded again, because no kernel reads their numbers so: {counted(self.rounded)}"
 
 
-def _counted(formats: Counter[str]) -> str:
+def counted(formats: Counter[str]) -> str:
+    """Return how many matrices each format has, as a text."""
     return ", ".join(f"{count} matrices in {name}" for name, count in formats.most_common()) or "none"
 
 

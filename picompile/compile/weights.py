@@ -3,6 +3,7 @@
 Weights are rounded once, before a plan tells which neurons are where.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +12,15 @@ import torch
 
 from picompile.choices import FOUR_BITS, STORED, base_format, is_budget, parse_bits
 from picompile.compile.four_bits import choose_four_bits
-from picompile.compile.passes import all_passes, insert_pass, insert_passes, quantize_pass, run_passes
-from picompile.compile.stored import choose_stored
+from picompile.compile.passes import (
+    all_passes,
+    compilation_passes,
+    insert_pass,
+    insert_passes,
+    quantize_pass,
+    run_passes,
+)
+from picompile.compile.stored import choose_stored, counted
 from picompile.config import CompileConfig
 from picompile.errors import UsageError
 from picompile.frontend.captured import Captured
@@ -26,6 +34,7 @@ from picompile_passes.formats import COARSE_BITS, FORMATS, head_format
 from picompile_passes.formats.packing import dequantize_rows, quantize_rows
 from picompile_passes.graph.materialize import WeightSource
 from picompile_passes.passes.canonicalize import CANONICALIZE
+from picompile_passes.passes.quantize import Quantize
 
 # Twice the mean error of float16's last digit, squared, is below it.
 _SILENT_LOSS = 1e-6
@@ -34,11 +43,11 @@ _MEASURED_MATRICES = 4
 _MEASURED_ROWS = 64
 
 
-def warn_of_rounding(captured: Captured, quant: str, progress: Progress) -> None:
+def warn_of_rounding(captured: Captured, quant: str, progress: Progress, *, by_neurons: bool) -> None:
     """Tell `progress` if weights are quantized already and `quant` rounds them a second time, and what that costs.
 
-    Down projections are rounded again where other matrices are not: an artifact has a row for each neuron. Nothing is
-    said of what is lost in the digits of float16.
+    With `by_neurons` down projections are rounded again where other matrices are not: an artifact has a row for each
+    neuron. Nothing is said of what is lost in the digits of float16.
     """
     rounds_again: Callable[..., str | None] | None = getattr(captured.weights, "rounds_again", None)
     if rounds_again is None:
@@ -47,7 +56,7 @@ def warn_of_rounding(captured: Captured, quant: str, progress: Progress) -> None
     matrices = [name for name, shape in shapes.items() if len(shape) == 2 and captured.facts.vocab not in shape]
     down = [name for name in matrices if shapes[name] == (captured.facts.hidden, captured.facts.ffn)]
     what, stored, names = "most weights", rounds_again(quant), matrices
-    if stored is None and captured.facts.hidden != captured.facts.ffn:
+    if stored is None and by_neurons and captured.facts.hidden != captured.facts.ffn:
         what, stored, names = "down projections", rounds_again(quant, transposed=True), down
     loss = 0.0 if stored is None else _rounding_loss(captured.weights, names, quant, transposed=names is down)
     if loss < _SILENT_LOSS:
@@ -127,16 +136,17 @@ def choose_formats(
     Raises:
         UsageError: the text cannot be used, or the model is a module in memory, which has no tokenizer for one.
     """
-    if config.quant == STORED:
-        passes = [*CANONICALIZE, *insert_passes(config, predictors)]
-        chosen_stored = choose_stored(captured, run_passes(captured, passes, progress, verify=config.verify))
-        progress.say(chosen_stored.text)
-        return replace(config, tensors=chosen_stored.formats)
-    if config.quant == FOUR_BITS and config.back_end is None and not config.calibrates:
-        passes = [*CANONICALIZE, *insert_passes(config, predictors)]
-        with progress.step("formats"):
-            predicted = run_passes(captured, passes, progress, verify=config.verify)
-            return replace(config, tensors=choose_four_bits(captured, predicted))
+    if config.quant == STORED or (config.quant == FOUR_BITS and config.back_end is None and not config.calibrates):
+        passes = compilation_passes(config, captured.facts, predictors, config.plan)
+        passes = passes[: next(place for place, each in enumerate(passes) if isinstance(each, Quantize))]
+        graph_module = run_passes(captured, passes, progress, verify=config.verify)
+        if config.quant == STORED:
+            kept = choose_stored(captured, graph_module)
+            progress.say(kept.text)
+            return replace(config, tensors=kept.formats)
+        formats = choose_four_bits(captured, graph_module)
+        progress.say(f"formats of 4 bits and somewhat more: {counted(Counter(formats.values()))}")
+        return replace(config, tensors=formats)
     if not is_budget(config.quant):
         return replace(config, tensors=_exact_tables(captured, base_format(config.quant)))
     if checkpoint is None:

@@ -104,7 +104,10 @@ def test_standard_input_is_read_once_for_all_steps(cli: Cli, tiny_model: Path, t
     ("words", "said"),
     [
         (("--quant", "3bpw"), "from 4.5 to 8.5 bits"),
-        (("--quant", "q9"), "unknown quantization 'q9'; known are 4bit, f16, q8, q6, q4m, q4, mxfp4, stored, auto, and bud"),
+        (
+            ("--quant", "q9"),
+            "unknown quantization 'q9'; known are 4bit, f16, q8, q6, q4m, q4, mxfp4, stored, auto",
+        ),
         (("--quant", "q4_k"), "q4_k is a format of quantized checkpoints alone, which keep it with --quant stored"),
         (("--predictor-quant", "q5"), "unknown quantization 'q5' of predictors"),
         (("--quant", "q8", "--rounding", "calibrated"), "formats of fewer than 8 bits, not q8"),

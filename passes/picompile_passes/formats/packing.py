@@ -265,25 +265,26 @@ def _inverse(scale: Tensor) -> Tensor:
     return torch.where(scale == 0, torch.zeros_like(scale), 1.0 / scale)
 
 
-def quantize_rows(weight: Tensor, format_name: str) -> Tensor:
+def quantize_rows(weight: Tensor, format_name: str, *, fit: bool = True) -> Tensor:
     """Return `weight` [rows, columns], of any float dtype, packed as uint8 [rows, row_bytes].
 
     Weights are rounded to the nearest values of their group's grid. In formats that are `fitted` that is the grid which
-    leaves the least error (`fitted_grid`), in others the one that spans the group.
+    leaves the least error (`fitted_grid`), in others, and without `fit`, the one that spans the group, as kernels round
+    keys and values for a cache.
     """
     form = FORMATS[format_name]
     rows, columns = weight.shape
     packed = torch.zeros(rows, form.row_bytes(columns), dtype=torch.uint8)
-    if compiled.rounds(form):
+    if fit and compiled.rounds(form):
         compiled.round_rows(weight, form, packed)
         return packed
     block = max(1, _BLOCK_ELEMENTS // max(1, columns))
     for start in range(0, rows, block):
-        round_block(weight[start : start + block], form, packed[start : start + block])
+        round_block(weight[start : start + block], form, packed[start : start + block], fit=fit)
     return packed
 
 
-def round_block(weight: Tensor, form: Codec, packed: Tensor) -> None:
+def round_block(weight: Tensor, form: Codec, packed: Tensor, *, fit: bool = True) -> None:
     """Round a few rows and write them to `packed`, as `quantize_rows` does, in PyTorch."""
     rows, columns = weight.shape
     padded = form.padded_columns(columns)
@@ -293,7 +294,7 @@ def round_block(weight: Tensor, form: Codec, packed: Tensor) -> None:
         packed[:, : padded * 2] = values.clamp_(-_F16_MAX, _F16_MAX).to(torch.float16).view(torch.uint8)
         return
     groups = values.view(rows, -1, form.group)
-    grid = fitted_grid(groups, form) if form.fitted else group_grid(groups, form)
+    grid = fitted_grid(groups, form) if fit and form.fitted else group_grid(groups, form)
     pack_codes(grid.codes(groups), grid, columns, packed)
 
 

@@ -93,7 +93,7 @@ def in_q4(exact: Array) -> tuple[NDArray[np.uint8], NDArray[np.float16], NDArray
     """
     width, groups = exact.shape[-1], exact.shape[-1] // GROUP
     turned = spread(np.nan_to_num(exact)).reshape(-1, width).astype(np.float32)
-    packed = quantize_rows(torch.from_numpy(turned), "q4")
+    packed = quantize_rows(torch.from_numpy(turned), "q4", fit=False)
     values = spread(dequantize_rows(packed, "q4", width).numpy().astype(np.float64).reshape(exact.shape))
     data = packed[:, : width // 2].contiguous().numpy().reshape(*exact.shape[:-1], width // 2)
     start = FORMATS["q4"].scale_offset_bytes(width)
