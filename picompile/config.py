@@ -95,9 +95,9 @@ class CompileOptions(PredictorOptions):
     quant: str | None = option(
         None,
         f"4bit: a format for each matrix, in no more bytes than llama.cpp's Q4_K_M. stored: the numbers that a "
-        f"quantized checkpoint has. {FORMATS_HELP}. With q4, q4m and mxfp4 the output head and embeddings are in q6. Or "
-        "a budget, as in 5.2bpw: bits a weight on average, spent where they keep most; auto: as few as keep the model's "
-        f"predictions. Default: stored for a quantized checkpoint and a CPU, else {DEFAULT_QUANT}.",
+        f"quantized checkpoint has. {FORMATS_HELP}. With q4, q4m and mxfp4 the output head and embeddings are in q6. "
+        "Or a budget, as in 5.2bpw: bits a weight on average, spent where they keep most; auto: as few as keep the "
+        f"model's predictions. Default: stored for a quantized checkpoint and a CPU, else {DEFAULT_QUANT}.",
         metavar="FORMAT",
         check=check_quant,
     )

@@ -54,14 +54,13 @@ class StoredChoice:
     def text(self) -> str:
         """One line about what is kept."""
         kept = Counter(self.formats.values()) - self.rounded
-        found = f"weights as the checkpoint has them: {counted(kept)}"
+        found = f"weights as the checkpoint has them: {_counted(kept)}"
         if not self.rounded:
             return found
-        return f"{found}; rounded again, because no kernel reads their numbers so: {counted(self.rounded)}"
+        return f"{found}; rounded again, because no kernel reads their numbers so: {_counted(self.rounded)}"
 
 
-def counted(formats: Counter[str]) -> str:
-    """Return how many matrices each format has, as a text."""
+def _counted(formats: Counter[str]) -> str:
     return ", ".join(f"{count} matrices in {name}" for name, count in formats.most_common()) or "none"
 
 

@@ -3,7 +3,6 @@
 Weights are rounded once, before a plan tells which neurons are where.
 """
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from picompile.compile.passes import (
     quantize_pass,
     run_passes,
 )
-from picompile.compile.stored import choose_stored, counted
+from picompile.compile.stored import choose_stored
 from picompile.config import CompileConfig
 from picompile.errors import UsageError
 from picompile.frontend.captured import Captured
@@ -144,9 +143,7 @@ def choose_formats(
             kept = choose_stored(captured, graph_module)
             progress.say(kept.text)
             return replace(config, tensors=kept.formats)
-        formats = choose_four_bits(captured, graph_module)
-        progress.say(f"formats of 4 bits and somewhat more: {counted(Counter(formats.values()))}")
-        return replace(config, tensors=formats)
+        return replace(config, tensors=choose_four_bits(captured, graph_module))
     if not is_budget(config.quant):
         return replace(config, tensors=_exact_tables(captured, base_format(config.quant)))
     if checkpoint is None:

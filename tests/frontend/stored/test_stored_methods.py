@@ -154,7 +154,7 @@ def test_the_weights_of_a_model(tmp_path: Path, name: str) -> None:
 
 
 def test_the_loss_of_a_second_rounding_is_said(tmp_path: Path) -> None:
-    """Down projections have a row for each neuron in an artifact: they are rounded where others are not."""
+    """Where down projections have a row for each neuron in an artifact, they are rounded where others are not."""
     said: list[str] = []
 
     class Listening(NoProgress):
@@ -165,7 +165,10 @@ def test_the_loss_of_a_second_rounding_is_said(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(tmp_path)
     captured = Captured(GraphModule(torch.nn.Module(), Graph()), checkpoint.weights, checkpoint.facts)
     for quant in ("q4", "q4m", "f16"):
-        warn_of_rounding(captured, quant, Listening())
+        warn_of_rounding(captured, quant, Listening(), by_neurons=True)
+    before = len(said)
+    warn_of_rounding(captured, "q4m", Listening(), by_neurons=False)
+    assert len(said) == before
     losses = [float(re.findall(r"squared error of ([\d.e-]+)", line)[0]) for line in said]
     assert [line.split(", which")[0] for line in said] == [
         "most weights of the model are AWQ",
