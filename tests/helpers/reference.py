@@ -6,7 +6,8 @@ from torch import Tensor, nn
 from picompile_passes.dialect import dequantize_rows, quantize_rows
 from picompile_passes.formats import FORMATS
 
-# These hold a neuron in each column, and an artifact stores a neuron in a row: groups of 32 run the other way.
+# These hold a neuron in each column. Where neurons are read one by one, an artifact stores each in a row: groups of 32
+# run the other way.
 _DOWN = ("down_proj", "fc2", "dense_4h_to_h")
 
 
@@ -16,10 +17,11 @@ def rounded(weight: Tensor, format_name: str) -> Tensor:
 
 
 @torch.no_grad()
-def round_weights(model: nn.Module, format_name: str) -> None:
+def round_weights(model: nn.Module, format_name: str, by_outputs: bool = False) -> None:
     """Replaces every matrix of a transformers model, in place, by what the format leaves of it. Vectors stay.
 
-    With a format of four bits the head and embeddings are in q6.
+    With a format of four bits the head and embeddings are in q6. Down projections are rounded neuron by neuron, or
+    `by_outputs`, as on a CPU where every neuron is computed and all sizes are multiples of 16.
     """
     seen: set[int] = set()
     get_head = getattr(model, "get_output_embeddings", lambda: None)
@@ -30,7 +32,7 @@ def round_weights(model: nn.Module, format_name: str) -> None:
         seen.add(id(weight))
         if isinstance(module, nn.Embedding) or module is get_head():
             weight.copy_(rounded(weight, "q6" if FORMATS[format_name].data_bits == 4 else format_name))
-        elif name.endswith(_DOWN):
+        elif name.endswith(_DOWN) and not by_outputs:
             weight.copy_(rounded(weight.T, format_name).T)
         else:
             weight.copy_(rounded(weight, format_name))
