@@ -174,10 +174,12 @@ static void store_blocks(const Format *f, int64_t groups, float *values, int16_t
 /* Fit groups `first` … of a row, sixteen of them, or those that are left. */
 static void fit_groups(const Format *f, const float *x, Row *row, int64_t first, int64_t groups) {
     Floats values[MOST_WEIGHTS], weights[MOST_WEIGHTS], square = splat(0), scale, minimum = splat(0);
+    float turned[MOST_WEIGHTS][LANES];
     for (int lane = 0; lane < LANES; lane++) {
-        int64_t group = first + lane < groups ? first + lane : groups - 1;
-        for (int i = 0; i < f->group; i++) values[i][lane] = x[group * f->group + i];
+        const float *group = x + (first + lane < groups ? first + lane : groups - 1) * f->group;
+        for (int i = 0; i < f->group; i++) turned[i][lane] = group[i];
     }
+    memcpy(values, turned, (size_t)f->group * sizeof(Floats));
     for (int i = 0; i < f->group; i++) square += values[i] * values[i];
     Floats size = root(square / (float)f->group);
     for (int i = 0; i < f->group; i++) weights[i] = size + magnitude(values[i]);
@@ -237,8 +239,11 @@ static void pack_row(const Format *f, const Row *row, uint8_t *packed) {
             uint8_t *place = data + g / together * (2 * HALF) + g % 2 * HALF;
             const uint8_t *codes = row->codes + g * 2 * HALF;
             int at = (int)(g / 2 % (together / 2)) * 2 * bits;
-            for (int i = 0; i < HALF; i++)
-                place[i] |= (uint8_t)((codes[i] >> shift & mask) << at | (codes[i + HALF] >> shift & mask) << (at + bits));
+            Bytes low, high, stored;
+            memcpy(&low, codes, sizeof low), memcpy(&high, codes + HALF, sizeof high);
+            memcpy(&stored, place, sizeof stored);
+            stored |= ((low >> shift) & (uint8_t)mask) << at | ((high >> shift) & (uint8_t)mask) << (at + bits);
+            memcpy(place, &stored, sizeof stored);
         }
         int64_t whole = (f->columns / (2 * HALF) + together - 1) / together * together;
         data += bits == 4 ? f->columns / 2 : whole * 2 * HALF * bits / 8;
