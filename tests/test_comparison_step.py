@@ -73,7 +73,7 @@ def test_the_cache_is_rounded_as_the_artifact_rounds_it(tmp_path: Path) -> None:
 def test_weights_are_to_blame(cli: Cli, tmp_path: Path) -> None:
     words = (
         "--quant",
-        "q4",
+        "mxfp4",
         "--rounding",
         "nearest",
         "--context",
@@ -85,7 +85,7 @@ def test_weights_are_to_blame(cli: Cli, tmp_path: Path) -> None:
     )
     ended = cli("compile", BUNDLED_MODEL, "-o", tmp_path / "artifact", *words)
     assert (ended.code, ended.out, ended.err.count("\n")) == (7, "", 1)
-    for said in ("more than 0.1 %", "most is lost by weights in q4", "--quant q4m or q6"):
+    for said in ("more than 0.1 %", "most is lost by weights in mxfp4", "--quant q4 or q6"):
         assert said in ended.err
     assert list(tmp_path.iterdir()) == []
 
