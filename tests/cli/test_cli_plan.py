@@ -338,7 +338,7 @@ def test_compile_warns_where_the_plan_does_not_hold(
     assert ended.err.splitlines() == [
         f"the plan is for {planned}, but this compiles for {compiled}; its figures do not hold"
         for planned, compiled in (
-            ("weights in q4", "q8"),
+            ("weights in q4m", "q8"),
             ("a context of 256", "32"),
             ("predictor exact", "none"),
         )
