@@ -141,7 +141,10 @@ def graph_bytes(
         Quantize(packing.quant, packing.predictor_quant, tensors=packing.tensors),
     )
     quantized = Pipeline(passes)(canonical).graph_module
-    options = LowerOptions(packing.context, packing.chunk, KV_DTYPES[packing.kv_dtype or _kv_dtype(canonical)])
+    # Weights of an accelerator lie in rows, and those beside them.
+    options = LowerOptions(
+        packing.context, packing.chunk, KV_DTYPES[packing.kv_dtype or _kv_dtype(canonical)], panels=False
+    )
     try:
         on_host = lower(quantized, options)
         launches, head_launches = _launches(quantized, options, min(packing.sequences, MOST_SEQUENCES))

@@ -23,7 +23,7 @@ from picompile.frontend.hf import capture_config
 from picompile.placement.counting import count_bytes, graph_bytes, shape_bytes
 from picompile.placement.firing import estimate_rank, firing_of_curve
 from picompile.placement.model_bytes import SPLIT_BYTES, LayerBytes, LayerLaunches, ModelBytes, Packing
-from picompile.predictors.store import LayerPredictor, Predictors
+from picompile.predictors.store import LayerPredictor, Predictors, block_shapes
 from picompile.synth.shapes import SHAPES, find_config, plain_shape, tensor_shapes
 from picompile.testing import GraphShape, build
 from picompile_codegen.lowering.function import LowerOptions
@@ -60,11 +60,13 @@ def silent(config: Mapping[str, Any]) -> bool:
 
 
 def lowered(config: Mapping[str, Any], packing: Packing, insert: Pass, hot: Mapping[int, Any] | None = None) -> Lowered:
-    """Return the program that compiling leads to, by the passes themselves."""
-    passes = (*CANONICALIZE, insert, *([Partition(hot)] if hot is not None else []), Quantize(packing.quant))
-    graph_module = Pipeline(passes)(captured(config)).graph_module
+    """Return the program that compiling for an accelerator leads to, by the passes themselves: weights lie in rows."""
+    canonical = Pipeline(CANONICALIZE)(captured(config)).graph_module
+    if hot is None:
+        hot = {layer: range(block.neurons) for layer, block in block_shapes(canonical).items()}
+    graph_module = Pipeline((insert, Partition(hot), Quantize(packing.quant)))(canonical).graph_module
     kv_dtype = KV_DTYPES[packing.kv_dtype or "f16"]
-    return lower(graph_module, LowerOptions(packing.context, packing.chunk, kv_dtype, packing.sequences))
+    return lower(graph_module, LowerOptions(packing.context, packing.chunk, kv_dtype, packing.sequences, panels=False))
 
 
 def learned(rank: int, layers: int) -> Predictors:
