@@ -17,6 +17,7 @@ from picompile_codegen.cpu.panel_products import (
     PanelMatrix,
     multiply_panel,
     multiply_panels_of_bytes,
+    panels_of_task,
     quantize_tokens,
 )
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, counter, loop, parallel, select, worth_a_region
@@ -59,11 +60,14 @@ def ffn_whole(spec: WholeFfnSpec, function: KernelFunction) -> None:
         for matrix, emit in zip(matrices, emits, strict=True)
     ]
     read = sum(matrix.bytes for matrix in matrices)
-    with parallel(spec.neurons // projections[0].panels.rows, when_worth=worth_a_region(read)) as panel:
+    panels = projections[0].panels.panels
+    count = panels_of_task(panels, spec.rows)
+    with parallel(panels // count, when_worth=worth_a_region(read)) as task:
+        first = task if count == 1 else bind(task * count)
         for number, each in enumerate(projections):
             is_last = number + 1 == len(projections)
-            behind = (projections[0].panels, panel + 1) if is_last else (projections[number + 1].panels, panel)
-            multiply_panel(each.panels, panel, each.inputs, tokens, each.emit, behind)
+            behind = (projections[0].panels, first + count) if is_last else (projections[number + 1].panels, first)
+            multiply_panel(each.panels, (first, count), each.inputs, tokens, each.emit, behind)
     if spec.counts:
         _count(spec, function, hidden, tokens)
 

@@ -30,30 +30,24 @@ from picompile_codegen.cpu.tensor import (
     Expr,
     KernelTensor,
     bind,
+    local,
     loop,
+    minimum,
     parallel,
     prefetch,
     when,
     worth_a_region,
 )
 from picompile_codegen.cpu.token_vectors import each_row
-from picompile_codegen.cpu.vector import at, fma, splat, to_floats, zero_vectors
+from picompile_codegen.cpu.vector import at, fma, splat, to_floats
 from picompile_passes.formats import BLOCK, GROUP, LOW_BITS, PANEL_ROWS, Plane
 
 # Bytes of four codes of each row of a panel.
 _QUAD_BYTES = 4 * PANEL_ROWS
 
 
-def tile_sizes(rows: int) -> tuple[int, ...]:
-    """Return how many tokens are multiplied with a vector of codes at a time: the most at first, then the rest.
-
-    Their sums, one vector each, leave registers for the eight vectors of a group's codes.
-    """
-    if byte_lanes() == PANEL_ROWS:
-        sizes: tuple[int, ...] = (16, 4, 1)
-    else:
-        sizes = (8, 4, 1) if isa.current().registers >= 32 else (4, 1)
-    return tuple(size for size in sizes if size <= rows)
+# Tokens that codes are decoded for at a time. Their sums lie in the first-level cache.
+TILE = 32
 
 
 @dataclass(frozen=True)
@@ -236,83 +230,100 @@ def quantize_tokens(x: KernelTensor, tokens: Expr, columns: int, inputs: ByteInp
 def multiply_panels_of_bytes(matrix: KernelMatrix, inputs: ByteInputs, tokens: Expr, emit: Emit) -> None:
     """Multiply `tokens` tokens with a matrix in panels; `emit` takes the products, those of a vector at a time."""
     panels = PanelMatrix(matrix)
-    with parallel(panels.panels, when_worth=worth_a_region(matrix.bytes)) as panel:
-        multiply_panel(panels, panel, inputs, tokens, emit, behind=(panels, panel + 1))
+    count = panels_of_task(panels.panels, inputs.rows.bytes.rows)
+    with parallel(panels.panels // count, when_worth=worth_a_region(matrix.bytes)) as task:
+        first = task if count == 1 else bind(task * count)
+        multiply_panel(panels, (first, count), inputs, tokens, emit, behind=(panels, first + count))
+
+
+def panels_of_task(panels: int, rows: int) -> int:
+    """Return how many panels of so many a task takes for up to `rows` tokens: those whose rows share a vector's bytes.
+
+    A vector of bytes is read once for all of them, or else reading is what several tokens wait for.
+    """
+    count = 2 if byte_lanes() == PANEL_ROWS and rows > 1 else 1
+    return 1 if panels % count else count
 
 
 def multiply_panel(
     panels: PanelMatrix,
-    panel: Expr,
+    taken: tuple[Expr, int],
     inputs: ByteInputs,
     tokens: Expr,
     emit: Emit,
     behind: tuple[PanelMatrix, Expr],
 ) -> None:
-    """Multiply `tokens` tokens with one panel, while the panel `behind` it is fetched."""
-    task = _Task(panels, panel, inputs.rows, emit, behind)
-    _each_tile(tokens, inputs.rows.bytes.rows, task.multiply_tile)
-
-
-def _each_tile(tokens: Expr, rows: int, body: Callable[[Expr, int], None]) -> None:
-    """Run `body(first, count)` for tiles of the tokens."""
-    first: Expr = 0
-    for size in tile_sizes(rows):
-        if rows == size == 1:
-            body(0, 1)
-            return
-        tiles, start = bind((tokens - first) // size), first
-        with loop(0, tiles) as tile:
-            body(bind(start + tile * size), size)
-        first = bind(start + tiles * size)
+    """Multiply `tokens` tokens with panels (first, count), while as many from the one `behind` them are fetched."""
+    task, rows = _Task(panels, *taken, inputs.rows, emit, behind), inputs.rows.bytes.rows
+    if rows == 1:
+        task.multiply_tile(0, 1)
+        return
+    with loop(0, (tokens + (TILE - 1)) // TILE) as tile:
+        first = bind(tile * TILE)
+        task.multiply_tile(first, bind(minimum(tokens - first, TILE)))
 
 
 @dataclass(frozen=True)
 class _Task:
-    """The products of a panel with tokens `x`; the panel that is multiplied next lies in `behind`."""
+    """The products of `count` panels from `panel` on with tokens `x`; what is multiplied next lies in `behind`."""
 
     panels: PanelMatrix
     panel: Expr
+    count: int
     x: QuantizedRows
     emit: Emit
     behind: tuple[PanelMatrix, Expr]
 
-    def multiply_tile(self, first: Expr, count: int) -> None:
-        """Compute the outputs of the panel for `count` tokens from `first` on."""
+    def multiply_tile(self, first: Expr, count: Expr) -> None:
+        """Compute the outputs of the panels for `count` tokens from `first` on, at most `TILE`."""
+        vectors = [(i, lane) for i in range(self.count) for lane in range(0, PANEL_ROWS, byte_lanes())]
         # One token leaves registers for the sums of all rows. So a panel is read front to back only once.
-        together = PANEL_ROWS if count == 1 else byte_lanes()
-        for start in range(0, PANEL_ROWS, together):
-            self._multiply_rows(range(start, start + together, byte_lanes()), first, count)
+        together = len(vectors) if isinstance(count, int) else self.count
+        for start in range(0, len(vectors), together):
+            self._multiply_rows(vectors[start : start + together], first, count)
 
-    def _multiply_rows(self, parts: range, first: Expr, count: int) -> None:
-        """Compute the outputs of some rows for a tile; each of `parts` is the first row of a vector."""
+    def _multiply_rows(self, vectors: list[tuple[int, int]], first: Expr, count: Expr) -> None:
+        """Compute the outputs of some rows for a tile; each of `vectors` is the number of a panel and its first row."""
         lanes = byte_lanes()
-        sums = zero_vectors(count * len(parts), lanes)
+        tokens = 1 if isinstance(count, int) else TILE
+        sums = local(tokens * len(vectors), lanes)
+
+        def clear(t: Expr) -> None:
+            for number in range(len(vectors)):
+                sums[t * len(vectors) + number, at(0, lanes)] = splat(0.0, lanes)
 
         def add(place: GroupPlace) -> None:
-            if parts[0] == 0:
+            if vectors[0] == (0, 0):
                 # The first tokens to be multiplied with a panel have the next one fetched.
                 self._fetch(place.group, first)
-            for part, lane in enumerate(parts):
-                self._add_group(place, lane, (first, count), sums, part)
+            self._add_group(place, vectors, (first, count), sums)
 
+        def finish(t: Expr) -> None:
+            for number, (i, lane) in enumerate(vectors):
+                products = bind(sums[t * len(vectors) + number, at(0, lanes)])
+                self.emit(first + t, bind((self.panel + i) * PANEL_ROWS + lane), lanes, products)
+
+        _each_token(count, clear)
         self._each_group(count, add)
-        for part, lane in enumerate(parts):
-            for t in range(count):
-                products = bind(sums[t * len(parts) + part, at(0, lanes)])
-                self.emit(first + t, bind(self.panel * PANEL_ROWS + lane), lanes, products)
+        _each_token(count, finish)
 
     def _fetch(self, group: Expr, first: Expr) -> None:
         panels, panel = self.behind
+
+        def fetch() -> None:
+            for i in range(self.count):
+                panels.fetch(panel + i, group, self.panels.matrix.groups)
+
         if isinstance(first, int):
-            panels.fetch(panel, group, self.panels.matrix.groups)
+            fetch()
             return
         with when(first == 0):
-            panels.fetch(panel, group, self.panels.matrix.groups)
+            fetch()
 
-    def _each_group(self, tokens: int, body: Callable[[GroupPlace], None]) -> None:
+    def _each_group(self, tokens: Expr, body: Callable[[GroupPlace], None]) -> None:
         """Run `body` for all groups, in order: for one token several in turn, since unpacking is most of its work."""
         groups, together = self.panels.matrix.groups, self.panels.groups_in_turn
-        whole = groups // together if together > 1 and tokens == 1 else 0
+        whole = groups // together if together > 1 and isinstance(tokens, int) else 0
         if whole:
             with loop(0, whole) as index:
                 for number in range(together):
@@ -321,44 +332,75 @@ class _Task:
             with loop(whole * together, groups) as group:
                 body(GroupPlace(group))
 
-    def _add_group(self, place: GroupPlace, lane: int, tile: tuple[Expr, int], sums: KernelTensor, part: int) -> None:
+    def _add_group(
+        self, place: GroupPlace, vectors: list[tuple[int, int]], tile: tuple[Expr, Expr], sums: KernelTensor
+    ) -> None:
         """Add the products of a group of columns to the sums of all tokens of a tile."""
         panels, x, (first, count), lanes = self.panels, self.x, tile, byte_lanes()
         group, each = bind(place.group), QUADS // panels.scale_groups
-        codes = panels.codes(self.panel, place, lane)
+        codes = [panels.codes(self.panel + i, place, lane) for i, lane in vectors]
+        scales, shifts = [], []
         for number in range(panels.scale_groups):
-            scales = panels.scales(self.panel, group, number, lane)
-            shifts = panels.shifts(self.panel, group, number, lane, scales) if panels.matrix.has_zeros else None
-            quads, column = range(number * each, (number + 1) * each), bind(group * panels.scale_groups + number)
-            for t in range(count):
-                token, index = first + t, (t * (sums.rows // count) + part, at(0, lanes))
-                start = None if shifts is not None else tirx.Broadcast(x.offsets[token, column], lanes)
-                products = to_floats(self._dot([codes[quad] for quad in quads], token, group, quads, start), lanes)
-                scale = bind(scales * splat(x.scales[token, group], lanes))
-                sums[index] = fma(products, scale, sums[index], lanes)
-                if shifts is not None:
-                    sums[index] = fma(shifts, splat(x.offsets[token, column], lanes), sums[index], lanes)
+            found = [panels.scales(self.panel + i, group, number, lane) for i, lane in vectors]
+            scales.append(found)
+            if panels.matrix.has_zeros:
+                shifts.append(
+                    [
+                        panels.shifts(self.panel + i, group, number, lane, scale)
+                        for (i, lane), scale in zip(vectors, found, strict=True)
+                    ]
+                )
 
-    def _dot(self, codes: list[Expr], token: Expr, group: Expr, quads: range, start: Expr | None) -> Expr:
-        """Return start + Σ of codes · activations of some of a group's columns, int32 of each lane."""
-        lanes, total = byte_lanes(), None
-        for part in range(self.x.parts):
+        def add(t: Expr) -> None:
+            token = first + t
+            scale_x = bind(splat(x.scales[token, group], lanes))
+            for number in range(panels.scale_groups):
+                quads, column = range(number * each, (number + 1) * each), bind(group * panels.scale_groups + number)
+                start = None if shifts else bind(tirx.Broadcast(x.offsets[token, column], lanes))
+                products = self._dots(
+                    [[of_row[quad] for quad in quads] for of_row in codes], token, group, quads, start
+                )
+                for row, product in enumerate(products):
+                    index = (t * len(vectors) + row, at(0, lanes))
+                    scale = bind(scales[number][row] * scale_x)
+                    total = fma(to_floats(product, lanes), scale, sums[index], lanes)
+                    if shifts:
+                        total = fma(shifts[number][row], splat(x.offsets[token, column], lanes), total, lanes)
+                    sums[index] = total
+
+        _each_token(count, add)
+
+    def _dots(self, codes: list[list[Expr]], token: Expr, group: Expr, quads: range, start: Expr | None) -> list[Expr]:
+        """Return start + Σ of codes · activations of some of a group's columns for some rows, int32 of each lane.
+
+        Sums of each row, and of high and of low bytes, do not wait for one another.
+        """
+        lanes, parts, is_unsigned = byte_lanes(), self.x.parts, self.panels.is_unsigned
+        sums: list[list[Expr | None]] = []
+        for part in range(parts):
             values = [four_bytes(self.x, token, group, quad, lanes, part) for quad in quads]
-            is_last = part + 1 == self.x.parts
-            if total is not None:
-                total = times_255(total, lanes)
-            if is_last and start is not None:
-                total = bind(start) if total is None else bind(total + start)
-            total = self._dot_bytes(codes, values, total)
-        return total
+            begin = start if part + 1 == parts else None
+            if isa.current().bytes_dot == "maddubs" and is_unsigned:
+                largest = self.panels.matrix.largest_raw
+                sums.append([_dot_in_words(largest, of_row, values, begin) for of_row in codes])
+                continue
+            dot, totals = dot_unsigned if is_unsigned else dot_signed, [begin for _ in codes]
+            for quad, value in enumerate(values):
+                totals = [dot(of_row[quad], value, total, lanes) for of_row, total in zip(codes, totals, strict=True)]
+            sums.append(totals)
+        if parts == 1:
+            return sums[0]
+        return [bind(times_255(high, lanes) + low) for high, low in zip(*sums, strict=True)]
 
-    def _dot_bytes(self, codes: list[Expr], values: list[Expr], total: Expr | None) -> Expr:
-        lanes, is_unsigned = byte_lanes(), self.panels.is_unsigned
-        if isa.current().bytes_dot == "maddubs" and is_unsigned:
-            return _dot_in_words(self.panels.matrix.largest_raw, codes, values, total)
-        for code, value in zip(codes, values, strict=True):
-            total = dot_unsigned(code, value, total, lanes) if is_unsigned else dot_signed(code, value, total, lanes)
-        return total
+
+def _each_token(count: Expr, body: Callable[[Expr], None]) -> None:
+    """Run `body` for each token of a tile."""
+    if isinstance(count, int):
+        for token in range(count):
+            body(token)
+        return
+    with loop(0, count) as token:
+        body(token)
 
 
 def _dot_in_words(largest: int, codes: list[Expr], values: list[Expr], total: Expr | None) -> Expr:

@@ -16,7 +16,7 @@ from picompile_codegen.weight_panels import to_panels
 from picompile_passes.dialect import parse_activation
 from picompile_passes.formats import FORMATS
 
-# More than two of the largest tiles, and something left over for each of the smaller ones.
+# More than a tile of tokens.
 CHUNK = 37
 SLOW = "compiles a kernel per case"
 
