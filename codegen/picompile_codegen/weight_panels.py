@@ -30,9 +30,10 @@ def to_panels(packed: "Tensor", format_name: str, columns: int) -> "Tensor":
     """Lay rows out as panels: uint8 [rows, row bytes] → uint8 [rows / 16, panel bytes]."""
     import torch
 
+    from picompile_passes.formats import compiled
+
     form = FORMATS[format_name]
     panels = torch.empty(len(packed) // PANEL_ROWS, panel_bytes(form, columns), dtype=torch.uint8)
-    start = 0
     ends = (
         form.zero_offset_bytes(columns),
         form.scale_offset_bytes(columns),
@@ -40,10 +41,13 @@ def to_panels(packed: "Tensor", format_name: str, columns: int) -> "Tensor":
         form.panel_row_bytes(columns),
     )
     units = (_CODE_BYTES, form.zero_bytes or 1, form.scale_bytes, _FACTOR_BYTES)
-    for end, unit in zip(ends, units, strict=True):
-        if end > start:
-            rows = packed[:, start:end].reshape(len(panels), PANEL_ROWS, -1, unit)
-            part = panels[:, PANEL_ROWS * start : PANEL_ROWS * end]
-            part.view(len(panels), -1, PANEL_ROWS, unit).copy_(rows.transpose(1, 2))
-        start = end
+    # The bytes of a part of a row, from `start` to `end`, which go `unit` at a time.
+    parts = [(start, end, unit) for start, end, unit in zip((0, *ends[:-1]), ends, units, strict=True) if end > start]
+    if compiled.library() is not None:
+        compiled.turn(packed.contiguous(), parts, panels)
+        return panels
+    for start, end, unit in parts:
+        rows = packed[:, start:end].reshape(len(panels), PANEL_ROWS, -1, unit)
+        part = panels[:, PANEL_ROWS * start : PANEL_ROWS * end]
+        part.view(len(panels), -1, PANEL_ROWS, unit).copy_(rows.transpose(1, 2))
     return panels

@@ -8,7 +8,7 @@ import ctypes
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -22,14 +22,15 @@ from picompile_passes.formats.codec import E8M0, FLOAT16, ZERO_STEPS, Codec, Sca
 
 _SOURCE = Path(__file__).with_name("native") / "rounding.c"
 # Neither contracted nor reassociated: the same weights give the same bytes on every machine.
-_FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-Wno-psabi", "-shared", "-fPIC")
+_FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi", "-shared", "-fPIC")
 _MOST_PLANES = 2
 # Rows of a task have about so many weights, and what it rounds is this long in float32.
 _TASK_WEIGHTS = 1 << 18
-# Candidates for the scale of a group, less one, between a code less and a code more than its span.
-STEPS = 12
-# The types of scales and shifts in C.
+# Candidates for the scale of a group, less one, between a code less and a code more than its span. They go in pairs.
+STEPS = 7
+# The types of scales and shifts in C, and of weights that are read as they are.
 _FLOAT16, _E8M0, _IN_BLOCKS, _SIXTEENTHS = 1, 2, 3, 4
+_GIVEN = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
 class _Format(ctypes.Structure):
@@ -84,24 +85,44 @@ def _format(form: Codec, columns: int, steps: int) -> _Format:
 
 
 def rounds(form: Codec) -> bool:
-    """Return whether compiled code rounds to `form`: whole numbers of fewer than 8 bits."""
-    return form.fitted and library() is not None
+    """Return whether compiled code rounds to `form`: whole numbers of 8 bits or fewer."""
+    return (form.fitted or form.data_bits == 8) and library() is not None
 
 
-def round_rows(weight: Tensor, form: Codec, packed: Tensor) -> None:
-    """Write `weight` [rows, columns], rounded, to `packed` uint8 [rows, row bytes], on all cores."""
+def round_rows(weight: Tensor, form: Codec) -> Tensor:
+    """Return `weight` [rows, columns], rounded and packed as uint8 [rows, row bytes], on all cores."""
     code, (rows, columns) = library(), weight.shape
     assert code is not None
-    layout = _format(form, columns, STEPS)
+    # Zeros would be written by threads that then keep the cores busy, waiting for more.
+    packed = torch.empty(rows, form.row_bytes(columns), dtype=torch.uint8)
+    layout = _format(form, columns, STEPS if form.fitted else 0)
+    values = (weight if weight.dtype in _GIVEN else weight.to(torch.float32)).contiguous()
+    kind, width = ctypes.c_int32(_GIVEN[values.dtype]), ctypes.c_int64(columns)
 
     def task(start: int, stop: int) -> None:
-        values = weight[start:stop].to(torch.float32).contiguous()
-        given, target = ctypes.c_void_p(values.data_ptr()), ctypes.c_void_p(packed[start].data_ptr())
-        count, width = ctypes.c_int64(stop - start), ctypes.c_int64(columns)
-        if not code.pi_round_rows(ctypes.byref(layout), given, count, width, target):
+        given, target = (ctypes.c_void_p(each[start].data_ptr()) for each in (values, packed))
+        if not code.pi_round_rows(ctypes.byref(layout), given, kind, ctypes.c_int64(stop - start), width, target):
             raise MemoryError(f"rounding {rows} rows of {columns} weights")
 
     in_tasks(rows, columns, task)
+    return packed
+
+
+def turn(packed: Tensor, parts: Sequence[tuple[int, int, int]], panels: Tensor) -> None:
+    """Lay rows out as panels, on all cores: uint8 [rows, row bytes] → uint8 [panels, panel bytes].
+
+    Of each part (start, end, unit) of a row, a panel has `unit` bytes of all its rows side by side.
+    """
+    code, rows = library(), len(packed) // len(panels)
+    assert code is not None
+
+    def task(start: int, stop: int) -> None:
+        given, target = ctypes.c_void_p(packed[start * rows].data_ptr()), ctypes.c_void_p(panels[start].data_ptr())
+        sizes = [ctypes.c_int64(size) for size in (stop - start, rows, packed.shape[1], panels.shape[1])]
+        for part in parts:
+            code.pi_turn_part(given, *sizes, *map(ctypes.c_int64, part), target)
+
+    in_tasks(len(panels), rows * packed.shape[1], task)
 
 
 def in_tasks(rows: int, columns: int, task: Callable[[int, int], None]) -> None:

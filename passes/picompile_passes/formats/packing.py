@@ -274,10 +274,9 @@ def quantize_rows(weight: Tensor, format_name: str, *, fit: bool = True) -> Tens
     """
     form = FORMATS[format_name]
     rows, columns = weight.shape
-    packed = torch.zeros(rows, form.row_bytes(columns), dtype=torch.uint8)
     if fit and compiled.rounds(form):
-        compiled.round_rows(weight, form, packed)
-        return packed
+        return compiled.round_rows(weight, form)
+    packed = torch.zeros(rows, form.row_bytes(columns), dtype=torch.uint8)
     block = max(1, _BLOCK_ELEMENTS // max(1, columns))
     for start in range(0, rows, block):
         round_block(weight[start : start + block], form, packed[start : start + block], fit=fit)

@@ -96,7 +96,24 @@ def test_threads_change_nothing() -> None:
     weight = matrix(1500, 1024, seed=1)
     rows = [quantize_rows(weight[start : start + 100], "q4_k") for start in range(0, 1500, 100)]
     assert torch.equal(quantize_rows(weight, "q4_k"), torch.cat(rows))
-    assert torch.equal(quantize_rows(weight.to(torch.float16), "q4"), quantize_rows(weight.half().float(), "q4"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_weights_of_any_dtype_are_read(dtype: torch.dtype) -> None:
+    """Numbers below the least normal float16 too: those of the second half are a millionth of the others."""
+    weight = matrix(64, 96, seed=3).to(torch.float64)
+    weight[32:] *= 1e-6
+    given = weight.to(dtype)
+    for name in ("q4", "q4_k", "q8"):
+        assert torch.equal(quantize_rows(given, name), quantize_rows(given.float(), name))
+    wide = torch.tensor([[0.0, -0.0, 65504.0, -6e-8] * 8]).to(dtype)
+    assert torch.equal(quantize_rows(wide, "q8"), in_pytorch(wide.float(), "q8"))
+
+
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_q8_is_what_pytorch_makes(columns: int) -> None:
+    weight = matrix(40, columns, seed=columns)
+    assert torch.equal(quantize_rows(weight, "q8"), in_pytorch(weight, "q8"))
 
 
 def test_without_gcc_pytorch_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
