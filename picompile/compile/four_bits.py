@@ -31,6 +31,9 @@ from picompile_passes.graph.materialize import WeightSource
 SENSITIVITY = {"v": 1.0, "down": 2.0, "o": 0.5, "ffn": 1.0, "qk": 0.35}
 _OF_ALL_LAYERS = {"head": 1.5, "embedding": 0.3}
 _AT_THE_ENDS = 1.5
+# How far from the least cost a choice may be: costs are estimates, and proving the last thousandth takes HiGHS 15 s for
+# the 170 matrices of a model whose layers are alike.
+_GAP = 1e-3
 # Rows of a matrix by which its errors are known, spread over it.
 _SAMPLED_ROWS = 64
 
@@ -97,5 +100,5 @@ def _spend(matrices: Sequence[_Matrix], budget: float) -> dict[str, str]:
     sizes = [{form: each.weights * FORMATS[form].bits for form in each.costs} for each in matrices]
     smallest = [min(size, key=size.__getitem__) for size in sizes]
     if sum(size[form] for size, form in zip(sizes, smallest, strict=True)) < budget:
-        smallest = least_cost([each.costs for each in matrices], sizes, budget)
+        smallest = least_cost([each.costs for each in matrices], sizes, budget, gap=_GAP)
     return {each.parameter: form for each, form in zip(matrices, smallest, strict=True)}

@@ -81,20 +81,23 @@ def mean_bits(units: Sequence[MatrixUnit], forms: Mapping[str, str]) -> float:
     return sum(unit.weights * FORMATS[forms[unit.name]].bits for unit in units) / sum(unit.weights for unit in units)
 
 
-def least_cost(costs: Sequence[Mapping[str, float]], sizes: Sequence[Mapping[str, float]], limit: float) -> list[str]:
+def least_cost(
+    costs: Sequence[Mapping[str, float]], sizes: Sequence[Mapping[str, float]], limit: float, gap: float = 1e-6
+) -> list[str]:
     """Return a choice for each unit, such that their costs are least and their sizes add up to at most `limit`.
 
     Args:
         costs: the cost of each of a unit's choices. Some choice of all units fits.
         sizes: their sizes.
         limit: above 0.
+        gap: how far the cost may be from the least one, as a share of it.
     """
     # highspy has no type annotations.
     make: Any = highspy.Highs
     solver = make()
     solver.setOptionValue("output_flag", False)
     solver.setOptionValue("threads", 1)
-    solver.setOptionValue("mip_rel_gap", 1e-6)
+    solver.setOptionValue("mip_rel_gap", gap)
     scale = _LARGEST_LOSS / max(max(cost.values()) for cost in costs)
     chosen = [{form: solver.addBinary() for form in cost} for cost in costs]
     for of_unit in chosen:
