@@ -31,6 +31,10 @@ class Codes(Protocol):
         """Return its rows packed, where that is exact."""
         ...
 
+    def stored_format(self, name: str) -> str | None:
+        """Return the format that has its numbers, None where there is none."""
+        ...
+
     def rounds_again(self, format_name: str, transposed: bool = False) -> str | None:
         """Return what they are, such as AWQ, where `format_name` rounds their rows or columns again; else None."""
         ...
@@ -105,6 +109,14 @@ class FolderWeights:
         if transposed or self._codes is None or not self._codes.is_quantized(stored):
             return None
         return self._codes.packed(stored, format_name)
+
+    def stored(self) -> Mapping[str, str | None]:
+        """Return the format that has the numbers of each quantized matrix, by parameter; None where there is none."""
+        codes = self._codes
+        if codes is None:
+            return {}
+        stored = {name: self._headers[tensor].name for name, tensor in self._names.items()}
+        return {name: codes.stored_format(tensor) for name, tensor in stored.items() if codes.is_quantized(tensor)}
 
     def rounds_again(self, format_name: str, transposed: bool = False) -> str | None:
         """Return what the matrices are that `format_name` rounds a second time, such as AWQ; None where it does not.

@@ -25,15 +25,12 @@ HALVES: dict[str, tuple[int, ...]] = {
 
 
 def random_blocks(rng: np.random.Generator, type_name: str, rows: int, columns: int) -> Bytes:
-    """Return blocks [rows, blocks, bytes] of any bytes but those of scales that are no numbers, and -128 in Q8_0."""
+    """Return blocks [rows, blocks, bytes] of any bytes but those of scales that are no numbers."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     elements, size = GGML_QUANT_SIZES[GGMLQuantizationType[type_name]]
     data = rng.integers(0, 256, (rows, columns // elements, size), dtype=np.uint8)
     _put_halves(data, type_name, rng.uniform(-2, 2, (len(HALVES[type_name]), *data.shape[:2])))
-    if type_name == "Q8_0":
-        codes = data[..., 2:]
-        codes[codes == 0x80] = 0x7F
     if type_name == "MXFP4":
         data[..., 0] = rng.integers(1, 253, data.shape[:2])
     return data

@@ -166,7 +166,7 @@ def weights_of_row(name: str, row: Bytes, columns: int) -> Floats:
 def random_rows(rng: np.random.Generator, name: str, rows: int, columns: int) -> Bytes:
     """Return rows of random bytes wherever codes, zeros and scales lie, and of zeros elsewhere: all are finite numbers.
 
-    So each number that a byte can have is there, those that no rounding makes too, but for -128 of q8.
+    So each number that a byte can have is there, those that no rounding makes too.
     """
     parts, row_bytes = row_parts(name, columns)
     data = np.zeros((rows, row_bytes), np.uint8)
@@ -178,9 +178,6 @@ def random_rows(rng: np.random.Generator, name: str, rows: int, columns: int) ->
             place[...] = rng.integers(120, 134, size)
         else:
             place[...] = rng.integers(0, 256, size)
-    if name == "q8":
-        codes = data[:, : parts["plane 0"].end]
-        codes[codes == 0x80] = 0
     return data
 
 

@@ -145,6 +145,11 @@ class Codec:
         return self.scale is not None and self.scale != E8M0 and self.data_bits < 8 and not self.table
 
     @property
+    def least_code(self) -> int:
+        """The least code that kernels read. Rounding to bytes leaves out -128, so that each weight has a negative."""
+        return -128 if self.data_bits == 8 else self.lowest
+
+    @property
     def data_dtype(self) -> str:
         """The dtype that kernels read data as."""
         return {16: "float16", 8: "int8"}.get(self.data_bits, "uint8")

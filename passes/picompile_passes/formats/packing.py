@@ -297,6 +297,13 @@ def round_block(weight: Tensor, form: Codec, packed: Tensor, *, fit: bool = True
     pack_codes(grid.codes(groups), grid, columns, packed)
 
 
+def has_powers(scales: Tensor, form: Codec) -> bool:
+    """Return whether these powers of two are normal numbers of float32, as ours are, and all weights are finite."""
+    least, most = torch.aminmax(scales)
+    largest = most * (max(form.table) * form.table_step)
+    return float(least) >= torch.finfo(torch.float32).tiny and bool(torch.isfinite(largest))
+
+
 def pack_codes(codes: Tensor, grid: GroupGrid, columns: int, packed: Tensor) -> None:
     """Write rows of codes [rows, groups, weights] and their grid [rows, groups] to `packed`.
 

@@ -1,6 +1,6 @@
 """q8: codes of 8 bits with a sign, and a scale for each group.
 
-The scale is the group's largest magnitude / 127. Codes are from -127: kernels negate bytes, and -(-128) is no byte.
+The scale is the group's largest magnitude / 127, so that codes are from -127 on. Checkpoints may have -128 too.
 """
 
 from picompile_passes.formats.codec import FLOAT16, Codec

@@ -15,8 +15,8 @@ from torch import Tensor
 from picompile.frontend.gguf.block_codes import read_codes
 from picompile.frontend.gguf.header import TensorEntry
 from picompile.frontend.gguf.tensor_types import TENSOR_TYPES
-from picompile_passes.formats import E8M0, FORMATS, Codec
-from picompile_passes.formats.packing import pack_codes
+from picompile_passes.formats import E8M0, FORMATS
+from picompile_passes.formats.packing import has_powers, pack_codes
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -74,9 +74,8 @@ def unpack(data: Bytes, type_name: str, columns: int) -> Tensor:
 def repack(data: Bytes, type_name: str, columns: int) -> Tensor | None:
     """Return blocks uint8 [rows, row bytes] as rows of the format that has their numbers: the same in other places.
 
-    None where a number is one that the format has not: kernels negate the bytes of q8, and -(-128) is no byte; a scale
-    of MXFP4 may be so large that weights are infinite, or below the numbers that float32 has whole. Raises `ValueError`
-    for scales that are no numbers.
+    None where a scale of MXFP4 is so large that weights are infinite, or below the numbers that float32 has whole.
+    Raises `ValueError` for scales that are no numbers.
     """
     form, size_bytes = FORMATS[STORED[type_name]], _BLOCKS[type_name][1]
     packed = torch.zeros(len(data), form.row_bytes(columns), dtype=torch.uint8)
@@ -84,22 +83,13 @@ def repack(data: Bytes, type_name: str, columns: int) -> Tensor | None:
         codes, grid = read_codes(data[start:stop], type_name, size_bytes, form)
         if form.data_bits == 8:
             codes = codes.view(torch.int8)
-            if bool((codes == -128).any()):
-                return None
-        if form.scale == E8M0 and not _has_powers(grid.scale, form):
+        if form.scale == E8M0 and not has_powers(grid.scale, form):
             return None
         for values in (grid.scale, grid.minimum):
             if values is not None and not bool(torch.isfinite(values).all()):
                 raise ValueError("scales that are no numbers")
         pack_codes(codes, grid, columns, packed[start:stop])
     return packed
-
-
-def _has_powers(scales: Tensor, form: Codec) -> bool:
-    """Return whether these powers of two are normal numbers of float32, as ours are, and all weights are finite."""
-    least, most = torch.aminmax(scales)
-    largest = most * (max(form.table) * form.table_step)
-    return float(least) >= torch.finfo(torch.float32).tiny and bool(torch.isfinite(largest))
 
 
 def pack_f16(values: Tensor) -> Tensor:

@@ -55,6 +55,7 @@ def _matrix(files: StoredFiles, module: str, candidates: list[Grouping]) -> Stor
     def numbers() -> IntegerMatrix:
         words, zeros = files.read(module, "qweight"), _unpack_outputs(files.read(module, "qzeros"))
         return IntegerMatrix(
+            _BITS,
             lambda start, stop: _unpack_outputs(words[start:stop]),
             zeros,
             files.scales(module, "scales"),

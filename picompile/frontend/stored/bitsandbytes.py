@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from picompile.errors import UnsupportedModelError
-from picompile.frontend.stored.blocks import ScaledBlocks, look_up, matrix_shape, numbers_of, pair_table
+from picompile.frontend.stored.blocks import ScaledBlocks, codes_of, look_up, matrix_shape, numbers_of, pair_table
 from picompile.frontend.stored.record import FLOAT_DTYPES, Found, Method, Settings, StoredFiles, StoredMatrix
 
 _STATE = "weight.quant_state.bitsandbytes__"
@@ -57,7 +57,8 @@ def _matrix_8(files: StoredFiles, module: str) -> StoredMatrix:
 
     def numbers() -> ScaledBlocks:
         scales = files.scales(module, "SCB").to(torch.float32).view(-1, 1) / _STEPS_8
-        return ScaledBlocks(numbers_of(files, module, "weight"), shape, scales, (1, shape[1]))
+        numbers = numbers_of(files, module, "weight")
+        return ScaledBlocks(numbers, shape, scales, (1, shape[1]), coded=codes_of(files, module))
 
     return files.matrix(module, _PARTS_8, shape, numbers)
 
@@ -145,9 +146,11 @@ class _Coded:
         values[:padded].view(-1, block).mul_(absmax.view(-1, 1))
         return values[:count].view(self.state.shape)
 
-    def packed(self, format_name: str) -> Tensor | None:
+    def stored_format(self) -> None:
         """Return None: none of our formats has this table, blocks and scales."""
-        return None
+
+    def packed(self, format_name: str) -> None:
+        """Return None, too."""
 
     def _absmax(self) -> Tensor:
         files, module = self.files, self.module

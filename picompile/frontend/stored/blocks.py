@@ -4,14 +4,25 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from picompile.errors import UnsupportedModelError
-from picompile.frontend.stored.record import StoredFiles
+from picompile.frontend.stored.record import StoredFiles, as_float16
+from picompile_passes.formats import E8M0, FORMATS, Codec
+from picompile_passes.formats.packing import GroupGrid, has_powers, pack_codes
 
 F8_DTYPES = ("F8_E4M3", "F8_E5M2")
 # Rows that are read at a time, at most.
 _ROWS = 128
+
+
+@dataclass(frozen=True)
+class Coded:
+    """Numbers as codes of the format `form`: `rows` gives those of some rows, uint8 or int8 [rows, inputs]."""
+
+    form: str
+    rows: Callable[[int, int], Tensor]
 
 
 @dataclass(frozen=True)
@@ -20,6 +31,7 @@ class ScaledBlocks:
 
     `rows` returns the numbers of the rows from its first to before its second argument, float32 [rows, inputs].
     `scales` and `zeros`, if there are any, are float32 [blocks of rows, blocks of columns], for blocks of `block`.
+    `coded` are the numbers as codes of a format of ours, None where none has them.
     """
 
     rows: Callable[[int, int], Tensor]
@@ -27,6 +39,7 @@ class ScaledBlocks:
     scales: Tensor
     block: tuple[int, int]
     zeros: Tensor | None = None
+    coded: Coded | None = None
 
     def values(self) -> Tensor:
         """Return the weights, float32 [outputs, inputs]."""
@@ -51,9 +64,39 @@ class ScaledBlocks:
             for start in range(first, last, _ROWS):
                 yield start, min(last, start + _ROWS), slice(block, block + 1)
 
+    def stored_format(self) -> str | None:
+        """Return the format that has these weights; None where there is none."""
+        return None if self.coded is None or self._grid(FORMATS[self.coded.form]) is None else self.coded.form
+
     def packed(self, format_name: str) -> Tensor | None:
-        """Return None: none of our formats has such numbers."""
-        return None
+        """Return the rows packed, uint8 [outputs, row bytes], where the format has all weights; else None."""
+        grid = self._grid(FORMATS[format_name]) if self.coded is not None and self.coded.form == format_name else None
+        if self.coded is None or grid is None:
+            return None
+        form, (outputs, inputs) = grid.form, self.shape
+        packed = torch.zeros(outputs, form.row_bytes(inputs), dtype=torch.uint8)
+        for start in range(0, outputs, _ROWS):
+            stop = min(outputs, start + _ROWS)
+            codes = F.pad(self.coded.rows(start, stop), (0, form.padded_columns(inputs) - inputs))
+            own = GroupGrid.of_parts(form, grid.scale[start:stop])
+            pack_codes(codes.reshape(stop - start, -1, form.group), own, inputs, packed[start:stop])
+        return packed
+
+    def _grid(self, form: Codec) -> GroupGrid | None:
+        """Return the scales of groups of rows; None where a group has several, or the format has not all of them."""
+        (outputs, inputs), (height, width) = self.shape, self.block
+        if self.zeros is not None or (width < inputs and width % form.group):
+            return None
+        if form.scale == E8M0:
+            is_power = bool((torch.frexp(self.scales).mantissa == 0.5).all())
+            scales = self.scales if is_power and has_powers(self.scales, form) else None
+        else:
+            scales = as_float16(self.scales)
+        if scales is None:
+            return None
+        rows = torch.arange(outputs) // height
+        groups = (torch.arange(form.groups(inputs)) * form.group // width).clamp_(max=scales.shape[1] - 1)
+        return GroupGrid.of_parts(form, scales.to(torch.float32)[rows][:, groups])
 
     def _spread(self, blocks: Tensor) -> Tensor:
         """Return the number of its block for each column, [rows, inputs]."""
@@ -83,6 +126,12 @@ def numbers_of(files: StoredFiles, module: str, part: str) -> Callable[[int, int
     # Half the time of a conversion.
     table = torch.arange(256, dtype=torch.uint8).view(stored.dtype).to(torch.float32)
     return lambda start, stop: look_up(stored[start:stop].view(torch.uint8), table.view(-1, 1))
+
+
+def codes_of(files: StoredFiles, module: str) -> Coded | None:
+    """Return the codes of MODULE.weight, None where it has no whole numbers."""
+    stored = files.read(module, "weight")
+    return Coded("q8", lambda start, stop: stored[start:stop]) if stored.dtype == torch.int8 else None
 
 
 def look_up(codes: Tensor, table: Tensor) -> Tensor:

@@ -16,7 +16,9 @@ from torch import Tensor
 from picompile.errors import UnsupportedModelError
 from picompile.frontend.stored.blocks import (
     F8_DTYPES,
+    Coded,
     ScaledBlocks,
+    codes_of,
     fitting_block,
     grid_shape,
     look_up,
@@ -160,7 +162,8 @@ def _integers(files: StoredFiles, module: str, shape: tuple[int, int], weights: 
             return unpack(words[:, words_of(start, bits) : words_of(stop, bits)].T, bits, stop - start)
 
         scales = files.scales(module, "weight_scale").view(grid_shape(shape, block))
-        return IntegerMatrix(codes, zeros, scales.expand(outputs, -1).T, _groups_of(files, module, inputs, block[1]))
+        of_inputs = _groups_of(files, module, inputs, block[1])
+        return IntegerMatrix(bits, codes, zeros, scales.expand(outputs, -1).T, of_inputs)
 
     return files.matrix(module, ("weight_packed", *_PARTS), shape, numbers)
 
@@ -197,11 +200,13 @@ def _fp4_matrix(files: StoredFiles, module: str) -> StoredMatrix:
             scales = scales.to(torch.float32) / files.scales(module, "weight_global_scale").to(torch.float32)
         elif scales.dtype == torch.uint8:
             scales = scales.view(torch.float8_e8m0fnu)
+        codes = pair_table(torch.arange(16, dtype=torch.uint8), low_first=True)
         return ScaledBlocks(
             lambda start, stop: look_up(stored[start:stop], table),
             shape,
             scales.to(torch.float32).view(grid_shape(shape, block)),
             block,
+            coded=Coded("nvfp4" if is_nvfp4 else "mxfp4", lambda start, stop: look_up(stored[start:stop], codes)),
         )
 
     return files.matrix(module, _PARTS_FP4, shape, numbers)
@@ -224,7 +229,7 @@ def _plain_matrix(files: StoredFiles, module: str, weights: list[_Weights]) -> S
     def numbers() -> ScaledBlocks:
         scales = files.scales(module, "weight_scale").to(torch.float32).view(grid)
         zeros = files.scales(module, "weight_zero_point").to(torch.float32).view(grid) if has_zeros else None
-        return ScaledBlocks(numbers_of(files, module, "weight"), shape, scales, block, zeros)
+        return ScaledBlocks(numbers_of(files, module, "weight"), shape, scales, block, zeros, codes_of(files, module))
 
     return files.matrix(module, ("weight", *_PARTS), shape, numbers)
 

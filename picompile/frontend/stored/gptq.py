@@ -121,7 +121,7 @@ class _Reader:
             return unpack(words[words_of(start, bits) : words_of(stop, bits)], bits, stop - start)
 
         scales = self.files.scales(self.module, "scales")
-        return IntegerMatrix(codes, self._zeros(self.less_one), scales, self._groups(len(scales)))
+        return IntegerMatrix(bits, codes, self._zeros(self.less_one), scales, self._groups(len(scales)))
 
     def settled(self, config: GptqConfig) -> "_Reader":
         """Return the reader by whose reading of the zeros the matrix makes sense."""

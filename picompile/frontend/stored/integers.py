@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from picompile_passes.formats import FLOAT16, FORMATS, GROUP, ZERO_STEPS
+from picompile.frontend.stored.record import as_float16
+from picompile_passes.formats import FLOAT16, FORMATS, GROUP, ZERO_STEPS, Codec
 from picompile_passes.formats.packing import GroupGrid, pack_codes
 
 # Inputs that are unpacked at a time; a multiple of those that fill whole words.
@@ -19,11 +20,12 @@ _MOST_ZERO = int(255 / ZERO_STEPS)
 class IntegerMatrix:
     """A matrix of weights (code - zero) × scale, zero and scale those of the group of the input and of the output.
 
-    `codes` returns the codes of the inputs from its first to before its second argument, a multiple of 32 and the next
-    one or the end: int16 [inputs, outputs]. `zeros` is int16 and `scales` float, [groups, outputs]; `groups` int64
-    [inputs] has the group of each input.
+    `codes` returns the codes, of `bits` bits, of the inputs from its first to before its second argument, a multiple of
+    32 and the next one or the end: int16 [inputs, outputs]. `zeros` is int16 and `scales` float, [groups, outputs];
+    `groups` int64 [inputs] has the group of each input.
     """
 
+    bits: int
     codes: Callable[[int, int], Tensor]
     zeros: Tensor
     scales: Tensor
@@ -39,17 +41,40 @@ class IntegerMatrix:
             values[:, start:stop] = (differences.to(torch.float32) * group_scales).T
         return values
 
-    def packed(self, format_name: str) -> Tensor | None:
-        """Return the rows packed as a format of ours, uint8 [outputs, row bytes], where that is exact; else None.
+    def stored_format(self) -> str | None:
+        """Return the smallest format that has all weights, whatever their codes; None where there is none."""
+        if self._halves() is None:
+            return None
+        least, most = (int(end) for end in torch.aminmax(self.zeros))
+        last = (1 << self.bits) - 1
+        for form in sorted((FORMATS[name] for name in FORMATS.builtin), key=lambda form: form.bits):
+            if not _is_candidate(form):
+                continue
+            zero = int(form.zero or 0)
+            if form.zero is None:
+                has_all = last <= form.highest and least >= 0 and most <= _MOST_ZERO
+            else:
+                has_all = form.least_code <= zero - most and last - least + zero <= form.highest
+            if has_all:
+                return form.name
+        return None
 
-        It is where 32 columns side by side are of one group, scales are numbers of float16, and the format has all
-        codes: symmetric 4-bit matrices in q4, and all of up to 4 bits in q4m, q6 and q8.
+    def _halves(self) -> Tensor | None:
+        """Return the scales as float16; None where they are not, or 32 columns side by side are of several groups."""
+        if len(self.groups) % GROUP:
+            return None
+        by_group = self.groups.view(-1, GROUP)
+        return as_float16(self.scales) if bool((by_group == by_group[:, :1]).all()) else None
+
+    def packed(self, format_name: str) -> Tensor | None:
+        """Return the rows packed as a format of ours, uint8 [outputs, row bytes], where it has all weights; else None.
+
+        It has where 32 columns side by side are of one group, scales are numbers of float16, or nearly so, and codes
+        are those of the format: symmetric 4-bit matrices in q4, all of up to 4 bits in q4m, symmetric ones of 8 in q8.
         """
         form, inputs, outputs = FORMATS[format_name], len(self.groups), self.scales.shape[1]
-        if form.table or form.scale != FLOAT16 or inputs % GROUP:
-            return None
-        by_group, halves = self.groups.view(-1, GROUP), self.scales.to(torch.float16)
-        if not bool((by_group == by_group[:, :1]).all()) or not torch.equal(halves.to(self.scales.dtype), self.scales):
+        halves = self._halves() if _is_candidate(form) else None
+        if halves is None:
             return None
         zeros = self.zeros if form.zero is None else torch.full_like(self.zeros, int(form.zero))
         least, most = (int(end) for end in torch.aminmax(zeros))
@@ -61,14 +86,19 @@ class IntegerMatrix:
             if form.zero is not None:
                 part = part - self.zeros[self.groups[start:stop]] + int(form.zero)
             low, high = torch.aminmax(part)
-            if int(low) < form.lowest or int(high) > form.highest:
+            if int(low) < form.least_code or int(high) > form.highest:
                 return None
             codes[:, start:stop] = part.T
         packed = torch.zeros(outputs, form.row_bytes(inputs), dtype=torch.uint8)
-        scales, own = (each[by_group[:, 0]].T.to(torch.float32) for each in (halves, zeros))
+        scales, own = (each[self.groups[::GROUP]].T.to(torch.float32) for each in (halves, zeros))
         pack_codes(codes.view(outputs, -1, GROUP), GroupGrid(form, scales, own), inputs, packed)
         return packed
 
     def _steps(self) -> Iterator[tuple[int, int]]:
         inputs = len(self.groups)
         return ((start, min(inputs, start + STEP)) for start in range(0, inputs, STEP))
+
+
+def _is_candidate(form: Codec) -> bool:
+    """Return whether a format has whole numbers, and a scale and at most a zero for each 32."""
+    return form.scale == FLOAT16 and not form.table and form.minimum is None and form.group == GROUP

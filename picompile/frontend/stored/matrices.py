@@ -101,10 +101,14 @@ class StoredMatrices:
         """
         return self._matrices[name].numbers().values()
 
-    def packed(self, name: str, format_name: str) -> Tensor | None:
-        """Return the rows of NAME.weight in a format of ours, uint8 [outputs, row bytes], where that is exact.
+    def stored_format(self, name: str) -> str | None:
+        """Return the format of ours that has the numbers of NAME.weight, None where none has. Raises as `load` does."""
+        return self._matrices[name].numbers().stored_format()
 
-        None where it is not. Raises as `load` does.
+    def packed(self, name: str, format_name: str) -> Tensor | None:
+        """Return the rows of NAME.weight in a format of ours, uint8 [outputs, row bytes], where it has their numbers.
+
+        None where it has not. Raises as `load` does.
         """
         return self._matrices[name].numbers().packed(format_name)
 

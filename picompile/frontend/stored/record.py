@@ -24,9 +24,23 @@ class Numbers(Protocol):
         """Return what they stand for, float32 [outputs, inputs]."""
         ...
 
-    def packed(self, format_name: str) -> Tensor | None:
-        """Return the rows packed as a format of ours, uint8 [outputs, row bytes], where that is exact; else None."""
+    def stored_format(self) -> str | None:
+        """Return the smallest format of ours that has them, as `packed` asks for it; None where there is none."""
         ...
+
+    def packed(self, format_name: str) -> Tensor | None:
+        """Return the rows packed as a format of ours, uint8 [outputs, row bytes], where that rounds nothing; else None.
+
+        Scales of float32 or bfloat16 may become float16, where each weight is within 2^-11 of what it was.
+        """
+        ...
+
+
+def as_float16(scales: Tensor) -> Tensor | None:
+    """Return scales as float16; None where one of them is not within 2^-11 of what it was."""
+    halves = scales.to(torch.float16)
+    off = (halves.to(torch.float64) - scales.to(torch.float64)).abs()
+    return halves if bool((off <= scales.to(torch.float64).abs() * 2.0**-11).all()) else None
 
 
 @dataclass(frozen=True)

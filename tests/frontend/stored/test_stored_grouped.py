@@ -40,8 +40,12 @@ SCHEMES = {
 # Formats that have all codes of up to 4 bits with any zero, and of 4 bits with a zero in the middle or 3 bits with any.
 FOUR, THREE = ("q8", "q6", "q4m"), ("q8", "q6", "q4m", "q4")
 REPACKED = dict.fromkeys(("gptq", "gptq-v2", "gptq-one-group", "gptq-large-groups"), FOUR)
-REPACKED |= dict.fromkeys(("awq", "auto-round", "auto-round-awq"), FOUR)
+REPACKED |= dict.fromkeys(("awq", "awq-float32", "auto-round", "auto-round-awq"), FOUR)
+REPACKED["gptq-8-sym"] = ("q8",)
 REPACKED |= dict.fromkeys(("gptq-sym", "gptq-2", "gptq-3", "gptq-3-v2", "gptq-3-sym", "auto-round-gptq"), THREE)
+# What keeps all weights: inputs in any order of groups have no format, nor 8 bits with zeros of their own.
+STORED: dict[str, str | None] = {name: forms[-1] for name, forms in REPACKED.items()}
+STORED |= dict.fromkeys(("gptq-8", "gptq-order", "gptq-2-order"))
 SHAPES = {"model.layers.0.mlp.up_proj": (64, 96), "lm_head": (32, 352)}
 
 
@@ -73,14 +77,16 @@ def test_every_layout(tmp_path: Path, name: str) -> None:
         # A float16 has 11 bits and a difference of integers 9: together they fit into a float32.
         exact = scheme.scale_dtype != torch.float32
         torch.testing.assert_close(found.double(), expected, rtol=0 if exact else 1e-7, atol=0)
-        # Rows are repacked where that is exact.
+        assert tensors.stored_format(parameter) == STORED[name]
+        # Rows are repacked where that rounds nothing but scales of float32.
         for form in ("q8", "q6", "q4m", "q4", "f16", "mxfp4"):
             packed = tensors.packed(parameter, form)
             assert (packed is not None) == (form in REPACKED.get(name, ())), form
             if packed is not None:
                 outputs, inputs = expected.shape
                 assert packed.shape == (outputs, FORMATS[form].row_bytes(inputs))
-                assert torch.equal(dequantize_rows(packed, form, inputs), found)
+                rounding = 0 if exact else 2.0**-11
+                torch.testing.assert_close(dequantize_rows(packed, form, inputs), found, rtol=rounding, atol=0)
 
 
 def test_what_is_rounded_a_second_time(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,27 @@ def test_the_loss_of_a_second_rounding_is_said(tmp_path: Path) -> None:
     for loss, matrices, quant in ((losses[0], list(projections.values()), "q4"), (losses[1], down, "q4m")):
         error = sum(float((rounded(weight, quant) - weight).square().sum()) for weight in matrices)
         assert loss == pytest.approx(error / sum(float(weight.square().sum()) for weight in matrices), rel=0.25)
+
+
+# The format that keeps the numbers of each, where one does.
+_KEPT = {"gptq": "q4m", "gptq-v2-labelled-v1": "q4", "gptq-3": "q4", "awq": "q4m", "packed-4-zeros": "q4m"}
+_KEPT |= {"packed-8": "q8", "nvfp4": "nvfp4"}
+
+
+@pytest.mark.slow("compiles a model")
+@pytest.mark.parametrize("name", _KEPT)
+def test_numbers_are_kept_without_an_option(tmp_path: Path, name: str) -> None:
+    """But for activations, of 16 bits, the compiled model is the checkpoint."""
+    kept_as = _MODELS.get(name) or (KINDS[name].make, KINDS[name].config)
+    model = save_quantized_model(tmp_path / "model", *kept_as)
+    compile_model(tmp_path / "model", tmp_path / "artifact", CompileOptions(context=64, predictor="none"))
+    report = json.loads((tmp_path / "artifact" / "report.json").read_text())
+    kept = Counter(report["weight_formats"].values())
+    assert kept[_KEPT[name]] == 2 * 7, kept
+    ids = [3, 5, 7, 11, 13, 17, 19]
+    with picompile_runtime.load(tmp_path / "artifact", threads=1) as engine:
+        found = torch.from_numpy(engine.prefill(ids).copy())
+    assert relative_error(found, eager_logits(model, ids)[-1].view_as(found)) < 2.5e-3
 
 
 @pytest.mark.slow("compiles a model")

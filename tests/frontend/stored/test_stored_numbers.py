@@ -21,6 +21,10 @@ from picompile_passes.formats.packing import dequantize_rows
 SHAPES = {"model.layers.0.mlp.up_proj": (64, 96), "lm_head": (33, 320), "gate": (32, 1024)}
 REPACKED = dict.fromkeys(("packed-4", "packed-4-channel", "packed-3-zeros"), ("q8", "q4m", "q4"))
 REPACKED |= dict.fromkeys(("packed-4-zeros", "packed-4-plain-zeros"), ("q8", "q4m"))
+REPACKED |= dict.fromkeys(("packed-8", "int-channel", "int-tensor", "int-group", "llm-int8"), ("q8",))
+REPACKED |= {"nvfp4": ("nvfp4",), "mxfp4": ("mxfp4",)}
+# What keeps all weights, where any format does.
+STORED = {name: forms[-1] for name, forms in REPACKED.items()}
 
 
 def opened(folder: Path) -> StoredMatrices:
@@ -48,10 +52,15 @@ def test_every_kind(tmp_path: Path, name: str) -> None:
         assert (header.dtype, header.shape, header.quantized) == ("F32", tuple(expected.shape), True)
         found = tensors.load(parameter)
         torch.testing.assert_close(found.double(), expected, rtol=2**-23 if name == "llm-int8" else 0, atol=0)
-        for form in ("q8", "q4m", "q4"):
+        assert tensors.stored_format(parameter) == STORED.get(name)
+        for form in ("q8", "q4m", "q4", "nvfp4", "mxfp4"):
             packed = tensors.packed(parameter, form)
             assert (packed is not None) == (form in REPACKED.get(name, ())), form
-            assert packed is None or torch.equal(dequantize_rows(packed, form, expected.shape[1]), found)
+            if packed is not None:
+                # Scales of LLM.int8() are float32, over 127.
+                rounding = 2.0**-11 if name == "llm-int8" else 0
+                unpacked = dequantize_rows(packed, form, expected.shape[1])
+                torch.testing.assert_close(unpacked, found, rtol=rounding, atol=0)
 
 
 def test_modules_of_other_kinds_and_floats_are_beside_each_other(tmp_path: Path) -> None:
