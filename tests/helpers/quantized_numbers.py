@@ -1,6 +1,7 @@
 """Random matrices of FP8, FP4, INT8 and tables, as checkpoints hold them, and the numbers they stand for, in float64.
 
-Numbers of few bits are decoded by their definitions: sign, exponent and fraction. All values are numbers of float16.
+Numbers of few bits are decoded by their definitions: sign, exponent and fraction. All values but those of NF4 are
+numbers of float16.
 """
 
 import json
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from helpers.quantized_files import Integers, Maker, stream
+from helpers.weight_formats import NF4
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,8 @@ def four_bits(kind: str, nested: bool = False, block: int = 64) -> Maker:
 
     def make(outputs: int, inputs: int, seed: int) -> tuple[dict[str, Tensor], Tensor]:
         draw, count = np.random.default_rng(seed), outputs * inputs
-        codes, table = draw.integers(0, 16, count), np.sort(draw.permutation(np.arange(-64, 65))[:16]) / 64
+        codes = draw.integers(0, 16, count)
+        table = np.array(NF4) if kind == "nf4" else np.sort(draw.permutation(np.arange(-64, 65))[:16]) / 64
         pairs = np.append(codes, [0] * (count % 2))
         largest = 2.0 ** -draw.integers(2, 5, -(-count // block))
         tensors = {"weight": torch.from_numpy((pairs[::2] * 16 + pairs[1::2]).astype(np.uint8)).view(-1, 1)}

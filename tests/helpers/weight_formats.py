@@ -28,6 +28,17 @@ E2M1 = tuple(
 )
 # `kvalues_iq4nl` of GGML.
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+# E4M3 ("FP8"), section 5.3.1, with the next numbers of the grid in place of NaN; scales of ours are 256 times as large.
+E4M3 = tuple(
+    (-1) ** (code >> 7) * (2 ** ((code >> 3 & 15) - 7) * (1 + (code & 7) / 8) if code & 120 else (code & 7) / 512) / 256
+    for code in range(256)
+)
+# `create_normal_map` of bitsandbytes: quantiles of a normal distribution, float32.
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
+    *(-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
 
 
 @dataclass(frozen=True)
@@ -69,6 +80,8 @@ LAYOUTS = {
     "iq4_nl": Layout((4,), IQ4),
     "iq4_xs": Layout((4,), IQ4, scale="int8"),
     "nvfp4": Layout((4,), E2M1, group=16),
+    "fp8": Layout((8,), E4M3),
+    "nf4": Layout((4,), NF4),
 }
 _DTYPES = {"16ths": "u1", "uint8": "u1", "E8M0": "u1", "int8": "i1", "float16": "<f2"}
 
@@ -125,7 +138,7 @@ def codes_of_row(name: str, row: Bytes, columns: int) -> NDArray[np.int64]:
             codes[column] |= (int(row[start + byte]) >> bit & (1 << bits) - 1) << shift
         shift += bits
     # Codes of q8 are signed bytes.
-    return (codes + 128) % 256 if LAYOUTS[name].planes == (8,) else codes
+    return (codes + 128) % 256 if name == "q8" else codes
 
 
 def _place_of_code(column: int, bits: int) -> tuple[int, int]:

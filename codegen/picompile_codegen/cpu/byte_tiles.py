@@ -94,6 +94,11 @@ class ByteInputs:
         )
         return cls(quantized, signed_offset() if matrix is None else raw_offset(matrix))
 
+    @property
+    def capacity(self) -> int:
+        """Tokens that there is memory for."""
+        return self.rows.bytes.rows
+
     def pack(self, x: KernelTensor, tokens: Expr, columns: int) -> None:
         """Quantize `tokens` rows of x float32 [rows, columns]."""
         with parallel(tokens) as token:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from tvm import tirx
 
 from picompile_codegen.build import isa
-from picompile_codegen.cpu.tensor import Expr, bind, intrinsic
+from picompile_codegen.cpu.tensor import Expr, bind, intrinsic, select
 from picompile_codegen.cpu.vector import splat, splat_int, to_floats
 from picompile_passes.formats import E8M0, Codec
 
@@ -26,15 +26,70 @@ def scale_floats(form: Codec, stored: Expr, lanes: int) -> Expr:
     return scales if form.table_step == 1.0 else scales * splat(form.table_step, lanes)
 
 
+# The bits of E4M3 numbers in the exponents and mantissas of float32 are 2^-120 of them: the biases are 7 and 127.
+_E4M3_BITS = 8
+_E4M3_UNIT = 2.0**120
+
+
+def number_unit(form: Codec) -> float:
+    """Return what `numbers_at` are multiples of, in a format that has floats."""
+    return _E4M3_UNIT if form.data_bits == _E4M3_BITS else 1.0
+
+
+def numbers_at(form: Codec, words: Expr, bit: int, lanes: int) -> Expr:
+    """Return the numbers whose codes begin at bit `bit` of uint32 words, over `number_unit`: float32 of each lane.
+
+    No instruction on the way takes numbers below the least normal float32 for 0, as those of E4M3 may be.
+    """
+    if form.data_bits == _E4M3_BITS:
+        high = bind(words << _splat_word(24 - bit, lanes)) if bit < 24 else words
+        magnitude = (high >> _splat_word(4, lanes)) & _splat_word(0x07F00000, lanes)
+        return bind(tirx.reinterpret(f"float32x{lanes}", bind(magnitude | (high & _splat_word(0x80000000, lanes)))))
+    codes = bind(words >> _splat_word(bit, lanes)) if bit else words
+    return _permuted(form.table, bind(tirx.reinterpret(f"int32x{lanes}", codes)), lanes)
+
+
+def _permuted(table: Sequence[float], codes: Expr, lanes: int) -> Expr:
+    """Return the entries of a table of 16 float32 for the lowest four bits of each code, int32 of each lane."""
+    floats = f"float32x{lanes}"
+    vectors = [
+        bind(
+            tirx.Shuffle(
+                [tirx.FloatImm("float32", value) for value in table[start : start + lanes]], list(range(lanes))
+            )
+        )
+        for start in range(0, _TABLE, lanes)
+    ]
+    if isa.current().machine != "x86_64":
+        # A choice for each entry: few processors with NEON have been seen to run this.
+        low = bind(codes & splat_int(_TABLE - 1, lanes))
+        found = splat(table[0], lanes)
+        for code, value in enumerate(table[1:], start=1):
+            found = bind(select(tirx.EQ(low, splat_int(code, lanes)), splat(value, lanes), found))
+        return found
+    if lanes == _TABLE:
+        return bind(intrinsic(floats, "llvm.x86.avx512.permvar.sf.512", vectors[0], codes))
+    first, second = (bind(intrinsic(floats, "llvm.x86.avx2.permps", vector, codes)) for vector in vectors)
+    # A shift leaves the fourth bit as the sign.
+    signs = bind(codes << splat_int(28, lanes))
+    return bind(select(signs < splat_int(0, lanes), second, first))
+
+
+def _splat_word(value: int, lanes: int) -> Expr:
+    return tirx.Broadcast(tirx.IntImm("uint32", value), lanes)
+
+
 def table_bias(form: Codec) -> int:
     """Return the offset that makes a table's values small unsigned bytes, or 0."""
-    least = min(form.table)
+    if form.has_floats:
+        return 0
+    least = int(min(form.table))
     return -least if max(form.table) - least < _MOST_UNSIGNED else 0
 
 
-def look_up(table: Sequence[int], codes: Expr, count: int, dtype: str) -> Expr:
+def look_up(table: Sequence[float], codes: Expr, count: int, dtype: str) -> Expr:
     """Return the entries of `table`, 16 bytes, for `count` codes of uint8, as a vector of `dtype`, uint8 or int8."""
-    entries = bytes(value & 255 for value in table).ljust(_TABLE, b"\0")
+    entries = bytes(int(value) & 255 for value in table).ljust(_TABLE, b"\0")
     words = [tirx.IntImm("int32", int.from_bytes(entries[i : i + 4], "little", signed=True)) for i in (0, 4, 8, 12)]
     words *= count // _TABLE
     vector = bind(tirx.Shuffle(words, list(range(len(words)))))

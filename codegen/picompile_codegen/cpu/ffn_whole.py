@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from tvm import tirx
 
 from picompile_codegen.backend import body
-from picompile_codegen.cpu.byte_tiles import ByteInputs
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.matrix import KernelMatrix
 from picompile_codegen.cpu.panel_products import (
     Emit,
+    PanelInputs,
     PanelMatrix,
     multiply_panel,
     multiply_panels_of_bytes,
+    panel_inputs,
     panels_of_task,
     quantize_tokens,
 )
@@ -30,7 +31,7 @@ class _Projection:
     """A matrix with a row for each neuron, what it is multiplied with, and what takes its products."""
 
     panels: PanelMatrix
-    inputs: ByteInputs
+    inputs: PanelInputs
     emit: Emit
 
 
@@ -44,12 +45,10 @@ def ffn_whole(spec: WholeFfnSpec, function: KernelFunction) -> None:
     matrices = [matrix for matrix in (gate, up) if matrix is not None]
     # Formats differ in the sums of inputs that they need.
     inputs = {
-        matrix.format: ByteInputs.declare(
-            function, f"x{number or ''}", spec.rows, spec.dim, matrix, spec.activation_bytes
-        )
+        matrix.format: panel_inputs(function, f"x{number or ''}", spec.rows, spec.dim, matrix, spec.activation_bytes)
         for number, matrix in enumerate({matrix.format: matrix for matrix in matrices}.values())
     }
-    inner = ByteInputs.declare(function, "hidden", spec.rows, spec.neurons, down, spec.activation_bytes)
+    inner = panel_inputs(function, "hidden", spec.rows, spec.neurons, down, spec.activation_bytes)
     tokens = function.tokens(spec.rows)
 
     for quantized in inputs.values():

@@ -12,7 +12,7 @@ from picompile_codegen.cpu.byte_tiles import ByteInputs, byte_tile, multiply_row
 from picompile_codegen.cpu.dot import biased, dot, prepare_vector
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.matrix import KernelMatrix
-from picompile_codegen.cpu.panel_products import multiply_panels_of_bytes, quantize_tokens
+from picompile_codegen.cpu.panel_products import multiply_panels_of_bytes, panel_inputs, quantize_tokens
 from picompile_codegen.cpu.panels import (
     ChunkSums,
     RegisterTile,
@@ -192,7 +192,7 @@ def _linear_rowwise(function: KernelFunction, w: KernelMatrix) -> None:
 def _linear_in_panels(function: KernelFunction, w: KernelMatrix, activation_bytes: int) -> None:
     """Multiply any number of tokens, each to the same bits."""
     x, bias, y = function["x"], function.get("bias"), function["y"]
-    inputs = ByteInputs.declare(function, "x", x.rows, w.columns, w, activation_bytes)
+    inputs = panel_inputs(function, "x", x.rows, w.columns, w, activation_bytes)
     tokens = function.tokens(x.rows)
 
     def store(token: Expr, output: Expr, lanes: int, products: Expr) -> None:

@@ -159,14 +159,14 @@ class KernelMatrix(MatrixTensors):
     @property
     def least_raw(self) -> int:
         """The least raw value."""
-        return min(self.form.table) + table_bias(self.form) if self.form.table else self.form.lowest
+        return int(min(self.form.table)) + table_bias(self.form) if self.form.table else self.form.lowest
 
     @property
     def largest_raw(self) -> int:
         """The largest magnitude of raw values."""
         if not self.form.table:
             return self.form.highest
-        return max(max(self.form.table) + table_bias(self.form), -self.least_raw)
+        return max(int(max(self.form.table)) + table_bias(self.form), -self.least_raw)
 
     @property
     def data_line_elements(self) -> int:

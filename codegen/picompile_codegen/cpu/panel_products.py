@@ -9,15 +9,17 @@ Activations have one byte each, or two for products that are as good as those of
 with the high bytes first, and the sums times 255 are where those with the low bytes begin.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from tvm import tirx
 
 from picompile_codegen.build import isa
 from picompile_codegen.cpu.byte_tiles import QUADS, ByteInputs, byte_lanes, four_bytes, quads_in_words, raw_offset
-from picompile_codegen.cpu.decode import look_up, scale_floats
+from picompile_codegen.cpu.decode import look_up, numbers_at, scale_floats
+from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.matrix import CACHE_LINE_BYTES, KernelMatrix
+from picompile_codegen.cpu.panel_floats import FloatGroup, FloatInputs, product_unit
 from picompile_codegen.cpu.quantized import (
     QuantizedRows,
     add_neighbours,
@@ -30,7 +32,7 @@ from picompile_codegen.cpu.tensor import (
     Expr,
     KernelTensor,
     bind,
-    local,
+    local_vectors,
     loop,
     minimum,
     parallel,
@@ -129,6 +131,17 @@ class PanelMatrix:
         dtype = "uint8" if offset else "int8"
         return [bind(tirx.reinterpret(f"{dtype}x{4 * lanes}", word)) for word in words]
 
+    def numbers(self, panel: Expr, place: GroupPlace, lane: int) -> Iterator[Expr]:
+        """Yield the numbers of the rows from `lane` on, over `number_unit`, of each column of a group: float32."""
+        form, lanes = self.matrix.form, byte_lanes()
+        halves = 2 if self.matrix.has_nibbles else 1
+        first, quads = bind(place.group * (QUADS // halves)), QUADS // halves
+        words = [self._words(panel, first + quad, lane) for quad in range(quads)]
+        for half in range(halves):
+            for word in words:
+                for byte in range(4):
+                    yield numbers_at(form, word, 8 * byte + LOW_BITS * half, lanes)
+
     def _plane(self, panel: Expr, place: GroupPlace, plane: Plane, lane: int) -> list[tuple[Expr, int]]:
         """Return the words with a plane's bits of four columns of a group each, and the first of their bits."""
         start, bit = place.place_in(plane)
@@ -219,7 +232,23 @@ def _bits_of_bytes(words: Expr, bit: int, plane: Plane, lanes: int) -> Expr:
 Emit = Callable[[Expr, Expr, int, Expr], None]
 
 
-def quantize_tokens(x: KernelTensor, tokens: Expr, columns: int, inputs: ByteInputs) -> None:
+# Inputs of products with panels: bytes, or floats where codes stand for floats.
+PanelInputs = ByteInputs | FloatInputs
+
+
+def panel_inputs(
+    function: KernelFunction, name: str, rows: int, columns: int, matrix: KernelMatrix, parts: int = 1
+) -> PanelInputs:
+    """Declare memory for the inputs of `rows` tokens, for products with `matrix`, or any like it.
+
+    Where they become bytes, each has `parts` of them.
+    """
+    if matrix.form.has_floats:
+        return FloatInputs.declare(function, name, rows, columns, matrix)
+    return ByteInputs.declare(function, name, rows, columns, matrix, parts)
+
+
+def quantize_tokens(x: KernelTensor, tokens: Expr, columns: int, inputs: PanelInputs) -> None:
     """Take in the first `tokens` rows of x float32 [rows, columns]."""
     if x.rows == 1:
         inputs.quantize(x, 0, columns)
@@ -227,10 +256,10 @@ def quantize_tokens(x: KernelTensor, tokens: Expr, columns: int, inputs: ByteInp
     each_row(tokens, lambda token: inputs.quantize(x, token, columns))
 
 
-def multiply_panels_of_bytes(matrix: KernelMatrix, inputs: ByteInputs, tokens: Expr, emit: Emit) -> None:
+def multiply_panels_of_bytes(matrix: KernelMatrix, inputs: PanelInputs, tokens: Expr, emit: Emit) -> None:
     """Multiply `tokens` tokens with a matrix in panels; `emit` takes the products, those of a vector at a time."""
     panels = PanelMatrix(matrix)
-    count = panels_of_task(panels.panels, inputs.rows.bytes.rows)
+    count = panels_of_task(panels.panels, inputs.capacity)
     with parallel(panels.panels // count, when_worth=worth_a_region(matrix.bytes)) as task:
         first = task if count == 1 else bind(task * count)
         multiply_panel(panels, (first, count), inputs, tokens, emit, behind=(panels, first + count))
@@ -248,14 +277,14 @@ def panels_of_task(panels: int, rows: int) -> int:
 def multiply_panel(
     panels: PanelMatrix,
     taken: tuple[Expr, int],
-    inputs: ByteInputs,
+    inputs: PanelInputs,
     tokens: Expr,
     emit: Emit,
     behind: tuple[PanelMatrix, Expr],
 ) -> None:
     """Multiply `tokens` tokens with panels (first, count), while as many from the one `behind` them are fetched."""
-    task, rows = _Task(panels, *taken, inputs.rows, emit, behind), inputs.rows.bytes.rows
-    if rows == 1:
+    task = _Task(panels, *taken, inputs, emit, behind)
+    if inputs.capacity == 1:
         task.multiply_tile(0, 1)
         return
     with loop(0, (tokens + (TILE - 1)) // TILE) as tile:
@@ -265,12 +294,12 @@ def multiply_panel(
 
 @dataclass(frozen=True)
 class _Task:
-    """The products of `count` panels from `panel` on with tokens `x`; what is multiplied next lies in `behind`."""
+    """The products of `count` panels from `panel` on with `inputs`; what is multiplied next lies in `behind`."""
 
     panels: PanelMatrix
     panel: Expr
     count: int
-    x: QuantizedRows
+    inputs: PanelInputs
     emit: Emit
     behind: tuple[PanelMatrix, Expr]
 
@@ -286,11 +315,11 @@ class _Task:
         """Compute the outputs of some rows for a tile; each of `vectors` is the number of a panel and its first row."""
         lanes = byte_lanes()
         tokens = 1 if isinstance(count, int) else TILE
-        sums = local(tokens * len(vectors), lanes)
+        sums = local_vectors(tokens, len(vectors), lanes=lanes)
 
         def clear(t: Expr) -> None:
             for number in range(len(vectors)):
-                sums[t * len(vectors) + number, at(0, lanes)] = splat(0.0, lanes)
+                sums[t, number] = splat(0.0, lanes)
 
         def add(place: GroupPlace) -> None:
             if vectors[0] == (0, 0):
@@ -300,7 +329,7 @@ class _Task:
 
         def finish(t: Expr) -> None:
             for number, (i, lane) in enumerate(vectors):
-                products = bind(sums[t * len(vectors) + number, at(0, lanes)])
+                products = bind(sums[t, number])
                 self.emit(first + t, bind((self.panel + i) * PANEL_ROWS + lane), lanes, products)
 
         _each_token(count, clear)
@@ -336,7 +365,10 @@ class _Task:
         self, place: GroupPlace, vectors: list[tuple[int, int]], tile: tuple[Expr, Expr], sums: KernelTensor
     ) -> None:
         """Add the products of a group of columns to the sums of all tokens of a tile."""
-        panels, x, (first, count), lanes = self.panels, self.x, tile, byte_lanes()
+        if isinstance(self.inputs, FloatInputs):
+            self._add_floats(place, vectors, tile, self.inputs.values, sums)
+            return
+        panels, x, (first, count), lanes = self.panels, self.inputs.rows, tile, byte_lanes()
         group, each = bind(place.group), QUADS // panels.scale_groups
         codes = [panels.codes(self.panel + i, place, lane) for i, lane in vectors]
         scales, shifts = [], []
@@ -358,27 +390,57 @@ class _Task:
                 quads, column = range(number * each, (number + 1) * each), bind(group * panels.scale_groups + number)
                 start = None if shifts else bind(tirx.Broadcast(x.offsets[token, column], lanes))
                 products = self._dots(
-                    [[of_row[quad] for quad in quads] for of_row in codes], token, group, quads, start
+                    x, [[of_row[quad] for quad in quads] for of_row in codes], token, group, quads, start
                 )
                 for row, product in enumerate(products):
-                    index = (t * len(vectors) + row, at(0, lanes))
                     scale = bind(scales[number][row] * scale_x)
-                    total = fma(to_floats(product, lanes), scale, sums[index], lanes)
+                    total = fma(to_floats(product, lanes), scale, sums[t, row], lanes)
                     if shifts:
                         total = fma(shifts[number][row], splat(x.offsets[token, column], lanes), total, lanes)
-                    sums[index] = total
+                    sums[t, row] = total
 
         _each_token(count, add)
 
-    def _dots(self, codes: list[list[Expr]], token: Expr, group: Expr, quads: range, start: Expr | None) -> list[Expr]:
+    def _add_floats(
+        self,
+        place: GroupPlace,
+        vectors: list[tuple[int, int]],
+        tile: tuple[Expr, Expr],
+        x: KernelTensor,
+        sums: KernelTensor,
+    ) -> None:
+        """Add the products of a group of columns, as `_add_group` does, where codes stand for floats."""
+        panels, (first, count), lanes = self.panels, tile, byte_lanes()
+        group, unit = bind(place.group), splat(product_unit(panels.matrix.form), lanes)
+        scales = [bind(panels.scales(self.panel + i, group, 0, lane) * unit) for i, lane in vectors]
+        numbers = [panels.numbers(self.panel + i, place, lane) for i, lane in vectors]
+        products = FloatGroup(numbers, bind(group * GROUP), lanes)
+
+        def add(token: Expr, row: int, total: Expr) -> None:
+            sums[token, row] = fma(total, scales[row], sums[token, row], lanes)
+
+        if isinstance(count, int):
+            products.multiply(x, 0, add)
+        else:
+            products.multiply_all(x, first, count, add)
+
+    def _dots(
+        self,
+        x: QuantizedRows,
+        codes: list[list[Expr]],
+        token: Expr,
+        group: Expr,
+        quads: range,
+        start: Expr | None,
+    ) -> list[Expr]:
         """Return start + Σ of codes · activations of some of a group's columns for some rows, int32 of each lane.
 
         Sums of each row, and of high and of low bytes, do not wait for one another.
         """
-        lanes, parts, is_unsigned = byte_lanes(), self.x.parts, self.panels.is_unsigned
+        lanes, parts, is_unsigned = byte_lanes(), x.parts, self.panels.is_unsigned
         sums: list[list[Expr | None]] = []
         for part in range(parts):
-            values = [four_bytes(self.x, token, group, quad, lanes, part) for quad in quads]
+            values = [four_bytes(x, token, group, quad, lanes, part) for quad in quads]
             begin = start if part + 1 == parts else None
             if isa.current().bytes_dot == "maddubs" and is_unsigned:
                 largest = self.panels.matrix.largest_raw

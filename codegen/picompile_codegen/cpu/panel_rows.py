@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tvm import tirx
 
 from picompile_codegen.cpu.byte_tiles import QUADS
-from picompile_codegen.cpu.decode import look_up
+from picompile_codegen.cpu.decode import look_up, number_unit, numbers_at
 from picompile_codegen.cpu.matrix import Group, KernelMatrix
 from picompile_codegen.cpu.panel_products import GroupPlace
 from picompile_codegen.cpu.tensor import Expr, bind
@@ -48,6 +48,8 @@ class PanelRow:
     def _raw(self, group: Expr) -> list[Expr]:
         """Return the codes, or the values of the table that they stand for."""
         form = self.matrix.form
+        if form.has_floats:
+            return self._floats(group)
         if form.data_bits == 8:
             words = [self._word(group * QUADS + quad) for quad in range(QUADS)]
             eights = [_joined(words[i : i + 2]) for i in range(0, QUADS, 2)]
@@ -63,6 +65,15 @@ class PanelRow:
             ]
             return [bind(tirx.Cast(FLOATS, tirx.Cast(_INTS, bind(eight)))) for eight in eights]
         return [bind(tirx.Cast(FLOATS, self._codes(planes, half, start))) for half in (0, 1) for start in (0, LANES)]
+
+    def _floats(self, group: Expr) -> list[Expr]:
+        """Return the numbers of a group that codes stand for."""
+        form, bits = self.matrix.form, self.matrix.form.data_bits
+        quads, unit = QUADS * bits // 8, splat(number_unit(form))
+        words = [self._word(group * quads + quad) for quad in range(quads)]
+        eights = [_joined(words[i : i + 2]) for i in range(0, quads, 2)]
+        codes = [bind(tirx.Cast(f"uint32x{LANES}", eight)) for eight in eights]
+        return [bind(numbers_at(form, of_bytes, bit, LANES) * unit) for bit in range(0, 8, bits) for of_bytes in codes]
 
     def _codes(self, planes: list[tuple[list[Expr], Expr]], half: int, start: int) -> Expr:
         """Return eight codes, int32: those of elements `start` … of the first or of the last 16 of a group."""

@@ -9,11 +9,10 @@ moving anything between its lanes. Bits past the last column are 0 in both.
 from tvm import tirx
 
 from picompile_codegen.backend import body
-from picompile_codegen.cpu.byte_tiles import ByteInputs
 from picompile_codegen.cpu.dot import dot, prepare_vector
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.matrix import KernelMatrix
-from picompile_codegen.cpu.panel_products import multiply_panels_of_bytes, quantize_tokens
+from picompile_codegen.cpu.panel_products import multiply_panels_of_bytes, panel_inputs, quantize_tokens
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, maximum, parallel, worth_a_region
 from picompile_codegen.cpu.token_vectors import TokenVectors, multiply_rows
 from picompile_codegen.cpu.vector import LANES, at, blocks, load, splat, splat_int
@@ -38,8 +37,8 @@ def _predict_in_panels(
 ) -> None:
     """Predict for any number of tokens, each to the same bits."""
     rows, bias, threshold, mask = hidden.rows, function["bias"], function["threshold"], function["mask"]
-    inputs = ByteInputs.declare(function, "x", rows, fc1.columns, fc1)
-    inner = ByteInputs.declare(function, "hidden", rows, fc2.columns, fc2)
+    inputs = panel_inputs(function, "x", rows, fc1.columns, fc1)
+    inner = panel_inputs(function, "hidden", rows, fc2.columns, fc2)
     tokens = function.tokens(rows)
 
     def keep(token: Expr, row: Expr, lanes: int, products: Expr) -> None:

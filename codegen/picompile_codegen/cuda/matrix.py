@@ -220,7 +220,7 @@ def six_bit_words(low: Sequence[Expr], high: Sequence[Expr]) -> tuple[list[Expr]
 
 def look_up(form: Codec, words: Sequence[Expr]) -> tuple[list[Expr], list[Expr]]:
     """Return words of four signed bytes each: what the format's table has for low and for high halves of bytes."""
-    entries = bytes(value & 255 for value in form.table)
+    entries = bytes(int(value) & 255 for value in form.table)
     table = [tirx.const(int.from_bytes(entries[i : i + 4], "little"), "uint32") for i in (0, 4, 8, 12)]
     low, high = (
         [bind(tirx.call_pure_extern("uint32", "pi_look_up", word, half, *table)) for word in words] for half in (0, 1)

@@ -97,7 +97,7 @@ class Codec:
         highest: The greatest code.
         zero: The code of 0 in all groups; None where each group has a zero of its own, a byte of 16ths of a code.
         minimum: The type of the minima of groups, which are added to all of their weights; None for no minima.
-        table: Whole numbers from -127 to 127, one for each code.
+        table: Numbers, one for each code: whole ones from -127 to 127, or float32 (`has_floats`).
         table_step: What a 1 in the table stands for.
         group: Weights that share a scale.
         panels: Whether matrices that are multiplied whole lie in panels.
@@ -121,7 +121,7 @@ class Codec:
     highest: int = 0
     zero: float | None = 0.0
     minimum: ScaleType | None = None
-    table: tuple[int, ...] = ()
+    table: tuple[float, ...] = ()
     table_step: float = 1.0
     group: int = GROUP
     panels: bool = False
@@ -145,9 +145,17 @@ class Codec:
         return self.scale is not None and self.scale != E8M0 and self.data_bits < 8 and not self.table
 
     @property
+    def has_floats(self) -> bool:
+        """Whether codes stand for numbers that are no bytes, so that kernels multiply float32.
+
+        Those of 4 bits are looked up; those of 8 are E4M3, which kernels make float32 of by moving bits.
+        """
+        return any(value % 1 != 0 for value in self.table)
+
+    @property
     def least_code(self) -> int:
         """The least code that kernels read. Rounding to bytes leaves out -128, so that each weight has a negative."""
-        return -128 if self.data_bits == 8 else self.lowest
+        return -128 if self.data_bits == 8 and not self.table else self.lowest
 
     @property
     def data_dtype(self) -> str:

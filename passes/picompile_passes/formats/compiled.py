@@ -86,7 +86,7 @@ def _format(form: Codec, columns: int, steps: int) -> _Format:
 
 def rounds(form: Codec) -> bool:
     """Return whether compiled code rounds to `form`: whole numbers of 8 bits or fewer."""
-    return (form.fitted or form.data_bits == 8) and library() is not None
+    return (form.fitted or (form.data_bits == 8 and not form.table)) and library() is not None
 
 
 def round_rows(weight: Tensor, form: Codec) -> Tensor:

@@ -370,7 +370,7 @@ def _read_scales(packed: Tensor, start: int, count: int, kind: ScaleType, factor
 def data_bytes(codes: Tensor, form: Codec) -> Tensor:
     """Return the data of rows of codes [rows, groups of 32, 32] as bytes, uint8 [rows, any] or with more dimensions."""
     if form.data_bits == 8:
-        return codes.to(torch.int8).view(torch.uint8)
+        return codes.to(torch.int16).to(torch.int8).view(torch.uint8)
     whole = codes.to(torch.uint8)
     return torch.cat([_plane_bytes(whole, plane) for plane in form.planes], dim=1)
 

@@ -18,7 +18,17 @@ from torch import Tensor
 
 from picompile.errors import UnsupportedModelError
 from picompile.frontend.stored.blocks import ScaledBlocks, codes_of, look_up, matrix_shape, numbers_of, pair_table
-from picompile.frontend.stored.record import FLOAT_DTYPES, Found, Method, Settings, StoredFiles, StoredMatrix
+from picompile.frontend.stored.record import (
+    FLOAT_DTYPES,
+    Found,
+    Method,
+    Settings,
+    StoredFiles,
+    StoredMatrix,
+    as_float16,
+)
+from picompile_passes.formats import FORMATS
+from picompile_passes.formats.packing import GroupGrid, pack_codes
 
 _STATE = "weight.quant_state.bitsandbytes__"
 _TYPES = ("nf4", "fp4")
@@ -30,6 +40,9 @@ _PARTS_8 = ("weight", "SCB", "weight_format")
 # The JSON that bitsandbytes writes has some 200 bytes.
 _MOST_STATE_BYTES = 1 << 16
 _STEPS_8 = 127.0
+_NF4 = "nf4"
+# Rows that are packed at a time.
+_ROWS = 128
 # Bytes of codes that are looked up at a time.
 _BYTES = 1 << 18
 
@@ -146,11 +159,36 @@ class _Coded:
         values[:padded].view(-1, block).mul_(absmax.view(-1, 1))
         return values[:count].view(self.state.shape)
 
-    def stored_format(self) -> None:
-        """Return None: none of our formats has this table, blocks and scales."""
+    def stored_format(self) -> str | None:
+        """Return nf4 where the table is NF4's, and blocks are whole groups of a row."""
+        return None if self._scales_of_nf4() is None else _NF4
 
-    def packed(self, format_name: str) -> None:
-        """Return None, too."""
+    def packed(self, format_name: str) -> Tensor | None:
+        """Return the rows packed as nf4, uint8 [outputs, row bytes]; None for other formats, tables and blocks."""
+        scales = self._scales_of_nf4() if format_name == _NF4 else None
+        if scales is None:
+            return None
+        form, (outputs, inputs) = FORMATS[_NF4], self.state.shape
+        stored = self.files.read(self.module, "weight").reshape(-1).view(torch.uint8)[: outputs * inputs // 2]
+        packed = torch.zeros(outputs, form.row_bytes(inputs), dtype=torch.uint8)
+        for start in range(0, outputs, _ROWS):
+            pairs = stored.view(outputs, -1)[start : start + _ROWS]
+            codes = torch.stack((pairs >> 4, pairs & 15), dim=-1).view(len(pairs), -1, form.group)
+            grid = GroupGrid.of_parts(form, scales[start : start + _ROWS])
+            pack_codes(codes, grid, inputs, packed[start : start + _ROWS])
+        return packed
+
+    def _scales_of_nf4(self) -> Tensor | None:
+        """Return the scale of each group of a row, float32 [outputs, groups]; None where nf4 has not the weights."""
+        form, (outputs, inputs), block = FORMATS[_NF4], self.state.shape, self.state.block
+        table = self.files.scales(self.module, "weight.quant_map").view(-1)
+        if not torch.equal(table, torch.tensor(form.table)) or block % form.group or inputs % form.group:
+            return None
+        halves = as_float16(self._absmax())
+        if halves is None:
+            return None
+        of_groups = halves.to(torch.float32).repeat_interleave(block // form.group)
+        return of_groups[: outputs * inputs // form.group].view(outputs, -1)
 
     def _absmax(self) -> Tensor:
         files, module = self.files, self.module

@@ -19,10 +19,15 @@ _ROWS = 128
 
 @dataclass(frozen=True)
 class Coded:
-    """Numbers as codes of the format `form`: `rows` gives those of some rows, uint8 or int8 [rows, inputs]."""
+    """Numbers as codes of the format `form`: `rows` gives those of some rows, uint8 or int8 [rows, inputs].
+
+    Scales of the format are `unit` times those of the numbers. Codes of `no_numbers` are NaN.
+    """
 
     form: str
     rows: Callable[[int, int], Tensor]
+    unit: float = 1.0
+    no_numbers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,10 @@ class ScaledBlocks:
         packed = torch.zeros(outputs, form.row_bytes(inputs), dtype=torch.uint8)
         for start in range(0, outputs, _ROWS):
             stop = min(outputs, start + _ROWS)
-            codes = F.pad(self.coded.rows(start, stop), (0, form.padded_columns(inputs) - inputs))
+            codes = self.coded.rows(start, stop)
+            if any(bool((codes == code).any()) for code in self.coded.no_numbers):
+                return None
+            codes = F.pad(codes, (0, form.padded_columns(inputs) - inputs))
             own = GroupGrid.of_parts(form, grid.scale[start:stop])
             pack_codes(codes.reshape(stop - start, -1, form.group), own, inputs, packed[start:stop])
         return packed
@@ -85,13 +93,14 @@ class ScaledBlocks:
     def _grid(self, form: Codec) -> GroupGrid | None:
         """Return the scales of groups of rows; None where a group has several, or the format has not all of them."""
         (outputs, inputs), (height, width) = self.shape, self.block
-        if self.zeros is not None or (width < inputs and width % form.group):
+        if self.coded is None or self.zeros is not None or (width < inputs and width % form.group):
             return None
+        wanted = self.scales * self.coded.unit
         if form.scale == E8M0:
-            is_power = bool((torch.frexp(self.scales).mantissa == 0.5).all())
-            scales = self.scales if is_power and has_powers(self.scales, form) else None
+            is_power = bool((torch.frexp(wanted).mantissa == 0.5).all())
+            scales = wanted if is_power and has_powers(wanted, form) else None
         else:
-            scales = as_float16(self.scales)
+            scales = as_float16(wanted)
         if scales is None:
             return None
         rows = torch.arange(outputs) // height
@@ -129,9 +138,14 @@ def numbers_of(files: StoredFiles, module: str, part: str) -> Callable[[int, int
 
 
 def codes_of(files: StoredFiles, module: str) -> Coded | None:
-    """Return the codes of MODULE.weight, None where it has no whole numbers."""
+    """Return the codes of MODULE.weight, None where they are neither bytes nor E4M3."""
     stored = files.read(module, "weight")
-    return Coded("q8", lambda start, stop: stored[start:stop]) if stored.dtype == torch.int8 else None
+    if stored.dtype == torch.int8:
+        return Coded("q8", lambda start, stop: stored[start:stop])
+    if stored.dtype != torch.float8_e4m3fn:
+        return None
+    codes, step = stored.view(torch.uint8), FORMATS["fp8"].table_step
+    return Coded("fp8", lambda start, stop: codes[start:stop], unit=1 / step, no_numbers=(0x7F, 0xFF))
 
 
 def look_up(codes: Tensor, table: Tensor) -> Tensor:

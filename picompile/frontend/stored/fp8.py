@@ -13,6 +13,7 @@ from picompile.errors import UnsupportedModelError
 from picompile.frontend.stored.blocks import (
     F8_DTYPES,
     ScaledBlocks,
+    codes_of,
     fitting_block,
     grid_shape,
     matrix_shape,
@@ -71,7 +72,8 @@ def _matrix(files: StoredFiles, module: str, candidates: list[tuple[int, int]]) 
 
     def numbers() -> ScaledBlocks:
         scales = files.scales(module, part).to(torch.float32).view(grid_shape(shape, block))
-        return ScaledBlocks(numbers_of(files, module, "weight"), shape, scales, block)
+        numbers = numbers_of(files, module, "weight")
+        return ScaledBlocks(numbers, shape, scales, block, coded=codes_of(files, module))
 
     return files.matrix(module, ("weight", part), shape, numbers)
 

@@ -107,14 +107,15 @@ def test_each_row_has_the_bits_that_it_has_alone(workbench: Workbench, form: str
     slow="compiles a kernel per case",
 )
 def test_what_is_no_number_shows(workbench: Workbench, form: str, rows: int, panels: bool) -> None:
-    """In panels and in rows, in whichever lane it is."""
+    """In panels and in rows, in whichever lane it is. Products of floats with infinity may be infinite as well."""
     shape, rng = SHAPES[0], np.random.default_rng(rows)
     data, _ = packed(rng, form, *shape)
     for value in (np.nan, np.inf):
         x = uniform(rng, rows, shape[1])
         x[np.arange(rows), rng.integers(0, shape[1], rows)] = value
         inputs = {"x": x, "w": stored(data, form, shape, panels)}
-        assert np.isnan(workbench.run(linear(form, shape, rows, panels=panels), inputs, tokens=rows)["y"]).all()
+        found = workbench.run(linear(form, shape, rows, panels=panels), inputs, tokens=rows)["y"]
+        assert np.isnan(found).all() or (FORMATS[form].has_floats and not np.isfinite(found).any())
 
 
 @pytest.mark.parametrize("form", PANEL_FORMATS)

@@ -184,7 +184,7 @@ def test_the_loss_of_a_second_rounding_is_said(tmp_path: Path) -> None:
 
 # The format that keeps the numbers of each, where one does.
 _KEPT = {"gptq": "q4m", "gptq-v2-labelled-v1": "q4", "gptq-3": "q4", "awq": "q4m", "packed-4-zeros": "q4m"}
-_KEPT |= {"packed-8": "q8", "nvfp4": "nvfp4"}
+_KEPT |= {"packed-8": "q8", "nvfp4": "nvfp4", "fp8-blocks": "fp8", "nf4-nested": "nf4"}
 
 
 @pytest.mark.slow("compiles a model")

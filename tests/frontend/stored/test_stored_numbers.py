@@ -22,7 +22,9 @@ SHAPES = {"model.layers.0.mlp.up_proj": (64, 96), "lm_head": (33, 320), "gate": 
 REPACKED = dict.fromkeys(("packed-4", "packed-4-channel", "packed-3-zeros"), ("q8", "q4m", "q4"))
 REPACKED |= dict.fromkeys(("packed-4-zeros", "packed-4-plain-zeros"), ("q8", "q4m"))
 REPACKED |= dict.fromkeys(("packed-8", "int-channel", "int-tensor", "int-group", "llm-int8"), ("q8",))
-REPACKED |= {"nvfp4": ("nvfp4",), "mxfp4": ("mxfp4",)}
+FP8 = ("fp8-blocks", "fp8-powers", "fp8-matrix", "modelopt", "fbgemm", "float-channel", "float-block")
+REPACKED |= dict.fromkeys(FP8, ("fp8",))
+REPACKED |= {"nvfp4": ("nvfp4",), "mxfp4": ("mxfp4",), "nf4": ("nf4",), "nf4-nested": ("nf4",)}
 # What keeps all weights, where any format does.
 STORED = {name: forms[-1] for name, forms in REPACKED.items()}
 
@@ -51,14 +53,15 @@ def test_every_kind(tmp_path: Path, name: str) -> None:
         header = tensors.headers[parameter]
         assert (header.dtype, header.shape, header.quantized) == ("F32", tuple(expected.shape), True)
         found = tensors.load(parameter)
-        torch.testing.assert_close(found.double(), expected, rtol=2**-23 if name == "llm-int8" else 0, atol=0)
+        rounding = 2.0**-23 if name in ("llm-int8", "nf4-nested") else 0
+        torch.testing.assert_close(found.double(), expected, rtol=rounding, atol=0)
         assert tensors.stored_format(parameter) == STORED.get(name)
-        for form in ("q8", "q4m", "q4", "nvfp4", "mxfp4"):
+        for form in ("q8", "q4m", "q4", "nvfp4", "mxfp4", "fp8", "nf4"):
             packed = tensors.packed(parameter, form)
             assert (packed is not None) == (form in REPACKED.get(name, ())), form
             if packed is not None:
-                # Scales of LLM.int8() are float32, over 127.
-                rounding = 2.0**-11 if name == "llm-int8" else 0
+                # Scales of LLM.int8() are float32, over 127, and those of double quantization sums of products.
+                rounding = 2.0**-11 if name in ("llm-int8", "nf4-nested") else 0
                 unpacked = dequantize_rows(packed, form, expected.shape[1])
                 torch.testing.assert_close(unpacked, found, rtol=rounding, atol=0)
 

@@ -63,7 +63,9 @@ def test_what_a_format_says_fits_together(name: str) -> None:
     assert all(FORMATS[other].bits > form.bits for other in (form.head, form.predictors) if other)
     if form.table:
         assert len(form.table) == 2**form.data_bits
-        assert -127 <= min(form.table) < 0 < max(form.table) <= 127
+        # Whole numbers are bytes; those of 8 bits are floats, and so are those of a grid that has others.
+        assert form.has_floats or -127 <= min(form.table) < 0 < max(form.table) <= 127
+        assert min(form.table) < 0 < max(form.table) and form.has_floats == (form.name in ("fp8", "nf4"))
         # Rounding makes no other zeros than those of a table, while a checkpoint has been rounded.
         assert 0 in form.table or not form.rows
 
