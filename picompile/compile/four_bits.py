@@ -10,11 +10,14 @@ Perplexity grows with the relative squared error of a matrix, times a constant o
 here are a table by the matrix's role, since no text is read; errors are those of some of its rows.
 """
 
+import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule
 
 from picompile.choices import CANDIDATES
@@ -23,7 +26,6 @@ from picompile.frontend.captured import Captured
 from picompile.rounding.budget import least_cost
 from picompile_passes.formats import BLOCK, FORMATS
 from picompile_passes.formats.packing import dequantize_rows, quantize_rows
-from picompile_passes.graph.materialize import WeightSource
 
 # How much of a matrix's relative squared error the model feels, over what it feels of a gate matrix. The first and the
 # last eighth of the layers feel more. Measured with noise: SmolLM2-135M has 1.3, 3.1, 0.3 and 0.3 for v, down, o and
@@ -55,11 +57,13 @@ def choose_four_bits(captured: Captured, graph_module: GraphModule) -> dict[str,
         merged.setdefault(use.parameter, []).append(use)
     layers, weights = captured.facts.layers, captured.weights
     matrices, budget = [], 0.0
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        # Weights are read by one thread, which a source may need, and rounded by all.
+        found = {parameter: pool.submit(_errors, _sampled_rows(weights.load(parameter))) for parameter in merged}
     for parameter, group in merged.items():
-        size = prod(weights.shape(parameter))
+        size, errors = prod(weights.shape(parameter)), found[parameter].result()
         budget += size * max(_q4_k_m_bits(use, layers) for use in group)
         sensitivity = max(_sensitivity(use, layers) for use in group)
-        errors = _errors(weights, parameter)
         matrices.append(_Matrix(parameter, size, {form: sensitivity * error for form, error in errors.items()}))
     return _spend(matrices, budget)
 
@@ -84,10 +88,13 @@ def _q4_k_m_bits(use: MatrixUse, layers: int) -> float:
     return {"Q4_K": 4.5, "Q5_0": 5.5, "Q6_K": 6.5625, "Q8_0": 8.5}[names]
 
 
-def _errors(weights: WeightSource, parameter: str) -> dict[str, float]:
-    """Return the relative squared error of some rows of a matrix in each format."""
-    matrix = weights.load(parameter)
-    rows = matrix[:: max(1, len(matrix) // _SAMPLED_ROWS)][:_SAMPLED_ROWS].to(torch.float32)
+def _sampled_rows(matrix: Tensor) -> Tensor:
+    """Return some rows of a matrix, float32."""
+    return matrix[:: max(1, len(matrix) // _SAMPLED_ROWS)][:_SAMPLED_ROWS].to(torch.float32)
+
+
+def _errors(rows: Tensor) -> dict[str, float]:
+    """Return the relative squared error of rows in each format."""
     total = float(rows.square().sum()) or 1.0
     return {
         form: float((dequantize_rows(quantize_rows(rows, form), form, rows.shape[1]) - rows).square().sum()) / total

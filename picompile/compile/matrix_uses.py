@@ -26,8 +26,8 @@ class MatrixUse:
     """`rows` rows of a parameter, a matrix of `columns`, as a node multiplies with it or looks it up.
 
     `role` is qk, v, o, ffn (gate and up), down, head or embedding, and `layer` that of the node, if it is in one.
-    `in_panels` says whether kernels can read it in panels of rows: so they cannot read neurons that may be skipped, nor
-    rows of a transposed parameter.
+    `transposed` says that its rows are columns of the parameter. `in_panels` says whether kernels can read it in panels
+    of rows: so they cannot read neurons that may be skipped, nor rows of a transposed parameter.
     """
 
     parameter: str
@@ -35,6 +35,7 @@ class MatrixUse:
     columns: int
     role: str
     layer: int | None
+    transposed: bool
     in_panels: bool
 
 
@@ -71,8 +72,8 @@ def _uses(
         if operand is down:
             # A block that computes every neuron reads down by its outputs.
             rows, columns = columns, rows
-        readable = not transposed and rows % PANEL_ROWS == 0
-        yield MatrixUse(name, rows, columns, _role(node, operand, values), node.meta.get("layer"), readable)
+        role, layer = _role(node, operand, values), node.meta.get("layer")
+        yield MatrixUse(name, rows, columns, role, layer, transposed, not transposed and rows % PANEL_ROWS == 0)
 
 
 def _role(node: Node, operand: Node, values: dict[Node, str]) -> str:

@@ -75,9 +75,9 @@ def choose_stored(captured: Captured, graph_module: GraphModule) -> StoredChoice
             continue
         own, is_neuron = stored[use.parameter], use.role in ("ffn", "down")
         is_plain = is_neuron and use.layer in plain
-        is_read = not is_plain and (use.in_panels or (own is not None and FORMATS[own].rows and not is_neuron))
-        if own is None or not is_read:
+        in_rows = own is not None and FORMATS[own].rows and not is_neuron and not use.transposed
+        if own is None or is_plain or not (use.in_panels or in_rows):
             rounded[use.parameter] = _PLAIN if is_plain else _ROUNDED
-        elif own is not None:
+        else:
             formats[use.parameter] = own
     return StoredChoice(formats | rounded, Counter(rounded.values()))
