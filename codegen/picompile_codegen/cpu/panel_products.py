@@ -6,7 +6,7 @@ Within a group of 32 columns these are integers; then they are scaled and added 
 output has the same bits whichever tokens are multiplied beside it, one or a chunk of them.
 
 Activations have one byte each, or two for products that are as good as those of floats: then the codes are multiplied
-with the high bytes first, and the sums times 255 are where those with the low bytes begin.
+with both, and the sums are joined.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,8 +25,8 @@ from picompile_codegen.cpu.quantized import (
     add_neighbours,
     dot_signed,
     dot_unsigned,
+    joined_sums,
     multiply_pairs,
-    times_255,
 )
 from picompile_codegen.cpu.tensor import (
     Expr,
@@ -437,22 +437,25 @@ class _Task:
 
         Sums of each row, and of high and of low bytes, do not wait for one another.
         """
-        lanes, parts, is_unsigned = byte_lanes(), x.parts, self.panels.is_unsigned
-        sums: list[list[Expr | None]] = []
-        for part in range(parts):
-            values = [four_bytes(x, token, group, quad, lanes, part) for quad in quads]
-            begin = start if part + 1 == parts else None
-            if isa.current().bytes_dot == "maddubs" and is_unsigned:
-                largest = self.panels.matrix.largest_raw
-                sums.append([_dot_in_words(largest, of_row, values, begin) for of_row in codes])
-                continue
-            dot, totals = dot_unsigned if is_unsigned else dot_signed, [begin for _ in codes]
-            for quad, value in enumerate(values):
-                totals = [dot(of_row[quad], value, total, lanes) for of_row, total in zip(codes, totals, strict=True)]
-            sums.append(totals)
-        if parts == 1:
+        lanes, is_unsigned = byte_lanes(), self.panels.is_unsigned
+        parts = range(x.parts)
+        starts = [start if part + 1 == x.parts else None for part in parts]
+        values = [[four_bytes(x, token, group, quad, lanes, part) for quad in quads] for part in parts]
+        if isa.current().bytes_dot == "maddubs" and is_unsigned:
+            largest = self.panels.matrix.largest_raw
+            sums = [
+                [_dot_in_words(largest, of_row, of_part, begin) for of_row in codes]
+                for of_part, begin in zip(values, starts, strict=True)
+            ]
+        else:
+            dot, sums = dot_unsigned if is_unsigned else dot_signed, [[begin for _ in codes] for begin in starts]
+            for quad in range(len(quads)):
+                for part in parts:
+                    for row, of_row in enumerate(codes):
+                        sums[part][row] = dot(of_row[quad], values[part][quad], sums[part][row], lanes)
+        if x.parts == 1:
             return sums[0]
-        return [bind(times_255(high, lanes) + low) for high, low in zip(*sums, strict=True)]
+        return [joined_sums(high, low, lanes) for high, low in zip(*sums, strict=True)]
 
 
 def _each_token(count: Expr, body: Callable[[Expr], None]) -> None:

@@ -3,8 +3,9 @@
 Each 32 consecutive activations share a scale, the largest magnitude over 127; each becomes the nearest multiple of it,
 the even one of two. llama.cpp does so as well (Q8_0), with a float16 scale where this has a float32 one.
 
-With two bytes the scale is the largest magnitude over 32512, and a multiple of it is 255 · high + low: neither of these
-bytes is ever -128, which some instructions cannot negate. Errors are then 256 times smaller.
+With two bytes the scale is the largest magnitude over 16319, and a multiple of it is 128 · high + low: neither of these
+bytes is ever -128, which some instructions cannot negate, and a shift and an addition join their sums. Errors are then
+128 times smaller.
 
 Σ (raw + offset) · scale_w · bytes · scale_x is an integer sum times both scales, plus offset · scale_w · scale_x ·
 Σ bytes. In the second term all but scale_w is the same for every row: `offsets` holds it.
@@ -167,12 +168,12 @@ def pack_bytes(values: list[Expr], lanes: int = LANES) -> Expr:
 
 
 # The largest magnitude of an activation over its scale, by its bytes.
-LARGEST_BYTES = {1: 127.0, 2: 255.0 * 127.0 + 127.0}
+LARGEST_BYTES = {1: 127.0, 2: 128.0 * 127.0 + 63.0}
 
 
-def times_255(sums: Expr, lanes: int) -> Expr:
-    """Return 255 times integers of 32 bits, in two instructions where a multiplication takes ten cycles."""
-    return bind((sums << splat_int(8, lanes)) - sums)
+def joined_sums(high: Expr, low: Expr, lanes: int) -> Expr:
+    """Return the sums, int32, of products with both bytes of activations: 128 · high + low."""
+    return bind((high << splat_int(7, lanes)) + low)
 
 
 def byte_inverse(largest: Expr, lanes: int = LANES, most: float = LARGEST_BYTES[1]) -> Expr:
@@ -382,12 +383,12 @@ def quantize_group(
     largest, most = highest(_largest(inputs)), LARGEST_BYTES[parts]
     inverse = bind(byte_inverse(bind(splat(largest)), most=most))
     rounded = [bind(tirx.nearbyint(value * inverse)) for value in inputs]
-    high = rounded if parts == 1 else [bind(tirx.nearbyint(value * splat(1.0 / 255.0))) for value in rounded]
+    high = rounded if parts == 1 else [bind(tirx.nearbyint(value * splat(1.0 / 128.0))) for value in rounded]
     for i, value in enumerate(high):
         put(i * LANES, _to_bytes(value))
     if parts == 2:
         for i, (value, above) in enumerate(zip(rounded, high, strict=True)):
-            put(GROUP + i * LANES, _to_bytes(value - above * splat(255.0)))
+            put(GROUP + i * LANES, _to_bytes(value - above * splat(128.0)))
     each = len(rounded) // sums
     totals = [bind(total(_added(rounded[i : i + each]))) for i in range(0, len(rounded), each)]
     witness = totals[0] if sums == 1 else bind(totals[0] + totals[1])

@@ -145,9 +145,9 @@ def as_seen(x: Array, format_name: str, activation_bytes: int = 1) -> NDArray[np
     """Activations float32 [tokens, columns] as products with a matrix of this format see them.
 
     f16, fp8 and nf4 see them as they are. All others see bytes: the largest magnitude of 32 columns is 127 of them, or
-    32512 of two bytes each.
+    16319 of two bytes each.
     """
-    most = np.float32({1: 127, 2: 32512}[activation_bytes])
+    most = np.float32({1: 127, 2: 16319}[activation_bytes])
     if format_name in ("f16", "fp8", "nf4"):
         return x.astype(np.float64)
     tokens, columns = x.shape
