@@ -18,7 +18,8 @@ from torch import Tensor
 
 from picompile.errors import UnsupportedModelError
 from picompile_passes.formats import GROUP, Codec
-from picompile_passes.formats.packing import GroupGrid, group_grid, pack_codes
+from picompile_passes.formats.grids import GroupGrid, group_grid
+from picompile_passes.formats.packing import pack_codes
 
 # Added to the diagonal of H, as a share of its mean; ten times as much at each further try.
 _DAMPING, _MOST_DAMPING = 0.01, 1.0

@@ -11,10 +11,10 @@ from tvm import tirx
 from picompile_codegen.backend import body
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.matrix import KernelMatrix
+from picompile_codegen.cpu.panel_matrix import PanelMatrix
 from picompile_codegen.cpu.panel_products import (
     Emit,
     PanelInputs,
-    PanelMatrix,
     multiply_panel,
     multiply_panels_of_bytes,
     panel_inputs,

@@ -11,7 +11,7 @@ from tvm import tirx
 from picompile_codegen.cpu.byte_tiles import QUADS
 from picompile_codegen.cpu.decode import look_up, number_unit, numbers_at
 from picompile_codegen.cpu.matrix import Group, KernelMatrix
-from picompile_codegen.cpu.panel_products import GroupPlace
+from picompile_codegen.cpu.panel_matrix import GroupPlace
 from picompile_codegen.cpu.tensor import Expr, bind
 from picompile_codegen.cpu.vector import FLOATS, LANES, at, splat, splat_int
 from picompile_passes.formats import BLOCK, E8M0, GROUP, PANEL_ROWS, Plane

@@ -52,8 +52,8 @@ __all__ = [
     "predictor_format",
 ]
 
-# The formats of this folder, those of the most bits first. `packing` and `compiled` import torch, and are no formats.
-_CODECS = [value for value in members(__name__, skip=("packing", "compiled")) if isinstance(value, Codec)]
+# The formats of this folder, those of the most bits first. These files import torch, and are no formats.
+_CODECS = [value for value in members(__name__, skip=("compiled", "grids", "packing")) if isinstance(value, Codec)]
 FORMATS = Registry[Codec]("weight format", "picompile.formats", Codec, sorted(_CODECS, key=lambda codec: -codec.bits))
 
 # The formats in which keys and values can be stored as quantized rows.

@@ -1,7 +1,7 @@
 """Rounding and packing of rows in compiled code, on all cores: `native/rounding.c`, which gcc makes when it is needed.
 
-`packing.py` is the reference. Packing gives the same bytes; rounding searches the same scales and minima, and may
-differ from it where two of them are equally good.
+`packing.py` and `grids.py` are the reference. Packing gives the same bytes; rounding searches the same scales and
+minima, and may differ from it where two of them are equally good.
 """
 
 import ctypes
@@ -13,12 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from picompile_passes.formats.codec import E8M0, FLOAT16, ZERO_STEPS, Codec, ScaleType
+from picompile_passes.formats.grids import STEPS, GroupGrid
 
 _SOURCE = Path(__file__).with_name("native") / "rounding.c"
 # Neither contracted nor reassociated: the same weights give the same bytes on every machine.
@@ -26,8 +26,6 @@ _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-Wno-
 _MOST_PLANES = 2
 # Rows of a task have about so many weights, and what it rounds is this long in float32.
 _TASK_WEIGHTS = 1 << 18
-# Candidates for the scale of a group, less one, between a code less and a code more than its span. They go in pairs.
-STEPS = 7
 # The types of scales and shifts in C, and of weights that are read as they are.
 _FLOAT16, _E8M0, _IN_BLOCKS, _SIXTEENTHS = 1, 2, 3, 4
 _GIVEN = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -137,7 +135,7 @@ def in_tasks(rows: int, columns: int, task: Callable[[int, int], None]) -> None:
             done.result()
 
 
-def pack_rows(codes: Tensor, grid: "Grid", columns: int, packed: Tensor) -> None:
+def pack_rows(codes: Tensor, grid: GroupGrid, columns: int, packed: Tensor) -> None:
     """Write rows of codes uint8 [rows, columns padded] and their grid to `packed` uint8 [rows, row bytes]."""
     code, form, rows = library(), grid.form, len(codes)
     assert code is not None
@@ -158,51 +156,3 @@ def pack_rows(codes: Tensor, grid: "Grid", columns: int, packed: Tensor) -> None
     given, *others = [ctypes.c_void_p(each.data_ptr()) for each in tensors]
     layout = _format(form, columns, 0)
     code.pi_pack_rows(ctypes.byref(layout), given, ctypes.c_int64(rows), *others, ctypes.c_void_p(packed.data_ptr()))
-
-
-class Parts(Protocol):
-    """What `packing.BlockScales` has of scales in blocks."""
-
-    @property
-    def whole(self) -> Tensor:
-        """The whole numbers of groups."""
-        ...
-
-    @property
-    def factor(self) -> Tensor:
-        """The factors of blocks."""
-        ...
-
-
-class Grid(Protocol):
-    """What `packing.GroupGrid` has of the groups of rows."""
-
-    @property
-    def form(self) -> Codec:
-        """The format."""
-        ...
-
-    @property
-    def scale(self) -> Tensor:
-        """Scales of groups."""
-        ...
-
-    @property
-    def zero(self) -> Tensor:
-        """Zeros of groups."""
-        ...
-
-    @property
-    def minimum(self) -> Tensor | None:
-        """Minima of groups."""
-        ...
-
-    @property
-    def scale_parts(self) -> Parts | None:
-        """The parts of scales in blocks."""
-        ...
-
-    @property
-    def minimum_parts(self) -> Parts | None:
-        """The parts of minima in blocks."""
-        ...

@@ -4,7 +4,7 @@ A code is an E2M1 number: a sign, two bits of exponent, one of mantissa; 0, 0.5,
 The scale of a group is a power of two, a byte (E8M0). In halves, E2M1 numbers are integers of at most 12.
 
 The specification's scale is 2^(floor(log2 of the largest magnitude) - 2), with which a group's largest weight may be
-up to 8 and is cut off at 6. `packing.py` takes it, or twice it where that makes the sum of squared errors smaller.
+up to 8 and is cut off at 6. `grids.py` takes it, or twice it where that makes the sum of squared errors smaller.
 Codes lie as those of q4.
 """
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from picompile_passes.formats import Codec
-from picompile_passes.formats.packing import BlockScales, GroupGrid
+from picompile_passes.formats.grids import BlockScales, GroupGrid
 
 # uint8; what numpy's types make of shifts of it is wider.
 Bytes = npt.NDArray[Any]

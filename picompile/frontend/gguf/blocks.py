@@ -16,7 +16,8 @@ from picompile.frontend.gguf.block_codes import read_codes
 from picompile.frontend.gguf.header import TensorEntry
 from picompile.frontend.gguf.tensor_types import TENSOR_TYPES
 from picompile_passes.formats import E8M0, FORMATS
-from picompile_passes.formats.packing import has_powers, pack_codes
+from picompile_passes.formats.grids import has_powers
+from picompile_passes.formats.packing import pack_codes
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -28,7 +28,8 @@ from picompile.frontend.stored.record import (
     as_float16,
 )
 from picompile_passes.formats import FORMATS
-from picompile_passes.formats.packing import GroupGrid, pack_codes
+from picompile_passes.formats.grids import GroupGrid
+from picompile_passes.formats.packing import pack_codes
 
 _STATE = "weight.quant_state.bitsandbytes__"
 _TYPES = ("nf4", "fp4")

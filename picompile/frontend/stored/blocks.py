@@ -10,7 +10,8 @@ from torch import Tensor
 from picompile.errors import UnsupportedModelError
 from picompile.frontend.stored.record import StoredFiles, as_float16
 from picompile_passes.formats import E8M0, FORMATS, Codec
-from picompile_passes.formats.packing import GroupGrid, has_powers, pack_codes
+from picompile_passes.formats.grids import GroupGrid, has_powers
+from picompile_passes.formats.packing import pack_codes
 
 F8_DTYPES = ("F8_E4M3", "F8_E5M2")
 # Rows that are read at a time, at most.

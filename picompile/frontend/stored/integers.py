@@ -8,7 +8,8 @@ from torch import Tensor
 
 from picompile.frontend.stored.record import as_float16
 from picompile_passes.formats import FLOAT16, FORMATS, GROUP, ZERO_STEPS, Codec
-from picompile_passes.formats.packing import GroupGrid, pack_codes
+from picompile_passes.formats.grids import GroupGrid
+from picompile_passes.formats.packing import pack_codes
 
 # Inputs that are unpacked at a time; a multiple of those that fill whole words.
 STEP = 256

@@ -10,7 +10,8 @@ from helpers.kernels.cuda_workbench import CudaWorkbench
 from helpers.ptx.instructions import WEIGHTS, longest_loops
 from picompile_codegen.specs import EmbeddingSpec
 from picompile_passes.formats import E8M0, FORMATS, GROUP, ZERO_STEPS
-from picompile_passes.formats.packing import GroupGrid, pack_codes
+from picompile_passes.formats.grids import GroupGrid
+from picompile_passes.formats.packing import pack_codes
 
 SCALES = np.array([1, -1, 0.1, 65504, -65504, 2**-14, 2**-24, -3 * 2**-24, 0], np.float16)
 POWERS = np.exp2([0, -1, 13, -24, 120, -125]).astype(np.float32)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from helpers.graphs import PROFILE
-from picompile_passes.formats import FORMATS, compiled, packing
+from picompile_passes.formats import FORMATS, compiled, grids, packing
 from picompile_passes.formats.packing import dequantize_rows, quantize_rows
 
 FITTED = [name for name in FORMATS.builtin if FORMATS[name].fitted]
@@ -63,7 +63,7 @@ def test_compiled_code_rounds_as_well_as_pytorch(name: str, columns: int) -> Non
 def test_fitted_grids_leave_less_than_those_that_span(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = matrix(60, 512, seed=3)
     fitted = error_of(quantize_rows(weight, name), weight, name)
-    monkeypatch.setattr(packing, "fitted_grid", packing.group_grid)
+    monkeypatch.setattr(packing, "fitted_grid", grids.group_grid)
     assert fitted < 0.97 * error_of(in_pytorch(weight, name), weight, name)
 
 
@@ -84,7 +84,7 @@ def test_compiled_code_packs_the_bytes_that_pytorch_does(name: str, columns: int
     groups = torch.zeros(5, form.padded_columns(columns))
     groups[:, :columns] = weight
     groups = groups.view(5, -1, form.group)
-    grid = packing.group_grid(groups, form)
+    grid = grids.group_grid(groups, form)
     codes = grid.codes(groups)
     found, expected = (torch.zeros(5, form.row_bytes(columns), dtype=torch.uint8) for _ in range(2))
     packing.pack_codes(codes, grid, columns, found)

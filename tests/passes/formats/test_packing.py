@@ -13,7 +13,18 @@ from torch import Tensor
 
 from helpers.graphs import PROFILE
 from helpers.weight_formats import E2M1, ROW_FORMATS, codes_of_row, random_rows, row_parts, weights_of_row
-from picompile_passes.formats import E8M0, FLOAT16, FORMATS, GROUP, INT8, Codec, ScaleType, packing, predictor_format
+from picompile_passes.formats import (
+    E8M0,
+    FLOAT16,
+    FORMATS,
+    GROUP,
+    INT8,
+    Codec,
+    ScaleType,
+    grids,
+    packing,
+    predictor_format,
+)
 from picompile_passes.formats.packing import dequantize_rows, quantize_rows
 
 # Of each format so many.
@@ -68,7 +79,7 @@ def test_weights_are_off_by_half_a_step_at_most(name: str, rows: int, columns: i
         return
     groups = in_groups(weight, form.group)
     if form.table:
-        grid = packing.group_grid(groups, form)
+        grid = grids.group_grid(groups, form)
         values = grid.values(torch.arange(len(form.table)).expand(*grid.scale.shape, -1))
         nearest = (groups[..., None] - values.unsqueeze(-2)).abs().amin(-1)
         # Zeros that rows are padded with are no weights, and some tables have no 0.
@@ -141,24 +152,24 @@ def test_bits_of_a_weight_are_those_of_its_parts(name: str, columns: int) -> Non
     assert used <= taken <= used + 64 + 2 * 32
 
 
-def numbers_of(kind: ScaleType, groups: int, group: int) -> Tensor | packing.BlockScales:
+def numbers_of(kind: ScaleType, groups: int, group: int) -> Tensor | grids.BlockScales:
     """Return scales or minima of one row, [1, groups], that are all exact, most of them different."""
     number = torch.arange(groups).unsqueeze(0)
     if not kind.in_blocks:
         return 2.0 ** (number % 9 + 1)
     whole = number * 37 % 256 - (128 if kind == INT8 else 0)
     factor = torch.arange(-(-groups * group // 256)).unsqueeze(0)
-    return packing.BlockScales(whole.to(torch.int16), (-0.5) ** factor)
+    return grids.BlockScales(whole.to(torch.int16), (-0.5) ** factor)
 
 
-def codes_of(name: str, columns: int) -> tuple[Tensor, packing.GroupGrid]:
+def codes_of(name: str, columns: int) -> tuple[Tensor, grids.GroupGrid]:
     """Return random codes of one row [1, groups, weights] and a grid for them, with many scales and odd zeros."""
     form = FORMATS[name]
     groups = -(-columns // GROUP) * GROUP // form.group
     generator = torch.Generator().manual_seed(columns)
     codes = torch.randint(form.lowest, form.highest + 1, (1, groups, form.group), generator=generator)
     minimum = None if form.minimum is None else numbers_of(form.minimum, groups, form.group)
-    grid = packing.GroupGrid.of_parts(form, numbers_of(form.scale, groups, form.group), minimum)
+    grid = grids.GroupGrid.of_parts(form, numbers_of(form.scale, groups, form.group), minimum)
     return codes, grid if form.zero is not None else replace(grid, zero=(torch.arange(groups) * 7 % 241)[None] / 16)
 
 
@@ -194,7 +205,7 @@ def test_each_format_is_a_formula_in_float64(name: str, columns: int) -> None:
 def test_a_grid_spans_its_group(name: str) -> None:
     groups = torch.stack([matrix(1, GROUP, seed, mean)[0] for seed, mean in ((0, 0.0), (1, 5.0), (2, -5.0))])
     form = FORMATS[name]
-    grid = packing.group_grid(groups, form)
+    grid = grids.group_grid(groups, form)
     extremes = groups.gather(1, groups.abs().argmax(1, keepdim=True))[:, 0]
     nearest = grid.nearest(groups)
     found = nearest.gather(1, groups.abs().argmax(1, keepdim=True))[:, 0]
@@ -202,7 +213,7 @@ def test_a_grid_spans_its_group(name: str) -> None:
     assert torch.equal(nearest, grid.values(grid.codes(groups)))
     assert torch.equal(grid.nearest(nearest), nearest)
     # Half of the span: values inside are nearer, and those outside are at its end.
-    half = packing.group_grid(groups, FORMATS[name], shrink=0.5)
+    half = grids.group_grid(groups, FORMATS[name], shrink=0.5)
     if form.scale == E8M0:
         # Of half the span and all of it the better one was chosen.
         assert ((half.scale == grid.scale) | (half.scale == grid.scale / 2)).all()
@@ -214,7 +225,7 @@ def test_a_grid_spans_its_group(name: str) -> None:
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_zeros_of_one_sided_groups_are_at_an_end(sign: float) -> None:
     groups = sign * torch.linspace(0.5, 1.5, GROUP).unsqueeze(0)
-    grid = packing.group_grid(groups, FORMATS["q4m"])
+    grid = grids.group_grid(groups, FORMATS["q4m"])
     assert grid.zero.tolist() == [0.0 if sign > 0 else 15.0]
     assert torch.allclose(grid.scale, torch.tensor([1.5 / 15]), rtol=1e-3)
     assert (grid.nearest(torch.zeros(1, GROUP)) == 0).all()
@@ -250,10 +261,10 @@ def test_mxfp4_rounds_to_the_nearest_number_and_to_the_even_one_of_two() -> None
 
 def test_mxfp4_has_the_scale_of_the_specification_or_a_nearer_one() -> None:
     groups = matrix(200, GROUP, 0)
-    grid = packing.group_grid(groups, FORMATS["mxfp4"])
+    grid = grids.group_grid(groups, FORMATS["mxfp4"])
     given = torch.exp2(groups.abs().amax(-1).log2().floor() - 2)
     assert set((grid.scale / given).tolist()) == {1.0, 2.0}
-    plain = packing.GroupGrid(grid.form, given, grid.zero)
+    plain = grids.GroupGrid(grid.form, given, grid.zero)
     assert ((grid.nearest(groups) - groups).norm(dim=-1) <= (plain.nearest(groups) - groups).norm(dim=-1)).all()
 
 
@@ -262,7 +273,7 @@ def test_a_table_of_large_numbers_and_float16_scales() -> None:
         "nf", 4, FLOAT16, highest=15, table=(-127, -88, -66, -50, -36, -23, -12, 0, 10, 20, 31, 43, 56, 71, 92, 127)
     )
     groups = matrix(40, GROUP, 1)
-    grid = packing.group_grid(groups, form)
+    grid = grids.group_grid(groups, form)
     levels = torch.tensor(form.table) * grid.scale[:, None]
     nearest = (groups[..., None] - levels[:, None]).abs().amin(-1)
     assert torch.allclose((grid.nearest(groups) - groups).abs(), nearest, atol=1e-6)
