@@ -110,7 +110,7 @@ def test_programs_of_both_layouts_compute_the_same(tmp_path: Path, form: str) ->
 
 
 @pytest.mark.slow("compiles a program per format, which takes seconds", but=("q4_k",))
-@pytest.mark.parametrize("form", ["q8", "q4m", "q4_k", "q2_k", "iq4_xs", "nvfp4"])
+@pytest.mark.parametrize("form", ["q8", "q4m", "q4_k", "q2_k", "iq4_xs", "nvfp4", "fp8", "nf4"])
 def test_programs_with_activations_of_two_bytes_compute_what_the_graph_does(tmp_path: Path, form: str) -> None:
     """With one token at a time, several sequences, and chunks. With one byte the logits are off by hundredths."""
     graph_module = quantized(replace(SHAPE, activation="silu"), InsertPredictors("none"), form=form)
@@ -118,5 +118,5 @@ def test_programs_with_activations_of_two_bytes_compute_what_the_graph_does(tmp_
     options = LowerOptions(32, 8, "float32", 3, activation_bytes=2)
     runner = Runner(tmp_path / "host.so", lower(graph_module, options), graph_module, weights)
     expected = run(graph_module, weights, torch.tensor(IDS))
-    assert relative_error(runner.check_sequences([IDS, IDS[3:5], IDS[:1]])[0], expected) < 2e-4
-    assert relative_error(runner.score(IDS, 8), expected) < 2e-4
+    assert relative_error(runner.check_sequences([IDS, IDS[3:5], IDS[:1]])[0], expected) < 4e-4
+    assert relative_error(runner.score(IDS, 8), expected) < 4e-4
