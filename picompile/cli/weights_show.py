@@ -25,6 +25,8 @@ def _rounding_texts(rounding: Mapping[str, Any], formats: set[str]) -> list[str]
         said.append(f"{bits:.3f} bits a weight, estimated to lose {loss:.5f} nats a token")
     if rounding["method"] == "calibrated":
         said.append(f"rounded for {rounding['tokens']:,} tokens of calibration text at most")
+    elif rounding["method"] == "stored":
+        said.append("as the checkpoint has them, but for those that compile counted")
     elif formats != {"f16"}:
         said.append("rounded to the nearest")
     return said

@@ -51,8 +51,17 @@ def matrix_uses(graph_module: GraphModule) -> Iterator[MatrixUse]:
         elif is_call(node, SPARSE_FFN):
             uses = list(_uses(graph_module, node, matrix_operands(node), values))
             # A neuron's rows are read together.
-            whole = computes_every_neuron(node) and all(use.in_panels for use in uses)
-            yield from (replace(use, in_panels=whole) for use in uses)
+            if computes_every_neuron(node) and all(use.in_panels for use in uses):
+                yield from uses
+            else:
+                yield from (_by_neurons(use) for use in uses)
+
+
+def _by_neurons(use: MatrixUse) -> MatrixUse:
+    """Return the use of a matrix of a block that is read neuron by neuron: so are the rows of down."""
+    if use.role != "down":
+        return replace(use, in_panels=False)
+    return replace(use, rows=use.columns, columns=use.rows, transposed=not use.transposed, in_panels=False)
 
 
 def _uses(

@@ -29,16 +29,16 @@ def stored_formats(weights: WeightSource) -> Mapping[str, str | None]:
 
 
 def default_quant(options: CompileOptions, captured: Captured) -> str:
-    """Return the weight format of a model where the user leaves it open: that it is stored in, if there is one.
+    """Return the weight format of a model where the user leaves it open: `stored` for quantized ones.
 
     Kernels of accelerators read rows, and calibration rounds anew: for these it is another.
 
     Raises:
-        UsageError: the user asks for the stored numbers of a checkpoint that is not quantized, or in no format of ours.
+        UsageError: the user asks for the stored numbers of a checkpoint that is not quantized.
     """
-    is_stored = any(form is not None for form in stored_formats(captured.weights).values())
+    is_stored = bool(stored_formats(captured.weights))
     if options.quant == STORED and not is_stored:
-        raise UsageError(f"quant {STORED} given, but the model has no numbers in a format of ours; choose a format")
+        raise UsageError(f"quant {STORED} given, but the checkpoint is not quantized; choose a format")
     keeps = options.back_end is None and options.rounding != "calibrated"
     return STORED if is_stored and keeps else DEFAULT_QUANT
 
@@ -75,7 +75,8 @@ def choose_stored(captured: Captured, graph_module: GraphModule) -> StoredChoice
             continue
         own, is_neuron = stored[use.parameter], use.role in ("ffn", "down")
         is_plain = is_neuron and use.layer in plain
-        in_rows = own is not None and FORMATS[own].rows and not is_neuron and not use.transposed
+        # Neurons are read together, in one format.
+        in_rows = own is not None and FORMATS[own].rows and not use.transposed and (not is_neuron or own == _ROUNDED)
         if own is None or is_plain or not (use.in_panels or in_rows):
             rounded[use.parameter] = _PLAIN if is_plain else _ROUNDED
         else:

@@ -224,9 +224,10 @@ def _check_tensor(folder: Path, name: str, header: StoredTensor, shape: tuple[in
             f"{header.file}: {name} is {header.dtype}; only {', '.join(DTYPES)} are read; use the original checkpoint"
         )
     if header.shape != shape:
-        raise UnsupportedModelError(
-            f"{header.file}: {name} is {list(header.shape)}, but {folder / 'config.json'} makes it {list(shape)}"
-        )
+        is_turned = getattr(header, "quantized", False) and header.shape == shape[::-1]
+        turned = "; quantized matrices whose rows are inputs, as GPT-2's are, are not read" if is_turned else ""
+        made = f"{folder / 'config.json'} makes it {list(shape)}"
+        raise UnsupportedModelError(f"{header.file}: {name} is {list(header.shape)}, but {made}{turned}")
 
 
 # The fingerprint of a model, by which a profile or predictors of another one are told.

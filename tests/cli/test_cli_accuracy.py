@@ -112,6 +112,11 @@ def test_formats_and_rounding_in_a_line() -> None:
     unread = "; how they were rounded cannot be read"
     for formats, rounding, text in (
         ({"a": "q4", "b": "q6", "c": "q4"}, {"method": "nearest"}, "2 in q4, 1 in q6; rounded to the nearest"),
+        (
+            {"a": "q4", "b": "f16"},
+            {"method": "stored"},
+            "1 in q4, 1 in f16; as the checkpoint has them, but for those that compile counted",
+        ),
         ({"a": "q8", "b": "q4"}, calibrated, mixed),
         ({"a": []}, {"method": "calibrated"}, f"1 in []{unread}"),
     ):

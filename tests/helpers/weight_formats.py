@@ -79,7 +79,8 @@ LAYOUTS = {
     "q6_k": Layout((4, 2), tuple(range(-32, 32)), group=16, scale="int8"),
     "iq4_nl": Layout((4,), IQ4),
     "iq4_xs": Layout((4,), IQ4, scale="int8"),
-    "nvfp4": Layout((4,), E2M1, group=16),
+    # Scales are 64 times NVFP4's.
+    "nvfp4": Layout((4,), tuple(value / 64 for value in E2M1), group=16),
     "fp8": Layout((8,), E4M3),
     "nf4": Layout((4,), NF4),
 }

@@ -222,5 +222,7 @@ def test_the_head_has_its_format_where_logits_are_capped_too():
 
 
 def test_unknown_format_is_refused():
-    with pytest.raises(PassOptionError, match=r"option format of pass quantize: 'q9' is not one of f16, .*q8, .*, q2_k$"):
+    with pytest.raises(
+        PassOptionError, match=r"option format of pass quantize: 'q9' is not one of f16, .*q8, .*, q2_k$"
+    ):
         Quantize("q9")

@@ -160,9 +160,13 @@ def _mxfp4(b: Bytes) -> BlockParts:
     return BlockParts(_nibbles(b[..., 1:]), scales)
 
 
+# Scales of nvfp4 are 64 times those of blocks.
+_NVFP4_UNIT = 6
+
+
 def _nvfp4(b: Bytes) -> BlockParts:
     exponent, mantissa = (b[..., :4] >> 3 & 15).astype(np.int32), b[..., :4].astype(np.int32) & 7
-    scales = np.ldexp((mantissa + 8 * (exponent > 0)).astype(np.float32), np.maximum(exponent, 1) - 10)
+    scales = np.ldexp((mantissa + 8 * (exponent > 0)).astype(np.float32), np.maximum(exponent, 1) - 10 + _NVFP4_UNIT)
     scales[b[..., :4] == 0x7F] = 0.0
     return BlockParts(_flat(_nibbles(b[..., 4:].reshape(*b.shape[:2], 4, 8))), scales)
 

@@ -206,7 +206,11 @@ def _fp4_matrix(files: StoredFiles, module: str) -> StoredMatrix:
             shape,
             scales.to(torch.float32).view(grid_shape(shape, block)),
             block,
-            coded=Coded("nvfp4" if is_nvfp4 else "mxfp4", lambda start, stop: look_up(stored[start:stop], codes)),
+            coded=Coded(
+                "nvfp4" if is_nvfp4 else "mxfp4",
+                lambda start, stop: look_up(stored[start:stop], codes),
+                unit=64.0 if is_nvfp4 else 1.0,
+            ),
         )
 
     return files.matrix(module, _PARTS_FP4, shape, numbers)

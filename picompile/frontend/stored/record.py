@@ -37,10 +37,14 @@ class Numbers(Protocol):
 
 
 def as_float16(scales: Tensor) -> Tensor | None:
-    """Return scales as float16; None where one of them is not within 2^-11 of what it was."""
-    halves = scales.to(torch.float16)
+    """Return scales as float16; None where one of them is not within 2^-11 of what it was.
+
+    Scales of rows of zeros, as tools write them, may be below 2^-24 of the largest one, and become 0.
+    """
+    halves, sizes = scales.to(torch.float16), scales.to(torch.float64).abs()
     off = (halves.to(torch.float64) - scales.to(torch.float64)).abs()
-    return halves if bool((off <= scales.to(torch.float64).abs() * 2.0**-11).all()) else None
+    is_near = (off <= sizes * 2.0**-11) | (sizes <= sizes.max() * 2.0**-24)
+    return halves if bool(is_near.all()) and bool(torch.isfinite(halves).all()) else None
 
 
 @dataclass(frozen=True)

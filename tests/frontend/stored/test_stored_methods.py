@@ -204,6 +204,17 @@ def test_numbers_are_kept_without_an_option(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.slow("compiles a model")
+@pytest.mark.parametrize("name", ["packed-4-order", "int-zeros", "fp4"])
+def test_what_has_no_format_is_in_q8(tmp_path: Path, name: str) -> None:
+    """A checkpoint of which no matrix can be kept is not rounded to 4 bits."""
+    save_quantized_model(tmp_path / "model", KINDS[name].make, KINDS[name].config)
+    compile_model(tmp_path / "model", tmp_path / "artifact", CompileOptions(context=64, predictor="none"))
+    report = json.loads((tmp_path / "artifact" / "report.json").read_text())
+    assert Counter(report["weight_formats"].values()) == {"q8": 2 * 7, "f16": 2}
+    assert report["rounding"]["method"] == "stored"
+
+
+@pytest.mark.slow("compiles a model")
 @pytest.mark.parametrize("name", _MODELS)
 def test_a_compiled_model_gives_the_tokens_of_its_values(tmp_path: Path, name: str) -> None:
     """Values are numbers of float16, so that nothing is rounded."""

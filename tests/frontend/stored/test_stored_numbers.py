@@ -66,6 +66,33 @@ def test_every_kind(tmp_path: Path, name: str) -> None:
                 torch.testing.assert_close(unpacked, found, rtol=rounding, atol=0)
 
 
+def test_rows_of_zeros_and_small_ones_keep_a_matrix(tmp_path: Path) -> None:
+    """Tools give a row of zeros a scale of next to nothing, and scales of small rows are far below a float16's."""
+    kind = KINDS["fbgemm"]
+    save_made(tmp_path, kind.make, kind.config, {"up": (32, 64)})
+
+    def shrink(tensors: dict[str, Tensor]) -> None:
+        tensors["up.weight"][3] = 0
+        tensors["up.weight_scale"][3] = 1e-12
+        tensors["up.weight_scale"][5] *= 2.0**-9
+
+    change(tmp_path, shrink)
+    found = opened(tmp_path)
+    packed, expected = found.packed("up.weight", "fp8"), found.load("up.weight")
+    assert found.stored_format("up.weight") == "fp8" and packed is not None
+    unpacked = dequantize_rows(packed, "fp8", 64)
+    assert bool(expected[5].any()) and not bool(expected[3].any())
+    torch.testing.assert_close(unpacked, expected, rtol=2.0**-11, atol=0)
+
+
+@pytest.mark.parametrize("factor", [2.0**-40, 2.0**40])
+def test_scales_beyond_float16_have_no_format(tmp_path: Path, factor: float) -> None:
+    kind = KINDS["fbgemm"]
+    save_made(tmp_path, kind.make, kind.config, {"up": (32, 64)})
+    change(tmp_path, lambda tensors: tensors.update({"up.weight_scale": tensors["up.weight_scale"] * factor}))
+    assert opened(tmp_path).stored_format("up.weight") is None
+
+
 def test_modules_of_other_kinds_and_floats_are_beside_each_other(tmp_path: Path) -> None:
     """Each of several config groups is known from its tensors, and what `ignore` names is as it is."""
     names = ("packed-4", "packed-8", "float-channel", "nvfp4")
