@@ -26,7 +26,8 @@ def scale_floats(form: Codec, stored: Expr, lanes: int) -> Expr:
     return scales if form.table_step == 1.0 else scales * splat(form.table_step, lanes)
 
 
-# The bits of E4M3 numbers in the exponents and mantissas of float32 are 2^-120 of them: the biases are 7 and 127.
+# Put into the exponent and the mantissa of a float32, the bits of an E4M3 number stand for 2^-120 of it: biases are 127
+# and 7.
 _E4M3_BITS = 8
 _E4M3_UNIT = 2.0**120
 
@@ -61,7 +62,7 @@ def _permuted(table: Sequence[float], codes: Expr, lanes: int) -> Expr:
         for start in range(0, _TABLE, lanes)
     ]
     if isa.current().machine != "x86_64":
-        # A choice for each entry: few processors with NEON have been seen to run this.
+        # NEON permutes bytes alone, so that this is a choice for each entry.
         low = bind(codes & splat_int(_TABLE - 1, lanes))
         found = splat(table[0], lanes)
         for code, value in enumerate(table[1:], start=1):

@@ -15,8 +15,8 @@ from picompile_codegen.cpu.panel_matrix import PanelMatrix
 from picompile_codegen.cpu.panel_products import (
     Emit,
     PanelInputs,
+    multiply_in_panels,
     multiply_panel,
-    multiply_panels_of_bytes,
     panel_inputs,
     panels_of_task,
     quantize_tokens,
@@ -75,7 +75,7 @@ def ffn_whole(spec: WholeFfnSpec, function: KernelFunction) -> None:
         y[token, outputs] = products if down_bias is None else products + down_bias[outputs]
 
     quantize_tokens(hidden, tokens, spec.neurons, inner)
-    multiply_panels_of_bytes(down, inner, tokens, store)
+    multiply_in_panels(down, inner, tokens, store)
 
 
 def _emits(spec: WholeFfnSpec, function: KernelFunction, hidden: KernelTensor) -> list[Emit]:

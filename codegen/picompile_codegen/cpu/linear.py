@@ -12,7 +12,7 @@ from picompile_codegen.cpu.byte_tiles import ByteInputs, byte_tile, multiply_row
 from picompile_codegen.cpu.dot import biased, dot, prepare_vector
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.matrix import KernelMatrix
-from picompile_codegen.cpu.panel_products import multiply_panels_of_bytes, panel_inputs, quantize_tokens
+from picompile_codegen.cpu.panel_products import multiply_in_panels, panel_inputs, quantize_tokens
 from picompile_codegen.cpu.panels import (
     ChunkSums,
     RegisterTile,
@@ -200,7 +200,7 @@ def _linear_in_panels(function: KernelFunction, w: KernelMatrix, activation_byte
         y[token, outputs] = products if bias is None else products + bias[outputs]
 
     quantize_tokens(x, tokens, w.columns, inputs)
-    multiply_panels_of_bytes(w, inputs, tokens, store)
+    multiply_in_panels(w, inputs, tokens, store)
 
 
 def _linear_one(function: KernelFunction, w: KernelMatrix) -> None:

@@ -76,7 +76,7 @@ def quantize_tokens(x: KernelTensor, tokens: Expr, columns: int, inputs: PanelIn
     each_row(tokens, lambda token: inputs.quantize(x, token, columns))
 
 
-def multiply_panels_of_bytes(matrix: KernelMatrix, inputs: PanelInputs, tokens: Expr, emit: Emit) -> None:
+def multiply_in_panels(matrix: KernelMatrix, inputs: PanelInputs, tokens: Expr, emit: Emit) -> None:
     """Multiply `tokens` tokens with a matrix in panels; `emit` takes the products, those of a vector at a time."""
     panels = PanelMatrix(matrix)
     count = panels_of_task(panels.panels, inputs.capacity)

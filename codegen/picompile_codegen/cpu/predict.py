@@ -12,7 +12,7 @@ from picompile_codegen.backend import body
 from picompile_codegen.cpu.dot import dot, prepare_vector
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.matrix import KernelMatrix
-from picompile_codegen.cpu.panel_products import multiply_panels_of_bytes, panel_inputs, quantize_tokens
+from picompile_codegen.cpu.panel_products import multiply_in_panels, panel_inputs, quantize_tokens
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, local, loop, maximum, parallel, worth_a_region
 from picompile_codegen.cpu.token_vectors import TokenVectors, multiply_rows
 from picompile_codegen.cpu.vector import LANES, at, blocks, load, splat, splat_int
@@ -49,9 +49,9 @@ def _predict_in_panels(
         mask[token, at(neuron, lanes)] = tirx.Cast(f"uint8x{lanes}", scores > splat(threshold[0], lanes))
 
     quantize_tokens(function["x"], tokens, fc1.columns, inputs)
-    multiply_panels_of_bytes(fc1, inputs, tokens, keep)
+    multiply_in_panels(fc1, inputs, tokens, keep)
     quantize_tokens(hidden, tokens, fc2.columns, inner)
-    multiply_panels_of_bytes(fc2, inner, tokens, decide)
+    multiply_in_panels(fc2, inner, tokens, decide)
 
 
 def _predict_one(
