@@ -67,7 +67,7 @@ def default_kv_dtype(activation: str) -> str:
 STORED = "stored"
 # A format of 4 bits or somewhat more for each matrix, without a text.
 FOUR_BITS = "4bit"
-# What it chooses from, by their bits. Kernels read all of them in panels.
+# 4bit chooses from these, which kernels read in panels; they are sorted by their bits.
 CANDIDATES = ("q4_k", "q4_1", "q5", "q5_k", "q6_k", "q8")
 # What a checkpoint that is not quantized is rounded to, unless the user asks for something else.
 DEFAULT_QUANT = FOUR_BITS

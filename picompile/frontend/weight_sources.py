@@ -56,6 +56,7 @@ class FolderWeights:
         self._codes = codes
         self._names = dict(names)
         self._checked: set[str] = set()
+        self._stored: dict[str, str | None] | None = None
         self._file: Path | None = None
         self._handle: Any = None
         self._opened = contextlib.ExitStack()
@@ -115,8 +116,12 @@ class FolderWeights:
         codes = self._codes
         if codes is None:
             return {}
-        stored = {name: self._headers[tensor].name for name, tensor in self._names.items()}
-        return {name: codes.stored_format(tensor) for name, tensor in stored.items() if codes.is_quantized(tensor)}
+        # Found once: it takes all scales and zeros.
+        if self._stored is None:
+            tensors = {name: self._headers[tensor].name for name, tensor in self._names.items()}
+            quantized = {name: tensor for name, tensor in tensors.items() if codes.is_quantized(tensor)}
+            self._stored = {name: codes.stored_format(tensor) for name, tensor in quantized.items()}
+        return self._stored
 
     def rounds_again(self, format_name: str, transposed: bool = False) -> str | None:
         """Return what the matrices are that `format_name` rounds a second time, such as AWQ; None where it does not.

@@ -17,7 +17,15 @@ import torch
 from torch import Tensor
 
 from picompile.errors import UnsupportedModelError
-from picompile.frontend.stored.blocks import ScaledBlocks, codes_of, look_up, matrix_shape, numbers_of, pair_table
+from picompile.frontend.stored.blocks import (
+    Coded,
+    ScaledBlocks,
+    codes_of,
+    look_up,
+    matrix_shape,
+    numbers_of,
+    pair_table,
+)
 from picompile.frontend.stored.record import (
     FLOAT_DTYPES,
     Found,
@@ -28,8 +36,6 @@ from picompile.frontend.stored.record import (
     as_float16,
 )
 from picompile_passes.formats import FORMATS
-from picompile_passes.formats.grids import GroupGrid
-from picompile_passes.formats.packing import pack_codes
 
 _STATE = "weight.quant_state.bitsandbytes__"
 _TYPES = ("nf4", "fp4")
@@ -42,8 +48,6 @@ _PARTS_8 = ("weight", "SCB", "weight_format")
 _MOST_STATE_BYTES = 1 << 16
 _STEPS_8 = 127.0
 _NF4 = "nf4"
-# Rows that are packed at a time.
-_ROWS = 128
 # Bytes of codes that are looked up at a time.
 _BYTES = 1 << 18
 
@@ -169,15 +173,10 @@ class _Coded:
         scales = self._scales_of_nf4() if format_name == _NF4 else None
         if scales is None:
             return None
-        form, (outputs, inputs) = FORMATS[_NF4], self.state.shape
+        outputs, inputs = self.state.shape
         stored = self.files.read(self.module, "weight").reshape(-1).view(torch.uint8)[: outputs * inputs // 2]
-        packed = torch.zeros(outputs, form.row_bytes(inputs), dtype=torch.uint8)
-        for start in range(0, outputs, _ROWS):
-            pairs = stored.view(outputs, -1)[start : start + _ROWS]
-            codes = torch.stack((pairs >> 4, pairs & 15), dim=-1).view(len(pairs), -1, form.group)
-            grid = GroupGrid.of_parts(form, scales[start : start + _ROWS])
-            pack_codes(codes, grid, inputs, packed[start : start + _ROWS])
-        return packed
+        pairs, table = stored.view(outputs, -1), pair_table(torch.arange(16, dtype=torch.uint8), low_first=False)
+        return Coded(_NF4, lambda start, stop: look_up(pairs[start:stop], table)).packed(self.state.shape, scales)
 
     def _scales_of_nf4(self) -> Tensor | None:
         """Return the scale of each group of a row, float32 [outputs, groups]; None where nf4 has not the weights."""

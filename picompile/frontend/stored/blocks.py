@@ -30,6 +30,23 @@ class Coded:
     unit: float = 1.0
     no_numbers: tuple[int, ...] = ()
 
+    def packed(self, shape: tuple[int, int], scales: Tensor) -> Tensor | None:
+        """Return the rows of a matrix packed, uint8 [outputs, row bytes]; None where one of its codes is NaN.
+
+        `scales` are float32 [outputs, groups], exact in the format's type of scales.
+        """
+        form, (outputs, inputs) = FORMATS[self.form], shape
+        packed = torch.zeros(outputs, form.row_bytes(inputs), dtype=torch.uint8)
+        for start in range(0, outputs, _ROWS):
+            stop = min(outputs, start + _ROWS)
+            codes = self.rows(start, stop)
+            if any(bool((codes == code).any()) for code in self.no_numbers):
+                return None
+            codes = F.pad(codes, (0, form.padded_columns(inputs) - inputs))
+            grid = GroupGrid.of_parts(form, scales[start:stop])
+            pack_codes(codes.reshape(stop - start, -1, form.group), grid, inputs, packed[start:stop])
+        return packed
+
 
 @dataclass(frozen=True)
 class ScaledBlocks:
@@ -76,20 +93,10 @@ class ScaledBlocks:
 
     def packed(self, format_name: str) -> Tensor | None:
         """Return the rows packed, uint8 [outputs, row bytes], where the format has all weights; else None."""
-        grid = self._grid(FORMATS[format_name]) if self.coded is not None and self.coded.form == format_name else None
-        if self.coded is None or grid is None:
+        if self.coded is None or self.coded.form != format_name:
             return None
-        form, (outputs, inputs) = grid.form, self.shape
-        packed = torch.zeros(outputs, form.row_bytes(inputs), dtype=torch.uint8)
-        for start in range(0, outputs, _ROWS):
-            stop = min(outputs, start + _ROWS)
-            codes = self.coded.rows(start, stop)
-            if any(bool((codes == code).any()) for code in self.coded.no_numbers):
-                return None
-            codes = F.pad(codes, (0, form.padded_columns(inputs) - inputs))
-            own = GroupGrid.of_parts(form, grid.scale[start:stop])
-            pack_codes(codes.reshape(stop - start, -1, form.group), own, inputs, packed[start:stop])
-        return packed
+        grid = self._grid(FORMATS[format_name])
+        return None if grid is None else self.coded.packed(self.shape, grid.scale)
 
     def _grid(self, form: Codec) -> GroupGrid | None:
         """Return the scales of groups of rows; None where a group has several, or the format has not all of them."""

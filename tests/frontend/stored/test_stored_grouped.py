@@ -43,7 +43,7 @@ REPACKED = dict.fromkeys(("gptq", "gptq-v2", "gptq-one-group", "gptq-large-group
 REPACKED |= dict.fromkeys(("awq", "awq-float32", "auto-round", "auto-round-awq"), FOUR)
 REPACKED["gptq-8-sym"] = ("q8",)
 REPACKED |= dict.fromkeys(("gptq-sym", "gptq-2", "gptq-3", "gptq-3-v2", "gptq-3-sym", "auto-round-gptq"), THREE)
-# What keeps all weights: inputs in any order of groups have no format, nor 8 bits with zeros of their own.
+# These formats keep all weights. Inputs in any order of groups have none, nor have 8 bits with zeros of their own.
 STORED: dict[str, str | None] = {name: forms[-1] for name, forms in REPACKED.items()}
 STORED |= dict.fromkeys(("gptq-8", "gptq-order", "gptq-2-order"))
 SHAPES = {"model.layers.0.mlp.up_proj": (64, 96), "lm_head": (32, 352)}

@@ -25,7 +25,7 @@ REPACKED |= dict.fromkeys(("packed-8", "int-channel", "int-tensor", "int-group",
 FP8 = ("fp8-blocks", "fp8-powers", "fp8-matrix", "modelopt", "fbgemm", "float-channel", "float-block")
 REPACKED |= dict.fromkeys(FP8, ("fp8",))
 REPACKED |= {"nvfp4": ("nvfp4",), "mxfp4": ("mxfp4",), "nf4": ("nf4",), "nf4-nested": ("nf4",)}
-# What keeps all weights, where any format does.
+# These formats keep all weights; a kind that is not named has none.
 STORED = {name: forms[-1] for name, forms in REPACKED.items()}
 
 
