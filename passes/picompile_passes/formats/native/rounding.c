@@ -10,7 +10,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#ifdef __AVX512F__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
@@ -63,6 +63,28 @@ static void turn_square(Floats *m) {
     memcpy(m, turned, sizeof turned);
 }
 
+#if defined(__AVX2__) && defined(__FMA__)
+/* GCC makes scalar code of the loops below, where a vector takes two registers. */
+typedef union { Floats whole; __m256 half[2]; } Halves;
+
+static Floats least(Floats a, Floats b) {
+    Halves x = {a}, y = {b};
+    for (int i = 0; i < 2; i++) x.half[i] = _mm256_min_ps(x.half[i], y.half[i]);
+    return x.whole;
+}
+
+static Floats most(Floats a, Floats b) {
+    Halves x = {a}, y = {b};
+    for (int i = 0; i < 2; i++) x.half[i] = _mm256_max_ps(x.half[i], y.half[i]);
+    return x.whole;
+}
+
+static Floats fused(Floats a, Floats b, Floats c) {
+    Halves x = {a}, y = {b}, z = {c};
+    for (int i = 0; i < 2; i++) x.half[i] = _mm256_fmadd_ps(x.half[i], y.half[i], z.half[i]);
+    return x.whole;
+}
+#else
 static Floats least(Floats a, Floats b) {
     for (int lane = 0; lane < LANES; lane++) a[lane] = a[lane] < b[lane] ? a[lane] : b[lane];
     return a;
@@ -77,6 +99,7 @@ static Floats fused(Floats a, Floats b, Floats c) {
     for (int lane = 0; lane < LANES; lane++) a[lane] = fmaf(a[lane], b[lane], c[lane]);
     return a;
 }
+#endif
 #endif
 
 static Floats root(Floats a) {
