@@ -97,7 +97,7 @@ class CompileOptions(PredictorOptions):
         f"4bit: a format for each matrix, in no more bytes than llama.cpp's Q4_K_M. stored: the numbers that a "
         f"quantized checkpoint has. {FORMATS_HELP}. With q4, q4m and mxfp4 the output head and embeddings are in q6. "
         "Or a budget, as in 5.2bpw: bits a weight on average, spent where they keep most; auto: as few as keep the "
-        f"model's predictions. Default: stored for a quantized checkpoint and a CPU, else {DEFAULT_QUANT}.",
+        f"model's predictions. Default: stored for a quantized checkpoint, else {DEFAULT_QUANT}.",
         metavar="FORMAT",
         check=check_quant,
     )
@@ -216,10 +216,6 @@ class CompileOptions(PredictorOptions):
             raise UsageError(f"a KV cache in {self.kv_dtype} has no kernels for {self.back_end}; choose {finer}")
         if self.on_gpu and gpu is None:
             raise UsageError(f"accelerator {self.accelerator} needs a target with a GPU, and {self.target} has none")
-        if self.quant == STORED and self.back_end is not None:
-            raise UsageError(
-                f"quant {STORED} is for a CPU alone: {self.back_end} has no kernels for it; choose a format"
-            )
         if self.activation_bits == "16" and self.back_end is not None:
             raise UsageError(f"activations of 16 bits: {self.back_end} has no kernels for them; leave them out")
         if self.plan is not None:
@@ -339,6 +335,7 @@ class CompileConfig(CompileOptions):
         insert_kind: what `InsertPredictors` is told: `predictor`, or `auto` where the user left it open, which decides
             block by block.
         tensors: formats of matrices by the names of their parameters, once they are chosen.
+        hot_by_outputs: whether an accelerator computes every neuron of all blocks, so that down is packed by outputs.
         limits: limits of neurons, once they are found, where `skip` asks for them.
         activation_bytes: bytes of an activation that matrices in panels are multiplied with.
         bits_per_weight, loss_nats: what formats that were chosen for a budget take, and are estimated to lose.
@@ -354,6 +351,7 @@ class CompileConfig(CompileOptions):
     rounding: str
     insert_kind: str
     tensors: Mapping[str, str] = field(default_factory=dict)
+    hot_by_outputs: bool = False
     limits: "FoundLimits | None" = None
     bits_per_weight: float | None = None
     loss_nats: float | None = None

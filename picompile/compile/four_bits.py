@@ -49,9 +49,12 @@ class _Matrix:
     costs: Mapping[str, float]
 
 
-def choose_four_bits(captured: Captured, graph_module: GraphModule) -> dict[str, str]:
-    """Return a format for each matrix of a predicted graph that kernels read in panels, by its parameter."""
-    uses = [use for use in matrix_uses(graph_module) if use.in_panels]
+def choose_four_bits(captured: Captured, graph_module: GraphModule, *, hot_by_outputs: bool) -> dict[str, str]:
+    """Return a format for each matrix of a predicted graph that kernels read in panels, by its parameter.
+
+    `hot_by_outputs` is as in `CompileConfig`.
+    """
+    uses = [use for use in matrix_uses(graph_module, hot_by_outputs=hot_by_outputs) if use.in_panels]
     merged: dict[str, list[MatrixUse]] = {}
     for use in uses:
         merged.setdefault(use.parameter, []).append(use)

@@ -39,10 +39,11 @@ class MatrixUse:
     in_panels: bool
 
 
-def matrix_uses(graph_module: GraphModule) -> Iterator[MatrixUse]:
+def matrix_uses(graph_module: GraphModule, *, hot_by_outputs: bool = False) -> Iterator[MatrixUse]:
     """Yield the uses of parameters of the model as matrices, in the order of the graph.
 
-    Predictors are left out: those that have matrices of the model read them with the block.
+    Predictors are left out: those that have matrices of the model read them with the block. `hot_by_outputs` is as in
+    `CompileConfig`.
     """
     values = _value_projections(graph_module)
     for node in graph_module.graph.nodes:
@@ -51,7 +52,7 @@ def matrix_uses(graph_module: GraphModule) -> Iterator[MatrixUse]:
         elif is_call(node, SPARSE_FFN):
             uses = list(_uses(graph_module, node, matrix_operands(node), values))
             # A neuron's rows are read together.
-            if computes_every_neuron(node) and all(use.in_panels for use in uses):
+            if computes_every_neuron(node, hot=hot_by_outputs) and all(use.in_panels for use in uses):
                 yield from uses
             else:
                 yield from (_by_neurons(use) for use in uses)

@@ -79,13 +79,18 @@ def compilation_passes(
             of layers that it does not name are hot.
     """
     insert = insert_passes(config, predictors)
-    return all_passes(insert, _hot_neurons(config, facts, plan), quantize_pass(config), config.passes)
+    return all_passes(insert, hot_neurons(config, facts, plan), quantize_pass(config), config.passes)
 
 
 def quantize_pass(config: CompileConfig) -> Pass:
     """Return the pass that packs matrices in the formats of `config`."""
 
-    return Quantize(base_format(config.quant), config.predictor_quant, tensors=config.tensors)
+    return Quantize(
+        base_format(config.quant),
+        config.predictor_quant,
+        tensors=config.tensors,
+        hot_by_outputs=config.hot_by_outputs,
+    )
 
 
 def insert_pass(config: CompileConfig, predictors: PredictorSet | None) -> InsertPredictors:
@@ -113,7 +118,7 @@ def all_passes(
     )
 
 
-def _hot_neurons(config: CompileConfig, facts: ModelFacts, plan: Plan | None) -> Mapping[int, Sequence[int]]:
+def hot_neurons(config: CompileConfig, facts: ModelFacts, plan: Plan | None) -> Mapping[int, Sequence[int]]:
     """Return the neurons of each layer's hot part."""
     if plan is not None:
         return plan.hot_neurons()

@@ -3,7 +3,8 @@
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-from picompile.choices import base_format
+from picompile.choices import STORED, base_format
+from picompile.compile.passes import hot_neurons
 from picompile.config import CompileConfig, CompileOptions
 from picompile.errors import UsageError
 from picompile.frontend.captured import Captured, ModelFacts
@@ -17,7 +18,7 @@ from picompile.placement.sources import NOT_KEPT, FiringSource, given_profile, m
 from picompile.predictors.predictor_set import PredictorSet
 from picompile.predictors.profile.options import ProfileOptions
 from picompile.predictors.store import Predictors
-from picompile.progress import Progress
+from picompile.progress import NoProgress, Progress
 
 
 def check_checkpoint(options: CompileOptions, checkpoint: Path) -> None:
@@ -44,7 +45,7 @@ def check_given_plan(config: CompileConfig, facts: ModelFacts, progress: Progres
         found = f"{len(plan.layers)} layers of {', '.join(map(str, sorted(neurons)))} neurons"
         raise UsageError(f"the plan is of {found}, but the model has {facts.layers} of {facts.ffn}; plan this one")
     for what, planned, compiled in (
-        ("weights in", plan.quant, base_format(config.quant)),
+        ("weights in", plan.quant, config.quant if config.quant == STORED else base_format(config.quant)),
         ("a context of", plan.context, config.context),
         ("predictor", plan.predictor, config.predictor),
         ("predictors in", plan.predictor_quant, config.predictor_quant),
@@ -53,6 +54,26 @@ def check_given_plan(config: CompileConfig, facts: ModelFacts, progress: Progres
     ):
         if planned != compiled:
             progress.say(f"the plan is for {what} {planned}, but this compiles for {compiled}; its figures do not hold")
+
+
+def may_compute_whole_blocks(config: CompileConfig, facts: ModelFacts) -> bool:
+    """Return whether an accelerator computes every neuron of all blocks, if its memory holds them."""
+    if config.back_end is None or config.predictor != "none" or config.limits is not None:
+        return False
+    hot = hot_neurons(config, facts, config.plan)
+    return len(hot) == facts.layers and all(len(neurons) == facts.ffn for neurons in hot.values())
+
+
+def fits_in_whole_blocks(config: CompileConfig, captured: Captured) -> bool:
+    """Return whether the memory of the accelerator that `config` plans for, if any, holds the model in its formats.
+
+    Raises `DoesNotFitError` where the model does not fit the machine at all.
+    """
+    if config.machine is None:
+        return True
+    # Who makes a plan later says what is to be said of the machine.
+    settings = _plan_options(config.machine, None, NoProgress())
+    return whole_plan(_count_model(config, captured, None), settings) is not None
 
 
 def place_neurons(
@@ -112,6 +133,7 @@ def _count_model(config: CompileConfig, captured: Captured, predictors: Predicto
         config.chunk,
         config.tensors,
         config.predictor_quant,
+        config.hot_by_outputs,
     )
     return count_bytes(captured.facts.name, captured.graph_module, packing, predictors)
 

@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 
 from picompile.choices import DEFAULT_QUANT, STORED
 from picompile.compile.matrix_uses import matrix_uses
-from picompile.config import CompileOptions
+from picompile.config import CompileConfig, CompileOptions
 from picompile.errors import UsageError
 from picompile.frontend.captured import Captured
 from picompile_passes.formats import FORMATS
@@ -20,6 +20,8 @@ from picompile_passes.graph.materialize import WeightSource
 
 # Formats of matrices whose numbers cannot be kept: of what was plain, and of what had codes.
 _PLAIN, _ROUNDED = "f16", "q8"
+# On an accelerator, whose memory is small, of what had codes of so many bits or fewer.
+_ROUNDED_BY_BITS = {5: "q4m", 6: "q6"}
 
 
 def stored_formats(weights: WeightSource) -> Mapping[str, str | None]:
@@ -31,7 +33,7 @@ def stored_formats(weights: WeightSource) -> Mapping[str, str | None]:
 def default_quant(options: CompileOptions, captured: Captured) -> str:
     """Return the weight format of a model where the user leaves it open: `stored` for quantized ones.
 
-    Kernels of accelerators read rows, and calibration rounds anew: for these it is another.
+    Calibration rounds anew: with it, it is another.
 
     Raises:
         UsageError: the user asks for the stored numbers of a checkpoint that is not quantized.
@@ -39,8 +41,7 @@ def default_quant(options: CompileOptions, captured: Captured) -> str:
     is_stored = bool(stored_formats(captured.weights))
     if options.quant == STORED and not is_stored:
         raise UsageError(f"quant {STORED} given, but the checkpoint is not quantized; choose a format")
-    keeps = options.back_end is None and options.rounding != "calibrated"
-    return STORED if is_stored and keeps else DEFAULT_QUANT
+    return STORED if is_stored and options.rounding != "calibrated" else DEFAULT_QUANT
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,10 @@ def _counted(formats: Counter[str]) -> str:
     return ", ".join(f"{count} matrices in {name}" for name, count in formats.most_common()) or "none"
 
 
-def choose_stored(captured: Captured, graph_module: GraphModule) -> StoredChoice:
+def choose_stored(captured: Captured, graph_module: GraphModule, config: CompileConfig) -> StoredChoice:
     """Return a format for each quantized matrix of a predicted graph: its own wherever all kernels read it so."""
-    stored, uses = stored_formats(captured.weights), list(matrix_uses(graph_module))
+    stored = stored_formats(captured.weights)
+    uses = list(matrix_uses(graph_module, hot_by_outputs=config.hot_by_outputs))
     # The matrices of a block whose neurons may be skipped, or of which one is plain, are read together.
     plain = {use.layer for use in uses if use.role in ("ffn", "down") and use.parameter not in stored}
     formats, rounded = dict[str, str](), dict[str, str]()
@@ -78,7 +80,14 @@ def choose_stored(captured: Captured, graph_module: GraphModule) -> StoredChoice
         # Neurons are read together, in one format.
         in_rows = own is not None and FORMATS[own].rows and not use.transposed and (not is_neuron or own == _ROUNDED)
         if own is None or is_plain or not (use.in_panels or in_rows):
-            rounded[use.parameter] = _PLAIN if is_plain else _ROUNDED
+            rounded[use.parameter] = _PLAIN if is_plain else _rounded(own, on_accelerator=config.back_end is not None)
         else:
             formats[use.parameter] = own
     return StoredChoice(formats | rounded, Counter(rounded.values()))
+
+
+def _rounded(own: str | None, *, on_accelerator: bool) -> str:
+    """Return the format that a matrix is rounded to whose numbers are those of `own`, or of no format of ours."""
+    if own is None or not on_accelerator:
+        return _ROUNDED
+    return next((form for bits, form in _ROUNDED_BY_BITS.items() if FORMATS[own].data_bits <= bits), _ROUNDED)

@@ -19,6 +19,7 @@ from picompile.compile.passes import (
     quantize_pass,
     run_passes,
 )
+from picompile.compile.plan import fits_in_whole_blocks, may_compute_whole_blocks
 from picompile.compile.stored import choose_stored
 from picompile.config import CompileConfig
 from picompile.errors import UsageError
@@ -135,15 +136,17 @@ def choose_formats(
     Raises:
         UsageError: the text cannot be used, or the model is a module in memory, which has no tokenizer for one.
     """
-    if config.quant == STORED or (config.quant == FOUR_BITS and config.back_end is None and not config.calibrates):
-        passes = compilation_passes(config, captured.facts, predictors, config.plan)
-        passes = passes[: next(place for place, each in enumerate(passes) if isinstance(each, Quantize))]
-        graph_module = run_passes(captured, passes, progress, verify=config.verify)
-        if config.quant == STORED:
-            kept = choose_stored(captured, graph_module)
-            progress.say(kept.text)
-            return replace(config, tensors=kept.formats)
-        return replace(config, tensors=choose_four_bits(captured, graph_module))
+    if config.quant == STORED or (config.quant == FOUR_BITS and not config.calibrates):
+        whole = replace(config, hot_by_outputs=True)
+        found, kept = config, None
+        if may_compute_whole_blocks(whole, captured.facts):
+            whole, kept = _choose_by_matrix(captured, whole, predictors, progress)
+            found = whole if fits_in_whole_blocks(whole, captured) else config
+        if found is config:
+            found, kept = _choose_by_matrix(captured, config, predictors, progress)
+        if kept is not None:
+            progress.say(kept)
+        return found
     if not is_budget(config.quant):
         return replace(config, tensors=_exact_tables(captured, base_format(config.quant)))
     if checkpoint is None:
@@ -165,6 +168,20 @@ def choose_formats(
         progress=progress,
     )
     return replace(config, tensors=chosen.formats, bits_per_weight=chosen.bits_per_weight, loss_nats=chosen.loss_nats)
+
+
+def _choose_by_matrix(
+    captured: Captured, config: CompileConfig, predictors: PredictorSet | None, progress: Progress
+) -> tuple[CompileConfig, str | None]:
+    """Return `config` with a format for each matrix, and a line about those that keep a checkpoint's numbers."""
+    passes = compilation_passes(config, captured.facts, predictors, config.plan)
+    passes = passes[: next(place for place, each in enumerate(passes) if isinstance(each, Quantize))]
+    graph_module = run_passes(captured, passes, progress, verify=config.verify)
+    if config.quant == STORED:
+        kept = choose_stored(captured, graph_module, config)
+        return replace(config, tensors=kept.formats), kept.text
+    tensors = choose_four_bits(captured, graph_module, hot_by_outputs=config.hot_by_outputs)
+    return replace(config, tensors=tensors), None
 
 
 def _exact_tables(captured: Captured, quant: str) -> dict[str, str]:

@@ -138,7 +138,7 @@ def graph_bytes(
     passes: tuple[Pass, ...] = (
         insert or _insert_pass(blocks, packing.predictor, parameters, layers=len(blocks) + more, firing=firing),
         Partition({layer: range(block.neurons) for layer, block in blocks.items()}),
-        Quantize(packing.quant, packing.predictor_quant, tensors=packing.tensors),
+        Quantize(packing.quant, packing.predictor_quant, tensors=packing.tensors, hot_by_outputs=packing.whole),
     )
     quantized = Pipeline(passes)(canonical).graph_module
     # Weights of an accelerator lie in rows, and those beside them.

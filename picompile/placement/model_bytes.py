@@ -23,7 +23,8 @@ class Packing:
 
     `quant`, `predictor`, `context`, `kv_dtype` and `chunk` are as in `CompileOptions`, with `auto` for a predictor of
     None. So many `sequences` are decoded together, each with a cache of its own. `tensors` has the formats of single
-    matrices, by the names of their parameters, and `predictor_quant` the format of predictors' own.
+    matrices, by the names of their parameters, and `predictor_quant` the format of predictors' own. With `whole` an
+    accelerator computes every neuron of all blocks, so that down is packed by outputs.
     """
 
     quant: str = "q4"
@@ -34,6 +35,7 @@ class Packing:
     chunk: int = CHUNK
     tensors: Mapping[str, str] = field(default_factory=dict, hash=False)
     predictor_quant: str = "auto"
+    whole: bool = False
 
     def __post_init__(self) -> None:
         check_format(self.quant)

@@ -17,7 +17,7 @@ from picompile_codegen.cuda.function import ThreadIndex
 from picompile_codegen.cuda.halves import Halves
 from picompile_codegen.cuda.matrix import CudaMatrix
 from picompile_codegen.cuda.memory import address, barrier, place_in, registers, run_extern, shared, zero_registers
-from picompile_codegen.cuda.weight_pieces import PIECE, RUN, PieceRegisters, WeightPiece, copy_run, run_starts
+from picompile_codegen.cuda.weight_pieces import PIECE, RUN, WeightPiece, copy_run, piece_registers, run_starts
 from picompile_passes.formats import GROUP
 
 # Columns of a step: a group of the formats.
@@ -187,7 +187,7 @@ class _Fetch:
 
     def __init__(self, matrix: CudaMatrix, memory: KernelTensor, places: Sequence[Expr]) -> None:
         self._memory, self._places = memory, places
-        self._registers = PieceRegisters(matrix) if matrix.form.scale_bytes else None
+        self._registers = piece_registers(matrix) if matrix.form.scale_bytes else None
 
     def start(self, matrix: CudaMatrix, piece: WeightPiece, stage: Expr) -> None:
         if self._registers is not None:

@@ -40,6 +40,23 @@ static __device__ __forceinline__ float pi_byte(uint word, int index) {
   return __uint_as_float(__byte_perm(shifted, 0x4B000000u, 0x7440 | index)) - 8388736.0f;
 }
 
+// Byte `index` of `word`, without a sign, less `zero`, a whole number.
+static __device__ __forceinline__ float pi_code(uint word, int index, float zero) {
+  return __uint_as_float(__byte_perm(word, 0x4B000000u, 0x7440 | index)) - (8388608.0f + zero);
+}
+
+// The E4M3 number of byte `index` of `word`. With its exponent and mantissa in their places, a float is 2^-120 of it.
+static __device__ __forceinline__ float pi_e4m3(uint word, int index) {
+  uint high = word << (24 - 8 * index);
+  return __uint_as_float((high & 0x80000000u) | ((high >> 4) & 0x07F00000u)) * 0x1p120f;
+}
+
+// The float whose four bytes are byte `index` of each word, the lowest first.
+static __device__ __forceinline__ float pi_float_of(uint a, uint b, uint c, uint d, int index) {
+  uint selector = (uint)index | (uint)(index + 4) << 4;
+  return __uint_as_float(__byte_perm(__byte_perm(a, b, selector), __byte_perm(c, d, selector), 0x5410));
+}
+
 // The power of two whose exponent plus 127 is `stored`, but 0 for 0.
 static __device__ __forceinline__ float pi_power(uchar stored) { return __uint_as_float((uint)stored << 23); }
 

@@ -6,14 +6,26 @@ code · scale to a half, 2^-11 of a weight, is the only one.
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from tvm import tirx
 
+from picompile_codegen.cpu.panel_matrix import GroupPlace
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind
 from picompile_codegen.cpu.vector import at
 from picompile_codegen.cuda.matrix import UNIT_BYTES, CudaMatrix, look_up, six_bit_words
 from picompile_codegen.cuda.memory import address, place_in, registers, run_extern
-from picompile_passes.formats import FLOAT16, GROUP, HIGH_GROUPS, ZERO_STEPS
+from picompile_codegen.cuda.panel_codes import (
+    CODES,
+    PanelRows,
+    four_numbers,
+    load_scales,
+    planes_of,
+    scaled,
+    stored_dtypes,
+    words_at,
+)
+from picompile_passes.formats import FLOAT16, GROUP, HIGH_GROUPS, PANEL_ROWS, ZERO_STEPS
 
 PIECE = GROUP // 2
 # Halves that are stored at once: 16 bytes. A piece is two such runs.
@@ -39,8 +51,23 @@ def run_starts(matrix: CudaMatrix, half: Expr) -> tuple[Expr, Expr]:
     return (half * RUN, half * RUN + PIECE) if has_nibbles else (half * PIECE, half * PIECE + RUN)
 
 
-class PieceRegisters:
-    """Registers for what a thread has read of its next piece."""
+class PieceRegisters(Protocol):
+    """What a thread has read of its next piece, in registers."""
+
+    def load(self, matrix: CudaMatrix, piece: WeightPiece) -> None:
+        """Read a piece of a matrix of the format and layout for which the registers are."""
+
+    def unpacked(self) -> tuple[list[Expr], list[Expr]]:
+        """Return the weights of both runs, four words of two halves each."""
+
+
+def piece_registers(matrix: CudaMatrix) -> PieceRegisters:
+    """Return registers for pieces of a matrix that has scales."""
+    return _PanelRegisters(matrix) if matrix.panels else _RowRegisters(matrix)
+
+
+class _RowRegisters:
+    """Registers for pieces of rows."""
 
     def __init__(self, matrix: CudaMatrix) -> None:
         self._matrix = matrix
@@ -51,7 +78,7 @@ class PieceRegisters:
         self._zero: KernelTensor = registers(1, dtype="float16")
 
     def load(self, matrix: CudaMatrix, piece: WeightPiece) -> None:
-        """Read a piece of a matrix of the format for which the registers are."""
+        """See `PieceRegisters`."""
         form = matrix.form
         if form.scale == FLOAT16 and form.table_step == 1.0:
             start = form.scale_offset_bytes(matrix.columns) // form.scale_bytes
@@ -82,7 +109,7 @@ class PieceRegisters:
             self._words[first + i] = tirx.Shuffle([words], [i])
 
     def unpacked(self) -> tuple[list[Expr], list[Expr]]:
-        """Return the weights of both runs, four words of two halves each."""
+        """See `PieceRegisters`."""
         scale = _word("pi_both", self._scale[0])
         first, second = self._codes()
         return [_word("pi_times", pair, scale) for pair in first], [_word("pi_times", pair, scale) for pair in second]
@@ -121,6 +148,63 @@ class PieceRegisters:
             for of in six_bit_words(words[:2], words[2:])
         )
         return first, second
+
+
+class _PanelRegisters:
+    """Registers for pieces of panels, whose weights are computed in float32 before they are rounded."""
+
+    def __init__(self, matrix: CudaMatrix) -> None:
+        self._form = matrix.form
+        self._words: KernelTensor = registers(self._words_of_plane * len(planes_of(self._form)), dtype="uint32")
+        self._stored: list[list[KernelTensor]] = [
+            [registers(1, dtype=dtype) for dtype in stored_dtypes(self._form)] for _ in range(self._scale_groups)
+        ]
+
+    @property
+    def _is_bytes(self) -> bool:
+        return self._form.data_bits == 8
+
+    @property
+    def _words_of_plane(self) -> int:
+        """Words of a piece: two, where each has bits of both runs."""
+        return PIECE // CODES if self._is_bytes else RUN // CODES
+
+    @property
+    def _scale_groups(self) -> int:
+        """Scales of a piece: two, where the runs are in different ones of the format's groups."""
+        return 1 if self._is_bytes else GROUP // self._form.group
+
+    def load(self, matrix: CudaMatrix, piece: WeightPiece) -> None:
+        """See `PieceRegisters`."""
+        panel, row, count = bind(piece.row // PANEL_ROWS), bind(piece.row % PANEL_ROWS), self._words_of_plane
+        for number, plane in enumerate(planes_of(self._form)):
+            first, bit = (piece.group * GROUP, 0) if self._is_bytes else GroupPlace(piece.group).place_in(plane)
+            start = bind(self._form.plane_offset_bytes(plane, matrix.columns) + first + piece.half * (count * CODES))
+            for i in range(count):
+                (word,) = words_at(matrix, panel, (start + i * CODES) * PANEL_ROWS + row * CODES, 1)
+                self._words[number * count + i] = word >> tirx.Cast("uint32", bit)
+        for part, of_part in enumerate(self._stored):
+            loaded = load_scales(matrix, PanelRows(panel, row, 1), piece.group, part)
+            for register, value in zip(of_part, loaded, strict=True):
+                register[0] = value
+
+    def unpacked(self) -> tuple[list[Expr], list[Expr]]:
+        """See `PieceRegisters`."""
+        first, second = (self._run(run) for run in range(2))
+        return first, second
+
+    def _run(self, run: int) -> list[Expr]:
+        count, planes = self._words_of_plane, len(planes_of(self._form))
+        stored = [register[0] for register in self._stored[min(run, self._scale_groups - 1)]]
+        ((scale, shift),) = scaled(self._form, stored, 1)
+        pairs = []
+        for i in range(RUN // CODES):
+            word = run * (RUN // CODES) + i if self._is_bytes else i
+            words = [(self._words[plane * count + word], 0) for plane in range(planes)]
+            numbers = four_numbers(self._form, words, run)
+            weights = [bind(number * scale if shift is None else number * scale + shift) for number in numbers]
+            pairs += [_word("pi_pair_of", weights[j], weights[j + 1]) for j in range(0, CODES, 2)]
+        return pairs
 
 
 def copy_run(to: KernelTensor, at_word: Expr, matrix: CudaMatrix, piece: WeightPiece, run: int) -> None:

@@ -181,7 +181,7 @@ def _lower_whole(node: Node, function: Function) -> None:
     values, layer = arguments(node), node.meta["layer"]
     names = ("gate", "up") if values["gate"] is not None else ("up",)
     operands = [*(values[name] for name in names), dequantized(values["down"])]
-    matrices = function.shared.weights.whole_matrices(operands)
+    matrices = function.shared.weights.whole_matrices(operands, block=True)
     if not all(matrix.panels for matrix in matrices):
         raise UnsupportedGraphError(f"{node.name}: its matrices are not in panels, as its down matrix is packed for")
     spec = WholeFfnSpec(
@@ -195,10 +195,11 @@ def _lower_whole(node: Node, function: Function) -> None:
         gate_bias=values["gate_bias"] is not None,
         up_bias=values["up_bias"] is not None,
         down_bias=values["down_bias"] is not None,
-        activation_bytes=function.shared.options.activation_bytes,
+        activation_bytes=function.activation_bytes,
         counts=function.name in DECODING,
     )
-    counted = FfnPart(layer, "all", spec.neurons, predictor="none", stats_row=0, rows=len(matrices), kept_rows=0)
+    part = node.meta.get("neurons", "all")
+    counted = FfnPart(layer, part, spec.neurons, predictor="none", stats_row=0, rows=len(matrices), kept_rows=0)
     bindings: Bindings = {"x": function.value(values["x"]), "y": function.result(node)}
     bindings |= {f"{name}_w": matrix for name, matrix in zip((*names, "down"), matrices, strict=True)}
     bindings |= function.vectors(values, "gate_bias", "up_bias", "down_bias") | {

@@ -188,6 +188,12 @@ class Function:
         options = self.shared.options
         return {"rows": self.rows, "context": options.context, "mode": self.mode, "sequences": options.sequences}
 
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes of an activation that matrices in panels are multiplied with; GPUs multiply floats."""
+        options = self.shared.options
+        return 1 if self.device == "accelerator" and options.back_end.is_gpu else options.activation_bytes
+
     def buffer(self, hint: str, dtype: str, shape: tuple[int, ...], memory: Memory | None = None) -> Arg:
         """Return a new buffer, in the memory of the current device or in `memory`, to be placed when all is
         complete."""

@@ -12,7 +12,7 @@ Calls of the CPU cost next to nothing, and so it has none of these.
 """
 
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch.fx import Node
 
@@ -21,7 +21,7 @@ from picompile_codegen.lowering.linear import is_returned, linear_call, norm_cal
 from picompile_codegen.lowering.packing import name_and_format
 from picompile_codegen.lowering.program import Arg, Device
 from picompile_codegen.lowering.transfer import pending_receive
-from picompile_codegen.specs import LinearAddSpec, LinearSpec, SumNormSpec
+from picompile_codegen.specs import LinearAddSpec, SumNormSpec
 from picompile_codegen.specs.arguments import ITEM_BYTES
 from picompile_passes.graph.nodes import arguments, is_call
 from picompile_passes.graph.operands import ADD, LAYER_NORM, LINEAR, RMS_NORM
@@ -210,7 +210,7 @@ def _lower_joined(nodes: Sequence[Node], function: Function) -> None:
     bindings |= {"w": weights.joined_matrix(values[0]["weight"]), "y": y}
     if spec.bias:
         bindings["bias"] = weights.joined_vector(values[0]["bias"])
-    function.call(LinearSpec(spec.format, n=outputs, k=spec.k, rows=spec.rows, bias=spec.bias), bindings)
+    function.call(replace(spec, n=outputs), bindings)
     start = 0
     for node in nodes:
         place = Arg("buffer", y.name, dtype="float32", shape=(1, dimension(node)), offset=start * ITEM_BYTES["float32"])

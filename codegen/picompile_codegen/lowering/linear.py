@@ -20,7 +20,7 @@ def linear_call(node: Node, function: Function) -> tuple[LinearSpec, Bindings]:
         bias=values["bias"] is not None,
         rowwise=function.mode == "sequences" and not matrix.panels,
         panels=matrix.panels,
-        activation_bytes=function.shared.options.activation_bytes if matrix.panels else 1,
+        activation_bytes=function.activation_bytes if matrix.panels else 1,
     )
     bindings: Bindings = {"x": function.value(values["x"]), "w": matrix}
     return spec, bindings | function.vectors(values, "bias")

@@ -157,7 +157,7 @@ class WeightTable:
     """All packed tensors of a program, each once, however many calls use it.
 
     With `panels`, those that are only multiplied with whole are stored in panels, where they can be; `in_rows` names
-    the others. Matrices and vectors that were joined are `parts` of other tensors.
+    the others. Without it, only those are whose format has no rows, or whose block is whole. Matrices and vectors that were joined are `parts` of other tensors.
     """
 
     panels: bool = False
@@ -202,10 +202,12 @@ class WeightTable:
     def joined_matrix(self, operand: Node) -> PackedMatrix:
         """Return the whole matrix that `operand` was joined to."""
         packed, format_name, columns = _quantized(operand)
-        _require_rows(_parameter_name(packed), format_name)
-        part, row_bytes = self.parts[_parameter_name(packed)], FORMATS[format_name].row_bytes(columns)
-        self._add(PackedTensor(part.name, (part.length, row_bytes), part.produce, part.nodes))
-        return PackedMatrix(part.name, format_name, part.length, row_bytes)
+        part, form = self.parts[_parameter_name(packed)], FORMATS[format_name]
+        if form.rows:
+            row_bytes = form.row_bytes(columns)
+            self._add(PackedTensor(part.name, (part.length, row_bytes), part.produce, part.nodes))
+            return PackedMatrix(part.name, format_name, part.length, row_bytes)
+        return self._add_panels(part.name, part.nodes, part.produce, (format_name, part.length, columns))
 
     def joined_vector(self, node: Node) -> Arg:
         """Return the whole vector that `node` was joined to."""
@@ -220,9 +222,11 @@ class WeightTable:
         whole, start = self.joined_matrix(operand), self.parts[name].start
         return replace(whole, rows=int(operand.meta["val"].shape[0]), offset=start * whole.row_bytes)
 
-    def whole_matrices(self, operands: Sequence[Node]) -> list[PackedMatrix]:
-        """Add matrices that a kernel multiplies with whole: all in panels, where all can be."""
-        in_panels = self.panels and all(map(self._has_panels, operands))
+    def whole_matrices(self, operands: Sequence[Node], *, block: bool = False) -> list[PackedMatrix]:
+        """Add matrices that a kernel multiplies with whole, of a whole `block` or others: all in panels, where all can
+        be."""
+        has_no_rows = any(not FORMATS[name_and_format(operand)[1]].rows for operand in operands)
+        in_panels = (self.panels or block or has_no_rows) and all(map(self._has_panels, operands))
         return [self._in_panels(operand) if in_panels else self.matrix(operand) for operand in operands]
 
     def _has_panels(self, operand: Node) -> bool:
@@ -233,13 +237,22 @@ class WeightTable:
 
     def _in_panels(self, operand: Node) -> PackedMatrix:
         packed, format_name, columns = _quantized(operand)
-        name, rows, form = _parameter_name(packed), int(packed.meta["val"].shape[0]), FORMATS[format_name]
+        name, rows = _parameter_name(packed), int(packed.meta["val"].shape[0])
+        if name in self.parts:
+            return self.matrix(operand)
+        return self._add_panels(name, (packed,), lambda evaluate: evaluate(packed), (format_name, rows, columns))
+
+    def _add_panels(
+        self, name: str, nodes: tuple[Node, ...], rows_of: Callable[[Evaluate], Tensor], shape: tuple[str, int, int]
+    ) -> PackedMatrix:
+        """Add panels of the rows that `rows_of` returns, of a matrix of `shape`: format, rows and columns."""
+        format_name, rows, columns = shape
+        form = FORMATS[format_name]
 
         def produce(evaluate: Evaluate) -> Tensor:
-            return to_panels(evaluate(packed), format_name, columns)
+            return to_panels(rows_of(evaluate), format_name, columns)
 
-        shape = (rows // PANEL_ROWS, panel_bytes(form, columns))
-        self._add(PackedTensor(name, shape, produce, (packed,)))
+        self._add(PackedTensor(name, (rows // PANEL_ROWS, panel_bytes(form, columns)), produce, nodes))
         return PackedMatrix(name, format_name, rows, form.panel_row_bytes(columns), panels=True)
 
     def bundle(self, name: str, operands: list[Node]) -> PackedMatrix:

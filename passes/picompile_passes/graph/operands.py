@@ -101,11 +101,16 @@ def matrix_operands(node: Node) -> list[Node]:
     return [operand for operand in found if isinstance(operand, Node) and operand.meta["val"].dim() == 2]
 
 
-def computes_every_neuron(node: Node) -> bool:
-    """Return whether `node` is a block of which every neuron is computed for every token, and that is in one part."""
-    if not is_call(node, SPARSE_FFN) or "neurons" in node.meta:
+def computes_every_neuron(node: Node, *, hot: bool = False) -> bool:
+    """Return whether `node` is a block of which every neuron is computed for every token, and that is in one part.
+
+    Blocks that are marked as hot or cold are not, but for `hot` ones, with that.
+    """
+    if not is_call(node, SPARSE_FFN) or node.meta.get("neurons") not in (None, *(("hot",) if hot else ())):
         return False
     values = arguments(node)
+    if "neurons" in node.meta and is_call(values["up"], INDEX_SELECT):  # a part
+        return False
     chosen = values["squares"] or any(values[name] is not None for name in ("neurons", *NEURON_LIMITS))
     return not chosen and bool(arguments(values["mask"])["kind"] == "none")
 

@@ -45,7 +45,8 @@ class Quantize(Pass):
        q6 where that has 4 bits: in small models the head's errors cost more than those of all other matrices.
     7. Where a block computes all of its neurons, and its matrices can lie in panels, down is
        `transpose(dequantize(quantize(downᵀ)))`: it is packed in groups of each output's inputs, as a checkpoint has it.
-       In other blocks down is packed by neurons, which are read one by one.
+       In other blocks down is packed by neurons, which are read one by one: also in those that are hot or cold,
+       but with `hot_by_outputs` not in hot ones that are in one part.
     """
 
     name: ClassVar[str] = "quantize"
@@ -63,6 +64,10 @@ class Quantize(Pass):
     tensors: Mapping[str, str] = field(
         default_factory=dict,
         metadata={"help": "formats of single matrices, by their parameters", "example": "(lm_head.weight:q8)"},
+    )
+
+    hot_by_outputs: bool = field(
+        default=False, metadata={"help": "whether down of hot blocks that compute every neuron is packed by outputs"}
     )
 
     def __post_init__(self) -> None:
@@ -98,7 +103,7 @@ class Quantize(Pass):
 
     def _down_by_outputs(self, user: Node) -> Node | None:
         """Return the down matrix of a block of which every neuron is always computed, None for any other node."""
-        if not computes_every_neuron(user):
+        if not computes_every_neuron(user, hot=self.hot_by_outputs):
             return None
         values = arguments(user)
         rows = [

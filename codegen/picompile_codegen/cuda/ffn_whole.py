@@ -1,0 +1,112 @@
+"""Feed-forward blocks that compute every neuron, with matrices in panels, on a GPU.
+
+For one token, a block of threads has a panel of neurons and multiplies gate and up with x; another launch multiplies all
+neurons with down. For several tokens each matrix is a launch of its own, on tensor cores.
+"""
+
+from tvm import tirx
+
+from picompile_codegen.backend import body
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, when
+from picompile_codegen.cuda.dot import BlockInput
+from picompile_codegen.cuda.function import CudaFunction, blocks_for
+from picompile_codegen.cuda.halves import Halves
+from picompile_codegen.cuda.linear import multiply_halves
+from picompile_codegen.cuda.matrix import CudaMatrix
+from picompile_codegen.cuda.memory import Numbering, activate, address, block_sum, run_extern, zero_registers
+from picompile_codegen.cuda.panels import PANEL_THREADS, panel_products
+from picompile_codegen.specs import WholeFfnSpec
+from picompile_passes.formats import PANEL_ROWS
+
+
+@body(WholeFfnSpec)
+def ffn_whole(spec: WholeFfnSpec, function: CudaFunction) -> None:
+    """Write the launches of a `WholeFfnSpec`."""
+    hidden = function.scratch("hidden", "float32", spec.rows, spec.neurons)
+    if spec.rows == 1:
+        _one_token(spec, function, hidden)
+    else:
+        _several_tokens(spec, function, hidden)
+
+
+def _one_token(spec: WholeFfnSpec, function: CudaFunction, hidden: KernelTensor) -> None:
+    gate, up = CudaMatrix.optional(function, "gate_w"), CudaMatrix.argument(function, "up_w")
+    matrices = [matrix for matrix in (gate, up) if matrix is not None]
+    with function.launch(grid=spec.neurons // PANEL_ROWS, block=PANEL_THREADS) as place:
+        inputs = BlockInput(function["x"], 0, spec.dim, PANEL_THREADS)
+        product = panel_products(matrices, inputs, place.block, place)
+        # Threads past the first 16 compute what others do.
+        neuron, is_first = bind(place.block * PANEL_ROWS + place.thread % PANEL_ROWS), place.thread < PANEL_ROWS
+        value = bind(_first(spec, function, product(0), neuron))
+        if gate is not None:
+            value = bind(value * _second(spec, function, product(1), neuron))
+        with when(is_first):
+            hidden[0, neuron] = value
+        if spec.counts:
+            _, fired = Numbering(PANEL_THREADS).number(bind(tirx.And(is_first, value != 0.0)), place)
+            with when(place.thread == 0):
+                _add_counts(function, PANEL_ROWS, fired)
+    down, y, bias = CudaMatrix.argument(function, "down_w"), function["y"], function.get("down_bias")
+    with function.launch(grid=spec.dim // PANEL_ROWS, block=PANEL_THREADS) as place:
+        inputs = BlockInput(hidden, 0, spec.neurons, PANEL_THREADS)
+        product = panel_products([down], inputs, place.block, place)
+        with when(place.thread < PANEL_ROWS):
+            output = bind(place.block * PANEL_ROWS + place.thread)
+            y[0, output] = product(0) if bias is None else product(0) + bias[output]
+
+
+def _several_tokens(spec: WholeFfnSpec, function: CudaFunction, hidden: KernelTensor) -> None:
+    x, outputs = (Halves.scratch(function, name, spec.rows, width) for name, width in (("halves", spec.dim), ("outputs", spec.neurons)))
+    y, bias = function["y"], function.get("down_bias")
+
+    def store_first(token: Expr, neuron: Expr, value: Expr) -> None:
+        hidden[token, neuron] = _first(spec, function, value, neuron)
+
+    def store_second(token: Expr, neuron: Expr, value: Expr) -> None:
+        hidden[token, neuron] = hidden[token, neuron] * _second(spec, function, value, neuron)
+
+    def store_output(token: Expr, output: Expr, value: Expr) -> None:
+        y[token, output] = value if bias is None else value + bias[output]
+
+    x.write(function, function["x"])
+    if spec.gated:
+        multiply_halves(function, x, CudaMatrix.argument(function, "gate_w"), store_first)
+        multiply_halves(function, x, CudaMatrix.argument(function, "up_w"), store_second)
+    else:
+        multiply_halves(function, x, CudaMatrix.argument(function, "up_w"), store_first)
+    if spec.counts:
+        _count(spec, function, hidden)
+    outputs.write(function, hidden)
+    multiply_halves(function, outputs, CudaMatrix.argument(function, "down_w"), store_output)
+
+
+def _first(spec: WholeFfnSpec, function: CudaFunction, product: Expr, neuron: Expr) -> Expr:
+    """Return the activation of a neuron's product with gate, or with up where there is no gate."""
+    bias = function.get("gate_bias" if spec.gated else "up_bias")
+    return activate(spec.activation, bind(product if bias is None else product + bias[neuron]))
+
+
+def _second(spec: WholeFfnSpec, function: CudaFunction, product: Expr, neuron: Expr) -> Expr:
+    bias = function.get("up_bias")
+    return activate(spec.up_activation, bind(product if bias is None else product + bias[neuron]))
+
+
+def _count(spec: WholeFfnSpec, function: CudaFunction, hidden: KernelTensor) -> None:
+    """Write the launch that counts neurons: a block has a token."""
+    with (
+        function.launch(grid=spec.rows, block=PANEL_THREADS) as place,
+        when(place.block < function.tokens(spec.rows)),
+    ):
+        fired = zero_registers(1)
+        with loop(0, blocks_for(spec.neurons, PANEL_THREADS)) as turn:
+            neuron = bind(turn * PANEL_THREADS + place.thread)
+            value = bind(tirx.if_then_else(neuron < spec.neurons, hidden[place.block, neuron], 0.0))
+            fired[0] = fired[0] + tirx.Cast("float32", value != 0.0)
+        total = block_sum(fired[0], place.thread, PANEL_THREADS)
+        with when(place.thread == 0):
+            _add_counts(function, spec.neurons, tirx.Cast("int32", total))
+
+
+def _add_counts(function: CudaFunction, computed: Expr, fired: Expr) -> None:
+    for index, count in enumerate((computed, fired)):
+        run_extern("pi_add_int64", address(function["stats"], index), count)
