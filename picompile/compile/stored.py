@@ -5,14 +5,15 @@ or q8 where it had fewer bits.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from torch.fx import GraphModule
 
 from picompile.choices import DEFAULT_QUANT, STORED
-from picompile.compile.matrix_uses import matrix_uses
-from picompile.config import CompileConfig, CompileOptions
+from picompile.compile.matrix_uses import MatrixUse, matrix_uses
+from picompile.config import CompileOptions
 from picompile.errors import UsageError
 from picompile.frontend.captured import Captured
 from picompile_passes.formats import FORMATS
@@ -20,7 +21,7 @@ from picompile_passes.graph.materialize import WeightSource
 
 # Formats of matrices whose numbers cannot be kept: of what was plain, and of what had codes.
 _PLAIN, _ROUNDED = "f16", "q8"
-# On an accelerator, whose memory is small, of what had codes of so many bits or fewer.
+# That of neurons on an accelerator, whose memory is small, where a block's codes have so many bits or fewer.
 _ROUNDED_BY_BITS = {5: "q4m", 6: "q6"}
 
 
@@ -65,29 +66,43 @@ def _counted(formats: Counter[str]) -> str:
     return ", ".join(f"{count} matrices in {name}" for name, count in formats.most_common()) or "none"
 
 
-def choose_stored(captured: Captured, graph_module: GraphModule, config: CompileConfig) -> StoredChoice:
-    """Return a format for each quantized matrix of a predicted graph: its own wherever all kernels read it so."""
+def choose_stored(
+    captured: Captured, graph_module: GraphModule, *, hot_by_outputs: bool = False, on_accelerator: bool = False
+) -> StoredChoice:
+    """Return a format for each quantized matrix of a predicted graph: its own wherever all kernels read it so.
+
+    `hot_by_outputs` is as in `CompileConfig`. With an accelerator, neurons that are read one by one take as few bits as
+    they had, and else 8.
+    """
     stored = stored_formats(captured.weights)
-    uses = list(matrix_uses(graph_module, hot_by_outputs=config.hot_by_outputs))
+    uses = list(matrix_uses(graph_module, hot_by_outputs=hot_by_outputs))
+    blocks = {
+        layer: _block_format([stored.get(use.parameter) for use in group], few_bits=on_accelerator)
+        for layer, group in groupby(filter(_is_neuron, uses), key=lambda use: use.layer)
+    }
     # The matrices of a block whose neurons may be skipped, or of which one is plain, are read together.
-    plain = {use.layer for use in uses if use.role in ("ffn", "down") and use.parameter not in stored}
+    plain = {use.layer for use in uses if _is_neuron(use) and use.parameter not in stored}
     formats, rounded = dict[str, str](), dict[str, str]()
     for use in uses:
         if use.parameter not in stored:
             continue
-        own, is_neuron = stored[use.parameter], use.role in ("ffn", "down")
-        is_plain = is_neuron and use.layer in plain
-        # Neurons are read together, in one format.
-        in_rows = own is not None and FORMATS[own].rows and not use.transposed and (not is_neuron or own == _ROUNDED)
+        own, is_plain = stored[use.parameter], _is_neuron(use) and use.layer in plain
+        together = blocks[use.layer] if _is_neuron(use) else None
+        in_rows = own is not None and FORMATS[own].rows and not use.transposed and together in (own, None)
         if own is None or is_plain or not (use.in_panels or in_rows):
-            rounded[use.parameter] = _PLAIN if is_plain else _rounded(own, on_accelerator=config.back_end is not None)
+            rounded[use.parameter] = _PLAIN if is_plain else together or _ROUNDED
         else:
             formats[use.parameter] = own
     return StoredChoice(formats | rounded, Counter(rounded.values()))
 
 
-def _rounded(own: str | None, *, on_accelerator: bool) -> str:
-    """Return the format that a matrix is rounded to whose numbers are those of `own`, or of no format of ours."""
-    if own is None or not on_accelerator:
+def _is_neuron(use: MatrixUse) -> bool:
+    return use.role in ("ffn", "down")
+
+
+def _block_format(formats: Sequence[str | None], *, few_bits: bool) -> str:
+    """Return the format that a block's matrices, which have numbers of `formats`, get where neurons are read alone."""
+    if not few_bits or None in formats:
         return _ROUNDED
-    return next((form for bits, form in _ROUNDED_BY_BITS.items() if FORMATS[own].data_bits <= bits), _ROUNDED)
+    bits = sum(FORMATS[form].data_bits for form in formats if form is not None) / len(formats)
+    return next((form for most, form in _ROUNDED_BY_BITS.items() if bits <= most), _ROUNDED)

@@ -178,7 +178,12 @@ def _choose_by_matrix(
     passes = passes[: next(place for place, each in enumerate(passes) if isinstance(each, Quantize))]
     graph_module = run_passes(captured, passes, progress, verify=config.verify)
     if config.quant == STORED:
-        kept = choose_stored(captured, graph_module, config)
+        kept = choose_stored(
+            captured,
+            graph_module,
+            hot_by_outputs=config.hot_by_outputs,
+            on_accelerator=config.back_end is not None,
+        )
         return replace(config, tensors=kept.formats), kept.text
     tensors = choose_four_bits(captured, graph_module, hot_by_outputs=config.hot_by_outputs)
     return replace(config, tensors=tensors), None

@@ -23,7 +23,7 @@ ROWS = (1, 13)
 CPU_BODIES, CUDA_BODIES = find_bodies(cpu.__name__), find_bodies(cuda.__name__)
 BOTH = (False, True)
 # Only the host calls these, and only a GPU those.
-HOST_ONLY = {specs.LendCacheSpec, specs.SignalSpec, specs.WaitSpec, specs.WholeFfnSpec}
+HOST_ONLY = {specs.LendCacheSpec, specs.SignalSpec, specs.WaitSpec}
 GPU_ONLY = {specs.CountedSendMaskSpec, specs.LinearAddSpec, specs.PingPongSpec, specs.SumNormSpec}
 
 CACHES = {"kv_heads": (1, 3), "context": (50,), "sequences": (1, 4)}
@@ -193,8 +193,6 @@ def test_bodies_take_the_arguments_of_their_spec(kind: type[KernelSpec]) -> None
         bodies = [module for module, found in ((cpu, CPU_BODIES), (cuda, CUDA_BODIES)) if kind in found]
         if isinstance(spec, specs.CountedFfnSpec) and not spec.is_masked:
             bodies.remove(cpu)
-        if isinstance(spec, specs.EmbeddingSpec | specs.LinearSpec) and spec.panels:
-            bodies.remove(cuda)
         written = [module.write_kernel(spec) for module in bodies]
         for kernel in written:
             assert kernel.name == spec.name

@@ -1,5 +1,6 @@
 """`--quant stored`: artifacts that keep the numbers of a quantized checkpoint."""
 
+import ctypes
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,11 +14,12 @@ import torch
 from torch.fx import GraphModule
 
 import picompile_runtime
+from helpers.fake_cuda.fixtures import emulate, fake_cuda, fake_library
 from helpers.gguf_blocks import save_llama_of_blocks
 from helpers.gguf_models import loaded
 from helpers.reference import eager_logits, relative_error
 from helpers.refusals import assert_refused
-from helpers.support import BuildOnce, Cli
+from helpers.support import BuildOnce, Cli, compile_for_test
 from picompile.compile.stored import choose_stored
 from picompile.frontend.captured import Captured
 from picompile.frontend.gguf.model import open_gguf
@@ -27,6 +29,8 @@ from picompile_passes.graph.nodes import calls
 from picompile_passes.graph.operands import INDEX_SELECT, LINEAR
 from picompile_passes.graph.rewriter import Rewriter
 from picompile_passes.passes.insert_predictors import InsertPredictors
+
+__all__ = ["fake_cuda", "fake_library"]
 
 # Types of matrices: as llama.cpp's Q4_K_M has them, and as many as there can be at once.
 USUAL = {
@@ -102,6 +106,33 @@ def test_a_quantized_file_keeps_its_numbers(cli: Cli, files: Path, tmp_path: Pat
     assert relative_error(logits_of(tmp_path / "artifact"), logits) < 2e-3
 
 
+@pytest.mark.slow("runs kernels for a GPU in the emulation", but=("some",))
+@pytest.mark.parametrize("name", ["usual", "some", "others"])
+def test_a_gpu_keeps_the_numbers_of_what_fits_it(
+    fake_cuda: ctypes.CDLL, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Without an option for that. Prompts are read in halves."""
+    file, artifact = files / f"{name}.gguf", tmp_path / "artifact"
+    compile_for_test(file, artifact, target="4090", context=32, chunk=16)
+    opened = open_gguf(file)
+    expected = {parameter: FORMATS[tensor.type] for parameter, tensor in opened.tensors.items() if tensor.type != "F32"}
+    found = weight_formats(artifact)
+    # Projections of the same input and format lie one behind the other.
+    assert set(found.values()) == set(expected.values())
+    assert all(expected.get(name, form) == form for name, form in found.items())
+    emulate(artifact, monkeypatch)
+    assert relative_error(logits_of(artifact), eager_logits(loaded(opened), IDS)[PROMPT - 1 :]) < 2e-3
+
+
+def test_neurons_that_a_gpu_shares_with_the_host_take_few_bits(files: Path, tmp_path: Path) -> None:
+    """Projections keep their numbers; a quarter of the neurons is hot."""
+    hot = dict.fromkeys(range(2), range(0, 128, 4))
+    compile_for_test(files / "usual.gguf", tmp_path / "artifact", target="4090", context=32, chunk=16, hot=hot)
+    found = weight_formats(tmp_path / "artifact")
+    assert {form for name, form in found.items() if "neurons" in name} == {"q4m"}
+    assert {form for name, form in found.items() if "neurons" not in name} == {"q4_k", "q6_k"}
+
+
 @pytest.mark.slow("compiles a model twice")
 def test_activations_of_eight_bits_and_other_formats_are_further_off(cli: Cli, files: Path, tmp_path: Path) -> None:
     expected = eager_logits(loaded(open_gguf(files / "some.gguf")), IDS)[PROMPT - 1 :]
@@ -115,7 +146,6 @@ def test_activations_of_eight_bits_and_other_formats_are_further_off(cli: Cli, f
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
-        ("some", ("--quant", "stored", "--target", "4090"), "quant stored is for a CPU alone: cuda has no kernels"),
         ("some", ("--quant", "q4_k"), "q4_k is a format of quantized checkpoints alone, which keep it with --quant st"),
         ("plain", ("--quant", "stored"), "quant stored given, but the checkpoint is not quantized"),
     ],

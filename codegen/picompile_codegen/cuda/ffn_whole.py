@@ -1,7 +1,7 @@
 """Feed-forward blocks that compute every neuron, with matrices in panels, on a GPU.
 
-For one token, a block of threads has a panel of neurons and multiplies gate and up with x; another launch multiplies all
-neurons with down. For several tokens each matrix is a launch of its own, on tensor cores.
+For one token, a block of threads multiplies a panel of gate, and one of up, with x; another launch multiplies down with
+all neurons. For several tokens each matrix is a launch of its own, on tensor cores.
 """
 
 from tvm import tirx
@@ -56,7 +56,8 @@ def _one_token(spec: WholeFfnSpec, function: CudaFunction, hidden: KernelTensor)
 
 
 def _several_tokens(spec: WholeFfnSpec, function: CudaFunction, hidden: KernelTensor) -> None:
-    x, outputs = (Halves.scratch(function, name, spec.rows, width) for name, width in (("halves", spec.dim), ("outputs", spec.neurons)))
+    x = Halves.scratch(function, "halves", spec.rows, spec.dim)
+    outputs = Halves.scratch(function, "outputs", spec.rows, spec.neurons)
     y, bias = function["y"], function.get("down_bias")
 
     def store_first(token: Expr, neuron: Expr, value: Expr) -> None:

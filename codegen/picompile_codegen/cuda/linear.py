@@ -113,9 +113,7 @@ def _one(function: CudaFunction, w: CudaMatrix, place: ThreadIndex) -> None:
     _multiply_rows(w, inputs, place, store)
 
 
-def _multiply_rows(
-    w: CudaMatrix, inputs: BlockInput, place: ThreadIndex, store: Callable[[Expr, Expr], None]
-) -> None:
+def _multiply_rows(w: CudaMatrix, inputs: BlockInput, place: ThreadIndex, store: Callable[[Expr, Expr], None]) -> None:
     """Multiply rows: a warp takes two, and its lanes take the units of a row in turns."""
     sums = registers(_ROWS_A_WARP)
     first = bind(place.block * _ROWS_A_BLOCK + place.warp * _ROWS_A_WARP)
@@ -146,8 +144,6 @@ def multiply_halves(
         first, first_row = bind(place.block_y * tile.tokens), bind(place.block * tile.outputs)
         with when(first < tokens):
             weights = RowWeights(tile, w, lambda r: [(True, w, minimum(first_row + r, w.rows - 1))], place)
-            products = multiply(
-                tile, x=x, span=(first, tokens), steps=(0, x.groups()), weights=weights, place=place
-            )
+            products = multiply(tile, x=x, span=(first, tokens), steps=(0, x.groups()), weights=weights, place=place)
             for token, row, value in products.each_result(first_row, w.rows):
                 store(token, row, value)

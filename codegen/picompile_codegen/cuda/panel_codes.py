@@ -1,23 +1,25 @@
 """Codes of matrices in panels as numbers, and what groups have of their own, as the threads of a GPU read them.
 
-`weight_panels.py` says where they lie: a word has four codes of a row, or some bits of each. A weight is number · scale,
-plus a shift where its format has minima or zeros of groups.
+`weight_panels.py` says where they lie: a word has four codes of a row, or some bits of each. A weight is number ·
+scale, plus a shift where its format has minima or zeros of groups.
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tvm import tirx
 
+from picompile_codegen.cpu.panel_matrix import GroupPlace
 from picompile_codegen.cpu.tensor import Expr, bind
 from picompile_codegen.cpu.vector import at
 from picompile_codegen.cuda.matrix import CudaMatrix
 from picompile_codegen.cuda.memory import extern
 from picompile_passes.formats import BLOCK, E8M0, GROUP, INT8, LOW_BITS, PANEL_ROWS, ZERO_STEPS, Codec, Plane
 
-# Codes in a word, and words of half a group: of 16 codes, where each has bits of both halves if it is not of whole bytes.
+# Codes in a word.
 CODES = 4
+# Words of a half of a group, or, where codes are no whole bytes and words have bits of both halves, of a group.
 WORDS = 4
 # `pi_nibble` returns codes times 2^-22.
 _NIBBLE_UNIT = 2.0**22
@@ -53,6 +55,39 @@ def four_numbers(form: Codec, words: Sequence[tuple[Expr, int]], half: int) -> l
         of_unit = tirx.const(zero / _NIBBLE_UNIT, "float32")
         return [bind(extern("pi_nibble", low, 8 * i + LOW_BITS * half, of_unit)) for i in range(CODES)]
     return _each("pi_code", _joined(form, words, half), tirx.const(zero, "float32"))
+
+
+def row_words(
+    matrix: CudaMatrix, row: Expr, group: Expr, first: Expr, count: int, half: Expr = 0
+) -> Iterator[list[Expr]]:
+    """Load words of a row of each plane: `count` of a group of 32, from number `first` on, shifted to bit 0 of bytes.
+
+    Words of whole bytes are those of half `half`.
+    """
+    panel, lane = bind(row // PANEL_ROWS), bind(row % PANEL_ROWS)
+    for plane in planes_of(matrix.form):
+        if plane.bits == 8:
+            start, bit = group * GROUP + half * (GROUP // 2), 0
+        else:
+            start, bit = GroupPlace(group).place_in(plane)
+        start = bind(matrix.form.plane_offset_bytes(plane, matrix.columns) + start + first * CODES)
+        places = [(start + i * CODES) * PANEL_ROWS + lane * CODES for i in range(count)]
+        yield [bind(words_at(matrix, panel, place, 1)[0] >> tirx.Cast("uint32", bit)) for place in places]
+
+
+def weights_of_row(matrix: CudaMatrix, row: Expr, group: Expr, quad: Expr) -> Iterator[list[Expr]]:
+    """Yield four weights of each half of a group of a row, those of word `quad`: float32."""
+    form, of_row = matrix.form, PanelRows(bind(row // PANEL_ROWS), bind(row % PANEL_ROWS), 1)
+    for half in (0, 1):
+        words = [(word, 0) for (word,) in row_words(matrix, row, group, quad, 1, half)]
+        part = half if form.group < GROUP else 0
+        ((scale, shift),) = scaled(form, load_scales(matrix, of_row, group, part), 1)
+        yield [weight_of(number, scale, shift) for number in four_numbers(form, words, half)]
+
+
+def weight_of(number: Expr, scale: Expr, shift: Expr | None) -> Expr:
+    """Return the weight that a number of `four_numbers` stands for."""
+    return bind(number * scale if shift is None else number * scale + shift)
 
 
 def _is_nibble(form: Codec) -> bool:

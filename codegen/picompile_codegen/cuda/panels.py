@@ -1,8 +1,8 @@
 """Products of matrices in panels with the activations of one token, on a GPU.
 
-A block of threads has a panel, whose 16 rows lie side by side (`weight_panels.py`), and its warps take 256 columns at a
-time, in turns. A lane has four of the rows and, of every other group of 32 columns, four columns of each half. So a warp
-reads 512 bytes that lie side by side, and what a lane has read of the activations serves four rows.
+A block of threads has a panel, whose 16 rows lie side by side (`weight_panels.py`). Its warps take 256 columns at a
+time, in turns. A lane has four of the rows and, of every other group of 32 columns, four columns of each half. So a
+warp reads 512 bytes that lie side by side, and what a lane has read of the activations serves four rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -165,7 +165,10 @@ class _Share:
         return bind(self._or_first(turn, self.block * (BLOCK // GROUP) + self._offset(turn), 0))
 
     def _or_first(self, turn: int, value: Expr, first: Expr) -> Expr:
-        """Return `value`, or `first` where the lane's group of a turn is past the last: there it reads the first, times 0."""
+        """Return `value`, or `first` where the lane's group of a turn is past the last one.
+
+        There the lane reads the first group, and multiplies it with 0.
+        """
         groups = self.matrix.form.padded_columns(self.matrix.columns) // GROUP
         if groups % (BLOCK // GROUP) == 0:
             return value

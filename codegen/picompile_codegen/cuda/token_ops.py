@@ -13,6 +13,7 @@ from picompile_codegen.cuda.function import WARP, CudaFunction, ThreadIndex, blo
 from picompile_codegen.cuda.matrix import ColumnLanes, CudaMatrix, block_threads, lanes_for, load_lanes, store_lanes
 from picompile_codegen.cuda.memory import compute, warp_max
 from picompile_codegen.cuda.norms import NormVectors, write_norm
+from picompile_codegen.cuda.panel_codes import CODES, WORDS, weights_of_row
 from picompile_codegen.specs import (
     AddSpec,
     CacheWriteSpec,
@@ -106,6 +107,9 @@ _EMBEDDING_THREADS = 64
 def embedding(spec: EmbeddingSpec, function: CudaFunction) -> None:
     """Write the launch of an `EmbeddingSpec`."""
     ids, w, y = function["ids"], CudaMatrix.argument(function, "w"), function["y"]
+    if w.panels:
+        _look_up_in_panels(spec, function, w)
+        return
     lanes, units = lanes_for(spec.dim), blocks_for(spec.dim, w.unit_weights)
     grid = (blocks_for(units, _EMBEDDING_THREADS), spec.rows)
     with function.launch(grid=grid, block=_EMBEDDING_THREADS) as place:
@@ -116,6 +120,20 @@ def embedding(spec: EmbeddingSpec, function: CudaFunction) -> None:
             for i in range(0, w.unit_weights, lanes):
                 column = unit.first + i
                 store_lanes(y, (token, column), weights[i : i + lanes], column < spec.dim)
+
+
+def _look_up_in_panels(spec: EmbeddingSpec, function: CudaFunction, w: CudaMatrix) -> None:
+    """Write the launch for a table in panels: a thread unpacks four columns of each half of a group of 32."""
+    ids, y, lanes = function["ids"], function["y"], lanes_for(spec.dim)
+    quads = blocks_for(spec.dim, GROUP) * WORDS
+    with function.launch(grid=(blocks_for(quads, _EMBEDDING_THREADS), spec.rows), block=_EMBEDDING_THREADS) as place:
+        token, number = place.block_y, bind(place.block * _EMBEDDING_THREADS + place.thread)
+        with when(tirx.And(token < function.tokens(spec.rows), number < quads)):
+            row, group, quad = bind(ids[token] + spec.offset), bind(number // WORDS), bind(number % WORDS)
+            for half, weights in enumerate(weights_of_row(w, row, group, quad)):
+                for i in range(0, CODES, lanes):
+                    column = bind(group * GROUP + half * (GROUP // 2) + quad * CODES + i)
+                    store_lanes(y, (token, column), weights[i : i + lanes], column < spec.dim)
 
 
 @body(LayerNormSpec, RmsNormSpec)

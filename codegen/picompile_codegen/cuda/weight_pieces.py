@@ -10,7 +10,6 @@ from typing import Protocol
 
 from tvm import tirx
 
-from picompile_codegen.cpu.panel_matrix import GroupPlace
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind
 from picompile_codegen.cpu.vector import at
 from picompile_codegen.cuda.matrix import UNIT_BYTES, CudaMatrix, look_up, six_bit_words
@@ -21,9 +20,10 @@ from picompile_codegen.cuda.panel_codes import (
     four_numbers,
     load_scales,
     planes_of,
+    row_words,
     scaled,
     stored_dtypes,
-    words_at,
+    weight_of,
 )
 from picompile_passes.formats import FLOAT16, GROUP, HIGH_GROUPS, PANEL_ROWS, ZERO_STEPS
 
@@ -176,15 +176,15 @@ class _PanelRegisters:
 
     def load(self, matrix: CudaMatrix, piece: WeightPiece) -> None:
         """See `PieceRegisters`."""
-        panel, row, count = bind(piece.row // PANEL_ROWS), bind(piece.row % PANEL_ROWS), self._words_of_plane
-        for number, plane in enumerate(planes_of(self._form)):
-            first, bit = (piece.group * GROUP, 0) if self._is_bytes else GroupPlace(piece.group).place_in(plane)
-            start = bind(self._form.plane_offset_bytes(plane, matrix.columns) + first + piece.half * (count * CODES))
-            for i in range(count):
-                (word,) = words_at(matrix, panel, (start + i * CODES) * PANEL_ROWS + row * CODES, 1)
-                self._words[number * count + i] = word >> tirx.Cast("uint32", bit)
+        count = self._words_of_plane
+        # Runs of bytes lie one behind the other.
+        first, half = (0, piece.half) if self._is_bytes else (piece.half * count, 0)
+        for number, words in enumerate(row_words(matrix, piece.row, piece.group, first, count, half)):
+            for i, word in enumerate(words):
+                self._words[number * count + i] = word
+        rows = PanelRows(bind(piece.row // PANEL_ROWS), bind(piece.row % PANEL_ROWS), 1)
         for part, of_part in enumerate(self._stored):
-            loaded = load_scales(matrix, PanelRows(panel, row, 1), piece.group, part)
+            loaded = load_scales(matrix, rows, piece.group, part)
             for register, value in zip(of_part, loaded, strict=True):
                 register[0] = value
 
@@ -202,7 +202,7 @@ class _PanelRegisters:
             word = run * (RUN // CODES) + i if self._is_bytes else i
             words = [(self._words[plane * count + word], 0) for plane in range(planes)]
             numbers = four_numbers(self._form, words, run)
-            weights = [bind(number * scale if shift is None else number * scale + shift) for number in numbers]
+            weights = [weight_of(number, scale, shift) for number in numbers]
             pairs += [_word("pi_pair_of", weights[j], weights[j + 1]) for j in range(0, CODES, 2)]
         return pairs
 

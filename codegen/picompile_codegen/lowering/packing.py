@@ -156,8 +156,9 @@ def name_and_format(operand: Node) -> tuple[str, str]:
 class WeightTable:
     """All packed tensors of a program, each once, however many calls use it.
 
-    With `panels`, those that are only multiplied with whole are stored in panels, where they can be; `in_rows` names
-    the others. Without it, only those are whose format has no rows, or whose block is whole. Matrices and vectors that were joined are `parts` of other tensors.
+    With `panels`, those that are only multiplied with whole are stored in panels, where they can be; without it, only
+    those whose format has no rows, and those of whole blocks. `in_rows` names the others. Matrices and vectors that
+    were joined are `parts` of other tensors.
     """
 
     panels: bool = False

@@ -1,4 +1,8 @@
-"""Which matrices of a program lie in panels: those of which no neurons are read alone, by a CPU without a GPU."""
+"""Which matrices of a program lie in panels.
+
+On a CPU, those of which no neurons are read alone. For a GPU, of these, those in formats without rows and those of
+blocks that compute every neuron.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,13 +14,16 @@ import torch
 from torch.fx import GraphModule
 
 from helpers.kernels.lowered import Runner, quantized, relative_error
-from picompile.testing import GraphShape, random_weights, run
+from picompile.testing import GraphShape, build, random_weights, run
 from picompile_codegen.lowering.function import LowerOptions
 from picompile_codegen.lowering.lower import Lowered, lower
+from picompile_codegen.lowering.placement import Placement
 from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.graph.nodes import arguments, calls
 from picompile_passes.graph.operands import EMBEDDING, LINEAR
 from picompile_passes.passes.insert_predictors import InsertPredictors
+from picompile_passes.passes.partition import Partition
+from picompile_passes.passes.quantize import Quantize
 
 SHAPE = GraphShape(hidden=64, heads=4, kv_heads=4, ffn=96, vocab=112, layers=2)
 IDS = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -74,15 +81,46 @@ def test_blocks_that_compute_every_neuron_lie_in_panels() -> None:
     assert all(in_panels(program).values())
     kernels = {call.kernel for call in program.program.functions["decode"] if call.op == "ffn"}
     assert kernels == {"ffn_whole_q4_k_96x64_r1_gated_relu_panels_counted"}
-    with pytest.raises(UnsupportedGraphError, match="its matrices are not in panels, as its down matrix is packed for"):
-        lowered(quantized(SHAPE, InsertPredictors("none"), form="q8"), panels=False)
+    found = in_panels(lowered(quantized(SHAPE, InsertPredictors("none"), form="q8"), panels=False))
+    assert {name for name, lies in found.items() if lies} == {name for name in found if ".mlp." in name}
+
+
+def hot(form: str, predictor: str = "none", **options: bool) -> GraphModule:
+    """Return a graph all of whose neurons are an accelerator's."""
+    passes = [Partition(dict.fromkeys(range(SHAPE.layers), range(SHAPE.ffn))), Quantize(form, **options)]
+    graph_module = InsertPredictors(predictor)(build(SHAPE)).graph_module
+    for each in passes:
+        graph_module = each(graph_module).graph_module
+    return graph_module
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", "cuda"])
+def test_an_accelerator_reads_formats_without_rows_in_panels(accelerator: Literal["cpu", "cuda"]) -> None:
+    """Projections of the same input are one there, and what the host reads of them lies in the same panels."""
+    everything = Placement.all_of(SHAPE.layers)
+    graph_module = hot("q4_k", head="q6_k", hot_by_outputs=True)
+    program = lower(graph_module, LowerOptions(32, 8, "float32", 3, accelerator, everything))
+    assert all(in_panels(program).values())
+    called = {call.kernel for call in program.program.functions["decode"] if call.device == "accelerator"}
+    assert {name for name in called if name.startswith("ffn")} == {"ffn_whole_q4_k_96x64_r1_gated_relu_panels_counted"}
+    projections = {name for name in called if name.startswith("linear_q4_k")}
+    assert any("192x64_r1_panels" in name for name in projections) == (accelerator == "cuda")
+    assert all("panels" in name for name in called if name.startswith("linear"))
+
+
+def test_hot_blocks_are_packed_by_neurons_unless_told() -> None:
+    program = lower(hot("q8"), LowerOptions(32, 8, "float32", 1, "cuda", Placement.all_of(SHAPE.layers)))
+    assert not any(in_panels(program).values())
+    assert "layers.0.ffn.neurons.hot" in in_panels(program)
+    with pytest.raises(UnsupportedGraphError, match=r"layers\.0\.ffn\.neurons.*: no kernel reads single rows of q4_k"):
+        lower(hot("q4_k"), LowerOptions(32, 8, "float32", 1, "cuda", Placement.all_of(SHAPE.layers)))
 
 
 @pytest.mark.parametrize(
     ("shape", "kind", "accelerator", "name"),
     [
         (SHAPE, "exact", None, "model.layers.0.mlp.gate_proj.weight"),
-        (SHAPE, "none", "cuda", "model.embed.weight"),
+        (replace(SHAPE, vocab=113), "none", "cuda", "model.embed.weight"),
         (replace(SHAPE, vocab=113), "none", None, "model.embed.weight"),
         (replace(SHAPE, hidden=72), "none", None, "model.layers.0.q_proj.weight"),
     ],
