@@ -28,6 +28,7 @@ from picompile_codegen.specs import (
     RmsNormSpec,
     SumNormSpec,
 )
+from picompile_passes.formats import FORMATS
 
 
 def _linear_add(eps: float, **linear: Any) -> LinearAddSpec:
@@ -115,6 +116,13 @@ def ffn(format_name: str, kind: str, neurons: int, dim: int, rows: int = 1, **ot
     return {"kind": kind, "format": format_name, **size, **given, **biases, **others}
 
 
+def whole_ffn(formats: tuple[str, str, str], neurons: int, dim: int, rows: int = 1) -> dict[str, Any]:
+    """Parameters of a SwiGLU block that computes every neuron."""
+    biases = {f"{name}_bias": False for name in ("gate", "up", "down")}
+    given = {"gated": True, "activation": "silu", "up_activation": "identity", "counts": rows == 1, **biases}
+    return {"formats": formats, "neurons": neurons, "dim": dim, "rows": rows, **given}
+
+
 def attention(context: int, kv_dtype: str, rows: int = 1, heads: tuple[int, int, int] = (8, 2, 64)) -> dict[str, Any]:
     """Parameters of an attention with `heads` (query heads, key heads, width), of one token or of a chunk."""
     count, kv_heads, head_dim = heads
@@ -142,6 +150,7 @@ def small_cases() -> Iterator[Case]:
         yield Case(f"embedding {form}", "embedding", {"format": form, "vocab": 50, "dim": 100, "rows": 5, "offset": 2})
         low_rank = {"formats": (form, form), "neurons": 300, "rank": 40, "dim": 200, "relu": False, "rows": 1}
         yield Case(f"predictor {form}", "predict_low_rank", low_rank)
+    yield from _panels()
     yield Case("ffn without gate", "ffn", ffn("f16", "masked", 330, 200, gated=False), shares=(0.3,))
     yield Case("ffn part", "ffn", ffn("f16", "masked", 200, 96, mask_columns=333), shares=(0.3,))
     yield Case("ffn batch", "ffn", ffn("f16", "masked", 200, 96, rows=4), shares=(0.3,))
@@ -162,6 +171,24 @@ def small_cases() -> Iterator[Case]:
     for vocab, rows in ((50, 1), (5003, 3), (70001, 1)):
         yield Case(f"top logits {vocab}", "top_logits", {"vocab": vocab, "rows": rows})
     yield from _transfers(dim=333, neurons=200, columns=60, rows=3)
+
+
+def _panels() -> Iterator[Case]:
+    """Kernels for matrices in panels: of each format without rows, and of kinds of codes and scales."""
+    for form in FORMATS.builtin:
+        if not FORMATS[form].rows:
+            linear = {"format": form, "n": 336, "k": 420, "rows": 1, "bias": True, "panels": True}
+            yield Case(f"linear {form}", "linear", linear)
+    for form in ("q4_k", "q6_k", "q2_k", "nf4", "fp8"):
+        linear = {"format": form, "n": 144, "k": 200, "rows": 70, "bias": False, "panels": True}
+        yield Case(f"linear chunk {form}", "linear", linear)
+    linear = {"format": "q4_k", "n": 336, "k": 512, "bias": False, "eps": 1e-5, "panels": True}
+    yield Case("linear with norm q4_k", "linear_add", linear)
+    table = {"format": "q6_k", "vocab": 48, "dim": 100, "rows": 5, "offset": 2, "panels": True}
+    yield Case("embedding q6_k", "embedding", table)
+    formats = ("q4_k", "q4_k", "q6_k")
+    yield Case("ffn whole", "whole_ffn", whole_ffn(formats, 336, 208))
+    yield Case("ffn whole chunk", "whole_ffn", whole_ffn(formats, 144, 96, rows=70))
 
 
 def _transfers(dim: int, neurons: int, columns: int, rows: int, speed: bool = False) -> Iterator[Case]:
@@ -203,6 +230,11 @@ def speed_cases() -> Iterator[Case]:
         linear = {"format": form, "n": 8192, "k": 8192, "rows": 1, "bias": False}
         yield Case(f"linear 8192x8192 {form}", "linear", linear, True)
         yield Case(f"ffn masked 28672x8192 {form}", "ffn", ffn(form, "masked", 28672, 8192), True, (0.1,))
+    for n, k in ((8192, 8192), (32000, 8192)):
+        linear = {"format": "q4_k", "n": n, "k": k, "rows": 1, "bias": False, "panels": True}
+        yield Case(f"linear {n}x{k} q4_k", "linear", linear, True)
+    block = whole_ffn(("q4_k", "q4_k", "q6_k"), 28672, 8192)
+    yield Case("ffn whole 28672x8192", "whole_ffn", block, True)
     plain = ffn("f16", "masked", 4096, 4096, gated=False)
     yield Case("ffn without gate 4096x4096 f16", "ffn", plain, True, (1.0, 0.7, 0.5, 0.3, 0.1))
     low_rank = {"neurons": 28672, "rank": 1024, "dim": 8192, "relu": False, "rows": 1}
@@ -232,6 +264,8 @@ def chunk_cases() -> Iterator[Case]:
             yield Case(f"linear {CHUNK} rows {n}x{k} {form}", "linear", linear, True)
         block = ffn(form, "dense", 28672, 8192, rows=CHUNK)
         yield Case(f"ffn dense {CHUNK} rows 28672x8192 {form}", "ffn", block, True)
+    linear = {"format": "q4_k", "n": 8192, "k": 8192, "rows": CHUNK, "bias": False, "panels": True}
+    yield Case(f"linear {CHUNK} rows 8192x8192 q4_k", "linear", linear, True)
 
 
 def pack_kernels(cases: list[Case], output: Path, sm: int) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.weights import Array, random_block
+from picompile_codegen.weight_panels import to_panels
 from picompile_passes.dialect import dequantize_rows
 
 # A step that no flag holds before it.
@@ -59,11 +60,12 @@ class Maker:
         self.inputs[name] = (self.rng.uniform(-1, 1, shape) + offset).astype(np.float32)
         return self.wide(self.inputs[name])
 
-    def matrix(self, name: str, form: str, rows: int, columns: int) -> Tensor:
-        """A random packed matrix, and the float32 that it stands for."""
+    def matrix(self, name: str, form: str, rows: int, columns: int, *, panels: bool = False) -> Tensor:
+        """A random packed matrix, in panels or rows, and the float32 that it stands for."""
         block = random_block(self.rng, form, rows, columns)
         repeats = -(-rows // len(block))
-        self.inputs[name] = np.tile(block, (repeats, 1))[:rows]
+        packed = np.tile(block, (repeats, 1))[:rows]
+        self.inputs[name] = to_panels(torch.from_numpy(packed), form, columns).numpy() if panels else packed
         return dequantize_rows(torch.from_numpy(block), form, columns).to(self.device).repeat(repeats, 1)[:rows]
 
     def chosen(self, count: int, shape: tuple[int, ...]) -> Array:

@@ -256,6 +256,7 @@ def _meaning(stored: dict[str, Array], name: str) -> Array:
 _MAKERS: Mapping[str, Callable[[Maker], Example]] = {
     "linear": matrix.linear,
     "linear_add": matrix.linear_add,
+    "whole_ffn": matrix.whole_ffn,
     "ffn": matrix.ffn,
     "counted_ffn": matrix.counted_ffn,
     "embedding": matrix.embedding,

@@ -19,7 +19,7 @@ _MASKS = 64
 def linear(make: Maker) -> Example:
     p = make.parameters
     x = make.floats("x", make.tokens, p["k"])
-    w = make.matrix("w", p["format"], p["n"], p["k"])
+    w = make.matrix("w", p["format"], p["n"], p["k"], panels=p.get("panels", False))
     bias = make.floats("bias", p["n"]) if p["bias"] else None
     y = functional.linear(x, w.double(), bias)
     return Example(make.inputs, {"y": numpy_of(y)}, make.inputs["w"].nbytes, ("w",), tokens=make.tokens)
@@ -28,7 +28,7 @@ def linear(make: Maker) -> Example:
 def linear_add(make: Maker) -> Example:
     p = make.parameters
     x, added = make.floats("x", 1, p["k"]), make.floats("added", 1, p["n"])
-    w = make.matrix("w", p["format"], p["n"], p["k"])
+    w = make.matrix("w", p["format"], p["n"], p["k"], panels=p.get("panels", False))
     y = added + functional.linear(x, w.double(), make.floats("bias", p["n"]) if p["bias"] else None)
     normed = functional.rms_norm(y, (p["n"],), make.floats("norm_weight", p["n"]), p["eps"])
     expected = {"y": numpy_of(y), "normed": numpy_of(normed)}
@@ -74,6 +74,22 @@ def ffn(make: Maker) -> Example:
     return Example(inputs, expected, moved[kind], rotating, tokens=make.tokens, masks=masks)
 
 
+def whole_ffn(make: Maker) -> Example:
+    """A SwiGLU block whose matrices lie in panels."""
+    p, inputs = make.parameters, make.inputs
+    x, names = make.floats("x", make.tokens, p["dim"]), ("gate_w", "up_w", "down_w")
+    inner = (p["neurons"], p["dim"])
+    gate, up, down = (
+        make.matrix(name, form, *shape, panels=True).double()
+        for name, form, shape in zip(names, p["formats"], (inner, inner, inner[::-1]), strict=True)
+    )
+    hidden = functional.silu(x @ gate.T) * (x @ up.T)
+    inputs["stats"] = np.zeros(2, np.int64)
+    counted = [make.tokens * p["neurons"], int((hidden != 0).sum())] if p["counts"] else [0, 0]
+    expected = {"y": numpy_of(hidden @ down.T), "stats": np.array(counted)}
+    return Example(inputs, expected, sum(inputs[name].nbytes for name in names), names, tokens=make.tokens)
+
+
 def counted_ffn(make: Maker) -> Example:
     """Return an example of `ffn` for a kernel that has room for more neurons."""
     count = make.parameters["count"]
@@ -95,7 +111,7 @@ def _name(make: Maker, named: Array) -> None:
 
 def embedding(make: Maker) -> Example:
     p = make.parameters
-    table = make.matrix("w", p["format"], p["vocab"], p["dim"])
+    table = make.matrix("w", p["format"], p["vocab"], p["dim"], panels=p.get("panels", False))
     ids = make.rng.integers(0, p["vocab"] - p["offset"], make.tokens).astype(np.int32)
     make.inputs["ids"] = ids
     y = table[torch.from_numpy(ids).long().to(make.device) + p["offset"]]

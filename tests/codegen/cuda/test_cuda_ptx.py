@@ -36,9 +36,11 @@ OF_EACH_KIND = (
     *("attention chunk float16", "cache q8", "rms_norm", "layer_norm", "rotary", "add", "take_last", "join columns"),
     *("top logits 5003", "send mask", "send mask, shared", "receive", "receive mask", "sum with norm, received"),
     *("borrow cache", "copy words", "send"),
+    *("linear q3_k", "linear iq4_xs", "linear nf4", "linear fp8", "linear chunk q2_k", "linear chunk nf4"),
+    *("linear with norm q4_k", "embedding q6_k", "ffn whole", "ffn whole chunk"),
 )
 # By architecture: sm_75 has no asynchronous copies, and smaller products of matrices.
-LABELS = {90: OF_EACH_KIND, 75: ("linear chunk q4m", "ffn chunk q8", "attention chunk float16")}
+LABELS = {90: OF_EACH_KIND, 75: ("linear chunk q4m", "linear chunk q6_k", "ffn chunk q8", "attention chunk float16")}
 
 
 class Pack(NamedTuple):
