@@ -37,7 +37,7 @@ def lower_for(
         config: what the model is compiled for.
         accelerator: the accelerator that kernels are made for.
         progress: is told of the step.
-        panels: whether weights may lie in panels; not where the host is to read those of a GPU.
+        panels: whether all weights that can lie in panels do; not where the host is to read those of a GPU.
     """
     known = {each.name for each in fields(LowerOptions)}
     # Options of a compilation that lowering has as well, under the same names.

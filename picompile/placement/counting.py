@@ -141,7 +141,7 @@ def graph_bytes(
         Quantize(packing.quant, packing.predictor_quant, tensors=packing.tensors, hot_by_outputs=packing.whole),
     )
     quantized = Pipeline(passes)(canonical).graph_module
-    # Weights of an accelerator lie in rows, and those beside them.
+    # Weights of an accelerator lie in rows, where they can, and those beside them.
     options = LowerOptions(
         packing.context, packing.chunk, KV_DTYPES[packing.kv_dtype or _kv_dtype(canonical)], panels=False
     )

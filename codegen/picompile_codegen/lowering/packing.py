@@ -137,7 +137,7 @@ def _require_rows(name: str, format_name: str) -> None:
     """Raise `UnsupportedGraphError` for a matrix in a format that kernels only read in panels."""
     if not FORMATS[format_name].rows:
         raise UnsupportedGraphError(
-            f"{name}: no kernel reads single rows of {format_name}, only panels of {PANEL_ROWS}, on a CPU"
+            f"{name}: no kernel reads single rows of {format_name}, only panels of {PANEL_ROWS}"
         )
 
 

@@ -169,8 +169,8 @@ class WholeFfnSpec(KernelSpec):
 
     It computes every neuron, with matrices in panels (`weight_panels.py`): gate and up packed [neurons, dim] and down
     [dim, neurons], in `formats` of their own. Without a gate h = activation(x · upᵀ + up_bias), and `formats` are those
-    of up and down. x float32 [rows, dim], y like x, biases float32 [neurons] and [dim]. x and h are multiplied as
-    integers of `activation_bytes` bytes. Each row has the bits that it has alone. GPUs have no such kernel.
+    of up and down. x float32 [rows, dim], y like x, biases float32 [neurons] and [dim]. A CPU multiplies x and h as
+    integers of `activation_bytes` bytes, and gives each row the bits that it has alone.
 
     `stats` int64 [2] is the number of computed neurons and the number of those with h ≠ 0, summed over rows. A kernel
     that `counts` adds to it.

@@ -81,8 +81,8 @@ class JoinColumnsSpec(KernelSpec):
 class EmbeddingSpec(KernelSpec):
     """y[t] = w[ids[t] + offset]. ids int32 [rows], w packed [vocab, dim] → y float32 [rows, dim].
 
-    An id outside the table reads whatever lies there: ids are checked before they get here. With `panels`, which the
-    CPU has, w is laid out in panels: it is a head's matrix as well, or in a format that has no rows.
+    An id outside the table reads whatever lies there: ids are checked before they get here. With `panels`, w is laid
+    out in panels: it is a head's matrix as well, or in a format that has no rows.
     """
 
     named = "embedding_{format}_{vocab}x{dim}_r{rows}_o{offset}_{panels:panels}"
@@ -234,9 +234,9 @@ class RotarySpec(StepSpec):
 class LinearSpec(KernelSpec):
     """y = x · wᵀ + bias. x float32 [rows, k], w packed [n, k], bias float32 [n] → y float32 [rows, n].
 
-    With `rowwise`, the CPU's kernel gives each row the bits that a kernel with rows = 1 gives it. So does any with
-    `panels`, whose w is laid out in panels (`weight_panels.py`); GPUs have none. In panels, x is multiplied as integers
-    of `activation_bytes` bytes, one or two.
+    With `rowwise`, the CPU's kernel gives each row the bits that a kernel with rows = 1 gives it. So does the CPU's
+    with `panels`, whose w is laid out in panels (`weight_panels.py`). In panels, a CPU multiplies x as integers of
+    `activation_bytes` bytes, one or two.
     """
 
     op = "linear"

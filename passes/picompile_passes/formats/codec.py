@@ -101,7 +101,7 @@ class Codec:
         table_step: What a 1 in the table stands for.
         group: Weights that share a scale.
         panels: Whether matrices that are multiplied whole lie in panels.
-        rows: Whether kernels can read single rows: neurons, and everything that a GPU has.
+        rows: Whether kernels can read single rows, as those of neurons. Others are read in panels.
         calibrated: Whether it rounds so coarsely that calibration is worth its time.
         budget: Whether budgets of bits choose from it.
         cache: Whether keys and values can be stored in it.
