@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from picompile.choices import base_format
+from picompile.choices import DEFAULT_QUANT, STORED, base_format
 from picompile.cli.checks import require_model_folder, require_output_file
 from picompile.cli.options import DebugOption, JsonOption, OverwriteOption
 from picompile.cli.plan_show import show_plan
@@ -42,6 +42,8 @@ def check_model_options(options: ModelOptions) -> None:
     if (options.source is None) == (options.shape is None):
         raise UsageError("give one of MODEL (a Hugging Face folder), PROFILE (of picompile profile) and --shape")
     _check_firing(options)
+    if options.quant == STORED and (options.shape is not None or options.is_profile):
+        raise UsageError(f"--quant {STORED} applies to a quantized model, whose file has its numbers; choose a format")
     if options.predictor_input is not None:
         if options.shape is None:
             raise UsageError("--predictor-input applies to --shape; predictors of a model have inputs of their own")
@@ -57,7 +59,7 @@ def check_model_options(options: ModelOptions) -> None:
     # Made for its checks alone. Values that are not known yet are replaced by valid ones.
     predictor, context = options.predictor or "auto", options.context or 1
     Packing(
-        base_format(options.quant),
+        base_format(options.quant or DEFAULT_QUANT),
         predictor,
         context,
         options.sequences,

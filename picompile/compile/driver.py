@@ -27,13 +27,13 @@ from picompile.compile.comparison import compare_artifact, require_comparable
 from picompile.compile.lower import lower_for, warn_if_large
 from picompile.compile.passes import compilation_passes, pipeline_passes, run_passes
 from picompile.compile.plan import check_checkpoint, check_given_plan, place_neurons
-from picompile.compile.stored import default_quant
 from picompile.compile.weights import choose_formats, choose_limits, round_weights, warn_of_rounding
 from picompile.config import CompileConfig, CompileOptions, cache_context, resolve
 from picompile.errors import AccuracyError, UsageError
 from picompile.frontend.captured import Captured
 from picompile.frontend.generation_config import check_generation_config
 from picompile.frontend.hf import load_model, open_checkpoint
+from picompile.frontend.stored.choice import default_quant
 from picompile.frontend.tokenizer.read import read_tokenizer
 from picompile.frontend.tokenizer_files import TokenizerFiles
 from picompile.output import OutputPath, reserve
@@ -101,7 +101,8 @@ def _compile_into(
     if checkpoint is not None and captured.prove is not None:
         with progress.step("prove"):
             captured.prove()
-    config = resolve(options, captured.facts, default_quant(options, captured))
+    quant = default_quant(options.quant, captured.weights, calibrated=options.rounding == "calibrated")
+    config = resolve(options, captured.facts, quant)
     if checkpoint is None:
         # A module has no tokenizer, so its weights are not rounded for a text, and the report must not say so.
         config = replace(config, rounding="nearest")

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from picompile.choices import CANDIDATES
-from picompile.compile.matrix_uses import MatrixUse, matrix_uses
 from picompile.frontend.captured import Captured
+from picompile.frontend.matrix_uses import MatrixUse, matrix_uses
 from picompile.rounding.budget import least_cost
 from picompile_passes.formats import BLOCK, FORMATS
 from picompile_passes.formats.packing import dequantize_rows, quantize_rows

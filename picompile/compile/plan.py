@@ -1,6 +1,7 @@
 """The driver's plan: one that was given is checked against the model; without one, a plan is made."""
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 from picompile.choices import STORED, base_format
@@ -135,7 +136,8 @@ def _count_model(config: CompileConfig, captured: Captured, predictors: Predicto
         config.predictor_quant,
         config.hot_by_outputs,
     )
-    return count_bytes(captured.facts.name, captured.graph_module, packing, predictors)
+    counted = count_bytes(captured.facts.name, captured.graph_module, packing, predictors)
+    return replace(counted, quant=STORED) if config.quant == STORED else counted
 
 
 def _firing_source(

@@ -20,10 +20,10 @@ from picompile.compile.passes import (
     run_passes,
 )
 from picompile.compile.plan import fits_in_whole_blocks, may_compute_whole_blocks
-from picompile.compile.stored import choose_stored
 from picompile.config import CompileConfig
 from picompile.errors import UsageError
 from picompile.frontend.captured import Captured
+from picompile.frontend.stored.choice import choose_stored
 from picompile.predictors.predictor_set import PredictorSet
 from picompile.progress import Progress
 from picompile.rounding import checkpoint_formats, round_checkpoint

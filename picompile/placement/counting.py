@@ -6,7 +6,7 @@ call of a decoded token that reads it; a call belongs to the layer and the part 
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -41,6 +41,9 @@ from picompile_passes.pipeline import Pipeline
 from picompile_passes.predictors import predictor_kind
 from picompile_runtime.artifact import MOST_SEQUENCES
 
+# choose(predicted graph) → formats of single matrices, by the names of their parameters
+ChooseFormats = Callable[[GraphModule], Mapping[str, str]]
+
 # The field of `LayerLaunches` that calls of operators of this part count into; others count as `attention`.
 _COUNTED_AS = {"mask": "predictor", "block": "hot", "mixer": "kv_cache", "position": "kv_cache"}
 # What brings the step's inputs and the embedding is in the time of the first transfer.
@@ -53,12 +56,14 @@ def count_bytes(
     packing: Packing,
     predictors: Predictors | None = None,
     firing: Firing | None = None,
+    choose: ChooseFormats | None = None,
 ) -> ModelBytes:
     """Return the bytes and launches of the captured model `graph_module`.
 
-    `predictors`, if given, replace `packing.predictor`. Learned predictors that are not given have the rank that
-    `estimate_rank` returns for `firing`. For one sequence, the sum of all bytes is that of the artifact's tensors, the
-    KV cache and the arena. Each further sequence adds its cache, and a token's activations and logits.
+    `choose`, if given, returns what `packing.tensors` has for others. `predictors`, if given, replace
+    `packing.predictor`. Learned predictors that are not given have the rank that `estimate_rank` returns for `firing`.
+    For one sequence, the sum of all bytes is that of the artifact's tensors, the KV cache and the arena. Each further
+    sequence adds its cache, and a token's activations and logits.
 
     Raises:
         UnsupportedModelError: the model has no feed-forward block.
@@ -66,7 +71,8 @@ def count_bytes(
         UsageError: kernels cannot count the context.
     """
     insert = None if predictors is None else predictors.insert_pass()
-    model = graph_bytes(name, canonical=canonicalize(graph_module), packing=packing, insert=insert, firing=firing)
+    canonical = canonicalize(graph_module)
+    model = graph_bytes(name, canonical, packing=packing, insert=insert, firing=firing, choose=choose)
     inputs = {} if insert is None else insert.inputs
     return predicting_early(model, [layer for layer, read in inputs.items() if read == "previous"])
 
@@ -127,10 +133,12 @@ def graph_bytes(
     insert: InsertPredictors | None = None,
     firing: Firing | None = None,
     more: int = 0,
+    choose: ChooseFormats | None = None,
 ) -> ModelBytes:
     """Return the bytes and launches of a canonical graph, whose predictors are those of `insert`, if given.
 
-    `more` layers like its second are not in it, but ranks are chosen by the parameters of all. Raises as `count_bytes`.
+    `more` layers like its second are not in it, but ranks are chosen by the parameters of all. `choose` as in
+    `count_bytes`, and raises as it does.
     """
     blocks, parameters = block_shapes(canonical), _parameters(canonical, more)
     if not blocks:
@@ -138,9 +146,11 @@ def graph_bytes(
     passes: tuple[Pass, ...] = (
         insert or _insert_pass(blocks, packing.predictor, parameters, layers=len(blocks) + more, firing=firing),
         Partition({layer: range(block.neurons) for layer, block in blocks.items()}),
-        Quantize(packing.quant, packing.predictor_quant, tensors=packing.tensors, hot_by_outputs=packing.whole),
     )
-    quantized = Pipeline(passes)(canonical).graph_module
+    partitioned = Pipeline(passes)(canonical).graph_module
+    tensors = packing.tensors if choose is None else choose(partitioned)
+    quantize = Quantize(packing.quant, packing.predictor_quant, tensors=tensors, hot_by_outputs=packing.whole)
+    quantized = quantize(partitioned).graph_module
     # Weights of an accelerator lie in rows, where they can, and those beside them.
     options = LowerOptions(
         packing.context, packing.chunk, KV_DTYPES[packing.kv_dtype or _kv_dtype(canonical)], panels=False
@@ -152,7 +162,7 @@ def graph_bytes(
         raise UsageError(
             f"{name}: no kernels can be made for a context of {packing.context} tokens: {error}"
         ) from error
-    tensors, parts = _Tensors(on_host), on_host.program.ffn
+    counted, parts = _Tensors(on_host), on_host.program.ffn
     return ModelBytes(
         name=name,
         quant=packing.quant,
@@ -161,11 +171,11 @@ def graph_bytes(
         sequences=packing.sequences,
         hidden=next(iter(blocks.values())).hidden,
         parameters=parameters,
-        layers=tuple(tensors.layer(part, packing.sequences, launches[part.layer]) for part in parts),
-        embedding_bytes=tensors.bytes_of("embedding"),
-        head_bytes=tensors.bytes_of("head"),
-        tied=tensors.tied,
-        table_bytes=tensors.bytes_of("table"),
+        layers=tuple(counted.layer(part, packing.sequences, launches[part.layer]) for part in parts),
+        embedding_bytes=counted.bytes_of("embedding"),
+        head_bytes=counted.bytes_of("head"),
+        tied=counted.tied,
+        table_bytes=counted.bytes_of("table"),
         workspace_bytes=_workspace_bytes(on_host.program, packing.sequences),
         head_launches=head_launches,
         chunk=packing.chunk,

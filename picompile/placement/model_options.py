@@ -3,7 +3,16 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from picompile.choices import CHUNK_OPTION, CONTEXT, DEFAULT_QUANT, FORMATS_HELP, KV_DTYPE, PREDICTOR_QUANT
+from picompile.choices import (
+    CHUNK_OPTION,
+    CONTEXT,
+    DEFAULT_QUANT,
+    FORMATS_HELP,
+    FOUR_BITS,
+    KV_DTYPE,
+    PREDICTOR_QUANT,
+    STORED,
+)
 from picompile.frontend.activation import ACTIVATION
 from picompile.options import documented, option
 from picompile.predictors.profile.options import PROFILE_FILE
@@ -31,7 +40,12 @@ class ModelOptions:
     profile: Path | None = option(None, "How MODEL's neurons fire. Default: profile it.", metavar="FOLDER")
     predictors: Path | None = option(None, "What train made: real sizes, and what they compute.", metavar="FOLDER")
     work: Path | None = option(None, "Take and keep profile and predictors here, as compile does.", metavar="DIR")
-    quant: str = option(DEFAULT_QUANT, f"4bit: as of compile; {FORMATS_HELP}.", metavar="FORMAT")
+    quant: str | None = option(
+        None,
+        f"{FOUR_BITS}, {STORED}: as of compile; {FORMATS_HELP}. Default: {STORED} for a quantized checkpoint, else "
+        f"{DEFAULT_QUANT}.",
+        metavar="FORMAT",
+    )
     predictor: str | None = option(
         None,
         "learned, exact, sign or none, or a plug-in's. Default: learned where neurons can be silent, else none.",

@@ -6,20 +6,25 @@ Shapes need no transformers, so what captures a model is imported where that is 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch.fx import GraphModule
 
 from picompile.choices import (
+    DEFAULT_QUANT,
     MOST_LAYERS,
+    STORED,
     base_format,
     default_chunk,
     resolve_context,
 )
 from picompile.errors import UsageError
+from picompile.frontend.captured import Captured
 from picompile.frontend.checkpoint import fingerprint
 from picompile.frontend.families import activation_text, find_family
+from picompile.frontend.stored.choice import choose_stored, default_quant
 from picompile.placement.counting import count_bytes, shape_bytes, shortened
 from picompile.placement.firing import COMPUTED_RATIOS, Firing, computed_ratios, firing_of_curve, firing_of_profile
 from picompile.placement.model_bytes import ModelBytes, Packing, predicting_early
@@ -197,17 +202,26 @@ def _of_checkpoint(folder: Path, options: ModelOptions, progress: Progress) -> P
     for line in captured.warnings:
         progress.say(line)
     facts, graph_module = captured.facts, captured.graph_module
-    packing = _packing(options, facts.max_positions, facts.activation)
+    quant = default_quant(options.quant, captured.weights)
+    packing = _packing(options, facts.max_positions, facts.activation, quant)
     predictors = loaded if options.predictors is not None or packing.predictor == "learned" else None
     if predictors is not None:
         predictors.require_model(mark, _block_shapes(graph_module))
     settings = ProfileOptions(activation=options.activation)
     known = made_profile(folder, options.work, settings, progress) if given is None else nullcontext(given)
     with known as source, progress.step("count"):
-        model = count_bytes(
-            facts.name, graph_module, packing, predictors, firing=source.firing((facts.layers, _SAMPLE))
-        )
+        firing, choose = source.firing((facts.layers, _SAMPLE)), None
+        if quant == STORED:
+            choose = partial(_stored_tensors, captured, on_gpu=options.on_gpu)
+        model = count_bytes(facts.name, graph_module, packing, predictors, firing, choose)
+        if quant == STORED:
+            model = replace(model, quant=STORED)
         return PlannedModel(model, model_firing(model, source, predictors), mark)
+
+
+def _stored_tensors(captured: Captured, graph_module: GraphModule, *, on_gpu: bool) -> Mapping[str, str]:
+    """Return formats in which matrices of a predicted graph keep a checkpoint's numbers."""
+    return choose_stored(captured, graph_module, on_accelerator=on_gpu).formats
 
 
 def _given(options: ModelOptions, fingerprint: str) -> FiringSource | None:
@@ -218,7 +232,7 @@ def _given(options: ModelOptions, fingerprint: str) -> FiringSource | None:
     return None if profile is None else FiringSource(profile)
 
 
-def _packing(options: ModelOptions, limit: object, activation: str) -> Packing:
+def _packing(options: ModelOptions, limit: object, activation: str, quant: str = DEFAULT_QUANT) -> Packing:
     """Return how the model is packed; `limit` is the number of positions in its config."""
 
     longest = limit if isinstance(limit, int) and limit > 0 else None
@@ -228,7 +242,7 @@ def _packing(options: ModelOptions, limit: object, activation: str) -> Packing:
         predictor = "learned" if options.predictors or parse_activation(activation).sparse else "none"
     chunk = options.chunk or default_chunk(context, on_gpu=options.on_gpu)
     return Packing(
-        base_format(options.quant),
+        base_format(options.quant or quant),
         predictor,
         context,
         options.sequences,

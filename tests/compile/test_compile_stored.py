@@ -20,11 +20,12 @@ from helpers.gguf_models import loaded
 from helpers.reference import eager_logits, relative_error
 from helpers.refusals import assert_refused
 from helpers.support import BuildOnce, Cli, compile_for_test
-from picompile.compile.stored import choose_stored
 from picompile.frontend.captured import Captured
 from picompile.frontend.gguf.model import open_gguf
+from picompile.frontend.stored.choice import choose_stored
 from picompile.predictors.store import OverlayWeights
 from picompile.testing import GraphShape, build, random_weights
+from picompile_passes.formats import FORMATS as FORMS
 from picompile_passes.graph.nodes import calls
 from picompile_passes.graph.operands import INDEX_SELECT, LINEAR
 from picompile_passes.graph.rewriter import Rewriter
@@ -61,6 +62,7 @@ FORMATS = {
     "MXFP4": "mxfp4",
     "NVFP4": "nvfp4",
 }
+PLANS: dict[str, tuple[str, ...]] = {"stored": (), "q8": ("--quant", "q8")}
 SMALL = ("--context", 32, "--chunk", 16)
 PROMPT, IDS = 9, [int(i) for i in torch.randint(0, 304, (20,), generator=torch.Generator().manual_seed(1))]
 
@@ -131,6 +133,24 @@ def test_neurons_that_a_gpu_shares_with_the_host_take_few_bits(files: Path, tmp_
     found = weight_formats(tmp_path / "artifact")
     assert {form for name, form in found.items() if "neurons" in name} == {"q4m"}
     assert {form for name, form in found.items() if "neurons" not in name} == {"q4_k", "q6_k"}
+
+
+def test_a_plan_counts_the_numbers_of_a_file(cli: Cli, files: Path) -> None:
+    """Without an option for that: neurons as if some of them were the host's."""
+    words = ("plan", files / "usual.gguf", "--firing", "100%", "--target", "4090", "--json")
+    plans = {name: json.loads(cli(*words, *options).out) for name, options in PLANS.items()}
+    assert {name: plan["quant"] for name, plan in plans.items()} == {"stored": "stored", "q8": "q8"}
+    found = {each["what"]: each["bytes"] for each in plans["stored"]["memory"]}
+    assert found["embedding"] == found["output head"] == 304 * FORMS["q6_k"].panel_row_bytes(256)
+    # Two layers of 512 neurons with three vectors each.
+    assert found["cold neurons"] >= 2 * 512 * 3 * FORMS["q4m"].row_bytes(256)
+    assert all(a["bytes"] < b["bytes"] for a, b in zip(*(plans[name]["memory"][:3] for name in PLANS), strict=True))
+
+
+def test_a_plan_of_a_plain_file_has_no_numbers_to_count(cli: Cli, files: Path) -> None:
+    words = ("--firing", "100%", "--target", "4090", "--quant", "stored")
+    assert_refused(cli("plan", files / "plain.gguf", *words), 2, "quant stored given, but the checkpoint is not quant")
+    assert_refused(cli("plan", "--shape", "llama-7b", *words), 2, "--quant stored applies to a quantized model")
 
 
 @pytest.mark.slow("compiles a model twice")

@@ -1,4 +1,4 @@
-"""`--quant stored`: a format for each matrix of a quantized checkpoint, so that it keeps the numbers it has.
+"""A format for each matrix of a quantized checkpoint, so that it keeps the numbers it has: `--quant stored`.
 
 A matrix that plain numbers make, or numbers that no format of ours has, is in a format that rounds it hardly: float16,
 or q8 where it had fewer bits.
@@ -12,10 +12,9 @@ from itertools import groupby
 from torch.fx import GraphModule
 
 from picompile.choices import DEFAULT_QUANT, STORED
-from picompile.compile.matrix_uses import MatrixUse, matrix_uses
-from picompile.config import CompileOptions
 from picompile.errors import UsageError
 from picompile.frontend.captured import Captured
+from picompile.frontend.matrix_uses import MatrixUse, matrix_uses
 from picompile_passes.formats import FORMATS
 from picompile_passes.graph.materialize import WeightSource
 
@@ -31,18 +30,18 @@ def stored_formats(weights: WeightSource) -> Mapping[str, str | None]:
     return {} if stored is None else stored()
 
 
-def default_quant(options: CompileOptions, captured: Captured) -> str:
-    """Return the weight format of a model where the user leaves it open: `stored` for quantized ones.
+def default_quant(quant: str | None, weights: WeightSource, *, calibrated: bool = False) -> str:
+    """Return the weight format of a model: `quant` if given, else `stored` for a quantized checkpoint.
 
-    Calibration rounds anew: with it, it is another.
+    Calibrated rounding rounds anew: with it, it is another.
 
     Raises:
-        UsageError: the user asks for the stored numbers of a checkpoint that is not quantized.
+        UsageError: `quant` is `stored`, but the checkpoint is not quantized.
     """
-    is_stored = bool(stored_formats(captured.weights))
-    if options.quant == STORED and not is_stored:
+    is_stored = bool(stored_formats(weights))
+    if quant == STORED and not is_stored:
         raise UsageError(f"quant {STORED} given, but the checkpoint is not quantized; choose a format")
-    return STORED if is_stored and options.rounding != "calibrated" else DEFAULT_QUANT
+    return quant or (STORED if is_stored and not calibrated else DEFAULT_QUANT)
 
 
 @dataclass(frozen=True)
