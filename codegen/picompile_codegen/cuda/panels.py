@@ -59,6 +59,8 @@ def panel_products(
                     share = _Share(matrix, panel, block=start // BLOCK + number, lane=place.lane)
                     share.add_products(vector, number, of_rows)
     of_warps: KernelTensor = shared(len(matrices), _WARPS, PANEL_ROWS)
+    # TVM may give it the memory of x, which others may still read.
+    barrier()
     for number, of_rows in enumerate(sums):
         totals = [_over_columns(of_rows[i]) for i in range(_ROWS)]
         with when(place.lane < _SHARE):
