@@ -27,7 +27,7 @@ from picompile_codegen.build.isa import ISAS, targeting
 from picompile_codegen.cpu.kernel import Kernel
 from picompile_codegen.lowering.program import tensor_bytes
 from picompile_codegen.specs import FfnSpec, LinearSpec
-from picompile_codegen.weight_panels import has_panels
+from picompile_passes.formats.panels import has_panels
 from picompile_runtime.bench.bandwidth import MemoryReader
 from picompile_runtime.devices.cpu.native import HostLibrary, seconds_of
 from picompile_runtime.devices.memory import aligned_zeros

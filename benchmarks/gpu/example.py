@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.weights import Array, random_block
-from picompile_codegen.weight_panels import to_panels
 from picompile_passes.dialect import dequantize_rows
+from picompile_passes.formats.panels import to_panels
 
 # A step that no flag holds before it.
 STEP_NUMBER = 7

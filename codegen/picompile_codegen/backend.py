@@ -72,7 +72,7 @@ class BackEnd:
             among its values that name files are relative to the artifact.
         require: raises `ToolchainError` where code cannot be built on this machine.
         is_gpu: whether it makes code for the GPU of a target.
-        panels: whether matrices lie in panels of rows (`weight_panels.py`) wherever they can, and not only those in
+        panels: whether matrices lie in panels of rows (`formats/panels.py`) wherever they can, and not only those in
             formats that have no rows, and those of blocks that compute every neuron.
         fuses: whether it has kernels that do what several nodes ask for (`lowering/fusion.py`).
         spread_caches: whether its attention reads caches whose groups are spread (`Codec.spread_cache`).

@@ -15,8 +15,8 @@ from picompile_codegen.cpu.kernel import Kernel
 from picompile_codegen.cuda import dot
 from picompile_codegen.signs import pack_signs, sign_row_bytes
 from picompile_codegen.specs import PredictLowRankSpec, PredictSignsSpec
-from picompile_codegen.weight_panels import to_panels
 from picompile_passes.dialect import dequantize_rows, quantize_rows
+from picompile_passes.formats.panels import to_panels
 
 # (neurons, rank, dim): one of everything; odd sizes; a rank wider than a group; sizes that are worth several threads;
 # ranks that a warp of a GPU reads in turns; rows longer than a block of its threads.

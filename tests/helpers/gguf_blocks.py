@@ -17,7 +17,10 @@ Bytes = npt.NDArray[np.uint8]
 HALVES: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS"), (0,)),
     **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
-    **dict.fromkeys(("MXFP4", "NVFP4"), ()),
+    **dict.fromkeys(("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"), (0,)),
+    **dict.fromkeys(("MXFP4", "NVFP4", "IQ1_M"), ()),
+    "TQ1_0": (52,),
+    "TQ2_0": (64,),
     "Q2_K": (80, 82),
     "Q3_K": (108,),
     "Q6_K": (208,),
@@ -33,7 +36,17 @@ def random_blocks(rng: np.random.Generator, type_name: str, rows: int, columns: 
     _put_halves(data, type_name, rng.uniform(-2, 2, (len(HALVES[type_name]), *data.shape[:2])))
     if type_name == "MXFP4":
         data[..., 0] = rng.integers(1, 253, data.shape[:2])
+    if type_name == "IQ1_M":
+        _put_half_of_iq1_m(data, rng.uniform(-2, 2, data.shape[:2]))
     return data
+
+
+def _put_half_of_iq1_m(data: Bytes, values: npt.NDArray[np.float64]) -> None:
+    """Put a float16 for each block into the high four bits of its last four 16-bit words, the lowest ones first."""
+    bits = values.astype(np.float16).view(np.uint16)
+    for word in range(4):
+        high = data[..., 49 + 2 * word]
+        high[...] = high & 15 | (bits >> (4 * word) & 15).astype(np.uint8) << 4
 
 
 def blocks_of_size(rng: np.random.Generator, type_name: str, rows: int, columns: int, size: float) -> Bytes:
@@ -45,6 +58,8 @@ def blocks_of_size(rng: np.random.Generator, type_name: str, rows: int, columns:
     exponent = int(np.log2(size / 8.6**0.5).round())
     if type_name == "MXFP4":
         data[..., 0] = 127 + exponent
+    elif type_name == "IQ1_M":
+        _put_half_of_iq1_m(data, np.full(data.shape[:2], size / 9))
     elif type_name == "NVFP4":
         data[..., :4] = 8 * (7 + exponent) + rng.integers(0, 8, (*data.shape[:2], 4))
     else:

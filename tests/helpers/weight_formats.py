@@ -28,6 +28,11 @@ E2M1 = tuple(
 )
 # `kvalues_iq4nl` of GGML.
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+# Magnitudes of `iq2xxs_grid` and `iq3xxs_grid` of GGML, over the scale of a group; ten codes stand for 0.
+IQ2 = (-43 / 8, -25 / 8, -8 / 8, 8 / 8, 25 / 8, 43 / 8, *[0.0] * 10)
+IQ3 = tuple(sorted(sign * each / 4 for each in (4, 12, 20, 28, 36, 44, 52, 62) for sign in (-1, 1)))
+# -1, 0 and 1 and an eighth more or less.
+IQ1 = (-9 / 8, -7 / 8, -1 / 8, 1 / 8, 7 / 8, 9 / 8, *[0.0] * 10)
 # E4M3 ("FP8"), section 5.3.1, with the next numbers of the grid in place of NaN; scales of ours are 256 times as large.
 E4M3 = tuple(
     (-1) ** (code >> 7) * (2 ** ((code >> 3 & 15) - 7) * (1 + (code & 7) / 8) if code & 120 else (code & 7) / 512) / 256
@@ -79,6 +84,10 @@ LAYOUTS = {
     "q6_k": Layout((4, 2), tuple(range(-32, 32)), group=16, scale="int8"),
     "iq4_nl": Layout((4,), IQ4),
     "iq4_xs": Layout((4,), IQ4, scale="int8"),
+    "iq3_xxs": Layout((4,), IQ3, scale="int8"),
+    "iq3_s": Layout((4,), tuple(range(-15, 16, 2)), scale="int8"),
+    "iq2": Layout((4,), IQ2, group=16, scale="int8"),
+    "iq1": Layout((4,), IQ1, group=16, scale="int8"),
     # Scales are 64 times NVFP4's.
     "nvfp4": Layout((4,), tuple(value / 64 for value in E2M1), group=16),
     "fp8": Layout((8,), E4M3),

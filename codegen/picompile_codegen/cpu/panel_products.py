@@ -1,6 +1,6 @@
 """Products of a matrix in panels with the quantized activations of any number of tokens.
 
-A task takes a panel: sixteen rows, whose codes lie side by side (`weight_panels.py`). A vector has four codes of each
+A task takes a panel: sixteen rows, whose codes lie side by side (`formats/panels.py`). A vector has four codes of each
 row, a row in each lane. It is multiplied with four bytes of a token, the same in each lane, and added to the sums.
 Within a group of 32 columns these are integers; then they are scaled and added up in float32, group after group. So an
 output has the same bits whichever tokens are multiplied beside it, one or a chunk of them.

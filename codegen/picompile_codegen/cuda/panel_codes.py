@@ -1,6 +1,6 @@
 """Codes of matrices in panels as numbers, and what groups have of their own, as the threads of a GPU read them.
 
-`weight_panels.py` says where they lie: a word has four codes of a row, or some bits of each. A weight is number ·
+`formats/panels.py` says where they lie: a word has four codes of a row, or some bits of each. A weight is number ·
 scale, plus a shift where its format has minima or zeros of groups.
 """
 

@@ -1,6 +1,6 @@
 """Products of matrices in panels with the activations of one token, on a GPU.
 
-A block of threads has a panel, whose 16 rows lie side by side (`weight_panels.py`). Its warps take 256 columns at a
+A block of threads has a panel, whose 16 rows lie side by side (`formats/panels.py`). Its warps take 256 columns at a
 time, in turns. A lane has four of the rows and, of every other group of 32 columns, four columns of each half. So a
 warp reads 512 bytes that lie side by side, and what a lane has read of the activations serves four rows.
 """

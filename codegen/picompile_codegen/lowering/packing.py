@@ -16,9 +16,9 @@ from torch.fx import Node
 from picompile_codegen.lowering.program import Arg, Space
 from picompile_codegen.signs import pack_signs, sign_row_bytes
 from picompile_codegen.specs.arguments import ITEM_BYTES
-from picompile_codegen.weight_panels import has_panels, panel_bytes, to_panels
 from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.formats import FORMATS, PANEL_ROWS
+from picompile_passes.formats.panels import has_panels, panel_bytes, to_panels
 from picompile_passes.graph.nodes import arguments, is_call
 from picompile_passes.graph.operands import (
     DEQUANTIZE,

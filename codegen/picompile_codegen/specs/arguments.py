@@ -8,8 +8,8 @@ from string import Formatter
 from typing import Any, ClassVar, Literal
 
 from picompile_codegen.errors import CodegenError
-from picompile_codegen.weight_panels import panel_bytes
 from picompile_passes.formats import CACHE_FORMATS, FORMATS, GROUP, PANEL_ROWS
+from picompile_passes.formats.panels import panel_bytes
 
 STEP_SHAPE = (8,)
 # A flag is a cache line, of which the first element counts.

@@ -167,7 +167,7 @@ class FfnSpec(KernelSpec):
 class WholeFfnSpec(KernelSpec):
     """y = h · downᵀ + down_bias, h = activation(x · gateᵀ + gate_bias) ∘ up_activation(x · upᵀ + up_bias).
 
-    It computes every neuron, with matrices in panels (`weight_panels.py`): gate and up packed [neurons, dim] and down
+    It computes every neuron, with matrices in panels (`formats/panels.py`): gate and up packed [neurons, dim] and down
     [dim, neurons], in `formats` of their own. Without a gate h = activation(x · upᵀ + up_bias), and `formats` are those
     of up and down. x float32 [rows, dim], y like x, biases float32 [neurons] and [dim]. A CPU multiplies x and h as
     integers of `activation_bytes` bytes, and gives each row the bits that it has alone.

@@ -235,7 +235,7 @@ class LinearSpec(KernelSpec):
     """y = x · wᵀ + bias. x float32 [rows, k], w packed [n, k], bias float32 [n] → y float32 [rows, n].
 
     With `rowwise`, the CPU's kernel gives each row the bits that a kernel with rows = 1 gives it. So does the CPU's
-    with `panels`, whose w is laid out in panels (`weight_panels.py`). In panels, a CPU multiplies x as integers of
+    with `panels`, whose w is laid out in panels (`formats/panels.py`). In panels, a CPU multiplies x as integers of
     `activation_bytes` bytes, one or two.
     """
 

@@ -3,7 +3,7 @@
 A matrix is stored row by row. A row holds its data, then its zeros or minima and its scales, then nothing up to a
 multiple of 64 bytes, so that every row is one aligned, contiguous read. Columns are padded with zeros to a multiple of
 32. The zeros of a row are padded to a multiple of 16 bytes. Formats without `rows` are only read in panels of 16 rows
-(`picompile_codegen/weight_panels.py`), so that rows need less padding.
+(`panels.py`), so that rows need less padding.
 
 A package offers a format by an entry point of the group `picompile.formats`, which has the format's name and leads to
 a `Codec`.
@@ -52,8 +52,10 @@ __all__ = [
     "predictor_format",
 ]
 
-# The formats of this folder, those of the most bits first. These files import torch, and are no formats.
-_CODECS = [value for value in members(__name__, skip=("compiled", "grids", "packing")) if isinstance(value, Codec)]
+# The formats of this folder, those of the most bits first. Other files in it are skipped: most import torch.
+_CODECS = [
+    value for value in members(__name__, skip=("compiled", "grids", "packing", "panels")) if isinstance(value, Codec)
+]
 FORMATS = Registry[Codec]("weight format", "picompile.formats", Codec, sorted(_CODECS, key=lambda codec: -codec.bits))
 
 # The formats in which keys and values can be stored as quantized rows.

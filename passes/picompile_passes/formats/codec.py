@@ -110,7 +110,7 @@ class Codec:
         finer: Formats that lose less, the smallest first.
         head: The format of the output head and of embeddings; its own without.
         predictors: The format of predictors' own matrices; its own without.
-        ggml: The type of GGML's blocks whose numbers it has, all of them, in other places.
+        ggml: Types of GGML's blocks whose numbers it has, all of them, in other places.
         summary: One line about it, for help and documents.
     """
 
@@ -133,7 +133,7 @@ class Codec:
     finer: tuple[str, ...] = ()
     head: str = ""
     predictors: str = ""
-    ggml: str = ""
+    ggml: tuple[str, ...] = ()
     summary: str = ""
 
     @property

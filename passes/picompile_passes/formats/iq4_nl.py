@@ -14,6 +14,6 @@ CODEC = Codec(
     panels=True,
     rows=False,
     finer=("q5", "q8"),
-    ggml="IQ4_NL",
+    ggml=("IQ4_NL",),
     summary="16 uneven values and a scale for each 32",
 )

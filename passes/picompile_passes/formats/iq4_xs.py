@@ -12,6 +12,6 @@ CODEC = Codec(
     panels=True,
     rows=False,
     finer=("iq4_nl", "q5", "q8"),
-    ggml="IQ4_XS",
+    ggml=("IQ4_XS",),
     summary="16 uneven values and a scale for each 32 in blocks of 256",
 )

@@ -25,6 +25,6 @@ CODEC = Codec(
     # The file of q4m says why these have 6 bits.
     head="q6",
     predictors="q6",
-    ggml="MXFP4",
+    ggml=("MXFP4",),
     summary="4-bit floats and a power of two for each 32",
 )

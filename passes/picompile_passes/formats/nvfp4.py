@@ -18,6 +18,6 @@ CODEC = Codec(
     panels=True,
     rows=False,
     finer=("q5", "q8"),
-    ggml="NVFP4",
+    ggml=("NVFP4",),
     summary="4-bit floats and a scale for each 16",
 )

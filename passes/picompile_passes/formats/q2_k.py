@@ -1,4 +1,7 @@
-"""q2_k: codes of 2 bits, a scale and a minimum for each 16, whole multiples of those of 256: GGML's Q2_K."""
+"""q2_k: codes of 2 bits, a scale and a minimum for each 16, whole multiples of those of 256: GGML's Q2_K.
+
+It has the numbers of TQ1_0 and TQ2_0 as well, -1, 0 and 1 times a float16 for each 256: the minimum is that, negated.
+"""
 
 from picompile_passes.formats.codec import INT8, UINT8, Codec
 
@@ -12,6 +15,6 @@ CODEC = Codec(
     panels=True,
     rows=False,
     finer=("q3_k", "q4_k"),
-    ggml="Q2_K",
+    ggml=("Q2_K", "TQ1_0", "TQ2_0"),
     summary="2 bits, a scale and a minimum for each 16",
 )

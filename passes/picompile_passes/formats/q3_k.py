@@ -12,6 +12,6 @@ CODEC = Codec(
     panels=True,
     rows=False,
     finer=("q4_k",),
-    ggml="Q3_K",
+    ggml=("Q3_K",),
     summary="3 bits and a scale for each 16",
 )

@@ -22,6 +22,6 @@ CODEC = Codec(
     # The file of q4m says why these have 6 bits.
     head="q6",
     predictors="q6",
-    ggml="Q4_0",
+    ggml=("Q4_0",),
     summary="4 bits and a scale for each 32",
 )

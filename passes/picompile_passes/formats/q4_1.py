@@ -11,6 +11,6 @@ CODEC = Codec(
     panels=True,
     rows=False,
     finer=("q5_1", "q8"),
-    ggml="Q4_1",
+    ggml=("Q4_1",),
     summary="4 bits, a scale and a minimum for each 32",
 )

@@ -11,6 +11,6 @@ CODEC = Codec(
     panels=True,
     rows=False,
     finer=("q5_k", "q6_k"),
-    ggml="Q4_K",
+    ggml=("Q4_K",),
     summary="4 bits, a scale and a minimum for each 32 in blocks of 256",
 )

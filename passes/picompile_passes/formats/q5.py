@@ -11,6 +11,6 @@ CODEC = Codec(
     panels=True,
     rows=False,
     finer=("q6", "q8"),
-    ggml="Q5_0",
+    ggml=("Q5_0",),
     summary="5 bits and a scale for each 32",
 )

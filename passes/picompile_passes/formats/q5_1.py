@@ -11,6 +11,6 @@ CODEC = Codec(
     panels=True,
     rows=False,
     finer=("q8",),
-    ggml="Q5_1",
+    ggml=("Q5_1",),
     summary="5 bits, a scale and a minimum for each 32",
 )

@@ -11,6 +11,6 @@ CODEC = Codec(
     panels=True,
     rows=False,
     finer=("q6_k", "q8"),
-    ggml="Q5_K",
+    ggml=("Q5_K",),
     summary="5 bits, a scale and a minimum for each 32 in blocks of 256",
 )

@@ -12,6 +12,6 @@ CODEC = Codec(
     panels=True,
     rows=False,
     finer=("q8",),
-    ggml="Q6_K",
+    ggml=("Q6_K",),
     summary="6 bits and a scale for each 16 in blocks of 256",
 )

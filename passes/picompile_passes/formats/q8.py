@@ -15,6 +15,6 @@ CODEC = Codec(
     budget=True,
     cache=True,
     finer=("f16",),
-    ggml="Q8_0",
+    ggml=("Q8_0",),
     summary="8 bits and a scale for each 32",
 )

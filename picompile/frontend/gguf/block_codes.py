@@ -1,19 +1,24 @@
 """The blocks of GGML's tensor types as codes, scales and minima: what `Codec` calls them, with nothing rounded.
 
-Layouts are those of `ggml-quants.h` (ggml 0.25). A block has 32 weights, 64 (NVFP4) or 256 (K-quants, IQ4_XS). Byte i
-of 16 has elements i and i + 16, in its low and its high four bits; in K-quants a byte i of 32 has those of several 32.
+Layouts are those of `ggml-quants.h` (ggml 0.25). A block has 32 weights, 64 (NVFP4) or 256 (K-quants, IQ but IQ4_NL,
+TQ). Byte i of 16 has elements i and i + 16, in its low and its high four bits; in K-quants a byte i of 32 has those of
+several 32.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
+import gguf.quants
 import numpy as np
 import numpy.typing as npt
 import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
 from torch import Tensor
 
-from picompile_passes.formats import Codec
+from picompile_passes.formats import FORMATS, Codec
 from picompile_passes.formats.grids import BlockScales, GroupGrid
 
 # uint8; what numpy's types make of shifts of it is wider.
@@ -171,6 +176,128 @@ def _nvfp4(b: Bytes) -> BlockParts:
     return BlockParts(_flat(_nibbles(b[..., 4:].reshape(*b.shape[:2], 4, 8))), scales)
 
 
+# ---- types whose weights are looked up, several at once, in grids ----
+
+
+@cache
+def _grid(type_name: str) -> Bytes:
+    """Return the grid of a type: the codes of each entry, eight as the bytes of a uint64, or four of a uint32."""
+    kind = getattr(gguf.quants, type_name)
+    kind.init_grid()
+    entries = kind.grid.reshape(kind.grid_shape)
+    # Entries of IQ1 are -1, 0 and 1, and each stands for the lower one of two codes.
+    codes = 2 * (entries + 1) if type_name.startswith("IQ1") else np.searchsorted(_numbers(type_name), entries)
+    words: Bytes = codes.astype(np.uint8).view(f"uint{8 * entries.shape[1]}").reshape(-1)
+    return words
+
+
+@cache
+def _numbers(type_name: str) -> npt.NDArray[np.float32]:
+    """Return the numbers that a type has, in their order: those of the format's table but for zeros behind them."""
+    (form,) = (form for form in FORMATS.values() if type_name in form.ggml)
+    return np.array([value for value in form.table if value], np.float32)
+
+
+# The eight signs of each byte, as bytes of ones. Seven bits stand for a byte with an even number of signs.
+_SIGNS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+_SIGN_MASKS = (_SIGNS * np.uint8(255)).view("<u8")[:, 0]
+_EVEN_SIGNS = np.frombuffer(gguf.quants.IQ2_XXS.ksigns, np.uint8)
+_ONE_EACH = np.uint64(0x0101010101010101)
+
+
+def _of_grid(type_name: str, indices: Bytes, signs: Bytes, scales: Bytes, halves: Bytes) -> BlockParts:
+    """Return parts of blocks whose weights are entries of a table times 2 · scale + 1 and a float16.
+
+    Eight weights have one or two of `indices`, which are those of entries of the grid, and a byte of `signs`. All are
+    [rows, blocks, any].
+    """
+    codes = _grid(type_name)[indices].view(np.uint64)
+    masks = _SIGN_MASKS[signs.reshape(codes.shape)]
+    # The negative of a number is as far from the last one as that is from the first.
+    last = np.uint64(len(_numbers(type_name)) - 1) * _ONE_EACH
+    signed = codes ^ ((codes ^ (last - codes)) & masks)
+    return _scaled(signed, scales, _halves(halves)[..., 0])
+
+
+def _scaled(codes: Bytes, scales: Bytes, factor: npt.NDArray[np.float32]) -> BlockParts:
+    whole = 2 * scales.astype(np.int16) + 1
+    return BlockParts(codes.view(np.uint8), whole, scale_factor=factor)
+
+
+def _words(data: Bytes, dtype: str) -> Bytes:
+    return np.ascontiguousarray(data).view(dtype)
+
+
+def _even_signs(words: Bytes) -> Bytes:
+    """Return four bytes of signs for each uint32, which has seven bits of each."""
+    return _EVEN_SIGNS[_flat(words[..., None] >> np.array([0, 7, 14, 21], np.uint32) & 127)]
+
+
+def _iq2_xxs(b: Bytes) -> BlockParts:
+    words = _words(b[..., 2:], "<u4")
+    indices, others = _words(words[..., ::2], "u1"), words[..., 1::2]
+    return _of_grid("IQ2_XXS", indices, _even_signs(others), (others >> 28).repeat(2, -1), b[..., :2])
+
+
+def _iq2_xs(b: Bytes) -> BlockParts:
+    words = _words(b[..., 2:66], "<u2")
+    return _of_grid("IQ2_XS", words & 511, _EVEN_SIGNS[words >> 9], _two_a_byte(b[..., 66:]), b[..., :2])
+
+
+def _iq2_s(b: Bytes) -> BlockParts:
+    high = _flat(_bits(b[..., 66:74], 2, (0, 2, 4, 6)).swapaxes(-1, -2))
+    indices = b[..., 2:34] | high.astype(np.uint16) << 8
+    return _of_grid("IQ2_S", indices, b[..., 34:66], _two_a_byte(b[..., 74:]), b[..., :2])
+
+
+def _iq3_xxs(b: Bytes) -> BlockParts:
+    words = _words(b[..., 66:], "<u4")
+    return _of_grid("IQ3_XXS", b[..., 2:66], _even_signs(words), words >> 28, b[..., :2])
+
+
+def _iq3_s(b: Bytes) -> BlockParts:
+    high = np.unpackbits(b[..., 66:74], axis=-1, bitorder="little")
+    indices = b[..., 2:66] | high.astype(np.uint16) << 8
+    return _of_grid("IQ3_S", indices, b[..., 74:106], _two_a_byte(b[..., 106:]), b[..., :2])
+
+
+def _two_a_byte(data: Bytes) -> Bytes:
+    """Return the low and the high four bits of each byte, one behind the other."""
+    return _flat(_bits(data, 4, (0, 4)).swapaxes(-1, -2))
+
+
+def _iq1_s(b: Bytes) -> BlockParts:
+    words = _words(b[..., 34:], "<u2")
+    high = _flat(words[..., None] >> np.array([0, 3, 6, 9], np.uint16) & 7)
+    is_above = ((words >> 15) ^ 1).repeat(4, -1)
+    codes = _grid("IQ1_S")[b[..., 2:34] | high << 8] + is_above * _ONE_EACH
+    return _scaled(codes, (words >> 12 & 7).repeat(2, -1), _halves(b[..., :2])[..., 0])
+
+
+def _iq1_m(b: Bytes) -> BlockParts:
+    words = _words(b[..., 48:], "<u2")
+    bits = _two_a_byte(b[..., 32:48]).astype(np.uint16)
+    codes = _grid("IQ1_M")[b[..., :32] | (bits & 7) << 8] + ((bits >> 3) ^ 1) * _ONE_EACH
+    scales = _flat(words[..., None] >> np.array([0, 3, 6, 9], np.uint16) & 7)
+    # The float16 of a block is in the high four bits of its words.
+    half = (words >> 12 << np.array([0, 4, 8, 12], np.uint16)).sum(axis=-1, dtype=np.uint16)
+    return _scaled(codes, scales, half.view(np.float16).astype(np.float32))
+
+
+# ---- -1, 0 and 1 ----
+
+
+def _trits(b: Bytes, type_name: str) -> BlockParts:
+    """Return parts of blocks whose float16 is behind them."""
+    data, half = b.copy(), _halves(b[..., -2:])[..., 0]
+    data[..., -2:] = np.array([1], np.float16).view(np.uint8)
+    # Many blocks at a time: a row.
+    values = dequantize(data.reshape(len(b), -1), GGMLQuantizationType[type_name])
+    ones = np.ones((*b.shape[:2], 16), np.uint8)
+    codes = (values + 1).astype(np.uint8).reshape(*b.shape[:2], -1)
+    return _with_minima(codes, ones, ones, np.stack([half, half], -1))
+
+
 _READERS: dict[str, Callable[[Bytes], BlockParts]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
@@ -184,6 +311,15 @@ _READERS: dict[str, Callable[[Bytes], BlockParts]] = {
     "Q6_K": _q6_k,
     "IQ4_NL": _iq4_nl,
     "IQ4_XS": _iq4_xs,
+    "IQ1_S": _iq1_s,
+    "IQ1_M": _iq1_m,
+    "IQ2_XXS": _iq2_xxs,
+    "IQ2_XS": _iq2_xs,
+    "IQ2_S": _iq2_s,
+    "IQ3_XXS": _iq3_xxs,
+    "IQ3_S": _iq3_s,
+    "TQ1_0": partial(_trits, type_name="TQ1_0"),
+    "TQ2_0": partial(_trits, type_name="TQ2_0"),
     "MXFP4": _mxfp4,
     "NVFP4": _nvfp4,
 }
@@ -192,6 +328,6 @@ _READERS: dict[str, Callable[[Bytes], BlockParts]] = {
 def read_codes(data: Bytes, type_name: str, size_bytes: int, form: Codec) -> tuple[Tensor, GroupGrid]:
     """Return the codes and the grid of rows of blocks, uint8 [rows, any] of `size_bytes` each, in the format `form`.
 
-    `form` has the numbers of the type: `form.ggml` is its name.
+    `form` has the numbers of the type, whose name is one of `form.ggml`.
     """
     return _READERS[type_name](data.reshape(len(data), -1, size_bytes)).grid(form)

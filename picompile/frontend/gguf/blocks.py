@@ -32,7 +32,7 @@ UNPACKED = frozenset(
     }
 )
 # Types of blocks, and the format of ours that has their numbers, all of them, in other places.
-STORED = {FORMATS[name].ggml: name for name in FORMATS.builtin if FORMATS[name].ggml}
+STORED = {type_name: name for name in FORMATS.builtin for type_name in FORMATS[name].ggml}
 
 _BLOCKS = {name: (elements, size_bytes) for name, elements, size_bytes in TENSOR_TYPES.values()}
 # Unpacking takes some 16 bytes for an element beside the result.

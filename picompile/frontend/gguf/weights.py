@@ -48,7 +48,7 @@ class GgufWeights:
         for stored in self._names.values():
             sizes[self._opened.tensors[stored].type] += math.prod(self._opened.tensors[stored].shape)
         most = max(sizes, key=lambda kind: sizes[kind])
-        keeps = not transposed and FORMATS[format_name].ggml == most
+        keeps = not transposed and most in FORMATS[format_name].ggml
         again = FORMATS[format_name].bits <= COARSE_BITS and most not in PLAIN and not keeps
         return most if again else None
 

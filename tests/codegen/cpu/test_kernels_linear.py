@@ -12,8 +12,8 @@ from helpers.weight_formats import PANEL_FORMATS, panels_of, random_rows
 from picompile_codegen import cpu
 from picompile_codegen.cpu.kernel import Kernel
 from picompile_codegen.specs import LinearSpec
-from picompile_codegen.weight_panels import PANEL_ROWS, has_panels, to_panels
 from picompile_passes.formats import FORMATS
+from picompile_passes.formats.panels import PANEL_ROWS, has_panels, to_panels
 
 # (n, k): a model's size; neither a multiple of a vector, a group or a block; a vocabulary and a width of many blocks.
 SHAPES = ((64, 96), (251, 72), (10, 100), (1009, 1100))

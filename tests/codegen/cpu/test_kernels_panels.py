@@ -12,9 +12,9 @@ from helpers.weight_formats import PANEL_FORMATS, random_rows, weights_of_row
 from picompile_codegen import cpu
 from picompile_codegen.cpu.kernel import Kernel
 from picompile_codegen.specs import EmbeddingSpec, LinearSpec, WholeFfnSpec
-from picompile_codegen.weight_panels import to_panels
 from picompile_passes.dialect import parse_activation
 from picompile_passes.formats import FORMATS
+from picompile_passes.formats.panels import to_panels
 
 # More than a tile of tokens.
 CHUNK = 37

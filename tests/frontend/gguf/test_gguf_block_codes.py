@@ -19,6 +19,10 @@ Array = npt.NDArray[np.uint8]
 ROWS, COLUMNS = 37, 512
 
 
+# The largest codes of types that do not use all codes of their format.
+MOST = {"TQ1_0": 2, **dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S"), 5)}
+
+
 def some_blocks(type_name: str) -> Array:
     """Return random blocks [rows, blocks, bytes]."""
     return random_blocks(np.random.default_rng(0), type_name, ROWS, COLUMNS)
@@ -39,7 +43,8 @@ def test_codes_and_their_grid_have_the_numbers_of_blocks(type_name: str) -> None
     codes, grid = read_codes(data.reshape(ROWS, -1), type_name, data.shape[2], form)
     assert codes.shape == (ROWS, COLUMNS // form.group, form.group)
     codes = codes.view(torch.int8) if form.data_bits == 8 else codes
-    assert form.least_code <= int(codes.min()) and int(codes.max()) == form.highest
+    assert form.least_code <= int(codes.min())
+    assert int(codes.max()) == MOST.get(type_name, form.highest)
     np.testing.assert_array_equal(grid.values(codes).view(ROWS, COLUMNS).numpy(), unpacked(data, type_name))
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from helpers.weight_formats import PANEL_FORMATS
-from picompile_codegen.weight_panels import to_panels
 from picompile_passes.formats import FORMATS, PANEL_ROWS, compiled
+from picompile_passes.formats.panels import to_panels
 
 
 @pytest.mark.parametrize("name", PANEL_FORMATS)
