@@ -46,13 +46,21 @@ OTHER_TYPES = {
     "token_embd": "Q8_0", "attn_q": "Q4_0", "attn_k": "Q4_1", "attn_v": "Q5_0", "attn_output": "IQ4_NL",
     "ffn_gate": "MXFP4", "ffn_up": "Q4_K", "ffn_down": "Q6_K", "output": "Q8_0",
 }  # fmt: skip
+SMALL_TYPES = {
+    "token_embd": "TQ1_0", "attn_q": "IQ1_S", "attn_k": "IQ1_M", "attn_v": "IQ2_XXS", "attn_output": "IQ2_XS",
+    "ffn_gate": "IQ2_S", "ffn_up": "IQ3_XXS", "ffn_down": "IQ3_S", "output": "TQ2_0",
+}  # fmt: skip
 FORMATS = {
+    **dict.fromkeys(("IQ1_S", "IQ1_M"), "iq1"),
+    **dict.fromkeys(("IQ2_XXS", "IQ2_XS", "IQ2_S"), "iq2"),
+    **dict.fromkeys(("Q2_K", "TQ1_0", "TQ2_0"), "q2_k"),
+    "IQ3_XXS": "iq3_xxs",
+    "IQ3_S": "iq3_s",
     "Q4_0": "q4",
     "Q4_1": "q4_1",
     "Q5_0": "q5",
     "Q5_1": "q5_1",
     "Q8_0": "q8",
-    "Q2_K": "q2_k",
     "Q3_K": "q3_k",
     "Q4_K": "q4_k",
     "Q5_K": "q5_k",
@@ -69,11 +77,12 @@ PROMPT, IDS = 9, [int(i) for i in torch.randint(0, 304, (20,), generator=torch.G
 
 @pytest.fixture(scope="session")
 def files(build_once: BuildOnce) -> Path:
-    """GGUF files `usual`, `some` and `others`, and `plain` with no quantized matrix. Tests must not change them."""
+    """GGUF files with quantized matrices, and `plain` with none. Tests must not change them."""
 
     def make(folder: Path) -> None:
         folder.mkdir()
-        for name, types in (("usual", USUAL), ("some", TYPES), ("others", OTHER_TYPES), ("plain", {})):
+        kinds = {"usual": USUAL, "some": TYPES, "others": OTHER_TYPES, "small": SMALL_TYPES, "plain": {}}
+        for name, types in kinds.items():
             save_llama_of_blocks(folder / f"{name}.gguf", types)
 
     return build_once("stored-files", make)
@@ -92,7 +101,7 @@ def logits_of(artifact: Path) -> torch.Tensor:
 
 
 @pytest.mark.slow("compiles a model; two formats are fast", but=("usual",))
-@pytest.mark.parametrize("name", ["usual", "some", "others"])
+@pytest.mark.parametrize("name", ["usual", "some", "others", "small"])
 def test_a_quantized_file_keeps_its_numbers(cli: Cli, files: Path, tmp_path: Path, name: str) -> None:
     """Without an option for that; with activations of 16 bits the logits are those of its numbers in float32."""
     file = files / f"{name}.gguf"
@@ -109,7 +118,7 @@ def test_a_quantized_file_keeps_its_numbers(cli: Cli, files: Path, tmp_path: Pat
 
 
 @pytest.mark.slow("runs kernels for a GPU in the emulation", but=("some",))
-@pytest.mark.parametrize("name", ["usual", "some", "others"])
+@pytest.mark.parametrize("name", ["usual", "some", "others", "small"])
 def test_a_gpu_keeps_the_numbers_of_what_fits_it(
     fake_cuda: ctypes.CDLL, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
