@@ -87,7 +87,8 @@ def test_errors_of_formats_are_within_their_bounds():
         errors[form] = float((actual - expected).norm() / expected.norm())
     assert 0 < errors["f16"] < errors["q8"] < errors["q6"] < min(errors["q4m"], errors["q4"])
     assert errors["q6_k"] < errors["q5"] < errors["q3_k"] < errors["q2_k"]
-    assert max(error for form, error in errors.items() if form != "q2_k") < 0.75
+    # Who makes files of the coarsest types chooses their numbers by a text.
+    assert max(error for form, error in errors.items() if form not in ("q2_k", "iq2", "iq1")) < 0.75
 
 
 def test_matrices_are_packed_and_vectors_are_not():
