@@ -137,9 +137,9 @@ def plan_command(
         check_model_options(model_options)
 
         from picompile.placement.plan_file import write_plan
-        from picompile.placement.planning import PlanOptions, make_plan
+        from picompile.placement.planning import PlanOptions
         from picompile.placement.prompts import prompt_estimate, unknown_about_prompts
-        from picompile.placement.sources import find_model
+        from picompile.placement.sources import find_model, plan_found
 
     with progress() as shown:
         with shown.step("machine"):
@@ -149,10 +149,10 @@ def plan_command(
         found = find_model(model_options, shown)
         options = PlanOptions(machine_options.target, machine.machine, fingerprint=found.fingerprint, **vars(goal))
         with shown.step("plan"):
-            plan = make_plan(found.model, found.firing, options)
+            model, plan = plan_found(found, options)
             estimate, unknown = None, "" if prompt is None else unknown_about_prompts(plan, machine.target)
             if prompt is not None and not unknown:
-                estimate = prompt_estimate(found.model, plan, machine.target, tokens=prompt, chunk=found.model.chunk)
+                estimate = prompt_estimate(model, plan, machine.target, tokens=prompt, chunk=model.chunk)
         if unknown:
             shown.say(f"the time of a prompt cannot be predicted: {unknown}")
     if output is not None:

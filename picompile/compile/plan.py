@@ -7,7 +7,7 @@ from pathlib import Path
 from picompile.choices import STORED, base_format
 from picompile.compile.passes import hot_neurons
 from picompile.config import CompileConfig, CompileOptions
-from picompile.errors import UsageError
+from picompile.errors import DoesNotFitError, UsageError
 from picompile.frontend.captured import Captured, ModelFacts
 from picompile.frontend.checkpoint import fingerprint
 from picompile.placement.counting import count_bytes
@@ -66,15 +66,15 @@ def may_compute_whole_blocks(config: CompileConfig, facts: ModelFacts) -> bool:
 
 
 def fits_in_whole_blocks(config: CompileConfig, captured: Captured) -> bool:
-    """Return whether the memory of the accelerator that `config` plans for, if any, holds the model in its formats.
-
-    Raises `DoesNotFitError` where the model does not fit the machine at all.
-    """
+    """Return whether the memory of the accelerator that `config` plans for, if any, holds the model in its formats."""
     if config.machine is None:
         return True
-    # Who makes a plan later says what is to be said of the machine.
+    # `place_neurons` tells of warnings about the machine later, and of a model that does not fit it at all.
     settings = _plan_options(config.machine, None, NoProgress())
-    return whole_plan(_count_model(config, captured, None), settings) is not None
+    try:
+        return whole_plan(_count_model(config, captured, None), settings) is not None
+    except DoesNotFitError:
+        return False
 
 
 def place_neurons(

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch.fx import GraphModule
 
 from picompile.choices import FOUR_BITS, STORED, base_format, is_budget, parse_bits
 from picompile.compile.four_bits import choose_four_bits
@@ -137,16 +138,7 @@ def choose_formats(
         UsageError: the text cannot be used, or the model is a module in memory, which has no tokenizer for one.
     """
     if config.quant == STORED or (config.quant == FOUR_BITS and not config.calibrates):
-        whole = replace(config, hot_by_outputs=True)
-        found, kept = config, None
-        if may_compute_whole_blocks(whole, captured.facts):
-            whole, kept = _choose_by_matrix(captured, whole, predictors, progress)
-            found = whole if fits_in_whole_blocks(whole, captured) else config
-        if found is config:
-            found, kept = _choose_by_matrix(captured, config, predictors, progress)
-        if kept is not None:
-            progress.say(kept)
-        return found
+        return _choose_by_matrix(captured, config, predictors, progress)
     if not is_budget(config.quant):
         return replace(config, tensors=_exact_tables(captured, base_format(config.quant)))
     if checkpoint is None:
@@ -172,11 +164,28 @@ def choose_formats(
 
 def _choose_by_matrix(
     captured: Captured, config: CompileConfig, predictors: PredictorSet | None, progress: Progress
-) -> tuple[CompileConfig, str | None]:
-    """Return `config` with a format for each matrix, and a line about those that keep a checkpoint's numbers."""
+) -> CompileConfig:
+    """Return `config` with a format for each matrix: those of whole blocks, if an accelerator can compute all of these.
+
+    Tells `progress` which matrices keep the numbers of a quantized checkpoint.
+    """
     passes = compilation_passes(config, captured.facts, predictors, config.plan)
     passes = passes[: next(place for place, each in enumerate(passes) if isinstance(each, Quantize))]
     graph_module = run_passes(captured, passes, progress, verify=config.verify)
+    if may_compute_whole_blocks(config, captured.facts):
+        whole, kept = _with_formats(captured, graph_module, replace(config, hot_by_outputs=True))
+        if fits_in_whole_blocks(whole, captured):
+            if kept:
+                progress.say(kept)
+            return whole
+    found, kept = _with_formats(captured, graph_module, config)
+    if kept:
+        progress.say(kept)
+    return found
+
+
+def _with_formats(captured: Captured, graph_module: GraphModule, config: CompileConfig) -> tuple[CompileConfig, str]:
+    """Return `config` with a format for each matrix of a predicted graph, and a line about them if there is any."""
     if config.quant == STORED:
         kept = choose_stored(
             captured,
@@ -186,7 +195,7 @@ def _choose_by_matrix(
         )
         return replace(config, tensors=kept.formats), kept.text
     tensors = choose_four_bits(captured, graph_module, hot_by_outputs=config.hot_by_outputs)
-    return replace(config, tensors=tensors), None
+    return replace(config, tensors=tensors), ""
 
 
 def _exact_tables(captured: Captured, quant: str) -> dict[str, str]:

@@ -72,7 +72,7 @@ def _uses(
     for operand in operands:
         rows, columns = (int(size) for size in operand.meta["val"].shape)
         transposed, source = operand is down, operand
-        if is_call(source, INDEX_SELECT) and source.args[1] == 0:
+        while is_call(source, INDEX_SELECT) and source.args[1] == 0:
             source = source.all_input_nodes[0]
         if is_call(source, TRANSPOSE):
             transposed, source = not transposed, source.all_input_nodes[0]

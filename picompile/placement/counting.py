@@ -60,7 +60,7 @@ def count_bytes(
 ) -> ModelBytes:
     """Return the bytes and launches of the captured model `graph_module`.
 
-    `choose`, if given, returns what `packing.tensors` has for others. `predictors`, if given, replace
+    `choose`, if given, returns what is taken for `packing.tensors`. `predictors`, if given, replace
     `packing.predictor`. Learned predictors that are not given have the rank that `estimate_rank` returns for `firing`.
     For one sequence, the sum of all bytes is that of the artifact's tensors, the KV cache and the arena. Each further
     sequence adds its cache, and a token's activations and logits.

@@ -42,7 +42,7 @@ class ModelOptions:
     work: Path | None = option(None, "Take and keep profile and predictors here, as compile does.", metavar="DIR")
     quant: str | None = option(
         None,
-        f"{FOUR_BITS}, {STORED}: as of compile; {FORMATS_HELP}. Default: {STORED} for a quantized checkpoint, else "
+        f"{FOUR_BITS}, {STORED}: as of compile; {FORMATS_HELP}. Default: {STORED} for a quantized MODEL, else "
         f"{DEFAULT_QUANT}.",
         metavar="FORMAT",
     )

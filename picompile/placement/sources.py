@@ -3,7 +3,7 @@
 Shapes need no transformers, so what captures a model is imported where that is done.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +20,7 @@ from picompile.choices import (
     default_chunk,
     resolve_context,
 )
-from picompile.errors import UsageError
+from picompile.errors import DoesNotFitError, UsageError
 from picompile.frontend.captured import Captured
 from picompile.frontend.checkpoint import fingerprint
 from picompile.frontend.families import activation_text, find_family
@@ -29,6 +29,8 @@ from picompile.placement.counting import count_bytes, shape_bytes, shortened
 from picompile.placement.firing import COMPUTED_RATIOS, Firing, computed_ratios, firing_of_curve, firing_of_profile
 from picompile.placement.model_bytes import ModelBytes, Packing, predicting_early
 from picompile.placement.model_options import ModelOptions
+from picompile.placement.plan import Plan
+from picompile.placement.planning import PlanOptions, make_plan
 from picompile.predictors.files import load_predictors
 from picompile.predictors.profile.options import ProfileOptions
 from picompile.predictors.profile.profile import Profile, load_profile, read_description
@@ -106,11 +108,15 @@ _SAMPLE = 1000
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A model's bytes and its firing, and the checkpoint's fingerprint, None for a shape."""
+    """A model's bytes and its firing, and the checkpoint's fingerprint, None for a shape.
+
+    `whole` has the bytes if an accelerator computes every neuron of all blocks, where formats depend on that.
+    """
 
     model: ModelBytes
     firing: Firing
     fingerprint: str | None
+    whole: ModelBytes | None = None
 
 
 def find_model(options: ModelOptions, progress: Progress) -> PlannedModel:
@@ -141,6 +147,21 @@ def find_model(options: ModelOptions, progress: Progress) -> PlannedModel:
         options=options,
         progress=progress,
     )
+
+
+def plan_found(found: PlannedModel, options: PlanOptions) -> tuple[ModelBytes, Plan]:
+    """Return the plan of a model, and the bytes that it is made for: of whole blocks, if it has them all on the GPU.
+
+    Raises as `make_plan`.
+    """
+    if found.whole is not None:
+        try:
+            plan = make_plan(found.whole, found.firing, options)
+        except DoesNotFitError:
+            plan = None
+        if plan is not None and all(layer.hot_neurons == layer.neurons for layer in plan.layers):
+            return found.whole, plan
+    return found.model, make_plan(found.model, found.firing, options)
 
 
 def model_firing(model: ModelBytes, source: FiringSource, predictors: Predictors | None) -> Firing:
@@ -210,18 +231,32 @@ def _of_checkpoint(folder: Path, options: ModelOptions, progress: Progress) -> P
     settings = ProfileOptions(activation=options.activation)
     known = made_profile(folder, options.work, settings, progress) if given is None else nullcontext(given)
     with known as source, progress.step("count"):
-        firing, choose = source.firing((facts.layers, _SAMPLE)), None
-        if quant == STORED:
-            choose = partial(_stored_tensors, captured, on_gpu=options.on_gpu)
-        model = count_bytes(facts.name, graph_module, packing, predictors, firing, choose)
-        if quant == STORED:
-            model = replace(model, quant=STORED)
-        return PlannedModel(model, model_firing(model, source, predictors), mark)
+        firing = source.firing((facts.layers, _SAMPLE))
+        count = partial(count_bytes, facts.name, graph_module, predictors=predictors, firing=firing)
+        if quant != STORED:
+            model, whole = count(packing), None
+        else:
+            model, whole = _stored_bytes(captured, packing, count, on_gpu=options.on_gpu)
+        return PlannedModel(model, model_firing(model, source, predictors), mark, whole)
 
 
-def _stored_tensors(captured: Captured, graph_module: GraphModule, *, on_gpu: bool) -> Mapping[str, str]:
-    """Return formats in which matrices of a predicted graph keep a checkpoint's numbers."""
-    return choose_stored(captured, graph_module, on_accelerator=on_gpu).formats
+def _stored_bytes(
+    captured: Captured, packing: Packing, count: Callable[..., ModelBytes], *, on_gpu: bool
+) -> tuple[ModelBytes, ModelBytes | None]:
+    """Return the bytes of a model that keeps the checkpoint's numbers, and those if a GPU computes all of its blocks.
+
+    `count(packing, choose=…)` counts them. A block keeps its numbers if one side computes every neuron of it.
+    """
+
+    def counted(*, whole: bool) -> ModelBytes:
+        def choose(graph_module: GraphModule) -> Mapping[str, str]:
+            return choose_stored(captured, graph_module, hot_by_outputs=whole, on_accelerator=on_gpu).formats
+
+        return replace(count(replace(packing, whole=whole), choose=choose), quant=STORED)
+
+    if packing.predictor != "none":
+        return counted(whole=False), None
+    return (counted(whole=False), counted(whole=True)) if on_gpu else (counted(whole=True), None)
 
 
 def _given(options: ModelOptions, fingerprint: str) -> FiringSource | None:

@@ -26,10 +26,11 @@ from picompile.frontend.stored.choice import choose_stored
 from picompile.predictors.store import OverlayWeights
 from picompile.testing import GraphShape, build, random_weights
 from picompile_passes.formats import FORMATS as FORMS
-from picompile_passes.graph.nodes import calls
-from picompile_passes.graph.operands import INDEX_SELECT, LINEAR
+from picompile_passes.graph.nodes import arguments, calls
+from picompile_passes.graph.operands import INDEX_SELECT, LINEAR, SPARSE_FFN
 from picompile_passes.graph.rewriter import Rewriter
 from picompile_passes.passes.insert_predictors import InsertPredictors
+from picompile_passes.passes.partition import Partition
 
 __all__ = ["fake_cuda", "fake_library"]
 
@@ -70,7 +71,6 @@ FORMATS = {
     "MXFP4": "mxfp4",
     "NVFP4": "nvfp4",
 }
-PLANS: dict[str, tuple[str, ...]] = {"stored": (), "q8": ("--quant", "q8")}
 SMALL = ("--context", 32, "--chunk", 16)
 PROMPT, IDS = 9, [int(i) for i in torch.randint(0, 304, (20,), generator=torch.Generator().manual_seed(1))]
 
@@ -144,16 +144,31 @@ def test_neurons_that_a_gpu_shares_with_the_host_take_few_bits(files: Path, tmp_
     assert {form for name, form in found.items() if "neurons" not in name} == {"q4_k", "q6_k"}
 
 
-def test_a_plan_counts_the_numbers_of_a_file(cli: Cli, files: Path) -> None:
-    """Without an option for that: neurons as if some of them were the host's."""
-    words = ("plan", files / "usual.gguf", "--firing", "100%", "--target", "4090", "--json")
-    plans = {name: json.loads(cli(*words, *options).out) for name, options in PLANS.items()}
-    assert {name: plan["quant"] for name, plan in plans.items()} == {"stored": "stored", "q8": "q8"}
-    found = {each["what"]: each["bytes"] for each in plans["stored"]["memory"]}
-    assert found["embedding"] == found["output head"] == 304 * FORMS["q6_k"].panel_row_bytes(256)
-    # Two layers of 512 neurons with three vectors each.
-    assert found["cold neurons"] >= 2 * 512 * 3 * FORMS["q4m"].row_bytes(256)
-    assert all(a["bytes"] < b["bytes"] for a, b in zip(*(plans[name]["memory"][:3] for name in PLANS), strict=True))
+@pytest.mark.parametrize(("target", "bits"), [("cpu", (0, 0, 4)), ("4090", (4, 4, 6))])
+def test_a_plan_counts_the_numbers_of_a_file(cli: Cli, files: Path, target: str, bits: tuple[int, ...]) -> None:
+    """Without an option for that. The model is so small that the host has all of it, neuron by neuron with a GPU."""
+    ended = cli("plan", files / "usual.gguf", "--firing", "100%", "--target", target, "--json")
+    plan = json.loads(ended.out)
+    assert plan["quant"] == "stored"
+    found = {each["what"]: each["bytes"] for each in plan["memory"]}
+    table, (gate, down) = 304 * FORMS["q6_k"].panel_row_bytes(256), ("q4_k", "q6_k")
+    assert found["embedding"] == found["output head"] == table
+    # Two layers of 512 neurons: of three vectors each, or in matrices as the file has them.
+    alone = 2 * 512 * 3 * FORMS["q4m"].row_bytes(256)
+    whole = 2 * (2 * 512 * FORMS[gate].panel_row_bytes(256) + 256 * FORMS[down].panel_row_bytes(512))
+    least = whole if target == "cpu" else alone
+    assert least <= found["cold neurons"] < 1.02 * least
+
+
+def test_a_plan_that_has_all_on_a_gpu_counts_what_compile_writes(cli: Cli, files: Path, tmp_path: Path) -> None:
+    words = ("--target", "4090", "--host-bandwidth", "1MB/s", "--context", 32)
+    plan = json.loads(cli("plan", files / "usual.gguf", "--firing", "100%", "--json", *words).out)
+    assert {layer["hot_neurons"] for layer in plan["layers"]} == {512}
+    found = {each["what"]: each["bytes"] for each in plan["memory"] if each["device"] == "accelerator"}
+    compile_for_test(files / "usual.gguf", tmp_path / "artifact", target="4090", context=32, chunk=16)
+    report = json.loads((tmp_path / "artifact" / "report.json").read_text())
+    written = sum(size for name, size in report["weight_bytes"].items() if ".mlp." in name)
+    assert written <= found["hot neurons"] < 1.01 * written
 
 
 def test_a_plan_of_a_plain_file_has_no_numbers_to_count(cli: Cli, files: Path) -> None:
@@ -277,6 +292,21 @@ def test_what_lies_beside_a_plain_matrix_of_a_block_is_float16() -> None:
     assert formats["layers.0.q_proj"] == "q8"
     assert {name for name, form in formats.items() if form == "f16"} == block(1) - {"layers.1.mlp.up_proj"}
     assert rounded == {"f16": 2, "q8": 1}
+
+
+def test_a_hot_block_keeps_its_numbers_where_up_is_half_of_a_matrix() -> None:
+    """As Phi-3 has it. Parts of a block do not."""
+    for hot, rounded in ((range(96), {}), (range(48), {"q8": 3})):
+        whole = graph()
+        block = next(calls(whole.graph, SPARSE_FFN))
+        rewriter = Rewriter(whole, "test")
+        rows = rewriter.constant("rows", torch.arange(96))
+        half = rewriter.call(INDEX_SELECT, (arguments(block)["up"], 0, rows), before=block, sources=(block,))
+        rewriter.set_argument(block, "up", half)
+        parted = Partition({0: hot})(whole).graph_module
+        stored = Stored(matrices(parted, "q4_k"))
+        choice = choose_stored(cast(Captured, SimpleNamespace(weights=stored)), parted, hot_by_outputs=True)
+        assert dict(choice.rounded) == rounded
 
 
 def test_limits_of_neurons_hide_no_stored_numbers() -> None:

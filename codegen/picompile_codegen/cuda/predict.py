@@ -15,6 +15,7 @@ from picompile_codegen.cuda.dot import BlockInput, unit_product
 from picompile_codegen.cuda.function import WARP, CudaFunction, ThreadIndex, blocks_for
 from picompile_codegen.cuda.matrix import CudaMatrix
 from picompile_codegen.cuda.memory import barrier, block_sum, lanes_sum, registers, shared, zero_registers
+from picompile_codegen.errors import CodegenError
 from picompile_codegen.signs import BLOCK_COLUMNS
 from picompile_codegen.specs import PredictLowRankSpec, PredictSignsSpec
 
@@ -26,7 +27,9 @@ _TOGETHER = 4
 
 @body(PredictLowRankSpec)
 def predict_low_rank(spec: PredictLowRankSpec, function: CudaFunction) -> None:
-    """Write the launches of a `PredictLowRankSpec`."""
+    """Write the launches of a `PredictLowRankSpec`. Raises `CodegenError` for matrices in panels."""
+    if spec.panels:
+        raise CodegenError(f"kernel {function.name}: a GPU reads matrices of predictors by rows, not in panels")
     rows, fc1, fc2 = spec.rows, CudaMatrix.argument(function, "fc1"), CudaMatrix.argument(function, "fc2")
     hidden = function.scratch("hidden", "float32", rows, spec.rank)
     # Tokens are next to each other: what a block reads of a matrix, the next finds in the cache.

@@ -211,8 +211,8 @@ class WholeFfnSpec(KernelSpec):
 
     @property
     def neuron_arguments(self) -> Mapping[str, bool]:
-        """Arguments with rows for each neuron, all of which are read."""
-        return dict.fromkeys(("gate_w", "up_w", "gate_bias", "up_bias"), True)
+        """Arguments with rows or columns for each neuron, all of which are read."""
+        return dict.fromkeys(("gate_w", "up_w", "down_w", "gate_bias", "up_bias"), True)
 
     def declare(self) -> Iterator[Declaration]:
         """Yield the arguments in order."""

@@ -1,4 +1,4 @@
-"""Panels: the layout of a packed matrix that is only ever multiplied with whole, as `cpu/panel_products.py` reads it.
+"""Panels: the layout of a packed matrix whose rows are not read one by one, by kernels of CPUs and of GPUs.
 
 A panel is sixteen rows of a matrix. Where a row has four bytes of codes, a panel has those of all its rows side by
 side; so it does with scales, zeros and minima. One load gives as many rows as a vector has lanes, and the sums of each

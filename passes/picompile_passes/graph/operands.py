@@ -104,12 +104,12 @@ def matrix_operands(node: Node) -> list[Node]:
 def computes_every_neuron(node: Node, *, hot: bool = False) -> bool:
     """Return whether `node` is a block of which every neuron is computed for every token, and that is in one part.
 
-    Blocks that are marked as hot or cold are not, but for `hot` ones, with that.
+    A block that is marked as hot or cold does not count, unless it is hot and `hot` is set.
     """
     if not is_call(node, SPARSE_FFN) or node.meta.get("neurons") not in (None, *(("hot",) if hot else ())):
         return False
     values = arguments(node)
-    if "neurons" in node.meta and is_call(values["up"], INDEX_SELECT):  # a part
+    if is_call(values["down"], INDEX_SELECT):  # a part
         return False
     chosen = values["squares"] or any(values[name] is not None for name in ("neurons", *NEURON_LIMITS))
     return not chosen and bool(arguments(values["mask"])["kind"] == "none")

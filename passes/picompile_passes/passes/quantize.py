@@ -45,8 +45,8 @@ class Quantize(Pass):
        q6 where that has 4 bits: in small models the head's errors cost more than those of all other matrices.
     7. Where a block computes all of its neurons, and its matrices can lie in panels, down is
        `transpose(dequantize(quantize(downᵀ)))`: it is packed in groups of each output's inputs, as a checkpoint has it.
-       In other blocks down is packed by neurons, which are read one by one: also in those that are hot or cold,
-       but with `hot_by_outputs` not in hot ones that are in one part.
+       In other blocks down is packed by neurons, which are read one by one. Hot and cold blocks are among these;
+       with `hot_by_outputs`, hot ones that are in one part are not.
     """
 
     name: ClassVar[str] = "quantize"

@@ -194,8 +194,8 @@ def _grid(type_name: str) -> Bytes:
 @cache
 def _numbers(type_name: str) -> npt.NDArray[np.float32]:
     """Return the numbers that a type has, in their order: those of the format's table but for zeros behind them."""
-    (form,) = (form for form in FORMATS.values() if type_name in form.ggml)
-    return np.array([value for value in form.table if value], np.float32)
+    (form,) = (name for name in FORMATS.builtin if type_name in FORMATS[name].ggml)
+    return np.array([value for value in FORMATS[form].table if value], np.float32)
 
 
 # The eight signs of each byte, as bytes of ones. Seven bits stand for a byte with an even number of signs.
@@ -206,10 +206,10 @@ _ONE_EACH = np.uint64(0x0101010101010101)
 
 
 def _of_grid(type_name: str, indices: Bytes, signs: Bytes, scales: Bytes, halves: Bytes) -> BlockParts:
-    """Return parts of blocks whose weights are entries of a table times 2 · scale + 1 and a float16.
+    """Return parts of blocks whose weights are (entry of the grid, with its sign) · (2 · scale + 1) · float16.
 
-    Eight weights have one or two of `indices`, which are those of entries of the grid, and a byte of `signs`. All are
-    [rows, blocks, any].
+    Eight weights share one or two of the grid's entries, by `indices`, and a byte of `signs`. All are [rows, blocks,
+    any].
     """
     codes = _grid(type_name)[indices].view(np.uint64)
     masks = _SIGN_MASKS[signs.reshape(codes.shape)]
@@ -288,10 +288,10 @@ def _iq1_m(b: Bytes) -> BlockParts:
 
 
 def _trits(b: Bytes, type_name: str) -> BlockParts:
-    """Return parts of blocks whose float16 is behind them."""
+    """Return parts of blocks of TQ, whose last two bytes are a float16."""
     data, half = b.copy(), _halves(b[..., -2:])[..., 0]
     data[..., -2:] = np.array([1], np.float16).view(np.uint8)
-    # Many blocks at a time: a row.
+    # A call unpacks a few rows at a time, so that rows should not be as short as a block.
     values = dequantize(data.reshape(len(b), -1), GGMLQuantizationType[type_name])
     ones = np.ones((*b.shape[:2], 16), np.uint8)
     codes = (values + 1).astype(np.uint8).reshape(*b.shape[:2], -1)

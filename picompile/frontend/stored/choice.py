@@ -1,7 +1,7 @@
 """A format for each matrix of a quantized checkpoint, so that it keeps the numbers it has: `--quant stored`.
 
 A matrix that plain numbers make, or numbers that no format of ours has, is in a format that rounds it hardly: float16,
-or q8 where it had fewer bits.
+or q8 where it had fewer bits. Neurons on an accelerator, whose memory is small, may take fewer bits than q8.
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ from picompile_passes.graph.materialize import WeightSource
 
 # Formats of matrices whose numbers cannot be kept: of what was plain, and of what had codes.
 _PLAIN, _ROUNDED = "f16", "q8"
-# That of neurons on an accelerator, whose memory is small, where a block's codes have so many bits or fewer.
+# That of neurons on an accelerator, where the codes of a block have so many bits or fewer, on average.
 _ROUNDED_BY_BITS = {5: "q4m", 6: "q6"}
 
 
@@ -33,7 +33,7 @@ def stored_formats(weights: WeightSource) -> Mapping[str, str | None]:
 def default_quant(quant: str | None, weights: WeightSource, *, calibrated: bool = False) -> str:
     """Return the weight format of a model: `quant` if given, else `stored` for a quantized checkpoint.
 
-    Calibrated rounding rounds anew: with it, it is another.
+    With calibrated rounding it is the default of other checkpoints.
 
     Raises:
         UsageError: `quant` is `stored`, but the checkpoint is not quantized.
@@ -70,8 +70,8 @@ def choose_stored(
 ) -> StoredChoice:
     """Return a format for each quantized matrix of a predicted graph: its own wherever all kernels read it so.
 
-    `hot_by_outputs` is as in `CompileConfig`. With an accelerator, neurons that are read one by one take as few bits as
-    they had, and else 8.
+    `hot_by_outputs` is as in `CompileConfig`. With an accelerator, neurons that are read one by one get q4m if their
+    block's codes have 5 bits or fewer on average, q6 up to 6 bits, and q8 else; without one, always q8.
     """
     stored = stored_formats(captured.weights)
     uses = list(matrix_uses(graph_module, hot_by_outputs=hot_by_outputs))
