@@ -338,6 +338,7 @@ class CompileConfig(CompileOptions):
         hot_by_outputs: whether an accelerator computes every neuron of all blocks, so that down is packed by outputs.
         limits: limits of neurons, once they are found, where `skip` asks for them.
         activation_bytes: bytes of an activation that matrices in panels are multiplied with.
+        rounded: how many matrices of a quantized checkpoint do not keep their numbers, by the format they get.
         bits_per_weight, loss_nats: what formats that were chosen for a budget take, and are estimated to lose.
     """
 
@@ -353,6 +354,7 @@ class CompileConfig(CompileOptions):
     tensors: Mapping[str, str] = field(default_factory=dict)
     hot_by_outputs: bool = False
     limits: "FoundLimits | None" = None
+    rounded: Mapping[str, int] = field(default_factory=dict)
     bits_per_weight: float | None = None
     loss_nats: float | None = None
 
@@ -368,6 +370,8 @@ class CompileConfig(CompileOptions):
         found: dict[str, Any] = {"method": self.rounding}
         if self.calibrates:
             found["tokens"] = self.rounding_tokens
+        if self.rounding == STORED:
+            found["rounded"] = dict(self.rounded)
         if self.bits_per_weight is not None:
             found |= {"bits_per_weight": self.bits_per_weight, "loss_nats": self.loss_nats}
         return found

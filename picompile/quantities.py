@@ -1,8 +1,10 @@
-"""Numbers in options: whole numbers, shares, sizes and bandwidths."""
+"""Numbers in options: whole numbers, shares, sizes and bandwidths. Also a text of several numbers."""
 
 import math
 import operator
 import re
+from collections import Counter
+from collections.abc import Mapping
 from fractions import Fraction
 
 from picompile.errors import UsageError
@@ -151,3 +153,9 @@ def _check_bound(value: Fraction, text: str, option: str) -> None:
 
 def _quoted(text: str) -> str:
     return ascii(text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…")
+
+
+def counted_matrices(formats: Mapping[str, int]) -> str:
+    """Return numbers of matrices by their format as a text, the most first."""
+    most_first = Counter(formats).most_common()
+    return ", ".join(f"{count} {'matrix' if count == 1 else 'matrices'} in {name}" for name, count in most_first)

@@ -40,7 +40,9 @@ def _require_plan(path: Path) -> None:
 def check_model_options(options: ModelOptions) -> None:
     """Raise `UsageError` for options that do not fit together; nothing is read for that."""
     if (options.source is None) == (options.shape is None):
-        raise UsageError("give one of MODEL (a Hugging Face folder), PROFILE (of picompile profile) and --shape")
+        raise UsageError(
+            "give one of MODEL (a Hugging Face folder or a GGUF file), PROFILE (of picompile profile) and --shape"
+        )
     _check_firing(options)
     if options.quant == STORED and (options.shape is not None or options.is_profile):
         raise UsageError(f"--quant {STORED} applies to a quantized model, whose file has its numbers; choose a format")

@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from picompile.quantities import counted_matrices
+
 
 def weights_text(formats: Mapping[str, Any], rounding: Mapping[str, Any] | None) -> str:
     """Return what a report's `weight_formats` and `rounding` say in one line, even if they are damaged."""
@@ -26,7 +28,9 @@ def _rounding_texts(rounding: Mapping[str, Any], formats: set[str]) -> list[str]
     if rounding["method"] == "calibrated":
         said.append(f"rounded for {rounding['tokens']:,} tokens of calibration text at most")
     elif rounding["method"] == "stored":
-        said.append("as the checkpoint has them, but for those that compile counted")
+        # Artifacts of earlier versions do not count those that were rounded.
+        rounded = counted_matrices(rounding.get("rounded", {}))
+        said.append("as the checkpoint has them" + (f", but for {rounded}" if rounded else ""))
     elif formats != {"f16"}:
         said.append("rounded to the nearest")
     return said

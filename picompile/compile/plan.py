@@ -111,7 +111,13 @@ def place_neurons(
     if plan is not None:
         return plan
     with _firing_source(config, checkpoint, predictors, progress) as source, progress.step("plan"):
-        return make_plan(model, model_firing(model, source, learned), settings)
+        made = make_plan(model, model_firing(model, source, learned), settings)
+    if made.head == "host" and not any(each.hot_neurons or each.attention == "accelerator" for each in made.layers):
+        progress.say(
+            "the plan leaves the whole model on the host, because the GPU's memory is too small or the host is "
+            f"faster; --target cpu stores the weights of {captured.facts.name} for a CPU alone"
+        )
+    return made
 
 
 def _plan_options(machine: MachineOptions, mark: str | None, progress: Progress) -> PlanOptions:

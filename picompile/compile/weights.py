@@ -193,7 +193,7 @@ def _with_formats(captured: Captured, graph_module: GraphModule, config: Compile
             hot_by_outputs=config.hot_by_outputs,
             on_accelerator=config.back_end is not None,
         )
-        return replace(config, tensors=kept.formats), kept.text
+        return replace(config, tensors=kept.formats, rounded=kept.rounded), kept.text
     tensors = choose_four_bits(captured, graph_module, hot_by_outputs=config.hot_by_outputs)
     return replace(config, tensors=tensors), ""
 

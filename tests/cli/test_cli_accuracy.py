@@ -114,9 +114,10 @@ def test_formats_and_rounding_in_a_line() -> None:
         ({"a": "q4", "b": "q6", "c": "q4"}, {"method": "nearest"}, "2 in q4, 1 in q6; rounded to the nearest"),
         (
             {"a": "q4", "b": "f16"},
-            {"method": "stored"},
-            "1 in q4, 1 in f16; as the checkpoint has them, but for those that compile counted",
+            {"method": "stored", "rounded": {"q8": 1, "q6": 2}},
+            "1 in q4, 1 in f16; as the checkpoint has them, but for 2 matrices in q6, 1 matrix in q8",
         ),
+        ({"a": "q4"}, {"method": "stored", "rounded": {}}, "1 in q4; as the checkpoint has them"),
         ({"a": "q8", "b": "q4"}, calibrated, mixed),
         ({"a": []}, {"method": "calibrated"}, f"1 in []{unread}"),
     ):

@@ -117,7 +117,7 @@ def test_a_quantized_file_keeps_its_numbers(cli: Cli, files: Path, tmp_path: Pat
     assert relative_error(logits_of(tmp_path / "artifact"), logits) < 2e-3
 
 
-@pytest.mark.slow("runs kernels for a GPU in the emulation", but=("some",))
+@pytest.mark.slow("runs kernels for a GPU in the emulation")
 @pytest.mark.parametrize("name", ["usual", "some", "others", "small"])
 def test_a_gpu_keeps_the_numbers_of_what_fits_it(
     fake_cuda: ctypes.CDLL, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

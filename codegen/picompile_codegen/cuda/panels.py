@@ -129,10 +129,7 @@ class _Share:
     def _load_words(self) -> Callable[[int, int, int], list[tuple[Expr, int]]]:
         """Load the words of the share; a function of group, row and half returns those of four columns."""
         form = self.matrix.form
-        loaded = [
-            [self._words(plane, number) for number in range(max(plane.bits, 2 * _GROUPS if plane.bits == 8 else 0))]
-            for plane in planes_of(form)
-        ]
+        loaded = [[self._words(plane, number) for number in range(plane.bits)] for plane in planes_of(form)]
 
         def words(turn: int, row: int, half: int) -> list[tuple[Expr, int]]:
             found = []

@@ -15,6 +15,7 @@ from picompile.choices import DEFAULT_QUANT, STORED
 from picompile.errors import UsageError
 from picompile.frontend.captured import Captured
 from picompile.frontend.matrix_uses import MatrixUse, matrix_uses
+from picompile.quantities import counted_matrices
 from picompile_passes.formats import FORMATS
 from picompile_passes.graph.materialize import WeightSource
 
@@ -46,23 +47,26 @@ def default_quant(quant: str | None, weights: WeightSource, *, calibrated: bool 
 
 @dataclass(frozen=True)
 class StoredChoice:
-    """Formats of matrices, by their parameters. `rounded` counts those that are rounded, by the format they get."""
+    """Formats of matrices, by their parameters, and why some of them, by theirs, are rounded."""
 
     formats: Mapping[str, str]
-    rounded: Counter[str] = field(default_factory=Counter)
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def rounded(self) -> Counter[str]:
+        """How many matrices are rounded, by the format that they get."""
+        return Counter(self.formats[name] for name in self.reasons)
 
     @property
     def text(self) -> str:
-        """One line about what is kept."""
+        """One line about what is kept, and why the rest is not."""
         kept = Counter(self.formats.values()) - self.rounded
-        found = f"weights as the checkpoint has them: {_counted(kept)}"
-        if not self.rounded:
+        found = f"weights as the checkpoint has them: {counted_matrices(kept) or 'none'}"
+        if not self.reasons:
             return found
-        return f"{found}; rounded again, because no kernel reads their numbers so: {_counted(self.rounded)}"
-
-
-def _counted(formats: Counter[str]) -> str:
-    return ", ".join(f"{count} matrices in {name}" for name, count in formats.most_common()) or "none"
+        reasons = Counter((self.formats[name], reason) for name, reason in self.reasons.items())
+        parts = [f"{counted_matrices({form: count})} ({reason})" for (form, reason), count in reasons.most_common()]
+        return f"{found}; rounded again: {', '.join(parts)}"
 
 
 def choose_stored(
@@ -81,7 +85,7 @@ def choose_stored(
     }
     # The matrices of a block whose neurons may be skipped, or of which one is plain, are read together.
     plain = {use.layer for use in uses if _is_neuron(use) and use.parameter not in stored}
-    formats, rounded = dict[str, str](), dict[str, str]()
+    formats, rounded, reasons = dict[str, str](), dict[str, str](), dict[str, str]()
     for use in uses:
         if use.parameter not in stored:
             continue
@@ -90,9 +94,21 @@ def choose_stored(
         in_rows = own is not None and FORMATS[own].rows and not use.transposed and together in (own, None)
         if own is None or is_plain or not (use.in_panels or in_rows):
             rounded[use.parameter] = _PLAIN if is_plain else together or _ROUNDED
+            reasons[use.parameter] = _reason(use, own, is_plain=is_plain)
         else:
             formats[use.parameter] = own
-    return StoredChoice(formats | rounded, Counter(rounded.values()))
+    return StoredChoice(formats | rounded, reasons)
+
+
+def _reason(use: MatrixUse, own: str | None, *, is_plain: bool) -> str:
+    """Return why a matrix that is used so cannot keep its numbers."""
+    if own is None:
+        return "no format has their numbers"
+    if is_plain:
+        return "beside a matrix that is not quantized"
+    if _is_neuron(use):
+        return "neurons are read one by one"
+    return "read by columns" if use.transposed else "their number of rows is no multiple of 16"
 
 
 def _is_neuron(use: MatrixUse) -> bool:
