@@ -13,6 +13,8 @@ neurons are multiplied with gate and up at once, which the activation follows; t
 down (`ffn_down.py`), in slices of the neurons if there are few tiles. Factors are rounded to halves first.
 """
 
+from collections.abc import Callable
+
 from tvm import tirx
 
 from picompile_codegen.backend import body
@@ -68,7 +70,7 @@ def _resident(block: CudaFfn) -> int:
     return 0 if bundle.has_zeros else 4
 
 
-_SQUARE_THREADS = 256
+SUM_THREADS = 256
 
 
 def ffn_chunk(function: CudaFunction, block: CudaFfn) -> None:
@@ -85,7 +87,7 @@ def ffn_chunk(function: CudaFunction, block: CudaFfn) -> None:
     multiply_down(function, block, hidden)
     if block.spec.squares:
         with (
-            function.launch(grid=rows, block=_SQUARE_THREADS) as place,
+            function.launch(grid=rows, block=SUM_THREADS) as place,
             when(place.block < function.tokens(rows)),
         ):
             _add_squares(block, hidden, place)
@@ -93,17 +95,21 @@ def ffn_chunk(function: CudaFunction, block: CudaFfn) -> None:
 
 def _add_squares(block: CudaFfn, hidden: KernelTensor, place: ThreadIndex) -> None:
     """y[token, dim] = Σ hidden[token]²; a block has a token."""
-    total = registers(1)
-    total[0] = 0.0
-    neurons = block.neurons()
-    with loop(0, (neurons + (_SQUARE_THREADS - 1)) // _SQUARE_THREADS) as turn:
-        neuron = bind(turn * _SQUARE_THREADS + place.thread)
-        last = neurons - 1
-        value = bind(tirx.if_then_else(neuron <= last, hidden[place.block, minimum(neuron, last)], 0.0))
-        total[0] = total[0] + value * value
-    summed = block_sum(total[0], place.thread, _SQUARE_THREADS)
+    summed = sum_over_neurons(hidden, block.neurons(), lambda value: value * value, place)
     with when(place.thread == 0):
         block.y[place.block, block.spec.dim] = summed
+
+
+def sum_over_neurons(hidden: KernelTensor, neurons: Expr, term: Callable[[Expr], Expr], place: ThreadIndex) -> Expr:
+    """Return the sum of `term` of the hidden values of a block's token, a float32; a block has `SUM_THREADS`."""
+    total = registers(1)
+    total[0] = 0.0
+    with loop(0, (neurons + (SUM_THREADS - 1)) // SUM_THREADS) as turn:
+        neuron = bind(turn * SUM_THREADS + place.thread)
+        last = neurons - 1
+        value = bind(tirx.if_then_else(neuron <= last, hidden[place.block, minimum(neuron, last)], 0.0))
+        total[0] = total[0] + term(value)
+    return block_sum(total[0], place.thread, SUM_THREADS)
 
 
 def _multiply_hidden(

@@ -282,5 +282,10 @@ def _store(group: _Group, hidden: KernelTensor, computed: Expr) -> None:
         hidden[group.token, group.place.block_y * size + thread] = value
     _, fired = group.numbering.number(bind(value != 0.0), group.place)
     with when(thread == 0):
-        for index, count in enumerate((computed, fired)):
-            run_extern("pi_add_int64", address(group.block.stats, index), count)
+        add_counts(group.block.stats, computed, fired)
+
+
+def add_counts(stats: KernelTensor, computed: Expr, fired: Expr) -> None:
+    """Add to `stats` int64 [2] how many neurons were computed, and how many of them fired."""
+    for index, count in enumerate((computed, fired)):
+        run_extern("pi_add_int64", address(stats, index), count)

@@ -7,13 +7,15 @@ all neurons. For several tokens each matrix is a launch of its own, on tensor co
 from tvm import tirx
 
 from picompile_codegen.backend import body
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, when
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, when
 from picompile_codegen.cuda.dot import BlockInput
-from picompile_codegen.cuda.function import CudaFunction, blocks_for
+from picompile_codegen.cuda.ffn import SUM_THREADS, sum_over_neurons
+from picompile_codegen.cuda.ffn_hidden import add_counts, biased
+from picompile_codegen.cuda.function import CudaFunction
 from picompile_codegen.cuda.halves import Halves
 from picompile_codegen.cuda.linear import multiply_halves
 from picompile_codegen.cuda.matrix import CudaMatrix
-from picompile_codegen.cuda.memory import Numbering, activate, address, block_sum, run_extern, zero_registers
+from picompile_codegen.cuda.memory import Numbering, activate
 from picompile_codegen.cuda.panels import PANEL_THREADS, panel_products
 from picompile_codegen.specs import WholeFfnSpec
 from picompile_passes.formats import PANEL_ROWS
@@ -45,14 +47,14 @@ def _one_token(spec: WholeFfnSpec, function: CudaFunction, hidden: KernelTensor)
         if spec.counts:
             _, fired = Numbering(PANEL_THREADS).number(bind(tirx.And(is_first, value != 0.0)), place)
             with when(place.thread == 0):
-                _add_counts(function, PANEL_ROWS, fired)
+                add_counts(function["stats"], PANEL_ROWS, fired)
     down, y, bias = CudaMatrix.argument(function, "down_w"), function["y"], function.get("down_bias")
     with function.launch(grid=spec.dim // PANEL_ROWS, block=PANEL_THREADS) as place:
         inputs = BlockInput(hidden, 0, spec.neurons, PANEL_THREADS)
         product = panel_products([down], inputs, place.block, place)
         with when(place.thread < PANEL_ROWS):
             output = bind(place.block * PANEL_ROWS + place.thread)
-            y[0, output] = product(0) if bias is None else product(0) + bias[output]
+            y[0, output] = biased(product(0), bias, output)
 
 
 def _several_tokens(spec: WholeFfnSpec, function: CudaFunction, hidden: KernelTensor) -> None:
@@ -67,7 +69,7 @@ def _several_tokens(spec: WholeFfnSpec, function: CudaFunction, hidden: KernelTe
         hidden[token, neuron] = hidden[token, neuron] * _second(spec, function, value, neuron)
 
     def store_output(token: Expr, output: Expr, value: Expr) -> None:
-        y[token, output] = value if bias is None else value + bias[output]
+        y[token, output] = biased(value, bias, output)
 
     x.write(function, function["x"])
     if spec.gated:
@@ -84,30 +86,20 @@ def _several_tokens(spec: WholeFfnSpec, function: CudaFunction, hidden: KernelTe
 def _first(spec: WholeFfnSpec, function: CudaFunction, product: Expr, neuron: Expr) -> Expr:
     """Return the activation of a neuron's product with gate, or with up where there is no gate."""
     bias = function.get("gate_bias" if spec.gated else "up_bias")
-    return activate(spec.activation, bind(product if bias is None else product + bias[neuron]))
+    return activate(spec.activation, biased(product, bias, neuron))
 
 
 def _second(spec: WholeFfnSpec, function: CudaFunction, product: Expr, neuron: Expr) -> Expr:
-    bias = function.get("up_bias")
-    return activate(spec.up_activation, bind(product if bias is None else product + bias[neuron]))
+    """Return the activation of a neuron's product with up, where there is a gate."""
+    return activate(spec.up_activation, biased(product, function.get("up_bias"), neuron))
 
 
 def _count(spec: WholeFfnSpec, function: CudaFunction, hidden: KernelTensor) -> None:
     """Write the launch that counts neurons: a block has a token."""
     with (
-        function.launch(grid=spec.rows, block=PANEL_THREADS) as place,
+        function.launch(grid=spec.rows, block=SUM_THREADS) as place,
         when(place.block < function.tokens(spec.rows)),
     ):
-        fired = zero_registers(1)
-        with loop(0, blocks_for(spec.neurons, PANEL_THREADS)) as turn:
-            neuron = bind(turn * PANEL_THREADS + place.thread)
-            value = bind(tirx.if_then_else(neuron < spec.neurons, hidden[place.block, neuron], 0.0))
-            fired[0] = fired[0] + tirx.Cast("float32", value != 0.0)
-        total = block_sum(fired[0], place.thread, PANEL_THREADS)
+        fired = sum_over_neurons(hidden, spec.neurons, lambda value: tirx.Cast("float32", value != 0.0), place)
         with when(place.thread == 0):
-            _add_counts(function, spec.neurons, tirx.Cast("int32", total))
-
-
-def _add_counts(function: CudaFunction, computed: Expr, fired: Expr) -> None:
-    for index, count in enumerate((computed, fired)):
-        run_extern("pi_add_int64", address(function["stats"], index), count)
+            add_counts(function["stats"], spec.neurons, tirx.Cast("int32", fired))

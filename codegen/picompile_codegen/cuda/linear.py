@@ -20,7 +20,7 @@ from picompile_codegen.cuda.panels import PANEL_THREADS, panel_products
 from picompile_codegen.specs import LinearAddSpec, LinearSpec
 from picompile_passes.formats import PANEL_ROWS
 
-# As many as a panel takes.
+# A block has as many threads as a panel takes.
 _ONE_THREADS = PANEL_THREADS
 # A warp reads two rows at a time: what it has read of x serves both, and more reads are under way.
 _ROWS_A_WARP = 2

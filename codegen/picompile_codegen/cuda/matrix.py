@@ -220,12 +220,16 @@ def six_bit_words(low: Sequence[Expr], high: Sequence[Expr]) -> tuple[list[Expr]
 
 def look_up(form: Codec, words: Sequence[Expr]) -> tuple[list[Expr], list[Expr]]:
     """Return words of four signed bytes each: what the format's table has for low and for high halves of bytes."""
-    entries = bytes(int(value) & 255 for value in form.table)
-    table = [tirx.const(int.from_bytes(entries[i : i + 4], "little"), "uint32") for i in (0, 4, 8, 12)]
-    low, high = (
-        [bind(tirx.call_pure_extern("uint32", "pi_look_up", word, half, *table)) for word in words] for half in (0, 1)
-    )
+    table = [int(value) & 255 for value in form.table]
+    low, high = ([look_up_half(table, word, half) for word in words] for half in (0, 1))
     return low, high
+
+
+def look_up_half(table: Sequence[int], word: Expr, half: int) -> Expr:
+    """Return a word of four bytes: what a table of 16 bytes has for the low, or the high, halves of a word's bytes."""
+    entries = bytes(table)
+    words = [tirx.const(int.from_bytes(entries[i : i + 4], "little"), "uint32") for i in (0, 4, 8, 12)]
+    return bind(tirx.call_pure_extern("uint32", "pi_look_up", word, half, *words))
 
 
 def _bytes(words: Sequence[Expr]) -> tuple[Expr, ...]:

@@ -13,7 +13,7 @@ from tvm import tirx
 from picompile_codegen.cpu.panel_matrix import GroupPlace
 from picompile_codegen.cpu.tensor import Expr, bind
 from picompile_codegen.cpu.vector import at
-from picompile_codegen.cuda.matrix import CudaMatrix
+from picompile_codegen.cuda.matrix import CudaMatrix, look_up_half
 from picompile_codegen.cuda.memory import extern
 from picompile_passes.formats import BLOCK, E8M0, GROUP, INT8, LOW_BITS, PANEL_ROWS, ZERO_STEPS, Codec, Plane
 
@@ -49,40 +49,12 @@ def four_numbers(form: Codec, words: Sequence[tuple[Expr, int]], half: int) -> l
     if form.has_floats:
         return _floats_of_table(form, low, half)
     if form.table:
-        return _each("pi_byte", _looked_up([int(value) & 255 for value in form.table], low, half))
+        return _each("pi_byte", look_up_half([int(value) & 255 for value in form.table], low, half))
     zero = 0.0 if form.has_zeros else float(form.zero or 0)
     if _is_nibble(form):
         of_unit = tirx.const(zero / _NIBBLE_UNIT, "float32")
         return [bind(extern("pi_nibble", low, 8 * i + LOW_BITS * half, of_unit)) for i in range(CODES)]
     return _each("pi_code", _joined(form, words, half), tirx.const(zero, "float32"))
-
-
-def row_words(
-    matrix: CudaMatrix, row: Expr, group: Expr, first: Expr, count: int, half: Expr = 0
-) -> Iterator[list[Expr]]:
-    """Load words of a row of each plane: `count` of a group of 32, from number `first` on, shifted to bit 0 of bytes.
-
-    Words of whole bytes are those of half `half`.
-    """
-    panel, lane = bind(row // PANEL_ROWS), bind(row % PANEL_ROWS)
-    for plane in planes_of(matrix.form):
-        if plane.bits == 8:
-            start, bit = group * GROUP + half * (GROUP // 2), 0
-        else:
-            start, bit = GroupPlace(group).place_in(plane)
-        start = bind(matrix.form.plane_offset_bytes(plane, matrix.columns) + start + first * CODES)
-        places = [(start + i * CODES) * PANEL_ROWS + lane * CODES for i in range(count)]
-        yield [bind(words_at(matrix, panel, place, 1)[0] >> tirx.Cast("uint32", bit)) for place in places]
-
-
-def weights_of_row(matrix: CudaMatrix, row: Expr, group: Expr, quad: Expr) -> Iterator[list[Expr]]:
-    """Yield four weights of each half of a group of a row, those of word `quad`: float32."""
-    form, of_row = matrix.form, PanelRows(bind(row // PANEL_ROWS), bind(row % PANEL_ROWS), 1)
-    for half in (0, 1):
-        words = [(word, 0) for (word,) in row_words(matrix, row, group, quad, 1, half)]
-        part = half if form.group < GROUP else 0
-        ((scale, shift),) = scaled(form, load_scales(matrix, of_row, group, part), 1)
-        yield [weight_of(number, scale, shift) for number in four_numbers(form, words, half)]
 
 
 def weight_of(number: Expr, scale: Expr, shift: Expr | None) -> Expr:
@@ -110,17 +82,10 @@ def _joined(form: Codec, words: Sequence[tuple[Expr, int]], half: int) -> Expr:
     return bind(codes)
 
 
-def _looked_up(table: Sequence[int], word: Expr, half: int) -> Expr:
-    """Return a word of four bytes: what a table of 16 bytes has for the low, or the high, halves of bytes."""
-    entries = bytes(table)
-    words = [tirx.const(int.from_bytes(entries[i : i + 4], "little"), "uint32") for i in (0, 4, 8, 12)]
-    return bind(tirx.call_pure_extern("uint32", "pi_look_up", word, half, *words))
-
-
 def _floats_of_table(form: Codec, word: Expr, half: int) -> list[Expr]:
     """Return entries of a table of 16 float32, which are looked up byte by byte."""
     numbers = [struct.pack("<f", value) for value in form.table]
-    parts = [_looked_up([number[i] for number in numbers], word, half) for i in range(4)]
+    parts = [look_up_half([number[i] for number in numbers], word, half) for i in range(4)]
     return [bind(extern("pi_float_of", *parts, i)) for i in range(CODES)]
 
 
@@ -137,6 +102,38 @@ class PanelRows:
     panel: Expr
     first: Expr
     count: int
+
+    @classmethod
+    def of_row(cls, row: Expr) -> "PanelRows":
+        """Return row `row` of a matrix alone."""
+        return cls(bind(row // PANEL_ROWS), bind(row % PANEL_ROWS), 1)
+
+
+def words_of_row(
+    matrix: CudaMatrix, row: PanelRows, group: Expr, first: Expr, count: int, half: Expr = 0
+) -> Iterator[list[Expr]]:
+    """Load words of one row of each plane: `count` of a group of 32, from number `first` on, shifted to bit 0 of bytes.
+
+    Words of whole bytes are those of half `half`.
+    """
+    for plane in planes_of(matrix.form):
+        if plane.bits == 8:
+            start, bit = group * GROUP + half * (GROUP // 2), 0
+        else:
+            start, bit = GroupPlace(group).place_in(plane)
+        start = bind(matrix.form.plane_offset_bytes(plane, matrix.columns) + start + first * CODES)
+        places = [(start + i * CODES) * PANEL_ROWS + row.first * CODES for i in range(count)]
+        yield [bind(words_at(matrix, row.panel, place, 1)[0] >> tirx.Cast("uint32", bit)) for place in places]
+
+
+def weights_of_row(matrix: CudaMatrix, row: PanelRows, group: Expr, quad: Expr) -> Iterator[list[Expr]]:
+    """Yield four weights of each half of a group of one row, those of word `quad`: float32."""
+    form = matrix.form
+    for half in (0, 1):
+        words = [(word, 0) for (word,) in words_of_row(matrix, row, group, quad, 1, half)]
+        part = half if form.group < GROUP else 0
+        ((scale, shift),) = scaled(form, load_scales(matrix, row, group, part), 1)
+        yield [weight_of(number, scale, shift) for number in four_numbers(form, words, half)]
 
 
 def load_scales(matrix: CudaMatrix, rows: PanelRows, group: Expr, part: Expr) -> list[Expr]:

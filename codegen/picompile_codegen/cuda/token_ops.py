@@ -13,7 +13,7 @@ from picompile_codegen.cuda.function import WARP, CudaFunction, ThreadIndex, blo
 from picompile_codegen.cuda.matrix import ColumnLanes, CudaMatrix, block_threads, lanes_for, load_lanes, store_lanes
 from picompile_codegen.cuda.memory import compute, warp_max
 from picompile_codegen.cuda.norms import NormVectors, write_norm
-from picompile_codegen.cuda.panel_codes import CODES, WORDS, weights_of_row
+from picompile_codegen.cuda.panel_codes import CODES, WORDS, PanelRows, weights_of_row
 from picompile_codegen.specs import (
     AddSpec,
     CacheWriteSpec,
@@ -129,7 +129,8 @@ def _look_up_in_panels(spec: EmbeddingSpec, function: CudaFunction, w: CudaMatri
     with function.launch(grid=(blocks_for(quads, _EMBEDDING_THREADS), spec.rows), block=_EMBEDDING_THREADS) as place:
         token, number = place.block_y, bind(place.block * _EMBEDDING_THREADS + place.thread)
         with when(tirx.And(token < function.tokens(spec.rows), number < quads)):
-            row, group, quad = bind(ids[token] + spec.offset), bind(number // WORDS), bind(number % WORDS)
+            row = PanelRows.of_row(bind(ids[token] + spec.offset))
+            group, quad = bind(number // WORDS), bind(number % WORDS)
             for half, weights in enumerate(weights_of_row(w, row, group, quad)):
                 for i in range(0, CODES, lanes):
                     column = bind(group * GROUP + half * (GROUP // 2) + quad * CODES + i)

@@ -20,12 +20,12 @@ from picompile_codegen.cuda.panel_codes import (
     four_numbers,
     load_scales,
     planes_of,
-    row_words,
     scaled,
     stored_dtypes,
     weight_of,
+    words_of_row,
 )
-from picompile_passes.formats import FLOAT16, GROUP, HIGH_GROUPS, PANEL_ROWS, ZERO_STEPS
+from picompile_passes.formats import FLOAT16, GROUP, HIGH_GROUPS, ZERO_STEPS
 
 PIECE = GROUP // 2
 # Halves that are stored at once: 16 bytes. A piece is two such runs.
@@ -52,7 +52,7 @@ def run_starts(matrix: CudaMatrix, half: Expr) -> tuple[Expr, Expr]:
 
 
 class PieceRegisters(Protocol):
-    """What a thread has read of its next piece, in registers."""
+    """Registers for the words and scales that a thread has read of its next piece."""
 
     def load(self, matrix: CudaMatrix, piece: WeightPiece) -> None:
         """Read a piece of a matrix of the format and layout for which the registers are."""
@@ -179,12 +179,12 @@ class _PanelRegisters:
         count = self._words_of_plane
         # Runs of bytes lie one behind the other.
         first, half = (0, piece.half) if self._is_bytes else (piece.half * count, 0)
-        for number, words in enumerate(row_words(matrix, piece.row, piece.group, first, count, half)):
+        row = PanelRows.of_row(piece.row)
+        for number, words in enumerate(words_of_row(matrix, row, piece.group, first, count, half)):
             for i, word in enumerate(words):
                 self._words[number * count + i] = word
-        rows = PanelRows(bind(piece.row // PANEL_ROWS), bind(piece.row % PANEL_ROWS), 1)
         for part, of_part in enumerate(self._stored):
-            loaded = load_scales(matrix, rows, piece.group, part)
+            loaded = load_scales(matrix, row, piece.group, part)
             for register, value in zip(of_part, loaded, strict=True):
                 register[0] = value
 
