@@ -21,6 +21,9 @@ from torch import Tensor
 from picompile_passes.formats import FORMATS, Codec
 from picompile_passes.formats.grids import BlockScales, GroupGrid
 
+# Types of blocks, and the format of ours that has their numbers, all of them, in other places.
+STORED = {type_name: name for name in FORMATS.builtin for type_name in FORMATS[name].ggml}
+
 # uint8; what numpy's types make of shifts of it is wider.
 Bytes = npt.NDArray[Any]
 Numbers = npt.NDArray[np.float32] | npt.NDArray[np.int16]
@@ -76,6 +79,15 @@ def _high_bit(data: Bytes) -> Bytes:
 
 def _flat(codes: Bytes) -> Bytes:
     return codes.reshape(*codes.shape[:2], -1)
+
+
+def _in_order(data: Bytes, bits: int) -> Bytes:
+    """Return codes of `bits` bits, those of a byte one behind the other, the lowest first."""
+    return _flat(_bits(data, bits, range(0, 8, bits)).swapaxes(-1, -2))
+
+
+def _words(data: Bytes, dtype: str) -> Bytes:
+    return np.ascontiguousarray(data).view(dtype)
 
 
 def _q4_0(b: Bytes) -> BlockParts:
@@ -152,8 +164,8 @@ def _iq4_nl(b: Bytes) -> BlockParts:
 
 
 def _iq4_xs(b: Bytes) -> BlockParts:
-    high = np.ascontiguousarray(b[..., 2:4]).view(np.uint16) >> np.arange(0, 16, 2, dtype=np.uint16) & 3
-    low = _bits(b[..., 4:8], 4, (0, 4)).swapaxes(-1, -2).reshape(*b.shape[:2], 8)
+    high = _words(b[..., 2:4], "<u2") >> np.arange(0, 16, 2, dtype=np.uint16) & 3
+    low = _in_order(b[..., 4:8], 4)
     scales = (low | high << 4).astype(np.int16) - 32
     codes = _nibbles(b[..., 8:].reshape(*b.shape[:2], 8, 16))
     return BlockParts(_flat(codes), scales, scale_factor=_halves(b[..., :2])[..., 0])
@@ -194,8 +206,7 @@ def _grid(type_name: str) -> Bytes:
 @cache
 def _numbers(type_name: str) -> npt.NDArray[np.float32]:
     """Return the numbers that a type has, in their order: those of the format's table but for zeros behind them."""
-    (form,) = (name for name in FORMATS.builtin if type_name in FORMATS[name].ggml)
-    return np.array([value for value in FORMATS[form].table if value], np.float32)
+    return np.array([value for value in FORMATS[STORED[type_name]].table if value], np.float32)
 
 
 # The eight signs of each byte, as bytes of ones. Seven bits stand for a byte with an even number of signs.
@@ -224,10 +235,6 @@ def _scaled(codes: Bytes, scales: Bytes, factor: npt.NDArray[np.float32]) -> Blo
     return BlockParts(codes.view(np.uint8), whole, scale_factor=factor)
 
 
-def _words(data: Bytes, dtype: str) -> Bytes:
-    return np.ascontiguousarray(data).view(dtype)
-
-
 def _even_signs(words: Bytes) -> Bytes:
     """Return four bytes of signs for each uint32, which has seven bits of each."""
     return _EVEN_SIGNS[_flat(words[..., None] >> np.array([0, 7, 14, 21], np.uint32) & 127)]
@@ -241,13 +248,13 @@ def _iq2_xxs(b: Bytes) -> BlockParts:
 
 def _iq2_xs(b: Bytes) -> BlockParts:
     words = _words(b[..., 2:66], "<u2")
-    return _of_grid("IQ2_XS", words & 511, _EVEN_SIGNS[words >> 9], _two_a_byte(b[..., 66:]), b[..., :2])
+    return _of_grid("IQ2_XS", words & 511, _EVEN_SIGNS[words >> 9], _in_order(b[..., 66:], 4), b[..., :2])
 
 
 def _iq2_s(b: Bytes) -> BlockParts:
-    high = _flat(_bits(b[..., 66:74], 2, (0, 2, 4, 6)).swapaxes(-1, -2))
+    high = _in_order(b[..., 66:74], 2)
     indices = b[..., 2:34] | high.astype(np.uint16) << 8
-    return _of_grid("IQ2_S", indices, b[..., 34:66], _two_a_byte(b[..., 74:]), b[..., :2])
+    return _of_grid("IQ2_S", indices, b[..., 34:66], _in_order(b[..., 74:], 4), b[..., :2])
 
 
 def _iq3_xxs(b: Bytes) -> BlockParts:
@@ -258,12 +265,7 @@ def _iq3_xxs(b: Bytes) -> BlockParts:
 def _iq3_s(b: Bytes) -> BlockParts:
     high = np.unpackbits(b[..., 66:74], axis=-1, bitorder="little")
     indices = b[..., 2:66] | high.astype(np.uint16) << 8
-    return _of_grid("IQ3_S", indices, b[..., 74:106], _two_a_byte(b[..., 106:]), b[..., :2])
-
-
-def _two_a_byte(data: Bytes) -> Bytes:
-    """Return the low and the high four bits of each byte, one behind the other."""
-    return _flat(_bits(data, 4, (0, 4)).swapaxes(-1, -2))
+    return _of_grid("IQ3_S", indices, b[..., 74:106], _in_order(b[..., 106:], 4), b[..., :2])
 
 
 def _iq1_s(b: Bytes) -> BlockParts:
@@ -276,7 +278,7 @@ def _iq1_s(b: Bytes) -> BlockParts:
 
 def _iq1_m(b: Bytes) -> BlockParts:
     words = _words(b[..., 48:], "<u2")
-    bits = _two_a_byte(b[..., 32:48]).astype(np.uint16)
+    bits = _in_order(b[..., 32:48], 4).astype(np.uint16)
     codes = _grid("IQ1_M")[b[..., :32] | (bits & 7) << 8] + ((bits >> 3) ^ 1) * _ONE_EACH
     scales = _flat(words[..., None] >> np.array([0, 3, 6, 9], np.uint16) & 7)
     # The float16 of a block is in the high four bits of its words.

@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
-from picompile.frontend.gguf.block_codes import read_codes
+from picompile.frontend.gguf.block_codes import STORED, read_codes
 from picompile.frontend.gguf.header import TensorEntry
 from picompile.frontend.gguf.tensor_types import TENSOR_TYPES
 from picompile_passes.formats import E8M0, FORMATS
@@ -31,8 +31,6 @@ UNPACKED = frozenset(
         *("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M", "IQ4_NL", "IQ4_XS"),
     }
 )
-# Types of blocks, and the format of ours that has their numbers, all of them, in other places.
-STORED = {type_name: name for name in FORMATS.builtin for type_name in FORMATS[name].ggml}
 
 _BLOCKS = {name: (elements, size_bytes) for name, elements, size_bytes in TENSOR_TYPES.values()}
 # Unpacking takes some 16 bytes for an element beside the result.

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from picompile.errors import UnsupportedModelError, UsageError
 from picompile.frontend.config import quiet_transformers
+from picompile.frontend.gguf.block_codes import STORED
 from picompile.frontend.gguf.blocks import (
     PLAIN,
-    STORED,
     UNPACKED,
     pack_f16,
     read_blocks,

@@ -9,8 +9,8 @@ from gguf import GGMLQuantizationType, dequantize
 from helpers.gguf_blocks import HALVES, random_blocks
 from helpers.weight_formats import weights_of_row
 from picompile.frontend.gguf import blocks
-from picompile.frontend.gguf.block_codes import read_codes
-from picompile.frontend.gguf.blocks import STORED, UNPACKED, repack, unpack
+from picompile.frontend.gguf.block_codes import STORED, read_codes
+from picompile.frontend.gguf.blocks import UNPACKED, repack, unpack
 from picompile_passes.formats import FORMATS
 from picompile_passes.formats.packing import dequantize_rows
 
