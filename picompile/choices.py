@@ -154,6 +154,11 @@ def base_format(quant: str) -> str:
     return "q6" if is_budget(quant) else quant
 
 
+def planned_format(quant: str) -> str:
+    """Return what a plan calls the weights of a model in `quant`: `stored`, or the format `base_format`."""
+    return quant if quant == STORED else base_format(quant)
+
+
 def default_predictor(activation: str) -> str:
     """Return the lossless predictor for `activation` (the dialect's text): `exact` if neurons can be silent."""
     from picompile_passes.dialect.activations import parse_activation

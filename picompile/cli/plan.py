@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from picompile.choices import DEFAULT_QUANT, STORED, base_format
+from picompile.choices import DEFAULT_QUANT, STORED, planned_format
 from picompile.cli.checks import require_model_folder, require_output_file
 from picompile.cli.options import DebugOption, JsonOption, OverwriteOption
 from picompile.cli.plan_show import show_plan
@@ -61,7 +61,7 @@ def check_model_options(options: ModelOptions) -> None:
     # Made for its checks alone. Values that are not known yet are replaced by valid ones.
     predictor, context = options.predictor or "auto", options.context or 1
     Packing(
-        base_format(options.quant or DEFAULT_QUANT),
+        planned_format(options.quant or DEFAULT_QUANT),
         predictor,
         context,
         options.sequences,

@@ -1,10 +1,9 @@
 """The driver's plan: one that was given is checked against the model; without one, a plan is made."""
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 
-from picompile.choices import STORED, base_format
+from picompile.choices import planned_format
 from picompile.compile.passes import hot_neurons
 from picompile.config import CompileConfig, CompileOptions
 from picompile.errors import DoesNotFitError, UsageError
@@ -46,7 +45,7 @@ def check_given_plan(config: CompileConfig, facts: ModelFacts, progress: Progres
         found = f"{len(plan.layers)} layers of {', '.join(map(str, sorted(neurons)))} neurons"
         raise UsageError(f"the plan is of {found}, but the model has {facts.layers} of {facts.ffn}; plan this one")
     for what, planned, compiled in (
-        ("weights in", plan.quant, config.quant if config.quant == STORED else base_format(config.quant)),
+        ("weights in", plan.quant, planned_format(config.quant)),
         ("a context of", plan.context, config.context),
         ("predictor", plan.predictor, config.predictor),
         ("predictors in", plan.predictor_quant, config.predictor_quant),
@@ -132,7 +131,7 @@ def _plan_options(machine: MachineOptions, mark: str | None, progress: Progress)
 def _count_model(config: CompileConfig, captured: Captured, predictors: Predictors | None) -> ModelBytes:
 
     packing = Packing(
-        base_format(config.quant),
+        planned_format(config.quant),
         config.predictor,
         config.context,
         config.sequences,
@@ -142,8 +141,7 @@ def _count_model(config: CompileConfig, captured: Captured, predictors: Predicto
         config.predictor_quant,
         config.hot_by_outputs,
     )
-    counted = count_bytes(captured.facts.name, captured.graph_module, packing, predictors)
-    return replace(counted, quant=STORED) if config.quant == STORED else counted
+    return count_bytes(captured.facts.name, captured.graph_module, packing, predictors)
 
 
 def _firing_source(

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch.fx import GraphModule, Node
 
-from picompile.choices import KV_DTYPES, MOST_LAYERS, default_kv_dtype
+from picompile.choices import KV_DTYPES, MOST_LAYERS, base_format, default_kv_dtype
 from picompile.errors import UnsupportedModelError, UsageError
 from picompile.placement.firing import Firing, estimate_rank
 from picompile.placement.model_bytes import LayerBytes, LayerLaunches, ModelBytes, Packing, predicting_early
@@ -149,7 +149,12 @@ def graph_bytes(
     )
     partitioned = Pipeline(passes)(canonical).graph_module
     tensors = packing.tensors if choose is None else choose(partitioned)
-    quantize = Quantize(packing.quant, packing.predictor_quant, tensors=tensors, hot_by_outputs=packing.whole)
+    quantize = Quantize(
+        base_format(packing.quant),
+        packing.predictor_quant,
+        tensors=tensors,
+        hot_by_outputs=packing.hot_by_outputs,
+    )
     quantized = quantize(partitioned).graph_module
     # Weights of an accelerator lie in rows, where they can, and those beside them.
     options = LowerOptions(

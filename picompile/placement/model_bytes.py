@@ -8,6 +8,7 @@ from picompile.choices import (
     DEFAULT_CONTEXT,
     KV_DTYPES,
     PREDICTORS,
+    STORED,
     check_format,
     check_predictor_quant,
     has_spread_cache,
@@ -23,8 +24,8 @@ class Packing:
 
     `quant`, `predictor`, `context`, `kv_dtype` and `chunk` are as in `CompileOptions`, with `auto` for a predictor of
     None. So many `sequences` are decoded together, each with a cache of its own. `tensors` has the formats of single
-    matrices, by the names of their parameters, and `predictor_quant` the format of predictors' own. With `whole` an
-    accelerator computes every neuron of all blocks, so that down is packed by outputs.
+    matrices, by the names of their parameters, and `predictor_quant` the format of predictors' own. With
+    `hot_by_outputs` an accelerator computes every neuron of all blocks, so that down is packed by outputs.
     """
 
     quant: str = "q4"
@@ -35,10 +36,11 @@ class Packing:
     chunk: int = CHUNK
     tensors: Mapping[str, str] = field(default_factory=dict, hash=False)
     predictor_quant: str = "auto"
-    whole: bool = False
+    hot_by_outputs: bool = False
 
     def __post_init__(self) -> None:
-        check_format(self.quant)
+        if self.quant != STORED:
+            check_format(self.quant)
         check_predictor_quant(self.predictor_quant)
         for value, known, name in (
             (self.predictor, _known_predictors(self.predictor), "predictor"),

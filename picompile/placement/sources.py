@@ -16,8 +16,8 @@ from picompile.choices import (
     DEFAULT_QUANT,
     MOST_LAYERS,
     STORED,
-    base_format,
     default_chunk,
+    planned_format,
     resolve_context,
 )
 from picompile.errors import DoesNotFitError, UsageError
@@ -252,7 +252,7 @@ def _stored_bytes(
         def choose(graph_module: GraphModule) -> Mapping[str, str]:
             return choose_stored(captured, graph_module, hot_by_outputs=whole, on_accelerator=on_gpu).formats
 
-        return replace(count(replace(packing, whole=whole), choose=choose), quant=STORED)
+        return count(replace(packing, hot_by_outputs=whole), choose=choose)
 
     if packing.predictor != "none":
         return counted(whole=False), None
@@ -277,7 +277,7 @@ def _packing(options: ModelOptions, limit: object, activation: str, quant: str =
         predictor = "learned" if options.predictors or parse_activation(activation).sparse else "none"
     chunk = options.chunk or default_chunk(context, on_gpu=options.on_gpu)
     return Packing(
-        base_format(options.quant or quant),
+        planned_format(options.quant or quant),
         predictor,
         context,
         options.sequences,

@@ -295,7 +295,7 @@ def test_what_lies_beside_a_plain_matrix_of_a_block_is_float16() -> None:
 
 
 def test_a_hot_block_keeps_its_numbers_where_up_is_half_of_a_matrix() -> None:
-    """As Phi-3 has it. Parts of a block do not."""
+    """A fused gate and up, as Phi-3 has them, make no parts of a block; a partition does."""
     for hot, rounded in ((range(96), {}), (range(48), {"q8": 3})):
         whole = graph()
         block = next(calls(whole.graph, SPARSE_FFN))

@@ -54,7 +54,7 @@ class StoredChoice:
 
     @property
     def rounded(self) -> Counter[str]:
-        """How many matrices are rounded, by the format that they get."""
+        """Numbers of matrices that are rounded, by the format that they get."""
         return Counter(self.formats[name] for name in self.reasons)
 
     @property
