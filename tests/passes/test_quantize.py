@@ -42,21 +42,29 @@ def partitioned(shape=LLAMA, hot=None):
     return Partition(hot or {})(predicted).graph_module
 
 
-def rounded(weights, form, predictors=None, by_outputs=False):
+def rounded(weights, form, predictors=None, by_outputs=False, turned=False):
     """Return the weights after `form` and back; predictors' own matrices use `predictors`, which defaults to `form`.
 
     The head and embeddings use q6 where `form` has four bits, but for formats of quantized checkpoints. A down
-    projection holds a neuron in each column, and is packed by neuron, unless `by_outputs`.
+    projection holds a neuron in each column, and is packed by neuron, unless `by_outputs`. Stacks of experts have
+    inputs before outputs if they are `turned`.
     """
 
     def keep(name, weight):
-        if weight.dim() != 2:
+        if weight.dim() < 2 or name.endswith("_bias"):
             return weight
         by_neurons = name.endswith(DOWN) and not by_outputs
+        if weight.dim() == 3:
+            by_neurons = (name.endswith("experts.down_proj") and not by_outputs) != turned
+            rows = weight.transpose(1, 2) if by_neurons else weight
+            left = dequantize_rows(quantize_rows(rows.flatten(0, 1), form), form, rows.shape[2]).view_as(rows)
+            return left.transpose(1, 2) if by_neurons else left
         rows = weight.T if by_neurons else weight
         stored = (predictors or form) if name.startswith("predictors.") else form
         if "embed" in name or "lm_head" in name:
             stored = "q6" if form in ("q4", "q4m", "mxfp4") else form
+        if name.endswith("router.weight"):
+            stored = "f16"
         left = dequantize_rows(quantize_rows(rows, stored), stored, rows.shape[1])
         return left.T if by_neurons else left
 
@@ -69,12 +77,12 @@ def rounded(weights, form, predictors=None, by_outputs=False):
 @example(shape=GraphShape(hidden=2, heads=1, kv_heads=1, ffn=1, vocab=2, layers=1), form="q4", split=False, seed=0)
 @given(shape=shapes(), form=st.sampled_from([*FORMATS]), split=st.booleans(), seed=st.integers(0, 100))
 def test_quantized_graph_computes_what_the_rounded_weights_do(shape, form, split, seed):
-    before = partitioned(shape, {0: range(0, shape.ffn, 3)} if split else {})
+    before = partitioned(shape, {0: range(0, shape.ffn, 3)} if split and not shape.experts else {})
     after = Quantize(form)(before).graph_module
     assert stage_of(after) is Stage.QUANTIZED
     verify(after, Stage.QUANTIZED)
     weights = random_weights(before, seed)
-    assert_close(run(after, weights), run(before, rounded(weights, form)))
+    assert_close(run(after, weights), run(before, rounded(weights, form, turned=shape.turned)))
 
 
 def test_errors_of_formats_are_within_their_bounds():

@@ -1,6 +1,7 @@
 """Activation functions by name: the eager definition, and whether they silence neurons.
 
-An activation is written `relu` or, with a parameter, `fatrelu(0.01)`. Graphs carry this text as an attribute.
+An activation is written `relu` or, with parameters, `fatrelu(0.01)` or `clamped_swish(7.0,1.702)`. Graphs carry this
+text as an attribute.
 """
 
 import re
@@ -17,23 +18,41 @@ class Activation:
     """One activation function.
 
     Where it is `sparse`, its output is exactly zero for every input at or below `threshold`: a neuron whose gate stays
-    there contributes nothing and may be skipped without loss.
+    there contributes nothing and may be skipped without loss. `parameters` are the numbers in its text.
     """
 
     name: str
     function: Callable[[Tensor], Tensor]
     sparse: bool = False
     threshold: float = 0.0
+    parameters: tuple[float, ...] = ()
 
     @property
     def text(self) -> str:
         """The text that a graph carries, which `parse_activation` reads back."""
-        return f"{self.name}({self.threshold!r})" if self.name == "fatrelu" else self.name
+        return f"{self.name}({','.join(map(repr, self.parameters))})" if self.parameters else self.name
 
 
 def _fatrelu(threshold: float) -> Activation:
     # ProSparse (arXiv 2402.13516): f(x) = x for x > t, else 0.
-    return Activation("fatrelu", lambda x: torch.where(x > threshold, x, torch.zeros_like(x)), True, threshold)
+    def function(x: Tensor) -> Tensor:
+        return torch.where(x > threshold, x, torch.zeros_like(x))
+
+    return Activation("fatrelu", function, True, threshold, (threshold,))
+
+
+def _clamped_swish(limit: float, beta: float) -> Activation:
+    # The gate of gpt-oss: c · sigmoid(beta · c) with c = min(x, limit).
+    def function(x: Tensor) -> Tensor:
+        clamped = x.clamp(max=limit)
+        return clamped * torch.sigmoid(beta * clamped)
+
+    return Activation("clamped_swish", function, parameters=(limit, beta))
+
+
+def _clamped_linear(limit: float, shift: float) -> Activation:
+    # What gpt-oss multiplies the gate with: x within ± limit, plus shift.
+    return Activation("clamped_linear", lambda x: x.clamp(-limit, limit) + shift, parameters=(limit, shift))
 
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -52,15 +71,25 @@ ACTIVATIONS: dict[str, Activation] = {
     )
 }
 
-_WITH_PARAMETER = re.compile(r"fatrelu\((?P<threshold>[^()]+)\)")
+PARAMETRIC: dict[str, tuple[int, Callable[..., Activation]]] = {
+    "fatrelu": (1, _fatrelu),
+    "clamped_swish": (2, _clamped_swish),
+    "clamped_linear": (2, _clamped_linear),
+}
+"""The activations with parameters, by name: how many they have, and what makes one of its parameters."""
+
+_WITH_PARAMETERS = re.compile(r"(?P<name>\w+)\((?P<parameters>[^()]+)\)")
 
 
 def parse_activation(text: str) -> Activation:
     """Return the activation that `text` names. Raises `ValueError` for an unknown one."""
     if text in ACTIVATIONS:
         return ACTIVATIONS[text]
-    match = _WITH_PARAMETER.fullmatch(text)
-    if match is None:
-        known = ", ".join([*ACTIVATIONS, "fatrelu(THRESHOLD)"])
-        raise ValueError(f"unknown activation {text!r}; known are {known}")
-    return _fatrelu(float(match["threshold"]))
+    match = _WITH_PARAMETERS.fullmatch(text)
+    if match is not None and match["name"] in PARAMETRIC:
+        count, make = PARAMETRIC[match["name"]]
+        parameters = tuple(map(float, match["parameters"].split(",")))
+        if len(parameters) == count:
+            return make(*parameters)
+    known = ", ".join([*ACTIVATIONS, "fatrelu(THRESHOLD)", "clamped_swish(LIMIT,BETA)", "clamped_linear(LIMIT,SHIFT)"])
+    raise ValueError(f"unknown activation {text!r}; known are {known}")

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from picompile_passes.dialect.activations import ACTIVATIONS
@@ -33,6 +34,7 @@ FUNCTIONS: Mapping[str, tuple[int, Callable[..., Tensor]]] = {
     "sqrt": (1, torch.sqrt),
     "exp": (1, torch.exp),
     "erf": (1, torch.erf),
+    "softplus": (1, F.softplus),
     **{name: (1, activation.function) for name, activation in ACTIVATIONS.items() if name != "identity"},
 }
 

@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from picompile_passes.dialect.neurons import gate_is_active, neuron_outputs, neuron_rms
+from picompile_passes.dialect.neurons import experts_fit, gained, gate_is_active, neuron_outputs, neuron_rms
 from picompile_passes.dialect.operator import operator
 
 FFN_DIMENSIONS = {
@@ -16,8 +16,17 @@ FFN_DIMENSIONS = {
     "down_bias": "E",
 }
 
+EXPERT_DIMENSIONS = {"gains": "TG", "expert_bias": "GE"}
+"""Those of the operands that only a block of experts has."""
 
-@operator(part="block", dimensions=FFN_DIMENSIONS, result="TE", forms=("dense",), checks=(gate_is_active,))
+
+@operator(
+    part="block",
+    dimensions=FFN_DIMENSIONS | EXPERT_DIMENSIONS,
+    result="TE",
+    forms=("dense",),
+    checks=(gate_is_active, experts_fit),
+)
 def ffn(
     x: Tensor,
     gate: Tensor | None,
@@ -29,6 +38,8 @@ def ffn(
     activation: str,
     up_activation: str,
     norm_eps: float | None = None,
+    gains: Tensor | None = None,
+    expert_bias: Tensor | None = None,
 ) -> Tensor:
     """y = h · down + down_bias, h = activation(x · gateᵀ) ∘ up_activation(x · upᵀ): one feed-forward block.
 
@@ -36,8 +47,15 @@ def ffn(
     where it is `relu`. With `norm_eps`, h is divided by sqrt(mean(h²) + norm_eps) before down, the mean being that of
     a token's neurons (BitNet b1.58, arXiv 2504.12285). x [T, D]; gate, up, down [F, D]; gate_bias, up_bias [F];
     down_bias [D] → [T, D].
+
+    A mixture of G experts is one block, whose neurons are those of all experts: expert e is the F / G neurons from
+    e · F / G on. `gains` [T, G] comes from `route`: h of a neuron is multiplied by the gain of its expert, and
+    `expert_bias` [G, D], each row times its gain, is added to y. An expert whose gain is 0 adds nothing.
     """
     hidden = neuron_outputs(x, gate, up, gate_bias, up_bias, activation, up_activation)
     if norm_eps is not None:
         hidden = hidden / neuron_rms(hidden, norm_eps)
-    return F.linear(hidden, down.transpose(0, 1), down_bias)
+    if gains is None:
+        return F.linear(hidden, down.transpose(0, 1), down_bias)
+    y = F.linear(gained(hidden, gains), down.transpose(0, 1), down_bias)
+    return y if expert_bias is None else y + gains @ expert_bias

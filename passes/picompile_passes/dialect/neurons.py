@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -38,6 +39,27 @@ def neuron_outputs(*operands: Tensor | str | None) -> Tensor:
 def neuron_rms(hidden: Tensor, eps: float) -> Tensor:
     """Return sqrt(mean(h²) + eps) over the neurons of each token: hidden [T, F] → [T, 1]."""
     return (hidden.square().mean(-1, keepdim=True) + eps).sqrt()
+
+
+def gained(hidden: Tensor, gains: Tensor) -> Tensor:
+    """Return h [T, F] of neurons, each times the gain [T, G] of its expert: 0 where that is 0, whatever h is."""
+    by_expert = hidden.reshape(*hidden.shape[:-1], gains.shape[-1], -1)
+    gain = gains.unsqueeze(-1)
+    return torch.where(gain != 0, by_expert * gain, torch.zeros_like(by_expert)).flatten(-2)
+
+
+def experts_fit(call: Call) -> Iterator[str]:
+    """Experts have equally many neurons each; only a block of experts has biases of experts, and none has a norm."""
+    values = call.values
+    if values["gains"] is None:
+        if values["expert_bias"] is not None:
+            yield "has expert_bias, but no gains"
+        return
+    neurons, experts = int(values["up"].meta["val"].shape[0]), call.columns("gains")
+    if values.get("neurons") is None and neurons % experts:
+        yield f"its {neurons} neurons are of {experts} experts"
+    if values.get("norm_eps") is not None or values.get("squares"):
+        yield "normalizes the neurons of experts"
 
 
 def gate_is_active(call: Call) -> Iterator[str]:

@@ -23,7 +23,7 @@ from torch.fx import Node
 from picompile_passes.dialect.state import State
 from picompile_passes.graph.values import value_text
 
-Part = Literal["embedding", "linear", "norm", "position", "pointwise", "mixer", "block", "mask", "packing"]
+Part = Literal["embedding", "linear", "norm", "position", "pointwise", "mixer", "block", "mask", "router", "packing"]
 Form = Literal["dense", "sparse", "packing"]
 
 
@@ -63,7 +63,8 @@ class Operator:
         target: what nodes of a graph call.
         eager: the reference in plain PyTorch, through which gradients flow. `target` has none.
         part: what it is in a layer. A `mixer` mixes tokens, a `block` is a feed-forward block, a `mask` says which
-            neurons of one fire; `position` turns what a mixer reads, and `packing` works on constants.
+            neurons of one fire, and a `router` which experts of one run; `position` turns what a mixer reads, and
+            `packing` works on constants.
         dimensions: for each operand that is a tensor, a letter for each dimension. A letter stands for one size
             throughout a call. T is the number of tokens: what begins with it has a row for each token. F is the number
             of neurons: what begins with it has a row, or a number, for each neuron. Lists of tensors are left out.

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from picompile_passes.dialect.ffn import FFN_DIMENSIONS
-from picompile_passes.dialect.neurons import gate_is_active, neuron_factors
+from picompile_passes.dialect.ffn import EXPERT_DIMENSIONS, FFN_DIMENSIONS
+from picompile_passes.dialect.neurons import experts_fit, gate_is_active, neuron_factors
 from picompile_passes.dialect.operator import Call, operator
 
 _LIMITS = {"gate_limits": "F", "output_limits": "F"}
@@ -31,6 +31,16 @@ class SparseFfnOperands(NamedTuple):
     squares: bool = False
     gate_limits: Tensor | None = None
     output_limits: Tensor | None = None
+    gains: Tensor | None = None
+    expert_bias: Tensor | None = None
+
+    def neuron_gains(self) -> Tensor | None:
+        """Return the gain of each neuron's expert [T, F]; None for a block without experts."""
+        if self.gains is None:
+            return None
+        columns = self.mask.shape[-1]
+        gains = self.gains.repeat_interleave(columns // self.gains.shape[-1], dim=-1)
+        return gains if self.neurons is None else gains.index_select(-1, self.neurons)
 
     def factors(self) -> tuple[Tensor, Tensor | None]:
         """Return the `neuron_factors`."""
@@ -43,13 +53,15 @@ class SparseFfnOperands(NamedTuple):
         return activated if raised is None else activated * raised
 
     def kept_outputs(self) -> Tensor:
-        """Return the factor of each neuron's down row, 0 for a neuron that is left out: [T, F]."""
+        """Return the output of each neuron, 0 for a neuron that is left out: [T, F]. Gains of experts are not in it."""
         return self.keep(*self.factors())
 
     def keep(self, activated: Tensor, raised: Tensor | None) -> Tensor:
         """Return the `kept_outputs`, given the `factors`."""
         hidden = activated if raised is None else activated * raised
         kept = self.mask if self.neurons is None else self.mask.index_select(-1, self.neurons)
+        if (gains := self.neuron_gains()) is not None:
+            kept = kept & (gains != 0)
         if self.gate_limits is not None and raised is not None:
             kept = kept & (activated.abs() > self.gate_limits)
         if self.output_limits is not None:
@@ -59,7 +71,11 @@ class SparseFfnOperands(NamedTuple):
 
     def result(self, kept: Tensor) -> Tensor:
         """Return y, given the `kept_outputs`."""
+        if (gains := self.neuron_gains()) is not None:
+            kept = torch.where(gains != 0, kept * gains, torch.zeros_like(kept))
         y = F.linear(kept, self.down.transpose(0, 1), self.down_bias)
+        if self.gains is not None and self.expert_bias is not None:
+            y = y + self.gains @ self.expert_bias
         return torch.cat([y, kept.square().sum(-1, keepdim=True)], dim=-1) if self.squares else y
 
 
@@ -80,11 +96,11 @@ def _with_squares(x: Tensor, down: Tensor, squares: bool, **_: Any) -> Tensor:
 @operator(
     part="block",
     operands=SparseFfnOperands,
-    dimensions=FFN_DIMENSIONS | {"mask": "TM", "neurons": "F"} | _LIMITS,
+    dimensions=FFN_DIMENSIONS | {"mask": "TM", "neurons": "F"} | _LIMITS | EXPERT_DIMENSIONS,
     result=_with_squares,
     packed=("gate", "up", "down"),
     forms=("sparse",),
-    checks=(gate_is_active, _limits_fit),
+    checks=(gate_is_active, experts_fit, _limits_fit),
 )
 def sparse_ffn(block: SparseFfnOperands) -> Tensor:
     """y = Σ kept[r] · h[r] · down[r] + down_bias: `ffn` over the neurons that are kept.
@@ -93,6 +109,7 @@ def sparse_ffn(block: SparseFfnOperands) -> Tensor:
 
         kept[r] = mask[r] ∧ |activation(x · gate[r] + gate_bias[r])| > gate_limits[r] ∧ ¬(|h[r]| ≤ output_limits[r])
 
+    With `gains` (see `ffn`) only neurons of experts whose gain is not 0 are kept, and y sums gain · h[r] · down[r].
     A neuron that is left out contributes nothing, whatever its h. Only a block with a gate has `gate_limits`.
 
     mask bool [T, F of the mask]. The rows may be a part of the block: then row r is neuron `neurons[r]` of the mask

@@ -10,13 +10,18 @@ from torch.fx.node import map_arg
 
 from picompile_passes.base import copy_graph_module
 from picompile_passes.errors import PassesError, PassOptionError
+from picompile_passes.graph.axes import MATRIX_AXES, TRANSPOSED_AXES, axes_of
 from picompile_passes.graph.nodes import attribute, has_real_data, is_call
 from picompile_passes.graph.operands import INDEX_SELECT, PREDICTORS, QUANTIZE, TRANSPOSE, is_limit
 from picompile_passes.graph.stamps import require_all_layers
 
+_aten = torch.ops.aten
 # These take the checkpoint's own dtype, so that no float32 copy of a whole matrix is made: operators that only move
 # elements, and quantization, which converts a block of rows at a time.
-_IN_OWN_DTYPE = (TRANSPOSE, INDEX_SELECT, QUANTIZE)
+_IN_OWN_DTYPE = (
+    *(TRANSPOSE, INDEX_SELECT, QUANTIZE),
+    *(_aten.reshape.default, _aten.flatten.using_ints, _aten.unflatten.int, _aten.permute.default),
+)
 
 
 class WeightSource(Protocol):
@@ -97,9 +102,10 @@ def evaluate_constant(graph_module: GraphModule, node: Node, weights: WeightSour
 def _packed(graph_module: GraphModule, node: Node, weights: WeightSource) -> Tensor | None:
     """Return the bytes of a `quantize` as the weight source has them already, None where it has them not.
 
-    The matrix is a parameter, or its transpose, or rows of one of them: rows are packed each by itself.
+    The matrix is a parameter, or its transpose, or a stack of matrices or of transposes one behind the other, or rows
+    of one of them: rows are packed each by itself, and only those that are wanted.
     """
-    packed: Callable[[str, str, bool], Tensor | None] | None = getattr(weights, "packed", None)
+    packed: Callable[..., Tensor | None] | None = getattr(weights, "packed", None)
     if packed is None or not is_call(node, QUANTIZE):
         return None
     matrix, form = node.args
@@ -109,15 +115,16 @@ def _packed(graph_module: GraphModule, node: Node, weights: WeightSource) -> Ten
         if dim != 0 or not isinstance(rows, Node) or rows.op != "get_attr":
             return None
         table = attribute(graph_module, str(rows.target))
-    transposed = is_call(matrix, TRANSPOSE)
-    source = matrix.args[0] if transposed else matrix  # type: ignore[union-attr]
-    if not isinstance(source, Node) or source.op != "get_attr" or str(source.target).startswith(PREDICTORS):
+    stack = axes_of(matrix) if isinstance(matrix, Node) else None
+    if stack is None or stack.axes not in (*MATRIX_AXES, *TRANSPOSED_AXES):
         return None
-    if not has_real_data(attribute(graph_module, str(source.target))):
-        found = packed(str(source.target), str(form), transposed)
-    else:
-        found = None
-    return found if found is None or table is None else found[table].contiguous()
+    source, transposed = stack.parameter, stack.axes in TRANSPOSED_AXES
+    if str(source.target).startswith(PREDICTORS):
+        return None
+    if has_real_data(attribute(graph_module, str(source.target))):
+        return None
+    wanted = () if table is None else (table,)
+    return packed(str(source.target), str(form), transposed, *wanted)
 
 
 def _dependencies(node: Node, is_known: Callable[[Node], bool]) -> Iterator[Node]:

@@ -37,6 +37,7 @@ class SharedConstants:
 
 ADD = OPERATORS["add"].target
 TRANSPOSE: OpOverload = torch.ops.aten.transpose.int
+RESHAPE: OpOverload = torch.ops.aten.reshape.default
 INDEX_SELECT: OpOverload = torch.ops.aten.index_select.default
 EMBEDDING = OPERATORS["embedding"].target
 LINEAR = OPERATORS["linear"].target
@@ -45,6 +46,7 @@ LAYER_NORM = OPERATORS["layer_norm"].target
 ROTARY = OPERATORS["rotary"].target
 ATTENTION = OPERATORS["attention"].target
 FFN = OPERATORS["ffn"].target
+ROUTE = OPERATORS["route"].target
 PREDICT = OPERATORS["predict"].target
 SPARSE_FFN = OPERATORS["sparse_ffn"].target
 DIVIDE_BY_RMS = OPERATORS["divide_by_rms"].target
@@ -57,10 +59,11 @@ _MOVES_CONSTANTS: frozenset[Any] = frozenset(
     {
         TRANSPOSE,
         INDEX_SELECT,
-        *(torch.ops.aten.reshape.default, torch.ops.aten.view.default, torch.ops.aten.expand.default),
+        *(RESHAPE, torch.ops.aten.view.default, torch.ops.aten.expand.default),
         *(torch.ops.aten.flatten.using_ints, torch.ops.aten.unsqueeze.default, torch.ops.aten.cat.default),
         *(torch.ops.aten.slice.Tensor, torch.ops.aten.squeeze.dim, torch.ops.aten.permute.default),
         *(torch.ops.aten.t.default, torch.ops.aten.select.int, torch.ops.aten.stack.default),
+        torch.ops.aten._unsafe_view.default,
         *(torch.ops.aten.contiguous.default, torch.ops.aten.clone.default, torch.ops.aten.unflatten.int),
     }
 )
@@ -116,8 +119,37 @@ def computes_every_neuron(node: Node, *, hot: bool = False) -> bool:
 
 
 def dequantized(operand: Node) -> Node:
-    """Return the `dequantize` of a matrix in a quantized graph: the operand itself, or what it is the transpose of."""
-    return operand.all_input_nodes[0] if is_call(operand, TRANSPOSE) else operand
+    """Return the `dequantize` of a matrix in a quantized graph: the operand itself, or what it is made of by moves."""
+    while is_call(operand, TRANSPOSE, RESHAPE):
+        operand = operand.all_input_nodes[0]
+    return operand
+
+
+def expert_outputs(rewriter: Rewriter, down: Node, experts: int, before: Node) -> Node:
+    """Return the matrix [G · D, S] of the rows `down` [G · S, D] of G experts: a row for each output of each expert."""
+    rows, columns = (int(size) for size in down.meta["val"].shape)
+    stack = down.all_input_nodes[0] if is_call(down, RESHAPE) else None
+    if stack is not None and is_call(stack, TRANSPOSE) and tuple(stack.args[1:]) == (1, 2):
+        outputs = stack.all_input_nodes[0]
+        if tuple(outputs.meta["val"].shape) == (experts, columns, rows // experts):
+            return rewriter.call(RESHAPE, (outputs, [experts * columns, -1]), before=before, sources=(down,))
+    by_expert = rewriter.call(RESHAPE, (down, [experts, -1, columns]), before=before, sources=(down,))
+    outputs = rewriter.call(TRANSPOSE, (by_expert, 1, 2), before=before, sources=(down,))
+    return rewriter.call(RESHAPE, (outputs, [experts * columns, -1]), before=before, sources=(down,))
+
+
+def expert_rows(rewriter: Rewriter, outputs: Node, experts: int, before: Node) -> Node:
+    """Return the rows [G · S, D] of neurons of a matrix that `expert_outputs` made."""
+    size = int(outputs.meta["val"].shape[1])
+    by_expert = rewriter.call(RESHAPE, (outputs, [experts, -1, size]), before=before, sources=(outputs,))
+    rows = rewriter.call(TRANSPOSE, (by_expert, 1, 2), before=before, sources=(outputs,))
+    return rewriter.call(RESHAPE, (rows, [experts * size, -1]), before=before, sources=(outputs,))
+
+
+def expert_count(node: Node) -> int:
+    """Return the number of experts of a block, 0 for one without."""
+    gains = arguments(node)["gains"]
+    return 0 if gains is None else int(gains.meta["val"].shape[-1])
 
 
 @dataclass(frozen=True)
@@ -150,6 +182,11 @@ def input_rows(rewriter: Rewriter, weight: Node, before: Node) -> Node:
 def makes_logits(node: Node) -> bool:
     """Return whether the graph returns the value of `node`, or pointwise arithmetic on it."""
     return any(user.op == "output" or (is_call(user, ELEMENTWISE) and makes_logits(user)) for user in node.users)
+
+
+def makes_choices(node: Node) -> bool:
+    """Return whether a `route` chooses experts by the value of `node`, or by pointwise arithmetic on it."""
+    return any(is_call(user, ROUTE) or (is_call(user, ELEMENTWISE) and makes_choices(user)) for user in node.users)
 
 
 INPUTS = ("block", "stream", "previous")
@@ -185,11 +222,10 @@ def gating_side(block: Mapping[str, Any]) -> str:
 
 
 def sparse_ffn_args(values: Mapping[str, Any]) -> list[Any]:
-    """Return the arguments `values` of a `sparse_ffn`, by name and in order, without defaults at the end."""
-    args = list(values.values())
-    for default in (None, None, False):
-        if args[-1] is not default:
-            break
+    """Return the arguments `values` of a `sparse_ffn`, by name, in its order, without defaults at the end."""
+    arguments = SPARSE_FFN._schema.arguments
+    args = [values.get(argument.name, argument.default_value) for argument in arguments]
+    while arguments[len(args) - 1].has_default_value() and args[-1] is arguments[len(args) - 1].default_value:
         args.pop()
     return args
 

@@ -19,6 +19,7 @@ from picompile_passes.graph.operands import (
     PREDICT,
     PREDICTORS,
     SPARSE_FFN,
+    expert_count,
     gating_weights,
     sparse_ffn_args,
     stream_of,
@@ -164,6 +165,10 @@ class InsertPredictors(Pass):
                 f"{_place(block)} uses {activation.text}: use predictor none"
             )
         kind = predictor_kind(name)
+        if expert_count(block) and not kind.lossless:
+            raise UnsupportedGraphError(
+                f"predictor {name} of experts is not supported ({_place(block)}): use exact or none"
+            )
         if layer in self.ranks and not kind.has_rank:
             raise self._wrong("ranks", f"predictor {name} has no rank", layer)
         if layer not in self.ranks and kind.has_rank:
@@ -196,6 +201,8 @@ class InsertPredictors(Pass):
         if asked and values["norm_eps"] is not None:
             # A limit would be of outputs before the norm, which divides them by what all of them are.
             raise self._wrong(asked[0], "the block normalizes its neurons, which cannot have limits", layer)
+        if asked and expert_count(block):
+            raise self._wrong(asked[0], "the block is one of experts, whose neurons cannot have limits", layer)
         shape = [int(values["up"].meta["val"].shape[0])]
         prefix = f"{PREDICTORS}{layer}."
         made = {name: rewriter.parameter(prefix + name, shape, sources=(block,)) for name in asked}

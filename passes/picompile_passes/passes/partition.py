@@ -17,6 +17,7 @@ from picompile_passes.graph.operands import (
     NEURON_OPERANDS,
     PREDICT,
     SPARSE_FFN,
+    expert_count,
     sparse_ffn_args,
 )
 from picompile_passes.graph.rewriter import Rewriter
@@ -33,7 +34,8 @@ class Partition(Pass):
     2. A row-local predictor is split in the same way. Any other stays whole, and the parts name their rows of its mask
        by `neurons`.
     3. Where one part would have no neuron, the block stays as it is and is marked as the other part.
-    4. Layers that are not in `hot` stay as they are. A layer that is partitioned already is an error.
+    4. Layers that are not in `hot` stay as they are. A layer that is partitioned already is an error, and so is one of
+       experts that would have two parts.
     """
 
     name: ClassVar[str] = "partition"
@@ -76,6 +78,8 @@ def _partition(rewriter: Rewriter, block: Node, layer: int, hot: Sequence[int]) 
         for node in (block, values["mask"]):
             rewriter.annotate(node, neurons="hot" if hot else "cold")
         return
+    if expert_count(block):
+        raise PassOptionError(f"{_option(layer)}: the neurons of experts cannot be split into hot and cold ones")
     chosen = torch.zeros(total, dtype=torch.bool)
     chosen[list(hot)] = True
     parts = [

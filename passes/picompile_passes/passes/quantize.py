@@ -19,13 +19,19 @@ from picompile_passes.graph.operands import (
     TRANSPOSE,
     computes_every_neuron,
     dequantized,
+    expert_count,
+    expert_outputs,
+    expert_rows,
     input_rows,
+    makes_choices,
     makes_logits,
     matrix_operands,
 )
 from picompile_passes.graph.rewriter import Rewriter
 from picompile_passes.predictors import predictor_kind
 
+# Few bytes, whose errors would make tokens choose other experts.
+_ROUTERS = "f16"
 _KNOWN = " or ".join(", ".join(FORMATS.builtin).rsplit(", ", 1))
 
 
@@ -45,8 +51,11 @@ class Quantize(Pass):
        q6 where that has 4 bits: in small models the head's errors cost more than those of all other matrices.
     7. Where a block computes all of its neurons, and its matrices can lie in panels, down is
        `transpose(dequantize(quantize(downᵀ)))`: it is packed in groups of each output's inputs, as a checkpoint has it.
+       Of a block of experts it is `moves(dequantize(quantize([experts · D, neurons of one])))` alike, a row for each
+       output of each expert.
        In other blocks down is packed by neurons, which are read one by one. Hot and cold blocks are among these;
        with `hot_by_outputs`, hot ones that are in one part are not.
+    8. The matrix of a router is packed in f16, unless `tensors` has it.
     """
 
     name: ClassVar[str] = "quantize"
@@ -92,13 +101,22 @@ class Quantize(Pass):
                     continue
                 if weight not in constants:
                     raise UnsupportedGraphError(f"{user.name} multiplies by {weight.name}, which is not a constant")
-                stored = input_rows(rewriter, weight, before=weight.next) if weight is by_outputs else weight
+                experts = expert_count(user) if weight is by_outputs else 0
+                stored = weight
+                if weight is by_outputs:
+                    place = weight.next
+                    outputs = expert_outputs(rewriter, weight, experts, place) if experts else None
+                    stored = outputs or input_rows(rewriter, weight, before=place)
                 key = _constant_key(stored)
                 if key not in packed:
                     packed[key] = self._pack(rewriter, stored, self._format_for(user, stored, key in in_head))
                 matrix = packed[key]
                 if weight is by_outputs:
-                    matrix = rewriter.call(TRANSPOSE, (matrix, 0, 1), before=matrix.next, sources=(weight,))
+                    matrix = (
+                        expert_rows(rewriter, matrix, experts, before=matrix.next)
+                        if experts
+                        else rewriter.call(TRANSPOSE, (matrix, 0, 1), before=matrix.next, sources=(weight,))
+                    )
                 _substitute(rewriter, user, weight, matrix)
 
     def _down_by_outputs(self, user: Node) -> Node | None:
@@ -110,9 +128,14 @@ class Quantize(Pass):
             (values[name], values[name].meta["val"].shape[0]) for name in ("gate", "up") if values[name] is not None
         ]
         rows.append((values["down"], values["down"].meta["val"].shape[1]))
-        has_panels = all(
-            FORMATS[self._format_for(user, matrix, False)].has_panels(int(count)) for matrix, count in rows
-        )
+        experts = max(expert_count(user), 1)
+        if values["up"].meta["val"].shape[0] % experts:
+            return None
+        # Each expert has panels of its own.
+        rows = [
+            (matrix, int(count) // experts if matrix is not values["down"] else int(count)) for matrix, count in rows
+        ]
+        has_panels = all(FORMATS[self._format_for(user, matrix, False)].has_panels(count) for matrix, count in rows)
         return values["down"] if has_panels else None
 
     def _format_for(self, user: Node, weight: Node, in_head: bool) -> str:
@@ -120,6 +143,8 @@ class Quantize(Pass):
         made_of = _parameters(weight)
         if len(made_of) == 1 and (chosen := self.tensors.get(next(iter(made_of)))) is not None:
             return chosen
+        if is_call(user, LINEAR) and makes_choices(user):
+            return _ROUTERS
         if in_head:
             return head_format(self.format) if self.head == "auto" else self.head
         if not is_call(user, PREDICT) or predictor_kind(arguments(user)["kind"]).parameters is None:

@@ -18,6 +18,7 @@ from picompile_passes.graph.operands import (
     DEQUANTIZE,
     ELEMENTWISE,
     LINEAR,
+    PREDICT,
     QUANTIZE,
     dequantized,
     makes_constants,
@@ -115,7 +116,7 @@ def check_token_path(graph_module: GraphModule) -> Iterator[Fault]:
     for node in graph_module.graph.nodes:
         if node.op != "call_function" or node in constants:
             continue
-        value, dtype = node.meta["val"], torch.bool if operator_part(node) == "mask" else torch.float32
+        value, dtype = node.meta["val"], torch.bool if is_call(node, PREDICT) else torch.float32
         if value.dim() != 2 or not same_shape(value.shape[:1], _tokens(graph_module)) or value.dtype != dtype:
             yield Fault(node, f"is {value_text(value)}, not {str(dtype).removeprefix('torch.')}[tokens, dim]")
 

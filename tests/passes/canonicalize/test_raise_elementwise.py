@@ -43,6 +43,8 @@ _FORMS: dict[str, tuple[Write, str]] = {
     "gelu by tanh": (_unary(aten.gelu.default, approximate="tanh"), "gelu_tanh(x0)"),
     "silu": (_unary(aten.silu.default), "silu(x0)"),
     "erf": (_unary(aten.erf.default), "erf(x0)"),
+    "softplus": (_unary(aten.softplus.default), "softplus(x0)"),
+    "steep softplus": (_unary(aten.softplus.default, 2.0), "t0 = mul(x0, 2.0); t1 = softplus(t0); div(t1, 2.0)"),
     "relu6": (_unary(aten.relu6.default), "relu6(x0)"),
     "sqrt": (_positive(aten.sqrt.default), "t0 = abs(x0); t1 = add(t0, 0.5); sqrt(t1)"),
     "rsqrt": (_positive(aten.rsqrt.default), "t0 = abs(x0); t1 = add(t0, 0.5); t2 = sqrt(t1); div(1.0, t2)"),

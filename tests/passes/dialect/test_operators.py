@@ -31,6 +31,7 @@ EXAMPLES = {
     "quantize": (floats(F, 30), "q4"),
     "rms_norm": (floats(T, D), floats(D), 1e-5),
     "rotary": (floats(T, D), torch.arange(T), floats(2), 2, 1.0),
+    "route": (floats(T, 8), floats(8), floats(8), 3, "sigmoid", "sum", 2.5, 1e-20, 4, 2, "top2"),
     "sparse_ffn": (floats(T, D), MASK, None, *BLOCK, True),
 }
 

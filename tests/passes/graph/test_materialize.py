@@ -8,9 +8,20 @@ from picompile.testing import LLAMA, OPT, RandomWeights, build, random_weights, 
 from picompile_passes.dialect import quantize_rows
 from picompile_passes.errors import PassesError
 from picompile_passes.formats import FORMATS, packing
+from picompile_passes.graph.builder import GraphBuilder
 from picompile_passes.graph.materialize import evaluate_constant, materialize, node_values
 from picompile_passes.graph.nodes import arguments, calls
-from picompile_passes.graph.operands import ADD, DEQUANTIZE, FFN, INDEX_SELECT, PREDICT, QUANTIZE, TRANSPOSE
+from picompile_passes.graph.operands import (
+    ADD,
+    DEQUANTIZE,
+    EMBEDDING,
+    FFN,
+    INDEX_SELECT,
+    LINEAR,
+    PREDICT,
+    QUANTIZE,
+    TRANSPOSE,
+)
 from picompile_passes.graph.rewriter import Rewriter
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
@@ -108,6 +119,24 @@ def test_rows_are_selected_before_they_become_float32():
         value = evaluate_constant(graph_module, selected, weights)
     assert torch.equal(value, weights.tensors["model.layers.0.mlp.up_proj.weight"][[7, 3]].float())
     assert max(sizes.float32_bytes) == 2 * 24 * 4
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_rows_of_a_stack_are_selected_before_they_become_float32(transposed):
+    b = GraphBuilder()
+    stack = b.parameter("stack", 3, 8, 5) if transposed else b.parameter("stack", 3, 5, 8)
+    moved = b.call(torch.ops.aten.transpose.int, stack, 1, 2) if transposed else stack
+    rows = b.call(torch.ops.aten.flatten.using_ints, moved, 0, 1)
+    selected = b.call(INDEX_SELECT, rows, 0, b.constant("table", torch.tensor([7, 3])), name="selected")
+    graph_module = b.finish(b.call(LINEAR, b.call(EMBEDDING, b.tokens, b.parameter("embed", 9, 8), 0), selected, None))
+    weights = random_weights(graph_module, dtype=torch.bfloat16)
+    node = next(node for node in graph_module.graph.nodes if node.name == "selected")
+    with Sizes() as sizes:
+        value = evaluate_constant(graph_module, node, weights)
+    expected = weights.tensors["stack"]
+    expected = expected.transpose(1, 2) if transposed else expected
+    assert torch.equal(value, expected.reshape(15, 8)[[7, 3]].float())
+    assert max(sizes.float32_bytes) == 2 * 8 * 4
 
 
 def test_packing_goes_by_blocks_of_rows(monkeypatch):

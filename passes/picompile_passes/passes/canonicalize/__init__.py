@@ -12,6 +12,7 @@ from picompile_passes.passes.canonicalize.raise_ffn import RaiseFFN
 from picompile_passes.passes.canonicalize.raise_linear import RaiseLinear
 from picompile_passes.passes.canonicalize.raise_norms import RaiseNorms
 from picompile_passes.passes.canonicalize.raise_rotary import RaiseRotary
+from picompile_passes.passes.canonicalize.raise_route import RaiseRoute
 from picompile_passes.passes.canonicalize.raise_scores import RaiseScores
 from picompile_passes.passes.canonicalize.remove_copies import RemoveCopies
 from picompile_passes.passes.canonicalize.stamp_layers import StampLayers
@@ -20,6 +21,7 @@ from picompile_passes.pipeline import Pipeline
 CANONICALIZE: tuple[Pass, ...] = (
     RemoveCopies(),
     RaiseLinear(),
+    RaiseRoute(),
     RaiseNorms(),
     RaiseScores(),
     RaiseAttention(),

@@ -106,7 +106,8 @@ class _FlatBuilder:
         """Return the values among the arguments of an operator of the dialect."""
         if node.target is ELEMENTWISE:
             return [value for value in node.args[0] if value not in self._constant]  # type: ignore[union-attr, misc]
-        return [arguments(node)[name] for name in _operator(node).values]
+        values = arguments(node)
+        return [values[name] for name in _operator(node).values if values[name] is not None]
 
     def _counterpart(self, node: Node) -> Node:
         named = arguments(node)
@@ -118,7 +119,7 @@ class _FlatBuilder:
             args[0] = [self._resolve(value, node) if value in values else value for value in args[0]]  # type: ignore[union-attr, arg-type]
         else:
             for position, name in enumerate(named):
-                if name in _operator(node).values:
+                if name in _operator(node).values and named[name] is not None:
                     args[position] = self._resolve(named[name], node)
         if args == list(node.args) and node.meta["val"].dim() == 2:
             return node
@@ -233,8 +234,9 @@ def _check_operator(node: Node, forms: Forms) -> None:
     is_dense = operator is not None and "dense" in operator.forms
     if operator is None or not is_dense or (node.target is ADD and (node.kwargs or len(node.args) != 2)):
         raise _unsupported(node, "it has no counterpart in the dialect")
-    values = [value for name in operator.values if isinstance(value := arguments(node)[name], Node)]
-    if len(values) != len(operator.values):
+    named = arguments(node)
+    values = [named[name] for name in operator.values if named[name] is not None]
+    if not all(isinstance(value, Node) for value in values):
         raise _unsupported(node, "it takes a number where the dialect takes a value")
     if node.target is ADD and not all(forms.columns(value) == forms.columns(node) for value in values):
         raise _unsupported(node, "it adds values of different shapes")

@@ -215,10 +215,11 @@ class Forms:
         nothing = Term(torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.float64))
         return [*terms, *[nothing] * (count - len(terms))]
 
-    def moved(self, node: Node) -> tuple[Node, Tensor | None] | None:
+    def moved(self, node: Node, *, flat: bool = False) -> tuple[Node, Tensor | None] | None:
         """`node` as columns of its root: (root, table), with node[t, c] = root[t, table[c]], or None where it is not.
 
-        The table is None where it names all columns in order. Dimensions before the last stand for the tokens.
+        The table is None where it names all columns in order. Dimensions before the last stand for the tokens; with
+        `flat`, all dimensions behind that of the tokens are columns, as those of experts and their neurons.
         """
         if self.is_known(node):
             return None
@@ -229,10 +230,10 @@ class Forms:
         if len(terms) != 1 or not bool((terms[0].factor == 1).all()):
             return None
         shape = terms[0].index.shape
-        if not shape or terms[0].index.numel() != self.tokens * shape[-1]:
+        if not shape or (terms[0].index.numel() != self.tokens * shape[-1] and not flat):
             return None
         columns = self.columns(root)
-        rows = terms[0].index.reshape(self.tokens, shape[-1])
+        rows = terms[0].index.reshape(self.tokens, -1)
         table = rows[0]
         if not torch.equal(rows, table + columns * torch.arange(self.tokens).unsqueeze(-1)):
             return None

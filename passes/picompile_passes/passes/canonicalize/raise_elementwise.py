@@ -23,6 +23,8 @@ from picompile_passes.passes.canonicalize.layout import HeadLayout
 
 _aten = torch.ops.aten
 
+_LEAST_THRESHOLD = 15.0
+
 # emit(write, operands): writes the steps of one operator of torch, and returns the name of its result.
 _Write = Callable[..., Operand]
 _Emit = Callable[[_Write, Mapping[str, Any]], Operand]
@@ -60,6 +62,16 @@ def _power(write: _Write, values: Mapping[str, Any]) -> Operand:
     return result if exponent > 0 else write("div", 1.0, result)
 
 
+def _softplus(write: _Write, values: Mapping[str, Any]) -> Operand:
+    beta, threshold = float(values["beta"]), float(values["threshold"])
+    # Behind the threshold torch leaves out log(1 + e^-x), which is then smaller than what float32 rounds.
+    if beta <= 0 or threshold < _LEAST_THRESHOLD:
+        raise ValueError(f"softplus with a threshold of {threshold}")
+    if beta == 1:
+        return write("softplus", values["self"])
+    return write("div", write("softplus", write("mul", values["self"], beta)), beta)
+
+
 def _clamp(write: _Write, values: Mapping[str, Any]) -> Operand:
     low, high = (values.get(names[0], values.get(names[1])) for names in (("min", "min_val"), ("max", "max_val")))
     result: Operand = values["self"]
@@ -91,6 +103,7 @@ _EMITS: dict[OpOverload, _Emit] = {
     _aten.exp.default: _unary("exp"),
     _aten.expm1.default: lambda write, values: write("sub", write("exp", values["self"]), 1.0),
     _aten.erf.default: _unary("erf"),
+    _aten.softplus.default: _softplus,
     _aten.tanh.default: _unary("tanh"),
     _aten.sigmoid.default: _unary("sigmoid"),
     _aten.relu.default: _unary("relu"),

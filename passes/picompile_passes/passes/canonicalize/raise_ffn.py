@@ -9,17 +9,31 @@ there by far more than rounding.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from picompile_passes.base import Pass, Stage
-from picompile_passes.dialect.activations import ACTIVATIONS, parse_activation
+from picompile_passes.dialect.activations import ACTIVATIONS, PARAMETRIC, Activation
+from picompile_passes.graph.axes import axes_of
+from picompile_passes.graph.layers import operator_part
 from picompile_passes.graph.nodes import arguments, calls, is_call
-from picompile_passes.graph.operands import FFN, LINEAR, RMS_NORM, Projection, SharedConstants, input_rows
+from picompile_passes.graph.operands import (
+    FFN,
+    LINEAR,
+    RESHAPE,
+    RMS_NORM,
+    ROUTE,
+    TRANSPOSE,
+    Projection,
+    SharedConstants,
+    expert_count,
+    input_rows,
+)
 from picompile_passes.graph.rewriter import Rewriter
 from picompile_passes.graph.values import same_shape
 from picompile_passes.passes.canonicalize.forms import Forms, on_cpu
@@ -32,16 +46,26 @@ _GRID = torch.cat([torch.linspace(-12.0, 12.0, 24_001), torch.tensor([-1e4, -1e3
 def recognize_activation(function: Callable[[Tensor], Tensor], constants: Sequence[float]) -> str | None:
     """Return the text of the activation that `function` (elementwise, float32) computes; None for an unknown one.
 
-    `constants` are the numbers that occur in its expression: each may be the threshold of a `fatrelu`.
+    `constants` are the numbers that occur in its expression: each may be a parameter of an activation.
     """
     grid = _grid(constants)
     values = function(grid)
     if values.dtype != grid.dtype:
         return None
-    for text in (*ACTIVATIONS, *(f"fatrelu({constant!r})" for constant in sorted(set(constants)))):
-        if torch.allclose(parse_activation(text).function(grid), values, rtol=_TOLERANCE, atol=_TOLERANCE):
-            return text
+    for activation in _candidates(constants):
+        if torch.allclose(activation.function(grid), values, rtol=_TOLERANCE, atol=_TOLERANCE):
+            return activation.text
     return None
+
+
+def _candidates(constants: Sequence[float]) -> Iterator[Activation]:
+    """Yield the activations without parameters, then those whose parameters are among `constants`."""
+    yield from ACTIVATIONS.values()
+    # 1 is a factor, and 0 a summand, that is not written.
+    numbers = sorted({*map(abs, constants), *constants})
+    for count, make in PARAMETRIC.values():
+        others = sorted({*numbers, 0.0, 1.0}) if count > 1 else numbers
+        yield from (make(*parameters) for parameters in product(numbers, *[others] * (count - 1)))
 
 
 def _grid(constants: Sequence[float]) -> Tensor:
@@ -81,7 +105,10 @@ class RaiseFFN(Pass):
     2. `down(act(gate(x)) · act'(up(x)))` → `ffn` with gate. The gate is the factor whose activation is not the
        identity; where both are activations (dReLU), the first.
     3. Parts of one fused linear count as linears of their own.
-    4. `down(rms_norm(h, w, eps))`, where `down(h)` is a block by 1 or 2 → `ffn` with `norm_eps`, whose down has the
+    4. `down(h · gains)`, where `down(h)` is a block by 1 or 2 whose neurons are those of all experts, and gains are of
+       a `route` → `ffn` with `gains`; `… + gains @ b` → with `expert_bias`. Other blocks of that layer, as of a shared
+       expert, stay linears and arithmetic: predictors and placements are of one block a layer.
+    5. `down(rms_norm(h, w, eps))`, where `down(h)` is a block by 1 or 2 → `ffn` with `norm_eps`, whose down has the
        rows `down · w`, as BitNet b1.58 has it. A norm of something else stays as it is.
 
     Activations are recognized by their values, however they are written. A block with an unknown one, or with another
@@ -96,9 +123,12 @@ class RaiseFFN(Pass):
         """Raise every block of two or three linears."""
         forms = Forms(rewriter.graph_module)
         found = [block for node in calls(rewriter.graph, LINEAR) if (block := _block(forms, node)) is not None]
-        constants = SharedConstants(rewriter)
+        constants, depths = SharedConstants(rewriter), _mixers_before(rewriter.graph)
+        with_experts = {depths[block.down] for block in found if block.experts is not None}
+        with_experts |= {depths[node] for node in calls(rewriter.graph, FFN) if expert_count(node)}
         for block in found:
-            block.emit(rewriter, constants)
+            if block.experts is not None or depths[block.down] not in with_experts:
+                block.emit(rewriter, constants)
 
 
 @dataclass(frozen=True)
@@ -112,13 +142,14 @@ class _RaisedFfn:
     activation: str
     up_activation: str
     norm: "_Norm | None" = None
+    experts: "_Experts | None" = None
 
     def emit(self, rewriter: Rewriter, constants: SharedConstants) -> None:
         """Puts the `ffn` in the place of the down projection."""
         gate_weight, gate_bias = (None, None) if self.gate is None else self.gate.rows(rewriter, constants, self.down)
         up_weight, up_bias = self.up.rows(rewriter, constants, self.down)
         _, weight, down_bias = self.down.args
-        down_weight = input_rows(rewriter, weight, self.down)  # type: ignore[arg-type]
+        down_weight = _down_rows(rewriter, weight, self.down)  # type: ignore[arg-type]
         biases = (gate_bias, up_bias, down_bias)
         args: tuple[Any, ...] = (self.x, gate_weight, up_weight, down_weight, *biases)
         args += (self.activation, self.up_activation)
@@ -127,8 +158,12 @@ class _RaisedFfn:
             scaled = self.norm.scaled(rewriter, down_weight, self.down)
             args = (*args[:3], scaled, *args[4:], self.norm.eps)
             linears.append(self.norm.node)
-        new = rewriter.call(FFN, args, before=self.down, sources=(self.down, *linears))
-        rewriter.replace(self.down, new)
+        last = self.down
+        if self.experts is not None:
+            last = self.experts.last
+            args = (*args, None, self.experts.gains, self.experts.bias_rows(rewriter))
+        new = rewriter.call(FFN, args, before=last, sources=(self.down, *linears))
+        rewriter.replace(last, new)
 
 
 @dataclass(frozen=True)
@@ -145,9 +180,71 @@ class _Norm:
         return rewriter.call(_aten.mul.Tensor, (down, column), before=before, sources=(down, self.weight))
 
 
+@dataclass(frozen=True)
+class _Experts:
+    """The `route` that makes the gains of a block, and the addition of its experts' biases, if there is one.
+
+    `last` is the node that the block takes the place of: the addition, or the down projection.
+    """
+
+    gains: Node
+    last: Node
+    bias: Node | None
+
+    @classmethod
+    def of(cls, forms: Forms, down: Node, gains: Node) -> "_Experts":
+        for total in down.users:
+            if is_call(total, _aten.add.Tensor) and len(total.all_input_nodes) == 2 and not total.kwargs:
+                (bias,) = (node for node in total.all_input_nodes if node is not down)
+                if is_call(bias, LINEAR) and bias.args[2] is None and forms.same(bias.args[0]) is gains:  # type: ignore[arg-type]
+                    return cls(gains, total, bias)
+        return cls(gains, down, None)
+
+    def bias_rows(self, rewriter: Rewriter) -> Node | None:
+        """Return the bias of each expert, [experts, columns]."""
+        return None if self.bias is None else input_rows(rewriter, self.bias.args[1], self.last)  # type: ignore[arg-type]
+
+
+def _mixers_before(graph: Graph) -> dict[Node, int]:
+    """Return through how many mixers the tokens go at most before each value: what tells the layers of blocks."""
+    depths: dict[Node, int] = {}
+    for node in graph.nodes:
+        before = max((depths[source] for source in node.all_input_nodes), default=0)
+        depths[node] = before + (operator_part(node) == "mixer")
+    return depths
+
+
+def _down_rows(rewriter: Rewriter, weight: Node, before: Node) -> Node:
+    """Return the rows of down, one for each neuron; where it is a stack [G, D, S] of experts' as few moves of that."""
+    stack = axes_of(weight)
+    if stack is None or stack.axes not in (((1,), (0, 2)), ((2,), (0, 1))):
+        return input_rows(rewriter, weight, before)
+    rows = stack.parameter
+    if stack.axes == ((1,), (0, 2)):
+        rows = rewriter.call(TRANSPOSE, (rows, 1, 2), before=before, sources=(weight,))
+    shape = list(weight.meta["val"].shape[::-1])
+    return rewriter.call(RESHAPE, (rows, shape), before=before, sources=(weight,))
+
+
+def _gains(forms: Forms, hidden: Node) -> tuple[Node, Node] | None:
+    """Return the neurons' outputs before they are multiplied by gains of experts, and the gains; else None."""
+    if not is_call(hidden, _aten.mul.Tensor) or not all(isinstance(factor, Node) for factor in hidden.args):
+        return None
+    for outputs, gains in (hidden.args, hidden.args[::-1]):
+        moved = None if forms.is_known(gains) else forms.moved(gains, flat=True)  # type: ignore[arg-type]
+        if moved is None or not is_call(moved[0], ROUTE) or moved[1] is not None:
+            continue
+        if outputs.meta["val"].shape[-2:-1] == gains.meta["val"].shape[-2:-1] and gains.meta["val"].shape[-1] == 1:  # type: ignore[union-attr]
+            return outputs, moved[0]  # type: ignore[return-value]
+    return None
+
+
 def _block(forms: Forms, down: Node) -> _RaisedFfn | None:
     """The block that ends in the linear `down`; None where it ends none."""
     hidden = forms.same(down.args[0])  # type: ignore[arg-type]
+    if (found := _gains(forms, hidden)) is not None:
+        block = _block_of(forms, down, forms.same(found[0]))
+        return None if block is None else replace(block, experts=_Experts.of(forms, down, found[1]))
     if not is_call(hidden, RMS_NORM):
         return _block_of(forms, down, hidden)
     values = arguments(hidden)
@@ -191,7 +288,7 @@ def _gated(forms: Forms, down: Node, hidden: Node, x: Any) -> _RaisedFfn | None:
     first, second = (_activated(forms, forms.same(factor)) for factor in hidden.args)  # type: ignore[arg-type]
     if first is None or second is None:
         return None
-    gate, up = (second, first) if first[1] == "identity" else (first, second)
+    gate, up = (second, first) if first[1].startswith(("identity", "clamped_linear")) else (first, second)
     return _RaisedFfn(x, gate=gate[0], up=up[0], down=down, activation=gate[1], up_activation=up[1])
 
 
@@ -209,7 +306,7 @@ def _activated(forms: Forms, node: Node) -> tuple[Projection, str] | None:
 
 
 def _projection(forms: Forms, leaf: Node) -> Projection | None:
-    moved = None if forms.is_known(leaf) else forms.moved(leaf)
+    moved = None if forms.is_known(leaf) else forms.moved(leaf, flat=True)
     return Projection(*moved) if moved is not None and is_call(moved[0], LINEAR) else None
 
 
