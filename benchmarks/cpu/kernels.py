@@ -26,7 +26,7 @@ from picompile_codegen.build.host_library import build_host_library
 from picompile_codegen.build.isa import ISAS, targeting
 from picompile_codegen.cpu.kernel import Kernel
 from picompile_codegen.lowering.program import tensor_bytes
-from picompile_codegen.specs import FfnSpec, LinearSpec
+from picompile_codegen.specs import ExpertsSpec, FfnSpec, LinearSpec, experts_have_panels
 from picompile_passes.formats.panels import has_panels
 from picompile_runtime.bench.bandwidth import MemoryReader
 from picompile_runtime.devices.cpu.native import HostLibrary, seconds_of
@@ -79,12 +79,23 @@ def decoding(form: str, tokens: int, firing: Sequence[float]) -> Iterator[Case]:
             share = {"exact": (1 + 2 * part) / 3, "masked": part, "dense": 1.0}[kind]
             title = f"ffn {kind}{several}" + (f" {part:.0%}" if kind != "dense" else "")
             yield Case(title, kernel, tokens, part, share)
+    if experts_have_panels((form,) * 3, 1024, 2048):
+        yield experts(form, tokens, several)
+
+
+def experts(form: str, tokens: int, several: str) -> Case:
+    """Return the block of a layer of OLMoE: 64 experts of 1024 neurons, of which a token chooses 8."""
+    kernel = cpu.write_kernel(ExpertsSpec(
+        formats=(form,) * 3, neurons=64 * 1024, experts=64, chosen=8, dim=2048, rows=tokens, gated=True,
+        activation="silu", up_activation="identity", gate_bias=False, up_bias=False, down_bias=False,
+    ))  # fmt: skip
+    return Case(f"experts 8 of 64{several}", kernel, tokens, 8 / 64, 1 - (1 - 8 / 64) ** tokens)
 
 
 def arguments_of(case: Case, rng: np.random.Generator) -> Iterator[Arguments]:
     """Yield the arguments of calls that differ in the copy of the weights, as many as make the working set.
 
-    x is zero, so that the biases alone decide which neurons fire.
+    x is zero, so that the biases alone decide which neurons fire. Tokens choose experts by chance.
     """
     shared = {each.name: aligned_zeros(each.shape, np.dtype(each.dtype)) for each in case.kernel.arguments}
     for name, array in shared.items():
@@ -93,6 +104,9 @@ def arguments_of(case: Case, rng: np.random.Generator) -> Iterator[Arguments]:
             array.view(np.uint8).reshape(-1)[:] = np.resize(some, array.nbytes)
         elif name == "mask":
             array[:] = rng.random(array.shape) < case.firing
+        elif name == "gains":
+            chosen = np.arange(array.shape[1]) < round(case.firing * array.shape[1])
+            array[:] = rng.permuted(np.tile(chosen, (len(array), 1)), axis=1)
         elif name == "gate_bias" and "mask" not in shared:
             array[:] = np.where(rng.random(array.shape) < case.firing, 1.0, -1.0)
         elif name in ("gate_bias", "up_bias"):

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from importlib import import_module
 from inspect import isabstract
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any
@@ -23,7 +23,7 @@ ROWS = (1, 13)
 CPU_BODIES, CUDA_BODIES = find_bodies(cpu.__name__), find_bodies(cuda.__name__)
 BOTH = (False, True)
 # Only the host calls these, and only a GPU those.
-HOST_ONLY = {specs.LendCacheSpec, specs.SignalSpec, specs.WaitSpec}
+HOST_ONLY = {specs.ExpertsSpec, specs.LendCacheSpec, specs.RouteSpec, specs.SignalSpec, specs.WaitSpec}
 GPU_ONLY = {specs.CountedSendMaskSpec, specs.LinearAddSpec, specs.PingPongSpec, specs.SumNormSpec}
 
 CACHES = {"kv_heads": (1, 3), "context": (50,), "sequences": (1, 4)}
@@ -86,6 +86,24 @@ def ffns() -> list[Parameters]:
     return pairs(is_block, block=blocks, kinds=kinds, **layout, **limits)
 
 
+def experts_in_bundles() -> list[Parameters]:
+    """Gated and not, with biases of experts and without, for a token, a prompt, and several sequences."""
+    blocks = [
+        {"gated": True, "activation": "relu", "gate_bias": False, "up_bias": False},
+        {"gated": False, "activation": "relu2", "gate_bias": False, "up_bias": True},
+        {"gated": True, "activation": "fatrelu(0.25)", "gate_bias": True, "up_bias": True},
+    ]
+    experts = [{"experts": 7, "chosen": 2}, {"experts": 11, "chosen": 3}]
+    layout = {"format": ROW_FORMATS, "neurons": (77,), "dim": (72,), "up_activation": ("identity",)}
+    rows = [{"rows": 1}, {"rows": 13}, ROWWISE]
+    kinds, biases = ("dense", "exact", "masked"), {"down_bias": BOTH, "expert_bias": BOTH}
+
+    def is_block(each: Parameters) -> bool:
+        return each["kind"] != "masked" or "rowwise" not in each
+
+    return pairs(is_block, block=blocks, of=experts, kind=kinds, **layout, step=rows, **biases)
+
+
 def whole_blocks() -> list[Parameters]:
     """Gated and not, each with formats of its own and with one; with all biases, some and none."""
     three, two = (("q4",) * 3, ("q4_k", "q4_k", "q6_k"), ("q4m", "q8", "q2_k")), (("q5_1",) * 2, ("iq4_xs", "nvfp4"))
@@ -98,6 +116,12 @@ def whole_blocks() -> list[Parameters]:
         return bool(each["gated"] or (each["up_activation"] == "identity" and not each["gate_bias"]))
 
     return pairs(is_block, forms=forms, biases=biases, **activations, **sizes)
+
+
+def blocks_of_experts() -> list[Parameters]:
+    """Blocks whose matrices are multiplied whole, of few experts and of one, with and without biases of experts."""
+    experts = cycle(pairs(experts=(5, 1), chosen=(1, 2), expert_bias=BOTH))
+    return [{**block, **chosen} for block, chosen in zip(whole_blocks(), experts, strict=False)]
 
 
 def norms_behind(dim: int, rows: int) -> list[Any]:
@@ -123,7 +147,8 @@ VARIANTS: dict[type[KernelSpec], list[Parameters]] = {
         *pairs(format=ROW_FORMATS, vocab=(50,), dim=(96, 100), rows=ROWS, offset=(0, 2)),
         *pairs(format=PANEL_FORMATS, vocab=(64,), dim=(96, 100), rows=ROWS, offset=(0, 2), panels=(True,)),
     ],
-    specs.FfnSpec: ffns(),
+    specs.ExpertsSpec: blocks_of_experts(),
+    specs.FfnSpec: [*ffns(), *experts_in_bundles()],
     specs.LayerNormSpec: pairs(dim=(96, 99), rows=ROWS, eps=(1e-5,), weight=BOTH, bias=BOTH, groups=(1, 3)),
     specs.TopLogitsSpec: pairs(vocab=(37, 300, 3000), rows=ROWS),
     specs.LinearAddSpec: pairs(
@@ -152,6 +177,20 @@ VARIANTS: dict[type[KernelSpec], list[Parameters]] = {
     specs.ReceiveMaskSpec: pairs(neurons=(77, 200), rows=ROWS),
     specs.RmsNormSpec: pairs(dim=(96, 99), rows=ROWS, eps=(1e-5, 1e-6), groups=(1, 3)),
     specs.RotarySpec: pairs(heads=(3,), head_dim=(20, 32), context=(50,), place=MODES),
+    specs.RouteSpec: pairs(
+        rows=ROWS,
+        scores=("softmax", "sigmoid"),
+        normalized=("none", "sum"),
+        scale=(1.0, 2.5),
+        eps=(0.0, 1e-20),
+        groups=[
+            {"experts": 12, "chosen": 2},
+            {"experts": 12, "chosen": 3, "groups": 4, "chosen_groups": 2},
+            {"experts": 12, "chosen": 3, "groups": 4, "chosen_groups": 2, "group_score": "top2"},
+        ],
+        bias=BOTH,
+        expert_scale=BOTH,
+    ),
     specs.SendSpec: pairs(dim=(96, 99), rows=ROWS),
     specs.SendMaskSpec: pairs(dim=(96,), neurons=(200,), columns=(55, 60), rows=ROWS),
     specs.TakeLastSpec: pairs(dim=(96, 99), rows=ROWS),
@@ -193,6 +232,8 @@ def test_bodies_take_the_arguments_of_their_spec(kind: type[KernelSpec]) -> None
         bodies = [module for module, found in ((cpu, CPU_BODIES), (cuda, CUDA_BODIES)) if kind in found]
         if isinstance(spec, specs.CountedFfnSpec) and not spec.is_masked:
             bodies.remove(cpu)
+        if parameters.get("experts") and cuda in bodies:
+            bodies.remove(cuda)
         written = [module.write_kernel(spec) for module in bodies]
         for kernel in written:
             assert kernel.name == spec.name

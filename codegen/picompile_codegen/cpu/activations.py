@@ -20,16 +20,15 @@ class Arithmetic:
     tanh: Callable[[Expr], Expr]
     erf: Callable[[Expr], Expr]
     exp: Callable[[Expr], Expr]
+    softplus: Callable[[Expr], Expr]
 
 
 def apply_activation(text: str, x: Expr, arithmetic: Arithmetic) -> Expr:
     """Return the activation that `text` names, of x. Raises `ValueError` for one that is not known."""
     activation = parse_activation(text)
     x = bind(x)
-    if activation.name == "fatrelu":
-        constant = arithmetic.constant
-        return bind(select(x > constant(activation.threshold), x, constant(0.0)))
-    return bind(_FUNCTIONS[activation.name](x, arithmetic))
+    parameters = map(arithmetic.constant, activation.parameters)
+    return bind(_FUNCTIONS[activation.name](x, arithmetic, *parameters))
 
 
 def _relu(x: Expr, of: Arithmetic) -> Expr:
@@ -51,7 +50,20 @@ def _gelu_tanh(x: Expr, of: Arithmetic) -> Expr:
     return x * of.sigmoid(of.constant(2.0 * sqrt(2.0 / pi)) * inner)
 
 
-_FUNCTIONS: dict[str, Callable[[Expr, Arithmetic], Expr]] = {
+def _fatrelu(x: Expr, of: Arithmetic, threshold: Expr) -> Expr:
+    return select(x > threshold, x, of.constant(0.0))
+
+
+def _clamped_swish(x: Expr, of: Arithmetic, limit: Expr, beta: Expr) -> Expr:
+    clamped = bind(minimum(x, limit))
+    return clamped * of.sigmoid(beta * clamped)
+
+
+def _clamped_linear(x: Expr, of: Arithmetic, limit: Expr, shift: Expr) -> Expr:
+    return maximum(minimum(x, limit), of.constant(0.0) - limit) + shift
+
+
+_FUNCTIONS: dict[str, Callable[..., Expr]] = {
     "identity": lambda x, _: x,
     "relu": _relu,
     "relu2": _relu2,
@@ -62,6 +74,9 @@ _FUNCTIONS: dict[str, Callable[[Expr, Arithmetic], Expr]] = {
     "quick_gelu": lambda x, of: x * of.sigmoid(of.constant(1.702) * x),
     "sigmoid": lambda x, of: of.sigmoid(x),
     "tanh": lambda x, of: of.tanh(x),
+    "fatrelu": _fatrelu,
+    "clamped_swish": _clamped_swish,
+    "clamped_linear": _clamped_linear,
 }
 
 
@@ -91,7 +106,7 @@ def apply_expression(text: str, inputs: Sequence[Expr], of: Arithmetic) -> Expr:
                 operands.append((inputs if operand[0] == "x" else results)[int(operand[1:])])
         if step.function in _ARITHMETIC:
             results.append(bind(_ARITHMETIC[step.function](*operands)))
-        elif step.function in ("exp", "erf"):
+        elif step.function in ("exp", "erf", "softplus"):
             results.append(bind(getattr(of, step.function)(*operands)))
         else:
             results.append(apply_activation(step.function, operands[0], of))

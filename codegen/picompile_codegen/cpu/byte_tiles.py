@@ -13,7 +13,7 @@ from tvm import tirx
 
 from picompile_codegen.build import isa
 from picompile_codegen.cpu.kernel import KernelFunction
-from picompile_codegen.cpu.matrix import KernelMatrix
+from picompile_codegen.cpu.matrix import CACHE_LINE_BYTES, KernelMatrix
 from picompile_codegen.cpu.panels import ChunkSums, RegisterTile, wide
 from picompile_codegen.cpu.quantized import (
     SCALES_TOGETHER,
@@ -86,7 +86,7 @@ class ByteInputs:
         has_zeros, padded = matrix is not None and matrix.has_zeros, padded_groups(groups)
         sums = GROUP // matrix.form.group if matrix is not None else 1
         quantized = QuantizedRows(
-            function.scratch(f"{name}_bytes", "int8", rows, groups * GROUP * parts),
+            function.scratch(f"{name}_bytes", "int8", rows, _row_bytes(rows, groups * GROUP * parts)),
             function.scratch(f"{name}_scales", "float32", rows, padded),
             function.scratch(f"{name}_offsets", "float32" if has_zeros else "int32", rows, padded * sums),
             parts,
@@ -107,6 +107,16 @@ class ByteInputs:
     def quantize(self, x: KernelTensor, token: Expr, columns: int) -> None:
         """Quantize one row."""
         quantize_row(x, row=token, columns=columns, out=self.rows, offset=self.offset)
+
+
+def _row_bytes(rows: int, size_bytes: int) -> int:
+    """Return the distance between rows: an odd number of cache lines where there are several rows.
+
+    The tokens of a tile are read side by side. At a distance of 2048 bytes, 32 of them share two sets of a first-level
+    cache, which is too few.
+    """
+    lines = -(-size_bytes // CACHE_LINE_BYTES)
+    return size_bytes if rows == 1 else (lines + (lines + 1) % 2) * CACHE_LINE_BYTES
 
 
 @dataclass(frozen=True)

@@ -11,21 +11,27 @@ threads.
 For several sequences, each token computes its own neurons as above, to the same bits: rows that one token read are in
 the CPU's cache for the next, and many tokens share the work on the gate and up of a neuron (`ffn_outputs.py`). Where
 every neuron is computed, a few tokens share the work on each weight.
+
+In a block of experts, a token has the neurons of the experts that it has chosen, and all of this is about these
+(`ffn_experts.py`). In a chunk, the tokens of each expert are multiplied in tiles (`ffn_expert_tiles.py`).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tvm import tirx
 
 from picompile_codegen.backend import body
-from picompile_codegen.cpu.accumulate import Reduction, ReductionInputs, accumulate
 from picompile_codegen.cpu.dot import biased, prepare_vector
+from picompile_codegen.cpu.ffn_chunk import ffn_chunk
+from picompile_codegen.cpu.ffn_expert_tiles import ExpertTiles
+from picompile_codegen.cpu.ffn_experts import ChosenExperts
 from picompile_codegen.cpu.ffn_neurons import (
     FfnArguments,
     ListMemory,
     NeuronList,
     compare_with_limit,
+    decide_place,
     declare_list,
     list_neurons,
     make_list,
@@ -33,7 +39,6 @@ from picompile_codegen.cpu.ffn_neurons import (
 from picompile_codegen.cpu.ffn_outputs import FEW_TOKENS, TokenLists, TokenOutputs
 from picompile_codegen.cpu.ffn_slices import Slices, compute_dense_slice, compute_slice
 from picompile_codegen.cpu.kernel import KernelFunction
-from picompile_codegen.cpu.linear import ChunkInputs, TileProjection, project_rows
 from picompile_codegen.cpu.matrix import KernelMatrix
 from picompile_codegen.cpu.panels import import_functions
 from picompile_codegen.cpu.tensor import (
@@ -44,13 +49,11 @@ from picompile_codegen.cpu.tensor import (
     loop,
     minimum,
     parallel,
-    select,
     when,
     worth_a_region,
 )
-from picompile_codegen.cpu.token_ops import sum_row
+from picompile_codegen.cpu.token_experts import TokenExperts
 from picompile_codegen.cpu.token_vectors import TokenVectors, multiply_rows
-from picompile_codegen.cpu.vector import LANES, activate, blocks, load, splat, store
 from picompile_codegen.errors import CodegenError
 from picompile_codegen.specs import CountedFfnSpec, FfnSpec
 
@@ -61,17 +64,25 @@ SLICES = 16
 def ffn_one(function: KernelFunction, arguments: FfnArguments) -> None:
     """Write the body of a block for one token, and declare its scratch memory."""
     spec = arguments.spec
+    chosen = ChosenExperts.declare(function, arguments)
     memory = declare_list(function, arguments)
     slices = Slices.declare(function, arguments, SLICES)
 
+    experts = None
+    if chosen is not None:
+        chosen.find(arguments, 0)
+        experts = chosen.of(arguments, 0)
     vector = prepare_vector(arguments.x, arguments.bundle)
     is_worth = worth_a_region(arguments.bundle.bytes)
-    listed = None if memory is None else make_list(arguments, vector, memory)
+    listed = None if memory is None else make_list(arguments, vector, memory, experts)
     with parallel(SLICES, when_worth=is_worth) as index:
-        compute_slice(arguments, vector, listed, slices, index, number=index)
+        compute_slice(arguments, vector, listed, slices, index, number=index, experts=experts)
     slices.add_up(arguments.y, arguments.down_bias, spec.dim, 1)
     slices.add_up_squares(arguments.y, spec.dim, 1)
-    slices.count(arguments.stats, spec.neurons if listed is None else listed.count, 1)
+    if chosen is not None:
+        chosen.add_biases(arguments, 1)
+    every = spec.neurons if experts is None else experts.neurons
+    slices.count(arguments.stats, every if listed is None else listed.count, 1)
 
 
 # Tokens that a task of a dense block computes: as many as share what it reads, and few enough to have tasks for all
@@ -79,50 +90,118 @@ def ffn_one(function: KernelFunction, arguments: FfnArguments) -> None:
 _TASK_TOKENS = 16
 
 
+@dataclass(frozen=True)
+class RowwiseMemory:
+    """Memory for tokens that compute neurons of their own: their lists, how long these are, and what they give."""
+
+    chosen: ChosenExperts | None
+    listed: ListMemory | None
+    counts: KernelTensor | None
+    outputs: TokenOutputs | None
+    vectors: TokenVectors
+    slices: Slices
+
+    @classmethod
+    def declare(cls, function: KernelFunction, arguments: FfnArguments) -> "RowwiseMemory":
+        """Declare the memory for the rows of `arguments.spec`. This must come before any statement of the kernel."""
+        rows, listed = arguments.spec.rows, declare_list(function, arguments)
+        return cls(
+            chosen=ChosenExperts.declare(function, arguments),
+            listed=listed,
+            counts=None if listed is None else function.scratch("counts", "int32", rows),
+            outputs=None if listed is None else TokenOutputs.declare(function, arguments),
+            vectors=TokenVectors.declare(function, "vector", arguments.x, rows, arguments.bundle),
+            slices=Slices.declare(function, arguments, SLICES),
+        )
+
+    def experts(self, arguments: FfnArguments, token: Expr) -> TokenExperts | None:
+        """Return the experts of a token, which must have been found; None for a block without experts."""
+        return None if self.chosen is None else self.chosen.of(arguments, token)
+
+
 def ffn_rowwise(function: KernelFunction, arguments: FfnArguments) -> None:
     """Write the body of a block for one token each of several sequences, and declare its scratch memory."""
-    spec = arguments.spec
-    listed = declare_list(function, arguments)
-    counts = None if listed is None else function.scratch("counts", "int32", spec.rows)
-    outputs = None if listed is None else TokenOutputs.declare(function, arguments)
-    vectors = TokenVectors.declare(function, "vector", arguments.x, spec.rows, arguments.bundle)
-    slices = Slices.declare(function, arguments, SLICES)
-    tokens = function.tokens(spec.rows)
+    memory = RowwiseMemory.declare(function, arguments)
+    tokens = function.tokens(arguments.spec.rows)
+    memory.slices.count(arguments.stats, compute_rows(arguments, memory, tokens), tokens)
 
-    vectors.prepare(tokens)
-    if listed is None or counts is None:
-        compute = _compute_above_limits if spec.has_limits else _compute_all
-        compute(arguments, vectors, slices, tokens)
-        computed = tokens * spec.neurons
+
+def compute_rows(arguments: FfnArguments, memory: RowwiseMemory, tokens: Expr) -> Expr:
+    """Compute y of the first `tokens` rows, each with its own neurons. Return how many neurons were computed."""
+    spec, chosen, slices = arguments.spec, memory.chosen, memory.slices
+    if chosen is not None:
+        with parallel(tokens) as token:
+            chosen.find(arguments, token)
+    memory.vectors.prepare(tokens)
+    counts = memory.counts
+    if memory.listed is None or counts is None:
+        compute = _compute_above_limits if spec.has_limits or spec.experts else _compute_all
+        compute(arguments, memory, tokens)
+        counts, each = (None, spec.neurons) if chosen is None else (chosen.counts, spec.expert_neurons)
     else:
-        _compute_listed(arguments, vectors, listed, counts, outputs, slices, tokens)
+        _compute_listed(arguments, memory, memory.listed, counts, tokens)
+        each = 1
+    if counts is None:
+        computed = tokens * each
+    else:
         total = counter()
         with loop(0, tokens) as token:
             total[0] = total[0] + counts[token]
-        computed = bind(total[0])
+        computed = bind(total[0]) * each
     slices.add_up(arguments.y, arguments.down_bias, spec.dim, tokens)
     slices.add_up_squares(arguments.y, spec.dim, tokens)
-    slices.count(arguments.stats, computed, tokens)
+    if chosen is not None:
+        chosen.add_biases(arguments, tokens)
+    return computed
 
 
-def _compute_all(arguments: FfnArguments, vectors: TokenVectors, slices: Slices, tokens: Expr) -> None:
+# Tokens of a chunk that are computed together, which have memory for all of their neurons.
+_CHUNK_TOKENS = 16
+# Tokens of an expert, on the average, from which on tiles are multiplied: for fewer, unpacking its rows takes longer
+# than reading them for each token.
+_TILE_TOKENS = 2
+
+
+def ffn_chunk_of_experts(function: KernelFunction, arguments: FfnArguments) -> None:
+    """Write the body of a block of experts for a chunk, and declare its scratch memory.
+
+    Tokens of a short chunk share few experts, and are computed each by itself.
+    """
+    spec = arguments.spec
+    together = min(spec.rows, _CHUNK_TOKENS)
+    few = replace(arguments, spec=replace(spec, rows=together))
+    memory, tiles = RowwiseMemory.declare(function, few), ExpertTiles.declare(function, arguments)
+    import_functions(function)
+    tokens = function.tokens(spec.rows)
+    share_experts = bind(tokens * spec.chosen > spec.experts * _TILE_TOKENS)
+    with when(share_experts):
+        tiles.compute(arguments, tokens)
+    with when(tirx.Not(share_experts)), loop(0, (tokens + (together - 1)) // together) as part:
+        first = bind(part * together)
+        rows = few.from_row(first)
+        of_rows = replace(memory, vectors=replace(memory.vectors, x=rows.x))
+        compute_rows(rows, of_rows, bind(minimum(tokens - first, together)))
+
+
+def _compute_all(arguments: FfnArguments, memory: RowwiseMemory, tokens: Expr) -> None:
     """Compute every neuron of each token; a task takes a slice of the neurons, for several tokens."""
     with parallel((tokens + (_TASK_TOKENS - 1)) // _TASK_TOKENS * SLICES) as index:
         group = bind(index // SLICES)
         first = bind(group * _TASK_TOKENS)
         stop = bind(minimum(first + _TASK_TOKENS, tokens))
-        compute_dense_slice(arguments, vectors, first, stop, slices, number=bind(index - group * SLICES))
+        number = bind(index - group * SLICES)
+        compute_dense_slice(arguments, memory.vectors, first, stop, memory.slices, number=number)
 
 
-def _compute_above_limits(arguments: FfnArguments, vectors: TokenVectors, slices: Slices, tokens: Expr) -> None:
-    """Compute every neuron of each token by itself: each adds rows of down in the groups that it has alone."""
-    _compute_by_token(arguments, vectors, slices, tokens, neurons_of=lambda _: None)
+def _compute_above_limits(arguments: FfnArguments, memory: RowwiseMemory, tokens: Expr) -> None:
+    """Compute every neuron of each token, or of its experts, by itself: each adds rows of down in the groups that it
+    has alone."""
+    _compute_by_token(arguments, memory, tokens, neurons_of=lambda _: None)
 
 
 def _compute_by_token(
     arguments: FfnArguments,
-    vectors: TokenVectors,
-    slices: Slices,
+    memory: RowwiseMemory,
     tokens: Expr,
     neurons_of: Callable[[Expr], NeuronList | None],
 ) -> None:
@@ -136,26 +215,23 @@ def _compute_by_token(
         listed = neurons_of(token)
         compute_slice(
             arguments,
-            vector=vectors[token],
+            vector=memory.vectors[token],
             listed=listed,
-            slices=slices,
+            slices=memory.slices,
             index=bind(token * SLICES + number),
             number=number,
+            experts=memory.experts(arguments, token),
         )
 
 
 def _compute_listed(
-    arguments: FfnArguments,
-    vectors: TokenVectors,
-    listed: ListMemory,
-    counts: KernelTensor,
-    outputs: TokenOutputs | None,
-    slices: Slices,
-    tokens: Expr,
+    arguments: FfnArguments, memory: RowwiseMemory, listed: ListMemory, counts: KernelTensor, tokens: Expr
 ) -> None:
     """List each token's own neurons, and compute those."""
-    products = listed.products
-    if products is not None:
+    products, vectors, outputs = listed.products, memory.vectors, memory.outputs
+    if products is not None and memory.chosen is not None:
+        _decide_rows(arguments, memory, listed, tokens)
+    elif products is not None:
 
         def store(token: Expr, neuron: Expr, product: Expr) -> None:
             products[token, neuron] = biased(product, arguments.first_bias, neuron)
@@ -166,22 +242,38 @@ def _compute_listed(
             matrix, row_of=arguments.first_row, count=arguments.spec.neurons, vectors=vectors, tokens=tokens, emit=store
         )
     with parallel(tokens) as token:
-        counts[token] = list_neurons(arguments, listed, token).count
+        counts[token] = list_neurons(arguments, listed, token, memory.experts(arguments, token)).count
 
     def compute_slices(known: KernelTensor | None) -> None:
         def neurons_of(token: Expr) -> NeuronList:
-            return NeuronList(listed.neurons, row=token, count=bind(counts[token]), products=products, outputs=known)
+            return NeuronList(listed.places, row=token, count=bind(counts[token]), products=products, outputs=known)
 
-        _compute_by_token(arguments, vectors, slices, tokens, neurons_of)
+        _compute_by_token(arguments, memory, tokens, neurons_of)
 
     if outputs is None:
         compute_slices(None)
         return
     with when(tokens > FEW_TOKENS):
-        outputs.compute(arguments, TokenLists(tokens, listed.neurons, counts, products), vectors)
+        outputs.compute(arguments, TokenLists(tokens, listed.places, counts, products), vectors)
         compute_slices(outputs.outputs)
     with when(tokens <= FEW_TOKENS):
         compute_slices(None)
+
+
+# Neurons of a token's experts that a task multiplies with the gating matrix.
+_DECIDED = 32
+
+
+def _decide_rows(arguments: FfnArguments, memory: RowwiseMemory, listed: ListMemory, tokens: Expr) -> None:
+    """Multiply the neurons of each token's experts with the gating matrix."""
+    with parallel(tokens * -(-arguments.spec.row_neurons // _DECIDED)) as task:
+        part = bind(task // tokens)
+        token = bind(task - part * tokens)
+        experts = memory.experts(arguments, token)
+        assert experts is not None
+        first = bind(part * _DECIDED)
+        with loop(first, minimum(first + _DECIDED, experts.neurons)) as place:
+            decide_place(arguments, memory.vectors[token], listed, token, place, experts)
 
 
 @body(CountedFfnSpec, FfnSpec)
@@ -193,106 +285,14 @@ def ffn(spec: FfnSpec, function: KernelFunction) -> None:
     """
     if isinstance(spec, CountedFfnSpec) and not (spec.is_masked and not spec.in_tiles):
         raise CodegenError(f"there is no CPU kernel for {type(spec).__name__} of kind {spec.kind}")
+    if spec.experts and (isinstance(spec, CountedFfnSpec) or spec.mask_columns is not None or spec.squares):
+        raise CodegenError("there is no CPU kernel for a part of a block of experts, or one that normalizes neurons")
     arguments = FfnArguments.of(spec, function, KernelMatrix)
     if spec.rows == 1:
         ffn_one(function, arguments)
+    elif spec.experts and not spec.rowwise and not (spec.is_masked and not spec.in_tiles):
+        ffn_chunk_of_experts(function, arguments)
     elif (spec.is_masked and not spec.in_tiles) or spec.rowwise:
         ffn_rowwise(function, arguments)
     else:
         ffn_chunk(function, arguments)
-
-
-# A chunk is dense, since some token needs almost every neuron.
-
-
-@dataclass(frozen=True)
-class ChunkMemory:
-    """Memory for a chunk: products with gate, hidden values, and x and the hidden values as they are multiplied."""
-
-    gate: KernelTensor | None
-    hidden: KernelTensor
-    inputs: ChunkInputs
-    packed_hidden: ReductionInputs
-
-    @classmethod
-    def declare(cls, function: KernelFunction, spec: FfnSpec, bundle: KernelMatrix) -> "ChunkMemory":
-        """Declare the memory. This must come before any statement of the kernel."""
-        return cls(
-            gate=function.scratch("gate", "float32", spec.rows, spec.neurons) if spec.gated else None,
-            hidden=function.scratch("hidden", "float32", spec.rows, spec.neurons),
-            inputs=ChunkInputs.declare(function, "x", spec.rows, spec.dim, bundle),
-            packed_hidden=ReductionInputs.declare(function, "hidden", spec.rows, spec.neurons, bundle),
-        )
-
-
-def ffn_chunk(function: KernelFunction, arguments: FfnArguments) -> None:
-    """Write the body of a block that computes every neuron of several tokens."""
-    spec = arguments.spec
-    memory = ChunkMemory.declare(function, spec, arguments.bundle)
-    import_functions(function)
-    compute_chunk(arguments, memory, function.tokens(spec.rows))
-
-
-def compute_chunk(arguments: FfnArguments, memory: ChunkMemory, tokens: Expr) -> None:
-    """Compute y of the first `tokens` tokens over all neurons."""
-    spec, hidden = arguments.spec, memory.hidden
-    is_worth = worth_a_region(arguments.bundle.bytes)
-    memory.inputs.pack(arguments.x, tokens, spec.dim)
-    first = TileProjection(arguments.first_matrix, spec.neurons, arguments.first_row, arguments.first_bias)
-    up = TileProjection(arguments.bundle, spec.neurons, arguments.up_row, arguments.up_bias)
-    with parallel(first.tasks, when_worth=is_worth) as task:
-        project_rows(first, task, x=memory.inputs, tokens=tokens, out=hidden if memory.gate is None else memory.gate)
-        if memory.gate is not None:
-            project_rows(up, task, x=memory.inputs, tokens=tokens, out=hidden)
-        with loop(0, tokens) as t:
-            _activate(arguments, block=task, size=first.tile.outputs, t=t, gate=memory.gate, hidden=hidden)
-    memory.packed_hidden.pack(hidden, tokens, spec.neurons)
-    down = Reduction(
-        arguments.bundle, count=spec.neurons, row_of=arguments.down_row, bias=arguments.down_bias, y=arguments.y
-    )
-    accumulate(down, memory.packed_hidden, tokens, when_worth=is_worth)
-    if spec.squares:
-        with parallel(tokens, when_worth=is_worth) as t:
-            arguments.y[t, spec.dim] = sum_row(
-                hidden, token=t, start=0, width=spec.neurons, term=lambda value: value * value
-            )
-
-
-def _activate(
-    arguments: FfnArguments, block: Expr, size: int, t: Expr, gate: KernelTensor | None, hidden: KernelTensor
-) -> None:
-    """hidden = activation(gate) ∘ up_activation(hidden), or activation(hidden), for a block of neurons of one token."""
-    spec = arguments.spec
-
-    def output(c: Expr, valid: int) -> None:
-        raised = bind(load(hidden, t, c, valid=valid))
-        first = raised if gate is None else bind(load(gate, t, c, valid=valid))
-        value = arguments.output(first, None if gate is None else raised)
-        # Not a product: a silent neuron whose up is infinite must not turn into NaN.
-        if spec.is_exact and spec.is_sparse:
-            value = select(first > splat(spec.threshold), value, splat(0.0))
-        if arguments.gate_limits is not None:
-            activated = bind(tirx.abs(activate(spec.activation, first)))
-            value = select(activated > load(arguments.gate_limits, c, valid=valid), value, splat(0.0))
-        if arguments.output_limits is not None:
-            value = bind(value)
-            value = select(tirx.abs(value) <= load(arguments.output_limits, c, valid=valid), splat(0.0), value)
-        if arguments.mask is not None:
-            value = select(_named(arguments, arguments.mask, t, first=c, valid=valid) > splat(0.0), value, splat(0.0))
-        store(hidden, t, c, value=value, valid=valid)
-
-    full, rest = divmod(spec.neurons, size)
-    with when(block < full):
-        blocks(size, lambda c, valid: output(block * size + c, valid))
-    if rest:
-        with when(block == full):
-            blocks(rest, lambda c, valid: output(full * size + c, valid))
-
-
-def _named(arguments: FfnArguments, mask: KernelTensor, t: Expr, first: Expr, valid: int) -> Expr:
-    """Return the mask of token t for neurons `first` …, float32x8: 1 for those that it names."""
-    if arguments.table is None:
-        return load(mask, t, first, valid=valid)
-    columns = [arguments.table[first + i] for i in range(valid)]
-    values = [tirx.Cast("float32", mask[t, column]) for column in columns]
-    return tirx.Shuffle(values + [tirx.FloatImm("float32", 0.0)] * (LANES - valid), list(range(LANES)))

@@ -2,7 +2,7 @@
 computes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from tvm import tirx
@@ -13,15 +13,18 @@ from picompile_codegen.cpu.matrix import KernelMatrix, M
 from picompile_codegen.cpu.tensor import (
     Expr,
     KernelTensor,
+    TensorView,
     bind,
     counter,
     local,
     loop,
     maximum,
+    minimum,
     parallel,
     select,
     worth_a_region,
 )
+from picompile_codegen.cpu.token_experts import TokenExperts
 from picompile_codegen.cpu.vector import LANES, activate, at, load, splat, store
 from picompile_codegen.specs import FfnSpec
 
@@ -37,6 +40,7 @@ class FfnTensors(Generic[M]):
     x: KernelTensor
     mask: KernelTensor | None
     table: KernelTensor | None
+    gains: KernelTensor | None
     decide: M | None
     bundle: M
     gate_bias: KernelTensor | None
@@ -44,6 +48,7 @@ class FfnTensors(Generic[M]):
     down_bias: KernelTensor | None
     gate_limits: KernelTensor | None
     output_limits: KernelTensor | None
+    expert_bias: KernelTensor | None
     stats: KernelTensor
     y: KernelTensor
 
@@ -56,6 +61,7 @@ class FfnTensors(Generic[M]):
             x=function["x"],
             mask=function.get("mask"),
             table=function.get("table"),
+            gains=function.get("gains"),
             decide=matrix.optional(function, "decide_w"),
             bundle=matrix.argument(function, "neuron_w"),
             gate_bias=function.get("gate_bias"),
@@ -63,6 +69,7 @@ class FfnTensors(Generic[M]):
             down_bias=function.get("down_bias"),
             gate_limits=function.get("gate_limits"),
             output_limits=function.get("output_limits"),
+            expert_bias=function.get("expert_bias"),
             stats=function["stats"],
             y=function["y"],
         )
@@ -102,11 +109,35 @@ class FfnTensors(Generic[M]):
 
 @dataclass(frozen=True)
 class FfnArguments(FfnTensors[KernelMatrix]):
-    """The tensors of a block for the CPU."""
+    """The tensors of a block for the CPU, whose first neuron is number `first` of those in its matrices."""
+
+    first: Expr = 0
+
+    def from_row(self, row: Expr) -> "FfnArguments":
+        """Return the tensors as they are seen from row `row` of a step on."""
+
+        def seen(tensor: KernelTensor) -> KernelTensor:
+            return TensorView(tensor, row=lambda i: row + i)
+
+        mask, gains = (None if each is None else seen(each) for each in (self.mask, self.gains))
+        return replace(self, x=seen(self.x), y=seen(self.y), mask=mask, gains=gains)
+
+    def first_row(self, neuron: Expr) -> Expr:
+        """The row of a neuron in `first_matrix`."""
+        return super().first_row(self.first + neuron)
+
+    def up_row(self, neuron: Expr) -> Expr:
+        """The row of up in the bundle of a gated block."""
+        return super().up_row(self.first + neuron)
+
+    def down_row(self, neuron: Expr) -> Expr:
+        """The row of down in the bundle."""
+        return super().down_row(self.first + neuron)
 
     def bundle_rows(self, neuron: Expr) -> list[Expr]:
         """All rows of a neuron in the bundle."""
-        return [bind(neuron * self.spec.bundle_parts + part) for part in range(self.spec.bundle_parts)]
+        parts = self.spec.bundle_parts
+        return [bind((self.first + neuron) * parts + part) for part in range(parts)]
 
     def first_products(self, neuron: Expr, vectors: Sequence[Vector], ahead: Expr) -> list[Expr]:
         """Products of a neuron with gate, or up where there is no gate, biases included, while `ahead`'s is fetched."""
@@ -143,7 +174,8 @@ class FfnArguments(FfnTensors[KernelMatrix]):
         return bind(tirx.abs(activate(self.spec.activation, first)))
 
 
-# The list of neurons to compute holds their numbers in order, side by side.
+# The list of neurons to compute holds their places in order, side by side. The place of a neuron is its number; in a
+# block of experts, that among the neurons of the experts that the token has chosen (`token_experts.py`).
 
 
 # Elements of a mask that are looked at together: a word.
@@ -154,32 +186,33 @@ _TWO = 2
 
 @dataclass(frozen=True)
 class NeuronList:
-    """Row `row` of `neurons` int32 [tokens, F], the first `count` of which are numbers of neurons.
+    """Row `row` of `places` int32 [tokens, F], the first `count` of which are places of neurons.
 
-    `products` float32 [tokens, F] holds the product with the gating matrix of every neuron where the list was made from
-    those, and `outputs` float32 [tokens, F] those of the neurons listed where they have been computed.
+    `products` float32 [tokens, F] holds, by place, the product with the gating matrix of every neuron where the list
+    was made from those, and `outputs` float32 [tokens, F] those of the neurons listed where they have been computed.
     """
 
-    neurons: KernelTensor
+    places: KernelTensor
     row: Expr
     count: Expr
     products: KernelTensor | None
     outputs: KernelTensor | None = None
 
-    def number(self, position: Expr) -> Expr:
-        """The number of a neuron by its position in the list."""
-        return self.neurons[self.row, position]
+    def place(self, position: Expr) -> Expr:
+        """The place of a neuron by its position in the list."""
+        return self.places[self.row, position]
 
-    def product(self, neuron: Expr) -> Expr | None:
+    def product(self, place: Expr) -> Expr | None:
         """The product of a neuron with the gating matrix, where it is known."""
-        return None if self.products is None else bind(self.products[self.row, neuron])
+        return None if self.products is None else bind(self.products[self.row, place])
 
 
 @dataclass(frozen=True)
 class ListMemory:
-    """Memory for a list of neurons. `above` uint8 [tokens, F]: whether each is above the limit of its gate."""
+    """Memory for a list of neurons. `above` uint8 [tokens, F]: whether each is above the limit of its gate or, in a
+    block of experts, the threshold."""
 
-    neurons: KernelTensor
+    places: KernelTensor
     products: KernelTensor | None
     above: KernelTensor | None = None
 
@@ -189,62 +222,87 @@ def declare_list(function: KernelFunction, arguments: FfnArguments) -> ListMemor
     spec = arguments.spec
     if not (spec.is_exact or spec.is_masked):
         return None
-    products = function.scratch("products", "float32", spec.rows, spec.neurons) if spec.is_exact else None
-    fired = function.scratch("fired", "int32", spec.rows, spec.neurons)
-    decides = spec.is_exact and spec.gate_limits
-    above = function.scratch("above", "uint8", spec.rows, spec.neurons) if decides else None
+    products = function.scratch("products", "float32", spec.rows, spec.row_neurons) if spec.is_exact else None
+    fired = function.scratch("fired", "int32", spec.rows, spec.row_neurons)
+    decides = spec.is_exact and (spec.gate_limits or spec.experts)
+    above = function.scratch("above", "uint8", spec.rows, spec.row_neurons) if decides else None
     return ListMemory(fired, products, above)
 
 
-def make_list(arguments: FfnArguments, vector: Vector, memory: ListMemory) -> NeuronList:
+def make_list(
+    arguments: FfnArguments, vector: Vector, memory: ListMemory, experts: TokenExperts | None = None
+) -> NeuronList:
     """List the neurons that the mask names or, in `exact`, whose gate product is above the threshold or limit."""
     if memory.products is not None:
-        _decide(arguments, vector, memory, memory.products)
-    return list_neurons(arguments, memory, 0)
+        _decide(arguments, vector, memory, memory.products, experts)
+    return list_neurons(arguments, memory, 0, experts)
 
 
-def list_neurons(arguments: FfnArguments, memory: ListMemory, token: Expr) -> NeuronList:
+def list_neurons(
+    arguments: FfnArguments, memory: ListMemory, token: Expr, experts: TokenExperts | None = None
+) -> NeuronList:
     """List the neurons of token `token`; in `exact` the products must be known."""
     count = counter()
-    neurons, start = arguments.neurons(), 0
+    if memory.products is None and experts is not None:
+        with loop(0, experts.count) as i:
+            of_expert = bind(experts.first_neuron(i))
+            _list_range(
+                arguments, memory, token, count, of_expert, arguments.spec.expert_neurons, i * experts.neurons_each
+            )
+    else:
+        _list_range(arguments, memory, token, count, 0, arguments.neurons() if experts is None else experts.neurons, 0)
+    return NeuronList(memory.places, token, bind(count[0]), memory.products)
+
+
+def _list_range(
+    arguments: FfnArguments,
+    memory: ListMemory,
+    token: Expr,
+    count: KernelTensor,
+    first: Expr,
+    neurons: Expr,
+    first_place: Expr,
+) -> None:
+    """List those of `neurons` neurons from `first` on whose places begin with `first_place`."""
+    start: Expr = 0
     # Most neurons of an activation that silences none are above their limits, and go into the list one by one.
     flags = memory.above if arguments.spec.is_sparse else None
-    first: tuple[Expr, ...] = (token, 0)
+    of_first: tuple[Expr, ...] = (token, first)
     if memory.products is None and arguments.table is None:
-        flags, first = arguments.mask, arguments.mask_index(token, 0)
+        flags, of_first = arguments.mask, arguments.mask_index(token, first)
     if flags is not None:
         eights = bind(neurons // _EIGHT)
         start = eights * _EIGHT
-        _list_by_eights(flags, first, memory.neurons, token, eights, count)
-    with loop(start, neurons) as neuron:
+        _list_by_eights(flags, of_first, memory.places, token, eights, count, first_place)
+    with loop(start, neurons) as i:
         # Written whether it is computed or not, and then kept or overwritten: a branch could not be predicted.
-        memory.neurons[token, count[0]] = neuron
-        count[0] = count[0] + tirx.Cast("int32", _is_computed(arguments, memory, token, neuron))
-    return NeuronList(memory.neurons, token, bind(count[0]), memory.products)
+        memory.places[token, count[0]] = first_place + i
+        count[0] = count[0] + tirx.Cast("int32", _is_computed(arguments, memory, token, first + i))
 
 
 def _list_by_eights(
     mask: KernelTensor,
     first: tuple[Expr, ...],
-    neurons: KernelTensor,
+    places: KernelTensor,
     token: Expr,
     eights: Expr,
     count: KernelTensor,
+    first_place: Expr,
 ) -> None:
     """List the neurons of `eights` · 8 bytes of a mask, from its element `first` on.
 
-    Two numbers are written for every eight neurons, whether there are any or not; more than two are rare.
+    Two places are written for every eight neurons, whether there are any or not; more than two are rare.
     """
     rest, (*row, column) = local(1, dtype="uint64"), first
     with loop(0, eights) as eight:
         eight_bytes = bind(mask[(*row, at(column + eight * _EIGHT, _EIGHT))])
         rest[0] = tirx.reinterpret("uint64", eight_bytes)
         named = bind(tirx.Cast("int32", tirx.popcount(rest[0])))
-        listed = bind(count[0])
+        listed, place = bind(count[0]), first_place + eight * _EIGHT
         for i in range(_TWO):
-            neurons[token, listed + i] = eight * _EIGHT + _take_lowest(rest)
+            places[token, listed + i] = place + _take_lowest(rest)
         with loop(0, maximum(named - _TWO, 0)) as i:
-            neurons[token, listed + _TWO + i] = eight * _EIGHT + _take_lowest(rest)
+            places[token, listed + _TWO + i] = place + _take_lowest(rest)
         count[0] = listed + named
 
 
@@ -257,8 +315,18 @@ def _take_lowest(rest: KernelTensor) -> Expr:
     return bind(tirx.Cast("int32", below >> tirx.IntImm("uint64", 3)))
 
 
-def _decide(arguments: FfnArguments, vector: Vector, memory: ListMemory, products: KernelTensor) -> None:
+def _decide(
+    arguments: FfnArguments,
+    vector: Vector,
+    memory: ListMemory,
+    products: KernelTensor,
+    experts: TokenExperts | None,
+) -> None:
     """products[j] = x · decide[j] + bias[j] for all neurons, and which of them are above their limits."""
+    if experts is not None:
+        with parallel(experts.neurons) as place:
+            decide_place(arguments, vector, memory, 0, place, experts)
+        return
     neurons, is_worth = arguments.spec.neurons, worth_a_region(arguments.bundle.bytes)
     if arguments.gate_limits is None or arguments.spec.is_sparse:
         with parallel(neurons, when_worth=is_worth) as neuron:
@@ -272,6 +340,24 @@ def _decide(arguments: FfnArguments, vector: Vector, memory: ListMemory, product
             _decide_together(arguments, vector, memory, first=bind(block * LANES), count=LANES)
     if rest:
         _decide_together(arguments, vector, memory, first=full * LANES, count=rest)
+
+
+def decide_place(
+    arguments: FfnArguments, vector: Vector, memory: ListMemory, token: Expr, place: Expr, experts: TokenExperts
+) -> None:
+    """Compute the product of a token's neuron with the gating matrix, and whether it is to be listed."""
+    matrix, limits = arguments.first_matrix, arguments.gate_limits
+    assert memory.products is not None
+    assert memory.above is not None
+    neuron = bind(experts.neuron(place))
+    ahead = bind(experts.neuron(minimum(place + matrix.rows_ahead, experts.neurons - 1)))
+    (product,) = arguments.first_products(neuron, [vector], ahead)
+    product = bind(product)
+    memory.products[token, place] = product
+    is_above = product > arguments.spec.threshold
+    if limits is not None:
+        is_above = arguments.is_above_gate_limit(product, limits, neuron)
+    memory.above[token, place] = tirx.Cast("uint8", is_above)
 
 
 def _decide_together(arguments: FfnArguments, vector: Vector, memory: ListMemory, first: Expr, count: int) -> None:
@@ -300,6 +386,7 @@ def compare_with_limit(arguments: FfnArguments, memory: ListMemory, token: Expr,
 
 
 def _is_computed(arguments: FfnArguments, memory: ListMemory, token: Expr, neuron: Expr) -> Expr:
+    """Return whether a neuron is listed: one by its place where its product is known, and else by its number."""
     if memory.above is not None:
         return memory.above[token, neuron]
     if memory.products is not None:

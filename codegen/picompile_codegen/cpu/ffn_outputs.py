@@ -64,9 +64,10 @@ class TokenOutputs:
 
     @classmethod
     def declare(cls, function: KernelFunction, arguments: FfnArguments) -> "TokenOutputs | None":
-        """Declare the memory; None where tokens are few, limits decide row by row, or no row but down's is read."""
+        """Declare the memory; None where tokens are few, or choose experts, limits decide row by row, or no row but
+        down's is read."""
         rows, neurons = arguments.spec.rows, arguments.spec.neurons
-        if rows <= FEW_TOKENS or arguments.spec.has_limits or not _rows_read(arguments):
+        if rows <= FEW_TOKENS or arguments.spec.has_limits or arguments.spec.experts or not _rows_read(arguments):
             return None
         return cls(
             function.scratch("shared", "int32", neurons),

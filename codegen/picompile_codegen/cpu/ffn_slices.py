@@ -30,6 +30,7 @@ from picompile_codegen.cpu.tensor import (
     when,
     worth_a_region,
 )
+from picompile_codegen.cpu.token_experts import TokenExperts
 from picompile_codegen.cpu.token_vectors import TokenVectors, each_tile
 from picompile_codegen.cpu.vector import LANES, at, blocks, splat, store, zero_vector
 
@@ -156,6 +157,44 @@ class _Waiting:
         return cls(local(places, dtype="int32"), local(tokens, places), counter())
 
 
+@dataclass(frozen=True)
+class _Neuron:
+    """A neuron, its place (see `ffn_neurons.py`), and its expert's gain in a block of experts."""
+
+    number: Expr
+    place: Expr
+    gain: Expr | None = None
+
+
+@dataclass(frozen=True)
+class _Order:
+    """The neurons that a token computes, in order: those listed, or all of the block or of the token's experts."""
+
+    listed: NeuronList | None
+    experts: TokenExperts | None
+
+    def count(self, neurons: int) -> Expr:
+        """Return how many there are, in a block of `neurons`."""
+        if self.listed is not None:
+            return self.listed.count
+        return neurons if self.experts is None else bind(self.experts.neurons)
+
+    def number(self, position: Expr) -> Expr:
+        """Return the number of a neuron by its position."""
+        return self._number(self._place(position))
+
+    def neuron(self, position: Expr) -> _Neuron:
+        """Return a neuron by its position."""
+        place = self._place(position)
+        return _Neuron(self._number(place), place, None if self.experts is None else self.experts.gain(place))
+
+    def _place(self, position: Expr) -> Expr:
+        return bind(position if self.listed is None else self.listed.place(position))
+
+    def _number(self, place: Expr) -> Expr:
+        return place if self.experts is None else bind(self.experts.neuron(place))
+
+
 def compute_slice(
     arguments: FfnArguments,
     vector: Vector,
@@ -163,31 +202,34 @@ def compute_slice(
     slices: Slices,
     index: Expr,
     number: Expr,
+    experts: TokenExperts | None = None,
 ) -> None:
-    """Compute slice `number` of one token, over all neurons or those listed, to row `index` of `slices`."""
+    """Compute slice `number` of one token, over all neurons or those listed, to row `index` of `slices`.
+
+    In a block of experts, `experts` are those of the token.
+    """
     slices.clear(index, arguments.spec.dim)
-    of, waiting = slices.per_token, _Waiting.declare(arguments, 1)
-    count = arguments.spec.neurons if listed is None else listed.count
+    of, waiting, order = slices.per_token, _Waiting.declare(arguments, 1), _Order(listed, experts)
+    count = order.count(arguments.spec.neurons)
     start, stop = bind(count * number // of), bind(count * (number + 1) // of)
     sure_parts = _sure_parts(arguments, listed)
     bundle = arguments.bundle
     rows_ahead = bundle.rows_ahead if listed is None else bundle.scattered_rows_ahead
     distance = -(-rows_ahead // max(len(sure_parts), 1))
     with loop(start, minimum(start + distance, stop)) as position:
-        rows = arguments.bundle_rows(_neuron(listed, position))
+        rows = arguments.bundle_rows(order.number(position))
         for part in sure_parts:
             arguments.bundle.fetch_row(rows[part])
     parts = bind((stop - start + (_NEURONS_TOGETHER - 1)) // _NEURONS_TOGETHER)
     with loop(0, parts) as part:
         first = bind(start + part * _NEURONS_TOGETHER)
         with loop(first, minimum(first + _NEURONS_TOGETHER, stop)) as position:
-            neuron, ahead = (_neuron(listed, place) for place in (position, minimum(position + distance, count - 1)))
             _compute(
                 arguments,
                 vectors=[vector],
                 listed=listed,
-                neuron=neuron,
-                ahead=ahead,
+                neuron=order.neuron(position),
+                ahead=order.number(minimum(position + distance, count - 1)),
                 waiting=waiting,
                 slices=slices,
                 indices=[index],
@@ -197,7 +239,7 @@ def compute_slice(
         following = bind(first + _NEURONS_TOGETHER)
 
         def next_neuron(i: Expr) -> Expr:
-            return _neuron(listed, minimum(following + i, count - 1))
+            return order.number(minimum(following + i, count - 1))
 
         known = None if _adds_some(arguments, listed) else next_neuron
         _add_waiting(arguments, waiting, out=slices.y, indices=[index], following=known)
@@ -230,7 +272,7 @@ def compute_dense_slice(
                     arguments,
                     vectors=inputs,
                     listed=None,
-                    neuron=bind(neuron),
+                    neuron=_Neuron(bind(neuron), neuron),
                     ahead=ahead,
                     waiting=waiting,
                     slices=slices,
@@ -253,7 +295,7 @@ def _compute(
     arguments: FfnArguments,
     vectors: list[Vector],
     listed: NeuronList | None,
-    neuron: Expr,
+    neuron: _Neuron,
     ahead: Expr,
     waiting: _Waiting,
     slices: Slices,
@@ -264,13 +306,13 @@ def _compute(
     A listed neuron has one vector, and is added only if its output is not zero.
     """
     if listed is not None and listed.outputs is not None:
-        output = bind(listed.outputs[listed.row, neuron])
+        output = bind(listed.outputs[listed.row, neuron.place])
         _wait(arguments, listed, neuron, outputs=[output], waiting=waiting, slices=slices, indices=indices)
         return
-    known = None if listed is None else listed.product(neuron)
-    firsts = arguments.first_products(neuron, vectors, ahead) if known is None else [known]
-    with _unless_silent(arguments, listed, neuron, firsts[0]):
-        ups = arguments.up_products(neuron, vectors, ahead)
+    known = None if listed is None else listed.product(neuron.place)
+    firsts = arguments.first_products(neuron.number, vectors, ahead) if known is None else [known]
+    with _unless_silent(arguments, listed, neuron.number, firsts[0]):
+        ups = arguments.up_products(neuron.number, vectors, ahead)
         outputs = [arguments.output_of_one(first, up) for first, up in zip(firsts, ups, strict=True)]
         _wait(arguments, listed, neuron, outputs, waiting, slices, indices)
 
@@ -278,32 +320,28 @@ def _compute(
 def _wait(
     arguments: FfnArguments,
     listed: NeuronList | None,
-    neuron: Expr,
+    neuron: _Neuron,
     outputs: list[Expr],
     waiting: _Waiting,
     slices: Slices,
     indices: list[Expr],
 ) -> None:
     """Add a neuron's outputs to those that wait."""
-    spec, down = arguments.spec, bind(arguments.down_row(neuron))
+    spec, down = arguments.spec, bind(arguments.down_row(neuron.number))
     place, fired = bind(waiting.count[0]), 1
     for i, (h, index) in enumerate(zip(outputs, indices, strict=True)):
-        fired = bind(_is_kept(arguments, neuron, h))
+        fired = bind(_is_kept(arguments, neuron.number, h))
         slices.nonzero[index] = slices.nonzero[index] + fired
         if slices.squares is not None:
             square = h * h if arguments.output_limits is None else select(fired != 0, h * h, tirx.const(0.0, "float32"))
             slices.squares[index] = slices.squares[index] + square
-        waiting.outputs[i, place] = h
+        waiting.outputs[i, place] = h if neuron.gain is None else h * neuron.gain
     waiting.numbers[place] = down
     # Without a list rows are added even where h is zero: leaving out a few would break the stream of reads.
     waiting.count[0] = place + (1 if listed is None and not spec.has_limits else fired)
     if _adds_some(arguments, listed):
         with when(fired != 0):
             arguments.bundle.fetch_row(down)
-
-
-def _neuron(listed: NeuronList | None, position: Expr) -> Expr:
-    return bind(position if listed is None else listed.number(position))
 
 
 def _adds_some(arguments: FfnArguments, listed: NeuronList | None) -> bool:

@@ -74,17 +74,19 @@ class FloatGroup:
     first_column: Expr
     lanes: int
 
-    def multiply(self, x: KernelTensor, token: Expr, add: Callable[[Expr, int, Expr], None]) -> None:
-        """Multiply with one token; `add(token, vector, sum)` takes the sums."""
+    def multiply(self, x: KernelTensor, row: Expr, add: Callable[[Expr, int, Expr], None]) -> None:
+        """Multiply with one token, whose inputs are in row `row`; `add(0, vector, sum)` takes the sums."""
         for vector, numbers in enumerate(self.numbers):
             chains = [splat(0.0, self.lanes)] * _CHAINS
             for column, number in enumerate(numbers):
-                value = splat(x[token, self.first_column + column], self.lanes)
+                value = splat(x[row, self.first_column + column], self.lanes)
                 chains[column % _CHAINS] = bind(fma(bind(number), value, chains[column % _CHAINS], self.lanes))
-            add(token, vector, _added(chains))
+            add(0, vector, _added(chains))
 
-    def multiply_all(self, x: KernelTensor, first: Expr, count: Expr, add: Callable[[Expr, int, Expr], None]) -> None:
-        """Multiply with `count` tokens from `first` on; `add` takes numbers of tokens from 0 on."""
+    def multiply_all(
+        self, x: KernelTensor, row_of: Callable[[Expr], Expr], count: Expr, add: Callable[[Expr, int, Expr], None]
+    ) -> None:
+        """Multiply with `count` tokens, whose inputs are in the rows `row_of(0)` …; `add` takes numbers of tokens."""
         vectors = len(self.numbers)
         made = local_vectors(GROUP, vectors, lanes=self.lanes)
         for vector, numbers in enumerate(self.numbers):
@@ -92,11 +94,12 @@ class FloatGroup:
                 made[column, vector] = number
 
         def multiply(tokens: list[Expr]) -> None:
+            rows = [row_of(token) for token in tokens]
             sums = [[[splat(0.0, self.lanes)] * _CHAINS for _ in range(vectors)] for _ in tokens]
             for column in range(GROUP):
                 own, chain = [bind(made[column, vector]) for vector in range(vectors)], column % _CHAINS
-                for token, of_token in zip(tokens, sums, strict=True):
-                    value = bind(splat(x[first + token, self.first_column + column], self.lanes))
+                for row, of_token in zip(rows, sums, strict=True):
+                    value = bind(splat(x[row, self.first_column + column], self.lanes))
                     for number, chains in zip(own, of_token, strict=True):
                         chains[chain] = bind(fma(number, value, chains[chain], self.lanes))
             for token, of_token in zip(tokens, sums, strict=True):

@@ -11,6 +11,8 @@ with both, and the sums are joined.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
+from typing import Any
 
 from tvm import tirx
 
@@ -45,11 +47,30 @@ from picompile_passes.formats import GROUP, PANEL_ROWS
 
 # Tokens that codes are decoded for at a time. Their sums lie in the first-level cache.
 TILE = 32
+# Sums of the products of a group of columns, for each row of a vector: instructions that add to the same sum wait for
+# one another, and a processor can look past so many alone.
+_CHAINS = 2
 
 
 # Computes something of outputs `output` … `output` + lanes - 1 of a token, given their products: emit(token, output,
 # lanes, products).
 Emit = Callable[[Expr, Expr, int, Expr], None]
+
+
+def _same(place: Expr) -> Any:
+    return place
+
+
+@dataclass(frozen=True)
+class TokenRun:
+    """`count` consecutive tokens from `first` on; the inputs of token i are in row `row_of(i)`.
+
+    A `count` of 1 that is known here is a kernel of its own, with the sums of all rows of a panel in registers.
+    """
+
+    count: Expr
+    first: Expr = 0
+    row_of: Callable[[Expr], Expr] = _same
 
 
 # Inputs of products with panels: bytes, or floats where codes stand for floats.
@@ -82,7 +103,7 @@ def multiply_in_panels(matrix: KernelMatrix, inputs: PanelInputs, tokens: Expr, 
     count = panels_of_task(panels.panels, inputs.capacity)
     with parallel(panels.panels // count, when_worth=worth_a_region(matrix.bytes)) as task:
         first = task if count == 1 else bind(task * count)
-        multiply_panel(panels, (first, count), inputs, tokens, emit, behind=(panels, first + count))
+        multiply_panel(panels, (first, count), inputs, TokenRun(tokens), emit, behind=(panels, first + count))
 
 
 def panels_of_task(panels: int, rows: int) -> int:
@@ -98,33 +119,34 @@ def multiply_panel(
     panels: PanelMatrix,
     taken: tuple[Expr, int],
     inputs: PanelInputs,
-    tokens: Expr,
+    run: TokenRun,
     emit: Emit,
     behind: tuple[PanelMatrix, Expr],
 ) -> None:
-    """Multiply `tokens` tokens with panels (first, count), while as many from the one `behind` them are fetched."""
-    task = _Task(panels, *taken, inputs, emit, behind)
-    if inputs.capacity == 1:
+    """Multiply a run of tokens with panels (first, count), while as many from the one `behind` them are fetched."""
+    task = _Task(panels, *taken, inputs, run, emit, behind)
+    if isinstance(run.count, int) and run.count == 1:
         task.multiply_tile(0, 1)
         return
-    with loop(0, (tokens + (TILE - 1)) // TILE) as tile:
+    with loop(0, (run.count + (TILE - 1)) // TILE) as tile:
         first = bind(tile * TILE)
-        task.multiply_tile(first, bind(minimum(tokens - first, TILE)))
+        task.multiply_tile(first, bind(minimum(run.count - first, TILE)))
 
 
 @dataclass(frozen=True)
 class _Task:
-    """The products of `count` panels from `panel` on with `inputs`; what is multiplied next lies in `behind`."""
+    """The products of `count` panels from `panel` on with inputs of `run`; what is multiplied next lies in `behind`."""
 
     panels: PanelMatrix
     panel: Expr
     count: int
     inputs: PanelInputs
+    run: TokenRun
     emit: Emit
     behind: tuple[PanelMatrix, Expr]
 
     def multiply_tile(self, first: Expr, count: Expr) -> None:
-        """Compute the outputs of the panels for `count` tokens from `first` on, at most `TILE`."""
+        """Compute the outputs of the panels for `count` tokens of the run from its `first` on, at most `TILE`."""
         vectors = [(i, lane) for i in range(self.count) for lane in range(0, PANEL_ROWS, byte_lanes())]
         # One token leaves registers for the sums of all rows. So a panel is read front to back only once.
         together = len(vectors) if isinstance(count, int) else self.count
@@ -150,11 +172,20 @@ class _Task:
         def finish(t: Expr) -> None:
             for number, (i, lane) in enumerate(vectors):
                 products = bind(sums[t, number])
-                self.emit(first + t, bind((self.panel + i) * PANEL_ROWS + lane), lanes, products)
+                self.emit(self._token(first + t), bind((self.panel + i) * PANEL_ROWS + lane), lanes, products)
 
         _each_token(count, clear)
         self._each_group(count, add)
         _each_token(count, finish)
+
+    def _token(self, place: Expr) -> Expr:
+        """Return the number of a token, given its place in the run."""
+        return place if isinstance(self.run.first, int) and self.run.first == 0 else self.run.first + place
+
+    def _row(self, place: Expr) -> Expr:
+        """Return the row of inputs of a token, given its place in the run."""
+        row = self.run.row_of(self._token(place))
+        return row if isinstance(row, int) else bind(row)
 
     def _fetch(self, group: Expr, first: Expr) -> None:
         panels, panel = self.behind
@@ -204,7 +235,7 @@ class _Task:
                 )
 
         def add(t: Expr) -> None:
-            token = first + t
+            token = self._row(first + t)
             scale_x = bind(splat(x.scales[token, group], lanes))
             for number in range(panels.scale_groups):
                 quads, column = range(number * each, (number + 1) * each), bind(group * panels.scale_groups + number)
@@ -240,9 +271,9 @@ class _Task:
             sums[token, row] = fma(total, scales[row], sums[token, row], lanes)
 
         if isinstance(count, int):
-            products.multiply(x, 0, add)
+            products.multiply(x, self._row(0), add)
         else:
-            products.multiply_all(x, first, count, add)
+            products.multiply_all(x, lambda token: self._row(first + token), count, add)
 
     def _dots(
         self,
@@ -268,11 +299,11 @@ class _Task:
                 for of_part, begin in zip(values, starts, strict=True)
             ]
         else:
-            dot, sums = dot_unsigned if is_unsigned else dot_signed, [[begin for _ in codes] for begin in starts]
-            for quad in range(len(quads)):
-                for part in parts:
-                    for row, of_row in enumerate(codes):
-                        sums[part][row] = dot(of_row[quad], values[part][quad], sums[part][row], lanes)
+            dot = dot_unsigned if is_unsigned else dot_signed
+            sums = [
+                _dot_in_chains(dot, codes, (of_part, begin), lanes)
+                for of_part, begin in zip(values, starts, strict=True)
+            ]
         if x.parts == 1:
             return sums[0]
         return [joined_sums(high, low, lanes) for high, low in zip(*sums, strict=True)]
@@ -286,6 +317,27 @@ def _each_token(count: Expr, body: Callable[[Expr], None]) -> None:
         return
     with loop(0, count) as token:
         body(token)
+
+
+def _dot_in_chains(
+    dot: Callable[..., Expr],
+    codes: list[list[Expr]],
+    added: tuple[list[Expr], Expr | None],
+    lanes: int,
+) -> list[Expr]:
+    """Return start + Σ of codes · values for each row, added up in `_CHAINS` sums; `added` are the values and start."""
+    values, start = added
+    each = len(values) // _CHAINS
+    sums: list[list[Expr]] = []
+    for of_row in codes:
+        parts = []
+        for chain in range(_CHAINS):
+            total = None if chain else start
+            for quad in range(chain * each, (chain + 1) * each):
+                total = dot(of_row[quad], values[quad], total, lanes)
+            parts.append(total)
+        sums.append(parts)
+    return [reduce(lambda a, b: bind(a + b), parts) for parts in sums]
 
 
 def _dot_in_words(largest: int, codes: list[Expr], values: list[Expr], total: Expr | None) -> Expr:

@@ -54,6 +54,35 @@ class KernelTensor:
         T.buffer_store(self._buffer, value, list(index) if isinstance(index, tuple) else [index])
 
 
+class TensorView(KernelTensor):
+    """A tensor seen through its indices: row i is row `row(i)` of `tensor`, and column 0 is column `column` of it."""
+
+    def __init__(self, tensor: KernelTensor, *, row: Callable[[Expr], Expr] | None = None, column: Expr = 0) -> None:
+        super().__init__(tensor._buffer)
+        self._tensor, self._row, self._column = tensor, row, column
+
+    def __getitem__(self, index: Expr | tuple[Expr, ...]) -> Expr:
+        return self._tensor[self._place(index)]
+
+    def __setitem__(self, index: Expr | tuple[Expr, ...], value: Expr) -> None:
+        self._tensor[self._place(index)] = value
+
+    def _place(self, index: Expr | tuple[Expr, ...]) -> tuple[Expr, ...]:
+        *rows, column = index if isinstance(index, tuple) else (index,)
+        if rows and self._row is not None:
+            rows[0] = self._row(rows[0])
+        if isinstance(column, tirx.Ramp):  # a sum would be no run of lanes any more
+            return (*rows, tirx.Ramp(column.base + self._column, column.stride, column.lanes))
+        return (*rows, column + self._column)
+
+
+class AddingView(TensorView):
+    """A view that adds what is stored to what is there."""
+
+    def __setitem__(self, index: Expr | tuple[Expr, ...], value: Expr) -> None:
+        super().__setitem__(index, self[index] + value)
+
+
 def local(*shape: int, dtype: str = "float32") -> KernelTensor:
     """A tensor on the stack of the task that is running; small ones that are indexed by constants live in registers."""
     # Scope "global" and the annotation together keep TVM from asking a runtime for the memory.

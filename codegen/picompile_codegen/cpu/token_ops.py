@@ -271,8 +271,9 @@ def rotary(spec: RotarySpec, function: KernelFunction) -> None:
 # Top logits: the scores of a vocabulary that greedy and top-k sampling need.
 
 
-_MAGNITUDE = 0x7FFFFFFF
-_INFINITY = 0x7F800000
+# Of float32, as bits: what is not the sign, and infinity.
+MAGNITUDE = 0x7FFFFFFF
+INFINITY = 0x7F800000
 
 
 @body(TopLogitsSpec)
@@ -290,12 +291,13 @@ def top_logits(spec: TopLogitsSpec, function: KernelFunction) -> None:
                 kept.insert(value, token, spec.count - 1)
 
 
-def order_of(value: Expr) -> Expr:
+def order_of(value: Expr, lanes: int = 1) -> Expr:
     """Return an int32 that is larger for a larger float32, the same for both zeros, and largest for NaN."""
-    bits = bind(tirx.reinterpret("int32", value))
-    magnitude = bind(bits & _MAGNITUDE)
-    is_nan = magnitude > _INFINITY
-    return bind(select(is_nan, tirx.IntImm("int32", _MAGNITUDE), select(bits < 0, -magnitude, magnitude)))
+    bits = bind(tirx.reinterpret("int32" if lanes == 1 else f"int32x{lanes}", value))
+    magnitude = bind(bits & MAGNITUDE)
+    is_nan, most = magnitude > INFINITY, tirx.IntImm("int32", MAGNITUDE)
+    most = most if lanes == 1 else tirx.Broadcast(most, lanes)
+    return bind(select(is_nan, most, select(bits < 0, -magnitude, magnitude)))
 
 
 class _Kept:

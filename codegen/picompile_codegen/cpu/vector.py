@@ -234,6 +234,13 @@ _ERF_Q = (
 )  # fmt: skip
 _ERF_MAX = 4.0
 
+# log(1 + x) = x - x²/2 + x³ p(x) for sqrt(1/2) <= 1 + x <= sqrt 2 (Cephes, logf.c).
+_LOG = (
+    7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1, -1.6668057665e-1,
+    2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1,
+)  # fmt: skip
+_SQRT2, _LN2 = 1.41421356237, 0.69314718056
+
 
 def _polynomial(x: Expr, coefficients: tuple[float, ...]) -> Expr:
     """Evaluate a polynomial by Horner's rule, highest power first."""
@@ -287,7 +294,24 @@ def erf(x: Expr) -> Expr:
     return bind(x * _polynomial(square, _ERF_P) / _polynomial(square, _ERF_Q))
 
 
-_ARITHMETIC = Arithmetic(splat, sigmoid, tanh, erf, exp)
+def log_of_one_plus(x: Expr) -> Expr:
+    """log(1 + x) for 0 <= x <= 1."""
+    x = bind(x)
+    is_large = x > splat(_SQRT2 - 1)
+    # log(1 + x) = log 2 + log(1 + (x - 1) / 2)
+    rest = bind(select(is_large, (x - splat(1.0)) * splat(0.5), x))
+    square = bind(rest * rest)
+    value = fma(splat(-0.5), square, fma(_polynomial(rest, _LOG), bind(square * rest), rest))
+    return bind(value + select(is_large, splat(_LN2), splat(0.0)))
+
+
+def softplus(x: Expr) -> Expr:
+    """log(1 + e^x) = max(x, 0) + log(1 + e^-|x|)."""
+    x = bind(x)
+    return bind(maximum(x, splat(0.0)) + log_of_one_plus(exp_of_negative(splat(0.0) - tirx.abs(x))))
+
+
+_ARITHMETIC = Arithmetic(splat, sigmoid, tanh, erf, exp, softplus)
 
 
 def activate(text: str, x: Expr) -> Expr:

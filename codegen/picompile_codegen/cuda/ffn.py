@@ -27,6 +27,7 @@ from picompile_codegen.cuda.halves import Halves
 from picompile_codegen.cuda.matrix import CudaMatrix
 from picompile_codegen.cuda.memory import block_sum, registers
 from picompile_codegen.cuda.mma import WARP_OUTPUTS, ProductTile, RowWeights, multiply, tile_for
+from picompile_codegen.errors import CodegenError
 from picompile_codegen.specs import CountedFfnSpec, FfnSpec
 
 
@@ -167,7 +168,12 @@ def ffn(spec: FfnSpec, function: CudaFunction) -> None:
     """Write the launches of an `FfnSpec`.
 
     With several rows `masked` always computes the neurons of each row's mask, however many they are.
+
+    Raises:
+        CodegenError: For a block of experts.
     """
+    if spec.experts:
+        raise CodegenError("there is no GPU kernel for a block of experts")
     block = CudaFfn.of(spec, function, CudaMatrix)
     if spec.rows == 1 or spec.is_masked:
         ffn_tokens(function, block)

@@ -175,7 +175,14 @@ def _sigmoid(x: Expr) -> Expr:
     return 1.0 / (1.0 + tirx.exp(-x))
 
 
-_ARITHMETIC = Arithmetic(float, sigmoid=_sigmoid, tanh=tirx.tanh, erf=tirx.erf, exp=tirx.exp)
+def _softplus(x: Expr) -> Expr:
+    # log(1 + e^x) = max(x, 0) + log(1 + e^-|x|), by two terms of its series where 1 + e^-|x| would lose digits.
+    small = bind(tirx.exp(-tirx.abs(x)))
+    rest = tirx.Select(small < 1e-3, small * (1.0 - 0.5 * small), tirx.log(1.0 + small))
+    return tirx.max(x, tirx.FloatImm("float32", 0.0)) + rest
+
+
+_ARITHMETIC = Arithmetic(float, sigmoid=_sigmoid, tanh=tirx.tanh, erf=tirx.erf, exp=tirx.exp, softplus=_softplus)
 
 
 def activate(text: str, x: Expr) -> Expr:

@@ -16,15 +16,17 @@ from picompile_codegen.lowering.program import Arg
 from picompile_codegen.specs import CountedFfnSpec, CountedSendMaskSpec, FfnSpec, SendMaskSpec
 
 
-def call_block(spec: FfnSpec, bindings: Bindings, function: Function, layer: int) -> None:
-    """Append the call of a feed-forward block with the arguments `bindings`."""
+def call_block(
+    spec: FfnSpec, bindings: Bindings, function: Function, layer: int, weight_bytes: int | None = None
+) -> None:
+    """Append the call of a feed-forward block with the arguments `bindings`; `weight_bytes` as in `Function.call`."""
     most = _most_neurons(spec, function)
     if most is not None:
         bindings = bindings | {"count": _number(spec.neurons, function)}
         if spec.is_masked and spec.mask_columns is None:
             bindings["mask"] = _flat(bindings["mask"], spec.rows * spec.neurons)
         spec = CountedFfnSpec(**_values(spec) | {"neurons": most})
-    function.call(spec, bindings, layer=layer)
+    function.call(spec, bindings, layer=layer, weight_bytes=weight_bytes)
 
 
 def call_send_mask(spec: SendMaskSpec, bindings: Bindings, function: Function) -> None:

@@ -20,11 +20,11 @@ from torch.fx import Node
 from picompile_codegen.lowering.counted import call_block
 from picompile_codegen.lowering.function import DECODING, Bindings, Function, dimension
 from picompile_codegen.lowering.operators import Lowering, lowers
-from picompile_codegen.lowering.packing import is_whole_block
+from picompile_codegen.lowering.packing import PackedMatrix, is_whole_block
 from picompile_codegen.lowering.program import Arg, FfnPart, tensor_bytes
 from picompile_codegen.lowering.streaming import stream_block, streams
 from picompile_codegen.signs import sign_row_bytes
-from picompile_codegen.specs import FfnSpec, PredictLowRankSpec, PredictSignsSpec, WholeFfnSpec
+from picompile_codegen.specs import ExpertsSpec, FfnSpec, PredictLowRankSpec, PredictSignsSpec, WholeFfnSpec
 from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.graph.nodes import arguments
 from picompile_passes.graph.operands import NEURON_LIMITS, PREDICT, SPARSE_FFN, dequantized
@@ -126,6 +126,9 @@ def lower_sparse_ffn(node: Node, function: Function) -> None:
 
     Where the kernel of a predictor has made a mask, the block computes the neurons of that mask; elsewhere all. Without
     one, a block with limits of its gates is lowered as with `exact`: the gates decide.
+
+    A block of experts computes neurons of those that each token has chosen, whatever else says which neurons it
+    computes.
     """
     if is_whole_block(node):
         _lower_whole(node, function)
@@ -137,7 +140,7 @@ def lower_sparse_ffn(node: Node, function: Function) -> None:
     parts = [values["gate"], values["up"], values["down"]] if gated else [values["up"], values["down"]]
     # The mask is fetched before x, because the other side may send both in one transfer.
     masked = _mask(values["mask"], values["neurons"], function)
-    bindings: Bindings = {"x": function.value(values["x"]), "y": function.result(node)}
+    bindings = _gains(values, function) | {"x": function.value(values["x"]), "y": function.result(node)}
     gates_decide = kind == "exact" or (values["gate_limits"] is not None and predictor_kind(kind).in_block)
     decide = weights.matrix(parts.pop(0)) if gates_decide else None
     bundle = weights.bundle(f"layers.{layer}.ffn.neurons" + ("" if part == "all" else f".{part}"), parts)
@@ -145,49 +148,86 @@ def lower_sparse_ffn(node: Node, function: Function) -> None:
         bindings["decide_w"] = decide
         if decide.format != bundle.format:
             raise UnsupportedGraphError(f"{node.name}: its matrices are {decide.format} and {bundle.format}")
-    neurons = bundle.rows // len(parts)
+    bindings |= masked | {"neuron_w": bundle}
+    spec = _rows_spec(node, function, bindings, bundle.rows // len(parts))
     rows, kept_rows = len(parts), _kept_rows(values, len(parts), gates_decide)
-    counted = FfnPart(layer, part, neurons, predictor=kind, stats_row=0, rows=rows, kept_rows=kept_rows)
-    stats = _statistics(function, counted)
-    bindings |= masked | {"neuron_w": bundle, "stats": stats}
-    spec = FfnSpec(
-        kind="exact" if gates_decide else "masked" if masked else "dense",
-        format=bundle.format,
+    counted = FfnPart(layer, part, spec.row_neurons, predictor=kind, stats_row=0, rows=rows, kept_rows=kept_rows)
+    counted = replace(counted, experts=spec.experts, chosen=spec.chosen)
+    bindings |= {"stats": _statistics(function, counted)}
+    bindings |= function.vectors(values, "gate_bias", "up_bias", "down_bias", *NEURON_LIMITS)
+    if streams(node, bundle, function):
+        stream_block(spec, bindings, node, function)
+    else:
+        call_block(spec, bindings, function, layer, _chosen_bytes(_experts(values), function.rows, bindings))
+
+
+def _rows_spec(node: Node, function: Function, bindings: Bindings, neurons: int) -> FfnSpec:
+    """Return the spec of a block of `neurons` whose rows are read neuron by neuron, given its matrices and its mask."""
+    values, masked = arguments(node), "mask" in bindings
+    matrix = bindings["neuron_w"]
+    assert isinstance(matrix, PackedMatrix)
+    return FfnSpec(
+        kind="exact" if "decide_w" in bindings else "masked" if masked else "dense",
+        format=matrix.format,
         neurons=neurons,
         dim=dimension(node) - values["squares"],
         rows=function.rows,
-        gated=gated,
+        gated=values["gate"] is not None,
         activation=values["activation"],
         up_activation=values["up_activation"],
         gate_bias=values["gate_bias"] is not None,
         up_bias=values["up_bias"] is not None,
         down_bias=values["down_bias"] is not None,
-        mask_columns=dimension(values["mask"]) if "table" in masked else None,
+        mask_columns=dimension(values["mask"]) if "table" in bindings else None,
         squares=values["squares"],
         rowwise=function.mode == "sequences" and not masked,
-        in_tiles=function.mode == "chunk" and bool(masked),
+        in_tiles=function.mode == "chunk" and masked,
         gate_limits=values["gate_limits"] is not None,
         output_limits=values["output_limits"] is not None,
+        **_experts(values),
     )
-    bindings |= function.vectors(values, "gate_bias", "up_bias", "down_bias", *NEURON_LIMITS)
-    if streams(node, bundle, function):
-        stream_block(spec, bindings, node, function)
-    else:
-        call_block(spec, bindings, function, layer)
+
+
+def _gains(values: Mapping[str, Any], function: Function) -> Bindings:
+    """Return the bindings of the gains and biases of experts; none for a block without experts."""
+    if values["gains"] is None:
+        return {}
+    bindings: Bindings = {"gains": function.value(values["gains"])}
+    if values["expert_bias"] is not None:
+        bindings["expert_bias"] = function.shared.weights.flat(values["expert_bias"])
+    return bindings
+
+
+def _experts(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters of a spec that are of experts; none for a block without experts."""
+    gains = values["gains"]
+    if gains is None:
+        return {}
+    chosen, biased = arguments(gains)["chosen"], values["expert_bias"] is not None
+    return {"experts": dimension(gains), "chosen": chosen, "expert_bias": biased}
+
+
+def _chosen_bytes(experts: Mapping[str, Any], rows: int, bindings: Bindings) -> int | None:
+    """Return the bytes of the experts that `rows` tokens can choose; None for a block without experts."""
+    if not experts:
+        return None
+    whole = sum(matrix.bytes for matrix in bindings.values() if isinstance(matrix, PackedMatrix))
+    return int(whole // experts["experts"] * min(experts["experts"], experts["chosen"] * rows))
 
 
 def _lower_whole(node: Node, function: Function) -> None:
-    """Append the call of a block that computes every neuron, with matrices in panels."""
+    """Append the call of a block that computes every neuron, or those of chosen experts, with matrices in panels."""
     values, layer = arguments(node), node.meta["layer"]
     names = ("gate", "up") if values["gate"] is not None else ("up",)
     operands = [*(values[name] for name in names), dequantized(values["down"])]
     matrices = function.shared.weights.whole_matrices(operands, block=True)
     if not all(matrix.panels for matrix in matrices):
         raise UnsupportedGraphError(f"{node.name}: its matrices are not in panels, as its down matrix is packed for")
-    spec = WholeFfnSpec(
+    experts = _experts(values)
+    spec = (ExpertsSpec if experts else WholeFfnSpec)(
         formats=tuple(matrix.format for matrix in matrices),
         neurons=matrices[0].rows,
-        dim=matrices[-1].rows,
+        dim=dimension(node),
         rows=function.rows,
         gated=len(names) == 2,
         activation=values["activation"],
@@ -197,15 +237,17 @@ def _lower_whole(node: Node, function: Function) -> None:
         down_bias=values["down_bias"] is not None,
         activation_bytes=function.activation_bytes,
         counts=function.name in DECODING,
+        **experts,
     )
     part = node.meta.get("neurons", "all")
-    counted = FfnPart(layer, part, spec.neurons, predictor="none", stats_row=0, rows=len(matrices), kept_rows=0)
-    bindings: Bindings = {"x": function.value(values["x"]), "y": function.result(node)}
+    counted = FfnPart(layer, part, spec.row_neurons, predictor="none", stats_row=0, rows=len(matrices), kept_rows=0)
+    counted = replace(counted, **{name: experts[name] for name in ("experts", "chosen") if experts})
+    bindings = _gains(values, function) | {"x": function.value(values["x"]), "y": function.result(node)}
     bindings |= {f"{name}_w": matrix for name, matrix in zip((*names, "down"), matrices, strict=True)}
     bindings |= function.vectors(values, "gate_bias", "up_bias", "down_bias") | {
         "stats": _statistics(function, counted)
     }
-    function.call(spec, bindings, layer=layer)
+    function.call(spec, bindings, layer=layer, weight_bytes=_chosen_bytes(experts, function.rows, bindings))
 
 
 def _mask(mask: Node, neurons: Node | None, function: Function) -> Bindings:

@@ -51,8 +51,8 @@ from picompile_codegen.registry import BACK_ENDS
 from picompile_codegen.specs import FLAG_SHAPE, STEP_SHAPE, KernelSpec, TakeLastSpec
 from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.graph.layers import operator_part
-from picompile_passes.graph.nodes import arguments, constant_nodes
-from picompile_passes.graph.operands import state_of
+from picompile_passes.graph.nodes import arguments, constant_nodes, is_call
+from picompile_passes.graph.operands import ROUTE, state_of
 
 __all__ = ["LowerOptions", "Lowered", "lower"]
 
@@ -85,6 +85,8 @@ def lower(graph_module: GraphModule, options: LowerOptions) -> Lowered:
     mixers = [position for position, node in enumerate(unmasked) if state_of(node)]
     if not mixers:
         raise UnsupportedGraphError("no operator of the graph keeps anything between tokens")
+    if options.accelerator is not None and any(is_call(node, ROUTE) for node in nodes):
+        raise UnsupportedGraphError("the CPU alone computes experts so far; compile for a target without a GPU")
     shared, last = Shared(options, WeightTable(options.panels and options.back_end.panels)), mixers[-1]
     shared.weights.find_layouts(nodes)
     if not shared.weights.panels:  # a GPU reads them

@@ -27,6 +27,7 @@ from picompile_passes.graph.operands import (
     LINEAR,
     PREDICT,
     QUANTIZE,
+    RESHAPE,
     SPARSE_FFN,
     TRANSPOSE,
 )
@@ -100,7 +101,7 @@ class _Part:
 
 
 # Constants that keep the name of what they are made of: a matrix is packed once, in one format and one direction.
-_SAME_NAME = (TRANSPOSE, QUANTIZE, DEQUANTIZE)
+_SAME_NAME = (TRANSPOSE, RESHAPE, QUANTIZE, DEQUANTIZE)
 
 
 def _parameter_name(node: Node) -> str:
@@ -143,7 +144,7 @@ def _require_rows(name: str, format_name: str) -> None:
 
 def is_whole_block(node: Node) -> bool:
     """Return whether `node` is a block whose down matrix is packed by outputs: it computes every neuron."""
-    return is_call(node, SPARSE_FFN) and is_call(arguments(node)["down"], TRANSPOSE)
+    return is_call(node, SPARSE_FFN) and is_call(arguments(node)["down"], TRANSPOSE, RESHAPE)
 
 
 def name_and_format(operand: Node) -> tuple[str, str]:
@@ -320,6 +321,11 @@ class WeightTable:
         if name in self.parts:
             return replace(self.joined_vector(node), shape=(length,), offset=self.parts[name].start * 4)
         return self.computed(name, (length,), lambda evaluate: evaluate(node), (node,), shared=False)
+
+    def flat(self, node: Node) -> Arg:
+        """Add any float32 tensor as a vector of its elements, row by row."""
+        size, name = prod(int(size) for size in node.meta["val"].shape), _parameter_name(node)
+        return self.computed(name, (size,), lambda evaluate: evaluate(node), (node,), shared=False)
 
     def computed(
         self,

@@ -116,7 +116,7 @@ class FfnPart:
     """One feed-forward kernel of the decode function and the row of the statistics buffer that it counts into.
 
     A neuron has `rows` rows in the bundle, which are read if it is computed. The last `kept_rows` of them are read only
-    if it is above its limits as well.
+    if it is above its limits as well. Of a block of `experts`, `neurons` are those of the `chosen` ones of a token.
     """
 
     layer: int
@@ -126,13 +126,14 @@ class FfnPart:
     stats_row: int
     rows: int = 1
     kept_rows: int = 0
+    experts: int = 0
+    chosen: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """Return the form in program.json: rows are written where not all of them count alike."""
-        fields = vars(self)
-        return (
-            fields if self.kept_rows else {name: fields[name] for name in fields if name not in ("rows", "kept_rows")}
-        )
+        """Return the form in program.json: rows are written where not all of them count alike, experts where there are
+        some."""
+        unused = (() if self.kept_rows else ("rows", "kept_rows")) + (() if self.experts else ("experts", "chosen"))
+        return {name: value for name, value in vars(self).items() if name not in unused}
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,10 @@ from picompile_codegen.specs.arguments import (
     symbol,
 )
 from picompile_codegen.specs.attention import AttentionSpec, BorrowCacheSpec, CacheWriteSpec, LendCacheSpec
+from picompile_codegen.specs.experts import ExpertsSpec, experts_have_panels
 from picompile_codegen.specs.ffn import CountedFfnSpec, FfnSpec, PredictLowRankSpec, PredictSignsSpec, WholeFfnSpec
 from picompile_codegen.specs.fused import LinearAddSpec, Norm, SumNormSpec
+from picompile_codegen.specs.route import RouteSpec
 from picompile_codegen.specs.tokens import (
     MOST_TOP_LOGITS,
     AddSpec,
@@ -60,6 +62,7 @@ __all__ = [
     "DivideByRmsSpec",
     "ElementwiseSpec",
     "EmbeddingSpec",
+    "ExpertsSpec",
     "FfnSpec",
     "JoinColumnsSpec",
     "KernelArgument",
@@ -77,6 +80,7 @@ __all__ = [
     "ReceiveSpec",
     "RmsNormSpec",
     "RotarySpec",
+    "RouteSpec",
     "SendMaskSpec",
     "SendSpec",
     "SignalSpec",
@@ -86,5 +90,6 @@ __all__ = [
     "UploadSpec",
     "WaitSpec",
     "WholeFfnSpec",
+    "experts_have_panels",
     "symbol",
 ]

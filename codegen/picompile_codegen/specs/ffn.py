@@ -51,6 +51,12 @@ class FfnSpec(KernelSpec):
     a kernel with rows = 1 gives it, as the CPU's `masked` kernels do. With `in_tiles`, which the CPU alone has, a
     `masked` kernel computes all neurons as `dense` does, and sets the h of those that a row's mask leaves out to 0.
 
+    A block of `experts` has `gains` float32 [rows, experts]: expert e is the `neurons` / `experts` neurons from
+    e · `neurons` / `experts` on, and at most `chosen` experts of a row have a gain other than 0. Only their neurons are
+    computed, as the kind says, and y sums gain · h · down; limits and `stats` are of h before the gain. With
+    `expert_bias`, float32 [experts · dim], y adds the gain of each expert times its `dim` numbers. The CPU alone has
+    this. Its kernels for several rows compute all neurons of the experts where they would otherwise compute all.
+
     `stats` int64 [2] is the number of computed neurons and the number of those with h ≠ 0, or of those above their
     limits, summed over rows. Only kernels with rows = 1 count, `masked` ones and the CPU's `rowwise` ones. A kernel
     adds to it and does not set it.
@@ -75,12 +81,15 @@ class FfnSpec(KernelSpec):
     gate_limits: bool = False
     output_limits: bool = False
     in_tiles: bool = False
+    experts: int = 0
+    chosen: int = 0
+    expert_bias: bool = False
 
     @property
     def name(self) -> str:
         """The kernel's symbol."""
         up = "" if self.up_activation == "identity" else f"up_{self.up_activation}"
-        biases = "g" * self.gate_bias + "u" * self.up_bias + "d" * self.down_bias
+        biases = "g" * self.gate_bias + "u" * self.up_bias + "d" * self.down_bias + "e" * self.expert_bias
         limits = "g" * self.gate_limits + "o" * self.output_limits
         return symbol(
             "ffn",
@@ -95,6 +104,7 @@ class FfnSpec(KernelSpec):
             "" if self.mask_columns is None else f"of{self.mask_columns}",
             "squares" if self.squares else "",
             limits and f"limits{limits}",
+            f"{self.chosen}of{self.experts}" if self.experts else "",
         )
 
     @property
@@ -134,6 +144,16 @@ class FfnSpec(KernelSpec):
         return {name: self.kind == "dense" or name in gating for name in OF_NEURONS}
 
     @property
+    def expert_neurons(self) -> int:
+        """Neurons of an expert."""
+        return self.neurons // self.experts
+
+    @property
+    def row_neurons(self) -> int:
+        """The most neurons that a row computes."""
+        return self.chosen * self.expert_neurons if self.experts else self.neurons
+
+    @property
     def bundle_parts(self) -> int:
         """Rows of a neuron in the bundle."""
         return 2 + self.gated - self.is_exact
@@ -146,6 +166,8 @@ class FfnSpec(KernelSpec):
             yield mask("mask", self.rows, columns)
         if self.mask_columns is not None:
             yield indices("table", self.neurons, columns)
+        if self.experts:
+            yield floats("gains", self.rows, self.experts)
         if self.is_exact:
             yield MatrixArgument("decide_w", self.format, self.neurons, self.dim)
         yield MatrixArgument("neuron_w", self.format, self.neurons * self.bundle_parts, self.dim)
@@ -156,6 +178,7 @@ class FfnSpec(KernelSpec):
                 ("down_bias", self.dim, self.down_bias),
                 ("gate_limits", self.neurons, self.gate_limits),
                 ("output_limits", self.neurons, self.output_limits),
+                ("expert_bias", self.experts * self.dim, self.expert_bias),
             ]
         )
         yield KernelArgument("stats", "int64", (2,), "adds")
@@ -190,6 +213,11 @@ class WholeFfnSpec(KernelSpec):
     down_bias: bool
     activation_bytes: int = 1
     counts: bool = True
+
+    @property
+    def row_neurons(self) -> int:
+        """The most neurons that a row computes."""
+        return self.neurons
 
     @property
     def name(self) -> str:

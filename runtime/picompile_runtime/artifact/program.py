@@ -53,7 +53,8 @@ class FeedForward:
 
     `predictor` decides which of its `neurons` it computes. It counts how many it computed and how many fired in row
     `stats_row` of the buffer `stats`, or of `stats.batch` for a step that reads several sequences. A neuron has `rows`
-    rows in the part's last matrix; `kept_rows` of them are read only if it fires, the others if it is computed.
+    rows in the part's last matrix; `kept_rows` of them are read only if it fires, the others if it is computed. In a
+    mixture of `experts`, `neurons` are those of the `chosen` ones of a token.
     """
 
     layer: int
@@ -63,6 +64,8 @@ class FeedForward:
     stats_row: int
     rows: int = 1
     kept_rows: int = 0
+    experts: int = 0
+    chosen: int = 0
 
 
 @dataclass(frozen=True)

@@ -144,6 +144,7 @@ def _top_logits(root: Fields) -> dict[str, TopLogits]:
 
 def _feed_forward(entry: Fields) -> FeedForward:
     rows = entry.optional_integer("rows", 1) or 1
+    experts = entry.optional_integer("experts", 1) or 0
     return FeedForward(
         layer=entry.integer("layer"),
         part=entry.text("part"),
@@ -152,4 +153,6 @@ def _feed_forward(entry: Fields) -> FeedForward:
         stats_row=entry.integer("stats_row"),
         rows=rows,
         kept_rows=entry.optional_integer("kept_rows", most=rows) or 0,
+        experts=experts,
+        chosen=entry.integer("chosen", 1, experts) if experts else 0,
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -205,9 +205,9 @@ def step_bytes(
         cached: number of positions in the KV cache of each sequence.
         rows: number of sequences.
     """
-    shares = {row.part.stats_row: row.read_share for row in firing}
+    counted = {row.part.stats_row: row for row in firing}
     return [
-        call.weight_bytes - _idle_bytes(artifact, call, shares) + rows * _state_bytes(artifact, call, cached)
+        call.weight_bytes - _idle_bytes(artifact, call, counted) + rows * _state_bytes(artifact, call, cached)
         for call in artifact.program.functions[function]
     ]
 
@@ -221,13 +221,18 @@ def bytes_per_token(
     return sum(step_bytes(artifact, "decode", firing, cached))
 
 
-def _idle_bytes(artifact: Artifact, call: Call, shares: dict[int, float]) -> float:
+def _idle_bytes(artifact: Artifact, call: Call, counted: Mapping[int, FiringCounts]) -> float:
     """Return the bytes that a call that counts does not read: the rows of its last matrix that it does not need."""
     rows = statistics_rows(call)
     matrices = [arg.name for arg in call.args if arg.kind == "weight" and len(arg.view.shape) == 2]
-    if not rows or not matrices:
+    firing = counted.get(rows[0]) if rows else None
+    if firing is None or not matrices:
         return 0.0
-    return artifact.tensors[matrices[-1]].size_bytes * (1 - shares.get(rows[0], 1.0))
+    last_bytes: float = artifact.tensors[matrices[-1]].size_bytes
+    if firing.part.experts:
+        # The call's bytes are those of the experts that can be chosen.
+        last_bytes *= call.weight_bytes / sum(artifact.tensors[name].size_bytes for name in set(matrices))
+    return last_bytes * (1 - firing.read_share)
 
 
 def _state_bytes(artifact: Artifact, call: Call, cached: float) -> float:

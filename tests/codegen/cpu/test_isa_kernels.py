@@ -14,9 +14,12 @@ from pathlib import Path
 import pytest
 import test_kernels_attention as attention
 import test_kernels_by_token as by_token
+import test_kernels_experts as bundles
+import test_kernels_experts_panels as experts
 import test_kernels_ffn as ffn
 import test_kernels_linear as linear
 import test_kernels_panels as panels
+import test_kernels_route as routers
 
 from helpers.kernels.emulated import EmulatedWorkbench, require
 from helpers.kernels.workbench import Workbench
@@ -59,9 +62,32 @@ def whole(formats: tuple[str, ...], name: str, tokens: int | None, activation_by
     return Case(lambda: panels.whole_block(*given), lambda bench: panels.test_whole_block(bench, *given))
 
 
+def chosen(formats: tuple[str, ...], name: str, tokens: int | None, activation_bytes: int) -> Case:
+    """A block of experts."""
+    given = (formats, name, tokens, activation_bytes)
+    return Case(lambda: experts.experts_kernel(*given), lambda bench: experts.test_experts(bench, *given))
+
+
 def block(name: str, kind: str, form: str, rows: int) -> Case:
     return Case(
         lambda: ffn.kernel_of(name, kind, form, rows), lambda bench: ffn.test_ffn(bench, name, kind, form, rows)
+    )
+
+
+def chosen_rows(name: str, kind: str, form: str) -> Case:
+    """A block of experts whose neurons lie in bundles, for one token."""
+    return Case(
+        lambda: write_kernel(bundles.spec_of(name, kind, form, 1)),
+        lambda bench: bundles.test_one_token(bench, name, kind, form),
+    )
+
+
+def chosen_rows_of_chunk(name: str, kind: str, form: str) -> Case:
+    """One for a prompt, with limits."""
+    limits, rows = "o", bundles.CHUNK
+    return Case(
+        lambda: write_kernel(bundles.spec_of(name, kind, form, rows, limits=limits)),
+        lambda bench: bundles.test_limits(bench, name, kind, limits, form, rows),
     )
 
 
@@ -93,6 +119,14 @@ CASES = {
     **{f"linear-{form}-panels16-chunk": products(form, PANELS, linear.CHUNK, 2) for form in ("q8", "q4m", "iq4_xs")},
     "ffn-panels": whole(("q4_k", "q4_k", "q6_k"), "swiglu", None, 2),
     "ffn-panels-chunk": whole(("q8", "q4m", "q2_k"), "geglu", panels.CHUNK, 1),
+    "experts-panels": chosen(("q4", "q4", "q4"), "swiglu", None, 1),
+    "experts-panels-chunk": chosen(("q4_k", "q4_k", "q6_k"), "geglu", experts.CHUNK, 2),
+    "experts-q4": chosen_rows("fatrelu", "exact", "q4"),
+    **{f"experts-{form}-chunk": chosen_rows_of_chunk("swiglu", "dense", form) for form in ("f16", "q4")},
+    "route": Case(
+        lambda: write_kernel(routers.small("sqrt_softplus", "softmax")),
+        lambda bench: routers.test_large_logits(bench, "sqrt_softplus", "softmax"),
+    ),
     **{f"embedding-{form}-panels": looked_up(form) for form in ("q8", "q4m", "mxfp4", "q5_1", "q6_k", "iq4_xs")},
     **{f"linear-{form}-long-chunk": products(form, LONG, linear.CHUNK) for form in ("f16", "q8", "q6")},
     **{f"ffn-{form}-long-chunk": block("long", "dense", form, ffn.CHUNK) for form in ("f16", "q8")},

@@ -190,7 +190,7 @@ def check_sequences(workbench: Workbench, kernel: Kernel, alone: Kernel, example
     example.assert_output(results[0]["y"][:tokens])
     assert results[0]["y"].tobytes() == results[1]["y"].tobytes()
     own = [
-        {key: value[t : t + 1] if key in ("x", "mask") else value for key, value in example.inputs.items()}
+        {key: value[t : t + 1] if key in ("x", "mask", "gains") else value for key, value in example.inputs.items()}
         for t in range(tokens)
     ]
     singles = [workbench.run(alone, inputs) for inputs in own]
