@@ -18,7 +18,8 @@ Array = npt.NDArray[Any]
 Parts = Iterable[tuple[str, Array]]
 
 VOCABULARY = 300
-# llama.cpp keeps vectors in float32, whatever the type of matrices.
+# What llama.cpp keeps in float32, whatever the type of matrices; and it keeps vectors so.
+_PLAIN = ("norm", "ssm", ".bias", "ffn_gate_inp")
 _BLOCK = {"F32": 1, "F16": 1, "BF16": 1, "Q4_0": 32, "Q4_1": 32, "Q5_0": 32, "Q5_1": 32, "Q8_0": 32}
 
 
@@ -85,10 +86,12 @@ def write_file(
     tensors: Mapping[str, Array],
     type_name: str = "F32",
     blocks: Mapping[str, str] | None = None,
+    types: Mapping[str, str] | None = None,
 ) -> None:
     """A GGUF file of these values and tensors. Lists become arrays, floats float32, whole numbers uint32.
 
-    Tensors in `blocks` are blocks already, uint8 [rows, row bytes], of the types that it has for their names.
+    Tensors in `blocks` are blocks already, uint8 [rows, row bytes], of the types that it has for their names. Others
+    are of `type_name`, but for those in `types`.
     """
     from gguf import GGMLQuantizationType, GGUFWriter, quantize
 
@@ -100,8 +103,9 @@ def write_file(
         if name in (blocks or {}):
             writer.add_tensor(name, values, raw_dtype=GGMLQuantizationType[blocks[name]])
             continue
-        plain = values.ndim < 2 or "norm" in name or "ssm" in name or values.shape[-1] % _BLOCK[type_name]
-        kind = GGMLQuantizationType["F32" if plain else type_name]
+        own = (types or {}).get(name, type_name)
+        plain = values.ndim < 2 or any(part in name for part in _PLAIN) or values.shape[-1] % _BLOCK.get(own, 32)
+        kind = GGMLQuantizationType["F32" if plain else own]
         data = np.ascontiguousarray(values.astype(np.float32))
         if kind.name in ("F32", "F16"):
             writer.add_tensor(name, data if kind.name == "F32" else data.astype(np.float16))
@@ -132,6 +136,8 @@ def gguf_tensors(example: Example, model: nn.Module) -> Parts:
                 found = names.get_name(name.replace("gate_up_proj", "up_proj"))
                 assert found is not None, name
                 found = found if found.endswith(("ssm_a", "ssm_d")) else f"{found}.weight"
+        if found.endswith("_exps"):
+            found = f"{found}.weight"
         for theirs, part in example.split(model.config, found, values):
             if example.powerinfer and ".ffn_down." in theirs:
                 yield theirs.replace("ffn_down", "ffn_down_t"), part.T

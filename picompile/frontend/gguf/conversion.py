@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, GGUFTensor, TensorProcessor
 
 from picompile.errors import UnsupportedModelError
-from picompile.frontend.gguf.architectures import ARCHITECTURES, Architecture
+from picompile.frontend.gguf.architecture import Architecture
 from picompile.frontend.gguf.model_config import shared_field
 from picompile.frontend.messages import one_line, shown
 
@@ -102,12 +102,10 @@ class _RecordProcessor:
         return not (self._record.interleaved or self._record.rows_by_part or self._record.plus_one)
 
 
-def processor_for(architecture: str, config: Mapping[str, Any]) -> Any:
-    """Return transformers' processor for the tensors of an architecture, or ours."""
+def processor_for(architecture: str, config: Mapping[str, Any], record: Architecture | None) -> Any:
+    """Return transformers' processor for the tensors of an architecture, or ours; `record` is its record."""
     if architecture == "falcon":
         return _FalconProcessor(config)
-    # Bamboo's files come from the same converter as Llama's.
-    record = ARCHITECTURES.get({"bamboo": "llama"}.get(architecture, architecture))
     if record is not None:
         return _RecordProcessor(record, config)
     return TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=dict(config))

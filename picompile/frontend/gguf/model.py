@@ -5,7 +5,7 @@ import json
 import math
 import mmap
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,13 @@ from picompile.frontend.gguf.blocks import (
     repack,
 )
 from picompile.frontend.gguf.conversion import convert, processor_for, row_order
+from picompile.frontend.gguf.experts import SHARED_PART, Indices, Stack, stacks_of
 from picompile.frontend.gguf.header import GgufHeader, TensorEntry
 from picompile.frontend.gguf.metadata import read_text
 from picompile.frontend.gguf.model_config import model_classes, model_config, shared_field
-from picompile.frontend.gguf.names import TRANSPOSED_DOWN, map_names, sources_by_parameter
+from picompile.frontend.gguf.names import TRANSPOSED_DOWN, further_tensors, map_names, sources_by_parameter
 from picompile.frontend.gguf.parts import read_model_header
+from picompile.frontend.gguf.records import find_record
 from picompile.frontend.gguf.views import with_views
 from picompile.frontend.messages import one_line, shown
 from picompile.frontend.weight_values import check_values, damaged
@@ -70,19 +72,31 @@ class GgufModel:
     `header` has the metadata.
     """
 
-    def __init__(self, header: GgufHeader, config: dict[str, Any], parameters: Mapping[str, tuple[int, ...]]) -> None:
-        """`parameters` are the names of the state dict that `config` describes, and their shapes."""
+    def __init__(
+        self,
+        header: GgufHeader,
+        config: dict[str, Any],
+        parameters: Mapping[str, tuple[int, ...]],
+        stacks: Mapping[str, Stack] | None = None,
+    ) -> None:
+        """`parameters` are the names of the state dict that `config` describes, and their shapes.
+
+        `stacks` says how those of experts are made of tensors.
+        """
         self.config = config
+        self._stacks = dict(stacks or {})
         self._architecture = read_text(header, "general.architecture") or ""
-        self._processor = processor_for(self._architecture, config)
+        self._processor = processor_for(self._architecture, config, find_record(header))
         layers = shared_field(config, "block_count")
         self._names = map_names(
             header, architecture=self._architecture, layers=layers, parameters=parameters, processor=self._processor
         )
         self.header = header = with_views(header, self._names, parameters)
-        sources = sources_by_parameter(header, self._names)
+        left_out = further_tensors(header, layers) if layers else []
+        sources = sources_by_parameter(header, self._names, left_out)
+        self.notes = _notes(header.file, left_out)
         self.tensors: Mapping[str, GgufTensor] = {
-            name: self._describe(entries, parameters.get(name)) for name, entries in sources.items()
+            name: self._describe(name, entries, parameters.get(name)) for name, entries in sources.items()
         }
         self._checked: set[str] = set()
         self._data = {file: _mapped(file) for file in {entry.file: None for entry in header.tensors.values()}}
@@ -99,7 +113,10 @@ class GgufModel:
         tensor = self.tensors[name]
         entries = [self.header.tensors[source] for source in tensor.sources]
         order = self._order(tensor)
-        if len(entries) == 1 and order is not None:
+        if (stack := self._stack(name, tensor.sources)) is not None:
+            parts = [read_tensor(self._data[entry.file], entry) for entry in entries]
+            values = stack.join(parts if len({part.dtype for part in parts}) == 1 else [part.float() for part in parts])
+        elif len(entries) == 1 and order is not None:
             values = read_tensor(self._data[entries[0].file], entries[0])
             values = values if _is_sorted(order) else values[torch.from_numpy(order)]
         elif len(entries) == 1 and _is_transposed(entries[0]):
@@ -107,48 +124,90 @@ class GgufModel:
         else:
             stored = {entry.name: read_tensor(self._data[entry.file], entry) for entry in entries}
             values = convert(self._processor, self._names, name, stored)
+        if values.shape != tensor.shape and _without_ones(values.shape) == _without_ones(tensor.shape):
+            values = values.view(tensor.shape)
         if values.shape != tensor.shape:
             raise UnsupportedModelError(f"{tensor.file}: {name} is {list(values.shape)}, not {list(tensor.shape)}")
         self._check_values(name, values)
         return values
 
-    def packed(self, name: str, format_name: str, transposed: bool = False) -> Tensor | None:
+    def packed(
+        self, name: str, format_name: str, transposed: bool = False, rows: Tensor | None = None
+    ) -> Tensor | None:
         """Return the parameter `name` [rows, columns] packed as `format_name`, uint8 [rows, row bytes], or None.
 
         With `transposed` the rows are those of the transposed matrix, in which down projections are stored by
-        artifacts, and PowerInfer's files have them. `dequantize_rows` makes of the result the same numbers as `load`,
-        bit for bit. None stands for everything that would have to be rounded again. Raises as `load` does.
+        artifacts, and PowerInfer's files have them. A parameter of experts has a matrix for each: rows are those of all
+        of them. `rows` are the numbers of rows that are wanted, all if it is None. `dequantize_rows` makes of the
+        result the same numbers as `load`, bit for bit. None stands for everything that would have to be rounded again.
+        Raises as `load` does.
         """
         tensor = self.tensors[name]
-        if len(tensor.shape) != 2 or len(tensor.sources) != 1:
+        if not 2 <= len(tensor.shape) <= 3:
             return None
         if FORMATS[format_name].scale is None:
             if tensor.dtype != "F16":
                 return None
             values = self.load(name)
-            return pack_f16(values.T if transposed else values)
+            matrix = (values.transpose(-1, -2) if transposed else values).flatten(0, -2)
+            return pack_f16(matrix if rows is None else matrix[rows])
         if self.stored_format(name, transposed) != format_name:
             return None
-        entry, order = self.header.tensors[tensor.sources[0]], self._order(tensor)
-        try:
-            packed = repack(read_blocks(self._data[entry.file], entry), entry.type, entry.shape[1])
-        except ValueError as error:
-            raise damaged(f"{tensor.file}: {name}", "file") from error
-        if packed is None or order is None or _is_sorted(order):
-            return packed
-        return packed[torch.from_numpy(order)]
+        wanted, parts = None if rows is None else rows.numpy(), []
+        for source, (places, order) in zip(tensor.sources, self._rows_of(name, wanted), strict=True):
+            if len(places) == 0:
+                continue
+            entry = self.header.tensors[source]
+            blocks = read_blocks(self._data[entry.file], entry)
+            whole = len(order) == len(blocks) and _is_sorted(order)
+            try:
+                packed = repack(blocks if whole else blocks[order], entry.type, entry.shape[-1])
+            except ValueError as error:
+                raise damaged(f"{tensor.file}: {name}", "file") from error
+            if packed is None:
+                return None
+            parts.append((places, packed))
+        if len(parts) == 1:
+            return parts[0][1]
+        result = torch.empty(sum(len(places) for places, _ in parts), parts[0][1].shape[1], dtype=torch.uint8)
+        for places, packed in parts:
+            result[torch.from_numpy(places)] = packed
+        return result
+
+    def _rows_of(self, name: str, wanted: Indices | None) -> list[tuple[Indices, Indices]]:
+        """Return for each tensor of a parameter the places that it fills in the `wanted` rows, and its rows there."""
+        tensor = self.tensors[name]
+        if (stack := self._stack(name, tensor.sources)) is not None:
+            return list(stack.rows(tensor.shape, wanted, len(tensor.sources)))
+        order = self._order(tensor)
+        if order is None or len(tensor.shape) == 3:
+            shape = tensor.shape[::-1] if order is None else tensor.shape
+            order = np.arange(math.prod(shape[:-1]))
+        chosen = order if wanted is None else order[wanted]
+        return [(np.arange(len(chosen)), chosen)]
 
     def stored_format(self, name: str, transposed: bool = False) -> str | None:
         """Return the format of ours that has the numbers of the parameter `name`, or of its transpose, in its rows.
 
-        None for plain numbers, for types that no format of ours has, and where rows are made of several tensors.
+        None for plain numbers, for types that no format of ours has, and where rows are made of several tensors, but
+        for those of experts, which have whole rows of each.
         """
         tensor = self.tensors[name]
-        if len(tensor.shape) != 2 or len(tensor.sources) != 1:
+        if (stack := self._stack(name, tensor.sources)) is not None:
+            forms = {STORED.get(self.header.tensors[source].type) for source in tensor.sources}
+            return forms.pop() if len(forms) == 1 and transposed == stack.transposed else None
+        if not 2 <= len(tensor.shape) <= 3 or len(tensor.sources) != 1:
             return None
         is_transposed = _is_transposed(self.header.tensors[tensor.sources[0]])
-        same_rows = transposed == is_transposed and (transposed or self._order(tensor) is not None)
+        order = self._order(tensor)
+        is_kept = order is not None and (len(tensor.shape) == 2 or _is_sorted(order))
+        same_rows = transposed == is_transposed and (transposed or is_kept)
         return STORED.get(tensor.type) if same_rows else None
+
+    def is_turned(self, name: str) -> bool:
+        """Return whether the file has the matrices of the parameter `name` transposed, as gpt-oss's experts."""
+        stack = self._stack(name, self.tensors[name].sources)
+        return stack is not None and stack.transposed
 
     def fingerprint(self, config: Mapping[str, Any] | None = None) -> str:
         """Return hex digits that are the same for the same metadata of the model and the same tensors.
@@ -167,7 +226,30 @@ class GgufModel:
             digest.update(json.dumps([name, entry.type, entry.shape]).encode() + samples)
         return digest.hexdigest()
 
-    def _describe(self, sources: tuple[str, ...], expected: tuple[int, ...] | None) -> GgufTensor:
+    def _stack(self, name: str, sources: tuple[str, ...]) -> Stack | None:
+        """Return how a parameter of experts is made of tensors; None for all others, and where it is one tensor."""
+        stack = self._stacks.get(name)
+        if len(sources) == 1:
+            return None if stack is None or stack.is_plain else stack
+        # Gate and up of a shared expert are no parameter of experts.
+        is_pair = all(SHARED_PART in source for source in sources)
+        return Stack() if stack is None and is_pair else stack
+
+    def _describe_stack(self, stack: Stack, entries: Sequence[TensorEntry], expected: tuple[int, ...]) -> GgufTensor:
+        """Return the parameter of the shape `expected`, where the tensors make it; else what they are made into."""
+        entry = entries[0]
+        try:
+            made = stack.join([torch.empty(each.shape, device="meta") for each in entries]).shape
+        except (IndexError, RuntimeError):  # shapes that make no parameter
+            made = torch.Size(entry.shape)
+        types = {each.type for each in entries}
+        stored = entry.type if len(types) == 1 and entry.type in PLAIN else "F32"
+        sources = tuple(each.name for each in entries)
+        # A quantized type tells more than a plain one.
+        kind = next((each.type for each in entries if each.type not in PLAIN), entry.type)
+        return GgufTensor(self.header.file, dtype=stored, shape=tuple(made), type=kind, sources=sources)
+
+    def _describe(self, name: str, sources: tuple[str, ...], expected: tuple[int, ...] | None) -> GgufTensor:
         entries = [self.header.tensors[source] for source in sources]
         entry = entries[0]
         for each in entries:
@@ -177,10 +259,14 @@ class GgufModel:
                     f"{', '.join(sorted(UNPACKED))}"
                 )
         shape = entry.shape[::-1] if _is_transposed(entry) else entry.shape
+        if expected is not None and (stack := self._stack(name, sources)) is not None:
+            return self._describe_stack(stack, entries, expected)
         plain = len(entries) == 1 and (
             _is_transposed(entry) or row_order(self._processor, entry.name, entry.shape) is not None
         )
         elements = sum(math.prod(each.shape) for each in entries)
+        if expected is not None and shape != expected and _without_ones(shape) == _without_ones(expected):
+            shape = expected
         if not plain and expected is not None and elements == math.prod(expected) and self._may_reshape(entry):
             shape = expected
         stored = entry.type if plain and entry.type in PLAIN else "F32"
@@ -218,7 +304,7 @@ def open_gguf(path: Path) -> GgufModel:
         config = model_config(header)
         model = _empty_model(path, config)
         parameters = {name: tuple(values.shape) for name, values in model.state_dict(keep_vars=True).items()}
-        opened = GgufModel(header, config, parameters)
+        opened = GgufModel(header, config, parameters, stacks_of(model))
     except UsageError as error:
         raise UnsupportedModelError(str(error)) from error
     _check_parameters(opened, model)
@@ -271,6 +357,21 @@ def _check_parameters(opened: GgufModel, model: nn.Module) -> None:
                 f"{file}: {shown(tensor.sources[0])} makes {name} {list(tensor.shape)}, but its metadata make it "
                 f"{list(values.shape)}"
             )
+
+
+def _without_ones(shape: Sequence[int]) -> list[int]:
+    return [size for size in shape if size != 1]
+
+
+def _notes(file: Path, left_out: Sequence[str]) -> tuple[str, ...]:
+    """Return the line about tensors that are no part of the decoder, none where there are no such tensors."""
+    if not left_out:
+        return ()
+    more = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
+    return (
+        f"{file.name}: left out, as no part of the decoder: layers that guess further tokens "
+        f"({shown(left_out[0])}{more})",
+    )
 
 
 def _is_transposed(entry: TensorEntry) -> bool:

@@ -1,6 +1,7 @@
 """From a GGUF file's metadata to the contents of a config.json.
 
-`architectures.py` has a record for each architecture that is read by one, and transformers' tables serve the others.
+`architectures.py` and `mixtures.py` have a record for each architecture that is read by one, and transformers' tables
+serve the others.
 Either way head sizes, scaled and partial rotary embeddings, biases and ties are added here, from the metadata and the
 tensors. PowerInfer's files have four architectures, all with ReLU.
 """
@@ -15,9 +16,12 @@ import transformers
 
 from picompile.errors import UnsupportedModelError
 from picompile.frontend.config import check_values, resolve
-from picompile.frontend.gguf.architectures import ARCHITECTURES, SHARED_KEYS, Architecture
+from picompile.frontend.gguf.architecture import SHARED_KEYS, Architecture
+from picompile.frontend.gguf.expert_fields import check_counts
 from picompile.frontend.gguf.header import GgufHeader
 from picompile.frontend.gguf.metadata import read_text
+from picompile.frontend.gguf.mixtures import MIXTURES
+from picompile.frontend.gguf.records import RECORDED, find_record, is_mixture
 from picompile.frontend.gguf.rope import rope_scaling
 from picompile.frontend.gguf.tensor_types import POWERINFER_MAGIC
 from picompile.frontend.gguf.transformers_tables import (
@@ -45,6 +49,7 @@ _LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.")
 # Falcon and BLOOM share the matrices of embedding and head, and converters write both of them.
 _TIED_WITH_BOTH = ("falcon", "bloom", "starcoder", "mpt")
 _COMPARED_BYTES = 1 << 20
+_FURTHER = "nextn_predict_layers"
 # Keys with numbers that are not whole, and those of them that llama.cpp leaves out where they are 0.
 _FLOAT_KEYS = re.compile(r"epsilon$|freq_base|scale$|softcapping$|clamp_kqv$")
 _OFF_AT_ZERO = re.compile(r"scale$|clamp_kqv$")
@@ -62,17 +67,18 @@ def model_config(header: GgufHeader) -> dict[str, Any]:
     check_kind(values)
     if not architecture:
         raise UnsupportedModelError(f"{header.file}: no name of an architecture in it (general.architecture)")
-    record = None if header.magic == POWERINFER_MAGIC else ARCHITECTURES.get(architecture)
+    record = None if header.magic == POWERINFER_MAGIC else find_record(header)
+    _check_experts(values, record)
     fixed = {**({} if record is None else record.fixed), **_FIXED.get(architecture, {})}
-    check_unread(values, () if record is None else (*record.fields, *record.read), fixed)
+    read = () if record is None else (*record.fields, *record.read)
+    check_unread(values, read, fixed, mixture=is_mixture(header))
     if header.magic == POWERINFER_MAGIC:
         config = _powerinfer(values)
     elif record is not None:
-        _check_dense(values)
         config = _of_record(values, record)
     else:
         if architecture not in known_architectures():
-            raise _unknown(values, {*COMPILED, *ARCHITECTURES})
+            raise _unknown(values, {*COMPILED, *RECORDED})
         config = config_of_table(values)
     for add in (_vocabulary, _layers, _heads, _biases, _ties):
         config |= add(values, config)
@@ -81,7 +87,8 @@ def model_config(header: GgufHeader) -> dict[str, Any]:
     else:
         config = _finished(values, record, config)
     known = {*_fields(config), *model_classes(config)[0].attribute_map, *_READ}
-    config = {key: value for key, value in config.items() if key in known and (value is not None or key in _TOKEN_IDS)}
+    nothing = {*_TOKEN_IDS, *(() if record is None else record.constants)}
+    config = {key: value for key, value in config.items() if key in known and (value is not None or key in nothing)}
     try:
         check_values(config)
     except UnsupportedModelError as error:
@@ -116,12 +123,18 @@ def _unknown(values: MetadataValues, known: Any) -> UnsupportedModelError:
     )
 
 
-def _check_dense(values: MetadataValues) -> None:
-    if experts := values.count("expert_count"):
+def _check_experts(values: MetadataValues, record: Architecture | None) -> None:
+    """Refuse experts of an architecture that has no record of a mixture, and such a record without experts."""
+    experts, key = values.count("expert_count"), shown(values.key("expert_count"))
+    if experts and record is None:
         raise UnsupportedModelError(
-            f"{values.header.file}: mixtures of experts are not supported ({shown(values.key('expert_count'))} is "
-            f"{experts})"
+            f"{values.header.file}: mixtures of experts of the architecture {shown(values.architecture)} are not "
+            f"supported ({key} is {experts}); supported are {', '.join(sorted(MIXTURES))}"
         )
+    if experts:
+        check_counts(values)
+    elif record is None and values.architecture in MIXTURES and values.header.magic != POWERINFER_MAGIC:
+        raise UnsupportedModelError(f"{values.header.file}: no {key} in it, the number of experts")
 
 
 def _of_record(values: MetadataValues, record: Architecture) -> dict[str, Any]:
@@ -136,6 +149,9 @@ def _of_record(values: MetadataValues, record: Architecture) -> dict[str, Any]:
     for key, name in {**keys, **record.fields}.items():
         if (found := _number(values, key)) is not None:
             config[name] = found
+    if _FURTHER in record.read:
+        # Layers behind the last one guess further tokens.
+        config["num_hidden_layers"] = max(0, (values.count("block_count") or 0) - (values.count(_FURTHER) or 0)) or None
     if record.has_rope:
         # llama.cpp's own default, whatever the class has.
         config["rope_theta"] = values.above_zero("rope.freq_base") or 10000.0
@@ -219,6 +235,7 @@ def _layers(values: MetadataValues, config: Mapping[str, Any]) -> dict[str, Any]
         key = shown(values.key("block_count"))
         raise UnsupportedModelError(f"{values.header.file}: {key} is {layers}; 1 to {_MOST_LAYERS} layers are read")
     found = {int(match[1]) for name in values.header.tensors if (match := _LAYER.match(name))}
+    found -= set(range(layers, min(_MOST_LAYERS, values.count("block_count") or 0)))
     if odd := sorted(found.symmetric_difference(range(layers))):
         raise UnsupportedModelError(
             f"{values.header.file}: says {layers} layers, but has {'no ' if odd[0] < layers else ''}tensors of "
@@ -255,7 +272,7 @@ def _heads(values: MetadataValues, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # Their classes turn a part of each head by default.
-_PARTIAL = ("chatglm", "glm4", "gptneox", "nemotron", "orion", "phi2", "stablelm")
+_PARTIAL = ("chatglm", "glm4", "glm4moe", "gptneox", "minimax-m2", "nemotron", "orion", "phi2", "stablelm")
 
 
 def _fields(config: Mapping[str, Any]) -> set[str]:

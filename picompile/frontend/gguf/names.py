@@ -1,14 +1,15 @@
 """Which tensor of a GGUF file is which parameter of the Hugging Face model."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
 from picompile.errors import UnsupportedModelError
-from picompile.frontend.gguf.architectures import ARCHITECTURES
+from picompile.frontend.gguf.experts import expert_tensors, in_order
 from picompile.frontend.gguf.header import GgufHeader
+from picompile.frontend.gguf.records import find_record
 from picompile.frontend.gguf.rope import FREQUENCIES, LONG_FACTORS
 from picompile.frontend.gguf.tensor_types import POWERINFER_MAGIC
 from picompile.frontend.gguf.views import XIELU
@@ -26,7 +27,8 @@ _MODULES = {f"mlp.act_fn.{name}": f"xielu.{name}" for name in XIELU}
 _HEAD_NORM = re.compile(r"self_attn\.([qk])_layernorm\.norms\.([0-9]+)")
 
 # Matrices of experts, of which gate and up are one parameter, and those of latent attention for keys and values.
-_JOINED = re.compile(r"_exps\.|\.attn_[kv]_b\.")
+_JOINED = re.compile(r"_exps\.|_shexp\.|\.attn_[kv]_b\.")
+_BLOCK = re.compile(r"blk\.([0-9]{1,6})\.")
 _LATENT, _LATENT_PARTS = ".attn_kv_b.", (".attn_k_b.", ".attn_v_b.")
 
 # PowerInfer writes down transposed, so that a neuron's weights lie together.
@@ -61,8 +63,12 @@ def map_names(
     state dict; `processor` is transformers' for the architecture, whose rules for names hold.
     """
     found: dict[str, str] = {}
-    name_of = _names_of(architecture, layers)
+    name_of = _names_of(header, architecture, layers)
+    mixture = find_record(header) is not None
     for parameter in parameters:
+        if mixture and (tensors := expert_tensors(parameter)):
+            found |= dict.fromkeys(tensors, parameter)
+            continue
         whole = str(processor.preprocess_name(parameter))
         stem, dot, ending = whole.rpartition(".")
         name, suffix = (stem, dot + ending) if ending in ("weight", "bias") else (whole, "")
@@ -82,11 +88,11 @@ def map_names(
     return found
 
 
-def _names_of(architecture: str, layers: int) -> Any:
+def _names_of(header: GgufHeader, architecture: str, layers: int) -> Any:
     """Return a function from the name of a module to the name of its tensors in a file, or None."""
     if architecture == "opt":
         return _opt_name
-    record = ARCHITECTURES.get(architecture)
+    record = find_record(header)
     known = "llama" if architecture == "bamboo" else (record and record.names) or architecture
     number = next(number for number, name in MODEL_ARCH_NAMES.items() if name == known)
     name_of = get_tensor_name_map(number, layers).get_name
@@ -109,12 +115,20 @@ def _opt_name(module: str) -> str | None:
     return _OPT.get(module)
 
 
-def sources_by_parameter(header: GgufHeader, names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Return for each parameter the tensors of the file that it is made of, in the order of the file.
+def further_tensors(header: GgufHeader, layers: int) -> list[str]:
+    """Return the tensors behind the last of `layers`, which guess further tokens."""
+    return [name for name in header.tensors if (match := _BLOCK.match(name)) and int(match[1]) >= layers]
+
+
+def sources_by_parameter(
+    header: GgufHeader, names: Mapping[str, str], left_out: Collection[str] = ()
+) -> dict[str, tuple[str, ...]]:
+    """Return for each parameter the tensors of the file that it is made of, those of gate before those of up.
 
     Raises `UnsupportedModelError` for tensors that are no parameters, and for two that are the same one.
     """
     found: dict[str, tuple[str, ...]] = {}
+    unused = set(left_out)
     for name in header.tensors:
         if name in names:
             others = found.get(names[name], ())
@@ -122,8 +136,10 @@ def sources_by_parameter(header: GgufHeader, names: Mapping[str, str]) -> dict[s
                 raise UnsupportedModelError(
                     f"{header.file}: holds {shown(others[0])} and {shown(name)}: two tensors for one parameter"
                 )
-            found[names[name]] = (*found.get(names[name], ()), name)
-        elif not (_IGNORED.fullmatch(name) or (_PREDICTOR.fullmatch(name) and header.magic == POWERINFER_MAGIC)):
+            found[names[name]] = in_order((*found.get(names[name], ()), name))
+        elif name not in unused and not (
+            _IGNORED.fullmatch(name) or (_PREDICTOR.fullmatch(name) and header.magic == POWERINFER_MAGIC)
+        ):
             raise UnsupportedModelError(
                 f"{header.file}: holds {shown(name)}, which the model that its metadata describes has no place for"
             )

@@ -74,6 +74,10 @@ def _yarn(values: MetadataValues, factor: float, attention: float) -> dict[str, 
     found_keys = {ours: values.positive(theirs) for theirs, ours in _YARN_KEYS.items()}
     scaling |= {ours: number for ours, number in found_keys.items() if number is not None}
     log = values.positive("rope.scaling.yarn_log_multiplier")
+    if values.architecture == "deepseek2" and log is not None:
+        # Its converter writes a tenth, and a model of it has the same multiplier twice.
+        log = float(f"{10 * log:.6g}")
+        return scaling | {"mscale": log, "mscale_all_dim": log}
     if attention == 1.0:
         return scaling | ({} if log is None else {"mscale": 1.0, "mscale_all_dim": log})
     return scaling | {"attention_factor": attention * _magnitude(factor, 1.0) / _magnitude(factor, log or 0.0)}

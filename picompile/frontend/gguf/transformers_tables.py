@@ -1,7 +1,7 @@
 """Configs of GGUF files by transformers' own tables, for architectures that are read by these.
 
 Which key is which field is the table of transformers' GGUF reader. Added is what that reader leaves to defaults of one
-published model although the file says it: the sizes of Falcon, GPT-2 and experts.
+published model although the file says it: the sizes of Falcon and GPT-2.
 """
 
 import re
@@ -106,16 +106,7 @@ def _gpt2(values: MetadataValues, config: Mapping[str, Any]) -> dict[str, Any]:
     return {"n_positions": values.count("context_length"), "n_inner": values.count("feed_forward_length")}
 
 
-def _experts(values: MetadataValues, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "moe_intermediate_size": values.count("expert_feed_forward_length"),
-        "shared_expert_intermediate_size": values.count("expert_shared_feed_forward_length"),
-    }
-
-
 _SPECIAL: Mapping[str, Callable[[MetadataValues, Mapping[str, Any]], dict[str, Any]]] = {
     "falcon": _falcon,
     "gpt2": _gpt2,
-    "qwen2moe": _experts,
-    "qwen3moe": _experts,
 }

@@ -48,6 +48,22 @@ _NOT_READ: Neutral = {
     "swiglu_clamp_exp": (),
     "swiglu_clamp_shexp": (),
 }
+# Keys of mixtures of experts. In files of other models they have no effect.
+_OF_EXPERTS: Neutral = {
+    "expert_chunk_feed_forward_length": (0,),
+    "expert_gating_func": (0,),
+    "expert_group_count": (0, 1),
+    "expert_group_scale": (0.0, 1.0),
+    "expert_shared_count": (0,),
+    "expert_shared_feed_forward_length": (0,),
+    "expert_weights_norm": (),
+    "expert_weights_scale": (0.0, 1.0),
+    "experts_per_group": (0,),
+    "interleave_moe_layer_step": (0, 1),
+    "leading_dense_block_count": (0,),
+    "moe_every_n_layers": (0, 1),
+    "moe_latent_size": (0,),
+}
 # Keys of layers with a window, which change nothing where they say the same as those of all layers.
 _OF_WINDOWS: Mapping[str, tuple[str, ...]] = {
     "attention.key_length_swa": ("attention.key_length",),
@@ -76,12 +92,13 @@ def check_kind(values: MetadataValues) -> None:
         raise UnsupportedModelError(f"{values.header.file}: {what} (general.type)")
 
 
-def check_unread(values: MetadataValues, read: Collection[str], fixed: Neutral) -> None:
+def check_unread(values: MetadataValues, read: Collection[str], fixed: Neutral, *, mixture: bool = False) -> None:
     """Raise `UnsupportedModelError` for a key that changes the model and is not read.
 
-    `read` are keys that are read; `fixed` has the only values that the model's class computes.
+    `read` are keys that are read; `fixed` has the only values that the model's class computes. A `mixture` has more
+    keys.
     """
-    for name, neutral in {**_NOT_READ, **fixed}.items():
+    for name, neutral in {**_NOT_READ, **(_OF_EXPERTS if mixture else {}), **fixed}.items():
         if name not in read or name in fixed:
             _check(values, name, neutral)
     for name, others in _OF_WINDOWS.items():

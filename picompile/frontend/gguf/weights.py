@@ -34,9 +34,11 @@ class GgufWeights:
         """Return the parameter `name`, as `GgufModel.load` does: it must not be written to."""
         return self._opened.load(self._names[name])
 
-    def packed(self, name: str, format_name: str, transposed: bool = False) -> Tensor | None:
+    def packed(
+        self, name: str, format_name: str, transposed: bool = False, rows: Tensor | None = None
+    ) -> Tensor | None:
         """Return the rows of the parameter `name` without rounding them again, or None, as `GgufModel.packed` does."""
-        return self._opened.packed(self._names[name], format_name, transposed)
+        return self._opened.packed(self._names[name], format_name, transposed, rows)
 
     def rounds_again(self, format_name: str, transposed: bool = False) -> str | None:
         """Return the type of most numbers, such as Q4_K, that the format rounds again although it has 6 bits or fewer.
@@ -55,8 +57,15 @@ class GgufWeights:
     def stored(self) -> Mapping[str, str | None]:
         """Return the format that has the numbers of each quantized matrix, by parameter; None where there is none."""
         tensors = {name: self._opened.tensors[stored] for name, stored in self._names.items()}
-        quantized = [name for name, tensor in tensors.items() if tensor.type not in PLAIN and len(tensor.shape) == 2]
-        return {name: self._opened.stored_format(self._names[name]) for name in quantized}
+        quantized = [
+            name for name, tensor in tensors.items() if tensor.type not in PLAIN and len(tensor.shape) in (2, 3)
+        ]
+        turned = self.turned()
+        return {name: self._opened.stored_format(self._names[name], name in turned) for name in quantized}
+
+    def turned(self) -> frozenset[str]:
+        """Return the parameters whose matrices the file has transposed."""
+        return frozenset(name for name, stored in self._names.items() if self._opened.is_turned(stored))
 
     def close(self) -> None:
         """Do nothing: the file is unmapped with the last tensor that lies in it."""

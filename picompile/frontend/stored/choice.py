@@ -31,6 +31,12 @@ def stored_formats(weights: WeightSource) -> Mapping[str, str | None]:
     return {} if stored is None else stored()
 
 
+def turned_parameters(weights: WeightSource) -> frozenset[str]:
+    """Return the parameters whose matrices `weights` holds transposed, as gpt-oss's experts."""
+    turned: Callable[[], frozenset[str]] | None = getattr(weights, "turned", None)
+    return frozenset() if turned is None else turned()
+
+
 def default_quant(quant: str | None, weights: WeightSource, *, calibrated: bool = False) -> str:
     """Return the weight format of a model: `quant` if given, else `stored` for a quantized checkpoint.
 
@@ -78,7 +84,8 @@ def choose_stored(
     block's codes have 5 bits or fewer on average, q6 up to 6 bits, and q8 else; without one, always q8.
     """
     stored = stored_formats(captured.weights)
-    uses = list(matrix_uses(graph_module, hot_by_outputs=hot_by_outputs))
+    turned = turned_parameters(captured.weights)
+    uses = list(matrix_uses(graph_module, hot_by_outputs=hot_by_outputs, turned=turned))
     blocks = {
         layer: _block_format([stored.get(use.parameter) for use in group], few_bits=on_accelerator)
         for layer, group in groupby(filter(_is_neuron, uses), key=lambda use: use.layer)

@@ -16,16 +16,14 @@ from torch import Tensor
 from picompile.errors import UnsupportedModelError
 from picompile.frontend.stored.blocks import (
     F8_DTYPES,
-    Coded,
     ScaledBlocks,
     codes_of,
     fitting_block,
     grid_shape,
-    look_up,
     matrix_shape,
     numbers_of,
-    pair_table,
 )
+from picompile.frontend.stored.fp4 import fp4_blocks
 from picompile.frontend.stored.fp8 import left_out
 from picompile.frontend.stored.integers import IntegerMatrix
 from picompile.frontend.stored.record import (
@@ -45,7 +43,6 @@ _FORMATS = (
 )
 _PARTS = ("weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
 _PARTS_FP4 = ("weight_packed", "weight_scale", "weight_global_scale")
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # Inputs of a block of FP4 numbers: of NVFP4, whose scales are float8 and which has one for the matrix too, and MXFP4.
 _NVFP4, _MXFP4 = 16, 32
 
@@ -194,24 +191,11 @@ def _fp4_matrix(files: StoredFiles, module: str) -> StoredMatrix:
 
     def numbers() -> ScaledBlocks:
         stored = files.read(module, "weight_packed")
-        table = pair_table(torch.tensor([*_E2M1, *(-value for value in _E2M1)]), low_first=True)
-        scales = files.scales(module, "weight_scale")
-        if is_nvfp4:
-            scales = scales.to(torch.float32) / files.scales(module, "weight_global_scale").to(torch.float32)
-        elif scales.dtype == torch.uint8:
-            scales = scales.view(torch.float8_e8m0fnu)
-        codes = pair_table(torch.arange(16, dtype=torch.uint8), low_first=True)
-        return ScaledBlocks(
-            lambda start, stop: look_up(stored[start:stop], table),
-            shape,
-            scales.to(torch.float32).view(grid_shape(shape, block)),
-            block,
-            coded=Coded(
-                "nvfp4" if is_nvfp4 else "mxfp4",
-                lambda start, stop: look_up(stored[start:stop], codes),
-                unit=64.0 if is_nvfp4 else 1.0,
-            ),
-        )
+        scales = files.scales(module, "weight_scale").view(grid_shape(shape, block))
+        if not is_nvfp4:
+            return fp4_blocks(stored, scales, block[1], "mxfp4")
+        scales = scales.to(torch.float32) / files.scales(module, "weight_global_scale").to(torch.float32)
+        return fp4_blocks(stored, scales, block[1], "nvfp4", unit=64.0)
 
     return files.matrix(module, _PARTS_FP4, shape, numbers)
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from picompile.errors import UnsupportedModelError
-from picompile.frontend.stored.record import Found, Method, NotReadError, Settings, StoredFiles
+from picompile.frontend.stored.record import Found, Method, NotReadError, Settings, SomeRows, StoredFiles
 from picompile.frontend.tensor_file import TensorHeader, read_tensor
 from picompile_passes.formats import FORMATS
 from picompile_passes.plugins import members
@@ -82,7 +82,7 @@ class StoredMatrices:
         parts = {part for matrix in result.matrices.values() for part in matrix.parts}
         self.notes = result.notes
         self.headers = {name: header for name, header in stored.items() if name not in parts | result.unused}
-        self._matrices = {f"{module}.weight": matrix for module, matrix in result.matrices.items()}
+        self._matrices = {matrix.header.name: matrix for matrix in result.matrices.values()}
         for name, matrix in self._matrices.items():
             if name in self.headers:
                 part = min(matrix.parts)
@@ -101,16 +101,25 @@ class StoredMatrices:
         """
         return self._matrices[name].numbers().values()
 
+    def is_turned(self, name: str) -> bool:
+        """Return whether the matrix `name` is a stack of transposes, whose rows are packed."""
+        return self._matrices[name].turned
+
     def stored_format(self, name: str) -> str | None:
         """Return the format of ours that has the numbers of NAME.weight, None where none has. Raises as `load` does."""
         return self._matrices[name].numbers().stored_format()
 
-    def packed(self, name: str, format_name: str) -> Tensor | None:
+    def packed(self, name: str, format_name: str, rows: Tensor | None = None) -> Tensor | None:
         """Return the rows of NAME.weight in a format of ours, uint8 [outputs, row bytes], where it has their numbers.
 
-        None where it has not. Raises as `load` does.
+        None where it has not. `rows` are the numbers of those that are wanted, all if it is None. Raises as `load`
+        does.
         """
-        return self._matrices[name].numbers().packed(format_name)
+        numbers = self._matrices[name].numbers()
+        if rows is not None and isinstance(numbers, SomeRows):
+            return numbers.packed(format_name, rows)
+        packed = numbers.packed(format_name)
+        return packed if packed is None or rows is None else packed[rows]
 
     def rounds_again(self, format_name: str, transposed: bool = False) -> str | None:
         """Return the method's name where the format rounds matrices a second time, else None. Reads a few of them.

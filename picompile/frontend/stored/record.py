@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -36,6 +36,17 @@ class Numbers(Protocol):
         ...
 
 
+@runtime_checkable
+class SomeRows(Protocol):
+    """The numbers of many matrices, of which some rows can be packed without the others."""
+
+    some_rows: bool
+
+    def packed(self, format_name: str, rows: Tensor | None = None) -> Tensor | None:
+        """Return what `Numbers.packed` returns, of `rows` alone."""
+        ...
+
+
 def as_float16(scales: Tensor) -> Tensor | None:
     """Return scales as float16; None where one of them is not within 2^-11 of what it was.
 
@@ -52,16 +63,18 @@ class StoredMatrix:
     """A matrix [outputs, inputs] that takes the place of its `parts`, tensors of the checkpoint.
 
     `numbers` reads them; it raises `UnsupportedModelError` for files that cannot be read and values that no matrix has.
+    With `turned` it is a stack of transposes [experts, inputs, outputs], whose rows are packed as those of all experts.
     """
 
     header: TensorHeader
     parts: frozenset[str]
     numbers: Callable[[], Numbers]
+    turned: bool = False
 
 
 @dataclass(frozen=True)
 class Found:
-    """The matrices of a checkpoint by the names of their modules.
+    """The matrices of a checkpoint by the names of their modules, or of their parameters where a module has several.
 
     `unused` are tensors that have no effect on weights, such as scales of activations. `notes` are facts that a user
     should know: half a sentence each.

@@ -181,7 +181,8 @@ def test_keys_that_are_not_read_must_change_nothing(
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ({"llama.expert_count": 8}, r"mixtures of experts are not supported \(llama.expert_count is 8\)"),
+        ({"llama.expert_count": 8}, "llama.expert_used_count is None, of 8 experts"),
+        ({"llama.expert_count": 8, "llama.expert_used_count": 9}, "llama.expert_used_count is 9, of 8 experts"),
         ({"llama.rope.freq_base": "many"}, "llama.rope.freq_base is not a number"),
         ({"llama.feed_forward_length": [1.0, 2.0]}, "is not a list of at most 16384 whole numbers"),
         ({"llama.feed_forward_length": [-1, -1]}, "is not a list of at most 16384 whole numbers"),
