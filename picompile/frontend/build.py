@@ -15,6 +15,7 @@ from picompile.errors import UnsupportedModelError
 from picompile.frontend.attention import ATTENTION_NAME, one_sequence, register_attention
 from picompile.frontend.bamboo import FatReLU
 from picompile.frontend.config import quiet_transformers, resolve
+from picompile.frontend.experts import EXPERTS_NAME, keep_router_biases, register_experts
 from picompile.frontend.export import export_decoder
 from picompile.frontend.facts import config_facts
 from picompile.frontend.families import GROWING_ROPE_TYPES, Family
@@ -81,14 +82,17 @@ def _check_size(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
         )
 
 
-def build_model(family: Family, config: Any, activation: str | None, attention: str | None = None) -> nn.Module:
+def build_model(
+    family: Family, config: Any, activation: str | None, attention: str | None = None, experts: str = EXPERTS_NAME
+) -> nn.Module:
     """Return the model that `config` describes: matrices on the meta device, what it computes in memory.
 
     `activation` is the dialect's text, where the family knows it. The model attends by `attention`, or by the first of
-    our ways that its class accepts. Raises `UnsupportedModelError` where transformers rejects the config, or where the
-    numbers that it computes are not finite.
+    our ways that its class accepts, and computes its `experts` in ours, or in its own way: eager. Raises
+    `UnsupportedModelError` where transformers rejects the config, or where the numbers that it computes are not finite.
     """
     register_attention()
+    register_experts()
     model_class = resolve(family.model_class)
     attempts = _IMPLEMENTATIONS if attention is None else (attention,)
     # Falcon's way through torch's operator adds ALiBi without the scale that its own has.
@@ -100,6 +104,7 @@ def build_model(family: Family, config: Any, activation: str | None, attention: 
                 model: nn.Module = model_class._from_config(
                     copy.deepcopy(own_config(model_class, config)),
                     attn_implementation=implementation,
+                    experts_implementation=experts,
                     dtype=torch.float32,
                 )
             break
@@ -116,6 +121,7 @@ def build_model(family: Family, config: Any, activation: str | None, attention: 
                 if hasattr(module, name):
                     setattr(module, name, FatReLU(threshold))
     keep_text(model)
+    keep_router_biases(model)
     for module in model.modules():
         # Not every class takes this as an argument of its forward.
         own = getattr(module, "config", None)

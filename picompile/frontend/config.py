@@ -50,6 +50,7 @@ _MOST_WIDTH = 1 << 18
 _MOST_NEURONS = 1 << 20
 _MOST_VOCABULARY = 1 << 22
 _MOST_HEADS = 1 << 14
+_MOST_EXPERTS = 1 << 16
 # Kernels have no wider heads.
 _MOST_HEAD_DIM = 2048
 _MOST = (1 << 31) - 1
@@ -59,6 +60,11 @@ _COUNTS: dict[str, tuple[int, int]] = {
     "num_hidden_layers": (1, MOST_LAYERS - 1),
     **dict.fromkeys(("hidden_size", "n_embed", "word_embed_proj_dim"), (1, _MOST_WIDTH)),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "ffn_hidden_size"), (1, _MOST_NEURONS)),
+    **dict.fromkeys(("shared_expert_intermediate_size", "shared_intermediate_size"), (0, _MOST_NEURONS)),
+    # Some classes of mixtures have models without experts.
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), (0, _MOST_EXPERTS)),
+    **dict.fromkeys(("num_experts_per_tok", "n_shared_experts", "num_shared_experts"), (0, _MOST_EXPERTS)),
+    **dict.fromkeys(("n_group", "topk_group"), (0, _MOST_EXPERTS)),
     "vocab_size": (1, _MOST_VOCABULARY),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_kv_heads"), (1, _MOST_HEADS)),
     "head_dim": (1, _MOST_HEAD_DIM),
@@ -161,7 +167,9 @@ def _is_left_out(config_class: type, key: str) -> bool:
 def check_values(raw: Mapping[str, Any]) -> None:
     """Raise `UnsupportedModelError` for values of a config.json that make no model, whatever its family."""
     for key, (least, most) in _COUNTS.items():
-        _check_count("", key, value=raw.get(key), least=least, most=most)
+        # Qwen2-MoE writes 0 where it uses none.
+        is_unused = key == "sliding_window" and raw.get("use_sliding_window") is False
+        _check_count("", key, value=raw.get(key), least=0 if is_unused else least, most=most)
     for key in _NUMBERS:
         _check_number("", key, raw.get(key))
     for key in ("bos_token_id", "eos_token_id"):

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from picompile.errors import UnsupportedModelError
+from picompile.frontend.complex_numbers import remove_complex
+from picompile.frontend.in_place import remove_writes, writes_in_place
 from picompile.frontend.layer_kinds import LayerList, PassedLayers, find_layers, hollow
 from picompile_passes.base import Stage, set_stage
 from picompile_passes.graph.nodes import attribute, calls, has_real_data
@@ -100,10 +101,10 @@ def _export(module: nn.Module, call: DecoderCall, max_tokens: int, layers: Layer
                 # A slice of a mask or a table guards against a length that is just the buffer's; it holds there too.
                 prefer_deferred_runtime_asserts_over_guards=True,
             )
-            if _writes_in_place(program.graph):
-                # Retraces all of it, which takes twice as long as the export itself.
-                program = program.run_decompositions({})
             exported = program.module(check_guards=False)
+            if writes_in_place(exported.graph) and not remove_writes(exported.graph):
+                # Retraces all of it, which takes twice as long as the export itself.
+                exported = program.run_decompositions({}).module(check_guards=False)
     except UnsupportedModelError:
         raise
     except Exception as error:
@@ -111,7 +112,7 @@ def _export(module: nn.Module, call: DecoderCall, max_tokens: int, layers: Layer
         if any(sign in text for sign in _DEPENDS_ON_LENGTH):
             text = "what it computes depends on the number of tokens in other ways than attention does"
         elif any(sign in text for sign in _DEPENDS_ON_VALUES):
-            text = "how much it computes depends on values that it computes, as with mixtures of experts"
+            text = "how much it computes depends on values that it computes, as with experts that it loops over"
         else:
             text += _place(error)
         raise UnsupportedModelError(f"{type(module).__name__} cannot be captured: {text}") from error
@@ -123,12 +124,6 @@ def _place(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     names = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames if "modeling_" in frame.filename]
     return f" ({names[-1]})" if names else ""
-
-
-def _writes_in_place(graph: Graph) -> bool:
-    """Return whether a call changes one of its arguments, as `add_` does."""
-    targets = [node.target for node in graph.nodes if isinstance(node.target, OpOverload)]
-    return any(target._schema.is_mutable for target in targets)
 
 
 def first_names(module: nn.Module) -> dict[str, tuple[str, ...]]:
@@ -165,6 +160,7 @@ def _plain_graph(exported: GraphModule, module: nn.Module) -> GraphModule:
     for node in list(exported.graph.nodes):
         if node.op == "call_function" and getattr(node.target, "_opname", "") in _CHECKS:
             exported.graph.erase_node(node)
+    remove_complex(exported.graph)
     result = graph.graph_copy(exported.graph, {})
     (logits,) = result if isinstance(result, (tuple, list)) else (result,)
     graph.output(logits)

@@ -253,7 +253,7 @@ def _open_gguf(file: Path, raw: Mapping[str, Any]) -> Checkpoint:
     names = match_names(file, _expected(model), opened.tensors, f"{model.base_model_prefix}.")
     weights = GgufWeights(opened, names)
     facts = _facts(file, family, config, activation, model, weights.dtype)
-    return Checkpoint(raw, family, model, activation, weights, facts, warnings=())
+    return Checkpoint(raw, family, model, activation, weights, facts, warnings=opened.notes)
 
 
 def _check_layers(folder: Path, headers: Mapping[str, TensorHeader], config: Any, family: Family) -> None:

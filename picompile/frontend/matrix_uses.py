@@ -1,11 +1,12 @@
 """Which parameters of the model are matrices of a predicted graph, and what each of them does there."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
 from picompile_passes.formats import PANEL_ROWS
+from picompile_passes.graph.axes import MATRIX_AXES, TRANSPOSED_AXES, Axes, axes_of
 from picompile_passes.graph.nodes import arguments, attribute, calls, has_real_data, is_call
 from picompile_passes.graph.operands import (
     ATTENTION,
@@ -14,8 +15,9 @@ from picompile_passes.graph.operands import (
     LINEAR,
     PREDICTORS,
     SPARSE_FFN,
-    TRANSPOSE,
     computes_every_neuron,
+    expert_count,
+    makes_choices,
     makes_logits,
     matrix_operands,
 )
@@ -25,9 +27,10 @@ from picompile_passes.graph.operands import (
 class MatrixUse:
     """`rows` rows of a parameter, a matrix of `columns`, as a node multiplies with it or looks it up.
 
-    `role` is qk, v, o, ffn (gate and up), down, head or embedding, and `layer` that of the node, if it is in one.
-    `transposed` says that its rows are columns of the parameter. `in_panels` says whether kernels can read it in panels
-    of rows: so they cannot read neurons that may be skipped, nor rows of a transposed parameter.
+    `role` is qk, v, o, ffn (gate and up), down, router, head or embedding, and `layer` that of the node, if any.
+    `transposed` says that its rows are columns of the parameter, as its checkpoint has it. `in_panels` says whether
+    kernels can read it in panels of rows: so they cannot read neurons that may be skipped, nor rows of a transposed
+    parameter.
     """
 
     parameter: str
@@ -39,51 +42,65 @@ class MatrixUse:
     in_panels: bool
 
 
-def matrix_uses(graph_module: GraphModule, *, hot_by_outputs: bool = False) -> Iterator[MatrixUse]:
+def matrix_uses(
+    graph_module: GraphModule, *, hot_by_outputs: bool = False, turned: Collection[str] = ()
+) -> Iterator[MatrixUse]:
     """Yield the uses of parameters of the model as matrices, in the order of the graph.
 
     Predictors are left out: those that have matrices of the model read them with the block. `hot_by_outputs` is as in
-    `CompileConfig`.
+    `CompileConfig`. The checkpoint has the matrices of the parameters `turned` transposed.
     """
     values = _value_projections(graph_module)
     for node in graph_module.graph.nodes:
         if is_call(node, LINEAR, EMBEDDING):
-            yield from _uses(graph_module, node, matrix_operands(node), values)
+            yield from _uses(graph_module, node, matrix_operands(node), values, turned)
         elif is_call(node, SPARSE_FFN):
-            uses = list(_uses(graph_module, node, matrix_operands(node), values))
-            # A neuron's rows are read together.
+            uses = list(_uses(graph_module, node, matrix_operands(node), values, turned))
             if computes_every_neuron(node, hot=hot_by_outputs) and all(use.in_panels for use in uses):
                 yield from uses
             else:
-                yield from (_by_neurons(use) for use in uses)
-
-
-def _by_neurons(use: MatrixUse) -> MatrixUse:
-    """Return the use of a matrix of a block that is read neuron by neuron: so are the rows of down."""
-    if use.role != "down":
-        return replace(use, in_panels=False)
-    return replace(use, rows=use.columns, columns=use.rows, transposed=not use.transposed, in_panels=False)
+                yield from _uses(graph_module, node, matrix_operands(node), values, turned, by_neurons=True)
 
 
 def _uses(
-    graph_module: GraphModule, node: Node, operands: Sequence[Node], values: dict[Node, str]
+    graph_module: GraphModule,
+    node: Node,
+    operands: Sequence[Node],
+    values: dict[Node, str],
+    turned: Collection[str],
+    *,
+    by_neurons: bool = False,
 ) -> Iterator[MatrixUse]:
+    """Yield the uses of matrices by a call. With `by_neurons` the rows of a neuron are read together."""
     down = arguments(node)["down"] if is_call(node, SPARSE_FFN) else None
+    experts = max(expert_count(node), 1) if is_call(node, SPARSE_FFN) else 1
     for operand in operands:
         rows, columns = (int(size) for size in operand.meta["val"].shape)
-        transposed, source = operand is down, operand
+        source = operand
         while is_call(source, INDEX_SELECT) and source.args[1] == 0:
             source = source.all_input_nodes[0]
-        if is_call(source, TRANSPOSE):
-            transposed, source = not transposed, source.all_input_nodes[0]
-        name = str(source.target)
-        if source.op != "get_attr" or has_real_data(attribute(graph_module, name)) or name.startswith(PREDICTORS):
+        stack = axes_of(source)
+        if stack is None:
             continue
-        if operand is down:
+        name, axes = str(stack.parameter.target), stack.axes
+        if has_real_data(attribute(graph_module, name)) or name.startswith(PREDICTORS):
+            continue
+        if operand is down and not by_neurons:
             # A block that computes every neuron reads down by its outputs.
-            rows, columns = columns, rows
+            rows, columns = experts * columns, rows // experts
+            axes = _by_outputs(axes)
+        if axes not in (*MATRIX_AXES, *TRANSPOSED_AXES):
+            continue
+        transposed = (axes in TRANSPOSED_AXES) != (name in turned)
         role, layer = _role(node, operand, values), node.meta.get("layer")
-        yield MatrixUse(name, rows, columns, role, layer, transposed, not transposed and rows % PANEL_ROWS == 0)
+        in_panels = not (transposed or by_neurons) and rows // experts % PANEL_ROWS == 0
+        yield MatrixUse(name, rows, columns, role, layer, transposed, in_panels)
+
+
+def _by_outputs(axes: Axes) -> Axes:
+    """Return the axes of down with a row for each output, of those with a row for each neuron."""
+    stacked, turned = MATRIX_AXES[1], TRANSPOSED_AXES[1]
+    return {stacked: turned, turned: stacked}.get(axes, axes[::-1])
 
 
 def _role(node: Node, operand: Node, values: dict[Node, str]) -> str:
@@ -91,6 +108,8 @@ def _role(node: Node, operand: Node, values: dict[Node, str]) -> str:
         return "embedding"
     if is_call(node, SPARSE_FFN):
         return "down" if operand is arguments(node)["down"] else "ffn"
+    if makes_choices(node):
+        return "router"
     return "head" if makes_logits(node) else values.get(node, "o")
 
 

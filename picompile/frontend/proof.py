@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node
 from picompile.errors import PicompileError, UnsupportedModelError
 from picompile.frontend.build import WINDOWS, build_model, call_model, capture_model
 from picompile.frontend.config import make_config, quiet_transformers
+from picompile.frontend.experts import EXPERTS_NAME
 from picompile.frontend.export import first_names
 from picompile.frontend.families import Family
 from picompile.frontend.messages import one_line
@@ -39,6 +40,9 @@ _LENGTHS = (3, 19)
 _SMALL = {
     **dict.fromkeys(WINDOWS, 7),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "decoder_ffn_dim"), 96),
+    # Of each expert, of which there are as many as in the original: a router's rule depends on it.
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"), 32),
+    **dict.fromkeys(("moe_shared_expert_intermediate_size", "expert_ffn_hidden_size"), 32),
     "vocab_size": 256,
     # Tokens that stand for an image or a sound, which no text has: they are beyond the tokens that are drawn.
     **dict.fromkeys(("image_token_id", "image_token_index", "video_token_id", "audio_token_id"), 255),
@@ -54,7 +58,7 @@ _COUNTING = (
     *(_aten.cumsum.default, _aten.ones.default, _aten.full.default),
 )
 # Sizes and constants that tell one kind of layer from another.
-_TOLD_APART = ("heads", "kv_heads", "groups", "inverse_frequency")
+_TOLD_APART = ("heads", "kv_heads", "groups", "inverse_frequency", "chosen", "chosen_groups")
 # Its float32 weights, and copies of them, shall fit the memory of most machines.
 _MOST_PARAMETERS = 1_500_000_000
 # FATReLU jumps: a rounding may bring a value to the other side. It does not for three sets of weights in turn.
@@ -139,8 +143,8 @@ def _smaller(raw: Mapping[str, Any], layers: int, kept: int, shrunk: Mapping[str
 
 
 def _made(raw: Mapping[str, Any], family: Family, activation: str | None, seed: int) -> _Subject:
-    def build(attention: str | None) -> nn.Module:
-        return build_model(family, make_config(family, raw), activation, attention)
+    def build(attention: str | None, experts: str = EXPERTS_NAME) -> nn.Module:
+        return build_model(family, make_config(family, raw), activation, attention, experts)
 
     model = build(None)
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -150,7 +154,7 @@ def _made(raw: Mapping[str, Any], family: Family, activation: str | None, seed: 
             f"{parameters:,} parameters"
         )
     captured = capture_model(model, build, whole=True)
-    eager = build("eager")
+    eager = build("eager", "eager")
     _fill(eager, seed)
     weights = ModuleWeights({name: eager.get_parameter(name) for name in first_names(eager)})
     embedding = eager.get_input_embeddings()  # type: ignore[operator]

@@ -15,6 +15,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from picompile.errors import UnsupportedModelError
 from picompile.frontend.left_out import LeftOut
+from picompile.frontend.stacks import Stack, expert_number, makes_stack, stacked
 from picompile.frontend.tensor_file import TensorHeader, read_tensor
 
 # Tables and masks that earlier versions of a class kept in its checkpoints.
@@ -24,31 +25,55 @@ _COMPUTED = re.compile(r"(inv_freq|masked_bias|attention\.bias|attn\.bias|positi
 def rename(folder: Path, headers: Mapping[str, TensorHeader], model: nn.Module) -> dict[str, TensorHeader]:
     """Return `headers` under the names that `model` has for the tensors; one that it has no name for keeps its own.
 
-    Raises `UnsupportedModelError` where two tensors would have one name, and for tensors of which transformers makes
-    others, which is not supported.
+    Tensors of one expert each become the stack that the model has. Raises `UnsupportedModelError` where two
+    tensors would have one name, for experts that are missing or too many, and for tensors of which transformers makes
+    others in another way.
     """
 
     transforms = get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
-    expected = {name: None for name, _ in model.named_parameters(remove_duplicate=False)}
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    shapes, own = _shapes(model), {name for name, _ in model.named_parameters(remove_duplicate=False)}
     found: dict[str, TensorHeader] = {}
+    stacks: dict[str, Stack] = {}
     for name in sorted(headers):
-        target = name
-        if name not in expected:
+        target, expert = name, expert_number(name)
+        if name not in own:
             target, pattern = rename_source_key(name, renamings, converters)
-            # Others are of a part that is left out.
-            if pattern is not None and target != name and target in expected:
-                if ".experts." in name:
-                    raise UnsupportedModelError(f"{folder}: mixtures of experts are not supported ({name})")
-                raise UnsupportedModelError(
-                    f"{folder}: {name} is a part of {target}, which transformers puts together as it loads; "
-                    "that is not supported"
-                )
+            if pattern is not None and target != name:
+                converter = by_pattern[pattern]
+                if target in shapes and expert is not None and makes_stack(converter):
+                    other = stacks.setdefault(target, Stack(converter)).add(pattern, expert, headers[name])
+                    if other is not headers[name]:
+                        raise UnsupportedModelError(f"{folder}: holds {other.name} and {name}: two for one expert")
+                    continue
+                if target in shapes:
+                    raise UnsupportedModelError(
+                        f"{folder}: {name} is a part of {target}, which transformers puts together as it loads; "
+                        "that is not supported"
+                    )
+                # Others are of a part that is left out, such as a layer of experts behind the last.
+                target = target if expert is None else name
         if target in found:
             raise UnsupportedModelError(f"{folder}: {found[target].name} and {name} are both the model's {target}")
         found[target] = headers[name]
+    for target, header in stacked(folder, stacks, shapes).items():
+        if target in found:
+            part = header.parts[0][0].name
+            raise UnsupportedModelError(f"{folder}: {found[target].name} and {part} are both the model's {target}")
+        found[target] = header
     return found
+
+
+def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the parameters of `model`, by all names that a checkpoint may have for them."""
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    return {
+        variant: tuple(parameter.shape)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        for variant in (name, name.removeprefix(prefix), prefix + name)
+    }
 
 
 class IgnoredTensors:

@@ -18,7 +18,8 @@ from picompile.frontend.stand_ins import refuse_stand_in
 class TensorHeader:
     """A tensor's place, dtype and shape. `dtype` is safetensors' name; `name` is the tensor's in its file.
 
-    With `quantized` it is a matrix that other tensors of the file stand for, and `name` that of its weight.
+    With `quantized` it is a matrix that other tensors of the file stand for, and `name` that of its weight. With
+    `parts` it is a stack of matrices: one for each expert, whose parts lie one below the other.
     """
 
     file: Path
@@ -26,6 +27,7 @@ class TensorHeader:
     shape: tuple[int, ...]
     name: str = ""
     quantized: bool = False
+    parts: "tuple[tuple[TensorHeader, ...], ...]" = ()
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from picompile.frontend.tensor_file import TensorHeader, explaining
 from picompile.frontend.weight_values import DTYPES, check_values
 
 _ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+_TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class Codes(Protocol):
@@ -27,8 +28,12 @@ class Codes(Protocol):
         """Return its values in float32."""
         ...
 
-    def packed(self, name: str, format_name: str) -> Tensor | None:
-        """Return its rows packed, where that is exact."""
+    def packed(self, name: str, format_name: str, rows: Tensor | None = None) -> Tensor | None:
+        """Return its rows packed, where that is exact: all, or those with the numbers `rows`."""
+        ...
+
+    def is_turned(self, name: str) -> bool:
+        """Return whether it is a stack of transposes of the matrices whose rows are packed."""
         ...
 
     def stored_format(self, name: str) -> str | None:
@@ -74,12 +79,29 @@ class FolderWeights:
     def load(self, name: str) -> Tensor:
         """Return the parameter `name` in the checkpoint's dtype, mapped from the file: it must not be written to.
 
+        A stack of experts' matrices is copied from the files each time that it is asked for.
+
         Raises `KeyError` for a name that there is not, `UnsupportedModelError` for a file that has changed since and
         for values that no model has.
         """
         if name in self._zeros:
             return torch.zeros(self._zeros[name])
         header = self._headers[self._names[name]]
+        return self._stacked(header) if header.parts else self._tensor(header)
+
+    def _stacked(self, header: TensorHeader) -> Tensor:
+        """Return a stack of experts' matrices, copied from one part after another."""
+        stack = torch.empty(header.shape, dtype=_TORCH_DTYPES.get(header.dtype, torch.float32))
+        for matrix, parts in zip(stack, header.parts, strict=True):
+            row = 0
+            for part in parts:
+                rows = part.shape[0]
+                matrix[row : row + rows] = self._tensor(part)
+                row += rows
+        return stack
+
+    def _tensor(self, header: TensorHeader) -> Tensor:
+        """Return the tensor of a file, or the matrix that several stand for."""
         file, stored = header.file, header.name
         if self._codes is not None and self._codes.is_quantized(stored):
             values = self._codes.load(stored)
@@ -98,18 +120,45 @@ class FolderWeights:
             self._checked.add(stored)
         return tensor
 
-    def packed(self, name: str, format_name: str, transposed: bool = False) -> Tensor | None:
+    def packed(
+        self, name: str, format_name: str, transposed: bool = False, rows: Tensor | None = None
+    ) -> Tensor | None:
         """Return the rows of a matrix that the files hold quantized, packed without rounding them again, or None.
 
         uint8 [rows, row bytes] in `format_name`. None stands for everything else, and for rows that would have to be
-        `transposed`.
+        `transposed`: those that the files have are rows of the parameter, or of its transposes where it is among
+        `turned`. `rows` are the numbers of those that are wanted, all if it is None.
         """
         if name in self._zeros:
             return None
-        stored = self._headers[self._names[name]].name
-        if transposed or self._codes is None or not self._codes.is_quantized(stored):
+        if self._codes is None or transposed != self._is_turned(name):
             return None
-        return self._codes.packed(stored, format_name)
+        found, parts = [], self._stored_names(name)
+        if len(parts) == 1:
+            only = parts[0]
+            return self._codes.packed(only, format_name, rows) if self._codes.is_quantized(only) else None
+        for stored in parts:
+            packed = self._codes.packed(stored, format_name) if self._codes.is_quantized(stored) else None
+            if packed is None:
+                return None
+            found.append(packed)
+        whole = torch.cat(found)
+        return whole if rows is None else whole[rows]
+
+    def turned(self) -> frozenset[str]:
+        """Return the parameters that are stacks of transposes of the matrices whose rows are packed."""
+        return frozenset(name for name in self._names if self._is_turned(name))
+
+    def _is_turned(self, name: str) -> bool:
+        codes = self._codes
+        return codes is not None and any(
+            codes.is_quantized(stored) and codes.is_turned(stored) for stored in self._stored_names(name)
+        )
+
+    def _stored_names(self, name: str) -> list[str]:
+        """Return the names of the tensors that the parameter `name` is made of, in the order of its rows."""
+        header = self._headers[self._names[name]]
+        return [part.name for parts in header.parts for part in parts] or [header.name]
 
     def stored(self) -> Mapping[str, str | None]:
         """Return the format that has the numbers of each quantized matrix, by parameter; None where there is none."""
@@ -118,10 +167,14 @@ class FolderWeights:
             return {}
         # Found once: it takes all scales and zeros.
         if self._stored is None:
-            tensors = {name: self._headers[tensor].name for name, tensor in self._names.items()}
-            quantized = {name: tensor for name, tensor in tensors.items() if codes.is_quantized(tensor)}
-            self._stored = {name: codes.stored_format(tensor) for name, tensor in quantized.items()}
+            tensors = {name: self._stored_names(name) for name in self._names}
+            quantized = {name: parts for name, parts in tensors.items() if any(map(codes.is_quantized, parts))}
+            self._stored = {name: _only(map(self._format, parts)) for name, parts in quantized.items()}
         return self._stored
+
+    def _format(self, stored: str) -> str | None:
+        codes = self._codes
+        return codes.stored_format(stored) if codes is not None and codes.is_quantized(stored) else None
 
     def rounds_again(self, format_name: str, transposed: bool = False) -> str | None:
         """Return what the matrices are that `format_name` rounds a second time, such as AWQ; None where it does not.
@@ -143,6 +196,12 @@ class FolderWeights:
             header = self._headers[stored]
             sizes[header.dtype] += torch.Size(header.shape).numel() * _ELEMENT_BYTES[header.dtype]
         return DTYPES[max(sizes, key=lambda dtype: sizes[dtype])]
+
+
+def _only(formats: Iterable[str | None]) -> str | None:
+    """Return the one format of several matrices, None where they have no format or several."""
+    found = set(formats)
+    return found.pop() if len(found) == 1 else None
 
 
 class ModuleWeights:

@@ -9,6 +9,7 @@ import transformers
 from torch import Tensor, nn
 
 from helpers.families import VARIANTS
+from helpers.greedy import config_json
 from helpers.same_graph import description
 from picompile.frontend.build import build_model, call_model
 from picompile.frontend.config import make_config
@@ -61,6 +62,18 @@ def test_the_stamped_graph_is_the_captured_one(name: str) -> None:
         with pytest.raises(VerifyError, match="all-layers"):
             verify(predicted, Stage.PREDICTED)
         _check_refusals(raised_form(stamped))
+
+
+@pytest.mark.slow("exports a mixture twice")
+def test_dense_layers_before_mixtures() -> None:
+    """Of seven layers the first is dense: it is captured, and two with experts."""
+    raw = config_json("ernie4_5_moe", {"num_hidden_layers": LAYERS})
+    family = find_family(raw)
+    model = build_model(family, make_config(family, raw), None)
+    stamped, whole = (export_decoder(model, call_model, 64, whole=each) for each in (False, True))
+    stamps = stamps_of(stamped)
+    assert stamps is not None and stamps.captured == 3 and stamps.sources == (0, 1, *[2] * (LAYERS - 2))
+    assert description(canonicalize(stamped)) == description(canonicalize(whole))
 
 
 def _check_refusals(graph_module: torch.fx.GraphModule) -> None:

@@ -11,13 +11,14 @@ from torch.fx import GraphModule
 from helpers.small_models import small_config
 from helpers.support import Cli
 from picompile import UnsupportedModelError
-from picompile.frontend import attention, facts, proof
+from picompile.frontend import attention, experts, facts, proof
 from picompile.frontend.build import build_model
 from picompile.frontend.config import make_config
 from picompile.frontend.families import find_family, rope_limit
 from picompile.frontend.hf import capture_config, raw_activation
 from picompile_passes.errors import PassesError
-from picompile_passes.passes.canonicalize import raise_elementwise, raise_norms
+from picompile_passes.passes.canonicalize import raise_elementwise, raise_norms, raise_route
+from picompile_passes.passes.canonicalize.captured_experts import EXPERT_GAINS
 
 Raw = dict[str, Any]
 _SIZES = {
@@ -112,6 +113,28 @@ def test_what_raising_drops_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     right = raise_norms._mean_square
     monkeypatch.setattr(raise_norms, "_mean_square", lambda node: (found := right(node)) and (found[0], 0.5))
     _expect(_MISTRAL, "pass raise-norms changed rms_norm")
+
+
+# Experts in two groups, behind a dense layer; as wide as they are, they are made smaller for the comparison.
+_GLM4_MOE = {
+    "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "head_dim": 8, "num_key_value_heads": 1,
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 2, "topk_group": 1, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "moe_intermediate_size": 4096, "routed_scaling_factor": 2.5, **_SIZES,
+}  # fmt: skip
+
+
+@_TWICE
+@pytest.mark.usefixtures("one_seed")
+def test_wrong_experts_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A right graph passes; one whose experts count for more does not."""
+    _prove(_GLM4_MOE)
+    with monkeypatch.context() as patch:
+        patch.setattr(experts, "EXPERT_GAINS", lambda index, weights, count: EXPERT_GAINS(index, weights * 1.01, count))
+        _expect(_GLM4_MOE | {"rope_theta": 77.0}, "model.layers.1.mlp", "gives another result")
+    right = raise_route._rounded
+    monkeypatch.setattr(raise_route, "_rounded", lambda scale: right(scale) * 1.01)
+    monkeypatch.setattr(raise_route, "_TOLERANCE", 0.1)
+    _expect(_GLM4_MOE | {"rope_theta": 78.0}, "pass raise-route changed route (picompile.route.default)")
 
 
 _MINISTRAL3 = {

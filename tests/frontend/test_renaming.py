@@ -14,8 +14,6 @@ from transformers import (
     GPTJForCausalLM,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
     XmodConfig,
     XmodForCausalLM,
 )
@@ -102,13 +100,6 @@ def test_a_buffer_that_no_config_makes(tmp_path: Path) -> None:
     ignored = IgnoredTensors({"table": TensorHeader(tmp_path / "a.safetensors", "F32", (3,), "table")}, model, left_out)
     with pytest.raises(UnsupportedModelError, match="table is a buffer of values that no config"):
         ignored("table")
-
-
-def test_experts_are_refused_by_name(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 16, "intermediate_size": 20, "num_key_value_heads": 1, "num_local_experts": 2}
-    MixtralForCausalLM(MixtralConfig(**_SIZES, **sizes)).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match=r"mixtures of experts are not supported \(model\.layers\.0\..+\)$"):
-        open_checkpoint(tmp_path)
 
 
 def test_where_transformers_own_code_ends_with_an_error(tmp_path: Path) -> None:

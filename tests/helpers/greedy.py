@@ -9,6 +9,7 @@ from torch import nn
 
 from helpers.small_models import causal_types, small_config, small_model
 from picompile.frontend.build import call_model
+from picompile.frontend.experts import keep_router_biases
 from picompile.frontend.export import first_names
 from picompile.frontend.hf import capture_config
 from picompile.frontend.weight_sources import ModuleWeights
@@ -56,6 +57,7 @@ def graph_error(model_type: str, options: Mapping[str, Any], counts: tuple[int, 
     It is given as a share of the largest logit.
     """
     model = small_model(small_config(model_type, **options))
+    keep_router_biases(model)
     weights = ModuleWeights({name: model.get_parameter(name) for name in first_names(model)})
     graph = materialize(canonicalize(capture_config(config_json(model_type, options))), weights)
     worst = 0.0

@@ -11,6 +11,7 @@ from helpers.small_models import SIZES, config_class
 
 # No text of ours has it.
 _IMAGE = 209
+_SECTIONS = {"glm4v_moe": [1, 1, 2]}
 _TEXTS = ("text_config", "decoder", "thinker_config")
 
 
@@ -62,8 +63,9 @@ def small_composite(model_type: str, text: Mapping[str, Any] | None = None) -> A
             fields.pop("vocab_size", None)
         fields.pop("is_decoder", None)
         if is_text and "mrope" in _source(type(part)):
-            # Sections of the eight pairs of a head.
-            fields["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+            # Sections of the eight pairs of a head, or of the four that are turned.
+            sections = _SECTIONS.get(model_type, [2, 3, 3])
+            fields["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections}
         values[name] = fields | {"model_type": part.model_type} | dict(text or {} if is_text else {})
     return own(**values)
 

@@ -23,12 +23,16 @@ SIZES: Mapping[str, Any] = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 211),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 128),
     **dict.fromkeys(("rotary_dim", "qk_rope_head_dim", "qk_nope_head_dim"), 8),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8),
+    # Two groups of experts, of which one is chosen.
+    "n_group": 2,
+    "topk_group": 1,
     **dict.fromkeys(("dropout", "layerdrop", "decoder_layerdrop"), 0.0),
     "sliding_window": 5,
     "original_max_position_embeddings": 64,
-    "moe_intermediate_size": 32,
-    "num_experts_per_tok": 2,
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts"), 2),
+    "n_shared_experts": 1,
     "q_lora_rank": 24,
     **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), 1),
     "mlp_only_layers": [0],
@@ -127,4 +131,9 @@ def with_random_weights(model: nn.Module) -> nn.Module:
                 else:
                     parameter.copy_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
                 parameter.copy_(parameter.half())
+            for name in ("e_score_correction_bias", "expert_bias"):
+                if name in module._buffers:
+                    # Of routers, which a checkpoint has.
+                    buffer = module.get_buffer(name)
+                    buffer.copy_((torch.randn_like(buffer) * 0.1).half())
     return model
