@@ -147,6 +147,7 @@ def collect(folder: Path) -> dict[str, Any]:
         "calls": {name: len(calls) for name, calls in program.functions.items()},
         "ffn": [
             {"layer": part.layer, "part": part.part, "neurons": part.neurons, "predictor": part.predictor}
+            | ({"experts": part.experts, "chosen": part.chosen} if part.experts else {})
             for part in program.ffn
         ],
         "parts": _parts(program, str(folder / "program.json")),
@@ -234,6 +235,8 @@ def _rows(facts: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
         yield "recurrent state", format_bytes(memory["recurrent_state"])
     yield "workspace", format_bytes(memory["workspace"])
     yield "feed-forward", _ffn_text(facts["parts"])
+    if experts := Counter((part["chosen"], part["experts"]) for part in facts["ffn"] if "experts" in part):
+        yield "experts", _experts_text(experts)
     if facts["plan"] is not None:
         yield "plan", _plan_text(facts["plan"])
     yield "read per token", ", ".join(f"{op} {format_bytes(read)}" for op, read in facts["token_bytes"].items())
@@ -254,6 +257,12 @@ def _predictor_text(facts: Mapping[str, Any]) -> str:
     text = ", ".join(f"{kind} ({count} blocks)" for kind, count in sorted(kinds.items()))
     accuracy = facts["accuracy"]
     return text if accuracy is None else f"{text}, perplexity {accuracy['relative_change']:+.3%} by them"
+
+
+def _experts_text(blocks: Mapping[tuple[int, int], int]) -> str:
+    """Return how many experts a token chooses in how many blocks: neurons and bytes are those of the chosen ones."""
+    texts = (f"{chosen} of {experts} ({count} blocks)" for (chosen, experts), count in sorted(blocks.items()))
+    return f"a token chooses {', '.join(texts)}"
 
 
 def _ffn_text(parts: Mapping[str, Mapping[str, int]]) -> str:

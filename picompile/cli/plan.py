@@ -77,8 +77,6 @@ def _check_firing(options: ModelOptions) -> None:
         for name, value in (("profile", options.profile), ("predictors", options.predictors), ("work", options.work)):
             if value is not None:
                 raise UsageError(f"--{name} applies to a model; with --shape, --firing says how neurons fire")
-        if options.firing is None:
-            raise UsageError("--shape needs --firing: the name of a curve, such as opt, or a share, such as 10%")
     if options.is_profile:
         for name in ("profile", "work", "firing", "activation"):
             if getattr(options, name) is not None:

@@ -58,6 +58,8 @@ def _header(plan: "Plan", target: str, host_source: str) -> Iterator[str]:
     several = "" if plan.sequences == 1 else f", {plan.sequences} sequences"
     bandwidth = f"{plan.machine.host_bytes_per_s / 1e9:.3g} GB/s"
     yield f"model   {plan.model}, {_parameters(plan.parameters)}, {plan.quant}, context {plan.context}{several}"
+    if chosen := {(layer.chosen, layer.experts) for layer in plan.layers if layer.experts}:
+        yield f"experts {', '.join(f'{some} of {all_of}' for some, all_of in sorted(chosen))} for a token"
     yield f"firing  {plan.firing}; predictor {plan.predictor}"
     yield f"target  {plan.target}: {target}"
     yield f"host    {size(plan.host_budget_bytes)} at {bandwidth} ({host_source})"

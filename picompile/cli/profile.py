@@ -68,3 +68,6 @@ def _show(profile: "Profile") -> None:
         most = f"{layer.neurons_for_80_percent:5.1%} of the neurons make 80 % of the firings"
         never = f"{layer.never_fired} of {layer.neurons} never fired"
         print(f"layer {layer.layer:3d}  {layer.firing_share:6.1%} fire{threshold}, {most}, {never}")
+        if layer.experts:
+            choices = f"{layer.experts_for_80_percent:5.1%} of the {layer.experts} experts make 80 % of the choices"
+            print(f"           {choices}, {layer.never_chosen} never chosen")

@@ -37,20 +37,32 @@ def synth_command(
 
     Its text means nothing. Some neurons fire often and most of them rarely (a
     Beta distribution); low-rank predictors beside the weights know exactly which.
+    Mixtures of experts get random weights: their neurons fire as these make them.
 
     \b
     Examples:
       picompile synth --shape tiny-reglu -o build/tiny-synthetic
       picompile synth --shape reglu-1.3b --active 0.05 -o build/reglu-1.3b
+      picompile synth --shape olmoe-1b-7b -o build/olmoe
     """
     if not 0 < active <= 1:
         raise UsageError(f"--active must be above 0 and at most 1, not {active:g}")
     require_output(output, overwrite=False, marker="config.json")
 
     with uncollected():
-        from picompile.synth.shapes import find_shape
+        from picompile.frontend.facts import names_experts
+        from picompile.synth.shapes import find_config, find_shape
         from picompile.synth.synthesis import synthesize
 
+    name, config = find_config(shape)
+    if names_experts(config):
+        with uncollected():
+            from picompile.synth.random_model import write_random_model
+
+        with parents_of(output), progress() as shown:
+            written = write_random_model(name, config, seed, output, dtype, progress=shown)
+        print(f"{output}: {written.parameters / 1e6:,.1f} M parameters, {written.dtype}, random weights")
+        return
     found = find_shape(shape)
     with parents_of(output), progress() as shown:
         result = synthesize(found, active, seed, output, dtype, progress=shown, rank=rank)

@@ -25,6 +25,7 @@ from picompile.compile.accuracy import check_accuracy, require_checkable
 from picompile.compile.bf16 import choose_bf16
 from picompile.compile.comparison import compare_artifact, require_comparable
 from picompile.compile.lower import lower_for, warn_if_large
+from picompile.compile.mixtures import check_config, check_mixture
 from picompile.compile.passes import compilation_passes, pipeline_passes, run_passes
 from picompile.compile.plan import check_checkpoint, check_given_plan, place_neurons
 from picompile.compile.weights import choose_formats, choose_limits, round_weights, warn_of_rounding
@@ -93,6 +94,7 @@ def _compile_into(
 ) -> AccuracyReport | None:
     """Capture the model, compile it, and publish the artifact at `place`."""
     checkpoint, captured = _capture(model, options, progress)
+    check_mixture(captured, options)
     # A model without its tokenizer is refused before anything takes long.
     tokenizer = read_tokenizer(checkpoint, captured.facts.vocab)
     for line in filter(None, (tokenizer.reason, *tokenizer.notes)):
@@ -192,6 +194,7 @@ def _check_before_capture(
             "activation applies to a model folder or a GGUF file; a module in memory computes its own; leave it out"
         )
     pipeline_passes(options)
+    check_config(model, options)
     # The code of an accelerator on the CPU has the instruction sets of the host's, which the check may not change.
     bf16 = options.bf16 != "off" and options.quant == "f16" and options.back_end is None
     code = planned_code(options.target, bf16=bf16)

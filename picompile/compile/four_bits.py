@@ -54,7 +54,9 @@ def choose_four_bits(captured: Captured, graph_module: GraphModule, *, hot_by_ou
 
     `hot_by_outputs` is as in `CompileConfig`.
     """
-    uses = [use for use in matrix_uses(graph_module, hot_by_outputs=hot_by_outputs) if use.in_panels]
+    # Routers keep the format that they have in any case.
+    found_uses = matrix_uses(graph_module, hot_by_outputs=hot_by_outputs)
+    uses = [use for use in found_uses if use.in_panels and use.role != "router"]
     merged: dict[str, list[MatrixUse]] = {}
     for use in uses:
         merged.setdefault(use.parameter, []).append(use)
@@ -92,8 +94,9 @@ def _q4_k_m_bits(use: MatrixUse, layers: int) -> float:
 
 
 def _sampled_rows(matrix: Tensor) -> Tensor:
-    """Return some rows of a matrix, float32."""
-    return matrix[:: max(1, len(matrix) // _SAMPLED_ROWS)][:_SAMPLED_ROWS].to(torch.float32)
+    """Return some rows of a matrix, or of a stack of them, float32."""
+    rows = matrix.flatten(0, -2)
+    return rows[:: max(1, len(rows) // _SAMPLED_ROWS)][:_SAMPLED_ROWS].to(torch.float32)
 
 
 def _errors(rows: Tensor) -> dict[str, float]:

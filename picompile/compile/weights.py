@@ -24,6 +24,7 @@ from picompile.compile.plan import fits_in_whole_blocks, may_compute_whole_block
 from picompile.config import CompileConfig
 from picompile.errors import UsageError
 from picompile.frontend.captured import Captured
+from picompile.frontend.facts import has_experts
 from picompile.frontend.stored.choice import choose_stored
 from picompile.predictors.predictor_set import PredictorSet
 from picompile.progress import Progress
@@ -236,6 +237,8 @@ def round_weights(
 
     passes = all_passes(insert_passes(config, predictors), {}, quantize_pass(config), config.passes)
     graph_module = run_passes(captured, passes, progress, verify=config.verify)
+    if has_experts(captured.graph_module):
+        progress.say("matrices of experts are rounded to the nearest; all others are rounded for the text")
     weights = _weights_of(captured, predictors)
     folder = _work(config, scratch) / "rounding"
     text = config.text(config.rounding_tokens)

@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 
 from picompile.choices import KV_DTYPES, MOST_LAYERS, base_format, default_kv_dtype
 from picompile.errors import UnsupportedModelError, UsageError
+from picompile.frontend.facts import names_experts
 from picompile.placement.firing import Firing, estimate_rank
 from picompile.placement.model_bytes import LayerBytes, LayerLaunches, ModelBytes, Packing, predicting_early
 from picompile.predictors.store import BlockShape, Predictors, block_shapes
@@ -24,7 +25,7 @@ from picompile_codegen.lowering.arena import align
 from picompile_codegen.lowering.function import HOST, LowerOptions
 from picompile_codegen.lowering.lower import Lowered, lower
 from picompile_codegen.lowering.placement import Placement
-from picompile_codegen.lowering.program import FfnPart, LoweredProgram, ProgramCall, tensor_bytes
+from picompile_codegen.lowering.program import LoweredProgram, ProgramCall, tensor_bytes
 from picompile_codegen.registry import BACK_ENDS
 from picompile_codegen.specs import CopyWordsSpec, KernelArgument, ReceiveSpec, RmsNormSpec, SendSpec
 from picompile_codegen.specs.arguments import ITEM_BYTES
@@ -32,7 +33,7 @@ from picompile_passes.base import Pass
 from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.graph.layers import operator_part
 from picompile_passes.graph.nodes import arguments, calls, is_call
-from picompile_passes.graph.operands import ADD, FFN, LAYER_NORM, RMS_NORM, SPARSE_FFN
+from picompile_passes.graph.operands import ADD, FFN, LAYER_NORM, RMS_NORM, ROUTE, SPARSE_FFN, expert_count
 from picompile_passes.passes.canonicalize import canonicalize
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
@@ -81,7 +82,7 @@ def shape_bytes(name: str, config: Mapping[str, Any], packing: Packing, firing: 
     """Return the bytes and launches of the model that a config.json of these contents describes.
 
     They are counted on three of its layers. All but the first, behind the embedding, and the last, whose norm may
-    belong to the head, are alike.
+    belong to the head, are alike. All layers of a mixture are counted where some have no experts.
 
     Raises as `count_bytes` does, `UnsupportedModelError` for a config that cannot be captured, and `UsageError` for a
     context that is longer than it allows.
@@ -94,7 +95,7 @@ def shape_bytes(name: str, config: Mapping[str, Any], packing: Packing, firing: 
     limit = config.get("max_position_embeddings")
     if isinstance(limit, int) and packing.context > limit:
         raise UsageError(f"a context of {packing.context} tokens is more than the model's {limit} positions")
-    kept = min(layers, 3)
+    kept = layers if _has_plain_layers(config) else min(layers, 3)
     canonical = config_graph(name, shortened(config, layers, kept))
     counted = graph_bytes(name, canonical, packing, insert=None, firing=firing, more=layers - kept)
     # Of what is not in layers only the statistics grow with their number: two int64 each.
@@ -104,6 +105,14 @@ def shape_bytes(name: str, config: Mapping[str, Any], packing: Packing, firing: 
         layers=counted.layers[:2] + counted.layers[1:2] * (layers - kept) + counted.layers[2:],
         workspace_bytes=counted.workspace_bytes + statistics,
     )
+
+
+def _has_plain_layers(config: Mapping[str, Any]) -> bool:
+    """Return whether a mixture of experts has layers without them, as far as its config.json says so."""
+    regular = {"decoder_sparse_step": 1, "moe_layer_freq": 1, "interleave_moe_layer_step": 1}
+    given = (config.get(key) for key in ("first_k_dense_replace", "num_dense_layers", "mlp_only_layers"))
+    irregular = any(config.get(key, usual) != usual for key, usual in regular.items())
+    return names_experts(config) and (irregular or any(given))
 
 
 def config_graph(name: str, config: Mapping[str, Any]) -> GraphModule:
@@ -143,30 +152,12 @@ def graph_bytes(
     blocks, parameters = block_shapes(canonical), _parameters(canonical, more)
     if not blocks:
         raise UnsupportedModelError(f"{name}: the model has no feed-forward block whose neurons could be placed")
-    passes: tuple[Pass, ...] = (
-        insert or _insert_pass(blocks, packing.predictor, parameters, layers=len(blocks) + more, firing=firing),
-        Partition({layer: range(block.neurons) for layer, block in blocks.items()}),
-    )
-    partitioned = Pipeline(passes)(canonical).graph_module
-    tensors = packing.tensors if choose is None else choose(partitioned)
-    quantize = Quantize(
-        base_format(packing.quant),
-        packing.predictor_quant,
-        tensors=tensors,
-        hot_by_outputs=packing.hot_by_outputs,
-    )
-    quantized = quantize(partitioned).graph_module
-    # Weights of an accelerator lie in rows, where they can, and those beside them.
-    options = LowerOptions(
-        packing.context, packing.chunk, KV_DTYPES[packing.kv_dtype or _kv_dtype(canonical)], panels=False
-    )
-    try:
-        on_host = lower(quantized, options)
-        launches, head_launches = _launches(quantized, options, min(packing.sequences, MOST_SEQUENCES))
-    except CodegenError as error:
-        raise UsageError(
-            f"{name}: no kernels can be made for a context of {packing.context} tokens: {error}"
-        ) from error
+    insert = insert or _insert_pass(blocks, packing.predictor, parameters, layers=len(blocks) + more, firing=firing)
+    experts = _experts(canonical)
+    # Experts are for CPUs, where no block has parts.
+    parted = () if experts else (Partition({layer: range(block.neurons) for layer, block in blocks.items()}),)
+    quantized = _quantized(canonical, (insert, *parted), packing, choose)
+    on_host, (launches, head_launches) = _lowered(name, quantized, packing, canonical)
     counted, parts = _Tensors(on_host), on_host.program.ffn
     return ModelBytes(
         name=name,
@@ -176,7 +167,17 @@ def graph_bytes(
         sequences=packing.sequences,
         hidden=next(iter(blocks.values())).hidden,
         parameters=parameters,
-        layers=tuple(counted.layer(part, packing.sequences, launches[part.layer]) for part in parts),
+        layers=tuple(
+            counted.layer(
+                part.layer,
+                part.predictor,
+                block=blocks[part.layer],
+                experts=experts.get(part.layer, (0, 0)),
+                sequences=packing.sequences,
+                launches=launches[part.layer],
+            )
+            for part in parts
+        ),
         embedding_bytes=counted.bytes_of("embedding"),
         head_bytes=counted.bytes_of("head"),
         tied=counted.tied,
@@ -186,6 +187,44 @@ def graph_bytes(
         chunk=packing.chunk,
         predictor_quant=packing.predictor_quant,
     )
+
+
+def _lowered(
+    name: str, quantized: GraphModule, packing: Packing, canonical: GraphModule
+) -> tuple[Lowered, tuple[Mapping[int, LayerLaunches], int]]:
+    """Return the program of the host, and the launches that `_launches` returns. Raises where no kernel can be made."""
+    # Weights of an accelerator lie in rows, where they can, and those beside them.
+    options = LowerOptions(
+        packing.context, packing.chunk, KV_DTYPES[packing.kv_dtype or _kv_dtype(canonical)], panels=False
+    )
+    try:
+        return lower(quantized, options), _launches(quantized, options, min(packing.sequences, MOST_SEQUENCES))
+    except CodegenError as error:
+        raise UsageError(
+            f"{name}: no kernels can be made for a context of {packing.context} tokens: {error}"
+        ) from error
+
+
+def _quantized(
+    canonical: GraphModule, passes: tuple[Pass, ...], packing: Packing, choose: ChooseFormats | None
+) -> GraphModule:
+    """Return a canonical graph after `passes`, with its matrices in the formats of `packing`."""
+    partitioned = Pipeline(passes)(canonical).graph_module
+    tensors = packing.tensors if choose is None else choose(partitioned)
+    formats = (base_format(packing.quant), packing.predictor_quant)
+    quantize = Quantize(*formats, tensors=tensors, hot_by_outputs=packing.hot_by_outputs)
+    return quantize(partitioned).graph_module
+
+
+def _experts(canonical: GraphModule) -> dict[int, tuple[int, int]]:
+    """Return for each layer with experts how many these are, and how many of them a token chooses."""
+    found = {}
+    for block in calls(canonical.graph, FFN):
+        if experts := expert_count(block):
+            gains = arguments(block)["gains"]
+            chosen = arguments(gains)["chosen"] if is_call(gains, ROUTE) else experts
+            found[block.meta["layer"]] = experts, chosen
+    return found
 
 
 class _Tensor(NamedTuple):
@@ -230,24 +269,35 @@ class _Tensors:
     def bytes_of(self, owner: str) -> int:
         return sum(tensor.size for tensor in self._all if tensor.owner == owner)
 
-    def layer(self, part: FfnPart, sequences: int, launches: LayerLaunches) -> LayerBytes:
-        """Return the bytes of the layer whose block is `part`."""
-        mine = [tensor for tensor in self._all if tensor.owner == part.layer]
+    def layer(
+        self,
+        number: int,
+        predictor: str,
+        block: BlockShape,
+        experts: tuple[int, int],
+        sequences: int,
+        launches: LayerLaunches,
+    ) -> LayerBytes:
+        """Return the bytes of a layer, whose block has a predictor of this kind; `experts` as `_experts` has them."""
+        mine = [tensor for tensor in self._all if tensor.owner == number]
         of_block = [each for each in mine if each.part == "block" or each.of_neurons]
         caches = [each for each in mine if each.part == "state"]
         of_predictor = [each for each in mine if each.part == "mask" and not each.of_neurons]
-        neuron_bytes = sum(each.of_neurons for each in mine) // part.neurons
+        neurons = block.neurons
+        neuron_bytes = sum(each.of_neurons for each in mine) // neurons
         apart = sum(each.size for each in (*of_block, *of_predictor, *caches))
         return LayerBytes(
             attention_bytes=sum(each.size for each in mine) - apart,
             predictor_bytes=sum(each.size for each in of_predictor),
-            neurons=part.neurons,
+            neurons=neurons,
             neuron_bytes=neuron_bytes,
-            gating_bytes=sum(each.of_neurons for each in mine if each.gates) // part.neurons,
-            shared_bytes=sum(each.size for each in of_block) - part.neurons * neuron_bytes,
+            gating_bytes=sum(each.of_neurons for each in mine if each.gates) // neurons,
+            shared_bytes=sum(each.size for each in of_block) - neurons * neuron_bytes,
             kv_cache_bytes=sequences * sum(each.size for each in caches),
             launches=launches,
-            number_bytes=0 if predictor_kind(part.predictor).row_local else ITEM_BYTES["int32"],
+            number_bytes=0 if predictor_kind(predictor).row_local else ITEM_BYTES["int32"],
+            experts=experts[0],
+            chosen=experts[1],
         )
 
 
@@ -261,8 +311,13 @@ def _owner(call: ProgramCall) -> int | str:
 
 
 def _part(call: ProgramCall) -> str:
-    """Return the part in a layer of the operator that a call computes, such as `mixer`; nothing for a transfer."""
-    return (operator_part(call.node) or "") if call.node is not None else ""
+    """Return the part in a layer of the operator that a call computes, such as `mixer`; nothing for a transfer.
+
+    A router is `router`, though what it makes masks experts: it is read with the attention, by no predictor.
+    """
+    if call.node is None:
+        return ""
+    return "router" if is_call(call.node, ROUTE) else operator_part(call.node) or ""
 
 
 def _mark(call: ProgramCall, key: str) -> Any:
@@ -280,8 +335,12 @@ def _launches(
     1. that it is a launch of its own in the first layer, and in one behind a layer of the host;
     2. the further inputs of a step of several sequences;
     3. that the hot part of such a step, if no mask is made, may add up fewer slices than the whole block.
+
+    A mixture of experts, which no accelerator computes, has none.
     """
     blocks = list(calls(graph_module.graph, SPARSE_FFN))
+    if any(map(expert_count, blocks)):
+        return {block.meta["layer"]: LayerLaunches(0, 0, 0, 0) for block in blocks}, 0
     lowered = _on_accelerator(graph_module, options, sequences, len(blocks))
     kernels = {kernel.name: kernel for kernel in lowered.accelerator_built.values()}
     counts = {owner: Counter[str]() for owner in ("head", *(block.meta["layer"] for block in blocks))}

@@ -21,12 +21,14 @@ if TYPE_CHECKING:
 class LayerFiring:
     """One layer's neurons, sorted by how often they are computed.
 
-    `shares` float64 [neurons], from 0 to 1, descending: the share of the tokens for which each is computed. `order`
-    int64 [neurons]: the number of each in the model; None for a curve, which is of no model.
+    `shares` float64 [neurons], from 0 to 1, descending: the share of the steps in which each is computed; a step is a
+    token of each sequence. `order` int64 [neurons]: the number of each in the model; None for a curve, which is of no
+    model. `chosen` is the mean share of the neurons whose experts are chosen in a step: 1 without experts.
     """
 
     shares: NDArray[np.float64]
     order: NDArray[np.int64] | None = None
+    chosen: float = 1.0
 
     @cached_property
     def computed_sums(self) -> NDArray[np.float64]:
@@ -124,23 +126,45 @@ def firing_of_profile(profile: "Profile", sequences: int = 1, computed: Mapping[
         counts = profile.counts(layer.layer).numpy()
         order = np.argsort(-counts, kind="stable")
         shares = counts[order] / profile.tokens
-        layers.append(LayerFiring(_computed(shares, sequences, (computed or {}).get(layer.layer, 1.0)), order))
+        chosen = 1.0
+        if layer.experts:
+            chosen = float(_in_step(profile.chosen(layer.layer).numpy() / profile.tokens, sequences).mean())
+        ratio = (computed or {}).get(layer.layer, 1.0)
+        layers.append(LayerFiring(_computed(shares, sequences, ratio), order, chosen))
     return Firing(tuple(layers), f"the profile {profile.folder}")
 
 
-def firing_of_curve(text: str, layers: int, neurons: int, sequences: int = 1, computed: float = 1.0) -> Firing:
+def firing_of_experts(neurons: int, chosen: float, sequences: int = 1) -> LayerFiring:
+    """Return the firing of a layer that computes every neuron of chosen experts, which are the share `chosen` of all.
+
+    Tokens choose experts independently of each other, and none more often than others. A block without experts has
+    `chosen` 1.
+    """
+    share = float(_in_step(np.asarray(chosen), sequences))
+    return LayerFiring(np.full(neurons, share), chosen=share)
+
+
+def firing_of_curve(
+    text: str, layers: int, neurons: int, sequences: int = 1, computed: float = 1.0, chosen: float = 1.0
+) -> Firing:
     """Return the firing that the curve `text` gives to `layers` layers of `neurons` neurons. Raise `UsageError`.
 
     `text` is one of `CURVES`, or the share of the neurons that fires (`10%`, `0.1`), or that share and the share of the
     neurons that makes 80 % of the firings (`10%:30%`). `sequences` is as in `firing_of_profile`, and so is `computed`,
-    here one number for all layers.
+    here one number for all layers. With experts the curve is of those that a token chooses, a share `chosen` of all.
     """
     curve = _parse(text)
     skew = None if curve.hot is None else _skew(text, curve.active, curve.hot)
     shares = _rates(curve.active, neurons, skew)[::-1]
     weights = curve.growth ** (np.arange(layers) / max(1, layers - 1))
     return Firing(
-        tuple(LayerFiring(_computed(of_layer, sequences, computed)) for of_layer in _weighted(shares, weights)),
+        tuple(
+            LayerFiring(
+                _in_step(np.minimum(of_layer * computed, 1.0) * chosen, sequences),
+                chosen=float(_in_step(np.asarray(chosen), sequences)),
+            )
+            for of_layer in _weighted(shares, weights)
+        ),
         f"the curve {text.strip()}",
     )
 
@@ -156,7 +180,11 @@ def computed_ratios(predictors: "Predictors") -> dict[int, float]:
 
 
 def _computed(shares: NDArray[np.float64], sequences: int, ratio: float) -> NDArray[np.float64]:
-    of_token = np.minimum(shares * ratio, 1.0)
+    return _in_step(np.minimum(shares * ratio, 1.0), sequences)
+
+
+def _in_step(of_token: NDArray[np.float64], sequences: int) -> NDArray[np.float64]:
+    """Return the share of the steps that read something, of which a token does in the shares `of_token`."""
     return of_token if sequences == 1 else 1 - (1 - of_token) ** sequences
 
 

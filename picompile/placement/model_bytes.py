@@ -105,6 +105,8 @@ class LayerBytes:
             `SPLIT_BYTES`, and the hot part `shared_bytes` more.
         predicts_early: whether the predictor reads what the block of the layer before reads, so that its mask can be
             made while that layer waits for the host.
+        experts: the experts that the neurons are of, equally many of each; 0 for a block without experts.
+        chosen: the experts that a token chooses. No byte of the neurons of others is read for it.
     """
 
     attention_bytes: int
@@ -117,6 +119,13 @@ class LayerBytes:
     launches: LayerLaunches
     number_bytes: int = 0
     predicts_early: bool = False
+    experts: int = 0
+    chosen: int = 0
+
+    @property
+    def chosen_share(self) -> float:
+        """The share of the block's neurons whose experts a token chooses: all without experts."""
+        return self.chosen / self.experts if self.experts else 1.0
 
     @property
     def hot_launches(self) -> int:
@@ -152,6 +161,11 @@ class ModelBytes:
     head_launches: int
     chunk: int = CHUNK
     predictor_quant: str = "auto"
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether a layer is a mixture of experts."""
+        return any(layer.experts for layer in self.layers)
 
     @property
     def staging_bytes(self) -> int:

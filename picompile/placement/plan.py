@@ -41,7 +41,8 @@ class PlanLayer:
     `hot_computed` of them on the accelerator. The seconds are predicted for a token; `total_s` is the whole layer's.
     `limit` names the part that takes most of it, one of `LIMITS`. `predict_hidden_s` of the prediction are made while
     the layer before waits for the host, and are not in `total_s`. `hot` has the numbers of the hot neurons, None in a
-    plan that is made from a curve and not from a model's neurons.
+    plan that is made from a curve and not from a model's neurons. Of a mixture, the neurons are of `experts`, of which
+    a token chooses `chosen`; both are 0 without experts.
     """
 
     layer: int
@@ -62,6 +63,8 @@ class PlanLayer:
     limit: str
     hot: tuple[int, ...] | None = field(default=None, repr=False)
     predict_hidden_s: float = 0.0
+    experts: int = 0
+    chosen: int = 0
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,8 @@ def _layer(entry: Fields) -> PlanLayer:
     computed = number(entry, "computed", 0, neurons)
     times = [each.name for each in dataclass_fields(PlanLayer) if each.name.endswith("_s")]
     seconds = {name: _seconds(entry, name) for name in times}
+    # Plans of earlier versions lack them.
+    experts = entry.integer("experts", 0, neurons) if "experts" in entry.data else 0
     return PlanLayer(
         layer=layer_number(entry),
         neurons=neurons,
@@ -105,6 +107,8 @@ def _layer(entry: Fields) -> PlanLayer:
         limit=choice(entry, "limit", LIMITS),
         hot=_hot(entry, neurons, hot_neurons),
         **seconds,
+        experts=experts,
+        chosen=entry.integer("chosen", 1, experts) if experts else 0,
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from picompile.errors import DoesNotFitError
 from picompile.placement import policies
-from picompile.placement.firing import Firing, LayerFiring
+from picompile.placement.firing import Firing, firing_of_experts
 from picompile.placement.goal import PlanGoal
 from picompile.placement.machine import Machine
 from picompile.placement.model_bytes import ModelBytes
@@ -178,6 +178,8 @@ def _layer(task: PlacementTask, number: int, where: PartPlaces, groups: int, pre
         limit=_limit(seconds, predict_hidden_s),
         hot=None if firing.order is None else tuple(sorted(int(neuron) for neuron in firing.order[:hot])),
         predict_hidden_s=predict_hidden_s,
+        experts=layer.experts,
+        chosen=layer.chosen,
     )
 
 
@@ -214,7 +216,8 @@ def whole_plan(model: ModelBytes, options: PlanOptions) -> Plan | None:
     This can be planned before it is known how neurons fire. The speed and the gap to other placements are those of a
     token for which every neuron fires. Raise `DoesNotFitError` if no placement fits, however neurons fire.
     """
-    layers = tuple(LayerFiring(np.ones(layer.neurons), np.arange(layer.neurons)) for layer in model.layers)
+    of_layers = (firing_of_experts(layer.neurons, layer.chosen_share, model.sequences) for layer in model.layers)
+    layers = tuple(replace(each, order=np.arange(len(each.shares))) for each in of_layers)
     task = replace(task_of(model, Firing(layers, _SOURCE), options), lends_caches=False)
     problem = latency_problem(task)
     if least_host_bytes(problem) > problem.host_capacity_bytes:

@@ -115,7 +115,11 @@ def dense(task: PlacementTask) -> PlacementTask:
         for layer in task.model.layers
     )
     model: ModelBytes = replace(task.model, predictor="none", layers=layers)
-    firing = tuple(LayerFiring(np.ones(layer.neurons)) for layer in layers)
+    # Of experts, any engine computes those that are chosen.
+    chosen = [each.chosen for each in task.firing.layers]
+    firing = tuple(
+        LayerFiring(np.full(layer.neurons, share), chosen=share) for layer, share in zip(layers, chosen, strict=True)
+    )
     return replace(task, model=model, firing=Firing(firing, "every neuron"))
 
 

@@ -6,7 +6,7 @@ Shapes need no transformers, so what captures a model is imported where that is 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,21 @@ from picompile.choices import (
     planned_format,
     resolve_context,
 )
-from picompile.errors import DoesNotFitError, UsageError
+from picompile.errors import DoesNotFitError, UnsupportedModelError, UsageError
 from picompile.frontend.captured import Captured
 from picompile.frontend.checkpoint import fingerprint
+from picompile.frontend.facts import has_experts, names_experts
 from picompile.frontend.families import activation_text, find_family
 from picompile.frontend.stored.choice import choose_stored, default_quant
 from picompile.placement.counting import count_bytes, shape_bytes, shortened
-from picompile.placement.firing import COMPUTED_RATIOS, Firing, computed_ratios, firing_of_curve, firing_of_profile
+from picompile.placement.firing import (
+    COMPUTED_RATIOS,
+    Firing,
+    computed_ratios,
+    firing_of_curve,
+    firing_of_experts,
+    firing_of_profile,
+)
 from picompile.placement.model_bytes import ModelBytes, Packing, predicting_early
 from picompile.placement.model_options import ModelOptions
 from picompile.placement.plan import Plan
@@ -42,6 +50,8 @@ from picompile_passes.dialect.activations import parse_activation
 from picompile_passes.passes.canonicalize import canonicalize
 
 NOT_KEPT = "a profile made for this plan"
+# Neurons in a layer of the curve that ranks are estimated from, while the number of neurons is not known yet.
+_SAMPLE = 1000
 # To find the hottest neurons takes fewer tokens than to train predictors. In the bundled model the hottest 10, 30 and
 # 50 % found with this many tokens make 99.4 % (98.9 % at least) of the firings that those found with 65,536 make; with
 # half as many tokens it is 98.9 % (97.9 %).
@@ -50,23 +60,38 @@ _TOKENS = 16_384
 
 @dataclass(frozen=True)
 class FiringSource:
-    """How neurons fire: a profile, or the text of a `curve`. `source` is the name for a profile that is not kept."""
+    """How neurons fire: a profile, or the text of a `curve`. `source` is the name for a profile that is not kept.
+
+    Without either, every neuron of chosen experts counts as computed.
+    """
 
     profile: Profile | None
     curve: str | None = None
     source: str | None = None
 
-    def firing(self, shape: tuple[int, int], sequences: int = 1, ratios: Mapping[int, float] | None = None) -> Firing:
-        """Return the firing of a model of `shape` (layers, neurons).
-
-        `ratios` has by layer how many neurons are computed for one that fires, 1 without it; `sequences` as in
-        `firing_of_profile`.
-        """
+    def typical(self, layers: int) -> Firing | None:
+        """Return the firing of a model of so many layers, from which ranks are estimated; None if it is not known."""
         if self.profile is not None:
-            firing = firing_of_profile(self.profile, sequences, ratios)
+            return firing_of_profile(self.profile)
+        return None if self.curve is None else firing_of_curve(self.curve, layers, _SAMPLE)
+
+    def firing(self, model: ModelBytes, ratios: Mapping[int, float]) -> Firing:
+        """Return the firing of `model`; `ratios` has by layer how many neurons are computed for one that fires."""
+        if self.profile is not None:
+            firing = firing_of_profile(self.profile, model.sequences, ratios)
             return firing if self.source is None else replace(firing, source=self.source)
-        ratio = sum(ratios.values()) / len(ratios) if ratios else 1.0
-        return firing_of_curve(str(self.curve), *shape, sequences=sequences, computed=ratio)
+        if self.curve is None or (model.has_experts and model.predictor == "none"):
+            layers = [firing_of_experts(each.neurons, each.chosen_share, model.sequences) for each in model.layers]
+            return Firing(tuple(layers), "every neuron of the experts that are chosen")
+        of_kind = cache(partial(self._of_kind, model, sum(ratios.values()) / len(ratios) if ratios else 1.0))
+        kinds = [of_kind(layer.neurons, layer.chosen_share) for layer in model.layers]
+        return replace(kinds[0], layers=tuple(each.layers[number] for number, each in enumerate(kinds)))
+
+    def _of_kind(self, model: ModelBytes, ratio: float, neurons: int, chosen: float) -> Firing:
+        """Return the firing that all layers would have if they were of one kind."""
+        return firing_of_curve(
+            str(self.curve), len(model.layers), neurons, sequences=model.sequences, computed=ratio, chosen=chosen
+        )
 
 
 def given_profile(profile: Path | None, work: Path | None, fingerprint: str) -> Profile | None:
@@ -100,10 +125,6 @@ def made_profile(model: Path, work: Path | None, options: ProfileOptions, progre
         short = replace(options, tokens=min(options.tokens, _TOKENS), samples=1)
         profile = profile_model(model, folder / "profile", short, progress)
         yield FiringSource(profile, source=NOT_KEPT)
-
-
-# Neurons in a layer of the curve that ranks are estimated from, while the number of neurons is not known yet.
-_SAMPLE = 1000
 
 
 @dataclass(frozen=True)
@@ -170,7 +191,7 @@ def model_firing(model: ModelBytes, source: FiringSource, predictors: Predictors
         ratios = computed_ratios(predictors)
     else:
         ratios = dict.fromkeys(range(len(model.layers)), COMPUTED_RATIOS.get(model.predictor, 1.0))
-    firing = source.firing((len(model.layers), model.layers[0].neurons), model.sequences, ratios)
+    firing = source.firing(model, ratios)
     found = [len(layer.shares) for layer in firing.layers]
     if found != [layer.neurons for layer in model.layers]:
         raise UsageError(f"{firing.source} has other layers or neurons than the model; profile the model again")
@@ -187,8 +208,15 @@ def _of_config(
 ) -> PlannedModel:
     """Count two layers for all, unless there are predictors: these differ from layer to layer."""
 
-    packing = _packing(options, config.get("max_position_embeddings"), _activation(config))
-    ranks = source.firing((_layers(config), _SAMPLE))
+    mixture = names_experts(config)
+    if mixture:
+        _check_mixture(name, options)
+    elif source.profile is None and source.curve is None:
+        raise UsageError("--shape needs --firing: the name of a curve, such as opt, or a share, such as 10%")
+    packing = _packing(options, config.get("max_position_embeddings"), _activation(config), mixture=mixture)
+    if mixture and packing.predictor != "none" and source.profile is None and source.curve is None:
+        raise UsageError("--shape needs --firing where neurons of experts can be silent: a share of them, such as 10%")
+    ranks = source.typical(_layers(config))
     with progress.step("count"):
         if options.predictors is None:
             model = shape_bytes(name, config, packing, ranks)
@@ -223,21 +251,37 @@ def _of_checkpoint(folder: Path, options: ModelOptions, progress: Progress) -> P
     for line in captured.warnings:
         progress.say(line)
     facts, graph_module = captured.facts, captured.graph_module
+    mixture = has_experts(graph_module)
+    if mixture:
+        _check_mixture(facts.name, options)
     quant = default_quant(options.quant, captured.weights)
-    packing = _packing(options, facts.max_positions, facts.activation, quant)
+    packing = _packing(options, facts.max_positions, facts.activation, quant, mixture=mixture)
     predictors = loaded if options.predictors is not None or packing.predictor == "learned" else None
     if predictors is not None:
         predictors.require_model(mark, _block_shapes(graph_module))
     settings = ProfileOptions(activation=options.activation)
+    if given is None and mixture and packing.predictor == "none":
+        # Every neuron of a chosen expert is computed: a profile would tell nothing that the plan of a CPU needs.
+        given = FiringSource(None)
     known = made_profile(folder, options.work, settings, progress) if given is None else nullcontext(given)
     with known as source, progress.step("count"):
-        firing = source.firing((facts.layers, _SAMPLE))
+        firing = source.typical(facts.layers)
         count = partial(count_bytes, facts.name, graph_module, predictors=predictors, firing=firing)
         if quant != STORED:
             model, whole = count(packing), None
         else:
             model, whole = _stored_bytes(captured, packing, count, on_gpu=options.on_gpu)
         return PlannedModel(model, model_firing(model, source, predictors), mark, whole)
+
+
+def _check_mixture(name: str, options: ModelOptions) -> None:
+    """Raise `UnsupportedModelError` for a mixture of experts that `options` ask for what these do not have."""
+    if options.on_gpu:
+        raise UnsupportedModelError(
+            f"{name} is a mixture of experts, which CPUs alone compute for now; choose --target cpu"
+        )
+    if options.predictors is not None:
+        raise UnsupportedModelError(f"{name}: learned predictors of experts are not supported; leave out --predictors")
 
 
 def _stored_bytes(
@@ -267,7 +311,9 @@ def _given(options: ModelOptions, fingerprint: str) -> FiringSource | None:
     return None if profile is None else FiringSource(profile)
 
 
-def _packing(options: ModelOptions, limit: object, activation: str, quant: str = DEFAULT_QUANT) -> Packing:
+def _packing(
+    options: ModelOptions, limit: object, activation: str, quant: str = DEFAULT_QUANT, *, mixture: bool = False
+) -> Packing:
     """Return how the model is packed; `limit` is the number of positions in its config."""
 
     longest = limit if isinstance(limit, int) and limit > 0 else None
@@ -275,6 +321,8 @@ def _packing(options: ModelOptions, limit: object, activation: str, quant: str =
     predictor = options.predictor
     if predictor is None:
         predictor = "learned" if options.predictors or parse_activation(activation).sparse else "none"
+        if mixture and predictor == "learned":
+            predictor = "exact"
     chunk = options.chunk or default_chunk(context, on_gpu=options.on_gpu)
     return Packing(
         planned_format(options.quant or quant),

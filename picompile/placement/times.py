@@ -1,6 +1,7 @@
 """The cost model: how long each part of a layer takes, by where it is.
 
-Decoding is bound by reading: a part takes its bytes over the bandwidth of the memory that it is in. On the accelerator
+Decoding is bound by reading: a part takes its bytes over the bandwidth of the memory that it is in; of experts, those
+that are chosen are read. On the accelerator
 its launches take time too; they are counted on the kernels of the lowered model (`launches.count_launches`). A layer's
 hybrid step:
 
@@ -169,8 +170,9 @@ class LayerTimes:
         computed = self._computed
         ends = np.minimum(np.arange(len(computed)) * GROUP_NEURONS, layer.neurons)
         skipped = layer.neuron_bytes - layer.gating_bytes
-        hot = ends * layer.gating_bytes + computed * skipped
-        cold = (layer.neurons - ends) * layer.gating_bytes + (computed[-1] - computed) * skipped
+        gating = self.firing.chosen * layer.gating_bytes
+        hot = ends * gating + computed * skipped
+        cold = (layer.neurons - ends) * gating + (computed[-1] - computed) * skipped
         launches = np.where(ends > 0, layer.hot_launches * machine.launch_s, 0.0)
         hot_s = launches if machine.gpu_bytes == 0 else hot / machine.gpu_read_bytes_per_s + launches
         return hot_s, cold / machine.host_read_bytes_per_s

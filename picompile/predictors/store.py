@@ -145,10 +145,14 @@ class OverlayWeights:
         """Return the tensor `name`, which must not be written to. Raise `KeyError` for an unknown name."""
         return self._load(name) if name in self._shapes else self._base.load(name)
 
-    def packed(self, name: str, format_name: str, transposed: bool = False) -> Tensor | None:
-        """Return the rows of a matrix of `base` in the bytes that it has them in already, or None."""
-        packed: Callable[[str, str, bool], Tensor | None] | None = getattr(self._base, "packed", None)
-        return None if packed is None or name in self._shapes else packed(name, format_name, transposed)
+    def packed(
+        self, name: str, format_name: str, transposed: bool = False, rows: Tensor | None = None
+    ) -> Tensor | None:
+        """Return rows of a matrix of `base` in the bytes that it has them in already, all without `rows`, or None."""
+        packed: Callable[..., Tensor | None] | None = getattr(self._base, "packed", None)
+        if packed is None or name in self._shapes:
+            return None
+        return packed(name, format_name, transposed, *(() if rows is None else (rows,)))
 
     def stored(self) -> Mapping[str, str | None]:
         """Return the format that has the numbers of each quantized matrix of `base`, None where no format has them."""

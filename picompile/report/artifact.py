@@ -20,6 +20,7 @@ _OPERATORS = {
     "attention": "rotary tables",
     "predict": "predictors",
     "ffn": "feed-forward",
+    "route": "routers",
     "head": "output head",
 }
 _MOST_BARS = 12
@@ -62,7 +63,7 @@ def _title(operator: str) -> str:
     return _OPERATORS.get(operator) or drawable(operator)
 
 
-_COLUMNS = ("layer", "part", "neurons", "predictor", "weights", "of the predictor")
+_COLUMNS = ("layer", "part", "neurons", "experts", "predictor", "weights", "of the predictor")
 
 _WORDS = "Measured on held-out text, with the predictors of all layers in place."
 
@@ -102,7 +103,8 @@ def _parts_table(artifact: ArtifactFacts) -> Table:
         predictor = None if part.layer in seen else artifact.predictor_bytes.get(part.layer)
         seen.add(part.layer)
         weights, of_predictor = numbers.size(part.weight_bytes), numbers.size(predictor)
-        rows.append((str(part.layer), part.part, f"{part.neurons:,}", part.predictor, weights, of_predictor))
-    texts = frozenset({"part", "predictor"})
+        experts = f"{part.chosen} of {part.experts}" if part.experts else NOTHING
+        rows.append((str(part.layer), part.part, f"{part.neurons:,}", experts, part.predictor, weights, of_predictor))
+    texts = frozenset({"part", "experts", "predictor"})
     folded = len(rows) > UNFOLDED
     return Table("Feed-forward parts", _COLUMNS, rows, texts, folded=folded).without_empty()

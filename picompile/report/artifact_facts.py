@@ -22,13 +22,18 @@ _STATS_ROW_BYTES = 16
 
 @dataclass(frozen=True)
 class ReportedFfn:
-    """A feed-forward block, or one of the parts it is computed in, and the bytes of the weights that it reads."""
+    """A feed-forward block, or one of the parts it is computed in, and the bytes of its weights.
+
+    In a mixture a token chooses `chosen` of `experts`, which have `neurons` together; without one both are 0.
+    """
 
     layer: int
     part: str
     neurons: int
     predictor: str
     weight_bytes: int
+    experts: int = 0
+    chosen: int = 0
 
 
 @dataclass(frozen=True)
@@ -138,6 +143,8 @@ def _part(entry: Fields, row_bytes: Mapping[int | None, int]) -> ReportedFfn:
         neurons=entry.integer("neurons"),
         predictor=entry.text("predictor"),
         weight_bytes=row_bytes.get(entry.integer("stats_row"), 0),
+        experts=entry.optional_integer("experts") or 0,
+        chosen=entry.optional_integer("chosen") or 0,
     )
 
 

@@ -238,6 +238,15 @@ _COLUMNS: Mapping[str, Callable[[tuple[LayerProfile, FiringSummary, Counts]], st
     "skewness": lambda row: numbers.percent(row[1].skewness, 2),
     "never fired": lambda row: f"{row[1].never_fired:,}",
 }
+_OF_EXPERTS: Mapping[str, Callable[[tuple[LayerProfile, FiringSummary, Counts]], str]] = {
+    "experts": lambda row: f"{row[0].experts:,}" if row[0].experts else NOTHING,
+    "make 80 % of choices": lambda row: percent(row[0].experts_for_80_percent, 2) if row[0].experts else NOTHING,
+    "never chosen": lambda row: f"{row[0].never_chosen:,}" if row[0].experts else NOTHING,
+}
+_EXPERTS = (
+    " A neuron does not fire on a token that does not choose its expert. The last columns say what share of the "
+    "experts makes 80 % of all choices, and how many of them no token chose."
+)
 _SKEWNESS = "Skewness is the share of the firings that the most active fifth of the neurons makes."
 _LENGTH = "the length of its row of the down matrix"
 # By the profile's measure.
@@ -261,6 +270,9 @@ def profile_section(anchor: str, profile: FiringProfile) -> PageSection:
         ("make 80 % of the firings", numbers.percent(model.neurons_for_80_percent, 2)),
         ("never fired", numbers.counted(model.never_fired, "neuron")),
     ]
+    if of.has_experts:
+        experts, never = (sum(counts) for counts in zip(*((x.experts, x.never_chosen) for x in of.layers), strict=True))
+        facts.append(("experts", f"{experts:,}, of which tokens never chose {never:,}"))
     if of.thresholds is not None:
         facts.append(("thresholds are of", of.by))
     pictures = [
@@ -268,7 +280,10 @@ def profile_section(anchor: str, profile: FiringProfile) -> PageSection:
         layers_picture(f"{anchor}-layers", figures),
     ]
     rows = [(layer, figures[layer.layer], profile.contribution[layer.layer]) for layer in of.layers]
-    layers = Table.of("Each layer", rows, _COLUMNS, words=_WORDS[of.by])
+    columns, words = (
+        ({**_COLUMNS, **_OF_EXPERTS}, _WORDS[of.by] + _EXPERTS) if of.has_experts else (_COLUMNS, _WORDS[of.by])
+    )
+    layers = Table.of("Each layer", rows, columns, words=words)
     parts: list[Part] = [Pictures(pictures), layers, *_search_tables(of.thresholds, of.by)]
     return PageSection(anchor, kind="profile", name=str(profile.path), facts=facts, parts=parts)
 

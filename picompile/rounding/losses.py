@@ -20,12 +20,12 @@ from picompile.choices import BUDGET_FORMATS
 from picompile.predictors.profile.files import read_notes, write_json
 from picompile.progress import Progress
 from picompile.rounding.budget import MatrixUnit
-from picompile.rounding.matrices import source_of
+from picompile.rounding.matrices import parameter_of
 from picompile.streaming import Segment, State, new_states, run_window, segment_constants, split_layers
 from picompile_passes.formats.packing import dequantize_rows, quantize_rows
 from picompile_passes.graph.materialize import WeightSource, evaluate_constant
 from picompile_passes.graph.nodes import is_call
-from picompile_passes.graph.operands import LINEAR, SPARSE_FFN, matrix_operands
+from picompile_passes.graph.operands import LINEAR, SPARSE_FFN, makes_choices, matrix_operands
 
 # The format that is tried.
 _TRIED = BUDGET_FORMATS[0]
@@ -38,7 +38,7 @@ def measure_losses(
 
     The matrices of a feed-forward block are one unit, since they are read together, and so are those that are made of
     one parameter: fused projections, or a head with the table of embeddings. Matrices that are computed from several
-    parameters are left out.
+    parameters are left out, and routers, whose format does not change.
 
     Args:
         graph_module: the graph, not quantized.
@@ -80,7 +80,8 @@ class _Site:
 
     def matrices_in(self, segment: Segment) -> list[Node]:
         """Return the constants of a segment that are made of these parameters; an embedding's table may be one."""
-        return [node for node in segment.constants if (source := source_of(node)) and source.target in self.parameters]
+        sources = ((node, parameter_of(node)) for node in segment.constants)
+        return [node for node, source in sources if source is not None and source.target in self.parameters]
 
 
 def _sites(segments: Sequence[Segment]) -> list[_Site]:
@@ -88,7 +89,9 @@ def _sites(segments: Sequence[Segment]) -> list[_Site]:
     found: dict[str, _Site] = {}
     for node in (node for segment in segments for node in segment.nodes if is_call(node, LINEAR, SPARSE_FFN)):
         matrices, is_block = matrix_operands(node), is_call(node, SPARSE_FFN)
-        sources = [source_of(matrix) for matrix in matrices]
+        if makes_choices(node):
+            continue
+        sources = [parameter_of(matrix) for matrix in matrices]
         if not all(sources):
             continue
         parameters = [str(source.target) for source in sources if source is not None]

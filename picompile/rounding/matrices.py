@@ -12,6 +12,7 @@ from picompile.streaming import Segment
 from picompile_passes.dialect.neurons import neuron_rms
 from picompile_passes.dialect.sparse_ffn import SparseFfnOperands
 from picompile_passes.formats import FORMATS
+from picompile_passes.graph.axes import axes_of
 from picompile_passes.graph.nodes import arguments, attribute, has_real_data, is_call
 from picompile_passes.graph.operands import (
     DEQUANTIZE,
@@ -23,6 +24,7 @@ from picompile_passes.graph.operands import (
     SPARSE_FFN,
     TRANSPOSE,
     dequantized,
+    expert_count,
 )
 
 
@@ -67,8 +69,8 @@ class InputGroup:
 def input_groups(segment: Segment) -> Sequence[InputGroup]:
     """Return the matrices of a segment to round, by the inputs that they share, in the order of the graph.
 
-    Left out are floating-point matrices, those that an embedding looks up too, those of predictors, and those that are
-    computed from several parameters.
+    Left out are floating-point matrices, those that an embedding looks up too, those of predictors, those of experts,
+    and those that are computed from several parameters.
     """
     groups: dict[tuple[Node, bool], InputGroup] = {}
     taken: set[MatrixKey] = set()
@@ -88,7 +90,7 @@ def _operands(node: Node) -> Sequence[tuple[Node, Node, bool]]:
     if is_call(node, LINEAR):
         values = arguments(node)
         return [(values["weight"], values["x"], False)]
-    if is_call(node, SPARSE_FFN):
+    if is_call(node, SPARSE_FFN) and not expert_count(node):
         values = arguments(node)
         before = [(values[name], values["x"], False) for name in ("gate", "up") if values[name] is not None]
         return [*before, (values["down"], node, True)]
@@ -117,6 +119,17 @@ def source_of(matrix: Node) -> Node | None:
     source = whole.all_input_nodes[0] if is_call(whole, TRANSPOSE) else whole
     is_parameter = source.op == "get_attr" and not has_real_data(attribute(source.graph.owning_module, source.target))  # type: ignore[arg-type]
     return source if is_parameter else None
+
+
+def parameter_of(matrix: Node) -> Node | None:
+    """Return the parameter whose elements are those of a matrix, or some of them, however they were moved.
+
+    None if the matrix is computed.
+    """
+    stack = axes_of(_whole(matrix))
+    if stack is None or has_real_data(attribute(matrix.graph.owning_module, str(stack.parameter.target))):  # type: ignore[arg-type]
+        return None
+    return stack.parameter
 
 
 def _whole(matrix: Node) -> Node:

@@ -111,11 +111,17 @@ class RoundedWeights:
         """Return the tensor `name` as it is before rounding. Raise `KeyError` for an unknown name."""
         return self.base.load(name)
 
-    def packed(self, name: str, format_name: str, transposed: bool = False) -> Tensor | None:
-        """Return the rounded rows of a matrix, or `base`'s rows in that format; None if there are none."""
+    def packed(
+        self, name: str, format_name: str, transposed: bool = False, rows: Tensor | None = None
+    ) -> Tensor | None:
+        """Return the rounded rows of a matrix, or `base`'s rows in that format; None if there are none.
+
+        `rows` are the numbers of those that are wanted, all if it is None.
+        """
         form, file = self._files.get(MatrixKey(name, transposed), ("", None))
         if file is None or form != format_name:
             packed = getattr(self.base, "packed", None)
-            return None if packed is None else packed(name, format_name, transposed)
+            return None if packed is None else packed(name, format_name, transposed, *(() if rows is None else (rows,)))
         stored = f"{name}.T" if transposed else name
-        return read_tensors(file, only=stored)[0][stored]
+        rounded = read_tensors(file, only=stored)[0][stored]
+        return rounded if rows is None else rounded[rows]

@@ -18,7 +18,7 @@ from picompile.predictors.store import OverlayWeights
 from picompile.skipping.options import SITES
 from picompile_passes.graph.materialize import WeightSource
 from picompile_passes.graph.nodes import arguments, calls
-from picompile_passes.graph.operands import FFN, NEURON_LIMITS, PREDICTORS, SPARSE_FFN, is_limit
+from picompile_passes.graph.operands import FFN, NEURON_LIMITS, PREDICTORS, SPARSE_FFN, expert_count, is_limit
 from picompile_passes.passes.insert_predictors import InsertPredictors
 
 # Below this share of its parameter's median a sensitivity counts as that: text may not have shown what a neuron does.
@@ -55,8 +55,12 @@ def skipping_sites(graph_module: GraphModule, asked: Sequence[str]) -> SkippingS
         UsageError: the graph has none of them.
     """
     asked = asked or SITES
-    # A norm across the neurons makes what each of them adds depend on all others.
-    blocks = [node for node in calls(graph_module.graph, FFN) if arguments(node)["norm_eps"] is None]
+    # A norm across the neurons makes what each of them adds depend on all others. Experts have no limits.
+    blocks = [
+        node
+        for node in calls(graph_module.graph, FFN)
+        if arguments(node)["norm_eps"] is None and not expert_count(node)
+    ]
     layers = [int(node.meta["layer"]) for node in blocks]
     gated = [layer for layer, node in zip(layers, blocks, strict=True) if arguments(node)["gate"] is not None]
     found = SkippingSites(

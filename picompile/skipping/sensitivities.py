@@ -160,8 +160,7 @@ class _Probe:
                 if raised is not None:
                     # The gate's gradient is its neuron's, times what multiplies it.
                     self._keep(gate_limits, lambda: _grad(hidden) * raised.detach())
-            y = F.linear(hidden, values.down.transpose(0, 1), values.down_bias)
-            return torch.cat([y, hidden.square().sum(-1, keepdim=True)], dim=-1) if values.squares else y
+            return values.result(hidden)
 
         return block
 

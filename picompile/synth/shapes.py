@@ -11,6 +11,7 @@ from picompile.frontend.families import activation_text
 from picompile.frontend.families import find_family as known_family
 from picompile.frontend.json_file import read_json_object
 from picompile.synth.families import FAMILIES, SynthFamily, find_family
+from picompile.synth.mixtures import MIXTURES
 from picompile_passes.dialect.activations import ACTIVATIONS
 
 # A shape that can be synthesized: the facts of a Hugging Face `config.json` of a supported family.
@@ -88,7 +89,7 @@ def _read_shape(name: str, config: Mapping[str, Any], family: SynthFamily, activ
         query_bias=family.query_bias(config),
         output_bias=family.output_bias(config),
         ffn_bias=family.ffn_bias(config),
-        specials=_specials(name, config),
+        specials=special_tokens(name, config),
         config=MappingProxyType({**config, "architectures": [family.architecture]}),
     )
     if shape.heads % shape.kv_heads:
@@ -176,7 +177,8 @@ def _activation(name: str, config: Mapping[str, Any], family: SynthFamily) -> st
     return str(text)
 
 
-def _specials(name: str, config: Mapping[str, Any]) -> tuple[int, ...]:
+def special_tokens(name: str, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the ids of the tokens that a config.json says stand for no text. Raise `UsageError` for wrong ones."""
     found: list[int] = []
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = config.get(key)
@@ -355,9 +357,11 @@ def find_config(text: str) -> tuple[str, Mapping[str, Any]]:
     """
     if text in SHAPES:
         return text, SHAPES[text].config
+    if text in MIXTURES:
+        return text, MIXTURES[text]
     path = Path(text)
     if not path.is_file():
-        known = ", ".join(SHAPES)
+        known = ", ".join([*SHAPES, *MIXTURES])
         raise UsageError(f"unknown shape {text!r}; name a JSON file with the fields of a config.json, or {known}")
     try:
         return path.stem, read_json_object(path)

@@ -6,9 +6,10 @@ words, which no text is split into but which generated ids decode to.
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
@@ -31,7 +32,31 @@ def area(width, height):
 Most of its speed came from deciding which numbers stay close to the processor (in registers), and which ones do not."""
 
 
-def byte_ids(shape: ModelShape) -> list[int]:
+class Vocabulary(Protocol):
+    """What a tokenizer is made of: a `ModelShape` has it."""
+
+    @property
+    def vocab(self) -> int:
+        """The number of tokens."""
+        ...
+
+    @property
+    def positions(self) -> int:
+        """The longest text, in tokens."""
+        ...
+
+    @property
+    def specials(self) -> tuple[int, ...]:
+        """The ids of tokens that stand for no text."""
+        ...
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The content of config.json."""
+        ...
+
+
+def byte_ids(shape: Vocabulary) -> list[int]:
     """The token id of each byte: the 256 lowest ids that are not special."""
     specials = set(shape.specials)
     return list(itertools.islice((token for token in range(shape.vocab) if token not in specials), 256))
@@ -74,7 +99,7 @@ def calibration_tokens(shape: ModelShape, generator: torch.Generator) -> Tokens:
     )
 
 
-def write_tokenizer(shape: ModelShape, folder: Path) -> None:
+def write_tokenizer(shape: Vocabulary, folder: Path) -> None:
     """Write `tokenizer.json`, `tokenizer_config.json` and `generation_config.json`."""
     specials = _special_texts(shape)
     vocabulary = {text: token for token, text in specials.items()}
@@ -95,7 +120,7 @@ def write_tokenizer(shape: ModelShape, folder: Path) -> None:
     _write_configs(shape, specials, folder)
 
 
-def _write_configs(shape: ModelShape, specials: dict[int, str], folder: Path) -> None:
+def _write_configs(shape: Vocabulary, specials: dict[int, str], folder: Path) -> None:
     ids = {key: shape.config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in shape.config}
     ids = {key: value for key, value in ids.items() if value is not None}
     texts = {key.removesuffix("_id"): specials[ids[key]] for key in ids if isinstance(ids[key], int) and ids[key] >= 0}
@@ -109,7 +134,7 @@ def _write_configs(shape: ModelShape, specials: dict[int, str], folder: Path) ->
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _special_texts(shape: ModelShape) -> dict[int, str]:
+def _special_texts(shape: Vocabulary) -> dict[int, str]:
     """Each special token's text, by id."""
     texts: dict[int, str] = {}
     for key, text in (("bos_token_id", "<s>"), ("eos_token_id", "</s>"), ("pad_token_id", "<pad>")):

@@ -14,9 +14,10 @@ from torch.nn import functional as F
 from picompile.testing.weights import RandomWeights, random_weights, vocabulary
 from picompile_passes.dialect import parse_activation
 from picompile_passes.dialect.neurons import neuron_outputs
+from picompile_passes.dialect.route import SCORES
 from picompile_passes.graph.materialize import WeightSource, materialize, node_values
 from picompile_passes.graph.nodes import arguments, is_call
-from picompile_passes.graph.operands import FFN, PREDICT, SPARSE_FFN
+from picompile_passes.graph.operands import FFN, PREDICT, ROUTE, SPARSE_FFN
 from picompile_passes.graph.values import value_text
 from picompile_passes.predictors import predictor_kind
 
@@ -41,8 +42,9 @@ def _node(node: Node) -> tuple[Any, ...]:
 
 # Where a model jumps: the smallest change of a value makes a neuron fire that was silent.
 #
-# FATReLU jumps at its threshold, and so does a block whose predictor compares with one. Two right ways to compute one
-# model may then differ, because a float32 rounding brought a value to the other side.
+# FATReLU jumps at its threshold, and so does a block whose predictor compares with one, and a router where two experts
+# have nearly the same score. Two right ways to compute one model may then differ, because a float32 rounding brought a
+# value to the other side.
 
 
 # Far more than float32 rounds the values of a small model by.
@@ -55,19 +57,24 @@ _COMPARISONS = tuple(
 
 
 def near_jump(graph_module: GraphModule, tokens: Tensor) -> bool:
-    """Whether a neuron of `graph_module`, which must have real weights, lies next to a jump for `tokens` int64 [T]."""
+    """Whether a neuron or a choice of experts lies next to a jump, for `tokens` int64 [T].
+
+    `graph_module` must have real weights.
+    """
     values = node_values(graph_module, tokens)
     return any(_is_near_jump(node, values) for node in graph_module.graph.nodes)
 
 
 def _is_near_jump(node: Node, values: dict[str, Any]) -> bool:
-    if not is_call(node, FFN, SPARSE_FFN, PREDICT, _aten.threshold.default, *_COMPARISONS):
+    if not is_call(node, FFN, SPARSE_FFN, PREDICT, ROUTE, _aten.threshold.default, *_COMPARISONS):
         return False
     known = {name: map_arg(value, lambda read: values[read.name]) for name, value in arguments(node).items()}
     if is_call(node, FFN, SPARSE_FFN):
         return _block_is_near(known)
     if is_call(node, PREDICT):
         return _predictor_is_near(known)
+    if is_call(node, ROUTE):
+        return _route_is_near(known)
     x, threshold, *_ = known.values()
     return _compares_near(x, threshold)
 
@@ -101,6 +108,25 @@ def _predictor_is_near(values: dict[str, Any]) -> bool:
     dx, dt = (near, 0.0) if values["kind"] == "sign" else (0.0, near)
     below, above = (evaluate(x + side * dx, values["weights"], threshold + side * dt) for side in (-1, 1))
     return not torch.equal(below, above)
+
+
+def _route_is_near(values: dict[str, Any]) -> bool:
+    """Whether an expert, or a group of them, that is chosen has nearly the score of one that is not."""
+    score = SCORES[values["scores"]](values["logits"])
+    choice = score if values["bias"] is None else score + values["bias"]
+    grouped = choice.unflatten(-1, (values["groups"], -1))
+    best = grouped.topk(1 if values["group_score"] == "max" else 2, dim=-1).values.sum(-1)
+    # Experts of groups that are not chosen are compared too: that gives up a few draws more.
+    return any(_is_close_call(x, n) for x, n in ((choice, values["chosen"]), (best, values["chosen_groups"])))
+
+
+def _is_close_call(scores: Tensor, chosen: int) -> bool:
+    """Whether the last of the `chosen` highest scores of a row is nearly the next one's."""
+    if chosen >= scores.shape[-1]:
+        return False
+    ordered = scores.sort(dim=-1, descending=True).values
+    near = _NEAR * max(1.0, float(scores.abs().max()))
+    return bool((ordered[..., chosen - 1] - ordered[..., chosen] < near).any())
 
 
 def _compares_near(x: Any, threshold: Any) -> bool:
@@ -165,8 +191,9 @@ def assert_equivalent(
     A model that amplifies roundings, as a norm of a few numbers that are nearly equal does, may be off by more than the
     tolerance: by as much as float32 is off float64 in `before`, with some room.
 
-    Where the logits differ and a neuron of `before` lies next to a jump (see `jumps`), that may be no fault: other
-    tokens are tried. If that is so each time, a test of hypothesis gives up the example; elsewhere it is an error.
+    Where the logits differ and a neuron or a router of `before` lies next to a jump (see `jumps`), that may be no
+    fault: other tokens are tried. If that is so each time, a test of hypothesis gives up the example; elsewhere it is
+    an error.
     """
     reference: nn.Module = before
     if isinstance(before, GraphModule):

@@ -15,7 +15,7 @@ from picompile_passes.errors import PassesError, StageError, UnsupportedGraphErr
 from picompile_passes.graph.dump import graph_text
 from picompile_passes.graph.materialize import WeightSource
 from picompile_passes.graph.nodes import MARKS, arguments, calls, has_real_data
-from picompile_passes.graph.operands import PREDICTORS, SPARSE_FFN
+from picompile_passes.graph.operands import PREDICTORS, SPARSE_FFN, expert_count
 from picompile_passes.graph.rewriter import Provenance
 from picompile_passes.passes.canonicalize import canonicalize
 from picompile_passes.passes.insert_predictors import InsertPredictors
@@ -276,9 +276,11 @@ def _to_the_end(graph_module: GraphModule) -> GraphModule:
     if stage <= Stage.CANONICAL:
         graph_module = InsertPredictors()(graph_module).graph_module
     if stage <= Stage.PREDICTED:
-        blocks = calls(graph_module.graph, SPARSE_FFN)
-        neurons = {block.meta["layer"]: int(arguments(block)["up"].meta["val"].shape[0]) for block in blocks}
-        hot = {layer: range(0, count, 2) for layer, count in neurons.items()}
+        hot = {
+            block.meta["layer"]: range(0, int(arguments(block)["up"].meta["val"].shape[0]), 2)
+            for block in calls(graph_module.graph, SPARSE_FFN)
+            if not expert_count(block)
+        }
         graph_module = Pipeline((Partition(hot),), verifying)(graph_module).graph_module
     return Pipeline((Quantize("f16"),), verifying)(graph_module).graph_module
 

@@ -1,4 +1,4 @@
-"""Small canonical graphs written by hand, in the manner of Llama, Falcon and OPT."""
+"""Small canonical graphs written by hand, in the manner of Llama, Falcon and OPT, and mixtures of experts of these."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -7,17 +7,21 @@ import torch
 from hypothesis import strategies as st
 from torch.fx import GraphModule, Node
 
+from picompile_passes.dialect.expressions import FUNCTIONS
 from picompile_passes.graph.builder import GraphBuilder
 from picompile_passes.graph.operands import (
     ADD,
     ATTENTION,
+    ELEMENTWISE,
     EMBEDDING,
     FFN,
     INDEX_SELECT,
     LAYER_NORM,
     LINEAR,
+    RESHAPE,
     RMS_NORM,
     ROTARY,
+    ROUTE,
     TRANSPOSE,
 )
 
@@ -59,6 +63,23 @@ class GraphShape:
     """The epsilon of every norm."""
     ffn_norm: bool = False
     """Feed-forward blocks divide their neurons' outputs by the root mean square of these."""
+    experts: int = 0
+    """The routed experts of each block, of `ffn` neurons each; 0 is a plain block. No block of experts has `ffn_norm`.
+    """
+    chosen: int = 1
+    """The experts that a token chooses."""
+    shared: int = 0
+    """The neurons of a block that all tokens share, beside the experts; 0 is none."""
+    scores: str = "softmax"
+    """What the router makes of its logits: one of `SCORES` in the dialect's `route`."""
+    normalized: str = "none"
+    """What is done with the scores of the chosen experts: one of `NORMALIZED` there."""
+    router_bias: bool = False
+    """The router has a bias that the choice alone depends on."""
+    expert_bias: bool = False
+    """Experts have biases."""
+    turned: bool = False
+    """Stacks of experts have inputs before outputs, as in gpt-oss, whose rows of gate and up alternate."""
 
     @property
     def head_dim(self) -> int:
@@ -78,6 +99,9 @@ LLAMA = GraphShape()
 OPT = GraphShape(gated=False)
 
 _ACTIVATIONS = ("relu", "relu2", "relu6", "fatrelu(0.02)", "silu", "gelu")
+
+
+_OF_EXPERTS = ("chosen", "shared", "scores", "normalized", "router_bias", "expert_bias", "turned")
 
 
 def shapes(**fixed: Any) -> st.SearchStrategy[GraphShape]:
@@ -100,18 +124,32 @@ def shapes(**fixed: Any) -> st.SearchStrategy[GraphShape]:
         "sinks": st.sampled_from([False, False, True]),
         "eps": st.sampled_from([1e-5, 1e-6]),
         "ffn_norm": st.sampled_from([False, False, True]),
+        "experts": st.sampled_from([0, 0, 0, 1, 3, 4]),
+        "chosen": st.integers(1, 4),
+        "shared": st.sampled_from([0, 0, 5]),
+        "scores": st.sampled_from(["softmax", "sigmoid", "identity"]),
+        "normalized": st.sampled_from(["none", "sum", "softmax"]),
+        "router_bias": st.booleans(),
+        "expert_bias": st.booleans(),
+        "turned": st.booleans(),
     }
     return st.fixed_dictionaries(drawn | {name: st.just(value) for name, value in fixed.items()}).map(_shape)
 
 
 def _shape(values: dict[str, Any]) -> GraphShape:
-    """`hidden`, `heads` and `kv_heads` that were not fixed follow from what was drawn."""
+    """`hidden`, `heads` and `kv_heads` that were not fixed follow from what was drawn; experts allow not everything."""
     heads, kv_heads = values.pop("heads_and_kv")
     half_head = values.pop("half_head")
     heads = values.setdefault("heads", heads)
     values.setdefault("kv_heads", kv_heads if heads % kv_heads == 0 else heads)
     values.setdefault("hidden", heads * 2 * half_head)
-    return GraphShape(**values)
+    if not values.get("experts"):
+        return GraphShape(**{name: value for name, value in values.items() if name not in _OF_EXPERTS})
+    values["chosen"] = min(values.get("chosen", 1), values["experts"])
+    # Logits of any sign may add up to nothing.
+    if (values["scores"], values["normalized"]) == ("identity", "sum"):
+        values["normalized"] = "softmax"
+    return GraphShape(**values | {"ffn_norm": False})
 
 
 def build(shape: GraphShape = LLAMA) -> GraphModule:
@@ -130,6 +168,9 @@ def _llama(shape: GraphShape) -> GraphModule:
         attended = b.call(ADD, x, _rotary_attention(b, shape, h, frequency, layer=i))
         if not shape.parallel:
             h = b.call(RMS_NORM, attended, b.parameter(f"{name}.post_norm.weight", d), eps)
+        if shape.experts:
+            x = b.call(ADD, attended, _mixture(b, shape, h, name, layer=i))
+            continue
         gate, up = _gate_up(b, shape, f"{name}.mlp", i)
         down = b.call(TRANSPOSE, b.parameter(f"{name}.mlp.down_proj.weight", d, shape.ffn), 0, 1)
         x = b.call(ADD, attended, _ffn(b, shape, h, weights=(gate, up, down, None, None, None), layer=i))
@@ -186,6 +227,9 @@ def _opt(shape: GraphShape) -> GraphModule:
         attended = b.call(ADD, x, b.call(LINEAR, y, *_linear(b, shape, name=f"{name}.out_proj", rows=d, columns=d)))
         if not shape.parallel:
             h = _layer_norm(b, shape, attended, f"{name}.ffn_norm")
+        if shape.experts:
+            x = b.call(ADD, attended, _mixture(b, shape, h, name, layer=i))
+            continue
         up, up_bias = _linear(b, shape, name=f"{name}.fc1", rows=shape.ffn, columns=d)
         down, down_bias = _linear(b, shape, name=f"{name}.fc2", rows=d, columns=shape.ffn)
         weights = (None, up, b.call(TRANSPOSE, down, 0, 1), None, up_bias, down_bias)
@@ -198,6 +242,68 @@ def _ffn(b: GraphBuilder, shape: GraphShape, h: Node, weights: tuple[Node | None
     up_activation = shape.up_activation if shape.gated else "identity"
     norm = (shape.eps,) if shape.ffn_norm else ()
     return b.call(FFN, h, *weights, shape.activation, up_activation, *norm, layer=layer)
+
+
+def _mixture(b: GraphBuilder, shape: GraphShape, h: Node, name: str, layer: int) -> Node:
+    """A router, its experts, and the block that all tokens share, if there is one."""
+    d, e = shape.hidden, shape.experts
+    logits = b.call(LINEAR, h, b.parameter(f"{name}.mlp.router.weight", e, d), None)
+    bias = b.parameter(f"{name}.mlp.router.correction_bias", e) if shape.router_bias else None
+    gains = b.call(ROUTE, logits, bias, None, shape.chosen, shape.scores, shape.normalized)
+    gate, gate_bias, up, up_bias = _expert_rows(b, shape, f"{name}.mlp.experts", layer)
+    down = _expert_down(b, shape, f"{name}.mlp.experts.down_proj")
+    expert_bias = b.parameter(f"{name}.mlp.experts.down_proj_bias", e, d) if shape.expert_bias else None
+    weights = (gate, up, down, gate_bias, up_bias, None)
+    up_activation = shape.up_activation if shape.gated else "identity"
+    y = b.call(FFN, h, *weights, shape.activation, up_activation, None, gains, expert_bias, layer=layer)
+    return b.call(ADD, y, _shared_block(b, shape, h, f"{name}.mlp.shared")) if shape.shared else y
+
+
+def _shared_block(b: GraphBuilder, shape: GraphShape, h: Node, name: str) -> Node:
+    """A block of linears and arithmetic, as canonical graphs have those beside experts."""
+    d, f = shape.hidden, shape.shared
+    activation = shape.activation if shape.activation in FUNCTIONS else "relu"
+    hidden = b.call(LINEAR, h, b.parameter(f"{name}.up_proj.weight", f, d), None)
+    if shape.gated:
+        gate = b.call(LINEAR, h, b.parameter(f"{name}.gate_proj.weight", f, d), None)
+        hidden = b.call(ELEMENTWISE, [gate, hidden], f"t0 = {activation}(x0); mul(t0, x1)")
+    else:
+        hidden = b.call(ELEMENTWISE, [hidden], f"{activation}(x0)")
+    return b.call(LINEAR, hidden, b.parameter(f"{name}.down_proj.weight", d, f), None)
+
+
+def _expert_rows(b: GraphBuilder, shape: GraphShape, name: str, layer: int) -> tuple[Node | None, ...]:
+    """Gate, its bias, up and its bias: rows of one stack, or of a stack each; None for what there is not."""
+    e, f = shape.experts, shape.ffn
+    if not shape.gated:
+        return None, None, *_expert_stack(b, shape, f"{name}.up_proj", f)
+    if not shape.fused:
+        return *_expert_stack(b, shape, f"{name}.gate_proj", f), *_expert_stack(b, shape, f"{name}.up_proj", f)
+    both, bias = _expert_stack(b, shape, f"{name}.gate_up_proj", 2 * f)
+    rows = torch.arange(2 * e * f)
+    alternating, halves = (rows.view(e, f, 2).transpose(1, 2), rows.view(e, 2, f))
+    found: list[Node | None] = []
+    for number, side in enumerate(("gate", "up")):
+        chosen = (alternating if shape.turned else halves)[:, number].flatten()
+        table = b.constant(f"layer_{layer}_{side}_rows", chosen)
+        found += [None if matrix is None else b.call(INDEX_SELECT, matrix, 0, table) for matrix in (both, bias)]
+    return tuple(found)
+
+
+def _expert_stack(b: GraphBuilder, shape: GraphShape, name: str, rows: int) -> tuple[Node, Node | None]:
+    """A stack of `rows` rows an expert as one matrix [experts · rows, hidden], and its bias."""
+    e, d = shape.experts, shape.hidden
+    stack = b.call(TRANSPOSE, b.parameter(name, e, d, rows), 1, 2) if shape.turned else b.parameter(name, e, rows, d)
+    bias = b.parameter(f"{name}_bias", e, rows) if shape.expert_bias else None
+    flat = None if bias is None else b.call(RESHAPE, bias, [e * rows])
+    return b.call(RESHAPE, stack, [e * rows, d]), flat
+
+
+def _expert_down(b: GraphBuilder, shape: GraphShape, name: str) -> Node:
+    """The rows of all neurons: float32 [experts · neurons, hidden]."""
+    e, f, d = shape.experts, shape.ffn, shape.hidden
+    by_neurons = b.parameter(name, e, f, d) if shape.turned else b.call(TRANSPOSE, b.parameter(name, e, d, f), 1, 2)
+    return b.call(RESHAPE, by_neurons, [e * f, d])
 
 
 def _layer_norm(b: GraphBuilder, shape: GraphShape, x: Node, name: str) -> Node:

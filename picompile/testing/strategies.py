@@ -17,7 +17,7 @@ from picompile_passes.base import Pass, Stage, stage_of
 from picompile_passes.dialect import parse_activation
 from picompile_passes.formats import E8M0, FORMATS
 from picompile_passes.graph.nodes import arguments, calls, has_real_data
-from picompile_passes.graph.operands import FFN, SPARSE_FFN
+from picompile_passes.graph.operands import FFN, SPARSE_FFN, expert_count
 from picompile_passes.passes.canonicalize import CANONICALIZE, canonicalize
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
@@ -124,16 +124,20 @@ def _sample(neurons: int, count: int, seed: int) -> tuple[int, ...]:
 
 
 def hot_sets(graph_module: GraphModule) -> st.SearchStrategy[dict[int, tuple[int, ...]]]:
-    """Layer → hot neurons, for some of the layers of `graph_module` that are not partitioned yet."""
+    """Layer → hot neurons, for some of the layers that are not partitioned yet; of experts all or none."""
     blocks = [node for node in calls(graph_module.graph, FFN, SPARSE_FFN) if "neurons" not in node.meta]
     # A graph that is not canonical yet does not say which layer a block is of.
-    sizes = {
-        node.meta.get("layer", number): int(arguments(node)["up"].meta["val"].shape[0])
+    sets = {
+        node.meta.get("layer", number): _sets(int(arguments(node)["up"].meta["val"].shape[0]), expert_count(node))
         for number, node in enumerate(blocks)
     }
     # Absent seldom: what is interesting happens in layers that are there.
-    choices = {layer: st.one_of(st.none(), *[partitions(size)] * 4) for layer, size in sizes.items()}
+    choices = {layer: st.one_of(st.none(), *[drawn] * 4) for layer, drawn in sets.items()}
     return st.fixed_dictionaries(choices).map(_without_none)
+
+
+def _sets(neurons: int, experts: int) -> st.SearchStrategy[tuple[int, ...]]:
+    return st.sampled_from([(), tuple(range(neurons))]) if experts else partitions(neurons)
 
 
 def _without_none(hot: Mapping[int, tuple[int, ...] | None]) -> dict[int, tuple[int, ...]]:

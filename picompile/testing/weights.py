@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from picompile_passes.base import copy_graph_module, without_unused
+from picompile_passes.dialect import parse_activation
 from picompile_passes.formats import predictor_format
 from picompile_passes.graph.materialize import WeightSource, evaluate_constant
 from picompile_passes.graph.nodes import arguments, attribute, calls, constant_nodes, has_real_data
@@ -20,7 +21,9 @@ from picompile_passes.graph.operands import (
     NEURON_ROWS,
     PREDICT,
     PREDICTORS,
+    ROUTE,
     SPARSE_FFN,
+    expert_count,
     stream_of,
 )
 from picompile_passes.graph.rewriter import Rewriter
@@ -164,8 +167,8 @@ def random_weights(
     tensors = {}
     for name, parameter in _parameters(graph_module).items():
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-        if parameter.dim() == 2:
-            scale = embedding_scale if name in embeddings else other_scale * parameter.shape[1] ** -0.5
+        if parameter.dim() >= 2 and not name.endswith("_bias"):
+            scale = embedding_scale if name in embeddings else other_scale * parameter.shape[-1] ** -0.5
             form = predictor_format(representable) if representable and name in own else representable
             value = _DRAW[form](parameter.shape, scale, generator)
         else:
@@ -191,7 +194,7 @@ def _vector(name: str, shape: torch.Size, scale: float, generator: torch.Generat
 
 def _normal(shape: torch.Size, scale: float, generator: torch.Generator) -> Tensor:
     """Values of standard deviation `scale`; some rows are larger."""
-    large = torch.rand(shape[0], 1, generator=generator) < _LARGE_ROW_SHARE
+    large = torch.rand(*shape[:-1], 1, generator=generator) < _LARGE_ROW_SHARE
     return torch.randn(shape, generator=generator) * scale * torch.where(large, _LARGE_ROW_FACTOR, 1.0)
 
 
@@ -305,10 +308,15 @@ def skipping_predictors(draw: st.DrawFn, graph_module: GraphModule) -> InsertPre
 
     Blocks of some layers get limits as well.
     """
-    inputs = {block.meta["layer"]: arguments(block)["x"] for block in calls(graph_module.graph, FFN)}
+    blocks = list(calls(graph_module.graph, FFN))
+    inputs = {block.meta["layer"]: arguments(block)["x"] for block in blocks}
     kind = draw(st.sampled_from(SKIPPING_KINDS))
     others = st.sampled_from([None, None, *SKIPPING_KINDS, "none"])
     kinds = {layer: other for layer in inputs if (other := draw(others)) is not None}
+    for block in blocks:
+        if expert_count(block):
+            exact = ["exact"] if parse_activation(arguments(block)["activation"]).sparse else []
+            kinds[block.meta["layer"]] = draw(st.sampled_from(["none", *exact]))
     ranks, sources, thresholds = {}, {}, {}
     for layer, x in inputs.items():
         chosen = predictor_kind(kinds.get(layer, kind))
@@ -317,11 +325,11 @@ def skipping_predictors(draw: st.DrawFn, graph_module: GraphModule) -> InsertPre
         if chosen.parameters is not None:
             known = ["block", *(["stream"] if stream_of(x) else []), *(["previous"] if layer - 1 in inputs else [])]
             sources[layer] = draw(st.sampled_from(known))
-        if chosen.name != "none":
+        if not chosen.lossless:
             thresholds[layer] = draw(st.sampled_from(_SHARES if chosen.name == "sign" else _LOGITS))
     with_limits = []
-    for block in calls(graph_module.graph, FFN):
-        if arguments(block)["norm_eps"] is None and draw(st.integers(0, 3)) == 0:
+    for block in blocks:
+        if arguments(block)["norm_eps"] is None and not expert_count(block) and draw(st.integers(0, 3)) == 0:
             with_limits.append(block)
     gated = [block for block in with_limits if arguments(block)["gate"] is not None and draw(st.booleans())]
     limits = (tuple(block.meta["layer"] for block in blocks) for blocks in (gated, with_limits))
@@ -329,7 +337,7 @@ def skipping_predictors(draw: st.DrawFn, graph_module: GraphModule) -> InsertPre
 
 
 def every_neuron(graph_module: GraphModule) -> GraphModule:
-    """A copy of a graph in which every neuron is computed, whatever predictors and limits say."""
+    """A copy of a graph in which every neuron is computed, whatever predictors, limits and routers say."""
     result = copy_graph_module(graph_module)
     rewriter = Rewriter(result, "testing")
     for block in calls(result.graph, SPARSE_FFN):
@@ -341,4 +349,8 @@ def every_neuron(graph_module: GraphModule) -> GraphModule:
         for name in NEURON_LIMITS:
             if arguments(block)[name] is not None:
                 rewriter.set_argument(block, name, None)
+    for gains in calls(result.graph, ROUTE):
+        values = arguments(gains)
+        for name, every in (("chosen", int(gains.meta["val"].shape[1])), ("chosen_groups", values["groups"])):
+            rewriter.set_argument(gains, name, every)
     return without_unused(result)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,10 +15,10 @@ from picompile.predictors.profile.directory import ProfileDirectory
 from picompile.progress import Progress
 from picompile.streaming import Segment, WindowLoss, run_segment
 from picompile_passes.dialect import parse_activation
-from picompile_passes.dialect.neurons import neuron_outputs, neuron_rms
+from picompile_passes.dialect.neurons import gained, neuron_outputs, neuron_rms
 from picompile_passes.graph.materialize import WeightSource
 from picompile_passes.graph.nodes import arguments, is_call
-from picompile_passes.graph.operands import LAYER_NORM, RMS_NORM
+from picompile_passes.graph.operands import LAYER_NORM, RMS_NORM, expert_count
 
 Replace = dict[Node, Callable[..., Tensor]]
 
@@ -44,9 +44,46 @@ def can_be_silent(block: Node) -> bool:
     return any(parse_activation(text).sparse for text in texts)
 
 
+def has_threshold(block: Node) -> bool:
+    """Return whether it takes a threshold to tell which neurons of the block fire.
+
+    Not where neurons can be silent, nor of experts: every neuron of a chosen one fires.
+    """
+    return not can_be_silent(block) and not expert_count(block)
+
+
 See = Callable[[Tensor, Tensor, Tensor, Tensor | None], None]
 """Receives the outputs of a block's neurons: magnitudes [tokens, neurons], which of them fire, the lengths of the down
-rows [neurons], and what a norm across the neurons divides each token by, [tokens, 1], or None without one."""
+rows [neurons], and what a norm across the neurons divides each token by, [tokens, 1], or None without one. Of experts,
+magnitudes are times the gain, and no neuron of one that is not chosen fires."""
+
+
+class FfnOperands(NamedTuple):
+    """The operands of an `ffn`, in its order."""
+
+    x: Tensor
+    gate: Tensor | None
+    up: Tensor
+    down: Tensor
+    gate_bias: Tensor | None
+    up_bias: Tensor | None
+    down_bias: Tensor | None
+    activation: str
+    up_activation: str
+    norm_eps: float | None = None
+    gains: Tensor | None = None
+    expert_bias: Tensor | None = None
+
+    def outputs(self) -> Tensor:
+        """Return each neuron's output before a norm across the neurons, times its expert's gain: [tokens, neurons]."""
+        weights = (self.gate, self.up, self.gate_bias, self.up_bias)
+        hidden = neuron_outputs(self.x, *weights, self.activation, self.up_activation)
+        return hidden if self.gains is None else gained(hidden, self.gains)
+
+    def result(self, hidden: Tensor) -> Tensor:
+        """Return y, given what is multiplied with down: [tokens, columns]."""
+        y = F.linear(hidden, self.down.transpose(0, 1), self.down_bias)
+        return y if self.gains is None or self.expert_bias is None else y + self.gains @ self.expert_bias
 
 
 def thresholded_ffn(rule: FiringRule, see: See) -> Callable[..., Tensor]:
@@ -55,26 +92,30 @@ def thresholded_ffn(rule: FiringRule, see: See) -> Callable[..., Tensor]:
     Magnitudes are those before a norm across the neurons, as predictors see them.
     """
 
-    def ffn(x: Tensor, *operands: Any) -> Tensor:
-        gate, up, down, gate_bias, up_bias, down_bias, activation, up_activation, *norm_eps = operands
-        hidden = neuron_outputs(x, gate, up, gate_bias, up_bias, activation, up_activation)
-        magnitude, lengths = hidden.abs(), down.norm(dim=1)
+    def ffn(*operands: Any, **named: Any) -> Tensor:
+        block = FfnOperands(*operands, **named)
+        hidden = block.outputs()
+        magnitude, lengths = hidden.abs(), block.down.norm(dim=1)
         fires = rule.fires(magnitude, lengths)
         kept = hidden if rule.threshold == 0 else torch.where(fires, hidden, torch.zeros_like(hidden))
-        rms = neuron_rms(kept, norm_eps[0]) if norm_eps and norm_eps[0] is not None else None
+        rms = None if block.norm_eps is None else neuron_rms(kept, block.norm_eps)
         see(magnitude, fires, lengths, rms)
-        return F.linear(kept if rms is None else kept / rms, down.transpose(0, 1), down_bias)
+        return block.result(kept if rms is None else kept / rms)
 
     return ffn
 
 
 class LayerCollector:
-    """Counts the firings of one layer's neurons, and keeps the block's inputs at `positions`."""
+    """Counts the firings of one layer's neurons, and keeps the block's inputs at `positions`.
+
+    Of experts, it counts how many tokens choose each as well.
+    """
 
     def __init__(self, segment: Segment, block: Node, rule: FiringRule, positions: Tensor) -> None:
         self.block, self.norm, self.rule = block, norm_of(segment, block), rule
         neurons, hidden = (int(size) for size in arguments(block)["up"].meta["val"].shape)
         self.counts = torch.zeros(neurons, dtype=torch.int64)
+        self.chosen = torch.zeros(expert_count(block), dtype=torch.int64)
         self._magnitude = torch.zeros(neurons, dtype=torch.float64)
         self._lengths = torch.zeros(neurons)
         self._positions = positions
@@ -83,9 +124,16 @@ class LayerCollector:
 
     def replace(self) -> Replace:
         """Return the functions to call instead of the graph's."""
-        ffn = thresholded_ffn(self.rule, self._count)
+        compute = thresholded_ffn(self.rule, self._count)
+
+        def ffn(*operands: Any, **named: Any) -> Tensor:
+            block = FfnOperands(*operands, **named)
+            if block.gains is not None:
+                self.chosen += (block.gains != 0).sum(dim=0)
+            return compute(*(block if self.norm is not None else block._replace(x=self._sample(block.x))))
+
         if self.norm is None:
-            return {self.block: lambda x, *operands: ffn(self._sample(x), *operands)}
+            return {self.block: ffn}
         normalize: Any = self.norm.target
         return {self.block: ffn, self.norm: lambda x, *operands: normalize(self._sample(x), *operands)}
 
@@ -101,6 +149,7 @@ class LayerCollector:
             "contribution": contribution,
             "input": self._samples,
             "positions": self._positions,
+            **({"chosen": self.chosen} if len(self.chosen) else {}),
         }
 
     def _sample(self, x: Tensor) -> Tensor:
@@ -130,6 +179,16 @@ def summarize(counts: Tensor, tokens: int) -> dict[str, Any]:
         "firing_share": total / tokens / len(counts),
         "neurons_for_80_percent": needed / len(counts),
         "never_fired": int((counts == 0).sum()),
+    }
+
+
+def summarize_experts(chosen: Tensor, tokens: int) -> dict[str, Any]:
+    """Return the figures of a layer's experts as `LayerProfile` has them; chosen int64 [experts] counts tokens."""
+    figures = summarize(chosen, tokens)
+    return {
+        "experts": len(chosen),
+        "experts_for_80_percent": figures["neurons_for_80_percent"],
+        "never_chosen": figures["never_fired"],
     }
 
 

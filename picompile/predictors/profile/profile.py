@@ -46,6 +46,9 @@ class LayerProfile:
     `firing_share` is the mean share of neurons that fire on a token; the share `neurons_for_80_percent` of the neurons
     makes 80 % of the firings; `never_fired` counts neurons that fired on no token. `place` says what the samples are
     inputs of: `stream` (the norm before the block) or `block` (the block itself).
+
+    Of a mixture, the share `experts_for_80_percent` of the `experts` makes 80 % of all choices, and no token chose the
+    `never_chosen`. A neuron does not fire on a token that does not choose its expert.
     """
 
     layer: int
@@ -55,6 +58,16 @@ class LayerProfile:
     neurons_for_80_percent: float
     never_fired: int
     place: str
+    experts: int = 0
+    experts_for_80_percent: float = 0.0
+    never_chosen: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry of `profile.json`; one of a block without experts says nothing of them."""
+        return {name: value for name, value in asdict(self).items() if self.experts or name not in _OF_EXPERTS}
+
+
+_OF_EXPERTS = ("experts", "experts_for_80_percent", "never_chosen")
 
 
 @dataclass(frozen=True)
@@ -88,6 +101,11 @@ class Profile:
         return str((self.thresholds or {}).get("by", MAGNITUDE))
 
     @property
+    def has_experts(self) -> bool:
+        """Whether a layer of the model is a mixture of experts."""
+        return any(layer.experts for layer in self.layers)
+
+    @property
     def firing_rules(self) -> dict[int, FiringRule]:
         """The rule by which the neurons of each layer fire."""
         return {layer.layer: FiringRule(layer.threshold, self.by) for layer in self.layers}
@@ -95,6 +113,10 @@ class Profile:
     def counts(self, layer: int) -> Tensor:
         """Return on how many of the tokens each neuron fired: int64 [neurons]."""
         return self._layer_tensor(layer, "counts")
+
+    def chosen(self, layer: int) -> Tensor:
+        """Return how many of the tokens chose each expert: int64 [experts]. Raise `UsageError` for a layer of none."""
+        return self._layer_tensor(layer, "chosen")
 
     def contribution(self, layer: int) -> Tensor:
         """Return the sum over all firings of magnitude times length of the down row: float32 [neurons]."""
@@ -148,6 +170,7 @@ class Profile:
 # For each tensor of a layer: what it must hold, in words, and a check of that, given the number of tokens.
 _VALUES: Mapping[str, tuple[str, Callable[[Tensor, int], bool]]] = {
     "counts": ("from 0 to the number of tokens", lambda x, tokens: bool(((x >= 0) & (x <= tokens)).all())),
+    "chosen": ("from 0 to the number of tokens", lambda x, tokens: bool(((x >= 0) & (x <= tokens)).all())),
     "contribution": ("finite and not negative", lambda x, tokens: bool((x.isfinite() & (x >= 0)).all())),
     "input": ("finite", lambda x, tokens: bool(x.isfinite().all())),
     "positions": (
@@ -192,7 +215,7 @@ def describe(profile: Profile, inputs: str, version: str, sha256: str) -> dict[s
         "thresholds": profile.thresholds,
         "inputs": inputs,
         "complete": True,
-        "layers": [asdict(layer) for layer in profile.layers],
+        "layers": [layer.to_json() for layer in profile.layers],
     }
 
 
@@ -247,6 +270,9 @@ def _profile(folder: Path, content: Fields) -> Profile:
 
 def _layer(entry: Fields) -> LayerProfile:
     neurons = entry.integer("neurons", 1)
+    experts = entry.integer("experts", 1, neurons) if "experts" in entry.data else 0
+    if experts and neurons % experts:
+        raise entry.wrong("experts", f"a divisor of the {neurons} neurons")
     return LayerProfile(
         layer=layer_number(entry),
         neurons=neurons,
@@ -255,6 +281,9 @@ def _layer(entry: Fields) -> LayerProfile:
         neurons_for_80_percent=number(entry, "neurons_for_80_percent", 0, 1),
         never_fired=entry.integer("never_fired", 0, neurons),
         place=choice(entry, "place", PLACES),
+        experts=experts,
+        experts_for_80_percent=number(entry, "experts_for_80_percent", 0, 1) if experts else 0.0,
+        never_chosen=entry.integer("never_chosen", 0, experts) if experts else 0,
     )
 
 
@@ -291,10 +320,11 @@ def _check_files(profile: Profile) -> None:
             "contribution": f"F32 [{layer.neurons}]",
             "input": f"F16 [{count}, {profile.hidden}]",
             "positions": f"I64 [{count}]",
+            **({"chosen": f"I64 [{layer.experts}]"} if layer.experts else {}),
         }
         path = profile.folder / layer_file(layer.layer)
         _check_kinds(path, kinds)
-        for read in (profile.counts, profile.contribution):
+        for read in (profile.counts, profile.contribution, *([profile.chosen] if layer.experts else [])):
             read(layer.layer)
         found = profile.positions(layer.layer)
         if positions is not None and not found.equal(positions):

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 from picompile.errors import UnsupportedModelError, UsageError
 from picompile.frontend.hf import load_model
@@ -25,12 +26,13 @@ from picompile.predictors.profile.collect import (
     LayerCollector,
     Replace,
     SegmentedModel,
-    can_be_silent,
     draw_positions,
+    has_threshold,
     layer_of,
     norm_of,
     run_pass,
     summarize,
+    summarize_experts,
 )
 from picompile.predictors.profile.directory import BEGUN_FOLDER, ProfileDirectory, belongs_to_profile
 from picompile.predictors.profile.files import read_tensors, write_tensors
@@ -51,6 +53,7 @@ from picompile.predictors.profile.windows import TextWindows
 from picompile.products import fast_products, products_in_bf16, require_bf16
 from picompile.progress import NoProgress, Progress
 from picompile.streaming import Segment, split_layers
+from picompile_passes.graph.operands import expert_count
 from picompile_passes.passes.canonicalize import canonicalize
 from picompile_runtime.version import __version__
 
@@ -184,7 +187,7 @@ class _ProfileRun:
     def _rules(self, tokens: TextWindows) -> tuple[dict[int, FiringRule], dict[str, Any] | None]:
         blocks = [block for segment in self.model.segments for block in segment.blocks]
         by, bound = self.task.options.by, self.task.options.accuracy_bound
-        if bound is None or all(map(can_be_silent, blocks)):
+        if bound is None or not any(map(has_threshold, blocks)):
             return {}, None
         return ThresholdSearch(
             self.model,
@@ -225,7 +228,7 @@ class _ProfileRun:
 
     def _finish(self, tokens: TextWindows, rules: Mapping[int, FiringRule], search: Mapping[str, Any] | None) -> None:
         layers = tuple(
-            self._summary(layer_of(block), rules, "block" if norm_of(segment, block) is None else "stream", tokens)
+            self._summary(block, rules, "block" if norm_of(segment, block) is None else "stream", tokens)
             for segment in self.model.segments
             for block in segment.blocks
         )
@@ -246,7 +249,12 @@ class _ProfileRun:
         )
         self.directory.finish(describe(profile, self.task.inputs, __version__, tokens.sha256))
 
-    def _summary(self, layer: int, rules: Mapping[int, FiringRule], place: str, tokens: TextWindows) -> LayerProfile:
-        counts = read_tensors(self.directory.folder / layer_file(layer), only="counts")[0]["counts"]
+    def _summary(self, block: Node, rules: Mapping[int, FiringRule], place: str, windows: TextWindows) -> LayerProfile:
+        layer = layer_of(block)
+        path, tokens = self.directory.folder / layer_file(layer), windows.calibration.numel()
+        counts = read_tensors(path, only="counts")[0]["counts"]
+        figures = summarize(counts, tokens)
+        if expert_count(block):
+            figures |= summarize_experts(read_tensors(path, only="chosen")[0]["chosen"], tokens)
         threshold = rules.get(layer, FiringRule()).threshold
-        return LayerProfile(layer, len(counts), threshold, place=place, **summarize(counts, tokens.calibration.numel()))
+        return LayerProfile(layer, len(counts), threshold, place=place, **figures)

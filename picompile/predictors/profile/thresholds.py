@@ -26,7 +26,7 @@ from picompile.predictors.profile.collect import (
     Replace,
     See,
     SegmentedModel,
-    can_be_silent,
+    has_threshold,
     layer_of,
     run_pass,
     thresholded_ffn,
@@ -161,7 +161,7 @@ def quantile(counts: Sequence[int], share: float) -> float:
 
 
 def _searched(segment: Segment) -> list[Node]:
-    return [block for block in segment.blocks if not can_be_silent(block)]
+    return [block for block in segment.blocks if has_threshold(block)]
 
 
 def _counter(histogram: Tensor, rule: FiringRule) -> See:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from picompile.errors import AccuracyError, UsageError
+from picompile.errors import AccuracyError, UnsupportedModelError, UsageError
 from picompile.frontend.captured import Captured
 from picompile.frontend.checkpoint import fingerprint
 from picompile.frontend.hf import load_model
@@ -181,8 +181,15 @@ class _TrainingRun:
         return sorted(find_blocks(self.graph_module))
 
     def check_blocks(self) -> None:
-        """Raise `UsageError` if the model does not have the profile's layers or tokens."""
+        """Raise `UsageError` if the model does not have the profile's layers or tokens.
+
+        Raise `UnsupportedModelError` for a mixture of experts.
+        """
         folder, profiled = self.profile.folder, self.profile.layers
+        if any(layer.experts for layer in profiled):
+            raise UnsupportedModelError(
+                f"{self.model}: learned predictors of experts are not supported; compile with --predictor exact or none"
+            )
         if [layer.layer for layer in profiled] != self.layers:
             raise UsageError(f"{folder}: has {len(profiled)} layers, the model {len(self.layers)}; profile it again")
         shapes, blocks = block_shapes(self.graph_module), find_blocks(self.graph_module)
