@@ -3,6 +3,7 @@
 | variant | parameters | feed-forward blocks | text |
 | --- | --- | --- | --- |
 | `tiny-reglu` | 3.5 million, the bundled model | Llama with a ReLU gate (ReGLU) | code |
+| `tiny-moe` | 4 million | Mixtral: 8 experts with ReLU gates, 2 of them for a token | code |
 | `reglu` | 21 million | the same | code and documents |
 | `opt` | 22 million | OPT: ReLU without a gate, biases, layer norms | code and documents |
 
@@ -86,7 +87,7 @@ def main(
     sample = write_sample(model, tokenizer, SAMPLE_PROMPT, seed)
     card = CARD.format(
         variant=chosen,
-        architecture="an OPT with ReLU" if chosen.family == "opt" else "a Llama with a ReLU gate (ReGLU)",
+        architecture=chosen.architecture,
         documents=", and the language reference it carries" if chosen.documents else "",
         parameters=model.num_parameters(),
         vocabulary=tokenizer.get_vocab_size(),

@@ -93,7 +93,7 @@ def begin(
     _describe(writer, config)
     writer.add_file_type(_FILE_TYPES[format])
     if vocabulary or powerinfer:
-        _describe_vocabulary(writer, config["vocab_size"])
+        describe_vocabulary(writer, config["vocab_size"])
     else:
         writer.add_tokenizer_model("no_vocab")
     if powerinfer:
@@ -138,7 +138,7 @@ class Checkpoint(_Tensors):
         super().__init__(files, stack)
 
 
-def _describe_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
+def describe_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
     """Writes a vocabulary as SentencePiece has it: special tokens, bytes, then words that do not occur in texts."""
     special = [("<unk>", gguf.TokenType.UNKNOWN), ("<s>", gguf.TokenType.CONTROL), ("</s>", gguf.TokenType.CONTROL)]
     of_bytes = [(f"<0x{byte:02X}>", gguf.TokenType.BYTE) for byte in range(256)]
