@@ -101,7 +101,7 @@ class _Part:
 
 
 # Constants that keep the name of what they are made of: a matrix is packed once, in one format and one direction.
-_SAME_NAME = (TRANSPOSE, RESHAPE, QUANTIZE, DEQUANTIZE)
+_SAME_NAME = (TRANSPOSE, QUANTIZE, DEQUANTIZE)
 
 
 def _parameter_name(node: Node) -> str:
