@@ -1,9 +1,10 @@
 """A GGUF file of a mixture of experts with random weights in q4_0, which picompile, llama.cpp and ik_llama.cpp read.
 
-    python -m benchmarks.peers.mixture olmoe-1b-7b build/olmoe.gguf
-    picompile compile build/olmoe.gguf -o build/olmoe --target native
-    picompile bench build/olmoe -p 512 -n 128
-    llama-bench -m build/olmoe.gguf -t 2 -p 512 -n 0 ; llama-bench -m build/olmoe.gguf -t 2 -p 0 -n 32 -d 128
+    python -m benchmarks.peers.mixture olmoe-1b-7b build/bench/olmoe.gguf
+    picompile compile build/bench/olmoe.gguf -o build/bench/olmoe --target native
+    picompile bench build/bench/olmoe -p 512 -n 128
+    llama-bench -m build/bench/olmoe.gguf -t 2 -p 512 -n 0
+    llama-bench -m build/bench/olmoe.gguf -t 2 -p 0 -n 64 -d 128
 
 The file serves to measure speed; its text means nothing. Routers and norms are float32, all other matrices q4_0. A
 shape may be a smaller one: `olmoe-1b-7b:3` has three of its layers.
@@ -60,6 +61,7 @@ class _Tensor:
 def write(shape: MixtureShape, output: Path) -> None:
     """Write a file of `shape` to `output`, which appears whole or not at all."""
     unfinished, tensors, rng = output.with_suffix(".unfinished"), list(_tensors(shape)), np.random.default_rng(0)
+    output.parent.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(unfinished, shape.architecture)
     _describe(writer, shape)
     for tensor in tensors:
