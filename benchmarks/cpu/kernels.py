@@ -26,8 +26,8 @@ from picompile_codegen.build.host_library import build_host_library
 from picompile_codegen.build.isa import ISAS, targeting
 from picompile_codegen.cpu.kernel import Kernel
 from picompile_codegen.lowering.program import tensor_bytes
-from picompile_codegen.specs import ExpertsSpec, FfnSpec, LinearSpec, experts_have_panels
-from picompile_passes.formats.panels import has_panels
+from picompile_codegen.specs import ExpertsSpec, FfnSpec, LinearSpec
+from picompile_passes.formats.panels import block_has_panels, has_panels
 from picompile_runtime.bench.bandwidth import MemoryReader
 from picompile_runtime.devices.cpu.native import HostLibrary, seconds_of
 from picompile_runtime.devices.memory import aligned_zeros
@@ -79,7 +79,7 @@ def decoding(form: str, tokens: int, firing: Sequence[float]) -> Iterator[Case]:
             share = {"exact": (1 + 2 * part) / 3, "masked": part, "dense": 1.0}[kind]
             title = f"ffn {kind}{several}" + (f" {part:.0%}" if kind != "dense" else "")
             yield Case(title, kernel, tokens, part, share)
-    if experts_have_panels((form,) * 3, 1024, 2048):
+    if block_has_panels((form,) * 3, 1024, 2048):
         yield experts(form, tokens, several)
 
 

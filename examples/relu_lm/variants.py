@@ -71,7 +71,7 @@ class Variant:
 
     @property
     def architecture(self) -> str:
-        """What the model is, for its card."""
+        """The model in a few words, for its card."""
         if self.family == "opt":
             return "an OPT with ReLU"
         if self.family == "mixtral":

@@ -1,4 +1,4 @@
-"""What a mixture of experts cannot be compiled with, said before anything takes long."""
+"""Options that a mixture of experts cannot be compiled with are refused here, before anything takes long."""
 
 import os
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from picompile.config import CompileOptions
 from picompile.errors import UnsupportedModelError
 from picompile.frontend.captured import Captured
-from picompile.frontend.facts import has_experts, names_experts
+from picompile.frontend.facts import has_experts, names_experts, no_accelerator
 from picompile.frontend.model_file import read_config
 
 
@@ -34,5 +34,4 @@ def check_mixture(captured: Captured, options: CompileOptions) -> None:
 
 
 def _no_accelerator(name: str, options: CompileOptions) -> UnsupportedModelError:
-    way = "choose --target cpu" if options.on_gpu else "leave out --accelerator"
-    return UnsupportedModelError(f"{name} is a mixture of experts, which CPUs alone compute for now; {way}")
+    return no_accelerator(name) if options.on_gpu else no_accelerator(name, "leave out --accelerator")

@@ -15,7 +15,7 @@ from typing import Any
 
 from picompile.choices import MOST_LAYERS
 from picompile.errors import UnsupportedModelError
-from picompile.frontend.families import Family, check_config
+from picompile.frontend.families import EXPERT_COUNTS, Family, check_config
 from picompile.frontend.json_file import token_ids
 from picompile.frontend.messages import one_line
 from picompile.frontend.rope_fields import ROPE_FIELDS, settled_rope
@@ -62,7 +62,7 @@ _COUNTS: dict[str, tuple[int, int]] = {
     **dict.fromkeys(("intermediate_size", "ffn_dim", "ffn_hidden_size"), (1, _MOST_NEURONS)),
     **dict.fromkeys(("shared_expert_intermediate_size", "shared_intermediate_size"), (0, _MOST_NEURONS)),
     # Some classes of mixtures have models without experts.
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), (0, _MOST_EXPERTS)),
+    **dict.fromkeys(EXPERT_COUNTS, (0, _MOST_EXPERTS)),
     **dict.fromkeys(("num_experts_per_tok", "n_shared_experts", "num_shared_experts"), (0, _MOST_EXPERTS)),
     **dict.fromkeys(("n_group", "topk_group"), (0, _MOST_EXPERTS)),
     "vocab_size": (1, _MOST_VOCABULARY),

@@ -8,7 +8,7 @@ from torch.fx import GraphModule, Node
 
 from picompile.errors import UnsupportedModelError
 from picompile.frontend.captured import ModelFacts
-from picompile.frontend.families import rope_limit, rope_reach, text_config
+from picompile.frontend.families import EXPERT_COUNTS, rope_limit, rope_reach, text_config
 from picompile_passes.graph.nodes import arguments, calls
 from picompile_passes.graph.operands import ATTENTION, EMBEDDING, FFN, expert_count
 from picompile_passes.graph.stamps import stamps_of
@@ -81,15 +81,16 @@ def has_experts(captured: GraphModule) -> bool:
     return any(map(expert_count, calls(raised_form(captured).graph, FFN)))
 
 
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""The fields of configs that have the number of routed experts of a layer."""
-
-
 def names_experts(config: Mapping[str, Any]) -> bool:
     """Return whether the contents of a config.json have a number of experts, of more than one."""
     nested = [value for key, value in config.items() if key == "text_config" and isinstance(value, Mapping)]
     counts = (value for key, value in config.items() if key in EXPERT_COUNTS)
     return any(type(count) is int and count > 1 for count in counts) or any(map(names_experts, nested))
+
+
+def no_accelerator(name: str, way: str = "choose --target cpu") -> UnsupportedModelError:
+    """Return the error for a mixture that an accelerator shall compute; `way` says what to do."""
+    return UnsupportedModelError(f"{name} is a mixture of experts, which CPUs alone compute for now; {way}")
 
 
 def _width(node: Node, dim: int = -1) -> int:

@@ -14,6 +14,9 @@ from picompile.errors import UnsupportedModelError
 from picompile.quantities import LARGEST_FLOAT32
 
 # How transformers calls the activations that the dialect has.
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""The fields of configs that have the number of routed experts of a layer."""
+
 ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_accurate": "gelu_tanh",

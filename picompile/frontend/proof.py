@@ -40,7 +40,7 @@ _LENGTHS = (3, 19)
 _SMALL = {
     **dict.fromkeys(WINDOWS, 7),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "decoder_ffn_dim"), 96),
-    # Of each expert, of which there are as many as in the original: a router's rule depends on it.
+    # Neurons of an expert. The number of experts stays, since a router's rule depends on it.
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"), 32),
     **dict.fromkeys(("moe_shared_expert_intermediate_size", "expert_ffn_hidden_size"), 32),
     "vocab_size": 256,

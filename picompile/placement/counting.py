@@ -25,7 +25,7 @@ from picompile_codegen.lowering.arena import align
 from picompile_codegen.lowering.function import HOST, LowerOptions
 from picompile_codegen.lowering.lower import Lowered, lower
 from picompile_codegen.lowering.placement import Placement
-from picompile_codegen.lowering.program import LoweredProgram, ProgramCall, tensor_bytes
+from picompile_codegen.lowering.program import FfnPart, LoweredProgram, ProgramCall, tensor_bytes
 from picompile_codegen.registry import BACK_ENDS
 from picompile_codegen.specs import CopyWordsSpec, KernelArgument, ReceiveSpec, RmsNormSpec, SendSpec
 from picompile_codegen.specs.arguments import ITEM_BYTES
@@ -33,7 +33,7 @@ from picompile_passes.base import Pass
 from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.graph.layers import operator_part
 from picompile_passes.graph.nodes import arguments, calls, is_call
-from picompile_passes.graph.operands import ADD, FFN, LAYER_NORM, RMS_NORM, ROUTE, SPARSE_FFN, expert_count
+from picompile_passes.graph.operands import ADD, FFN, LAYER_NORM, RMS_NORM, SPARSE_FFN, expert_count
 from picompile_passes.passes.canonicalize import canonicalize
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
@@ -153,9 +153,9 @@ def graph_bytes(
     if not blocks:
         raise UnsupportedModelError(f"{name}: the model has no feed-forward block whose neurons could be placed")
     insert = insert or _insert_pass(blocks, packing.predictor, parameters, layers=len(blocks) + more, firing=firing)
-    experts = _experts(canonical)
     # Experts are for CPUs, where no block has parts.
-    parted = () if experts else (Partition({layer: range(block.neurons) for layer, block in blocks.items()}),)
+    has_experts = any(map(expert_count, calls(canonical.graph, FFN)))
+    parted = () if has_experts else (Partition({layer: range(block.neurons) for layer, block in blocks.items()}),)
     quantized = _quantized(canonical, (insert, *parted), packing, choose)
     on_host, (launches, head_launches) = _lowered(name, quantized, packing, canonical)
     counted, parts = _Tensors(on_host), on_host.program.ffn
@@ -168,15 +168,7 @@ def graph_bytes(
         hidden=next(iter(blocks.values())).hidden,
         parameters=parameters,
         layers=tuple(
-            counted.layer(
-                part.layer,
-                part.predictor,
-                block=blocks[part.layer],
-                experts=experts.get(part.layer, (0, 0)),
-                sequences=packing.sequences,
-                launches=launches[part.layer],
-            )
-            for part in parts
+            counted.layer(part, blocks[part.layer].neurons, packing.sequences, launches[part.layer]) for part in parts
         ),
         embedding_bytes=counted.bytes_of("embedding"),
         head_bytes=counted.bytes_of("head"),
@@ -214,17 +206,6 @@ def _quantized(
     formats = (base_format(packing.quant), packing.predictor_quant)
     quantize = Quantize(*formats, tensors=tensors, hot_by_outputs=packing.hot_by_outputs)
     return quantize(partitioned).graph_module
-
-
-def _experts(canonical: GraphModule) -> dict[int, tuple[int, int]]:
-    """Return for each layer with experts how many these are, and how many of them a token chooses."""
-    found = {}
-    for block in calls(canonical.graph, FFN):
-        if experts := expert_count(block):
-            gains = arguments(block)["gains"]
-            chosen = arguments(gains)["chosen"] if is_call(gains, ROUTE) else experts
-            found[block.meta["layer"]] = experts, chosen
-    return found
 
 
 class _Tensor(NamedTuple):
@@ -269,21 +250,12 @@ class _Tensors:
     def bytes_of(self, owner: str) -> int:
         return sum(tensor.size for tensor in self._all if tensor.owner == owner)
 
-    def layer(
-        self,
-        number: int,
-        predictor: str,
-        block: BlockShape,
-        experts: tuple[int, int],
-        sequences: int,
-        launches: LayerLaunches,
-    ) -> LayerBytes:
-        """Return the bytes of a layer, whose block has a predictor of this kind; `experts` as `_experts` has them."""
-        mine = [tensor for tensor in self._all if tensor.owner == number]
+    def layer(self, part: FfnPart, neurons: int, sequences: int, launches: LayerLaunches) -> LayerBytes:
+        """Return the bytes of the layer whose block is `part`, with so many neurons in all experts."""
+        mine = [tensor for tensor in self._all if tensor.owner == part.layer]
         of_block = [each for each in mine if each.part == "block" or each.of_neurons]
         caches = [each for each in mine if each.part == "state"]
         of_predictor = [each for each in mine if each.part == "mask" and not each.of_neurons]
-        neurons = block.neurons
         neuron_bytes = sum(each.of_neurons for each in mine) // neurons
         apart = sum(each.size for each in (*of_block, *of_predictor, *caches))
         return LayerBytes(
@@ -295,9 +267,9 @@ class _Tensors:
             shared_bytes=sum(each.size for each in of_block) - neurons * neuron_bytes,
             kv_cache_bytes=sequences * sum(each.size for each in caches),
             launches=launches,
-            number_bytes=0 if predictor_kind(predictor).row_local else ITEM_BYTES["int32"],
-            experts=experts[0],
-            chosen=experts[1],
+            number_bytes=0 if predictor_kind(part.predictor).row_local else ITEM_BYTES["int32"],
+            experts=part.experts,
+            chosen=part.chosen,
         )
 
 
@@ -311,13 +283,8 @@ def _owner(call: ProgramCall) -> int | str:
 
 
 def _part(call: ProgramCall) -> str:
-    """Return the part in a layer of the operator that a call computes, such as `mixer`; nothing for a transfer.
-
-    A router is `router`, though what it makes masks experts: it is read with the attention, by no predictor.
-    """
-    if call.node is None:
-        return ""
-    return "router" if is_call(call.node, ROUTE) else operator_part(call.node) or ""
+    """Return the part in a layer of the operator that a call computes, such as `mixer`; nothing for a transfer."""
+    return (operator_part(call.node) or "") if call.node is not None else ""
 
 
 def _mark(call: ProgramCall, key: str) -> Any:

@@ -23,7 +23,7 @@ from picompile.choices import (
 from picompile.errors import DoesNotFitError, UnsupportedModelError, UsageError
 from picompile.frontend.captured import Captured
 from picompile.frontend.checkpoint import fingerprint
-from picompile.frontend.facts import has_experts, names_experts
+from picompile.frontend.facts import has_experts, names_experts, no_accelerator
 from picompile.frontend.families import activation_text, find_family
 from picompile.frontend.stored.choice import choose_stored, default_quant
 from picompile.placement.counting import count_bytes, shape_bytes, shortened
@@ -277,9 +277,7 @@ def _of_checkpoint(folder: Path, options: ModelOptions, progress: Progress) -> P
 def _check_mixture(name: str, options: ModelOptions) -> None:
     """Raise `UnsupportedModelError` for a mixture of experts that `options` ask for what these do not have."""
     if options.on_gpu:
-        raise UnsupportedModelError(
-            f"{name} is a mixture of experts, which CPUs alone compute for now; choose --target cpu"
-        )
+        raise no_accelerator(name)
     if options.predictors is not None:
         raise UnsupportedModelError(f"{name}: learned predictors of experts are not supported; leave out --predictors")
 

@@ -200,13 +200,13 @@ def _long(config: Any) -> Values:
     return {"rope.scaling.original_context_length": original, "rope.scaling.attn_factor": rope["attention_factor"]}
 
 
-_GRANITE = {
+GRANITE = {
     "attention.scale": "attention_multiplier",
     "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
 }
-_SCALES = {
+SCALES = {
     "attention_multiplier": 0.125,
     "embedding_multiplier": 3.0,
     "residual_multiplier": 0.5,
@@ -265,16 +265,16 @@ _EXAMPLES: dict[tuple[str, str], tuple[str, Values, Written]] = {
         {**_FREE, **_HALF, "use_parallel_residual": False},
         Written({"use_parallel_residual": "use_parallel_residual"}, by_part=True),
     ),
-    ("granite", ""): ("GraniteForCausalLM", {**_FREE, **_SCALES}, Written(_GRANITE, interleaved=True)),
-    ("granite_swa", ""): ("GraniteSWAForCausalLM", {**_FOUR, **_SCALES}, Written(_GRANITE, _windows, interleaved=True)),
+    ("granite", ""): ("GraniteForCausalLM", {**_FREE, **SCALES}, Written(GRANITE, interleaved=True)),
+    ("granite_swa", ""): ("GraniteSWAForCausalLM", {**_FOUR, **SCALES}, Written(GRANITE, _windows, interleaved=True)),
     ("hunyuan-dense", ""): ("HunYuanDenseV1ForCausalLM", _HEADS, Written()),
     ("internlm2", ""): ("LlamaForCausalLM", _FREE, _INTERLEAVED),
     ("jais2", ""): ("Jais2ForCausalLM", {**_FREE, "num_key_value_heads": 4}, Written()),
     ("llama", "q/k/v biases"): ("Qwen2ForCausalLM", _FREE, _INTERLEAVED),
     ("minicpm", ""): (
         "GraniteForCausalLM",
-        {**_FREE, **_SCALES, "attention_multiplier": 0.25},
-        Written({key: name for key, name in _GRANITE.items() if key != "attention.scale"}, interleaved=True),
+        {**_FREE, **SCALES, "attention_multiplier": 0.25},
+        Written({key: name for key, name in GRANITE.items() if key != "attention.scale"}, interleaved=True),
     ),
     ("minicpm3", ""): (
         "MiniCPM3ForCausalLM",

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from helpers.gguf_architectures import GRANITE, SCALES
 from helpers.gguf_blocks import blocks_of_size
 from helpers.gguf_files import Array, permuted, write_file
 
@@ -230,18 +231,6 @@ _ROUTED = {**_COUNTS, "expert_count": "n_routed_experts", "expert_feed_forward_l
 _SHARED = {"expert_shared_count": "n_shared_experts", "leading_dense_block_count": "first_k_dense_replace"}
 _WEIGHTS = {"expert_weights_scale": "routed_scaling_factor", "expert_weights_norm": "norm_topk_prob"}
 _GROUPS = {"expert_group_count": "n_group", "expert_group_used_count": "topk_group"}
-_GRANITE = {
-    "attention.scale": "attention_multiplier",
-    "embedding_scale": "embedding_multiplier",
-    "residual_scale": "residual_multiplier",
-    "logit_scale": "logits_scaling",
-}
-_SCALES = {
-    "attention_multiplier": 0.125,
-    "embedding_multiplier": 3.0,
-    "residual_multiplier": 0.5,
-    "logits_scaling": 4.0,
-}
 # Panels have 16 rows.
 _BASE = {"vocab_size": 304, "num_hidden_layers": 3, "max_position_embeddings": 256, "pad_token_id": 0}
 _BASE |= {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
@@ -351,15 +340,15 @@ MIXTURES: Mapping[str, Mixture] = {
     "granitemoe": Mixture(
         "granitemoe",
         "GraniteMoeForCausalLM",
-        {**_BASE, **_SCALES, "num_local_experts": 8},
-        {**_LOCAL, **_GRANITE},
+        {**_BASE, **SCALES, "num_local_experts": 8},
+        {**_LOCAL, **GRANITE},
         interleaved=True,
     ),
     "granitemoe with a shared expert": Mixture(
         "granitemoe",
         "GraniteMoeSharedForCausalLM",
-        {**_BASE, **_SCALES, "num_local_experts": 8, "shared_intermediate_size": 48},
-        {**_LOCAL, **_GRANITE, "expert_shared_feed_forward_length": "shared_intermediate_size"},
+        {**_BASE, **SCALES, "num_local_experts": 8, "shared_intermediate_size": 48},
+        {**_LOCAL, **GRANITE, "expert_shared_feed_forward_length": "shared_intermediate_size"},
         interleaved=True,
     ),
     "hunyuan-moe": Mixture(

@@ -26,7 +26,7 @@ from picompile_codegen.cpu.panel_products import (
     quantize_tokens,
 )
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, counter, loop, parallel, select, worth_a_region
-from picompile_codegen.cpu.token_ops import order_of
+from picompile_codegen.cpu.token_experts import is_chosen
 from picompile_codegen.cpu.vector import at, fma, splat
 from picompile_codegen.specs.experts import ExpertsSpec
 from picompile_passes.formats import PANEL_ROWS
@@ -74,9 +74,8 @@ class _Pairs:
             self.starts[experts[0]] = first
             with loop(0, tokens) as token:
                 # Written whether it is a pair or not, and then kept or overwritten: a branch could not be predicted.
-                # A gain that is no number counts, so that it shows; compared as a float it would be 0.
                 self.tokens[count[0]] = token
-                is_pair = tirx.And(order_of(self.gains[token, expert]) != 0, self.used[token] < self.spec.chosen)
+                is_pair = tirx.And(is_chosen(self.gains, token, expert), self.used[token] < self.spec.chosen)
                 more = bind(tirx.Cast("int32", is_pair))
                 self.used[token] = self.used[token] + more
                 count[0] = count[0] + more
@@ -142,7 +141,7 @@ def _compute_neurons(spec: ExpertsSpec, neurons: PanelNeurons, pairs: _Pairs, ex
 
 @dataclass(frozen=True)
 class _Outputs:
-    """What makes y: the matrix down, and its inputs."""
+    """The matrix down and its inputs, from which y is computed."""
 
     spec: ExpertsSpec
     function: KernelFunction

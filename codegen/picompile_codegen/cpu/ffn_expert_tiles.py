@@ -12,7 +12,7 @@ from picompile_codegen.cpu.ffn_chunk import ChunkMemory, compute_chunk
 from picompile_codegen.cpu.ffn_neurons import FfnArguments
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.tensor import AddingView, Expr, KernelTensor, TensorView, bind, counter, loop, parallel, when
-from picompile_codegen.cpu.token_ops import order_of
+from picompile_codegen.cpu.token_experts import is_chosen
 from picompile_codegen.cpu.vector import blocks, fma, load, splat, store
 from picompile_codegen.specs import FfnSpec
 
@@ -33,7 +33,8 @@ class ExpertTiles:
 
     def compute(self, arguments: FfnArguments, tokens: Expr) -> None:
         """Compute y of the first `tokens` tokens."""
-        spec, y, down_bias = arguments.spec, arguments.y, arguments.down_bias
+        spec, y, down_bias, gains = arguments.spec, arguments.y, arguments.down_bias, arguments.gains
+        assert gains is not None
         with parallel(tokens) as token:
             blocks(
                 spec.dim,
@@ -46,7 +47,7 @@ class ExpertTiles:
             with loop(0, tokens) as token:
                 # Written whether it is one of the expert's or not, and then kept or overwritten.
                 self.tokens[count[0]] = token
-                count[0] = count[0] + tirx.Cast("int32", _is_chosen(arguments, token, expert))
+                count[0] = count[0] + tirx.Cast("int32", is_chosen(gains, token, expert))
             found = bind(count[0])
             with when(found > 0):
                 compute_chunk(self._of_expert(arguments, bind(expert)), self.memory, found)
@@ -85,7 +86,7 @@ class ExpertTiles:
         if biases is None:
             return
         assert gains is not None
-        with parallel(tokens) as token, loop(0, spec.experts) as expert, when(_is_chosen(arguments, token, expert)):
+        with parallel(tokens) as token, loop(0, spec.experts) as expert, when(is_chosen(gains, token, expert)):
             gain, first = bind(splat(gains[token, expert])), bind(expert * spec.dim)
 
             def add(c: Expr, valid: int, gain: Expr = gain, first: Expr = first, token: Expr = token) -> None:
@@ -99,9 +100,3 @@ def _one_expert(spec: FfnSpec) -> FfnSpec:
     """Return the parameters of the block that one expert is, whose outputs are multiplied by gains all the same."""
     neurons = spec.expert_neurons
     return replace(spec, neurons=neurons, experts=0, chosen=0, expert_bias=False, down_bias=False)
-
-
-def _is_chosen(arguments: FfnArguments, token: Expr, expert: Expr) -> Expr:
-    """Return whether a token's gain of an expert is not 0, or not a number."""
-    assert arguments.gains is not None
-    return order_of(arguments.gains[token, expert]) != 0

@@ -10,8 +10,7 @@ from tvm import tirx
 from picompile_codegen.cpu.ffn_neurons import FfnArguments
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, counter, loop, parallel
-from picompile_codegen.cpu.token_experts import TokenExperts
-from picompile_codegen.cpu.token_ops import order_of
+from picompile_codegen.cpu.token_experts import TokenExperts, is_chosen
 from picompile_codegen.cpu.vector import at, blocks, fma, load, splat, store, zero_vector
 
 
@@ -41,8 +40,7 @@ class ChosenExperts:
             # Written whether it is chosen or not, and then kept or overwritten.
             found = bind(count[0])
             self.numbers[token, found] = expert
-            # As an integer: no comparison of floats says of NaN that it is not 0.
-            is_one = tirx.And(order_of(gains[token, expert]) != 0, found < spec.chosen)
+            is_one = tirx.And(is_chosen(gains, token, expert), found < spec.chosen)
             count[0] = found + tirx.Cast("int32", is_one)
         self.counts[token] = count[0]
 

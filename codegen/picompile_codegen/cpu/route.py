@@ -19,8 +19,8 @@ from picompile_codegen.cpu.vector import (
     exp_of_negative,
     highest,
     load,
-    log_of_one_plus,
     sigmoid,
+    softplus,
     splat,
     splat_int,
     store,
@@ -96,16 +96,10 @@ def _or_nan(x: Expr, value: Expr) -> Expr:
     return bind(select(magnitude > splat_int(INFINITY), x, value))
 
 
-def _sqrt_softplus(x: Expr) -> Expr:
-    # softplus x = log(1 + e^x) = max(x, 0) + log(1 + e^-|x|)
-    small = exp_of_negative(splat(0.0) - tirx.abs(x))
-    return tirx.sqrt(maximum(x, splat(0.0)) + log_of_one_plus(small))
-
-
 _SCORES: dict[str, Callable[[Expr], Expr]] = {
     "identity": lambda x: x,
     "sigmoid": lambda x: _or_nan(x, sigmoid(x)),
-    "sqrt_softplus": lambda x: _or_nan(x, _sqrt_softplus(x)),
+    "sqrt_softplus": lambda x: _or_nan(x, tirx.sqrt(softplus(x))),
 }
 
 

@@ -7,6 +7,15 @@ token, such as products and lists, is kept by place.
 from dataclasses import dataclass
 
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind
+from picompile_codegen.cpu.token_ops import order_of
+
+
+def is_chosen(gains: KernelTensor, token: Expr, expert: Expr) -> Expr:
+    """Return whether a token's gain of an expert is not 0.
+
+    A gain that is no number counts, so that it shows: no comparison of floats says of NaN that it is not 0.
+    """
+    return order_of(gains[token, expert]) != 0
 
 
 @dataclass(frozen=True)
@@ -21,7 +30,7 @@ class TokenExperts:
 
     @property
     def neurons(self) -> Expr:
-        """How many neurons they have."""
+        """The number of their neurons."""
         return self.count * self.neurons_each
 
     def number(self, i: Expr) -> Expr:

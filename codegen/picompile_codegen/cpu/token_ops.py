@@ -271,7 +271,7 @@ def rotary(spec: RotarySpec, function: KernelFunction) -> None:
 # Top logits: the scores of a vocabulary that greedy and top-k sampling need.
 
 
-# Of float32, as bits: what is not the sign, and infinity.
+# Bits of float32: all but the sign, and those of infinity.
 MAGNITUDE = 0x7FFFFFFF
 INFINITY = 0x7F800000
 

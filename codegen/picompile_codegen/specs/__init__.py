@@ -16,7 +16,7 @@ from picompile_codegen.specs.arguments import (
     symbol,
 )
 from picompile_codegen.specs.attention import AttentionSpec, BorrowCacheSpec, CacheWriteSpec, LendCacheSpec
-from picompile_codegen.specs.experts import ExpertsSpec, experts_have_panels
+from picompile_codegen.specs.experts import ExpertsSpec
 from picompile_codegen.specs.ffn import CountedFfnSpec, FfnSpec, PredictLowRankSpec, PredictSignsSpec, WholeFfnSpec
 from picompile_codegen.specs.fused import LinearAddSpec, Norm, SumNormSpec
 from picompile_codegen.specs.route import RouteSpec
@@ -90,6 +90,5 @@ __all__ = [
     "UploadSpec",
     "WaitSpec",
     "WholeFfnSpec",
-    "experts_have_panels",
     "symbol",
 ]

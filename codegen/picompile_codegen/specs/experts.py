@@ -1,23 +1,10 @@
 """Feed-forward blocks of experts, of which each token chooses a few."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from picompile_codegen.specs.arguments import Declaration, MatrixArgument, floats, symbol
 from picompile_codegen.specs.ffn import WholeFfnSpec
-from picompile_passes.formats import FORMATS
-
-
-def experts_have_panels(formats: Sequence[str], size: int, dim: int) -> bool:
-    """Return whether experts of `size` neurons can lie in panels, of which none has rows of two experts.
-
-    Args:
-        formats: Those of gate, up and down, or of up and down.
-        size: The neurons of an expert.
-        dim: The width of x and y.
-    """
-    *first, down = (FORMATS[name] for name in formats)
-    return all(form.has_panels(size) for form in first) and down.has_panels(dim)
 
 
 @dataclass(frozen=True, kw_only=True)

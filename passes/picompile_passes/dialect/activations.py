@@ -51,7 +51,7 @@ def _clamped_swish(limit: float, beta: float) -> Activation:
 
 
 def _clamped_linear(limit: float, shift: float) -> Activation:
-    # What gpt-oss multiplies the gate with: x within ± limit, plus shift.
+    # gpt-oss multiplies the gate with this: x within ± limit, plus shift.
     return Activation("clamped_linear", lambda x: x.clamp(-limit, limit) + shift, parameters=(limit, shift))
 
 
@@ -71,12 +71,12 @@ ACTIVATIONS: dict[str, Activation] = {
     )
 }
 
-PARAMETRIC: dict[str, tuple[int, Callable[..., Activation]]] = {
-    "fatrelu": (1, _fatrelu),
-    "clamped_swish": (2, _clamped_swish),
-    "clamped_linear": (2, _clamped_linear),
+PARAMETRIC: dict[str, tuple[tuple[str, ...], Callable[..., Activation]]] = {
+    "fatrelu": (("THRESHOLD",), _fatrelu),
+    "clamped_swish": (("LIMIT", "BETA"), _clamped_swish),
+    "clamped_linear": (("LIMIT", "SHIFT"), _clamped_linear),
 }
-"""The activations with parameters, by name: how many they have, and what makes one of its parameters."""
+"""The activations with parameters, by name: what the parameters are called, and what makes one of them."""
 
 _WITH_PARAMETERS = re.compile(r"(?P<name>\w+)\((?P<parameters>[^()]+)\)")
 
@@ -87,9 +87,9 @@ def parse_activation(text: str) -> Activation:
         return ACTIVATIONS[text]
     match = _WITH_PARAMETERS.fullmatch(text)
     if match is not None and match["name"] in PARAMETRIC:
-        count, make = PARAMETRIC[match["name"]]
+        names, make = PARAMETRIC[match["name"]]
         parameters = tuple(map(float, match["parameters"].split(",")))
-        if len(parameters) == count:
+        if len(parameters) == len(names):
             return make(*parameters)
-    known = ", ".join([*ACTIVATIONS, "fatrelu(THRESHOLD)", "clamped_swish(LIMIT,BETA)", "clamped_linear(LIMIT,SHIFT)"])
-    raise ValueError(f"unknown activation {text!r}; known are {known}")
+    forms = (f"{name}({','.join(names)})" for name, (names, _) in PARAMETRIC.items())
+    raise ValueError(f"unknown activation {text!r}; known are {', '.join([*ACTIVATIONS, *forms])}")

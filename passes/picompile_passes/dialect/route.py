@@ -15,10 +15,10 @@ SCORES: dict[str, Callable[[Tensor], Tensor]] = {
     # DeepSeek V4.
     "sqrt_softplus": lambda logits: F.softplus(logits).sqrt(),
 }
-"""What a router can make of its logits, by name."""
+"""The scores that a router makes of its logits, by name."""
 
 NORMALIZED = ("none", "sum", "softmax", "sigmoid")
-"""What is done with the scores of the chosen experts: nothing, a division by their sum, a softmax or a sigmoid."""
+"""The ways to make weights of the chosen scores: as they are, over their sum, by a softmax or by a sigmoid."""
 
 GROUP_SCORES = ("max", "top2")
 """The score of a group of experts: that of its best expert, or the sum of those of its two best."""

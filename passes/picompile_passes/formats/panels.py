@@ -5,6 +5,7 @@ side; so it does with scales, zeros and minima. One load gives as many rows as a
 row stay in a lane of its own. A panel takes the bytes of its rows, without most of their padding.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from picompile_passes.formats import FORMATS, PANEL_ROWS, Codec
@@ -19,6 +20,18 @@ _FACTOR_BYTES = 2
 def has_panels(format_name: str, rows: int) -> bool:
     """Return whether a matrix of `rows` rows can be stored in panels: whole ones, in a format that has them."""
     return FORMATS[format_name].has_panels(rows)
+
+
+def block_has_panels(formats: Sequence[str], neurons: int, dim: int) -> bool:
+    """Return whether the matrices of a feed-forward block can lie in panels, down with a row for each output.
+
+    Args:
+        formats: Those of gate, up and down, or of up and down.
+        neurons: Its neurons; of experts those of one, since no panel has rows of two.
+        dim: The width of x and y.
+    """
+    *first, down = formats
+    return all(has_panels(form, neurons) for form in first) and has_panels(down, dim)
 
 
 def panel_bytes(form: Codec, columns: int) -> int:

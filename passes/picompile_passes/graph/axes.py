@@ -20,7 +20,7 @@ MATRIX_AXES: tuple[Axes, ...] = (((0,), (1,)), ((0, 1), (2,)))
 """The axes of a matrix, and of a stack of matrices whose rows lie one behind the other."""
 
 TRANSPOSED_AXES: tuple[Axes, ...] = (((1,), (0,)), ((0, 2), (1,)))
-"""Those of the transpose of a matrix, and of a stack of transposes."""
+"""The axes of the transpose of a matrix, and of a stack of transposes."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from picompile_passes.base import copy_graph_module
 from picompile_passes.errors import PassesError, PassOptionError
 from picompile_passes.graph.axes import MATRIX_AXES, TRANSPOSED_AXES, axes_of
 from picompile_passes.graph.nodes import attribute, has_real_data, is_call
-from picompile_passes.graph.operands import INDEX_SELECT, PREDICTORS, QUANTIZE, TRANSPOSE, is_limit
+from picompile_passes.graph.operands import INDEX_SELECT, PREDICTORS, QUANTIZE, RESHAPE, TRANSPOSE, is_limit
 from picompile_passes.graph.stamps import require_all_layers
 
 _aten = torch.ops.aten
@@ -20,7 +20,7 @@ _aten = torch.ops.aten
 # elements, and quantization, which converts a block of rows at a time.
 _IN_OWN_DTYPE = (
     *(TRANSPOSE, INDEX_SELECT, QUANTIZE),
-    *(_aten.reshape.default, _aten.flatten.using_ints, _aten.unflatten.int, _aten.permute.default),
+    *(RESHAPE, _aten.flatten.using_ints, _aten.unflatten.int, _aten.permute.default),
 )
 
 

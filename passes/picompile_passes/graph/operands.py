@@ -125,25 +125,35 @@ def dequantized(operand: Node) -> Node:
     return operand
 
 
-def expert_outputs(rewriter: Rewriter, down: Node, experts: int, before: Node) -> Node:
-    """Return the matrix [G · D, S] of the rows `down` [G · S, D] of G experts: a row for each output of each expert."""
+def by_outputs(rewriter: Rewriter, down: Node, experts: int, before: Node) -> Node:
+    """Return down, the rows [F, D] of neurons, as a matrix with a row for each output: [D, F].
+
+    Of G experts it has a row for each output of each expert, [G · D, F / G]; `experts` is 0 without them.
+    """
+    if not experts:
+        return input_rows(rewriter, down, before)
     rows, columns = (int(size) for size in down.meta["val"].shape)
     stack = down.all_input_nodes[0] if is_call(down, RESHAPE) else None
     if stack is not None and is_call(stack, TRANSPOSE) and tuple(stack.args[1:]) == (1, 2):
         outputs = stack.all_input_nodes[0]
         if tuple(outputs.meta["val"].shape) == (experts, columns, rows // experts):
             return rewriter.call(RESHAPE, (outputs, [experts * columns, -1]), before=before, sources=(down,))
-    by_expert = rewriter.call(RESHAPE, (down, [experts, -1, columns]), before=before, sources=(down,))
-    outputs = rewriter.call(TRANSPOSE, (by_expert, 1, 2), before=before, sources=(down,))
-    return rewriter.call(RESHAPE, (outputs, [experts * columns, -1]), before=before, sources=(down,))
+    return _turned(rewriter, down, experts, before)
 
 
-def expert_rows(rewriter: Rewriter, outputs: Node, experts: int, before: Node) -> Node:
-    """Return the rows [G · S, D] of neurons of a matrix that `expert_outputs` made."""
-    size = int(outputs.meta["val"].shape[1])
-    by_expert = rewriter.call(RESHAPE, (outputs, [experts, -1, size]), before=before, sources=(outputs,))
-    rows = rewriter.call(TRANSPOSE, (by_expert, 1, 2), before=before, sources=(outputs,))
-    return rewriter.call(RESHAPE, (rows, [experts * size, -1]), before=before, sources=(outputs,))
+def by_neurons(rewriter: Rewriter, outputs: Node, experts: int, before: Node) -> Node:
+    """Return the rows [F, D] of neurons of a matrix that `by_outputs` made."""
+    if not experts:
+        return rewriter.call(TRANSPOSE, (outputs, 0, 1), before=before, sources=(outputs,))
+    return _turned(rewriter, outputs, experts, before)
+
+
+def _turned(rewriter: Rewriter, matrix: Node, experts: int, before: Node) -> Node:
+    """Return the transposes of the matrices of experts that lie one behind the other in `matrix`."""
+    columns = int(matrix.meta["val"].shape[1])
+    by_expert = rewriter.call(RESHAPE, (matrix, [experts, -1, columns]), before=before, sources=(matrix,))
+    turned = rewriter.call(TRANSPOSE, (by_expert, 1, 2), before=before, sources=(matrix,))
+    return rewriter.call(RESHAPE, (turned, [experts * columns, -1]), before=before, sources=(matrix,))
 
 
 def expert_count(node: Node) -> int:

@@ -9,6 +9,7 @@ from torch.fx import Graph, Node
 from picompile_passes.base import Effect, Pass, Stage
 from picompile_passes.errors import PassOptionError, UnsupportedGraphError
 from picompile_passes.formats import FORMATS, head_format, predictor_format
+from picompile_passes.formats.panels import block_has_panels
 from picompile_passes.graph.nodes import arguments, attribute, constant_nodes, has_real_data, is_call
 from picompile_passes.graph.operands import (
     DEQUANTIZE,
@@ -16,13 +17,11 @@ from picompile_passes.graph.operands import (
     LINEAR,
     PREDICT,
     QUANTIZE,
-    TRANSPOSE,
+    by_neurons,
+    by_outputs,
     computes_every_neuron,
     dequantized,
     expert_count,
-    expert_outputs,
-    expert_rows,
-    input_rows,
     makes_choices,
     makes_logits,
     matrix_operands,
@@ -95,28 +94,20 @@ class Quantize(Pass):
         in_head = _head_matrices(rewriter.graph)
         packed: dict[Hashable, Node] = {}
         for user in list(rewriter.graph.nodes):
-            by_outputs = self._down_by_outputs(user)
+            down = self._down_by_outputs(user)
             for weight in dict.fromkeys(matrix_operands(user)):
                 if is_call(dequantized(weight), DEQUANTIZE):
                     continue
                 if weight not in constants:
                     raise UnsupportedGraphError(f"{user.name} multiplies by {weight.name}, which is not a constant")
-                experts = expert_count(user) if weight is by_outputs else 0
-                stored = weight
-                if weight is by_outputs:
-                    place = weight.next
-                    outputs = expert_outputs(rewriter, weight, experts, place) if experts else None
-                    stored = outputs or input_rows(rewriter, weight, before=place)
+                is_turned = weight is down
+                stored = by_outputs(rewriter, weight, expert_count(user), before=weight.next) if is_turned else weight
                 key = _constant_key(stored)
                 if key not in packed:
                     packed[key] = self._pack(rewriter, stored, self._format_for(user, stored, key in in_head))
                 matrix = packed[key]
-                if weight is by_outputs:
-                    matrix = (
-                        expert_rows(rewriter, matrix, experts, before=matrix.next)
-                        if experts
-                        else rewriter.call(TRANSPOSE, (matrix, 0, 1), before=matrix.next, sources=(weight,))
-                    )
+                if is_turned:
+                    matrix = by_neurons(rewriter, matrix, expert_count(user), before=matrix.next)
                 _substitute(rewriter, user, weight, matrix)
 
     def _down_by_outputs(self, user: Node) -> Node | None:
@@ -124,19 +115,10 @@ class Quantize(Pass):
         if not computes_every_neuron(user, hot=self.hot_by_outputs):
             return None
         values = arguments(user)
-        rows = [
-            (values[name], values[name].meta["val"].shape[0]) for name in ("gate", "up") if values[name] is not None
-        ]
-        rows.append((values["down"], values["down"].meta["val"].shape[1]))
-        experts = max(expert_count(user), 1)
-        if values["up"].meta["val"].shape[0] % experts:
-            return None
-        # Each expert has panels of its own.
-        rows = [
-            (matrix, int(count) // experts if matrix is not values["down"] else int(count)) for matrix, count in rows
-        ]
-        has_panels = all(FORMATS[self._format_for(user, matrix, False)].has_panels(count) for matrix, count in rows)
-        return values["down"] if has_panels else None
+        neurons, dim = (int(size) for size in values["down"].meta["val"].shape)
+        matrices = [values[name] for name in ("gate", "up", "down") if values[name] is not None]
+        formats = [self._format_for(user, matrix, False) for matrix in matrices]
+        return values["down"] if block_has_panels(formats, neurons // max(expert_count(user), 1), dim) else None
 
     def _format_for(self, user: Node, weight: Node, in_head: bool) -> str:
         """Return the format that the matrix `weight` of `user` is packed in."""

@@ -1,4 +1,4 @@
-"""What a record of an architecture of GGUF files says, and the keys that nearly all architectures share."""
+"""The record of an architecture of GGUF files, and keys that many architectures share."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -49,3 +49,13 @@ SHARED_KEYS: Mapping[str, tuple[str, ...]] = {
     "attention.layer_norm_epsilon": ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"),
     "vocab_size": ("vocab_size",),
 }
+
+# Keys and fields that architectures of several kinds have.
+GRANITE_SCALES: Mapping[str, str] = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
+LATENT: Mapping[str, str] = {f"attention.{name}": name for name in ("q_lora_rank", "kv_lora_rank")}
+ROPE_ALWAYS: Mapping[str, tuple[float | bool, ...]] = {"rope.scaling.finetuned": (True,)}

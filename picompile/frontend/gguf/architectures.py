@@ -9,7 +9,7 @@ Llama in the names of its original checkpoint alone, which are gone in a GGUF fi
 from collections.abc import Mapping
 from typing import Any
 
-from picompile.frontend.gguf.architecture import Architecture
+from picompile.frontend.gguf.architecture import GRANITE_SCALES, LATENT, ROPE_ALWAYS, Architecture
 from picompile.frontend.gguf.architecture_fields import (
     apertus,
     baichuan,
@@ -33,17 +33,9 @@ from picompile.frontend.gguf.architecture_fields import (
 )
 
 _LOGIT_SCALE = {"logit_scale": "logit_scale"}
-_GRANITE_SCALES = {
-    "attention.scale": "attention_multiplier",
-    "embedding_scale": "embedding_multiplier",
-    "residual_scale": "residual_multiplier",
-    "logit_scale": "logits_scaling",
-}
-_MINICPM_SCALES = {key: name for key, name in _GRANITE_SCALES.items() if key != "attention.scale"}
-_LATENT = {f"attention.{name}": name for name in ("q_lora_rank", "kv_lora_rank")}
+_MINICPM_SCALES = {key: name for key, name in GRANITE_SCALES.items() if key != "attention.scale"}
 _SOFT_CAPS = {key: key for key in ("attn_logit_softcapping", "final_logit_softcapping")}
 _PATTERN = ("attention.sliding_window_pattern",)
-_ROPE_ALWAYS: Mapping[str, tuple[float | bool, ...]] = {"rope.scaling.finetuned": (True,)}
 
 
 def _llama(**more: Any) -> Architecture:
@@ -109,19 +101,19 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     # Youtu, the one model of DeepSeek's shape without experts.
     "deepseek2": Architecture(
-        "YoutuForCausalLM", "youtu", fields=_LATENT, constants={"q_lora_rank": None}, add=(youtu,)
+        "YoutuForCausalLM", "youtu", fields=LATENT, constants={"q_lora_rank": None}, add=(youtu,)
     ),
     "glm4": Architecture("Glm4ForCausalLM", "glm4"),
     "gptneox": Architecture(
         "GPTNeoXForCausalLM", "gpt_neox", fields={"use_parallel_residual": "use_parallel_residual"}, rows_by_part=True
     ),
     "granite": Architecture(
-        "GraniteForCausalLM", "granite", fields=_GRANITE_SCALES, fixed=_ROPE_ALWAYS, add=(granite,), interleaved=True
+        "GraniteForCausalLM", "granite", fields=GRANITE_SCALES, fixed=ROPE_ALWAYS, add=(granite,), interleaved=True
     ),
     "granite_swa": Architecture(
         "GraniteSWAForCausalLM",
         "granite_swa",
-        fields=_GRANITE_SCALES,
+        fields=GRANITE_SCALES,
         add=(granite, granite_window),
         read=_PATTERN,
         names="granite",
@@ -138,7 +130,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "minicpm3": Architecture(
         "MiniCPM3ForCausalLM",
         "minicpm3",
-        fields=_LATENT,
+        fields=LATENT,
         # llama.cpp has these numbers in its code, and files do not.
         constants={"q_lora_rank": None, "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256},
         add=(minicpm3,),

@@ -36,7 +36,7 @@ _ROUTER = re.compile(r"(?:gate|router|router\.gate|gate\.wg)\.(weight|bias)")
 _CHOICE_BIAS = re.compile(r"(?:\w+\.)*(?:e_score_correction_bias|expert_bias)")
 _ORDER = ("ffn_gate_", "ffn_up_")
 SHARED_PART = "_shexp."
-"""What names of tensors of a shared expert have in them."""
+"""Names of a shared expert's tensors have this in them."""
 
 
 def expert_tensors(parameter: str) -> tuple[str, ...]:

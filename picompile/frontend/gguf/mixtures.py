@@ -8,7 +8,7 @@ that in its code, and a file that says something else is refused.
 from collections.abc import Mapping
 from typing import Any
 
-from picompile.frontend.gguf.architecture import Architecture
+from picompile.frontend.gguf.architecture import GRANITE_SCALES, LATENT, ROPE_ALWAYS, Architecture
 from picompile.frontend.gguf.architecture_fields import windows
 from picompile.frontend.gguf.expert_fields import (
     deepseek,
@@ -22,19 +22,12 @@ from picompile.frontend.gguf.expert_fields import (
 
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3
 
-_LATENT = {f"attention.{name}": name for name in ("q_lora_rank", "kv_lora_rank")}
 _GROUPS = {"expert_group_count": "n_group", "expert_group_used_count": "topk_group"}
 _SHARED = {"expert_shared_count": "n_shared_experts", "leading_dense_block_count": "first_k_dense_replace"}
 _WEIGHTS = {"expert_weights_scale": "routed_scaling_factor", "expert_weights_norm": "norm_topk_prob"}
 _NO_GROUPS = {"n_group": 1, "topk_group": 1}
 # llama.cpp's defaults where a file says nothing.
 _PLAIN_WEIGHTS = {"routed_scaling_factor": 1.0, "norm_topk_prob": False}
-_GRANITE_SCALES = {
-    "attention.scale": "attention_multiplier",
-    "embedding_scale": "embedding_multiplier",
-    "residual_scale": "residual_multiplier",
-    "logit_scale": "logits_scaling",
-}
 
 
 def _mixture(
@@ -101,7 +94,7 @@ MIXTURES: Mapping[str, Architecture] = {
         "DeepseekV3",
         "deepseek_v3",
         "n_routed_experts",
-        fields={**_LATENT, **_GROUPS, **_SHARED, **_WEIGHTS},
+        fields={**LATENT, **_GROUPS, **_SHARED, **_WEIGHTS},
         fixed={"expert_gating_func": (0, SOFTMAX, SIGMOID)},
         constants={"q_lora_rank": None, "first_k_dense_replace": 0, **_NO_GROUPS, **_PLAIN_WEIGHTS},
         add=(deepseek,),
@@ -180,8 +173,8 @@ MIXTURES: Mapping[str, Architecture] = {
         "num_local_experts",
         width="intermediate_size",
         normalized=True,
-        fields=_GRANITE_SCALES,
-        fixed={"rope.scaling.finetuned": (True,)},
+        fields=GRANITE_SCALES,
+        fixed=ROPE_ALWAYS,
         add=(granite_shared,),
         read=("expert_shared_feed_forward_length",),
         interleaved=True,

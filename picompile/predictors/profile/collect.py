@@ -2,10 +2,9 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
@@ -15,7 +14,8 @@ from picompile.predictors.profile.directory import ProfileDirectory
 from picompile.progress import Progress
 from picompile.streaming import Segment, WindowLoss, run_segment
 from picompile_passes.dialect import parse_activation
-from picompile_passes.dialect.neurons import gained, neuron_outputs, neuron_rms
+from picompile_passes.dialect.ffn import FfnOperands
+from picompile_passes.dialect.neurons import neuron_rms
 from picompile_passes.graph.materialize import WeightSource
 from picompile_passes.graph.nodes import arguments, is_call
 from picompile_passes.graph.operands import LAYER_NORM, RMS_NORM, expert_count
@@ -56,34 +56,6 @@ See = Callable[[Tensor, Tensor, Tensor, Tensor | None], None]
 """Receives the outputs of a block's neurons: magnitudes [tokens, neurons], which of them fire, the lengths of the down
 rows [neurons], and what a norm across the neurons divides each token by, [tokens, 1], or None without one. Of experts,
 magnitudes are times the gain, and no neuron of one that is not chosen fires."""
-
-
-class FfnOperands(NamedTuple):
-    """The operands of an `ffn`, in its order."""
-
-    x: Tensor
-    gate: Tensor | None
-    up: Tensor
-    down: Tensor
-    gate_bias: Tensor | None
-    up_bias: Tensor | None
-    down_bias: Tensor | None
-    activation: str
-    up_activation: str
-    norm_eps: float | None = None
-    gains: Tensor | None = None
-    expert_bias: Tensor | None = None
-
-    def outputs(self) -> Tensor:
-        """Return each neuron's output before a norm across the neurons, times its expert's gain: [tokens, neurons]."""
-        weights = (self.gate, self.up, self.gate_bias, self.up_bias)
-        hidden = neuron_outputs(self.x, *weights, self.activation, self.up_activation)
-        return hidden if self.gains is None else gained(hidden, self.gains)
-
-    def result(self, hidden: Tensor) -> Tensor:
-        """Return y, given what is multiplied with down: [tokens, columns]."""
-        y = F.linear(hidden, self.down.transpose(0, 1), self.down_bias)
-        return y if self.gains is None or self.expert_bias is None else y + self.gains @ self.expert_bias
 
 
 def thresholded_ffn(rule: FiringRule, see: See) -> Callable[..., Tensor]:

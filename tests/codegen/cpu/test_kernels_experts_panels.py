@@ -14,9 +14,9 @@ from helpers.products import sampled
 from helpers.weight_formats import PANEL_FORMATS
 from picompile_codegen import cpu
 from picompile_codegen.cpu.kernel import Kernel
-from picompile_codegen.specs import ExpertsSpec, experts_have_panels
+from picompile_codegen.specs import ExpertsSpec
 from picompile_passes.dialect import parse_activation
-from picompile_passes.formats.panels import to_panels
+from picompile_passes.formats.panels import block_has_panels, to_panels
 
 # More than a tile of tokens choose the same expert.
 CHUNK = 75
@@ -227,8 +227,8 @@ def test_one_of_many_experts(workbench: Workbench, rows: int) -> None:
 
 
 def test_panels_of_experts() -> None:
-    assert experts_have_panels(("q4", "q4", "q6_k"), 1024, 2048)
-    assert experts_have_panels(("q4", "q4"), 16, 48)
-    assert not experts_have_panels(("q4", "q4", "q4"), 24, 48)
-    assert not experts_have_panels(("q4", "q4", "q4"), 48, 24)
-    assert not experts_have_panels(("q4", "q4", "f16"), 48, 48)
+    assert block_has_panels(("q4", "q4", "q6_k"), 1024, 2048)
+    assert block_has_panels(("q4", "q4"), 16, 48)
+    assert not block_has_panels(("q4", "q4", "q4"), 24, 48)
+    assert not block_has_panels(("q4", "q4", "q4"), 48, 24)
+    assert not block_has_panels(("q4", "q4", "f16"), 48, 48)

@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from picompile_passes.base import Pass, Stage
-from picompile_passes.dialect.activations import ACTIVATIONS, PARAMETRIC, Activation
+from picompile_passes.dialect.activations import ACTIVATIONS, PARAMETRIC, Activation, parse_activation
 from picompile_passes.graph.axes import axes_of
 from picompile_passes.graph.layers import operator_part
 from picompile_passes.graph.nodes import arguments, calls, is_call
@@ -63,9 +63,9 @@ def _candidates(constants: Sequence[float]) -> Iterator[Activation]:
     yield from ACTIVATIONS.values()
     # 1 is a factor, and 0 a summand, that is not written.
     numbers = sorted({*map(abs, constants), *constants})
-    for count, make in PARAMETRIC.values():
-        others = sorted({*numbers, 0.0, 1.0}) if count > 1 else numbers
-        yield from (make(*parameters) for parameters in product(numbers, *[others] * (count - 1)))
+    others = sorted({*numbers, 0.0, 1.0})
+    for (_, *further), make in PARAMETRIC.values():
+        yield from (make(*parameters) for parameters in product(numbers, *[others for _ in further]))
 
 
 def _grid(constants: Sequence[float]) -> Tensor:
@@ -123,11 +123,12 @@ class RaiseFFN(Pass):
         """Raise every block of two or three linears."""
         forms = Forms(rewriter.graph_module)
         found = [block for node in calls(rewriter.graph, LINEAR) if (block := _block(forms, node)) is not None]
-        constants, depths = SharedConstants(rewriter), _mixers_before(rewriter.graph)
-        with_experts = {depths[block.down] for block in found if block.experts is not None}
-        with_experts |= {depths[node] for node in calls(rewriter.graph, FFN) if expert_count(node)}
+        of_experts = {block.down for block in found if block.experts is not None}
+        of_experts |= {node for node in calls(rewriter.graph, FFN) if expert_count(node)}
+        depths = _mixers_before(rewriter.graph) if of_experts else {}
+        taken, constants = {depths[node] for node in of_experts}, SharedConstants(rewriter)
         for block in found:
-            if block.experts is not None or depths[block.down] not in with_experts:
+            if block.experts is not None or depths.get(block.down) not in taken:
                 block.emit(rewriter, constants)
 
 
@@ -288,7 +289,8 @@ def _gated(forms: Forms, down: Node, hidden: Node, x: Any) -> _RaisedFfn | None:
     first, second = (_activated(forms, forms.same(factor)) for factor in hidden.args)  # type: ignore[arg-type]
     if first is None or second is None:
         return None
-    gate, up = (second, first) if first[1].startswith(("identity", "clamped_linear")) else (first, second)
+    is_up = parse_activation(first[1]).name in ("identity", "clamped_linear")
+    gate, up = (second, first) if is_up else (first, second)
     return _RaisedFfn(x, gate=gate[0], up=up[0], down=down, activation=gate[1], up_activation=up[1])
 
 

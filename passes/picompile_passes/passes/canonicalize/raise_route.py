@@ -49,8 +49,10 @@ class RaiseRoute(Pass):
 
     def rewrite(self, rewriter: Rewriter) -> None:
         """Raise every router. Raises `UnsupportedGraphError` for one that no rule fits."""
-        forms = Forms(rewriter.graph_module)
-        found = [(node, _router(forms, node)) for node in calls(rewriter.graph, EXPERT_GAINS)]
+        routers = list(calls(rewriter.graph, EXPERT_GAINS))
+        # Forms take as long as all else, and most models have no router.
+        forms = Forms(rewriter.graph_module) if routers else None
+        found = [] if forms is None else [(node, _router(forms, node)) for node in routers]
         for node, (logits, rule) in found:
             args = (logits, *(_vector(rewriter, vector, node) for vector in rule.vectors), *rule.numbers)
             new = rewriter.call(ROUTE, args, before=node, sources=(node,))
