@@ -27,7 +27,8 @@ class DropSilentNeurons(Pass):
     3. A layer of which nothing goes, or that the file does not name, stays as it is.
     4. A block that this pass has made smaller before is selected anew: its table says which counts are those of its
        rows. The note `silent_dropped` on the block is the number of neurons that are gone.
-    5. A block with a norm across its neurons stays as it is, since that divides by their number.
+    5. A block with a norm across its neurons stays as it is, since that divides by their number; and so does a block of
+       experts, which must have equally many neurons each.
 
     The logits stay the same only where all that is dropped is silent; on other texts the model is another one.
     """
@@ -62,13 +63,12 @@ class DropSilentNeurons(Pass):
 
     def _shrink(self, rewriter: Rewriter, block: Node, counts: Sequence[int]) -> None:
         layer, values = block.meta["layer"], arguments(block)
-        norm_eps = values.pop("norm_eps")
         whole, rows = _whole(rewriter.graph_module, values)
         total = int(whole["up"].meta["val"].shape[0])
         if len(counts) != total:
             raise PassOptionError(f"firing counts {self.counts}: layer {layer} has {total} neurons, not {len(counts)}")
         kept = _kept(rows, counts, self.at_least)
-        if len(kept) == len(rows) or norm_eps is not None:
+        if len(kept) == len(rows) or values["norm_eps"] is not None or values["gains"] is not None:
             return
         table = rewriter.constant(f"layer_{layer}_firing_neurons", torch.tensor(kept), sources=(block,))
         selected = {
