@@ -21,8 +21,13 @@ def synth_command(
     ],
     output: Annotated[Path, typer.Option("-o", "--output", metavar="MODEL", help="The folder to make.")],
     active: Annotated[
-        float, typer.Option(metavar="X", help="Share of the neurons that fire for a token: above 0, at most 1.")
-    ] = 0.10,
+        float | None,
+        typer.Option(
+            metavar="X",
+            help="Share of the neurons that fire for a token, of those that it computes: above 0, at most 1. "
+            "Default: 0.1; in mixtures of experts as chance has it.",
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="The same seed gives the same checkpoint.")] = 0,
     dtype: Annotated[str, Option("Element type of the checkpoint.", choices=("f16", "bf16", "f32"))] = "f16",
     rank: Annotated[
@@ -37,7 +42,7 @@ def synth_command(
 
     Its text means nothing. Some neurons fire often and most of them rarely (a
     Beta distribution); low-rank predictors beside the weights know exactly which.
-    Mixtures of experts get random weights: their neurons fire as these make them.
+    Mixtures of experts get random weights, and no predictors.
 
     \b
     Examples:
@@ -45,7 +50,7 @@ def synth_command(
       picompile synth --shape reglu-1.3b --active 0.05 -o build/reglu-1.3b
       picompile synth --shape olmoe-1b-7b -o build/olmoe
     """
-    if not 0 < active <= 1:
+    if active is not None and not 0 < active <= 1:
         raise UsageError(f"--active must be above 0 and at most 1, not {active:g}")
     require_output(output, overwrite=False, marker="config.json")
 
@@ -60,10 +65,10 @@ def synth_command(
             from picompile.synth.random_model import write_random_model
 
         with parents_of(output), progress() as shown:
-            written = write_random_model(name, config, seed, output, dtype, progress=shown)
+            written = write_random_model(name, config, seed, output, dtype, active, progress=shown)
         print(f"{output}: {written.parameters / 1e6:,.1f} M parameters, {written.dtype}, random weights")
         return
-    found = find_shape(shape)
+    found, active = find_shape(shape), 0.10 if active is None else active
     with parents_of(output), progress() as shown:
         result = synthesize(found, active, seed, output, dtype, progress=shown, rank=rank)
     print(

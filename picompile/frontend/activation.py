@@ -81,6 +81,11 @@ def with_activation(raw: Mapping[str, Any], activation: str | None) -> dict[str,
     return {**raw, **dict.fromkeys(fields, activation)}
 
 
+def named_activations(raw: Mapping[str, Any]) -> set[str | None]:
+    """Return the dialect's texts of the activations that a config.json names, None for one that the dialect has not."""
+    return {text for _, text in _named(find_family(raw), raw)}
+
+
 def _named(family: Family, raw: Mapping[str, Any]) -> Iterator[tuple[str, str | None]]:
     """Yield the fields that name an activation, and the dialect's text for it, None where it has none."""
     defaults = field_defaults(family)

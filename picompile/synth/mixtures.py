@@ -1,6 +1,7 @@
 """Named mixtures of experts: the config.json of each, in the words of its class in transformers.
 
-Sizes are those of the models' own files on the Hugging Face hub.
+Sizes are those of the models' own files on the Hugging Face hub. `reglu-moe-1b-7b` and `relu2-moe-1b-5b` are not
+published: OLMoE's sizes with experts whose neurons are often silent, with a gate and without.
 """
 
 from collections.abc import Mapping
@@ -122,6 +123,23 @@ _NEMOTRON = {
     "pad_token_id": 0,
 }
 
+# OLMoE's sizes in Nemotron's class, whose experts have no gate; it must have a shared expert, here a small one.
+_RELU2 = _NEMOTRON | {
+    "hidden_size": 2048,
+    "moe_intermediate_size": 1024,
+    "moe_shared_expert_intermediate_size": 32,
+    "layers_block_type": ["full_attention", "moe"] * 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 8,
+    "vocab_size": 50304,
+    "max_position_embeddings": 4096,
+    "bos_token_id": None,
+    "eos_token_id": 50279,
+    "pad_token_id": 1,
+}
+
 _TINY = _OLMOE | {
     "hidden_act": "relu",
     "hidden_size": 96,
@@ -144,6 +162,8 @@ MIXTURES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "qwen3-30b-a3b": _QWEN3,
         "gpt-oss-20b": _GPT_OSS,
         "nemotron3-nano": _NEMOTRON,
+        "reglu-moe-1b-7b": _OLMOE | {"hidden_act": "relu"},
+        "relu2-moe-1b-5b": _RELU2,
         "tiny-mixture": _TINY,
     }
 )

@@ -173,4 +173,6 @@ def ran(
         check=False,
         cwd=folder,
     )
-    return ended, json.loads((folder / "results" / f"{verb}.json").read_text())
+    results = folder / "results" / f"{verb}.json"
+    assert results.exists(), f"exit code {ended.returncode}: {ended.stdout[-2000:]}"
+    return ended, json.loads(results.read_text())

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.fx import Interpreter, Node
 
 from helpers.digests import digests
 from helpers.support import Cli
@@ -16,7 +17,10 @@ from picompile.synth.mixtures import MIXTURES
 from picompile.synth.random_model import write_random_model
 from picompile.synth.shapes import SHAPES, find_config
 from picompile_passes.graph.materialize import materialize
+from picompile_passes.graph.nodes import arguments, is_call
+from picompile_passes.graph.operands import SPARSE_FFN
 from picompile_passes.passes.canonicalize import canonicalize
+from picompile_passes.passes.insert_predictors import InsertPredictors
 
 _SMALL: dict[str, Any] = {
     "hidden_size": 64,
@@ -74,6 +78,43 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
         write_random_model("olmoe", config, 1, tmp_path / "one")
     with pytest.raises(UnsupportedModelError, match="cannot hold 256 bytes"):
         write_random_model("olmoe", {**config, "vocab_size": 100}, 1, tmp_path / "small")
+
+
+class _Firing(Interpreter):
+    """Adds up which neurons fire of all that chosen experts have: `fired` of `computed`."""
+
+    fired = computed = 0.0
+
+    def run_node(self, n: Node) -> Any:
+        value = super().run_node(n)
+        if is_call(n, SPARSE_FFN):
+            mask, gains = (self.env[arguments(n)[name]] for name in ("mask", "gains"))
+            chosen = (gains != 0).repeat_interleave(mask.shape[1] // gains.shape[1], dim=1)
+            self.fired += float((mask & chosen).sum())
+            self.computed += float(chosen.sum())
+        return value
+
+
+@pytest.mark.parametrize("active", [0.05, 0.1, 0.4, 1.0])
+def test_neurons_of_experts_fire_at_the_rate_asked_for(active: float, tmp_path: Path) -> None:
+    config = {**MIXTURES["tiny-mixture"], "hidden_size": 256, "num_hidden_layers": 4}
+    write_random_model("tiny", config, 5, tmp_path / "model", active=active)
+    captured = load_model(tmp_path / "model")
+    graph_module = InsertPredictors("exact")(canonicalize(captured.graph_module)).graph_module
+    firing = _Firing(materialize(graph_module, captured.weights), garbage_collect_values=False)
+    ids = torch.randint(0, 512, (200,), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        logits = firing.run(ids, torch.arange(200))
+    assert firing.fired / firing.computed == pytest.approx(active, rel=0.1)
+    # No token wins whatever was read.
+    assert len(set(logits.argmax(-1).tolist())) > 50
+
+
+def test_a_rate_of_neurons_that_always_fire_is_refused(cli: Cli, tmp_path: Path) -> None:
+    refused = cli("synth", "--shape", "olmoe-1b-7b", "--active", 0.1, "-o", tmp_path / "model")
+    assert refused.code == 2
+    assert "olmoe-1b-7b: its experts have no ReLU, so all their neurons fire" in refused.err
+    assert not (tmp_path / "model").exists()
 
 
 def test_mixtures_are_found_by_name_and_known_by_their_fields() -> None:
