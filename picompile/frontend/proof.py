@@ -133,13 +133,20 @@ def _smaller(raw: Mapping[str, Any], layers: int, kept: int, shrunk: Mapping[str
             values[key] = _smaller(value, layers, kept, shrunk)
         elif key in _LAYER_COUNTS and value == layers:
             values[key] = min(kept, layers)
-        elif isinstance(value, list) and len(value) == layers:
-            values[key] = value[:kept]
+        elif isinstance(value, list) and _is_of_layers(value, layers):
+            values[key] = value[: kept * len(value) // layers]
         elif key in shrunk and type(value) is int:
             values[key] = min(value, shrunk[key])
         else:
             values[key] = value
     return values
+
+
+def _is_of_layers(entries: list[Any], layers: int) -> bool:
+    """Return whether a list has an entry for each layer; or several, where blocks are layers of their own by name."""
+    return len(entries) == layers or (
+        len(entries) % layers == 0 and all(isinstance(entry, str) for entry in entries) and bool(entries)
+    )
 
 
 def _made(raw: Mapping[str, Any], family: Family, activation: str | None, seed: int) -> _Subject:

@@ -94,9 +94,13 @@ def write_random_model(
         DoesNotFitError: The disk is too small (5).
     """
     vocabulary = _Vocabulary.of(name, config)
-    table = list(_table(config))
-    firing = None if active is None else _Firing.of(name, config, seed, table, active)
-    drawing = _Drawing(config, seed, firing)
+    family = find_family(config)
+    made = make_config(family, config)
+    model = build_model(family, made, None)
+    table = [(tensor, tuple(model.get_parameter(tensor).shape)) for tensor in first_names(model)]
+    sizes = made.get_text_config()
+    firing = None if active is None else _Firing.of(name, config, seed, table, active, sizes.hidden_size)
+    drawing = _Drawing(sizes.hidden_size, sizes.num_hidden_layers, seed, firing)
     check_free(output)
     with reserve(output, overwrite=False, check=lambda: check_free(output)) as place, place.folder() as folder:
         check_disk(output, table_bytes(table, dtype))
@@ -132,14 +136,6 @@ class _Vocabulary:
         return cls(vocab, int(config.get("max_position_embeddings", 2048)), specials, config)
 
 
-def _table(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield name and shape of every parameter of the model's class, in its order."""
-    family = find_family(config)
-    model = build_model(family, make_config(family, config), None)
-    for name in first_names(model):
-        yield name, tuple(model.get_parameter(name).shape)
-
-
 @dataclass(frozen=True)
 class _Firing:
     """How often neurons fire: `active` as in `write_random_model`.
@@ -153,7 +149,7 @@ class _Firing:
     deciding: str
 
     @classmethod
-    def of(cls, name: str, config: Mapping[str, Any], seed: int, table: Table, active: float) -> "_Firing":
+    def of(cls, name: str, config: Mapping[str, Any], seed: int, table: Table, active: float, hidden: int) -> "_Firing":
         """Raise `UsageError` if neurons of this model are never silent."""
         if not any(text and parse_activation(text).sparse for text in named_activations(config)):
             raise UsageError(f"{name}: its experts have no ReLU, so all their neurons fire; leave --active out")
@@ -161,7 +157,7 @@ class _Firing:
         deciding = next((leaf for leaf in ("gate_up_proj", "gate_proj", "up_proj") if leaf in leaves), None)
         if deciding is None:
             raise UsageError(f"{name}: no matrix of its class is known to decide about firing; leave --active out")
-        return cls(active, balanced_signs(seed, "direction", int(config["hidden_size"])), deciding)
+        return cls(active, balanced_signs(seed, "direction", hidden), deciding)
 
     def set(self, leaf: str, piece: Tensor, numbers: torch.Generator) -> None:
         """Give embeddings the constant direction, and take it from rows that read the stream or offset them by it.
@@ -188,7 +184,8 @@ class _Firing:
 class _Drawing:
     """How the values of each tensor are drawn; `firing` is None where it is left to chance."""
 
-    config: Mapping[str, Any]
+    hidden: int
+    layers: int
     seed: int
     firing: _Firing | None
 
@@ -210,7 +207,7 @@ class _Drawing:
 
     def _deviation(self, leaf: str, shape: tuple[int, ...]) -> float:
         """Return the deviation of a matrix's elements, by what it does with how many inputs."""
-        hidden = int(self.config["hidden_size"])
+        hidden = self.hidden
         if "embed" in leaf:
             return 1.0
         if leaf == "lm_head":
@@ -224,7 +221,7 @@ class _Drawing:
         if not writes:
             return 1 / math.sqrt(inputs)
         quiet = 1.0 if self.firing is None else _QUIET
-        return quiet / math.sqrt(inputs * 2 * int(self.config["num_hidden_layers"]))
+        return quiet / math.sqrt(inputs * 2 * self.layers)
 
 
 def _leaf(name: str) -> str:

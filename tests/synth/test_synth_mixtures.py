@@ -33,6 +33,8 @@ _SMALL: dict[str, Any] = {
     "head_dim": 16,
     "num_experts": 6,
     "num_local_experts": 6,
+    "n_routed_experts": 6,
+    "layers_block_type": ["full_attention", "moe"],
     "num_experts_per_tok": 2,
     "vocab_size": 300,
     "bos_token_id": 290,
@@ -47,7 +49,7 @@ def small(name: str) -> dict[str, Any]:
     return {**config, **{key: value for key, value in _SMALL.items() if key in config}}
 
 
-@pytest.mark.parametrize("name", ["olmoe-1b-7b", "qwen3-30b-a3b", "gpt-oss-20b"])
+@pytest.mark.parametrize("name", ["olmoe-1b-7b", "qwen3-30b-a3b", "gpt-oss-20b", "relu2-moe-1b-5b"])
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -55,7 +57,7 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     written = write_random_model(name, config, 3, tmp_path / "model", "f32")
     captured = load_model(tmp_path / "model")
     eager = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
-    assert written.parameters == sum(parameter.numel() for parameter in eager.parameters())
+    assert written.parameters == sum(tensor.numel() for tensor in eager.state_dict().values())
     ids = torch.randint(0, 300, (40,), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = eager(ids.unsqueeze(0)).logits[0]
