@@ -88,6 +88,7 @@ def main(
     card = CARD.format(
         variant=chosen,
         architecture=chosen.architecture,
+        block="an expert" if chosen.experts else "a layer",
         documents=", and the language reference it carries" if chosen.documents else "",
         parameters=model.num_parameters(),
         vocabulary=tokenizer.get_vocab_size(),
@@ -106,7 +107,7 @@ def main(
         threads=threads,
         all=result,
         part=result_of_excerpt,
-        firing=firing_table(firing),
+        firing=firing_table(firing, chosen.chosen),
         seed=seed,
         sample=sample.rstrip(),
     )

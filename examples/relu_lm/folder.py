@@ -36,9 +36,16 @@ def save_model(model: PreTrainedModel, tokenizer: Tokenizer, out: Path) -> None:
     (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
-def firing_table(firing: dict[str, Any]) -> str:
-    """The figures of `plot_firing.summarize` in Markdown."""
+def firing_table(firing: dict[str, Any], chosen: int) -> str:
+    """The figures of `plot_firing.summarize` in Markdown.
+
+    Of a mixture, each token counts for every one of the `chosen` experts, and a neuron is one place in all of them:
+    only the share that fires says something of such figures. `chosen` is 0 without experts.
+    """
     rows = [*firing["layers"], {"layer": "model", **firing["model"]}]
+    if chosen:
+        lines = ["| layer | neurons of the chosen experts that fire |", "| --- | --- |"]
+        return "\n".join([*lines, *(f"| {row['layer']} | {row['firing_share'] / chosen:.1%} |" for row in rows)])
     lines = ["| layer | neurons firing per token | neurons that make 80 % of the firings | never fired |"]
     lines += ["| --- | --- | --- | --- |"]
     for row in rows:
@@ -58,7 +65,7 @@ library_name: transformers
 # {variant.name}
 
 A language model of {parameters:,} parameters that writes Python, {architecture}: {variant.layers} layers,
-hidden size {variant.hidden}, {variant.neurons} neurons a layer, {variant.heads} heads, tied embeddings, a vocabulary of
+hidden size {variant.hidden}, {variant.neurons} neurons {block}, {variant.heads} heads, tied embeddings, a vocabulary of
 {vocabulary}, a context of {context} tokens. Weights are float16. It was trained from scratch by
 `examples/train_relu_lm.py`, with a penalty that makes its neurons fire sparsely; the sparsity is real, not simulated.
 It is for tests and demonstrations, and good for nothing else.

@@ -9,6 +9,7 @@ from picompile.machine.targets import TARGETS
 
 ROOT = Path(__file__).resolve().parents[2]
 BUNDLED_MODEL = ROOT / "models" / "tiny-reglu"
+TRAINED_MIXTURE = ROOT / "models" / "tiny-moe"
 
 # What property tests draw: see conftest.py.
 HYPOTHESIS_PROFILE = os.environ.get("PICOMPILE_HYPOTHESIS", "ci")
