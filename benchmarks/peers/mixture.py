@@ -1,4 +1,4 @@
-"""A GGUF file of a mixture of experts with random weights in q4_0, which picompile, llama.cpp and ik_llama.cpp read.
+"""A GGUF file of a mixture of experts with random weights in q4_0, to measure picompile and other engines with.
 
     python -m benchmarks.peers.mixture olmoe-1b-7b build/bench/olmoe.gguf
     picompile compile build/bench/olmoe.gguf -o build/bench/olmoe --target native
@@ -7,7 +7,8 @@
     llama-bench -m build/bench/olmoe.gguf -t 2 -p 0 -n 64 -d 128
 
 The file serves to measure speed; its text means nothing. Routers and norms are float32, all other matrices q4_0. A
-shape may be a smaller one: `olmoe-1b-7b:3` has three of its layers.
+shape may be a smaller one: `olmoe-1b-7b:3` has three of its layers. ik_llama.cpp reads no `olmoe-1b-7b`, and llama.cpp
+alone reads `relu2-moe-1b-5b`.
 """
 
 import sys
