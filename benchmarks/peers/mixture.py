@@ -57,12 +57,14 @@ class MixtureShape:
         return self.architecture != "nemotron_h_moe"
 
 
+_OLMOE = MixtureShape("olmoe", 16, 2048, 16, 16, 128, 64, 8, 1024, 50304, False)
+
 SHAPES = {
-    "olmoe-1b-7b": MixtureShape("olmoe", 16, 2048, 16, 16, 128, 64, 8, 1024, 50304, False),
-    # The same sizes for ik_llama.cpp, which does not know OLMoE's architecture.
-    "olmoe-as-qwen3": MixtureShape("qwen3moe", 16, 2048, 16, 16, 128, 64, 8, 1024, 50304, True),
-    # The shape `relu2-moe-1b-5b` of `picompile synth`.
-    "relu2-moe-1b-5b": MixtureShape("nemotron_h_moe", 16, 2048, 16, 16, 128, 64, 8, 1024, 50304, False, shared=32),
+    "olmoe-1b-7b": _OLMOE,
+    # ik_llama.cpp does not know OLMoE's architecture, and reads the same sizes in this one.
+    "olmoe-as-qwen3": replace(_OLMOE, architecture="qwen3moe", head_norms=True),
+    # `picompile synth` makes this shape too.
+    "relu2-moe-1b-5b": replace(_OLMOE, architecture="nemotron_h_moe", shared=32),
     "qwen3-30b-a3b": MixtureShape("qwen3moe", 48, 2048, 32, 4, 128, 128, 8, 768, 151936, True),
 }
 

@@ -144,9 +144,8 @@ def _smaller(raw: Mapping[str, Any], layers: int, kept: int, shrunk: Mapping[str
 
 def _is_of_layers(entries: list[Any], layers: int) -> bool:
     """Return whether a list has an entry for each layer; or several, where blocks are layers of their own by name."""
-    return len(entries) == layers or (
-        len(entries) % layers == 0 and all(isinstance(entry, str) for entry in entries) and bool(entries)
-    )
+    names_blocks = bool(entries) and all(isinstance(entry, str) for entry in entries)
+    return len(entries) == layers or (names_blocks and len(entries) % layers == 0)
 
 
 def _made(raw: Mapping[str, Any], family: Family, activation: str | None, seed: int) -> _Subject:

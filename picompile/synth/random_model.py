@@ -45,7 +45,7 @@ from picompile_passes.dialect.activations import parse_activation
 _LOGITS = 3.0
 _ROUTER = 2.0
 _BIAS = 0.05
-# What layers add to the stream where firing rates are set, beside what they add elsewhere.
+# Where firing rates are set, layers add this share of what they add elsewhere.
 _QUIET = 0.2
 # Elements that are drawn at a time.
 _PIECE = 1 << 24
@@ -56,7 +56,7 @@ _CONFIG_DTYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
 
 @dataclass(frozen=True)
 class RandomModel:
-    """What was written: the shape's name, its parameters, and the seed, element type and rate that were asked for."""
+    """What `write_random_model` wrote; `active` is None where firing was left to chance."""
 
     shape: str
     parameters: int
@@ -138,7 +138,7 @@ class _Vocabulary:
 
 @dataclass(frozen=True)
 class _Firing:
-    """How often neurons fire: `active` as in `write_random_model`.
+    """This sets how often neurons fire, at the rate `active` of `write_random_model`.
 
     `direction` float32 [hidden] is the constant direction, entries ±1; `deciding` is the last part of the names of the
     matrices that decide about firing.
@@ -182,7 +182,7 @@ class _Firing:
 
 @dataclass(frozen=True)
 class _Drawing:
-    """How the values of each tensor are drawn; `firing` is None where it is left to chance."""
+    """This draws the values of each tensor; `firing` is None where it is left to chance."""
 
     hidden: int
     layers: int
@@ -193,7 +193,7 @@ class _Drawing:
         """Yield the rows of a tensor in order, float32: every value of the residual stream stays near 1 in size."""
         numbers = generator(self.seed, name)
         if len(shape) == 1 or name.endswith("bias"):
-            # Of a vector, norms are ones; biases and sinks are small, and unlike.
+            # Weights of norms are ones; biases and sinks are small, and differ.
             small = torch.randn(shape, generator=numbers) * _BIAS
             yield small if name.endswith(("bias", "sinks")) else torch.ones(shape)
             return
