@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from picompile.testing.weights import RandomWeights, random_weights, vocabulary
 from picompile_passes.dialect import parse_activation
-from picompile_passes.dialect.neurons import neuron_outputs
+from picompile_passes.dialect.neurons import neuron_gains, neuron_outputs
 from picompile_passes.dialect.route import SCORES
 from picompile_passes.graph.materialize import WeightSource, materialize, node_values
 from picompile_passes.graph.nodes import arguments, is_call
@@ -107,7 +107,10 @@ def _predictor_is_near(values: dict[str, Any]) -> bool:
     # A rounding moves what is compared with the threshold; where signs are counted, it moves x past 0.
     dx, dt = (near, 0.0) if values["kind"] == "sign" else (0.0, near)
     below, above = (evaluate(x + side * dx, values["weights"], threshold + side * dt) for side in (-1, 1))
-    return not torch.equal(below, above)
+    differs = below != above
+    if values["gains"] is not None:
+        differs &= neuron_gains(values["gains"], differs.shape[-1]) != 0
+    return bool(differs.any())
 
 
 def _route_is_near(values: dict[str, Any]) -> bool:

@@ -199,6 +199,7 @@ def _passes(graph_module: GraphModule | None, stage: Stage = Stage.CAPTURED) -> 
 
 
 def _kinds(graph_module: GraphModule) -> list[str]:
-    """The lossless kinds of `insert-predictors` that the graph allows."""
+    """The lossless kinds of `insert-predictors` that the graph allows. One without raised blocks does not show them."""
     activations = [parse_activation(arguments(block)["activation"]) for block in calls(graph_module.graph, FFN)]
-    return ["auto", "none", *(["exact"] if all(activation.sparse for activation in activations) else [])]
+    allows_exact = activations and all(activation.sparse for activation in activations)
+    return ["auto", "none", *(["exact"] if allows_exact else [])]

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from picompile_passes.base import copy_graph_module, without_unused
-from picompile_passes.dialect import parse_activation
 from picompile_passes.formats import predictor_format
 from picompile_passes.graph.materialize import WeightSource, evaluate_constant
 from picompile_passes.graph.nodes import arguments, attribute, calls, constant_nodes, has_real_data
@@ -313,10 +312,6 @@ def skipping_predictors(draw: st.DrawFn, graph_module: GraphModule) -> InsertPre
     kind = draw(st.sampled_from(SKIPPING_KINDS))
     others = st.sampled_from([None, None, *SKIPPING_KINDS, "none"])
     kinds = {layer: other for layer in inputs if (other := draw(others)) is not None}
-    for block in blocks:
-        if expert_count(block):
-            exact = ["exact"] if parse_activation(arguments(block)["activation"]).sparse else []
-            kinds[block.meta["layer"]] = draw(st.sampled_from(["none", *exact]))
     ranks, sources, thresholds = {}, {}, {}
     for layer, x in inputs.items():
         chosen = predictor_kind(kinds.get(layer, kind))

@@ -10,9 +10,10 @@ from helpers.kernels.cuda_workbench import CudaWorkbench
 from helpers.kernels.workbench import Array, Workbench, as_seen, assert_rows, packed, uniform
 from helpers.products import sampled
 from helpers.weight_formats import ROW_FORMATS
-from picompile_codegen import cpu
+from picompile_codegen import cpu, cuda
 from picompile_codegen.cpu.kernel import Kernel
 from picompile_codegen.cuda import dot
+from picompile_codegen.errors import CodegenError
 from picompile_codegen.signs import pack_signs, sign_row_bytes
 from picompile_codegen.specs import PredictLowRankSpec, PredictSignsSpec
 from picompile_passes.dialect import dequantize_rows, quantize_rows
@@ -122,6 +123,93 @@ def test_low_rank_for_several_tokens(tmp_path: Path, formats: tuple[str, str], r
     assert 0.1 < masks[:-3].mean() < 0.9
     alone = [workbench.run(kernel(1), inputs | {"x": row[None]})["mask"][0] for row in x[:-3]]
     assert np.array_equal(masks[:-3], np.stack(alone))
+
+
+# Experts, how many are chosen, and the neurons of each: odd ones, one of one neuron, and whole panels.
+EXPERTS = ((5, 2, 7), (3, 3, 1), (9, 2, 80))
+
+
+def gains_of(rng: np.random.Generator, tokens: int, experts: int, chosen: int) -> Array:
+    """Gains of `chosen` experts, or of fewer."""
+    gains = np.zeros((tokens, experts), np.float32)
+    for row in gains:
+        count = chosen if rng.random() < 0.7 else rng.integers(chosen + 1)
+        row[rng.permutation(experts)[:count]] = rng.uniform(-1, 1, count)
+    return gains
+
+
+@pytest.mark.slow("compiles two kernels per case; the last is fast", but=("q4xq6",))
+@pytest.mark.parametrize(
+    ("formats", "sizes", "panels"),
+    [
+        (("f16", "f16"), EXPERTS[0], False),
+        (("q8", "q4"), EXPERTS[1], False),
+        (("q6", "q8"), EXPERTS[2], False),
+        (("q4", "q6"), EXPERTS[2], True),
+    ],
+    ids=lambda value: "x".join(map(str, value)) if isinstance(value, tuple) else str(value),
+)
+def test_low_rank_of_experts(
+    tmp_path: Path, formats: tuple[str, str], sizes: tuple[int, int, int], panels: bool
+) -> None:
+    """Neurons of other experts are never named, and those of chosen ones as in float64. None of the former is read."""
+    workbench = Workbench(tmp_path / "host.so")
+    (experts, chosen, each), (rank, dim), rng = sizes, (48, 100), np.random.default_rng(sizes)
+    neurons = experts * each
+
+    def run(inputs: dict[str, Array], rows: int, tokens: int = 1) -> Array:
+        spec = PredictLowRankSpec(
+            formats, neurons, rank, dim, relu=True, rows=rows, panels=panels, experts=experts, chosen=chosen
+        )
+        return workbench.run(cpu.write_kernel(spec), inputs, tokens=tokens)["mask"]
+
+    def stored(data: Array, form: str, columns: int) -> Array:
+        return to_panels(torch.from_numpy(data), form, columns).numpy() if panels else data
+
+    fc1, first = packed(rng, formats[0], rank, dim)
+    fc2, second = packed(rng, formats[1], neurons, rank)
+    x, bias, gains = uniform(rng, MANY, dim), uniform(rng, neurons), gains_of(rng, MANY, experts, chosen)
+    hidden = np.maximum(as_seen(x, formats[0]) @ first.T, 0)
+    scores = as_seen(hidden.astype(np.float32), formats[1]) @ second.T + bias
+    of_chosen = np.repeat(gains != 0, each, axis=1)
+    inputs = {"fc1": stored(fc1, formats[0], dim), "fc2": stored(fc2, formats[1], rank)}
+    inputs |= {"bias": bias, "threshold": np.array([0.1], np.float32)}
+    masks = run(inputs | {"x": x, "gains": gains}, MANY, MANY - 3)
+    assert (masks[-3:] == 255).all()
+    clear = np.abs(scores - 0.1) > 1e-3 * np.abs(scores).max()
+    assert ((masks == (of_chosen & (scores > 0.1))) | ~clear)[:-3].all()
+    assert (masks[:-3] <= of_chosen[:-3]).all()
+    assert 0.1 < masks[:-3][of_chosen[:-3]].mean() < 0.9
+    for token in range(0, MANY - 3, 9):
+        # What is not a number would show in a mask that has read it.
+        bias = np.where(of_chosen[token], inputs["bias"], np.nan).astype(np.float32)
+        alone = run(inputs | {"x": x[token, None], "gains": gains[token, None], "bias": bias}, 1)
+        assert np.array_equal(alone[0], masks[token])
+
+
+@pytest.mark.parametrize("rows", [1, MANY])
+def test_signs_of_experts(tmp_path: Path, rows: int) -> None:
+    """Neurons of other experts are never named, and those of chosen ones as without experts."""
+    workbench, (experts, chosen, each), dim = Workbench(tmp_path / "host.so"), EXPERTS[0], 300
+    rng, neurons = np.random.default_rng(rows), experts * each
+    stored, matrix = packed(rng, "f16", neurons, dim)
+    x, gains, most = uniform(rng, rows, dim), gains_of(rng, rows, experts, chosen), dim // 2
+    signs = pack_signs(torch.from_numpy(stored), "f16", dim).numpy().view(np.int32)
+    spec = PredictSignsSpec(neurons, dim, sign_row_bytes(dim), rows, experts, chosen)
+    inputs = {"x": x, "gains": gains, "signs": signs, "most": np.array([most], np.float32)}
+    mask = workbench.run(cpu.write_kernel(spec), inputs, tokens=rows)["mask"]
+    differing = ((x < 0)[:, None] != (matrix < 0)[None]).sum(-1)
+    assert np.array_equal(mask, np.repeat(gains != 0, each, axis=1) & (differing <= most))
+    assert mask.any() or rows == 1
+
+
+def test_experts_on_a_gpu_are_refused() -> None:
+    for spec in (
+        PredictLowRankSpec(("q4", "q4"), 32, 8, 16, relu=False, experts=4, chosen=2),
+        PredictSignsSpec(32, 16, sign_row_bytes(16), experts=4, chosen=2),
+    ):
+        with pytest.raises(CodegenError, match="no GPU kernel that predicts neurons of experts"):
+            cuda.write_kernel(spec)
 
 
 def test_thresholds_below_above_and_at_logits(either: Workbench) -> None:

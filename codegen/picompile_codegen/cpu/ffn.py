@@ -25,7 +25,7 @@ from picompile_codegen.backend import body
 from picompile_codegen.cpu.dot import biased, prepare_vector
 from picompile_codegen.cpu.ffn_chunk import ffn_chunk
 from picompile_codegen.cpu.ffn_expert_tiles import ExpertTiles
-from picompile_codegen.cpu.ffn_experts import ChosenExperts
+from picompile_codegen.cpu.ffn_experts import add_expert_biases
 from picompile_codegen.cpu.ffn_neurons import (
     FfnArguments,
     ListMemory,
@@ -52,7 +52,7 @@ from picompile_codegen.cpu.tensor import (
     when,
     worth_a_region,
 )
-from picompile_codegen.cpu.token_experts import TokenExperts
+from picompile_codegen.cpu.token_experts import ChosenExperts, TokenExperts
 from picompile_codegen.cpu.token_vectors import TokenVectors, multiply_rows
 from picompile_codegen.errors import CodegenError
 from picompile_codegen.specs import CountedFfnSpec, FfnSpec
@@ -64,14 +64,14 @@ SLICES = 16
 def ffn_one(function: KernelFunction, arguments: FfnArguments) -> None:
     """Write the body of a block for one token, and declare its scratch memory."""
     spec = arguments.spec
-    chosen = ChosenExperts.declare(function, arguments)
+    chosen = ChosenExperts.declare(function, spec) if spec.experts else None
     memory = declare_list(function, arguments)
     slices = Slices.declare(function, arguments, SLICES)
 
-    experts = None
-    if chosen is not None:
-        chosen.find(arguments, 0)
-        experts = chosen.of(arguments, 0)
+    experts, gains = None, arguments.gains
+    if chosen is not None and gains is not None:
+        chosen.find(gains, 0)
+        experts = chosen.of(gains, 0)
     vector = prepare_vector(arguments.x, arguments.bundle)
     is_worth = worth_a_region(arguments.bundle.bytes)
     listed = None if memory is None else make_list(arguments, vector, memory, experts)
@@ -80,7 +80,7 @@ def ffn_one(function: KernelFunction, arguments: FfnArguments) -> None:
     slices.add_up(arguments.y, arguments.down_bias, spec.dim, 1)
     slices.add_up_squares(arguments.y, spec.dim, 1)
     if chosen is not None:
-        chosen.add_biases(arguments, 1)
+        add_expert_biases(arguments, chosen, 1)
     every = spec.neurons if experts is None else experts.neurons
     slices.count(arguments.stats, every if listed is None else listed.count, 1)
 
@@ -106,7 +106,7 @@ class RowwiseMemory:
         """Declare the memory for the rows of `arguments.spec`. This must come before any statement of the kernel."""
         rows, listed = arguments.spec.rows, declare_list(function, arguments)
         return cls(
-            chosen=ChosenExperts.declare(function, arguments),
+            chosen=ChosenExperts.declare(function, arguments.spec) if arguments.spec.experts else None,
             listed=listed,
             counts=None if listed is None else function.scratch("counts", "int32", rows),
             outputs=None if listed is None else TokenOutputs.declare(function, arguments),
@@ -116,7 +116,8 @@ class RowwiseMemory:
 
     def experts(self, arguments: FfnArguments, token: Expr) -> TokenExperts | None:
         """Return the experts of a token, which must have been found; None for a block without experts."""
-        return None if self.chosen is None else self.chosen.of(arguments, token)
+        gains = arguments.gains
+        return None if self.chosen is None or gains is None else self.chosen.of(gains, token)
 
 
 def ffn_rowwise(function: KernelFunction, arguments: FfnArguments) -> None:
@@ -128,10 +129,10 @@ def ffn_rowwise(function: KernelFunction, arguments: FfnArguments) -> None:
 
 def compute_rows(arguments: FfnArguments, memory: RowwiseMemory, tokens: Expr) -> Expr:
     """Compute y of the first `tokens` rows, each with its own neurons. Return how many neurons were computed."""
-    spec, chosen, slices = arguments.spec, memory.chosen, memory.slices
-    if chosen is not None:
+    spec, chosen, slices, gains = arguments.spec, memory.chosen, memory.slices, arguments.gains
+    if chosen is not None and gains is not None:
         with parallel(tokens) as token:
-            chosen.find(arguments, token)
+            chosen.find(gains, token)
     memory.vectors.prepare(tokens)
     counts = memory.counts
     if memory.listed is None or counts is None:
@@ -151,7 +152,7 @@ def compute_rows(arguments: FfnArguments, memory: RowwiseMemory, tokens: Expr) -
     slices.add_up(arguments.y, arguments.down_bias, spec.dim, tokens)
     slices.add_up_squares(arguments.y, spec.dim, tokens)
     if chosen is not None:
-        chosen.add_biases(arguments, tokens)
+        add_expert_biases(arguments, chosen, tokens)
     return computed
 
 

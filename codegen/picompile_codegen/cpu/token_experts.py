@@ -6,8 +6,14 @@ token, such as products and lists, is kept by place.
 
 from dataclasses import dataclass
 
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind
+from tvm import tirx
+
+from picompile_codegen.cpu.kernel import KernelFunction
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, counter, loop
 from picompile_codegen.cpu.token_ops import order_of
+from picompile_codegen.specs import FfnSpec, PredictLowRankSpec, PredictSignsSpec
+
+OfExperts = FfnSpec | PredictLowRankSpec | PredictSignsSpec
 
 
 def is_chosen(gains: KernelTensor, token: Expr, expert: Expr) -> Expr:
@@ -49,3 +55,45 @@ class TokenExperts:
     def gain(self, place: Expr) -> Expr:
         """The gain of a neuron by its place."""
         return bind(self.gains[self.token, self.number(place // self.neurons_each)])
+
+
+@dataclass(frozen=True)
+class ChosenExperts:
+    """The experts of each token: numbers int32 [tokens, most + 1], in order, and how many, int32 [tokens].
+
+    There are `experts`, of `neurons_each` neurons, of which a token has chosen `chosen` at most.
+    """
+
+    numbers: KernelTensor
+    counts: KernelTensor
+    experts: int
+    chosen: int
+    neurons_each: int
+
+    @classmethod
+    def declare(
+        cls, function: KernelFunction, spec: FfnSpec | PredictLowRankSpec | PredictSignsSpec
+    ) -> "ChosenExperts":
+        """Declare the memory for a kernel of experts."""
+        return cls(
+            function.scratch("experts", "int32", spec.rows, spec.chosen + 1),
+            function.scratch("chosen", "int32", spec.rows),
+            spec.experts,
+            spec.chosen,
+            spec.neurons // spec.experts,
+        )
+
+    def find(self, gains: KernelTensor, token: Expr) -> None:
+        """Find the experts of a token: those whose gain is not 0, or not a number."""
+        count = counter()
+        with loop(0, self.experts) as expert:
+            # Written whether it is chosen or not, and then kept or overwritten.
+            found = bind(count[0])
+            self.numbers[token, found] = expert
+            is_one = tirx.And(is_chosen(gains, token, expert), found < self.chosen)
+            count[0] = found + tirx.Cast("int32", is_one)
+        self.counts[token] = count[0]
+
+    def of(self, gains: KernelTensor, token: Expr) -> TokenExperts:
+        """Return the experts of a token, which must have been found."""
+        return TokenExperts(gains, self.numbers, token, bind(self.counts[token]), self.neurons_each)

@@ -24,6 +24,9 @@ _FEW = 2
 
 def each_row(tokens: Expr, body: Callable[[Expr], None]) -> None:
     """Run `body(token)` for the rows of a step: on all threads, where there are more than a few."""
+    if isinstance(tokens, int) and tokens == 1:
+        body(0)
+        return
     with when(tokens <= _FEW), loop(0, tokens) as token:
         body(token)
     with when(tokens > _FEW), parallel(tokens) as token:

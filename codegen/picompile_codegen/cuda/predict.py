@@ -19,6 +19,12 @@ from picompile_codegen.errors import CodegenError
 from picompile_codegen.signs import BLOCK_COLUMNS
 from picompile_codegen.specs import PredictLowRankSpec, PredictSignsSpec
 
+
+def _refuse_experts(spec: PredictLowRankSpec | PredictSignsSpec) -> None:
+    if spec.experts:
+        raise CodegenError("there is no GPU kernel that predicts neurons of experts")
+
+
 _HIDDEN_THREADS = 128
 _MASK_THREADS = 256
 # Turns of a warp whose rows are read together, so that enough reads are under way.
@@ -27,7 +33,8 @@ _TOGETHER = 4
 
 @body(PredictLowRankSpec)
 def predict_low_rank(spec: PredictLowRankSpec, function: CudaFunction) -> None:
-    """Write the launches of a `PredictLowRankSpec`. Raises `CodegenError` for matrices in panels."""
+    """Write the launches of a `PredictLowRankSpec`. Raises `CodegenError` for matrices in panels, and for experts."""
+    _refuse_experts(spec)
     if spec.panels:
         raise CodegenError(f"kernel {function.name}: a GPU reads matrices of predictors by rows, not in panels")
     rows, fc1, fc2 = spec.rows, CudaMatrix.argument(function, "fc1"), CudaMatrix.argument(function, "fc2")
@@ -125,7 +132,8 @@ _UNIT = 4
 
 @body(PredictSignsSpec)
 def predict_signs(spec: PredictSignsSpec, function: CudaFunction) -> None:
-    """Write the launch of a `PredictSignsSpec`."""
+    """Write the launch of a `PredictSignsSpec`. Raises `CodegenError` for experts."""
+    _refuse_experts(spec)
     words = blocks_for(spec.dim, BLOCK_COLUMNS) * _WORDS_A_BLOCK
     with (
         function.launch(grid=(spec.rows, blocks_for(spec.neurons, _ROWS_A_BLOCK)), block=_SIGN_THREADS) as place,

@@ -64,7 +64,9 @@ def _low_rank(relu: bool) -> Lowering:
     def lower(node: Node, function: Function) -> None:
         values, weights = arguments(node), function.shared.weights
         fc1, fc2, bias = values["weights"]
-        first, second = weights.whole_matrices([fc1, fc2])
+        experts = _chosen_experts(values["gains"])
+        run = int(fc2.meta["val"].shape[0]) // experts["experts"] if experts else 0
+        first, second = weights.whole_matrices([fc1, fc2], run=run)
         spec = PredictLowRankSpec(
             formats=(first.format, second.format),
             neurons=second.rows,
@@ -73,8 +75,9 @@ def _low_rank(relu: bool) -> Lowering:
             relu=relu,
             rows=function.rows,
             panels=first.panels,
+            **experts,
         )
-        bindings: Bindings = {
+        bindings: Bindings = _gains(values, function) | {
             "x": function.value(values["x"]),
             "fc1": first,
             "fc2": second,
@@ -82,7 +85,7 @@ def _low_rank(relu: bool) -> Lowering:
             "threshold": _number(float(values["threshold"]), function),
             "mask": mask_buffer(node, function),
         }
-        read = first.bytes + second.bytes + tensor_bytes("float32", (second.rows,))
+        read = first.bytes + _share(second.bytes + tensor_bytes("float32", (second.rows,)), experts, function.rows)
         function.call(spec, bindings, layer=node.meta["layer"], weight_bytes=read)
 
     return lower
@@ -93,15 +96,17 @@ def _signs(node: Node, function: Function) -> None:
     (matrix,) = values["weights"]
     neurons, dim = (int(size) for size in matrix.meta["val"].shape)
     row_bytes = sign_row_bytes(dim)
-    spec = PredictSignsSpec(neurons=neurons, dim=dim, row_bytes=row_bytes, rows=function.rows)
-    bindings: Bindings = {
+    experts = _chosen_experts(values["gains"])
+    spec = PredictSignsSpec(neurons=neurons, dim=dim, row_bytes=row_bytes, rows=function.rows, **experts)
+    bindings: Bindings = _gains(values, function) | {
         "x": function.value(values["x"]),
         "signs": function.shared.weights.signs(matrix),
         # A neuron fires if more columns agree in sign than the limit; `most` is the same bound for columns that differ.
         "most": _number(dim - sign_limit(dim, values["threshold"]) - 1, function),
         "mask": mask_buffer(node, function),
     }
-    function.call(spec, bindings, layer=node.meta["layer"], weight_bytes=neurons * row_bytes)
+    read = _share(neurons * row_bytes, experts, function.rows)
+    function.call(spec, bindings, layer=node.meta["layer"], weight_bytes=read)
 
 
 def _number(value: float, function: Function) -> Arg:
@@ -193,26 +198,34 @@ def _gains(values: Mapping[str, Any], function: Function) -> Bindings:
     if values["gains"] is None:
         return {}
     bindings: Bindings = {"gains": function.value(values["gains"])}
-    if values["expert_bias"] is not None:
+    if values.get("expert_bias") is not None:
         bindings["expert_bias"] = function.shared.weights.flat(values["expert_bias"])
     return bindings
 
 
 def _experts(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parameters of a spec that are of experts; none for a block without experts."""
-    gains = values["gains"]
-    if gains is None:
-        return {}
-    chosen, biased = arguments(gains)["chosen"], values["expert_bias"] is not None
-    return {"experts": dimension(gains), "chosen": chosen, "expert_bias": biased}
+    experts = _chosen_experts(values["gains"])
+    return experts | {"expert_bias": values["expert_bias"] is not None} if experts else {}
+
+
+def _chosen_experts(gains: Node | None) -> dict[str, int]:
+    """Return how many experts gains are of, and how many of these a token chooses, as specs have them."""
+    return {} if gains is None else {"experts": dimension(gains), "chosen": arguments(gains)["chosen"]}
 
 
 def _chosen_bytes(experts: Mapping[str, Any], rows: int, bindings: Bindings) -> int | None:
     """Return the bytes of the experts that `rows` tokens can choose; None for a block without experts."""
     if not experts:
         return None
-    whole = sum(matrix.bytes for matrix in bindings.values() if isinstance(matrix, PackedMatrix))
-    return int(whole // experts["experts"] * min(experts["experts"], experts["chosen"] * rows))
+    return _share(sum(each.bytes for each in bindings.values() if isinstance(each, PackedMatrix)), experts, rows)
+
+
+def _share(whole: int, experts: Mapping[str, int], rows: int) -> int:
+    """Return how many of the bytes of all experts are of those that `rows` tokens can choose."""
+    if not experts:
+        return whole
+    return whole // experts["experts"] * min(experts["experts"], experts["chosen"] * rows)
 
 
 def _lower_whole(node: Node, function: Function) -> None:

@@ -224,11 +224,15 @@ class WeightTable:
         whole, start = self.joined_matrix(operand), self.parts[name].start
         return replace(whole, rows=int(operand.meta["val"].shape[0]), offset=start * whole.row_bytes)
 
-    def whole_matrices(self, operands: Sequence[Node], *, block: bool = False) -> list[PackedMatrix]:
+    def whole_matrices(self, operands: Sequence[Node], *, block: bool = False, run: int = 0) -> list[PackedMatrix]:
         """Add matrices that a kernel multiplies with whole, of a whole `block` or others: all in panels, where all can
-        be."""
+        be.
+
+        Where the last consists of runs of `run` rows, those of experts, no panel has rows of two.
+        """
         has_no_rows = any(not FORMATS[name_and_format(operand)[1]].rows for operand in operands)
         in_panels = (self.panels or block or has_no_rows) and all(map(self._has_panels, operands))
+        in_panels &= run == 0 or has_panels(name_and_format(operands[-1])[1], run)
         return [self._in_panels(operand) if in_panels else self.matrix(operand) for operand in operands]
 
     def _has_panels(self, operand: Node) -> bool:

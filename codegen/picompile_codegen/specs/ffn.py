@@ -104,7 +104,7 @@ class FfnSpec(KernelSpec):
             "" if self.mask_columns is None else f"of{self.mask_columns}",
             "squares" if self.squares else "",
             limits and f"limits{limits}",
-            f"{self.chosen}of{self.experts}" if self.experts else "",
+            _chosen(self.chosen, self.experts),
         )
 
     @property
@@ -300,6 +300,9 @@ class PredictLowRankSpec(KernelSpec):
 
     x float32 [rows, dim], fc1 packed [rank, dim], fc2 packed [neurons, rank], in `formats`, bias float32 [neurons],
     threshold float32 [1] → mask uint8 [rows, neurons]. With `panels` fc1 and fc2 are laid out in panels, on the CPU.
+
+    Neurons of `experts` are predicted for those alone that a token has chosen, by `gains` as in an `FfnSpec`; the
+    others are 0 in the mask, and nothing of them is read. The CPU alone has this.
     """
 
     formats: tuple[str, str]
@@ -309,17 +312,21 @@ class PredictLowRankSpec(KernelSpec):
     relu: bool
     rows: int = 1
     panels: bool = False
+    experts: int = 0
+    chosen: int = 0
 
     @property
     def name(self) -> str:
         """The kernel's symbol."""
-        shape = f"{self.neurons}x{self.rank}x{self.dim}"
-        layout = "panels" if self.panels else ""
-        return symbol("predict", "relu" if self.relu else "linear", *self.formats, shape, _rows(self.rows), layout)
+        shape, kind = f"{self.neurons}x{self.rank}x{self.dim}", "relu" if self.relu else "linear"
+        layout, chosen = "panels" if self.panels else "", _chosen(self.chosen, self.experts)
+        return symbol("predict", kind, *self.formats, shape, _rows(self.rows), layout, chosen)
 
     def declare(self) -> Iterator[Declaration]:
         """Yield the arguments in order."""
         yield floats("x", self.rows, self.dim)
+        if self.experts:
+            yield floats("gains", self.rows, self.experts)
         yield MatrixArgument("fc1", format=self.formats[0], rows=self.rank, columns=self.dim, panels=self.panels)
         yield MatrixArgument("fc2", format=self.formats[1], rows=self.neurons, columns=self.rank, panels=self.panels)
         yield floats("bias", self.neurons)
@@ -332,13 +339,16 @@ class PredictLowRankSpec(KernelSpec):
 class PredictSignsSpec(KernelSpec):
     """mask[t, j] = 1 where x[t] and row j of the matrix differ in sign in `most` columns or fewer, else 0.
 
-    x float32 [rows, dim], signs int32 [neurons, row_bytes / 4], most float32 [1] → mask uint8 [rows, neurons].
+    x float32 [rows, dim], signs int32 [neurons, row_bytes / 4], most float32 [1] → mask uint8 [rows, neurons]. Of
+    `experts`, those that a token has chosen are predicted alone, as with a `PredictLowRankSpec`.
     """
 
     neurons: int
     dim: int
     row_bytes: int
     rows: int = 1
+    experts: int = 0
+    chosen: int = 0
 
     @property
     def neuron_arguments(self) -> Mapping[str, bool]:
@@ -348,15 +358,22 @@ class PredictSignsSpec(KernelSpec):
     @property
     def name(self) -> str:
         """The kernel's symbol."""
-        return symbol("predict", "signs", f"{self.neurons}x{self.dim}", _rows(self.rows))
+        chosen = _chosen(self.chosen, self.experts)
+        return symbol("predict", "signs", f"{self.neurons}x{self.dim}", _rows(self.rows), chosen)
 
     def declare(self) -> Iterator[Declaration]:
         """Yield the arguments in order."""
         yield floats("x", self.rows, self.dim)
+        if self.experts:
+            yield floats("gains", self.rows, self.experts)
         yield KernelArgument("signs", "int32", (self.neurons, self.row_bytes // 4))
         yield floats("most", 1)
         yield SCRATCH
         yield mask("mask", self.rows, self.neurons, "out")
+
+
+def _chosen(chosen: int, experts: int) -> str:
+    return f"{chosen}of{experts}" if experts else ""
 
 
 def _rows(rows: int) -> str:

@@ -48,6 +48,11 @@ def gained(hidden: Tensor, gains: Tensor) -> Tensor:
     return torch.where(gain != 0, by_expert * gain, torch.zeros_like(by_expert)).flatten(-2)
 
 
+def neuron_gains(gains: Tensor, neurons: int) -> Tensor:
+    """Return the gain of the expert of each of `neurons` neurons: gains [T, G] → [T, neurons]."""
+    return gains.repeat_interleave(neurons // gains.shape[-1], dim=-1)
+
+
 def experts_fit(call: Call) -> Iterator[str]:
     """Experts have equally many neurons each; only a block of experts has biases of experts, and none has a norm."""
     values = call.values

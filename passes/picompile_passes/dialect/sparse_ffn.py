@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from picompile_passes.dialect.ffn import EXPERT_DIMENSIONS, FFN_DIMENSIONS
-from picompile_passes.dialect.neurons import experts_fit, gate_is_active, neuron_factors
+from picompile_passes.dialect.neurons import experts_fit, gate_is_active, neuron_factors, neuron_gains
 from picompile_passes.dialect.operator import Call, operator
 
 _LIMITS = {"gate_limits": "F", "output_limits": "F"}
@@ -38,8 +38,7 @@ class SparseFfnOperands(NamedTuple):
         """Return the gain of each neuron's expert [T, F]; None for a block without experts."""
         if self.gains is None:
             return None
-        columns = self.mask.shape[-1]
-        gains = self.gains.repeat_interleave(columns // self.gains.shape[-1], dim=-1)
+        gains = neuron_gains(self.gains, self.mask.shape[-1])
         return gains if self.neurons is None else gains.index_select(-1, self.neurons)
 
     def factors(self) -> tuple[Tensor, Tensor | None]:

@@ -231,9 +231,9 @@ def gating_side(block: Mapping[str, Any]) -> str:
     return "up" if block["gate"] is None else "gate"
 
 
-def sparse_ffn_args(values: Mapping[str, Any]) -> list[Any]:
-    """Return the arguments `values` of a `sparse_ffn`, by name, in its order, without defaults at the end."""
-    arguments = SPARSE_FFN._schema.arguments
+def operator_args(target: OpOverload, values: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments `values` of an operator, by name, in its order, without defaults at the end."""
+    arguments = target._schema.arguments
     args = [values.get(argument.name, argument.default_value) for argument in arguments]
     while arguments[len(args) - 1].has_default_value() and args[-1] is arguments[len(args) - 1].default_value:
         args.pop()

@@ -21,7 +21,7 @@ from picompile_passes.graph.operands import (
     SPARSE_FFN,
     expert_count,
     gating_weights,
-    sparse_ffn_args,
+    operator_args,
     stream_of,
 )
 from picompile_passes.graph.rewriter import Rewriter
@@ -41,9 +41,10 @@ class InsertPredictors(Pass):
     6. kinds `learned` and `learned-relu`: weights are new parameters `predictors.layers.LAYER.fc1`, `fc2` and `bias`,
        whose values come from the weight source; fc1 has as many rows as `ranks` says. `inputs` says what they read: x,
        what the norm that makes x reads (`stream`), or the x of the layer before (`previous`).
-    7. `ffn(x, ..., norm_eps)` becomes `divide_by_rms(sparse_ffn(x, ..., squares), down_bias, neurons, norm_eps)`:
+    7. In a block of experts a predictor gets the `gains` of the block, and names neurons of chosen experts alone.
+    8. `ffn(x, ..., norm_eps)` becomes `divide_by_rms(sparse_ffn(x, ..., squares), down_bias, neurons, norm_eps)`:
        silent neurons add nothing to the sum of squares.
-    8. A layer in `gate_limits` or `output_limits` gets these operands, float32 [F]: new parameters
+    9. A layer in `gate_limits` or `output_limits` gets these operands, float32 [F]: new parameters
        `predictors.layers.LAYER.gate_limits` and `output_limits`, whose values come from the weight source. The block
        then leaves out neurons whose activated gate, or whose output, is at most its limit in magnitude.
 
@@ -140,14 +141,15 @@ class InsertPredictors(Pass):
         kind = self._kind(block, activation)
         source = self._input(layer, kind, inputs)
         threshold = activation.threshold if kind.name == "exact" else self.thresholds.get(layer, kind.threshold)
-        args = (source, self._weights(rewriter, block, kind, source), kind.name, threshold)
-        mask = rewriter.call(PREDICT, args, before=block, sources=(block,))
+        weights, gains = self._weights(rewriter, block, kind, source), None if kind.in_block else values["gains"]
+        predictor = {"x": source, "weights": weights, "kind": kind.name, "threshold": threshold, "gains": gains}
+        mask = rewriter.call(PREDICT, operator_args(PREDICT, predictor), before=block, sources=(block,))
         x, eps = values.pop("x"), values.pop("norm_eps")
         bias = values["down_bias"]
         operands = values if eps is None else values | {"down_bias": None}
         limits = self._limits(rewriter, block)
         operands = {"x": x, "mask": mask, "neurons": None, **operands, "squares": eps is not None, **limits}
-        sparse = rewriter.call(SPARSE_FFN, sparse_ffn_args(operands), before=block, sources=(block,))
+        sparse = rewriter.call(SPARSE_FFN, operator_args(SPARSE_FFN, operands), before=block, sources=(block,))
         if eps is not None:
             division = (sparse, bias, int(values["up"].meta["val"].shape[0]), eps)
             sparse = rewriter.call(DIVIDE_BY_RMS, division, before=block, sources=(block,))
@@ -165,10 +167,6 @@ class InsertPredictors(Pass):
                 f"{_place(block)} uses {activation.text}: use predictor none"
             )
         kind = predictor_kind(name)
-        if expert_count(block) and not kind.lossless:
-            raise UnsupportedGraphError(
-                f"predictor {name} of experts is not supported ({_place(block)}): use exact or none"
-            )
         if layer in self.ranks and not kind.has_rank:
             raise self._wrong("ranks", f"predictor {name} has no rank", layer)
         if layer not in self.ranks and kind.has_rank:

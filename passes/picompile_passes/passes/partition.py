@@ -18,7 +18,7 @@ from picompile_passes.graph.operands import (
     PREDICT,
     SPARSE_FFN,
     expert_count,
-    sparse_ffn_args,
+    operator_args,
 )
 from picompile_passes.graph.rewriter import Rewriter
 from picompile_passes.predictors import predictor_kind
@@ -99,10 +99,10 @@ def _part(rewriter: Rewriter, block: Node, neurons: str, rows: torch.Tensor, val
     if predictor_kind(predictor["kind"]).row_local:
         args = predictor | {"weights": [select(weight) for weight in predictor["weights"]]}
         sources = (values["mask"],)
-        mask = rewriter.call(PREDICT, list(args.values()), before=block, sources=sources, neurons=neurons)
+        mask = rewriter.call(PREDICT, operator_args(PREDICT, args), before=block, sources=sources, neurons=neurons)
         masked = {"mask": mask, "neurons": None}
     selected = {name: select(values[name]) for name in NEURON_OPERANDS if values[name] is not None}
-    operands = sparse_ffn_args(values | selected | masked)
+    operands = operator_args(SPARSE_FFN, values | selected | masked)
     return rewriter.call(SPARSE_FFN, operands, before=block, sources=(block,), neurons=neurons)
 
 

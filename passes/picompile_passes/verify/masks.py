@@ -30,8 +30,8 @@ from picompile_passes.verify.rule import Fault
 def check_masks(graph_module: GraphModule) -> Iterator[Fault]:
     """Each block's mask comes from a `predict` of its layer; its rows name columns of that mask.
 
-    The predictor reads the block's input. One with weights of its own may read what the norm reads that makes this
-    input, or the input of the block of the layer before.
+    The predictor reads the block's input, and its gains if it has any. One with weights of its own may read what the
+    norm reads that makes this input, or the input of the block of the layer before.
     """
     for node in calls(graph_module.graph, SPARSE_FFN):
         values = arguments(node)
@@ -43,6 +43,8 @@ def check_masks(graph_module: GraphModule) -> Iterator[Fault]:
             yield Fault(node, f"its mask {mask.name} is of layer {mask.meta.get('layer')}")
         if arguments(mask)["x"] not in _inputs(node, values, predictor_kind(arguments(mask)["kind"])):
             yield Fault(node, f"its mask {mask.name} is predicted from another input")
+        if arguments(mask)["gains"] not in (None, values["gains"]):
+            yield Fault(node, f"its mask {mask.name} is of other gains than its own")
         rows, columns = int(values["up"].meta["val"].shape[0]), int(mask.meta["val"].shape[1])
         if neurons is None and rows != columns:
             yield Fault(node, f"has {rows} neurons, but its mask {columns}")
