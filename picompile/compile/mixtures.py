@@ -6,8 +6,9 @@ from pathlib import Path
 from picompile.config import CompileOptions
 from picompile.errors import UnsupportedModelError
 from picompile.frontend.captured import Captured
-from picompile.frontend.facts import has_experts, names_experts, no_accelerator
+from picompile.frontend.facts import expert_blocks, names_experts, no_accelerator
 from picompile.frontend.model_file import read_config
+from picompile.predictors.profile.collect import check_experts_fire
 
 
 def check_config(model: str | os.PathLike[str] | Captured, options: CompileOptions) -> None:
@@ -22,15 +23,13 @@ def check_config(model: str | os.PathLike[str] | Captured, options: CompileOptio
 
 def check_mixture(captured: Captured, options: CompileOptions) -> None:
     """Raise `UnsupportedModelError` for a mixture that `options` ask for what experts do not have."""
-    if not has_experts(captured.graph_module):
+    blocks = expert_blocks(captured.graph_module)
+    if not blocks:
         return
     if options.back_end is not None:
         raise _no_accelerator(captured.facts.name, options)
     if not options.is_lossless:
-        raise UnsupportedModelError(
-            f"{captured.facts.name}: predictor {options.kind} of experts is not supported; choose --predictor exact, "
-            "which needs neurons that can be silent, or none"
-        )
+        check_experts_fire(captured.facts.name, blocks)
 
 
 def _no_accelerator(name: str, options: CompileOptions) -> UnsupportedModelError:

@@ -76,9 +76,14 @@ def block_activations(captured: GraphModule) -> list[str]:
     return sorted({arguments(block)["activation"] for block in blocks})
 
 
+def expert_blocks(captured: GraphModule) -> list[Node]:
+    """Return the feed-forward blocks of experts of a captured graph, raised. Raises what the raising passes raise."""
+    return [block for block in calls(raised_form(captured).graph, FFN) if expert_count(block)]
+
+
 def has_experts(captured: GraphModule) -> bool:
     """Return whether a block of a captured graph is one of experts. Raises what the raising passes raise."""
-    return any(map(expert_count, calls(raised_form(captured).graph, FFN)))
+    return bool(expert_blocks(captured))
 
 
 def names_experts(config: Mapping[str, Any]) -> bool:

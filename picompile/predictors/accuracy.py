@@ -16,7 +16,7 @@ from picompile.intervals import Estimate, block_size, estimate_mean, token_block
 from picompile.predictors.firing import FiringRule
 from picompile.progress import Advance, NoProgress, Progress
 from picompile.streaming import stream_windows
-from picompile_passes.dialect.neurons import neuron_rms
+from picompile_passes.dialect.neurons import gained, neuron_rms
 from picompile_passes.dialect.sparse_ffn import SparseFfnOperands
 from picompile_passes.graph.materialize import WeightSource
 from picompile_passes.graph.nodes import arguments, calls, is_call
@@ -74,8 +74,8 @@ def first_windows(windows: Sequence[Sequence[int]], tokens: int, longest: int | 
 class LayerAccuracy:
     """The accuracy of one layer's predictor.
 
-    Shares are of the layer's neurons, per token; `rank` is None but for learned kinds. A neuron that its limits leave
-    out does not count as computed.
+    Shares are of the layer's neurons, of experts of those of chosen ones, per token; `rank` is None but for learned
+    kinds. A neuron that its limits leave out does not count as computed.
     """
 
     layer: int
@@ -133,8 +133,12 @@ class _Block:
         return y
 
     def _count(self, block: SparseFfnOperands, hidden: Tensor, kept: Tensor) -> None:
+        gains, neurons = block.neuron_gains(), float(block.mask.numel())
         has_limits = block.gate_limits is not None or block.output_limits is not None
         mask = block.mask & (kept != 0) if has_limits else block.mask
+        if gains is not None:
+            # Neurons of experts that are not chosen are no neurons of the token.
+            mask, hidden, neurons = mask & (gains != 0), gained(hidden, gains), float((gains != 0).sum())
         lengths = block.down.norm(dim=1)
         fired = self.rule.fires(hidden.abs(), lengths)
         if self._norm_eps is not None:
@@ -150,7 +154,7 @@ class _Block:
                 (contribution * mask).sum(),
                 missed.square().sum(),
                 (hidden @ block.down).square().sum(),
-                torch.tensor(float(mask.numel())),
+                torch.tensor(neurons),
             ]
         ).double()
 

@@ -1,6 +1,6 @@
 """Collection of firing counts and input samples, layer by layer, while windows of tokens run through the model."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +52,15 @@ def has_threshold(block: Node) -> bool:
     return not can_be_silent(block) and not expert_count(block)
 
 
+def check_experts_fire(name: str, blocks: Iterable[Node]) -> None:
+    """Raise `UnsupportedModelError` for lossy predictors of blocks of experts whose neurons are never silent."""
+    if any(expert_count(block) and not can_be_silent(block) for block in blocks):
+        raise UnsupportedModelError(
+            f"{name}: every neuron of a chosen expert fires, so that predictors have nothing to predict; choose "
+            "--predictor none"
+        )
+
+
 See = Callable[[Tensor, Tensor, Tensor, Tensor | None], None]
 """Receives the outputs of a block's neurons: magnitudes [tokens, neurons], which of them fire, the lengths of the down
 rows [neurons], and what a norm across the neurons divides each token by, [tokens, 1], or None without one. Of experts,
@@ -80,19 +89,20 @@ def thresholded_ffn(rule: FiringRule, see: See) -> Callable[..., Tensor]:
 class LayerCollector:
     """Counts the firings of one layer's neurons, and keeps the block's inputs at `positions`.
 
-    Of experts, it counts how many tokens choose each as well.
+    Of experts, it counts how many tokens choose each as well, and after which the token before has chosen, and keeps
+    the gains at `positions`.
     """
 
     def __init__(self, segment: Segment, block: Node, rule: FiringRule, positions: Tensor) -> None:
         self.block, self.norm, self.rule = block, norm_of(segment, block), rule
         neurons, hidden = (int(size) for size in arguments(block)["up"].meta["val"].shape)
+        experts = expert_count(block)
         self.counts = torch.zeros(neurons, dtype=torch.int64)
-        self.chosen = torch.zeros(expert_count(block), dtype=torch.int64)
+        self.chosen = torch.zeros(experts, dtype=torch.int64)
+        self.after = torch.zeros(experts, experts, dtype=torch.int64)
         self._magnitude = torch.zeros(neurons, dtype=torch.float64)
         self._lengths = torch.zeros(neurons)
-        self._positions = positions
-        self._samples = torch.empty(len(positions), hidden, dtype=torch.float16)
-        self._tokens, self._taken = 0, 0
+        self._inputs, self._gains = _Sampler(positions, hidden), _Sampler(positions, experts)
 
     def replace(self) -> Replace:
         """Return the functions to call instead of the graph's."""
@@ -101,13 +111,13 @@ class LayerCollector:
         def ffn(*operands: Any, **named: Any) -> Tensor:
             block = FfnOperands(*operands, **named)
             if block.gains is not None:
-                self.chosen += (block.gains != 0).sum(dim=0)
-            return compute(*(block if self.norm is not None else block._replace(x=self._sample(block.x))))
+                self._count_choices(self._gains.take(block.gains) != 0)
+            return compute(*(block if self.norm is not None else block._replace(x=self._inputs.take(block.x))))
 
         if self.norm is None:
             return {self.block: ffn}
         normalize: Any = self.norm.target
-        return {self.block: ffn, self.norm: lambda x, *operands: normalize(self._sample(x), *operands)}
+        return {self.block: ffn, self.norm: lambda x, *operands: normalize(self._inputs.take(x), *operands)}
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Return the tensors of the layer's file. Raise `UnsupportedModelError` if its values are not finite."""
@@ -116,23 +126,21 @@ class LayerCollector:
             raise UnsupportedModelError(
                 f"layer {layer_of(self.block)}: its neurons' values are not finite numbers: the weights are damaged"
             )
-        return {
+        tensors = {
             "counts": self.counts,
             "contribution": contribution,
-            "input": self._samples,
-            "positions": self._positions,
-            **({"chosen": self.chosen} if len(self.chosen) else {}),
+            "input": self._inputs.samples,
+            "positions": self._inputs.positions,
         }
+        if not len(self.chosen):
+            return tensors
+        return tensors | {"chosen": self.chosen, "after": self.after, "gains": self._gains.samples}
 
-    def _sample(self, x: Tensor) -> Tensor:
-        """Keep the rows at sampled positions; return x."""
-        end = self._tokens + len(x)
-        stop = int(torch.searchsorted(self._positions, end))
-        rows = x[self._positions[self._taken : stop] - self._tokens]
-        # A few directions of a residual stream can exceed the range of float16.
-        self._samples[self._taken : stop] = rows.clamp(-_LARGEST_F16, _LARGEST_F16)
-        self._tokens, self._taken = end, stop
-        return x
+    def _count_choices(self, chosen: Tensor) -> None:
+        """Count the choices of the tokens of a window: bool [tokens, experts]."""
+        self.chosen += chosen.sum(dim=0)
+        numbers = chosen.float()
+        self.after += (numbers[:-1].T @ numbers[1:]).long()
 
     def _count(self, magnitude: Tensor, fires: Tensor, lengths: Tensor, rms: Tensor | None) -> None:
         self.counts += fires.sum(dim=0)
@@ -140,6 +148,24 @@ class LayerCollector:
         kept = kept if rms is None else kept / rms
         self._magnitude += kept.sum(dim=0)
         self._lengths = lengths
+
+
+class _Sampler:
+    """Keeps rows of the tokens at `positions`, float16 [samples, columns], while these pass window by window."""
+
+    def __init__(self, positions: Tensor, columns: int) -> None:
+        self.positions, self.samples = positions, torch.empty(len(positions), columns, dtype=torch.float16)
+        self._tokens, self._taken = 0, 0
+
+    def take(self, x: Tensor) -> Tensor:
+        """Keep the rows of x [tokens, columns] at sampled positions; return x."""
+        end = self._tokens + len(x)
+        stop = int(torch.searchsorted(self.positions, end))
+        rows = x[self.positions[self._taken : stop] - self._tokens]
+        # A few directions of a residual stream can exceed the range of float16.
+        self.samples[self._taken : stop] = rows.clamp(-_LARGEST_F16, _LARGEST_F16)
+        self._tokens, self._taken = end, stop
+        return x
 
 
 def summarize(counts: Tensor, tokens: int) -> dict[str, Any]:
@@ -154,10 +180,14 @@ def summarize(counts: Tensor, tokens: int) -> dict[str, Any]:
     }
 
 
-def summarize_experts(chosen: Tensor, tokens: int) -> dict[str, Any]:
-    """Return the figures of a layer's experts as `LayerProfile` has them; chosen int64 [experts] counts tokens."""
-    figures = summarize(chosen, tokens)
+def summarize_experts(chosen: Tensor, after: Tensor, tokens: int) -> dict[str, Any]:
+    """Return the figures of a layer's experts as `LayerProfile` has them.
+
+    chosen int64 [experts] counts tokens, after int64 [experts, experts] pairs of tokens.
+    """
+    figures, total = summarize(chosen, tokens), int(chosen.sum())
     return {
+        "chosen_again": int(after.diagonal().sum()) / total if total else 0.0,
         "experts": len(chosen),
         "experts_for_80_percent": figures["neurons_for_80_percent"],
         "never_chosen": figures["never_fired"],

@@ -48,7 +48,8 @@ class LayerProfile:
     inputs of: `stream` (the norm before the block) or `block` (the block itself).
 
     Of a mixture, the share `experts_for_80_percent` of the `experts` makes 80 % of all choices, and no token chose the
-    `never_chosen`. A neuron does not fire on a token that does not choose its expert.
+    `never_chosen`; of `chosen_again` of all choices the token before has chosen the same expert. A neuron does not fire
+    on a token that does not choose its expert.
     """
 
     layer: int
@@ -61,13 +62,14 @@ class LayerProfile:
     experts: int = 0
     experts_for_80_percent: float = 0.0
     never_chosen: int = 0
+    chosen_again: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry of `profile.json`; one of a block without experts says nothing of them."""
         return {name: value for name, value in asdict(self).items() if self.experts or name not in _OF_EXPERTS}
 
 
-_OF_EXPERTS = ("experts", "experts_for_80_percent", "never_chosen")
+_OF_EXPERTS = ("experts", "experts_for_80_percent", "never_chosen", "chosen_again")
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,17 @@ class Profile:
     def chosen(self, layer: int) -> Tensor:
         """Return how many of the tokens chose each expert: int64 [experts]. Raise `UsageError` for a layer of none."""
         return self._layer_tensor(layer, "chosen")
+
+    def chosen_after(self, layer: int) -> Tensor:
+        """Return how many of the tokens chose each expert (column) right after one that chose each other (row).
+
+        int64 [experts, experts]. Raise `UsageError` for a layer of none.
+        """
+        return self._layer_tensor(layer, "after")
+
+    def gains(self, layer: int) -> Tensor:
+        """Return the gains of all experts on sampled tokens: float16 [samples, experts]; 0 where it is not chosen."""
+        return self._layer_tensor(layer, "gains")
 
     def contribution(self, layer: int) -> Tensor:
         """Return the sum over all firings of magnitude times length of the down row: float32 [neurons]."""
@@ -171,6 +184,8 @@ class Profile:
 _VALUES: Mapping[str, tuple[str, Callable[[Tensor, int], bool]]] = {
     "counts": ("from 0 to the number of tokens", lambda x, tokens: bool(((x >= 0) & (x <= tokens)).all())),
     "chosen": ("from 0 to the number of tokens", lambda x, tokens: bool(((x >= 0) & (x <= tokens)).all())),
+    "after": ("from 0 to the number of tokens", lambda x, tokens: bool(((x >= 0) & (x <= tokens)).all())),
+    "gains": ("finite", lambda x, tokens: bool(x.isfinite().all())),
     "contribution": ("finite and not negative", lambda x, tokens: bool((x.isfinite() & (x >= 0)).all())),
     "input": ("finite", lambda x, tokens: bool(x.isfinite().all())),
     "positions": (
@@ -284,6 +299,7 @@ def _layer(entry: Fields) -> LayerProfile:
         experts=experts,
         experts_for_80_percent=number(entry, "experts_for_80_percent", 0, 1) if experts else 0.0,
         never_chosen=entry.integer("never_chosen", 0, experts) if experts else 0,
+        chosen_again=number(entry, "chosen_again", 0, 1) if experts else 0.0,
     )
 
 
@@ -320,11 +336,14 @@ def _check_files(profile: Profile) -> None:
             "contribution": f"F32 [{layer.neurons}]",
             "input": f"F16 [{count}, {profile.hidden}]",
             "positions": f"I64 [{count}]",
-            **({"chosen": f"I64 [{layer.experts}]"} if layer.experts else {}),
         }
+        if layer.experts:
+            kinds["chosen"], kinds["after"] = f"I64 [{layer.experts}]", f"I64 [{layer.experts}, {layer.experts}]"
+            kinds["gains"] = f"F16 [{count}, {layer.experts}]"
         path = profile.folder / layer_file(layer.layer)
         _check_kinds(path, kinds)
-        for read in (profile.counts, profile.contribution, *([profile.chosen] if layer.experts else [])):
+        of_experts = (profile.chosen, profile.chosen_after) if layer.experts else ()
+        for read in (profile.counts, profile.contribution, *of_experts):
             read(layer.layer)
         found = profile.positions(layer.layer)
         if positions is not None and not found.equal(positions):

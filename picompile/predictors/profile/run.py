@@ -255,6 +255,7 @@ class _ProfileRun:
         counts = read_tensors(path, only="counts")[0]["counts"]
         figures = summarize(counts, tokens)
         if expert_count(block):
-            figures |= summarize_experts(read_tensors(path, only="chosen")[0]["chosen"], tokens)
+            chosen, after = (read_tensors(path, only=name)[0][name] for name in ("chosen", "after"))
+            figures |= summarize_experts(chosen, after, tokens)
         threshold = rules.get(layer, FiringRule()).threshold
         return LayerProfile(layer, len(counts), threshold, place=place, **figures)

@@ -56,7 +56,8 @@ class LayerResult:
     """The candidates of a layer, those of small rank first, and the facts about the layer that the choice needs.
 
     `decided_share` is the share of neurons that an exact predictor computes, None if there cannot be one. `inputs` are
-    the costs by which the input was chosen, empty if no inputs were compared.
+    the costs by which the input was chosen, empty if no inputs were compared. `chosen_share` is the share of the
+    `neurons` that the experts of a token have, 1 without experts: other shares are of those.
     """
 
     layer: int
@@ -67,6 +68,17 @@ class LayerResult:
     skewness: float
     inputs: Mapping[str, float]
     candidates: tuple[Candidate, ...]
+    chosen_share: float = 1.0
+
+    @property
+    def token_neurons(self) -> float:
+        """The neurons that a token can compute, on the average."""
+        return self.neurons * self.chosen_share
+
+    def read_by(self, candidate: Candidate) -> float:
+        """Return how many weights of its own a candidate reads for a token: of fc2 and bias those of chosen experts."""
+        first = (candidate.rank or 0) * self.hidden
+        return first + (candidate.parameters - first) * self.chosen_share
 
 
 @fast_products()
@@ -80,7 +92,7 @@ def fit_layer(data: LayerData, settings: JobSettings) -> LayerResult:
         candidates, inputs = _learned_candidates(data, firing, train, test, settings)
     decided = firing.decided_share if data.silent_at is not None else None
     sizes = (data.neurons, data.hidden, data.neuron_parameters)
-    return LayerResult(data.layer, *sizes, decided, settings.skewness, inputs, candidates)
+    return LayerResult(data.layer, *sizes, decided, settings.skewness, inputs, candidates, data.chosen_share)
 
 
 def split(samples: int) -> tuple[slice, slice]:
@@ -129,23 +141,26 @@ def _ranks(data: LayerData, firing: FiringLabels, settings: JobSettings) -> list
     if settings.rank is not None:
         return [min(settings.rank, most)]
     share = float(sum(int((block > 0).sum()) for block in torch.split(firing.contribution, ROWS)))
-    start = start_rank(data.hidden, data.neurons, share / firing.contribution.numel(), settings.skewness)
+    share /= max(1.0, firing.contribution.numel() * data.chosen_share)
+    start = start_rank(data.hidden, data.neurons, share, settings.skewness)
     return sorted({round_rank(start * factor, most) for factor in _RANK_FACTORS})
 
 
 def _read_weights(data: LayerData, candidate: Candidate, recall: float) -> float:
     """Return how many weights are read per token."""
-    computed = candidate.curve.at(recall).computed_share
-    return candidate.parameters + computed * data.neurons * data.neuron_parameters
+    computed, share = candidate.curve.at(recall).computed_share, data.chosen_share
+    first = (candidate.rank or 0) * data.hidden
+    own = first + (candidate.parameters - first) * share
+    return own + computed * data.neurons * share * data.neuron_parameters
 
 
 def _measured_candidate(
     data: LayerData, firing: FiringLabels, name: str, rank: int, weights: InitialPredictor, test: slice
 ) -> Candidate:
-    def blocks() -> Iterator[tuple[Tensor, Tensor]]:
+    def blocks() -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
         for start in range(test.start, test.stop, ROWS):
             rows = slice(start, min(start + ROWS, test.stop))
-            yield weights.scores(data.inputs(name, rows)), firing.contribution[rows]
+            yield weights.scores(data.inputs(name, rows)), firing.contribution[rows], data.candidates(rows)
 
     parts = {"fc1": weights.fc1, "fc2": weights.fc2, "bias": weights.bias}
     count = sum(part.numel() for part in parts.values())
@@ -160,19 +175,19 @@ SIGN_SCALE = 64.0
 def _sign_candidate(data: LayerData, firing: FiringLabels, test: slice) -> Candidate:
     signs = torch.where(data.gating[0] < 0, -1.0, 1.0)
 
-    def blocks() -> Iterator[tuple[Tensor, Tensor]]:
+    def blocks() -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
         for start in range(test.start, test.stop, ROWS):
             rows = slice(start, min(start + ROWS, test.stop))
             x = torch.where(data.samples.block(rows) < 0, -1.0, 1.0)
             # Agreeing minus differing columns is twice the share's distance from a half, times the columns.
-            yield x @ signs.T * (SIGN_SCALE / 2 / data.hidden), firing.contribution[rows]
+            yield x @ signs.T * (SIGN_SCALE / 2 / data.hidden), firing.contribution[rows], data.candidates(rows)
 
     return Candidate("sign", input=None, rank=None, parameters=0, curve=measure_curve(blocks()), weights={})
 
 
 # A layer's result is one file, which appears whole or not at all.
 
-_FACTS = ("layer", "neurons", "hidden", "neuron_parameters", "decided_share", "skewness", "inputs")
+_FACTS = ("layer", "neurons", "hidden", "neuron_parameters", "decided_share", "skewness", "inputs", "chosen_share")
 _CANDIDATE_FACTS = ("kind", "input", "rank", "parameters")
 _DAMAGED = "damaged; remove it, and train goes on"
 

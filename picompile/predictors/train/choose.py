@@ -104,18 +104,18 @@ def options_of(result: LayerResult, target: float, limits: ChoiceLimits) -> list
     every = [_trained_option(result, number, target, limits) for number in range(len(result.candidates))]
     if limits.exact or result.decided_share is None:
         every.append(_lossless_option(result, limits))
-    whole = result.neurons * result.neuron_parameters
+    whole = result.token_neurons * result.neuron_parameters
     return [option for option in every if option.cost <= whole] or every
 
 
 def _trained_option(result: LayerResult, number: int, target: float, limits: ChoiceLimits) -> PredictorChoice:
     candidate = result.candidates[number]
     point = candidate.curve.at(target)
-    read = candidate.parameters
+    read = result.read_by(candidate)
     if candidate.kind == "sign":
         # One bit of each weight of the gating matrix.
-        read = result.neurons * result.hidden // 16
-    cost = read + point.computed_share * result.neurons * result.neuron_parameters
+        read = result.token_neurons * result.hidden / 16
+    cost = read + point.computed_share * result.token_neurons * result.neuron_parameters
     excess = _excess(result, point, limits)
     return PredictorChoice(
         result.layer,
@@ -131,12 +131,12 @@ def _trained_option(result: LayerResult, number: int, target: float, limits: Cho
 def _excess(result: LayerResult, point: CurvePoint, limits: ChoiceLimits) -> float:
     """Return how many neurons are computed per token beyond the limit."""
     share_beyond = 1 - limits.computed_ratio / max(point.computed_ratio, limits.computed_ratio)
-    return share_beyond * point.computed_share * result.neurons
+    return share_beyond * point.computed_share * result.token_neurons
 
 
 def _lossless_option(result: LayerResult, limits: ChoiceLimits) -> PredictorChoice:
     firing = result.candidates[0].curve.firing_share
-    whole = result.neurons * result.neuron_parameters
+    whole = result.token_neurons * result.neuron_parameters
     if result.decided_share is None:
         point = CurvePoint(
             0.0,
@@ -165,7 +165,7 @@ def _lossless_option(result: LayerResult, limits: ChoiceLimits) -> PredictorChoi
         computed_share=share,
         computed_ratio=ratio,
     )
-    gating = result.neurons * result.hidden
+    gating = result.token_neurons * result.hidden
     cost = gating + share * (whole - gating)
     return PredictorChoice(
         result.layer,

@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 from picompile.predictors.firing import FiringRule
 from picompile.predictors.profile.files import read_tensors, write_tensors
 from picompile_passes.dialect.activations import parse_activation
-from picompile_passes.dialect.neurons import neuron_outputs, neuron_rms
+from picompile_passes.dialect.neurons import neuron_gains, neuron_outputs, neuron_rms
 from picompile_passes.graph.materialize import WeightSource, evaluate_constant
 from picompile_passes.graph.nodes import arguments, calls, is_call
 from picompile_passes.graph.operands import FFN, LAYER_NORM, NEURON_ROWS, RMS_NORM
@@ -64,7 +64,8 @@ class LayerData:
 
     `previous` are the samples of the layer before on the same tokens, or None if they are not wanted. gate, up and down
     are float32 [neurons, hidden], biases [neurons]. `rule` says which neurons fire. `norm_eps` is that of a norm across
-    the neurons, if there is one.
+    the neurons, if there is one. `gains` float16 [samples, experts] are those of a block of experts, whose neurons do
+    not fire, and are not predicted, where their expert is not chosen.
     """
 
     layer: int
@@ -79,6 +80,7 @@ class LayerData:
     up_activation: str
     rule: FiringRule
     norm_eps: float | None = None
+    gains: Tensor | None = None
 
     @property
     def neurons(self) -> int:
@@ -112,6 +114,20 @@ class LayerData:
         other = self.gate is not None and parse_activation(self.up_activation).sparse
         return self.silent_at is not None and not other and self.rule.threshold == 0
 
+    @property
+    def chosen_share(self) -> float:
+        """The share of the neurons that a sample's experts have; 1 for a block without experts."""
+        return 1.0 if self.gains is None else float((self.gains != 0).float().mean())
+
+    def gains_of(self, rows: slice | Tensor) -> Tensor | None:
+        """Return the gains of the neurons' experts, float32 [rows, neurons]; None for a block without experts."""
+        return None if self.gains is None else neuron_gains(self.gains[rows].float(), self.neurons)
+
+    def candidates(self, rows: slice | Tensor) -> Tensor | None:
+        """Return which neurons there are to predict: bool [rows, neurons], those of chosen experts; None for all."""
+        gains = self.gains_of(rows)
+        return None if gains is None else gains != 0
+
     def inputs(self, name: str, rows: slice | Tensor) -> Tensor:
         """Return the inputs of a predictor that reads `name`: float32 [rows, hidden]."""
         if name == "previous":
@@ -143,11 +159,12 @@ def layer_data(
     layer: int,
     samples: Mapping[int, tuple[Tensor, str]],
     rule: FiringRule,
+    gains: Tensor | None = None,
 ) -> LayerData:
     """Gather the data of a layer.
 
     `samples` has, for this layer and for the one before if wanted, the sampled inputs and what they are inputs of:
-    `stream` (of the norm) or `block`.
+    `stream` (of the norm) or `block`. `gains` are those of these samples, of a block of experts.
     """
     blocks = find_blocks(graph_module)
     values = arguments(blocks[layer])
@@ -173,6 +190,7 @@ def layer_data(
         up_activation=str(values["up_activation"]),
         rule=rule,
         norm_eps=values["norm_eps"],
+        gains=gains,
         **tensors,
     )
 
@@ -193,7 +211,7 @@ def _norm(block: Node, constant: Any) -> Norm:
 
 def save_layer_data(path: Path, data: LayerData) -> None:
     """Write the data for a worker process."""
-    tensors = {name: getattr(data, name) for name in NEURON_ROWS if getattr(data, name) is not None}
+    tensors = {name: getattr(data, name) for name in (*NEURON_ROWS, "gains") if getattr(data, name) is not None}
     facts: dict[str, Any] = {name: getattr(data, name) for name in ("layer", "activation", "up_activation", "norm_eps")}
     facts["rule"] = asdict(data.rule)
     for name, samples in (("samples", data.samples), ("previous", data.previous)):
@@ -220,7 +238,7 @@ def load_layer_data(path: Path) -> LayerData:
         return Samples(tensors[name], None if norm is None else Norm(norm["op"], norm["eps"], *parts))
 
     read = {"samples": samples("samples"), "previous": samples("previous")}
-    weights = {name: tensors.get(name) for name in NEURON_ROWS}
+    weights = {name: tensors.get(name) for name in (*NEURON_ROWS, "gains")}
     given: dict[str, Any] = {**facts, **read, **weights, "rule": FiringRule(**facts["rule"])}
     return LayerData(**{field.name: given[field.name] for field in fields(LayerData)})
 
@@ -239,8 +257,9 @@ class FiringLabels:
     """Firing labels of the samples, and the contribution of each firing.
 
     `contribution` float16 [samples, neurons] is 0 where a neuron is silent, else |h| · ‖down row‖ in units of the
-    layer's mean, with h as a norm across the neurons leaves it. `decided_share` is the share of neurons that the gating
-    matrix alone does not silence on the samples `test`: the share that an exact predictor computes.
+    layer's mean, with h times the gain of its expert, and as a norm across the neurons leaves it. `decided_share` is
+    the share of neurons that the gating matrix alone does not silence on the samples `test`: the share that an exact
+    predictor computes. Of experts it is a share of the neurons of those that are chosen.
     """
 
     contribution: Tensor
@@ -251,10 +270,13 @@ def measure_firing(data: LayerData, test: slice) -> FiringLabels:
     """Compute all neurons on all samples, `ROWS` samples at a time, and return their labels."""
     lengths = data.down.norm(dim=1)
     contribution = torch.empty(len(data.samples), data.neurons, dtype=torch.float16)
-    decided, unit = 0, 0.0
+    decided, counted, unit = 0, 0, 0.0
     for start in range(0, len(contribution), ROWS):
-        x = data.samples.block(slice(start, start + ROWS))
+        rows = slice(start, start + ROWS)
+        x, gains = data.samples.block(rows), data.gains_of(rows)
         magnitude = data.outputs(x).abs_()
+        if gains is not None:
+            magnitude *= gains.abs()
         fires = data.rule.fires(magnitude, lengths)
         if data.norm_eps is not None:
             magnitude /= neuron_rms(magnitude, data.norm_eps)
@@ -264,9 +286,11 @@ def measure_firing(data: LayerData, test: slice) -> FiringLabels:
         scaled = (magnitude / (unit or 1.0)).clamp_(_SMALLEST, _LARGEST)
         contribution[start : start + ROWS] = torch.where(fires, scaled, torch.zeros_like(scaled))
         if data.silent_at is not None:
-            tested = x[max(0, test.start - start) :]
-            decided += int((F.linear(tested, *data.gating) > data.silent_at).sum())
-    return FiringLabels(contribution, decided / max(1, (test.stop - test.start) * data.neurons))
+            tested = slice(max(0, test.start - start), None)
+            above = F.linear(x[tested], *data.gating) > data.silent_at
+            counted += above.numel() if gains is None else int((gains[tested] != 0).sum())
+            decided += int((above if gains is None else above & (gains[tested] != 0)).sum())
+    return FiringLabels(contribution, decided / max(1, counted))
 
 
 def _mean_magnitude(magnitude: Tensor, fires: Tensor) -> float:
@@ -284,7 +308,7 @@ _SHOWN_RECALLS = (0.9, 0.95, 0.97, 0.98, 0.985, 0.99, 0.9925, 0.995, 0.9965, 0.9
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """Figures of a predictor at one threshold. Shares refer to all neurons and tokens."""
+    """Figures of a predictor at one threshold. Shares refer to all neurons and tokens; of experts, to chosen ones."""
 
     threshold: float
     recall: float
@@ -351,15 +375,18 @@ class RecallCurve:
         return cls(tensors["computed"], tensors["fired"], found, int(tensors["total"]))
 
 
-def measure_curve(blocks: Iterator[tuple[Tensor, Tensor]]) -> RecallCurve:
+def measure_curve(blocks: Iterator[tuple[Tensor, Tensor, Tensor | None]]) -> RecallCurve:
     """Return the curve of a predictor.
 
-    `blocks` are its scores (float32) and the contributions (float16), both [tokens, neurons], of held-out samples.
+    `blocks` are its scores (float32), the contributions (float16) and which neurons count (bool, None for all), each
+    [tokens, neurons], of held-out samples.
     """
     counts = torch.zeros(2, _BINS, dtype=torch.int64)
     contribution = torch.zeros(_BINS, dtype=torch.float64)
-    for scores, block in blocks:
+    for scores, block, counted in blocks:
         bins, block = _bin(scores).flatten(), block.flatten().float()
+        if counted is not None:
+            bins, block = bins[counted.flatten()], block[counted.flatten()]
         counts[0] += torch.bincount(bins, minlength=_BINS)
         fired = bins[block > 0]
         counts[1] += torch.bincount(fired, minlength=_BINS)

@@ -100,21 +100,32 @@ def _regression(
     """Regress the deciding value on the input by least squares.
 
     Returns the matrix [neurons, hidden], and the centre and the variance of the deciding value, both [neurons]. If no
-    single matrix decides, the deciding value is whether the neuron fires, in units of its deviation.
+    single matrix decides, the deciding value is whether the neuron fires, in units of its deviation. Of experts, this
+    is known of chosen ones alone.
     """
     cross = torch.zeros(data.neurons, data.hidden)
     first, second = torch.zeros(2, data.neurons, dtype=torch.float64)
+    gains = None if data.one_sided else data.gains
+    experts = 1 if gains is None else gains.shape[1]
+    count, shift = torch.zeros(experts), torch.zeros(experts, data.hidden)
     for start in range(train.start, train.stop, ROWS):
         rows = slice(start, min(start + ROWS, train.stop))
-        target = _gating_target(data, contribution, rows)
-        cross.addmm_(target.T, data.inputs(name, rows) - mean)
+        target, x = _gating_target(data, contribution, rows), data.inputs(name, rows) - mean
+        known = torch.ones(len(x), 1) if gains is None else (gains[rows] != 0).float()
+        count += known.sum(0)
+        shift.addmm_(known.T, x)
+        cross.addmm_(target.T, x)
         first += target.sum(0)
         second += target.square().sum(0)
-    count = train.stop - train.start
+    count, shift = (each.repeat_interleave(data.neurons // experts, dim=0) for each in (count, shift))
+    # A neuron of which nothing is known counts as one that fires always.
+    first, count = torch.where(count == 0, 1.0, first), count.clamp_min(1)
     centre = (first / count).float()
     variance = (second / count - (first / count) ** 2).clamp_min(0).float()
     ridge = 1e-4 * float(covariance.diagonal().mean()) + 1e-12
-    solved = torch.linalg.solve(covariance + ridge * torch.eye(data.hidden), cross.T / count).T
+    # Zero is the mean of x over all samples, not over those that chose an expert.
+    cross = (cross - centre[:, None] * shift) / count[:, None]
+    solved = torch.linalg.solve(covariance + ridge * torch.eye(data.hidden), cross.T).T
     if data.one_sided:
         return solved, centre, variance
     deviation = variance.sqrt().clamp_min(count**-0.5)
@@ -175,7 +186,8 @@ def fit(
     """Train a predictor that reads the input `name`, from `start`, and return it.
 
     The loss is the logistic loss of each neuron and sample. A firing is weighted by its contribution in units of the
-    mean, a silent neuron by `how.silence`; with weighting `none` all weigh the same. The gradient is written out,
+    mean, a silent neuron by `how.silence`; with weighting `none` all weigh the same. Neurons of experts that are not
+    chosen weigh nothing. The gradient is written out,
     because autograd would hold the loss of 11,008 neurons on a minibatch several times.
 
     Args:
@@ -201,13 +213,18 @@ def fit(
         x = data.inputs(name, rows).to(how.device)
         weight = contribution[rows].to(how.device).float()
         with products_in_bf16(how.bf16):
-            gradients = _gradients(parts, x, contribution=weight, unit=unit, silence=how.silence)
+            gradients = _gradients(parts, x, weight, data.candidates(rows), unit=unit, silence=how.silence)
         optimizer.step(gradients, _schedule((step + 1) / steps))
     return InitialPredictor(*(part.cpu() for part in parts))
 
 
 def _gradients(
-    parts: list[Tensor], x: Tensor, contribution: Tensor, unit: float, silence: float | None
+    parts: list[Tensor],
+    x: Tensor,
+    contribution: Tensor,
+    counted: Tensor | None,
+    unit: float,
+    silence: float | None,
 ) -> list[Tensor]:
     fc1, fc2, bias = parts
     inner = x @ fc1.T
@@ -217,6 +234,8 @@ def _gradients(
     else:
         weight = contribution / unit
         slope.mul_(weight.masked_fill(weight == 0, silence)).sub_(weight)
+    if counted is not None:
+        slope *= counted.to(slope.device)
     slope /= len(x)
     return [(slope @ fc2).T @ x, slope.T @ inner, slope.sum(0)]
 

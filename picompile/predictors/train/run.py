@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from picompile.errors import AccuracyError, UnsupportedModelError, UsageError
+from picompile.errors import AccuracyError, UsageError
 from picompile.frontend.captured import Captured
 from picompile.frontend.checkpoint import fingerprint
 from picompile.frontend.hf import load_model
@@ -19,6 +19,7 @@ from picompile.output import OutputPath, reserve
 from picompile.predictors.accuracy import LayerAccuracy, first_windows, measure_layers, rank_layers_by_error
 from picompile.predictors.files import load_predictors
 from picompile.predictors.firing import FiringRule
+from picompile.predictors.profile.collect import check_experts_fire
 from picompile.predictors.profile.profile import Profile
 from picompile.predictors.store import BlockShape, Predictors, block_shapes
 from picompile.predictors.train.candidates import LayerResult, load_result
@@ -32,6 +33,7 @@ from picompile.products import fast_products, require_bf16
 from picompile.progress import NoProgress, Progress
 from picompile.streaming import streamed_perplexity
 from picompile_passes.graph.materialize import WeightSource
+from picompile_passes.graph.operands import expert_count
 from picompile_passes.passes.canonicalize import canonicalize
 from picompile_runtime.version import __version__
 
@@ -183,18 +185,17 @@ class _TrainingRun:
     def check_blocks(self) -> None:
         """Raise `UsageError` if the model does not have the profile's layers or tokens.
 
-        Raise `UnsupportedModelError` for a mixture of experts.
+        Raise `UnsupportedModelError` for experts whose neurons are never silent.
         """
         folder, profiled = self.profile.folder, self.profile.layers
-        if any(layer.experts for layer in profiled):
-            raise UnsupportedModelError(
-                f"{self.model}: learned predictors of experts are not supported; compile with --predictor exact or none"
-            )
+        blocks = find_blocks(self.graph_module)
+        check_experts_fire(str(self.model), blocks.values())
         if [layer.layer for layer in profiled] != self.layers:
             raise UsageError(f"{folder}: has {len(profiled)} layers, the model {len(self.layers)}; profile it again")
-        shapes, blocks = block_shapes(self.graph_module), find_blocks(self.graph_module)
+        shapes = block_shapes(self.graph_module)
         for layer in profiled:
             fits = BlockShape(layer.neurons, self.profile.hidden) == shapes[layer.layer]
+            fits &= layer.experts == expert_count(blocks[layer.layer])
             if not fits or (layer.place == "stream" and not reads_norm(blocks[layer.layer])):
                 raise UsageError(f"{folder}: layer {layer.layer} is another block than the model's; profile it again")
         vocabulary = self.captured.facts.vocab
@@ -245,7 +246,8 @@ class _TrainingRun:
         profiles = {each.layer: each for each in self.profile.layers}
         samples = {number: (self.profile.samples(number), profiles[number].place) for number in wanted}
         rule = self.profile.firing_rules[layer]
-        data = layer_data(self.graph_module, self.captured.weights, layer, samples, rule)
+        gains = self.profile.gains(layer) if profiles[layer].experts else None
+        data = layer_data(self.graph_module, self.captured.weights, layer, samples, rule, gains)
         o = self.options
         trained = (o.weighting, o.epochs, o.recall, o.seed, self.device)
         return data, JobSettings(o.kind, o.input, o.rank_of(layer), *trained, self._skewness(layer), o.bf16)
