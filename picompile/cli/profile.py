@@ -70,4 +70,5 @@ def _show(profile: "Profile") -> None:
         print(f"layer {layer.layer:3d}  {layer.firing_share:6.1%} fire{threshold}, {most}, {never}")
         if layer.experts:
             choices = f"{layer.experts_for_80_percent:5.1%} of the {layer.experts} experts make 80 % of the choices"
-            print(f"           {choices}, {layer.never_chosen} never chosen")
+            again = f"{layer.chosen_again:.1%} of the choices are those of the token before"
+            print(f"           {choices}, {layer.never_chosen} never chosen; {again}")

@@ -17,6 +17,7 @@ from picompile.errors import UnsupportedModelError, UsageError
 from picompile.frontend.facts import names_experts
 from picompile.placement.firing import Firing, estimate_rank
 from picompile.placement.model_bytes import LayerBytes, LayerLaunches, ModelBytes, Packing, predicting_early
+from picompile.predictors.profile.collect import check_experts_fire
 from picompile.predictors.store import BlockShape, Predictors, block_shapes
 from picompile.synth.graph import shape_graph
 from picompile.synth.shapes import plain_shape
@@ -29,7 +30,7 @@ from picompile_codegen.lowering.program import FfnPart, LoweredProgram, ProgramC
 from picompile_codegen.registry import BACK_ENDS
 from picompile_codegen.specs import CopyWordsSpec, KernelArgument, ReceiveSpec, RmsNormSpec, SendSpec
 from picompile_codegen.specs.arguments import ITEM_BYTES
-from picompile_passes.base import Pass
+from picompile_passes.base import Effect, Pass
 from picompile_passes.errors import UnsupportedGraphError
 from picompile_passes.graph.layers import operator_part
 from picompile_passes.graph.nodes import arguments, calls, is_call
@@ -153,6 +154,8 @@ def graph_bytes(
     if not blocks:
         raise UnsupportedModelError(f"{name}: the model has no feed-forward block whose neurons could be placed")
     insert = insert or _insert_pass(blocks, packing.predictor, parameters, layers=len(blocks) + more, firing=firing)
+    if insert.effect is Effect.SKIPS:
+        check_experts_fire(name, calls(canonical.graph, FFN))
     # Experts are for CPUs, where no block has parts.
     has_experts = any(map(expert_count, calls(canonical.graph, FFN)))
     parted = () if has_experts else (Partition({layer: range(block.neurons) for layer, block in blocks.items()}),)

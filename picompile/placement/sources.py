@@ -20,7 +20,7 @@ from picompile.choices import (
     planned_format,
     resolve_context,
 )
-from picompile.errors import DoesNotFitError, UnsupportedModelError, UsageError
+from picompile.errors import DoesNotFitError, UsageError
 from picompile.frontend.captured import Captured
 from picompile.frontend.checkpoint import fingerprint
 from picompile.frontend.facts import has_experts, names_experts, no_accelerator
@@ -210,7 +210,7 @@ def _of_config(
 
     mixture = names_experts(config)
     if mixture:
-        _check_mixture(name, options)
+        _check_target(name, options)
     elif source.profile is None and source.curve is None:
         raise UsageError("--shape needs --firing: the name of a curve, such as opt, or a share, such as 10%")
     packing = _packing(options, config.get("max_position_embeddings"), _activation(config), mixture=mixture)
@@ -253,7 +253,7 @@ def _of_checkpoint(folder: Path, options: ModelOptions, progress: Progress) -> P
     facts, graph_module = captured.facts, captured.graph_module
     mixture = has_experts(graph_module)
     if mixture:
-        _check_mixture(facts.name, options)
+        _check_target(facts.name, options)
     quant = default_quant(options.quant, captured.weights)
     packing = _packing(options, facts.max_positions, facts.activation, quant, mixture=mixture)
     predictors = loaded if options.predictors is not None or packing.predictor == "learned" else None
@@ -274,12 +274,10 @@ def _of_checkpoint(folder: Path, options: ModelOptions, progress: Progress) -> P
         return PlannedModel(model, model_firing(model, source, predictors), mark, whole)
 
 
-def _check_mixture(name: str, options: ModelOptions) -> None:
-    """Raise `UnsupportedModelError` for a mixture of experts that `options` ask for what these do not have."""
+def _check_target(name: str, options: ModelOptions) -> None:
+    """Raise `UnsupportedModelError` for a mixture of experts that is planned for an accelerator."""
     if options.on_gpu:
         raise no_accelerator(name)
-    if options.predictors is not None:
-        raise UnsupportedModelError(f"{name}: learned predictors of experts are not supported; leave out --predictors")
 
 
 def _stored_bytes(
@@ -319,7 +317,7 @@ def _packing(
     predictor = options.predictor
     if predictor is None:
         predictor = "learned" if options.predictors or parse_activation(activation).sparse else "none"
-        if mixture and predictor == "learned":
+        if mixture and predictor == "learned" and not options.predictors:
             predictor = "exact"
     chunk = options.chunk or default_chunk(context, on_gpu=options.on_gpu)
     return Packing(

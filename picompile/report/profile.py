@@ -242,10 +242,12 @@ _OF_EXPERTS: Mapping[str, Callable[[tuple[LayerProfile, FiringSummary, Counts]],
     "experts": lambda row: f"{row[0].experts:,}" if row[0].experts else NOTHING,
     "make 80 % of choices": lambda row: percent(row[0].experts_for_80_percent, 2) if row[0].experts else NOTHING,
     "never chosen": lambda row: f"{row[0].never_chosen:,}" if row[0].experts else NOTHING,
+    "chosen again": lambda row: percent(row[0].chosen_again, 2) if row[0].experts else NOTHING,
 }
 _EXPERTS = (
     " A neuron does not fire on a token that does not choose its expert. The last columns say what share of the "
-    "experts makes 80 % of all choices, and how many of them no token chose."
+    "experts makes 80 % of all choices, how many of them no token chose, and how often a token chooses an expert that "
+    "the token before has chosen."
 )
 _SKEWNESS = "Skewness is the share of the firings that the most active fifth of the neurons makes."
 _LENGTH = "the length of its row of the down matrix"

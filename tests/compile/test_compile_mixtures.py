@@ -49,8 +49,8 @@ def test_a_compiled_mixture_computes_what_it_is(name: str, quant: str, bound: fl
     [
         ({"target": "4090"}, UnsupportedModelError, "is a mixture of experts, .* choose --target cpu"),
         ({"accelerator": "cpu"}, UnsupportedModelError, "is a mixture of experts, .* leave out --accelerator"),
-        ({"predictor": "learned"}, UnsupportedModelError, "predictor learned of experts is not supported"),
-        ({"predictor": "sign"}, UnsupportedModelError, "predictor sign of experts is not supported"),
+        ({"predictor": "learned"}, UnsupportedModelError, "every neuron of a chosen expert fires"),
+        ({"predictor": "sign"}, UnsupportedModelError, "predictors have nothing to predict"),
         ({"predictor": "exact"}, UnsupportedGraphError, "needs an activation that can be silent"),
     ],
 )

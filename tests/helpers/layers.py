@@ -23,8 +23,12 @@ def random_layer(
     previous: bool = False,
     spread: float = 0.9,
     norm_eps: float | None = None,
+    experts: int = 0,
 ) -> LayerData:
-    """`spread` below 1 lets the directions of the input fall off, so that small ranks tell a lot."""
+    """`spread` below 1 lets the directions of the input fall off, so that small ranks tell a lot.
+
+    Of `experts`, a token chooses two; their gains depend on the input.
+    """
     draw = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -38,6 +42,10 @@ def random_layer(
     made = None
     if norm is not None:
         made = Norm(norm, 1e-5, 1 + 0.2 * normal(hidden), 0.1 * normal(hidden) if norm == "layer_norm" else None)
+    gains = None
+    if experts:
+        scores = (values.float() @ normal(hidden, experts)).softmax(-1)
+        gains = torch.where(scores >= scores.topk(2).values[:, 1:], scores, 0.0).half()
     return LayerData(
         layer=3,
         samples=Samples(values, made),
@@ -51,4 +59,5 @@ def random_layer(
         up_activation=up_activation,
         rule=FiringRule(threshold, by),
         norm_eps=norm_eps,
+        gains=gains,
     )

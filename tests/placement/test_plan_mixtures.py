@@ -73,8 +73,12 @@ def test_the_command_plans_mixtures_for_cpus_alone(cli: Cli, tmp_path: Path) -> 
     for options, code, text in (
         (("--target", "4090", "--firing", "10%"), 3, "is a mixture of experts, which CPUs alone compute for now"),
         (("--target", "cpu"), 2, "--shape needs --firing where neurons of experts can be silent"),
-        (("--target", "cpu", "--firing", "10%", "--predictor", "learned"), 3, "predictor learned of experts"),
     ):
         refused = cli("plan", "--shape", "tiny-mixture", *options)
         assert (refused.code, refused.err.count("error:")) == (code, 1)
         assert text in refused.err
+    learned = cli("plan", "--shape", "tiny-mixture", "--target", "cpu", "--firing", "10%", "--predictor", "learned")
+    assert learned.code == 0, learned.err
+    silu = cli("plan", "--shape", "olmoe-1b-7b", "--target", "cpu", "--firing", "10%", "--predictor", "learned")
+    assert (silu.code, silu.err.count("error:")) == (3, 1)
+    assert "every neuron of a chosen expert fires" in silu.err

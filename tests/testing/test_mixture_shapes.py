@@ -6,10 +6,10 @@ import torch
 from helpers.mixtures import MIXTURES, EagerExperts, captured_mixture
 from picompile.testing import GraphShape, assert_equivalent, build, random_weights
 from picompile_passes.base import Stage
-from picompile_passes.errors import PassOptionError, UnsupportedGraphError
+from picompile_passes.errors import PassOptionError, VerifyError
 from picompile_passes.graph.materialize import materialize, node_values
 from picompile_passes.graph.nodes import arguments, calls
-from picompile_passes.graph.operands import FFN
+from picompile_passes.graph.operands import FFN, ROUTE, SPARSE_FFN
 from picompile_passes.passes.canonicalize import canonicalize
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.partition import Partition
@@ -38,12 +38,25 @@ def test_what_is_raised_already_stays(name: str) -> None:
     assert_equivalent(captured.graph_module, canonical, weights=captured.weights)
 
 
-def test_experts_have_no_lossy_predictors_limits_or_parts() -> None:
+def test_predictors_get_the_gains_of_their_block_and_name_neurons_of_chosen_experts_alone() -> None:
+    graph_module = build(GraphShape(experts=3, ffn=8))
+    for kind, options in (("sign", {}), ("learned", {"ranks": {0: 2, 1: 2}})):
+        predicted = InsertPredictors(kind, **options)(graph_module).graph_module  # type: ignore[arg-type]
+        verify(predicted, Stage.PREDICTED)
+        values = node_values(materialize(predicted, random_weights(predicted)), torch.arange(9))
+        for block in calls(predicted.graph, SPARSE_FFN):
+            mask, gains = (values[arguments(block)[name].name] for name in ("mask", "gains"))
+            assert not mask[(gains == 0).repeat_interleave(8, dim=-1)].any()
+            assert mask.any()
+            other = next(calls(predicted.graph, ROUTE))
+        arguments(block)["mask"].update_arg(4, other)
+        with pytest.raises(VerifyError, match="of other gains than its own"):
+            verify(predicted, Stage.PREDICTED)
+
+
+def test_experts_have_no_limits_or_parts() -> None:
     shape = GraphShape(experts=3, ffn=8)
     graph_module = build(shape)
-    for kind, options in (("sign", {}), ("learned", {"ranks": {0: 2, 1: 2}})):
-        with pytest.raises(UnsupportedGraphError, match=f"predictor {kind} of experts is not supported"):
-            InsertPredictors(kind, **options)(graph_module)  # type: ignore[arg-type]
     with pytest.raises(PassOptionError, match="one of experts"):
         InsertPredictors("none", output_limits=(0,))(graph_module)
     predicted = InsertPredictors()(graph_module).graph_module

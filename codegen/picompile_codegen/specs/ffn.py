@@ -322,6 +322,11 @@ class PredictLowRankSpec(KernelSpec):
         layout, chosen = "panels" if self.panels else "", _chosen(self.chosen, self.experts)
         return symbol("predict", kind, *self.formats, shape, _rows(self.rows), layout, chosen)
 
+    @property
+    def neuron_arguments(self) -> Mapping[str, bool]:
+        """Of experts, what has a row for each neuron. No block without experts is predicted by parts."""
+        return {"fc2": True, "bias": True} if self.experts else {}
+
     def declare(self) -> Iterator[Declaration]:
         """Yield the arguments in order."""
         yield floats("x", self.rows, self.dim)

@@ -157,10 +157,10 @@ def _read_weights(data: LayerData, candidate: Candidate, recall: float) -> float
 def _measured_candidate(
     data: LayerData, firing: FiringLabels, name: str, rank: int, weights: InitialPredictor, test: slice
 ) -> Candidate:
-    def blocks() -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+    def blocks() -> Iterator[tuple[Tensor, ...]]:
         for start in range(test.start, test.stop, ROWS):
             rows = slice(start, min(start + ROWS, test.stop))
-            yield weights.scores(data.inputs(name, rows)), firing.contribution[rows], data.candidates(rows)
+            yield data.of_candidates(rows, weights.scores(data.inputs(name, rows)), firing.contribution[rows])
 
     parts = {"fc1": weights.fc1, "fc2": weights.fc2, "bias": weights.bias}
     count = sum(part.numel() for part in parts.values())
@@ -175,12 +175,13 @@ SIGN_SCALE = 64.0
 def _sign_candidate(data: LayerData, firing: FiringLabels, test: slice) -> Candidate:
     signs = torch.where(data.gating[0] < 0, -1.0, 1.0)
 
-    def blocks() -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+    def blocks() -> Iterator[tuple[Tensor, ...]]:
         for start in range(test.start, test.stop, ROWS):
             rows = slice(start, min(start + ROWS, test.stop))
             x = torch.where(data.samples.block(rows) < 0, -1.0, 1.0)
             # Agreeing minus differing columns is twice the share's distance from a half, times the columns.
-            yield x @ signs.T * (SIGN_SCALE / 2 / data.hidden), firing.contribution[rows], data.candidates(rows)
+            scores = x @ signs.T * (SIGN_SCALE / 2 / data.hidden)
+            yield data.of_candidates(rows, scores, firing.contribution[rows])
 
     return Candidate("sign", input=None, rank=None, parameters=0, curve=measure_curve(blocks()), weights={})
 

@@ -128,6 +128,11 @@ class LayerData:
         gains = self.gains_of(rows)
         return None if gains is None else gains != 0
 
+    def of_candidates(self, rows: slice, *values: Tensor) -> tuple[Tensor, ...]:
+        """Return values [rows, neurons] of the `candidates`: flat, if these are not all."""
+        candidates = self.candidates(rows)
+        return values if candidates is None else tuple(value[candidates] for value in values)
+
     def inputs(self, name: str, rows: slice | Tensor) -> Tensor:
         """Return the inputs of a predictor that reads `name`: float32 [rows, hidden]."""
         if name == "previous":
@@ -375,18 +380,16 @@ class RecallCurve:
         return cls(tensors["computed"], tensors["fired"], found, int(tensors["total"]))
 
 
-def measure_curve(blocks: Iterator[tuple[Tensor, Tensor, Tensor | None]]) -> RecallCurve:
+def measure_curve(blocks: Iterator[tuple[Tensor, ...]]) -> RecallCurve:
     """Return the curve of a predictor.
 
-    `blocks` are its scores (float32), the contributions (float16) and which neurons count (bool, None for all), each
-    [tokens, neurons], of held-out samples.
+    `blocks` are its scores (float32) and the contributions (float16), both [tokens, neurons] or flat, of held-out
+    samples.
     """
     counts = torch.zeros(2, _BINS, dtype=torch.int64)
     contribution = torch.zeros(_BINS, dtype=torch.float64)
-    for scores, block, counted in blocks:
+    for scores, block in blocks:
         bins, block = _bin(scores).flatten(), block.flatten().float()
-        if counted is not None:
-            bins, block = bins[counted.flatten()], block[counted.flatten()]
         counts[0] += torch.bincount(bins, minlength=_BINS)
         fired = bins[block > 0]
         counts[1] += torch.bincount(fired, minlength=_BINS)

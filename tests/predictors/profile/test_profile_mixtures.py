@@ -2,21 +2,28 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers.mixtures import save_tiny_mixture
+from helpers.mixtures import RELU_MIXTURE, captured_mixture, save_tiny_mixture
 from helpers.support import BuildOnce
-from picompile.errors import UnsupportedModelError, UsageError
+from picompile.errors import UsageError
 from picompile.placement.firing import firing_of_profile
+from picompile.predictors.firing import FiringRule
+from picompile.predictors.profile.collect import LayerCollector, summarize_experts
 from picompile.predictors.profile.options import ProfileOptions
 from picompile.predictors.profile.profile import PROFILE_FILE, Profile, load_profile
 from picompile.predictors.profile.run import profile_model
-from picompile.predictors.train.run import train_predictors
 from picompile.report.numbers import Table
 from picompile.report.profile import profile_section, read_profile
+from picompile.streaming import Segment
+from picompile_passes.graph.nodes import calls
+from picompile_passes.graph.operands import FFN
+from picompile_passes.passes.canonicalize import canonicalize
 
 EXPERTS, CHOSEN, SIZE = 6, 2, 48
 
@@ -101,10 +108,32 @@ def test_a_profile_is_read_back_and_checked(profile: Profile, tmp_path: Path) ->
         load_profile(damaged)
 
 
-def test_predictors_of_experts_are_not_trained(model: Path, profile: Profile, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="learned predictors of experts are not supported"):
-        train_predictors(model, profile, tmp_path / "predictors")
-    assert list(tmp_path.iterdir()) == []
+def test_gains_and_the_order_of_choices_are_kept(profile: Profile) -> None:
+    for layer in profile.layers:
+        gains, after = profile.gains(layer.layer), profile.chosen_after(layer.layer)
+        assert gains.shape == (profile.sample_count, EXPERTS)
+        assert ((gains != 0).sum(-1) == CHOSEN).all()
+        # Every token but the last of a window is followed by one.
+        windows = len(profile.calibration())
+        assert int(after.sum()) == CHOSEN * CHOSEN * (profile.tokens - windows)
+        assert (after.sum(0) <= CHOSEN * profile.chosen(layer.layer)).all()
+        assert layer.chosen_again == int(after.diagonal().sum()) / (CHOSEN * profile.tokens)
+        assert layer.chosen_again > 0
+
+
+def test_choices_follow_those_of_the_token_before() -> None:
+    """Three tokens of one window and two of another: no choice follows one of another window."""
+    block = next(calls(canonicalize(captured_mixture(RELU_MIXTURE).graph_module).graph, FFN))
+    collector = LayerCollector(cast(Segment, SimpleNamespace(nodes=())), block, FiringRule(), torch.arange(5))
+    first = torch.tensor([[1, 1, 0, 0, 0, 0], [0, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 0]], dtype=torch.bool)
+    collector._count_choices(first)
+    collector._count_choices(torch.tensor([[0, 0, 0, 0, 1, 1], [0, 0, 0, 0, 1, 1]], dtype=torch.bool))
+    expected = torch.zeros(6, 6, dtype=torch.int64)
+    pairs = "01 02 11 12 13 14 23 24 44 45 54 55"
+    for before, then in (map(int, pair) for pair in pairs.split()):
+        expected[before, then] += 1
+    assert torch.equal(collector.after, expected)
+    assert summarize_experts(collector.chosen, collector.after, 5)["chosen_again"] == 3 / 10
 
 
 def test_reports_tell_how_often_experts_are_chosen(profile: Profile) -> None:
@@ -112,5 +141,6 @@ def test_reports_tell_how_often_experts_are_chosen(profile: Profile) -> None:
     never = sum(layer.never_chosen for layer in profile.layers)
     assert ("experts", f"{EXPERTS * len(profile.layers)}, of which tokens never chose {never}") in section.facts
     (layers,) = [part for part in section.parts if isinstance(part, Table)]
-    assert tuple(layers.columns)[-3:] == ("experts", "make 80 % of choices", "never chosen")
-    assert layers.rows[0][-3] == str(EXPERTS)
+    columns = ("experts", "make 80 % of choices", "never chosen", "chosen again")
+    assert tuple(layers.columns)[-4:] == columns
+    assert layers.rows[0][-4] == str(EXPERTS)

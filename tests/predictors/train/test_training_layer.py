@@ -46,6 +46,12 @@ SHAPES = {
     "gelu": {"gated": False, "activation": "gelu", "threshold": 0.6},
     "silu by contribution": {"activation": "silu", "threshold": 9.0, "by": "contribution"},
 }
+# A token chooses two experts, and none of the neurons of the others is one to predict.
+OF_EXPERTS = {
+    "experts": {"experts": 7},
+    "drelu of experts": {"experts": 7, "up_activation": "relu"},
+    "relu2 of experts": {"experts": 13, "gated": False, "activation": "relu2", "norm": None},
+}
 # A norm across neurons changes what a neuron contributes, and not whether it fires.
 NORMED = {
     "normed": {"activation": "relu2", "norm_eps": 1e-5},
@@ -56,12 +62,13 @@ NORMED = {
 def _curve(data: LayerData, weights: InitialPredictor, name: str = "block") -> RecallCurve:
     _, test = split(len(data.samples))
     contribution = measure_firing(data, test).contribution
-    return measure_curve(iter([(weights.scores(data.inputs(name, test)), contribution[test])]))
+    scores = weights.scores(data.inputs(name, test))
+    return measure_curve(iter([data.of_candidates(test, scores, contribution[test])]))
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, *NORMED])
+@pytest.mark.parametrize("shape", [*SHAPES, *NORMED, *OF_EXPERTS])
 def test_labels_are_what_the_block_computes(shape: str) -> None:
-    data = random_layer(random.randrange(1 << 30), samples=1100, **(SHAPES | NORMED)[shape])
+    data = random_layer(random.randrange(1 << 30), samples=1100, **(SHAPES | NORMED | OF_EXPERTS)[shape])
     _, test = split(len(data.samples))
     firing = measure_firing(data, test)
     hidden = data.outputs(data.samples.block(slice(None))).abs()
@@ -69,18 +76,21 @@ def test_labels_are_what_the_block_computes(shape: str) -> None:
     lengths = data.down.norm(dim=1)
     compared = hidden * lengths if data.rule.by == "contribution" else hidden
     expected = torch.where(compared > data.rule.threshold, normed * lengths, 0.0)
+    if data.gains is not None:
+        expected *= data.gains.float().repeat_interleave(data.neurons // data.gains.shape[1], dim=1)
     assert torch.equal(firing.contribution > 0, expected > 0)
     assert 0.01 < float((expected > 0).float().mean()) < 0.9
     scale = float(expected.sum() / firing.contribution.float().sum())
     big = expected > 0.01 * expected.mean()
     torch.testing.assert_close(firing.contribution.float()[big] * scale, expected[big], rtol=3e-3, atol=0.0)
     if data.one_sided:
-        assert firing.decided_share == pytest.approx(float((expected[test] > 0).float().mean()), abs=2e-3)
+        (decided,) = data.of_candidates(test, expected[test] > 0)
+        assert firing.decided_share == pytest.approx(float(decided.float().mean()), abs=2e-3)
 
 
-@pytest.mark.parametrize("shape", ["bias", "no-norm", "fatrelu"])
+@pytest.mark.parametrize("shape", ["bias", "no-norm", "fatrelu", "experts", "relu2 of experts"])
 def test_a_start_of_full_rank_knows_everything(shape: str) -> None:
-    data = random_layer(random.randrange(1 << 30), samples=900, **SHAPES[shape])
+    data = random_layer(random.randrange(1 << 30), samples=900, **(SHAPES | OF_EXPERTS)[shape])
     train, test = split(len(data.samples))
     contribution = measure_firing(data, test).contribution
     full = ReducedRankStart(data, contribution, "block", train).of_rank(data.hidden)
@@ -88,9 +98,9 @@ def test_a_start_of_full_rank_knows_everything(shape: str) -> None:
     assert point.computed_ratio < 1.02
 
 
-@pytest.mark.parametrize("shape", ["reglu", "opt", "drelu", "silu by contribution"])
+@pytest.mark.parametrize("shape", ["reglu", "opt", "drelu", "silu by contribution", *OF_EXPERTS])
 def test_training_mends_a_bad_start(shape: str) -> None:
-    data = random_layer(random.randrange(1 << 30), samples=2500, **SHAPES[shape])
+    data = random_layer(random.randrange(1 << 30), samples=2500, **(SHAPES | OF_EXPERTS)[shape])
     train, test = split(len(data.samples))
     contribution = measure_firing(data, test).contribution
     start = ReducedRankStart(data, contribution, "block", train).of_rank(12)
@@ -123,6 +133,36 @@ def test_a_candidate_is_never_behind_its_start() -> None:
     for candidate in fit_layer(data, dataclasses.replace(SETTINGS, epochs=30)).candidates:
         untrained = _curve(data, start.of_rank(candidate.rank or 0).rounded())
         assert candidate.curve.at(0.99).computed_share <= untrained.at(0.99).computed_share
+
+
+@pytest.mark.parametrize("shape", ["reglu", "drelu"])
+def test_one_expert_that_all_choose_is_a_block(shape: str) -> None:
+    data, how = random_layer(random.randrange(1 << 30), **SHAPES[shape]), dataclasses.replace(SETTINGS, rank=8)
+    chosen = dataclasses.replace(data, gains=torch.ones(len(data.samples), 1).half())
+    plain, of_experts = (fit_layer(each, how) for each in (data, chosen))
+    for part, tensor in plain.candidates[0].weights.items():
+        assert torch.equal(tensor, of_experts.candidates[0].weights[part])
+    assert (plain.decided_share, 1.0) == (of_experts.decided_share, of_experts.chosen_share)
+    assert vars(plain.candidates[0].curve.at(0.9)) == vars(of_experts.candidates[0].curve.at(0.9))
+
+
+def test_neurons_of_an_expert_learn_from_its_tokens_alone() -> None:
+    """Two experts, each chosen by a half of the samples: labels of the other half are turned, and change nothing."""
+    data = random_layer(random.randrange(1 << 30), neurons=80)
+    gains = torch.zeros(len(data.samples), 2).half()
+    gains[torch.arange(len(gains)), torch.randint(2, (len(gains),))] = 1
+    data, (train, test) = dataclasses.replace(data, gains=gains), split(len(data.samples))
+    contribution = measure_firing(data, test).contribution
+    candidates = data.candidates(slice(None))
+    assert candidates is not None and not contribution[~candidates].any()
+    start = ReducedRankStart(data, contribution, "block", train).of_rank(8)
+    turned = torch.where(candidates, contribution, torch.ones_like(contribution))
+    # With this weighting labels have no mean that they are relative to.
+    how = dataclasses.replace(SETTINGS, weighting="none")
+    trained, same = (fit(data, labels, "block", start, how, train) for labels in (contribution, turned))
+    assert torch.equal(trained.fc2, same.fc2) and torch.equal(trained.bias, same.bias)
+    assert not torch.equal(trained.fc2, start.fc2)
+    assert _curve(data, trained).total == int(candidates[test].sum())
 
 
 @pytest.mark.parametrize("name", ["block", "stream", "previous"])
