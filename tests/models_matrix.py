@@ -173,7 +173,7 @@ def page(entries: Iterable[Mapping[str, Any]]) -> str:
     for entry in plain:
         activation, silent = entry["activation"] if entry["blocks"] else "", "yes" if entry["silent"] else "no"
         lines.append(_row(entry, layer_names(entry["kinds"]), _flags(entry), activation, silent))
-    lines += ["", "## Models that read images", ""]
+    lines += ["", *_OF_OURS, "", "## Models that read images", ""]
     lines += [
         "These compile as their text model. Text gets the whole model's tokens; one line says what is left out.",
         "",
@@ -196,6 +196,21 @@ def page(entries: Iterable[Mapping[str, Any]]) -> str:
     lines += ["| class | model type | why |", "| --- | --- | --- |"]
     lines += [_row(entry, _why(entry)) for entry in listed if entry["result"] not in ("ok", "part")]
     return "\n".join(lines) + "\n"
+
+
+_BOTH = "relu on gate and up"
+_OF_OURS = (
+    "## Models that transformers lacks",
+    "",
+    "The code of these is in their checkpoints alone, and never run. picompile has classes of its own, which tests",
+    "compare with the published definition. Neurons of all of them can be silent.",
+    "",
+    "| class | model type | what it is | activation |",
+    "| --- | --- | --- | --- |",
+    f"| BambooForCausalLM, TurboSparseMistralForCausalLM | bamboo, turbosparsemistral | Mistral | {_BOTH} |",
+    "| TurboSparseMixtralForCausalLM | turbosparsemixtral "
+    f"| Mixtral; names as in its authors' code for transformers (#31369) | {_BOTH} |",
+)
 
 
 def _introduction(classes: int) -> list[str]:

@@ -117,4 +117,5 @@ def _threshold(activation: str) -> float | None:
 
 def _fatrelu_families() -> list[str]:
     families = (family for types in FAMILIES.values() for family in types.values())
-    return sorted({family.name for family in families if family.fixed_activation is None})
+    free = (family for family in families if family.fixed_activation is None)
+    return sorted({family.name for family in free if not family.activations or "fatrelu" in family.activations})

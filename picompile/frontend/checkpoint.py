@@ -107,9 +107,8 @@ def _read_index(index: Path) -> dict[str, str]:
 # Which tensor of a checkpoint is which parameter of the model.
 
 
-# Tensors that checkpoints hold besides a model's weights: buffers of old versions of transformers, and predictors that
-# the authors of Bamboo trained for their own runtime.
-_IGNORED = re.compile(r"(rotary_emb\.inv_freq|\.masked_bias|\.attn\.bias|\.position_ids|\.mlp\.predictor\..*)$")
+# Tensors that checkpoints hold besides a model's weights: buffers of old versions of transformers.
+_IGNORED = re.compile(r"(rotary_emb\.inv_freq|\.masked_bias|\.attn\.bias|\.position_ids)$")
 
 _COMPARED_ROWS = 4096
 

@@ -76,6 +76,13 @@ _BAMBOO = Family(
     "picompile.frontend.bamboo:BambooForCausalLM",
     fixed_activation="relu",
 )
+# Its authors' code has the config's activation on both sides of the gate.
+_TURBOSPARSE_MIXTRAL = Family(
+    "turbosparse-mixtral",
+    "picompile.frontend.turbosparse_mixtral:TurboSparseMixtralConfig",
+    "picompile.frontend.turbosparse_mixtral:TurboSparseMixtralForCausalLM",
+    activations=("relu",),
+)
 _QWEN2 = Family("qwen2", "transformers:Qwen2Config", "transformers:Qwen2ForCausalLM")
 _OPT = Family(
     "opt",
@@ -104,6 +111,7 @@ FAMILIES: dict[str, dict[str, Family]] = {
     "MinistralForCausalLM": {"ministral": _MINISTRAL},
     "BambooForCausalLM": {"bamboo": _BAMBOO},
     "TurboSparseMistralForCausalLM": {"turbosparsemistral": _BAMBOO},
+    "TurboSparseMixtralForCausalLM": {"turbosparsemixtral": _TURBOSPARSE_MIXTRAL},
     "OPTForCausalLM": {"opt": _OPT},
     "FalconForCausalLM": {"falcon": _FALCON},
     "Qwen2ForCausalLM": {"qwen2": _QWEN2},

@@ -29,6 +29,10 @@ _PARTS: Mapping[str, re.Pattern[str]] = {
     # compressed-tensors, ModelOpt and Quark write them for vLLM.
     "scales of a quantized KV cache": re.compile(r"\.([kvq]|kv|prob_output)_scale$"),
 }
+# The authors of Bamboo and TurboSparse have them in checkpoints, and their code takes neurons by them. fc1 and fc2 are
+# the two matrices of each.
+_PREDICTORS = "predictors of its authors"
+_PREDICTOR = re.compile(r"\.predictor\.fc[12]\.weight$")
 _MODULES = "what reads images or sound"
 _OTHER = "tensors that transformers leaves out of this class"
 _ADAPTER = re.compile(r"\.(lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector|ia3_l)\b")
@@ -70,6 +74,8 @@ class LeftOut:
             part = _MODULES
         if part is None and self._is_further_layer(name):
             part = "heads or layers that guess further tokens"
+        if _PREDICTOR.search(name):
+            part = _PREDICTORS
         if part is None and ignored:
             part = _OTHER
         if part is not None:
@@ -84,11 +90,16 @@ class LeftOut:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The line for the user, none where nothing is left out."""
-        if not self._found:
-            return ()
-        parts = (f"{part} ({_named(names)})" for part, names in self._found.items())
-        return (f"{self._folder.name or self._folder}: left out, as no part of the decoder: {', '.join(parts)}",)
+        """The lines for the user, none where nothing is left out."""
+        folder = self._folder.name or self._folder
+        parts = [f"{part} ({_named(names)})" for part, names in self._found.items() if part != _PREDICTORS]
+        lines = [f"{folder}: left out, as no part of the decoder: {', '.join(parts)}"] if parts else []
+        if names := self._found.get(_PREDICTORS):
+            lines.append(
+                f"{folder}: left out, the predictors by which its authors' code skips neurons ({_named(names)}): every "
+                "neuron that fires is computed"
+            )
+        return tuple(lines)
 
 
 def lacking_biases(

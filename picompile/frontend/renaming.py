@@ -1,7 +1,7 @@
 """Tensor names of a checkpoint as the model has them, by transformers' own conversion mappings.
 
 transformers renames many checkpoints as it loads them (`embed_out` of GPT-NeoX is the model's `lm_head`). The rules are
-in its library; here they are only applied.
+in its library; here they are only applied. Models of ours have rules in `published_names`.
 """
 
 import re
@@ -30,7 +30,8 @@ def rename(folder: Path, headers: Mapping[str, TensorHeader], model: nn.Module) 
     others in another way.
     """
 
-    transforms = get_model_conversion_mapping(model)
+    # Models that transformers does not have bring their own rules.
+    transforms = [*getattr(model, "published_names", list)(), *get_model_conversion_mapping(model)]
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}

@@ -1,7 +1,8 @@
 """Named mixtures of experts: the config.json of each, in the words of its class in transformers.
 
-Sizes are those of the models' own files on the Hugging Face hub. `reglu-moe-1b-7b` and `relu2-moe-1b-5b` are not
-published: OLMoE's sizes with experts whose neurons are often silent, with a gate and without.
+Sizes are those of the models' own files on the Hugging Face hub. TurboSparse-Mixtral's own file was not at hand: its
+sizes are those of Mixtral 8x7B, which it was made from. `reglu-moe-1b-7b` and `relu2-moe-1b-5b` are not published:
+OLMoE's sizes with experts whose neurons are often silent, with a gate and without.
 """
 
 from collections.abc import Mapping
@@ -140,6 +141,27 @@ _RELU2 = _NEMOTRON | {
     "pad_token_id": 1,
 }
 
+_TURBOSPARSE = {
+    "model_type": "turbosparsemixtral",
+    "architectures": ["TurboSparseMixtralForCausalLM"],
+    "hidden_act": "relu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "sliding_window": None,
+    "vocab_size": 32000,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
 _TINY = _OLMOE | {
     "hidden_act": "relu",
     "hidden_size": 96,
@@ -162,6 +184,7 @@ MIXTURES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "qwen3-30b-a3b": _QWEN3,
         "gpt-oss-20b": _GPT_OSS,
         "nemotron3-nano": _NEMOTRON,
+        "turbosparse-mixtral": _TURBOSPARSE,
         "reglu-moe-1b-7b": _OLMOE | {"hidden_act": "relu"},
         "relu2-moe-1b-5b": _RELU2,
         "tiny-mixture": _TINY,

@@ -97,9 +97,12 @@ class _Firing(Interpreter):
         return value
 
 
-@pytest.mark.parametrize("active", [0.05, 0.1, 0.4, 1.0])
-def test_neurons_of_experts_fire_at_the_rate_asked_for(active: float, tmp_path: Path) -> None:
-    config = {**MIXTURES["tiny-mixture"], "hidden_size": 256, "num_hidden_layers": 4}
+@pytest.mark.parametrize(
+    ("name", "active"), [*(("tiny-mixture", active) for active in (0.05, 0.1, 0.4, 1.0)), ("turbosparse-mixtral", 0.1)]
+)
+def test_neurons_of_experts_fire_at_the_rate_asked_for(name: str, active: float, tmp_path: Path) -> None:
+    config = MIXTURES[name] if name == "tiny-mixture" else small(name)
+    config = {**config, "hidden_size": 256, "num_hidden_layers": 4, "vocab_size": 512}
     write_random_model("tiny", config, 5, tmp_path / "model", active=active)
     captured = load_model(tmp_path / "model")
     graph_module = InsertPredictors("exact")(canonicalize(captured.graph_module)).graph_module
