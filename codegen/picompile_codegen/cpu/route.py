@@ -165,8 +165,9 @@ def _normalize(spec: RouteSpec, weights: KernelTensor) -> None:
     """Normalize the scores of the chosen experts, the first elements of `weights`."""
     if spec.normalized == "none":
         return
-    if spec.normalized == "sigmoid":
+    if spec.normalized in ("sigmoid", "sigmoid_sum"):
         blocks(spec.chosen, lambda c, _: _put(weights, c, _SCORES["sigmoid"](bind(weights[at(c)]))))
+    if spec.normalized == "sigmoid":
         return
     is_softmax = spec.normalized == "softmax"
     for place in range(spec.chosen, weights.columns):

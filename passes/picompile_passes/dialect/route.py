@@ -17,8 +17,9 @@ SCORES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 """The scores that a router makes of its logits, by name."""
 
-NORMALIZED = ("none", "sum", "softmax", "sigmoid")
-"""The ways to make weights of the chosen scores: as they are, over their sum, by a softmax or by a sigmoid."""
+NORMALIZED = ("none", "sum", "softmax", "sigmoid", "sigmoid_sum")
+"""The ways to make weights of the chosen scores: as they are, over their sum, by a softmax, by a sigmoid, or sigmoids
+over their sum."""
 
 GROUP_SCORES = ("max", "top2")
 """The score of a group of experts: that of its best expert, or the sum of those of its two best."""
@@ -61,9 +62,10 @@ def route(
     """gains[t, e] = scale · expert_scale[e] · w[t, e] for the `chosen` best experts of token t, 0 for the others.
 
     s = scores(logits), and the best experts are those with the highest s + bias; of equal ones, the first. w is s, s /
-    (Σ s + eps), softmax(s) or sigmoid(s), over the chosen experts, as `normalized` says. With `groups`, only experts of
-    the `chosen_groups` best groups are chosen: equal runs of experts, compared by the highest s + bias in each, or by
-    the sum of the two highest (DeepSeek V3, arXiv 2412.19437). An expert whose gain is 0 is not computed.
+    (Σ s + eps), softmax(s), sigmoid(s) or sigmoid(s) / (Σ sigmoid(s) + eps), over the chosen experts, as `normalized`
+    says. With `groups`, only experts of the `chosen_groups` best groups are chosen: equal runs of experts, compared by
+    the highest s + bias in each, or by the sum of the two highest (DeepSeek V3, arXiv 2412.19437). An expert whose gain
+    is 0 is not computed.
 
     logits [T, G]; bias, expert_scale [G] → [T, G].
     """
@@ -76,12 +78,12 @@ def route(
         choice = grouped.masked_fill(dropped.unsqueeze(-1), -torch.inf).flatten(-2)
     experts = _best(choice, chosen)
     weights = score.gather(-1, experts)
-    if normalized == "sum":
-        weights = weights / (weights.sum(-1, keepdim=True) + eps)
-    elif normalized == "softmax":
+    if normalized == "softmax":
         weights = weights.softmax(-1)
-    elif normalized == "sigmoid":
+    elif normalized in ("sigmoid", "sigmoid_sum"):
         weights = weights.sigmoid()
+    if normalized in ("sum", "sigmoid_sum"):
+        weights = weights / (weights.sum(-1, keepdim=True) + eps)
     gains = torch.zeros_like(logits).scatter(-1, experts, weights * scale)
     return gains if expert_scale is None else gains * expert_scale
 

@@ -79,6 +79,17 @@ def _chosen_by_biased_logits(b: Builder, logits: Value) -> tuple[Value, Value]:
     return index, logits.gather(1, index).sigmoid()
 
 
+def _sigmoids_of_the_best(b: Builder, logits: Value) -> tuple[Value, Value]:
+    weights, index = _best(b, logits)
+    weights = weights.sigmoid()
+    return index, weights / weights.sum([-1], True)
+
+
+def _best_sigmoids(b: Builder, logits: Value) -> tuple[Value, Value]:
+    weights, index = _best(b, logits.sigmoid())
+    return index, weights / weights.sum([-1], True)
+
+
 _RULES: dict[str, tuple[Router, dict[str, object]]] = {
     "softmax": (_softmax_then_best, {"scores": "softmax", "normalized": "none"}),
     # The softmax of all, over the sum of the chosen, is the softmax of the chosen.
@@ -90,6 +101,9 @@ _RULES: dict[str, tuple[Router, dict[str, object]]] = {
         | {"group_score": "top2"},
     ),
     "biased": (_chosen_by_biased_logits, {"scores": "identity", "normalized": "sigmoid"}),
+    # The gains are equal but where sigmoids are.
+    "sigmoids of the best": (_sigmoids_of_the_best, {"scores": "identity", "normalized": "sigmoid_sum"}),
+    "best sigmoids": (_best_sigmoids, {"scores": "sigmoid", "normalized": "sum"}),
     "scaled": (_scaled_experts, {"scores": "identity", "normalized": "softmax"}),
     "roots": (_square_roots, {"scores": "sqrt_softplus", "normalized": "sum", "scale": 1.5}),
 }

@@ -28,6 +28,8 @@ _aten = torch.ops.aten
 # Logits are a normal distribution times the first number plus the second: ordinary ones, ones that choose sharply, and
 # ones whose scores are so small that a number added to their sum shows.
 _SAMPLES = ((1.0, 0.0), (6.0, 0.0), (1.0, 2.0), (2.0, -18.0))
+# And ones whose sigmoids are all 1: experts that are chosen by their logits differ still, by their scores no more.
+_SATURATED = (1.0, 30.0)
 _TOLERANCE = 1e-4
 
 
@@ -39,6 +41,7 @@ class RaiseRoute(Pass):
        through; the nearest to the tokens that a rule fits. Arithmetic before it stays as it is.
     2. A parameter [G] in the arithmetic is the bias of the choice, or the scale of the experts.
     3. `chosen`, groups, `eps` are numbers of the arithmetic. `scale` is the ratio of its gains to those of the rule.
+    4. A choice by logits is told from one by their scores where scores are equal: sigmoids of large logits.
 
     A router that no rule fits is an error.
     """
@@ -178,7 +181,7 @@ def _recognize(arithmetic: _Arithmetic) -> _Rule | None:
     """Return the rule by which the arithmetic computes gains; None for an unknown one."""
     generator = torch.Generator().manual_seed(0)
     forms, samples, expected = arithmetic.forms, list[dict[Node, Tensor]](), list[Tensor]()
-    for factor, shift in _SAMPLES:
+    for factor, shift in (*_SAMPLES, _SATURATED):
         values = {
             node: torch.randn(node.meta["val"].shape, generator=generator) * 0.3 + 1 for node in arithmetic.parameters
         }
@@ -190,7 +193,9 @@ def _recognize(arithmetic: _Arithmetic) -> _Rule | None:
         except (IndexError, RuntimeError):
             return None
     for vectors, numbers in _candidates(arithmetic):
-        scale = _scale(arithmetic.logits, samples, expected, vectors, numbers)
+        # Which of equal scores is the first, a model does not say.
+        count = len(samples) if numbers[1] == "identity" else len(_SAMPLES)
+        scale = _scale(arithmetic.logits, samples[:count], expected[:count], vectors, numbers)
         if scale is not None:
             return _Rule(vectors, (*numbers[:3], scale, *numbers[3:]))
     return None
@@ -220,7 +225,7 @@ def _candidates(arithmetic: _Arithmetic) -> Iterator[tuple[tuple[Node | None, No
         # The gain of one expert is 1 however it is normalized; a logit of 0 over itself is no number.
         if (scores, normalized) == ("identity", "sum"):
             continue
-        for eps in (*small, 0.0) if normalized == "sum" else (0.0,):
+        for eps in (*small, 0.0) if normalized.endswith("sum") else (0.0,):
             yield pair, (chosen, scores, normalized, eps, *grouping)
 
 
