@@ -210,6 +210,8 @@ _OF_OURS = (
     f"| BambooForCausalLM, TurboSparseMistralForCausalLM | bamboo, turbosparsemistral | Mistral | {_BOTH} |",
     "| TurboSparseMixtralForCausalLM | turbosparsemixtral "
     f"| Mixtral; names as in its authors' code for transformers (#31369) | {_BOTH} |",
+    "| SmallThinkerForCausalLM | smallthinker | experts whose router reads the residual stream before attention; "
+    "windows and rotary embeddings in a part of the layers | relu |",
 )
 
 

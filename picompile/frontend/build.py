@@ -40,7 +40,10 @@ _IMPLEMENTATIONS = (ATTENTION_NAME, "sdpa", "eager")
 _MOST_BUFFER_ELEMENTS = 1 << 28
 
 # Fields of configs with the width of a window.
-WINDOWS = ("sliding_window", "attention_window_size", "window_size", "local_attention", "attention_chunk_size")
+WINDOWS = (
+    *("sliding_window", "attention_window_size", "window_size", "local_attention", "attention_chunk_size"),
+    "sliding_window_size",
+)
 
 # What makes a tensor of a given shape.
 _FACTORIES: frozenset[Any] = frozenset(

@@ -13,10 +13,13 @@ from typing import Any, TypeGuard, cast
 from picompile.errors import UnsupportedModelError
 from picompile.quantities import LARGEST_FLOAT32
 
-# How transformers calls the activations that the dialect has.
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+EXPERT_COUNTS = (
+    *("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "moe_num_primary_experts",
+)
 """The fields of configs that have the number of routed experts of a layer."""
 
+# How transformers calls the activations that the dialect has.
 ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_accurate": "gelu_tanh",
@@ -67,6 +70,11 @@ class Family:
     fixed_activation: str | None = None
     is_known: bool = True
 
+    @property
+    def is_ours(self) -> bool:
+        """Return whether transformers has no class for it."""
+        return self.model_class.startswith("picompile.")
+
 
 _LLAMA = Family("llama", "transformers:LlamaConfig", "transformers:LlamaForCausalLM")
 _MISTRAL = Family("mistral", "transformers:MistralConfig", "transformers:MistralForCausalLM")
@@ -82,6 +90,12 @@ _TURBOSPARSE_MIXTRAL = Family(
     "picompile.frontend.turbosparse_mixtral:TurboSparseMixtralConfig",
     "picompile.frontend.turbosparse_mixtral:TurboSparseMixtralForCausalLM",
     activations=("relu",),
+)
+_SMALLTHINKER = Family(
+    "smallthinker",
+    "picompile.frontend.smallthinker:SmallThinkerConfig",
+    "picompile.frontend.smallthinker:SmallThinkerForCausalLM",
+    fixed_activation="relu",
 )
 _QWEN2 = Family("qwen2", "transformers:Qwen2Config", "transformers:Qwen2ForCausalLM")
 _OPT = Family(
@@ -112,6 +126,7 @@ FAMILIES: dict[str, dict[str, Family]] = {
     "BambooForCausalLM": {"bamboo": _BAMBOO},
     "TurboSparseMistralForCausalLM": {"turbosparsemistral": _BAMBOO},
     "TurboSparseMixtralForCausalLM": {"turbosparsemixtral": _TURBOSPARSE_MIXTRAL},
+    "SmallThinkerForCausalLM": {"smallthinker": _SMALLTHINKER},
     "OPTForCausalLM": {"opt": _OPT},
     "FalconForCausalLM": {"falcon": _FALCON},
     "Qwen2ForCausalLM": {"qwen2": _QWEN2},

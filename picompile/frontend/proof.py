@@ -42,7 +42,7 @@ _SMALL = {
     **dict.fromkeys(("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "decoder_ffn_dim"), 96),
     # Neurons of an expert. The number of experts stays, since a router's rule depends on it.
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"), 32),
-    **dict.fromkeys(("moe_shared_expert_intermediate_size", "expert_ffn_hidden_size"), 32),
+    **dict.fromkeys(("moe_shared_expert_intermediate_size", "expert_ffn_hidden_size", "moe_ffn_hidden_size"), 32),
     "vocab_size": 256,
     # Tokens that stand for an image or a sound, which no text has: they are beyond the tokens that are drawn.
     **dict.fromkeys(("image_token_id", "image_token_index", "video_token_id", "audio_token_id"), 255),

@@ -127,13 +127,17 @@ def config_graph(name: str, config: Mapping[str, Any]) -> GraphModule:
 
 
 def shortened(config: Mapping[str, Any], layers: int, kept: int) -> dict[str, Any]:
-    """Return the config of the first `kept` layers; lists with an entry for each layer (`layer_types`) are cut too."""
+    """Return the config of the first `kept` layers.
+
+    Lists with an entry for each layer (`layer_types`, `rope_layout`) are cut too.
+    """
     values = {key: value[:kept] if _for_each(key, value, layers) else value for key, value in config.items()}
     return values | {"num_hidden_layers": kept}
 
 
 def _for_each(key: str, value: object, layers: int) -> bool:
-    return isinstance(value, list) and len(value) == layers and key.startswith("layer")
+    is_of_layers = key.startswith("layer") or key.endswith("_layout")
+    return isinstance(value, list) and len(value) == layers and is_of_layers
 
 
 def graph_bytes(

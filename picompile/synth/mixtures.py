@@ -1,8 +1,10 @@
 """Named mixtures of experts: the config.json of each, in the words of its class in transformers.
 
 Sizes are those of the models' own files on the Hugging Face hub. TurboSparse-Mixtral's own file was not at hand: its
-sizes are those of Mixtral 8x7B, which it was made from. `reglu-moe-1b-7b` and `relu2-moe-1b-5b` are not published:
-OLMoE's sizes with experts whose neurons are often silent, with a gate and without.
+sizes are those of Mixtral 8x7B, which it was made from. SmallThinker's are those of its small model's file and of its
+authors' table; which layers of the large one have a window is llama.cpp's rule, its `rope_theta` is the small one's,
+and a head of its own is assumed. `reglu-moe-1b-7b` and `relu2-moe-1b-5b` are not published: OLMoE's sizes with experts
+whose neurons are often silent, with a gate and without.
 """
 
 from collections.abc import Mapping
@@ -162,6 +164,43 @@ _TURBOSPARSE = {
     "eos_token_id": 2,
 }
 
+_SMALLTHINKER = {
+    "model_type": "smallthinker",
+    "architectures": ["SmallThinkerForCausalLM"],
+    "hidden_size": 1536,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "moe_num_primary_experts": 32,
+    "moe_num_active_primary_experts": 4,
+    "moe_ffn_hidden_size": 768,
+    "moe_primary_router_apply_softmax": False,
+    "rope_layout": [1] * 32,
+    "sliding_window_layout": [0] * 32,
+    "sliding_window_size": 4096,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1500000.0,
+    "tie_word_embeddings": True,
+    "bos_token_id": 151643,
+    "eos_token_id": [151643, 151645],
+}
+
+_SMALLTHINKER_21B = _SMALLTHINKER | {
+    "hidden_size": 2560,
+    "num_hidden_layers": 52,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "moe_num_primary_experts": 64,
+    "moe_num_active_primary_experts": 6,
+    "rope_layout": [0, 1, 1, 1] * 13,
+    "sliding_window_layout": [0, 1, 1, 1] * 13,
+    "max_position_embeddings": 16384,
+    "tie_word_embeddings": False,
+}
+
 _TINY = _OLMOE | {
     "hidden_act": "relu",
     "hidden_size": 96,
@@ -185,6 +224,8 @@ MIXTURES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "gpt-oss-20b": _GPT_OSS,
         "nemotron3-nano": _NEMOTRON,
         "turbosparse-mixtral": _TURBOSPARSE,
+        "smallthinker-4b-a0.6b": _SMALLTHINKER,
+        "smallthinker-21b-a3b": _SMALLTHINKER_21B,
         "reglu-moe-1b-7b": _OLMOE | {"hidden_act": "relu"},
         "relu2-moe-1b-5b": _RELU2,
         "tiny-mixture": _TINY,

@@ -212,7 +212,7 @@ class _Drawing:
             return 1.0
         if leaf == "lm_head":
             return _LOGITS / math.sqrt(hidden)
-        if leaf in ("gate", "router"):
+        if leaf in ("gate", "router", "primary_router"):
             return _ROUTER / math.sqrt(hidden)
         writes = leaf in _WRITES
         # A stack has outputs before inputs or, in gpt-oss, behind them.

@@ -35,6 +35,7 @@ def _kind(architecture: str | None, model_type: str | None, **more: Any) -> dict
         ("SparseLlamaForCausalLM", "llama_sparse_relu", "llama"),
         ("BambooForCausalLM", "bamboo", "bamboo"),
         ("TurboSparseMistralForCausalLM", "turbosparsemistral", "bamboo"),
+        ("SmallThinkerForCausalLM", "smallthinker", "smallthinker"),
         ("TurboSparseMixtralForCausalLM", "turbosparsemixtral", "turbosparse-mixtral"),
         ("MistralForCausalLM", None, "mistral"),
         (None, "turbosparsemistral", "bamboo"),

@@ -38,11 +38,17 @@ class Mixture:
     table: str = ""
 
 
-def build_mixture(mixture: Mixture, seed: int = 0) -> nn.Module:
-    """The model with random weights, of which none is 0 or 1; biases for the choice of experts are among them."""
+def _model_class(name: str) -> Any:
     import transformers
 
-    model_class = getattr(transformers, mixture.model_class)
+    from picompile.frontend.smallthinker import SmallThinkerForCausalLM
+
+    return SmallThinkerForCausalLM if name == "SmallThinkerForCausalLM" else getattr(transformers, name)
+
+
+def build_mixture(mixture: Mixture, seed: int = 0) -> nn.Module:
+    """The model with random weights, of which none is 0 or 1; biases for the choice of experts are among them."""
+    model_class = _model_class(mixture.model_class)
     torch.manual_seed(seed)
     model: nn.Module = model_class(model_class.config_class(**mixture.config)).eval()
     with torch.no_grad():
@@ -245,6 +251,12 @@ _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_ma
 _LATENT_YARN = {"rope_parameters": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707}}
 _OSS_YARN = {"rope_parameters": {**_YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}}
 
+_PRIMARY = {"expert_count": "moe_num_primary_experts", "expert_used_count": "moe_num_active_primary_experts"}
+_PRIMARY |= {"expert_feed_forward_length": "moe_ffn_hidden_size"}
+_SMALLTHINKER = {key: value for key, value in _BASE.items() if key not in ("intermediate_size", "num_experts_per_tok")}
+_SMALLTHINKER |= {"num_hidden_layers": 5, "head_dim": 32, "moe_num_primary_experts": 8, "moe_ffn_hidden_size": 32}
+_SMALLTHINKER |= {"moe_num_active_primary_experts": 3}
+
 _NAMED_SHARED = {"expert_shared_count": "num_shared_experts"}
 
 MIXTURES: Mapping[str, Mixture] = {
@@ -381,6 +393,20 @@ MIXTURES: Mapping[str, Mixture] = {
             "expert_feed_forward_length": "moe_intermediate_size",
             "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
         },
+    ),
+    "smallthinker": Mixture(
+        "smallthinker",
+        "SmallThinkerForCausalLM",
+        {**_SMALLTHINKER, "rope_layout": [0, 1, 1, 1, 0], "sliding_window_layout": [0, 1, 1, 1, 0]},
+        _PRIMARY,
+        _scores(2, {"attention.sliding_window": 4096}),
+    ),
+    "smallthinker without windows": Mixture(
+        "smallthinker",
+        "SmallThinkerForCausalLM",
+        {**_SMALLTHINKER, "moe_primary_router_apply_softmax": True},
+        _PRIMARY,
+        _scores(1),
     ),
     "qwen3moe": Mixture(
         "qwen3moe",

@@ -60,10 +60,45 @@ TURBOSPARSE_MIXTRAL: Config = {
     "router_jitter_noise": 0.0,
 }
 
+SMALLTHINKER: Config = {
+    **_SIZES,
+    "architectures": ["SmallThinkerForCausalLM"],
+    "model_type": "smallthinker",
+    "auto_map": {"AutoModelForCausalLM": "modeling_smallthinker.SmallThinkerForCausalLM"},
+    "model_name": "smallthinker_4b_instruct",
+    "num_hidden_layers": 4,
+    "head_dim": 24,
+    "moe_num_primary_experts": 6,
+    "moe_num_active_primary_experts": 2,
+    "moe_ffn_hidden_size": 48,
+    "norm_topk_prob": True,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1.5e6,
+    "rope_scaling": None,
+    "rope_layout": [0, 1, 1, 1],
+    "sliding_window_layout": [0, 1, 1, 1],
+    "sliding_window_size": 9,
+    "tie_word_embeddings": True,
+    "output_router_logits": False,
+}
+
 
 def defined(config: Config) -> Definition:
     """Return what a config.json means."""
     layers = config["num_hidden_layers"]
+    if config["model_type"] == "smallthinker":
+        return Definition(
+            experts=config["moe_num_primary_experts"],
+            chosen=config["moe_num_active_primary_experts"],
+            neurons=config["moe_ffn_hidden_size"],
+            windows=tuple(config["sliding_window_size"] if has else None for has in config["sliding_window_layout"]),
+            turns=tuple(map(bool, config["rope_layout"])),
+            router="primary_router",
+            matrices=("gate", "up", "down"),
+            scores="softmax" if config.get("moe_primary_router_apply_softmax") else "sigmoid",
+            two_sided=False,
+            routes_before_attention=True,
+        )
     return Definition(
         experts=config["num_local_experts"],
         chosen=config["num_experts_per_tok"],

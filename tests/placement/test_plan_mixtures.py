@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from helpers.mixtures import MIXTURE, MIXTURES, RELU_MIXTURE
+from helpers.published_mixtures import SMALLTHINKER
 from helpers.support import Cli
-from picompile.placement.counting import graph_bytes
+from picompile.placement.counting import graph_bytes, shape_bytes
 from picompile.placement.firing import firing_of_curve, firing_of_experts
 from picompile.placement.machine import Machine
 from picompile.placement.model_bytes import ModelBytes, Packing
@@ -38,6 +39,13 @@ def test_neurons_of_all_experts_are_counted(name: str) -> None:
     whole = counted(replace(shape, experts=0, shared=0))
     assert not whole.has_experts
     assert whole.layers[0].chosen_share == 1.0
+
+
+def test_layouts_of_layers_are_cut_with_the_layers() -> None:
+    layouts = {name: [0, 1, 1, 1] * 3 for name in ("rope_layout", "sliding_window_layout")}
+    config = {**SMALLTHINKER, **layouts, "num_hidden_layers": 12}
+    layers = shape_bytes("smallthinker", config, PACKING).layers
+    assert [(layer.experts, layer.chosen, layer.neurons) for layer in layers] == [(6, 2, 6 * 48)] * 12
 
 
 @pytest.mark.parametrize("sequences", [1, 3])

@@ -36,6 +36,11 @@ _SMALL: dict[str, Any] = {
     "n_routed_experts": 6,
     "layers_block_type": ["full_attention", "moe"],
     "num_experts_per_tok": 2,
+    "moe_num_primary_experts": 6,
+    "moe_num_active_primary_experts": 2,
+    "moe_ffn_hidden_size": 32,
+    "rope_layout": [0, 1],
+    "sliding_window_layout": [0, 1],
     "vocab_size": 300,
     "bos_token_id": 290,
     "eos_token_id": 291,
@@ -98,11 +103,16 @@ class _Firing(Interpreter):
 
 
 @pytest.mark.parametrize(
-    ("name", "active"), [*(("tiny-mixture", active) for active in (0.05, 0.1, 0.4, 1.0)), ("turbosparse-mixtral", 0.1)]
+    ("name", "active"),
+    [
+        *(("tiny-mixture", active) for active in (0.05, 0.1, 0.4, 1.0)),
+        *(("turbosparse-mixtral", 0.1), ("smallthinker-4b-a0.6b", 0.1)),
+    ],
 )
 def test_neurons_of_experts_fire_at_the_rate_asked_for(name: str, active: float, tmp_path: Path) -> None:
     config = MIXTURES[name] if name == "tiny-mixture" else small(name)
-    config = {**config, "hidden_size": 256, "num_hidden_layers": 4, "vocab_size": 512}
+    layouts = {name: [0, 1, 1, 1] for name in ("rope_layout", "sliding_window_layout") if name in config}
+    config = {**config, **layouts, "hidden_size": 256, "num_hidden_layers": 4, "vocab_size": 512}
     write_random_model("tiny", config, 5, tmp_path / "model", active=active)
     captured = load_model(tmp_path / "model")
     graph_module = InsertPredictors("exact")(canonicalize(captured.graph_module)).graph_module

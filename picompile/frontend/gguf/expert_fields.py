@@ -13,6 +13,8 @@ from picompile.frontend.gguf.values import MetadataValues
 Fields = dict[str, Any]
 
 _SOFTMAX, _SIGMOID = 1, 2
+SMALLTHINKER_WINDOW = 4096
+"""The window of SmallThinker in llama.cpp, in tokens."""
 
 
 def check_counts(values: MetadataValues) -> None:
@@ -101,6 +103,24 @@ def hunyuan_width(values: MetadataValues, config: Mapping[str, Any]) -> Fields:
 def norms_of_heads(values: MetadataValues, config: Mapping[str, Any]) -> Fields:
     """Return whether heads of queries and keys are normalized."""
     return {"use_qk_norm": "blk.0.attn_q_norm.weight" in values.header.tensors}
+
+
+def smallthinker(values: MetadataValues, config: Mapping[str, Any]) -> Fields:
+    """Return how scores are made, and which layers turn queries and keys and have a window.
+
+    Where a file has a window, it is of three layers of four, which turn as well; else all turn.
+    """
+    scores = values.count("expert_gating_func")
+    if not scores:
+        raise UnsupportedModelError(f"{values.header.file}: no {values.key('expert_gating_func')} in it")
+    layers = range(config["num_hidden_layers"])
+    windows = [int(layer % 4 > 0) for layer in layers] if values.count("attention.sliding_window") else None
+    return {
+        "moe_primary_router_apply_softmax": scores == _SOFTMAX,
+        "rope_layout": windows or [1 for _ in layers],
+        "sliding_window_layout": windows or [0 for _ in layers],
+        "sliding_window_size": SMALLTHINKER_WINDOW,
+    }
 
 
 def yarn_without_truncation(values: MetadataValues, config: Mapping[str, Any]) -> Fields:

@@ -11,12 +11,14 @@ from typing import Any
 from picompile.frontend.gguf.architecture import GRANITE_SCALES, LATENT, ROPE_ALWAYS, Architecture
 from picompile.frontend.gguf.architecture_fields import windows
 from picompile.frontend.gguf.expert_fields import (
+    SMALLTHINKER_WINDOW,
     deepseek,
     ernie_shared,
     full_attention,
     granite_shared,
     hunyuan_width,
     norms_of_heads,
+    smallthinker,
     yarn_without_truncation,
 )
 
@@ -220,4 +222,15 @@ MIXTURES: Mapping[str, Architecture] = {
     ),
     "qwen3moe": _qwen3(),
     "qwen3vlmoe": _qwen3(),
+    # llama.cpp's window is this one, whatever a file says.
+    "smallthinker": _mixture(
+        "SmallThinker",
+        "smallthinker",
+        "moe_num_primary_experts",
+        chosen="moe_num_active_primary_experts",
+        width="moe_ffn_hidden_size",
+        normalized=True,
+        fixed={"expert_gating_func": (SOFTMAX, SIGMOID), "attention.sliding_window": (0, SMALLTHINKER_WINDOW)},
+        add=(smallthinker,),
+    ),
 }

@@ -16,6 +16,7 @@ import transformers
 
 from picompile.errors import UnsupportedModelError
 from picompile.frontend.config import check_values, resolve
+from picompile.frontend.families import FAMILIES
 from picompile.frontend.gguf.architecture import SHARED_KEYS, Architecture
 from picompile.frontend.gguf.expert_fields import check_counts
 from picompile.frontend.gguf.header import GgufHeader
@@ -105,8 +106,9 @@ _FIXED: Mapping[str, Mapping[str, tuple[float | bool, ...]]] = {"lfm2": {"attent
 def model_classes(config: Mapping[str, Any]) -> tuple[Any, Any]:
     """Return the config and the model class of a `model_config`."""
     name = config["architectures"][0]
-    if name == "BambooForCausalLM":
-        return tuple(resolve(f"picompile.frontend.bamboo:{part}") for part in ("BambooConfig", name))
+    family = next(iter(FAMILIES.get(name, {}).values()), None)
+    if family is not None and family.is_ours:
+        return resolve(family.config_class), resolve(family.model_class)
     model_class = getattr(transformers, name)
     return model_class.config_class, model_class
 

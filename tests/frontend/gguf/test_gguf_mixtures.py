@@ -31,7 +31,10 @@ from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.passes.quantize import Quantize
 
 # Each of these has something that no other has: the others are slow tests.
-QUICK = ("deepseek2 with softmax", "glm4moe", "gpt-oss", "granitemoe with a shared expert", "llama", "qwen2moe")
+QUICK = (
+    *("deepseek2 with softmax", "glm4moe", "gpt-oss", "granitemoe with a shared expert", "llama", "qwen2moe"),
+    *("smallthinker", "smallthinker without windows"),
+)
 GATE_UP, DOWN = (f"model.layers.1.mlp.experts.{name}_proj" for name in ("gate_up", "down"))
 
 
@@ -176,6 +179,10 @@ def test_layers_that_guess_further_tokens_are_left_out(tmp_path: Path) -> None:
         ("deepseek2", {"deepseek2.expert_gating_func": 4}, "expert_gating_func is 4, which is not read"),
         ("hunyuan-moe", {"hunyuan-moe.expert_shared_count": 2}, "a shared expert of 96 neurons"),
         ("dots1", {"dots1.attention.sliding_window": 16}, "sliding_window without the layers"),
+        ("smallthinker", {"smallthinker.attention.sliding_window": 16}, "sliding_window is 16, which is not read"),
+        ("smallthinker", {"smallthinker.attention.sliding_window_pattern": 2}, "pattern is 2, which is not read"),
+        ("smallthinker", {"smallthinker.expert_gating_func": 3}, "expert_gating_func is 3, which is not read"),
+        ("smallthinker", {"smallthinker.expert_gating_func": None}, "no smallthinker.expert_gating_func in it"),
     ],
 )
 def test_values_that_a_class_does_not_have(tmp_path: Path, name: str, more: dict[str, object], says: str) -> None:
@@ -232,9 +239,8 @@ def test_a_graph_keeps_the_numbers(tmp_path: Path, name: str, type_name: str) ->
 @pytest.mark.parametrize("name", [name for name in MIXTURES if name not in ("gpt-oss", "qwen3moe")])
 def test_another_graph_keeps_the_numbers(tmp_path: Path, name: str) -> None:
     """Latent matrices of DeepSeek are so small here that they are plain."""
-    assert GATE_UP.replace("mlp", "block_sparse_moe" if "granite" in name else "mlp") in kept_numbers(
-        save_mixture(tmp_path, name, type_name="Q8_0")
-    )
+    block = "block_sparse_moe" if name.startswith(("granite", "smallthinker")) else "mlp"
+    assert GATE_UP.replace("mlp", block) in kept_numbers(save_mixture(tmp_path, name, type_name="Q8_0"))
 
 
 # As llama.cpp's Q4_K_M has them, and gpt-oss as it is published.
