@@ -11,6 +11,7 @@ import pytest
 
 import picompile_runtime
 from helpers.fake_engine import SoloAnswer, Told, answer_alone
+from helpers.mixtures import save_tiny_mixture
 from helpers.support import BuildOnce, compile_for_test
 from picompile_runtime import Engine, SamplingParams
 from picompile_server.request import ServingRequest
@@ -30,6 +31,18 @@ def engine(build_once: BuildOnce, tiny_model: Path) -> Iterator[Engine]:
         lambda path: compile_for_test(tiny_model, path, quant="q4", context=CONTEXT, sequences=SLOTS, chunk=32),
     )
     with picompile_runtime.load(folder, threads=1) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module", params=["none", "exact", "sign"])
+def mixture(request: pytest.FixtureRequest, build_once: BuildOnce) -> Iterator[Engine]:
+    """A mixture of experts with ReLU, by the predictor of its neurons."""
+
+    def build(folder: Path) -> None:
+        options = {"quant": "q4", "context": CONTEXT, "sequences": SLOTS, "chunk": 32, "accuracy_bound": None}
+        compile_for_test(build_once("tiny-mixture", save_tiny_mixture), folder, predictor=request.param, **options)
+
+    with picompile_runtime.load(build_once(f"tiny-mixture-of-16-{request.param}", build), threads=2) as engine:
         yield engine
 
 
@@ -68,7 +81,16 @@ def is_same(told: Told, expected: SoloAnswer) -> bool:
 
 
 def test_64_requests_over_16_slots_are_answered_as_alone(engine: Engine) -> None:
-    random = np.random.default_rng(8)
+    compare_with_alone(engine, 8)
+
+
+def test_requests_to_a_mixture_are_answered_as_alone(mixture: Engine) -> None:
+    """Although tokens of several sequences share experts, drafts are read with them, and prefixes are used again."""
+    compare_with_alone(mixture, 9)
+
+
+def compare_with_alone(engine: Engine, seed: int) -> None:
+    random = np.random.default_rng(seed)
     system = random.integers(0, 256, 50).tolist()
     requests = [random_request(random, system) for _ in range(64)]
     expected = [answer_alone(engine, request, number % SLOTS) for number, request in enumerate(requests)]

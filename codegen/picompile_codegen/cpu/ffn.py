@@ -17,9 +17,7 @@ In a block of experts, a token has the neurons of the experts that it has chosen
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-
-from tvm import tirx
+from dataclasses import dataclass
 
 from picompile_codegen.backend import body
 from picompile_codegen.cpu.dot import biased, prepare_vector
@@ -156,32 +154,14 @@ def compute_rows(arguments: FfnArguments, memory: RowwiseMemory, tokens: Expr) -
     return computed
 
 
-# Tokens of a chunk that are computed together, which have memory for all of their neurons.
-_CHUNK_TOKENS = 16
-# Tokens of an expert, on the average, from which on tiles are multiplied: for fewer, unpacking its rows takes longer
-# than reading them for each token.
-_TILE_TOKENS = 2
-
-
 def ffn_chunk_of_experts(function: KernelFunction, arguments: FfnArguments) -> None:
     """Write the body of a block of experts for a chunk, and declare its scratch memory.
 
-    Tokens of a short chunk share few experts, and are computed each by itself.
+    However few tokens share an expert, they are multiplied in tiles: a token has the same bits in every chunk.
     """
-    spec = arguments.spec
-    together = min(spec.rows, _CHUNK_TOKENS)
-    few = replace(arguments, spec=replace(spec, rows=together))
-    memory, tiles = RowwiseMemory.declare(function, few), ExpertTiles.declare(function, arguments)
+    tiles = ExpertTiles.declare(function, arguments)
     import_functions(function)
-    tokens = function.tokens(spec.rows)
-    share_experts = bind(tokens * spec.chosen > spec.experts * _TILE_TOKENS)
-    with when(share_experts):
-        tiles.compute(arguments, tokens)
-    with when(tirx.Not(share_experts)), loop(0, (tokens + (together - 1)) // together) as part:
-        first = bind(part * together)
-        rows = few.from_row(first)
-        of_rows = replace(memory, vectors=replace(memory.vectors, x=rows.x))
-        compute_rows(rows, of_rows, bind(minimum(tokens - first, together)))
+    tiles.compute(arguments, function.tokens(arguments.spec.rows))
 
 
 def _compute_all(arguments: FfnArguments, memory: RowwiseMemory, tokens: Expr) -> None:

@@ -2,7 +2,7 @@
 computes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from tvm import tirx
@@ -13,7 +13,6 @@ from picompile_codegen.cpu.matrix import KernelMatrix, M
 from picompile_codegen.cpu.tensor import (
     Expr,
     KernelTensor,
-    TensorView,
     bind,
     counter,
     local,
@@ -112,15 +111,6 @@ class FfnArguments(FfnTensors[KernelMatrix]):
     """The tensors of a block for the CPU, whose first neuron is number `first` of those in its matrices."""
 
     first: Expr = 0
-
-    def from_row(self, row: Expr) -> "FfnArguments":
-        """Return the tensors as they are seen from row `row` of a step on."""
-
-        def seen(tensor: KernelTensor) -> KernelTensor:
-            return TensorView(tensor, row=lambda i: row + i)
-
-        mask, gains = (None if each is None else seen(each) for each in (self.mask, self.gains))
-        return replace(self, x=seen(self.x), y=seen(self.y), mask=mask, gains=gains)
 
     def first_row(self, neuron: Expr) -> Expr:
         """The row of a neuron in `first_matrix`."""
