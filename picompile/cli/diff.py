@@ -42,8 +42,8 @@ def diff_command(
     \b
     Examples:
       picompile compile models/tiny-reglu -o build/tiny --dump-ir build/ir
-      picompile diff build/ir/010_stamp-layers.txt build/ir/011_insert-predictors.txt
-      picompile diff build/ir/010_stamp-layers.txt build/ir/013_quantize.txt --html build/diff.html
+      picompile diff build/ir/012_stamp-layers.txt build/ir/013_insert-predictors.txt
+      picompile diff build/ir/012_stamp-layers.txt build/ir/015_quantize.txt --html build/diff.html
     """
     if html is not None:
         require_page(html, "--html", overwrite=overwrite)

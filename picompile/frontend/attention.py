@@ -166,6 +166,20 @@ def one_sequence() -> Iterator[None]:
         masking_utils.find_packed_sequence_indices = found
 
 
+@contextmanager
+def one_chunk() -> Iterator[None]:
+    """Make transformers take all tokens for one chunk, in layers that attend to a chunk: no text is longer than that.
+
+    A model that is captured has no text longer than `text_limit`.
+    """
+    found = masking_utils.chunked_overlay
+    masking_utils.chunked_overlay = lambda chunk_size, left_padding: lambda batch, head, q, kv: kv == kv
+    try:
+        yield
+    finally:
+        masking_utils.chunked_overlay = found
+
+
 def register_attention() -> None:
     """Put the two functions into transformers' registries; again has no effect."""
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, attention_forward)

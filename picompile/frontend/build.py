@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 
 from picompile.errors import UnsupportedModelError
-from picompile.frontend.attention import ATTENTION_NAME, one_sequence, register_attention
+from picompile.frontend.attention import ATTENTION_NAME, one_chunk, one_sequence, register_attention
 from picompile.frontend.bamboo import FatReLU
 from picompile.frontend.config import quiet_transformers, resolve
 from picompile.frontend.experts import EXPERTS_NAME, keep_router_biases, register_experts
@@ -20,6 +20,7 @@ from picompile.frontend.export import export_decoder
 from picompile.frontend.facts import config_facts
 from picompile.frontend.families import GROWING_ROPE_TYPES, Family
 from picompile.frontend.messages import one_line
+from picompile.frontend.mixtures import replace_mixtures
 from picompile.frontend.text_model import keep_text, own_config
 from picompile_passes.graph.nodes import calls
 from picompile_passes.graph.operands import ATTENTION
@@ -125,6 +126,8 @@ def build_model(
                     setattr(module, name, FatReLU(threshold))
     keep_text(model)
     keep_router_biases(model)
+    if experts == EXPERTS_NAME:
+        replace_mixtures(model)
     for module in model.modules():
         # Not every class takes this as an argument of its forward.
         own = getattr(module, "config", None)
@@ -160,8 +163,8 @@ def capture_model(model: nn.Module, rebuild: Callable[[str], nn.Module], *, whol
         if implementation == "sdpa" and not getattr(model, "_supports_sdpa", False):
             continue
         asked = model if implementation == _IMPLEMENTATIONS[first] else rebuild(implementation)
-        _keep_frequencies(asked)
-        with quiet_transformers():
+        _keep_short(asked)
+        with quiet_transformers(), one_chunk():
             try:
                 graph_module = export_decoder(asked, call_model, longest or _MAX_TOKENS, whole=whole)
             except UnsupportedModelError:
@@ -188,9 +191,11 @@ def _check_windows(config: Any) -> None:
             )
 
 
-def _keep_frequencies(model: nn.Module) -> None:
-    """Keep the rotary frequencies that a model begins with, where its module changes them beyond `rope_limit`."""
+def _keep_short(model: nn.Module) -> None:
+    """Make a model attend as it does in texts of at most `text_limit` tokens, whatever the length."""
     for module in model.modules():
+        if getattr(module, "attn_temperature_tuning", False):
+            module.attn_temperature_tuning = False  # type: ignore[assignment]
         kinds = getattr(module, "rope_type", None)
         if isinstance(kinds, dict):
             # One for each kind of layer.

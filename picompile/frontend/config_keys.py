@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from picompile.frontend.config import UNUSED, resolve
-from picompile.frontend.families import Family, rope_limit, rotary_fields, text_config
+from picompile.frontend.families import Family, rotary_fields, text_config, text_limit
 from picompile.frontend.rope_fields import ROPE_FIELDS, rope_lines
 
 # Fields that earlier versions wrote into every config.json.
@@ -52,11 +52,10 @@ def config_warnings(family: Family, raw: Mapping[str, Any], config: Any) -> tupl
 
     `config` is what `make_config` made of its contents, `raw`.
     """
-    unknown, limit = unknown_keys(family, raw, config), rope_limit(config)
+    unknown, limit = unknown_keys(family, raw, config), text_limit(config)
     lines = [*filter(None, [unknown]), *rope_lines(raw, config)]
     if limit is not None and limit < (getattr(text_config(config), "max_position_embeddings", None) or 0):
-        beyond = f"the positions of tokens beyond {limit:,} are embedded in another way; the context ends there"
-        lines.append(f"config.json: {beyond}")
+        lines.append(f"config.json: attention differs in texts of more than {limit:,} tokens; the context ends there")
     return tuple(lines)
 
 

@@ -4,7 +4,7 @@ transformers' own loops over the experts that were chosen, and a graph cannot sa
 of every expert, times the gain of its expert, which is 0 for those that were not chosen: the sum is the same, and
 passes raise it to one feed-forward block that computes the chosen experts alone. It is registered under a name of our
 own, which only the models that we build here are told to use. A class that asks no registry keeps its own loop, which
-cannot be captured.
+cannot be captured, unless `mixtures.py` has it.
 """
 
 from typing import Any
@@ -33,20 +33,33 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
     _check(module)
     name = "gate_up_proj" if module.has_gate else "up_proj"
     up, down = getattr(module, name), module.down_proj
-    experts = up.shape[0]
     # Rows of an expert's matrix are what it computes: [G, N, D] and [G, D, S].
     if module.is_transposed:
         up, down = up.transpose(1, 2), down.transpose(1, 2)
-    if (rows := experts * up.shape[1]) > _MOST_ROWS:
-        raise UnsupportedModelError(f"{type(module).__name__}: {rows:,} rows of gate and up; {_MOST_ROWS:,} at most")
+    check_rows(module, up)
     bias = getattr(module, f"{name}_bias").flatten() if module.has_bias else None
-    gains = EXPERT_GAINS(top_k_index, top_k_weights.to(hidden_states.dtype), experts)
-    hidden = F.linear(hidden_states, up.flatten(0, 1), bias)
-    hidden = hidden.reshape(*hidden.shape[:-1], experts, -1)
+    gains = EXPERT_GAINS(top_k_index, top_k_weights.to(hidden_states.dtype), up.shape[0])
+    hidden = each_expert(hidden_states, up, bias)
     hidden = module._apply_gate(hidden) if module.has_gate else module.act_fn(hidden)
-    hidden = (hidden * gains.unsqueeze(-1)).flatten(-2)
-    result = F.linear(hidden, down.transpose(0, 1).flatten(1))
+    result = summed_experts(hidden, gains, down)
     return result + gains @ module.down_proj_bias if module.has_bias else result
+
+
+def each_expert(hidden_states: Tensor, rows: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return what the matrices of all experts make of hidden states: [T, D], rows [G, N, D] → [T, G, N]."""
+    hidden = F.linear(hidden_states, rows.flatten(0, 1), bias)
+    return hidden.reshape(*hidden.shape[:-1], rows.shape[0], -1)
+
+
+def summed_experts(hidden: Tensor, gains: Tensor, down: Tensor) -> Tensor:
+    """Return the sum of all experts' results, each times its gain: hidden [T, G, S], down [G, D, S] → [T, D]."""
+    return F.linear((hidden * gains.unsqueeze(-1)).flatten(-2), down.transpose(0, 1).flatten(1))
+
+
+def check_rows(module: nn.Module, rows: Tensor) -> None:
+    """Refuse experts whose gate and up, or one of these, have more rows [G, N, D] than a graph can have tables of."""
+    if (count := rows.shape[0] * rows.shape[1]) > _MOST_ROWS:
+        raise UnsupportedModelError(f"{type(module).__name__}: {count:,} rows of gate and up; {_MOST_ROWS:,} at most")
 
 
 def _check(module: Any) -> None:

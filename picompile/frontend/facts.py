@@ -8,7 +8,7 @@ from torch.fx import GraphModule, Node
 
 from picompile.errors import UnsupportedModelError
 from picompile.frontend.captured import ModelFacts
-from picompile.frontend.families import EXPERT_COUNTS, rope_limit, rope_reach, text_config
+from picompile.frontend.families import EXPERT_COUNTS, rope_reach, text_config, text_limit
 from picompile_passes.graph.nodes import arguments, calls
 from picompile_passes.graph.operands import ATTENTION, EMBEDDING, FFN, expert_count
 from picompile_passes.graph.stamps import stamps_of
@@ -123,7 +123,7 @@ def config_facts(config: Any) -> GraphFacts:
         ffn=number("intermediate_size", "ffn_dim", "ffn_hidden_size"),
         vocab=number("vocab_size"),
         activation="identity",
-        positions=min(filter(None, (longest, rope_limit(config))), default=None),
+        positions=min(filter(None, (longest, text_limit(config))), default=None),
     )
 
 

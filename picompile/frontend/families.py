@@ -5,7 +5,7 @@ not transformers' own, where a checkpoint's code computes something else than it
 reads the numbers of a config without starting transformers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, TypeGuard, cast
@@ -267,6 +267,11 @@ def check_config(family: Family, config: Any) -> None:
         _check_mixers(part)
     if family.is_known:
         _check_layer_types(config)
+    limits = [limit for part in _with_text(config) for limit in _attention_limits(part)]
+    if not all(type(limit) is int and limit > 0 for limit in limits):
+        raise UnsupportedModelError(
+            "config.json: attention_chunk_size must be a whole number from 1, and floor_scale one from 2"
+        )
 
 
 def _check_mixers(config: Any) -> None:
@@ -311,14 +316,26 @@ def rotary_fields(config: Any) -> list[Mapping[str, Any]]:
     return [value for value in rope.values() if isinstance(value, Mapping)] or [rope]
 
 
-def rope_limit(config: Any) -> int | None:
-    """Return the longest text for which rotary frequencies are the same whatever the length; None for any length.
+def text_limit(config: Any) -> int | None:
+    """Return the longest text for which attention is the same whatever the length; None for any length.
 
-    Type `dynamic` has other frequencies beyond `max_position_embeddings`, `longrope` beyond
-    `original_max_position_embeddings`, and from there on `llama_4_scaling_beta` scales queries (Ministral 3).
+    Rotary embeddings of type `dynamic` have other frequencies beyond `max_position_embeddings`, `longrope` beyond
+    `original_max_position_embeddings`, and from there on `llama_4_scaling_beta` scales queries (Ministral 3). In Llama
+    4, tokens of one chunk do not see those before it, and layers without positions scale queries from `floor_scale` on.
     """
-    limits = [_limit(part, rope) for part in _with_text(config) for rope in rotary_fields(part)]
+    parts = _with_text(config)
+    limits = [_limit(part, rope) for part in parts for rope in rotary_fields(part)]
+    limits += [limit for part in parts for limit in _attention_limits(part)]
     return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _attention_limits(config: Any) -> Iterator[int | None]:
+    """Yield the lengths of texts beyond which layers attend in another way."""
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        yield getattr(config, "attention_chunk_size", None)
+    if getattr(config, "attn_temperature_tuning", False):
+        # The token at position floor_scale - 1 is the first one that is scaled.
+        yield config.floor_scale - 1
 
 
 def rope_reach(config: Any) -> int | None:

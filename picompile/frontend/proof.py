@@ -21,10 +21,10 @@ from picompile.frontend.build import WINDOWS, build_model, call_model, capture_m
 from picompile.frontend.config import make_config, quiet_transformers
 from picompile.frontend.experts import EXPERTS_NAME
 from picompile.frontend.export import first_names
-from picompile.frontend.families import Family
+from picompile.frontend.families import Family, text_limit
 from picompile.frontend.messages import one_line
 from picompile.frontend.weight_sources import ModuleWeights
-from picompile_passes.errors import PassesError, UnsupportedGraphError
+from picompile_passes.errors import PassesError
 from picompile_passes.graph.materialize import materialize, node_values
 from picompile_passes.graph.nodes import arguments, calls, constant_nodes, is_call
 from picompile_passes.graph.operands import ATTENTION
@@ -40,6 +40,7 @@ _LENGTHS = (3, 19)
 _SMALL = {
     **dict.fromkeys(WINDOWS, 7),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "decoder_ffn_dim"), 96),
+    "intermediate_size_mlp": 96,
     # Neurons of an expert. The number of experts stays, since a router's rule depends on it.
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"), 32),
     **dict.fromkeys(("moe_shared_expert_intermediate_size", "expert_ffn_hidden_size", "moe_ffn_hidden_size"), 32),
@@ -112,11 +113,6 @@ def _subject(raw: Mapping[str, Any], family: Family, activation: str | None, who
     for shrunk in (_SMALL, dict.fromkeys(WINDOWS, 7), {}):
         try:
             subject = _made(_smaller(raw, count, kept, shrunk), family, activation, seed)
-        except UnsupportedGraphError:
-            # A mask that has no counterpart at a size that can be compared has none at its own.
-            if raw.get("attention_chunk_size"):
-                raise
-            continue
         except Exception:
             # What a model needs of a config differs; the next one is closer to the original.
             continue
@@ -193,8 +189,8 @@ def _difference(subject: _Subject, seed: int) -> str | None:
     """Return what differs and where, None where all logits are equal."""
     generator = torch.Generator().manual_seed(seed + 1)
     compared = 0
-    most = most_tokens(subject.captured)
-    for length in sorted({min(length, most or length) for length in _LENGTHS}):
+    limits = (most_tokens(subject.captured), text_limit(vars(subject.eager)["config"]))
+    for length in sorted({min(filter(None, (length, *limits))) for length in _LENGTHS}):
         tokens = torch.randint(min(subject.vocab, 200), (length,), generator=generator)
         with torch.no_grad(), quiet_transformers():
             expected = call_model(subject.eager, tokens.unsqueeze(0), torch.arange(length).unsqueeze(0))[0]

@@ -14,7 +14,7 @@ from picompile import UnsupportedModelError
 from picompile.frontend import attention, experts, facts, proof
 from picompile.frontend.build import build_model
 from picompile.frontend.config import make_config
-from picompile.frontend.families import find_family, rope_limit
+from picompile.frontend.families import find_family, text_limit
 from picompile.frontend.hf import capture_config, raw_activation
 from picompile_passes.errors import PassesError
 from picompile_passes.passes.canonicalize import raise_elementwise, raise_norms, raise_route
@@ -152,7 +152,7 @@ _MINISTRAL3 = {
 def test_what_changes_with_the_position_alone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Queries are scaled from position 32 on, which none of the texts has."""
     _prove(_MINISTRAL3)
-    monkeypatch.setattr(facts, "rope_limit", lambda config: None)
+    monkeypatch.setattr(facts, "text_limit", lambda config: None)
     _expect(_MINISTRAL3 | {"bos_token_id": 3}, "at the positions 109 to 127 the canonical graph has other logits")
 
 
@@ -184,7 +184,7 @@ def test_rotary_embeddings_of_a_nested_config_end_the_context(kind: str) -> None
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "rope_parameters": rope,
     }  # fmt: skip
     config = small_config("got_ocr2", text_config=text)
-    assert facts.config_facts(config).positions == rope_limit(config) == (64 if kind == "dynamic" else 32)
+    assert facts.config_facts(config).positions == text_limit(config) == (64 if kind == "dynamic" else 32)
 
 
 @pytest.mark.slow("exports two models; right and wrong ones are fast")

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from helpers.small_models import SIZES, config_class
+from helpers.small_models import OF_TYPES, SIZES, config_class
 
 # No text of ours has it.
 _IMAGE = 209
@@ -62,6 +62,7 @@ def small_composite(model_type: str, text: Mapping[str, Any] | None = None) -> A
         if not is_text:
             fields.pop("vocab_size", None)
         fields.pop("is_decoder", None)
+        fields |= OF_TYPES.get(part.model_type, {}) if is_text else {}
         if is_text and "mrope" in _source(type(part)):
             # Sections of the eight pairs of a head, or of the four that are turned.
             sections = _SECTIONS.get(model_type, [2, 3, 3])

@@ -52,11 +52,13 @@ _ATTEMPTS: tuple[Mapping[str, Any], ...] = (
     {"hidden_size_per_layer_input": 0},
     {"num_hidden_layers": None},
 )
-_OF_TYPES: Mapping[str, Mapping[str, Any]] = {
+OF_TYPES: Mapping[str, Mapping[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 5},
     "reformer": {"axial_pos_embds_dim": [32, 32], "axial_pos_shape": [8, 16]},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"]},
+    # Dense layers between mixtures.
+    "llama4_text": {"num_experts_per_tok": 1, "interleave_moe_layer_step": 2, "intermediate_size_mlp": 80},
 }
 # Texts and images: what these classes add to a decoder is no matter of ours.
 _INNER = ("text_config", "decoder")
@@ -80,7 +82,7 @@ def small_config(model_type: str, **more: Any) -> Any:
     """Return a small config object of a model type. Raises whatever its class raises where none of ours fits it."""
     own = config_class(model_type)
     known = {field.name for field in dataclasses.fields(own)}
-    values = {name: value for name, value in SIZES.items() if name in known} | dict(_OF_TYPES.get(model_type, {}))
+    values = {name: value for name, value in SIZES.items() if name in known} | dict(OF_TYPES.get(model_type, {}))
     if "kv_lora_rank" in known:
         # Latent attention has keys for each head.
         values["num_key_value_heads"] = 4

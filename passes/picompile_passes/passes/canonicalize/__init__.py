@@ -6,6 +6,7 @@ from torch.fx import GraphModule
 
 from picompile_passes.base import Pass
 from picompile_passes.passes.canonicalize.flatten_tokens import FlattenTokens
+from picompile_passes.passes.canonicalize.norm_before_turn import NormBeforeTurn
 from picompile_passes.passes.canonicalize.raise_attention import RaiseAttention
 from picompile_passes.passes.canonicalize.raise_elementwise import RaiseElementwise
 from picompile_passes.passes.canonicalize.raise_ffn import RaiseFFN
@@ -25,6 +26,7 @@ CANONICALIZE: tuple[Pass, ...] = (
     RaiseNorms(),
     RaiseScores(),
     RaiseAttention(),
+    NormBeforeTurn(),
     RaiseRotary(),
     RaiseFFN(),
     RaiseElementwise(),
