@@ -203,6 +203,18 @@ def _keep_short(model: nn.Module) -> None:
             module.rope_type = kept  # type: ignore[assignment]
         elif kinds in GROWING_ROPE_TYPES:
             module.rope_type = "default"  # type: ignore[assignment]
+            _keep_scale(module)
+
+
+def _keep_scale(module: Any) -> None:
+    """Give rotary embeddings the scale that they have in short texts, where they ask the positions for it (PhiMoE)."""
+    config, frequencies = module.config, getattr(module, "rope_init_fn", None)
+    scale = config.rope_parameters.get("short_mscale")
+    if scale is None or frequencies is None:
+        return
+    module.config = copy.copy(config)
+    module.config.rope_parameters = {**config.rope_parameters, "rope_type": "default"}
+    module.rope_init_fn = lambda _: (frequencies(config)[0], scale)
 
 
 def call_model(model: nn.Module, tokens: Tensor, positions: Tensor | None) -> Tensor:

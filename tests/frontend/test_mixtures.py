@@ -21,6 +21,16 @@ from picompile_passes.graph.nodes import arguments, calls
 from picompile_passes.graph.operands import FFN, ROUTE
 from picompile_passes.passes.canonicalize import canonicalize
 
+_LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 64,
+    "short_factor": [1.0 + i / 8 for i in range(8)],
+    "long_factor": [2.0 + i / 8 for i in range(8)],
+    "short_mscale": 1.24,
+    "long_mscale": 1.5,
+}
+
 
 def _first(model: nn.Module, name: str) -> Any:
     """Return the first module of a class by its name."""
@@ -101,6 +111,8 @@ def test_chunks_that_are_none(options: dict[str, Any]) -> None:
             {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 0, 1], "attention_chunk_size": 64, "floor_scale": 80},
             64,
         ),
+        # As Phi-3.5-MoE has it, whose positions have another scale behind the first 64.
+        ("phimoe", {"attention_bias": True, "lm_head_bias": True, "rope_parameters": _LONG_ROPE}, 64),
     ],
 )
 def test_compiled_models_give_eager_tokens(

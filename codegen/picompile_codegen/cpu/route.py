@@ -49,6 +49,8 @@ def route(spec: RouteSpec, function: KernelFunction) -> None:
         with loop(0, spec.chosen) as i:
             chosen[i] = _take_best(orders)
             weights[i] = scores[chosen[i]]
+            if spec.normalized == "sparse_mixer":
+                weights[i] = _share_of_drawn(spec, scores, orders, bind(weights[i]))
         _normalize(spec, weights)
         blocks(spec.experts, lambda c, valid: store(gains, t, c, value=splat(0.0), valid=valid))
         with loop(0, spec.chosen) as i:
@@ -138,6 +140,23 @@ def _take_best(orders: KernelTensor) -> Expr:
     return place
 
 
+def _share_of_drawn(spec: RouteSpec, scores: KernelTensor, orders: KernelTensor, best: Expr) -> Expr:
+    """Return the softmax of the score `best`, which has just been taken, over those that are left and near it."""
+    sums, top = zero_vector(), bind(splat(best))
+
+    def add(c: Expr, _: int) -> None:
+        score = bind(scores[at(c)])
+        below = bind(top - score)
+        # No comparison that is true of NaN: what is no number counts, and shows.
+        is_far = below / maximum(tirx.abs(score), top) > splat(spec.eps)
+        value = select(is_far, splat(0.0), _or_nan(below, exp_of_negative(-below)))
+        sums[at(0)] = sums[at(0)] + select(orders[at(c)] == splat_int(_TAKEN), splat(0.0), value)
+
+    blocks(scores.columns, add)
+    # Its own exponential is 1, or NaN where it is no finite number.
+    return bind(1.0 / (total(sums[at(0)]) + (best - best) + tirx.FloatImm("float32", 1.0)))
+
+
 def _drop_groups(spec: RouteSpec, choice: KernelTensor, orders: KernelTensor) -> None:
     """Put the experts of all but the best groups behind all others."""
     size = spec.experts // spec.groups
@@ -163,7 +182,7 @@ def _drop_groups(spec: RouteSpec, choice: KernelTensor, orders: KernelTensor) ->
 
 def _normalize(spec: RouteSpec, weights: KernelTensor) -> None:
     """Normalize the scores of the chosen experts, the first elements of `weights`."""
-    if spec.normalized == "none":
+    if spec.normalized in ("none", "sparse_mixer"):
         return
     if spec.normalized in ("sigmoid", "sigmoid_sum"):
         blocks(spec.chosen, lambda c, _: _put(weights, c, _SCORES["sigmoid"](bind(weights[at(c)]))))

@@ -17,9 +17,10 @@ SCORES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 """The scores that a router makes of its logits, by name."""
 
-NORMALIZED = ("none", "sum", "softmax", "sigmoid", "sigmoid_sum")
+NORMALIZED = ("none", "sum", "softmax", "sigmoid", "sigmoid_sum", "sparse_mixer")
 """The ways to make weights of the chosen scores: as they are, over their sum, by a softmax, by a sigmoid, or sigmoids
-over their sum."""
+over their sum; or, of experts that are drawn one after the other, by a softmax over those that are left and near the
+best (PhiMoE)."""
 
 GROUP_SCORES = ("max", "top2")
 """The score of a group of experts: that of its best expert, or the sum of those of its two best."""
@@ -38,6 +39,9 @@ def _is_a_rule(call: Call) -> Iterator[str]:
         yield f"it chooses {values['chosen']} of {experts // groups * chosen_groups} experts"
     elif values["group_score"] == "top2" and groups > 1 and experts // groups < 2:
         yield "its groups have one expert each, and no second best"
+    is_plain = values["bias"] is None and chosen_groups == groups
+    if values["normalized"] == "sparse_mixer" and not is_plain:
+        yield "draws experts by other numbers than their scores"
 
 
 @operator(
@@ -67,6 +71,10 @@ def route(
     the highest s + bias in each, or by the sum of the two highest (DeepSeek V3, arXiv 2412.19437). An expert whose gain
     is 0 is not computed.
 
+    With `sparse_mixer` (arXiv 2409.12136), w of an expert is its softmax over the scores of all that are not chosen
+    before it, and not far below it: with m its score, those with (m - s) / max(|s|, m) > eps are left out. Such a
+    router has neither a bias nor groups.
+
     logits [T, G]; bias, expert_scale [G] → [T, G].
     """
     score = SCORES[scores](logits)
@@ -82,10 +90,24 @@ def route(
         weights = weights.softmax(-1)
     elif normalized in ("sigmoid", "sigmoid_sum"):
         weights = weights.sigmoid()
+    elif normalized == "sparse_mixer":
+        weights = _drawn(score, experts, eps)
     if normalized in ("sum", "sigmoid_sum"):
         weights = weights / (weights.sum(-1, keepdim=True) + eps)
     gains = torch.zeros_like(logits).scatter(-1, experts, weights * scale)
     return gains if expert_scale is None else gains * expert_scale
+
+
+def _drawn(score: Tensor, experts: Tensor, eps: float) -> Tensor:
+    """Return the weights of `experts` [T, chosen], the best of `score` [T, G], that are drawn one after the other."""
+    weights, left = [], score
+    for expert in experts.unbind(-1):
+        own = expert.unsqueeze(-1)
+        best = score.gather(-1, own)
+        far = (best - score) / score.abs().maximum(best) > eps
+        weights.append(left.masked_fill(far, -torch.inf).softmax(-1).gather(-1, own))
+        left = left.scatter(-1, own, -torch.inf)
+    return torch.cat(weights, dim=-1)
 
 
 def _best(values: Tensor, count: int) -> Tensor:

@@ -6,13 +6,16 @@ from operator import getitem
 import pytest
 import torch
 
-from helpers.raising import HIDDEN, Builder, Value, Write, aten, only, operators, raised, refused
+from helpers.raising import HIDDEN, Builder, Value, Write, aten, captured, only, operators, raised, refused
+from picompile_passes.base import Stage
+from picompile_passes.errors import VerifyError
 from picompile_passes.graph.nodes import arguments
 from picompile_passes.graph.operands import FFN, LINEAR, ROUTE
 from picompile_passes.passes.canonicalize.captured_experts import EXPERT_GAINS
 from picompile_passes.passes.canonicalize.raise_ffn import RaiseFFN
 from picompile_passes.passes.canonicalize.raise_linear import RaiseLinear
 from picompile_passes.passes.canonicalize.raise_route import RaiseRoute
+from picompile_passes.verify import verify
 
 EXPERTS, CHOSEN, NEURONS = 8, 3, 10
 
@@ -90,6 +93,20 @@ def _best_sigmoids(b: Builder, logits: Value) -> tuple[Value, Value]:
     return index, weights / weights.sum([-1], True)
 
 
+def _sparse_mixer(b: Builder, logits: Value) -> tuple[Value, Value]:
+    """As PhiMoE has it, for two experts."""
+    index, weights, left = [], [], logits
+    for _ in range(2):
+        top = b.call(aten.max.dim, left, -1, True)
+        best, expert = b.call(getitem, top, 0), b.call(getitem, top, 1)
+        factor = b.call(aten.clamp.Tensor, logits.abs(), best)
+        far = b.call(aten.gt.Scalar, (best - logits) / factor, 0.3)
+        weights.append(b.call(aten.masked_fill.Scalar, left, far, float("-inf")).softmax(-1).gather(-1, expert))
+        index.append(expert)
+        left = b.call(aten.scatter.value, logits, -1, expert, float("-inf"))
+    return b.aten("cat", index, -1), b.aten("cat", weights, -1)
+
+
 _RULES: dict[str, tuple[Router, dict[str, object]]] = {
     "softmax": (_softmax_then_best, {"scores": "softmax", "normalized": "none"}),
     # The softmax of all, over the sum of the chosen, is the softmax of the chosen.
@@ -105,6 +122,7 @@ _RULES: dict[str, tuple[Router, dict[str, object]]] = {
     "sigmoids of the best": (_sigmoids_of_the_best, {"scores": "identity", "normalized": "sigmoid_sum"}),
     "best sigmoids": (_best_sigmoids, {"scores": "sigmoid", "normalized": "sum"}),
     "scaled": (_scaled_experts, {"scores": "identity", "normalized": "softmax"}),
+    "drawn": (_sparse_mixer, {"chosen": 2, "scores": "identity", "normalized": "sparse_mixer", "eps": 0.3}),
     "roots": (_square_roots, {"scores": "sqrt_softplus", "normalized": "sum", "scale": 1.5}),
 }
 
@@ -115,7 +133,7 @@ def test_a_router_is_raised_to_its_rule(name: str) -> None:
     result = raised(_gains(router), RaiseRoute())
     values = arguments(only(result, ROUTE))
     assert operators(result) == {"linear": 2, "route": 1}
-    assert {key: values[key] for key in ("chosen", *expected)} == {"chosen": CHOSEN, **expected}
+    assert {key: values[key] for key in ("chosen", *expected)} == ({"chosen": CHOSEN} | expected)
     assert (values["bias"] is not None) == (name in ("groups", "biased"))
     assert (values["expert_scale"] is not None) == (name == "scaled")
 
@@ -142,6 +160,19 @@ def test_an_unknown_rule_is_refused() -> None:
         return index, weights * weights * weights
 
     refused(_gains(cubes), RaiseRoute(), "chooses experts by no rule that is known")
+
+
+@pytest.mark.parametrize("given", ["bias", "groups"])
+def test_experts_are_drawn_by_their_scores_alone(given: str) -> None:
+    def write(b: Builder, x: Value) -> Value:
+        bias = b.parameter("bias", EXPERTS) if given == "bias" else None
+        groups = (4, 2, "max") if given == "groups" else (1, 1, "max")
+        logits = b.linear(x, "router", EXPERTS)
+        gains = b.call(ROUTE, logits, bias, None, CHOSEN, "identity", "sparse_mixer", 1.0, 0.02, *groups)
+        return b.call(LINEAR, gains, b.parameter("out", HIDDEN, EXPERTS), None)
+
+    with pytest.raises(VerifyError, match="draws experts by other numbers than their scores"):
+        verify(captured(write), Stage.CANONICAL)
 
 
 def _mixture(*, bias: bool = False, shared: bool = False, transposed: bool = False) -> Write:

@@ -217,7 +217,9 @@ def _candidates(arithmetic: _Arithmetic) -> Iterator[tuple[tuple[Node | None, No
         for score in GROUP_SCORES
         if score == "max" or experts // count > 1
     ]
-    small = [number for number in sorted(set(numbers), reverse=True) if 0 < number < 1e-3]
+    below_one = [number for number in sorted(set(numbers), reverse=True) if 0 < number < 1]
+    small = (*(number for number in below_one if number < 1e-3), 0.0)
+    added = {"sum": small, "sigmoid_sum": small, "sparse_mixer": (*below_one, 0.0)}
     vectors = [*permutations((*arithmetic.parameters, None), 2)] if arithmetic.parameters else [(None, None)]
     for pair, scores, normalized, grouping in product(vectors, SCORES, NORMALIZED, groups):
         if {*pair} - {None} != {*arithmetic.parameters}:
@@ -225,7 +227,9 @@ def _candidates(arithmetic: _Arithmetic) -> Iterator[tuple[tuple[Node | None, No
         # The gain of one expert is 1 however it is normalized; a logit of 0 over itself is no number.
         if (scores, normalized) == ("identity", "sum"):
             continue
-        for eps in (*small, 0.0) if normalized.endswith("sum") else (0.0,):
+        if normalized == "sparse_mixer" and (scores != "identity" or pair[0] is not None or grouping[0] > 1):
+            continue
+        for eps in added.get(normalized, (0.0,)):
             yield pair, (chosen, scores, normalized, eps, *grouping)
 
 
