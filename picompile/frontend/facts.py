@@ -88,7 +88,8 @@ def has_experts(captured: GraphModule) -> bool:
 
 def names_experts(config: Mapping[str, Any]) -> bool:
     """Return whether the contents of a config.json have a number of experts, of more than one."""
-    nested = [value for key, value in config.items() if key == "text_config" and isinstance(value, Mapping)]
+    parts = ("text_config", "ffn_config")
+    nested = [value for key, value in config.items() if key in parts and isinstance(value, Mapping)]
     counts = (value for key, value in config.items() if key in EXPERT_COUNTS)
     return any(type(count) is int and count > 1 for count in counts) or any(map(names_experts, nested))
 

@@ -58,6 +58,20 @@ def _llama4(module: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     return module.shared_expert(x) + routed, logits
 
 
+def _prepare_dbrx(module: Any) -> None:
+    check_rows(module, module.mlp.w1.unflatten(0, (module.num_experts, -1)))
+
+
+def _dbrx(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """`DbrxExperts`, whose three matrices are [G · S, D]: hidden states [B, T, D] → [B, T, D]."""
+    x, mlp, experts = hidden_states.reshape(-1, module.hidden_size), module.mlp, module.num_experts
+    gains = EXPERT_GAINS(top_k_index, top_k_weights, experts)
+    gate, up = (each_expert(x, rows.unflatten(0, (experts, -1))) for rows in (mlp.w1, mlp.v1))
+    hidden = mlp.activation_fn(gate) * up * gains.unsqueeze(-1)
+    return nn.functional.linear(hidden.flatten(-2), mlp.w2.t()).reshape(hidden_states.shape)
+
+
 _MIXTURES: dict[str, tuple[Callable[[Any], None], Callable[..., Any]]] = {
+    "DbrxExperts": (_prepare_dbrx, _dbrx),
     "Llama4TextMoe": (_prepare_llama4, _llama4),
 }

@@ -36,6 +36,11 @@ def settled_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
     for name in (_OLD, _NEW):
         if settled.get(name):
             settled[name] = _with_length(settled[name], raw.get(_LENGTH))
+    attention = raw.get("attn_config") if raw.get("model_type") == "dbrx" else None
+    has_base = any(raw.get(name) for name in (*ROPE_FIELDS, "rope_theta"))
+    if isinstance(attention, Mapping) and "rope_theta" in attention and not has_base:
+        # Published files have it there, and transformers reads it at the level above.
+        settled["rope_theta"] = attention["rope_theta"]
     if isinstance(raw.get("text_config"), Mapping):
         settled["text_config"] = settled_rope(raw["text_config"])
     return settled

@@ -37,19 +37,24 @@ def _first(model: nn.Module, name: str) -> Any:
     return next(module for module in model.modules() if type(module).__name__ == name)
 
 
-@pytest.mark.parametrize(("model_type", "name"), [("llama4_text", "Llama4TextMoe")])
-def test_the_forward_of_a_mixture_is_its_own(model_type: str, name: str) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "whole", "name"),
+    [("llama4_text", "Llama4TextMoe", "Llama4TextMoe"), ("dbrx", "DbrxFFN", "DbrxExperts")],
+)
+def test_the_forward_of_a_mixture_is_its_own(model_type: str, whole: str, name: str) -> None:
     model = small_model(small_config(model_type))
-    module, x = _first(model, name), torch.randn(5, 64)
+    module, x, names = _first(model, whole), torch.randn(2, 5, 64), list(model.state_dict())
+    before = type(_first(model, name))
     with torch.no_grad():
-        expected = module(x.unsqueeze(0))
+        expected = module(x)
         replace_mixtures(model)
-        found = module(x.unsqueeze(0))
+        found = module(x)
     for one, other in zip(expected, found, strict=True):
         torch.testing.assert_close(one.reshape(other.shape), other, rtol=1e-5, atol=1e-6)
-    assert (type(module).__name__, isinstance(module, nn.Module)) == (name, True)
-    # Nothing of it is in a checkpoint.
-    assert "ones" not in "".join(model.state_dict())
+    after = type(_first(model, name))
+    assert after is not before and issubclass(after, before)
+    # Nothing of ours is in a checkpoint.
+    assert list(model.state_dict()) == names
 
 
 def test_a_score_of_llama_4_scales_its_token() -> None:
@@ -101,6 +106,16 @@ def test_chunks_that_are_none(options: dict[str, Any]) -> None:
         capture_config(config_json("llama4_text", options))
 
 
+def test_dbrx_has_its_base_in_its_attention() -> None:
+    """transformers would leave it out, and turn by 10,000."""
+    raw = config_json("dbrx", {})
+    raw["attn_config"]["rope_theta"] = 500000
+    family = find_family(raw)
+    assert make_config(family, raw).rope_parameters["rope_theta"] == 10000
+    del raw["rope_parameters"]
+    assert make_config(family, raw).rope_parameters["rope_theta"] == 500000
+
+
 @pytest.mark.slow("compiles a model per class; one is fast", but=("llama4_text-",))
 @pytest.mark.parametrize(
     ("model_type", "options", "context"),
@@ -113,6 +128,7 @@ def test_chunks_that_are_none(options: dict[str, Any]) -> None:
         ),
         # As Phi-3.5-MoE has it, whose positions have another scale behind the first 64.
         ("phimoe", {"attention_bias": True, "lm_head_bias": True, "rope_parameters": _LONG_ROPE}, 64),
+        ("dbrx", {}, 64),
     ],
 )
 def test_compiled_models_give_eager_tokens(

@@ -57,6 +57,10 @@ OF_TYPES: Mapping[str, Mapping[str, Any]] = {
     "reformer": {"axial_pos_embds_dim": [32, 32], "axial_pos_shape": [8, 16]},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"]},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.75, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 8, "moe_top_k": 2},
+    },
     # Dense layers between mixtures.
     "llama4_text": {"num_experts_per_tok": 1, "interleave_moe_layer_step": 2, "intermediate_size_mlp": 80},
 }
