@@ -15,10 +15,14 @@ from picompile_passes.passes.canonicalize.captured_experts import EXPERT_GAINS
 def replace_mixtures(model: nn.Module) -> None:
     """Give the mixtures of `model` that ask no registry a forward of ours, in place; weights and names stay.
 
-    Raises `UnsupportedModelError` for a mixture whose options ours does not have.
+    Raises `UnsupportedModelError` for a mixture whose options ours does not have, and for attention that is one.
     """
     for module in model.modules():
         cls: Any = type(module)
+        if cls.__name__ == "JetMoeMoA":
+            raise UnsupportedModelError(
+                "JetMoeAttention is a mixture itself: a router chooses each token's queries, which is not supported"
+            )
         if cls.__module__.startswith("transformers.models.") and (known := _MIXTURES.get(cls.__name__)) is not None:
             prepare, forward = known
             prepare(module)

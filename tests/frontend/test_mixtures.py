@@ -78,6 +78,13 @@ def test_llama_4_with_several_experts_is_refused(monkeypatch: pytest.MonkeyPatch
         capture_config(config_json("llama4_text", {}))
 
 
+def test_attention_that_is_a_mixture_is_refused() -> None:
+    with pytest.raises(
+        UnsupportedModelError, match="JetMoeAttention is a mixture itself: a router chooses each token's queries"
+    ):
+        capture_config(config_json("jetmoe", {}))
+
+
 @pytest.mark.parametrize(
     ("options", "limit"),
     [
