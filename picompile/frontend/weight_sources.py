@@ -1,7 +1,7 @@
 """The weight sources of safetensors files, read one tensor at a time, and of modules in memory."""
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from picompile.errors import UnsupportedModelError
 from picompile.frontend.tensor_file import TensorHeader, explaining
 from picompile.frontend.weight_values import DTYPES, check_values
+from picompile_passes.graph.weight_source import as_run, take_rows
 
 _ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 _TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -26,6 +27,10 @@ class Codes(Protocol):
 
     def load(self, name: str) -> Tensor:
         """Return its values in float32."""
+        ...
+
+    def load_rows(self, name: str, rows: Tensor) -> Tensor:
+        """Return the values of some of its rows."""
         ...
 
     def packed(self, name: str, format_name: str, rows: Tensor | None = None) -> Tensor | None:
@@ -87,18 +92,31 @@ class FolderWeights:
         if name in self._zeros:
             return torch.zeros(self._zeros[name])
         header = self._headers[self._names[name]]
-        return self._stacked(header) if header.parts else self._tensor(header)
+        return self.load_rows(name, _all_rows(header)).view(header.shape) if header.parts else self._tensor(header)
 
-    def _stacked(self, header: TensorHeader) -> Tensor:
-        """Return a stack of experts' matrices, copied from one part after another."""
-        stack = torch.empty(header.shape, dtype=_TORCH_DTYPES.get(header.dtype, torch.float32))
-        for matrix, parts in zip(stack, header.parts, strict=True):
-            row = 0
-            for part in parts:
-                rows = part.shape[0]
-                matrix[row : row + rows] = self._tensor(part)
-                row += rows
-        return stack
+    def load_rows(self, name: str, rows: Tensor) -> Tensor:
+        """Return some rows of the matrix or stack of matrices `name`, as `picompile_passes` asks for them.
+
+        `rows` are counted over all matrices. No other expert's tensor is read than those that have one of them, and the
+        tensor of a file is mapped. Raises as `load` does.
+        """
+        if name in self._zeros:
+            return torch.zeros(len(rows), self._zeros[name][-1])
+        header = self._headers[self._names[name]]
+        if not header.parts:
+            return self._rows(header, rows)
+        values = torch.empty(len(rows), header.shape[-1], dtype=_TORCH_DTYPES.get(header.dtype, torch.float32))
+        for part, places, own in _by_part(header, rows):
+            values[as_run(places)] = self._rows(part, own)
+        return values
+
+    def _rows(self, header: TensorHeader, rows: Tensor) -> Tensor:
+        """Return some rows of the tensor of a file, or of the matrices that it stands for."""
+        if self._codes is None or not self._codes.is_quantized(header.name):
+            return take_rows(self._tensor(header), rows)
+        values = self._codes.load_rows(header.name, rows)
+        check_values(values, f"{header.file}: {header.name}", "checkpoint")
+        return values
 
     def _tensor(self, header: TensorHeader) -> Tensor:
         """Return the tensor of a file, or the matrix that several stand for."""
@@ -133,17 +151,20 @@ class FolderWeights:
             return None
         if self._codes is None or transposed != self._is_turned(name):
             return None
-        found, parts = [], self._stored_names(name)
-        if len(parts) == 1:
-            only = parts[0]
+        header = self._headers[self._names[name]]
+        if not header.parts:
+            only = header.name
             return self._codes.packed(only, format_name, rows) if self._codes.is_quantized(only) else None
-        for stored in parts:
-            packed = self._codes.packed(stored, format_name) if self._codes.is_quantized(stored) else None
+        wanted = _all_rows(header) if rows is None else rows
+        result: Tensor | None = None
+        for part, places, own in _by_part(header, wanted):
+            packed = self._codes.packed(part.name, format_name, own) if self._codes.is_quantized(part.name) else None
             if packed is None:
                 return None
-            found.append(packed)
-        whole = torch.cat(found)
-        return whole if rows is None else whole[rows]
+            if result is None:
+                result = torch.empty(len(wanted), packed.shape[1], dtype=torch.uint8)
+            result[as_run(places)] = packed
+        return result
 
     def turned(self) -> frozenset[str]:
         """Return the parameters that are stacks of transposes of the matrices whose rows are packed."""
@@ -196,6 +217,24 @@ class FolderWeights:
             header = self._headers[stored]
             sizes[header.dtype] += torch.Size(header.shape).numel() * _ELEMENT_BYTES[header.dtype]
         return DTYPES[max(sizes, key=lambda dtype: sizes[dtype])]
+
+
+def _all_rows(header: TensorHeader) -> Tensor:
+    """Return the numbers of all rows of a stack of matrices."""
+    return torch.arange(header.shape[0] * header.shape[1])
+
+
+def _by_part(header: TensorHeader, rows: Tensor) -> Iterator[tuple[TensorHeader, Tensor, Tensor]]:
+    """Yield the parts of a stack that have some of `rows`: the part, the places of its rows in `rows`, and its rows."""
+    ends = torch.tensor([part.shape[0] for part in header.parts[0]]).cumsum(0)
+    expert, row = rows // header.shape[1], rows % header.shape[1]
+    kind = torch.bucketize(row, ends, right=True)
+    row = row - torch.cat([torch.zeros(1, dtype=torch.int64), ends])[kind]
+    numbers, order = (expert * len(ends) + kind).sort(stable=True)
+    counts = torch.bincount(numbers)
+    found = counts.nonzero().flatten().tolist()
+    for number, places in zip(found, torch.split(order, counts[found].tolist()), strict=True):
+        yield header.parts[number // len(ends)][number % len(ends)], places, row[places]
 
 
 def _only(formats: Iterable[str | None]) -> str | None:

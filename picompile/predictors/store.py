@@ -13,9 +13,9 @@ from picompile.frontend.tensor_file import TensorHeader, read_tensor
 from picompile.predictors.description import choice, figure, layer_number, number
 from picompile.quantities import LARGEST_FLOAT32
 from picompile_passes.formats.packing import dequantize_rows, quantize_rows
-from picompile_passes.graph.materialize import WeightSource
 from picompile_passes.graph.nodes import arguments, calls
 from picompile_passes.graph.operands import FFN, INPUTS
+from picompile_passes.graph.weight_source import WeightSource, load_rows, take_rows
 from picompile_passes.passes.insert_predictors import InsertPredictors
 from picompile_passes.predictors import PREDICTOR_KINDS
 from picompile_runtime.artifact.fields import Fields
@@ -144,6 +144,10 @@ class OverlayWeights:
     def load(self, name: str) -> Tensor:
         """Return the tensor `name`, which must not be written to. Raise `KeyError` for an unknown name."""
         return self._load(name) if name in self._shapes else self._base.load(name)
+
+    def load_rows(self, name: str, rows: Tensor) -> Tensor:
+        """Return some rows of a matrix, or of a stack of matrices. Raise `KeyError` for an unknown name."""
+        return take_rows(self._load(name), rows) if name in self._shapes else load_rows(self._base, name, rows)
 
     def packed(
         self, name: str, format_name: str, transposed: bool = False, rows: Tensor | None = None

@@ -19,7 +19,7 @@ from torch import Tensor
 from picompile.predictors.profile.files import read_notes, read_tensors, write_json, write_tensors
 from picompile.predictors.profile.state import StateFile
 from picompile.rounding.matrices import MatrixKey
-from picompile_passes.graph.materialize import WeightSource
+from picompile_passes.graph.weight_source import WeightSource, load_rows
 
 _NOTES = "rounding.json"
 _FORMAT, _SCHEMA = "picompile-rounding", 1
@@ -110,6 +110,10 @@ class RoundedWeights:
     def load(self, name: str) -> Tensor:
         """Return the tensor `name` as it is before rounding. Raise `KeyError` for an unknown name."""
         return self.base.load(name)
+
+    def load_rows(self, name: str, rows: Tensor) -> Tensor:
+        """Return some rows of the tensor `name` as they are before rounding. Raise `KeyError` for an unknown name."""
+        return load_rows(self.base, name, rows)
 
     def packed(
         self, name: str, format_name: str, transposed: bool = False, rows: Tensor | None = None

@@ -4,6 +4,7 @@ import math
 import mmap
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,7 @@ from picompile.frontend.gguf.tensor_types import TENSOR_TYPES
 from picompile_passes.formats import E8M0, FORMATS
 from picompile_passes.formats.grids import has_powers
 from picompile_passes.formats.packing import pack_codes
+from picompile_passes.graph.weight_source import as_run, take_rows
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -57,6 +59,21 @@ def read_blocks(data: mmap.mmap, entry: TensorEntry) -> Bytes:
     """Return the bytes of a tensor of the mapped file `data`, uint8 [rows, row bytes]."""
     stored = np.frombuffer(data, np.uint8, entry.size_bytes, entry.offset)
     return stored.reshape(-1, row_bytes(entry.type, entry.shape[-1]))
+
+
+def read_rows(data: mmap.mmap, entry: TensorEntry, rows: npt.NDArray[np.int64]) -> Tensor:
+    """Return some rows of a tensor of the mapped file `data`, [rows, columns], counted over all its matrices."""
+    if entry.type in PLAIN:
+        return take_rows(read_tensor(data, entry), torch.from_numpy(rows))
+    run = as_run(torch.from_numpy(rows))
+    return unpack(read_blocks(data, entry)[run if isinstance(run, slice) else rows], entry.type, entry.shape[-1])
+
+
+def part_of(entry: TensorEntry, first: int, last: int) -> TensorEntry:
+    """Return the matrices from `first` to before `last` of a tensor that is a stack of them."""
+    size_bytes, count = entry.size_bytes // entry.shape[0], last - first
+    start = entry.offset + first * size_bytes
+    return replace(entry, shape=(count, *entry.shape[1:]), offset=start, size_bytes=count * size_bytes)
 
 
 def unpack(data: Bytes, type_name: str, columns: int) -> Tensor:

@@ -21,7 +21,9 @@ from picompile.frontend.gguf.blocks import (
     PLAIN,
     UNPACKED,
     pack_f16,
+    part_of,
     read_blocks,
+    read_rows,
     read_tensor,
     repack,
 )
@@ -37,6 +39,7 @@ from picompile.frontend.gguf.views import with_views
 from picompile.frontend.messages import one_line, shown
 from picompile.frontend.weight_values import check_values, damaged
 from picompile_passes.formats import FORMATS
+from picompile_passes.graph.weight_source import as_run, take_rows
 
 # Gemma has 262,144 tokens, and two numbers and two merges for each.
 _MOST_ELEMENTS = 4 << 20
@@ -114,8 +117,7 @@ class GgufModel:
         entries = [self.header.tensors[source] for source in tensor.sources]
         order = self._order(tensor)
         if (stack := self._stack(name, tensor.sources)) is not None:
-            parts = [read_tensor(self._data[entry.file], entry) for entry in entries]
-            values = stack.join(parts if len({part.dtype for part in parts}) == 1 else [part.float() for part in parts])
+            values = self._joined(stack, entries)
         elif len(entries) == 1 and order is not None:
             values = read_tensor(self._data[entries[0].file], entries[0])
             values = values if _is_sorted(order) else values[torch.from_numpy(order)]
@@ -130,6 +132,34 @@ class GgufModel:
             raise UnsupportedModelError(f"{tensor.file}: {name} is {list(values.shape)}, not {list(tensor.shape)}")
         self._check_values(name, values)
         return values
+
+    def load_rows(self, name: str, rows: Tensor) -> Tensor:
+        """Return some rows of the matrix or stack of matrices `name`, as `picompile_passes` asks for them.
+
+        Of experts' matrices no more is read than these rows, or the experts that have them where the file has the
+        matrices transposed. Raises as `load` does.
+        """
+        tensor = self.tensors[name]
+        stack, order = self._stack(name, tensor.sources), self._order(tensor)
+        if stack is not None and stack.transposed:
+            height = tensor.shape[-2]
+            first, last = (int(end) // height for end in torch.aminmax(rows))
+            entries = [part_of(self.header.tensors[source], first, last + 1) for source in tensor.sources]
+            values = take_rows(self._joined(stack, entries), rows - first * height)
+        elif len(tensor.shape) == 3 and (stack is not None or (order is not None and _is_sorted(order))):
+            values = torch.empty(len(rows), tensor.shape[-1], dtype=PLAIN[tensor.dtype])
+            for source, (places, own) in zip(tensor.sources, self._rows_of(name, rows.numpy()), strict=True):
+                entry = self.header.tensors[source]
+                values[as_run(torch.from_numpy(places))] = read_rows(self._data[entry.file], entry, own)
+        else:
+            return take_rows(self.load(name), rows)
+        check_values(values, f"{self.header.file}: {name}", "file")
+        return values
+
+    def _joined(self, stack: Stack, entries: Sequence[TensorEntry]) -> Tensor:
+        """Return the parameter of experts that `entries` make; numbers of several dtypes become float32."""
+        parts = [read_tensor(self._data[entry.file], entry) for entry in entries]
+        return stack.join(parts if len({part.dtype for part in parts}) == 1 else [part.float() for part in parts])
 
     def packed(
         self, name: str, format_name: str, transposed: bool = False, rows: Tensor | None = None
@@ -171,7 +201,7 @@ class GgufModel:
             return parts[0][1]
         result = torch.empty(sum(len(places) for places, _ in parts), parts[0][1].shape[1], dtype=torch.uint8)
         for places, packed in parts:
-            result[torch.from_numpy(places)] = packed
+            result[as_run(torch.from_numpy(places))] = packed
         return result
 
     def _rows_of(self, name: str, wanted: Indices | None) -> list[tuple[Indices, Indices]]:

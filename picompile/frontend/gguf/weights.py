@@ -34,6 +34,10 @@ class GgufWeights:
         """Return the parameter `name`, as `GgufModel.load` does: it must not be written to."""
         return self._opened.load(self._names[name])
 
+    def load_rows(self, name: str, rows: Tensor) -> Tensor:
+        """Return some rows of the parameter `name`, as `GgufModel.load_rows` does: they must not be written to."""
+        return self._opened.load_rows(self._names[name], rows)
+
     def packed(
         self, name: str, format_name: str, transposed: bool = False, rows: Tensor | None = None
     ) -> Tensor | None:

@@ -10,6 +10,7 @@ from picompile.errors import UnsupportedModelError
 from picompile.frontend.stored.record import Found, Method, NotReadError, Settings, SomeRows, StoredFiles
 from picompile.frontend.tensor_file import TensorHeader, read_tensor
 from picompile_passes.formats import FORMATS
+from picompile_passes.graph.weight_source import take_rows
 from picompile_passes.plugins import members
 
 METHODS = sorted(
@@ -101,6 +102,11 @@ class StoredMatrices:
         """
         return self._matrices[name].numbers().values()
 
+    def load_rows(self, name: str, rows: Tensor) -> Tensor:
+        """Return `rows` of what `load` returns, counted over all matrices: float32 [n, columns]. Raises as it does."""
+        numbers = self._matrices[name].numbers()
+        return numbers.values_of(rows) if isinstance(numbers, SomeRows) else take_rows(numbers.values(), rows)
+
     def is_turned(self, name: str) -> bool:
         """Return whether the matrix `name` is a stack of transposes, whose rows are packed."""
         return self._matrices[name].turned
@@ -119,7 +125,7 @@ class StoredMatrices:
         if rows is not None and isinstance(numbers, SomeRows):
             return numbers.packed(format_name, rows)
         packed = numbers.packed(format_name)
-        return packed if packed is None or rows is None else packed[rows]
+        return packed if packed is None or rows is None else take_rows(packed, rows)
 
     def rounds_again(self, format_name: str, transposed: bool = False) -> str | None:
         """Return the method's name where the format rounds matrices a second time, else None. Reads a few of them.

@@ -8,6 +8,7 @@ is [experts, inputs, rows], the transpose of each expert's matrix; other matrice
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from picompile.errors import UnsupportedModelError
@@ -15,6 +16,7 @@ from picompile.frontend.stored.blocks import ScaledBlocks
 from picompile.frontend.stored.fp4 import fp4_blocks
 from picompile.frontend.stored.record import Found, Method, Settings, StoredFiles, StoredMatrix
 from picompile.frontend.tensor_file import TensorHeader
+from picompile_passes.graph.weight_source import take_rows
 
 _STACKS = ("gate_up_proj", "down_proj", "up_proj")
 _BLOCK, _BLOCK_BYTES = 32, 16
@@ -34,8 +36,19 @@ class _Transposes:
 
     def values(self) -> Tensor:
         """Return the weights, float32 [experts, inputs, rows]; a view."""
-        values = self._rows(None).values()
-        return values.view(self.experts, -1, values.shape[1]).transpose(1, 2)
+        return self._turned(0, self.experts)
+
+    def values_of(self, rows: Tensor) -> Tensor:
+        """Return `rows` of the weights, counted over all experts: float32 [n, rows of an expert's matrix]."""
+        inputs = self.codes.shape[1] * 2
+        first, last = (int(end) // inputs for end in torch.aminmax(rows))
+        return take_rows(self._turned(first, last + 1), rows - first * inputs)
+
+    def _turned(self, first: int, last: int) -> Tensor:
+        """Return the weights of the experts from `first` to before `last`."""
+        height = len(self.codes) // self.experts
+        values = self._rows(slice(first * height, last * height)).values()
+        return values.view(last - first, height, -1).transpose(1, 2)
 
     def stored_format(self) -> str | None:
         """Return the format that has the weights, row by row; None where there is none."""
@@ -45,7 +58,7 @@ class _Transposes:
         """Return rows of all experts packed, all without `rows`, where the format has all weights; else None."""
         return self._rows(rows).packed(format_name)
 
-    def _rows(self, rows: Tensor | None) -> ScaledBlocks:
+    def _rows(self, rows: Tensor | slice | None) -> ScaledBlocks:
         codes, exponents = (each if rows is None else each[rows] for each in (self.codes, self.exponents))
         return fp4_blocks(codes, exponents, _BLOCK, "mxfp4")
 

@@ -38,9 +38,13 @@ class Numbers(Protocol):
 
 @runtime_checkable
 class SomeRows(Protocol):
-    """The numbers of many matrices, of which some rows can be packed without the others."""
+    """The numbers of many matrices, of which some rows can be read without the others."""
 
     some_rows: bool
+
+    def values_of(self, rows: Tensor) -> Tensor:
+        """Return some rows of what `Numbers.values` returns, counted over all matrices: float32 [n, columns]."""
+        ...
 
     def packed(self, format_name: str, rows: Tensor | None = None) -> Tensor | None:
         """Return what `Numbers.packed` returns, of `rows` alone."""
