@@ -16,7 +16,7 @@ from picompile.intervals import Estimate, block_size, estimate_mean, token_block
 from picompile.predictors.firing import FiringRule
 from picompile.progress import Advance, NoProgress, Progress
 from picompile.streaming import stream_windows
-from picompile_passes.dialect.neurons import gained, neuron_rms
+from picompile_passes.dialect.neurons import neuron_rms
 from picompile_passes.dialect.sparse_ffn import SparseFfnOperands
 from picompile_passes.graph.materialize import WeightSource
 from picompile_passes.graph.nodes import arguments, calls, is_call
@@ -138,13 +138,14 @@ class _Block:
         mask = block.mask & (kept != 0) if has_limits else block.mask
         if gains is not None:
             # Neurons of experts that are not chosen are no neurons of the token.
-            mask, hidden, neurons = mask & (gains != 0), gained(hidden, gains), float((gains != 0).sum())
-        lengths = block.down.norm(dim=1)
-        fired = self.rule.fires(hidden.abs(), lengths)
+            mask, neurons = mask & (gains != 0), float((gains != 0).sum())
+        lengths, magnitude = block.down.norm(dim=1), (hidden if gains is None else hidden * gains).abs()
+        fired = self.rule.fires(magnitude, lengths)
         if self._norm_eps is not None:
-            hidden = hidden / neuron_rms(hidden, self._norm_eps)
-        contribution = hidden.abs() * fired * lengths
-        missed = torch.where(mask, 0.0, hidden) @ block.down
+            rms = neuron_rms(hidden, self._norm_eps)
+            hidden, magnitude = hidden / rms, magnitude / rms
+        contribution = magnitude * fired * lengths
+        times_down = block._replace(down_bias=None, expert_bias=None, squares=False).result
         self._sums += torch.stack(
             [
                 fired.sum(),
@@ -152,8 +153,8 @@ class _Block:
                 (fired & mask).sum(),
                 contribution.sum(),
                 (contribution * mask).sum(),
-                missed.square().sum(),
-                (hidden @ block.down).square().sum(),
+                times_down(torch.where(mask, 0.0, hidden)).square().sum(),
+                times_down(hidden).square().sum(),
                 torch.tensor(neurons),
             ]
         ).double()

@@ -1,11 +1,19 @@
 """`ffn`: a feed-forward block, of which every neuron is computed."""
 
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from picompile_passes.dialect.neurons import experts_fit, gained, gate_is_active, neuron_outputs, neuron_rms
+from picompile_passes.dialect.neurons import (
+    Chosen,
+    chosen_experts,
+    experts_fit,
+    gate_is_active,
+    neuron_outputs,
+    neuron_rms,
+)
 from picompile_passes.dialect.operator import operator
 
 FFN_DIMENSIONS = {
@@ -38,15 +46,47 @@ class FfnOperands(NamedTuple):
     gains: Tensor | None = None
     expert_bias: Tensor | None = None
 
+    def experts(self) -> Iterator[tuple[Chosen, "FfnOperands"]]:
+        """Yield each expert that some token chose, as a block of its own for these tokens, without gains and biases."""
+        assert self.gains is not None
+        for chosen in chosen_experts(self.gains, len(self.up)):
+            own = {name: getattr(self, name) for name in ("gate", "up", "down", "gate_bias", "up_bias")}
+            rows: dict[str, Any] = {name: each[chosen.neurons] for name, each in own.items() if each is not None}
+            x = self.x[chosen.tokens]
+            yield chosen, self._replace(x=x, **rows, down_bias=None, gains=None, expert_bias=None)
+
     def outputs(self) -> Tensor:
-        """Return each neuron's output before a norm across the neurons, times its expert's gain: [T, F]."""
-        weights = (self.gate, self.up, self.gate_bias, self.up_bias)
-        hidden = neuron_outputs(self.x, *weights, self.activation, self.up_activation)
-        return hidden if self.gains is None else gained(hidden, self.gains)
+        """Return each neuron's output before a norm across the neurons, times its expert's gain: [T, F].
+
+        Those of experts that a token did not choose are 0, and are not computed.
+        """
+        if self.gains is None:
+            weights = (self.gate, self.up, self.gate_bias, self.up_bias)
+            return neuron_outputs(self.x, *weights, self.activation, self.up_activation)
+        hidden = self.x.new_zeros(len(self.x), len(self.up))
+        for chosen, expert in self.experts():
+            hidden[chosen.tokens, chosen.neurons] = expert.outputs() * chosen.gains
+        return hidden
 
     def result(self, hidden: Tensor) -> Tensor:
         """Return y, given what is multiplied with down: [T, F] → [T, D]."""
-        y = F.linear(hidden, self.down.transpose(0, 1), self.down_bias)
+        if self.gains is None:
+            return F.linear(hidden, self.down.transpose(0, 1), self.down_bias)
+        return self._sum((chosen, expert, hidden[chosen.tokens, chosen.neurons]) for chosen, expert in self.experts())
+
+    def y(self) -> Tensor:
+        """Return y of a block; of experts, no more outputs are held than one expert's."""
+        if self.gains is not None:
+            return self._sum((chosen, expert, expert.outputs() * chosen.gains) for chosen, expert in self.experts())
+        hidden = self.outputs()
+        return self.result(hidden if self.norm_eps is None else hidden / neuron_rms(hidden, self.norm_eps))
+
+    def _sum(self, experts: Iterable[tuple[Chosen, "FfnOperands", Tensor]]) -> Tensor:
+        """Return y, given each expert's outputs times its gains."""
+        y = self.x.new_zeros(len(self.x), self.down.shape[1])
+        for chosen, expert, hidden in experts:
+            y.index_add_(0, chosen.tokens, expert.result(hidden))
+        y = y if self.down_bias is None else y + self.down_bias
         return y if self.gains is None or self.expert_bias is None else y + self.gains @ self.expert_bias
 
 
@@ -70,5 +110,4 @@ def ffn(block: FfnOperands) -> Tensor:
     e · F / G on. `gains` [T, G] comes from `route`: h of a neuron is multiplied by the gain of its expert, and
     `expert_bias` [G, D], each row times its gain, is added to y. An expert whose gain is 0 adds nothing.
     """
-    hidden = block.outputs()
-    return block.result(hidden if block.norm_eps is None else hidden / neuron_rms(hidden, block.norm_eps))
+    return block.y()

@@ -1,8 +1,8 @@
 """The neurons of a feed-forward block: what they give, for `ffn` and `sparse_ffn`."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -41,11 +41,20 @@ def neuron_rms(hidden: Tensor, eps: float) -> Tensor:
     return (hidden.square().mean(-1, keepdim=True) + eps).sqrt()
 
 
-def gained(hidden: Tensor, gains: Tensor) -> Tensor:
-    """Return h [T, F] of neurons, each times the gain [T, G] of its expert: 0 where that is 0, whatever h is."""
-    by_expert = hidden.reshape(*hidden.shape[:-1], gains.shape[-1], -1)
-    gain = gains.unsqueeze(-1)
-    return torch.where(gain != 0, by_expert * gain, torch.zeros_like(by_expert)).flatten(-2)
+class Chosen(NamedTuple):
+    """One expert's part of a block: its tokens int64 [n], its neurons, and its gains of these tokens, [n, 1]."""
+
+    tokens: Tensor
+    neurons: slice
+    gains: Tensor
+
+
+def chosen_experts(gains: Tensor, neurons: int) -> Iterator[Chosen]:
+    """Yield the experts that some token chose, of those whose gains are [T, G] and that have `neurons` together."""
+    each = neurons // gains.shape[-1]
+    for expert in gains.any(dim=0).nonzero().flatten().tolist():
+        tokens = gains[:, expert].nonzero().flatten()
+        yield Chosen(tokens, slice(expert * each, (expert + 1) * each), gains[tokens, expert].unsqueeze(-1))
 
 
 def neuron_gains(gains: Tensor, neurons: int) -> Tensor:

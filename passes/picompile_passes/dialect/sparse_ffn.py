@@ -1,6 +1,6 @@
 """`sparse_ffn`: a feed-forward block, of which the neurons of a mask are computed."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -8,10 +8,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from picompile_passes.dialect.ffn import EXPERT_DIMENSIONS, FFN_DIMENSIONS
-from picompile_passes.dialect.neurons import experts_fit, gate_is_active, neuron_factors, neuron_gains
+from picompile_passes.dialect.neurons import (
+    Chosen,
+    chosen_experts,
+    experts_fit,
+    gate_is_active,
+    neuron_factors,
+    neuron_gains,
+)
 from picompile_passes.dialect.operator import Call, operator
 
 _LIMITS = {"gate_limits": "F", "output_limits": "F"}
+_OF_NEURONS = ("gate", "up", "down", "gate_bias", "up_bias", *_LIMITS)
 
 
 class SparseFfnOperands(NamedTuple):
@@ -41,13 +49,34 @@ class SparseFfnOperands(NamedTuple):
         gains = neuron_gains(self.gains, self.mask.shape[-1])
         return gains if self.neurons is None else gains.index_select(-1, self.neurons)
 
+    def experts(self) -> Iterator[tuple[Chosen, "SparseFfnOperands"]]:
+        """Yield each expert that some token chose, as a block of its own for these tokens, without gains and biases."""
+        assert self.gains is not None and self.neurons is None
+        for chosen in chosen_experts(self.gains, len(self.up)):
+            own = {name: getattr(self, name) for name in _OF_NEURONS}
+            rows: dict[str, Any] = {name: each[chosen.neurons] for name, each in own.items() if each is not None}
+            x, mask = self.x[chosen.tokens], self.mask[chosen.tokens, chosen.neurons]
+            yield chosen, self._replace(x=x, mask=mask, **rows, down_bias=None, gains=None, expert_bias=None)
+
+    def _has_whole_experts(self) -> bool:
+        """Return whether it is a block of experts that has all of their neurons, and no table of some."""
+        return self.gains is not None and self.neurons is None
+
     def factors(self) -> tuple[Tensor, Tensor | None]:
-        """Return the `neuron_factors`."""
-        matrices, biases = (self.x, self.gate, self.up), (self.gate_bias, self.up_bias)
-        return neuron_factors(*matrices, *biases, self.activation, self.up_activation)
+        """Return the `neuron_factors`; those of experts that a token did not choose are 0, and are not computed."""
+        if not self._has_whole_experts():
+            matrices, biases = (self.x, self.gate, self.up), (self.gate_bias, self.up_bias)
+            return neuron_factors(*matrices, *biases, self.activation, self.up_activation)
+        activated = self.x.new_zeros(len(self.x), len(self.up))
+        raised = None if self.gate is None else torch.zeros_like(activated)
+        for chosen, expert in self.experts():
+            activated[chosen.tokens, chosen.neurons], of_up = expert.factors()
+            if raised is not None and of_up is not None:
+                raised[chosen.tokens, chosen.neurons] = of_up
+        return activated, raised
 
     def outputs(self) -> Tensor:
-        """Return the factor of each neuron's down row, of every neuron: [T, F]."""
+        """Return the factor of each neuron's down row, also of neurons that the mask leaves out: [T, F]."""
         activated, raised = self.factors()
         return activated if raised is None else activated * raised
 
@@ -70,12 +99,28 @@ class SparseFfnOperands(NamedTuple):
 
     def result(self, kept: Tensor) -> Tensor:
         """Return y, given the `kept_outputs`."""
+        if self._has_whole_experts():
+            return self._sum((chosen, expert, kept[chosen.tokens, chosen.neurons]) for chosen, expert in self.experts())
         if (gains := self.neuron_gains()) is not None:
             kept = torch.where(gains != 0, kept * gains, torch.zeros_like(kept))
-        y = F.linear(kept, self.down.transpose(0, 1), self.down_bias)
-        if self.gains is not None and self.expert_bias is not None:
-            y = y + self.gains @ self.expert_bias
+        y = self._with_expert_biases(F.linear(kept, self.down.transpose(0, 1), self.down_bias))
         return torch.cat([y, kept.square().sum(-1, keepdim=True)], dim=-1) if self.squares else y
+
+    def y(self) -> Tensor:
+        """Return the `result` of the `kept_outputs`; of experts, no more of these is held than one expert's."""
+        if not self._has_whole_experts():
+            return self.result(self.kept_outputs())
+        return self._sum((chosen, expert, expert.kept_outputs()) for chosen, expert in self.experts())
+
+    def _sum(self, experts: Iterable[tuple[Chosen, "SparseFfnOperands", Tensor]]) -> Tensor:
+        """Return y, given what is kept of each expert's outputs."""
+        y = self.x.new_zeros(len(self.x), self.down.shape[1])
+        for chosen, expert, kept in experts:
+            y.index_add_(0, chosen.tokens, expert.result(kept * chosen.gains))
+        return self._with_expert_biases(y if self.down_bias is None else y + self.down_bias)
+
+    def _with_expert_biases(self, y: Tensor) -> Tensor:
+        return y if self.gains is None or self.expert_bias is None else y + self.gains @ self.expert_bias
 
 
 def _limits_fit(call: Call) -> Iterator[str]:
@@ -117,4 +162,4 @@ def sparse_ffn(block: SparseFfnOperands) -> Tensor:
     With `squares` the result is [T, D + 1]: its last column is Σ h² over the neurons that are kept, by which
     `divide_by_rms` normalizes the others. Sums of parts of a block are then those of the whole block.
     """
-    return block.result(block.kept_outputs())
+    return block.y()
