@@ -32,11 +32,14 @@ _SIZES = {
 }
 
 
-def save_quantized_mixture(folder: Path, make: Maker, config: Mapping[str, Any], **changes: Any) -> nn.Module:
+def save_quantized_mixture(
+    folder: Path, make: Maker, config: Mapping[str, Any], *, router: bool = False, **changes: Any
+) -> nn.Module:
     """Write a Qwen3-MoE of random matrices, as its quantized checkpoints are published, and a tokenizer of bytes.
 
-    Projections of attention and the matrices of experts are made by `make`; routers, norms, embeddings and the head
-    are bfloat16. `config` is the quantization config. Return the eager model of the numbers, in float32.
+    Projections of attention and the matrices of experts, and with `router` those of routers, are made by `make`; norms,
+    embeddings and the head are bfloat16. `config` is the quantization config. Return the eager model of the numbers, in
+    float32.
     """
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -48,12 +51,11 @@ def save_quantized_mixture(folder: Path, make: Maker, config: Mapping[str, Any],
     model.save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
     values = dict(tensors)
-    quantized = [name for name in tensors if name.endswith("_proj.weight")]
+    quantized = [name for name in tensors if name.endswith(("_proj.weight", "mlp.gate.weight")[: 1 + router])]
     assert any(".experts.1.gate_proj." in name for name in quantized)
     for seed, name in enumerate(quantized):
         outputs, inputs = tensors.pop(name).shape
         parts, weight = make(outputs, inputs, seed)
-        # Numbers of a size that no layer makes larger.
         values[name] = weight.float()
         tensors |= {f"{name.removesuffix('.weight')}.{part}": tensor for part, tensor in parts.items()}
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
