@@ -13,11 +13,14 @@ the CPU's cache for the next, and many tokens share the work on the gate and up 
 every neuron is computed, a few tokens share the work on each weight.
 
 In a block of experts, a token has the neurons of the experts that it has chosen, and all of this is about these
-(`ffn_experts.py`). In a chunk, the tokens of each expert are multiplied in tiles (`ffn_expert_tiles.py`).
+(`token_experts.py`). Several tokens share the work on the gates of an expert. In a chunk, neurons that may be silent
+are computed as in decoding, and the others with the tokens of an expert in tiles (`ffn_expert_tiles.py`).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from tvm import tirx
 
 from picompile_codegen.backend import body
 from picompile_codegen.cpu.dot import biased, prepare_vector
@@ -29,7 +32,7 @@ from picompile_codegen.cpu.ffn_neurons import (
     ListMemory,
     NeuronList,
     compare_with_limit,
-    decide_place,
+    decide,
     declare_list,
     list_neurons,
     make_list,
@@ -50,8 +53,8 @@ from picompile_codegen.cpu.tensor import (
     when,
     worth_a_region,
 )
-from picompile_codegen.cpu.token_experts import ChosenExperts, TokenExperts
-from picompile_codegen.cpu.token_vectors import TokenVectors, multiply_rows
+from picompile_codegen.cpu.token_experts import ChosenExperts, ExpertTokens, TokenExperts
+from picompile_codegen.cpu.token_vectors import TokenVectors, each_exact_tile, multiply_rows
 from picompile_codegen.errors import CodegenError
 from picompile_codegen.specs import CountedFfnSpec, FfnSpec
 
@@ -93,6 +96,7 @@ class RowwiseMemory:
     """Memory for tokens that compute neurons of their own: their lists, how long these are, and what they give."""
 
     chosen: ChosenExperts | None
+    shared: ExpertTokens | None
     listed: ListMemory | None
     counts: KernelTensor | None
     outputs: TokenOutputs | None
@@ -100,11 +104,16 @@ class RowwiseMemory:
     slices: Slices
 
     @classmethod
-    def declare(cls, function: KernelFunction, arguments: FfnArguments) -> "RowwiseMemory":
-        """Declare the memory for the rows of `arguments.spec`. This must come before any statement of the kernel."""
-        rows, listed = arguments.spec.rows, declare_list(function, arguments)
+    def declare(cls, function: KernelFunction, arguments: FfnArguments, by_gate: bool = False) -> "RowwiseMemory":
+        """Declare the memory for the rows of `arguments.spec`. This must come before any statement of the kernel.
+
+        With `by_gate`, gates decide which neurons are computed, whatever the kind.
+        """
+        spec, listed = arguments.spec, declare_list(function, arguments, by_gate)
+        rows, of_gates = spec.rows, listed is not None and listed.products is not None
         return cls(
-            chosen=ChosenExperts.declare(function, arguments.spec) if arguments.spec.experts else None,
+            chosen=ChosenExperts.declare(function, spec) if spec.experts else None,
+            shared=ExpertTokens.declare(function, spec) if spec.experts and of_gates else None,
             listed=listed,
             counts=None if listed is None else function.scratch("counts", "int32", rows),
             outputs=None if listed is None else TokenOutputs.declare(function, arguments),
@@ -154,14 +163,32 @@ def compute_rows(arguments: FfnArguments, memory: RowwiseMemory, tokens: Expr) -
     return computed
 
 
+# Tokens of a chunk that are computed together, which have memory for all of their neurons.
+_CHUNK_TOKENS = 32
+
+
 def ffn_chunk_of_experts(function: KernelFunction, arguments: FfnArguments) -> None:
     """Write the body of a block of experts for a chunk, and declare its scratch memory.
 
-    However few tokens share an expert, they are multiplied in tiles: a token has the same bits in every chunk.
+    Where most neurons may be silent, tokens compute their own, as in decoding: the gates of an expert are multiplied
+    with all of its tokens, and the other rows are read for neurons that fire. Else the tokens of an expert are
+    multiplied in tiles, however few they are. Either way a token has the same bits in every chunk.
     """
-    tiles = ExpertTiles.declare(function, arguments)
-    import_functions(function)
-    tiles.compute(arguments, function.tokens(arguments.spec.rows))
+    spec = arguments.spec
+    if not (spec.is_sparse and TokenVectors.has_bytes(arguments.bundle)):
+        tiles = ExpertTiles.declare(function, arguments)
+        import_functions(function)
+        tiles.compute(arguments, function.tokens(spec.rows))
+        return
+    together = min(spec.rows, _CHUNK_TOKENS)
+    few = replace(arguments, spec=replace(spec, rows=together))
+    memory = RowwiseMemory.declare(function, few, by_gate=True)
+    tokens = function.tokens(spec.rows)
+    with loop(0, (tokens + (together - 1)) // together) as part:
+        first = bind(part * together)
+        rows = few.from_row(first)
+        of_rows = replace(memory, vectors=replace(memory.vectors, x=rows.x))
+        compute_rows(rows, of_rows, bind(minimum(tokens - first, together)))
 
 
 def _compute_all(arguments: FfnArguments, memory: RowwiseMemory, tokens: Expr) -> None:
@@ -210,8 +237,8 @@ def _compute_listed(
 ) -> None:
     """List each token's own neurons, and compute those."""
     products, vectors, outputs = listed.products, memory.vectors, memory.outputs
-    if products is not None and memory.chosen is not None:
-        _decide_rows(arguments, memory, listed, tokens)
+    if products is not None and memory.chosen is not None and memory.shared is not None:
+        _decide_rows(arguments, memory.vectors, listed, memory.shared, memory.shared.gather(memory.chosen, tokens))
     elif products is not None:
 
         def store(token: Expr, neuron: Expr, product: Expr) -> None:
@@ -241,20 +268,37 @@ def _compute_listed(
         compute_slices(None)
 
 
-# Neurons of a token's experts that a task multiplies with the gating matrix.
-_DECIDED = 32
+# Neurons of an expert that a task multiplies with all of its tokens: their rows stay in the first-level cache.
+_DECIDED = 16
 
 
-def _decide_rows(arguments: FfnArguments, memory: RowwiseMemory, listed: ListMemory, tokens: Expr) -> None:
-    """Multiply the neurons of each token's experts with the gating matrix."""
-    with parallel(tokens * -(-arguments.spec.row_neurons // _DECIDED)) as task:
-        part = bind(task // tokens)
-        token = bind(task - part * tokens)
-        experts = memory.experts(arguments, token)
-        assert experts is not None
-        first = bind(part * _DECIDED)
-        with loop(first, minimum(first + _DECIDED, experts.neurons)) as place:
-            decide_place(arguments, memory.vectors[token], listed, token, place, experts)
+def _decide_rows(
+    arguments: FfnArguments, vectors: TokenVectors, listed: ListMemory, shared: ExpertTokens, used: Expr
+) -> None:
+    """Multiply the gates of the `used` experts, each row once for all tokens that have chosen its expert."""
+    size, matrix = arguments.spec.expert_neurons, arguments.first_matrix
+    # Experts differ in their tokens: threads that begin with equal runs of tasks have equal work.
+    with parallel(used * -(-size // _DECIDED)) as task:
+        # TVM knows no sign of `used`.
+        part = bind(tirx.truncdiv(task, used))
+        number = bind(task - part * used)
+        start, first = bind(shared.starts[number]), bind(shared.experts[number] * size)
+        begin = bind(part * _DECIDED)
+        end = bind(minimum(begin + _DECIDED, size))
+
+        def multiply(places: list[Expr]) -> None:
+            pairs = [bind(start + place) for place in places]
+            tokens = [bind(shared.tokens[pair]) for pair in pairs]
+            places_of = [bind(shared.numbers[pair] * size) for pair in pairs]
+            inputs = [vectors[token] for token in tokens]
+            with loop(begin, end) as i:
+                neuron = bind(first + i)
+                ahead = bind(first + minimum(i + matrix.rows_ahead, size - 1))
+                products = arguments.first_products(neuron, inputs, ahead)
+                for token, place, product in zip(tokens, places_of, products, strict=True):
+                    decide(arguments, listed, token, (place + i, neuron), product)
+
+        each_exact_tile(bind(shared.starts[number + 1] - start), multiply)
 
 
 @body(CountedFfnSpec, FfnSpec)

@@ -2,7 +2,7 @@
 computes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from tvm import tirx
@@ -13,6 +13,7 @@ from picompile_codegen.cpu.matrix import KernelMatrix, M
 from picompile_codegen.cpu.tensor import (
     Expr,
     KernelTensor,
+    TensorView,
     bind,
     counter,
     local,
@@ -112,6 +113,15 @@ class FfnArguments(FfnTensors[KernelMatrix]):
 
     first: Expr = 0
 
+    def from_row(self, row: Expr) -> "FfnArguments":
+        """Return the tensors as they are seen from row `row` of a step on."""
+
+        def seen(tensor: KernelTensor) -> KernelTensor:
+            return TensorView(tensor, row=lambda i: row + i)
+
+        mask, gains = (None if each is None else seen(each) for each in (self.mask, self.gains))
+        return replace(self, x=seen(self.x), y=seen(self.y), mask=mask, gains=gains)
+
     def first_row(self, neuron: Expr) -> Expr:
         """The row of a neuron in `first_matrix`."""
         return super().first_row(self.first + neuron)
@@ -207,14 +217,18 @@ class ListMemory:
     above: KernelTensor | None = None
 
 
-def declare_list(function: KernelFunction, arguments: FfnArguments) -> ListMemory | None:
-    """Declare the memory that a block's kind needs for its list; None where every neuron is computed."""
+def declare_list(function: KernelFunction, arguments: FfnArguments, by_gate: bool = False) -> ListMemory | None:
+    """Declare the memory that a block's kind needs for its list; None where every neuron is computed.
+
+    With `by_gate` it is a list of neurons whose gate is above the threshold, whatever the kind.
+    """
     spec = arguments.spec
-    if not (spec.is_exact or spec.is_masked):
+    by_gate = by_gate or spec.is_exact
+    if not (by_gate or spec.is_masked):
         return None
-    products = function.scratch("products", "float32", spec.rows, spec.row_neurons) if spec.is_exact else None
+    products = function.scratch("products", "float32", spec.rows, spec.row_neurons) if by_gate else None
     fired = function.scratch("fired", "int32", spec.rows, spec.row_neurons)
-    decides = spec.is_exact and (spec.gate_limits or spec.experts)
+    decides = by_gate and (spec.gate_limits or spec.experts)
     above = function.scratch("above", "uint8", spec.rows, spec.row_neurons) if decides else None
     return ListMemory(fired, products, above)
 
@@ -336,17 +350,27 @@ def decide_place(
     arguments: FfnArguments, vector: Vector, memory: ListMemory, token: Expr, place: Expr, experts: TokenExperts
 ) -> None:
     """Compute the product of a token's neuron with the gating matrix, and whether it is to be listed."""
-    matrix, limits = arguments.first_matrix, arguments.gate_limits
-    assert memory.products is not None
-    assert memory.above is not None
+    matrix = arguments.first_matrix
     neuron = bind(experts.neuron(place))
     ahead = bind(experts.neuron(minimum(place + matrix.rows_ahead, experts.neurons - 1)))
     (product,) = arguments.first_products(neuron, [vector], ahead)
-    product = bind(product)
+    decide(arguments, memory, token, (place, neuron), product)
+
+
+def decide(
+    arguments: FfnArguments, memory: ListMemory, token: Expr, at_place: tuple[Expr, Expr], product: Expr
+) -> None:
+    """Keep the product of a token's neuron with the gating matrix, and whether the neuron, (place, number), is to be
+    listed."""
+    (place, neuron), product, limits = at_place, bind(product), arguments.gate_limits
+    assert memory.products is not None
+    assert memory.above is not None
     memory.products[token, place] = product
     is_above = product > arguments.spec.threshold
     if limits is not None:
         is_above = arguments.is_above_gate_limit(product, limits, neuron)
+    if arguments.mask is not None:
+        is_above = tirx.And(is_above, arguments.mask[token, neuron] != 0)
     memory.above[token, place] = tirx.Cast("uint8", is_above)
 
 

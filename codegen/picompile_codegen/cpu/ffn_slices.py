@@ -359,7 +359,9 @@ def _sure_parts(arguments: FfnArguments, listed: NeuronList | None) -> range:
     parts = arguments.spec.bundle_parts
     if listed is not None and listed.outputs is not None:
         return range(parts - 1, parts)
-    return range(1 if _leaves_early(arguments, listed) else parts - arguments.spec.output_limits)
+    # Where the gate is in the bundle, its product may be known.
+    first = int(listed is not None and listed.products is not None and arguments.decide is None)
+    return range(first, 1 if _leaves_early(arguments, listed) else parts - arguments.spec.output_limits)
 
 
 def _is_kept(arguments: FfnArguments, neuron: Expr, h: Expr) -> Expr:

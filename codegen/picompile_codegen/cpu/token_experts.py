@@ -97,3 +97,56 @@ class ChosenExperts:
     def of(self, gains: KernelTensor, token: Expr) -> TokenExperts:
         """Return the experts of a token, which must have been found."""
         return TokenExperts(gains, self.numbers, token, bind(self.counts[token]), self.neurons_each)
+
+
+@dataclass(frozen=True)
+class ExpertTokens:
+    """The tokens that chose each expert: pairs of a token and one of its experts, expert after expert.
+
+    `tokens` and `numbers` int32 [pairs + 1] have the token of each pair, and which of the token's experts it is,
+    counted from 0. `experts` and `starts` int32 [experts + 1] have the number of each expert that is in any, and its
+    first pair; behind the last one is that where pairs end.
+    """
+
+    tokens: KernelTensor
+    numbers: KernelTensor
+    experts: KernelTensor
+    starts: KernelTensor
+    places: KernelTensor
+
+    @classmethod
+    def declare(cls, function: KernelFunction, spec: OfExperts) -> "ExpertTokens":
+        """Declare the memory for the rows of a kernel of experts."""
+        pairs = spec.rows * spec.chosen
+        return cls(
+            function.scratch("pair_tokens", "int32", pairs + 1),
+            function.scratch("pair_numbers", "int32", pairs + 1),
+            function.scratch("used_experts", "int32", spec.experts + 1),
+            function.scratch("used_starts", "int32", spec.experts + 1),
+            function.scratch("pair_places", "int32", spec.experts),
+        )
+
+    def gather(self, chosen: ChosenExperts, tokens: Expr) -> Expr:
+        """Gather the pairs of the first `tokens` tokens, whose experts are known. Return how many experts they have."""
+        used, start = counter(), counter()
+        with loop(0, chosen.experts) as expert:
+            self.places[expert] = 0
+        with loop(0, tokens) as token, loop(0, chosen.counts[token]) as number:
+            expert = bind(chosen.numbers[token, number])
+            self.places[expert] = self.places[expert] + 1
+        with loop(0, chosen.experts) as expert:
+            count, first = bind(self.places[expert]), bind(start[0])
+            # Written whether any token has chosen it or not, and then kept or overwritten.
+            self.experts[used[0]] = expert
+            self.starts[used[0]] = first
+            self.places[expert] = first
+            used[0] = used[0] + tirx.Cast("int32", count > 0)
+            start[0] = first + count
+        self.starts[used[0]] = start[0]
+        with loop(0, tokens) as token, loop(0, chosen.counts[token]) as number:
+            expert = bind(chosen.numbers[token, number])
+            place = bind(self.places[expert])
+            self.tokens[place] = token
+            self.numbers[place] = number
+            self.places[expert] = place + 1
+        return bind(used[0])

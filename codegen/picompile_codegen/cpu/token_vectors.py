@@ -48,12 +48,17 @@ class TokenVectors:
     scales: KernelTensor | None
     offsets: KernelTensor | None
 
+    @staticmethod
+    def has_bytes(matrix: KernelMatrix) -> bool:
+        """Return whether x is multiplied with `matrix` as bytes."""
+        return matrix.scale is not None
+
     @classmethod
     def declare(
         cls, function: KernelFunction, name: str, x: KernelTensor, rows: int, matrix: KernelMatrix
     ) -> "TokenVectors":
         """Declare the memory, as scratch tensors that begin with `name`, for products with `matrix` or any like it."""
-        if matrix.scale is None:
+        if not cls.has_bytes(matrix):
             return cls(x, matrix, None, None, None)
         count, padded = vector_sizes(matrix)
         return cls(

@@ -55,7 +55,8 @@ class FfnSpec(KernelSpec):
     e · `neurons` / `experts` on, and at most `chosen` experts of a row have a gain other than 0. Only their neurons are
     computed, as the kind says, and y sums gain · h · down; limits and `stats` are of h before the gain. With
     `expert_bias`, float32 [experts · dim], y adds the gain of each expert times its `dim` numbers. The CPU alone has
-    this. Its kernels for several rows compute all neurons of the experts where they would otherwise compute all.
+    this. Its kernels for several rows compute all neurons of the experts where they would otherwise compute all, or
+    those whose gate, or up where there is none, is above the threshold of a sparse activation.
 
     `stats` int64 [2] is the number of computed neurons and the number of those with h ≠ 0, or of those above their
     limits, summed over rows. Only kernels with rows = 1 count, `masked` ones and the CPU's `rowwise` ones. A kernel

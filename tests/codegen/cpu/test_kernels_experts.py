@@ -121,10 +121,14 @@ def test_several_tokens(workbench: Workbench, name: str, kind: str, form: str, r
         else:
             check(workbench, cpu.write_kernel(spec), example, rows)
             found = workbench.run(spec, example.inputs, tokens=tokens)["y"]
+            # Where gates decide, as in decoding, a masked block of one token has the neurons that are left of its mask.
+            as_decoded = spec.is_sparse and form != "f16"
             for t in {0, tokens // 2, tokens - 1}:
                 names = ("x", "mask", "gains")
                 own = {key: value[t : t + 1] if key in names else value for key, value in example.inputs.items()}
                 assert workbench.run(spec, own, tokens=1)["y"][:1].tobytes() == found[t : t + 1].tobytes()
+                if as_decoded and kind == "exact":
+                    assert workbench.run(alone, own)["y"].tobytes() == found[t : t + 1].tobytes()
 
 
 @sampled(
