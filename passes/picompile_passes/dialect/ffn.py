@@ -77,7 +77,9 @@ class FfnOperands(NamedTuple):
     def y(self) -> Tensor:
         """Return y of a block; of experts, no more outputs are held than one expert's."""
         if self.gains is not None:
-            return self._sum((chosen, expert, expert.outputs() * chosen.gains) for chosen, expert in self.experts())
+            flat = self._replace(x=self.x.flatten(0, -2), gains=self.gains.flatten(0, -2))
+            y = flat._sum((chosen, expert, expert.outputs() * chosen.gains) for chosen, expert in flat.experts())
+            return y.reshape(*self.x.shape[:-1], -1)
         hidden = self.outputs()
         return self.result(hidden if self.norm_eps is None else hidden / neuron_rms(hidden, self.norm_eps))
 

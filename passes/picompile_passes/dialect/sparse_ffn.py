@@ -108,9 +108,12 @@ class SparseFfnOperands(NamedTuple):
 
     def y(self) -> Tensor:
         """Return the `result` of the `kept_outputs`; of experts, no more of these is held than one expert's."""
-        if not self._has_whole_experts():
+        if self.gains is None or not self._has_whole_experts():
             return self.result(self.kept_outputs())
-        return self._sum((chosen, expert, expert.kept_outputs()) for chosen, expert in self.experts())
+        by_token = {"x": self.x, "mask": self.mask, "gains": self.gains}
+        flat = self._replace(**{name: each.flatten(0, -2) for name, each in by_token.items()})  # type: ignore[arg-type]
+        y = flat._sum((chosen, expert, expert.kept_outputs()) for chosen, expert in flat.experts())
+        return y.reshape(*self.x.shape[:-1], -1)
 
     def _sum(self, experts: Iterable[tuple[Chosen, "SparseFfnOperands", Tensor]]) -> Tensor:
         """Return y, given what is kept of each expert's outputs."""

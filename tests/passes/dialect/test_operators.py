@@ -34,20 +34,32 @@ EXAMPLES = {
     "route": (floats(T, 8), floats(8), floats(8), 3, "sigmoid", "sum", 2.5, 1e-20, 4, 2, "top2"),
     "sparse_ffn": (floats(T, D), MASK, None, *BLOCK, True),
 }
+GAINS = torch.tensor([[0.5, 0.0, -2.0], [0.0, 0.0, 0.0], [0.0, 1.0, 0.0]])
+OF_EXPERTS = {
+    "ffn": (floats(T, D), *BLOCK, None, GAINS, floats(3, D)),
+    "predict": (floats(T, D), [floats(F, D)], "exact", 0.0, GAINS),
+    "sparse_ffn": (floats(T, D), MASK, None, *BLOCK, False, None, None, GAINS, floats(3, D)),
+}
 
 
 @pytest.mark.parametrize("leading", [(), (2,)], ids=["tokens", "batches"])
-@pytest.mark.parametrize("name", list(EXAMPLES))
-def test_the_fake_result_is_like_the_real_one(name: str, leading: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("name", "example"),
+    [*EXAMPLES.items(), *OF_EXPERTS.items()],
+    ids=[*EXAMPLES, *(f"{name} of experts" for name in OF_EXPERTS)],
+)
+def test_the_fake_result_is_like_the_real_one(name: str, example: tuple[object, ...], leading: tuple[int, ...]) -> None:
     """Dimensions before the tokens stay in front."""
     record, schema = OPERATORS[name], OPERATORS[name].target._schema.arguments
     letters = [record.dimensions.get(argument.name, "") for argument in schema]
     of_tokens = record.part != "packing" and name != "elementwise"
     given = [
         value.expand(*leading, *value.shape) if of_tokens and own.startswith("T") else value
-        for value, own in zip(EXAMPLES[name], letters, strict=False)
+        for value, own in zip(example, letters, strict=False)
     ]
     real = record.target(*given)
+    if leading and of_tokens and name != "embedding":
+        torch.testing.assert_close(real, record.target(*example).expand(*leading, *real.shape[1:]))
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = record.target(*[mode.from_tensor(each) if isinstance(each, Tensor) else each for each in given])
     assert (fake.shape, fake.dtype) == (real.shape, real.dtype)
