@@ -49,6 +49,7 @@ def test_logits_equal_the_definition(variant: str, tmp_path: Path) -> None:
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
+@pytest.mark.slow("compiles a model; one predictor is fast", but=("exact",))
 @pytest.mark.parametrize("predictor", ["none", "exact"])
 def test_greedy_tokens_equal_the_definition(predictor: str, tmp_path: Path) -> None:
     """The router's choice is made before attention and used behind it, in prompts and token by token."""
@@ -63,6 +64,7 @@ def test_greedy_tokens_equal_the_definition(predictor: str, tmp_path: Path) -> N
     assert all(share == 1.0 if predictor == "none" else 0.4 < share < 0.6 for share in shares)
 
 
+@pytest.mark.slow("compiles a model")
 def test_prompts_in_chunks_and_several_sequences_at_once(tmp_path: Path) -> None:
     """What a router says before attention is kept for each token of a chunk, and for each sequence of a batch."""
     options = CompileOptions(quant="f16", kv_dtype="f32", chunk=7, sequences=2, context=64)
