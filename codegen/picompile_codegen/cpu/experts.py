@@ -25,8 +25,8 @@ from picompile_codegen.cpu.panel_products import (
     panels_of_task,
     quantize_tokens,
 )
-from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, counter, loop, parallel, select, worth_a_region
-from picompile_codegen.cpu.token_experts import is_chosen
+from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, loop, parallel, select, worth_a_region
+from picompile_codegen.cpu.token_experts import ChosenExperts, ExpertTokens
 from picompile_codegen.cpu.vector import at, fma, splat
 from picompile_codegen.specs.experts import ExpertsSpec
 from picompile_passes.formats import PANEL_ROWS
@@ -37,62 +37,40 @@ _TASKS_TOGETHER = 4
 
 @dataclass(frozen=True)
 class _Pairs:
-    """The pairs of a call, and the experts that are in any, in order.
-
-    `tokens` int32 [pairs + 1] has the token of each pair, `experts` and `starts` int32 [experts + 1] the number of each
-    expert and its first pair; behind the last expert is that where pairs end. The last element of `tokens` and
-    `experts` is written or read, and means nothing.
-    """
+    """The pairs of a call."""
 
     spec: ExpertsSpec
     gains: KernelTensor
-    tokens: KernelTensor
-    experts: KernelTensor
-    starts: KernelTensor
-    used: KernelTensor
+    chosen: ChosenExperts
+    shared: ExpertTokens
 
     @classmethod
     def declare(cls, spec: ExpertsSpec, function: KernelFunction) -> "_Pairs":
         """Declare memory for the pairs."""
-        return cls(
-            spec,
-            function["gains"],
-            function.scratch("pair_tokens", "int32", spec.pairs + 1),
-            function.scratch("chosen_experts", "int32", spec.experts + 1),
-            function.scratch("chosen_starts", "int32", spec.experts + 1),
-            function.scratch("chosen_counts", "int32", spec.rows),
-        )
+        return cls(spec, function["gains"], ChosenExperts.declare(function, spec), ExpertTokens.declare(function, spec))
+
+    @property
+    def experts(self) -> KernelTensor:
+        """The numbers of the experts that are in any pair, in order, int32 [experts + 1]; the last means nothing."""
+        return self.shared.experts
 
     def find(self, tokens: Expr) -> tuple[Expr, Expr]:
         """List the pairs of the first `tokens` tokens. Return how many there are, and how many experts are in any."""
-        count, experts = counter(), counter()
-        with loop(0, tokens) as token:
-            self.used[token] = 0
-        with loop(0, self.spec.experts) as expert:
-            first = bind(count[0])
-            self.experts[experts[0]] = expert
-            self.starts[experts[0]] = first
-            with loop(0, tokens) as token:
-                # Written whether it is a pair or not, and then kept or overwritten: a branch could not be predicted.
-                self.tokens[count[0]] = token
-                is_pair = tirx.And(is_chosen(self.gains, token, expert), self.used[token] < self.spec.chosen)
-                more = bind(tirx.Cast("int32", is_pair))
-                self.used[token] = self.used[token] + more
-                count[0] = count[0] + more
-            experts[0] = experts[0] + tirx.Cast("int32", count[0] > first)
-        self.starts[experts[0]] = count[0]
-        return bind(count[0]), bind(experts[0])
+        with parallel(tokens, when_worth=self.spec.rows > 1) as token:
+            self.chosen.find(self.gains, token)
+        experts = self.shared.gather(self.chosen, tokens)
+        return bind(self.shared.starts[experts]), experts
 
     def run(self, place: Expr, *, of_tokens: bool) -> TokenRun:
         """Return the pairs of the expert at `place`, whose inputs are rows of tokens, or else of pairs."""
-        first = bind(self.starts[place])
+        first = bind(self.shared.starts[place])
         # One token has one pair with an expert.
-        count = 1 if self.spec.rows == 1 else bind(self.starts[place + 1] - first)
+        count = 1 if self.spec.rows == 1 else bind(self.shared.starts[place + 1] - first)
         return TokenRun(count, first, self.token if of_tokens else lambda pair: pair)
 
     def token(self, pair: Expr) -> Expr:
         """Return the token of a pair."""
-        return 0 if self.spec.rows == 1 else self.tokens[pair]
+        return 0 if self.spec.rows == 1 else self.shared.tokens[pair]
 
 
 @body(ExpertsSpec)

@@ -11,9 +11,9 @@ from tvm import tirx
 from picompile_codegen.cpu.kernel import KernelFunction
 from picompile_codegen.cpu.tensor import Expr, KernelTensor, bind, counter, loop
 from picompile_codegen.cpu.token_ops import order_of
-from picompile_codegen.specs import FfnSpec, PredictLowRankSpec, PredictSignsSpec
+from picompile_codegen.specs import ExpertsSpec, FfnSpec, PredictLowRankSpec, PredictSignsSpec
 
-OfExperts = FfnSpec | PredictLowRankSpec | PredictSignsSpec
+OfExperts = ExpertsSpec | FfnSpec | PredictLowRankSpec | PredictSignsSpec
 
 
 def is_chosen(gains: KernelTensor, token: Expr, expert: Expr) -> Expr:
@@ -71,9 +71,7 @@ class ChosenExperts:
     neurons_each: int
 
     @classmethod
-    def declare(
-        cls, function: KernelFunction, spec: FfnSpec | PredictLowRankSpec | PredictSignsSpec
-    ) -> "ChosenExperts":
+    def declare(cls, function: KernelFunction, spec: OfExperts) -> "ChosenExperts":
         """Declare the memory for a kernel of experts."""
         return cls(
             function.scratch("experts", "int32", spec.rows, spec.chosen + 1),

@@ -50,6 +50,11 @@ class Candidate:
     curve: RecallCurve
     weights: Mapping[str, Tensor]
 
+    def read(self, hidden: int, chosen_share: float) -> float:
+        """Return how many weights of its own it reads for a token: fc1, and of fc2 and bias those of chosen experts."""
+        first = (self.rank or 0) * hidden
+        return first + (self.parameters - first) * chosen_share
+
 
 @dataclass(frozen=True)
 class LayerResult:
@@ -74,11 +79,6 @@ class LayerResult:
     def token_neurons(self) -> float:
         """The neurons that a token can compute, on the average."""
         return self.neurons * self.chosen_share
-
-    def read_by(self, candidate: Candidate) -> float:
-        """Return how many weights of its own a candidate reads for a token: of fc2 and bias those of chosen experts."""
-        first = (candidate.rank or 0) * self.hidden
-        return first + (candidate.parameters - first) * self.chosen_share
 
 
 @fast_products()
@@ -149,9 +149,7 @@ def _ranks(data: LayerData, firing: FiringLabels, settings: JobSettings) -> list
 def _read_weights(data: LayerData, candidate: Candidate, recall: float) -> float:
     """Return how many weights are read per token."""
     computed, share = candidate.curve.at(recall).computed_share, data.chosen_share
-    first = (candidate.rank or 0) * data.hidden
-    own = first + (candidate.parameters - first) * share
-    return own + computed * data.neurons * share * data.neuron_parameters
+    return candidate.read(data.hidden, share) + computed * data.neurons * share * data.neuron_parameters
 
 
 def _measured_candidate(

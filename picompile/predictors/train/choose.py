@@ -111,7 +111,7 @@ def options_of(result: LayerResult, target: float, limits: ChoiceLimits) -> list
 def _trained_option(result: LayerResult, number: int, target: float, limits: ChoiceLimits) -> PredictorChoice:
     candidate = result.candidates[number]
     point = candidate.curve.at(target)
-    read = result.read_by(candidate)
+    read = candidate.read(result.hidden, result.chosen_share)
     if candidate.kind == "sign":
         # One bit of each weight of the gating matrix.
         read = result.token_neurons * result.hidden / 16
