@@ -159,3 +159,12 @@ def counted_matrices(formats: Mapping[str, int]) -> str:
     """Return numbers of matrices by their format as a text, the most first."""
     most_first = Counter(formats).most_common()
     return ", ".join(f"{count} {'matrix' if count == 1 else 'matrices'} in {name}" for name, count in most_first)
+
+
+def format_bytes(count: float) -> str:
+    """Return bytes with three digits and a decimal unit, as disks and bandwidths are sold: `3.21 GB`."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"

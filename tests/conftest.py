@@ -64,7 +64,8 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("PICOMPILE_CACHE", str(_shared(tmp_path_factory) / "objects"))
         patch.setenv(COMPILED, str(_shared(tmp_path_factory) / "compiled"))
-        patch.delenv("PICOMPILE_THREADS", raising=False)
+        for name in ("PICOMPILE_THREADS", "PICOMPILE_MODELS", "PICOMPILE_MODELS_BUDGET"):
+            patch.delenv(name, raising=False)
         yield
 
 

@@ -25,6 +25,7 @@ from picompile.cli.doctor import doctor_command
 from picompile.cli.eval import eval_command
 from picompile.cli.import_predictors import import_predictors_command
 from picompile.cli.inspect import inspect_command
+from picompile.cli.library import list_command, pull_command, rm_command
 from picompile.cli.models import models_command
 from picompile.cli.options import takes_options
 from picompile.cli.passes import passes_command
@@ -200,6 +201,9 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "run": run_command,
     "chat": chat_command,
     "serve": serve_command,
+    "list": list_command,
+    "pull": pull_command,
+    "rm": rm_command,
     "inspect": inspect_command,
     "verify": verify_command,
     "bench": bench_command,
@@ -232,8 +236,9 @@ def _root(
 ) -> None:
     """Compile a sparsely firing language model into an artifact that runs fast, and run it.
 
-    MODEL is a Hugging Face folder or a GGUF file; ARTIFACT is a folder that
-    compile made. picompile COMMAND --help explains a command by examples.
+    MODEL is a name on the Hugging Face hub (ORG/REPO, ORG/REPO:Q4_K_M), a
+    checkpoint's folder or a GGUF file; ARTIFACT is a folder that compile made.
+    picompile COMMAND --help explains a command by examples.
     """
 
 

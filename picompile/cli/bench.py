@@ -8,10 +8,12 @@ from typing import Annotated, Any
 
 import typer
 
-from picompile.cli.checks import format_bytes, require_text_file, require_trace_output, write_trace
-from picompile.cli.options import ArtifactArgument, DebugOption, DraftOption, JsonOption, ReplanOption, ThreadsOption
+from picompile.cli.checks import require_text_file, require_trace_output, write_trace
+from picompile.cli.options import CompiledArgument, DebugOption, DraftOption, JsonOption, ReplanOption, ThreadsOption
 from picompile.cli.progress import progress
 from picompile.errors import UsageError
+from picompile.library.options import LibraryOptions
+from picompile.quantities import format_bytes
 from picompile_runtime.artifact import MOST_SEQUENCES
 
 _TITLES = {"host": "a token, host", "accelerator": "accelerator"}
@@ -20,7 +22,7 @@ _DECODE_TOKENS = 128
 
 
 def bench_command(
-    artifact: ArtifactArgument,
+    artifact: CompiledArgument,
     prompt_tokens: Annotated[
         int | None,
         typer.Option(
@@ -72,6 +74,8 @@ def bench_command(
     draft: DraftOption = "none",
     threads: ThreadsOption = None,
     replan: ReplanOption = False,
+    *,
+    library: LibraryOptions,
     json_output: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -94,11 +98,12 @@ def bench_command(
         require_trace_output(trace)
     content = None if text is None else require_text_file(text)
 
+    from picompile.library import open_model
     from picompile.loading import load_engine
     from picompile_runtime import Tokenizer, measure
 
-    with progress() as shown:
-        engine = load_engine(artifact, threads, replan, shown)
+    with progress() as shown, open_model(artifact, library, shown) as opened:
+        engine = load_engine(opened.artifact, threads, replan, shown)
         with engine, shown.step("measure", repeats + 1) as advance:
             prompt, decode = fit_lengths(engine.context, prompt_tokens, decode_tokens, depth)
             ids = None if content is None else Tokenizer.of(engine.artifact).encode(content)

@@ -1,15 +1,17 @@
 """`picompile chat`: talk with a model in the terminal."""
 
 import sys
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from picompile.cli.options import ArtifactArgument, DebugOption
+from picompile.cli.options import CompiledArgument, DebugOption
 from picompile.cli.progress import progress
 from picompile.errors import UsageError
+from picompile.library.options import LibraryOptions
 from picompile_runtime.run_options import RUN_OPTIONS, SAMPLING
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ CHAT_OPTIONS = {key: RUN_OPTIONS[key] for key in ("max_tokens", *SAMPLING, "draf
 
 
 def chat_command(
-    artifact: ArtifactArgument,
+    model: CompiledArgument,
     *,
     prompt: Annotated[
         str | None, typer.Option("-p", "--prompt", metavar="TEXT", help="Answer this and end; - reads it from stdin.")
@@ -37,6 +39,7 @@ def chat_command(
         Path | None, typer.Option("--load", metavar="FILE", help="Go on with a chat that /save wrote.")
     ] = None,
     values: Annotated[dict[str, Any], CHAT_OPTIONS],
+    library: LibraryOptions,
     debug: DebugOption = False,
 ) -> None:
     """Talk with a model; /help in the chat lists its commands.
@@ -46,18 +49,22 @@ def chat_command(
 
     \b
     Examples:
+      picompile chat Qwen/Qwen3-0.6B
+      picompile chat unsloth/Qwen3-0.6B-GGUF:Q4_K_M --context 8192
       picompile chat build/tiny --system "Answer in one sentence."
       picompile chat build/tiny -p "What is a neuron?" --temp 0
       echo "What is a neuron?" | picompile chat build/tiny -n 64
     """
+    from picompile.library import open_model
     from picompile.loading import load_engine
     from picompile_runtime.sampling.chat_answer import ChatOptions
     from picompile_runtime.sampling.option_values import OptionValues
 
     sampling = OptionValues.of(CHAT_OPTIONS, values)
-    with progress() as shown:
-        engine = load_engine(artifact, values["threads"], values["replan"], shown)
-    with engine:
+    with ExitStack() as stack:
+        with progress() as shown:
+            opened = stack.enter_context(open_model(model, library, shown))
+            engine = stack.enter_context(load_engine(opened.artifact, values["threads"], values["replan"], shown))
         params = sampling.params(engine.artifact)
         session = _session(engine, ChatOptions(params, values["max_tokens"], values["draft"]), load, system)
         _chat(session, prompt)

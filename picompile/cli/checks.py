@@ -8,42 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from picompile.errors import DoesNotFitError, UsageError
-from picompile.frontend.gguf.parts import models_in
-from picompile.frontend.gguf.tensor_types import MAGICS
-from picompile.frontend.stand_ins import refuse_stand_in
 from picompile.output import DISK_FULL, parents_of, writing_file
 from picompile.output.files import read_safetensors_header
 from picompile.output.place import existing_ancestor, require_folder_or_nothing
 
 if TYPE_CHECKING:
     from picompile_runtime.bench.trace import TracedStep
-
-
-_NAMED_FILES = 8
-_MODEL = "MODEL is a Hugging Face folder with config.json and *.safetensors, or a GGUF file"
-
-
-def require_model_folder(folder: Path) -> None:
-    """Raise `UsageError` unless `folder` exists and is a Hugging Face checkpoint, or is or holds one GGUF file."""
-    if not folder.exists():
-        raise UsageError(f"{folder}: no such file or folder; {_MODEL}")
-    if folder.is_file():
-        with folder.open("rb") as opened:
-            if opened.read(4) not in MAGICS:
-                refuse_stand_in(folder, UsageError)
-                raise UsageError(f"{folder}: neither a folder nor a GGUF file; {_MODEL}")
-        return
-    if not folder.is_dir():
-        raise UsageError(f"{folder}: neither a folder nor a GGUF file; {_MODEL}")
-    if not (folder / "config.json").is_file():
-        found = models_in(folder)
-        if len(found) > 1:
-            names = ", ".join(file.name for file in found[:_NAMED_FILES])
-            more = f" and {len(found) - _NAMED_FILES} more" if len(found) > _NAMED_FILES else ""
-            raise UsageError(f"{folder}: several GGUF files are in it; name one of {names}{more}")
-        if found:
-            return require_model_folder(found[0])
-        raise UsageError(f"{folder}: no config.json in it; {_MODEL}")
 
 
 def require_context(model: Path, context: int | None) -> None:
@@ -137,15 +107,6 @@ def _weights_in(path: Path) -> int:
         return sum(prod(map(int, entry["shape"])) for entry in header.values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return 0
-
-
-def format_bytes(count: float) -> str:
-    """Return bytes with three digits and a decimal unit, as disks and bandwidths are sold: `3.21 GB`."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
 
 
 _PAGE_START = b"<!doctype html>"

@@ -10,11 +10,10 @@ from picompile.choices import BUDGET_FORMATS, CANDIDATES, DEFAULT_QUANT, FOUR_BI
 from picompile.cli.accuracy_show import reported, show_comparison
 from picompile.cli.checks import (
     checkpoint_weights,
-    format_bytes,
     require_context,
-    require_model_folder,
     require_output,
 )
+from picompile.cli.local_model import local_model
 from picompile.cli.options import DebugOption, ModelArgument
 from picompile.cli.progress import progress
 from picompile.cli.skipping_show import skipping_text
@@ -23,6 +22,7 @@ from picompile.config import CompileOptions
 from picompile.output import parents_of
 from picompile.output.place import require_disk_space
 from picompile.processes import uncollected
+from picompile.quantities import format_bytes
 from picompile_passes.formats import FORMATS
 
 
@@ -45,18 +45,18 @@ def compile_command(
       picompile compile models/tiny-reglu -o build/checked --checkpoint-bound 5%
       picompile compile models/tiny-reglu -o build/4090 --target 4090 --vram-budget 8GiB
     """
-    require_model_folder(model)
-    require_context(model, options.context)
     require_output(output, overwrite=options.overwrite, marker="manifest.json")
+    path = local_model(model)
+    require_context(path, options.context)
     # Rows are padded, so an artifact is never smaller than this.
-    needed_bytes = int(checkpoint_weights(model) * _least_bits(options.quant or DEFAULT_QUANT) / 8)
+    needed_bytes = int(checkpoint_weights(path) * _least_bits(options.quant or DEFAULT_QUANT) / 8)
     require_disk_space(output, needed_bytes, "{output}: needs about {needed} on disk, {free} are free")
 
     with uncollected():
         from picompile.compile import compile_model
 
     with parents_of(output), progress() as shown:
-        compile_model(model, output, options, shown)
+        compile_model(path, output, options, shown)
     print(_summary(output))
     if (comparison := reported(output).get("checkpoint_accuracy")) is not None:
         show_comparison(comparison)

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from picompile.cli.checks import format_bytes
 from picompile.cli.options import DebugOption, JsonOption
 from picompile.cli.progress import progress
 from picompile.errors import PicompileError
 from picompile.machine.targets import TARGETS, find_native_target
+from picompile.quantities import format_bytes
 
 if TYPE_CHECKING:
     from picompile.machine.measured import LocalMachine

@@ -7,24 +7,26 @@ from typing import Annotated, Any
 
 import typer
 
-from picompile.cli.checks import require_model_folder, require_text_file
+from picompile.cli.checks import require_text_file
+from picompile.cli.local_model import local_model
 from picompile.cli.options import (
     ActivationOption,
-    ArtifactArgument,
+    CompiledArgument,
     DebugOption,
     JsonOption,
     ReplanOption,
     ThreadsOption,
 )
 from picompile.cli.progress import progress
+from picompile.library.options import LibraryOptions
 from picompile.processes import uncollected
 
 
 def eval_command(
-    artifact: ArtifactArgument,
+    artifact: CompiledArgument,
     text: Annotated[Path, typer.Option(metavar="FILE", help="The text to predict.")],
     against: Annotated[
-        Path | None,
+        str | None,
         typer.Option(metavar="MODEL", help="Compare with this checkpoint, dense and in float32."),
     ] = None,
     activation: ActivationOption = None,
@@ -39,6 +41,8 @@ def eval_command(
     ] = False,
     threads: ThreadsOption = None,
     replan: ReplanOption = False,
+    *,
+    library: LibraryOptions,
     json_output: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -53,17 +57,17 @@ def eval_command(
       picompile eval build/tiny --text README.md --against models/tiny-reglu
     """
     content = require_text_file(text)
-    if against is not None:
-        require_model_folder(against)
+    checkpoint = None if against is None else local_model(against)
 
     with uncollected():
         from picompile.evaluate import evaluate
+    from picompile.library import open_model
 
-    with progress() as shown:
+    with progress() as shown, open_model(artifact, library, shown) as opened:
         result = evaluate(
-            artifact,
+            opened.artifact,
             content,
-            against=against,
+            against=checkpoint,
             activation=activation,
             max_tokens=max_tokens,
             window=window,

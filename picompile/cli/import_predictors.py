@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from picompile.cli.checks import require_model_folder, require_output
+from picompile.cli.checks import require_output
+from picompile.cli.local_model import local_model
 from picompile.cli.options import ActivationOption, DebugOption, FolderOutputOption, OverwriteOption
 from picompile.cli.progress import progress
 from picompile.output import parents_of
@@ -16,7 +17,7 @@ def import_predictors_command(
         Path, typer.Argument(metavar="SOURCE", help="A *.powerinfer.gguf, a folder with one, or one with model_N.pt.")
     ],
     model: Annotated[
-        Path, typer.Option("--model", metavar="MODEL", help="The checkpoint that the predictors were trained for.")
+        str, typer.Option("--model", metavar="MODEL", help="The checkpoint that the predictors were trained for.")
     ],
     output: FolderOutputOption,
     activation: ActivationOption = None,
@@ -33,15 +34,15 @@ def import_predictors_command(
       picompile import-predictors relu-llama-7b.powerinfer.gguf --model ReluLLaMA-7B -o build/predictors
       picompile import-predictors ReluLLaMA-7B-Predictor --model ReluLLaMA-7B -o build/predictors
     """
-    require_model_folder(model)
     require_output(output, overwrite=overwrite, marker="predictors.json")
+    path = local_model(model)
 
     from picompile.predictors.powerinfer.importer import import_predictors
     from picompile.predictors.powerinfer.sources import find_source
 
     found = find_source(source)
     with parents_of(output), progress() as shown:
-        result = import_predictors(found, model, output, shown, overwrite=overwrite, activation=activation)
+        result = import_predictors(found, path, output, shown, overwrite=overwrite, activation=activation)
     ranks = [layer.rank for layer in result.layers if layer.rank is not None]
     layers = f"{len(ranks)} layer{'s' if len(ranks) > 1 else ''}"
     print(f"{output}: predictors of {layers}, ranks {min(ranks)} to {max(ranks)}, {result.parameters:,} parameters")

@@ -16,8 +16,10 @@ def inspect_command(artifact: ArtifactArgument, json_output: JsonOption = False,
       picompile inspect build/tiny --json
     """
     from picompile.cli.inspect_show import collect, show
+    from picompile.library import open_compiled
 
-    facts = collect(artifact)
+    folder = open_compiled(artifact)
+    facts = collect(folder)
     if json_output:
         print(json.dumps(facts, indent=2, ensure_ascii=False))
     else:

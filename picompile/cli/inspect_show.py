@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from picompile.cli.accuracy_show import comparison_text, reported, show_comparison
-from picompile.cli.checks import format_bytes
 from picompile.cli.plan_show import size, tokens
 from picompile.cli.skipping_show import skipping_text
 from picompile.cli.weights_show import weights_text
+from picompile.quantities import format_bytes
 from picompile_runtime import ArtifactError, MachineError, RequestError
 from picompile_runtime.artifact.fields import parse_object
 from picompile_runtime.artifact.interfaces import choose_variant

@@ -164,9 +164,24 @@ JsonOption = Annotated[bool, of_run_option(RUN_OPTIONS["json"])]
 ThreadsOption = Annotated[int | None, of_run_option(RUN_OPTIONS["threads"])]
 ReplanOption = Annotated[bool, of_run_option(RUN_OPTIONS["replan"])]
 DraftOption = Annotated[str, of_run_option(RUN_OPTIONS["draft"])]
-ArtifactArgument = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="A compiled model's folder.")]
+# `picompile.hub` and `picompile.library` make paths of these.
+CompiledArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="An artifact; or a name on the hub, a Hugging Face folder or a GGUF file, compiled on first use.",
+    ),
+]
+ArtifactArgument = Annotated[
+    str, typer.Argument(metavar="ARTIFACT", help="A compiled model's folder, or the name of a model in picompile list.")
+]
 ModelArgument = Annotated[
-    Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder (config.json, *.safetensors), or a GGUF file.")
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A Hugging Face folder (config.json, *.safetensors), a GGUF file, or a name on the hub: ORG/REPO, "
+        "ORG/REPO:Q4_K_M.",
+    ),
 ]
 ActivationOption = Annotated[str | None, ACTIVATION]
 OverwriteOption = Annotated[bool, OVERWRITE]

@@ -9,11 +9,13 @@ from typing import Annotated
 import typer
 
 from picompile.choices import DEFAULT_QUANT, STORED, planned_format
-from picompile.cli.checks import require_model_folder, require_output_file
+from picompile.cli.checks import require_output_file
 from picompile.cli.options import DebugOption, JsonOption, OverwriteOption
 from picompile.cli.plan_show import show_plan
 from picompile.cli.progress import progress
 from picompile.errors import UsageError
+from picompile.frontend.model_file import require_model
+from picompile.hub import download_config, parse_model, resolve_model
 from picompile.machine.targets import may_have_gpu
 from picompile.output import parents_of
 from picompile.placement.goal import PlanGoal
@@ -54,7 +56,7 @@ def check_model_options(options: ModelOptions) -> None:
     if options.predictors is not None and options.predictor not in (None, "learned"):
         raise UsageError(f"--predictors: predictor {options.predictor} needs none; leave it out, or choose learned")
     if options.source is not None and not options.is_profile:
-        require_model_folder(options.source)
+        require_model(options.source)
 
     from picompile.placement.model_bytes import Packing
 
@@ -91,14 +93,33 @@ def _check_firing(options: ModelOptions) -> None:
         firing_of_curve(options.firing, 1, 1)
 
 
+def with_model(options: ModelOptions, text: str) -> ModelOptions:
+    """Return the options with the MODEL or PROFILE `text`.
+
+    Of a model on the hub config.json is enough, unless its neurons or its file's formats have a part in the plan: then
+    it is downloaded. Raise `UsageError` if there is no such model.
+    """
+    model = parse_model(text)
+    if isinstance(model, Path):
+        return replace(options, source=model)
+    needs_weights = any((options.profile, options.predictors, options.work)) or options.quant == STORED
+    with progress() as shown:
+        config = None if needs_weights or options.shape is not None else download_config(model, shown)
+        if config is not None:
+            return replace(options, shape=str(config))
+        return replace(options, source=resolve_model(text, shown))
+
+
 def plan_command(
     machine_options: MachineOptions,
     model_options: ModelOptions,
     goal: PlanGoal,
     source: Annotated[
-        Path | None,
+        str | None,
         typer.Argument(
-            metavar="MODEL|PROFILE", help="A Hugging Face folder, or what profile made.", show_default=False
+            metavar="MODEL|PROFILE",
+            help="A name on the hub, a Hugging Face folder, a GGUF file, or what profile made.",
+            show_default=False,
         ),
     ] = None,
     prompt: Annotated[
@@ -125,10 +146,13 @@ def plan_command(
     \b
     Examples:
       picompile plan --shape opt-66b --firing opt --target 4090
+      picompile plan Qwen/Qwen3-30B-A3B --target 4090 --host-memory 64GiB
       picompile plan build/profile --target 4090 -o build/plan.json
       picompile plan models/tiny-reglu --profile build/profile --target cpu
     """
-    model_options = replace(model_options, source=source, on_gpu=may_have_gpu(machine_options.target))
+    model_options = replace(model_options, on_gpu=may_have_gpu(machine_options.target))
+    if source is not None:
+        model_options = with_model(model_options, source)
     check_machine_options(machine_options)
     if output is not None:
         require_plan_output(output, overwrite=overwrite)

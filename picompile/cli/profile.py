@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from picompile.cli.checks import require_model_folder
+from picompile.cli.local_model import local_model
 from picompile.cli.options import DebugOption, FolderOutputOption, JsonOption, ModelArgument
 from picompile.cli.progress import progress
 from picompile.output import parents_of
@@ -35,7 +35,7 @@ def profile_command(
       picompile profile models/tiny-reglu -o build/profile --calibration README.md
       cat docs/*.md | picompile profile models/tiny-reglu -o build/profile --calibration -
     """
-    require_model_folder(model)
+    path = local_model(model)
     # Together, since standard input is read once.
     texts = read_calibration([*options.calibration, *options.held_out])
     count = len(options.calibration)
@@ -45,7 +45,7 @@ def profile_command(
         from picompile.predictors.profile.run import profile_model
 
     with parents_of(output), progress() as shown:
-        profile = profile_model(model, output, options, shown)
+        profile = profile_model(path, output, options, shown)
     if json_output:
         print(json.dumps(json.loads((profile.folder / "profile.json").read_text(encoding="utf-8")), indent=2))
     else:

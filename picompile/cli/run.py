@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from picompile.cli.checks import require_text_file
-from picompile.cli.options import ArtifactArgument, DebugOption
+from picompile.cli.options import CompiledArgument, DebugOption
 from picompile.cli.progress import progress
 from picompile.errors import UsageError
+from picompile.library.options import LibraryOptions
 from picompile.quantities import parse_count, shortened
 from picompile_runtime.run_options import RUN_OPTIONS
 
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def run_command(
-    artifact: ArtifactArgument,
+    model: CompiledArgument,
     *,
     prompt: Annotated[
         str | None, typer.Option("-p", "--prompt", metavar="TEXT", help="What to continue; - reads it from stdin.")
@@ -37,6 +39,7 @@ def run_command(
     ] = None,
     values: Annotated[dict[str, Any], RUN_OPTIONS],
     echo: Annotated[bool, typer.Option("--echo", help="Print the prompt before the text.")] = False,
+    library: LibraryOptions,
     debug: DebugOption = False,
 ) -> None:
     """Continue a prompt; the text appears as it is made.
@@ -46,19 +49,22 @@ def run_command(
 
     \b
     Examples:
+      picompile run Qwen/Qwen3-0.6B -p "The capital of France is" -n 16
       picompile run build/tiny -p "def read_lines(path):" -n 64
       echo "import os" | picompile run build/tiny -p - --temp 0.8 --seed 1
       picompile run build/tiny --ids 1,15,7 -n 8 --json
     """
     source = read_prompt(prompt, file, ids)
 
+    from picompile.library import open_model
     from picompile.loading import load_engine
     from picompile_runtime.sampling.option_values import OptionValues
 
     sampling = OptionValues.of(RUN_OPTIONS, values)
-    with progress() as shown:
-        engine = load_engine(artifact, values["threads"], values["replan"], shown)
-    with engine:
+    with ExitStack() as stack:
+        with progress() as shown:
+            opened = stack.enter_context(open_model(model, library, shown))
+            engine = stack.enter_context(load_engine(opened.artifact, values["threads"], values["replan"], shown))
         generation = _start(
             engine,
             source,

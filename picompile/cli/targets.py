@@ -4,9 +4,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from picompile.cli.checks import format_bytes
 from picompile.cli.options import DebugOption, JsonOption
 from picompile.machine.targets import TARGETS, Target
+from picompile.quantities import format_bytes
 
 _WIDTH = 120
 

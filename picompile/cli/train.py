@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from picompile.cli.checks import require_model_folder
+from picompile.cli.local_model import local_model
 from picompile.cli.options import DebugOption, FolderOutputOption, JsonOption, ModelArgument
 from picompile.cli.progress import progress
 from picompile.errors import UsageError
@@ -38,9 +38,10 @@ def train_command(
       picompile train models/tiny-reglu --profile build/profile -o build/predictors
       picompile train models/tiny-reglu --profile build/profile -o build/small --budget 4% --accuracy-bound off
     """
-    require_model_folder(model)
     if not profile.is_dir():
         raise UsageError(f"{profile}: no such folder; picompile profile makes it")
+
+    path = local_model(model)
 
     with uncollected():
         from picompile.predictors.profile.profile import load_profile
@@ -48,7 +49,7 @@ def train_command(
 
     loaded = load_profile(profile)
     with parents_of(output), progress() as shown:
-        predictors = train_predictors(model, profile=loaded, output=output, options=options, progress=shown)
+        predictors = train_predictors(path, profile=loaded, output=output, options=options, progress=shown)
     print((output / "predictors.json").read_text(encoding="utf-8").rstrip()) if json_output else _show(predictors)
 
 

@@ -1,8 +1,8 @@
 """`picompile verify`: check that an artifact is whole."""
 
-from picompile.cli.checks import format_bytes
 from picompile.cli.options import ArtifactArgument, DebugOption
 from picompile.cli.progress import progress
+from picompile.quantities import format_bytes
 
 
 def verify_command(artifact: ArtifactArgument, debug: DebugOption = False) -> None:
@@ -14,10 +14,12 @@ def verify_command(artifact: ArtifactArgument, debug: DebugOption = False) -> No
     Example:
       picompile verify build/tiny
     """
+    from picompile.library import open_compiled
     from picompile_runtime import verify
     from picompile_runtime.artifact.manifest import read_manifest
 
-    total = sum(entry.size_bytes for entry in read_manifest(artifact).files.values())
+    folder = open_compiled(artifact)
+    total = sum(entry.size_bytes for entry in read_manifest(folder).files.values())
     with progress() as shown, shown.step("hash", total) as advance:
         counted: dict[str, int] = {}
 
@@ -25,5 +27,5 @@ def verify_command(artifact: ArtifactArgument, debug: DebugOption = False) -> No
             advance(done - counted.get(name, 0))
             counted[name] = done
 
-        manifest = verify(artifact, count)
-    print(f"{artifact}: whole, {len(manifest.files)} files, {format_bytes(total)}")
+        manifest = verify(folder, count)
+    print(f"{folder}: whole, {len(manifest.files)} files, {format_bytes(total)}")

@@ -40,7 +40,7 @@ from picompile.frontend.gguf.parts import model_name
 from picompile.frontend.gguf.weights import GgufWeights
 from picompile.frontend.json_file import token_ids
 from picompile.frontend.left_out import LeftOut, bias_line, lacking_biases
-from picompile.frontend.model_file import QUANTIZATION_FILES, gguf_file, is_gguf, opened_gguf, read_config
+from picompile.frontend.model_file import QUANTIZATION_FILES, folder_name, gguf_file, is_gguf, opened_gguf, read_config
 from picompile.frontend.proof import prove
 from picompile.frontend.renaming import IgnoredTensors, rename
 from picompile.frontend.stored.matrices import StoredMatrices, find_method, quantized_part
@@ -304,7 +304,7 @@ def _facts(
     )
     numbers = {name: value for name, value in vars(found).items() if name != "positions"}
     return ModelFacts(
-        name=folder.resolve().name if file is None else model_name(file),
+        name=folder_name(folder) if file is None else model_name(file),
         architecture=type(model).__name__,
         family=family.name,
         **numbers | {"activation": activation or found.activation},

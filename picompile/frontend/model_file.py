@@ -4,13 +4,48 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from picompile.errors import UsageError
 from picompile.frontend.activation import with_activation
 from picompile.frontend.gguf.parts import models_in, part_files
+from picompile.frontend.gguf.tensor_types import MAGICS
 from picompile.frontend.json_file import read_json_object
+from picompile.frontend.stand_ins import refuse_stand_in
 
 if TYPE_CHECKING:
     from picompile.frontend.gguf.model import GgufModel
     from picompile.frontend.tokenizer_files import TokenizerFiles
+
+
+_NAMED_FILES = 8
+_MODEL = "MODEL is a Hugging Face folder with config.json and *.safetensors, a GGUF file, or a name as ORG/REPO"
+
+
+def require_model(model: Path) -> None:
+    """Raise `UsageError` unless `model` exists and is a Hugging Face checkpoint, or is or holds one GGUF file."""
+    if not model.exists():
+        raise UsageError(f"{model}: no such file or folder; {_MODEL}")
+    if model.is_file():
+        with model.open("rb") as opened:
+            if opened.read(4) not in MAGICS:
+                refuse_stand_in(model, UsageError)
+                raise UsageError(f"{model}: neither a folder nor a GGUF file; {_MODEL}")
+        return
+    if not model.is_dir():
+        raise UsageError(f"{model}: neither a folder nor a GGUF file; {_MODEL}")
+    if not (model / "config.json").is_file():
+        found = models_in(model)
+        if len(found) > 1:
+            names = ", ".join(file.name for file in found[:_NAMED_FILES])
+            more = f" and {len(found) - _NAMED_FILES} more" if len(found) > _NAMED_FILES else ""
+            raise UsageError(f"{model}: several GGUF files are in it; name one of {names}{more}")
+        if found:
+            return require_model(found[0])
+        raise UsageError(f"{model}: no config.json in it; {_MODEL}")
+
+
+def holds_model(folder: Path) -> bool:
+    """Return whether a folder looks like a checkpoint, or holds GGUF files."""
+    return (folder / "config.json").exists() or bool(models_in(folder))
 
 
 def gguf_file(model: Path) -> Path | None:
@@ -24,6 +59,18 @@ def gguf_file(model: Path) -> Path | None:
         return None
     found = models_in(model)
     return found[0] if len(found) == 1 else None
+
+
+def folder_name(folder: Path) -> str:
+    """Return what a model in `folder` is called: the folder's name, or its repository's in a cache of the hub.
+
+    There a model lies in `models--ORG--REPO/snapshots/COMMIT`.
+    """
+    found = folder.resolve()
+    repository = found.parents[1].name if len(found.parents) > 1 else ""
+    if found.parent.name == "snapshots" and repository.startswith("models--"):
+        return repository.rpartition("--")[2]
+    return found.name
 
 
 def is_gguf(model: Path) -> bool:

@@ -10,6 +10,7 @@ from picompile.errors import UnsupportedModelError, UsageError
 from picompile.frontend.families import activation_text
 from picompile.frontend.families import find_family as known_family
 from picompile.frontend.json_file import read_json_object
+from picompile.frontend.model_file import CONFIG, folder_name
 from picompile.synth.families import FAMILIES, SynthFamily, find_family
 from picompile.synth.mixtures import MIXTURES
 from picompile_passes.dialect.activations import ACTIVATIONS
@@ -364,6 +365,6 @@ def find_config(text: str) -> tuple[str, Mapping[str, Any]]:
         known = ", ".join([*SHAPES, *MIXTURES])
         raise UsageError(f"unknown shape {text!r}; name a JSON file with the fields of a config.json, or {known}")
     try:
-        return path.stem, read_json_object(path)
+        return folder_name(path.parent) if path.name == CONFIG else path.stem, read_json_object(path)
     except UnsupportedModelError as error:
         raise UsageError(f"{error}; it must have the fields of a config.json") from error

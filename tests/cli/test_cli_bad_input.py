@@ -250,8 +250,8 @@ READING = [["run", "-p", "x"], ["inspect"], ["verify"], ["bench"]]
 @pytest.mark.parametrize("command", READING, ids=lambda command: command[0])
 def test_lost_files_are_missed(cli: Cli, tiny_artifact: Path, tmp_path: Path, command: list[str]) -> None:
     (tmp_path / "empty").mkdir()
-    for name in ("missing", "empty"):
-        assert_refused(cli(command[0], tmp_path / name, *command[1:]), 4, name)
+    assert_refused(cli(command[0], tmp_path / "missing", *command[1:]), 2, "missing", "no such file or folder")
+    assert_refused(cli(command[0], tmp_path / "empty", *command[1:]), 4, "empty")
     artifact = Path(shutil.copytree(tiny_artifact, tmp_path / "artifact"))
     for name in ("weights.safetensors", "program.json"):
         content = (artifact / name).read_bytes()

@@ -41,7 +41,7 @@ def test_version(cli: Cli) -> None:
 USAGE_ERRORS = {
     "frobnicate": "frobnicate",
     "run x --frobnicate": "--frobnicate",
-    "run": "ARTIFACT",
+    "run": "MODEL",
     "run x": "-p",
     "run x -p a --ids 1": "--ids",
     "run x --ids 1,-2": "1,-2",

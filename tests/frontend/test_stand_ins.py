@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from picompile.cli.checks import require_model_folder
 from picompile.errors import PicompileError, UnsupportedModelError, UsageError
 from picompile.frontend.gguf.header import read_header
 from picompile.frontend.json_file import read_json_object, read_text
+from picompile.frontend.model_file import require_model
 from picompile.frontend.stand_ins import refuse_stand_in
 from picompile.frontend.tensor_file import headers_of
 from picompile.frontend.tokenizer.read import read_tokenizer
@@ -22,7 +22,7 @@ READERS: list[tuple[str, Callable[[Path], Any], type[PicompileError]]] = [
     ("chat_template.jinja", lambda file: read_text(file, 1000), UnsupportedModelError),
     ("tokenizer.model", lambda file: read_tokenizer(file.parent, 10), UnsupportedModelError),
     ("model.gguf", read_header, UsageError),
-    ("model.gguf", require_model_folder, UsageError),
+    ("model.gguf", require_model, UsageError),
 ]
 
 

@@ -11,14 +11,14 @@ from pathlib import Path
 from picompile.errors import UnsupportedModelError, UsageError
 from picompile.frontend.gguf.header import GgufHeader, TensorEntry, read_header
 
-_PART = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf")
+PART = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf")
 _NUMBER, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"
 _MOST_PARTS = 1000
 
 
 def part_files(first: Path) -> list[Path]:
     """Return `first` and the files that its name promises beside it, whether they are there or not."""
-    match = _PART.fullmatch(first.name)
+    match = PART.fullmatch(first.name)
     if match is None or not 1 < int(match[3]) <= _MOST_PARTS:
         return [first]
     others = (first.with_name(f"{match[1]}-{number:05}-of-{match[3]}.gguf") for number in range(2, int(match[3]) + 1))
@@ -29,14 +29,14 @@ def models_in(folder: Path) -> list[Path]:
     """Return the GGUF files in `folder` that are models: of parts the first, or whichever is there of them."""
     found: dict[str, Path] = {}
     for file in sorted(folder.glob("*.gguf")):
-        match = _PART.fullmatch(file.name)
+        match = PART.fullmatch(file.name)
         found.setdefault(file.name if match is None else f"{match[1]}-of-{match[3]}", file)
     return list(found.values())
 
 
 def model_name(file: Path) -> str:
     """Return the name of the model in `file`, without the number of a part."""
-    match = _PART.fullmatch(file.name)
+    match = PART.fullmatch(file.name)
     return file.stem if match is None else match[1]
 
 
@@ -52,7 +52,7 @@ def read_model_header(file: Path, most_elements: int) -> GgufHeader:
         return header
     if type(count) is not int or not 1 < count <= _MOST_PARTS:
         raise UnsupportedModelError(f"{file}: {_COUNT} is {count!r:.40}; up to {_MOST_PARTS} parts are read")
-    match = _PART.fullmatch(file.name)
+    match = PART.fullmatch(file.name)
     number = header.values.get(_NUMBER)
     if match is None or int(match[3]) != count:
         raise UnsupportedModelError(

@@ -1,0 +1,122 @@
+"""`picompile list`, `rm` and `pull`: the models that were compiled when they were first used."""
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from picompile.cli.options import DebugOption, JsonOption
+from picompile.cli.progress import progress
+from picompile.errors import UsageError
+from picompile.library.options import LibraryOptions
+from picompile.quantities import format_bytes
+
+_HEADINGS = ("NAME", "FORMAT", "CONTEXT", "SIZE", "LAST USED")
+_UNITS = ((86400, "day"), (3600, "hour"), (60, "minute"))
+
+
+def list_command(json_output: JsonOption = False, debug: DebugOption = False) -> None:
+    """List the models that chat, run and serve have compiled, the last used one first.
+
+    They lie in the cache folder ($XDG_CACHE_HOME/picompile/models, or
+    PICOMPILE_MODELS). Together they take at most PICOMPILE_MODELS_BUDGET, by default
+    100 GB or half of the disk; beyond, those are removed that were not used for the
+    longest time.
+
+    \b
+    Examples:
+      picompile list
+      picompile list --json
+    """
+    from picompile.library import Library
+
+    library = Library()
+    entries = library.entries()
+    if json_output:
+        print(json.dumps([entry.to_json() for entry in entries], indent=2, ensure_ascii=False))
+        return
+    if not entries:
+        print("no models yet; picompile chat ORG/REPO downloads and compiles one")
+        return
+    now = time.time()
+    rows = [
+        (each.name, each.quant, str(each.context), format_bytes(each.size_bytes), _ago(now - each.used_s))
+        for each in entries
+    ]
+    widths = [max(map(len, column)) for column in zip(_HEADINGS, *rows, strict=True)]
+    for row in (_HEADINGS, *rows):
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    total = sum(each.size_bytes for each in entries)
+    print(f"{format_bytes(total)} of {format_bytes(library.budget_bytes())} in {library.folder}")
+
+
+def rm_command(
+    names: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Models as picompile list names them.")],
+    downloads: Annotated[
+        bool, typer.Option("--downloads", help="Also remove the files that were downloaded for them.")
+    ] = False,
+    debug: DebugOption = False,
+) -> None:
+    """Remove compiled models.
+
+    Downloaded files stay, since other programs share them; --downloads removes
+    them too. A checkpoint or GGUF file of your own is never removed.
+
+    \b
+    Examples:
+      picompile rm Qwen/Qwen3-0.6B
+      picompile rm unsloth/Qwen3-0.6B-GGUF:Q4_K_M --downloads
+    """
+    from picompile.hub import remove_downloads
+    from picompile.library import Library
+
+    library = Library()
+    found = {name: library.named(name) for name in names}
+    for name, entries in found.items():
+        if not entries:
+            known = ", ".join(dict.fromkeys(entry.name for entry in library.entries())) or "none"
+            raise UsageError(f"{name}: no compiled model has this name; there is {known}")
+    for name, entries in found.items():
+        for entry in entries:
+            library.remove(entry)
+        freed = sum(entry.size_bytes for entry in entries)
+        if downloads:
+            needed = {path for entry in library.entries() for path in entry.downloads}
+            freed += remove_downloads(Path(path) for entry in entries for path in {*entry.downloads} - needed)
+        print(f"removed {name}: {format_bytes(freed)}")
+
+
+def pull_command(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A model on the hub: ORG/REPO, ORG/REPO:Q4_K_M.")],
+    library: LibraryOptions,
+    debug: DebugOption = False,
+) -> None:
+    """Download a model and compile it, or bring it up to date.
+
+    chat, run and serve do that too when a model is not there yet; they never ask
+    the hub for a newer version of one that is.
+
+    \b
+    Examples:
+      picompile pull Qwen/Qwen3-0.6B
+      picompile pull unsloth/Qwen3-0.6B-GGUF:Q4_K_M --context 16384
+    """
+    from picompile.hub import parse_model
+    from picompile.library import Library
+
+    model = parse_model(name)
+    if isinstance(model, Path):
+        raise UsageError(f"{name}: is a path; pull takes the name of a model on the hub, as in hf://ORG/REPO")
+    with progress() as shown:
+        entry = Library().obtain(model, library, shown, refresh=True)
+    print(f"{entry.name}: {entry.quant}, context {entry.context}, {format_bytes(entry.size_bytes)}")
+
+
+def _ago(seconds: float) -> str:
+    for length, unit in _UNITS:
+        if seconds >= length:
+            count = int(seconds // length)
+            return f"{count} {unit}{'s' if count > 1 else ''} ago"
+    return "just now"
