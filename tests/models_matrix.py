@@ -229,13 +229,13 @@ def _introduction(classes: int) -> list[str]:
         "model, compiled in f16, gives eager PyTorch's greedy tokens for three prompts and 20 tokens each. Each",
         "compilation also compares its own model with eager PyTorch before it starts.",
         "",
-        "The model has layers of each kind that the class's code has, in the third column; where that is empty, all",
-        "are alike. *Options* are the flags of the config that give eager PyTorch's logits with another value than",
-        "the class's default too, and `yarn` as the scaling of rotary embeddings. An option in brackets is refused so.",
+        "The column *layers* names the kinds of layers of a class, all of which the model has; where it is empty, all",
+        "layers are alike. *Options* are flags of the config that also work with another value than the class's",
+        "default, and `yarn`, a scaling of rotary embeddings. With an option in brackets the model is refused.",
         "",
         "Neurons can be *silent* if the class's default activation is exactly zero for some inputs; a checkpoint may",
-        "name another activation. The column is empty if the dialect cannot express the class's feed-forward blocks as",
-        "such; then every neuron is computed.",
+        "name another activation. The activation's column is empty if the dialect cannot express the class's",
+        "feed-forward blocks as such; then every neuron is computed.",
         "",
     ]
 
