@@ -20,13 +20,15 @@ from picompile_runtime.sampling.model_defaults import artifact_defaults
 from picompile_runtime.sampling.sampler import SamplingParams
 from picompile_runtime.sampling.tokenizer import Tokenizer
 from picompile_server.mailbox import Answers, Mailbox
+from picompile_server.reasoning_formats import ReasoningFormat, find_reasoning_format
 from picompile_server.request import ServingRequest
 from picompile_server.scheduler import Scheduler, SchedulerOptions
-from picompile_server.text import TokenTexts
+from picompile_server.text import TokenTexts, text_of_bytes
 from picompile_server.workers import Workers
 
 if TYPE_CHECKING:
     from picompile_server.grammar import GrammarCompiler
+    from picompile_server.reasoning_grammar import ReasoningTokens
     from picompile_server.tool_use import ToolUse
 
 # OpenAI's, where generation_config.json does not say: every token may come, as probable as the model has it.
@@ -34,6 +36,8 @@ _DEFAULTS = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repet
 
 # Shorter texts are cut into tokens sooner than another thread could begin.
 _SHORT_LETTERS = 256
+# More than the text has with which a prompt begins the model's reasoning, a byte each at worst.
+_LAST_TOKENS = 40
 
 
 class ServedModel:
@@ -80,6 +84,25 @@ class ServedModel:
         from picompile_server.tool_use import ToolUse
 
         return ToolUse(self.tokenizer)
+
+    @cached_property
+    def reasoning(self) -> ReasoningFormat | None:
+        """How the model writes its reasoning; None if its chat template does not say that it reasons."""
+        template = self.tokenizer.chat_template
+        return find_reasoning_format(template() + template(with_tools=True))
+
+    @cached_property
+    def reasoning_tokens(self) -> ReasoningTokens | None:
+        """The model's tokens for its reasoning, for grammars. Their first use takes a moment: not for the loop."""
+        from picompile_server.reasoning_grammar import ReasoningTokens
+
+        if self.reasoning is None:
+            return None
+        return ReasoningTokens(self.reasoning, self.tokenizer, self.engine.vocab, self.end_tokens)
+
+    def end_of(self, ids: Sequence[int]) -> str:
+        """Return the text of the last tokens of a prompt, with the names of special tokens."""
+        return text_of_bytes(b"".join(map(self.texts.bytes_of, ids[-_LAST_TOKENS:])))
 
     def tool_note(self) -> str | None:
         """Return a line for whoever starts the server if calls of tools come as text; None if they do not.

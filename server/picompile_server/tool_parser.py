@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from picompile_server.reasoning import beginning_length
 from picompile_server.tool_arguments import ArgumentReader, JsonReader, argument_reader
 from picompile_server.tool_formats import ToolFormat
 
@@ -86,7 +87,7 @@ class ToolCallParser:
             self._read = self._read_text
             return True
         if place < 0:
-            shown = len(self._held) - _beginning(self._held, trigger)
+            shown = len(self._held) - beginning_length(self._held, trigger)
             shown = len(self._held[:shown].rstrip())  # spaces before a call are not content
             self._content.append(self._held[:shown])
             self._held = self._held[shown:]
@@ -167,9 +168,3 @@ def _end_of_name(text: str, start: int) -> int:
     """Return where the name of a function ends that begins at `start`."""
     found = _NAME.match(text, start)
     return start if found is None else found.end()
-
-
-def _beginning(text: str, whole: str) -> int:
-    """Return the length of the longest end of `text` that is a beginning of `whole`."""
-    longest = min(len(text), len(whole) - 1)
-    return next((length for length in range(longest, 0, -1) if whole.startswith(text[-length:])), 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
@@ -158,6 +158,10 @@ def _some(value: int) -> int:
 AnswerLimit = Annotated[TokenLimit, AfterValidator(_some), Field(json_schema_extra={"not": {"const": 0}})]
 
 
+# How much the model is to reason. A template may read the word; "none" turns reasoning off where it can be.
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+
 class ChatBody(TextBody):
     """A request for the next message of a chat."""
 
@@ -173,6 +177,8 @@ class ChatBody(TextBody):
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: SchemaObject | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    reasoning_format: Literal["auto", "deepseek", "none"] | None = None
 
     @model_validator(mode="after")
     def _fit(self) -> ChatBody:
@@ -196,6 +202,17 @@ class ChatBody(TextBody):
     def uses_tools(self) -> bool:
         """Whether tools are offered, or were used before."""
         return bool(self.tools) or any(message.role == "tool" or message.tool_calls for message in self.messages)
+
+    @property
+    def template_arguments(self) -> Mapping[str, Any] | None:
+        """Further variables of the chat template: those that are given, and by the names that templates have for it
+        whether to reason.
+        """
+        if self.reasoning_effort is None:
+            return self.chat_template_kwargs
+        reasons = self.reasoning_effort != "none"
+        effort = {"reasoning_effort": self.reasoning_effort} if reasons else {}
+        return {**effort, "enable_thinking": reasons, "thinking": reasons, **(self.chat_template_kwargs or {})}
 
     def template_messages(self) -> Sequence[dict[str, Any]]:
         """Return the messages as chat templates expect them."""

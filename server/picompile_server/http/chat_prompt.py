@@ -14,7 +14,7 @@ async def encode_messages(
     body: ChatBody, model: ServedModel, offer: ToolOffer | None, add_generation_prompt: bool = True
 ) -> list[int]:
     """Return the token ids of a chat in which `offer` may be called. Raises RequestError and ApiError."""
-    messages, arguments = body.template_messages(), body.chat_template_kwargs
+    messages, arguments = body.template_messages(), body.template_arguments
     tools = None if offer is None else offer.template_tools
     # All that the template is given may come into the prompt.
     more = [each for each in (tools, arguments, *(message.get("tool_calls") for message in messages)) if each]

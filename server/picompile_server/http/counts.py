@@ -24,6 +24,7 @@ def usage(answers: Sequence[AnswerProgress], per_prompt: int) -> dict[str, Any]:
         "completion_tokens": generated,
         "total_tokens": prompt_tokens + generated,
         "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {"reasoning_tokens": sum(answer.reasoning_tokens for answer in answers)},
     }
 
 

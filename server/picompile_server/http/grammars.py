@@ -62,7 +62,7 @@ async def grammar_of(body: TextBody, model: ServedModel) -> WatchedGrammar | Non
     """Return the restriction of the answers' tokens, None if the request asks for none. Raises RequestError."""
     if not asks_for_form(body):
         return None
-    return WatchedGrammar(await model.grammar_workers.run(lambda: _compile(body, model.grammars)))
+    return WatchedGrammar(await model.grammar_workers.run(lambda: form_grammar(body, model.grammars)))
 
 
 def asks_for_form(body: TextBody) -> bool:
@@ -72,7 +72,8 @@ def asks_for_form(body: TextBody) -> bool:
     return any(each is not None for each in wanted) or (form is not None and form.type != "text")
 
 
-def _compile(body: TextBody, grammars: GrammarCompiler) -> GrammarMaker:
+def form_grammar(body: TextBody, grammars: GrammarCompiler) -> GrammarMaker:
+    """Return a maker of the grammars of the form that a request prescribes. Raises RequestError."""
     form, wanted = body.response_format, body.structured_outputs
     if body.grammar is not None:
         return grammars.gbnf(body.grammar)

@@ -58,6 +58,7 @@ class AnswerProgress:
         keeps_end: whether the model's end token is among the tokens of the deltas; it has no text.
         tokens: the answer's tokens, the end token and those of a stop text included.
         cached_tokens: how many tokens of the prompt were not read.
+        reasoning_tokens: how many of the answer's tokens are reasoning, which those who read its text note.
         prompt: the log-probabilities of the prompt's tokens.
         first_token_s, last_token_s: when the first and the latest token came, of `time.monotonic`; 0 before.
         times: when what happened, known in the end.
@@ -71,6 +72,7 @@ class AnswerProgress:
     asked_s: float = field(default_factory=time.monotonic)
     tokens: list[int] = field(default_factory=list)
     cached_tokens: int = 0
+    reasoning_tokens: int = 0
     prompt: Sequence[TokenLogProbability | None] = ()
     first_token_s: float = 0.0
     last_token_s: float = 0.0

@@ -39,6 +39,12 @@ class CachedTokensSchema(_Schema):
     cached_tokens: int
 
 
+class ReasoningTokensSchema(_Schema):
+    """Counts of tokens of answers by what they are."""
+
+    reasoning_tokens: int
+
+
 class UsageSchema(_Schema):
     """Counts of tokens."""
 
@@ -46,6 +52,7 @@ class UsageSchema(_Schema):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokensSchema
+    completion_tokens_details: ReasoningTokensSchema
 
 
 class TimingsSchema(_Schema):
@@ -147,6 +154,7 @@ class ChatMessageSchema(_Schema):
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    reasoning_content: str = Field(default="")
     tool_calls: list[ToolCallSchema] = Field(default=[])
 
 

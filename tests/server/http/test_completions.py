@@ -48,7 +48,8 @@ def test_a_text_ends_with_the_model(client: TestClient, scheduler: FakeScheduler
     assert (choice["text"], choice["finish_reason"], choice["logprobs"]) == (SAYS, "stop", None)
     tokens = len(text_tokens(SAYS)) + 1
     counts = {"prompt_tokens": 2, "completion_tokens": tokens, "total_tokens": 2 + tokens}
-    assert made["usage"] == {**counts, "prompt_tokens_details": {"cached_tokens": 0}}
+    details = {"prompt_tokens_details": {"cached_tokens": 0}, "completion_tokens_details": {"reasoning_tokens": 0}}
+    assert made["usage"] == {**counts, **details}
     assert made["timings"]["predicted_n"] == tokens and made["timings"]["prompt_n"] == 2
     assert made["timings"]["fired_share"] == FIRED
     # The defaults are OpenAI's.
