@@ -123,7 +123,7 @@ def _path(error: ErrorDetails) -> str:
     return path
 
 
-_BRANCHES = frozenset(("str", "int", "float", "bool", "dict", "list", "none", "ChosenTool"))
+_BRANCHES = frozenset(("str", "int", "float", "bool", "dict", "list", "none", "ChosenTool", "FlatChosenTool"))
 # Fields whose branches are told apart by a tag, and the tags.
 _TAGGED = frozenset(("response_format", "format"))
 _TAGS = frozenset(("text", "json_object", "json_schema"))

@@ -114,18 +114,12 @@ RESPONSES = (
     *(Refusal(name, hint="use /v1/chat/completions") for name in _CHAT_ONLY),
     *(Refusal(name, hint="use max_output_tokens") for name in ("max_tokens", "max_completion_tokens", "n_predict")),
     Refusal("n", (1,), "use /v1/chat/completions"),
-    Refusal("store", hint=_STATELESS),
     Refusal("previous_response_id", hint=_STATELESS),
     Refusal("conversation", hint=_STATELESS),
     Refusal("background"),
     Refusal("prompt"),
-    Refusal("tools", hint="use /v1/chat/completions"),
-    Refusal("tool_choice", ("auto", "none"), "use /v1/chat/completions"),
-    Refusal("reasoning"),
     Refusal("truncation", ("disabled",), "shorten the input"),
-    Refusal("include"),
     Refusal("top_logprobs", (0,), "use /v1/chat/completions"),
-    Refusal("max_tool_calls"),
 )
 
 

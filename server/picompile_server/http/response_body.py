@@ -1,22 +1,16 @@
-"""The fields of POST /v1/responses, in its basic form: text in, text out, nothing kept."""
+"""The fields of POST /v1/responses: a conversation as items, tools and reasoning; nothing is kept."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
-from picompile_server.http.chat_body import MessageText
-from picompile_server.http.fields import BodyPart, JsonObjectFormat, RequestBody, SchemaObject, TextBody, TextFormat
+from picompile_server.http.chat_body import ChatBody, ChosenFunction, FunctionBody, ReasoningEffort
+from picompile_server.http.fields import BodyPart, JsonObjectFormat, RequestBody, SchemaObject, TextFormat
 from picompile_server.http.refusals import RESPONSES, SAMPLING, Refusal
-
-
-class InputMessage(BodyPart):
-    """One message of the input."""
-
-    type: Literal["message"] = "message"
-    role: Literal["system", "developer", "user", "assistant"]
-    content: MessageText
+from picompile_server.http.response_input import InputItems, chat_messages
 
 
 class FlatSchemaFormat(BodyPart):
@@ -30,10 +24,49 @@ class FlatSchemaFormat(BodyPart):
 
 
 class TextSettings(BodyPart):
-    """The form that the text must have."""
+    """The form that the text must have. `verbosity` is a wish, which this server does not tell the model."""
 
     format: Annotated[TextFormat | JsonObjectFormat | FlatSchemaFormat, Field(discriminator="type")] | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class FlatTool(FunctionBody):
+    """A function that the model may call, as this endpoint writes it."""
+
+    type: Literal["function"]
+
+
+class FlatChosenTool(ChosenFunction):
+    """The function that must be called, as this endpoint writes it."""
+
+    type: Literal["function"]
+
+
+class ReasoningSettings(BodyPart):
+    """How much the model is to reason. There are no summaries: the output has all of the reasoning."""
+
+    effort: ReasoningEffort | None = None
+    summary: Literal["auto", "concise", "detailed", "none"] | None = None
+
+
+class OtherTool(BodyPart):
+    """A tool of another kind, such as a search. Clients offer some unasked, which a server that has none leaves out."""
+
+    type: Annotated[str, Field(json_schema_extra={"not": {"const": "function"}})]
+
+
+def _tool_tag(tool: Any) -> str:
+    is_other = isinstance(tool, dict) and tool.get("type") not in (None, "function")
+    return "another tool" if is_other else "a function"
+
+
+OfferedTool = Annotated[
+    Annotated[FlatTool, Tag("a function")] | Annotated[OtherTool, Tag("another tool")], Discriminator(_tool_tag)
+]
+
+# What responses have besides on request. All but the first are of tools that there are not.
+SEALED_REASONING = "reasoning.encrypted_content"
+_LOGPROBS = "message.output_text.logprobs"
 
 
 class ResponseBody(RequestBody):
@@ -42,36 +75,69 @@ class ResponseBody(RequestBody):
     refusals: ClassVar[tuple[Refusal, ...]] = (*SAMPLING, *RESPONSES)
 
     model: str | None = None
-    input: (
-        Annotated[str, Field(json_schema_extra={"minLength": 1})]
-        | Annotated[list[InputMessage], Field(min_length=1, fail_fast=True)]
-    )
+    input: Annotated[str, Field(json_schema_extra={"minLength": 1})] | InputItems
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
     text: TextSettings | None = None
+    tools: Annotated[list[OfferedTool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FlatChosenTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningSettings | None = None
+    include: list[str] | None = None
     stream: bool | None = None
     metadata: dict[str, str] | None = Field(None, max_length=16)
+    chat_template_kwargs: SchemaObject | None = None
+
+    @field_validator("include")
+    @classmethod
+    def _no_logprobs(cls, value: list[str] | None) -> list[str] | None:
+        if _LOGPROBS in (value or ()):
+            raise ValueError(f"include: {_LOGPROBS} is not supported; use /v1/chat/completions")
+        return value
 
     @model_validator(mode="after")
-    def _has_text(self) -> ResponseBody:
+    def _fit(self) -> ResponseBody:
         if self.input == "":
             raise ValueError("input must not be empty")
+        if self.tool_choice not in (None, "none", "auto") and not self.functions:
+            raise ValueError("tool_choice needs a tool of type function in tools; this server runs no others")
         return self
 
-    def template_messages(self) -> list[dict[str, Any]]:
-        """Return the conversation as chat templates expect it."""
-        messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        if isinstance(self.input, str):
-            return [*messages, {"role": "user", "content": self.input}]
-        return [*messages, *({"role": message.role, "content": message.content} for message in self.input)]
+    @property
+    def functions(self) -> Sequence[FlatTool]:
+        """The tools that the model may call."""
+        return [tool for tool in self.tools or () if isinstance(tool, FlatTool)]
 
-    def as_text(self) -> TextBody:
-        """Return the fields that the other endpoints have, too."""
-        form: dict[str, Any] | None = None
-        if self.text is not None and self.text.format is not None:
-            form = self.text.format.model_dump(by_alias=True)
-            if isinstance(self.text.format, FlatSchemaFormat):
-                form = {"type": form.pop("type"), "json_schema": form}
-        return TextBody.model_validate({"temperature": self.temperature, "top_p": self.top_p, "response_format": form})
+    @property
+    def seals_reasoning(self) -> bool:
+        """Whether the client wants reasoning in a form in which it hands it back."""
+        return SEALED_REASONING in (self.include or ())
+
+    def as_chat(self) -> ChatBody:
+        """Return the request that asks the other endpoint for the same."""
+        chosen = self.tool_choice
+        fields = {
+            "messages": chat_messages(self.instructions, self.input),
+            "max_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "response_format": self._form(),
+            "tools": [{"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in self.functions],
+            "tool_choice": {"type": "function", "function": {"name": chosen.name}}
+            if isinstance(chosen, FlatChosenTool)
+            else chosen,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
+            "chat_template_kwargs": self.chat_template_kwargs,
+        }
+        return ChatBody.model_validate(fields)
+
+    def _form(self) -> Mapping[str, Any] | None:
+        if self.text is None or self.text.format is None:
+            return None
+        form = self.text.format.model_dump(by_alias=True)
+        return (
+            {"type": form.pop("type"), "json_schema": form} if isinstance(self.text.format, FlatSchemaFormat) else form
+        )

@@ -189,14 +189,46 @@ class OutputTextSchema(_Schema):
     logprobs: list[Any]
 
 
+ItemStatusSchema = Literal["in_progress", "completed", "incomplete"]
+
+
 class OutputMessageSchema(_Schema):
     """The message of a response."""
 
     id: str
     type: Literal["message"]
     role: Literal["assistant"]
-    status: Literal["in_progress", "completed", "incomplete"]
+    status: ItemStatusSchema
     content: list[OutputTextSchema]
+
+
+class ReasoningTextSchema(_Schema):
+    """The text of reasoning."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class OutputReasoningSchema(_Schema):
+    """The reasoning of a response; `encrypted_content` is for the client to hand back, if it asked for it."""
+
+    id: str
+    type: Literal["reasoning"]
+    summary: list[Any]
+    content: list[ReasoningTextSchema]
+    encrypted_content: str | None
+    status: ItemStatusSchema
+
+
+class OutputCallSchema(_Schema):
+    """A call of a function; its arguments are JSON."""
+
+    id: str
+    type: Literal["function_call"]
+    status: ItemStatusSchema
+    call_id: str
+    name: str
+    arguments: str
 
 
 class ResponseSchema(BaseModel):
@@ -211,7 +243,7 @@ class ResponseSchema(BaseModel):
     error: None
     incomplete_details: dict[str, str] | None
     model: str
-    output: list[OutputMessageSchema]
+    output: list[OutputMessageSchema | OutputReasoningSchema | OutputCallSchema]
     usage: dict[str, Any]
     timings: TimingsSchema
 

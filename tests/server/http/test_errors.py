@@ -34,6 +34,7 @@ def error_of(answer: Any, status: int) -> Any:
 
 ADD = {"type": "function", "function": {"name": "add"}}
 IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
+OUTPUT = {"type": "function_call_output", "call_id": "c1"}
 # The values of a field that are refused, by the path and the field that the error names.
 WRONG: dict[tuple[str, str], list[Any]] = {
     (COMPLETIONS, "prompt"): [None, [], [1, "a"], [[]], [True], ["a"] * 129, "", [10**6], [-1]],
@@ -83,12 +84,24 @@ WRONG: dict[tuple[str, str], list[Any]] = {
     (CHAT, "tool_choice"): ["sometimes"],
     (CHAT, "truncate_prompt_tokens"): [3],
     (CHAT, "return_token_ids"): [True],
-    (RESPONSES, "input[0].type"): [[{"type": "function_call_output", "output": "x"}]],
-    (RESPONSES, "store"): [True],
+    (RESPONSES, "input[0]"): [[{"type": kind, "id": "x"}] for kind in ("item_reference", "web_search_call", 5)],
+    (RESPONSES, "input[0].call_id"): [[{"type": "function_call_output", "output": "x"}]],
+    (RESPONSES, "input[1].output"): [[{"role": "user", "content": "x"}, {**OUTPUT, "output": [IMAGE]}]],
+    (RESPONSES, "input[0].role"): [[{"role": "cook", "content": "x"}]],
+    (RESPONSES, "input[0].content"): [[{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]],
+    (RESPONSES, "input[0].summary"): [[{"type": "reasoning", "summary": "x"}]],
     (RESPONSES, "previous_response_id"): ["resp_1"],
-    (RESPONSES, "tools"): [[{"type": "web_search"}]],
+    (RESPONSES, "conversation"): ["conv_1"],
+    (RESPONSES, "background"): [True],
+    (RESPONSES, "truncation"): ["auto"],
+    (RESPONSES, "include"): [["message.output_text.logprobs"], "x"],
+    (RESPONSES, "reasoning.effort"): [{"effort": "enormous"}],
+    (RESPONSES, "tools[0].name"): [[{"type": "function", "name": name}] for name in ("a b", "", None)],
+    (RESPONSES, "tools[0].type"): [[{"type": 5}], [{"name": "add"}]],
+    (RESPONSES, "tool_choice"): ["sometimes"],
+    (RESPONSES, "tool_choice.type"): [{"type": "web_search", "name": "x"}],
     (RESPONSES, "seed"): [1],
-    (RESPONSES, "text.verbosity"): [{"verbosity": "low"}],
+    (RESPONSES, "text.verbosity"): [{"verbosity": "endless"}],
     (RESPONSES, "text.format.schema"): [{"format": {"type": "json_schema", "name": "n"}}],
 }
 
@@ -114,6 +127,12 @@ def test_a_wrong_value_is_refused_and_its_field_is_named(client: TestClient, pat
         (CHAT, {"tool_choice": "required"}, "tool_choice"),
         (CHAT, {"tools": [ADD], "response_format": {"type": "json_object"}}, "an answer can have a form or call tools"),
         (RESPONSES, {"input": ""}, ""),
+        (RESPONSES, {"tool_choice": "required", "tools": [{"type": "web_search"}]}, "a tool of type function"),
+        (
+            RESPONSES,
+            {"tools": [ADD["function"] | {"type": "function"}], "text": {"format": {"type": "json_object"}}},
+            "",
+        ),
         ("/tokenize", {"prompt": "x", "tools": [ADD]}, "tools"),
     ],
 )
