@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from picompile_server.reasoning_formats import HARMONY
+
 
 @dataclass(frozen=True)
 class TaggedArguments:
@@ -59,6 +61,9 @@ class ToolFormat:
         arguments: how arguments are written, None for a JSON object.
         is_whole: whether a call is the whole answer, with no text before it: the trigger is one at the beginning only.
         before: a token that may come before a call, which has no text.
+        before_text: what may stand before an answer that is text, which is no part of it.
+        is_numbered: whether a colon and the call's number stand behind the name. The id of a call is then the text from
+            `functions.` on, which a template writes for calls of earlier turns.
         most_calls: how many calls an answer may have.
         has_short_ids: whether the template wants ids of nine letters and digits.
         proof: what a template's text of a call `f` with the arguments {"needle": 1} has, if the format is the model's.
@@ -75,6 +80,8 @@ class ToolFormat:
     arguments: TaggedArguments | KeywordArguments | None = None
     is_whole: bool = False
     before: str = ""
+    before_text: str = ""
+    is_numbered: bool = False
     # A model that cannot stop must not call for ever.
     most_calls: int = 32
     has_short_ids: bool = False
@@ -83,9 +90,9 @@ class ToolFormat:
     def write(self, calls: Sequence[tuple[str, str]]) -> str:
         """Return the text of some calls, each of a function's name and its arguments as JSON."""
         texts = (
-            f"{self.before_name}{name}{self.before_arguments}"
+            f"{self.before_name}{name}{f':{number}' if self.is_numbered else ''}{self.before_arguments}"
             f"{arguments if self.arguments is None else self.arguments.write(arguments)}{self.after_arguments}"
-            for name, arguments in calls
+            for number, (name, arguments) in enumerate(calls)
         )
         return f"{self.begin}{self.between.join(texts)}{self.end}"
 
@@ -95,7 +102,7 @@ class ToolFormat:
         tags = self.arguments
         tagged = (tags.before_name, tags.before_value, tags.after_value) if isinstance(tags, TaggedArguments) else ()
         around = (self.begin, self.before_name, self.before_arguments, self.after_arguments, self.between, self.end)
-        return *around, *tagged
+        return *around, *tagged, self.before_text
 
 
 # Hermes 2 Pro, Qwen 2.5 and 3, SmolLM 3; and models that know no tools are told of this one.
@@ -286,10 +293,35 @@ NEMOTRON = ToolFormat(
     between=", ",
     end="]</TOOLCALL>",
 )
+# gpt-oss, in the channels of OpenAI's harmony format. The template refuses several calls in one message.
+GPT_OSS = ToolFormat(
+    name="gpt-oss",
+    trigger="<|channel|>commentary to=functions.",
+    before_name="<|channel|>commentary to=functions.",
+    before_arguments=" <|constrain|>json<|message|>",
+    after_arguments="",
+    is_whole=True,
+    before_text=HARMONY.before_answer,
+    most_calls=1,
+    proof='to=functions.f<|channel|>commentary json<|message|>{"needle": 1}',
+)
+# Kimi K2 and K2 Thinking.
+KIMI = ToolFormat(
+    name="kimi",
+    trigger="<|tool_calls_section_begin|>",
+    begin="<|tool_calls_section_begin|>",
+    before_name="<|tool_call_begin|>functions.",
+    before_arguments="<|tool_call_argument_begin|>",
+    after_arguments="<|tool_call_end|>",
+    end="<|tool_calls_section_end|>",
+    is_numbered=True,
+    proof='<|tool_call_argument_begin|>{"needle": 1}<|tool_call_end|>',
+)
 
 FORMATS = (
     *(HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, GRANITE, PHI, DEEPSEEK, DEEPSEEK_PLAIN),
     *(HERMES_DENSE, QWEN_XML, SEED, GLM, GLM_DENSE, MINIMAX, LFM, OLMO, LLAMA_PYTHON, NEMOTRON, TAGGED_LIST),
+    *(GPT_OSS, KIMI),
 )
 
 # What a template has that writes calls so; the first that fits is the model's.
@@ -301,6 +333,8 @@ _SIGNS: tuple[tuple[Callable[[str], bool], ToolFormat | None], ...] = (
     (lambda text: "<tool_call>" in text and "<arg_key>" in text, GLM),
     (lambda text: any(sign in text for sign in ("<|tool_call_start|>", "<|tool_list_start|>", "List of tools: ")), LFM),
     (lambda text: "<function_calls>" in text and "<invoke" not in text, OLMO),
+    (lambda text: "<|channel|>commentary" in text and "functions." in text, GPT_OSS),
+    (lambda text: "<|tool_call_argument_begin|>" in text, KIMI),
     (lambda text: "<TOOLCALL>[" in text, NEMOTRON),
     (lambda text: "<tool_calls>[" in text, TAGGED_LIST),
     (lambda text: "[func_name1(" in text, LLAMA_PYTHON),

@@ -77,7 +77,8 @@ def _lark(
     bodies = []
     for number, function in enumerate(offer.functions):
         made = argument_rules(style.arguments, function, f"body{number}", text, special_tokens)
-        opening = text(function.name + style.before_arguments)
+        number_text = '":" /[0-9]{1,4}/' if style.is_numbered else ""
+        opening = f"{text(function.name)} {number_text} {text(style.before_arguments)}"
         bodies += [f"body{number}: {opening} {made.expression} {text(style.after_arguments)}", *made.rules]
     rest = f"(more{{0,{more}}}) {text(style.end)}" if more else text(style.end)
     rules = [
@@ -96,8 +97,9 @@ def _start(style: ToolFormat, trigger: str, behind: str, special_tokens: Mapping
     """Return the rules of an answer that is text, or has calls: the `trigger` and what is `behind` it."""
     if style.is_whole:
         before = f"({lark_text(style.before, special_tokens)})?" if style.before in special_tokens else ""
+        named = f"({lark_text(style.before_text, special_tokens)})?" if style.before_text else ""
         other = f"OTHER: {_ANY_TEXT} & ~/{_escaped(style.trigger)}(?s:.*)/"
-        return [f"start: OTHER | {before} {trigger} {behind}", other]
+        return [f"start: {named} OTHER | {before} {trigger} {behind}", other]
     if style.trigger in special_tokens:
         return [f"start: TEXT | TEXT {trigger} {behind}", f"TEXT: {_ANY_TEXT}"]
     # lazy: the text ends at the first trigger

@@ -14,6 +14,7 @@ from picompile_server.tool_arguments import ArgumentReader, JsonReader, argument
 from picompile_server.tool_formats import ToolFormat
 
 _NAME = re.compile("[a-zA-Z0-9_.-]+")
+_NUMBER = re.compile(":[0-9]*")
 _SHORT_ID_LETTERS = 9
 _LETTERS = string.ascii_letters + string.digits
 
@@ -107,13 +108,15 @@ class ToolCallParser:
         opening, behind = self._opening, self._style.before_arguments
         if not self._held.startswith(opening):
             return self._wait_for(opening, self._held)
-        end = _end_of_name(self._held, len(opening))
+        name_end = _end_of(_NAME, self._held, len(opening))
+        end = name_end if not self._style.is_numbered else _end_of(_NUMBER, self._held, name_end)
         if end == len(self._held) or not self._held.startswith(behind, end):
-            return self._wait_for(behind if end > len(opening) else "", self._held[end:])
-        if end == len(opening):  # a call has a name
+            is_named = len(opening) < name_end and (end > name_end or not self._style.is_numbered)
+            return self._wait_for(behind if is_named else "", self._held[end:])
+        if name_end == len(opening):  # a call has a name
             return self._wait_for("", self._held)
-        name = self._held[len(opening) : end]
-        self._deltas.append(ToolCallDelta(self._calls, id=self._new_id(), name=name))
+        name, written_id = self._held[len(opening) : name_end], self._held[len(opening) : end]
+        self._deltas.append(ToolCallDelta(self._calls, id=self._new_id(written_id), name=name))
         self._held = self._held[end + len(behind) :]
         self._calls += 1
         self._arguments = argument_reader(self._style, self._schemas.get(name, {}))
@@ -158,13 +161,15 @@ class ToolCallParser:
         self._read = self._read_text
         return True
 
-    def _new_id(self) -> str:
+    def _new_id(self, written: str) -> str:
+        if self._style.is_numbered:
+            return f"functions.{written}"
         if self._style.has_short_ids:
             return "".join(secrets.choice(_LETTERS) for _ in range(_SHORT_ID_LETTERS))
         return f"call_{secrets.token_hex(12)}"
 
 
-def _end_of_name(text: str, start: int) -> int:
-    """Return where the name of a function ends that begins at `start`."""
-    found = _NAME.match(text, start)
+def _end_of(pattern: re.Pattern[str], text: str, start: int) -> int:
+    """Return where what matches a pattern at `start` ends."""
+    found = pattern.match(text, start)
     return start if found is None else found.end()

@@ -101,6 +101,8 @@ class ToolUse:
             RequestError: arguments of a call are not JSON, or the template rejects the chat.
         """
         tools = offer.template_tools if offer is not None else None
+        if self.style is not None and self.style.is_numbered:
+            messages = _numbered(messages)
         is_known = self._own_style is not None or self.is_described or self._writes_turns
         chat = [self._with_calls(message) for message in messages] if is_known else _without_roles(messages)
         if tools is None or self.is_described:
@@ -293,6 +295,29 @@ def _without_roles(messages: Sequence[Message]) -> list[dict[str, Any]]:
         else:
             chat.append(dict(message))
         results = message.get("role") == "tool"
+    return chat
+
+
+def _numbered(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return messages in which the ids of calls are as Kimi K2 writes them, with a number that counts on in the chat.
+
+    Its template writes the id of an earlier call, and no name.
+    """
+    ids: dict[str, str] = {}
+    chat: list[dict[str, Any]] = []
+    number = 0
+    for message in map(dict, messages):
+        calls = []
+        for call in message.get("tool_calls") or ():
+            name, _ = _named_arguments(call)
+            calls.append({**call, "id": f"functions.{name}:{number}"})
+            ids[str(call.get("id"))] = calls[-1]["id"]
+            number += 1
+        if calls:
+            message["tool_calls"] = calls
+        if message.get("tool_call_id") is not None:
+            message["tool_call_id"] = ids.get(str(message["tool_call_id"]), message["tool_call_id"])
+        chat.append(message)
     return chat
 
 

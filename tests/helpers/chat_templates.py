@@ -305,7 +305,31 @@ NEMOTRON = (
 )
 # Apriel 1.5.
 TAGGED_LIST = NEMOTRON.replace("<TOOLCALL>", "<tool_calls>").replace("</TOOLCALL>", "</tool_calls>")
-# A format that nobody knows, as Kimi K2's and gpt-oss's are here.
+# gpt-oss: calls of earlier turns are written otherwise than new ones, one in a message.
+GPT_OSS = (
+    "<|start|>system<|message|># Valid channels: analysis, commentary, final.<|end|>{% if tools %}<|start|>developer"
+    "<|message|>namespace functions {% for tool in tools %}// {{ tool.function.description }}\n"
+    "type {{ tool.function.name }} = (_: any) => any;{% endfor %}<|end|>{% endif %}"
+    "{% for m in messages %}{% if m.role == 'assistant' and m.tool_calls %}"
+    "{% if m.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
+    "{% set call = m.tool_calls[0].function %}<|start|>assistant to=functions.{{ call.name }}<|channel|>commentary json"
+    "<|message|>{{ call.arguments | tojson }}<|call|>"
+    "{% elif m.role == 'assistant' %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>"
+    "{% elif m.role == 'tool' %}<|start|>functions.f to=assistant<|channel|>commentary<|message|>{{ m.content }}<|end|>"
+    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+# Kimi K2 Thinking: of a call of an earlier turn its id and its arguments.
+KIMI = (
+    "{% if tools %}<|im_system|>tool_declare<|im_middle|>{{ tools | tojson }}<|im_end|>{% endif %}"
+    "{% for m in messages %}<|im_{{ m.role }}|>{% if m.role == 'assistant' %}<think>{{ m.reasoning_content }}</think>"
+    "{% elif m.role == 'tool' %}## Return of {{ m.tool_call_id }}\n{% endif %}{{ m.content }}"
+    "{% if m.tool_calls %}<|tool_calls_section_begin|>{% for call in m.tool_calls %}<|tool_call_begin|>{{ call.id }}"
+    "<|tool_call_argument_begin|>{{ call.function.arguments | tojson }}<|tool_call_end|>{% endfor %}"
+    "<|tool_calls_section_end|>{% endif %}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_assistant|>{% endif %}"
+)
+# A format that nobody knows.
 UNKNOWN = (
     "{% if tools %}<declare>{{ tools | tojson }}</declare>{% endif %}"
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for call in m.tool_calls %}"
@@ -364,6 +388,8 @@ TEMPLATES = {
     "llama-python": LLAMA_PYTHON,
     "nemotron": NEMOTRON,
     "tagged-list": TAGGED_LIST,
+    "gpt-oss": GPT_OSS,
+    "kimi": KIMI,
     "unknown": UNKNOWN,
     "smollm": SMOLLM,
     "zephyr": ZEPHYR,

@@ -129,6 +129,7 @@ def test_tools_and_calls_of_earlier_turns_are_written_as_the_model_writes_them(s
     ways = [style.write([("weather", arguments)])]
     if style.arguments is None:
         ways += [f"weather{style.before_arguments}{arguments}", f'"arguments": {arguments}']
+        ways += [style.proof.replace("functions.f<", "functions.weather<").replace('{"needle": 1}', arguments)]
     assert any(way in text for way in ways)
     assert text.count("rain") == 1
     assert prompt(style.name, [USER, called({"city": "Köln", "days": 2}), RESULT]) == text  # as objects, too
@@ -142,6 +143,14 @@ def test_short_ids_are_the_same_for_call_and_result() -> None:
     kept = [USER, called(), {**RESULT, "tool_call_id": "abcdef123"}]
     kept[1]["tool_calls"][0]["id"] = "abcdef123"
     assert prompt("mistral", kept).count("abcdef123") == 2
+
+
+def test_ids_of_numbered_calls_name_the_function_and_count_on() -> None:
+    second = called("{}")
+    second["tool_calls"][0]["id"] = "c2"
+    text = prompt("kimi", [*CHAT, second, {**RESULT, "tool_call_id": "c2", "content": "sun"}])
+    assert "<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{" in text
+    assert "## Return of functions.weather:0\nrain" in text and "## Return of functions.weather:1\nsun" in text
 
 
 @pytest.mark.parametrize("name", ["chatml", "zephyr", "", "deepseek-plain"])

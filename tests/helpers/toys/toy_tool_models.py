@@ -23,6 +23,11 @@ SPECIAL = {
 SPECIAL["lfm"] = ("<|tool_call_start|>", "<|tool_call_end|>", "<|tool_list_start|>", "<|tool_list_end|>")
 SPECIAL["unknown"] = ("<call to=", "</call>", "<assistant>")
 SPECIAL["glm-dense"] = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+SPECIAL["gpt-oss"] = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>")
+SPECIAL["kimi"] = (
+    *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    *("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+)
 SPECIAL["deepseek-plain"] = SPECIAL["deepseek"]
 
 
