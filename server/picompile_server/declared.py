@@ -40,6 +40,29 @@ SERVE_OPTIONS = {
             metavar="NAME=ARTIFACT",
             repeated=True,
         ),
+        RunOption(
+            ("--load",),
+            kind=str,
+            help="When models are loaded: all at the start; or on demand, where an idle one makes room for the next; "
+            "auto loads on demand what does not fit together.",
+            default="auto",
+            metavar="start|demand|auto",
+        ),
+        RunOption(
+            ("--max-loaded",),
+            kind=int,
+            help="Models that may be loaded at a time. Default: as many as fit.",
+            default=None,
+            metavar="N",
+            least=1,
+        ),
+        RunOption(
+            ("--model-memory",),
+            kind=str,
+            help="Memory for loaded models, as in 24GiB. Default: nine tenths of the machine's.",
+            default=None,
+            metavar="SIZE",
+        ),
         RUN_OPTIONS["threads"],
         RUN_OPTIONS["replan"],
         RunOption(

@@ -7,12 +7,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast, get_args
 
 from picompile_runtime.errors import RequestError
 from picompile_runtime.request_checks import shown
 from picompile_runtime.sampling.speculation import check_draft
 from picompile_server.declared import KEY_VARIABLE
+
+LoadTime = Literal["start", "demand", "auto"]
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,9 @@ class ServeOptions:
         models: folders of artifacts, by the names that requests give; the first is the default.
         host, port: where to listen.
         keys: API keys; with none, every request is answered.
+        load: when models are loaded.
+        most_loaded: how many may be loaded at a time; None for any number.
+        model_bytes: memory for loaded models; None for most of the machine's.
         threads, replan: as for `picompile_runtime.load`.
         max_waiting, kv_bytes, reread, draft: how requests are scheduled; see `SchedulerOptions`.
         most_body_bytes: largest body of a request.
@@ -35,6 +40,9 @@ class ServeOptions:
     host: str = "127.0.0.1"
     port: int = 8080
     keys: Sequence[str] = ()
+    load: LoadTime = "auto"
+    most_loaded: int | None = None
+    model_bytes: int | None = None
     threads: int | None = None
     replan: bool = False
     max_waiting: int = 256
@@ -57,12 +65,18 @@ def serve_options(artifact: str | os.PathLike[str] | None, values: Mapping[str, 
     Raises:
         RequestError: a value makes no sense.
     """
-    kv_memory = values["kv_memory"]
+    kv_memory, model_memory = values["kv_memory"], values["model_memory"]
+    load, most_loaded = _load_time(values["load"]), values["max_loaded"]
+    if load == "start" and (most_loaded, model_memory) != (None, None):
+        raise RequestError("--max-loaded and --model-memory limit models that are loaded on demand; give --load demand")
     return ServeOptions(
         models=_models(artifact, values["model"]),
         host=values["host"],
         port=values["port"],
         keys=_keys(values["api_key"], values["api_key_file"]),
+        load=load,
+        most_loaded=most_loaded,
+        model_bytes=None if model_memory is None else parse_size(model_memory, "--model-memory"),
         threads=values["threads"],
         replan=values["replan"],
         max_waiting=values["max_waiting"],
@@ -74,6 +88,13 @@ def serve_options(artifact: str | os.PathLike[str] | None, values: Mapping[str, 
         hosts=tuple(values["allowed_host"]),
         drain_s=values["drain_timeout"],
     )
+
+
+def _load_time(text: str) -> LoadTime:
+    for time in get_args(LoadTime):
+        if text == time:
+            return cast(LoadTime, time)
+    raise RequestError(f"--load takes start, demand or auto, not {shown(text)}")
 
 
 def _models(artifact: str | os.PathLike[str] | None, named: Sequence[str]) -> dict[str, Path]:

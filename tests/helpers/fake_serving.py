@@ -124,6 +124,9 @@ class FakeScheduler:
             finished={}, **counts, **steps, **now, reserved_tokens=5, capacity_tokens=CONTEXT * SLOTS, fired_share=None
         )
 
+    def close(self, drain: bool = True) -> None:
+        self.is_closed = True
+
     def slots(self) -> tuple[SlotState, ...]:
         return (SlotState(0, "decoding", 4, 1), SlotState(1, "idle", 0, None))
 
@@ -150,7 +153,9 @@ def fake_model(
         eos_token_ids=frozenset({EOS}), manifest=manifest, json=lambda name: {}, folder="fake"
     )
     vocab = tokenizer._tokenizer.get_vocab_size()
-    engine: Any = SimpleNamespace(artifact=artifact, context=CONTEXT, vocab=vocab, sequences=SLOTS, chunk=8)
+    engine: Any = SimpleNamespace(
+        artifact=artifact, context=CONTEXT, vocab=vocab, sequences=SLOTS, chunk=8, close=lambda: None
+    )
     scheduler: Any = FakeScheduler(answers)
     return ServedModel(name, engine, tokenizer, scheduler)
 

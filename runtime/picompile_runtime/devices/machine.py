@@ -22,12 +22,28 @@ def quota_cores(groups: Path = _GROUPS, mounts: Path = _MOUNTS) -> int | None:
     Control groups are how a container, a service or a job is limited (cgroups(7)). The tightest quota counts. `groups`
     lists the process's groups, `mounts` is the folder where they are.
     """
-    quotas = [quota for folder in _folders(groups, mounts) for quota in _quota(folder)]
+    quotas = [quota for folder in _folders(groups, mounts, "cpu") for quota in _quota(folder)]
     return max(1, int(min(quotas))) if quotas else None
 
 
-def _folders(groups: Path, mounts: Path) -> Iterator[Path]:
-    """Yield the folder of each group that may limit this process's processor time, and those of the groups around it.
+def memory_bytes(groups: Path = _GROUPS, mounts: Path = _MOUNTS) -> int:
+    """Return the memory in bytes that this process may have: the machine's, or less if its control groups say so.
+
+    For `groups` and `mounts` see `quota_cores`.
+    """
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([machine, *(limit for folder in _folders(groups, mounts, "memory") for limit in _memory_limit(folder))])
+
+
+def _memory_limit(folder: Path) -> Iterator[int]:
+    """Yield the limit of one group in bytes, if it has one, for version 2 or 1 of control groups."""
+    for name in ("memory.max", "memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):  # ValueError: "max"
+            yield int((folder / name).read_text())
+
+
+def _folders(groups: Path, mounts: Path, controller: str) -> Iterator[Path]:
+    """Yield the folder of each group that may limit this process by a controller, and those of the groups around it.
 
     A container sees its own group at the mount point, sometimes with a path that exists only outside of it.
     """
@@ -40,8 +56,8 @@ def _folders(groups: Path, mounts: Path) -> Iterator[Path]:
     for controllers, path in {"": "/", **paths}.items():
         if controllers == "":
             roots = [mounts, mounts / "unified"]
-        elif "cpu" in controllers.split(","):
-            roots = [mounts / "cpu", mounts / controllers]
+        elif controller in controllers.split(","):
+            roots = [mounts / controller, mounts / controllers]
         else:
             continue
         for root in roots:

@@ -19,7 +19,7 @@ from picompile_server.http.completions import create_completion
 from picompile_server.http.errors import ApiError, answer_api_error, answer_http_error
 from picompile_server.http.guard import Guard
 from picompile_server.http.metrics import Metrics
-from picompile_server.http.models import ModelSet
+from picompile_server.http.models import ModelSet, ModelUse
 from picompile_server.http.observe import health, list_models, metrics, show_model, slots
 from picompile_server.http.openapi import openapi
 from picompile_server.http.page import load_page, page
@@ -71,7 +71,7 @@ def make_app(models: ModelSet, settings: AppSettings | None = None) -> Starlette
     )
     app = Starlette(
         routes=routes,
-        middleware=[*_cors(settings.origins), guard],
+        middleware=[*_cors(settings.origins), guard, Middleware(ModelUse, models=models)],
         exception_handlers={
             ApiError: answer_api_error,
             PicompileRuntimeError: answer_api_error,

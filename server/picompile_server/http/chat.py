@@ -22,7 +22,7 @@ from picompile_server.request import Event
 async def create_chat_completion(request: Request) -> Response:
     """Answer the request with whole messages, or with a stream of their pieces."""
     body = await read_body(request, ChatBody)
-    model: ServedModel = request.app.state.models.get(body.model)
+    model: ServedModel = await request.app.state.models.use(request, body.model)
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     turn = await chat_turn(request, body, model, "chatcmpl-", kind)
     return await deliver(request, turn.reply.start(), _ChatWriter(body, turn), body.stream)

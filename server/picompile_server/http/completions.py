@@ -34,7 +34,7 @@ _MOST_NAMED = 2**19
 async def create_completion(request: Request) -> Response:
     """Answer the request with all texts, or with a stream of their pieces."""
     body = await read_body(request, CompletionBody)
-    model = request.app.state.models.get(body.model)
+    model = await request.app.state.models.use(request, body.model)
     prompts = [await read_prompt(source, body, model) for source in body.prompt]
     asked = await _requests(body, model, prompts)
     reply = _reply(body, model, asked, request)

@@ -20,25 +20,33 @@ async def health(request: Request) -> Response:
 
 
 async def list_models(request: Request) -> Response:
-    """Answer with the models that are loaded."""
+    """Answer with the models that are loaded, or that are loaded when they are asked for."""
     models: ModelSet = request.app.state.models
-    return json_response({"object": "list", "data": [_described(model) for model in models.all().values()]})
+    names = list(models.all()) if models.demand is None else models.names
+    return json_response({"object": "list", "data": [_described(models, name) for name in names]})
 
 
 async def show_model(request: Request) -> Response:
     """Answer with one model."""
     models: ModelSet = request.app.state.models
-    return json_response(_described(models.get(request.path_params["model"])))
+    name = models.known(request.path_params["model"])
+    if models.demand is None:
+        models.get(name)
+    return json_response(_described(models, name))
 
 
-def _described(model: ServedModel) -> dict[str, Any]:
+def _described(models: ModelSet, name: str) -> dict[str, Any]:
+    """Return what is known of a model. Its state is written as llama.cpp's server writes it."""
+    described = {"id": name, "object": "model", "created": models.made_s, "owned_by": "picompile"}
+    more = _facts(models.loaded[name]) if name in models.loaded else {"max_model_len": None}
+    return {**described, "status": {"value": models.state_of(name)}, **more}
+
+
+def _facts(model: ServedModel) -> dict[str, Any]:
     manifest = model.engine.artifact.manifest
     defaults = model.defaults
     return {
-        "id": model.name,
-        "object": "model",
         "created": model.created_s,
-        "owned_by": "picompile",
         "max_model_len": model.engine.context,
         "meta": {
             "architecture": manifest.model.get("architecture"),

@@ -25,7 +25,7 @@ from picompile_server.request import Event
 async def create_response(request: Request) -> Response:
     """Answer the request with a whole response, or with the events of its making."""
     body = await read_body(request, ResponseBody)
-    model: ServedModel = request.app.state.models.get(body.model)
+    model: ServedModel = await request.app.state.models.use(request, body.model)
     turn = await chat_turn(request, body.as_chat(), model)
     return await deliver(request, turn.reply.start(), _ResponseWriter(body, turn), body.stream)
 

@@ -248,8 +248,14 @@ class ResponseSchema(BaseModel):
     timings: TimingsSchema
 
 
+class ModelStatusSchema(_Schema):
+    """Whether a model is loaded."""
+
+    value: Literal["loaded", "loading", "unloaded"]
+
+
 class ModelSchema(BaseModel):
-    """A model that is served."""
+    """A model that is served; `max_model_len` and further members are known of one that is loaded."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
@@ -257,7 +263,8 @@ class ModelSchema(BaseModel):
     object: Literal["model"]
     created: int
     owned_by: str
-    max_model_len: int
+    status: ModelStatusSchema
+    max_model_len: int | None
 
 
 class ModelListSchema(_Schema):

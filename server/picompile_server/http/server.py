@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
@@ -16,11 +15,10 @@ import uvicorn
 from picompile_runtime.errors import RequestError
 from picompile_server.http.app import AppSettings, make_app
 from picompile_server.http.guard import allowed_hosts, is_loopback
+from picompile_server.http.loader import Loader, say
 from picompile_server.http.models import ModelSet
 from picompile_server.http.protocol import WatchfulProtocol
-from picompile_server.model import ServedModel, load_model
 from picompile_server.options import ServeOptions
-from picompile_server.scheduler import SchedulerOptions
 
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 65  # more than proxies keep connections without a request
@@ -57,9 +55,9 @@ def serve(options: ServeOptions) -> None:
         timeout_graceful_shutdown=int(options.drain_s) + _AFTER_DRAIN_S,
     )
     server = _Server(config, models, options.drain_s)
-    loader = _Loader(options, models, server, _url(options.host, listener))
+    loader = Loader(options, models, _url(options.host, listener), server.end)
     if not options.keys and not is_loopback(options.host):
-        _say(f"warning: everybody who reaches {options.host} can use this server; give it an --api-key")
+        say(f"warning: everybody who reaches {options.host} can use this server; give it an --api-key")
     try:
         with contextlib.closing(listener):
             asyncio.run(_run(server, loader, listener))
@@ -70,7 +68,7 @@ def serve(options: ServeOptions) -> None:
         raise loader.error
 
 
-async def _run(server: _Server, loader: _Loader, listener: socket.socket) -> None:
+async def _run(server: _Server, loader: Loader, listener: socket.socket) -> None:
     loader.start(asyncio.get_running_loop())
     await server.serve([listener])
 
@@ -99,17 +97,16 @@ def _url(host: str, listener: socket.socket) -> str:
     return f"http://{name}:{listener.getsockname()[1]}"
 
 
-def _say(line: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # nobody reads it
-        print(line, file=sys.stderr, flush=True)
-
-
 class _Server(uvicorn.Server):
     """Uvicorn's server, which ends by a signal as if it had come to its end, and gives answers time to be complete."""
 
     def __init__(self, config: uvicorn.Config, models: ModelSet, drain_s: float) -> None:
         super().__init__(config)
         self._models, self._drain_s = models, drain_s
+
+    def end(self) -> None:
+        """Come to an end soon. It may be called from any thread."""
+        self.should_exit = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -145,42 +142,3 @@ class _Server(uvicorn.Server):
     def _cancel_answers(self) -> None:
         for model in self._models.loaded.values():
             threading.Thread(target=model.scheduler.close, args=(False,), name="cancel", daemon=True).start()
-
-
-class _Loader:
-    """Loads the models one after the other, on a thread that does not keep the process from ending."""
-
-    def __init__(self, options: ServeOptions, models: ModelSet, server: _Server, url: str) -> None:
-        self._options, self._models, self._server, self._url = options, models, server, url
-        self.error: BaseException | None = None
-
-    def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin to load; `loop` gets each loaded model."""
-        _say(f"loading {', '.join(self._options.models)}; {self._url}/health answers 503 until then")
-        threading.Thread(target=self._load_all, args=(loop,), name="loader", daemon=True).start()
-
-    def _load_all(self, loop: asyncio.AbstractEventLoop) -> None:
-        options = self._options
-        scheduling = SchedulerOptions(max_waiting=options.max_waiting, reread=options.reread, draft=options.draft)
-        try:
-            for name, folder in options.models.items():
-                model = load_model(
-                    name, folder, options.threads, options.replan, options=scheduling, kv_bytes=options.kv_bytes
-                )
-                try:
-                    loop.call_soon_threadsafe(self._add, model)
-                except RuntimeError:  # the server has ended meanwhile
-                    model.close(drain=False)
-                    continue
-                if (note := model.tool_note()) is not None:
-                    _say(note)
-        except BaseException as error:
-            self.error = error
-            self._server.should_exit = True
-
-    def _add(self, model: ServedModel) -> None:
-        self._models.add(model)
-        if not model.tokenizer.has_chat_template:
-            _say(f"{model.name} has no chat template: chats are written as a plain dialogue")
-        if self._models.state == "ok":
-            _say(f"serving {', '.join(self._options.models)} at {self._url}")

@@ -24,7 +24,7 @@ _MOST_LETTERS, _MOST_TOKENS = 2**18, 2**18
 async def tokenize(request: Request) -> Response:
     """Answer with the tokens of a text or a chat."""
     body = await read_body(request, TokenizeBody)
-    model: ServedModel = request.app.state.models.get(body.model)
+    model: ServedModel = await request.app.state.models.use(request, body.model)
     if body.messages is not None:
         chat = body.as_chat()
         ids = await encode_messages(chat, model, chat.offer(), body.add_generation_prompt is not False)
@@ -52,7 +52,7 @@ def _piece(texts: TokenTexts, token: int) -> dict[str, Any]:
 async def detokenize(request: Request) -> Response:
     """Answer with the text of tokens."""
     body = await read_body(request, DetokenizeBody)
-    model: ServedModel = request.app.state.models.get(body.model)
+    model: ServedModel = await request.app.state.models.use(request, body.model)
     if body.tokens and max(body.tokens) >= model.engine.vocab:
         raise ApiError(400, f"tokens must be integers from 0 to {model.engine.vocab - 1}", param="tokens")
     if len(body.tokens) > _MOST_TOKENS:

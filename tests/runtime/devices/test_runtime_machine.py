@@ -6,7 +6,7 @@ import pytest
 
 from picompile_runtime.artifact import weights
 from picompile_runtime.devices import machine, memory
-from picompile_runtime.devices.machine import quota_cores
+from picompile_runtime.devices.machine import memory_bytes, quota_cores
 from picompile_runtime.devices.memory import check_total
 from picompile_runtime.errors import DoesNotFitError, RequestError
 
@@ -59,6 +59,23 @@ def test_groups_of_version_1(groups: Groups) -> None:
         groups.put(f"{name}/cpu.cfs_quota_us", str(quota))
         groups.put(f"{name}/cpu.cfs_period_us", "100000")
     assert groups.cores() == 3
+
+
+def test_memory_that_the_groups_allow(groups: Groups) -> None:
+    machine_bytes = memory_bytes(groups.list, groups.mounts)
+    assert machine_bytes > 2**26
+    groups.list.write_text("4:memory:/batch/job\n0::/user.slice/app.service\n")
+    for path, limit in (
+        ("memory.max", "max"),
+        ("memory/batch/memory.limit_in_bytes", str(2**62)),
+        ("user.slice/memory.max", str(2**25)),
+        ("user.slice/app.service/memory.max", str(2**26)),
+        ("user.slice/other.service/memory.max", str(2**20)),
+    ):
+        groups.put(path, limit)
+    assert memory_bytes(groups.list, groups.mounts) == 2**25
+    groups.put("memory/batch/job/memory.limit_in_bytes", str(2**24))
+    assert memory_bytes(groups.list, groups.mounts) == 2**24
 
 
 def test_threads_by_default(monkeypatch: pytest.MonkeyPatch) -> None:

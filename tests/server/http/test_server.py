@@ -103,13 +103,12 @@ def test_health_answers_before_the_model_is_there(serving_artifact: Path, is_loa
     """A signal ends the server even if the model never comes; loading waits for a line of the test."""
     code = """
 import sys, threading, time
-from picompile_server import model
-from picompile_server.http import server
-load = server.load_model
+from picompile_server.http import loader
+load = loader.load_model
 def slowly(*arguments, **named):
     sys.stdin.readline()
     return load(*arguments, **named)
-server.load_model = slowly
+loader.load_model = slowly
 from picompile_server.main import main
 sys.exit(main(sys.argv[1:]))
 """
@@ -132,3 +131,34 @@ sys.exit(main(sys.argv[1:]))
             assert process.wait(30) == 0
         finally:
             process.kill()
+
+
+@pytest.mark.slow("starts a server of two models; test_demand.py has fake ones")
+def test_models_take_turns_where_one_may_be_loaded(serving_artifact: Path) -> None:
+    options = ("--model", f"one={serving_artifact}", "--model", f"two={serving_artifact}", "--max-loaded", 1)
+    with serving(*options) as server:
+        assert server.lines[0].startswith("loading models when they are asked for; ")
+        assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
+        body = {"prompt": "Hi", "max_tokens": 3, "temperature": 0}
+        texts = []
+        for name in ("two", "one", "two"):
+            answer = httpx.post(f"{server.url}/v1/completions", json={**body, "model": name}, timeout=60)
+            texts.append(answer.json()["choices"][0]["text"])
+            models = httpx.get(f"{server.url}/v1/models").json()["data"]
+            assert {model["id"] for model in models if model["status"]["value"] == "loaded"} == {name}
+        assert len(set(texts)) == 1
+        assert [line for line in server.lines if line.startswith(("loaded", "unloaded"))] == [
+            *("loaded two", "unloaded two", "loaded one", "unloaded one", "loaded two")
+        ]
+        assert server.end() == 0
+
+
+@pytest.mark.slow("starts servers of two models")
+@pytest.mark.parametrize(("memory", "at_start"), [("1GiB", True), ("1MB", False)])
+def test_models_that_do_not_fit_together_are_loaded_on_demand(
+    serving_artifact: Path, memory: str, at_start: bool
+) -> None:
+    options = ("--model", f"one={serving_artifact}", "--model", f"two={serving_artifact}", "--model-memory", memory)
+    with serving(*options) as server:
+        models = httpx.get(f"{server.url}/v1/models").json()["data"]
+        assert [model["status"]["value"] == "loaded" for model in models] == [at_start] * 2
