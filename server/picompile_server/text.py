@@ -56,6 +56,11 @@ class TextAssembler:
         """Whether a stop text or a stop token was found: the answer ends there."""
         return self._stop.found
 
+    @property
+    def stop(self) -> str | None:
+        """The stop text that was found, None before."""
+        return self._stop.stop
+
     def push(self, token: int) -> str:
         """Add a token, and return the text that can now be shown, which is often empty."""
         return "" if self._stop.ends_at(token) else self._show(self._decoder.push(token))

@@ -337,6 +337,14 @@ UNKNOWN = (
     "{% endfor %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
+# A model that reasons and writes calls, for tests of what agents send: all of a chat can be read from its prompt.
+AGENT = (
+    "{% for m in messages %}[{{ m.role }}:"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}!{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
+    "]{% endfor %}{{ reasoning_effort }}{{ enable_thinking }}"
+)
+
 # What templates do besides: macros, loops that end, tags for training, JSON in many forms, tests and filters.
 SMOLLM = r"""{# a comment #}
 {%- macro shown(value) -%}
@@ -390,6 +398,7 @@ TEMPLATES = {
     "tagged-list": TAGGED_LIST,
     "gpt-oss": GPT_OSS,
     "kimi": KIMI,
+    "agent": AGENT,
     "unknown": UNKNOWN,
     "smollm": SMOLLM,
     "zephyr": ZEPHYR,

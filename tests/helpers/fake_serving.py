@@ -12,6 +12,7 @@ from typing import Any
 
 from starlette.testclient import TestClient
 
+from helpers.chat_templates import AGENT
 from helpers.toys.toy_tokenizers import EOS, byte_level
 from picompile_runtime import SamplingParams, Tokenizer
 from picompile_server.http.app import AppSettings, make_app
@@ -158,6 +159,17 @@ def fake_model(
     )
     scheduler: Any = FakeScheduler(answers)
     return ServedModel(name, engine, tokenizer, scheduler)
+
+
+def agent_model(says: str) -> ServedModel:
+    """A model that reasons and calls tools, whose answer is `says`, and whose prompts show all of a chat."""
+    return fake_model(says, tokenizer=Tokenizer(byte_level()._tokenizer.to_str(), {"chat_template": AGENT}))
+
+
+def prompt_of(model: ServedModel) -> str:
+    """The text of the prompt of the latest request to a model."""
+    asked = model.scheduler.asked[-1]  # type: ignore[attr-defined]
+    return str(model.tokenizer.decode(asked.request.prompt))
 
 
 def client_of(*models: ServedModel, names: Sequence[str] = (), settings: AppSettings | None = None) -> TestClient:

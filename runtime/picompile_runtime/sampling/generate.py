@@ -246,6 +246,9 @@ class StopFinder:
     The first is the one that is complete first, and the longest of those that are complete at the same character. Text
     that may be the beginning of a stop text is held back until it is known not to be. Special tokens have no text: a
     stop text that is exactly the name of one is found where that token comes.
+
+    Attributes:
+        stop: the stop text that was found, None before.
     """
 
     def __init__(self, stops: str | Sequence[str], special_tokens: Mapping[str, int] = _NO_TOKENS) -> None:
@@ -261,9 +264,10 @@ class StopFinder:
             raise RequestError(f"stop must be a text or a list of texts, not {shown(stops)}")
         if not all(self._stops):
             raise RequestError("a stop text must not be empty")
-        self._tokens = frozenset(special_tokens[stop] for stop in self._stops if stop in special_tokens)
+        self._tokens = {special_tokens[stop]: stop for stop in self._stops if stop in special_tokens}
         self._held = ""
         self._has_text = self._has_token = False
+        self.stop: str | None = None
 
     @property
     def found(self) -> bool:
@@ -272,7 +276,8 @@ class StopFinder:
 
     def ends_at(self, token: int) -> bool:
         """Return whether the text ends at this token. Feed what a decoder holds back of the tokens before it then."""
-        self._has_token = self._has_token or token in self._tokens
+        if not self._has_token and token in self._tokens:
+            self._has_token, self.stop = True, self._tokens[token]
         return self._has_token
 
     def feed(self, text: str) -> str:
@@ -280,10 +285,11 @@ class StopFinder:
         if self._has_text:
             return ""
         text = self._held + text
-        places = [(place + len(stop), place) for stop in self._stops if (place := text.find(stop)) >= 0]
+        places = [(place + len(stop), place, stop) for stop in self._stops if (place := text.find(stop)) >= 0]
         if places:
+            _, place, self.stop = min(places)
             self._has_text, self._held = True, ""
-            return text[: min(places)[1]]
+            return text[:place]
         shown = len(text) - self._beginning(text)
         self._held = text[shown:]
         return text[:shown]

@@ -18,6 +18,7 @@ from picompile_server.http.chat import create_chat_completion
 from picompile_server.http.completions import create_completion
 from picompile_server.http.errors import ApiError, answer_api_error, answer_http_error
 from picompile_server.http.guard import Guard
+from picompile_server.http.messages import count_message_tokens, create_message
 from picompile_server.http.metrics import Metrics
 from picompile_server.http.models import ModelSet, ModelUse
 from picompile_server.http.observe import health, list_models, metrics, show_model, slots
@@ -62,6 +63,8 @@ def make_app(models: ModelSet, settings: AppSettings | None = None) -> Starlette
         Route("/v1/completions", create_completion, methods=["POST"]),
         Route("/v1/chat/completions", create_chat_completion, methods=["POST"]),
         Route("/v1/responses", create_response, methods=["POST"]),
+        Route("/v1/messages", create_message, methods=["POST"]),
+        Route("/v1/messages/count_tokens", count_message_tokens, methods=["POST"]),
         Route("/tokenize", tokenize, methods=["POST"]),
         Route("/detokenize", detokenize, methods=["POST"]),
     ]

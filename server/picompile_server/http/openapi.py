@@ -17,6 +17,7 @@ from picompile_server.http import schemas
 from picompile_server.http.chat_body import ChatBody
 from picompile_server.http.completion_body import CompletionBody
 from picompile_server.http.errors import json_response
+from picompile_server.http.messages_body import MessagesBody, PromptBody
 from picompile_server.http.response_body import ResponseBody
 from picompile_server.http.token_body import DetokenizeBody, TokenizeBody
 
@@ -82,6 +83,21 @@ OPERATIONS = (
         body=ResponseBody,
         errors=(*_POST, 429),
         is_streamed=True,
+    ),
+    Operation(
+        "/v1/messages",
+        summary="Write the next message, as Anthropic's API has it",
+        answer=schemas.MessageSchema,
+        body=MessagesBody,
+        errors=(*_POST, 429),
+        is_streamed=True,
+    ),
+    Operation(
+        "/v1/messages/count_tokens",
+        summary="Count the tokens of a chat",
+        answer=schemas.TokenCountSchema,
+        body=PromptBody,
+        errors=_POST,
     ),
     Operation(
         "/tokenize", summary="Cut a text into tokens", answer=schemas.TokensSchema, body=TokenizeBody, errors=_POST

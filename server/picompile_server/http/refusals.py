@@ -121,6 +121,11 @@ RESPONSES = (
     Refusal("truncation", ("disabled",), "shorten the input"),
     Refusal("top_logprobs", (0,), "use /v1/chat/completions"),
 )
+# Anthropic's fields that would change an answer.
+MESSAGES = (
+    Refusal("mcp_servers", hint="offer their tools as tools"),
+    Refusal("container"),
+)
 
 
 def refused_field(data: Mapping[str, Any], refusals: Iterable[Refusal]) -> Refusal | None:

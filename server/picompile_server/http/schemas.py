@@ -248,6 +248,58 @@ class ResponseSchema(BaseModel):
     timings: TimingsSchema
 
 
+class MessageTextSchema(_Schema):
+    """A text of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class MessageThinkingSchema(_Schema):
+    """The reasoning of a message."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: Literal[""]
+
+
+class MessageToolUseSchema(_Schema):
+    """A call of a tool."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class MessageUsageSchema(_Schema):
+    """Counts of tokens, as Anthropic's API tells them."""
+
+    input_tokens: int
+    cache_read_input_tokens: int
+    cache_creation_input_tokens: int
+    output_tokens: int
+
+
+class MessageSchema(_Schema):
+    """The answer to a request for a message."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[MessageTextSchema | MessageThinkingSchema | MessageToolUseSchema]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: MessageUsageSchema
+
+
+class TokenCountSchema(_Schema):
+    """The number of tokens of a prompt."""
+
+    input_tokens: int
+
+
 class ModelStatusSchema(_Schema):
     """Whether a model is loaded."""
 

@@ -16,8 +16,10 @@ from picompile_server.http.guard import allowed_hosts, is_loopback
 from picompile_server.http.openapi import OPERATIONS
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+MESSAGES = "/v1/messages"
 HELLO = [{"role": "user", "content": "Hi"}]
 FITTING = {COMPLETIONS: {"prompt": "x"}, CHAT: {"messages": HELLO}, RESPONSES: {"input": "x"}}
+FITTING[MESSAGES] = {"messages": HELLO, "max_tokens": 5}
 POSTS = [operation.path for operation in OPERATIONS if operation.body is not None]
 JSON = {"content-type": "application/json"}
 
@@ -101,6 +103,12 @@ WRONG: dict[tuple[str, str], list[Any]] = {
     (RESPONSES, "tool_choice"): ["sometimes"],
     (RESPONSES, "tool_choice.type"): [{"type": "web_search", "name": "x"}],
     (RESPONSES, "seed"): [1],
+    (MESSAGES, "messages[0].content[0].type"): [[{"role": "user", "content": [{"type": "image", "source": {}}]}]],
+    (MESSAGES, "messages[0].role"): [[{"role": "cook", "content": "x"}]],
+    (MESSAGES, "max_tokens"): [0, None],
+    (MESSAGES, "stop_sequences"): [[""]],
+    (MESSAGES, "tools[0].name"): [[{"name": "a b"}]],
+    (MESSAGES, "mcp_servers"): [[{"type": "url"}]],
     (RESPONSES, "text.verbosity"): [{"verbosity": "endless"}],
     (RESPONSES, "text.format.schema"): [{"format": {"type": "json_schema", "name": "n"}}],
 }
@@ -127,6 +135,7 @@ def test_a_wrong_value_is_refused_and_its_field_is_named(client: TestClient, pat
         (CHAT, {"tool_choice": "required"}, "tool_choice"),
         (CHAT, {"tools": [ADD], "response_format": {"type": "json_object"}}, "an answer can have a form or call tools"),
         (RESPONSES, {"input": ""}, ""),
+        (MESSAGES, {"tool_choice": {"type": "any"}, "tools": [{"type": "web_search_1", "name": "s"}]}, "client's own"),
         (RESPONSES, {"tool_choice": "required", "tools": [{"type": "web_search"}]}, "a tool of type function"),
         (
             RESPONSES,

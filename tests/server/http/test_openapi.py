@@ -48,6 +48,7 @@ def test_schemas_are_schemas_and_references_lead_somewhere() -> None:
 
 
 COMPLETION, CHAT, RESPONSE = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+MESSAGES = "/v1/messages"
 
 
 @pytest.mark.parametrize(
@@ -56,12 +57,15 @@ COMPLETION, CHAT, RESPONSE = "/v1/completions", "/v1/chat/completions", "/v1/res
         (COMPLETION, [{"logprobs": 2, "echo": True, "n": 2, "prompt_logprobs": 1}, {}, {"stream": True}]),
         (CHAT, [{"logprobs": True, "top_logprobs": 2, "n": 2}, {}, {"stream": True}]),
         (RESPONSE, [{"text": {"format": {"type": "text"}}}, {"max_output_tokens": 1}, {"stream": True}]),
+        (MESSAGES, [{"max_tokens": 1}, {"max_tokens": 20, "stop_sequences": ["w"]}, {"max_tokens": 1, "stream": True}]),
+        (f"{MESSAGES}/count_tokens", [{}]),
         ("/tokenize", [{"content": "Hé", "with_pieces": True}, {"prompt": "Hé", "return_token_strs": True}]),
         ("/detokenize", [{"tokens": [5]}]),
     ],
 )
 def test_answers_are_as_documented(client: TestClient, path: str, bodies: Any) -> None:
-    asking = {COMPLETION: {"prompt": "Hi"}, CHAT: {"messages": HELLO}, RESPONSE: {"input": "Hi"}}
+    chats = {key: {"messages": HELLO} for key in (CHAT, MESSAGES, f"{MESSAGES}/count_tokens")}
+    asking = {COMPLETION: {"prompt": "Hi"}, RESPONSE: {"input": "Hi"}, **chats}
     for body in bodies:
         answer = client.post(path, json={**asking.get(path, {}), **body})
         assert answer.status_code == 200, answer.text
@@ -90,7 +94,7 @@ def test_errors_are_as_documented(operation: Any) -> None:
     client = client_of(fake_model(), settings=AppSettings(most_body_bytes=100))
     for body in ({"json": {}}, {"content": b"{}"}, {"json": {"x": "y" * 100}}):
         check(client.post(path, **body), path)
-    fields = {"model": "nothing", "prompt": "x", "input": "x", "messages": HELLO, "tokens": []}
+    fields = {"model": "nothing", "prompt": "x", "input": "x", "messages": HELLO, "tokens": [], "max_tokens": 1}
     fields = {key: value for key, value in fields.items() if key in operation.body.model_fields}
     if path == "/tokenize":
         del fields["messages"]

@@ -9,35 +9,22 @@ import pytest
 from starlette.testclient import TestClient
 
 from helpers import fake_serving
-from helpers.fake_serving import client_of, fake_model, text_tokens
-from helpers.toys.toy_tokenizers import byte_level
-from picompile_runtime import Tokenizer
+from helpers.fake_serving import agent_model, client_of, prompt_of, text_tokens
 from picompile_server.http.response_input import sealed, unsealed
-from picompile_server.model import ServedModel
 
 PATH = "/v1/responses"
-TEMPLATE = (
-    "{% for m in messages %}[{{ m.role }}:"
-    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}!{{ c.function.name }}{{ c.function.arguments | tojson }}"
-    "{% endfor %}]{% endfor %}{{ reasoning_effort }}"
-)
 NUMBER = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
 ADD: Any = {"type": "function", "name": "add", "description": "Adds.", "parameters": NUMBER, "strict": False}
 WRITTEN = '<tool_call>\n{"name": "add", "arguments": {"n": 3}}\n</tool_call>'
 ALL = f"<think>\nHm.\n</think>\n\nLet me see.\n{WRITTEN}\n{WRITTEN.replace('3', '4')}"
 
 
-def model_that(says: str) -> ServedModel:
-    return fake_model(says, tokenizer=Tokenizer(byte_level()._tokenizer.to_str(), {"chat_template": TEMPLATE}))
-
-
 def made(says: str, **body: Any) -> Any:
-    return fake_serving.made(client_of(model_that(says)), PATH, **{"input": "Hi", **body})
+    return fake_serving.made(client_of(agent_model(says)), PATH, **{"input": "Hi", **body})
 
 
 def events(says: str, **body: Any) -> list[Any]:
-    answer = client_of(model_that(says)).post(PATH, json={"input": "Hi", "stream": True, **body})
+    answer = client_of(agent_model(says)).post(PATH, json={"input": "Hi", "stream": True, **body})
     assert answer.status_code == 200, answer.text
     found = []
     for text in answer.text.strip().split("\n\n"):
@@ -49,9 +36,9 @@ def events(says: str, **body: Any) -> list[Any]:
 
 
 def prompt(items: Any, **body: Any) -> str:
-    model = model_that("x")
+    model = agent_model("x")
     fake_serving.made(client_of(model), PATH, input=items, **body)
-    return str(model.tokenizer.decode(model.scheduler.asked[0].request.prompt))  # type: ignore[attr-defined]
+    return prompt_of(model)
 
 
 def test_the_output_has_reasoning_text_and_calls() -> None:
@@ -156,7 +143,7 @@ def test_what_the_model_may_or_must_call() -> None:
         assert sum(item["type"] == "function_call" for item in response["output"]) == calls
         assert response["tool_choice"] == (choice or "auto")
     for choice in ("required", {"type": "function", "name": "add"}):
-        model = model_that(WRITTEN)
+        model = agent_model(WRITTEN)
         body = {"tools": [ADD], "tool_choice": choice, "parallel_tool_calls": False}
         response = fake_serving.made(client_of(model), PATH, input="Hi", **body)
         assert response["tool_choice"] == choice and response["parallel_tool_calls"] is False
@@ -184,7 +171,7 @@ def test_fields_of_agents_that_change_no_answer() -> None:
     response = made("Hi", **fields)
     assert response["store"] is False and response["reasoning"] == {"effort": "high", "summary": "auto"}
     assert response["text"] == {"format": {"type": "text"}, "verbosity": "low"}
-    assert prompt("Hi", reasoning={"effort": "high"}) == "[user:Hi]high"
+    assert prompt("Hi", reasoning={"effort": "high"}) == "[user:Hi]highTrue"
 
 
 def test_a_stream_that_fails(client: TestClient) -> None:
