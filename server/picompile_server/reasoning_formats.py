@@ -78,3 +78,8 @@ def find_reasoning_format(template: str) -> ReasoningFormat | None:
 def is_open(style: ReasoningFormat, prompt: str) -> bool:
     """Return whether a prompt that ends with the text `prompt` has begun the reasoning that the answer continues."""
     return prompt.rstrip().endswith(style.begin.rstrip())
+
+
+def is_closed(style: ReasoningFormat, prompt: str) -> bool:
+    """Return whether a prompt that ends with the text `prompt` has ended the reasoning: the answer is to have none."""
+    return prompt.rstrip().endswith(style.end)

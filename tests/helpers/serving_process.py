@@ -18,6 +18,7 @@ from typing import Any
 
 import uvicorn
 
+from helpers.chat_templates import CHATML
 from helpers.support import BuildOnce, compile_for_test, save_tiny_llama
 from picompile_server.http.protocol import WatchfulProtocol
 from picompile_server.http.server import bind
@@ -34,6 +35,18 @@ def build_serving_artifact(build_once: BuildOnce) -> Path:
         compile_for_test(model, folder, quant="f16", context=1024, sequences=4)
 
     return build_once("serving-artifact", make)
+
+
+def build_chat_artifact(build_once: BuildOnce) -> Path:
+    """Compile such a model with a chat template, and room for what agents write into a prompt."""
+
+    def make(folder: Path) -> None:
+        model = folder.with_name("chat-model")
+        save_tiny_llama(model, max_position_embeddings=8192)
+        (model / "chat_template.jinja").write_text(CHATML)
+        compile_for_test(model, folder, quant="f16", context=8192, sequences=4)
+
+    return build_once("chat-artifact", make)
 
 
 @dataclass

@@ -22,6 +22,7 @@ from picompile_server.reasoning_formats import (
     THINK,
     ReasoningFormat,
     find_reasoning_format,
+    is_closed,
     is_open,
 )
 from picompile_server.reasoning_grammar import ReasoningGrammar, ReasoningTokens
@@ -50,7 +51,9 @@ def test_a_format_is_known_by_the_template() -> None:
 @each_format
 def test_a_prompt_may_have_begun_the_reasoning(style: ReasoningFormat) -> None:
     assert is_open(style, f"<assistant>{style.begin}\n") and is_open(style, style.begin.rstrip())
-    assert not is_open(style, f"{style.begin}\n\n{style.end}\n\n") and not is_open(style, f"{style.begin}<assistant>")
+    closed = f"{style.begin}\n\n{style.end}\n\n"
+    assert is_closed(style, closed) and not is_closed(style, f"{closed}<assistant>")
+    assert not is_open(style, closed) and not is_open(style, f"{style.begin}<assistant>")
 
 
 @each_format

@@ -18,7 +18,7 @@ from picompile_server.http.progress import AnswerProgress, Delta
 from picompile_server.http.reply import Reply
 from picompile_server.model import ServedModel
 from picompile_server.reasoning import ReasoningSplitter
-from picompile_server.reasoning_formats import is_open
+from picompile_server.reasoning_formats import is_closed, is_open
 from picompile_server.request import Event, ServingRequest
 from picompile_server.text import TextAssembler
 from picompile_server.tools import ToolOffer
@@ -67,8 +67,10 @@ async def chat_turn(request: Request, body: ChatBody, model: ServedModel, prefix
     offer = body.offer()
     ids = await encode_messages(body, model, offer)
     check_prompt(ids, model)
-    has_begun = model.reasoning is not None and is_open(model.reasoning, model.end_of(ids))
-    grammar = await _grammar(body, model, offer, has_begun)
+    end = model.end_of(ids)
+    has_begun = model.reasoning is not None and is_open(model.reasoning, end)
+    reasons = model.reasoning is not None and not is_closed(model.reasoning, end)
+    grammar = await _grammar(body, model, offer, has_begun if reasons else None)
     params, prompt = sampling_params(body, model), np.array(ids, np.int32)
     asked = [
         ServingRequest(
@@ -86,9 +88,12 @@ async def chat_turn(request: Request, body: ChatBody, model: ServedModel, prefix
 
 
 async def _grammar(
-    body: ChatBody, model: ServedModel, offer: ToolOffer | None, has_begun: bool
+    body: ChatBody, model: ServedModel, offer: ToolOffer | None, has_begun: bool | None
 ) -> WatchedGrammar | None:
-    """Return the restriction of the answers' tokens: to calls of the offered tools, or to the requested form."""
+    """Return the restriction of the answers' tokens: to calls of the offered tools, or to the requested form.
+
+    `has_begun` says whether the prompt has begun the reasoning that comes first; None if there is to be none.
+    """
     has_form = asks_for_form(body)
     if offer is not None and has_form:
         raise ApiError(
@@ -99,7 +104,9 @@ async def _grammar(
 
     def made() -> GrammarMaker | None:
         maker = form_grammar(body, model.grammars) if offer is None else model.tool_use.grammar(model.grammars, offer)
-        return None if maker is None else _behind_reasoning(model, maker, has_begun, has_form)
+        if maker is None or has_begun is None:
+            return maker
+        return _behind_reasoning(model, maker, has_begun, has_form)
 
     maker = await model.grammar_workers.run(made)
     return None if maker is None else WatchedGrammar(maker)

@@ -118,6 +118,16 @@ def test_a_form_is_of_what_follows_the_reasoning() -> None:
     assert grammar.allowed()[text_tokens("{")[0]] and not grammar.allowed()[text_tokens("a")[0]]
 
 
+def test_a_prompt_that_has_ended_the_reasoning_lets_none_come() -> None:
+    model = reasoning_model("x")
+    body = {"messages": HELLO, "tools": TOOLS, "tool_choice": "required", "reasoning_effort": "none"}
+    fake_serving.made(client_of(model), PATH, **body)
+    grammar = model.scheduler.asked[0].request.grammar()  # type: ignore[attr-defined]
+    for token in text_tokens("<t"):
+        grammar.accept(token)
+    assert grammar.allowed()[text_tokens("o")[0]] and not grammar.allowed()[text_tokens("h")[0]]
+
+
 def test_special_tokens_of_the_reasoning_have_their_text() -> None:
     made = tokenizers.Tokenizer.from_str(byte_level()._tokenizer.to_str())
     names = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>"]
