@@ -28,6 +28,7 @@ class Reply:
         delay_s: the pause before each token.
         status, error: an error in place of the stream, if the status is not 200; an error within it, if it is.
         is_cut: whether the stream ends without its last events.
+        reasoning: what comes before the text, apart from it.
         shares: the shares of neurons that fired, from the second token on, repeated; None where they are not known.
     """
 
@@ -36,6 +37,7 @@ class Reply:
     status: int = 200
     error: str = ""
     is_cut: bool = False
+    reasoning: str = ""
     shares: Sequence[float | None] = (0.08, 0.12, 0.1)
     prompt_tokens: int = 20
     cached_tokens: int = 0
@@ -120,6 +122,8 @@ async def _stream(reply: Reply) -> AsyncIterator[str]:
 
     yield ": a comment, as some proxies send to keep a connection\r\n\r\n"
     yield event(choices=choice(role="assistant"))
+    if reply.reasoning:
+        yield event(choices=choice(reasoning_content=reply.reasoning))
     *pieces, last = reply.pieces
     for count, piece in enumerate(pieces, 1):
         await asyncio.sleep(reply.delay_s)

@@ -49,6 +49,19 @@ def test_questions_are_sent_and_answers_are_shown(page: Any, chat_server: FakeCh
     assert field.bounding_box()["height"] < height
 
 
+def test_reasoning_is_apart_from_the_answer_and_folded(page: Any, chat_server: FakeChatServer) -> None:
+    chat_server.replies = [Reply(["It ", "is."], reasoning="Let me see."), Reply()]
+    ask(page, "is it?")
+    wait_for_end(page)
+    expect(page.locator(".answer .text")).to_have_text("It is.")
+    reasoning = page.locator(".answer .reasoning div")
+    expect(reasoning).to_be_hidden()
+    page.get_by_text("Reasoning").click()
+    expect(reasoning).to_have_text("Let me see.")
+    say(page, "and now?")
+    expect(page.locator(".answer .reasoning").last).to_be_hidden()
+
+
 def test_text_appears_while_it_comes(page: Any, chat_server: FakeChatServer) -> None:
     chat_server.replies = [SLOW]
     ask(page, "go on")
