@@ -119,10 +119,14 @@ class MessageBody(BodyPart):
         return message
 
 
+MOST_TOOLS = 128
+FUNCTION_NAME = "^[a-zA-Z0-9_.-]{1,64}$"
+
+
 class FunctionBody(BodyPart):
     """A function that the model may call."""
 
-    name: str = Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")
+    name: str = Field(pattern=FUNCTION_NAME)
     description: str | None = None
     parameters: SchemaObject | None = None
     strict: bool | None = None
@@ -173,7 +177,7 @@ class ChatBody(TextBody):
     n_predict: AnswerLimit | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: Annotated[list[ToolBody], Field(max_length=128)] | None = None
+    tools: Annotated[list[ToolBody], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: SchemaObject | None = None

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from picompile_server.http.chat_body import ChatBody, ChosenFunction
+from picompile_server.http.chat_body import FUNCTION_NAME, MOST_TOOLS, ChatBody, ChosenFunction
 from picompile_server.http.fields import BodyPart, RequestBody, SchemaObject, Stops
 from picompile_server.http.refusals import MESSAGES, Refusal
 
@@ -87,7 +87,7 @@ class OfferedToolBody(BodyPart):
     """A tool that the model may call: the client's own, or one of those of its maker, which this server leaves out."""
 
     type: str | None = None
-    name: str = Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")
+    name: str = Field(pattern=FUNCTION_NAME)
     description: str | None = None
     input_schema: SchemaObject | None = None
 
@@ -114,7 +114,7 @@ class PromptBody(RequestBody):
     model: str | None = None
     messages: Annotated[list[TurnBody], Field(min_length=1, fail_fast=True)]
     system: Texts | None = None
-    tools: Annotated[list[OfferedToolBody], Field(max_length=128)] | None = None
+    tools: Annotated[list[OfferedToolBody], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: ToolChoiceBody | None = None
     thinking: ThinkingBody | None = None
 

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
-from picompile_server.http.chat_body import ChatBody, ChosenFunction, FunctionBody, ReasoningEffort
+from picompile_server.http.chat_body import (
+    FUNCTION_NAME,
+    MOST_TOOLS,
+    ChatBody,
+    ChosenFunction,
+    FunctionBody,
+    ReasoningEffort,
+)
 from picompile_server.http.fields import BodyPart, JsonObjectFormat, RequestBody, SchemaObject, TextFormat
 from picompile_server.http.refusals import RESPONSES, SAMPLING, Refusal
-from picompile_server.http.response_input import InputItems, chat_messages
+from picompile_server.http.response_input import InputItems, chat_messages, qualified
 
 
 class FlatSchemaFormat(BodyPart):
@@ -52,16 +60,31 @@ class ReasoningSettings(BodyPart):
 class OtherTool(BodyPart):
     """A tool of another kind, such as a search. Clients offer some unasked, which a server that has none leaves out."""
 
-    type: Annotated[str, Field(json_schema_extra={"not": {"const": "function"}})]
+    type: Annotated[str, Field(json_schema_extra={"not": {"enum": ["function", "namespace"]}})]
 
 
 def _tool_tag(tool: Any) -> str:
-    is_other = isinstance(tool, dict) and tool.get("type") not in (None, "function")
-    return "another tool" if is_other else "a function"
+    kind = tool.get("type", "function") if isinstance(tool, dict) else "function"
+    return f"a {kind}" if kind in ("function", "namespace") else "another tool"
+
+
+class NamespaceTool(BodyPart):
+    """Functions under one name, as Codex offers those of an MCP server."""
+
+    type: Literal["namespace"]
+    name: str
+    tools: list[
+        Annotated[
+            Annotated[FlatTool, Tag("a function")] | Annotated[OtherTool, Tag("another tool")], Discriminator(_tool_tag)
+        ]
+    ]
 
 
 OfferedTool = Annotated[
-    Annotated[FlatTool, Tag("a function")] | Annotated[OtherTool, Tag("another tool")], Discriminator(_tool_tag)
+    Annotated[FlatTool, Tag("a function")]
+    | Annotated[NamespaceTool, Tag("a namespace")]
+    | Annotated[OtherTool, Tag("another tool")],
+    Discriminator(_tool_tag),
 ]
 
 # What responses have besides on request. All but the first are of tools that there are not.
@@ -81,7 +104,7 @@ class ResponseBody(RequestBody):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
     text: TextSettings | None = None
-    tools: Annotated[list[OfferedTool], Field(max_length=128)] | None = None
+    tools: Annotated[list[OfferedTool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FlatChosenTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningSettings | None = None
@@ -103,12 +126,30 @@ class ResponseBody(RequestBody):
             raise ValueError("input must not be empty")
         if self.tool_choice not in (None, "none", "auto") and not self.functions:
             raise ValueError("tool_choice needs a tool of type function in tools; this server runs no others")
+        if len(self.functions) > MOST_TOOLS:
+            raise ValueError(f"tools may have {MOST_TOOLS} functions, not {len(self.functions)}")
+        for name in self.namespaces:
+            if not re.fullmatch(FUNCTION_NAME, name):
+                raise ValueError(f"tools: {name[:80]!r}, a namespace and a function, is no name of a function")
         return self
 
     @property
     def functions(self) -> Sequence[FlatTool]:
-        """The tools that the model may call."""
-        return [tool for tool in self.tools or () if isinstance(tool, FlatTool)]
+        """The tools that the model may call, those of namespaces with the name of both."""
+        members = [
+            tool.model_copy(update={"name": qualified(space.name, tool.name)}) for space, tool in self._members()
+        ]
+        return [*(tool for tool in self.tools or () if isinstance(tool, FlatTool)), *members]
+
+    @property
+    def namespaces(self) -> Mapping[str, tuple[str, str]]:
+        """Namespaces and names of functions by the names that the model knows."""
+        return {qualified(space.name, tool.name): (space.name, tool.name) for space, tool in self._members()}
+
+    def _members(self) -> Iterator[tuple[NamespaceTool, FlatTool]]:
+        for space in self.tools or ():
+            if isinstance(space, NamespaceTool):
+                yield from ((space, tool) for tool in space.tools if isinstance(tool, FlatTool))
 
     @property
     def seals_reasoning(self) -> bool:

@@ -32,6 +32,7 @@ class InputCall(BodyPart):
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
 
 
@@ -109,6 +110,11 @@ def unsealed(given: str | None) -> str:
         return ""
 
 
+def qualified(namespace: str | None, name: str) -> str:
+    """Return the name by which the model knows a function that may be in a namespace."""
+    return f"{namespace}.{name}" if namespace else name
+
+
 def chat_messages(instructions: str | None, items: str | Sequence[InputItem]) -> list[dict[str, Any]]:
     """Return the messages of OpenAI's other endpoint for a conversation.
 
@@ -141,7 +147,7 @@ def _add_to_answer(messages: list[dict[str, Any]], item: InputItem) -> None:
     if isinstance(item, InputCall):
         if answer is None:
             answer = _begun(messages)
-        function = {"name": item.name, "arguments": item.arguments}
+        function = {"name": qualified(item.namespace, item.name), "arguments": item.arguments}
         answer.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
     elif isinstance(item, InputReasoning):
         if item.reasoning:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from picompile_server.http.message import MessageDelta
@@ -58,8 +58,9 @@ class _Call:
 
     kind = "function_call"
 
-    def __init__(self, call_id: str, name: str) -> None:
-        self.id, self._call_id, self._name, self._arguments = f"fc_{uuid.uuid4().hex}", call_id, name, ""
+    def __init__(self, call_id: str, name: str, namespace: str | None) -> None:
+        self.id, self._arguments = f"fc_{uuid.uuid4().hex}", ""
+        self._named = {"call_id": call_id, "name": name, **({"namespace": namespace} if namespace else {})}
 
     def begin(self) -> Iterator[Event]:
         yield from ()
@@ -69,11 +70,10 @@ class _Call:
         yield "function_call_arguments.delta", {"delta": text}
 
     def end(self) -> Iterator[Event]:
-        yield "function_call_arguments.done", {"name": self._name, "arguments": self._arguments}
+        yield "function_call_arguments.done", {"name": self._named["name"], "arguments": self._arguments}
 
     def whole(self, status: str) -> dict[str, Any]:
-        named = {"call_id": self._call_id, "name": self._name, "arguments": self._arguments}
-        return {"id": self.id, "type": self.kind, "status": status, **named}
+        return {"id": self.id, "type": self.kind, "status": status, **self._named, "arguments": self._arguments}
 
 
 class OutputItems:
@@ -83,10 +83,15 @@ class OutputItems:
         items: those that are complete.
     """
 
-    def __init__(self, seals_reasoning: bool = False) -> None:
-        """Make an empty output; `seals_reasoning` adds reasoning in the form in which clients hand it back."""
+    def __init__(self, namespaces: Mapping[str, tuple[str, str]], seals_reasoning: bool = False) -> None:
+        """Make an empty output.
+
+        Args:
+            namespaces: those of functions, and their names in them, by the names that the model knows.
+            seals_reasoning: whether to add reasoning in the form in which clients hand it back.
+        """
         self.items: list[dict[str, Any]] = []
-        self._seals_reasoning = seals_reasoning
+        self._namespaces, self._seals_reasoning = namespaces, seals_reasoning
         self._open: _Text | _Call | None = None
 
     def take(self, delta: MessageDelta) -> Iterator[Event]:
@@ -97,7 +102,8 @@ class OutputItems:
             yield from self._add_text("message", delta.content)
         for call in delta.calls:
             if call.name is not None:
-                yield from self._begin(_Call(call.id or "", call.name))
+                namespace, name = self._namespaces.get(call.name, (None, call.name))
+                yield from self._begin(_Call(call.id or "", name, namespace))
             if call.arguments and self._open is not None:
                 yield from self._told(self._open.add(call.arguments))
 

@@ -34,7 +34,7 @@ class _ResponseWriter(ReplyWriter):
     def __init__(self, body: ResponseBody, turn: ChatTurn) -> None:
         super().__init__(turn.reply)
         self._body, self._turn = body, turn
-        self._output = OutputItems(body.seals_reasoning)
+        self._output = OutputItems(body.namespaces, body.seals_reasoning)
         self._id = f"resp_{uuid.uuid4().hex}"
         self._number = 0
 

@@ -229,6 +229,7 @@ class OutputCallSchema(_Schema):
     call_id: str
     name: str
     arguments: str
+    namespace: str = Field(default="")
 
 
 class ResponseSchema(BaseModel):

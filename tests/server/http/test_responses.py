@@ -164,6 +164,27 @@ def test_tools_of_other_kinds_are_left_out() -> None:
     assert made("Hi", tools=others)["tools"] == []
 
 
+def test_functions_in_a_namespace_are_called_by_the_name_of_both() -> None:
+    space = {
+        "type": "namespace",
+        "name": "sums",
+        "description": "Sums.",
+        "tools": [ADD, {"type": "custom", "name": "x"}],
+    }
+    says = WRITTEN.replace("add", "sums.add")
+    (call,) = made(says, tools=[space])["output"]
+    assert (call["namespace"], call["name"], call["arguments"]) == ("sums", "add", '{"n": 3}')
+    done = next(event for event in events(says, tools=[space]) if event["type"].endswith("arguments.done"))
+    assert done["name"] == "add"
+    assert "!sums.add" in prompt([USER, {**CALL, "namespace": "sums"}, OUTPUT], tools=[space])
+    for name in ("two words", "x" * 61):
+        answer = client_of(agent_model("")).post(PATH, json={"input": "Hi", "tools": [{**space, "name": name}]})
+        assert answer.status_code == 400 and "is no name of a function" in answer.json()["error"]["message"]
+    many = {**space, "tools": [{**ADD, "name": f"add{number}"} for number in range(128)]}
+    answer = client_of(agent_model("")).post(PATH, json={"input": "Hi", "tools": [many, ADD]})
+    assert answer.status_code == 400 and "128 functions, not 129" in answer.json()["error"]["message"]
+
+
 def test_fields_of_agents_that_change_no_answer() -> None:
     fields = {"store": True, "service_tier": "auto", "prompt_cache_key": "k", "client_metadata": {"a": "b"}}
     fields |= {"reasoning": {"effort": "high", "summary": "auto"}, "text": {"verbosity": "low"}, "max_tool_calls": 3}
