@@ -14,7 +14,7 @@ from typing import Any
 from picompile_runtime.errors import RequestError
 from picompile_server.json_schema import json_rule
 from picompile_server.json_types import possible_types
-from picompile_server.tool_formats import KeywordArguments, TaggedArguments
+from picompile_server.tool_format import KeywordArguments, TaggedArguments
 from picompile_server.tools import ToolFunction
 
 Schema = Mapping[str, Any]

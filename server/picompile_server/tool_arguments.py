@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from picompile_server.json_types import possible_types, type_name
-from picompile_server.tool_formats import TaggedArguments, ToolFormat
+from picompile_server.tool_format import TaggedArguments, ToolFormat
 
 Schema = Mapping[str, Any]
 

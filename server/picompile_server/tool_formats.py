@@ -1,109 +1,12 @@
-"""The formats in which models write tool calls: the texts around a function's name and its arguments."""
+"""The formats in which models write tool calls, and how a model's is found."""
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from picompile_server.reasoning_formats import HARMONY
-
-
-@dataclass(frozen=True)
-class TaggedArguments:
-    """Arguments one by one, each name and each value between two texts. A text stands as it is, all else as JSON."""
-
-    before_name: str
-    before_value: str
-    after_value: str
-
-    def write(self, arguments: str) -> str:
-        """Return the text of arguments, given as JSON."""
-        return "".join(
-            f"{self.before_name}{name}{self.before_value}{value if isinstance(value, str) else _json(value)}"
-            f"{self.after_value}"
-            for name, value in json.loads(arguments).items()
-        )
-
-
-@dataclass(frozen=True)
-class KeywordArguments:
-    """Arguments as Python writes them: names and literals. `is_json` if true, false and null are JSON's."""
-
-    is_json: bool = False
-
-    def write(self, arguments: str) -> str:
-        """Return the text of arguments, given as JSON."""
-        return ", ".join(f"{name}={self.literal(value)}" for name, value in json.loads(arguments).items())
-
-    def literal(self, value: object) -> str:
-        """Return the text of one value."""
-        if self.is_json or not (value is None or isinstance(value, bool)):
-            return _json(value)
-        return repr(value)
-
-
-def _json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
-@dataclass(frozen=True)
-class ToolFormat:
-    """The texts around the calls that a model writes.
-
-    An answer with two calls is: begin, before_name, name, before_arguments, arguments, after_arguments, between,
-    before_name, …, after_arguments, end.
-
-    Attributes:
-        name: what it is known as.
-        trigger: the beginning of a first call. In an answer that may call or not, a call is what begins with it.
-        arguments: how arguments are written, None for a JSON object.
-        is_whole: whether a call is the whole answer, with no text before it: the trigger is one at the beginning only.
-        before: a token that may come before a call, which has no text.
-        before_text: what may stand before an answer that is text, which is no part of it.
-        is_numbered: whether a colon and the call's number stand behind the name. The id of a call is then the text from
-            `functions.` on, which a template writes for calls of earlier turns.
-        most_calls: how many calls an answer may have.
-        has_short_ids: whether the template wants ids of nine letters and digits.
-        proof: what a template's text of a call `f` with the arguments {"needle": 1} has, if the format is the model's.
-    """
-
-    name: str
-    trigger: str
-    before_name: str = '{"name": "'
-    before_arguments: str = '", "arguments": '
-    after_arguments: str = "}"
-    begin: str = ""
-    between: str = ""
-    end: str = ""
-    arguments: TaggedArguments | KeywordArguments | None = None
-    is_whole: bool = False
-    before: str = ""
-    before_text: str = ""
-    is_numbered: bool = False
-    # A model that cannot stop must not call for ever.
-    most_calls: int = 32
-    has_short_ids: bool = False
-    proof: str = '"needle": 1'
-
-    def write(self, calls: Sequence[tuple[str, str]]) -> str:
-        """Return the text of some calls, each of a function's name and its arguments as JSON."""
-        texts = (
-            f"{self.before_name}{name}{f':{number}' if self.is_numbered else ''}{self.before_arguments}"
-            f"{arguments if self.arguments is None else self.arguments.write(arguments)}{self.after_arguments}"
-            for number, (name, arguments) in enumerate(calls)
-        )
-        return f"{self.begin}{self.between.join(texts)}{self.end}"
-
-    @property
-    def texts(self) -> tuple[str, ...]:
-        """All texts in calls besides names and arguments."""
-        tags = self.arguments
-        tagged = (tags.before_name, tags.before_value, tags.after_value) if isinstance(tags, TaggedArguments) else ()
-        around = (self.begin, self.before_name, self.before_arguments, self.after_arguments, self.between, self.end)
-        return *around, *tagged, self.before_text
-
+from picompile_server.tool_format import KeywordArguments, TaggedArguments, ToolFormat
 
 # Hermes 2 Pro, Qwen 2.5 and 3, SmolLM 3; and models that know no tools are told of this one.
 HERMES = ToolFormat(

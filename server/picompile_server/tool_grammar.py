@@ -12,7 +12,7 @@ from picompile_runtime.errors import RequestError
 from picompile_server.grammar import GrammarCompiler
 from picompile_server.request import Grammar
 from picompile_server.tool_argument_grammar import argument_rules
-from picompile_server.tool_formats import ToolFormat
+from picompile_server.tool_format import ToolFormat
 from picompile_server.tools import ToolFunction, ToolOffer
 
 _ANY_TEXT = "/(?s:.*)/"

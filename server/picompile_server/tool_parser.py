@@ -11,7 +11,7 @@ from typing import Any
 
 from picompile_server.reasoning import beginning_length
 from picompile_server.tool_arguments import ArgumentReader, JsonReader, argument_reader
-from picompile_server.tool_formats import ToolFormat
+from picompile_server.tool_format import ToolFormat
 
 _NAME = re.compile("[a-zA-Z0-9_.-]+")
 _NUMBER = re.compile(":[0-9]*")

@@ -13,12 +13,21 @@ from picompile_runtime.errors import RequestError
 from picompile_runtime.sampling.tokenizer import Tokenizer
 from picompile_server.grammar import GrammarCompiler
 from picompile_server.request import Grammar
-from picompile_server.tool_formats import HERMES, PLAIN, ToolFormat, find_format, format_of_call
+from picompile_server.tool_format import ToolFormat
+from picompile_server.tool_formats import HERMES, PLAIN, find_format, format_of_call
 from picompile_server.tool_grammar import tool_grammar
+from picompile_server.tool_messages import (
+    Message,
+    begins_with_system,
+    named_arguments,
+    numbered_calls,
+    with_first_user,
+    with_system,
+    without_tool_roles,
+    written_calls,
+)
 from picompile_server.tool_parser import ToolCallParser
 from picompile_server.tools import ToolOffer
-
-Message = Mapping[str, Any]
 
 # For models whose template does not describe tools. The words are those of Hermes and Qwen, which others have read.
 _DESCRIPTION = """# Tools
@@ -102,19 +111,19 @@ class ToolUse:
         """
         tools = offer.template_tools if offer is not None else None
         if self.style is not None and self.style.is_numbered:
-            messages = _numbered(messages)
+            messages = numbered_calls(messages)
         is_known = self._own_style is not None or self.is_described or self._writes_turns
-        chat = [self._with_calls(message) for message in messages] if is_known else _without_roles(messages)
+        chat = [self._with_calls(message) for message in messages] if is_known else without_tool_roles(messages)
         if tools is None or self.is_described:
             return self._encode(chat, tools, add_generation_prompt, arguments)
         described = self._description(tools)
         try:
-            return self._encode(_with_system(chat, described), None, add_generation_prompt, arguments)
+            return self._encode(with_system(chat, described), None, add_generation_prompt, arguments)
         except RequestError:
-            if _begins_with_system(chat):
+            if begins_with_system(chat):
                 raise
             # some templates have no system message, and say so
-            return self._encode(_with_first_user(chat, described), None, add_generation_prompt, arguments)
+            return self._encode(with_first_user(chat, described), None, add_generation_prompt, arguments)
 
     def grammar(self, compiler: GrammarCompiler, offer: ToolOffer) -> Callable[[], Grammar] | None:
         """Return a maker of the grammar of answers to an offer; None if the format of calls is not known.
@@ -163,12 +172,12 @@ class ToolUse:
                 if message.get("content") is None:
                     changed["content"] = None if self._takes_no_content else ""
             else:
-                calls = _written(self.style or PLAIN, changed.pop("tool_calls"))
+                calls = written_calls(self.style or PLAIN, changed.pop("tool_calls"))
                 changed["content"] = f"{message.get('content') or ''}{calls}"
         return changed
 
     def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
-        name, arguments = _named_arguments(call)
+        name, arguments = named_arguments(call)
         written: Any = json.dumps(arguments, ensure_ascii=False) if self._takes_texts else arguments
         made: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": written}}
         return made if call.get("id") is None else {**made, "id": self._id(str(call["id"]))}
@@ -249,93 +258,3 @@ def _called(arguments: object) -> list[Message]:
 def mentions_tools(template: str) -> bool:
     """Return whether a template may describe tools: it has the variable, or a word like it."""
     return re.search(r"\btools\b", template) is not None
-
-
-def _written(style: ToolFormat, calls: Sequence[Mapping[str, Any]]) -> str:
-    """Return the text of calls. Raises RequestError for arguments that the format cannot write."""
-    named = [_named_arguments(call) for call in calls]
-    for name, given in named:
-        if style.arguments is not None and not isinstance(given, Mapping):
-            raise RequestError(f"the arguments of a call of {name} in a message are not a JSON object")
-    return style.write([(name, json.dumps(given, ensure_ascii=False)) for name, given in named])
-
-
-def _named_arguments(call: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return the name of a called function, and its arguments."""
-    function = call.get("function")
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise RequestError("a tool call in a message needs a function with a name")
-    name, given = function["name"], function.get("arguments")
-    if not isinstance(given, str):
-        return name, given if given is not None else {}
-    try:
-        return name, json.loads(given or "{}")
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"the arguments of a call of {name} in a message are not JSON") from error
-
-
-def _without_roles(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return messages for a template that knows no tools: calls are written into the text, and results are the user's.
-
-    Results that follow each other are one message, since many templates want the roles to alternate.
-    """
-    chat: list[dict[str, Any]] = []
-    results = False
-    for message in messages:
-        if message.get("role") == "tool":
-            text = f"<tool_response>\n{message.get('content') or ''}\n</tool_response>"
-            if results:
-                chat[-1]["content"] += f"\n{text}"
-            else:
-                chat.append({"role": "user", "content": text})
-        elif message.get("tool_calls"):
-            calls = _written(HERMES, message["tool_calls"])
-            content = message.get("content")
-            chat.append({"role": "assistant", "content": f"{content}\n{calls}" if content else calls})
-        else:
-            chat.append(dict(message))
-        results = message.get("role") == "tool"
-    return chat
-
-
-def _numbered(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return messages in which the ids of calls are as Kimi K2 writes them, with a number that counts on in the chat.
-
-    Its template writes the id of an earlier call, and no name.
-    """
-    ids: dict[str, str] = {}
-    chat: list[dict[str, Any]] = []
-    number = 0
-    for message in map(dict, messages):
-        calls = []
-        for call in message.get("tool_calls") or ():
-            name, _ = _named_arguments(call)
-            calls.append({**call, "id": f"functions.{name}:{number}"})
-            ids[str(call.get("id"))] = calls[-1]["id"]
-            number += 1
-        if calls:
-            message["tool_calls"] = calls
-        if message.get("tool_call_id") is not None:
-            message["tool_call_id"] = ids.get(str(message["tool_call_id"]), message["tool_call_id"])
-        chat.append(message)
-    return chat
-
-
-def _begins_with_system(messages: Sequence[Message]) -> bool:
-    return bool(messages) and messages[0].get("role") in ("system", "developer")
-
-
-def _with_system(messages: Sequence[Message], text: str) -> list[Message]:
-    """Return messages whose system message ends with `text`."""
-    if _begins_with_system(messages):
-        return [{**messages[0], "content": f"{messages[0].get('content') or ''}\n\n{text}"}, *messages[1:]]
-    return [{"role": "system", "content": text}, *messages]
-
-
-def _with_first_user(messages: Sequence[Message], text: str) -> list[Message]:
-    """Return messages in which the user's first begins with `text`."""
-    place = next((place for place, message in enumerate(messages) if message.get("role") == "user"), None)
-    if place is None:
-        return [{"role": "user", "content": text}, *messages]
-    first = {**messages[place], "content": f"{text}\n\n{messages[place].get('content') or ''}"}
-    return [*messages[:place], first, *messages[place + 1 :]]

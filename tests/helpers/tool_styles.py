@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from picompile_server.tool_formats import FORMATS, ToolFormat
+from picompile_server.tool_format import ToolFormat
+from picompile_server.tool_formats import FORMATS
 
 _LIKE_OTHERS = {
     **dict.fromkeys(("hermes-dense", "nemotron", "tagged-list"), "like hermes and granite"),

@@ -17,7 +17,8 @@ from picompile_runtime import RequestError
 from picompile_server.grammar import GrammarCompiler
 from picompile_server.json_types import ALL_TYPES, possible_types
 from picompile_server.tool_arguments import python_json, tagged_json
-from picompile_server.tool_formats import FORMATS, GLM_DENSE, LFM, OLMO, QWEN_XML, KeywordArguments, ToolFormat
+from picompile_server.tool_format import KeywordArguments, ToolFormat
+from picompile_server.tool_formats import FORMATS, GLM_DENSE, LFM, OLMO, QWEN_XML
 from picompile_server.tool_grammar import tool_grammar
 from picompile_server.tool_parser import ToolCallParser
 from picompile_server.tool_use import ToolUse

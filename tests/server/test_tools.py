@@ -12,7 +12,8 @@ from helpers.chat_templates import TEMPLATES
 from helpers.tool_styles import STYLES
 from helpers.toys.toy_tool_models import tool_model
 from picompile_runtime import RequestError, Tokenizer
-from picompile_server.tool_formats import FORMATS, HERMES, ToolFormat, find_format
+from picompile_server.tool_format import ToolFormat
+from picompile_server.tool_formats import FORMATS, HERMES, find_format
 from picompile_server.tool_use import ToolUse
 from picompile_server.tools import ToolOffer, read_offer
 

@@ -21,7 +21,8 @@ from helpers.toys.toy_tokenizers import EOS
 from helpers.toys.toy_tool_models import SPECIAL, tool_model
 from picompile_runtime import RequestError, StreamDecoder
 from picompile_server.grammar import GrammarCompiler
-from picompile_server.tool_formats import FORMATS, HERMES, KIMI, LLAMA, ToolFormat
+from picompile_server.tool_format import ToolFormat
+from picompile_server.tool_formats import FORMATS, HERMES, KIMI, LLAMA
 from picompile_server.tool_grammar import lark_text, tool_grammar
 from picompile_server.tool_parser import AnswerDelta, ToolCallDelta, ToolCallParser
 from picompile_server.tool_use import ToolUse

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from picompile_runtime.version import __version__
-from picompile_server.http import schemas
+from picompile_server.http import response_schemas, schemas
 from picompile_server.http.chat_body import ChatBody
 from picompile_server.http.completion_body import CompletionBody
 from picompile_server.http.errors import json_response
@@ -79,7 +79,7 @@ OPERATIONS = (
     Operation(
         "/v1/responses",
         summary="Make a response",
-        answer=schemas.ResponseSchema,
+        answer=response_schemas.ResponseSchema,
         body=ResponseBody,
         errors=(*_POST, 429),
         is_streamed=True,
@@ -87,7 +87,7 @@ OPERATIONS = (
     Operation(
         "/v1/messages",
         summary="Write the next message, as Anthropic's API has it",
-        answer=schemas.MessageSchema,
+        answer=response_schemas.MessageSchema,
         body=MessagesBody,
         errors=(*_POST, 429),
         is_streamed=True,
@@ -95,7 +95,7 @@ OPERATIONS = (
     Operation(
         "/v1/messages/count_tokens",
         summary="Count the tokens of a chat",
-        answer=schemas.TokenCountSchema,
+        answer=response_schemas.TokenCountSchema,
         body=PromptBody,
         errors=_POST,
     ),

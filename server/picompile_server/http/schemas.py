@@ -5,14 +5,16 @@ tests/server/http hold responses to them.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 FinishSchema = Literal["stop", "length", "tool_calls"]
 
 
-class _Schema(BaseModel):
+class ClosedSchema(BaseModel):
+    """A schema that has all members."""
+
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
 
@@ -27,25 +29,25 @@ class ErrorDetailSchema(BaseModel):
     code: str | None
 
 
-class ErrorSchema(_Schema):
+class ErrorSchema(ClosedSchema):
     """An error in OpenAI's form."""
 
     error: ErrorDetailSchema
 
 
-class CachedTokensSchema(_Schema):
+class CachedTokensSchema(ClosedSchema):
     """Counts of prompt tokens that were in the KV cache."""
 
     cached_tokens: int
 
 
-class ReasoningTokensSchema(_Schema):
+class ReasoningTokensSchema(ClosedSchema):
     """Counts of tokens of answers by what they are."""
 
     reasoning_tokens: int
 
 
-class UsageSchema(_Schema):
+class UsageSchema(ClosedSchema):
     """Counts of tokens."""
 
     prompt_tokens: int
@@ -55,7 +57,7 @@ class UsageSchema(_Schema):
     completion_tokens_details: ReasoningTokensSchema
 
 
-class TimingsSchema(_Schema):
+class TimingsSchema(ClosedSchema):
     """Times and speeds, as llama.cpp's server tells them, and the share of the neurons that fired."""
 
     cache_n: int
@@ -70,7 +72,7 @@ class TimingsSchema(_Schema):
     fired_share: float | None
 
 
-class CompletionLogprobsSchema(_Schema):
+class CompletionLogprobsSchema(ClosedSchema):
     """Log-probabilities of a completion; the first token of an echoed prompt has none."""
 
     text_offset: list[int]
@@ -79,7 +81,7 @@ class CompletionLogprobsSchema(_Schema):
     top_logprobs: list[dict[str, float] | None]
 
 
-class RankedTokenSchema(_Schema):
+class RankedTokenSchema(ClosedSchema):
     """A token of a prompt or an alternative to it."""
 
     logprob: float
@@ -87,7 +89,7 @@ class RankedTokenSchema(_Schema):
     decoded_token: str
 
 
-class CompletionChoiceSchema(_Schema):
+class CompletionChoiceSchema(ClosedSchema):
     """One text."""
 
     index: int
@@ -99,7 +101,7 @@ class CompletionChoiceSchema(_Schema):
     token_ids: list[int] = Field(default=[])
 
 
-class CompletionSchema(_Schema):
+class CompletionSchema(ClosedSchema):
     """The answer to a request for completions."""
 
     id: str
@@ -112,7 +114,7 @@ class CompletionSchema(_Schema):
     timings: TimingsSchema
 
 
-class TopLogprobSchema(_Schema):
+class TopLogprobSchema(ClosedSchema):
     """A token that could have come."""
 
     token: str
@@ -126,21 +128,21 @@ class ChatLogprobSchema(TopLogprobSchema):
     top_logprobs: list[TopLogprobSchema]
 
 
-class ChatLogprobsSchema(_Schema):
+class ChatLogprobsSchema(ClosedSchema):
     """Log-probabilities of a message."""
 
     content: list[ChatLogprobSchema]
     refusal: None
 
 
-class CalledFunctionSchema(_Schema):
+class CalledFunctionSchema(ClosedSchema):
     """A function that the model calls; its arguments are JSON."""
 
     name: str
     arguments: str
 
 
-class ToolCallSchema(_Schema):
+class ToolCallSchema(ClosedSchema):
     """A call of a tool."""
 
     id: str
@@ -148,7 +150,7 @@ class ToolCallSchema(_Schema):
     function: CalledFunctionSchema
 
 
-class ChatMessageSchema(_Schema):
+class ChatMessageSchema(ClosedSchema):
     """The message that the model wrote."""
 
     role: Literal["assistant"]
@@ -158,7 +160,7 @@ class ChatMessageSchema(_Schema):
     tool_calls: list[ToolCallSchema] = Field(default=[])
 
 
-class ChatChoiceSchema(_Schema):
+class ChatChoiceSchema(ClosedSchema):
     """One message, and why it ended."""
 
     index: int
@@ -167,7 +169,7 @@ class ChatChoiceSchema(_Schema):
     finish_reason: FinishSchema
 
 
-class ChatCompletionSchema(_Schema):
+class ChatCompletionSchema(ClosedSchema):
     """The answer to a request for the next message of a chat."""
 
     id: str
@@ -180,128 +182,7 @@ class ChatCompletionSchema(_Schema):
     timings: TimingsSchema
 
 
-class OutputTextSchema(_Schema):
-    """The text of a message."""
-
-    type: Literal["output_text"]
-    text: str
-    annotations: list[Any]
-    logprobs: list[Any]
-
-
-ItemStatusSchema = Literal["in_progress", "completed", "incomplete"]
-
-
-class OutputMessageSchema(_Schema):
-    """The message of a response."""
-
-    id: str
-    type: Literal["message"]
-    role: Literal["assistant"]
-    status: ItemStatusSchema
-    content: list[OutputTextSchema]
-
-
-class ReasoningTextSchema(_Schema):
-    """The text of reasoning."""
-
-    type: Literal["reasoning_text"]
-    text: str
-
-
-class OutputReasoningSchema(_Schema):
-    """The reasoning of a response; `encrypted_content` is for the client to hand back, if it asked for it."""
-
-    id: str
-    type: Literal["reasoning"]
-    summary: list[Any]
-    content: list[ReasoningTextSchema]
-    encrypted_content: str | None
-    status: ItemStatusSchema
-
-
-class OutputCallSchema(_Schema):
-    """A call of a function; its arguments are JSON."""
-
-    id: str
-    type: Literal["function_call"]
-    status: ItemStatusSchema
-    call_id: str
-    name: str
-    arguments: str
-    namespace: str = Field(default="")
-
-
-class ResponseSchema(BaseModel):
-    """The answer to a request for a response; further members repeat the request's."""
-
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
-
-    id: str
-    object: Literal["response"]
-    created_at: int
-    status: Literal["completed", "incomplete"]
-    error: None
-    incomplete_details: dict[str, str] | None
-    model: str
-    output: list[OutputMessageSchema | OutputReasoningSchema | OutputCallSchema]
-    usage: dict[str, Any]
-    timings: TimingsSchema
-
-
-class MessageTextSchema(_Schema):
-    """A text of a message."""
-
-    type: Literal["text"]
-    text: str
-
-
-class MessageThinkingSchema(_Schema):
-    """The reasoning of a message."""
-
-    type: Literal["thinking"]
-    thinking: str
-    signature: Literal[""]
-
-
-class MessageToolUseSchema(_Schema):
-    """A call of a tool."""
-
-    type: Literal["tool_use"]
-    id: str
-    name: str
-    input: dict[str, Any]
-
-
-class MessageUsageSchema(_Schema):
-    """Counts of tokens, as Anthropic's API tells them."""
-
-    input_tokens: int
-    cache_read_input_tokens: int
-    cache_creation_input_tokens: int
-    output_tokens: int
-
-
-class MessageSchema(_Schema):
-    """The answer to a request for a message."""
-
-    id: str
-    type: Literal["message"]
-    role: Literal["assistant"]
-    model: str
-    content: list[MessageTextSchema | MessageThinkingSchema | MessageToolUseSchema]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
-    stop_sequence: str | None
-    usage: MessageUsageSchema
-
-
-class TokenCountSchema(_Schema):
-    """The number of tokens of a prompt."""
-
-    input_tokens: int
-
-
-class ModelStatusSchema(_Schema):
+class ModelStatusSchema(ClosedSchema):
     """Whether a model is loaded."""
 
     value: Literal["loaded", "loading", "unloaded"]
@@ -320,21 +201,21 @@ class ModelSchema(BaseModel):
     max_model_len: int | None
 
 
-class ModelListSchema(_Schema):
+class ModelListSchema(ClosedSchema):
     """The models that are served."""
 
     object: Literal["list"]
     data: list[ModelSchema]
 
 
-class TokenPieceSchema(_Schema):
+class TokenPieceSchema(ClosedSchema):
     """A token with its text, or its bytes if these are no text."""
 
     id: int
     piece: str | list[int]
 
 
-class TokensSchema(_Schema):
+class TokensSchema(ClosedSchema):
     """The tokens of a text."""
 
     count: int
@@ -343,20 +224,20 @@ class TokensSchema(_Schema):
     token_strs: list[str] | None
 
 
-class DetokenizedSchema(_Schema):
+class DetokenizedSchema(ClosedSchema):
     """The text of tokens, under llama.cpp's name and under vLLM's."""
 
     content: str
     prompt: str
 
 
-class HealthSchema(_Schema):
+class HealthSchema(ClosedSchema):
     """Whether the server takes requests."""
 
     status: Literal["ok", "loading", "draining"]
 
 
-class SlotSchema(_Schema):
+class SlotSchema(ClosedSchema):
     """A slot of a model's KV cache, and its state."""
 
     id: int
