@@ -83,6 +83,11 @@ def numbered_calls(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return chat
 
 
+def reasoning_name(message: Message) -> str | None:
+    """Return the name under which a message has its reasoning; None if it has none."""
+    return next((name for name in ("reasoning_content", "reasoning", "thinking") if message.get(name)), None)
+
+
 def begins_with_system(messages: Sequence[Message]) -> bool:
     """Return whether the first message is for the system."""
     return bool(messages) and messages[0].get("role") in ("system", "developer")

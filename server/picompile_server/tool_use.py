@@ -21,6 +21,7 @@ from picompile_server.tool_messages import (
     begins_with_system,
     named_arguments,
     numbered_calls,
+    reasoning_name,
     with_first_user,
     with_system,
     without_tool_roles,
@@ -171,6 +172,8 @@ class ToolUse:
                 changed["tool_calls"] = [self._call(call) for call in message["tool_calls"]]
                 if message.get("content") is None:
                     changed["content"] = None if self._takes_no_content else ""
+                elif (name := reasoning_name(message)) is not None and message["content"] and not self._takes_reasons:
+                    changed |= {"content": "", name: f"{message[name]}\n\n{message['content']}"}
             else:
                 calls = written_calls(self.style or PLAIN, changed.pop("tool_calls"))
                 changed["content"] = f"{message.get('content') or ''}{calls}"
@@ -210,6 +213,12 @@ class ToolUse:
         question, answer = self._sample
         text = self._rendered([question, {**answer, "content": None}])
         return "needle" in text and "None" not in text
+
+    @cached_property
+    def _takes_reasons(self) -> bool:
+        """Whether the template writes a call with content and reasoning: gpt-oss' refuses a message with both."""
+        question, answer = self._sample
+        return self._shows("needle", [question, {**answer, "content": "a", "reasoning_content": "r"}])
 
     @cached_property
     def _takes_texts(self) -> bool:

@@ -311,6 +311,7 @@ GPT_OSS = (
     "<|message|>namespace functions {% for tool in tools %}// {{ tool.function.description }}\n"
     "type {{ tool.function.name }} = (_: any) => any;{% endfor %}<|end|>{% endif %}"
     "{% for m in messages %}{% if m.role == 'assistant' and m.tool_calls %}"
+    "{% if m.thinking and m.content %}{{ raise_exception('content and thinking') }}{% endif %}"
     "{% if m.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
     "{% set call = m.tool_calls[0].function %}<|start|>assistant to=functions.{{ call.name }}<|channel|>commentary json"
     "<|message|>{{ call.arguments | tojson }}<|call|>"

@@ -146,6 +146,13 @@ def test_short_ids_are_the_same_for_call_and_result() -> None:
     assert prompt("mistral", kept).count("abcdef123") == 2
 
 
+def test_what_a_template_refuses_beside_reasoning_becomes_a_part_of_it() -> None:
+    said = called(content="I look.", reasoning_content="Hm.")
+    text = prompt("gpt-oss", [USER, said, RESULT])
+    assert "<|channel|>analysis<|message|>Hm.\n\nI look.<|end|><|start|>assistant to=functions.weather" in text
+    assert "<think>Hm.</think>I look.<|tool_calls_section_begin|>" in prompt("kimi", [USER, said, RESULT])
+
+
 def test_ids_of_numbered_calls_name_the_function_and_count_on() -> None:
     second = called("{}")
     second["tool_calls"][0]["id"] = "c2"

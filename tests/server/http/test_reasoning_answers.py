@@ -12,7 +12,8 @@ from starlette.testclient import TestClient
 from helpers import fake_serving
 from helpers.chat_templates import TEMPLATES
 from helpers.fake_serving import client_of, fake_model, text_tokens
-from helpers.toys.toy_tokenizers import byte_level
+from helpers.toys.toy_tokenizers import EOS, byte_level
+from helpers.toys.toy_tool_models import tool_model
 from picompile_runtime import Tokenizer
 from picompile_server.model import ServedModel
 
@@ -147,3 +148,23 @@ def test_a_template_of_a_model_that_calls_tools_and_reasons() -> None:
     assert (
         message["reasoning_content"] == "Add." and json.loads(message["tool_calls"][0]["function"]["arguments"]) == {}
     )
+
+
+def test_gpt_oss_reasons_in_one_channel_and_calls_in_another() -> None:
+    tokenizer = tool_model("gpt-oss")
+    says = (
+        "<|channel|>analysis<|message|>Add.<|end|><|start|>assistant"
+        '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"n": 3}'
+    )
+    model = fake_model(tokenizer.encode(says, special_tokens=False), tokenizer=tokenizer)
+    number = {"type": "object", "properties": {"n": {"type": "integer"}}}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": number}}]
+    made = fake_serving.made(client_of(model), PATH, messages=HELLO, tools=tools)["choices"][0]
+    message = made["message"]
+    assert (message["reasoning_content"], message["content"], made["finish_reason"]) == ("Add.", None, "tool_calls")
+    assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"n": 3}'}
+    grammar = model.scheduler.asked[0].request.grammar()  # type: ignore[attr-defined]
+    for token in tokenizer.encode(says, special_tokens=False):
+        assert grammar.allowed()[token]
+        complete = grammar.accept(token)
+    assert complete or grammar.allowed()[EOS]
