@@ -49,6 +49,11 @@ class LimitedProcess:
             pass
         return answer
 
+    def close(self) -> None:
+        """End the process, if there is one; a later request starts another."""
+        if self._running is not None:
+            self._running.close()
+
     def _ready(self) -> _Running:
         running = self._running
         if running is None or running.process_id != os.getpid() or running.has_ended:
@@ -79,6 +84,11 @@ class _Running:
     def has_ended(self) -> bool:
         """Whether the process can answer no more requests."""
         return not self._end.alive or self._process.poll() is not None
+
+    def close(self) -> None:
+        """End the process, after the request that it answers."""
+        with self._lock:
+            self._end()
 
     def ask(self, request: bytes) -> Mapping[str, Any] | None:
         """Return the answer to a request, None if the process had ended. An error or an interrupt ends the process."""

@@ -90,6 +90,10 @@ class GrammarCompiler:
         self._tried: OrderedDict[tuple[str, str], str] = OrderedDict()  # as Lark's syntax has them
         self._lock = threading.Lock()
 
+    def close(self) -> None:
+        """End the process that tries grammars; the next grammar starts another."""
+        self._process.close()
+
     def json_schema(self, schema: Mapping[str, Any] | bool) -> Callable[[], Grammar]:
         """Return a maker of the grammar of JSON that satisfies a schema.
 

@@ -160,11 +160,14 @@ class ServedModel:
         return await self.text_workers.run(encode, messages, add_generation_prompt, tools, arguments, True)
 
     def close(self, drain: bool) -> None:
-        """End all answers, after they are complete if `drain`, and free the engine."""
+        """End all answers, after they are complete if `drain`, and free the engine and all processes."""
         self.text_workers.close()
         self.grammar_workers.close()
         self.scheduler.close(drain)
         self.engine.close()
+        self.tokenizer.close()
+        if (grammars := self.__dict__.get("grammars")) is not None:
+            grammars.close()
 
 
 def load_model(

@@ -78,6 +78,10 @@ class ChatTemplate:
             raise RequestError(f"the model's chat template rejects these messages: {answer['error']}")
         return str(answer["text"])
 
+    def close(self) -> None:
+        """End the process that renders; the next chat starts another."""
+        self._process.close()
+
     def fit(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return messages in the form that the template reads, see `MessageForm.fit`.
 

@@ -176,6 +176,12 @@ class Tokenizer:
         text = self.render_chat(messages, add_generation_prompt, tools, arguments, plain)
         return self.encode(text, special_tokens=not self.has_chat_template)  # templates write theirs themselves
 
+    def close(self) -> None:
+        """End the processes that render chats; the next chat starts another."""
+        for chat in (self._chat, self._tool_chat, self.__dict__.get("_plain_chat")):
+            if chat is not None:
+                chat.close()
+
     @cached_property
     def _plain_chat(self) -> ChatTemplate:
         return ChatTemplate(PLAIN_TEMPLATE, {})

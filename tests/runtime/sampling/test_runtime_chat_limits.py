@@ -89,6 +89,19 @@ def test_one_process_renders_all_chats_and_ends_with_the_tokenizer() -> None:
     assert descriptors() <= opened and children() <= before  # those of earlier tests may end meanwhile
 
 
+def test_a_tokenizer_that_is_closed_starts_another_process() -> None:
+    before = children()
+    made = Tokenizer(byte_level()._tokenizer.to_str(), {"chat_template": "{{ messages[0].content }}"})
+    made.close()  # there is none yet
+    text = made.encode_chat([{"role": "user", "content": "Hi"}])
+    first = only_child(before)
+    made.close()
+    assert first not in children()
+    assert made.encode_chat([{"role": "user", "content": "Hi"}]) == text
+    made.close()
+    assert children() == before
+
+
 def test_several_threads_chat_with_one_tokenizer() -> None:
     tokenizer = Tokenizer(TEXT, {}, PLAIN)
 
