@@ -47,7 +47,7 @@ class ChatTurn:
         builder, answer = self.builders[index], self.reply.answers[index]
         was_reasoning = builder.is_reasoning
         added = builder.take(delta.text, delta.finish)
-        if was_reasoning or builder.is_reasoning:
+        if was_reasoning or builder.is_reasoning or added.reasoning:
             answer.reasoning_tokens = answer.generated
         return delta, added
 

@@ -1,4 +1,4 @@
-"""Clients that people use, unchanged, against the server: OpenAI's and its Agents SDK, LangChain and LiteLLM.
+"""Clients that people use, unchanged: OpenAI's and its Agents SDK, Anthropic's, LangChain and LiteLLM.
 
 Where a test says what the model says, the model is a fake that calls a tool, and answers when it has the result. The
 other tests run a model of random weights, which calls tools because it must.
@@ -226,3 +226,34 @@ def test_litellm_completes_and_responds(url: str, monkeypatch: pytest.MonkeyPatc
     assert json.loads(rebuilt.tool_calls[0].function.arguments) == {"on": True}
     response = litellm.responses(**options, input=QUESTION, tools=[SWITCH])
     assert [item.type for item in response.output] == ["reasoning", "message", "function_call"]
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_anthropics_client_calls_a_tool_and_goes_on(url: str, agent: ServedModel, is_streamed: bool) -> None:
+    anthropic = pytest.importorskip("anthropic", reason="needs anthropic: pip install '.[clients]'")
+    options: Any = {"model": "fake", "max_tokens": 500, "system": "You turn lamps on."}
+    options["tools"] = [{"name": "switch", "description": "A lamp.", "input_schema": PARAMETERS}]
+    messages: list[Any] = [{"role": "user", "content": QUESTION}]
+    with anthropic.Anthropic(base_url=url.removesuffix("/v1"), **STRICT) as client:
+        if is_streamed:
+            with client.messages.stream(**options, messages=messages) as stream:
+                assert "".join(stream.text_stream) == "Let me see."
+                message = stream.get_final_message()
+        else:
+            message = client.messages.create(**options, messages=messages)
+        thinking, text, use = message.content
+        assert (thinking.thinking, text.text, use.name, use.input) == (
+            "The lamp.",
+            "Let me see.",
+            "switch",
+            {"on": True},
+        )
+        assert message.stop_reason == "tool_use" and message.usage.output_tokens > 20
+        result = {"type": "tool_result", "tool_use_id": use.id, "content": "done"}
+        messages += [{"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
+        assert client.messages.create(**options, messages=messages).content[0].text == "It is on."
+        assert '[assistant:<think>The lamp.</think>Let me see.!switch{"on": true}][tool:done]' in prompt_of(agent)
+        counted = client.messages.count_tokens(model="fake", messages=messages, system=options["system"])
+        assert counted.input_tokens > 50
+        with pytest.raises(anthropic.BadRequestError, match="should be greater than or equal to 1"):
+            client.messages.create(**{**options, "max_tokens": 0}, messages=messages)
