@@ -87,7 +87,7 @@ class ServedModel:
 
     @cached_property
     def reasoning(self) -> ReasoningFormat | None:
-        """How the model writes its reasoning; None if its chat template does not say that it reasons."""
+        """The format of the model's reasoning; None if its chat template does not say that it reasons."""
         template = self.tokenizer.chat_template
         return find_reasoning_format(template() + template(with_tools=True))
 

@@ -21,7 +21,7 @@ PATIENCE_S = 60.0  # for a model to become idle
 
 @dataclass(frozen=True)
 class Room:
-    """How many models may be loaded at a time, None for any number, and how much memory they may take in bytes."""
+    """Limits of loaded models: how many there may be, None for any number, and their memory in bytes."""
 
     models: int | None
     size_bytes: int

@@ -51,7 +51,7 @@ class FlatChosenTool(ChosenFunction):
 
 
 class ReasoningSettings(BodyPart):
-    """How much the model is to reason. There are no summaries: the output has all of the reasoning."""
+    """Settings of reasoning. There are no summaries: the output has all of the reasoning."""
 
     effort: ReasoningEffort | None = None
     summary: Literal["auto", "concise", "detailed", "none"] | None = None
