@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from picompile.cli.options import DebugOption
 from picompile.cli.progress import progress
+from picompile.errors import UsageError
 from picompile.library.options import LibraryOptions
 from picompile_server.declared import SERVE_OPTIONS
 
@@ -26,13 +29,15 @@ def serve_command(
 ) -> None:
     """Serve models by OpenAI's API; the page at / is a chat.
 
-    Requests call a model as it is named here: by its name on the hub, or by that
-    of its folder or file. As many answers are made at a time as the artifact was
+    Without a MODEL, all models in picompile list are served, each loaded when it is
+    first asked for. Requests call a model as it is named here: by its name on the
+    hub, or by that of its folder or file. As many answers are made at a time as the artifact was
     compiled for (compile --sequences; four for a model that serve compiles). Ctrl-C
     and SIGTERM end the server when the running answers are complete.
 
     \b
     Examples:
+      picompile serve
       picompile serve Qwen/Qwen3-0.6B --context 16384
       picompile serve build/tiny --model other=build/other --port 0
       PICOMPILE_API_KEY=… picompile serve build/tiny --host 0.0.0.0
@@ -40,22 +45,42 @@ def serve_command(
     from picompile_server.http.server import serve
     from picompile_server.options import serve_options
 
-    # What is wrong with other options is said before a model is compiled.
-    serve_options(source, values)
+    is_library = source is None and not values["model"]
+    # What is wrong with other options is said before a model is compiled. The models are put in after that.
+    options = serve_options("library" if is_library else source, values)
     with ExitStack() as stack:
-        serve(serve_options(None, values | {"model": _compiled(source, values["model"], library, stack)}))
+        if is_library:
+            options = replace(options, models=_kept(stack), load="start" if options.load == "start" else "demand")
+        else:
+            options = replace(options, models=_compiled(source, values["model"], library, stack))
+        serve(options)
 
 
-def _compiled(model: str | None, named: Sequence[str], library: LibraryOptions, stack: ExitStack) -> list[str]:
-    """Return each model as NAME=ARTIFACT, after compiling those that need it; `stack` keeps them from being removed."""
+def _kept(stack: ExitStack) -> dict[str, Path]:
+    """Return the models that are compiled already. Raise `UsageError` if there is none."""
+    from picompile.library import Library, open_entry
+
+    models: dict[str, Path] = {}
+    for entry in Library().entries():
+        opened = open_entry(entry)
+        # Of one model that was compiled with several options, the one that was used last.
+        if opened.name not in models:
+            models[opened.name] = stack.enter_context(opened).artifact
+    if not models:
+        raise UsageError("give a model to serve, as in picompile serve ORG/REPO; none is compiled yet")
+    return models
+
+
+def _compiled(model: str | None, named: Sequence[str], library: LibraryOptions, stack: ExitStack) -> dict[str, Path]:
+    """Return the models by their names, after compiling those that need it; `stack` keeps them from being removed."""
     from picompile.library import open_model
 
-    found = []
+    models = {}
     with progress() as shown:
         if model is not None:
             opened = stack.enter_context(open_model(model, library, shown))
-            found.append(f"{opened.name}={opened.artifact}")
+            models[opened.name] = opened.artifact
         for text in named:
             name, _, each = text.partition("=")
-            found.append(f"{name}={stack.enter_context(open_model(each, library, shown)).artifact}")
-    return found
+            models[name] = stack.enter_context(open_model(each, library, shown)).artifact
+    return models

@@ -10,6 +10,6 @@ compiled once; a model on the hub is downloaded before that.
 from picompile.library.entry import Entry
 from picompile.library.options import LibraryOptions
 from picompile.library.store import Library
-from picompile.library.use import OpenModel, open_compiled, open_model
+from picompile.library.use import OpenModel, open_compiled, open_entry, open_model
 
-__all__ = ["Entry", "Library", "LibraryOptions", "OpenModel", "open_compiled", "open_model"]
+__all__ = ["Entry", "Library", "LibraryOptions", "OpenModel", "open_compiled", "open_entry", "open_model"]

@@ -7,7 +7,7 @@ from picompile.errors import UsageError
 from picompile.frontend.model_file import holds_model
 from picompile.hub import ModelName, parse_model
 from picompile.hub.names import FORMS
-from picompile.library.entry import InUse
+from picompile.library.entry import Entry, InUse
 from picompile.library.options import LibraryOptions
 from picompile.library.store import Library
 from picompile.progress import Progress
@@ -54,6 +54,11 @@ def open_model(text: str, options: LibraryOptions, progress: Progress) -> OpenMo
     _require_any(text, model)
     entry = Library().obtain(model, options, progress)
     return OpenModel(entry.folder, _short(model), InUse(entry.folder))
+
+
+def open_entry(entry: Entry) -> OpenModel:
+    """Return the artifact of an entry of the library."""
+    return OpenModel(entry.folder, _short(Path(entry.name)) if entry.is_path else entry.name, InUse(entry.folder))
 
 
 def open_compiled(text: str) -> Path:

@@ -59,6 +59,7 @@ def test_list_and_rm(cli: Cli, library: Path, tiny_artifact: Path) -> None:
         ("bench nothing", "nothing: no such file or folder"),
         ("inspect nothing", "nothing: no such file or folder"),
         ("serve nothing", "nothing: no such file or folder"),
+        ("serve", "give a model to serve, as in picompile serve ORG/REPO; none is compiled yet"),
         ("compile nothing -o made", "nothing: no such file or folder; MODEL is"),
         ("run models/tiny --context 0 -p x", "greater than or equal to 1"),
         ("run models/tiny --quant q99 -p x", "unknown"),
@@ -154,6 +155,26 @@ def test_serve_answers_under_the_name(commands_on_hub: Commands) -> None:
         process.terminate()
         process.communicate(timeout=60)
     assert process.returncode == 0
+
+
+@pytest.mark.slow("starts a server, after models are compiled")
+def test_serve_has_all_models_of_the_library(commands_on_hub: Commands) -> None:
+    """Each is loaded when it is first asked for."""
+    commands_on_hub.hub.add_folder("me/other", BUNDLED_MODEL)
+    for name in ("me/tiny", "me/other"):
+        commands_on_hub("pull", name)
+    process = commands_on_hub.start("serve", "--port", "0")
+    assert process.stderr is not None
+    url = next(line for line in iter(process.stderr.readline, "") if line.startswith("serving ")).split()[-1]
+    try:
+        assert sorted(model["id"] for model in httpx.get(f"{url}/v1/models").json()["data"]) == ["me/other", "me/tiny"]
+        for name in ("me/tiny", "me/other"):
+            body = {"model": name, "prompt": "class Reader:", "max_tokens": 4, "temperature": 0}
+            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
+            assert answer["model"] == name and answer["choices"][0]["text"]
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
     assert commands_on_hub("rm", "me/tiny")[0]
 
 
