@@ -11,6 +11,7 @@ from typing import Any
 from typer.main import get_command
 
 from picompile.cli.app import app
+from picompile.cli.help import MORE
 
 PAGE = Path(__file__).with_name("cli.md")
 _TABLE = re.compile(r"(<!-- options of ([\w-]+) -->\n).*?(<!-- end of options -->)", re.DOTALL)
@@ -20,7 +21,10 @@ def option_table(command: str) -> str:
     """Return the Markdown table of the options of `command`: how each is written, its default, what it does."""
     found: Any = get_command(app)
     rows = ["| option | default | what it does |", "| --- | --- | --- |"]
-    for option in found.commands[command].params:
+    # Options of the short help come first.
+    for option in sorted(
+        found.commands[command].params, key=lambda each: getattr(each, "rich_help_panel", None) == MORE
+    ):
         if option.param_type_name == "option" and not option.hidden and option.name not in ("debug", "help"):
             rows.append(f"| {_written(option)} | {_default(option)} | {_cell(option.help or '')} |")
     return "\n".join(rows) + "\n"

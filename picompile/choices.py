@@ -27,7 +27,10 @@ GPU_CHUNK = 512
 MOST_LAYERS = 10_000
 
 CONTEXT = Option(
-    f"Longest sequence, in tokens. Default: the model's own limit, at most {DEFAULT_CONTEXT}.", metavar="N", least=1
+    f"Longest sequence, in tokens. Default: the model's own limit, at most {DEFAULT_CONTEXT}.",
+    metavar="N",
+    least=1,
+    common=True,
 )
 KV_DTYPE = Option("Element type of the KV cache. Default: f16, but f32 for FATReLU models.", choices=tuple(KV_DTYPES))
 CHUNK_OPTION = Option(

@@ -91,6 +91,7 @@ class CompileOptions(PredictorOptions):
         metavar="NAME",
         env="PICOMPILE_TARGET",
         check=gpu_of,
+        common=True,
     )
     quant: str | None = option(
         None,
@@ -100,6 +101,7 @@ class CompileOptions(PredictorOptions):
         f"model's predictions. Default: stored for a quantized checkpoint, else {DEFAULT_QUANT}.",
         metavar="FORMAT",
         check=check_quant,
+        common=True,
     )
     rounding: str | None = option(
         None,
@@ -154,6 +156,7 @@ class CompileOptions(PredictorOptions):
         metavar="N",
         least=1,
         most=MOST_SEQUENCES,
+        common=True,
     )
     # By default a step has eight tokens: two tiles of four that share what is read of a matrix.
     draft_tokens: int = option(

@@ -41,6 +41,7 @@ class Option:
         parse: makes the value of the text that the command line gives; it is told the flag, for its errors.
         env: the environment variable that has another default.
         written: the default as it was written, where `parse` makes it of a text.
+        common: whether the short help of a command with many options shows it.
     """
 
     help: str
@@ -56,6 +57,7 @@ class Option:
     parse: Callable[[str, str], Any] | None = None
     env: str | None = None
     written: str | None = None
+    common: bool = False
 
     def field(self, default: Any = MISSING, **more: Any) -> Any:
         """Return a dataclass field with this option; a default that is a text is parsed. `more` is for `field`."""
@@ -64,7 +66,7 @@ class Option:
         return field(default=self.parse(default, ""), metadata={_KEY: replace(self, written=default)}, **more)
 
 
-OVERWRITE = Option("Replace what is at this path, if it is of the same kind.", aliases=("--force",))
+OVERWRITE = Option("Replace what is at this path, if it is of the same kind.", aliases=("--force",), common=True)
 
 
 def option(default: Any, help: str, *, repr: bool = True, compare: bool = True, **facts: Any) -> Any:

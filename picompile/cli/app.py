@@ -23,6 +23,7 @@ from picompile.cli.compile import compile_command
 from picompile.cli.diff import diff_command
 from picompile.cli.doctor import doctor_command
 from picompile.cli.eval import eval_command
+from picompile.cli.help import ShortHelpCommand
 from picompile.cli.import_predictors import import_predictors_command
 from picompile.cli.inspect import inspect_command
 from picompile.cli.library import list_command, pull_command, rm_command
@@ -220,6 +221,18 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "models": models_command,
     "doctor": doctor_command,
 }
+# The panels of `picompile --help`, in their order. A command that is in no other panel is in the first.
+PANELS: dict[str, tuple[str, ...]] = {
+    "Use a model": (),
+    "Compile": ("compile", "plan", "models", "targets"),
+    "Check and measure": ("inspect", "verify", "bench", "eval", "report"),
+    "Study": ("profile", "train", "import-predictors", "synth", "passes", "diff"),
+}
+
+
+def panel_of(command: str) -> str:
+    """Return the panel of `picompile --help` that has a command."""
+    return next((panel for panel, names in PANELS.items() if command in names), next(iter(PANELS)))
 
 
 def _print_version(wanted: bool) -> None:
@@ -242,8 +255,8 @@ def _root(
     """
 
 
-for _name, _command in COMMANDS.items():
-    app.command(_name)(takes_options(_command))
+for _name in sorted(COMMANDS, key=lambda name: list(PANELS).index(panel_of(name))):
+    app.command(_name, cls=ShortHelpCommand, rich_help_panel=panel_of(_name))(takes_options(COMMANDS[_name]))
 
 
 @dataclass

@@ -17,6 +17,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
+from picompile.cli.help import HELP_ALL, MORE, with_short_help
 from picompile.frontend.activation import ACTIVATION
 from picompile.options import OVERWRITE, Option, check_value, options_of
 from picompile_runtime.run_options import RUN_OPTIONS, RunOption
@@ -111,8 +112,11 @@ def takes_options(function: Callable[..., None]) -> Callable[..., None]:
             continue
         parameters += (parameter for each in declared for parameter in each.parameters())
 
+    parameters = with_short_help(parameters)
+
     @wraps(function)
     def command(**given: Any) -> None:
+        given.pop(HELP_ALL.name, None)
         values = {name: make(given) for name, make in made.items()}
         function(**given, **values)
 
@@ -136,12 +140,13 @@ def typer_option(kind: Any, option: Option, flag: str, **more: Any) -> Any:
     text = re.sub("`(.*?)`", r"[bold]\1[/]", option.help.replace("[", r"\["))
     metavar = option.metavar or "|".join(option.choices) or None
     facts = {"help": text, "metavar": metavar, "envvar": option.env, "min": least, "max": most, **more}
+    facts["rich_help_panel"] = None if option.common else MORE
     return Annotated[kind, typer.Option(*(option.flags or (flag,)), **facts)]
 
 
 def of_run_option(option: RunOption) -> Option:
     """Return an option that the runtime declares, for its own command lines."""
-    return Option(option.text, option.metavar, option.names, least=option.least, most=option.most)
+    return Option(option.text, option.metavar, option.names, least=option.least, most=option.most, common=option.common)
 
 
 def _declared_run_option(option: RunOption) -> _Declared:
@@ -158,7 +163,8 @@ def _set_debug(context: typer.Context, wanted: bool) -> bool:
 
 # Eager, so that it counts for errors in the options after it as well.
 DebugOption = Annotated[
-    bool, typer.Option("--debug", help=RUN_OPTIONS["debug"].help, callback=_set_debug, is_eager=True)
+    bool,
+    typer.Option("--debug", help=RUN_OPTIONS["debug"].help, callback=_set_debug, is_eager=True, rich_help_panel=MORE),
 ]
 JsonOption = Annotated[bool, of_run_option(RUN_OPTIONS["json"])]
 ThreadsOption = Annotated[int | None, of_run_option(RUN_OPTIONS["threads"])]

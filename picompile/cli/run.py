@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from picompile.cli.checks import require_text_file
+from picompile.cli.help import MORE
 from picompile.cli.options import CompiledArgument, DebugOption
 from picompile.cli.progress import progress
 from picompile.errors import UsageError
@@ -35,10 +36,17 @@ def run_command(
     ] = None,
     ids: Annotated[
         str | None,
-        typer.Option("--ids", metavar="IDS", help="The prompt as token ids, as in 1,15,7; answers with ids."),
+        typer.Option(
+            "--ids",
+            metavar="IDS",
+            help="The prompt as token ids, as in 1,15,7; answers with ids.",
+            rich_help_panel=MORE,
+        ),
     ] = None,
     values: Annotated[dict[str, Any], RUN_OPTIONS],
-    echo: Annotated[bool, typer.Option("--echo", help="Print the prompt before the text.")] = False,
+    echo: Annotated[
+        bool, typer.Option("--echo", help="Print the prompt before the text.", rich_help_panel=MORE)
+    ] = False,
     library: LibraryOptions,
     debug: DebugOption = False,
 ) -> None:

@@ -86,8 +86,8 @@ HOST_BANDWIDTH = Option(
 class MachineOptions:
     """The user's options about a machine: sizes and bandwidths as text, None for what was left out."""
 
-    target: str = option(LOCAL, "The machine to plan for; see `picompile targets`.", metavar="NAME")
-    vram_budget: str | None = VRAM_BUDGET.field(None)
+    target: str = option(LOCAL, "The machine to plan for; see `picompile targets`.", metavar="NAME", common=True)
+    vram_budget: str | None = replace(VRAM_BUDGET, common=True).field(None)
     host_memory: str | None = HOST_MEMORY.field(None)
     host_bandwidth: str | None = HOST_BANDWIDTH.field(None)
 

@@ -28,7 +28,10 @@ class ModelOptions:
 
     source: Path | None = None
     shape: str | None = option(
-        None, "No model, but a shape: opt-175b, llama-70b, …, or a config.json.", metavar="NAME|FILE"
+        None,
+        "No model, but a shape: opt-175b, llama-70b, …, or a config.json.",
+        metavar="NAME|FILE",
+        common=True,
     )
     activation: str | None = ACTIVATION.field(None)
     firing: str | None = option(
@@ -36,8 +39,9 @@ class ModelOptions:
         "How neurons fire where there is no profile: opt, falcon, bamboo, reglu-7b, reglu-13b, reglu-70b; the share "
         "that fires on a token, 10%; or also the share that makes 80 % of the firings, 10%:30%.",
         metavar="CURVE",
+        common=True,
     )
-    profile: Path | None = option(None, "How MODEL's neurons fire. Default: profile it.", metavar="FOLDER")
+    profile: Path | None = option(None, "How MODEL's neurons fire. Default: profile it.", metavar="FOLDER", common=True)
     predictors: Path | None = option(None, "What train made: real sizes, and what they compute.", metavar="FOLDER")
     work: Path | None = option(None, "Take and keep profile and predictors here, as compile does.", metavar="DIR")
     quant: str | None = option(
@@ -45,11 +49,13 @@ class ModelOptions:
         f"{FOUR_BITS}, {STORED}: as of compile; {FORMATS_HELP}. Default: {STORED} for a quantized MODEL, else "
         f"{DEFAULT_QUANT}.",
         metavar="FORMAT",
+        common=True,
     )
     predictor: str | None = option(
         None,
         "learned, exact, sign or none, or a plug-in's. Default: learned where neurons can be silent, else none.",
         metavar="KIND",
+        common=True,
     )
     predictor_quant: str | None = PREDICTOR_QUANT.field(None)
     predictor_input: str | None = option(

@@ -39,6 +39,7 @@ class PredictorOptions:
         "neuron. Or a plug-in's kind. Default: exact where neurons can be silent, else none.",
         metavar="KIND",
         check=_check_predictor,
+        common=True,
     )
     predictors: Path | None = option(
         None, "Take the predictors that train or import-predictors made. Default: train them.", metavar="FOLDER"
@@ -67,6 +68,7 @@ class PredictorOptions:
         None,
         "Keep the profile, the predictors and rounded weights here, and continue from what is there.",
         metavar="DIR",
+        common=True,
     )
 
     @property

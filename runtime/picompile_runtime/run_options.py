@@ -15,7 +15,7 @@ class RunOption:
     `names` are its spellings, the short one first. `default` None means that the option has none of its own; its type
     then is `kind`. `least` and `most` bound a number, both included. `repeated` options may be given several times. An
     option `of_model` that is not given has no value: what the model's generation_config.json says counts, and `default`
-    if that says nothing.
+    if that says nothing. A command with many options shows those that are `common` in its short help.
     """
 
     names: tuple[str, ...]
@@ -27,6 +27,7 @@ class RunOption:
     most: float | None = None
     repeated: bool = False
     of_model: bool = False
+    common: bool = False
 
     @property
     def unset(self) -> int | float | bool | str | None:
@@ -78,7 +79,13 @@ RUN_OPTIONS = {
     option.key: option
     for option in (
         RunOption(
-            ("-n", "--max-tokens"), kind=int, help="Tokens to generate, at most.", default=128, metavar="N", least=1
+            ("-n", "--max-tokens"),
+            kind=int,
+            help="Tokens to generate, at most.",
+            default=128,
+            metavar="N",
+            least=1,
+            common=True,
         ),
         RunOption(
             ("--temp", "--temperature"),
@@ -87,6 +94,7 @@ RUN_OPTIONS = {
             default=0.0,
             metavar="X",
             least=0,
+            common=True,
         ),
         RunOption(
             ("--top-k",),
@@ -133,6 +141,7 @@ RUN_OPTIONS = {
             default=None,
             metavar="N",
             least=0,
+            common=True,
         ),
         RunOption(
             ("--draft",),
@@ -150,6 +159,7 @@ RUN_OPTIONS = {
             metavar="N",
             least=1,
             most=256,
+            common=True,
         ),
         RunOption(
             ("--replan",),
@@ -161,7 +171,7 @@ RUN_OPTIONS = {
         RunOption(
             ("--stop",), kind=str, help="End before this text; repeatable.", default=None, metavar="TEXT", repeated=True
         ),
-        RunOption(("--json",), bool, "Print one JSON object instead of text.", False),
+        RunOption(("--json",), bool, "Print one JSON object instead of text.", False, common=True),
         RunOption(("--debug",), bool, "Print the traceback of an error.", False),
     )
 }

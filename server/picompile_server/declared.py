@@ -13,6 +13,7 @@ SERVE_OPTIONS = {
             help="Address to listen at. Other machines reach 0.0.0.0; give a key then.",
             default="127.0.0.1",
             metavar="HOST",
+            common=True,
         ),
         RunOption(
             ("--port",),
@@ -22,6 +23,7 @@ SERVE_OPTIONS = {
             metavar="N",
             least=0,
             most=65535,
+            common=True,
         ),
         RunOption(
             ("--api-key",),
@@ -30,6 +32,7 @@ SERVE_OPTIONS = {
             default=None,
             metavar="KEY",
             repeated=True,
+            common=True,
         ),
         RunOption(("--api-key-file",), kind=str, help="File with keys, one a line.", default=None, metavar="FILE"),
         RunOption(
@@ -39,6 +42,7 @@ SERVE_OPTIONS = {
             default=None,
             metavar="NAME=ARTIFACT",
             repeated=True,
+            common=True,
         ),
         RunOption(
             ("--load",),
@@ -72,6 +76,7 @@ SERVE_OPTIONS = {
             default=256,
             metavar="N",
             least=0,
+            common=True,
         ),
         RunOption(
             ("--kv-memory",),
@@ -79,6 +84,7 @@ SERVE_OPTIONS = {
             help="How much of the KV cache may be in use, as in 512MiB. Default: all.",
             default=None,
             metavar="SIZE",
+            common=True,
         ),
         RunOption(
             ("--no-reread",),
@@ -95,6 +101,7 @@ SERVE_OPTIONS = {
             default=None,
             metavar="ORIGIN",
             repeated=True,
+            common=True,
         ),
         RunOption(
             ("--allowed-host",),

@@ -1,6 +1,6 @@
 """Options of profiling."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from picompile.frontend.activation import ACTIVATION
@@ -22,17 +22,26 @@ class ProfileOptions:
     the most held-out tokens.
     """
 
-    calibration: tuple[Path | CalibrationText, ...] = CALIBRATION.field(())
+    calibration: tuple[Path | CalibrationText, ...] = replace(CALIBRATION, common=True).field(())
     held_out: tuple[Path | CalibrationText, ...] = option(
         (),
         "Text for measuring only; repeatable. Default: the end of the calibration text, or files left out of it.",
         metavar="FILE",
+        common=True,
     )
     tokens: int = option(
-        65_536, "Count firings over N tokens, or over all the text if it has fewer.", metavar="N", least=1
+        65_536,
+        "Count firings over N tokens, or over all the text if it has fewer.",
+        metavar="N",
+        least=1,
+        common=True,
     )
     samples: int = option(
-        32_768, "Keep the input of each feed-forward block for N of the tokens.", metavar="N", least=1
+        32_768,
+        "Keep the input of each feed-forward block for N of the tokens.",
+        metavar="N",
+        least=1,
+        common=True,
     )
     window: int | None = option(
         None,
@@ -48,6 +57,7 @@ class ProfileOptions:
         metavar="SHARE",
         parse=parse_accuracy_bound,
         aliases=("--gate",),
+        common=True,
     )
     seed: int = option(0, "Seed for drawing samples and text.", metavar="N", least=0)
     overwrite: bool = OVERWRITE.field(False)

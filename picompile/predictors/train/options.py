@@ -57,6 +57,7 @@ class TrainOptions:
         metavar="SHARE",
         parse=parse_accuracy_bound,
         aliases=("--gate",),
+        common=True,
     )
     budget: float = option(
         "6%",
@@ -65,6 +66,7 @@ class TrainOptions:
         parse=parse_share,
         above=0,
         most=1,
+        common=True,
     )
     # The target on samples that training has not seen. Other text is less like them: with a target of 99.5 %, an OPT of
     # 22 million parameters found 99.43 % on held-out text in its worst layer.
@@ -75,6 +77,7 @@ class TrainOptions:
         parse=parse_share,
         above=0,
         most=1,
+        common=True,
     )
     computed_ratio: float = option(
         1.5,
@@ -106,6 +109,7 @@ class TrainOptions:
         "Layers trained at the same time. Default: one for each core, as memory allows.",
         metavar="N",
         least=1,
+        common=True,
     )
     device: str = option("auto", "Where training runs. auto: CUDA if there is a device.", choices=DEVICES)
     bf16: bool = option(

@@ -1,0 +1,59 @@
+"""The short help has the common options of a command, and `--help-all` all of them."""
+
+import re
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from helpers.support import Cli
+from picompile.cli.app import COMMANDS, PANELS, app, panel_of
+from picompile.cli.help import MORE, MOST_SHOWN
+
+COMPILE = {"--output", "--target", "--quant", "--context", "--sequences", "--predictor", "--work", "--overwrite"}
+
+
+def options_of(command: str) -> dict[str, Any]:
+    """The options of a command that are listed, by their long spellings."""
+    found: Any = get_command(app)
+    params = found.commands[command].params
+    return {each.opts[-1]: each for each in params if each.param_type_name == "option" and not each.hidden}
+
+
+def listed(text: str) -> set[str]:
+    """The long spellings of the options in the first column of a help's table; that of help itself left out."""
+    return set(re.findall(r"^│[ *]+(?:--temp,)?(--[\w-]+)", text, re.MULTILINE)) - {"--help"}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_short_help_has_what_is_common(command: str, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    options = options_of(command)
+    common = {name for name, option in options.items() if option.rich_help_panel != MORE}
+    ended = cli(command, "--help")
+    assert (ended.code, listed(ended.out)) == (0, common)
+    assert len(common) <= MOST_SHOWN
+    last = ended.out.rstrip().splitlines()[-1]
+    more = len(options) - len(common)
+    assert bool(more) == (len(options) > MOST_SHOWN)
+    assert (f"picompile {command} --help-all shows {more} more options." in last) == bool(more)
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if len(options_of(name)) > MOST_SHOWN])
+def test_help_all_has_every_option(command: str, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    ended = cli(command, "--help-all")
+    assert (ended.code, ended.err, listed(ended.out)) == (0, "", set(options_of(command)))
+    assert MORE in ended.out and "more options." not in ended.out
+
+
+def test_compile_shows_eight_options() -> None:
+    assert {name for name, option in options_of("compile").items() if option.rich_help_panel is None} == COMPILE
+
+
+def test_commands_are_in_panels(cli: Cli) -> None:
+    assert [name for names in PANELS.values() for name in names if name not in COMMANDS] == []
+    text = cli("--help").out
+    places = [text.index(f"─ {panel} ─") for panel in PANELS]
+    assert places == sorted(places)
+    assert panel_of("run") == panel_of("a command of tomorrow") == "Use a model"
