@@ -16,7 +16,6 @@ from picompile.cli.progress import progress
 from picompile.errors import UsageError
 from picompile.frontend.model_file import require_model
 from picompile.hub import download_config, parse_model, resolve_model
-from picompile.machine.targets import may_have_gpu
 from picompile.output import parents_of
 from picompile.placement.goal import PlanGoal
 from picompile.placement.machine import MachineOptions, check_machine_options, find_machine
@@ -150,7 +149,6 @@ def plan_command(
       picompile plan build/profile --target 4090 -o build/plan.json
       picompile plan models/tiny-reglu --profile build/profile --target cpu
     """
-    model_options = replace(model_options, on_gpu=may_have_gpu(machine_options.target))
     if source is not None:
         model_options = with_model(model_options, source)
     check_machine_options(machine_options)
@@ -168,6 +166,7 @@ def plan_command(
     with progress() as shown:
         with shown.step("machine"):
             machine = find_machine(machine_options)
+        model_options = replace(model_options, on_gpu=machine.target.vram_bytes > 0)
         if machine.warning is not None:
             shown.say(machine.warning)
         found = find_model(model_options, shown)

@@ -282,11 +282,6 @@ def gpu_of(names: str) -> Target | None:
     return rows[0] if rows else None
 
 
-def may_have_gpu(name: str) -> bool:
-    """Return whether the row called `name` has a GPU, or may have one, as this machine may until it is measured."""
-    return name == LOCAL or (name in TARGETS and TARGETS[name].vram_bytes > 0)
-
-
 def _find_compiled(name: str) -> Target:
     if name == NATIVE:
         return native_target()

@@ -1,15 +1,22 @@
 """A machine as the planner sees it: how much memory accelerator and host have, and how fast they read it."""
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from picompile.errors import UsageError
 from picompile.machine.targets import HOST_EFFICIENCY, LOCAL, TARGETS, Target, find_row
 from picompile.options import Option, option
 from picompile.quantities import parse_bandwidth, parse_budget, parse_bytes
 
+if TYPE_CHECKING:
+    from picompile.machine.measured import LocalMachine
+
 # The share of a GPU's bandwidth that kernels reach. It is an assumption: copies reach some 90 % of the datasheet's
 # figure, and matrix-vector products of a few MB less than copies. A target has the host's share.
 GPU_EFFICIENCY = 0.8
+# The share of the measured bandwidth that kernels on the host reach where no neuron is skipped, so that matrices are
+# read in order: 72 to 91 % for weights of 4 bits (docs/benchmarks.md, quantized checkpoints and mixtures of experts).
+DENSE_EFFICIENCY = 0.8
 
 
 @dataclass(frozen=True)
@@ -20,7 +27,8 @@ class Machine:
     a GPU. Bandwidths are those of datasheets, or of a copy; `gpu_efficiency` and `host_efficiency` are the shares that
     kernels reach of them. `sync_s` is one transfer to the GPU and back: a vector down, then a vector up, with the two
     kernels that send and receive. `launch_s` is what every launch on the GPU costs beside the bytes that it reads: the
-    gap in front of it, and the time until its reads are under way and after the last of them.
+    gap in front of it, and the time until its reads are under way and after the last of them. `host_dense_efficiency`
+    takes the place of `host_efficiency` for models whose neurons are all computed; None if it is the same.
     """
 
     gpu_bytes: int
@@ -32,6 +40,12 @@ class Machine:
     launch_s: float = 0.0
     gpu_efficiency: float = GPU_EFFICIENCY
     host_efficiency: float = HOST_EFFICIENCY
+    host_dense_efficiency: float | None = None
+
+    @property
+    def dense(self) -> "Machine":
+        """The machine as a model has it whose neurons are all computed."""
+        return self if self.host_dense_efficiency is None else replace(self, host_efficiency=self.host_dense_efficiency)
 
     @property
     def gpu_read_bytes_per_s(self) -> float:
@@ -124,17 +138,23 @@ def find_machine(options: MachineOptions) -> PlanMachine:
     """Return the machine to plan for; `local` and `cpu` are measured where they have not been. Raise `UsageError`."""
     row = TARGETS.get(options.target)
     if row is None or not row.vram_bytes:
-        return _this_machine(options)
+        from picompile.machine.measured import measure_local
+
+        return measured_machine(options, measure_local())
     host, source = _host(options, None, _HOST_BYTES_PER_S, ("size assumed", "bandwidth assumed: dual-channel DDR4"))
     return _with_gpu(row, options, usable_bytes=int(row.vram_bytes * _USABLE), host=host, source=source)
 
 
-def _this_machine(options: MachineOptions) -> PlanMachine:
-    """Return `local`, or `cpu`, which is this machine without its GPU."""
+def measured_machine(options: MachineOptions, measured: "LocalMachine") -> PlanMachine:
+    """Return `local`, or `cpu`, which is this machine without its GPU, as it was measured. Raise `UsageError`."""
     from picompile.machine.host import host_memory
-    from picompile.machine.measured import measure_local
 
-    measured, (_, available_bytes) = measure_local(), host_memory()
+    found = _without_dense(options, measured, host_memory()[1])
+    dense = max(found.machine.host_efficiency, DENSE_EFFICIENCY)
+    return replace(found, machine=replace(found.machine, host_dense_efficiency=dense))
+
+
+def _without_dense(options: MachineOptions, measured: "LocalMachine", available_bytes: int) -> PlanMachine:
     notes = ("size as available", "bandwidth as measured")
     host, source = _host(options, available_bytes, measured.host.bytes_per_s, notes)
     target = replace(TARGETS.get(options.target, measured.target), host_efficiency=measured.target.host_efficiency)

@@ -15,7 +15,6 @@ from picompile.choices import (
 )
 from picompile.errors import UsageError
 from picompile_codegen.lowering.slices import LEAST, STAGING, STAGING_BYTES
-from picompile_passes.predictors import PREDICTOR_KINDS
 
 
 @dataclass(frozen=True)
@@ -61,6 +60,8 @@ def _known_predictors(wanted: str) -> tuple[str, ...]:
     """Return the kinds that can be asked for. Plug-ins are only looked for if `wanted` is none of our kinds."""
     if wanted in ("auto", *PREDICTORS):
         return ("auto", *PREDICTORS)
+    from picompile_passes.predictors import PREDICTOR_KINDS
+
     return ("auto", *PREDICTOR_KINDS)
 
 

@@ -128,6 +128,9 @@ def _machine(entry: Fields) -> Machine:
     values: dict[str, Any] = {key: number(entry, key, 0, _FASTEST_BYTES_PER_S) for key in rates}
     values |= {key: _seconds(entry, key) for key in ("sync_s", "launch_s")}
     values |= {key: number(entry, key, 0, 1) for key in ("gpu_efficiency", "host_efficiency")}
+    # Plans of earlier versions lack it.
+    if entry.data.get("host_dense_efficiency") is not None:
+        values["host_dense_efficiency"] = number(entry, "host_dense_efficiency", 0, 1)
     return Machine(
         gpu_bytes=entry.integer("gpu_bytes", 0, _MOST_BYTES),
         host_bytes=entry.integer("host_bytes", 0, _MOST_BYTES),

@@ -77,7 +77,8 @@ def make_plan(model: ModelBytes, firing: Firing, options: PlanOptions) -> Plan:
 def task_of(model: ModelBytes, firing: Firing, options: PlanOptions) -> PlacementTask:
     """Return what is placed, and on how much memory."""
     tokens = model.context // 2 if options.tokens is None else min(options.tokens, model.context)
-    return PlacementTask(model, firing, options.capacity, tokens)
+    machine = options.capacity.dense if model.predictor == "none" else options.capacity
+    return PlacementTask(model, firing, machine, tokens)
 
 
 def plan_of_places(
@@ -116,7 +117,7 @@ def plan_of_places(
         memory=memory_account(task, [*wheres, head_where], places),
         token_s=_token_s(layers, head, seconds, problem.switch_cost),
         gap=gap,
-        baselines=_baselines(task),
+        baselines=dense_speeds(task),
         chunk=model.chunk,
         predictor_quant=model.predictor_quant,
     )
@@ -194,7 +195,7 @@ def _limit(seconds: Mapping[str, float], predict_hidden_s: float) -> str:
     return max(shares, key=lambda name: shares[name])
 
 
-def _baselines(task: PlacementTask) -> dict[str, float]:
+def dense_speeds(task: PlacementTask) -> dict[str, float]:
     """Return tokens/s of dense inference: with whole layers on the accelerator as far as they fit, and on the host."""
     # Dense inference has no copies of caches.
     dense = replace(policies.dense(task), lends_caches=False)

@@ -120,7 +120,7 @@ def dense(task: PlacementTask) -> PlacementTask:
     firing = tuple(
         LayerFiring(np.full(layer.neurons, share), chosen=share) for layer, share in zip(layers, chosen, strict=True)
     )
-    return replace(task, model=model, firing=Firing(firing, "every neuron"))
+    return replace(task, model=model, firing=Firing(firing, "every neuron"), machine=task.machine.dense)
 
 
 def _places(

@@ -62,7 +62,7 @@ _TOKENS = 16_384
 class FiringSource:
     """How neurons fire: a profile, or the text of a `curve`. `source` is the name for a profile that is not kept.
 
-    Without either, every neuron of chosen experts counts as computed.
+    Without either, every neuron counts as computed, of experts those of the chosen ones.
     """
 
     profile: Profile | None
@@ -82,7 +82,9 @@ class FiringSource:
             return firing if self.source is None else replace(firing, source=self.source)
         if self.curve is None or (model.has_experts and model.predictor == "none"):
             layers = [firing_of_experts(each.neurons, each.chosen_share, model.sequences) for each in model.layers]
-            return Firing(tuple(layers), "every neuron of the experts that are chosen")
+            return Firing(
+                tuple(layers), "every neuron" + (" of the experts that are chosen" if model.has_experts else "")
+            )
         of_kind = cache(partial(self._of_kind, model, sum(ratios.values()) / len(ratios) if ratios else 1.0))
         kinds = [of_kind(layer.neurons, layer.chosen_share) for layer in model.layers]
         return replace(kinds[0], layers=tuple(each.layers[number] for number, each in enumerate(kinds)))
@@ -211,11 +213,12 @@ def _of_config(
     mixture = names_experts(config)
     if mixture:
         _check_target(name, options)
-    elif source.profile is None and source.curve is None:
-        raise UsageError("--shape needs --firing: the name of a curve, such as opt, or a share, such as 10%")
     packing = _packing(options, config.get("max_position_embeddings"), _activation(config), mixture=mixture)
-    if mixture and packing.predictor != "none" and source.profile is None and source.curve is None:
-        raise UsageError("--shape needs --firing where neurons of experts can be silent: a share of them, such as 10%")
+    if packing.predictor != "none" and source.profile is None and source.curve is None:
+        raise UsageError(
+            "--shape needs --firing where neurons can be silent: the name of a curve, such as opt, or a share, such as "
+            "10%"
+        )
     ranks = source.typical(_layers(config))
     with progress.step("count"):
         if options.predictors is None:

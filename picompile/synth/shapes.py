@@ -11,6 +11,7 @@ from picompile.frontend.families import activation_text
 from picompile.frontend.families import find_family as known_family
 from picompile.frontend.json_file import read_json_object
 from picompile.frontend.model_file import CONFIG, folder_name
+from picompile.synth.dense import DENSE
 from picompile.synth.families import FAMILIES, SynthFamily, find_family
 from picompile.synth.mixtures import MIXTURES
 from picompile_passes.dialect.activations import ACTIVATIONS
@@ -358,11 +359,12 @@ def find_config(text: str) -> tuple[str, Mapping[str, Any]]:
     """
     if text in SHAPES:
         return text, SHAPES[text].config
-    if text in MIXTURES:
-        return text, MIXTURES[text]
+    for others in (MIXTURES, DENSE):
+        if text in others:
+            return text, others[text]
     path = Path(text)
     if not path.is_file():
-        known = ", ".join([*SHAPES, *MIXTURES])
+        known = ", ".join([*SHAPES, *MIXTURES, *DENSE])
         raise UsageError(f"unknown shape {text!r}; name a JSON file with the fields of a config.json, or {known}")
     try:
         return folder_name(path.parent) if path.name == CONFIG else path.stem, read_json_object(path)

@@ -11,12 +11,14 @@ import pytest
 
 from helpers.refusals import assert_refused
 from helpers.support import Cli
-from picompile.cli import doctor
+from picompile.cli import doctor_findings
+from picompile.machine import host
 from picompile.machine import measured as local
 from picompile.machine.gpu import GpuName, GpuSpeed
 from picompile.machine.host import Host
 from picompile.machine.measured import cache_file, measure_local
 from picompile.machine.targets import TARGETS, find_native_target
+from picompile.placement.known_models import KNOWN
 from picompile_runtime.devices.cuda.driver import CudaError
 
 GPU = GpuName("GPU of nobody", "12.4", 89, 24 * 10**9)
@@ -92,7 +94,7 @@ def test_doctor_says_what_gpu_targets_need(cli: Cli, without_gpu: None, monkeypa
             raise PackageNotFoundError
         return "1.0"
 
-    monkeypatch.setattr(doctor, "version", installed)
+    monkeypatch.setattr(doctor_findings, "version", installed)
     facts = json.loads(cli("doctor", "--json").out)
     assert "pip install 'picompile[cuda]'" in facts["nvrtc"]
     assert not any("nvrtc" in missing for missing in facts["missing"])
@@ -154,3 +156,50 @@ def test_models_are_listed(cli: Cli) -> None:
     assert lfm2["result"] == "part" and lfm2["kinds"] == ["full_attention"] and "conv" in lfm2["refused_kinds"]
     assert "full attention alone; refused: short convolution" in cli("models", "lfm2").out
     assert {"mamba", "falcon_mamba"} <= {entry["model_type"] for entry in named}
+
+
+def test_doctor_says_how_to_mend_what_is_missing(cli: Cli, without_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    lines = cli("doctor").out.splitlines()
+    assert "sudo apt install gcc" in lines[lines.index("Missing:") + 2]
+    assert not any(line.startswith("  python") for line in lines)
+
+
+def test_doctor_predicts_well_known_models(cli: Cli, without_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "host_memory", lambda: (2 * 10**10, 2 * 10**10))
+    found = {row["model"]: row for row in json.loads(cli("doctor", "--json").out)["models"]}
+    assert list(found) == list(KNOWN)
+    for row in found.values():
+        fits = row["needed_bytes"] <= row["available_bytes"] == int(2 * 10**10 * 0.95)
+        assert fits == (row["tokens_per_s"] is not None) == (row["verdict"] != "does not fit")
+        if fits:
+            assert row["verdict"] == (
+                "fast" if row["tokens_per_s"] >= 10 else "usable" if row["tokens_per_s"] >= 3 else "slow"
+            )
+    assert {row["verdict"] for row in found.values()} == {"fast", "usable", "slow", "does not fit"}
+    # A token reads an eighth of its experts.
+    assert found["olmoe-1b-7b"]["tokens_per_s"] > 2 * found["llama-3.1-8b"]["tokens_per_s"]
+
+    ended = cli("doctor")
+    assert ended.code == 0 and "Nothing is missing" in ended.out and "predictions" in ended.out
+    assert max(map(len, ended.out.splitlines())) < 80
+    rows = [line.split() for line in ended.out.splitlines() if line.split()[:1] and line.split()[0] in found]
+    assert [row[0] for row in rows] == list(KNOWN)
+    assert all(" ".join(row).endswith(found[row[0]]["verdict"]) for row in rows)
+    assert "instruction sets" not in ended.out and "instruction sets" in cli("doctor", "--verbose").out
+
+
+def test_doctor_shows_a_gpu_in_plain_words(cli: Cli, with_gpu: None) -> None:
+    assert "GPU        GPU of nobody, 24 GB, 23 GB free, 910 GB/s\n" in cli("doctor").out
+    rows = {row["model"]: row for row in json.loads(cli("doctor", "--json").out)["models"]}
+    # Mixtures are computed by CPUs alone.
+    assert rows["llama-3.1-8b"]["tokens_per_s"] > 5 * rows["olmoe-1b-7b"]["tokens_per_s"]
+
+
+def test_doctor_keeps_the_fastest_measurement_of_memory(
+    cli: Cli, without_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for now, kept in ((2e10, 2e10), (1e10, 2e10), (3e10, 3e10)):
+        monkeypatch.setattr(local, "measure_host", lambda threads, now=now: Host(10**10, now, 0.8))
+        assert json.loads(cli("doctor", "--json").out)["local"]["host_bytes_per_s"] == kept
+        assert measure_local().host.bytes_per_s == kept
