@@ -1,7 +1,6 @@
 """The three packages: what their wheels hold, and that they have one version."""
 
 import re
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -10,26 +9,19 @@ import pytest
 
 import picompile
 import picompile_runtime
+from helpers.packages import PROJECTS, build
+from helpers.support import ROOT
+from picompile_passes.extras import EXTRAS
 
-ROOT = Path(__file__).resolve().parents[1]
 APART = {"picompile-runtime": "picompile_runtime", "picompile-server": "picompile_server"}
 COMPILER = {"picompile", "picompile_passes", "picompile_codegen"}
 OURS = COMPILER | set(APART.values())
 
 
-def build_wheel(project: Path, folder: Path) -> Path:
-    """Build the wheel of `project` with the hatchling that is installed here."""
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    subprocess.run(command, cwd=project, check=True, capture_output=True)
-    (wheel,) = folder.glob("*.whl")
-    return wheel
-
-
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The wheel of each package, by its name."""
-    folders = {"picompile": ROOT, "picompile-runtime": ROOT / "runtime", "picompile-server": ROOT / "server"}
-    return {name: build_wheel(folder, tmp_path_factory.mktemp("wheel")) for name, folder in folders.items()}
+    return {name: build(folder, tmp_path_factory.mktemp("wheel")) for name, folder in PROJECTS.items()}
 
 
 def test_each_module_is_in_one_wheel(wheels: dict[str, Path]) -> None:
@@ -39,7 +31,7 @@ def test_each_module_is_in_one_wheel(wheels: dict[str, Path]) -> None:
     packages = {name: {file.partition("/")[0] for file in files} & OURS for name, files in names.items()}
     assert packages == {"picompile": COMPILER} | {name: {package} for name, package in APART.items()}
     sources = [p for name in COMPILER for p in ROOT.glob(f"**/{name}/**/*") if p.is_file()]
-    wanted = {p.name for p in sources if p.suffix in (".c", ".h", ".cuh", ".css", ".js", ".jinja")}
+    wanted = {p.name for p in sources if p.suffix in (".c", ".h", ".cuh", ".css", ".js", ".jinja", ".json")}
     assert wanted <= {Path(name).name for name in names["picompile"]}
 
 
@@ -53,6 +45,20 @@ def test_what_reads_models_is_a_dependency() -> None:
     imported = {name for text in sources for name in imports.findall(text)}
     assert "gguf" in imported
     assert imported - sys.stdlib_module_names - COMPILER - needed - {"picompile_runtime"} == set()
+
+
+def test_errors_name_the_packages_of_extras() -> None:
+    """As `install_extra` prints them; and the tools of developers are of the same versions."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    extras = dict(re.findall(r"^(\w+) = (\[[^\]]*\])$", text, re.MULTILINE))
+    assert {name: re.findall('"([^"]+)"', extras[name]) for name in EXTRAS} == {n: list(p) for n, p in EXTRAS.items()}
+    development = text[text.index("\ndev = [") :]
+    assert all(f'"{package}"' in development for packages in EXTRAS.values() for package in packages)
+    assert extras["gguf"] == "[]"
+
+
+def test_license_files_are_the_same() -> None:
+    assert {(folder / "LICENSE").read_bytes() for folder in PROJECTS.values()} == {(ROOT / "LICENSE").read_bytes()}
 
 
 def test_all_have_the_one_version(wheels: dict[str, Path]) -> None:

@@ -1,6 +1,6 @@
 """picompile against llama.cpp, PowerInfer, PyTorch and OpenVINO on this machine's processor.
 
-    pip install 'picompile[report]'                          # beside picompile
+    pip install matplotlib                                   # beside picompile
     pip install llama-cpp-python openvino safetensors        # into any Python; --peer-python names it
     python -m benchmarks.peers --work build/bench --quick
     python -m benchmarks.peers --work build/bench --peer-python ~/peers/bin/python

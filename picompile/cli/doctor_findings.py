@@ -2,18 +2,21 @@
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from time import time
 from typing import TYPE_CHECKING
 
 from picompile.quantities import format_bytes
 from picompile.machine.targets import TARGETS, find_native_target
+from picompile_passes.extras import EXTRAS, install_command, install_extra
 
 if TYPE_CHECKING:
     from picompile.machine.measured import LocalMachine
@@ -34,8 +37,8 @@ _PACKAGES = (
     ),
     "numpy",
 )
-# The extra `cuda`; importing what uses them takes seconds.
-_NVRTC_PACKAGES = ("nvidia-cuda-nvrtc-cu12", "nvidia-cuda-runtime-cu12", "cuda-bindings")
+# Names of the packages of the extra `cuda`; importing what uses them takes seconds.
+_NVRTC_PACKAGES = tuple(re.split("[<>=]", package)[0] for package in EXTRAS["cuda"])
 
 
 @dataclass(frozen=True)
@@ -106,16 +109,25 @@ def _package(name: str) -> Finding:
     try:
         return Finding(name, version(name))
     except PackageNotFoundError:
-        return Finding(name, "not installed", f"{name} is not installed", f"pip install {name}")
+        return Finding(name, "not installed", f"{name} is not installed", install_command(_requirement(name)))
+
+
+def _requirement(name: str) -> str:
+    """Return what picompile requires of a package, as pip writes it; its name if this picompile was not installed."""
+    with suppress(PackageNotFoundError):
+        for line in requires("picompile") or ():
+            if re.match(rf"{re.escape(name)}(?![\w.-])", line):
+                return line.partition(";")[0].strip()
+    return name
 
 
 def _nvrtc() -> Finding:
     """Return whether NVRTC is there, which only targets with a GPU need."""
     try:
-        versions = [version(name) for name in _NVRTC_PACKAGES]
+        versions = {name: version(name) for name in _NVRTC_PACKAGES}
     except PackageNotFoundError:
-        return Finding("nvrtc", "not installed; targets with a GPU need it: pip install 'picompile[cuda]'")
-    return Finding("nvrtc", f"{versions[0]}, compiles for targets with a GPU")
+        return Finding("nvrtc", f"not installed; targets with a GPU need it: {install_extra('cuda')}")
+    return Finding("nvrtc", f"{versions['nvidia-cuda-nvrtc-cu12']}, compiles for targets with a GPU")
 
 
 def _gpu(local: "LocalMachine") -> Iterator[Finding]:

@@ -17,6 +17,7 @@ from markupsafe import Markup
 
 from picompile.errors import UsageError
 from picompile.report.numbers import PagePicture
+from picompile_passes.extras import install_extra
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -88,7 +89,7 @@ def require_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise UsageError("pictures need matplotlib, which is not installed: pip install 'picompile[report]'") from error
+        raise UsageError(f"pictures need matplotlib, which is not installed: {install_extra('report')}") from error
 
 
 def draw(

@@ -1,6 +1,6 @@
 """Tools to test passes: random models of every stage, weights, and the properties of a pass.
 
-Needs hypothesis: `pip install 'picompile[testing]'`. The parts, by the question they answer:
+Needs hypothesis: `pip install hypothesis`. The parts, by the question they answer:
 
 | | |
 | --- | --- |
@@ -14,8 +14,10 @@ Needs hypothesis: `pip install 'picompile[testing]'`. The parts, by the question
 
 import importlib.util
 
+from picompile_passes.extras import install_extra
+
 if importlib.util.find_spec("hypothesis") is None:
-    raise ImportError("picompile.testing needs hypothesis: pip install 'picompile[testing]'")
+    raise ImportError(f"picompile.testing needs hypothesis: {install_extra('testing')}")
 
 from picompile.testing.captured.decoder import build_captured, captured_decoders, captured_styles
 from picompile.testing.captured.style import CapturedStyle

@@ -165,7 +165,7 @@ def test_without_nvrtc(cli: Cli, gpu_model: Path, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(
         "picompile.compile.driver.load_model", lambda model, activation: pytest.fail("the model was captured")
     )
-    says = "NVRTC, which is not installed: pip install 'picompile[cuda]'"
+    says = "NVRTC, which is not installed: pip install 'cuda-bindings>=12.8,<13'"
     assert_refused(cli("compile", gpu_model, "-o", tmp_path / "artifact", "--target", "4090"), 6, says)
     assert list(tmp_path.iterdir()) == []
 

@@ -66,5 +66,5 @@ def test_places_where_no_page_is_written(cli: Cli, tiny_artifact: Path, tmp_path
 
 def test_without_matplotlib(cli: Cli, tiny_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert_refused(cli("report", tiny_artifact, "-o", tmp_path / "report.html"), 2, "pip install 'picompile[report]'")
+    assert_refused(cli("report", tiny_artifact, "-o", tmp_path / "report.html"), 2, "pip install 'matplotlib>=3.9'")
     assert list(tmp_path.iterdir()) == []

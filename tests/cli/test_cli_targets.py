@@ -96,7 +96,7 @@ def test_doctor_says_what_gpu_targets_need(cli: Cli, without_gpu: None, monkeypa
 
     monkeypatch.setattr(doctor_findings, "version", installed)
     facts = json.loads(cli("doctor", "--json").out)
-    assert "pip install 'picompile[cuda]'" in facts["nvrtc"]
+    assert "pip install 'cuda-bindings>=12.8,<13'" in facts["nvrtc"]
     assert not any("nvrtc" in missing for missing in facts["missing"])
     assert facts["gpu"].endswith("; no driver today")
     assert (facts["local"]["no_gpu"], facts["local"]["gpu"]) == ("no driver today", None)

@@ -40,4 +40,4 @@ def test_without_hypothesis_one_line_says_what_to_install():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
-    assert last == "ImportError: picompile.testing needs hypothesis: pip install 'picompile[testing]'"
+    assert last == "ImportError: picompile.testing needs hypothesis: pip install 'hypothesis>=6.115'"

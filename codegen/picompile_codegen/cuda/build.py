@@ -23,6 +23,7 @@ from picompile_codegen.build.interfaces import interfaces
 from picompile_codegen.build.object_cache import cached_object, cached_text, object_key
 from picompile_codegen.cuda.function import CudaKernel, Grid
 from picompile_codegen.errors import BuildError, CodegenError, ToolchainError
+from picompile_passes.extras import install_extra
 
 _OPTIONS = (
     "--std=c++17",
@@ -91,7 +92,7 @@ def _headers() -> Path:
 
 
 def _missing() -> ToolchainError:
-    return ToolchainError("code for GPUs is compiled with NVRTC, which is not installed: pip install 'picompile[cuda]'")
+    return ToolchainError(f"code for GPUs is compiled with NVRTC, which is not installed: {install_extra('cuda')}")
 
 
 def _checked(result: tuple[Any, ...], nvrtc: Any) -> Any:
