@@ -20,6 +20,7 @@ from picompile.cli.plan_show import verdict
 from picompile.machine import measured as local
 from picompile.machine.host import Host
 from picompile.machine.targets import pcie_bytes_per_s
+from picompile.placement.machine import DENSE_EFFICIENCY
 from picompile.placement.plan import MemoryRow, Plan
 from picompile.placement.plan_file import read_plan
 from picompile.synth.shapes import SHAPES
@@ -385,3 +386,25 @@ def test_shapes_beyond_all_models(cli: Cli, tmp_path: Path) -> None:
         assert_refused(
             cli("plan", "--shape", tmp_path / "shape.json", "--firing", "opt", "--target", "cpu"), 3, message
         )
+
+
+def test_shapes_need_no_firing_where_every_neuron_is_computed(cli: Cli) -> None:
+    found = _plan(cli, "--shape", "tiny-reglu", "--predictor", "none", "--target", "cpu")
+    assert found["firing"] == "every neuron"
+    assert all(layer["computed"] == layer["neurons"] for layer in found["layers"])
+    assert_refused(cli("plan", "--shape", "tiny-reglu", "--target", "cpu"), 2, "needs --firing where neurons can be")
+
+
+def test_what_is_read_in_order_is_read_faster_here(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The share of scattered rows counts for models with predictors alone."""
+    monkeypatch.setattr(local, "measure_host", lambda threads: Host(10**10, 2e10, 0.5))
+    words = ("--shape", "tiny-reglu", "--firing", "10%")
+    dense = _plan(cli, *words, "--predictor", "none")
+    assert dense["machine"]["host_efficiency"] == dense["machine"]["host_dense_efficiency"] == DENSE_EFFICIENCY
+    sparse = _plan(cli, *words, "--predictor", "exact")
+    assert sparse["machine"]["host_efficiency"] == 0.5
+    assert sparse["baselines"]["host"] == pytest.approx(dense["tokens_per_s"], rel=0.02)
+
+
+def test_mixtures_are_planned_for_this_machine_without_a_gpu(cli: Cli) -> None:
+    assert _plan(cli, "--shape", "tiny-mixture", "--firing", "10%")["target"] == "local"
