@@ -247,7 +247,7 @@ def _root(
         bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Compile a sparsely firing language model into an artifact that runs fast, and run it.
+    """Compile language models for this machine, and run them.
 
     MODEL is a name on the Hugging Face hub (ORG/REPO, ORG/REPO:Q4_K_M), a
     checkpoint's folder or a GGUF file; ARTIFACT is a folder that compile made.

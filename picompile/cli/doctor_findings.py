@@ -14,8 +14,8 @@ from pathlib import Path
 from time import time
 from typing import TYPE_CHECKING
 
-from picompile.quantities import format_bytes
 from picompile.machine.targets import TARGETS, find_native_target
+from picompile.quantities import format_bytes
 from picompile_passes.extras import EXTRAS, install_command, install_extra
 
 if TYPE_CHECKING:
