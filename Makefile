@@ -40,6 +40,9 @@ PYTEST = $(BIN)/pytest -n $(JOBS) --dist worksteal --durations=20
 # Without it each command that a test starts compiles every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
+# Clients that drive the server in tests: apart, since they need other versions of some packages, and 370 MB.
+CLIENTS := $(VENV)/clients
+
 .PHONY: demo test test-share test-slow test-all lint coverage fuzz bench gpu-pack docs constraints format clean
 .DELETE_ON_ERROR:
 
@@ -61,8 +64,8 @@ test: lint
 test-share: $(VENV)/.installed-dev
 	$(PYTEST) -m slow --share $(SHARE) --share-seed $(SEED)
 
-test-slow: $(VENV)/.installed-dev
-	$(PYTEST) -m slow
+test-slow: $(VENV)/.installed-dev $(CLIENTS)/.installed
+	PICOMPILE_TEST_CLIENTS=$(CLIENTS) $(PYTEST) -m slow
 
 test-all: test test-slow
 
@@ -127,6 +130,11 @@ $(VENV)/.installed: $(VENV)/.created pyproject.toml runtime/pyproject.toml serve
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "installing the development tools"
 	@$(PIP) install $(CONSTRAINTS) --editable ./runtime --editable ./server --editable '.[dev]'
+	@touch $@
+
+$(CLIENTS)/.installed: $(VENV)/.installed-dev
+	@echo "installing clients of the server"
+	@$(PIP) install --target $(CLIENTS) "anthropic>=0.70" "langchain-openai>=1.0" "litellm>=1.80" "openai-agents>=0.6"
 	@touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed

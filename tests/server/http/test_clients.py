@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +21,9 @@ from helpers.fake_serving import agent_model, client_of, prompt_of, text_tokens
 from helpers.serving_process import ServingProcess, build_chat_artifact, serving, serving_thread
 from helpers.support import BuildOnce
 from picompile_server.model import ServedModel
+
+# Where `make test-slow` has installed them.
+sys.path += filter(None, [os.environ.get("PICOMPILE_TEST_CLIENTS")])
 
 pytestmark = pytest.mark.slow("imports clients, some of them large, and starts a server")
 
@@ -98,7 +102,7 @@ def test_openai_reads_reasoning_in_chats(url: str) -> None:
 
 
 def agents_sdk() -> Any:
-    found = pytest.importorskip("agents", reason="needs openai-agents: pip install '.[clients]'")
+    found = pytest.importorskip("agents", reason="needs openai-agents; make test-slow installs it")
     found.set_tracing_disabled(True)
     return found
 
@@ -180,7 +184,7 @@ def test_openai_gets_a_call_from_a_model_that_must(real: ServingProcess) -> None
 
 @pytest.mark.parametrize("responses", [False, True])
 def test_langchain_binds_tools(url: str, agent: ServedModel, responses: bool) -> None:
-    pytest.importorskip("langchain_openai", reason="needs langchain-openai: pip install '.[clients]'")
+    pytest.importorskip("langchain_openai", reason="needs langchain-openai; make test-slow installs it")
     from langchain_core.messages import HumanMessage, ToolMessage
     from langchain_openai import ChatOpenAI
 
@@ -201,7 +205,7 @@ def test_langchain_binds_tools(url: str, agent: ServedModel, responses: bool) ->
 
 
 def test_langchain_gets_structured_output(real: ServingProcess) -> None:
-    pytest.importorskip("langchain_openai", reason="needs langchain-openai: pip install '.[clients]'")
+    pytest.importorskip("langchain_openai", reason="needs langchain-openai; make test-slow installs it")
     from langchain_openai import ChatOpenAI
 
     model = ChatOpenAI(model="tiny", base_url=f"{real.url}/v1", api_key="none", temperature=0)  # type: ignore[arg-type]
@@ -213,7 +217,7 @@ def test_langchain_gets_structured_output(real: ServingProcess) -> None:
 
 def test_litellm_completes_and_responds(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(os.environ, "LITELLM_LOCAL_MODEL_COST_MAP", "True")
-    litellm = pytest.importorskip("litellm", reason="needs litellm: pip install '.[clients]'")
+    litellm = pytest.importorskip("litellm", reason="needs litellm; make test-slow installs it")
     options: Any = {"model": "openai/fake", "api_base": url, "api_key": "none"}
     tool = {"type": "function", "function": {key: SWITCH[key] for key in ("name", "description", "parameters")}}
     messages: list[Any] = [{"role": "user", "content": QUESTION}]
@@ -230,7 +234,7 @@ def test_litellm_completes_and_responds(url: str, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_anthropics_client_calls_a_tool_and_goes_on(url: str, agent: ServedModel, is_streamed: bool) -> None:
-    anthropic = pytest.importorskip("anthropic", reason="needs anthropic: pip install '.[clients]'")
+    anthropic = pytest.importorskip("anthropic", reason="needs anthropic; make test-slow installs it")
     options: Any = {"model": "fake", "max_tokens": 500, "system": "You turn lamps on."}
     options["tools"] = [{"name": "switch", "description": "A lamp.", "input_schema": PARAMETERS}]
     messages: list[Any] = [{"role": "user", "content": QUESTION}]
