@@ -3,9 +3,12 @@
 The kernels of all instruction sets have the same names and arguments, so that one program runs with any of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 from picompile.machine.targets import find_compiled_targets, gpu_of, native_target
@@ -68,13 +71,36 @@ def _apart(isa: Isa) -> Code:
     return Code(isa, f"kernels/host.{isa.name}.so")
 
 
-def build_code(code: Sequence[Code], lowered: Lowered, folder: Path, progress: Progress) -> None:
-    """Compile the host's kernels of `lowered` into the artifact's `folder`. Raise `BuildError`."""
+def build_code(
+    code: Sequence[Code], lowered: Lowered, folder: Path, progress: Progress, stop: Event | None = None
+) -> None:
+    """Compile the host's kernels of `lowered` into the artifact's `folder`. Raise `BuildError`, also once `stop` is
+    set.
+    """
     (folder / "kernels").mkdir(exist_ok=True)
     with progress.step("kernels", len(code)) as advance:
         for each in code:
-            build_host_library(lowered.kernels_for(each.isa), folder / each.file, each.isa)
+            build_host_library(lowered.kernels_for(each.isa), folder / each.file, each.isa, stop)
             advance(1)
+
+
+@contextmanager
+def building(code: Sequence[Code], lowered: Lowered, folder: Path, progress: Progress) -> Iterator[Future[None]]:
+    """Compile the host's kernels in a thread of its own, as `build_code` does, while the block runs.
+
+    Yields:
+        The job, whose result raises what `build_code` raised. If the block ends with an exception, no further kernel is
+        begun, and those that are being compiled are waited for.
+    """
+    stop = Event()
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(build_code, code, lowered, folder, progress, stop)
+        try:
+            yield job
+            job.result()
+        except BaseException:
+            stop.set()
+            raise
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,16 @@
 """Writing what was compiled: code, weights, program, and what report and manifest say of them."""
 
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch.fx import GraphModule
 
 from picompile.artifact import files
-from picompile.artifact.code import AcceleratorTarget, Code, build_code
+from picompile.artifact.code import AcceleratorTarget, Code, building
 from picompile.artifact.reuse import unchanged_tensors
 from picompile.frontend.captured import Captured
 from picompile.frontend.tokenizer_files import TokenizerFiles
@@ -79,7 +80,11 @@ def make_room(output: Path, lowered: Lowered, previous: WrittenArtifact | None =
 
 
 def write_artifact(
-    contents: ArtifactContents, folder: Path, progress: Progress, previous: WrittenArtifact | None = None
+    contents: ArtifactContents,
+    folder: Path,
+    progress: Progress,
+    previous: WrittenArtifact | None = None,
+    tokenizer: Callable[[], TokenizerFiles] | None = None,
 ) -> WrittenArtifact:
     """Write an artifact into `folder`, which is made.
 
@@ -89,16 +94,20 @@ def write_artifact(
         progress: is told of each step.
         previous: an artifact of the same model. Tensors that are made of the same weights in the same way are copied
             from it.
+        tokenizer: makes the tokenizer, in the place of that of `contents`. Kernels are compiled in other threads
+            meanwhile, as while weights are packed.
 
     Raises `BuildError` where a kernel cannot be compiled.
     """
     lowered = contents.lowered
     folder.mkdir()
-    build_code(contents.code, lowered, folder, progress)
+    with building(contents.code, lowered, folder, progress) as kernels:
+        if tokenizer is not None:
+            contents = replace(contents, tokenizer=tokenizer())
+        sha256 = _write_weights(contents, folder, previous, progress, kernels)
     accelerator = None
     if contents.accelerator is not None and lowered.accelerator_built:
         accelerator = contents.accelerator.build(contents.code, lowered, folder, progress)
-    sha256 = _write_weights(contents, folder, previous, progress)
     contents.tokenizer.write(folder)
     write_program(contents, lowered, folder, contents.code, weights_sha256=sha256, accelerator=accelerator)
     return WrittenArtifact(contents, folder, sha256, accelerator)
@@ -138,9 +147,13 @@ def record_accuracy(artifact: WrittenArtifact, accuracy: MeasuredAccuracy) -> No
 
 
 def _write_weights(
-    contents: ArtifactContents, folder: Path, previous: WrittenArtifact | None, progress: Progress
+    contents: ArtifactContents,
+    folder: Path,
+    previous: WrittenArtifact | None,
+    progress: Progress,
+    kernels: "Future[None]",
 ) -> str:
-    """Write the weights' file. Return its sha256."""
+    """Write the weights' file. Return its sha256. Raise what `kernels`, which are made meanwhile, failed with."""
 
     tensors = list(contents.lowered.weights.tensors.values())
     unchanged = {}
@@ -149,11 +162,17 @@ def _write_weights(
         old = list(before.lowered.weights.tensors.values())
         unchanged = unchanged_tensors(path, (before.graph_module, old), (contents.graph_module, tensors))
     with progress.step("weights", files.weights_bytes(tensors)) as advance:
+
+        def written(count: int) -> None:
+            advance(count)
+            if kernels.done():
+                kernels.result()
+
         return files.write_weights(
             folder / WEIGHTS,
             tensors,
             lambda node: evaluate_constant(contents.graph_module, node, contents.weights),
-            advance,
+            written,
             unchanged,
         )
 

@@ -23,10 +23,11 @@ from picompile.artifact.writer import (
 from picompile.choices import STORED, base_format
 from picompile.compile.accuracy import check_accuracy, require_checkable
 from picompile.compile.bf16 import choose_bf16
-from picompile.compile.comparison import compare_artifact, require_comparable
+from picompile.compile.checked import ModelChecks, takes_long
+from picompile.compile.comparison import compare_artifact
 from picompile.compile.lower import lower_for, warn_if_large
 from picompile.compile.mixtures import check_config, check_mixture
-from picompile.compile.passes import compilation_passes, pipeline_passes, run_passes
+from picompile.compile.passes import compilation_passes, pipeline_passes, quantize_pass, run_passes
 from picompile.compile.plan import check_checkpoint, check_given_plan, place_neurons
 from picompile.compile.weights import choose_formats, choose_limits, round_weights, warn_of_rounding
 from picompile.config import CompileConfig, CompileOptions, cache_context, resolve
@@ -35,13 +36,13 @@ from picompile.frontend.captured import Captured
 from picompile.frontend.generation_config import check_generation_config
 from picompile.frontend.hf import load_model, open_checkpoint
 from picompile.frontend.stored.choice import default_quant
-from picompile.frontend.tokenizer.read import read_tokenizer
 from picompile.frontend.tokenizer_files import TokenizerFiles
 from picompile.output import OutputPath, reserve
 from picompile.placement.plan import Plan
 from picompile.predictors.accuracy import AccuracyReport
 from picompile.predictors.predictor_set import PredictorSet, obtain_predictors
 from picompile.predictors.profile.text import read_calibration
+from picompile.processes import seldom_collected
 from picompile.products import fast_products
 from picompile.progress import NoProgress, Progress
 from picompile_codegen.lowering.lower import Lowered
@@ -83,6 +84,7 @@ def compile_model(
         return _compile_into(place, model, options, code, accelerator, progress)
 
 
+@seldom_collected()
 @fast_products()
 def _compile_into(
     place: OutputPath,
@@ -95,15 +97,27 @@ def _compile_into(
     """Capture the model, compile it, and publish the artifact at `place`."""
     checkpoint, captured = _capture(model, options, progress)
     check_mixture(captured, options)
-    # A model without its tokenizer is refused before anything takes long.
-    tokenizer = read_tokenizer(checkpoint, captured.facts.vocab)
-    for line in filter(None, (tokenizer.reason, *tokenizer.notes)):
-        progress.say(line)
-    require_comparable(options, tokenizer)
-    if checkpoint is not None and captured.prove is not None:
-        with progress.step("prove"):
-            captured.prove()
+    checks = ModelChecks(checkpoint, captured, options, progress)
+    try:
+        with place.scratch() as scratch:
+            source = _source(checkpoint, captured, checks, options, progress)
+            source = replace(source, code=code, accelerator=accelerator)
+            artifact, report = _compile(source, place.path, scratch, progress)
+            place.publish(artifact.folder)
+    except Exception:
+        # What is wrong with the model itself is said first.
+        checks()
+        raise
+    return report
+
+
+def _source(
+    checkpoint: Path | None, captured: Captured, checks: ModelChecks, options: CompileOptions, progress: Progress
+) -> "_Source":
+    """Return the model with its config. It is checked at once where the steps before its kernels take long."""
     quant = default_quant(options.quant, captured.weights, calibrated=options.rounding == "calibrated")
+    if takes_long(options, quant):
+        checks()
     config = resolve(options, captured.facts, quant)
     if checkpoint is None:
         # A module has no tokenizer, so its weights are not rounded for a text, and the report must not say so.
@@ -112,11 +126,7 @@ def _compile_into(
         by_neurons = config.predictor != "none" or config.back_end is not None or bool(config.hot)
         warn_of_rounding(captured, base_format(config.quant), progress, by_neurons=by_neurons)
     check_given_plan(config, captured.facts, progress)
-    source = _Source(checkpoint, captured, tokenizer, config, code, accelerator)
-    with place.scratch() as scratch:
-        artifact, report = _compile(source, place.path, scratch, progress)
-        place.publish(artifact.folder)
-    return report
+    return _Source(checkpoint, captured, checks, config)
 
 
 def _with_texts(options: CompileOptions) -> CompileOptions:
@@ -128,14 +138,17 @@ def _with_texts(options: CompileOptions) -> CompileOptions:
 
 @dataclass(frozen=True)
 class _Source:
-    """A model and what it is compiled for. `checkpoint` is the model's folder, None for a module in memory."""
+    """A model and what it is compiled for.
+
+    `checkpoint` is the model's folder, None for a module in memory, and `checks` give its tokenizer.
+    """
 
     checkpoint: Path | None
     captured: Captured
-    tokenizer: TokenizerFiles
+    checks: ModelChecks
     config: CompileConfig
-    code: Sequence[Code]
-    accelerator: AcceleratorTarget | None
+    code: Sequence[Code] = ()
+    accelerator: AcceleratorTarget | None = None
 
 
 def _compile(
@@ -149,20 +162,25 @@ def _compile(
     captured, config = source.captured, source.config
     predictors = obtain_predictors(source.checkpoint, captured, scratch, config, progress)
     config, captured = choose_limits(source.checkpoint, captured, config, predictors, scratch, progress)
-    config = choose_formats(source.checkpoint, captured, config, predictors, scratch, progress)
+    config, predicted = choose_formats(source.checkpoint, captured, config, predictors, scratch, progress)
     source = replace(source, captured=captured, config=config)
     # Once: larger predictors, if these fall short, hardly change what the weights are rounded for.
     weights = round_weights(source.checkpoint, captured, config, predictors, scratch, progress)
     previous: WrittenArtifact | None = None
     for attempt in count():
         plan = place_neurons(config, captured, source.checkpoint, predictors, progress)
-        passes = compilation_passes(config, captured.facts, predictors, plan)
-        graph_module = run_passes(captured, passes, progress, config.dump_ir, verify=config.verify)
+        if predicted is not None and attempt == 0 and plan is config.plan and config.dump_ir is None:
+            # All passes but the last one have run.
+            begun, passes = replace(captured, graph_module=predicted), [quantize_pass(config)]
+        else:
+            begun, passes = captured, compilation_passes(config, captured.facts, predictors, plan)
+        graph_module = run_passes(begun, passes, progress, config.dump_ir, verify=config.verify)
         lowered = lower_for(graph_module, captured.facts, plan, config, source.accelerator, progress)
         warn_if_large(lowered.program, progress)
         contents = _contents(source, graph_module, lowered, base=weights, predictors=predictors, plan=plan)
         previous = make_room(output, lowered, previous)
-        artifact = write_artifact(contents, scratch / f"artifact-{attempt}", progress, previous)
+        folder = scratch / f"artifact-{attempt}"
+        artifact = write_artifact(contents, folder, progress, previous, tokenizer=source.checks)
         if previous is not None:
             shutil.rmtree(previous.folder)
         report = None
@@ -238,7 +256,7 @@ def _contents(
     return ArtifactContents(
         source.captured,
         source.checkpoint,
-        source.tokenizer,
+        TokenizerFiles(),
         targets=source.config.target,
         quant=source.config.quant,
         code=source.code,

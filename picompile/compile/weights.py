@@ -129,11 +129,12 @@ def choose_formats(
     predictors: PredictorSet | None,
     scratch: Path,
     progress: Progress,
-) -> CompileConfig:
+) -> tuple[CompileConfig, GraphModule | None]:
     """Return `config` with a format for each matrix, where it has a budget of bits for them.
 
     Where it has none, a head or a table that the checkpoint holds in the model's format already keeps it, and is not
-    rounded to the format of heads. The arguments are those of `round_weights`.
+    rounded to the format of heads. The arguments are those of `round_weights`. The graph as the pass `quantize` gets it
+    is returned too, if it was made for that and `config` names no further passes.
 
     Raises:
         UsageError: the text cannot be used, or the model is a module in memory, which has no tokenizer for one.
@@ -141,7 +142,7 @@ def choose_formats(
     if config.quant == STORED or (config.quant == FOUR_BITS and not config.calibrates):
         return _choose_by_matrix(captured, config, predictors, progress)
     if not is_budget(config.quant):
-        return replace(config, tensors=_exact_tables(captured, base_format(config.quant)))
+        return replace(config, tensors=_exact_tables(captured, base_format(config.quant))), None
     if checkpoint is None:
         raise UsageError(f"quant {config.quant} needs a model folder, whose tokenizer reads text; choose a format")
     quantize = quantize_pass(config)
@@ -160,15 +161,18 @@ def choose_formats(
         bits=parse_bits(config.quant),
         progress=progress,
     )
-    return replace(config, tensors=chosen.formats, bits_per_weight=chosen.bits_per_weight, loss_nats=chosen.loss_nats)
+    found = replace(
+        config, tensors=chosen.formats, bits_per_weight=chosen.bits_per_weight, loss_nats=chosen.loss_nats
+    )
+    return found, None
 
 
 def _choose_by_matrix(
     captured: Captured, config: CompileConfig, predictors: PredictorSet | None, progress: Progress
-) -> CompileConfig:
+) -> tuple[CompileConfig, GraphModule | None]:
     """Return `config` with a format for each matrix: those of whole blocks, if an accelerator can compute all of these.
 
-    Tells `progress` which matrices keep the numbers of a quantized checkpoint.
+    Tells `progress` which matrices keep the numbers of a quantized checkpoint. The graph is as `choose_formats` says.
     """
     passes = compilation_passes(config, captured.facts, predictors, config.plan)
     passes = passes[: next(place for place, each in enumerate(passes) if isinstance(each, Quantize))]
@@ -178,11 +182,11 @@ def _choose_by_matrix(
         if fits_in_whole_blocks(whole, captured):
             if kept:
                 progress.say(kept)
-            return whole
+            return whole, None if config.passes else graph_module
     found, kept = _with_formats(captured, graph_module, config)
     if kept:
         progress.say(kept)
-    return found
+    return found, None if config.passes else graph_module
 
 
 def _with_formats(captured: Captured, graph_module: GraphModule, config: CompileConfig) -> tuple[CompileConfig, str]:
