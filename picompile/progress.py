@@ -29,3 +29,20 @@ class NoProgress:
 
     def say(self, text: str) -> None:
         """Ignore the line."""
+
+
+class Noting:
+    """A `Progress` that hands all on to another, and notes in `said` the lines that the user is told."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self.said: list[str] = []
+
+    def step(self, title: str, total: int | None = None) -> AbstractContextManager[Advance]:
+        """Open a step of the other."""
+        return self._progress.step(title, total)
+
+    def say(self, text: str) -> None:
+        """Note the line, and have the other say it."""
+        self.said.append(text)
+        self._progress.say(text)

@@ -7,7 +7,6 @@ the processor looks up 512 times fewer addresses.
 """
 
 import hashlib
-import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,12 +18,13 @@ from typing import Any
 import torch
 
 from picompile.artifact.reuse import FileRange
-from picompile.errors import UsageError
 from picompile.output.files import safetensors_header
-from picompile.output.place import holds_something, require_disk_space, require_parent_folder
+from picompile.output.place import require_disk_space
 from picompile_codegen.lowering.arena import ALIGNMENT_BYTES
-from picompile_codegen.lowering.packing import Evaluate, PackedTensor
+from picompile_codegen.lowering.layouts import Evaluate
+from picompile_codegen.lowering.packing import PackedTensor
 from picompile_codegen.lowering.program import tensor_bytes
+from picompile_runtime.artifact.manifest import WEIGHTS
 
 BLOCK_BYTES = 2 << 20
 
@@ -67,19 +67,6 @@ class BlockFile:
         while len(rest):
             rest = rest[self._file.write(rest) :]
         self._filled = 0
-
-
-def check_output(output: Path, overwrite: bool) -> None:
-    """Raise `UsageError` for a path that cannot be written; asked before any work is done."""
-    parent = output.absolute().parent
-    if holds_something(output):
-        if not overwrite:
-            raise UsageError(f"{output} exists; choose another place or overwrite it with --overwrite")
-        if not (output / "manifest.json").is_file():
-            raise UsageError(f"{output} exists and is no artifact; it will not be overwritten")
-    require_parent_folder(output)
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise UsageError(f"{parent} is not writable")
 
 
 def has_room(output: Path, weight_bytes: int) -> bool:
@@ -172,6 +159,16 @@ def weights_bytes(tensors: Sequence[PackedTensor]) -> int:
 def file_record(path: Path, sha256: str | None = None) -> dict[str, Any]:
     """Return the manifest's record of one file. The hash is computed unless it is known from writing."""
     return {"bytes": path.stat().st_size, "sha256": sha256 or _digest(path)}
+
+
+def file_records(folder: Path, weights_sha256: str) -> dict[str, Any]:
+    """Return the size and hash of every file in an artifact's `folder` but the manifest."""
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    return {
+        name: file_record(folder / name, weights_sha256 if name == WEIGHTS else None)
+        for name in names
+        if name != "manifest.json"
+    }
 
 
 def _digest(path: Path) -> str:

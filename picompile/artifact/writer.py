@@ -203,7 +203,7 @@ def write_program(
     (folder / PROGRAM).write_bytes(json_bytes(lowered.program.to_json()))
     (folder / "report.json").write_bytes(json_bytes(_report(lowered, contents, accuracy)))
     manifest = _manifest(contents, lowered, code, accelerator, accuracy)
-    manifest["files"] = _file_records(folder, weights_sha256)
+    manifest["files"] = files.file_records(folder, weights_sha256)
     (folder / "manifest.json").write_bytes(sealed(manifest))
 
 
@@ -255,14 +255,4 @@ def _manifest(
         "chunk": program.chunk,
         "sequences": program.sequences,
         **accuracy.of_manifest(),
-    }
-
-
-def _file_records(folder: Path, weights_sha256: str) -> dict[str, Any]:
-    """Return the size and hash of every file in `folder` but the manifest."""
-    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    return {
-        name: files.file_record(folder / name, weights_sha256 if name == WEIGHTS else None)
-        for name in names
-        if name != "manifest.json"
     }

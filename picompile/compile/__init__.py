@@ -2,6 +2,7 @@
 
 | step | result | where |
 | --- | --- | --- |
+| start | the artifact itself, where all but its weights is known from another one | `entry`, `structure` |
 | capture | `Captured`: the model as an FX graph, without weights | `driver` |
 | resolve options | `CompileConfig`: every default filled in | `picompile.config` |
 | predictors | `PredictorSet`, None where they are lossless: given, or trained on a profile | `picompile.predictors` |
@@ -22,8 +23,20 @@ An artifact that meets its accuracy bound is published: its folder is renamed in
 on are taken again with larger predictors for the layers that lose most, if there are any.
 """
 
-from picompile.compile.driver import compile_model
-from picompile.compile.passes import pipeline_passes, run_passes
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from picompile.compile.entry import compile_model
 from picompile.config import CompileOptions
 
+if TYPE_CHECKING:
+    from picompile.compile.passes import pipeline_passes, run_passes
+
 __all__ = ["CompileOptions", "compile_model", "pipeline_passes", "run_passes"]
+
+
+def __getattr__(name: str) -> Any:
+    # These import torch.
+    if name not in ("pipeline_passes", "run_passes"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("picompile.compile.passes"), name)

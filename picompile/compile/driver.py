@@ -4,14 +4,12 @@ import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import count
 from pathlib import Path
 
 from torch.fx import GraphModule
 
 from picompile.artifact.code import AcceleratorTarget, Code, accelerator_target, planned_code
-from picompile.artifact.files import check_output
 from picompile.artifact.writer import (
     ArtifactContents,
     MeasuredAccuracy,
@@ -29,6 +27,8 @@ from picompile.compile.lower import lower_for, warn_if_large
 from picompile.compile.mixtures import check_config, check_mixture
 from picompile.compile.passes import compilation_passes, pipeline_passes, quantize_pass, run_passes
 from picompile.compile.plan import check_checkpoint, check_given_plan, place_neurons
+from picompile.compile.structure.keep import keep_structure
+from picompile.compile.structure.key import StructureKey, structure_key
 from picompile.compile.weights import choose_formats, choose_limits, round_weights, warn_of_rounding
 from picompile.config import CompileConfig, CompileOptions, cache_context, resolve
 from picompile.errors import AccuracyError, UsageError
@@ -37,51 +37,32 @@ from picompile.frontend.generation_config import check_generation_config
 from picompile.frontend.hf import load_model, open_checkpoint
 from picompile.frontend.stored.choice import default_quant
 from picompile.frontend.tokenizer_files import TokenizerFiles
-from picompile.output import OutputPath, reserve
+from picompile.output import OutputPath
 from picompile.placement.plan import Plan
 from picompile.predictors.accuracy import AccuracyReport
 from picompile.predictors.predictor_set import PredictorSet, obtain_predictors
 from picompile.predictors.profile.text import read_calibration
 from picompile.processes import seldom_collected
 from picompile.products import fast_products
-from picompile.progress import NoProgress, Progress
+from picompile.progress import Noting, Progress
 from picompile_codegen.lowering.lower import Lowered
 from picompile_passes.graph.materialize import WeightSource
 
 
-def compile_model(
+def compile_in_steps(
+    place: OutputPath,
     model: str | os.PathLike[str] | Captured,
-    output: str | os.PathLike[str],
-    options: CompileOptions | None = None,
-    progress: Progress | None = None,
+    options: CompileOptions,
+    key: StructureKey | None,
+    progress: Progress,
 ) -> AccuracyReport | None:
-    """Compile a model into the artifact `output`, which appears whole or not at all.
+    """Compile a model in all steps into the artifact at `place`, as `compile_model` says.
 
-    Args:
-        model: a Hugging Face folder, a GGUF file, or what `picompile.frontend.capture_module` returned.
-        output: the folder to make.
-        options: what to compile for; the defaults of `CompileOptions` unless given.
-        progress: is told of each step.
-
-    Returns:
-        What the predictors cost; None where they are lossless, so that nothing was checked. The comparison with the
-        checkpoint, if `options.checkpoint_bound` asks for one, is in the artifact's report.json.
-
-    Raises:
-        UsageError: the options do not fit the model, or `output` is in the way (exit code 2).
-        UnsupportedModelError: the model cannot be compiled (3).
-        DoesNotFitError: it does not fit the machine it is planned for, or the disk (5).
-        MachineError, ToolchainError: the code cannot be made on this machine (6).
-        AccuracyError: an accuracy bound is not met, and there are no larger predictors (7).
+    What of it does not depend on the values of weights is kept by `key`, unless that is None.
     """
-    options, progress, output = options or CompileOptions(), progress or NoProgress(), Path(output)
-    check = partial(check_output, output, options.overwrite)
-    # Before anything is made beside it.
-    check()
     options = _with_texts(options)
-    with reserve(output, overwrite=options.overwrite, check=check) as place:
-        code, accelerator = _check_before_capture(model, options)
-        return _compile_into(place, model, options, code, accelerator, progress)
+    code, accelerator = _check_before_capture(model, options)
+    return _compile_into(place, model, options, code, accelerator, progress, key)
 
 
 @seldom_collected()
@@ -93,6 +74,7 @@ def _compile_into(
     code: Sequence[Code],
     accelerator: AcceleratorTarget | None,
     progress: Progress,
+    key: StructureKey | None,
 ) -> AccuracyReport | None:
     """Capture the model, compile it, and publish the artifact at `place`."""
     checkpoint, captured = _capture(model, options, progress)
@@ -102,7 +84,10 @@ def _compile_into(
         with place.scratch() as scratch:
             source = _source(checkpoint, captured, checks, options, progress)
             source = replace(source, code=code, accelerator=accelerator)
-            artifact, report = _compile(source, place.path, scratch, progress)
+            noting = Noting(progress)
+            artifact, report = _compile(source, place.path, scratch, noting)
+            if key is not None and structure_key(model, options) == key:
+                keep_structure(key, artifact, noting.said)
             place.publish(artifact.folder)
     except Exception:
         # What is wrong with the model itself is said first.

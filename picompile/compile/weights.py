@@ -161,9 +161,7 @@ def choose_formats(
         bits=parse_bits(config.quant),
         progress=progress,
     )
-    found = replace(
-        config, tensors=chosen.formats, bits_per_weight=chosen.bits_per_weight, loss_nats=chosen.loss_nats
-    )
+    found = replace(config, tensors=chosen.formats, bits_per_weight=chosen.bits_per_weight, loss_nats=chosen.loss_nats)
     return found, None
 
 

@@ -6,7 +6,8 @@ was not removed in between.
 
 A kernel takes up to seconds to compile, and models share most kernels: those of the same sizes, whatever the weights,
 the predictor or the plan. The key of an object is the hash of everything that determines it: the kernel as TVM gets it,
-the instruction set, the pipeline, and the versions of TVM and LLVM. PICOMPILE_CACHE names another folder, or is `off`.
+the instruction set, the pipeline, and the versions of TVM and LLVM. The compiler keeps structures here too: what
+a compilation makes that does not depend on the values of weights. PICOMPILE_CACHE names another folder, or is `off`.
 
 An entry is a file: a mark, the sha256 of its key and its content, the content. An entry that is empty, truncated,
 changed, of another key or of an older version counts as missing: it is made again and replaced. In an artifact, it
@@ -135,20 +136,34 @@ def cached_object(key: str, make: Callable[[], bytes]) -> bytes:
 
     A cache that cannot be read or written is done without.
     """
+    content = find_object(key)
+    if content is None:
+        content = make()
+        keep_object(key, content)
+    return content
+
+
+def find_object(key: str) -> bytes | None:
+    """Return the object with this key from the cache; None where it is missing or damaged, or cannot be read."""
     folder = cache_folder()
     if folder is None:
-        return make()
+        return None
     kept = folder / f"{key}{_SUFFIX}"
     with suppress(OSError):
         content = _content(key, kept.read_bytes())
         if content is not None:
             with suppress(OSError):
                 os.utime(kept)
-            return content
-    content = make()
-    with suppress(OSError):
-        _keep(key, content, kept)
-    return content
+        return content
+    return None
+
+
+def keep_object(key: str, content: bytes) -> None:
+    """Put an object into the cache, if there is one that can be written."""
+    folder = cache_folder()
+    if folder is not None:
+        with suppress(OSError):
+            _keep(key, content, folder / f"{key}{_SUFFIX}")
 
 
 def _content(key: str, entry: bytes) -> bytes | None:

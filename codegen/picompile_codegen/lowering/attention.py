@@ -7,8 +7,8 @@ import torch
 from torch.fx import Node
 
 from picompile_codegen.lowering.function import Bindings, Function, dimension
+from picompile_codegen.lowering.layouts import Evaluate
 from picompile_codegen.lowering.operators import lowers, updates
-from picompile_codegen.lowering.packing import Evaluate
 from picompile_codegen.lowering.program import Arg
 from picompile_codegen.lowering.state import state_tensors
 from picompile_codegen.lowering.transfer import ABANDONED, WaitForValue, send, signal

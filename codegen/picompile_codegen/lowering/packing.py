@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from picompile_codegen.lowering.layouts import Evaluate, Floats, Interleaved, Panels
 from picompile_codegen.lowering.program import Arg, Space
 from picompile_codegen.signs import pack_signs, sign_row_bytes
 from picompile_codegen.specs.arguments import ITEM_BYTES
@@ -31,9 +32,6 @@ from picompile_passes.graph.operands import (
     SPARSE_FFN,
     TRANSPOSE,
 )
-
-# evaluate(node) → the value of one constant subgraph
-Evaluate = Callable[[Node], Tensor]
 
 _SIGNS = ".signs"
 _JOINED = ".joined"
@@ -209,7 +207,11 @@ class WeightTable:
             row_bytes = form.row_bytes(columns)
             self._add(PackedTensor(part.name, (part.length, row_bytes), part.produce, part.nodes))
             return PackedMatrix(part.name, format_name, part.length, row_bytes)
-        return self._add_panels(part.name, part.nodes, part.produce, (format_name, part.length, columns))
+
+        def produce(evaluate: Evaluate) -> Tensor:
+            return to_panels(part.produce(evaluate), format_name, columns)
+
+        return self._add_panels(part.name, part.nodes, produce, (format_name, part.length, columns))
 
     def joined_vector(self, node: Node) -> Arg:
         """Return the whole vector that `node` was joined to."""
@@ -246,18 +248,14 @@ class WeightTable:
         name, rows = _parameter_name(packed), int(packed.meta["val"].shape[0])
         if name in self.parts:
             return self.matrix(operand)
-        return self._add_panels(name, (packed,), lambda evaluate: evaluate(packed), (format_name, rows, columns))
+        return self._add_panels(name, (packed,), Panels(packed, format_name, columns), (format_name, rows, columns))
 
     def _add_panels(
-        self, name: str, nodes: tuple[Node, ...], rows_of: Callable[[Evaluate], Tensor], shape: tuple[str, int, int]
+        self, name: str, nodes: tuple[Node, ...], produce: Callable[[Evaluate], Tensor], shape: tuple[str, int, int]
     ) -> PackedMatrix:
-        """Add panels of the rows that `rows_of` returns, of a matrix of `shape`: format, rows and columns."""
+        """Add the panels that `produce` returns, of a matrix of `shape`: format, rows and columns."""
         format_name, rows, columns = shape
         form = FORMATS[format_name]
-
-        def produce(evaluate: Evaluate) -> Tensor:
-            return to_panels(rows_of(evaluate), format_name, columns)
-
         self._add(PackedTensor(name, (rows // PANEL_ROWS, panel_bytes(form, columns)), produce, nodes))
         return PackedMatrix(name, format_name, rows, form.panel_row_bytes(columns), panels=True)
 
@@ -274,17 +272,8 @@ class WeightTable:
         _require_rows(name, format_name)
         row_bytes = FORMATS[format_name].row_bytes(columns)
         rows = int(operands[0].meta["val"].shape[0]) * len(operands)
-        nodes = [node for node, _, _ in quantized]
-
-        def produce(evaluate: Evaluate) -> Tensor:
-            if len(nodes) == 1:
-                return evaluate(nodes[0])
-            packed = torch.empty(rows // len(nodes), len(nodes), row_bytes, dtype=torch.uint8)
-            for part, node in enumerate(nodes):
-                packed[:, part] = evaluate(node)
-            return packed.view(rows, row_bytes)
-
-        self._add(PackedTensor(name, (rows, row_bytes), produce, tuple(nodes)))
+        nodes = tuple(node for node, _, _ in quantized)
+        self._add(PackedTensor(name, (rows, row_bytes), Interleaved(nodes, rows, row_bytes), nodes))
         return PackedMatrix(name, format_name, rows, row_bytes)
 
     def signs(self, operand: Node) -> Arg:
@@ -324,12 +313,17 @@ class WeightTable:
         name = _parameter_name(node)
         if name in self.parts:
             return replace(self.joined_vector(node), shape=(length,), offset=self.parts[name].start * 4)
-        return self.computed(name, (length,), lambda evaluate: evaluate(node), (node,), shared=False)
+        return self._floats(name, length, node)
 
     def flat(self, node: Node) -> Arg:
         """Add any float32 tensor as a vector of its elements, row by row."""
         size, name = prod(int(size) for size in node.meta["val"].shape), _parameter_name(node)
-        return self.computed(name, (size,), lambda evaluate: evaluate(node), (node,), shared=False)
+        return self._floats(name, size, node)
+
+    def _floats(self, name: str, count: int, node: Node) -> Arg:
+        stored = -(-count // VECTOR_MULTIPLE) * VECTOR_MULTIPLE
+        self._add(PackedTensor(name, (stored,), Floats(node, count, stored), (node,), dtype="float32"))
+        return Arg("weight", name, "float32", (count,))
 
     def computed(
         self,

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import math
-import mmap
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,10 +29,12 @@ from picompile.frontend.gguf.blocks import (
 from picompile.frontend.gguf.conversion import convert, processor_for, row_order
 from picompile.frontend.gguf.experts import SHARED_PART, Indices, Stack, stacks_of
 from picompile.frontend.gguf.header import GgufHeader, TensorEntry
+from picompile.frontend.gguf.mapped import mapped
 from picompile.frontend.gguf.metadata import read_text
 from picompile.frontend.gguf.model_config import model_classes, model_config, shared_field
 from picompile.frontend.gguf.names import TRANSPOSED_DOWN, further_tensors, map_names, sources_by_parameter
-from picompile.frontend.gguf.parts import read_model_header
+from picompile.frontend.gguf.parts import MOST_MODEL_ELEMENTS, read_model_header
+from picompile.frontend.gguf.plain import PlainPlace
 from picompile.frontend.gguf.records import find_record
 from picompile.frontend.gguf.views import with_views
 from picompile.frontend.messages import one_line, shown
@@ -41,8 +42,6 @@ from picompile.frontend.weight_values import check_values, damaged
 from picompile_passes.formats import FORMATS
 from picompile_passes.graph.weight_source import as_run, take_rows
 
-# Gemma has 262,144 tokens, and two numbers and two merges for each.
-_MOST_ELEMENTS = 4 << 20
 # Bytes of the start and of the end of each tensor that a fingerprint depends on.
 _SAMPLE_BYTES = 4096
 _RESHAPED = re.compile(r"\.ssm_|\.shortconv\.|_exps\.|_shexp\.|\.attn_[kv]_b\.")
@@ -102,7 +101,7 @@ class GgufModel:
             name: self._describe(name, entries, parameters.get(name)) for name, entries in sources.items()
         }
         self._checked: set[str] = set()
-        self._data = {file: _mapped(file) for file in {entry.file: None for entry in header.tensors.values()}}
+        self._data = {file: mapped(file) for file in {entry.file: None for entry in header.tensors.values()}}
         for entry in header.tensors.values():
             if len(self._data[entry.file]) < entry.offset + entry.size_bytes:
                 raise UnsupportedModelError(f"{entry.file}: has become shorter while it was read")
@@ -234,6 +233,15 @@ class GgufModel:
         same_rows = transposed == is_transposed and (transposed or is_kept)
         return STORED.get(tensor.type) if same_rows else None
 
+    def plain_place(self, name: str) -> PlainPlace | None:
+        """Return where the parameter `name` lies if it is one tensor of the file, at most in another order of rows."""
+        tensor = self.tensors[name]
+        order = self._order(tensor)
+        if order is None or len(tensor.sources) != 1 or self._stack(name, tensor.sources) is not None:
+            return None
+        rows = None if _is_sorted(order) else tuple(order.tolist())
+        return PlainPlace(tensor.sources[0], tensor.dtype, tensor.shape, rows)
+
     def is_turned(self, name: str) -> bool:
         """Return whether the file has the matrices of the parameter `name` transposed, as gpt-oss's experts."""
         stack = self._stack(name, self.tensors[name].sources)
@@ -330,7 +338,7 @@ def open_gguf(path: Path) -> GgufModel:
     if not path.is_file():
         raise UsageError(f"{path}: no such file")
     try:
-        header = read_model_header(path, _MOST_ELEMENTS)
+        header = read_model_header(path, MOST_MODEL_ELEMENTS)
         config = model_config(header)
         model = _empty_model(path, config)
         parameters = {name: tuple(values.shape) for name, values in model.state_dict(keep_vars=True).items()}
@@ -340,11 +348,6 @@ def open_gguf(path: Path) -> GgufModel:
     _check_parameters(opened, model)
     _check_rotary(header, config, model)
     return opened
-
-
-def _mapped(file: Path) -> mmap.mmap:
-    with file.open("rb") as opened:
-        return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 def _empty_model(path: Path, config: Mapping[str, Any]) -> nn.Module:

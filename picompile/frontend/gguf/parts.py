@@ -14,6 +14,8 @@ from picompile.frontend.gguf.header import GgufHeader, TensorEntry, read_header
 PART = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf")
 _NUMBER, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"
 _MOST_PARTS = 1000
+# Of a header's arrays. Gemma has 262,144 tokens, and two numbers and two merges for each.
+MOST_MODEL_ELEMENTS = 4 << 20
 
 
 def part_files(first: Path) -> list[Path]:

@@ -7,7 +7,9 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor
 
 from picompile.frontend.gguf.blocks import PLAIN
+from picompile.frontend.gguf.header import GgufHeader
 from picompile.frontend.gguf.model import GgufModel
+from picompile.frontend.gguf.plain import PlainPlace
 from picompile.frontend.weight_values import DTYPES
 from picompile_passes.formats import COARSE_BITS, FORMATS
 
@@ -70,6 +72,17 @@ class GgufWeights:
     def turned(self) -> frozenset[str]:
         """Return the parameters whose matrices the file has transposed."""
         return frozenset(name for name, stored in self._names.items() if self._opened.is_turned(stored))
+
+    @property
+    def header(self) -> GgufHeader:
+        """The file's header, with entries for parameters that are parts of tensors."""
+        return self._opened.header
+
+    def plain_places(self, names: Iterable[str]) -> dict[str, PlainPlace] | None:
+        """Return where the parameters `names` lie, None unless each is one tensor of the file."""
+        found = {name: self._opened.plain_place(self._names[name]) for name in names}
+        places = {name: place for name, place in found.items() if place is not None}
+        return places if len(places) == len(found) else None
 
     def close(self) -> None:
         """Do nothing: the file is unmapped with the last tensor that lies in it."""
